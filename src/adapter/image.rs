@@ -1,0 +1,156 @@
+//! The bytes an adapter takes in a slot: one block of exactly its own size, the same on the host and on the device.
+//!
+//! Each factor is a row-major matrix that begins on a 16-byte boundary and whose rows are padded with zeros to a multiple of 16
+//! bytes, so that kernels load 16 bytes at a time wherever they are. A is `[rank, in]` and B is `[out, rank]`, as PEFT stores
+//! them; an embedding's A is transposed to `[vocab, rank]`, so that what belongs to a token is one row.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use super::{AdapterError, tensor::Tensor};
+use crate::{DType, Element};
+
+/// What every factor and every row of a factor is aligned to.
+pub const ALIGNMENT_BYTES: usize = 16;
+
+/// The elements that a row of `len` takes in a block.
+pub const fn padded(len: usize, dtype: DType) -> usize {
+    len.next_multiple_of(ALIGNMENT_BYTES / dtype.bytes())
+}
+
+/// What an adapter takes in a slot, on one tensor-parallel rank: planned, checked, but not copied yet.
+#[derive(Debug)]
+pub struct SlotImage<'a> {
+    dtype: DType,
+    num_entries: usize,
+    entries: Vec<ImageEntry>,
+    parts: Vec<Part<'a>>,
+    elems: usize,
+}
+
+/// One module of an adapter in its block.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ImageEntry {
+    /// The module's descriptor-table entry.
+    pub entry: usize,
+    /// Where its A begins, in elements.
+    pub a_elems: usize,
+    /// Where its B begins, in elements.
+    pub b_elems: usize,
+    /// Its rank, at least 1.
+    pub rank: usize,
+    /// Its α/r or α/√r.
+    pub scaling: f32,
+}
+
+/// A rectangle of a stored factor, and where it goes.
+#[derive(Debug)]
+struct Part<'a> {
+    source: Rectangle<'a>,
+    elems: usize,
+}
+
+/// A rectangle of a stored factor `[rows, cols]`.
+#[derive(Clone, Debug)]
+pub(super) struct Rectangle<'a> {
+    pub(super) tensor: &'a Tensor,
+    pub(super) rows: Range<usize>,
+    pub(super) cols: Range<usize>,
+    /// Whether the block holds it as `[cols, rows]`.
+    pub(super) transposed: bool,
+}
+
+impl<'a> SlotImage<'a> {
+    /// An image without modules, for a model of `num_entries`.
+    pub(super) fn new(dtype: DType, num_entries: usize) -> Self {
+        Self { dtype, num_entries, entries: Vec::new(), parts: Vec::new(), elems: 0 }
+    }
+
+    /// Adds a module.
+    pub(super) fn push(&mut self, entry: usize, rank: usize, scaling: f32, a: Rectangle<'a>, b: Rectangle<'a>) {
+        let [a_elems, b_elems] = [a, b].map(|source| self.place(source));
+        self.entries.push(ImageEntry { entry, a_elems, b_elems, rank, scaling });
+    }
+
+    /// The element type of the block.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Entries a slot of the model has, whether this adapter has them or not.
+    pub fn num_entries(&self) -> usize {
+        self.num_entries
+    }
+
+    /// The modules, each with a different entry.
+    pub fn entries(&self) -> &[ImageEntry] {
+        &self.entries
+    }
+
+    /// The largest rank of any module.
+    pub fn max_rank(&self) -> usize {
+        self.entries.iter().map(|entry| entry.rank).max().unwrap_or(0)
+    }
+
+    /// The size of the block.
+    pub fn bytes(&self) -> usize {
+        self.elems * self.dtype.bytes()
+    }
+
+    /// Writes the block, converting to its element type (rounded to nearest, ties to even).
+    ///
+    /// # Errors
+    /// If a weight is NaN or infinite, or becomes infinite in the block's type.
+    ///
+    /// # Panics
+    /// If `block` is not [`bytes`](Self::bytes) long.
+    pub fn write_to(&self, block: &mut [u8]) -> Result<(), AdapterError> {
+        assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
+        match self.dtype {
+            DType::BF16 => self.write::<bf16>(block),
+            DType::F16 => self.write::<f16>(block),
+            DType::F32 => self.write::<f32>(block),
+        }
+    }
+
+    fn place(&mut self, source: Rectangle<'a>) -> usize {
+        let elems = self.elems;
+        let (rows, cols) = source.block_shape();
+        self.elems += rows * padded(cols, self.dtype);
+        self.parts.push(Part { source, elems });
+        elems
+    }
+
+    fn write<T: Element>(&self, block: &mut [u8]) -> Result<(), AdapterError> {
+        block.fill(0);
+        for Part { source, elems } in &self.parts {
+            let (rows, cols) = source.block_shape();
+            let row_bytes = padded(cols, T::DTYPE) * size_of::<T>();
+            let part = &mut block[elems * size_of::<T>()..][..rows * row_bytes];
+            for (row, out) in part.chunks_exact_mut(row_bytes).enumerate() {
+                for (col, out) in out.chunks_exact_mut(size_of::<T>()).take(cols).enumerate() {
+                    let value = source.get(row, col);
+                    let stored = T::from_f32(value);
+                    if !stored.to_f32().is_finite() {
+                        return Err(source.tensor.unrepresentable(value, T::DTYPE));
+                    }
+                    out.copy_from_slice(bytemuck::bytes_of(&stored));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rectangle<'_> {
+    fn block_shape(&self) -> (usize, usize) {
+        if self.transposed { (self.cols.len(), self.rows.len()) } else { (self.rows.len(), self.cols.len()) }
+    }
+
+    fn get(&self, row: usize, col: usize) -> f32 {
+        let (row, col) = if self.transposed { (col, row) } else { (row, col) };
+        self.tensor.get(self.rows.start + row, self.cols.start + col)
+    }
+}

@@ -1,0 +1,140 @@
+use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::ParallelSliceMut};
+
+use super::{Matrix, MatrixMut, WeightTable};
+use crate::{
+    Element,
+    error::OperandError,
+    model::{LinearId, LinearSite, ModelSpec},
+    routing::Batch,
+};
+
+/// The adapters of one linear layer.
+#[derive(Clone, Debug)]
+pub struct LoraLinear {
+    site: LinearSite,
+    num_entries: usize,
+}
+
+/// What [`LoraLinear::shrink`] leaves for [`LoraLinear::expand`].
+#[derive(Clone, Debug, Default)]
+pub struct Workspace {
+    /// `[tokens, slices, max_rank]`
+    v: Vec<f32>,
+}
+
+impl LoraLinear {
+    /// The layer `id` of `model`.
+    pub fn new(model: &ModelSpec, id: LinearId) -> Self {
+        Self { site: model[id].clone(), num_entries: model.num_entries() }
+    }
+
+    /// Adds `scaling · B (A x[t])` to `y[t]`, for every token `t` that has an adapter. Base tokens keep `y` bit for bit.
+    ///
+    /// `x` is `[tokens, in_features]` and `y` is `[tokens, out_features]`. With row-parallel layers `y` is this rank's partial
+    /// sum: call this before the all-reduce.
+    ///
+    /// # Errors
+    /// If the operands don't fit the layer and the batch; then `y` is as it was.
+    #[doc(alias = "punica")]
+    pub fn add_delta<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        y: MatrixMut<'_, T>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        y.check(batch.num_tokens(), self.site.out_features())?;
+        let mut workspace = Workspace::default();
+        self.shrink(x, weights, batch, &mut workspace)?;
+        self.expand(y, weights, batch, &workspace)
+    }
+
+    /// The first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace.
+    ///
+    /// # Errors
+    /// If the operands don't fit the layer and the batch.
+    pub fn shrink<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<(), OperandError> {
+        let in_features = self.site.in_features();
+        x.check(batch.num_tokens(), in_features)?;
+        self.check(weights)?;
+        workspace.v.clear();
+        workspace.v.resize(batch.num_tokens() * self.v_stride(weights), 0.0);
+        workspace.v.par_chunks_mut(self.v_stride(weights)).enumerate().for_each(|(token, v)| {
+            for (slice, v) in v.chunks_mut(weights.max_rank()).enumerate() {
+                let Some(factors) = weights.factors(batch.slots()[token], self.site.first_entry() + slice) else {
+                    continue;
+                };
+                for (row, v) in v[..factors.rank].iter_mut().enumerate() {
+                    *v = dot(factors.a_row(row, in_features), x.row(token));
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// The second half of [`add_delta`](Self::add_delta): adds `scaling · B v` to `y`, from what [`shrink`](Self::shrink) left
+    /// for the same batch and weights.
+    ///
+    /// # Errors
+    /// If the operands don't fit the layer and the batch, or the workspace is not of this batch; then `y` is as it was.
+    pub fn expand<T: Element>(
+        &self,
+        mut y: MatrixMut<'_, T>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+        workspace: &Workspace,
+    ) -> Result<(), OperandError> {
+        y.check(batch.num_tokens(), self.site.out_features())?;
+        self.check(weights)?;
+        let v_stride = self.v_stride(weights);
+        if workspace.v.len() != batch.num_tokens() * v_stride {
+            let got = workspace.v.len().checked_div(v_stride).unwrap_or(0);
+            return Err(OperandError::Length { operand: "workspace", got, want: batch.num_tokens() });
+        }
+        y.rows_mut().enumerate().for_each(|(token, mut y)| {
+            for (slice, site) in self.site.slices().iter().enumerate() {
+                let (y_slice, rest) = y.split_at_mut(site.out_features());
+                y = rest;
+                let v = &workspace.v[token * v_stride + slice * weights.max_rank()..];
+                if let Some(factors) = weights.factors(batch.slots()[token], self.site.first_entry() + slice) {
+                    factors.expand(v, batch.scale(token), y_slice);
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn v_stride<T: Element>(&self, weights: &WeightTable<T>) -> usize {
+        (self.site.slices().len() * weights.max_rank()).max(1)
+    }
+
+    fn check<T: Element>(&self, weights: &WeightTable<T>) -> Result<(), OperandError> {
+        check_model(weights.num_entries(), self.num_entries)
+    }
+}
+
+/// Refuses weights that were made for another model.
+pub(super) fn check_model(got: usize, want: usize) -> Result<(), OperandError> {
+    if got == want { Ok(()) } else { Err(OperandError::Model { got, want }) }
+}
+
+/// A dot product in `f32`, in eight interleaved sums so that it vectorizes.
+fn dot<T: Element>(a: &[T], x: &[T]) -> f32 {
+    const LANES: usize = 8;
+    let (a_chunks, a_tail) = a.as_chunks::<LANES>();
+    let (x_chunks, x_tail) = x.as_chunks::<LANES>();
+    let mut sums = [0.0; LANES];
+    for (a, x) in a_chunks.iter().zip(x_chunks) {
+        for lane in 0..LANES {
+            sums[lane] += a[lane].to_f32() * x[lane].to_f32();
+        }
+    }
+    let tail: f32 = a_tail.iter().zip(x_tail).map(|(a, x)| a.to_f32() * x.to_f32()).sum();
+    sums.iter().sum::<f32>() + tail
+}

@@ -1,0 +1,116 @@
+use crate::{
+    DType, Element, Slot,
+    adapter::{AdapterError, ImageEntry, SlotImage, padded},
+    error::SlotError,
+    model::ModelSpec,
+};
+
+/// The adapters in host memory, a slot each.
+#[derive(Debug)]
+#[doc(alias = "max_loras")]
+pub struct WeightTable<T> {
+    num_entries: usize,
+    max_rank: usize,
+    slots: Vec<Option<Adapter<T>>>,
+}
+
+#[derive(Debug)]
+struct Adapter<T> {
+    block: Vec<T>,
+    entries: Vec<Option<ImageEntry>>,
+}
+
+impl<T: Element> WeightTable<T> {
+    /// A table of empty slots for the adapters of `model`, whose factors have at most rank `max_rank`.
+    #[doc(alias = "max_lora_rank")]
+    pub fn new(model: &ModelSpec, num_slots: usize, max_rank: usize) -> Self {
+        let slots = (0..num_slots).map(|_| None).collect();
+        Self { num_entries: model.num_entries(), max_rank, slots }
+    }
+
+    /// Loads an adapter into a slot, in place of the one that was there. On an error the slot is as it was.
+    ///
+    /// # Errors
+    /// If the image does not fit the table, or a weight cannot be represented (NaN, or too large for the type).
+    pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>) -> Result<(), AdapterError> {
+        let index = self.index(slot)?;
+        if image.num_entries() != self.num_entries {
+            return Err(SlotError::Model { got: image.num_entries(), want: self.num_entries }.into());
+        }
+        if image.dtype() != T::DTYPE {
+            return Err(SlotError::DType { got: image.dtype(), want: T::DTYPE }.into());
+        }
+        if image.max_rank() > self.max_rank {
+            return Err(SlotError::Rank { rank: image.max_rank(), max_rank: self.max_rank }.into());
+        }
+        let mut block = vec![T::default(); image.bytes() / T::DTYPE.bytes()];
+        image.write_to(bytemuck::cast_slice_mut(&mut block))?;
+        let mut entries = vec![None; self.num_entries];
+        for entry in image.entries() {
+            entries[entry.entry] = Some(*entry);
+        }
+        self.slots[index] = Some(Adapter { block, entries });
+        Ok(())
+    }
+
+    /// Empties a slot: its tokens are the base model's from now on.
+    ///
+    /// # Errors
+    /// If there is no such slot.
+    pub fn unload(&mut self, slot: Slot) -> Result<(), SlotError> {
+        let index = self.index(slot)?;
+        self.slots[index] = None;
+        Ok(())
+    }
+
+    pub(super) fn num_entries(&self) -> usize {
+        self.num_entries
+    }
+
+    pub(super) fn max_rank(&self) -> usize {
+        self.max_rank
+    }
+
+    /// The factors that a token of `slot` has at a table entry, if any.
+    pub(super) fn factors(&self, slot: Slot, entry: usize) -> Option<Factors<'_, T>> {
+        let adapter = self.slots.get(slot.index()?)?.as_ref()?;
+        let ImageEntry { a_elems, b_elems, rank, scaling, .. } = adapter.entries[entry]?;
+        Some(Factors { a: &adapter.block[a_elems..], b: &adapter.block[b_elems..], rank, scaling })
+    }
+
+    fn index(&self, slot: Slot) -> Result<usize, SlotError> {
+        let num_slots = self.slots.len();
+        slot.index().filter(|&index| index < num_slots).ok_or(SlotError::NoSuchSlot { slot, num_slots })
+    }
+}
+
+/// A module's factors, as laid out in the block (`adapter::image`).
+pub(super) struct Factors<'a, T> {
+    a: &'a [T],
+    b: &'a [T],
+    pub(super) rank: usize,
+    pub(super) scaling: f32,
+}
+
+impl<'a, T: Element> Factors<'a, T> {
+    const DTYPE: DType = T::DTYPE;
+
+    /// A row of A `[rank, in_features]`, or of an embedding's A `[vocab, rank]`.
+    pub(super) fn a_row(&self, row: usize, cols: usize) -> &'a [T] {
+        &self.a[row * padded(cols, Self::DTYPE)..][..cols]
+    }
+
+    /// A row of B `[out_features, rank]`.
+    pub(super) fn b_row(&self, row: usize) -> &'a [T] {
+        &self.b[row * padded(self.rank, Self::DTYPE)..][..self.rank]
+    }
+
+    /// Adds `scale · B v` to `y`.
+    pub(super) fn expand(&self, v: &[f32], scale: f32, y: &mut [T]) {
+        let scale = scale * self.scaling;
+        for (row, out) in y.iter_mut().enumerate() {
+            let delta: f32 = self.b_row(row).iter().zip(v).map(|(b, v)| b.to_f32() * v).sum();
+            *out = T::from_f32(out.to_f32() + scale * delta);
+        }
+    }
+}

@@ -1,0 +1,397 @@
+//! What an engine adapts: the layers of its model as one tensor-parallel rank runs them.
+//!
+//! A [`ModelSpec`] is built once. It gives every adapted module of the model (in PEFT's sense: what `target_modules` names) a row
+//! of the descriptor table, and says how the module's factors are cut for this rank. It knows nothing of adapters or devices.
+//!
+//! Invariant: every module path stands for exactly one entry, and every entry for one module path.
+
+use std::collections::HashMap;
+
+/// The most slices that one layer may fuse.
+pub const MAX_SLICES: usize = 8;
+
+/// The largest rank of a factor.
+pub const MAX_RANK: usize = 512;
+
+/// This process's place in the tensor-parallel group.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct TpRank {
+    rank: usize,
+    size: usize,
+}
+
+impl TpRank {
+    /// The whole model on one device.
+    pub const SINGLE: Self = Self { rank: 0, size: 1 };
+
+    /// Rank `rank` of `size`.
+    ///
+    /// # Errors
+    /// If `rank` is not below `size`.
+    pub fn new(rank: usize, size: usize) -> Result<Self, SpecError> {
+        if rank < size { Ok(Self { rank, size }) } else { Err(SpecError::TpRank { rank, size }) }
+    }
+}
+
+/// How tensor parallelism cuts a linear layer.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Parallel {
+    /// Each rank holds some of the output features: qkv, gate-up, lm_head.
+    Column,
+    /// Each rank holds the whole layer.
+    Replicated,
+    /// Each rank holds some of the input features and computes a partial sum: o, down.
+    Row,
+}
+
+/// One linear layer to be described to [`ModelSpec::linear`]: a path, the input features, and the modules fused into its output.
+///
+/// ```
+/// use aril::model::{Linear, ModelSpec, Parallel, TpRank};
+///
+/// let mut model = ModelSpec::new(TpRank::SINGLE);
+/// let qkv = Linear::new("model.layers.0.self_attn", Parallel::Column, 1024)
+///     .slice("q_proj", 2048)
+///     .slice("k_proj", 1024)
+///     .slice("v_proj", 1024)
+///     .fused("qkv_proj");
+/// let id = model.linear(qkv)?;
+/// assert_eq!(model[id].out_features(), 4096);
+/// # Ok::<(), aril::model::SpecError>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Linear {
+    path: String,
+    parallel: Parallel,
+    in_features: usize,
+    slices: Vec<(String, usize, Option<usize>)>,
+    fused: Option<String>,
+}
+
+impl Linear {
+    /// Names the layer's parent module (`""` for a module at the top, such as `lm_head`) and its whole, unsharded input features.
+    pub fn new(path: impl Into<String>, parallel: Parallel, in_features: usize) -> Self {
+        Self { path: path.into(), parallel, in_features, slices: Vec::new(), fused: None }
+    }
+
+    /// Appends a module with its whole, unsharded output features. Its output follows that of the slice before.
+    pub fn slice(mut self, module: impl Into<String>, out_features: usize) -> Self {
+        self.slices.push((module.into(), out_features, None));
+        self
+    }
+
+    /// Appends a column-parallel module that exists in only `shards` different parts, each held by `size / shards` neighbouring
+    /// ranks: k and v where there are fewer key-value heads than ranks.
+    pub fn replicated_slice(mut self, module: impl Into<String>, out_features: usize, shards: usize) -> Self {
+        self.slices.push((module.into(), out_features, Some(shards)));
+        self
+    }
+
+    /// Accepts adapters that were trained on all slices as one module of this name (one A, the B's stacked in slice order).
+    pub fn fused(mut self, module: impl Into<String>) -> Self {
+        self.fused = Some(module.into());
+        self
+    }
+}
+
+/// Names a linear layer of a [`ModelSpec`].
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct LinearId(usize);
+
+/// Names an embedding of a [`ModelSpec`].
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct EmbeddingId(usize);
+
+/// A linear layer as this rank holds it.
+#[derive(Clone, Debug)]
+pub struct LinearSite {
+    in_features: Cut,
+    slices: Vec<SliceSite>,
+    first_entry: usize,
+}
+
+impl LinearSite {
+    /// Input features on this rank.
+    pub fn in_features(&self) -> usize {
+        self.in_features.len
+    }
+
+    /// Output features on this rank, over all slices.
+    pub fn out_features(&self) -> usize {
+        self.slices.iter().map(SliceSite::out_features).sum()
+    }
+
+    /// The slices, in the order of the output.
+    pub fn slices(&self) -> &[SliceSite] {
+        &self.slices
+    }
+
+    /// The descriptor-table entry of the first slice; the others follow it.
+    pub fn first_entry(&self) -> usize {
+        self.first_entry
+    }
+}
+
+/// One module of a linear layer as this rank holds it.
+#[derive(Clone, Debug)]
+pub struct SliceSite {
+    module: String,
+    out_features: Cut,
+}
+
+impl SliceSite {
+    /// The module's whole path, such as `model.layers.0.self_attn.q_proj`.
+    pub fn module(&self) -> &str {
+        &self.module
+    }
+
+    /// Output features on this rank.
+    pub fn out_features(&self) -> usize {
+        self.out_features.len
+    }
+}
+
+/// An embedding as this rank holds it: the whole of it, as embeddings are looked up before the hidden state is cut.
+#[derive(Clone, Debug)]
+pub struct EmbeddingSite {
+    module: String,
+    vocab: usize,
+    hidden: usize,
+    entry: usize,
+}
+
+impl EmbeddingSite {
+    /// The module's whole path, such as `model.embed_tokens`.
+    pub fn module(&self) -> &str {
+        &self.module
+    }
+
+    /// Rows of the embedding: token ids at or above it have no adapter.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// Features of the embedding.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// Its descriptor-table entry.
+    pub fn entry(&self) -> usize {
+        self.entry
+    }
+}
+
+/// A contiguous range of a dimension that was `whole` long before it was cut for this rank.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Cut {
+    pub(crate) whole: usize,
+    pub(crate) start: usize,
+    pub(crate) len: usize,
+}
+
+impl Cut {
+    fn all(whole: usize) -> Self {
+        Self { whole, start: 0, len: whole }
+    }
+
+    fn shard(whole: usize, index: usize, shards: usize) -> Self {
+        let len = whole / shards;
+        Self { whole, start: index * len, len }
+    }
+}
+
+/// Where one adapted module goes: its table entry and the parts of its factors that this rank needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Target {
+    /// A `[rank, input]`, B `[output, rank]`.
+    Linear { entry: usize, input: Cut, output: Cut },
+    /// A `[rank, vocab]`, B `[hidden, rank]`.
+    Embedding { entry: usize, vocab: usize, hidden: usize },
+    /// One A for all slices of this layer, their B's stacked.
+    Fused(LinearId),
+}
+
+/// The adapted layers of a model, as one tensor-parallel rank of the engine runs them.
+#[derive(Clone, Debug)]
+pub struct ModelSpec {
+    tp: TpRank,
+    linears: Vec<LinearSite>,
+    embeddings: Vec<EmbeddingSite>,
+    targets: HashMap<String, Target>,
+    num_entries: usize,
+}
+
+impl ModelSpec {
+    /// A model without any adapted layer yet.
+    pub fn new(tp: TpRank) -> Self {
+        Self { tp, linears: Vec::new(), embeddings: Vec::new(), targets: HashMap::new(), num_entries: 0 }
+    }
+
+    /// Adds a linear layer.
+    ///
+    /// # Errors
+    /// If the layer has no slices or too many, a size is zero or does not divide over the ranks, or a module is there already.
+    pub fn linear(&mut self, layer: Linear) -> Result<LinearId, SpecError> {
+        let Linear { path, parallel, in_features, slices, fused } = layer;
+        if slices.is_empty() || slices.len() > MAX_SLICES {
+            return Err(SpecError::Slices { path, slices: slices.len() });
+        }
+        let whole_path = |module: &str| if path.is_empty() { module.to_owned() } else { format!("{path}.{module}") };
+        let input = match parallel {
+            Parallel::Row => self.cut(&path, in_features, self.tp.size)?,
+            Parallel::Column | Parallel::Replicated => self.cut(&path, in_features, 1)?,
+        };
+        let mut sites = Vec::with_capacity(slices.len());
+        for (name, out_features, shards) in &slices {
+            let module = whole_path(name);
+            let shards = match parallel {
+                Parallel::Column => shards.unwrap_or(self.tp.size),
+                Parallel::Row | Parallel::Replicated => 1,
+            };
+            let output = self.cut(&module, *out_features, shards)?;
+            sites.push(SliceSite { module, out_features: output });
+        }
+
+        let id = LinearId(self.linears.len());
+        let first_entry = self.num_entries;
+        let mut targets: Vec<_> = sites
+            .iter()
+            .enumerate()
+            .map(|(i, site)| {
+                let target = Target::Linear { entry: first_entry + i, input, output: site.out_features };
+                (site.module.clone(), target)
+            })
+            .collect();
+        targets.extend(fused.map(|name| (whole_path(&name), Target::Fused(id))));
+        self.claim(targets)?;
+        self.num_entries += sites.len();
+        self.linears.push(LinearSite { in_features: input, slices: sites, first_entry });
+        Ok(id)
+    }
+
+    /// Adds an embedding of `vocab` rows of `hidden` features, whole on every rank.
+    ///
+    /// # Errors
+    /// If a size is zero or the module is there already.
+    pub fn embedding(
+        &mut self,
+        module: impl Into<String>,
+        vocab: usize,
+        hidden: usize,
+    ) -> Result<EmbeddingId, SpecError> {
+        let module = module.into();
+        self.cut(&module, vocab, 1)?;
+        self.cut(&module, hidden, 1)?;
+        let entry = self.num_entries;
+        self.claim(vec![(module.clone(), Target::Embedding { entry, vocab, hidden })])?;
+        self.num_entries += 1;
+        self.embeddings.push(EmbeddingSite { module, vocab, hidden, entry });
+        Ok(EmbeddingId(self.embeddings.len() - 1))
+    }
+
+    /// Rows of the descriptor table that one slot takes: one for each slice of each linear layer and one for each embedding.
+    pub fn num_entries(&self) -> usize {
+        self.num_entries
+    }
+
+    pub(crate) fn target(&self, module: &str) -> Option<Target> {
+        self.targets.get(module).copied()
+    }
+
+    /// The linear slices with their entries and cuts, for the layer of a fused module.
+    pub(crate) fn fused(&self, id: LinearId) -> impl Iterator<Item = (usize, Cut, Cut)> {
+        let site = &self[id];
+        site.slices.iter().enumerate().map(|(i, slice)| (site.first_entry + i, site.in_features, slice.out_features))
+    }
+
+    /// Cuts a dimension in `shards` parts and takes this rank's, neighbouring ranks sharing a part if there are more ranks.
+    fn cut(&self, path: &str, whole: usize, shards: usize) -> Result<Cut, SpecError> {
+        let TpRank { rank, size } = self.tp;
+        if whole == 0 || i32::try_from(whole).is_err() {
+            return Err(SpecError::Features { path: path.to_owned(), features: whole });
+        }
+        if shards == 1 {
+            return Ok(Cut::all(whole));
+        }
+        if shards == 0 || !whole.is_multiple_of(shards) || !size.is_multiple_of(shards) {
+            return Err(SpecError::Uneven { path: path.to_owned(), features: whole, shards, size });
+        }
+        Ok(Cut::shard(whole, rank / (size / shards), shards))
+    }
+
+    fn claim(&mut self, targets: Vec<(String, Target)>) -> Result<(), SpecError> {
+        for (i, (module, _)) in targets.iter().enumerate() {
+            if self.targets.contains_key(module) || targets[..i].iter().any(|(other, _)| other == module) {
+                return Err(SpecError::Duplicate { module: module.clone() });
+            }
+        }
+        self.targets.extend(targets);
+        Ok(())
+    }
+}
+
+impl std::ops::Index<LinearId> for ModelSpec {
+    type Output = LinearSite;
+
+    fn index(&self, id: LinearId) -> &LinearSite {
+        &self.linears[id.0]
+    }
+}
+
+impl std::ops::Index<EmbeddingId> for ModelSpec {
+    type Output = EmbeddingSite;
+
+    fn index(&self, id: EmbeddingId) -> &EmbeddingSite {
+        &self.embeddings[id.0]
+    }
+}
+
+/// Why a model cannot be described so.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpecError {
+    /// The engine named a module twice.
+    #[error("the module `{module}` is described twice")]
+    Duplicate {
+        /// The module's path.
+        module: String,
+    },
+    /// The engine gave a size that no layer has.
+    #[error("`{path}` has {features} features; a layer has 1 to 2147483647")]
+    Features {
+        /// The layer's or module's path.
+        path: String,
+        /// The size given.
+        features: usize,
+    },
+    /// The engine fused no modules, or too many.
+    #[error("the layer at `{path}` has {slices} slices; a layer has 1 to {MAX_SLICES}")]
+    Slices {
+        /// The layer's path.
+        path: String,
+        /// How many were given.
+        slices: usize,
+    },
+    /// The engine gave a rank outside its tensor-parallel group.
+    #[error("tensor-parallel rank {rank} is not below the group's size {size}")]
+    TpRank {
+        /// The rank given.
+        rank: usize,
+        /// The size given.
+        size: usize,
+    },
+    /// The engine's tensor-parallel group does not divide a layer.
+    #[error("`{path}` has {features} features, which cannot be cut in {shards} even shards over {size} ranks")]
+    Uneven {
+        /// The layer's or module's path.
+        path: String,
+        /// Its whole features.
+        features: usize,
+        /// Parts asked for.
+        shards: usize,
+        /// Ranks in the group.
+        size: usize,
+    },
+}
