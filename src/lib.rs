@@ -3,9 +3,14 @@
 
 pub mod adapter;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dtype;
 pub mod error;
+mod extent;
+mod ffi;
 pub mod model;
+pub mod plan;
 pub mod reference;
 pub mod routing;
 
