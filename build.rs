@@ -15,7 +15,7 @@ fn main() {
 mod bindings {
     use std::{env, path::Path};
 
-    pub fn generate() {
+    pub(super) fn generate() {
         let out = Path::new(&env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("bindings.rs");
         bindgen::builder()
             .header("csrc/aril.h")
@@ -43,7 +43,7 @@ mod kernels {
     /// The reference forward's own kernels, beside the library's: a file of code for the example to load.
     const EXAMPLE: &str = "examples/qwen3/kernels.cu";
 
-    pub fn compile() {
+    pub(super) fn compile() {
         for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS", "DOCS_RS"] {
             println!("cargo:rerun-if-env-changed={variable}");
         }

@@ -202,6 +202,10 @@ impl Cut {
         let len = whole / shards;
         Self { whole, start: index * len, len }
     }
+
+    pub(crate) fn range(self) -> std::ops::Range<usize> {
+        self.start..self.start + self.len
+    }
 }
 
 /// Where one adapted module goes: its table entry and the parts of its factors that this rank needs.

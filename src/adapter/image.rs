@@ -4,11 +4,10 @@
 //! bytes, so that kernels load 16 bytes at a time wherever they are. A is `[rank, in]` and B is `[out, rank]`, as PEFT stores
 //! them; an embedding's A is transposed to `[vocab, rank]`, so that what belongs to a token is one row.
 
-use std::ops::Range;
-
 use half::{bf16, f16};
+use rayon::prelude::*;
 
-use super::{AdapterError, tensor::Tensor};
+use super::{AdapterError, rectangle::Rectangle};
 use crate::{DType, Element, error::SlotError};
 
 /// What every factor and every row of a factor is aligned to.
@@ -25,7 +24,8 @@ pub struct SlotImage<'a> {
     dtype: DType,
     num_entries: usize,
     entries: Vec<ImageEntry>,
-    parts: Vec<Part<'a>>,
+    /// The factors, one after the other.
+    parts: Vec<Rectangle<'a>>,
     elems: usize,
 }
 
@@ -45,32 +45,22 @@ pub struct ImageEntry {
     pub scaling: f32,
 }
 
-/// A rectangle of a stored factor, and where it goes.
-#[derive(Debug)]
-struct Part<'a> {
-    source: Rectangle<'a>,
-    elems: usize,
-}
-
-/// A rectangle of a stored factor `[rows, cols]`.
-#[derive(Clone, Debug)]
-pub(super) struct Rectangle<'a> {
-    pub(super) tensor: &'a Tensor,
-    pub(super) rows: Range<usize>,
-    pub(super) cols: Range<usize>,
-    /// Whether the block holds it as `[cols, rows]`.
-    pub(super) transposed: bool,
-}
-
 impl<'a> SlotImage<'a> {
     /// An image without modules, for a model of `num_entries`.
     pub(super) fn new(dtype: DType, num_entries: usize) -> Self {
         Self { dtype, num_entries, entries: Vec::new(), parts: Vec::new(), elems: 0 }
     }
 
-    /// Adds a module.
-    pub(super) fn push(&mut self, entry: usize, rank: usize, scaling: f32, a: Rectangle<'a>, b: Rectangle<'a>) {
-        let [a_elems, b_elems] = [a, b].map(|source| self.place(source));
+    /// Appends a factor to the block and says where it begins, in elements.
+    pub(super) fn place(&mut self, source: Rectangle<'a>) -> usize {
+        let elems = self.elems;
+        self.elems += source.block_elems(self.dtype);
+        self.parts.push(source);
+        elems
+    }
+
+    /// Adds a module whose factors were placed at `a_elems` and `b_elems`. Modules may share a factor.
+    pub(super) fn push(&mut self, entry: usize, rank: usize, scaling: f32, a_elems: usize, b_elems: usize) {
         self.entries.push(ImageEntry { entry, a_elems, b_elems, rank, scaling });
     }
 
@@ -99,7 +89,7 @@ impl<'a> SlotImage<'a> {
         self.elems * self.dtype.bytes()
     }
 
-    /// Writes the block, converting to its element type (rounded to nearest, ties to even).
+    /// Writes the block, converting to its element type (rounded to nearest, ties to even), on rayon's threads.
     ///
     /// # Errors
     /// If a weight is NaN or infinite, or becomes infinite in the block's type.
@@ -129,42 +119,14 @@ impl<'a> SlotImage<'a> {
         }
     }
 
-    fn place(&mut self, source: Rectangle<'a>) -> usize {
-        let elems = self.elems;
-        let (rows, cols) = source.block_shape();
-        self.elems += rows * padded(cols, self.dtype);
-        self.parts.push(Part { source, elems });
-        elems
-    }
-
-    fn write<T: Element>(&self, block: &mut [u8]) -> Result<(), AdapterError> {
-        block.fill(0);
-        for Part { source, elems } in &self.parts {
-            let (rows, cols) = source.block_shape();
-            let row_bytes = padded(cols, T::DTYPE) * size_of::<T>();
-            let part = &mut block[elems * size_of::<T>()..][..rows * row_bytes];
-            for (row, out) in part.chunks_exact_mut(row_bytes).enumerate() {
-                for (col, out) in out.chunks_exact_mut(size_of::<T>()).take(cols).enumerate() {
-                    let value = source.get(row, col);
-                    let stored = T::from_f32(value);
-                    if !stored.to_f32().is_finite() {
-                        return Err(source.tensor.unrepresentable(value, T::DTYPE));
-                    }
-                    out.copy_from_slice(bytemuck::bytes_of(&stored));
-                }
-            }
+    fn write<T: Element>(&self, mut block: &mut [u8]) -> Result<(), AdapterError> {
+        let mut parts = Vec::with_capacity(self.parts.len());
+        for source in &self.parts {
+            let part;
+            (part, block) = block.split_at_mut(source.block_elems(T::DTYPE) * size_of::<T>());
+            parts.push((source, part));
         }
-        Ok(())
-    }
-}
-
-impl Rectangle<'_> {
-    fn block_shape(&self) -> (usize, usize) {
-        if self.transposed { (self.cols.len(), self.rows.len()) } else { (self.rows.len(), self.cols.len()) }
-    }
-
-    fn get(&self, row: usize, col: usize) -> f32 {
-        let (row, col) = if self.transposed { (col, row) } else { (row, col) };
-        self.tensor.get(self.rows.start + row, self.cols.start + col)
+        let error = parts.into_par_iter().find_map_first(|(source, part)| source.write::<T>(part).err());
+        error.map_or(Ok(()), Err)
     }
 }

@@ -3,7 +3,6 @@
 //! A test regenerates it (feature `bindgen`) and compares. The functions exist only where the feature `cuda` links them.
 
 #[expect(dead_code, non_camel_case_types, unsafe_code, unreachable_pub, reason = "generated")]
-#[cfg_attr(feature = "cuda", expect(missing_debug_implementations, reason = "generated"))]
 #[rustfmt::skip]
 mod bindings;
 

@@ -1,0 +1,128 @@
+//! The grammar of tensor keys: which factor of which module a key names, and how other frameworks spell the same module.
+//!
+//! It sees names only, neither shapes nor models. Invariant: names are compared by whole path components, never by substring, and
+//! a key is a factor, a known exception or an error, nothing else.
+
+use super::{AdapterError, ModuleKind, tensor::TensorName};
+
+/// A factor, as its key names it.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) struct Key {
+    /// The module's path, less what wrappers put before and into it.
+    pub(super) module: String,
+    pub(super) kind: ModuleKind,
+    pub(super) side: Side,
+    /// The adapter's name, in the state dicts that have it.
+    pub(super) adapter: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Side {
+    A,
+    B,
+}
+
+/// Reads a key; `None` for base weights of embeddings, which PEFT may save with an adapter although they are not part of it.
+pub(super) fn parse(name: &TensorName) -> Result<Option<Key>, AdapterError> {
+    let components: Vec<&str> = name.key.split('.').collect();
+    if let [.., "embed_tokens" | "lm_head", "base_layer", "weight"] = components[..] {
+        return Ok(None);
+    }
+    if let Some(what) = unsupported(&components) {
+        return Err(AdapterError::UnsupportedTensor { tensor: name.clone(), what });
+    }
+    let (path, factor, adapter) = match &components[..] {
+        [path @ .., factor @ ("lora_A" | "lora_B"), "weight"] => (path, *factor, None),
+        [path @ .., factor @ ("lora_A" | "lora_B"), adapter, "weight"] => (path, *factor, Some(*adapter)),
+        [path @ .., factor @ ("lora_embedding_A" | "lora_embedding_B"), adapter] => (path, *factor, Some(*adapter)),
+        [path @ .., factor] => (path, *factor, None),
+        [] => (&[][..], "", None),
+    };
+    let (kind, side) = match factor {
+        "lora_A" => (ModuleKind::Linear, Side::A),
+        "lora_B" => (ModuleKind::Linear, Side::B),
+        "lora_embedding_A" => (ModuleKind::Embedding, Side::A),
+        "lora_embedding_B" => (ModuleKind::Embedding, Side::B),
+        _ => return Err(AdapterError::UnknownTensor { tensor: name.clone() }),
+    };
+    let module = unwrapped(path);
+    if module.is_empty() || components.contains(&"") {
+        return Err(AdapterError::UnknownTensor { tensor: name.clone() });
+    }
+    Ok(Some(Key { module: module.join("."), kind, side, adapter: adapter.map(str::to_owned) }))
+}
+
+/// What a tensor is that training leaves in adapters and that changes the model in another way than LoRA does.
+fn unsupported(components: &[&str]) -> Option<&'static str> {
+    let has = |names: &[&str]| components.iter().any(|component| names.contains(component));
+    if has(&["lora_magnitude_vector", "weight_m_wdecomp"]) {
+        return Some("a magnitude vector of DoRA");
+    }
+    if has(&["lora_E", "ranknum"]) {
+        return Some("a part of an AdaLoRA adapter");
+    }
+    if has(&["experts"]) {
+        return Some("of a MoE expert adapter (not supported yet)");
+    }
+    if has(&["modules_to_save", "original_module"]) {
+        return Some("a copy of a whole module (modules_to_save)");
+    }
+    if has(&["token_adapter", "trainable_tokens_delta", "trainable_tokens_original"]) {
+        return Some("of an adapter of single tokens (trainable_token_indices)");
+    }
+    match components {
+        [.., "input_embeddings" | "output_embeddings"] => Some("embeddings of added tokens"),
+        [.., "bias"] => Some("a bias"),
+        [.., "lm_head" | "embed_tokens" | "score" | "classifier", "weight"] => Some("the whole weight of a module"),
+        _ => None,
+    }
+}
+
+/// A path less what training wrappers add: PEFT and DDP in front, `torch.compile`, FSDP and checkpointing anywhere.
+fn unwrapped<'a>(path: &[&'a str]) -> Vec<&'a str> {
+    const INSIDE: [&str; 3] = ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
+    let path: Vec<_> = path.iter().copied().filter(|component| !INSIDE.contains(component)).collect();
+    let mut rest = &path[..];
+    while let ["base_model", "model", inner @ ..] | ["base_model" | "module", inner @ ..] = rest {
+        rest = inner;
+    }
+    rest.to_vec()
+}
+
+/// What stands before a language model's own module names, from one framework, version or wrapper to another.
+const STEMS: [&str; 9] = [
+    "",
+    "model",
+    "model.model",
+    "language_model",
+    "language_model.model",
+    "model.language_model",
+    "thinker",
+    "thinker.model",
+    "transformer",
+];
+
+/// Names that only one module can have, and its usual one. (Not `wq`, `w1` and the rest of Meta's own format: its q and k have
+/// the features in another order, so such adapters are refused as modules without a place.)
+const ALIASES: [(&str, &str); 9] = [
+    ("unembed_tokens", "lm_head"),
+    ("output", "lm_head"),
+    ("embed_out", "lm_head"),
+    ("vocab_emb", "embed_tokens"),
+    ("embeddings", "embed_tokens"),
+    ("word_embeddings", "embed_tokens"),
+    ("tok_embeddings", "embed_tokens"),
+    ("wte", "embed_tokens"),
+    ("embed_in", "embed_tokens"),
+];
+
+/// The other paths that a module's path may stand for.
+pub(super) fn spellings(module: &str) -> impl Iterator<Item = String> {
+    let below = |stem: &str| match stem {
+        "" => Some(module),
+        _ => module.strip_prefix(stem)?.strip_prefix('.'),
+    };
+    let rest = STEMS.iter().filter_map(|stem| below(stem)).min_by_key(|rest| rest.len()).unwrap_or(module);
+    let rest = ALIASES.iter().find(|(alias, _)| *alias == rest).map_or(rest, |(_, usual)| usual);
+    STEMS.iter().map(move |stem| if stem.is_empty() { rest.to_owned() } else { format!("{stem}.{rest}") })
+}
