@@ -249,6 +249,7 @@ fn shapes_are_the_models() {
     assert!(plan(Lora::embedding(embed, 20, 8, 2)).is_ok());
     refused!(plan(Lora::embedding(embed, 8, 20, 2)), Shape, "embed_tokens.lora_embedding_A", "[2, 8]", "[2, 20]");
     refused!(plan(Lora::embedding(embed, 24, 8, 2)), Shape, "embed_tokens.lora_embedding_A", "[2, 24]", "[2, 20]");
+    refused!(plan(Lora::embedding(embed, 20, 12, 2)), Shape, "embed_tokens.lora_embedding_B", "[12, 2]", "[8, 2]");
     refused!(plan(Lora::linear("lm_head", 8, 24, 2)), Shape, "lm_head.lora_B", "[24, 2]", "[20, 2]");
     // The factors of half an input are not those of a rank: files hold whole ones.
     let (half, _) = TOY.model(1, 2);
