@@ -84,6 +84,11 @@ fn missing_files_are_named() {
     fs::write(empty.path().join("adapter_config.json"), CONFIG).unwrap();
     let dir = empty.path().to_str().unwrap();
     refused!(Adapter::open(empty.path()), NoWeights, dir, WEIGHTS, INDEX);
+    // A trainer's pickles are not the adapter.
+    for name in ["training_args.bin", "optimizer.pt"] {
+        fs::write(empty.path().join(name), "pickle").unwrap();
+    }
+    refused!(Adapter::open(empty.path()), NoWeights, dir, WEIGHTS);
     // Shards alone do not say whether all of them are there.
     write_weights(&empty.path().join(SHARDS[0]), &two_modules().1);
     refused!(Adapter::open(empty.path()), NoWeights, dir, INDEX);
@@ -91,7 +96,13 @@ fn missing_files_are_named() {
 
 #[test]
 fn pickles_are_refused() {
-    for name in ["adapter_model.bin", "adapter_model.pt", "megatron_lora.nemo", "model_weights.ckpt"] {
+    for name in [
+        "adapter_model.bin",
+        "adapter_model.pt",
+        "adapter_model-00001-of-00002.bin",
+        "megatron_lora.nemo",
+        "model_weights.ckpt",
+    ] {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("adapter_config.json"), CONFIG).unwrap();
         fs::write(dir.path().join(name), b"cos\nsystem\n(S'exit 1'\ntR.").unwrap();

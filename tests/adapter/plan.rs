@@ -302,7 +302,8 @@ fn weights_are_rounded_once_to_the_nearest() {
     assert_eq!(row(DType::BF16), bytemuck::cast_slice::<_, u8>(&values.map(bf16::from_f32)));
     assert_eq!(row(DType::F16), bytemuck::cast_slice::<_, u8>(&values.map(f16::from_f32)));
     // Ties to even, by hand: 1 + 2⁻⁸ goes down, anything above it up, 1 + 3 · 2⁻⁸ up.
-    assert_eq!(bytemuck::cast_slice::<u8, u16>(&row(DType::BF16))[..4], [0x3f80, 0x3f80, 0x3f81, 0x3f82]);
+    let by_hand = [0x3f80_u16, 0x3f80, 0x3f81, 0x3f82].map(u16::to_le_bytes).concat();
+    assert_eq!(row(DType::BF16)[..8], by_hand);
 }
 
 #[test]
