@@ -7,11 +7,13 @@
 
 use std::collections::HashMap;
 
+use crate::ffi;
+
 /// The most slices that one layer may fuse.
-pub const MAX_SLICES: usize = 8;
+pub const MAX_SLICES: usize = ffi::ARIL_MAX_SLICES as usize;
 
 /// The largest rank of a factor.
-pub const MAX_RANK: usize = 512;
+pub const MAX_RANK: usize = ffi::ARIL_MAX_RANK as usize;
 
 /// This process's place in the tensor-parallel group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::{AdapterError, rectangle::Rectangle};
-use crate::{DType, Element};
+use crate::{DType, Element, error::SlotError};
 
 /// What every factor and every row of a factor is aligned to.
 pub const ALIGNMENT_BYTES: usize = 16;
@@ -102,6 +102,20 @@ impl<'a> SlotImage<'a> {
             DType::BF16 => self.write::<bf16>(block),
             DType::F16 => self.write::<f16>(block),
             DType::F32 => self.write::<f32>(block),
+        }
+    }
+
+    /// Refuses a table that the image is not for.
+    pub(crate) fn check_table(&self, num_entries: usize, dtype: DType, max_rank: usize) -> Result<(), SlotError> {
+        if self.num_entries != num_entries {
+            return Err(SlotError::Model { got: self.num_entries, want: num_entries });
+        }
+        if self.dtype != dtype {
+            return Err(SlotError::DType { got: self.dtype, want: dtype });
+        }
+        match self.max_rank() {
+            rank if rank > max_rank => Err(SlotError::Rank { rank, max_rank }),
+            _ => Ok(()),
         }
     }
 

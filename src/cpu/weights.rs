@@ -34,15 +34,7 @@ impl<T: Element> WeightTable<T> {
     /// If the image does not fit the table, or a weight cannot be represented (NaN, or too large for the type).
     pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>) -> Result<(), AdapterError> {
         let index = self.index(slot)?;
-        if image.num_entries() != self.num_entries {
-            return Err(SlotError::Model { got: image.num_entries(), want: self.num_entries }.into());
-        }
-        if image.dtype() != T::DTYPE {
-            return Err(SlotError::DType { got: image.dtype(), want: T::DTYPE }.into());
-        }
-        if image.max_rank() > self.max_rank {
-            return Err(SlotError::Rank { rank: image.max_rank(), max_rank: self.max_rank }.into());
-        }
+        image.check_table(self.num_entries, T::DTYPE, self.max_rank)?;
         let mut block = vec![T::default(); image.bytes() / T::DTYPE.bytes()];
         image.write_to(bytemuck::cast_slice_mut(&mut block))?;
         let mut entries = vec![None; self.num_entries];
@@ -79,8 +71,7 @@ impl<T: Element> WeightTable<T> {
     }
 
     fn index(&self, slot: Slot) -> Result<usize, SlotError> {
-        let num_slots = self.slots.len();
-        slot.index().filter(|&index| index < num_slots).ok_or(SlotError::NoSuchSlot { slot, num_slots })
+        slot.index_below(self.slots.len())
     }
 }
 

@@ -3,7 +3,7 @@
 //! Host side and pure: [`Slot`] is what engines hand in, [`Segments`] groups a batch's tokens by slot. The CUDA side builds the
 //! same grouping on the device (`cuda::Routing`); tests hold the two together.
 
-use crate::error::OperandError;
+use crate::error::{OperandError, SlotError};
 
 /// A token's adapter, or the base model: the row of the descriptor table that the adapter was loaded into.
 ///
@@ -28,6 +28,12 @@ impl Slot {
     #[expect(clippy::cast_sign_loss, reason = "guarded by the comparison")]
     pub const fn index(self) -> Option<usize> {
         if self.0 < 0 { None } else { Some(self.0 as usize) }
+    }
+
+    /// The index in a table of `num_slots`.
+    pub(crate) fn index_below(self, num_slots: usize) -> Result<usize, SlotError> {
+        let index = self.index().filter(|&index| index < num_slots);
+        index.ok_or(SlotError::NoSuchSlot { slot: self, num_slots })
     }
 }
 

@@ -1,0 +1,145 @@
+//! Compiles `csrc` with nvcc for the feature `cuda`, and regenerates the bindings for the feature `bindgen`.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=csrc");
+    #[cfg(feature = "bindgen")]
+    bindings::generate();
+    #[cfg(feature = "cuda")]
+    if std::env::var_os("DOCS_RS").is_none() {
+        kernels::compile();
+    }
+}
+
+#[cfg(feature = "bindgen")]
+mod bindings {
+    use std::{env, path::Path};
+
+    pub(super) fn generate() {
+        let out = Path::new(&env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("bindings.rs");
+        bindgen::builder()
+            .header("csrc/aril.h")
+            .allowlist_item("(aril|ARIL)_.*")
+            .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
+            .prepend_enum_name(false)
+            .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
+            .use_core()
+            .formatter(bindgen::Formatter::Prettyplease)
+            .generate()
+            .expect("bindgen reads csrc/aril.h")
+            .write_to_file(out)
+            .expect("OUT_DIR is writable");
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod kernels {
+    use std::{
+        env, fs,
+        path::{Path, PathBuf},
+        process::Command,
+    };
+
+    /// The reference forward's own kernels, beside the library's: a file of code for the example to load.
+    const EXAMPLE: &str = "examples/qwen3/kernels.cu";
+
+    pub(super) fn compile() {
+        for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS", "DOCS_RS"] {
+            println!("cargo:rerun-if-env-changed={variable}");
+        }
+        let Some(nvcc) = find_nvcc() else {
+            println!(
+                "cargo::error=the feature `cuda` needs nvcc 12.4 or newer, and found none. Install the CUDA toolkit,"
+            );
+            println!(
+                "cargo::error=or `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl`; or set NVCC."
+            );
+            return;
+        };
+        let sources: Vec<PathBuf> = fs::read_dir("csrc")
+            .expect("csrc is part of the package")
+            .map(|entry| entry.expect("csrc is readable").path())
+            .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
+            .collect();
+        // cc's own flags are for gcc and clang, and its CUDA mode asks for relocatable device code, which costs registers.
+        let mut build = cc::Build::new();
+        build
+            .compiler(&nvcc)
+            .no_default_flags(true)
+            .warnings(false)
+            .files(sources)
+            .flags(["-O3", "-lineinfo"])
+            .flags(gencodes());
+        for flag in ["-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"] {
+            build.flag("-Xcompiler").flag(flag);
+        }
+        build.compile("aril_kernels");
+
+        let root = nvcc.parent().and_then(Path::parent).expect("nvcc is in a toolkit's bin");
+        for lib in ["lib64", "lib"].map(|name| root.join(name)) {
+            if lib.join("libcudart_static.a").exists() {
+                println!("cargo:rustc-link-search=native={}", lib.display());
+            }
+        }
+        println!("cargo:rustc-link-lib=static=cudart_static");
+        for lib in ["stdc++", "rt", "dl", "pthread"] {
+            println!("cargo:rustc-link-lib={lib}");
+        }
+        if Path::new(EXAMPLE).exists() {
+            compile_example(&nvcc);
+        }
+    }
+
+    /// Code for each architecture of `ARIL_CUDA_ARCHS`, and PTX of the newest for those to come.
+    fn gencodes() -> Vec<String> {
+        let archs = env::var("ARIL_CUDA_ARCHS").unwrap_or_else(|_| "80;90a".to_owned());
+        let archs: Vec<&str> = archs.split([';', ',']).map(str::trim).filter(|arch| !arch.is_empty()).collect();
+        let newest = archs.iter().filter_map(|arch| arch.trim_end_matches('a').parse::<u32>().ok()).max();
+        let Some(newest) = newest else {
+            println!("cargo::error=ARIL_CUDA_ARCHS names no architecture; write it like `80;90a`");
+            return Vec::new();
+        };
+        let mut flags = vec!["-std=c++17".to_owned()];
+        flags.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
+        flags.push(format!("-gencode=arch=compute_{newest},code=compute_{newest}"));
+        flags
+    }
+
+    fn compile_example(nvcc: &Path) {
+        println!("cargo:rerun-if-changed={EXAMPLE}");
+        let out = Path::new(&env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("qwen3.fatbin");
+        let status =
+            Command::new(nvcc).args(["-fatbin", "-O3"]).args(gencodes()).arg(EXAMPLE).arg("-o").arg(out).status();
+        if !status.is_ok_and(|status| status.success()) {
+            println!("cargo::error=nvcc could not compile {EXAMPLE}");
+        }
+    }
+
+    fn find_nvcc() -> Option<PathBuf> {
+        let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let path: Vec<PathBuf> = variable("PATH").map(|path| env::split_paths(&path).collect()).unwrap_or_default();
+        let toolkits = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(variable).map(|home| home.join("bin"));
+        let environments =
+            variable("VIRTUAL_ENV").into_iter().chain(path.iter().filter_map(|bin| Some(bin.parent()?.to_owned())));
+        let wheels: Vec<PathBuf> = environments.flat_map(|environment| wheel_toolkits(&environment)).collect();
+        variable("NVCC")
+            .into_iter()
+            .chain(
+                toolkits
+                    .chain(path)
+                    .chain([PathBuf::from("/usr/local/cuda/bin")])
+                    .chain(wheels)
+                    .map(|bin| bin.join("nvcc")),
+            )
+            .find(|nvcc| nvcc.is_file())
+    }
+
+    /// Where PyPI's wheels put the toolkit in a Python environment.
+    fn wheel_toolkits(environment: &Path) -> Vec<PathBuf> {
+        let children = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+        children(environment.join("lib"))
+            .flat_map(|python| children(python.join("site-packages/nvidia")))
+            .map(|toolkit| toolkit.join("bin"))
+            .collect()
+    }
+}

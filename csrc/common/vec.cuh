@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Elements, 16 bytes of them at a time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace aril {
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half from_float(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// As many elements as 16 bytes hold.
+template <typename T>
+struct Vec {
+  static constexpr int kSize = 16 / sizeof(T);
+  float values[kSize];
+
+  // Reads 16 aligned bytes of weights, of which elements at and beyond `valid` are padding and count as zero whatever they hold.
+  __device__ __forceinline__ static Vec load(const T* source, int valid) {
+    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(source));
+    T elements[kSize];
+    memcpy(elements, &bits, sizeof(bits));
+    Vec vec;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) vec.values[i] = i < valid ? to_float(elements[i]) : 0.0f;
+    return vec;
+  }
+};
+
+// The length of a row of `length` elements with its padding.
+template <typename T>
+__host__ __device__ constexpr int64_t padded(int64_t length) {
+  return (length + Vec<T>::kSize - 1) / Vec<T>::kSize * Vec<T>::kSize;
+}
+
+}  // namespace aril

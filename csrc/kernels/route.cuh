@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Groups a batch's tokens by slot: a stable counting sort in one block, once per step for all layers.
+//
+// Grid: one block of kThreads. Shared memory: num_slots counters of 4 bytes (at most 32 KB) and the scan's scratch.
+// Bound: latency, not bytes. Every output that the live tokens need is written by every launch, so nothing stale is ever read.
+#pragma once
+
+#include <cub/block/block_scan.cuh>
+
+#include "../aril.h"
+
+namespace aril::detail {
+
+constexpr int kRouteThreads = 1024;
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The token's slot, or -1 if it has none that the table knows.
+__device__ __forceinline__ int slot_of(const aril_route_args& p, int token) {
+  if (token >= p.num_tokens) return -1;
+  const int slot = p.token_slots[token];
+  return slot >= 0 && slot < p.num_slots ? slot : -1;
+}
+
+__global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_constant__ aril_route_args p) {
+  using Scan = cub::BlockScan<int, kRouteThreads>;
+  __shared__ typename Scan::TempStorage scan;
+  extern __shared__ int32_t next[];  // [num_slots] tokens of the slot, then where its next one goes
+
+  for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
+  __syncthreads();
+  for (int token = threadIdx.x; token < p.num_tokens; token += kRouteThreads) {
+    const int slot = slot_of(p, token);
+    if (slot >= 0) atomicAdd(&next[slot], 1);
+    p.routing.scales[token] = p.token_scales == nullptr ? 1.0f : p.token_scales[token];
+  }
+  __syncthreads();
+
+  const int slots_per_thread = ceil_div(p.num_slots, kRouteThreads);
+  const int first_slot = min(static_cast<int>(threadIdx.x) * slots_per_thread, p.num_slots);
+  const int last_slot = min(first_slot + slots_per_thread, p.num_slots);
+  int row = 0, tile = 0, num_rows, num_tiles;
+  for (int slot = first_slot; slot < last_slot; ++slot) {
+    row += next[slot];
+    tile += ceil_div(next[slot], ARIL_TOKENS_PER_TILE);
+  }
+  Scan(scan).ExclusiveSum(row, row, num_rows);
+  __syncthreads();
+  Scan(scan).ExclusiveSum(tile, tile, num_tiles);
+  for (int slot = first_slot; slot < last_slot; ++slot) {
+    const int end = row + next[slot];
+    p.routing.indptr[slot] = row;
+    next[slot] = row;
+    for (; row < end; row += ARIL_TOKENS_PER_TILE) {
+      p.routing.tiles[tile++] = {slot, row, min(end - row, ARIL_TOKENS_PER_TILE)};
+    }
+    row = end;
+  }
+  if (threadIdx.x == 0) {
+    p.routing.indptr[p.num_slots] = num_rows;
+    *p.routing.num_tiles = num_tiles;
+  }
+  __syncthreads();
+
+  // Warps take turns so that tokens of one slot keep their order.
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  for (int first_token = 0; first_token < p.num_tokens; first_token += kRouteThreads) {
+    const int token = first_token + threadIdx.x;
+    const int slot = slot_of(p, token);
+    const unsigned same = __match_any_sync(kFullWarp, slot);
+    const int before = __popc(same & ((1u << lane) - 1));
+    for (int turn = 0; turn < kRouteThreads / kWarpSize; ++turn) {
+      if (warp == turn) {
+        const int begin = slot >= 0 ? next[slot] : 0;
+        __syncwarp();
+        if (slot >= 0) {
+          p.routing.tokens[begin + before] = token;
+          if (before == 0) next[slot] = begin + __popc(same);
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+}  // namespace aril::detail

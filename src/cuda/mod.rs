@@ -1,0 +1,33 @@
+//! The operations on an NVIDIA GPU.
+//!
+//! This module is the safe door. Operands are cudarc's typed slices, the stream is a `&CudaStream`, and no call can touch memory
+//! outside its operands, whatever the arguments and whatever the data on the device. [`raw`] is the door for memory that cudarc
+//! does not own and for capturing CUDA graphs; the safe door is a thin layer over it.
+//!
+//! [`Routing`], [`WeightTable`] and [`Workspace`] own their memory and belong to the stream they were made on: they are refused
+//! on any other, so that what a kernel reads is never overwritten before it has run. Matrices may come from any stream of the
+//! context; cudarc orders them.
+//!
+//! A kernel runs only in the context that [`Kernels`] were loaded in, which each call makes current on its thread, as cudarc does.
+
+#[cfg(doctest)]
+mod doctests;
+mod embedding;
+mod error;
+mod kernels;
+mod linear;
+mod matrix;
+pub mod raw;
+mod region;
+mod routing;
+mod weights;
+
+pub use self::{
+    embedding::LoraEmbedding,
+    error::LaunchError,
+    kernels::{Kernels, driver_is_present},
+    linear::{LoraLinear, Workspace},
+    matrix::{Matrix, MatrixMut},
+    routing::{RoutedBatch, Routing},
+    weights::WeightTable,
+};

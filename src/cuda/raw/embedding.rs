@@ -1,0 +1,92 @@
+use super::{LayerWeights, MatrixMut, RoutedBatch, Stream, dtype_code, int};
+use crate::{
+    DType,
+    cuda::{Kernels, LaunchError, kernels::check},
+    ffi,
+    model::{EmbeddingId, EmbeddingSite, ModelSpec},
+    plan::{Capacity, check_hidden},
+};
+
+/// The adapters of an embedding.
+#[derive(Clone, Debug)]
+pub struct LoraEmbedding {
+    kernels: Kernels,
+    site: EmbeddingSite,
+    num_entries: usize,
+    dtype: DType,
+    capacity: Capacity,
+}
+
+impl LoraEmbedding {
+    /// Plans the embedding `id` of `model` for batches within `capacity`.
+    ///
+    /// # Errors
+    /// If no kernel takes these bounds.
+    pub fn new(
+        kernels: &Kernels,
+        model: &ModelSpec,
+        id: EmbeddingId,
+        dtype: DType,
+        capacity: Capacity,
+    ) -> Result<Self, LaunchError> {
+        let site = model[id].clone();
+        check_hidden(site.hidden())?;
+        let capacity = capacity.checked()?;
+        Ok(Self { kernels: kernels.clone(), site, num_entries: model.num_entries(), dtype, capacity })
+    }
+
+    /// The embedding as described.
+    pub(in crate::cuda) fn site(&self) -> &EmbeddingSite {
+        &self.site
+    }
+
+    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]` on `stream`, for every token `t` that has an adapter and an id in the
+    /// vocabulary. All other rows of `y` keep every bit.
+    ///
+    /// `token_ids` is the address of one `i32` per token, `y` is `[tokens, hidden]`. Allocates nothing, waits for nothing, and may
+    /// be captured in a CUDA graph.
+    ///
+    /// # Errors
+    /// If the operands don't fit; then nothing was enqueued.
+    ///
+    /// # Safety
+    /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with `token_ids` in the place of `x`.
+    pub unsafe fn add_delta(
+        &self,
+        token_ids: u64,
+        y: MatrixMut,
+        weights: LayerWeights,
+        batch: RoutedBatch,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        let args = self.args(token_ids, y, weights, batch)?;
+        self.kernels.check_thread()?;
+        if args.num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the operands fit, and the caller vouches for their memory.
+        check(unsafe { ffi::aril_embedding(&args, stream.as_raw()) })
+    }
+
+    pub(in crate::cuda) fn args(
+        &self,
+        token_ids: u64,
+        y: MatrixMut,
+        weights: LayerWeights,
+        batch: RoutedBatch,
+    ) -> Result<ffi::aril_embedding_args, LaunchError> {
+        let (y, y_stride) = y.0.expect("y", self.dtype, batch.num_tokens, self.site.hidden())?;
+        Ok(ffi::aril_embedding_args {
+            dtype: dtype_code(self.dtype),
+            num_tokens: int(batch.num_tokens)?,
+            max_tiles: int(batch.max_tiles)?,
+            vocab: int(self.site.vocab())?,
+            hidden: int(self.site.hidden())?,
+            token_ids: token_ids as *const i32,
+            y,
+            y_stride,
+            weights: weights.expect(&self.capacity, self.num_entries)?,
+            routing: batch.routing,
+        })
+    }
+}

@@ -1,0 +1,192 @@
+//! The raw door: the operations on memory that somebody else owns.
+//!
+//! Descriptors of memory are `Copy`, carry no lifetime and are safe to make: an address is data. What must hold is said once, at
+//! each launch, which is `unsafe`. For engines that are not built on cudarc's slices, and for capturing CUDA graphs, where cudarc's
+//! event tracking is in the way.
+//!
+//! In the `# Safety` sections, *until the work has run* means until everything enqueued by the call is complete on the stream, not
+//! until the call returns. For a call that is captured, it means for as long as the graph may be replayed.
+
+#![expect(unsafe_code, reason = "launches on memory that somebody else owns")]
+
+mod embedding;
+mod linear;
+mod routing;
+
+use std::ffi::c_void;
+
+use bytemuck::{Pod, Zeroable};
+
+pub use self::{
+    embedding::LoraEmbedding,
+    linear::LoraLinear,
+    routing::{RoutedBatch, Routing},
+};
+use super::LaunchError;
+use crate::{DType, Element, error::OperandError, extent::Extent, ffi, plan::Capacity};
+
+/// A CUDA stream that somebody else owns.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[repr(transparent)]
+pub struct Stream(*mut c_void);
+
+// SAFETY: a handle; the driver's calls that take it are thread-safe.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// Names a stream by its raw `CUstream` or `cudaStream_t`.
+    pub const fn from_raw(stream: *mut c_void) -> Self {
+        Self(stream)
+    }
+
+    /// The raw `CUstream` or `cudaStream_t`.
+    pub const fn as_raw(self) -> *mut c_void {
+        self.0
+    }
+}
+
+impl From<&cudarc::driver::CudaStream> for Stream {
+    fn from(stream: &cudarc::driver::CudaStream) -> Self {
+        Self(stream.cu_stream().cast())
+    }
+}
+
+/// Bytes in device memory that somebody else owns.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct DeviceRegion {
+    /// The address of the first.
+    pub ptr: u64,
+    /// How many.
+    pub bytes: usize,
+}
+
+/// A row-major matrix in device memory, to be read.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct MatrixRef(RawMatrix);
+
+/// A row-major matrix in device memory, to be read and written.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct MatrixMut(RawMatrix);
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct RawMatrix {
+    ptr: u64,
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+}
+
+macro_rules! raw_matrix {
+    ($matrix:ident) => {
+        impl $matrix {
+            /// `rows` rows of `cols` elements, one behind the other.
+            pub const fn new<T: Element>(ptr: u64, rows: usize, cols: usize) -> Self {
+                Self::with_dtype(ptr, T::DTYPE, rows, cols)
+            }
+
+            /// As `new`, where the element type is known only at run time.
+            pub const fn with_dtype(ptr: u64, dtype: DType, rows: usize, cols: usize) -> Self {
+                Self(RawMatrix { ptr, dtype, rows, cols, row_stride: cols })
+            }
+
+            /// Sets the distance between the beginnings of rows, in elements.
+            #[must_use]
+            pub const fn row_stride(self, row_stride: usize) -> Self {
+                Self(RawMatrix { row_stride, ..self.0 })
+            }
+        }
+    };
+}
+
+raw_matrix!(MatrixRef);
+raw_matrix!(MatrixMut);
+
+impl RawMatrix {
+    /// The address and the stride, of a matrix of that type and shape.
+    fn expect(
+        &self,
+        operand: &'static str,
+        dtype: DType,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(*mut c_void, i64), OperandError> {
+        if self.dtype != dtype {
+            return Err(OperandError::DType { operand, got: self.dtype, want: dtype });
+        }
+        let addressable = isize::MAX as usize / dtype.bytes();
+        Extent::new(operand, addressable, self.rows, self.cols, self.row_stride)?.expect(operand, rows, cols)?;
+        // A stride that no row takes may be of any size.
+        let row_stride = i64::try_from(self.row_stride).unwrap_or(i64::MAX);
+        Ok((self.ptr as *mut c_void, row_stride))
+    }
+}
+
+/// One module of one slot, as kernels read it: an element of a descriptor table `[num_slots][num_entries]` in device memory.
+///
+/// Factors begin on 16-byte boundaries and their rows are padded to a multiple of 16 bytes
+/// ([`SlotImage`](crate::adapter::SlotImage) writes them so). The default is a slot without this module.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Descriptor {
+    /// The address of A `[rank, in_features]`; of an embedding, of A transposed `[vocab, rank]`.
+    pub a: u64,
+    /// The address of B `[out_features, rank]`.
+    pub b: u64,
+    /// The rank; 0 where the slot has no such module.
+    pub rank: i32,
+    /// α/r or α/√r.
+    pub scaling: f32,
+}
+
+const _: () = assert!(size_of::<Descriptor>() == size_of::<ffi::aril_descriptor>());
+
+/// Where the descriptors of one layer are, for every slot.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct LayerWeights {
+    table: u64,
+    num_slots: usize,
+    num_entries: usize,
+    max_rank: usize,
+}
+
+impl LayerWeights {
+    /// The layer whose first entry is `first_entry` in a table at `table` of `num_slots` rows of `num_entries` descriptors, none
+    /// of them of a rank above `max_rank`: larger ones count as no adapter.
+    pub const fn new(table: u64, num_slots: usize, num_entries: usize, first_entry: usize, max_rank: usize) -> Self {
+        let table = table + (first_entry * size_of::<Descriptor>()) as u64;
+        Self { table, num_slots, num_entries, max_rank }
+    }
+
+    fn expect(&self, capacity: &Capacity, num_entries: usize) -> Result<ffi::aril_weights, LaunchError> {
+        if self.num_entries != num_entries {
+            return Err(OperandError::Model { got: self.num_entries, want: num_entries }.into());
+        }
+        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
+        within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
+        within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
+        Ok(ffi::aril_weights {
+            table: self.table as *const ffi::aril_descriptor,
+            num_slots: int(self.num_slots)?,
+            num_entries: int(self.num_entries)?,
+            max_rank: int(self.max_rank)?,
+        })
+    }
+}
+
+/// A count on its way to the ABI.
+fn int(value: usize) -> Result<i32, LaunchError> {
+    i32::try_from(value).map_err(|_| LaunchError::Capacity { what: "a count", got: value, max: i32::MAX as usize })
+}
+
+/// An element type on its way to the ABI.
+fn dtype_code(dtype: DType) -> i32 {
+    let ffi::aril_dtype(code) = match dtype {
+        DType::BF16 => ffi::aril_dtype::ARIL_BF16,
+        DType::F16 => ffi::aril_dtype::ARIL_F16,
+        DType::F32 => ffi::aril_dtype::ARIL_F32,
+    };
+    code.cast_signed()
+}

@@ -1,0 +1,298 @@
+use std::ffi::c_void;
+
+use cudarc::driver::{result, sys};
+
+use super::{DeviceRegion, Stream, int};
+use crate::{
+    Slot,
+    cuda::{Kernels, LaunchError, kernels::check},
+    ffi,
+    plan::Capacity,
+    routing::Batch,
+};
+
+/// What each part of a routing's memory is aligned to.
+const PART_ALIGNMENT_BYTES: usize = 256;
+
+/// A step's routing in the engine's device memory, and the pinned buffers that bring it there.
+///
+/// Built once per step for all layers. Its addresses never change, so a captured graph follows whatever was routed last.
+#[derive(Debug)]
+pub struct Routing {
+    kernels: Kernels,
+    capacity: Capacity,
+    /// `[max_tokens]` slots and, behind the live ones, as many scales.
+    staged: u64,
+    routing: ffi::aril_routing,
+    staging: Vec<Staging>,
+    next: usize,
+}
+
+// SAFETY: device addresses, and pinned memory and events that this type alone owns.
+unsafe impl Send for Routing {}
+
+/// Where things are in a routing's memory, in bytes.
+struct Layout {
+    staged: usize,
+    tokens: usize,
+    scales: usize,
+    indptr: usize,
+    tiles: usize,
+    num_tiles: usize,
+    end: usize,
+}
+
+impl Layout {
+    fn new(capacity: Capacity) -> Self {
+        let mut end = 0;
+        let mut part = |bytes: usize| {
+            let start = end;
+            end += bytes.next_multiple_of(PART_ALIGNMENT_BYTES);
+            start
+        };
+        let Capacity { max_tokens, num_slots, .. } = capacity;
+        Self {
+            staged: part(staging_bytes(capacity)),
+            tokens: part(max_tokens * size_of::<i32>()),
+            scales: part(max_tokens * size_of::<f32>()),
+            indptr: part((num_slots + 1) * size_of::<i32>()),
+            tiles: part(capacity.max_tiles(max_tokens) * size_of::<ffi::aril_tile>()),
+            num_tiles: part(size_of::<i32>()),
+            end,
+        }
+    }
+}
+
+fn staging_bytes(capacity: Capacity) -> usize {
+    capacity.max_tokens * (size_of::<Slot>() + size_of::<f32>())
+}
+
+impl Routing {
+    /// The device memory that [`new`](Self::new) needs.
+    ///
+    /// # Errors
+    /// If the capacity is past the kernels' limits.
+    pub fn device_bytes(capacity: Capacity) -> Result<usize, LaunchError> {
+        Ok(Layout::new(capacity.checked()?).end)
+    }
+
+    /// Takes `memory`, aligned to 256 bytes, and allocates `steps_in_flight` pinned host buffers: as many steps as the host may
+    /// run ahead of the device. Nothing is routed until [`update`](Self::update) is.
+    ///
+    /// # Errors
+    /// If the capacity is past the kernels' limits, `memory` is too small or misaligned, or there is no pinned memory left.
+    ///
+    /// # Safety
+    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent.
+    /// - **Liveness.** That memory stays mapped for as long as this or any batch of it is used, and until the work has run.
+    /// - **Aliasing.** Nobody else writes it.
+    pub unsafe fn new(
+        kernels: &Kernels,
+        capacity: Capacity,
+        steps_in_flight: usize,
+        memory: DeviceRegion,
+    ) -> Result<Self, LaunchError> {
+        kernels.check_thread()?;
+        let layout = Layout::new(capacity.checked()?);
+        if memory.bytes < layout.end {
+            return Err(LaunchError::Capacity { what: "the routing's memory", got: layout.end, max: memory.bytes });
+        }
+        if !memory.ptr.is_multiple_of(PART_ALIGNMENT_BYTES as u64) {
+            return Err(LaunchError::Misaligned { operand: "the routing's memory", alignment: PART_ALIGNMENT_BYTES });
+        }
+        let at = |offset: usize| memory.ptr + offset as u64;
+        let routing = ffi::aril_routing {
+            tokens: at(layout.tokens) as *mut i32,
+            scales: at(layout.scales) as *mut f32,
+            indptr: at(layout.indptr) as *mut i32,
+            tiles: at(layout.tiles) as *mut ffi::aril_tile,
+            num_tiles: at(layout.num_tiles) as *mut i32,
+        };
+        let staging = (0..steps_in_flight.max(1)).map(|_| Staging::new(staging_bytes(capacity)));
+        let staging = staging.collect::<Result<_, _>>()?;
+        Ok(Self { kernels: kernels.clone(), capacity, staged: at(layout.staged), routing, staging, next: 0 })
+    }
+
+    /// Enqueues one host-to-device copy and the grouping kernel.
+    ///
+    /// # Errors
+    /// `Busy` if `steps_in_flight` copies are pending: it never waits. `Capacity` if the batch is too large. Nothing was enqueued.
+    ///
+    /// # Safety
+    /// - **Validity.** `stream` is a stream of the kernels' context, and not capturing.
+    /// - **Aliasing.** Work of other streams that uses a batch of this is ordered against `stream`.
+    pub unsafe fn update(&mut self, batch: &Batch<'_>, stream: Stream) -> Result<RoutedBatch, LaunchError> {
+        let routed = self.capture_batch(batch.num_tokens())?;
+        self.kernels.check_thread()?;
+        let steps_in_flight = self.staging.len();
+        let staging = &self.staging[self.next];
+        if !staging.is_free()? {
+            return Err(LaunchError::Busy { steps_in_flight });
+        }
+        // SAFETY: the buffer holds max_tokens slots and as many scales, of which the capacity was checked; its last copy is done.
+        let bytes = unsafe { staging.fill(batch) };
+        let stream_handle = stream.as_raw().cast();
+        // SAFETY: `staged` has room for as many bytes as the staging buffer; the caller vouches for the stream.
+        unsafe { result::memcpy_htod_async(self.staged, bytes, stream_handle) }?;
+        // SAFETY: the event is this staging buffer's; the caller vouches for the stream.
+        unsafe { result::event::record(staging.event, stream_handle) }?;
+        self.next = (self.next + 1) % steps_in_flight;
+
+        let scales = self.staged + (batch.num_tokens() * size_of::<Slot>()) as u64;
+        let token_scales = batch.scales().map_or(std::ptr::null(), |_| scales as *const f32);
+        // SAFETY: both lie in this routing's memory.
+        unsafe { self.route(self.staged as *const i32, token_scales, batch.num_tokens(), stream) }?;
+        Ok(routed)
+    }
+
+    /// As [`update`](Self::update), for slots (`i32`, one per token) and, if not null, scales (`f32`, likewise) that are on the
+    /// device already. May be captured.
+    ///
+    /// # Errors
+    /// `Capacity` if the batch is too large; then nothing was enqueued.
+    ///
+    /// # Safety
+    /// - **Validity.** `token_slots` and `token_scales` address `num_tokens` values each, and `stream` is a stream of the
+    ///   kernels' context.
+    /// - **Liveness.** They stay mapped until the work has run.
+    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses a batch of
+    ///   this routing.
+    pub unsafe fn update_on_device(
+        &mut self,
+        token_slots: u64,
+        token_scales: Option<u64>,
+        num_tokens: usize,
+        stream: Stream,
+    ) -> Result<RoutedBatch, LaunchError> {
+        let routed = self.capture_batch(num_tokens)?;
+        self.kernels.check_thread()?;
+        let token_scales = token_scales.unwrap_or(0) as *const f32;
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.route(token_slots as *const i32, token_scales, num_tokens, stream) }?;
+        Ok(routed)
+    }
+
+    /// The batch to capture a CUDA graph of up to `num_tokens` rows with: the same addresses, upper bounds for counts. Rows that
+    /// the last update before a replay did not have, or had as base, are left alone by the replay.
+    ///
+    /// # Errors
+    /// `Capacity` if it is too large.
+    pub fn capture_batch(&self, num_tokens: usize) -> Result<RoutedBatch, LaunchError> {
+        let max = self.capacity.max_tokens;
+        if num_tokens > max {
+            return Err(LaunchError::Capacity { what: "the batch's tokens", got: num_tokens, max });
+        }
+        Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles: self.capacity.max_tiles(num_tokens) })
+    }
+
+    unsafe fn route(
+        &self,
+        token_slots: *const i32,
+        token_scales: *const f32,
+        num_tokens: usize,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        let args = ffi::aril_route_args {
+            token_slots,
+            token_scales,
+            num_tokens: int(num_tokens)?,
+            num_slots: int(self.capacity.num_slots)?,
+            routing: self.routing,
+        };
+        // SAFETY: the routing's memory is laid out for this capacity; the caller vouches for the rest.
+        check(unsafe { ffi::aril_route(&args, stream.as_raw()) })
+    }
+}
+
+/// A routed batch: where its grouping is on the device, and upper bounds for its counts.
+#[derive(Clone, Copy, Debug)]
+pub struct RoutedBatch {
+    pub(super) routing: ffi::aril_routing,
+    pub(super) num_tokens: usize,
+    pub(super) max_tiles: usize,
+}
+
+// SAFETY: device addresses, which are data.
+unsafe impl Send for RoutedBatch {}
+// SAFETY: as above.
+unsafe impl Sync for RoutedBatch {}
+
+impl RoutedBatch {
+    /// Rows of the matrices that it is for.
+    pub const fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    /// The address of the tokens that have a slot, by slot and, within one, in order: `i32`, as many as `indptr` ends with.
+    pub fn tokens(&self) -> u64 {
+        self.routing.tokens as u64
+    }
+
+    /// The address of where each slot's tokens begin in [`tokens`](Self::tokens), and where the last slot's end: `i32
+    /// [num_slots + 1]`.
+    #[doc(alias = "seg_indptr")]
+    #[doc(alias = "lora_token_start_loc")]
+    pub fn indptr(&self) -> u64 {
+        self.routing.indptr as u64
+    }
+}
+
+/// A pinned host buffer and the event that tells that it was copied.
+#[derive(Debug)]
+struct Staging {
+    bytes: *mut u8,
+    event: sys::CUevent,
+}
+
+impl Staging {
+    fn new(bytes: usize) -> Result<Self, LaunchError> {
+        // SAFETY: a context is current (checked by `Routing::new`); write-combined is right for memory only ever written here.
+        let bytes = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_WRITECOMBINED) }?.cast();
+        match result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING) {
+            Ok(event) => Ok(Self { bytes, event }),
+            Err(error) => {
+                // SAFETY: allocated above, and used by nobody.
+                unsafe { result::free_host(bytes.cast::<c_void>()) }?;
+                Err(error.into())
+            }
+        }
+    }
+
+    fn is_free(&self) -> Result<bool, LaunchError> {
+        // SAFETY: the event is alive; one that was never recorded counts as complete.
+        match unsafe { result::event::query(self.event) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Writes the batch's slots and, right behind them, its scales if it has any.
+    ///
+    /// # Safety
+    /// The buffer has room for both, and its last copy is done.
+    unsafe fn fill(&self, batch: &Batch<'_>) -> &[u8] {
+        let slots: &[u8] = bytemuck::cast_slice(batch.slots());
+        let scales: &[u8] = bytemuck::cast_slice(batch.scales().unwrap_or_default());
+        // SAFETY: the caller says that there is room.
+        unsafe { self.bytes.copy_from_nonoverlapping(slots.as_ptr(), slots.len()) };
+        // SAFETY: as above.
+        let behind = unsafe { self.bytes.add(slots.len()) };
+        // SAFETY: as above.
+        unsafe { behind.copy_from_nonoverlapping(scales.as_ptr(), scales.len()) };
+        // SAFETY: just written.
+        unsafe { std::slice::from_raw_parts(self.bytes, slots.len() + scales.len()) }
+    }
+}
+
+impl Drop for Staging {
+    /// Waits for the last copy out of the buffer.
+    fn drop(&mut self) {
+        // SAFETY: the event is alive. Errors mean that the context is gone, and the copy with it.
+        let _ = unsafe { result::event::synchronize(self.event) };
+        // SAFETY: the last copy is done.
+        let _ = unsafe { result::free_host(self.bytes.cast()) };
+        // SAFETY: nobody else has the event.
+        let _ = unsafe { result::event::destroy(self.event) };
+    }
+}

@@ -1,0 +1,155 @@
+use std::{fmt, marker::PhantomData, sync::Arc};
+
+use cudarc::driver::CudaStream;
+use offset_allocator::{Allocation, Allocator};
+
+use super::{
+    Kernels, LaunchError,
+    raw::{Descriptor, LayerWeights},
+    region::Region,
+};
+use crate::{Element, Slot, adapter::SlotImage, error::SlotError, model::ModelSpec, plan::Capacity};
+
+/// What the arena hands out.
+const GRANULE_BYTES: usize = 256;
+
+/// The adapters in device memory, a slot each: one arena of exact-size blocks, and the descriptor table over them.
+///
+/// The table's address never changes, so captured graphs follow what the slots hold. A slot changes in the order of the stream:
+/// what is enqueued before sees the adapter that was there, what is enqueued after sees the new one.
+#[doc(alias = "max_loras")]
+#[doc(alias = "lora_a_stacked")]
+pub struct WeightTable<T> {
+    arena: Region,
+    table: Region,
+    allocator: Allocator,
+    blocks: Vec<Option<Allocation>>,
+    num_entries: usize,
+    max_rank: usize,
+    element: PhantomData<T>,
+}
+
+impl<T> fmt::Debug for WeightTable<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { arena, table, num_entries, max_rank, .. } = self;
+        let loaded = self.blocks.iter().flatten().count();
+        f.debug_struct("WeightTable")
+            .field("arena", arena)
+            .field("table", table)
+            .field("num_slots", &self.blocks.len())
+            .field("loaded", &loaded)
+            .field("num_entries", num_entries)
+            .field("max_rank", max_rank)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<T: Element> WeightTable<T> {
+    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, with `arena_bytes` for their factors.
+    ///
+    /// # Errors
+    /// If the capacity is past the kernels' limits or there is no memory left.
+    pub fn new(
+        kernels: &Kernels,
+        model: &ModelSpec,
+        capacity: Capacity,
+        arena_bytes: usize,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Self, LaunchError> {
+        let Capacity { num_slots, max_rank, .. } = capacity.checked()?;
+        let granules = arena_bytes.div_ceil(GRANULE_BYTES);
+        let max = u32::MAX as usize;
+        let granules = u32::try_from(granules).map_err(|_| LaunchError::Capacity {
+            what: "the arena's bytes",
+            got: arena_bytes,
+            max: max * GRANULE_BYTES,
+        })?;
+        let table_bytes = num_slots * model.num_entries() * size_of::<Descriptor>();
+        Ok(Self {
+            arena: Region::new(kernels, arena_bytes.next_multiple_of(GRANULE_BYTES), stream)?,
+            table: Region::new(kernels, table_bytes, stream)?,
+            allocator: Allocator::new(granules),
+            blocks: (0..num_slots).map(|_| None).collect(),
+            num_entries: model.num_entries(),
+            max_rank,
+            element: PhantomData,
+        })
+    }
+
+    /// Loads an adapter into a slot, in place of the one that was there. On an error the slot is as it was.
+    ///
+    /// There must be room for the new adapter beside the old one. Not for the hot path: it packs on this thread and copies from
+    /// pageable memory.
+    ///
+    /// # Errors
+    /// If the image does not fit the table, a weight cannot be represented, or the arena is full.
+    pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>, stream: &CudaStream) -> Result<(), LaunchError> {
+        self.check(stream)?;
+        let index = self.index(slot)?;
+        image.check_table(self.num_entries, T::DTYPE, self.max_rank)?;
+        let mut block = vec![0; image.bytes()];
+        image.write_to(&mut block)?;
+
+        let allocation = self.allocate(block.len())?;
+        let offset = allocation.offset as usize * GRANULE_BYTES;
+        if let Err(error) = self.arena.write(offset, &block).and_then(|()| self.describe(index, offset, image)) {
+            self.allocator.free(allocation);
+            return Err(error);
+        }
+        if let Some(old) = self.blocks[index].replace(allocation) {
+            self.allocator.free(old);
+        }
+        Ok(())
+    }
+
+    /// Empties a slot: its tokens are the base model's from now on.
+    ///
+    /// # Errors
+    /// If there is no such slot.
+    pub fn unload(&mut self, slot: Slot, stream: &CudaStream) -> Result<(), LaunchError> {
+        self.check(stream)?;
+        let index = self.index(slot)?;
+        self.write_row(index, &vec![Descriptor::default(); self.num_entries])?;
+        if let Some(old) = self.blocks[index].take() {
+            self.allocator.free(old);
+        }
+        Ok(())
+    }
+
+    /// Where the layer of that first entry ([`LinearSite::first_entry`](crate::model::LinearSite::first_entry),
+    /// [`EmbeddingSite::entry`](crate::model::EmbeddingSite::entry)) has its descriptors; for the raw door.
+    pub fn layer(&self, first_entry: usize) -> LayerWeights {
+        LayerWeights::new(self.table.region().ptr, self.blocks.len(), self.num_entries, first_entry, self.max_rank)
+    }
+
+    pub(super) fn check(&self, stream: &CudaStream) -> Result<(), LaunchError> {
+        self.table.check("the weight table", stream)
+    }
+
+    fn describe(&mut self, index: usize, offset: usize, image: &SlotImage<'_>) -> Result<(), LaunchError> {
+        let block = self.arena.region().ptr + offset as u64;
+        let at = |elems: usize| block + (elems * size_of::<T>()) as u64;
+        let mut row = vec![Descriptor::default(); self.num_entries];
+        for entry in image.entries() {
+            let rank = i32::try_from(entry.rank).unwrap_or(0);
+            row[entry.entry] = Descriptor { a: at(entry.a_elems), b: at(entry.b_elems), rank, scaling: entry.scaling };
+        }
+        self.write_row(index, &row)
+    }
+
+    fn write_row(&mut self, index: usize, row: &[Descriptor]) -> Result<(), LaunchError> {
+        self.table.write(index * size_of_val(row), bytemuck::cast_slice(row))
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<Allocation, LaunchError> {
+        let granules = u32::try_from(bytes.div_ceil(GRANULE_BYTES)).ok();
+        granules.and_then(|granules| self.allocator.allocate(granules)).ok_or_else(|| {
+            let largest = self.allocator.storage_report().largest_free_region as usize * GRANULE_BYTES;
+            LaunchError::Full { bytes, largest }
+        })
+    }
+
+    fn index(&self, slot: Slot) -> Result<usize, SlotError> {
+        slot.index_below(self.blocks.len())
+    }
+}

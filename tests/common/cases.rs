@@ -1,0 +1,386 @@
+//! Problems for the operations, the answers that the reference gives, and how answers are compared.
+//!
+//! A [`Case`] is a few numbers from which everything else follows, so that a failing one can be printed and run again with
+//! `ARIL_CASE='…'`. Two kinds of numbers: exact ones, small integers whose sums have no rounding error before the store, so that
+//! answers must agree bit for bit; and rounded ones, normals, whose answers must agree within a bound derived from the formats.
+
+use std::fmt::Write as _;
+
+use aril::{
+    DType, Element, Slot,
+    adapter::{Adapter, Tensor},
+    model::{EmbeddingId, Linear, LinearId, ModelSpec, Parallel, TpRank},
+    reference,
+};
+use proptest::prelude::*;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use serde::{Deserialize, Serialize};
+
+/// A problem.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Case {
+    pub op: Op,
+    pub dtype: Dtype,
+    pub values: Values,
+    /// One list of ranks per adapter, one rank per slice; 0 where the adapter has no such module.
+    pub adapters: Vec<Vec<usize>>,
+    /// Slots beyond those that are loaded.
+    pub empty_slots: usize,
+    /// By token: a slot, -1, or anything else that is no slot.
+    pub slots: Vec<i32>,
+    /// By token, in halves; none for no scales.
+    pub half_scales: Option<Vec<i8>>,
+    /// Elements before the first row, and from the end of a row to the next.
+    pub x_offset: usize,
+    pub x_gap: usize,
+    pub y_offset: usize,
+    pub y_gap: usize,
+    pub seed: u64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Op {
+    Linear { in_features: usize, slices: Vec<usize> },
+    Embedding { vocab: usize, hidden: usize },
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub enum Dtype {
+    BF16,
+    F16,
+    F32,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize, Deserialize)]
+pub enum Values {
+    Exact,
+    Rounded,
+}
+
+/// Calls a function that is generic over the element type, for the case's.
+#[macro_export]
+macro_rules! for_dtype {
+    ($case:expr, $function:ident($($argument:expr),*)) => {
+        match $case.dtype {
+            $crate::common::cases::Dtype::BF16 => $function::<half::bf16>($($argument),*),
+            $crate::common::cases::Dtype::F16 => $function::<half::f16>($($argument),*),
+            $crate::common::cases::Dtype::F32 => $function::<f32>($($argument),*),
+        }
+    };
+}
+
+/// What a case stands for.
+pub struct World<T> {
+    pub model: ModelSpec,
+    pub site: Site,
+    pub adapters: Vec<Adapter>,
+    pub slots: Vec<Slot>,
+    pub scales: Option<Vec<f32>>,
+    pub num_slots: usize,
+    pub max_rank: usize,
+    /// The whole buffers, NaN wherever there is no element of the matrix.
+    pub x: Vec<T>,
+    pub y: Vec<T>,
+    pub token_ids: Vec<i32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Site {
+    Linear(LinearId),
+    Embedding(EmbeddingId),
+}
+
+/// What the whole buffer `y` must hold, element by element.
+#[derive(Clone, Copy, Debug)]
+pub enum Expected<T> {
+    /// These bits.
+    Exactly(T),
+    /// This value, give or take.
+    Within(f64, f64),
+}
+
+impl Case {
+    pub fn x_stride(&self) -> usize {
+        self.in_features() + self.x_gap
+    }
+
+    pub fn y_stride(&self) -> usize {
+        self.slices().iter().sum::<usize>() + self.y_gap
+    }
+
+    pub fn in_features(&self) -> usize {
+        match &self.op {
+            Op::Linear { in_features, .. } => *in_features,
+            Op::Embedding { vocab, .. } => *vocab,
+        }
+    }
+
+    pub fn slices(&self) -> Vec<usize> {
+        match &self.op {
+            Op::Linear { slices, .. } => slices.clone(),
+            Op::Embedding { hidden, .. } => vec![*hidden],
+        }
+    }
+
+    pub fn num_tokens(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The case that `ARIL_CASE` asks for instead of random ones.
+    pub fn from_environment() -> Option<Self> {
+        let text = std::env::var("ARIL_CASE").ok()?;
+        Some(serde_json::from_str(&text).expect("ARIL_CASE is a printed case"))
+    }
+
+    /// How to run it again.
+    pub fn replay(&self) -> String {
+        format!("ARIL_CASE='{}'", serde_json::to_string(self).expect("a case is plain data"))
+    }
+
+    pub fn world<T: Element>(&self) -> World<T> {
+        let mut rng = StdRng::seed_from_u64(self.seed);
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let site = match &self.op {
+            Op::Linear { in_features, slices } => {
+                let layer = Linear::new("layer", Parallel::Replicated, *in_features);
+                let layer = slices.iter().enumerate().fold(layer, |layer, (i, out)| layer.slice(format!("m{i}"), *out));
+                Site::Linear(model.linear(layer).unwrap())
+            }
+            Op::Embedding { vocab, hidden } => Site::Embedding(model.embedding("layer.m0", *vocab, *hidden).unwrap()),
+        };
+        // A second layer, so that entries have somewhere to go wrong.
+        model.linear(Linear::new("other", Parallel::Replicated, 3).slice("m0", 5)).unwrap();
+
+        let adapters = self.adapters.iter().map(|ranks| self.adapter(ranks, &mut rng)).collect();
+        let tokens = self.num_tokens();
+        let y_cols = self.slices().iter().sum();
+        let x = self.buffer(&mut rng, tokens, self.in_features(), self.x_stride(), self.x_offset);
+        let y = self.buffer(&mut rng, tokens, y_cols, self.y_stride(), self.y_offset);
+        let vocab = self.in_features() as i32;
+        let token_ids = (0..tokens).map(|_| rng.random_range(-1..=vocab)).collect();
+        World {
+            model,
+            site,
+            adapters,
+            slots: self.slots.iter().map(|&slot| bytemuck::cast(slot)).collect(),
+            scales: self.half_scales.as_ref().map(|halves| halves.iter().map(|&half| f32::from(half) / 2.0).collect()),
+            num_slots: self.adapters.len() + self.empty_slots,
+            max_rank: self.adapters.iter().flatten().copied().max().unwrap_or(0).max(1),
+            x,
+            y,
+            token_ids,
+        }
+    }
+
+    /// The adapter with those ranks: α is such that exact cases scale by a power of two.
+    fn adapter(&self, ranks: &[usize], rng: &mut StdRng) -> Adapter {
+        let mut tensors = Vec::new();
+        let mut alphas = String::new();
+        let suffixes = match self.op {
+            Op::Linear { .. } => ["lora_A.weight", "lora_B.weight"],
+            Op::Embedding { .. } => ["lora_embedding_A", "lora_embedding_B"],
+        };
+        for (slice, (&rank, out)) in ranks.iter().zip(self.slices()).enumerate().filter(|(_, (rank, _))| **rank > 0) {
+            for (suffix, shape) in suffixes.into_iter().zip([[rank, self.in_features()], [out, rank]]) {
+                let values: Vec<f32> = (0..shape[0] * shape[1]).map(|_| self.value(rng)).collect();
+                let tensor = Tensor::new(DType::F32, shape.to_vec(), bytemuck::cast_slice(&values).to_vec()).unwrap();
+                tensors.push((format!("layer.m{slice}.{suffix}"), tensor));
+            }
+            let alpha = rank as f64 * [0.5, 1.0, 2.0][rng.random_range(0..3)];
+            write!(alphas, r#"{}"layer.m{slice}": {alpha}"#, if alphas.is_empty() { "" } else { ", " }).unwrap();
+        }
+        // The other layer is always adapted, with weights that would show.
+        for (suffix, shape) in [("lora_A.weight", [1, 3]), ("lora_B.weight", [5, 1])] {
+            let values = vec![1e4_f32; shape[0] * shape[1]];
+            let tensor = Tensor::new(DType::F32, shape.to_vec(), bytemuck::cast_slice(&values).to_vec()).unwrap();
+            tensors.push((format!("other.m0.{suffix}"), tensor));
+        }
+        let config = format!(r#"{{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": {{{alphas}}}}}"#);
+        Adapter::from_tensors(&config, tensors).unwrap()
+    }
+
+    fn value(&self, rng: &mut StdRng) -> f32 {
+        match self.values {
+            Values::Exact => rng.random_range(-2..=2_i8).into(),
+            // The sum of four uniforms is normal enough.
+            Values::Rounded => (0..4).map(|_| rng.random_range(-0.25..0.25_f32)).sum(),
+        }
+    }
+
+    fn buffer<T: Element>(
+        &self,
+        rng: &mut StdRng,
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+        offset: usize,
+    ) -> Vec<T> {
+        const GUARD: usize = 64;
+        let mut buffer = vec![T::from_f32(f32::NAN); offset + rows * row_stride + GUARD];
+        for row in buffer[offset..].chunks_mut(row_stride.max(1)).take(rows) {
+            row[..cols].fill_with(|| T::from_f32(self.value(rng)));
+        }
+        buffer
+    }
+}
+
+impl<T: Element> World<T> {
+    /// What the reference makes of the buffer `y`.
+    pub fn expected(&self, case: &Case) -> Vec<Expected<T>> {
+        let mut expected: Vec<_> = self.y.iter().map(|&y| Expected::Exactly(y)).collect();
+        for (token, slot) in self.slots.iter().enumerate() {
+            let Some(adapter) = slot.index().and_then(|slot| self.adapters.get(slot)) else { continue };
+            let mut out_start = case.y_offset + token * case.y_stride();
+            for (slice, out_features) in case.slices().into_iter().enumerate() {
+                if let Some(deltas) = self.deltas(case, adapter, token, slice) {
+                    for (out, delta) in deltas.into_iter().enumerate() {
+                        let y = f64::from(self.y[out_start + out].to_f32());
+                        expected[out_start + out] = case.expect_sum(y, delta, self.max_rank);
+                    }
+                }
+                out_start += out_features;
+            }
+        }
+        expected
+    }
+
+    fn deltas(&self, case: &Case, adapter: &Adapter, token: usize, slice: usize) -> Option<Vec<reference::Delta>> {
+        let path = format!("layer.m{slice}");
+        let module = adapter.modules().iter().find(|module| module.path() == path)?;
+        let stored = |values: Vec<f32>| -> Vec<f64> {
+            values.into_iter().map(|value| f64::from(T::from_f32(value).to_f32())).collect()
+        };
+        let (a, b) = (stored(module.a_f32()), stored(module.b_f32()));
+        let scale = self.scales.as_ref().map_or(1.0, |scales| f64::from(scales[token]));
+        let scaling = f64::from(module.scaling()) * scale;
+        let factors = reference::Factors { a: &a, b: &b, rank: module.rank(), scaling };
+        match case.op {
+            Op::Linear { in_features, .. } => {
+                let x = &self.x[case.x_offset + token * case.x_stride()..][..in_features];
+                let x: Vec<f64> = x.iter().map(|x| f64::from(x.to_f32())).collect();
+                Some(reference::linear(&x, factors))
+            }
+            Op::Embedding { vocab, .. } => {
+                let id = usize::try_from(self.token_ids[token]).ok().filter(|&id| id < vocab)?;
+                Some(reference::embedding(id, vocab, factors))
+            }
+        }
+    }
+}
+
+impl Case {
+    fn expect_sum<T: Element>(&self, y: f64, delta: reference::Delta, max_rank: usize) -> Expected<T> {
+        let sum = y + delta.value;
+        if self.values == Values::Exact {
+            // Exact in f32, so that the only rounding is that of the store.
+            assert!(delta.magnitude < f64::from(1 << 24) && f64::from(sum as f32) == sum, "the case is not exact");
+            return Expected::Exactly(T::from_f32(sum as f32));
+        }
+        // Each of the at most K + r products and sums, and a few scalings, rounds once in f32; the store once in T, where the
+        // result may also fall among T's smallest numbers.
+        let roundings = (self.in_features() + max_rank + 8) as f64;
+        let sums = roundings * DType::F32.unit_roundoff() * (y.abs() + delta.magnitude);
+        let store = T::DTYPE.unit_roundoff() * (sum.abs() + sums);
+        let smallest = if T::DTYPE == DType::F16 { 2.0_f64.powi(-25) } else { 2.0_f64.powi(-134) };
+        Expected::Within(sum, sums + store + smallest)
+    }
+}
+
+/// Checks a whole buffer `y` against what it must hold.
+pub fn compare<T: Element>(case: &Case, got: &[T], expected: &[Expected<T>]) -> Result<(), TestCaseError> {
+    prop_assert_eq!(got.len(), expected.len());
+    let bits = |value: &T| bytemuck::bytes_of(value).to_vec();
+    for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let good = match expected {
+            Expected::Exactly(expected) => bits(got) == bits(expected) || zero(got) && zero(expected),
+            Expected::Within(value, bound) => (f64::from(got.to_f32()) - value).abs() <= *bound,
+        };
+        if !good {
+            let at = index as isize - case.y_offset as isize;
+            let (row, col) = (at.div_euclid(case.y_stride() as isize), at.rem_euclid(case.y_stride() as isize));
+            let got = got.to_f32();
+            let expected = match expected {
+                Expected::Exactly(value) => format!("exactly {}", value.to_f32()),
+                Expected::Within(value, bound) => format!("{value} ± {bound}"),
+            };
+            return Err(TestCaseError::fail(format!("y[{row}, {col}] is {got}, not {expected}\n{}", case.replay())));
+        }
+    }
+    Ok(())
+}
+
+/// A sum of exact products is zero of either sign, depending on the order. Only a computed element may be one.
+fn zero<T: Element>(value: &T) -> bool {
+    value.to_f32() == 0.0
+}
+
+/// How large the cases are.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    pub max_features: usize,
+    pub max_tokens: usize,
+    pub max_rank: usize,
+}
+
+impl Sizes {
+    /// Small enough for a debug build on the CPU.
+    pub const SMALL: Self = Self { max_features: 300, max_tokens: 40, max_rank: 40 };
+    /// Past every tile of the kernels.
+    pub const LARGE: Self = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
+}
+
+/// Any case.
+pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
+    let dtype = prop_oneof![Just(Dtype::BF16), Just(Dtype::F16), Just(Dtype::F32)];
+    let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
+    let features =
+        || prop_oneof![1..=sizes.max_features, 1..=20_usize, (1..=sizes.max_features / 8).prop_map(|n| n * 8)];
+    let op = prop_oneof![
+        4 => (features(), prop::collection::vec(features(), 1..=3))
+            .prop_map(|(in_features, slices)| Op::Linear { in_features, slices }),
+        1 => (features(), features()).prop_map(|(vocab, hidden)| Op::Embedding { vocab, hidden }),
+    ];
+    (op, dtype, values, 0..=5_usize, 0..=2_usize, any::<u64>()).prop_flat_map(
+        move |(op, dtype, values, num_adapters, empty_slots, seed)| {
+            let num_slices = if let Op::Linear { slices, .. } = &op { slices.len() } else { 1 };
+            let rank = prop_oneof![1 => Just(0), 4 => 1..=17_usize, 3 => 1..=sizes.max_rank];
+            let adapters = prop::collection::vec(prop::collection::vec(rank, num_slices), num_adapters);
+            let num_slots = (num_adapters + empty_slots) as i32;
+            let stray = prop_oneof![Just(i32::MIN), Just(i32::MAX), Just(num_slots), Just(-2), Just(-1)];
+            let slot = prop_oneof![5 => 0..num_slots.max(1), 1 => Just(-1), 1 => stray];
+            let slots = prop::collection::vec(slot, 0..=sizes.max_tokens);
+            let gap = || prop_oneof![Just(0), 0..9_usize];
+            (adapters, slots, (gap(), gap(), gap(), gap()), any::<bool>()).prop_map(
+                move |(adapters, slots, (x_offset, x_gap, y_offset, y_gap), scaled)| {
+                    let half_scales = scaled.then(|| (0..slots.len()).map(|i| (i % 9) as i8 - 4).collect());
+                    let (op, slots) = (op.clone(), slots.clone());
+                    Case {
+                        op,
+                        dtype,
+                        values,
+                        adapters,
+                        empty_slots,
+                        slots,
+                        half_scales,
+                        x_offset,
+                        x_gap,
+                        y_offset,
+                        y_gap,
+                        seed,
+                    }
+                },
+            )
+        },
+    )
+}
+
+/// What computes the answer to a case: the buffer `y` after the operation.
+pub trait Subject {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T>;
+}
+
+/// Runs a case and compares the answer with the reference's.
+pub fn check<T: Element>(subject: &mut impl Subject, case: &Case) -> Result<(), TestCaseError> {
+    let world = case.world::<T>();
+    compare(case, &subject.run(case, &world), &world.expected(case))
+}

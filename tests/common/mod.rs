@@ -1,0 +1,4 @@
+//! What several test binaries share.
+#![allow(dead_code, unreachable_pub, reason = "not every binary uses all of it")]
+
+pub mod cases;

@@ -1,0 +1,127 @@
+//! The device under test, and moving data to it and back.
+
+use std::sync::Arc;
+
+use aril::cuda::{Kernels, raw::DeviceRegion, raw::Stream};
+use bytemuck::Pod;
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, sys};
+
+pub struct Gpu {
+    pub context: Arc<CudaContext>,
+    pub stream: Arc<CudaStream>,
+    pub kernels: Kernels,
+}
+
+impl Gpu {
+    /// The first device, on a stream of its own: the default stream cannot be captured.
+    pub fn new() -> Self {
+        assert!(aril::cuda::driver_is_present(), "these tests need a CUDA driver, and found none");
+        Self::in_context(CudaContext::new(0).expect("these tests need a CUDA device"))
+    }
+
+    pub fn in_context(context: Arc<CudaContext>) -> Self {
+        // Not `new_stream`, which would have cudarc wait for events that captures cannot have.
+        let raw =
+            cudarc::driver::result::stream::create(cudarc::driver::result::stream::StreamKind::NonBlocking).unwrap();
+        // SAFETY: just made in this context, and never destroyed.
+        let stream = unsafe { context.wrap_borrowed_stream(raw) };
+        let kernels = Kernels::load_into(&context).unwrap();
+        Self { context, stream, kernels }
+    }
+
+    pub fn raw_stream(&self) -> Stream {
+        Stream::from(&*self.stream)
+    }
+
+    pub fn upload<T: Pod>(&self, values: &[T]) -> Buffer {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        // One more, as there are no empty allocations.
+        let mut device = self.stream.alloc_zeros(bytes.len() + 1).unwrap();
+        self.stream.memcpy_htod(bytes, &mut device).unwrap();
+        Buffer { bytes: device, stream: self.stream.clone() }
+    }
+
+    /// Memory full of ones bits, which are NaN in every type.
+    pub fn poisoned(&self, bytes: usize) -> Buffer {
+        self.upload(&vec![0xff_u8; bytes])
+    }
+
+    pub fn synchronize(&self) {
+        self.stream.synchronize().unwrap();
+    }
+
+    /// Records what `enqueue` enqueues, refusing everything that a capture cannot have, on any thread.
+    pub fn capture(&self, enqueue: impl FnOnce()) -> Graph {
+        let stream = self.stream.cu_stream();
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        // SAFETY: the stream is alive and not capturing.
+        unsafe { cudarc::driver::result::stream::begin_capture(stream, mode) }.unwrap();
+        enqueue();
+        // SAFETY: the stream is capturing.
+        let graph = unsafe { cudarc::driver::result::stream::end_capture(stream) }.unwrap();
+        let mut executable = std::ptr::null_mut();
+        // SAFETY: the graph is alive.
+        unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0).result() }.unwrap();
+        Graph { executable, stream: self.stream.clone() }
+    }
+}
+
+/// Device memory.
+pub struct Buffer {
+    bytes: CudaSlice<u8>,
+    stream: Arc<CudaStream>,
+}
+
+impl Buffer {
+    pub fn region(&self) -> DeviceRegion {
+        DeviceRegion { ptr: self.address(), bytes: self.bytes.len() - 1 }
+    }
+
+    pub fn address(&self) -> u64 {
+        self.bytes.device_ptr(&self.stream).0
+    }
+
+    pub fn view<T: Pod>(&self) -> CudaView<'_, T> {
+        // SAFETY: any bits are a value of a `Pod` type, and allocations are aligned.
+        unsafe { self.bytes.transmute((self.bytes.len() - 1) / size_of::<T>()) }.unwrap()
+    }
+
+    pub fn view_mut<T: Pod>(&mut self) -> CudaViewMut<'_, T> {
+        let len = (self.bytes.len() - 1) / size_of::<T>();
+        // SAFETY: as above.
+        unsafe { self.bytes.transmute_mut(len) }.unwrap()
+    }
+
+    pub fn write<T: Pod>(&mut self, values: &[T]) {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        self.stream.clone().memcpy_htod(bytes, &mut self.bytes).unwrap();
+    }
+
+    pub fn read<T: Pod>(&self) -> Vec<T> {
+        let mut bytes = self.stream.clone_dtoh(&self.bytes).unwrap();
+        self.stream.synchronize().unwrap();
+        bytes.pop();
+        bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+    }
+}
+
+/// A captured graph.
+pub struct Graph {
+    executable: sys::CUgraphExec,
+    stream: Arc<CudaStream>,
+}
+
+impl Graph {
+    pub fn replay(&self) {
+        // SAFETY: the graph is alive, and what it uses is owned by the test.
+        unsafe { sys::cuGraphLaunch(self.executable, self.stream.cu_stream()).result() }.unwrap();
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        self.stream.synchronize().unwrap();
+        // SAFETY: no replay is running.
+        unsafe { sys::cuGraphExecDestroy(self.executable).result() }.unwrap();
+    }
+}

@@ -1,0 +1,152 @@
+//! A captured step follows what its memory holds: adapters, ranks, slots and routing change between replays.
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cuda::{Routing, WeightTable, Workspace, raw},
+    model::{Linear, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    routing::Batch,
+};
+
+use crate::device::Gpu;
+
+const FEATURES: usize = 64;
+
+/// An adapter of `rank` that adds `rank * value` times the sum of x to every feature of both layers and to the embedding.
+fn adapter(rank: usize, value: f32) -> Adapter {
+    let tensor = |shape: [usize; 2], value: f32| {
+        let values = vec![value; shape[0] * shape[1]];
+        Tensor::new(DType::F32, shape.to_vec(), bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let tensors = [
+        ("m.q.lora_A.weight", tensor([rank, FEATURES], 1.0)),
+        ("m.q.lora_B.weight", tensor([FEATURES, rank], value)),
+        ("embed.lora_embedding_A", tensor([rank, 10], 1.0)),
+        ("embed.lora_embedding_B", tensor([FEATURES, rank], value)),
+    ];
+    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
+    Adapter::from_tensors(&config, tensors.map(|(name, tensor)| (name.to_owned(), tensor))).unwrap()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_replay_sees_what_changed() {
+    let gpu = Gpu::new();
+    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let linear_id = model.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
+    let embedding_id = model.embedding("embed", 10, FEATURES).unwrap();
+    let capacity = Capacity { max_tokens: 16, num_slots: 3, max_rank: 32 };
+    let mut weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
+    let mut routing = Routing::new(kernels, capacity, 2, stream).unwrap();
+    let linear = raw::LoraLinear::new(kernels, &model, linear_id, DType::F32, capacity).unwrap();
+    let embedding = raw::LoraEmbedding::new(kernels, &model, embedding_id, DType::F32, capacity).unwrap();
+    let workspace = Workspace::new(kernels, linear.plan().workspace_bytes(), stream).unwrap();
+
+    let tokens = 16;
+    let x = gpu.upload(&vec![1.0_f32; tokens * FEATURES]);
+    let ids = gpu.upload(&vec![3_i32; tokens]);
+    let mut y = [gpu.poisoned(tokens * FEATURES * 4), gpu.poisoned(tokens * FEATURES * 4)];
+    let matrices = [0, 1].map(|i| raw::MatrixMut::new::<f32>(y[i].address(), tokens, FEATURES));
+    let x_matrix = raw::MatrixRef::new::<f32>(x.address(), tokens, FEATURES);
+    let batch = routing.capture_batch(tokens).unwrap();
+    let (linear_weights, embedding_weights) =
+        (weights.layer(model[linear_id].first_entry()), weights.layer(model[embedding_id].entry()));
+    let graph = gpu.capture(|| {
+        let stream = gpu.raw_stream();
+        // SAFETY: everything captured is alive until after the last replay.
+        unsafe { linear.add_delta(x_matrix, matrices[0], linear_weights, batch, workspace.region(), stream) }.unwrap();
+        // SAFETY: as above.
+        unsafe { embedding.add_delta(ids.address(), matrices[1], embedding_weights, batch, stream) }.unwrap();
+    });
+
+    // Slots hold adapters of `rank` and `value`; each step changes some of them and routes another batch.
+    let mut held: [Option<(usize, f32)>; 3] = [None; 3];
+    type Step<'a> = (&'a [(u16, Option<(usize, f32)>)], &'a [i32]);
+    let steps: [Step<'_>; 6] = [
+        (&[], &[0, 1, 2, -1]),
+        (&[(0, Some((4, 1.0))), (2, Some((32, 0.5)))], &[0, 1, 2, -1, 2, 0, 7]),
+        (&[(0, Some((17, 2.0)))], &[0; 16]),
+        (&[(2, None), (1, Some((1, 3.0)))], &[2, 1, 1, 0, 2, 2, 1, -1, 0]),
+        (&[(0, None), (1, None)], &[0, 1, 2]),
+        (&[(1, Some((5, 1.0)))], &[]),
+    ];
+    for (step, (changes, slots)) in steps.into_iter().enumerate() {
+        for &(slot, change) in changes {
+            held[usize::from(slot)] = change;
+            match change {
+                Some((rank, value)) => {
+                    let adapter = adapter(rank, value);
+                    weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap(), stream).unwrap();
+                }
+                None => weights.unload(Slot::new(slot), stream).unwrap(),
+            }
+        }
+        y.iter_mut().for_each(|y| y.write(&vec![100.0_f32; tokens * FEATURES]));
+        let slots: Vec<Slot> = slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
+        routing.update(&Batch::new(&slots), stream).unwrap();
+        graph.replay();
+        let results = [y[0].read::<f32>(), y[1].read::<f32>()];
+        for token in 0..tokens {
+            let held = slots.get(token).and_then(|slot| slot.index()).and_then(|slot| *held.get(slot)?);
+            let delta = held.map_or(0.0, |(rank, value)| rank as f32 * value);
+            let expected = [100.0 + delta * FEATURES as f32, 100.0 + delta];
+            for (result, expected) in results.iter().zip(expected) {
+                let row = &result[token * FEATURES..][..FEATURES];
+                assert!(row.iter().all(|&y| y == expected), "step {step}, token {token}: {} is not {expected}", row[0]);
+            }
+        }
+    }
+}
+
+/// Routing on the device is part of the graph: the slots it reads may change under it.
+#[test]
+#[ignore = "needs a GPU"]
+fn routing_on_the_device_is_captured() {
+    let gpu = Gpu::new();
+    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let id = model.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
+    model.embedding("embed", 10, FEATURES).unwrap();
+    let capacity = Capacity { max_tokens: 4, num_slots: 2, max_rank: 8 };
+    let mut weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
+    for (slot, value) in [(0, 1.0), (1, 2.0)] {
+        let adapter = adapter(1, value);
+        weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap(), stream).unwrap();
+    }
+    let linear = raw::LoraLinear::new(kernels, &model, id, DType::F32, capacity).unwrap();
+    let workspace = Workspace::new(kernels, linear.plan().workspace_bytes(), stream).unwrap();
+    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    // SAFETY: the memory outlives the routing and is used on one stream.
+    let mut routing = unsafe { raw::Routing::new(kernels, capacity, 1, memory.region()) }.unwrap();
+    let mut slots = gpu.upload(&[-1_i32; 4]);
+    let mut scales = gpu.upload(&[1.0_f32; 4]);
+    let x = gpu.upload(&[1.0_f32; 4 * FEATURES]);
+    let mut y = gpu.upload(&[0.0_f32; 4 * FEATURES]);
+    let (x_matrix, y_matrix) =
+        (raw::MatrixRef::new::<f32>(x.address(), 4, FEATURES), raw::MatrixMut::new::<f32>(y.address(), 4, FEATURES));
+    let layer = weights.layer(model[id].first_entry());
+    let graph = gpu.capture(|| {
+        let stream = gpu.raw_stream();
+        // SAFETY: everything captured is alive until after the last replay.
+        let batch = unsafe { routing.update_on_device(slots.address(), Some(scales.address()), 4, stream) }.unwrap();
+        // SAFETY: as above.
+        unsafe { linear.add_delta(x_matrix, y_matrix, layer, batch, workspace.region(), stream) }.unwrap();
+    });
+    for step in [[0, 1, -1, 9], [1, 1, 0, 0], [i32::MIN, -1, 1, i32::MAX]] {
+        slots.write(&step);
+        scales.write(&[1.0_f32, 0.5, 3.0, -1.0]);
+        y.write(&[0.0_f32; 4 * FEATURES]);
+        graph.replay();
+        let result = y.read::<f32>();
+        for (token, (slot, scale)) in step.into_iter().zip([1.0, 0.5, 3.0, -1.0]).enumerate() {
+            let value = match slot {
+                0 => 1.0,
+                1 => 2.0,
+                _ => 0.0,
+            };
+            assert_eq!(result[token * FEATURES], value * scale * FEATURES as f32, "{step:?}, token {token}");
+        }
+    }
+}

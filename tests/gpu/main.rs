@@ -1,0 +1,23 @@
+//! Everything that needs a GPU, in one binary to carry to a machine that has one. All tests are ignored unless asked for:
+//! `gpu --include-ignored --test-threads=1` runs them, and fails without a device.
+#![cfg(feature = "cuda")]
+#![expect(clippy::disallowed_methods, reason = "tests allocate and wait")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+#![allow(unreachable_pub, reason = "a binary has no outside")]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod device;
+mod graph;
+mod hot_path;
+mod operations;
+mod routing;
+mod safe_door;
+mod weights;

@@ -1,0 +1,357 @@
+//! The kernels against the reference, through both doors.
+
+use aril::{
+    Element, Slot,
+    cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, raw},
+    plan::Capacity,
+    routing::Batch,
+};
+use proptest::prelude::*;
+
+use crate::{
+    common::cases::{Case, Dtype, Op, Site, Sizes, Subject, Values, World, cases, check},
+    device::{Buffer, Gpu},
+    for_dtype,
+};
+
+/// The safe door: `add_delta`, or its halves apart.
+pub struct Safe<'a> {
+    pub gpu: &'a Gpu,
+    pub apart: bool,
+}
+
+/// The raw door, in memory where everything that no operand covers is NaN: unused slots, padding, workspace, guards.
+pub struct Raw<'a> {
+    pub gpu: &'a Gpu,
+    /// Rows that the batch has room for beside the live ones, as in a captured graph.
+    pub padded_tokens: usize,
+    /// Launch from a captured graph.
+    pub captured: bool,
+}
+
+pub fn batch<'a, T>(world: &'a World<T>) -> Batch<'a> {
+    match &world.scales {
+        Some(scales) => Batch::new(&world.slots).with_scales(scales).unwrap(),
+        None => Batch::new(&world.slots),
+    }
+}
+
+pub fn capacity<T>(world: &World<T>, max_tokens: usize) -> Capacity {
+    Capacity { max_tokens: max_tokens.max(1), num_slots: world.num_slots.max(1), max_rank: world.max_rank }
+}
+
+impl Subject for Safe<'_> {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        let Self { gpu: Gpu { stream, kernels, .. }, .. } = self;
+        let (tokens, model) = (case.num_tokens(), &world.model);
+        let capacity = capacity(world, tokens);
+        let mut weights = WeightTable::<T>::new(kernels, model, capacity, 1 << 26, stream).unwrap();
+        for (slot, adapter) in world.adapters.iter().enumerate() {
+            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap(), stream).unwrap();
+        }
+        let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+        let batch = routing.update(&batch(world), stream).unwrap();
+
+        let (x, mut y, ids) = (self.gpu.upload(&world.x), self.gpu.upload(&world.y), self.gpu.upload(&world.token_ids));
+        let (x_view, mut y_view) = (x.view::<T>(), y.view_mut::<T>());
+        let y_cols = case.slices().iter().sum();
+        let x_matrix =
+            Matrix::strided(x_view.slice(case.x_offset..), tokens, case.in_features(), case.x_stride()).unwrap();
+        let y_matrix = MatrixMut::strided(y_view.slice_mut(case.y_offset..), tokens, y_cols, case.y_stride()).unwrap();
+        match world.site {
+            Site::Embedding(id) => {
+                let layer = LoraEmbedding::<T>::new(kernels, model, id, capacity).unwrap();
+                layer.add_delta(&ids.view(), y_matrix, &weights, &batch, stream).unwrap();
+            }
+            Site::Linear(id) => {
+                let layer = LoraLinear::<T>::new(kernels, model, id, capacity).unwrap();
+                let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
+                if self.apart {
+                    layer.shrink(x_matrix, &weights, &batch, &mut workspace, stream).unwrap();
+                    layer.expand(y_matrix, &weights, &batch, &workspace, stream).unwrap();
+                } else {
+                    layer.add_delta(x_matrix, y_matrix, &weights, &batch, &mut workspace, stream).unwrap();
+                }
+            }
+        }
+        y.read()
+    }
+}
+
+/// A descriptor table and blocks of the test's own, NaN wherever no factor is.
+struct PoisonedTable {
+    table: Buffer,
+    _blocks: Vec<Buffer>,
+}
+
+impl PoisonedTable {
+    fn new<T: Element>(gpu: &Gpu, world: &World<T>, num_slots: usize) -> Self {
+        let num_entries = world.model.num_entries();
+        let nowhere = gpu.poisoned(1 << 12);
+        let absent = raw::Descriptor { a: nowhere.address(), b: nowhere.address(), rank: 0, scaling: f32::NAN };
+        let mut rows = vec![absent; num_slots * num_entries];
+        let mut blocks = vec![nowhere];
+        for (slot, adapter) in world.adapters.iter().enumerate() {
+            let image = adapter.plan(&world.model, T::DTYPE).unwrap();
+            let mut block = vec![T::default(); image.bytes() / size_of::<T>()];
+            image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
+            for entry in image.entries() {
+                // B's rows are `rank` long: what is behind must not matter.
+                let stride = aril::adapter::padded(entry.rank, T::DTYPE);
+                let b_end = image.entries().iter().map(|other| other.a_elems).filter(|&a| a > entry.b_elems).min();
+                for row in block[entry.b_elems..b_end.unwrap_or(image.bytes() / size_of::<T>())].chunks_mut(stride) {
+                    row[entry.rank..].fill(T::from_f32(f32::NAN));
+                }
+            }
+            let block = gpu.upload(&block);
+            for entry in image.entries() {
+                let at = |elems: usize| block.address() + (elems * size_of::<T>()) as u64;
+                rows[slot * num_entries + entry.entry] = raw::Descriptor {
+                    a: at(entry.a_elems),
+                    b: at(entry.b_elems),
+                    rank: entry.rank as i32,
+                    scaling: entry.scaling,
+                };
+            }
+            blocks.push(block);
+        }
+        Self { table: gpu.upload(&rows), _blocks: blocks }
+    }
+}
+
+impl Subject for Raw<'_> {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        let gpu = self.gpu;
+        let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
+        let tokens = live + self.padded_tokens;
+        let capacity = capacity(world, tokens);
+        let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        // SAFETY: the memory outlives the routing and is used on one stream.
+        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
+        // SAFETY: the stream is alive and not capturing.
+        unsafe { routing.update(&batch(world), stream) }.unwrap();
+        let batch = routing.capture_batch(tokens).unwrap();
+        let table = PoisonedTable::new(gpu, world, capacity.num_slots);
+
+        // Padded rows are rows like any other, but hold NaN and must stay as they are.
+        let padding = |stride: usize| vec![T::from_f32(f32::NAN); self.padded_tokens * stride];
+        let x = gpu.upload(&[&world.x[..], &padding(case.x_stride())].concat());
+        let y = gpu.upload(&[&world.y[..], &padding(case.y_stride())].concat());
+        let ids = gpu.upload(&[&world.token_ids[..], &vec![0; self.padded_tokens]].concat());
+        let at = |buffer: &Buffer, elems: usize| buffer.address() + (elems * size_of::<T>()) as u64;
+        let x_matrix = raw::MatrixRef::new::<T>(at(&x, case.x_offset), tokens, case.in_features());
+        let x_matrix = x_matrix.row_stride(case.x_stride());
+        let y_cols = case.slices().iter().sum();
+        let y_matrix = raw::MatrixMut::new::<T>(at(&y, case.y_offset), tokens, y_cols).row_stride(case.y_stride());
+        let weights = |first_entry| {
+            let (num_slots, num_entries) = (capacity.num_slots, model.num_entries());
+            raw::LayerWeights::new(table.table.address(), num_slots, num_entries, first_entry, capacity.max_rank)
+        };
+        let workspace;
+        let launch: Box<dyn Fn()> = match world.site {
+            Site::Embedding(id) => {
+                let ids = &ids;
+                let embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                let weights = weights(model[id].entry());
+                Box::new(move || {
+                    // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+                    unsafe { embedding.add_delta(ids.address(), y_matrix, weights, batch, stream) }.unwrap();
+                })
+            }
+            Site::Linear(id) => {
+                let linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                workspace = gpu.poisoned(linear.plan().workspace_bytes());
+                let (weights, region) = (weights(model[id].first_entry()), workspace.region());
+                Box::new(move || {
+                    // SAFETY: as above.
+                    unsafe { linear.add_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();
+                })
+            }
+        };
+        if self.captured {
+            gpu.capture(launch).replay()
+        } else {
+            launch()
+        }
+        let mut result = y.read::<T>();
+        let padded = result.split_off(world.y.len());
+        assert!(padded.iter().all(|value| value.to_f32().is_nan()), "a padded row was written\n{}", case.replay());
+        result
+    }
+}
+
+fn config(cases: u32) -> ProptestConfig {
+    let cases =
+        std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().expect("PROPTEST_CASES is a number"));
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+/// Runs a property over random cases, or over the one that `ARIL_CASE` names.
+pub fn property(cases_wanted: u32, sizes: Sizes, test: impl Fn(Case) -> Result<(), TestCaseError>) {
+    let result = match Case::from_environment() {
+        Some(case) => test(case).map_err(|error| error.to_string()),
+        None => proptest::test_runner::TestRunner::new(config(cases_wanted))
+            .run(&cases(sizes), test)
+            .map_err(|error| error.to_string()),
+    };
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_safe_door_agrees_with_the_reference() {
+    let gpu = Gpu::new();
+    property(200, Sizes::LARGE, |case| {
+        let apart = case.seed % 2 == 0;
+        for_dtype!(case, check(&mut Safe { gpu: &gpu, apart }, &case))
+    });
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_raw_door_agrees_with_the_reference() {
+    let gpu = Gpu::new();
+    property(200, Sizes::LARGE, |case| {
+        let (padded_tokens, captured) = ((case.seed % 5) as usize * 7, case.seed % 2 == 0);
+        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case))
+    });
+}
+
+/// The same bits: twice, captured or not, in whatever company, and however the input is split over blocks.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tokens_bits_depend_on_nothing_else() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
+        let world = case.world::<T>();
+        let mut eager = Raw { gpu, padded_tokens: 0, captured: false };
+        let bits = |y: &[T]| bytemuck::cast_slice::<T, u8>(y).to_vec();
+        let first = eager.run(case, &world);
+        prop_assert!(bits(&first) == bits(&eager.run(case, &world)), "twice differs\n{}", case.replay());
+        // More than 256 rows take the path of prefill, which does not split the input.
+        let mut others = [
+            ("captured", Raw { gpu, padded_tokens: 3, captured: true }),
+            ("as prefill", Raw { gpu, padded_tokens: 300, captured: false }),
+        ];
+        for (name, subject) in &mut others {
+            prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
+        }
+        let mut alone = case.world::<T>();
+        for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
+            alone.slots.fill(Slot::BASE);
+            alone.slots[token] = world.slots[token];
+            let row = case.y_offset + token * case.y_stride()..case.y_offset + (token + 1) * case.y_stride();
+            let alone = eager.run(case, &alone);
+            prop_assert!(
+                bits(&first[row.clone()]) == bits(&alone[row]),
+                "token {token} alone differs\n{}",
+                case.replay()
+            );
+        }
+        Ok(())
+    }
+    let gpu = Gpu::new();
+    property(60, Sizes { max_tokens: 80, ..Sizes::LARGE }, |case| for_dtype!(case, run(&gpu, &case)));
+}
+
+/// Shapes where indexing has gone wrong before, elsewhere.
+#[test]
+#[ignore = "needs a GPU"]
+fn corners() {
+    let gpu = Gpu::new();
+    let case = |in_features: usize, slices: &[usize], adapters: &[&[usize]], slots: Vec<i32>| Case {
+        op: Op::Linear { in_features, slices: slices.to_vec() },
+        dtype: Dtype::BF16,
+        values: Values::Exact,
+        adapters: adapters.iter().map(|ranks| ranks.to_vec()).collect(),
+        empty_slots: 1,
+        slots,
+        half_scales: None,
+        x_offset: 0,
+        x_gap: 0,
+        y_offset: 0,
+        y_gap: 0,
+        seed: 7,
+    };
+    let repeated = |runs: &[(i32, usize)]| -> Vec<i32> {
+        runs.iter().flat_map(|&(slot, times)| std::iter::repeat_n(slot, times)).collect()
+    };
+    let corners = [
+        // K of gpt-oss, of a sharded down projection, and one past a chunk.
+        case(2880, &[64], &[&[8], &[16]], repeated(&[(0, 5), (1, 9)])),
+        case(1344, &[7], &[&[3]], repeated(&[(0, 17)])),
+        case(257, &[257], &[&[1]], repeated(&[(0, 1)])),
+        // Skewed segments, as they deadlocked Punica.
+        case(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(0, 1), (1, 500)])),
+        case(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(1, 65)])),
+        case(32, &[16], &(0..128).map(|_| &[2_usize][..]).collect::<Vec<_>>(), (0..128).rev().collect()),
+        // The largest rank, and a rank 1 beside it.
+        case(96, &[300, 20], &[&[512, 1], &[1, 512]], repeated(&[(0, 20), (1, 20), (-1, 3)])),
+        // No tokens, none with an adapter, no adapters.
+        case(40, &[40], &[&[4]], vec![]),
+        case(40, &[40], &[&[4]], vec![-1; 30]),
+        case(40, &[40], &[], vec![0, 5, -1]),
+    ];
+    for case in corners {
+        for (padded_tokens, captured) in [(0, false), (20, true)] {
+            check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case).unwrap();
+            check::<f32>(&mut Safe { gpu: &gpu, apart: captured }, &case).unwrap();
+        }
+    }
+}
+
+/// Rows whose offsets pass 2^31 elements.
+#[test]
+#[ignore = "needs a GPU with 20 GB"]
+fn offsets_are_64_bits_wide() {
+    let gpu = Gpu::new();
+    let case = Case {
+        op: Op::Linear { in_features: 24, slices: vec![16, 8] },
+        dtype: Dtype::BF16,
+        values: Values::Exact,
+        adapters: vec![vec![4, 2], vec![0, 9]],
+        empty_slots: 0,
+        slots: vec![0, 1, -1, 1, 0],
+        half_scales: None,
+        x_offset: 0,
+        x_gap: 0,
+        y_offset: 0,
+        y_gap: 0,
+        seed: 11,
+    };
+    let world = case.world::<half::bf16>();
+    let expected = Raw { gpu: &gpu, padded_tokens: 0, captured: false }.run(&case, &world);
+
+    const STRIDE: usize = (1 << 30) + 8;
+    let (tokens, cols) = (case.num_tokens(), 24);
+    let (capacity, model) = (capacity(&world, tokens), &world.model);
+    let Site::Linear(id) = world.site else { unreachable!() };
+    let rows = tokens * STRIDE;
+    // SAFETY: every element that is read is written first.
+    let mut x = unsafe { gpu.stream.alloc::<half::bf16>(rows) }.unwrap();
+    // SAFETY: as above.
+    let mut y = unsafe { gpu.stream.alloc::<half::bf16>(rows) }.unwrap();
+    for token in 0..tokens {
+        let at = token * STRIDE..token * STRIDE + cols;
+        gpu.stream.memcpy_htod(&world.x[token * cols..][..cols], &mut x.slice_mut(at.clone())).unwrap();
+        gpu.stream.memcpy_htod(&world.y[token * cols..][..cols], &mut y.slice_mut(at)).unwrap();
+    }
+    let mut weights = WeightTable::<half::bf16>::new(&gpu.kernels, model, capacity, 1 << 20, &gpu.stream).unwrap();
+    for (slot, adapter) in world.adapters.iter().enumerate() {
+        let image = adapter.plan(model, aril::DType::BF16).unwrap();
+        weights.load(Slot::new(slot as u16), &image, &gpu.stream).unwrap();
+    }
+    let mut routing = Routing::new(&gpu.kernels, capacity, 1, &gpu.stream).unwrap();
+    let batch = routing.update(&batch(&world), &gpu.stream).unwrap();
+    let layer = LoraLinear::new(&gpu.kernels, model, id, capacity).unwrap();
+    let mut workspace = Workspace::new(&gpu.kernels, layer.plan().workspace_bytes(), &gpu.stream).unwrap();
+    let x_matrix = Matrix::strided(x.as_view(), tokens, cols, STRIDE).unwrap();
+    let y_matrix = MatrixMut::strided(y.as_view_mut(), tokens, cols, STRIDE).unwrap();
+    layer.add_delta(x_matrix, y_matrix, &weights, &batch, &mut workspace, &gpu.stream).unwrap();
+    for token in 0..tokens {
+        let row = gpu.stream.clone_dtoh(&y.slice(token * STRIDE..token * STRIDE + cols)).unwrap();
+        gpu.synchronize();
+        assert_eq!(row, &expected[token * cols..][..cols], "token {token}");
+    }
+}

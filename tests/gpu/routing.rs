@@ -1,0 +1,93 @@
+//! The device's grouping against the host's.
+
+use aril::{Slot, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch, routing::Segments};
+use proptest::prelude::*;
+
+use crate::device::{Buffer, Gpu};
+
+fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[Slot], on_device: bool) -> (Vec<i32>, Vec<i32>) {
+    // SAFETY: the memory outlives the routing and is used on one stream.
+    let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
+    let uploaded = gpu.upload(slots);
+    let batch = if on_device {
+        // SAFETY: the slots are alive until the stream is synchronized.
+        unsafe { routing.update_on_device(uploaded.address(), None, slots.len(), gpu.raw_stream()) }.unwrap()
+    } else {
+        // SAFETY: the stream is alive and not capturing.
+        unsafe { routing.update(&Batch::new(slots), gpu.raw_stream()) }.unwrap()
+    };
+    let words = memory.read::<i32>();
+    let at = |address: u64| ((address - memory.address()) / 4) as usize;
+    let indptr = words[at(batch.indptr())..][..capacity.num_slots + 1].to_vec();
+    let live = *indptr.last().unwrap() as usize;
+    (indptr, words[at(batch.tokens())..][..live].to_vec())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_device_groups_as_the_host_does() {
+    let gpu = Gpu::new();
+    let slots = |max: usize| prop::collection::vec(prop_oneof![6 => 0..40_i32, 1 => -2..9000_i32], 0..max);
+    let strategy = (prop_oneof![slots(50), slots(5000)], 1..=60_usize, any::<bool>());
+    let config = ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() };
+    let run = proptest::test_runner::TestRunner::new(config).run(&strategy, |(slots, num_slots, on_device)| {
+        let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
+        let capacity = Capacity { max_tokens: slots.len() + 3, num_slots, max_rank: 1 };
+        let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        let (indptr, tokens) = update(&gpu, &memory, capacity, &slots, on_device);
+        let segments = Segments::new(&slots, num_slots);
+        let expected: Vec<i32> = segments.iter().flat_map(|(_, tokens)| tokens).map(|&token| token as i32).collect();
+        prop_assert_eq!(tokens, expected);
+        for slot in 0..num_slots {
+            let expected =
+                segments.iter().find(|(of, _)| of.index() == Some(slot)).map_or(0, |(_, tokens)| tokens.len());
+            prop_assert_eq!((indptr[slot + 1] - indptr[slot]) as usize, expected);
+        }
+        Ok(())
+    });
+    run.unwrap();
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_most_slots_and_many_tokens() {
+    let gpu = Gpu::new();
+    let capacity = Capacity { max_tokens: 70_000, num_slots: aril::plan::MAX_SLOTS, max_rank: 1 };
+    let slots: Vec<Slot> =
+        (0..70_000_u32).map(|token| Slot::new((token.wrapping_mul(2_654_435_761) >> 19) as u16)).collect();
+    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    let (_, tokens) = update(&gpu, &memory, capacity, &slots, false);
+    let segments = Segments::new(&slots, capacity.num_slots);
+    let expected: Vec<i32> = segments.iter().flat_map(|(_, tokens)| tokens).map(|&token| token as i32).collect();
+    assert_eq!(tokens, expected);
+}
+
+/// With every staging buffer on its way, `update` refuses and does not wait.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_host_that_runs_ahead_is_told() {
+    let gpu = Gpu::new();
+    let capacity = Capacity { max_tokens: 8, num_slots: 2, max_rank: 1 };
+    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    // SAFETY: the memory outlives the routing and is used on one stream.
+    let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
+    let slots = [Slot::new(1); 8];
+    let mut update = || {
+        // SAFETY: the stream is alive and not capturing.
+        unsafe { routing.update(&Batch::new(&slots), gpu.raw_stream()) }
+    };
+    let busy = gpu.upload(&vec![0_u8; 1 << 28]);
+    let target = gpu.upload(&vec![0_u8; 1 << 28]);
+    for _ in 0..40 {
+        // SAFETY: both are as large, and alive until the stream is synchronized.
+        unsafe {
+            cudarc::driver::result::memcpy_dtod_async(target.address(), busy.address(), 1 << 28, gpu.stream.cu_stream())
+        }
+        .unwrap();
+    }
+    update().unwrap();
+    update().unwrap();
+    assert!(matches!(update(), Err(LaunchError::Busy { steps_in_flight: 2 })));
+    gpu.synchronize();
+    update().unwrap();
+}
