@@ -37,7 +37,8 @@
 //! weights.load(Slot::new(1), &adapter.plan(&model, DType::F32)?)?;
 //!
 //! // Two tokens with the same input: one has the adapter, one the base model.
-//! let batch = Batch::new(&[Slot::new(1), Slot::BASE]);
+//! let slots = [Slot::new(1), Slot::BASE];
+//! let batch = Batch::new(&slots);
 //! let x = [1.0, 2.0, /* and */ 1.0, 2.0];
 //! let mut y = [0.5; 2 * 4];
 //! LoraLinear::new(&model, attn).add_delta(Matrix::new(&x, 2, 2)?, MatrixMut::new(&mut y, 2, 4)?, &weights, &batch)?;

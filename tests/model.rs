@@ -1,4 +1,10 @@
 //! A model as the ranks of a tensor-parallel group hold it: together the whole of it, and nothing twice.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
 
 use aril::{
     DType,

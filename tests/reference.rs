@@ -1,6 +1,11 @@
 //! Laws of the reference, which judges everything else, and of shards, which the CPU's operations compute.
 //!
 //! All numbers are small integers, so that every sum is exact and laws are equations.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
 
 use aril::{
     DType, Slot,
