@@ -113,6 +113,12 @@ impl Workload {
         self.id.rsplit('/').next().unwrap_or_default()
     }
 
+    /// Shape, rank, tokens, adapters and their distribution, for the id of a benchmark.
+    pub fn criterion_id(&self) -> String {
+        let Self { layer, model, rank, num_slots, .. } = self;
+        format!("{layer}-{model}/r{rank}/t{}/a{num_slots}/{}", self.num_tokens(), self.distribution())
+    }
+
     /// A model of this layer alone.
     pub fn model_spec(&self) -> Result<(ModelSpec, LinearId)> {
         let mut model = ModelSpec::new(TpRank::SINGLE);
