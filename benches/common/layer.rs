@@ -1,0 +1,188 @@
+//! A workload on the device: its adapters many times over, so that none of them is in a cache when its turn comes.
+
+use std::collections::BTreeMap;
+
+use aril::{DType, cuda::raw, plan::Capacity, routing::Batch};
+use half::bf16;
+
+use super::{
+    Result,
+    data::{Data, LARGE, SetLayout, checked_tokens},
+    device::{Gpu, Graph, Memory},
+    report::median,
+    workload::Workload,
+};
+
+/// Sets of adapters take turns until those in use are larger than this: no L2 is half as large.
+const COLD_BYTES: usize = 128 << 20;
+const MAX_SETS: usize = 1024;
+
+/// What a delta may be off by, as a whole.
+pub const MAX_ERROR: f64 = 2e-2;
+
+/// The data that workloads run on, made once.
+pub struct Stage {
+    pub gpu: Gpu,
+    data: Data,
+    weights: Memory,
+    inputs: Memory,
+    bases: Memory,
+    y: Memory,
+}
+
+impl Stage {
+    /// With `weight_elems` for sets of adapters, and room for the inputs and outputs of these workloads.
+    pub fn new<'a>(workloads: impl IntoIterator<Item = &'a Workload>, weight_elems: usize) -> Result<Self> {
+        let (gpu, data) = (Gpu::new()?, Data::new(LARGE));
+        let (mut x_elems, mut y_elems) = (0, 0);
+        for workload in workloads {
+            x_elems = x_elems.max(workload.num_tokens() * workload.in_features);
+            y_elems = y_elems.max(workload.num_tokens() * workload.out_features());
+        }
+        let weights = gpu.fill(&data.weights, weight_elems)?;
+        let inputs = gpu.fill(&data.inputs, x_elems)?;
+        let bases = gpu.fill(&data.bases, y_elems)?;
+        let y = gpu.alloc(elem_bytes(y_elems))?;
+        Ok(Self { gpu, data, weights, inputs, bases, y })
+    }
+}
+
+fn elem_bytes(elems: usize) -> usize {
+    elems * size_of::<bf16>()
+}
+
+/// A workload's layer with `num_sets` sets of adapters.
+pub struct Layer<'a> {
+    stage: &'a Stage,
+    workload: &'a Workload,
+    linear: raw::LoraLinear,
+    batch: raw::RoutedBatch,
+    _routing: raw::Routing,
+    _routing_memory: Memory,
+    workspace: Memory,
+    tables: Memory,
+    layout: SetLayout,
+    num_sets: usize,
+}
+
+/// Times of one operation, in µs.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    pub median: f64,
+    pub min: f64,
+    pub max: f64,
+}
+
+impl<'a> Layer<'a> {
+    pub fn new(stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
+        let gpu = &stage.gpu;
+        let (model, id) = workload.model_spec()?;
+        let num_slots = workload.num_slots;
+        let capacity = Capacity { max_tokens: workload.num_tokens(), num_slots, max_rank: workload.rank };
+        let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+
+        let layout = SetLayout::new(workload);
+        let max_sets = stage.weights.bytes / elem_bytes(layout.elems);
+        if max_sets == 0 {
+            return Err(format!("its adapters take {} elements, more than there are", layout.elems).into());
+        }
+        let active_bytes = workload.bytes().weights.max(1);
+        let num_sets = COLD_BYTES.div_ceil(active_bytes).min(MAX_SETS).min(max_sets);
+        let rank = i32::try_from(workload.rank)?;
+        let at = |elem: usize| stage.weights.address + elem_bytes(elem) as u64;
+        let mut tables = Vec::with_capacity(num_sets * layout.factors.len());
+        for set in (0..num_sets).map(|set| set * layout.elems) {
+            let descriptor =
+                |&[a, b]: &[usize; 2]| raw::Descriptor { a: at(set + a), b: at(set + b), rank, scaling: 1.0 };
+            tables.extend(layout.factors.iter().map(descriptor));
+        }
+        let tables = gpu.upload(&tables)?;
+
+        let routing_memory = gpu.alloc(raw::Routing::device_bytes(capacity)?)?;
+        // SAFETY: the memory lives as long as the routing, and is its own.
+        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }?;
+        // SAFETY: the stream is alive and not capturing.
+        let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
+        let workspace = gpu.alloc(linear.plan().workspace_bytes())?;
+        Ok(Self {
+            stage,
+            workload,
+            linear,
+            batch,
+            _routing: routing,
+            _routing_memory: routing_memory,
+            workspace,
+            tables,
+            layout,
+            num_sets,
+        })
+    }
+
+    pub fn num_sets(&self) -> usize {
+        self.num_sets
+    }
+
+    /// What will be launched.
+    pub fn plan(&self) -> String {
+        self.linear.plan().to_string()
+    }
+
+    /// Enqueues the operation with the adapters of a set.
+    pub fn add_delta(&self, set: usize) -> Result<()> {
+        let Self { stage: Stage { gpu, inputs, y, .. }, workload, .. } = self;
+        let (tokens, num_slots, num_entries) = (workload.num_tokens(), workload.num_slots, workload.out_slices.len());
+        let x = raw::MatrixRef::new::<bf16>(inputs.address, tokens, workload.in_features);
+        let y = raw::MatrixMut::new::<bf16>(y.address, tokens, workload.out_features());
+        let table_bytes = self.layout.factors.len() * size_of::<raw::Descriptor>();
+        let table = self.tables.address + (set % self.num_sets * table_bytes) as u64;
+        let weights = raw::LayerWeights::new(table, num_slots, num_entries, 0, workload.rank);
+        // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
+        Ok(unsafe { self.linear.add_delta(x, y, weights, self.batch, self.workspace.region(), gpu.raw_stream()) }?)
+    }
+
+    /// Runs once and compares with the reference: the relative error of the deltas of some tokens, all slices. Fails where a
+    /// base token was touched.
+    pub fn check(&self) -> Result<f64> {
+        let Self { stage: Stage { gpu, data, bases, y, .. }, workload: Workload { slots, .. }, .. } = self;
+        let cols = self.workload.out_features();
+        gpu.copy(y.address, bases.address, elem_bytes(slots.len() * cols))?;
+        let set = self.num_sets - 1;
+        self.add_delta(set)?;
+        let row = |token: usize| gpu.read::<bf16>(y.address + elem_bytes(token * cols) as u64, cols);
+        for token in (0..slots.len()).filter(|&token| slots[token].index().is_none()) {
+            if !row(token)?.into_iter().eq(data.bases.range(token * cols, cols)) {
+                return Err(format!("token {token} has no adapter, but its output was changed").into());
+            }
+        }
+        let rows = checked_tokens(slots).into_iter().map(|token| Ok((token, row(token)?)));
+        Ok(data.error(self.workload, set * self.layout.elems, &rows.collect::<Result<BTreeMap<_, _>>>()?))
+    }
+
+    /// A graph of `count` operations, with the sets in turn or with the first one each time.
+    pub fn capture(&self, count: usize, cold: bool) -> Result<Graph> {
+        self.stage.gpu.capture(|| (0..count).try_for_each(|i| self.add_delta(if cold { i } else { 0 })))
+    }
+
+    /// Times `count` operations in a graph.
+    pub fn time(&self, count: usize, cold: bool, replays: usize) -> Result<Times> {
+        let graph = self.capture(count, cold)?;
+        let mut us = self.stage.gpu.time(&graph, replays)?;
+        us.iter_mut().for_each(|us| *us /= count as f64);
+        let median = median(&mut us);
+        Ok(Times { median, min: us[0], max: us[us.len() - 1] })
+    }
+
+    /// Operations for a graph: each of `num_sets` at least once, and enough to time.
+    pub fn repetitions(&self, num_sets: usize) -> Result<usize> {
+        let eager = self.stage.gpu.time_eager(|| self.add_delta(0))?;
+        let us = (self.workload.bytes().total() as f64 / 2.5e6 + 4.0).max(eager - 150.0);
+        Ok(repetitions(num_sets, us))
+    }
+}
+
+fn repetitions(num_sets: usize, us: f64) -> usize {
+    // A cast saturates, and the clamp is meant.
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
+    let wanted = (600.0 / us.max(1.0)).ceil().clamp(4.0, 48.0) as usize;
+    wanted.div_ceil(num_sets) * num_sets
+}

@@ -1,0 +1,207 @@
+//! The problems that are measured, as `benches/workloads.json` lists them for every library that is compared.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+use aril::{
+    Slot,
+    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+};
+use serde::{Deserialize, Serialize};
+
+use super::Result;
+
+/// The committed list.
+pub const BUILT_IN: &str = include_str!("../workloads.json");
+
+/// What no launch is faster than: less than the bytes of a tiny problem take, so floors end here.
+pub const LAUNCH_US: f64 = 0.9;
+
+/// One layer, its tokens and their adapters.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    pub id: String,
+    pub suite: Suite,
+    pub tag: String,
+    pub model: String,
+    pub layer: String,
+    pub in_features: usize,
+    pub out_slices: Vec<usize>,
+    pub rank: usize,
+    pub slots: Vec<Slot>,
+    /// Adapters that are resident, in use or not.
+    pub num_slots: usize,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Suite {
+    Decode,
+    Prefill,
+}
+
+/// What any implementation must move: the factors of every adapter in use, x and y of every token that has one.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+pub struct Bytes {
+    #[serde(rename = "w_bytes")]
+    pub weights: usize,
+    #[serde(rename = "x_bytes")]
+    pub x: usize,
+    /// Read and written.
+    #[serde(rename = "y_bytes")]
+    pub y: usize,
+}
+
+impl Bytes {
+    pub fn total(self) -> usize {
+        self.weights + self.x + self.y
+    }
+
+    /// What moving them takes at the measured rate, in µs.
+    pub fn floor_us(self, gigabytes_per_second: f64) -> f64 {
+        (self.total() as f64 / gigabytes_per_second / 1e3).max(LAUNCH_US)
+    }
+}
+
+impl Workload {
+    pub fn num_tokens(&self) -> usize {
+        self.slots.len()
+    }
+
+    pub fn out_features(&self) -> usize {
+        self.out_slices.iter().sum()
+    }
+
+    /// Elements of one adapter's factors.
+    pub fn adapter_elems(&self) -> usize {
+        self.rank * (self.out_slices.len() * self.in_features + self.out_features())
+    }
+
+    pub fn bytes(&self) -> Bytes {
+        const BF16: usize = 2;
+        let adapters: HashSet<_> = self.slots.iter().filter_map(|slot| slot.index()).collect();
+        let tokens = self.adapted_tokens();
+        Bytes {
+            weights: adapters.len() * self.adapter_elems() * BF16,
+            x: tokens * self.in_features * BF16,
+            y: tokens * self.out_features() * BF16 * 2,
+        }
+    }
+
+    pub fn flops(&self) -> usize {
+        2 * self.adapted_tokens() * self.adapter_elems()
+    }
+
+    /// What its figures are averaged with.
+    pub fn class(&self) -> String {
+        let tokens = self.num_tokens();
+        match self.suite {
+            Suite::Prefill => format!("prefill {} T={tokens}", self.layer),
+            Suite::Decode => {
+                let size = match tokens {
+                    0..=16 => "T<=16",
+                    17..=64 => "T=32..64",
+                    65.. => "T>=128",
+                };
+                let adapters =
+                    if tokens > 1 && self.distribution() == "distinct" { "distinct" } else { "few adapters" };
+                format!("decode {size} {adapters}")
+            }
+        }
+    }
+
+    /// How adapters are spread over the tokens: the last part of the id.
+    pub fn distribution(&self) -> &str {
+        self.id.rsplit('/').next().unwrap_or_default()
+    }
+
+    /// Shape, rank, tokens, adapters and their distribution, for the id of a benchmark.
+    pub fn criterion_id(&self) -> String {
+        let Self { layer, model, rank, num_slots, .. } = self;
+        format!("{layer}-{model}/r{rank}/t{}/a{num_slots}/{}", self.num_tokens(), self.distribution())
+    }
+
+    /// A model of this layer alone.
+    pub fn model_spec(&self) -> Result<(ModelSpec, LinearId)> {
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let layer = Linear::new("", Parallel::Replicated, self.in_features);
+        let slices = self.out_slices.iter().enumerate();
+        let id = model.linear(slices.fold(layer, |layer, (i, &out)| layer.slice(format!("slice{i}"), out)))?;
+        Ok((model, id))
+    }
+
+    fn adapted_tokens(&self) -> usize {
+        self.slots.iter().filter(|slot| slot.index().is_some()).count()
+    }
+}
+
+/// Reads a list of workloads; its other lists are for other operations.
+pub fn parse(text: &str) -> Result<Vec<Workload>> {
+    let file: File = serde_json::from_str(text)?;
+    let suites = [(Suite::Decode, file.dense_decode), (Suite::Prefill, file.dense_prefill)];
+    let entries = suites.into_iter().flat_map(|(suite, entries)| entries.into_iter().map(move |entry| (suite, entry)));
+    entries.map(|(suite, entry)| entry.resolve(suite, &file.mappings)).collect()
+}
+
+/// Rank 16, and of each layer a few batch sizes.
+pub fn quick(mut workloads: Vec<Workload>) -> Vec<Workload> {
+    let mut seen = BTreeSet::new();
+    workloads.retain(|workload| {
+        let tokens = workload.num_tokens();
+        let size = if [1, 16, 64, 2048].contains(&tokens) { tokens } else { 0 };
+        let kind = (workload.layer.clone(), workload.suite == Suite::Prefill, size);
+        workload.rank == 16 && size > 0 && seen.insert(kind)
+    });
+    workloads
+}
+
+#[derive(Deserialize)]
+struct File {
+    mappings: BTreeMap<String, Mapping>,
+    dense_decode: Vec<Entry>,
+    dense_prefill: Vec<Entry>,
+}
+
+#[derive(Deserialize)]
+struct Mapping {
+    tokens: usize,
+    adapters: usize,
+    /// By token; -1 for none.
+    token_adapter: Option<Vec<i32>>,
+    /// An adapter and how many tokens in a row have it.
+    segments: Option<Vec<(i32, usize)>>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    id: String,
+    tag: String,
+    model: String,
+    layer: String,
+    in_features: usize,
+    out_slices: Vec<usize>,
+    rank: usize,
+    tokens: usize,
+    mapping: String,
+}
+
+impl Entry {
+    fn resolve(self, suite: Suite, mappings: &BTreeMap<String, Mapping>) -> Result<Workload> {
+        let Self { id, tag, model, layer, in_features, out_slices, rank, tokens, mapping } = self;
+        let mapping = mappings.get(&mapping).ok_or_else(|| format!("{id}: there is no mapping {mapping}"))?;
+        let adapters: Vec<i32> = match (&mapping.token_adapter, &mapping.segments) {
+            (Some(adapters), None) => adapters.clone(),
+            (None, Some(segments)) => {
+                segments.iter().flat_map(|&(adapter, len)| std::iter::repeat_n(adapter, len)).collect()
+            }
+            _ => return Err(format!("{id}: a mapping has token_adapter or segments").into()),
+        };
+        let slots: Vec<Slot> = adapters.into_iter().map(bytemuck::cast).collect();
+        if slots.len() != tokens || mapping.tokens != tokens {
+            return Err(format!("{id}: {tokens} tokens, but its mapping has {}", slots.len()).into());
+        }
+        if slots.iter().any(|slot| slot.index().is_some_and(|slot| slot >= mapping.adapters)) {
+            return Err(format!("{id}: its mapping names an adapter that is not there").into());
+        }
+        let num_slots = mapping.adapters;
+        Ok(Workload { id, suite, tag, model, layer, in_features, out_slices, rank, slots, num_slots })
+    }
+}

@@ -1,0 +1,274 @@
+//! Measures the linear layers of `benches/workloads.json`, which other libraries are measured on too, the way they are.
+//!
+//! A workload is checked against the reference, then timed: many operations in one CUDA graph, each with other adapters so that
+//! weights come from memory (`cold_us`), and each with the same (`warm_us`); the median of 20 replays, divided by the operations
+//! in one. Grouping the batch by slot is done once per step for all layers, and is not in these times (`benches/routing.rs`).
+//!
+//! Writes the results as JSON, and ends with a table of geometric means by class. The floor of a workload is what its bytes take
+//! at the rate at which this device reads memory, measured in the same run, and never less than a launch.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use aril::cuda::LaunchError;
+use clap::{Parser, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use common::{
+    Result, ceilings,
+    layer::{Layer, MAX_ERROR, Stage},
+    report::{Figures, Table},
+    workload::{self, Bytes, Suite, Workload},
+};
+
+/// Elements of adapters that sets are made of: 8.8 GB.
+const WEIGHT_ELEMS: usize = 4_400_000_000;
+const REPLAYS: usize = 20;
+
+#[derive(Debug, Parser)]
+#[command(about = "Measures the linear layers of workloads.json on the first GPU")]
+struct Cli {
+    /// Where the results go.
+    #[arg(long, default_value = "aril.json")]
+    out: PathBuf,
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["decode", "prefill"])]
+    suite: Vec<SuiteName>,
+    /// Only workloads whose id contains this.
+    #[arg(long, default_value = "")]
+    only: String,
+    /// Only workloads with one of these tags.
+    #[arg(long, value_delimiter = ',')]
+    tags: Vec<String>,
+    /// Seconds; workloads not reached by then are listed in the results.
+    #[arg(long, default_value_t = 540.0)]
+    budget: f64,
+    /// A few workloads of each suite.
+    #[arg(long)]
+    quick: bool,
+    /// Check the results only.
+    #[arg(long)]
+    no_time: bool,
+    /// Leave out the times with weights in the cache.
+    #[arg(long)]
+    no_warm: bool,
+    /// Another list of workloads than the one built in.
+    #[arg(long)]
+    workloads: Option<PathBuf>,
+    /// Results of others on the same kind of device, for the table.
+    #[arg(long)]
+    against: Option<PathBuf>,
+    /// What cargo passes.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum SuiteName {
+    Decode,
+    Prefill,
+}
+
+impl SuiteName {
+    fn suite(self) -> Suite {
+        match self {
+            Self::Decode => Suite::Decode,
+            Self::Prefill => Suite::Prefill,
+        }
+    }
+}
+
+/// The schema that all libraries' results have.
+#[derive(Debug, Default, Serialize)]
+struct Results {
+    meta: Meta,
+    ceilings: BTreeMap<String, f64>,
+    dense: Vec<Entry>,
+    info: BTreeMap<String, Info>,
+    failures: Vec<Failure>,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Meta {
+    gpu: String,
+    aril: &'static str,
+    replays: usize,
+    seconds: f64,
+    not_reached: Vec<String>,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+struct Entry {
+    id: String,
+    peer: String,
+    err: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reps: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cold_us: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cold_min: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cold_max: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    warm_us: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Info {
+    #[serde(flatten)]
+    bytes: Bytes,
+    flops: usize,
+    sets: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Failure {
+    id: String,
+    peer: &'static str,
+    kind: &'static str,
+    msg: String,
+}
+
+const PEER: &str = "aril";
+
+fn main() -> Result<ExitCode> {
+    let cli = Cli::parse();
+    let workloads = chosen(&cli)?;
+    if workloads.is_empty() {
+        return Err("no workload is asked for".into());
+    }
+    let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
+    let stage = Stage::new(&workloads, WEIGHT_ELEMS)?;
+    let mut results = Results::default();
+    results.meta.gpu = stage.gpu.context.name()?;
+    results.meta.aril = env!("CARGO_PKG_VERSION");
+    results.meta.replays = REPLAYS;
+    results.ceilings = ceilings::measure(&stage.gpu)?;
+    println!("{}, {} workloads", results.meta.gpu, workloads.len());
+    results.ceilings.iter().for_each(|(name, value)| println!("{name:<32}{value:>10.2}"));
+
+    let mut saved = Instant::now();
+    for (index, workload) in workloads.iter().enumerate() {
+        if start.elapsed() > budget {
+            results.meta.not_reached = workloads[index..].iter().map(|workload| workload.id.clone()).collect();
+            break;
+        }
+        if let Err(error) = run(&stage, workload, &cli, &mut results) {
+            let kind = match error.downcast_ref::<LaunchError>() {
+                Some(LaunchError::Plan(_)) => "unsupported",
+                _ => "error",
+            };
+            results.fail(workload, kind, error.to_string());
+        }
+        if let Err(error) = stage.gpu.synchronize() {
+            println!("the device is lost after {}: {error}", workload.id);
+            results.meta.not_reached = workloads[index + 1..].iter().map(|workload| workload.id.clone()).collect();
+            break;
+        }
+        if saved.elapsed() > Duration::from_secs(20) {
+            results.save(&cli.out)?;
+            saved = Instant::now();
+        }
+    }
+    results.meta.seconds = start.elapsed().as_secs_f64();
+    results.save(&cli.out)?;
+    let (failures, not_reached) = (results.failures.len(), results.meta.not_reached.len());
+    println!("\n{} measured, {failures} failed, {not_reached} not reached\n", results.dense.len());
+    println!("{}", table(&results, &workloads, &peers(cli.against.as_deref())?));
+    Ok(if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
+    let mut workloads = match &cli.workloads {
+        Some(path) => workload::parse(&fs::read_to_string(path)?)?,
+        None => workload::parse(workload::BUILT_IN)?,
+    };
+    workloads.retain(|workload| {
+        cli.suite.iter().any(|suite| suite.suite() == workload.suite)
+            && workload.id.contains(&cli.only)
+            && (cli.tags.is_empty() || cli.tags.contains(&workload.tag))
+    });
+    Ok(if cli.quick { workload::quick(workloads) } else { workloads })
+}
+
+fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> Result<()> {
+    let layer = Layer::new(stage, workload)?;
+    let info = Info { bytes: workload.bytes(), flops: workload.flops(), sets: layer.num_sets() };
+    results.info.insert(workload.id.clone(), info);
+    let err = layer.check()?;
+    if err.is_nan() || err >= MAX_ERROR {
+        results.fail(workload, "wrong", format!("relative error {err:.3e}"));
+        return Ok(());
+    }
+    let (id, peer, note) = (workload.id.clone(), PEER.to_owned(), Some(layer.plan()));
+    let mut entry =
+        Entry { id, peer, err, reps: None, cold_us: None, cold_min: None, cold_max: None, warm_us: None, note };
+    if !cli.no_time {
+        let reps = layer.repetitions(layer.num_sets())?;
+        let cold = layer.time(reps, true, REPLAYS)?;
+        entry.reps = Some(reps);
+        (entry.cold_us, entry.cold_min, entry.cold_max) = (Some(cold.median), Some(cold.min), Some(cold.max));
+        if layer.num_sets() == 1 {
+            entry.warm_us = entry.cold_us;
+        } else if !cli.no_warm {
+            entry.warm_us = Some(layer.time(layer.repetitions(1)?, false, REPLAYS)?.median);
+        }
+    }
+    results.dense.push(entry);
+    Ok(())
+}
+
+impl Results {
+    fn fail(&mut self, workload: &Workload, kind: &'static str, msg: String) {
+        println!("{kind}: {}: {msg}", workload.id);
+        self.failures.push(Failure { id: workload.id.clone(), peer: PEER, kind, msg });
+    }
+
+    /// Never leaves half a file.
+    fn save(&self, path: &Path) -> Result<()> {
+        let part = path.with_extension("part");
+        fs::write(&part, serde_json::to_vec(self)?)?;
+        Ok(fs::rename(part, path)?)
+    }
+}
+
+/// The fastest of others, by workload. Loops over a framework's operations are no peers.
+fn peers(path: Option<&Path>) -> Result<HashMap<String, f64>> {
+    #[derive(Deserialize)]
+    struct File {
+        dense: Vec<Entry>,
+    }
+    let mut best = HashMap::new();
+    let Some(path) = path else { return Ok(best) };
+    let file: File = serde_json::from_slice(&fs::read(path)?)?;
+    for entry in file.dense {
+        let Some(us) = entry.cold_us else { continue };
+        if !entry.peer.starts_with("torch_") && entry.peer != PEER {
+            let best = best.entry(entry.id).or_insert(us);
+            *best = us.min(*best);
+        }
+    }
+    Ok(best)
+}
+
+fn table(results: &Results, workloads: &[Workload], peers: &HashMap<String, f64>) -> Table {
+    let by_id: HashMap<&str, &Workload> = workloads.iter().map(|workload| (workload.id.as_str(), workload)).collect();
+    let rate = results.ceilings["hbm_read_GBps"].max(results.ceilings["hbm_copy_GBps"]);
+    let mut table = Table::default();
+    for entry in &results.dense {
+        let (Some(us), workload) = (entry.cold_us, by_id[entry.id.as_str()]) else { continue };
+        let floor_us = workload.bytes().floor_us(rate);
+        table.add(workload.class(), Figures { us, floor_us, peer_us: peers.get(&entry.id).copied() });
+    }
+    table
+}

@@ -1,0 +1,148 @@
+//! The benchmarks' own arithmetic, and the check that judges what they time.
+#![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
+
+#[path = "../benches/common/mod.rs"]
+mod common;
+
+use std::collections::BTreeMap;
+
+use aril::{
+    DType, Slot,
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
+    routing::Batch,
+};
+use common::{
+    data::{Data, SetLayout, checked_tokens},
+    noise::Noise,
+    report::{Figures, Table, geometric_mean, median},
+    workload::{BUILT_IN, Suite, Workload, parse, quick},
+};
+
+#[test]
+fn the_committed_workloads_are_whole() {
+    let workloads = parse(BUILT_IN).unwrap();
+    assert_eq!(workloads.iter().filter(|workload| workload.suite == Suite::Decode).count(), 336);
+    assert_eq!(workloads.iter().filter(|workload| workload.suite == Suite::Prefill).count(), 92);
+    for workload in &workloads {
+        let (model, id) = workload.model_spec().unwrap();
+        assert_eq!(model[id].out_features(), workload.out_features(), "{}", workload.id);
+        assert_eq!(workload.id.split('/').count(), 6, "{}", workload.id);
+    }
+    let quick = quick(workloads);
+    assert!((8..=24).contains(&quick.len()), "{} are not quick", quick.len());
+}
+
+#[test]
+fn bytes_count_what_is_in_use_once() {
+    let workloads = parse(BUILT_IN).unwrap();
+    let of = |id: &str| workloads.iter().find(|workload| workload.id == id).unwrap();
+
+    let qkv = of("dec/qwen3-8b/qkv/r16/t16/uniform8");
+    let bytes = qkv.bytes();
+    assert_eq!(bytes.weights, 8 * (3 * 16 * 4096 + 6144 * 16) * 2);
+    assert_eq!((bytes.x, bytes.y), (16 * 4096 * 2, 16 * 6144 * 4));
+    assert_eq!(qkv.flops(), 2 * 16 * 16 * (3 * 4096 + 6144));
+    assert_eq!(qkv.class(), "decode T<=16 few adapters");
+
+    // Base tokens move nothing; resident adapters that nobody uses are not read.
+    let none = of("dec/qwen3-8b/o/r16/t16/uniform8_none25").bytes();
+    assert_eq!(none.x, 12 * 4096 * 2);
+    let pool = of("dec/qwen3-8b/o/r16/t1/one_pool64");
+    assert_eq!((pool.num_slots, pool.bytes().weights), (64, 16 * 8192 * 2));
+
+    assert_eq!(of("pre/qwen3-8b/down/r64/t2048/seg8").class(), "prefill down T=2048");
+    assert_eq!(of("dec/qwen3-8b/down/r64/t64/distinct").class(), "decode T=32..64 distinct");
+}
+
+#[test]
+fn floors_end_at_a_launch() {
+    let workloads = parse(BUILT_IN).unwrap();
+    let one = workloads[0].bytes();
+    assert!((one.floor_us(3000.0) - 0.9).abs() < 1e-9);
+    assert!((one.floor_us(1.0) - one.total() as f64 / 1e3).abs() < 1e-6);
+}
+
+#[test]
+fn averages() {
+    assert!((median(&mut [3.0, 1.0, 2.0]) - 2.0).abs() < 1e-12);
+    assert!((median(&mut [4.0, 1.0, 2.0, 3.0]) - 2.5).abs() < 1e-12);
+    assert!((geometric_mean([1.0, 4.0]) - 2.0).abs() < 1e-12);
+}
+
+#[test]
+fn the_table_has_a_row_per_class_and_one_for_all() {
+    let mut table = Table::default();
+    table.add("b".to_owned(), Figures { us: 2.0, floor_us: 1.0, peer_us: None });
+    table.add("a".to_owned(), Figures { us: 8.0, floor_us: 1.0, peer_us: Some(16.0) });
+    let text = table.to_string();
+    let words: Vec<Vec<&str>> = text.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(words[0], ["a", "1", "8.00", "1.00", "8.00", "16.00", "2.00"]);
+    assert_eq!(words[1], ["b", "1", "2.00", "1.00", "2.00"]);
+    assert_eq!(words[2], ["all", "2", "4.00", "1.00", "4.00", "16.00", "2.00"]);
+}
+
+#[test]
+fn noise_repeats_and_is_centred() {
+    let noise = Noise::new(1, 10_007, 0.5);
+    let values: Vec<f64> = noise.range(0, 20_014).map(f64::from).collect();
+    assert!(values[..10_007] == values[10_007..]);
+    assert!(noise.range(10_007 + 5, 3).map(f64::from).eq(values[5..8].iter().copied()));
+    let mean = values.iter().sum::<f64>() / values.len() as f64;
+    let variance = values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64;
+    assert!(mean.abs() < 0.02 && (variance.sqrt() - 0.5).abs() < 0.01, "{mean} {variance}");
+}
+
+/// What judges the device's results finds none in the CPU's, and notices a wrong adapter, a missing slice and NaN.
+#[test]
+fn the_check_tells_right_from_wrong() {
+    let workload = Workload {
+        id: "dec/tiny/qkv/r8/t6/uniform3".to_owned(),
+        suite: Suite::Decode,
+        tag: String::new(),
+        model: "tiny".to_owned(),
+        layer: "qkv".to_owned(),
+        in_features: 100,
+        out_slices: vec![56, 24],
+        rank: 5,
+        slots: [2, 0, -1, 1, 2, 0].map(|slot: i32| bytemuck::cast(slot)).to_vec(),
+        num_slots: 3,
+    };
+    let data = Data {
+        weights: Noise::new(1, 10_007, 0.2),
+        inputs: Noise::new(2, 10_007, 1.0),
+        bases: Noise::new(3, 10_007, 0.1),
+    };
+    let (model, id) = workload.model_spec().unwrap();
+    let layout = SetLayout::new(&workload);
+    let set = 3 * layout.elems;
+    let mut weights = WeightTable::new(&model, workload.num_slots, workload.rank);
+    for (slot, adapter) in data.adapters(&workload, set).unwrap().iter().enumerate() {
+        weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
+    }
+    let tokens = workload.num_tokens();
+    let x: Vec<_> = data.inputs.range(0, tokens * 100).collect();
+    let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
+    let (x, y_matrix) = (Matrix::new(&x, tokens, 100).unwrap(), MatrixMut::new(&mut y, tokens, 80).unwrap());
+    LoraLinear::new(&model, id).add_delta(x, y_matrix, &weights, &Batch::new(&workload.slots)).unwrap();
+
+    let checked = checked_tokens(&workload.slots);
+    assert_eq!(checked, [0, 1, 3, 4, 5]);
+    let mut got: BTreeMap<usize, Vec<_>> =
+        checked.into_iter().map(|token| (token, y[token * 80..][..80].to_vec())).collect();
+    let error = data.error(&workload, set, &got);
+    assert!(0.0 < error && error < 5e-3, "{error}");
+    assert!(data.error(&workload, set + layout.elems, &got) > 0.5);
+    got.get_mut(&3).unwrap()[56..].copy_from_slice(&data.bases.range(3 * 80 + 56, 24).collect::<Vec<_>>());
+    assert!(data.error(&workload, set, &got) > 2e-2);
+    got.get_mut(&3).unwrap()[0] = half::bf16::NAN;
+    assert!(data.error(&workload, set, &got).is_nan());
+}
+
+#[test]
+fn checked_tokens_are_spread_over_those_with_an_adapter() {
+    let slots: Vec<Slot> = (0..1000).map(|token| bytemuck::cast(if token % 4 == 0 { -1 } else { token })).collect();
+    let checked = checked_tokens(&slots);
+    assert_eq!((checked.len(), checked[0], *checked.last().unwrap()), (32, 1, 999));
+    assert!(checked.is_sorted() && checked.iter().all(|token| token % 4 != 0));
+    assert_eq!(checked_tokens(&slots[..2]), [1]);
+}

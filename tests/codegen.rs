@@ -1,0 +1,170 @@
+//! What nvcc makes of the kernels: no spills, no more registers than budgeted, no symbols that could clash, 16-byte loads.
+//!
+//! Ignored unless asked for, as not every machine has nvcc: `NVCC=… cargo test --test codegen -- --include-ignored`. The registers
+//! of every kernel are in `codegen.budget`; `ARIL_BLESS=1` writes it, and the diff is for review.
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+const ARCHS: [&str; 2] = ["80", "90a"];
+const BUDGET: &str = "tests/codegen.budget";
+
+/// What `ptxas -v` says of a function.
+#[derive(Debug, Default, Eq, PartialEq)]
+struct Report {
+    /// By arch and name; of kernels only.
+    registers: BTreeMap<(String, String), u32>,
+    /// Functions with a stack or spills, and what was said.
+    memory: Vec<(String, String)>,
+}
+
+impl Report {
+    fn parse(text: &str) -> Self {
+        let (mut report, mut arch, mut kernel, mut function) = (Self::default(), "", "", "");
+        for line in text.lines() {
+            let line = line.strip_prefix("ptxas info    : ").unwrap_or(line).trim();
+            if let Some(rest) = line.strip_prefix("Compiling entry function '") {
+                (kernel, arch) = rest.trim_end_matches('\'').split_once("' for '").unwrap();
+            } else if let Some(name) = line.strip_prefix("Function properties for ") {
+                function = name;
+            } else if line.contains("bytes stack frame") {
+                if line.split(", ").any(|part| !part.starts_with("0 bytes")) {
+                    report.memory.push((format!("{arch} {function}"), line.to_owned()));
+                }
+            } else if let Some(rest) = line.strip_prefix("Used ") {
+                let registers = rest.split(' ').next().unwrap().parse().unwrap();
+                report.registers.insert((arch.to_owned(), kernel.to_owned()), registers);
+            }
+        }
+        report
+    }
+}
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?} failed:\n{text}");
+    text
+}
+
+fn sources() -> Vec<PathBuf> {
+    let mut sources: Vec<PathBuf> = fs::read_dir("csrc").unwrap().map(|entry| entry.unwrap().path()).collect();
+    sources.retain(|path| path.extension().is_some_and(|extension| extension == "cu"));
+    sources.sort();
+    sources
+}
+
+/// Compiles as build.rs does, for all archs, and returns what nvcc said.
+fn compile(source: &Path, object: &Path) -> String {
+    let nvcc = env::var_os("NVCC").unwrap_or_else(|| "nvcc".into());
+    let host = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti";
+    let mut command = Command::new(nvcc);
+    command.args(["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v,--warn-on-spills", "-Xcompiler", host]);
+    command.args(ARCHS.map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
+    run(command.arg("-c").arg(source).arg("-o").arg(object))
+}
+
+/// The objects, and what nvcc said of each; compiled once.
+fn compiled() -> &'static [(PathBuf, String)] {
+    static COMPILED: OnceLock<Vec<(PathBuf, String)>> = OnceLock::new();
+    COMPILED.get_or_init(|| {
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let object = |source: &Path| dir.join(source.with_extension("o").file_name().unwrap());
+        sources().iter().map(|source| (object(source), compile(source, &object(source)))).collect()
+    })
+}
+
+/// Without return type and parameters.
+fn demangle(name: &str) -> String {
+    let name = run(Command::new("c++filt").arg("-p").arg(name));
+    let name = name.trim().replace("(anonymous namespace)::", "");
+    name.strip_prefix("void ").unwrap_or(&name).to_owned()
+}
+
+#[test]
+#[ignore = "needs nvcc and binutils"]
+fn kernels_keep_to_their_registers() {
+    let mut used = BTreeMap::new();
+    for (_, text) in compiled() {
+        let report = Report::parse(text);
+        assert_eq!(report.memory, [], "local memory is slow memory");
+        for ((arch, kernel), registers) in report.registers {
+            used.insert(format!("{arch} {}", demangle(&kernel)), registers);
+        }
+    }
+    if env::var_os("ARIL_BLESS").is_some() {
+        let lines: String = used.iter().map(|(kernel, registers)| format!("{registers:3} {kernel}\n")).collect();
+        fs::write(BUDGET, lines).unwrap();
+    }
+    let budget = fs::read_to_string(BUDGET).unwrap();
+    let mut budget: BTreeMap<&str, u32> = budget
+        .lines()
+        .map(|line| line.trim_start().split_once(' ').unwrap())
+        .map(|(registers, kernel)| (kernel, registers.parse().unwrap()))
+        .collect();
+    for (kernel, used) in &used {
+        let budget = budget.remove(kernel.as_str()).unwrap_or_else(|| panic!("{BUDGET} has no {kernel}"));
+        assert!(*used <= budget, "{kernel} uses {used} registers, and has {budget}");
+    }
+    assert!(budget.is_empty(), "{BUDGET} names kernels that are gone: {budget:?}");
+}
+
+#[test]
+#[ignore = "needs nvcc and binutils"]
+fn nothing_but_the_abi_is_exported() {
+    let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("all.so");
+    let objects = compiled().iter().map(|(object, _)| object);
+    run(Command::new("c++").arg("-shared").args(objects).arg("-o").arg(&library));
+    for symbol in run(Command::new("nm").args(["--defined-only", "-D"]).arg(&library)).lines() {
+        let name = symbol.split_whitespace().next_back().unwrap();
+        assert!(name.starts_with("aril_"), "{name} is visible to whom the library is linked with");
+    }
+}
+
+#[test]
+#[ignore = "needs nvcc, binutils and CUOBJDUMP"]
+fn sass_has_wide_loads_and_no_local_memory() {
+    let cuobjdump = env::var_os("CUOBJDUMP").expect("CUOBJDUMP names cuobjdump; it is in the CUDA toolkit");
+    for (object, _) in compiled() {
+        let sass = run(Command::new(&cuobjdump).arg("-sass").arg(object));
+        for function in sass.split("Function : ").skip(1) {
+            let name = demangle(function.lines().next().unwrap().trim());
+            let has = |instruction: &str| function.lines().any(|line| line.contains(instruction));
+            for forbidden in [" LDL", " STL", "vprintf", "malloc"] {
+                assert!(!has(forbidden), "{name} has{forbidden}");
+            }
+            if name.contains("shrink") || name.contains("expand") {
+                assert!(
+                    has("LDG.E.128") || has("LDGSTS.E") || has("UBLKCP"),
+                    "{name} loads less than 16 bytes at once"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn reports_are_read() {
+    let text = "ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'good' for 'sm_80'
+ptxas info    : Function properties for good
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 464 bytes cmem[0]
+ptxas info    : Compiling entry function 'bad' for 'sm_90a'
+ptxas info    : Function properties for bad
+    8 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 255 registers
+";
+    let report = Report::parse(text);
+    let registers = [(("sm_80", "good"), 40), (("sm_90a", "bad"), 255)];
+    let registers = registers.map(|((arch, kernel), used)| ((arch.to_owned(), kernel.to_owned()), used));
+    assert_eq!(report.registers, BTreeMap::from(registers));
+    assert_eq!(report.memory.len(), 1);
+    assert_eq!(report.memory[0].0, "sm_90a bad");
+}
