@@ -197,7 +197,7 @@ fn run(model: &str, adapters: Option<&str>, dtype: &str, requests: &[Value], ver
     let answer = |(line, (vocab, logits)): (&str, (usize, Vec<f32>))| {
         let line: Value = serde_json::from_str(line).expect("each line is JSON");
         let tokens = serde_json::from_value(line["generated_tokens"].clone()).expect("tokens are numbers");
-        let tolerance = line["verify"]["tolerance"].as_f64().map_or(f32::NAN, |tolerance| tolerance as f32);
+        let tolerance = serde_json::from_value(line["verify"]["tolerance"].clone()).unwrap_or(f32::NAN);
         Answer { tokens, logits, vocab, tolerance }
     };
     lines.lines().zip(logits).map(answer).collect()

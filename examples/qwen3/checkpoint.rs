@@ -5,6 +5,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
     fs::File,
     ops::Range,
     path::{Path, PathBuf},
@@ -55,6 +56,9 @@ impl Checkpoint {
         let text = std::fs::read_to_string(&index).context(index.display())?;
         let Index { weight_map } = serde_json::from_str(&text).context(index.display())?;
         for file in weight_map.values().collect::<BTreeSet<_>>() {
+            if Path::new(file).file_name() != Some(OsStr::new(file)) {
+                bail!("{}: `{file}` is not a file beside it", index.display());
+            }
             checkpoint.add_shard(model.join(file))?;
         }
         for (name, file) in &weight_map {

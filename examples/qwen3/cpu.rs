@@ -200,7 +200,7 @@ impl<T: Element> Device for Cpu<T> {
         places: &Places<Self>,
         cache: &Cache<Self>,
     ) -> Result<Tensor<T>> {
-        let scale = (1.0 / (heads.dim as f64).sqrt()) as f32;
+        let scale = (heads.dim as f32).sqrt().recip();
         let cols = heads.query_features();
         let mut data = vec![T::default(); qkv.rows() * cols];
         data.par_chunks_mut(heads.dim).enumerate().for_each(|(index, out)| {

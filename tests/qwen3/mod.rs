@@ -2,6 +2,7 @@
 
 use std::{
     env,
+    ffi::OsString,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
@@ -11,11 +12,13 @@ pub(crate) fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
 }
 
-/// The example with these arguments, on the CPU.
-pub(crate) fn qwen3<A: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = A>) -> Output {
+/// The example with these arguments, on the CPU unless they say otherwise. `cargo test` has built it; with `--test` it does not.
+pub(crate) fn qwen3<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> Output {
     let test = env::current_exe().expect("a test knows its own path");
     let profile = test.ancestors().nth(2).expect("a test is in target/PROFILE/deps");
     let example = profile.join("examples/qwen3").with_extension(env::consts::EXE_EXTENSION);
     assert!(example.exists(), "{} is not built: run `cargo build --example qwen3` first", example.display());
-    Command::new(example).args(["--device", "cpu"]).args(args).output().expect("the example starts")
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let device: &[&str] = if args.iter().any(|arg| arg == "--device") { &[] } else { &["--device", "cpu"] };
+    Command::new(example).args(device).args(args).output().expect("the example starts")
 }
