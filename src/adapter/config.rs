@@ -109,7 +109,7 @@ fn is_neutral(value: &Value) -> bool {
 fn keeps_base_weights(init: &Value) -> bool {
     match init {
         Value::Bool(_) => true,
-        Value::String(name) => matches!(name.as_str(), "gaussian" | "eva" | "orthogonal"),
+        Value::String(name) => matches!(&*name.to_ascii_lowercase(), "gaussian" | "eva" | "orthogonal"),
         _ => false,
     }
 }

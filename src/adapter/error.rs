@@ -147,7 +147,7 @@ pub enum AdapterError {
         shape: Vec<usize>,
     },
     /// Two tensors stand for the same factor.
-    #[error("{tensor} and {other} are the same factor")]
+    #[error("{tensor} and {other} are the same factor of one module")]
     Duplicate {
         /// One of them.
         tensor: TensorName,

@@ -5,6 +5,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
     fs::{self, File},
     path::{Path, PathBuf},
     sync::Arc,
@@ -39,14 +40,21 @@ pub(super) fn tensors(dir: &Path) -> Result<Vec<Stored>, AdapterError> {
     if index.exists() {
         return sharded(dir, index);
     }
-    let is_pickle = |path: &PathBuf| {
-        let extension = path.extension().and_then(|extension| extension.to_str());
-        matches!(extension, Some("bin" | "pt" | "pth" | "ckpt" | "nemo"))
-    };
     let entries = fs::read_dir(dir).map_err(|source| AdapterError::Read { path: dir.to_owned(), source })?;
-    match entries.flatten().map(|entry| entry.path()).filter(is_pickle).min() {
+    match entries.flatten().map(|entry| entry.path()).filter(|path| is_pickle(path)).min() {
         Some(path) => Err(AdapterError::Pickle { path }),
         None => Err(AdapterError::NoWeights { dir: dir.to_owned() }),
+    }
+}
+
+/// Whether a file would be an adapter's weights in a format that can execute code. (Trainers leave other pickles around.)
+fn is_pickle(path: &Path) -> bool {
+    let [stem, extension] =
+        [path.file_stem(), path.extension()].map(|part| part.and_then(OsStr::to_str).unwrap_or_default());
+    match extension {
+        "bin" | "pt" | "pth" => stem.starts_with("adapter_model"),
+        "ckpt" => stem == "model_weights",
+        extension => extension == "nemo",
     }
 }
 

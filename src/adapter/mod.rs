@@ -4,6 +4,17 @@
 //! serve exactly. [`Adapter::plan`] finds the adapter's place in a [`ModelSpec`] and what this rank needs of it;
 //! [`SlotImage::write_to`] then reads the weights, once. Not for training, merging into base weights, or residency.
 //!
+//! ```no_run
+//! # use aril::{DType, adapter::{Adapter, AdapterError}, model::ModelSpec};
+//! # fn pack(model: &ModelSpec) -> Result<Vec<u8>, AdapterError> {
+//! let adapter = Adapter::open("adapters/pirate")?;
+//! let image = adapter.plan(model, DType::BF16)?;
+//! let mut block = vec![0; image.bytes()];
+//! image.write_to(&mut block)?;
+//! # Ok(block)
+//! # }
+//! ```
+//!
 //! Invariant: every tensor of an adapter is in its modules or was refused, and every module of it is in a plan or was refused.
 //!
 //! The scaling of a module is α/r, or α/√r with `use_rslora`. Here r is always the rank of the module's own tensors: `r` and
@@ -120,8 +131,8 @@ impl Adapter {
         let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
         for (name, tensor) in tensors {
             let Some(key) = names::parse(&name)? else { continue };
-            let factor = Factor::new(name, tensor?)?;
-            pairs.entry(key.module).or_default().insert(key.side, (key.kind, key.adapter), factor)?;
+            let half = Half { factor: Factor::new(name, tensor?)?, of: (key.kind, key.adapter) };
+            pairs.entry(key.module).or_default().insert(key.side, half)?;
         }
         if pairs.is_empty() {
             return Err(AdapterError::Empty);
@@ -229,35 +240,36 @@ fn locate(model: &ModelSpec, module: &str) -> Result<Target, AdapterError> {
 /// The factors of a module, as they are found.
 #[derive(Default)]
 struct Pair {
-    a: Option<Factor>,
-    b: Option<Factor>,
-    /// The module's kind and the adapter's name, of which both must be.
-    of: Option<(ModuleKind, Option<String>)>,
+    a: Option<Half>,
+    b: Option<Half>,
+}
+
+struct Half {
+    factor: Factor,
+    /// What both halves must have in common: the module's kind and, in some state dicts, the adapter's name.
+    of: (ModuleKind, Option<String>),
 }
 
 impl Pair {
-    fn insert(&mut self, side: Side, of: (ModuleKind, Option<String>), factor: Factor) -> Result<(), AdapterError> {
-        let (this, other) = match side {
-            Side::A => (&mut self.a, &self.b),
-            Side::B => (&mut self.b, &self.a),
+    fn insert(&mut self, side: Side, half: Half) -> Result<(), AdapterError> {
+        let place = match side {
+            Side::A => &mut self.a,
+            Side::B => &mut self.b,
         };
-        if let Some(same) = this {
-            return Err(AdapterError::Duplicate { tensor: factor.name, other: same.name.clone() });
+        if let Some(same) = place {
+            return Err(AdapterError::Duplicate { tensor: half.factor.name, other: same.factor.name.clone() });
         }
-        if let (Some(other), true) = (other, self.of.as_ref().is_some_and(|first| *first != of)) {
-            return Err(AdapterError::Unpaired { tensor: factor.name, other: other.name.clone() });
-        }
-        *this = Some(factor);
-        self.of = Some(of);
+        *place = Some(half);
         Ok(())
     }
 
     fn finish(self, path: String, config: &Config) -> Result<Module, AdapterError> {
-        let (a, b, kind) = match self {
-            Self { a: Some(a), b: Some(b), of: Some((kind, _)) } => (a, b, kind),
-            Self { a: Some(a), .. } => return Err(AdapterError::MissingFactor { tensor: a.name, missing: 'B' }),
-            Self { b: Some(b), .. } => return Err(AdapterError::MissingFactor { tensor: b.name, missing: 'A' }),
-            Self { .. } => return Err(AdapterError::Empty),
+        let (a, b, kind) = match (self.a, self.b) {
+            (Some(a), Some(b)) if a.of == b.of => (a.factor, b.factor, a.of.0),
+            (Some(a), Some(b)) => return Err(AdapterError::Unpaired { tensor: a.factor.name, other: b.factor.name }),
+            (Some(a), None) => return Err(AdapterError::MissingFactor { tensor: a.factor.name, missing: 'B' }),
+            (None, Some(b)) => return Err(AdapterError::MissingFactor { tensor: b.factor.name, missing: 'A' }),
+            (None, None) => return Err(AdapterError::Empty),
         };
         let rank = a.rows;
         if rank != b.cols {

@@ -66,8 +66,11 @@ pub(super) fn check(status: i32) -> Result<(), LaunchError> {
     if status == 0 {
         return Ok(());
     }
-    // SAFETY: takes any status and returns a string with static lifetime.
+    // SAFETY: takes any status.
     #[expect(unsafe_code, reason = "FFI")]
-    let message = unsafe { CStr::from_ptr(ffi::aril_status_string(status)) };
+    let message = unsafe { ffi::aril_status_string(status) };
+    // SAFETY: a string that lives forever.
+    #[expect(unsafe_code, reason = "FFI")]
+    let message = unsafe { CStr::from_ptr(message) };
     Err(LaunchError::Kernel { status, message: message.to_string_lossy().into_owned() })
 }

@@ -333,7 +333,8 @@ impl Sizes {
 pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
     let dtype = prop_oneof![Just(Dtype::BF16), Just(Dtype::F16), Just(Dtype::F32)];
     let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
-    let features = || prop_oneof![1..=sizes.max_features, 1..=20_usize, (1..=sizes.max_features / 8).prop_map(|n| n * 8)];
+    let features =
+        || prop_oneof![1..=sizes.max_features, 1..=20_usize, (1..=sizes.max_features / 8).prop_map(|n| n * 8)];
     let op = prop_oneof![
         4 => (features(), prop::collection::vec(features(), 1..=3))
             .prop_map(|(in_features, slices)| Op::Linear { in_features, slices }),
@@ -354,7 +355,18 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
                     let half_scales = scaled.then(|| (0..slots.len()).map(|i| (i % 9) as i8 - 4).collect());
                     let (op, slots) = (op.clone(), slots.clone());
                     Case {
-                        op, dtype, values, adapters, empty_slots, slots, half_scales, x_offset, x_gap, y_offset, y_gap, seed,
+                        op,
+                        dtype,
+                        values,
+                        adapters,
+                        empty_slots,
+                        slots,
+                        half_scales,
+                        x_offset,
+                        x_gap,
+                        y_offset,
+                        y_gap,
+                        seed,
                     }
                 },
             )

@@ -15,9 +15,13 @@ pub struct Gpu {
 impl Gpu {
     /// The first device, on a stream of its own: the default stream cannot be captured.
     pub fn new() -> Self {
-        let context = CudaContext::new(0).expect("these tests need a CUDA device");
+        Self::in_context(CudaContext::new(0).expect("these tests need a CUDA device"))
+    }
+
+    pub fn in_context(context: Arc<CudaContext>) -> Self {
         // Not `new_stream`, which would have cudarc wait for events that captures cannot have.
-        let raw = cudarc::driver::result::stream::create(cudarc::driver::result::stream::StreamKind::NonBlocking).unwrap();
+        let raw =
+            cudarc::driver::result::stream::create(cudarc::driver::result::stream::StreamKind::NonBlocking).unwrap();
         // SAFETY: just made in this context, and never destroyed.
         let stream = unsafe { context.wrap_borrowed_stream(raw) };
         let kernels = Kernels::load_into(&context).unwrap();
@@ -96,7 +100,7 @@ impl Buffer {
         let mut bytes = self.stream.clone_dtoh(&self.bytes).unwrap();
         self.stream.synchronize().unwrap();
         bytes.pop();
-        bytemuck::pod_collect_to_vec(&bytes)
+        bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 }
 

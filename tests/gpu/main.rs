@@ -2,7 +2,15 @@
 //! `gpu --include-ignored --test-threads=1` runs them, and fails without a device.
 #![cfg(feature = "cuda")]
 #![expect(clippy::disallowed_methods, reason = "tests allocate and wait")]
-#![allow(clippy::unwrap_used, unreachable_pub)]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+#![allow(unreachable_pub, reason = "a binary has no outside")]
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -55,7 +55,8 @@ impl Subject for Safe<'_> {
         let (x, mut y, ids) = (self.gpu.upload(&world.x), self.gpu.upload(&world.y), self.gpu.upload(&world.token_ids));
         let (x_view, mut y_view) = (x.view::<T>(), y.view_mut::<T>());
         let y_cols = case.slices().iter().sum();
-        let x_matrix = Matrix::strided(x_view.slice(case.x_offset..), tokens, case.in_features(), case.x_stride()).unwrap();
+        let x_matrix =
+            Matrix::strided(x_view.slice(case.x_offset..), tokens, case.in_features(), case.x_stride()).unwrap();
         let y_matrix = MatrixMut::strided(y_view.slice_mut(case.y_offset..), tokens, y_cols, case.y_stride()).unwrap();
         match world.site {
             Site::Embedding(id) => {
@@ -146,29 +147,32 @@ impl Subject for Raw<'_> {
             let (num_slots, num_entries) = (capacity.num_slots, model.num_entries());
             raw::LayerWeights::new(table.table.address(), num_slots, num_entries, first_entry, capacity.max_rank)
         };
-        let (linear, embedding);
         let workspace;
         let launch: Box<dyn Fn()> = match world.site {
             Site::Embedding(id) => {
-                embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                let ids = &ids;
+                let embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let weights = weights(model[id].entry());
-                // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
-                let launch = || unsafe { embedding.add_delta(ids.address(), y_matrix, weights, batch, stream) };
-                Box::new(move || launch().unwrap())
+                Box::new(move || {
+                    // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+                    unsafe { embedding.add_delta(ids.address(), y_matrix, weights, batch, stream) }.unwrap();
+                })
             }
             Site::Linear(id) => {
-                linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                let linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 workspace = gpu.poisoned(linear.plan().workspace_bytes());
                 let (weights, region) = (weights(model[id].first_entry()), workspace.region());
-                // SAFETY: as above.
-                let launch = move |linear: &raw::LoraLinear| unsafe {
-                    linear.add_delta(x_matrix, y_matrix, weights, batch, region, stream)
-                };
-                let linear = &linear;
-                Box::new(move || launch(linear).unwrap())
+                Box::new(move || {
+                    // SAFETY: as above.
+                    unsafe { linear.add_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();
+                })
             }
         };
-        if self.captured { gpu.capture(launch).replay() } else { launch() }
+        if self.captured {
+            gpu.capture(launch).replay()
+        } else {
+            launch()
+        }
         let mut result = y.read::<T>();
         let padded = result.split_off(world.y.len());
         assert!(padded.iter().all(|value| value.to_f32().is_nan()), "a padded row was written\n{}", case.replay());
@@ -177,7 +181,8 @@ impl Subject for Raw<'_> {
 }
 
 fn config(cases: u32) -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().expect("PROPTEST_CASES is a number"));
+    let cases =
+        std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().expect("PROPTEST_CASES is a number"));
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
@@ -238,7 +243,11 @@ fn a_tokens_bits_depend_on_nothing_else() {
             alone.slots[token] = world.slots[token];
             let row = case.y_offset + token * case.y_stride()..case.y_offset + (token + 1) * case.y_stride();
             let alone = eager.run(case, &alone);
-            prop_assert!(bits(&first[row.clone()]) == bits(&alone[row]), "token {token} alone differs\n{}", case.replay());
+            prop_assert!(
+                bits(&first[row.clone()]) == bits(&alone[row]),
+                "token {token} alone differs\n{}",
+                case.replay()
+            );
         }
         Ok(())
     }

@@ -39,7 +39,8 @@ fn the_device_groups_as_the_host_does() {
         let expected: Vec<i32> = segments.iter().flat_map(|(_, tokens)| tokens).map(|&token| token as i32).collect();
         prop_assert_eq!(tokens, expected);
         for slot in 0..num_slots {
-            let expected = segments.iter().find(|(of, _)| of.index() == Some(slot)).map_or(0, |(_, tokens)| tokens.len());
+            let expected =
+                segments.iter().find(|(of, _)| of.index() == Some(slot)).map_or(0, |(_, tokens)| tokens.len());
             prop_assert_eq!((indptr[slot + 1] - indptr[slot]) as usize, expected);
         }
         Ok(())
@@ -52,7 +53,8 @@ fn the_device_groups_as_the_host_does() {
 fn the_most_slots_and_many_tokens() {
     let gpu = Gpu::new();
     let capacity = Capacity { max_tokens: 70_000, num_slots: aril::plan::MAX_SLOTS, max_rank: 1 };
-    let slots: Vec<Slot> = (0..70_000_u32).map(|token| Slot::new((token.wrapping_mul(2_654_435_761) >> 19) as u16)).collect();
+    let slots: Vec<Slot> =
+        (0..70_000_u32).map(|token| Slot::new((token.wrapping_mul(2_654_435_761) >> 19) as u16)).collect();
     let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
     let (_, tokens) = update(&gpu, &memory, capacity, &slots, false);
     let segments = Segments::new(&slots, capacity.num_slots);

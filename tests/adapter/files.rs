@@ -1,0 +1,203 @@
+//! The files of an adapter's directory.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use aril::{DType, adapter::Adapter};
+use safetensors::{Dtype, tensor::TensorView};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::{
+    CONFIG,
+    adapters::{Lora, Parts, parts, write, write_sharded, write_weights},
+    refused,
+};
+
+const WEIGHTS: &str = "adapter_model.safetensors";
+const INDEX: &str = "adapter_model.safetensors.index.json";
+const SHARDS: [&str; 2] = ["adapter_model-00001-of-00002.safetensors", "adapter_model-00002-of-00002.safetensors"];
+
+fn two_modules() -> Parts {
+    let mut next = 0.0;
+    let mut count = || {
+        next += 1.0;
+        next
+    };
+    parts(4.0, &["q_proj", "v_proj"].map(|path| Lora::linear(path, 8, 8, 2).fill(&mut count)))
+}
+
+/// A directory with an adapter in one file.
+fn whole() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &two_modules());
+    dir
+}
+
+/// A directory with an adapter in two shards, its index as `edit` leaves it.
+fn sharded(edit: impl FnOnce(&mut Value)) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write_sharded(dir.path(), &two_modules());
+    let index = dir.path().join(INDEX);
+    let mut json = serde_json::from_str(&fs::read_to_string(&index).unwrap()).unwrap();
+    edit(&mut json);
+    fs::write(index, json.to_string()).unwrap();
+    dir
+}
+
+fn weights(adapter: &Adapter) -> Vec<(&str, Vec<f32>, Vec<f32>)> {
+    adapter.modules().iter().map(|module| (module.path(), module.a_f32(), module.b_f32())).collect()
+}
+
+#[test]
+fn files_and_memory_give_the_same() {
+    let (config, tensors) = two_modules();
+    let memory = Adapter::from_tensors(&config, tensors).unwrap();
+    let file = Adapter::open(whole().path()).unwrap();
+    let shards = Adapter::open(sharded(|_| ()).path()).unwrap();
+    assert_eq!(weights(&memory), weights(&file));
+    assert_eq!(weights(&memory), weights(&shards));
+}
+
+#[test]
+fn an_open_adapter_outlives_its_files() {
+    let dir = whole();
+    let adapter = Adapter::open(dir.path()).unwrap();
+    let before = weights(&adapter);
+    drop(dir);
+    assert_eq!(before, weights(&adapter));
+}
+
+#[test]
+fn other_files_are_ignored() {
+    let dir = whole();
+    for name in ["added_tokens.json", "tokenizer.json", "README.md", "optimizer.pt", "adapter_model.bin", INDEX] {
+        fs::write(dir.path().join(name), "{\"<extra>\": 151936}").unwrap();
+    }
+    assert!(Adapter::open(dir.path()).is_ok());
+}
+
+#[test]
+fn missing_files_are_named() {
+    let empty = tempfile::tempdir().unwrap();
+    refused!(Adapter::open(empty.path()), Read, "adapter_config.json");
+    refused!(Adapter::open(empty.path().join("nowhere")), Read, "nowhere");
+    fs::write(empty.path().join("adapter_config.json"), CONFIG).unwrap();
+    let dir = empty.path().to_str().unwrap();
+    refused!(Adapter::open(empty.path()), NoWeights, dir, WEIGHTS, INDEX);
+    // A trainer's pickles are not the adapter.
+    for name in ["training_args.bin", "optimizer.pt"] {
+        fs::write(empty.path().join(name), "pickle").unwrap();
+    }
+    refused!(Adapter::open(empty.path()), NoWeights, dir, WEIGHTS);
+    // Shards alone do not say whether all of them are there.
+    write_weights(&empty.path().join(SHARDS[0]), &two_modules().1);
+    refused!(Adapter::open(empty.path()), NoWeights, dir, INDEX);
+}
+
+#[test]
+fn pickles_are_refused() {
+    for name in [
+        "adapter_model.bin",
+        "adapter_model.pt",
+        "adapter_model-00001-of-00002.bin",
+        "megatron_lora.nemo",
+        "model_weights.ckpt",
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("adapter_config.json"), CONFIG).unwrap();
+        fs::write(dir.path().join(name), b"cos\nsystem\n(S'exit 1'\ntR.").unwrap();
+        refused!(Adapter::open(dir.path()), Pickle, name, "pickle", "executes code");
+    }
+}
+
+#[test]
+fn broken_weight_files() {
+    let dir = whole();
+    let path = dir.path().join(WEIGHTS);
+    let good = fs::read(&path).unwrap();
+    let header_bytes = usize::try_from(u64::from_le_bytes(good[..8].try_into().unwrap())).unwrap();
+    let with = |range: std::ops::Range<usize>, bytes: &[u8]| {
+        let mut file = good.clone();
+        file.splice(range, bytes.iter().copied());
+        file
+    };
+    for (bad, reason) in [
+        (Vec::new(), "too small"),
+        (good[..7].to_vec(), "too small"),
+        (good[..8].to_vec(), "invalid header length"),
+        (good[..8 + header_bytes / 2].to_vec(), "invalid header length"),
+        (good[..good.len() - 1].to_vec(), "not fully covered"),
+        ([&good[..], b"x"].concat(), "not fully covered"),
+        (with(0..8, &u64::MAX.to_le_bytes()), "too large"),
+        (with(8..9, b"["), "invalid JSON"),
+        (with(8..9, &[0xff]), "invalid UTF-8"),
+    ] {
+        fs::write(&path, bad).unwrap();
+        refused!(Adapter::open(dir.path()), Safetensors, WEIGHTS, reason);
+    }
+}
+
+#[test]
+fn other_element_types_are_refused() {
+    let write = |dir: &Path, key: &str, dtype: Dtype| {
+        let data = vec![0; 16 * dtype.bitsize() / 8];
+        let view = TensorView::new(dtype, vec![2, 8], &data).unwrap();
+        fs::write(dir.join(WEIGHTS), safetensors::serialize([(key, view)], None).unwrap()).unwrap();
+    };
+    let dir = whole();
+    for dtype in [Dtype::F8_E4M3, Dtype::F8_E5M2, Dtype::I8, Dtype::U8, Dtype::F64, Dtype::I64, Dtype::BOOL] {
+        write(dir.path(), "q_proj.lora_A.weight", dtype);
+        refused!(Adapter::open(dir.path()), DType, "`q_proj.lora_A.weight`", WEIGHTS, format!("{dtype:?}"));
+        // What it is comes first, what it is made of second.
+        write(dir.path(), "q_proj.quant_state", dtype);
+        refused!(Adapter::open(dir.path()), UnknownTensor, "`q_proj.quant_state`", WEIGHTS);
+        write(dir.path(), "lm_head.base_layer.weight", dtype);
+        refused!(Adapter::open(dir.path()), Empty, "no modules");
+    }
+}
+
+#[test]
+fn all_element_types_are_read() {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let dir = tempfile::tempdir().unwrap();
+        let module = Lora::linear("q_proj", 3, 5, 2).dtype(dtype).fill(|| 1.1);
+        write(dir.path(), &parts(2.0, std::slice::from_ref(&module)));
+        let adapter = Adapter::open(dir.path()).unwrap();
+        assert_eq!(weights(&adapter), [("q_proj", module.a, module.b)]);
+    }
+}
+
+#[test]
+fn an_index_that_is_not_one() {
+    refused!(Adapter::open(sharded(|json| *json = json!([])).path()), Json, INDEX);
+    refused!(Adapter::open(sharded(|json| *json = json!({"weight_map": 1})).path()), Json, INDEX);
+    refused!(Adapter::open(sharded(|json| json["weight_map"] = json!({})).path()), Empty, "no modules");
+}
+
+#[test]
+fn an_index_and_its_shards_agree() {
+    let key = "base_model.model.q_proj.lora_A.weight";
+    let moved = sharded(|json| json["weight_map"][key] = json!(SHARDS[1]));
+    refused!(Adapter::open(moved.path()), Index, format!("`{key}`"), SHARDS[0], SHARDS[1]);
+    let forgotten = sharded(|json| drop(json["weight_map"].as_object_mut().unwrap().remove(key)));
+    refused!(Adapter::open(forgotten.path()), Index, format!("`{key}` is nowhere"), SHARDS[0]);
+    let invented = sharded(|json| json["weight_map"]["zero"] = json!(SHARDS[1]));
+    refused!(Adapter::open(invented.path()), Index, "`zero`", SHARDS[1], "nowhere");
+    let missing = sharded(|_| ());
+    fs::remove_file(missing.path().join(SHARDS[1])).unwrap();
+    refused!(Adapter::open(missing.path()), Read, SHARDS[1]);
+    // The same tensor in both files.
+    let twice = sharded(|_| ());
+    let (_, tensors) = two_modules();
+    write_weights(&twice.path().join(SHARDS[1]), &tensors);
+    refused!(Adapter::open(twice.path()), Index, "nowhere", SHARDS[1]);
+}
+
+#[test]
+fn shards_are_beside_the_index() {
+    for shard in ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a/", "./a"] {
+        let map: BTreeMap<_, _> = [("q_proj.lora_A.weight", shard)].into();
+        let dir = sharded(|json| json["weight_map"] = json!(map));
+        refused!(Adapter::open(dir.path()), ShardName, INDEX, format!("`{shard}`"));
+    }
+}

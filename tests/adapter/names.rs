@@ -1,0 +1,202 @@
+//! The keys of tensors.
+
+use aril::{
+    DType,
+    adapter::{Adapter, ModuleKind},
+};
+
+use crate::{CONFIG, adapters::tensor, load, load_paths, ones, refused};
+
+const Q: &str = "model.layers.0.self_attn.q_proj";
+
+#[test]
+fn spellings_of_a_module() {
+    let factors = ["", ".weight", ".default.weight", ".my-adapter.weight"];
+    let plain = [
+        "base_model.model.model.layers.0.self_attn.q_proj",
+        "base_model.model.layers.0.self_attn.q_proj",
+        "model.layers.0.self_attn.q_proj",
+        "module.base_model.model.model.layers.0.self_attn.q_proj",
+        "_orig_mod.base_model.model.model.layers.0.self_attn.q_proj",
+        "base_model.model._orig_mod.model.layers.0.self_attn.q_proj",
+        "base_model.model.model.layers.0._fsdp_wrapped_module.self_attn.q_proj",
+        "base_model.model.model.layers.0._checkpoint_wrapped_module._orig_mod.self_attn.q_proj",
+    ];
+    for path in plain {
+        for end in factors {
+            let keys = ["A", "B"].map(|factor| format!("{path}.lora_{factor}{end}"));
+            let adapter = load(CONFIG, [(&*keys[0], &[2, 8][..]), (&*keys[1], &[8, 2])]).unwrap();
+            assert_eq!(adapter.modules().len(), 1, "{path}{end}");
+            let module = &adapter.modules()[0];
+            assert_eq!(module.path().trim_start_matches("model."), Q.trim_start_matches("model."), "{path}{end}");
+            assert_eq!((module.kind(), module.rank()), (ModuleKind::Linear, 2));
+            assert_eq!((module.in_features(), module.out_features()), (8, 8));
+        }
+    }
+    for end in ["", ".default", ".weight"] {
+        let keys = ["A", "B"].map(|factor| format!("base_model.model.model.embed_tokens.lora_embedding_{factor}{end}"));
+        let adapter = load(CONFIG, [(&*keys[0], &[2, 20][..]), (&*keys[1], &[8, 2])]).unwrap();
+        assert_eq!(adapter.modules()[0].path(), "model.embed_tokens");
+        assert_eq!(adapter.modules()[0].kind(), ModuleKind::Embedding);
+    }
+}
+
+#[test]
+fn modules_are_sorted_and_know_their_weights() {
+    let tensors = [
+        ("b.lora_A.weight", tensor(DType::F16, &[1, 3], &[1.0, 2.0, 3.0])),
+        ("a.lora_B.weight", tensor(DType::F32, &[2, 2], &[0.1, 0.2, 0.3, 0.4])),
+        ("b.lora_B.weight", tensor(DType::BF16, &[2, 1], &[-1.0, -2.0])),
+        ("a.lora_A.weight", ones(&[2, 1])),
+    ];
+    let adapter = Adapter::from_tensors(CONFIG, tensors.map(|(key, tensor)| (key.to_owned(), tensor))).unwrap();
+    assert_eq!(adapter.modules().iter().map(aril::adapter::Module::path).collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(adapter.modules()[0].b_f32(), [0.1, 0.2, 0.3, 0.4]);
+    assert_eq!(adapter.modules()[1].a_f32(), [1.0, 2.0, 3.0]);
+    assert_eq!(adapter.modules()[1].b_f32(), [-1.0, -2.0]);
+    assert_eq!(adapter.max_rank(), 2);
+}
+
+/// An adapter of q_proj with one more tensor of this key.
+fn with(key: &str) -> Result<Adapter, aril::adapter::AdapterError> {
+    let keys = ["A", "B"].map(|factor| format!("base_model.model.{Q}.lora_{factor}.weight"));
+    load(CONFIG, [(&*keys[0], &[2, 8][..]), (&*keys[1], &[8, 2]), (key, &[8, 2])])
+}
+
+#[test]
+fn base_weights_of_embeddings_are_skipped() {
+    for key in [
+        "base_model.model.model.embed_tokens.base_layer.weight",
+        "base_model.model.lm_head.base_layer.weight",
+        "lm_head.base_layer.weight",
+    ] {
+        assert_eq!(with(key).unwrap().modules().len(), 1, "{key}");
+    }
+    for key in [
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
+        "base_model.model.not_lm_head.base_layer.weight",
+        "base_model.model.lm_head.base_layer.bias",
+        "base_model.model.lm_head.base_layer.weight.absmax",
+    ] {
+        assert!(with(key).unwrap_err().to_string().contains(key));
+    }
+}
+
+#[test]
+fn unsupported_tensors() {
+    for (key, what) in [
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight", "DoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.default.weight", "DoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.weight_m_wdecomp.weight", "DoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_E", "AdaLoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_E.default", "AdaLoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.ranknum.default", "AdaLoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "bias"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.bias", "bias"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.bias", "bias"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias", "bias"),
+        ("base_model.model.lm_head.weight", "whole weight"),
+        ("base_model.model.model.embed_tokens.weight", "whole weight"),
+        ("base_model.model.score.weight", "whole weight"),
+        ("base_model.model.classifier.weight", "whole weight"),
+        ("base_model.model.lm_head.modules_to_save.default.weight", "modules_to_save"),
+        ("base_model.model.lm_head.modules_to_save.weight", "modules_to_save"),
+        ("base_model.model.lm_head.original_module.weight", "modules_to_save"),
+        ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_token_indices"),
+        ("base_model.model.model.embed_tokens.trainable_tokens_delta", "trainable_token_indices"),
+        ("input_embeddings", "added tokens"),
+        ("output_embeddings", "added tokens"),
+    ] {
+        refused!(with(key), UnsupportedTensor, format!("`{key}`"), what);
+    }
+}
+
+#[test]
+fn experts() {
+    for key in [
+        "base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_A.weight",
+        "base_model.model.model.layers.0.mlp.experts.gate_up_proj.lora_A.weight",
+        "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight",
+        "base_model.model.model.layers.0.mlp.experts.lora_B.weight",
+        "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_B.weight",
+    ] {
+        refused!(with(key), UnsupportedTensor, format!("`{key}`"), "MoE expert", "not supported yet");
+    }
+    // Shared experts are dense layers.
+    assert!(load_paths(&["model.layers.0.mlp.shared_expert.up_proj"]).is_ok());
+}
+
+#[test]
+fn unknown_tensors() {
+    for key in [
+        "",
+        "weight",
+        "lora_A.weight",
+        ".lora_A.weight",
+        "base_model.model.lora_A.weight",
+        "base_model.model..lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_C.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.a.b.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight.absmax",
+        "base_model.model.model.layers.0.self_attn.q_proj.not_lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A2.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_a.weight",
+        "base_model.model.model.norm.weight",
+        "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_in.weight",
+    ] {
+        refused!(with(key), UnknownTensor, format!("`{key}`"));
+    }
+}
+
+#[test]
+fn each_factor_once() {
+    let second = format!("{Q}.lora_A.weight");
+    refused!(with(&second), Duplicate, format!("`{second}`"), format!("`base_model.model.{second}`"));
+}
+
+#[test]
+fn a_pair_is_of_one_adapter_and_kind() {
+    for (a, b) in [
+        ("lora_A.first.weight", "lora_B.second.weight"),
+        ("lora_A.weight", "lora_B.second.weight"),
+        ("lora_A.weight", "lora_embedding_B"),
+    ] {
+        let [a, b] = [a, b].map(|factor| format!("{Q}.{factor}"));
+        refused!(load(CONFIG, [(&*a, &[2, 8][..]), (&*b, &[8, 2])]), Unpaired, format!("`{a}`"), format!("`{b}`"));
+    }
+}
+
+#[test]
+fn both_factors_are_needed() {
+    refused!(load(CONFIG, [("q.lora_A.weight", &[2, 8][..])]), MissingFactor, "`q.lora_A.weight`", "no B");
+    refused!(load(CONFIG, [("q.lora_B.weight", &[2, 8][..])]), MissingFactor, "`q.lora_B.weight`", "no A");
+}
+
+#[test]
+fn factors_are_matrices_of_one_rank() {
+    let pair = |a: &[usize], b: &[usize]| load(CONFIG, [("q.lora_A.weight", a), ("q.lora_B.weight", b)]);
+    refused!(pair(&[2, 8, 1], &[8, 2]), NotMatrix, "`q.lora_A.weight`", "[2, 8, 1]");
+    refused!(pair(&[2, 8], &[16]), NotMatrix, "`q.lora_B.weight`", "[16]");
+    refused!(pair(&[2, 8], &[8, 3]), RankMismatch, "`q.lora_A.weight`", "[2, 8]", "[8, 3]");
+    refused!(pair(&[8, 2], &[8, 2]), RankMismatch, "`q.lora_A.weight`", "[8, 2]");
+    refused!(pair(&[0, 8], &[8, 0]), Rank, "`q.lora_A.weight`", "rank 0", "512");
+    refused!(pair(&[513, 8], &[8, 513]), Rank, "`q.lora_A.weight`", "rank 513", "512");
+    assert!(pair(&[512, 8], &[8, 512]).is_ok());
+}
+
+#[test]
+fn nothing_is_not_an_adapter() {
+    refused!(load(CONFIG, []), Empty, "no modules");
+    refused!(load(CONFIG, [("lm_head.base_layer.weight", &[8, 8][..])]), Empty, "no modules");
+}
+
+#[test]
+fn tensors_have_as_many_bytes_as_their_shape() {
+    use aril::adapter::Tensor;
+    refused!(Tensor::new(DType::BF16, [2, 3], vec![0; 11]), Bytes, "11 bytes", "[2, 3]", "bf16");
+    refused!(Tensor::new(DType::F32, [usize::MAX, 2], vec![0; 8]), Bytes, "8 bytes");
+    let tensor = Tensor::new(DType::F32, [1, 2], vec![0; 8]).unwrap();
+    assert_eq!((tensor.dtype(), tensor.shape(), tensor.bytes().len()), (DType::F32, &[1, 2][..], 8));
+}

@@ -1,0 +1,316 @@
+//! Adapters and models: which module goes where, in which shape.
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, AdapterError, SlotImage},
+    cpu::WeightTable,
+    model::{Linear, ModelSpec, Parallel, TpRank},
+};
+use half::{bf16, f16};
+
+use crate::{
+    CONFIG,
+    adapters::{Lora, parts, tensor},
+    load, load_paths, refused,
+    toy::TOY,
+};
+
+/// A model of square layers at these paths.
+fn model(paths: &[&str]) -> ModelSpec {
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    for path in paths {
+        model.linear(Linear::new("", Parallel::Replicated, 8).slice(*path, 8)).unwrap();
+    }
+    model
+}
+
+fn adapter(modules: &[Lora]) -> Adapter {
+    let (config, tensors) = parts(8.0, modules);
+    Adapter::from_tensors(&config, tensors).unwrap()
+}
+
+/// The entries that an adapter of these paths takes in a model.
+fn entries(model: &ModelSpec, paths: &[&str]) -> Result<Vec<usize>, AdapterError> {
+    let adapter = load_paths(paths)?;
+    let image = adapter.plan(model, DType::F32)?;
+    Ok(image.entries().iter().map(|entry| entry.entry).collect())
+}
+
+fn block(image: &SlotImage<'_>) -> Vec<f32> {
+    assert_eq!(image.dtype(), DType::F32);
+    let mut block = vec![f32::NAN; image.bytes() / 4];
+    image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
+    block
+}
+
+#[test]
+fn any_subset() {
+    let (model, table) = TOY.model(0, 1);
+    let places = TOY.places(1);
+    for path in [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.k_proj",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.1.mlp.up_proj",
+        "lm_head",
+        "model.embed_tokens",
+    ] {
+        let place = places.iter().find(|place| place.path == path).unwrap();
+        let (inputs, outputs) = (place.in_features, place.out_features);
+        let module = if place.is_embedding() {
+            Lora::embedding(path, inputs, outputs, 1)
+        } else {
+            Lora::linear(path, inputs, outputs, 1)
+        };
+        let adapter = adapter(&[module]);
+        let image = adapter.plan(&model, DType::BF16).unwrap();
+        assert_eq!(image.entries().iter().map(|entry| entry.entry).collect::<Vec<_>>(), [table[path]]);
+        assert_eq!(image.num_entries(), model.num_entries());
+    }
+}
+
+#[test]
+fn zero_factors_are_an_adapter() {
+    let adapter = adapter(&[Lora::linear("lm_head", 8, 20, 2)]);
+    let (model, _) = TOY.model(0, 1);
+    assert!(block(&adapter.plan(&model, DType::F32).unwrap()).iter().all(|&weight| weight == 0.0));
+}
+
+#[test]
+fn slices_of_different_ranks() {
+    let [q, k] = ["q_proj", "k_proj"].map(|slice| format!("model.layers.0.self_attn.{slice}"));
+    let adapter =
+        adapter(&[Lora::linear(&q, 8, 16, 3).fill(|| 3.0).alpha(6.0), Lora::linear(&k, 8, 4, 1).fill(|| 1.0)]);
+    let (model, table) = TOY.model(0, 1);
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let entry = |path: &str| image.entries().iter().find(|entry| entry.entry == table[path]).unwrap();
+    assert_eq!((entry(&q).rank, entry(&q).scaling), (3, 2.0));
+    assert_eq!((entry(&k).rank, entry(&k).scaling), (1, 8.0));
+    assert_eq!(image.max_rank(), 3);
+    let block = block(&image);
+    assert_eq!(block[entry(&q).a_elems..][..24], [3.0; 24]);
+    assert_eq!(block[entry(&k).a_elems..][..8], [1.0; 8]);
+}
+
+#[test]
+fn fused_modules() {
+    let path = "model.layers.1.self_attn.qkv_proj";
+    let mut next = 0.0;
+    let fused = Lora::linear(path, 8, 24, 4).fill(|| {
+        next += 1.0;
+        next
+    });
+    let adapter = adapter(std::slice::from_ref(&fused));
+    for size in [1, 2, 4] {
+        for rank in 0..size {
+            let (model, table) = TOY.model(rank, size);
+            let image = adapter.plan(&model, DType::F32).unwrap();
+            let block = block(&image);
+            assert_eq!(image.entries().len(), 3);
+            // q has 16 rows, k and v 4 each, of 2 heads.
+            let shards = size.min(2);
+            let head = rank * shards / size;
+            for (slice, first, len) in [
+                ("q_proj", rank * 16 / size, 16 / size),
+                ("k_proj", 16 + head * 4 / shards, 4 / shards),
+                ("v_proj", 20 + head * 4 / shards, 4 / shards),
+            ] {
+                let entry = table[&format!("model.layers.1.self_attn.{slice}")];
+                let entry = image.entries().iter().find(|found| found.entry == entry).unwrap();
+                assert_eq!((entry.rank, entry.scaling), (4, 2.0));
+                // All slices have the one A.
+                assert_eq!(entry.a_elems, 0);
+                assert_eq!(block[..4 * 8], fused.a);
+                assert_eq!(block[entry.b_elems..][..len * 4], fused.b[first * 4..][..len * 4]);
+            }
+        }
+    }
+    let (model, _) = TOY.model(0, 1);
+    let short = Lora::linear(path, 8, 20, 4);
+    let (config, tensors) = parts(8.0, &[short]);
+    let short = Adapter::from_tensors(&config, tensors).unwrap();
+    refused!(short.plan(&model, DType::F32), Shape, "qkv_proj.lora_B", "[20, 4]", "[24, 4]");
+}
+
+#[test]
+fn a_place_has_one_module() {
+    let (model, _) = TOY.model(0, 1);
+    let [fused, v] = ["qkv_proj", "v_proj"].map(|slice| format!("model.layers.0.self_attn.{slice}"));
+    let both = adapter(&[Lora::linear(&fused, 8, 24, 1), Lora::linear(&v, 8, 4, 1)]);
+    refused!(both.plan(&model, DType::F32), Overlap, format!("`{fused}`"), format!("`{v}`"));
+    let one = self::model(&["model.layers.0.q_proj"]);
+    let twice = entries(&one, &["model.layers.0.q_proj", "model.language_model.layers.0.q_proj"]);
+    refused!(twice, Overlap, "`model.layers.0.q_proj`", "`model.language_model.layers.0.q_proj`");
+}
+
+#[test]
+fn modules_without_a_place() {
+    let model = model(&["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]);
+    for path in [
+        "model.layers.2.self_attn.q_proj",
+        "model.layers.00.self_attn.q_proj",
+        "model.layers.0.cross_attn.q_proj",
+        "model.layers.0.q_proj",
+        "layers.0.self_attn.q_proj.inner",
+        "model.layers.0.self_attn.wq_proj",
+        "model.layers.0.self_attn.q_pro",
+        "model.layers.0.self_attn.v_proj",
+        "xmodel.layers.0.self_attn.q_proj",
+        "encoder.model.layers.0.self_attn.q_proj",
+        // Meta's own names stand for weights in another order.
+        "layers.0.attention.wq",
+        "q_proj",
+        "lm_head",
+    ] {
+        refused!(entries(&model, &[path]), NoPlace, format!("`{path}`"));
+        // Not even beside modules that have one.
+        refused!(entries(&model, &[path, "model.layers.1.self_attn.q_proj"]), NoPlace, format!("`{path}`"));
+    }
+}
+
+#[test]
+fn multimodal_paths() {
+    let stems =
+        ["model", "model.language_model", "language_model.model", "language_model", "model.model", "thinker.model"];
+    for ours in stems {
+        let path = format!("{ours}.layers.0.self_attn.q_proj");
+        let model = model(&["model.visual.layers.0.self_attn.q_proj", &path, "lm_head"]);
+        for theirs in stems {
+            assert_eq!(
+                entries(&model, &[&format!("{theirs}.layers.0.self_attn.q_proj")]).unwrap(),
+                [1],
+                "{ours} {theirs}"
+            );
+        }
+        assert_eq!(entries(&model, &["layers.0.self_attn.q_proj"]).unwrap(), [1]);
+        assert_eq!(entries(&model, &["model.visual.layers.0.self_attn.q_proj"]).unwrap(), [0]);
+        refused!(entries(&model, &["visual.blocks.0.self_attn.q_proj"]), NoPlace, "visual");
+        refused!(entries(&model, &["vision_tower.layers.0.self_attn.q_proj"]), NoPlace, "vision_tower");
+        refused!(entries(&model, &["talker.model.layers.0.self_attn.q_proj"]), NoPlace, "talker");
+    }
+}
+
+#[test]
+fn the_models_own_spelling_comes_first() {
+    let model = model(&["language_model.model.layers.0.q_proj", "model.layers.0.q_proj"]);
+    assert_eq!(entries(&model, &["model.layers.0.q_proj"]).unwrap(), [1]);
+    assert_eq!(entries(&model, &["language_model.model.layers.0.q_proj"]).unwrap(), [0]);
+    let unclear = entries(&model, &["layers.0.q_proj"]);
+    refused!(
+        unclear,
+        Ambiguous,
+        "`layers.0.q_proj`",
+        "language_model.model.layers.0.q_proj",
+        "\"model.layers.0.q_proj"
+    );
+}
+
+#[test]
+fn aliases_of_the_head_and_the_embedding() {
+    let (model, table) = TOY.model(0, 1);
+    let entry = |module: Lora| adapter(&[module]).plan(&model, DType::F32).map(|image| image.entries()[0].entry);
+    for alias in ["lm_head", "unembed_tokens", "output", "model.lm_head", "language_model.lm_head", "embed_out"] {
+        assert_eq!(entry(Lora::linear(alias, 8, 20, 1)).unwrap(), table["lm_head"], "{alias}");
+    }
+    for alias in [
+        "embed_tokens",
+        "model.language_model.embed_tokens",
+        "transformer.wte",
+        "embeddings",
+        "word_embeddings",
+        "vocab_emb",
+    ] {
+        assert_eq!(entry(Lora::embedding(alias, 20, 8, 1)).unwrap(), table["model.embed_tokens"], "{alias}");
+    }
+    for other in ["model.layers.0.self_attn.output", "encoder.output", "vision.embeddings"] {
+        refused!(entry(Lora::linear(other, 8, 20, 1)), NoPlace, format!("`{other}`"));
+    }
+    // Some savers call the head's factors an embedding's. The model knows which it is.
+    let head =
+        load(CONFIG, [("lm_head.lora_embedding_A", &[2, 8][..]), ("lm_head.lora_embedding_B", &[20, 2])]).unwrap();
+    assert_eq!(head.plan(&model, DType::F32).unwrap().entries()[0].entry, table["lm_head"]);
+    let swapped =
+        load(CONFIG, [("lm_head.lora_embedding_A", &[2, 20][..]), ("lm_head.lora_embedding_B", &[8, 2])]).unwrap();
+    refused!(swapped.plan(&model, DType::F32), Shape, "`lm_head.lora_embedding_A`", "[2, 20]", "[2, 8]");
+}
+
+#[test]
+fn shapes_are_the_models() {
+    let (model, _) = TOY.model(0, 1);
+    let plan = |module: Lora| adapter(&[module]).plan(&model, DType::F32).map(|image| image.bytes());
+    let o = "model.layers.0.self_attn.o_proj";
+    assert!(plan(Lora::linear(o, 16, 8, 2)).is_ok());
+    refused!(plan(Lora::linear(o, 8, 16, 2)), Shape, format!("{o}.lora_A"), "[2, 8]", "[2, 16]");
+    refused!(plan(Lora::linear(o, 16, 16, 2)), Shape, format!("{o}.lora_B"), "[16, 2]", "[8, 2]");
+    // A rank as large as a dimension, or larger, makes no difference.
+    assert!(plan(Lora::linear(o, 16, 8, 16)).is_ok());
+    assert!(plan(Lora::linear(o, 16, 8, 40)).is_ok());
+    let embed = "model.embed_tokens";
+    assert!(plan(Lora::embedding(embed, 20, 8, 2)).is_ok());
+    refused!(plan(Lora::embedding(embed, 8, 20, 2)), Shape, "embed_tokens.lora_embedding_A", "[2, 8]", "[2, 20]");
+    refused!(plan(Lora::embedding(embed, 24, 8, 2)), Shape, "embed_tokens.lora_embedding_A", "[2, 24]", "[2, 20]");
+    refused!(plan(Lora::embedding(embed, 20, 12, 2)), Shape, "embed_tokens.lora_embedding_B", "[12, 2]", "[8, 2]");
+    refused!(plan(Lora::linear("lm_head", 8, 24, 2)), Shape, "lm_head.lora_B", "[24, 2]", "[20, 2]");
+    // The factors of half an input are not those of a rank: files hold whole ones.
+    let (half, _) = TOY.model(1, 2);
+    let sharded = adapter(&[Lora::linear(o, 8, 8, 2)]);
+    refused!(sharded.plan(&half, DType::F32), Shape, "[2, 8]", "[2, 16]");
+}
+
+#[test]
+fn weights_must_be_finite() {
+    let (model, _) = TOY.model(0, 1);
+    let write = |path: &str, from: DType, to: DType, index: usize, value: f32| {
+        let mut module = match path {
+            "model.embed_tokens" => Lora::embedding(path, 20, 8, 2),
+            _ => Lora::linear(path, 8, 20, 2),
+        };
+        module.a[index] = value;
+        let adapter = adapter(&[module.dtype(from)]);
+        let image = adapter.plan(&model, to).unwrap();
+        image.write_to(&mut vec![0; image.bytes()])
+    };
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let result = write("lm_head", dtype, DType::BF16, 11, value);
+            refused!(result, Unrepresentable, "lm_head.lora_A.weight", value.to_string(), "[1, 3]", "bf16");
+            let result = write("model.embed_tokens", dtype, DType::F32, 25, value);
+            refused!(result, Unrepresentable, "embed_tokens.lora_embedding_A", value.to_string(), "[1, 5]", "f32");
+        }
+    }
+    assert!(write("lm_head", DType::F32, DType::F16, 0, 65504.0).is_ok());
+    refused!(write("lm_head", DType::F32, DType::F16, 0, 65520.0), Unrepresentable, "65520", "f16");
+    refused!(write("lm_head", DType::BF16, DType::F16, 0, -1e30), Unrepresentable, "[0, 0]", "f16");
+    assert!(write("lm_head", DType::F32, DType::BF16, 0, 3e38).is_ok());
+    refused!(write("lm_head", DType::F32, DType::BF16, 0, f32::MAX), Unrepresentable, "bf16");
+}
+
+#[test]
+fn weights_are_rounded_once_to_the_nearest() {
+    let model = model(&["x"]);
+    let values: [f32; 8] = [1.0, 1.003_906_3, 1.003_906_4, 1.011_718_8, 1e-40, -0.0, 0.1, 65_504.0];
+    let tensors =
+        [("x.lora_A.weight", tensor(DType::F32, &[1, 8], &values)), ("x.lora_B.weight", crate::ones(&[8, 1]))];
+    let adapter = Adapter::from_tensors(CONFIG, tensors.map(|(key, tensor)| (key.to_owned(), tensor))).unwrap();
+    let row = |dtype| {
+        let image = adapter.plan(&model, dtype).unwrap();
+        let mut block = vec![0; image.bytes()];
+        image.write_to(&mut block).unwrap();
+        block[..8 * dtype.bytes()].to_vec()
+    };
+    assert_eq!(row(DType::F32), bytemuck::cast_slice::<_, u8>(&values));
+    assert_eq!(row(DType::BF16), bytemuck::cast_slice::<_, u8>(&values.map(bf16::from_f32)));
+    assert_eq!(row(DType::F16), bytemuck::cast_slice::<_, u8>(&values.map(f16::from_f32)));
+    // Ties to even, by hand: 1 + 2⁻⁸ goes down, anything above it up, 1 + 3 · 2⁻⁸ up.
+    let by_hand = [0x3f80_u16, 0x3f80, 0x3f81, 0x3f82].map(u16::to_le_bytes).concat();
+    assert_eq!(row(DType::BF16)[..8], by_hand);
+}
+
+#[test]
+fn ranks_beyond_a_table_are_an_error() {
+    let (model, _) = TOY.model(0, 1);
+    let adapter = adapter(&[Lora::linear("lm_head", 8, 20, 9)]);
+    let mut table = WeightTable::<f32>::new(&model, 1, 8);
+    let result = table.load(Slot::new(0), &adapter.plan(&model, DType::F32).unwrap());
+    refused!(result, Slot, "rank 9", "up to 8");
+}

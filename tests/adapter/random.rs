@@ -1,0 +1,383 @@
+//! Random adapters, whole and broken, and random bytes.
+
+use std::collections::BTreeMap;
+
+use aril::{
+    DType, Element,
+    adapter::{Adapter, AdapterError, ImageEntry, ModuleKind, SlotImage},
+};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+use crate::{
+    adapters::{Lora, Parts, parts, safetensors_bytes, tensor, write, write_sharded},
+    fuzz, refused,
+    toy::{Place, Toy},
+};
+
+/// A model, an adapter of it, and how that one is spelled and stored.
+#[derive(Clone, Debug)]
+struct Case {
+    toy: Toy,
+    size: usize,
+    /// Module by module; a fused one stands for all slices of its layer.
+    modules: Vec<Lora>,
+    lora_alpha: f64,
+    prefix: &'static str,
+    infix: &'static str,
+    storage: Storage,
+    dtype: DType,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Storage {
+    Memory,
+    File,
+    Shards,
+}
+
+fn dtypes() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)]
+}
+
+fn toys() -> impl Strategy<Value = Toy> {
+    (1..=2_usize, 1..=3_usize, 1..=3_usize, 0..=2_u32, 1..=2_usize, 1..=3_usize, 1..=9_usize).prop_map(
+        |(layers, hidden, q, kv_heads, head, inter, vocab)| {
+            let kv_heads = 1 << kv_heads;
+            let [hidden, q, inter, vocab] = [hidden, q, inter, vocab].map(|fourth| 4 * fourth);
+            Toy { layers, hidden, q, kv_heads, kv: kv_heads * head, inter, vocab }
+        },
+    )
+}
+
+/// The rank, type and alpha of a module, if it is adapted.
+type Choice = Option<(usize, DType, Option<f64>)>;
+
+fn cases() -> impl Strategy<Value = Case> {
+    let alphas = || (1..=64_u32).prop_map(|alpha| f64::from(alpha) / 2.0);
+    let choice = proptest::option::of((1..=9_usize, dtypes(), proptest::option::of(alphas())));
+    let choices = proptest::collection::vec(choice, 16);
+    let fused = proptest::collection::vec(any::<bool>(), 4);
+    let prefixes =
+        prop_oneof![Just("base_model.model."), Just(""), Just("module.base_model.model."), Just("_orig_mod.")];
+    let infixes = prop_oneof![Just(""), Just("default")];
+    let storage = prop_oneof![Just(Storage::Memory), Just(Storage::File), Just(Storage::Shards)];
+    let model = (toys(), prop_oneof![Just(1_usize), Just(2), Just(4)]);
+    (model, choices, fused, alphas(), prefixes, infixes, storage, dtypes(), any::<u32>()).prop_map(
+        |((toy, size), choices, fused, lora_alpha, prefix, infix, storage, dtype, seed)| {
+            let modules = choose(&toy, &choices, &fused, seed);
+            Case { toy, size, modules, lora_alpha, prefix, infix, storage, dtype }
+        },
+    )
+}
+
+fn choose(toy: &Toy, choices: &[Choice], fused: &[bool], mut seed: u32) -> Vec<Lora> {
+    let mut value = || {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        f32::from(u16::try_from(seed >> 16).unwrap()) / 1024.0 - 32.0
+    };
+    let mut make = |module: &Lora, (rank, dtype, alpha): (usize, DType, Option<f64>)| {
+        let new = if module.kind == ModuleKind::Embedding { Lora::embedding } else { Lora::linear };
+        let module = new(module.path.clone(), module.in_features, module.out_features, rank);
+        Lora { alpha, ..module.dtype(dtype).fill(&mut value) }
+    };
+    let candidates = candidates(&toy.places(1), fused);
+    let chosen = candidates.iter().zip(choices).filter_map(|(module, choice)| Some(make(module, (*choice)?)));
+    let modules: Vec<_> = chosen.collect();
+    if modules.is_empty() { vec![make(&candidates[0], (2, DType::F32, None))] } else { modules }
+}
+
+/// What an adapter of the model could adapt: a layer's slices, or all of them as one.
+fn candidates(mut places: &[Place], fused: &[bool]) -> Vec<Lora> {
+    let mut fused = fused.iter();
+    let mut candidates = Vec::new();
+    while let Some(first) = places.first() {
+        let (parent, name) = first.path.rsplit_once('.').unwrap_or(("", &first.path));
+        let (slices, fused_name) = match name {
+            "q_proj" => (3, "qkv_proj"),
+            "gate_proj" => (2, "gate_up_proj"),
+            _ => (1, ""),
+        };
+        let (layer, rest) = places.split_at(slices);
+        places = rest;
+        if slices > 1 && fused.next() == Some(&true) {
+            let out_features = layer.iter().map(|place| place.out_features).sum();
+            candidates.push(Lora::linear(format!("{parent}.{fused_name}"), first.in_features, out_features, 0));
+            continue;
+        }
+        candidates.extend(layer.iter().map(|place| {
+            let new = if place.is_embedding() { Lora::embedding } else { Lora::linear };
+            new(place.path.clone(), place.in_features, place.out_features, 0)
+        }));
+    }
+    candidates
+}
+
+/// A factor, row by row, as a block has it.
+type Rows = Vec<Vec<f32>>;
+
+impl Case {
+    fn parts(&self) -> Parts {
+        let (config, tensors) = parts(self.lora_alpha, &self.modules);
+        let respell = |key: String| {
+            let key = key.replacen("base_model.model.", self.prefix, 1);
+            match (self.infix, key.strip_suffix(".weight")) {
+                ("", _) => key,
+                (infix, Some(factor)) => format!("{factor}.{infix}.weight"),
+                (infix, None) => format!("{key}.{infix}"),
+            }
+        };
+        (config, tensors.into_iter().map(|(key, tensor)| (respell(key), tensor)).collect())
+    }
+
+    fn adapter(&self) -> Result<Adapter, AdapterError> {
+        let dir = tempfile::tempdir().unwrap();
+        let parts = self.parts();
+        match self.storage {
+            Storage::Memory => return Adapter::from_tensors(&parts.0, parts.1),
+            Storage::File => write(dir.path(), &parts),
+            Storage::Shards => write_sharded(dir.path(), &parts),
+        }
+        Adapter::open(dir.path())
+    }
+
+    /// What a rank should hold of every slice: its path, scaling, and factors.
+    fn expected(&self, rank: usize) -> BTreeMap<String, (f32, Rows, Rows)> {
+        let places = self.toy.places(self.size);
+        let mut expected = BTreeMap::new();
+        for module in &self.modules {
+            let (parent, name) = module.path.rsplit_once('.').unwrap_or(("", &module.path));
+            let slices: &[&str] = match name {
+                "qkv_proj" => &["q_proj", "k_proj", "v_proj"],
+                "gate_up_proj" => &["gate_proj", "up_proj"],
+                name => &[name],
+            };
+            let mut first_row = 0;
+            for slice in slices {
+                let path = if parent.is_empty() { (*slice).to_owned() } else { format!("{parent}.{slice}") };
+                let place = places.iter().find(|place| place.path == path).unwrap();
+                let (inputs, outputs) = place.ranges(rank, self.size);
+                let a = |row: usize, col: usize| module.a[row * module.in_features + col];
+                let b = |row: usize, col: usize| module.b[(first_row + row) * module.rank + col];
+                let a = if place.is_embedding() {
+                    inputs.map(|token| (0..module.rank).map(|row| a(row, token)).collect()).collect()
+                } else {
+                    (0..module.rank).map(|row| inputs.clone().map(|col| a(row, col)).collect()).collect()
+                };
+                let b = outputs.map(|row| (0..module.rank).map(|col| b(row, col)).collect()).collect();
+                let alpha = module.alpha.unwrap_or(self.lora_alpha);
+                #[expect(clippy::cast_possible_truncation, reason = "as f32 as the library's")]
+                let scaling = (alpha / f64::from(u8::try_from(module.rank).unwrap())) as f32;
+                expected.insert(path, (scaling, a, b));
+                first_row += place.out_features;
+            }
+        }
+        expected
+    }
+}
+
+/// Reads a factor out of a block, and notes which bytes of the block are spoken for.
+fn read<T: Element>(block: &[u8], begin_elems: usize, shape: (usize, usize), used: &mut [bool]) -> Rows {
+    let (rows, cols) = shape;
+    let row_bytes = (cols * size_of::<T>()).next_multiple_of(16);
+    let begin = begin_elems * size_of::<T>();
+    assert_eq!(begin % 16, 0);
+    used[begin..begin + rows * row_bytes].fill(true);
+    let mut factor = Vec::new();
+    for row in block[begin..begin + rows * row_bytes].chunks(row_bytes) {
+        let (values, padding) = row.split_at(cols * size_of::<T>());
+        assert!(padding.iter().all(|&byte| byte == 0));
+        let values = values.chunks(size_of::<T>()).map(|bytes| bytemuck::pod_read_unaligned::<T>(bytes).to_f32());
+        factor.push(values.collect());
+    }
+    factor
+}
+
+fn check<T: Element>(case: &Case, rank: usize, image: &SlotImage<'_>) {
+    let (model, table) = case.toy.model(rank, case.size);
+    let mut block = vec![0xa5; image.bytes()];
+    image.write_to(&mut block).unwrap();
+    let mut used = vec![false; block.len()];
+    let expected = case.expected(rank);
+    assert_eq!(image.entries().len(), expected.len());
+    assert_eq!(image.num_entries(), model.num_entries());
+    for (path, (scaling, a, b)) in expected {
+        let is_its = |entry: &&ImageEntry| entry.entry == table[&path];
+        let entry = image.entries().iter().find(is_its).unwrap();
+        let round = |factor: Rows| -> Rows {
+            factor.into_iter().map(|row| row.into_iter().map(|value| T::from_f32(value).to_f32()).collect()).collect()
+        };
+        assert_eq!(entry.scaling, scaling, "{path}");
+        assert_eq!(entry.rank, b[0].len(), "{path}");
+        assert_eq!(read::<T>(&block, entry.a_elems, (a.len(), a[0].len()), &mut used), round(a), "{path}");
+        assert_eq!(read::<T>(&block, entry.b_elems, (b.len(), b[0].len()), &mut used), round(b), "{path}");
+    }
+    assert!(used.iter().all(|&used| used), "the block has gaps");
+}
+
+/// A way to break an adapter. The numbers choose a module and a place in it.
+#[derive(Clone, Debug)]
+enum Break {
+    DropTensor(prop::sample::Index),
+    SwapShape(prop::sample::Index),
+    AddKey(&'static str),
+    RepeatKey(prop::sample::Index),
+    SetField(&'static str),
+    DropField(&'static str),
+    WrongBase,
+    NotFinite(prop::sample::Index, prop::sample::Index, f32),
+}
+
+fn breaks() -> impl Strategy<Value = Break> {
+    use prop::sample::{Index, select};
+    prop_oneof![
+        any::<Index>().prop_map(Break::DropTensor),
+        any::<Index>().prop_map(Break::SwapShape),
+        select(&["lora_C.weight", "weight", "lora_A", "x.lora_A.weight"][..]).prop_map(Break::AddKey),
+        any::<Index>().prop_map(Break::RepeatKey),
+        select(
+            &["use_dora", "lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "layer_replication", "tomorrow"]
+                [..]
+        )
+        .prop_map(Break::SetField),
+        select(&["peft_type", "lora_alpha"][..]).prop_map(Break::DropField),
+        Just(Break::WrongBase),
+        (any::<Index>(), any::<Index>(), select(&[f32::NAN, f32::INFINITY][..]))
+            .prop_map(|(module, weight, value)| Break::NotFinite(module, weight, value)),
+    ]
+}
+
+fn load((config, tensors): Parts) -> Result<Adapter, AdapterError> {
+    Adapter::from_tensors(&config, tensors)
+}
+
+fn break_and_load(case: &Case, how: Break) {
+    let (model, _) = case.toy.model(0, 1);
+    let (config, mut tensors) = case.parts();
+    let mut fields: serde_json::Value = serde_json::from_str(&config).unwrap();
+    let fields = fields.as_object_mut().unwrap();
+    let plan = |adapter: Adapter| adapter.plan(&model, case.dtype).map(|image| image.bytes());
+    match how {
+        Break::DropTensor(index) => {
+            let index = index.index(tensors.len());
+            tensors.remove(index);
+            let partner = &tensors[index - index % 2].0.clone();
+            refused!(load((config, tensors)), MissingFactor, format!("`{partner}`"));
+        }
+        Break::SwapShape(index) => {
+            let (key, swapped) = tensors.get_mut(index.index(case.modules.len() * 2)).unwrap();
+            let (rows, cols) = (swapped.shape()[0], swapped.shape()[1]);
+            if rows == cols {
+                return;
+            }
+            *swapped = tensor(swapped.dtype(), &[cols, rows], &vec![0.0; rows * cols]);
+            let stem = key.split(".lora").next().unwrap().to_owned();
+            let error = load((config, tensors)).and_then(plan).unwrap_err();
+            assert!(matches!(error, AdapterError::RankMismatch { .. } | AdapterError::Shape { .. }), "{error:?}");
+            assert!(error.to_string().contains(&stem), "{error}");
+        }
+        Break::AddKey(end) => {
+            let key = format!("base_model.model.model.layers.0.nowhere.{end}");
+            tensors.push((key.clone(), crate::ones(&[1, 1])));
+            let error = load((config, tensors)).and_then(plan).unwrap_err();
+            assert!(error.to_string().contains(&key), "{error}");
+        }
+        Break::RepeatKey(index) => {
+            let (key, same) = tensors[index.index(tensors.len())].clone();
+            let again = format!("module.{key}");
+            tensors.push((again.clone(), same));
+            refused!(load((config, tensors)), Duplicate, format!("`{again}`"), format!("`{key}`"));
+        }
+        Break::SetField(field) => {
+            fields.insert(field.to_owned(), true.into());
+            refused!(
+                load((serde_json::to_string(fields).unwrap(), tensors)),
+                UnsupportedField,
+                format!("`{field}`"),
+                "true"
+            );
+        }
+        Break::DropField(field) => {
+            fields.remove(field);
+            refused!(load((serde_json::to_string(fields).unwrap(), tensors)), MissingField, format!("`{field}`"));
+        }
+        Break::WrongBase => {
+            let (hidden, q) = (case.toy.hidden + 4, case.toy.q + 4);
+            let (other, _) = Toy { hidden, q, ..case.toy.clone() }.model(0, 1);
+            let adapter = load((config, tensors)).unwrap();
+            refused!(adapter.plan(&other, case.dtype), Shape, "but the model needs");
+        }
+        Break::NotFinite(module, weight, value) => {
+            let mut modules = case.modules.clone();
+            let module = &mut modules[module.index(case.modules.len())];
+            let weight = weight.index(module.a.len() + module.b.len());
+            let a_len = module.a.len();
+            *(if weight < a_len { &mut module.a[weight] } else { &mut module.b[weight - a_len] }) = value;
+            let path = module.path.clone();
+            let adapter = load(parts(case.lora_alpha, &modules)).unwrap();
+            let image = adapter.plan(&model, case.dtype).unwrap();
+            let result = image.write_to(&mut vec![0; image.bytes()]);
+            refused!(result, Unrepresentable, path, value.to_string());
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn images_are_naive_packings(case in cases()) {
+        let adapter = case.adapter().unwrap();
+        prop_assert_eq!(adapter.modules().len(), case.modules.len());
+        for rank in 0..case.size {
+            let (model, _) = case.toy.model(rank, case.size);
+            let image = adapter.plan(&model, case.dtype).unwrap();
+            match case.dtype {
+                DType::BF16 => check::<bf16>(&case, rank, &image),
+                DType::F16 => check::<f16>(&case, rank, &image),
+                _ => check::<f32>(&case, rank, &image),
+            }
+        }
+    }
+
+    #[test]
+    fn broken_adapters_are_refused(case in cases(), how in breaks()) {
+        break_and_load(&case, how);
+    }
+
+    /// Whatever one rank refuses to plan, all refuse, in the same words.
+    #[test]
+    fn ranks_agree_on_what_they_refuse(case in cases(), hidden in 1..=3_usize, kv in 1..=2_usize, layers in 1..=2_usize) {
+        let toy = Toy { hidden: 4 * hidden, kv: case.toy.kv_heads * kv, layers, ..case.toy.clone() };
+        let adapter = case.adapter().unwrap();
+        let verdict = |rank| adapter.plan(&toy.model(rank, case.size).0, case.dtype).map(drop).map_err(|e| e.to_string());
+        for rank in 1..case.size {
+            prop_assert_eq!(verdict(rank), verdict(0));
+        }
+    }
+
+    #[test]
+    fn truncated_and_altered_files_do_not_panic(
+        case in cases(),
+        len in any::<prop::sample::Index>(),
+        edits in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+    ) {
+        let (config, tensors) = case.parts();
+        let mut file = safetensors_bytes(&tensors);
+        file.truncate(len.index(file.len()) + 1);
+        for (at, byte) in &edits {
+            let at = at.index(file.len());
+            file[at] = *byte;
+        }
+        fuzz::load(config.as_bytes(), &file);
+        let mut config = config.into_bytes();
+        for (at, byte) in edits {
+            let at = at.index(config.len());
+            config[at] = byte;
+        }
+        fuzz::load(&config, &safetensors_bytes(&tensors));
+    }
+
+    #[test]
+    fn arbitrary_bytes_do_not_panic(data in proptest::collection::vec(any::<u8>(), 0..512)) {
+        fuzz::run(&data);
+    }
+}

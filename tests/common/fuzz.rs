@@ -1,0 +1,38 @@
+//! What must not panic, whatever the bytes: loading, planning and packing an adapter.
+
+use std::fs;
+
+use aril::{
+    DType,
+    adapter::Adapter,
+    model::{Linear, ModelSpec, Parallel, TpRank},
+};
+
+/// Takes two bytes for the length of the configuration, then the configuration, then the weight file.
+pub(crate) fn run(data: &[u8]) {
+    let Some((&[low, high], rest)) = data.split_first_chunk() else { return };
+    let (config, weights) = rest.split_at(usize::from(u16::from_le_bytes([low, high])).min(rest.len()));
+    load(config, weights);
+}
+
+/// Loads an adapter from the bytes of its two files.
+pub(crate) fn load(config: &[u8], weights: &[u8]) {
+    let Ok(dir) = tempfile::tempdir() else { return };
+    let write = |name: &str, bytes| fs::write(dir.path().join(name), bytes).is_ok();
+    if !(write("adapter_config.json", config) && write("adapter_model.safetensors", weights)) {
+        return;
+    }
+    let Ok(adapter) = Adapter::open(dir.path()) else { return };
+    // A model that the adapter fits, as far as there can be one.
+    let Ok(rank) = TpRank::new(1, 2) else { return };
+    let mut model = ModelSpec::new(rank);
+    for module in adapter.modules() {
+        let (inputs, outputs) = (module.in_features(), module.out_features());
+        let layer = |parallel| Linear::new("", parallel, inputs).slice(module.path(), outputs);
+        let _ = model.linear(layer(Parallel::Column)).or_else(|_| model.linear(layer(Parallel::Replicated)));
+    }
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let Ok(image) = adapter.plan(&model, dtype) else { continue };
+        let _ = image.write_to(&mut vec![0; image.bytes()]);
+    }
+}

@@ -1,0 +1,185 @@
+//! What a launch must not do: allocate on the host, touch the engine's context, mind what else runs.
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    cell::Cell,
+};
+
+use aril::{Slot, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch};
+use cudarc::driver::result;
+
+use crate::{
+    common::cases::{Case, Dtype, Op, Subject, Values},
+    device::Gpu,
+    operations::{Raw, Safe},
+};
+
+/// Counts this thread's allocations.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+// SAFETY: the system's allocator, counted.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's obligations.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's obligations.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Runs `f` and says how often this thread allocated meanwhile.
+pub fn allocations(f: impl FnOnce()) -> usize {
+    let before = ALLOCATIONS.with(Cell::get);
+    f();
+    ALLOCATIONS.with(Cell::get) - before
+}
+
+fn case(slots: Vec<i32>) -> Case {
+    Case {
+        op: Op::Linear { in_features: 320, slices: vec![256, 64, 64] },
+        dtype: Dtype::BF16,
+        values: Values::Rounded,
+        adapters: vec![vec![16, 8, 4], vec![64, 64, 64], vec![3, 0, 5]],
+        empty_slots: 1,
+        slots,
+        half_scales: None,
+        x_offset: 0,
+        x_gap: 0,
+        y_offset: 0,
+        y_gap: 0,
+        seed: 3,
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_launch_allocates_nothing_on_the_host() {
+    use aril::cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace};
+    use aril::model::{Linear, ModelSpec, Parallel, TpRank};
+
+    let gpu = Gpu::new();
+    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let linear_id = model.linear(Linear::new("m", Parallel::Replicated, 64).slice("q", 64)).unwrap();
+    let embedding_id = model.embedding("embed", 10, 64).unwrap();
+    let capacity = Capacity { max_tokens: 32, num_slots: 4, max_rank: 16 };
+    let weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 16, stream).unwrap();
+    let mut routing = Routing::new(kernels, capacity, 64, stream).unwrap();
+    let linear = LoraLinear::<f32>::new(kernels, &model, linear_id, capacity).unwrap();
+    let embedding = LoraEmbedding::<f32>::new(kernels, &model, embedding_id, capacity).unwrap();
+    let mut workspace = Workspace::new(kernels, linear.plan().workspace_bytes(), stream).unwrap();
+    let (x, mut y, ids) = (gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1_i32; 32]));
+    let (slots, scales) = ([Slot::new(1); 32], [2.0; 32]);
+    let mut step = || {
+        let batch = Batch::new(&slots).with_scales(&scales).unwrap();
+        let batch = routing.update(&batch, stream).unwrap();
+        let x = Matrix::new(x.view(), 32, 64).unwrap();
+        let y_matrix = MatrixMut::new(y.view_mut(), 32, 64).unwrap();
+        linear.add_delta(x, y_matrix, &weights, &batch, &mut workspace, stream).unwrap();
+        let y_matrix = MatrixMut::new(y.view_mut(), 32, 64).unwrap();
+        embedding.add_delta(&ids.view(), y_matrix, &weights, &batch, stream).unwrap();
+    };
+    step();
+    assert_eq!(allocations(|| (0..20).for_each(|_| step())), 0);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_engines_context_is_left_as_it_was() {
+    let gpu = Gpu::new();
+    let case = case(vec![0, 1, 2, -1, 0]);
+    let world = case.world::<half::bf16>();
+    let tracking = (gpu.context.is_in_multi_stream_mode(), gpu.context.is_event_tracking());
+    let first = Safe { gpu: &gpu, apart: false }.run(&case, &world);
+    assert_eq!(tracking, (gpu.context.is_in_multi_stream_mode(), gpu.context.is_event_tracking()));
+    assert_eq!(result::ctx::get_current().unwrap(), Some(gpu.context.cu_ctx()));
+    // cudarc's own use of the context goes on.
+    let other = gpu.stream.clone_htod(&[1.0_f32, 2.0]).unwrap();
+    assert_eq!(gpu.stream.clone_dtoh(&other).unwrap(), [1.0, 2.0]);
+    gpu.synchronize();
+    let again = Safe { gpu: &gpu, apart: false }.run(&case, &world);
+    assert_eq!(bytemuck::cast_slice::<_, u8>(&first), bytemuck::cast_slice::<_, u8>(&again));
+}
+
+/// A thread without the kernels' context is refused at the raw door, and nothing runs in another device or context.
+#[test]
+#[ignore = "needs a GPU"]
+fn another_context_is_refused() {
+    let gpu = Gpu::new();
+    let capacity = Capacity { max_tokens: 4, num_slots: 1, max_rank: 1 };
+    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    // SAFETY: the memory outlives the routing and is used on one stream.
+    let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
+    std::thread::scope(|scope| {
+        let stream = gpu.raw_stream();
+        let refused = scope.spawn(move || {
+            // SAFETY: the stream is alive and not capturing.
+            let error = unsafe { routing.update(&Batch::new(&[Slot::BASE]), stream) }.unwrap_err();
+            assert!(matches!(error, LaunchError::WrongContext { operand: "the thread" }), "{error}");
+            assert!(matches!(Kernels::load(), Err(LaunchError::WrongContext { .. })));
+        });
+        refused.join().unwrap();
+    });
+}
+
+/// A raw allocation of the driver's and a context that is not the device's primary one do as well as cudarc's.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_context_of_the_engines_own() {
+    let case = case(vec![2, 1, 0, 0, -1]);
+    let world = case.world::<half::bf16>();
+    let expected = Raw { gpu: &Gpu::new(), padded_tokens: 0, captured: false }.run(&case, &world);
+    let context = cudarc::driver::CudaContext::new_non_primary(0, 0).unwrap();
+    context.bind_to_thread().unwrap();
+    let gpu = Gpu::in_context(context);
+    let got = Raw { gpu: &gpu, padded_tokens: 0, captured: true }.run(&case, &world);
+    assert_eq!(bytemuck::cast_slice::<_, u8>(&got), bytemuck::cast_slice::<_, u8>(&expected));
+}
+
+/// Two threads, each with a stream and memory of its own, share the kernels, while the caches are swept.
+#[test]
+#[ignore = "needs a GPU"]
+fn threads_and_streams_do_not_meet() {
+    let expected = {
+        let gpu = Gpu::new();
+        [vec![0, 1, 2], vec![1; 300]].map(|slots| {
+            let case = case(slots);
+            (Raw { gpu: &gpu, padded_tokens: 0, captured: false }.run(&case, &case.world::<half::bf16>()), case)
+        })
+    };
+    std::thread::scope(|scope| {
+        for (expected, case) in &expected {
+            scope.spawn(move || {
+                let gpu = Gpu::new();
+                let sweep = [gpu.upload(&vec![0_u8; 64 << 20]), gpu.upload(&vec![0_u8; 64 << 20])];
+                let world = case.world::<half::bf16>();
+                for round in 0..30 {
+                    // SAFETY: both are as large, and alive until the stream is synchronized.
+                    unsafe {
+                        result::memcpy_dtod_async(
+                            sweep[0].address(),
+                            sweep[1].address(),
+                            64 << 20,
+                            gpu.stream.cu_stream(),
+                        )
+                    }
+                    .unwrap();
+                    let got = Raw { gpu: &gpu, padded_tokens: 0, captured: false }.run(case, &world);
+                    let same = got.iter().zip(expected).all(|(a, b)| a.to_f32().to_bits() == b.to_f32().to_bits());
+                    assert!(same, "round {round}");
+                }
+            });
+        }
+    });
+}
