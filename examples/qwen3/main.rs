@@ -6,6 +6,8 @@
 mod checkpoint;
 mod config;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
 mod error;
 mod forward;
@@ -27,6 +29,8 @@ use aril::{DType, Element, Slot, adapter::Adapter};
 use clap::{Parser, ValueEnum};
 use half::{bf16, f16};
 
+#[cfg(feature = "cuda")]
+use self::cuda::Cuda;
 use self::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
@@ -241,6 +245,10 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
 }
 
 fn default_device() -> DeviceArg {
+    #[cfg(feature = "cuda")]
+    if cuda::device_count() > 0 {
+        return DeviceArg::Cuda(0);
+    }
     DeviceArg::Cpu
 }
 
@@ -274,10 +282,26 @@ impl Job {
                 DType::F32 => self.run_on(&Cpu::<f32>::default(), &Cpu::default()),
                 _ => bail!("{dtype} is not implemented"),
             },
-            device @ DeviceArg::Cuda(_) => {
-                bail!("--device {device}: this build has no CUDA; build it with `--features cuda`")
+            DeviceArg::Cuda(ordinal) => {
+                self.run_on_cuda(ordinal, dtype).context(format_args!("--device {}", self.device))
             }
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn run_on_cuda(&self, ordinal: usize, dtype: DType) -> Result<Outcome> {
+        let reference = Cuda::<f32>::new(ordinal)?;
+        match dtype {
+            DType::BF16 => self.run_on(&Cuda::<bf16>::new(ordinal)?, &reference),
+            DType::F16 => self.run_on(&Cuda::<f16>::new(ordinal)?, &reference),
+            DType::F32 => self.run_on(&reference, &reference),
+            _ => bail!("{dtype} is not implemented"),
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn run_on_cuda(&self, _: usize, _: DType) -> Result<Outcome> {
+        bail!("this build has no CUDA; build it with `--features cuda`")
     }
 
     fn run_on<D: Device, R: Device<Elem = f32>>(&self, device: &D, reference: &R) -> Result<Outcome> {
