@@ -23,14 +23,14 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 /// Partial sums of a split `k` stay `f32`, so that the result is rounded once.
 const REDUCTION_SCHEMES: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
-/// Of `cublasOperation_t`, which cudarc has no part of here.
+/// A `cublasOperation_t`, which cudarc has no part of here.
 const CUBLAS_OP_T: i32 = 1;
 
 /// `x Wᵀ` on one stream.
 pub(super) struct Gemm {
-    library: Owned<sys::cublasLtHandle_t>,
     operation: Owned<sys::cublasLtMatmulDesc_t>,
     preference: Owned<sys::cublasLtMatmulPreference_t>,
+    library: Owned<sys::cublasLtHandle_t>,
     element: sys::cudaDataType,
     workspace: CudaSlice<u8>,
     stream: Arc<CudaStream>,
@@ -40,9 +40,7 @@ impl Gemm {
     pub(super) fn new(dtype: DType, stream: &Arc<CudaStream>) -> Result<Self> {
         // SAFETY: looks for a library and loads it, which has no preconditions.
         if !unsafe { sys::is_culib_present() } {
-            bail!(
-                "cuBLASLt was not found: `libcublasLt.so` of the CUDA toolkit must be where the linker looks for libraries"
-            );
+            bail!("cuBLASLt was not found: add the folder of the CUDA toolkit's `libcublasLt.so` to LD_LIBRARY_PATH");
         }
         let element = match dtype {
             DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
@@ -54,25 +52,23 @@ impl Gemm {
 
         let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F);
         let operation = Owned(result::create_matmul_desc(compute, scale)?, result::destroy_matmul_desc);
-        let transposed = CUBLAS_OP_T;
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-        // SAFETY: the attribute has the type of the value.
-        unsafe {
-            result::set_matmul_desc_attribute(operation.0, attribute, address(&transposed), size_of_val(&transposed))
-        }?;
+        let (value, bytes) = (address(&CUBLAS_OP_T), size_of_val(&CUBLAS_OP_T));
+        // SAFETY: the attribute is a `cublasOperation_t`.
+        unsafe { result::set_matmul_desc_attribute(operation.0, attribute, value, bytes) }?;
 
         let preference = Owned(result::create_matmul_pref()?, result::destroy_matmul_pref);
         let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         let (value, bytes) = (address(&WORKSPACE_BYTES), size_of_val(&WORKSPACE_BYTES));
-        // SAFETY: as above.
+        // SAFETY: the attribute is a `size_t`.
         unsafe { result::set_matmul_pref_attribute(preference.0, attribute, value, bytes) }?;
         let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
         let (value, bytes) = (address(&REDUCTION_SCHEMES), size_of_val(&REDUCTION_SCHEMES));
-        // SAFETY: as above.
+        // SAFETY: the attribute is a `uint32_t`.
         unsafe { result::set_matmul_pref_attribute(preference.0, attribute, value, bytes) }?;
 
         let workspace = stream.alloc_zeros(WORKSPACE_BYTES).memory_for("the workspace of cuBLASLt")?;
-        Ok(Self { library, operation, preference, element, workspace, stream: stream.clone() })
+        Ok(Self { operation, preference, library, element, workspace, stream: stream.clone() })
     }
 
     /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`.
