@@ -320,6 +320,14 @@ fn requests_that_cannot_be_served_are_named() {
 }
 
 #[test]
+fn a_request_whose_activations_overflow_is_named() {
+    let files = Files::new();
+    let huge = json!({ "adapter": "r8-all", "prompt": "Hello", "scale": 1e38 });
+    let requests = files.requests(&json!([{ "prompt": "Hello" }, huge]));
+    refuses(["--requests", &requests, "--dtype", "f16"], &["request 1", "overflow f16"]);
+}
+
+#[test]
 fn adapters_that_cannot_be_served_are_named() {
     let files = Files::new();
     let good = fixture("adapters/r8-all").display().to_string();

@@ -108,7 +108,7 @@ impl Checkpoint {
             Dtype::F32 => widen::<f32>(bytes),
             other => bail!("{} is {other:?}; BF16, F16 and F32 are implemented", subject()),
         };
-        match values.par_iter().position_first(|value| !value.is_finite()) {
+        match position(&values, |value| !value.is_finite()) {
             Some(index) => bail!("{} holds {} at element {index}", subject(), values[index]),
             None => Ok(values),
         }
@@ -215,11 +215,19 @@ impl<'a> Weights<'a> {
 }
 
 fn narrow<T: Element>(name: &str, values: &[f32]) -> Result<Vec<T>> {
-    let narrowed: Vec<T> = values.par_iter().map(|&value| T::from_f32(value)).collect();
-    match narrowed.par_iter().position_first(|value| !value.to_f32().is_finite()) {
+    match position(values, |value| !T::from_f32(value).to_f32().is_finite()) {
         Some(index) => bail!("tensor `{name}` holds {}, which is too large for {}", values[index], T::DTYPE),
-        None => Ok(narrowed),
+        None => Ok(values.par_iter().map(|&value| T::from_f32(value)).collect()),
     }
+}
+
+/// Where the first value is that answers the description.
+fn position(values: &[f32], is_wanted: impl Fn(f32) -> bool + Sync) -> Option<usize> {
+    const CHUNK: usize = 1 << 14;
+    let holds_one = |chunk: &[f32]| chunk.iter().any(|&value| is_wanted(value));
+    let chunk = values.par_chunks(CHUNK).position_first(holds_one)?;
+    let within = values[chunk * CHUNK..].iter().position(|&value| is_wanted(value))?;
+    Some(chunk * CHUNK + within)
 }
 
 /// Adds `scale · scaling · B A` to a weight of `cols` columns.

@@ -1,8 +1,8 @@
 //! The forward's operations on the CPU.
 //!
 //! A token's result does not depend on what else is in the batch, bit for bit: every operation works on rows apart, and the GEMM
-//! always has the same shape. Weights are kept as `f32`, which is what the GEMM takes, whatever type they were rounded to: four
-//! bytes each.
+//! is made of products that always have the same shape. Weights are kept as `f32`, which is what the GEMM takes, whatever type they
+//! were rounded to: four bytes each.
 
 use std::{iter, marker::PhantomData, ops::Range};
 
@@ -56,7 +56,7 @@ impl<T: Element> Tensor<T> {
 impl<T: Element> Device for Cpu<T> {
     type Elem = T;
     type Tensor = Tensor<T>;
-    type Weight = Tensor<f32>;
+    type Weight = Weight;
     type Indices = Vec<u32>;
 
     fn tensor(&self, _rows: usize, cols: usize, values: &[T]) -> Result<Tensor<T>> {
@@ -67,8 +67,16 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols, data: vec![T::default(); rows * cols] })
     }
 
-    fn weight(&self, _rows: usize, cols: usize, values: Vec<T>) -> Result<Tensor<f32>> {
-        Ok(Tensor { cols, data: values.into_par_iter().map(T::to_f32).collect() })
+    fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Weight> {
+        let mut panels = vec![0.0; rows.next_multiple_of(PANEL_ROWS) * cols];
+        let panel_elems = PANEL_ROWS * cols;
+        panels.par_chunks_exact_mut(panel_elems).zip(values.par_chunks(panel_elems)).for_each(|(panel, values)| {
+            for (row, values) in values.chunks_exact(cols).enumerate() {
+                let column = panel[row..].iter_mut().step_by(PANEL_ROWS);
+                column.zip(values).for_each(|(out, value)| *out = value.to_f32());
+            }
+        });
+        Ok(Weight { rows, cols, panels })
     }
 
     fn indices(&self, values: &[u32]) -> Result<Vec<u32>> {
@@ -132,22 +140,32 @@ impl<T: Element> Device for Cpu<T> {
         Ok(layer.add_delta(bytemuck::cast_slice(ids), y, adapters, batch)?)
     }
 
-    fn embed(&self, table: &Tensor<f32>, ids: &Vec<u32>) -> Result<Tensor<T>> {
-        let data = ids.iter().flat_map(|&id| table.row(id)).map(|&value| T::from_f32(value)).collect();
+    fn embed(&self, table: &Weight, ids: &Vec<u32>) -> Result<Tensor<T>> {
+        let data = ids.iter().flat_map(|&id| table.row(id)).map(T::from_f32).collect();
         Ok(Tensor { cols: table.cols, data })
     }
 
-    fn gemm(&self, x: &Tensor<T>, weight: &Tensor<f32>) -> Result<Tensor<T>> {
-        let tiles = x.rows().div_ceil(TILE_ROWS);
-        let mut wide = vec![0.0; tiles * TILE_ROWS * x.cols];
+    fn gemm(&self, x: &Tensor<T>, weight: &Weight) -> Result<Tensor<T>> {
+        let rows = x.rows().next_multiple_of(TILE_ROWS);
+        let mut wide = vec![0.0; rows * x.cols];
         wide.par_iter_mut().zip(&x.data).for_each(|(wide, value)| *wide = value.to_f32());
-        let cols = weight.rows();
-        let mut y = vec![0.0; tiles * TILE_ROWS * cols];
-        for (x, y) in wide.chunks_exact(TILE_ROWS * x.cols).zip(y.chunks_exact_mut(TILE_ROWS * cols)) {
-            multiply_tile(x, weight, y);
-        }
-        y.truncate(x.rows() * cols);
-        Ok(Tensor { cols, data: y.into_par_iter().map(T::from_f32).collect() })
+        let panels = weight.panels.par_chunks_exact(PANEL_ROWS * weight.cols);
+        // Of each panel its own [rows, PANEL_ROWS].
+        let mut y = vec![0.0; panels.len() * rows * PANEL_ROWS];
+        y.par_chunks_exact_mut(rows * PANEL_ROWS).zip(panels).for_each(|(y, panel)| {
+            let tiles = wide.chunks_exact(TILE_ROWS * x.cols);
+            for (x_tile, y_tile) in tiles.zip(y.chunks_exact_mut(TILE_ROWS * PANEL_ROWS)) {
+                multiply(x_tile, panel, y_tile, x.cols);
+            }
+        });
+        let mut data = vec![T::default(); x.rows() * weight.rows];
+        data.par_chunks_exact_mut(weight.rows).enumerate().for_each(|(row, data)| {
+            for (panel, data) in data.chunks_mut(PANEL_ROWS).enumerate() {
+                let y = &y[(panel * rows + row) * PANEL_ROWS..];
+                data.iter_mut().zip(y).for_each(|(data, &y)| *data = T::from_f32(y));
+            }
+        });
+        Ok(Tensor { cols: weight.rows, data })
     }
 
     fn rms_norm(&self, x: &Tensor<T>, weight: &Tensor<T>, eps: f32) -> Result<Tensor<T>> {
@@ -206,13 +224,14 @@ impl<T: Element> Device for Cpu<T> {
         data.par_chunks_mut(heads.dim).enumerate().for_each(|(index, out)| {
             let (token, head) = (index / heads.query, index % heads.query);
             let query = &qkv.data[token * qkv.cols + head * heads.dim..][..heads.dim];
-            let kv_features = head / (heads.query / heads.kv) * heads.dim..;
+            let kv_start = head / (heads.query / heads.kv) * heads.dim;
+            let kv_features = kv_start..kv_start + heads.dim;
             let rows = places.first_rows[token]..=places.rows[token];
             let mut weights: Vec<f32> = rows
                 .clone()
                 .map(|row| {
                     let key = &cache.keys.row(row)[kv_features.clone()];
-                    round::<T>(round::<T>(query.iter().zip(key).map(|(q, k)| q.to_f32() * k.to_f32()).sum()) * scale)
+                    round::<T>(round::<T>(dot(query, key)) * scale)
                 })
                 .collect();
             softmax(&mut weights);
@@ -255,38 +274,55 @@ impl<T: Element> Device for Cpu<T> {
     }
 }
 
-/// Rows of every GEMM. The order in which `gemm` sums depends on the shape, so a fixed one, padded with zeros, is what makes a
-/// token's result the same in any company.
+/// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so that a fixed one is what
+/// makes a token's result the same in any company.
 const TILE_ROWS: usize = 16;
 
-/// `x Wᵀ` of one tile.
-fn multiply_tile(x: &[f32], weight: &Tensor<f32>, y: &mut [f32]) {
-    let (out_features, in_features) = (weight.rows(), weight.cols);
-    assert_eq!((x.len(), y.len()), (TILE_ROWS * in_features, TILE_ROWS * out_features));
-    let [in_stride, out_stride] = [in_features, out_features].map(usize::cast_signed);
-    // SAFETY: `y`, `weight` and `x` are dense matrices of exactly the extents given: W is [out, in], x is [TILE_ROWS, in] and y,
-    // which nothing else refers to, is [TILE_ROWS, out], by the assertion above. y is only written.
+/// Rows of the weight in every product.
+const PANEL_ROWS: usize = 64;
+
+/// A weight in the order in which products read it: panels of `PANEL_ROWS` rows, padded with zeros, each stored by columns.
+#[derive(Debug)]
+pub(crate) struct Weight {
+    rows: usize,
+    cols: usize,
+    panels: Vec<f32>,
+}
+
+impl Weight {
+    fn row(&self, row: u32) -> impl Iterator<Item = f32> {
+        let (panel, row) = (row as usize / PANEL_ROWS, row as usize % PANEL_ROWS);
+        self.panels[panel * PANEL_ROWS * self.cols + row..].iter().step_by(PANEL_ROWS).take(self.cols).copied()
+    }
+}
+
+/// `x Wᵀ` of a tile of tokens and a panel of a weight.
+fn multiply(x: &[f32], panel: &[f32], y: &mut [f32], cols: usize) {
+    assert_eq!((x.len(), panel.len(), y.len()), (TILE_ROWS * cols, PANEL_ROWS * cols, TILE_ROWS * PANEL_ROWS));
+    let [panel_stride, x_stride] = [PANEL_ROWS, cols].map(usize::cast_signed);
+    // SAFETY: by the assertion, x [TILE_ROWS, cols], the panel [cols, PANEL_ROWS] and y [TILE_ROWS, PANEL_ROWS] are dense matrices
+    // of just the extents and strides given. y is borrowed mutably, so nothing else refers to it, and it is only written.
     unsafe {
         gemm::gemm(
-            out_features,
+            PANEL_ROWS,
             TILE_ROWS,
-            in_features,
+            cols,
             y.as_mut_ptr(),
-            out_stride,
+            panel_stride,
             1,
             false,
-            weight.data.as_ptr(),
+            panel.as_ptr(),
+            panel_stride,
             1,
-            in_stride,
             x.as_ptr(),
-            in_stride,
+            x_stride,
             1,
             0.0,
             1.0,
             false,
             false,
             false,
-            gemm::Parallelism::Rayon(0),
+            gemm::Parallelism::None,
         );
     }
 }
@@ -296,9 +332,23 @@ fn round<T: Element>(value: f32) -> f32 {
     T::from_f32(value).to_f32()
 }
 
+/// A dot product in eight interleaved sums, so that it vectorizes.
+fn dot<T: Element>(a: &[T], b: &[T]) -> f32 {
+    debug_assert_eq!(a.len(), b.len(), "the tails must be of the same features");
+    let (a, a_tail) = a.as_chunks::<8>();
+    let (b, b_tail) = b.as_chunks::<8>();
+    let mut sums = [0.0; 8];
+    for (a, b) in a.iter().zip(b) {
+        for lane in 0..8 {
+            sums[lane] += a[lane].to_f32() * b[lane].to_f32();
+        }
+    }
+    let tail: f32 = a_tail.iter().zip(b_tail).map(|(a, b)| a.to_f32() * b.to_f32()).sum();
+    sums.iter().sum::<f32>() + tail
+}
+
 fn normalize<T: Element>(x: &mut [T], weight: &[T], eps: f32) {
-    let squares: f32 = x.iter().map(|x| x.to_f32() * x.to_f32()).sum();
-    let scale = 1.0 / (squares / x.len() as f32 + eps).sqrt();
+    let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
     for (x, weight) in x.iter_mut().zip(weight) {
         *x = T::from_f32(round::<T>(x.to_f32() * scale) * weight.to_f32());
     }

@@ -26,14 +26,12 @@ pub(crate) struct Capacity {
 }
 
 /// The keys and values of one layer: `[rows, kv_features]` each, where every sequence has consecutive rows of its own.
-#[derive(Debug)]
 pub(crate) struct Cache<D: Device> {
     pub(crate) keys: D::Tensor,
     pub(crate) values: D::Tensor,
 }
 
 /// A token's place: its position in its sequence, and the cache rows of its sequence's first token and of its own.
-#[derive(Debug)]
 pub(crate) struct Places<D: Device> {
     pub(crate) positions: D::Indices,
     pub(crate) first_rows: D::Indices,
@@ -41,12 +39,12 @@ pub(crate) struct Places<D: Device> {
 }
 
 /// The cosines and sines of every position: `[positions, dim / 2]` each.
-#[derive(Debug)]
 pub(crate) struct Rope<D: Device> {
     pub(crate) cos: D::Tensor,
     pub(crate) sin: D::Tensor,
 }
 
+/// A device that the forward runs on, computing on one element type.
 pub(crate) trait Device: Sized {
     /// What activations are rounded to.
     type Elem: Element;

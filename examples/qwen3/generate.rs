@@ -5,7 +5,8 @@ use aril::{Element, Slot};
 use crate::{
     device::Device,
     error::{Error, Result, bail},
-    forward::{Model, Step},
+    forward::Step,
+    model::Model,
 };
 
 /// A request as the model sees it.

@@ -12,6 +12,8 @@ mod device;
 mod error;
 mod forward;
 mod generate;
+mod job;
+mod model;
 mod report;
 mod requests;
 mod verify;
@@ -19,29 +21,22 @@ mod verify;
 use std::{
     fmt, fs,
     io::{self, Write as _},
+    iter,
     path::{Path, PathBuf},
     process::ExitCode,
     str::FromStr,
-    time::{Duration, Instant},
 };
 
-use aril::{DType, Element, Slot, adapter::Adapter};
+use aril::{DType, adapter::Adapter};
 use clap::{Parser, ValueEnum};
-use half::{bf16, f16};
 
-#[cfg(feature = "cuda")]
-use self::cuda::Cuda;
 use self::{
-    checkpoint::{Checkpoint, Weights},
+    checkpoint::Checkpoint,
     config::Config,
-    cpu::Cpu,
-    device::{Capacity, Device},
     error::{Context, Result, bail},
-    forward::Model,
-    generate::{Generation, Limits, Sequence, generate, replay},
-    report::{Moved, Row},
-    requests::{Checker, Request, Written},
-    verify::{Verdict, largest_difference, verify},
+    job::Job,
+    report::Row,
+    requests::{Checker, Written},
 };
 
 /// Runs a dense Qwen3 and its LoRA adapters, all requests in one batch.
@@ -241,7 +236,7 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
         prompt: Some("The capital of France is".into()),
         ..Written::default()
     };
-    std::iter::once(None).chain(adapters.iter().copied().map(Some)).map(ask).collect()
+    iter::once(None).chain(adapters.iter().copied().map(Some)).map(ask).collect()
 }
 
 fn default_device() -> DeviceArg {
@@ -250,147 +245,4 @@ fn default_device() -> DeviceArg {
         return DeviceArg::Cuda(0);
     }
     DeviceArg::Cpu
-}
-
-/// What is to be done, checked.
-struct Job {
-    device: DeviceArg,
-    config: Config,
-    checkpoint: Checkpoint,
-    adapters: Vec<(String, Adapter)>,
-    requests: Vec<Request>,
-    max_new_tokens: usize,
-    compare_with_base: bool,
-    keep_logits: bool,
-    verify: bool,
-}
-
-/// What came of it.
-struct Outcome {
-    generations: Vec<Generation>,
-    elapsed: Duration,
-    moved: Option<Vec<Moved>>,
-    verdicts: Option<Vec<Verdict>>,
-}
-
-impl Job {
-    fn run(&self, dtype: DType) -> Result<Outcome> {
-        match self.device {
-            DeviceArg::Cpu => match dtype {
-                DType::BF16 => self.run_on(&Cpu::<bf16>::default(), &Cpu::default()),
-                DType::F16 => self.run_on(&Cpu::<f16>::default(), &Cpu::default()),
-                DType::F32 => self.run_on(&Cpu::<f32>::default(), &Cpu::default()),
-                _ => bail!("{dtype} is not implemented"),
-            },
-            DeviceArg::Cuda(ordinal) => {
-                self.run_on_cuda(ordinal, dtype).context(format_args!("--device {}", self.device))
-            }
-        }
-    }
-
-    #[cfg(feature = "cuda")]
-    fn run_on_cuda(&self, ordinal: usize, dtype: DType) -> Result<Outcome> {
-        let reference = Cuda::<f32>::new(ordinal)?;
-        match dtype {
-            DType::BF16 => self.run_on(&Cuda::<bf16>::new(ordinal)?, &reference),
-            DType::F16 => self.run_on(&Cuda::<f16>::new(ordinal)?, &reference),
-            DType::F32 => self.run_on(&reference, &reference),
-            _ => bail!("{dtype} is not implemented"),
-        }
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn run_on_cuda(&self, _: usize, _: DType) -> Result<Outcome> {
-        bail!("this build has no CUDA; build it with `--features cuda`")
-    }
-
-    fn run_on<D: Device, R: Device<Elem = f32>>(&self, device: &D, reference: &R) -> Result<Outcome> {
-        let adapters: Vec<(&str, &Adapter)> =
-            self.adapters.iter().map(|(name, adapter)| (name.as_str(), adapter)).collect();
-        let sequences = self.requests.iter().map(|request| {
-            let slot = request.adapter.map_or(Ok(Slot::BASE), |index| u16::try_from(index).map(Slot::new))?;
-            Ok(Sequence { prompt: &request.prompt, slot, scale: request.scale })
-        });
-        let sequences: Vec<_> = sequences.collect::<Result<_>>()?;
-        let tokens = self.requests.iter().map(|request| request.prompt.len()).sum();
-        let rank = adapters.iter().map(|(_, adapter)| adapter.max_rank()).max().unwrap_or(0).max(1);
-        let capacity = Capacity { tokens, slots: adapters.len().max(1), rank };
-        let limits = Limits {
-            max_new_tokens: self.max_new_tokens,
-            eos: &self.config.eos,
-            keep_logits: self.keep_logits || self.verify || self.compare_with_base,
-        };
-
-        let weights = Weights::new(&self.checkpoint);
-        let model = Model::new(device, &self.config, weights, adapters.iter().copied(), capacity)?;
-        let start = Instant::now();
-        let generations = generate(&model, &sequences, limits)?;
-        let elapsed = start.elapsed();
-        drop(model);
-
-        let moved = self.compare_with_base.then(|| self.compare(device, &sequences, &generations)).transpose()?;
-        let verdicts = self.verify.then(|| {
-            let Self { config, checkpoint, requests, .. } = self;
-            verify(reference, config, checkpoint, &adapters, requests, &generations, D::Elem::DTYPE)
-        });
-        Ok(Outcome { generations, elapsed, moved, verdicts: verdicts.transpose()? })
-    }
-
-    /// Runs the same batch, token by token, on a model that never saw an adapter.
-    fn compare<D: Device>(
-        &self,
-        device: &D,
-        sequences: &[Sequence<'_>],
-        generations: &[Generation],
-    ) -> Result<Vec<Moved>> {
-        let tokens = sequences.iter().map(|sequence| sequence.prompt.len()).sum();
-        let capacity = Capacity { tokens, slots: 1, rank: 1 };
-        let model = Model::new(device, &self.config, Weights::new(&self.checkpoint), [], capacity)?;
-        let sequences: Vec<_> = sequences.iter().map(|&sequence| Sequence { slot: Slot::BASE, ..sequence }).collect();
-        let tokens: Vec<&[u32]> = generations.iter().map(|generation| generation.tokens.as_slice()).collect();
-        let base = replay(&model, &sequences, &tokens)?;
-        let compare = |(with, without): (&Generation, &Generation)| Moved {
-            difference: largest_difference(&with.logits, &without.logits),
-            identical: with
-                .logits
-                .iter()
-                .map(|logit| logit.to_bits())
-                .eq(without.logits.iter().map(|logit| logit.to_bits())),
-        };
-        Ok(generations.iter().zip(&base).map(compare).collect())
-    }
-
-    fn rows<'a>(&'a self, outcome: &'a Outcome) -> Vec<Row<'a>> {
-        let row = |(index, generation)| {
-            let Request { adapter, scale, prompt } = &self.requests[index];
-            Row {
-                adapter: adapter.map(|adapter| self.adapters[adapter].0.as_str()),
-                scale: *scale,
-                prompt,
-                generation,
-                moved: outcome.moved.as_ref().map(|moved| moved[index]),
-                verdict: outcome.verdicts.as_ref().map(|verdicts| verdicts[index]),
-            }
-        };
-        outcome.generations.iter().enumerate().map(row).collect()
-    }
-
-    fn summary(&self, rows: &[Row<'_>], outcome: &Outcome, dtype: DType) -> String {
-        let prompts: usize = rows.iter().map(|row| row.prompt.len()).sum();
-        let longest = rows.iter().map(|row| row.generation.tokens.len()).max().unwrap_or(0);
-        let base = rows.iter().filter(|row| row.adapter.is_none());
-        let untouched = base.clone().filter(|row| row.moved.is_some_and(|moved| moved.identical));
-        format!(
-            "One batch of {} requests, {} adapters and the base model, {dtype} on {}: a prefill of {prompts} tokens, then {} \
-             decode steps, in {:.3} s.\n\
-             Base model: {} of {} requests have the very bits of a run in which no adapter was ever loaded.\n",
-            rows.len(),
-            self.adapters.len(),
-            self.device,
-            longest.saturating_sub(1),
-            outcome.elapsed.as_secs_f64(),
-            untouched.count(),
-            base.count(),
-        )
-    }
 }

@@ -9,7 +9,7 @@ use tokenizers::Tokenizer;
 use crate::{
     error::{Context, Error, Result},
     generate::Generation,
-    verify::Verdict,
+    verify::{Verdict, largest_difference},
 };
 
 /// A request with what it got.
@@ -39,6 +39,13 @@ pub(crate) struct Moved {
     pub(crate) difference: f32,
     /// Whether every logit has the very bits.
     pub(crate) identical: bool,
+}
+
+impl Moved {
+    pub(crate) fn between(with: &[f32], without: &[f32]) -> Self {
+        let identical = with.iter().map(|logit| logit.to_bits()).eq(without.iter().map(|logit| logit.to_bits()));
+        Self { difference: largest_difference(with, without), identical }
+    }
 }
 
 /// One line of JSON for each request.

@@ -12,8 +12,8 @@ use crate::{
     config::Config,
     device::{Capacity, Device},
     error::{Context, Result},
-    forward::Model,
     generate::{Generation, Sequence, replay},
+    model::Model,
     requests::Request,
 };
 
@@ -85,8 +85,11 @@ fn compare(generation: &Generation, merged: &Generation, config: &Config, dtype:
 
 /// The largest difference of two runs' logits; infinite where one is not a number.
 pub(crate) fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
-    let differences = a.iter().zip(b).map(|(a, b)| (a - b).abs());
-    differences.fold(0.0, |largest, difference| if difference <= largest { largest } else { difference.max(0.0) })
+    let difference = |(a, b): (&f32, &f32)| match (a - b).abs() {
+        nan if nan.is_nan() => f32::INFINITY,
+        difference => difference,
+    };
+    a.iter().zip(b).map(difference).fold(0.0, f32::max)
 }
 
 /// How far rounding alone takes the logits from the merged model's.

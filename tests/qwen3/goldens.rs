@@ -217,8 +217,8 @@ fn read(bytes: &[u8], prefix: &str, suffix: &str) -> Vec<(usize, Vec<f32>)> {
 
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    let differences = a.iter().zip(b).map(|(a, b)| (a - b).abs());
-    differences.fold(0.0, |largest, difference| if difference <= largest { largest } else { difference })
+    assert!(a.iter().chain(b).all(|logit| logit.is_finite()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
 /// How far the largest logit leads.
