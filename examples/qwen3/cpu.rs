@@ -89,7 +89,7 @@ impl<T: Element> Device for Cpu<T> {
     type Routing = ();
     type Routed<'a> = Batch<'a>;
 
-    fn adapters(&self, model: &ModelSpec, capacity: Capacity) -> Result<Self::Adapters> {
+    fn adapters(&self, model: &ModelSpec, capacity: Capacity, _: &[SlotImage<'_>]) -> Result<Self::Adapters> {
         Ok(cpu::WeightTable::new(model, capacity.slots, capacity.rank))
     }
 

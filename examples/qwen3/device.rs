@@ -73,7 +73,8 @@ pub(crate) trait Device: Sized {
     /// Which adapter each token of a step has.
     type Routed<'a>;
 
-    fn adapters(&self, model: &ModelSpec, capacity: Capacity) -> Result<Self::Adapters>;
+    /// A table with room for these, not loaded yet.
+    fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
     /// Loads an adapter into a slot.
     fn load(&self, adapters: &mut Self::Adapters, slot: Slot, image: &SlotImage<'_>) -> Result<()>;
     fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<Self::LoraLinear>;

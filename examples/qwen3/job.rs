@@ -5,13 +5,15 @@ use std::time::{Duration, Instant};
 use aril::{DType, Element, Slot, adapter::Adapter};
 use half::{bf16, f16};
 
+#[cfg(feature = "cuda")]
+use crate::cuda::Cuda;
 use crate::{
     DeviceArg,
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
     device::{Capacity, Device},
-    error::{Result, bail},
+    error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
     model::Model,
     report::{Moved, Row},
@@ -52,10 +54,26 @@ impl Job {
                 DType::F32 => self.run_on(&Cpu::<f32>::default(), &Cpu::default()),
                 _ => bail!("{dtype} is not implemented"),
             },
-            device @ DeviceArg::Cuda(_) => {
-                bail!("--device {device}: this build has no CUDA; build it with `--features cuda`")
+            device @ DeviceArg::Cuda(ordinal) => {
+                self.run_on_cuda(ordinal, dtype).context(format_args!("--device {device}"))
             }
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn run_on_cuda(&self, ordinal: usize, dtype: DType) -> Result<Outcome> {
+        let reference = Cuda::<f32>::new(ordinal)?;
+        match dtype {
+            DType::BF16 => self.run_on(&Cuda::<bf16>::new(ordinal)?, &reference),
+            DType::F16 => self.run_on(&Cuda::<f16>::new(ordinal)?, &reference),
+            DType::F32 => self.run_on(&reference, &reference),
+            _ => bail!("{dtype} is not implemented"),
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn run_on_cuda(&self, _: usize, _: DType) -> Result<Outcome> {
+        bail!("this build has no CUDA; build it with `--features cuda`")
     }
 
     fn run_on<D: Device, R: Device<Elem = f32>>(&self, device: &D, reference: &R) -> Result<Outcome> {

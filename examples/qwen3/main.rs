@@ -6,6 +6,8 @@
 mod checkpoint;
 mod config;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
 mod error;
 mod forward;
@@ -238,5 +240,9 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
 }
 
 fn default_device() -> DeviceArg {
+    #[cfg(feature = "cuda")]
+    if cuda::device_count() > 0 {
+        return DeviceArg::Cuda(0);
+    }
     DeviceArg::Cpu
 }

@@ -89,11 +89,15 @@ impl<'d, D: Device> Model<'d, D> {
             Ok((layer, lora))
         });
 
-        let mut table = device.adapters(&spec, capacity)?;
-        for (index, (name, adapter)) in adapters.into_iter().enumerate() {
+        let adapters: Vec<_> = adapters.into_iter().collect();
+        let images = adapters
+            .iter()
+            .map(|(name, adapter)| adapter.plan(&spec, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
+        let images = images.collect::<Result<Vec<_>>>()?;
+        let mut table = device.adapters(&spec, capacity, &images)?;
+        for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
             let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
-            let image = adapter.plan(&spec, D::Elem::DTYPE).context(format_args!("adapter `{name}`"))?;
-            device.load(&mut table, slot, &image).context(format_args!("adapter `{name}`"))?;
+            device.load(&mut table, slot, image).context(format_args!("adapter `{name}`"))?;
         }
 
         Ok(Self {
