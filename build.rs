@@ -83,7 +83,7 @@ mod kernels {
             }
         }
         println!("cargo:rustc-link-lib=static=cudart_static");
-        for lib in ["stdc++", "rt", "dl", "pthread"] {
+        for lib in ["rt", "dl", "pthread"] {
             println!("cargo:rustc-link-lib={lib}");
         }
         if Path::new(EXAMPLE).exists() {
