@@ -1,9 +1,75 @@
 //! CUDA kernels for multi-LoRA inference: many small adapters served from one base model, in one batch, in one pass.
+//!
+//! For every token `t` of a batch and every adapted layer, `y[t] += scaling · B (A x[t])`, each token with its own adapter or with
+//! none. An engine computes `y` of its base model as ever, and then calls `add_delta`. The crate is not an engine: it brings no
+//! scheduler, tokenizer or memory of its own, and owns no stream.
+//!
+//! - [`model`] describes what the engine adapts, [`adapter`] opens what PEFT saved and finds its place there.
+//! - [`routing`] says which token has which adapter.
+//! - [`cpu`] has the operations for the CPU, and `cuda` (with the feature of that name) for NVIDIA GPUs, by the same nouns.
+//! - [`plan`] says what will be launched, [`mod@reference`] what is right.
+//!
+//! # Example
+//!
+//! ```
+//! use aril::{
+//!     DType, Slot,
+//!     adapter::{Adapter, Tensor},
+//!     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
+//!     model::{Linear, ModelSpec, Parallel, TpRank},
+//!     routing::Batch,
+//! };
+//!
+//! // What the engine adapts: one layer of 2 input features, its q of 3 and its v of 1.
+//! let mut model = ModelSpec::new(TpRank::SINGLE);
+//! let attn = model.linear(Linear::new("layers.0.attn", Parallel::Column, 2).slice("q_proj", 3).slice("v_proj", 1))?;
+//!
+//! // An adapter of rank 1 for q, in memory. `Adapter::open` reads a directory.
+//! let tensor = |shape, values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
+//! let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 2}"#;
+//! let adapter = Adapter::from_tensors(config, [
+//!     ("layers.0.attn.q_proj.lora_A.weight".to_owned(), tensor([1, 2], &[1.0, 10.0])?),
+//!     ("layers.0.attn.q_proj.lora_B.weight".to_owned(), tensor([3, 1], &[1.0, 0.0, -1.0])?),
+//! ])?;
+//!
+//! // Two slots for adapters of up to rank 16, in one of which it is loaded.
+//! let mut weights = WeightTable::<f32>::new(&model, 2, 16);
+//! weights.load(Slot::new(1), &adapter.plan(&model, DType::F32)?)?;
+//!
+//! // Two tokens with the same input: one has the adapter, one the base model.
+//! let slots = [Slot::new(1), Slot::BASE];
+//! let batch = Batch::new(&slots);
+//! let x = [1.0, 2.0, /* and */ 1.0, 2.0];
+//! let mut y = [0.5; 2 * 4];
+//! LoraLinear::new(&model, attn).add_delta(Matrix::new(&x, 2, 2)?, MatrixMut::new(&mut y, 2, 4)?, &weights, &batch)?;
+//! assert_eq!(y[..4], [42.5, 0.5, -41.5, 0.5]); // 0.5 + 2 · B (1 · 1 + 10 · 2)
+//! assert_eq!(y[4..], [0.5; 4]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Vocabulary
+//!
+#![doc = include_str!("docs/glossary.md")]
+//!
+//! # Guarantees
+//!
+#![doc = include_str!("docs/guarantees.md")]
+//!
+//! # CUDA graphs
+//!
+//! An engine that replays graphs captures the operations through `cuda::raw`, whose documentation shows how. Adapters, their
+//! ranks and the routing may change between replays.
+//!
+//! # Tensor parallelism
+//!
+#![doc = include_str!("docs/tensor_parallel.md")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![deny(unsafe_code)]
 
 pub mod adapter;
 pub mod cpu;
 #[cfg(feature = "cuda")]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda;
 mod dtype;
 pub mod error;
@@ -16,3 +82,7 @@ pub mod routing;
 
 pub use dtype::{DType, Element};
 pub use routing::Slot;
+
+#[doc = include_str!("../README.md")]
+#[cfg(doctest)]
+struct ReadmeDoctests;

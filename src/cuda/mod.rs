@@ -10,6 +10,8 @@
 //!
 //! A kernel runs only in the context that [`Kernels`] were loaded in, which each call makes current on its thread, as cudarc does.
 
+#[cfg(doctest)]
+mod doctests;
 mod embedding;
 mod error;
 mod kernels;

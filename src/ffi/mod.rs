@@ -15,7 +15,8 @@ mod tests {
     fn bindings_are_those_of_the_header() {
         let generated = include_str!(concat!(env!("OUT_DIR"), "/bindings.rs"));
         if std::env::var_os("ARIL_BLESS").is_some() {
-            std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/src/ffi/bindings.rs"), generated).unwrap();
+            std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/src/ffi/bindings.rs"), generated)
+                .expect("the source can be written");
         }
         assert!(generated == include_str!("bindings.rs"), "csrc/aril.h has changed: run again with ARIL_BLESS=1");
     }

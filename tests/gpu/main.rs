@@ -15,9 +15,12 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod device;
+mod goldens;
 mod graph;
 mod hot_path;
 mod operations;
+#[path = "../qwen3/mod.rs"]
+mod process;
 mod routing;
 mod safe_door;
 mod weights;

@@ -6,7 +6,8 @@
 //!
 //! In the `# Safety` sections, *until the work has run* means until everything enqueued by the call is complete on the stream, not
 //! until the call returns. For a call that is captured, it means for as long as the graph may be replayed.
-
+//!
+#![doc = include_str!("../../docs/graphs.md")]
 #![expect(unsafe_code, reason = "launches on memory that somebody else owns")]
 
 mod embedding;

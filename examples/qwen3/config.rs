@@ -1,0 +1,232 @@
+//! `config.json` of a dense Qwen3, as transformers 4 writes it (`rope_theta`, `torch_dtype`) and as 5 does (`rope_parameters`,
+//! `dtype`).
+//!
+//! Invariant: a [`Config`] describes a model that the forward computes exactly. What it does not implement is refused by name,
+//! never ignored.
+
+use std::{fs, ops::Range, path::Path};
+
+use aril::DType;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::error::{Context, Result, bail};
+
+/// The sizes and constants of a dense Qwen3.
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    pub(crate) vocab: usize,
+    pub(crate) hidden: usize,
+    pub(crate) intermediate: usize,
+    pub(crate) layers: usize,
+    pub(crate) heads: Heads,
+    pub(crate) eps: f32,
+    pub(crate) rope_theta: f64,
+    pub(crate) max_positions: usize,
+    /// Whether the language-model head is the embedding.
+    pub(crate) tied: bool,
+    /// What the checkpoint says that it was saved in.
+    pub(crate) dtype: Option<DType>,
+    /// The tokens that end a text.
+    pub(crate) eos: Vec<u32>,
+}
+
+/// The heads of a row of the fused q, k, v projection, in this order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Heads {
+    pub(crate) query: usize,
+    /// Key heads, and as many value heads: each serves `query / kv` query heads.
+    pub(crate) kv: usize,
+    pub(crate) dim: usize,
+}
+
+impl Heads {
+    /// Features of all queries: what attention gives for a token.
+    pub(crate) fn query_features(self) -> usize {
+        self.query * self.dim
+    }
+
+    /// Features of all keys, or of all values: what a row of the cache holds.
+    pub(crate) fn kv_features(self) -> usize {
+        self.kv * self.dim
+    }
+
+    /// Which heads of a row are queries.
+    pub(crate) fn queries(self) -> Range<usize> {
+        0..self.query
+    }
+
+    /// Which heads of a row are keys.
+    pub(crate) fn keys(self) -> Range<usize> {
+        self.query..self.query + self.kv
+    }
+}
+
+impl Config {
+    /// Reads `config.json` and, for the tokens that end a text, `generation_config.json` if there is one.
+    pub(crate) fn read(model: &Path) -> Result<Self> {
+        let path = model.join("config.json");
+        let fields = Fields::read(&path)?;
+        let mut config = Self::parse(&fields).context(path.display())?;
+        let generation = model.join("generation_config.json");
+        if generation.exists() {
+            let eos = Fields::read(&generation)?.eos().context(generation.display())?;
+            config.eos = eos.unwrap_or(config.eos);
+        }
+        Ok(config)
+    }
+
+    fn parse(fields: &Fields) -> Result<Self> {
+        fields.refuse_unimplemented()?;
+        // transformers' own default for Qwen3 is 128, whatever the hidden size.
+        let dim = fields.optional_size("head_dim")?.unwrap_or(128);
+        let query = fields.size("num_attention_heads")?;
+        let kv = fields.size("num_key_value_heads")?;
+        if !query.is_multiple_of(kv) {
+            bail!("`num_attention_heads` {query} is not a multiple of `num_key_value_heads` {kv}");
+        }
+        if !dim.is_multiple_of(2) {
+            bail!("`head_dim` {dim} is odd, so that rotary embedding cannot pair its features");
+        }
+        let eps: f32 = fields.require("rms_norm_eps")?;
+        if !(eps.is_finite() && eps >= 0.0) {
+            bail!("`rms_norm_eps` {eps} is not a small positive number");
+        }
+        Ok(Self {
+            vocab: fields.size("vocab_size")?,
+            hidden: fields.size("hidden_size")?,
+            intermediate: fields.size("intermediate_size")?,
+            layers: fields.size("num_hidden_layers")?,
+            heads: Heads { query, kv, dim },
+            eps,
+            rope_theta: fields.rope_theta()?,
+            max_positions: fields.size("max_position_embeddings")?,
+            tied: fields.get("tie_word_embeddings")?.unwrap_or(false),
+            dtype: fields.dtype()?,
+            eos: fields.eos()?.unwrap_or_default(),
+        })
+    }
+}
+
+/// The fields of a JSON object. `null` counts as absent, as it does for transformers.
+struct Fields(Map<String, Value>);
+
+impl Fields {
+    fn read(path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path).context(path.display())?;
+        Ok(Self(serde_json::from_str(&text).context(path.display())?))
+    }
+
+    fn get<V: DeserializeOwned>(&self, name: &str) -> Result<Option<V>> {
+        match self.0.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => serde_json::from_value(value.clone()).map(Some).context(format_args!("`{name}`")),
+        }
+    }
+
+    fn require<V: DeserializeOwned>(&self, name: &str) -> Result<V> {
+        match self.get(name)? {
+            Some(value) => Ok(value),
+            None => bail!("`{name}` is missing"),
+        }
+    }
+
+    /// A size: read as 32 bits, so that the product of any two is no overflow.
+    fn optional_size(&self, name: &str) -> Result<Option<usize>> {
+        match self.get::<u32>(name)? {
+            Some(0) => bail!("`{name}` is 0"),
+            Some(size) => Ok(Some(usize::try_from(size)?)),
+            None => Ok(None),
+        }
+    }
+
+    fn size(&self, name: &str) -> Result<usize> {
+        match self.optional_size(name)? {
+            Some(size) => Ok(size),
+            None => bail!("`{name}` is missing"),
+        }
+    }
+
+    fn refuse_unimplemented(&self) -> Result<()> {
+        let model_type: String = self.require("model_type")?;
+        if model_type != "qwen3" {
+            bail!("`model_type` is `{model_type}`; this example runs `qwen3`");
+        }
+        for architecture in self.get::<Vec<String>>("architectures")?.unwrap_or_default() {
+            if architecture != "Qwen3ForCausalLM" {
+                bail!("`architectures` names `{architecture}`; this example runs `Qwen3ForCausalLM`");
+            }
+        }
+        let act: String = self.require("hidden_act")?;
+        if act != "silu" {
+            bail!("`hidden_act` is `{act}`; only `silu` is implemented");
+        }
+        for switch in ["attention_bias", "use_sliding_window"] {
+            if self.get::<bool>(switch)? == Some(true) {
+                bail!("`{switch}` is true, which is not implemented");
+            }
+        }
+        for kind in self.get::<Vec<String>>("layer_types")?.unwrap_or_default() {
+            if kind != "full_attention" {
+                bail!("`layer_types` names `{kind}`; only `full_attention` is implemented");
+            }
+        }
+        if let Some(quantization) = self.get::<Value>("quantization_config")? {
+            bail!("`quantization_config` {quantization} is not implemented");
+        }
+        Ok(())
+    }
+
+    /// The base of the rotary frequencies, in either form; every kind of scaling is refused.
+    fn rope_theta(&self) -> Result<f64> {
+        let mut thetas = vec![("rope_theta", self.get::<f64>("rope_theta")?)];
+        for name in ["rope_parameters", "rope_scaling"] {
+            let Some(rope) = self.get::<Map<String, Value>>(name)?.map(Fields) else { continue };
+            for (field, value) in &rope.0 {
+                let neutral = match field.as_str() {
+                    "rope_type" | "type" => value == "default",
+                    "partial_rotary_factor" | "factor" => value.as_f64() == Some(1.0),
+                    "rope_theta" => true,
+                    _ => value.is_null(),
+                };
+                if !neutral {
+                    bail!("`{name}.{field}` is {value}: rope scaling is not implemented");
+                }
+            }
+            thetas.push((name, rope.get("rope_theta").context(format_args!("`{name}`"))?));
+        }
+        if let Some(factor) = self.get::<f64>("partial_rotary_factor")?.filter(|&factor| factor != 1.0) {
+            bail!("`partial_rotary_factor` is {factor}, which is not implemented");
+        }
+        let mut given = thetas.iter().filter_map(|&(name, theta)| Some((name, theta?)));
+        let Some((name, theta)) = given.next() else { bail!("`rope_theta` is missing") };
+        if !(theta.is_finite() && theta > 0.0) {
+            bail!("`rope_theta` {theta} is not a positive number");
+        }
+        if let Some((other, differing)) = given.find(|&(_, other)| other != theta) {
+            bail!("`{name}` gives a `rope_theta` of {theta}, but `{other}` one of {differing}");
+        }
+        Ok(theta)
+    }
+
+    fn dtype(&self) -> Result<Option<DType>> {
+        for name in ["dtype", "torch_dtype"] {
+            return Ok(Some(match self.get::<String>(name)?.as_deref() {
+                None => continue,
+                Some("bfloat16") => DType::BF16,
+                Some("float16") => DType::F16,
+                Some("float32") => DType::F32,
+                Some(other) => bail!("`{name}` is `{other}`; bfloat16, float16 and float32 are implemented"),
+            }));
+        }
+        Ok(None)
+    }
+
+    /// One token or several that end a text.
+    fn eos(&self) -> Result<Option<Vec<u32>>> {
+        match self.0.get("eos_token_id") {
+            Some(Value::Number(_)) => Ok(self.get("eos_token_id")?.map(|id| vec![id])),
+            _ => self.get("eos_token_id"),
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! The forward's operations on the CPU.
+//!
+//! A token's result does not depend on what else is in the batch, bit for bit: every operation works on rows apart, and the GEMM
+//! is made of products that always have the same shape. Weights are kept as `f32`, which is what the GEMM takes, whatever type they
+//! were rounded to: four bytes each.
+
+use std::{iter, marker::PhantomData, ops::Range};
+
+use aril::{
+    Element, Slot,
+    adapter::SlotImage,
+    cpu,
+    model::{EmbeddingId, LinearId, ModelSpec},
+    routing::Batch,
+};
+use rayon::prelude::*;
+
+use crate::{
+    config::Heads,
+    device::{Cache, Capacity, Device, Places, Rope},
+    error::Result,
+};
+
+/// The CPU, computing on `T`.
+#[derive(Debug, Default)]
+pub(crate) struct Cpu<T>(PhantomData<T>);
+
+/// A row-major matrix.
+#[derive(Debug)]
+pub(crate) struct Tensor<T> {
+    cols: usize,
+    data: Vec<T>,
+}
+
+impl<T: Element> Tensor<T> {
+    fn rows(&self) -> usize {
+        self.data.len() / self.cols
+    }
+
+    fn row(&self, row: u32) -> &[T] {
+        &self.data[row as usize * self.cols..][..self.cols]
+    }
+
+    fn row_mut(&mut self, row: u32) -> &mut [T] {
+        &mut self.data[row as usize * self.cols..][..self.cols]
+    }
+
+    /// A matrix of as many rows, each computed from the row of this one.
+    fn map_rows(&self, cols: usize, compute: impl Fn(&[T], &mut [T]) + Sync) -> Self {
+        let mut data = vec![T::default(); self.rows() * cols];
+        data.par_chunks_mut(cols).zip(self.data.par_chunks(self.cols)).for_each(|(out, row)| compute(row, out));
+        Self { cols, data }
+    }
+}
+
+impl<T: Element> Device for Cpu<T> {
+    type Elem = T;
+    type Tensor = Tensor<T>;
+    type Weight = Weight;
+    type Indices = Vec<u32>;
+
+    fn tensor(&self, _rows: usize, cols: usize, values: &[T]) -> Result<Tensor<T>> {
+        Ok(Tensor { cols, data: values.to_vec() })
+    }
+
+    fn zeros(&self, rows: usize, cols: usize) -> Result<Tensor<T>> {
+        Ok(Tensor { cols, data: vec![T::default(); rows * cols] })
+    }
+
+    fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Weight> {
+        let mut panels = vec![0.0; rows.next_multiple_of(PANEL_ROWS) * cols];
+        let panel_elems = PANEL_ROWS * cols;
+        panels.par_chunks_exact_mut(panel_elems).zip(values.par_chunks(panel_elems)).for_each(|(panel, values)| {
+            for (row, values) in values.chunks_exact(cols).enumerate() {
+                let column = panel[row..].iter_mut().step_by(PANEL_ROWS);
+                column.zip(values).for_each(|(out, value)| *out = value.to_f32());
+            }
+        });
+        Ok(Weight { rows, cols, panels })
+    }
+
+    fn indices(&self, values: &[u32]) -> Result<Vec<u32>> {
+        Ok(values.to_vec())
+    }
+
+    type Adapters = cpu::WeightTable<T>;
+    type LoraLinear = cpu::LoraLinear;
+    type LoraEmbedding = cpu::LoraEmbedding;
+    type Routing = ();
+    type Routed<'a> = Batch<'a>;
+
+    fn adapters(&self, model: &ModelSpec, capacity: Capacity, _: &[SlotImage<'_>]) -> Result<Self::Adapters> {
+        Ok(cpu::WeightTable::new(model, capacity.slots, capacity.rank))
+    }
+
+    fn load(&self, adapters: &mut Self::Adapters, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
+        Ok(adapters.load(slot, image)?)
+    }
+
+    fn lora_linear(&self, model: &ModelSpec, id: LinearId, _: Capacity) -> Result<cpu::LoraLinear> {
+        Ok(cpu::LoraLinear::new(model, id))
+    }
+
+    fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, _: Capacity) -> Result<cpu::LoraEmbedding> {
+        Ok(cpu::LoraEmbedding::new(model, id))
+    }
+
+    fn routing(&self, _: Capacity) -> Result<()> {
+        Ok(())
+    }
+
+    fn route<'a>(&self, (): &'a mut (), slots: &'a [Slot], scales: &'a [f32]) -> Result<Batch<'a>> {
+        Ok(Batch::new(slots).with_scales(scales)?)
+    }
+
+    fn add_delta(
+        &self,
+        layer: &cpu::LoraLinear,
+        x: &Tensor<T>,
+        y: &mut Tensor<T>,
+        adapters: &Self::Adapters,
+        batch: &Batch<'_>,
+    ) -> Result<()> {
+        let (rows, cols) = (y.rows(), y.cols);
+        let x = cpu::Matrix::new(&x.data, x.rows(), x.cols)?;
+        let y = cpu::MatrixMut::new(&mut y.data, rows, cols)?;
+        Ok(layer.add_delta(x, y, adapters, batch)?)
+    }
+
+    fn add_embedding_delta(
+        &self,
+        layer: &cpu::LoraEmbedding,
+        ids: &Vec<u32>,
+        y: &mut Tensor<T>,
+        adapters: &Self::Adapters,
+        batch: &Batch<'_>,
+    ) -> Result<()> {
+        let (rows, cols) = (y.rows(), y.cols);
+        let y = cpu::MatrixMut::new(&mut y.data, rows, cols)?;
+        Ok(layer.add_delta(bytemuck::cast_slice(ids), y, adapters, batch)?)
+    }
+
+    fn embed(&self, table: &Weight, ids: &Vec<u32>) -> Result<Tensor<T>> {
+        let data = ids.iter().flat_map(|&id| table.row(id)).map(T::from_f32).collect();
+        Ok(Tensor { cols: table.cols, data })
+    }
+
+    fn gemm(&self, x: &Tensor<T>, weight: &Weight) -> Result<Tensor<T>> {
+        let rows = x.rows().next_multiple_of(TILE_ROWS);
+        let mut wide = vec![0.0; rows * x.cols];
+        wide.par_iter_mut().zip(&x.data).for_each(|(wide, value)| *wide = value.to_f32());
+        let panels = weight.panels.par_chunks_exact(PANEL_ROWS * weight.cols);
+        // Of each panel its own [rows, PANEL_ROWS].
+        let mut y = vec![0.0; panels.len() * rows * PANEL_ROWS];
+        y.par_chunks_exact_mut(rows * PANEL_ROWS).zip(panels).for_each(|(y, panel)| {
+            let tiles = wide.chunks_exact(TILE_ROWS * x.cols);
+            for (x_tile, y_tile) in tiles.zip(y.chunks_exact_mut(TILE_ROWS * PANEL_ROWS)) {
+                multiply(x_tile, panel, y_tile, x.cols);
+            }
+        });
+        let mut data = vec![T::default(); x.rows() * weight.rows];
+        data.par_chunks_exact_mut(weight.rows).enumerate().for_each(|(row, data)| {
+            for (panel, data) in data.chunks_mut(PANEL_ROWS).enumerate() {
+                let y = &y[(panel * rows + row) * PANEL_ROWS..];
+                data.iter_mut().zip(y).for_each(|(data, &y)| *data = T::from_f32(y));
+            }
+        });
+        Ok(Tensor { cols: weight.rows, data })
+    }
+
+    fn rms_norm(&self, x: &Tensor<T>, weight: &Tensor<T>, eps: f32) -> Result<Tensor<T>> {
+        Ok(x.map_rows(x.cols, |x, out| {
+            out.copy_from_slice(x);
+            normalize(out, &weight.data, eps);
+        }))
+    }
+
+    fn head_norm(&self, qkv: &mut Tensor<T>, heads: Range<usize>, weight: &Tensor<T>, eps: f32) -> Result<()> {
+        let dim = weight.cols;
+        qkv.data.par_chunks_mut(qkv.cols).for_each(|row| {
+            for head in row[heads.start * dim..heads.end * dim].chunks_exact_mut(dim) {
+                normalize(head, &weight.data, eps);
+            }
+        });
+        Ok(())
+    }
+
+    fn rope(&self, qkv: &mut Tensor<T>, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>) -> Result<()> {
+        let dim = 2 * rope.cos.cols;
+        qkv.data.par_chunks_mut(qkv.cols).zip(&places.positions).for_each(|(row, &position)| {
+            let (cos, sin) = (rope.cos.row(position), rope.sin.row(position));
+            for head in row[heads.start * dim..heads.end * dim].chunks_exact_mut(dim) {
+                let (low, high) = head.split_at_mut(dim / 2);
+                for pair in 0..dim / 2 {
+                    let (l, h) = (low[pair].to_f32(), high[pair].to_f32());
+                    let (c, s) = (cos[pair].to_f32(), sin[pair].to_f32());
+                    low[pair] = T::from_f32(round::<T>(l * c) - round::<T>(h * s));
+                    high[pair] = T::from_f32(round::<T>(h * c) + round::<T>(l * s));
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn append(&self, qkv: &Tensor<T>, heads: Heads, places: &Places<Self>, cache: &mut Cache<Self>) -> Result<()> {
+        for (qkv, &row) in qkv.data.chunks_exact(qkv.cols).zip(&places.rows) {
+            let (keys, values) = qkv[heads.query_features()..].split_at(heads.kv_features());
+            cache.keys.row_mut(row).copy_from_slice(keys);
+            cache.values.row_mut(row).copy_from_slice(values);
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        qkv: &Tensor<T>,
+        heads: Heads,
+        places: &Places<Self>,
+        cache: &Cache<Self>,
+    ) -> Result<Tensor<T>> {
+        let scale = (heads.dim as f32).sqrt().recip();
+        let cols = heads.query_features();
+        let mut data = vec![T::default(); qkv.rows() * cols];
+        data.par_chunks_mut(heads.dim).enumerate().for_each(|(index, out)| {
+            let (token, head) = (index / heads.query, index % heads.query);
+            let query = &qkv.data[token * qkv.cols + head * heads.dim..][..heads.dim];
+            let kv_start = head / (heads.query / heads.kv) * heads.dim;
+            let kv_features = kv_start..kv_start + heads.dim;
+            let rows = places.first_rows[token]..=places.rows[token];
+            let mut weights: Vec<f32> = rows
+                .clone()
+                .map(|row| {
+                    let key = &cache.keys.row(row)[kv_features.clone()];
+                    round::<T>(round::<T>(dot(query, key)) * scale)
+                })
+                .collect();
+            softmax(&mut weights);
+            let mut sums = vec![0.0; heads.dim];
+            for (weight, row) in iter::zip(weights, rows) {
+                let weight = round::<T>(weight);
+                let value = &cache.values.row(row)[kv_features.clone()];
+                sums.iter_mut().zip(value).for_each(|(sum, value)| *sum += weight * value.to_f32());
+            }
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::from_f32(sum));
+        });
+        Ok(Tensor { cols, data })
+    }
+
+    fn silu_mul(&self, gate_up: &Tensor<T>) -> Result<Tensor<T>> {
+        Ok(gate_up.map_rows(gate_up.cols / 2, |row, out| {
+            let (gate, up) = row.split_at(out.len());
+            for ((gate, up), out) in gate.iter().zip(up).zip(out) {
+                let gate = gate.to_f32();
+                *out = T::from_f32(round::<T>(gate / (1.0 + (-gate).exp())) * up.to_f32());
+            }
+        }))
+    }
+
+    fn add(&self, y: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {
+        y.data.par_iter_mut().zip(&x.data).for_each(|(y, x)| *y = T::from_f32(y.to_f32() + x.to_f32()));
+        Ok(())
+    }
+
+    fn gather(&self, x: &Tensor<T>, rows: &Vec<u32>) -> Result<Tensor<T>> {
+        Ok(Tensor { cols: x.cols, data: rows.iter().flat_map(|&row| x.row(row)).copied().collect() })
+    }
+
+    fn argmax(&self, x: &Tensor<T>) -> Result<Vec<Option<u32>>> {
+        Ok(x.data.chunks_exact(x.cols).map(largest).collect())
+    }
+
+    fn read(&self, x: &Tensor<T>) -> Result<Vec<f32>> {
+        Ok(x.data.iter().map(|value| value.to_f32()).collect())
+    }
+}
+
+/// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so that a fixed one is what
+/// makes a token's result the same in any company.
+const TILE_ROWS: usize = 16;
+
+/// Rows of the weight in every product.
+const PANEL_ROWS: usize = 64;
+
+/// A weight in the order in which products read it: panels of `PANEL_ROWS` rows, padded with zeros, each stored by columns.
+#[derive(Debug)]
+pub(crate) struct Weight {
+    rows: usize,
+    cols: usize,
+    panels: Vec<f32>,
+}
+
+impl Weight {
+    fn row(&self, row: u32) -> impl Iterator<Item = f32> {
+        let (panel, row) = (row as usize / PANEL_ROWS, row as usize % PANEL_ROWS);
+        self.panels[panel * PANEL_ROWS * self.cols + row..].iter().step_by(PANEL_ROWS).take(self.cols).copied()
+    }
+}
+
+/// `x Wᵀ` of a tile of tokens and a panel of a weight.
+fn multiply(x: &[f32], panel: &[f32], y: &mut [f32], cols: usize) {
+    assert_eq!((x.len(), panel.len(), y.len()), (TILE_ROWS * cols, PANEL_ROWS * cols, TILE_ROWS * PANEL_ROWS));
+    let [panel_stride, x_stride] = [PANEL_ROWS, cols].map(usize::cast_signed);
+    // SAFETY: by the assertion, x [TILE_ROWS, cols], the panel [cols, PANEL_ROWS] and y [TILE_ROWS, PANEL_ROWS] are dense matrices
+    // of just the extents and strides given. y is borrowed mutably, so nothing else refers to it, and it is only written.
+    unsafe {
+        gemm::gemm(
+            PANEL_ROWS,
+            TILE_ROWS,
+            cols,
+            y.as_mut_ptr(),
+            panel_stride,
+            1,
+            false,
+            panel.as_ptr(),
+            panel_stride,
+            1,
+            x.as_ptr(),
+            x_stride,
+            1,
+            0.0,
+            1.0,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// The value that `T` holds for it.
+fn round<T: Element>(value: f32) -> f32 {
+    T::from_f32(value).to_f32()
+}
+
+/// A dot product in eight interleaved sums, so that it vectorizes.
+fn dot<T: Element>(a: &[T], b: &[T]) -> f32 {
+    debug_assert_eq!(a.len(), b.len(), "the tails must be of the same features");
+    let (a, a_tail) = a.as_chunks::<8>();
+    let (b, b_tail) = b.as_chunks::<8>();
+    let mut sums = [0.0; 8];
+    for (a, b) in a.iter().zip(b) {
+        for lane in 0..8 {
+            sums[lane] += a[lane].to_f32() * b[lane].to_f32();
+        }
+    }
+    let tail: f32 = a_tail.iter().zip(b_tail).map(|(a, b)| a.to_f32() * b.to_f32()).sum();
+    sums.iter().sum::<f32>() + tail
+}
+
+fn normalize<T: Element>(x: &mut [T], weight: &[T], eps: f32) {
+    let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+    for (x, weight) in x.iter_mut().zip(weight) {
+        *x = T::from_f32(round::<T>(x.to_f32() * scale) * weight.to_f32());
+    }
+}
+
+fn softmax(scores: &mut [f32]) {
+    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    scores.iter_mut().for_each(|score| *score = (*score - max).exp());
+    let sum: f32 = scores.iter().sum();
+    scores.iter_mut().for_each(|score| *score /= sum);
+}
+
+fn largest<T: Element>(row: &[T]) -> Option<u32> {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (index, value) in (0..).zip(row) {
+        let value = value.to_f32();
+        if value.is_nan() {
+            return None;
+        }
+        if value > best.1 {
+            best = (index, value);
+        }
+    }
+    Some(best.0)
+}

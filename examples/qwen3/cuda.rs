@@ -1,0 +1,367 @@
+//! The forward's operations on an NVIDIA GPU.
+//!
+//! An engine's author reads the calls of the library: they are all safe. What is not is launching the example's own kernels
+//! (`kernels.cu`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
+//! host waits for it.
+//!
+//! cuBLASLt chooses its kernels by shape, so a request's last bits may depend on how many tokens are in its batch; what the
+//! library adds does not.
+
+#![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
+
+mod gemm;
+
+use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+
+use aril::{
+    DType, Element, Slot,
+    adapter::SlotImage,
+    cuda::{self, Kernels, LaunchError, LoraEmbedding, LoraLinear, RoutedBatch, Routing, WeightTable, Workspace},
+    model::{EmbeddingId, LinearId, ModelSpec},
+    plan,
+    routing::Batch,
+};
+use cudarc::{
+    driver::{
+        CudaContext, CudaFunction, CudaSlice, CudaStream, CudaView, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
+        PushKernelArg as _, sys,
+    },
+    nvrtc::Ptx,
+};
+
+use self::gemm::Gemm;
+use crate::{
+    config::Heads,
+    device::{Cache, Capacity, Device, Places, Rope},
+    error::{Error, Result, bail},
+};
+
+/// The devices that the driver has; none without a driver.
+pub(crate) fn device_count() -> usize {
+    if !cuda::driver_is_present() {
+        return 0;
+    }
+    CudaContext::device_count().ok().and_then(|count| usize::try_from(count).ok()).unwrap_or(0)
+}
+
+/// A GPU, computing on `T`.
+pub(crate) struct Cuda<T> {
+    stream: Arc<CudaStream>,
+    /// The library's.
+    kernels: Kernels,
+    /// The example's own.
+    functions: Functions,
+    gemm: Gemm,
+    /// As much as the layers ask for that were planned so far.
+    workspace: RefCell<Workspace>,
+    element: PhantomData<T>,
+}
+
+/// What is in `kernels.cu` for an element type, under the names it has there.
+struct Functions {
+    normalize: CudaFunction,
+    rotate: CudaFunction,
+    append: CudaFunction,
+    attend: CudaFunction,
+    silu_mul: CudaFunction,
+    add: CudaFunction,
+    gather: CudaFunction,
+    argmax: CudaFunction,
+}
+
+/// Threads of a block of every kernel: `kThreads` of `kernels.cu`.
+const THREADS: u32 = 256;
+
+/// More than are ever under way: every step ends with a copy to the host.
+const STEPS_IN_FLIGHT: usize = 2;
+
+/// A row-major matrix in device memory, at the beginning of an allocation.
+pub(crate) struct Matrix<T> {
+    rows: usize,
+    cols: usize,
+    data: CudaSlice<T>,
+}
+
+impl<T: Element + DeviceRepr> Cuda<T> {
+    pub(crate) fn new(ordinal: usize) -> Result<Self> {
+        if !cuda::driver_is_present() {
+            bail!("no CUDA driver was found on this machine");
+        }
+        let count = CudaContext::device_count().map_err(LaunchError::from)?;
+        if usize::try_from(count)? <= ordinal {
+            bail!("there is no such device; those of the CUDA driver are {count}, counted from 0");
+        }
+        let context = CudaContext::new(ordinal).memory_for("a context")?;
+        let stream = context.default_stream();
+        let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
+        let functions = Functions::load(T::DTYPE, &context).memory_for("the example's kernels")?;
+        let gemm = Gemm::new(T::DTYPE, &stream)?;
+        let workspace = Workspace::new(&kernels, 0, &stream).memory_for("the library's workspace")?;
+        Ok(Self { stream, kernels, functions, gemm, workspace: workspace.into(), element: PhantomData })
+    }
+
+    /// A matrix of whatever was in its memory: for what is written before it is read.
+    fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
+        // There are no empty allocations.
+        let len = (rows * cols).max(1);
+        // SAFETY: for numbers, all of whose bits are values.
+        let data = unsafe { self.stream.alloc(len) };
+        let megabytes = (len * size_of::<V>()).div_ceil(1_000_000);
+        Ok(Matrix { rows, cols, data: data.memory_for(format_args!("{megabytes} MB more: {rows} x {cols}"))? })
+    }
+
+    fn upload<V: DeviceRepr>(&self, rows: usize, cols: usize, values: &[V]) -> Result<Matrix<V>> {
+        let mut matrix = self.alloc(rows, cols)?;
+        self.stream.memcpy_htod(values, &mut matrix.data)?;
+        Ok(matrix)
+    }
+
+    /// Waits for all that was enqueued.
+    fn download<V: DeviceRepr>(&self, matrix: &Matrix<V>) -> Result<Vec<V>> {
+        self.stream.synchronize().map_err(LaunchError::from)?;
+        Ok(self.stream.clone_dtoh(&matrix.view())?)
+    }
+
+    fn kernel<'a>(&'a self, function: &'a CudaFunction) -> LaunchArgs<'a> {
+        self.stream.launch_builder(function)
+    }
+}
+
+/// Enqueues a kernel of `kernels.cu`, with a block for each row and head.
+fn launch(mut kernel: LaunchArgs<'_>, rows: usize, heads: usize) -> Result<()> {
+    if rows == 0 {
+        return Ok(());
+    }
+    let grid_dim = (u32::try_from(rows)?, u32::try_from(heads)?, 1);
+    let config = LaunchConfig { grid_dim, block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+    // SAFETY: below, each kernel gets the arguments that it declares: matrices of the type it was loaded for and of the shapes it
+    // documents, and sizes in 8 bytes. Shapes and indices are the forward's, which keeps them in bounds.
+    unsafe { kernel.launch(config) }.map_err(LaunchError::from)?;
+    Ok(())
+}
+
+impl Functions {
+    fn load(dtype: DType, context: &Arc<CudaContext>) -> result::Result<Self, DriverError> {
+        let image = include_bytes!(concat!(env!("OUT_DIR"), "/qwen3.fatbin"));
+        let module = context.load_module(Ptx::from_binary(image.to_vec()))?;
+        let function = |name: &str| module.load_function(&format!("{name}_{dtype}"));
+        Ok(Self {
+            normalize: function("normalize")?,
+            rotate: function("rotate")?,
+            append: function("append")?,
+            attend: function("attend")?,
+            silu_mul: function("silu_mul")?,
+            add: function("add")?,
+            gather: function("gather")?,
+            argmax: function("argmax")?,
+        })
+    }
+}
+
+impl<V> Matrix<V> {
+    fn view(&self) -> CudaView<'_, V> {
+        self.data.slice(..self.rows * self.cols)
+    }
+}
+
+/// Says what there was no memory for.
+trait MemoryFor<V> {
+    fn memory_for(self, what: impl Display) -> Result<V>;
+}
+
+impl<V, E: Into<LaunchError>> MemoryFor<V> for result::Result<V, E> {
+    fn memory_for(self, what: impl Display) -> Result<V> {
+        self.map_err(|error| match error.into() {
+            LaunchError::Driver(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                Error::new(format!("the GPU has not enough memory for {what}"))
+            }
+            error => error.into(),
+        })
+    }
+}
+
+/// The library's bounds.
+fn bounds(capacity: Capacity) -> plan::Capacity {
+    let Capacity { tokens, slots, rank } = capacity;
+    plan::Capacity { max_tokens: tokens, num_slots: slots, max_rank: rank }
+}
+
+impl<T: Element + DeviceRepr> Device for Cuda<T> {
+    type Elem = T;
+    type Tensor = Matrix<T>;
+    type Weight = Matrix<T>;
+    type Indices = Matrix<i32>;
+
+    fn tensor(&self, rows: usize, cols: usize, values: &[T]) -> Result<Matrix<T>> {
+        self.upload(rows, cols, values)
+    }
+
+    fn zeros(&self, rows: usize, cols: usize) -> Result<Matrix<T>> {
+        self.upload(rows, cols, &vec![T::default(); rows * cols])
+    }
+
+    fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Matrix<T>> {
+        self.upload(rows, cols, &values)
+    }
+
+    fn indices(&self, values: &[u32]) -> Result<Matrix<i32>> {
+        self.upload(values.len(), 1, bytemuck::cast_slice(values))
+    }
+
+    type Adapters = WeightTable<T>;
+    type LoraLinear = LoraLinear<T>;
+    type LoraEmbedding = LoraEmbedding<T>;
+    type Routing = Routing;
+    type Routed<'a> = RoutedBatch<'a>;
+
+    fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable<T>> {
+        // The largest counts twice, as the arena may overlook a free region that is less than a third larger than an adapter.
+        let blocks = images.iter().map(|image| image.bytes().next_multiple_of(256));
+        let arena_bytes = blocks.clone().sum::<usize>() + blocks.max().unwrap_or(0);
+        WeightTable::new(&self.kernels, model, bounds(capacity), arena_bytes, &self.stream)
+            .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
+    }
+
+    fn load(&self, adapters: &mut WeightTable<T>, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
+        Ok(adapters.load(slot, image, &self.stream)?)
+    }
+
+    fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<LoraLinear<T>> {
+        let layer = LoraLinear::new(&self.kernels, model, id, bounds(capacity))?;
+        let bytes = layer.plan().workspace_bytes();
+        let mut workspace = self.workspace.borrow_mut();
+        if workspace.region().bytes < bytes {
+            *workspace = Workspace::new(&self.kernels, bytes, &self.stream).memory_for("the library's workspace")?;
+        }
+        Ok(layer)
+    }
+
+    fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<LoraEmbedding<T>> {
+        Ok(LoraEmbedding::new(&self.kernels, model, id, bounds(capacity))?)
+    }
+
+    fn routing(&self, capacity: Capacity) -> Result<Routing> {
+        Routing::new(&self.kernels, bounds(capacity), STEPS_IN_FLIGHT, &self.stream).memory_for("the routing")
+    }
+
+    fn route<'a>(&self, routing: &'a mut Routing, slots: &'a [Slot], scales: &'a [f32]) -> Result<RoutedBatch<'a>> {
+        Ok(routing.update(&Batch::new(slots).with_scales(scales)?, &self.stream)?)
+    }
+
+    fn add_delta(
+        &self,
+        layer: &LoraLinear<T>,
+        x: &Matrix<T>,
+        y: &mut Matrix<T>,
+        adapters: &WeightTable<T>,
+        batch: &RoutedBatch<'_>,
+    ) -> Result<()> {
+        let x = cuda::Matrix::new(x.view(), x.rows, x.cols)?;
+        let y = cuda::MatrixMut::new(y.data.as_view_mut(), y.rows, y.cols)?;
+        Ok(layer.add_delta(x, y, adapters, batch, &mut self.workspace.borrow_mut(), &self.stream)?)
+    }
+
+    fn add_embedding_delta(
+        &self,
+        layer: &LoraEmbedding<T>,
+        ids: &Matrix<i32>,
+        y: &mut Matrix<T>,
+        adapters: &WeightTable<T>,
+        batch: &RoutedBatch<'_>,
+    ) -> Result<()> {
+        let y = cuda::MatrixMut::new(y.data.as_view_mut(), y.rows, y.cols)?;
+        Ok(layer.add_delta(&ids.view(), y, adapters, batch, &self.stream)?)
+    }
+
+    fn embed(&self, table: &Matrix<T>, ids: &Matrix<i32>) -> Result<Matrix<T>> {
+        self.gather(table, ids)
+    }
+
+    fn gemm(&self, x: &Matrix<T>, weight: &Matrix<T>) -> Result<Matrix<T>> {
+        let mut y = self.alloc(x.rows, weight.rows)?;
+        self.gemm.run(x, weight, &mut y)?;
+        Ok(y)
+    }
+
+    fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
+        let mut y = self.alloc(x.rows, x.cols)?;
+        self.stream.memcpy_dtod(&x.data, &mut y.data)?;
+        self.head_norm(&mut y, 0..1, weight, eps)?;
+        Ok(y)
+    }
+
+    fn head_norm(&self, qkv: &mut Matrix<T>, heads: Range<usize>, weight: &Matrix<T>, eps: f32) -> Result<()> {
+        let mut kernel = self.kernel(&self.functions.normalize);
+        kernel.arg(&mut qkv.data).arg(&weight.data);
+        kernel.arg(&qkv.cols).arg(&heads.start).arg(&weight.cols).arg(&eps);
+        launch(kernel, qkv.rows, heads.len())
+    }
+
+    fn rope(&self, qkv: &mut Matrix<T>, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>) -> Result<()> {
+        let dim = 2 * rope.cos.cols;
+        let mut kernel = self.kernel(&self.functions.rotate);
+        kernel.arg(&mut qkv.data).arg(&rope.cos.data).arg(&rope.sin.data).arg(&places.positions.data);
+        kernel.arg(&qkv.cols).arg(&heads.start).arg(&dim);
+        launch(kernel, qkv.rows, heads.len())
+    }
+
+    fn append(&self, qkv: &Matrix<T>, heads: Heads, places: &Places<Self>, cache: &mut Cache<Self>) -> Result<()> {
+        let (query_features, kv_features) = (heads.query_features(), heads.kv_features());
+        let mut kernel = self.kernel(&self.functions.append);
+        kernel.arg(&qkv.data).arg(&places.rows.data).arg(&mut cache.keys.data).arg(&mut cache.values.data);
+        kernel.arg(&query_features).arg(&kv_features);
+        launch(kernel, qkv.rows, 1)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "rounded as transformers does")]
+    fn attention(
+        &self,
+        qkv: &Matrix<T>,
+        heads: Heads,
+        places: &Places<Self>,
+        cache: &Cache<Self>,
+    ) -> Result<Matrix<T>> {
+        let scale = (1.0 / (heads.dim as f64).sqrt()) as f32;
+        let mut out = self.alloc(qkv.rows, heads.query_features())?;
+        let mut kernel = self.kernel(&self.functions.attend);
+        kernel.arg(&qkv.data).arg(&cache.keys.data).arg(&cache.values.data);
+        kernel.arg(&places.first_rows.data).arg(&places.rows.data).arg(&mut out.data);
+        kernel.arg(&qkv.cols).arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&scale);
+        launch(kernel, qkv.rows, heads.query)?;
+        Ok(out)
+    }
+
+    fn silu_mul(&self, gate_up: &Matrix<T>) -> Result<Matrix<T>> {
+        let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
+        let mut kernel = self.kernel(&self.functions.silu_mul);
+        kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
+        launch(kernel, gate_up.rows, 1)?;
+        Ok(out)
+    }
+
+    fn add(&self, y: &mut Matrix<T>, x: &Matrix<T>) -> Result<()> {
+        let mut kernel = self.kernel(&self.functions.add);
+        kernel.arg(&mut y.data).arg(&x.data).arg(&y.cols);
+        launch(kernel, y.rows, 1)
+    }
+
+    fn gather(&self, x: &Matrix<T>, rows: &Matrix<i32>) -> Result<Matrix<T>> {
+        let mut out = self.alloc(rows.rows, x.cols)?;
+        let mut kernel = self.kernel(&self.functions.gather);
+        kernel.arg(&x.data).arg(&rows.data).arg(&mut out.data).arg(&out.cols);
+        launch(kernel, rows.rows, 1)?;
+        Ok(out)
+    }
+
+    fn argmax(&self, x: &Matrix<T>) -> Result<Vec<Option<u32>>> {
+        let mut indices = self.alloc::<i32>(x.rows, 1)?;
+        let mut kernel = self.kernel(&self.functions.argmax);
+        kernel.arg(&x.data).arg(&mut indices.data).arg(&x.cols);
+        launch(kernel, x.rows, 1)?;
+        Ok(self.download(&indices)?.into_iter().map(|index| u32::try_from(index).ok()).collect())
+    }
+
+    fn read(&self, x: &Matrix<T>) -> Result<Vec<f32>> {
+        Ok(self.download(x)?.into_iter().map(T::to_f32).collect())
+    }
+}

@@ -1,0 +1,152 @@
+//! The base model's GEMMs, by cuBLASLt.
+//!
+//! cudarc's own `CudaBlasLT::matmul` is not what a reference wants: it computes `f32` in TF32, and lets cuBLASLt add up partial
+//! sums that are already rounded to the output's type.
+
+use std::{ffi::c_void, sync::Arc};
+
+use aril::{DType, Element};
+use cudarc::{
+    cublaslt::{
+        result::{self, CublasError},
+        sys,
+    },
+    driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr},
+};
+
+use super::{Matrix, MemoryFor as _};
+use crate::error::{Context, Result, bail};
+
+/// What NVIDIA recommends for Hopper.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// Partial sums of a split `k` stay `f32`, so that the result is rounded once.
+const REDUCTION_SCHEMES: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+
+/// A `cublasOperation_t`, which cudarc has no part of here.
+const CUBLAS_OP_T: i32 = 1;
+
+/// `x Wᵀ` on one stream.
+pub(super) struct Gemm {
+    operation: Owned<sys::cublasLtMatmulDesc_t>,
+    preference: Owned<sys::cublasLtMatmulPreference_t>,
+    library: Owned<sys::cublasLtHandle_t>,
+    element: sys::cudaDataType,
+    workspace: CudaSlice<u8>,
+    stream: Arc<CudaStream>,
+}
+
+impl Gemm {
+    pub(super) fn new(dtype: DType, stream: &Arc<CudaStream>) -> Result<Self> {
+        // SAFETY: looks for a library and loads it, which has no preconditions.
+        if !unsafe { sys::is_culib_present() } {
+            bail!("cuBLASLt was not found: add the folder of the CUDA toolkit's `libcublasLt.so` to LD_LIBRARY_PATH");
+        }
+        let element = match dtype {
+            DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+            DType::F16 => sys::cudaDataType::CUDA_R_16F,
+            DType::F32 => sys::cudaDataType::CUDA_R_32F,
+            _ => bail!("{dtype} is not implemented"),
+        };
+        let library = Owned(result::create_handle().context("cuBLASLt")?, result::destroy_handle);
+
+        let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F);
+        let operation = Owned(result::create_matmul_desc(compute, scale)?, result::destroy_matmul_desc);
+        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        let (value, bytes) = (address(&CUBLAS_OP_T), size_of_val(&CUBLAS_OP_T));
+        // SAFETY: the attribute is a `cublasOperation_t`.
+        unsafe { result::set_matmul_desc_attribute(operation.0, attribute, value, bytes) }?;
+
+        let preference = Owned(result::create_matmul_pref()?, result::destroy_matmul_pref);
+        let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        let (value, bytes) = (address(&WORKSPACE_BYTES), size_of_val(&WORKSPACE_BYTES));
+        // SAFETY: the attribute is a `size_t`.
+        unsafe { result::set_matmul_pref_attribute(preference.0, attribute, value, bytes) }?;
+        let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+        let (value, bytes) = (address(&REDUCTION_SCHEMES), size_of_val(&REDUCTION_SCHEMES));
+        // SAFETY: the attribute is a `uint32_t`.
+        unsafe { result::set_matmul_pref_attribute(preference.0, attribute, value, bytes) }?;
+
+        let workspace = stream.alloc_zeros(WORKSPACE_BYTES).memory_for("the workspace of cuBLASLt")?;
+        Ok(Self { operation, preference, library, element, workspace, stream: stream.clone() })
+    }
+
+    /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`.
+    pub(super) fn run<T>(&self, x: &Matrix<T>, weight: &Matrix<T>, y: &mut Matrix<T>) -> Result<()>
+    where
+        T: Element + DeviceRepr,
+    {
+        let (tokens, in_features, out_features) = (x.rows, x.cols, weight.rows);
+        assert_eq!((weight.cols, y.rows, y.cols), (in_features, tokens, out_features));
+        if tokens == 0 {
+            return Ok(());
+        }
+        // cuBLASLt's matrices are column-major, so ours are their transposes: yᵀ = W xᵀ.
+        let weight_layout = self.layout(weight)?;
+        let x_layout = self.layout(x)?;
+        let y_layout = self.layout(y)?;
+        // SAFETY: all of these are alive.
+        let chosen = unsafe {
+            result::get_matmul_algo_heuristic(
+                self.library.0,
+                self.operation.0,
+                weight_layout.0,
+                x_layout.0,
+                y_layout.0,
+                y_layout.0,
+                self.preference.0,
+            )
+        };
+        let chosen = chosen.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))?;
+
+        let (one, zero) = (1.0_f32, 0.0_f32);
+        let (weight, _weight_guard) = weight.data.device_ptr(&self.stream);
+        let (x, _x_guard) = x.data.device_ptr(&self.stream);
+        let (y, _y_guard) = y.data.device_ptr_mut(&self.stream);
+        let (workspace, _workspace_guard) = self.workspace.device_ptr(&self.stream);
+        // SAFETY: the layouts are those of the matrices, whose memory is whole allocations, so aligned as the heuristic assumes;
+        // the workspace is as large as it was told, and used on this stream only.
+        let launched = unsafe {
+            result::matmul(
+                self.library.0,
+                self.operation.0,
+                address(&one),
+                address(&zero),
+                weight as *const c_void,
+                weight_layout.0,
+                x as *const c_void,
+                x_layout.0,
+                y as *const c_void,
+                y_layout.0,
+                y as *mut c_void,
+                y_layout.0,
+                &chosen.algo,
+                workspace as *mut c_void,
+                WORKSPACE_BYTES,
+                self.stream.cu_stream().cast(),
+            )
+        };
+        launched.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))
+    }
+
+    /// The transpose of a row-major matrix, column-major.
+    fn layout<T>(&self, matrix: &Matrix<T>) -> Result<Owned<sys::cublasLtMatrixLayout_t>> {
+        let [rows, cols] = [matrix.cols, matrix.rows].map(u64::try_from);
+        let layout = result::create_matrix_layout(self.element, rows?, cols?, i64::try_from(matrix.cols)?)?;
+        Ok(Owned(layout, result::destroy_matrix_layout))
+    }
+}
+
+/// A handle of cuBLASLt's, and what destroys it.
+struct Owned<H: Copy>(H, unsafe fn(H) -> std::result::Result<(), CublasError>);
+
+impl<H: Copy> Drop for Owned<H> {
+    fn drop(&mut self) {
+        // SAFETY: the handle is alive, and nobody else destroys it. It fails only where there is nothing left to destroy.
+        let _ = unsafe { self.1(self.0) };
+    }
+}
+
+fn address<V>(value: &V) -> *const c_void {
+    std::ptr::from_ref(value).cast()
+}

@@ -1,0 +1,146 @@
+//! What the forward asks of a device: memory, the operations of a Qwen3, and the library's multi-LoRA operations.
+//!
+//! This is the example's own seam, so that one forward serves the CPU and the GPU; the library has no such trait, and an engine
+//! needs none. Operations may be enqueued and not have run when they return, except those that give values to the host.
+//!
+//! Every operation computes in `f32` and rounds to the element type at its end, and between its steps where transformers does:
+//! each says where. Indices come from the forward and are in bounds.
+
+use std::ops::Range;
+
+use aril::{
+    Element, Slot,
+    adapter::SlotImage,
+    model::{EmbeddingId, LinearId, ModelSpec},
+};
+
+use crate::{config::Heads, error::Result};
+
+/// Upper bounds of a run, which fix every buffer of the multi-LoRA operations.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Capacity {
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU has no buffers to size"))]
+    pub(crate) tokens: usize,
+    pub(crate) slots: usize,
+    pub(crate) rank: usize,
+}
+
+/// The keys and values of one layer: `[rows, kv_features]` each, where every sequence has consecutive rows of its own.
+pub(crate) struct Cache<D: Device> {
+    pub(crate) keys: D::Tensor,
+    pub(crate) values: D::Tensor,
+}
+
+/// A token's place: its position in its sequence, and the cache rows of its sequence's first token and of its own.
+pub(crate) struct Places<D: Device> {
+    pub(crate) positions: D::Indices,
+    pub(crate) first_rows: D::Indices,
+    pub(crate) rows: D::Indices,
+}
+
+/// The cosines and sines of every position: `[positions, dim / 2]` each.
+pub(crate) struct Rope<D: Device> {
+    pub(crate) cos: D::Tensor,
+    pub(crate) sin: D::Tensor,
+}
+
+/// A device that the forward runs on, computing on one element type.
+pub(crate) trait Device: Sized {
+    /// What activations are rounded to.
+    type Elem: Element;
+    /// A row-major matrix of `Elem`.
+    type Tensor;
+    /// The weight of a linear layer, `[out, in]`, or of an embedding, `[vocab, hidden]`.
+    type Weight;
+    /// Positions, rows or token ids.
+    type Indices;
+
+    fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
+    fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor>;
+    fn weight(&self, rows: usize, cols: usize, values: Vec<Self::Elem>) -> Result<Self::Weight>;
+    fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
+
+    // ---- Multi-LoRA: the library's, under its own names.
+
+    /// `aril::{cpu, cuda}::WeightTable`, with what the operations on it share.
+    type Adapters;
+    /// `aril::{cpu, cuda}::LoraLinear`.
+    type LoraLinear;
+    /// `aril::{cpu, cuda}::LoraEmbedding`.
+    type LoraEmbedding;
+    /// What holds a step's routing on the device.
+    type Routing;
+    /// Which adapter each token of a step has.
+    type Routed<'a>;
+
+    /// A table with room for these, not loaded yet.
+    fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
+    /// Loads an adapter into a slot.
+    fn load(&self, adapters: &mut Self::Adapters, slot: Slot, image: &SlotImage<'_>) -> Result<()>;
+    fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<Self::LoraLinear>;
+    fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<Self::LoraEmbedding>;
+    fn routing(&self, capacity: Capacity) -> Result<Self::Routing>;
+    /// Takes one slot, and one factor on its adapter's scaling, per token.
+    fn route<'a>(
+        &self,
+        routing: &'a mut Self::Routing,
+        slots: &'a [Slot],
+        scales: &'a [f32],
+    ) -> Result<Self::Routed<'a>>;
+    /// `y[t] += scale · scaling · B (A x[t])`, rounded once.
+    fn add_delta(
+        &self,
+        layer: &Self::LoraLinear,
+        x: &Self::Tensor,
+        y: &mut Self::Tensor,
+        adapters: &Self::Adapters,
+        batch: &Self::Routed<'_>,
+    ) -> Result<()>;
+    /// `y[t] += scale · scaling · B A[:, ids[t]]`, rounded once.
+    fn add_embedding_delta(
+        &self,
+        layer: &Self::LoraEmbedding,
+        ids: &Self::Indices,
+        y: &mut Self::Tensor,
+        adapters: &Self::Adapters,
+        batch: &Self::Routed<'_>,
+    ) -> Result<()>;
+
+    // ---- The model: the example's own.
+
+    /// Row `ids[t]` of the table for each token.
+    fn embed(&self, table: &Self::Weight, ids: &Self::Indices) -> Result<Self::Tensor>;
+    /// `x Wᵀ`, rounded once.
+    fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight) -> Result<Self::Tensor>;
+    /// `x / rms(x)` of each row, rounded, times `weight`, rounded.
+    fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<Self::Tensor>;
+    /// The same in place and of each head apart: `heads` counts them in a row of q, k, v.
+    fn head_norm(&self, qkv: &mut Self::Tensor, heads: Range<usize>, weight: &Self::Tensor, eps: f32) -> Result<()>;
+    /// Rotates the pairs `(i, i + dim / 2)` of each head by its token's angles: both products rounded, then their sum.
+    fn rope(&self, qkv: &mut Self::Tensor, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>)
+    -> Result<()>;
+    /// Copies each token's k and v to its row of the cache.
+    fn append(&self, qkv: &Self::Tensor, heads: Heads, places: &Places<Self>, cache: &mut Cache<Self>) -> Result<()>;
+    /// Each query's attention over the cache, from its sequence's first token to its own. `q·k` is rounded, times `1/√dim` is
+    /// rounded, their softmax (in `f32`) is rounded, and so is the sum of the values.
+    fn attention(
+        &self,
+        qkv: &Self::Tensor,
+        heads: Heads,
+        places: &Places<Self>,
+        cache: &Cache<Self>,
+    ) -> Result<Self::Tensor>;
+    /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
+    fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
+    /// `y += x`, rounded.
+    fn add(&self, y: &mut Self::Tensor, x: &Self::Tensor) -> Result<()>;
+    /// The rows of `x` with those indices.
+    fn gather(&self, x: &Self::Tensor, rows: &Self::Indices) -> Result<Self::Tensor>;
+
+    // ---- To the host.
+
+    /// The index of each row's largest value, the first of equals, or `None` where a row has a NaN.
+    fn argmax(&self, x: &Self::Tensor) -> Result<Vec<Option<u32>>>;
+    /// All of a matrix, row by row.
+    fn read(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
+}

@@ -1,0 +1,126 @@
+//! The reference forward: where the multi-LoRA calls go in a Qwen3.
+//!
+//! Each stands right behind the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k, v in
+//! one; o; gate, up in one; down), and the language-model head. They all take the same [`Routed`](Device::Routed) batch, made
+//! once per step from one slot per token; only the head, which sees just the sampled rows, has a batch of its own. Nothing else
+//! in the forward knows that there are adapters.
+
+use aril::{Element, Slot};
+
+use crate::{
+    config::{Config, Heads},
+    device::{Cache, Device, Places, Rope},
+    error::Result,
+    model::Model,
+};
+
+/// The tokens of all requests that run in one pass, packed without padding.
+#[derive(Debug, Default)]
+pub(crate) struct Step {
+    pub(crate) ids: Vec<u32>,
+    pub(crate) positions: Vec<u32>,
+    /// The cache row of the first token of each token's sequence.
+    pub(crate) first_rows: Vec<u32>,
+    /// The adapter of each token: what makes requests of different adapters one batch.
+    pub(crate) slots: Vec<Slot>,
+    /// A factor on the adapter's own scaling, for each token.
+    pub(crate) scales: Vec<f32>,
+    /// The rows whose next token is wanted.
+    pub(crate) sampled: Vec<u32>,
+}
+
+/// What is kept from step to step.
+pub(crate) struct Session<D: Device> {
+    caches: Vec<Cache<D>>,
+    rope: Rope<D>,
+    routing: D::Routing,
+    head_routing: D::Routing,
+}
+
+impl<D: Device> Model<'_, D> {
+    /// Sets up a run of sequences that take `rows` rows of the cache together, the longest of them `positions`.
+    pub(crate) fn session(&self, rows: usize, positions: usize) -> Result<Session<D>> {
+        let Self { device, config, capacity, .. } = self;
+        let features = config.heads.kv_features();
+        let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
+        Ok(Session {
+            caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
+            rope: self.rope(positions)?,
+            routing: device.routing(*capacity)?,
+            head_routing: device.routing(*capacity)?,
+        })
+    }
+
+    /// Runs a step of all requests, and gives the logits of the sampled rows: `[sampled, vocab]`.
+    pub(crate) fn forward(&self, session: &mut Session<D>, step: &Step) -> Result<D::Tensor> {
+        let Self { device, config: Config { heads, eps, .. }, .. } = *self;
+        let ids = device.indices(&step.ids)?;
+        let rows: Vec<u32> = step.first_rows.iter().zip(&step.positions).map(|(first, at)| first + at).collect();
+        let places = Places {
+            positions: device.indices(&step.positions)?,
+            first_rows: device.indices(&step.first_rows)?,
+            rows: device.indices(&rows)?,
+        };
+        let batch = device.route(&mut session.routing, &step.slots, &step.scales)?;
+
+        let mut h = device.embed(&self.embed, &ids)?;
+        device.add_embedding_delta(&self.embed_lora, &ids, &mut h, &self.adapters, &batch)?;
+
+        for ((layer, lora), cache) in self.layers.iter().zip(&mut session.caches) {
+            let x = device.rms_norm(&h, &layer.input_norm, eps)?;
+            let mut qkv = self.linear(&x, &layer.qkv, &lora.qkv, &batch)?;
+            device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
+            device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
+            device.rope(&mut qkv, heads.queries().start..heads.keys().end, &session.rope, &places)?;
+            device.append(&qkv, heads, &places, cache)?;
+            let x = device.attention(&qkv, heads, &places, cache)?;
+            let y = self.linear(&x, &layer.o, &lora.o, &batch)?;
+            device.add(&mut h, &y)?;
+
+            let x = device.rms_norm(&h, &layer.post_norm, eps)?;
+            let gate_up = self.linear(&x, &layer.gate_up, &lora.gate_up, &batch)?;
+            let x = device.silu_mul(&gate_up)?;
+            let y = self.linear(&x, &layer.down, &lora.down, &batch)?;
+            device.add(&mut h, &y)?;
+        }
+
+        let sampled = step.sampled.iter().map(|&row| row as usize);
+        let slots: Vec<Slot> = sampled.clone().map(|row| step.slots[row]).collect();
+        let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
+        let batch = device.route(&mut session.head_routing, &slots, &scales)?;
+        let h = device.gather(&h, &device.indices(&step.sampled)?)?;
+        let x = device.rms_norm(&h, &self.norm, eps)?;
+        self.linear(&x, self.head.as_ref().unwrap_or(&self.embed), &self.head_lora, &batch)
+    }
+
+    /// The base model's GEMM, then every token's adapter on top of it: all that multi-LoRA asks of a linear layer.
+    fn linear(
+        &self,
+        x: &D::Tensor,
+        weight: &D::Weight,
+        lora: &D::LoraLinear,
+        batch: &D::Routed<'_>,
+    ) -> Result<D::Tensor> {
+        let mut y = self.device.gemm(x, weight)?;
+        self.device.add_delta(lora, x, &mut y, &self.adapters, batch)?;
+        Ok(y)
+    }
+
+    /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has them.
+    #[expect(clippy::cast_possible_truncation, reason = "where transformers rounds")]
+    fn rope(&self, positions: usize) -> Result<Rope<D>> {
+        let Heads { dim, .. } = self.config.heads;
+        let theta = self.config.rope_theta as f32;
+        let frequencies: Vec<f32> =
+            (0..dim).step_by(2).map(|feature| 1.0 / theta.powf(feature as f32 / dim as f32)).collect();
+        let angles: Vec<f32> = (0..positions)
+            .flat_map(|position| frequencies.iter().map(move |frequency| position as f32 * frequency))
+            .collect();
+        let table = |function: fn(f64) -> f64| {
+            let round = |&angle: &f32| D::Elem::from_f32(function(f64::from(angle)) as f32);
+            let values: Vec<_> = angles.iter().map(round).collect();
+            self.device.tensor(positions, frequencies.len(), &values)
+        };
+        Ok(Rope { cos: table(f64::cos)?, sin: table(f64::sin)? })
+    }
+}

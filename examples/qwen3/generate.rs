@@ -1,0 +1,136 @@
+//! Greedy generation: one prefill of all requests, then one decode step per token for those that still run.
+
+use aril::{Element, Slot};
+
+use crate::{
+    device::Device,
+    error::{Error, Result, bail},
+    forward::Step,
+    model::Model,
+};
+
+/// A request as the model sees it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sequence<'a> {
+    /// At least one token.
+    pub(crate) prompt: &'a [u32],
+    pub(crate) slot: Slot,
+    /// A factor on the adapter's own scaling.
+    pub(crate) scale: f32,
+}
+
+/// What a request got.
+#[derive(Debug, Default)]
+pub(crate) struct Generation {
+    /// Ends with the token that ended the text, if one did.
+    pub(crate) tokens: Vec<u32>,
+    /// The logits that chose each token, `[tokens, vocab]`, if they were asked for.
+    pub(crate) logits: Vec<f32>,
+}
+
+/// When a request ends, and what is kept of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits<'a> {
+    pub(crate) max_new_tokens: usize,
+    pub(crate) eos: &'a [u32],
+    pub(crate) keep_logits: bool,
+}
+
+/// Runs all sequences together and chooses the likeliest token each time.
+pub(crate) fn generate<D: Device>(
+    model: &Model<'_, D>,
+    sequences: &[Sequence<'_>],
+    limits: Limits<'_>,
+) -> Result<Vec<Generation>> {
+    run(model, sequences, limits.max_new_tokens, limits.keep_logits, |request, _, argmax| {
+        let Some(token) = argmax else {
+            bail!("request {request}: the logits are not numbers; activations overflow {}", D::Elem::DTYPE)
+        };
+        Ok((token, limits.eos.contains(&token)))
+    })
+}
+
+/// Runs all sequences through the very steps of an earlier run, and keeps the logits that would choose each of its tokens.
+pub(crate) fn replay<D: Device>(
+    model: &Model<'_, D>,
+    sequences: &[Sequence<'_>],
+    tokens: &[&[u32]],
+) -> Result<Vec<Generation>> {
+    let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
+    run(model, sequences, longest, true, |request, step, _| {
+        let tokens = tokens[request];
+        Ok((tokens[step], step + 1 == tokens.len()))
+    })
+}
+
+/// Runs all sequences; `next` says, by request and step, which token follows and whether it is the last.
+fn run<D: Device>(
+    model: &Model<'_, D>,
+    sequences: &[Sequence<'_>],
+    max_new_tokens: usize,
+    keep_logits: bool,
+    next: impl Fn(usize, usize, Option<u32>) -> Result<(u32, bool)>,
+) -> Result<Vec<Generation>> {
+    let mut first_rows = Vec::with_capacity(sequences.len());
+    let (mut rows, mut longest) = (0, 0);
+    for sequence in sequences {
+        first_rows.push(index(rows)?);
+        let len = sequence.prompt.len() + max_new_tokens;
+        rows += len;
+        longest = longest.max(len);
+    }
+    index(rows)?;
+    let mut session = model.session(rows, longest)?;
+
+    let mut step = Step::default();
+    for (sequence, &first_row) in sequences.iter().zip(&first_rows) {
+        step.push(sequence, first_row, 0, sequence.prompt)?;
+    }
+    let mut generations: Vec<Generation> = sequences.iter().map(|_| Generation::default()).collect();
+    let mut running: Vec<usize> = (0..sequences.len()).collect();
+    while !running.is_empty() {
+        let logits = model.forward(&mut session, &step)?;
+        let argmax = model.device.argmax(&logits)?;
+        if keep_logits {
+            let logits = model.device.read(&logits)?;
+            for (logits, &request) in logits.chunks_exact(logits.len() / running.len()).zip(&running) {
+                generations[request].logits.extend_from_slice(logits);
+            }
+        }
+        step = Step::default();
+        let mut still_running = Vec::with_capacity(running.len());
+        for (request, argmax) in running.into_iter().zip(argmax) {
+            let (sequence, tokens) = (&sequences[request], &mut generations[request].tokens);
+            let (token, last) = next(request, tokens.len(), argmax)?;
+            tokens.push(token);
+            if !last && tokens.len() < max_new_tokens {
+                step.push(sequence, first_rows[request], sequence.prompt.len() + tokens.len() - 1, &[token])?;
+                still_running.push(request);
+            }
+        }
+        running = still_running;
+    }
+    Ok(generations)
+}
+
+impl Step {
+    /// Appends tokens of a sequence, of which the last is sampled.
+    fn push(&mut self, sequence: &Sequence<'_>, first_row: u32, position: usize, tokens: &[u32]) -> Result<()> {
+        for (position, &token) in (position..).zip(tokens) {
+            self.ids.push(token);
+            self.positions.push(index(position)?);
+            self.first_rows.push(first_row);
+            self.slots.push(sequence.slot);
+            self.scales.push(sequence.scale);
+        }
+        self.sampled.push(index(self.ids.len() - 1)?);
+        Ok(())
+    }
+}
+
+/// A row or position as kernels take it.
+fn index(value: usize) -> Result<u32> {
+    i32::try_from(value)
+        .map(i32::cast_unsigned)
+        .map_err(|_| Error::new(format!("the requests take {value} rows of the cache; there are 2147483647")))
+}

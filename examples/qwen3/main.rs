@@ -1,0 +1,248 @@
+//! A dense Qwen3 that serves many LoRA adapters in one batch: the library's reference forward, on the CPU and on the GPU.
+//!
+//! Without arguments it runs the small model and the adapters in `tests/fixtures`. An engine's author reads `forward.rs`, where
+//! the multi-LoRA calls are, and `generate.rs`, where requests of all adapters become one batch.
+
+mod checkpoint;
+mod config;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device;
+mod error;
+mod forward;
+mod generate;
+mod job;
+mod model;
+mod report;
+mod requests;
+mod verify;
+
+use std::{
+    fmt, fs,
+    io::{self, Write as _},
+    iter,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    str::FromStr,
+};
+
+use aril::{DType, adapter::Adapter};
+use clap::{Parser, ValueEnum};
+
+use self::{
+    checkpoint::Checkpoint,
+    config::Config,
+    error::{Context, Result, bail},
+    job::Job,
+    report::Row,
+    requests::{Checker, Written},
+};
+
+/// Runs a dense Qwen3 and its LoRA adapters, all requests in one batch.
+///
+/// Without --model, it runs the small model in tests/fixtures, and without --adapter all of its adapters too.
+#[derive(Debug, Parser)]
+struct Cli {
+    /// A Hugging Face directory of a dense Qwen3
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// An adapter as PEFT saves it; may be repeated
+    #[arg(long = "adapter", value_name = "NAME=DIR")]
+    adapters: Vec<AdapterArg>,
+    /// A JSON array of {"adapter": "NAME" | null, "prompt": "text"} or {"adapter": .., "token_ids": [..]}, each with an
+    /// optional "scale" that multiplies the adapter's own scaling. The output is then a line of JSON for each: "adapter",
+    /// "prompt_tokens" and "generated_tokens" (token ids), "text"
+    #[arg(long, value_name = "FILE")]
+    requests: Option<PathBuf>,
+    /// Where a text ends if no end-of-text token comes before
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    max_new_tokens: u32,
+    /// cpu, cuda or cuda:N [default: cuda if built in and a driver is present, else cpu]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<DeviceArg>,
+    /// What to compute in [default: what the checkpoint says it was saved in]
+    #[arg(long)]
+    dtype: Option<DTypeArg>,
+    /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32
+    #[arg(long, value_name = "FILE")]
+    logits: Option<PathBuf>,
+    /// Runs every request again alone, in f32, with its adapter merged into the weights. Exits with 1 if logits differ by more
+    /// than rounding explains
+    #[arg(long)]
+    verify: bool,
+}
+
+#[derive(Clone, Debug)]
+struct AdapterArg {
+    name: String,
+    dir: PathBuf,
+}
+
+impl FromStr for AdapterArg {
+    type Err = String;
+
+    fn from_str(arg: &str) -> std::result::Result<Self, String> {
+        match arg.split_once('=') {
+            Some((name, dir)) if !name.is_empty() && !dir.is_empty() => Ok(Self { name: name.into(), dir: dir.into() }),
+            _ => Err("an adapter is given as NAME=DIR".into()),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum DeviceArg {
+    Cpu,
+    Cuda(usize),
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(arg: &str) -> std::result::Result<Self, String> {
+        let cuda = || arg.strip_prefix("cuda:")?.parse().ok();
+        match arg {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => cuda().map(Self::Cuda).ok_or_else(|| "a device is cpu, cuda or cuda:N".into()),
+        }
+    }
+}
+
+impl fmt::Display for DeviceArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum DTypeArg {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<DTypeArg> for DType {
+    fn from(arg: DTypeArg) -> Self {
+        match arg {
+            DTypeArg::F32 => Self::F32,
+            DTypeArg::Bf16 => Self::BF16,
+            DTypeArg::F16 => Self::F16,
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Cli::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Everything; `false` if the outcome is not as it should be.
+fn run(cli: &Cli) -> Result<bool> {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let model = cli.model.clone().unwrap_or_else(|| fixtures.join("qwen3"));
+    let config = Config::read(&model)?;
+    let adapters = if cli.model.is_none() && cli.adapters.is_empty() {
+        adapters_in(&fixtures.join("adapters"))?
+    } else {
+        cli.adapters.clone()
+    };
+    let adapters = open(&adapters)?;
+
+    let names: Vec<&str> = adapters.iter().map(|(name, _)| name.as_str()).collect();
+    let written = match &cli.requests {
+        Some(path) => requests::read(path)?,
+        None if cli.model.is_none() && cli.adapters.is_empty() => requests::read(&fixtures.join("prompts.json"))?,
+        None => ask_everyone(&names),
+    };
+    let tokenizer = requests::tokenizer(&model)?;
+    let max_new_tokens = usize::try_from(cli.max_new_tokens)?;
+    let checker =
+        Checker { config: &config, model: &model, tokenizer: tokenizer.as_ref(), adapters: names, max_new_tokens };
+    let subject = cli.requests.as_deref().unwrap_or(Path::new("the default requests"));
+    let requests = checker.check(&written).context(subject.display())?;
+
+    let job = Job {
+        device: cli.device.unwrap_or_else(default_device),
+        checkpoint: Checkpoint::open(&model)?,
+        config,
+        adapters,
+        requests,
+        max_new_tokens,
+        compare_with_base: cli.requests.is_none(),
+        keep_logits: cli.logits.is_some(),
+        verify: cli.verify,
+    };
+    let dtype = cli.dtype.map(DType::from).or(job.config.dtype).unwrap_or(DType::F32);
+    let outcome = job.run(dtype)?;
+
+    let rows = job.rows(&outcome);
+    if let Some(path) = &cli.logits {
+        report::write_logits(path, &rows)?;
+    }
+    let output = match cli.requests {
+        Some(_) => {
+            eprint!("{}", report::verdicts(&rows)?);
+            report::json_lines(&rows, tokenizer.as_ref())?
+        }
+        None => format!(
+            "{}\n{}{}",
+            report::table(&rows, tokenizer.as_ref())?,
+            job.summary(&rows, &outcome, dtype),
+            report::verdicts(&rows)?
+        ),
+    };
+    io::stdout().write_all(output.as_bytes()).context("standard output")?;
+    Ok(rows.iter().all(Row::is_as_it_should_be))
+}
+
+/// Adapters by their directory's name.
+fn adapters_in(dir: &Path) -> Result<Vec<AdapterArg>> {
+    let mut adapters = Vec::new();
+    for entry in fs::read_dir(dir).context(dir.display())? {
+        let entry = entry.context(dir.display())?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        adapters.push(AdapterArg { name, dir: entry.path() });
+    }
+    adapters.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(adapters)
+}
+
+fn open(args: &[AdapterArg]) -> Result<Vec<(String, Adapter)>> {
+    let mut adapters: Vec<(String, Adapter)> = Vec::with_capacity(args.len());
+    for AdapterArg { name, dir } in args {
+        if adapters.iter().any(|(other, _)| other == name) {
+            bail!("two adapters are named `{name}`");
+        }
+        let adapter = Adapter::open(dir).context(format_args!("adapter `{name}` in {}", dir.display()))?;
+        adapters.push((name.clone(), adapter));
+    }
+    Ok(adapters)
+}
+
+/// The same question to the base model and to every adapter.
+fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
+    let ask = |adapter: Option<&str>| Written {
+        adapter: adapter.map(Into::into),
+        prompt: Some("The capital of France is".into()),
+        ..Written::default()
+    };
+    iter::once(None).chain(adapters.iter().copied().map(Some)).map(ask).collect()
+}
+
+fn default_device() -> DeviceArg {
+    #[cfg(feature = "cuda")]
+    if cuda::device_count() > 0 {
+        return DeviceArg::Cuda(0);
+    }
+    DeviceArg::Cpu
+}

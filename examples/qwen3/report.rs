@@ -1,0 +1,147 @@
+//! What the user sees.
+
+use std::{fmt::Write as _, path::Path};
+
+use safetensors::{Dtype, tensor::TensorView};
+use serde_json::json;
+use tokenizers::Tokenizer;
+
+use crate::{
+    error::{Context, Error, Result},
+    generate::Generation,
+    verify::{Verdict, largest_difference},
+};
+
+/// A request with what it got.
+#[derive(Debug)]
+pub(crate) struct Row<'a> {
+    pub(crate) adapter: Option<&'a str>,
+    pub(crate) scale: f32,
+    pub(crate) prompt: &'a [u32],
+    pub(crate) generation: &'a Generation,
+    /// How far its logits are from the base model's, if that was asked for.
+    pub(crate) moved: Option<Moved>,
+    /// What verification says, if it was asked for.
+    pub(crate) verdict: Option<Verdict>,
+}
+
+impl Row<'_> {
+    /// Whether the base model's rows have the very bits they have without adapters, and verification passes.
+    pub(crate) fn is_as_it_should_be(&self) -> bool {
+        let base_is_untouched = self.adapter.is_some() || self.moved.is_none_or(|moved| moved.identical);
+        base_is_untouched && self.verdict.is_none_or(Verdict::passes)
+    }
+}
+
+/// How a request's logits compare with those of a run without adapters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moved {
+    pub(crate) difference: f32,
+    /// Whether every logit has the very bits.
+    pub(crate) identical: bool,
+}
+
+impl Moved {
+    pub(crate) fn between(with: &[f32], without: &[f32]) -> Self {
+        let identical = with.iter().map(|logit| logit.to_bits()).eq(without.iter().map(|logit| logit.to_bits()));
+        Self { difference: largest_difference(with, without), identical }
+    }
+}
+
+/// One line of JSON for each request.
+pub(crate) fn json_lines(rows: &[Row<'_>], tokenizer: Option<&Tokenizer>) -> Result<String> {
+    let mut lines = String::new();
+    for row in rows {
+        let mut line = json!({
+            "adapter": row.adapter,
+            "prompt_tokens": row.prompt,
+            "generated_tokens": row.generation.tokens,
+            "text": tokenizer.map(|tokenizer| decode(tokenizer, &row.generation.tokens)).transpose()?,
+        });
+        if let Some(Verdict { difference, tolerance, tokens_agree }) = row.verdict {
+            line["verify"] = json!({ "difference": difference, "tolerance": tolerance, "tokens_agree": tokens_agree });
+        }
+        writeln!(lines, "{line}")?;
+    }
+    Ok(lines)
+}
+
+/// A table to read.
+pub(crate) fn table(rows: &[Row<'_>], tokenizer: Option<&Tokenizer>) -> Result<String> {
+    let mut cells = vec![["adapter", "prompt", "generated", "logits against the base model's"].map(String::from)];
+    for row in rows {
+        let text = |tokens: &[u32]| match tokenizer {
+            Some(tokenizer) => decode(tokenizer, tokens).map(|text| shortened(&text)),
+            None => Ok(shortened(&format!("{tokens:?}"))),
+        };
+        cells.push([
+            adapter(row),
+            text(row.prompt)?,
+            text(&row.generation.tokens)?,
+            match row.moved {
+                Some(Moved { identical: true, .. }) => "the same, bit for bit".into(),
+                Some(Moved { difference, .. }) => format!("moved by up to {difference:.3}"),
+                None => String::new(),
+            },
+        ]);
+    }
+    let widths = [0, 1, 2, 3].map(|column| cells.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
+    let mut table = String::new();
+    for row in cells {
+        let padded = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect::<Vec<_>>();
+        writeln!(table, "{}", padded.join("  ").trim_end())?;
+    }
+    Ok(table)
+}
+
+/// What verification says of each request, one line each.
+pub(crate) fn verdicts(rows: &[Row<'_>]) -> Result<String> {
+    let mut lines = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        let Some(verdict) = row.verdict else { continue };
+        writeln!(
+            lines,
+            "verify: request {index} ({}): largest logit difference {:.3e}, tolerance {:.3e}, tokens {}: {}",
+            adapter(row),
+            verdict.difference,
+            verdict.tolerance,
+            if verdict.tokens_agree { "agree" } else { "differ" },
+            if verdict.passes() { "passes" } else { "FAILS" },
+        )?;
+    }
+    Ok(lines)
+}
+
+/// Writes the logits that chose each token: a tensor `request.I` of `[tokens, vocab]` for each request.
+pub(crate) fn write_logits(path: &Path, rows: &[Row<'_>]) -> Result<()> {
+    let tensors = rows.iter().enumerate().map(|(index, row)| {
+        let Generation { tokens, logits } = row.generation;
+        let shape = vec![tokens.len(), logits.len() / tokens.len()];
+        Ok((format!("request.{index}"), TensorView::new(Dtype::F32, shape, bytemuck::cast_slice(logits))?))
+    });
+    let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
+    safetensors::serialize_to_file(tensors, None, path).context(path.display())
+}
+
+fn adapter(row: &Row<'_>) -> String {
+    match row.adapter {
+        None => "(base)".into(),
+        Some(name) if row.scale == 1.0 => name.into(),
+        Some(name) => format!("{name} x{}", row.scale),
+    }
+}
+
+fn decode(tokenizer: &Tokenizer, tokens: &[u32]) -> Result<String> {
+    tokenizer.decode(tokens, true).map_err(|error| Error::new(format!("tokenizer.json: {error}")))
+}
+
+/// At most 60 characters, on one line.
+fn shortened(text: &str) -> String {
+    const CHARS: usize = 60;
+    let text: String =
+        text.trim().chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();
+    match text.chars().count().checked_sub(CHARS) {
+        Some(excess @ 1..) => format!("…{}", text.chars().skip(excess + 1).collect::<String>()),
+        _ => text,
+    }
+}

@@ -1,0 +1,80 @@
+//! What the public types promise by being of their type.
+
+use std::error::Error;
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, AdapterError, ImageEntry, Module, SlotImage, Tensor, TensorName},
+    cpu,
+    error::{OperandError, SlotError},
+    model::{EmbeddingId, EmbeddingSite, Linear, LinearId, LinearSite, ModelSpec, Parallel, SpecError, TpRank},
+    plan::{Capacity, LinearPlan, PlanError},
+    reference,
+    routing::{Batch, Segments},
+};
+
+fn shared<T: Send + Sync>() {}
+fn error<T: Error + Send + Sync + 'static>() {}
+
+#[test]
+fn types_may_be_shared_between_threads() {
+    shared::<(Adapter, Module, Tensor, TensorName, ImageEntry)>();
+    shared::<SlotImage<'_>>();
+    shared::<(ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
+    shared::<(DType, Slot, Segments, Capacity, LinearPlan)>();
+    shared::<Batch<'_>>();
+    shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::Workspace, cpu::WeightTable<f32>)>();
+    shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
+    shared::<(reference::Factors<'_>, reference::Delta)>();
+}
+
+#[test]
+fn errors_go_anywhere() {
+    error::<AdapterError>();
+    error::<OperandError>();
+    error::<PlanError>();
+    error::<SlotError>();
+    error::<SpecError>();
+}
+
+#[test]
+fn a_slot_is_the_integer_that_kernels_read() {
+    assert_eq!(bytemuck::cast::<Slot, i32>(Slot::BASE), -1);
+    assert_eq!(bytemuck::cast::<Slot, i32>(Slot::new(u16::MAX)), 65_535);
+    assert_eq!(Slot::BASE.index(), None);
+    assert_eq!(Slot::new(7).index(), Some(7));
+    assert_eq!(bytemuck::cast::<i32, Slot>(i32::MIN).index(), None);
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use aril::cuda::{
+        Kernels, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, RoutedBatch, Routing, WeightTable,
+        Workspace, driver_is_present, raw,
+    };
+
+    fn sent<T: Send>() {}
+
+    #[test]
+    fn types_may_be_shared_between_threads() {
+        super::shared::<(Kernels, LoraLinear<f32>, LoraEmbedding<f32>)>();
+        super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
+        super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::LayerWeights, raw::RoutedBatch)>();
+        super::error::<LaunchError>();
+    }
+
+    #[test]
+    fn owners_may_be_sent_to_another_thread() {
+        sent::<(Routing, WeightTable<f32>, Workspace, raw::Routing)>();
+        sent::<(Matrix<'_, f32>, MatrixMut<'_, f32>)>();
+        sent::<RoutedBatch<'_>>();
+    }
+
+    /// Where there is no driver, that is what loading says; it neither panics nor aborts.
+    #[test]
+    fn loading_says_that_there_is_no_driver() {
+        if !driver_is_present() {
+            assert!(matches!(Kernels::load(), Err(LaunchError::NoDriver)));
+        }
+    }
+}

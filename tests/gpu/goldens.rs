@@ -1,0 +1,70 @@
+//! The example `qwen3` on CUDA against transformers and PEFT, each run judged by `--verify` too.
+//!
+//! The example is found as `process` says: on a machine without the repository, by `ARIL_QWEN3_BIN` and `ARIL_FIXTURES`.
+
+#[path = "../qwen3/goldens.rs"]
+mod shared;
+
+use crate::process::{fixture, qwen3};
+
+const DEVICE: &str = "cuda";
+
+#[test]
+#[ignore = "needs a GPU"]
+fn f32_reproduces_the_goldens() {
+    shared::f32_reproduces_the_goldens(DEVICE);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn bf16_reproduces_the_goldens() {
+    shared::reproduces_within_rounding(DEVICE, "bf16");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn f16_reproduces_the_goldens() {
+    shared::reproduces_within_rounding(DEVICE, "f16");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_adapter_changes_what_the_base_model_says() {
+    shared::every_adapter_changes_what_the_base_model_says(DEVICE);
+}
+
+/// Of a batch without adapters only: cuBLASLt's bits depend on the shape of the batch.
+#[test]
+#[ignore = "needs a GPU"]
+fn base_requests_keep_every_bit_whatever_adapters_are_there() {
+    shared::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &["base-only"]);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_scale_multiplies_the_adapters_own() {
+    shared::a_scale_multiplies_the_adapters_own(DEVICE);
+}
+
+/// Of batches with adapters, the example runs the same once more on a model that never saw one, and says what is the same.
+#[test]
+#[ignore = "needs a GPU"]
+fn base_requests_keep_every_bit_beside_adapters() {
+    let adapter = format!("r8-all={}", fixture("adapters/r8-all").display());
+    for dtype in ["bf16", "f16", "f32"] {
+        let model = fixture("qwen3").display().to_string();
+        let output = qwen3(["--device", DEVICE, "--dtype", dtype, "--model", &model, "--adapter", &adapter]);
+        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{stderr}");
+        assert!(stdout.contains("Base model: 1 of 1 requests have the very bits"), "{stdout}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_device_that_is_not_there_is_refused() {
+    let output = qwen3(["--device", "cuda:99", "--model", &fixture("qwen3").display().to_string()]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("cuda:99: there is no such device"), "{stderr}");
+}

@@ -1,0 +1,198 @@
+//! A model as the ranks of a tensor-parallel group hold it: together the whole of it, and nothing twice.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+use aril::{
+    DType,
+    adapter::{Adapter, SlotImage, Tensor, padded},
+    model::{Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, SpecError, TpRank},
+};
+use proptest::prelude::*;
+
+fn single() -> ModelSpec {
+    ModelSpec::new(TpRank::SINGLE)
+}
+
+fn at(rank: usize, size: usize) -> ModelSpec {
+    ModelSpec::new(TpRank::new(rank, size).unwrap())
+}
+
+/// An adapter of rank 1 for modules `m.NAME`: A counts its columns, B its rows.
+fn counting(in_features: usize, modules: &[(&str, usize)]) -> Adapter {
+    let count = |shape: [usize; 2]| {
+        let values: Vec<f32> = (0..shape[0] * shape[1]).map(|i| i as f32).collect();
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let tensors = modules.iter().flat_map(|(module, out_features)| {
+        [
+            (format!("m.{module}.lora_A.weight"), count([1, in_features])),
+            (format!("m.{module}.lora_B.weight"), count([*out_features, 1])),
+        ]
+    });
+    Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors).unwrap()
+}
+
+/// The columns of A and the rows of B that a rank gets of one slice.
+fn parts(image: &SlotImage<'_>, model: &ModelSpec, id: LinearId, slice: usize) -> [Vec<usize>; 2] {
+    let mut block = vec![0_f32; image.bytes() / 4];
+    image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
+    let site = &model[id];
+    let entry = *image.entries().iter().find(|entry| entry.entry == site.first_entry() + slice).unwrap();
+    let a = &block[entry.a_elems..][..site.in_features()];
+    let b = block[entry.b_elems..].chunks(padded(1, DType::F32)).take(site.slices()[slice].out_features());
+    [a.iter().map(|&a| a as usize).collect(), b.map(|b| b[0] as usize).collect()]
+}
+
+proptest! {
+    /// Column-parallel: the ranks' rows of B, one after the other, are B; each has all of A.
+    #[test]
+    fn column_shards_make_the_whole(size in 1..6_usize, q in 1..10_usize, v in 1..10_usize, in_features in 1..20_usize) {
+        let modules = [("q", q * size), ("v", v * size)];
+        let adapter = counting(in_features, &modules);
+        let mut rows = [Vec::new(), Vec::new()];
+        for rank in 0..size {
+            let mut model = at(rank, size);
+            let layer = Linear::new("m", Parallel::Column, in_features).slice("q", q * size).slice("v", v * size);
+            let id = model.linear(layer).unwrap();
+            prop_assert_eq!((model[id].in_features(), model[id].out_features()), (in_features, q + v));
+            let image = adapter.plan(&model, DType::F32).unwrap();
+            for (slice, rows) in rows.iter_mut().enumerate() {
+                let [a, b] = parts(&image, &model, id, slice);
+                prop_assert_eq!(a, (0..in_features).collect::<Vec<_>>());
+                rows.extend(b);
+            }
+        }
+        for ((_, out_features), rows) in modules.iter().zip(rows) {
+            prop_assert_eq!(rows, (0..*out_features).collect::<Vec<_>>());
+        }
+    }
+
+    /// Row-parallel: the ranks' columns of A, one after the other, are A; each has all of B.
+    #[test]
+    fn row_shards_make_the_whole(size in 1..6_usize, part in 1..10_usize, out_features in 1..20_usize) {
+        let adapter = counting(part * size, &[("o", out_features)]);
+        let mut columns = Vec::new();
+        for rank in 0..size {
+            let mut model = at(rank, size);
+            let id = model.linear(Linear::new("m", Parallel::Row, part * size).slice("o", out_features)).unwrap();
+            prop_assert_eq!((model[id].in_features(), model[id].out_features()), (part, out_features));
+            let [a, b] = parts(&adapter.plan(&model, DType::F32).unwrap(), &model, id, 0);
+            columns.extend(a);
+            prop_assert_eq!(b, (0..out_features).collect::<Vec<_>>());
+        }
+        prop_assert_eq!(columns, (0..part * size).collect::<Vec<_>>());
+    }
+
+    /// A slice of fewer parts than ranks: neighbours hold the same part, and the parts make the whole.
+    #[test]
+    fn replicated_shards_are_held_by_neighbours(shards in 1..4_usize, copies in 1..4_usize, part in 1..10_usize) {
+        let (size, out_features) = (shards * copies, shards * part);
+        let adapter = counting(3, &[("k", out_features)]);
+        for rank in 0..size {
+            let mut model = at(rank, size);
+            let layer = Linear::new("m", Parallel::Column, 3).slice("q", size).replicated_slice("k", out_features, shards);
+            let id = model.linear(layer).unwrap();
+            prop_assert_eq!(model[id].slices()[0].out_features(), 1);
+            let [_, b] = parts(&adapter.plan(&model, DType::F32).unwrap(), &model, id, 1);
+            let first = rank / copies * part;
+            prop_assert_eq!(b, (first..first + part).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn replicated_layers_and_embeddings_are_whole_on_every_rank() {
+    for rank in 0..3 {
+        let mut model = at(rank, 3);
+        let id = model.linear(Linear::new("m", Parallel::Replicated, 5).slice("gate", 7)).unwrap();
+        let embedding = model.embedding("embed", 11, 5).unwrap();
+        assert_eq!((model[id].in_features(), model[id].out_features()), (5, 7));
+        assert_eq!((model[embedding].vocab(), model[embedding].hidden()), (11, 5));
+    }
+}
+
+#[test]
+fn entries_follow_each_other() {
+    let mut model = single();
+    let qkv = Linear::new("l.0", Parallel::Column, 4).slice("q", 4).slice("k", 2).slice("v", 2).fused("qkv");
+    let qkv = model.linear(qkv).unwrap();
+    let embed = model.embedding("embed", 8, 4).unwrap();
+    let head = model.linear(Linear::new("", Parallel::Column, 4).slice("lm_head", 8)).unwrap();
+    assert_eq!((model[qkv].first_entry(), model[embed].entry(), model[head].first_entry()), (0, 3, 4));
+    assert_eq!(model.num_entries(), 5);
+    assert_eq!(model[qkv].slices()[1].module(), "l.0.k");
+    assert_eq!((model[embed].module(), model[head].slices()[0].module()), ("embed", "lm_head"));
+}
+
+#[test]
+fn modules_described_twice_are_refused() {
+    let mut model = single();
+    model.linear(Linear::new("l", Parallel::Column, 4).slice("q", 4).fused("qkv")).unwrap();
+    model.embedding("embed", 8, 4).unwrap();
+    let entries = model.num_entries();
+    let refused = |result: Result<(), SpecError>, path: &str| {
+        assert_eq!(result, Err(SpecError::Duplicate { module: path.into() }));
+    };
+    let linear = |path: &str| Linear::new(path, Parallel::Column, 4);
+    refused(model.linear(linear("l").slice("q", 4)).map(|_| ()), "l.q");
+    refused(model.linear(linear("l").slice("k", 4).slice("k", 4)).map(|_| ()), "l.k");
+    refused(model.linear(linear("l").slice("qkv", 4)).map(|_| ()), "l.qkv");
+    refused(model.linear(linear("l").slice("k", 4).fused("q")).map(|_| ()), "l.q");
+    refused(model.linear(linear("").slice("embed", 4)).map(|_| ()), "embed");
+    refused(model.embedding("l.q", 8, 4).map(|_| ()), "l.q");
+    // What was refused has left nothing behind.
+    assert_eq!(model.num_entries(), entries);
+    model.linear(linear("l").slice("k", 4)).unwrap();
+}
+
+#[test]
+fn sizes_that_no_layer_has_are_refused() {
+    let too_large = 1 << 31;
+    for features in [0, too_large] {
+        let refused = |result: Result<(), SpecError>, path: &str| {
+            assert_eq!(result, Err(SpecError::Features { path: path.into(), features }));
+        };
+        let linear = |in_features, out| Linear::new("l", Parallel::Column, in_features).slice("q", out);
+        refused(single().linear(linear(features, 4)).map(|_| ()), "l");
+        refused(single().linear(linear(4, features)).map(|_| ()), "l.q");
+        refused(single().embedding("embed", features, 4).map(|_| ()), "embed");
+        refused(single().embedding("embed", 4, features).map(|_| ()), "embed");
+    }
+}
+
+#[test]
+fn layers_of_no_slices_or_too_many_are_refused() {
+    for slices in [0, MAX_SLICES + 1] {
+        let layer = (0..slices).fold(Linear::new("l", Parallel::Column, 4), |layer, i| layer.slice(format!("m{i}"), 4));
+        assert_eq!(single().linear(layer), Err(SpecError::Slices { path: "l".into(), slices }));
+    }
+    let layer = Linear::new("l", Parallel::Column, 4);
+    let layer = (0..MAX_SLICES).fold(layer, |layer, i| layer.slice(format!("m{i}"), 4));
+    single().linear(layer).unwrap();
+}
+
+#[test]
+fn ranks_outside_the_group_are_refused() {
+    assert_eq!(TpRank::new(2, 2), Err(SpecError::TpRank { rank: 2, size: 2 }));
+    assert_eq!(TpRank::new(0, 0), Err(SpecError::TpRank { rank: 0, size: 0 }));
+    assert_eq!(TpRank::new(0, 1), Ok(TpRank::SINGLE));
+}
+
+#[test]
+fn uneven_cuts_are_refused() {
+    let uneven = |layer: Linear, path: &str, features, shards| {
+        let (path, size) = (path.to_owned(), 4);
+        assert_eq!(at(1, size).linear(layer), Err(SpecError::Uneven { path, features, shards, size }));
+    };
+    let column = || Linear::new("l", Parallel::Column, 6);
+    uneven(column().slice("q", 6), "l.q", 6, 4);
+    uneven(Linear::new("l", Parallel::Row, 6).slice("o", 8), "l", 6, 4);
+    // Parts that do not divide over the ranks, of which there are none, or that do not divide the slice.
+    uneven(column().replicated_slice("k", 6, 3), "l.k", 6, 3);
+    uneven(column().replicated_slice("k", 6, 0), "l.k", 6, 0);
+    uneven(column().replicated_slice("k", 5, 2), "l.k", 5, 2);
+}

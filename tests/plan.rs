@@ -1,0 +1,151 @@
+//! Plans: bounds that hold whatever the batch, checked against brute force.
+#![allow(clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use aril::{
+    DType,
+    model::{Linear, LinearId, MAX_RANK, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, LinearPlan, MAX_SLOTS, PlanError},
+};
+use proptest::prelude::*;
+
+fn model(in_features: usize, slices: &[usize]) -> (ModelSpec, LinearId) {
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let layer = Linear::new("layer", Parallel::Replicated, in_features);
+    let layer = slices.iter().enumerate().fold(layer, |layer, (i, &out)| layer.slice(format!("m{i}"), out));
+    let id = model.linear(layer).unwrap();
+    (model, id)
+}
+
+fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+    let (model, id) = model(in_features, slices);
+    LinearPlan::new(&model[id], dtype, capacity)
+}
+
+/// Tokens that fill a tile: what one slot can have in a single one.
+fn tokens_per_tile() -> usize {
+    let one_slot = Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 };
+    (1..).take_while(|&tokens| one_slot.max_tiles(tokens) == 1).count()
+}
+
+fn capacities() -> impl Strategy<Value = Capacity> {
+    (1..=5000_usize, 1..=MAX_SLOTS, 1..=MAX_RANK).prop_map(|(max_tokens, num_slots, max_rank)| Capacity {
+        max_tokens,
+        num_slots,
+        max_rank,
+    })
+}
+
+proptest! {
+    /// However the tokens are spread over the slots, the tiles they form are within the bound.
+    #[test]
+    fn max_tiles_bounds_every_spread(tokens in prop::collection::vec(0..100_usize, 1..40)) {
+        let (per_tile, num_tokens) = (tokens_per_tile(), tokens.iter().sum());
+        let capacity = Capacity { max_tokens: 4000, num_slots: tokens.len(), max_rank: 8 };
+        let tiles: usize = tokens.iter().map(|tokens| tokens.div_ceil(per_tile)).sum();
+        prop_assert!(tiles <= capacity.max_tiles(num_tokens), "{tiles} > {}", capacity.max_tiles(num_tokens));
+    }
+
+    /// And the worst spread, a token in each slot and the rest in one, reaches it.
+    #[test]
+    fn max_tiles_is_reached(num_tokens in 1..5000_usize, num_slots in 1..300_usize) {
+        let slots = num_slots.min(num_tokens);
+        let worst = slots - 1 + (num_tokens - (slots - 1)).div_ceil(tokens_per_tile());
+        let capacity = Capacity { max_tokens: 5000, num_slots, max_rank: 8 };
+        prop_assert_eq!(capacity.max_tiles(num_tokens), worst);
+    }
+
+    /// No batch within the capacity needs more than the whole workspace, and each has a float for every split, token and rank.
+    #[test]
+    fn the_workspace_is_large_enough(
+        capacity in capacities(), in_features in 1..20_000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
+    ) {
+        let plan = plan(in_features, &slices, DType::BF16, capacity).unwrap();
+        for num_tokens in 0..=capacity.max_tokens {
+            let floats = plan.num_splits(num_tokens) * num_tokens * slices.len() * capacity.max_rank;
+            prop_assert_eq!(plan.workspace_bytes_for(num_tokens), 4 * floats);
+            prop_assert!(plan.workspace_bytes_for(num_tokens) <= plan.workspace_bytes());
+        }
+    }
+
+    /// More room never needs less memory.
+    #[test]
+    fn the_workspace_grows_with_the_capacity(capacity in capacities(), in_features in 1..20_000_usize) {
+        let bytes = |capacity| plan(in_features, &[64], DType::F32, capacity).unwrap().workspace_bytes();
+        let Capacity { max_tokens, max_rank, .. } = capacity;
+        let more_tokens = Capacity { max_tokens: max_tokens + 1, ..capacity };
+        let larger_ranks = Capacity { max_rank: (max_rank + 1).min(MAX_RANK), ..capacity };
+        for larger in [more_tokens, larger_ranks] {
+            prop_assert!(bytes(capacity) <= bytes(larger), "{:?} needs less", larger);
+        }
+    }
+
+    #[test]
+    fn the_same_problem_has_the_same_plan(capacity in capacities(), in_features in 1..20_000_usize, out in 1..20_000_usize) {
+        let [first, second] = [(); 2].map(|()| plan(in_features, &[out], DType::F16, capacity));
+        prop_assert_eq!(&first, &second);
+        let plan = first.unwrap();
+        prop_assert_eq!((plan.capacity(), plan.dtype()), (capacity, DType::F16));
+    }
+}
+
+#[test]
+fn bounds_outside_the_limits_are_refused_by_name() {
+    let good = Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 };
+    let refused = |capacity: Capacity| match capacity.checked() {
+        Err(PlanError::Limit { what, value, max }) => (what, value, max),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(good.checked(), Ok(good));
+    let largest = Capacity { max_tokens: 1 << 20, num_slots: MAX_SLOTS, max_rank: MAX_RANK };
+    assert_eq!(largest.checked(), Ok(largest));
+    for value in [0, MAX_SLOTS + 1] {
+        assert_eq!(refused(Capacity { num_slots: value, ..good }), ("num_slots", value, MAX_SLOTS));
+    }
+    for value in [0, MAX_RANK + 1] {
+        assert_eq!(refused(Capacity { max_rank: value, ..good }), ("max_rank", value, MAX_RANK));
+    }
+    for value in [0, usize::MAX] {
+        let (what, got, max) = refused(Capacity { max_tokens: value, ..good });
+        assert_eq!((what, got), ("max_tokens", value));
+        // The next larger bound would not be counted by an `i32` any more.
+        assert!(Capacity { max_tokens: max, ..good }.checked().is_ok());
+        assert_eq!(refused(Capacity { max_tokens: max + 1, ..good }).0, "max_tokens");
+    }
+}
+
+#[test]
+fn layers_too_large_for_a_grid_are_refused_by_name() {
+    let capacity = Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 };
+    let plan = |in_features, slices: &[usize]| plan(in_features, slices, DType::BF16, capacity).map(|_| ());
+    let refused =
+        |result| matches!(result, Err(PlanError::Limit { what, value, max }) if value > max && !what.is_empty());
+    let largest = 65_535 * 256;
+    assert_eq!(plan(largest, &[largest]), Ok(()));
+    assert!(refused(plan(largest + 1, &[1])));
+    assert!(refused(plan(1, &[largest + 1])));
+    // Slices have tiles of their own.
+    assert!(refused(plan(1, &[largest, 1])));
+}
+
+#[test]
+fn a_plan_says_what_it_will_launch() {
+    let decode = Capacity { max_tokens: 64, num_slots: 32, max_rank: 16 };
+    let prefill = Capacity { max_tokens: 8192, num_slots: 4, max_rank: 64 };
+    let plans = [
+        plan(4096, &[4096, 1024, 1024], DType::BF16, decode),
+        plan(4096, &[4096, 1024, 1024], DType::BF16, prefill),
+        plan(100, &[7], DType::F32, Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 }),
+    ];
+    let shown: Vec<String> = plans.into_iter().map(|plan| plan.unwrap().to_string()).collect();
+    assert_eq!(
+        shown,
+        [
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, shrink 16 of 16 splits, expand 24 output tiles, \
+             196608 bytes of workspace",
+            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 515 tiles, shrink 1 of 16 splits, expand 24 output tiles, \
+             6291456 bytes of workspace",
+            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, shrink 1 of 1 splits, expand 1 output tiles, \
+             4 bytes of workspace",
+        ]
+    );
+}

@@ -1,0 +1,240 @@
+//! The example `qwen3`, on any device, against transformers and PEFT: the batches of `tests/fixtures/goldens`, each of which the
+//! other side ran request by request.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    sync::{Arc, Mutex, OnceLock},
+};
+
+use half::{bf16, f16};
+use safetensors::{Dtype, SafeTensors};
+use serde_json::{Value, json};
+
+use crate::process::{fixture, qwen3};
+
+/// The most that HF's own f32 logits may differ.
+const F32_TOLERANCE: f32 = 1e-3;
+
+/// What an adapter that does anything at all moves the logits by.
+const FLOOR: f32 = 0.5;
+
+pub(crate) const BATCHES: [&str; 4] = ["base-only", "mixed", "one-question", "untied"];
+
+pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
+    for batch in BATCHES {
+        let expected = golden(batch, "f32");
+        let answers = answers(device, batch, "f32");
+        assert_eq!(answers.len(), expected.len());
+        for (index, (answer, golden)) in answers.iter().zip(&expected).enumerate() {
+            assert_eq!(answer.tokens, golden.tokens, "{batch}, request {index}");
+            let difference = largest_difference(&answer.logits, &golden.logits);
+            assert!(difference <= F32_TOLERANCE, "{batch}, request {index}: logits differ by {difference}");
+        }
+        report(device, batch, "f32", &answers, &expected);
+    }
+}
+
+/// Rounding takes each side from the exact logits by no more than the tolerance of `--verify`, so the two by twice that. A token
+/// may be another only where theirs leads by less: a tie.
+pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
+    for batch in BATCHES {
+        let expected = golden(batch, dtype);
+        let answers = answers(device, batch, dtype);
+        assert_eq!(answers.len(), expected.len());
+        for (index, (answer, golden)) in answers.iter().zip(&expected).enumerate() {
+            let bound = 2.0 * answer.tolerance;
+            let steps = answer.logits.chunks_exact(answer.vocab).zip(golden.logits.chunks_exact(golden.vocab));
+            for (step, (logits, theirs)) in steps.enumerate() {
+                let difference = largest_difference(logits, theirs);
+                assert!(
+                    difference <= bound,
+                    "{batch}.{dtype}, request {index}, step {step}: logits differ by {difference}, more than {bound}"
+                );
+                if answer.tokens.get(step) != golden.tokens.get(step) {
+                    let lead = lead(theirs);
+                    assert!(
+                        lead <= 2.0 * bound,
+                        "{batch}.{dtype}, request {index}, step {step}: a lead of {lead} lost"
+                    );
+                    println!("{batch}.{dtype} on {device}, request {index}: a tie at step {step}, {lead} apart");
+                    // What follows was asked of another text.
+                    break;
+                }
+            }
+        }
+        report(device, batch, dtype, &answers, &expected);
+    }
+}
+
+pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static str) {
+    for batch in BATCHES {
+        let requests = requests(batch);
+        let answers = answers(device, batch, "bf16");
+        let prompt = |request: &Value| (request["prompt"].clone(), request["token_ids"].clone());
+        for (index, request) in requests.iter().enumerate().filter(|(_, request)| !request["adapter"].is_null()) {
+            let same = |other: &&Value| other["adapter"].is_null() && prompt(other) == prompt(request);
+            let Some(base) = requests.iter().position(|other| same(&other)) else { continue };
+            let (answer, base) = (&answers[index], &answers[base]);
+            let moved = largest_difference(&answer.logits[..answer.vocab], &base.logits[..base.vocab]);
+            assert!(moved > FLOOR, "{batch}, request {index}: its adapter moves the logits by {moved} only");
+            assert!(answer.tolerance < moved, "{batch}, request {index}: --verify would miss a missing adapter");
+        }
+    }
+}
+
+pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
+        let requests = requests(batch);
+        let with = answers(device, batch, "bf16");
+        let base: Vec<usize> = (0..requests.len()).filter(|&index| requests[index]["adapter"].is_null()).collect();
+        let only: Vec<Value> = base.iter().map(|&index| requests[index].clone()).collect();
+        let without = run(device, models(batch).0, None, "bf16", &only, false);
+        for (index, without) in base.iter().zip(&without) {
+            assert!(with[*index].is_identical(without), "{batch}, request {index}");
+        }
+    }
+}
+
+pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
+    let ask =
+        |adapter: Option<&str>, scale: f32| json!({ "adapter": adapter, "prompt": "Name a fruit.", "scale": scale });
+    let requests = [
+        ask(None, 1.0),
+        ask(Some("r8-all"), 0.0),
+        ask(Some("r8-all"), 1.0),
+        ask(Some("r8-all"), 2.0),
+        json!({ "adapter": "r8-all", "prompt": "Name a fruit." }),
+    ];
+    let [base, zero, one, two, plain] = &run(device, "qwen3", Some("adapters"), "f32", &requests, false)[..] else {
+        unreachable!("five requests have five answers")
+    };
+    assert!(zero.is_identical(base));
+    assert!(one.is_identical(plain));
+    assert!(largest_difference(&one.logits[..one.vocab], &two.logits[..two.vocab]) > FLOOR);
+}
+
+/// What a request got, or should.
+pub(crate) struct Answer {
+    tokens: Vec<u32>,
+    logits: Vec<f32>,
+    vocab: usize,
+    /// Of `--verify`, if it ran.
+    tolerance: f32,
+}
+
+impl Answer {
+    pub(crate) fn is_identical(&self, other: &Self) -> bool {
+        let bits = |answer: &Self| answer.logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
+        self.tokens == other.tokens && bits(self) == bits(other)
+    }
+}
+
+pub(crate) fn requests(batch: &str) -> Vec<Value> {
+    let text = fs::read_to_string(fixture(&format!("goldens/{batch}.json"))).expect("the batch is there");
+    serde_json::from_str(&text).expect("the batch is JSON")
+}
+
+/// A batch's model and its folder of adapters.
+fn models(batch: &str) -> (&'static str, &'static str) {
+    if batch == "untied" { ("qwen3-untied", "adapters-untied") } else { ("qwen3", "adapters") }
+}
+
+/// What the example answers to a batch, verified. Each is run once, for all tests.
+pub(crate) fn answers(device: &'static str, batch: &'static str, dtype: &'static str) -> Arc<Vec<Answer>> {
+    type Run = Arc<OnceLock<Arc<Vec<Answer>>>>;
+    static RUNS: Mutex<BTreeMap<(&str, &str, &str), Run>> = Mutex::new(BTreeMap::new());
+    let run_once = RUNS.lock().expect("no test fails here").entry((device, batch, dtype)).or_default().clone();
+    let (model, adapters) = models(batch);
+    run_once.get_or_init(|| Arc::new(run(device, model, Some(adapters), dtype, &requests(batch), true))).clone()
+}
+
+/// Runs the example, all adapters of a folder loaded.
+pub(crate) fn run(
+    device: &str,
+    model: &str,
+    adapters: Option<&str>,
+    dtype: &str,
+    requests: &[Value],
+    verify: bool,
+) -> Vec<Answer> {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let [requests_file, logits_file] = ["requests.json", "logits.safetensors"].map(|name| dir.path().join(name));
+    fs::write(&requests_file, Value::from(requests).to_string()).expect("the requests can be written");
+    let mut args: Vec<String> =
+        vec!["--device".into(), device.into(), "--model".into(), fixture(model).display().to_string()];
+    args.extend(verify.then(|| "--verify".into()));
+    args.extend(["--dtype", dtype, "--max-new-tokens", "12", "--requests"].map(String::from));
+    args.extend([requests_file.display().to_string(), "--logits".into(), logits_file.display().to_string()]);
+    for entry in adapters.into_iter().flat_map(|dir| fs::read_dir(fixture(dir)).expect("the adapters are there")) {
+        let entry = entry.expect("the adapters can be listed");
+        args.extend(["--adapter".into(), format!("{}={}", entry.file_name().display(), entry.path().display())]);
+    }
+    let output = qwen3(&args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{model} in {dtype} on {device}: {stderr}");
+
+    let logits = read(&fs::read(logits_file).expect("the logits are there"), "request.", "");
+    let lines = String::from_utf8(output.stdout).expect("the output is UTF-8");
+    let answer = |(line, (vocab, logits)): (&str, (usize, Vec<f32>))| {
+        let line: Value = serde_json::from_str(line).expect("each line is JSON");
+        let tokens = serde_json::from_value(line["generated_tokens"].clone()).expect("tokens are numbers");
+        let tolerance = serde_json::from_value(line["verify"]["tolerance"].clone()).unwrap_or(f32::NAN);
+        Answer { tokens, logits, vocab, tolerance }
+    };
+    lines.lines().zip(logits).map(answer).collect()
+}
+
+fn golden(batch: &str, dtype: &str) -> Vec<Answer> {
+    let bytes = fs::read(fixture(&format!("goldens/{batch}.{dtype}.safetensors"))).expect("the golden is there");
+    let file = SafeTensors::deserialize(&bytes).expect("the golden is whole");
+    let answer = |(index, (vocab, logits)): (usize, (usize, Vec<f32>))| {
+        let tokens = file.tensor(&format!("request.{index}.tokens")).expect("there are tokens for the logits");
+        assert_eq!(tokens.dtype(), Dtype::I64);
+        let (tokens, []) = tokens.data().as_chunks() else { unreachable!("i64 take 8 bytes") };
+        let tokens = tokens.iter().map(|&token| i64::from_le_bytes(token).try_into().expect("a token id")).collect();
+        Answer { tokens, logits, vocab, tolerance: f32::NAN }
+    };
+    read(&bytes, "request.", ".logits").into_iter().enumerate().map(answer).collect()
+}
+
+/// The tensors `{prefix}I{suffix}` for I = 0, 1, ..., each with its columns.
+fn read(bytes: &[u8], prefix: &str, suffix: &str) -> Vec<(usize, Vec<f32>)> {
+    let file = SafeTensors::deserialize(bytes).expect("the file is whole");
+    let tensor = |index: usize| file.tensor(&format!("{prefix}{index}{suffix}")).ok();
+    let widen = |tensor: safetensors::tensor::TensorView<'_>| {
+        let (shape, data) = (tensor.shape(), tensor.data());
+        let values = match tensor.dtype() {
+            Dtype::F32 => data.chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>).collect(),
+            Dtype::BF16 => data.chunks_exact(2).map(|v| bytemuck::pod_read_unaligned::<bf16>(v).to_f32()).collect(),
+            Dtype::F16 => data.chunks_exact(2).map(|v| bytemuck::pod_read_unaligned::<f16>(v).to_f32()).collect(),
+            other => unreachable!("logits are {other:?}"),
+        };
+        (shape[1], values)
+    };
+    (0..).map_while(tensor).map(widen).collect()
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    assert!(a.iter().chain(b).all(|logit| logit.is_finite()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// How far the largest logit leads.
+fn lead(logits: &[f32]) -> f32 {
+    let mut sorted = logits.to_vec();
+    sorted.sort_by(|a, b| b.total_cmp(a));
+    sorted[0] - sorted[1]
+}
+
+/// Seen with `--nocapture`.
+fn report(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
+    let difference = answers
+        .iter()
+        .zip(expected)
+        .filter(|(answer, golden)| answer.tokens == golden.tokens)
+        .map(|(answer, golden)| largest_difference(&answer.logits, &golden.logits))
+        .fold(0.0, f32::max);
+    println!("{batch}.{dtype} on {device}: {} requests, logits within {difference:e}", answers.len());
+}

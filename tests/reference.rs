@@ -1,0 +1,187 @@
+//! Laws of the reference, which judges everything else, and of shards, which the CPU's operations compute.
+//!
+//! All numbers are small integers, so that every sum is exact and laws are equations.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
+    model::{Linear, ModelSpec, Parallel, TpRank},
+    reference::{Delta, Factors, embedding, linear},
+    routing::Batch,
+};
+use proptest::prelude::*;
+
+/// A token, a layer and an adapter.
+#[derive(Clone, Debug)]
+struct Problem {
+    x: Vec<f64>,
+    a: Vec<f64>,
+    b: Vec<f64>,
+    /// The base model's weights, `[out, in]`.
+    w: Vec<f64>,
+    rank: usize,
+}
+
+impl Problem {
+    fn factors(&self, scaling: f64) -> Factors<'_> {
+        Factors { a: &self.a, b: &self.b, rank: self.rank, scaling }
+    }
+
+    fn out_features(&self) -> usize {
+        self.b.len() / self.rank
+    }
+}
+
+fn integers(len: usize) -> impl Strategy<Value = Vec<f64>> {
+    prop::collection::vec((-3..=3_i8).prop_map(f64::from), len)
+}
+
+fn problems() -> impl Strategy<Value = Problem> {
+    (1..12_usize, 1..12_usize, 1..5_usize).prop_flat_map(|(in_features, out_features, rank)| {
+        let (a, b) = (integers(rank * in_features), integers(out_features * rank));
+        let (x, w) = (integers(in_features), integers(out_features * in_features));
+        (x, a, b, w).prop_map(move |(x, a, b, w)| Problem { x, a, b, w, rank })
+    })
+}
+
+/// `W x`, W `[out, in]`.
+fn times(w: &[f64], x: &[f64]) -> Vec<f64> {
+    w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
+}
+
+fn values(deltas: &[Delta]) -> Vec<f64> {
+    deltas.iter().map(|delta| delta.value).collect()
+}
+
+#[test]
+fn a_product_worked_by_hand() {
+    // A x = [1·1 + 2·10, 3·1 + 4·10] = [21, 43]; B (A x) = [5·21 − 6·43, 7·21 + 8·43] = [−153, 491].
+    let factors = Factors { a: &[1.0, 2.0, 3.0, 4.0], b: &[5.0, -6.0, 7.0, 8.0], rank: 2, scaling: 0.5 };
+    let deltas = linear(&[1.0, 10.0], factors);
+    assert_eq!(deltas, [Delta { value: -76.5, magnitude: 181.5 }, Delta { value: 245.5, magnitude: 245.5 }]);
+}
+
+#[test]
+fn a_product_that_cancels_keeps_its_magnitude() {
+    let factors = Factors { a: &[1.0, 1.0], b: &[2.0], rank: 1, scaling: -3.0 };
+    assert_eq!(linear(&[5.0, -5.0], factors), [Delta { value: 0.0, magnitude: 60.0 }]);
+}
+
+#[test]
+fn an_embedding_worked_by_hand() {
+    // A `[2, 3]`, of which id 2 is the column [3, 6]; B `[2, 2]`.
+    let factors = Factors { a: &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], b: &[1.0, 1.0, 1.0, -1.0], rank: 2, scaling: 2.0 };
+    let deltas = embedding(2, 3, factors);
+    assert_eq!(deltas, [Delta { value: 18.0, magnitude: 18.0 }, Delta { value: -6.0, magnitude: 18.0 }]);
+}
+
+proptest! {
+    #[test]
+    fn a_zero_b_adds_nothing(problem in problems()) {
+        let b = vec![0.0; problem.b.len()];
+        let deltas = linear(&problem.x, Factors { b: &b, ..problem.factors(7.0) });
+        let nothing = Delta { value: 0.0, magnitude: 0.0 };
+        prop_assert_eq!(deltas, vec![nothing; problem.out_features()]);
+    }
+
+    #[test]
+    fn the_delta_is_linear_in_the_scaling(problem in problems(), scaling in -4..=4_i8) {
+        let scaled = linear(&problem.x, problem.factors(f64::from(scaling)));
+        let once = linear(&problem.x, problem.factors(1.0));
+        for (scaled, once) in scaled.iter().zip(once) {
+            prop_assert_eq!(scaled.value, f64::from(scaling) * once.value);
+            prop_assert_eq!(scaled.magnitude, f64::from(scaling.abs()) * once.magnitude);
+        }
+    }
+
+    #[test]
+    fn the_magnitude_bounds_the_value(problem in problems()) {
+        let deltas = linear(&problem.x, problem.factors(-2.0));
+        prop_assert!(deltas.iter().all(|delta| delta.value.abs() <= delta.magnitude));
+    }
+
+    /// `(W + s B A) x = W x + delta`.
+    #[test]
+    fn merged_weights_agree(problem in problems(), scaling in -4..=4_i8) {
+        let (in_features, scaling) = (problem.x.len(), f64::from(scaling));
+        let mut merged = problem.w.clone();
+        for (out, row) in merged.chunks_mut(in_features).enumerate() {
+            for (k, w) in row.iter_mut().enumerate() {
+                let product = |r: usize| problem.b[out * problem.rank + r] * problem.a[r * in_features + k];
+                *w += scaling * (0..problem.rank).map(product).sum::<f64>();
+            }
+        }
+        let deltas = values(&linear(&problem.x, problem.factors(scaling)));
+        let apart: Vec<f64> = times(&problem.w, &problem.x).iter().zip(deltas).map(|(y, delta)| y + delta).collect();
+        prop_assert_eq!(times(&merged, &problem.x), apart);
+    }
+
+    /// A lookup is a product with a one-hot vector.
+    #[test]
+    fn an_embedding_is_a_linear_layer_of_one_hot_inputs(problem in problems(), id: prop::sample::Index) {
+        let vocab = problem.x.len();
+        let id = id.index(vocab);
+        let one_hot: Vec<f64> = (0..vocab).map(|i| f64::from(u8::from(i == id))).collect();
+        prop_assert_eq!(embedding(id, vocab, problem.factors(2.0)), linear(&one_hot, problem.factors(2.0)));
+    }
+
+    /// The ranks' columns of `y`, side by side, are the whole layer's.
+    #[test]
+    fn column_shards_side_by_side_are_the_whole(problem in problems(), size in 1..4_usize) {
+        let problem = widen(&problem, 1, size);
+        let expected = values(&linear(&problem.x, problem.factors(1.0)));
+        let shards = (0..size).flat_map(|rank| shard(&problem, Parallel::Column, rank, size, &problem.x));
+        prop_assert_eq!(shards.collect::<Vec<_>>(), expected);
+    }
+
+    /// The ranks' partial sums add up to the whole layer's.
+    #[test]
+    fn row_shards_add_up_to_the_whole(problem in problems(), size in 1..4_usize) {
+        let problem = widen(&problem, size, 1);
+        let expected = values(&linear(&problem.x, problem.factors(1.0)));
+        let mut sum = vec![0.0; expected.len()];
+        for (rank, x) in problem.x.chunks(problem.x.len() / size).enumerate() {
+            let partial = shard(&problem, Parallel::Row, rank, size, x);
+            sum.iter_mut().zip(partial).for_each(|(sum, partial)| *sum += partial);
+        }
+        prop_assert_eq!(sum, expected);
+    }
+}
+
+/// The problem with its inputs and outputs repeated, so that they divide over ranks.
+fn widen(problem: &Problem, inputs: usize, outputs: usize) -> Problem {
+    let a = problem.a.chunks(problem.x.len()).flat_map(|row| row.repeat(inputs)).collect();
+    Problem { x: problem.x.repeat(inputs), a, b: problem.b.repeat(outputs), w: Vec::new(), rank: problem.rank }
+}
+
+/// What a rank's layer adds to zeros, on the CPU.
+fn shard(problem: &Problem, parallel: Parallel, rank: usize, size: usize, x: &[f64]) -> Vec<f64> {
+    let narrow = |values: &[f64]| -> Vec<f32> { values.iter().map(|&value| value as f32).collect() };
+    let tensor = |rows: usize, values: &[f64]| {
+        let shape = [rows, values.len() / rows];
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&narrow(values)).to_vec()).unwrap()
+    };
+    let tensors = [
+        ("m.o.lora_A.weight".to_owned(), tensor(problem.rank, &problem.a)),
+        ("m.o.lora_B.weight".to_owned(), tensor(problem.out_features(), &problem.b)),
+    ];
+    let config = format!(r#"{{"peft_type": "LORA", "r": {0}, "lora_alpha": {0}}}"#, problem.rank);
+    let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+
+    let mut model = ModelSpec::new(TpRank::new(rank, size).unwrap());
+    let whole_in = problem.a.len() / problem.rank;
+    let id = model.linear(Linear::new("m", parallel, whole_in).slice("o", problem.out_features())).unwrap();
+    let mut weights = WeightTable::<f32>::new(&model, 1, problem.rank);
+    weights.load(Slot::new(0), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+    let mut y = vec![0.0; model[id].out_features()];
+    let (x, columns) = (narrow(x), y.len());
+    let (x, y_matrix) = (Matrix::new(&x, 1, x.len()).unwrap(), MatrixMut::new(&mut y, 1, columns).unwrap());
+    LoraLinear::new(&model, id).add_delta(x, y_matrix, &weights, &Batch::new(&[Slot::new(0)])).unwrap();
+    y.into_iter().map(f64::from).collect()
+}
