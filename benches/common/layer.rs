@@ -14,7 +14,7 @@ use super::{
 };
 
 /// Sets of adapters take turns until those in use are larger than this: no L2 is half as large.
-const COLD_BYTES: usize = 128 << 20;
+pub const COLD_BYTES: usize = 128 << 20;
 const MAX_SETS: usize = 1024;
 
 /// What a delta may be off by, as a whole.

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use common::{
     Result, ceilings,
-    layer::{Layer, MAX_ERROR, Stage},
+    layer::{COLD_BYTES, Layer, MAX_ERROR, Stage},
     report::{Figures, Table},
     workload::{self, Bytes, Suite, Workload},
 };
@@ -100,6 +100,7 @@ struct Meta {
     gpu: String,
     aril: &'static str,
     replays: usize,
+    cold_bytes: usize,
     seconds: f64,
     not_reached: Vec<String>,
 }
@@ -153,6 +154,7 @@ fn main() -> Result<ExitCode> {
     results.meta.gpu = stage.gpu.context.name()?;
     results.meta.aril = env!("CARGO_PKG_VERSION");
     results.meta.replays = REPLAYS;
+    results.meta.cold_bytes = COLD_BYTES;
     results.ceilings = ceilings::measure(&stage.gpu)?;
     println!("{}, {} workloads", results.meta.gpu, workloads.len());
     results.ceilings.iter().for_each(|(name, value)| println!("{name:<32}{value:>10.2}"));
