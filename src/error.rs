@@ -43,13 +43,8 @@ pub enum OperandError {
         want: usize,
     },
     /// The weights were made for a model with other layers.
-    #[error("the weights have {got} entries a slot, but the layer was described in a model of {want}")]
-    Model {
-        /// Entries of the weights.
-        got: usize,
-        /// Entries of the model.
-        want: usize,
-    },
+    #[error("the weights were made for a model that does not have this layer in this place")]
+    Model,
     /// The rows of the matrix overlap.
     #[error("`{operand}` has rows of {cols} elements only {row_stride} apart")]
     Overlap {
@@ -88,14 +83,9 @@ pub enum SlotError {
         /// Slots of the table.
         num_slots: usize,
     },
-    /// The adapter was planned for a model with other layers.
-    #[error("the adapter was planned for a model of {got} entries, but the table was made for one of {want}")]
-    Model {
-        /// Entries of the adapter's model.
-        got: usize,
-        /// Entries of the table's model.
-        want: usize,
-    },
+    /// The adapter was planned for a model with other layers, or for another tensor-parallel rank.
+    #[error("the adapter was planned for another model or tensor-parallel rank than the table was made for")]
+    Model,
     /// The adapter was planned for another element type.
     #[error("the adapter was planned as {got}, but the table holds {want}")]
     DType {

@@ -133,6 +133,19 @@ impl LinearSite {
     pub fn first_entry(&self) -> usize {
         self.first_entry
     }
+
+    /// Whether a table of those entries is of a model with this layer in this place.
+    pub(crate) fn is_in(&self, entries: &[Entry]) -> bool {
+        let entries = entries.get(self.first_entry..self.first_entry + self.slices.len());
+        entries.is_some_and(|entries| {
+            let mut pairs = entries.iter().zip(&self.slices);
+            pairs.all(|(entry, slice)| entry.shape == self.shape(slice) && entry.module == slice.module)
+        })
+    }
+
+    fn shape(&self, slice: &SliceSite) -> EntryShape {
+        EntryShape::Linear { input: self.in_features, output: slice.out_features }
+    }
 }
 
 /// One module of a linear layer as this rank holds it.
@@ -183,6 +196,15 @@ impl EmbeddingSite {
     pub fn entry(&self) -> usize {
         self.entry
     }
+
+    /// Whether a table of those entries is of a model with this embedding in this place.
+    pub(crate) fn is_in(&self, entries: &[Entry]) -> bool {
+        entries.get(self.entry).is_some_and(|entry| entry.shape == self.shape() && entry.module == self.module)
+    }
+
+    fn shape(&self) -> EntryShape {
+        EntryShape::Embedding { vocab: self.vocab, hidden: self.hidden }
+    }
 }
 
 /// A contiguous range of a dimension that was `whole` long before it was cut for this rank.
@@ -226,19 +248,34 @@ pub struct ModelSpec {
     linears: Vec<LinearSite>,
     embeddings: Vec<EmbeddingSite>,
     targets: HashMap<String, Target>,
-    num_entries: usize,
+    entries: Vec<Entry>,
+}
+
+/// What a row of the descriptor table is for. Tables keep those of the model they were made for, and refuse what is not theirs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Entry {
+    module: String,
+    shape: EntryShape,
+}
+
+/// The shape of a module's factors on this rank, and the part of the whole that they are.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum EntryShape {
+    Linear { input: Cut, output: Cut },
+    Embedding { vocab: usize, hidden: usize },
 }
 
 impl ModelSpec {
     /// A model without any adapted layer yet.
     pub fn new(tp: TpRank) -> Self {
-        Self { tp, linears: Vec::new(), embeddings: Vec::new(), targets: HashMap::new(), num_entries: 0 }
+        Self { tp, linears: Vec::new(), embeddings: Vec::new(), targets: HashMap::new(), entries: Vec::new() }
     }
 
     /// Adds a linear layer.
     ///
     /// # Errors
-    /// If the layer has no slices or too many, a size is zero or does not divide over the ranks, or a module is there already.
+    /// If the layer has no slices or too many, a size is zero or does not divide over the ranks, a slice is replicated in a layer
+    /// that is not column-parallel, or a module is there already.
     pub fn linear(&mut self, layer: Linear) -> Result<LinearId, SpecError> {
         let Linear { path, parallel, in_features, slices, fused } = layer;
         if slices.is_empty() || slices.len() > MAX_SLICES {
@@ -252,16 +289,17 @@ impl ModelSpec {
         let mut sites = Vec::with_capacity(slices.len());
         for (name, out_features, shards) in &slices {
             let module = whole_path(name);
-            let shards = match parallel {
-                Parallel::Column => shards.unwrap_or(self.tp.size),
-                Parallel::Row | Parallel::Replicated => 1,
+            let shards = match (parallel, shards) {
+                (Parallel::Column, shards) => shards.unwrap_or(self.tp.size),
+                (Parallel::Row | Parallel::Replicated, None) => 1,
+                (Parallel::Row | Parallel::Replicated, Some(_)) => return Err(SpecError::Replicated { module }),
             };
             let output = self.cut(&module, *out_features, shards)?;
             sites.push(SliceSite { module, out_features: output });
         }
 
         let id = LinearId(self.linears.len());
-        let first_entry = self.num_entries;
+        let first_entry = self.entries.len();
         let mut targets: Vec<_> = sites
             .iter()
             .enumerate()
@@ -272,8 +310,10 @@ impl ModelSpec {
             .collect();
         targets.extend(fused.map(|name| (whole_path(&name), Target::Fused(id))));
         self.claim(targets)?;
-        self.num_entries += sites.len();
-        self.linears.push(LinearSite { in_features: input, slices: sites, first_entry });
+        let site = LinearSite { in_features: input, slices: sites, first_entry };
+        let entry = |slice: &SliceSite| Entry { module: slice.module.clone(), shape: site.shape(slice) };
+        self.entries.extend(site.slices.iter().map(entry));
+        self.linears.push(site);
         Ok(id)
     }
 
@@ -290,16 +330,21 @@ impl ModelSpec {
         let module = module.into();
         self.cut(&module, vocab, 1)?;
         self.cut(&module, hidden, 1)?;
-        let entry = self.num_entries;
+        let entry = self.entries.len();
         self.claim(vec![(module.clone(), Target::Embedding { entry, vocab, hidden })])?;
-        self.num_entries += 1;
-        self.embeddings.push(EmbeddingSite { module, vocab, hidden, entry });
+        let site = EmbeddingSite { module, vocab, hidden, entry };
+        self.entries.push(Entry { module: site.module.clone(), shape: site.shape() });
+        self.embeddings.push(site);
         Ok(EmbeddingId(self.embeddings.len() - 1))
     }
 
     /// Rows of the descriptor table that one slot takes: one for each slice of each linear layer and one for each embedding.
     pub fn num_entries(&self) -> usize {
-        self.num_entries
+        self.entries.len()
+    }
+
+    pub(crate) fn entries(&self) -> &[Entry] {
+        &self.entries
     }
 
     pub(crate) fn target(&self, module: &str) -> Option<Target> {
@@ -371,6 +416,12 @@ pub enum SpecError {
         path: String,
         /// The size given.
         features: usize,
+    },
+    /// The engine cut the output of a layer whose output is whole on every rank.
+    #[error("`{module}` is a replicated slice, which only a column-parallel layer has")]
+    Replicated {
+        /// The module's path.
+        module: String,
     },
     /// The engine fused no modules, or too many.
     #[error("the layer at `{path}` has {slices} slices; a layer has 1 to {MAX_SLICES}")]

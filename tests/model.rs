@@ -196,3 +196,13 @@ fn uneven_cuts_are_refused() {
     uneven(column().replicated_slice("k", 6, 0), "l.k", 6, 0);
     uneven(column().replicated_slice("k", 5, 2), "l.k", 5, 2);
 }
+
+#[test]
+fn only_a_column_parallel_layer_has_replicated_slices() {
+    for parallel in [Parallel::Row, Parallel::Replicated] {
+        let mut model = ModelSpec::new(TpRank::new(1, 4).unwrap());
+        let error = model.linear(Linear::new("m", parallel, 8).replicated_slice("k", 8, 2)).unwrap_err();
+        assert_eq!(error, SpecError::Replicated { module: "m.k".into() });
+        assert_eq!(model.num_entries(), 0);
+    }
+}

@@ -11,8 +11,11 @@
 mod common;
 
 use aril::{
-    Element, Slot,
+    DType, Element, Slot,
+    adapter::{Adapter, AdapterError, Tensor},
     cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    error::{OperandError, SlotError},
+    model::{Linear, ModelSpec, Parallel, TpRank},
     routing::{Batch, Segments},
 };
 use common::cases::{Case, Site, Sizes, Subject, World, cases, check};
@@ -95,4 +98,43 @@ proptest! {
         prop_assert_eq!(got, expected);
         prop_assert!(segments.iter().all(|(_, tokens)| !tokens.is_empty()));
     }
+}
+
+/// A table is as wide as the model it was made for: a layer of another model would read past its adapters.
+#[test]
+fn weights_of_another_model_are_refused() {
+    let model = |path, parallel, rank| {
+        let mut model = ModelSpec::new(TpRank::new(rank, 2).unwrap());
+        let id = model.linear(Linear::new(path, parallel, 8).slice("q", 8)).unwrap();
+        (model, id)
+    };
+    let (table, own) = model("m", Parallel::Replicated, 0);
+    let weights = WeightTable::<f32>::new(&table, 1, 4);
+    let (x, slots) = ([1.0; 8], [Slot::new(0)]);
+    let launch = |(model, id): (ModelSpec, _), features| {
+        let (x, mut y) = (Matrix::new(&x[..features], 1, features).unwrap(), [0.0; 8]);
+        LoraLinear::new(&model, id).add_delta(x, MatrixMut::new(&mut y, 1, 8).unwrap(), &weights, &Batch::new(&slots))
+    };
+    assert_eq!(launch((table.clone(), own), 8), Ok(()));
+    assert_eq!(launch(model("m", Parallel::Row, 0), 4), Err(OperandError::Model));
+    assert_eq!(launch(model("n", Parallel::Replicated, 0), 8), Err(OperandError::Model));
+    assert_eq!(launch(model("m", Parallel::Replicated, 1), 8), Ok(()));
+}
+
+/// The same shapes, but another rank's part of the whole.
+#[test]
+fn an_adapter_planned_for_another_rank_is_refused() {
+    let model = |rank| {
+        let mut model = ModelSpec::new(TpRank::new(rank, 2).unwrap());
+        model.linear(Linear::new("m", Parallel::Column, 2).slice("q", 4)).unwrap();
+        model
+    };
+    let tensor = |shape: [usize; 2]| Tensor::new(DType::F32, shape, vec![0; shape[0] * shape[1] * 4]).unwrap();
+    let tensors = [("m.q.lora_A.weight", tensor([1, 2])), ("m.q.lora_B.weight", tensor([4, 1]))];
+    let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
+    let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap();
+    let mut weights = WeightTable::<f32>::new(&model(0), 1, 4);
+    let error = weights.load(Slot::new(0), &adapter.plan(&model(1), DType::F32).unwrap()).unwrap_err();
+    assert!(matches!(error, AdapterError::Slot(SlotError::Model)), "{error}");
+    weights.load(Slot::new(0), &adapter.plan(&model(0), DType::F32).unwrap()).unwrap();
 }

@@ -8,7 +8,11 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::{AdapterError, rectangle::Rectangle};
-use crate::{DType, Element, error::SlotError};
+use crate::{
+    DType, Element,
+    error::SlotError,
+    model::{Entry, ModelSpec},
+};
 
 /// What every factor and every row of a factor is aligned to.
 pub const ALIGNMENT_BYTES: usize = 16;
@@ -22,7 +26,7 @@ pub const fn padded(len: usize, dtype: DType) -> usize {
 #[derive(Debug)]
 pub struct SlotImage<'a> {
     dtype: DType,
-    num_entries: usize,
+    model: Vec<Entry>,
     entries: Vec<ImageEntry>,
     /// The factors, one after the other.
     parts: Vec<Rectangle<'a>>,
@@ -46,9 +50,10 @@ pub struct ImageEntry {
 }
 
 impl<'a> SlotImage<'a> {
-    /// An image without modules, for a model of `num_entries`.
-    pub(super) fn new(dtype: DType, num_entries: usize) -> Self {
-        Self { dtype, num_entries, entries: Vec::new(), parts: Vec::new(), elems: 0 }
+    /// An image without modules.
+    pub(super) fn new(dtype: DType, model: &ModelSpec) -> Self {
+        let model = model.entries().to_vec();
+        Self { dtype, model, entries: Vec::new(), parts: Vec::new(), elems: 0 }
     }
 
     /// Appends a factor to the block and says where it begins, in elements.
@@ -71,7 +76,7 @@ impl<'a> SlotImage<'a> {
 
     /// Entries a slot of the model has, whether this adapter has them or not.
     pub fn num_entries(&self) -> usize {
-        self.num_entries
+        self.model.len()
     }
 
     /// The modules, each with a different entry.
@@ -106,9 +111,9 @@ impl<'a> SlotImage<'a> {
     }
 
     /// Refuses a table that the image is not for.
-    pub(crate) fn check_table(&self, num_entries: usize, dtype: DType, max_rank: usize) -> Result<(), SlotError> {
-        if self.num_entries != num_entries {
-            return Err(SlotError::Model { got: self.num_entries, want: num_entries });
+    pub(crate) fn check_table(&self, model: &[Entry], dtype: DType, max_rank: usize) -> Result<(), SlotError> {
+        if self.model != model {
+            return Err(SlotError::Model);
         }
         if self.dtype != dtype {
             return Err(SlotError::DType { got: self.dtype, want: dtype });

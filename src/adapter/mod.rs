@@ -113,7 +113,7 @@ impl Adapter {
     /// # Errors
     /// If a module has no place in the model or shares it with another, or a factor's shape is not the model's.
     pub fn plan(&self, model: &ModelSpec, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
-        let mut image = SlotImage::new(dtype, model.num_entries());
+        let mut image = SlotImage::new(dtype, model);
         let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
         for module in &self.modules {
             let first_new = image.entries().len();

@@ -1,6 +1,6 @@
 use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 
-use super::{MatrixMut, WeightTable, linear::check_model};
+use super::{MatrixMut, WeightTable};
 use crate::{
     Element,
     error::OperandError,
@@ -12,13 +12,12 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct LoraEmbedding {
     site: EmbeddingSite,
-    num_entries: usize,
 }
 
 impl LoraEmbedding {
     /// The embedding `id` of `model`.
     pub fn new(model: &ModelSpec, id: EmbeddingId) -> Self {
-        Self { site: model[id].clone(), num_entries: model.num_entries() }
+        Self { site: model[id].clone() }
     }
 
     /// Adds `scaling · B A[:, token_ids[t]]` to `y[t]`, for every token `t` that has an adapter and an id in the vocabulary. All
@@ -39,7 +38,9 @@ impl LoraEmbedding {
             return Err(OperandError::Length { operand: "token_ids", got: token_ids.len(), want: batch.num_tokens() });
         }
         y.check(batch.num_tokens(), self.site.hidden())?;
-        check_model(weights.num_entries(), self.num_entries)?;
+        if !self.site.is_in(weights.model()) {
+            return Err(OperandError::Model);
+        }
         y.rows_mut().enumerate().for_each(|(token, y)| {
             let Some(id) = usize::try_from(token_ids[token]).ok().filter(|&id| id < self.site.vocab()) else { return };
             let Some(factors) = weights.factors(batch.slots()[token], self.site.entry()) else { return };

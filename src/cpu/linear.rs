@@ -12,7 +12,6 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     site: LinearSite,
-    num_entries: usize,
 }
 
 /// What [`LoraLinear::shrink`] leaves for [`LoraLinear::expand`].
@@ -25,7 +24,7 @@ pub struct Workspace {
 impl LoraLinear {
     /// The layer `id` of `model`.
     pub fn new(model: &ModelSpec, id: LinearId) -> Self {
-        Self { site: model[id].clone(), num_entries: model.num_entries() }
+        Self { site: model[id].clone() }
     }
 
     /// Adds `scaling · B (A x[t])` to `y[t]`, for every token `t` that has an adapter. Base tokens keep `y` bit for bit.
@@ -66,7 +65,7 @@ impl LoraLinear {
         workspace.v.clear();
         workspace.v.resize(batch.num_tokens() * self.v_stride(weights), 0.0);
         workspace.v.par_chunks_mut(self.v_stride(weights)).enumerate().for_each(|(token, v)| {
-            for (slice, v) in v.chunks_mut(weights.max_rank()).enumerate() {
+            for (slice, v) in v.chunks_mut(weights.max_rank().max(1)).enumerate() {
                 let Some(factors) = weights.factors(batch.slots()[token], self.site.first_entry() + slice) else {
                     continue;
                 };
@@ -115,13 +114,8 @@ impl LoraLinear {
     }
 
     fn check<T: Element>(&self, weights: &WeightTable<T>) -> Result<(), OperandError> {
-        check_model(weights.num_entries(), self.num_entries)
+        if self.site.is_in(weights.model()) { Ok(()) } else { Err(OperandError::Model) }
     }
-}
-
-/// Refuses weights that were made for another model.
-pub(super) fn check_model(got: usize, want: usize) -> Result<(), OperandError> {
-    if got == want { Ok(()) } else { Err(OperandError::Model { got, want }) }
 }
 
 /// A dot product in `f32`, in eight interleaved sums so that it vectorizes.

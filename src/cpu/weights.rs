@@ -2,14 +2,14 @@ use crate::{
     DType, Element, Slot,
     adapter::{AdapterError, ImageEntry, SlotImage, padded},
     error::SlotError,
-    model::ModelSpec,
+    model::{Entry, ModelSpec},
 };
 
 /// The adapters in host memory, a slot each.
 #[derive(Debug)]
 #[doc(alias = "max_loras")]
 pub struct WeightTable<T> {
-    num_entries: usize,
+    model: Vec<Entry>,
     max_rank: usize,
     slots: Vec<Option<Adapter<T>>>,
 }
@@ -25,7 +25,7 @@ impl<T: Element> WeightTable<T> {
     #[doc(alias = "max_lora_rank")]
     pub fn new(model: &ModelSpec, num_slots: usize, max_rank: usize) -> Self {
         let slots = (0..num_slots).map(|_| None).collect();
-        Self { num_entries: model.num_entries(), max_rank, slots }
+        Self { model: model.entries().to_vec(), max_rank, slots }
     }
 
     /// Loads an adapter into a slot, in place of the one that was there. On an error the slot is as it was.
@@ -34,10 +34,10 @@ impl<T: Element> WeightTable<T> {
     /// If the image does not fit the table, or a weight cannot be represented (NaN, or too large for the type).
     pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>) -> Result<(), AdapterError> {
         let index = self.index(slot)?;
-        image.check_table(self.num_entries, T::DTYPE, self.max_rank)?;
+        image.check_table(&self.model, T::DTYPE, self.max_rank)?;
         let mut block = vec![T::default(); image.bytes() / T::DTYPE.bytes()];
         image.write_to(bytemuck::cast_slice_mut(&mut block))?;
-        let mut entries = vec![None; self.num_entries];
+        let mut entries = vec![None; self.model.len()];
         for entry in image.entries() {
             entries[entry.entry] = Some(*entry);
         }
@@ -55,8 +55,8 @@ impl<T: Element> WeightTable<T> {
         Ok(())
     }
 
-    pub(super) fn num_entries(&self) -> usize {
-        self.num_entries
+    pub(super) fn model(&self) -> &[Entry] {
+        &self.model
     }
 
     pub(super) fn max_rank(&self) -> usize {

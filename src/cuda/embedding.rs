@@ -54,6 +54,9 @@ impl<T: Element> LoraEmbedding<T> {
             let (operand, got) = ("token_ids", token_ids.len());
             return Err(OperandError::Length { operand, got, want: batch.num_tokens() }.into());
         }
+        if !self.raw.site().is_in(weights.model()) {
+            return Err(OperandError::Model.into());
+        }
         let layer = weights.layer(self.raw.site().entry());
         self.raw.args(0, y.at(0), layer, batch.raw)?;
         let (token_ids, _ids_guard) = token_ids.device_ptr(stream);

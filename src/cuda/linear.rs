@@ -11,6 +11,7 @@ use super::{
 };
 use crate::{
     Element,
+    error::OperandError,
     model::{LinearId, ModelSpec},
     plan::{Capacity, LinearPlan},
 };
@@ -140,6 +141,9 @@ impl<T: Element> LoraLinear<T> {
         weights.check(stream)?;
         batch.check(stream)?;
         workspace.memory.check("the workspace", stream)?;
+        if !self.raw.site().is_in(weights.model()) {
+            return Err(OperandError::Model.into());
+        }
         let layer = weights.layer(self.raw.site().first_entry());
         self.raw.args(x.map(|x| x.at(0)), y.map(|y| y.at(0)), layer, batch.raw, workspace.region())?;
         Ok(layer)

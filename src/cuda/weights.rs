@@ -8,7 +8,13 @@ use super::{
     raw::{Descriptor, LayerWeights},
     region::Region,
 };
-use crate::{Element, Slot, adapter::SlotImage, error::SlotError, model::ModelSpec, plan::Capacity};
+use crate::{
+    Element, Slot,
+    adapter::SlotImage,
+    error::SlotError,
+    model::{Entry, ModelSpec},
+    plan::Capacity,
+};
 
 /// What the arena hands out.
 const GRANULE_BYTES: usize = 256;
@@ -24,21 +30,21 @@ pub struct WeightTable<T> {
     table: Region,
     allocator: Allocator,
     blocks: Vec<Option<Allocation>>,
-    num_entries: usize,
+    model: Vec<Entry>,
     max_rank: usize,
     element: PhantomData<T>,
 }
 
 impl<T> fmt::Debug for WeightTable<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { arena, table, num_entries, max_rank, .. } = self;
+        let Self { arena, table, model, max_rank, .. } = self;
         let loaded = self.blocks.iter().flatten().count();
         f.debug_struct("WeightTable")
             .field("arena", arena)
             .field("table", table)
             .field("num_slots", &self.blocks.len())
             .field("loaded", &loaded)
-            .field("num_entries", num_entries)
+            .field("num_entries", &model.len())
             .field("max_rank", max_rank)
             .finish_non_exhaustive()
     }
@@ -70,7 +76,7 @@ impl<T: Element> WeightTable<T> {
             table: Region::new(kernels, table_bytes, stream)?,
             allocator: Allocator::new(granules),
             blocks: (0..num_slots).map(|_| None).collect(),
-            num_entries: model.num_entries(),
+            model: model.entries().to_vec(),
             max_rank,
             element: PhantomData,
         })
@@ -86,7 +92,7 @@ impl<T: Element> WeightTable<T> {
     pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>, stream: &CudaStream) -> Result<(), LaunchError> {
         self.check(stream)?;
         let index = self.index(slot)?;
-        image.check_table(self.num_entries, T::DTYPE, self.max_rank)?;
+        image.check_table(&self.model, T::DTYPE, self.max_rank)?;
         let mut block = vec![0; image.bytes()];
         image.write_to(&mut block)?;
 
@@ -109,7 +115,7 @@ impl<T: Element> WeightTable<T> {
     pub fn unload(&mut self, slot: Slot, stream: &CudaStream) -> Result<(), LaunchError> {
         self.check(stream)?;
         let index = self.index(slot)?;
-        self.write_row(index, &vec![Descriptor::default(); self.num_entries])?;
+        self.write_row(index, &vec![Descriptor::default(); self.model.len()])?;
         if let Some(old) = self.blocks[index].take() {
             self.allocator.free(old);
         }
@@ -119,17 +125,22 @@ impl<T: Element> WeightTable<T> {
     /// Where the layer of that first entry ([`LinearSite::first_entry`](crate::model::LinearSite::first_entry),
     /// [`EmbeddingSite::entry`](crate::model::EmbeddingSite::entry)) has its descriptors; for the raw door.
     pub fn layer(&self, first_entry: usize) -> LayerWeights {
-        LayerWeights::new(self.table.region().ptr, self.blocks.len(), self.num_entries, first_entry, self.max_rank)
+        LayerWeights::new(self.table.region().ptr, self.blocks.len(), self.model.len(), first_entry, self.max_rank)
     }
 
     pub(super) fn check(&self, stream: &CudaStream) -> Result<(), LaunchError> {
         self.table.check("the weight table", stream)
     }
 
+    /// What each of a slot's descriptors is for.
+    pub(super) fn model(&self) -> &[Entry] {
+        &self.model
+    }
+
     fn describe(&mut self, index: usize, offset: usize, image: &SlotImage<'_>) -> Result<(), LaunchError> {
         let block = self.arena.region().ptr + offset as u64;
         let at = |elems: usize| block + (elems * size_of::<T>()) as u64;
-        let mut row = vec![Descriptor::default(); self.num_entries];
+        let mut row = vec![Descriptor::default(); self.model.len()];
         for entry in image.entries() {
             let rank = i32::try_from(entry.rank).unwrap_or(0);
             row[entry.entry] = Descriptor { a: at(entry.a_elems), b: at(entry.b_elems), rank, scaling: entry.scaling };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use aril::{
     Slot,
     cuda::{Kernels, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
+    error::OperandError,
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
@@ -186,6 +187,30 @@ fn no_safe_call_faults() {
     });
     run.unwrap();
     assert!(taken.get() > cases / 8, "only {} of {cases} calls were taken: the test tests refusals alone", taken.get());
+}
+
+/// A table is as wide as the model it was made for: a layer of another model would read past its adapters.
+#[test]
+#[ignore = "needs a GPU"]
+fn weights_of_another_model_are_refused() {
+    let gpu = Gpu::new();
+    let (kernels, stream) = (&gpu.kernels, &gpu.stream);
+    let model = |features| {
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let id = model.linear(Linear::new("m", Parallel::Replicated, features).slice("q", features)).unwrap();
+        (model, id)
+    };
+    let ((narrow, _), (wide, id)) = (model(4), model(64));
+    let capacity = Capacity { max_tokens: 1, num_slots: 1, max_rank: 4 };
+    let weights = WeightTable::<f32>::new(kernels, &narrow, capacity, 1 << 12, stream).unwrap();
+    let layer = LoraLinear::<f32>::new(kernels, &wide, id, capacity).unwrap();
+    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
+    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::new(0)]), stream).unwrap();
+    let (x, mut y) = (gpu.upload(&[1.0_f32; 64]), gpu.upload(&[1.0_f32; 64]));
+    let (x, y) = (Matrix::new(x.view(), 1, 64).unwrap(), MatrixMut::new(y.view_mut(), 1, 64).unwrap());
+    let error = layer.add_delta(x, y, &weights, &batch, &mut workspace, stream).unwrap_err();
+    assert!(matches!(error, LaunchError::Operand(OperandError::Model)), "{error}");
 }
 
 /// Operands of another stream or context are refused by name.

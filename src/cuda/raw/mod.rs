@@ -163,7 +163,7 @@ impl LayerWeights {
 
     fn expect(&self, capacity: &Capacity, num_entries: usize) -> Result<ffi::aril_weights, LaunchError> {
         if self.num_entries != num_entries {
-            return Err(OperandError::Model { got: self.num_entries, want: num_entries }.into());
+            return Err(OperandError::Model.into());
         }
         let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
         within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
