@@ -35,6 +35,8 @@ const SLOTS: usize = 8;
 /// So many B's take turns that no cache holds them; the few rows of A that a batch reads need not.
 const SETS: usize = 128;
 const MAX_ERROR: f64 = 2e-2;
+/// So that the deltas are not lost in the rounding of what they are added to.
+const SCALING: f32 = 256.0;
 
 fn embedding(criterion: &mut Criterion) {
     let gpu = Gpu::new().expect("there is a GPU");
@@ -82,7 +84,7 @@ impl<'a> Bench<'a> {
             a: at(a_elem(slot)),
             b: at(b_elem(set, slot)),
             rank: RANK as i32,
-            scaling: 1.0,
+            scaling: SCALING,
         };
         let tables: Vec<_> = (0..SETS).flat_map(|set| (0..SLOTS).map(move |slot| (set, slot))).collect();
         let tables: Vec<_> = tables.into_iter().map(|(set, slot)| descriptor(set, slot)).collect();
@@ -127,7 +129,8 @@ impl<'a> Bench<'a> {
         let (slot, id) = (self.slots[token].index().unwrap_or(0), usize::try_from(self.ids[token])?);
         let numbers = |first, len| self.data.weights.range(first, len).map(f64::from).collect::<Vec<_>>();
         let (a, b) = (numbers(a_elem(slot) + id * RANK, RANK), numbers(b_elem(set, slot), HIDDEN * RANK));
-        let deltas = reference::embedding(0, 1, Factors { a: &a, b: &b, rank: RANK, scaling: 1.0 });
+        let factors = Factors { a: &a, b: &b, rank: RANK, scaling: f64::from(SCALING) };
+        let deltas = reference::embedding(0, 1, factors);
         let bases = self.data.bases.range(token * HIDDEN, HIDDEN);
         let (mut error, mut norm) = (0.0, 0.0);
         for ((got, base), delta) in got.iter().zip(bases).zip(deltas) {

@@ -24,7 +24,7 @@ use aril::{
 use cudarc::{
     driver::{
         CudaContext, CudaFunction, CudaSlice, CudaStream, CudaView, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
-        PushKernelArg as _, sys,
+        PushKernelArg as _,
     },
     nvrtc::Ptx,
 };
@@ -172,9 +172,7 @@ trait MemoryFor<V> {
 impl<V, E: Into<LaunchError>> MemoryFor<V> for result::Result<V, E> {
     fn memory_for(self, what: impl Display) -> Result<V> {
         self.map_err(|error| match error.into() {
-            LaunchError::Driver(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                Error::new(format!("the GPU has not enough memory for {what}"))
-            }
+            error if error.is_out_of_memory() => Error::new(format!("the GPU has not enough memory for {what}")),
             error => error.into(),
         })
     }

@@ -1,4 +1,4 @@
-use cudarc::driver::DriverError;
+use cudarc::driver::{DriverError, sys};
 
 use crate::{adapter::AdapterError, error::OperandError, error::SlotError, plan::PlanError};
 
@@ -76,4 +76,17 @@ pub enum LaunchError {
         /// Which operand.
         operand: &'static str,
     },
+}
+
+impl LaunchError {
+    /// Whether device memory, or memory that the driver needs for the device, has run out.
+    pub fn is_out_of_memory(&self) -> bool {
+        /// `cudaErrorMemoryAllocation`
+        const RUNTIME: i32 = 2;
+        match self {
+            Self::Driver(error) => error.0 == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            Self::Kernel { status, .. } => *status == RUNTIME,
+            _ => false,
+        }
+    }
 }

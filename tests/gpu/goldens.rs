@@ -5,7 +5,12 @@
 #[path = "../qwen3/goldens.rs"]
 mod shared;
 
-use crate::process::{fixture, qwen3};
+use cudarc::driver::result;
+
+use crate::{
+    device::Gpu,
+    process::{fixture, qwen3},
+};
 
 const DEVICE: &str = "cuda";
 
@@ -67,4 +72,28 @@ fn a_device_that_is_not_there_is_refused() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{stderr}");
     assert!(stderr.contains("cuda:99: there is no such device"), "{stderr}");
+}
+
+/// Whatever of the run the memory is missing for.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_full_gpu_is_refused() {
+    let gpu = Gpu::new();
+    let (mut held, mut bytes) = (Vec::new(), 1_usize << 36);
+    while bytes >= 1 << 20 {
+        // SAFETY: a context is current, and what is allocated is freed below.
+        match unsafe { result::malloc_sync(bytes) } {
+            Ok(address) => held.push(address),
+            Err(_) => bytes /= 2,
+        }
+    }
+    let output = qwen3(["--device", DEVICE, "--model", &fixture("qwen3").display().to_string()]);
+    gpu.synchronize();
+    for address in held {
+        // SAFETY: allocated above, and used by nobody.
+        unsafe { result::free_sync(address) }.unwrap();
+    }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("not enough memory") && !stderr.contains("panicked"), "{stderr}");
 }
