@@ -18,7 +18,10 @@ extern "C" {
 #define ARIL_MAX_SLOTS 8192    // rows of a descriptor table
 #define ARIL_MAX_RANK 512      // of a factor
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
-#define ARIL_K_PER_CHUNK 256   // input features that shrink sums up before it adds to the total
+#define ARIL_K_PER_CHUNK 256   // input features that shrink sums up before it adds to anything
+#define ARIL_SUM_LANES 16        // a token's chunks c, c + 16, ... are summed first; see kernels/tile.cuh
+#define ARIL_LANES_PER_GROUP 4   // then four such lanes, then those groups
+#define ARIL_V_ALIGNMENT 4       // floats, of a slice's part of what shrink leaves for a token
 #define ARIL_RANKS_PER_TILE 64   // rows of A that a block of shrink works on
 #define ARIL_OUT_PER_TILE 256    // rows of B that a block of expand works on
 #define ARIL_FACTOR_ALIGNMENT 16  // bytes, of each factor and of each of its rows
@@ -73,7 +76,7 @@ typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;  // rows of x and y
   int32_t max_tiles;   // the most tiles that the routing can have
-  int32_t num_splits;  // 1, or one for each ARIL_K_PER_CHUNK of in_features: blocks that share a token's input. Same bits.
+  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or ARIL_SUM_LANES: how blocks share out a token's input. Same bits.
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
@@ -81,7 +84,7 @@ typedef struct aril_linear_args {
   int64_t x_stride;
   void* y;  // [num_tokens, sum of out_features]
   int64_t y_stride;
-  float* planes;  // [num_splits, num_tokens, num_slices * max_rank] what shrink leaves for expand
+  float* planes;  // [splits, num_tokens, num_slices, max_rank padded to ARIL_V_ALIGNMENT], 16-byte aligned: from shrink to expand
   aril_weights weights;
   aril_routing routing;
 } aril_linear_args;

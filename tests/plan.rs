@@ -61,7 +61,7 @@ proptest! {
     ) {
         let plan = plan(in_features, &slices, DType::BF16, capacity).unwrap();
         for num_tokens in 0..=capacity.max_tokens {
-            let floats = plan.num_splits(num_tokens) * num_tokens * slices.len() * capacity.max_rank;
+            let floats = plan.num_splits(num_tokens) * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(4);
             prop_assert_eq!(plan.workspace_bytes_for(num_tokens), 4 * floats);
             prop_assert!(plan.workspace_bytes_for(num_tokens) <= plan.workspace_bytes());
         }
@@ -140,12 +140,12 @@ fn a_plan_says_what_it_will_launch() {
     assert_eq!(
         shown,
         [
-            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, shrink 16 of 16 splits, expand 24 output tiles, \
-             196608 bytes of workspace",
-            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 515 tiles, shrink 1 of 16 splits, expand 24 output tiles, \
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, shrink 4 splits of 16 chunks, expand 24 output tiles, \
+             49152 bytes of workspace",
+            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 515 tiles, shrink 1 splits of 16 chunks, expand 24 output tiles, \
              6291456 bytes of workspace",
-            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, shrink 1 of 1 splits, expand 1 output tiles, \
-             4 bytes of workspace",
+            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, shrink 1 splits of 1 chunks, expand 1 output tiles, \
+             16 bytes of workspace",
         ]
     );
 }

@@ -11,7 +11,8 @@
 
 namespace aril {
 
-// Enqueues `kernel` with one parameter struct. The status is the launch's own: an error that the caller has pending stays his.
+// Enqueues `kernel` with one parameter struct, to begin while its predecessor ends (pdl.cuh). The status is the launch's own: an
+// error that the caller has pending stays his.
 template <typename Params>
 [[nodiscard]] inline int32_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t smem_bytes, void* stream,
                                     const Params& params) {
@@ -20,6 +21,11 @@ template <typename Params>
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -32,17 +32,41 @@ __device__ __forceinline__ __nv_bfloat16 from_float(float x) {
 template <typename T>
 struct Vec {
   static constexpr int kSize = 16 / sizeof(T);
-  float values[kSize];
+  uint4 bits;
 
   // Reads 16 aligned bytes of weights, of which elements at and beyond `valid` are padding and count as zero whatever they hold.
+  // Reads nothing where none is valid.
   __device__ __forceinline__ static Vec load(const T* source, int valid) {
-    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(source));
+    if (valid <= 0) return {};
+    Vec vec{__ldg(reinterpret_cast<const uint4*>(source))};
+    if (valid < kSize) vec.mask(valid);
+    return vec;
+  }
+
+  // Reads elements that another kernel may have written, and that may begin anywhere; zero at and beyond `valid`.
+  __device__ __forceinline__ static Vec load_from_anywhere(const T* source, int valid, bool aligned) {
+    if (aligned && valid >= kSize) return {*reinterpret_cast<const uint4*>(source)};
+    T elements[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) elements[i] = i < valid ? source[i] : from_float<T>(0.0f);
+    Vec vec;
+    memcpy(&vec.bits, elements, sizeof(elements));
+    return vec;
+  }
+
+  __device__ __forceinline__ float operator[](int i) const {
     T elements[kSize];
     memcpy(elements, &bits, sizeof(bits));
-    Vec vec;
+    return to_float(elements[i]);
+  }
+
+ private:
+  __device__ __forceinline__ void mask(int valid) {
+    T elements[kSize];
+    memcpy(elements, &bits, sizeof(bits));
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) vec.values[i] = i < valid ? to_float(elements[i]) : 0.0f;
-    return vec;
+    for (int i = 0; i < kSize; ++i) elements[i] = i < valid ? elements[i] : from_float<T>(0.0f);
+    memcpy(&bits, elements, sizeof(bits));
   }
 };
 

@@ -8,15 +8,14 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../aril.h"
+#include "../common/pdl.cuh"
+#include "tile.cuh"
 
 namespace aril::detail {
 
 constexpr int kRouteThreads = 1024;
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
-
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The token's slot, or -1 if it has none that the table knows.
 __device__ __forceinline__ int slot_of(const aril_route_args& p, int token) {
@@ -30,6 +29,7 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_const
   __shared__ typename Scan::TempStorage scan;
   extern __shared__ int32_t next[];  // [num_slots] tokens of the slot, then where its next one goes
 
+  wait_for_predecessors();
   for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
   __syncthreads();
   for (int token = threadIdx.x; token < p.num_tokens; token += kRouteThreads) {

@@ -5,6 +5,9 @@ pub const ARIL_MAX_SLOTS: i32 = 8192;
 pub const ARIL_MAX_RANK: i32 = 512;
 pub const ARIL_TOKENS_PER_TILE: i32 = 16;
 pub const ARIL_K_PER_CHUNK: i32 = 256;
+pub const ARIL_SUM_LANES: i32 = 16;
+pub const ARIL_LANES_PER_GROUP: i32 = 4;
+pub const ARIL_V_ALIGNMENT: i32 = 4;
 pub const ARIL_RANKS_PER_TILE: i32 = 64;
 pub const ARIL_OUT_PER_TILE: i32 = 256;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 16;
@@ -157,7 +160,7 @@ pub struct aril_linear_args {
     pub dtype: i32,
     pub num_tokens: i32,
     pub max_tiles: i32,
-    pub num_splits: i32,
+    pub lanes_per_split: i32,
     pub in_features: i32,
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
@@ -185,8 +188,8 @@ const _: () = {
         "Offset of field: aril_linear_args::max_tiles",
     ][::core::mem::offset_of!(aril_linear_args, max_tiles) - 8usize];
     [
-        "Offset of field: aril_linear_args::num_splits",
-    ][::core::mem::offset_of!(aril_linear_args, num_splits) - 12usize];
+        "Offset of field: aril_linear_args::lanes_per_split",
+    ][::core::mem::offset_of!(aril_linear_args, lanes_per_split) - 12usize];
     [
         "Offset of field: aril_linear_args::in_features",
     ][::core::mem::offset_of!(aril_linear_args, in_features) - 16usize];

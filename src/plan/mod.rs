@@ -30,8 +30,13 @@ const OUT_PER_TILE: usize = ffi::ARIL_OUT_PER_TILE as usize;
 /// The most blocks in the second dimension of a CUDA grid.
 const MAX_GRID_Y: usize = 65_535;
 
-/// The most tokens for which the blocks of shrink share out a token's input: more tokens than that fill the device without.
-const MAX_SPLIT_TOKENS: usize = 256;
+const SUM_LANES: usize = ffi::ARIL_SUM_LANES as usize;
+const LANES_PER_GROUP: usize = ffi::ARIL_LANES_PER_GROUP as usize;
+const V_ALIGNMENT: usize = ffi::ARIL_V_ALIGNMENT as usize;
+
+/// By the most tokens of a batch, how many lanes of the sum over the input features a block of shrink takes: few tokens fill the
+/// device only if many blocks share out a token's input, and many tokens would only have more to add up.
+const LANES_PER_SPLIT: [(usize, usize); 3] = [(16, 1), (1024, LANES_PER_GROUP), (usize::MAX, SUM_LANES)];
 
 impl Capacity {
     /// Checks the bounds against the kernels' limits.
@@ -54,6 +59,10 @@ impl Capacity {
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
         (num_tokens + (TOKENS_PER_TILE - 1) * self.num_slots.min(num_tokens)) / TOKENS_PER_TILE
     }
+}
+
+fn lanes_per_split(num_tokens: usize) -> usize {
+    LANES_PER_SPLIT.into_iter().find(|(tokens, _)| num_tokens <= *tokens).map_or(SUM_LANES, |(_, lanes)| lanes)
 }
 
 /// Refuses an embedding that is too wide for a grid.
@@ -91,12 +100,24 @@ impl LinearPlan {
         let out_tiles = site.slices().iter().map(|slice| slice.out_features().div_ceil(OUT_PER_TILE)).sum();
         check_grid("in_features", chunks, K_PER_CHUNK)?;
         check_grid("out_features", out_tiles, OUT_PER_TILE)?;
-        Ok(Self { dtype, chunks, out_tiles, v_stride: site.slices().len() * capacity.max_rank, capacity })
+        Ok(Self {
+            dtype,
+            chunks,
+            out_tiles,
+            v_stride: site.slices().len() * capacity.max_rank.next_multiple_of(V_ALIGNMENT),
+            capacity,
+        })
     }
 
-    /// Blocks that share a token's input in shrink. The bits of the result do not depend on it.
+    /// How many of the lanes of the sum over the input features a block of shrink takes. The bits of the result do not depend on it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
+        lanes_per_split(num_tokens)
+    }
+
+    /// Blocks that share a token's input in shrink.
     pub fn num_splits(&self, num_tokens: usize) -> usize {
-        if num_tokens <= MAX_SPLIT_TOKENS { self.chunks } else { 1 }
+        self.chunks.min(SUM_LANES).div_ceil(lanes_per_split(num_tokens))
     }
 
     /// The workspace that a batch of `num_tokens` needs.
@@ -107,7 +128,8 @@ impl LinearPlan {
     /// The workspace that any batch within the capacity needs.
     pub fn workspace_bytes(&self) -> usize {
         let max_tokens = self.capacity.max_tokens;
-        self.workspace_bytes_for(max_tokens).max(self.workspace_bytes_for(max_tokens.min(MAX_SPLIT_TOKENS)))
+        let largest = LANES_PER_SPLIT.map(|(tokens, _)| self.workspace_bytes_for(tokens.min(max_tokens)));
+        largest.into_iter().max().unwrap_or(0)
     }
 
     /// The bounds it was planned for.
@@ -129,7 +151,7 @@ impl fmt::Display for LinearPlan {
         write!(
             f,
             "linear {dtype}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, \
-             shrink {splits} of {chunks} splits, expand {out_tiles} output tiles, {} bytes of workspace",
+             shrink {splits} splits of {chunks} chunks, expand {out_tiles} output tiles, {} bytes of workspace",
             self.workspace_bytes()
         )
     }

@@ -7,6 +7,9 @@ use crate::{
     plan::{Capacity, LinearPlan},
 };
 
+/// What kernels read of a workspace at a time.
+const WORKSPACE_ALIGNMENT_BYTES: usize = 16;
+
 /// The adapters of one linear layer: shapes checked, launches planned, workspace sized.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
@@ -46,7 +49,7 @@ impl LoraLinear {
     /// Enqueues `y[t] += scaling · B (A x[t])` on `stream`, for every token `t` that has an adapter.
     ///
     /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`, `workspace` has
-    /// [`plan().workspace_bytes()`](LinearPlan::workspace_bytes), is aligned to 4 bytes, and may be shared by any number of layers
+    /// [`plan().workspace_bytes()`](LinearPlan::workspace_bytes), is aligned to 16 bytes, and may be shared by any number of layers
     /// on one stream. Allocates nothing, waits for nothing, and may be captured in a CUDA graph. Base tokens keep `y` bit for
     /// bit. With row-parallel layers `y` is this rank's partial sum: call this before the all-reduce.
     ///
@@ -60,6 +63,9 @@ impl LoraLinear {
     /// - **Liveness.** That memory stays mapped.
     /// - **Aliasing.** Nobody writes `x`, `weights` or the routing, or reads or writes `y` or `workspace`, except work ordered by
     ///   `stream`.
+    /// - **Order.** No kernel that writes weights or the routing lets its dependents begin early (programmatic dependent launch), nor
+    ///   does one that is enqueued between such a kernel and this call without having waited itself: weights and routing are fetched
+    ///   while the kernel before ends. Kernels that do not use programmatic launch are always in order.
     /// - **Context.** (checked) the context current on this thread is that of the kernels.
     #[doc(alias = "sgmv")]
     #[doc(alias = "bgmv")]
@@ -144,8 +150,8 @@ impl LoraLinear {
         if workspace.bytes < needed {
             return Err(LaunchError::Capacity { what: "the workspace's use", got: needed, max: workspace.bytes });
         }
-        if !workspace.ptr.is_multiple_of(align_of::<f32>() as u64) {
-            return Err(LaunchError::Misaligned { operand: "workspace", alignment: align_of::<f32>() });
+        if !workspace.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
+            return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
         }
         let max_tokens = self.plan.capacity().max_tokens;
         if num_tokens > max_tokens {
@@ -159,7 +165,7 @@ impl LoraLinear {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
-            num_splits: int(self.plan.num_splits(num_tokens))?,
+            lanes_per_split: int(self.plan.lanes_per_split(num_tokens))?,
             in_features: int(self.site.in_features())?,
             num_slices: int(self.site.slices().len())?,
             out_features,

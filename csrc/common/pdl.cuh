@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Programmatic dependent launch: a kernel may begin while the one before it ends, and fetch what that one does not write.
+//
+// What may be read before wait_for_predecessors: routing and weights, which no kernel of a step writes. The order is always wait,
+// then let dependents begin: so when a kernel begins, all but its direct predecessor have ended, and no kernel begins before the
+// routing of its step is done.
+#pragma once
+
+namespace aril {
+
+// Waits until all that was enqueued before has ended and is visible.
+__device__ __forceinline__ void wait_for_predecessors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel begin once every block has come here.
+__device__ __forceinline__ void let_dependents_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+}  // namespace aril
