@@ -59,7 +59,7 @@ bench)
     ;;
 criterion)
     export CRITERION_HOME=$OUT/criterion
-    for bench in linear embedding routing host; do
+    for bench in operations host; do
         "./$bench" --bench "$@"
     done 2>&1 | tee "$OUT/criterion.log"
     ;;

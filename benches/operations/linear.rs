@@ -1,14 +1,11 @@
 //! Linear layers on the GPU, for a few of the workloads and for lm_head: the time of one operation in a captured graph, with
 //! weights from memory. Throughput counts what must be moved, so that it compares with the device's.
 
-#[path = "common/mod.rs"]
-mod common;
-
 use std::time::Duration;
 
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{Criterion, Throughput, criterion_group};
 
-use common::{
+use crate::common::{
     Result,
     layer::{Layer, MAX_ERROR, Stage},
     workload::{self, Workload},
@@ -66,4 +63,3 @@ fn linear(criterion: &mut Criterion) {
 }
 
 criterion_group!(benches, linear);
-criterion_main!(benches);

@@ -1,21 +1,12 @@
 //! Grouping a batch by slot on the GPU, once per step for all layers: the time in a captured graph.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    reason = "of numbers of its own"
-)]
-
-#[path = "common/mod.rs"]
-mod common;
 
 use std::time::Duration;
 
 use aril::{Slot, cuda::raw, plan::Capacity, routing::Segments};
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{Criterion, Throughput, criterion_group};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use common::{Result, device::Gpu};
+use crate::common::{Result, device::Gpu};
 
 const PER_GRAPH: usize = 64;
 
@@ -62,4 +53,3 @@ fn check(gpu: &Gpu, batch: &raw::RoutedBatch, slots: &[Slot], num_slots: usize) 
 }
 
 criterion_group!(benches, routing);
-criterion_main!(benches);

@@ -1,13 +1,4 @@
 //! Embeddings on the GPU: the time of one operation in a captured graph, with B from memory.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    reason = "of numbers of its own"
-)]
-
-#[path = "common/mod.rs"]
-mod common;
 
 use std::time::Duration;
 
@@ -19,10 +10,10 @@ use aril::{
     reference::{self, Factors},
     routing::Batch,
 };
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{Criterion, Throughput, criterion_group};
 use half::bf16;
 
-use common::{
+use crate::common::{
     Result,
     data::{Data, SMALL},
     device::{Gpu, Memory},
@@ -152,4 +143,3 @@ fn b_elem(set: usize, slot: usize) -> usize {
 }
 
 criterion_group!(benches, embedding);
-criterion_main!(benches);
