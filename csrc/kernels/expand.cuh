@@ -91,10 +91,10 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
   for (int i = threadIdx.x; i < tile.count * quads; i += kExpandThreads) {
     const int token = tokens[i / quads], r = i % quads * 4;
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (token < num_tokens) {
+    if (token < num_tokens && r < module.rank) {
       const float scale = module.scaling * scales[token];
       v = v_of(token, r);
-      v.x = r + 0 < module.rank ? v.x * scale : 0.0f;
+      v.x *= scale;
       v.y = r + 1 < module.rank ? v.y * scale : 0.0f;
       v.z = r + 2 < module.rank ? v.z * scale : 0.0f;
       v.w = r + 3 < module.rank ? v.w * scale : 0.0f;
