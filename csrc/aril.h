@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The C ABI of aril's kernels: one function per operation, one plain struct of arguments per function.
+// The C ABI of aril's kernels: one function per operation, one plain struct of arguments per
+// function.
 //
-// Every function returns 0, a positive cudaError_t, or a negative ARIL_ERR_*, and on anything but 0 has enqueued nothing. None
-// allocates, synchronizes, or touches a stream other than the one given, and all but aril_load may be captured in a CUDA graph.
-// Strides are in elements. Slots and token ids in device memory are not trusted: those out of range have no adapter.
+// Every function returns 0, a positive cudaError_t, or a negative ARIL_ERR_*, and on anything but 0
+// has enqueued nothing. None allocates, synchronizes, or touches a stream other than the one given,
+// and all but aril_load may be captured in a CUDA graph. Strides are in elements. Slots and token
+// ids in device memory are not trusted: those out of range have no adapter.
 #pragma once
 
 #include <stdint.h>
@@ -14,16 +16,16 @@ extern "C" {
 #endif
 
 // Limits and tiles, shared by the kernels and by the plans made on the host.
-#define ARIL_MAX_SLICES 8      // modules fused into one layer
-#define ARIL_MAX_SLOTS 8192    // rows of a descriptor table
-#define ARIL_MAX_RANK 512      // of a factor
+#define ARIL_MAX_SLICES 8        // modules fused into one layer
+#define ARIL_MAX_SLOTS 8192      // rows of a descriptor table
+#define ARIL_MAX_RANK 512        // of a factor
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
-#define ARIL_K_PER_CHUNK 256   // input features that shrink sums up before it adds to anything
-#define ARIL_SUM_LANES 16        // a token's chunks c, c + 16, ... are summed first; see kernels/tile.cuh
-#define ARIL_LANES_PER_GROUP 4   // then four such lanes, then those groups
-#define ARIL_V_ALIGNMENT 4       // floats, of a slice's part of what shrink leaves for a token
-#define ARIL_RANKS_PER_TILE 64   // rows of A that a block of shrink works on
-#define ARIL_OUT_PER_TILE 256    // rows of B that a block of expand works on
+#define ARIL_K_PER_CHUNK 256     // input features that shrink sums up before it adds to anything
+#define ARIL_SUM_LANES 16  // a token's chunks c, c + 16, ... are summed first; see kernels/tile.cuh
+#define ARIL_LANES_PER_GROUP 4    // then four such lanes, then those groups
+#define ARIL_V_ALIGNMENT 4        // floats, of a slice's part of what shrink leaves for a token
+#define ARIL_RANKS_PER_TILE 64    // rows of A that a block of shrink works on
+#define ARIL_OUT_PER_TILE 256     // rows of B that a block of expand works on
 #define ARIL_FACTOR_ALIGNMENT 16  // bytes, of each factor and of each of its rows
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
@@ -31,22 +33,26 @@ extern "C" {
 
 enum aril_dtype { ARIL_BF16 = 0, ARIL_F16 = 1, ARIL_F32 = 2 };
 
-// One module of one slot. A table is [num_slots][num_entries] of these. Rank 0: the slot has no such module.
+// One module of one slot. A table is [num_slots][num_entries] of these. Rank 0: the slot has no
+// such module.
 typedef struct aril_descriptor {
-  const void* a;  // [rank, in_features], rows padded to ARIL_FACTOR_ALIGNMENT; of an embedding [vocab, rank], likewise
+  const void* a;  // [rank, in_features], rows padded to ARIL_FACTOR_ALIGNMENT; of an embedding
+                  // [vocab, rank], likewise
   const void* b;  // [out_features, rank], rows padded to ARIL_FACTOR_ALIGNMENT
   int32_t rank;
   float scaling;
 } aril_descriptor;
 
-// Tokens of one slot that a block works on together: rows [begin, begin + count) of aril_routing.tokens.
+// Tokens of one slot that a block works on together: rows [begin, begin + count) of
+// aril_routing.tokens.
 typedef struct aril_tile {
   int32_t slot;
   int32_t begin;
   int32_t count;
 } aril_tile;
 
-// A batch grouped by slot, in device memory at addresses that stay; written by aril_route, read by every operation.
+// A batch grouped by slot, in device memory at addresses that stay; written by aril_route, read by
+// every operation.
 typedef struct aril_routing {
   int32_t* tokens;     // [max_tokens] tokens that have a slot, by slot and, within one, in order
   float* scales;       // [max_tokens] by token: the factor on its adapter's scaling
@@ -74,9 +80,10 @@ typedef struct aril_weights {
 // y[t, slice] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both.
 typedef struct aril_linear_args {
   int32_t dtype;
-  int32_t num_tokens;  // rows of x and y
-  int32_t max_tiles;   // the most tiles that the routing can have
-  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or ARIL_SUM_LANES: how blocks share out a token's input. Same bits.
+  int32_t num_tokens;       // rows of x and y
+  int32_t max_tiles;        // the most tiles that the routing can have
+  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or ARIL_SUM_LANES: how blocks share out a
+                            // token's input. Same bits.
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
@@ -84,7 +91,8 @@ typedef struct aril_linear_args {
   int64_t x_stride;
   void* y;  // [num_tokens, sum of out_features]
   int64_t y_stride;
-  float* planes;  // [splits, num_tokens, num_slices, max_rank padded to ARIL_V_ALIGNMENT], 16-byte aligned: from shrink to expand
+  float* planes;  // [splits, num_tokens, num_slices, max_rank padded to ARIL_V_ALIGNMENT], 16-byte
+                  // aligned: from shrink to expand
   aril_weights weights;
   aril_routing routing;
 } aril_linear_args;

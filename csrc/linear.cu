@@ -22,9 +22,11 @@ int32_t shrink(const aril_linear_args& args, void* stream) {
     return launch(detail::shrink_f32_kernel, grid, detail::kShrinkThreads, 0, stream, args);
   } else {
     const int column_tiles = args.num_slices * ceil_div(args.weights.max_rank, detail::kColumns);
-    const dim3 grid(args.max_tiles, detail::num_splits(args), ceil_div(column_tiles, detail::kColumnTiles));
+    const dim3 grid(args.max_tiles, detail::num_splits(args),
+                    ceil_div(column_tiles, detail::kColumnTiles));
     return args.lanes_per_split < ARIL_SUM_LANES
-               ? launch(detail::shrink_lanes_kernel<T>, grid, detail::kLanesThreads, 0, stream, args)
+               ? launch(detail::shrink_lanes_kernel<T>, grid, detail::kLanesThreads, 0, stream,
+                        args)
                : launch(detail::shrink_rows_kernel<T>, grid, detail::kRowsThreads, 0, stream, args);
   }
 }
@@ -53,7 +55,8 @@ int32_t load_linear() {
 }  // namespace aril
 
 extern "C" int32_t aril_linear_shrink(const aril_linear_args* args, void* stream) {
-  return aril::dispatch(args->dtype, [&](auto element) { return aril::shrink<decltype(element)>(*args, stream); });
+  return aril::dispatch(
+      args->dtype, [&](auto element) { return aril::shrink<decltype(element)>(*args, stream); });
 }
 
 extern "C" int32_t aril_linear_expand(const aril_linear_args* args, void* stream) {
@@ -62,15 +65,17 @@ extern "C" int32_t aril_linear_expand(const aril_linear_args* args, void* stream
     for (int slice = 0; slice < args->num_slices; ++slice) {
       out_tiles += aril::ceil_div(args->out_features[slice], ARIL_OUT_PER_TILE);
     }
-    return aril::launch(aril::detail::expand_kernel<decltype(element)>, dim3(args->max_tiles, out_tiles),
-                        aril::detail::kExpandThreads, aril::expand_smem_bytes(args->weights.max_rank), stream, *args);
+    return aril::launch(aril::detail::expand_kernel<decltype(element)>,
+                        dim3(args->max_tiles, out_tiles), aril::detail::kExpandThreads,
+                        aril::expand_smem_bytes(args->weights.max_rank), stream, *args);
   });
 }
 
 extern "C" int32_t aril_embedding(const aril_embedding_args* args, void* stream) {
   return aril::dispatch(args->dtype, [&](auto element) {
     const dim3 grid(args->max_tiles, aril::ceil_div(args->hidden, ARIL_OUT_PER_TILE));
-    return aril::launch(aril::detail::embedding_kernel<decltype(element)>, grid, aril::detail::kExpandThreads,
+    return aril::launch(aril::detail::embedding_kernel<decltype(element)>, grid,
+                        aril::detail::kExpandThreads,
                         aril::expand_smem_bytes(args->weights.max_rank), stream, *args);
   });
 }

@@ -21,7 +21,8 @@ extern "C" const char* aril_status_string(int32_t status) {
 
 extern "C" int32_t aril_load(void) {
   const int32_t status = aril::load_routing();
-  const bool no_code = status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction;
+  const bool no_code =
+      status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction;
   if (no_code) return ARIL_ERR_NO_KERNEL;
   ARIL_TRY(status);
   return aril::load_linear();

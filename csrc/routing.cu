@@ -11,5 +11,6 @@ int32_t load_routing() { return load(detail::route_kernel); }
 extern "C" int32_t aril_route(const aril_route_args* args, void* stream) {
   if (args->num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
   const size_t smem_bytes = args->num_slots * sizeof(int32_t);
-  return aril::launch(aril::detail::route_kernel, 1, aril::detail::kRouteThreads, smem_bytes, stream, *args);
+  return aril::launch(aril::detail::route_kernel, 1, aril::detail::kRouteThreads, smem_bytes,
+                      stream, *args);
 }

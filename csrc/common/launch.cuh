@@ -11,11 +11,11 @@
 
 namespace aril {
 
-// Enqueues `kernel` with one parameter struct, to begin while its predecessor ends (pdl.cuh). The status is the launch's own: an
-// error that the caller has pending stays his.
+// Enqueues `kernel` with one parameter struct, to begin while its predecessor ends (pdl.cuh). The
+// status is the launch's own: an error that the caller has pending stays his.
 template <typename Params>
-[[nodiscard]] inline int32_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t smem_bytes, void* stream,
-                                    const Params& params) {
+[[nodiscard]] inline int32_t launch(void (*kernel)(Params), dim3 grid, dim3 block,
+                                    size_t smem_bytes, void* stream, const Params& params) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;

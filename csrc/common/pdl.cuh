@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Programmatic dependent launch: a kernel may begin while the one before it ends, and fetch what that one does not write.
+// Programmatic dependent launch: a kernel may begin while the one before it ends, and fetch what
+// that one does not write.
 //
-// What may be read before wait_for_predecessors: routing and weights, which no kernel of a step writes. The order is always wait,
-// then let dependents begin: so when a kernel begins, all but its direct predecessor have ended, and no kernel begins before the
-// routing of its step is done.
+// What may be read before wait_for_predecessors: routing and weights, which no kernel of a step
+// writes. The order is always wait, then let dependents begin: so when a kernel begins, all but its
+// direct predecessor have ended, and no kernel begins before the routing of its step is done.
 #pragma once
 
 namespace aril {

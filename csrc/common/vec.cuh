@@ -34,8 +34,8 @@ struct Vec {
   static constexpr int kSize = 16 / sizeof(T);
   uint4 bits;
 
-  // Reads 16 aligned bytes of weights, of which elements at and beyond `valid` are padding and count as zero whatever they hold.
-  // Reads nothing where none is valid.
+  // Reads 16 aligned bytes of weights, of which elements at and beyond `valid` are padding and
+  // count as zero whatever they hold. Reads nothing where none is valid.
   __device__ __forceinline__ static Vec load(const T* source, int valid) {
     if (valid <= 0) return {};
     Vec vec{__ldg(reinterpret_cast<const uint4*>(source))};
@@ -43,8 +43,10 @@ struct Vec {
     return vec;
   }
 
-  // Reads elements that another kernel may have written, and that may begin anywhere; zero at and beyond `valid`.
-  __device__ __forceinline__ static Vec load_from_anywhere(const T* source, int valid, bool aligned) {
+  // Reads elements that another kernel may have written, and that may begin anywhere; zero at and
+  // beyond `valid`.
+  __device__ __forceinline__ static Vec load_from_anywhere(const T* source, int valid,
+                                                           bool aligned) {
     if (aligned && valid >= kSize) return {*reinterpret_cast<const uint4*>(source)};
     T elements[kSize];
 #pragma unroll

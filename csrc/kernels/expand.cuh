@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Expand: y[token] += B v[token], from shrink's planes or from the rows of an embedding's A. FMA in f32; rounds once, at the store.
+// Expand: y[token] += B v[token], from shrink's planes or from the rows of an embedding's A. FMA in
+// f32; rounds once, at the store.
 //
-// Grid (tiles, output tiles of all slices); each thread has two neighbouring rows of B, and so two neighbouring outputs of every
-// token of the tile. Shared: ARIL_TOKENS_PER_TILE * padded(max_rank) floats, at most 32 KB. Weights are fetched before the wait.
+// Grid (tiles, output tiles of all slices); each thread has two neighbouring rows of B, and so two
+// neighbouring outputs of every token of the tile. Shared: ARIL_TOKENS_PER_TILE * padded(max_rank)
+// floats, at most 32 KB. Weights are fetched before the wait.
 #pragma once
 
 #include <type_traits>
@@ -50,12 +52,14 @@ struct Pair {
   }
 };
 
-// Adds B v to outputs [first_out, num_outs) of y for the tile's tokens; v_of(token, r) gives four of v from r on, not yet scaled,
-// once predecessors have ended. Tokens at or beyond num_tokens, or that `skip` names, are left alone.
+// Adds B v to outputs [first_out, num_outs) of y for the tile's tokens; v_of(token, r) gives four
+// of v from r on, not yet scaled, once predecessors have ended. Tokens at or beyond num_tokens, or
+// that `skip` names, are left alone.
 template <typename T, typename V, typename Skip>
-__device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descriptor& module, const float* scales, int first_out,
-                                            int num_outs, T* y, int64_t y_stride, int num_tokens, V v_of, Skip skip) {
-  extern __shared__ __align__(16) float v_tile[];  // [count, padded rank]
+__device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descriptor& module,
+                                            const float* scales, int first_out, int num_outs, T* y,
+                                            int64_t y_stride, int num_tokens, V v_of, Skip skip) {
+  extern __shared__ __align__(16) float v_tile[];   // [count, padded rank]
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // num_tokens where there is nothing to do
   constexpr int kSize = Vec<T>::kSize;
   constexpr int kAhead = 16 / kSize;  // vectors of a row fetched before the wait
@@ -64,7 +68,9 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
   const int v_stride = static_cast<int>(padded<T>(module.rank));
   const T* b = static_cast<const T*>(module.b) + int64_t{out} * v_stride;
 
-  const auto load_b = [&](int row, int r) { return Vec<T>::load(b + row * v_stride + r, row < valid ? module.rank - r : 0); };
+  const auto load_b = [&](int row, int r) {
+    return Vec<T>::load(b + row * v_stride + r, row < valid ? module.rank - r : 0);
+  };
   Vec<T> ahead[kOutsPerThread][kAhead];
 #pragma unroll
   for (int row = 0; row < kOutsPerThread; ++row) {
@@ -80,7 +86,9 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
   }
   __syncthreads();
 
-  const bool aligned = (reinterpret_cast<uintptr_t>(y + out) | (y_stride * sizeof(T))) % (kOutsPerThread * sizeof(T)) == 0;
+  const bool aligned = (reinterpret_cast<uintptr_t>(y + out) | (y_stride * sizeof(T))) %
+                           (kOutsPerThread * sizeof(T)) ==
+                       0;
   Pair<T> bases[ARIL_TOKENS_PER_TILE];
 #pragma unroll
   for (int t = 0; t < ARIL_TOKENS_PER_TILE; ++t) {
@@ -119,7 +127,8 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
         if (first + t >= tile.count) break;
 #pragma unroll
         for (int j = 0; j < kSize; j += 4) {
-          const float4 v = *reinterpret_cast<const float4*>(&v_tile[(first + t) * v_stride + r + j]);
+          const float4 v =
+              *reinterpret_cast<const float4*>(&v_tile[(first + t) * v_stride + r + j]);
 #pragma unroll
           for (int row = 0; row < kOutsPerThread; ++row) {
             deltas[t][row] += b_values[row][j] * v.x;
@@ -134,7 +143,8 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
     for (int i = 0; i < kAhead; ++i) {
       if (i * kSize < v_stride) accumulate(ahead[0][i], ahead[1][i], i * kSize);
     }
-    for (int r = kAhead * kSize; r < v_stride; r += kSize) accumulate(load_b(0, r), load_b(1, r), r);
+    for (int r = kAhead * kSize; r < v_stride; r += kSize)
+      accumulate(load_b(0, r), load_b(1, r), r);
 
 #pragma unroll
     for (int t = 0; t < kTokensAtOnce; ++t) {
@@ -155,7 +165,8 @@ __device__ __forceinline__ void add(float4& sum, const float4& other) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kExpandThreads, sizeof(T) == 2 ? 4 : 3) expand_kernel(const __grid_constant__ aril_linear_args p) {
+__global__ void __launch_bounds__(kExpandThreads, sizeof(T) == 2 ? 4 : 3)
+    expand_kernel(const __grid_constant__ aril_linear_args p) {
   const Tile tile(p.routing, p.weights, blockIdx.x, p.max_tiles);
   int slice = 0, out_tile = blockIdx.y;
   T* y = static_cast<T*>(p.y);
@@ -180,7 +191,8 @@ __global__ void __launch_bounds__(kExpandThreads, sizeof(T) == 2 ? 4 : 3) expand
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (first + i < splits) sums[i] = *reinterpret_cast<const float4*>(source + (first + i) * planes.plane_stride);
+        if (first + i < splits)
+          sums[i] = *reinterpret_cast<const float4*>(source + (first + i) * planes.plane_stride);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -197,12 +209,13 @@ __global__ void __launch_bounds__(kExpandThreads, sizeof(T) == 2 ? 4 : 3) expand
     }
     return total;
   };
-  expand_tile(tile, module, p.routing.scales, out_tile * ARIL_OUT_PER_TILE, p.out_features[slice], y, p.y_stride, p.num_tokens,
-              v_of, [](int) { return false; });
+  expand_tile(tile, module, p.routing.scales, out_tile * ARIL_OUT_PER_TILE, p.out_features[slice],
+              y, p.y_stride, p.num_tokens, v_of, [](int) { return false; });
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kExpandThreads, sizeof(T) == 2 ? 4 : 3) embedding_kernel(const __grid_constant__ aril_embedding_args p) {
+__global__ void __launch_bounds__(kExpandThreads, sizeof(T) == 2 ? 4 : 3)
+    embedding_kernel(const __grid_constant__ aril_embedding_args p) {
   const Tile tile(p.routing, p.weights, blockIdx.x, p.max_tiles);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
   const T* a = static_cast<const T*>(module.a);
@@ -211,9 +224,11 @@ __global__ void __launch_bounds__(kExpandThreads, sizeof(T) == 2 ? 4 : 3) embedd
     const T* row = a + p.token_ids[token] * a_stride + r;
     return make_float4(to_float(row[0]), to_float(row[1]), to_float(row[2]), to_float(row[3]));
   };
-  const auto outside_vocab = [&](int token) { return p.token_ids[token] < 0 || p.token_ids[token] >= p.vocab; };
-  expand_tile(tile, module, p.routing.scales, blockIdx.y * ARIL_OUT_PER_TILE, p.hidden, static_cast<T*>(p.y), p.y_stride,
-              p.num_tokens, v_of, outside_vocab);
+  const auto outside_vocab = [&](int token) {
+    return p.token_ids[token] < 0 || p.token_ids[token] >= p.vocab;
+  };
+  expand_tile(tile, module, p.routing.scales, blockIdx.y * ARIL_OUT_PER_TILE, p.hidden,
+              static_cast<T*>(p.y), p.y_stride, p.num_tokens, v_of, outside_vocab);
 }
 
 }  // namespace aril::detail

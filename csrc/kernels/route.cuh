@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups a batch's tokens by slot: a stable counting sort in one block, once per step for all layers.
+// Groups a batch's tokens by slot: a stable counting sort in one block, once per step for all
+// layers.
 //
-// Grid: one block of kThreads. Shared memory: num_slots counters of 4 bytes (at most 32 KB) and the scan's scratch.
-// Bound: latency, not bytes. Every output that the live tokens need is written by every launch, so nothing stale is ever read.
+// Grid: one block of kThreads. Shared memory: num_slots counters of 4 bytes (at most 32 KB) and the
+// scan's scratch. Bound: latency, not bytes. Every output that the live tokens need is written by
+// every launch, so nothing stale is ever read.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -24,7 +26,8 @@ __device__ __forceinline__ int slot_of(const aril_route_args& p, int token) {
   return slot >= 0 && slot < p.num_slots ? slot : -1;
 }
 
-__global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_constant__ aril_route_args p) {
+__global__ void __launch_bounds__(kRouteThreads)
+    route_kernel(const __grid_constant__ aril_route_args p) {
   using Scan = cub::BlockScan<int, kRouteThreads>;
   __shared__ typename Scan::TempStorage scan;
   extern __shared__ int32_t next[];  // [num_slots] tokens of the slot, then where its next one goes

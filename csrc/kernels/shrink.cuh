@@ -2,12 +2,14 @@
 //
 // Shrink in f32 with FMA: v[token] = A x[token].
 //
-// A tile's tokens read each weight once. A token's sums are formed in an order that depends on the layer's shape alone, so its
-// result has the same bits whatever else is in the batch, wherever in a tile it stands, and however the input is split.
+// A tile's tokens read each weight once. A token's sums are formed in an order that depends on the
+// layer's shape alone, so its result has the same bits whatever else is in the batch, wherever in a
+// tile it stands, and however the input is split.
 //
-// Grid (tiles, splits, slices * rank tiles); each warp dots rows of A with the tile's input, a lane 16 bytes at a time. Shared:
-// ARIL_TOKENS_PER_TILE * ARIL_K_PER_CHUNK floats = 16 KB. Blocks beyond what the routing and the table really hold leave at once:
-// grids are upper bounds, fit to be captured.
+// Grid (tiles, splits, slices * rank tiles); each warp dots rows of A with the tile's input, a lane
+// 16 bytes at a time. Shared: ARIL_TOKENS_PER_TILE * ARIL_K_PER_CHUNK floats = 16 KB. Blocks beyond
+// what the routing and the table really hold leave at once: grids are upper bounds, fit to be
+// captured.
 #pragma once
 
 #include "../common/pdl.cuh"
@@ -26,7 +28,8 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-__global__ void __launch_bounds__(kShrinkThreads, 1) shrink_f32_kernel(const __grid_constant__ aril_linear_args p) {
+__global__ void __launch_bounds__(kShrinkThreads, 1)
+    shrink_f32_kernel(const __grid_constant__ aril_linear_args p) {
   using T = float;
   constexpr int kWarps = kShrinkThreads / 32;
   constexpr int kRowsPerWarp = ARIL_RANKS_PER_TILE / kWarps;
@@ -49,7 +52,8 @@ __global__ void __launch_bounds__(kShrinkThreads, 1) shrink_f32_kernel(const __g
   const int64_t a_stride = padded<T>(p.in_features);
   const Lanes lanes(p, blockIdx.y);
 
-  float totals[kRowsPerWarp] = {}, group_sums[kRowsPerWarp] = {};  // lane t of the warp has those of the tile's token t
+  float totals[kRowsPerWarp] = {},
+        group_sums[kRowsPerWarp] = {};  // lane t of the warp has those of the tile's token t
   for (int sum_lane = lanes.begin; sum_lane < lanes.end; ++sum_lane) {
     float lane_sums[kRowsPerWarp] = {};
     for (int chunk = sum_lane; chunk < lanes.num_chunks; chunk += ARIL_SUM_LANES) {
@@ -99,7 +103,8 @@ __global__ void __launch_bounds__(kShrinkThreads, 1) shrink_f32_kernel(const __g
   const int token = lane < tile.count ? tile.tokens[lane] : p.num_tokens;
   if (token >= p.num_tokens) return;
   const Planes planes(p);
-  float* v = p.planes + blockIdx.y * planes.plane_stride + token * planes.token_stride + slice * planes.slice_stride;
+  float* v = p.planes + blockIdx.y * planes.plane_stride + token * planes.token_stride +
+             slice * planes.slice_stride;
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
     const int row = first_row + i * kWarps + warp;

@@ -2,17 +2,20 @@
 //
 // Shrink of bf16 and f16 with mma.sync: v[token] = A x[token], f32 sums.
 //
-// Tokens are the 16 rows of the product, ranks its columns, 8 at a time. The order of the input features within 32 of them is of
-// no consequence to a dot product, so each lane takes 8 that stand together: weights and input go from memory to the registers of
-// the instruction 16 bytes at a time, with no staging between.
+// Tokens are the 16 rows of the product, ranks its columns, 8 at a time. The order of the input
+// features within 32 of them is of no consequence to a dot product, so each lane takes 8 that stand
+// together: weights and input go from memory to the registers of the instruction 16 bytes at a
+// time, with no staging between.
 //
-// The order of a token's sums is that of the layer's shape alone: 32 features in two instructions, eight of those one after the
-// other for a chunk, then the chunks as tile.cuh says. So its result has the same bits whatever else is in the batch, and in both
-// kernels:
+// The order of a token's sums is that of the layer's shape alone: 32 features in two instructions,
+// eight of those one after the other for a chunk, then the chunks as tile.cuh says. So its result
+// has the same bits whatever else is in the batch, and in both kernels:
 //
-//   shrink_lanes_kernel: few tokens. Grid (tiles, splits, column tiles); the warps share a chunk, 32 features each.
+//   shrink_lanes_kernel: few tokens. Grid (tiles, splits, column tiles); the warps share a chunk,
+//   32 features each.
 //       Shared: 8 * 16 * (64 + 8) floats = 36 KB.
-//   shrink_rows_kernel:  many tokens. Grid (tiles, 1, column tiles); a warp for each group of lanes, a chunk at a time.
+//   shrink_rows_kernel:  many tokens. Grid (tiles, 1, column tiles); a warp for each group of
+//   lanes, a chunk at a time.
 //       Shared: 4 * 16 * (64 + 8) floats = 18 KB.
 #pragma once
 
@@ -23,22 +26,25 @@
 
 namespace aril::detail {
 
-constexpr int kColumns = 8;                                       // ranks of one instruction
-constexpr int kColumnTiles = ARIL_RANKS_PER_TILE / kColumns;      // instructions side by side in a warp
-constexpr int kStepFeatures = 32;                                 // input features of two instructions
+constexpr int kColumns = 8;                                   // ranks of one instruction
+constexpr int kColumnTiles = ARIL_RANKS_PER_TILE / kColumns;  // instructions side by side in a warp
+constexpr int kStepFeatures = 32;                             // input features of two instructions
 constexpr int kStepsPerChunk = ARIL_K_PER_CHUNK / kStepFeatures;
-constexpr int kStride = ARIL_RANKS_PER_TILE + 8;                  // floats between rows in shared memory, against conflicts
+constexpr int kStride =
+    ARIL_RANKS_PER_TILE + 8;  // floats between rows in shared memory, against conflicts
 constexpr int kLanesThreads = 32 * kStepsPerChunk;
 constexpr int kGroups = ARIL_SUM_LANES / ARIL_LANES_PER_GROUP;
 constexpr int kRowsThreads = 32 * kGroups;
 
-// Where a lane's rows of A are, for the column tiles that this block works on: those of all slices, one after the other.
+// Where a lane's rows of A are, for the column tiles that this block works on: those of all slices,
+// one after the other.
 template <typename T>
 struct Columns {
   const T* a[kColumnTiles];  // this lane's row, or null
   int count;                 // of column tiles
 
-  __device__ __forceinline__ Columns(const aril_linear_args& p, int slot, int first_tile) : count(0) {
+  __device__ __forceinline__ Columns(const aril_linear_args& p, int slot, int first_tile)
+      : count(0) {
     const int g = threadIdx.x % 32 / 4;
     const int64_t a_stride = padded<T>(p.in_features);
     int tile = -first_tile;
@@ -59,9 +65,11 @@ struct Columns {
   }
 };
 
-// Writes the sums of a block's tokens to a plane. `sum(t, column)` gives that of the tile's token t.
+// Writes the sums of a block's tokens to a plane. `sum(t, column)` gives that of the tile's token
+// t.
 template <int kThreads, typename Sum>
-__device__ __forceinline__ void store_sums(const aril_linear_args& p, const Tile& tile, int first_tile, int plane, Sum sum) {
+__device__ __forceinline__ void store_sums(const aril_linear_args& p, const Tile& tile,
+                                           int first_tile, int plane, Sum sum) {
   const Planes planes(p);
   float* v = p.planes + plane * planes.plane_stride;
   int first_column = -first_tile * kColumns;
@@ -71,7 +79,9 @@ __device__ __forceinline__ void store_sums(const aril_linear_args& p, const Tile
     const int rows = max(0, end - begin);
     for (int i = threadIdx.x; i < tile.count * rows; i += kThreads) {
       const int t = i / rows, row = begin + i % rows, token = tile.tokens[t];
-      if (token < p.num_tokens) v[token * planes.token_stride + slice * planes.slice_stride + row] = sum(t, first_column + row);
+      if (token < p.num_tokens)
+        v[token * planes.token_stride + slice * planes.slice_stride + row] =
+            sum(t, first_column + row);
     }
     first_column += ceil_div(rank, kColumns) * kColumns;
   }
@@ -84,7 +94,8 @@ struct Input {
   int in_features;
   bool aligned;
 
-  __device__ __forceinline__ Input(const aril_linear_args& p, const Tile& tile) : in_features(p.in_features) {
+  __device__ __forceinline__ Input(const aril_linear_args& p, const Tile& tile)
+      : in_features(p.in_features) {
     const int g = threadIdx.x % 32 / 4;
     const T* x = static_cast<const T*>(p.x);
     aligned = (reinterpret_cast<uintptr_t>(x) | (p.x_stride * sizeof(T))) % 16 == 0;
@@ -99,7 +110,8 @@ struct Input {
   __device__ __forceinline__ void load(Vec<T> (&vecs)[2], int k) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      vecs[i] = Vec<T>::load_from_anywhere(rows[i] + k, rows[i] == nullptr ? 0 : in_features - k, aligned);
+      vecs[i] = Vec<T>::load_from_anywhere(rows[i] + k, rows[i] == nullptr ? 0 : in_features - k,
+                                           aligned);
     }
   }
 };
@@ -111,13 +123,16 @@ __device__ __forceinline__ void step(float (&c)[4], const Vec<T> (&x)[2], const 
   mma_m16n8k16<T>(c, x[0].bits.z, x[1].bits.z, x[0].bits.w, x[1].bits.w, a.bits.z, a.bits.w);
 }
 
-__device__ __forceinline__ void store_tile(float (&sums)[ARIL_TOKENS_PER_TILE][kStride], int column_tile, const float (&c)[4]) {
+__device__ __forceinline__ void store_tile(float (&sums)[ARIL_TOKENS_PER_TILE][kStride],
+                                           int column_tile, const float (&c)[4]) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   *reinterpret_cast<float2*>(&sums[g][column_tile * kColumns + 2 * q]) = make_float2(c[0], c[1]);
-  *reinterpret_cast<float2*>(&sums[g + 8][column_tile * kColumns + 2 * q]) = make_float2(c[2], c[3]);
+  *reinterpret_cast<float2*>(&sums[g + 8][column_tile * kColumns + 2 * q]) =
+      make_float2(c[2], c[3]);
 }
 
-__device__ __forceinline__ void add_tile(float (&sums)[ARIL_TOKENS_PER_TILE][kStride], int column_tile, const float (&c)[4]) {
+__device__ __forceinline__ void add_tile(float (&sums)[ARIL_TOKENS_PER_TILE][kStride],
+                                         int column_tile, const float (&c)[4]) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   float2& upper = *reinterpret_cast<float2*>(&sums[g][column_tile * kColumns + 2 * q]);
   float2& lower = *reinterpret_cast<float2*>(&sums[g + 8][column_tile * kColumns + 2 * q]);
@@ -126,8 +141,10 @@ __device__ __forceinline__ void add_tile(float (&sums)[ARIL_TOKENS_PER_TILE][kSt
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kLanesThreads, 2) shrink_lanes_kernel(const __grid_constant__ aril_linear_args p) {
-  constexpr int kItems = ARIL_TOKENS_PER_TILE * ARIL_RANKS_PER_TILE / kLanesThreads;  // sums of a thread
+__global__ void __launch_bounds__(kLanesThreads, 2)
+    shrink_lanes_kernel(const __grid_constant__ aril_linear_args p) {
+  constexpr int kItems =
+      ARIL_TOKENS_PER_TILE * ARIL_RANKS_PER_TILE / kLanesThreads;  // sums of a thread
   __shared__ float sums[kStepsPerChunk][ARIL_TOKENS_PER_TILE][kStride];
   const Tile tile(p.routing, p.weights, blockIdx.x, p.max_tiles);
   const int first_tile = blockIdx.z * kColumnTiles;
@@ -137,12 +154,15 @@ __global__ void __launch_bounds__(kLanesThreads, 2) shrink_lanes_kernel(const __
   const bool idle = tile.count == 0 || columns.count == 0;
 
   Vec<T> a[kColumnTiles], x[2];
-  const auto k_of = [&](int chunk) { return chunk * ARIL_K_PER_CHUNK + warp * kStepFeatures + q * 8; };
+  const auto k_of = [&](int chunk) {
+    return chunk * ARIL_K_PER_CHUNK + warp * kStepFeatures + q * 8;
+  };
   const auto fetch_weights = [&](int chunk) {
     const int k = k_of(chunk);
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
-      a[i] = Vec<T>::load(columns.a[i] + k, idle || columns.a[i] == nullptr ? 0 : p.in_features - k);
+      a[i] =
+          Vec<T>::load(columns.a[i] + k, idle || columns.a[i] == nullptr ? 0 : p.in_features - k);
     }
   };
   fetch_weights(lanes.begin);
@@ -200,11 +220,13 @@ __global__ void __launch_bounds__(kLanesThreads, 2) shrink_lanes_kernel(const __
     sums[0][i / ARIL_RANKS_PER_TILE][i % ARIL_RANKS_PER_TILE] = totals[item];
   }
   __syncthreads();
-  store_sums<kLanesThreads>(p, tile, first_tile, blockIdx.y, [&](int t, int column) { return sums[0][t][column]; });
+  store_sums<kLanesThreads>(p, tile, first_tile, blockIdx.y,
+                            [&](int t, int column) { return sums[0][t][column]; });
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowsThreads, 2) shrink_rows_kernel(const __grid_constant__ aril_linear_args p) {
+__global__ void __launch_bounds__(kRowsThreads, 2)
+    shrink_rows_kernel(const __grid_constant__ aril_linear_args p) {
   __shared__ float sums[kGroups][ARIL_TOKENS_PER_TILE][kStride];
   const Tile tile(p.routing, p.weights, blockIdx.x, p.max_tiles);
   const int first_tile = blockIdx.z * kColumnTiles;
@@ -262,7 +284,8 @@ __global__ void __launch_bounds__(kRowsThreads, 2) shrink_rows_kernel(const __gr
         }
       }
     }
-    const bool lane_ends = following % ARIL_SUM_LANES != chunk % ARIL_SUM_LANES || following == num_chunks;
+    const bool lane_ends =
+        following % ARIL_SUM_LANES != chunk % ARIL_SUM_LANES || following == num_chunks;
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll

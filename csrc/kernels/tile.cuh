@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// What a block of every operation begins with: its tile of tokens, and the factors that their slot has here.
+// What a block of every operation begins with: its tile of tokens, and the factors that their slot
+// has here.
 #pragma once
 
 #include "../aril.h"
@@ -13,8 +14,10 @@ struct Tile {
   int slot, count;
   const int32_t* tokens;
 
-  // No tokens where the routing or the table has none for it. Both loads are independent: entries beyond num_tiles are read, too.
-  __device__ __forceinline__ Tile(const aril_routing& routing, const aril_weights& weights, int tile_idx, int max_tiles) {
+  // No tokens where the routing or the table has none for it. Both loads are independent: entries
+  // beyond num_tiles are read, too.
+  __device__ __forceinline__ Tile(const aril_routing& routing, const aril_weights& weights,
+                                  int tile_idx, int max_tiles) {
     const int num_tiles = *routing.num_tiles;
     const aril_tile tile = routing.tiles[tile_idx < max_tiles ? tile_idx : 0];
     const bool live = tile_idx < num_tiles && tile_idx < max_tiles && tile.slot < weights.num_slots;
@@ -25,15 +28,17 @@ struct Tile {
 };
 
 // A slot's module; rank 0 where it has none.
-__device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights, int slot, int slice) {
+__device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights, int slot,
+                                                     int slice) {
   aril_descriptor module = weights.table[int64_t{slot} * weights.num_entries + slice];
   if (module.rank < 0 || module.rank > weights.max_rank) module.rank = 0;
   return module;
 }
 
-// A token's sum over the input features has one order, that of the layer's shape, in all kernels: ARIL_K_PER_CHUNK features make a
-// chunk's sum; chunks c, c + ARIL_SUM_LANES, ... a lane's; ARIL_LANES_PER_GROUP lanes a group's; and those the token's. However
-// many blocks share the work, each sums up whole lanes, whole groups, or everything, and its bits are the same.
+// A token's sum over the input features has one order, that of the layer's shape, in all kernels:
+// ARIL_K_PER_CHUNK features make a chunk's sum; chunks c, c + ARIL_SUM_LANES, ... a lane's;
+// ARIL_LANES_PER_GROUP lanes a group's; and those the token's. However many blocks share the work,
+// each sums up whole lanes, whole groups, or everything, and its bits are the same.
 struct Lanes {
   int num_chunks, begin, end;  // the lanes that a split sums up
 
