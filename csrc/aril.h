@@ -57,7 +57,7 @@ typedef struct aril_routing {
   int32_t* tokens;     // [max_tokens] tokens that have a slot, by slot and, within one, in order
   float* scales;       // [max_tokens] by token: the factor on its adapter's scaling
   int32_t* indptr;     // [num_slots + 1] where each slot's tokens begin in `tokens`
-  aril_tile* tiles;    // [aril_max_tiles] the first num_tiles are set
+  aril_tile* tiles;    // [Capacity::max_tiles of max_tokens] num_tiles are set
   int32_t* num_tiles;  // [1]
 } aril_routing;
 

@@ -87,6 +87,8 @@ __global__ void __launch_bounds__(kRouteThreads)
       __syncthreads();
     }
   }
+  // Kernels of the step read this before their own wait (pdl.cuh).
+  __threadfence();
 }
 
 }  // namespace aril::detail

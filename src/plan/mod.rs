@@ -34,8 +34,8 @@ const SUM_LANES: usize = ffi::ARIL_SUM_LANES as usize;
 const LANES_PER_GROUP: usize = ffi::ARIL_LANES_PER_GROUP as usize;
 const V_ALIGNMENT: usize = ffi::ARIL_V_ALIGNMENT as usize;
 
-/// By the most tokens of a batch, how many lanes of the sum over the input features a block of shrink takes: few tokens fill the
-/// device only if many blocks share out a token's input, and many tokens would only have more to add up.
+/// [`lanes_per_split`] by the most tokens of a batch: few tokens fill the device only if many blocks share out a token's input, and
+/// many tokens would only have more to add up.
 const LANES_PER_SPLIT: [(usize, usize); 3] = [(16, 1), (1024, LANES_PER_GROUP), (usize::MAX, SUM_LANES)];
 
 impl Capacity {
@@ -61,7 +61,8 @@ impl Capacity {
     }
 }
 
-fn lanes_per_split(num_tokens: usize) -> usize {
+/// How many of the lanes of the sum over the input features a block of shrink takes. The bits of the result do not depend on it.
+pub(crate) fn lanes_per_split(num_tokens: usize) -> usize {
     LANES_PER_SPLIT.into_iter().find(|(tokens, _)| num_tokens <= *tokens).map_or(SUM_LANES, |(_, lanes)| lanes)
 }
 
@@ -107,12 +108,6 @@ impl LinearPlan {
             v_stride: site.slices().len() * capacity.max_rank.next_multiple_of(V_ALIGNMENT),
             capacity,
         })
-    }
-
-    /// How many of the lanes of the sum over the input features a block of shrink takes. The bits of the result do not depend on it.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
-        lanes_per_split(num_tokens)
     }
 
     /// Blocks that share a token's input in shrink.

@@ -4,7 +4,7 @@ use crate::{
     cuda::{Kernels, LaunchError, kernels::check},
     ffi,
     model::{LinearId, LinearSite, MAX_SLICES, ModelSpec},
-    plan::{Capacity, LinearPlan},
+    plan::{Capacity, LinearPlan, lanes_per_split},
 };
 
 /// What kernels read of a workspace at a time.
@@ -165,7 +165,7 @@ impl LoraLinear {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
-            lanes_per_split: int(self.plan.lanes_per_split(num_tokens))?,
+            lanes_per_split: int(lanes_per_split(num_tokens))?,
             in_features: int(self.site.in_features())?,
             num_slices: int(self.site.slices().len())?,
             out_features,
