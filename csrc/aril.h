@@ -16,17 +16,19 @@ extern "C" {
 #endif
 
 // Limits and tiles, shared by the kernels and by the plans made on the host.
-#define ARIL_MAX_SLICES 8        // modules fused into one layer
-#define ARIL_MAX_SLOTS 8192      // rows of a descriptor table
-#define ARIL_MAX_RANK 512        // of a factor
-#define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
-#define ARIL_K_PER_CHUNK 256     // input features that shrink sums up before it adds to anything
-#define ARIL_SUM_LANES 16  // a token's chunks c, c + 16, ... are summed first; see kernels/tile.cuh
-#define ARIL_LANES_PER_GROUP 4    // then four such lanes, then those groups
-#define ARIL_V_ALIGNMENT 4        // floats, of a slice's part of what shrink leaves for a token
-#define ARIL_RANKS_PER_TILE 64    // rows of A that a block of shrink works on
-#define ARIL_OUT_PER_TILE 256     // rows of B that a block of expand works on
-#define ARIL_FACTOR_ALIGNMENT 16  // bytes, of each factor and of each of its rows
+#define ARIL_MAX_SLICES 8         // modules fused into one layer
+#define ARIL_MAX_SLOTS 8192       // rows of a descriptor table
+#define ARIL_MAX_RANK 512         // of a factor
+#define ARIL_TOKENS_PER_TILE 16   // tokens of one slot that a block works on together,
+#define ARIL_WIDE_TILE 64         // and as many in a batch of more than
+#define ARIL_FEW_TOKENS 256       // these
+#define ARIL_LANE_FEATURES 256    // input features of a lane of shrink's sums; see kernels/tile.cuh
+#define ARIL_LANES_PER_GROUP 4    // lanes that are summed up before anything is added to them
+#define ARIL_K_TILE 32            // input features,
+#define ARIL_RANK_TILE 8          // ranks
+#define ARIL_OUT_TILE 32          // and outputs that stand together in a factor
+#define ARIL_OUTS_PER_BLOCK 256   // outputs that a block of expand works on
+#define ARIL_FACTOR_ALIGNMENT 128 // bytes, of each factor
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
@@ -35,10 +37,15 @@ enum aril_dtype { ARIL_BF16 = 0, ARIL_F16 = 1, ARIL_F32 = 2 };
 
 // One module of one slot. A table is [num_slots][num_entries] of these. Rank 0: the slot has no
 // such module.
+//
+// Factors stand in tiles of 256 elements, padded with zeros to whole ones. A [rank, in_features] is
+// [in / 32][rank / 8] tiles of [8 ranks][32 features]. B [out_features, rank] is
+// [out / 32][rank / 8] tiles of [8 c][4 q][4 j][2 i], which is output 8 (c / 2) + 2 j + c % 2 and
+// rank 2 q + i: a lane's 16 bytes are its operands of four mma instructions, which leave it eight
+// neighbouring outputs. An embedding's A [vocab, rank] has rows padded to 8 ranks.
 typedef struct aril_descriptor {
-  const void* a;  // [rank, in_features], rows padded to ARIL_FACTOR_ALIGNMENT; of an embedding
-                  // [vocab, rank], likewise
-  const void* b;  // [out_features, rank], rows padded to ARIL_FACTOR_ALIGNMENT
+  const void* a;
+  const void* b;
   int32_t rank;
   float scaling;
 } aril_descriptor;
@@ -82,8 +89,8 @@ typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;       // rows of x and y
   int32_t max_tiles;        // the most tiles that the routing can have
-  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or ARIL_SUM_LANES: how blocks share out a
-                            // token's input. Same bits.
+  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or INT32_MAX: how blocks share out a token's
+                            // input. Same bits.
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
@@ -91,7 +98,7 @@ typedef struct aril_linear_args {
   int64_t x_stride;
   void* y;  // [num_tokens, sum of out_features]
   int64_t y_stride;
-  float* planes;  // [splits, num_tokens, num_slices, max_rank padded to ARIL_V_ALIGNMENT], 16-byte
+  float* planes;  // [splits, num_tokens, num_slices, max_rank padded to ARIL_RANK_TILE], 16-byte
                   // aligned: from shrink to expand
   aril_weights weights;
   aril_routing routing;
@@ -117,6 +124,7 @@ const char* aril_status_string(int32_t status);
 // Loads every kernel into the current context, so that no launch has to.
 int32_t aril_load(void);
 int32_t aril_route(const aril_route_args* args, void* stream);
+int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);

@@ -4,7 +4,9 @@
 
 namespace aril {
 
-int32_t load_routing() { return load(detail::route_kernel); }
+int32_t load_routing() {
+  return load(detail::route_kernel, ARIL_MAX_SLOTS * static_cast<int>(sizeof(int32_t)));
+}
 
 }  // namespace aril
 

@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   extern __shared__ int32_t next[];  // [num_slots] tokens of the slot, then where its next one goes
 
   wait_for_predecessors();
+  const int per_tile = tokens_per_tile(p.num_tokens);
   for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
   __syncthreads();
   for (int token = threadIdx.x; token < p.num_tokens; token += kRouteThreads) {
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   int row = 0, tile = 0, num_rows, num_tiles;
   for (int slot = first_slot; slot < last_slot; ++slot) {
     row += next[slot];
-    tile += ceil_div(next[slot], ARIL_TOKENS_PER_TILE);
+    tile += ceil_div(next[slot], per_tile);
   }
   Scan(scan).ExclusiveSum(row, row, num_rows);
   __syncthreads();
@@ -57,8 +58,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     const int end = row + next[slot];
     p.routing.indptr[slot] = row;
     next[slot] = row;
-    for (; row < end; row += ARIL_TOKENS_PER_TILE) {
-      p.routing.tiles[tile++] = {slot, row, min(end - row, ARIL_TOKENS_PER_TILE)};
+    for (; row < end; row += per_tile) {
+      p.routing.tiles[tile++] = {slot, row, min(end - row, per_tile)};
     }
     row = end;
   }
@@ -68,24 +69,16 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
   __syncthreads();
 
-  // Warps take turns so that tokens of one slot keep their order.
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
   for (int first_token = 0; first_token < p.num_tokens; first_token += kRouteThreads) {
     const int token = first_token + threadIdx.x;
     const int slot = slot_of(p, token);
     const unsigned same = __match_any_sync(kFullWarp, slot);
-    const int before = __popc(same & ((1u << lane) - 1));
-    for (int turn = 0; turn < kRouteThreads / kWarpSize; ++turn) {
-      if (warp == turn) {
-        const int begin = slot >= 0 ? next[slot] : 0;
-        __syncwarp();
-        if (slot >= 0) {
-          p.routing.tokens[begin + before] = token;
-          if (before == 0) next[slot] = begin + __popc(same);
-        }
-      }
-      __syncthreads();
-    }
+    const int leader = __ffs(same) - 1;
+    int begin = 0;
+    if (slot >= 0 && lane == leader) begin = atomicAdd(&next[slot], __popc(same));
+    begin = __shfl_sync(kFullWarp, begin, leader);
+    if (slot >= 0) p.routing.tokens[begin + __popc(same & ((1u << lane) - 1))] = token;
   }
   // Kernels of the step read this before their own wait (pdl.cuh).
   __threadfence();

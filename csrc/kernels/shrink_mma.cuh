@@ -4,21 +4,19 @@
 //
 // Tokens are the 16 rows of the product, ranks its columns, 8 at a time. The order of the input
 // features within 32 of them is of no consequence to a dot product, so each lane takes 8 that stand
-// together: weights and input go from memory to the registers of the instruction 16 bytes at a
-// time, with no staging between.
+// together: 16 bytes of A and of x are its operands of two instructions.
 //
-// The order of a token's sums is that of the layer's shape alone: 32 features in two instructions,
-// eight of those one after the other for a chunk, then the chunks as tile.cuh says. So its result
-// has the same bits whatever else is in the batch, and in both kernels:
+//   shrink_few_kernel:  tiles of 16 tokens, a warp for each column. A block has all the weights it
+//       needs on their way to shared memory before it waits for its predecessors; what is left then
+//       is x, once there and back, and a short chain of instructions. Shared, in bytes, for each
+//       lane of features: 4096 for every 8 ranks, up to 64, and 8192 for x.
+//   shrink_wide_kernel: tiles of 64 tokens, in stages of 64 features; a warp has 16 tokens and all
+//       columns. Shared: 4 stages of 16 KB.
 //
-//   shrink_lanes_kernel: few tokens. Grid (tiles, splits, column tiles); the warps share a chunk,
-//   32 features each.
-//       Shared: 8 * 16 * (64 + 8) floats = 36 KB.
-//   shrink_rows_kernel:  many tokens. Grid (tiles, 1, column tiles); a warp for each group of
-//   lanes, a chunk at a time.
-//       Shared: 4 * 16 * (64 + 8) floats = 18 KB.
+// Grid of both: (tiles x blocks of 64 ranks of all slices, splits).
 #pragma once
 
+#include "../common/async.cuh"
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
 #include "../common/vec.cuh"
@@ -26,285 +24,349 @@
 
 namespace aril::detail {
 
-constexpr int kColumns = 8;                                   // ranks of one instruction
-constexpr int kColumnTiles = ARIL_RANKS_PER_TILE / kColumns;  // instructions side by side in a warp
-constexpr int kStepFeatures = 32;                             // input features of two instructions
-constexpr int kStepsPerChunk = ARIL_K_PER_CHUNK / kStepFeatures;
-constexpr int kStride =
-    ARIL_RANKS_PER_TILE + 8;  // floats between rows in shared memory, against conflicts
-constexpr int kLanesThreads = 32 * kStepsPerChunk;
-constexpr int kGroups = ARIL_SUM_LANES / ARIL_LANES_PER_GROUP;
-constexpr int kRowsThreads = 32 * kGroups;
+constexpr int kColumnsPerBlock = 8;  // tiles of 8 ranks, that is
+constexpr int kStepsPerLane = ARIL_LANE_FEATURES / ARIL_K_TILE;
+constexpr int kStepsPerChain = 2;
+constexpr int kStepVecs = kTileElems / 8;                   // 16 bytes each, of bf16 and f16
+constexpr int kPieceVecs = kStepsPerLane * kStepVecs;  // 8 ranks of a lane of features
 
-// Where a lane's rows of A are, for the column tiles that this block works on: those of all slices,
-// one after the other.
-template <typename T>
+// 8 ranks of one of a slot's modules. Those of all slices stand one after the other.
+struct Column {
+  const uint4* a;  // in the first lane of features
+  int lane_vecs;   // to the next
+  int slice, first_rank, rank;
+};
+
+// The columns of a block.
 struct Columns {
-  const T* a[kColumnTiles];  // this lane's row, or null
-  int count;                 // of column tiles
+  Column all[kColumnsPerBlock];
+  int count;
 
-  __device__ __forceinline__ Columns(const aril_linear_args& p, int slot, int first_tile)
-      : count(0) {
-    const int g = threadIdx.x % 32 / 4;
-    const int64_t a_stride = padded<T>(p.in_features);
-    int tile = -first_tile;
+  // By one warp, a lane for each slice.
+  __device__ __forceinline__ void list(const aril_linear_args& p, const Tile& tile,
+                                       int first_column) {
+    static_assert(ARIL_MAX_SLICES <= 32, "a lane for each slice");
+    const int slice = threadIdx.x % 32;
+    aril_descriptor module = {};
+    if (tile.count > 0 && slice < p.num_slices) module = module_of(p.weights, tile.slot, slice);
+    const int tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+    int end = tiles;
 #pragma unroll
-    for (int i = 0; i < kColumnTiles; ++i) a[i] = nullptr;
-    for (int slice = 0; slice < p.num_slices; ++slice) {
-      const aril_descriptor module = module_of(p.weights, slot, slice);
-      const int tiles = ceil_div(module.rank, kColumns);
-#pragma unroll
-      for (int i = 0; i < kColumnTiles; ++i) {
-        const int row = (i - tile) * kColumns + g;
-        if (i < tile || i >= tile + tiles) continue;
-        count = i + 1;
-        if (row < module.rank) a[i] = static_cast<const T*>(module.a) + row * a_stride;
-      }
-      tile += tiles;
+    for (int distance = 1; distance < ARIL_MAX_SLICES; distance *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, end, distance);
+      if (slice >= distance) end += before;
     }
+    const int begin = end - tiles;
+    const int last = min(end, first_column + kColumnsPerBlock);
+    for (int column = max(begin, first_column); column < last; ++column) {
+      const int tile = column - begin;
+      all[column - first_column] = {static_cast<const uint4*>(module.a) + tile * kPieceVecs,
+                                    tiles * kPieceVecs, slice, tile * ARIL_RANK_TILE, module.rank};
+    }
+    if (slice == ARIL_MAX_SLICES - 1) count = max(0, min(end - first_column, kColumnsPerBlock));
   }
 };
 
-// Writes the sums of a block's tokens to a plane. `sum(t, column)` gives that of the tile's token
-// t.
-template <int kThreads, typename Sum>
-__device__ __forceinline__ void store_sums(const aril_linear_args& p, const Tile& tile,
-                                           int first_tile, int plane, Sum sum) {
-  const Planes planes(p);
-  float* v = p.planes + plane * planes.plane_stride;
-  int first_column = -first_tile * kColumns;
-  for (int slice = 0; slice < p.num_slices; ++slice) {
-    const int rank = module_of(p.weights, tile.slot, slice).rank;
-    const int begin = max(0, -first_column), end = min(rank, ARIL_RANKS_PER_TILE - first_column);
-    const int rows = max(0, end - begin);
-    for (int i = threadIdx.x; i < tile.count * rows; i += kThreads) {
-      const int t = i / rows, row = begin + i % rows, token = tile.tokens[t];
-      if (token < p.num_tokens)
-        v[token * planes.token_stride + slice * planes.slice_stride + row] =
-            sum(t, first_column + row);
-    }
-    first_column += ceil_div(rank, kColumns) * kColumns;
+// Where 16 bytes of a row of x stand in shared memory: eight lanes that read four of each of two
+// neighbouring rows touch every bank once.
+__device__ __forceinline__ int swizzled(int row, int vec) { return vec ^ ((row & 1) << 2); }
+
+// Starts copying features [k, k + 8) of a row of x, zero beyond in_features. Rows that are not
+// aligned to 16 bytes are copied on the spot.
+template <typename T>
+__device__ __forceinline__ void copy_input(uint4* shared, const T* row, int k, int in_features,
+                                           bool aligned) {
+  const int valid = max(0, min(in_features - k, Vec<T>::kSize));
+  if (aligned) {
+    copy_async(shared, valid > 0 ? row + k : row, valid * static_cast<int>(sizeof(T)));
+  } else {
+    *shared = Vec<T>::load_from_anywhere(row + k, valid, false).bits;
   }
 }
 
-// The input of a tile's tokens g and g + 8.
 template <typename T>
-struct Input {
-  const T* rows[2];
-  int in_features;
-  bool aligned;
+__device__ __forceinline__ bool is_aligned(const T* rows, int64_t stride) {
+  return (reinterpret_cast<uintptr_t>(rows) | (stride * sizeof(T))) % 16 == 0;
+}
 
-  __device__ __forceinline__ Input(const aril_linear_args& p, const Tile& tile)
-      : in_features(p.in_features) {
-    const int g = threadIdx.x % 32 / 4;
-    const T* x = static_cast<const T*>(p.x);
-    aligned = (reinterpret_cast<uintptr_t>(x) | (p.x_stride * sizeof(T))) % 16 == 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = g + 8 * i;
-      const int token = t < tile.count ? tile.tokens[t] : p.num_tokens;
-      rows[i] = token < p.num_tokens ? x + token * p.x_stride : nullptr;
-    }
-  }
+// A chain: 64 features of tokens g and g + 8 with those of 8 ranks. Four make a lane of features.
+template <typename T>
+struct Chain {
+  float sums[4] = {};
 
-  __device__ __forceinline__ void load(Vec<T> (&vecs)[2], int k) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      vecs[i] = Vec<T>::load_from_anywhere(rows[i] + k, rows[i] == nullptr ? 0 : in_features - k,
-                                           aligned);
-    }
+  // The next 32 features.
+  __device__ __forceinline__ void step(const uint4& upper, const uint4& lower, const uint4& a) {
+    mma_m16n8k16<T>(sums, upper.x, lower.x, upper.y, lower.y, a.x, a.y);
+    mma_m16n8k16<T>(sums, upper.z, lower.z, upper.w, lower.w, a.z, a.w);
   }
 };
 
-// c += 32 features of the tile's tokens with those of 8 rows of A.
+__device__ __forceinline__ void add_to(float (&total)[4], const float (&sums)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) total[e] += sums[e];
+}
+
+__device__ __forceinline__ void clear(float (&sums)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sums[e] = 0.0f;
+}
+
+// Writes a lane's two sums of a token to its plane, zero beyond the rank; adds to it if the plane
+// has the sum of earlier groups.
+__device__ __forceinline__ void store_sums(float* plane, const Planes& planes,
+                                           const Column& column, int token, float sum0, float sum1,
+                                           bool add) {
+  if (token < 0) return;
+  const int rank = column.first_rank + 2 * static_cast<int>(threadIdx.x % 4);
+  float2* v = reinterpret_cast<float2*>(plane + token * planes.token_stride +
+                                        column.slice * planes.slice_stride + rank);
+  float2 sums = make_float2(rank < column.rank ? sum0 : 0.0f, rank + 1 < column.rank ? sum1 : 0.0f);
+  if (add) {
+    const float2 earlier = *v;
+    sums = make_float2(earlier.x + sums.x, earlier.y + sums.y);
+  }
+  *v = sums;
+}
+
+constexpr int kFewWarps = kColumnsPerBlock;
+constexpr int kFewThreads = 32 * kFewWarps;
+
 template <typename T>
-__device__ __forceinline__ void step(float (&c)[4], const Vec<T> (&x)[2], const Vec<T>& a) {
-  mma_m16n8k16<T>(c, x[0].bits.x, x[1].bits.x, x[0].bits.y, x[1].bits.y, a.bits.x, a.bits.y);
-  mma_m16n8k16<T>(c, x[0].bits.z, x[1].bits.z, x[0].bits.w, x[1].bits.w, a.bits.z, a.bits.w);
-}
-
-__device__ __forceinline__ void store_tile(float (&sums)[ARIL_TOKENS_PER_TILE][kStride],
-                                           int column_tile, const float (&c)[4]) {
-  const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  *reinterpret_cast<float2*>(&sums[g][column_tile * kColumns + 2 * q]) = make_float2(c[0], c[1]);
-  *reinterpret_cast<float2*>(&sums[g + 8][column_tile * kColumns + 2 * q]) =
-      make_float2(c[2], c[3]);
-}
-
-__device__ __forceinline__ void add_tile(float (&sums)[ARIL_TOKENS_PER_TILE][kStride],
-                                         int column_tile, const float (&c)[4]) {
-  const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  float2& upper = *reinterpret_cast<float2*>(&sums[g][column_tile * kColumns + 2 * q]);
-  float2& lower = *reinterpret_cast<float2*>(&sums[g + 8][column_tile * kColumns + 2 * q]);
-  upper = make_float2(upper.x + c[0], upper.y + c[1]);
-  lower = make_float2(lower.x + c[2], lower.y + c[3]);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kLanesThreads, 2)
-    shrink_lanes_kernel(const __grid_constant__ aril_linear_args p) {
-  constexpr int kItems =
-      ARIL_TOKENS_PER_TILE * ARIL_RANKS_PER_TILE / kLanesThreads;  // sums of a thread
-  __shared__ float sums[kStepsPerChunk][ARIL_TOKENS_PER_TILE][kStride];
-  const Tile tile(p.routing, p.weights, blockIdx.x, p.max_tiles);
-  const int first_tile = blockIdx.z * kColumnTiles;
-  const Columns<T> columns(p, tile.slot, first_tile);
+__global__ void __launch_bounds__(kFewThreads, 4)
+    shrink_few_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
+  constexpr int kRows = ARIL_TOKENS_PER_TILE / kFewWarps;  // of x that a warp copies
+  constexpr int kChains = kStepsPerLane / kStepsPerChain;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ Columns columns;
+  let_dependents_begin();
+  const Tile tile(p.routing, p.weights, blockIdx.x / column_blocks, p.max_tiles);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const Lanes lanes(p, blockIdx.y);
-  const int warp = threadIdx.x / 32, q = threadIdx.x % 4;
-  const bool idle = tile.count == 0 || columns.count == 0;
 
-  Vec<T> a[kColumnTiles], x[2];
-  const auto k_of = [&](int chunk) {
-    return chunk * ARIL_K_PER_CHUNK + warp * kStepFeatures + q * 8;
-  };
-  const auto fetch_weights = [&](int chunk) {
-    const int k = k_of(chunk);
-#pragma unroll
-    for (int i = 0; i < kColumnTiles; ++i) {
-      a[i] =
-          Vec<T>::load(columns.a[i] + k, idle || columns.a[i] == nullptr ? 0 : p.in_features - k);
-    }
-  };
-  fetch_weights(lanes.begin);
-  wait_for_predecessors();
-  let_dependents_begin();
-  if (idle) return;
-
-  const Input<T> input(p, tile);
-  input.load(x, k_of(lanes.begin));
-  const int num_items = tile.count * ARIL_RANKS_PER_TILE;
-  float totals[kItems] = {}, group_sums[kItems] = {};
-  for (int sum_lane = lanes.begin; sum_lane < lanes.end; ++sum_lane) {
-    float lane_sums[kItems] = {};
-    for (int chunk = sum_lane; chunk < lanes.num_chunks; chunk += ARIL_SUM_LANES) {
-#pragma unroll
-      for (int i = 0; i < kColumnTiles; ++i) {
-        if (i >= columns.count) break;
-        float c[4] = {};
-        step(c, x, a[i]);
-        store_tile(sums[warp], i, c);
-      }
-      // What comes next is on its way while these sums are taken.
-      const bool same_lane = chunk + ARIL_SUM_LANES < lanes.num_chunks;
-      if (same_lane || sum_lane + 1 < lanes.end) {
-        const int next = same_lane ? chunk + ARIL_SUM_LANES : sum_lane + 1;
-        fetch_weights(next);
-        input.load(x, k_of(next));
-      }
-      __syncthreads();
-#pragma unroll
-      for (int item = 0; item < kItems; ++item) {
-        const int i = threadIdx.x + item * kLanesThreads;
-        if (i >= num_items) break;
-        const int t = i / ARIL_RANKS_PER_TILE, column = i % ARIL_RANKS_PER_TILE;
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kStepsPerChunk; ++w) sum += sums[w][t][column];
-        lane_sums[item] += sum;
-      }
-      __syncthreads();
-    }
-    const bool group_ends = (sum_lane + 1) % ARIL_LANES_PER_GROUP == 0 || sum_lane + 1 == lanes.end;
-#pragma unroll
-    for (int item = 0; item < kItems; ++item) {
-      group_sums[item] += lane_sums[item];
-      if (group_ends) {
-        totals[item] += group_sums[item];
-        group_sums[item] = 0.0f;
+  // x stands first, [16][features], then A, [lanes][columns][8][8][32].
+  const int num_lanes = lanes.end - lanes.begin;
+  const int row_vecs = num_lanes * ARIL_LANE_FEATURES / Vec<T>::kSize;
+  uint4* x = reinterpret_cast<uint4*>(shared);
+  uint4* a = x + ARIL_TOKENS_PER_TILE * row_vecs;
+#if __CUDA_ARCH__ >= 900
+  __shared__ Arrival arrival;
+#endif
+  if (warp == 0) {
+    columns.list(p, tile, blockIdx.x % column_blocks * kColumnsPerBlock);
+    __syncwarp();
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) arrival.init();
+    __syncwarp();
+    if (lane < columns.count) {
+      const Column& column = columns.all[lane];
+      for (int i = 0; i < num_lanes; ++i) {
+        arrival.copy(a + (i * columns.count + lane) * kPieceVecs,
+                     column.a + int64_t{lanes.begin + i} * column.lane_vecs, kPieceVecs * 16);
       }
     }
+    __syncwarp();
+    if (lane == 0) arrival.close();
+#endif
   }
+  const int upper_token = tile.token(g, p.num_tokens);
+  const int lower_token = tile.token(g + 8, p.num_tokens);
+  int tokens[kRows];
 #pragma unroll
-  for (int item = 0; item < kItems; ++item) {
-    const int i = threadIdx.x + item * kLanesThreads;
-    sums[0][i / ARIL_RANKS_PER_TILE][i % ARIL_RANKS_PER_TILE] = totals[item];
-  }
+  for (int i = 0; i < kRows; ++i) tokens[i] = tile.token(warp + i * kFewWarps, p.num_tokens);
   __syncthreads();
-  store_sums<kLanesThreads>(p, tile, first_tile, blockIdx.y,
-                            [&](int t, int column) { return sums[0][t][column]; });
+  if (columns.count == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const bool has_column = warp < columns.count;
+#if __CUDA_ARCH__ < 900
+  for (int i = 0; has_column && i < num_lanes * kStepsPerLane; ++i) {
+    const Column& column = columns.all[warp];
+    copy_async(a + (i / kStepsPerLane * columns.count + warp) * kPieceVecs +
+                   i % kStepsPerLane * kStepVecs + lane,
+               column.a + int64_t{lanes.begin + i / kStepsPerLane} * column.lane_vecs +
+                   i % kStepsPerLane * kStepVecs + lane);
+  }
+#endif
+  const Planes planes(p);
+  const T* input = static_cast<const T*>(p.x);
+  const bool aligned = is_aligned(input, p.x_stride);
+  wait_for_predecessors();
+
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = warp + i * kFewWarps;
+    for (int vec = lane; tokens[i] >= 0 && vec < row_vecs; vec += 32) {
+      copy_input(x + row * row_vecs + swizzled(row, vec), input + tokens[i] * p.x_stride,
+                 lanes.begin * ARIL_LANE_FEATURES + vec * Vec<T>::kSize, p.in_features, aligned);
+    }
+  }
+  commit_copies();
+  wait_for_copies<0>();
+  __syncthreads();
+  if (!has_column) return;
+#if __CUDA_ARCH__ >= 900
+  arrival.wait(0);
+#endif
+  const uint4* x_upper = x + g * row_vecs;
+  const uint4* x_lower = x_upper + 8 * row_vecs;
+  const uint4* weights = a + warp * kPieceVecs + lane;
+  float sums[4] = {};
+  for (int i = 0; i < num_lanes; ++i) {
+    Chain<T> chains[kChains];
+#pragma unroll
+    for (int j = 0; j < kStepsPerChain; ++j) {
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) {
+        const int step = chain * kStepsPerChain + j;
+        const int vec = i * kStepsPerLane * 4 + swizzled(g, step * 4 + q);
+        chains[chain].step(x_upper[vec], x_lower[vec],
+                           weights[i * columns.count * kPieceVecs + step * kStepVecs]);
+      }
+    }
+#pragma unroll
+    for (int chain = 1; chain < kChains; ++chain) add_to(chains[0].sums, chains[chain].sums);
+    add_to(sums, chains[0].sums);
+  }
+  float* plane = p.planes + blockIdx.y * planes.plane_stride;
+  store_sums(plane, planes, columns.all[warp], upper_token, sums[0], sums[1], false);
+  store_sums(plane, planes, columns.all[warp], lower_token, sums[2], sums[3], false);
 }
 
+constexpr int kWideWarps = ARIL_WIDE_TILE / 16;
+constexpr int kWideThreads = 32 * kWideWarps;
+constexpr int kStages = 4;
+constexpr int kStepsPerStage = kStepsPerChain;
+constexpr int kRowVecs = kStepsPerStage * 4;  // of x in a stage
+constexpr int kStageVecs =
+    ARIL_WIDE_TILE * kRowVecs + kColumnsPerBlock * kStepsPerStage * kStepVecs;
+constexpr int kWideSmemBytes = kStages * kStageVecs * 16;
+
 template <typename T>
-__global__ void __launch_bounds__(kRowsThreads, 2)
-    shrink_rows_kernel(const __grid_constant__ aril_linear_args p) {
-  __shared__ float sums[kGroups][ARIL_TOKENS_PER_TILE][kStride];
-  const Tile tile(p.routing, p.weights, blockIdx.x, p.max_tiles);
-  const int first_tile = blockIdx.z * kColumnTiles;
-  const Columns<T> columns(p, tile.slot, first_tile);
-  wait_for_predecessors();
+__global__ void __launch_bounds__(kWideThreads, 3)
+    shrink_wide_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
+  constexpr int kRowsAtOnce = kWideThreads / kRowVecs;         // that all threads copy
+  constexpr int kRows = ARIL_WIDE_TILE / kRowsAtOnce;          // that a thread copies
+  constexpr int kCopied = kColumnsPerBlock / kWideWarps;       // columns that a warp copies
+  constexpr int kStagesPerLane = kStepsPerLane / kStepsPerStage;
+  constexpr int kStagesPerGroup = kStagesPerLane * ARIL_LANES_PER_GROUP;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ Columns columns;
   let_dependents_begin();
-  if (tile.count == 0 || columns.count == 0) return;
-
-  const Input<T> input(p, tile);
-  const int group = threadIdx.x / 32, q = threadIdx.x % 4;
-  const int num_chunks = ceil_div(p.in_features, ARIL_K_PER_CHUNK);
-  const int end_lane = min((group + 1) * ARIL_LANES_PER_GROUP, min(num_chunks, ARIL_SUM_LANES));
-  // The chunk after this one: the lane's, or the first of the group's next lane, or none.
-  const auto after = [&](int chunk) {
-    if (chunk + ARIL_SUM_LANES < num_chunks) return chunk + ARIL_SUM_LANES;
-    const int lane = chunk % ARIL_SUM_LANES + 1;
-    return lane < end_lane ? lane : num_chunks;
-  };
-  Vec<T> a[2][kColumnTiles], x[2][2];
-  const auto fetch = [&](int buffer, int chunk, int step) {
-    const int k = chunk * ARIL_K_PER_CHUNK + step * kStepFeatures + q * 8;
-    const int valid = p.in_features - k;
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      a[buffer][j] = Vec<T>::load(columns.a[j] + k, columns.a[j] == nullptr ? 0 : valid);
-    }
-    input.load(x[buffer], k);
-  };
-
-#pragma unroll
-  for (int j = 0; j < kColumnTiles; ++j) store_tile(sums[group], j, {0.0f, 0.0f, 0.0f, 0.0f});
-  float lane_sums[kColumnTiles][4] = {};
-  int chunk = group * ARIL_LANES_PER_GROUP;
-  if (chunk < num_chunks) fetch(0, chunk, 0);
-  while (chunk < num_chunks) {
-    const int following = after(chunk);
-    float chunk_sums[kColumnTiles][4] = {};
-#pragma unroll 2
-    for (int i = 0; i < kStepsPerChunk; i += 2) {
-#pragma unroll
-      for (int buffer = 0; buffer < 2; ++buffer) {
-        // What comes next is on its way while this is multiplied; past the end, nothing is read.
-        if (i + buffer + 1 < kStepsPerChunk) {
-          fetch(1 - buffer, chunk, i + buffer + 1);
-        } else {
-          fetch(1 - buffer, following, 0);
-        }
-#pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) {
-          if (j >= columns.count) break;
-          float c[4] = {};
-          step(c, x[buffer], a[buffer][j]);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) chunk_sums[j][e] += c[e];
-        }
-      }
-    }
-    const bool lane_ends =
-        following % ARIL_SUM_LANES != chunk % ARIL_SUM_LANES || following == num_chunks;
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) lane_sums[j][e] += chunk_sums[j][e];
-      if (lane_ends) {
-        add_tile(sums[group], j, lane_sums[j]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) lane_sums[j][e] = 0.0f;
-      }
-    }
-    chunk = following;
-  }
+  const Tile tile(p.routing, p.weights, blockIdx.x / column_blocks, p.max_tiles);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  if (warp == 0) columns.list(p, tile, blockIdx.x % column_blocks * kColumnsPerBlock);
   __syncthreads();
-  store_sums<kRowsThreads>(p, tile, first_tile, 0, [&](int t, int column) {
-    float sum = 0.0f;
+  const int count = columns.count;
+  if (count == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const Lanes lanes(p, blockIdx.y);
+  const int stages = (lanes.end - lanes.begin) * kStagesPerLane;
+
+  // A stage is x, [64][64], then A, [8 columns][2][8][32]. Stages are fetched in their order.
+  uint4* const ring = reinterpret_cast<uint4*>(shared);
+  const uint4* weights[kCopied];
+  int jump[kCopied];  // from the end of a lane of features to the next
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) sum += sums[i][t][column];
-    return sum;
-  });
+  for (int c = 0; c < kCopied; ++c) {
+    const Column& column = columns.all[min(warp * kCopied + c, count - 1)];
+    weights[c] = column.a + int64_t{lanes.begin} * column.lane_vecs + lane;
+    jump[c] = column.lane_vecs - kPieceVecs;
+  }
+  const auto fetch_weights = [&](int stage) {
+    uint4* a = ring + stage % kStages * kStageVecs + ARIL_WIDE_TILE * kRowVecs +
+               warp * kCopied * kStepsPerStage * kStepVecs + lane;
+#pragma unroll
+    for (int c = 0; c < kCopied; ++c) {
+      if (warp * kCopied + c < count) {
+#pragma unroll
+        for (int i = 0; i < kStepsPerStage; ++i) {
+          copy_async(a + (c * kStepsPerStage + i) * kStepVecs, weights[c] + i * kStepVecs);
+        }
+      }
+      weights[c] += kStepsPerStage * kStepVecs;
+      if ((stage + 1) % kStagesPerLane == 0) weights[c] += jump[c];
+    }
+  };
+  const int first_row = threadIdx.x / kRowVecs, vec = threadIdx.x % kRowVecs;
+  const T* rows[kRows];
+  const bool aligned = is_aligned(static_cast<const T*>(p.x), p.x_stride);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int token = tile.token(first_row + i * kRowsAtOnce, p.num_tokens);
+    rows[i] = token < 0 ? nullptr : static_cast<const T*>(p.x) + token * p.x_stride;
+  }
+  int k = lanes.begin * ARIL_LANE_FEATURES + vec * Vec<T>::kSize;
+  const auto fetch_input = [&](int stage) {
+    uint4* x = ring + stage % kStages * kStageVecs + first_row * kRowVecs + swizzled(first_row, vec);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (rows[i] != nullptr) {
+        copy_input(x + i * kRowsAtOnce * kRowVecs, rows[i], k, p.in_features, aligned);
+      }
+    }
+    k += kStepsPerStage * ARIL_K_TILE;
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch_weights(stage);
+  wait_for_predecessors();
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    fetch_input(stage);
+    commit_copies();
+  }
+
+  const int row = warp * 16 + g;
+  const int upper_token = tile.token(row, p.num_tokens);
+  const int lower_token = tile.token(row + 8, p.num_tokens);
+  const Planes planes(p);
+  float* plane = p.planes + blockIdx.y * planes.plane_stride;
+  float lane_sums[kColumnsPerBlock][4] = {}, sums[kColumnsPerBlock][4] = {};
+  for (int stage = 0; stage < stages; ++stage) {
+    wait_for_copies<kStages - 2>();
+    __syncthreads();
+    if (stage + kStages - 1 < stages) {
+      fetch_weights(stage + kStages - 1);
+      fetch_input(stage + kStages - 1);
+    }
+    commit_copies();
+    const uint4* x = ring + stage % kStages * kStageVecs + row * kRowVecs;
+    const uint4* a = ring + stage % kStages * kStageVecs + ARIL_WIDE_TILE * kRowVecs + lane;
+    uint4 upper[kStepsPerStage], lower[kStepsPerStage];
+#pragma unroll
+    for (int i = 0; i < kStepsPerStage; ++i) {
+      upper[i] = x[swizzled(g, i * 4 + q)];
+      lower[i] = x[8 * kRowVecs + swizzled(g, i * 4 + q)];
+    }
+#pragma unroll
+    for (int c = 0; c < kColumnsPerBlock; ++c) {
+      if (c >= count) break;
+      Chain<T> chain;
+#pragma unroll
+      for (int i = 0; i < kStepsPerStage; ++i) {
+        chain.step(upper[i], lower[i], a[(c * kStepsPerStage + i) * kStepVecs]);
+      }
+      add_to(lane_sums[c], chain.sums);
+    }
+    const bool ends = stage + 1 == stages;
+    if ((stage + 1) % kStagesPerLane != 0) continue;
+#pragma unroll
+    for (int c = 0; c < kColumnsPerBlock; ++c) {
+      add_to(sums[c], lane_sums[c]);
+      clear(lane_sums[c]);
+    }
+    if ((stage + 1) % kStagesPerGroup != 0 && !ends) continue;
+    const bool add = stage >= kStagesPerGroup;
+#pragma unroll
+    for (int c = 0; c < kColumnsPerBlock; ++c) {
+      if (c >= count) break;
+      store_sums(plane, planes, columns.all[c], upper_token, sums[c][0], sums[c][1], add);
+      store_sums(plane, planes, columns.all[c], lower_token, sums[c][2], sums[c][3], add);
+      clear(sums[c]);
+    }
+  }
 }
 
 }  // namespace aril::detail

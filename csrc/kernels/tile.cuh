@@ -10,6 +10,11 @@ namespace aril::detail {
 
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Of a batch that the routing has grouped into tiles.
+__host__ __device__ __forceinline__ constexpr int tokens_per_tile(int num_tokens) {
+  return num_tokens > ARIL_FEW_TOKENS ? ARIL_WIDE_TILE : ARIL_TOKENS_PER_TILE;
+}
+
 struct Tile {
   int slot, count;
   const int32_t* tokens;
@@ -25,6 +30,12 @@ struct Tile {
     count = live ? tile.count : 0;
     tokens = routing.tokens + (live ? tile.begin : 0);
   }
+
+  // The tile's t-th token, or -1 if there is none below `num_tokens`.
+  __device__ __forceinline__ int token(int t, int num_tokens) const {
+    const int token = t < count ? tokens[t] : -1;
+    return token < num_tokens ? token : -1;
+  }
 };
 
 // A slot's module; rank 0 where it has none.
@@ -35,22 +46,29 @@ __device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights
   return module;
 }
 
-// A token's sum over the input features has one order, that of the layer's shape, in all kernels:
-// ARIL_K_PER_CHUNK features make a chunk's sum; chunks c, c + ARIL_SUM_LANES, ... a lane's;
-// ARIL_LANES_PER_GROUP lanes a group's; and those the token's. However many blocks share the work,
-// each sums up whole lanes, whole groups, or everything, and its bits are the same.
-struct Lanes {
-  int num_chunks, begin, end;  // the lanes that a split sums up
+// The first block of a grid. It waits for its predecessors even if it has nothing to do, so that a
+// kernel never ends before them; others leave.
+__device__ __forceinline__ bool is_first_block() {
+  return blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0;
+}
 
-  __device__ __forceinline__ Lanes(const aril_linear_args& p, int split)
-      : num_chunks(ceil_div(p.in_features, ARIL_K_PER_CHUNK)),
-        begin(split * p.lanes_per_split),
-        end(min(begin + p.lanes_per_split, min(num_chunks, ARIL_SUM_LANES))) {}
+// A token's sum over the input features has one order, that of the layer's shape, in all kernels:
+// ARIL_LANE_FEATURES features make a lane's sum, ARIL_LANES_PER_GROUP lanes a group's, and the
+// groups, one after the other, the token's. However many blocks share the work, each sums up a
+// lane, a group, or everything, and its bits are the same.
+struct Lanes {
+  int begin, end;  // the lanes that a split sums up
+
+  __device__ __forceinline__ Lanes(const aril_linear_args& p, int split) {
+    const int num_lanes = ceil_div(p.in_features, ARIL_LANE_FEATURES);
+    begin = p.lanes_per_split < num_lanes ? split * p.lanes_per_split : 0;
+    end = p.lanes_per_split < num_lanes ? min(begin + p.lanes_per_split, num_lanes) : num_lanes;
+  }
 };
 
 __host__ __device__ __forceinline__ int num_splits(const aril_linear_args& p) {
-  const int num_chunks = ceil_div(p.in_features, ARIL_K_PER_CHUNK);
-  return ceil_div(num_chunks < ARIL_SUM_LANES ? num_chunks : ARIL_SUM_LANES, p.lanes_per_split);
+  const int num_lanes = ceil_div(p.in_features, ARIL_LANE_FEATURES);
+  return p.lanes_per_split < num_lanes ? ceil_div(num_lanes, p.lanes_per_split) : 1;
 }
 
 // Where shrink leaves a token's sums for expand: a plane for each split.
@@ -59,9 +77,12 @@ struct Planes {
   int64_t token_stride, plane_stride;
 
   __device__ __forceinline__ explicit Planes(const aril_linear_args& p)
-      : slice_stride(ceil_div(p.weights.max_rank, ARIL_V_ALIGNMENT) * ARIL_V_ALIGNMENT),
+      : slice_stride(ceil_div(p.weights.max_rank, ARIL_RANK_TILE) * ARIL_RANK_TILE),
         token_stride(int64_t{p.num_slices} * slice_stride),
         plane_stride(p.num_tokens * token_stride) {}
 };
+
+// Elements of a tile of a factor.
+constexpr int kTileElems = ARIL_RANK_TILE * ARIL_K_TILE;
 
 }  // namespace aril::detail

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Shrink, expand and embedding in f32, with FMA: for checking models and adapters, not for speed.
+//
+// Shrink: grid (tiles x slices, splits); expand and embedding: grid (tiles x blocks of
+// 256 outputs); a thread for each rank or output. The order of sums is that of
+// tile.cuh, and the features of a lane are added one after the other.
+#pragma once
+
+#include "../common/pdl.cuh"
+#include "expand_mma.cuh"
+#include "shrink_mma.cuh"
+#include "tile.cuh"
+
+namespace aril::detail {
+
+constexpr int kF32Threads = 256;
+
+__global__ void __launch_bounds__(kF32Threads)
+    shrink_f32_kernel(const __grid_constant__ aril_linear_args p, int slices) {
+  __shared__ float x[ARIL_LANE_FEATURES];
+  let_dependents_begin();
+  wait_for_predecessors();
+  const Tile tile(p.routing, p.weights, blockIdx.x / slices, p.max_tiles);
+  const int slice = blockIdx.x % slices;
+  const aril_descriptor module = module_of(p.weights, tile.slot, slice);
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const Lanes lanes(p, blockIdx.y);
+  const Planes planes(p);
+  for (int t = 0; t < tile.count; ++t) {
+    const int token = tile.token(t, p.num_tokens);
+    for (int first_rank = 0; token >= 0 && first_rank < module.rank; first_rank += kF32Threads) {
+      const int rank = first_rank + threadIdx.x;
+      const float* a = static_cast<const float*>(module.a) +
+                       rank / ARIL_RANK_TILE * kStepsPerLane * kTileElems +
+                       rank % ARIL_RANK_TILE * ARIL_K_TILE;
+      float total = 0.0f, group = 0.0f;
+      for (int sum_lane = lanes.begin; sum_lane < lanes.end; ++sum_lane) {
+        const int first_k = sum_lane * ARIL_LANE_FEATURES;
+        const int features = min(p.in_features - first_k, ARIL_LANE_FEATURES);
+        __syncthreads();
+        for (int k = threadIdx.x; k < features; k += kF32Threads) {
+          x[k] = static_cast<const float*>(p.x)[token * p.x_stride + first_k + k];
+        }
+        __syncthreads();
+        float sum = 0.0f;
+        for (int k = 0; rank < module.rank && k < features; ++k) {
+          const int64_t step = int64_t{sum_lane} * rank_tiles * kStepsPerLane + k / ARIL_K_TILE;
+          sum += a[step * kTileElems + k % ARIL_K_TILE] * x[k];
+        }
+        group += sum;
+        if ((sum_lane + 1) % ARIL_LANES_PER_GROUP == 0 || sum_lane + 1 == lanes.end) {
+          total += group;
+          group = 0.0f;
+        }
+      }
+      if (rank < rank_tiles * ARIL_RANK_TILE) {
+        p.planes[blockIdx.y * planes.plane_stride + token * planes.token_stride +
+                 slice * planes.slice_stride + rank] = rank < module.rank ? total : 0.0f;
+      }
+    }
+  }
+}
+
+template <typename V>
+__device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descriptor& module,
+                                           const float* scales, int first_out, int num_outs,
+                                           float* y, int64_t y_stride, int num_tokens,
+                                           const V& rows) {
+  __shared__ float2 v[ARIL_MAX_RANK / 2];
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const int out = first_out + static_cast<int>(threadIdx.x), column = out % ARIL_OUT_TILE;
+  // See aril_descriptor for where an output's ranks stand.
+  const float* b = static_cast<const float*>(module.b) +
+                   int64_t{out / ARIL_OUT_TILE} * rank_tiles * kTileElems +
+                   (column / 8 * 2 + column % 2) * 32 + column % 8 / 2 * 2;
+  for (int t = 0; t < tile.count; ++t) {
+    const int token = tile.token(t, num_tokens);
+    if (token < 0 || rows.lacks(token)) continue;
+    __syncthreads();
+    for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) v[i] = rows.load(token, i * 2);
+    __syncthreads();
+    if (out >= num_outs) continue;
+    const float scale = module.scaling * scales[token];
+    float delta = 0.0f;
+    for (int i = 0; i < rank_tiles * 4; ++i) {
+      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kTileElems + i % 4 * 8);
+      delta += pair.x * v[i].x;
+      delta += pair.y * v[i].y;
+    }
+    y[token * y_stride + out] += scale * delta;
+  }
+}
+
+__global__ void __launch_bounds__(kF32Threads)
+    expand_f32_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
+  let_dependents_begin();
+  wait_for_predecessors();
+  const Tile tile(p.routing, p.weights, blockIdx.x / out_blocks, p.max_tiles);
+  const OutBlock block(p, blockIdx.x % out_blocks, kF32Threads);
+  expand_f32(tile, module_of(p.weights, tile.slot, block.slice), p.routing.scales, block.first_out,
+             p.out_features[block.slice], static_cast<float*>(p.y) + block.first_column,
+             p.y_stride, p.num_tokens, PlaneSums(p, block.slice));
+}
+
+__global__ void __launch_bounds__(kF32Threads)
+    embedding_f32_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks) {
+  let_dependents_begin();
+  wait_for_predecessors();
+  const Tile tile(p.routing, p.weights, blockIdx.x / out_blocks, p.max_tiles);
+  const aril_descriptor module = module_of(p.weights, tile.slot, 0);
+  expand_f32(tile, module, p.routing.scales, blockIdx.x % out_blocks * kF32Threads,
+             p.hidden, static_cast<float*>(p.y), p.y_stride, p.num_tokens, EmbeddingRows<float>(p, module));
+}
+
+}  // namespace aril::detail
