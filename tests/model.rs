@@ -8,7 +8,10 @@
 
 use aril::{
     DType,
-    adapter::{Adapter, SlotImage, Tensor, padded},
+    adapter::{
+        Adapter, SlotImage, Tensor,
+        layout::{B, LinearA},
+    },
     model::{Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, SpecError, TpRank},
 };
 use proptest::prelude::*;
@@ -42,9 +45,13 @@ fn parts(image: &SlotImage<'_>, model: &ModelSpec, id: LinearId, slice: usize) -
     image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
     let site = &model[id];
     let entry = *image.entries().iter().find(|entry| entry.entry == site.first_entry() + slice).unwrap();
-    let a = &block[entry.a_elems..][..site.in_features()];
-    let b = block[entry.b_elems..].chunks(padded(1, DType::F32)).take(site.slices()[slice].out_features());
-    [a.iter().map(|&a| a as usize).collect(), b.map(|b| b[0] as usize).collect()]
+    let a = LinearA { rank: 1, in_features: site.in_features() };
+    let b = B { out_features: site.slices()[slice].out_features(), rank: 1 };
+    let weight = |elem: usize| block[elem] as usize;
+    [
+        (0..a.in_features).map(|feature| weight(entry.a_elems + a.at(0, feature))).collect(),
+        (0..b.out_features).map(|output| weight(entry.b_elems + b.at(output, 0))).collect(),
+    ]
 }
 
 proptest! {

@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, Tensor, padded},
+    adapter::{
+        Adapter, Tensor,
+        layout::{B, LinearA},
+    },
     reference::{self, Factors},
 };
 use half::bf16;
@@ -14,9 +17,6 @@ use super::{Result, noise::Noise, workload::Workload};
 
 /// Tokens with an adapter whose outputs are checked, at most.
 const CHECKED_TOKENS: usize = 32;
-
-/// Every factor begins on such a boundary, in elements.
-const FACTOR_ALIGNMENT: usize = 128;
 
 /// The numbers in all matrices. Deltas are about as large as what they are added to.
 pub struct Data {
@@ -45,16 +45,15 @@ impl Data {
 
     /// The adapters of the set that begins at `set`, by slot.
     pub fn adapters(&self, workload: &Workload, set: usize) -> Result<Vec<Adapter>> {
-        let Workload { in_features, rank, out_slices, .. } = workload;
+        let &Workload { in_features, rank, ref out_slices, .. } = workload;
         let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
         let adapter = |slices: &[[usize; 2]]| {
             let mut tensors = Vec::new();
-            for (slice, [a, b]) in slices.iter().enumerate() {
-                for (side, first, [rows, cols]) in
-                    [("A", a, [*rank, *in_features]), ("B", b, [out_slices[slice], *rank])]
-                {
-                    let values: Vec<bf16> = self.factor(set + first, rows, cols).collect();
-                    let tensor = Tensor::new(DType::BF16, [rows, cols], bytemuck::cast_slice(&values).to_vec())?;
+            for (slice, (&[a, b], &out)) in slices.iter().zip(out_slices).enumerate() {
+                let a: Vec<bf16> = self.a(set + a, rank, in_features).collect();
+                let b: Vec<bf16> = self.b(set + b, out, rank).collect();
+                for (side, shape, values) in [("A", [rank, in_features], a), ("B", [out, rank], b)] {
+                    let tensor = Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec())?;
                     tensors.push((format!("slice{slice}.lora_{side}.weight"), tensor));
                 }
             }
@@ -91,8 +90,8 @@ impl Data {
         let (mut error, mut norm, mut first_out) = (0.0, 0.0, 0);
         for (slice, &out) in out_slices.iter().enumerate() {
             let [a, b] = layout.factors[slot * out_slices.len() + slice].map(|elem| set + elem);
-            let a: Vec<f64> = self.factor(a, rank, in_features).map(f64::from).collect();
-            let b: Vec<f64> = self.factor(b, out, rank).map(f64::from).collect();
+            let a: Vec<f64> = self.a(a, rank, in_features).map(f64::from).collect();
+            let b: Vec<f64> = self.b(b, out, rank).map(f64::from).collect();
             let factors = Factors { a: &a, b: &b, rank, scaling: 1.0 };
             for token in tokens {
                 let x: Vec<f64> = self.inputs.range(token * in_features, in_features).map(f64::from).collect();
@@ -108,14 +107,21 @@ impl Data {
         (error, norm)
     }
 
-    /// A factor `[rows, cols]` that begins at `first`.
-    fn factor(&self, first: usize, rows: usize, cols: usize) -> impl Iterator<Item = bf16> {
-        let stride = padded(cols, DType::BF16);
-        (0..rows).flat_map(move |row| self.weights.range(first + row * stride, cols))
+    /// The A `[rank, in_features]` that begins at `first`.
+    fn a(&self, first: usize, rank: usize, in_features: usize) -> impl Iterator<Item = bf16> {
+        let layout = LinearA { rank, in_features };
+        let row = move |row| (0..in_features).map(move |col| self.weights.at(first + layout.at(row, col)));
+        (0..rank).flat_map(row)
+    }
+
+    /// The B `[out_features, rank]` that begins at `first`.
+    pub fn b(&self, first: usize, out_features: usize, rank: usize) -> impl Iterator<Item = bf16> {
+        let layout = B { out_features, rank };
+        (0..out_features).flat_map(move |row| (0..rank).map(move |col| self.weights.at(first + layout.at(row, col))))
     }
 }
 
-/// How a set of adapters lies in memory, in elements: each adapter's factors in one piece.
+/// How a set of adapters lies in memory, in elements: each adapter's factors in one piece, laid out as in a block.
 #[derive(Debug)]
 pub struct SetLayout {
     /// By slot and slice: where A and B begin.
@@ -125,15 +131,16 @@ pub struct SetLayout {
 
 impl SetLayout {
     pub fn new(workload: &Workload) -> Self {
-        let Workload { in_features, rank, out_slices, num_slots, .. } = workload;
+        let &Workload { in_features, rank, ref out_slices, num_slots, .. } = workload;
+        let a_elems = LinearA { rank, in_features }.elems();
         let mut elems = 0;
-        let mut place = |rows: usize, cols: usize| {
-            let start = elems;
-            elems = (start + rows * padded(cols, DType::BF16)).next_multiple_of(FACTOR_ALIGNMENT);
-            start
+        let slices = (0..num_slots).flat_map(|_| out_slices);
+        let place = |&out_features: &usize| {
+            let a = elems;
+            elems += a_elems + B { out_features, rank }.elems();
+            [a, a + a_elems]
         };
-        let slices = (0..*num_slots).flat_map(|_| out_slices);
-        let factors = slices.map(|&out| [place(*rank, *in_features), place(out, *rank)]).collect();
+        let factors = slices.map(place).collect();
         Self { factors, elems }
     }
 }

@@ -27,6 +27,11 @@ impl Noise {
         &self.values
     }
 
+    /// The `index`th of them.
+    pub fn at(&self, index: usize) -> bf16 {
+        self.values[index % self.values.len()]
+    }
+
     /// `len` of them from the `start`th on.
     pub fn range(&self, start: usize, len: usize) -> impl Iterator<Item = bf16> {
         let start = start % self.values.len();

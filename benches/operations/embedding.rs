@@ -118,8 +118,8 @@ impl<'a> Bench<'a> {
         self.add_delta(set)?;
         let got: Vec<bf16> = self.gpu.read(self.y.address + (token * HIDDEN * 2) as u64, HIDDEN)?;
         let (slot, id) = (self.slots[token].index().unwrap_or(0), usize::try_from(self.ids[token])?);
-        let numbers = |first, len| self.data.weights.range(first, len).map(f64::from).collect::<Vec<_>>();
-        let (a, b) = (numbers(a_elem(slot) + id * RANK, RANK), numbers(b_elem(set, slot), HIDDEN * RANK));
+        let a: Vec<f64> = self.data.weights.range(a_elem(slot) + id * RANK, RANK).map(f64::from).collect();
+        let b: Vec<f64> = self.data.b(b_elem(set, slot), HIDDEN, RANK).map(f64::from).collect();
         let factors = Factors { a: &a, b: &b, rank: RANK, scaling: f64::from(SCALING) };
         let deltas = reference::embedding(0, 1, factors);
         let bases = self.data.bases.range(token * HIDDEN, HIDDEN);

@@ -1,8 +1,7 @@
 //! The bytes an adapter takes in a slot: one block of exactly its own size, the same on the host and on the device.
 //!
-//! Each factor is a row-major matrix that begins on a 16-byte boundary and whose rows are padded with zeros to a multiple of 16
-//! bytes, so that kernels load 16 bytes at a time wherever they are. A is `[rank, in]` and B is `[out, rank]`, as PEFT stores
-//! them; an embedding's A is transposed to `[vocab, rank]`, so that what belongs to a token is one row.
+//! The factors stand one after the other, each laid out as [`layout`](super::layout) says, from a boundary of
+//! [`ALIGNMENT_BYTES`](super::layout::ALIGNMENT_BYTES) on.
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -13,14 +12,6 @@ use crate::{
     error::SlotError,
     model::{Entry, ModelSpec},
 };
-
-/// What every factor and every row of a factor is aligned to.
-pub const ALIGNMENT_BYTES: usize = 16;
-
-/// The elements that a row of `len` takes in a block.
-pub const fn padded(len: usize, dtype: DType) -> usize {
-    len.next_multiple_of(ALIGNMENT_BYTES / dtype.bytes())
-}
 
 /// What an adapter takes in a slot, on one tensor-parallel rank: planned, checked, but not copied yet.
 #[derive(Debug)]
@@ -59,7 +50,7 @@ impl<'a> SlotImage<'a> {
     /// Appends a factor to the block and says where it begins, in elements.
     pub(super) fn place(&mut self, source: Rectangle<'a>) -> usize {
         let elems = self.elems;
-        self.elems += source.block_elems(self.dtype);
+        self.elems += source.block_elems();
         self.parts.push(source);
         elems
     }
@@ -94,7 +85,8 @@ impl<'a> SlotImage<'a> {
         self.elems * self.dtype.bytes()
     }
 
-    /// Writes the block, converting to its element type (rounded to nearest, ties to even), on rayon's threads.
+    /// Writes the block, laid out as [`layout`](super::layout) says, converting to its element type (rounded to nearest, ties to
+    /// even), on rayon's threads.
     ///
     /// # Errors
     /// If a weight is NaN or infinite, or becomes infinite in the block's type.
@@ -128,7 +120,7 @@ impl<'a> SlotImage<'a> {
         let mut parts = Vec::with_capacity(self.parts.len());
         for source in &self.parts {
             let part;
-            (part, block) = block.split_at_mut(source.block_elems(T::DTYPE) * size_of::<T>());
+            (part, block) = block.split_at_mut(source.block_elems() * size_of::<T>());
             parts.push((source, part));
         }
         let error = parts.into_par_iter().find_map_first(|(source, part)| source.write::<T>(part).err());

@@ -25,6 +25,7 @@ mod config;
 mod error;
 mod files;
 mod image;
+pub mod layout;
 mod names;
 mod rectangle;
 mod tensor;
@@ -32,7 +33,7 @@ mod tensor;
 use std::{collections::BTreeMap, path::Path};
 
 pub use error::AdapterError;
-pub use image::{ALIGNMENT_BYTES, ImageEntry, SlotImage, padded};
+pub use image::{ImageEntry, SlotImage};
 pub use tensor::{Tensor, TensorName};
 
 use self::{config::Config, names::Side, rectangle::Rectangle, tensor::Factor};
@@ -190,15 +191,15 @@ impl Module {
             Target::Linear { entry, input, output } => {
                 self.a.expect_shape(rank, input.whole)?;
                 self.b.expect_shape(output.whole, rank)?;
-                let a = image.place(Rectangle::new(&self.a, 0..rank, input.range()));
-                let b = image.place(Rectangle::new(&self.b, output.range(), 0..rank));
+                let a = image.place(Rectangle::linear_a(&self.a, input.range()));
+                let b = image.place(Rectangle::b(&self.b, output.range()));
                 image.push(entry, rank, self.scaling, a, b);
             }
             Target::Embedding { entry, vocab, hidden } => {
                 self.a.expect_shape(rank, vocab)?;
                 self.b.expect_shape(hidden, rank)?;
-                let a = image.place(Rectangle::new(&self.a, 0..rank, 0..vocab).transposed());
-                let b = image.place(Rectangle::new(&self.b, 0..hidden, 0..rank));
+                let a = image.place(Rectangle::embedding_a(&self.a));
+                let b = image.place(Rectangle::b(&self.b, 0..hidden));
                 image.push(entry, rank, self.scaling, a, b);
             }
             Target::Fused(layer) => {
@@ -206,11 +207,11 @@ impl Module {
                 let [(_, input, _), ..] = slices[..] else { return Ok(()) };
                 self.a.expect_shape(rank, input.whole)?;
                 self.b.expect_shape(slices.iter().map(|(_, _, output)| output.whole).sum(), rank)?;
-                let a = image.place(Rectangle::new(&self.a, 0..rank, input.range()));
+                let a = image.place(Rectangle::linear_a(&self.a, input.range()));
                 let mut first_row = 0;
                 for (entry, _, output) in slices {
                     let rows = first_row + output.start..first_row + output.start + output.len;
-                    let b = image.place(Rectangle::new(&self.b, rows, 0..rank));
+                    let b = image.place(Rectangle::b(&self.b, rows));
                     image.push(entry, rank, self.scaling, a, b);
                     first_row += output.whole;
                 }

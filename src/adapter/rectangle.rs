@@ -1,4 +1,5 @@
-//! The part of a stored factor that a rank needs, and its conversion to the element type of a block.
+//! The part of a stored factor that a tensor-parallel rank needs, and its conversion to the layout and the element type of a
+//! block.
 //!
 //! Invariant: it lies inside its factor.
 
@@ -7,35 +8,56 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{AdapterError, image::padded, tensor::Factor};
+use super::{
+    AdapterError,
+    layout::{self, B, EmbeddingA, LinearA, TILE_FEATURES, TILE_RANKS},
+    tensor::Factor,
+};
 use crate::{DType, Element};
 
-/// A rectangle of a stored factor.
+/// Some features of a stored factor.
 #[derive(Clone, Debug)]
 pub(super) struct Rectangle<'a> {
     factor: &'a Factor,
-    rows: Range<usize>,
-    cols: Range<usize>,
-    /// Whether the block holds it as `[cols, rows]`.
-    transposed: bool,
+    kind: Kind,
+    /// Columns of an A, rows of a B.
+    features: Range<usize>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    LinearA,
+    EmbeddingA,
+    B,
 }
 
 impl<'a> Rectangle<'a> {
-    pub(super) fn new(factor: &'a Factor, rows: Range<usize>, cols: Range<usize>) -> Self {
-        Self { factor, rows, cols, transposed: false }
+    /// Some columns of a linear module's A.
+    pub(super) fn linear_a(factor: &'a Factor, features: Range<usize>) -> Self {
+        Self { factor, kind: Kind::LinearA, features }
     }
 
-    pub(super) fn transposed(self) -> Self {
-        Self { transposed: !self.transposed, ..self }
+    /// An embedding's A.
+    pub(super) fn embedding_a(factor: &'a Factor) -> Self {
+        Self { factor, kind: Kind::EmbeddingA, features: 0..factor.cols }
     }
 
-    /// The elements it takes in a block of `dtype`, padding included.
-    pub(super) fn block_elems(&self, dtype: DType) -> usize {
-        let (rows, cols) = self.block_shape();
-        rows * padded(cols, dtype)
+    /// Some rows of a B.
+    pub(super) fn b(factor: &'a Factor, features: Range<usize>) -> Self {
+        Self { factor, kind: Kind::B, features }
     }
 
-    /// Writes its rows to `part`, each padded with zeros.
+    /// The elements it takes in a block, padding included.
+    pub(super) fn block_elems(&self) -> usize {
+        let (rank, features) = (self.rank(), self.features.len());
+        match self.kind {
+            Kind::LinearA => LinearA { rank, in_features: features }.elems(),
+            Kind::EmbeddingA => EmbeddingA { vocab: features, rank }.elems(),
+            Kind::B => B { out_features: features, rank }.elems(),
+        }
+    }
+
+    /// Writes all of `part`, which is as large as it takes.
     pub(super) fn write<T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
         match self.factor.tensor.dtype() {
             DType::BF16 => self.convert::<bf16, T>(part),
@@ -45,68 +67,114 @@ impl<'a> Rectangle<'a> {
     }
 
     fn convert<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
-        /// So that a row is not too little work to give away.
+        /// So that a task is not too little work to give away, and what it writes stays in the cache.
         const MIN_TASK_BYTES: usize = 1 << 16;
-        let (_, cols) = self.block_shape();
-        let row_bytes = padded(cols, T::DTYPE) * size_of::<T>();
-        let bad_row = part
-            .par_chunks_exact_mut(row_bytes)
-            .with_min_len(MIN_TASK_BYTES.div_ceil(row_bytes))
+        let stripe_bytes = layout::stripe_elems(self.rank()) * size_of::<T>();
+        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes);
+        let features = stripes * TILE_FEATURES;
+        let finite = part
+            .par_chunks_mut(stripes * stripe_bytes)
             .enumerate()
-            .find_map_first(|(row, out)| {
-                let (out, padding) = out.split_at_mut(cols * size_of::<T>());
-                padding.fill(0);
-                (!self.convert_row::<S, T>(row, out)).then_some(row)
-            });
-        bad_row.map_or(Ok(()), |row| Err(self.unrepresentable::<S, T>(row)))
+            .all(|(task, part)| self.narrowed(task * features, features).pack::<S, T>(part));
+        if finite { Ok(()) } else { self.unrepresentable::<S, T>().map_or(Ok(()), Err) }
     }
 
-    /// Writes a row of the block, and says whether all of it is finite.
-    fn convert_row<S: Element, T: Element>(&self, row: usize, out: &mut [u8]) -> bool {
-        let bytes = &self.factor.tensor.bytes()[self.index(row, 0) * size_of::<S>()..];
-        let elements = bytes.chunks_exact(size_of::<S>());
-        if self.transposed {
-            convert::<S, T>(elements.step_by(self.factor.cols), out)
-        } else {
-            convert::<S, T>(elements, out)
+    /// Up to `len` of its features. If they begin with a stripe, their part of the block is laid out like a factor of its own.
+    fn narrowed(&self, start: usize, len: usize) -> Self {
+        let start = self.features.start + start;
+        Self { features: start..self.features.end.min(start + len), ..*self }
+    }
+
+    /// Writes the part, and says whether all of it is finite.
+    fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> bool {
+        let (rank, features) = (self.rank(), self.features.len());
+        part.fill(0);
+        match self.kind {
+            Kind::LinearA => {
+                let layout = LinearA { rank, in_features: features };
+                self.scatter::<S, T, TILE_FEATURES, TILE_FEATURES>(part, |row, col| layout.at(row, col))
+            }
+            Kind::EmbeddingA => {
+                let layout = EmbeddingA { vocab: features, rank };
+                self.scatter::<S, T, 1, 1>(part, |row, col| layout.at(col, row))
+            }
+            Kind::B => {
+                let layout = B { out_features: features, rank };
+                self.scatter::<S, T, TILE_RANKS, 2>(part, |row, col| layout.at(row, col))
+            }
         }
     }
 
-    /// Names the first weight of a block's row that is not finite there.
-    fn unrepresentable<S: Element, T: Element>(&self, block_row: usize) -> AdapterError {
-        let (_, cols) = self.block_shape();
-        let value = |index: usize| {
-            let bytes = &self.factor.tensor.bytes()[index * size_of::<S>()..][..size_of::<S>()];
-            bytemuck::pod_read_unaligned::<S>(bytes).to_f32()
+    /// Writes the elements to where `at` says, row by row. Each `RUN` of a row are placed alike, each `PIECE` of them together.
+    fn scatter<S: Element, T: Element, const RUN: usize, const PIECE: usize>(
+        &self,
+        part: &mut [u8],
+        at: impl Fn(usize, usize) -> usize,
+    ) -> bool {
+        let bytes = |elems: usize| elems * size_of::<T>();
+        let mut finite = true;
+        // A row, with zeros behind it.
+        let mut converted = Vec::new();
+        for (row, elements) in self.rows::<S>().enumerate() {
+            let cols = elements.len() / size_of::<S>();
+            converted.resize(cols.next_multiple_of(RUN), T::default());
+            finite &= convert::<S, T>(elements, &mut converted);
+            for (run, values) in converted.chunks_exact(RUN).enumerate() {
+                // So long that no piece needs a check of its own.
+                let out = &mut part[bytes(at(row, run * RUN))..][..bytes(at(0, RUN - PIECE) + PIECE)];
+                for (piece, values) in values.chunks_exact(PIECE).enumerate() {
+                    let out = &mut out[bytes(at(0, piece * PIECE))..][..bytes(PIECE)];
+                    out.copy_from_slice(bytemuck::cast_slice(values));
+                }
+            }
+        }
+        finite
+    }
+
+    /// Names the first weight that is not finite in a block.
+    fn unrepresentable<S: Element, T: Element>(&self) -> Option<AdapterError> {
+        let (first_row, first_col) = match self.kind {
+            Kind::LinearA | Kind::EmbeddingA => (0, self.features.start),
+            Kind::B => (self.features.start, 0),
         };
-        let is_bad = |index: &usize| !T::from_f32(value(*index)).to_f32().is_finite();
-        let index = (0..cols).map(|col| self.index(block_row, col)).find(is_bad).unwrap_or(self.index(block_row, 0));
-        AdapterError::Unrepresentable {
-            tensor: self.factor.name.clone(),
-            row: index / self.factor.cols,
-            col: index % self.factor.cols,
-            value: value(index),
-            dtype: T::DTYPE,
+        self.rows::<S>().enumerate().find_map(|(row, elements)| {
+            let mut values = elements.chunks_exact(size_of::<S>()).map(read::<S>).enumerate();
+            let (col, value) = values.find(|(_, value)| !T::from_f32(*value).to_f32().is_finite())?;
+            let (tensor, row, col) = (self.factor.name.clone(), first_row + row, first_col + col);
+            Some(AdapterError::Unrepresentable { tensor, row, col, value, dtype: T::DTYPE })
+        })
+    }
+
+    /// The stored elements, row by row.
+    fn rows<S: Element>(&self) -> impl Iterator<Item = &'a [u8]> {
+        let (rows, cols) = match self.kind {
+            Kind::LinearA | Kind::EmbeddingA => (0..self.factor.rows, self.features.clone()),
+            Kind::B => (self.features.clone(), 0..self.factor.cols),
+        };
+        let Factor { tensor, cols: stride, .. } = self.factor;
+        rows.map(move |row| {
+            &tensor.bytes()[(row * stride + cols.start) * size_of::<S>()..][..cols.len() * size_of::<S>()]
+        })
+    }
+
+    fn rank(&self) -> usize {
+        match self.kind {
+            Kind::LinearA | Kind::EmbeddingA => self.factor.rows,
+            Kind::B => self.factor.cols,
         }
-    }
-
-    fn block_shape(&self) -> (usize, usize) {
-        if self.transposed { (self.cols.len(), self.rows.len()) } else { (self.rows.len(), self.cols.len()) }
-    }
-
-    /// Where an element of the block is in the factor.
-    fn index(&self, row: usize, col: usize) -> usize {
-        let (row, col) = if self.transposed { (col, row) } else { (row, col) };
-        (self.rows.start + row) * self.factor.cols + self.cols.start + col
     }
 }
 
-fn convert<'a, S: Element, T: Element>(elements: impl Iterator<Item = &'a [u8]>, out: &mut [u8]) -> bool {
+/// Converts elements, and says whether all of them are finite.
+fn convert<S: Element, T: Element>(elements: &[u8], out: &mut [T]) -> bool {
     let mut finite = true;
-    for (element, out) in elements.zip(out.chunks_exact_mut(size_of::<T>())) {
-        let stored = T::from_f32(bytemuck::pod_read_unaligned::<S>(element).to_f32());
-        finite &= stored.to_f32().is_finite();
-        out.copy_from_slice(bytemuck::bytes_of(&stored));
+    for (element, out) in elements.chunks_exact(size_of::<S>()).zip(out) {
+        *out = T::from_f32(read::<S>(element));
+        finite &= out.to_f32().is_finite();
     }
     finite
+}
+
+fn read<S: Element>(element: &[u8]) -> f32 {
+    bytemuck::pod_read_unaligned::<S>(element).to_f32()
 }

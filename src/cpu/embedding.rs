@@ -44,8 +44,7 @@ impl LoraEmbedding {
         y.rows_mut().enumerate().for_each(|(token, y)| {
             let Some(id) = usize::try_from(token_ids[token]).ok().filter(|&id| id < self.site.vocab()) else { return };
             let Some(factors) = weights.factors(batch.slots()[token], self.site.entry()) else { return };
-            let v: Vec<f32> = factors.a_row(id, factors.rank).iter().map(|a| a.to_f32()).collect();
-            factors.expand(&v, batch.scale(token), y);
+            factors.expand(&factors.look_up(self.site.vocab(), id), batch.scale(token), y);
         });
         Ok(())
     }

@@ -1,6 +1,9 @@
 use crate::{
-    DType, Element, Slot,
-    adapter::{AdapterError, ImageEntry, SlotImage, padded},
+    Element, Slot,
+    adapter::{
+        AdapterError, ImageEntry, SlotImage,
+        layout::{B, EmbeddingA, LinearA, TILE_ELEMS, TILE_FEATURES, TILE_RANKS},
+    },
     error::SlotError,
     model::{Entry, ModelSpec},
 };
@@ -75,33 +78,72 @@ impl<T: Element> WeightTable<T> {
     }
 }
 
-/// A module's factors, as laid out in the block (`adapter::image`).
+/// A module's factors, as laid out in the block (`adapter::layout`).
 pub(super) struct Factors<'a, T> {
     a: &'a [T],
     b: &'a [T],
-    pub(super) rank: usize,
-    pub(super) scaling: f32,
+    rank: usize,
+    scaling: f32,
 }
 
-impl<'a, T: Element> Factors<'a, T> {
-    const DTYPE: DType = T::DTYPE;
-
-    /// A row of A `[rank, in_features]`, or of an embedding's A `[vocab, rank]`.
-    pub(super) fn a_row(&self, row: usize, cols: usize) -> &'a [T] {
-        &self.a[row * padded(cols, Self::DTYPE)..][..cols]
+impl<T: Element> Factors<'_, T> {
+    /// Writes `A x` to the beginning of `v`.
+    pub(super) fn shrink(&self, x: &[T], v: &mut [f32]) {
+        let layout = LinearA { rank: self.rank, in_features: x.len() };
+        for (i, v) in v[..self.rank].chunks_mut(TILE_RANKS).enumerate() {
+            // Each in eight interleaved sums, so that it vectorizes.
+            let mut sums = [[0.0; 8]; TILE_RANKS];
+            for (k, x) in x.chunks(TILE_FEATURES).enumerate() {
+                let x = padded::<TILE_FEATURES>(x.iter().map(|x| x.to_f32()));
+                let tile = &self.a[layout.at(i * TILE_RANKS, k * TILE_FEATURES)..][..TILE_ELEMS];
+                for (a, sums) in tile.chunks_exact(TILE_FEATURES).zip(&mut sums) {
+                    for (a, x) in a.as_chunks::<8>().0.iter().zip(x.as_chunks::<8>().0) {
+                        for lane in 0..8 {
+                            sums[lane] += a[lane].to_f32() * x[lane];
+                        }
+                    }
+                }
+            }
+            v.iter_mut().zip(sums).for_each(|(v, sums)| *v = sums.iter().sum());
+        }
     }
 
-    /// A row of B `[out_features, rank]`.
-    pub(super) fn b_row(&self, row: usize) -> &'a [T] {
-        &self.b[row * padded(self.rank, Self::DTYPE)..][..self.rank]
+    /// `A[:, id]`, of an embedding.
+    pub(super) fn look_up(&self, vocab: usize, id: usize) -> Vec<f32> {
+        let row = EmbeddingA { vocab, rank: self.rank }.at(id, 0);
+        self.a[row..][..self.rank].iter().map(|a| a.to_f32()).collect()
     }
 
     /// Adds `scale · B v` to `y`.
     pub(super) fn expand(&self, v: &[f32], scale: f32, y: &mut [T]) {
-        let scale = scale * self.scaling;
-        for (row, out) in y.iter_mut().enumerate() {
-            let delta: f32 = self.b_row(row).iter().zip(v).map(|(b, v)| b.to_f32() * v).sum();
-            *out = T::from_f32(out.to_f32() + scale * delta);
+        let (layout, scale) = (B { out_features: y.len(), rank: self.rank }, scale * self.scaling);
+        for (k, y) in y.chunks_mut(TILE_FEATURES).enumerate() {
+            // By c, and by j and i, as `B` names them: over all q of all tiles of these outputs.
+            let mut sums = [[0.0; 8]; 8];
+            for (i, v) in v[..self.rank].chunks(TILE_RANKS).enumerate() {
+                let v = padded::<TILE_RANKS>(v.iter().copied());
+                let tile = &self.b[layout.at(k * TILE_FEATURES, i * TILE_RANKS)..][..TILE_ELEMS];
+                for (b, sums) in tile.chunks_exact(4 * 8).zip(&mut sums) {
+                    for (b, v) in b.as_chunks::<8>().0.iter().zip(v.as_chunks::<2>().0) {
+                        for lane in 0..8 {
+                            sums[lane] += b[lane].to_f32() * v[lane % 2];
+                        }
+                    }
+                }
+            }
+            for (output, y) in y.iter_mut().enumerate() {
+                // Of the first rank, for which q and i are 0.
+                let place = layout.at(output, 0);
+                let sums = &sums[place / (4 * 8)][place % (4 * 8)..];
+                *y = T::from_f32(y.to_f32() + scale * (sums[0] + sums[1]));
+            }
         }
     }
+}
+
+/// The values, and zeros behind them.
+fn padded<const N: usize>(values: impl Iterator<Item = f32>) -> [f32; N] {
+    let mut padded = [0.0; N];
+    padded.iter_mut().zip(values).for_each(|(padded, value)| *padded = value);
+    padded
 }

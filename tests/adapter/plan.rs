@@ -2,7 +2,10 @@
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, AdapterError, SlotImage},
+    adapter::{
+        Adapter, AdapterError, ImageEntry, SlotImage,
+        layout::{B, LinearA},
+    },
     cpu::WeightTable,
     model::{Linear, ModelSpec, Parallel, TpRank},
 };
@@ -41,6 +44,15 @@ fn block(image: &SlotImage<'_>) -> Vec<f32> {
     let mut block = vec![f32::NAN; image.bytes() / 4];
     image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
     block
+}
+
+/// A `[rank, in_features]` and B `[out_features, rank]` of a linear module in a block.
+fn factors(block: &[f32], entry: &ImageEntry, in_features: usize, out_features: usize) -> [Vec<f32>; 2] {
+    let rank = entry.rank;
+    let (a, b) = (LinearA { rank, in_features }, B { out_features, rank });
+    let a_row = |row| (0..in_features).map(move |col| block[entry.a_elems + a.at(row, col)]);
+    let b_row = |row| (0..rank).map(move |col| block[entry.b_elems + b.at(row, col)]);
+    [(0..rank).flat_map(a_row).collect(), (0..out_features).flat_map(b_row).collect()]
 }
 
 #[test]
@@ -88,8 +100,8 @@ fn slices_of_different_ranks() {
     assert_eq!((entry(&k).rank, entry(&k).scaling), (1, 8.0));
     assert_eq!(image.max_rank(), 3);
     let block = block(&image);
-    assert_eq!(block[entry(&q).a_elems..][..24], [3.0; 24]);
-    assert_eq!(block[entry(&k).a_elems..][..8], [1.0; 8]);
+    assert_eq!(factors(&block, entry(&q), 8, 16), [vec![3.0; 3 * 8], vec![3.0; 16 * 3]]);
+    assert_eq!(factors(&block, entry(&k), 8, 4), [vec![1.0; 8], vec![1.0; 4]]);
 }
 
 #[test]
@@ -120,8 +132,9 @@ fn fused_modules() {
                 assert_eq!((entry.rank, entry.scaling), (4, 2.0));
                 // All slices have the one A.
                 assert_eq!(entry.a_elems, 0);
-                assert_eq!(block[..4 * 8], fused.a);
-                assert_eq!(block[entry.b_elems..][..len * 4], fused.b[first * 4..][..len * 4]);
+                let [a, b] = factors(&block, entry, 8, len);
+                assert_eq!(a, fused.a);
+                assert_eq!(b, fused.b[first * 4..][..len * 4]);
             }
         }
     }
@@ -283,6 +296,26 @@ fn weights_must_be_finite() {
     refused!(write("lm_head", DType::BF16, DType::F16, 0, -1e30), Unrepresentable, "[0, 0]", "f16");
     assert!(write("lm_head", DType::F32, DType::BF16, 0, 3e38).is_ok());
     refused!(write("lm_head", DType::F32, DType::BF16, 0, f32::MAX), Unrepresentable, "bf16");
+}
+
+/// However many threads come upon others.
+#[test]
+fn the_first_weight_that_is_not_finite_is_named() {
+    let mut model = ModelSpec::new(TpRank::new(1, 2).unwrap());
+    model.linear(Linear::new("", Parallel::Row, 16_384).slice("row", 1)).unwrap();
+    model.linear(Linear::new("", Parallel::Column, 1).slice("column", 16_384)).unwrap();
+    let write = |mut module: Lora, bad: [usize; 3]| {
+        let weights = if module.path == "row" { &mut module.a } else { &mut module.b };
+        bad.into_iter().for_each(|index| weights[index] = f32::NAN);
+        let adapter = adapter(&[module]);
+        let image = adapter.plan(&model, DType::BF16).unwrap();
+        image.write_to(&mut vec![0; image.bytes()])
+    };
+    // The first half is another rank's.
+    let a = write(Lora::linear("row", 16_384, 1, 2), [8_191, 16_000, 16_384 + 8_192]);
+    refused!(a, Unrepresentable, "row.lora_A", "[0, 16000]");
+    let b = write(Lora::linear("column", 1, 16_384, 2), [2 * 8_191, 2 * 16_000 + 1, 2 * 16_001]);
+    refused!(b, Unrepresentable, "column.lora_B", "[16000, 1]");
 }
 
 #[test]
