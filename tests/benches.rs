@@ -4,19 +4,22 @@
 #[path = "../benches/common/mod.rs"]
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use aril::{
     DType, Slot,
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
+    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable},
+    model::ModelSpec,
     routing::Batch,
 };
 use common::{
     data::{Data, SetLayout, checked_tokens},
     noise::Noise,
+    own::own,
     report::{Figures, Table, geometric_mean, median},
-    workload::{BUILT_IN, Suite, Workload, parse, quick},
+    workload::{BUILT_IN, Operation, Suite, Workload, parse, quick},
 };
+use half::bf16;
 
 #[test]
 fn the_committed_workloads_are_whole() {
@@ -48,10 +51,40 @@ fn bytes_count_what_is_in_use_once() {
     let none = of("dec/qwen3-8b/o/r16/t16/uniform8_none25").bytes();
     assert_eq!(none.x, 12 * 4096 * 2);
     let pool = of("dec/qwen3-8b/o/r16/t1/one_pool64");
-    assert_eq!((pool.num_slots, pool.bytes().weights), (64, 16 * 8192 * 2));
+    assert_eq!((pool.num_slots(), pool.bytes().weights), (64, 16 * 8192 * 2));
 
     assert_eq!(of("pre/qwen3-8b/down/r64/t2048/seg8").class(), "prefill down T=2048");
     assert_eq!(of("dec/qwen3-8b/down/r64/t64/distinct").class(), "decode T=32..64 distinct");
+}
+
+#[test]
+fn our_own_workloads_are_of_many_kinds() {
+    let workloads = own().unwrap();
+    let ids: BTreeSet<&str> = workloads.iter().map(|workload| workload.id.as_str()).collect();
+    assert_eq!(ids.len(), workloads.len(), "two have the same id");
+    for workload in &workloads {
+        assert_eq!((workload.suite, workload.id.split('/').count()), (Suite::Own, 6), "{}", workload.id);
+        assert!(workload.slots.iter().all(|slot| slot.index().is_none_or(|slot| slot < workload.num_slots())));
+    }
+    let of = |id: &str| workloads.iter().find(|workload| workload.id == id).unwrap();
+
+    // 16 adapters of ranks 8, 16, 32, 64, 128, 8, .. against the largest.
+    let [mixed, padded] = ["mixed", "padded"].map(|ranks| of(&format!("own/qwen3-8b/qkv/{ranks}/t16/distinct")));
+    assert_eq!(mixed.bytes().weights, (3 * 248 + 8) * (3 * 4096 + 6144) * 2);
+    assert_eq!(padded.bytes().weights, 16 * 128 * (3 * 4096 + 6144) * 2);
+    assert_eq!((mixed.bytes().y, mixed.slots == padded.slots), (padded.bytes().y, true));
+    assert_eq!(mixed.class(), "ranks mixed, distinct");
+
+    // Residents that nobody uses move nothing.
+    let pools = [64, 1000].map(|slots| of(&format!("own/qwen3-8b/o/r16/t64/uniform8_pool{slots}")));
+    assert_eq!(pools.map(Workload::num_slots), [64, 1000]);
+    assert_eq!((pools[0].bytes(), &pools[0].slots), (pools[1].bytes(), &pools[1].slots));
+
+    // An embedding reads a row of A and an id for each token.
+    let embedding = of("own/qwen3-8b/embedding/r16/t64/uniform8").bytes();
+    assert_eq!((embedding.weights, embedding.x), ((64 * 16 + 8 * 4096 * 16) * 2, 64 * 4));
+    assert_eq!(of("own/qwen3-8b/qkv/r16/t4096/none").bytes().total(), 0);
+    assert!((3..=12).contains(&quick(workloads).len()));
 }
 
 #[test]
@@ -95,47 +128,80 @@ fn noise_repeats_and_is_centred() {
 /// What judges the device's results finds none in the CPU's, and notices a wrong adapter, a missing slice and NaN.
 #[test]
 fn the_check_tells_right_from_wrong() {
-    let workload = Workload {
-        id: "dec/tiny/qkv/r8/t6/uniform3".to_owned(),
-        suite: Suite::Decode,
-        tag: String::new(),
-        model: "tiny".to_owned(),
-        layer: "qkv".to_owned(),
-        in_features: 100,
-        out_slices: vec![56, 24],
-        rank: 5,
-        slots: [2, 0, -1, 1, 2, 0].map(|slot: i32| bytemuck::cast(slot)).to_vec(),
-        num_slots: 3,
-    };
-    let data = Data {
-        weights: Noise::new(1, 10_007, 0.2),
-        inputs: Noise::new(2, 10_007, 1.0),
-        bases: Noise::new(3, 10_007, 0.1),
-    };
-    let (model, id) = workload.model_spec().unwrap();
-    let layout = SetLayout::new(&workload);
+    let workload = tiny(Operation::Linear, 100, vec![56, 24], vec![5, 8, 3]);
+    let (data, layout) = (tiny_data(), SetLayout::new(&workload));
     let set = 3 * layout.elems;
-    let mut weights = WeightTable::new(&model, workload.num_slots, workload.rank);
-    for (slot, adapter) in data.adapters(&workload, set).unwrap().iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
-    }
+    let (model, id) = workload.model_spec().unwrap();
+    let weights = loaded(&data, &workload, &model, set);
     let tokens = workload.num_tokens();
     let x: Vec<_> = data.inputs.range(0, tokens * 100).collect();
     let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
     let (x, y_matrix) = (Matrix::new(&x, tokens, 100).unwrap(), MatrixMut::new(&mut y, tokens, 80).unwrap());
     LoraLinear::new(&model, id).add_delta(x, y_matrix, &weights, &Batch::new(&workload.slots)).unwrap();
 
-    let checked = checked_tokens(&workload.slots);
-    assert_eq!(checked, [0, 1, 3, 4, 5]);
-    let mut got: BTreeMap<usize, Vec<_>> =
-        checked.into_iter().map(|token| (token, y[token * 80..][..80].to_vec())).collect();
+    let mut got = checked(&workload, &y);
+    assert!(got.keys().eq(&[0, 1, 3, 4, 5]));
     let error = data.error(&workload, set, &got);
     assert!(0.0 < error && error < 5e-3, "{error}");
     assert!(data.error(&workload, set + layout.elems, &got) > 0.5);
     got.get_mut(&3).unwrap()[56..].copy_from_slice(&data.bases.range(3 * 80 + 56, 24).collect::<Vec<_>>());
     assert!(data.error(&workload, set, &got) > 2e-2);
-    got.get_mut(&3).unwrap()[0] = half::bf16::NAN;
+    got.get_mut(&3).unwrap()[0] = bf16::NAN;
     assert!(data.error(&workload, set, &got).is_nan());
+}
+
+#[test]
+fn the_check_of_embeddings_too() {
+    let workload = tiny(Operation::Embedding, 1000, vec![80], vec![5, 8, 3]);
+    let (data, layout) = (tiny_data(), SetLayout::new(&workload));
+    let set = 3 * layout.elems;
+    let (model, id) = workload.embedding_spec().unwrap();
+    let weights = loaded(&data, &workload, &model, set);
+    let tokens = workload.num_tokens();
+    let ids: Vec<i32> = (0..tokens).map(|token| i32::try_from(workload.token_id(token)).unwrap()).collect();
+    let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
+    let y_matrix = MatrixMut::new(&mut y, tokens, 80).unwrap();
+    LoraEmbedding::new(&model, id).add_delta(&ids, y_matrix, &weights, &Batch::new(&workload.slots)).unwrap();
+
+    let got = checked(&workload, &y);
+    let error = data.error(&workload, set, &got);
+    assert!(0.0 < error && error < 5e-3, "{error}");
+    assert!(data.error(&workload, set + layout.elems, &got) > 0.5);
+}
+
+fn tiny(operation: Operation, in_features: usize, out_slices: Vec<usize>, ranks: Vec<usize>) -> Workload {
+    Workload {
+        id: "dec/tiny/layer/r8/t6/uniform3".to_owned(),
+        suite: Suite::Decode,
+        tag: String::new(),
+        model: "tiny".to_owned(),
+        layer: "layer".to_owned(),
+        operation,
+        in_features,
+        out_slices,
+        ranks,
+        slots: [2, 0, -1, 1, 2, 0].map(|slot: i32| bytemuck::cast(slot)).to_vec(),
+    }
+}
+
+fn tiny_data() -> Data {
+    Data { weights: Noise::new(1, 10_007, 0.2), inputs: Noise::new(2, 10_007, 1.0), bases: Noise::new(3, 10_007, 0.1) }
+}
+
+/// The adapters of a set.
+fn loaded(data: &Data, workload: &Workload, model: &ModelSpec, set: usize) -> WeightTable<bf16> {
+    let mut weights = WeightTable::new(model, workload.num_slots(), workload.max_rank());
+    for (slot, adapter) in data.adapters(workload, set).unwrap().iter().enumerate() {
+        weights.load(Slot::new(slot as u16), &adapter.plan(model, DType::BF16).unwrap()).unwrap();
+    }
+    weights
+}
+
+/// The rows of y that are checked.
+fn checked(workload: &Workload, y: &[bf16]) -> BTreeMap<usize, Vec<bf16>> {
+    let cols = workload.out_features();
+    let rows = checked_tokens(&workload.slots).into_iter();
+    rows.map(|token| (token, y[token * cols..][..cols].to_vec())).collect()
 }
 
 #[test]

@@ -10,7 +10,11 @@ use aril::{
 use half::bf16;
 use rayon::prelude::*;
 
-use super::{Result, noise::Noise, workload::Workload};
+use super::{
+    Result,
+    noise::Noise,
+    workload::{Operation, Workload},
+};
 
 /// Tokens with an adapter whose outputs are checked, at most.
 const CHECKED_TOKENS: usize = 32;
@@ -45,22 +49,31 @@ impl Data {
 
     /// The adapters of the set that begins at `set`, by slot.
     pub fn adapters(&self, workload: &Workload, set: usize) -> Result<Vec<Adapter>> {
-        let Workload { in_features, rank, out_slices, .. } = workload;
-        let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
-        let adapter = |slices: &[[usize; 2]]| {
+        let adapter = |(slot, slices): (usize, &[[usize; 2]])| {
             let mut tensors = Vec::new();
-            for (slice, [a, b]) in slices.iter().enumerate() {
-                for (side, first, [rows, cols]) in
-                    [("A", a, [*rank, *in_features]), ("B", b, [out_slices[slice], *rank])]
-                {
-                    let values: Vec<bf16> = self.factor(set + first, rows, cols).collect();
-                    let tensor = Tensor::new(DType::BF16, [rows, cols], bytemuck::cast_slice(&values).to_vec())?;
-                    tensors.push((format!("slice{slice}.lora_{side}.weight"), tensor));
+            for (slice, &[a, b]) in slices.iter().enumerate() {
+                let [a_shape, b_shape] = workload.factor_shapes(slot, slice);
+                let [a, b] =
+                    [(a, a_shape), (b, b_shape)].map(|(first, shape)| self.factor(set + first, shape).collect());
+                let factors: [(&str, [usize; 2], Vec<bf16>); 2] = match workload.operation {
+                    // PEFT's A has a column for each id.
+                    Operation::Embedding => {
+                        let [ids, rank] = a_shape;
+                        [("lora_embedding_A", [rank, ids], transposed(a, rank)), ("lora_embedding_B", b_shape, b)]
+                    }
+                    Operation::Linear => [("lora_A.weight", a_shape, a), ("lora_B.weight", b_shape, b)],
+                };
+                for (name, shape, values) in factors {
+                    let tensor = Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec())?;
+                    tensors.push((format!("slice{slice}.{name}"), tensor));
                 }
             }
+            let rank = workload.ranks[slot];
+            let alpha = f64::from(workload.scaling()) * rank as f64;
+            let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {alpha}}}"#);
             Ok(Adapter::from_tensors(&config, tensors)?)
         };
-        SetLayout::new(workload).factors.chunks(out_slices.len()).map(adapter).collect()
+        SetLayout::new(workload).factors.chunks(workload.out_slices.len()).enumerate().map(adapter).collect()
     }
 
     /// The relative error of the deltas of some tokens, all slices, given their rows of y; `set` is where the factors begin.
@@ -87,18 +100,32 @@ impl Data {
         tokens: &[usize],
         got: &BTreeMap<usize, Vec<bf16>>,
     ) -> (f64, f64) {
-        let &Workload { in_features, rank, ref out_slices, .. } = workload;
+        let &Workload { in_features, ref out_slices, .. } = workload;
+        let (rank, scaling) = (workload.ranks[slot], f64::from(workload.scaling()));
         let (mut error, mut norm, mut first_out) = (0.0, 0.0, 0);
         for (slice, &out) in out_slices.iter().enumerate() {
             let [a, b] = layout.factors[slot * out_slices.len() + slice].map(|elem| set + elem);
-            let a: Vec<f64> = self.factor(a, rank, in_features).map(f64::from).collect();
-            let b: Vec<f64> = self.factor(b, out, rank).map(f64::from).collect();
-            let factors = Factors { a: &a, b: &b, rank, scaling: 1.0 };
-            for token in tokens {
-                let x: Vec<f64> = self.inputs.range(token * in_features, in_features).map(f64::from).collect();
+            let [a_shape, b_shape] = workload.factor_shapes(slot, slice);
+            let b = self.numbers(b, b_shape);
+            let all_of_a = match workload.operation {
+                // A token's row is all that counts.
+                Operation::Embedding => Vec::new(),
+                Operation::Linear => self.numbers(a, a_shape),
+            };
+            for &token in tokens {
                 let bases = self.bases.range(token * workload.out_features() + first_out, out);
-                let deltas = reference::linear(&x, factors);
-                for ((got, base), delta) in got[token][first_out..].iter().zip(bases).zip(deltas) {
+                let deltas = match workload.operation {
+                    Operation::Embedding => {
+                        let row = a + workload.token_id(token) * padded(rank, DType::BF16);
+                        let a = self.numbers(row, [1, rank]);
+                        reference::embedding(0, 1, Factors { a: &a, b: &b, rank, scaling })
+                    }
+                    Operation::Linear => {
+                        let x: Vec<f64> = self.inputs.range(token * in_features, in_features).map(f64::from).collect();
+                        reference::linear(&x, Factors { a: &all_of_a, b: &b, rank, scaling })
+                    }
+                };
+                for ((got, base), delta) in got[&token][first_out..].iter().zip(bases).zip(deltas) {
                     error += (got.to_f64() - f64::from(base) - delta.value).powi(2);
                     norm += delta.value.powi(2);
                 }
@@ -108,8 +135,12 @@ impl Data {
         (error, norm)
     }
 
+    fn numbers(&self, first: usize, shape: [usize; 2]) -> Vec<f64> {
+        self.factor(first, shape).map(f64::from).collect()
+    }
+
     /// A factor `[rows, cols]` that begins at `first`.
-    fn factor(&self, first: usize, rows: usize, cols: usize) -> impl Iterator<Item = bf16> {
+    fn factor(&self, first: usize, [rows, cols]: [usize; 2]) -> impl Iterator<Item = bf16> {
         let stride = padded(cols, DType::BF16);
         (0..rows).flat_map(move |row| self.weights.range(first + row * stride, cols))
     }
@@ -125,17 +156,21 @@ pub struct SetLayout {
 
 impl SetLayout {
     pub fn new(workload: &Workload) -> Self {
-        let Workload { in_features, rank, out_slices, num_slots, .. } = workload;
         let mut elems = 0;
-        let mut place = |rows: usize, cols: usize| {
+        let mut place = |[rows, cols]: [usize; 2]| {
             let start = elems;
             elems = (start + rows * padded(cols, DType::BF16)).next_multiple_of(FACTOR_ALIGNMENT);
             start
         };
-        let slices = (0..*num_slots).flat_map(|_| out_slices);
-        let factors = slices.map(|&out| [place(*rank, *in_features), place(out, *rank)]).collect();
+        let slots = 0..workload.num_slots();
+        let slices = slots.flat_map(|slot| (0..workload.out_slices.len()).map(move |slice| (slot, slice)));
+        let factors = slices.map(|(slot, slice)| workload.factor_shapes(slot, slice).map(&mut place)).collect();
         Self { factors, elems }
     }
+}
+
+fn transposed(values: Vec<bf16>, cols: usize) -> Vec<bf16> {
+    (0..cols).flat_map(|col| values[col..].iter().step_by(cols)).copied().collect()
 }
 
 /// Evenly spread tokens that have an adapter, the first and the last among them.

@@ -1,6 +1,6 @@
 //! A workload on the device: its adapters many times over, so that none of them is in a cache when its turn comes.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, iter::repeat_n};
 
 use aril::{DType, cuda::raw, plan::Capacity, routing::Batch};
 use half::bf16;
@@ -10,7 +10,7 @@ use super::{
     data::{Data, LARGE, SetLayout, checked_tokens},
     device::{Gpu, Graph, Memory},
     report::median,
-    workload::Workload,
+    workload::{Operation, Workload},
 };
 
 /// Sets of adapters take turns until those in use are larger than this: no L2 is half as large.
@@ -31,7 +31,7 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// With `weight_elems` for sets of adapters, and room for the inputs and outputs of these workloads.
+    /// With `weight_elems` to make weights of, and room for the inputs and outputs of these workloads.
     pub fn new<'a>(workloads: impl IntoIterator<Item = &'a Workload>, weight_elems: usize) -> Result<Self> {
         let (gpu, data) = (Gpu::new()?, Data::new(LARGE));
         let (mut x_elems, mut y_elems) = (0, 0);
@@ -47,6 +47,16 @@ impl Stage {
     }
 }
 
+/// What the sets of adapters of any of these workloads take.
+pub fn weight_elems(workloads: &[Workload]) -> usize {
+    let elems = |workload| num_cold_sets(workload) * SetLayout::new(workload).elems;
+    workloads.iter().map(elems).max().unwrap_or(0)
+}
+
+fn num_cold_sets(workload: &Workload) -> usize {
+    COLD_BYTES.div_ceil(workload.bytes().weights.max(1)).min(MAX_SETS)
+}
+
 fn elem_bytes(elems: usize) -> usize {
     elems * size_of::<bf16>()
 }
@@ -55,14 +65,19 @@ fn elem_bytes(elems: usize) -> usize {
 pub struct Layer<'a> {
     stage: &'a Stage,
     workload: &'a Workload,
-    linear: raw::LoraLinear,
+    kernel: Kernel,
     batch: raw::RoutedBatch,
     _routing: raw::Routing,
     _routing_memory: Memory,
-    workspace: Memory,
     tables: Memory,
     layout: SetLayout,
     num_sets: usize,
+}
+
+/// What is launched, and the operand that only it has.
+enum Kernel {
+    Embedding { embedding: raw::LoraEmbedding, ids: Memory },
+    Linear { linear: raw::LoraLinear, workspace: Memory },
 }
 
 /// Times of one operation, in µs.
@@ -76,25 +91,27 @@ pub struct Times {
 impl<'a> Layer<'a> {
     pub fn new(stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
         let gpu = &stage.gpu;
-        let (model, id) = workload.model_spec()?;
-        let num_slots = workload.num_slots;
-        let capacity = Capacity { max_tokens: workload.num_tokens(), num_slots, max_rank: workload.rank };
-        let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+        let (max_tokens, num_slots) = (workload.num_tokens(), workload.num_slots());
+        let capacity = Capacity { max_tokens, num_slots, max_rank: workload.max_rank() };
+        let kernel = Kernel::new(gpu, workload, capacity)?;
 
-        let layout = SetLayout::new(workload);
-        let max_sets = stage.weights.bytes / elem_bytes(layout.elems);
-        if max_sets == 0 {
-            return Err(format!("its adapters take {} elements, more than there are", layout.elems).into());
+        let (layout, num_sets) = (SetLayout::new(workload), num_cold_sets(workload));
+        if num_sets * elem_bytes(layout.elems) > stage.weights.bytes {
+            return Err("the stage was made for other workloads".into());
         }
-        let active_bytes = workload.bytes().weights.max(1);
-        let num_sets = COLD_BYTES.div_ceil(active_bytes).min(MAX_SETS).min(max_sets);
-        let rank = i32::try_from(workload.rank)?;
+        let ranks = workload.ranks.iter().flat_map(|&rank| repeat_n(i32::try_from(rank), workload.out_slices.len()));
+        let ranks = ranks.collect::<std::result::Result<Vec<i32>, _>>()?;
+        let scaling = workload.scaling();
         let at = |elem: usize| stage.weights.address + elem_bytes(elem) as u64;
         let mut tables = Vec::with_capacity(num_sets * layout.factors.len());
         for set in (0..num_sets).map(|set| set * layout.elems) {
-            let descriptor =
-                |&[a, b]: &[usize; 2]| raw::Descriptor { a: at(set + a), b: at(set + b), rank, scaling: 1.0 };
-            tables.extend(layout.factors.iter().map(descriptor));
+            let descriptors = layout.factors.iter().zip(&ranks);
+            tables.extend(descriptors.map(|(&[a, b], &rank)| raw::Descriptor {
+                a: at(set + a),
+                b: at(set + b),
+                rank,
+                scaling,
+            }));
         }
         let tables = gpu.upload(&tables)?;
 
@@ -103,15 +120,13 @@ impl<'a> Layer<'a> {
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }?;
         // SAFETY: the stream is alive and not capturing.
         let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
-        let workspace = gpu.alloc(linear.plan().workspace_bytes())?;
         Ok(Self {
             stage,
             workload,
-            linear,
+            kernel,
             batch,
             _routing: routing,
             _routing_memory: routing_memory,
-            workspace,
             tables,
             layout,
             num_sets,
@@ -123,21 +138,33 @@ impl<'a> Layer<'a> {
     }
 
     /// What will be launched.
-    pub fn plan(&self) -> String {
-        self.linear.plan().to_string()
+    pub fn plan(&self) -> Option<String> {
+        match &self.kernel {
+            Kernel::Embedding { .. } => None,
+            Kernel::Linear { linear, .. } => Some(linear.plan().to_string()),
+        }
     }
 
     /// Enqueues the operation with the adapters of a set.
     pub fn add_delta(&self, set: usize) -> Result<()> {
-        let Self { stage: Stage { gpu, inputs, y, .. }, workload, .. } = self;
-        let (tokens, num_slots, num_entries) = (workload.num_tokens(), workload.num_slots, workload.out_slices.len());
-        let x = raw::MatrixRef::new::<bf16>(inputs.address, tokens, workload.in_features);
+        let Self { stage: Stage { gpu, inputs, y, .. }, workload, batch, .. } = self;
+        let (tokens, num_entries) = (workload.num_tokens(), workload.out_slices.len());
         let y = raw::MatrixMut::new::<bf16>(y.address, tokens, workload.out_features());
         let table_bytes = self.layout.factors.len() * size_of::<raw::Descriptor>();
         let table = self.tables.address + (set % self.num_sets * table_bytes) as u64;
-        let weights = raw::LayerWeights::new(table, num_slots, num_entries, 0, workload.rank);
-        // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
-        Ok(unsafe { self.linear.add_delta(x, y, weights, self.batch, self.workspace.region(), gpu.raw_stream()) }?)
+        let weights = raw::LayerWeights::new(table, workload.num_slots(), num_entries, 0, workload.max_rank());
+        match &self.kernel {
+            Kernel::Embedding { embedding, ids } => {
+                // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
+                unsafe { embedding.add_delta(ids.address, y, weights, *batch, gpu.raw_stream()) }?;
+            }
+            Kernel::Linear { linear, workspace } => {
+                let x = raw::MatrixRef::new::<bf16>(inputs.address, tokens, workload.in_features);
+                // SAFETY: as above.
+                unsafe { linear.add_delta(x, y, weights, *batch, workspace.region(), gpu.raw_stream()) }?;
+            }
+        }
+        Ok(())
     }
 
     /// Runs once and compares with the reference: the relative error of the deltas of some tokens, all slices. Fails where a
@@ -177,6 +204,26 @@ impl<'a> Layer<'a> {
         let eager = self.stage.gpu.time_eager(|| self.add_delta(0))?;
         let us = (self.workload.bytes().total() as f64 / 2.5e6 + 4.0).max(eager - 150.0);
         Ok(repetitions(num_sets, us))
+    }
+}
+
+impl Kernel {
+    fn new(gpu: &Gpu, workload: &Workload, capacity: Capacity) -> Result<Self> {
+        match workload.operation {
+            Operation::Embedding => {
+                let (model, id) = workload.embedding_spec()?;
+                let embedding = raw::LoraEmbedding::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+                let ids = (0..workload.num_tokens()).map(|token| i32::try_from(workload.token_id(token)));
+                let ids = gpu.upload(&ids.collect::<std::result::Result<Vec<_>, _>>()?)?;
+                Ok(Self::Embedding { embedding, ids })
+            }
+            Operation::Linear => {
+                let (model, id) = workload.model_spec()?;
+                let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+                let workspace = gpu.alloc(linear.plan().workspace_bytes())?;
+                Ok(Self::Linear { linear, workspace })
+            }
+        }
     }
 }
 

@@ -9,6 +9,7 @@ pub mod device;
 #[cfg(feature = "cuda")]
 pub mod layer;
 pub mod noise;
+pub mod own;
 pub mod report;
 pub mod workload;
 

@@ -24,13 +24,12 @@ use serde::{Deserialize, Serialize};
 
 use common::{
     Result, ceilings,
-    layer::{COLD_BYTES, Layer, MAX_ERROR, Stage},
+    layer::{COLD_BYTES, Layer, MAX_ERROR, Stage, weight_elems},
+    own::own,
     report::{Figures, Table},
     workload::{self, Bytes, Suite, Workload},
 };
 
-/// Elements of adapters that sets are made of: 8.8 GB.
-const WEIGHT_ELEMS: usize = 4_400_000_000;
 const REPLAYS: usize = 20;
 
 #[derive(Debug, Parser)]
@@ -39,7 +38,7 @@ struct Cli {
     /// Where the results go.
     #[arg(long, default_value = "aril.json")]
     out: PathBuf,
-    #[arg(long, value_enum, value_delimiter = ',', default_values = ["decode", "prefill"])]
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["decode", "prefill", "own"])]
     suite: Vec<SuiteName>,
     /// Only workloads whose id contains this.
     #[arg(long, default_value = "")]
@@ -74,6 +73,8 @@ struct Cli {
 enum SuiteName {
     Decode,
     Prefill,
+    /// What others are not measured on.
+    Own,
 }
 
 impl SuiteName {
@@ -81,6 +82,7 @@ impl SuiteName {
         match self {
             Self::Decode => Suite::Decode,
             Self::Prefill => Suite::Prefill,
+            Self::Own => Suite::Own,
         }
     }
 }
@@ -149,7 +151,7 @@ fn main() -> Result<ExitCode> {
         return Err("no workload is asked for".into());
     }
     let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
-    let stage = Stage::new(&workloads, WEIGHT_ELEMS)?;
+    let stage = Stage::new(&workloads, weight_elems(&workloads))?;
     let mut results = Results::default();
     results.meta.gpu = stage.gpu.context.name()?;
     results.meta.aril = env!("CARGO_PKG_VERSION");
@@ -195,6 +197,7 @@ fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
         Some(path) => workload::parse(&fs::read_to_string(path)?)?,
         None => workload::parse(workload::BUILT_IN)?,
     };
+    workloads.extend(own()?);
     workloads.retain(|workload| {
         cli.suite.iter().any(|suite| suite.suite() == workload.suite)
             && workload.id.contains(&cli.only)
@@ -212,7 +215,7 @@ fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> 
         results.fail(workload, "wrong", format!("relative error {err:.3e}"));
         return Ok(());
     }
-    let (id, peer, note) = (workload.id.clone(), PEER.to_owned(), Some(layer.plan()));
+    let (id, peer, note) = (workload.id.clone(), PEER.to_owned(), layer.plan());
     let mut entry =
         Entry { id, peer, err, reps: None, cold_us: None, cold_min: None, cold_max: None, warm_us: None, note };
     if !cli.no_time {
