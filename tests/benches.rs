@@ -16,7 +16,8 @@ use common::{
     data::{Data, SetLayout, checked_tokens},
     noise::Noise,
     own::own,
-    report::{Figures, Table, geometric_mean, median},
+    report::{Classes, Figures, Table, geometric_mean, median},
+    results::{Entry, Others},
     workload::{BUILT_IN, Operation, Suite, Workload, parse, quick},
 };
 use half::bf16;
@@ -53,7 +54,7 @@ fn bytes_count_what_is_in_use_once() {
     let pool = of("dec/qwen3-8b/o/r16/t1/one_pool64");
     assert_eq!((pool.num_slots(), pool.bytes().weights), (64, 16 * 8192 * 2));
 
-    assert_eq!(of("pre/qwen3-8b/down/r64/t2048/seg8").class(), "prefill down T=2048");
+    assert_eq!(of("pre/qwen3-8b/down/r64/t2048/seg8").class(), "prefill T=2048");
     assert_eq!(of("dec/qwen3-8b/down/r64/t64/distinct").class(), "decode T=32..64 distinct");
 }
 
@@ -104,14 +105,49 @@ fn averages() {
 
 #[test]
 fn the_table_has_a_row_per_class_and_one_for_all() {
-    let mut table = Table::default();
-    table.add("b".to_owned(), Figures { us: 2.0, floor_us: 1.0, peer_us: None });
-    table.add("a".to_owned(), Figures { us: 8.0, floor_us: 1.0, peer_us: Some(16.0) });
-    let text = table.to_string();
-    let words: Vec<Vec<&str>> = text.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
-    assert_eq!(words[0], ["a", "1", "8.00", "1.00", "8.00", "16.00", "2.00"]);
-    assert_eq!(words[1], ["b", "1", "2.00", "1.00", "2.00"]);
-    assert_eq!(words[2], ["all", "2", "4.00", "1.00", "4.00", "16.00", "2.00"]);
+    let of = |id: &str, us, fastest: Option<(&str, f64)>| Figures {
+        id: id.to_owned(),
+        us,
+        floor_us: 1.0,
+        fastest: fastest.map(|(name, us)| (name.to_owned(), us)),
+    };
+    let mut classes = Classes::default();
+    classes.add(Suite::Prefill, "b".to_owned(), of("b1", 2.0, None));
+    assert_eq!(classes.table().markdown().lines().next(), Some("| class | n | µs | floor, µs | times the floor |"));
+    classes.add(Suite::Decode, "a".to_owned(), of("a1", 8.0, Some(("x", 16.0))));
+    classes.add(Suite::Decode, "a".to_owned(), of("a2", 2.0, Some(("y", 1.0))));
+    classes.add(Suite::Decode, "a".to_owned(), of("a3", 4.0, Some(("y", 4.0))));
+    classes.add(Suite::Own, "ours".to_owned(), of("o", 3.0, None));
+    let text = classes.table().markdown();
+    let rows: Vec<&str> = text.lines().skip(2).collect();
+    assert_eq!(rows[1], "| a | 3 | 4.00 | 1.00 | 4.00 | 4.00 | 1.00 | 0.50 | a2 | y 2, x 1 |");
+    assert_eq!(rows[0], "| b | 1 | 2.00 | 1.00 | 2.00 |  |  |  |  |  |");
+    assert_eq!(rows[2], "| ours | 1 | 3.00 | 1.00 | 3.00 |  |  |  |  |  |");
+    assert_eq!(rows[3], "| all of decode and prefill | 4 | 3.36 | 1.00 | 3.36 | 4.00 | 1.00 | 0.50 | a2 | y 2, x 1 |");
+}
+
+#[test]
+fn tables_are_aligned() {
+    let mut table = Table::new(&["name", "µs"]);
+    table.row(vec!["longest".to_owned(), "10.5".to_owned()]);
+    assert_eq!(table.to_string(), "name       µs\nlongest  10.5\n");
+    assert_eq!(table.markdown(), "| name | µs |\n|---|---|\n| longest | 10.5 |\n");
+}
+
+#[test]
+fn of_several_results_the_first_counts() {
+    let entry = |id: &str, peer: &str, us| Entry {
+        id: id.to_owned(),
+        peer: peer.to_owned(),
+        cold_us: Some(us),
+        ..Entry::default()
+    };
+    let mut others = Others::default();
+    others.add(vec![entry("w", "x", 5.0), entry("w", "aril", 1.0), entry("w", "torch_loop", 1.0)]);
+    assert_eq!(others.fastest("w"), Some(("x", 5.0)));
+    others.add(vec![entry("w", "x", 2.0), entry("w", "y", 4.0), entry("v", "x", 3.0)]);
+    assert_eq!(others.fastest("w"), Some(("y", 4.0)));
+    assert_eq!((others.fastest("v"), others.fastest("u")), (Some(("x", 3.0)), None));
 }
 
 #[test]

@@ -11,6 +11,7 @@ pub mod layer;
 pub mod noise;
 pub mod own;
 pub mod report;
+pub mod results;
 pub mod workload;
 
 /// Benchmarks stop at what they did not expect.

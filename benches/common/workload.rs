@@ -50,7 +50,7 @@ pub enum Operation {
 
 /// What any implementation must move: the factors of every adapter in use, x and y of every token that has one. Of an embedding's
 /// A that is one row for a token, and its x are ids.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Bytes {
     #[serde(rename = "w_bytes")]
     pub weights: usize,
@@ -139,7 +139,7 @@ impl Workload {
         let tokens = self.num_tokens();
         match self.suite {
             Suite::Own => self.tag.clone(),
-            Suite::Prefill => format!("prefill {} T={tokens}", self.layer),
+            Suite::Prefill => format!("prefill T={tokens}"),
             Suite::Decode => {
                 let size = match tokens {
                     0..=16 => "T<=16",

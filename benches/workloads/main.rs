@@ -11,23 +11,23 @@
 mod common;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     time::{Duration, Instant},
 };
 
 use aril::cuda::LaunchError;
 use clap::{Parser, ValueEnum};
-use serde::{Deserialize, Serialize};
 
 use common::{
     Result, ceilings,
     layer::{COLD_BYTES, Layer, MAX_ERROR, Stage, weight_elems},
     own::own,
-    report::{Figures, Table},
-    workload::{self, Bytes, Suite, Workload},
+    report::{Classes, Figures},
+    results::{Entry, Info, Others, PEER, Results},
+    workload::{self, Suite, Workload},
 };
 
 const REPLAYS: usize = 20;
@@ -61,9 +61,19 @@ struct Cli {
     /// Another list of workloads than the one built in.
     #[arg(long)]
     workloads: Option<PathBuf>,
-    /// Results of others on the same kind of device, for the table.
+    /// Results of others on the same kind of device, for the table. May be repeated: what several files have is taken from the
+    /// first.
     #[arg(long)]
-    against: Option<PathBuf>,
+    against: Vec<PathBuf>,
+    /// Print the table of these results, and measure nothing.
+    #[arg(long)]
+    table: Option<PathBuf>,
+    /// Print the table in Markdown.
+    #[arg(long)]
+    markdown: bool,
+    /// Print a row for each layer of a class.
+    #[arg(long)]
+    by_layer: bool,
     /// What cargo passes.
     #[arg(long, hide = true)]
     bench: bool,
@@ -87,109 +97,19 @@ impl SuiteName {
     }
 }
 
-/// The schema that all libraries' results have.
-#[derive(Debug, Default, Serialize)]
-struct Results {
-    meta: Meta,
-    ceilings: BTreeMap<String, f64>,
-    dense: Vec<Entry>,
-    info: BTreeMap<String, Info>,
-    failures: Vec<Failure>,
-}
-
-#[derive(Debug, Default, Serialize)]
-struct Meta {
-    gpu: String,
-    aril: &'static str,
-    replays: usize,
-    cold_bytes: usize,
-    seconds: f64,
-    not_reached: Vec<String>,
-}
-
-#[derive(Debug, Deserialize, Serialize)]
-struct Entry {
-    id: String,
-    peer: String,
-    err: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    reps: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cold_us: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cold_min: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cold_max: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    warm_us: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    note: Option<String>,
-}
-
-#[derive(Debug, Serialize)]
-struct Info {
-    #[serde(flatten)]
-    bytes: Bytes,
-    flops: usize,
-    sets: usize,
-}
-
-#[derive(Debug, Serialize)]
-struct Failure {
-    id: String,
-    peer: &'static str,
-    kind: &'static str,
-    msg: String,
-}
-
-const PEER: &str = "aril";
-
 fn main() -> Result<ExitCode> {
     let cli = Cli::parse();
     let workloads = chosen(&cli)?;
     if workloads.is_empty() {
         return Err("no workload is asked for".into());
     }
-    let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
-    let stage = Stage::new(&workloads, weight_elems(&workloads))?;
-    let mut results = Results::default();
-    results.meta.gpu = stage.gpu.context.name()?;
-    results.meta.aril = env!("CARGO_PKG_VERSION");
-    results.meta.replays = REPLAYS;
-    results.meta.cold_bytes = COLD_BYTES;
-    results.ceilings = ceilings::measure(&stage.gpu)?;
-    println!("{}, {} workloads", results.meta.gpu, workloads.len());
-    results.ceilings.iter().for_each(|(name, value)| println!("{name:<32}{value:>10.2}"));
-
-    let mut saved = Instant::now();
-    for (index, workload) in workloads.iter().enumerate() {
-        if start.elapsed() > budget {
-            results.meta.not_reached = workloads[index..].iter().map(|workload| workload.id.clone()).collect();
-            break;
-        }
-        if let Err(error) = run(&stage, workload, &cli, &mut results) {
-            let kind = match error.downcast_ref::<LaunchError>() {
-                Some(LaunchError::Plan(_)) => "unsupported",
-                _ => "error",
-            };
-            results.fail(workload, kind, error.to_string());
-        }
-        if let Err(error) = stage.gpu.synchronize() {
-            println!("the device is lost after {}: {error}", workload.id);
-            results.meta.not_reached = workloads[index + 1..].iter().map(|workload| workload.id.clone()).collect();
-            break;
-        }
-        if saved.elapsed() > Duration::from_secs(20) {
-            results.save(&cli.out)?;
-            saved = Instant::now();
-        }
-    }
-    results.meta.seconds = start.elapsed().as_secs_f64();
-    results.save(&cli.out)?;
-    let (failures, not_reached) = (results.failures.len(), results.meta.not_reached.len());
-    println!("\n{} measured, {failures} failed, {not_reached} not reached\n", results.dense.len());
-    println!("{}", table(&results, &workloads, &peers(cli.against.as_deref())?));
-    Ok(if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let results = match &cli.table {
+        Some(path) => Results::load(path)?,
+        None => measure(&cli, &workloads)?,
+    };
+    let table = classes(&results, &workloads, &Others::load(&cli.against)?, cli.by_layer).table();
+    println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
+    Ok(if results.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
@@ -206,18 +126,60 @@ fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
     Ok(if cli.quick { workload::quick(workloads) } else { workloads })
 }
 
+/// Measures all, and saves the results.
+fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
+    let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
+    let stage = Stage::new(workloads, weight_elems(workloads))?;
+    let mut results = Results::default();
+    results.meta.gpu = stage.gpu.context.name()?;
+    results.meta.aril = env!("CARGO_PKG_VERSION").to_owned();
+    results.meta.replays = REPLAYS;
+    results.meta.cold_bytes = COLD_BYTES;
+    results.ceilings = ceilings::measure(&stage.gpu)?;
+    println!("{}, {} workloads", results.meta.gpu, workloads.len());
+    results.ceilings.iter().for_each(|(name, value)| println!("{name:<32}{value:>10.2}"));
+
+    let mut saved = Instant::now();
+    for (index, workload) in workloads.iter().enumerate() {
+        if start.elapsed() > budget {
+            results.meta.not_reached = workloads[index..].iter().map(|workload| workload.id.clone()).collect();
+            break;
+        }
+        if let Err(error) = run(&stage, workload, cli, &mut results) {
+            let kind = match error.downcast_ref::<LaunchError>() {
+                Some(LaunchError::Plan(_)) => "unsupported",
+                _ => "error",
+            };
+            results.fail(&workload.id, kind, error.to_string());
+        }
+        if let Err(error) = stage.gpu.synchronize() {
+            println!("the device is lost after {}: {error}", workload.id);
+            results.meta.not_reached = workloads[index + 1..].iter().map(|workload| workload.id.clone()).collect();
+            break;
+        }
+        if saved.elapsed() > Duration::from_secs(20) {
+            results.save(&cli.out)?;
+            saved = Instant::now();
+        }
+    }
+    results.meta.seconds = start.elapsed().as_secs_f64();
+    results.save(&cli.out)?;
+    let (failures, not_reached) = (results.failures.len(), results.meta.not_reached.len());
+    println!("\n{} measured, {failures} failed, {not_reached} not reached\n", results.dense.len());
+    Ok(results)
+}
+
 fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> Result<()> {
     let layer = Layer::new(stage, workload)?;
     let info = Info { bytes: workload.bytes(), flops: workload.flops(), sets: layer.num_sets() };
     results.info.insert(workload.id.clone(), info);
     let err = layer.check()?;
     if err.is_nan() || err >= MAX_ERROR {
-        results.fail(workload, "wrong", format!("relative error {err:.3e}"));
+        results.fail(&workload.id, "wrong", format!("relative error {err:.3e}"));
         return Ok(());
     }
     let (id, peer, note) = (workload.id.clone(), PEER.to_owned(), layer.plan());
-    let mut entry =
-        Entry { id, peer, err, reps: None, cold_us: None, cold_min: None, cold_max: None, warm_us: None, note };
+    let mut entry = Entry { id, peer, err, note, ..Entry::default() };
     if !cli.no_time {
         let reps = layer.repetitions(layer.num_sets())?;
         let cold = layer.time(reps, true, REPLAYS)?;
@@ -233,47 +195,17 @@ fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> 
     Ok(())
 }
 
-impl Results {
-    fn fail(&mut self, workload: &Workload, kind: &'static str, msg: String) {
-        println!("{kind}: {}: {msg}", workload.id);
-        self.failures.push(Failure { id: workload.id.clone(), peer: PEER, kind, msg });
-    }
-
-    /// Never leaves half a file.
-    fn save(&self, path: &Path) -> Result<()> {
-        let part = path.with_extension("part");
-        fs::write(&part, serde_json::to_vec(self)?)?;
-        Ok(fs::rename(part, path)?)
-    }
-}
-
-/// The fastest of others, by workload. Loops over a framework's operations are no peers.
-fn peers(path: Option<&Path>) -> Result<HashMap<String, f64>> {
-    #[derive(Deserialize)]
-    struct File {
-        dense: Vec<Entry>,
-    }
-    let mut best = HashMap::new();
-    let Some(path) = path else { return Ok(best) };
-    let file: File = serde_json::from_slice(&fs::read(path)?)?;
-    for entry in file.dense {
-        let Some(us) = entry.cold_us else { continue };
-        if !entry.peer.starts_with("torch_") && entry.peer != PEER {
-            let best = best.entry(entry.id).or_insert(us);
-            *best = us.min(*best);
-        }
-    }
-    Ok(best)
-}
-
-fn table(results: &Results, workloads: &[Workload], peers: &HashMap<String, f64>) -> Table {
+/// What was measured of `workloads`, by class.
+fn classes(results: &Results, workloads: &[Workload], others: &Others, by_layer: bool) -> Classes {
     let by_id: HashMap<&str, &Workload> = workloads.iter().map(|workload| (workload.id.as_str(), workload)).collect();
     let rate = results.ceilings["hbm_read_GBps"].max(results.ceilings["hbm_copy_GBps"]);
-    let mut table = Table::default();
-    for entry in &results.dense {
-        let (Some(us), workload) = (entry.cold_us, by_id[entry.id.as_str()]) else { continue };
-        let floor_us = workload.bytes().floor_us(rate);
-        table.add(workload.class(), Figures { us, floor_us, peer_us: peers.get(&entry.id).copied() });
+    let mut classes = Classes::default();
+    for Entry { id, cold_us, .. } in &results.dense {
+        let (Some(us), Some(workload)) = (*cold_us, by_id.get(id.as_str())) else { continue };
+        let class = if by_layer { format!("{}, {}", workload.class(), workload.layer) } else { workload.class() };
+        let fastest = others.fastest(id).map(|(name, us)| (name.to_owned(), us));
+        let figures = Figures { id: id.clone(), us, floor_us: workload.bytes().floor_us(rate), fastest };
+        classes.add(workload.suite, class, figures);
     }
-    table
+    classes
 }
