@@ -15,9 +15,9 @@ use aril::{
 use common::{
     data::{Data, SetLayout, checked_tokens},
     noise::Noise,
-    own::own,
-    report::{Classes, Figures, Table, geometric_mean, median},
-    results::{Entry, Others},
+    own::{own, with_base},
+    report::{Classes, Figures, Table, added, geometric_mean, median},
+    results::{Added, Entry, Others},
     workload::{BUILT_IN, Operation, Suite, Workload, parse, quick},
 };
 use half::bf16;
@@ -86,6 +86,26 @@ fn our_own_workloads_are_of_many_kinds() {
     assert_eq!((embedding.weights, embedding.x), ((64 * 16 + 8 * 4096 * 16) * 2, 64 * 4));
     assert_eq!(of("own/qwen3-8b/qkv/r16/t4096/none").bytes().total(), 0);
     assert!((3..=12).contains(&quick(workloads).len()));
+}
+
+#[test]
+fn layers_with_their_base_are_of_two_models_and_all_batch_sizes() {
+    let workloads = with_base().unwrap();
+    assert_eq!(workloads.len(), 2 * 4 * 10 * 2);
+    let of = |id: &str| workloads.iter().find(|workload| workload.id == id).unwrap();
+    let (decode, prefill) = (of("layer/qwen3-32b/o/r16/t32/uniform8"), of("layer/qwen3-8b/down/r64/t8192/uniform8"));
+    assert_eq!((decode.in_features, decode.out_features()), (8192, 5120));
+    assert!(!decode.slots.is_sorted() && prefill.slots.is_sorted());
+    assert_eq!(of("layer/qwen3-8b/qkv/r16/t1/uniform1").num_slots(), 1);
+    let table = added(&[
+        (decode, &Added { id: String::new(), gemm_us: 20.0, added_us: [("after".to_owned(), 5.0)].into() }),
+        (prefill, &Added { id: String::new(), gemm_us: 400.0, added_us: [("side".to_owned(), -1.0)].into() }),
+    ]);
+    let text = table.markdown();
+    let rows: Vec<&str> = text.lines().collect();
+    assert_eq!(rows[0], "| layer | T | rank | GEMM, µs | after, µs | after, % | side, µs | side, % |");
+    assert_eq!(rows[2], "| qwen3-32b o | 32 | 16 | 20.0 | +5.0 | +25.0 |  |  |");
+    assert_eq!(rows[3], "| qwen3-8b down | 8192 | 64 | 400.0 |  |  | -1.0 | -0.2 |");
 }
 
 #[test]

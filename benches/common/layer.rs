@@ -23,11 +23,11 @@ pub const MAX_ERROR: f64 = 2e-2;
 /// The data that workloads run on, made once.
 pub struct Stage {
     pub gpu: Gpu,
-    data: Data,
-    weights: Memory,
-    inputs: Memory,
+    pub data: Data,
+    pub weights: Memory,
+    pub inputs: Memory,
     bases: Memory,
-    y: Memory,
+    pub y: Memory,
 }
 
 impl Stage {
@@ -47,17 +47,16 @@ impl Stage {
     }
 }
 
-/// What the sets of adapters of any of these workloads take.
-pub fn weight_elems(workloads: &[Workload]) -> usize {
-    let elems = |workload| num_cold_sets(workload) * SetLayout::new(workload).elems;
-    workloads.iter().map(elems).max().unwrap_or(0)
+/// What a workload's sets of adapters take.
+pub fn weight_elems(workload: &Workload) -> usize {
+    num_cold_sets(workload) * SetLayout::new(workload).elems
 }
 
 fn num_cold_sets(workload: &Workload) -> usize {
     COLD_BYTES.div_ceil(workload.bytes().weights.max(1)).min(MAX_SETS)
 }
 
-fn elem_bytes(elems: usize) -> usize {
+pub fn elem_bytes(elems: usize) -> usize {
     elems * size_of::<bf16>()
 }
 
@@ -96,7 +95,7 @@ impl<'a> Layer<'a> {
         let kernel = Kernel::new(gpu, workload, capacity)?;
 
         let (layout, num_sets) = (SetLayout::new(workload), num_cold_sets(workload));
-        if num_sets * elem_bytes(layout.elems) > stage.weights.bytes {
+        if elem_bytes(weight_elems(workload)) > stage.weights.bytes {
             return Err("the stage was made for other workloads".into());
         }
         let ranks = workload.ranks.iter().flat_map(|&rank| repeat_n(i32::try_from(rank), workload.out_slices.len()));
@@ -147,24 +146,58 @@ impl<'a> Layer<'a> {
 
     /// Enqueues the operation with the adapters of a set.
     pub fn add_delta(&self, set: usize) -> Result<()> {
-        let Self { stage: Stage { gpu, inputs, y, .. }, workload, batch, .. } = self;
-        let (tokens, num_entries) = (workload.num_tokens(), workload.out_slices.len());
-        let y = raw::MatrixMut::new::<bf16>(y.address, tokens, workload.out_features());
-        let table_bytes = self.layout.factors.len() * size_of::<raw::Descriptor>();
-        let table = self.tables.address + (set % self.num_sets * table_bytes) as u64;
-        let weights = raw::LayerWeights::new(table, workload.num_slots(), num_entries, 0, workload.max_rank());
+        let (stream, weights, batch) = (self.stage.gpu.raw_stream(), self.weights(set), self.batch);
         match &self.kernel {
             Kernel::Embedding { embedding, ids } => {
                 // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
-                unsafe { embedding.add_delta(ids.address, y, weights, *batch, gpu.raw_stream()) }?;
+                unsafe { embedding.add_delta(ids.address, self.y(), weights, batch, stream) }?;
             }
             Kernel::Linear { linear, workspace } => {
-                let x = raw::MatrixRef::new::<bf16>(inputs.address, tokens, workload.in_features);
                 // SAFETY: as above.
-                unsafe { linear.add_delta(x, y, weights, *batch, workspace.region(), gpu.raw_stream()) }?;
+                unsafe { linear.add_delta(self.x(), self.y(), weights, batch, workspace.region(), stream) }?;
             }
         }
         Ok(())
+    }
+
+    /// Enqueues the first half of a linear layer's operation on a stream that the caller orders.
+    pub fn shrink(&self, set: usize, stream: raw::Stream) -> Result<()> {
+        let (linear, workspace) = self.linear()?;
+        // SAFETY: as above, but for the stream, which the caller orders before `expand`.
+        Ok(unsafe { linear.shrink(self.x(), self.weights(set), self.batch, workspace.region(), stream) }?)
+    }
+
+    /// Enqueues the second half.
+    pub fn expand(&self, set: usize) -> Result<()> {
+        let (linear, workspace) = self.linear()?;
+        let stream = self.stage.gpu.raw_stream();
+        // SAFETY: as above.
+        Ok(unsafe { linear.expand(self.y(), self.weights(set), self.batch, workspace.region(), stream) }?)
+    }
+
+    fn linear(&self) -> Result<(&raw::LoraLinear, &Memory)> {
+        match &self.kernel {
+            Kernel::Embedding { .. } => Err("an embedding is one kernel".into()),
+            Kernel::Linear { linear, workspace } => Ok((linear, workspace)),
+        }
+    }
+
+    fn x(&self) -> raw::MatrixRef {
+        let Self { stage, workload, .. } = self;
+        raw::MatrixRef::new::<bf16>(stage.inputs.address, workload.num_tokens(), workload.in_features)
+    }
+
+    fn y(&self) -> raw::MatrixMut {
+        let Self { stage, workload, .. } = self;
+        raw::MatrixMut::new::<bf16>(stage.y.address, workload.num_tokens(), workload.out_features())
+    }
+
+    fn weights(&self, set: usize) -> raw::LayerWeights {
+        let Self { workload, layout, .. } = self;
+        let table_bytes = layout.factors.len() * size_of::<raw::Descriptor>();
+        let table = self.tables.address + (set % self.num_sets * table_bytes) as u64;
+        let num_entries = workload.out_slices.len();
+        raw::LayerWeights::new(table, workload.num_slots(), num_entries, 0, workload.max_rank())
     }
 
     /// Runs once and compares with the reference: the relative error of the deltas of some tokens, all slices. Fails where a
@@ -175,7 +208,7 @@ impl<'a> Layer<'a> {
         gpu.copy(y.address, bases.address, elem_bytes(slots.len() * cols))?;
         let set = self.num_sets - 1;
         self.add_delta(set)?;
-        let row = |token: usize| gpu.read::<bf16>(y.address + elem_bytes(token * cols) as u64, cols);
+        let row = |token| self.row(token);
         for token in (0..slots.len()).filter(|&token| slots[token].index().is_none()) {
             if !row(token)?.into_iter().eq(data.bases.range(token * cols, cols)) {
                 return Err(format!("token {token} has no adapter, but its output was changed").into());
@@ -183,6 +216,12 @@ impl<'a> Layer<'a> {
         }
         let rows = checked_tokens(slots).into_iter().map(|token| Ok((token, row(token)?)));
         Ok(data.error(self.workload, set * self.layout.elems, &rows.collect::<Result<BTreeMap<_, _>>>()?))
+    }
+
+    /// A token's row of y.
+    pub fn row(&self, token: usize) -> Result<Vec<bf16>> {
+        let cols = self.workload.out_features();
+        self.stage.gpu.read(self.stage.y.address + elem_bytes(token * cols) as u64, cols)
     }
 
     /// A graph of `count` operations, with the sets in turn or with the first one each time.
@@ -227,7 +266,8 @@ impl Kernel {
     }
 }
 
-fn repetitions(num_sets: usize, us: f64) -> usize {
+/// Operations for a graph: each of `num_sets` at least once, and enough to time if one takes so long.
+pub fn repetitions(num_sets: usize, us: f64) -> usize {
     // A cast saturates, and the clamp is meant.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
     let wanted = (600.0 / us.max(1.0)).ceil().clamp(4.0, 48.0) as usize;

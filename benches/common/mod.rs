@@ -7,6 +7,8 @@ pub mod data;
 #[cfg(feature = "cuda")]
 pub mod device;
 #[cfg(feature = "cuda")]
+pub mod gemm;
+#[cfg(feature = "cuda")]
 pub mod layer;
 pub mod noise;
 pub mod own;

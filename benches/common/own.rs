@@ -16,10 +16,7 @@ const MIXED_RANKS: [usize; 5] = [8, 16, 32, 64, 128];
 /// All of them, on layers of Qwen3-8B.
 pub fn own() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
-    let layer = |layer: &str| {
-        let found = list.iter().find(|workload| workload.model == "qwen3-8b" && workload.layer == layer);
-        found.cloned().ok_or_else(|| format!("there is no layer {layer}"))
-    };
+    let layer = |layer| find(&list, "qwen3-8b", layer);
     let (qkv, o, gate_up) = (layer("qkv")?, layer("o")?, layer("gate_up")?);
     let lm_head = Workload { layer: "lm_head".to_owned(), in_features: HIDDEN, out_slices: vec![VOCAB], ..o.clone() };
     let embedding = Workload {
@@ -33,6 +30,35 @@ pub fn own() -> Result<Vec<Workload>> {
     workloads.extend(resident(&o));
     workloads.extend(vocabulary(&lm_head, &embedding));
     workloads.extend(idle(&qkv));
+    Ok(workloads)
+}
+
+/// The layers of two models, with the base layer's matrix multiplication: 8 adapters, or one for each of fewer tokens. Up to 256
+/// tokens they are scattered, as in decode; above, each has its tokens in a row, as prompts do.
+pub fn with_base() -> Result<Vec<Workload>> {
+    let list = workload::parse(workload::BUILT_IN)?;
+    let mut workloads = Vec::new();
+    for model in ["qwen3-8b", "qwen3-32b"] {
+        for name in ["qkv", "o", "gate_up", "down"] {
+            let layer = find(&list, model, name)?;
+            for rank in [16, 64] {
+                for tokens in [1, 8, 32, 64, 128, 256, 512, 2048, 4096, 8192_u16] {
+                    let num_slots = tokens.min(8);
+                    let mut slots = scattered(tokens, 0..num_slots);
+                    if tokens > 256 {
+                        slots.sort();
+                    }
+                    let id = format!("r{rank}/t{tokens}/uniform{num_slots}");
+                    let workload = workload(&layer, "", &id, vec![rank; num_slots.into()], slots);
+                    workloads.push(Workload {
+                        id: workload.id.replacen("own", "layer", 1),
+                        suite: Suite::Layer,
+                        ..workload
+                    });
+                }
+            }
+        }
+    }
     Ok(workloads)
 }
 
@@ -92,6 +118,11 @@ fn idle(layer: &Workload) -> Vec<Workload> {
         workload(layer, "no adapter in use", &format!("r16/t{tokens}/none"), vec![16; 8], vec![Slot::BASE; tokens])
     };
     [1, 64, 4096].map(of).to_vec()
+}
+
+fn find(list: &[Workload], model: &str, layer: &str) -> Result<Workload> {
+    let found = list.iter().find(|workload| workload.model == model && workload.layer == layer);
+    found.cloned().ok_or_else(|| format!("there is no layer {layer} of {model}").into())
 }
 
 /// `layer` with other adapters.

@@ -1,8 +1,15 @@
 //! Averages and the table of them.
 
-use std::{cmp::Reverse, collections::BTreeMap, fmt};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
-use super::workload::Suite;
+use super::{
+    results::Added,
+    workload::{Suite, Workload},
+};
 
 /// The middle one, or the mean of the two in the middle.
 pub fn median(values: &mut [f64]) -> f64 {
@@ -100,6 +107,31 @@ fn against(figures: &[Figures]) -> [String; 5] {
     [format!("{us:.2}"), format!("{ratio:.2}"), format!("{worst:.2}"), id.to_owned(), names.join(", ")]
 }
 
+/// What LoRA adds to layers, a row for each.
+pub fn added(layers: &[(&Workload, &Added)]) -> Table {
+    let modes: BTreeSet<&str> =
+        layers.iter().flat_map(|(_, added)| added.added_us.keys()).map(String::as_str).collect();
+    let columns: Vec<[String; 2]> = modes.iter().map(|mode| [format!("{mode}, µs"), format!("{mode}, %")]).collect();
+    let columns: Vec<&str> = columns.iter().flatten().map(String::as_str).collect();
+    let mut table = Table::new(&[&["layer", "T", "rank", "GEMM, µs"], columns.as_slice()].concat());
+    for (workload, Added { gemm_us, added_us, .. }) in layers {
+        let mut row = vec![
+            format!("{} {}", workload.model, workload.layer),
+            workload.num_tokens().to_string(),
+            workload.max_rank().to_string(),
+            format!("{gemm_us:.1}"),
+        ];
+        for mode in &modes {
+            row.extend(match added_us.get(*mode) {
+                Some(us) => [format!("{us:+.1}"), format!("{:+.1}", 100.0 * us / gemm_us)],
+                None => Default::default(),
+            });
+        }
+        table.row(row);
+    }
+    table
+}
+
 /// Rows of words, the first of them headings.
 #[derive(Debug)]
 pub struct Table {
@@ -109,6 +141,11 @@ pub struct Table {
 impl Table {
     pub fn new(header: &[&str]) -> Self {
         Self { rows: vec![header.iter().map(|&word| word.to_owned()).collect()] }
+    }
+
+    /// Whether there are headings only.
+    pub fn is_empty(&self) -> bool {
+        self.rows.len() == 1
     }
 
     pub fn row(&mut self, row: Vec<String>) {

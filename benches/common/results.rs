@@ -20,6 +20,8 @@ pub struct Results {
     pub dense: Vec<Entry>,
     pub info: BTreeMap<String, Info>,
     pub failures: Vec<Failure>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer: Vec<Added>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -57,6 +59,14 @@ pub struct Info {
     pub bytes: Bytes,
     pub flops: usize,
     pub sets: usize,
+}
+
+/// What LoRA adds to a layer's matrix multiplication, by how they go together.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct Added {
+    pub id: String,
+    pub gemm_us: f64,
+    pub added_us: BTreeMap<String, f64>,
 }
 
 #[derive(Debug, Deserialize, Serialize)]

@@ -40,6 +40,8 @@ pub enum Suite {
     Prefill,
     /// Not in the list that others are measured on.
     Own,
+    /// With the base layer's matrix multiplication.
+    Layer,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -138,7 +140,7 @@ impl Workload {
     pub fn class(&self) -> String {
         let tokens = self.num_tokens();
         match self.suite {
-            Suite::Own => self.tag.clone(),
+            Suite::Own | Suite::Layer => self.tag.clone(),
             Suite::Prefill => format!("prefill T={tokens}"),
             Suite::Decode => {
                 let size = match tokens {

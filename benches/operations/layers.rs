@@ -41,7 +41,8 @@ fn workloads() -> Result<Vec<Workload>> {
 
 fn layers(criterion: &mut Criterion) {
     let workloads = workloads().expect("the lists have them");
-    let stage = Stage::new(&workloads, weight_elems(&workloads)).expect("there is a GPU with 8 GB");
+    let weight_elems = workloads.iter().map(weight_elems).max().expect("there are some");
+    let stage = Stage::new(&workloads, weight_elems).expect("there is a GPU with 8 GB");
     let mut group = criterion.benchmark_group("layers/bf16");
     group.sample_size(20).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
     for workload in &workloads {

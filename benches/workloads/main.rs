@@ -6,7 +6,10 @@
 //!
 //! Writes the results as JSON, and ends with a table of geometric means by class. The floor of a workload is what its bytes take
 //! at the rate at which this device reads memory, measured in the same run, and never less than a launch.
+//!
+//! Other suites, when asked for: what LoRA adds to the time of a whole layer ([`added`]).
 
+mod added;
 #[path = "../common/mod.rs"]
 mod common;
 
@@ -21,11 +24,12 @@ use std::{
 use aril::cuda::LaunchError;
 use clap::{Parser, ValueEnum};
 
+use added::Base;
 use common::{
     Result, ceilings,
-    layer::{COLD_BYTES, Layer, MAX_ERROR, Stage, weight_elems},
-    own::own,
-    report::{Classes, Figures},
+    layer::{self, COLD_BYTES, Layer, MAX_ERROR, Stage},
+    own::{own, with_base},
+    report::{self, Classes, Figures},
     results::{Entry, Info, Others, PEER, Results},
     workload::{self, Suite, Workload},
 };
@@ -85,6 +89,8 @@ enum SuiteName {
     Prefill,
     /// What others are not measured on.
     Own,
+    /// What LoRA adds to a layer's matrix multiplication.
+    Layer,
 }
 
 impl SuiteName {
@@ -93,6 +99,7 @@ impl SuiteName {
             Self::Decode => Suite::Decode,
             Self::Prefill => Suite::Prefill,
             Self::Own => Suite::Own,
+            Self::Layer => Suite::Layer,
         }
     }
 }
@@ -107,8 +114,13 @@ fn main() -> Result<ExitCode> {
         Some(path) => Results::load(path)?,
         None => measure(&cli, &workloads)?,
     };
-    let table = classes(&results, &workloads, &Others::load(&cli.against)?, cli.by_layer).table();
-    println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
+    let by_id: HashMap<&str, &Workload> = workloads.iter().map(|workload| (workload.id.as_str(), workload)).collect();
+    let classes = classes(&results, &by_id, &Others::load(&cli.against)?, cli.by_layer).table();
+    let layers = results.layer.iter().filter_map(|added| Some((*by_id.get(added.id.as_str())?, added)));
+    let layers = report::added(&layers.collect::<Vec<_>>());
+    for table in [classes, layers].iter().filter(|table| !table.is_empty()) {
+        println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
+    }
     Ok(if results.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -118,6 +130,7 @@ fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
         None => workload::parse(workload::BUILT_IN)?,
     };
     workloads.extend(own()?);
+    workloads.extend(with_base()?);
     workloads.retain(|workload| {
         cli.suite.iter().any(|suite| suite.suite() == workload.suite)
             && workload.id.contains(&cli.only)
@@ -129,7 +142,13 @@ fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
 /// Measures all, and saves the results.
 fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
     let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
-    let stage = Stage::new(workloads, weight_elems(workloads))?;
+    let weight_elems = workloads.iter().map(|workload| match workload.suite {
+        Suite::Layer => added::weight_elems(workload),
+        _ => layer::weight_elems(workload),
+    });
+    let stage = Stage::new(workloads, weight_elems.max().unwrap_or(0))?;
+    let is_with_base = workloads.iter().any(|workload| workload.suite == Suite::Layer);
+    let base = is_with_base.then(|| Base::new(&stage.gpu)).transpose()?;
     let mut results = Results::default();
     results.meta.gpu = stage.gpu.context.name()?;
     results.meta.aril = env!("CARGO_PKG_VERSION").to_owned();
@@ -145,7 +164,11 @@ fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
             results.meta.not_reached = workloads[index..].iter().map(|workload| workload.id.clone()).collect();
             break;
         }
-        if let Err(error) = run(&stage, workload, cli, &mut results) {
+        let measured = match (&base, workload.suite) {
+            (Some(base), Suite::Layer) => base.measure(&stage, workload, cli.no_time, &mut results),
+            _ => run(&stage, workload, cli, &mut results),
+        };
+        if let Err(error) = measured {
             let kind = match error.downcast_ref::<LaunchError>() {
                 Some(LaunchError::Plan(_)) => "unsupported",
                 _ => "error",
@@ -165,7 +188,8 @@ fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
     results.meta.seconds = start.elapsed().as_secs_f64();
     results.save(&cli.out)?;
     let (failures, not_reached) = (results.failures.len(), results.meta.not_reached.len());
-    println!("\n{} measured, {failures} failed, {not_reached} not reached\n", results.dense.len());
+    let measured = results.dense.len() + results.layer.len();
+    println!("\n{measured} measured, {failures} failed, {not_reached} not reached\n");
     Ok(results)
 }
 
@@ -196,12 +220,11 @@ fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> 
 }
 
 /// What was measured of `workloads`, by class.
-fn classes(results: &Results, workloads: &[Workload], others: &Others, by_layer: bool) -> Classes {
-    let by_id: HashMap<&str, &Workload> = workloads.iter().map(|workload| (workload.id.as_str(), workload)).collect();
+fn classes(results: &Results, workloads: &HashMap<&str, &Workload>, others: &Others, by_layer: bool) -> Classes {
     let rate = results.ceilings["hbm_read_GBps"].max(results.ceilings["hbm_copy_GBps"]);
     let mut classes = Classes::default();
     for Entry { id, cold_us, .. } in &results.dense {
-        let (Some(us), Some(workload)) = (*cold_us, by_id.get(id.as_str())) else { continue };
+        let (Some(us), Some(workload)) = (*cold_us, workloads.get(id.as_str())) else { continue };
         let class = if by_layer { format!("{}, {}", workload.class(), workload.layer) } else { workload.class() };
         let fastest = others.fastest(id).map(|(name, us)| (name.to_owned(), us));
         let figures = Figures { id: id.clone(), us, floor_us: workload.bytes().floor_us(rate), fastest };
