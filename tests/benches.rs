@@ -15,9 +15,9 @@ use aril::{
 use common::{
     data::{Data, SetLayout, checked_tokens},
     noise::Noise,
-    own::{own, with_base},
-    report::{Classes, Figures, Table, added, geometric_mean, median},
-    results::{Added, Entry, Others},
+    own::{launched, own, with_base},
+    report::{Classes, Figures, Table, added, geometric_mean, host, median},
+    results::{Added, Entry, HostCost, Others},
     workload::{BUILT_IN, Operation, Suite, Workload, parse, quick},
 };
 use half::bf16;
@@ -109,6 +109,16 @@ fn layers_with_their_base_are_of_two_models_and_all_batch_sizes() {
 }
 
 #[test]
+fn the_host_has_a_table_with_what_is_wanted() {
+    let workloads = launched().unwrap();
+    let cost = HostCost { id: String::new(), plan_us: 0.1, operands_us: 0.25, add_delta_us: 4.0 };
+    let text = host(&[(&workloads[0], &cost)]).markdown();
+    let rows: Vec<&str> = text.lines().skip(2).collect();
+    assert_eq!(rows, ["| qwen3-8b qkv | 1 | 0.10 | 0.25 | 4.00 |", "| at most, wanted |  |  | 2 | 3 |"]);
+    assert!(host(&[]).is_empty());
+}
+
+#[test]
 fn floors_end_at_a_launch() {
     let workloads = parse(BUILT_IN).unwrap();
     let one = workloads[0].bytes();
@@ -143,7 +153,7 @@ fn the_table_has_a_row_per_class_and_one_for_all() {
     assert_eq!(rows[1], "| a | 3 | 4.00 | 1.00 | 4.00 | 4.00 | 1.00 | 0.50 | a2 | y 2, x 1 |");
     assert_eq!(rows[0], "| b | 1 | 2.00 | 1.00 | 2.00 |  |  |  |  |  |");
     assert_eq!(rows[2], "| ours | 1 | 3.00 | 1.00 | 3.00 |  |  |  |  |  |");
-    assert_eq!(rows[3], "| all of decode and prefill | 4 | 3.36 | 1.00 | 3.36 | 4.00 | 1.00 | 0.50 | a2 | y 2, x 1 |");
+    assert_eq!(rows[3], "| all of workloads.json | 4 | 3.36 | 1.00 | 3.36 | 4.00 | 1.00 | 0.50 | a2 | y 2, x 1 |");
 }
 
 #[test]

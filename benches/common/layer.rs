@@ -66,7 +66,7 @@ pub struct Layer<'a> {
     workload: &'a Workload,
     kernel: Kernel,
     batch: raw::RoutedBatch,
-    _routing: raw::Routing,
+    routing: raw::Routing,
     _routing_memory: Memory,
     tables: Memory,
     layout: SetLayout,
@@ -119,17 +119,7 @@ impl<'a> Layer<'a> {
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }?;
         // SAFETY: the stream is alive and not capturing.
         let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
-        Ok(Self {
-            stage,
-            workload,
-            kernel,
-            batch,
-            _routing: routing,
-            _routing_memory: routing_memory,
-            tables,
-            layout,
-            num_sets,
-        })
+        Ok(Self { stage, workload, kernel, batch, routing, _routing_memory: routing_memory, tables, layout, num_sets })
     }
 
     pub fn num_sets(&self) -> usize {
@@ -146,15 +136,25 @@ impl<'a> Layer<'a> {
 
     /// Enqueues the operation with the adapters of a set.
     pub fn add_delta(&self, set: usize) -> Result<()> {
-        let (stream, weights, batch) = (self.stage.gpu.raw_stream(), self.weights(set), self.batch);
+        self.add_delta_to(self.workload.num_tokens(), self.batch, set)
+    }
+
+    /// All that this costs the host but the launches: to a batch of no tokens it launches nothing.
+    pub fn add_no_delta(&self) -> Result<()> {
+        self.add_delta_to(0, self.routing.capture_batch(0)?, 0)
+    }
+
+    fn add_delta_to(&self, tokens: usize, batch: raw::RoutedBatch, set: usize) -> Result<()> {
+        let (x, y, weights) = (self.x(tokens), self.y(tokens), self.weights(set));
+        let stream = self.stage.gpu.raw_stream();
         match &self.kernel {
             Kernel::Embedding { embedding, ids } => {
                 // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
-                unsafe { embedding.add_delta(ids.address, self.y(), weights, batch, stream) }?;
+                unsafe { embedding.add_delta(ids.address, y, weights, batch, stream) }?;
             }
             Kernel::Linear { linear, workspace } => {
                 // SAFETY: as above.
-                unsafe { linear.add_delta(self.x(), self.y(), weights, batch, workspace.region(), stream) }?;
+                unsafe { linear.add_delta(x, y, weights, batch, workspace.region(), stream) }?;
             }
         }
         Ok(())
@@ -163,16 +163,17 @@ impl<'a> Layer<'a> {
     /// Enqueues the first half of a linear layer's operation on a stream that the caller orders.
     pub fn shrink(&self, set: usize, stream: raw::Stream) -> Result<()> {
         let (linear, workspace) = self.linear()?;
+        let x = self.x(self.workload.num_tokens());
         // SAFETY: as above, but for the stream, which the caller orders before `expand`.
-        Ok(unsafe { linear.shrink(self.x(), self.weights(set), self.batch, workspace.region(), stream) }?)
+        Ok(unsafe { linear.shrink(x, self.weights(set), self.batch, workspace.region(), stream) }?)
     }
 
     /// Enqueues the second half.
     pub fn expand(&self, set: usize) -> Result<()> {
         let (linear, workspace) = self.linear()?;
-        let stream = self.stage.gpu.raw_stream();
+        let (y, stream) = (self.y(self.workload.num_tokens()), self.stage.gpu.raw_stream());
         // SAFETY: as above.
-        Ok(unsafe { linear.expand(self.y(), self.weights(set), self.batch, workspace.region(), stream) }?)
+        Ok(unsafe { linear.expand(y, self.weights(set), self.batch, workspace.region(), stream) }?)
     }
 
     fn linear(&self) -> Result<(&raw::LoraLinear, &Memory)> {
@@ -182,14 +183,12 @@ impl<'a> Layer<'a> {
         }
     }
 
-    fn x(&self) -> raw::MatrixRef {
-        let Self { stage, workload, .. } = self;
-        raw::MatrixRef::new::<bf16>(stage.inputs.address, workload.num_tokens(), workload.in_features)
+    fn x(&self, tokens: usize) -> raw::MatrixRef {
+        raw::MatrixRef::new::<bf16>(self.stage.inputs.address, tokens, self.workload.in_features)
     }
 
-    fn y(&self) -> raw::MatrixMut {
-        let Self { stage, workload, .. } = self;
-        raw::MatrixMut::new::<bf16>(stage.y.address, workload.num_tokens(), workload.out_features())
+    fn y(&self, tokens: usize) -> raw::MatrixMut {
+        raw::MatrixMut::new::<bf16>(self.stage.y.address, tokens, self.workload.out_features())
     }
 
     fn weights(&self, set: usize) -> raw::LayerWeights {

@@ -13,7 +13,7 @@ const HIDDEN: usize = 4096;
 /// Those of adapters that were not made for each other.
 const MIXED_RANKS: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// All of them, on layers of Qwen3-8B.
+/// Operations by themselves, of Qwen3-8B.
 pub fn own() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
     let layer = |layer| find(&list, "qwen3-8b", layer);
@@ -48,15 +48,27 @@ pub fn with_base() -> Result<Vec<Workload>> {
                     if tokens > 256 {
                         slots.sort();
                     }
-                    let id = format!("r{rank}/t{tokens}/uniform{num_slots}");
-                    let workload = workload(&layer, "", &id, vec![rank; num_slots.into()], slots);
-                    workloads.push(Workload {
-                        id: workload.id.replacen("own", "layer", 1),
-                        suite: Suite::Layer,
-                        ..workload
-                    });
+                    let id = format!("layer/{model}/{name}/r{rank}/t{tokens}/uniform{num_slots}");
+                    let ranks = vec![rank; num_slots.into()];
+                    workloads.push(Workload { id, suite: Suite::Layer, ranks, slots, ..layer.clone() });
                 }
             }
+        }
+    }
+    Ok(workloads)
+}
+
+/// For what the host does: a fused layer and a single one, whose kernels do not matter.
+pub fn launched() -> Result<Vec<Workload>> {
+    let list = workload::parse(workload::BUILT_IN)?;
+    let mut workloads = Vec::new();
+    for name in ["qkv", "o"] {
+        let layer = find(&list, "qwen3-8b", name)?;
+        for tokens in [1, 64_u16] {
+            let num_slots = tokens.min(8);
+            let id = format!("host/qwen3-8b/{name}/r16/t{tokens}/uniform{num_slots}");
+            let (ranks, slots) = (vec![16; num_slots.into()], scattered(tokens, 0..num_slots));
+            workloads.push(Workload { id, suite: Suite::Host, ranks, slots, ..layer.clone() });
         }
     }
     Ok(workloads)

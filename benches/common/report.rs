@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    results::Added,
+    results::{Added, HostCost},
     workload::{Suite, Workload},
 };
 
@@ -78,7 +78,7 @@ impl Classes {
         let common = self.0.iter().filter(|class| class.suite != Suite::Own);
         let all: Vec<Figures> = common.flat_map(|class| &class.figures).cloned().collect();
         let rows = self.0.iter().map(|class| (class.name.as_str(), &class.figures));
-        for (class, figures) in rows.chain([("all of decode and prefill", &all)]).filter(|row| !row.1.is_empty()) {
+        for (class, figures) in rows.chain([("all of workloads.json", &all)]).filter(|row| !row.1.is_empty()) {
             let mean = |of: fn(&Figures) -> f64| geometric_mean(figures.iter().map(of));
             let (us, floor_us) = (mean(|figures| figures.us), mean(|figures| figures.floor_us));
             let mut row = vec![class.to_owned(), figures.len().to_string()];
@@ -128,6 +128,20 @@ pub fn added(layers: &[(&Workload, &Added)]) -> Table {
             });
         }
         table.row(row);
+    }
+    table
+}
+
+/// What layers cost the host, a row for each, and one for what is wanted.
+pub fn host(layers: &[(&Workload, &HostCost)]) -> Table {
+    let mut table = Table::new(&["layer", "T", "plan, µs", "operands, µs", "add_delta, µs"]);
+    for (workload, HostCost { plan_us, operands_us, add_delta_us, .. }) in layers {
+        let mut row = vec![format!("{} {}", workload.model, workload.layer), workload.num_tokens().to_string()];
+        row.extend([plan_us, operands_us, add_delta_us].map(|us| format!("{us:.2}")));
+        table.row(row);
+    }
+    if !table.is_empty() {
+        table.row(["at most, wanted", "", "", "2", "3"].map(str::to_owned).to_vec());
     }
     table
 }

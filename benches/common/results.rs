@@ -22,6 +22,8 @@ pub struct Results {
     pub failures: Vec<Failure>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer: Vec<Added>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub host: Vec<HostCost>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -67,6 +69,15 @@ pub struct Added {
     pub id: String,
     pub gemm_us: f64,
     pub added_us: BTreeMap<String, f64>,
+}
+
+/// What a layer costs the host, in µs: to plan it, and for each call to check the operands, and with that to launch.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct HostCost {
+    pub id: String,
+    pub plan_us: f64,
+    pub operands_us: f64,
+    pub add_delta_us: f64,
 }
 
 #[derive(Debug, Deserialize, Serialize)]

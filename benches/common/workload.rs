@@ -7,6 +7,7 @@ use aril::{
     Slot,
     model::{EmbeddingId, Linear, LinearId, ModelSpec, Parallel, TpRank},
 };
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Result;
@@ -34,14 +35,16 @@ pub struct Workload {
     pub slots: Vec<Slot>,
 }
 
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, ValueEnum)]
 pub enum Suite {
     Decode,
     Prefill,
-    /// Not in the list that others are measured on.
+    /// What others are not measured on.
     Own,
-    /// With the base layer's matrix multiplication.
+    /// What LoRA adds to the base layer's matrix multiplication.
     Layer,
+    /// What a layer costs the host.
+    Host,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -140,7 +143,7 @@ impl Workload {
     pub fn class(&self) -> String {
         let tokens = self.num_tokens();
         match self.suite {
-            Suite::Own | Suite::Layer => self.tag.clone(),
+            Suite::Own | Suite::Layer | Suite::Host => self.tag.clone(),
             Suite::Prefill => format!("prefill T={tokens}"),
             Suite::Decode => {
                 let size = match tokens {

@@ -7,11 +7,12 @@
 //! Writes the results as JSON, and ends with a table of geometric means by class. The floor of a workload is what its bytes take
 //! at the rate at which this device reads memory, measured in the same run, and never less than a launch.
 //!
-//! Other suites, when asked for: what LoRA adds to the time of a whole layer ([`added`]).
+//! Other suites, when asked for: what LoRA adds to the time of a whole layer ([`added`]), and what a layer costs the host ([`host`]).
 
 mod added;
 #[path = "../common/mod.rs"]
 mod common;
+mod host;
 
 use std::{
     collections::HashMap,
@@ -22,13 +23,13 @@ use std::{
 };
 
 use aril::cuda::LaunchError;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 
 use added::Base;
 use common::{
     Result, ceilings,
     layer::{self, COLD_BYTES, Layer, MAX_ERROR, Stage},
-    own::{own, with_base},
+    own::{launched, own, with_base},
     report::{self, Classes, Figures},
     results::{Entry, Info, Others, PEER, Results},
     workload::{self, Suite, Workload},
@@ -43,7 +44,7 @@ struct Cli {
     #[arg(long, default_value = "aril.json")]
     out: PathBuf,
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["decode", "prefill", "own"])]
-    suite: Vec<SuiteName>,
+    suite: Vec<Suite>,
     /// Only workloads whose id contains this.
     #[arg(long, default_value = "")]
     only: String,
@@ -83,27 +84,6 @@ struct Cli {
     bench: bool,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-enum SuiteName {
-    Decode,
-    Prefill,
-    /// What others are not measured on.
-    Own,
-    /// What LoRA adds to a layer's matrix multiplication.
-    Layer,
-}
-
-impl SuiteName {
-    fn suite(self) -> Suite {
-        match self {
-            Self::Decode => Suite::Decode,
-            Self::Prefill => Suite::Prefill,
-            Self::Own => Suite::Own,
-            Self::Layer => Suite::Layer,
-        }
-    }
-}
-
 fn main() -> Result<ExitCode> {
     let cli = Cli::parse();
     let workloads = chosen(&cli)?;
@@ -118,7 +98,9 @@ fn main() -> Result<ExitCode> {
     let classes = classes(&results, &by_id, &Others::load(&cli.against)?, cli.by_layer).table();
     let layers = results.layer.iter().filter_map(|added| Some((*by_id.get(added.id.as_str())?, added)));
     let layers = report::added(&layers.collect::<Vec<_>>());
-    for table in [classes, layers].iter().filter(|table| !table.is_empty()) {
+    let host = results.host.iter().filter_map(|cost| Some((*by_id.get(cost.id.as_str())?, cost)));
+    let host = report::host(&host.collect::<Vec<_>>());
+    for table in [classes, layers, host].iter().filter(|table| !table.is_empty()) {
         println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
     }
     Ok(if results.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -131,8 +113,9 @@ fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
     };
     workloads.extend(own()?);
     workloads.extend(with_base()?);
+    workloads.extend(launched()?);
     workloads.retain(|workload| {
-        cli.suite.iter().any(|suite| suite.suite() == workload.suite)
+        cli.suite.contains(&workload.suite)
             && workload.id.contains(&cli.only)
             && (cli.tags.is_empty() || cli.tags.contains(&workload.tag))
     });
@@ -166,6 +149,7 @@ fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
         }
         let measured = match (&base, workload.suite) {
             (Some(base), Suite::Layer) => base.measure(&stage, workload, cli.no_time, &mut results),
+            (_, Suite::Host) => host::measure(&stage, workload, &mut results),
             _ => run(&stage, workload, cli, &mut results),
         };
         if let Err(error) = measured {
@@ -188,7 +172,7 @@ fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
     results.meta.seconds = start.elapsed().as_secs_f64();
     results.save(&cli.out)?;
     let (failures, not_reached) = (results.failures.len(), results.meta.not_reached.len());
-    let measured = results.dense.len() + results.layer.len();
+    let measured = results.dense.len() + results.layer.len() + results.host.len();
     println!("\n{measured} measured, {failures} failed, {not_reached} not reached\n");
     Ok(results)
 }
