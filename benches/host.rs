@@ -74,7 +74,7 @@ fn cpu(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("cpu-linear/bf16");
     for workload in workloads() {
         let (model, id) = workload.model_spec().expect("it is a model");
-        let mut weights = WeightTable::<bf16>::new(&model, workload.num_slots, workload.rank);
+        let mut weights = WeightTable::<bf16>::new(&model, workload.num_slots(), workload.max_rank());
         for (slot, adapter) in data.adapters(&workload, 0).expect("they are adapters").iter().enumerate() {
             let image = adapter.plan(&model, DType::BF16).expect("it fits the model");
             weights.load(Slot::new(slot as u16), &image).expect("it fits the table");

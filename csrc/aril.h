@@ -19,15 +19,17 @@ extern "C" {
 #define ARIL_MAX_SLICES 8         // modules fused into one layer
 #define ARIL_MAX_SLOTS 8192       // rows of a descriptor table
 #define ARIL_MAX_RANK 512         // of a factor
-#define ARIL_TOKENS_PER_TILE 16   // tokens of one slot that a block works on together,
-#define ARIL_WIDE_TILE 64         // and as many in a batch of more than
+#define ARIL_TOKENS_PER_TILE 16   // tokens of one slot that a block works on together
+#define ARIL_WIDE_TILE 64         // in an operation on more tokens than
 #define ARIL_FEW_TOKENS 256       // these
 #define ARIL_LANE_FEATURES 256    // input features of a lane of shrink's sums; see kernels/tile.cuh
 #define ARIL_LANES_PER_GROUP 4    // lanes that are summed up before anything is added to them
 #define ARIL_K_TILE 32            // input features,
 #define ARIL_RANK_TILE 8          // ranks
 #define ARIL_OUT_TILE 32          // and outputs that stand together in a factor
-#define ARIL_OUTS_PER_BLOCK 256   // outputs that a block of expand works on
+#define ARIL_OUTS_PER_WARP 64     // outputs that a warp of expand takes at once
+#define ARIL_EXPAND_WARPS 4       // of a block
+#define ARIL_STAGED_RANK 128      // up to which expand brings B to shared memory
 #define ARIL_FACTOR_ALIGNMENT 128 // bytes, of each factor
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
@@ -38,11 +40,11 @@ enum aril_dtype { ARIL_BF16 = 0, ARIL_F16 = 1, ARIL_F32 = 2 };
 // One module of one slot. A table is [num_slots][num_entries] of these. Rank 0: the slot has no
 // such module.
 //
-// Factors stand in tiles of 256 elements, padded with zeros to whole ones. A [rank, in_features] is
-// [in / 32][rank / 8] tiles of [8 ranks][32 features]. B [out_features, rank] is
-// [out / 32][rank / 8] tiles of [8 c][4 q][4 j][2 i], which is output 8 (c / 2) + 2 j + c % 2 and
-// rank 2 q + i: a lane's 16 bytes are its operands of four mma instructions, which leave it eight
-// neighbouring outputs. An embedding's A [vocab, rank] has rows padded to 8 ranks.
+// Factors stand in tiles of 256 elements, padded with zeros. A [rank, in_features] is
+// [in / 256][rank / 8][8 times 32 features] tiles of [8 ranks][32 features]. B [out_features, rank]
+// is [out / 32][rank / 8] tiles of [8 c][4 q][4 j][2 i], which is output 8 (c / 2) + 2 j + c % 2
+// and rank 2 q + i: a lane's 16 bytes are its operands of four mma instructions, which leave it
+// eight neighbouring outputs. An embedding's A [vocab, rank] has rows padded to 8 ranks.
 typedef struct aril_descriptor {
   const void* a;
   const void* b;
@@ -50,22 +52,27 @@ typedef struct aril_descriptor {
   float scaling;
 } aril_descriptor;
 
-// Tokens of one slot that a block works on together: rows [begin, begin + count) of
-// aril_routing.tokens.
+// Tokens of one slot that a block works on together: [begin, begin + count) of aril_routing.tokens.
 typedef struct aril_tile {
   int32_t slot;
   int32_t begin;
   int32_t count;
 } aril_tile;
 
+// Tiles of one size.
+typedef struct aril_tiles {
+  aril_tile* all;  // `count` are set
+  int32_t* count;  // [1]
+} aril_tiles;
+
 // A batch grouped by slot, in device memory at addresses that stay; written by aril_route, read by
 // every operation.
 typedef struct aril_routing {
-  int32_t* tokens;     // [max_tokens] tokens that have a slot, by slot and, within one, in order
-  float* scales;       // [max_tokens] by token: the factor on its adapter's scaling
-  int32_t* indptr;     // [num_slots + 1] where each slot's tokens begin in `tokens`
-  aril_tile* tiles;    // [Capacity::max_tiles of max_tokens] num_tiles are set
-  int32_t* num_tiles;  // [1]
+  int32_t* tokens;   // [max_tokens] tokens that have a slot, by slot
+  float* scales;     // [max_tokens] by token: the factor on its adapter's scaling
+  int32_t* indptr;   // [num_slots + 1] where each slot's tokens begin in `tokens`
+  aril_tiles tiles;  // of up to ARIL_TOKENS_PER_TILE
+  aril_tiles wide_tiles;  // of up to ARIL_WIDE_TILE
 } aril_routing;
 
 typedef struct aril_route_args {
@@ -84,13 +91,22 @@ typedef struct aril_weights {
   int32_t max_rank;     // larger ranks in the table are taken for no adapter
 } aril_weights;
 
+// How expand shares out the outputs: a block works on at most `outs_per_block` of a slice, a
+// multiple of ARIL_OUTS_PER_WARP * ARIL_EXPAND_WARPS, and each of its warps has B for `slots` times
+// ARIL_OUTS_PER_WARP of them in shared memory or on its way there. Same bits.
+typedef struct aril_expand_plan {
+  int32_t outs_per_block;
+  int32_t slots;
+} aril_expand_plan;
+
 // y[t, slice] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both.
 typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;       // rows of x and y
-  int32_t max_tiles;        // the most tiles that the routing can have
-  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or INT32_MAX: how blocks share out a token's
+  int32_t max_tiles;        // the most that the routing can have, of the size for num_tokens
+  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or more than there are: how blocks share out a token's
                             // input. Same bits.
+  aril_expand_plan expand;
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
@@ -108,7 +124,8 @@ typedef struct aril_linear_args {
 typedef struct aril_embedding_args {
   int32_t dtype;
   int32_t num_tokens;
-  int32_t max_tiles;
+  int32_t max_tiles;  // as above
+  aril_expand_plan expand;
   int32_t vocab;
   int32_t hidden;
   const int32_t* token_ids;  // [num_tokens]
@@ -124,7 +141,6 @@ const char* aril_status_string(int32_t status);
 // Loads every kernel into the current context, so that no launch has to.
 int32_t aril_load(void);
 int32_t aril_route(const aril_route_args* args, void* stream);
-int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);

@@ -4,19 +4,23 @@
 #[path = "../benches/common/mod.rs"]
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use aril::{
     DType, Slot,
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
+    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable},
+    model::ModelSpec,
     routing::Batch,
 };
 use common::{
     data::{Data, SetLayout, checked_tokens},
     noise::Noise,
-    report::{Figures, Table, geometric_mean, median},
-    workload::{BUILT_IN, Suite, Workload, parse, quick},
+    own::{launched, own, with_base},
+    report::{Classes, Figures, Table, added, geometric_mean, host, median},
+    results::{Added, Entry, HostCost, Others},
+    workload::{BUILT_IN, Operation, Suite, Workload, parse, quick},
 };
+use half::bf16;
 
 #[test]
 fn the_committed_workloads_are_whole() {
@@ -28,7 +32,9 @@ fn the_committed_workloads_are_whole() {
         assert_eq!(model[id].out_features(), workload.out_features(), "{}", workload.id);
         assert_eq!(workload.id.split('/').count(), 6, "{}", workload.id);
         // On the device the factors are noise, which must not be where kernels rely on padding.
-        assert_eq!(SetLayout::new(workload).elems, workload.num_slots * workload.adapter_elems(), "{}", workload.id);
+        let elems_per_rank = workload.out_slices.len() * workload.in_features + workload.out_features();
+        let elems = workload.ranks.iter().map(|rank| rank * elems_per_rank).sum::<usize>();
+        assert_eq!(SetLayout::new(workload).elems, elems, "{}", workload.id);
     }
     let quick = quick(workloads);
     assert!((8..=24).contains(&quick.len()), "{} are not quick", quick.len());
@@ -50,10 +56,70 @@ fn bytes_count_what_is_in_use_once() {
     let none = of("dec/qwen3-8b/o/r16/t16/uniform8_none25").bytes();
     assert_eq!(none.x, 12 * 4096 * 2);
     let pool = of("dec/qwen3-8b/o/r16/t1/one_pool64");
-    assert_eq!((pool.num_slots, pool.bytes().weights), (64, 16 * 8192 * 2));
+    assert_eq!((pool.num_slots(), pool.bytes().weights), (64, 16 * 8192 * 2));
 
-    assert_eq!(of("pre/qwen3-8b/down/r64/t2048/seg8").class(), "prefill down T=2048");
+    assert_eq!(of("pre/qwen3-8b/down/r64/t2048/seg8").class(), "prefill T=2048");
     assert_eq!(of("dec/qwen3-8b/down/r64/t64/distinct").class(), "decode T=32..64 distinct");
+}
+
+#[test]
+fn our_own_workloads_are_of_many_kinds() {
+    let workloads = own().unwrap();
+    let ids: BTreeSet<&str> = workloads.iter().map(|workload| workload.id.as_str()).collect();
+    assert_eq!(ids.len(), workloads.len(), "two have the same id");
+    for workload in &workloads {
+        assert_eq!((workload.suite, workload.id.split('/').count()), (Suite::Own, 6), "{}", workload.id);
+        assert!(workload.slots.iter().all(|slot| slot.index().is_none_or(|slot| slot < workload.num_slots())));
+    }
+    let of = |id: &str| workloads.iter().find(|workload| workload.id == id).unwrap();
+
+    // 16 adapters of ranks 8, 16, 32, 64, 128, 8, .. against the largest.
+    let [mixed, padded] = ["mixed", "padded"].map(|ranks| of(&format!("own/qwen3-8b/qkv/{ranks}/t16/distinct")));
+    assert_eq!(mixed.bytes().weights, (3 * 248 + 8) * (3 * 4096 + 6144) * 2);
+    assert_eq!(padded.bytes().weights, 16 * 128 * (3 * 4096 + 6144) * 2);
+    assert_eq!((mixed.bytes().y, mixed.slots == padded.slots), (padded.bytes().y, true));
+    assert_eq!(mixed.class(), "ranks mixed, distinct");
+
+    // Residents that nobody uses move nothing.
+    let pools = [64, 1000].map(|slots| of(&format!("own/qwen3-8b/o/r16/t64/uniform8_pool{slots}")));
+    assert_eq!(pools.map(Workload::num_slots), [64, 1000]);
+    assert_eq!((pools[0].bytes(), &pools[0].slots), (pools[1].bytes(), &pools[1].slots));
+
+    // An embedding reads a row of A and an id for each token.
+    let embedding = of("own/qwen3-8b/embedding/r16/t64/uniform8").bytes();
+    assert_eq!((embedding.weights, embedding.x), ((64 * 16 + 8 * 4096 * 16) * 2, 64 * 4));
+    assert_eq!(of("own/qwen3-8b/qkv/r16/t4096/none").bytes().total(), 0);
+    assert!((3..=12).contains(&quick(workloads).len()));
+}
+
+#[test]
+fn layers_with_their_base_are_of_two_models_and_all_batch_sizes() {
+    let workloads = with_base().unwrap();
+    assert_eq!(workloads.len(), 2 * 4 * 10 * 2);
+    let of = |id: &str| workloads.iter().find(|workload| workload.id == id).unwrap();
+    let (decode, prefill) = (of("layer/qwen3-32b/o/r16/t32/uniform8"), of("layer/qwen3-8b/down/r64/t8192/uniform8"));
+    assert_eq!((decode.in_features, decode.out_features()), (8192, 5120));
+    assert!(!decode.slots.is_sorted() && prefill.slots.is_sorted());
+    assert_eq!(of("layer/qwen3-8b/qkv/r16/t1/uniform1").num_slots(), 1);
+    let table = added(&[
+        (decode, &Added { id: String::new(), gemm_us: 20.0, added_us: [("after".to_owned(), 5.0)].into() }),
+        (prefill, &Added { id: String::new(), gemm_us: 400.0, added_us: [("side".to_owned(), -1.0)].into() }),
+    ]);
+    let text = table.markdown();
+    let rows: Vec<&str> = text.lines().collect();
+    assert_eq!(rows[0], "| layer | T | rank | GEMM, µs | after, µs | after, % | side, µs | side, % |");
+    assert_eq!(rows[2], "| qwen3-32b o | 32 | 16 | 20.0 | +5.0 | +25.0 |  |  |");
+    assert_eq!(rows[3], "| qwen3-8b down | 8192 | 64 | 400.0 |  |  | -1.0 | -0.2 |");
+}
+
+#[test]
+fn the_host_has_a_table_with_what_is_wanted() {
+    let workloads = launched().unwrap();
+    let cost = HostCost { id: String::new(), plan_us: 0.1, operands_us: 0.25, add_delta_us: 4.0 };
+    let text = host(&[(&workloads[0], &cost)]).markdown();
+    let rows: Vec<&str> = text.lines().skip(2).collect();
+    assert_eq!(rows, ["| qwen3-8b qkv | 1 | 0.10 | 0.25 | 4.00 |", "| at most, wanted |  |  | 2 | 3 |"]);
+    assert!(host(&[]).is_empty());
 }
 
 #[test]
@@ -73,14 +139,49 @@ fn averages() {
 
 #[test]
 fn the_table_has_a_row_per_class_and_one_for_all() {
-    let mut table = Table::default();
-    table.add("b".to_owned(), Figures { us: 2.0, floor_us: 1.0, peer_us: None });
-    table.add("a".to_owned(), Figures { us: 8.0, floor_us: 1.0, peer_us: Some(16.0) });
-    let text = table.to_string();
-    let words: Vec<Vec<&str>> = text.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
-    assert_eq!(words[0], ["a", "1", "8.00", "1.00", "8.00", "16.00", "2.00"]);
-    assert_eq!(words[1], ["b", "1", "2.00", "1.00", "2.00"]);
-    assert_eq!(words[2], ["all", "2", "4.00", "1.00", "4.00", "16.00", "2.00"]);
+    let of = |id: &str, us, fastest: Option<(&str, f64)>| Figures {
+        id: id.to_owned(),
+        us,
+        floor_us: 1.0,
+        fastest: fastest.map(|(name, us)| (name.to_owned(), us)),
+    };
+    let mut classes = Classes::default();
+    classes.add(Suite::Prefill, "b".to_owned(), of("b1", 2.0, None));
+    assert_eq!(classes.table().markdown().lines().next(), Some("| class | n | µs | floor, µs | times the floor |"));
+    classes.add(Suite::Decode, "a".to_owned(), of("a1", 8.0, Some(("x", 16.0))));
+    classes.add(Suite::Decode, "a".to_owned(), of("a2", 2.0, Some(("y", 1.0))));
+    classes.add(Suite::Decode, "a".to_owned(), of("a3", 4.0, Some(("y", 4.0))));
+    classes.add(Suite::Own, "ours".to_owned(), of("o", 3.0, None));
+    let text = classes.table().markdown();
+    let rows: Vec<&str> = text.lines().skip(2).collect();
+    assert_eq!(rows[1], "| a | 3 | 4.00 | 1.00 | 4.00 | 4.00 | 1.00 | 0.50 | a2 | y 2, x 1 |");
+    assert_eq!(rows[0], "| b | 1 | 2.00 | 1.00 | 2.00 |  |  |  |  |  |");
+    assert_eq!(rows[2], "| ours | 1 | 3.00 | 1.00 | 3.00 |  |  |  |  |  |");
+    assert_eq!(rows[3], "| all of workloads.json | 4 | 3.36 | 1.00 | 3.36 | 4.00 | 1.00 | 0.50 | a2 | y 2, x 1 |");
+}
+
+#[test]
+fn tables_are_aligned() {
+    let mut table = Table::new(&["name", "µs"]);
+    table.row(vec!["longest".to_owned(), "10.5".to_owned()]);
+    assert_eq!(table.to_string(), "name       µs\nlongest  10.5\n");
+    assert_eq!(table.markdown(), "| name | µs |\n|---|---|\n| longest | 10.5 |\n");
+}
+
+#[test]
+fn of_several_results_the_first_counts() {
+    let entry = |id: &str, peer: &str, us| Entry {
+        id: id.to_owned(),
+        peer: peer.to_owned(),
+        cold_us: Some(us),
+        ..Entry::default()
+    };
+    let mut others = Others::default();
+    others.add(vec![entry("w", "x", 5.0), entry("w", "aril", 1.0), entry("w", "torch_loop", 1.0)]);
+    assert_eq!(others.fastest("w"), Some(("x", 5.0)));
+    others.add(vec![entry("w", "x", 2.0), entry("w", "y", 4.0), entry("v", "x", 3.0)]);
+    assert_eq!(others.fastest("w"), Some(("y", 4.0)));
+    assert_eq!((others.fastest("v"), others.fastest("u")), (Some(("x", 3.0)), None));
 }
 
 #[test]
@@ -97,47 +198,80 @@ fn noise_repeats_and_is_centred() {
 /// What judges the device's results finds none in the CPU's, and notices a wrong adapter, a missing slice and NaN.
 #[test]
 fn the_check_tells_right_from_wrong() {
-    let workload = Workload {
-        id: "dec/tiny/qkv/r8/t6/uniform3".to_owned(),
-        suite: Suite::Decode,
-        tag: String::new(),
-        model: "tiny".to_owned(),
-        layer: "qkv".to_owned(),
-        in_features: 100,
-        out_slices: vec![56, 24],
-        rank: 5,
-        slots: [2, 0, -1, 1, 2, 0].map(|slot: i32| bytemuck::cast(slot)).to_vec(),
-        num_slots: 3,
-    };
-    let data = Data {
-        weights: Noise::new(1, 10_007, 0.2),
-        inputs: Noise::new(2, 10_007, 1.0),
-        bases: Noise::new(3, 10_007, 0.1),
-    };
-    let (model, id) = workload.model_spec().unwrap();
-    let layout = SetLayout::new(&workload);
+    let workload = tiny(Operation::Linear, 100, vec![56, 24], vec![5, 8, 3]);
+    let (data, layout) = (tiny_data(), SetLayout::new(&workload));
     let set = 3 * layout.elems;
-    let mut weights = WeightTable::new(&model, workload.num_slots, workload.rank);
-    for (slot, adapter) in data.adapters(&workload, set).unwrap().iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
-    }
+    let (model, id) = workload.model_spec().unwrap();
+    let weights = loaded(&data, &workload, &model, set);
     let tokens = workload.num_tokens();
     let x: Vec<_> = data.inputs.range(0, tokens * 100).collect();
     let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
     let (x, y_matrix) = (Matrix::new(&x, tokens, 100).unwrap(), MatrixMut::new(&mut y, tokens, 80).unwrap());
     LoraLinear::new(&model, id).add_delta(x, y_matrix, &weights, &Batch::new(&workload.slots)).unwrap();
 
-    let checked = checked_tokens(&workload.slots);
-    assert_eq!(checked, [0, 1, 3, 4, 5]);
-    let mut got: BTreeMap<usize, Vec<_>> =
-        checked.into_iter().map(|token| (token, y[token * 80..][..80].to_vec())).collect();
+    let mut got = checked(&workload, &y);
+    assert!(got.keys().eq(&[0, 1, 3, 4, 5]));
     let error = data.error(&workload, set, &got);
     assert!(0.0 < error && error < 5e-3, "{error}");
     assert!(data.error(&workload, set + layout.elems, &got) > 0.5);
     got.get_mut(&3).unwrap()[56..].copy_from_slice(&data.bases.range(3 * 80 + 56, 24).collect::<Vec<_>>());
     assert!(data.error(&workload, set, &got) > 2e-2);
-    got.get_mut(&3).unwrap()[0] = half::bf16::NAN;
+    got.get_mut(&3).unwrap()[0] = bf16::NAN;
     assert!(data.error(&workload, set, &got).is_nan());
+}
+
+#[test]
+fn the_check_of_embeddings_too() {
+    let workload = tiny(Operation::Embedding, 1000, vec![80], vec![5, 8, 3]);
+    let (data, layout) = (tiny_data(), SetLayout::new(&workload));
+    let set = 3 * layout.elems;
+    let (model, id) = workload.embedding_spec().unwrap();
+    let weights = loaded(&data, &workload, &model, set);
+    let tokens = workload.num_tokens();
+    let ids: Vec<i32> = (0..tokens).map(|token| i32::try_from(workload.token_id(token)).unwrap()).collect();
+    let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
+    let y_matrix = MatrixMut::new(&mut y, tokens, 80).unwrap();
+    LoraEmbedding::new(&model, id).add_delta(&ids, y_matrix, &weights, &Batch::new(&workload.slots)).unwrap();
+
+    let got = checked(&workload, &y);
+    let error = data.error(&workload, set, &got);
+    assert!(0.0 < error && error < 5e-3, "{error}");
+    assert!(data.error(&workload, set + layout.elems, &got) > 0.5);
+}
+
+fn tiny(operation: Operation, in_features: usize, out_slices: Vec<usize>, ranks: Vec<usize>) -> Workload {
+    Workload {
+        id: "dec/tiny/layer/r8/t6/uniform3".to_owned(),
+        suite: Suite::Decode,
+        tag: String::new(),
+        model: "tiny".to_owned(),
+        layer: "layer".to_owned(),
+        operation,
+        in_features,
+        out_slices,
+        ranks,
+        slots: [2, 0, -1, 1, 2, 0].map(|slot: i32| bytemuck::cast(slot)).to_vec(),
+    }
+}
+
+fn tiny_data() -> Data {
+    Data { weights: Noise::new(1, 10_007, 0.2), inputs: Noise::new(2, 10_007, 1.0), bases: Noise::new(3, 10_007, 0.1) }
+}
+
+/// The adapters of a set.
+fn loaded(data: &Data, workload: &Workload, model: &ModelSpec, set: usize) -> WeightTable<bf16> {
+    let mut weights = WeightTable::new(model, workload.num_slots(), workload.max_rank());
+    for (slot, adapter) in data.adapters(workload, set).unwrap().iter().enumerate() {
+        weights.load(Slot::new(slot as u16), &adapter.plan(model, DType::BF16).unwrap()).unwrap();
+    }
+    weights
+}
+
+/// The rows of y that are checked.
+fn checked(workload: &Workload, y: &[bf16]) -> BTreeMap<usize, Vec<bf16>> {
+    let cols = workload.out_features();
+    let rows = checked_tokens(&workload.slots).into_iter();
+    rows.map(|token| (token, y[token * cols..][..cols].to_vec())).collect()
 }
 
 #[test]

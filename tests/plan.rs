@@ -21,10 +21,9 @@ fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) 
     LinearPlan::new(&model[id], dtype, capacity)
 }
 
-/// Tokens that fill a tile: what one slot can have in a single one.
-fn tokens_per_tile() -> usize {
-    let one_slot = Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 };
-    (1..).take_while(|&tokens| one_slot.max_tiles(tokens) == 1).count()
+/// Tokens that fill a tile, in an operation on so many.
+fn tokens_per_tile(num_tokens: usize) -> usize {
+    if num_tokens > 256 { 64 } else { 16 }
 }
 
 fn capacities() -> impl Strategy<Value = Capacity> {
@@ -39,7 +38,8 @@ proptest! {
     /// However the tokens are spread over the slots, the tiles they form are within the bound.
     #[test]
     fn max_tiles_bounds_every_spread(tokens in prop::collection::vec(0..100_usize, 1..40)) {
-        let (per_tile, num_tokens) = (tokens_per_tile(), tokens.iter().sum());
+        let num_tokens = tokens.iter().sum();
+        let per_tile = tokens_per_tile(num_tokens);
         let capacity = Capacity { max_tokens: 4000, num_slots: tokens.len(), max_rank: 8 };
         let tiles: usize = tokens.iter().map(|tokens| tokens.div_ceil(per_tile)).sum();
         prop_assert!(tiles <= capacity.max_tiles(num_tokens), "{tiles} > {}", capacity.max_tiles(num_tokens));
@@ -49,7 +49,7 @@ proptest! {
     #[test]
     fn max_tiles_is_reached(num_tokens in 1..5000_usize, num_slots in 1..300_usize) {
         let slots = num_slots.min(num_tokens);
-        let worst = slots - 1 + (num_tokens - (slots - 1)).div_ceil(tokens_per_tile());
+        let worst = slots - 1 + (num_tokens - (slots - 1)).div_ceil(tokens_per_tile(num_tokens));
         let capacity = Capacity { max_tokens: 5000, num_slots, max_rank: 8 };
         prop_assert_eq!(capacity.max_tiles(num_tokens), worst);
     }
@@ -61,7 +61,7 @@ proptest! {
     ) {
         let plan = plan(in_features, &slices, DType::BF16, capacity).unwrap();
         for num_tokens in 0..=capacity.max_tokens {
-            let floats = plan.num_splits(num_tokens) * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(4);
+            let floats = plan.num_splits(num_tokens) * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(8);
             prop_assert_eq!(plan.workspace_bytes_for(num_tokens), 4 * floats);
             prop_assert!(plan.workspace_bytes_for(num_tokens) <= plan.workspace_bytes());
         }
@@ -115,16 +115,20 @@ fn bounds_outside_the_limits_are_refused_by_name() {
 
 #[test]
 fn layers_too_large_for_a_grid_are_refused_by_name() {
-    let capacity = Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 };
-    let plan = |in_features, slices: &[usize]| plan(in_features, slices, DType::BF16, capacity).map(|_| ());
-    let refused =
-        |result| matches!(result, Err(PlanError::Limit { what, value, max }) if value > max && !what.is_empty());
+    let plan = |max_tokens, in_features, slices: &[usize]| {
+        let capacity = Capacity { max_tokens, num_slots: 1, max_rank: 1 };
+        plan(in_features, slices, DType::BF16, capacity).map(|_| ())
+    };
+    let refused = |result, name| matches!(result, Err(PlanError::Limit { what, value, max }) if value > max && what == name);
     let largest = 65_535 * 256;
-    assert_eq!(plan(largest, &[largest]), Ok(()));
-    assert!(refused(plan(largest + 1, &[1])));
-    assert!(refused(plan(1, &[largest + 1])));
-    // Slices have tiles of their own.
-    assert!(refused(plan(1, &[largest, 1])));
+    assert_eq!(plan(1, largest, &[1]), Ok(()));
+    assert!(refused(plan(1, largest + 1, &[1]), "in_features"));
+    // As many tiles as leave room for two thousand blocks of each.
+    let (tokens, largest) = (i32::MAX as usize / 2000 * 64, 2000 * 256);
+    assert_eq!(plan(tokens, 1, &[largest]), Ok(()));
+    assert!(refused(plan(tokens, 1, &[largest + 1]), "out_features"));
+    // Slices have blocks of their own.
+    assert!(refused(plan(tokens, 1, &[largest, 1]), "out_features"));
 }
 
 #[test]
@@ -140,12 +144,12 @@ fn a_plan_says_what_it_will_launch() {
     assert_eq!(
         shown,
         [
-            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, shrink 4 splits of 16 chunks, expand 24 output tiles, \
-             49152 bytes of workspace",
-            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 515 tiles, shrink 1 splits of 16 chunks, expand 24 output tiles, \
-             6291456 bytes of workspace",
-            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, shrink 1 splits of 1 chunks, expand 1 output tiles, \
-             16 bytes of workspace",
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, shrink 16 splits of 16 lanes, expand 12 blocks of 512 \
+             outputs, 196608 bytes of workspace",
+            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 131 tiles, shrink 4 splits of 16 lanes, expand 4 blocks of 2048 \
+             outputs, 25165824 bytes of workspace",
+            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, shrink 1 splits of 1 lanes, expand 1 blocks of 256 outputs, \
+             32 bytes of workspace",
         ]
     );
 }

@@ -3,7 +3,9 @@
 #
 #   run.sh tests [FILTER...]        every GPU test
 #   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: memcheck racecheck initcheck synccheck
-#   run.sh bench [ARGUMENTS...]     the workloads that other libraries are measured on (--help lists the arguments)
+#   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
+#                                   our workloads (--help lists the arguments); then those of other libraries, by the folder DIR,
+#                                   whose device.sh --out FILE writes the same JSON schema; and the table of both
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, the fixtures, verified
 set -euo pipefail
@@ -23,8 +25,9 @@ command=${1:-}
 shift
 mkdir -p "${OUT:=.}"
 OUT=$(cd "$OUT" && pwd)
+start=$PWD
 cd "$(dirname "$0")"
-export RUST_BACKTRACE=1 ARIL_QWEN3_BIN=$PWD/qwen3 ARIL_FIXTURES=$PWD/tests/fixtures
+export OUT RUST_BACKTRACE=1 ARIL_QWEN3_BIN=$PWD/qwen3 ARIL_FIXTURES=$PWD/tests/fixtures
 
 case $command in
 tests)
@@ -55,7 +58,23 @@ sanitize)
     fi
     ;;
 bench)
-    ./workloads --out "$OUT/aril.json" "$@" 2>&1 | tee "$OUT/bench.log"
+    workloads=$PWD/workloads
+    ours=()
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do
+        ours+=("$1")
+        shift
+    done
+    # Files and folders are named as they are where this was started.
+    cd "$start"
+    status=0
+    "$workloads" --out "$OUT/aril.json" "${ours[@]}" 2>&1 | tee "$OUT/bench.log" || status=$?
+    if [ $# -gt 1 ]; then
+        others=$2
+        shift 2
+        bash "$others/device.sh" --out "$OUT/peers.json" "$@" 2>&1 | tee "$OUT/peers.log" || status=$?
+        "$workloads" --table "$OUT/aril.json" --against "$OUT/peers.json" "${ours[@]}" 2>&1 | tee -a "$OUT/bench.log"
+    fi
+    exit "$status"
     ;;
 criterion)
     export CRITERION_HOME=$OUT/criterion

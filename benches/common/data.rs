@@ -6,14 +6,18 @@ use aril::{
     DType, Slot,
     adapter::{
         Adapter, Tensor,
-        layout::{B, LinearA},
+        layout::{B, EmbeddingA, LinearA},
     },
     reference::{self, Factors},
 };
 use half::bf16;
 use rayon::prelude::*;
 
-use super::{Result, noise::Noise, workload::Workload};
+use super::{
+    Result,
+    noise::Noise,
+    workload::{Operation, Workload},
+};
 
 /// Tokens with an adapter whose outputs are checked, at most.
 const CHECKED_TOKENS: usize = 32;
@@ -45,21 +49,32 @@ impl Data {
 
     /// The adapters of the set that begins at `set`, by slot.
     pub fn adapters(&self, workload: &Workload, set: usize) -> Result<Vec<Adapter>> {
-        let &Workload { in_features, rank, ref out_slices, .. } = workload;
-        let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
-        let adapter = |slices: &[[usize; 2]]| {
+        let adapter = |(slot, slices): (usize, &[[usize; 2]])| {
             let mut tensors = Vec::new();
-            for (slice, (&[a, b], &out)) in slices.iter().zip(out_slices).enumerate() {
-                let a: Vec<bf16> = self.a(set + a, rank, in_features).collect();
-                let b: Vec<bf16> = self.b(set + b, out, rank).collect();
-                for (side, shape, values) in [("A", [rank, in_features], a), ("B", [out, rank], b)] {
+            for (slice, &[a, b]) in slices.iter().enumerate() {
+                let [a_shape, b_shape] = workload.factor_shapes(slot, slice);
+                let [a_layout, b_layout] = FactorLayout::of(workload, slot, slice);
+                let [a, b] =
+                    [(a, a_layout), (b, b_layout)].map(|(first, layout)| self.factor(set + first, layout).collect());
+                let factors: [(&str, [usize; 2], Vec<bf16>); 2] = match workload.operation {
+                    // PEFT's A has a column for each id.
+                    Operation::Embedding => {
+                        let [ids, rank] = a_shape;
+                        [("lora_embedding_A", [rank, ids], transposed(a, rank)), ("lora_embedding_B", b_shape, b)]
+                    }
+                    Operation::Linear => [("lora_A.weight", a_shape, a), ("lora_B.weight", b_shape, b)],
+                };
+                for (name, shape, values) in factors {
                     let tensor = Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec())?;
-                    tensors.push((format!("slice{slice}.lora_{side}.weight"), tensor));
+                    tensors.push((format!("slice{slice}.{name}"), tensor));
                 }
             }
+            let rank = workload.ranks[slot];
+            let alpha = f64::from(workload.scaling()) * rank as f64;
+            let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {alpha}}}"#);
             Ok(Adapter::from_tensors(&config, tensors)?)
         };
-        SetLayout::new(workload).factors.chunks(out_slices.len()).map(adapter).collect()
+        SetLayout::new(workload).factors.chunks(workload.out_slices.len()).enumerate().map(adapter).collect()
     }
 
     /// The relative error of the deltas of some tokens, all slices, given their rows of y; `set` is where the factors begin.
@@ -86,18 +101,32 @@ impl Data {
         tokens: &[usize],
         got: &BTreeMap<usize, Vec<bf16>>,
     ) -> (f64, f64) {
-        let &Workload { in_features, rank, ref out_slices, .. } = workload;
+        let &Workload { in_features, ref out_slices, .. } = workload;
+        let (rank, scaling) = (workload.ranks[slot], f64::from(workload.scaling()));
         let (mut error, mut norm, mut first_out) = (0.0, 0.0, 0);
         for (slice, &out) in out_slices.iter().enumerate() {
             let [a, b] = layout.factors[slot * out_slices.len() + slice].map(|elem| set + elem);
-            let a: Vec<f64> = self.a(a, rank, in_features).map(f64::from).collect();
-            let b: Vec<f64> = self.b(b, out, rank).map(f64::from).collect();
-            let factors = Factors { a: &a, b: &b, rank, scaling: 1.0 };
-            for token in tokens {
-                let x: Vec<f64> = self.inputs.range(token * in_features, in_features).map(f64::from).collect();
+            let [a_layout, b_layout] = FactorLayout::of(workload, slot, slice);
+            let b: Vec<f64> = self.factor(b, b_layout).map(f64::from).collect();
+            let all_of_a: Vec<f64> = match a_layout {
+                // A token's row is all that counts.
+                FactorLayout::EmbeddingA(_) => Vec::new(),
+                _ => self.factor(a, a_layout).map(f64::from).collect(),
+            };
+            for &token in tokens {
                 let bases = self.bases.range(token * workload.out_features() + first_out, out);
-                let deltas = reference::linear(&x, factors);
-                for ((got, base), delta) in got[token][first_out..].iter().zip(bases).zip(deltas) {
+                let deltas = match a_layout {
+                    FactorLayout::EmbeddingA(layout) => {
+                        let row = layout.at(workload.token_id(token), 0);
+                        let a: Vec<f64> = self.weights.range(a + row, rank).map(f64::from).collect();
+                        reference::embedding(0, 1, Factors { a: &a, b: &b, rank, scaling })
+                    }
+                    _ => {
+                        let x: Vec<f64> = self.inputs.range(token * in_features, in_features).map(f64::from).collect();
+                        reference::linear(&x, Factors { a: &all_of_a, b: &b, rank, scaling })
+                    }
+                };
+                for ((got, base), delta) in got[&token][first_out..].iter().zip(bases).zip(deltas) {
                     error += (got.to_f64() - f64::from(base) - delta.value).powi(2);
                     norm += delta.value.powi(2);
                 }
@@ -107,21 +136,58 @@ impl Data {
         (error, norm)
     }
 
-    /// The A `[rank, in_features]` that begins at `first`.
-    fn a(&self, first: usize, rank: usize, in_features: usize) -> impl Iterator<Item = bf16> {
-        let layout = LinearA { rank, in_features };
-        let row = move |row| (0..in_features).map(move |col| self.weights.at(first + layout.at(row, col)));
-        (0..rank).flat_map(row)
-    }
-
-    /// The B `[out_features, rank]` that begins at `first`.
-    pub fn b(&self, first: usize, out_features: usize, rank: usize) -> impl Iterator<Item = bf16> {
-        let layout = B { out_features, rank };
-        (0..out_features).flat_map(move |row| (0..rank).map(move |col| self.weights.at(first + layout.at(row, col))))
+    /// The elements of a factor that begins at `first`, row by row.
+    fn factor(&self, first: usize, layout: FactorLayout) -> impl Iterator<Item = bf16> {
+        let [rows, cols] = layout.shape();
+        (0..rows).flat_map(move |row| (0..cols).map(move |col| self.weights.at(first + layout.at(row, col))))
     }
 }
 
-/// How a set of adapters lies in memory, in elements: each adapter's factors in one piece, laid out as in a block.
+/// Where the elements of a factor are.
+#[derive(Clone, Copy, Debug)]
+enum FactorLayout {
+    LinearA(LinearA),
+    EmbeddingA(EmbeddingA),
+    B(B),
+}
+
+impl FactorLayout {
+    /// Of a slot's A and B.
+    fn of(workload: &Workload, slot: usize, slice: usize) -> [Self; 2] {
+        let [[rows, cols], [out_features, rank]] = workload.factor_shapes(slot, slice);
+        let a = match workload.operation {
+            Operation::Embedding => Self::EmbeddingA(EmbeddingA { vocab: rows, rank: cols }),
+            Operation::Linear => Self::LinearA(LinearA { rank: rows, in_features: cols }),
+        };
+        [a, Self::B(B { out_features, rank })]
+    }
+
+    fn shape(self) -> [usize; 2] {
+        match self {
+            Self::LinearA(LinearA { rank, in_features }) => [rank, in_features],
+            Self::EmbeddingA(EmbeddingA { vocab, rank }) => [vocab, rank],
+            Self::B(B { out_features, rank }) => [out_features, rank],
+        }
+    }
+
+    fn elems(self) -> usize {
+        match self {
+            Self::LinearA(layout) => layout.elems(),
+            Self::EmbeddingA(layout) => layout.elems(),
+            Self::B(layout) => layout.elems(),
+        }
+    }
+
+    fn at(self, row: usize, col: usize) -> usize {
+        match self {
+            Self::LinearA(layout) => layout.at(row, col),
+            Self::EmbeddingA(layout) => layout.at(row, col),
+            Self::B(layout) => layout.at(row, col),
+        }
+    }
+}
+
+/// How a set of adapters lies in memory, in elements: each adapter's factors in one piece.
 #[derive(Debug)]
 pub struct SetLayout {
     /// By slot and slice: where A and B begin.
@@ -131,18 +197,21 @@ pub struct SetLayout {
 
 impl SetLayout {
     pub fn new(workload: &Workload) -> Self {
-        let &Workload { in_features, rank, ref out_slices, num_slots, .. } = workload;
-        let a_elems = LinearA { rank, in_features }.elems();
         let mut elems = 0;
-        let slices = (0..num_slots).flat_map(|_| out_slices);
-        let place = |&out_features: &usize| {
-            let a = elems;
-            elems += a_elems + B { out_features, rank }.elems();
-            [a, a + a_elems]
+        let mut place = |layout: FactorLayout| {
+            let start = elems;
+            elems += layout.elems();
+            start
         };
-        let factors = slices.map(place).collect();
+        let slots = 0..workload.num_slots();
+        let slices = slots.flat_map(|slot| (0..workload.out_slices.len()).map(move |slice| (slot, slice)));
+        let factors = slices.map(|(slot, slice)| FactorLayout::of(workload, slot, slice).map(&mut place)).collect();
         Self { factors, elems }
     }
+}
+
+fn transposed(values: Vec<bf16>, cols: usize) -> Vec<bf16> {
+    (0..cols).flat_map(|col| values[col..].iter().step_by(cols)).copied().collect()
 }
 
 /// Evenly spread tokens that have an adapter, the first and the last among them.

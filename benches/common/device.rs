@@ -1,7 +1,7 @@
 //! The device: its memory, and how long it takes to replay a captured graph.
 #![expect(clippy::disallowed_methods, reason = "benchmarks allocate and wait")]
 
-use std::{ffi::CString, ptr, sync::Arc, time::Duration};
+use std::{ffi::CString, ptr, slice, sync::Arc, time::Duration};
 
 use aril::cuda::{
     Kernels,
@@ -25,16 +25,18 @@ impl Gpu {
             return Err("there is no CUDA driver on this machine".into());
         }
         let context = CudaContext::new(0)?;
-        // Not `new_stream`, which would have cudarc wait for events that captures cannot have.
-        let raw = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-        // SAFETY: just made in this context, and never destroyed.
-        let stream = unsafe { context.wrap_borrowed_stream(raw) };
+        let stream = new_stream(&context)?;
         let kernels = Kernels::load_into(&context)?;
         Ok(Self { context, stream, kernels })
     }
 
     pub fn raw_stream(&self) -> Stream {
         Stream::from(&*self.stream)
+    }
+
+    /// Another stream.
+    pub fn new_stream(&self) -> Result<Arc<CudaStream>> {
+        new_stream(&self.context)
     }
 
     pub fn num_multiprocessors(&self) -> Result<usize> {
@@ -118,16 +120,26 @@ impl Gpu {
 
     /// How long each of `replays` takes, in µs, after a few that are not timed.
     pub fn time(&self, graph: &Graph, replays: usize) -> Result<Vec<f64>> {
+        Ok(self.time_in_turn(slice::from_ref(graph), replays)?.concat())
+    }
+
+    /// As `time`, of graphs that take turns, so that each meets the same clocks.
+    pub fn time_in_turn(&self, graphs: &[Graph], replays: usize) -> Result<Vec<Vec<f64>>> {
         const WARM_UP: usize = 3;
-        (0..WARM_UP).try_for_each(|_| graph.replay())?;
-        let events = (0..replays).map(|_| Ok([Event::new()?, Event::new()?])).collect::<Result<Vec<_>>>()?;
-        for [start, end] in &events {
-            start.record(&self.stream)?;
-            graph.replay()?;
-            end.record(&self.stream)?;
+        (0..WARM_UP).try_for_each(|_| graphs.iter().try_for_each(Graph::replay))?;
+        let pairs = || (0..replays).map(|_| Ok([Event::new()?, Event::new()?])).collect::<Result<Vec<_>>>();
+        let events = graphs.iter().map(|_| pairs()).collect::<Result<Vec<_>>>()?;
+        for replay in 0..replays {
+            for (graph, events) in graphs.iter().zip(&events) {
+                let [start, end] = &events[replay];
+                start.record(&self.stream)?;
+                graph.replay()?;
+                end.record(&self.stream)?;
+            }
         }
         self.synchronize()?;
-        events.iter().map(|[start, end]| start.us_until(end)).collect()
+        let us = |events: Vec<[Event; 2]>| events.iter().map(|[start, end]| start.us_until(end)).collect();
+        events.into_iter().map(us).collect()
     }
 
     /// How long `count` of the operations take, of which a replay runs `per_replay`.
@@ -146,6 +158,13 @@ impl Gpu {
         self.synchronize()?;
         start.us_until(&end)
     }
+}
+
+/// Not cudarc's own, after which cudarc would wait for events that captures cannot have.
+fn new_stream(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
+    let raw = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+    // SAFETY: just made in this context, and never destroyed.
+    Ok(unsafe { context.wrap_borrowed_stream(raw) })
 }
 
 /// Device memory.
@@ -183,16 +202,23 @@ impl Drop for Graph {
     }
 }
 
-struct Event(sys::CUevent);
+pub struct Event(sys::CUevent);
 
 impl Event {
-    fn new() -> Result<Self> {
+    pub fn new() -> Result<Self> {
         Ok(Self(result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?))
     }
 
-    fn record(&self, stream: &CudaStream) -> Result<()> {
+    pub fn record(&self, stream: &CudaStream) -> Result<()> {
         // SAFETY: both are alive.
         Ok(unsafe { result::event::record(self.0, stream.cu_stream()) }?)
+    }
+
+    /// Has a stream wait for what was recorded.
+    pub fn hold(&self, stream: &CudaStream) -> Result<()> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both are alive.
+        Ok(unsafe { result::stream::wait_event(stream.cu_stream(), self.0, flags) }?)
     }
 
     fn us_until(&self, end: &Self) -> Result<f64> {

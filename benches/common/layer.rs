@@ -1,6 +1,6 @@
 //! A workload on the device: its adapters many times over, so that none of them is in a cache when its turn comes.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, iter::repeat_n};
 
 use aril::{DType, cuda::raw, plan::Capacity, routing::Batch};
 use half::bf16;
@@ -10,7 +10,7 @@ use super::{
     data::{Data, LARGE, SetLayout, checked_tokens},
     device::{Gpu, Graph, Memory},
     report::median,
-    workload::Workload,
+    workload::{Operation, Workload},
 };
 
 /// Sets of adapters take turns until those in use are larger than this: no L2 is half as large.
@@ -23,15 +23,15 @@ pub const MAX_ERROR: f64 = 2e-2;
 /// The data that workloads run on, made once.
 pub struct Stage {
     pub gpu: Gpu,
-    data: Data,
-    weights: Memory,
-    inputs: Memory,
+    pub data: Data,
+    pub weights: Memory,
+    pub inputs: Memory,
     bases: Memory,
-    y: Memory,
+    pub y: Memory,
 }
 
 impl Stage {
-    /// With `weight_elems` for sets of adapters, and room for the inputs and outputs of these workloads.
+    /// With `weight_elems` to make weights of, and room for the inputs and outputs of these workloads.
     pub fn new<'a>(workloads: impl IntoIterator<Item = &'a Workload>, weight_elems: usize) -> Result<Self> {
         let (gpu, data) = (Gpu::new()?, Data::new(LARGE));
         let (mut x_elems, mut y_elems) = (0, 0);
@@ -47,7 +47,16 @@ impl Stage {
     }
 }
 
-fn elem_bytes(elems: usize) -> usize {
+/// What a workload's sets of adapters take.
+pub fn weight_elems(workload: &Workload) -> usize {
+    num_cold_sets(workload) * SetLayout::new(workload).elems
+}
+
+fn num_cold_sets(workload: &Workload) -> usize {
+    COLD_BYTES.div_ceil(workload.bytes().weights.max(1)).min(MAX_SETS)
+}
+
+pub fn elem_bytes(elems: usize) -> usize {
     elems * size_of::<bf16>()
 }
 
@@ -55,14 +64,19 @@ fn elem_bytes(elems: usize) -> usize {
 pub struct Layer<'a> {
     stage: &'a Stage,
     workload: &'a Workload,
-    linear: raw::LoraLinear,
+    kernel: Kernel,
     batch: raw::RoutedBatch,
-    _routing: raw::Routing,
+    routing: raw::Routing,
     _routing_memory: Memory,
-    workspace: Memory,
     tables: Memory,
     layout: SetLayout,
     num_sets: usize,
+}
+
+/// What is launched, and the operand that only it has.
+enum Kernel {
+    Embedding { embedding: raw::LoraEmbedding, ids: Memory },
+    Linear { linear: raw::LoraLinear, workspace: Memory },
 }
 
 /// Times of one operation, in µs.
@@ -76,25 +90,27 @@ pub struct Times {
 impl<'a> Layer<'a> {
     pub fn new(stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
         let gpu = &stage.gpu;
-        let (model, id) = workload.model_spec()?;
-        let num_slots = workload.num_slots;
-        let capacity = Capacity { max_tokens: workload.num_tokens(), num_slots, max_rank: workload.rank };
-        let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+        let (max_tokens, num_slots) = (workload.num_tokens(), workload.num_slots());
+        let capacity = Capacity { max_tokens, num_slots, max_rank: workload.max_rank() };
+        let kernel = Kernel::new(gpu, workload, capacity)?;
 
-        let layout = SetLayout::new(workload);
-        let max_sets = stage.weights.bytes / elem_bytes(layout.elems);
-        if max_sets == 0 {
-            return Err(format!("its adapters take {} elements, more than there are", layout.elems).into());
+        let (layout, num_sets) = (SetLayout::new(workload), num_cold_sets(workload));
+        if elem_bytes(weight_elems(workload)) > stage.weights.bytes {
+            return Err("the stage was made for other workloads".into());
         }
-        let active_bytes = workload.bytes().weights.max(1);
-        let num_sets = COLD_BYTES.div_ceil(active_bytes).min(MAX_SETS).min(max_sets);
-        let rank = i32::try_from(workload.rank)?;
+        let ranks = workload.ranks.iter().flat_map(|&rank| repeat_n(i32::try_from(rank), workload.out_slices.len()));
+        let ranks = ranks.collect::<std::result::Result<Vec<i32>, _>>()?;
+        let scaling = workload.scaling();
         let at = |elem: usize| stage.weights.address + elem_bytes(elem) as u64;
         let mut tables = Vec::with_capacity(num_sets * layout.factors.len());
         for set in (0..num_sets).map(|set| set * layout.elems) {
-            let descriptor =
-                |&[a, b]: &[usize; 2]| raw::Descriptor { a: at(set + a), b: at(set + b), rank, scaling: 1.0 };
-            tables.extend(layout.factors.iter().map(descriptor));
+            let descriptors = layout.factors.iter().zip(&ranks);
+            tables.extend(descriptors.map(|(&[a, b], &rank)| raw::Descriptor {
+                a: at(set + a),
+                b: at(set + b),
+                rank,
+                scaling,
+            }));
         }
         let tables = gpu.upload(&tables)?;
 
@@ -103,19 +119,7 @@ impl<'a> Layer<'a> {
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }?;
         // SAFETY: the stream is alive and not capturing.
         let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
-        let workspace = gpu.alloc(linear.plan().workspace_bytes())?;
-        Ok(Self {
-            stage,
-            workload,
-            linear,
-            batch,
-            _routing: routing,
-            _routing_memory: routing_memory,
-            workspace,
-            tables,
-            layout,
-            num_sets,
-        })
+        Ok(Self { stage, workload, kernel, batch, routing, _routing_memory: routing_memory, tables, layout, num_sets })
     }
 
     pub fn num_sets(&self) -> usize {
@@ -123,21 +127,76 @@ impl<'a> Layer<'a> {
     }
 
     /// What will be launched.
-    pub fn plan(&self) -> String {
-        self.linear.plan().to_string()
+    pub fn plan(&self) -> Option<String> {
+        match &self.kernel {
+            Kernel::Embedding { .. } => None,
+            Kernel::Linear { linear, .. } => Some(linear.plan().to_string()),
+        }
     }
 
     /// Enqueues the operation with the adapters of a set.
     pub fn add_delta(&self, set: usize) -> Result<()> {
-        let Self { stage: Stage { gpu, inputs, y, .. }, workload, .. } = self;
-        let (tokens, num_slots, num_entries) = (workload.num_tokens(), workload.num_slots, workload.out_slices.len());
-        let x = raw::MatrixRef::new::<bf16>(inputs.address, tokens, workload.in_features);
-        let y = raw::MatrixMut::new::<bf16>(y.address, tokens, workload.out_features());
-        let table_bytes = self.layout.factors.len() * size_of::<raw::Descriptor>();
+        self.add_delta_to(self.workload.num_tokens(), self.batch, set)
+    }
+
+    /// All that this costs the host but the launches: to a batch of no tokens it launches nothing.
+    pub fn add_no_delta(&self) -> Result<()> {
+        self.add_delta_to(0, self.routing.capture_batch(0)?, 0)
+    }
+
+    fn add_delta_to(&self, tokens: usize, batch: raw::RoutedBatch, set: usize) -> Result<()> {
+        let (x, y, weights) = (self.x(tokens), self.y(tokens), self.weights(set));
+        let stream = self.stage.gpu.raw_stream();
+        match &self.kernel {
+            Kernel::Embedding { embedding, ids } => {
+                // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
+                unsafe { embedding.add_delta(ids.address, y, weights, batch, stream) }?;
+            }
+            Kernel::Linear { linear, workspace } => {
+                // SAFETY: as above.
+                unsafe { linear.add_delta(x, y, weights, batch, workspace.region(), stream) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues the first half of a linear layer's operation on a stream that the caller orders.
+    pub fn shrink(&self, set: usize, stream: raw::Stream) -> Result<()> {
+        let (linear, workspace) = self.linear()?;
+        let x = self.x(self.workload.num_tokens());
+        // SAFETY: as above, but for the stream, which the caller orders before `expand`.
+        Ok(unsafe { linear.shrink(x, self.weights(set), self.batch, workspace.region(), stream) }?)
+    }
+
+    /// Enqueues the second half.
+    pub fn expand(&self, set: usize) -> Result<()> {
+        let (linear, workspace) = self.linear()?;
+        let (y, stream) = (self.y(self.workload.num_tokens()), self.stage.gpu.raw_stream());
+        // SAFETY: as above.
+        Ok(unsafe { linear.expand(y, self.weights(set), self.batch, workspace.region(), stream) }?)
+    }
+
+    fn linear(&self) -> Result<(&raw::LoraLinear, &Memory)> {
+        match &self.kernel {
+            Kernel::Embedding { .. } => Err("an embedding is one kernel".into()),
+            Kernel::Linear { linear, workspace } => Ok((linear, workspace)),
+        }
+    }
+
+    fn x(&self, tokens: usize) -> raw::MatrixRef {
+        raw::MatrixRef::new::<bf16>(self.stage.inputs.address, tokens, self.workload.in_features)
+    }
+
+    fn y(&self, tokens: usize) -> raw::MatrixMut {
+        raw::MatrixMut::new::<bf16>(self.stage.y.address, tokens, self.workload.out_features())
+    }
+
+    fn weights(&self, set: usize) -> raw::LayerWeights {
+        let Self { workload, layout, .. } = self;
+        let table_bytes = layout.factors.len() * size_of::<raw::Descriptor>();
         let table = self.tables.address + (set % self.num_sets * table_bytes) as u64;
-        let weights = raw::LayerWeights::new(table, num_slots, num_entries, 0, workload.rank);
-        // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
-        Ok(unsafe { self.linear.add_delta(x, y, weights, self.batch, self.workspace.region(), gpu.raw_stream()) }?)
+        let num_entries = workload.out_slices.len();
+        raw::LayerWeights::new(table, workload.num_slots(), num_entries, 0, workload.max_rank())
     }
 
     /// Runs once and compares with the reference: the relative error of the deltas of some tokens, all slices. Fails where a
@@ -148,7 +207,7 @@ impl<'a> Layer<'a> {
         gpu.copy(y.address, bases.address, elem_bytes(slots.len() * cols))?;
         let set = self.num_sets - 1;
         self.add_delta(set)?;
-        let row = |token: usize| gpu.read::<bf16>(y.address + elem_bytes(token * cols) as u64, cols);
+        let row = |token| self.row(token);
         for token in (0..slots.len()).filter(|&token| slots[token].index().is_none()) {
             if !row(token)?.into_iter().eq(data.bases.range(token * cols, cols)) {
                 return Err(format!("token {token} has no adapter, but its output was changed").into());
@@ -156,6 +215,12 @@ impl<'a> Layer<'a> {
         }
         let rows = checked_tokens(slots).into_iter().map(|token| Ok((token, row(token)?)));
         Ok(data.error(self.workload, set * self.layout.elems, &rows.collect::<Result<BTreeMap<_, _>>>()?))
+    }
+
+    /// A token's row of y.
+    pub fn row(&self, token: usize) -> Result<Vec<bf16>> {
+        let cols = self.workload.out_features();
+        self.stage.gpu.read(self.stage.y.address + elem_bytes(token * cols) as u64, cols)
     }
 
     /// A graph of `count` operations, with the sets in turn or with the first one each time.
@@ -180,7 +245,28 @@ impl<'a> Layer<'a> {
     }
 }
 
-fn repetitions(num_sets: usize, us: f64) -> usize {
+impl Kernel {
+    fn new(gpu: &Gpu, workload: &Workload, capacity: Capacity) -> Result<Self> {
+        match workload.operation {
+            Operation::Embedding => {
+                let (model, id) = workload.embedding_spec()?;
+                let embedding = raw::LoraEmbedding::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+                let ids = (0..workload.num_tokens()).map(|token| i32::try_from(workload.token_id(token)));
+                let ids = gpu.upload(&ids.collect::<std::result::Result<Vec<_>, _>>()?)?;
+                Ok(Self::Embedding { embedding, ids })
+            }
+            Operation::Linear => {
+                let (model, id) = workload.model_spec()?;
+                let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+                let workspace = gpu.alloc(linear.plan().workspace_bytes())?;
+                Ok(Self::Linear { linear, workspace })
+            }
+        }
+    }
+}
+
+/// Operations for a graph: each of `num_sets` at least once, and enough to time if one takes so long.
+pub fn repetitions(num_sets: usize, us: f64) -> usize {
     // A cast saturates, and the clamp is meant.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
     let wanted = (600.0 / us.max(1.0)).ceil().clamp(4.0, 48.0) as usize;

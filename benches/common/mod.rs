@@ -7,9 +7,13 @@ pub mod data;
 #[cfg(feature = "cuda")]
 pub mod device;
 #[cfg(feature = "cuda")]
+pub mod gemm;
+#[cfg(feature = "cuda")]
 pub mod layer;
 pub mod noise;
+pub mod own;
 pub mod report;
+pub mod results;
 pub mod workload;
 
 /// Benchmarks stop at what they did not expect.

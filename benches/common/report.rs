@@ -1,6 +1,15 @@
 //! Averages and the table of them.
 
-use std::{collections::BTreeMap, fmt};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
+
+use super::{
+    results::{Added, HostCost},
+    workload::{Suite, Workload},
+};
 
 /// The middle one, or the mean of the two in the middle.
 pub fn median(values: &mut [f64]) -> f64 {
@@ -22,46 +31,156 @@ pub fn geometric_mean(values: impl IntoIterator<Item = f64>) -> f64 {
     f64::exp(logs / count)
 }
 
-/// Figures by class.
+/// Figures by class, in the order in which classes were added.
 #[derive(Debug, Default)]
-pub struct Table {
-    classes: BTreeMap<String, Vec<Figures>>,
+pub struct Classes(Vec<Class>);
+
+#[derive(Debug)]
+struct Class {
+    name: String,
+    suite: Suite,
+    figures: Vec<Figures>,
 }
 
 /// Those of one workload, in µs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Figures {
+    pub id: String,
     pub us: f64,
     pub floor_us: f64,
     /// The fastest of others, where there are figures of others.
-    pub peer_us: Option<f64>,
+    pub fastest: Option<(String, f64)>,
+}
+
+impl Figures {
+    /// How many times as long the fastest of others takes.
+    fn ratio(&self) -> Option<f64> {
+        self.fastest.as_ref().map(|(_, us)| us / self.us)
+    }
+}
+
+impl Classes {
+    pub fn add(&mut self, suite: Suite, class: String, figures: Figures) {
+        match self.0.iter_mut().find(|known| known.name == class) {
+            Some(known) => known.figures.push(figures),
+            None => self.0.push(Class { name: class, suite, figures: vec![figures] }),
+        }
+    }
+
+    /// Geometric means, one row for each class and one for all that others are measured on.
+    pub fn table(&self) -> Table {
+        let compared = self.0.iter().any(|class| class.figures.iter().any(|figures| figures.fastest.is_some()));
+        let mut header = vec!["class", "n", "µs", "floor, µs", "times the floor"];
+        if compared {
+            header.extend(["fastest other, µs", "other/ours", "worst", "at", "fastest others"]);
+        }
+        let mut table = Table::new(&header);
+        let common = self.0.iter().filter(|class| class.suite != Suite::Own);
+        let all: Vec<Figures> = common.flat_map(|class| &class.figures).cloned().collect();
+        let rows = self.0.iter().map(|class| (class.name.as_str(), &class.figures));
+        for (class, figures) in rows.chain([("all of workloads.json", &all)]).filter(|row| !row.1.is_empty()) {
+            let mean = |of: fn(&Figures) -> f64| geometric_mean(figures.iter().map(of));
+            let (us, floor_us) = (mean(|figures| figures.us), mean(|figures| figures.floor_us));
+            let mut row = vec![class.to_owned(), figures.len().to_string()];
+            row.extend([us, floor_us, us / floor_us].map(|value| format!("{value:.2}")));
+            if compared {
+                row.extend(against(figures));
+            }
+            table.row(row);
+        }
+        table
+    }
+}
+
+/// A class's cells about others.
+fn against(figures: &[Figures]) -> [String; 5] {
+    let ratios = || figures.iter().filter_map(|figures| Some((figures.ratio()?, figures.id.as_str())));
+    let Some((worst, id)) = ratios().min_by(|a, b| a.0.total_cmp(&b.0)) else { return Default::default() };
+    let fastest = || figures.iter().filter_map(|figures| figures.fastest.as_ref());
+    let us = geometric_mean(fastest().map(|(_, us)| *us));
+    let ratio = geometric_mean(ratios().map(|(ratio, _)| ratio));
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    fastest().for_each(|(name, _)| *counts.entry(name).or_default() += 1);
+    let mut names: Vec<_> = counts.into_iter().collect();
+    names.sort_by_key(|&(_, count)| Reverse(count));
+    let names: Vec<String> = names.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
+    [format!("{us:.2}"), format!("{ratio:.2}"), format!("{worst:.2}"), id.to_owned(), names.join(", ")]
+}
+
+/// What LoRA adds to layers, a row for each.
+pub fn added(layers: &[(&Workload, &Added)]) -> Table {
+    let modes: BTreeSet<&str> =
+        layers.iter().flat_map(|(_, added)| added.added_us.keys()).map(String::as_str).collect();
+    let columns: Vec<[String; 2]> = modes.iter().map(|mode| [format!("{mode}, µs"), format!("{mode}, %")]).collect();
+    let columns: Vec<&str> = columns.iter().flatten().map(String::as_str).collect();
+    let mut table = Table::new(&[&["layer", "T", "rank", "GEMM, µs"], columns.as_slice()].concat());
+    for (workload, Added { gemm_us, added_us, .. }) in layers {
+        let mut row = vec![
+            format!("{} {}", workload.model, workload.layer),
+            workload.num_tokens().to_string(),
+            workload.max_rank().to_string(),
+            format!("{gemm_us:.1}"),
+        ];
+        for mode in &modes {
+            row.extend(match added_us.get(*mode) {
+                Some(us) => [format!("{us:+.1}"), format!("{:+.1}", 100.0 * us / gemm_us)],
+                None => Default::default(),
+            });
+        }
+        table.row(row);
+    }
+    table
+}
+
+/// What layers cost the host, a row for each, and one for what is wanted.
+pub fn host(layers: &[(&Workload, &HostCost)]) -> Table {
+    let mut table = Table::new(&["layer", "T", "plan, µs", "operands, µs", "add_delta, µs"]);
+    for (workload, HostCost { plan_us, operands_us, add_delta_us, .. }) in layers {
+        let mut row = vec![format!("{} {}", workload.model, workload.layer), workload.num_tokens().to_string()];
+        row.extend([plan_us, operands_us, add_delta_us].map(|us| format!("{us:.2}")));
+        table.row(row);
+    }
+    if !table.is_empty() {
+        table.row(["at most, wanted", "", "", "2", "3"].map(str::to_owned).to_vec());
+    }
+    table
+}
+
+/// Rows of words, the first of them headings.
+#[derive(Debug)]
+pub struct Table {
+    rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    pub fn add(&mut self, class: String, figures: Figures) {
-        self.classes.entry(class).or_default().push(figures);
+    pub fn new(header: &[&str]) -> Self {
+        Self { rows: vec![header.iter().map(|&word| word.to_owned()).collect()] }
+    }
+
+    /// Whether there are headings only.
+    pub fn is_empty(&self) -> bool {
+        self.rows.len() == 1
+    }
+
+    pub fn row(&mut self, row: Vec<String>) {
+        self.rows.push(row);
+    }
+
+    pub fn markdown(&self) -> String {
+        let mut lines: Vec<String> = self.rows.iter().map(|row| format!("| {} |\n", row.join(" | "))).collect();
+        lines.insert(1, format!("|{}\n", "---|".repeat(self.rows[0].len())));
+        lines.concat()
     }
 }
 
 impl fmt::Display for Table {
-    /// Geometric means.
+    /// In columns.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let header = ["n", "us", "floor us", "us/floor", "best peer", "peer/us"];
-        write!(f, "{:<32}", "class")?;
-        header.iter().try_for_each(|column| write!(f, "{column:>10}"))?;
-        writeln!(f)?;
-        let all: Vec<Figures> = self.classes.values().flatten().copied().collect();
-        let rows = self.classes.iter().map(|(class, figures)| (class.as_str(), figures));
-        for (class, figures) in rows.chain([("all", &all)]) {
-            let mean = |of: &dyn Fn(&Figures) -> f64| geometric_mean(figures.iter().map(of));
-            let (us, floor_us) = (mean(&|figures| figures.us), mean(&|figures| figures.floor_us));
-            write!(f, "{class:<32}{:>10}{us:>10.2}{floor_us:>10.2}{:>10.2}", figures.len(), us / floor_us)?;
-            let against: Vec<(f64, f64)> = figures.iter().filter_map(|f| Some((f.peer_us?, f.us))).collect();
-            if !against.is_empty() {
-                let peer_us = geometric_mean(against.iter().map(|pair| pair.0));
-                let times = geometric_mean(against.iter().map(|pair| pair.0 / pair.1));
-                write!(f, "{peer_us:>10.2}{times:>10.2}")?;
-            }
+        let width = |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..self.rows[0].len()).map(width).collect();
+        for row in &self.rows {
+            write!(f, "{:<1$}", row[0], widths[0])?;
+            row.iter().zip(&widths).skip(1).try_for_each(|(word, width)| write!(f, "{word:>0$}", width + 2))?;
             writeln!(f)?;
         }
         Ok(())

@@ -1,11 +1,13 @@
-//! The problems that are measured, as `benches/workloads.json` lists them for every library that is compared.
+//! The problems that are measured: those that `benches/workloads.json` lists for every library that is compared, and the others of
+//! [`own`](super::own).
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
 use aril::{
     Slot,
-    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+    model::{EmbeddingId, Linear, LinearId, ModelSpec, Parallel, TpRank},
 };
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::Result;
@@ -24,22 +26,36 @@ pub struct Workload {
     pub tag: String,
     pub model: String,
     pub layer: String,
+    pub operation: Operation,
+    /// Of an embedding, its rows.
     pub in_features: usize,
     pub out_slices: Vec<usize>,
-    pub rank: usize,
+    /// By slot, of all adapters that are resident, in use or not.
+    pub ranks: Vec<usize>,
     pub slots: Vec<Slot>,
-    /// Adapters that are resident, in use or not.
-    pub num_slots: usize,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, ValueEnum)]
 pub enum Suite {
     Decode,
     Prefill,
+    /// What others are not measured on.
+    Own,
+    /// What LoRA adds to the base layer's matrix multiplication.
+    Layer,
+    /// What a layer costs the host.
+    Host,
 }
 
-/// What any implementation must move: the factors of every adapter in use, x and y of every token that has one.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Operation {
+    Embedding,
+    Linear,
+}
+
+/// What any implementation must move: the factors of every adapter in use, x and y of every token that has one. Of an embedding's
+/// A that is one row for a token, and its x are ids.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Bytes {
     #[serde(rename = "w_bytes")]
     pub weights: usize,
@@ -70,31 +86,65 @@ impl Workload {
         self.out_slices.iter().sum()
     }
 
-    /// Elements of one adapter's factors.
-    pub fn adapter_elems(&self) -> usize {
-        self.rank * (self.out_slices.len() * self.in_features + self.out_features())
+    pub fn num_slots(&self) -> usize {
+        self.ranks.len()
+    }
+
+    pub fn max_rank(&self) -> usize {
+        self.ranks.iter().copied().max().unwrap_or(1)
+    }
+
+    /// Rows and columns of A and B as they lie in memory: an embedding's A has a row for each id.
+    pub fn factor_shapes(&self, slot: usize, slice: usize) -> [[usize; 2]; 2] {
+        let (rank, in_features) = (self.ranks[slot], self.in_features);
+        let a = match self.operation {
+            Operation::Embedding => [in_features, rank],
+            Operation::Linear => [rank, in_features],
+        };
+        [a, [self.out_slices[slice], rank]]
+    }
+
+    /// So that the deltas are not lost in the rounding of what they are added to: an embedding's are sums of few products.
+    pub fn scaling(&self) -> f32 {
+        match self.operation {
+            Operation::Embedding => 256.0,
+            Operation::Linear => 1.0,
+        }
+    }
+
+    /// The row of an embedding that a token is.
+    pub fn token_id(&self, token: usize) -> usize {
+        token * 7919 % self.in_features
     }
 
     pub fn bytes(&self) -> Bytes {
         const BF16: usize = 2;
-        let adapters: HashSet<_> = self.slots.iter().filter_map(|slot| slot.index()).collect();
-        let tokens = self.adapted_tokens();
-        Bytes {
-            weights: adapters.len() * self.adapter_elems() * BF16,
-            x: tokens * self.in_features * BF16,
-            y: tokens * self.out_features() * BF16 * 2,
-        }
+        const ID: usize = 4;
+        let adapters: BTreeSet<usize> = self.adapted_tokens().collect();
+        let ranks: usize = adapters.into_iter().map(|slot| self.ranks[slot]).sum();
+        let tokens = self.adapted_tokens().count();
+        let (a, x) = match self.operation {
+            Operation::Embedding => (self.adapted_tokens().map(|slot| self.ranks[slot]).sum(), tokens * ID),
+            Operation::Linear => (ranks * self.out_slices.len() * self.in_features, tokens * self.in_features * BF16),
+        };
+        let y = tokens * self.out_features() * BF16 * 2;
+        Bytes { weights: (a + ranks * self.out_features()) * BF16, x, y }
     }
 
     pub fn flops(&self) -> usize {
-        2 * self.adapted_tokens() * self.adapter_elems()
+        let shrink = match self.operation {
+            Operation::Embedding => 0,
+            Operation::Linear => self.out_slices.len() * self.in_features,
+        };
+        self.adapted_tokens().map(|slot| 2 * self.ranks[slot] * (shrink + self.out_features())).sum()
     }
 
     /// What its figures are averaged with.
     pub fn class(&self) -> String {
         let tokens = self.num_tokens();
         match self.suite {
-            Suite::Prefill => format!("prefill {} T={tokens}", self.layer),
+            Suite::Own | Suite::Layer | Suite::Host => self.tag.clone(),
+            Suite::Prefill => format!("prefill T={tokens}"),
             Suite::Decode => {
                 let size = match tokens {
                     0..=16 => "T<=16",
@@ -115,11 +165,12 @@ impl Workload {
 
     /// Shape, rank, tokens, adapters and their distribution, for the id of a benchmark.
     pub fn criterion_id(&self) -> String {
-        let Self { layer, model, rank, num_slots, .. } = self;
-        format!("{layer}-{model}/r{rank}/t{}/a{num_slots}/{}", self.num_tokens(), self.distribution())
+        let Self { layer, model, .. } = self;
+        let (rank, tokens, slots) = (self.max_rank(), self.num_tokens(), self.num_slots());
+        format!("{layer}-{model}/r{rank}/t{tokens}/a{slots}/{}", self.distribution())
     }
 
-    /// A model of this layer alone.
+    /// A model of this linear layer alone.
     pub fn model_spec(&self) -> Result<(ModelSpec, LinearId)> {
         let mut model = ModelSpec::new(TpRank::SINGLE);
         let layer = Linear::new("", Parallel::Replicated, self.in_features);
@@ -128,8 +179,16 @@ impl Workload {
         Ok((model, id))
     }
 
-    fn adapted_tokens(&self) -> usize {
-        self.slots.iter().filter(|slot| slot.index().is_some()).count()
+    /// A model of this embedding alone.
+    pub fn embedding_spec(&self) -> Result<(ModelSpec, EmbeddingId)> {
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let id = model.embedding("slice0", self.in_features, self.out_features())?;
+        Ok((model, id))
+    }
+
+    /// The slots of the tokens that have one.
+    fn adapted_tokens(&self) -> impl Iterator<Item = usize> {
+        self.slots.iter().filter_map(|slot| slot.index())
     }
 }
 
@@ -147,8 +206,8 @@ pub fn quick(mut workloads: Vec<Workload>) -> Vec<Workload> {
     workloads.retain(|workload| {
         let tokens = workload.num_tokens();
         let size = if [1, 16, 64, 2048].contains(&tokens) { tokens } else { 0 };
-        let kind = (workload.layer.clone(), workload.suite == Suite::Prefill, size);
-        workload.rank == 16 && size > 0 && seen.insert(kind)
+        let kind = (workload.layer.clone(), workload.suite, size);
+        workload.max_rank() == 16 && size > 0 && seen.insert(kind)
     });
     workloads
 }
@@ -201,7 +260,7 @@ impl Entry {
         if slots.iter().any(|slot| slot.index().is_some_and(|slot| slot >= mapping.adapters)) {
             return Err(format!("{id}: its mapping names an adapter that is not there").into());
         }
-        let num_slots = mapping.adapters;
-        Ok(Workload { id, suite, tag, model, layer, in_features, out_slices, rank, slots, num_slots })
+        let (operation, ranks) = (Operation::Linear, vec![rank; mapping.adapters]);
+        Ok(Workload { id, suite, tag, model, layer, operation, in_features, out_slices, ranks, slots })
     }
 }

@@ -9,8 +9,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-mod embedding;
-mod linear;
+mod layers;
 mod routing;
 
-criterion::criterion_main!(linear::benches, embedding::benches, routing::benches);
+criterion::criterion_main!(layers::benches, routing::benches);

@@ -6,31 +6,35 @@
 //!
 //! Writes the results as JSON, and ends with a table of geometric means by class. The floor of a workload is what its bytes take
 //! at the rate at which this device reads memory, measured in the same run, and never less than a launch.
+//!
+//! Other suites, when asked for: what LoRA adds to the time of a whole layer ([`added`]), and what a layer costs the host ([`host`]).
 
+mod added;
 #[path = "../common/mod.rs"]
 mod common;
+mod host;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     time::{Duration, Instant},
 };
 
 use aril::cuda::LaunchError;
-use clap::{Parser, ValueEnum};
-use serde::{Deserialize, Serialize};
+use clap::Parser;
 
+use added::Base;
 use common::{
     Result, ceilings,
-    layer::{COLD_BYTES, Layer, MAX_ERROR, Stage},
-    report::{Figures, Table},
-    workload::{self, Bytes, Suite, Workload},
+    layer::{self, COLD_BYTES, Layer, MAX_ERROR, Stage},
+    own::{launched, own, with_base},
+    report::{self, Classes, Figures},
+    results::{Entry, Info, Others, PEER, Results},
+    workload::{self, Suite, Workload},
 };
 
-/// Elements of adapters that sets are made of: 8.8 GB.
-const WEIGHT_ELEMS: usize = 4_400_000_000;
 const REPLAYS: usize = 20;
 
 #[derive(Debug, Parser)]
@@ -39,8 +43,8 @@ struct Cli {
     /// Where the results go.
     #[arg(long, default_value = "aril.json")]
     out: PathBuf,
-    #[arg(long, value_enum, value_delimiter = ',', default_values = ["decode", "prefill"])]
-    suite: Vec<SuiteName>,
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["decode", "prefill", "own"])]
+    suite: Vec<Suite>,
     /// Only workloads whose id contains this.
     #[arg(long, default_value = "")]
     only: String,
@@ -62,85 +66,23 @@ struct Cli {
     /// Another list of workloads than the one built in.
     #[arg(long)]
     workloads: Option<PathBuf>,
-    /// Results of others on the same kind of device, for the table.
+    /// Results of others on the same kind of device, for the table. May be repeated: what several files have is taken from the
+    /// first.
     #[arg(long)]
-    against: Option<PathBuf>,
+    against: Vec<PathBuf>,
+    /// Print the table of these results, and measure nothing.
+    #[arg(long)]
+    table: Option<PathBuf>,
+    /// Print the table in Markdown.
+    #[arg(long)]
+    markdown: bool,
+    /// Print a row for each layer of a class.
+    #[arg(long)]
+    by_layer: bool,
     /// What cargo passes.
     #[arg(long, hide = true)]
     bench: bool,
 }
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-enum SuiteName {
-    Decode,
-    Prefill,
-}
-
-impl SuiteName {
-    fn suite(self) -> Suite {
-        match self {
-            Self::Decode => Suite::Decode,
-            Self::Prefill => Suite::Prefill,
-        }
-    }
-}
-
-/// The schema that all libraries' results have.
-#[derive(Debug, Default, Serialize)]
-struct Results {
-    meta: Meta,
-    ceilings: BTreeMap<String, f64>,
-    dense: Vec<Entry>,
-    info: BTreeMap<String, Info>,
-    failures: Vec<Failure>,
-}
-
-#[derive(Debug, Default, Serialize)]
-struct Meta {
-    gpu: String,
-    aril: &'static str,
-    replays: usize,
-    cold_bytes: usize,
-    seconds: f64,
-    not_reached: Vec<String>,
-}
-
-#[derive(Debug, Deserialize, Serialize)]
-struct Entry {
-    id: String,
-    peer: String,
-    err: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    reps: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cold_us: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cold_min: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cold_max: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    warm_us: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    note: Option<String>,
-}
-
-#[derive(Debug, Serialize)]
-struct Info {
-    #[serde(flatten)]
-    bytes: Bytes,
-    flops: usize,
-    sets: usize,
-}
-
-#[derive(Debug, Serialize)]
-struct Failure {
-    id: String,
-    peer: &'static str,
-    kind: &'static str,
-    msg: String,
-}
-
-const PEER: &str = "aril";
 
 fn main() -> Result<ExitCode> {
     let cli = Cli::parse();
@@ -148,11 +90,51 @@ fn main() -> Result<ExitCode> {
     if workloads.is_empty() {
         return Err("no workload is asked for".into());
     }
+    let results = match &cli.table {
+        Some(path) => Results::load(path)?,
+        None => measure(&cli, &workloads)?,
+    };
+    let by_id: HashMap<&str, &Workload> = workloads.iter().map(|workload| (workload.id.as_str(), workload)).collect();
+    let classes = classes(&results, &by_id, &Others::load(&cli.against)?, cli.by_layer).table();
+    let layers = results.layer.iter().filter_map(|added| Some((*by_id.get(added.id.as_str())?, added)));
+    let layers = report::added(&layers.collect::<Vec<_>>());
+    let host = results.host.iter().filter_map(|cost| Some((*by_id.get(cost.id.as_str())?, cost)));
+    let host = report::host(&host.collect::<Vec<_>>());
+    for table in [classes, layers, host].iter().filter(|table| !table.is_empty()) {
+        println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
+    }
+    Ok(if results.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
+    let mut workloads = match &cli.workloads {
+        Some(path) => workload::parse(&fs::read_to_string(path)?)?,
+        None => workload::parse(workload::BUILT_IN)?,
+    };
+    workloads.extend(own()?);
+    workloads.extend(with_base()?);
+    workloads.extend(launched()?);
+    workloads.retain(|workload| {
+        cli.suite.contains(&workload.suite)
+            && workload.id.contains(&cli.only)
+            && (cli.tags.is_empty() || cli.tags.contains(&workload.tag))
+    });
+    Ok(if cli.quick { workload::quick(workloads) } else { workloads })
+}
+
+/// Measures all, and saves the results.
+fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
     let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
-    let stage = Stage::new(&workloads, WEIGHT_ELEMS)?;
+    let weight_elems = workloads.iter().map(|workload| match workload.suite {
+        Suite::Layer => added::weight_elems(workload),
+        _ => layer::weight_elems(workload),
+    });
+    let stage = Stage::new(workloads, weight_elems.max().unwrap_or(0))?;
+    let is_with_base = workloads.iter().any(|workload| workload.suite == Suite::Layer);
+    let base = is_with_base.then(|| Base::new(&stage.gpu)).transpose()?;
     let mut results = Results::default();
     results.meta.gpu = stage.gpu.context.name()?;
-    results.meta.aril = env!("CARGO_PKG_VERSION");
+    results.meta.aril = env!("CARGO_PKG_VERSION").to_owned();
     results.meta.replays = REPLAYS;
     results.meta.cold_bytes = COLD_BYTES;
     results.ceilings = ceilings::measure(&stage.gpu)?;
@@ -165,12 +147,17 @@ fn main() -> Result<ExitCode> {
             results.meta.not_reached = workloads[index..].iter().map(|workload| workload.id.clone()).collect();
             break;
         }
-        if let Err(error) = run(&stage, workload, &cli, &mut results) {
+        let measured = match (&base, workload.suite) {
+            (Some(base), Suite::Layer) => base.measure(&stage, workload, cli.no_time, &mut results),
+            (_, Suite::Host) => host::measure(&stage, workload, &mut results),
+            _ => run(&stage, workload, cli, &mut results),
+        };
+        if let Err(error) = measured {
             let kind = match error.downcast_ref::<LaunchError>() {
                 Some(LaunchError::Plan(_)) => "unsupported",
                 _ => "error",
             };
-            results.fail(workload, kind, error.to_string());
+            results.fail(&workload.id, kind, error.to_string());
         }
         if let Err(error) = stage.gpu.synchronize() {
             println!("the device is lost after {}: {error}", workload.id);
@@ -185,22 +172,9 @@ fn main() -> Result<ExitCode> {
     results.meta.seconds = start.elapsed().as_secs_f64();
     results.save(&cli.out)?;
     let (failures, not_reached) = (results.failures.len(), results.meta.not_reached.len());
-    println!("\n{} measured, {failures} failed, {not_reached} not reached\n", results.dense.len());
-    println!("{}", table(&results, &workloads, &peers(cli.against.as_deref())?));
-    Ok(if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
-    let mut workloads = match &cli.workloads {
-        Some(path) => workload::parse(&fs::read_to_string(path)?)?,
-        None => workload::parse(workload::BUILT_IN)?,
-    };
-    workloads.retain(|workload| {
-        cli.suite.iter().any(|suite| suite.suite() == workload.suite)
-            && workload.id.contains(&cli.only)
-            && (cli.tags.is_empty() || cli.tags.contains(&workload.tag))
-    });
-    Ok(if cli.quick { workload::quick(workloads) } else { workloads })
+    let measured = results.dense.len() + results.layer.len() + results.host.len();
+    println!("\n{measured} measured, {failures} failed, {not_reached} not reached\n");
+    Ok(results)
 }
 
 fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> Result<()> {
@@ -209,12 +183,11 @@ fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> 
     results.info.insert(workload.id.clone(), info);
     let err = layer.check()?;
     if err.is_nan() || err >= MAX_ERROR {
-        results.fail(workload, "wrong", format!("relative error {err:.3e}"));
+        results.fail(&workload.id, "wrong", format!("relative error {err:.3e}"));
         return Ok(());
     }
-    let (id, peer, note) = (workload.id.clone(), PEER.to_owned(), Some(layer.plan()));
-    let mut entry =
-        Entry { id, peer, err, reps: None, cold_us: None, cold_min: None, cold_max: None, warm_us: None, note };
+    let (id, peer, note) = (workload.id.clone(), PEER.to_owned(), layer.plan());
+    let mut entry = Entry { id, peer, err, note, ..Entry::default() };
     if !cli.no_time {
         let reps = layer.repetitions(layer.num_sets())?;
         let cold = layer.time(reps, true, REPLAYS)?;
@@ -230,47 +203,16 @@ fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> 
     Ok(())
 }
 
-impl Results {
-    fn fail(&mut self, workload: &Workload, kind: &'static str, msg: String) {
-        println!("{kind}: {}: {msg}", workload.id);
-        self.failures.push(Failure { id: workload.id.clone(), peer: PEER, kind, msg });
-    }
-
-    /// Never leaves half a file.
-    fn save(&self, path: &Path) -> Result<()> {
-        let part = path.with_extension("part");
-        fs::write(&part, serde_json::to_vec(self)?)?;
-        Ok(fs::rename(part, path)?)
-    }
-}
-
-/// The fastest of others, by workload. Loops over a framework's operations are no peers.
-fn peers(path: Option<&Path>) -> Result<HashMap<String, f64>> {
-    #[derive(Deserialize)]
-    struct File {
-        dense: Vec<Entry>,
-    }
-    let mut best = HashMap::new();
-    let Some(path) = path else { return Ok(best) };
-    let file: File = serde_json::from_slice(&fs::read(path)?)?;
-    for entry in file.dense {
-        let Some(us) = entry.cold_us else { continue };
-        if !entry.peer.starts_with("torch_") && entry.peer != PEER {
-            let best = best.entry(entry.id).or_insert(us);
-            *best = us.min(*best);
-        }
-    }
-    Ok(best)
-}
-
-fn table(results: &Results, workloads: &[Workload], peers: &HashMap<String, f64>) -> Table {
-    let by_id: HashMap<&str, &Workload> = workloads.iter().map(|workload| (workload.id.as_str(), workload)).collect();
+/// What was measured of `workloads`, by class.
+fn classes(results: &Results, workloads: &HashMap<&str, &Workload>, others: &Others, by_layer: bool) -> Classes {
     let rate = results.ceilings["hbm_read_GBps"].max(results.ceilings["hbm_copy_GBps"]);
-    let mut table = Table::default();
-    for entry in &results.dense {
-        let (Some(us), workload) = (entry.cold_us, by_id[entry.id.as_str()]) else { continue };
-        let floor_us = workload.bytes().floor_us(rate);
-        table.add(workload.class(), Figures { us, floor_us, peer_us: peers.get(&entry.id).copied() });
+    let mut classes = Classes::default();
+    for Entry { id, cold_us, .. } in &results.dense {
+        let (Some(us), Some(workload)) = (*cold_us, workloads.get(id.as_str())) else { continue };
+        let class = if by_layer { format!("{}, {}", workload.class(), workload.layer) } else { workload.class() };
+        let fastest = others.fastest(id).map(|(name, us)| (name.to_owned(), us));
+        let figures = Figures { id: id.clone(), us, floor_us: workload.bytes().floor_us(rate), fastest };
+        classes.add(workload.suite, class, figures);
     }
-    table
+    classes
 }

@@ -8,9 +8,10 @@
 // instructions are arranged so that a lane has eight neighbouring outputs of its tokens: y moves 16
 // bytes at a time.
 //
-// Grid (tiles x blocks of ARIL_OUTS_PER_BLOCK outputs of all slices). B is on its way to shared
-// memory before the wait. Shared, in bytes: kTokens * 4 for every rank, padded to 16, and, where B
-// is staged, ARIL_OUTS_PER_BLOCK * 2 for every rank, padded to 8.
+// Grid (tiles x blocks of outputs of all slices; see aril_expand_plan). B is on its way to shared
+// memory before the wait; that of ranks beyond ARIL_STAGED_RANK is read where it is, for 16 tokens
+// at a time. Shared, in bytes: kTokens * 4 for every rank, padded to 16, and, where B is staged,
+// slots * 512 for every rank, padded to 8.
 #pragma once
 
 #include "../common/async.cuh"
@@ -22,12 +23,11 @@
 
 namespace aril::detail {
 
-constexpr int kExpandThreads = 128;
-constexpr int kExpandWarps = kExpandThreads / 32;
-constexpr int kMaxStagedRank = 128;  // larger B are read where they are, and their tiles are of 16
+constexpr int kExpandWarps = ARIL_EXPAND_WARPS;
+constexpr int kExpandThreads = 32 * kExpandWarps;
 constexpr int kRanksPerStep = 16;    // of an instruction
 constexpr int kTerms = 2;            // of v
-constexpr int kOutTiles = 2;         // that a warp takes at once
+constexpr int kOutTiles = ARIL_OUTS_PER_WARP / ARIL_OUT_TILE;  // that a warp takes at once
 
 // Two values as bf16, and what that leaves out, as bf16 again.
 __device__ __forceinline__ void split(float v0, float v1, uint32_t& high, uint32_t& low) {
@@ -144,14 +144,14 @@ struct Outs {
   }
 };
 
-// Adds B v to outputs [first_out, num_outs) of y, at most out_tiles * ARIL_OUT_TILE, for the tile's
+// Adds B v to outputs [first_out, num_outs) of y, at most plan.outs_per_block, for the tile's
 // tokens. Once predecessors have ended, v.load(token, r) gives ranks r and r + 1 of v, not yet
 // scaled, and zero beyond the rank. Tokens that v lacks are left alone.
 template <typename T, int kTokens, bool kStaged, typename V>
 __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descriptor& module,
                                             const float* scales, int first_out, int num_outs,
-                                            int out_tiles, int slots, T* y, int64_t y_stride,
-                                            int num_tokens, const V& v) {
+                                            const aril_expand_plan& plan, T* y,
+                                            int64_t y_stride, int num_tokens, const V& v) {
   constexpr int kParts = kTokens / 16;  // units that have the same outputs
   constexpr int kAhead = 2;             // units whose y is on its way
   extern __shared__ __align__(128) unsigned char shared[];
@@ -165,7 +165,9 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
-  out_tiles = min(out_tiles, ceil_div(num_outs - first_out, ARIL_OUT_TILE));
+  const int out_tiles = min(plan.outs_per_block / ARIL_OUT_TILE,
+                            ceil_div(num_outs - first_out, ARIL_OUT_TILE));
+  const int slots = plan.slots;
   // v's operands, [row tiles][steps][terms], then each warp's supply.
   uint4* v_operands = reinterpret_cast<uint4*>(shared);
   uint4* supplied = v_operands + kTokens / 16 * steps * kTerms * 32;
@@ -364,13 +366,13 @@ struct PlaneSums {
 
 template <typename T, int kTokens, bool kStaged>
 __global__ void __launch_bounds__(kExpandThreads, kTokens == ARIL_WIDE_TILE || !kStaged ? 3 : 4)
-    expand_kernel(const __grid_constant__ aril_linear_args p, int out_blocks, int outs_per_block, int slots) {
+    expand_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
   let_dependents_begin();
-  const Tile tile(p.routing, p.weights, blockIdx.x / out_blocks, p.max_tiles);
-  const OutBlock block(p, blockIdx.x % out_blocks, outs_per_block);
+  const Tile tile(p, blockIdx.x / out_blocks);
+  const OutBlock block(p, blockIdx.x % out_blocks, p.expand.outs_per_block);
   const aril_descriptor module = module_of(p.weights, tile.slot, block.slice);
   expand_tile<T, kTokens, kStaged>(tile, module, p.routing.scales, block.first_out,
-                                   p.out_features[block.slice], outs_per_block / ARIL_OUT_TILE, slots,
+                                   p.out_features[block.slice], p.expand,
                                    static_cast<T*>(p.y) + block.first_column, p.y_stride,
                                    p.num_tokens, PlaneSums(p, block.slice));
 }
@@ -406,14 +408,13 @@ struct EmbeddingRows {
 
 template <typename T, int kTokens, bool kStaged>
 __global__ void __launch_bounds__(kExpandThreads, kTokens == ARIL_WIDE_TILE || !kStaged ? 3 : 4)
-    embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks,
-                     int outs_per_block, int slots) {
+    embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks) {
   let_dependents_begin();
-  const Tile tile(p.routing, p.weights, blockIdx.x / out_blocks, p.max_tiles);
+  const Tile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
   expand_tile<T, kTokens, kStaged>(tile, module, p.routing.scales,
-                                   blockIdx.x % out_blocks * outs_per_block, p.hidden,
-                                   outs_per_block / ARIL_OUT_TILE, slots, static_cast<T*>(p.y),
+                                   blockIdx.x % out_blocks * p.expand.outs_per_block, p.hidden,
+                                   p.expand, static_cast<T*>(p.y),
                                    p.y_stride, p.num_tokens, EmbeddingRows<T>(p, module));
 }
 

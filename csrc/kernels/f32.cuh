@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kF32Threads)
   __shared__ float x[ARIL_LANE_FEATURES];
   let_dependents_begin();
   wait_for_predecessors();
-  const Tile tile(p.routing, p.weights, blockIdx.x / slices, p.max_tiles);
+  const Tile tile(p, blockIdx.x / slices);
   const int slice = blockIdx.x % slices;
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kF32Threads)
     expand_f32_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
   let_dependents_begin();
   wait_for_predecessors();
-  const Tile tile(p.routing, p.weights, blockIdx.x / out_blocks, p.max_tiles);
+  const Tile tile(p, blockIdx.x / out_blocks);
   const OutBlock block(p, blockIdx.x % out_blocks, kF32Threads);
   expand_f32(tile, module_of(p.weights, tile.slot, block.slice), p.routing.scales, block.first_out,
              p.out_features[block.slice], static_cast<float*>(p.y) + block.first_column,
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kF32Threads)
     embedding_f32_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks) {
   let_dependents_begin();
   wait_for_predecessors();
-  const Tile tile(p.routing, p.weights, blockIdx.x / out_blocks, p.max_tiles);
+  const Tile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
   expand_f32(tile, module, p.routing.scales, blockIdx.x % out_blocks * kF32Threads,
              p.hidden, static_cast<float*>(p.y), p.y_stride, p.num_tokens, EmbeddingRows<float>(p, module));

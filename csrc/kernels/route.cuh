@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups a batch's tokens by slot: a stable counting sort in one block, once per step for all
-// layers.
+// Groups a batch's tokens by slot: a counting sort in one block, once per step for all layers. Which
+// of a slot's tokens stands where is left to chance; no result depends on it.
 //
 // Grid: one block of kThreads. Shared memory: num_slots counters of 4 bytes (at most 32 KB) and the
 // scan's scratch. Bound: latency, not bytes. Every output that the live tokens need is written by
@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(kRouteThreads)
   extern __shared__ int32_t next[];  // [num_slots] tokens of the slot, then where its next one goes
 
   wait_for_predecessors();
-  const int per_tile = tokens_per_tile(p.num_tokens);
   for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
   __syncthreads();
   for (int token = threadIdx.x; token < p.num_tokens; token += kRouteThreads) {
@@ -46,26 +45,32 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int slots_per_thread = ceil_div(p.num_slots, kRouteThreads);
   const int first_slot = min(static_cast<int>(threadIdx.x) * slots_per_thread, p.num_slots);
   const int last_slot = min(first_slot + slots_per_thread, p.num_slots);
-  int row = 0, tile = 0, num_rows, num_tiles;
+  int row = 0, tile = 0, wide_tile = 0, num_rows, num_tiles, num_wide_tiles;
   for (int slot = first_slot; slot < last_slot; ++slot) {
     row += next[slot];
-    tile += ceil_div(next[slot], per_tile);
+    tile += ceil_div(next[slot], ARIL_TOKENS_PER_TILE);
+    wide_tile += ceil_div(next[slot], ARIL_WIDE_TILE);
   }
   Scan(scan).ExclusiveSum(row, row, num_rows);
   __syncthreads();
   Scan(scan).ExclusiveSum(tile, tile, num_tiles);
+  __syncthreads();
+  Scan(scan).ExclusiveSum(wide_tile, wide_tile, num_wide_tiles);
+  const auto add_tiles = [](aril_tile* tiles, int& tile, int slot, int begin, int end, int size) {
+    for (; begin < end; begin += size) tiles[tile++] = {slot, begin, min(end - begin, size)};
+  };
   for (int slot = first_slot; slot < last_slot; ++slot) {
     const int end = row + next[slot];
     p.routing.indptr[slot] = row;
     next[slot] = row;
-    for (; row < end; row += per_tile) {
-      p.routing.tiles[tile++] = {slot, row, min(end - row, per_tile)};
-    }
+    add_tiles(p.routing.tiles.all, tile, slot, row, end, ARIL_TOKENS_PER_TILE);
+    add_tiles(p.routing.wide_tiles.all, wide_tile, slot, row, end, ARIL_WIDE_TILE);
     row = end;
   }
   if (threadIdx.x == 0) {
     p.routing.indptr[p.num_slots] = num_rows;
-    *p.routing.num_tiles = num_tiles;
+    *p.routing.tiles.count = num_tiles;
+    *p.routing.wide_tiles.count = num_wide_tiles;
   }
   __syncthreads();
 

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kFewThreads, 4)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ Columns columns;
   let_dependents_begin();
-  const Tile tile(p.routing, p.weights, blockIdx.x / column_blocks, p.max_tiles);
+  const Tile tile(p, blockIdx.x / column_blocks);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const Lanes lanes(p, blockIdx.y);
 
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kWideThreads, 3)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ Columns columns;
   let_dependents_begin();
-  const Tile tile(p.routing, p.weights, blockIdx.x / column_blocks, p.max_tiles);
+  const Tile tile(p, blockIdx.x / column_blocks);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   if (warp == 0) columns.list(p, tile, blockIdx.x % column_blocks * kColumnsPerBlock);
   __syncthreads();

@@ -10,9 +10,9 @@ namespace aril::detail {
 
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Of a batch that the routing has grouped into tiles.
-__host__ __device__ __forceinline__ constexpr int tokens_per_tile(int num_tokens) {
-  return num_tokens > ARIL_FEW_TOKENS ? ARIL_WIDE_TILE : ARIL_TOKENS_PER_TILE;
+// Whether an operation goes by the wide tiles.
+__host__ __device__ __forceinline__ constexpr bool is_wide(int num_tokens) {
+  return num_tokens > ARIL_FEW_TOKENS;
 }
 
 struct Tile {
@@ -20,15 +20,17 @@ struct Tile {
   const int32_t* tokens;
 
   // No tokens where the routing or the table has none for it. Both loads are independent: entries
-  // beyond num_tiles are read, too.
-  __device__ __forceinline__ Tile(const aril_routing& routing, const aril_weights& weights,
-                                  int tile_idx, int max_tiles) {
-    const int num_tiles = *routing.num_tiles;
-    const aril_tile tile = routing.tiles[tile_idx < max_tiles ? tile_idx : 0];
-    const bool live = tile_idx < num_tiles && tile_idx < max_tiles && tile.slot < weights.num_slots;
+  // beyond the count are read, too.
+  template <typename Args>
+  __device__ __forceinline__ Tile(const Args& p, int tile_idx) {
+    const aril_tiles& tiles = is_wide(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles;
+    const int num_tiles = *tiles.count;
+    const aril_tile tile = tiles.all[tile_idx < p.max_tiles ? tile_idx : 0];
+    const bool live =
+        tile_idx < num_tiles && tile_idx < p.max_tiles && tile.slot < p.weights.num_slots;
     slot = live ? tile.slot : 0;
     count = live ? tile.count : 0;
-    tokens = routing.tokens + (live ? tile.begin : 0);
+    tokens = p.routing.tokens + (live ? tile.begin : 0);
   }
 
   // The tile's t-th token, or -1 if there is none below `num_tokens`.

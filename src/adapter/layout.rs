@@ -4,12 +4,14 @@
 //! stand together, one lane behind the other. An embedding's A is row-major, so that what belongs to a token is one row. All is
 //! counted in elements, and the same for every type.
 //!
-//! Invariant: a factor takes its rank, padded to a multiple of 8, times its features, padded to a multiple of 32, and holds zeros
-//! wherever it has no element. Kernels rely on them.
+//! Invariant: a factor takes its rank, padded to a multiple of 8, times its features, padded to a multiple of 256 in a linear
+//! module's A and of 32 elsewhere, and holds zeros wherever it has no element. Kernels rely on them.
 
 /// What every factor is aligned to, in a block that begins on a boundary of 256 bytes.
 pub const ALIGNMENT_BYTES: usize = 128;
 
+/// Features of a linear module's A that stand together, of 8 ranks.
+pub(crate) const LANE_FEATURES: usize = 256;
 /// Ranks and features of a tile.
 pub(crate) const TILE_RANKS: usize = 8;
 pub(crate) const TILE_FEATURES: usize = 32;
@@ -18,7 +20,9 @@ pub(crate) const TILE_ELEMS: usize = TILE_RANKS * TILE_FEATURES;
 // Whole tiles, of the smallest elements.
 const _: () = assert!((TILE_ELEMS * 2).is_multiple_of(ALIGNMENT_BYTES));
 
-/// A of a linear module: tiles `[in_features / 32][rank / 8]`, each `[8 ranks][32 features]`.
+/// A of a linear module: tiles `[in_features / 256][rank / 8][8 times 32 features]`, each `[8 ranks][32 features]`.
+///
+/// So what a step of the kernels takes, 256 features of 8 ranks, is one piece.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LinearA {
     /// Rows.
@@ -30,12 +34,14 @@ pub struct LinearA {
 impl LinearA {
     /// The elements that it takes.
     pub const fn elems(self) -> usize {
-        elems(self.rank, self.in_features)
+        elems(self.rank, self.in_features.next_multiple_of(LANE_FEATURES))
     }
 
     /// Where an element is.
     pub const fn at(self, rank: usize, feature: usize) -> usize {
-        tile(self.rank, rank, feature) + rank % TILE_RANKS * TILE_FEATURES + feature % TILE_FEATURES
+        let lane = feature / LANE_FEATURES * elems(self.rank, LANE_FEATURES);
+        let tile = rank / TILE_RANKS * (LANE_FEATURES / TILE_FEATURES) + feature % LANE_FEATURES / TILE_FEATURES;
+        lane + tile * TILE_ELEMS + rank % TILE_RANKS * TILE_FEATURES + feature % TILE_FEATURES
     }
 }
 

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::{
     AdapterError,
-    layout::{self, B, EmbeddingA, LinearA, TILE_FEATURES, TILE_RANKS},
+    layout::{self, B, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
     tensor::Factor,
 };
 use crate::{DType, Element};
@@ -70,7 +70,7 @@ impl<'a> Rectangle<'a> {
         /// So that a task is not too little work to give away, and what it writes stays in the cache.
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.rank()) * size_of::<T>();
-        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes);
+        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(LANE_FEATURES / TILE_FEATURES);
         let features = stripes * TILE_FEATURES;
         let finite = part
             .par_chunks_mut(stripes * stripe_bytes)

@@ -4,13 +4,17 @@ pub const ARIL_MAX_SLICES: i32 = 8;
 pub const ARIL_MAX_SLOTS: i32 = 8192;
 pub const ARIL_MAX_RANK: i32 = 512;
 pub const ARIL_TOKENS_PER_TILE: i32 = 16;
-pub const ARIL_K_PER_CHUNK: i32 = 256;
-pub const ARIL_SUM_LANES: i32 = 16;
+pub const ARIL_WIDE_TILE: i32 = 64;
+pub const ARIL_FEW_TOKENS: i32 = 256;
+pub const ARIL_LANE_FEATURES: i32 = 256;
 pub const ARIL_LANES_PER_GROUP: i32 = 4;
-pub const ARIL_V_ALIGNMENT: i32 = 4;
-pub const ARIL_RANKS_PER_TILE: i32 = 64;
-pub const ARIL_OUT_PER_TILE: i32 = 256;
-pub const ARIL_FACTOR_ALIGNMENT: i32 = 16;
+pub const ARIL_K_TILE: i32 = 32;
+pub const ARIL_RANK_TILE: i32 = 8;
+pub const ARIL_OUT_TILE: i32 = 32;
+pub const ARIL_OUTS_PER_WARP: i32 = 64;
+pub const ARIL_EXPAND_WARPS: i32 = 4;
+pub const ARIL_STAGED_RANK: i32 = 128;
+pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
 impl aril_dtype {
@@ -71,16 +75,33 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_tiles {
+    pub all: *mut aril_tile,
+    pub count: *mut i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_tiles"][::core::mem::size_of::<aril_tiles>() - 16usize];
+    ["Alignment of aril_tiles"][::core::mem::align_of::<aril_tiles>() - 8usize];
+    [
+        "Offset of field: aril_tiles::all",
+    ][::core::mem::offset_of!(aril_tiles, all) - 0usize];
+    [
+        "Offset of field: aril_tiles::count",
+    ][::core::mem::offset_of!(aril_tiles, count) - 8usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_routing {
     pub tokens: *mut i32,
     pub scales: *mut f32,
     pub indptr: *mut i32,
-    pub tiles: *mut aril_tile,
-    pub num_tiles: *mut i32,
+    pub tiles: aril_tiles,
+    pub wide_tiles: aril_tiles,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 40usize];
+    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 56usize];
     ["Alignment of aril_routing"][::core::mem::align_of::<aril_routing>() - 8usize];
     [
         "Offset of field: aril_routing::tokens",
@@ -95,8 +116,8 @@ const _: () = {
         "Offset of field: aril_routing::tiles",
     ][::core::mem::offset_of!(aril_routing, tiles) - 24usize];
     [
-        "Offset of field: aril_routing::num_tiles",
-    ][::core::mem::offset_of!(aril_routing, num_tiles) - 32usize];
+        "Offset of field: aril_routing::wide_tiles",
+    ][::core::mem::offset_of!(aril_routing, wide_tiles) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -109,7 +130,7 @@ pub struct aril_route_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 64usize];
+    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 80usize];
     [
         "Alignment of aril_route_args",
     ][::core::mem::align_of::<aril_route_args>() - 8usize];
@@ -156,11 +177,31 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_expand_plan {
+    pub outs_per_block: i32,
+    pub slots: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_expand_plan"][::core::mem::size_of::<aril_expand_plan>() - 8usize];
+    [
+        "Alignment of aril_expand_plan",
+    ][::core::mem::align_of::<aril_expand_plan>() - 4usize];
+    [
+        "Offset of field: aril_expand_plan::outs_per_block",
+    ][::core::mem::offset_of!(aril_expand_plan, outs_per_block) - 0usize];
+    [
+        "Offset of field: aril_expand_plan::slots",
+    ][::core::mem::offset_of!(aril_expand_plan, slots) - 4usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_linear_args {
     pub dtype: i32,
     pub num_tokens: i32,
     pub max_tiles: i32,
     pub lanes_per_split: i32,
+    pub expand: aril_expand_plan,
     pub in_features: i32,
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
@@ -174,7 +215,7 @@ pub struct aril_linear_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 160usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 184usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -191,35 +232,38 @@ const _: () = {
         "Offset of field: aril_linear_args::lanes_per_split",
     ][::core::mem::offset_of!(aril_linear_args, lanes_per_split) - 12usize];
     [
+        "Offset of field: aril_linear_args::expand",
+    ][::core::mem::offset_of!(aril_linear_args, expand) - 16usize];
+    [
         "Offset of field: aril_linear_args::in_features",
-    ][::core::mem::offset_of!(aril_linear_args, in_features) - 16usize];
+    ][::core::mem::offset_of!(aril_linear_args, in_features) - 24usize];
     [
         "Offset of field: aril_linear_args::num_slices",
-    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 20usize];
+    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 28usize];
     [
         "Offset of field: aril_linear_args::out_features",
-    ][::core::mem::offset_of!(aril_linear_args, out_features) - 24usize];
+    ][::core::mem::offset_of!(aril_linear_args, out_features) - 32usize];
     [
         "Offset of field: aril_linear_args::x",
-    ][::core::mem::offset_of!(aril_linear_args, x) - 56usize];
+    ][::core::mem::offset_of!(aril_linear_args, x) - 64usize];
     [
         "Offset of field: aril_linear_args::x_stride",
-    ][::core::mem::offset_of!(aril_linear_args, x_stride) - 64usize];
+    ][::core::mem::offset_of!(aril_linear_args, x_stride) - 72usize];
     [
         "Offset of field: aril_linear_args::y",
-    ][::core::mem::offset_of!(aril_linear_args, y) - 72usize];
+    ][::core::mem::offset_of!(aril_linear_args, y) - 80usize];
     [
         "Offset of field: aril_linear_args::y_stride",
-    ][::core::mem::offset_of!(aril_linear_args, y_stride) - 80usize];
+    ][::core::mem::offset_of!(aril_linear_args, y_stride) - 88usize];
     [
         "Offset of field: aril_linear_args::planes",
-    ][::core::mem::offset_of!(aril_linear_args, planes) - 88usize];
+    ][::core::mem::offset_of!(aril_linear_args, planes) - 96usize];
     [
         "Offset of field: aril_linear_args::weights",
-    ][::core::mem::offset_of!(aril_linear_args, weights) - 96usize];
+    ][::core::mem::offset_of!(aril_linear_args, weights) - 104usize];
     [
         "Offset of field: aril_linear_args::routing",
-    ][::core::mem::offset_of!(aril_linear_args, routing) - 120usize];
+    ][::core::mem::offset_of!(aril_linear_args, routing) - 128usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -227,6 +271,7 @@ pub struct aril_embedding_args {
     pub dtype: i32,
     pub num_tokens: i32,
     pub max_tiles: i32,
+    pub expand: aril_expand_plan,
     pub vocab: i32,
     pub hidden: i32,
     pub token_ids: *const i32,
@@ -239,7 +284,7 @@ pub struct aril_embedding_args {
 const _: () = {
     [
         "Size of aril_embedding_args",
-    ][::core::mem::size_of::<aril_embedding_args>() - 112usize];
+    ][::core::mem::size_of::<aril_embedding_args>() - 136usize];
     [
         "Alignment of aril_embedding_args",
     ][::core::mem::align_of::<aril_embedding_args>() - 8usize];
@@ -253,26 +298,29 @@ const _: () = {
         "Offset of field: aril_embedding_args::max_tiles",
     ][::core::mem::offset_of!(aril_embedding_args, max_tiles) - 8usize];
     [
+        "Offset of field: aril_embedding_args::expand",
+    ][::core::mem::offset_of!(aril_embedding_args, expand) - 12usize];
+    [
         "Offset of field: aril_embedding_args::vocab",
-    ][::core::mem::offset_of!(aril_embedding_args, vocab) - 12usize];
+    ][::core::mem::offset_of!(aril_embedding_args, vocab) - 20usize];
     [
         "Offset of field: aril_embedding_args::hidden",
-    ][::core::mem::offset_of!(aril_embedding_args, hidden) - 16usize];
+    ][::core::mem::offset_of!(aril_embedding_args, hidden) - 24usize];
     [
         "Offset of field: aril_embedding_args::token_ids",
-    ][::core::mem::offset_of!(aril_embedding_args, token_ids) - 24usize];
+    ][::core::mem::offset_of!(aril_embedding_args, token_ids) - 32usize];
     [
         "Offset of field: aril_embedding_args::y",
-    ][::core::mem::offset_of!(aril_embedding_args, y) - 32usize];
+    ][::core::mem::offset_of!(aril_embedding_args, y) - 40usize];
     [
         "Offset of field: aril_embedding_args::y_stride",
-    ][::core::mem::offset_of!(aril_embedding_args, y_stride) - 40usize];
+    ][::core::mem::offset_of!(aril_embedding_args, y_stride) - 48usize];
     [
         "Offset of field: aril_embedding_args::weights",
-    ][::core::mem::offset_of!(aril_embedding_args, weights) - 48usize];
+    ][::core::mem::offset_of!(aril_embedding_args, weights) - 56usize];
     [
         "Offset of field: aril_embedding_args::routing",
-    ][::core::mem::offset_of!(aril_embedding_args, routing) - 72usize];
+    ][::core::mem::offset_of!(aril_embedding_args, routing) - 80usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

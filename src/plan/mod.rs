@@ -5,7 +5,10 @@
 
 use std::fmt;
 
-use crate::{DType, ffi, model::LinearSite, model::MAX_RANK};
+use crate::{
+    DType, ffi,
+    model::{LinearSite, MAX_RANK, SliceSite},
+};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -24,19 +27,26 @@ pub struct Capacity {
 pub const MAX_SLOTS: usize = ffi::ARIL_MAX_SLOTS as usize;
 
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
-const K_PER_CHUNK: usize = ffi::ARIL_K_PER_CHUNK as usize;
-const OUT_PER_TILE: usize = ffi::ARIL_OUT_PER_TILE as usize;
+const WIDE_TILE: usize = ffi::ARIL_WIDE_TILE as usize;
+const FEW_TOKENS: usize = ffi::ARIL_FEW_TOKENS as usize;
+const LANE_FEATURES: usize = ffi::ARIL_LANE_FEATURES as usize;
+const LANES_PER_GROUP: usize = ffi::ARIL_LANES_PER_GROUP as usize;
+const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
 
 /// The most blocks in the second dimension of a CUDA grid.
 const MAX_GRID_Y: usize = 65_535;
+/// The most in the first.
+const MAX_GRID_X: usize = i32::MAX as usize;
 
-const SUM_LANES: usize = ffi::ARIL_SUM_LANES as usize;
-const LANES_PER_GROUP: usize = ffi::ARIL_LANES_PER_GROUP as usize;
-const V_ALIGNMENT: usize = ffi::ARIL_V_ALIGNMENT as usize;
-
-/// [`lanes_per_split`] by the most tokens of a batch: few tokens fill the device only if many blocks share out a token's input, and
-/// many tokens would only have more to add up.
-const LANES_PER_SPLIT: [(usize, usize); 3] = [(16, 1), (1024, LANES_PER_GROUP), (usize::MAX, SUM_LANES)];
+/// Ranks of all slices that a block of shrink works on, in tiles.
+const COLUMNS_PER_BLOCK: usize = 8;
+/// The multiprocessors of the devices that the thresholds here were measured on: H100 SXM.
+const MULTIPROCESSORS: usize = 132;
+/// Outputs that the warps of a block of expand take at once.
+const OUTS_AT_ONCE: usize = (ffi::ARIL_OUTS_PER_WARP * ffi::ARIL_EXPAND_WARPS) as usize;
+/// What a block of expand may have of B on its way, in bytes.
+const SUPPLY_BYTES: usize = 32 << 10;
+const MAX_SLOTS_AHEAD: usize = 16;
 
 impl Capacity {
     /// Checks the bounds against the kernels' limits.
@@ -55,38 +65,70 @@ impl Capacity {
         Ok(self)
     }
 
-    /// The most tiles that `num_tokens` tokens can form: each slot may leave one of its tiles unfilled.
+    /// The most tiles that an operation on `num_tokens` tokens can meet: each slot may leave one of its tiles unfilled.
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
-        (num_tokens + (TOKENS_PER_TILE - 1) * self.num_slots.min(num_tokens)) / TOKENS_PER_TILE
+        self.tiles_of(if num_tokens > FEW_TOKENS { WIDE_TILE } else { TOKENS_PER_TILE }, num_tokens)
+    }
+
+    /// The most small and the most wide tiles of any batch.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn all_tiles(&self) -> [usize; 2] {
+        [TOKENS_PER_TILE, WIDE_TILE].map(|size| self.tiles_of(size, self.max_tokens))
+    }
+
+    fn tiles_of(&self, size: usize, num_tokens: usize) -> usize {
+        (num_tokens + (size - 1) * self.num_slots.min(num_tokens)) / size
     }
 }
 
-/// How many of the lanes of the sum over the input features a block of shrink takes. The bits of the result do not depend on it.
-pub(crate) fn lanes_per_split(num_tokens: usize) -> usize {
-    LANES_PER_SPLIT.into_iter().find(|(tokens, _)| num_tokens <= *tokens).map_or(SUM_LANES, |(_, lanes)| lanes)
+/// How expand shares out a layer's outputs. The bits of the result do not depend on it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct ExpandPlan {
+    /// Outputs of one slice that a block works on.
+    pub(crate) outs_per_block: usize,
+    /// How many times [`OUTS_AT_ONCE`] of them have their weights in shared memory or on the way there.
+    pub(crate) slots: usize,
+    blocks: usize,
 }
 
-/// Refuses an embedding that is too wide for a grid.
-#[cfg(feature = "cuda")]
-pub(crate) fn check_hidden(hidden: usize) -> Result<(), PlanError> {
-    check_grid("hidden", hidden.div_ceil(OUT_PER_TILE), OUT_PER_TILE)
-}
-
-fn check_grid(what: &'static str, tiles: usize, per_tile: usize) -> Result<(), PlanError> {
-    if tiles > MAX_GRID_Y {
-        return Err(PlanError::Limit { what, value: tiles * per_tile, max: MAX_GRID_Y * per_tile });
+impl ExpandPlan {
+    /// Plans for up to `tiles` tiles of `num_tokens` tokens.
+    ///
+    /// Large blocks pay less often for what each begins with; but every multiprocessor should have two. (H100: 264 blocks at the
+    /// least are faster than 132 or 528 in all classes of workloads; more than 2048 outputs are no faster in any.)
+    pub(crate) fn new(out_features: &[usize], max_rank: usize, num_tokens: usize, tiles: usize) -> Self {
+        let bytes_at_once = OUTS_AT_ONCE * max_rank.next_multiple_of(RANK_TILE) * DType::BF16.bytes();
+        // With few tokens, all of a block's weights are to be on their way before its predecessors end.
+        let most = if num_tokens > FEW_TOKENS { 8 } else { (SUPPLY_BYTES / bytes_at_once).clamp(1, 4) };
+        let blocks = |times: usize| out_features.iter().map(|out| out.div_ceil(times * OUTS_AT_ONCE)).sum::<usize>();
+        let mut times = most.next_power_of_two();
+        while times > most || (times > 1 && blocks(times) * tiles < 2 * MULTIPROCESSORS) {
+            times /= 2;
+        }
+        let slots = (SUPPLY_BYTES / bytes_at_once).clamp(1, times.min(MAX_SLOTS_AHEAD));
+        Self { outs_per_block: times * OUTS_AT_ONCE, slots, blocks: blocks(times) }
     }
-    Ok(())
+
+    /// Refuses outputs whose blocks no grid counts.
+    pub(crate) fn check(out_features: &[usize], capacity: Capacity) -> Result<(), PlanError> {
+        // The smallest blocks are the most.
+        let blocks: usize = out_features.iter().map(|out| out.div_ceil(OUTS_AT_ONCE)).sum();
+        let [small, wide] = [capacity.max_tokens.min(FEW_TOKENS), capacity.max_tokens].map(|n| capacity.max_tiles(n));
+        let max = MAX_GRID_X / small.max(wide);
+        if blocks > max {
+            let value = blocks * OUTS_AT_ONCE;
+            return Err(PlanError::Limit { what: "out_features", value, max: max * OUTS_AT_ONCE });
+        }
+        Ok(())
+    }
 }
 
 /// How a linear layer is launched.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub struct LinearPlan {
     dtype: DType,
-    chunks: usize,
-    out_tiles: usize,
-    /// Floats that shrink leaves for one token.
-    v_stride: usize,
+    in_features: usize,
+    out_features: Vec<usize>,
     capacity: Capacity,
 }
 
@@ -97,34 +139,60 @@ impl LinearPlan {
     /// If the kernels cannot take the shape or the bounds.
     pub fn new(site: &LinearSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
-        let chunks = site.in_features().div_ceil(K_PER_CHUNK);
-        let out_tiles = site.slices().iter().map(|slice| slice.out_features().div_ceil(OUT_PER_TILE)).sum();
-        check_grid("in_features", chunks, K_PER_CHUNK)?;
-        check_grid("out_features", out_tiles, OUT_PER_TILE)?;
-        Ok(Self {
-            dtype,
-            chunks,
-            out_tiles,
-            v_stride: site.slices().len() * capacity.max_rank.next_multiple_of(V_ALIGNMENT),
-            capacity,
-        })
+        let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
+        let (value, max) = (site.in_features(), MAX_GRID_Y * LANE_FEATURES);
+        if value > max {
+            return Err(PlanError::Limit { what: "in_features", value, max });
+        }
+        ExpandPlan::check(&out_features, capacity)?;
+        Ok(Self { dtype, in_features: site.in_features(), out_features, capacity })
+    }
+
+    /// How many lanes of [`LANE_FEATURES`] a block of shrink sums up: one, a group, or all of a token's. The bits of the result do
+    /// not depend on it.
+    ///
+    /// Few tokens fill the device only if many blocks share out a token's input, and many tokens would only have more to add up.
+    /// (H100: with up to 256 tokens a group is faster than a lane only where it is little to fetch, 16 ranks in all; with more,
+    /// every multiprocessor should have a block, and six before nobody shares.)
+    pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
+        let columns = self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE);
+        if num_tokens <= FEW_TOKENS {
+            return if num_tokens > TOKENS_PER_TILE && columns <= 2 { LANES_PER_GROUP } else { 1 };
+        }
+        let blocks = num_tokens.div_ceil(WIDE_TILE) * columns.div_ceil(COLUMNS_PER_BLOCK);
+        if blocks >= 6 * MULTIPROCESSORS {
+            i32::MAX as usize
+        } else if blocks * self.num_lanes().div_ceil(LANES_PER_GROUP) >= MULTIPROCESSORS {
+            LANES_PER_GROUP
+        } else {
+            1
+        }
+    }
+
+    /// How expand shares out the outputs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn expand(&self, num_tokens: usize, max_tiles: usize) -> ExpandPlan {
+        ExpandPlan::new(&self.out_features, self.capacity.max_rank, num_tokens, max_tiles)
     }
 
     /// Blocks that share a token's input in shrink.
     pub fn num_splits(&self, num_tokens: usize) -> usize {
-        self.chunks.min(SUM_LANES).div_ceil(lanes_per_split(num_tokens))
+        self.num_lanes().div_ceil(self.lanes_per_split(num_tokens))
     }
 
     /// The workspace that a batch of `num_tokens` needs.
     pub fn workspace_bytes_for(&self, num_tokens: usize) -> usize {
-        self.num_splits(num_tokens) * num_tokens * self.v_stride * size_of::<f32>()
+        let v_stride = self.out_features.len() * self.capacity.max_rank.next_multiple_of(RANK_TILE);
+        self.num_splits(num_tokens) * num_tokens * v_stride * size_of::<f32>()
     }
 
     /// The workspace that any batch within the capacity needs.
     pub fn workspace_bytes(&self) -> usize {
         let max_tokens = self.capacity.max_tokens;
-        let largest = LANES_PER_SPLIT.map(|(tokens, _)| self.workspace_bytes_for(tokens.min(max_tokens)));
-        largest.into_iter().max().unwrap_or(0)
+        // It grows with the tokens until these are split less, which is only where a tile begins.
+        let last_of_tiles = (FEW_TOKENS..max_tokens).step_by(WIDE_TILE).take(6 * MULTIPROCESSORS);
+        let candidates = [TOKENS_PER_TILE, max_tokens].into_iter().chain(last_of_tiles);
+        candidates.map(|tokens| self.workspace_bytes_for(tokens.min(max_tokens))).max().unwrap_or(0)
     }
 
     /// The bounds it was planned for.
@@ -136,17 +204,26 @@ impl LinearPlan {
     pub fn dtype(&self) -> DType {
         self.dtype
     }
+
+    fn num_lanes(&self) -> usize {
+        self.in_features.div_ceil(LANE_FEATURES)
+    }
 }
 
 impl fmt::Display for LinearPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dtype, chunks, out_tiles, capacity: Capacity { max_tokens, num_slots, max_rank }, .. } = self;
-        let tiles = self.capacity.max_tiles(*max_tokens);
-        let splits = self.num_splits(*max_tokens);
+        let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
+        let tiles = self.capacity.max_tiles(max_tokens);
+        let expand = ExpandPlan::new(&self.out_features, max_rank, max_tokens, tiles);
         write!(
             f,
-            "linear {dtype}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, \
-             shrink {splits} splits of {chunks} chunks, expand {out_tiles} output tiles, {} bytes of workspace",
+            "linear {}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, shrink {} splits of {} lanes, \
+             expand {} blocks of {} outputs, {} bytes of workspace",
+            self.dtype,
+            self.num_splits(max_tokens),
+            self.num_lanes(),
+            expand.blocks,
+            expand.outs_per_block,
             self.workspace_bytes()
         )
     }

@@ -182,7 +182,8 @@ impl Case {
 type At = fn(usize, usize, usize) -> usize;
 
 fn linear_a(of_rank: usize, rank: usize, feature: usize) -> usize {
-    (feature / 32 * of_rank.div_ceil(8) + rank / 8) * 256 + rank % 8 * 32 + feature % 32
+    let lane = feature / 256 * of_rank.div_ceil(8) + rank / 8;
+    (lane * 8 + feature % 256 / 32) * 256 + rank % 8 * 32 + feature % 32
 }
 
 fn embedding_a(of_rank: usize, id: usize, rank: usize) -> usize {
@@ -209,8 +210,11 @@ fn check<T: Element>(case: &Case, rank: usize, image: &SlotImage<'_>) {
         let entry = image.entries().iter().find(is_its).unwrap();
         assert_eq!(entry.scaling, scaling, "{path}");
         assert_eq!(entry.rank, b_rows[0].len(), "{path}");
-        let (a, in_features): (At, _) =
-            if path.ends_with("embed_tokens") { (embedding_a, a_rows.len()) } else { (linear_a, a_rows[0].len()) };
+        let (a, in_features): (At, _) = if path.ends_with("embed_tokens") {
+            (embedding_a, a_rows.len())
+        } else {
+            (linear_a, a_rows[0].len().next_multiple_of(256))
+        };
         let out_features = b_rows.len();
         for (begin, rows, at, features) in
             [(entry.a_elems, a_rows, a, in_features), (entry.b_elems, b_rows, b as At, out_features)]

@@ -1,10 +1,10 @@
-use super::{LayerWeights, MatrixMut, RoutedBatch, Stream, dtype_code, int};
+use super::{LayerWeights, MatrixMut, RoutedBatch, Stream, dtype_code, expand_args, int};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
     ffi,
     model::{EmbeddingId, EmbeddingSite, ModelSpec},
-    plan::{Capacity, check_hidden},
+    plan::{Capacity, ExpandPlan},
 };
 
 /// The adapters of an embedding.
@@ -30,8 +30,8 @@ impl LoraEmbedding {
         capacity: Capacity,
     ) -> Result<Self, LaunchError> {
         let site = model[id].clone();
-        check_hidden(site.hidden())?;
         let capacity = capacity.checked()?;
+        ExpandPlan::check(&[site.hidden()], capacity)?;
         Ok(Self { kernels: kernels.clone(), site, num_entries: model.num_entries(), dtype, capacity })
     }
 
@@ -76,10 +76,13 @@ impl LoraEmbedding {
         batch: RoutedBatch,
     ) -> Result<ffi::aril_embedding_args, LaunchError> {
         let (y, y_stride) = y.0.expect("y", self.dtype, batch.num_tokens, self.site.hidden())?;
+        let expand =
+            ExpandPlan::new(&[self.site.hidden()], self.capacity.max_rank, batch.num_tokens, batch.max_tiles);
         Ok(ffi::aril_embedding_args {
             dtype: dtype_code(self.dtype),
             num_tokens: int(batch.num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
+            expand: expand_args(expand)?,
             vocab: int(self.site.vocab())?,
             hidden: int(self.site.hidden())?,
             token_ids: token_ids as *const i32,

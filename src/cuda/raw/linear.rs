@@ -1,10 +1,10 @@
-use super::{DeviceRegion, LayerWeights, MatrixMut, MatrixRef, RoutedBatch, Stream, dtype_code, int};
+use super::{DeviceRegion, LayerWeights, MatrixMut, MatrixRef, RoutedBatch, Stream, dtype_code, expand_args, int};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
     ffi,
     model::{LinearId, LinearSite, MAX_SLICES, ModelSpec},
-    plan::{Capacity, LinearPlan, lanes_per_split},
+    plan::{Capacity, LinearPlan},
 };
 
 /// What kernels read of a workspace at a time.
@@ -165,7 +165,8 @@ impl LoraLinear {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
-            lanes_per_split: int(lanes_per_split(num_tokens))?,
+            lanes_per_split: int(self.plan.lanes_per_split(num_tokens))?,
+            expand: expand_args(self.plan.expand(num_tokens, batch.max_tiles))?,
             in_features: int(self.site.in_features())?,
             num_slices: int(self.site.slices().len())?,
             out_features,

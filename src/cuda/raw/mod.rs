@@ -24,7 +24,13 @@ pub use self::{
     routing::{RoutedBatch, Routing},
 };
 use super::LaunchError;
-use crate::{DType, Element, error::OperandError, extent::Extent, ffi, plan::Capacity};
+use crate::{
+    DType, Element,
+    error::OperandError,
+    extent::Extent,
+    ffi,
+    plan::{Capacity, ExpandPlan},
+};
 
 /// A CUDA stream that somebody else owns.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -127,7 +133,7 @@ impl RawMatrix {
 
 /// One module of one slot, as kernels read it: an element of a descriptor table `[num_slots][num_entries]` in device memory.
 ///
-/// Factors begin on 16-byte boundaries and their rows are padded to a multiple of 16 bytes
+/// Factors begin on 128-byte boundaries, laid out as [`layout`](crate::adapter::layout) says, with zeros for padding
 /// ([`SlotImage`](crate::adapter::SlotImage) writes them so). The default is a slot without this module.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
@@ -180,6 +186,11 @@ impl LayerWeights {
 /// A count on its way to the ABI.
 fn int(value: usize) -> Result<i32, LaunchError> {
     i32::try_from(value).map_err(|_| LaunchError::Capacity { what: "a count", got: value, max: i32::MAX as usize })
+}
+
+/// Expand's plan on its way to the ABI.
+fn expand_args(plan: ExpandPlan) -> Result<ffi::aril_expand_plan, LaunchError> {
+    Ok(ffi::aril_expand_plan { outs_per_block: int(plan.outs_per_block)?, slots: int(plan.slots)? })
 }
 
 /// An element type on its way to the ABI.

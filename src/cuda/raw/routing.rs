@@ -39,6 +39,8 @@ struct Layout {
     indptr: usize,
     tiles: usize,
     num_tiles: usize,
+    wide_tiles: usize,
+    num_wide_tiles: usize,
     end: usize,
 }
 
@@ -51,13 +53,16 @@ impl Layout {
             start
         };
         let Capacity { max_tokens, num_slots, .. } = capacity;
+        let [tiles, wide_tiles] = capacity.all_tiles();
         Self {
             staged: part(staging_bytes(capacity)),
             tokens: part(max_tokens * size_of::<i32>()),
             scales: part(max_tokens * size_of::<f32>()),
             indptr: part((num_slots + 1) * size_of::<i32>()),
-            tiles: part(capacity.max_tiles(max_tokens) * size_of::<ffi::aril_tile>()),
+            tiles: part(tiles * size_of::<ffi::aril_tile>()),
             num_tiles: part(size_of::<i32>()),
+            wide_tiles: part(wide_tiles * size_of::<ffi::aril_tile>()),
+            num_wide_tiles: part(size_of::<i32>()),
             end,
         }
     }
@@ -101,12 +106,13 @@ impl Routing {
             return Err(LaunchError::Misaligned { operand: "the routing's memory", alignment: PART_ALIGNMENT_BYTES });
         }
         let at = |offset: usize| memory.ptr + offset as u64;
+        let tiles = |all, count| ffi::aril_tiles { all: at(all) as *mut ffi::aril_tile, count: at(count) as *mut i32 };
         let routing = ffi::aril_routing {
             tokens: at(layout.tokens) as *mut i32,
             scales: at(layout.scales) as *mut f32,
             indptr: at(layout.indptr) as *mut i32,
-            tiles: at(layout.tiles) as *mut ffi::aril_tile,
-            num_tiles: at(layout.num_tiles) as *mut i32,
+            tiles: tiles(layout.tiles, layout.num_tiles),
+            wide_tiles: tiles(layout.wide_tiles, layout.num_wide_tiles),
         };
         let staging = (0..steps_in_flight.max(1)).map(|_| Staging::new(staging_bytes(capacity)));
         let staging = staging.collect::<Result<_, _>>()?;

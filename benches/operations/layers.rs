@@ -1,5 +1,5 @@
-//! Linear layers on the GPU, for a few of the workloads and for lm_head: the time of one operation in a captured graph, with
-//! weights from memory. Throughput counts what must be moved, so that it compares with the device's.
+//! Layers on the GPU, for a few of the workloads: the time of one operation in a captured graph, with weights from memory.
+//! Throughput counts what must be moved, so that it compares with the device's.
 
 use std::time::Duration;
 
@@ -7,13 +7,12 @@ use criterion::{Criterion, Throughput, criterion_group};
 
 use crate::common::{
     Result,
-    layer::{Layer, MAX_ERROR, Stage},
+    layer::{Layer, MAX_ERROR, Stage, weight_elems},
+    own::own,
     workload::{self, Workload},
 };
 
-const WEIGHT_ELEMS: usize = 1 << 29;
-
-const IDS: [&str; 12] = [
+const IDS: [&str; 17] = [
     "dec/qwen3-8b/qkv/r16/t1/distinct",
     "dec/qwen3-8b/qkv/r16/t64/uniform8",
     "dec/qwen3-8b/qkv/r16/t64/distinct",
@@ -26,28 +25,25 @@ const IDS: [&str; 12] = [
     "pre/qwen3-8b/gate_up/r64/t2048/seg8",
     "pre/qwen3-8b/down/r16/t512/seg2",
     "pre/qwen3-8b/down/r16/t8192/seg64",
+    "own/qwen3-8b/lm_head/r16/t1/uniform1",
+    "own/qwen3-8b/lm_head/r16/t64/uniform8",
+    "own/qwen3-8b/embedding/r16/t1/uniform1",
+    "own/qwen3-8b/embedding/r16/t64/uniform8",
+    "own/qwen3-8b/embedding/r16/t2048/uniform8",
 ];
 
-const VOCAB: usize = 151_936;
-
 fn workloads() -> Result<Vec<Workload>> {
-    let all = workload::parse(workload::BUILT_IN)?;
+    let mut all = workload::parse(workload::BUILT_IN)?;
+    all.extend(own()?);
     let find = |id: &str| all.iter().find(|workload| workload.id == id).cloned().ok_or(format!("there is no {id}"));
-    let mut workloads = IDS.map(find).into_iter().collect::<std::result::Result<Vec<_>, _>>()?;
-    let heads = workloads[..2].to_vec();
-    workloads.extend(heads.into_iter().map(|qkv| Workload {
-        id: qkv.id.replace("qkv", "lm_head"),
-        layer: "lm_head".to_owned(),
-        out_slices: vec![VOCAB],
-        ..qkv
-    }));
-    Ok(workloads)
+    Ok(IDS.map(find).into_iter().collect::<std::result::Result<Vec<_>, _>>()?)
 }
 
-fn linear(criterion: &mut Criterion) {
-    let workloads = workloads().expect("the list has them");
-    let stage = Stage::new(&workloads, WEIGHT_ELEMS).expect("there is a GPU with 2 GB");
-    let mut group = criterion.benchmark_group("linear/bf16");
+fn layers(criterion: &mut Criterion) {
+    let workloads = workloads().expect("the lists have them");
+    let weight_elems = workloads.iter().map(weight_elems).max().expect("there are some");
+    let stage = Stage::new(&workloads, weight_elems).expect("there is a GPU with 8 GB");
+    let mut group = criterion.benchmark_group("layers/bf16");
     group.sample_size(20).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
     for workload in &workloads {
         let layer = Layer::new(&stage, workload).expect("there is a kernel for it");
@@ -62,4 +58,4 @@ fn linear(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, linear);
+criterion_group!(benches, layers);
