@@ -16,21 +16,21 @@ extern "C" {
 #endif
 
 // Limits and tiles, shared by the kernels and by the plans made on the host.
-#define ARIL_MAX_SLICES 8         // modules fused into one layer
-#define ARIL_MAX_SLOTS 8192       // rows of a descriptor table
-#define ARIL_MAX_RANK 512         // of a factor
-#define ARIL_TOKENS_PER_TILE 16   // tokens of one slot that a block works on together
-#define ARIL_WIDE_TILE 64         // in an operation on more tokens than
-#define ARIL_FEW_TOKENS 256       // these
-#define ARIL_LANE_FEATURES 256    // input features of a lane of shrink's sums; see kernels/tile.cuh
-#define ARIL_LANES_PER_GROUP 4    // lanes that are summed up before anything is added to them
-#define ARIL_K_TILE 32            // input features,
-#define ARIL_RANK_TILE 8          // ranks
-#define ARIL_OUT_TILE 32          // and outputs that stand together in a factor
-#define ARIL_OUTS_PER_WARP 64     // outputs that a warp of expand takes at once
-#define ARIL_EXPAND_WARPS 4       // of a block
-#define ARIL_STAGED_RANK 128      // up to which expand brings B to shared memory
-#define ARIL_FACTOR_ALIGNMENT 128 // bytes, of each factor
+#define ARIL_MAX_SLICES 8        // modules fused into one layer
+#define ARIL_MAX_SLOTS 8192      // rows of a descriptor table
+#define ARIL_MAX_RANK 512        // of a factor
+#define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
+#define ARIL_WIDE_TILE 64        // in an operation on more tokens than
+#define ARIL_FEW_TOKENS 256      // these
+#define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see kernels/tile.cuh
+#define ARIL_LANES_PER_GROUP 4   // lanes that are summed up before anything is added to them
+#define ARIL_K_TILE 32           // input features,
+#define ARIL_RANK_TILE 8         // ranks
+#define ARIL_OUT_TILE 32         // and outputs that stand together in a factor
+#define ARIL_OUTS_PER_WARP 64    // outputs that a warp of expand takes at once
+#define ARIL_EXPAND_WARPS 4      // of a block
+#define ARIL_STAGED_RANK 128     // up to which expand brings B to shared memory
+#define ARIL_FACTOR_ALIGNMENT 128  // bytes, of each factor
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
@@ -68,10 +68,10 @@ typedef struct aril_tiles {
 // A batch grouped by slot, in device memory at addresses that stay; written by aril_route, read by
 // every operation.
 typedef struct aril_routing {
-  int32_t* tokens;   // [max_tokens] tokens that have a slot, by slot
-  float* scales;     // [max_tokens] by token: the factor on its adapter's scaling
-  int32_t* indptr;   // [num_slots + 1] where each slot's tokens begin in `tokens`
-  aril_tiles tiles;  // of up to ARIL_TOKENS_PER_TILE
+  int32_t* tokens;        // [max_tokens] tokens that have a slot, by slot
+  float* scales;          // [max_tokens] by token: the factor on its adapter's scaling
+  int32_t* indptr;        // [num_slots + 1] where each slot's tokens begin in `tokens`
+  aril_tiles tiles;       // of up to ARIL_TOKENS_PER_TILE
   aril_tiles wide_tiles;  // of up to ARIL_WIDE_TILE
 } aril_routing;
 
@@ -104,8 +104,8 @@ typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;       // rows of x and y
   int32_t max_tiles;        // the most that the routing can have, of the size for num_tokens
-  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or more than there are: how blocks share out a token's
-                            // input. Same bits.
+  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or more than there are: how blocks share out
+                            // a token's input. Same bits.
   aril_expand_plan expand;
   int32_t in_features;
   int32_t num_slices;

@@ -38,14 +38,14 @@ int32_t shrink(const aril_linear_args& args, void* stream) {
     const int smem_bytes = shrink_few_smem_bytes(
         args, columns < detail::kColumnsPerBlock ? columns : detail::kColumnsPerBlock);
     if (smem_bytes > kMaxSmemBytes) return ARIL_ERR_ARGUMENT;
-    return launch(detail::shrink_few_kernel<T>, grid, detail::kFewThreads, smem_bytes, stream,
-                  args, blocks);
+    return launch(detail::shrink_few_kernel<T>, grid, detail::kFewThreads, smem_bytes, stream, args,
+                  blocks);
   }
 }
 
 int expand_smem_bytes(const aril_weights& weights, int tokens, int slots, bool staged) {
-  const int v = tokens * ceil_div(weights.max_rank, detail::kRanksPerStep) *
-                detail::kRanksPerStep * detail::kTerms;
+  const int v = tokens * ceil_div(weights.max_rank, detail::kRanksPerStep) * detail::kRanksPerStep *
+                detail::kTerms;
   const int b =
       ARIL_EXPAND_WARPS * slots * ARIL_OUTS_PER_WARP * rank_tiles(weights) * ARIL_RANK_TILE;
   return (v + (staged ? b : 0)) * static_cast<int>(sizeof(__half));
@@ -66,7 +66,8 @@ int32_t launch_expand(const Args& args, int out_blocks, void* stream) {
   }
   return detail::is_wide(args.num_tokens)
              ? launch_as(Kernels<T, ARIL_WIDE_TILE, true>::kernel, ARIL_WIDE_TILE, true)
-             : launch_as(Kernels<T, ARIL_TOKENS_PER_TILE, true>::kernel, ARIL_TOKENS_PER_TILE, true);
+             : launch_as(Kernels<T, ARIL_TOKENS_PER_TILE, true>::kernel, ARIL_TOKENS_PER_TILE,
+                         true);
 }
 
 template <typename T, int kTokens, bool kStaged>

@@ -119,7 +119,8 @@ fn layers_too_large_for_a_grid_are_refused_by_name() {
         let capacity = Capacity { max_tokens, num_slots: 1, max_rank: 1 };
         plan(in_features, slices, DType::BF16, capacity).map(|_| ())
     };
-    let refused = |result, name| matches!(result, Err(PlanError::Limit { what, value, max }) if value > max && what == name);
+    let refused =
+        |result, name| matches!(result, Err(PlanError::Limit { what, value, max }) if value > max && what == name);
     let largest = 65_535 * 256;
     assert_eq!(plan(1, largest, &[1]), Ok(()));
     assert!(refused(plan(1, largest + 1, &[1]), "in_features"));

@@ -11,7 +11,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Starts copying 16 bytes, of which those from `valid` on become zero. Both sides are aligned to 16.
+// Starts copying 16 bytes, of which those from `valid` on become zero. Both sides are aligned
+// to 16.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(valid)

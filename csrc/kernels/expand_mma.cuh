@@ -14,6 +14,8 @@
 // slots * 512 for every rank, padded to 8.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/async.cuh"
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
@@ -25,8 +27,8 @@ namespace aril::detail {
 
 constexpr int kExpandWarps = ARIL_EXPAND_WARPS;
 constexpr int kExpandThreads = 32 * kExpandWarps;
-constexpr int kRanksPerStep = 16;    // of an instruction
-constexpr int kTerms = 2;            // of v
+constexpr int kRanksPerStep = 16;                              // of an instruction
+constexpr int kTerms = 2;                                      // of v
 constexpr int kOutTiles = ARIL_OUTS_PER_WARP / ARIL_OUT_TILE;  // that a warp takes at once
 
 // Two values as bf16, and what that leaves out, as bf16 again.
@@ -113,8 +115,8 @@ template <typename T>
 struct Outs {
   uint4 bits;
 
-  // Whether they move 16 bytes at a time. Others are read when they are written: a choice here would
-  // have every load waited for where its ways meet.
+  // Whether they move 16 bytes at a time. Others are read when they are written: a choice here
+  // would have every load waited for where its ways meet.
   __device__ __forceinline__ static bool whole(int valid, bool aligned) {
     return aligned && valid >= Vec<T>::kSize;
   }
@@ -144,14 +146,14 @@ struct Outs {
   }
 };
 
-// Adds B v to outputs [first_out, num_outs) of y, at most plan.outs_per_block, for the tile's
+// Adds B v to the num_outs outputs of a slice, as far as they are the block's, for the tile's
 // tokens. Once predecessors have ended, v.load(token, r) gives ranks r and r + 1 of v, not yet
 // scaled, and zero beyond the rank. Tokens that v lacks are left alone.
 template <typename T, int kTokens, bool kStaged, typename V>
 __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descriptor& module,
-                                            const float* scales, int first_out, int num_outs,
-                                            const aril_expand_plan& plan, T* y,
-                                            int64_t y_stride, int num_tokens, const V& v) {
+                                            const float* scales, int block, int num_outs,
+                                            const aril_expand_plan& plan, T* y, int64_t y_stride,
+                                            int num_tokens, const V& v) {
   constexpr int kParts = kTokens / 16;  // units that have the same outputs
   constexpr int kAhead = 2;             // units whose y is on its way
   extern __shared__ __align__(128) unsigned char shared[];
@@ -165,26 +167,28 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
-  const int out_tiles = min(plan.outs_per_block / ARIL_OUT_TILE,
-                            ceil_div(num_outs - first_out, ARIL_OUT_TILE));
+  const int out_tiles = ceil_div(num_outs, ARIL_OUT_TILE);
   const int slots = plan.slots;
   // v's operands, [row tiles][steps][terms], then each warp's supply.
   uint4* v_operands = reinterpret_cast<uint4*>(shared);
   uint4* supplied = v_operands + kTokens / 16 * steps * kTerms * 32;
-  const uint4* b = reinterpret_cast<const uint4*>(module.b) +
-                   int64_t{first_out / ARIL_OUT_TILE} * rank_tiles * 32;
+  const uint4* b = static_cast<const uint4*>(module.b);
 
-  // This warp's outputs are those of pairs of tiles warp, warp + kExpandWarps, ...; the i-th:
-  const auto tile_of = [&](int i) { return (warp + i * kExpandWarps) * kOutTiles; };
+  // The blocks of a slice take turns, so that what they are at of y is in one place at any time;
+  // the warps of a block likewise. This warp's i-th tiles:
+  const int blocks = ceil_div(num_outs, plan.outs_per_block);
+  const auto tile_of = [&](int i) {
+    return ((block + i * blocks) * kExpandWarps + warp) * kOutTiles;
+  };
   const int tile_bytes = rank_tiles * 32 * 16;
   Supply supply(supplies[warp], supplied + warp * slots * kOutTiles * rank_tiles * 32, slots,
                 kOutTiles * tile_bytes);
-  const uint4* next_b = b + tile_of(0) * rank_tiles * 32;
+  const uint4* next_b = b + int64_t{tile_of(0)} * rank_tiles * 32;
   int left = out_tiles - tile_of(0);
   const auto start = [&] {
     supply.start(next_b, max(0, min(left, kOutTiles)) * tile_bytes);
-    next_b += kExpandWarps * kOutTiles * rank_tiles * 32;
-    left -= kExpandWarps * kOutTiles;
+    next_b += int64_t{blocks} * kExpandWarps * kOutTiles * rank_tiles * 32;
+    left -= blocks * kExpandWarps * kOutTiles;
   };
   if constexpr (kStaged) {
     for (int i = 0; i < slots; ++i) start();
@@ -198,8 +202,8 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
       if (token >= 0) factors[threadIdx.x] = module.scaling * scales[token];
     }
     __syncthreads();
-    // kTeam threads bring together two ranks of a token's v if that leaves none idle, otherwise one;
-    // eight such pairs are 16 ranks.
+    // kTeam threads bring together two ranks of a token's v if that leaves none idle, otherwise
+    // one; eight such pairs are 16 ranks.
     constexpr int kTeam = 4, kPairs = kRanksPerStep / 2;
     const int count = min(tile.count - first, kTokens);
     const int team = count * steps * kPairs * kTeam <= kExpandThreads ? kTeam : 1;
@@ -210,11 +214,12 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
     if (first == 0) wait_for_predecessors();
 
     // A unit of this warp's work is a pair of tiles of outputs and 16 of the tokens.
-    const int units = max(0, ceil_div(out_tiles - tile_of(0), kExpandWarps * kOutTiles)) * kParts;
-    const bool aligned = is_aligned(y + first_out, y_stride);
+    const int units =
+        max(0, ceil_div(out_tiles - tile_of(0), blocks * kExpandWarps * kOutTiles)) * kParts;
+    const bool aligned = is_aligned(y, y_stride);
     Outs<T> bases[kAhead][2][kOutTiles];
     const auto for_outs = [&](int unit, auto f) {
-      const int out = first_out + tile_of(unit / kParts) * ARIL_OUT_TILE + 8 * q;
+      const int out = tile_of(unit / kParts) * ARIL_OUT_TILE + 8 * q;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int token = unit < units ? tokens[unit % kParts * 16 + g + 8 * half] : -1;
@@ -280,9 +285,16 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
   }
 }
 
+// Blocks of a multiprocessor, as far as registers go.
+template <typename T>
+constexpr int expand_blocks(int tokens, bool staged) {
+  const bool few = tokens == ARIL_TOKENS_PER_TILE && staged;
+  return few && std::is_same_v<T, __nv_bfloat16> ? 4 : 3;
+}
+
 // A layer's slice and the outputs in it that a block works on.
 struct OutBlock {
-  int slice = 0, first_out, first_column = 0;  // of the slice in y
+  int slice = 0, index, first_column = 0;  // of the slice in y
 
   __device__ __forceinline__ OutBlock(const aril_linear_args& p, int block, int outs_per_block) {
     for (; slice < p.num_slices - 1; ++slice) {
@@ -291,7 +303,7 @@ struct OutBlock {
       block -= blocks;
       first_column += p.out_features[slice];
     }
-    first_out = block * outs_per_block;
+    index = block;
   }
 };
 
@@ -365,13 +377,13 @@ struct PlaneSums {
 };
 
 template <typename T, int kTokens, bool kStaged>
-__global__ void __launch_bounds__(kExpandThreads, kTokens == ARIL_WIDE_TILE || !kStaged ? 3 : 4)
+__global__ void __launch_bounds__(kExpandThreads, expand_blocks<T>(kTokens, kStaged))
     expand_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / out_blocks);
   const OutBlock block(p, blockIdx.x % out_blocks, p.expand.outs_per_block);
   const aril_descriptor module = module_of(p.weights, tile.slot, block.slice);
-  expand_tile<T, kTokens, kStaged>(tile, module, p.routing.scales, block.first_out,
+  expand_tile<T, kTokens, kStaged>(tile, module, p.routing.scales, block.index,
                                    p.out_features[block.slice], p.expand,
                                    static_cast<T*>(p.y) + block.first_column, p.y_stride,
                                    p.num_tokens, PlaneSums(p, block.slice));
@@ -407,15 +419,14 @@ struct EmbeddingRows {
 };
 
 template <typename T, int kTokens, bool kStaged>
-__global__ void __launch_bounds__(kExpandThreads, kTokens == ARIL_WIDE_TILE || !kStaged ? 3 : 4)
+__global__ void __launch_bounds__(kExpandThreads, expand_blocks<T>(kTokens, kStaged))
     embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks) {
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
-  expand_tile<T, kTokens, kStaged>(tile, module, p.routing.scales,
-                                   blockIdx.x % out_blocks * p.expand.outs_per_block, p.hidden,
-                                   p.expand, static_cast<T*>(p.y),
-                                   p.y_stride, p.num_tokens, EmbeddingRows<T>(p, module));
+  expand_tile<T, kTokens, kStaged>(tile, module, p.routing.scales, blockIdx.x % out_blocks,
+                                   p.hidden, p.expand, static_cast<T*>(p.y), p.y_stride,
+                                   p.num_tokens, EmbeddingRows<T>(p, module));
 }
 
 }  // namespace aril::detail

@@ -68,6 +68,7 @@ __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descript
                                            float* y, int64_t y_stride, int num_tokens,
                                            const V& rows) {
   __shared__ float2 v[ARIL_MAX_RANK / 2];
+  if (module.rank == 0) return;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int out = first_out + static_cast<int>(threadIdx.x), column = out % ARIL_OUT_TILE;
   // See aril_descriptor for where an output's ranks stand.
@@ -98,9 +99,10 @@ __global__ void __launch_bounds__(kF32Threads)
   wait_for_predecessors();
   const Tile tile(p, blockIdx.x / out_blocks);
   const OutBlock block(p, blockIdx.x % out_blocks, kF32Threads);
-  expand_f32(tile, module_of(p.weights, tile.slot, block.slice), p.routing.scales, block.first_out,
-             p.out_features[block.slice], static_cast<float*>(p.y) + block.first_column,
-             p.y_stride, p.num_tokens, PlaneSums(p, block.slice));
+  expand_f32(tile, module_of(p.weights, tile.slot, block.slice), p.routing.scales,
+             block.index * kF32Threads, p.out_features[block.slice],
+             static_cast<float*>(p.y) + block.first_column, p.y_stride, p.num_tokens,
+             PlaneSums(p, block.slice));
 }
 
 __global__ void __launch_bounds__(kF32Threads)
@@ -109,8 +111,8 @@ __global__ void __launch_bounds__(kF32Threads)
   wait_for_predecessors();
   const Tile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
-  expand_f32(tile, module, p.routing.scales, blockIdx.x % out_blocks * kF32Threads,
-             p.hidden, static_cast<float*>(p.y), p.y_stride, p.num_tokens, EmbeddingRows<float>(p, module));
+  expand_f32(tile, module, p.routing.scales, blockIdx.x % out_blocks * kF32Threads, p.hidden,
+             static_cast<float*>(p.y), p.y_stride, p.num_tokens, EmbeddingRows<float>(p, module));
 }
 
 }  // namespace aril::detail

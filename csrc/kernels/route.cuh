@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups a batch's tokens by slot: a counting sort in one block, once per step for all layers. Which
-// of a slot's tokens stands where is left to chance; no result depends on it.
+// Groups a batch's tokens by slot: a counting sort in one block, once per step for all layers.
+// Which of a slot's tokens stands where is left to chance; no result depends on it.
 //
 // Grid: one block of kThreads. Shared memory: num_slots counters of 4 bytes (at most 32 KB) and the
 // scan's scratch. Bound: latency, not bytes. Every output that the live tokens need is written by

@@ -27,7 +27,7 @@ namespace aril::detail {
 constexpr int kColumnsPerBlock = 8;  // tiles of 8 ranks, that is
 constexpr int kStepsPerLane = ARIL_LANE_FEATURES / ARIL_K_TILE;
 constexpr int kStepsPerChain = 2;
-constexpr int kStepVecs = kTileElems / 8;                   // 16 bytes each, of bf16 and f16
+constexpr int kStepVecs = kTileElems / 8;              // 16 bytes each, of bf16 and f16
 constexpr int kPieceVecs = kStepsPerLane * kStepVecs;  // 8 ranks of a lane of features
 
 // 8 ranks of one of a slot's modules. Those of all slices stand one after the other.
@@ -113,9 +113,8 @@ __device__ __forceinline__ void clear(float (&sums)[4]) {
 
 // Writes a lane's two sums of a token to its plane, zero beyond the rank; adds to it if the plane
 // has the sum of earlier groups.
-__device__ __forceinline__ void store_sums(float* plane, const Planes& planes,
-                                           const Column& column, int token, float sum0, float sum1,
-                                           bool add) {
+__device__ __forceinline__ void store_sums(float* plane, const Planes& planes, const Column& column,
+                                           int token, float sum0, float sum1, bool add) {
   if (token < 0) return;
   const int rank = column.first_rank + 2 * static_cast<int>(threadIdx.x % 4);
   float2* v = reinterpret_cast<float2*>(plane + token * planes.token_stride +
@@ -138,6 +137,7 @@ __global__ void __launch_bounds__(kFewThreads, 4)
   constexpr int kChains = kStepsPerLane / kStepsPerChain;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ Columns columns;
+  __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is none
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / column_blocks);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -168,11 +168,9 @@ __global__ void __launch_bounds__(kFewThreads, 4)
     if (lane == 0) arrival.close();
 #endif
   }
-  const int upper_token = tile.token(g, p.num_tokens);
-  const int lower_token = tile.token(g + 8, p.num_tokens);
-  int tokens[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) tokens[i] = tile.token(warp + i * kFewWarps, p.num_tokens);
+  if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
+    tokens[threadIdx.x] = tile.token(threadIdx.x, p.num_tokens);
+  }
   __syncthreads();
   if (columns.count == 0) {
     if (is_first_block()) wait_for_predecessors();
@@ -188,16 +186,15 @@ __global__ void __launch_bounds__(kFewThreads, 4)
                    i % kStepsPerLane * kStepVecs + lane);
   }
 #endif
-  const Planes planes(p);
   const T* input = static_cast<const T*>(p.x);
   const bool aligned = is_aligned(input, p.x_stride);
   wait_for_predecessors();
 
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int row = warp + i * kFewWarps;
-    for (int vec = lane; tokens[i] >= 0 && vec < row_vecs; vec += 32) {
-      copy_input(x + row * row_vecs + swizzled(row, vec), input + tokens[i] * p.x_stride,
+    const int row = warp + i * kFewWarps, token = tokens[row];
+    for (int vec = lane; token >= 0 && vec < row_vecs; vec += 32) {
+      copy_input(x + row * row_vecs + swizzled(row, vec), input + token * p.x_stride,
                  lanes.begin * ARIL_LANE_FEATURES + vec * Vec<T>::kSize, p.in_features, aligned);
     }
   }
@@ -228,9 +225,11 @@ __global__ void __launch_bounds__(kFewThreads, 4)
     for (int chain = 1; chain < kChains; ++chain) add_to(chains[0].sums, chains[chain].sums);
     add_to(sums, chains[0].sums);
   }
+  const Planes planes(p);
   float* plane = p.planes + blockIdx.y * planes.plane_stride;
-  store_sums(plane, planes, columns.all[warp], upper_token, sums[0], sums[1], false);
-  store_sums(plane, planes, columns.all[warp], lower_token, sums[2], sums[3], false);
+  const Column& column = columns.all[warp];
+  store_sums(plane, planes, column, tokens[g], sums[0], sums[1], false);
+  store_sums(plane, planes, column, tokens[g + 8], sums[2], sums[3], false);
 }
 
 constexpr int kWideWarps = ARIL_WIDE_TILE / 16;
@@ -245,9 +244,9 @@ constexpr int kWideSmemBytes = kStages * kStageVecs * 16;
 template <typename T>
 __global__ void __launch_bounds__(kWideThreads, 3)
     shrink_wide_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
-  constexpr int kRowsAtOnce = kWideThreads / kRowVecs;         // that all threads copy
-  constexpr int kRows = ARIL_WIDE_TILE / kRowsAtOnce;          // that a thread copies
-  constexpr int kCopied = kColumnsPerBlock / kWideWarps;       // columns that a warp copies
+  constexpr int kRowsAtOnce = kWideThreads / kRowVecs;    // that all threads copy
+  constexpr int kRows = ARIL_WIDE_TILE / kRowsAtOnce;     // that a thread copies
+  constexpr int kCopied = kColumnsPerBlock / kWideWarps;  // columns that a warp copies
   constexpr int kStagesPerLane = kStepsPerLane / kStepsPerStage;
   constexpr int kStagesPerGroup = kStagesPerLane * ARIL_LANES_PER_GROUP;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -300,7 +299,8 @@ __global__ void __launch_bounds__(kWideThreads, 3)
   }
   int k = lanes.begin * ARIL_LANE_FEATURES + vec * Vec<T>::kSize;
   const auto fetch_input = [&](int stage) {
-    uint4* x = ring + stage % kStages * kStageVecs + first_row * kRowVecs + swizzled(first_row, vec);
+    uint4* x =
+        ring + stage % kStages * kStageVecs + first_row * kRowVecs + swizzled(first_row, vec);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (rows[i] != nullptr) {

@@ -20,7 +20,10 @@ fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[Slot], on_dev
     let at = |address: u64| ((address - memory.address()) / 4) as usize;
     let indptr = words[at(batch.indptr())..][..capacity.num_slots + 1].to_vec();
     let live = *indptr.last().unwrap() as usize;
-    (indptr, words[at(batch.tokens())..][..live].to_vec())
+    let mut tokens = words[at(batch.tokens())..][..live].to_vec();
+    // Within a slot they may stand in any order.
+    indptr.windows(2).for_each(|ends| tokens[ends[0] as usize..ends[1] as usize].sort_unstable());
+    (indptr, tokens)
 }
 
 #[test]

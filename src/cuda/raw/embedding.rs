@@ -76,8 +76,7 @@ impl LoraEmbedding {
         batch: RoutedBatch,
     ) -> Result<ffi::aril_embedding_args, LaunchError> {
         let (y, y_stride) = y.0.expect("y", self.dtype, batch.num_tokens, self.site.hidden())?;
-        let expand =
-            ExpandPlan::new(&[self.site.hidden()], self.capacity.max_rank, batch.num_tokens, batch.max_tiles);
+        let expand = ExpandPlan::new(&[self.site.hidden()], self.capacity.max_rank, batch.num_tokens, batch.max_tiles);
         Ok(ffi::aril_embedding_args {
             dtype: dtype_code(self.dtype),
             num_tokens: int(batch.num_tokens)?,

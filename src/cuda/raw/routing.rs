@@ -229,7 +229,7 @@ impl RoutedBatch {
         self.num_tokens
     }
 
-    /// The address of the tokens that have a slot, by slot and, within one, in order: `i32`, as many as `indptr` ends with.
+    /// The address of the tokens that have a slot, by slot and, within one, in any order: `i32`, as many as `indptr` ends with.
     pub fn tokens(&self) -> u64 {
         self.routing.tokens as u64
     }
