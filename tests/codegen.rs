@@ -139,7 +139,8 @@ fn sass_has_wide_loads_and_no_local_memory() {
             for forbidden in [" LDL", " STL", "vprintf", "malloc"] {
                 assert!(!has(forbidden), "{name} has{forbidden}");
             }
-            if name.contains("shrink") || name.contains("expand") {
+            // Those of f32 are not for speed.
+            if (name.contains("shrink") || name.contains("expand")) && !name.contains("f32") {
                 assert!(
                     has("LDG.E.128") || has("LDGSTS.E") || has("UBLKCP"),
                     "{name} loads less than 16 bytes at once"

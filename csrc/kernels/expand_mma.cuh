@@ -288,8 +288,8 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
 // Blocks of a multiprocessor, as far as registers go.
 template <typename T>
 constexpr int expand_blocks(int tokens, bool staged) {
-  const bool few = tokens == ARIL_TOKENS_PER_TILE && staged;
-  return few && std::is_same_v<T, __nv_bfloat16> ? 4 : 3;
+  const int blocks = tokens == ARIL_TOKENS_PER_TILE && staged ? 4 : 3;
+  return std::is_same_v<T, __nv_bfloat16> ? blocks : blocks - 1;  // f16 has B's terms to hold, too
 }
 
 // A layer's slice and the outputs in it that a block works on.
