@@ -40,6 +40,8 @@ const MAX_GRID_X: usize = i32::MAX as usize;
 
 /// Ranks of all slices that a block of shrink works on, in tiles.
 const COLUMNS_PER_BLOCK: usize = 8;
+/// As many that a block with few tokens takes a group of lanes of.
+const GROUPED_COLUMNS: usize = 2;
 /// The multiprocessors of the devices that the thresholds here were measured on: H100 SXM.
 const MULTIPROCESSORS: usize = 132;
 /// Outputs that the warps of a block of expand take at once.
@@ -155,9 +157,13 @@ impl LinearPlan {
     /// (H100: with up to 256 tokens a group is faster than a lane only where it is little to fetch, 16 ranks in all; with more,
     /// every multiprocessor should have a block, and six before nobody shares.)
     pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
-        let columns = self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE);
+        self.lanes_per_split_of(num_tokens, self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE))
+    }
+
+    /// With so many tiles of ranks, of all slices.
+    fn lanes_per_split_of(&self, num_tokens: usize, columns: usize) -> usize {
         if num_tokens <= FEW_TOKENS {
-            return if num_tokens > TOKENS_PER_TILE && columns <= 2 { LANES_PER_GROUP } else { 1 };
+            return if num_tokens > TOKENS_PER_TILE && columns <= GROUPED_COLUMNS { LANES_PER_GROUP } else { 1 };
         }
         let blocks = num_tokens.div_ceil(WIDE_TILE) * columns.div_ceil(COLUMNS_PER_BLOCK);
         if blocks >= 6 * MULTIPROCESSORS {
@@ -182,17 +188,24 @@ impl LinearPlan {
 
     /// The workspace that a batch of `num_tokens` needs.
     pub fn workspace_bytes_for(&self, num_tokens: usize) -> usize {
-        let v_stride = self.out_features.len() * self.capacity.max_rank.next_multiple_of(RANK_TILE);
-        self.num_splits(num_tokens) * num_tokens * v_stride * size_of::<f32>()
+        self.num_splits(num_tokens) * num_tokens * self.plane_bytes_per_token()
     }
 
-    /// The workspace that any batch within the capacity needs.
+    /// A workspace for any batch within the capacity.
     pub fn workspace_bytes(&self) -> usize {
         let max_tokens = self.capacity.max_tokens;
-        // It grows with the tokens until these are split less, which is only where a tile begins.
+        // Planes grow with the tokens until these are split less, which is only where a tile begins. So that more room never
+        // needs less, as if the ranks were so few, of all that are split alike, that shrink is split the most.
         let last_of_tiles = (FEW_TOKENS..max_tokens).step_by(WIDE_TILE).take(6 * MULTIPROCESSORS);
-        let candidates = [TOKENS_PER_TILE, max_tokens].into_iter().chain(last_of_tiles);
-        candidates.map(|tokens| self.workspace_bytes_for(tokens.min(max_tokens))).max().unwrap_or(0)
+        let candidates =
+            [TOKENS_PER_TILE, max_tokens].into_iter().chain(last_of_tiles).map(|tokens| tokens.min(max_tokens));
+        let lanes = |tokens| self.lanes_per_split_of(tokens, GROUPED_COLUMNS + 1);
+        let planes = candidates.map(|tokens| self.num_lanes().div_ceil(lanes(tokens)) * tokens);
+        planes.max().unwrap_or(0) * self.plane_bytes_per_token()
+    }
+
+    fn plane_bytes_per_token(&self) -> usize {
+        self.out_features.len() * self.capacity.max_rank.next_multiple_of(RANK_TILE) * size_of::<f32>()
     }
 
     /// The bounds it was planned for.
