@@ -14,11 +14,14 @@ constexpr int kMaxSmemBytes = 96 << 10;
 
 int rank_tiles(const aril_weights& weights) { return ceil_div(weights.max_rank, ARIL_RANK_TILE); }
 
-int shrink_few_smem_bytes(const aril_linear_args& args, int columns) {
+int shrink_few_smem_bytes(const aril_linear_args& args) {
   const int num_lanes = ceil_div(args.in_features, ARIL_LANE_FEATURES);
   const int lanes = args.lanes_per_split < num_lanes ? args.lanes_per_split : num_lanes;
-  const int rows = ARIL_TOKENS_PER_TILE + ARIL_RANK_TILE * columns;
-  return lanes * ARIL_LANE_FEATURES * rows * static_cast<int>(sizeof(__half));
+  const int slots = lanes < detail::kFewSlots ? lanes : detail::kFewSlots;
+  const int columns = args.num_slices * rank_tiles(args.weights);
+  const int held = columns < detail::kColumnsPerBlock ? columns : detail::kColumnsPerBlock;
+  const int rows = lanes * ARIL_TOKENS_PER_TILE + slots * ARIL_RANK_TILE * held;
+  return rows * ARIL_LANE_FEATURES * static_cast<int>(sizeof(__half));
 }
 
 template <typename T>
@@ -35,8 +38,7 @@ int32_t shrink(const aril_linear_args& args, void* stream) {
       return launch(detail::shrink_wide_kernel<T>, grid, detail::kWideThreads,
                     detail::kWideSmemBytes, stream, args, blocks);
     }
-    const int smem_bytes = shrink_few_smem_bytes(
-        args, columns < detail::kColumnsPerBlock ? columns : detail::kColumnsPerBlock);
+    const int smem_bytes = shrink_few_smem_bytes(args);
     if (smem_bytes > kMaxSmemBytes) return ARIL_ERR_ARGUMENT;
     return launch(detail::shrink_few_kernel<T>, grid, detail::kFewThreads, smem_bytes, stream, args,
                   blocks);

@@ -85,14 +85,30 @@ class Supply {
 #endif
   };
 
-  __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes)
+  // If `begun`, another thread has called begin() before.
+  __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes,
+                                    bool begun = false)
       : state_(state), shared_(static_cast<char*>(shared)), slots_(slots), slot_bytes_(slot_bytes) {
 #if __CUDA_ARCH__ >= 900
     const int lane = threadIdx.x % 32;
-    if (lane < slots) state_.arrivals[lane].init();
+    if (!begun && lane < slots) state_.arrivals[lane].init();
     __syncwarp();
 #endif
   }
+
+#if __CUDA_ARCH__ >= 900
+  // By one thread, for the warp whose supply it will be: starts bringing as many pieces as there
+  // are slots, `stride` bytes apart.
+  __device__ __forceinline__ static void begin(State& state, void* shared, int slots,
+                                               int slot_bytes, const void* global, int64_t stride) {
+    for (int i = 0; i < slots; ++i) {
+      state.arrivals[i].init();
+      state.arrivals[i].copy(static_cast<char*>(shared) + i * slot_bytes,
+                             static_cast<const char*>(global) + i * stride, slot_bytes);
+      state.arrivals[i].close();
+    }
+  }
+#endif
 
   // Starts bringing the next piece, into the slot of the piece that came `slots` before it and that
   // the whole warp has done with. None if it has no bytes.

@@ -4,8 +4,10 @@
 // that one does not write.
 //
 // What may be read before wait_for_predecessors: routing and weights, which no kernel of a step
-// writes. The order is always wait, then let dependents begin: so when a kernel begins, all but its
-// direct predecessor have ended, and no kernel begins before the routing of its step is done.
+// writes. Operations let their dependents begin at once, so that many can have their weights on the
+// way; the routing never does, so that nothing begins before the routing of its step is done. A
+// kernel that waits ends after all that was enqueued before it, and so does every kernel that waits
+// for it: a kernel none of whose blocks waits would break that.
 #pragma once
 
 namespace aril {

@@ -9,7 +9,8 @@
 //   shrink_few_kernel:  tiles of 16 tokens, a warp for each column. A block has all the weights it
 //       needs on their way to shared memory before it waits for its predecessors; what is left then
 //       is x, once there and back, and a short chain of instructions. Shared, in bytes, for each
-//       lane of features: 4096 for every 8 ranks, up to 64, and 8192 for x.
+//       lane of features: 4096 for every 8 ranks, up to 64, but no more than for two lanes, and
+//       8192 for x.
 //   shrink_wide_kernel: tiles of 64 tokens, in stages of 64 features; a warp has 16 tokens and all
 //       columns. Shared: 4 stages of 16 KB.
 //
@@ -71,6 +72,23 @@ struct Columns {
 // neighbouring rows touch every bank once.
 __device__ __forceinline__ int swizzled(int row, int vec) { return vec ^ ((row & 1) << 2); }
 
+// A lane's 16 bytes of a row, at steps from a known one on: two pointers, for even and odd steps,
+// leave nothing to be worked out at each.
+struct SwizzledRow {
+  const uint4* even;
+  const uint4* odd;
+
+  __device__ __forceinline__ SwizzledRow(const uint4* vecs, int row) {
+    const int q = threadIdx.x % 4, shift = (row & 1) << 2;
+    even = vecs + q + shift;
+    odd = vecs + q - shift;
+  }
+
+  __device__ __forceinline__ const uint4& operator[](int step) const {
+    return (step % 2 == 0 ? even : odd)[step * 4];
+  }
+};
+
 // Starts copying features [k, k + 8) of a row of x, zero beyond in_features. Rows that are not
 // aligned to 16 bytes are copied on the spot.
 template <typename T>
@@ -129,43 +147,40 @@ __device__ __forceinline__ void store_sums(float* plane, const Planes& planes, c
 
 constexpr int kFewWarps = kColumnsPerBlock;
 constexpr int kFewThreads = 32 * kFewWarps;
+constexpr int kFewSlots = 2;  // lanes of features that a warp has ahead
 
 template <typename T>
-__global__ void __launch_bounds__(kFewThreads, 4)
+__global__ void __launch_bounds__(kFewThreads, 3)
     shrink_few_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
   constexpr int kRows = ARIL_TOKENS_PER_TILE / kFewWarps;  // of x that a warp copies
   constexpr int kChains = kStepsPerLane / kStepsPerChain;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ Columns columns;
+  __shared__ Supply::State supplies[kFewWarps];
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is none
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / column_blocks);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const Lanes lanes(p, blockIdx.y);
 
-  // x stands first, [16][features], then A, [lanes][columns][8][8][32].
+  // x stands first, [16][features], then each warp's supply of A.
   const int num_lanes = lanes.end - lanes.begin;
   const int row_vecs = num_lanes * ARIL_LANE_FEATURES / Vec<T>::kSize;
   uint4* x = reinterpret_cast<uint4*>(shared);
-  uint4* a = x + ARIL_TOKENS_PER_TILE * row_vecs;
-#if __CUDA_ARCH__ >= 900
-  __shared__ Arrival arrival;
-#endif
+  const int slots = min(num_lanes, kFewSlots);
+  const auto slots_of = [&](int warp) {
+    return x + ARIL_TOKENS_PER_TILE * row_vecs + warp * slots * kPieceVecs;
+  };
   if (warp == 0) {
     columns.list(p, tile, blockIdx.x % column_blocks * kColumnsPerBlock);
-    __syncwarp();
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) arrival.init();
     __syncwarp();
     if (lane < columns.count) {
       const Column& column = columns.all[lane];
-      for (int i = 0; i < num_lanes; ++i) {
-        arrival.copy(a + (i * columns.count + lane) * kPieceVecs,
-                     column.a + int64_t{lanes.begin + i} * column.lane_vecs, kPieceVecs * 16);
-      }
+      Supply::begin(supplies[lane], slots_of(lane), slots, kPieceVecs * 16,
+                    column.a + int64_t{lanes.begin} * column.lane_vecs,
+                    int64_t{column.lane_vecs} * 16);
     }
-    __syncwarp();
-    if (lane == 0) arrival.close();
 #endif
   }
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
@@ -177,14 +192,21 @@ __global__ void __launch_bounds__(kFewThreads, 4)
     return;
   }
   const bool has_column = warp < columns.count;
+  const Column& column = columns.all[has_column ? warp : 0];
+  Supply supply(supplies[warp], slots_of(warp), slots, kPieceVecs * 16, true);
+  const uint4* next = column.a + int64_t{lanes.begin} * column.lane_vecs;
+  int left = has_column ? num_lanes : 0;
+#if __CUDA_ARCH__ >= 900
+  next += int64_t{slots} * column.lane_vecs;
+  left -= slots;
+#endif
+  const auto start = [&] {
+    supply.start(next, left > 0 ? kPieceVecs * 16 : 0);
+    next += column.lane_vecs;
+    --left;
+  };
 #if __CUDA_ARCH__ < 900
-  for (int i = 0; has_column && i < num_lanes * kStepsPerLane; ++i) {
-    const Column& column = columns.all[warp];
-    copy_async(a + (i / kStepsPerLane * columns.count + warp) * kPieceVecs +
-                   i % kStepsPerLane * kStepVecs + lane,
-               column.a + int64_t{lanes.begin + i / kStepsPerLane} * column.lane_vecs +
-                   i % kStepsPerLane * kStepVecs + lane);
-  }
+  for (int i = 0; i < slots; ++i) start();
 #endif
   const T* input = static_cast<const T*>(p.x);
   const bool aligned = is_aligned(input, p.x_stride);
@@ -202,32 +224,29 @@ __global__ void __launch_bounds__(kFewThreads, 4)
   wait_for_copies<0>();
   __syncthreads();
   if (!has_column) return;
-#if __CUDA_ARCH__ >= 900
-  arrival.wait(0);
-#endif
-  const uint4* x_upper = x + g * row_vecs;
-  const uint4* x_lower = x_upper + 8 * row_vecs;
-  const uint4* weights = a + warp * kPieceVecs + lane;
   float sums[4] = {};
+#pragma unroll 1
   for (int i = 0; i < num_lanes; ++i) {
+    const uint4* weights = static_cast<const uint4*>(supply.next()) + lane;
+    const SwizzledRow upper(x + g * row_vecs + i * kStepsPerLane * 4, g);
+    const SwizzledRow lower(x + (g + 8) * row_vecs + i * kStepsPerLane * 4, g);
     Chain<T> chains[kChains];
 #pragma unroll
     for (int j = 0; j < kStepsPerChain; ++j) {
 #pragma unroll
       for (int chain = 0; chain < kChains; ++chain) {
         const int step = chain * kStepsPerChain + j;
-        const int vec = i * kStepsPerLane * 4 + swizzled(g, step * 4 + q);
-        chains[chain].step(x_upper[vec], x_lower[vec],
-                           weights[i * columns.count * kPieceVecs + step * kStepVecs]);
+        chains[chain].step(upper[step], lower[step], weights[step * kStepVecs]);
       }
     }
 #pragma unroll
     for (int chain = 1; chain < kChains; ++chain) add_to(chains[0].sums, chains[chain].sums);
     add_to(sums, chains[0].sums);
+    __syncwarp();
+    start();
   }
   const Planes planes(p);
   float* plane = p.planes + blockIdx.y * planes.plane_stride;
-  const Column& column = columns.all[warp];
   store_sums(plane, planes, column, tokens[g], sums[0], sums[1], false);
   store_sums(plane, planes, column, tokens[g + 8], sums[2], sums[3], false);
 }
@@ -334,11 +353,12 @@ __global__ void __launch_bounds__(kWideThreads, 3)
     commit_copies();
     const uint4* x = ring + stage % kStages * kStageVecs + row * kRowVecs;
     const uint4* a = ring + stage % kStages * kStageVecs + ARIL_WIDE_TILE * kRowVecs + lane;
+    const SwizzledRow upper_row(x, g), lower_row(x + 8 * kRowVecs, g);
     uint4 upper[kStepsPerStage], lower[kStepsPerStage];
 #pragma unroll
     for (int i = 0; i < kStepsPerStage; ++i) {
-      upper[i] = x[swizzled(g, i * 4 + q)];
-      lower[i] = x[8 * kRowVecs + swizzled(g, i * 4 + q)];
+      upper[i] = upper_row[i];
+      lower[i] = lower_row[i];
     }
 #pragma unroll
     for (int c = 0; c < kColumnsPerBlock; ++c) {

@@ -40,8 +40,12 @@ const MAX_GRID_X: usize = i32::MAX as usize;
 
 /// Ranks of all slices that a block of shrink works on, in tiles.
 const COLUMNS_PER_BLOCK: usize = 8;
-/// As many that a block with few tokens takes a group of lanes of.
+/// Where a block with few tokens takes a group of lanes: with no more such tiles,
 const GROUPED_COLUMNS: usize = 2;
+/// with more lanes,
+const MANY_LANES: usize = 32;
+/// or with more tokens.
+const GROUPED_TOKENS: usize = 64;
 /// The multiprocessors of the devices that the thresholds here were measured on: H100 SXM.
 const MULTIPROCESSORS: usize = 132;
 /// Outputs that the warps of a block of expand take at once.
@@ -154,8 +158,9 @@ impl LinearPlan {
     /// not depend on it.
     ///
     /// Few tokens fill the device only if many blocks share out a token's input, and many tokens would only have more to add up.
-    /// (H100: with up to 256 tokens a group is faster than a lane only where it is little to fetch, 16 ranks in all; with more,
-    /// every multiprocessor should have a block, and six before nobody shares.)
+    /// (H100: up to 16 tokens a lane is faster in all classes; up to 64 a group is where there is little to fetch, 16 ranks in all,
+    /// or much to add up, more than 8192 features; beyond, everywhere. With more than 256, half of the multiprocessors should have
+    /// a block, and all six before nobody shares.)
     pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
         self.lanes_per_split_of(num_tokens, self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE))
     }
@@ -163,12 +168,14 @@ impl LinearPlan {
     /// With so many tiles of ranks, of all slices.
     fn lanes_per_split_of(&self, num_tokens: usize, columns: usize) -> usize {
         if num_tokens <= FEW_TOKENS {
-            return if num_tokens > TOKENS_PER_TILE && columns <= GROUPED_COLUMNS { LANES_PER_GROUP } else { 1 };
+            let much = num_tokens > TOKENS_PER_TILE && self.num_lanes() > MANY_LANES;
+            let little = num_tokens > TOKENS_PER_TILE && columns <= GROUPED_COLUMNS;
+            return if num_tokens > GROUPED_TOKENS || much || little { LANES_PER_GROUP } else { 1 };
         }
         let blocks = num_tokens.div_ceil(WIDE_TILE) * columns.div_ceil(COLUMNS_PER_BLOCK);
         if blocks >= 6 * MULTIPROCESSORS {
             i32::MAX as usize
-        } else if blocks * self.num_lanes().div_ceil(LANES_PER_GROUP) >= MULTIPROCESSORS {
+        } else if blocks * self.num_lanes().div_ceil(LANES_PER_GROUP) >= MULTIPROCESSORS / 2 {
             LANES_PER_GROUP
         } else {
             1
@@ -197,8 +204,10 @@ impl LinearPlan {
         // Planes grow with the tokens until these are split less, which is only where a tile begins. So that more room never
         // needs less, as if the ranks were so few, of all that are split alike, that shrink is split the most.
         let last_of_tiles = (FEW_TOKENS..max_tokens).step_by(WIDE_TILE).take(6 * MULTIPROCESSORS);
-        let candidates =
-            [TOKENS_PER_TILE, max_tokens].into_iter().chain(last_of_tiles).map(|tokens| tokens.min(max_tokens));
+        let candidates = [TOKENS_PER_TILE, GROUPED_TOKENS, max_tokens]
+            .into_iter()
+            .chain(last_of_tiles)
+            .map(|tokens| tokens.min(max_tokens));
         let lanes = |tokens| self.lanes_per_split_of(tokens, GROUPED_COLUMNS + 1);
         let planes = candidates.map(|tokens| self.num_lanes().div_ceil(lanes(tokens)) * tokens);
         planes.max().unwrap_or(0) * self.plane_bytes_per_token()
