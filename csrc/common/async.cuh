@@ -85,24 +85,31 @@ class Supply {
 #endif
   };
 
-  // If `begun`, another thread has called begin() before.
-  __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes,
-                                    bool begun = false)
-      : state_(state), shared_(static_cast<char*>(shared)), slots_(slots), slot_bytes_(slot_bytes) {
+  __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes)
+      : Supply(state, shared, slots, slot_bytes, 0) {
 #if __CUDA_ARCH__ >= 900
     const int lane = threadIdx.x % 32;
-    if (!begun && lane < slots) state_.arrivals[lane].init();
+    if (lane < slots) state_.arrivals[lane].init();
     __syncwarp();
 #endif
   }
 
+  // One that has begun: as many pieces as there are slots are on their way (prepare, begin).
+  __device__ __forceinline__ static Supply begun(State& state, void* shared, int slots,
+                                                 int slot_bytes) {
+    return Supply(state, shared, slots, slot_bytes, 0);
+  }
+
 #if __CUDA_ARCH__ >= 900
-  // By one thread, for the warp whose supply it will be: starts bringing as many pieces as there
-  // are slots, `stride` bytes apart.
+  // By one thread, for the warp whose supply it will be.
+  __device__ __forceinline__ static void prepare(State& state, int slots) {
+    for (int i = 0; i < slots; ++i) state.arrivals[i].init();
+  }
+
+  // By one thread, once that is done: starts bringing the first pieces, `stride` bytes apart.
   __device__ __forceinline__ static void begin(State& state, void* shared, int slots,
                                                int slot_bytes, const void* global, int64_t stride) {
     for (int i = 0; i < slots; ++i) {
-      state.arrivals[i].init();
       state.arrivals[i].copy(static_cast<char*>(shared) + i * slot_bytes,
                              static_cast<const char*>(global) + i * stride, slot_bytes);
       state.arrivals[i].close();
@@ -150,9 +157,17 @@ class Supply {
   }
 
  private:
+  __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes,
+                                    int started)
+      : state_(state),
+        shared_(static_cast<char*>(shared)),
+        slots_(slots),
+        slot_bytes_(slot_bytes),
+        started_(started) {}
+
   State& state_;
   char* shared_;
-  int slots_, slot_bytes_, started_ = 0, taken_ = 0;
+  int slots_, slot_bytes_, started_, taken_ = 0;
   uint32_t parity_ = 0;
 };
 

@@ -172,6 +172,9 @@ __global__ void __launch_bounds__(kFewThreads, 3)
     return x + ARIL_TOKENS_PER_TILE * row_vecs + warp * slots * kPieceVecs;
   };
   if (warp == 0) {
+#if __CUDA_ARCH__ >= 900
+    if (lane < kFewWarps) Supply::prepare(supplies[lane], slots);
+#endif
     columns.list(p, tile, blockIdx.x % column_blocks * kColumnsPerBlock);
 #if __CUDA_ARCH__ >= 900
     __syncwarp();
@@ -193,7 +196,7 @@ __global__ void __launch_bounds__(kFewThreads, 3)
   }
   const bool has_column = warp < columns.count;
   const Column& column = columns.all[has_column ? warp : 0];
-  Supply supply(supplies[warp], slots_of(warp), slots, kPieceVecs * 16, true);
+  Supply supply = Supply::begun(supplies[warp], slots_of(warp), slots, kPieceVecs * 16);
   const uint4* next = column.a + int64_t{lanes.begin} * column.lane_vecs;
   int left = has_column ? num_lanes : 0;
 #if __CUDA_ARCH__ >= 900
