@@ -86,22 +86,22 @@ class Supply {
   };
 
   __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes)
-      : Supply(state, shared, slots, slot_bytes, 0) {
+      : state_(state),
+        shared_(static_cast<char*>(shared)),
+        slots_(slots),
+        slot_bytes_(slot_bytes) {}
+
+  // Before the first piece, by the warp itself.
+  __device__ __forceinline__ void prepare() {
 #if __CUDA_ARCH__ >= 900
     const int lane = threadIdx.x % 32;
-    if (lane < slots) state_.arrivals[lane].init();
+    if (lane < slots_) state_.arrivals[lane].init();
     __syncwarp();
 #endif
   }
 
-  // One that has begun: as many pieces as there are slots are on their way (prepare, begin).
-  __device__ __forceinline__ static Supply begun(State& state, void* shared, int slots,
-                                                 int slot_bytes) {
-    return Supply(state, shared, slots, slot_bytes, 0);
-  }
-
 #if __CUDA_ARCH__ >= 900
-  // By one thread, for the warp whose supply it will be.
+  // The same by one thread, for the warp whose supply it will be.
   __device__ __forceinline__ static void prepare(State& state, int slots) {
     for (int i = 0; i < slots; ++i) state.arrivals[i].init();
   }
@@ -157,17 +157,9 @@ class Supply {
   }
 
  private:
-  __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes,
-                                    int started)
-      : state_(state),
-        shared_(static_cast<char*>(shared)),
-        slots_(slots),
-        slot_bytes_(slot_bytes),
-        started_(started) {}
-
   State& state_;
   char* shared_;
-  int slots_, slot_bytes_, started_, taken_ = 0;
+  int slots_, slot_bytes_, started_ = 0, taken_ = 0;
   uint32_t parity_ = 0;
 };
 

@@ -11,31 +11,22 @@
 
 namespace aril {
 
-// Enqueues `kernel`, in clusters of blocks, to begin while its predecessor ends (pdl.cuh). The
-// status is the launch's own: an error that the caller has pending stays his.
+// Enqueues `kernel`, to begin while its predecessor ends (pdl.cuh). The status is the launch's own:
+// an error that the caller has pending stays his.
 template <typename... Params>
-[[nodiscard]] inline int32_t launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid,
-                                             dim3 block, size_t smem_bytes, void* stream,
-                                             const Params&... params) {
+[[nodiscard]] inline int32_t launch(void (*kernel)(Params...), dim3 grid, dim3 block,
+                                    size_t smem_bytes, void* stream, const Params&... params) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
-}
-
-template <typename... Params>
-[[nodiscard]] inline int32_t launch(void (*kernel)(Params...), dim3 grid, dim3 block,
-                                    size_t smem_bytes, void* stream, const Params&... params) {
-  return launch_clusters(kernel, 1, grid, block, smem_bytes, stream, params...);
 }
 
 // Calls `f` with a value of the element type that `dtype` names.

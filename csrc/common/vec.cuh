@@ -34,15 +34,6 @@ struct Vec {
   static constexpr int kSize = 16 / sizeof(T);
   uint4 bits;
 
-  // Reads 16 aligned bytes of weights, of which elements at and beyond `valid` are padding and
-  // count as zero whatever they hold. Reads nothing where none is valid.
-  __device__ __forceinline__ static Vec load(const T* source, int valid) {
-    if (valid <= 0) return {};
-    Vec vec{__ldg(reinterpret_cast<const uint4*>(source))};
-    if (valid < kSize) vec.mask(valid);
-    return vec;
-  }
-
   // Reads elements that another kernel may have written, and that may begin anywhere; zero at and
   // beyond `valid`.
   __device__ __forceinline__ static Vec load_from_anywhere(const T* source, int valid,
@@ -61,21 +52,6 @@ struct Vec {
     memcpy(elements, &bits, sizeof(bits));
     return to_float(elements[i]);
   }
-
- private:
-  __device__ __forceinline__ void mask(int valid) {
-    T elements[kSize];
-    memcpy(elements, &bits, sizeof(bits));
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) elements[i] = i < valid ? elements[i] : from_float<T>(0.0f);
-    memcpy(&bits, elements, sizeof(bits));
-  }
 };
-
-// The length of a row of `length` elements with its padding.
-template <typename T>
-__host__ __device__ constexpr int64_t padded(int64_t length) {
-  return (length + Vec<T>::kSize - 1) / Vec<T>::kSize * Vec<T>::kSize;
-}
 
 }  // namespace aril

@@ -183,6 +183,7 @@ __device__ __forceinline__ void expand_tile(const Tile& tile, const aril_descrip
   const int tile_bytes = rank_tiles * 32 * 16;
   Supply supply(supplies[warp], supplied + warp * slots * kOutTiles * rank_tiles * 32, slots,
                 kOutTiles * tile_bytes);
+  supply.prepare();
   const uint4* next_b = b + int64_t{tile_of(0)} * rank_tiles * 32;
   int left = out_tiles - tile_of(0);
   const auto start = [&] {

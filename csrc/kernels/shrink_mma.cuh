@@ -6,11 +6,11 @@
 // features within 32 of them is of no consequence to a dot product, so each lane takes 8 that stand
 // together: 16 bytes of A and of x are its operands of two instructions.
 //
-//   shrink_few_kernel:  tiles of 16 tokens, a warp for each column. A block has all the weights it
-//       needs on their way to shared memory before it waits for its predecessors; what is left then
-//       is x, once there and back, and a short chain of instructions. Shared, in bytes, for each
-//       lane of features: 4096 for every 8 ranks, up to 64, but no more than for two lanes, and
-//       8192 for x.
+//   shrink_few_kernel:  tiles of 16 tokens, a warp for each column. A block has two lanes
+//       of weights on their way to shared memory before it waits for its predecessors; what is left
+//       then is x, once there and back, and a short chain of instructions. Shared, in bytes, for
+//       each lane of features: 4096 for every 8 ranks, up to 64, but no more than for two lanes,
+//       and 8192 for x.
 //   shrink_wide_kernel: tiles of 64 tokens, in stages of 64 features; a warp has 16 tokens and all
 //       columns. Shared: 4 stages of 16 KB.
 //
@@ -60,9 +60,9 @@ struct Columns {
     const int begin = end - tiles;
     const int last = min(end, first_column + kColumnsPerBlock);
     for (int column = max(begin, first_column); column < last; ++column) {
-      const int tile = column - begin;
-      all[column - first_column] = {static_cast<const uint4*>(module.a) + tile * kPieceVecs,
-                                    tiles * kPieceVecs, slice, tile * ARIL_RANK_TILE, module.rank};
+      const int i = column - begin;
+      all[column - first_column] = {static_cast<const uint4*>(module.a) + i * kPieceVecs,
+                                    tiles * kPieceVecs, slice, i * ARIL_RANK_TILE, module.rank};
     }
     if (slice == ARIL_MAX_SLICES - 1) count = max(0, min(end - first_column, kColumnsPerBlock));
   }
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kFewThreads, 3)
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is none
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / column_blocks);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
   const Lanes lanes(p, blockIdx.y);
 
   // x stands first, [16][features], then each warp's supply of A.
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kFewThreads, 3)
   }
   const bool has_column = warp < columns.count;
   const Column& column = columns.all[has_column ? warp : 0];
-  Supply supply = Supply::begun(supplies[warp], slots_of(warp), slots, kPieceVecs * 16);
+  Supply supply(supplies[warp], slots_of(warp), slots, kPieceVecs * 16);
   const uint4* next = column.a + int64_t{lanes.begin} * column.lane_vecs;
   int left = has_column ? num_lanes : 0;
 #if __CUDA_ARCH__ >= 900
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kWideThreads, 3)
   __shared__ Columns columns;
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / column_blocks);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
   if (warp == 0) columns.list(p, tile, blockIdx.x % column_blocks * kColumnsPerBlock);
   __syncthreads();
   const int count = columns.count;

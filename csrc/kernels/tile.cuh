@@ -50,9 +50,7 @@ __device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights
 
 // The first block of a grid. It waits for its predecessors even if it has nothing to do, so that a
 // kernel never ends before them; others leave.
-__device__ __forceinline__ bool is_first_block() {
-  return blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0;
-}
+__device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0; }
 
 // A token's sum over the input features has one order, that of the layer's shape, in all kernels:
 // ARIL_LANE_FEATURES features make a lane's sum, ARIL_LANES_PER_GROUP lanes a group's, and the

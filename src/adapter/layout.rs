@@ -7,14 +7,16 @@
 //! Invariant: a factor takes its rank, padded to a multiple of 8, times its features, padded to a multiple of 256 in a linear
 //! module's A and of 32 elsewhere, and holds zeros wherever it has no element. Kernels rely on them.
 
+use crate::ffi;
+
 /// What every factor is aligned to, in a block that begins on a boundary of 256 bytes.
-pub const ALIGNMENT_BYTES: usize = 128;
+pub const ALIGNMENT_BYTES: usize = ffi::ARIL_FACTOR_ALIGNMENT as usize;
 
 /// Features of a linear module's A that stand together, of 8 ranks.
-pub(crate) const LANE_FEATURES: usize = 256;
+pub(crate) const LANE_FEATURES: usize = ffi::ARIL_LANE_FEATURES as usize;
 /// Ranks and features of a tile.
-pub(crate) const TILE_RANKS: usize = 8;
-pub(crate) const TILE_FEATURES: usize = 32;
+pub(crate) const TILE_RANKS: usize = ffi::ARIL_RANK_TILE as usize;
+pub(crate) const TILE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
 pub(crate) const TILE_ELEMS: usize = TILE_RANKS * TILE_FEATURES;
 
 // Whole tiles, of the smallest elements.

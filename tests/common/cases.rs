@@ -280,7 +280,7 @@ impl Case {
         // result may also fall among T's smallest numbers.
         let roundings = (self.in_features() + max_rank + 8) as f64;
         let sums = roundings * DType::F32.unit_roundoff() * (y.abs() + delta.magnitude);
-        // Kernels take A x in two bf16 terms where what is stored has no more digits than one and a half.
+        // Kernels of the 16-bit types take A x as two bf16 terms, each of which rounds once.
         let terms = if T::DTYPE == DType::F32 { 0.0 } else { DType::BF16.unit_roundoff().powi(2) * delta.magnitude };
         let sums = sums + terms;
         let store = T::DTYPE.unit_roundoff() * (sum.abs() + sums);

@@ -63,9 +63,9 @@ impl LoraLinear {
     /// - **Liveness.** That memory stays mapped.
     /// - **Aliasing.** Nobody writes `x`, `weights` or the routing, or reads or writes `y` or `workspace`, except work ordered by
     ///   `stream`.
-    /// - **Order.** No kernel that writes weights or the routing lets its dependents begin early (programmatic dependent launch), nor
-    ///   does one that is enqueued between such a kernel and this call without having waited itself: weights and routing are fetched
-    ///   while the kernel before ends. Kernels that do not use programmatic launch are always in order.
+    /// - **Order.** A kernel that writes weights or the routing neither lets its dependents begin early (programmatic dependent
+    ///   launch) nor ends before each thread that wrote has fenced (`__threadfence`): weights and routing are fetched before the
+    ///   kernels enqueued earlier are waited for. Copies are always in order.
     /// - **Context.** (checked) the context current on this thread is that of the kernels.
     #[doc(alias = "sgmv")]
     #[doc(alias = "bgmv")]
