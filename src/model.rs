@@ -3,9 +3,14 @@
 //! A [`ModelSpec`] is built once. It gives every adapted module of the model (in PEFT's sense: what `target_modules` names) a row
 //! of the descriptor table, and says how the module's factors are cut for this rank. It knows nothing of adapters or devices.
 //!
-//! Invariant: every module path stands for exactly one entry, and every entry for one module path.
+//! Invariant: every entry is of one module (or of what the experts of a layer share of it), and no two of the same.
 
-use std::collections::HashMap;
+mod experts;
+
+use std::{collections::HashMap, sync::Arc};
+
+pub(crate) use experts::{ExpertModule, ExpertSlice};
+pub use experts::{Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite};
 
 use crate::ffi;
 
@@ -139,7 +144,7 @@ impl LinearSite {
         let entries = entries.get(self.first_entry..self.first_entry + self.slices.len());
         entries.is_some_and(|entries| {
             let mut pairs = entries.iter().zip(&self.slices);
-            pairs.all(|(entry, slice)| entry.shape == self.shape(slice) && entry.module == slice.module)
+            pairs.all(|(entry, slice)| entry.shape == self.shape(slice) && *entry.module == slice.module)
         })
     }
 
@@ -199,7 +204,7 @@ impl EmbeddingSite {
 
     /// Whether a table of those entries is of a model with this embedding in this place.
     pub(crate) fn is_in(&self, entries: &[Entry]) -> bool {
-        entries.get(self.entry).is_some_and(|entry| entry.shape == self.shape() && entry.module == self.module)
+        entries.get(self.entry).is_some_and(|entry| entry.shape == self.shape() && *entry.module == self.module)
     }
 
     fn shape(&self) -> EntryShape {
@@ -247,28 +252,51 @@ pub struct ModelSpec {
     tp: TpRank,
     linears: Vec<LinearSite>,
     embeddings: Vec<EmbeddingSite>,
+    experts: Vec<ExpertsSite>,
     targets: HashMap<String, Target>,
+    experts_at: HashMap<String, ExpertsId>,
     entries: Vec<Entry>,
 }
 
 /// What a row of the descriptor table is for. Tables keep those of the model they were made for, and refuse what is not theirs.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Entry {
-    module: String,
+    module: Arc<str>,
     shape: EntryShape,
 }
 
 /// The shape of a module's factors on this rank, and the part of the whole that they are.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EntryShape {
-    Linear { input: Cut, output: Cut },
-    Embedding { vocab: usize, hidden: usize },
+    Linear {
+        input: Cut,
+        output: Cut,
+    },
+    Embedding {
+        vocab: usize,
+        hidden: usize,
+    },
+    /// Of one expert, or of what all share.
+    Expert {
+        slice: ExpertModule,
+        expert: Option<usize>,
+        input: Cut,
+        output: Cut,
+    },
 }
 
 impl ModelSpec {
     /// A model without any adapted layer yet.
     pub fn new(tp: TpRank) -> Self {
-        Self { tp, linears: Vec::new(), embeddings: Vec::new(), targets: HashMap::new(), entries: Vec::new() }
+        Self {
+            tp,
+            linears: Vec::new(),
+            embeddings: Vec::new(),
+            experts: Vec::new(),
+            targets: HashMap::new(),
+            experts_at: HashMap::new(),
+            entries: Vec::new(),
+        }
     }
 
     /// Adds a linear layer.
@@ -283,8 +311,8 @@ impl ModelSpec {
         }
         let whole_path = |module: &str| if path.is_empty() { module.to_owned() } else { format!("{path}.{module}") };
         let input = match parallel {
-            Parallel::Row => self.cut(&path, in_features, self.tp.size)?,
-            Parallel::Column | Parallel::Replicated => self.cut(&path, in_features, 1)?,
+            Parallel::Row => cut(self.tp, &path, in_features, self.tp.size)?,
+            Parallel::Column | Parallel::Replicated => cut(self.tp, &path, in_features, 1)?,
         };
         let mut sites = Vec::with_capacity(slices.len());
         for (name, out_features, shards) in &slices {
@@ -294,7 +322,7 @@ impl ModelSpec {
                 (Parallel::Row | Parallel::Replicated, None) => 1,
                 (Parallel::Row | Parallel::Replicated, Some(_)) => return Err(SpecError::Replicated { module }),
             };
-            let output = self.cut(&module, *out_features, shards)?;
+            let output = cut(self.tp, &module, *out_features, shards)?;
             sites.push(SliceSite { module, out_features: output });
         }
 
@@ -311,7 +339,7 @@ impl ModelSpec {
         targets.extend(fused.map(|name| (whole_path(&name), Target::Fused(id))));
         self.claim(targets)?;
         let site = LinearSite { in_features: input, slices: sites, first_entry };
-        let entry = |slice: &SliceSite| Entry { module: slice.module.clone(), shape: site.shape(slice) };
+        let entry = |slice: &SliceSite| Entry { module: slice.module.as_str().into(), shape: site.shape(slice) };
         self.entries.extend(site.slices.iter().map(entry));
         self.linears.push(site);
         Ok(id)
@@ -328,17 +356,18 @@ impl ModelSpec {
         hidden: usize,
     ) -> Result<EmbeddingId, SpecError> {
         let module = module.into();
-        self.cut(&module, vocab, 1)?;
-        self.cut(&module, hidden, 1)?;
+        cut(self.tp, &module, vocab, 1)?;
+        cut(self.tp, &module, hidden, 1)?;
         let entry = self.entries.len();
         self.claim(vec![(module.clone(), Target::Embedding { entry, vocab, hidden })])?;
         let site = EmbeddingSite { module, vocab, hidden, entry };
-        self.entries.push(Entry { module: site.module.clone(), shape: site.shape() });
+        self.entries.push(Entry { module: site.module.as_str().into(), shape: site.shape() });
         self.embeddings.push(site);
         Ok(EmbeddingId(self.embeddings.len() - 1))
     }
 
-    /// Rows of the descriptor table that one slot takes: one for each slice of each linear layer and one for each embedding.
+    /// Rows of the descriptor table that one slot takes: one for each slice of each linear layer, one for each embedding, and those
+    /// of [`ProjectionSite`] for experts.
     pub fn num_entries(&self) -> usize {
         self.entries.len()
     }
@@ -351,36 +380,43 @@ impl ModelSpec {
         self.targets.get(module).copied()
     }
 
+    pub(crate) fn experts_at(&self, path: &str) -> Option<ExpertsId> {
+        self.experts_at.get(path).copied()
+    }
+
     /// The linear slices with their entries and cuts, for the layer of a fused module.
     pub(crate) fn fused(&self, id: LinearId) -> impl Iterator<Item = (usize, Cut, Cut)> {
         let site = &self[id];
         site.slices.iter().enumerate().map(|(i, slice)| (site.first_entry + i, site.in_features, slice.out_features))
     }
 
-    /// Cuts a dimension in `shards` parts and takes this rank's, neighbouring ranks sharing a part if there are more ranks.
-    fn cut(&self, path: &str, whole: usize, shards: usize) -> Result<Cut, SpecError> {
-        let TpRank { rank, size } = self.tp;
-        if whole == 0 || i32::try_from(whole).is_err() {
-            return Err(SpecError::Features { path: path.to_owned(), features: whole });
-        }
-        if shards == 1 {
-            return Ok(Cut::all(whole));
-        }
-        if shards == 0 || !whole.is_multiple_of(shards) || !size.is_multiple_of(shards) {
-            return Err(SpecError::Uneven { path: path.to_owned(), features: whole, shards, size });
-        }
-        Ok(Cut::shard(whole, rank / (size / shards), shards))
+    fn has(&self, module: &str) -> bool {
+        self.targets.contains_key(module) || self.experts_at.contains_key(module)
     }
 
     fn claim(&mut self, targets: Vec<(String, Target)>) -> Result<(), SpecError> {
         for (i, (module, _)) in targets.iter().enumerate() {
-            if self.targets.contains_key(module) || targets[..i].iter().any(|(other, _)| other == module) {
+            if self.has(module) || targets[..i].iter().any(|(other, _)| other == module) {
                 return Err(SpecError::Duplicate { module: module.clone() });
             }
         }
         self.targets.extend(targets);
         Ok(())
     }
+}
+
+/// Cuts a dimension in `shards` parts and takes this rank's, neighbouring ranks sharing a part if there are more ranks.
+fn cut(TpRank { rank, size }: TpRank, path: &str, whole: usize, shards: usize) -> Result<Cut, SpecError> {
+    if whole == 0 || i32::try_from(whole).is_err() {
+        return Err(SpecError::Features { path: path.to_owned(), features: whole });
+    }
+    if shards == 1 {
+        return Ok(Cut::all(whole));
+    }
+    if shards == 0 || !whole.is_multiple_of(shards) || !size.is_multiple_of(shards) {
+        return Err(SpecError::Uneven { path: path.to_owned(), features: whole, shards, size });
+    }
+    Ok(Cut::shard(whole, rank / (size / shards), shards))
 }
 
 impl std::ops::Index<LinearId> for ModelSpec {
@@ -399,6 +435,14 @@ impl std::ops::Index<EmbeddingId> for ModelSpec {
     }
 }
 
+impl std::ops::Index<ExpertsId> for ModelSpec {
+    type Output = ExpertsSite;
+
+    fn index(&self, id: ExpertsId) -> &ExpertsSite {
+        &self.experts[id.0]
+    }
+}
+
 /// Why a model cannot be described so.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -409,6 +453,14 @@ pub enum SpecError {
         /// The module's path.
         module: String,
     },
+    /// The engine gave a number of experts that no layer has.
+    #[error("`{path}` has {num_experts} experts; a layer has 1 to 2147483647")]
+    Experts {
+        /// The path of the experts.
+        path: String,
+        /// The number given.
+        num_experts: usize,
+    },
     /// The engine gave a size that no layer has.
     #[error("`{path}` has {features} features; a layer has 1 to 2147483647")]
     Features {
@@ -416,6 +468,16 @@ pub enum SpecError {
         path: String,
         /// The size given.
         features: usize,
+    },
+    /// The engine holds an expert that does not exist, or twice.
+    #[error("expert {expert} of `{path}` is held twice or not one of its {num_experts}")]
+    Held {
+        /// The path of the experts.
+        path: String,
+        /// The expert.
+        expert: usize,
+        /// Experts of the whole layer.
+        num_experts: usize,
     },
     /// The engine cut the output of a layer whose output is whole on every rank.
     #[error("`{module}` is a replicated slice, which only a column-parallel layer has")]

@@ -4,10 +4,13 @@ use std::error::Error;
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, AdapterError, ImageEntry, Module, SlotImage, Tensor, TensorName},
+    adapter::{Adapter, AdapterError, ImageEntry, Module, SharedEntry, SlotImage, Stack, Tensor, TensorName},
     cpu,
     error::{OperandError, SlotError},
-    model::{EmbeddingId, EmbeddingSite, Linear, LinearId, LinearSite, ModelSpec, Parallel, SpecError, TpRank},
+    model::{
+        EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Linear, LinearId, LinearSite, ModelSpec, Parallel,
+        SpecError, TpRank,
+    },
     plan::{Capacity, LinearPlan, PlanError},
     reference,
     routing::{Batch, Segments},
@@ -18,7 +21,8 @@ fn error<T: Error + Send + Sync + 'static>() {}
 
 #[test]
 fn types_may_be_shared_between_threads() {
-    shared::<(Adapter, Module, Tensor, TensorName, ImageEntry)>();
+    shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry)>();
+    shared::<(Experts, ExpertsId, ExpertsSite)>();
     shared::<SlotImage<'_>>();
     shared::<(ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
     shared::<(DType, Slot, Segments, Capacity, LinearPlan)>();

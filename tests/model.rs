@@ -12,7 +12,7 @@ use aril::{
         Adapter, SlotImage, Tensor,
         layout::{B, LinearA},
     },
-    model::{Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, SpecError, TpRank},
+    model::{Experts, Halves, Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, SpecError, TpRank},
 };
 use proptest::prelude::*;
 
@@ -212,4 +212,68 @@ fn only_a_column_parallel_layer_has_replicated_slices() {
         assert_eq!(error, SpecError::Replicated { module: "m.k".into() });
         assert_eq!(model.num_entries(), 0);
     }
+}
+
+#[test]
+fn experts_have_an_entry_for_each_module_and_for_what_they_share() {
+    let mut model = at(1, 2);
+    let embed = model.embedding("embed", 8, 4).unwrap();
+    let id = model.experts(Experts::new("l.0.experts", 6, 4, 10).held([4, 1, 2])).unwrap();
+    let head = model.linear(Linear::new("", Parallel::Column, 4).slice("lm_head", 8)).unwrap();
+    let site = &model[id];
+    assert_eq!((site.num_experts(), site.held(), site.halves()), (6, &[4, 1, 2][..], Some(Halves::GateUp)));
+    let (gate_up, down) = (site.gate_up(), site.down());
+    // The ranks share out what is between the projections.
+    assert_eq!((gate_up.in_features(), gate_up.out_features(), gate_up.num_slices()), (4, 2 * 5, 2));
+    assert_eq!((down.in_features(), down.out_features(), down.num_slices()), (5, 4, 1));
+    let entries = |local: usize| [gate_up.expert_entry(local), down.expert_entry(local)];
+    let first = model[embed].entry() + 1;
+    assert_eq!([gate_up.shared_entry(), down.shared_entry()], [first, first + 8]);
+    assert_eq!([0, 1, 2].map(entries), [[first + 2, first + 9], [first + 4, first + 10], [first + 6, first + 11]]);
+    assert_eq!(model[head].first_entry(), first + 12);
+    assert_eq!(model.num_entries(), first + 13);
+}
+
+#[test]
+fn experts_may_be_whole_absent_or_without_a_gate() {
+    let mut model = at(3, 4);
+    let whole = model.experts(Experts::new("a", 2, 4, 6).tensor_parallel(TpRank::SINGLE).ungated()).unwrap();
+    assert_eq!((model[whole].gate_up().out_features(), model[whole].gate_up().num_slices()), (6, 1));
+    assert_eq!((model[whole].halves(), model[whole].held()), (None, &[0, 1][..]));
+    let none = model.experts(Experts::new("b", 2, 4, 8).held([]).halves(Halves::UpGate)).unwrap();
+    assert_eq!((model[none].held(), model[none].halves()), (&[][..], Some(Halves::UpGate)));
+    // Nobody has factors, but the places of what is shared are there.
+    assert_eq!(model[none].down().shared_entry() - model[none].gate_up().shared_entry(), 2);
+}
+
+#[test]
+fn experts_that_cannot_be_are_refused() {
+    let path = || "l.experts".to_owned();
+    let refused = |layer: Experts, error: SpecError| {
+        let mut model = at(0, 4);
+        model.linear(Linear::new("l", Parallel::Column, 4).slice("q", 4)).unwrap();
+        let entries = model.num_entries();
+        assert_eq!(model.experts(layer), Err(error));
+        assert_eq!(model.num_entries(), entries);
+    };
+    let layer = |num_experts, hidden, inter| Experts::new(path(), num_experts, hidden, inter);
+    let too_many = 1 << 31;
+    for num_experts in [0, too_many] {
+        refused(layer(num_experts, 4, 8), SpecError::Experts { path: path(), num_experts });
+    }
+    for features in [0, too_many] {
+        refused(layer(2, features, 8), SpecError::Features { path: path(), features });
+        refused(layer(2, 4, features), SpecError::Features { path: path(), features });
+    }
+    refused(layer(2, 4, 6), SpecError::Uneven { path: path(), features: 6, shards: 4, size: 4 });
+    for (held, expert) in [([0, 2], 2), ([1, 1], 1)] {
+        refused(layer(2, 4, 8).held(held), SpecError::Held { path: path(), expert, num_experts: 2 });
+    }
+    refused(Experts::new("l.q", 2, 4, 8), SpecError::Duplicate { module: "l.q".into() });
+
+    let mut model = single();
+    model.experts(layer(2, 4, 8)).unwrap();
+    let duplicate = SpecError::Duplicate { module: path() };
+    assert_eq!(model.experts(layer(2, 4, 8)), Err(duplicate.clone()));
+    assert_eq!(model.embedding(path(), 8, 4), Err(duplicate));
 }

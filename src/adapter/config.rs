@@ -1,7 +1,7 @@
 //! `adapter_config.json`: what scales the factors, and what would make them mean something else than LoRA.
 //!
 //! It trusts the tensors for everything that they say themselves: `r`, `rank_pattern`, `target_modules` and the layers are not
-//! read. Invariant: a field that we do not know is at a value that switches nothing on.
+//! read. (`target_parameters` and `peft_version` are: the tensors of such parameters do not say what they are of.) Invariant: a field that we do not know is at a value that switches nothing on.
 
 use fancy_regex::Regex;
 use serde_json::{Map, Value};
@@ -11,12 +11,15 @@ use super::AdapterError;
 /// Where the configuration is in an adapter's directory.
 pub(super) const FILE: &str = "adapter_config.json";
 
-/// What the configuration says about the scaling of modules.
+/// What the configuration says that the tensors do not.
 #[derive(Debug)]
 pub(super) struct Config {
     alpha: f64,
     alpha_pattern: Vec<Pattern>,
     rslora: bool,
+    target_parameters: Vec<String>,
+    /// Whether PEFT took a parameter `[experts, m, n]` for one from n to m features, not from m to n, if its version says so.
+    pub(super) swaps_features: Option<bool>,
 }
 
 #[derive(Debug)]
@@ -33,11 +36,18 @@ impl Config {
         let required = |field| fields.get(field).ok_or(AdapterError::MissingField { field });
         lora(required("peft_type")?)?;
         let alpha = number("lora_alpha", required("lora_alpha")?)?;
-        let mut config = Self { alpha, alpha_pattern: Vec::new(), rslora: false };
+        let mut config = Self {
+            alpha,
+            alpha_pattern: Vec::new(),
+            rslora: false,
+            target_parameters: Vec::new(),
+            swaps_features: fields.get("peft_version").and_then(Value::as_str).and_then(swaps_features),
+        };
         for (field, value) in &fields {
             match field.as_str() {
                 "use_rslora" => config.rslora = flag(field, value)?,
                 "alpha_pattern" => config.alpha_pattern = patterns(field, value)?,
+                "target_parameters" => config.target_parameters = names(field, value)?,
                 _ if is_informational(field) || is_neutral(value) => {}
                 "bias" if value == "none" => {}
                 "init_lora_weights" if keeps_base_weights(value) => {}
@@ -45,6 +55,12 @@ impl Config {
             }
         }
         Ok(config)
+    }
+
+    /// Whether a parameter of this name may have been a target: if none are named, any.
+    pub(super) fn targets_parameter(&self, name: &str) -> bool {
+        let mut names = self.target_parameters.iter().map(|path| path.rsplit('.').next());
+        self.target_parameters.is_empty() || names.any(|target| target == Some(name))
     }
 
     /// α/r, or α/√r for rank-stabilised adapters, of a module of rank `rank`. As in PEFT, α is that of the first key of
@@ -128,7 +144,6 @@ fn unsupported(field: &str, value: &Value) -> AdapterError {
         "use_dora" => "DoRA rescales the base model's weights",
         "modules_to_save" => "whole modules cannot be replaced",
         "trainable_token_indices" => "rows of the embedding cannot be replaced",
-        "target_parameters" => "MoE expert adapters are not supported yet",
         "init_lora_weights" => "the adapter belongs to base weights that were changed as it was made",
         "alora_invocation_tokens" => "an adapter is on for every token of a request, not from a certain one on",
         "use_qalora" => "QALoRA pools the inputs of a layer",
@@ -156,6 +171,21 @@ fn flag(field: &str, value: &Value) -> Result<bool, AdapterError> {
         Value::Null => Ok(false),
         Value::Bool(on) => Ok(*on),
         _ => Err(invalid(field, value, "true or false")),
+    }
+}
+
+fn names(field: &str, value: &Value) -> Result<Vec<String>, AdapterError> {
+    serde_json::from_value::<Option<Vec<String>>>(value.clone())
+        .map(Option::unwrap_or_default)
+        .map_err(|_| invalid(field, value, "a list of names"))
+}
+
+/// As PEFT does from 0.19 on, unless the module says that it is transposed. What was between 0.18 and 0.19 may or may not.
+fn swaps_features(version: &str) -> Option<bool> {
+    let mut numbers = version.split('.').map(|number| number.parse::<u32>().ok());
+    match (numbers.next()??, numbers.next()??) {
+        (0, 18) if version.contains("dev") => None,
+        version => Some(version >= (0, 19)),
     }
 }
 

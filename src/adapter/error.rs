@@ -242,15 +242,47 @@ pub enum AdapterError {
         /// The shape that the model needs.
         want: [usize; 2],
     },
+    /// A module is of an expert that the engine's model does not have.
+    #[error("the module `{module}` is of expert {expert}, but the model has {num_experts} there")]
+    NoExpert {
+        /// The module's path.
+        module: String,
+        /// The expert.
+        expert: usize,
+        /// Experts of the layer.
+        num_experts: usize,
+    },
+    /// The factors of several experts were trained on another model.
+    #[error("{tensor} is {a:?} and its B is {b:?}, but the model needs {want}")]
+    ExpertShapes {
+        /// The factor A.
+        tensor: TensorName,
+        /// Its shape.
+        a: Vec<usize>,
+        /// The shape of B.
+        b: Vec<usize>,
+        /// The shapes that they could have.
+        want: String,
+    },
+    /// The factors of several experts could stand in more than one way.
+    #[error("{tensor} is {a:?} and its B is {b:?}, which can be read in more than one way: {remedy}")]
+    AmbiguousExperts {
+        /// The factor A.
+        tensor: TensorName,
+        /// Its shape.
+        a: Vec<usize>,
+        /// The shape of B.
+        b: Vec<usize>,
+        /// How to say what they are.
+        remedy: &'static str,
+    },
     /// A weight is NaN or infinite, or too large for the type that is computed in.
-    #[error("{tensor} is {value} at [{row}, {col}], which is not a finite {dtype}")]
+    #[error("{tensor} is {value} at {index:?}, which is not a finite {dtype}")]
     Unrepresentable {
         /// The factor.
         tensor: TensorName,
-        /// The weight's row.
-        row: usize,
-        /// The weight's column.
-        col: usize,
+        /// The weight's place in the tensor.
+        index: Vec<usize>,
         /// The weight.
         value: f32,
         /// The type it does not fit.

@@ -19,6 +19,7 @@ pub struct SlotImage<'a> {
     dtype: DType,
     model: Vec<Entry>,
     entries: Vec<ImageEntry>,
+    shared: Vec<SharedEntry>,
     /// The factors, one after the other.
     parts: Vec<Rectangle<'a>>,
     elems: usize,
@@ -40,11 +41,25 @@ pub struct ImageEntry {
     pub scaling: f32,
 }
 
+/// What all experts of a layer have in common of a module.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SharedEntry {
+    /// The descriptor-table entry ([`ProjectionSite::shared_entry`](crate::model::ProjectionSite::shared_entry) and those after it).
+    pub entry: usize,
+    /// Where their A begins, in elements, if it is the same.
+    pub a_elems: Option<usize>,
+    /// Where their B begins, in elements, if it is the same.
+    pub b_elems: Option<usize>,
+    /// Their rank, at least 1.
+    pub rank: usize,
+}
+
 impl<'a> SlotImage<'a> {
     /// An image without modules.
     pub(super) fn new(dtype: DType, model: &ModelSpec) -> Self {
         let model = model.entries().to_vec();
-        Self { dtype, model, entries: Vec::new(), parts: Vec::new(), elems: 0 }
+        Self { dtype, model, entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
     }
 
     /// Appends a factor to the block and says where it begins, in elements.
@@ -60,6 +75,11 @@ impl<'a> SlotImage<'a> {
         self.entries.push(ImageEntry { entry, a_elems, b_elems, rank, scaling });
     }
 
+    /// Says what all experts share of a module, which was placed there. Their own entries are complete without it.
+    pub(super) fn share(&mut self, entry: usize, rank: usize, a_elems: Option<usize>, b_elems: Option<usize>) {
+        self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
+    }
+
     /// The element type of the block.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -73,6 +93,11 @@ impl<'a> SlotImage<'a> {
     /// The modules, each with a different entry.
     pub fn entries(&self) -> &[ImageEntry] {
         &self.entries
+    }
+
+    /// What experts share, each with an entry that no module has.
+    pub fn shared(&self) -> &[SharedEntry] {
+        &self.shared
     }
 
     /// The largest rank of any module.

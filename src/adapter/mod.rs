@@ -15,14 +15,37 @@
 //! # }
 //! ```
 //!
-//! Invariant: every tensor of an adapter is in its modules or was refused, and every module of it is in a plan or was refused.
+//! Invariant: every tensor of an adapter is in its modules and stacks or was refused, and each of those is in a plan or was refused.
 //!
 //! The scaling of a module is α/r, or α/√r with `use_rslora`. Here r is always the rank of the module's own tensors: `r` and
 //! `rank_pattern` of the configuration only repeat it, and files exist in which they do not. α has no default: without
 //! `lora_alpha` an adapter is refused.
+//!
+//! # Experts
+//!
+//! The factors of a mixture of experts come expert by expert, or all in one pair of tensors, in several forms; those are [`Stack`]s
+//! until a model says how many experts there are. Each of these is read, of the experts of a path that the model has, each `{proj}`
+//! one of `gate_proj`, `up_proj`, `down_proj` and `gate_up_proj`, or of `w1`, `w3` and `w2`:
+//!
+//! | form | keys | A | B | made by |
+//! |---|---|---|---|---|
+//! | an expert's | `experts.{e}.{proj}` | `[r, in]` | `[out, r]` | PEFT on lists of modules; prime-rl |
+//! | stacked | `experts.{proj}` | `[E, r, in]` | `[E, out, r]` | Tinker, Megatron-Bridge, SkyRL; E is 1 where all share one |
+//! | fms | `block_sparse_moe.w1` | `[E, in, r]` or as stacked | `[E, r, out]` or as stacked | fms-acceleration |
+//! | side by side | `shared_experts.{proj}` | `[r, in]`; of down `[r, E in]` | `[E out, r]`; of down `[out, r]` | Inkling's shared experts |
+//! | parameters | `experts`, `experts.base_layer` | `[E r, in]`, by expert | `[out, r E]`, expert fastest | PEFT's `target_parameters` |
+//!
+//! Of a parameter the factors may also be those of the transposed delta, with `in` and `out` exchanged ([`Orientation`]). What
+//! cannot be told from `peft_version`, `target_parameters` and the shapes is refused. A stacked gate_up may have an A for each of its
+//! halves, one after the other. Gate and up in one are taken apart as the checkpoint has them
+//! ([`Experts::stored_halves`](crate::model::Experts::stored_halves)).
+//!
+//! However an adapter spells it, its block is the same: factors that all experts have alike are there once
+//! ([`SlotImage::shared`]), and only those of the experts that this rank holds.
 
 mod config;
 mod error;
+mod experts;
 mod files;
 mod image;
 pub mod layout;
@@ -33,20 +56,30 @@ mod tensor;
 use std::{collections::BTreeMap, path::Path};
 
 pub use error::AdapterError;
-pub use image::{ImageEntry, SlotImage};
+pub use experts::Orientation;
+pub use image::{ImageEntry, SharedEntry, SlotImage};
 pub use tensor::{Tensor, TensorName};
 
-use self::{config::Config, names::Side, rectangle::Rectangle, tensor::Factor};
+use self::{
+    config::Config,
+    experts::{Layer, Source},
+    names::{InExperts, Side},
+    rectangle::Rectangle,
+    tensor::{Factor, Stored},
+};
 use crate::{
     DType,
-    model::{MAX_RANK, ModelSpec, Target},
+    model::{ExpertsId, MAX_RANK, ModelSpec, Target},
 };
 
 /// An adapter: parsed, checked and mapped from its files, its weights not read yet.
 #[derive(Debug)]
 #[doc(alias = "PeftModel")]
 pub struct Adapter {
+    config: Config,
     modules: Vec<Module>,
+    stacks: Vec<Stack>,
+    orientation: Option<Orientation>,
 }
 
 /// One adapted module of an adapter.
@@ -57,6 +90,14 @@ pub struct Module {
     scaling: f32,
     a: Factor,
     b: Factor,
+}
+
+/// Factors of several experts in one pair of tensors. Only a model says how many experts there are, and so of which rank they are.
+#[derive(Debug)]
+pub struct Stack {
+    path: String,
+    a: (TensorName, Tensor),
+    b: (TensorName, Tensor),
 }
 
 /// What an adapter takes a module for.
@@ -79,7 +120,7 @@ impl Adapter {
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
         let dir = dir.as_ref();
         let config = Config::parse(&files::config(dir)?)?;
-        Self::assemble(&config, files::tensors(dir)?)
+        Self::assemble(config, files::tensors(dir)?)
     }
 
     /// Makes an adapter of tensors in memory, as a trainer sends them. `config` is the text of an `adapter_config.json`; the
@@ -93,7 +134,15 @@ impl Adapter {
     ) -> Result<Self, AdapterError> {
         let config = Config::parse(config)?;
         let named = |(key, tensor)| (TensorName { key, file: None }, Ok(tensor));
-        Self::assemble(&config, tensors.into_iter().map(named))
+        Self::assemble(config, tensors.into_iter().map(named))
+    }
+
+    /// Says how PEFT's factors of parameters that hold all experts stand, in place of what `peft_version` and the shapes say: for
+    /// adapters that are refused as ambiguous.
+    #[must_use]
+    #[doc(alias = "is_3d_lora_weight")]
+    pub fn oriented(self, orientation: Orientation) -> Self {
+        Self { orientation: Some(orientation), ..self }
     }
 
     /// The adapted modules, sorted by path.
@@ -101,7 +150,12 @@ impl Adapter {
         &self.modules
     }
 
-    /// The largest rank of any module.
+    /// The stacked factors of experts, sorted by path.
+    pub fn stacks(&self) -> &[Stack] {
+        &self.stacks
+    }
+
+    /// The largest rank of any module; of stacks, [`SlotImage::max_rank`] knows it.
     #[doc(alias = "max_lora_rank")]
     pub fn max_rank(&self) -> usize {
         self.modules.iter().map(Module::rank).max().unwrap_or(0)
@@ -109,37 +163,60 @@ impl Adapter {
 
     /// What the adapter takes in a slot of `model` on this tensor-parallel rank, its weights in `dtype`.
     ///
-    /// Any subset of the model's modules will do, each with a rank of its own.
+    /// Any subset of the model's modules will do, each with a rank of its own. Of experts, it reads as much as it takes to see
+    /// whether they have the same factors.
     ///
     /// # Errors
-    /// If a module has no place in the model or shares it with another, or a factor's shape is not the model's.
+    /// If a module has no place in the model or shares it with another, a factor's shape is not the model's, or stacked experts can
+    /// be read in more than one way.
     pub fn plan(&self, model: &ModelSpec, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
         let mut image = SlotImage::new(dtype, model);
         let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
+        let mut layers: BTreeMap<ExpertsId, Layer<'_, '_>> = BTreeMap::new();
+        let mut layer = |id, source, at: &InExperts| {
+            layers.entry(id).or_insert_with(|| Layer::new(&model[id], &self.config)).add(source, at)
+        };
         for module in &self.modules {
             let first_new = image.entries().len();
-            module.place(locate(model, &module.path)?, model, &mut image)?;
+            match locate(model, &module.path)? {
+                Place::Experts(id, at) => layer(id, module.source(), &at)?,
+                Place::Module(target) => module.place(target, model, &mut image)?,
+            }
             for entry in &image.entries()[first_new..] {
                 if let Some(other) = taken.insert(entry.entry, module) {
                     return Err(AdapterError::Overlap { module: module.path.clone(), other: other.path.clone() });
                 }
             }
         }
+        for stack in &self.stacks {
+            match locate(model, &stack.path)? {
+                Place::Experts(id, at) => layer(id, stack.source(), &at)?,
+                Place::Module(_) => return Err(stack.not_matrix()),
+            }
+        }
+        layers.into_values().try_for_each(|layer| layer.place(self.orientation, &mut image))?;
         Ok(image)
     }
 
-    fn assemble(config: &Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
+    fn assemble(config: Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
         let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
         for (name, tensor) in tensors {
             let Some(key) = names::parse(&name)? else { continue };
-            let half = Half { factor: Factor::new(name, tensor?)?, of: (key.kind, key.adapter) };
+            let half = Half { name, tensor: tensor?, of: (key.kind, key.adapter) };
             pairs.entry(key.module).or_default().insert(key.side, half)?;
         }
-        if pairs.is_empty() {
+        let (mut modules, mut stacks) = (Vec::new(), Vec::new());
+        for (path, pair) in pairs {
+            match pair.finish(path, &config)? {
+                Finished::Module(module) => modules.push(module),
+                Finished::Stack(stack) => stacks.push(stack),
+                Finished::Nothing => {}
+            }
+        }
+        if modules.is_empty() && stacks.is_empty() {
             return Err(AdapterError::Empty);
         }
-        let modules = pairs.into_iter().map(|(path, pair)| pair.finish(path, config)).collect::<Result<_, _>>()?;
-        Ok(Self { modules })
+        Ok(Self { config, modules, stacks, orientation: None })
     }
 }
 
@@ -184,6 +261,10 @@ impl Module {
         self.b.tensor.to_f32()
     }
 
+    fn source(&self) -> Source<'_> {
+        Source::new(&self.path, [self.a.stored(), self.b.stored()])
+    }
+
     /// Puts what this rank needs of the factors into the image. The target alone decides what shapes they must have.
     fn place<'a>(&'a self, target: Target, model: &ModelSpec, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
         let rank = self.rank();
@@ -191,15 +272,15 @@ impl Module {
             Target::Linear { entry, input, output } => {
                 self.a.expect_shape(rank, input.whole)?;
                 self.b.expect_shape(output.whole, rank)?;
-                let a = image.place(Rectangle::linear_a(&self.a, input.range()));
-                let b = image.place(Rectangle::b(&self.b, output.range()));
+                let a = image.place(Rectangle::linear_a(self.a.view().columns(input.range())));
+                let b = image.place(Rectangle::b(self.b.view().rows(output.range())));
                 image.push(entry, rank, self.scaling, a, b);
             }
             Target::Embedding { entry, vocab, hidden } => {
                 self.a.expect_shape(rank, vocab)?;
                 self.b.expect_shape(hidden, rank)?;
-                let a = image.place(Rectangle::embedding_a(&self.a));
-                let b = image.place(Rectangle::b(&self.b, 0..hidden));
+                let a = image.place(Rectangle::embedding_a(self.a.view()));
+                let b = image.place(Rectangle::b(self.b.view()));
                 image.push(entry, rank, self.scaling, a, b);
             }
             Target::Fused(layer) => {
@@ -207,11 +288,11 @@ impl Module {
                 let [(_, input, _), ..] = slices[..] else { return Ok(()) };
                 self.a.expect_shape(rank, input.whole)?;
                 self.b.expect_shape(slices.iter().map(|(_, _, output)| output.whole).sum(), rank)?;
-                let a = image.place(Rectangle::linear_a(&self.a, input.range()));
+                let a = image.place(Rectangle::linear_a(self.a.view().columns(input.range())));
                 let mut first_row = 0;
                 for (entry, _, output) in slices {
                     let rows = first_row + output.start..first_row + output.start + output.len;
-                    let b = image.place(Rectangle::b(&self.b, rows));
+                    let b = image.place(Rectangle::b(self.b.view().rows(rows)));
                     image.push(entry, rank, self.scaling, a, b);
                     first_row += output.whole;
                 }
@@ -221,21 +302,63 @@ impl Module {
     }
 }
 
-/// Finds what a path stands for: the model's module of that path, else its only module of another spelling of it.
-fn locate(model: &ModelSpec, module: &str) -> Result<Target, AdapterError> {
-    if let Some(target) = model.target(module) {
-        return Ok(target);
+impl Stack {
+    /// The path of a module of all experts, such as `model.layers.0.mlp.experts.down_proj`, or, with PEFT's `target_parameters`, of
+    /// the experts, less or more some `base_layer`; as the adapter spells it.
+    pub fn path(&self) -> &str {
+        &self.path
     }
-    let mut places: Vec<_> = names::spellings(module).filter_map(|path| Some((model.target(&path)?, path))).collect();
+
+    /// The shape of A.
+    pub fn a_shape(&self) -> &[usize] {
+        self.a.1.shape()
+    }
+
+    /// The shape of B.
+    pub fn b_shape(&self) -> &[usize] {
+        self.b.1.shape()
+    }
+
+    fn source(&self) -> Source<'_> {
+        Source::new(&self.path, [&self.a, &self.b].map(|(name, tensor)| Stored { name, tensor }))
+    }
+
+    /// For one that is where the model has something else than experts.
+    fn not_matrix(&self) -> AdapterError {
+        let (tensor, a) = &self.a;
+        AdapterError::NotMatrix { tensor: tensor.clone(), shape: a.shape().to_vec() }
+    }
+}
+
+/// What a path stands for.
+enum Place {
+    Module(Target),
+    Experts(ExpertsId, InExperts),
+}
+
+/// Finds what a path stands for: the model's module of that path, else its only module of another spelling of it.
+fn locate(model: &ModelSpec, module: &str) -> Result<Place, AdapterError> {
+    if let Some(place) = place(model, module) {
+        return Ok(place);
+    }
+    let mut places: Vec<_> = names::spellings(module).filter_map(|path| Some((place(model, &path)?, path))).collect();
     match (places.pop(), places.is_empty()) {
         (None, _) => Err(AdapterError::NoPlace { module: module.to_owned() }),
-        (Some((target, _)), true) => Ok(target),
+        (Some((place, _)), true) => Ok(place),
         (Some(last), false) => {
             places.push(last);
             let places = places.into_iter().map(|(_, path)| path).collect();
             Err(AdapterError::Ambiguous { module: module.to_owned(), places })
         }
     }
+}
+
+fn place(model: &ModelSpec, path: &str) -> Option<Place> {
+    if let Some(target) = model.target(path) {
+        return Some(Place::Module(target));
+    }
+    let at = names::in_experts(path)?;
+    Some(Place::Experts(model.experts_at(&at.experts)?, at))
 }
 
 /// The factors of a module, as they are found.
@@ -246,9 +369,17 @@ struct Pair {
 }
 
 struct Half {
-    factor: Factor,
+    name: TensorName,
+    tensor: Tensor,
     /// What both halves must have in common: the module's kind and, in some state dicts, the adapter's name.
     of: (ModuleKind, Option<String>),
+}
+
+enum Finished {
+    Module(Module),
+    Stack(Stack),
+    /// Some write tensors without elements for a module that experts do not have.
+    Nothing,
 }
 
 impl Pair {
@@ -258,20 +389,28 @@ impl Pair {
             Side::B => &mut self.b,
         };
         if let Some(same) = place {
-            return Err(AdapterError::Duplicate { tensor: half.factor.name, other: same.factor.name.clone() });
+            return Err(AdapterError::Duplicate { tensor: half.name, other: same.name.clone() });
         }
         *place = Some(half);
         Ok(())
     }
 
-    fn finish(self, path: String, config: &Config) -> Result<Module, AdapterError> {
+    fn finish(self, path: String, config: &Config) -> Result<Finished, AdapterError> {
         let (a, b, kind) = match (self.a, self.b) {
-            (Some(a), Some(b)) if a.of == b.of => (a.factor, b.factor, a.of.0),
-            (Some(a), Some(b)) => return Err(AdapterError::Unpaired { tensor: a.factor.name, other: b.factor.name }),
-            (Some(a), None) => return Err(AdapterError::MissingFactor { tensor: a.factor.name, missing: 'B' }),
-            (None, Some(b)) => return Err(AdapterError::MissingFactor { tensor: b.factor.name, missing: 'A' }),
+            (Some(a), Some(b)) if a.of == b.of => ((a.name, a.tensor), (b.name, b.tensor), a.of.0),
+            (Some(a), Some(b)) => return Err(AdapterError::Unpaired { tensor: a.name, other: b.name }),
+            (Some(a), None) => return Err(AdapterError::MissingFactor { tensor: a.name, missing: 'B' }),
+            (None, Some(b)) => return Err(AdapterError::MissingFactor { tensor: b.name, missing: 'A' }),
             (None, None) => return Err(AdapterError::Empty),
         };
+        let tensors = [&a.1, &b.1];
+        if names::is_of_experts(&path) && tensors.iter().all(|tensor| tensor.bytes().is_empty()) {
+            return Ok(Finished::Nothing);
+        }
+        if kind == ModuleKind::Linear && names::is_stack(&path, tensors.map(|tensor| tensor.shape().len())) {
+            return Ok(Finished::Stack(Stack { path, a, b }));
+        }
+        let (a, b) = (Factor::new(a.0, a.1)?, Factor::new(b.0, b.1)?);
         let rank = a.rows;
         if rank != b.cols {
             let (a_cols, b_rows, b_rank) = (a.cols, b.rows, b.cols);
@@ -281,6 +420,6 @@ impl Pair {
             return Err(AdapterError::Rank { tensor: a.name, rank });
         }
         let scaling = config.scaling(&path, rank)?;
-        Ok(Module { path, kind, scaling, a, b })
+        Ok(Finished::Module(Module { path, kind, scaling, a, b }))
     }
 }

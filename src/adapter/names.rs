@@ -61,9 +61,6 @@ fn unsupported(components: &[&str]) -> Option<&'static str> {
     if has(&["lora_E", "ranknum"]) {
         return Some("a part of an AdaLoRA adapter");
     }
-    if has(&["experts"]) {
-        return Some("of a MoE expert adapter (not supported yet)");
-    }
     if has(&["modules_to_save", "original_module"]) {
         return Some("a copy of a whole module (modules_to_save)");
     }
@@ -124,5 +121,99 @@ pub(super) fn spellings(module: &str) -> impl Iterator<Item = String> {
     };
     let rest = STEMS.iter().filter_map(|stem| below(stem)).min_by_key(|rest| rest.len()).unwrap_or(module);
     let rest = ALIASES.iter().find(|(alias, _)| *alias == rest).map_or(rest, |(_, usual)| usual);
-    STEMS.iter().map(move |stem| if stem.is_empty() { rest.to_owned() } else { format!("{stem}.{rest}") })
+    let rests = [Some(rest.to_owned()), other_parent(rest)];
+    let spell = |stem: &str, rest: &str| if stem.is_empty() { rest.to_owned() } else { format!("{stem}.{rest}") };
+    STEMS.iter().flat_map(move |stem| rests.clone().into_iter().flatten().map(move |rest| spell(stem, &rest)))
+}
+
+/// What the experts of a model are in, before and after transformers 5.
+const PARENTS: [&str; 2] = ["block_sparse_moe", "mlp"];
+
+/// A path into experts, by the other name of what they are in.
+fn other_parent(path: &str) -> Option<String> {
+    let mut components: Vec<_> = path.split('.').collect();
+    let inside = match components.iter().rposition(|component| *component == EXPERTS) {
+        Some(experts) => experts,
+        None => components.len().checked_sub(1).filter(|last| is_fms(components[*last]))?,
+    };
+    let parent = inside.checked_sub(1)?;
+    let known = PARENTS.iter().position(|name| *name == components[parent])?;
+    components[parent] = PARENTS[1 - known];
+    Some(components.join("."))
+}
+
+const EXPERTS: &str = "experts";
+
+/// What an expert's modules are called; w1, w2 and w3 are gate, down and up.
+const MODULES: [&str; 7] = ["gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"];
+
+/// What a path names in the experts of a layer.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct InExperts {
+    /// The path of the experts.
+    pub(super) experts: String,
+    /// One of them, or all.
+    pub(super) expert: Option<usize>,
+    pub(super) item: Item,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Item {
+    /// A module, by its name.
+    Module(&'static str),
+    /// A module of fms, by its name, whose factors may be transposed.
+    Fms(&'static str),
+    /// A parameter that PEFT has wrapped; which of them, the path does not say.
+    Parameter,
+}
+
+/// The ways to read a path as one into experts, if there are such.
+pub(super) fn in_experts(path: &str) -> Option<InExperts> {
+    let components: Vec<_> = path.split('.').collect();
+    let inside = |experts: &[&str], expert, item| Some(InExperts { experts: experts.join("."), expert, item });
+    let (last, parent) = components.split_last()?;
+    if *last == "base_layer" {
+        return inside(unwrapped_parameter(&components), None, Item::Parameter);
+    }
+    let Some(name) = MODULES.into_iter().find(|name| name == last) else {
+        return inside(&components, None, Item::Parameter);
+    };
+    match parent {
+        [.., parent_name] if is_fms(name) && PARENTS.contains(parent_name) => {
+            inside(&[parent, &[EXPERTS]].concat(), None, Item::Fms(name))
+        }
+        [experts @ .., number] if number.bytes().all(|digit| digit.is_ascii_digit()) => {
+            let expert = number.parse().ok().filter(|expert: &usize| expert.to_string() == **number)?;
+            inside(experts, Some(expert), Item::Module(name))
+        }
+        experts => inside(experts, None, Item::Module(name)),
+    }
+}
+
+/// Whether a module without `experts` above it may be one of all experts, as fms names them.
+fn is_fms(name: &str) -> bool {
+    matches!(name, "w1" | "w2" | "w3")
+}
+
+/// The path of a module less what PEFT adds for each of its parameters that it has wrapped before another.
+fn unwrapped_parameter<'a, 'b>(mut path: &'a [&'b str]) -> &'a [&'b str] {
+    while let [inner @ .., "base_layer"] = path {
+        path = inner;
+    }
+    path
+}
+
+/// Whether the factors of a path, of these dimensions, are those of several experts, as far as its name and they say.
+pub(super) fn is_stack(path: &str, dims: [usize; 2]) -> bool {
+    let components: Vec<_> = path.split('.').collect();
+    match unwrapped_parameter(&components) {
+        [.., EXPERTS] => true,
+        [.., last] => dims.contains(&3) && MODULES.contains(last),
+        [] => false,
+    }
+}
+
+/// Whether a path leads into experts.
+pub(super) fn is_of_experts(path: &str) -> bool {
+    path.split('.').any(|component| component == EXPERTS)
 }

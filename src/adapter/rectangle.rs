@@ -1,9 +1,4 @@
-//! The part of a stored factor that a tensor-parallel rank needs, and its conversion to the layout and the element type of a
-//! block.
-//!
-//! Invariant: it lies inside its factor.
-
-use std::ops::Range;
+//! The part of a stored factor that a rank needs, and its conversion to the layout and the element type of a block.
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -11,20 +6,18 @@ use rayon::prelude::*;
 use super::{
     AdapterError,
     layout::{self, B, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
-    tensor::Factor,
+    tensor::View,
 };
 use crate::{DType, Element};
 
-/// Some features of a stored factor.
-#[derive(Clone, Debug)]
+/// A factor, or some features of one.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Rectangle<'a> {
-    factor: &'a Factor,
+    view: View<'a>,
     kind: Kind,
-    /// Columns of an A, rows of a B.
-    features: Range<usize>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Kind {
     LinearA,
     EmbeddingA,
@@ -32,24 +25,29 @@ enum Kind {
 }
 
 impl<'a> Rectangle<'a> {
-    /// Some columns of a linear module's A.
-    pub(super) fn linear_a(factor: &'a Factor, features: Range<usize>) -> Self {
-        Self { factor, kind: Kind::LinearA, features }
+    /// A linear module's A, `[rank, in_features]`.
+    pub(super) fn linear_a(view: View<'a>) -> Self {
+        Self { view, kind: Kind::LinearA }
     }
 
-    /// An embedding's A.
-    pub(super) fn embedding_a(factor: &'a Factor) -> Self {
-        Self { factor, kind: Kind::EmbeddingA, features: 0..factor.cols }
+    /// An embedding's A, `[rank, vocab]`.
+    pub(super) fn embedding_a(view: View<'a>) -> Self {
+        Self { view, kind: Kind::EmbeddingA }
     }
 
-    /// Some rows of a B.
-    pub(super) fn b(factor: &'a Factor, features: Range<usize>) -> Self {
-        Self { factor, kind: Kind::B, features }
+    /// A B, `[out_features, rank]`.
+    pub(super) fn b(view: View<'a>) -> Self {
+        Self { view, kind: Kind::B }
+    }
+
+    /// Whether both take the same in a block.
+    pub(super) fn same(&self, other: &Self) -> bool {
+        self.kind == other.kind && self.view.same(&other.view)
     }
 
     /// The elements it takes in a block, padding included.
     pub(super) fn block_elems(&self) -> usize {
-        let (rank, features) = (self.rank(), self.features.len());
+        let (rank, features) = self.shape();
         match self.kind {
             Kind::LinearA => LinearA { rank, in_features: features }.elems(),
             Kind::EmbeddingA => EmbeddingA { vocab: features, rank }.elems(),
@@ -59,7 +57,7 @@ impl<'a> Rectangle<'a> {
 
     /// Writes all of `part`, which is as large as it takes.
     pub(super) fn write<T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
-        match self.factor.tensor.dtype() {
+        match self.view.tensor.dtype() {
             DType::BF16 => self.convert::<bf16, T>(part),
             DType::F16 => self.convert::<f16, T>(part),
             DType::F32 => self.convert::<f32, T>(part),
@@ -69,7 +67,7 @@ impl<'a> Rectangle<'a> {
     fn convert<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
         /// So that a task is not too little work to give away, and what it writes stays in the cache.
         const MIN_TASK_BYTES: usize = 1 << 16;
-        let stripe_bytes = layout::stripe_elems(self.rank()) * size_of::<T>();
+        let stripe_bytes = layout::stripe_elems(self.shape().0) * size_of::<T>();
         let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(LANE_FEATURES / TILE_FEATURES);
         let features = stripes * TILE_FEATURES;
         let finite = part
@@ -81,13 +79,17 @@ impl<'a> Rectangle<'a> {
 
     /// Up to `len` of its features. If they begin with a stripe, their part of the block is laid out like a factor of its own.
     fn narrowed(&self, start: usize, len: usize) -> Self {
-        let start = self.features.start + start;
-        Self { features: start..self.features.end.min(start + len), ..*self }
+        let range = start..self.shape().1.min(start + len);
+        let view = match self.kind {
+            Kind::LinearA | Kind::EmbeddingA => self.view.columns(range),
+            Kind::B => self.view.rows(range),
+        };
+        Self { view, ..*self }
     }
 
     /// Writes the part, and says whether all of it is finite.
     fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> bool {
-        let (rank, features) = (self.rank(), self.features.len());
+        let (rank, features) = self.shape();
         part.fill(0);
         match self.kind {
             Kind::LinearA => {
@@ -114,11 +116,15 @@ impl<'a> Rectangle<'a> {
         let bytes = |elems: usize| elems * size_of::<T>();
         let mut finite = true;
         // A row, with zeros behind it.
-        let mut converted = Vec::new();
-        for (row, elements) in self.rows::<S>().enumerate() {
-            let cols = elements.len() / size_of::<S>();
-            converted.resize(cols.next_multiple_of(RUN), T::default());
-            finite &= convert::<S, T>(elements, &mut converted);
+        let mut converted = vec![T::default(); self.view.cols.next_multiple_of(RUN)];
+        for row in 0..self.view.rows {
+            finite &= match self.view.contiguous_row(row) {
+                Some(elements) => convert::<S, T>(elements.chunks_exact(size_of::<S>()), &mut converted),
+                None => {
+                    let elements = (0..self.view.cols).map(|col| self.view.element(self.view.at(row, col)));
+                    convert::<S, T>(elements, &mut converted)
+                }
+            };
             for (run, values) in converted.chunks_exact(RUN).enumerate() {
                 // So long that no piece needs a check of its own.
                 let out = &mut part[bytes(at(row, run * RUN))..][..bytes(at(0, RUN - PIECE) + PIECE)];
@@ -133,42 +139,31 @@ impl<'a> Rectangle<'a> {
 
     /// Names the first weight that is not finite in a block.
     fn unrepresentable<S: Element, T: Element>(&self) -> Option<AdapterError> {
-        let (first_row, first_col) = match self.kind {
-            Kind::LinearA | Kind::EmbeddingA => (0, self.features.start),
-            Kind::B => (self.features.start, 0),
-        };
-        self.rows::<S>().enumerate().find_map(|(row, elements)| {
-            let mut values = elements.chunks_exact(size_of::<S>()).map(read::<S>).enumerate();
-            let (col, value) = values.find(|(_, value)| !T::from_f32(*value).to_f32().is_finite())?;
-            let (tensor, row, col) = (self.factor.name.clone(), first_row + row, first_col + col);
-            Some(AdapterError::Unrepresentable { tensor, row, col, value, dtype: T::DTYPE })
-        })
+        let View { name, tensor, rows, cols, .. } = self.view;
+        for place in (0..rows).flat_map(|row| (0..cols).map(move |col| self.view.at(row, col))) {
+            let value = read::<S>(self.view.element(place));
+            if !T::from_f32(value).to_f32().is_finite() {
+                let (tensor, index) = (name.clone(), tensor.index(place));
+                return Some(AdapterError::Unrepresentable { tensor, index, value, dtype: T::DTYPE });
+            }
+        }
+        None
     }
 
-    /// The stored elements, row by row.
-    fn rows<S: Element>(&self) -> impl Iterator<Item = &'a [u8]> {
-        let (rows, cols) = match self.kind {
-            Kind::LinearA | Kind::EmbeddingA => (0..self.factor.rows, self.features.clone()),
-            Kind::B => (self.features.clone(), 0..self.factor.cols),
-        };
-        let Factor { tensor, cols: stride, .. } = self.factor;
-        rows.map(move |row| {
-            &tensor.bytes()[(row * stride + cols.start) * size_of::<S>()..][..cols.len() * size_of::<S>()]
-        })
-    }
-
-    fn rank(&self) -> usize {
+    /// The rank and the features.
+    fn shape(&self) -> (usize, usize) {
+        let View { rows, cols, .. } = self.view;
         match self.kind {
-            Kind::LinearA | Kind::EmbeddingA => self.factor.rows,
-            Kind::B => self.factor.cols,
+            Kind::LinearA | Kind::EmbeddingA => (rows, cols),
+            Kind::B => (cols, rows),
         }
     }
 }
 
 /// Converts elements, and says whether all of them are finite.
-fn convert<S: Element, T: Element>(elements: &[u8], out: &mut [T]) -> bool {
+fn convert<'a, S: Element, T: Element>(elements: impl Iterator<Item = &'a [u8]>, out: &mut [T]) -> bool {
     let mut finite = true;
-    for (element, out) in elements.chunks_exact(size_of::<S>()).zip(out) {
+    for (element, out) in elements.zip(out) {
         *out = T::from_f32(read::<S>(element));
         finite &= out.to_f32().is_finite();
     }

@@ -63,6 +63,22 @@ impl Tensor {
         self.data.bytes()
     }
 
+    /// The index of an element, of each dimension, by its place in the memory.
+    pub(super) fn index(&self, mut place: usize) -> Vec<usize> {
+        let mut index: Vec<_> = self
+            .shape
+            .iter()
+            .rev()
+            .map(|&dim| {
+                let index = place % dim;
+                place /= dim;
+                index
+            })
+            .collect();
+        index.reverse();
+        index
+    }
+
     /// All elements, row-major.
     pub(super) fn to_f32(&self) -> Vec<f32> {
         fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
@@ -119,17 +135,120 @@ pub(super) struct Factor {
 
 impl Factor {
     pub(super) fn new(name: TensorName, tensor: Tensor) -> Result<Self, AdapterError> {
-        match *tensor.shape() {
-            [rows, cols] => Ok(Self { name, rows, cols, tensor }),
-            _ => Err(AdapterError::NotMatrix { tensor: name, shape: tensor.shape }),
-        }
+        let [rows, cols] = Stored { name: &name, tensor: &tensor }.matrix()?;
+        Ok(Self { name, rows, cols, tensor })
+    }
+
+    pub(super) fn view(&self) -> View<'_> {
+        self.stored().view([self.rows, self.cols])
+    }
+
+    pub(super) fn stored(&self) -> Stored<'_> {
+        Stored { name: &self.name, tensor: &self.tensor }
     }
 
     /// Fails unless it is `[rows, cols]`.
     pub(super) fn expect_shape(&self, rows: usize, cols: usize) -> Result<(), AdapterError> {
-        if (self.rows, self.cols) == (rows, cols) {
-            return Ok(());
+        self.stored().expect_shape(rows, cols)
+    }
+}
+
+/// A named tensor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stored<'a> {
+    pub(super) name: &'a TensorName,
+    pub(super) tensor: &'a Tensor,
+}
+
+impl<'a> Stored<'a> {
+    /// Its rows and columns, if it has two dimensions.
+    pub(super) fn matrix(self) -> Result<[usize; 2], AdapterError> {
+        let shape = self.tensor.shape();
+        shape.try_into().map_err(|_| AdapterError::NotMatrix { tensor: self.name.clone(), shape: shape.to_vec() })
+    }
+
+    /// Fails unless it is `[rows, cols]`.
+    pub(super) fn expect_shape(self, rows: usize, cols: usize) -> Result<(), AdapterError> {
+        let (got, want) = (self.matrix()?, [rows, cols]);
+        if got == want { Ok(()) } else { Err(AdapterError::Shape { tensor: self.name.clone(), got, want }) }
+    }
+
+    /// The matrix of `shape` that it begins with.
+    pub(super) fn view(self, shape: [usize; 2]) -> View<'a> {
+        self.spaced(shape, [shape[1], 1])
+    }
+
+    /// The matrix of `shape` whose elements are `strides` apart, all in the tensor.
+    pub(super) fn spaced(self, [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> View<'a> {
+        let Self { name, tensor } = self;
+        View { name, tensor, rows, cols, start: 0, row_stride, col_stride }
+    }
+}
+
+/// A matrix in a tensor: its elements at regular distances, wherever they begin.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct View<'a> {
+    pub(super) name: &'a TensorName,
+    pub(super) tensor: &'a Tensor,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    start: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a> View<'a> {
+    /// As many elements behind.
+    pub(super) fn moved(self, elems: usize) -> Self {
+        Self { start: self.start + elems, ..self }
+    }
+
+    pub(super) fn transposed(self) -> Self {
+        let Self { rows, cols, row_stride, col_stride, .. } = self;
+        Self { rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride, ..self }
+    }
+
+    pub(super) fn columns(self, range: Range<usize>) -> Self {
+        Self { start: self.start + range.start * self.col_stride, cols: range.len(), ..self }
+    }
+
+    pub(super) fn rows(self, range: Range<usize>) -> Self {
+        Self { start: self.start + range.start * self.row_stride, rows: range.len(), ..self }
+    }
+
+    /// One row of each `step`, from `first` on.
+    pub(super) fn every_row(self, first: usize, step: usize) -> Self {
+        let rows = (self.rows - first).div_ceil(step);
+        Self { rows, row_stride: self.row_stride * step, ..self.rows(first..self.rows) }
+    }
+
+    /// Where an element is in the tensor.
+    pub(super) fn at(&self, row: usize, col: usize) -> usize {
+        self.start + row * self.row_stride + col * self.col_stride
+    }
+
+    /// The elements of a row, if they stand together.
+    pub(super) fn contiguous_row(&self, row: usize) -> Option<&'a [u8]> {
+        let size = self.tensor.dtype.bytes();
+        (self.col_stride == 1).then(|| &self.tensor.bytes()[self.at(row, 0) * size..][..self.cols * size])
+    }
+
+    /// The element at an index of the tensor's memory.
+    pub(super) fn element(&self, index: usize) -> &'a [u8] {
+        let size = self.tensor.dtype.bytes();
+        &self.tensor.bytes()[index * size..][..size]
+    }
+
+    /// Whether both have the same shape, type and elements, bit for bit.
+    pub(super) fn same(&self, other: &Self) -> bool {
+        if (self.rows, self.cols, self.tensor.dtype) != (other.rows, other.cols, other.tensor.dtype) {
+            return false;
         }
-        Err(AdapterError::Shape { tensor: self.name.clone(), got: [self.rows, self.cols], want: [rows, cols] })
+        let place = |view: &Self| (std::ptr::from_ref(view.tensor), view.start, view.row_stride, view.col_stride);
+        place(self) == place(other)
+            || (0..self.rows).all(|row| match (self.contiguous_row(row), other.contiguous_row(row)) {
+                (Some(a), Some(b)) => a == b,
+                _ => (0..self.cols).all(|col| self.element(self.at(row, col)) == other.element(other.at(row, col))),
+            })
     }
 }

@@ -145,6 +145,11 @@ impl<T: Element> WeightTable<T> {
             let rank = i32::try_from(entry.rank).unwrap_or(0);
             row[entry.entry] = Descriptor { a: at(entry.a_elems), b: at(entry.b_elems), rank, scaling: entry.scaling };
         }
+        for shared in image.shared() {
+            let rank = i32::try_from(shared.rank).unwrap_or(0);
+            let [a, b] = [shared.a_elems, shared.b_elems].map(|elems| elems.map_or(0, at));
+            row[shared.entry] = Descriptor { a, b, rank, scaling: 1.0 };
+        }
         self.write_row(index, &row)
     }
 

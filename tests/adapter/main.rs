@@ -11,7 +11,11 @@
 //! | keys with another prefix match nothing, and the adapter does nothing | `names::spellings_of_a_module`, `plan::multimodal_paths` |
 //! | only the end of a path is compared | `plan::modules_without_a_place`, `names::unknown_tensors` |
 //! | names found inside other names | `names::unknown_tensors`, `plan::modules_without_a_place` |
-//! | experts loaded in a wrong layout | `names::experts`, `config::what_switches_something_on`: refused as a whole |
+//! | experts' factors taken for those of another layout, by version or expert-major for expert-fastest | `experts::all_forms_give_the_same`, `experts::a_version_is_believed` |
+//! | a layout guessed where two fit | `experts::parameters_that_could_stand_in_two_ways_are_refused` |
+//! | gate and up exchanged, or interleaved ones not taken apart | `experts::all_forms_give_the_same` |
+//! | one expert taken for shared factors | `experts::one_expert_shares_nothing` |
+//! | experts beyond the model's, placeholders without elements | `experts::modules_that_experts_do_not_have`, `experts::experts_without_a_gate` |
 //! | A and B told apart by their shapes | `plan::shapes_are_the_models`: names decide, shapes only confirm |
 //! | DoRA, biases, modules_to_save dropped | `names::unsupported_tensors`, `config::what_switches_something_on` |
 //! | base weights of embeddings in the file refused, or taken for weights | `names::base_weights_of_embeddings_are_skipped` |
@@ -33,6 +37,7 @@
 #[path = "../common/adapters.rs"]
 mod adapters;
 mod config;
+mod experts;
 mod files;
 #[path = "../common/fuzz.rs"]
 mod fuzz;

@@ -5,7 +5,7 @@ use aril::{
     adapter::{Adapter, ModuleKind},
 };
 
-use crate::{CONFIG, adapters::tensor, load, load_paths, ones, refused};
+use crate::{CONFIG, adapters::tensor, load, ones, refused};
 
 const Q: &str = "model.layers.0.self_attn.q_proj";
 
@@ -110,21 +110,6 @@ fn unsupported_tensors() {
     ] {
         refused!(with(key), UnsupportedTensor, format!("`{key}`"), what);
     }
-}
-
-#[test]
-fn experts() {
-    for key in [
-        "base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_A.weight",
-        "base_model.model.model.layers.0.mlp.experts.gate_up_proj.lora_A.weight",
-        "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight",
-        "base_model.model.model.layers.0.mlp.experts.lora_B.weight",
-        "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_B.weight",
-    ] {
-        refused!(with(key), UnsupportedTensor, format!("`{key}`"), "MoE expert", "not supported yet");
-    }
-    // Shared experts are dense layers.
-    assert!(load_paths(&["model.layers.0.mlp.shared_expert.up_proj"]).is_ok());
 }
 
 #[test]

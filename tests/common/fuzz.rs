@@ -5,7 +5,7 @@ use std::fs;
 use aril::{
     DType,
     adapter::Adapter,
-    model::{Linear, ModelSpec, Parallel, TpRank},
+    model::{Experts, Linear, ModelSpec, Parallel, TpRank},
 };
 
 /// Takes two bytes for the length of the configuration, then the configuration, then the weight file.
@@ -30,6 +30,14 @@ pub(crate) fn load(config: &[u8], weights: &[u8]) {
         let (inputs, outputs) = (module.in_features(), module.out_features());
         let layer = |parallel| Linear::new("", parallel, inputs).slice(module.path(), outputs);
         let _ = model.linear(layer(Parallel::Column)).or_else(|_| model.linear(layer(Parallel::Replicated)));
+    }
+    for stack in adapter.stacks() {
+        let (a, b) = (stack.a_shape(), stack.b_shape());
+        let (Some(&experts), Some(&hidden), Some(&inter)) = (a.first(), a.last(), b.get(1)) else { continue };
+        let path = stack.path().trim_end_matches(".base_layer");
+        for path in [path, path.rsplit_once('.').map_or("", |(parent, _)| parent)] {
+            let _ = model.experts(Experts::new(path, experts.min(4), hidden, inter).tensor_parallel(TpRank::SINGLE));
+        }
     }
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         let Ok(image) = adapter.plan(&model, dtype) else { continue };

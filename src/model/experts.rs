@@ -1,0 +1,277 @@
+//! The experts of a mixture-of-experts layer, as one rank holds them.
+
+use std::sync::Arc;
+
+use super::{Cut, Entry, EntryShape, ModelSpec, SpecError, TpRank, cut};
+
+/// How gate and up stand in the rows of a weight, or the features of an output, that has both.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Halves {
+    /// All of gate, then all of up.
+    #[default]
+    GateUp,
+    /// All of up, then all of gate.
+    UpGate,
+    /// Gate and up in turn, gate first: GPT-OSS.
+    Interleaved,
+}
+
+/// The experts of one layer, to be described to [`ModelSpec::experts`].
+///
+/// Each has a gate and an up (or [only an up](Self::ungated)), `[inter, hidden]`, and a down, `[hidden, inter]`. Which of them an
+/// adapter has, with which ranks, and whether experts have factors of their own or share one, is the adapter's.
+///
+/// ```
+/// use aril::model::{Experts, ModelSpec, TpRank};
+///
+/// // Qwen3-30B-A3B, the second of four expert-parallel ranks.
+/// let mut model = ModelSpec::new(TpRank::SINGLE);
+/// let id = model.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).held(32..64))?;
+/// assert_eq!(model[id].held().len(), 32);
+/// assert_eq!(model[id].gate_up().out_features(), 2 * 768);
+/// # Ok::<(), aril::model::SpecError>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+#[doc(alias = "FusedMoE")]
+pub struct Experts {
+    path: String,
+    num_experts: usize,
+    hidden: usize,
+    inter: usize,
+    gated: bool,
+    halves: Halves,
+    held: Option<Vec<usize>>,
+    tp: Option<TpRank>,
+    stored: Stored,
+}
+
+/// How the model's checkpoint has the parameters that hold all experts. Adapters of such parameters follow it.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Stored {
+    /// The order within gate_up.
+    pub(crate) halves: Halves,
+    /// `[experts, in, out]` instead of `[experts, out, in]`.
+    pub(crate) transposed: bool,
+}
+
+impl Experts {
+    /// Names the module that the experts are in, such as `model.layers.0.mlp.experts`, how many the whole model has in it, and
+    /// their whole, unsharded features.
+    pub fn new(path: impl Into<String>, num_experts: usize, hidden: usize, inter: usize) -> Self {
+        Self {
+            path: path.into(),
+            num_experts,
+            hidden,
+            inter,
+            gated: true,
+            halves: Halves::default(),
+            held: None,
+            tp: None,
+            stored: Stored::default(),
+        }
+    }
+
+    /// Experts without a gate: `down(activation(up(x)))`.
+    pub fn ungated(mut self) -> Self {
+        self.gated = false;
+        self
+    }
+
+    /// How gate and up stand in what the engine computes, if not gate first.
+    pub fn halves(mut self, halves: Halves) -> Self {
+        self.halves = halves;
+        self
+    }
+
+    /// The experts that this rank holds, if not all, in the order of the engine's local expert ids (expert parallelism).
+    #[doc(alias = "expert_map")]
+    pub fn held(mut self, experts: impl IntoIterator<Item = usize>) -> Self {
+        self.held = Some(experts.into_iter().collect());
+        self
+    }
+
+    /// The place in the group that `inter` is cut for, if it is not the model's.
+    #[doc(alias = "moe_tp")]
+    pub fn tensor_parallel(mut self, tp: TpRank) -> Self {
+        self.tp = Some(tp);
+        self
+    }
+
+    /// How gate and up stand in the gate_up of the checkpoint that adapters are trained on, if not gate first.
+    pub fn stored_halves(mut self, halves: Halves) -> Self {
+        self.stored.halves = halves;
+        self
+    }
+
+    /// The checkpoint that adapters are trained on has parameters `[experts, in, out]`: GPT-OSS, Llama 4.
+    #[doc(alias = "is_transposed")]
+    pub fn stored_transposed(mut self) -> Self {
+        self.stored.transposed = true;
+        self
+    }
+}
+
+/// Names the experts of one layer of a [`ModelSpec`].
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct ExpertsId(pub(super) usize);
+
+/// The experts of one layer as this rank holds them.
+#[derive(Clone, Debug)]
+pub struct ExpertsSite {
+    num_experts: usize,
+    held: Vec<usize>,
+    halves: Option<Halves>,
+    stored: Stored,
+    gate_up: ProjectionSite,
+    down: ProjectionSite,
+}
+
+impl ExpertsSite {
+    /// Experts of the whole model's layer.
+    pub fn num_experts(&self) -> usize {
+        self.num_experts
+    }
+
+    /// The experts that this rank holds, by local expert id.
+    pub fn held(&self) -> &[usize] {
+        &self.held
+    }
+
+    /// How gate and up stand in the output of [`gate_up`](Self::gate_up); none if there is no gate.
+    pub fn halves(&self) -> Option<Halves> {
+        self.halves
+    }
+
+    /// What is before the activation: the slices gate and up, in the order of the output ([`Halves::Interleaved`]: gate first), or
+    /// up alone.
+    pub fn gate_up(&self) -> &ProjectionSite {
+        &self.gate_up
+    }
+
+    /// What is after the activation: one slice.
+    pub fn down(&self) -> &ProjectionSite {
+        &self.down
+    }
+
+    pub(crate) fn stored(&self) -> Stored {
+        self.stored
+    }
+}
+
+/// One projection of all experts, before or after the activation.
+///
+/// Its descriptor-table entries are those of what all experts share, one for each slice, then, for each expert that the rank holds,
+/// those of the expert, one for each slice: together `(1 + held) * slices`.
+///
+/// - An expert's descriptor is complete: where A and B are (those that it shares with the others, too), the rank, the scaling.
+///   Rank 0: the adapter has nothing for this expert.
+/// - What is shared has the address of A if it is the same for all experts that the adapter has, of B likewise, and their rank.
+///   Rank 0: nothing is shared. A kernel finds there, without knowing an expert, that `A x` is to be computed once for a token, or
+///   `B v` once for the sum of a token's routes. Its scaling is 1: each expert has its own.
+#[derive(Clone, Debug)]
+pub struct ProjectionSite {
+    input: Cut,
+    slices: Vec<ExpertSlice>,
+    first_entry: usize,
+}
+
+/// One module of a projection.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct ExpertSlice {
+    pub(crate) module: ExpertModule,
+    pub(crate) output: Cut,
+}
+
+/// What PEFT's `target_modules` would name of an expert.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(crate) enum ExpertModule {
+    Gate,
+    Up,
+    Down,
+}
+
+impl ProjectionSite {
+    /// Input features on this rank.
+    pub fn in_features(&self) -> usize {
+        self.input.len
+    }
+
+    /// Output features on this rank, over all slices.
+    pub fn out_features(&self) -> usize {
+        self.slices.iter().map(|slice| slice.output.len).sum()
+    }
+
+    /// Modules side by side in the output.
+    pub fn num_slices(&self) -> usize {
+        self.slices.len()
+    }
+
+    /// The descriptor-table entry of what all experts share of the first slice; the others follow it.
+    pub fn shared_entry(&self) -> usize {
+        self.first_entry
+    }
+
+    /// The descriptor-table entry of the first slice of an expert, by its local id; the others follow it.
+    pub fn expert_entry(&self, local: usize) -> usize {
+        self.first_entry + (1 + local) * self.slices.len()
+    }
+
+    pub(crate) fn input(&self) -> Cut {
+        self.input
+    }
+
+    pub(crate) fn slices(&self) -> &[ExpertSlice] {
+        &self.slices
+    }
+}
+
+impl ModelSpec {
+    /// Adds the experts of a layer.
+    ///
+    /// # Errors
+    /// If there are no experts or too many, one is held that does not exist or twice, a size is zero or does not divide over the
+    /// ranks, or the module is there already.
+    pub fn experts(&mut self, layer: Experts) -> Result<ExpertsId, SpecError> {
+        let Experts { path, num_experts, hidden, inter, gated, halves, held, tp, stored } = layer;
+        if num_experts == 0 || i32::try_from(num_experts).is_err() {
+            return Err(SpecError::Experts { path, num_experts });
+        }
+        let held = held.unwrap_or_else(|| (0..num_experts).collect());
+        let mut seen = vec![false; num_experts];
+        for &expert in &held {
+            if seen.get_mut(expert).is_none_or(|seen| std::mem::replace(seen, true)) {
+                return Err(SpecError::Held { path, expert, num_experts });
+            }
+        }
+        let tp = tp.unwrap_or(self.tp);
+        let hidden = cut(tp, &path, hidden, 1)?;
+        let inter = cut(tp, &path, inter, tp.size)?;
+        let modules: &[ExpertModule] = match (gated, halves) {
+            (false, _) => &[ExpertModule::Up],
+            (true, Halves::GateUp | Halves::Interleaved) => &[ExpertModule::Gate, ExpertModule::Up],
+            (true, Halves::UpGate) => &[ExpertModule::Up, ExpertModule::Gate],
+        };
+        if self.has(&path) {
+            return Err(SpecError::Duplicate { module: path });
+        }
+        let id = ExpertsId(self.experts.len());
+        let module: Arc<str> = path.as_str().into();
+        self.experts_at.insert(path, id);
+        let mut projection = |input, modules: &[ExpertModule], output| {
+            let first_entry = self.entries.len();
+            let slices = modules.iter().map(|&module| ExpertSlice { module, output });
+            for expert in std::iter::once(None).chain(held.iter().copied().map(Some)) {
+                let shape = |&module| EntryShape::Expert { slice: module, expert, input, output };
+                let entries = modules.iter().map(shape);
+                self.entries.extend(entries.map(|shape| Entry { module: Arc::clone(&module), shape }));
+            }
+            ProjectionSite { input, slices: slices.collect(), first_entry }
+        };
+        let gate_up = projection(hidden, modules, inter);
+        let down = projection(inter, &[ExpertModule::Down], hidden);
+        let halves = gated.then_some(halves);
+        self.experts.push(ExpertsSite { num_experts, held, halves, stored, gate_up, down });
+        Ok(id)
+    }
+}

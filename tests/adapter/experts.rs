@@ -1,0 +1,917 @@
+//! The factors of experts: whatever form they come in, they are the same in a block, and what cannot be told is refused.
+
+use std::ops::Range;
+
+use aril::{
+    DType,
+    adapter::{
+        Adapter, AdapterError, ImageEntry, Orientation, SlotImage, Tensor,
+        layout::{B, LinearA},
+    },
+    model::{Experts, ExpertsId, Halves, Linear, ModelSpec, Parallel, ProjectionSite, TpRank},
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use crate::{
+    adapters::{Parts, round, tensor},
+    refused,
+};
+
+const PATH: &str = "model.layers.0.mlp.experts";
+const LORA_ALPHA: f32 = 6.0;
+
+const GATE: usize = 0;
+const UP: usize = 1;
+const DOWN: usize = 2;
+
+/// The factors of a module of an expert: `[rank, in]` and `[out, rank]`.
+#[derive(Clone, Debug, PartialEq)]
+struct Pair {
+    rank: usize,
+    a: Vec<f32>,
+    b: Vec<f32>,
+}
+
+/// An adapter of the experts of one layer.
+#[derive(Clone, Debug)]
+struct Case {
+    num_experts: usize,
+    hidden: usize,
+    /// On each of `size` ranks.
+    inter: usize,
+    size: usize,
+    gated: bool,
+    halves: Halves,
+    stored: Halves,
+    held: Vec<usize>,
+    dtype: DType,
+    /// By gate, up and down, and by expert.
+    pairs: [Vec<Option<Pair>>; 3],
+}
+
+/// A form of a checkpoint.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Form {
+    PerExpert { names: [&'static str; 3] },
+    PerExpertFused,
+    Stacked { names: [&'static str; 3], once: bool },
+    StackedFused { two_a: bool },
+    Fms { transposed: bool },
+    SideBySide,
+    Parameters { version: Option<&'static str>, transposed: bool, orientation: Orientation },
+}
+
+const PEFT_NAMES: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+const W_NAMES: [&str; 3] = ["w1", "w3", "w2"];
+
+const FORMS: [Form; 14] = [
+    Form::PerExpert { names: PEFT_NAMES },
+    Form::PerExpert { names: W_NAMES },
+    Form::PerExpertFused,
+    Form::Stacked { names: PEFT_NAMES, once: false },
+    Form::Stacked { names: PEFT_NAMES, once: true },
+    Form::Stacked { names: W_NAMES, once: true },
+    Form::StackedFused { two_a: false },
+    Form::StackedFused { two_a: true },
+    Form::Fms { transposed: true },
+    Form::Fms { transposed: false },
+    Form::SideBySide,
+    Form::Parameters { version: Some("0.19.1"), transposed: false, orientation: Orientation::Forward },
+    Form::Parameters { version: Some("0.18.1"), transposed: false, orientation: Orientation::Reversed },
+    Form::Parameters { version: Some("0.18.1"), transposed: true, orientation: Orientation::Forward },
+];
+
+impl Case {
+    fn inter(&self) -> usize {
+        self.inter * self.size
+    }
+
+    fn features(&self, module: usize) -> [usize; 2] {
+        if module == DOWN { [self.inter(), self.hidden] } else { [self.hidden, self.inter()] }
+    }
+
+    fn model(&self, rank: usize, transposed: bool) -> (ModelSpec, ExpertsId) {
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        // So that entries do not begin at 0.
+        model.linear(Linear::new("", Parallel::Replicated, 8).slice("lm_head", 8)).unwrap();
+        let mut experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter())
+            .halves(self.halves)
+            .stored_halves(self.stored)
+            .held(self.held.iter().copied())
+            .tensor_parallel(TpRank::new(rank, self.size).unwrap());
+        if !self.gated {
+            experts = experts.ungated();
+        }
+        if transposed {
+            experts = experts.stored_transposed();
+        }
+        let id = model.experts(experts).unwrap();
+        (model, id)
+    }
+
+    /// All experts of a module, if it has all.
+    fn whole(&self, module: usize) -> Option<Vec<&Pair>> {
+        let pairs: Vec<_> = self.pairs[module].iter().flatten().collect();
+        let uniform = pairs.windows(2).all(|pairs| pairs[0].rank == pairs[1].rank);
+        (pairs.len() == self.num_experts && uniform).then_some(pairs)
+    }
+
+    /// The adapter in a form, if that can express it.
+    fn parts(&self, form: Form) -> Option<Parts> {
+        let mut tensors = Vec::new();
+        let mut put = |path: String, [a, b]: [(Vec<usize>, Vec<f32>); 2]| {
+            let path = format!("base_model.model.{path}");
+            tensors.push((format!("{path}.lora_A.weight"), tensor(self.dtype, &a.0, &a.1)));
+            tensors.push((format!("{path}.lora_B.weight"), tensor(self.dtype, &b.0, &b.1)));
+        };
+        let fused = || self.fused();
+        let has = |module: usize| self.pairs[module].iter().any(Option::is_some);
+        let modules: Vec<usize> = (0..3).filter(|module| has(*module)).collect();
+        let named = |names: [&'static str; 3], module: usize| match (self.gated, names, module) {
+            // There is only one before the activation, so it is the first.
+            (false, W_NAMES, UP) => "w1",
+            _ => names[module],
+        };
+        match form {
+            Form::PerExpert { names } => {
+                for module in modules {
+                    let [input, output] = self.features(module);
+                    for (expert, pair) in self.pairs[module].iter().enumerate() {
+                        let Some(Pair { rank, a, b }) = pair.clone() else { continue };
+                        let path = format!("{PATH}.{expert}.{}", named(names, module));
+                        put(path, [(vec![rank, input], a), (vec![output, rank], b)]);
+                    }
+                }
+            }
+            Form::PerExpertFused => {
+                for (expert, Pair { rank, a, b }) in fused()?.into_iter().enumerate() {
+                    let shapes = [vec![rank, self.hidden], vec![2 * self.inter(), rank]];
+                    let [a_shape, b_shape] = shapes;
+                    put(format!("{PATH}.{expert}.gate_up_proj"), [(a_shape, a), (b_shape, b)]);
+                }
+                self.put_down(&mut put, Form::PerExpert { names: PEFT_NAMES })?;
+            }
+            Form::Stacked { names, once } => {
+                for module in modules {
+                    let stack = self.stack(&self.whole(module)?, self.features(module), once);
+                    put(format!("{PATH}.{}", named(names, module)), stack);
+                }
+            }
+            Form::StackedFused { two_a } => {
+                let mut fused = if two_a { self.fused_with_two()? } else { fused()? };
+                let features = [self.hidden, 2 * self.inter()];
+                let rank = fused[0].rank;
+                let b_rank = if two_a { rank / 2 } else { rank };
+                let a: Vec<f32> = fused.iter_mut().flat_map(|pair| std::mem::take(&mut pair.a)).collect();
+                let b: Vec<f32> = fused.iter_mut().flat_map(|pair| std::mem::take(&mut pair.b)).collect();
+                let shapes = [vec![self.num_experts, rank, features[0]], vec![self.num_experts, features[1], b_rank]];
+                let [a_shape, b_shape] = shapes;
+                put(format!("{PATH}.gate_up_proj"), [(a_shape, a), (b_shape, b)]);
+                self.put_down(&mut put, Form::Stacked { names: PEFT_NAMES, once: true })?;
+            }
+            Form::Fms { transposed } => {
+                for module in modules {
+                    let [input, output] = self.features(module);
+                    let pairs = self.whole(module)?;
+                    let rank = pairs[0].rank;
+                    let [mut a, mut b] = self.stack(&pairs, [input, output], false);
+                    if rank == input && rank == output {
+                        return None;
+                    }
+                    if transposed {
+                        a = (vec![self.num_experts, input, rank], transposed_each(&a.1, rank, input));
+                        b = (vec![self.num_experts, rank, output], transposed_each(&b.1, output, rank));
+                    }
+                    let parent = PATH.replace("mlp.experts", "block_sparse_moe");
+                    put(format!("{parent}.{}", named(W_NAMES, module)), [a, b]);
+                }
+            }
+            Form::SideBySide => {
+                for module in modules {
+                    let [input, output] = self.features(module);
+                    let pairs = self.whole(module)?;
+                    let (rank, num) = (pairs[0].rank, self.num_experts);
+                    let same = |of: fn(&Pair) -> &Vec<f32>| pairs.iter().all(|pair| of(pair) == of(pairs[0]));
+                    let factors = if module == DOWN && same(|pair| &pair.b) {
+                        let row =
+                            |row: usize| pairs.iter().flat_map(move |pair| pair.a[row * input..][..input].to_vec());
+                        let a = (0..rank).flat_map(row).collect();
+                        [(vec![rank, num * input], a), (vec![output, rank], pairs[0].b.clone())]
+                    } else if module != DOWN && same(|pair| &pair.a) {
+                        let b = pairs.iter().flat_map(|pair| pair.b.clone()).collect();
+                        [(vec![rank, input], pairs[0].a.clone()), (vec![num * output, rank], b)]
+                    } else {
+                        return None;
+                    };
+                    put(format!("{PATH}.{}", named(PEFT_NAMES, module)), factors);
+                }
+            }
+            Form::Parameters { orientation, .. } => {
+                let first = if self.gated { fused()? } else { self.whole(UP)?.into_iter().cloned().collect() };
+                let outputs = if self.gated { 2 * self.inter() } else { self.inter() };
+                let inner = format!("{PATH}.base_layer");
+                put(inner, parameter(&first.iter().collect::<Vec<_>>(), [self.hidden, outputs], orientation));
+                put(PATH.to_owned(), parameter(&self.whole(DOWN)?, [self.inter(), self.hidden], orientation));
+            }
+        }
+        let mut config = json!({"peft_type": "LORA", "r": 1, "lora_alpha": LORA_ALPHA});
+        if let Form::Parameters { version, .. } = form {
+            config["peft_version"] = json!(version);
+            let first = if self.gated { "gate_up_proj" } else { "up_proj" };
+            config["target_parameters"] = json!([format!("mlp.experts.{first}"), "mlp.experts.down_proj"]);
+        }
+        (!tensors.is_empty()).then(|| (config.to_string(), tensors))
+    }
+
+    fn put_down(&self, put: &mut impl FnMut(String, [(Vec<usize>, Vec<f32>); 2]), form: Form) -> Option<()> {
+        let [input, output] = self.features(DOWN);
+        match form {
+            Form::Stacked { once, .. } => {
+                if self.pairs[DOWN].iter().any(Option::is_some) {
+                    put(format!("{PATH}.down_proj"), self.stack(&self.whole(DOWN)?, [input, output], once));
+                }
+            }
+            _ => {
+                for (expert, pair) in self.pairs[DOWN].iter().enumerate() {
+                    let Some(Pair { rank, a, b }) = pair.clone() else { continue };
+                    put(format!("{PATH}.{expert}.down_proj"), [(vec![rank, input], a), (vec![output, rank], b)]);
+                }
+            }
+        }
+        Some(())
+    }
+
+    /// Factors of three dimensions, of which the first may be 1 for what all share.
+    fn stack(&self, pairs: &[&Pair], [input, output]: [usize; 2], once: bool) -> [(Vec<usize>, Vec<f32>); 2] {
+        let rank = pairs[0].rank;
+        let factor = |of: fn(&Pair) -> &Vec<f32>, rows, cols| {
+            let same = pairs.iter().all(|pair| of(pair) == of(pairs[0]));
+            let stacked = if once && same { &pairs[..1] } else { pairs };
+            (vec![stacked.len(), rows, cols], stacked.iter().flat_map(|pair| of(pair).clone()).collect())
+        };
+        [factor(|pair| &pair.a, rank, input), factor(|pair| &pair.b, output, rank)]
+    }
+
+    /// Gate and up as one, by expert, if they have the same A.
+    fn fused(&self) -> Option<Vec<Pair>> {
+        let (gate, up) = (self.whole(GATE)?, self.whole(UP)?);
+        let fuse = |(gate, up): (&Pair, &Pair)| {
+            (gate.a == up.a && gate.rank == up.rank).then(|| Pair { b: self.fused_b(gate, up), ..gate.clone() })
+        };
+        gate.into_iter().zip(up).map(fuse).collect()
+    }
+
+    /// Gate and up as one, the A of one after that of the other, the rank of both together.
+    fn fused_with_two(&self) -> Option<Vec<Pair>> {
+        let (gate, up) = (self.whole(GATE)?, self.whole(UP)?);
+        let fuse = |(gate, up): (&Pair, &Pair)| {
+            let (first, second) = match self.stored {
+                Halves::GateUp => (gate, up),
+                Halves::UpGate => (up, gate),
+                Halves::Interleaved => return None,
+            };
+            let pair = Pair { rank: 2 * gate.rank, a: [&first.a[..], &second.a].concat(), b: self.fused_b(gate, up) };
+            (gate.rank == up.rank).then_some(pair)
+        };
+        gate.into_iter().zip(up).map(fuse).collect()
+    }
+
+    fn fused_b(&self, gate: &Pair, up: &Pair) -> Vec<f32> {
+        match self.stored {
+            Halves::GateUp => [&gate.b[..], &up.b].concat(),
+            Halves::UpGate => [&up.b[..], &gate.b].concat(),
+            Halves::Interleaved => {
+                gate.b.chunks(gate.rank).zip(up.b.chunks(up.rank)).flat_map(|(gate, up)| [gate, up].concat()).collect()
+            }
+        }
+    }
+
+    /// Checks an image of it element by element, and that it has nothing else.
+    fn check(&self, rank: usize, image: &SlotImage<'_>, (model, id): (&ModelSpec, ExpertsId)) {
+        let block = block(image);
+        let site = &model[id];
+        let mut entries = image.entries().to_vec();
+        let mut begins = Vec::new();
+        let before: &[usize] = match (self.gated, self.halves) {
+            (false, _) => &[UP],
+            (true, Halves::UpGate) => &[UP, GATE],
+            (true, _) => &[GATE, UP],
+        };
+        let here = rank * self.inter..(rank + 1) * self.inter;
+        let projections =
+            [(site.gate_up(), before, 0..self.hidden, here.clone()), (site.down(), &[DOWN], here, 0..self.hidden)];
+        for (projection, modules, inputs, outputs) in projections {
+            assert_eq!((projection.in_features(), projection.num_slices()), (inputs.len(), modules.len()));
+            for (slice, &module) in modules.iter().enumerate() {
+                let all: Vec<_> = self.pairs[module].iter().flatten().collect();
+                let held = self.held.iter().enumerate();
+                let held: Vec<_> =
+                    held.filter_map(|(local, expert)| Some((local, self.pairs[module][*expert].as_ref()?))).collect();
+                let same = |of: fn(&Pair) -> &Vec<f32>| {
+                    all.len() > 1 && !held.is_empty() && all.iter().all(|pair| of(pair) == of(all[0]))
+                };
+                // Small ranks make different shapes of as many elements.
+                let uniform = all.iter().all(|pair| pair.rank == all[0].rank);
+                let shared = [same(|pair| &pair.a) && uniform, same(|pair| &pair.b) && uniform];
+                let found = image.shared().iter().find(|found| found.entry == projection.shared_entry() + slice);
+                assert_eq!(
+                    found.map_or([false; 2], |found| [found.a_elems, found.b_elems].map(|at| at.is_some())),
+                    shared
+                );
+                for (local, pair) in held {
+                    let number = projection.expert_entry(local) + slice;
+                    let index = entries.iter().position(|entry| entry.entry == number).unwrap();
+                    let entry = entries.remove(index);
+                    #[expect(clippy::cast_precision_loss, reason = "small")]
+                    let scaling = LORA_ALPHA / pair.rank as f32;
+                    assert_eq!((entry.rank, entry.scaling), (pair.rank, scaling));
+                    if let Some(found) = found {
+                        assert_eq!(found.rank, entry.rank);
+                        assert!(found.a_elems.is_none_or(|at| at == entry.a_elems));
+                        assert!(found.b_elems.is_none_or(|at| at == entry.b_elems));
+                    }
+                    check_pair(&block, &entry, pair, self.features(module)[0], (&inputs, &outputs));
+                    let (a, b) = layouts(entry.rank, projection, modules.len());
+                    begins.extend([(entry.a_elems, a.elems()), (entry.b_elems, b.elems())]);
+                }
+            }
+        }
+        assert!(entries.is_empty(), "{entries:?}");
+        begins.sort_unstable();
+        begins.dedup();
+        let end = begins.into_iter().fold(0, |end, (begin, elems)| {
+            assert_eq!(begin, end, "factors overlap or leave gaps");
+            begin + elems
+        });
+        assert_eq!(end, block.len());
+    }
+}
+
+fn layouts(rank: usize, projection: &ProjectionSite, slices: usize) -> (LinearA, B) {
+    let a = LinearA { rank, in_features: projection.in_features() };
+    (a, B { out_features: projection.out_features() / slices, rank })
+}
+
+/// Compares a pair of whole factors with what the block has of it.
+fn check_pair(
+    block: &[f32],
+    entry: &ImageEntry,
+    pair: &Pair,
+    in_features: usize,
+    (inputs, outputs): (&Range<usize>, &Range<usize>),
+) {
+    let rank = pair.rank;
+    let (a, b) = (LinearA { rank, in_features: inputs.len() }, B { out_features: outputs.len(), rank });
+    for row in 0..rank {
+        for (at, col) in inputs.clone().enumerate() {
+            assert_eq!(block[entry.a_elems + a.at(row, at)], pair.a[row * in_features + col], "A at {row}, {col}");
+        }
+        for (at, output) in outputs.clone().enumerate() {
+            assert_eq!(block[entry.b_elems + b.at(at, row)], pair.b[output * rank + row], "B at {output}, {row}");
+        }
+    }
+}
+
+fn block(image: &SlotImage<'_>) -> Vec<f32> {
+    let mut block = vec![f32::NAN; image.bytes() / 4];
+    image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
+    block
+}
+
+/// Each matrix `[rows, cols]` of several, transposed.
+fn transposed_each(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    values
+        .chunks(rows * cols)
+        .flat_map(|matrix| (0..cols).flat_map(move |col| (0..rows).map(move |row| matrix[row * cols + col])))
+        .collect()
+}
+
+/// What PEFT saves for a parameter of experts that take and give these features: `[E r, in]`, and `[out, r E]` of `[out, r, E]`.
+fn parameter(pairs: &[&Pair], [input, output]: [usize; 2], orientation: Orientation) -> [(Vec<usize>, Vec<f32>); 2] {
+    let (rank, num) = (pairs[0].rank, pairs.len());
+    let (takes, gives, pairs): (_, _, Vec<Pair>) = match orientation {
+        Orientation::Forward => (input, output, pairs.iter().map(|pair| (*pair).clone()).collect()),
+        // (B A)ᵀ = Aᵀ Bᵀ
+        Orientation::Reversed => {
+            let reverse = |pair: &&Pair| {
+                let a = transposed_each(&pair.b, output, rank);
+                Pair { rank, a, b: transposed_each(&pair.a, rank, input) }
+            };
+            (output, input, pairs.iter().map(reverse).collect())
+        }
+    };
+    let a = pairs.iter().flat_map(|pair| pair.a.clone()).collect();
+    let pairs = &pairs;
+    let b =
+        (0..gives).flat_map(|row| (0..rank).flat_map(move |r| pairs.iter().map(move |pair| pair.b[row * rank + r])));
+    [(vec![num * rank, takes], a), (vec![gives, rank * num], b.collect())]
+}
+
+fn plan_all(case: &Case, form: Form) -> Option<Vec<(Vec<f32>, Vec<ImageEntry>)>> {
+    let (config, tensors) = case.parts(form)?;
+    let transposed = matches!(form, Form::Parameters { transposed: true, .. });
+    let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+    let ranks = (0..case.size).map(|rank| {
+        let (model, id) = case.model(rank, transposed);
+        let image = adapter.plan(&model, DType::F32).map_err(|error| (form, error)).unwrap();
+        case.check(rank, &image, (&model, id));
+        (block(&image), image.entries().to_vec())
+    });
+    Some(ranks.collect())
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let halves = || prop_oneof![Just(Halves::GateUp), Just(Halves::UpGate), Just(Halves::Interleaved)];
+    let dtypes = prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)];
+    let sizes = (1..=5_usize, 1..=40_usize, 1..=20_usize, 1..=2_usize);
+    // Whether all experts have each module, gate and up the same A, and all experts the same A or B.
+    let kinds = (any::<bool>(), any::<bool>(), any::<[[bool; 2]; 3]>(), 1..=17_usize, any::<bool>());
+    let some = proptest::collection::vec((proptest::bool::weighted(0.8), any::<bool>()), 15);
+    (sizes, kinds, halves(), halves(), some, dtypes, any::<u32>()).prop_map(
+        |((num_experts, hidden, inter, size), (all, tied, shared, rank, gated), halves, stored, some, dtype, seed)| {
+            let mut held: Vec<_> = (0..num_experts).filter(|expert| some[*expert].1 || seed % 3 == 0).collect();
+            let first = seed as usize % held.len().max(1);
+            held.rotate_left(first);
+            let pairs = [const { Vec::new() }; 3];
+            let mut case = Case { num_experts, hidden, inter, size, gated, halves, stored, held, dtype, pairs };
+            let mut seed = seed;
+            let mut value = || {
+                seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                round(f32::from(u16::try_from(seed >> 16).unwrap()) / 1024.0 - 32.0, dtype)
+            };
+            for module in 0..3 {
+                let [input, output] = case.features(module);
+                let rank = if all { rank } else { 1 + (rank + module) % 5 };
+                let mut fill = |len: usize| (0..len).map(|_| value()).collect::<Vec<_>>();
+                let common = (fill(rank * input), fill(output * rank));
+                let mut pairs: Vec<Option<Pair>> = Vec::new();
+                for expert in 0..num_experts {
+                    let a = if shared[module][0] { common.0.clone() } else { fill(rank * input) };
+                    let b = if shared[module][1] { common.1.clone() } else { fill(output * rank) };
+                    let has = all || some[module * 5 + expert].0;
+                    pairs.push(has.then_some(Pair { rank, a, b }));
+                }
+                if module == UP && tied && all {
+                    for (up, gate) in pairs.iter_mut().zip(&case.pairs[GATE]) {
+                        up.as_mut().unwrap().a = gate.as_ref().unwrap().a.clone();
+                    }
+                }
+                case.pairs[module] = pairs;
+            }
+            if !gated {
+                case.pairs[GATE].clear();
+            }
+            case
+        },
+    )
+}
+
+proptest! {
+    /// Every form that can express an adapter gives the same block, which is what the adapter says, element by element.
+    #[test]
+    fn all_forms_give_the_same(case in cases()) {
+        let Some(first) = plan_all(&case, FORMS[0]) else { return Ok(()) };
+        for form in &FORMS[1..] {
+            if let Some(other) = plan_all(&case, *form) {
+                prop_assert!(other == first, "{:?}", form);
+            }
+        }
+    }
+}
+
+/// An adapter of all modules, of rank 2, whose values are all different.
+fn plain(num_experts: usize, hidden: usize, inter: usize) -> Case {
+    let mut next = 0_u16;
+    let mut fill = |len: usize| -> Vec<f32> {
+        let mut value = || {
+            next += 1;
+            f32::from(next)
+        };
+        (0..len).map(|_| value()).collect()
+    };
+    let mut case = Case {
+        num_experts,
+        hidden,
+        inter,
+        size: 1,
+        gated: true,
+        halves: Halves::GateUp,
+        stored: Halves::GateUp,
+        held: (0..num_experts).collect(),
+        dtype: DType::F32,
+        pairs: [const { Vec::new() }; 3],
+    };
+    for module in 0..3 {
+        let [input, output] = case.features(module);
+        let mut pair = || Some(Pair { rank: 2, a: fill(2 * input), b: fill(output * 2) });
+        case.pairs[module] = (0..num_experts).map(|_| pair()).collect();
+    }
+    case.pairs[UP] = case.pairs[UP]
+        .iter()
+        .zip(&case.pairs[GATE])
+        .map(|(up, gate)| Some(Pair { a: gate.as_ref()?.a.clone(), ..up.clone()? }))
+        .collect();
+    case
+}
+
+/// Every form is one that some adapter can be in, so none is left out above.
+#[test]
+fn every_form_is_tried() {
+    let mut case = plain(3, 8, 6);
+    for pair in case.pairs[DOWN].iter_mut().flatten() {
+        pair.b = (0..16_u8).map(f32::from).collect();
+    }
+    let a: Vec<f32> = (0..16_u8).map(f32::from).collect();
+    for pair in case.pairs[..2].iter_mut().flatten().flatten() {
+        pair.a = a.clone();
+    }
+    let first = plan_all(&case, FORMS[0]).unwrap();
+    for form in FORMS {
+        assert_eq!(plan_all(&case, form).unwrap(), first, "{form:?}");
+    }
+}
+
+/// The adapter in a form, its configuration as `edit` leaves it, planned for the model.
+fn plan(case: &Case, form: Form, edit: impl FnOnce(&mut Value)) -> Result<usize, AdapterError> {
+    let (config, tensors) = case.parts(form).unwrap();
+    let mut config = serde_json::from_str(&config).unwrap();
+    edit(&mut config);
+    plan_tensors(case, &config, tensors)
+}
+
+fn plan_tensors(case: &Case, config: &Value, tensors: Vec<(String, Tensor)>) -> Result<usize, AdapterError> {
+    let adapter = Adapter::from_tensors(&config.to_string(), tensors)?;
+    Ok(adapter.plan(&case.model(0, false).0, DType::F32)?.bytes())
+}
+
+const BY_PARAMETER: Form =
+    Form::Parameters { version: Some("0.19.1"), transposed: false, orientation: Orientation::Forward };
+
+#[test]
+fn shapes_say_how_parameters_stand_if_the_version_does_not() {
+    let forgetful = |case: &Case, orientation| {
+        let form = Form::Parameters { version: None, transposed: false, orientation };
+        let blocks = plan_all(case, form).unwrap();
+        assert_eq!(blocks, plan_all(case, FORMS[0]).unwrap());
+    };
+    forgetful(&plain(3, 8, 6), Orientation::Forward);
+    forgetful(&plain(3, 8, 6), Orientation::Reversed);
+    // Where gate_up says it, down need not.
+    forgetful(&plain(3, 8, 8), Orientation::Forward);
+    forgetful(&plain(3, 8, 8), Orientation::Reversed);
+    // And the other way round.
+    forgetful(&plain(3, 8, 4), Orientation::Reversed);
+    // As nobody can tell what a version of the development does.
+    let case = plain(3, 8, 6);
+    for version in ["0.18.1.dev0", "0.18.2.dev0@0a1b2c", "unknown", ""] {
+        for orientation in [Orientation::Forward, Orientation::Reversed] {
+            let form = Form::Parameters { version: None, transposed: false, orientation };
+            assert!(plan(&case, form, |config| config["peft_version"] = json!(version)).is_ok(), "{version}");
+        }
+    }
+}
+
+#[test]
+fn a_version_is_believed() {
+    let case = plain(3, 8, 6);
+    for (version, orientation) in [
+        ("0.17.0", Orientation::Reversed),
+        ("0.18.0", Orientation::Reversed),
+        ("0.18.1", Orientation::Reversed),
+        ("0.19.0", Orientation::Forward),
+        ("0.19.0.dev0", Orientation::Forward),
+        ("0.21.2", Orientation::Forward),
+        ("1.0.0", Orientation::Forward),
+    ] {
+        let other = match orientation {
+            Orientation::Forward => Orientation::Reversed,
+            Orientation::Reversed => Orientation::Forward,
+        };
+        let form = |orientation| Form::Parameters { version: Some(version), transposed: false, orientation };
+        assert!(plan(&case, form(orientation), |_| ()).is_ok(), "{version}");
+        refused!(plan(&case, form(other), |_| ()), ExpertShapes, "experts.lora_A", "[3 * rank, ");
+    }
+}
+
+#[test]
+fn parameters_that_could_stand_in_two_ways_are_refused() {
+    // All is square but gate_up, and that is not there.
+    let case = plain(3, 8, 8);
+    let (_, mut tensors) = case.parts(BY_PARAMETER).unwrap();
+    tensors.retain(|(key, _)| !key.contains("base_layer"));
+    let config = json!({"peft_type": "LORA", "lora_alpha": 4});
+    let refusal = plan_tensors(&case, &config, tensors.clone());
+    refused!(refusal, AmbiguousExperts, "experts.lora_A", "[6, 8]", "[8, 6]", "peft_version", "Adapter::oriented");
+    // What it asks for helps.
+    for version in ["0.18.1", "0.19.1"] {
+        let config = json!({"peft_type": "LORA", "lora_alpha": 4, "peft_version": version});
+        assert!(plan_tensors(&case, &config, tensors.clone()).is_ok());
+    }
+    let (model, _) = case.model(0, false);
+    let packed = |orientation| {
+        let adapter = Adapter::from_tensors(&config.to_string(), tensors.clone()).unwrap().oriented(orientation);
+        block(&adapter.plan(&model, DType::F32).unwrap())
+    };
+    assert_ne!(packed(Orientation::Forward), packed(Orientation::Reversed));
+    // Of transposed experts the version says nothing from 0.19 on.
+    let (model, _) = case.model(0, true);
+    let with_version = |version: &str| {
+        let config = json!({"peft_type": "LORA", "lora_alpha": 4, "peft_version": version});
+        let adapter = Adapter::from_tensors(&config.to_string(), tensors.clone()).unwrap();
+        adapter.plan(&model, DType::F32).map(|image| block(&image))
+    };
+    assert_eq!(with_version("0.18.1").unwrap(), packed(Orientation::Forward));
+    refused!(with_version("0.19.1"), AmbiguousExperts, "experts.lora_A");
+    // Twice inter is hidden.
+    let case = plain(3, 8, 4);
+    let (_, mut tensors) = case.parts(BY_PARAMETER).unwrap();
+    tensors.retain(|(key, _)| key.contains("base_layer"));
+    refused!(plan_tensors(&case, &config, tensors), AmbiguousExperts, "experts.base_layer.lora_A", "[6, 8]");
+}
+
+#[test]
+fn a_single_parameter_is_known_by_its_shape() {
+    let case = plain(3, 8, 6);
+    let (config, tensors) = case.parts(BY_PARAMETER).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["target_parameters"] = Value::Null;
+    for (inner, entries) in [(true, 6), (false, 3)] {
+        // PEFT wraps the only one once.
+        let single = tensors.iter().filter(|(key, _)| key.contains("base_layer") == inner);
+        let single: Vec<_> = single.map(|(key, tensor)| (key.replace(".base_layer", ""), tensor.clone())).collect();
+        let adapter = Adapter::from_tensors(&config.to_string(), single).unwrap();
+        assert_eq!(adapter.stacks()[0].path(), PATH);
+        assert_eq!(adapter.stacks()[0].a_shape(), [6, if inner { 8 } else { 6 }]);
+        let (model, id) = case.model(0, false);
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        assert_eq!(image.entries().len(), entries);
+        let projection = if inner { model[id].gate_up() } else { model[id].down() };
+        assert_eq!(image.entries()[0].entry, projection.expert_entry(0));
+    }
+}
+
+#[test]
+fn parameters_are_those_that_were_targets() {
+    let case = plain(3, 8, 6);
+    let targets = |names: Value| plan(&case, BY_PARAMETER, |config| config["target_parameters"] = names);
+    assert!(targets(json!(null)).is_ok());
+    assert!(targets(json!([])).is_ok());
+    assert!(targets(json!(["down_proj", "gate_up_proj"])).is_ok());
+    refused!(targets(json!(["mlp.experts.down_proj"])), ExpertShapes, "experts.base_layer.lora_A", "of down_proj");
+    refused!(targets(json!("all")), InvalidField, "`target_parameters`", "a list of names");
+    refused!(targets(json!([1])), InvalidField, "`target_parameters`", "a list of names");
+}
+
+/// As PEFT finds it: by the path of the parameter, less `base_layer`.
+#[test]
+fn alpha_patterns_of_parameters() {
+    let case = plain(2, 8, 6);
+    let (config, tensors) = case.parts(BY_PARAMETER).unwrap();
+    let scalings = |pattern: &str| {
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        config["alpha_pattern"] = json!({pattern: 3});
+        let adapter = Adapter::from_tensors(&config.to_string(), tensors.clone()).unwrap();
+        let (model, id) = case.model(0, false);
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        [model[id].gate_up(), model[id].down()].map(|projection| {
+            let number = projection.expert_entry(1);
+            image.entries().iter().find(|entry| entry.entry == number).unwrap().scaling
+        })
+    };
+    assert_eq!(scalings("experts.gate_up_proj"), [1.5, 3.0]);
+    assert_eq!(scalings(r"model\.layers\.0\.mlp\.experts\.down_proj"), [3.0, 1.5]);
+    assert_eq!(scalings("experts"), [3.0, 3.0]);
+}
+
+#[test]
+fn experts_have_ranks_and_scalings_of_their_own() {
+    let mut case = plain(2, 8, 6);
+    case.pairs[UP][1] = Some(Pair { rank: 3, a: vec![1.0; 24], b: vec![2.0; 18] });
+    case.pairs[GATE][0] = None;
+    plan_all(&case, FORMS[0]).unwrap();
+    let (config, tensors) = case.parts(FORMS[0]).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["alpha_pattern"] = json!({r"experts\.1\.down_proj": 5});
+    let adapter = Adapter::from_tensors(&config.to_string(), tensors).unwrap();
+    let (model, id) = case.model(0, false);
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let scaling = |number| image.entries().iter().find(|entry| entry.entry == number).unwrap().scaling;
+    assert_eq!([0, 1].map(|local| scaling(model[id].down().expert_entry(local))), [3.0, 2.5]);
+}
+
+/// With one expert there is nobody to share with.
+#[test]
+fn one_expert_shares_nothing() {
+    let case = plain(1, 8, 6);
+    for form in FORMS {
+        if let Some((config, tensors)) = case.parts(form) {
+            let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+            let transposed = matches!(form, Form::Parameters { transposed: true, .. });
+            let (model, _) = case.model(0, transposed);
+            assert_eq!(adapter.plan(&model, DType::F32).unwrap().shared(), []);
+        }
+    }
+}
+
+/// Interleaved gate and up of transposed parameters, as GPT-OSS has them: hidden is inter.
+#[test]
+fn transposed_interleaved_parameters() {
+    let mut case = plain(3, 6, 6);
+    case.stored = Halves::Interleaved;
+    let first = plan_all(&case, FORMS[0]).unwrap();
+    for version in [None, Some("0.18.1"), Some("0.19.1")] {
+        for orientation in [Orientation::Forward, Orientation::Reversed] {
+            if (version, orientation) == (Some("0.18.1"), Orientation::Reversed) {
+                continue;
+            }
+            let form = Form::Parameters { version, transposed: true, orientation };
+            assert_eq!(plan_all(&case, form).unwrap(), first, "{form:?}");
+        }
+    }
+}
+
+#[test]
+fn other_names_of_what_experts_are_in() {
+    let case = plain(2, 8, 6);
+    let (config, tensors) = case.parts(FORMS[0]).unwrap();
+    let renamed = |to: &str| {
+        let tensors = tensors.iter().map(|(key, tensor)| (key.replace("model.layers.0.mlp", to), tensor.clone()));
+        let adapter = Adapter::from_tensors(&config, tensors.collect::<Vec<_>>()).unwrap();
+        adapter.plan(&case.model(0, false).0, DType::F32).map(|image| image.entries().len())
+    };
+    for to in ["model.layers.0.block_sparse_moe", "model.language_model.layers.0.mlp", "layers.0.block_sparse_moe"] {
+        assert_eq!(renamed(to).unwrap(), 6, "{to}");
+    }
+    for to in ["model.layers.1.mlp", "model.layers.0.feed_forward", "model.layers.0.mlp.mlp"] {
+        refused!(renamed(to), NoPlace, format!("{to}.experts.0.down_proj"));
+    }
+}
+
+#[test]
+fn modules_that_experts_do_not_have() {
+    let case = plain(2, 8, 6);
+    let config = json!({"peft_type": "LORA", "lora_alpha": 4});
+    let one = |path: &str, a: &[usize], b: &[usize]| {
+        let keys = ["A", "B"].map(|factor| format!("{path}.lora_{factor}.weight"));
+        let [a_key, b_key] = keys;
+        let ones = |shape: &[usize]| crate::ones(shape);
+        plan_tensors(&case, &config, vec![(a_key, ones(a)), (b_key, ones(b))])
+    };
+    let expert = |name: &str| format!("{PATH}.{name}");
+    assert!(one(&expert("1.up_proj"), &[2, 8], &[6, 2]).is_ok());
+    refused!(one(&expert("2.up_proj"), &[2, 8], &[6, 2]), NoExpert, expert("2.up_proj"), "expert 2", "has 2");
+    for name in ["1.gate", "01.up_proj", "-1.up_proj", "1.up_proj.inner", "1.2.up_proj", "w4", "bias", "one.up_proj"] {
+        refused!(one(&expert(name), &[2, 8], &[6, 2]), NoPlace, expert(name));
+    }
+    refused!(one(&expert("1.up_proj"), &[2, 7], &[6, 2]), Shape, expert("1.up_proj.lora_A"), "[2, 7]", "[2, 8]");
+    refused!(one(&expert("1.up_proj"), &[2, 8], &[8, 2]), Shape, expert("1.up_proj.lora_B"), "[8, 2]", "[6, 2]");
+    refused!(one(&expert("1.up_proj"), &[2, 2, 8], &[2, 6, 2]), NotMatrix, expert("1.up_proj.lora_A"), "[2, 2, 8]");
+    let stacked = |a: &[usize], b: &[usize]| one(&expert("up_proj"), a, b);
+    assert!(stacked(&[2, 2, 8], &[1, 6, 2]).is_ok());
+    for (a, b) in [
+        ([3, 2, 8], [2, 6, 2]),
+        ([2, 2, 8], [3, 6, 2]),
+        ([2, 2, 6], [2, 6, 2]),
+        ([2, 2, 8], [2, 8, 2]),
+        ([2, 8, 2], [2, 2, 6]),
+        ([0, 2, 8], [2, 6, 2]),
+    ] {
+        refused!(stacked(&a, &b), ExpertShapes, expert("up_proj.lora_A"), "[2 or 1, rank, 8] and [2 or 1, 6, rank]");
+    }
+    refused!(stacked(&[2, 2, 8], &[2, 6, 3]), RankMismatch, expert("up_proj.lora_A"));
+    refused!(stacked(&[2, 513, 8], &[2, 6, 513]), Rank, expert("up_proj.lora_A"), "rank 513");
+    // Two A's where there is one module.
+    refused!(stacked(&[2, 4, 8], &[2, 6, 2]), RankMismatch, expert("up_proj.lora_A"));
+    refused!(one(&expert("gate_up_proj"), &[2, 8], &[24, 2]), ExpertShapes, "gate and up apart");
+    refused!(one(&expert("up_proj"), &[2, 8], &[6, 2]), ExpertShapes, "[experts * out, rank]");
+    refused!(
+        one(PATH, &[3, 8], &[12, 3]),
+        ExpertShapes,
+        "experts.lora_A",
+        "[2 * rank, 8] and [12, rank * 2] of gate_up_proj"
+    );
+    refused!(one(PATH, &[1026, 8], &[12, 1026]), Rank, "experts.lora_A", "rank 513");
+    let fms = |a: &[usize], b: &[usize]| one("model.layers.0.block_sparse_moe.w1", a, b);
+    assert!(fms(&[2, 2, 8], &[2, 6, 2]).is_ok() && fms(&[2, 8, 2], &[2, 2, 6]).is_ok());
+    refused!(fms(&[2, 8, 2], &[2, 6, 2]), ExpertShapes, "w1.lora_A", "[2, 8, rank] and [2, rank, 6], or");
+    refused!(fms(&[1, 2, 8], &[2, 6, 2]), ExpertShapes, "w1.lora_A");
+    // Dense layers are no experts.
+    let dense = "model.layers.0.mlp.gate_proj";
+    refused!(one(dense, &[2, 2, 8], &[2, 6, 2]), NoPlace, dense);
+    refused!(one("lm_head", &[2, 2, 8], &[2, 8, 2]), NotMatrix, "lm_head.lora_A");
+}
+
+#[test]
+fn factors_of_fms_that_could_be_transposed_are_refused() {
+    let case = plain(3, 2, 2);
+    let (config, tensors) = Case { num_experts: 3, ..case.clone() }.parts(FORMS[3]).unwrap();
+    let named = |to: &str| {
+        let rename = |key: &str| key.replace("mlp.experts.gate_proj", to).replace("mlp.experts.up_proj", "x");
+        let tensors = tensors.iter().filter(|(key, _)| key.contains("gate_proj"));
+        let tensors = tensors.map(|(key, tensor)| (rename(key), tensor.clone())).collect();
+        plan_tensors(&case, &serde_json::from_str(&config).unwrap(), tensors)
+    };
+    refused!(named("block_sparse_moe.w1"), AmbiguousExperts, "w1.lora_A", "[3, 2, 2]", "rename them to `experts.w1`");
+    assert!(named("block_sparse_moe.experts.w1").is_ok());
+}
+
+#[test]
+fn experts_without_a_gate() {
+    let mut case = plain(2, 8, 6);
+    case.gated = false;
+    case.pairs[GATE].clear();
+    let (config, tensors) = case.parts(FORMS[0]).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    let with = |key: &str, shapes: [&[usize]; 2]| {
+        let keys = ["A", "B"].map(|factor| format!("{PATH}.{key}.lora_{factor}.weight"));
+        let more = keys.into_iter().zip(shapes.map(crate::ones));
+        plan_tensors(&case, &config, tensors.iter().cloned().chain(more).collect())
+    };
+    let plain = plan_tensors(&case, &config, tensors.clone()).unwrap();
+    // What some write for the module that is not there.
+    for (key, shapes) in
+        [("0.gate_proj", [&[0, 8][..], &[6, 0]]), ("w3", [&[2, 0, 8], &[2, 0, 0]]), ("1.w3", [&[0], &[0]])]
+    {
+        assert_eq!(with(key, shapes).unwrap(), plain, "{key}");
+    }
+    refused!(with("0.gate_proj", [&[2, 8], &[6, 2]]), NoPlace, "experts.0.gate_proj");
+    refused!(with("gate_up_proj", [&[2, 2, 8], &[2, 12, 2]]), NoPlace, "experts.gate_up_proj");
+    refused!(with("0.w1", [&[2, 8], &[6, 2]]), Overlap, "experts.0.up_proj", "experts.0.w1");
+    // Up and down of one shape: their order tells them apart, and a name one alone.
+    let mut square = Case { hidden: 6, ..case };
+    let pair = |value: f32| Some(Pair { rank: 2, a: vec![value; 12], b: vec![-value; 12] });
+    square.pairs = [vec![], vec![pair(1.0), pair(2.0)], vec![pair(3.0), pair(4.0)]];
+    assert_eq!(plan_all(&square, BY_PARAMETER).unwrap(), plan_all(&square, FORMS[0]).unwrap());
+    let single = |targets: Value| {
+        let (config, mut tensors) = square.parts(BY_PARAMETER).unwrap();
+        tensors.retain(|(key, _)| !key.contains("base_layer"));
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        config["target_parameters"] = targets;
+        plan_tensors(&square, &config, tensors)
+    };
+    assert!(single(json!(["experts.up_proj"])).is_ok() && single(json!(["experts.down_proj"])).is_ok());
+    refused!(single(json!(null)), AmbiguousExperts, "experts.lora_A", "`target_parameters`");
+}
+
+#[test]
+fn an_expert_has_one_pair_of_a_module() {
+    let case = plain(2, 8, 6);
+    let (config, mut tensors) = case.parts(FORMS[0]).unwrap();
+    tensors.extend(case.parts(Form::Stacked { names: W_NAMES, once: true }).unwrap().1);
+    let twice = plan_tensors(&case, &serde_json::from_str(&config).unwrap(), tensors);
+    refused!(twice, Overlap, "experts.0.gate_proj", "experts.w1");
+}
+
+#[test]
+fn shared_experts_are_dense_or_experts() {
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let mlp = "model.layers.0.mlp.shared_expert";
+    model.linear(Linear::new(mlp, Parallel::Column, 8).slice("gate_proj", 6).slice("up_proj", 6)).unwrap();
+    let gate =
+        Linear::new("model.layers.0.mlp", Parallel::Replicated, 8).slice("shared_expert_gate", 1).slice("gate", 4);
+    model.linear(gate).unwrap();
+    let two = model.experts(Experts::new("model.layers.1.mlp.shared_experts", 2, 8, 6)).unwrap();
+    let config = json!({"peft_type": "LORA", "lora_alpha": 4}).to_string();
+    let entries = |modules: &[(&str, [usize; 2])]| {
+        let tensors = modules.iter().flat_map(|(path, [input, output])| {
+            let shapes = [[2, *input], [*output, 2]];
+            ["A", "B"].into_iter().zip(shapes).map(move |(factor, shape)| {
+                (format!("base_model.model.model.layers.{path}.lora_{factor}.weight"), crate::ones(&shape))
+            })
+        });
+        let adapter = Adapter::from_tensors(&config, tensors.collect::<Vec<_>>()).unwrap();
+        adapter
+            .plan(&model, DType::F32)
+            .map(|image| image.entries().iter().map(|entry| entry.entry).collect::<Vec<_>>())
+    };
+    assert_eq!(
+        entries(&[("0.mlp.shared_expert.up_proj", [8, 6]), ("0.mlp.shared_expert_gate", [8, 1])]).unwrap(),
+        [1, 2]
+    );
+    assert_eq!(entries(&[("0.mlp.gate", [8, 4])]).unwrap(), [3]);
+    let up = |local| model[two].gate_up().expert_entry(local) + 1;
+    assert_eq!(entries(&[("1.mlp.shared_experts.1.up_proj", [8, 6])]).unwrap(), [up(1)]);
+    assert_eq!(entries(&[("1.mlp.shared_experts.up_proj", [8, 12])]).unwrap(), [up(0), up(1)]);
+    refused!(entries(&[("1.mlp.shared_experts.up_proj", [8, 18])]), ExpertShapes, "shared_experts.up_proj.lora_A");
+    refused!(entries(&[("1.mlp.shared_expert.up_proj", [8, 6])]), NoPlace, "shared_expert.up_proj");
+}
+
+#[test]
+fn weights_that_are_not_finite_are_named_by_their_place() {
+    let case = plain(3, 8, 6);
+    let refusal = |form: Form, of: &str, place: usize| {
+        let (config, mut tensors) = case.parts(form).unwrap();
+        let (_, bad) = tensors.iter_mut().find(|(key, _)| key.ends_with(of)).unwrap();
+        let mut values: Vec<f32> = bytemuck::cast_slice::<u8, f32>(bad.bytes()).to_vec();
+        values[place] = f32::NAN;
+        *bad = tensor(DType::F32, bad.shape(), &values);
+        let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+        let (model, _) = case.model(0, false);
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        image.write_to(&mut vec![0; image.bytes()])
+    };
+    let stacked = Form::Stacked { names: PEFT_NAMES, once: false };
+    refused!(refusal(stacked, "up_proj.lora_B.weight", 12 + 5), Unrepresentable, "NaN at [1, 2, 1]");
+    refused!(refusal(BY_PARAMETER, "base_layer.lora_B.weight", 6 * 9 + 4), Unrepresentable, "NaN at [9, 4]");
+}
