@@ -6,12 +6,15 @@
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{AdapterError, rectangle::Rectangle};
+use super::{AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
 use crate::{
     DType, Element,
     error::SlotError,
-    model::{Entry, ModelSpec},
+    model::{Entry, MAX_RANK, ModelSpec},
 };
+
+/// What [`SlotImage::write_pieces`] needs at least.
+pub const MIN_STAGING_BYTES: usize = MAX_RANK * LANE_FEATURES * size_of::<f32>();
 
 /// What an adapter takes in a slot, on one tensor-parallel rank: planned, checked, but not copied yet.
 #[derive(Debug)]
@@ -120,11 +123,41 @@ impl<'a> SlotImage<'a> {
     /// If `block` is not [`bytes`](Self::bytes) long.
     pub fn write_to(&self, block: &mut [u8]) -> Result<(), AdapterError> {
         assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
-        match self.dtype {
-            DType::BF16 => self.write::<bf16>(block),
-            DType::F16 => self.write::<f16>(block),
-            DType::F32 => self.write::<f32>(block),
+        self.write_parts(&self.parts, block)
+    }
+
+    /// Writes the block piece by piece, from its beginning to its end, to `staging`, and gives each with its offset to `sink`: for
+    /// blocks that are to go elsewhere, such as to a device, and of which the host need not hold the whole. Offset and length of a
+    /// piece also say how much of [`bytes`](Self::bytes) is done.
+    ///
+    /// # Errors
+    /// As for [`write_to`](Self::write_to), after the pieces before; and what `sink` returns, at once.
+    ///
+    /// # Panics
+    /// If `staging` is shorter than [`MIN_STAGING_BYTES`].
+    pub fn write_pieces<E: From<AdapterError>>(
+        &self,
+        staging: &mut [u8],
+        mut sink: impl FnMut(usize, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        assert!(staging.len() >= MIN_STAGING_BYTES, "the staging memory must have room for a piece");
+        let size = self.dtype.bytes();
+        let room = staging.len() / size;
+        let (mut offset, mut elems, mut piece) = (0, 0, Vec::new());
+        let mut parts = self.parts.iter().flat_map(|part| part.split(room)).peekable();
+        while let Some(part) = parts.next() {
+            elems += part.block_elems();
+            piece.push(part);
+            if parts.peek().is_none_or(|next| elems + next.block_elems() > room) {
+                let bytes = &mut staging[..elems * size];
+                self.write_parts(&piece, bytes)?;
+                sink(offset, bytes)?;
+                offset += bytes.len();
+                elems = 0;
+                piece.clear();
+            }
         }
+        Ok(())
     }
 
     /// Refuses a table that the image is not for.
@@ -141,14 +174,23 @@ impl<'a> SlotImage<'a> {
         }
     }
 
-    fn write<T: Element>(&self, mut block: &mut [u8]) -> Result<(), AdapterError> {
-        let mut parts = Vec::with_capacity(self.parts.len());
-        for source in &self.parts {
-            let part;
-            (part, block) = block.split_at_mut(source.block_elems() * size_of::<T>());
-            parts.push((source, part));
+    fn write_parts(&self, parts: &[Rectangle<'_>], block: &mut [u8]) -> Result<(), AdapterError> {
+        match self.dtype {
+            DType::BF16 => write::<bf16>(parts, block),
+            DType::F16 => write::<f16>(parts, block),
+            DType::F32 => write::<f32>(parts, block),
         }
-        let error = parts.into_par_iter().find_map_first(|(source, part)| source.write::<T>(part).err());
-        error.map_or(Ok(()), Err)
     }
+}
+
+/// Writes parts of a block that stand one after the other.
+fn write<T: Element>(sources: &[Rectangle<'_>], mut block: &mut [u8]) -> Result<(), AdapterError> {
+    let mut parts = Vec::with_capacity(sources.len());
+    for source in sources {
+        let part;
+        (part, block) = block.split_at_mut(source.block_elems() * size_of::<T>());
+        parts.push((source, part));
+    }
+    let error = parts.into_par_iter().find_map_first(|(source, part)| source.write::<T>(part).err());
+    error.map_or(Ok(()), Err)
 }

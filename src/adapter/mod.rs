@@ -57,7 +57,7 @@ use std::{collections::BTreeMap, path::Path};
 
 pub use error::AdapterError;
 pub use experts::Orientation;
-pub use image::{ImageEntry, SharedEntry, SlotImage};
+pub use image::{ImageEntry, MIN_STAGING_BYTES, SharedEntry, SlotImage};
 pub use tensor::{Tensor, TensorName};
 
 use self::{

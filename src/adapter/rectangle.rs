@@ -77,6 +77,14 @@ impl<'a> Rectangle<'a> {
         if finite { Ok(()) } else { self.unrepresentable::<S, T>().map_or(Ok(()), Err) }
     }
 
+    /// The parts of it, one after the other in a block, that take no more elements than that, which are enough for a lane.
+    pub(super) fn split(&self, max_elems: usize) -> impl Iterator<Item = Self> {
+        let (rank, features) = self.shape();
+        let stripes = max_elems / layout::stripe_elems(rank);
+        let len = (stripes * TILE_FEATURES / LANE_FEATURES * LANE_FEATURES).max(LANE_FEATURES);
+        (0..features).step_by(len).map(move |start| self.narrowed(start, len))
+    }
+
     /// Up to `len` of its features. If they begin with a stripe, their part of the block is laid out like a factor of its own.
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let range = start..self.shape().1.min(start + len);

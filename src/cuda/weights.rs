@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     Element, Slot,
-    adapter::SlotImage,
+    adapter::{MIN_STAGING_BYTES, SlotImage},
     error::SlotError,
     model::{Entry, ModelSpec},
     plan::Capacity,
@@ -18,6 +18,9 @@ use crate::{
 
 /// What the arena hands out.
 const GRANULE_BYTES: usize = 256;
+
+/// What is packed before it is copied.
+const MAX_STAGING_BYTES: usize = 32 << 20;
 
 /// The adapters in device memory, a slot each: one arena of exact-size blocks, and the descriptor table over them.
 ///
@@ -93,12 +96,10 @@ impl<T: Element> WeightTable<T> {
         self.check(stream)?;
         let index = self.index(slot)?;
         image.check_table(&self.model, T::DTYPE, self.max_rank)?;
-        let mut block = vec![0; image.bytes()];
-        image.write_to(&mut block)?;
 
-        let allocation = self.allocate(block.len())?;
+        let allocation = self.allocate(image.bytes())?;
         let offset = allocation.offset as usize * GRANULE_BYTES;
-        if let Err(error) = self.arena.write(offset, &block).and_then(|()| self.describe(index, offset, image)) {
+        if let Err(error) = self.copy(offset, image).and_then(|()| self.describe(index, offset, image)) {
             self.allocator.free(allocation);
             return Err(error);
         }
@@ -135,6 +136,12 @@ impl<T: Element> WeightTable<T> {
     /// What each of a slot's descriptors is for.
     pub(super) fn model(&self) -> &[Entry] {
         &self.model
+    }
+
+    /// Packs the block and copies it to the arena, piece by piece: the host never holds all of it.
+    fn copy(&mut self, offset: usize, image: &SlotImage<'_>) -> Result<(), LaunchError> {
+        let mut staging = vec![0; image.bytes().clamp(MIN_STAGING_BYTES, MAX_STAGING_BYTES)];
+        image.write_pieces(&mut staging, |begin, piece| self.arena.write(offset + begin, piece))
     }
 
     fn describe(&mut self, index: usize, offset: usize, image: &SlotImage<'_>) -> Result<(), LaunchError> {

@@ -3,7 +3,7 @@
 use aril::{
     DType, Slot,
     adapter::{
-        Adapter, AdapterError, ImageEntry, SlotImage,
+        Adapter, AdapterError, ImageEntry, MIN_STAGING_BYTES, SlotImage,
         layout::{B, LinearA},
     },
     cpu::WeightTable,
@@ -346,4 +346,47 @@ fn ranks_beyond_a_table_are_an_error() {
     let mut table = WeightTable::<f32>::new(&model, 1, 8);
     let result = table.load(Slot::new(0), &adapter.plan(&model, DType::F32).unwrap());
     refused!(result, Slot, "rank 9", "up to 8");
+}
+
+/// Whatever fits in a piece, and however large a factor is.
+#[test]
+fn pieces_are_the_block() {
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let mut modules = Vec::new();
+    for (i, (inputs, outputs, rank)) in
+        [(8, 8, 2), (40_000, 300, 9), (300, 40_000, 3), (8, 8, 1), (700, 500, 512)].into_iter().enumerate()
+    {
+        let path = format!("m{i}");
+        model.linear(Linear::new("", Parallel::Replicated, inputs).slice(&path, outputs)).unwrap();
+        let mut next = 0_u16;
+        modules.push(Lora::linear(path, inputs, outputs, rank).dtype(DType::F32).fill(|| {
+            next = next.wrapping_add(1);
+            f32::from(next)
+        }));
+    }
+    model.embedding("embed", 30_000, 8).unwrap();
+    modules.push(Lora::embedding("embed", 30_000, 8, 9).fill(|| 2.0));
+    let adapter = adapter(&modules);
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let mut block = vec![0; image.bytes()];
+    image.write_to(&mut block).unwrap();
+    for len in [MIN_STAGING_BYTES, MIN_STAGING_BYTES + 4_000, 2 * MIN_STAGING_BYTES + 3, image.bytes() + 1] {
+        let mut staging = vec![0xa5; len];
+        let mut pieces = Vec::new();
+        let collect = |offset: usize, piece: &[u8]| {
+            assert_eq!(offset, pieces.len());
+            pieces.extend_from_slice(piece);
+            Ok::<_, AdapterError>(())
+        };
+        image.write_pieces(&mut staging, collect).unwrap();
+        assert!(pieces == block, "in pieces of {len}");
+    }
+    // What the sink says ends it.
+    let mut pieces = 0;
+    let stopped = image.write_pieces(&mut vec![0; MIN_STAGING_BYTES], |_, _| {
+        pieces += 1;
+        Err(AdapterError::Empty)
+    });
+    refused!(stopped, Empty, "no modules");
+    assert_eq!(pieces, 1);
 }

@@ -1,0 +1,140 @@
+//! What packing an adapter takes of the host's memory, beside the files that the system maps.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    fs::{self, File},
+    io::{BufWriter, Write},
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, MIN_STAGING_BYTES},
+    cpu::WeightTable,
+    model::{Experts, ModelSpec, TpRank},
+};
+use half::bf16;
+use serde_json::json;
+
+/// Counts the bytes that are allocated, and the most that ever were.
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: the system's allocator, counted.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(live, Ordering::Relaxed);
+        // SAFETY: the caller's obligations.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's obligations.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Runs `f` and says how much more was allocated at once than before.
+fn peak(f: impl FnOnce()) -> usize {
+    let before = LIVE.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    f();
+    PEAK.load(Ordering::Relaxed) - before
+}
+
+// Qwen3-30B-A3B's, but fewer.
+const EXPERTS: usize = 32;
+const HIDDEN: usize = 2048;
+const INTER: usize = 768;
+const RANK: usize = 16;
+
+const PATH: &str = "model.layers.0.mlp.experts";
+
+/// Writes an adapter of bf16 tensors with different values, and says how many bytes of weights it has.
+fn write(dir: &Path, tensors: &[(String, [usize; 2])]) -> usize {
+    let config = json!({"peft_type": "LORA", "lora_alpha": 32, "peft_version": "0.19.1"});
+    fs::write(dir.join("adapter_config.json"), config.to_string()).unwrap();
+    let mut header = serde_json::Map::new();
+    let mut end = 0;
+    for (key, [rows, cols]) in tensors {
+        let begin = end;
+        end += rows * cols * DType::BF16.bytes();
+        let info = json!({"dtype": "BF16", "shape": [rows, cols], "data_offsets": [begin, end]});
+        header.insert(format!("base_model.model.{PATH}.{key}.weight"), info);
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let mut file = BufWriter::new(File::create(dir.join("adapter_model.safetensors")).unwrap());
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    let mut seed = 1_u32;
+    for _ in 0..end / DType::BF16.bytes() {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let value = f32::from(u8::try_from(seed >> 24).unwrap()) - 128.0;
+        file.write_all(&bf16::from_f32(value).to_le_bytes()).unwrap();
+    }
+    file.flush().unwrap();
+    end
+}
+
+fn per_expert() -> Vec<(String, [usize; 2])> {
+    let modules = [("gate_proj", HIDDEN, INTER), ("up_proj", HIDDEN, INTER), ("down_proj", INTER, HIDDEN)];
+    let pair = |(expert, (name, input, output)): (usize, (&str, usize, usize))| {
+        let path = format!("{expert}.{name}");
+        [(format!("{path}.lora_A"), [RANK, input]), (format!("{path}.lora_B"), [output, RANK])]
+    };
+    (0..EXPERTS).flat_map(|expert| modules.map(|module| (expert, module))).flat_map(pair).collect()
+}
+
+fn parameters() -> Vec<(String, [usize; 2])> {
+    let pair = |path: &str, input, output| {
+        let rank = RANK * EXPERTS;
+        [(format!("{path}lora_A"), [rank, input]), (format!("{path}lora_B"), [output, rank])]
+    };
+    [pair("base_layer.", HIDDEN, 2 * INTER), pair("", INTER, HIDDEN)].into_iter().flatten().collect()
+}
+
+fn assert_peaks(tensors: &[(String, [usize; 2])]) {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = write(dir.path(), tensors);
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    model.experts(Experts::new(PATH, EXPERTS, HIDDEN, INTER)).unwrap();
+
+    let mut done = 0;
+    let streamed = peak(|| {
+        let adapter = Adapter::open(dir.path()).unwrap();
+        let image = adapter.plan(&model, DType::BF16).unwrap();
+        let mut staging = vec![0; MIN_STAGING_BYTES];
+        let sink = |offset: usize, piece: &[u8]| {
+            assert_eq!(offset, done);
+            done += piece.len();
+            Ok::<_, aril::adapter::AdapterError>(())
+        };
+        image.write_pieces(&mut staging, sink).unwrap();
+        assert_eq!(done, image.bytes());
+    });
+    assert_eq!(done, bytes, "the block is as large as the adapter");
+    assert!(streamed < bytes / 5, "{streamed} bytes for an adapter of {bytes}");
+
+    let mut table = WeightTable::<bf16>::new(&model, 1, RANK);
+    let loaded = peak(|| {
+        let adapter = Adapter::open(dir.path()).unwrap();
+        table.load(Slot::new(0), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
+    });
+    assert!((bytes..bytes * 6 / 5).contains(&loaded), "{loaded} bytes for an adapter of {bytes}");
+}
+
+/// One test, as all threads' allocations are counted.
+#[test]
+fn packing_takes_little_more_than_the_block() {
+    assert_peaks(&per_expert());
+    assert_peaks(&parameters());
+}
