@@ -11,7 +11,7 @@
 //! | keys with another prefix match nothing, and the adapter does nothing | `names::spellings_of_a_module`, `plan::multimodal_paths` |
 //! | only the end of a path is compared | `plan::modules_without_a_place`, `names::unknown_tensors` |
 //! | names found inside other names | `names::unknown_tensors`, `plan::modules_without_a_place` |
-//! | experts' factors taken for those of another layout, by version or expert-major for expert-fastest | `experts::all_forms_give_the_same`, `experts::a_version_is_believed` |
+//! | experts' factors taken for those of another layout, by version or expert-major for expert-fastest | `peft::experts_are_what_peft_adds`, `experts::all_forms_give_the_same`, `experts::a_version_is_believed` |
 //! | a layout guessed where two fit | `experts::parameters_that_could_stand_in_two_ways_are_refused` |
 //! | gate and up exchanged, or interleaved ones not taken apart | `experts::all_forms_give_the_same` |
 //! | one expert taken for shared factors | `experts::one_expert_shares_nothing` |
@@ -42,6 +42,7 @@ mod files;
 #[path = "../common/fuzz.rs"]
 mod fuzz;
 mod names;
+mod peft;
 mod plan;
 mod random;
 mod toy;

@@ -1,0 +1,162 @@
+//! Adapters of experts as PEFT saves them, in both of its conventions, against what PEFT adds to the weights.
+
+use std::{fs, path::Path};
+
+use aril::{
+    DType,
+    adapter::{
+        Adapter, Orientation,
+        layout::{B, LinearA},
+    },
+    model::{Experts, Halves, ModelSpec, TpRank},
+};
+use safetensors::SafeTensors;
+
+const EXPERTS: usize = 4;
+const HIDDEN: usize = 12;
+/// As `make_experts.py` says, which ran with each.
+const VERSIONS: [&str; 2] = ["0-18", "0-21"];
+
+/// A model of `make_experts.py`.
+#[derive(Clone, Copy)]
+struct Model {
+    name: &'static str,
+    parent: &'static str,
+    inter: usize,
+    gated: bool,
+    /// How its parameters stand.
+    halves: Halves,
+    transposed: bool,
+    has_gate_up: bool,
+}
+
+const QWEN3_MOE: Model = Model {
+    name: "qwen3-moe",
+    parent: "mlp",
+    inter: 10,
+    gated: true,
+    halves: Halves::GateUp,
+    transposed: false,
+    has_gate_up: true,
+};
+
+const MODELS: [Model; 8] = [
+    QWEN3_MOE,
+    Model { name: "qwen3-moe-patterns", ..QWEN3_MOE },
+    Model { name: "qwen3-moe-down", has_gate_up: false, ..QWEN3_MOE },
+    Model { name: "mixtral", ..QWEN3_MOE },
+    Model { name: "gpt-oss", inter: HIDDEN, halves: Halves::Interleaved, transposed: true, ..QWEN3_MOE },
+    Model { name: "llama4", parent: "feed_forward", transposed: true, ..QWEN3_MOE },
+    Model { name: "nemotron-h", parent: "mixer", gated: false, ..QWEN3_MOE },
+    Model { name: "modules", ..QWEN3_MOE },
+];
+
+impl Model {
+    fn path(&self) -> String {
+        format!("model.layers.0.{}.experts", self.parent)
+    }
+
+    /// What PEFT adds to a module of an expert, from an input to an output.
+    fn delta(&self, tensors: &SafeTensors<'_>, module: &str, expert: usize, output: usize, input: usize) -> f32 {
+        let read = |key: String, index: &[usize]| {
+            let tensor = tensors.tensor(&format!("{}.{key}", self.path())).unwrap();
+            let place = tensor.shape().iter().zip(index).fold(0, |place, (dim, index)| place * dim + index);
+            bytemuck::pod_read_unaligned::<f32>(&tensor.data()[place * 4..][..4])
+        };
+        if self.name == "modules" {
+            return read(format!("{expert}.{module}_proj.weight"), &[output, input]);
+        }
+        let (parameter, output) = match (module, self.gated, self.halves) {
+            ("gate", true, Halves::Interleaved) => ("gate_up_proj", 2 * output),
+            ("up", true, Halves::Interleaved) => ("gate_up_proj", 2 * output + 1),
+            ("gate", true, _) => ("gate_up_proj", output),
+            ("up", true, _) => ("gate_up_proj", self.inter + output),
+            ("up", false, _) => ("up_proj", output),
+            _ => ("down_proj", output),
+        };
+        let [row, col] = if self.transposed { [input, output] } else { [output, input] };
+        read(parameter.to_owned(), &[expert, row, col])
+    }
+
+    fn check(&self, version: &str, adapter: &Adapter, tensors: &SafeTensors<'_>) {
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let mut experts = Experts::new(self.path(), EXPERTS, HIDDEN, self.inter).stored_halves(self.halves);
+        if self.transposed {
+            experts = experts.stored_transposed();
+        }
+        if !self.gated {
+            experts = experts.ungated();
+        }
+        let id = model.experts(experts).unwrap();
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        let mut block = vec![0_f32; image.bytes() / 4];
+        image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
+        let first: &[&str] = if self.gated { &["gate", "up"] } else { &["up"] };
+        let mut entries = 0;
+        for (projection, modules) in [(model[id].gate_up(), first), (model[id].down(), &["down"])] {
+            if !self.has_gate_up && modules == first {
+                continue;
+            }
+            let (inputs, outputs) = (projection.in_features(), projection.out_features() / modules.len());
+            for expert in 0..EXPERTS {
+                for (slice, module) in modules.iter().enumerate() {
+                    let number = projection.expert_entry(expert) + slice;
+                    let entry = image.entries().iter().find(|entry| entry.entry == number).unwrap();
+                    entries += 1;
+                    let rank = entry.rank;
+                    let (a, b) = (LinearA { rank, in_features: inputs }, B { out_features: outputs, rank });
+                    for (output, input) in (0..outputs).flat_map(|output| (0..inputs).map(move |input| (output, input)))
+                    {
+                        let product =
+                            |r: usize| block[entry.a_elems + a.at(r, input)] * block[entry.b_elems + b.at(output, r)];
+                        let got = entry.scaling * (0..rank).map(product).sum::<f32>();
+                        let want = self.delta(tensors, module, expert, output, input);
+                        assert!((got - want).abs() < 1e-6, "{} {version} {module} {expert}: {got} {want}", self.name);
+                    }
+                }
+            }
+        }
+        assert_eq!(entries, image.entries().len());
+    }
+}
+
+fn open(name: &str, version: &str) -> (Adapter, Vec<u8>) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/experts").join(format!("{name}-{version}"));
+    (Adapter::open(&folder).unwrap(), fs::read(folder.join("delta.safetensors")).unwrap())
+}
+
+#[test]
+fn experts_are_what_peft_adds() {
+    for version in VERSIONS {
+        for model in MODELS {
+            let (adapter, deltas) = open(model.name, version);
+            let tensors = SafeTensors::deserialize(&deltas).unwrap();
+            let largest = tensors
+                .tensors()
+                .iter()
+                .flat_map(|(_, tensor)| tensor.data().chunks(4))
+                .fold(0_f32, |most, value| most.max(bytemuck::pod_read_unaligned::<f32>(value).abs()));
+            assert!(largest > 0.1, "{} {version}: an adapter that does nothing shows nothing", model.name);
+            model.check(version, &adapter, &tensors);
+        }
+    }
+}
+
+/// What the versions write differs where an expert's parameters are not transposed, or do not say that they are.
+#[test]
+fn the_versions_have_their_conventions() {
+    let takes_hidden = |name: &str| {
+        VERSIONS.map(|version| {
+            let (adapter, _) = open(name, version);
+            let stack = adapter.stacks().iter().find(|stack| stack.path().ends_with("base_layer")).unwrap();
+            assert_eq!(stack.a_shape()[0], stack.b_shape()[1]);
+            if stack.a_shape()[1] == HIDDEN { Orientation::Forward } else { Orientation::Reversed }
+        })
+    };
+    use Orientation::{Forward, Reversed};
+    for name in ["qwen3-moe", "mixtral", "nemotron-h"] {
+        assert_eq!(takes_hidden(name), [Reversed, Forward], "{name}");
+    }
+    assert_eq!(takes_hidden("gpt-oss"), [Forward, Forward]);
+    assert_eq!(takes_hidden("llama4"), [Forward, Reversed]);
+}
