@@ -145,19 +145,7 @@ impl<T: Element> WeightTable<T> {
     }
 
     fn describe(&mut self, index: usize, offset: usize, image: &SlotImage<'_>) -> Result<(), LaunchError> {
-        let block = self.arena.region().ptr + offset as u64;
-        let at = |elems: usize| block + (elems * size_of::<T>()) as u64;
-        let mut row = vec![Descriptor::default(); self.model.len()];
-        for entry in image.entries() {
-            let rank = i32::try_from(entry.rank).unwrap_or(0);
-            row[entry.entry] = Descriptor { a: at(entry.a_elems), b: at(entry.b_elems), rank, scaling: entry.scaling };
-        }
-        for shared in image.shared() {
-            let rank = i32::try_from(shared.rank).unwrap_or(0);
-            let [a, b] = [shared.a_elems, shared.b_elems].map(|elems| elems.map_or(0, at));
-            row[shared.entry] = Descriptor { a, b, rank, scaling: 1.0 };
-        }
-        self.write_row(index, &row)
+        self.write_row(index, &Descriptor::row(image, self.arena.region().ptr + offset as u64))
     }
 
     fn write_row(&mut self, index: usize, row: &[Descriptor]) -> Result<(), LaunchError> {

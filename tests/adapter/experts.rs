@@ -3,11 +3,12 @@
 use std::ops::Range;
 
 use aril::{
-    DType,
+    DType, Slot,
     adapter::{
         Adapter, AdapterError, ImageEntry, Orientation, SlotImage, Tensor,
         layout::{B, LinearA},
     },
+    cpu::WeightTable,
     model::{Experts, ExpertsId, Halves, Linear, ModelSpec, Parallel, ProjectionSite, TpRank},
 };
 use proptest::prelude::*;
@@ -698,6 +699,46 @@ fn experts_have_ranks_and_scalings_of_their_own() {
     let image = adapter.plan(&model, DType::F32).unwrap();
     let scaling = |number| image.entries().iter().find(|entry| entry.entry == number).unwrap().scaling;
     assert_eq!([0, 1].map(|local| scaling(model[id].down().expert_entry(local))), [3.0, 2.5]);
+}
+
+/// Whichever experts it holds, a rank refuses what another does, in the same words.
+#[test]
+fn experts_that_are_elsewhere_are_checked() {
+    let mut case = plain(3, 8, 6);
+    let (config, mut tensors) = case.parts(FORMS[0]).unwrap();
+    let bad = tensors.iter_mut().find(|(key, _)| key.contains("experts.2.up_proj.lora_B")).unwrap();
+    bad.1 = crate::ones(&[5, 2]);
+    let config = serde_json::from_str(&config).unwrap();
+    let verdicts = [vec![0, 1, 2], vec![2], vec![0], vec![]].map(|held| {
+        case.held = held;
+        plan_tensors(&case, &config, tensors.clone()).unwrap_err().to_string()
+    });
+    assert!(verdicts[0].contains("experts.2.up_proj.lora_B") && verdicts[0].contains("[5, 2]"), "{verdicts:?}");
+    assert!(verdicts.iter().all(|verdict| *verdict == verdicts[0]), "{verdicts:?}");
+}
+
+#[test]
+fn a_table_of_other_experts_refuses_an_image() {
+    let mut case = plain(3, 8, 6);
+    let (config, tensors) = case.parts(FORMS[0]).unwrap();
+    let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+    let models = [vec![0, 1], vec![1, 0], vec![0, 2]].map(|held| {
+        case.held = held;
+        case.model(0, false).0
+    });
+    for (i, model) in models.iter().enumerate() {
+        let image = adapter.plan(model, DType::F32).unwrap();
+        for (j, other) in models.iter().enumerate() {
+            let mut table = WeightTable::<f32>::new(other, 1, 2);
+            let loaded = table.load(Slot::new(0), &image);
+            if i == j {
+                loaded.unwrap();
+            } else {
+                refused!(loaded, Slot, "another model or tensor-parallel rank");
+            }
+        }
+        refused!(WeightTable::<f32>::new(model, 1, 1).load(Slot::new(0), &image), Slot, "rank 2", "up to 1");
+    }
 }
 
 /// With one expert there is nobody to share with.
