@@ -379,8 +379,8 @@ impl<'a, 'm> Layer<'a, 'm> {
     }
 
     /// Puts what this rank needs of the factors into the image: first of the projection before the activation, then of the one
-    /// after it; of each, first what all experts share, then what each has of its own, A before B, slice by slice. What is the same
-    /// for gate and up is there once.
+    /// after it; of each, first what all experts share, then what each has of its own, A before B, slice by slice. An A that gate
+    /// and up have in common, of every expert, is there once.
     pub(super) fn place(
         mut self,
         orientation: Option<Orientation>,
@@ -394,51 +394,67 @@ impl<'a, 'm> Layer<'a, 'm> {
     }
 
     fn place_projection(&self, projection: &ProjectionSite, image: &mut SlotImage<'a>) {
-        let (slices, input) = (projection.slices(), projection.input().range());
-        let cut_a = |a: View<'a>| Rectangle::linear_a(a.columns(input.clone()));
-        let cut_b = |b: View<'a>, slice: &ExpertSlice| Rectangle::b(b.rows(slice.output.range()));
-        let is_here =
-            |slice: &ExpertSlice| self.site.held().iter().any(|&e| self.pairs.contains_key(&(slice.module, e)));
-        let shared: Vec<_> = slices.iter().map(|slice| self.shared(slice.module).filter(|_| is_here(slice))).collect();
+        let (slices, input, one_a) = (projection.slices(), projection.input().range(), self.gate_and_up_have_one_a());
+        // `first` is the A that was placed for a slice before.
+        let place_a = |image: &mut SlotImage<'a>, first: &mut Option<usize>, a: View<'a>| {
+            let placed = first.filter(|_| one_a);
+            let elems = placed.unwrap_or_else(|| image.place(Rectangle::linear_a(a.columns(input.clone()))));
+            *first = Some(elems);
+            elems
+        };
+        let place_b = |image: &mut SlotImage<'a>, slice: &ExpertSlice, b: View<'a>| {
+            image.place(Rectangle::b(b.rows(slice.output.range())))
+        };
+        let is_here = |module| self.site.held().iter().any(|&expert| self.pairs.contains_key(&(module, expert)));
+        let shared: Vec<_> = slices.iter().map(|slice| self.shared(slice.module, is_here(slice.module))).collect();
 
-        let mut group = Group::default();
-        let shared_a: Vec<_> = shared.iter().map(|s| Some(group.place(image, cut_a(s.as_ref()?.a?)))).collect();
-        let shared_b =
-            slices.iter().zip(&shared).map(|(slice, s)| Some(group.place(image, cut_b(s.as_ref()?.b?, slice))));
-        let shared_b: Vec<_> = shared_b.collect();
-        for (i, shared) in shared.iter().enumerate() {
-            if let Some(Shared { rank, .. }) = shared {
-                image.share(projection.shared_entry() + i, *rank, shared_a[i], shared_b[i]);
+        let mut first = None;
+        let shared_a: Vec<_> = shared.iter().map(|pair| Some(place_a(image, &mut first, pair.a?))).collect();
+        let shared_b: Vec<_> =
+            slices.iter().zip(&shared).map(|(slice, pair)| Some(place_b(image, slice, pair.b?))).collect();
+        for (i, pair) in shared.iter().enumerate() {
+            if let Some(rank) = pair.rank() {
+                image.share(projection.shared_entry() + i, rank, shared_a[i], shared_b[i]);
             }
         }
         for (local, &expert) in self.site.held().iter().enumerate() {
-            let mut group = Group::default();
             let pairs: Vec<_> = slices.iter().map(|slice| self.pairs.get(&(slice.module, expert))).collect();
+            let mut first = None;
             let a = pairs.iter().zip(&shared_a).map(|(pair, shared)| match (pair, shared) {
-                (Some(pair), None) => Some(group.place(image, cut_a(pair.a))),
+                (Some(pair), None) => Some(place_a(image, &mut first, pair.a)),
                 (_, shared) => *shared,
             });
             let a: Vec<_> = a.collect();
             for (i, pair) in pairs.into_iter().enumerate() {
                 let (Some(pair), Some(a)) = (pair, a[i]) else { continue };
-                let b = shared_b[i].unwrap_or_else(|| group.place(image, cut_b(pair.b, &slices[i])));
+                let b = shared_b[i].unwrap_or_else(|| place_b(image, &slices[i], pair.b));
                 image.push(projection.expert_entry(local) + i, pair.b.cols, pair.scaling, a, b);
             }
         }
     }
 
-    /// What all experts that have the module share of it, if they are several: the same on every rank, whichever it holds.
-    fn shared(&self, module: ExpertModule) -> Option<Shared<'a>> {
-        let mut pairs = self.pairs.range((module, 0)..=(module, usize::MAX)).map(|(_, pair)| pair);
-        let first = pairs.next()?;
+    /// What all experts that have the module share of it, if they are several: the same on every rank that holds one of them.
+    fn shared(&self, module: ExpertModule, is_here: bool) -> Shared<'a> {
+        let mut pairs = self.of(module).map(|(_, pair)| pair).peekable();
+        let Some(first) = pairs.next().filter(|_| is_here && pairs.peek().is_some()) else {
+            return Shared { a: None, b: None };
+        };
         let (mut a, mut b) = (Some(first.a), Some(first.b));
-        let mut several = false;
         for pair in pairs {
-            several = true;
             a = a.filter(|a| a.same(&pair.a));
             b = b.filter(|b| b.same(&pair.b));
         }
-        (several && (a.is_some() || b.is_some())).then_some(Shared { a, b, rank: first.b.cols })
+        Shared { a, b }
+    }
+
+    fn gate_and_up_have_one_a(&self) -> bool {
+        let both = |(expert, gate): (usize, &Pair<'a>)| Some((gate.a, self.pairs.get(&(ExpertModule::Up, expert))?.a));
+        let mut both = self.of(ExpertModule::Gate).filter_map(both).peekable();
+        both.peek().is_some() && both.all(|(gate, up)| gate.same(&up))
+    }
+
+    fn of(&self, module: ExpertModule) -> impl Iterator<Item = (usize, &Pair<'a>)> {
+        self.pairs.range((module, 0)..=(module, usize::MAX)).map(|((_, expert), pair)| (*expert, pair))
     }
 }
 
@@ -447,20 +463,10 @@ impl<'a, 'm> Layer<'a, 'm> {
 struct Shared<'a> {
     a: Option<View<'a>>,
     b: Option<View<'a>>,
-    rank: usize,
 }
 
-/// Factors that stand together in the block, equal ones once.
-#[derive(Default)]
-struct Group<'a>(Vec<(Rectangle<'a>, usize)>);
-
-impl<'a> Group<'a> {
-    fn place(&mut self, image: &mut SlotImage<'a>, factor: Rectangle<'a>) -> usize {
-        if let Some((_, elems)) = self.0.iter().find(|(other, _)| other.same(&factor)) {
-            return *elems;
-        }
-        let elems = image.place(factor);
-        self.0.push((factor, elems));
-        elems
+impl Shared<'_> {
+    fn rank(&self) -> Option<usize> {
+        self.a.map(|a| a.rows).or(self.b.map(|b| b.cols))
     }
 }

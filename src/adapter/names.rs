@@ -167,16 +167,13 @@ pub(super) enum Item {
     Parameter,
 }
 
-/// The ways to read a path as one into experts, if there are such.
+/// Reads a path as one of or into experts, if it can be.
 pub(super) fn in_experts(path: &str) -> Option<InExperts> {
     let components: Vec<_> = path.split('.').collect();
     let inside = |experts: &[&str], expert, item| Some(InExperts { experts: experts.join("."), expert, item });
     let (last, parent) = components.split_last()?;
-    if *last == "base_layer" {
-        return inside(unwrapped_parameter(&components), None, Item::Parameter);
-    }
     let Some(name) = MODULES.into_iter().find(|name| name == last) else {
-        return inside(&components, None, Item::Parameter);
+        return inside(unwrapped_parameter(&components), None, Item::Parameter);
     };
     match parent {
         [.., parent_name] if is_fms(name) && PARENTS.contains(parent_name) => {

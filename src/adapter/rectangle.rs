@@ -17,7 +17,7 @@ pub(super) struct Rectangle<'a> {
     kind: Kind,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug)]
 enum Kind {
     LinearA,
     EmbeddingA,
@@ -38,11 +38,6 @@ impl<'a> Rectangle<'a> {
     /// A B, `[out_features, rank]`.
     pub(super) fn b(view: View<'a>) -> Self {
         Self { view, kind: Kind::B }
-    }
-
-    /// Whether both take the same in a block.
-    pub(super) fn same(&self, other: &Self) -> bool {
-        self.kind == other.kind && self.view.same(&other.view)
     }
 
     /// The elements it takes in a block, padding included.
