@@ -1,4 +1,6 @@
 //! The part of a stored factor that a rank needs, and its conversion to the layout and the element type of a block.
+//!
+//! Invariant: it lies inside its tensor.
 
 use half::{bf16, f16};
 use rayon::prelude::*;
