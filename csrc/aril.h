@@ -21,15 +21,17 @@ extern "C" {
 #define ARIL_MAX_RANK 512        // of a factor
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
 #define ARIL_WIDE_TILE 64        // in an operation on more tokens than
-#define ARIL_FEW_TOKENS 256      // these
+#define ARIL_FEW_TOKENS 512      // these
+#define ARIL_STAGED_RANK 128     // up to which B is brought to shared memory
 #define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see kernels/tile.cuh
 #define ARIL_LANES_PER_GROUP 4   // lanes that are summed up before anything is added to them
-#define ARIL_K_TILE 32           // input features,
+#define ARIL_GROUPS_PER_SPAN 4   // groups likewise
+#define ARIL_CORE 8              // rows and columns of a core of a factor, and
 #define ARIL_RANK_TILE 8         // ranks
-#define ARIL_OUT_TILE 32         // and outputs that stand together in a factor
-#define ARIL_OUTS_PER_WARP 64    // outputs that a warp of expand takes at once
-#define ARIL_EXPAND_WARPS 4      // of a block
-#define ARIL_STAGED_RANK 128     // up to which expand brings B to shared memory
+#define ARIL_OUT_TILE 64         // and outputs that stand together
+#define ARIL_OUTS_FEW 256   // outputs that a block of expand has a multiple of, with few tokens
+#define ARIL_OUTS_WIDE 128  // and with more
+#define ARIL_EXCHANGE_HEADER 128   // bytes, before the sums
 #define ARIL_FACTOR_ALIGNMENT 128  // bytes, of each factor
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
@@ -40,11 +42,11 @@ enum aril_dtype { ARIL_BF16 = 0, ARIL_F16 = 1, ARIL_F32 = 2 };
 // One module of one slot. A table is [num_slots][num_entries] of these. Rank 0: the slot has no
 // such module.
 //
-// Factors stand in tiles of 256 elements, padded with zeros. A [rank, in_features] is
-// [in / 256][rank / 8][8 times 32 features] tiles of [8 ranks][32 features]. B [out_features, rank]
-// is [out / 32][rank / 8] tiles of [8 c][4 q][4 j][2 i], which is output 8 (c / 2) + 2 j + c % 2
-// and rank 2 q + i: a lane's 16 bytes are its operands of four mma instructions, which leave it
-// eight neighbouring outputs. An embedding's A [vocab, rank] has rows padded to 8 ranks.
+// Factors stand in cores of 8 by 8 elements, row-major, padded with zeros. A [rank, in_features] is
+// [in / 256][rank / 8][32] cores of [8 ranks][8 features]. B [out_features, rank] is
+// [out / 64][rank / 8][2 i][4 j] cores of [8 n][8 ranks], where the output of the 64 is
+// 32 i + 8 (n / 2) + 2 j + n % 2: so four products side by side leave a lane eight neighbouring
+// outputs. An embedding's A [vocab, rank] has rows padded to 8 ranks.
 typedef struct aril_descriptor {
   const void* a;
   const void* b;
@@ -91,22 +93,14 @@ typedef struct aril_weights {
   int32_t max_rank;     // larger ranks in the table are taken for no adapter
 } aril_weights;
 
-// How expand shares out the outputs: a block works on at most `outs_per_block` of a slice, a
-// multiple of ARIL_OUTS_PER_WARP * ARIL_EXPAND_WARPS, and each of its warps has B for `slots` times
-// ARIL_OUTS_PER_WARP of them in shared memory or on its way there. Same bits.
-typedef struct aril_expand_plan {
-  int32_t outs_per_block;
-  int32_t slots;
-} aril_expand_plan;
-
 // y[t, slice] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both.
 typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;       // rows of x and y
   int32_t max_tiles;        // the most that the routing can have, of the size for num_tokens
-  int32_t lanes_per_split;  // 1, ARIL_LANES_PER_GROUP or more than there are: how blocks share out
-                            // a token's input. Same bits.
-  aril_expand_plan expand;
+  int32_t lanes_per_split;  // a group's or a span's: how blocks share out a token's input, with
+                            // more than ARIL_FEW_TOKENS or in f32. Same bits.
+  int32_t outs_per_block;   // of expand: a multiple of ARIL_OUTS_FEW or ARIL_OUTS_WIDE. Same bits.
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
@@ -114,8 +108,12 @@ typedef struct aril_linear_args {
   int64_t x_stride;
   void* y;  // [num_tokens, sum of out_features]
   int64_t y_stride;
-  float* planes;  // [splits, num_tokens, num_slices, max_rank padded to ARIL_RANK_TILE], 16-byte
-                  // aligned: from shrink to expand
+  // From shrink to expand, both aligned to 16 bytes; ranks are max_rank padded to ARIL_RANK_TILE.
+  // The exchange is for few tokens in bf16 and f16: a header, zero when it is first used, then
+  // [groups, num_tokens, num_slices, ranks] pairs of a float and a tag. Nothing else may write it.
+  // The planes are for the others: [splits, num_tokens, num_slices, ranks].
+  void* exchange;
+  float* planes;
   aril_weights weights;
   aril_routing routing;
 } aril_linear_args;
@@ -124,8 +122,8 @@ typedef struct aril_linear_args {
 typedef struct aril_embedding_args {
   int32_t dtype;
   int32_t num_tokens;
-  int32_t max_tiles;  // as above
-  aril_expand_plan expand;
+  int32_t max_tiles;       // as above
+  int32_t outs_per_block;  // as above
   int32_t vocab;
   int32_t hidden;
   const int32_t* token_ids;  // [num_tokens]
@@ -141,6 +139,7 @@ const char* aril_status_string(int32_t status);
 // Loads every kernel into the current context, so that no launch has to.
 int32_t aril_load(void);
 int32_t aril_route(const aril_route_args* args, void* stream);
+int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);

@@ -1,92 +1,169 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "common/launch.cuh"
-#include "kernels/expand_mma.cuh"
+#include "kernels/deep.cuh"
+#include "kernels/embedding.cuh"
 #include "kernels/f32.cuh"
-#include "kernels/shrink_mma.cuh"
+#include "kernels/few.cuh"
+#include "kernels/wide.cuh"
 
 namespace aril {
 namespace {
 
 using detail::ceil_div;
+using detail::Way;
 
-// What a block may have on every device from sm_80 on.
-constexpr int kMaxSmemBytes = 96 << 10;
+// At least what a kernel has of shared memory beside what its launch asks for.
+constexpr int kStaticSmemBytes = 8 << 10;
+
+// What a block may have on this device.
+int32_t max_smem_bytes(int& bytes) {
+  int device;
+  ARIL_TRY(cudaGetDevice(&device));
+  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
+enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
 
 int rank_tiles(const aril_weights& weights) { return ceil_div(weights.max_rank, ARIL_RANK_TILE); }
 
-int shrink_few_smem_bytes(const aril_linear_args& args) {
-  const int num_lanes = ceil_div(args.in_features, ARIL_LANE_FEATURES);
-  const int lanes = args.lanes_per_split < num_lanes ? args.lanes_per_split : num_lanes;
-  const int slots = lanes < detail::kFewSlots ? lanes : detail::kFewSlots;
-  const int columns = args.num_slices * rank_tiles(args.weights);
-  const int held = columns < detail::kColumnsPerBlock ? columns : detail::kColumnsPerBlock;
-  const int rows = lanes * ARIL_TOKENS_PER_TILE + slots * ARIL_RANK_TILE * held;
-  return rows * ARIL_LANE_FEATURES * static_cast<int>(sizeof(__half));
+int rank_steps(const aril_weights& weights) {
+  return ceil_div(weights.max_rank, detail::kRanksPerStep);
+}
+
+bool is_staged(const aril_weights& weights) { return weights.max_rank <= ARIL_STAGED_RANK; }
+
+int out_blocks(const aril_linear_args& args, int outs_per_block) {
+  int blocks = 0;
+  for (int slice = 0; slice < args.num_slices; ++slice) {
+    blocks += ceil_div(args.out_features[slice], outs_per_block);
+  }
+  return blocks;
+}
+
+// Of expand with tiles of 16 tokens: B, and v's operands.
+int few_expand_smem_bytes(const aril_weights& weights, int outs_per_block, bool staged) {
+  const int b = ceil_div(outs_per_block, ARIL_OUT_TILE) * ARIL_OUT_TILE * rank_tiles(weights) * 16;
+  return (staged ? b : 0) + rank_steps(weights) * detail::kTerms * 32 * 16;
+}
+
+// Of expand with tiles of 64: v's operands, and the stages, of which there is one where two do not
+// fit.
+int32_t wide_expand_smem_bytes(const aril_weights& weights, int& stages, int& bytes) {
+  int max_bytes;
+  ARIL_TRY(max_smem_bytes(max_bytes));
+  const int v = rank_steps(weights) * detail::kTerms * detail::kTermBytes;
+  const int stage = detail::kChunkBytes + detail::kChunkOuts * rank_tiles(weights) * 16;
+  stages = v + 2 * stage <= max_bytes - kStaticSmemBytes ? 2 : 1;
+  bytes = v + stages * stage;
+  return 0;
 }
 
 template <typename T>
-int32_t shrink(const aril_linear_args& args, void* stream) {
-  const int splits = detail::num_splits(args);
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return launch(detail::shrink_f32_kernel, dim3(args.max_tiles * args.num_slices, splits),
-                  detail::kF32Threads, 0, stream, args, args.num_slices);
-  } else {
-    const int columns = args.num_slices * rank_tiles(args.weights);
-    const int blocks = ceil_div(columns, detail::kColumnsPerBlock);
-    const dim3 grid(args.max_tiles * blocks, splits);
-    if (detail::is_wide(args.num_tokens)) {
-      return launch(detail::shrink_wide_kernel<T>, grid, detail::kWideThreads,
-                    detail::kWideSmemBytes, stream, args, blocks);
-    }
-    const int smem_bytes = shrink_few_smem_bytes(args);
-    if (smem_bytes > kMaxSmemBytes) return ARIL_ERR_ARGUMENT;
-    return launch(detail::shrink_few_kernel<T>, grid, detail::kFewThreads, smem_bytes, stream, args,
+int32_t few(const aril_linear_args& args, int parts, void* stream) {
+  const int columns = args.num_slices * rank_tiles(args.weights);
+  detail::FewGrid grid = {};
+  grid.columns = ceil_div(columns, detail::kFewColumns);
+  grid.groups = ceil_div(args.in_features, detail::kGroupFeatures);
+  grid.outs = out_blocks(args, args.outs_per_block);
+  grid.shrink = parts & kShrink ? args.max_tiles * grid.columns * grid.groups : 0;
+  grid.apart = parts == kExpand;
+  const int expand = parts & kExpand ? args.max_tiles * grid.outs : 0;
+  const int rows = args.num_tokens < ARIL_TOKENS_PER_TILE ? args.num_tokens : ARIL_TOKENS_PER_TILE;
+  const int of_shrink = detail::kFewWarps * detail::kPieceBytes + rows * detail::kGroupRowBytes;
+  const bool staged = is_staged(args.weights);
+  const int of_expand = few_expand_smem_bytes(args.weights, args.outs_per_block, staged);
+  const auto kernel = staged ? detail::few_kernel<T, true> : detail::few_kernel<T, false>;
+  return launch(kernel, dim3(grid.shrink + expand), detail::kFewThreads,
+                of_shrink > of_expand ? of_shrink : of_expand, stream, args, grid);
+}
+
+template <typename T, int kColumns>
+int32_t shrink_wide_as(const aril_linear_args& args, int columns, void* stream) {
+  int warpgroups = 1;
+  if (kColumns == detail::kMaxColumns) {
+    warpgroups = ceil_div(columns, kColumns);
+    if (warpgroups > detail::kMaxWarpgroups) warpgroups = detail::kMaxWarpgroups;
+  }
+  const int blocks = ceil_div(columns, kColumns * warpgroups);
+  const int stage_bytes = detail::kInputBytes + warpgroups * kColumns * detail::kColumnBytes;
+  return launch(detail::shrink_wide_kernel<T, kColumns>,
+                dim3(args.max_tiles * blocks, detail::num_splits(args)),
+                warpgroups * detail::kGroupThreads, detail::kStages * stage_bytes, stream, args,
+                blocks);
+}
+
+template <typename T>
+int32_t shrink_wide(const aril_linear_args& args, void* stream) {
+  const int columns = args.num_slices * rank_tiles(args.weights);
+  if (columns <= 2) return shrink_wide_as<T, 2>(args, columns, stream);
+  if (columns <= 4) return shrink_wide_as<T, 4>(args, columns, stream);
+  return shrink_wide_as<T, detail::kMaxColumns>(args, columns, stream);
+}
+
+template <typename T>
+int32_t expand_wide(const aril_linear_args& args, void* stream) {
+  const int blocks = out_blocks(args, args.outs_per_block);
+  const dim3 grid(args.max_tiles * blocks);
+  if (!is_staged(args.weights)) {
+    return launch(detail::expand_deep_kernel<T>, grid, detail::kFewThreads,
+                  few_expand_smem_bytes(args.weights, args.outs_per_block, false), stream, args,
                   blocks);
   }
+  int stages, smem_bytes;
+  ARIL_TRY(wide_expand_smem_bytes(args.weights, stages, smem_bytes));
+  return launch(detail::expand_wide_kernel<T>, grid, detail::kExpandThreads, smem_bytes, stream,
+                args, blocks, stages);
 }
 
-int expand_smem_bytes(const aril_weights& weights, int tokens, int slots, bool staged) {
-  const int v = tokens * ceil_div(weights.max_rank, detail::kRanksPerStep) * detail::kRanksPerStep *
-                detail::kTerms;
-  const int b =
-      ARIL_EXPAND_WARPS * slots * ARIL_OUTS_PER_WARP * rank_tiles(weights) * ARIL_RANK_TILE;
-  return (v + (staged ? b : 0)) * static_cast<int>(sizeof(__half));
-}
-
-// Launches the instance of expand for the batch's tiles and the ranks: `Kernels<T, kTokens,
-// kStaged>::kernel`.
-template <template <typename, int, bool> typename Kernels, typename T, typename Args>
-int32_t launch_expand(const Args& args, int out_blocks, void* stream) {
-  const dim3 grid(args.max_tiles * out_blocks);
-  const auto launch_as = [&](auto kernel, int tokens, bool staged) {
-    return launch(kernel, grid, detail::kExpandThreads,
-                  expand_smem_bytes(args.weights, tokens, args.expand.slots, staged), stream, args,
-                  out_blocks);
-  };
-  if (args.weights.max_rank > ARIL_STAGED_RANK) {
-    return launch_as(Kernels<T, ARIL_TOKENS_PER_TILE, false>::kernel, ARIL_TOKENS_PER_TILE, false);
+int32_t f32(const aril_linear_args& args, int parts, void* stream) {
+  if (parts & kShrink) {
+    ARIL_TRY(launch(detail::shrink_f32_kernel,
+                    dim3(args.max_tiles * args.num_slices, detail::num_splits(args)),
+                    detail::kF32Threads, 0, stream, args, args.num_slices));
   }
-  return detail::is_wide(args.num_tokens)
-             ? launch_as(Kernels<T, ARIL_WIDE_TILE, true>::kernel, ARIL_WIDE_TILE, true)
-             : launch_as(Kernels<T, ARIL_TOKENS_PER_TILE, true>::kernel, ARIL_TOKENS_PER_TILE,
-                         true);
+  if (!(parts & kExpand)) return 0;
+  const int blocks = out_blocks(args, detail::kF32Threads);
+  return launch(detail::expand_f32_kernel, dim3(args.max_tiles * blocks), detail::kF32Threads, 0,
+                stream, args, blocks);
 }
 
-template <typename T, int kTokens, bool kStaged>
-struct LinearExpand {
-  static constexpr auto kernel = detail::expand_kernel<T, kTokens, kStaged>;
-};
+int32_t linear(const aril_linear_args& args, int parts, void* stream) {
+  return dispatch(args.dtype, [&](auto element) -> int32_t {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return f32(args, parts, stream);
+    } else {
+      if (!detail::is_wide(args.num_tokens)) return few<T>(args, parts, stream);
+      if (parts & kShrink) ARIL_TRY(shrink_wide<T>(args, stream));
+      return parts & kExpand ? expand_wide<T>(args, stream) : 0;
+    }
+  });
+}
 
-template <typename T, int kTokens, bool kStaged>
-struct Embedding {
-  static constexpr auto kernel = detail::embedding_kernel<T, kTokens, kStaged>;
-};
-
-template <template <typename, int, bool> typename Kernels, typename T>
-int32_t load_expand() {
-  ARIL_TRY(load(Kernels<T, ARIL_TOKENS_PER_TILE, false>::kernel, kMaxSmemBytes));
-  ARIL_TRY(load(Kernels<T, ARIL_TOKENS_PER_TILE, true>::kernel, kMaxSmemBytes));
-  return load(Kernels<T, ARIL_WIDE_TILE, true>::kernel, kMaxSmemBytes);
+template <typename T>
+int32_t embedding(const aril_embedding_args& args, void* stream) {
+  const bool staged = is_staged(args.weights);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const int blocks = ceil_div(args.hidden, detail::kF32Threads);
+    return launch(detail::embedding_f32_kernel, dim3(args.max_tiles * blocks), detail::kF32Threads,
+                  0, stream, args, blocks);
+  } else {
+    const int blocks = ceil_div(args.hidden, args.outs_per_block);
+    const dim3 grid(args.max_tiles * blocks);
+    if (detail::is_wide(args.num_tokens) && staged) {
+      int stages, smem_bytes;
+      ARIL_TRY(wide_expand_smem_bytes(args.weights, stages, smem_bytes));
+      return launch(detail::embedding_kernel<T, Way::kWide>, grid, detail::kExpandThreads,
+                    smem_bytes, stream, args, blocks, stages);
+    }
+    const auto kernel = detail::is_wide(args.num_tokens)
+                            ? detail::embedding_kernel<T, Way::kWideDeep>
+                        : staged ? detail::embedding_kernel<T, Way::kFew>
+                                 : detail::embedding_kernel<T, Way::kFewDeep>;
+    return launch(kernel, grid, detail::kFewThreads,
+                  few_expand_smem_bytes(args.weights, args.outs_per_block, staged), stream, args,
+                  blocks, 0);
+  }
 }
 
 template <typename T>
@@ -96,10 +173,20 @@ int32_t load_kernels() {
     ARIL_TRY(load(detail::expand_f32_kernel));
     return load(detail::embedding_f32_kernel);
   } else {
-    ARIL_TRY(load(detail::shrink_wide_kernel<T>, detail::kWideSmemBytes));
-    ARIL_TRY(load(detail::shrink_few_kernel<T>, kMaxSmemBytes));
-    ARIL_TRY((load_expand<LinearExpand, T>()));
-    return load_expand<Embedding, T>();
+    int bytes;
+    ARIL_TRY(max_smem_bytes(bytes));
+    bytes -= kStaticSmemBytes;
+    ARIL_TRY((load(detail::few_kernel<T, true>, bytes)));
+    ARIL_TRY((load(detail::few_kernel<T, false>, bytes)));
+    ARIL_TRY((load(detail::shrink_wide_kernel<T, 2>, bytes)));
+    ARIL_TRY((load(detail::shrink_wide_kernel<T, 4>, bytes)));
+    ARIL_TRY((load(detail::shrink_wide_kernel<T, detail::kMaxColumns>, bytes)));
+    ARIL_TRY(load(detail::expand_wide_kernel<T>, bytes));
+    ARIL_TRY(load(detail::expand_deep_kernel<T>, bytes));
+    ARIL_TRY((load(detail::embedding_kernel<T, Way::kFew>, bytes)));
+    ARIL_TRY((load(detail::embedding_kernel<T, Way::kFewDeep>, bytes)));
+    ARIL_TRY((load(detail::embedding_kernel<T, Way::kWide>, bytes)));
+    return load(detail::embedding_kernel<T, Way::kWideDeep>, bytes);
   }
 }
 
@@ -114,40 +201,19 @@ int32_t load_linear() {
 
 }  // namespace aril
 
+extern "C" int32_t aril_linear(const aril_linear_args* args, void* stream) {
+  return aril::linear(*args, aril::kBoth, stream);
+}
+
 extern "C" int32_t aril_linear_shrink(const aril_linear_args* args, void* stream) {
-  return aril::dispatch(
-      args->dtype, [&](auto element) { return aril::shrink<decltype(element)>(*args, stream); });
+  return aril::linear(*args, aril::kShrink, stream);
 }
 
 extern "C" int32_t aril_linear_expand(const aril_linear_args* args, void* stream) {
-  return aril::dispatch(args->dtype, [&](auto element) -> int32_t {
-    using T = decltype(element);
-    constexpr bool kF32 = sizeof(T) == sizeof(float);
-    const int outs_per_block = kF32 ? aril::detail::kF32Threads : args->expand.outs_per_block;
-    int out_blocks = 0;
-    for (int slice = 0; slice < args->num_slices; ++slice) {
-      out_blocks += aril::ceil_div(args->out_features[slice], outs_per_block);
-    }
-    if constexpr (kF32) {
-      return aril::launch(aril::detail::expand_f32_kernel, dim3(args->max_tiles * out_blocks),
-                          aril::detail::kF32Threads, 0, stream, *args, out_blocks);
-    } else {
-      return aril::launch_expand<aril::LinearExpand, T>(*args, out_blocks, stream);
-    }
-  });
+  return aril::linear(*args, aril::kExpand, stream);
 }
 
 extern "C" int32_t aril_embedding(const aril_embedding_args* args, void* stream) {
-  return aril::dispatch(args->dtype, [&](auto element) -> int32_t {
-    using T = decltype(element);
-    constexpr bool kF32 = sizeof(T) == sizeof(float);
-    const int outs_per_block = kF32 ? aril::detail::kF32Threads : args->expand.outs_per_block;
-    const int out_blocks = aril::ceil_div(args->hidden, outs_per_block);
-    if constexpr (kF32) {
-      return aril::launch(aril::detail::embedding_f32_kernel, dim3(args->max_tiles * out_blocks),
-                          aril::detail::kF32Threads, 0, stream, *args, out_blocks);
-    } else {
-      return aril::launch_expand<aril::Embedding, T>(*args, out_blocks, stream);
-    }
-  });
+  return aril::dispatch(
+      args->dtype, [&](auto element) { return aril::embedding<decltype(element)>(*args, stream); });
 }

@@ -2,7 +2,12 @@
 
 use std::{collections::BTreeMap, iter::repeat_n};
 
-use aril::{DType, cuda::raw, plan::Capacity, routing::Batch};
+use aril::{
+    DType,
+    cuda::{Workspace, raw},
+    plan::Capacity,
+    routing::Batch,
+};
 use half::bf16;
 
 use super::{
@@ -76,7 +81,7 @@ pub struct Layer<'a> {
 /// What is launched, and the operand that only it has.
 enum Kernel {
     Embedding { embedding: raw::LoraEmbedding, ids: Memory },
-    Linear { linear: raw::LoraLinear, workspace: Memory },
+    Linear { linear: raw::LoraLinear, workspace: Workspace },
 }
 
 /// Times of one operation, in µs.
@@ -176,7 +181,7 @@ impl<'a> Layer<'a> {
         Ok(unsafe { linear.expand(y, self.weights(set), self.batch, workspace.region(), stream) }?)
     }
 
-    fn linear(&self) -> Result<(&raw::LoraLinear, &Memory)> {
+    fn linear(&self) -> Result<(&raw::LoraLinear, &Workspace)> {
         match &self.kernel {
             Kernel::Embedding { .. } => Err("an embedding is one kernel".into()),
             Kernel::Linear { linear, workspace } => Ok((linear, workspace)),
@@ -258,7 +263,7 @@ impl Kernel {
             Operation::Linear => {
                 let (model, id) = workload.model_spec()?;
                 let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
-                let workspace = gpu.alloc(linear.plan().workspace_bytes())?;
+                let workspace = Workspace::new(&gpu.kernels, linear.plan().workspace_bytes(), &gpu.stream)?;
                 Ok(Self::Linear { linear, workspace })
             }
         }

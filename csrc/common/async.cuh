@@ -30,36 +30,44 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
 // Where bulk copies arrive, in shared memory. A phase ends when all that was expected has come and
-// one thread has said that there will be no more.
+// `senders` threads have said what to expect. Without bulk copies (before sm_90), whoever brings
+// something waits for it himself, and all meet before anyone reads it.
 struct Arrival {
   uint64_t barrier;
 
   // By one thread, before anything else.
-  __device__ __forceinline__ void init() {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
+  __device__ __forceinline__ void init(int senders = 1) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(senders)
+                 : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+
+  // By a sender: what will come of it in this phase.
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+        "r"(bytes)
+        : "memory");
+#endif
   }
 
   // Starts a copy; both sides and `bytes` are multiples of 16.
   __device__ __forceinline__ void copy(void* shared, const void* global, uint32_t bytes) {
-    const uint32_t address = shared_address(&barrier);
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared.b64 [%0], %1;" ::"r"(address), "r"(bytes)
-                 : "memory");
+#if __CUDA_ARCH__ >= 900
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
         "[%3];" ::"r"(shared_address(shared)),
-        "l"(global), "r"(bytes), "r"(address)
+        "l"(global), "r"(bytes), "r"(shared_address(&barrier))
         : "memory");
-  }
-
-  // By one thread, after all copies of a phase were started.
-  __device__ __forceinline__ void close() {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+#endif
   }
 
   __device__ __forceinline__ void wait(uint32_t parity) const {
+#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -69,98 +77,50 @@ struct Arrival {
         "}\n" ::"r"(shared_address(&barrier)),
         "r"(parity)
         : "memory");
+#endif
   }
 };
-#endif
 
-// A warp's own supply of weights: pieces that come into the slots of a ring in shared memory, one
-// after the other. The whole warp calls.
-class Supply {
- public:
-  // What the supply of one warp needs beside its slots.
-  struct State {
+// Starts a copy from shared memory, of which `publish_shared` was called; `bytes` is a multiple
+// of 16.
+__device__ __forceinline__ void copy_back(void* global, const void* shared, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-    static constexpr int kMaxSlots = 16;
-    Arrival arrivals[kMaxSlots];
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
-  };
+}
 
-  __device__ __forceinline__ Supply(State& state, void* shared, int slots, int slot_bytes)
-      : state_(state),
-        shared_(static_cast<char*>(shared)),
-        slots_(slots),
-        slot_bytes_(slot_bytes) {}
-
-  // Before the first piece, by the warp itself.
-  __device__ __forceinline__ void prepare() {
+// Waits until this thread's copies back have read shared memory.
+__device__ __forceinline__ void wait_for_reads_of_copies_back() {
 #if __CUDA_ARCH__ >= 900
-    const int lane = threadIdx.x % 32;
-    if (lane < slots_) state_.arrivals[lane].init();
-    __syncwarp();
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
-  }
+}
 
+// Waits until they are done.
+__device__ __forceinline__ void wait_for_copies_back() {
 #if __CUDA_ARCH__ >= 900
-  // The same by one thread, for the warp whose supply it will be.
-  __device__ __forceinline__ static void prepare(State& state, int slots) {
-    for (int i = 0; i < slots; ++i) state.arrivals[i].init();
-  }
-
-  // By one thread, once that is done: starts bringing the first pieces, `stride` bytes apart.
-  __device__ __forceinline__ static void begin(State& state, void* shared, int slots,
-                                               int slot_bytes, const void* global, int64_t stride) {
-    for (int i = 0; i < slots; ++i) {
-      state.arrivals[i].copy(static_cast<char*>(shared) + i * slot_bytes,
-                             static_cast<const char*>(global) + i * stride, slot_bytes);
-      state.arrivals[i].close();
-    }
-  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
+}
 
-  // Starts bringing the next piece, into the slot of the piece that came `slots` before it and that
-  // the whole warp has done with. None if it has no bytes.
-  __device__ __forceinline__ void start(const void* global, int bytes) {
-    char* slot = shared_ + started_ * slot_bytes_;
-    const int lane = threadIdx.x % 32;
+// Brings weights to shared memory: by one thread where there are bulk copies, by all `threads`,
+// of which this is number `thread`, elsewhere.
+__device__ __forceinline__ void bring(Arrival& arrival, void* shared, const void* global,
+                                      uint32_t bytes, int thread, int threads) {
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0 && bytes > 0) {
-      state_.arrivals[started_].copy(slot, global, bytes);
-      state_.arrivals[started_].close();
-    }
+  if (thread != 0) return;
+  arrival.init();
+  arrival.expect(bytes);
+  if (bytes > 0) arrival.copy(shared, global, bytes);
 #else
-    for (int at = lane * 16; at < bytes; at += 32 * 16) {
-      copy_async(slot + at, static_cast<const char*>(global) + at);
-    }
-    commit_copies();
-#endif
-    if (++started_ == slots_) started_ = 0;
+  for (uint32_t at = thread * 16; at < bytes; at += threads * 16) {
+    copy_async(static_cast<char*>(shared) + at, static_cast<const char*>(global) + at);
   }
-
-  // The next piece, once it is there. As many have been started as there are slots.
-  __device__ __forceinline__ const void* next() {
-    const char* slot = shared_ + taken_ * slot_bytes_;
-#if __CUDA_ARCH__ >= 900
-    state_.arrivals[taken_].wait(parity_);
-#else
-    if (slots_ == 1) {
-      wait_for_copies<0>();
-    } else {
-      wait_for_copies<1>();
-    }
-    __syncwarp();
+  commit_copies();
 #endif
-    if (++taken_ == slots_) {
-      taken_ = 0;
-      parity_ ^= 1;
-    }
-    return slot;
-  }
-
- private:
-  State& state_;
-  char* shared_;
-  int slots_, slot_bytes_, started_ = 0, taken_ = 0;
-  uint32_t parity_ = 0;
-};
+}
 
 }  // namespace aril

@@ -8,8 +8,7 @@
 #pragma once
 
 #include "../common/pdl.cuh"
-#include "expand_mma.cuh"
-#include "shrink_mma.cuh"
+#include "embedding.cuh"
 #include "tile.cuh"
 
 namespace aril::detail {
@@ -31,10 +30,9 @@ __global__ void __launch_bounds__(kF32Threads)
     const int token = tile.token(t, p.num_tokens);
     for (int first_rank = 0; token >= 0 && first_rank < module.rank; first_rank += kF32Threads) {
       const int rank = first_rank + threadIdx.x;
-      const float* a = static_cast<const float*>(module.a) +
-                       rank / ARIL_RANK_TILE * kStepsPerLane * kTileElems +
-                       rank % ARIL_RANK_TILE * ARIL_K_TILE;
-      float total = 0.0f, group = 0.0f;
+      const float* a = static_cast<const float*>(module.a) + rank / ARIL_RANK_TILE * kPieceElems +
+                       rank % ARIL_RANK_TILE * ARIL_CORE;
+      float total = 0.0f, span = 0.0f, group = 0.0f;
       for (int sum_lane = lanes.begin; sum_lane < lanes.end; ++sum_lane) {
         const int first_k = sum_lane * ARIL_LANE_FEATURES;
         const int features = min(p.in_features - first_k, ARIL_LANE_FEATURES);
@@ -45,14 +43,18 @@ __global__ void __launch_bounds__(kF32Threads)
         __syncthreads();
         float sum = 0.0f;
         for (int k = 0; rank < module.rank && k < features; ++k) {
-          const int64_t step = int64_t{sum_lane} * rank_tiles * kStepsPerLane + k / ARIL_K_TILE;
-          sum += a[step * kTileElems + k % ARIL_K_TILE] * x[k];
+          const int64_t core =
+              int64_t{sum_lane} * rank_tiles * kPieceElems + k / ARIL_CORE * kCoreElems;
+          sum += a[core + k % ARIL_CORE] * x[k];
         }
         group += sum;
-        if ((sum_lane + 1) % ARIL_LANES_PER_GROUP == 0 || sum_lane + 1 == lanes.end) {
-          total += group;
-          group = 0.0f;
-        }
+        const bool last = sum_lane + 1 == lanes.end;
+        if ((sum_lane + 1) % ARIL_LANES_PER_GROUP != 0 && !last) continue;
+        span += group;
+        group = 0.0f;
+        if ((sum_lane + 1) % kLanesPerSpan != 0 && !last) continue;
+        total += span;
+        span = 0.0f;
       }
       if (rank < rank_tiles * ARIL_RANK_TILE) {
         p.planes[blockIdx.y * planes.plane_stride + token * planes.token_stride +
@@ -72,20 +74,22 @@ __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descript
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int out = first_out + static_cast<int>(threadIdx.x), column = out % ARIL_OUT_TILE;
   // See aril_descriptor for where an output's ranks stand.
+  const int core = column / 32 * 4 + column % 8 / 2, row = column % 32 / 8 * 2 + column % 2;
+  constexpr int kTileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
   const float* b = static_cast<const float*>(module.b) +
-                   int64_t{out / ARIL_OUT_TILE} * rank_tiles * kTileElems +
-                   (column / 8 * 2 + column % 2) * 32 + column % 8 / 2 * 2;
+                   int64_t{out / ARIL_OUT_TILE} * rank_tiles * kTileElems + core * kCoreElems +
+                   row * ARIL_RANK_TILE;
   for (int t = 0; t < tile.count; ++t) {
     const int token = tile.token(t, num_tokens);
     if (token < 0 || rows.lacks(token)) continue;
     __syncthreads();
-    for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) v[i] = rows.load(token, i * 2);
+    for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) v[i] = rows.load2(token, i * 2);
     __syncthreads();
     if (out >= num_outs) continue;
     const float scale = module.scaling * scales[token];
     float delta = 0.0f;
     for (int i = 0; i < rank_tiles * 4; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kTileElems + i % 4 * 8);
+      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kTileElems + i % 4 * 2);
       delta += pair.x * v[i].x;
       delta += pair.y * v[i].y;
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // What a block of every operation begins with: its tile of tokens, and the factors that their slot
-// has here.
+// has here; and the order of sums.
 #pragma once
 
 #include "../aril.h"
+#include "../common/pdl.cuh"
 
 namespace aril::detail {
 
@@ -50,12 +51,15 @@ __device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights
 
 // The first block of a grid. It waits for its predecessors even if it has nothing to do, so that a
 // kernel never ends before them; others leave.
-__device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0; }
+__device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0; }
 
 // A token's sum over the input features has one order, that of the layer's shape, in all kernels:
-// ARIL_LANE_FEATURES features make a lane's sum, ARIL_LANES_PER_GROUP lanes a group's, and the
-// groups, one after the other, the token's. However many blocks share the work, each sums up a
-// lane, a group, or everything, and its bits are the same.
+// a chain of instructions adds up 64 features, four chains make a lane's sum, ARIL_LANES_PER_GROUP
+// lanes a group's, ARIL_GROUPS_PER_SPAN groups a span's, and the spans, one after the other, the
+// token's. However many blocks share the work, each sums up one of these, and the bits are the
+// same.
+constexpr int kLanesPerSpan = ARIL_LANES_PER_GROUP * ARIL_GROUPS_PER_SPAN;
+
 struct Lanes {
   int begin, end;  // the lanes that a split sums up
 
@@ -82,7 +86,89 @@ struct Planes {
         plane_stride(p.num_tokens * token_stride) {}
 };
 
-// Elements of a tile of a factor.
-constexpr int kTileElems = ARIL_RANK_TILE * ARIL_K_TILE;
+constexpr int kCoreElems = ARIL_CORE * ARIL_CORE;
+constexpr int kPieceElems = ARIL_RANK_TILE * ARIL_LANE_FEATURES;  // of A: 8 ranks of a lane
+constexpr int kPieceBytes = kPieceElems * 2;                      // of 16-bit elements
+
+// A layer's slice and the outputs in it that a block works on.
+struct OutBlock {
+  int slice = 0, index, first_column = 0;  // of the slice in y
+
+  __device__ __forceinline__ OutBlock(const aril_linear_args& p, int block, int outs_per_block) {
+    for (; slice < p.num_slices - 1; ++slice) {
+      const int blocks = ceil_div(p.out_features[slice], outs_per_block);
+      if (block < blocks) break;
+      block -= blocks;
+      first_column += p.out_features[slice];
+    }
+    index = block;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ bool is_aligned(const T* rows, int64_t stride) {
+  return (reinterpret_cast<uintptr_t>(rows) | (stride * sizeof(T))) % 16 == 0;
+}
+
+__device__ __forceinline__ float2 operator+(const float2& a, const float2& b) {
+  return make_float2(a.x + b.x, a.y + b.y);
+}
+
+__device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// A token's v: shrink's planes, summed up in their order.
+class PlaneSums {
+ public:
+  __device__ __forceinline__ PlaneSums(const aril_linear_args& p, int slice)
+      : planes_(p),
+        splits_(num_splits(p)),
+        groups_apart_(p.lanes_per_split == ARIL_LANES_PER_GROUP),
+        first_plane_(p.planes + slice * planes_.slice_stride) {}
+
+  __device__ __forceinline__ bool lacks(int) const { return false; }
+
+  // Ranks [r, r + 4) of a token.
+  __device__ __forceinline__ float4 load4(int token, int r) const {
+    const float* source = first_plane_ + token * planes_.token_stride + r;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 total = zero, span = zero;
+    // Many loads before the first use: they are what expand waits for.
+    constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
+    for (int first = 0; first < splits_; first += kAtOnce) {
+      float4 sums[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        sums[i] = zero;
+        if (first + i < splits_) {
+          sums[i] = *reinterpret_cast<const float4*>(source + (first + i) * planes_.plane_stride);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        span = span + sums[i];
+        if (groups_apart_ && (i + 1) % ARIL_GROUPS_PER_SPAN != 0) continue;
+        total = total + span;
+        span = zero;
+      }
+    }
+    return total;
+  }
+
+  // Ranks r and r + 1 of a token; zero for token -1.
+  template <int kTeam = 1>
+  __device__ __forceinline__ float2 load2(int token, int r) const {
+    if (token < 0) return make_float2(0.0f, 0.0f);
+    const float4 sums = load4(token, r / 4 * 4);
+    return r % 4 == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w);
+  }
+
+ private:
+  Planes planes_;
+  int splits_;
+  bool groups_apart_;
+  const float* first_plane_;
+};
 
 }  // namespace aril::detail

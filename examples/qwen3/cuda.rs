@@ -16,9 +16,9 @@ use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, 
 use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
-    cuda::{self, Kernels, LaunchError, LoraEmbedding, LoraLinear, RoutedBatch, Routing, WeightTable, Workspace},
+    cuda::{self, Kernels, LaunchError, LoraEmbedding, LoraLinear, RoutedBatch, Routing, WeightTable, Workspace, raw},
     model::{EmbeddingId, LinearId, ModelSpec},
-    plan,
+    plan::{self, WorkspaceBytes},
     routing::Batch,
 };
 use cudarc::{
@@ -96,7 +96,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
         let functions = Functions::load(T::DTYPE, &context).memory_for("the example's kernels")?;
         let gemm = Gemm::new(T::DTYPE, &stream)?;
-        let workspace = Workspace::new(&kernels, 0, &stream).memory_for("the library's workspace")?;
+        let workspace =
+            Workspace::new(&kernels, WorkspaceBytes::default(), &stream).memory_for("the library's workspace")?;
         Ok(Self { stream, kernels, functions, gemm, workspace: workspace.into(), element: PhantomData })
     }
 
@@ -226,9 +227,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<LoraLinear<T>> {
         let layer = LoraLinear::new(&self.kernels, model, id, bounds(capacity))?;
-        let bytes = layer.plan().workspace_bytes();
         let mut workspace = self.workspace.borrow_mut();
-        if workspace.region().bytes < bytes {
+        let raw::Workspace { exchange, planes } = workspace.region();
+        let held = WorkspaceBytes { exchange: exchange.bytes, planes: planes.bytes };
+        let bytes = layer.plan().workspace_bytes().max(held);
+        if bytes != held {
             *workspace = Workspace::new(&self.kernels, bytes, &self.stream).memory_for("the library's workspace")?;
         }
         Ok(layer)

@@ -1,11 +1,10 @@
 //! Where the elements of a factor are in a block: the order in which kernels read them.
 //!
-//! A linear module's A and every B are made of tiles of 8 ranks by 32 features, of which each lane of a warp takes 8 elements that
-//! stand together, one lane behind the other. An embedding's A is row-major, so that what belongs to a token is one row. All is
-//! counted in elements, and the same for every type.
+//! A linear module's A and every B are made of cores of 8 by 8 elements, row by row, which is what the tensor cores take. An
+//! embedding's A is row-major, so that what belongs to a token is one row. All is counted in elements, and the same for every type.
 //!
 //! Invariant: a factor takes its rank, padded to a multiple of 8, times its features, padded to a multiple of 256 in a linear
-//! module's A and of 32 elsewhere, and holds zeros wherever it has no element. Kernels rely on them.
+//! module's A and of 64 elsewhere, and holds zeros wherever it has no element. Kernels rely on them.
 
 use crate::ffi;
 
@@ -14,15 +13,19 @@ pub const ALIGNMENT_BYTES: usize = ffi::ARIL_FACTOR_ALIGNMENT as usize;
 
 /// Features of a linear module's A that stand together, of 8 ranks.
 pub(crate) const LANE_FEATURES: usize = ffi::ARIL_LANE_FEATURES as usize;
-/// Ranks and features of a tile.
+/// Rows and columns of a core.
+pub(crate) const CORE: usize = ffi::ARIL_CORE as usize;
+pub(crate) const CORE_ELEMS: usize = CORE * CORE;
+/// Ranks and outputs of a tile of B.
 pub(crate) const TILE_RANKS: usize = ffi::ARIL_RANK_TILE as usize;
-pub(crate) const TILE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
+pub(crate) const TILE_FEATURES: usize = ffi::ARIL_OUT_TILE as usize;
 pub(crate) const TILE_ELEMS: usize = TILE_RANKS * TILE_FEATURES;
 
 // Whole tiles, of the smallest elements.
 const _: () = assert!((TILE_ELEMS * 2).is_multiple_of(ALIGNMENT_BYTES));
+const _: () = assert!(TILE_RANKS == CORE && LANE_FEATURES.is_multiple_of(TILE_FEATURES));
 
-/// A of a linear module: tiles `[in_features / 256][rank / 8][8 times 32 features]`, each `[8 ranks][32 features]`.
+/// A of a linear module: cores `[in_features / 256][rank / 8][32]`, each `[8 ranks][8 features]`.
 ///
 /// So what a step of the kernels takes, 256 features of 8 ranks, is one piece.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -42,8 +45,8 @@ impl LinearA {
     /// Where an element is.
     pub const fn at(self, rank: usize, feature: usize) -> usize {
         let lane = feature / LANE_FEATURES * elems(self.rank, LANE_FEATURES);
-        let tile = rank / TILE_RANKS * (LANE_FEATURES / TILE_FEATURES) + feature % LANE_FEATURES / TILE_FEATURES;
-        lane + tile * TILE_ELEMS + rank % TILE_RANKS * TILE_FEATURES + feature % TILE_FEATURES
+        let core = rank / CORE * (LANE_FEATURES / CORE) + feature % LANE_FEATURES / CORE;
+        lane + core * CORE_ELEMS + rank % CORE * CORE + feature % CORE
     }
 }
 
@@ -68,11 +71,10 @@ impl EmbeddingA {
     }
 }
 
-/// B of any module: tiles `[out_features / 32][rank / 8]`, each `[8 c][4 q][4 j][2 i]`, where the output is
-/// `8 * (c / 2) + 2 * j + c % 2` and the rank `2 * q + i`.
+/// B of any module: cores `[out_features / 64][rank / 8][2 i][4 j]`, each `[8 n][8 ranks]`, where the output of the 64 is
+/// `32 * i + 8 * (n / 2) + 2 * j + n % 2`.
 ///
-/// So what lane `4 * c + q` takes are its operands of four `mma.m16n8k16`, one for each `j`, after which it holds the sums of eight
-/// neighbouring outputs.
+/// So products with four cores that stand together leave a lane of a warp eight neighbouring outputs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct B {
     /// Rows.
@@ -89,22 +91,18 @@ impl B {
 
     /// Where an element is.
     pub const fn at(self, output: usize, rank: usize) -> usize {
-        let (c, j) = (output % 32 / 8 * 2 + output % 2, output % 8 / 2);
-        let (q, i) = (rank % 8 / 2, rank % 2);
-        tile(self.rank, rank, output) + ((c * 4 + q) * 4 + j) * 2 + i
+        let core = output % TILE_FEATURES / 32 * 4 + output % 8 / 2;
+        let n = output % 32 / 8 * 2 + output % 2;
+        let tile = output / TILE_FEATURES * stripe_elems(self.rank) + rank / TILE_RANKS * TILE_ELEMS;
+        tile + core * CORE_ELEMS + n * CORE + rank % CORE
     }
 }
 
-/// What 32 features take, of all ranks: in every factor they stand together, before the next 32.
+/// What 64 features take, of all ranks. In every factor 256 stand together, before the next 256.
 pub(super) const fn stripe_elems(rank: usize) -> usize {
     rank.next_multiple_of(TILE_RANKS) * TILE_FEATURES
 }
 
 const fn elems(rank: usize, features: usize) -> usize {
     stripe_elems(rank) * features.div_ceil(TILE_FEATURES)
-}
-
-/// Where the tile of an element begins, in a factor of `of_rank`.
-const fn tile(of_rank: usize, rank: usize, feature: usize) -> usize {
-    feature / TILE_FEATURES * stripe_elems(of_rank) + rank / TILE_RANKS * TILE_ELEMS
 }

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::{
     AdapterError,
-    layout::{self, B, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
+    layout::{self, B, CORE, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
     tensor::View,
 };
 use crate::{DType, Element};
@@ -99,7 +99,7 @@ impl<'a> Rectangle<'a> {
         match self.kind {
             Kind::LinearA => {
                 let layout = LinearA { rank, in_features: features };
-                self.scatter::<S, T, TILE_FEATURES, TILE_FEATURES>(part, |row, col| layout.at(row, col))
+                self.scatter::<S, T, TILE_FEATURES, CORE>(part, |row, col| layout.at(row, col))
             }
             Kind::EmbeddingA => {
                 let layout = EmbeddingA { vocab: features, rank };
@@ -107,7 +107,7 @@ impl<'a> Rectangle<'a> {
             }
             Kind::B => {
                 let layout = B { out_features: features, rank };
-                self.scatter::<S, T, TILE_RANKS, 2>(part, |row, col| layout.at(row, col))
+                self.scatter::<S, T, TILE_RANKS, CORE>(part, |row, col| layout.at(row, col))
             }
         }
     }

@@ -2,7 +2,7 @@ use crate::{
     Element, Slot,
     adapter::{
         AdapterError, ImageEntry, SlotImage,
-        layout::{B, EmbeddingA, LinearA, TILE_ELEMS, TILE_FEATURES, TILE_RANKS},
+        layout::{B, CORE, CORE_ELEMS, EmbeddingA, LinearA, TILE_ELEMS, TILE_FEATURES, TILE_RANKS},
     },
     error::SlotError,
     model::{Entry, ModelSpec},
@@ -92,17 +92,10 @@ impl<T: Element> Factors<'_, T> {
         let layout = LinearA { rank: self.rank, in_features: x.len() };
         for (i, v) in v[..self.rank].chunks_mut(TILE_RANKS).enumerate() {
             // Each in eight interleaved sums, so that it vectorizes.
-            let mut sums = [[0.0; 8]; TILE_RANKS];
-            for (k, x) in x.chunks(TILE_FEATURES).enumerate() {
-                let x = padded::<TILE_FEATURES>(x.iter().map(|x| x.to_f32()));
-                let tile = &self.a[layout.at(i * TILE_RANKS, k * TILE_FEATURES)..][..TILE_ELEMS];
-                for (a, sums) in tile.chunks_exact(TILE_FEATURES).zip(&mut sums) {
-                    for (a, x) in a.as_chunks::<8>().0.iter().zip(x.as_chunks::<8>().0) {
-                        for lane in 0..8 {
-                            sums[lane] += a[lane].to_f32() * x[lane];
-                        }
-                    }
-                }
+            let mut sums = [[0.0; CORE]; TILE_RANKS];
+            for (k, x) in x.chunks(CORE).enumerate() {
+                let x = padded(x.iter().map(|x| x.to_f32()));
+                add_products(&self.a[layout.at(i * TILE_RANKS, k * CORE)..][..CORE_ELEMS], &x, &mut sums);
             }
             v.iter_mut().zip(sums).for_each(|(v, sums)| *v = sums.iter().sum());
         }
@@ -118,32 +111,32 @@ impl<T: Element> Factors<'_, T> {
     pub(super) fn expand(&self, v: &[f32], scale: f32, y: &mut [T]) {
         let (layout, scale) = (B { out_features: y.len(), rank: self.rank }, scale * self.scaling);
         for (k, y) in y.chunks_mut(TILE_FEATURES).enumerate() {
-            // By c, and by j and i, as `B` names them: over all q of all tiles of these outputs.
-            let mut sums = [[0.0; 8]; 8];
+            // In the order of the rows of the cores, each in eight interleaved sums.
+            let mut sums = [[0.0; CORE]; TILE_FEATURES];
             for (i, v) in v[..self.rank].chunks(TILE_RANKS).enumerate() {
-                let v = padded::<TILE_RANKS>(v.iter().copied());
-                let tile = &self.b[layout.at(k * TILE_FEATURES, i * TILE_RANKS)..][..TILE_ELEMS];
-                for (b, sums) in tile.chunks_exact(4 * 8).zip(&mut sums) {
-                    for (b, v) in b.as_chunks::<8>().0.iter().zip(v.as_chunks::<2>().0) {
-                        for lane in 0..8 {
-                            sums[lane] += b[lane].to_f32() * v[lane % 2];
-                        }
-                    }
-                }
+                let v = padded(v.iter().copied());
+                add_products(&self.b[layout.at(k * TILE_FEATURES, i * TILE_RANKS)..][..TILE_ELEMS], &v, &mut sums);
             }
             for (output, y) in y.iter_mut().enumerate() {
-                // Of the first rank, for which q and i are 0.
-                let place = layout.at(output, 0);
-                let sums = &sums[place / (4 * 8)][place % (4 * 8)..];
-                *y = T::from_f32(y.to_f32() + scale * (sums[0] + sums[1]));
+                let delta: f32 = sums[layout.at(output, 0) / CORE].iter().sum();
+                *y = T::from_f32(y.to_f32() + scale * delta);
             }
         }
     }
 }
 
+/// Adds the products of each row of cores with `x` to its eight sums.
+fn add_products<T: Element>(rows: &[T], x: &[f32; CORE], sums: &mut [[f32; CORE]]) {
+    for (row, sums) in rows.as_chunks::<CORE>().0.iter().zip(sums) {
+        for lane in 0..CORE {
+            sums[lane] += row[lane].to_f32() * x[lane];
+        }
+    }
+}
+
 /// The values, and zeros behind them.
-fn padded<const N: usize>(values: impl Iterator<Item = f32>) -> [f32; N] {
-    let mut padded = [0.0; N];
+fn padded(values: impl Iterator<Item = f32>) -> [f32; CORE] {
+    let mut padded = [0.0; CORE];
     padded.iter_mut().zip(values).for_each(|(padded, value)| *padded = value);
     padded
 }

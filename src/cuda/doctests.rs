@@ -78,7 +78,7 @@ struct Stale;
 /// # use aril::cuda::{LaunchError, raw::*};
 /// # fn step(
 /// #     layer: &LoraLinear, x: MatrixRef, y: MatrixMut, weights: LayerWeights, batch: RoutedBatch,
-/// #     workspace: DeviceRegion, stream: Stream,
+/// #     workspace: Workspace, stream: Stream,
 /// # ) -> Result<(), LaunchError> {
 /// unsafe { layer.add_delta(x, y, weights, batch, workspace, stream) }
 /// # }
@@ -88,7 +88,7 @@ struct Stale;
 /// # use aril::cuda::{LaunchError, raw::*};
 /// # fn step(
 /// #     layer: &LoraLinear, x: MatrixRef, y: MatrixMut, weights: LayerWeights, batch: RoutedBatch,
-/// #     workspace: DeviceRegion, stream: Stream,
+/// #     workspace: Workspace, stream: Stream,
 /// # ) -> Result<(), LaunchError> {
 /// layer.add_delta(x, y, weights, batch, workspace, stream)
 /// # }

@@ -6,14 +6,14 @@ use cudarc::driver::CudaStream;
 
 use super::{
     Kernels, LaunchError, Matrix, MatrixMut, RoutedBatch, WeightTable,
-    raw::{self, DeviceRegion, LayerWeights},
+    raw::{self, LayerWeights},
     region::Region,
 };
 use crate::{
     Element,
     error::OperandError,
     model::{LinearId, ModelSpec},
-    plan::{Capacity, LinearPlan},
+    plan::{Capacity, LinearPlan, WorkspaceBytes},
 };
 
 /// The adapters of one linear layer: shapes checked, launches planned, workspace sized.
@@ -27,21 +27,23 @@ pub struct LoraLinear<T> {
 /// Scratch for a layer's operation. Any number of layers may share one.
 #[derive(Debug)]
 pub struct Workspace {
-    memory: Region,
+    exchange: Region,
+    planes: Region,
 }
 
 impl Workspace {
-    /// Allocates `bytes` on `stream`: the most that any layer's [`LinearPlan::workspace_bytes`] asks for.
+    /// Allocates on `stream`: the [maximum](WorkspaceBytes::max) of what the layers' [`LinearPlan::workspace_bytes`] ask for.
     ///
     /// # Errors
     /// If there is no memory left.
-    pub fn new(kernels: &Kernels, bytes: usize, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
-        Ok(Self { memory: Region::new(kernels, bytes, stream)? })
+    pub fn new(kernels: &Kernels, bytes: WorkspaceBytes, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
+        let region = |bytes| Region::new(kernels, bytes, stream);
+        Ok(Self { exchange: region(bytes.exchange)?, planes: region(bytes.planes)? })
     }
 
     /// Where it is; for the raw door.
-    pub fn region(&self) -> DeviceRegion {
-        self.memory.region()
+    pub fn region(&self) -> raw::Workspace {
+        raw::Workspace { exchange: self.exchange.region(), planes: self.planes.region() }
     }
 }
 
@@ -140,7 +142,7 @@ impl<T: Element> LoraLinear<T> {
         y.map_or(Ok(()), |y| y.check_context(&self.kernels))?;
         weights.check(stream)?;
         batch.check(stream)?;
-        workspace.memory.check("the workspace", stream)?;
+        workspace.exchange.check("the workspace", stream)?;
         if !self.raw.site().is_in(weights.model()) {
             return Err(OperandError::Model.into());
         }

@@ -5,15 +5,17 @@ pub const ARIL_MAX_SLOTS: i32 = 8192;
 pub const ARIL_MAX_RANK: i32 = 512;
 pub const ARIL_TOKENS_PER_TILE: i32 = 16;
 pub const ARIL_WIDE_TILE: i32 = 64;
-pub const ARIL_FEW_TOKENS: i32 = 256;
+pub const ARIL_FEW_TOKENS: i32 = 512;
+pub const ARIL_STAGED_RANK: i32 = 128;
 pub const ARIL_LANE_FEATURES: i32 = 256;
 pub const ARIL_LANES_PER_GROUP: i32 = 4;
-pub const ARIL_K_TILE: i32 = 32;
+pub const ARIL_GROUPS_PER_SPAN: i32 = 4;
+pub const ARIL_CORE: i32 = 8;
 pub const ARIL_RANK_TILE: i32 = 8;
-pub const ARIL_OUT_TILE: i32 = 32;
-pub const ARIL_OUTS_PER_WARP: i32 = 64;
-pub const ARIL_EXPAND_WARPS: i32 = 4;
-pub const ARIL_STAGED_RANK: i32 = 128;
+pub const ARIL_OUT_TILE: i32 = 64;
+pub const ARIL_OUTS_FEW: i32 = 256;
+pub const ARIL_OUTS_WIDE: i32 = 128;
+pub const ARIL_EXCHANGE_HEADER: i32 = 128;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
@@ -177,31 +179,12 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct aril_expand_plan {
-    pub outs_per_block: i32,
-    pub slots: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_expand_plan"][::core::mem::size_of::<aril_expand_plan>() - 8usize];
-    [
-        "Alignment of aril_expand_plan",
-    ][::core::mem::align_of::<aril_expand_plan>() - 4usize];
-    [
-        "Offset of field: aril_expand_plan::outs_per_block",
-    ][::core::mem::offset_of!(aril_expand_plan, outs_per_block) - 0usize];
-    [
-        "Offset of field: aril_expand_plan::slots",
-    ][::core::mem::offset_of!(aril_expand_plan, slots) - 4usize];
-};
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
 pub struct aril_linear_args {
     pub dtype: i32,
     pub num_tokens: i32,
     pub max_tiles: i32,
     pub lanes_per_split: i32,
-    pub expand: aril_expand_plan,
+    pub outs_per_block: i32,
     pub in_features: i32,
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
@@ -209,13 +192,14 @@ pub struct aril_linear_args {
     pub x_stride: i64,
     pub y: *mut ::core::ffi::c_void,
     pub y_stride: i64,
+    pub exchange: *mut ::core::ffi::c_void,
     pub planes: *mut f32,
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 184usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 192usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -232,17 +216,17 @@ const _: () = {
         "Offset of field: aril_linear_args::lanes_per_split",
     ][::core::mem::offset_of!(aril_linear_args, lanes_per_split) - 12usize];
     [
-        "Offset of field: aril_linear_args::expand",
-    ][::core::mem::offset_of!(aril_linear_args, expand) - 16usize];
+        "Offset of field: aril_linear_args::outs_per_block",
+    ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 16usize];
     [
         "Offset of field: aril_linear_args::in_features",
-    ][::core::mem::offset_of!(aril_linear_args, in_features) - 24usize];
+    ][::core::mem::offset_of!(aril_linear_args, in_features) - 20usize];
     [
         "Offset of field: aril_linear_args::num_slices",
-    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 28usize];
+    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 24usize];
     [
         "Offset of field: aril_linear_args::out_features",
-    ][::core::mem::offset_of!(aril_linear_args, out_features) - 32usize];
+    ][::core::mem::offset_of!(aril_linear_args, out_features) - 28usize];
     [
         "Offset of field: aril_linear_args::x",
     ][::core::mem::offset_of!(aril_linear_args, x) - 64usize];
@@ -256,14 +240,17 @@ const _: () = {
         "Offset of field: aril_linear_args::y_stride",
     ][::core::mem::offset_of!(aril_linear_args, y_stride) - 88usize];
     [
+        "Offset of field: aril_linear_args::exchange",
+    ][::core::mem::offset_of!(aril_linear_args, exchange) - 96usize];
+    [
         "Offset of field: aril_linear_args::planes",
-    ][::core::mem::offset_of!(aril_linear_args, planes) - 96usize];
+    ][::core::mem::offset_of!(aril_linear_args, planes) - 104usize];
     [
         "Offset of field: aril_linear_args::weights",
-    ][::core::mem::offset_of!(aril_linear_args, weights) - 104usize];
+    ][::core::mem::offset_of!(aril_linear_args, weights) - 112usize];
     [
         "Offset of field: aril_linear_args::routing",
-    ][::core::mem::offset_of!(aril_linear_args, routing) - 128usize];
+    ][::core::mem::offset_of!(aril_linear_args, routing) - 136usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -271,7 +258,7 @@ pub struct aril_embedding_args {
     pub dtype: i32,
     pub num_tokens: i32,
     pub max_tiles: i32,
-    pub expand: aril_expand_plan,
+    pub outs_per_block: i32,
     pub vocab: i32,
     pub hidden: i32,
     pub token_ids: *const i32,
@@ -284,7 +271,7 @@ pub struct aril_embedding_args {
 const _: () = {
     [
         "Size of aril_embedding_args",
-    ][::core::mem::size_of::<aril_embedding_args>() - 136usize];
+    ][::core::mem::size_of::<aril_embedding_args>() - 128usize];
     [
         "Alignment of aril_embedding_args",
     ][::core::mem::align_of::<aril_embedding_args>() - 8usize];
@@ -298,29 +285,29 @@ const _: () = {
         "Offset of field: aril_embedding_args::max_tiles",
     ][::core::mem::offset_of!(aril_embedding_args, max_tiles) - 8usize];
     [
-        "Offset of field: aril_embedding_args::expand",
-    ][::core::mem::offset_of!(aril_embedding_args, expand) - 12usize];
+        "Offset of field: aril_embedding_args::outs_per_block",
+    ][::core::mem::offset_of!(aril_embedding_args, outs_per_block) - 12usize];
     [
         "Offset of field: aril_embedding_args::vocab",
-    ][::core::mem::offset_of!(aril_embedding_args, vocab) - 20usize];
+    ][::core::mem::offset_of!(aril_embedding_args, vocab) - 16usize];
     [
         "Offset of field: aril_embedding_args::hidden",
-    ][::core::mem::offset_of!(aril_embedding_args, hidden) - 24usize];
+    ][::core::mem::offset_of!(aril_embedding_args, hidden) - 20usize];
     [
         "Offset of field: aril_embedding_args::token_ids",
-    ][::core::mem::offset_of!(aril_embedding_args, token_ids) - 32usize];
+    ][::core::mem::offset_of!(aril_embedding_args, token_ids) - 24usize];
     [
         "Offset of field: aril_embedding_args::y",
-    ][::core::mem::offset_of!(aril_embedding_args, y) - 40usize];
+    ][::core::mem::offset_of!(aril_embedding_args, y) - 32usize];
     [
         "Offset of field: aril_embedding_args::y_stride",
-    ][::core::mem::offset_of!(aril_embedding_args, y_stride) - 48usize];
+    ][::core::mem::offset_of!(aril_embedding_args, y_stride) - 40usize];
     [
         "Offset of field: aril_embedding_args::weights",
-    ][::core::mem::offset_of!(aril_embedding_args, weights) - 56usize];
+    ][::core::mem::offset_of!(aril_embedding_args, weights) - 48usize];
     [
         "Offset of field: aril_embedding_args::routing",
-    ][::core::mem::offset_of!(aril_embedding_args, routing) - 80usize];
+    ][::core::mem::offset_of!(aril_embedding_args, routing) - 72usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;
@@ -331,6 +318,12 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_route(
         args: *const aril_route_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_linear(
+        args: *const aril_linear_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

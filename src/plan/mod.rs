@@ -29,29 +29,29 @@ pub const MAX_SLOTS: usize = ffi::ARIL_MAX_SLOTS as usize;
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 const WIDE_TILE: usize = ffi::ARIL_WIDE_TILE as usize;
 const FEW_TOKENS: usize = ffi::ARIL_FEW_TOKENS as usize;
+const STAGED_RANK: usize = ffi::ARIL_STAGED_RANK as usize;
+const OUTS_FEW: usize = ffi::ARIL_OUTS_FEW as usize;
+const OUTS_WIDE: usize = ffi::ARIL_OUTS_WIDE as usize;
 const LANE_FEATURES: usize = ffi::ARIL_LANE_FEATURES as usize;
 const LANES_PER_GROUP: usize = ffi::ARIL_LANES_PER_GROUP as usize;
+const LANES_PER_SPAN: usize = LANES_PER_GROUP * ffi::ARIL_GROUPS_PER_SPAN as usize;
 const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
+const EXCHANGE_HEADER: usize = ffi::ARIL_EXCHANGE_HEADER as usize;
 
 /// The most blocks in the second dimension of a CUDA grid.
 const MAX_GRID_Y: usize = 65_535;
 /// The most in the first.
 const MAX_GRID_X: usize = i32::MAX as usize;
 
-/// Ranks of all slices that a block of shrink works on, in tiles.
-const COLUMNS_PER_BLOCK: usize = 8;
-/// Where a block with few tokens takes a group of lanes: with no more such tiles,
-const GROUPED_COLUMNS: usize = 2;
-/// with more lanes,
-const MANY_LANES: usize = 32;
-/// or with more tokens.
-const GROUPED_TOKENS: usize = 64;
+/// Ranks of all slices that a block of shrink works on with few tokens, and those that it is counted for with many, in tiles.
+const COLUMNS_FEW: usize = 2;
+const COLUMNS_WIDE: usize = 8;
+/// Blocks with many tokens from which on shrink is split into spans. (H100: 500 are faster than 300 in the largest layers.)
+const MANY_BLOCKS: usize = 500;
 /// The multiprocessors of the devices that the thresholds here were measured on: H100 SXM.
 const MULTIPROCESSORS: usize = 132;
-/// Outputs that the warps of a block of expand take at once.
-const OUTS_AT_ONCE: usize = (ffi::ARIL_OUTS_PER_WARP * ffi::ARIL_EXPAND_WARPS) as usize;
-/// What a block of expand may have of B on its way, in bytes.
-const SUPPLY_BYTES: usize = 32 << 10;
+/// What a block of expand may have of B with few tokens, in bytes. (H100: 64 KB are 2 % faster than 32 with 128 and more adapters.)
+const SUPPLY_BYTES: usize = 64 << 10;
 
 impl Capacity {
     /// Checks the bounds against the kernels' limits.
@@ -86,46 +86,54 @@ impl Capacity {
     }
 }
 
-/// How expand shares out a layer's outputs. The bits of the result do not depend on it.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct ExpandPlan {
-    /// Outputs of one slice that a block works on.
-    pub(crate) outs_per_block: usize,
-    /// How many times [`OUTS_AT_ONCE`] of them have their weights in shared memory or on the way there.
-    pub(crate) slots: usize,
-    blocks: usize,
+/// Outputs of one slice that a block of expand works on, for up to `tiles` tiles of `num_tokens` tokens. The bits of the result do
+/// not depend on it.
+///
+/// Large blocks pay less often for what each begins with; but every multiprocessor should have two. (H100: 264 blocks at the least
+/// have a better mean over all workloads than 132, 400 or 528. With many tokens up to 1024 outputs are 2 % faster than up to 2048.)
+pub(crate) fn outs_per_block(out_features: &[usize], max_rank: usize, num_tokens: usize, tiles: usize) -> usize {
+    let wide = num_tokens > FEW_TOKENS && max_rank <= STAGED_RANK;
+    let unit = if wide { OUTS_WIDE } else { OUTS_FEW };
+    let unit_bytes = unit * max_rank.next_multiple_of(RANK_TILE) * DType::BF16.bytes();
+    let mut times = if wide { 8 } else { (SUPPLY_BYTES / unit_bytes).max(1) };
+    while times > 1 && out_blocks(out_features, times * unit) * tiles < 2 * MULTIPROCESSORS {
+        times /= 2;
+    }
+    times * unit
 }
 
-impl ExpandPlan {
-    /// Plans for up to `tiles` tiles of `num_tokens` tokens.
-    ///
-    /// Large blocks pay less often for what each begins with; but every multiprocessor should have two. (H100: 264 blocks at the
-    /// least have a better mean over all workloads than 132, 396 or 528. With many tokens up to 1024 outputs are 1 % faster in the
-    /// mean than up to 2048, and slower in the largest layers.)
-    pub(crate) fn new(out_features: &[usize], max_rank: usize, num_tokens: usize, tiles: usize) -> Self {
-        let bytes_at_once = OUTS_AT_ONCE * max_rank.next_multiple_of(RANK_TILE) * DType::BF16.bytes();
-        // With few tokens, all of a block's weights are to be on their way before its predecessors end.
-        let most = if num_tokens > FEW_TOKENS { 8 } else { (SUPPLY_BYTES / bytes_at_once).clamp(1, 4) };
-        let blocks = |times: usize| out_features.iter().map(|out| out.div_ceil(times * OUTS_AT_ONCE)).sum::<usize>();
-        let mut times = most;
-        while times > 1 && blocks(times) * tiles < 2 * MULTIPROCESSORS {
-            times /= 2;
-        }
-        let slots = (SUPPLY_BYTES / bytes_at_once).clamp(1, times);
-        Self { outs_per_block: times * OUTS_AT_ONCE, slots, blocks: blocks(times) }
-    }
+fn out_blocks(out_features: &[usize], outs_per_block: usize) -> usize {
+    out_features.iter().map(|out| out.div_ceil(outs_per_block)).sum()
+}
 
-    /// Refuses outputs whose blocks no grid counts.
-    pub(crate) fn check(out_features: &[usize], capacity: Capacity) -> Result<(), PlanError> {
-        // The smallest blocks are the most.
-        let blocks: usize = out_features.iter().map(|out| out.div_ceil(OUTS_AT_ONCE)).sum();
-        let [small, wide] = [capacity.max_tokens.min(FEW_TOKENS), capacity.max_tokens].map(|n| capacity.max_tiles(n));
-        let max = MAX_GRID_X / small.max(wide);
-        if blocks > max {
-            let value = blocks * OUTS_AT_ONCE;
-            return Err(PlanError::Limit { what: "out_features", value, max: max * OUTS_AT_ONCE });
-        }
-        Ok(())
+/// Refuses outputs whose blocks no grid counts, beside `shrink_blocks` of each tile.
+pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_blocks: usize) -> Result<(), PlanError> {
+    let [small, wide] = [capacity.max_tokens.min(FEW_TOKENS), capacity.max_tokens].map(|n| capacity.max_tiles(n));
+    let max = (MAX_GRID_X / small.max(wide)).saturating_sub(shrink_blocks);
+    // The smallest blocks are the most.
+    let blocks = out_blocks(out_features, OUTS_WIDE);
+    if blocks > max {
+        let value = blocks * OUTS_WIDE;
+        return Err(PlanError::Limit { what: "out_features", value, max: max * OUTS_WIDE });
+    }
+    Ok(())
+}
+
+/// What a workspace must hold, in bytes.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct WorkspaceBytes {
+    /// For what the blocks of one launch hand over to each other, each sum with a tag that says of which launch it is. It must be
+    /// zero when it is first used, and nothing but the kernels may write it.
+    pub exchange: usize,
+    /// For what one launch leaves for the next.
+    pub planes: usize,
+}
+
+impl WorkspaceBytes {
+    /// Enough for both.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self { exchange: self.exchange.max(other.exchange), planes: self.planes.max(other.planes) }
     }
 }
 
@@ -150,42 +158,28 @@ impl LinearPlan {
         if value > max {
             return Err(PlanError::Limit { what: "in_features", value, max });
         }
-        ExpandPlan::check(&out_features, capacity)?;
-        Ok(Self { dtype, in_features: site.in_features(), out_features, capacity })
+        let plan = Self { dtype, in_features: site.in_features(), out_features, capacity };
+        check_outputs(&plan.out_features, capacity, plan.columns().div_ceil(COLUMNS_FEW) * plan.num_groups())?;
+        Ok(plan)
     }
 
-    /// How many lanes of [`LANE_FEATURES`] a block of shrink sums up: one, a group, or all of a token's. The bits of the result do
-    /// not depend on it.
+    /// Whether shrink and expand are one launch, which takes groups of lanes.
     ///
-    /// Few tokens fill the device only if many blocks share out a token's input, and many tokens would only have more to add up.
-    /// (H100: up to 16 tokens a lane is faster in the mean; up to 64 a group is where there is little to fetch, 16 ranks in all,
-    /// or much to add up, more than 8192 features; beyond, everywhere. With more than 256, half of the multiprocessors should have
-    /// a block, and all six before nobody shares.)
+    /// (H100: with 512 tokens it is faster than tiles of 64, 1.4 times in the mean; with 2048 only at rank 16 in the smallest layer.)
+    fn is_one_launch(&self, num_tokens: usize) -> bool {
+        self.dtype != DType::F32 && num_tokens <= FEW_TOKENS
+    }
+
+    /// How many lanes of [`LANE_FEATURES`] a block of shrink sums up: a group, or a span of groups. The bits of the result do not
+    /// depend on it.
     pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
-        self.lanes_per_split_of(num_tokens, self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE))
+        let blocks = num_tokens.div_ceil(WIDE_TILE) * self.columns().div_ceil(COLUMNS_WIDE) * self.num_spans();
+        if self.is_one_launch(num_tokens) || blocks < MANY_BLOCKS { LANES_PER_GROUP } else { LANES_PER_SPAN }
     }
 
-    /// With so many tiles of ranks, of all slices.
-    fn lanes_per_split_of(&self, num_tokens: usize, columns: usize) -> usize {
-        if num_tokens <= FEW_TOKENS {
-            let much = num_tokens > TOKENS_PER_TILE && self.num_lanes() > MANY_LANES;
-            let little = num_tokens > TOKENS_PER_TILE && columns <= GROUPED_COLUMNS;
-            return if num_tokens > GROUPED_TOKENS || much || little { LANES_PER_GROUP } else { 1 };
-        }
-        let blocks = num_tokens.div_ceil(WIDE_TILE) * columns.div_ceil(COLUMNS_PER_BLOCK);
-        if blocks >= 6 * MULTIPROCESSORS {
-            i32::MAX as usize
-        } else if blocks * self.num_lanes().div_ceil(LANES_PER_GROUP) >= MULTIPROCESSORS / 2 {
-            LANES_PER_GROUP
-        } else {
-            1
-        }
-    }
-
-    /// How expand shares out the outputs.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn expand(&self, num_tokens: usize, max_tiles: usize) -> ExpandPlan {
-        ExpandPlan::new(&self.out_features, self.capacity.max_rank, num_tokens, max_tiles)
+    /// Outputs of one slice that a block of expand works on.
+    pub(crate) fn outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
+        outs_per_block(&self.out_features, self.capacity.max_rank, num_tokens, max_tiles)
     }
 
     /// Blocks that share a token's input in shrink.
@@ -194,27 +188,35 @@ impl LinearPlan {
     }
 
     /// The workspace that a batch of `num_tokens` needs.
-    pub fn workspace_bytes_for(&self, num_tokens: usize) -> usize {
-        self.num_splits(num_tokens) * num_tokens * self.plane_bytes_per_token()
+    pub fn workspace_bytes_for(&self, num_tokens: usize) -> WorkspaceBytes {
+        let sums = self.num_splits(num_tokens) * num_tokens * self.sums_per_token();
+        if self.is_one_launch(num_tokens) {
+            WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes: 0 }
+        } else {
+            WorkspaceBytes { exchange: 0, planes: sums * size_of::<f32>() }
+        }
     }
 
     /// A workspace for any batch within the capacity.
-    pub fn workspace_bytes(&self) -> usize {
+    pub fn workspace_bytes(&self) -> WorkspaceBytes {
         let max_tokens = self.capacity.max_tokens;
-        // Planes grow with the tokens until these are split less, which is only where a tile begins. So that more room never
-        // needs less, as if the ranks were so few, of all that are split alike, that shrink is split the most.
-        let last_of_tiles = (FEW_TOKENS..max_tokens).step_by(WIDE_TILE).take(6 * MULTIPROCESSORS);
-        let candidates = [TOKENS_PER_TILE, GROUPED_TOKENS, max_tokens]
-            .into_iter()
-            .chain(last_of_tiles)
-            .map(|tokens| tokens.min(max_tokens));
-        let lanes = |tokens| self.lanes_per_split_of(tokens, GROUPED_COLUMNS + 1);
-        let planes = candidates.map(|tokens| self.num_lanes().div_ceil(lanes(tokens)) * tokens);
-        planes.max().unwrap_or(0) * self.plane_bytes_per_token()
+        let few = self.workspace_bytes_for(max_tokens.min(FEW_TOKENS));
+        if self.is_one_launch(max_tokens) {
+            return few;
+        }
+        // Groups are apart up to so many tokens, at the fewest ranks: so that more room never needs less.
+        let last_grouped = (MANY_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
+        let sums = (self.num_groups() * max_tokens.min(last_grouped)).max(self.num_spans() * max_tokens);
+        few.max(WorkspaceBytes { exchange: 0, planes: sums * self.sums_per_token() * size_of::<f32>() })
     }
 
-    fn plane_bytes_per_token(&self) -> usize {
-        self.out_features.len() * self.capacity.max_rank.next_multiple_of(RANK_TILE) * size_of::<f32>()
+    fn sums_per_token(&self) -> usize {
+        self.out_features.len() * self.capacity.max_rank.next_multiple_of(RANK_TILE)
+    }
+
+    /// Tiles of ranks, of all slices.
+    fn columns(&self) -> usize {
+        self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE)
     }
 
     /// The bounds it was planned for.
@@ -230,23 +232,31 @@ impl LinearPlan {
     fn num_lanes(&self) -> usize {
         self.in_features.div_ceil(LANE_FEATURES)
     }
+
+    fn num_groups(&self) -> usize {
+        self.num_lanes().div_ceil(LANES_PER_GROUP)
+    }
+
+    fn num_spans(&self) -> usize {
+        self.num_lanes().div_ceil(LANES_PER_SPAN)
+    }
 }
 
 impl fmt::Display for LinearPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
         let tiles = self.capacity.max_tiles(max_tokens);
-        let expand = ExpandPlan::new(&self.out_features, max_rank, max_tokens, tiles);
+        let outs = self.outs_per_block(max_tokens, tiles);
+        let launches = if self.is_one_launch(max_tokens) { "one launch" } else { "two launches" };
+        let WorkspaceBytes { exchange, planes } = self.workspace_bytes();
         write!(
             f,
-            "linear {}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, shrink {} splits of {} lanes, \
-             expand {} blocks of {} outputs, {} bytes of workspace",
+            "linear {}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, {launches}, shrink {} splits of \
+             {} lanes, expand {} blocks of {outs} outputs, {exchange} + {planes} bytes of workspace",
             self.dtype,
             self.num_splits(max_tokens),
             self.num_lanes(),
-            expand.blocks,
-            expand.outs_per_block,
-            self.workspace_bytes()
+            out_blocks(&self.out_features, outs),
         )
     }
 }

@@ -183,7 +183,7 @@ type At = fn(usize, usize, usize) -> usize;
 
 fn linear_a(of_rank: usize, rank: usize, feature: usize) -> usize {
     let lane = feature / 256 * of_rank.div_ceil(8) + rank / 8;
-    (lane * 8 + feature % 256 / 32) * 256 + rank % 8 * 32 + feature % 32
+    (lane * 32 + feature % 256 / 8) * 64 + rank % 8 * 8 + feature % 8
 }
 
 fn embedding_a(of_rank: usize, id: usize, rank: usize) -> usize {
@@ -191,9 +191,9 @@ fn embedding_a(of_rank: usize, id: usize, rank: usize) -> usize {
 }
 
 fn b(of_rank: usize, output: usize, rank: usize) -> usize {
-    let (o, r) = (output % 32, rank % 8);
-    let [c, q, j, i] = [2 * (o / 8) + o % 2, r / 2, o % 8 / 2, r % 2];
-    (output / 32 * of_rank.div_ceil(8) + rank / 8) * 256 + ((c * 4 + q) * 4 + j) * 2 + i
+    let o = output % 32;
+    let (core, row) = (output % 64 / 32 * 4 + o % 8 / 2, 2 * (o / 8) + o % 2);
+    (output / 64 * of_rank.div_ceil(8) + rank / 8) * 512 + core * 64 + row * 8 + rank % 8
 }
 
 fn check<T: Element>(case: &Case, rank: usize, image: &SlotImage<'_>) {
@@ -220,7 +220,7 @@ fn check<T: Element>(case: &Case, rank: usize, image: &SlotImage<'_>) {
             [(entry.a_elems, a_rows, a, in_features), (entry.b_elems, b_rows, b as At, out_features)]
         {
             assert!((begin * size_of::<T>()).is_multiple_of(128), "{path}");
-            lengths.insert(begin, entry.rank.next_multiple_of(8) * features.next_multiple_of(32));
+            lengths.insert(begin, entry.rank.next_multiple_of(8) * features.next_multiple_of(64));
             for (row, values) in rows.into_iter().enumerate() {
                 for (col, value) in values.into_iter().enumerate() {
                     packed[begin + at(entry.rank, row, col)] = T::from_f32(value);

@@ -154,8 +154,13 @@ impl Subject for Raw<'_> {
             }
             Site::Linear(id) => {
                 let linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
-                workspace = gpu.poisoned(linear.plan().workspace_bytes());
-                let (weights, region) = (weights(model[id].first_entry()), workspace.region());
+                let bytes = linear.plan().workspace_bytes();
+                // Of the exchange only the header is what it must be: tags of no launch are as good as none.
+                let mut exchange = vec![0xff_u8; bytes.exchange];
+                exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
+                workspace = [gpu.upload(&exchange), gpu.poisoned(bytes.planes)];
+                let [exchange, planes] = workspace.each_ref().map(Buffer::region);
+                let (weights, region) = (weights(model[id].first_entry()), raw::Workspace { exchange, planes });
                 Box::new(move || {
                     // SAFETY: as above.
                     unsafe { linear.add_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();

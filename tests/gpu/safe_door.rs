@@ -7,7 +7,7 @@ use aril::{
     cuda::{Kernels, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
     error::OperandError,
     model::{Linear, ModelSpec, Parallel, TpRank},
-    plan::Capacity,
+    plan::{Capacity, WorkspaceBytes},
     routing::Batch,
 };
 use cudarc::driver::{CudaContext, CudaStream};
@@ -28,7 +28,7 @@ struct Call {
     ranks: Vec<usize>,
     /// Tokens, slots and rank that the layer, the routing and the table are made for.
     capacities: [Capacity; 3],
-    workspace_bytes: usize,
+    workspace_bytes: WorkspaceBytes,
     /// Elements, rows, columns and row stride.
     x: [usize; 4],
     y: [usize; 4],
@@ -55,7 +55,7 @@ fn calls() -> impl Strategy<Value = Call> {
         any::<[bool; 3]>(),
         prop::collection::vec(1..=9_usize, 0..=3),
         [capacity(), capacity(), capacity()],
-        prop_oneof![20 => Just(1 << 16), 1 => 0..400_usize],
+        [(); 2].map(|()| prop_oneof![20 => Just(1 << 16), 1 => 0..400_usize]),
         ([near(5 * 40), near(5), near(33), near(40)], [near(5 * 20), near(5), near(17), near(20)]),
         (
             prop::bool::weighted(0.9),
@@ -70,7 +70,7 @@ fn calls() -> impl Strategy<Value = Call> {
                 flags,
                 ranks,
                 capacities,
-                workspace_bytes,
+                [exchange, planes],
                 (x, y),
                 (five, slots, other),
                 (scales, all_ids, ids, another_model),
@@ -83,7 +83,7 @@ fn calls() -> impl Strategy<Value = Call> {
                     layer: if layer.0 { [33, 17] } else { layer.1 },
                     ranks,
                     capacities,
-                    workspace_bytes,
+                    workspace_bytes: WorkspaceBytes { exchange, planes },
                     x: [x[0].min(1 << 12), x[1], x[2], x[3]],
                     y: [y[0].min(1 << 12), y[1], y[2], y[3]],
                     slots: if five { slots } else { other },
@@ -253,7 +253,7 @@ fn foreign_operands_are_refused() {
     assert!(matches!(error, LaunchError::WrongStream { operand: "the weight table" }), "{error}");
     let error = launch(local(), &mut workspace, &foreign).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "the stream" }), "{error}");
-    let error = Workspace::new(kernels, 4, &foreign).unwrap_err();
+    let error = Workspace::new(kernels, WorkspaceBytes::default(), &foreign).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { .. }), "{error}");
     assert_eq!(y.read::<f32>(), [1.0; 64]);
     let _ = Kernels::load_into(&foreign_context).unwrap();

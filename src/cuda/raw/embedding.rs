@@ -1,10 +1,10 @@
-use super::{LayerWeights, MatrixMut, RoutedBatch, Stream, dtype_code, expand_args, int};
+use super::{LayerWeights, MatrixMut, RoutedBatch, Stream, dtype_code, int};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
     ffi,
     model::{EmbeddingId, EmbeddingSite, ModelSpec},
-    plan::{Capacity, ExpandPlan},
+    plan::{self, Capacity},
 };
 
 /// The adapters of an embedding.
@@ -31,7 +31,7 @@ impl LoraEmbedding {
     ) -> Result<Self, LaunchError> {
         let site = model[id].clone();
         let capacity = capacity.checked()?;
-        ExpandPlan::check(&[site.hidden()], capacity)?;
+        plan::check_outputs(&[site.hidden()], capacity, 0)?;
         Ok(Self { kernels: kernels.clone(), site, num_entries: model.num_entries(), dtype, capacity })
     }
 
@@ -76,12 +76,13 @@ impl LoraEmbedding {
         batch: RoutedBatch,
     ) -> Result<ffi::aril_embedding_args, LaunchError> {
         let (y, y_stride) = y.0.expect("y", self.dtype, batch.num_tokens, self.site.hidden())?;
-        let expand = ExpandPlan::new(&[self.site.hidden()], self.capacity.max_rank, batch.num_tokens, batch.max_tiles);
+        let outs =
+            plan::outs_per_block(&[self.site.hidden()], self.capacity.max_rank, batch.num_tokens, batch.max_tiles);
         Ok(ffi::aril_embedding_args {
             dtype: dtype_code(self.dtype),
             num_tokens: int(batch.num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
-            expand: expand_args(expand)?,
+            outs_per_block: int(outs)?,
             vocab: int(self.site.vocab())?,
             hidden: int(self.site.hidden())?,
             token_ids: token_ids as *const i32,

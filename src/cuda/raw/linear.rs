@@ -1,4 +1,4 @@
-use super::{DeviceRegion, LayerWeights, MatrixMut, MatrixRef, RoutedBatch, Stream, dtype_code, expand_args, int};
+use super::{LayerWeights, MatrixMut, MatrixRef, RoutedBatch, Stream, Workspace, dtype_code, int};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
@@ -49,8 +49,7 @@ impl LoraLinear {
     /// Enqueues `y[t] += scaling · B (A x[t])` on `stream`, for every token `t` that has an adapter.
     ///
     /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`, `workspace` has
-    /// [`plan().workspace_bytes()`](LinearPlan::workspace_bytes), is aligned to 16 bytes, and may be shared by any number of layers
-    /// on one stream. Allocates nothing, waits for nothing, and may be captured in a CUDA graph. Base tokens keep `y` bit for
+    /// [`plan().workspace_bytes()`](LinearPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be captured in a CUDA graph. Base tokens keep `y` bit for
     /// bit. With row-parallel layers `y` is this rank's partial sum: call this before the all-reduce.
     ///
     /// # Errors
@@ -61,6 +60,8 @@ impl LoraLinear {
     /// - **Validity.** `x`, `y`, `weights` and `workspace` address device memory of the kernels' context for their whole extent, as
     ///   do the table's descriptors, and `batch` is of a routing that was updated before. `stream` is of that context.
     /// - **Liveness.** That memory stays mapped.
+    /// - **Workspace.** Its exchange was zero before its first use, and nothing but these operations has written it since. Otherwise
+    ///   the kernels may take old sums for new ones, or wait forever.
     /// - **Aliasing.** Nobody writes `x`, `weights` or the routing, or reads or writes `y` or `workspace`, except work ordered by
     ///   `stream`.
     /// - **Order.** A kernel that writes weights or the routing neither lets its dependents begin early (programmatic dependent
@@ -75,14 +76,12 @@ impl LoraLinear {
         y: MatrixMut,
         weights: LayerWeights,
         batch: RoutedBatch,
-        workspace: DeviceRegion,
+        workspace: Workspace,
         stream: Stream,
     ) -> Result<(), LaunchError> {
         let args = self.args(Some(x), Some(y), weights, batch, workspace)?;
-        // SAFETY: the caller's obligations are those of both halves.
-        unsafe { self.launch(ffi::aril_linear_shrink, &args, stream) }?;
-        // SAFETY: as above.
-        unsafe { self.launch(ffi::aril_linear_expand, &args, stream) }
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_linear, &args, stream) }
     }
 
     /// Enqueues the first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace. It needs nothing of `y`, so it may
@@ -98,7 +97,7 @@ impl LoraLinear {
         x: MatrixRef,
         weights: LayerWeights,
         batch: RoutedBatch,
-        workspace: DeviceRegion,
+        workspace: Workspace,
         stream: Stream,
     ) -> Result<(), LaunchError> {
         let args = self.args(Some(x), None, weights, batch, workspace)?;
@@ -119,7 +118,7 @@ impl LoraLinear {
         y: MatrixMut,
         weights: LayerWeights,
         batch: RoutedBatch,
-        workspace: DeviceRegion,
+        workspace: Workspace,
         stream: Stream,
     ) -> Result<(), LaunchError> {
         let args = self.args(None, Some(y), weights, batch, workspace)?;
@@ -134,7 +133,7 @@ impl LoraLinear {
         y: Option<MatrixMut>,
         weights: LayerWeights,
         batch: RoutedBatch,
-        workspace: DeviceRegion,
+        workspace: Workspace,
     ) -> Result<ffi::aril_linear_args, LaunchError> {
         let (dtype, num_tokens) = (self.plan.dtype(), batch.num_tokens);
         let null = (std::ptr::null_mut(), 0);
@@ -147,11 +146,13 @@ impl LoraLinear {
             None => null,
         };
         let needed = self.plan.workspace_bytes_for(num_tokens);
-        if workspace.bytes < needed {
-            return Err(LaunchError::Capacity { what: "the workspace's use", got: needed, max: workspace.bytes });
-        }
-        if !workspace.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
-            return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
+        for (needed, part) in [(needed.exchange, workspace.exchange), (needed.planes, workspace.planes)] {
+            if part.bytes < needed {
+                return Err(LaunchError::Capacity { what: "the workspace's use", got: needed, max: part.bytes });
+            }
+            if needed > 0 && !part.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
+                return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
+            }
         }
         let max_tokens = self.plan.capacity().max_tokens;
         if num_tokens > max_tokens {
@@ -166,7 +167,7 @@ impl LoraLinear {
             num_tokens: int(num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
             lanes_per_split: int(self.plan.lanes_per_split(num_tokens))?,
-            expand: expand_args(self.plan.expand(num_tokens, batch.max_tiles))?,
+            outs_per_block: int(self.plan.outs_per_block(num_tokens, batch.max_tiles))?,
             in_features: int(self.site.in_features())?,
             num_slices: int(self.site.slices().len())?,
             out_features,
@@ -174,7 +175,8 @@ impl LoraLinear {
             x_stride,
             y,
             y_stride,
-            planes: workspace.ptr as *mut f32,
+            exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
+            planes: workspace.planes.ptr as *mut f32,
             weights: weights.expect(&self.plan.capacity(), self.num_entries)?,
             routing: batch.routing,
         })

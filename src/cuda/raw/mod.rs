@@ -24,14 +24,7 @@ pub use self::{
     routing::{RoutedBatch, Routing},
 };
 use super::LaunchError;
-use crate::{
-    DType, Element,
-    adapter::SlotImage,
-    error::OperandError,
-    extent::Extent,
-    ffi,
-    plan::{Capacity, ExpandPlan},
-};
+use crate::{DType, Element, adapter::SlotImage, error::OperandError, extent::Extent, ffi, plan::Capacity};
 
 /// A CUDA stream that somebody else owns.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -68,6 +61,16 @@ pub struct DeviceRegion {
     pub ptr: u64,
     /// How many.
     pub bytes: usize,
+}
+
+/// A layer's scratch that somebody else owns: as much of each as [`WorkspaceBytes`](crate::plan::WorkspaceBytes) says, aligned to
+/// 16 bytes. Any number of layers may share one on a stream.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Workspace {
+    /// Zero when it is first used, and written by nothing but the kernels from then on.
+    pub exchange: DeviceRegion,
+    /// Of any content.
+    pub planes: DeviceRegion,
 }
 
 /// A row-major matrix in device memory, to be read.
@@ -231,11 +234,6 @@ impl LayerWeights {
 /// A count on its way to the ABI.
 fn int(value: usize) -> Result<i32, LaunchError> {
     i32::try_from(value).map_err(|_| LaunchError::Capacity { what: "a count", got: value, max: i32::MAX as usize })
-}
-
-/// Expand's plan on its way to the ABI.
-fn expand_args(plan: ExpandPlan) -> Result<ffi::aril_expand_plan, LaunchError> {
-    Ok(ffi::aril_expand_plan { outs_per_block: int(plan.outs_per_block)?, slots: int(plan.slots)? })
 }
 
 /// An element type on its way to the ABI.

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Embeddings in bf16 and f16: expand, with v from the rows of A that the tokens name.
+//
+// Grid (tiles x blocks of outputs).
+#pragma once
+
+#include "deep.cuh"
+#include "few.cuh"
+#include "wide.cuh"
+
+namespace aril::detail {
+
+template <typename T>
+class EmbeddingRows {
+ public:
+  __device__ __forceinline__ EmbeddingRows(const aril_embedding_args& p,
+                                           const aril_descriptor& module)
+      : p_(p),
+        a_(static_cast<const T*>(module.a)),
+        stride_(ceil_div(module.rank, ARIL_RANK_TILE) * ARIL_RANK_TILE) {}
+
+  // Whether a token's id is not in the vocabulary.
+  __device__ __forceinline__ bool lacks(int token) const {
+    return p_.token_ids[token] < 0 || p_.token_ids[token] >= p_.vocab;
+  }
+
+  template <int kTeam = 1>
+  __device__ __forceinline__ float2 load2(int token, int r) const {
+    if (token < 0 || lacks(token)) return make_float2(0.0f, 0.0f);
+    const T* row = a_ + p_.token_ids[token] * stride_ + r;
+    return make_float2(to_float(row[0]), to_float(row[1]));
+  }
+
+  __device__ __forceinline__ float4 load4(int token, int r) const {
+    const float2 first = load2(token, r), second = load2(token, r + 2);
+    return make_float4(first.x, first.y, second.x, second.y);
+  }
+
+ private:
+  const aril_embedding_args& p_;
+  const T* a_;
+  int64_t stride_;
+};
+
+// How the launch for a batch and its ranks goes about it.
+enum class Way { kFew, kFewDeep, kWide, kWideDeep };
+
+static_assert(kExpandThreads == kFewThreads);
+
+template <typename T, Way kWay>
+__global__ void __launch_bounds__(kFewThreads, kWay == Way::kWide ? 1 : 2)
+    embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks, int stages) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  let_dependents_begin();
+  const Tile tile(p, blockIdx.x / out_blocks);
+  const aril_descriptor module = module_of(p.weights, tile.slot, 0);
+  if (tile.count == 0 || module.rank == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const EmbeddingRows<T> rows(p, module);
+  const int first_out = blockIdx.x % out_blocks * p.outs_per_block;
+  T* const y = static_cast<T*>(p.y);
+  if constexpr (kWay == Way::kWide) {
+    wide_expand<T>(tile, module, p.routing.scales, first_out, p.outs_per_block, p.hidden, y,
+                   p.y_stride, p.num_tokens, shared, stages, rows);
+  } else if constexpr (kWay == Way::kWideDeep) {
+    deep_expand<T>(tile, module, p.routing.scales, first_out, p.outs_per_block, p.hidden, y,
+                   p.y_stride, p.num_tokens, shared, rows);
+  } else {
+    few_expand<T, kWay == Way::kFew>(tile, module, p.routing.scales, first_out, p.outs_per_block,
+                                     p.hidden, y, p.y_stride, p.num_tokens, shared,
+                                     [&] { return rows; });
+  }
+}
+
+}  // namespace aril::detail

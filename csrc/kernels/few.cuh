@@ -1,0 +1,458 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Few tokens in bf16 and f16: shrink and expand in one launch, with mma.sync.
+//
+// A block of shrink has a tile of 16 tokens, 16 ranks and a group of lanes; each of its 8 warps
+// sums up a lane for 8 of the ranks. A block of expand has a tile of tokens and some outputs of a
+// slice, 32 at a time for each warp. Weights are on their way to shared memory before a block waits
+// for predecessors; what is left then is x, two short products with a trip through L2 between them,
+// and y.
+//
+// Expand waits for shrink through the planes: a sum stands there with the launch's tag (Header).
+// Blocks of shrink come first in the grid, and wait for nobody; blocks begin in the order of their
+// index, as CUB's scans rely on, too. So whoever is waited for has begun.
+#pragma once
+
+#include "../common/async.cuh"
+#include "../common/mma.cuh"
+#include "../common/pdl.cuh"
+#include "../common/vec.cuh"
+#include "product.cuh"
+#include "tile.cuh"
+
+namespace aril::detail {
+
+constexpr int kFewWarps = 8;
+constexpr int kFewThreads = 32 * kFewWarps;
+constexpr int kFewColumns = kFewWarps / ARIL_LANES_PER_GROUP;  // 8 ranks each, of a block
+constexpr int kOutsPerUnit = 32;                               // that a warp takes at once
+
+// A grid for few tokens: `shrink` blocks, then those of expand.
+struct FewGrid {
+  int columns;  // blocks of shrink for a tile and group
+  int groups;
+  int shrink;
+  int outs;    // blocks of expand for a tile
+  bool apart;  // shrink was another launch
+};
+
+// A sum of shrink's and the tag of the launch that it belongs to.
+struct TaggedSums {
+  float sum0;
+  uint32_t tag0;
+  float sum1;
+  uint32_t tag1;
+};
+
+__device__ __forceinline__ uint64_t* tagged_planes(const aril_linear_args& p) {
+  return reinterpret_cast<uint64_t*>(static_cast<char*>(p.exchange) + ARIL_EXCHANGE_HEADER);
+}
+
+__device__ __forceinline__ void store_tagged(void* plane, float sum, uint32_t tag) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(plane),
+               "l"((static_cast<uint64_t>(tag) << 32) | __float_as_uint(sum))
+               : "memory");
+}
+
+__device__ __forceinline__ TaggedSums load_tagged(const void* plane) {
+  uint64_t first, second;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(first), "=l"(second)
+               : "l"(plane)
+               : "memory");
+  return {__uint_as_float(static_cast<uint32_t>(first)), static_cast<uint32_t>(first >> 32),
+          __uint_as_float(static_cast<uint32_t>(second)), static_cast<uint32_t>(second >> 32)};
+}
+
+// Counts a block in, and gives the launch's tag; lets dependents begin. Every block of the grid
+// calls, one thread each. The header, at the beginning of the workspace, has the number of launches
+// so far in its upper half, and in the lower half the blocks of this one that have come.
+__device__ __forceinline__ uint32_t enter(void* exchange) {
+  unsigned long long* header = static_cast<unsigned long long*>(exchange);
+  const unsigned long long before = atomicAdd(header, 1ull);
+  if (static_cast<uint32_t>(before) == gridDim.x - 1) {
+    atomicExch(header, ((before >> 32) + 1) << 32);
+    __threadfence();
+  }
+  let_dependents_begin();
+  return static_cast<uint32_t>(before >> 32) + 1;
+}
+
+// 8 ranks of one of a slot's modules. Those of all slices stand one after the other.
+struct Column {
+  const char* a;   // in the first lane of features; null if there is no such column
+  int lane_bytes;  // to the next
+  int slice, first_rank, rank;
+  int count;  // of all the slot's columns
+
+  // The slot's column `index`, by a whole warp.
+  __device__ __forceinline__ Column(const aril_linear_args& p, const Tile& tile, int index) {
+    static_assert(ARIL_MAX_SLICES <= 8, "three steps");
+    const int lane = threadIdx.x % 32;
+    aril_descriptor module = {};
+    if (tile.count > 0 && lane < p.num_slices) module = module_of(p.weights, tile.slot, lane);
+    const int tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+    int end = tiles;
+#pragma unroll
+    for (int distance = 1; distance < ARIL_MAX_SLICES; distance *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, end, distance);
+      if (lane >= distance) end += before;
+    }
+    count = __shfl_sync(0xffffffffu, end, ARIL_MAX_SLICES - 1);
+    const unsigned owner = __ballot_sync(0xffffffffu, index >= end - tiles && index < end);
+    slice = owner == 0 ? 0 : __ffs(owner) - 1;
+    const int tile_in_slice = index - __shfl_sync(0xffffffffu, end - tiles, slice);
+    rank = __shfl_sync(0xffffffffu, module.rank, slice);
+    a = reinterpret_cast<const char*>(
+        __shfl_sync(0xffffffffu, reinterpret_cast<uintptr_t>(module.a), slice));
+    if (owner == 0) {
+      a = nullptr;
+    } else {
+      a += tile_in_slice * kPieceBytes;
+    }
+    first_rank = tile_in_slice * ARIL_RANK_TILE;
+    lane_bytes = ceil_div(rank, ARIL_RANK_TILE) * kPieceBytes;
+  }
+};
+
+// Starts copying features [k, k + 8) of a row of x, zero beyond in_features. Rows that are not
+// aligned to 16 bytes are copied on the spot.
+template <typename T>
+__device__ __forceinline__ void copy_input(void* shared, const T* row, int k, int in_features,
+                                           bool aligned) {
+  const int valid = max(0, min(in_features - k, Vec<T>::kSize));
+  if (aligned) {
+    copy_async(shared, valid > 0 ? row + k : row, valid * static_cast<int>(sizeof(T)));
+  } else {
+    *static_cast<uint4*>(shared) = Vec<T>::load_from_anywhere(row + k, valid, false).bits;
+  }
+}
+
+constexpr int kGroupFeatures = ARIL_LANE_FEATURES * ARIL_LANES_PER_GROUP;
+constexpr int kGroupRowBytes = kGroupFeatures * 2 + 16;  // of x; eight rows touch every bank once
+
+template <typename T>
+__device__ __forceinline__ void few_shrink(const aril_linear_args& p, const FewGrid& grid,
+                                           unsigned char* shared) {
+  constexpr int kChains = 4, kSteps = 4;  // of 64 features in a lane, of 16 in a chain
+  __shared__ Arrival arrivals[kFewWarps];
+  __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is none
+  __shared__ float2 lane_sums[kFewWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
+  __shared__ uint32_t tag;
+  if (threadIdx.x == 0) tag = enter(p.exchange);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_column = blockIdx.x % grid.columns * kFewColumns;
+  const int group = blockIdx.x / grid.columns % grid.groups;
+  const Tile tile(p, blockIdx.x / grid.columns / grid.groups);
+  const Column column(p, tile, first_column + warp / ARIL_LANES_PER_GROUP);
+  if (first_column >= column.count) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const int sum_lane = group * ARIL_LANES_PER_GROUP + warp % ARIL_LANES_PER_GROUP;
+  const bool active = column.a != nullptr && sum_lane * ARIL_LANE_FEATURES < p.in_features;
+  unsigned char* const piece = shared + warp * kPieceBytes;
+  bring(arrivals[warp], piece, column.a + int64_t{sum_lane} * column.lane_bytes,
+        active ? kPieceBytes : 0, lane, 32);
+  if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
+    tokens[threadIdx.x] = tile.token(threadIdx.x, p.num_tokens);
+  }
+  __syncthreads();
+  wait_for_predecessors();
+
+  unsigned char* const x = shared + kFewWarps * kPieceBytes;
+  {
+    constexpr int kVecs = kGroupFeatures / Vec<T>::kSize, kRowsAtOnce = kFewThreads / kVecs;
+    const T* input = static_cast<const T*>(p.x);
+    const bool aligned = is_aligned(input, p.x_stride);
+    const int vec = threadIdx.x % kVecs;
+#pragma unroll
+    for (int i = 0; i < ARIL_TOKENS_PER_TILE / kRowsAtOnce; ++i) {
+      const int row = threadIdx.x / kVecs + i * kRowsAtOnce;
+      if (row >= tile.count) break;
+      if (tokens[row] >= 0) {
+        copy_input(x + row * kGroupRowBytes + vec * 16, input + tokens[row] * p.x_stride,
+                   group * kGroupFeatures + vec * Vec<T>::kSize, p.in_features, aligned);
+      }
+    }
+    commit_copies();
+    wait_for_copies<0>();
+  }
+  __syncthreads();
+  float sums[kChains][4] = {};
+  if (active) {
+    // Rows of x without a token hold anything: their sums go nowhere.
+    const int row = min(lane % 16, p.num_tokens - 1);
+    const unsigned char* const x_row = x + row * kGroupRowBytes +
+                                       warp % ARIL_LANES_PER_GROUP * ARIL_LANE_FEATURES * 2 +
+                                       lane / 16 * 16;
+    const unsigned char* const a_row = piece + lane * 16;
+    arrivals[warp].wait(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 2) {
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) {
+        const int i = chain * kSteps + step;
+        const uint4 a = load_cores(a_row + i * 256);
+        const uint4 x0 = load_cores(x_row + i * 32), x1 = load_cores(x_row + (i + 1) * 32);
+        mma_m16n8k16<T>(sums[chain], x0, a.x, a.y);
+        mma_m16n8k16<T>(sums[chain], x1, a.z, a.w);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      sums[0][e] = 0.0f + sums[0][e] + sums[1][e] + sums[2][e] + sums[3][e];
+    }
+  }
+  lane_sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
+  lane_sums[warp][32 + lane] = make_float2(sums[0][2], sums[0][3]);
+  __syncthreads();
+  // A thread for each token and rank.
+  constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
+  static_assert(kFewColumns * kSums == kFewThreads);
+  const int i = threadIdx.x % kSums, token = tokens[i / ARIL_RANK_TILE];
+  if (column.a == nullptr || token < 0) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
+    sum += reinterpret_cast<const float*>(
+        lane_sums[threadIdx.x / kSums * ARIL_LANES_PER_GROUP + l])[i];
+  }
+  const int rank = column.first_rank + i % ARIL_RANK_TILE;
+  const Planes planes(p);
+  store_tagged(tagged_planes(p) + group * planes.plane_stride + token * planes.token_stride +
+                   column.slice * planes.slice_stride + rank,
+               rank < column.rank ? sum : 0.0f, tag);
+}
+
+// A token's v: shrink's sums of groups, as soon as they are there.
+struct TaggedPlanes {
+  const uint64_t* first_plane;
+  Planes planes;
+  int groups;
+  bool apart;
+  uint32_t tag;
+
+  __device__ __forceinline__ TaggedPlanes(const aril_linear_args& p, const FewGrid& grid, int slice,
+                                          uint32_t tag)
+      : planes(p), groups(grid.groups), apart(grid.apart), tag(tag) {
+    first_plane = tagged_planes(p) + slice * planes.slice_stride;
+  }
+
+  __device__ __forceinline__ bool lacks(int) const { return false; }
+
+  // Two spans' sums of ranks r and r + 1, from group `first_group` up to `last_group`. By a whole
+  // warp: where some lanes go on while others wait, they wait for microseconds.
+  __device__ __forceinline__ void load_spans(float2 (&spans)[2], const uint64_t* source,
+                                             int first_group, int last_group) const {
+    constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
+    TaggedSums sums[kAtOnce];
+    bool all;
+    do {
+      all = true;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        sums[i] = {0.0f, tag, 0.0f, tag};
+        if (first_group + i < last_group) {
+          sums[i] = load_tagged(source + (first_group + i) * planes.plane_stride);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) all = all && sums[i].tag0 == tag && sums[i].tag1 == tag;
+    } while (!apart && !__all_sync(0xffffffffu, all));
+#pragma unroll
+    for (int span = 0; span < 2; ++span) {
+      spans[span] = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int i = 0; i < ARIL_GROUPS_PER_SPAN; ++i) {
+        const TaggedSums& s = sums[span * ARIL_GROUPS_PER_SPAN + i];
+        spans[span] = spans[span] + make_float2(s.sum0, s.sum1);
+      }
+    }
+  }
+
+  // Ranks r and r + 1 of a token, by kTeam neighbouring threads of whole warps; zero for token -1.
+  template <int kTeam>
+  __device__ __forceinline__ float2 load2(int token, int r) const {
+    constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
+    const uint64_t* source = first_plane + token * planes.token_stride + r;
+    const int last_group = token < 0 ? 0 : groups;
+    const int member = static_cast<int>(threadIdx.x) % kTeam;
+    float2 total = make_float2(0.0f, 0.0f);
+    for (int first = 0; first < groups; first += kTeam * kAtOnce) {
+      float2 spans[2];
+      load_spans(spans, source, first + member * kAtOnce, last_group);
+      if constexpr (kTeam == 1) {
+        total = total + spans[0] + spans[1];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2 * kTeam; ++i) {
+          total = total + make_float2(__shfl_sync(0xffffffffu, spans[i % 2].x, i / 2, kTeam),
+                                      __shfl_sync(0xffffffffu, spans[i % 2].y, i / 2, kTeam));
+        }
+      }
+    }
+    return total;
+  }
+};
+
+// Adds B v to outputs [first_out, first_out + outs) of a slice of num_outs, for the tile's tokens.
+// Once predecessors have ended, v.load2(token, r) gives ranks r and r + 1 of v, not yet scaled.
+// Tokens that v lacks are left alone. B is brought to shared memory if kStaged, otherwise read
+// where it is.
+template <typename T, bool kStaged, typename MakeV>
+__device__ __forceinline__ void few_expand(const Tile& tile, const aril_descriptor& module,
+                                           const float* scales, int first_out, int outs,
+                                           int num_outs, T* y, int64_t y_stride, int num_tokens,
+                                           unsigned char* shared, const MakeV& make_v) {
+  constexpr int kAhead = 2;  // units whose y is on its way
+  __shared__ Arrival arrival;
+  __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is nothing to do
+  __shared__ float factors[ARIL_TOKENS_PER_TILE];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const int steps = ceil_div(module.rank, kRanksPerStep);
+  const int out_tile_bytes = rank_tiles * ARIL_OUT_TILE * 16;
+  outs = min(outs, num_outs - first_out);
+  // B, then v's operands, [steps][terms].
+  const int b_bytes = kStaged ? ceil_div(outs, ARIL_OUT_TILE) * out_tile_bytes : 0;
+  uint4* const v_operands = reinterpret_cast<uint4*>(shared + b_bytes);
+  const char* const b =
+      static_cast<const char*>(module.b) + int64_t{first_out / ARIL_OUT_TILE} * out_tile_bytes;
+  if constexpr (kStaged) bring(arrival, shared, b, b_bytes, threadIdx.x, kFewThreads);
+  if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
+    const int token = tile.token(threadIdx.x, num_tokens);
+    tokens[threadIdx.x] = token;
+    if (token >= 0) factors[threadIdx.x] = module.scaling * scales[token];
+  }
+  __syncthreads();
+  wait_for_predecessors();
+
+  const int units = ceil_div(outs, kOutsPerUnit);
+  const bool aligned = is_aligned(y, y_stride);
+  y += first_out;
+  Outs<T> bases[kAhead][2];
+  const auto for_outs = [&](int unit, auto f) {
+    const int out = unit * kOutsPerUnit + 8 * q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = unit < units ? tokens[g + 8 * half] : -1;
+      if (token >= 0) f(half, y + token * y_stride + out, outs - out, token);
+    }
+  };
+  const auto load_bases = [&](Outs<T>(&bases)[2], int unit) {
+    for_outs(unit, [&](int half, T* y, int valid, int) { bases[half].load(y, valid, aligned); });
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kFewWarps);
+
+  // Four threads bring together two ranks of a token's v if that leaves none idle, otherwise one;
+  // eight such pairs are 16 ranks.
+  const auto v = make_v();
+  constexpr int kTeam = 4, kPairs = kRanksPerStep / 2;
+  const auto gather = [&](auto team_size) {
+    constexpr int kMembers = decltype(team_size)::value;
+    constexpr int kInWarp = 32 / (kPairs * kMembers);  // tokens and steps
+    const int pair = threadIdx.x / kMembers % kPairs * 2;
+    for (int first = warp * kInWarp; first < tile.count * steps; first += kFewWarps * kInWarp) {
+      const int i = first + lane / (kPairs * kMembers);
+      const bool valid = i < tile.count * steps;
+      const int t = valid ? i / steps : 0, step = valid ? i - t * steps : 0;
+      const int r = step * kRanksPerStep + pair;
+      const bool has = valid && r < rank_tiles * ARIL_RANK_TILE;
+      float2 v_pair = v.template load2<kMembers>(has ? tokens[t] : -1, r);
+      if (valid && threadIdx.x % kMembers == 0) {
+        v_pair = make_float2(v_pair.x * factors[t], v_pair.y * factors[t]);
+        store_v(v_operands + step * kTerms * 32, t, pair, v_pair);
+      }
+    }
+  };
+  if (tile.count * steps * kPairs * kTeam <= kFewThreads) {
+    gather(std::integral_constant<int, kTeam>{});
+  } else {
+    gather(std::integral_constant<int, 1>{});
+  }
+  if constexpr (kStaged) wait_for_copies<0>();
+  __syncthreads();
+  if constexpr (kStaged) arrival.wait(0);
+  const auto cores_of = [&](const auto* tile) {
+    if constexpr (kStaged) {
+      return load_cores(tile + lane * 16);
+    } else {
+      const auto* words = reinterpret_cast<const uint32_t*>(tile) + lane;
+      return make_uint4(words[0], words[32], words[64], words[96]);
+    }
+  };
+
+  for (int first = warp; first < units; first += kAhead * kFewWarps) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int unit = first + i * kFewWarps;
+      if (unit >= units) break;
+      constexpr int kHalfBytes = kOutsPerUnit * 16, kTileBytes = 2 * kHalfBytes;
+      const char* tiles = (kStaged ? reinterpret_cast<const char*>(shared) : b) +
+                          int64_t{unit / 2} * out_tile_bytes + unit % 2 * kHalfBytes;
+      float deltas[4][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        uint4 terms[kTerms];
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          terms[term] = v_operands[(step * kTerms + term) * 32 + lane];
+        }
+        const uint4 b0 = cores_of(tiles + 2 * step * kTileBytes);
+        uint4 b1 = make_uint4(0, 0, 0, 0);
+        if (2 * step + 1 < rank_tiles) b1 = cores_of(tiles + (2 * step + 1) * kTileBytes);
+        multiply<T>(deltas[0], terms, b0.x, b1.x);
+        multiply<T>(deltas[1], terms, b0.y, b1.y);
+        multiply<T>(deltas[2], terms, b0.z, b1.z);
+        multiply<T>(deltas[3], terms, b0.w, b1.w);
+      }
+      for_outs(unit, [&](int half, T* y, int valid, int token) {
+        if (!v.lacks(token)) bases[i][half].add(y, deltas, half, valid, aligned);
+      });
+      load_bases(bases[i], unit + kAhead * kFewWarps);
+    }
+  }
+}
+
+// Blocks of a multiprocessor, as far as registers go.
+template <typename T>
+constexpr int few_blocks(bool staged) {
+#if __CUDA_ARCH__ >= 900
+  // f16 has B's terms to hold, too.
+  return staged && std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
+#else
+  return 2;
+#endif
+}
+
+template <typename T, bool kStaged>
+__global__ void __launch_bounds__(kFewThreads, few_blocks<T>(kStaged))
+    few_kernel(const __grid_constant__ aril_linear_args p, const __grid_constant__ FewGrid grid) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  if (static_cast<int>(blockIdx.x) < grid.shrink) {
+    few_shrink<T>(p, grid, shared);
+    return;
+  }
+  __shared__ uint32_t tag;
+  if (grid.apart) {
+    let_dependents_begin();
+  } else if (threadIdx.x == 0) {
+    tag = enter(p.exchange);
+  }
+  const int index = blockIdx.x - grid.shrink;
+  const Tile tile(p, index / grid.outs);
+  const OutBlock block(p, index % grid.outs, p.outs_per_block);
+  const aril_descriptor module = module_of(p.weights, tile.slot, block.slice);
+  if (tile.count == 0 || module.rank == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  few_expand<T, kStaged>(tile, module, p.routing.scales, block.index * p.outs_per_block,
+                         p.outs_per_block, p.out_features[block.slice],
+                         static_cast<T*>(p.y) + block.first_column, p.y_stride, p.num_tokens,
+                         shared, [&] { return TaggedPlanes(p, grid, block.slice, tag); });
+}
+
+}  // namespace aril::detail

@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Many tokens in bf16 and f16: shrink and expand of tiles of 64 tokens, a launch each.
+#pragma once
+
+#include "../common/async.cuh"
+#include "../common/mma.cuh"
+#include "../common/pdl.cuh"
+#include "../common/vec.cuh"
+#include "../common/wgmma.cuh"
+#include "few.cuh"
+#include "product.cuh"
+#include "tile.cuh"
+
+namespace aril::detail {
+
+constexpr int kGroupThreads = 128;  // of a warpgroup, which has a tile of tokens
+constexpr int kStageFeatures = 64;  // a chain
+constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;
+constexpr int kColumnBytes = ARIL_RANK_TILE * kStageFeatures * 2;
+constexpr int kStages = 4;
+constexpr int kMaxColumns = 8;  // of a warpgroup
+constexpr int kMaxWarpgroups = 3;
+
+// Adds up sums of 64 by 64 by 8 * kColumns on one warpgroup: x's rows of 128 bytes are swizzled,
+// A's cores stand one behind the other.
+template <typename T, int kColumns>
+__device__ __forceinline__ void multiply_chain(float (&sums)[kColumns][4], const unsigned char* x,
+                                               const unsigned char* a) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  hold(sums);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < kStageFeatures / 16; ++step) {
+    multiply_async<T>(sums, swizzled_rows_at(x + step * 32),
+                      cores_at(a + step * 256, 128, kColumnBytes), step > 0);
+  }
+  commit_products();
+#else
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[c][e] = 0.0f;
+  }
+  const int row = warp * 16 + lane % 16;
+#pragma unroll 1
+  for (int step = 0; step < kStageFeatures / 16; ++step) {
+    const uint4 rows = load_cores(x + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 2) {
+      const uint4 cores =
+          load_cores(a + (c + lane / 16) * kColumnBytes + step * 256 + lane % 16 * 16);
+      mma_m16n8k16<T>(sums[c], rows, cores.x, cores.y);
+      mma_m16n8k16<T>(sums[c + 1], rows, cores.z, cores.w);
+    }
+  }
+#endif
+}
+
+template <int kColumns>
+__device__ __forceinline__ void wait_for_chain(float (&sums)[kColumns][4]) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  wait_for_products();
+  hold(sums);
+#endif
+}
+
+template <int kColumns>
+struct Sums {
+  float all[kColumns][4] = {};
+
+  __device__ __forceinline__ void add(const Sums& other) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        all[c][e] += other.all[c][e];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) all[c][e] = 0.0f;
+    }
+  }
+};
+
+// Grid (tiles x blocks of columns, splits); a warpgroup for every kColumns of these.
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGroupThreads
+                                                          : kGroupThreads,
+                                  kColumns == kMaxColumns ? 1 : 4)
+    shrink_wide_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
+  constexpr int kStagesPerLane = ARIL_LANE_FEATURES / kStageFeatures;
+  constexpr int kStagesPerGroup = kStagesPerLane * ARIL_LANES_PER_GROUP;
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  unsigned char* const shared = stages_shared;
+  __shared__ const char* pieces[kColumns * kMaxWarpgroups];  // in the first lane of features
+  __shared__ int lane_bytes[kColumns * kMaxWarpgroups];
+  let_dependents_begin();
+  const Tile tile(p, blockIdx.x / column_blocks);
+  const int warpgroup = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4,
+            lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int warpgroups = blockDim.x / kGroupThreads, columns = warpgroups * kColumns;
+  const int first_column = blockIdx.x % column_blocks * columns;
+  int count, i = threadIdx.x / 32;
+  do {
+    const Column column(p, tile, first_column + i);
+    if (lane == 0 && i < columns) {
+      pieces[i] = column.a;
+      lane_bytes[i] = column.lane_bytes;
+    }
+    count = min(column.count - first_column, columns);
+    i += blockDim.x / 32;
+  } while (i < columns);
+  __syncthreads();
+  if (count <= 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const Lanes lanes(p, blockIdx.y);
+  const int stages = (lanes.end - lanes.begin) * kStagesPerLane;
+  const int stage_bytes = kInputBytes + columns * kColumnBytes;
+
+  // A: a thread's 16 bytes of some of the columns.
+  const int threads = blockDim.x;
+  const int a_vec = threadIdx.x % (kColumnBytes / 16), a_first = threadIdx.x / (kColumnBytes / 16);
+  const int a_stride = threads / (kColumnBytes / 16);
+  const auto fetch_weights = [&](int stage) {
+    const int sum_lane = lanes.begin + stage / kStagesPerLane;
+    const int at = stage % kStagesPerLane * kColumnBytes + a_vec * 16;
+    unsigned char* a = shared + stage % kStages * stage_bytes + kInputBytes + a_vec * 16;
+    for (int c = a_first; c < count; c += a_stride) {
+      copy_async(a + c * kColumnBytes, pieces[c] + int64_t{sum_lane} * lane_bytes[c] + at);
+    }
+  };
+  constexpr int kRowVecs = kStageFeatures / Vec<T>::kSize;
+  const int vec = threadIdx.x % kRowVecs, first_row = threadIdx.x / kRowVecs;
+  const int rows_at_once = threads / kRowVecs;
+  constexpr int kMostRows = ARIL_WIDE_TILE / (kGroupThreads / kRowVecs);
+  int tokens[kMostRows];
+  const T* const input = static_cast<const T*>(p.x);
+  const bool aligned = is_aligned(input, p.x_stride);
+#pragma unroll
+  for (int i = 0; i < kMostRows; ++i) {
+    const int row = first_row + i * rows_at_once;
+    tokens[i] = row < ARIL_WIDE_TILE ? tile.token(row, p.num_tokens) : -1;
+  }
+  const auto fetch_input = [&](int stage) {
+    unsigned char* x = shared + stage % kStages * stage_bytes;
+    const int k = lanes.begin * ARIL_LANE_FEATURES + stage * kStageFeatures + vec * 8;
+#pragma unroll
+    for (int i = 0; i < kMostRows; ++i) {
+      const int row = first_row + i * rows_at_once;
+      if (tokens[i] >= 0) {
+        copy_input(x + row * 128 + ((vec ^ row) % 8) * 16, input + tokens[i] * p.x_stride, k,
+                   p.in_features, aligned);
+      }
+    }
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < stages) fetch_weights(stage);
+  }
+  wait_for_predecessors();
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < stages) fetch_input(stage);
+    commit_copies();
+  }
+
+  const int row = warp * 16 + g;
+  const int upper_token = tile.token(row, p.num_tokens);
+  const int lower_token = tile.token(row + 8, p.num_tokens);
+  const Planes planes(p);
+  float* plane = p.planes + blockIdx.y * planes.plane_stride;
+  Sums<kColumns> chain, lane_sums, group_sums;
+  for (int stage = 0; stage < stages; ++stage) {
+    wait_for_copies<kStages - 2>();
+    publish_shared();
+    __syncthreads();
+    const unsigned char* x = shared + stage % kStages * stage_bytes;
+    const unsigned char* a = x + kInputBytes + warpgroup * kColumns * kColumnBytes;
+    multiply_chain<T, kColumns>(chain.all, x, a);
+    if (stage + kStages - 1 < stages) {
+      fetch_weights(stage + kStages - 1);
+      fetch_input(stage + kStages - 1);
+    }
+    commit_copies();
+    wait_for_chain(chain.all);
+    lane_sums.add(chain);
+    const bool ends = stage + 1 == stages;
+    if ((stage + 1) % kStagesPerLane != 0) continue;
+    group_sums.add(lane_sums);
+    lane_sums.clear();
+    if ((stage + 1) % kStagesPerGroup != 0 && !ends) continue;
+    const bool add = stage >= kStagesPerGroup;
+#pragma unroll 1
+    for (int c = 0; c < kColumns; ++c) {
+      const int i = warpgroup * kColumns + c;
+      const Column column(p, tile, first_column + i);
+      if (i >= count) break;
+      const int rank = column.first_rank + 2 * q;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = half == 0 ? upper_token : lower_token;
+        if (token < 0) continue;
+        float2* v = reinterpret_cast<float2*>(plane + token * planes.token_stride +
+                                              column.slice * planes.slice_stride + rank);
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int cc = 0; cc < kColumns; ++cc) {
+          if (cc == c)
+            sum = make_float2(group_sums.all[cc][2 * half], group_sums.all[cc][2 * half + 1]);
+        }
+        if (rank >= column.rank) sum.x = 0.0f;
+        if (rank + 1 >= column.rank) sum.y = 0.0f;
+        if (add) sum = *v + sum;
+        *v = sum;
+      }
+    }
+    group_sums.clear();
+  }
+}
+
+constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;        // of a stage of expand
+constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;  // two rows touch every bank once
+constexpr int kChunkBytes = ARIL_WIDE_TILE * kChunkRowBytes;
+constexpr int kTermBytes = ARIL_WIDE_TILE * kRanksPerStep * 2;  // of v in a step
+constexpr int kMaxExpandStages = 4;
+#if __CUDA_ARCH__ >= 900
+constexpr bool kBulk = true;
+#else
+constexpr bool kBulk = false;
+#endif
+constexpr int kExpandThreads = 2 * kGroupThreads;  // a warpgroup for each half of a chunk
+
+// deltas = B v of 64 tokens and 64 outputs.
+template <typename T>
+__device__ __forceinline__ void multiply_outs(float (&deltas)[8][4], const unsigned char* v,
+                                              const unsigned char* b, int rank_tiles) {
+  constexpr int kTileBytes = ARIL_OUT_TILE * 16;
+  const int steps = ceil_div(rank_tiles, 2);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) deltas[c][e] = 0.0f;
+  }
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      // v is zero where there is no second tile of ranks: any finite B will do.
+      const int to_ranks = 2 * step + 1 < rank_tiles ? kTileBytes : 0;
+      hold(deltas);
+      begin_products();
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        multiply_async<T>(deltas, cores_at(v + (step * kTerms + term) * kTermBytes, 1024, 128),
+                          cores_at(b + 2 * step * kTileBytes, to_ranks, 128), true);
+      }
+      commit_products();
+      wait_for_products();
+      hold(deltas);
+    }
+    return;
+  }
+#endif
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  for (int step = 0; step < steps; ++step) {
+    uint4 terms[kTerms];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      terms[term] = load_cores(v + (step * kTerms + term) * kTermBytes + lane / 16 * 1024 +
+                               warp * 256 + lane % 16 * 16);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned char* tile = b + 2 * step * kTileBytes + half * 512 + lane * 16;
+      const uint4 b0 = load_cores(tile);
+      uint4 b1 = make_uint4(0, 0, 0, 0);
+      if (2 * step + 1 < rank_tiles) b1 = load_cores(tile + kTileBytes);
+      multiply<T>(deltas[half * 4 + 0], terms, b0.x, b1.x);
+      multiply<T>(deltas[half * 4 + 1], terms, b0.y, b1.y);
+      multiply<T>(deltas[half * 4 + 2], terms, b0.z, b1.z);
+      multiply<T>(deltas[half * 4 + 3], terms, b0.w, b1.w);
+    }
+  }
+}
+
+// Moves neighbouring outputs, 16 bytes at a time if they are `whole`.
+template <typename T>
+__device__ __forceinline__ void move_outs(T* to, const T* from, int count, bool whole) {
+  constexpr int kSize = Vec<T>::kSize;
+  if (whole) {
+    for (int i = 0; i < count; i += kSize) {
+      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    }
+  } else {
+    for (int i = 0; i < count; ++i) to[i] = from[i];
+  }
+}
+
+// As few_expand, for tiles of 64 tokens: y goes through shared memory, in chunks of 128 outputs.
+template <typename T, typename V>
+__device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descriptor& module,
+                                            const float* scales, int first_out, int outs,
+                                            int num_outs, T* y, int64_t y_stride, int num_tokens,
+                                            unsigned char* shared, int stages, const V& v) {
+  __shared__ Arrival arrivals[kMaxExpandStages];
+  const int warpgroup = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const int steps = ceil_div(module.rank, kRanksPerStep);
+  const int out_tile_bytes = rank_tiles * ARIL_OUT_TILE * 16;
+  outs = min(outs, num_outs - first_out);
+  const int chunks = ceil_div(outs, kChunkOuts);
+  // v's cores, [steps][terms][2][8]; then the stages: y, B.
+  unsigned char* const ring = shared + steps * kTerms * kTermBytes;
+  const int stage_bytes = kChunkBytes + 2 * out_tile_bytes;
+  const char* b =
+      static_cast<const char*>(module.b) + int64_t{first_out / ARIL_OUT_TILE} * out_tile_bytes;
+  // The first 64 threads have a row each, the next one B.
+  const int token = tile.token(threadIdx.x, num_tokens);
+  const bool whole = is_aligned(y, y_stride) && num_outs % Vec<T>::kSize == 0;
+  T* row = token < 0 ? nullptr : y + token * y_stride + first_out;
+  if (threadIdx.x < stages) arrivals[threadIdx.x].init(ARIL_WIDE_TILE + 1);
+  __syncthreads();
+  const auto outs_of = [&](int chunk) { return min(outs - chunk * kChunkOuts, kChunkOuts); };
+  const auto fetch_weights = [&](int chunk) {
+    if (chunk >= chunks) return;
+    const int bytes = ceil_div(outs_of(chunk), ARIL_OUT_TILE) * out_tile_bytes;
+    unsigned char* to = ring + chunk % stages * stage_bytes + kChunkBytes;
+    const char* from = b + int64_t{chunk} * 2 * out_tile_bytes;
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == ARIL_WIDE_TILE) {
+      arrivals[chunk % stages].expect(bytes);
+      arrivals[chunk % stages].copy(to, from, bytes);
+    }
+#else
+    for (int at = threadIdx.x * 16; at < bytes; at += kExpandThreads * 16) {
+      copy_async(to + at, from + at);
+    }
+    commit_copies();
+#endif
+  };
+  const auto fetch_outs = [&](int chunk) {
+    if (threadIdx.x >= ARIL_WIDE_TILE || chunk >= chunks) return;
+    T* to =
+        reinterpret_cast<T*>(ring + chunk % stages * stage_bytes + threadIdx.x * kChunkRowBytes);
+    const bool bulk = kBulk && whole && row != nullptr;
+    if (!bulk && row != nullptr) {
+      move_outs(to, row + chunk * kChunkOuts, outs_of(chunk), whole);
+    }
+    Arrival& arrival = arrivals[chunk % stages];
+    arrival.expect(bulk ? outs_of(chunk) * 2 : 0);
+    if (bulk) arrival.copy(to, row + chunk * kChunkOuts, outs_of(chunk) * 2);
+  };
+  const auto store_outs = [&](int chunk) {
+    if (threadIdx.x >= ARIL_WIDE_TILE || row == nullptr) return;
+    const T* from =
+        reinterpret_cast<T*>(ring + chunk % stages * stage_bytes + threadIdx.x * kChunkRowBytes);
+    if (kBulk && whole) {
+      copy_back(row + chunk * kChunkOuts, from, outs_of(chunk) * 2);
+    } else {
+      move_outs(row + chunk * kChunkOuts, from, outs_of(chunk), whole);
+    }
+  };
+  for (int i = 0; i < stages - 1; ++i) fetch_weights(i);
+  wait_for_predecessors();
+  if (row != nullptr && v.lacks(token)) row = nullptr;
+  for (int i = 0; i < stages - 1; ++i) fetch_outs(i);
+
+  // A thread brings together four ranks of a token.
+  constexpr int kQuads = kRanksPerStep / 4;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < tile.count * steps * kQuads; i += kExpandThreads) {
+    const int quad = i % kQuads * 4, t = i / kQuads / steps, step = i / kQuads - t * steps;
+    const int r = step * kRanksPerStep + quad, token = tile.token(t, num_tokens);
+    float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (token >= 0 && r < rank_tiles * ARIL_RANK_TILE) {
+      const float factor = module.scaling * scales[token];
+      sums = v.load4(token, r);
+      sums = make_float4(sums.x * factor, sums.y * factor, sums.z * factor, sums.w * factor);
+    }
+    uint2* const words = reinterpret_cast<uint2*>(shared + step * kTerms * kTermBytes +
+                                                  quad / 8 * 1024 + t * 16 + quad % 8 * 2);
+    uint2 high, low;
+    split(sums.x, sums.y, high.x, low.x);
+    split(sums.z, sums.w, high.y, low.y);
+    words[0] = high;
+    words[kTermBytes / 8] = low;
+  }
+  publish_shared();
+  __syncthreads();
+
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    unsigned char* const stage = ring + chunk % stages * stage_bytes;
+    wait_for_reads_of_copies_back();
+    fetch_weights(chunk + stages - 1);
+    fetch_outs(chunk + stages - 1);
+    arrivals[chunk % stages].wait(chunk / stages % 2);
+#if __CUDA_ARCH__ < 900
+    wait_for_copies<0>();
+    __syncthreads();
+#endif
+    float deltas[8][4];
+    multiply_outs<T>(deltas, shared, stage + kChunkBytes + warpgroup * out_tile_bytes, rank_tiles);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      unsigned char* const outs_at = stage + (warp * 16 + g + half * 8) * kChunkRowBytes +
+                                     warpgroup * ARIL_OUT_TILE * 2 + q * 16;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint4* const at = reinterpret_cast<uint4*>(outs_at + i * 64);
+        const Vec<T> base{*at};
+        T sums[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          sums[e] = from_float<T>(base[e] + deltas[i * 4 + e / 2][2 * half + e % 2]);
+        }
+        uint4 result;
+        memcpy(&result, sums, sizeof(result));
+        *at = result;
+      }
+    }
+    publish_shared();
+    __syncthreads();
+    store_outs(chunk);
+  }
+  wait_for_copies_back();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kExpandThreads, std::is_same_v<T, __nv_bfloat16> ? 3 : 2)
+    expand_wide_kernel(const __grid_constant__ aril_linear_args p, int out_blocks, int stages) {
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  unsigned char* const shared = stages_shared;
+  let_dependents_begin();
+  const Tile tile(p, blockIdx.x / out_blocks);
+  const OutBlock block(p, blockIdx.x % out_blocks, p.outs_per_block);
+  const aril_descriptor module = module_of(p.weights, tile.slot, block.slice);
+  if (tile.count == 0 || module.rank == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  wide_expand<T>(tile, module, p.routing.scales, block.index * p.outs_per_block, p.outs_per_block,
+                 p.out_features[block.slice], static_cast<T*>(p.y) + block.first_column, p.y_stride,
+                 p.num_tokens, shared, stages, PlaneSums(p, block.slice));
+}
+
+}  // namespace aril::detail
