@@ -55,6 +55,7 @@ typedef struct aril_descriptor {
 } aril_descriptor;
 
 // Tokens of one slot that a block works on together: [begin, begin + count) of aril_routing.tokens.
+// Slot -1: those that have none.
 typedef struct aril_tile {
   int32_t slot;
   int32_t begin;
@@ -70,7 +71,7 @@ typedef struct aril_tiles {
 // A batch grouped by slot, in device memory at addresses that stay; written by aril_route, read by
 // every operation.
 typedef struct aril_routing {
-  int32_t* tokens;        // [max_tokens] tokens that have a slot, by slot
+  int32_t* tokens;        // [max_tokens] by slot, those that have none behind the others
   float* scales;          // [max_tokens] by token: the factor on its adapter's scaling
   int32_t* indptr;        // [num_slots + 1] where each slot's tokens begin in `tokens`
   aril_tiles tiles;       // of up to ARIL_TOKENS_PER_TILE
@@ -93,7 +94,8 @@ typedef struct aril_weights {
   int32_t max_rank;     // larger ranks in the table are taken for no adapter
 } aril_weights;
 
-// y[t, slice] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both.
+// y[t, slice] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both. If it
+// overwrites, y is set to that, and to zero where there is no adapter.
 typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;       // rows of x and y
@@ -101,6 +103,7 @@ typedef struct aril_linear_args {
   int32_t lanes_per_split;  // a group's or a span's: how blocks share out a token's input, with
                             // more than ARIL_FEW_TOKENS or in f32. Same bits.
   int32_t outs_per_block;   // of expand: a multiple of ARIL_OUTS_FEW or ARIL_OUTS_WIDE. Same bits.
+  int32_t overwrites;       // 0 or 1
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];

@@ -18,12 +18,14 @@ use aril::{
     model::{Linear, ModelSpec, Parallel, TpRank},
     routing::{Batch, Segments},
 };
-use common::cases::{Case, Site, Sizes, Subject, World, cases, check};
+use common::cases::{Case, Site, Sizes, Subject, World, cases, check, check_overwriting};
 use proptest::prelude::*;
 
-/// `add_delta`, or its halves apart.
+/// `add_delta`, its halves apart, or `write_delta`.
+#[derive(Default)]
 struct Cpu {
     apart: bool,
+    overwrites: bool,
 }
 
 impl Subject for Cpu {
@@ -50,6 +52,9 @@ impl Subject for Cpu {
                 layer.shrink(x, &weights, &batch, &mut workspace).unwrap();
                 layer.expand(y, &weights, &batch, &workspace).unwrap();
             }
+            Site::Linear(id) if self.overwrites => {
+                LoraLinear::new(&world.model, id).write_delta(x, y, &weights, &batch).unwrap();
+            }
             Site::Linear(id) => LoraLinear::new(&world.model, id).add_delta(x, y, &weights, &batch).unwrap(),
         }
         buffer
@@ -60,7 +65,13 @@ proptest! {
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL), apart: bool) {
         let case = Case::from_environment().unwrap_or(case);
-        for_dtype!(case, check(&mut Cpu { apart }, &case))?;
+        for_dtype!(case, check(&mut Cpu { apart, ..Cpu::default() }, &case))?;
+    }
+
+    #[test]
+    fn cpu_overwrites(case in cases(Sizes::SMALL)) {
+        let [mut adds, mut overwrites] = [false, true].map(|overwrites| Cpu { overwrites, ..Cpu::default() });
+        for_dtype!(case, check_overwriting(&mut adds, &mut overwrites, &case))?;
     }
 
     /// A token's result has the same bits alone as in any batch.
@@ -68,12 +79,12 @@ proptest! {
     fn cpu_is_batch_invariant(case in cases(Sizes { max_tokens: 8, ..Sizes::SMALL })) {
         fn run<T: Element>(case: &Case) -> Result<(), TestCaseError> {
             let world = case.world::<T>();
-            let together = Cpu { apart: false }.run(case, &world);
+            let together = Cpu::default().run(case, &world);
             for token in 0..case.num_tokens() {
                 let mut alone = case.world::<T>();
                 alone.slots.fill(Slot::BASE);
                 alone.slots[token] = world.slots[token];
-                let alone = Cpu { apart: false }.run(case, &alone);
+                let alone = Cpu::default().run(case, &alone);
                 let row = case.y_offset + token * case.y_stride()..case.y_offset + (token + 1) * case.y_stride();
                 let bits = |y: &[T]| bytemuck::cast_slice::<T, u8>(&y[row.clone()]).to_vec();
                 prop_assert!(bits(&together) == bits(&alone), "token {token}\n{}", case.replay());

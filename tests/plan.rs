@@ -40,15 +40,16 @@ proptest! {
     fn max_tiles_bounds_every_spread(tokens in prop::collection::vec(0..100_usize, 1..40)) {
         let num_tokens = tokens.iter().sum();
         let per_tile = tokens_per_tile(num_tokens);
-        let capacity = Capacity { max_tokens: 4000, num_slots: tokens.len(), max_rank: 8 };
+        let capacity = Capacity { max_tokens: 4000, num_slots: (tokens.len() - 1).max(1), max_rank: 8 };
+        // The last are those without a slot.
         let tiles: usize = tokens.iter().map(|tokens| tokens.div_ceil(per_tile)).sum();
         prop_assert!(tiles <= capacity.max_tiles(num_tokens), "{tiles} > {}", capacity.max_tiles(num_tokens));
     }
 
-    /// And the worst spread, a token in each slot and the rest in one, reaches it.
+    /// And the worst spread, a token in each slot, one in none, and the rest in a slot, reaches it.
     #[test]
     fn max_tiles_is_reached(num_tokens in 1..5000_usize, num_slots in 1..300_usize) {
-        let slots = num_slots.min(num_tokens);
+        let slots = (num_slots + 1).min(num_tokens);
         let worst = slots - 1 + (num_tokens - (slots - 1)).div_ceil(tokens_per_tile(num_tokens));
         let capacity = Capacity { max_tokens: 5000, num_slots, max_rank: 8 };
         prop_assert_eq!(capacity.max_tiles(num_tokens), worst);
@@ -150,9 +151,9 @@ fn a_plan_says_what_it_will_launch() {
     assert_eq!(
         shown,
         [
-            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 lanes, expand 12 blocks of \
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 35 tiles, one launch, shrink 4 splits of 16 lanes, expand 12 blocks of \
              512 outputs, 98432 + 0 bytes of workspace",
-            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 131 tiles, two launches, shrink 4 splits of 16 lanes, expand 6 blocks of \
+            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 lanes, expand 6 blocks of \
              1024 outputs, 3145856 + 25165824 bytes of workspace",
             "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, two launches, shrink 1 splits of 1 lanes, expand 1 blocks of 256 \
              outputs, 0 + 32 bytes of workspace",

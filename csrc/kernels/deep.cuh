@@ -10,16 +10,14 @@ namespace aril::detail {
 
 template <typename T, typename V>
 __device__ __forceinline__ void deep_expand(const Tile& tile, const aril_descriptor& module,
-                                            const float* scales, int first_out, int outs,
-                                            int num_outs, T* y, int64_t y_stride, int num_tokens,
-                                            unsigned char* shared, const V& v) {
+                                            const float* scales, const BlockOuts<T>& outs,
+                                            int num_tokens, unsigned char* shared, const V& v) {
   for (int first = 0; first < tile.count; first += ARIL_TOKENS_PER_TILE) {
     if (first > 0) __syncthreads();
     Tile part = tile;
     part.tokens += first;
     part.count = min(tile.count - first, ARIL_TOKENS_PER_TILE);
-    few_expand<T, false>(part, module, scales, first_out, outs, num_outs, y, y_stride, num_tokens,
-                         shared, [&] { return v; });
+    few_expand<T, false>(part, module, scales, outs, num_tokens, shared, [&] { return v; });
   }
 }
 
@@ -29,15 +27,11 @@ __global__ void __launch_bounds__(kFewThreads, 2)
   extern __shared__ __align__(128) unsigned char shared[];
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / out_blocks);
-  const OutBlock block(p, blockIdx.x % out_blocks, p.outs_per_block);
-  const aril_descriptor module = module_of(p.weights, tile.slot, block.slice);
-  if (tile.count == 0 || module.rank == 0) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
-  deep_expand<T>(tile, module, p.routing.scales, block.index * p.outs_per_block, p.outs_per_block,
-                 p.out_features[block.slice], static_cast<T*>(p.y) + block.first_column, p.y_stride,
-                 p.num_tokens, shared, PlaneSums(p, block.slice));
+  int slice;
+  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
+  const aril_descriptor module = module_of(p.weights, tile.slot, slice);
+  if (!outs.begin(tile, module, p.num_tokens)) return;
+  deep_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, PlaneSums(p, slice));
 }
 
 }  // namespace aril::detail

@@ -55,22 +55,15 @@ __global__ void __launch_bounds__(kFewThreads, kWay == Way::kWide ? 1 : 2)
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
-  if (tile.count == 0 || module.rank == 0) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
+  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block);
+  if (!outs.begin(tile, module, p.num_tokens)) return;
   const EmbeddingRows<T> rows(p, module);
-  const int first_out = blockIdx.x % out_blocks * p.outs_per_block;
-  T* const y = static_cast<T*>(p.y);
   if constexpr (kWay == Way::kWide) {
-    wide_expand<T>(tile, module, p.routing.scales, first_out, p.outs_per_block, p.hidden, y,
-                   p.y_stride, p.num_tokens, shared, stages, rows);
+    wide_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, stages, rows);
   } else if constexpr (kWay == Way::kWideDeep) {
-    deep_expand<T>(tile, module, p.routing.scales, first_out, p.outs_per_block, p.hidden, y,
-                   p.y_stride, p.num_tokens, shared, rows);
+    deep_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, rows);
   } else {
-    few_expand<T, kWay == Way::kFew>(tile, module, p.routing.scales, first_out, p.outs_per_block,
-                                     p.hidden, y, p.y_stride, p.num_tokens, shared,
+    few_expand<T, kWay == Way::kFew>(tile, module, p.routing.scales, outs, p.num_tokens, shared,
                                      [&] { return rows; });
   }
 }

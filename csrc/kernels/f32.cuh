@@ -66,13 +66,12 @@ __global__ void __launch_bounds__(kF32Threads)
 
 template <typename V>
 __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descriptor& module,
-                                           const float* scales, int first_out, int num_outs,
-                                           float* y, int64_t y_stride, int num_tokens,
-                                           const V& rows) {
+                                           const float* scales, const BlockOuts<float>& outs,
+                                           int num_tokens, const V& rows) {
   __shared__ float2 v[ARIL_MAX_RANK / 2];
-  if (module.rank == 0) return;
+  if (!outs.begin(tile, module, num_tokens)) return;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const int out = first_out + static_cast<int>(threadIdx.x), column = out % ARIL_OUT_TILE;
+  const int out = outs.first + static_cast<int>(threadIdx.x), column = out % ARIL_OUT_TILE;
   // See aril_descriptor for where an output's ranks stand.
   const int core = column / 32 * 4 + column % 8 / 2, row = column % 32 / 8 * 2 + column % 2;
   constexpr int kTileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
@@ -85,7 +84,7 @@ __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descript
     __syncthreads();
     for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) v[i] = rows.load2(token, i * 2);
     __syncthreads();
-    if (out >= num_outs) continue;
+    if (out >= outs.num_outs) continue;
     const float scale = module.scaling * scales[token];
     float delta = 0.0f;
     for (int i = 0; i < rank_tiles * 4; ++i) {
@@ -93,7 +92,8 @@ __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descript
       delta += pair.x * v[i].x;
       delta += pair.y * v[i].y;
     }
-    y[token * y_stride + out] += scale * delta;
+    float& y = outs.y[token * outs.y_stride + out];
+    y = (outs.overwrites ? 0.0f : y) + scale * delta;
   }
 }
 
@@ -102,11 +102,10 @@ __global__ void __launch_bounds__(kF32Threads)
   let_dependents_begin();
   wait_for_predecessors();
   const Tile tile(p, blockIdx.x / out_blocks);
-  const OutBlock block(p, blockIdx.x % out_blocks, kF32Threads);
-  expand_f32(tile, module_of(p.weights, tile.slot, block.slice), p.routing.scales,
-             block.index * kF32Threads, p.out_features[block.slice],
-             static_cast<float*>(p.y) + block.first_column, p.y_stride, p.num_tokens,
-             PlaneSums(p, block.slice));
+  int slice;
+  const BlockOuts<float> outs(p, blockIdx.x % out_blocks, kF32Threads, slice);
+  expand_f32(tile, module_of(p.weights, tile.slot, slice), p.routing.scales, outs, p.num_tokens,
+             PlaneSums(p, slice));
 }
 
 __global__ void __launch_bounds__(kF32Threads)
@@ -115,8 +114,9 @@ __global__ void __launch_bounds__(kF32Threads)
   wait_for_predecessors();
   const Tile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
-  expand_f32(tile, module, p.routing.scales, blockIdx.x % out_blocks * kF32Threads, p.hidden,
-             static_cast<float*>(p.y), p.y_stride, p.num_tokens, EmbeddingRows<float>(p, module));
+  expand_f32(tile, module, p.routing.scales,
+             BlockOuts<float>(p, blockIdx.x % out_blocks, kF32Threads), p.num_tokens,
+             EmbeddingRows<float>(p, module));
 }
 
 }  // namespace aril::detail

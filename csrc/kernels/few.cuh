@@ -296,15 +296,14 @@ struct TaggedPlanes {
   }
 };
 
-// Adds B v to outputs [first_out, first_out + outs) of a slice of num_outs, for the tile's tokens.
-// Once predecessors have ended, v.load2(token, r) gives ranks r and r + 1 of v, not yet scaled.
-// Tokens that v lacks are left alone. B is brought to shared memory if kStaged, otherwise read
-// where it is.
+// Adds B v to a block's outputs, for the tile's tokens. Once predecessors have ended,
+// v.load2(token, r) gives ranks r and r + 1 of v, not yet scaled. Tokens that v lacks are left
+// alone. B is brought to shared memory if kStaged, otherwise read where it is.
 template <typename T, bool kStaged, typename MakeV>
 __device__ __forceinline__ void few_expand(const Tile& tile, const aril_descriptor& module,
-                                           const float* scales, int first_out, int outs,
-                                           int num_outs, T* y, int64_t y_stride, int num_tokens,
-                                           unsigned char* shared, const MakeV& make_v) {
+                                           const float* scales, const BlockOuts<T>& outs,
+                                           int num_tokens, unsigned char* shared,
+                                           const MakeV& make_v) {
   constexpr int kAhead = 2;  // units whose y is on its way
   __shared__ Arrival arrival;
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is nothing to do
@@ -313,12 +312,11 @@ __device__ __forceinline__ void few_expand(const Tile& tile, const aril_descript
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
   const int out_tile_bytes = rank_tiles * ARIL_OUT_TILE * 16;
-  outs = min(outs, num_outs - first_out);
   // B, then v's operands, [steps][terms].
-  const int b_bytes = kStaged ? ceil_div(outs, ARIL_OUT_TILE) * out_tile_bytes : 0;
+  const int b_bytes = kStaged ? ceil_div(outs.count, ARIL_OUT_TILE) * out_tile_bytes : 0;
   uint4* const v_operands = reinterpret_cast<uint4*>(shared + b_bytes);
   const char* const b =
-      static_cast<const char*>(module.b) + int64_t{first_out / ARIL_OUT_TILE} * out_tile_bytes;
+      static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
   if constexpr (kStaged) bring(arrival, shared, b, b_bytes, threadIdx.x, kFewThreads);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
     const int token = tile.token(threadIdx.x, num_tokens);
@@ -328,20 +326,22 @@ __device__ __forceinline__ void few_expand(const Tile& tile, const aril_descript
   __syncthreads();
   wait_for_predecessors();
 
-  const int units = ceil_div(outs, kOutsPerUnit);
-  const bool aligned = is_aligned(y, y_stride);
-  y += first_out;
+  const int units = ceil_div(outs.count, kOutsPerUnit);
+  const bool aligned = is_aligned(outs.y, outs.y_stride);
+  T* const y = outs.y + outs.first;
   Outs<T> bases[kAhead][2];
   const auto for_outs = [&](int unit, auto f) {
     const int out = unit * kOutsPerUnit + 8 * q;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = unit < units ? tokens[g + 8 * half] : -1;
-      if (token >= 0) f(half, y + token * y_stride + out, outs - out, token);
+      if (token >= 0) f(half, y + token * outs.y_stride + out, outs.count - out, token);
     }
   };
   const auto load_bases = [&](Outs<T>(&bases)[2], int unit) {
-    for_outs(unit, [&](int half, T* y, int valid, int) { bases[half].load(y, valid, aligned); });
+    for_outs(unit, [&](int half, T* y, int valid, int) {
+      if (!outs.overwrites) bases[half].load(y, valid, aligned);
+    });
   };
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kFewWarps);
@@ -409,7 +409,9 @@ __device__ __forceinline__ void few_expand(const Tile& tile, const aril_descript
         multiply<T>(deltas[3], terms, b0.w, b1.w);
       }
       for_outs(unit, [&](int half, T* y, int valid, int token) {
-        if (!v.lacks(token)) bases[i][half].add(y, deltas, half, valid, aligned);
+        if (!v.lacks(token)) {
+          bases[i][half].add(y, deltas, half, valid, aligned, outs.overwrites);
+        }
       });
       load_bases(bases[i], unit + kAhead * kFewWarps);
     }
@@ -443,16 +445,12 @@ __global__ void __launch_bounds__(kFewThreads, few_blocks<T>(kStaged))
   }
   const int index = blockIdx.x - grid.shrink;
   const Tile tile(p, index / grid.outs);
-  const OutBlock block(p, index % grid.outs, p.outs_per_block);
-  const aril_descriptor module = module_of(p.weights, tile.slot, block.slice);
-  if (tile.count == 0 || module.rank == 0) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
-  few_expand<T, kStaged>(tile, module, p.routing.scales, block.index * p.outs_per_block,
-                         p.outs_per_block, p.out_features[block.slice],
-                         static_cast<T*>(p.y) + block.first_column, p.y_stride, p.num_tokens,
-                         shared, [&] { return TaggedPlanes(p, grid, block.slice, tag); });
+  int slice;
+  const BlockOuts<T> outs(p, index % grid.outs, p.outs_per_block, slice);
+  const aril_descriptor module = module_of(p.weights, tile.slot, slice);
+  if (!outs.begin(tile, module, p.num_tokens)) return;
+  few_expand<T, kStaged>(tile, module, p.routing.scales, outs, p.num_tokens, shared,
+                         [&] { return TaggedPlanes(p, grid, slice, tag); });
 }
 
 }  // namespace aril::detail

@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_v(uint4* operands, int t, int r, float2 v)
 // Eight neighbouring outputs of a token, of which `valid` are there.
 template <typename T>
 struct Outs {
-  uint4 bits;
+  uint4 bits = {};
 
   // Whether they move 16 bytes at a time. Others are read when they are written: a choice here
   // would have every load waited for where its ways meet.
@@ -71,9 +71,10 @@ struct Outs {
     if (whole(valid, aligned)) bits = *reinterpret_cast<const uint4*>(y);
   }
 
-  // Adds a lane's eight deltas of token g (half 0) or g + 8 (half 1), and stores.
+  // Adds a lane's eight deltas of token g (half 0) or g + 8 (half 1), and stores; `overwrites`
+  // takes y for zero.
   __device__ __forceinline__ void add(T* y, const float (&deltas)[4][4], int half, int valid,
-                                      bool aligned) const {
+                                      bool aligned, bool overwrites) const {
     const auto delta = [&](int i) { return deltas[i / 2][2 * half + i % 2]; };
     if (whole(valid, aligned)) {
       const Vec<T> base{bits};
@@ -87,7 +88,7 @@ struct Outs {
     }
 #pragma unroll
     for (int i = 0; i < Vec<T>::kSize; ++i) {
-      if (i < valid) y[i] = from_float<T>(to_float(y[i]) + delta(i));
+      if (i < valid) y[i] = from_float<T>((overwrites ? 0.0f : to_float(y[i])) + delta(i));
     }
   }
 };

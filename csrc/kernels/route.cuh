@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     route_kernel(const __grid_constant__ aril_route_args p) {
   using Scan = cub::BlockScan<int, kRouteThreads>;
   __shared__ typename Scan::TempStorage scan;
-  extern __shared__ int32_t next[];  // [num_slots] tokens of the slot, then where its next one goes
+  extern __shared__ int32_t next[];  // [num_slots + 1] tokens of the slot, then where its next one
+                                     // goes; the last is for those that have none
 
   wait_for_predecessors();
   for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
@@ -56,6 +57,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   Scan(scan).ExclusiveSum(tile, tile, num_tiles);
   __syncthreads();
   Scan(scan).ExclusiveSum(wide_tile, wide_tile, num_wide_tiles);
+  __syncthreads();
   const auto add_tiles = [](aril_tile* tiles, int& tile, int slot, int begin, int end, int size) {
     for (; begin < end; begin += size) tiles[tile++] = {slot, begin, min(end - begin, size)};
   };
@@ -69,21 +71,33 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
   if (threadIdx.x == 0) {
     p.routing.indptr[p.num_slots] = num_rows;
-    *p.routing.tiles.count = num_tiles;
-    *p.routing.wide_tiles.count = num_wide_tiles;
+    next[p.num_slots] = num_rows;
+    *p.routing.tiles.count = num_tiles + ceil_div(p.num_tokens - num_rows, ARIL_TOKENS_PER_TILE);
+    *p.routing.wide_tiles.count =
+        num_wide_tiles + ceil_div(p.num_tokens - num_rows, ARIL_WIDE_TILE);
   }
+  // Those without a slot, by all threads.
+  const auto add_base_tiles = [&](aril_tile* tiles, int first, int size) {
+    for (int i = threadIdx.x; num_rows + i * size < p.num_tokens; i += kRouteThreads) {
+      const int begin = num_rows + i * size;
+      tiles[first + i] = {-1, begin, min(p.num_tokens - begin, size)};
+    }
+  };
+  add_base_tiles(p.routing.tiles.all, num_tiles, ARIL_TOKENS_PER_TILE);
+  add_base_tiles(p.routing.wide_tiles.all, num_wide_tiles, ARIL_WIDE_TILE);
   __syncthreads();
 
   const int lane = threadIdx.x % kWarpSize;
   for (int first_token = 0; first_token < p.num_tokens; first_token += kRouteThreads) {
     const int token = first_token + threadIdx.x;
-    const int slot = slot_of(p, token);
+    const bool live = token < p.num_tokens;
+    const int slot = live ? slot_of(p, token) : -2, group = slot < 0 ? p.num_slots : slot;
     const unsigned same = __match_any_sync(kFullWarp, slot);
     const int leader = __ffs(same) - 1;
     int begin = 0;
-    if (slot >= 0 && lane == leader) begin = atomicAdd(&next[slot], __popc(same));
+    if (live && lane == leader) begin = atomicAdd(&next[group], __popc(same));
     begin = __shfl_sync(kFullWarp, begin, leader);
-    if (slot >= 0) p.routing.tokens[begin + __popc(same & ((1u << lane) - 1))] = token;
+    if (live) p.routing.tokens[begin + __popc(same & ((1u << lane) - 1))] = token;
   }
   // Kernels of the step read this before their own wait (pdl.cuh).
   __threadfence();

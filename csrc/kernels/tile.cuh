@@ -17,7 +17,8 @@ __host__ __device__ __forceinline__ constexpr bool is_wide(int num_tokens) {
 }
 
 struct Tile {
-  int slot, count;
+  int slot;  // -1 if its tokens have none
+  int count;
   const int32_t* tokens;
 
   // No tokens where the routing or the table has none for it. Both loads are independent: entries
@@ -29,7 +30,7 @@ struct Tile {
     const aril_tile tile = tiles.all[tile_idx < p.max_tiles ? tile_idx : 0];
     const bool live =
         tile_idx < num_tiles && tile_idx < p.max_tiles && tile.slot < p.weights.num_slots;
-    slot = live ? tile.slot : 0;
+    slot = live ? tile.slot : -1;
     count = live ? tile.count : 0;
     tokens = p.routing.tokens + (live ? tile.begin : 0);
   }
@@ -44,7 +45,9 @@ struct Tile {
 // A slot's module; rank 0 where it has none.
 __device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights, int slot,
                                                      int slice) {
-  aril_descriptor module = weights.table[int64_t{slot} * weights.num_entries + slice];
+  aril_descriptor module = {};
+  if (slot < 0) return module;
+  module = weights.table[int64_t{slot} * weights.num_entries + slice];
   if (module.rank < 0 || module.rank > weights.max_rank) module.rank = 0;
   return module;
 }
@@ -90,18 +93,51 @@ constexpr int kCoreElems = ARIL_CORE * ARIL_CORE;
 constexpr int kPieceElems = ARIL_RANK_TILE * ARIL_LANE_FEATURES;  // of A: 8 ranks of a lane
 constexpr int kPieceBytes = kPieceElems * 2;                      // of 16-bit elements
 
-// A layer's slice and the outputs in it that a block works on.
-struct OutBlock {
-  int slice = 0, index, first_column = 0;  // of the slice in y
+// The outputs of a slice that a block works on.
+template <typename T>
+struct BlockOuts {
+  T* y;  // where the slice begins
+  int64_t y_stride;
+  int num_outs;  // of the slice
+  int first, count;
+  bool overwrites;
 
-  __device__ __forceinline__ OutBlock(const aril_linear_args& p, int block, int outs_per_block) {
-    for (; slice < p.num_slices - 1; ++slice) {
+  // Output block `block` of a layer; gives its slice.
+  __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block, int outs_per_block,
+                                       int& slice)
+      : y(static_cast<T*>(p.y)), y_stride(p.y_stride), overwrites(p.overwrites != 0) {
+    for (slice = 0; slice < p.num_slices - 1; ++slice) {
       const int blocks = ceil_div(p.out_features[slice], outs_per_block);
       if (block < blocks) break;
       block -= blocks;
-      first_column += p.out_features[slice];
+      y += p.out_features[slice];
     }
-    index = block;
+    num_outs = p.out_features[slice];
+    first = block * outs_per_block;
+    count = min(outs_per_block, num_outs - first);
+  }
+
+  __device__ __forceinline__ BlockOuts(const aril_embedding_args& p, int block, int outs_per_block)
+      : y(static_cast<T*>(p.y)),
+        y_stride(p.y_stride),
+        num_outs(p.hidden),
+        first(block * outs_per_block),
+        count(min(outs_per_block, num_outs - first)),
+        overwrites(false) {}
+
+  // Whether the tile has a delta here. If not, the block has done all there is to do.
+  __device__ __forceinline__ bool begin(const Tile& tile, const aril_descriptor& module,
+                                        int num_tokens) const {
+    if (tile.count > 0 && module.rank > 0) return true;
+    const bool clears = overwrites && tile.count > 0;
+    if (clears || is_first_block()) wait_for_predecessors();
+    for (int t = 0; clears && t < tile.count; ++t) {
+      const int token = tile.token(t, num_tokens);
+      for (int i = threadIdx.x; token >= 0 && i < count; i += blockDim.x) {
+        y[token * y_stride + first + i] = T(0.0f);
+      }
+    }
+    return false;
   }
 };
 

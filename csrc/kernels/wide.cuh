@@ -308,29 +308,28 @@ __device__ __forceinline__ void move_outs(T* to, const T* from, int count, bool 
 // As few_expand, for tiles of 64 tokens: y goes through shared memory, in chunks of 128 outputs.
 template <typename T, typename V>
 __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descriptor& module,
-                                            const float* scales, int first_out, int outs,
-                                            int num_outs, T* y, int64_t y_stride, int num_tokens,
-                                            unsigned char* shared, int stages, const V& v) {
+                                            const float* scales, const BlockOuts<T>& outs,
+                                            int num_tokens, unsigned char* shared, int stages,
+                                            const V& v) {
   __shared__ Arrival arrivals[kMaxExpandStages];
   const int warpgroup = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
   const int out_tile_bytes = rank_tiles * ARIL_OUT_TILE * 16;
-  outs = min(outs, num_outs - first_out);
-  const int chunks = ceil_div(outs, kChunkOuts);
+  const int chunks = ceil_div(outs.count, kChunkOuts);
   // v's cores, [steps][terms][2][8]; then the stages: y, B.
   unsigned char* const ring = shared + steps * kTerms * kTermBytes;
   const int stage_bytes = kChunkBytes + 2 * out_tile_bytes;
   const char* b =
-      static_cast<const char*>(module.b) + int64_t{first_out / ARIL_OUT_TILE} * out_tile_bytes;
+      static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
   // The first 64 threads have a row each, the next one B.
   const int token = tile.token(threadIdx.x, num_tokens);
-  const bool whole = is_aligned(y, y_stride) && num_outs % Vec<T>::kSize == 0;
-  T* row = token < 0 ? nullptr : y + token * y_stride + first_out;
+  const bool whole = is_aligned(outs.y, outs.y_stride) && outs.num_outs % Vec<T>::kSize == 0;
+  T* row = token < 0 ? nullptr : outs.y + token * outs.y_stride + outs.first;
   if (threadIdx.x < stages) arrivals[threadIdx.x].init(ARIL_WIDE_TILE + 1);
   __syncthreads();
-  const auto outs_of = [&](int chunk) { return min(outs - chunk * kChunkOuts, kChunkOuts); };
+  const auto outs_of = [&](int chunk) { return min(outs.count - chunk * kChunkOuts, kChunkOuts); };
   const auto fetch_weights = [&](int chunk) {
     if (chunk >= chunks) return;
     const int bytes = ceil_div(outs_of(chunk), ARIL_OUT_TILE) * out_tile_bytes;
@@ -352,8 +351,9 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
     if (threadIdx.x >= ARIL_WIDE_TILE || chunk >= chunks) return;
     T* to =
         reinterpret_cast<T*>(ring + chunk % stages * stage_bytes + threadIdx.x * kChunkRowBytes);
-    const bool bulk = kBulk && whole && row != nullptr;
-    if (!bulk && row != nullptr) {
+    const bool reads = row != nullptr && !outs.overwrites;
+    const bool bulk = kBulk && whole && reads;
+    if (!bulk && reads) {
       move_outs(to, row + chunk * kChunkOuts, outs_of(chunk), whole);
     }
     Arrival& arrival = arrivals[chunk % stages];
@@ -417,7 +417,7 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint4* const at = reinterpret_cast<uint4*>(outs_at + i * 64);
-        const Vec<T> base{*at};
+        const Vec<T> base{outs.overwrites ? make_uint4(0, 0, 0, 0) : *at};
         T sums[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -442,15 +442,12 @@ __global__ void __launch_bounds__(kExpandThreads, std::is_same_v<T, __nv_bfloat1
   unsigned char* const shared = stages_shared;
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / out_blocks);
-  const OutBlock block(p, blockIdx.x % out_blocks, p.outs_per_block);
-  const aril_descriptor module = module_of(p.weights, tile.slot, block.slice);
-  if (tile.count == 0 || module.rank == 0) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
-  wide_expand<T>(tile, module, p.routing.scales, block.index * p.outs_per_block, p.outs_per_block,
-                 p.out_features[block.slice], static_cast<T*>(p.y) + block.first_column, p.y_stride,
-                 p.num_tokens, shared, stages, PlaneSums(p, block.slice));
+  int slice;
+  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
+  const aril_descriptor module = module_of(p.weights, tile.slot, slice);
+  if (!outs.begin(tile, module, p.num_tokens)) return;
+  wide_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, stages,
+                 PlaneSums(p, slice));
 }
 
 }  // namespace aril::detail

@@ -48,6 +48,25 @@ impl LoraLinear {
         self.expand(y, weights, batch, &workspace)
     }
 
+    /// `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its product to
+    /// what `y` holds.
+    ///
+    /// # Errors
+    /// As for [`add_delta`](Self::add_delta).
+    pub fn write_delta<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        mut y: MatrixMut<'_, T>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        y.check(batch.num_tokens(), self.site.out_features())?;
+        let mut workspace = Workspace::default();
+        self.shrink(x, weights, batch, &mut workspace)?;
+        y.clear();
+        self.expand(y, weights, batch, &workspace)
+    }
+
     /// The first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace.
     ///
     /// # Errors

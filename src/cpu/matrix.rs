@@ -66,6 +66,10 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         self.data.par_chunks_mut(row_stride.max(1)).take(rows).map(move |row| &mut row[..cols])
     }
 
+    pub(super) fn clear(&mut self) {
+        self.rows_mut().for_each(|row| row.fill(T::default()));
+    }
+
     pub(super) fn check(&self, rows: usize, cols: usize) -> Result<(), OperandError> {
         self.extent.expect("y", rows, cols)
     }

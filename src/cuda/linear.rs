@@ -89,6 +89,27 @@ impl<T: Element> LoraLinear<T> {
         unsafe { self.raw.add_delta(x, y, layer, batch.raw, workspace.region(), stream.into()) }
     }
 
+    /// Enqueues `y[t] = scaling · B (A x[t])` on `stream`, and zero for every token and slice that has no adapter: for a base GEMM
+    /// that adds its product to what `y` holds (`beta = 1`). Nothing of `y` is read.
+    ///
+    /// # Errors
+    /// As for [`add_delta`](Self::add_delta).
+    pub fn write_delta(
+        &self,
+        x: Matrix<'_, T>,
+        mut y: MatrixMut<'_, T>,
+        weights: &WeightTable<T>,
+        batch: &RoutedBatch<'_>,
+        workspace: &mut Workspace,
+        stream: &CudaStream,
+    ) -> Result<(), LaunchError> {
+        let layer = self.check(Some(&x), Some(&y), weights, batch, workspace, stream)?;
+        let (x, _x_guard) = x.on(stream);
+        let (y, _y_guard) = y.on(stream);
+        // SAFETY: as in `add_delta`.
+        unsafe { self.raw.write_delta(x, y, layer, batch.raw, workspace.region(), stream.into()) }
+    }
+
     /// Enqueues the first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace. It needs nothing of `y`.
     ///
     /// # Errors

@@ -185,6 +185,7 @@ pub struct aril_linear_args {
     pub max_tiles: i32,
     pub lanes_per_split: i32,
     pub outs_per_block: i32,
+    pub overwrites: i32,
     pub in_features: i32,
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
@@ -219,14 +220,17 @@ const _: () = {
         "Offset of field: aril_linear_args::outs_per_block",
     ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 16usize];
     [
+        "Offset of field: aril_linear_args::overwrites",
+    ][::core::mem::offset_of!(aril_linear_args, overwrites) - 20usize];
+    [
         "Offset of field: aril_linear_args::in_features",
-    ][::core::mem::offset_of!(aril_linear_args, in_features) - 20usize];
+    ][::core::mem::offset_of!(aril_linear_args, in_features) - 24usize];
     [
         "Offset of field: aril_linear_args::num_slices",
-    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 24usize];
+    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 28usize];
     [
         "Offset of field: aril_linear_args::out_features",
-    ][::core::mem::offset_of!(aril_linear_args, out_features) - 28usize];
+    ][::core::mem::offset_of!(aril_linear_args, out_features) - 32usize];
     [
         "Offset of field: aril_linear_args::x",
     ][::core::mem::offset_of!(aril_linear_args, x) - 64usize];

@@ -70,7 +70,8 @@ impl Capacity {
         Ok(self)
     }
 
-    /// The most tiles that an operation on `num_tokens` tokens can meet: each slot may leave one of its tiles unfilled.
+    /// The most tiles that an operation on `num_tokens` tokens can meet: each slot may leave one of its tiles unfilled, and so may
+    /// the tokens that have none.
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
         self.tiles_of(if num_tokens > FEW_TOKENS { WIDE_TILE } else { TOKENS_PER_TILE }, num_tokens)
     }
@@ -82,7 +83,7 @@ impl Capacity {
     }
 
     fn tiles_of(&self, size: usize, num_tokens: usize) -> usize {
-        (num_tokens + (size - 1) * self.num_slots.min(num_tokens)) / size
+        (num_tokens + (size - 1) * (self.num_slots + 1).min(num_tokens)) / size
     }
 }
 

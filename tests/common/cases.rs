@@ -90,6 +90,32 @@ pub enum Site {
     Embedding(EmbeddingId),
 }
 
+/// Compares what overwrites NaN with what adds to zeros, bit by bit. Embeddings have no such operation.
+pub fn check_overwriting<T: Element>(
+    adds: &mut impl Subject,
+    overwrites: &mut impl Subject,
+    case: &Case,
+) -> Result<(), TestCaseError> {
+    if matches!(case.op, Op::Embedding { .. }) {
+        return Ok(());
+    }
+    let on = |value: f32| {
+        let mut world = case.world::<T>();
+        for token in 0..case.num_tokens() {
+            let row = &mut world.y[case.y_offset + token * case.y_stride()..];
+            row[..case.slices().iter().sum()].fill(T::from_f32(value));
+        }
+        world
+    };
+    let [added, written] = [adds.run(case, &on(0.0)), overwrites.run(case, &on(f32::NAN))];
+    prop_assert!(
+        bytemuck::cast_slice::<T, u8>(&added) == bytemuck::cast_slice::<T, u8>(&written),
+        "overwriting differs\n{}",
+        case.replay()
+    );
+    Ok(())
+}
+
 /// What the whole buffer `y` must hold, element by element.
 #[derive(Clone, Copy, Debug)]
 pub enum Expected<T> {

@@ -9,7 +9,7 @@ use aril::{
 use proptest::prelude::*;
 
 use crate::{
-    common::cases::{Case, Dtype, Op, Site, Sizes, Subject, Values, World, cases, check},
+    common::cases::{Case, Dtype, Op, Site, Sizes, Subject, Values, World, cases, check, check_overwriting},
     device::{Buffer, Gpu},
     for_dtype,
 };
@@ -113,8 +113,23 @@ impl PoisonedTable {
     }
 }
 
+/// The same, with `write_delta` in the place of `add_delta`.
+struct Overwriting<'a>(Raw<'a>);
+
 impl Subject for Raw<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        self.launch(case, world, false)
+    }
+}
+
+impl Subject for Overwriting<'_> {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        self.0.launch(case, world, true)
+    }
+}
+
+impl Raw<'_> {
+    fn launch<T: Element>(&self, case: &Case, world: &World<T>, overwrites: bool) -> Vec<T> {
         let gpu = self.gpu;
         let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
         let tokens = live + self.padded_tokens;
@@ -162,8 +177,13 @@ impl Subject for Raw<'_> {
                 let [exchange, planes] = workspace.each_ref().map(Buffer::region);
                 let (weights, region) = (weights(model[id].first_entry()), raw::Workspace { exchange, planes });
                 Box::new(move || {
-                    // SAFETY: as above.
-                    unsafe { linear.add_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();
+                    if overwrites {
+                        // SAFETY: as above.
+                        unsafe { linear.write_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();
+                    } else {
+                        // SAFETY: as above.
+                        unsafe { linear.add_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();
+                    }
                 })
             }
         };
@@ -252,6 +272,18 @@ fn a_tokens_bits_depend_on_nothing_else() {
     }
     let gpu = Gpu::new();
     property(60, Sizes { max_tokens: 80, ..Sizes::LARGE }, |case| for_dtype!(case, run(&gpu, &case)));
+}
+
+/// `write_delta` leaves what `add_delta` leaves on zeros, with few and with many rows.
+#[test]
+#[ignore = "needs a GPU"]
+fn overwriting_is_adding_to_zero() {
+    let gpu = Gpu::new();
+    let sizes = Sizes { max_tokens: 80, ..Sizes::LARGE };
+    for padded_tokens in [3, 1100] {
+        let adds = || Raw { gpu: &gpu, padded_tokens, captured: false };
+        property(40, sizes, |case| for_dtype!(case, check_overwriting(&mut adds(), &mut Overwriting(adds()), &case)));
+    }
 }
 
 /// Shapes where indexing has gone wrong before, elsewhere.

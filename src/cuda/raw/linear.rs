@@ -84,6 +84,31 @@ impl LoraLinear {
         unsafe { self.launch(ffi::aril_linear, &args, stream) }
     }
 
+    /// Enqueues `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its
+    /// product to what `y` holds (`beta = 1`). Nothing of `y` is read.
+    ///
+    /// Rows of a captured batch that the last update did not have are left alone.
+    ///
+    /// # Errors
+    /// As for [`add_delta`](Self::add_delta).
+    ///
+    /// # Safety
+    /// As for `add_delta`.
+    pub unsafe fn write_delta(
+        &self,
+        x: MatrixRef,
+        y: MatrixMut,
+        weights: LayerWeights,
+        batch: RoutedBatch,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        let args = self.args(Some(x), Some(y), weights, batch, workspace)?;
+        let args = ffi::aril_linear_args { overwrites: 1, ..args };
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_linear, &args, stream) }
+    }
+
     /// Enqueues the first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace. It needs nothing of `y`, so it may
     /// run beside the base GEMM.
     ///
@@ -168,6 +193,7 @@ impl LoraLinear {
             max_tiles: int(batch.max_tiles)?,
             lanes_per_split: int(self.plan.lanes_per_split(num_tokens))?,
             outs_per_block: int(self.plan.outs_per_block(num_tokens, batch.max_tiles))?,
+            overwrites: 0,
             in_features: int(self.site.in_features())?,
             num_slices: int(self.site.slices().len())?,
             out_features,
