@@ -131,7 +131,7 @@ fn layers_too_large_for_a_grid_are_refused_by_name() {
     assert_eq!(plan(1, largest, &[1]), Ok(()));
     assert!(refused(plan(1, largest + 1, &[1]), "in_features"));
     // As many tiles as leave room for two thousand blocks of each.
-    let (tokens, largest) = (i32::MAX as usize / 2001 * 64, 2000 * 128);
+    let (tokens, largest) = (i32::MAX as usize / 2002 * 64, 2000 * 128);
     assert_eq!(plan(tokens, 1, &[largest]), Ok(()));
     assert!(refused(plan(tokens, 1, &[largest + 1]), "out_features"));
     // Slices have blocks of their own.
@@ -151,7 +151,7 @@ fn a_plan_says_what_it_will_launch() {
     assert_eq!(
         shown,
         [
-            "linear bf16, up to 64 tokens of 32 slots, rank 16: 35 tiles, one launch, shrink 4 splits of 16 lanes, expand 12 blocks of \
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 lanes, expand 12 blocks of \
              512 outputs, 98432 + 0 bytes of workspace",
             "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 lanes, expand 6 blocks of \
              1024 outputs, 3145856 + 25165824 bytes of workspace",

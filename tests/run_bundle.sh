@@ -38,13 +38,16 @@ sanitize)
     failed=()
     # The library's tests, without the one whose point is its 20 GB; then the example in one dtype.
     check() {
-        "${COMPUTE_SANITIZER:-compute-sanitizer}" --tool "$tool" --error-exitcode 86 "$@" 2>&1 |
+        "${COMPUTE_SANITIZER:-compute-sanitizer}" --tool "$tool" "${options[@]}" --error-exitcode 86 "$@" 2>&1 |
             tee -a "$OUT/sanitize-$tool.log" || failed+=("$tool")
     }
     for tool in "$@"; do
         echo "== $tool"
         rm -f "$OUT/sanitize-$tool.log"
         skipped=(--skip goldens:: --skip offsets_are_64_bits_wide)
+        options=()
+        # As many as the blocks of the largest grid have between them.
+        [ "$tool" != synccheck ] || options=(--num-cuda-barriers 262144)
         # initcheck has every copy wait, so that none is ever on its way.
         [ "$tool" != initcheck ] || skipped+=(--skip a_host_that_runs_ahead_is_told)
         PROPTEST_CASES=16 check ./gpu --include-ignored --test-threads=1 "${skipped[@]}"

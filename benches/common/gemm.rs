@@ -25,8 +25,15 @@ impl Gemm {
         Ok(Self { library: CudaBlasLT::new(gpu.stream.clone())?, stream: gpu.stream.clone() })
     }
 
-    /// Enqueues `y = x Wᵀ`, with the addresses of x `[tokens, in]`, W `[out, in]` and y `[tokens, out]`.
-    pub fn run(&self, x: u64, weight: u64, y: u64, [tokens, in_features, out_features]: [usize; 3]) -> Result<()> {
+    /// Enqueues `y = x Wᵀ + beta y`, with the addresses of x `[tokens, in]`, W `[out, in]` and y `[tokens, out]`.
+    pub fn run(
+        &self,
+        x: u64,
+        weight: u64,
+        y: u64,
+        [tokens, in_features, out_features]: [usize; 3],
+        beta: f32,
+    ) -> Result<()> {
         let operand = |address, len| Operand { address, len, stream: &self.stream };
         let (x, weight) = (operand(x, tokens * in_features), operand(weight, out_features * in_features));
         let mut y = operand(y, tokens * out_features);
@@ -41,7 +48,7 @@ impl Gemm {
             alpha: 1.0,
             lda: i64::try_from(in_features)?,
             ldb: i64::try_from(in_features)?,
-            beta: 0.0,
+            beta,
             ldc: i64::try_from(out_features)?,
             stride_a: None,
             stride_b: None,

@@ -165,6 +165,15 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
+    /// Enqueues a linear layer's operation that overwrites `y`.
+    pub fn write_delta(&self, set: usize) -> Result<()> {
+        let (linear, workspace) = self.linear()?;
+        let num_tokens = self.workload.num_tokens();
+        let (x, y, stream) = (self.x(num_tokens), self.y(num_tokens), self.stage.gpu.raw_stream());
+        // SAFETY: as above.
+        Ok(unsafe { linear.write_delta(x, y, self.weights(set), self.batch, workspace.region(), stream) }?)
+    }
+
     /// Enqueues the first half of a linear layer's operation on a stream that the caller orders.
     pub fn shrink(&self, set: usize, stream: raw::Stream) -> Result<()> {
         let (linear, workspace) = self.linear()?;

@@ -24,7 +24,7 @@ use crate::{
 /// How LoRA goes with the multiplication: enqueues both for the `i`th time.
 type Mode = fn(&Adapted<'_>, usize) -> Result<()>;
 
-const MODES: [(&str, Mode); 2] = [("after", after), ("side", side)];
+const MODES: [(&str, Mode); 3] = [("after", after), ("side", side), ("first", first)];
 
 /// LoRA behind the multiplication.
 fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
@@ -45,12 +45,22 @@ fn side(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     adapted.layer.expand(i)
 }
 
+/// LoRA before the multiplication, which adds to what that wrote.
+fn first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    adapted.layer.write_delta(i)?;
+    multiply(adapted, i, 1.0)
+}
+
 /// The multiplication without LoRA.
 fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    multiply(adapted, i, 0.0)
+}
+
+fn multiply(adapted: &Adapted<'_>, i: usize, beta: f32) -> Result<()> {
     let Adapted { base, stage, workload, .. } = adapted;
     let weight = stage.weights.address + elem_bytes(first_base(workload, i)) as u64;
     let shape = [workload.num_tokens(), workload.in_features, workload.out_features()];
-    base.gemm.run(stage.inputs.address, weight, stage.y.address, shape)
+    base.gemm.run(stage.inputs.address, weight, stage.y.address, shape, beta)
 }
 
 /// Outputs of a token that the multiplication is checked by.
