@@ -94,6 +94,21 @@ proptest! {
         for_dtype!(case, run(&case))?;
     }
 
+    /// Nothing is computed for a batch without adapters, whatever x holds: an engine may skip it.
+    #[test]
+    fn a_batch_without_adapters_may_be_skipped(case in cases(Sizes::SMALL), apart: bool) {
+        fn run<T: Element>(case: &Case, apart: bool) -> Result<(), TestCaseError> {
+            let mut world = case.world::<T>();
+            world.x.fill(T::from_f32(f32::NAN));
+            prop_assert!(!Batch::new(&world.slots).has_adapters());
+            let y = Cpu { apart }.run(case, &world);
+            prop_assert!(bytemuck::cast_slice::<T, u8>(&y) == bytemuck::cast_slice::<T, u8>(&world.y), "{}", case.replay());
+            Ok(())
+        }
+        let case = Case { slots: case.slots.iter().map(|slot| slot | i32::MIN).collect(), ..case };
+        for_dtype!(case, run(&case, apart))?;
+    }
+
     #[test]
     fn segments_are_a_stable_sort(slots in prop::collection::vec(-3..7_i32, 0..60), num_slots in 0..6_usize) {
         let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();

@@ -99,23 +99,28 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
   constexpr int kStagesPerGroup = kStagesPerLane * ARIL_LANES_PER_GROUP;
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   unsigned char* const shared = stages_shared;
-  __shared__ const char* pieces[kColumns * kMaxWarpgroups];  // in the first lane of features
-  __shared__ int lane_bytes[kColumns * kMaxWarpgroups];
+  constexpr int kMostColumns = kColumns * kMaxWarpgroups;
+  __shared__ const char* pieces[kMostColumns];  // in the first lane of features
+  __shared__ int lane_bytes[kMostColumns];      // to the next
+  __shared__ int2 sums_at[kMostColumns];        // in a plane; ranks that are left there
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / column_blocks);
   const int warpgroup = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4,
             lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int warpgroups = blockDim.x / kGroupThreads, columns = warpgroups * kColumns;
+  const int threads = blockDim.x, columns = threads / kGroupThreads * kColumns;
   const int first_column = blockIdx.x % column_blocks * columns;
+  const Planes planes(p);
   int count, i = threadIdx.x / 32;
   do {
     const Column column(p, tile, first_column + i);
     if (lane == 0 && i < columns) {
       pieces[i] = column.a;
       lane_bytes[i] = column.lane_bytes;
+      sums_at[i] = make_int2(column.slice * planes.slice_stride + column.first_rank,
+                             column.rank - column.first_rank);
     }
     count = min(column.count - first_column, columns);
-    i += blockDim.x / 32;
+    i += threads / 32;
   } while (i < columns);
   __syncthreads();
   if (count <= 0) {
@@ -126,39 +131,56 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
   const int stages = (lanes.end - lanes.begin) * kStagesPerLane;
   const int stage_bytes = kInputBytes + columns * kColumnBytes;
 
-  // A: a thread's 16 bytes of some of the columns.
-  const int threads = blockDim.x;
-  const int a_vec = threadIdx.x % (kColumnBytes / 16), a_first = threadIdx.x / (kColumnBytes / 16);
-  const int a_stride = threads / (kColumnBytes / 16);
+  // A: a thread's 16 bytes of some of the columns. Stages are fetched in their order.
+  constexpr int kColumnVecs = kColumnBytes / 16;
+  constexpr int kCopied = kColumns * kColumnVecs / kGroupThreads;
+  const int copied = threadIdx.x / kColumnVecs, copied_stride = threads / kColumnVecs;
+  const char* weights[kCopied];
+#pragma unroll
+  for (int c = 0; c < kCopied; ++c) {
+    const int column = min(copied + c * copied_stride, count - 1);
+    weights[c] =
+        pieces[column] + int64_t{lanes.begin} * lane_bytes[column] + threadIdx.x % kColumnVecs * 16;
+  }
   const auto fetch_weights = [&](int stage) {
-    const int sum_lane = lanes.begin + stage / kStagesPerLane;
-    const int at = stage % kStagesPerLane * kColumnBytes + a_vec * 16;
-    unsigned char* a = shared + stage % kStages * stage_bytes + kInputBytes + a_vec * 16;
-    for (int c = a_first; c < count; c += a_stride) {
-      copy_async(a + c * kColumnBytes, pieces[c] + int64_t{sum_lane} * lane_bytes[c] + at);
+    unsigned char* a =
+        shared + stage % kStages * stage_bytes + kInputBytes + static_cast<int>(threadIdx.x) * 16;
+    const bool ends = (stage + 1) % kStagesPerLane == 0;
+#pragma unroll
+    for (int c = 0; c < kCopied; ++c) {
+      const int column = copied + c * copied_stride;
+      if (column < count) copy_async(a + c * threads * 16, weights[c]);
+      weights[c] += kColumnBytes;
+      if (ends) weights[c] += lane_bytes[min(column, count - 1)] - kPieceBytes;
     }
   };
   constexpr int kRowVecs = kStageFeatures / Vec<T>::kSize;
+  constexpr int kMostRows = ARIL_WIDE_TILE / (kGroupThreads / kRowVecs);
   const int vec = threadIdx.x % kRowVecs, first_row = threadIdx.x / kRowVecs;
   const int rows_at_once = threads / kRowVecs;
-  constexpr int kMostRows = ARIL_WIDE_TILE / (kGroupThreads / kRowVecs);
-  int tokens[kMostRows];
-  const T* const input = static_cast<const T*>(p.x);
-  const bool aligned = is_aligned(input, p.x_stride);
+  const int first_k = lanes.begin * ARIL_LANE_FEATURES + vec * Vec<T>::kSize;
+  const T* rows[kMostRows];
+  const bool aligned = is_aligned(static_cast<const T*>(p.x), p.x_stride);
 #pragma unroll
   for (int i = 0; i < kMostRows; ++i) {
     const int row = first_row + i * rows_at_once;
-    tokens[i] = row < ARIL_WIDE_TILE ? tile.token(row, p.num_tokens) : -1;
+    const int token = row < ARIL_WIDE_TILE ? tile.token(row, p.num_tokens) : -1;
+    rows[i] = token < 0 ? nullptr : static_cast<const T*>(p.x) + token * p.x_stride + first_k;
   }
   const auto fetch_input = [&](int stage) {
-    unsigned char* x = shared + stage % kStages * stage_bytes;
-    const int k = lanes.begin * ARIL_LANE_FEATURES + stage * kStageFeatures + vec * 8;
+    // Rows that a thread copies are a multiple of 8 apart.
+    unsigned char* x =
+        shared + stage % kStages * stage_bytes + first_row * 128 + (vec ^ (first_row % 8)) * 16;
+    const int k = stage * kStageFeatures;
+    const int valid = max(0, min(p.in_features - first_k - k, Vec<T>::kSize));
 #pragma unroll
     for (int i = 0; i < kMostRows; ++i) {
-      const int row = first_row + i * rows_at_once;
-      if (tokens[i] >= 0) {
-        copy_input(x + row * 128 + ((vec ^ row) % 8) * 16, input + tokens[i] * p.x_stride, k,
-                   p.in_features, aligned);
+      if (rows[i] == nullptr) continue;
+      unsigned char* to = x + i * rows_at_once * 128;
+      if (aligned) {
+        copy_async(to, valid > 0 ? rows[i] + k : p.x, valid * static_cast<int>(sizeof(T)));
+      } else {
+        *reinterpret_cast<uint4*>(to) = Vec<T>::load_from_anywhere(rows[i] + k, valid, false).bits;
       }
     }
   };
@@ -176,7 +198,6 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
   const int row = warp * 16 + g;
   const int upper_token = tile.token(row, p.num_tokens);
   const int lower_token = tile.token(row + 8, p.num_tokens);
-  const Planes planes(p);
   float* plane = p.planes + blockIdx.y * planes.plane_stride;
   Sums<kColumns> chain, lane_sums, group_sums;
   for (int stage = 0; stage < stages; ++stage) {
@@ -199,26 +220,19 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
     lane_sums.clear();
     if ((stage + 1) % kStagesPerGroup != 0 && !ends) continue;
     const bool add = stage >= kStagesPerGroup;
-#pragma unroll 1
+#pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int i = warpgroup * kColumns + c;
-      const Column column(p, tile, first_column + i);
       if (i >= count) break;
-      const int rank = column.first_rank + 2 * q;
+      const int ranks = sums_at[i].y - 2 * q;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int token = half == 0 ? upper_token : lower_token;
         if (token < 0) continue;
-        float2* v = reinterpret_cast<float2*>(plane + token * planes.token_stride +
-                                              column.slice * planes.slice_stride + rank);
-        float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-        for (int cc = 0; cc < kColumns; ++cc) {
-          if (cc == c)
-            sum = make_float2(group_sums.all[cc][2 * half], group_sums.all[cc][2 * half + 1]);
-        }
-        if (rank >= column.rank) sum.x = 0.0f;
-        if (rank + 1 >= column.rank) sum.y = 0.0f;
+        float2* v =
+            reinterpret_cast<float2*>(plane + token * planes.token_stride + sums_at[i].x) + q;
+        float2 sum = make_float2(ranks > 0 ? group_sums.all[c][2 * half] : 0.0f,
+                                 ranks > 1 ? group_sums.all[c][2 * half + 1] : 0.0f);
         if (add) sum = *v + sum;
         *v = sum;
       }

@@ -119,6 +119,20 @@ impl<'a> Batch<'a> {
         self.slots.len()
     }
 
+    /// Whether any token has a slot. If none has, the operations leave every `y` as it is, and an engine may skip all of a step's.
+    ///
+    /// A slot counts whether or not it holds an adapter.
+    ///
+    /// ```
+    /// use aril::{Slot, routing::Batch};
+    ///
+    /// assert!(Batch::new(&[Slot::BASE, Slot::new(3)]).has_adapters());
+    /// assert!(!Batch::new(&[Slot::BASE; 2]).has_adapters());
+    /// ```
+    pub fn has_adapters(&self) -> bool {
+        self.slots.iter().any(|slot| slot.index().is_some())
+    }
+
     /// A token's factor: 1 where none was given.
     pub fn scale(&self, token: usize) -> f32 {
         self.scales.map_or(1.0, |scales| scales[token])

@@ -126,6 +126,24 @@ pub enum Expected<T> {
 }
 
 impl Case {
+    /// Of a linear layer, in exact bf16, rows one behind the other.
+    pub fn linear(in_features: usize, slices: &[usize], adapters: &[&[usize]], slots: Vec<i32>) -> Self {
+        Self {
+            op: Op::Linear { in_features, slices: slices.to_vec() },
+            dtype: Dtype::BF16,
+            values: Values::Exact,
+            adapters: adapters.iter().map(|ranks| ranks.to_vec()).collect(),
+            empty_slots: 1,
+            slots,
+            half_scales: None,
+            x_offset: 0,
+            x_gap: 0,
+            y_offset: 0,
+            y_gap: 0,
+            seed: 7,
+        }
+    }
+
     pub fn x_stride(&self) -> usize {
         self.in_features() + self.x_gap
     }

@@ -9,7 +9,7 @@ use aril::{Slot, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capacity, ro
 use cudarc::driver::result;
 
 use crate::{
-    common::cases::{Case, Dtype, Op, Subject, Values},
+    common::cases::{Case, Subject, Values},
     device::Gpu,
     operations::{Raw, Safe},
 };
@@ -46,20 +46,8 @@ pub fn allocations(f: impl FnOnce()) -> usize {
 }
 
 fn case(slots: Vec<i32>) -> Case {
-    Case {
-        op: Op::Linear { in_features: 320, slices: vec![256, 64, 64] },
-        dtype: Dtype::BF16,
-        values: Values::Rounded,
-        adapters: vec![vec![16, 8, 4], vec![64, 64, 64], vec![3, 0, 5]],
-        empty_slots: 1,
-        slots,
-        half_scales: None,
-        x_offset: 0,
-        x_gap: 0,
-        y_offset: 0,
-        y_gap: 0,
-        seed: 3,
-    }
+    let adapters: [&[usize]; 3] = [&[16, 8, 4], &[64, 64, 64], &[3, 0, 5]];
+    Case { values: Values::Rounded, seed: 3, ..Case::linear(320, &[256, 64, 64], &adapters, slots) }
 }
 
 #[test]

@@ -12,8 +12,11 @@
 )]
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
+#[path = "../common/adapters.rs"]
+mod adapters;
 #[path = "../common/mod.rs"]
 mod common;
+mod contention;
 mod device;
 mod goldens;
 mod graph;

@@ -199,6 +199,11 @@ impl Raw<'_> {
     }
 }
 
+/// What equality is judged by, NaN included.
+fn bits<T: Element>(values: &[T]) -> &[u8] {
+    bytemuck::cast_slice(values)
+}
+
 fn config(cases: u32) -> ProptestConfig {
     let cases =
         std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().expect("PROPTEST_CASES is a number"));
@@ -245,16 +250,25 @@ fn a_tokens_bits_depend_on_nothing_else() {
     fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
         let world = case.world::<T>();
         let mut eager = Raw { gpu, padded_tokens: 0, captured: false };
-        let bits = |y: &[T]| bytemuck::cast_slice::<T, u8>(y).to_vec();
         let first = eager.run(case, &world);
         prop_assert!(bits(&first) == bits(&eager.run(case, &world)), "twice differs\n{}", case.replay());
-        // More than 1024 rows take the path of prefill, which does not split the input.
+        // More than 512 rows are two launches instead of one, and of wide tiles.
         let mut others = [
             ("captured", Raw { gpu, padded_tokens: 3, captured: true }),
-            ("as prefill", Raw { gpu, padded_tokens: 1100, captured: false }),
+            ("as one of many", Raw { gpu, padded_tokens: 1100, captured: false }),
         ];
         for (name, subject) in &mut others {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
+        }
+        // Without those after it, which make 512 rows few and 513 many.
+        for tokens in [1, 16, 17, 512].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
+            let (mut fewer, mut world) = (case.clone(), case.world::<T>());
+            fewer.slots.truncate(tokens);
+            world.slots.truncate(tokens);
+            world.scales.iter_mut().for_each(|scales| scales.truncate(tokens));
+            let rows = ..case.y_offset + tokens * case.y_stride();
+            let fewer = eager.run(&fewer, &world);
+            prop_assert!(bits(&first[rows]) == bits(&fewer[rows]), "{tokens} tokens differ\n{}", case.replay());
         }
         let mut alone = case.world::<T>();
         for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
@@ -272,6 +286,12 @@ fn a_tokens_bits_depend_on_nothing_else() {
     }
     let gpu = Gpu::new();
     property(60, Sizes { max_tokens: 80, ..Sizes::LARGE }, |case| for_dtype!(case, run(&gpu, &case)));
+    for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+        let slots = (0..513).map(|token| token % 7 - 1).collect();
+        let adapters: [&[usize]; 5] = [&[16, 8], &[1, 128], &[64, 0], &[33, 7], &[100, 3]];
+        let case = Case { dtype, values: Values::Rounded, ..Case::linear(1300, &[72, 40], &adapters, slots) };
+        for_dtype!(case, run(&gpu, &case)).unwrap();
+    }
 }
 
 /// `write_delta` leaves what `add_delta` leaves on zeros, with few and with many rows.
@@ -291,38 +311,24 @@ fn overwriting_is_adding_to_zero() {
 #[ignore = "needs a GPU"]
 fn corners() {
     let gpu = Gpu::new();
-    let case = |in_features: usize, slices: &[usize], adapters: &[&[usize]], slots: Vec<i32>| Case {
-        op: Op::Linear { in_features, slices: slices.to_vec() },
-        dtype: Dtype::BF16,
-        values: Values::Exact,
-        adapters: adapters.iter().map(|ranks| ranks.to_vec()).collect(),
-        empty_slots: 1,
-        slots,
-        half_scales: None,
-        x_offset: 0,
-        x_gap: 0,
-        y_offset: 0,
-        y_gap: 0,
-        seed: 7,
-    };
     let repeated = |runs: &[(i32, usize)]| -> Vec<i32> {
         runs.iter().flat_map(|&(slot, times)| std::iter::repeat_n(slot, times)).collect()
     };
     let corners = [
         // K of gpt-oss, of a sharded down projection, and one past a chunk.
-        case(2880, &[64], &[&[8], &[16]], repeated(&[(0, 5), (1, 9)])),
-        case(1344, &[7], &[&[3]], repeated(&[(0, 17)])),
-        case(257, &[257], &[&[1]], repeated(&[(0, 1)])),
+        Case::linear(2880, &[64], &[&[8], &[16]], repeated(&[(0, 5), (1, 9)])),
+        Case::linear(1344, &[7], &[&[3]], repeated(&[(0, 17)])),
+        Case::linear(257, &[257], &[&[1]], repeated(&[(0, 1)])),
         // Skewed segments, as they deadlocked Punica.
-        case(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(0, 1), (1, 500)])),
-        case(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(1, 65)])),
-        case(32, &[16], &(0..128).map(|_| &[2_usize][..]).collect::<Vec<_>>(), (0..128).rev().collect()),
+        Case::linear(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(0, 1), (1, 500)])),
+        Case::linear(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(1, 65)])),
+        Case::linear(32, &[16], &(0..128).map(|_| &[2_usize][..]).collect::<Vec<_>>(), (0..128).rev().collect()),
         // The largest rank, and a rank 1 beside it.
-        case(96, &[300, 20], &[&[512, 1], &[1, 512]], repeated(&[(0, 20), (1, 20), (-1, 3)])),
+        Case::linear(96, &[300, 20], &[&[512, 1], &[1, 512]], repeated(&[(0, 20), (1, 20), (-1, 3)])),
         // No tokens, none with an adapter, no adapters.
-        case(40, &[40], &[&[4]], vec![]),
-        case(40, &[40], &[&[4]], vec![-1; 30]),
-        case(40, &[40], &[], vec![0, 5, -1]),
+        Case::linear(40, &[40], &[&[4]], vec![]),
+        Case::linear(40, &[40], &[&[4]], vec![-1; 30]),
+        Case::linear(40, &[40], &[], vec![0, 5, -1]),
     ];
     for case in corners {
         for (padded_tokens, captured) in [(0, false), (20, true)] {
@@ -332,25 +338,68 @@ fn corners() {
     }
 }
 
+/// Nearly all tokens in one segment, and a few in one each, of ranks from 1 to the largest.
+#[test]
+#[ignore = "needs a GPU"]
+fn skewed_segments() {
+    let gpu = Gpu::new();
+    let up_to_128: [&[usize]; 4] = [&[128, 1, 17], &[1, 128, 64], &[33, 2, 100], &[8, 0, 5]];
+    let up_to_512: [&[usize]; 4] = [&[3, 512, 16], &[512, 1, 300], &[1, 0, 512], &[128, 129, 2]];
+    for tokens in [17, 512, 513, 1025] {
+        for largest in [0, 1] {
+            // Single tokens at the beginning, in the middle and at the end.
+            let mut few_apart = vec![largest; tokens];
+            for (slot, token) in (0..4).filter(|&slot| slot != largest).zip([0, tokens / 2, tokens - 1]) {
+                few_apart[token] = slot;
+            }
+            let mut one_apart = vec![largest; tokens];
+            one_apart[tokens / 3] = 2;
+            for (adapters, slots) in [(&up_to_128, &few_apart), (&up_to_128, &one_apart), (&up_to_512, &few_apart)] {
+                let case = Case::linear(64, &[40, 8, 8], adapters, slots.clone());
+                // With padding, 512 tokens are on the other side of the boundary between few and many.
+                check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case).unwrap();
+                check::<half::f16>(&mut Raw { gpu: &gpu, padded_tokens: 20, captured: true }, &case).unwrap();
+                check::<half::bf16>(&mut Safe { gpu: &gpu, apart: true }, &case).unwrap();
+            }
+        }
+    }
+}
+
+/// Whatever x holds, such a batch changes nothing, so that an engine that skips the operations has the same bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_batch_without_adapters_may_be_skipped() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) {
+        let mut world = case.world::<T>();
+        world.x.fill(T::from_f32(f32::NAN));
+        assert!(!batch(&world).has_adapters());
+        let unchanged = |y: &[T]| assert!(bits(y) == bits(&world.y), "a base row was written\n{}", case.replay());
+        for flag in [false, true] {
+            unchanged(&Safe { gpu, apart: flag }.run(case, &world));
+            unchanged(&Raw { gpu, padded_tokens: 3 * usize::from(flag), captured: flag }.run(case, &world));
+        }
+    }
+    let gpu = Gpu::new();
+    for tokens in [1, 30, 512, 513] {
+        let slots = [-1, -2, i32::MIN].into_iter().cycle().take(tokens).collect();
+        let linear = Case { y_gap: 3, ..Case::linear(600, &[300, 40], &[&[64, 8], &[1, 128]], slots) };
+        let embedding =
+            Case { op: Op::Embedding { vocab: 50, hidden: 72 }, adapters: vec![vec![5], vec![16]], ..linear.clone() };
+        for case in [linear, embedding] {
+            for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+                let case = Case { dtype, ..case.clone() };
+                for_dtype!(case, run(&gpu, &case));
+            }
+        }
+    }
+}
+
 /// Rows whose offsets pass 2^31 elements.
 #[test]
 #[ignore = "needs a GPU with 20 GB"]
 fn offsets_are_64_bits_wide() {
     let gpu = Gpu::new();
-    let case = Case {
-        op: Op::Linear { in_features: 24, slices: vec![16, 8] },
-        dtype: Dtype::BF16,
-        values: Values::Exact,
-        adapters: vec![vec![4, 2], vec![0, 9]],
-        empty_slots: 0,
-        slots: vec![0, 1, -1, 1, 0],
-        half_scales: None,
-        x_offset: 0,
-        x_gap: 0,
-        y_offset: 0,
-        y_gap: 0,
-        seed: 11,
-    };
+    let case = Case::linear(24, &[16, 8], &[&[4, 2], &[0, 9]], vec![0, 1, -1, 1, 0]);
     let world = case.world::<half::bf16>();
     let expected = Raw { gpu: &gpu, padded_tokens: 0, captured: false }.run(&case, &world);
 
