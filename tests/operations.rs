@@ -101,7 +101,7 @@ proptest! {
             let mut world = case.world::<T>();
             world.x.fill(T::from_f32(f32::NAN));
             prop_assert!(!Batch::new(&world.slots).has_adapters());
-            let y = Cpu { apart }.run(case, &world);
+            let y = Cpu { apart, ..Cpu::default() }.run(case, &world);
             prop_assert!(bytemuck::cast_slice::<T, u8>(&y) == bytemuck::cast_slice::<T, u8>(&world.y), "{}", case.replay());
             Ok(())
         }
