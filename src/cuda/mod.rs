@@ -9,6 +9,10 @@
 //! context; cudarc orders them.
 //!
 //! A kernel runs only in the context that [`Kernels`] were loaded in, which each call makes current on its thread, as cudarc does.
+//!
+//! # Beside the base layer
+//!
+#![doc = include_str!("../docs/beside.md")]
 
 #[cfg(doctest)]
 mod doctests;
