@@ -48,7 +48,7 @@ sanitize)
         skipped=(--skip goldens:: --skip contention:: --skip offsets_are_64_bits_wide)
         options=()
         # As many as the blocks of the largest grid have between them.
-        [ "$tool" != synccheck ] || options=(--num-cuda-barriers 65536)
+        [ "$tool" != synccheck ] || options=(--num-cuda-barriers 16384)
         # initcheck has every copy wait, so that none is ever on its way.
         [ "$tool" != initcheck ] || skipped+=(--skip a_host_that_runs_ahead_is_told)
         PROPTEST_CASES=16 check ./gpu --include-ignored --test-threads=1 "${skipped[@]}"
