@@ -12,10 +12,9 @@
 
 namespace aril {
 
-// c[16, 8] += a[16, 16] b[16, 8]. Of lane (g = lane / 4, q = lane % 4), a.x holds row g and a.y row
-// g
-// + 8 at columns 2q, 2q + 1; a.z and a.w likewise at columns 2q + 8, 2q + 9; b0 and b1 column g at
-// those rows; c rows g, g, g + 8, g + 8 at columns 2q, 2q + 1.
+// c[16, 8] += a[16, 16] b[16, 8]. Of lane (g = lane / 4, q = lane % 4), a.x holds row g and a.y
+// row g + 8 at columns 2q, 2q + 1; a.z and a.w likewise at columns 2q + 8, 2q + 9; b0 and b1 column
+// g at those rows; c rows g, g, g + 8, g + 8 at columns 2q, 2q + 1.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint4& a, uint32_t b0,
                                              uint32_t b1);

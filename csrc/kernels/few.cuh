@@ -8,9 +8,9 @@
 // for predecessors; what is left then is x, two short products with a trip through L2 between them,
 // and y.
 //
-// Expand waits for shrink through the planes: a sum stands there with the launch's tag (Header).
-// Blocks of shrink come first in the grid, and wait for nobody; blocks begin in the order of their
-// index, as CUB's scans rely on, too. So whoever is waited for has begun.
+// Expand waits for shrink through the exchange: a sum stands there with the launch's tag. Blocks of
+// shrink come first in the grid, and wait for nobody; blocks begin in the order of their index, as
+// CUB's scans rely on, too. So whoever is waited for has begun.
 #pragma once
 
 #include "../common/async.cuh"
@@ -65,8 +65,9 @@ __device__ __forceinline__ TaggedSums load_tagged(const void* plane) {
 }
 
 // Counts a block in, and gives the launch's tag; lets dependents begin. Every block of the grid
-// calls, one thread each. The header, at the beginning of the workspace, has the number of launches
-// so far in its upper half, and in the lower half the blocks of this one that have come.
+// calls, one thread each. The header of the exchange has the number of launches so far in its
+// upper half, and in the lower half the blocks of this one that have come. Tags come again after
+// 2^32 launches.
 __device__ __forceinline__ uint32_t enter(void* exchange) {
   unsigned long long* header = static_cast<unsigned long long*>(exchange);
   const unsigned long long before = atomicAdd(header, 1ull);

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // Many tokens in bf16 and f16: shrink and expand of tiles of 64 tokens, a launch each.
+//
+// On sm_90a products are wgmma's, but for expand in f16, whose B enters as two terms; elsewhere
+// mma.sync's, with the same bits. Shrink goes through x and A in stages of 64 features, which
+// cp.async brings. Expand goes through a block's outputs in chunks of 128, of which bulk copies
+// bring B and y to shared memory, and y back: so y moves in pieces of 256 bytes, and none of it
+// waits in registers.
 #pragma once
 
 #include "../common/async.cuh"
