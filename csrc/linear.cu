@@ -12,14 +12,14 @@ namespace {
 using detail::ceil_div;
 using detail::Way;
 
-// At least what a kernel has of shared memory beside what its launch asks for.
-constexpr int kStaticSmemBytes = 8 << 10;
-
-// What a block may have on this device.
+// What a launch may ask for on this device, beside what the kernels have by themselves.
 int32_t max_smem_bytes(int& bytes) {
+  constexpr int kStaticBytes = 8 << 10;
   int device;
   ARIL_TRY(cudaGetDevice(&device));
-  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  bytes -= kStaticBytes;
+  return 0;
 }
 
 enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
@@ -53,7 +53,7 @@ int32_t wide_expand_smem_bytes(const aril_weights& weights, int& stages, int& by
   ARIL_TRY(max_smem_bytes(max_bytes));
   const int v = rank_steps(weights) * detail::kTerms * detail::kTermBytes;
   const int stage = detail::kChunkBytes + detail::kChunkOuts * rank_tiles(weights) * 16;
-  stages = v + 2 * stage <= max_bytes - kStaticSmemBytes ? 2 : 1;
+  stages = v + detail::kMaxExpandStages * stage <= max_bytes ? detail::kMaxExpandStages : 1;
   bytes = v + stages * stage;
   return 0;
 }
@@ -79,17 +79,22 @@ int32_t few(const aril_linear_args& args, int parts, void* stream) {
 
 template <typename T, int kColumns>
 int32_t shrink_wide_as(const aril_linear_args& args, int columns, void* stream) {
+  int max_bytes;
+  ARIL_TRY(max_smem_bytes(max_bytes));
+  const auto smem_bytes = [](int warpgroups) {
+    return detail::kStages * (detail::kInputBytes + warpgroups * kColumns * detail::kColumnBytes);
+  };
   int warpgroups = 1;
   if (kColumns == detail::kMaxColumns) {
-    warpgroups = ceil_div(columns, kColumns);
-    if (warpgroups > detail::kMaxWarpgroups) warpgroups = detail::kMaxWarpgroups;
+    while (warpgroups < detail::kMaxWarpgroups && warpgroups * kColumns < columns &&
+           smem_bytes(warpgroups + 1) <= max_bytes) {
+      ++warpgroups;
+    }
   }
   const int blocks = ceil_div(columns, kColumns * warpgroups);
-  const int stage_bytes = detail::kInputBytes + warpgroups * kColumns * detail::kColumnBytes;
   return launch(detail::shrink_wide_kernel<T, kColumns>,
                 dim3(args.max_tiles * blocks, detail::num_splits(args)),
-                warpgroups * detail::kGroupThreads, detail::kStages * stage_bytes, stream, args,
-                blocks);
+                warpgroups * detail::kGroupThreads, smem_bytes(warpgroups), stream, args, blocks);
 }
 
 template <typename T>
@@ -175,7 +180,6 @@ int32_t load_kernels() {
   } else {
     int bytes;
     ARIL_TRY(max_smem_bytes(bytes));
-    bytes -= kStaticSmemBytes;
     ARIL_TRY((load(detail::few_kernel<T, true>, bytes)));
     ARIL_TRY((load(detail::few_kernel<T, false>, bytes)));
     ARIL_TRY((load(detail::shrink_wide_kernel<T, 2>, bytes)));

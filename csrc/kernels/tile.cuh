@@ -17,20 +17,19 @@ __host__ __device__ __forceinline__ constexpr bool is_wide(int num_tokens) {
 }
 
 struct Tile {
-  int slot;  // -1 if its tokens have none
+  int slot;  // -1 if its tokens have none that the table knows
   int count;
   const int32_t* tokens;
 
-  // No tokens where the routing or the table has none for it. Both loads are independent: entries
-  // beyond the count are read, too.
+  // No tokens where the routing has none for it. Both loads are independent: entries beyond the
+  // count are read, too.
   template <typename Args>
   __device__ __forceinline__ Tile(const Args& p, int tile_idx) {
     const aril_tiles& tiles = is_wide(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles;
     const int num_tiles = *tiles.count;
     const aril_tile tile = tiles.all[tile_idx < p.max_tiles ? tile_idx : 0];
-    const bool live =
-        tile_idx < num_tiles && tile_idx < p.max_tiles && tile.slot < p.weights.num_slots;
-    slot = live ? tile.slot : -1;
+    const bool live = tile_idx < num_tiles && tile_idx < p.max_tiles;
+    slot = live && tile.slot < p.weights.num_slots ? tile.slot : -1;
     count = live ? tile.count : 0;
     tokens = p.routing.tokens + (live ? tile.begin : 0);
   }

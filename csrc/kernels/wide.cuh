@@ -251,7 +251,7 @@ constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;        // of a stage of expand
 constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;  // two rows touch every bank once
 constexpr int kChunkBytes = ARIL_WIDE_TILE * kChunkRowBytes;
 constexpr int kTermBytes = ARIL_WIDE_TILE * kRanksPerStep * 2;  // of v in a step
-constexpr int kMaxExpandStages = 4;
+constexpr int kMaxExpandStages = 2;
 #if __CUDA_ARCH__ >= 900
 constexpr bool kBulk = true;
 #else
