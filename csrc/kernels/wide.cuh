@@ -177,17 +177,11 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
     // Rows that a thread copies are a multiple of 8 apart.
     unsigned char* x =
         shared + stage % kStages * stage_bytes + first_row * 128 + (vec ^ (first_row % 8)) * 16;
-    const int k = stage * kStageFeatures;
-    const int valid = max(0, min(p.in_features - first_k - k, Vec<T>::kSize));
 #pragma unroll
     for (int i = 0; i < kMostRows; ++i) {
       if (rows[i] == nullptr) continue;
-      unsigned char* to = x + i * rows_at_once * 128;
-      if (aligned) {
-        copy_async(to, valid > 0 ? rows[i] + k : p.x, valid * static_cast<int>(sizeof(T)));
-      } else {
-        *reinterpret_cast<uint4*>(to) = Vec<T>::load_from_anywhere(rows[i] + k, valid, false).bits;
-      }
+      copy_input(x + i * rows_at_once * 128, rows[i], stage * kStageFeatures,
+                 p.in_features - first_k, aligned);
     }
   };
 #pragma unroll 1
@@ -272,21 +266,21 @@ __device__ __forceinline__ void multiply_outs(float (&deltas)[8][4], const unsig
   }
 #if __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    hold(deltas);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       // v is zero where there is no second tile of ranks: any finite B will do.
       const int to_ranks = 2 * step + 1 < rank_tiles ? kTileBytes : 0;
-      hold(deltas);
       begin_products();
 #pragma unroll
       for (int term = 0; term < kTerms; ++term) {
         multiply_async<T>(deltas, cores_at(v + (step * kTerms + term) * kTermBytes, 1024, 128),
                           cores_at(b + 2 * step * kTileBytes, to_ranks, 128), true);
       }
-      commit_products();
-      wait_for_products();
-      hold(deltas);
     }
+    commit_products();
+    wait_for_products();
+    hold(deltas);
     return;
   }
 #endif
