@@ -1,7 +1,11 @@
-//! Which adapter each token of a batch has.
+//! Which adapter each token of a batch has, and which experts.
 //!
 //! Host side and pure: [`Slot`] is what engines hand in, [`Segments`] groups a batch's tokens by slot. The CUDA side builds the
-//! same grouping on the device (`cuda::Routing`); tests hold the two together.
+//! same grouping on the device (`cuda::Routing`); tests hold the two together. [`TopK`] is what a router chose.
+
+mod top_k;
+
+pub use top_k::TopK;
 
 use crate::error::{OperandError, SlotError};
 
