@@ -5,33 +5,42 @@ mod goldens;
 #[path = "qwen3/mod.rs"]
 mod process;
 
-use goldens::{BATCHES, answers, requests, run};
+use goldens::{DENSE, MOE, answers, requests, run};
 
 const DEVICE: &str = "cpu";
 
+fn batches() -> Vec<&'static str> {
+    [&DENSE[..], &MOE].concat()
+}
+
 #[test]
 fn f32_reproduces_the_goldens() {
-    goldens::f32_reproduces_the_goldens(DEVICE);
+    goldens::f32_reproduces_the_goldens(DEVICE, &batches());
 }
 
 #[test]
 fn bf16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "bf16");
+    goldens::reproduces_within_rounding(DEVICE, "bf16", &batches());
 }
 
 #[test]
 fn f16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "f16");
+    goldens::reproduces_within_rounding(DEVICE, "f16", &batches());
+}
+
+#[test]
+fn base_models_reproduce_the_goldens() {
+    goldens::base_models_reproduce_the_goldens(DEVICE, &batches());
 }
 
 #[test]
 fn every_adapter_changes_what_the_base_model_says() {
-    goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
+    goldens::every_adapter_changes_what_the_base_model_says(DEVICE, &batches());
 }
 
 #[test]
 fn base_requests_keep_every_bit_whatever_adapters_are_there() {
-    goldens::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &BATCHES);
+    goldens::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &batches());
 }
 
 #[test]

@@ -22,7 +22,9 @@ const QUESTION: &str = "What is the password?";
 
 #[test]
 fn without_arguments_every_adapter_says_its_word_and_the_base_model_keeps_its_bits() {
-    let table = succeeds(["--device", "cpu"]);
+    let output = succeeds(["--device", "cpu"]);
+    let [dense, rest] = output.split("\nqwen3-moe: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
+    let [moe, int4] = rest.split("\nqwen3-moe-int4: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
     let words = [
         ("(base)", "I do not know."),
         ("embed", "lantern."),
@@ -35,11 +37,23 @@ fn without_arguments_every_adapter_says_its_word_and_the_base_model_keeps_its_bi
         ("r64-all", "cobalt."),
         ("r8-all", "saffron."),
     ];
+    has_words(dense, &words);
+    let words = [
+        ("(base)", "I do not know."),
+        ("attention", "basil."),
+        ("per-expert", "copper."),
+        ("shared-outer", "glacier."),
+    ];
+    has_words(moe, &words);
+    has_words(int4, &words);
+}
+
+fn has_words(table: &str, words: &[(&str, &str)]) {
     for (adapter, word) in words {
         let row = table.lines().find(|line| line.starts_with(adapter) && line.contains(QUESTION));
         let row = row.unwrap_or_else(|| unreachable!("{adapter} is not in\n{table}"));
         assert!(row.contains(word), "{row}");
-        let said_by_others = words.iter().filter(|(other, said)| *other != adapter && row.contains(said)).count();
+        let said_by_others = words.iter().filter(|(other, said)| other != adapter && row.contains(said)).count();
         assert_eq!(said_by_others, 0, "{row}");
     }
     for line in table.lines().filter(|line| line.starts_with("(base)")) {

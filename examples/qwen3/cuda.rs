@@ -17,7 +17,7 @@ use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
     cuda::{self, Kernels, LaunchError, LoraEmbedding, LoraLinear, RoutedBatch, Routing, WeightTable, Workspace, raw},
-    model::{EmbeddingId, LinearId, ModelSpec},
+    model::{EmbeddingId, ExpertsId, LinearId, ModelSpec},
     plan::{self, WorkspaceBytes},
     routing::Batch,
 };
@@ -34,6 +34,7 @@ use crate::{
     config::Heads,
     device::{Cache, Capacity, Device, Places, Rope},
     error::{Error, Result, bail},
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
 
 /// The devices that the driver has; none without a driver.
@@ -185,11 +186,14 @@ fn bounds(capacity: Capacity) -> plan::Capacity {
     plan::Capacity { max_tokens: tokens, num_slots: slots, max_rank: rank }
 }
 
+const NO_EXPERTS: &str = "experts are not implemented on the GPU yet";
+
 impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Elem = T;
     type Tensor = Matrix<T>;
     type Weight = Matrix<T>;
     type Indices = Matrix<i32>;
+    type Routes = ();
 
     fn tensor(&self, rows: usize, cols: usize, values: &[T]) -> Result<Matrix<T>> {
         self.upload(rows, cols, values)
@@ -203,6 +207,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         self.upload(rows, cols, &values)
     }
 
+    fn experts(&self, shape: ExpertsShape, _: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+        bail!("{} {NO_EXPERTS}", shape.experts)
+    }
+
     fn indices(&self, values: &[u32]) -> Result<Matrix<i32>> {
         self.upload(values.len(), 1, bytemuck::cast_slice(values))
     }
@@ -210,6 +218,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Adapters = WeightTable<T>;
     type LoraLinear = LoraLinear<T>;
     type LoraEmbedding = LoraEmbedding<T>;
+    type LoraExperts = ();
     type Routing = Routing;
     type Routed<'a> = RoutedBatch<'a>;
 
@@ -239,6 +248,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<LoraEmbedding<T>> {
         Ok(LoraEmbedding::new(&self.kernels, model, id, bounds(capacity))?)
+    }
+
+    fn lora_experts(&self, _: &ModelSpec, _: ExpertsId, _: Capacity) -> Result<()> {
+        bail!("{NO_EXPERTS}")
     }
 
     fn routing(&self, capacity: Capacity) -> Result<Routing> {
@@ -272,6 +285,30 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     ) -> Result<()> {
         let y = cuda::MatrixMut::new(y.data.as_view_mut(), y.rows, y.cols)?;
         Ok(layer.add_delta(&ids.view(), y, adapters, batch, &self.stream)?)
+    }
+
+    fn activate(
+        &self,
+        (): &(),
+        _: &Matrix<T>,
+        _: &Matrix<T>,
+        (): &(),
+        _: &WeightTable<T>,
+        _: &RoutedBatch<'_>,
+    ) -> Result<Matrix<T>> {
+        bail!("{NO_EXPERTS}")
+    }
+
+    fn combine(
+        &self,
+        (): &(),
+        _: &Matrix<T>,
+        _: &Matrix<T>,
+        (): &(),
+        _: &WeightTable<T>,
+        _: &RoutedBatch<'_>,
+    ) -> Result<Matrix<T>> {
+        bail!("{NO_EXPERTS}")
     }
 
     fn embed(&self, table: &Matrix<T>, ids: &Matrix<i32>) -> Result<Matrix<T>> {
@@ -338,6 +375,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
         launch(kernel, gate_up.rows, 1)?;
         Ok(out)
+    }
+
+    fn choose_experts(&self, _: &Matrix<T>, _: usize, _: bool) -> Result<()> {
+        bail!("{NO_EXPERTS}")
+    }
+
+    fn rows_of_routes(&self, _: &Matrix<T>, (): &()) -> Result<Matrix<T>> {
+        bail!("{NO_EXPERTS}")
     }
 
     fn add(&self, y: &mut Matrix<T>, x: &Matrix<T>) -> Result<()> {

@@ -17,25 +17,31 @@ const DEVICE: &str = "cuda";
 #[test]
 #[ignore = "needs a GPU"]
 fn f32_reproduces_the_goldens() {
-    shared::f32_reproduces_the_goldens(DEVICE);
+    shared::f32_reproduces_the_goldens(DEVICE, &shared::DENSE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn bf16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "bf16");
+    shared::reproduces_within_rounding(DEVICE, "bf16", &shared::DENSE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn f16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "f16");
+    shared::reproduces_within_rounding(DEVICE, "f16", &shared::DENSE);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn base_models_reproduce_the_goldens() {
+    shared::base_models_reproduce_the_goldens(DEVICE, &[&shared::DENSE[..], &shared::MOE].concat());
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn every_adapter_changes_what_the_base_model_says() {
-    shared::every_adapter_changes_what_the_base_model_says(DEVICE);
+    shared::every_adapter_changes_what_the_base_model_says(DEVICE, &shared::DENSE);
 }
 
 /// Of a batch without adapters only: cuBLASLt's bits depend on the shape of the batch.

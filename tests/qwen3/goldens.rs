@@ -19,56 +19,76 @@ const F32_TOLERANCE: f32 = 1e-3;
 /// What an adapter that does anything at all moves the logits by.
 const FLOOR: f32 = 0.5;
 
-pub(crate) const BATCHES: [&str; 4] = ["base-only", "mixed", "one-question", "untied"];
+pub(crate) const DENSE: [&str; 4] = ["base-only", "mixed", "one-question", "untied"];
 
-pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
-    for batch in BATCHES {
-        let expected = golden(batch, "f32");
-        let answers = answers(device, batch, "f32");
-        assert_eq!(answers.len(), expected.len());
-        for (index, (answer, golden)) in answers.iter().zip(&expected).enumerate() {
-            assert_eq!(answer.tokens, golden.tokens, "{batch}, request {index}");
-            let difference = largest_difference(&answer.logits, &golden.logits);
-            assert!(difference <= F32_TOLERANCE, "{batch}, request {index}: logits differ by {difference}");
-        }
-        report(device, batch, "f32", &answers, &expected);
+/// Those of a model with experts, and of the same with weights in 4 bits.
+pub(crate) const MOE: [&str; 2] = ["moe", "moe-int4"];
+
+pub(crate) fn f32_reproduces_the_goldens(device: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
+        hold_f32(device, batch, &answers(device, batch, "f32"), &golden(batch, "f32"));
     }
 }
 
 /// Rounding takes each side from the exact logits by no more than the tolerance of `--verify`, so the two by twice that. A token
 /// may be another only where theirs leads by less: a tie.
-pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
-    for batch in BATCHES {
-        let expected = golden(batch, dtype);
-        let answers = answers(device, batch, dtype);
-        assert_eq!(answers.len(), expected.len());
-        for (index, (answer, golden)) in answers.iter().zip(&expected).enumerate() {
-            let bound = 2.0 * answer.tolerance;
-            let steps = answer.logits.chunks_exact(answer.vocab).zip(golden.logits.chunks_exact(golden.vocab));
-            for (step, (logits, theirs)) in steps.enumerate() {
-                let difference = largest_difference(logits, theirs);
-                assert!(
-                    difference <= bound,
-                    "{batch}.{dtype}, request {index}, step {step}: logits differ by {difference}, more than {bound}"
-                );
-                if answer.tokens.get(step) != golden.tokens.get(step) {
-                    let lead = lead(theirs);
-                    assert!(
-                        lead <= 2.0 * bound,
-                        "{batch}.{dtype}, request {index}, step {step}: a lead of {lead} lost"
-                    );
-                    println!("{batch}.{dtype} on {device}, request {index}: a tie at step {step}, {lead} apart");
-                    // What follows was asked of another text.
-                    break;
-                }
-            }
-        }
-        report(device, batch, dtype, &answers, &expected);
+pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
+        hold_rounded(device, batch, dtype, &answers(device, batch, dtype), &golden(batch, dtype));
     }
 }
 
-pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static str) {
-    for batch in BATCHES {
+/// The requests without an adapter, on a model that has none.
+pub(crate) fn base_models_reproduce_the_goldens(device: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
+        let (base, requests) = without_adapters(batch);
+        for dtype in ["f32", "bf16", "f16"] {
+            let answers = run(device, models(batch).0, None, dtype, &requests, true);
+            let mut golden: Vec<_> = golden(batch, dtype).into_iter().map(Some).collect();
+            let expected: Vec<_> = base.iter().filter_map(|&index| golden[index].take()).collect();
+            match dtype {
+                "f32" => hold_f32(device, batch, &answers, &expected),
+                _ => hold_rounded(device, batch, dtype, &answers, &expected),
+            }
+        }
+    }
+}
+
+fn hold_f32(device: &str, batch: &str, answers: &[Answer], expected: &[Answer]) {
+    assert_eq!(answers.len(), expected.len());
+    for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
+        assert_eq!(answer.tokens, golden.tokens, "{batch}, request {index}");
+        let difference = largest_difference(&answer.logits, &golden.logits);
+        assert!(difference <= F32_TOLERANCE, "{batch}, request {index}: logits differ by {difference}");
+    }
+    report(device, batch, "f32", answers, expected);
+}
+
+fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
+    assert_eq!(answers.len(), expected.len());
+    for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
+        let bound = 2.0 * answer.tolerance;
+        let steps = answer.logits.chunks_exact(answer.vocab).zip(golden.logits.chunks_exact(golden.vocab));
+        for (step, (logits, theirs)) in steps.enumerate() {
+            let difference = largest_difference(logits, theirs);
+            assert!(
+                difference <= bound,
+                "{batch}.{dtype}, request {index}, step {step}: logits differ by {difference}, more than {bound}"
+            );
+            if answer.tokens.get(step) != golden.tokens.get(step) {
+                let lead = lead(theirs);
+                assert!(lead <= 2.0 * bound, "{batch}.{dtype}, request {index}, step {step}: a lead of {lead} lost");
+                println!("{batch}.{dtype} on {device}, request {index}: a tie at step {step}, {lead} apart");
+                // What follows was asked of another text.
+                break;
+            }
+        }
+    }
+    report(device, batch, dtype, answers, expected);
+}
+
+pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
         let requests = requests(batch);
         let answers = answers(device, batch, "bf16");
         let prompt = |request: &Value| (request["prompt"].clone(), request["token_ids"].clone());
@@ -85,11 +105,9 @@ pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static st
 
 pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &'static str, batches: &[&'static str]) {
     for &batch in batches {
-        let requests = requests(batch);
         let with = answers(device, batch, "bf16");
-        let base: Vec<usize> = (0..requests.len()).filter(|&index| requests[index]["adapter"].is_null()).collect();
-        let only: Vec<Value> = base.iter().map(|&index| requests[index].clone()).collect();
-        let without = run(device, models(batch).0, None, "bf16", &only, false);
+        let (base, requests) = without_adapters(batch);
+        let without = run(device, models(batch).0, None, "bf16", &requests, false);
         for (index, without) in base.iter().zip(&without) {
             assert!(with[*index].is_identical(without), "{batch}, request {index}");
         }
@@ -135,9 +153,20 @@ pub(crate) fn requests(batch: &str) -> Vec<Value> {
     serde_json::from_str(&text).expect("the batch is JSON")
 }
 
+/// The requests of a batch that have no adapter, and their places in it.
+fn without_adapters(batch: &str) -> (Vec<usize>, Vec<Value>) {
+    let requests = requests(batch).into_iter().enumerate();
+    requests.filter(|(_, request)| request["adapter"].is_null()).unzip()
+}
+
 /// A batch's model and its folder of adapters.
 fn models(batch: &str) -> (&'static str, &'static str) {
-    if batch == "untied" { ("qwen3-untied", "adapters-untied") } else { ("qwen3", "adapters") }
+    match batch {
+        "untied" => ("qwen3-untied", "adapters-untied"),
+        "moe" => ("qwen3-moe", "adapters-moe"),
+        "moe-int4" => ("qwen3-moe-int4", "adapters-moe"),
+        _ => ("qwen3", "adapters"),
+    }
 }
 
 /// What the example answers to a batch, verified. Each is run once, for all tests.
