@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    path::PathBuf,
     sync::{Arc, Mutex, OnceLock},
 };
 
@@ -14,10 +15,10 @@ use serde_json::{Value, json};
 use crate::process::{fixture, qwen3};
 
 /// The most that HF's own f32 logits may differ.
-const F32_TOLERANCE: f32 = 1e-3;
+pub(crate) const F32_TOLERANCE: f32 = 1e-3;
 
 /// What an adapter that does anything at all moves the logits by.
-const FLOOR: f32 = 0.5;
+pub(crate) const FLOOR: f32 = 0.5;
 
 pub(crate) const DENSE: [&str; 4] = ["base-only", "mixed", "one-question", "untied"];
 
@@ -38,14 +39,16 @@ pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static s
     }
 }
 
-/// The requests without an adapter, on a model that has none.
-pub(crate) fn base_models_reproduce_the_goldens(device: &'static str, batches: &[&'static str]) {
+/// The requests of these adapters and of none, on a model that has no others.
+pub(crate) fn some_reproduce_the_goldens(device: &'static str, batches: &[&'static str], adapters: &[&str]) {
     for &batch in batches {
-        let (base, requests) = without_adapters(batch);
+        let (places, requests) = requests_of(batch, adapters);
+        let (model, folder) = models(batch);
+        let adapters: Vec<PathBuf> = adapters.iter().map(|adapter| fixture(folder).join(adapter)).collect();
         for dtype in ["f32", "bf16", "f16"] {
-            let answers = run(device, models(batch).0, None, dtype, &requests, true);
+            let answers = run(device, model, &adapters, dtype, &requests, true);
             let mut golden: Vec<_> = golden(batch, dtype).into_iter().map(Some).collect();
-            let expected: Vec<_> = base.iter().filter_map(|&index| golden[index].take()).collect();
+            let expected: Vec<_> = places.iter().filter_map(|&index| golden[index].take()).collect();
             match dtype {
                 "f32" => hold_f32(device, batch, &answers, &expected),
                 _ => hold_rounded(device, batch, dtype, &answers, &expected),
@@ -106,8 +109,8 @@ pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static st
 pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &'static str, batches: &[&'static str]) {
     for &batch in batches {
         let with = answers(device, batch, "bf16");
-        let (base, requests) = without_adapters(batch);
-        let without = run(device, models(batch).0, None, "bf16", &requests, false);
+        let (base, requests) = requests_of(batch, &[]);
+        let without = run(device, models(batch).0, &[], "bf16", &requests, false);
         for (index, without) in base.iter().zip(&without) {
             assert!(with[*index].is_identical(without), "{batch}, request {index}");
         }
@@ -124,7 +127,7 @@ pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
         ask(Some("r8-all"), 2.0),
         json!({ "adapter": "r8-all", "prompt": "Name a fruit." }),
     ];
-    let [base, zero, one, two, plain] = &run(device, "qwen3", Some("adapters"), "f32", &requests, false)[..] else {
+    let [base, zero, one, two, plain] = &run(device, "qwen3", &all_in("adapters"), "f32", &requests, false)[..] else {
         unreachable!("five requests have five answers")
     };
     assert!(zero.is_identical(base));
@@ -135,10 +138,10 @@ pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
 /// What a request got, or should.
 pub(crate) struct Answer {
     tokens: Vec<u32>,
-    logits: Vec<f32>,
-    vocab: usize,
+    pub(crate) logits: Vec<f32>,
+    pub(crate) vocab: usize,
     /// Of `--verify`, if it ran.
-    tolerance: f32,
+    pub(crate) tolerance: f32,
 }
 
 impl Answer {
@@ -153,14 +156,14 @@ pub(crate) fn requests(batch: &str) -> Vec<Value> {
     serde_json::from_str(&text).expect("the batch is JSON")
 }
 
-/// The requests of a batch that have no adapter, and their places in it.
-fn without_adapters(batch: &str) -> (Vec<usize>, Vec<Value>) {
-    let requests = requests(batch).into_iter().enumerate();
-    requests.filter(|(_, request)| request["adapter"].is_null()).unzip()
+/// The requests of a batch that have one of these adapters or none, and their places in it.
+pub(crate) fn requests_of(batch: &str, adapters: &[&str]) -> (Vec<usize>, Vec<Value>) {
+    let has_one = |request: &Value| request["adapter"].as_str().is_none_or(|adapter| adapters.contains(&adapter));
+    requests(batch).into_iter().enumerate().filter(|(_, request)| has_one(request)).unzip()
 }
 
 /// A batch's model and its folder of adapters.
-fn models(batch: &str) -> (&'static str, &'static str) {
+pub(crate) fn models(batch: &str) -> (&'static str, &'static str) {
     match batch {
         "untied" => ("qwen3-untied", "adapters-untied"),
         "moe" => ("qwen3-moe", "adapters-moe"),
@@ -175,14 +178,20 @@ pub(crate) fn answers(device: &'static str, batch: &'static str, dtype: &'static
     static RUNS: Mutex<BTreeMap<(&str, &str, &str), Run>> = Mutex::new(BTreeMap::new());
     let run_once = RUNS.lock().expect("no test fails here").entry((device, batch, dtype)).or_default().clone();
     let (model, adapters) = models(batch);
-    run_once.get_or_init(|| Arc::new(run(device, model, Some(adapters), dtype, &requests(batch), true))).clone()
+    run_once.get_or_init(|| Arc::new(run(device, model, &all_in(adapters), dtype, &requests(batch), true))).clone()
 }
 
-/// Runs the example, all adapters of a folder loaded.
+/// The adapters in a folder.
+pub(crate) fn all_in(folder: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(fixture(folder)).expect("the adapters are there");
+    entries.map(|entry| entry.expect("the adapters can be listed").path()).collect()
+}
+
+/// Runs the example with these adapters loaded, each under its folder's name.
 pub(crate) fn run(
     device: &str,
     model: &str,
-    adapters: Option<&str>,
+    adapters: &[PathBuf],
     dtype: &str,
     requests: &[Value],
     verify: bool,
@@ -195,9 +204,9 @@ pub(crate) fn run(
     args.extend(verify.then(|| "--verify".into()));
     args.extend(["--dtype", dtype, "--max-new-tokens", "12", "--requests"].map(String::from));
     args.extend([requests_file.display().to_string(), "--logits".into(), logits_file.display().to_string()]);
-    for entry in adapters.into_iter().flat_map(|dir| fs::read_dir(fixture(dir)).expect("the adapters are there")) {
-        let entry = entry.expect("the adapters can be listed");
-        args.extend(["--adapter".into(), format!("{}={}", entry.file_name().display(), entry.path().display())]);
+    for adapter in adapters {
+        let name = adapter.file_name().expect("an adapter has a folder of its own");
+        args.extend(["--adapter".into(), format!("{}={}", name.display(), adapter.display())]);
     }
     let output = qwen3(&args);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -244,7 +253,7 @@ fn read(bytes: &[u8], prefix: &str, suffix: &str) -> Vec<(usize, Vec<f32>)> {
     (0..).map_while(tensor).map(widen).collect()
 }
 
-fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     assert!(a.iter().chain(b).all(|logit| logit.is_finite()));
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
