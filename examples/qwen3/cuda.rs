@@ -1,7 +1,7 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
 //! An engine's author reads the calls of the library: they are all safe. What is not is launching the example's own kernels
-//! (`kernels.cu`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
+//! (`kernels.cu`, `experts.cuh`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
 //! host waits for it.
 //!
 //! cuBLASLt chooses its kernels by shape, so a request's last bits may depend on how many tokens are in its batch; what the
@@ -9,6 +9,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
+mod experts;
 mod gemm;
 
 use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
@@ -29,7 +30,7 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
-use self::gemm::Gemm;
+use self::{experts::Routes, gemm::Gemm};
 use crate::{
     config::Heads,
     device::{Cache, Capacity, Device, Places, Rope},
@@ -55,6 +56,8 @@ pub(crate) struct Cuda<T> {
     gemm: Gemm,
     /// As much as the layers ask for that were planned so far.
     workspace: RefCell<Workspace>,
+    /// The table entries of all experts.
+    of_experts: RefCell<Vec<Range<usize>>>,
     element: PhantomData<T>,
 }
 
@@ -68,6 +71,11 @@ struct Functions {
     add: CudaFunction,
     gather: CudaFunction,
     argmax: CudaFunction,
+    choose_experts: CudaFunction,
+    sort_routes: CudaFunction,
+    grouped_gemm: CudaFunction,
+    grouped_gemm_int4: CudaFunction,
+    combine: CudaFunction,
 }
 
 /// Threads of a block of every kernel: `kThreads` of `kernels.cu`.
@@ -99,7 +107,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let gemm = Gemm::new(T::DTYPE, &stream)?;
         let workspace =
             Workspace::new(&kernels, WorkspaceBytes::default(), &stream).memory_for("the library's workspace")?;
-        Ok(Self { stream, kernels, functions, gemm, workspace: workspace.into(), element: PhantomData })
+        let (workspace, of_experts) = (workspace.into(), RefCell::default());
+        Ok(Self { stream, kernels, functions, gemm, workspace, of_experts, element: PhantomData })
     }
 
     /// A matrix of whatever was in its memory: for what is written before it is read.
@@ -156,6 +165,11 @@ impl Functions {
             add: function("add")?,
             gather: function("gather")?,
             argmax: function("argmax")?,
+            choose_experts: function("choose_experts")?,
+            sort_routes: function("sort_routes")?,
+            grouped_gemm: function("grouped_gemm")?,
+            grouped_gemm_int4: function("grouped_gemm_int4")?,
+            combine: function("combine")?,
         })
     }
 }
@@ -186,14 +200,12 @@ fn bounds(capacity: Capacity) -> plan::Capacity {
     plan::Capacity { max_tokens: tokens, num_slots: slots, max_rank: rank }
 }
 
-const NO_EXPERTS: &str = "experts are not implemented on the GPU yet";
-
 impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Elem = T;
     type Tensor = Matrix<T>;
     type Weight = Matrix<T>;
     type Indices = Matrix<i32>;
-    type Routes = ();
+    type Routes = Routes;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[T]) -> Result<Matrix<T>> {
         self.upload(rows, cols, values)
@@ -207,8 +219,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         self.upload(rows, cols, &values)
     }
 
-    fn experts(&self, shape: ExpertsShape, _: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
-        bail!("{} {NO_EXPERTS}", shape.experts)
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+        experts::new(self, shape, weights)
     }
 
     fn indices(&self, values: &[u32]) -> Result<Matrix<i32>> {
@@ -231,6 +243,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn load(&self, adapters: &mut WeightTable<T>, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
+        let of_experts = self.of_experts.borrow();
+        if image.entries().iter().any(|entry| of_experts.iter().any(|entries| entries.contains(&entry.entry))) {
+            bail!("adapters of experts are not implemented on the GPU yet");
+        }
         Ok(adapters.load(slot, image, &self.stream)?)
     }
 
@@ -250,8 +266,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(LoraEmbedding::new(&self.kernels, model, id, bounds(capacity))?)
     }
 
-    fn lora_experts(&self, _: &ModelSpec, _: ExpertsId, _: Capacity) -> Result<()> {
-        bail!("{NO_EXPERTS}")
+    /// Where `cuda::LoraExperts::new` is to be called. Until there is one, [`load`](Self::load) refuses what it would be for.
+    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, _: Capacity) -> Result<()> {
+        let end = model[id].down().expert_entry(model[id].held().len());
+        self.of_experts.borrow_mut().push(model[id].gate_up().shared_entry()..end);
+        Ok(())
     }
 
     fn routing(&self, capacity: Capacity) -> Result<Routing> {
@@ -287,28 +306,36 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(layer.add_delta(&ids.view(), y, adapters, batch, &self.stream)?)
     }
 
+    /// Of the base alone: `cuda::LoraExperts::activate` is to be called here, with the routes' ids and rows as its `TopK`.
     fn activate(
         &self,
         (): &(),
         _: &Matrix<T>,
-        _: &Matrix<T>,
-        (): &(),
+        gate_up: &Matrix<T>,
+        _: &Routes,
         _: &WeightTable<T>,
         _: &RoutedBatch<'_>,
     ) -> Result<Matrix<T>> {
-        bail!("{NO_EXPERTS}")
+        self.silu_mul(gate_up)
     }
 
+    /// Of the base alone: `cuda::LoraExperts::combine` is to be called here, with the routes' ids, rows and weights as its `TopK`.
     fn combine(
         &self,
         (): &(),
         _: &Matrix<T>,
-        _: &Matrix<T>,
-        (): &(),
+        down: &Matrix<T>,
+        routes: &Routes,
         _: &WeightTable<T>,
         _: &RoutedBatch<'_>,
     ) -> Result<Matrix<T>> {
-        bail!("{NO_EXPERTS}")
+        let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
+        let mut out = self.alloc(tokens, down.cols)?;
+        let mut kernel = self.kernel(&self.functions.combine);
+        kernel.arg(&down.data).arg(&routes.weights.data).arg(&routes.row_of_route.data).arg(&mut out.data);
+        kernel.arg(&down.cols).arg(&top_k);
+        launch(kernel, tokens, 1)?;
+        Ok(out)
     }
 
     fn embed(&self, table: &Matrix<T>, ids: &Matrix<i32>) -> Result<Matrix<T>> {
@@ -377,12 +404,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn choose_experts(&self, _: &Matrix<T>, _: usize, _: bool) -> Result<()> {
-        bail!("{NO_EXPERTS}")
+    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool) -> Result<Routes> {
+        Routes::new(self, scores, top_k, normalized)
     }
 
-    fn rows_of_routes(&self, _: &Matrix<T>, (): &()) -> Result<Matrix<T>> {
-        bail!("{NO_EXPERTS}")
+    fn rows_of_routes(&self, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
+        self.gather(x, &routes.tokens)
     }
 
     fn add(&self, y: &mut Matrix<T>, x: &Matrix<T>) -> Result<()> {

@@ -78,7 +78,7 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
     let cases = [
         (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),
         (Sizes { hidden: 33, inter: 17, experts: 7, top_k: 1 }, None),
-        (Sizes { hidden: 256, inter: 192, experts: 130, top_k: 8 }, None),
+        (Sizes { hidden: 64, inter: 96, experts: 130, top_k: 8 }, None),
         (Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 }, Some(128)),
         (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(32)),
     ];
