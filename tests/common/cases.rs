@@ -119,8 +119,10 @@ pub fn check_overwriting<T: Element>(
 /// What the whole buffer `y` must hold, element by element.
 #[derive(Clone, Copy, Debug)]
 pub enum Expected<T> {
-    /// These bits.
+    /// These bits, or zero of the other sign: a sum of exact products is of either, depending on the order.
     Exactly(T),
+    /// These bits, which are not to be written.
+    Untouched(T),
     /// This value, give or take.
     Within(f64, f64),
 }
@@ -256,7 +258,8 @@ impl Case {
 impl Values {
     pub fn value(self, rng: &mut StdRng) -> f32 {
         match self {
-            Self::Exact => rng.random_range(-2..=2_i8).into(),
+            // Zeros are of both signs.
+            Self::Exact => f32::from(rng.random_range(-2..=2_i8)).copysign(if rng.random() { 1.0 } else { -1.0 }),
             // The sum of four uniforms is normal enough.
             Self::Rounded => (0..4).map(|_| rng.random_range(-0.25..0.25_f32)).sum(),
         }
@@ -296,7 +299,7 @@ impl Place {
 impl<T: Element> World<T> {
     /// What the reference makes of the buffer `y`.
     pub fn expected(&self, case: &Case) -> Vec<Expected<T>> {
-        let mut expected: Vec<_> = self.y.iter().map(|&y| Expected::Exactly(y)).collect();
+        let mut expected: Vec<_> = self.y.iter().map(|&y| Expected::Untouched(y)).collect();
         for (token, slot) in self.slots.iter().enumerate() {
             let Some(adapter) = slot.index().and_then(|slot| self.adapters.get(slot)) else { continue };
             let mut out_start = case.y_offset + token * case.y_stride();
@@ -374,7 +377,10 @@ pub fn compare<T: Element>(
     let bits = |value: &T| bytemuck::bytes_of(value).to_vec();
     for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
         let good = match expected {
-            Expected::Exactly(expected) => bits(got) == bits(expected) || zero(got) && zero(expected),
+            Expected::Exactly(expected) => {
+                bits(got) == bits(expected) || [got, expected].map(|v| v.to_f32()) == [0.0; 2]
+            }
+            Expected::Untouched(expected) => bits(got) == bits(expected),
             Expected::Within(value, bound) => {
                 // What is next to the largest number may become infinite.
                 let end = T::from_f32((value + bound.copysign(*value)) as f32);
@@ -387,17 +393,13 @@ pub fn compare<T: Element>(
             let got = got.to_f32();
             let expected = match expected {
                 Expected::Exactly(value) => format!("exactly {}", value.to_f32()),
+                Expected::Untouched(value) => format!("{} as it was", value.to_f32()),
                 Expected::Within(value, bound) => format!("{value} ± {bound}"),
             };
             return Err(TestCaseError::fail(format!("y[{row}, {col}] is {got}, not {expected}\n{replay}")));
         }
     }
     Ok(())
-}
-
-/// A sum of exact products is zero of either sign, depending on the order. Only a computed element may be one.
-fn zero<T: Element>(value: &T) -> bool {
-    value.to_f32() == 0.0
 }
 
 /// How large the cases are.
