@@ -123,7 +123,8 @@ impl<'a> Batch<'a> {
         self.slots.len()
     }
 
-    /// Whether any token has a slot. If none has, the operations leave every `y` as it is, and an engine may skip all of a step's.
+    /// Whether any token has a slot. If none has, the operations leave every `y` as it is, and an engine may skip all of a step's:
+    /// one that takes the place of a kernel of the engine's only for that kernel.
     ///
     /// A slot counts whether or not it holds an adapter.
     ///

@@ -55,7 +55,7 @@ impl<'a> TopK<'a> {
     /// expert. Without it, a route has the row of its number. Below 0 or from the number of routes on, the route has no row, and
     /// is not here.
     ///
-    /// Two routes must not have the same row. Where they do, the row gets the delta of one or the other.
+    /// Two routes must not have the same row: what such a row then holds is not defined. Nothing else is touched.
     ///
     /// # Errors
     /// If there is not one for each route.
