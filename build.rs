@@ -42,6 +42,7 @@ mod kernels {
 
     /// The reference forward's own kernels, beside the library's: a file of code for the example to load.
     const EXAMPLE: &str = "examples/qwen3/kernels.cu";
+    const EXAMPLE_HEADER: &str = "examples/qwen3/experts.cuh";
 
     pub(super) fn compile() {
         for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS", "DOCS_RS"] {
@@ -108,6 +109,7 @@ mod kernels {
 
     fn compile_example(nvcc: &Path) {
         println!("cargo:rerun-if-changed={EXAMPLE}");
+        println!("cargo:rerun-if-changed={EXAMPLE_HEADER}");
         let out = Path::new(&env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("qwen3.fatbin");
         let status =
             Command::new(nvcc).args(["-fatbin", "-O3"]).args(gencodes()).arg(EXAMPLE).arg("-o").arg(out).status();

@@ -6,6 +6,12 @@ use crate::DType;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OperandError {
+    /// The experts have no gate, and the activation is none without.
+    #[error("{activation:?} needs a gate, which the experts do not have")]
+    Activation {
+        /// The activation given.
+        activation: crate::model::Activation,
+    },
     /// The weights are of another element type than the operation.
     #[error("`{operand}` is {got}, but the operation computes on {want}")]
     DType {
@@ -55,6 +61,16 @@ pub enum OperandError {
         /// Distance between rows, in elements.
         row_stride: usize,
     },
+    /// The router's choices do not say the same of each route.
+    #[error("`{operand}` has {got} elements, but there are {want} routes")]
+    Routes {
+        /// Which operand.
+        operand: &'static str,
+        /// Its length.
+        got: usize,
+        /// Tokens times the experts that each has chosen.
+        want: usize,
+    },
     /// The matrix has another shape than the layer and the batch ask for.
     #[error("`{operand}` is [{rows}, {cols}], but must be [{want_rows}, {want_cols}]")]
     Shape {
@@ -68,6 +84,22 @@ pub enum OperandError {
         want_rows: usize,
         /// Columns it must have.
         want_cols: usize,
+    },
+    /// The router chose for other tokens than the batch has.
+    #[error("the router chose for {got} tokens, but the batch has {want}")]
+    Tokens {
+        /// Tokens of the choices.
+        got: usize,
+        /// Tokens of the batch.
+        want: usize,
+    },
+    /// The router's choices are not of whole tokens.
+    #[error("{ids} expert ids are not those of whole tokens with {top_k} each")]
+    TopK {
+        /// The ids given.
+        ids: usize,
+        /// How many a token has.
+        top_k: usize,
     },
 }
 

@@ -9,8 +9,8 @@ mod experts;
 
 use std::{collections::HashMap, sync::Arc};
 
+pub use experts::{Activation, Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite};
 pub(crate) use experts::{ExpertModule, ExpertSlice};
-pub use experts::{Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite};
 
 use crate::ffi;
 

@@ -8,12 +8,12 @@ use aril::{
     cpu,
     error::{OperandError, SlotError},
     model::{
-        EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Linear, LinearId, LinearSite, ModelSpec, Parallel,
-        SpecError, TpRank,
+        Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Linear, LinearId, LinearSite,
+        ModelSpec, Parallel, SpecError, TpRank,
     },
     plan::{Capacity, LinearPlan, PlanError},
     reference,
-    routing::{Batch, Segments},
+    routing::{Batch, Segments, TopK},
 };
 
 fn shared<T: Send + Sync>() {}
@@ -22,12 +22,12 @@ fn error<T: Error + Send + Sync + 'static>() {}
 #[test]
 fn types_may_be_shared_between_threads() {
     shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry)>();
-    shared::<(Experts, ExpertsId, ExpertsSite)>();
+    shared::<(Activation, Experts, ExpertsId, ExpertsSite)>();
     shared::<SlotImage<'_>>();
     shared::<(ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
     shared::<(DType, Slot, Segments, Capacity, LinearPlan)>();
-    shared::<Batch<'_>>();
-    shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::Workspace, cpu::WeightTable<f32>)>();
+    shared::<(Batch<'_>, TopK<'_>)>();
+    shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::Workspace, cpu::WeightTable<f32>)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
 }

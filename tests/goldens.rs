@@ -1,50 +1,83 @@
 //! The example `qwen3` on the CPU against transformers and PEFT.
 
-#[path = "qwen3/goldens.rs"]
-mod goldens;
+#[path = "qwen3/files.rs"]
+mod files;
+#[path = "qwen3/moe.rs"]
+mod moe;
 #[path = "qwen3/mod.rs"]
 mod process;
+#[path = "qwen3/goldens.rs"]
+mod shared;
 
-use goldens::{BATCHES, answers, requests, run};
+use shared::{DENSE, MOE, all_in, answers, models, requests, run};
 
 const DEVICE: &str = "cpu";
 
+/// Those of models with experts.
+const ADAPTERS: [&str; 3] = ["attention", "per-expert", "shared-outer"];
+
+fn batches() -> Vec<&'static str> {
+    [&DENSE[..], &MOE].concat()
+}
+
 #[test]
 fn f32_reproduces_the_goldens() {
-    goldens::f32_reproduces_the_goldens(DEVICE);
+    shared::f32_reproduces_the_goldens(DEVICE, &batches());
 }
 
 #[test]
 fn bf16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "bf16");
+    shared::reproduces_within_rounding(DEVICE, "bf16", &batches());
 }
 
 #[test]
 fn f16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "f16");
+    shared::reproduces_within_rounding(DEVICE, "f16", &batches());
+}
+
+#[test]
+fn base_models_reproduce_the_goldens() {
+    shared::some_reproduce_the_goldens(DEVICE, &batches(), &[]);
 }
 
 #[test]
 fn every_adapter_changes_what_the_base_model_says() {
-    goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
+    shared::every_adapter_changes_what_the_base_model_says(DEVICE, &batches());
 }
 
 #[test]
 fn base_requests_keep_every_bit_whatever_adapters_are_there() {
-    goldens::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &BATCHES);
+    shared::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &batches());
 }
 
 #[test]
 fn a_scale_multiplies_the_adapters_own() {
-    goldens::a_scale_multiplies_the_adapters_own(DEVICE);
+    shared::a_scale_multiplies_the_adapters_own(DEVICE);
+}
+
+#[test]
+fn int4_differs_by_the_rounding_of_its_weights_alone() {
+    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, &ADAPTERS, 0.0);
+}
+
+#[test]
+fn groups_of_128_are_what_they_unpack_to() {
+    moe::groups_of_128_are_what_they_unpack_to(DEVICE, 0.0);
+}
+
+#[test]
+fn experts_of_any_size_verify() {
+    moe::experts_are_those_of_the_cpu(DEVICE);
 }
 
 #[test]
 fn a_request_gets_in_the_batch_what_it_gets_alone() {
-    let requests = requests("mixed");
-    let together = answers(DEVICE, "mixed", "bf16");
-    for (index, (request, answer)) in requests.iter().zip(together.iter()).enumerate().step_by(2) {
-        let alone = run(DEVICE, "qwen3", Some("adapters"), "bf16", std::slice::from_ref(request), false);
-        assert!(alone[0].is_identical(answer), "request {index}");
+    for batch in ["mixed", "moe", "moe-int4"] {
+        let (requests, (model, adapters)) = (requests(batch), models(batch));
+        let together = answers(DEVICE, batch, "bf16");
+        for (index, (request, answer)) in requests.iter().zip(together.iter()).enumerate().step_by(2) {
+            let alone = run(DEVICE, model, &all_in(adapters), "bf16", std::slice::from_ref(request), false);
+            assert!(alone[0].is_identical(answer), "{batch}, request {index}");
+        }
     }
 }

@@ -1,20 +1,21 @@
 //! The command line of the example `qwen3`: what it prints, and what it says when something is wrong with what it is given.
 
+#[path = "qwen3/files.rs"]
+mod files;
 #[path = "qwen3/mod.rs"]
 mod process;
 
 use std::{
-    collections::BTreeMap,
     ffi::OsString,
     fs,
     path::{Path, PathBuf},
 };
 
+use files::{Files, Tensors, edit, read, write};
 use half::bf16;
 use process::{fixture, qwen3};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value, json};
-use tempfile::TempDir;
 
 const QUESTION: &str = "What is the password?";
 
@@ -22,7 +23,9 @@ const QUESTION: &str = "What is the password?";
 
 #[test]
 fn without_arguments_every_adapter_says_its_word_and_the_base_model_keeps_its_bits() {
-    let table = succeeds(["--device", "cpu"]);
+    let output = succeeds(["--device", "cpu"]);
+    let [dense, rest] = output.split("\nqwen3-moe: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
+    let [moe, int4] = rest.split("\nqwen3-moe-int4: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
     let words = [
         ("(base)", "I do not know."),
         ("embed", "lantern."),
@@ -35,11 +38,23 @@ fn without_arguments_every_adapter_says_its_word_and_the_base_model_keeps_its_bi
         ("r64-all", "cobalt."),
         ("r8-all", "saffron."),
     ];
+    has_words(dense, &words);
+    let words = [
+        ("(base)", "I do not know."),
+        ("attention", "basil."),
+        ("per-expert", "copper."),
+        ("shared-outer", "glacier."),
+    ];
+    has_words(moe, &words);
+    has_words(int4, &words);
+}
+
+fn has_words(table: &str, words: &[(&str, &str)]) {
     for (adapter, word) in words {
         let row = table.lines().find(|line| line.starts_with(adapter) && line.contains(QUESTION));
         let row = row.unwrap_or_else(|| unreachable!("{adapter} is not in\n{table}"));
         assert!(row.contains(word), "{row}");
-        let said_by_others = words.iter().filter(|(other, said)| *other != adapter && row.contains(said)).count();
+        let said_by_others = words.iter().filter(|(other, said)| other != adapter && row.contains(said)).count();
         assert_eq!(said_by_others, 0, "{row}");
     }
     for line in table.lines().filter(|line| line.starts_with("(base)")) {
@@ -123,6 +138,109 @@ fn both_forms_of_the_configuration_are_the_same_model() {
 }
 
 #[test]
+fn both_forms_of_the_configuration_are_the_same_model_with_experts() {
+    let files = Files::new();
+    let newer = files.model_like("qwen3-moe", "newer", |_| ());
+    let older = files.model_like("qwen3-moe", "older", |config| {
+        let experts = config.remove("num_local_experts").expect("transformers 5 calls them local");
+        config.insert("num_experts".into(), experts);
+        config.remove("rope_parameters");
+        config.insert("rope_theta".into(), json!(1_000_000));
+        // The same layers, named one by one.
+        config.insert("decoder_sparse_step".into(), json!(1));
+        config.insert("mlp_only_layers".into(), json!([0, 2]));
+    });
+    assert_eq!(files.asks_experts(&newer), files.asks_experts(&older));
+}
+
+#[test]
+fn experts_in_one_tensor_are_the_same_model_as_a_tensor_each() {
+    let files = Files::new();
+    let apart = files.model_like("qwen3-moe", "apart", |_| ());
+    let fused = files.model_like("qwen3-moe", "fused", |_| ());
+    let path = Path::new(&fused).join("model.safetensors");
+    let mut tensors = read(&path);
+    for layer in [1, 3] {
+        let experts = format!("model.layers.{layer}.mlp.experts");
+        for (name, modules) in [("gate_up_proj", &["gate_proj", "up_proj"][..]), ("down_proj", &["down_proj"])] {
+            let mut bytes = Vec::new();
+            for (expert, module) in (0..8).flat_map(|expert| modules.iter().map(move |module| (expert, module))) {
+                let tensor = tensors.remove(&format!("{experts}.{expert}.{module}.weight"));
+                bytes.extend(tensor.expect("every expert has its modules").2);
+            }
+            let (out, width) = if name == "down_proj" { (64, 32) } else { (64, 64) };
+            tensors.insert(format!("{experts}.{name}"), (Dtype::BF16, vec![8, out, width], bytes));
+        }
+    }
+    write(&path, &tensors);
+    assert_eq!(files.asks_experts(&apart), files.asks_experts(&fused));
+}
+
+#[test]
+fn adapters_of_all_experts_in_one_are_the_same_as_of_each() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "adapter": "a", "prompt": QUESTION }]));
+    let each = files.copy(&fixture("adapters-moe/per-expert"), "each");
+    edit(&each.join("adapter_config.json"), |config| {
+        config.remove("target_parameters");
+    });
+    let path = each.join("adapter_model.safetensors");
+    let mut tensors = Tensors::new();
+    for (key, (dtype, shape, bytes)) in read(&path) {
+        // PEFT has [experts * rank, in] and [out, rank * experts], the expert fastest; of gate_up in the inner wrapper.
+        let (experts, rank) = (8, 4);
+        let gate_up = key.contains(".base_layer.");
+        let (stem, side) = key.split_once(".lora_").expect("all tensors are factors");
+        let stem = stem.trim_end_matches(".base_layer");
+        let modules: &[&str] = if gate_up { &["gate_proj", "up_proj"] } else { &["down_proj"] };
+        let elems: Vec<&[u8]> = bytes.chunks_exact(2).collect();
+        for expert in 0..experts {
+            for (half, module) in modules.iter().enumerate() {
+                let (shape, elems) = if side.starts_with('A') {
+                    (vec![rank, shape[1]], elems[expert * rank * shape[1]..][..rank * shape[1]].concat())
+                } else {
+                    let rows = shape[0] / modules.len();
+                    let first = half * rows * rank * experts;
+                    let elems: Vec<&[u8]> = elems[first + expert..].iter().copied().step_by(experts).collect();
+                    (vec![rows, rank], elems[..rows * rank].concat())
+                };
+                tensors.insert(format!("{stem}.{expert}.{module}.lora_{side}"), (dtype, shape, elems));
+            }
+        }
+    }
+    write(&path, &tensors);
+    let ask = |dir: &Path| {
+        let (model, logits) = (fixture("qwen3-moe").display().to_string(), files.path("logits"));
+        let adapter = format!("a={}", dir.display());
+        let args = ["--model", &model, "--adapter", &adapter, "--requests", &requests, "--verify", "--logits", &logits];
+        (succeeds(args), fs::read(logits).expect("the logits are there"))
+    };
+    assert_eq!(ask(&each), ask(&fixture("adapters-moe/per-expert")));
+}
+
+/// A softmax over all experts has a sum of 1 already; over two of eight it has not.
+#[test]
+fn the_chosen_experts_weigh_1_together_if_the_configuration_says_so() {
+    let files = Files::new();
+    let logits = |top_k: u32, normalized: bool| {
+        let model = files.model_like("qwen3-moe", "model", |config| {
+            config.insert("num_experts_per_tok".into(), json!(top_k));
+            config.insert("norm_topk_prob".into(), json!(normalized));
+        });
+        let (_, bytes) = files.asks_experts(&model);
+        let file = SafeTensors::deserialize(&bytes).expect("the logits are whole");
+        let tensor = file.tensor("request.0").expect("the request has its logits");
+        tensor.data().chunks_exact(4).take(384).map(bytemuck::pod_read_unaligned::<f32>).collect::<Vec<_>>()
+    };
+    let difference = |top_k| {
+        let differences = logits(top_k, true).into_iter().zip(logits(top_k, false)).map(|(a, b)| (a - b).abs());
+        differences.fold(0.0, f32::max)
+    };
+    assert!(difference(8) < 1e-4, "{}", difference(8));
+    assert!(difference(2) > 1e-2, "{}", difference(2));
+}
+
+#[test]
 fn shards_are_the_same_model_as_one_file() {
     let files = Files::new();
     let requests = files.requests(&json!([{ "prompt": QUESTION }]));
@@ -196,6 +314,96 @@ fn configurations_that_the_forward_does_not_implement_are_refused_by_name() {
         });
         refuses(["--model", &model], &["config.json", needle]);
     }
+}
+
+#[test]
+fn configurations_of_experts_that_the_forward_does_not_implement_are_refused_by_name() {
+    let cases = [
+        ("model_type", json!("qwen3"), "Qwen3MoeForCausalLM"),
+        ("model_type", json!("qwen2_moe"), "qwen2_moe"),
+        ("num_experts", json!(4), "num_experts"),
+        ("num_local_experts", json!(null), "num_local_experts"),
+        ("num_local_experts", json!(0), "num_local_experts"),
+        ("num_experts_per_tok", json!(9), "num_experts_per_tok"),
+        ("num_experts_per_tok", json!(null), "num_experts_per_tok"),
+        ("moe_intermediate_size", json!(null), "moe_intermediate_size"),
+        ("decoder_sparse_step", json!(0), "decoder_sparse_step"),
+        ("mlp_only_layers", json!(["1"]), "mlp_only_layers"),
+    ];
+    let files = Files::new();
+    for (field, value, needle) in cases {
+        let model = files.model_like("qwen3-moe", "model", |config| {
+            config.insert(field.into(), value);
+        });
+        refuses(["--model", &model], &["config.json", needle]);
+    }
+}
+
+#[test]
+fn quantizations_that_the_forward_does_not_implement_are_refused_by_name() {
+    let weights = "/quantization_config/config_groups/group_0/weights";
+    let group = "/quantization_config/config_groups/group_0";
+    let cases = [
+        ("/quantization_config", "quant_method", json!("gptq")),
+        ("/quantization_config", "format", json!("marlin-24")),
+        ("/quantization_config", "kv_cache_scheme", json!({ "num_bits": 8 })),
+        ("/quantization_config", "config_groups", json!({})),
+        (group, "input_activations", json!({ "num_bits": 8 })),
+        (weights, "num_bits", json!(8)),
+        (weights, "type", json!("float")),
+        (weights, "symmetric", json!(false)),
+        (weights, "strategy", json!("channel")),
+        (weights, "actorder", json!("group")),
+        (weights, "group_size", json!(16)),
+        (weights, "group_size", json!(null)),
+    ];
+    let files = Files::new();
+    for (place, field, value) in cases {
+        let model = files.model_like("qwen3-moe-int4", "model", |config| {
+            let mut whole = Value::from(std::mem::take(config));
+            whole.pointer_mut(place).expect("it is there")[field] = value;
+            *config = whole.as_object().cloned().expect("it is still an object");
+        });
+        refuses(["--model", &model], &["config.json", "quantization_config", field]);
+    }
+}
+
+#[test]
+fn weights_in_4_bits_that_are_not_the_models_are_named() {
+    let module = "model.layers.1.mlp.experts.3.up_proj";
+    let files = Files::new();
+    let tampered = |change: &dyn Fn(&mut Tensors)| {
+        let model = files.model_like("qwen3-moe-int4", "model", |_| ());
+        let path = Path::new(&model).join("model.safetensors");
+        let mut tensors = read(&path);
+        change(&mut tensors);
+        write(&path, &tensors);
+        model
+    };
+    for part in ["weight_scale", "weight_shape"] {
+        let missing = tampered(&|tensors| {
+            tensors.remove(&format!("{module}.{part}"));
+        });
+        refuses(["--model", &missing], &[&format!("{module}.{part}"), "missing"]);
+    }
+    let shape = format!("{module}.weight_shape");
+    let wrong = tampered(&|tensors| tensors.get_mut(&shape).expect("it is there").2[0] = 33);
+    refuses(["--model", &wrong], &["model.safetensors", &shape, "[33, 64]", "[32, 64]"]);
+    let scale = format!("{module}.weight_scale");
+    let broken = tampered(&|tensors| tensors.get_mut(&scale).expect("it is there").2[..2].fill(0xff));
+    refuses(["--model", &broken], &["model.safetensors", &scale, "element 0"]);
+    let packed = format!("{module}.weight_packed");
+    let reshaped = tampered(&|tensors| tensors.get_mut(&packed).expect("it is there").1.reverse());
+    refuses(["--model", &reshaped], &[&packed, "[8, 32]", "[32, 8]"]);
+    let coarse = files.model_like("qwen3-moe-int4", "coarse", |config| {
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(96);
+    });
+    refuses(["--model", &coarse], &["model.safetensors", "weight_packed", "groups of 96"]);
+    // Without the configuration, nothing says that there are weights in 4 bits.
+    let unsaid = files.model_like("qwen3-moe-int4", "unsaid", |config| {
+        config.remove("quantization_config");
+    });
+    refuses(["--model", &unsaid], &["q_proj.weight", "missing"]);
 }
 
 #[test]
@@ -398,14 +606,7 @@ fn refuses<A: Into<OsString>>(args: impl IntoIterator<Item = A>, needles: &[&str
     }
 }
 
-/// A folder of files to be tampered with.
-struct Files(TempDir);
-
 impl Files {
-    fn new() -> Self {
-        Self(tempfile::tempdir().expect("there is a place for temporary files"))
-    }
-
     fn path(&self, name: &str) -> String {
         self.0.path().join(name).display().to_string()
     }
@@ -416,44 +617,24 @@ impl Files {
         path
     }
 
+    /// What a model with experts answers, in `f32`, and its logits.
+    fn asks_experts(&self, model: &str) -> (String, Vec<u8>) {
+        let (requests, logits) = (self.requests(&json!([{ "prompt": QUESTION }])), self.path("logits"));
+        let answer = succeeds(["--model", model, "--dtype", "f32", "--requests", &requests, "--logits", &logits]);
+        (answer, fs::read(logits).expect("the logits are there"))
+    }
+
     /// A copy of the model `qwen3` with another configuration.
     fn model(&self, name: &str, change: impl FnOnce(&mut Map<String, Value>)) -> String {
-        let dir = self.copy(&fixture("qwen3"), name);
+        self.model_like("qwen3", name, change)
+    }
+
+    /// A copy of a model with another configuration.
+    fn model_like(&self, like: &str, name: &str, change: impl FnOnce(&mut Map<String, Value>)) -> String {
+        let dir = self.copy(&fixture(like), name);
         edit(&dir.join("config.json"), change);
         dir.display().to_string()
     }
-
-    fn copy(&self, from: &Path, name: &str) -> PathBuf {
-        let to = self.0.path().join(name);
-        fs::create_dir_all(&to).expect("the folder can be made");
-        for entry in fs::read_dir(from).expect("the fixture is there") {
-            let entry = entry.expect("the fixture can be listed");
-            fs::copy(entry.path(), to.join(entry.file_name())).expect("the fixture can be copied");
-        }
-        to
-    }
-}
-
-fn edit(path: &Path, change: impl FnOnce(&mut Map<String, Value>)) {
-    let text = fs::read_to_string(path).expect("the file is there");
-    let mut value = serde_json::from_str(&text).expect("the file is a JSON object");
-    change(&mut value);
-    fs::write(path, Value::from(value).to_string()).expect("the file can be written");
-}
-
-type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
-
-fn read(path: &Path) -> Tensors {
-    let bytes = fs::read(path).expect("the file is there");
-    let file = SafeTensors::deserialize(&bytes).expect("the file is whole");
-    file.iter().map(|(name, view)| (name.into(), (view.dtype(), view.shape().into(), view.data().into()))).collect()
-}
-
-fn write(path: &Path, tensors: &Tensors) {
-    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
-        (name, TensorView::new(*dtype, shape.clone(), bytes).expect("the shape is right"))
-    });
-    safetensors::serialize_to_file(views, None, path).expect("the file can be written");
 }
 
 /// Makes one file two, with an index.

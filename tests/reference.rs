@@ -11,8 +11,12 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
-    model::{Linear, ModelSpec, Parallel, TpRank},
-    reference::{Delta, Factors, embedding, linear},
+    model::{Activation, Halves, Linear, ModelSpec, Parallel, TpRank},
+    reference::{
+        Delta, Factors, embedding,
+        experts::{activation, columns, combine},
+        linear,
+    },
     routing::Batch,
 };
 use proptest::prelude::*;
@@ -81,6 +85,35 @@ fn an_embedding_worked_by_hand() {
     assert_eq!(deltas, [Delta { value: 18.0, magnitude: 18.0 }, Delta { value: -6.0, magnitude: 18.0 }]);
 }
 
+#[test]
+fn a_combine_worked_by_hand() {
+    let delta = |value, magnitude| Delta { value, magnitude };
+    let outputs = [vec![delta(1.0, 3.0), delta(-4.0, 4.0)], vec![delta(2.0, 2.0), delta(8.0, 10.0)]];
+    assert_eq!(combine(&[2.0, -0.5], &outputs), [delta(1.0, 7.0), delta(-12.0, 13.0)]);
+}
+
+/// From tables of the error function and of `exp`, to ten digits.
+#[test]
+fn activations_have_the_values_of_tables() {
+    let near = |got: f64, want: f64| assert!((got - want).abs() <= 1e-10 * want.abs().max(1.0), "{got}, not {want}");
+    for (x, gelu) in [(1.0, 0.841_344_746_1), (-1.0, -0.158_655_253_9), (2.0, 1.954_499_736_1), (0.0, 0.0), (9.0, 9.0)]
+    {
+        near(activation(Activation::Gelu, Some(x), 3.0), 3.0 * gelu);
+        near(activation(Activation::Gelu, None, x), gelu);
+    }
+    // By the sigmoid of twice the argument of tanh: 1.595769122 (1 + 0.044715) = 1.667123936.
+    near(activation(Activation::GeluTanh, Some(1.0), 1.0), 1.0 / (1.0 + (-1.667_123_938_4_f64).exp()));
+    near(activation(Activation::Silu, Some(1.0), 1.0), 0.731_058_578_6);
+    near(activation(Activation::Silu, Some(-2.0), 10.0), -2.384_058_440_4);
+    assert_eq!(activation(Activation::Relu2, Some(-3.0), 2.0), 0.0);
+    assert_eq!(activation(Activation::Relu2, Some(3.0), 2.0), 18.0);
+    let oai = Activation::SwigluOai { alpha: 1.0, limit: 2.0 };
+    near(activation(oai, Some(1.0), 1.0), 2.0 * 0.731_058_578_6);
+    // The gate ends at 2, where the sigmoid is 0.8807970780, but not at −2; up at both.
+    near(activation(oai, Some(50.0), 50.0), 2.0 * 0.880_797_078_0 * 3.0);
+    near(activation(oai, Some(-3.0), -50.0), 3.0 * 0.047_425_873_2);
+}
+
 proptest! {
     #[test]
     fn a_zero_b_adds_nothing(problem in problems()) {
@@ -131,6 +164,58 @@ proptest! {
         prop_assert_eq!(embedding(id, vocab, problem.factors(2.0)), linear(&one_hot, problem.factors(2.0)));
     }
 
+    /// What a gate's function makes of x and of −x is x apart.
+    #[test]
+    fn activations_of_opposites_are_as_far_apart_as_they(x in -20.0..20.0_f64) {
+        for function in [Activation::Gelu, Activation::GeluTanh, Activation::Silu] {
+            let apart = activation(function, None, x) - activation(function, None, -x);
+            // f(x) = x s(x) with s(x) + s(−x) = 1.
+            prop_assert!((apart - x).abs() <= 1e-12 * x.abs().max(1.0), "{function:?}: {apart}");
+        }
+    }
+
+    #[test]
+    fn an_activation_is_linear_in_up(gate in -9.0..9.0_f64, up in -9.0..9.0_f64) {
+        for function in [Activation::Gelu, Activation::GeluTanh, Activation::Relu2, Activation::Silu] {
+            prop_assert_eq!(activation(function, Some(gate), up), activation(function, None, gate) * up);
+        }
+        // Without limits, and of an up that is one less.
+        let oai = Activation::SwigluOai { alpha: 1.0, limit: f32::INFINITY };
+        prop_assert_eq!(activation(oai, Some(gate), up), activation(Activation::Silu, Some(gate), up + 1.0));
+    }
+
+    /// Every feature of gate and of up has a place of its own.
+    #[test]
+    fn halves_fill_the_output(inter in 1..20_usize) {
+        for halves in [Halves::GateUp, Halves::UpGate, Halves::Interleaved] {
+            let mut places: Vec<usize> = (0..inter).flat_map(|feature| columns(halves, inter, feature)).collect();
+            places.sort_unstable();
+            prop_assert_eq!(places, (0..2 * inter).collect::<Vec<_>>());
+        }
+    }
+
+    /// So that a factor B that experts share may come behind the sum of what they make of their A.
+    #[test]
+    fn a_shared_b_may_come_behind_the_combine(problem in problems(), weights in integers(3)) {
+        let (rank, identity) = (problem.rank, identity(problem.rank));
+        let inputs: Vec<Vec<f64>> = (0..3).map(|i| problem.x.iter().map(|x| x + f64::from(i)).collect()).collect();
+        let each: Vec<_> = inputs.iter().map(|x| linear(x, problem.factors(2.0))).collect();
+        let shrunk: Vec<_> = inputs
+            .iter()
+            .map(|x| linear(x, Factors { a: &problem.a, b: &identity, rank, scaling: 1.0 }))
+            .collect();
+        let sum = values(&combine(&weights, &shrunk));
+        let behind = linear(&sum, Factors { a: &identity, b: &problem.b, rank, scaling: 2.0 });
+        prop_assert_eq!(values(&combine(&weights, &each)), values(&behind));
+    }
+
+    #[test]
+    fn a_combine_is_linear_in_its_weights(problem in problems(), weights in integers(4)) {
+        let outputs: Vec<_> = weights.iter().map(|scaling| linear(&problem.x, problem.factors(*scaling))).collect();
+        let once = vec![linear(&problem.x, problem.factors(1.0)); 4];
+        prop_assert_eq!(combine(&[1.0; 4], &outputs), combine(&weights, &once));
+    }
+
     /// The ranks' columns of `y`, side by side, are the whole layer's.
     #[test]
     fn column_shards_side_by_side_are_the_whole(problem in problems(), size in 1..4_usize) {
@@ -152,6 +237,10 @@ proptest! {
         }
         prop_assert_eq!(sum, expected);
     }
+}
+
+fn identity(size: usize) -> Vec<f64> {
+    (0..size * size).map(|i| f64::from(u8::from(i / size == i % size))).collect()
 }
 
 /// The problem with its inputs and outputs repeated, so that they divide over ranks.

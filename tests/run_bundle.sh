@@ -53,8 +53,13 @@ sanitize)
         [ "$tool" != initcheck ] || skipped+=(--skip a_host_that_runs_ahead_is_told)
         PROPTEST_CASES=16 check ./gpu --include-ignored --test-threads=1 "${skipped[@]}"
         # initcheck does not see what cuBLASLt stores, and takes every product for uninitialized.
-        [ "$tool" = initcheck ] || check ./qwen3 --device cuda --dtype bf16 --max-new-tokens 3 \
+        [ "$tool" != initcheck ] || continue
+        check ./qwen3 --device cuda --dtype bf16 --max-new-tokens 3 \
             --model tests/fixtures/qwen3 --requests tests/fixtures/goldens/mixed.json "${adapters[@]}"
+        for model in qwen3-moe qwen3-moe-int4; do
+            check ./qwen3 --device cuda --dtype bf16 --max-new-tokens 3 \
+                --model "tests/fixtures/$model" --adapter attention=tests/fixtures/adapters-moe/attention
+        done
     done
     if [ ${#failed[@]} -gt 0 ]; then
         echo "failed: ${failed[*]}" >&2

@@ -1,6 +1,6 @@
-//! The base model's weights: one safetensors file, or several with an index.
+//! The base model's weights: one safetensors file, or several with an index; 16 or 32 bits, or 4 packed by compressed-tensors.
 //!
-//! Files are mapped and tensors converted one at a time, so that loading takes no second copy of the model. Invariant: every
+//! Linear layers are unpacked as they are read. Only experts, of which there are many, stay as they are stored. Files are mapped and tensors converted one at a time, so that loading takes no second copy of the model. Invariant: every
 //! tensor of the files is read, or the checkpoint is refused.
 
 use std::{
@@ -12,8 +12,12 @@ use std::{
 };
 
 use aril::{
-    Element,
-    adapter::{Module, ModuleKind},
+    DType, Element,
+    adapter::{
+        Adapter, ImageEntry, Module, ModuleKind,
+        layout::{B, LinearA},
+    },
+    model::{ExpertsId, ModelSpec, ProjectionSite},
 };
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -21,7 +25,10 @@ use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
-use crate::error::{Context, Result, bail};
+use crate::{
+    error::{Context, Result, bail},
+    experts::{ExpertWeights, ExpertsShape, Int4},
+};
 
 /// A checkpoint's tensors, mapped.
 #[derive(Debug)]
@@ -90,29 +97,67 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads a tensor of that shape.
-    fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+    /// Finds a tensor of that shape.
+    fn find(&self, name: &str, shape: &[usize]) -> Result<(Dtype, &[u8])> {
         let Some(tensor) = self.tensors.get(name) else {
             let files = self.shards.iter().map(|shard| shard.path.display().to_string()).collect::<Vec<_>>().join(", ");
             bail!("{files}: tensor `{name}` is missing");
         };
-        let shard = &self.shards[tensor.shard];
-        let subject = || format!("{}: tensor `{name}`", shard.path.display());
         if tensor.shape != shape {
-            bail!("{} is {:?}, but config.json asks for {shape:?}", subject(), tensor.shape);
+            bail!("{} is {:?}, but config.json asks for {shape:?}", self.subject(name), tensor.shape);
         }
-        let bytes = &shard.bytes[tensor.bytes.clone()];
-        let values = match tensor.dtype {
+        Ok((tensor.dtype, &self.shards[tensor.shard].bytes[tensor.bytes.clone()]))
+    }
+
+    /// Reads a tensor of that shape.
+    fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        let (dtype, bytes) = self.find(name, shape)?;
+        let values = match dtype {
             Dtype::BF16 => widen::<bf16>(bytes),
             Dtype::F16 => widen::<f16>(bytes),
             Dtype::F32 => widen::<f32>(bytes),
-            other => bail!("{} is {other:?}; BF16, F16 and F32 are implemented", subject()),
+            other => bail!("{} is {other:?}; BF16, F16 and F32 are implemented", self.subject(name)),
         };
         match position(&values, |value| !value.is_finite()) {
-            Some(index) => bail!("{} holds {} at element {index}", subject(), values[index]),
+            Some(index) => bail!("{} holds {} at element {index}", self.subject(name), values[index]),
             None => Ok(values),
         }
     }
+
+    /// Reads the three tensors that a matrix in 4 bits is.
+    fn read_int4(&self, path: &str, rows: usize, cols: usize, group: usize) -> Result<Int4> {
+        let [packed, scale, shape] = int4_tensors(path);
+        if !cols.is_multiple_of(group) {
+            bail!("{} has {cols} columns, which are not whole groups of {group}", self.subject(&packed));
+        }
+        let words = match self.find(&packed, &[rows, cols / Int4::PER_WORD])? {
+            (Dtype::I32, bytes) => integers(bytes, u32::from_le_bytes),
+            (other, _) => bail!("{} is {other:?}, not I32", self.subject(&packed)),
+        };
+        let stored: Vec<i64> = match self.find(&shape, &[2])? {
+            (Dtype::I64, bytes) => integers(bytes, i64::from_le_bytes),
+            (Dtype::I32, bytes) => integers(bytes, |bytes| i32::from_le_bytes(bytes).into()),
+            (other, _) => bail!("{} is {other:?}, not I64", self.subject(&shape)),
+        };
+        if stored != [i64::try_from(rows)?, i64::try_from(cols)?] {
+            bail!("{} holds {stored:?}, but config.json asks for [{rows}, {cols}]", self.subject(&shape));
+        }
+        Ok(Int4 { group, words, scales: self.read(&scale, &[rows, cols / group])? })
+    }
+
+    /// A tensor that there is, and its file.
+    fn subject(&self, name: &str) -> String {
+        format!("{}: tensor `{name}`", self.shards[self.tensors[name].shard].path.display())
+    }
+}
+
+/// The integers, the scales and the shape of a module in 4 bits.
+fn int4_tensors(path: &str) -> [String; 3] {
+    ["packed", "scale", "shape"].map(|part| format!("{path}.weight_{part}"))
+}
+
+fn integers<V, const BYTES: usize>(bytes: &[u8], from_bytes: impl Fn([u8; BYTES]) -> V) -> Vec<V> {
+    bytes.as_chunks().0.iter().map(|bytes| from_bytes(*bytes)).collect()
 }
 
 fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
@@ -128,24 +173,30 @@ struct Index {
 #[derive(Debug)]
 pub(crate) struct Weights<'a> {
     checkpoint: &'a Checkpoint,
+    /// Of what is stored in 4 bits.
+    int4_group: Option<usize>,
     unread: BTreeSet<&'a str>,
-    /// The modules to be merged, and those of them that were not yet.
+    /// The modules to be merged that are none of experts, and those of them that were not yet.
     modules: &'a [Module],
     unmerged: BTreeSet<&'a str>,
+    /// The factors of experts to be merged.
+    factors: Option<Factors>,
     scale: f32,
 }
 
 impl<'a> Weights<'a> {
     /// The base model's weights.
-    pub(crate) fn new(checkpoint: &'a Checkpoint) -> Self {
+    pub(crate) fn new(checkpoint: &'a Checkpoint, int4_group: Option<usize>) -> Self {
         let unread = checkpoint.tensors.keys().map(String::as_str).collect();
-        Self { checkpoint, unread, modules: &[], unmerged: BTreeSet::new(), scale: 1.0 }
+        Self { checkpoint, int4_group, unread, modules: &[], unmerged: BTreeSet::new(), factors: None, scale: 1.0 }
     }
 
-    /// The weights with `scale · scaling · B A` added in `f32` to every module that the adapter has.
-    pub(crate) fn merged(checkpoint: &'a Checkpoint, modules: &'a [Module], scale: f32) -> Self {
-        let unmerged = modules.iter().map(Module::path).collect();
-        Self { modules, unmerged, scale, ..Self::new(checkpoint) }
+    /// These with `scale · scaling · B A` added in `f32` to every module that the adapter has.
+    pub(crate) fn merged(self, adapter: &'a Adapter, spec: &ModelSpec, scale: f32) -> Result<Self> {
+        let modules = adapter.modules();
+        let of_experts = |path: &str| path.split('.').any(|name| name == "experts");
+        let unmerged = modules.iter().map(Module::path).filter(|path| !of_experts(path)).collect();
+        Ok(Self { modules, unmerged, factors: Some(Factors::new(adapter, spec)?), scale, ..self })
     }
 
     /// The weight `[out, in]` of a linear module, or `[vocab, hidden]` of an embedding.
@@ -161,13 +212,12 @@ impl<'a> Weights<'a> {
         rows: usize,
         cols: usize,
     ) -> Result<Vec<T>> {
-        let name = format!("{stored}.weight");
-        let mut values = self.read(&name, &[rows, cols])?;
+        let mut values = self.matrix(stored, rows, cols)?;
         if let Some(module) = self.adapted(path) {
             merge(&mut values, cols, module, self.scale)?;
             self.unmerged.remove(module.path());
         }
-        narrow(&name, &values)
+        narrow(&format!("{stored}.weight"), &values)
     }
 
     /// The weight of a norm.
@@ -175,6 +225,47 @@ impl<'a> Weights<'a> {
         let name = format!("{path}.weight");
         let values = self.read(&name, &[len])?;
         narrow(&name, &values)
+    }
+
+    /// The weights of one projection of all experts: modules of each expert side by side, or one tensor of all.
+    ///
+    /// They stay in 4 bits if all of them are stored so, and no adapter is to be merged.
+    pub(crate) fn experts<T: Element>(
+        &mut self,
+        path: &str,
+        projection: ExpertsProjection<'_>,
+        spec: &ModelSpec,
+        id: ExpertsId,
+    ) -> Result<(ExpertsShape, ExpertWeights<T>)> {
+        let site = projection.site(spec, id);
+        let (in_features, out_features) = (site.in_features(), site.out_features());
+        let experts = spec[id].num_experts();
+        let shape = ExpertsShape { experts, out_features, in_features };
+        let rows = out_features / projection.modules.len();
+        let modules: Vec<String> = (0..experts)
+            .flat_map(|expert| projection.modules.iter().map(move |module| format!("{path}.{expert}.{module}")))
+            .collect();
+        let stay = self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_some());
+        if let Some(group) = self.int4_group.filter(|_| stay) {
+            let mut all = Int4 { group, words: Vec::new(), scales: Vec::new() };
+            for module in &modules {
+                all.append(self.read_int4(module, rows, in_features, group)?);
+            }
+            return Ok((shape, ExpertWeights::Int4(all)));
+        }
+        let fused = format!("{path}.{}", projection.fused);
+        let mut values = Vec::with_capacity(experts * out_features * in_features);
+        if self.checkpoint.tensors.contains_key(&fused) {
+            values = self.read(&fused, &[experts, out_features, in_features])?;
+        } else {
+            for module in &modules {
+                values.append(&mut self.matrix(module, rows, in_features)?);
+            }
+        }
+        if let Some(factors) = &self.factors {
+            factors.merge(&mut values, site, self.scale);
+        }
+        Ok((shape, ExpertWeights::Plain(narrow(&fused, &values)?)))
     }
 
     /// Whether an adapter was merged that has this module.
@@ -191,7 +282,7 @@ impl<'a> Weights<'a> {
     pub(crate) fn finish(self) -> Result<()> {
         if let Some(name) = self.unread.first() {
             let file = &self.checkpoint.shards[self.checkpoint.tensors[*name].shard].path;
-            bail!("{}: tensor `{name}` has no place in a dense Qwen3 of this config.json", file.display());
+            bail!("{}: tensor `{name}` has no place in a Qwen3 of this config.json", file.display());
         }
         if let Some(path) = self.unmerged.first() {
             bail!("module `{path}` has no weight to be merged into");
@@ -205,6 +296,28 @@ impl<'a> Weights<'a> {
         Ok(values)
     }
 
+    /// A module's weight, in whatever form it is stored.
+    fn matrix(&mut self, path: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
+        match self.packed(path) {
+            Some(group) => Ok(self.read_int4(path, rows, cols, group)?.values().collect()),
+            None => self.read(&format!("{path}.weight"), &[rows, cols]),
+        }
+    }
+
+    fn read_int4(&mut self, path: &str, rows: usize, cols: usize, group: usize) -> Result<Int4> {
+        let values = self.checkpoint.read_int4(path, rows, cols, group)?;
+        for name in int4_tensors(path) {
+            self.unread.remove(name.as_str());
+        }
+        Ok(values)
+    }
+
+    /// The group of a module that is stored in 4 bits.
+    fn packed(&self, path: &str) -> Option<usize> {
+        let [packed, ..] = int4_tensors(path);
+        self.int4_group.filter(|_| self.checkpoint.tensors.contains_key(&packed))
+    }
+
     /// The adapter's module of that path, which may be spelled without the model's outer names or with more of them.
     fn adapted(&self, path: &str) -> Option<&'a Module> {
         let within = |outer: &str, inner: &str| outer.strip_suffix(inner).is_some_and(|rest| rest.ends_with('.'));
@@ -212,6 +325,63 @@ impl<'a> Weights<'a> {
             .iter()
             .find(|module| module.path() == path || within(module.path(), path) || within(path, module.path()))
     }
+}
+
+/// One projection of experts, and how checkpoints name its weights.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertsProjection<'a> {
+    /// The modules of an expert.
+    modules: &'a [&'a str],
+    /// The tensor that has those of all experts.
+    fused: &'a str,
+    is_down: bool,
+}
+
+impl ExpertsProjection<'_> {
+    pub(crate) const GATE_UP: Self = Self { modules: &["gate_proj", "up_proj"], fused: "gate_up_proj", is_down: false };
+    pub(crate) const DOWN: Self = Self { modules: &["down_proj"], fused: "down_proj", is_down: true };
+
+    fn site(self, spec: &ModelSpec, id: ExpertsId) -> &ProjectionSite {
+        if self.is_down { spec[id].down() } else { spec[id].gate_up() }
+    }
+}
+
+/// An adapter's factors as the library reads them from whatever form they are stored in.
+#[derive(Debug)]
+struct Factors {
+    block: Vec<f32>,
+    /// By their place in the model.
+    entries: BTreeMap<usize, ImageEntry>,
+}
+
+impl Factors {
+    fn new(adapter: &Adapter, spec: &ModelSpec) -> Result<Self> {
+        let image = adapter.plan(spec, DType::F32)?;
+        let mut block = vec![0.0; image.bytes() / size_of::<f32>()];
+        image.write_to(bytemuck::cast_slice_mut(&mut block))?;
+        Ok(Self { block, entries: image.entries().iter().map(|entry| (entry.entry, *entry)).collect() })
+    }
+
+    /// Adds `scale · scaling · B A` to the weights of a projection, `[experts, out, in]`.
+    fn merge(&self, weights: &mut [f32], site: &ProjectionSite, scale: f32) {
+        let (cols, slices) = (site.in_features(), site.num_slices());
+        let rows = site.out_features() / slices;
+        // Slices stand one below the other in each expert.
+        weights.par_chunks_exact_mut(rows * cols).enumerate().for_each(|(index, weight)| {
+            let entry = site.expert_entry(index / slices) + index % slices;
+            let Some(&ImageEntry { a_elems, b_elems, rank, scaling, .. }) = self.entries.get(&entry) else { return };
+            let (a, b) = (LinearA { rank, in_features: cols }, B { out_features: rows, rank });
+            let element = |elems, at| self.block[elems + at];
+            let left: Vec<f32> = pairs(rows, rank).map(|(row, r)| element(b_elems, b.at(row, r))).collect();
+            let right: Vec<f32> = pairs(rank, cols).map(|(r, col)| element(a_elems, a.at(r, col))).collect();
+            add_product(weight, cols, (&left, &right), scale * scaling);
+        });
+    }
+}
+
+/// The indices of a row-major matrix.
+fn pairs(rows: usize, cols: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).flat_map(move |row| (0..cols).map(move |col| (row, col)))
 }
 
 fn narrow<T: Element>(name: &str, values: &[f32]) -> Result<Vec<T>> {
@@ -241,14 +411,20 @@ fn merge(weight: &mut [f32], cols: usize, module: &Module, scale: f32) -> Result
     if (left.len(), right.len()) != (weight.len() / cols * rank, rank * cols) {
         bail!("module `{}` is of another shape than its weight", module.path());
     }
+    add_product(weight, cols, (&left, &right), scale * module.scaling());
+    Ok(())
+}
+
+/// Adds a multiple of the product of two matrices to a weight of `cols` columns.
+fn add_product(weight: &mut [f32], cols: usize, (left, right): (&[f32], &[f32]), factor: f32) {
+    let rank = right.len() / cols;
     weight.par_chunks_exact_mut(cols).zip(left.par_chunks_exact(rank)).for_each(|(row, left)| {
         let mut delta = vec![0.0; cols];
         for (left, right) in left.iter().zip(right.chunks_exact(cols)) {
             delta.iter_mut().zip(right).for_each(|(delta, right)| *delta += left * right);
         }
-        row.iter_mut().zip(delta).for_each(|(weight, delta)| *weight += scale * module.scaling() * delta);
+        row.iter_mut().zip(delta).for_each(|(weight, delta)| *weight += factor * delta);
     });
-    Ok(())
 }
 
 /// The transpose of a row-major matrix of `rows` rows.

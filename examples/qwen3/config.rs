@@ -1,5 +1,5 @@
-//! `config.json` of a dense Qwen3, as transformers 4 writes it (`rope_theta`, `torch_dtype`) and as 5 does (`rope_parameters`,
-//! `dtype`).
+//! `config.json` of a Qwen3, dense or with experts, as transformers 4 writes it (`rope_theta`, `torch_dtype`, `num_experts`) and as 5
+//! does (`rope_parameters`, `dtype`, `num_local_experts`).
 //!
 //! Invariant: a [`Config`] describes a model that the forward computes exactly. What it does not implement is refused by name,
 //! never ignored.
@@ -12,13 +12,20 @@ use serde_json::{Map, Value};
 
 use crate::error::{Context, Result, bail};
 
-/// The sizes and constants of a dense Qwen3.
+/// What a group of weights in 4 bits is a multiple of: what the GPU's kernel multiplies at a time.
+const INT4_GROUP_UNIT: usize = 32;
+
+/// The sizes and constants of a Qwen3.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) vocab: usize,
     pub(crate) hidden: usize,
+    /// Features inside a dense layer's MLP.
     pub(crate) intermediate: usize,
     pub(crate) layers: usize,
+    pub(crate) moe: Option<Moe>,
+    /// Set if weights may be stored in 4 bits: how many neighbours in a row have one scale.
+    pub(crate) int4_group: Option<usize>,
     pub(crate) heads: Heads,
     pub(crate) eps: f32,
     pub(crate) rope_theta: f64,
@@ -29,6 +36,22 @@ pub(crate) struct Config {
     pub(crate) dtype: Option<DType>,
     /// The tokens that end a text.
     pub(crate) eos: Vec<u32>,
+}
+
+/// The experts of a `qwen3_moe`, and the layers that have them.
+#[derive(Clone, Debug)]
+pub(crate) struct Moe {
+    pub(crate) experts: usize,
+    /// Features inside an expert.
+    pub(crate) intermediate: usize,
+    /// Experts of a token.
+    pub(crate) top_k: usize,
+    /// Whether what the chosen experts weigh is divided by its sum.
+    pub(crate) normalized: bool,
+    /// Every so many layers have experts, and the others a dense MLP.
+    every: usize,
+    /// Layers that have a dense MLP anyway.
+    dense: Vec<usize>,
 }
 
 /// The heads of a row of the fused q, k, v projection, in this order.
@@ -76,7 +99,13 @@ impl Config {
         Ok(config)
     }
 
+    /// The experts of a layer; `None` if it is dense.
+    pub(crate) fn experts_in(&self, layer: usize) -> Option<&Moe> {
+        self.moe.as_ref().filter(|moe| (layer + 1).is_multiple_of(moe.every) && !moe.dense.contains(&layer))
+    }
+
     fn parse(fields: &Fields) -> Result<Self> {
+        let has_experts = fields.has_experts()?;
         fields.refuse_unimplemented()?;
         // transformers' own default for Qwen3 is 128, whatever the hidden size.
         let dim = fields.optional_size("head_dim")?.unwrap_or(128);
@@ -97,6 +126,8 @@ impl Config {
             hidden: fields.size("hidden_size")?,
             intermediate: fields.size("intermediate_size")?,
             layers: fields.size("num_hidden_layers")?,
+            moe: has_experts.then(|| fields.moe()).transpose()?,
+            int4_group: fields.int4_group()?,
             heads: Heads { query, kv, dim },
             eps,
             rope_theta: fields.rope_theta()?,
@@ -147,16 +178,47 @@ impl Fields {
         }
     }
 
-    fn refuse_unimplemented(&self) -> Result<()> {
+    /// Whether the model is a `qwen3_moe`, not a `qwen3`; all others are refused.
+    fn has_experts(&self) -> Result<bool> {
         let model_type: String = self.require("model_type")?;
-        if model_type != "qwen3" {
-            bail!("`model_type` is `{model_type}`; this example runs `qwen3`");
-        }
+        let (has_experts, runs) = match &*model_type {
+            "qwen3" => (false, "Qwen3ForCausalLM"),
+            "qwen3_moe" => (true, "Qwen3MoeForCausalLM"),
+            _ => bail!("`model_type` is `{model_type}`; this example runs `qwen3` and `qwen3_moe`"),
+        };
         for architecture in self.get::<Vec<String>>("architectures")?.unwrap_or_default() {
-            if architecture != "Qwen3ForCausalLM" {
-                bail!("`architectures` names `{architecture}`; this example runs `Qwen3ForCausalLM`");
+            if architecture != runs {
+                bail!("`architectures` names `{architecture}`; this example runs `{runs}` of `{model_type}`");
             }
         }
+        Ok(has_experts)
+    }
+
+    fn moe(&self) -> Result<Moe> {
+        let names = ["num_local_experts", "num_experts"];
+        let [newer, older] = names.map(|name| self.optional_size(name));
+        let experts = match (newer?, older?) {
+            (Some(newer), Some(older)) if newer != older => {
+                bail!("`{}` is {newer}, but `{}` is {older}", names[0], names[1])
+            }
+            (Some(experts), _) | (None, Some(experts)) => experts,
+            (None, None) => bail!("`{}` or `{}` is missing", names[0], names[1]),
+        };
+        let top_k = self.size("num_experts_per_tok")?;
+        if top_k > experts {
+            bail!("`num_experts_per_tok` is {top_k}, but there are {experts} experts");
+        }
+        Ok(Moe {
+            experts,
+            intermediate: self.size("moe_intermediate_size")?,
+            top_k,
+            normalized: self.get("norm_topk_prob")?.unwrap_or(false),
+            every: self.optional_size("decoder_sparse_step")?.unwrap_or(1),
+            dense: self.get("mlp_only_layers")?.unwrap_or_default(),
+        })
+    }
+
+    fn refuse_unimplemented(&self) -> Result<()> {
         let act: String = self.require("hidden_act")?;
         if act != "silu" {
             bail!("`hidden_act` is `{act}`; only `silu` is implemented");
@@ -171,8 +233,59 @@ impl Fields {
                 bail!("`layer_types` names `{kind}`; only `full_attention` is implemented");
             }
         }
-        if let Some(quantization) = self.get::<Value>("quantization_config")? {
-            bail!("`quantization_config` {quantization} is not implemented");
+        Ok(())
+    }
+
+    /// The group of weights in 4 bits, with sign and without a zero point, as compressed-tensors packs them. Which weights are
+    /// packed, their tensors say.
+    fn int4_group(&self) -> Result<Option<usize>> {
+        let Some(config) = self.get::<Map<String, Value>>("quantization_config")?.map(Fields) else { return Ok(None) };
+        config.scheme().context("`quantization_config`").map(Some)
+    }
+
+    fn scheme(&self) -> Result<usize> {
+        self.expect("quant_method", &["compressed-tensors".into()])?;
+        self.expect("format", &["pack-quantized".into()])?;
+        for absent in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
+            self.expect(absent, &[Value::Null, Value::Object(Map::new())])?;
+        }
+        let groups: Map<String, Value> = self.require("config_groups")?;
+        let mut groups = groups.into_iter();
+        let (Some((name, group)), None) = (groups.next(), groups.next()) else {
+            bail!("`config_groups` are not one, which is what is implemented");
+        };
+        let group = Self(serde_json::from_value(group).context(format_args!("`config_groups.{name}`"))?);
+        group.int4_weights().context(format_args!("`config_groups.{name}`"))
+    }
+
+    fn int4_weights(&self) -> Result<usize> {
+        self.expect("format", &[Value::Null, "pack-quantized".into()])?;
+        for absent in ["input_activations", "output_activations"] {
+            self.expect(absent, &[Value::Null])?;
+        }
+        Self(self.require("weights")?).int4().context("`weights`")
+    }
+
+    fn int4(&self) -> Result<usize> {
+        self.expect("num_bits", &[4.into()])?;
+        self.expect("type", &["int".into()])?;
+        self.expect("symmetric", &[true.into()])?;
+        self.expect("strategy", &["group".into()])?;
+        self.expect("dynamic", &[Value::Null, false.into()])?;
+        // Of these the weights stand in their order; of `group` they do not.
+        self.expect("actorder", &[Value::Null, false.into(), "static".into(), "weight".into()])?;
+        let group = self.size("group_size")?;
+        if !group.is_multiple_of(INT4_GROUP_UNIT) {
+            bail!("`group_size` is {group}; multiples of {INT4_GROUP_UNIT} are implemented");
+        }
+        Ok(group)
+    }
+
+    /// Refuses a field that has none of these values. An absent one is null.
+    fn expect(&self, name: &str, values: &[Value]) -> Result<()> {
+        let value = self.0.get(name).unwrap_or(&Value::Null);
+        if !values.contains(value) {
+            bail!("`{name}` is {value}, which is not implemented");
         }
         Ok(())
     }

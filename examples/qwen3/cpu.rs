@@ -4,21 +4,25 @@
 //! is made of products that always have the same shape. Weights are kept as `f32`, which is what the GEMM takes, whatever type they
 //! were rounded to: four bytes each.
 
-use std::{iter, marker::PhantomData, ops::Range};
+mod experts;
+
+use std::{borrow::Cow, iter, marker::PhantomData, ops::Range};
 
 use aril::{
     Element, Slot,
     adapter::SlotImage,
     cpu,
-    model::{EmbeddingId, LinearId, ModelSpec},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, ModelSpec},
     routing::Batch,
 };
 use rayon::prelude::*;
 
+use self::experts::Routes;
 use crate::{
     config::Heads,
     device::{Cache, Capacity, Device, Places, Rope},
     error::Result,
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
 
 /// The CPU, computing on `T`.
@@ -45,6 +49,15 @@ impl<T: Element> Tensor<T> {
         &mut self.data[row as usize * self.cols..][..self.cols]
     }
 
+    fn view(&self) -> Result<cpu::Matrix<'_, T>> {
+        Ok(cpu::Matrix::new(&self.data, self.rows(), self.cols)?)
+    }
+
+    fn view_mut(&mut self) -> Result<cpu::MatrixMut<'_, T>> {
+        let (rows, cols) = (self.rows(), self.cols);
+        Ok(cpu::MatrixMut::new(&mut self.data, rows, cols)?)
+    }
+
     /// A matrix of as many rows, each computed from the row of this one.
     fn map_rows(&self, cols: usize, compute: impl Fn(&[T], &mut [T]) + Sync) -> Self {
         let mut data = vec![T::default(); self.rows() * cols];
@@ -58,6 +71,7 @@ impl<T: Element> Device for Cpu<T> {
     type Tensor = Tensor<T>;
     type Weight = Weight;
     type Indices = Vec<u32>;
+    type Routes = Routes;
 
     fn tensor(&self, _rows: usize, cols: usize, values: &[T]) -> Result<Tensor<T>> {
         Ok(Tensor { cols, data: values.to_vec() })
@@ -68,15 +82,11 @@ impl<T: Element> Device for Cpu<T> {
     }
 
     fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Weight> {
-        let mut panels = vec![0.0; rows.next_multiple_of(PANEL_ROWS) * cols];
-        let panel_elems = PANEL_ROWS * cols;
-        panels.par_chunks_exact_mut(panel_elems).zip(values.par_chunks(panel_elems)).for_each(|(panel, values)| {
-            for (row, values) in values.chunks_exact(cols).enumerate() {
-                let column = panel[row..].iter_mut().step_by(PANEL_ROWS);
-                column.zip(values).for_each(|(out, value)| *out = value.to_f32());
-            }
-        });
-        Ok(Weight { rows, cols, panels })
+        Ok(Weight::new(rows, cols, &values))
+    }
+
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+        Ok(experts::new(shape, weights))
     }
 
     fn indices(&self, values: &[u32]) -> Result<Vec<u32>> {
@@ -86,6 +96,7 @@ impl<T: Element> Device for Cpu<T> {
     type Adapters = cpu::WeightTable<T>;
     type LoraLinear = cpu::LoraLinear;
     type LoraEmbedding = cpu::LoraEmbedding;
+    type LoraExperts = cpu::LoraExperts;
     type Routing = ();
     type Routed<'a> = Batch<'a>;
 
@@ -105,6 +116,10 @@ impl<T: Element> Device for Cpu<T> {
         Ok(cpu::LoraEmbedding::new(model, id))
     }
 
+    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, _: Capacity) -> Result<cpu::LoraExperts> {
+        Ok(cpu::LoraExperts::new(model, id))
+    }
+
     fn routing(&self, _: Capacity) -> Result<()> {
         Ok(())
     }
@@ -121,10 +136,7 @@ impl<T: Element> Device for Cpu<T> {
         adapters: &Self::Adapters,
         batch: &Batch<'_>,
     ) -> Result<()> {
-        let (rows, cols) = (y.rows(), y.cols);
-        let x = cpu::Matrix::new(&x.data, x.rows(), x.cols)?;
-        let y = cpu::MatrixMut::new(&mut y.data, rows, cols)?;
-        Ok(layer.add_delta(x, y, adapters, batch)?)
+        Ok(layer.add_delta(x.view()?, y.view_mut()?, adapters, batch)?)
     }
 
     fn add_embedding_delta(
@@ -135,9 +147,37 @@ impl<T: Element> Device for Cpu<T> {
         adapters: &Self::Adapters,
         batch: &Batch<'_>,
     ) -> Result<()> {
-        let (rows, cols) = (y.rows(), y.cols);
-        let y = cpu::MatrixMut::new(&mut y.data, rows, cols)?;
-        Ok(layer.add_delta(bytemuck::cast_slice(ids), y, adapters, batch)?)
+        Ok(layer.add_delta(bytemuck::cast_slice(ids), y.view_mut()?, adapters, batch)?)
+    }
+
+    fn activate(
+        &self,
+        layer: &cpu::LoraExperts,
+        x: &Tensor<T>,
+        gate_up: &Tensor<T>,
+        routes: &Routes,
+        adapters: &Self::Adapters,
+        batch: &Batch<'_>,
+    ) -> Result<Tensor<T>> {
+        let mut out = self.zeros(gate_up.rows(), gate_up.cols / 2)?;
+        let (x, gate_up, top_k) = (x.view()?, gate_up.view()?, routes.top_k()?);
+        layer.activate(x, gate_up, out.view_mut()?, Activation::Silu, &top_k, adapters, batch)?;
+        Ok(out)
+    }
+
+    fn combine(
+        &self,
+        layer: &cpu::LoraExperts,
+        x: &Tensor<T>,
+        down: &Tensor<T>,
+        routes: &Routes,
+        adapters: &Self::Adapters,
+        batch: &Batch<'_>,
+    ) -> Result<Tensor<T>> {
+        let top_k = routes.top_k()?;
+        let mut out = self.zeros(top_k.num_tokens(), down.cols)?;
+        layer.combine(x.view()?, down.view()?, out.view_mut()?, &top_k, adapters, batch)?;
+        Ok(out)
     }
 
     fn embed(&self, table: &Weight, ids: &Vec<u32>) -> Result<Tensor<T>> {
@@ -146,26 +186,7 @@ impl<T: Element> Device for Cpu<T> {
     }
 
     fn gemm(&self, x: &Tensor<T>, weight: &Weight) -> Result<Tensor<T>> {
-        let rows = x.rows().next_multiple_of(TILE_ROWS);
-        let mut wide = vec![0.0; rows * x.cols];
-        wide.par_iter_mut().zip(&x.data).for_each(|(wide, value)| *wide = value.to_f32());
-        let panels = weight.panels.par_chunks_exact(PANEL_ROWS * weight.cols);
-        // Of each panel its own [rows, PANEL_ROWS].
-        let mut y = vec![0.0; panels.len() * rows * PANEL_ROWS];
-        y.par_chunks_exact_mut(rows * PANEL_ROWS).zip(panels).for_each(|(y, panel)| {
-            let tiles = wide.chunks_exact(TILE_ROWS * x.cols);
-            for (x_tile, y_tile) in tiles.zip(y.chunks_exact_mut(TILE_ROWS * PANEL_ROWS)) {
-                multiply(x_tile, panel, y_tile, x.cols);
-            }
-        });
-        let mut data = vec![T::default(); x.rows() * weight.rows];
-        data.par_chunks_exact_mut(weight.rows).enumerate().for_each(|(row, data)| {
-            for (panel, data) in data.chunks_mut(PANEL_ROWS).enumerate() {
-                let y = &y[(panel * rows + row) * PANEL_ROWS..];
-                data.iter_mut().zip(y).for_each(|(data, &y)| *data = T::from_f32(y));
-            }
-        });
-        Ok(Tensor { cols: weight.rows, data })
+        Ok(Tensor { cols: weight.rows, data: product(&x.data, weight) })
     }
 
     fn rms_norm(&self, x: &Tensor<T>, weight: &Tensor<T>, eps: f32) -> Result<Tensor<T>> {
@@ -256,6 +277,14 @@ impl<T: Element> Device for Cpu<T> {
         }))
     }
 
+    fn choose_experts(&self, scores: &Tensor<T>, top_k: usize, normalized: bool) -> Result<Routes> {
+        Ok(Routes::new(scores, top_k, normalized))
+    }
+
+    fn rows_of_routes(&self, x: &Tensor<T>, routes: &Routes) -> Result<Tensor<T>> {
+        self.gather(x, routes.tokens())
+    }
+
     fn add(&self, y: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {
         y.data.par_iter_mut().zip(&x.data).for_each(|(y, x)| *y = T::from_f32(y.to_f32() + x.to_f32()));
         Ok(())
@@ -282,6 +311,13 @@ const TILE_ROWS: usize = 16;
 const PANEL_ROWS: usize = 64;
 
 /// A weight in the order in which products read it: panels of `PANEL_ROWS` rows, padded with zeros, each stored by columns.
+trait Panels: Sync {
+    /// Rows and columns.
+    fn shape(&self) -> (usize, usize);
+    fn panel(&self, index: usize) -> Cow<'_, [f32]>;
+}
+
+/// Panels that are kept.
 #[derive(Debug)]
 pub(crate) struct Weight {
     rows: usize,
@@ -290,10 +326,63 @@ pub(crate) struct Weight {
 }
 
 impl Weight {
+    fn new<T: Element>(rows: usize, cols: usize, values: &[T]) -> Self {
+        let mut panels = vec![0.0; rows.next_multiple_of(PANEL_ROWS) * cols];
+        let panel_elems = PANEL_ROWS * cols;
+        panels
+            .par_chunks_exact_mut(panel_elems)
+            .zip(values.par_chunks(panel_elems))
+            .for_each(|(panel, values)| fill(panel, cols, values.iter().map(|value| value.to_f32())));
+        Self { rows, cols, panels }
+    }
+
     fn row(&self, row: u32) -> impl Iterator<Item = f32> {
         let (panel, row) = (row as usize / PANEL_ROWS, row as usize % PANEL_ROWS);
         self.panels[panel * PANEL_ROWS * self.cols + row..].iter().step_by(PANEL_ROWS).take(self.cols).copied()
     }
+}
+
+impl Panels for Weight {
+    fn shape(&self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    fn panel(&self, index: usize) -> Cow<'_, [f32]> {
+        self.panels[index * PANEL_ROWS * self.cols..][..PANEL_ROWS * self.cols].into()
+    }
+}
+
+/// Writes the rows of a weight to the panel that they are.
+fn fill(panel: &mut [f32], cols: usize, values: impl Iterator<Item = f32>) {
+    for (index, value) in values.enumerate() {
+        panel[index % cols * PANEL_ROWS + index / cols] = value;
+    }
+}
+
+/// `x Wᵀ`, rounded once.
+fn product<T: Element>(x: &[T], weight: &impl Panels) -> Vec<T> {
+    let (outputs, cols) = weight.shape();
+    let tokens = x.len() / cols;
+    let rows = tokens.next_multiple_of(TILE_ROWS);
+    let mut wide = vec![0.0; rows * cols];
+    wide.par_iter_mut().zip(x).for_each(|(wide, value)| *wide = value.to_f32());
+    // Of each panel its own [rows, PANEL_ROWS].
+    let mut y = vec![0.0; outputs.div_ceil(PANEL_ROWS) * rows * PANEL_ROWS];
+    y.par_chunks_mut((rows * PANEL_ROWS).max(1)).enumerate().for_each(|(index, y)| {
+        let panel = weight.panel(index);
+        let tiles = wide.chunks_exact(TILE_ROWS * cols);
+        for (x_tile, y_tile) in tiles.zip(y.chunks_exact_mut(TILE_ROWS * PANEL_ROWS)) {
+            multiply(x_tile, &panel, y_tile, cols);
+        }
+    });
+    let mut data = vec![T::default(); tokens * outputs];
+    data.par_chunks_exact_mut(outputs).enumerate().for_each(|(row, data)| {
+        for (panel, data) in data.chunks_mut(PANEL_ROWS).enumerate() {
+            let y = &y[(panel * rows + row) * PANEL_ROWS..];
+            data.iter_mut().zip(y).for_each(|(data, &y)| *data = T::from_f32(y));
+        }
+    });
+    data
 }
 
 /// `x Wᵀ` of a tile of tokens and a panel of a weight.

@@ -1,7 +1,7 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
 //! An engine's author reads the calls of the library: they are all safe. What is not is launching the example's own kernels
-//! (`kernels.cu`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
+//! (`kernels.cu`, `experts.cuh`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
 //! host waits for it.
 //!
 //! cuBLASLt chooses its kernels by shape, so a request's last bits may depend on how many tokens are in its batch; what the
@@ -9,6 +9,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
+mod experts;
 mod gemm;
 
 use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
@@ -17,7 +18,7 @@ use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
     cuda::{self, Kernels, LaunchError, LoraEmbedding, LoraLinear, RoutedBatch, Routing, WeightTable, Workspace, raw},
-    model::{EmbeddingId, LinearId, ModelSpec},
+    model::{EmbeddingId, ExpertsId, LinearId, ModelSpec},
     plan::{self, WorkspaceBytes},
     routing::Batch,
 };
@@ -29,11 +30,12 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
-use self::gemm::Gemm;
+use self::{experts::Routes, gemm::Gemm};
 use crate::{
     config::Heads,
     device::{Cache, Capacity, Device, Places, Rope},
     error::{Error, Result, bail},
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
 
 /// The devices that the driver has; none without a driver.
@@ -54,6 +56,8 @@ pub(crate) struct Cuda<T> {
     gemm: Gemm,
     /// As much as the layers ask for that were planned so far.
     workspace: RefCell<Workspace>,
+    /// The table entries of all experts.
+    of_experts: RefCell<Vec<Range<usize>>>,
     element: PhantomData<T>,
 }
 
@@ -67,6 +71,11 @@ struct Functions {
     add: CudaFunction,
     gather: CudaFunction,
     argmax: CudaFunction,
+    choose_experts: CudaFunction,
+    sort_routes: CudaFunction,
+    grouped_gemm: CudaFunction,
+    grouped_gemm_int4: CudaFunction,
+    combine: CudaFunction,
 }
 
 /// Threads of a block of every kernel: `kThreads` of `kernels.cu`.
@@ -98,7 +107,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let gemm = Gemm::new(T::DTYPE, &stream)?;
         let workspace =
             Workspace::new(&kernels, WorkspaceBytes::default(), &stream).memory_for("the library's workspace")?;
-        Ok(Self { stream, kernels, functions, gemm, workspace: workspace.into(), element: PhantomData })
+        let (workspace, of_experts) = (workspace.into(), RefCell::default());
+        Ok(Self { stream, kernels, functions, gemm, workspace, of_experts, element: PhantomData })
     }
 
     /// A matrix of whatever was in its memory: for what is written before it is read.
@@ -155,6 +165,11 @@ impl Functions {
             add: function("add")?,
             gather: function("gather")?,
             argmax: function("argmax")?,
+            choose_experts: function("choose_experts")?,
+            sort_routes: function("sort_routes")?,
+            grouped_gemm: function("grouped_gemm")?,
+            grouped_gemm_int4: function("grouped_gemm_int4")?,
+            combine: function("combine")?,
         })
     }
 }
@@ -190,6 +205,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Tensor = Matrix<T>;
     type Weight = Matrix<T>;
     type Indices = Matrix<i32>;
+    type Routes = Routes;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[T]) -> Result<Matrix<T>> {
         self.upload(rows, cols, values)
@@ -203,6 +219,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         self.upload(rows, cols, &values)
     }
 
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+        experts::new(self, shape, weights)
+    }
+
     fn indices(&self, values: &[u32]) -> Result<Matrix<i32>> {
         self.upload(values.len(), 1, bytemuck::cast_slice(values))
     }
@@ -210,6 +230,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Adapters = WeightTable<T>;
     type LoraLinear = LoraLinear<T>;
     type LoraEmbedding = LoraEmbedding<T>;
+    type LoraExperts = ();
     type Routing = Routing;
     type Routed<'a> = RoutedBatch<'a>;
 
@@ -222,6 +243,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn load(&self, adapters: &mut WeightTable<T>, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
+        let of_experts = self.of_experts.borrow();
+        if image.entries().iter().any(|entry| of_experts.iter().any(|entries| entries.contains(&entry.entry))) {
+            bail!("adapters of experts are not implemented on the GPU yet");
+        }
         Ok(adapters.load(slot, image, &self.stream)?)
     }
 
@@ -239,6 +264,13 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<LoraEmbedding<T>> {
         Ok(LoraEmbedding::new(&self.kernels, model, id, bounds(capacity))?)
+    }
+
+    /// Where `cuda::LoraExperts::new` is to be called. Until there is one, [`load`](Self::load) refuses what it would be for.
+    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, _: Capacity) -> Result<()> {
+        let end = model[id].down().expert_entry(model[id].held().len());
+        self.of_experts.borrow_mut().push(model[id].gate_up().shared_entry()..end);
+        Ok(())
     }
 
     fn routing(&self, capacity: Capacity) -> Result<Routing> {
@@ -272,6 +304,38 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     ) -> Result<()> {
         let y = cuda::MatrixMut::new(y.data.as_view_mut(), y.rows, y.cols)?;
         Ok(layer.add_delta(&ids.view(), y, adapters, batch, &self.stream)?)
+    }
+
+    /// Of the base alone: `cuda::LoraExperts::activate` is to be called here, with the routes' ids and rows as its `TopK`.
+    fn activate(
+        &self,
+        (): &(),
+        _: &Matrix<T>,
+        gate_up: &Matrix<T>,
+        _: &Routes,
+        _: &WeightTable<T>,
+        _: &RoutedBatch<'_>,
+    ) -> Result<Matrix<T>> {
+        self.silu_mul(gate_up)
+    }
+
+    /// Of the base alone: `cuda::LoraExperts::combine` is to be called here, with the routes' ids, rows and weights as its `TopK`.
+    fn combine(
+        &self,
+        (): &(),
+        _: &Matrix<T>,
+        down: &Matrix<T>,
+        routes: &Routes,
+        _: &WeightTable<T>,
+        _: &RoutedBatch<'_>,
+    ) -> Result<Matrix<T>> {
+        let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
+        let mut out = self.alloc(tokens, down.cols)?;
+        let mut kernel = self.kernel(&self.functions.combine);
+        kernel.arg(&down.data).arg(&routes.weights.data).arg(&routes.row_of_route.data).arg(&mut out.data);
+        kernel.arg(&down.cols).arg(&top_k);
+        launch(kernel, tokens, 1)?;
+        Ok(out)
     }
 
     fn embed(&self, table: &Matrix<T>, ids: &Matrix<i32>) -> Result<Matrix<T>> {
@@ -338,6 +402,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
         launch(kernel, gate_up.rows, 1)?;
         Ok(out)
+    }
+
+    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool) -> Result<Routes> {
+        Routes::new(self, scores, top_k, normalized)
+    }
+
+    fn rows_of_routes(&self, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
+        self.gather(x, &routes.tokens)
     }
 
     fn add(&self, y: &mut Matrix<T>, x: &Matrix<T>) -> Result<()> {

@@ -11,10 +11,14 @@ use std::ops::Range;
 use aril::{
     Element, Slot,
     adapter::SlotImage,
-    model::{EmbeddingId, LinearId, ModelSpec},
+    model::{EmbeddingId, ExpertsId, LinearId, ModelSpec},
 };
 
-use crate::{config::Heads, error::Result};
+use crate::{
+    config::Heads,
+    error::Result,
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+};
 
 /// Upper bounds of a run, which fix every buffer of the multi-LoRA operations.
 #[derive(Clone, Copy, Debug)]
@@ -54,10 +58,14 @@ pub(crate) trait Device: Sized {
     type Weight;
     /// Positions, rows or token ids.
     type Indices;
+    /// The experts that each token of a step has chosen in a layer, and the routes, of a token to an expert, in the order of
+    /// experts: the rows of matrices that have one for each route.
+    type Routes;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
     fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor>;
     fn weight(&self, rows: usize, cols: usize, values: Vec<Self::Elem>) -> Result<Self::Weight>;
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<Self::Elem>) -> Result<Box<dyn GroupedGemm<Self>>>;
     fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
 
     // ---- Multi-LoRA: the library's, under its own names.
@@ -68,6 +76,8 @@ pub(crate) trait Device: Sized {
     type LoraLinear;
     /// `aril::{cpu, cuda}::LoraEmbedding`.
     type LoraEmbedding;
+    /// `aril::cpu::LoraExperts`.
+    type LoraExperts;
     /// What holds a step's routing on the device.
     type Routing;
     /// Which adapter each token of a step has.
@@ -79,6 +89,7 @@ pub(crate) trait Device: Sized {
     fn load(&self, adapters: &mut Self::Adapters, slot: Slot, image: &SlotImage<'_>) -> Result<()>;
     fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<Self::LoraLinear>;
     fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<Self::LoraEmbedding>;
+    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, capacity: Capacity) -> Result<Self::LoraExperts>;
     fn routing(&self, capacity: Capacity) -> Result<Self::Routing>;
     /// Takes one slot, and one factor on its adapter's scaling, per token.
     fn route<'a>(
@@ -105,6 +116,28 @@ pub(crate) trait Device: Sized {
         adapters: &Self::Adapters,
         batch: &Self::Routed<'_>,
     ) -> Result<()>;
+    /// `silu(gate) · up` of every route, rounded once, where gate and up are the base's of `gate_up` and what its token's adapter
+    /// adds: `scale · scaling · B (A x[t])` of its expert.
+    fn activate(
+        &self,
+        layer: &Self::LoraExperts,
+        x: &Self::Tensor,
+        gate_up: &Self::Tensor,
+        routes: &Self::Routes,
+        adapters: &Self::Adapters,
+        batch: &Self::Routed<'_>,
+    ) -> Result<Self::Tensor>;
+    /// The sum over a token's routes of what each weighs times the base's `down` and what its token's adapter adds:
+    /// `scale · scaling · B (A x[route])` of its expert. Rounded once.
+    fn combine(
+        &self,
+        layer: &Self::LoraExperts,
+        x: &Self::Tensor,
+        down: &Self::Tensor,
+        routes: &Self::Routes,
+        adapters: &Self::Adapters,
+        batch: &Self::Routed<'_>,
+    ) -> Result<Self::Tensor>;
 
     // ---- The model: the example's own.
 
@@ -132,6 +165,11 @@ pub(crate) trait Device: Sized {
     ) -> Result<Self::Tensor>;
     /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
     fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
+    /// The `top_k` experts of the largest scores of each token, the first of equals, and what they weigh: their softmax (in `f32`,
+    /// over all experts), divided by its sum over the chosen if `normalized`, rounded.
+    fn choose_experts(&self, scores: &Self::Tensor, top_k: usize, normalized: bool) -> Result<Self::Routes>;
+    /// The row of `x` of each route's token, in the order of the routes' rows.
+    fn rows_of_routes(&self, x: &Self::Tensor, routes: &Self::Routes) -> Result<Self::Tensor>;
     /// `y += x`, rounded.
     fn add(&self, y: &mut Self::Tensor, x: &Self::Tensor) -> Result<()>;
     /// The rows of `x` with those indices.

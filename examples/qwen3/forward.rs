@@ -1,7 +1,8 @@
 //! The reference forward: where the multi-LoRA calls go in a Qwen3.
 //!
 //! Each stands right behind the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k, v in
-//! one; o; gate, up in one; down), and the language-model head. They all take the same [`Routed`](Device::Routed) batch, made
+//! one; o; gate, up in one; down), and the language-model head. Where a layer has experts, they stand in the place of the
+//! activation and of the combine, behind two grouped GEMMs that may be of any base. They all take the same [`Routed`](Device::Routed) batch, made
 //! once per step from one slot per token; only the head, which sees just the sampled rows, has a batch of its own. Nothing else
 //! in the forward knows that there are adapters.
 
@@ -11,7 +12,7 @@ use crate::{
     config::{Config, Heads},
     device::{Cache, Device, Places, Rope},
     error::Result,
-    model::Model,
+    model::{Experts, Linear, Mlp, Model},
 };
 
 /// The tokens of all requests that run in one pass, packed without padding.
@@ -66,21 +67,25 @@ impl<D: Device> Model<'_, D> {
         let mut h = device.embed(&self.embed, &ids)?;
         device.add_embedding_delta(&self.embed_lora, &ids, &mut h, &self.adapters, &batch)?;
 
-        for ((layer, lora), cache) in self.layers.iter().zip(&mut session.caches) {
+        for (layer, cache) in self.layers.iter().zip(&mut session.caches) {
             let x = device.rms_norm(&h, &layer.input_norm, eps)?;
-            let mut qkv = self.linear(&x, &layer.qkv, &lora.qkv, &batch)?;
+            let mut qkv = self.linear(&x, &layer.qkv, &batch)?;
             device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
             device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
             device.rope(&mut qkv, heads.queries().start..heads.keys().end, &session.rope, &places)?;
             device.append(&qkv, heads, &places, cache)?;
             let x = device.attention(&qkv, heads, &places, cache)?;
-            let y = self.linear(&x, &layer.o, &lora.o, &batch)?;
+            let y = self.linear(&x, &layer.o, &batch)?;
             device.add(&mut h, &y)?;
 
             let x = device.rms_norm(&h, &layer.post_norm, eps)?;
-            let gate_up = self.linear(&x, &layer.gate_up, &lora.gate_up, &batch)?;
-            let x = device.silu_mul(&gate_up)?;
-            let y = self.linear(&x, &layer.down, &lora.down, &batch)?;
+            let y = match &layer.mlp {
+                Mlp::Dense { gate_up, down } => {
+                    let gate_up = self.linear(&x, gate_up, &batch)?;
+                    self.linear(&device.silu_mul(&gate_up)?, down, &batch)?
+                }
+                Mlp::Sparse(experts) => self.experts(&x, experts, &batch)?,
+            };
             device.add(&mut h, &y)?;
         }
 
@@ -90,20 +95,28 @@ impl<D: Device> Model<'_, D> {
         let batch = device.route(&mut session.head_routing, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
         let x = device.rms_norm(&h, &self.norm, eps)?;
-        self.linear(&x, self.head.as_ref().unwrap_or(&self.embed), &self.head_lora, &batch)
+        let mut logits = device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
+        device.add_delta(&self.head_lora, &x, &mut logits, &self.adapters, &batch)?;
+        Ok(logits)
     }
 
     /// The base model's GEMM, then every token's adapter on top of it: all that multi-LoRA asks of a linear layer.
-    fn linear(
-        &self,
-        x: &D::Tensor,
-        weight: &D::Weight,
-        lora: &D::LoraLinear,
-        batch: &D::Routed<'_>,
-    ) -> Result<D::Tensor> {
-        let mut y = self.device.gemm(x, weight)?;
+    fn linear(&self, x: &D::Tensor, Linear { base, lora }: &Linear<D>, batch: &D::Routed<'_>) -> Result<D::Tensor> {
+        let mut y = self.device.gemm(x, base)?;
         self.device.add_delta(lora, x, &mut y, &self.adapters, batch)?;
         Ok(y)
+    }
+
+    /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter in the place of the
+    /// activation and of the combine.
+    fn experts(&self, x: &D::Tensor, layer: &Experts<D>, batch: &D::Routed<'_>) -> Result<D::Tensor> {
+        let Self { device, adapters, .. } = self;
+        let Experts { router, top_k, normalized, gate_up, down, lora } = layer;
+        let routes = device.choose_experts(&device.gemm(x, router)?, *top_k, *normalized)?;
+        let gate_up = gate_up.run(device, &device.rows_of_routes(x, &routes)?, &routes)?;
+        let inter = device.activate(lora, x, &gate_up, &routes, adapters, batch)?;
+        let down = down.run(device, &inter, &routes)?;
+        device.combine(lora, &inter, &down, &routes, adapters, batch)
     }
 
     /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has them.

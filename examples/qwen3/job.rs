@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use aril::{DType, Element, Slot, adapter::Adapter};
+use aril::{DType, Element, Slot, adapter::Adapter, model::ModelSpec};
 use half::{bf16, f16};
 
 #[cfg(feature = "cuda")]
@@ -12,13 +12,13 @@ use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    device::{Capacity, Device},
+    device::Device,
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
-    model::Model,
+    model::{Model, Sites, describe},
     report::{Moved, Row},
     requests::Request,
-    verify::{Verdict, verify},
+    verify::{Merge, Verdict, verify},
 };
 
 /// What is to be done, checked.
@@ -85,25 +85,26 @@ impl Job {
         });
         let sequences: Vec<_> = sequences.collect::<Result<_>>()?;
         let tokens = self.requests.iter().map(|request| request.prompt.len()).sum();
-        let rank = adapters.iter().map(|(_, adapter)| adapter.max_rank()).max().unwrap_or(0).max(1);
-        let capacity = Capacity { tokens, slots: adapters.len().max(1), rank };
         let limits = Limits {
             max_new_tokens: self.max_new_tokens,
             eos: &self.config.eos,
             keep_logits: self.keep_logits || self.verify || self.compare_with_base,
         };
 
-        let weights = Weights::new(&self.checkpoint);
-        let model = Model::new(device, &self.config, weights, adapters.iter().copied(), capacity)?;
+        let described = describe(&self.config)?;
+        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let model = Model::new(device, &self.config, &described, weights, adapters.iter().copied(), tokens)?;
         let start = Instant::now();
         let generations = generate(&model, &sequences, limits)?;
         let elapsed = start.elapsed();
         drop(model);
 
-        let moved = self.compare_with_base.then(|| self.compare(device, &sequences, &generations)).transpose()?;
+        let compare = || self.compare(device, &described, &sequences, &generations);
+        let moved = self.compare_with_base.then(compare).transpose()?;
         let verdicts = self.verify.then(|| {
             let Self { config, checkpoint, requests, .. } = self;
-            verify(reference, config, checkpoint, &adapters, requests, &generations, D::Elem::DTYPE)
+            let merge = Merge { config, described: &described, checkpoint, adapters: &adapters };
+            verify(reference, merge, requests, &generations, D::Elem::DTYPE)
         });
         Ok(Outcome { generations, elapsed, moved, verdicts: verdicts.transpose()? })
     }
@@ -112,12 +113,13 @@ impl Job {
     fn compare<D: Device>(
         &self,
         device: &D,
+        described: &(ModelSpec, Sites),
         sequences: &[Sequence<'_>],
         generations: &[Generation],
     ) -> Result<Vec<Moved>> {
         let tokens = sequences.iter().map(|sequence| sequence.prompt.len()).sum();
-        let capacity = Capacity { tokens, slots: 1, rank: 1 };
-        let model = Model::new(device, &self.config, Weights::new(&self.checkpoint), [], capacity)?;
+        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let model = Model::new(device, &self.config, described, weights, [], tokens)?;
         let sequences: Vec<_> = sequences.iter().map(|&sequence| Sequence { slot: Slot::BASE, ..sequence }).collect();
         let tokens: Vec<&[u32]> = generations.iter().map(|generation| generation.tokens.as_slice()).collect();
         let base = replay(&model, &sequences, &tokens)?;

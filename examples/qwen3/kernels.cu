@@ -244,6 +244,8 @@ __device__ void argmax(const T* x,        // [rows, cols]
 
 }  // namespace
 
+#include "experts.cuh"
+
 // The kernels of an element type, by the names they are loaded by.
 #define KERNELS(T, suffix)                                                                        \
   extern "C" __global__ void __launch_bounds__(kThreads) normalize_##suffix(                      \
@@ -282,6 +284,32 @@ __device__ void argmax(const T* x,        // [rows, cols]
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       argmax_##suffix(const T* x, int32_t* indices, int64_t cols) {                               \
     argmax(x, indices, cols);                                                                     \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
+      choose_experts_##suffix(const T* scores, int32_t* ids, float* weights, int64_t experts,     \
+                              int64_t top_k, int32_t normalized) {                                \
+    choose_experts(scores, ids, weights, experts, top_k, normalized);                             \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
+      sort_routes_##suffix(const int32_t* ids, int32_t* row_of_route, int32_t* token_of_row,      \
+                           int32_t* bounds, int64_t routes, int64_t experts, int64_t top_k) {     \
+    sort_routes(ids, row_of_route, token_of_row, bounds, routes, experts, top_k);                 \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
+      combine_##suffix(const T* x, const float* weights, const int32_t* row_of_route, T* out,     \
+                       int64_t cols, int64_t top_k) {                                             \
+    combine(x, weights, row_of_route, out, cols, top_k);                                          \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
+      grouped_gemm_##suffix(const T* x, const T* weights, const int32_t* bounds, T* y,            \
+                            int64_t experts, int64_t outs, int64_t cols) {                        \
+    grouped_gemm(x, Plain<T>{weights}, bounds, y, experts, outs, cols);                           \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
+      grouped_gemm_int4_##suffix(const T* x, const uint32_t* words, const float* scales,          \
+                                 int64_t group, const int32_t* bounds, T* y, int64_t experts,     \
+                                 int64_t outs, int64_t cols) {                                    \
+    grouped_gemm(x, Int4<T>{words, scales, group}, bounds, y, experts, outs, cols);               \
   }
 
 KERNELS(__nv_bfloat16, bf16)

@@ -1,6 +1,7 @@
-//! A dense Qwen3 that serves many LoRA adapters in one batch: the library's reference forward, on the CPU and on the GPU.
+//! A Qwen3, dense or with experts, that serves many LoRA adapters in one batch: the library's reference forward, on the CPU and on
+//! the GPU.
 //!
-//! Without arguments it runs the small model and the adapters in `tests/fixtures`. An engine's author reads `forward.rs`, where
+//! Without arguments it runs the small models and the adapters in `tests/fixtures`. An engine's author reads `forward.rs`, where
 //! the multi-LoRA calls are, and `generate.rs`, where requests of all adapters become one batch.
 
 mod checkpoint;
@@ -10,6 +11,7 @@ mod cpu;
 mod cuda;
 mod device;
 mod error;
+mod experts;
 mod forward;
 mod generate;
 mod job;
@@ -39,12 +41,13 @@ use self::{
     requests::{Checker, Written},
 };
 
-/// Runs a dense Qwen3 and its LoRA adapters, all requests in one batch.
+/// Runs a Qwen3, dense or with experts, and its LoRA adapters, all requests in one batch.
 ///
-/// Without --model, it runs the small model in tests/fixtures, and without --adapter all of its adapters too.
+/// Without --model, it runs the small dense model in tests/fixtures, and without --adapter all of its adapters too. Without
+/// --requests and --logits as well, it then runs the small model with experts there, and that with weights in 4 bits.
 #[derive(Debug, Parser)]
 struct Cli {
-    /// A Hugging Face directory of a dense Qwen3
+    /// A Hugging Face directory of a qwen3 or a qwen3_moe
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// An adapter as PEFT saves it; may be repeated
@@ -146,34 +149,68 @@ fn main() -> ExitCode {
     }
 }
 
+/// The small models in `tests/fixtures`, each with the folder of its adapters, its default requests and what it is.
+const SMALL_MODELS: [[&str; 4]; 3] = [
+    ["qwen3", "adapters", "prompts.json", "dense"],
+    ["qwen3-moe", "adapters-moe", "prompts-moe.json", "8 experts, 2 of them for each token, in every other layer"],
+    ["qwen3-moe-int4", "adapters-moe", "prompts-moe.json", "the same in 4 bits"],
+];
+
 /// Everything; `false` if the outcome is not as it should be.
 fn run(cli: &Cli) -> Result<bool> {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
-    let model = cli.model.clone().unwrap_or_else(|| fixtures.join("qwen3"));
-    let config = Config::read(&model)?;
-    let adapters = if cli.model.is_none() && cli.adapters.is_empty() {
-        adapters_in(&fixtures.join("adapters"))?
-    } else {
-        cli.adapters.clone()
+    let small = |heading: String, [model, adapters, requests, _]: [&str; 4]| -> Result<Given> {
+        Ok(Given {
+            heading,
+            model: fixtures.join(model),
+            adapters: adapters_in(&fixtures.join(adapters))?,
+            requests: cli.requests.clone().or_else(|| Some(fixtures.join(requests))),
+        })
     };
-    let adapters = open(&adapters)?;
+    if cli.model.is_some() || !cli.adapters.is_empty() {
+        let model = cli.model.clone().unwrap_or_else(|| fixtures.join(SMALL_MODELS[0][0]));
+        let (adapters, requests) = (cli.adapters.clone(), cli.requests.clone());
+        return run_one(cli, &Given { heading: String::new(), model, adapters, requests });
+    }
+    if cli.requests.is_some() || cli.logits.is_some() {
+        return run_one(cli, &small(String::new(), SMALL_MODELS[0])?);
+    }
+    let mut is_as_it_should_be = true;
+    for (index, model) in SMALL_MODELS.into_iter().enumerate() {
+        let [name, .., what] = model;
+        let heading = format!("{}{name}: {what}\n\n", if index == 0 { "" } else { "\n" });
+        is_as_it_should_be &= run_one(cli, &small(heading, model)?)?;
+    }
+    Ok(is_as_it_should_be)
+}
+
+/// What one model is asked.
+struct Given {
+    /// Of a table.
+    heading: String,
+    model: PathBuf,
+    adapters: Vec<AdapterArg>,
+    /// Everybody the same question, if there is no file.
+    requests: Option<PathBuf>,
+}
+
+/// Runs one model; `false` if the outcome is not as it should be.
+fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
+    let Given { heading, model, adapters, requests } = given;
+    let config = Config::read(model)?;
+    let adapters = open(adapters)?;
 
     let names: Vec<&str> = adapters.iter().map(|(name, _)| name.as_str()).collect();
-    let written = match &cli.requests {
-        Some(path) => requests::read(path)?,
-        None if cli.model.is_none() && cli.adapters.is_empty() => requests::read(&fixtures.join("prompts.json"))?,
-        None => ask_everyone(&names),
-    };
-    let tokenizer = requests::tokenizer(&model)?;
+    let written = requests.as_deref().map_or_else(|| Ok(ask_everyone(&names)), requests::read)?;
+    let tokenizer = requests::tokenizer(model)?;
     let max_new_tokens = usize::try_from(cli.max_new_tokens)?;
-    let checker =
-        Checker { config: &config, model: &model, tokenizer: tokenizer.as_ref(), adapters: names, max_new_tokens };
-    let subject = cli.requests.as_deref().unwrap_or(Path::new("the default requests"));
+    let checker = Checker { config: &config, model, tokenizer: tokenizer.as_ref(), adapters: names, max_new_tokens };
+    let subject = requests.as_deref().unwrap_or(Path::new("the default requests"));
     let requests = checker.check(&written).context(subject.display())?;
 
     let job = Job {
         device: cli.device.unwrap_or_else(default_device),
-        checkpoint: Checkpoint::open(&model)?,
+        checkpoint: Checkpoint::open(model)?,
         config,
         adapters,
         requests,
@@ -195,7 +232,7 @@ fn run(cli: &Cli) -> Result<bool> {
             report::json_lines(&rows, tokenizer.as_ref())?
         }
         None => format!(
-            "{}\n{}{}",
+            "{heading}{}\n{}{}",
             report::table(&rows, tokenizer.as_ref())?,
             job.summary(&rows, &outcome, dtype),
             report::verdicts(&rows)?

@@ -2,15 +2,16 @@
 
 use aril::{
     Element, Slot,
-    adapter::Adapter,
-    model::{EmbeddingId, Linear, LinearId, ModelSpec, Parallel, TpRank},
+    adapter::{Adapter, SlotImage},
+    model::{EmbeddingId, ExpertsId, LinearId, ModelSpec, Parallel, TpRank},
 };
 
 use crate::{
-    checkpoint::Weights,
-    config::Config,
+    checkpoint::{ExpertsProjection, Weights},
+    config::{Config, Moe},
     device::{Capacity, Device},
     error::{Context, Result},
+    experts::GroupedGemm,
 };
 
 /// A base model and the adapters that run on it.
@@ -20,7 +21,7 @@ pub(crate) struct Model<'d, D: Device> {
     pub(crate) capacity: Capacity,
     pub(crate) embed: D::Weight,
     pub(crate) embed_lora: D::LoraEmbedding,
-    pub(crate) layers: Vec<(Layer<D>, LoraLayer<D>)>,
+    pub(crate) layers: Vec<Layer<D>>,
     pub(crate) norm: D::Tensor,
     /// Absent where it is the embedding. Its adapters and those of the embedding are apart either way.
     pub(crate) head: Option<D::Weight>,
@@ -28,40 +29,63 @@ pub(crate) struct Model<'d, D: Device> {
     pub(crate) adapters: D::Adapters,
 }
 
-/// A layer of the base model.
+/// A layer of the base model, with what adapters add to it.
 pub(crate) struct Layer<D: Device> {
     pub(crate) input_norm: D::Tensor,
-    pub(crate) qkv: D::Weight,
+    pub(crate) qkv: Linear<D>,
     pub(crate) q_norm: D::Tensor,
     pub(crate) k_norm: D::Tensor,
-    pub(crate) o: D::Weight,
+    pub(crate) o: Linear<D>,
     pub(crate) post_norm: D::Tensor,
-    pub(crate) gate_up: D::Weight,
-    pub(crate) down: D::Weight,
+    pub(crate) mlp: Mlp<D>,
 }
 
-/// What the adapters add to a layer.
-pub(crate) struct LoraLayer<D: Device> {
-    pub(crate) qkv: D::LoraLinear,
-    pub(crate) o: D::LoraLinear,
-    pub(crate) gate_up: D::LoraLinear,
-    pub(crate) down: D::LoraLinear,
+/// A linear layer of the base model, and what adapters add to it.
+pub(crate) struct Linear<D: Device> {
+    pub(crate) base: D::Weight,
+    pub(crate) lora: D::LoraLinear,
+}
+
+pub(crate) enum Mlp<D: Device> {
+    Dense { gate_up: Linear<D>, down: Linear<D> },
+    Sparse(Experts<D>),
+}
+
+/// The experts of a layer of the base model, and what adapters add to them.
+pub(crate) struct Experts<D: Device> {
+    pub(crate) router: D::Weight,
+    /// Experts of a token.
+    pub(crate) top_k: usize,
+    /// Whether what they weigh is divided by its sum.
+    pub(crate) normalized: bool,
+    pub(crate) gate_up: Box<dyn GroupedGemm<D>>,
+    pub(crate) down: Box<dyn GroupedGemm<D>>,
+    pub(crate) lora: D::LoraExperts,
 }
 
 impl<'d, D: Device> Model<'d, D> {
-    /// Builds the base model, and loads the adapters into the slots 0, 1, ...
+    /// Builds the base model, and loads the adapters into the slots 0, 1, ..., for steps of at most so many tokens.
     pub(crate) fn new<'a>(
         device: &'d D,
         config: &Config,
+        (spec, sites): &(ModelSpec, Sites),
         mut weights: Weights<'_>,
         adapters: impl IntoIterator<Item = (&'a str, &'a Adapter)>,
-        capacity: Capacity,
+        tokens: usize,
     ) -> Result<Self> {
+        let adapters: Vec<_> = adapters.into_iter().collect();
+        let images = adapters
+            .iter()
+            .map(|(name, adapter)| adapter.plan(spec, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
+        let images = images.collect::<Result<Vec<_>>>()?;
+        let rank = images.iter().map(SlotImage::max_rank).max().unwrap_or(0).max(1);
+        let capacity = Capacity { tokens, slots: adapters.len().max(1), rank };
+
         let Config { vocab, hidden, .. } = *config;
         let embed = device.weight(vocab, hidden, weights.module(EMBED, vocab, hidden)?)?;
-        let layers = (0..config.layers)
-            .map(|layer| Layer::new(device, config, &mut weights, &format!("model.layers.{layer}")))
-            .collect::<Result<Vec<_>>>()?;
+        let mut builder = Builder { device, config, spec, capacity, weights: &mut weights };
+        let layers = sites.layers.iter().enumerate().map(|(layer, sites)| builder.layer(layer, sites));
+        let layers = layers.collect::<Result<_>>()?;
         let norm = device.tensor(1, hidden, &weights.norm("model.norm", hidden)?)?;
         let head = if !config.tied {
             Some(weights.module(HEAD, vocab, hidden)?)
@@ -77,24 +101,7 @@ impl<'d, D: Device> Model<'d, D> {
         }
         weights.finish()?;
 
-        let (spec, sites) = describe(config)?;
-        let lora_linear = |id| device.lora_linear(&spec, id, capacity);
-        let layers = layers.into_iter().zip(sites.layers).map(|(layer, [qkv, o, gate_up, down])| {
-            let lora = LoraLayer {
-                qkv: lora_linear(qkv)?,
-                o: lora_linear(o)?,
-                gate_up: lora_linear(gate_up)?,
-                down: lora_linear(down)?,
-            };
-            Ok((layer, lora))
-        });
-
-        let adapters: Vec<_> = adapters.into_iter().collect();
-        let images = adapters
-            .iter()
-            .map(|(name, adapter)| adapter.plan(&spec, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
-        let images = images.collect::<Result<Vec<_>>>()?;
-        let mut table = device.adapters(&spec, capacity, &images)?;
+        let mut table = device.adapters(spec, capacity, &images)?;
         for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
             let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
             device.load(&mut table, slot, image).context(format_args!("adapter `{name}`"))?;
@@ -105,43 +112,89 @@ impl<'d, D: Device> Model<'d, D> {
             config: config.clone(),
             capacity,
             embed,
-            embed_lora: device.lora_embedding(&spec, sites.embed, capacity)?,
-            layers: layers.collect::<Result<_>>()?,
+            embed_lora: device.lora_embedding(spec, sites.embed, capacity)?,
+            layers,
             norm,
             head,
-            head_lora: lora_linear(sites.head)?,
+            head_lora: device.lora_linear(spec, sites.head, capacity)?,
             adapters: table,
         })
     }
 }
 
-impl<D: Device> Layer<D> {
-    fn new(device: &D, config: &Config, weights: &mut Weights<'_>, path: &str) -> Result<Self> {
-        let Config { hidden, intermediate, heads, .. } = *config;
-        let query = heads.query_features();
-        let kv = heads.kv_features();
-        let mut linear = |in_features: usize, slices: &[(&str, usize)]| {
-            let mut values = Vec::new();
-            for &(module, out_features) in slices {
-                values.extend(weights.module::<D::Elem>(&format!("{path}.{module}"), out_features, in_features)?);
-            }
-            device.weight(values.len() / in_features, in_features, values)
-        };
-        let qkv = linear(hidden, &[("self_attn.q_proj", query), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)])?;
-        let o = linear(query, &[("self_attn.o_proj", hidden)])?;
-        let gate_up = linear(hidden, &[("mlp.gate_proj", intermediate), ("mlp.up_proj", intermediate)])?;
-        let down = linear(intermediate, &[("mlp.down_proj", hidden)])?;
-        let mut norm = |name: &str, len| device.tensor(1, len, &weights.norm(&format!("{path}.{name}"), len)?);
-        Ok(Self {
-            input_norm: norm("input_layernorm", hidden)?,
-            qkv,
-            q_norm: norm("self_attn.q_norm", heads.dim)?,
-            k_norm: norm("self_attn.k_norm", heads.dim)?,
-            o,
-            post_norm: norm("post_attention_layernorm", hidden)?,
-            gate_up,
-            down,
+/// What layers are built of.
+struct Builder<'a, 'w, D> {
+    device: &'a D,
+    config: &'a Config,
+    spec: &'a ModelSpec,
+    capacity: Capacity,
+    weights: &'a mut Weights<'w>,
+}
+
+impl<D: Device> Builder<'_, '_, D> {
+    fn layer(&mut self, layer: usize, sites: &LayerSites) -> Result<Layer<D>> {
+        let Config { hidden, heads, .. } = *self.config;
+        let (query, kv) = (heads.query_features(), heads.kv_features());
+        let path = format!("model.layers.{layer}");
+        let attention = format!("{path}.self_attn");
+        Ok(Layer {
+            input_norm: self.norm(format!("{path}.input_layernorm"), hidden)?,
+            qkv: self.linear(&attention, hidden, &[("q_proj", query), ("k_proj", kv), ("v_proj", kv)], sites.qkv)?,
+            q_norm: self.norm(format!("{attention}.q_norm"), heads.dim)?,
+            k_norm: self.norm(format!("{attention}.k_norm"), heads.dim)?,
+            o: self.linear(&attention, query, &[("o_proj", hidden)], sites.o)?,
+            post_norm: self.norm(format!("{path}.post_attention_layernorm"), hidden)?,
+            mlp: self.mlp(&format!("{path}.mlp"), &sites.mlp)?,
         })
+    }
+
+    fn mlp(&mut self, path: &str, sites: &MlpSites) -> Result<Mlp<D>> {
+        let Config { hidden, intermediate, .. } = *self.config;
+        match *sites {
+            MlpSites::Dense { gate_up, down } => Ok(Mlp::Dense {
+                gate_up: self.linear(
+                    path,
+                    hidden,
+                    &[("gate_proj", intermediate), ("up_proj", intermediate)],
+                    gate_up,
+                )?,
+                down: self.linear(path, intermediate, &[("down_proj", hidden)], down)?,
+            }),
+            MlpSites::Sparse { ref moe, experts } => {
+                let router = self.weights.module(&format!("{path}.gate"), moe.experts, hidden)?;
+                Ok(Mlp::Sparse(Experts {
+                    router: self.device.weight(moe.experts, hidden, router)?,
+                    top_k: moe.top_k,
+                    normalized: moe.normalized,
+                    gate_up: self.experts(path, ExpertsProjection::GATE_UP, experts)?,
+                    down: self.experts(path, ExpertsProjection::DOWN, experts)?,
+                    lora: self.device.lora_experts(self.spec, experts, self.capacity)?,
+                }))
+            }
+        }
+    }
+
+    fn experts(
+        &mut self,
+        path: &str,
+        projection: ExpertsProjection<'_>,
+        id: ExpertsId,
+    ) -> Result<Box<dyn GroupedGemm<D>>> {
+        let (shape, weights) = self.weights.experts(&format!("{path}.experts"), projection, self.spec, id)?;
+        self.device.experts(shape, weights)
+    }
+
+    fn linear(&mut self, path: &str, in_features: usize, slices: &[(&str, usize)], id: LinearId) -> Result<Linear<D>> {
+        let mut values: Vec<D::Elem> = Vec::new();
+        for &(module, out_features) in slices {
+            values.append(&mut self.weights.module(&format!("{path}.{module}"), out_features, in_features)?);
+        }
+        let base = self.device.weight(values.len() / in_features, in_features, values)?;
+        Ok(Linear { base, lora: self.device.lora_linear(self.spec, id, self.capacity)? })
+    }
+
+    fn norm(&mut self, path: String, len: usize) -> Result<D::Tensor> {
+        self.device.tensor(1, len, &self.weights.norm(&path, len)?)
     }
 }
 
@@ -149,15 +202,30 @@ const EMBED: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
 
 /// Where the adapted layers are in the [`ModelSpec`].
-struct Sites {
+#[derive(Debug)]
+pub(crate) struct Sites {
     embed: EmbeddingId,
-    /// Of each layer: q, k, v; o; gate, up; down.
-    layers: Vec<[LinearId; 4]>,
+    layers: Vec<LayerSites>,
     head: LinearId,
 }
 
+#[derive(Debug)]
+struct LayerSites {
+    qkv: LinearId,
+    o: LinearId,
+    mlp: MlpSites,
+}
+
+#[derive(Debug)]
+enum MlpSites {
+    Dense { gate_up: LinearId, down: LinearId },
+    Sparse { moe: Moe, experts: ExpertsId },
+}
+
 /// Says which layers the engine adapts, and which of PEFT's modules are fused into them.
-fn describe(config: &Config) -> Result<(ModelSpec, Sites)> {
+pub(crate) fn describe(config: &Config) -> Result<(ModelSpec, Sites)> {
+    use aril::model::{Experts, Linear};
+
     let Config { vocab, hidden, intermediate, heads, .. } = *config;
     let mut spec = ModelSpec::new(TpRank::SINGLE);
     let embed = spec.embedding(EMBED, vocab, hidden)?;
@@ -170,10 +238,17 @@ fn describe(config: &Config) -> Result<(ModelSpec, Sites)> {
             .slice("k_proj", heads.kv_features())
             .slice("v_proj", heads.kv_features());
         let o = Linear::new(&attention, Parallel::Row, heads.query_features()).slice("o_proj", hidden);
-        let gate_up =
-            Linear::new(&mlp, Parallel::Column, hidden).slice("gate_proj", intermediate).slice("up_proj", intermediate);
-        let down = Linear::new(&mlp, Parallel::Row, intermediate).slice("down_proj", hidden);
-        layers.push([spec.linear(qkv)?, spec.linear(o)?, spec.linear(gate_up)?, spec.linear(down)?]);
+        let (qkv, o) = (spec.linear(qkv)?, spec.linear(o)?);
+        let mlp = if let Some(moe) = config.experts_in(layer) {
+            let experts = Experts::new(format!("{mlp}.experts"), moe.experts, hidden, moe.intermediate);
+            MlpSites::Sparse { moe: moe.clone(), experts: spec.experts(experts)? }
+        } else {
+            let gate_up = Linear::new(&mlp, Parallel::Column, hidden);
+            let gate_up = gate_up.slice("gate_proj", intermediate).slice("up_proj", intermediate);
+            let down = Linear::new(&mlp, Parallel::Row, intermediate).slice("down_proj", hidden);
+            MlpSites::Dense { gate_up: spec.linear(gate_up)?, down: spec.linear(down)? }
+        };
+        layers.push(LayerSites { qkv, o, mlp });
     }
     let head = spec.linear(Linear::new("", Parallel::Column, hidden).slice(HEAD, vocab))?;
     Ok((spec, Sites { embed, layers, head }))

@@ -5,15 +5,15 @@
 
 use std::iter;
 
-use aril::{DType, Slot, adapter::Adapter};
+use aril::{DType, Slot, adapter::Adapter, model::ModelSpec};
 
 use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
-    device::{Capacity, Device},
+    device::Device,
     error::{Context, Result},
     generate::{Generation, Sequence, replay},
-    model::Model,
+    model::{Model, Sites},
     requests::Request,
 };
 
@@ -34,12 +34,18 @@ impl Verdict {
     }
 }
 
+/// What merged models are made of.
+pub(crate) struct Merge<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) described: &'a (ModelSpec, Sites),
+    pub(crate) checkpoint: &'a Checkpoint,
+    pub(crate) adapters: &'a [(&'a str, &'a Adapter)],
+}
+
 /// Judges what a batch computed in `dtype` gave.
 pub(crate) fn verify<D: Device<Elem = f32>>(
     device: &D,
-    config: &Config,
-    checkpoint: &Checkpoint,
-    adapters: &[(&str, &Adapter)],
+    Merge { config, described, checkpoint, adapters }: Merge<'_>,
     requests: &[Request],
     generations: &[Generation],
     dtype: DType,
@@ -51,16 +57,17 @@ pub(crate) fn verify<D: Device<Elem = f32>>(
         }
         let alike = |other: &Request| (other.adapter, other.scale) == (request.adapter, request.scale);
         let alike: Vec<usize> = (index..requests.len()).filter(|&other| alike(&requests[other])).collect();
+        let tokens = alike.iter().map(|&index| requests[index].prompt.len()).max().unwrap_or(0);
+        let weights = Weights::new(checkpoint, config.int4_group);
         let (name, weights) = match request.adapter {
-            None => ("", Weights::new(checkpoint)),
+            None => ("", Ok(weights)),
             Some(adapter) => {
                 let (name, adapter) = adapters[adapter];
-                (name, Weights::merged(checkpoint, adapter.modules(), request.scale))
+                (name, weights.merged(adapter, &described.0, request.scale))
             }
         };
-        let tokens = alike.iter().map(|&index| requests[index].prompt.len()).max().unwrap_or(0);
-        let model = Model::new(device, config, weights, iter::empty(), Capacity { tokens, slots: 1, rank: 1 })
-            .context(format_args!("merging adapter `{name}`"))?;
+        let model = weights.and_then(|weights| Model::new(device, config, described, weights, iter::empty(), tokens));
+        let model = model.context(format_args!("merging adapter `{name}`"))?;
         for index in alike {
             let sequence = Sequence { prompt: &requests[index].prompt, slot: Slot::BASE, scale: 1.0 };
             let merged = replay(&model, &[sequence], &[&generations[index].tokens])?;
@@ -99,7 +106,8 @@ pub(crate) fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 /// stream that it ends up in. A layer has 28 on the way: 17 in its attention half (2 norm, 2 weights, 2 deltas, 2 products, 2 head
 /// norm, 3 rope, 2 scores, 1 softmax, 1 sum), 11 in the other (2 norm, 2 weights, 2 deltas, 2 products, 2 activation, 1 sum), which
 /// add up to `½ u √(28 layers)` of the hidden state, and as much of the largest logit, whose own rounding adds `u` at most.
-/// Every product also sums up to `k` terms in `f32`, here and in the merged model: `2k` more roundings of that type each time.
+/// Experts have fewer, as long as rounding does not send a token to another one. Every product also sums up to `k` terms in
+/// `f32`, here and in the merged model: `2k` more roundings of that type each time.
 #[expect(clippy::cast_possible_truncation, reason = "a tolerance")]
 fn tolerance(logits: &[f32], config: &Config, dtype: DType) -> f32 {
     let largest = logits.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));

@@ -31,7 +31,12 @@ impl<'a, T: Element> Matrix<'a, T> {
     }
 
     pub(super) fn check(&self, rows: usize, cols: usize) -> Result<(), OperandError> {
-        self.extent.expect("x", rows, cols)
+        self.check_as("x", rows, cols)
+    }
+
+    /// Refuses another shape of an operand that has another name.
+    pub(super) fn check_as(&self, operand: &'static str, rows: usize, cols: usize) -> Result<(), OperandError> {
+        self.extent.expect(operand, rows, cols)
     }
 }
 
@@ -71,6 +76,11 @@ impl<'a, T: Element> MatrixMut<'a, T> {
     }
 
     pub(super) fn check(&self, rows: usize, cols: usize) -> Result<(), OperandError> {
-        self.extent.expect("y", rows, cols)
+        self.check_as("y", rows, cols)
+    }
+
+    /// Refuses another shape of an operand that has another name.
+    pub(super) fn check_as(&self, operand: &'static str, rows: usize, cols: usize) -> Result<(), OperandError> {
+        self.extent.expect(operand, rows, cols)
     }
 }

@@ -87,6 +87,10 @@ pub(super) struct Factors<'a, T> {
 }
 
 impl<T: Element> Factors<'_, T> {
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
     /// Writes `A x` to the beginning of `v`.
     pub(super) fn shrink(&self, x: &[T], v: &mut [f32]) {
         let layout = LinearA { rank: self.rank, in_features: x.len() };
@@ -109,17 +113,22 @@ impl<T: Element> Factors<'_, T> {
 
     /// Adds `scale · B v` to `y`.
     pub(super) fn expand(&self, v: &[f32], scale: f32, y: &mut [T]) {
-        let (layout, scale) = (B { out_features: y.len(), rank: self.rank }, scale * self.scaling);
-        for (k, y) in y.chunks_mut(TILE_FEATURES).enumerate() {
+        self.delta(v, scale, y.len(), |output, delta| y[output] = T::from_f32(y[output].to_f32() + delta));
+    }
+
+    /// Calls `put` with each output and its element of `scale · B v`.
+    pub(super) fn delta(&self, v: &[f32], scale: f32, out_features: usize, mut put: impl FnMut(usize, f32)) {
+        let (layout, scale) = (B { out_features, rank: self.rank }, scale * self.scaling);
+        for begin in (0..out_features).step_by(TILE_FEATURES) {
             // In the order of the rows of the cores, each in eight interleaved sums.
             let mut sums = [[0.0; CORE]; TILE_FEATURES];
             for (i, v) in v[..self.rank].chunks(TILE_RANKS).enumerate() {
                 let v = padded(v.iter().copied());
-                add_products(&self.b[layout.at(k * TILE_FEATURES, i * TILE_RANKS)..][..TILE_ELEMS], &v, &mut sums);
+                add_products(&self.b[layout.at(begin, i * TILE_RANKS)..][..TILE_ELEMS], &v, &mut sums);
             }
-            for (output, y) in y.iter_mut().enumerate() {
+            for output in 0..TILE_FEATURES.min(out_features - begin) {
                 let delta: f32 = sums[layout.at(output, 0) / CORE].iter().sum();
-                *y = T::from_f32(y.to_f32() + scale * delta);
+                put(begin + output, scale * delta);
             }
         }
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::{Cut, Entry, EntryShape, ModelSpec, SpecError, TpRank, cut};
+use crate::error::OperandError;
 
 /// How gate and up stand in the rows of a weight, or the features of an output, that has both.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -14,6 +15,33 @@ pub enum Halves {
     UpGate,
     /// Gate and up in turn, gate first: GPT-OSS.
     Interleaved,
+}
+
+/// What experts compute between their gate and up and their down. What is said of a gate is true of up where there is
+/// [none](Experts::ungated).
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Activation {
+    /// `gelu(gate) · up`, by the error function: `gate · (1 + erf(gate / √2)) / 2 · up`.
+    Gelu,
+    /// `gelu(gate) · up`, approximately: `gate · (1 + tanh(√(2/π) (gate + 0.044715 gate³))) / 2 · up`.
+    GeluTanh,
+    /// `max(gate, 0)² · up`: Nemotron-H, without a gate.
+    Relu2,
+    /// `silu(gate) · up`: `gate · sigmoid(gate) · up`.
+    Silu,
+    /// `gate · sigmoid(alpha · gate) · (up + 1)`, of `gate` up to `limit` and `up` from `-limit` to `limit`. Only with a gate.
+    SwigluOai {
+        /// What the gate is multiplied by in the sigmoid.
+        alpha: f32,
+        /// Where gate and up end.
+        limit: f32,
+    },
+}
+
+impl Activation {
+    /// That of GPT-OSS.
+    pub const GPT_OSS: Self = Self::SwigluOai { alpha: 1.702, limit: 7.0 };
 }
 
 /// The experts of one layer, to be described to [`ModelSpec::experts`].
@@ -119,6 +147,7 @@ pub struct ExpertsId(pub(super) usize);
 /// The experts of one layer as this rank holds them.
 #[derive(Clone, Debug)]
 pub struct ExpertsSite {
+    module: Arc<str>,
     num_experts: usize,
     held: Vec<usize>,
     halves: Option<Halves>,
@@ -157,6 +186,38 @@ impl ExpertsSite {
     pub(crate) fn stored(&self) -> Stored {
         self.stored
     }
+
+    /// Refuses an activation that these experts cannot have.
+    pub(crate) fn check_activation(&self, activation: Activation) -> Result<(), OperandError> {
+        match (self.halves, activation) {
+            (None, Activation::SwigluOai { .. }) => Err(OperandError::Activation { activation }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The slice of gate, if there is one, and that of up.
+    pub(crate) fn gate_and_up(&self) -> (Option<usize>, usize) {
+        match self.halves {
+            None => (None, 0),
+            Some(Halves::GateUp | Halves::Interleaved) => (Some(0), 1),
+            Some(Halves::UpGate) => (Some(1), 0),
+        }
+    }
+
+    /// Whether a table of those entries is of a model with these experts in this place.
+    pub(crate) fn is_in(&self, entries: &[Entry]) -> bool {
+        let mut entries = entries.iter().skip(self.gate_up.first_entry);
+        self.shapes()
+            .all(|shape| entries.next().is_some_and(|entry| entry.shape == shape && entry.module == self.module))
+    }
+
+    /// What the descriptor-table entries are for, from the first of `gate_up` on.
+    fn shapes(&self) -> impl Iterator<Item = EntryShape> {
+        [&self.gate_up, &self.down].into_iter().flat_map(|projection| {
+            let experts = std::iter::once(None).chain(self.held.iter().copied().map(Some));
+            experts.flat_map(|expert| projection.shapes(expert))
+        })
+    }
 }
 
 /// One projection of all experts, before or after the activation.
@@ -173,6 +234,8 @@ impl ExpertsSite {
 pub struct ProjectionSite {
     input: Cut,
     slices: Vec<ExpertSlice>,
+    /// Whether the slices stand in turn in the output, feature by feature.
+    interleaved: bool,
     first_entry: usize,
 }
 
@@ -224,6 +287,21 @@ impl ProjectionSite {
     pub(crate) fn slices(&self) -> &[ExpertSlice] {
         &self.slices
     }
+
+    /// Where a slice begins in the output, and how far apart its features are.
+    pub(crate) fn columns(&self, slice: usize) -> (usize, usize) {
+        if self.interleaved { (slice, self.slices.len()) } else { (slice * self.slices[slice].output.len, 1) }
+    }
+
+    fn shapes(&self, expert: Option<usize>) -> impl Iterator<Item = EntryShape> {
+        let shape = move |slice: &ExpertSlice| EntryShape::Expert {
+            slice: slice.module,
+            expert,
+            input: self.input,
+            output: slice.output,
+        };
+        self.slices.iter().map(shape)
+    }
 }
 
 impl ModelSpec {
@@ -258,20 +336,18 @@ impl ModelSpec {
         let id = ExpertsId(self.experts.len());
         let module: Arc<str> = path.as_str().into();
         self.experts_at.insert(path, id);
-        let mut projection = |input, modules: &[ExpertModule], output| {
-            let first_entry = self.entries.len();
-            let slices = modules.iter().map(|&module| ExpertSlice { module, output });
-            for expert in std::iter::once(None).chain(held.iter().copied().map(Some)) {
-                let shape = |&module| EntryShape::Expert { slice: module, expert, input, output };
-                let entries = modules.iter().map(shape);
-                self.entries.extend(entries.map(|shape| Entry { module: Arc::clone(&module), shape }));
-            }
-            ProjectionSite { input, slices: slices.collect(), first_entry }
+        let mut first_entry = self.entries.len();
+        let mut projection = |input, modules: &[ExpertModule], output, interleaved| {
+            let slices: Vec<_> = modules.iter().map(|&module| ExpertSlice { module, output }).collect();
+            let next = first_entry + (1 + held.len()) * slices.len();
+            ProjectionSite { input, slices, interleaved, first_entry: std::mem::replace(&mut first_entry, next) }
         };
-        let gate_up = projection(hidden, modules, inter);
-        let down = projection(inter, &[ExpertModule::Down], hidden);
+        let gate_up = projection(hidden, modules, inter, gated && halves == Halves::Interleaved);
+        let down = projection(inter, &[ExpertModule::Down], hidden, false);
         let halves = gated.then_some(halves);
-        self.experts.push(ExpertsSite { num_experts, held, halves, stored, gate_up, down });
+        let site = ExpertsSite { module, num_experts, held, halves, stored, gate_up, down };
+        self.entries.extend(site.shapes().map(|shape| Entry { module: Arc::clone(&site.module), shape }));
+        self.experts.push(site);
         Ok(id)
     }
 }

@@ -1,5 +1,7 @@
 //! Ground truth: one token at a time, in `f64`, as obvious as it can be. Shares no code with what it judges.
 
+pub mod experts;
+
 /// A module's factors, as PEFT stores them.
 #[derive(Clone, Copy, Debug)]
 pub struct Factors<'a> {
@@ -13,7 +15,7 @@ pub struct Factors<'a> {
     pub scaling: f64,
 }
 
-/// What an adapter adds to one output, and how large the numbers were that it was summed from.
+/// What an adapter adds to one output, or a sum with it, and how large the numbers were that it was summed from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Delta {
     /// `s · Σ B A x`

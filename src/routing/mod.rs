@@ -1,7 +1,11 @@
-//! Which adapter each token of a batch has.
+//! Which adapter each token of a batch has, and which experts.
 //!
 //! Host side and pure: [`Slot`] is what engines hand in, [`Segments`] groups a batch's tokens by slot. The CUDA side builds the
-//! same grouping on the device (`cuda::Routing`); tests hold the two together.
+//! same grouping on the device (`cuda::Routing`); tests hold the two together. [`TopK`] is what a router chose.
+
+mod top_k;
+
+pub use top_k::TopK;
 
 use crate::error::{OperandError, SlotError};
 
@@ -119,7 +123,8 @@ impl<'a> Batch<'a> {
         self.slots.len()
     }
 
-    /// Whether any token has a slot. If none has, the operations leave every `y` as it is, and an engine may skip all of a step's.
+    /// Whether any token has a slot. If none has, the operations leave every `y` as it is, and an engine may skip all of a step's:
+    /// one that takes the place of a kernel of the engine's only for that kernel.
     ///
     /// A slot counts whether or not it holds an adapter.
     ///

@@ -119,8 +119,10 @@ pub fn check_overwriting<T: Element>(
 /// What the whole buffer `y` must hold, element by element.
 #[derive(Clone, Copy, Debug)]
 pub enum Expected<T> {
-    /// These bits.
+    /// These bits, or zero of the other sign: a sum of exact products is of either, depending on the order.
     Exactly(T),
+    /// These bits, which are not to be written.
+    Untouched(T),
     /// This value, give or take.
     Within(f64, f64),
 }
@@ -150,6 +152,16 @@ impl Case {
 
     pub fn y_stride(&self) -> usize {
         self.slices().iter().sum::<usize>() + self.y_gap
+    }
+
+    pub fn x_place(&self) -> Place {
+        let (offset, rows, cols, stride) = (self.x_offset, self.num_tokens(), self.in_features(), self.x_stride());
+        Place { offset, rows, cols, stride }
+    }
+
+    pub fn y_place(&self) -> Place {
+        let (offset, rows, stride) = (self.y_offset, self.num_tokens(), self.y_stride());
+        Place { offset, rows, cols: self.slices().iter().sum(), stride }
     }
 
     pub fn in_features(&self) -> usize {
@@ -197,9 +209,8 @@ impl Case {
 
         let adapters = self.adapters.iter().map(|ranks| self.adapter(ranks, &mut rng)).collect();
         let tokens = self.num_tokens();
-        let y_cols = self.slices().iter().sum();
-        let x = self.buffer(&mut rng, tokens, self.in_features(), self.x_stride(), self.x_offset);
-        let y = self.buffer(&mut rng, tokens, y_cols, self.y_stride(), self.y_offset);
+        let x = self.x_place().buffer(self.values, &mut rng);
+        let y = self.y_place().buffer(self.values, &mut rng);
         let vocab = self.in_features() as i32;
         let token_ids = (0..tokens).map(|_| rng.random_range(-1..=vocab)).collect();
         World {
@@ -226,7 +237,7 @@ impl Case {
         };
         for (slice, (&rank, out)) in ranks.iter().zip(self.slices()).enumerate().filter(|(_, (rank, _))| **rank > 0) {
             for (suffix, shape) in suffixes.into_iter().zip([[rank, self.in_features()], [out, rank]]) {
-                let values: Vec<f32> = (0..shape[0] * shape[1]).map(|_| self.value(rng)).collect();
+                let values: Vec<f32> = (0..shape[0] * shape[1]).map(|_| self.values.value(rng)).collect();
                 let tensor = Tensor::new(DType::F32, shape.to_vec(), bytemuck::cast_slice(&values).to_vec()).unwrap();
                 tensors.push((format!("layer.m{slice}.{suffix}"), tensor));
             }
@@ -242,36 +253,53 @@ impl Case {
         let config = format!(r#"{{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": {{{alphas}}}}}"#);
         Adapter::from_tensors(&config, tensors).unwrap()
     }
+}
 
-    fn value(&self, rng: &mut StdRng) -> f32 {
-        match self.values {
-            Values::Exact => rng.random_range(-2..=2_i8).into(),
+impl Values {
+    pub fn value(self, rng: &mut StdRng) -> f32 {
+        match self {
+            // Zeros are of both signs.
+            Self::Exact => f32::from(rng.random_range(-2..=2_i8)).copysign(if rng.random() { 1.0 } else { -1.0 }),
             // The sum of four uniforms is normal enough.
-            Values::Rounded => (0..4).map(|_| rng.random_range(-0.25..0.25_f32)).sum(),
+            Self::Rounded => (0..4).map(|_| rng.random_range(-0.25..0.25_f32)).sum(),
         }
     }
+}
 
-    fn buffer<T: Element>(
-        &self,
-        rng: &mut StdRng,
-        rows: usize,
-        cols: usize,
-        row_stride: usize,
-        offset: usize,
-    ) -> Vec<T> {
+/// Where a matrix is in its buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    pub offset: usize,
+    pub rows: usize,
+    pub cols: usize,
+    pub stride: usize,
+}
+
+impl Place {
+    /// Of values, and NaN before, between and behind them.
+    pub fn buffer<T: Element>(&self, values: Values, rng: &mut StdRng) -> Vec<T> {
         const GUARD: usize = 64;
-        let mut buffer = vec![T::from_f32(f32::NAN); offset + rows * row_stride + GUARD];
-        for row in buffer[offset..].chunks_mut(row_stride.max(1)).take(rows) {
-            row[..cols].fill_with(|| T::from_f32(self.value(rng)));
+        let mut buffer = vec![T::from_f32(f32::NAN); self.offset + self.rows * self.stride + GUARD];
+        for row in buffer[self.offset..].chunks_mut(self.stride.max(1)).take(self.rows) {
+            row[..self.cols].fill_with(|| T::from_f32(values.value(rng)));
         }
         buffer
+    }
+
+    /// Where an element is.
+    pub fn at(&self, row: usize, col: usize) -> usize {
+        self.offset + row * self.stride + col
+    }
+
+    pub fn row<T: Element>(&self, buffer: &[T], row: usize) -> Vec<f64> {
+        buffer[self.at(row, 0)..][..self.cols].iter().map(|value| f64::from(value.to_f32())).collect()
     }
 }
 
 impl<T: Element> World<T> {
     /// What the reference makes of the buffer `y`.
     pub fn expected(&self, case: &Case) -> Vec<Expected<T>> {
-        let mut expected: Vec<_> = self.y.iter().map(|&y| Expected::Exactly(y)).collect();
+        let mut expected: Vec<_> = self.y.iter().map(|&y| Expected::Untouched(y)).collect();
         for (token, slot) in self.slots.iter().enumerate() {
             let Some(adapter) = slot.index().and_then(|slot| self.adapters.get(slot)) else { continue };
             let mut out_start = case.y_offset + token * case.y_stride();
@@ -279,7 +307,9 @@ impl<T: Element> World<T> {
                 if let Some(deltas) = self.deltas(case, adapter, token, slice) {
                     for (out, delta) in deltas.into_iter().enumerate() {
                         let y = f64::from(self.y[out_start + out].to_f32());
-                        expected[out_start + out] = case.expect_sum(y, delta, self.max_rank);
+                        // Each of the at most K + r products and sums, and a few scalings, rounds once.
+                        let roundings = case.in_features() + self.max_rank + 8;
+                        expected[out_start + out] = expect_sum(case.values, y, delta, roundings);
                     }
                 }
                 out_start += out_features;
@@ -312,53 +342,64 @@ impl<T: Element> World<T> {
     }
 }
 
-impl Case {
-    fn expect_sum<T: Element>(&self, y: f64, delta: reference::Delta, max_rank: usize) -> Expected<T> {
-        let sum = y + delta.value;
-        if self.values == Values::Exact {
-            // Exact in f32, so that the only rounding is that of the store.
-            assert!(delta.magnitude < f64::from(1 << 24) && f64::from(sum as f32) == sum, "the case is not exact");
-            return Expected::Exactly(T::from_f32(sum as f32));
-        }
-        // Each of the at most K + r products and sums, and a few scalings, rounds once in f32; the store once in T, where the
-        // result may also fall among T's smallest numbers.
-        let roundings = (self.in_features() + max_rank + 8) as f64;
-        let sums = roundings * DType::F32.unit_roundoff() * (y.abs() + delta.magnitude);
-        // Kernels of the 16-bit types take A x as two bf16 terms, each of which rounds once.
-        let terms = if T::DTYPE == DType::F32 { 0.0 } else { DType::BF16.unit_roundoff().powi(2) * delta.magnitude };
-        let sums = sums + terms;
-        let store = T::DTYPE.unit_roundoff() * (sum.abs() + sums);
-        let smallest = if T::DTYPE == DType::F16 { 2.0_f64.powi(-25) } else { 2.0_f64.powi(-134) };
-        Expected::Within(sum, sums + store + smallest)
+/// What `y + delta` must be, after the roundings that whatever computes it may do in f32 and the one of the store.
+pub fn expect_sum<T: Element>(values: Values, y: f64, delta: reference::Delta, roundings: usize) -> Expected<T> {
+    let sum = y + delta.value;
+    if values == Values::Exact {
+        // Exact in f32, so that the only rounding is that of the store.
+        assert!(delta.magnitude < f64::from(1 << 24) && f64::from(sum as f32) == sum, "the case is not exact");
+        return Expected::Exactly(T::from_f32(sum as f32));
     }
+    expect_within(sum, error_of_sum::<T>(reference::Delta { magnitude: y.abs() + delta.magnitude, ..delta }, roundings))
 }
 
-/// Checks a whole buffer `y` against what it must hold.
-pub fn compare<T: Element>(case: &Case, got: &[T], expected: &[Expected<T>]) -> Result<(), TestCaseError> {
+/// How far from it a sum in f32 may be. Of `A x`, kernels of the 16-bit types take two bf16 terms, each of which rounds once.
+pub fn error_of_sum<T: Element>(sum: reference::Delta, roundings: usize) -> f64 {
+    let terms = if T::DTYPE == DType::F32 { 0.0 } else { DType::BF16.unit_roundoff().powi(2) };
+    (roundings as f64 * DType::F32.unit_roundoff() + terms) * sum.magnitude
+}
+
+/// What a value that is off by up to `error` must be, when it is rounded to T: to nearest, perhaps among T's smallest numbers.
+pub fn expect_within<T: Element>(value: f64, error: f64) -> Expected<T> {
+    let store = T::DTYPE.unit_roundoff() * (value.abs() + error);
+    let smallest = if T::DTYPE == DType::F16 { 2.0_f64.powi(-25) } else { 2.0_f64.powi(-134) };
+    Expected::Within(value, error + store + smallest)
+}
+
+/// Checks a whole buffer, whose matrix is at a place, against what it must hold.
+pub fn compare<T: Element>(
+    place: Place,
+    got: &[T],
+    expected: &[Expected<T>],
+    replay: &str,
+) -> Result<(), TestCaseError> {
     prop_assert_eq!(got.len(), expected.len());
     let bits = |value: &T| bytemuck::bytes_of(value).to_vec();
     for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
         let good = match expected {
-            Expected::Exactly(expected) => bits(got) == bits(expected) || zero(got) && zero(expected),
-            Expected::Within(value, bound) => (f64::from(got.to_f32()) - value).abs() <= *bound,
+            Expected::Exactly(expected) => {
+                bits(got) == bits(expected) || [got, expected].map(|v| v.to_f32()) == [0.0; 2]
+            }
+            Expected::Untouched(expected) => bits(got) == bits(expected),
+            Expected::Within(value, bound) => {
+                // What is next to the largest number may become infinite.
+                let end = T::from_f32((value + bound.copysign(*value)) as f32);
+                (f64::from(got.to_f32()) - value).abs() <= *bound || end.to_f32().is_infinite() && *got == end
+            }
         };
         if !good {
-            let at = index as isize - case.y_offset as isize;
-            let (row, col) = (at.div_euclid(case.y_stride() as isize), at.rem_euclid(case.y_stride() as isize));
+            let (at, stride) = (index as isize - place.offset as isize, place.stride as isize);
+            let (row, col) = (at.div_euclid(stride), at.rem_euclid(stride));
             let got = got.to_f32();
             let expected = match expected {
                 Expected::Exactly(value) => format!("exactly {}", value.to_f32()),
+                Expected::Untouched(value) => format!("{} as it was", value.to_f32()),
                 Expected::Within(value, bound) => format!("{value} ± {bound}"),
             };
-            return Err(TestCaseError::fail(format!("y[{row}, {col}] is {got}, not {expected}\n{}", case.replay())));
+            return Err(TestCaseError::fail(format!("y[{row}, {col}] is {got}, not {expected}\n{replay}")));
         }
     }
     Ok(())
-}
-
-/// A sum of exact products is zero of either sign, depending on the order. Only a computed element may be one.
-fn zero<T: Element>(value: &T) -> bool {
-    value.to_f32() == 0.0
 }
 
 /// How large the cases are.
@@ -429,5 +470,5 @@ pub trait Subject {
 /// Runs a case and compares the answer with the reference's.
 pub fn check<T: Element>(subject: &mut impl Subject, case: &Case) -> Result<(), TestCaseError> {
     let world = case.world::<T>();
-    compare(case, &subject.run(case, &world), &world.expected(case))
+    compare(case.y_place(), &subject.run(case, &world), &world.expected(case), &case.replay())
 }

@@ -2,3 +2,4 @@
 #![allow(dead_code, unreachable_pub, reason = "not every binary uses all of it")]
 
 pub mod cases;
+pub mod experts;

@@ -2,40 +2,54 @@
 //!
 //! The example is found as `process` says: on a machine without the repository, by `ARIL_QWEN3_BIN` and `ARIL_FIXTURES`.
 
-#[path = "../qwen3/goldens.rs"]
-mod shared;
-
 use cudarc::driver::result;
 
 use crate::{
     device::Gpu,
+    moe,
     process::{fixture, qwen3},
+    shared,
 };
 
 const DEVICE: &str = "cuda";
 
+/// Those of models with experts that run on the GPU: not yet the adapters of experts.
+const ADAPTERS: [&str; 1] = ["attention"];
+
 #[test]
 #[ignore = "needs a GPU"]
 fn f32_reproduces_the_goldens() {
-    shared::f32_reproduces_the_goldens(DEVICE);
+    shared::f32_reproduces_the_goldens(DEVICE, &shared::DENSE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn bf16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "bf16");
+    shared::reproduces_within_rounding(DEVICE, "bf16", &shared::DENSE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn f16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "f16");
+    shared::reproduces_within_rounding(DEVICE, "f16", &shared::DENSE);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn base_models_reproduce_the_goldens() {
+    shared::some_reproduce_the_goldens(DEVICE, &shared::DENSE, &[]);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn models_with_experts_reproduce_the_goldens() {
+    shared::some_reproduce_the_goldens(DEVICE, &shared::MOE, &ADAPTERS);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn every_adapter_changes_what_the_base_model_says() {
-    shared::every_adapter_changes_what_the_base_model_says(DEVICE);
+    shared::every_adapter_changes_what_the_base_model_says(DEVICE, &shared::DENSE);
 }
 
 /// Of a batch without adapters only: cuBLASLt's bits depend on the shape of the batch.
@@ -63,6 +77,24 @@ fn base_requests_keep_every_bit_beside_adapters() {
         assert!(output.status.success(), "{stderr}");
         assert!(stdout.contains("Base model: 1 of 1 requests have the very bits"), "{stdout}");
     }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn groups_of_128_are_what_they_unpack_to() {
+    moe::groups_of_128_are_what_they_unpack_to(DEVICE, shared::F32_TOLERANCE);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn int4_differs_by_the_rounding_of_its_weights_alone() {
+    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, &ADAPTERS, shared::F32_TOLERANCE);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn experts_are_those_of_the_cpu() {
+    moe::experts_are_those_of_the_cpu(DEVICE);
 }
 
 #[test]

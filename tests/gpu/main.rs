@@ -18,12 +18,18 @@ mod adapters;
 mod common;
 mod contention;
 mod device;
+#[path = "../qwen3/files.rs"]
+mod files;
 mod goldens;
 mod graph;
 mod hot_path;
+#[path = "../qwen3/moe.rs"]
+mod moe;
 mod operations;
 #[path = "../qwen3/mod.rs"]
 mod process;
 mod routing;
 mod safe_door;
+#[path = "../qwen3/goldens.rs"]
+mod shared;
 mod weights;

@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    path::PathBuf,
     sync::{Arc, Mutex, OnceLock},
 };
 
@@ -14,61 +15,83 @@ use serde_json::{Value, json};
 use crate::process::{fixture, qwen3};
 
 /// The most that HF's own f32 logits may differ.
-const F32_TOLERANCE: f32 = 1e-3;
+pub(crate) const F32_TOLERANCE: f32 = 1e-3;
 
 /// What an adapter that does anything at all moves the logits by.
-const FLOOR: f32 = 0.5;
+pub(crate) const FLOOR: f32 = 0.5;
 
-pub(crate) const BATCHES: [&str; 4] = ["base-only", "mixed", "one-question", "untied"];
+pub(crate) const DENSE: [&str; 4] = ["base-only", "mixed", "one-question", "untied"];
 
-pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
-    for batch in BATCHES {
-        let expected = golden(batch, "f32");
-        let answers = answers(device, batch, "f32");
-        assert_eq!(answers.len(), expected.len());
-        for (index, (answer, golden)) in answers.iter().zip(&expected).enumerate() {
-            assert_eq!(answer.tokens, golden.tokens, "{batch}, request {index}");
-            let difference = largest_difference(&answer.logits, &golden.logits);
-            assert!(difference <= F32_TOLERANCE, "{batch}, request {index}: logits differ by {difference}");
-        }
-        report(device, batch, "f32", &answers, &expected);
+/// Those of a model with experts, and of the same with weights in 4 bits.
+pub(crate) const MOE: [&str; 2] = ["moe", "moe-int4"];
+
+pub(crate) fn f32_reproduces_the_goldens(device: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
+        hold_f32(device, batch, &answers(device, batch, "f32"), &golden(batch, "f32"));
     }
 }
 
 /// Rounding takes each side from the exact logits by no more than the tolerance of `--verify`, so the two by twice that. A token
 /// may be another only where theirs leads by less: a tie.
-pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
-    for batch in BATCHES {
-        let expected = golden(batch, dtype);
-        let answers = answers(device, batch, dtype);
-        assert_eq!(answers.len(), expected.len());
-        for (index, (answer, golden)) in answers.iter().zip(&expected).enumerate() {
-            let bound = 2.0 * answer.tolerance;
-            let steps = answer.logits.chunks_exact(answer.vocab).zip(golden.logits.chunks_exact(golden.vocab));
-            for (step, (logits, theirs)) in steps.enumerate() {
-                let difference = largest_difference(logits, theirs);
-                assert!(
-                    difference <= bound,
-                    "{batch}.{dtype}, request {index}, step {step}: logits differ by {difference}, more than {bound}"
-                );
-                if answer.tokens.get(step) != golden.tokens.get(step) {
-                    let lead = lead(theirs);
-                    assert!(
-                        lead <= 2.0 * bound,
-                        "{batch}.{dtype}, request {index}, step {step}: a lead of {lead} lost"
-                    );
-                    println!("{batch}.{dtype} on {device}, request {index}: a tie at step {step}, {lead} apart");
-                    // What follows was asked of another text.
-                    break;
-                }
-            }
-        }
-        report(device, batch, dtype, &answers, &expected);
+pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
+        hold_rounded(device, batch, dtype, &answers(device, batch, dtype), &golden(batch, dtype));
     }
 }
 
-pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static str) {
-    for batch in BATCHES {
+/// The requests of these adapters and of none, on a model that has no others.
+pub(crate) fn some_reproduce_the_goldens(device: &'static str, batches: &[&'static str], adapters: &[&str]) {
+    for &batch in batches {
+        let (places, requests) = requests_of(batch, adapters);
+        let (model, folder) = models(batch);
+        let adapters: Vec<PathBuf> = adapters.iter().map(|adapter| fixture(folder).join(adapter)).collect();
+        for dtype in ["f32", "bf16", "f16"] {
+            let answers = run(device, model, &adapters, dtype, &requests, true);
+            let mut golden: Vec<_> = golden(batch, dtype).into_iter().map(Some).collect();
+            let expected: Vec<_> = places.iter().filter_map(|&index| golden[index].take()).collect();
+            match dtype {
+                "f32" => hold_f32(device, batch, &answers, &expected),
+                _ => hold_rounded(device, batch, dtype, &answers, &expected),
+            }
+        }
+    }
+}
+
+fn hold_f32(device: &str, batch: &str, answers: &[Answer], expected: &[Answer]) {
+    assert_eq!(answers.len(), expected.len());
+    for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
+        assert_eq!(answer.tokens, golden.tokens, "{batch}, request {index}");
+        let difference = largest_difference(&answer.logits, &golden.logits);
+        assert!(difference <= F32_TOLERANCE, "{batch}, request {index}: logits differ by {difference}");
+    }
+    report(device, batch, "f32", answers, expected);
+}
+
+fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
+    assert_eq!(answers.len(), expected.len());
+    for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
+        let bound = 2.0 * answer.tolerance;
+        let steps = answer.logits.chunks_exact(answer.vocab).zip(golden.logits.chunks_exact(golden.vocab));
+        for (step, (logits, theirs)) in steps.enumerate() {
+            let difference = largest_difference(logits, theirs);
+            assert!(
+                difference <= bound,
+                "{batch}.{dtype}, request {index}, step {step}: logits differ by {difference}, more than {bound}"
+            );
+            if answer.tokens.get(step) != golden.tokens.get(step) {
+                let lead = lead(theirs);
+                assert!(lead <= 2.0 * bound, "{batch}.{dtype}, request {index}, step {step}: a lead of {lead} lost");
+                println!("{batch}.{dtype} on {device}, request {index}: a tie at step {step}, {lead} apart");
+                // What follows was asked of another text.
+                break;
+            }
+        }
+    }
+    report(device, batch, dtype, answers, expected);
+}
+
+pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static str, batches: &[&'static str]) {
+    for &batch in batches {
         let requests = requests(batch);
         let answers = answers(device, batch, "bf16");
         let prompt = |request: &Value| (request["prompt"].clone(), request["token_ids"].clone());
@@ -85,11 +108,9 @@ pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static st
 
 pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &'static str, batches: &[&'static str]) {
     for &batch in batches {
-        let requests = requests(batch);
         let with = answers(device, batch, "bf16");
-        let base: Vec<usize> = (0..requests.len()).filter(|&index| requests[index]["adapter"].is_null()).collect();
-        let only: Vec<Value> = base.iter().map(|&index| requests[index].clone()).collect();
-        let without = run(device, models(batch).0, None, "bf16", &only, false);
+        let (base, requests) = requests_of(batch, &[]);
+        let without = run(device, models(batch).0, &[], "bf16", &requests, false);
         for (index, without) in base.iter().zip(&without) {
             assert!(with[*index].is_identical(without), "{batch}, request {index}");
         }
@@ -106,7 +127,7 @@ pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
         ask(Some("r8-all"), 2.0),
         json!({ "adapter": "r8-all", "prompt": "Name a fruit." }),
     ];
-    let [base, zero, one, two, plain] = &run(device, "qwen3", Some("adapters"), "f32", &requests, false)[..] else {
+    let [base, zero, one, two, plain] = &run(device, "qwen3", &all_in("adapters"), "f32", &requests, false)[..] else {
         unreachable!("five requests have five answers")
     };
     assert!(zero.is_identical(base));
@@ -117,10 +138,10 @@ pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
 /// What a request got, or should.
 pub(crate) struct Answer {
     tokens: Vec<u32>,
-    logits: Vec<f32>,
-    vocab: usize,
+    pub(crate) logits: Vec<f32>,
+    pub(crate) vocab: usize,
     /// Of `--verify`, if it ran.
-    tolerance: f32,
+    pub(crate) tolerance: f32,
 }
 
 impl Answer {
@@ -135,9 +156,20 @@ pub(crate) fn requests(batch: &str) -> Vec<Value> {
     serde_json::from_str(&text).expect("the batch is JSON")
 }
 
+/// The requests of a batch that have one of these adapters or none, and their places in it.
+pub(crate) fn requests_of(batch: &str, adapters: &[&str]) -> (Vec<usize>, Vec<Value>) {
+    let has_one = |request: &Value| request["adapter"].as_str().is_none_or(|adapter| adapters.contains(&adapter));
+    requests(batch).into_iter().enumerate().filter(|(_, request)| has_one(request)).unzip()
+}
+
 /// A batch's model and its folder of adapters.
-fn models(batch: &str) -> (&'static str, &'static str) {
-    if batch == "untied" { ("qwen3-untied", "adapters-untied") } else { ("qwen3", "adapters") }
+pub(crate) fn models(batch: &str) -> (&'static str, &'static str) {
+    match batch {
+        "untied" => ("qwen3-untied", "adapters-untied"),
+        "moe" => ("qwen3-moe", "adapters-moe"),
+        "moe-int4" => ("qwen3-moe-int4", "adapters-moe"),
+        _ => ("qwen3", "adapters"),
+    }
 }
 
 /// What the example answers to a batch, verified. Each is run once, for all tests.
@@ -146,14 +178,20 @@ pub(crate) fn answers(device: &'static str, batch: &'static str, dtype: &'static
     static RUNS: Mutex<BTreeMap<(&str, &str, &str), Run>> = Mutex::new(BTreeMap::new());
     let run_once = RUNS.lock().expect("no test fails here").entry((device, batch, dtype)).or_default().clone();
     let (model, adapters) = models(batch);
-    run_once.get_or_init(|| Arc::new(run(device, model, Some(adapters), dtype, &requests(batch), true))).clone()
+    run_once.get_or_init(|| Arc::new(run(device, model, &all_in(adapters), dtype, &requests(batch), true))).clone()
 }
 
-/// Runs the example, all adapters of a folder loaded.
+/// The adapters in a folder.
+pub(crate) fn all_in(folder: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(fixture(folder)).expect("the adapters are there");
+    entries.map(|entry| entry.expect("the adapters can be listed").path()).collect()
+}
+
+/// Runs the example with these adapters loaded, each under its folder's name.
 pub(crate) fn run(
     device: &str,
     model: &str,
-    adapters: Option<&str>,
+    adapters: &[PathBuf],
     dtype: &str,
     requests: &[Value],
     verify: bool,
@@ -166,9 +204,9 @@ pub(crate) fn run(
     args.extend(verify.then(|| "--verify".into()));
     args.extend(["--dtype", dtype, "--max-new-tokens", "12", "--requests"].map(String::from));
     args.extend([requests_file.display().to_string(), "--logits".into(), logits_file.display().to_string()]);
-    for entry in adapters.into_iter().flat_map(|dir| fs::read_dir(fixture(dir)).expect("the adapters are there")) {
-        let entry = entry.expect("the adapters can be listed");
-        args.extend(["--adapter".into(), format!("{}={}", entry.file_name().display(), entry.path().display())]);
+    for adapter in adapters {
+        let name = adapter.file_name().expect("an adapter has a folder of its own");
+        args.extend(["--adapter".into(), format!("{}={}", name.display(), adapter.display())]);
     }
     let output = qwen3(&args);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -215,7 +253,7 @@ fn read(bytes: &[u8], prefix: &str, suffix: &str) -> Vec<(usize, Vec<f32>)> {
     (0..).map_while(tensor).map(widen).collect()
 }
 
-fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     assert!(a.iter().chain(b).all(|logit| logit.is_finite()));
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)

@@ -1,0 +1,122 @@
+//! The experts of the base model on the GPU: what the router chose, and one launch for the product of all experts. Nothing on the
+//! host knows how many rows an expert has.
+
+use aril::Element;
+use cudarc::driver::{DeviceRepr, LaunchArgs, PushKernelArg as _};
+
+use super::{Cuda, Matrix, launch};
+use crate::{
+    error::Result,
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+};
+
+/// Rows and outputs of a tile: `kTileRows` and `kTileOuts` of `experts.cuh`.
+const TILE_ROWS: usize = 32;
+const TILE_OUTS: usize = 64;
+
+/// The experts that each token has chosen, and the routes in the order of experts.
+pub(crate) struct Routes {
+    /// `[tokens, top_k]`, -1 where a score is not a number.
+    #[expect(dead_code, reason = "what the adapters of experts take")]
+    pub(super) ids: Matrix<i32>,
+    /// `[tokens, top_k]`
+    pub(super) weights: Matrix<f32>,
+    /// `[tokens, top_k]`
+    pub(super) row_of_route: Matrix<i32>,
+    /// The token of each row.
+    pub(super) tokens: Matrix<i32>,
+    /// The first row of each expert, and the end of the last one's.
+    bounds: Matrix<i32>,
+}
+
+impl Routes {
+    pub(super) fn new<T: Element + DeviceRepr>(
+        device: &Cuda<T>,
+        scores: &Matrix<T>,
+        top_k: usize,
+        normalized: bool,
+    ) -> Result<Self> {
+        let (tokens, experts) = (scores.rows, scores.cols);
+        let routes = tokens * top_k;
+        let mut ids = device.alloc(tokens, top_k)?;
+        let mut weights = device.alloc(tokens, top_k)?;
+        let normalized = i32::from(normalized);
+        let mut kernel = device.kernel(&device.functions.choose_experts);
+        kernel.arg(&scores.data).arg(&mut ids.data).arg(&mut weights.data);
+        kernel.arg(&experts).arg(&top_k).arg(&normalized);
+        launch(kernel, tokens, 1)?;
+
+        let mut row_of_route = device.alloc(tokens, top_k)?;
+        let mut token_of_row = device.alloc(routes, 1)?;
+        let mut bounds = device.alloc(experts + 1, 1)?;
+        let mut kernel = device.kernel(&device.functions.sort_routes);
+        kernel.arg(&ids.data).arg(&mut row_of_route.data).arg(&mut token_of_row.data).arg(&mut bounds.data);
+        kernel.arg(&routes).arg(&experts).arg(&top_k);
+        launch(kernel, experts + 1, 1)?;
+        Ok(Self { ids, weights, row_of_route, tokens: token_of_row, bounds })
+    }
+}
+
+pub(super) fn new<T: Element + DeviceRepr>(
+    device: &Cuda<T>,
+    shape: ExpertsShape,
+    weights: ExpertWeights<T>,
+) -> Result<Box<dyn GroupedGemm<Cuda<T>>>> {
+    let rows = shape.experts * shape.out_features;
+    Ok(match weights {
+        ExpertWeights::Plain(values) => {
+            Box::new(Plain { shape, weights: device.upload(rows, shape.in_features, &values)? })
+        }
+        ExpertWeights::Int4(int4) => Box::new(Int4 {
+            shape,
+            group: int4.group,
+            words: device.upload(rows, int4.words.len() / rows, &int4.words)?,
+            scales: device.upload(rows, int4.scales.len() / rows, &int4.scales)?,
+        }),
+    })
+}
+
+struct Plain<T> {
+    shape: ExpertsShape,
+    weights: Matrix<T>,
+}
+
+struct Int4 {
+    shape: ExpertsShape,
+    group: usize,
+    words: Matrix<u32>,
+    scales: Matrix<f32>,
+}
+
+impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
+    fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
+        let mut kernel = device.kernel(&device.functions.grouped_gemm);
+        kernel.arg(&x.data).arg(&self.weights.data);
+        multiply(device, kernel, x.rows, self.shape, routes)
+    }
+}
+
+impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
+    fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
+        let mut kernel = device.kernel(&device.functions.grouped_gemm_int4);
+        kernel.arg(&x.data).arg(&self.words.data).arg(&self.scales.data).arg(&self.group);
+        multiply(device, kernel, x.rows, self.shape, routes)
+    }
+}
+
+/// Enqueues a grouped GEMM that has its factors, of so many rows.
+fn multiply<T: Element + DeviceRepr>(
+    device: &Cuda<T>,
+    kernel: LaunchArgs<'_>,
+    rows: usize,
+    ExpertsShape { experts, out_features, in_features }: ExpertsShape,
+    routes: &Routes,
+) -> Result<Matrix<T>> {
+    let mut y = device.alloc(rows, out_features)?;
+    // Only the last tile of an expert is not full.
+    let tiles = rows / TILE_ROWS + rows.min(experts);
+    let mut kernel = kernel;
+    kernel.arg(&routes.bounds.data).arg(&mut y.data).arg(&experts).arg(&out_features).arg(&in_features);
+    launch(kernel, tiles, out_features.div_ceil(TILE_OUTS))?;
+    Ok(y)
+}

@@ -1,0 +1,76 @@
+//! The experts of the base model: two ways to store their weights, behind one trait that multiplies with them.
+//!
+//! LoRA knows nothing of this. What an adapter adds is the same on either base, so that the two differ by what rounding the
+//! weights to 4 bits took from them, and by nothing else.
+
+use crate::{device::Device, error::Result};
+
+/// One projection of all experts.
+pub(crate) trait GroupedGemm<D: Device> {
+    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each, in the order of the routes' rows: those
+    /// of an expert together.
+    fn run(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor>;
+}
+
+/// How many experts there are, and the shape of the weight of each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertsShape {
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU counts them"))]
+    pub(crate) experts: usize,
+    pub(crate) out_features: usize,
+    pub(crate) in_features: usize,
+}
+
+/// The weights of one projection of all experts, `[experts, out, in]`.
+#[derive(Debug)]
+pub(crate) enum ExpertWeights<T> {
+    Plain(Vec<T>),
+    Int4(Int4),
+}
+
+/// A matrix in 4 bits with sign, which compressed-tensors calls "pack-quantized": an element is its integer times the scale of
+/// its group, exactly, as no kernel rounds that product.
+#[derive(Clone, Debug)]
+pub(crate) struct Int4 {
+    /// Neighbours in a row that have one scale; rows are whole groups.
+    pub(crate) group: usize,
+    /// `[rows, cols / 8]`: the first of eight in the lowest bits, each plus 8.
+    pub(crate) words: Vec<u32>,
+    /// `[rows, cols / group]`
+    pub(crate) scales: Vec<f32>,
+}
+
+impl Int4 {
+    /// Elements in a word.
+    pub(crate) const PER_WORD: usize = 8;
+
+    /// The elements of consecutive groups.
+    pub(crate) fn values(&self) -> impl Iterator<Item = f32> {
+        let words = self.words.chunks_exact(self.group / Self::PER_WORD);
+        words
+            .zip(&self.scales)
+            .flat_map(|(words, &scale)| words.iter().flat_map(integers).map(move |integer| integer * scale))
+    }
+
+    /// The rows of both, this one's first.
+    pub(crate) fn append(&mut self, mut below: Self) {
+        self.words.append(&mut below.words);
+        self.scales.append(&mut below.scales);
+    }
+
+    /// The matrices of so many rows each, and of the rest, that stand one below the other.
+    pub(crate) fn split(&self, rows: usize, cols: usize) -> impl Iterator<Item = Self> {
+        let words = self.words.chunks(rows * cols / Self::PER_WORD);
+        let scales = self.scales.chunks(rows * cols / self.group);
+        words.zip(scales).map(|(words, scales)| Self {
+            group: self.group,
+            words: words.to_vec(),
+            scales: scales.to_vec(),
+        })
+    }
+}
+
+fn integers(word: &u32) -> impl Iterator<Item = f32> {
+    let word = *word;
+    (0..Int4::PER_WORD).map(move |place| (word >> (4 * place) & 0xf) as f32 - 8.0)
+}

@@ -1,0 +1,379 @@
+use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+
+use super::{Matrix, MatrixMut, WeightTable, activation};
+use crate::{
+    Element,
+    error::OperandError,
+    model::{Activation, ExpertsId, ExpertsSite, ModelSpec, ProjectionSite},
+    routing::{Batch, TopK},
+};
+
+/// The adapters of one layer's experts.
+///
+/// An engine computes gate_up, an activation, down and a combine for the experts that its router chose. This adds the adapters in
+/// one of several places, whichever the engine can reach:
+///
+/// | | of the base | replaces the base's |
+/// |---|---|---|
+/// | gate_up | [`add_gate_up_delta`](Self::add_gate_up_delta) behind it, [`write_gate_up_delta`](Self::write_gate_up_delta) before it | activation: [`activate`](Self::activate) |
+/// | down | [`add_down_delta`](Self::add_down_delta) behind it, [`write_down_delta`](Self::write_down_delta) before it, [`add_combined_delta`](Self::add_combined_delta) behind the combine | combine: [`combine`](Self::combine) |
+///
+/// Matrices of `[routes, ..]` have the rows that the [`TopK`] says. Token `t`'s adapter gives expert `e` the delta
+/// `scale · scaling · B (A x)` of its factors for `e`: with the batch's scale for `t`, and the scaling of the adapter's module. Of
+/// a route that is not here nothing is read, and nothing is written but by `write_gate_up_delta` and `write_down_delta`.
+///
+/// Where the experts' `inter` is cut over tensor-parallel ranks, each has its features of gate_up, and what comes after the
+/// activation is its partial sum: before the engine's all-reduce. Expert-parallel ranks likewise add up in the combine.
+///
+/// ```
+/// use aril::{
+///     DType, Slot,
+///     adapter::{Adapter, Tensor},
+///     cpu::{LoraExperts, Matrix, MatrixMut, WeightTable},
+///     model::{Activation, Experts, ModelSpec, TpRank},
+///     routing::{Batch, TopK},
+/// };
+///
+/// // Two experts of 2 features inside, in a model of 1; an adapter of rank 1 of the down of the second.
+/// let mut model = ModelSpec::new(TpRank::SINGLE);
+/// let id = model.experts(Experts::new("mlp.experts", 2, 1, 2))?;
+/// let tensor = |shape, values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
+/// let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 3}"#;
+/// let adapter = Adapter::from_tensors(config, [
+///     ("mlp.experts.1.down_proj.lora_A.weight".to_owned(), tensor([1, 2], &[1.0, 10.0])?),
+///     ("mlp.experts.1.down_proj.lora_B.weight".to_owned(), tensor([1, 1], &[2.0])?),
+/// ])?;
+/// let mut weights = WeightTable::<f32>::new(&model, 1, 8);
+/// weights.load(Slot::new(0), &adapter.plan(&model, DType::F32)?)?;
+///
+/// // A token with the adapter and one without, which both chose both experts.
+/// let slots = [Slot::new(0), Slot::BASE];
+/// let (batch, ids, router) = (Batch::new(&slots), [0, 1, 1, 0], [0.5; 4]);
+/// let top_k = TopK::new(&ids, 2)?.with_weights(&router)?;
+/// let experts = LoraExperts::new(&model, id);
+///
+/// // In the place of the activation: silu(gate) · up of each route.
+/// let (x, gate_up) = ([1.0; 2], [100.0, 0.0, 0.01, 7.0].repeat(4));
+/// let (x, gate_up) = (Matrix::new(&x, 2, 1)?, Matrix::new(&gate_up, 4, 4)?);
+/// let mut inter = [0.0; 4 * 2];
+/// experts.activate(x, gate_up, MatrixMut::new(&mut inter, 4, 2)?, Activation::Silu, &top_k, &weights, &batch)?;
+/// assert_eq!(inter, [1.0, 0.0].repeat(4)[..]);
+///
+/// // In the place of the combine: half of what the base's down made of each route, and of the delta of the second.
+/// let down = [4.0, 8.0, 8.0, 4.0];
+/// let (inter, down) = (Matrix::new(&inter, 4, 2)?, Matrix::new(&down, 4, 1)?);
+/// let mut out = [0.0; 2];
+/// experts.combine(inter, down, MatrixMut::new(&mut out, 2, 1)?, &top_k, &weights, &batch)?;
+/// assert_eq!(out, [6.0 + 0.5 * 3.0 * 2.0, 6.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+#[doc(alias = "FusedMoEWithLoRA")]
+pub struct LoraExperts {
+    site: ExpertsSite,
+}
+
+/// One projection of a step.
+struct Deltas<'a, T> {
+    projection: &'a ProjectionSite,
+    x: Matrix<'a, T>,
+    /// The row of `x` that a route's expert takes, and what it is multiplied by.
+    input: fn(&TopK<'_>, Route) -> (usize, f32),
+    top_k: &'a TopK<'a>,
+    weights: &'a WeightTable<T>,
+    batch: &'a Batch<'a>,
+}
+
+/// A route that has a row.
+#[derive(Clone, Copy)]
+struct Route {
+    number: usize,
+    token: usize,
+    row: usize,
+    /// None if it is not here.
+    expert: Option<usize>,
+}
+
+impl LoraExperts {
+    /// The experts `id` of `model`.
+    pub fn new(model: &ModelSpec, id: ExpertsId) -> Self {
+        Self { site: model[id].clone() }
+    }
+
+    /// Adds to the row of each route that is here what its token's adapter adds to gate and up of its expert. What has no adapter
+    /// keeps `y` bit for bit.
+    ///
+    /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
+    /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves). If the router's weights are
+    /// [on the input](TopK::on_input), `x` is without them, and the delta is multiplied by the route's.
+    ///
+    /// # Errors
+    /// If the operands don't fit the experts, the batch and its routes; then `y` is as it was.
+    pub fn add_gate_up_delta<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        y: MatrixMut<'_, T>,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        self.add(&self.gate_up(x, top_k, weights, batch)?, y, false)
+    }
+
+    /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice
+    /// that has no adapter or is not here: for a base GEMM that adds its product to what `y` holds. Rows that no route has are
+    /// left as they are.
+    ///
+    /// # Errors
+    /// As for `add_gate_up_delta`.
+    pub fn write_gate_up_delta<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        y: MatrixMut<'_, T>,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        self.add(&self.gate_up(x, top_k, weights, batch)?, y, true)
+    }
+
+    /// The activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route that
+    /// is here, whether its token has an adapter or not. It takes the place of the base's activation, and spares a pass over `y`.
+    /// Computed in `f32`, rounded once.
+    ///
+    /// `x` is `[tokens, hidden]` and `y`, of the base's gate_up, `[routes, gate_up]`, as for
+    /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`.
+    ///
+    /// # Errors
+    /// If the operands don't fit the experts, the batch and its routes, or the activation needs a gate that the experts do not have;
+    /// then `out` is as it was.
+    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
+    #[doc(alias = "silu_and_mul")]
+    pub fn activate<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        y: Matrix<'_, T>,
+        mut out: MatrixMut<'_, T>,
+        activation: Activation,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        let deltas = self.gate_up(x, top_k, weights, batch)?;
+        y.check_as("y", top_k.num_routes(), self.site.gate_up().out_features())?;
+        out.check_as("out", top_k.num_routes(), self.site.down().in_features())?;
+        self.site.check_activation(activation)?;
+        let (gate, up) = self.site.gate_and_up();
+        let place = |slice| self.site.gate_up().columns(slice);
+        let (gate, up) = (gate.map(place), place(up));
+        out.rows_mut().zip(self.by_row(top_k)).for_each(|(out, route)| {
+            let Some(route) = route.filter(|route| route.expert.is_some()) else { return };
+            let sums = deltas.sum(route, y);
+            for (feature, out) in out.iter_mut().enumerate() {
+                let value = |(first, step)| sums[first + feature * step];
+                *out = T::from_f32(activation::apply(activation, gate.map(value), value(up)));
+            }
+        });
+        Ok(())
+    }
+
+    /// Adds to the row of each route that is here what its token's adapter adds to down of its expert. What has no adapter keeps
+    /// `y` bit for bit.
+    ///
+    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`, before the combine and without its weights.
+    ///
+    /// # Errors
+    /// If the operands don't fit the experts, the batch and its routes; then `y` is as it was.
+    pub fn add_down_delta<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        y: MatrixMut<'_, T>,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        self.add(&self.down(x, top_k, weights, batch)?, y, false)
+    }
+
+    /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
+    /// or is not here: for a base GEMM that adds its product to what `y` holds. Rows that no route has are left as they are.
+    ///
+    /// # Errors
+    /// As for `add_down_delta`.
+    pub fn write_down_delta<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        y: MatrixMut<'_, T>,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        self.add(&self.down(x, top_k, weights, batch)?, y, true)
+    }
+
+    /// Adds the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
+    /// multiplied by what the route [weighs](TopK::output_weight). What has no adapter keeps `y` bit for bit.
+    ///
+    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// If the operands don't fit the experts, the batch and its routes; then `y` is as it was.
+    pub fn add_combined_delta<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        mut y: MatrixMut<'_, T>,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        let deltas = self.down(x, top_k, weights, batch)?;
+        y.check(top_k.num_tokens(), self.site.down().out_features())?;
+        y.rows_mut().enumerate().for_each(|(token, y)| {
+            let mut sums = vec![0.0; y.len()];
+            let mut has_any = false;
+            for route in self.of_token(top_k, token) {
+                let weight = top_k.output_weight(route.number);
+                deltas.each(route, |column, delta| {
+                    sums[column] += weight * delta;
+                    has_any = true;
+                });
+            }
+            if has_any {
+                y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::from_f32(y.to_f32() + sum));
+            }
+        });
+        Ok(())
+    }
+
+    /// The combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here of
+    /// `y[row] + delta`, each multiplied by what the route [weighs](TopK::output_weight), and zero if none is. For every token,
+    /// whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
+    ///
+    /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
+    /// weights; `out` is `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// If the operands don't fit the experts, the batch and its routes; then `out` is as it was.
+    #[doc(alias = "moe_sum")]
+    #[doc(alias = "finalize")]
+    pub fn combine<T: Element>(
+        &self,
+        x: Matrix<'_, T>,
+        y: Matrix<'_, T>,
+        mut out: MatrixMut<'_, T>,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        let deltas = self.down(x, top_k, weights, batch)?;
+        y.check_as("y", top_k.num_routes(), self.site.down().out_features())?;
+        out.check_as("out", top_k.num_tokens(), self.site.down().out_features())?;
+        out.rows_mut().enumerate().for_each(|(token, out)| {
+            let mut sums = vec![0.0; out.len()];
+            for route in self.of_token(top_k, token).filter(|route| route.expert.is_some()) {
+                let weight = top_k.output_weight(route.number);
+                sums.iter_mut().zip(deltas.sum(route, y)).for_each(|(sum, value)| *sum += weight * value);
+            }
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::from_f32(sum));
+        });
+        Ok(())
+    }
+
+    fn gate_up<'a, T: Element>(
+        &'a self,
+        x: Matrix<'a, T>,
+        top_k: &'a TopK<'a>,
+        weights: &'a WeightTable<T>,
+        batch: &'a Batch<'a>,
+    ) -> Result<Deltas<'a, T>, OperandError> {
+        x.check(top_k.num_tokens(), self.site.gate_up().in_features())?;
+        self.check(top_k, weights, batch)?;
+        let input = |top_k: &TopK<'_>, route: Route| (route.token, top_k.input_weight(route.number));
+        Ok(Deltas { projection: self.site.gate_up(), x, input, top_k, weights, batch })
+    }
+
+    fn down<'a, T: Element>(
+        &'a self,
+        x: Matrix<'a, T>,
+        top_k: &'a TopK<'a>,
+        weights: &'a WeightTable<T>,
+        batch: &'a Batch<'a>,
+    ) -> Result<Deltas<'a, T>, OperandError> {
+        x.check(top_k.num_routes(), self.site.down().in_features())?;
+        self.check(top_k, weights, batch)?;
+        let input = |_: &TopK<'_>, route: Route| (route.row, 1.0);
+        Ok(Deltas { projection: self.site.down(), x, input, top_k, weights, batch })
+    }
+
+    fn check<T: Element>(
+        &self,
+        top_k: &TopK<'_>,
+        weights: &WeightTable<T>,
+        batch: &Batch<'_>,
+    ) -> Result<(), OperandError> {
+        top_k.check_tokens(batch.num_tokens())?;
+        if self.site.is_in(weights.model()) { Ok(()) } else { Err(OperandError::Model) }
+    }
+
+    /// Adds deltas to the rows of their routes, or sets these to them.
+    fn add<T: Element>(
+        &self,
+        deltas: &Deltas<'_, T>,
+        mut y: MatrixMut<'_, T>,
+        overwrites: bool,
+    ) -> Result<(), OperandError> {
+        y.check(deltas.top_k.num_routes(), deltas.projection.out_features())?;
+        y.rows_mut().zip(self.by_row(deltas.top_k)).for_each(|(y, route)| {
+            let Some(route) = route else { return };
+            if overwrites {
+                y.fill(T::default());
+            }
+            deltas.each(route, |column, delta| y[column] = T::from_f32(y[column].to_f32() + delta));
+        });
+        Ok(())
+    }
+
+    /// What each row of the `[routes, ..]` matrices is of.
+    fn by_row(&self, top_k: &TopK<'_>) -> Vec<Option<Route>> {
+        let mut routes = vec![None; top_k.num_routes()];
+        for route in (0..top_k.num_routes()).filter_map(|number| self.route(top_k, number)) {
+            routes[route.row] = Some(route);
+        }
+        routes
+    }
+
+    fn of_token<'a>(&'a self, top_k: &'a TopK<'_>, token: usize) -> impl Iterator<Item = Route> + 'a {
+        let numbers = token * top_k.top_k()..(token + 1) * top_k.top_k();
+        numbers.filter_map(|number| self.route(top_k, number))
+    }
+
+    fn route(&self, top_k: &TopK<'_>, number: usize) -> Option<Route> {
+        let expert = top_k.expert(number, self.site.held().len());
+        Some(Route { number, token: number / top_k.top_k(), row: top_k.row(number)?, expert })
+    }
+}
+
+impl<T: Element> Deltas<'_, T> {
+    /// Calls `put` with each output that the adapter of a route's token adds something to, and what that is.
+    fn each(&self, route: Route, mut put: impl FnMut(usize, f32)) {
+        let Some(expert) = route.expert else { return };
+        let (row, weight) = (self.input)(self.top_k, route);
+        for slice in 0..self.projection.num_slices() {
+            let entry = self.projection.expert_entry(expert) + slice;
+            let Some(factors) = self.weights.factors(self.batch.slots()[route.token], entry) else { continue };
+            let mut v = vec![0.0; factors.rank()];
+            factors.shrink(self.x.row(row), &mut v);
+            let (first, step) = self.projection.columns(slice);
+            let scale = self.batch.scale(route.token) * weight;
+            let features = self.projection.out_features() / self.projection.num_slices();
+            factors.delta(&v, scale, features, |feature, delta| put(first + feature * step, delta));
+        }
+    }
+
+    /// The row of `y` of a route, and its delta.
+    fn sum(&self, route: Route, y: Matrix<'_, T>) -> Vec<f32> {
+        let mut sums: Vec<f32> = y.row(route.row).iter().map(|y| y.to_f32()).collect();
+        self.each(route, |column, delta| sums[column] += delta);
+        sums
+    }
+}

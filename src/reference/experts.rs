@@ -1,0 +1,66 @@
+//! What is of experts alone: what stands where, the activation, the combine. The deltas themselves are those of
+//! [`linear`](super::linear) layers.
+
+use std::f64::consts::{FRAC_1_SQRT_2, PI};
+
+use super::Delta;
+use crate::model::{Activation, Halves};
+
+/// Where feature `feature` of `inter` of gate and of up is in the output of gate_up.
+pub fn columns(halves: Halves, inter: usize, feature: usize) -> [usize; 2] {
+    match halves {
+        Halves::GateUp => [feature, inter + feature],
+        Halves::UpGate => [inter + feature, feature],
+        Halves::Interleaved => [2 * feature, 2 * feature + 1],
+    }
+}
+
+/// The activation of one feature. Without a gate it is the gate's function, of up.
+pub fn activation(activation: Activation, gate: Option<f64>, up: f64) -> f64 {
+    let Some(gate) = gate else { return gate_function(activation, up) };
+    match activation {
+        Activation::SwigluOai { limit, .. } => {
+            let limit = f64::from(limit);
+            gate_function(activation, gate) * (up.min(limit).max(-limit) + 1.0)
+        }
+        _ => gate_function(activation, gate) * up,
+    }
+}
+
+/// The sum of what several experts gave for one token, each multiplied by its weight.
+pub fn combine(weights: &[f64], outputs: &[Vec<Delta>]) -> Vec<Delta> {
+    let sum = |feature: usize| {
+        let terms = || weights.iter().zip(outputs).map(|(weight, output)| (weight, output[feature]));
+        Delta {
+            value: terms().map(|(weight, output)| weight * output.value).sum(),
+            magnitude: terms().map(|(weight, output)| weight.abs() * output.magnitude).sum(),
+        }
+    };
+    (0..outputs.first().map_or(0, Vec::len)).map(sum).collect()
+}
+
+fn gate_function(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::Gelu => x * (1.0 + erf(x * FRAC_1_SQRT_2)) / 2.0,
+        Activation::GeluTanh => x * (1.0 + ((2.0 / PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh()) / 2.0,
+        Activation::Relu2 => x.max(0.0).powi(2),
+        Activation::Silu => x * sigmoid(x),
+        Activation::SwigluOai { alpha, limit } => {
+            let x = x.min(f64::from(limit));
+            x * sigmoid(f64::from(alpha) * x)
+        }
+    }
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// `2 / √π · exp(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (1 · 3 · … · (2n + 1))`, whose terms all have the same sign. It is 1 in `f64` from 6 on.
+fn erf(x: f64) -> f64 {
+    if x.abs() > 6.0 {
+        return x.signum();
+    }
+    let terms = (1..200).scan(x, |term, n| Some(std::mem::replace(term, *term * 2.0 * x * x / f64::from(2 * n + 1))));
+    2.0 / PI.sqrt() * (-x * x).exp() * terms.sum::<f64>()
+}

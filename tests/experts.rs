@@ -1,0 +1,550 @@
+//! The CPU's operations on experts against the reference, and laws that they have in common.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+mod common;
+
+use aril::{
+    DType, Element, Slot,
+    adapter::{Adapter, Tensor},
+    cpu::{LoraExperts, Matrix, MatrixMut, WeightTable},
+    error::OperandError,
+    model::{Activation, Experts, ExpertsId, ModelSpec, TpRank},
+    reference::experts::activation as activated,
+    routing::{Batch, TopK},
+};
+use common::{
+    cases::{Place, Values},
+    experts::{Act, Case, DOWN, GATE, Op, Order, Pair, Shape, Sizes, Subject, UP, World, cases, check, halved},
+};
+use proptest::prelude::*;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+struct Cpu;
+
+fn table<T: Element>(model: &ModelSpec, adapters: &[Adapter], num_slots: usize, max_rank: usize) -> WeightTable<T> {
+    let mut weights = WeightTable::<T>::new(model, num_slots, max_rank);
+    for (slot, adapter) in adapters.iter().enumerate() {
+        weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
+    }
+    weights
+}
+
+fn matrix<T: Element>(buffer: &[T], place: Place) -> Matrix<'_, T> {
+    Matrix::strided(&buffer[place.offset..], place.rows, place.cols, place.stride).unwrap()
+}
+
+fn matrix_mut<T: Element>(buffer: &mut [T], place: Place) -> MatrixMut<'_, T> {
+    MatrixMut::strided(&mut buffer[place.offset..], place.rows, place.cols, place.stride).unwrap()
+}
+
+/// An operation on `x` and, if it reads and does not write that, `y`.
+fn launch<T: Element>(
+    experts: &LoraExperts,
+    op: Op,
+    [x, y]: [Matrix<'_, T>; 2],
+    target: MatrixMut<'_, T>,
+    top_k: &TopK<'_>,
+    weights: &WeightTable<T>,
+    batch: &Batch<'_>,
+) -> Result<(), OperandError> {
+    match op {
+        Op::AddGateUp => experts.add_gate_up_delta(x, target, top_k, weights, batch),
+        Op::WriteGateUp => experts.write_gate_up_delta(x, target, top_k, weights, batch),
+        Op::Activate(act) => experts.activate(x, y, target, act.activation(), top_k, weights, batch),
+        Op::AddDown => experts.add_down_delta(x, target, top_k, weights, batch),
+        Op::WriteDown => experts.write_down_delta(x, target, top_k, weights, batch),
+        Op::AddCombined => experts.add_combined_delta(x, target, top_k, weights, batch),
+        Op::Combine => experts.combine(x, y, target, top_k, weights, batch),
+    }
+}
+
+impl Subject for Cpu {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        let weights = table(&world.model, &world.adapters, world.num_slots, world.max_rank);
+        let experts = LoraExperts::new(&world.model, world.id);
+        let (top_k, batch) = (world.top_k(case), world.batch());
+        let (x, y, mut buffer) = (matrix(&world.x, case.x()), matrix(&world.y, case.y()), world.target(case).to_vec());
+        let target = matrix_mut(&mut buffer, case.target());
+        launch(&experts, case.op, [x, y], target, &top_k, &weights, &batch).unwrap();
+        buffer
+    }
+}
+
+/// Where the operation writes what it makes of a token.
+fn rows_of(case: &Case, token: usize) -> Vec<usize> {
+    match case.op {
+        Op::AddCombined | Op::Combine => vec![token],
+        _ => (token * case.top_k..(token + 1) * case.top_k).filter_map(|route| case.row(route)).collect(),
+    }
+}
+
+proptest! {
+    #[test]
+    fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
+        let case = Case::from_environment().unwrap_or(case);
+        for_dtype!(case, check(&mut Cpu, &case))?;
+    }
+
+    /// A token's result has the same bits with all others base as in any batch.
+    #[test]
+    fn cpu_is_batch_invariant(case in cases(Sizes::SMALL), token: prop::sample::Index) {
+        fn run<T: Element>(case: &Case, token: prop::sample::Index) -> Result<(), TestCaseError> {
+            let together = Cpu.run::<T>(case, &case.world());
+            if case.num_tokens() > 0 {
+                let token = token.index(case.num_tokens());
+                let mut slots = vec![-1; case.num_tokens()];
+                slots[token] = case.slots[token];
+                let alone = Case { slots, ..case.clone() };
+                let alone = Cpu.run::<T>(&alone, &alone.world());
+                for row in rows_of(case, token) {
+                    let bits = |buffer: &[T]| {
+                        bytemuck::cast_slice::<T, u8>(&buffer[case.target().at(row, 0)..][..case.target().cols]).to_vec()
+                    };
+                    prop_assert!(bits(&together) == bits(&alone), "token {token}\n{}", case.replay());
+                }
+            }
+            Ok(())
+        }
+        for_dtype!(case, run(&case, token))?;
+    }
+
+    /// What all experts share is what each has alike.
+    #[test]
+    fn a_shared_factor_is_one_that_is_repeated(case in cases(Sizes::SMALL)) {
+        fn run<T: Element>(case: &Case) -> Result<(), TestCaseError> {
+            let [shared, repeated] = [true, false].map(|stacked| {
+                let mut case = case.clone();
+                case.adapters.iter_mut().for_each(|lora| lora.stacked = stacked);
+                Cpu.run::<T>(&case, &case.world())
+            });
+            prop_assert!(bytemuck::cast_slice::<T, u8>(&shared) == bytemuck::cast_slice::<T, u8>(&repeated));
+            Ok(())
+        }
+        for_dtype!(case, run(&case))?;
+    }
+
+    /// Where an engine's kernels let the adapters in, and how it shares the experts out, changes nothing: the ranks' parts add up
+    /// to the layer whose weights are merged with each token's adapter.
+    #[test]
+    fn a_layer_is_that_of_merged_weights(case in cases(TINY), groups in 1..=3_usize) {
+        let layer = Layer::new(case);
+        let expected = layer.merged();
+        for way in [Way::Behind, Way::Before, Way::Inside, Way::Combined] {
+            let mut sum = vec![0.0; expected.len()];
+            for part in layer.parts(groups) {
+                sum.iter_mut().zip(layer.run(&part, way)).for_each(|(sum, part)| *sum += f64::from(part));
+            }
+            prop_assert_eq!(&sum, &expected, "{:?}\n{}", way, layer.case.replay());
+        }
+    }
+}
+
+/// So small that all is exact, squares and all.
+const TINY: Sizes = Sizes { max_features: 8, max_tokens: 5, max_rank: 2, max_experts: 4, max_top_k: 3 };
+
+/// Where the adapters come to the base's kernels.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Behind,
+    Before,
+    Inside,
+    Combined,
+}
+
+/// A whole layer of experts whose activation is `max(gate, 0)² · up`, of integers and halves.
+struct Layer {
+    case: Case,
+    pairs: Vec<[Vec<Option<Pair>>; 3]>,
+    adapters: Vec<Adapter>,
+    /// The base's gate, up and down, by expert, `[out, in]`.
+    base: [Vec<Vec<f64>>; 3],
+    /// By token.
+    x: Vec<Vec<f64>>,
+}
+
+impl Layer {
+    fn new(case: Case) -> Self {
+        let held = (0..case.shape.num_experts).collect();
+        let shape = Shape { held, tp: (0, case.shape.tp.1), ..case.shape };
+        let case = Case { values: Values::Exact, half_scales: None, shape, ..case };
+        let mut rng = StdRng::seed_from_u64(case.seed);
+        let mut pairs = case.pairs::<f32>(&mut rng);
+        for pair in pairs.iter_mut().flatten().flatten().flatten() {
+            pair.a.iter_mut().chain(&mut pair.b).for_each(|value| *value = value.clamp(-1.0, 1.0));
+            pair.scaling = 1.0;
+        }
+        let mut fill = |len: usize| -> Vec<f64> { (0..len).map(|_| rng.random_range(-1..=1_i8).into()).collect() };
+        let base = [GATE, UP, DOWN].map(|module| {
+            let [input, output] = case.shape.features(module);
+            (0..case.shape.num_experts).map(|_| fill(output * input)).collect()
+        });
+        let x = (0..case.num_tokens()).map(|_| fill(case.shape.hidden)).collect();
+        let adapters = case.adapters.iter().zip(&pairs).map(|(lora, pairs)| case.load(lora, pairs)).collect();
+        Self { case, pairs, adapters, base, x }
+    }
+
+    /// `[tokens, hidden]`
+    fn merged(&self) -> Vec<f64> {
+        let case = &self.case;
+        let mut out = vec![0.0; case.num_tokens() * case.shape.hidden];
+        for route in (0..case.num_routes()).filter(|&route| case.is_here(route)) {
+            let (token, [on_input, weight]) = (route / case.top_k, case.weights(route));
+            let module = |module: usize, x: &[f64]| times(&self.weights(case, route, module), x);
+            let x: Vec<f64> = self.x[token].iter().map(|x| on_input * x).collect();
+            let gate = (case.shape.halves != Order::Ungated).then(|| module(GATE, &x));
+            let inter: Vec<f64> = module(UP, &x)
+                .into_iter()
+                .enumerate()
+                .map(|(feature, up)| relu2(gate.as_ref().map(|gate| gate[feature]), up))
+                .collect();
+            let row = &mut out[token * case.shape.hidden..][..case.shape.hidden];
+            row.iter_mut().zip(module(DOWN, &inter)).for_each(|(out, value)| *out += weight * value);
+        }
+        out
+    }
+
+    /// A module of a route's expert, merged with the adapter of the route's token.
+    fn weights(&self, case: &Case, route: usize, module: usize) -> Vec<f64> {
+        let expert = case.expert(route).unwrap();
+        let mut weights = self.base[module][expert].clone();
+        let adapter = case.adapter(route / case.top_k);
+        if let Some(pair) = adapter.and_then(|adapter| self.pairs[adapter][module][expert].as_ref()) {
+            let input = case.shape.features(module)[0];
+            for (at, weight) in weights.iter_mut().enumerate() {
+                let product = |r: usize| pair.b[at / input * pair.rank + r] * pair.a[r * input + at % input];
+                *weight += pair.scaling * (0..pair.rank).map(product).sum::<f64>();
+            }
+        }
+        weights
+    }
+
+    /// The case as the ranks have it, of which each has some of the experts and a part of these.
+    fn parts(&self, groups: usize) -> Vec<Case> {
+        let Shape { num_experts, tp: (_, size), .. } = self.case.shape;
+        let part = |group: usize, rank: usize| {
+            let held: Vec<usize> = (0..num_experts).rev().filter(|expert| expert % groups == group).collect();
+            let local =
+                |id: &i32| held.iter().position(|&expert| expert as i32 == *id).map_or(-1, |local| local as i32);
+            let ids = self.case.ids.iter().map(local).collect();
+            let shape = Shape { held: held.clone(), tp: (rank, size), ..self.case.shape.clone() };
+            Case { ids, shape, ..self.case.clone() }
+        };
+        (0..groups).flat_map(|group| (0..size).map(move |rank| part(group, rank))).collect()
+    }
+
+    /// What an engine computes on a rank, `[tokens, hidden]`.
+    fn run(&self, case: &Case, way: Way) -> Vec<f32> {
+        let Shape { hidden, inter, .. } = case.shape;
+        let (tokens, routes, gate_up) = (case.num_tokens(), case.num_routes(), case.shape.gate_up());
+        let (model, id) = case.model();
+        let (experts, weights) = (LoraExperts::new(&model, id), table(&model, &self.adapters, 8, case.max_rank()));
+        let slots: Vec<Slot> = case.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
+        let router = case.half_weights.as_deref().map(halved);
+        let (top_k, batch) = (case.top_k(router.as_deref()), Batch::new(&slots));
+        let x: Vec<f32> = self.x.concat().into_iter().map(|x| x as f32).collect();
+        let x = Matrix::new(&x, tokens, hidden).unwrap();
+        let here = || (0..routes).filter(|&route| case.is_here(route)).map(|route| (route, case.row(route).unwrap()));
+
+        let mut y = vec![0.0; routes * gate_up];
+        if let Way::Before = way {
+            let y = MatrixMut::new(&mut y, routes, gate_up).unwrap();
+            experts.write_gate_up_delta(x, y, &top_k, &weights, &batch).unwrap();
+        }
+        for (route, row) in here() {
+            let x: Vec<f64> = self.x[route / case.top_k].iter().map(|x| case.weights(route)[0] * x).collect();
+            for &module in case.shape.before_activation() {
+                for (feature, value) in self.base_of(case, route, module, &x).into_iter().enumerate() {
+                    y[row * gate_up + case.shape.column(module, feature)] += value as f32;
+                }
+            }
+        }
+        let mut activated = vec![0.0; routes * inter];
+        if let Way::Inside | Way::Combined = way {
+            let (y, out) = (Matrix::new(&y, routes, gate_up), MatrixMut::new(&mut activated, routes, inter));
+            let (y, out) = (y.unwrap(), out.unwrap());
+            experts.activate(x, y, out, Activation::Relu2, &top_k, &weights, &batch).unwrap();
+        } else {
+            if let Way::Behind = way {
+                let y = MatrixMut::new(&mut y, routes, gate_up).unwrap();
+                experts.add_gate_up_delta(x, y, &top_k, &weights, &batch).unwrap();
+            }
+            for (_, row) in here() {
+                let y = |module: usize, feature| f64::from(y[row * gate_up + case.shape.column(module, feature)]);
+                for feature in 0..inter {
+                    let gate = (case.shape.halves != Order::Ungated).then(|| y(GATE, feature));
+                    activated[row * inter + feature] = relu2(gate, y(UP, feature)) as f32;
+                }
+            }
+        }
+
+        let mut y = vec![0.0; routes * hidden];
+        let x = Matrix::new(&activated, routes, inter).unwrap();
+        if let Way::Before = way {
+            let y = MatrixMut::new(&mut y, routes, hidden).unwrap();
+            experts.write_down_delta(x, y, &top_k, &weights, &batch).unwrap();
+        }
+        for (route, row) in here() {
+            let x: Vec<f64> = activated[row * inter..][..inter].iter().map(|&x| f64::from(x)).collect();
+            let values = self.base_of(case, route, DOWN, &x);
+            y[row * hidden..][..hidden].iter_mut().zip(values).for_each(|(y, value)| *y += value as f32);
+        }
+        if let Way::Behind = way {
+            let y = MatrixMut::new(&mut y, routes, hidden).unwrap();
+            experts.add_down_delta(x, y, &top_k, &weights, &batch).unwrap();
+        }
+        let mut out = vec![0.0; tokens * hidden];
+        if let Way::Inside = way {
+            let (y, out) = (Matrix::new(&y, routes, hidden), MatrixMut::new(&mut out, tokens, hidden));
+            experts.combine(x, y.unwrap(), out.unwrap(), &top_k, &weights, &batch).unwrap();
+        }
+        for (route, row) in here().filter(|_| !matches!(way, Way::Inside)) {
+            let weight = case.weights(route)[1] as f32;
+            let out = &mut out[route / case.top_k * hidden..][..hidden];
+            out.iter_mut().zip(&y[row * hidden..]).for_each(|(out, y)| *out += weight * y);
+        }
+        if let Way::Combined = way {
+            let out = MatrixMut::new(&mut out, tokens, hidden).unwrap();
+            experts.add_combined_delta(x, out, &top_k, &weights, &batch).unwrap();
+        }
+        out
+    }
+
+    /// This rank's part of a module of a route's expert, without adapters.
+    fn base_of(&self, case: &Case, route: usize, module: usize, x: &[f64]) -> Vec<f64> {
+        let (input, weights) = (case.shape.features(module)[0], &self.base[module][case.expert(route).unwrap()]);
+        let here = case.shape.tp.0 * case.shape.inter..(case.shape.tp.0 + 1) * case.shape.inter;
+        if module == DOWN {
+            weights.chunks(input).map(|row| times(&row[here.clone()], x)[0]).collect()
+        } else {
+            times(&weights[here.start * input..here.end * input], x)
+        }
+    }
+}
+
+/// `W x`, W `[out, in]`.
+fn times(w: &[f64], x: &[f64]) -> Vec<f64> {
+    w.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
+}
+
+fn relu2(gate: Option<f64>, up: f64) -> f64 {
+    gate.map_or(up.max(0.0).powi(2), |gate| gate.max(0.0).powi(2) * up)
+}
+
+/// A layer of two experts of 2 features inside, in a model of 2, and an adapter of rank 1 of all of the second.
+fn pair_of_experts() -> (ModelSpec, ExpertsId, WeightTable<f32>) {
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let id = model.experts(Experts::new("m", 2, 2, 2)).unwrap();
+    let tensor = |shape: [usize; 2], values: [f32; 2]| {
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let factors = |module: &str, a, b| {
+        let path = |side: &str| format!("m.1.{module}.lora_{side}.weight");
+        [(path("A"), tensor([1, 2], a)), (path("B"), tensor([2, 1], b))]
+    };
+    let tensors = [
+        factors("gate_proj", [1.0, 0.0], [1.0, -1.0]),
+        factors("up_proj", [0.0, 1.0], [0.0, 10.0]),
+        factors("down_proj", [1.0, 1.0], [2.0, 4.0]),
+    ];
+    let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 0.5}"#;
+    let adapter = Adapter::from_tensors(config, tensors.into_iter().flatten()).unwrap();
+    let weights = table(&model, &[adapter], 1, 1);
+    (model, id, weights)
+}
+
+#[test]
+fn deltas_worked_by_hand() {
+    let (model, id, weights) = pair_of_experts();
+    let (experts, slots) = (LoraExperts::new(&model, id), [Slot::new(0), Slot::BASE]);
+    let batch = Batch::new(&slots);
+    // The first token has chosen the second expert twice, and its second route has the last row.
+    let (ids, rows, router) = ([1, 1, 1, 0], [0, 3, 1, 2], [0.25, 0.75, 0.5, 0.5]);
+    let top_k = TopK::new(&ids, 2).unwrap().with_rows(&rows).unwrap().with_weights(&router).unwrap();
+    let (x, mut y) = ([2.0, 4.0, 8.0, 16.0], [100.0; 4 * 4]);
+    let x = Matrix::new(&x, 2, 2).unwrap();
+    let y_matrix = MatrixMut::new(&mut y, 4, 4).unwrap();
+    experts.add_gate_up_delta(x, y_matrix, &top_k, &weights, &batch).unwrap();
+    // Gate: ½ · 2 · [1, −1]; up: ½ · 4 · [0, 10].
+    let adapted = [101.0, 99.0, 100.0, 120.0];
+    assert_eq!(y, [&adapted[..], &[100.0; 8], &adapted].concat()[..]);
+
+    let y_matrix = MatrixMut::new(&mut y, 4, 4).unwrap();
+    experts.write_gate_up_delta(x, y_matrix, &top_k.on_input(), &weights, &batch).unwrap();
+    // The same, by the routes' weights.
+    assert_eq!(y, [[0.25, -0.25, 0.0, 5.0], [0.0; 4], [0.0; 4], [0.75, -0.75, 0.0, 15.0]].concat()[..]);
+
+    let (x, y, mut out) = ([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0], [[1.0, 0.0]; 4].concat(), [9.0; 4]);
+    let x = Matrix::new(&x, 4, 2).unwrap();
+    let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
+    experts.add_combined_delta(x, out_matrix, &top_k.scaled(2.0), &weights, &batch).unwrap();
+    // ½ · 2 · [2, 4] of the first row, and ½ · 8 · [2, 4] of the last, by ¼ and ¾, twice.
+    assert_eq!(out, [9.0 + 13.0, 9.0 + 26.0, 9.0, 9.0]);
+    let (y, out_matrix) = (Matrix::new(&y, 4, 2).unwrap(), MatrixMut::new(&mut out, 2, 2).unwrap());
+    experts.combine(x, y, out_matrix, &top_k.scaled(2.0), &weights, &batch).unwrap();
+    assert_eq!(out, [13.0 + 2.0, 26.0, 2.0, 0.0]);
+    let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
+    experts.combine(x, y, out_matrix, &top_k.on_input().scaled(2.0), &weights, &batch).unwrap();
+    // ½ · (2 + 8) · [2, 4], and the base's two, twice.
+    assert_eq!(out, [20.0 + 4.0, 40.0, 4.0, 0.0]);
+}
+
+/// The error names the operand, and nothing was done.
+#[test]
+fn operands_that_do_not_fit_are_refused() {
+    let (model, id, weights) = pair_of_experts();
+    let experts = LoraExperts::new(&model, id);
+    let mut other = ModelSpec::new(TpRank::SINGLE);
+    other.experts(Experts::new("m", 2, 2, 2).held([1, 0])).unwrap();
+    let other = table(&other, &[], 1, 1);
+    let (slots, ids, ones) = ([Slot::new(0); 3], [0, 1, 1, 0, 1, 1], [1.0; 64]);
+    let (batch, too_few, top_k) = (Batch::new(&slots), Batch::new(&slots[..2]), TopK::new(&ids, 2).unwrap());
+    let operations = [
+        (Op::AddGateUp, [3, 2], None, [6, 4]),
+        (Op::WriteGateUp, [3, 2], None, [6, 4]),
+        (Op::Activate(Act::Silu), [3, 2], Some([6, 4]), [6, 2]),
+        (Op::AddDown, [6, 2], None, [6, 2]),
+        (Op::WriteDown, [6, 2], None, [6, 2]),
+        (Op::AddCombined, [6, 2], None, [3, 2]),
+        (Op::Combine, [6, 2], Some([6, 2]), [3, 2]),
+    ];
+    for (op, x, y, target) in operations {
+        let run = |[x, y, target]: [[usize; 2]; 3], weights, batch| {
+            let mut buffer = [7.0; 64];
+            let target = MatrixMut::new(&mut buffer, target[0], target[1]).unwrap();
+            let inputs = [x, y].map(|[rows, cols]| Matrix::new(&ones, rows, cols).unwrap());
+            let result = launch(&experts, op, inputs, target, &top_k, weights, batch);
+            assert!(result.is_ok() != (buffer == [7.0; 64]), "{op:?}");
+            result
+        };
+        let fitting = [x, y.unwrap_or([0, 0]), target];
+        assert_eq!(run(fitting, &weights, &batch), Ok(()));
+        assert_eq!(run(fitting, &other, &batch), Err(OperandError::Model));
+        assert_eq!(run(fitting, &weights, &too_few), Err(OperandError::Tokens { got: 3, want: 2 }));
+        for (operand, [want_rows, want_cols]) in fitting.into_iter().enumerate() {
+            let name = ["x", "y", if y.is_some() { "out" } else { "y" }][operand];
+            if operand == 1 && y.is_none() {
+                continue;
+            }
+            for [rows, cols] in [[want_rows - 1, want_cols], [want_rows, want_cols + 1]] {
+                let mut shapes = fitting;
+                shapes[operand] = [rows, cols];
+                let error = OperandError::Shape { operand: name, rows, cols, want_rows, want_cols };
+                assert_eq!(run(shapes, &weights, &batch), Err(error), "{op:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_activation_that_needs_a_gate_is_refused_without() {
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let id = model.experts(Experts::new("m", 1, 2, 2).ungated()).unwrap();
+    let weights = table::<f32>(&model, &[], 1, 1);
+    let (x, mut out) = ([1.0; 2], [7.0; 2]);
+    let activate = |out: &mut [f32], activation| {
+        let x = Matrix::new(&x, 1, 2).unwrap();
+        let (out, batch) = (MatrixMut::new(out, 1, 2).unwrap(), Batch::new(&[Slot::BASE]));
+        let top_k = TopK::new(&[0], 1).unwrap();
+        LoraExperts::new(&model, id).activate(x, x, out, activation, &top_k, &weights, &batch)
+    };
+    let activation = Activation::GPT_OSS;
+    assert_eq!(activate(&mut out, activation), Err(OperandError::Activation { activation }));
+    assert_eq!(out, [7.0; 2]);
+    assert_eq!(activate(&mut out, Activation::Relu2), Ok(()));
+    assert_eq!(out, [1.0; 2]);
+}
+
+#[test]
+fn what_a_router_chose_must_be_of_each_route() {
+    let ids = [0; 6];
+    assert!(matches!(TopK::new(&ids, 0), Err(OperandError::TopK { ids: 6, top_k: 0 })));
+    assert!(matches!(TopK::new(&ids, 4), Err(OperandError::TopK { ids: 6, top_k: 4 })));
+    assert_eq!(TopK::new(&[], 4).unwrap().num_tokens(), 0);
+    let top_k = TopK::new(&ids, 3).unwrap();
+    assert_eq!((top_k.num_tokens(), top_k.num_routes(), top_k.top_k()), (2, 6, 3));
+    let error = top_k.with_weights(&[1.0; 2]).unwrap_err();
+    assert_eq!(error, OperandError::Routes { operand: "weights", got: 2, want: 6 });
+    assert_eq!(error.to_string(), "`weights` has 2 elements, but there are 6 routes");
+    let error = top_k.with_rows(&[1; 7]).unwrap_err();
+    assert_eq!(error, OperandError::Routes { operand: "rows", got: 7, want: 6 });
+}
+
+#[test]
+fn what_is_no_expert_or_row_is_not_here() {
+    let ids = [-1, 0, 2, 3, i32::MIN, i32::MAX];
+    let top_k = TopK::new(&ids, 2).unwrap();
+    let experts: Vec<_> = (0..6).map(|route| top_k.expert(route, 3)).collect();
+    assert_eq!(experts, [None, Some(0), Some(2), None, None, None]);
+    assert_eq!((0..6).map(|route| top_k.row(route)).collect::<Vec<_>>(), (0..6).map(Some).collect::<Vec<_>>());
+    let rows = [5, -1, 6, 0, i32::MIN, i32::MAX];
+    let top_k = top_k.with_rows(&rows).unwrap();
+    let rows: Vec<_> = (0..6).map(|route| top_k.row(route)).collect();
+    assert_eq!(rows, [Some(5), None, None, Some(0), None, None]);
+}
+
+/// Rows that two routes have are the engine's error, but stay within `y`.
+#[test]
+fn two_routes_of_one_row_do_no_harm() {
+    let (model, id, weights) = pair_of_experts();
+    let (slots, x, mut y) = ([Slot::new(0); 2], [2.0, 4.0, 2.0, 4.0], [0.0; 2 * 4]);
+    let top_k = TopK::new(&[1, 1], 1).unwrap().with_rows(&[1, 1]).unwrap();
+    let (x, y_matrix) = (Matrix::new(&x, 2, 2).unwrap(), MatrixMut::new(&mut y, 2, 4).unwrap());
+    LoraExperts::new(&model, id).add_gate_up_delta(x, y_matrix, &top_k, &weights, &Batch::new(&slots)).unwrap();
+    assert_eq!(y, [0.0, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 20.0]);
+}
+
+/// Over the whole range, and beyond it.
+#[test]
+fn activations_are_those_of_the_reference() {
+    let all = [Activation::Gelu, Activation::GeluTanh, Activation::Relu2, Activation::Silu, Activation::GPT_OSS];
+    let gates: Vec<f32> =
+        (-4000..=4000_i16).map(|step| f32::from(step) / 128.0).chain([-1e4, -100.0, 100.0, 1e4]).collect();
+    let up = [-9.0_f32, -0.3, 0.0, 2.5, 11.0];
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let gated = model.experts(Experts::new("m", 1, 1, gates.len())).unwrap();
+    let ungated = model.experts(Experts::new("n", 1, 1, gates.len()).ungated()).unwrap();
+    let weights = table::<f32>(&model, &[], 1, 1);
+    let activate = |id, y: &[f32], activation| {
+        let mut out = vec![f32::NAN; gates.len()];
+        let (x, y) = (Matrix::new(&[0.0], 1, 1).unwrap(), Matrix::new(y, 1, y.len()).unwrap());
+        let (out_matrix, top_k) = (MatrixMut::new(&mut out, 1, gates.len()).unwrap(), TopK::new(&[0], 1).unwrap());
+        let batch = Batch::new(&[Slot::BASE]);
+        LoraExperts::new(&model, id).activate(x, y, out_matrix, activation, &top_k, &weights, &batch).unwrap();
+        out
+    };
+    let check = |activation, got: Vec<f32>, up: Option<f32>| {
+        for (got, &x) in got.into_iter().zip(&gates) {
+            let x = f64::from(x);
+            let (value, factor) = match up {
+                Some(up) => (activated(activation, Some(x), up.into()), f64::from(up).abs() + 1.0),
+                None => (activated(activation, None, x), 1.0),
+            };
+            // As in `World::expect_activation`: the sizes of what is multiplied, by a few roundings and those in an exponent.
+            let size = if activation == Activation::Relu2 { x * x } else { x.abs() * factor };
+            let bound = (16.0 + 4.0 * 1.702 * x.abs()) * DType::F32.unit_roundoff() * size * factor;
+            assert!((f64::from(got) - value).abs() <= bound, "{activation:?} of {x}, {up:?}: {got}, not {value}");
+        }
+    };
+    for activation in all {
+        for up in up {
+            let y = [gates.clone(), vec![up; gates.len()]].concat();
+            check(activation, activate(gated, &y, activation), Some(up));
+        }
+        if activation != Activation::GPT_OSS {
+            check(activation, activate(ungated, &gates, activation), None);
+        }
+        for nan in [0, gates.len()] {
+            let mut y = vec![1.0; 2 * gates.len()];
+            y[nan] = f32::NAN;
+            let out = activate(gated, &y, activation);
+            assert!(out[0].is_nan() && !out[1].is_nan(), "{activation:?}");
+        }
+    }
+}

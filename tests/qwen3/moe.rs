@@ -1,0 +1,235 @@
+//! The example `qwen3` on experts, on any device: weights in 4 bits against what they unpack to, and models of odd sizes.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use half::bf16;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use safetensors::Dtype;
+use serde_json::{Value, json};
+
+use crate::{
+    files::{Files, Tensors, edit, read, write},
+    process::fixture,
+    shared::{F32_TOLERANCE, FLOOR, largest_difference, requests_of, run},
+};
+
+/// What adapters add to the logits of the model in 4 bits is what they add to those of the weights that it unpacks to: the two
+/// bases differ by nothing, so that from the model that was rounded to 4 bits it differs by this rounding alone.
+///
+/// On the CPU every bit is the same, as both multiply with the same numbers in the same order: there the tolerance is 0.
+pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, adapters: &[&str], tolerance: f32) {
+    let files = Files::new();
+    let model = fixture("qwen3-moe-int4");
+    let unpacked = files.copy(&model, "unpacked");
+    unpack(&unpacked, 32);
+    let (_, with) = requests_of("moe-int4", adapters);
+    let adapters: Vec<PathBuf> = adapters.iter().map(|adapter| fixture(&format!("adapters-moe/{adapter}"))).collect();
+    let without: Vec<Value> = with.iter().map(without_adapter).collect();
+    let logits = |model: &Path, requests: &[Value]| {
+        let answers = run(device, &model.display().to_string(), &adapters, "f32", requests, false);
+        answers.into_iter().map(|answer| answer.logits[..answer.vocab].to_vec()).collect::<Vec<_>>()
+    };
+    let deltas = |model: &Path| {
+        let [with, without] = [&with, &without].map(|requests| logits(model, requests));
+        let subtract = |(a, b): (&Vec<f32>, &Vec<f32>)| a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<f32>>();
+        let deltas: Vec<Vec<f32>> = with.iter().zip(&without).map(subtract).collect();
+        (deltas, without)
+    };
+    let (packed, base) = deltas(&model);
+    let (plain, plain_base) = deltas(&unpacked);
+    for (index, request) in with.iter().enumerate() {
+        let differences =
+            [(&packed, &plain), (&base, &plain_base)].map(|(a, b)| largest_difference(&a[index], &b[index]));
+        assert!(differences.iter().all(|&difference| difference <= tolerance), "request {index}: {differences:?}");
+        let moved = packed[index].iter().fold(0.0, |moved: f32, delta| moved.max(delta.abs()));
+        assert!(
+            request["adapter"].is_null() || moved > FLOOR,
+            "request {index}: its adapter moves the logits by {moved}"
+        );
+    }
+    let rounded = largest_difference(&base[0], &logits(&fixture("qwen3-moe"), &without)[0]);
+    assert!(rounded > 10.0 * F32_TOLERANCE, "rounding to 4 bits moves the logits by {rounded} only");
+    println!(
+        "int4 on {device}: rounding to 4 bits moves the logits by up to {rounded}, and no adapter's delta otherwise"
+    );
+}
+
+/// Groups as large models have them: several steps of a kernel each.
+pub(crate) fn groups_of_128_are_what_they_unpack_to(device: &str, tolerance: f32) {
+    let files = Files::new();
+    let sizes = Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 };
+    let model = files.model("packed", sizes, Some(128));
+    let unpacked = files.copy(Path::new(&model), "unpacked");
+    unpack(&unpacked, 128);
+    let [packed, plain] =
+        [model, unpacked.display().to_string()].map(|model| run(device, &model, &[], "f32", &questions(), false));
+    for (index, (packed, plain)) in packed.iter().zip(&plain).enumerate() {
+        let difference = largest_difference(&packed.logits, &plain.logits);
+        assert!(difference <= tolerance, "request {index}: {difference}");
+    }
+}
+
+/// Random models, whose sizes are no multiples of what kernels compute at a time, or large enough that they compute it several
+/// times. In 16 bits every token has all experts, as rounding would send it elsewhere otherwise.
+pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
+    let cases = [
+        (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),
+        (Sizes { hidden: 33, inter: 17, experts: 7, top_k: 1 }, None),
+        (Sizes { hidden: 64, inter: 96, experts: 130, top_k: 8 }, None),
+        (Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 }, Some(128)),
+        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(32)),
+    ];
+    for (sizes, group) in cases {
+        for dtype in ["f32", "bf16", "f16"] {
+            let top_k = if dtype == "f32" { sizes.top_k } else { sizes.experts };
+            let sizes = Sizes { top_k, ..sizes };
+            let files = Files::new();
+            let model = files.model("model", sizes, group);
+            let [here, cpu] = [device, "cpu"].map(|device| run(device, &model, &[], dtype, &questions(), true));
+            for (index, (here, cpu)) in here.iter().zip(&cpu).enumerate() {
+                // Greedily, a random model soon says something else.
+                let [a, b] = [here, cpu].map(|answer| &answer.logits[..answer.vocab]);
+                let difference = largest_difference(a, b);
+                let bound = if dtype == "f32" { F32_TOLERANCE } else { 2.0 * here.tolerance };
+                assert!(difference <= bound, "{sizes:?} {group:?} {dtype}, request {index}: {difference} > {bound}");
+            }
+        }
+    }
+}
+
+fn without_adapter(request: &Value) -> Value {
+    let mut request = request.clone();
+    request["adapter"] = Value::Null;
+    request
+}
+
+/// Prompts of 1 token and of more than one tile of a kernel.
+fn questions() -> Vec<Value> {
+    [1, 7, 90].map(|len| json!({ "token_ids": (0..len).map(|i| i * 7 % VOCAB).collect::<Vec<_>>() })).to_vec()
+}
+
+const VOCAB: usize = 48;
+
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    hidden: usize,
+    inter: usize,
+    experts: usize,
+    top_k: usize,
+}
+
+impl Files {
+    /// A random model of two layers with experts, whose linear layers are in groups of 4 bits if it is to have any.
+    fn model(&self, name: &str, sizes: Sizes, group: Option<usize>) -> String {
+        let Sizes { hidden, inter, experts, top_k } = sizes;
+        let dir = self.copy(&fixture("qwen3-moe-int4"), name);
+        edit(&dir.join("config.json"), |config| {
+            let fields = [
+                ("vocab_size", VOCAB),
+                ("hidden_size", hidden),
+                ("num_hidden_layers", 2),
+                ("decoder_sparse_step", 1),
+                ("num_attention_heads", 2),
+                ("num_key_value_heads", 1),
+                ("head_dim", 32),
+                ("num_local_experts", experts),
+                ("num_experts_per_tok", top_k),
+                ("moe_intermediate_size", inter),
+            ];
+            config.extend(fields.map(|(field, size)| (field.into(), json!(size))));
+            config.insert("layer_types".into(), Value::Null);
+            config.insert("norm_topk_prob".into(), json!(false));
+            config.insert("eos_token_id".into(), Value::Null);
+            match group {
+                Some(group) => {
+                    let groups = &mut config["quantization_config"]["config_groups"];
+                    groups["group_0"]["weights"]["group_size"] = json!(group);
+                }
+                None => drop(config.remove("quantization_config")),
+            }
+        });
+        fs::remove_file(dir.join("generation_config.json")).expect("it was there");
+        let mut random = Random { rng: StdRng::seed_from_u64(1), tensors: Tensors::new() };
+        random.plain("model.embed_tokens", &[VOCAB, hidden], 1.0);
+        random.plain("model.norm", &[hidden], 1.0);
+        for layer in (0..2).map(|layer| format!("model.layers.{layer}")) {
+            for (norm, len) in [("input_layernorm", hidden), ("post_attention_layernorm", hidden)] {
+                random.plain(&format!("{layer}.{norm}"), &[len], 1.0);
+            }
+            for norm in ["q_norm", "k_norm"] {
+                random.plain(&format!("{layer}.self_attn.{norm}"), &[32], 1.0);
+            }
+            for (module, out) in [("q_proj", 64), ("k_proj", 32), ("v_proj", 32)] {
+                random.linear(
+                    &format!("{layer}.self_attn.{module}"),
+                    [out, hidden],
+                    group.filter(|group| hidden % group == 0),
+                );
+            }
+            random.linear(&format!("{layer}.self_attn.o_proj"), [hidden, 64], group.filter(|group| 64 % group == 0));
+            random.linear(&format!("{layer}.mlp.gate"), [experts, hidden], None);
+            for expert in (0..experts).map(|expert| format!("{layer}.mlp.experts.{expert}")) {
+                for module in ["gate_proj", "up_proj"] {
+                    random.linear(&format!("{expert}.{module}"), [inter, hidden], group);
+                }
+                random.linear(&format!("{expert}.down_proj"), [hidden, inter], group);
+            }
+        }
+        write(&dir.join("model.safetensors"), &random.tensors);
+        dir.display().to_string()
+    }
+}
+
+struct Random {
+    rng: StdRng,
+    tensors: Tensors,
+}
+
+impl Random {
+    fn plain(&mut self, module: &str, shape: &[usize], size: f32) {
+        let len: usize = shape.iter().product();
+        let values = (0..len).flat_map(|_| bf16::from_f32(self.rng.random_range(-size..size)).to_le_bytes());
+        let values = values.collect();
+        self.tensors.insert(format!("{module}.weight"), (Dtype::BF16, shape.to_vec(), values));
+    }
+
+    fn linear(&mut self, module: &str, [rows, cols]: [usize; 2], group: Option<usize>) {
+        let size = 2.0 / (cols as f32).sqrt();
+        let Some(group) = group else { return self.plain(module, &[rows, cols], size) };
+        self.plain(module, &[rows, cols / group], size / 8.0);
+        let (_, scales) = self.tensors.remove_entry(&format!("{module}.weight")).expect("it was just put there");
+        self.tensors.insert(format!("{module}.weight_scale"), scales);
+        let words = (0..rows * cols / 8).flat_map(|_| self.rng.random::<u32>().to_le_bytes()).collect();
+        self.tensors.insert(format!("{module}.weight_packed"), (Dtype::I32, vec![rows, cols / 8], words));
+        let shape = [rows, cols].iter().flat_map(|size| (*size as u64).to_le_bytes()).collect();
+        self.tensors.insert(format!("{module}.weight_shape"), (Dtype::I64, vec![2], shape));
+    }
+}
+
+/// Replaces weights in 4 bits by the same numbers in `f32`.
+fn unpack(dir: &Path, group: usize) {
+    edit(&dir.join("config.json"), |config| drop(config.remove("quantization_config")));
+    let path = dir.join("model.safetensors");
+    let mut plain = Tensors::new();
+    let packed = read(&path);
+    for (name, (dtype, shape, bytes)) in &packed {
+        let Some(module) = name.strip_suffix(".weight_packed") else {
+            if name.ends_with(".weight") {
+                plain.insert(name.clone(), (*dtype, shape.clone(), bytes.clone()));
+            }
+            continue;
+        };
+        let scales = &packed[&format!("{module}.weight_scale")].2;
+        let value = |i: usize| {
+            let integer = i16::from(bytes[i / 2] >> (4 * (i % 2)) & 0xf) - 8;
+            let scale = bf16::from_le_bytes([scales[i / group * 2], scales[i / group * 2 + 1]]);
+            f32::from(integer) * scale.to_f32()
+        };
+        let values = (0..2 * bytes.len()).flat_map(|i| value(i).to_le_bytes()).collect();
+        plain.insert(format!("{module}.weight"), (Dtype::F32, vec![shape[0], 8 * shape[1]], values));
+    }
+    write(&path, &plain);
+}
