@@ -19,9 +19,12 @@ extern "C" {
 #define ARIL_MAX_SLICES 8        // modules fused into one layer
 #define ARIL_MAX_SLOTS 8192      // rows of a descriptor table
 #define ARIL_MAX_RANK 512        // of a factor
+#define ARIL_MAX_EXPERTS 1024    // of a layer
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
 #define ARIL_WIDE_TILE 64        // in an operation on more tokens than
 #define ARIL_FEW_TOKENS 512      // these
+#define ARIL_ROUTES_PER_TILE 8   // of one slot to one expert that a warp works on together
+#define ARIL_FEW_ROUTES 1024     // up to which an operation on experts groups them by itself
 #define ARIL_STAGED_RANK 128     // up to which B is brought to shared memory
 #define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see kernels/tile.cuh
 #define ARIL_LANES_PER_GROUP 4   // lanes that are summed up before anything is added to them
@@ -73,6 +76,7 @@ typedef struct aril_tiles {
 typedef struct aril_routing {
   int32_t* tokens;        // [max_tokens] by slot, those that have none behind the others
   float* scales;          // [max_tokens] by token: the factor on its adapter's scaling
+  int32_t* slots;         // [max_tokens] by token: -1 for those that have none
   int32_t* indptr;        // [num_slots + 1] where each slot's tokens begin in `tokens`
   aril_tiles tiles;       // of up to ARIL_TOKENS_PER_TILE
   aril_tiles wide_tiles;  // of up to ARIL_WIDE_TILE
@@ -136,6 +140,92 @@ typedef struct aril_embedding_args {
   aril_routing routing;
 } aril_embedding_args;
 
+// What a router chose, in device memory. Route token * top_k + k is a token's k-th choice.
+typedef struct aril_top_k {
+  const int32_t*
+      ids;  // [num_tokens, top_k]; a route to any that is not in 0..num_experts is not here
+  const float* weights;  // [num_tokens, top_k], or null for ones
+  const int32_t*
+      rows;  // [num_tokens * top_k] in matrices of routes, or null for the route itself;
+             // a route whose row is not in 0..num_tokens * top_k is not here and has none
+  int32_t top_k;
+  int32_t num_experts;
+} aril_top_k;
+
+// A route that has a row.
+typedef struct aril_route_entry {
+  int32_t route;
+  int32_t row;
+  float scale;   // the token's
+  float weight;  // the router's
+} aril_route_entry;
+
+// Routes of one slot to one expert that a block works on together: [begin, begin + count) of
+// aril_groups.routes. Expert num_experts: routes that are here without a slot; num_experts + 1:
+// those that are not here but have a row; both with slot -1.
+typedef struct aril_route_tile {
+  int32_t slot;
+  int32_t expert;
+  int32_t begin;
+  int32_t count;
+} aril_route_tile;
+
+// A layer's routes grouped by expert and slot, in device memory, for the operations on its experts.
+// Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them.
+typedef struct aril_groups {
+  aril_route_entry* routes;  // [max_routes] by expert and slot
+  aril_route_tile* tiles;    // [max_routes] of up to ARIL_ROUTES_PER_TILE, in the same order
+  int32_t* num_tiles;        // [2] of those with a slot, which come first; of all
+  // For aril_group alone:
+  aril_route_tile* scratch;  // [max_routes]
+  int32_t* counts;           // [num_experts + 2] tiles of each expert
+  int32_t* begins;           // [num_experts + 2] its first route
+  int32_t* arrived;          // [1] zero when it is first used; nothing else may write it
+} aril_groups;
+
+typedef struct aril_group_args {
+  int32_t num_tokens;
+  int32_t num_slots;
+  aril_top_k top_k;
+  aril_routing routing;
+  aril_groups groups;
+} aril_group_args;
+
+// A projection of the experts of a layer: y[row] += factor * scaling * B (A x), for the rows of the
+// routes, and their slots' factors for their experts; the factor is scales[token], times the
+// router's weight if `weighted`. If it overwrites, y is set to that, and to zero where there is no
+// adapter, for all routes that have a row.
+typedef struct aril_experts_args {
+  int32_t dtype;
+  int32_t num_tokens;
+  int32_t max_tiles;       // of ARIL_TOKENS_PER_TILE tokens
+  int32_t shrink_blocks;   // each of 8 warps, of which all pieces of a tile have one at the least
+  int32_t expand_blocks;   // likewise. Same bits.
+  int32_t outs_per_block;  // that a warp of expand has: a multiple of ARIL_OUT_TILE. Same bits.
+  int32_t overwrites;      // 0 or 1
+  int32_t weighted;        // 0 or 1
+  int32_t groups_routes;   // 1: no operation on the layer's experts has grouped this step's routes
+  int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
+  int32_t in_features;
+  int32_t num_slices;
+  int32_t out_features;  // of each slice
+  int32_t interleaved;   // 1: output i of slice s stands at i * num_slices + s
+  const void* x;
+  int64_t x_stride;
+  void* y;  // [num_tokens * top_k, num_slices * out_features]
+  int64_t y_stride;
+  // As for aril_linear: [groups, rows, num_slices, ranks] pairs behind the header. Rows are the
+  // routes, and, if from_tokens, the tokens behind them.
+  void* exchange;
+  // The table is that of what the experts share; then come num_experts times those of an expert,
+  // num_slices entries each. What is shared has A's address if all experts have the same A, and
+  // rank 0 if they share nothing.
+  aril_weights weights;
+  aril_routing routing;
+  aril_top_k top_k;
+  aril_groups groups;
+} aril_experts_args;
+
 // What a status means; a string that lives forever.
 const char* aril_status_string(int32_t status);
 
@@ -146,6 +236,8 @@ int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);
+int32_t aril_group(const aril_group_args* args, void* stream);
+int32_t aril_experts(const aril_experts_args* args, void* stream);
 
 #ifdef __cplusplus
 }

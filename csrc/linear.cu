@@ -12,25 +12,9 @@ namespace {
 using detail::ceil_div;
 using detail::Way;
 
-// What a launch may ask for on this device, beside what the kernels have by themselves.
-int32_t max_smem_bytes(int& bytes) {
-  constexpr int kStaticBytes = 8 << 10;
-  int device;
-  ARIL_TRY(cudaGetDevice(&device));
-  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  bytes -= kStaticBytes;
-  return 0;
-}
-
 enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
 
 int rank_tiles(const aril_weights& weights) { return ceil_div(weights.max_rank, ARIL_RANK_TILE); }
-
-int rank_steps(const aril_weights& weights) {
-  return ceil_div(weights.max_rank, detail::kRanksPerStep);
-}
-
-bool is_staged(const aril_weights& weights) { return weights.max_rank <= ARIL_STAGED_RANK; }
 
 int out_blocks(const aril_linear_args& args, int outs_per_block) {
   int blocks = 0;
@@ -40,18 +24,12 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
   return blocks;
 }
 
-// Of expand with tiles of 16 tokens: B, and v's operands.
-int few_expand_smem_bytes(const aril_weights& weights, int outs_per_block, bool staged) {
-  const int b = ceil_div(outs_per_block, ARIL_OUT_TILE) * ARIL_OUT_TILE * rank_tiles(weights) * 16;
-  return (staged ? b : 0) + rank_steps(weights) * detail::kTerms * 32 * 16;
-}
-
 // Of expand with tiles of 64: v's operands, and the stages, of which there is one where two do not
 // fit.
 int32_t wide_expand_smem_bytes(const aril_weights& weights, int& stages, int& bytes) {
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
-  const int v = rank_steps(weights) * detail::kTerms * detail::kTermBytes;
+  const int v = detail::rank_steps(weights) * detail::kTerms * detail::kTermBytes;
   const int stage = detail::kChunkBytes + detail::kChunkOuts * rank_tiles(weights) * 16;
   stages = v + detail::kMaxExpandStages * stage <= max_bytes ? detail::kMaxExpandStages : 1;
   bytes = v + stages * stage;
@@ -69,9 +47,9 @@ int32_t few(const aril_linear_args& args, int parts, void* stream) {
   grid.apart = parts == kExpand;
   const int expand = parts & kExpand ? args.max_tiles * grid.outs : 0;
   const int rows = args.num_tokens < ARIL_TOKENS_PER_TILE ? args.num_tokens : ARIL_TOKENS_PER_TILE;
-  const int of_shrink = detail::kFewWarps * detail::kPieceBytes + rows * detail::kGroupRowBytes;
-  const bool staged = is_staged(args.weights);
-  const int of_expand = few_expand_smem_bytes(args.weights, args.outs_per_block, staged);
+  const int of_shrink = detail::few_shrink_smem_bytes(rows);
+  const bool staged = detail::is_staged(args.weights);
+  const int of_expand = detail::few_expand_smem_bytes(args.weights, args.outs_per_block, staged);
   const auto kernel = staged ? detail::few_kernel<T, true> : detail::few_kernel<T, false>;
   return launch(kernel, dim3(grid.shrink + expand), detail::kFewThreads,
                 of_shrink > of_expand ? of_shrink : of_expand, stream, args, grid);
@@ -109,10 +87,10 @@ template <typename T>
 int32_t expand_wide(const aril_linear_args& args, void* stream) {
   const int blocks = out_blocks(args, args.outs_per_block);
   const dim3 grid(args.max_tiles * blocks);
-  if (!is_staged(args.weights)) {
+  if (!detail::is_staged(args.weights)) {
     return launch(detail::expand_deep_kernel<T>, grid, detail::kFewThreads,
-                  few_expand_smem_bytes(args.weights, args.outs_per_block, false), stream, args,
-                  blocks);
+                  detail::few_expand_smem_bytes(args.weights, args.outs_per_block, false), stream,
+                  args, blocks);
   }
   int stages, smem_bytes;
   ARIL_TRY(wide_expand_smem_bytes(args.weights, stages, smem_bytes));
@@ -147,7 +125,7 @@ int32_t linear(const aril_linear_args& args, int parts, void* stream) {
 
 template <typename T>
 int32_t embedding(const aril_embedding_args& args, void* stream) {
-  const bool staged = is_staged(args.weights);
+  const bool staged = detail::is_staged(args.weights);
   if constexpr (sizeof(T) == sizeof(float)) {
     const int blocks = ceil_div(args.hidden, detail::kF32Threads);
     return launch(detail::embedding_f32_kernel, dim3(args.max_tiles * blocks), detail::kF32Threads,
@@ -166,8 +144,8 @@ int32_t embedding(const aril_embedding_args& args, void* stream) {
                         : staged ? detail::embedding_kernel<T, Way::kFew>
                                  : detail::embedding_kernel<T, Way::kFewDeep>;
     return launch(kernel, grid, detail::kFewThreads,
-                  few_expand_smem_bytes(args.weights, args.outs_per_block, staged), stream, args,
-                  blocks, 0);
+                  detail::few_expand_smem_bytes(args.weights, args.outs_per_block, staged), stream,
+                  args, blocks, 0);
   }
 }
 

@@ -81,6 +81,14 @@ struct Arrival {
   }
 };
 
+// Makes what this thread wrote to shared memory, or what it waited for, visible to products and
+// bulk copies. Before the threads meet.
+__device__ __forceinline__ void publish_shared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Starts a copy from shared memory, of which `publish_shared` was called; `bytes` is a multiple
 // of 16.
 __device__ __forceinline__ void copy_back(void* global, const void* shared, uint32_t bytes) {
@@ -107,12 +115,13 @@ __device__ __forceinline__ void wait_for_copies_back() {
 }
 
 // Brings weights to shared memory: by one thread where there are bulk copies, by all `threads`,
-// of which this is number `thread`, elsewhere.
+// of which this is number `thread`, elsewhere. They arrive with the end of phase `phase`, which
+// counts the calls.
 __device__ __forceinline__ void bring(Arrival& arrival, void* shared, const void* global,
-                                      uint32_t bytes, int thread, int threads) {
+                                      uint32_t bytes, int thread, int threads, int phase = 0) {
 #if __CUDA_ARCH__ >= 900
   if (thread != 0) return;
-  arrival.init();
+  if (phase == 0) arrival.init();
   arrival.expect(bytes);
   if (bytes > 0) arrival.copy(shared, global, bytes);
 #else

@@ -9,6 +9,12 @@
 
 #include "../aril.h"
 
+#define ARIL_TRY(expression)                  \
+  do {                                        \
+    const int32_t aril_status = (expression); \
+    if (aril_status != 0) return aril_status; \
+  } while (0)
+
 namespace aril {
 
 // Enqueues `kernel`, to begin while its predecessor ends (pdl.cuh). The status is the launch's own:
@@ -50,10 +56,14 @@ template <typename... Params>
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
 }
 
-}  // namespace aril
+// What a launch may ask for on this device, beside what the kernels have by themselves.
+[[nodiscard]] inline int32_t max_smem_bytes(int& bytes) {
+  constexpr int kStaticBytes = 16 << 10;
+  int device;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  bytes -= kStaticBytes;
+  return 0;
+}
 
-#define ARIL_TRY(expression)                  \
-  do {                                        \
-    const int32_t aril_status = (expression); \
-    if (aril_status != 0) return aril_status; \
-  } while (0)
+}  // namespace aril

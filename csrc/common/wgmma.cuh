@@ -12,14 +12,6 @@
 
 namespace aril {
 
-// Makes what this thread wrote to shared memory, or what it waited for, visible to products and
-// bulk copies. Before the threads meet.
-__device__ __forceinline__ void publish_shared() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 #if __CUDA_ARCH_FEAT_SM90_ALL
 // An operand made of cores of 8 rows of 16 bytes: the bytes from a core to the one with the next
 // columns, and to the one with the next rows.

@@ -8,16 +8,17 @@
 
 namespace aril::detail {
 
-template <typename T, typename V>
+template <typename T, typename Args, typename V>
 __device__ __forceinline__ void deep_expand(const Tile& tile, const aril_descriptor& module,
-                                            const float* scales, const BlockOuts<T>& outs,
-                                            int num_tokens, unsigned char* shared, const V& v) {
+                                            const BlockOuts<T>& outs, const Args& p,
+                                            unsigned char* shared, const V& v) {
   for (int first = 0; first < tile.count; first += ARIL_TOKENS_PER_TILE) {
     if (first > 0) __syncthreads();
     Tile part = tile;
     part.tokens += first;
     part.count = min(tile.count - first, ARIL_TOKENS_PER_TILE);
-    few_expand<T, false>(part, module, scales, outs, num_tokens, shared, [&] { return v; });
+    few_expand<T, false>(part.count, part.expand_rows(module, p), module, outs, shared,
+                         [&] { return v; });
   }
 }
 
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kFewThreads, 2)
   const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
-  deep_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, PlaneSums(p, slice));
+  deep_expand<T>(tile, module, outs, p, shared, PlaneSums(p, slice));
 }
 
 }  // namespace aril::detail

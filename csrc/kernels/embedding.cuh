@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(kFewThreads, kWay == Way::kWide ? 1 : 2)
   if constexpr (kWay == Way::kWide) {
     wide_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, stages, rows);
   } else if constexpr (kWay == Way::kWideDeep) {
-    deep_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, rows);
+    deep_expand<T>(tile, module, outs, p, shared, rows);
   } else {
-    few_expand<T, kWay == Way::kFew>(tile, module, p.routing.scales, outs, p.num_tokens, shared,
+    few_expand<T, kWay == Way::kFew>(tile.count, tile.expand_rows(module, p), module, outs, shared,
                                      [&] { return rows; });
   }
 }

@@ -64,6 +64,16 @@ __global__ void __launch_bounds__(kF32Threads)
   }
 }
 
+constexpr int kF32TileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
+
+// Where an output's ranks stand, 8 of them together, tiles apart; see aril_descriptor.
+__device__ __forceinline__ const float* f32_outputs_ranks(const float* b, int rank_tiles, int out) {
+  const int column = out % ARIL_OUT_TILE;
+  const int core = column / 32 * 4 + column % 8 / 2, row = column % 32 / 8 * 2 + column % 2;
+  return b + int64_t{out / ARIL_OUT_TILE} * rank_tiles * kF32TileElems + core * kCoreElems +
+         row * ARIL_RANK_TILE;
+}
+
 template <typename V>
 __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descriptor& module,
                                            const float* scales, const BlockOuts<float>& outs,
@@ -71,13 +81,8 @@ __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descript
   __shared__ float2 v[ARIL_MAX_RANK / 2];
   if (!outs.begin(tile, module, num_tokens)) return;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const int out = outs.first + static_cast<int>(threadIdx.x), column = out % ARIL_OUT_TILE;
-  // See aril_descriptor for where an output's ranks stand.
-  const int core = column / 32 * 4 + column % 8 / 2, row = column % 32 / 8 * 2 + column % 2;
-  constexpr int kTileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
-  const float* b = static_cast<const float*>(module.b) +
-                   int64_t{out / ARIL_OUT_TILE} * rank_tiles * kTileElems + core * kCoreElems +
-                   row * ARIL_RANK_TILE;
+  const int out = outs.first + static_cast<int>(threadIdx.x);
+  const float* b = f32_outputs_ranks(static_cast<const float*>(module.b), rank_tiles, out);
   for (int t = 0; t < tile.count; ++t) {
     const int token = tile.token(t, num_tokens);
     if (token < 0 || rows.lacks(token)) continue;
@@ -88,7 +93,7 @@ __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descript
     const float scale = module.scaling * scales[token];
     float delta = 0.0f;
     for (int i = 0; i < rank_tiles * 4; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kTileElems + i % 4 * 2);
+      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kF32TileElems + i % 4 * 2);
       delta += pair.x * v[i].x;
       delta += pair.y * v[i].y;
     }

@@ -72,9 +72,9 @@ struct Outs {
   }
 
   // Adds a lane's eight deltas of token g (half 0) or g + 8 (half 1), and stores; `overwrites`
-  // takes y for zero.
-  __device__ __forceinline__ void add(T* y, const float (&deltas)[4][4], int half, int valid,
-                                      bool aligned, bool overwrites) const {
+  // takes y for zero. Outputs that do not move together are `step` elements apart.
+  __device__ __forceinline__ void add(T* y, int step, const float (&deltas)[4][4], int half,
+                                      int valid, bool aligned, bool overwrites) const {
     const auto delta = [&](int i) { return deltas[i / 2][2 * half + i % 2]; };
     if (whole(valid, aligned)) {
       const Vec<T> base{bits};
@@ -88,7 +88,9 @@ struct Outs {
     }
 #pragma unroll
     for (int i = 0; i < Vec<T>::kSize; ++i) {
-      if (i < valid) y[i] = from_float<T>((overwrites ? 0.0f : to_float(y[i])) + delta(i));
+      if (i >= valid) continue;
+      T& out = y[i * step];
+      out = from_float<T>((overwrites ? 0.0f : to_float(out)) + delta(i));
     }
   }
 };

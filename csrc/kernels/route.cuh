@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     const int slot = slot_of(p, token);
     if (slot >= 0) atomicAdd(&next[slot], 1);
     p.routing.scales[token] = p.token_scales == nullptr ? 1.0f : p.token_scales[token];
+    p.routing.slots[token] = slot;
   }
   __syncthreads();
 

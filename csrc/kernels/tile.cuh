@@ -16,6 +16,13 @@ __host__ __device__ __forceinline__ constexpr bool is_wide(int num_tokens) {
   return num_tokens > ARIL_FEW_TOKENS;
 }
 
+// A row that a block of expand works on.
+struct ExpandRow {
+  int y;         // -1 where there is nothing to do
+  int v;         // -1, likewise
+  float factor;  // on v
+};
+
 struct Tile {
   int slot;  // -1 if its tokens have none that the table knows
   int count;
@@ -23,21 +30,34 @@ struct Tile {
 
   // No tokens where the routing has none for it. Both loads are independent: entries beyond the
   // count are read, too.
-  template <typename Args>
-  __device__ __forceinline__ Tile(const Args& p, int tile_idx) {
-    const aril_tiles& tiles = is_wide(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles;
+  __device__ __forceinline__ Tile(const aril_routing& routing, const aril_tiles& tiles,
+                                  int max_tiles, int num_slots, int tile_idx) {
     const int num_tiles = *tiles.count;
-    const aril_tile tile = tiles.all[tile_idx < p.max_tiles ? tile_idx : 0];
-    const bool live = tile_idx < num_tiles && tile_idx < p.max_tiles;
-    slot = live && tile.slot < p.weights.num_slots ? tile.slot : -1;
+    const aril_tile tile = tiles.all[tile_idx < max_tiles ? tile_idx : 0];
+    const bool live = tile_idx < num_tiles && tile_idx < max_tiles;
+    slot = live && tile.slot < num_slots ? tile.slot : -1;
     count = live ? tile.count : 0;
-    tokens = p.routing.tokens + (live ? tile.begin : 0);
+    tokens = routing.tokens + (live ? tile.begin : 0);
   }
+
+  template <typename Args>
+  __device__ __forceinline__ Tile(const Args& p, int tile_idx)
+      : Tile(p.routing, is_wide(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles, p.max_tiles,
+             p.weights.num_slots, tile_idx) {}
 
   // The tile's t-th token, or -1 if there is none below `num_tokens`.
   __device__ __forceinline__ int token(int t, int num_tokens) const {
     const int token = t < count ? tokens[t] : -1;
     return token < num_tokens ? token : -1;
+  }
+
+  // Gives the t-th token's row.
+  template <typename Args>
+  __device__ __forceinline__ auto expand_rows(const aril_descriptor& module, const Args& p) const {
+    return [&](int t) {
+      const int row = token(t, p.num_tokens);
+      return ExpandRow{row, row, row < 0 ? 0.0f : module.scaling * p.routing.scales[row]};
+    };
   }
 };
 
@@ -82,10 +102,13 @@ struct Planes {
   int slice_stride;
   int64_t token_stride, plane_stride;
 
+  __device__ __forceinline__ Planes(int64_t rows, int num_slices, int max_rank)
+      : slice_stride(ceil_div(max_rank, ARIL_RANK_TILE) * ARIL_RANK_TILE),
+        token_stride(int64_t{num_slices} * slice_stride),
+        plane_stride(rows * token_stride) {}
+
   __device__ __forceinline__ explicit Planes(const aril_linear_args& p)
-      : slice_stride(ceil_div(p.weights.max_rank, ARIL_RANK_TILE) * ARIL_RANK_TILE),
-        token_stride(int64_t{p.num_slices} * slice_stride),
-        plane_stride(p.num_tokens * token_stride) {}
+      : Planes(p.num_tokens, p.num_slices, p.weights.max_rank) {}
 };
 
 constexpr int kCoreElems = ARIL_CORE * ARIL_CORE;
@@ -100,6 +123,7 @@ struct BlockOuts {
   int num_outs;  // of the slice
   int first, count;
   bool overwrites;
+  int step = 1;  // from an output to the next
 
   // Output block `block` of a layer; gives its slice.
   __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block, int outs_per_block,
@@ -123,6 +147,20 @@ struct BlockOuts {
         first(block * outs_per_block),
         count(min(outs_per_block, num_outs - first)),
         overwrites(false) {}
+
+  // Output block `block` of a projection of experts; gives its slice.
+  __device__ __forceinline__ BlockOuts(const aril_experts_args& p, int block, int& slice)
+      : y(static_cast<T*>(p.y)),
+        y_stride(p.y_stride),
+        num_outs(p.out_features),
+        overwrites(p.overwrites != 0),
+        step(p.interleaved ? p.num_slices : 1) {
+    const int blocks = ceil_div(num_outs, p.outs_per_block);
+    slice = block / blocks;
+    y += p.interleaved ? slice : slice * num_outs;
+    first = block % blocks * p.outs_per_block;
+    count = min(p.outs_per_block, num_outs - first);
+  }
 
   // Whether the tile has a delta here. If not, the block has done all there is to do.
   __device__ __forceinline__ bool begin(const Tile& tile, const aril_descriptor& module,
@@ -151,6 +189,10 @@ __device__ __forceinline__ float2 operator+(const float2& a, const float2& b) {
 
 __device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__device__ __forceinline__ float4 operator*(const float4& a, float factor) {
+  return make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor);
 }
 
 // A token's v: shrink's planes, summed up in their order.

@@ -277,8 +277,8 @@ __device__ __forceinline__ void multiply_outs(float (&deltas)[8][4], const unsig
         multiply_async<T>(deltas, cores_at(v + (step * kTerms + term) * kTermBytes, 1024, 128),
                           cores_at(b + 2 * step * kTileBytes, to_ranks, 128), true);
       }
+      commit_products();
     }
-    commit_products();
     wait_for_products();
     hold(deltas);
     return;

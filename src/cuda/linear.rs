@@ -41,6 +41,11 @@ impl Workspace {
         Ok(Self { exchange: region(bytes.exchange)?, planes: region(bytes.planes)? })
     }
 
+    /// Refuses another stream.
+    pub(super) fn check(&self, stream: &CudaStream) -> Result<(), LaunchError> {
+        self.exchange.check("the workspace", stream)
+    }
+
     /// Where it is; for the raw door.
     pub fn region(&self) -> raw::Workspace {
         raw::Workspace { exchange: self.exchange.region(), planes: self.planes.region() }
@@ -163,7 +168,7 @@ impl<T: Element> LoraLinear<T> {
         y.map_or(Ok(()), |y| y.check_context(&self.kernels))?;
         weights.check(stream)?;
         batch.check(stream)?;
-        workspace.exchange.check("the workspace", stream)?;
+        workspace.check(stream)?;
         if !self.raw.site().is_in(weights.model()) {
             return Err(OperandError::Model.into());
         }

@@ -18,6 +18,7 @@
 mod doctests;
 mod embedding;
 mod error;
+mod experts;
 mod kernels;
 mod linear;
 mod matrix;
@@ -29,6 +30,7 @@ mod weights;
 pub use self::{
     embedding::LoraEmbedding,
     error::LaunchError,
+    experts::{GroupedRoutes, Grouping, LoraExperts, TopK},
     kernels::{Kernels, driver_is_present},
     linear::{LoraLinear, Workspace},
     matrix::{Matrix, MatrixMut},

@@ -3,9 +3,12 @@
 pub const ARIL_MAX_SLICES: i32 = 8;
 pub const ARIL_MAX_SLOTS: i32 = 8192;
 pub const ARIL_MAX_RANK: i32 = 512;
+pub const ARIL_MAX_EXPERTS: i32 = 1024;
 pub const ARIL_TOKENS_PER_TILE: i32 = 16;
 pub const ARIL_WIDE_TILE: i32 = 64;
 pub const ARIL_FEW_TOKENS: i32 = 512;
+pub const ARIL_ROUTES_PER_TILE: i32 = 8;
+pub const ARIL_FEW_ROUTES: i32 = 1024;
 pub const ARIL_STAGED_RANK: i32 = 128;
 pub const ARIL_LANE_FEATURES: i32 = 256;
 pub const ARIL_LANES_PER_GROUP: i32 = 4;
@@ -97,13 +100,14 @@ const _: () = {
 pub struct aril_routing {
     pub tokens: *mut i32,
     pub scales: *mut f32,
+    pub slots: *mut i32,
     pub indptr: *mut i32,
     pub tiles: aril_tiles,
     pub wide_tiles: aril_tiles,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 56usize];
+    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 64usize];
     ["Alignment of aril_routing"][::core::mem::align_of::<aril_routing>() - 8usize];
     [
         "Offset of field: aril_routing::tokens",
@@ -112,14 +116,17 @@ const _: () = {
         "Offset of field: aril_routing::scales",
     ][::core::mem::offset_of!(aril_routing, scales) - 8usize];
     [
+        "Offset of field: aril_routing::slots",
+    ][::core::mem::offset_of!(aril_routing, slots) - 16usize];
+    [
         "Offset of field: aril_routing::indptr",
-    ][::core::mem::offset_of!(aril_routing, indptr) - 16usize];
+    ][::core::mem::offset_of!(aril_routing, indptr) - 24usize];
     [
         "Offset of field: aril_routing::tiles",
-    ][::core::mem::offset_of!(aril_routing, tiles) - 24usize];
+    ][::core::mem::offset_of!(aril_routing, tiles) - 32usize];
     [
         "Offset of field: aril_routing::wide_tiles",
-    ][::core::mem::offset_of!(aril_routing, wide_tiles) - 40usize];
+    ][::core::mem::offset_of!(aril_routing, wide_tiles) - 48usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -132,7 +139,7 @@ pub struct aril_route_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 80usize];
+    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 88usize];
     [
         "Alignment of aril_route_args",
     ][::core::mem::align_of::<aril_route_args>() - 8usize];
@@ -200,7 +207,7 @@ pub struct aril_linear_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 192usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 200usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -275,7 +282,7 @@ pub struct aril_embedding_args {
 const _: () = {
     [
         "Size of aril_embedding_args",
-    ][::core::mem::size_of::<aril_embedding_args>() - 128usize];
+    ][::core::mem::size_of::<aril_embedding_args>() - 136usize];
     [
         "Alignment of aril_embedding_args",
     ][::core::mem::align_of::<aril_embedding_args>() - 8usize];
@@ -313,6 +320,262 @@ const _: () = {
         "Offset of field: aril_embedding_args::routing",
     ][::core::mem::offset_of!(aril_embedding_args, routing) - 72usize];
 };
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_top_k {
+    pub ids: *const i32,
+    pub weights: *const f32,
+    pub rows: *const i32,
+    pub top_k: i32,
+    pub num_experts: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_top_k"][::core::mem::size_of::<aril_top_k>() - 32usize];
+    ["Alignment of aril_top_k"][::core::mem::align_of::<aril_top_k>() - 8usize];
+    [
+        "Offset of field: aril_top_k::ids",
+    ][::core::mem::offset_of!(aril_top_k, ids) - 0usize];
+    [
+        "Offset of field: aril_top_k::weights",
+    ][::core::mem::offset_of!(aril_top_k, weights) - 8usize];
+    [
+        "Offset of field: aril_top_k::rows",
+    ][::core::mem::offset_of!(aril_top_k, rows) - 16usize];
+    [
+        "Offset of field: aril_top_k::top_k",
+    ][::core::mem::offset_of!(aril_top_k, top_k) - 24usize];
+    [
+        "Offset of field: aril_top_k::num_experts",
+    ][::core::mem::offset_of!(aril_top_k, num_experts) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_route_entry {
+    pub route: i32,
+    pub row: i32,
+    pub scale: f32,
+    pub weight: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_route_entry"][::core::mem::size_of::<aril_route_entry>() - 16usize];
+    [
+        "Alignment of aril_route_entry",
+    ][::core::mem::align_of::<aril_route_entry>() - 4usize];
+    [
+        "Offset of field: aril_route_entry::route",
+    ][::core::mem::offset_of!(aril_route_entry, route) - 0usize];
+    [
+        "Offset of field: aril_route_entry::row",
+    ][::core::mem::offset_of!(aril_route_entry, row) - 4usize];
+    [
+        "Offset of field: aril_route_entry::scale",
+    ][::core::mem::offset_of!(aril_route_entry, scale) - 8usize];
+    [
+        "Offset of field: aril_route_entry::weight",
+    ][::core::mem::offset_of!(aril_route_entry, weight) - 12usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_route_tile {
+    pub slot: i32,
+    pub expert: i32,
+    pub begin: i32,
+    pub count: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_route_tile"][::core::mem::size_of::<aril_route_tile>() - 16usize];
+    [
+        "Alignment of aril_route_tile",
+    ][::core::mem::align_of::<aril_route_tile>() - 4usize];
+    [
+        "Offset of field: aril_route_tile::slot",
+    ][::core::mem::offset_of!(aril_route_tile, slot) - 0usize];
+    [
+        "Offset of field: aril_route_tile::expert",
+    ][::core::mem::offset_of!(aril_route_tile, expert) - 4usize];
+    [
+        "Offset of field: aril_route_tile::begin",
+    ][::core::mem::offset_of!(aril_route_tile, begin) - 8usize];
+    [
+        "Offset of field: aril_route_tile::count",
+    ][::core::mem::offset_of!(aril_route_tile, count) - 12usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_groups {
+    pub routes: *mut aril_route_entry,
+    pub tiles: *mut aril_route_tile,
+    pub num_tiles: *mut i32,
+    pub scratch: *mut aril_route_tile,
+    pub counts: *mut i32,
+    pub begins: *mut i32,
+    pub arrived: *mut i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_groups"][::core::mem::size_of::<aril_groups>() - 56usize];
+    ["Alignment of aril_groups"][::core::mem::align_of::<aril_groups>() - 8usize];
+    [
+        "Offset of field: aril_groups::routes",
+    ][::core::mem::offset_of!(aril_groups, routes) - 0usize];
+    [
+        "Offset of field: aril_groups::tiles",
+    ][::core::mem::offset_of!(aril_groups, tiles) - 8usize];
+    [
+        "Offset of field: aril_groups::num_tiles",
+    ][::core::mem::offset_of!(aril_groups, num_tiles) - 16usize];
+    [
+        "Offset of field: aril_groups::scratch",
+    ][::core::mem::offset_of!(aril_groups, scratch) - 24usize];
+    [
+        "Offset of field: aril_groups::counts",
+    ][::core::mem::offset_of!(aril_groups, counts) - 32usize];
+    [
+        "Offset of field: aril_groups::begins",
+    ][::core::mem::offset_of!(aril_groups, begins) - 40usize];
+    [
+        "Offset of field: aril_groups::arrived",
+    ][::core::mem::offset_of!(aril_groups, arrived) - 48usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_group_args {
+    pub num_tokens: i32,
+    pub num_slots: i32,
+    pub top_k: aril_top_k,
+    pub routing: aril_routing,
+    pub groups: aril_groups,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 160usize];
+    [
+        "Alignment of aril_group_args",
+    ][::core::mem::align_of::<aril_group_args>() - 8usize];
+    [
+        "Offset of field: aril_group_args::num_tokens",
+    ][::core::mem::offset_of!(aril_group_args, num_tokens) - 0usize];
+    [
+        "Offset of field: aril_group_args::num_slots",
+    ][::core::mem::offset_of!(aril_group_args, num_slots) - 4usize];
+    [
+        "Offset of field: aril_group_args::top_k",
+    ][::core::mem::offset_of!(aril_group_args, top_k) - 8usize];
+    [
+        "Offset of field: aril_group_args::routing",
+    ][::core::mem::offset_of!(aril_group_args, routing) - 40usize];
+    [
+        "Offset of field: aril_group_args::groups",
+    ][::core::mem::offset_of!(aril_group_args, groups) - 104usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_experts_args {
+    pub dtype: i32,
+    pub num_tokens: i32,
+    pub max_tiles: i32,
+    pub shrink_blocks: i32,
+    pub expand_blocks: i32,
+    pub outs_per_block: i32,
+    pub overwrites: i32,
+    pub weighted: i32,
+    pub groups_routes: i32,
+    pub from_tokens: i32,
+    pub in_features: i32,
+    pub num_slices: i32,
+    pub out_features: i32,
+    pub interleaved: i32,
+    pub x: *const ::core::ffi::c_void,
+    pub x_stride: i64,
+    pub y: *mut ::core::ffi::c_void,
+    pub y_stride: i64,
+    pub exchange: *mut ::core::ffi::c_void,
+    pub weights: aril_weights,
+    pub routing: aril_routing,
+    pub top_k: aril_top_k,
+    pub groups: aril_groups,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of aril_experts_args",
+    ][::core::mem::size_of::<aril_experts_args>() - 272usize];
+    [
+        "Alignment of aril_experts_args",
+    ][::core::mem::align_of::<aril_experts_args>() - 8usize];
+    [
+        "Offset of field: aril_experts_args::dtype",
+    ][::core::mem::offset_of!(aril_experts_args, dtype) - 0usize];
+    [
+        "Offset of field: aril_experts_args::num_tokens",
+    ][::core::mem::offset_of!(aril_experts_args, num_tokens) - 4usize];
+    [
+        "Offset of field: aril_experts_args::max_tiles",
+    ][::core::mem::offset_of!(aril_experts_args, max_tiles) - 8usize];
+    [
+        "Offset of field: aril_experts_args::shrink_blocks",
+    ][::core::mem::offset_of!(aril_experts_args, shrink_blocks) - 12usize];
+    [
+        "Offset of field: aril_experts_args::expand_blocks",
+    ][::core::mem::offset_of!(aril_experts_args, expand_blocks) - 16usize];
+    [
+        "Offset of field: aril_experts_args::outs_per_block",
+    ][::core::mem::offset_of!(aril_experts_args, outs_per_block) - 20usize];
+    [
+        "Offset of field: aril_experts_args::overwrites",
+    ][::core::mem::offset_of!(aril_experts_args, overwrites) - 24usize];
+    [
+        "Offset of field: aril_experts_args::weighted",
+    ][::core::mem::offset_of!(aril_experts_args, weighted) - 28usize];
+    [
+        "Offset of field: aril_experts_args::groups_routes",
+    ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 32usize];
+    [
+        "Offset of field: aril_experts_args::from_tokens",
+    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 36usize];
+    [
+        "Offset of field: aril_experts_args::in_features",
+    ][::core::mem::offset_of!(aril_experts_args, in_features) - 40usize];
+    [
+        "Offset of field: aril_experts_args::num_slices",
+    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 44usize];
+    [
+        "Offset of field: aril_experts_args::out_features",
+    ][::core::mem::offset_of!(aril_experts_args, out_features) - 48usize];
+    [
+        "Offset of field: aril_experts_args::interleaved",
+    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 52usize];
+    [
+        "Offset of field: aril_experts_args::x",
+    ][::core::mem::offset_of!(aril_experts_args, x) - 56usize];
+    [
+        "Offset of field: aril_experts_args::x_stride",
+    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 64usize];
+    [
+        "Offset of field: aril_experts_args::y",
+    ][::core::mem::offset_of!(aril_experts_args, y) - 72usize];
+    [
+        "Offset of field: aril_experts_args::y_stride",
+    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 80usize];
+    [
+        "Offset of field: aril_experts_args::exchange",
+    ][::core::mem::offset_of!(aril_experts_args, exchange) - 88usize];
+    [
+        "Offset of field: aril_experts_args::weights",
+    ][::core::mem::offset_of!(aril_experts_args, weights) - 96usize];
+    [
+        "Offset of field: aril_experts_args::routing",
+    ][::core::mem::offset_of!(aril_experts_args, routing) - 120usize];
+    [
+        "Offset of field: aril_experts_args::top_k",
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 184usize];
+    [
+        "Offset of field: aril_experts_args::groups",
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 216usize];
+};
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;
 }
@@ -346,6 +609,18 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_embedding(
         args: *const aril_embedding_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_group(
+        args: *const aril_group_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_experts(
+        args: *const aril_experts_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

@@ -3,12 +3,16 @@
 //! Pure and printable: no device is needed to make a plan, and the same problem always has the same plan. The tiles are those of
 //! `csrc/aril.h`, so that a plan and the kernels it is for cannot disagree.
 
+mod experts;
+
 use std::fmt;
 
 use crate::{
     DType, ffi,
     model::{LinearSite, MAX_RANK, SliceSite},
 };
+
+pub use self::experts::{ExpertsPlan, ProjectionPlan, RouteCapacity};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -74,6 +78,11 @@ impl Capacity {
     /// the tokens that have none.
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
         self.tiles_of(if num_tokens > FEW_TOKENS { WIDE_TILE } else { TOKENS_PER_TILE }, num_tokens)
+    }
+
+    /// As [`max_tiles`](Self::max_tiles), of the small tiles.
+    pub(crate) fn max_small_tiles(&self, num_tokens: usize) -> usize {
+        self.tiles_of(TOKENS_PER_TILE, num_tokens)
     }
 
     /// The most small and the most wide tiles of any batch.

@@ -7,9 +7,6 @@ use crate::{
     plan::{Capacity, LinearPlan},
 };
 
-/// What kernels read of a workspace at a time.
-const WORKSPACE_ALIGNMENT_BYTES: usize = 16;
-
 /// The adapters of one linear layer: shapes checked, launches planned, workspace sized.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
@@ -170,15 +167,7 @@ impl LoraLinear {
             Some(MatrixMut(y)) => y.expect("y", dtype, num_tokens, self.site.out_features())?,
             None => null,
         };
-        let needed = self.plan.workspace_bytes_for(num_tokens);
-        for (needed, part) in [(needed.exchange, workspace.exchange), (needed.planes, workspace.planes)] {
-            if part.bytes < needed {
-                return Err(LaunchError::Capacity { what: "the workspace's use", got: needed, max: part.bytes });
-            }
-            if needed > 0 && !part.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
-                return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
-            }
-        }
+        workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
         let max_tokens = self.plan.capacity().max_tokens;
         if num_tokens > max_tokens {
             return Err(LaunchError::Capacity { what: "the batch's tokens", got: num_tokens, max: max_tokens });

@@ -11,6 +11,7 @@
 #![expect(unsafe_code, reason = "launches on memory that somebody else owns")]
 
 mod embedding;
+mod experts;
 mod linear;
 mod routing;
 
@@ -18,13 +19,22 @@ use std::ffi::c_void;
 
 use bytemuck::{Pod, Zeroable};
 
+pub(in crate::cuda) use self::experts::Projection;
 pub use self::{
     embedding::LoraEmbedding,
+    experts::{GroupedRoutes, Grouping, LoraExperts, TopK},
     linear::LoraLinear,
     routing::{RoutedBatch, Routing},
 };
 use super::LaunchError;
-use crate::{DType, Element, adapter::SlotImage, error::OperandError, extent::Extent, ffi, plan::Capacity};
+use crate::{
+    DType, Element,
+    adapter::SlotImage,
+    error::OperandError,
+    extent::Extent,
+    ffi,
+    plan::{Capacity, WorkspaceBytes},
+};
 
 /// A CUDA stream that somebody else owns.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -71,6 +81,24 @@ pub struct Workspace {
     pub exchange: DeviceRegion,
     /// Of any content.
     pub planes: DeviceRegion,
+}
+
+/// What kernels read of a workspace at a time.
+const WORKSPACE_ALIGNMENT_BYTES: usize = 16;
+
+impl Workspace {
+    /// Refuses one that is too small or misaligned.
+    fn check(&self, needed: WorkspaceBytes) -> Result<(), LaunchError> {
+        for (needed, part) in [(needed.exchange, self.exchange), (needed.planes, self.planes)] {
+            if part.bytes < needed {
+                return Err(LaunchError::Capacity { what: "the workspace's use", got: needed, max: part.bytes });
+            }
+            if needed > 0 && !part.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
+                return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A row-major matrix in device memory, to be read.

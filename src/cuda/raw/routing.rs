@@ -36,6 +36,7 @@ struct Layout {
     staged: usize,
     tokens: usize,
     scales: usize,
+    slots: usize,
     indptr: usize,
     tiles: usize,
     num_tiles: usize,
@@ -58,6 +59,7 @@ impl Layout {
             staged: part(staging_bytes(capacity)),
             tokens: part(max_tokens * size_of::<i32>()),
             scales: part(max_tokens * size_of::<f32>()),
+            slots: part(max_tokens * size_of::<i32>()),
             indptr: part((num_slots + 1) * size_of::<i32>()),
             tiles: part(tiles * size_of::<ffi::aril_tile>()),
             num_tiles: part(size_of::<i32>()),
@@ -110,6 +112,7 @@ impl Routing {
         let routing = ffi::aril_routing {
             tokens: at(layout.tokens) as *mut i32,
             scales: at(layout.scales) as *mut f32,
+            slots: at(layout.slots) as *mut i32,
             indptr: at(layout.indptr) as *mut i32,
             tiles: tiles(layout.tiles, layout.num_tiles),
             wide_tiles: tiles(layout.wide_tiles, layout.num_wide_tiles),
@@ -188,7 +191,9 @@ impl Routing {
         if num_tokens > max {
             return Err(LaunchError::Capacity { what: "the batch's tokens", got: num_tokens, max });
         }
-        Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles: self.capacity.max_tiles(num_tokens) })
+        let max_tiles = self.capacity.max_tiles(num_tokens);
+        let max_small_tiles = self.capacity.max_small_tiles(num_tokens);
+        Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles, max_small_tiles })
     }
 
     unsafe fn route(
@@ -216,6 +221,7 @@ pub struct RoutedBatch {
     pub(super) routing: ffi::aril_routing,
     pub(super) num_tokens: usize,
     pub(super) max_tiles: usize,
+    pub(super) max_small_tiles: usize,
 }
 
 // SAFETY: device addresses, which are data.

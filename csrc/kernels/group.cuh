@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Groups the routes of a layer by expert and slot: once, for all operations on the layer's experts.
+// No result depends on the order of routes within a group.
+//
+// Up to ARIL_FEW_ROUTES, a block of the first operation sorts them. Beyond, a kernel of its own
+// has a block for each expert, one for the routes without a slot, and one for those that are not
+// here: each goes through all routes, in the order of their tokens' slots, first to count its own
+// and those of the blocks before it, then to write them down. Bound: latency; a route's id is read
+// by every block, from L2.
+#pragma once
+
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+
+#include "../common/pdl.cuh"
+#include "route.cuh"
+#include "tile.cuh"
+
+namespace aril::detail {
+
+// What has no row in matrices of routes.
+constexpr int kNowhere = -1;
+
+// The row of a route in matrices of routes, or kNowhere.
+__device__ __forceinline__ int row_of(const aril_top_k& top_k, int num_tokens, int route) {
+  if (top_k.rows == nullptr) return route;
+  const int row = top_k.rows[route];
+  return row >= 0 && row < num_tokens * top_k.top_k ? row : kNowhere;
+}
+
+// The expert of a route of a token of `slot`: num_experts if there is no slot, num_experts + 1 if
+// the route is not here, kNowhere if it has no row.
+__device__ __forceinline__ int group_of(const aril_top_k& top_k, int num_tokens, int route,
+                                        int slot) {
+  const int expert = top_k.ids[route];
+  if (row_of(top_k, num_tokens, route) == kNowhere) return kNowhere;
+  if (expert < 0 || expert >= top_k.num_experts) return top_k.num_experts + 1;
+  return slot < 0 ? top_k.num_experts : expert;
+}
+
+__host__ __device__ __forceinline__ bool are_few(int num_tokens, const aril_top_k& top_k) {
+  return num_tokens * top_k.top_k <= ARIL_FEW_ROUTES;
+}
+
+__device__ __forceinline__ aril_route_entry entry_of(const aril_top_k& top_k,
+                                                     const aril_routing& routing, int num_tokens,
+                                                     int route) {
+  return {route, row_of(top_k, num_tokens, route), routing.scales[route / top_k.top_k],
+          top_k.weights == nullptr ? 1.0f : top_k.weights[route]};
+}
+
+// Sorts few routes by expert, slot and number, by a block of kThreads: each goes to its expert's
+// part of a list, where it counts those that come before it.
+template <int kThreads>
+class RouteSort {
+ public:
+  // Gives the number of tiles, of those with a slot and of all.
+  __device__ __forceinline__ int2 run(const aril_top_k& top_k, const aril_routing& routing,
+                                      const aril_groups& groups, int num_tokens) {
+    const int num_routes = num_tokens * top_k.top_k, num_groups = top_k.num_experts + 2;
+    const int thread = threadIdx.x;
+    const auto route_of = [&](int i) { return i * kThreads + thread; };
+    int group[kPerThread], slot[kPerThread], at[kPerThread];
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      group[i] = kNowhere;
+      if (route_of(i) >= num_routes) continue;
+      slot[i] = routing.slots[route_of(i) / top_k.top_k];
+      group[i] = group_of(top_k, num_tokens, route_of(i), slot[i]);
+      if (group[i] >= top_k.num_experts) slot[i] = -1;
+    }
+    for (int i = thread; i <= num_groups; i += kThreads) begins_[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (group[i] != kNowhere) at[i] = atomicAdd(&begins_[group[i]], 1);
+    }
+    __syncthreads();
+    int begins[kGroupsPerThread], num_sorted;
+#pragma unroll
+    for (int i = 0; i < kGroupsPerThread; ++i) {
+      const int g = thread * kGroupsPerThread + i;
+      begins[i] = g < num_groups ? begins_[g] : 0;
+    }
+    Scan(scan_).ExclusiveSum(begins, begins, num_sorted);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kGroupsPerThread; ++i) {
+      const int g = thread * kGroupsPerThread + i;
+      if (g <= num_groups) begins_[g] = begins[i];
+    }
+    __syncthreads();
+    const auto key_of = [&](int i) {
+      return static_cast<uint32_t>(slot[i] + 1) << 16 | route_of(i);
+    };
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (group[i] != kNowhere) unsorted_[begins_[group[i]] + at[i]] = key_of(i);
+    }
+    __syncthreads();
+    // Where the route goes; of the first of a tile, where the tile ends, of others -1.
+    int end[kPerThread];
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (group[i] == kNowhere) continue;
+      int before = 0, of_slot_before = 0, of_slot = 0;
+      for (int j = begins_[group[i]]; j < begins_[group[i] + 1]; ++j) {
+        const uint32_t other = unsorted_[j];
+        const bool same = other >> 16 == key_of(i) >> 16;
+        before += other < key_of(i);
+        of_slot_before += same && other < key_of(i);
+        of_slot += same;
+      }
+      at[i] = begins_[group[i]] + before;
+      end[i] = of_slot_before % ARIL_ROUTES_PER_TILE == 0
+                   ? at[i] + min(of_slot - of_slot_before, ARIL_ROUTES_PER_TILE)
+                   : -1;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (group[i] == kNowhere) continue;
+      groups.routes[at[i]] = entry_of(top_k, routing, num_tokens, route_of(i));
+      ends_[at[i]] = end[i];
+    }
+    __syncthreads();
+    int tile[kPerThread], num_tiles;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int j = thread * kPerThread + i;
+      tile[i] = j < num_sorted && ends_[j] >= 0;
+    }
+    Scan(scan_).ExclusiveSum(tile, tile, num_tiles);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) tiles_[thread * kPerThread + i] = tile[i];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (group[i] == kNowhere || end[i] < 0) continue;
+      groups.tiles[tiles_[at[i]]] = {slot[i], group[i], at[i], end[i] - at[i]};
+    }
+    const int without_slot = begins_[top_k.num_experts];
+    return make_int2(without_slot < num_sorted ? tiles_[without_slot] : num_tiles, num_tiles);
+  }
+
+ private:
+  using Scan = cub::BlockScan<int, kThreads>;
+  static constexpr int kPerThread = ARIL_FEW_ROUTES / kThreads;
+  static constexpr int kGroupsPerThread = ceil_div(ARIL_MAX_EXPERTS + 3, kThreads);
+
+  typename Scan::TempStorage scan_;
+  int begins_[ARIL_MAX_EXPERTS + 3];
+  uint32_t unsorted_[ARIL_FEW_ROUTES];  // slot + 1, number
+  int ends_[ARIL_FEW_ROUTES];
+  int tiles_[ARIL_FEW_ROUTES];
+};
+
+__global__ void __launch_bounds__(kRouteThreads)
+    group_kernel(const __grid_constant__ aril_group_args p) {
+  using Scan = cub::BlockScan<int, kRouteThreads>;
+  using Reduce = cub::BlockReduce<int2, kRouteThreads>;
+  __shared__ union {
+    typename Scan::TempStorage scan;
+    typename Reduce::TempStorage reduce;
+  } storage;
+  __shared__ int begin, last, first_tiles[ARIL_MAX_EXPERTS + 2];
+  const int mine = blockIdx.x, top_k = p.top_k.top_k;
+  const auto slot_at = [&](int token) {
+    const int slot = p.routing.slots[token];
+    return slot < p.num_slots ? slot : -1;
+  };
+  const auto for_tokens = [&](auto f) {
+    for (int first = 0; first < p.num_tokens; first += kRouteThreads) {
+      const int i = first + threadIdx.x;
+      const int token = i < p.num_tokens ? p.routing.tokens[i] : -1;
+      f(token, token < 0 ? -1 : slot_at(token));
+    }
+  };
+  wait_for_predecessors();
+
+  int2 counts = make_int2(0, 0);  // of this group, of those before it
+  for_tokens([&](int token, int slot) {
+    for (int k = 0; token >= 0 && k < top_k; ++k) {
+      const int group = group_of(p.top_k, p.num_tokens, token * top_k + k, slot);
+      counts.x += group == mine;
+      counts.y += group != kNowhere && group < mine;
+    }
+  });
+  counts = Reduce(storage.reduce).Reduce(counts, [](const int2& a, const int2& b) {
+    return make_int2(a.x + b.x, a.y + b.y);
+  });
+  if (threadIdx.x == 0) {
+    begin = counts.y;
+    p.groups.begins[mine] = counts.y;
+  }
+  __syncthreads();
+
+  aril_route_entry* const routes = p.groups.routes + begin;
+  int count = 0;
+  for_tokens([&](int token, int slot) {
+    int own = 0, before, total;
+    for (int k = 0; token >= 0 && k < top_k; ++k) {
+      own += group_of(p.top_k, p.num_tokens, token * top_k + k, slot) == mine;
+    }
+    __syncthreads();
+    Scan(storage.scan).ExclusiveSum(own, before, total);
+    for (int k = 0; own > 0 && k < top_k; ++k) {
+      const int route = token * top_k + k;
+      if (group_of(p.top_k, p.num_tokens, route, slot) != mine) continue;
+      routes[count + before++] = entry_of(p.top_k, p.routing, p.num_tokens, route);
+    }
+    count += total;
+  });
+  __syncthreads();
+
+  // A tile begins where the slot changes, and every so many routes.
+  const auto slot_of_own = [&](int i) {
+    return mine < p.top_k.num_experts ? slot_at(routes[i].route / top_k) : -1;
+  };
+  const auto begins = [&](int i) {
+    return i % ARIL_ROUTES_PER_TILE == 0 || slot_of_own(i) != slot_of_own(i - 1);
+  };
+  int tiles = 0;
+  for (int first = 0; first < count; first += kRouteThreads) {
+    const int i = first + threadIdx.x;
+    const bool is_first = i < count && begins(i);
+    int before, total;
+    __syncthreads();
+    Scan(storage.scan).ExclusiveSum(is_first ? 1 : 0, before, total);
+    if (is_first) {
+      int end = i + 1;
+      while (end < count && !begins(end)) ++end;
+      p.groups.scratch[begin + tiles + before] = {slot_of_own(i), mine, begin + i, end - i};
+    }
+    tiles += total;
+  }
+  if (threadIdx.x == 0) p.groups.counts[mine] = tiles;
+
+  // The last block puts all tiles one after the other.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(p.groups.arrived, 1) == static_cast<int>(gridDim.x) - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  int all = 0;
+  for (int first = 0; first < static_cast<int>(gridDim.x); first += kRouteThreads) {
+    const int group = first + threadIdx.x;
+    const bool live = group < static_cast<int>(gridDim.x);
+    const int tiles = live ? __ldcg(p.groups.counts + group) : 0;
+    int before, total;
+    __syncthreads();
+    Scan(storage.scan).ExclusiveSum(tiles, before, total);
+    if (live) first_tiles[group] = all + before;
+    all += total;
+  }
+  __syncthreads();
+  // Each tile's group is found among their first tiles.
+  for (int i = threadIdx.x; i < all; i += kRouteThreads) {
+    int group = 0;
+    for (int step = 1 << 10; step > 0; step /= 2) {
+      const int next = group + step;
+      if (next < static_cast<int>(gridDim.x) && first_tiles[next] <= i) group = next;
+    }
+    const int from = __ldcg(p.groups.begins + group) + i - first_tiles[group];
+    reinterpret_cast<int4*>(p.groups.tiles)[i] =
+        __ldcg(reinterpret_cast<const int4*>(p.groups.scratch) + from);
+  }
+  if (threadIdx.x == 0) {
+    p.groups.num_tiles[0] = first_tiles[p.top_k.num_experts];
+    p.groups.num_tiles[1] = all;
+    *p.groups.arrived = 0;
+  }
+}
+
+}  // namespace aril::detail

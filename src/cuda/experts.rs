@@ -1,0 +1,284 @@
+#![expect(unsafe_code, reason = "calls the raw door")]
+
+use std::{marker::PhantomData, sync::Arc};
+
+use cudarc::driver::{CudaStream, CudaView, DevicePtr, DeviceSlice, SyncOnDrop};
+
+use super::{
+    Kernels, LaunchError, Matrix, MatrixMut, RoutedBatch, WeightTable, Workspace,
+    raw::{self, LayerWeights, Projection},
+    region::Region,
+};
+use crate::{
+    Element,
+    error::OperandError,
+    model::{ExpertsId, ModelSpec},
+    plan::{Capacity, ExpertsPlan, RouteCapacity},
+};
+
+/// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
+/// what a route is.
+#[derive(Debug)]
+#[doc(alias = "topk_ids")]
+pub struct TopK<'a> {
+    ids: CudaView<'a, i32>,
+    weights: Option<CudaView<'a, f32>>,
+    rows: Option<CudaView<'a, i32>>,
+    top_k: usize,
+    on_input: bool,
+}
+
+impl<'a> TopK<'a> {
+    /// `ids` is `[tokens, top_k]`: local expert ids. -1 and whatever else is no local id is not here.
+    ///
+    /// # Errors
+    /// If `top_k` is zero or does not divide the ids.
+    pub fn new(ids: CudaView<'a, i32>, top_k: usize) -> Result<Self, OperandError> {
+        if top_k == 0 || !ids.len().is_multiple_of(top_k) {
+            return Err(OperandError::TopK { ids: ids.len(), top_k });
+        }
+        Ok(Self { ids, weights: None, rows: None, top_k, on_input: false })
+    }
+
+    /// The router's weights, `[tokens, top_k]`: 1 without them.
+    ///
+    /// # Errors
+    /// If there is not one for each route.
+    pub fn with_weights(self, weights: CudaView<'a, f32>) -> Result<Self, OperandError> {
+        self.check("weights", weights.len())?;
+        Ok(Self { weights: Some(weights), ..self })
+    }
+
+    /// The row that each route has in the `[routes, ..]` matrices, `[tokens, top_k]`. Without it, a route has the row of its number.
+    /// Below 0 or from the number of routes on, the route has no row, and is not here. Where two routes have the same row, it gets
+    /// the delta of one or the other.
+    ///
+    /// # Errors
+    /// If there is not one for each route.
+    #[doc(alias = "row_of_route")]
+    pub fn with_rows(self, rows: CudaView<'a, i32>) -> Result<Self, OperandError> {
+        self.check("rows", rows.len())?;
+        Ok(Self { rows: Some(rows), ..self })
+    }
+
+    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them.
+    #[must_use]
+    #[doc(alias = "apply_router_weight_on_input")]
+    pub fn on_input(self) -> Self {
+        Self { on_input: true, ..self }
+    }
+
+    /// Tokens that the router chose for.
+    pub fn num_tokens(&self) -> usize {
+        self.ids.len() / self.top_k
+    }
+
+    fn check(&self, operand: &'static str, got: usize) -> Result<(), OperandError> {
+        let want = self.ids.len();
+        if got == want { Ok(()) } else { Err(OperandError::Routes { operand, got, want }) }
+    }
+
+    fn check_context(&self, kernels: &Kernels) -> Result<(), LaunchError> {
+        kernels.check_context("ids", self.ids.stream().context())?;
+        self.weights.as_ref().map_or(Ok(()), |view| kernels.check_context("weights", view.stream().context()))?;
+        self.rows.as_ref().map_or(Ok(()), |view| kernels.check_context("rows", view.stream().context()))
+    }
+
+    /// Has `stream` wait for what writes them. The guards are to be dropped once the launch is enqueued.
+    fn on<'s>(&'s self, stream: &'s CudaStream) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
+        let (ids, ids_guard) = self.ids.device_ptr(stream);
+        let (weights, weights_guard) = self.weights.as_ref().map(|view| view.device_ptr(stream)).unzip();
+        let (rows, rows_guard) = self.rows.as_ref().map(|view| view.device_ptr(stream)).unzip();
+        let raw = raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0));
+        (if self.on_input { raw.on_input() } else { raw }, [Some(ids_guard), weights_guard, rows_guard])
+    }
+}
+
+/// A layer's routes grouped by expert and slot, on the device. Layers may share one: each updates it for its operations.
+#[derive(Debug)]
+pub struct Grouping {
+    raw: raw::Grouping,
+    kernels: Kernels,
+    memory: Region,
+}
+
+/// The routes that a [`Grouping`] was last updated with. While they live, it cannot be updated again.
+#[derive(Debug)]
+pub struct GroupedRoutes<'a> {
+    raw: raw::GroupedRoutes,
+    top_k: TopK<'a>,
+    memory: &'a Region,
+}
+
+impl Grouping {
+    /// Allocates what the routes within `capacity` need, on `stream`.
+    ///
+    /// # Errors
+    /// If the capacity is past the kernels' limits, or there is no memory left.
+    pub fn new(kernels: &Kernels, capacity: RouteCapacity, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
+        let memory = Region::new(kernels, raw::Grouping::device_bytes(capacity)?, stream)?;
+        // SAFETY: the memory is zero, this type's own for as long as it lives, and freed in the order of its stream, on which alone
+        // it is used.
+        let raw = unsafe { raw::Grouping::new(kernels, capacity, memory.region()) }?;
+        Ok(Self { raw, kernels: kernels.clone(), memory })
+    }
+
+    /// Takes what a layer's router chose for the tokens of `batch`. Many routes are grouped by a kernel that this enqueues; few by
+    /// the first operation on them.
+    ///
+    /// # Errors
+    /// If the router chose for other tokens than the batch has, or for more than there is room for. Nothing was enqueued.
+    pub fn update<'a>(
+        &'a mut self,
+        top_k: TopK<'a>,
+        batch: &'a RoutedBatch<'_>,
+        stream: &CudaStream,
+    ) -> Result<GroupedRoutes<'a>, LaunchError> {
+        self.memory.check("the grouping", stream)?;
+        batch.check(stream)?;
+        top_k.check_context(&self.kernels)?;
+        let (got, want) = (top_k.num_tokens(), batch.num_tokens());
+        if got != want {
+            return Err(OperandError::Tokens { got, want }.into());
+        }
+        let raw = {
+            let (top_k, _guards) = top_k.on(stream);
+            // SAFETY: there is a value for each route, and the guards order them; the stream is the memory's and the batch's own.
+            unsafe { self.raw.group(top_k, batch.raw, stream.into()) }?
+        };
+        Ok(GroupedRoutes { raw, top_k, memory: &self.memory })
+    }
+}
+
+impl GroupedRoutes<'_> {
+    /// Rows of the `[routes, ..]` matrices.
+    pub fn num_routes(&self) -> usize {
+        self.raw.num_routes()
+    }
+}
+
+/// The adapters of one layer's experts: shapes checked, launches planned, workspace sized.
+///
+/// The same operations as [`cpu::LoraExperts`](crate::cpu::LoraExperts), which says what each does, but for those that take the
+/// place of the base's activation and combine, or stand behind the combine.
+#[derive(Clone, Debug)]
+#[doc(alias = "FusedMoEWithLoRA")]
+pub struct LoraExperts<T> {
+    raw: raw::LoraExperts,
+    kernels: Kernels,
+    element: PhantomData<T>,
+}
+
+macro_rules! operation {
+    ($(#[$doc:meta])* $name:ident, $projection:ident, $overwrites:literal) => {
+        $(#[$doc])*
+        pub fn $name(
+            &self,
+            x: Matrix<'_, T>,
+            y: MatrixMut<'_, T>,
+            routes: &GroupedRoutes<'_>,
+            weights: &WeightTable<T>,
+            workspace: &mut Workspace,
+            stream: &CudaStream,
+        ) -> Result<(), LaunchError> {
+            self.launch((Projection::$projection, $overwrites), x, y, routes, weights, workspace, stream)
+        }
+    };
+}
+
+impl<T: Element> LoraExperts<T> {
+    /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to `top_k` routes.
+    ///
+    /// # Errors
+    /// If no kernel takes these shapes or these bounds.
+    pub fn new(
+        kernels: &Kernels,
+        model: &ModelSpec,
+        id: ExpertsId,
+        capacity: Capacity,
+        top_k: usize,
+    ) -> Result<Self, LaunchError> {
+        let raw = raw::LoraExperts::new(kernels, model, id, T::DTYPE, capacity, top_k)?;
+        Ok(Self { raw, kernels: kernels.clone(), element: PhantomData })
+    }
+
+    /// What will be launched; for logs, and for the size of the workspace.
+    pub fn plan(&self) -> &ExpertsPlan {
+        self.raw.plan()
+    }
+
+    operation! {
+        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert.
+        /// What has no adapter keeps `y` bit for bit.
+        ///
+        /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`. Allocates nothing and waits for nothing.
+        ///
+        /// # Errors
+        /// If the operands don't fit the plan; then nothing was enqueued.
+        add_gate_up_delta, GateUp, false
+    }
+
+    operation! {
+        /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice
+        /// that has no adapter or is not here. Rows that no route has are left as they are.
+        ///
+        /// # Errors
+        /// As for `add_gate_up_delta`.
+        write_gate_up_delta, GateUp, true
+    }
+
+    operation! {
+        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before
+        /// the combine and without its weights. What has no adapter keeps `y` bit for bit.
+        ///
+        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`. Allocates nothing and waits for nothing.
+        ///
+        /// # Errors
+        /// If the operands don't fit the plan; then nothing was enqueued.
+        add_down_delta, Down, false
+    }
+
+    operation! {
+        /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no
+        /// adapter or is not here. Rows that no route has are left as they are.
+        ///
+        /// # Errors
+        /// As for `add_down_delta`.
+        write_down_delta, Down, true
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
+    fn launch(
+        &self,
+        (projection, overwrites): (Projection, bool),
+        x: Matrix<'_, T>,
+        mut y: MatrixMut<'_, T>,
+        routes: &GroupedRoutes<'_>,
+        weights: &WeightTable<T>,
+        workspace: &mut Workspace,
+        stream: &CudaStream,
+    ) -> Result<(), LaunchError> {
+        self.kernels.check_context("the stream", stream.context())?;
+        x.check_context(&self.kernels)?;
+        y.check_context(&self.kernels)?;
+        weights.check(stream)?;
+        routes.memory.check("the routes", stream)?;
+        workspace.check(stream)?;
+        if !self.raw.site().is_in(weights.model()) {
+            return Err(OperandError::Model.into());
+        }
+        let site = match projection {
+            Projection::GateUp => self.raw.site().gate_up(),
+            Projection::Down => self.raw.site().down(),
+        };
+        let layer: LayerWeights = weights.layer(site.shared_entry());
+        let region = workspace.region();
+        self.raw.args(projection, overwrites, x.at(0), y.at(0), layer, &routes.raw, region)?;
+        let (_, _top_k_guards) = routes.top_k.on(stream);
+        let (x, _x_guard) = x.on(stream);
+        let (y, _y_guard) = y.on(stream);
+        // SAFETY: every operand was found large enough, in the kernels' context and, but for x, y and the router's choices, which the
+        // guards order, made on this stream.
+        unsafe { self.raw.launch(projection, overwrites, x, y, layer, &routes.raw, region, stream.into()) }
+    }
+}

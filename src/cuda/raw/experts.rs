@@ -1,0 +1,435 @@
+use std::cell::Cell;
+
+use super::{DeviceRegion, LayerWeights, MatrixMut, MatrixRef, RoutedBatch, Stream, Workspace, dtype_code, int};
+use crate::{
+    DType,
+    cuda::{Kernels, LaunchError, kernels::check},
+    error::OperandError,
+    ffi,
+    model::{ExpertsId, ExpertsSite, ModelSpec},
+    plan::{Capacity, ExpertsPlan, ProjectionPlan, RouteCapacity},
+};
+
+/// What each part of a grouping's memory is aligned to.
+const PART_ALIGNMENT_BYTES: usize = 256;
+
+/// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
+/// what a route is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct TopK {
+    pub(in crate::cuda) ids: u64,
+    pub(in crate::cuda) weights: u64,
+    pub(in crate::cuda) rows: u64,
+    pub(in crate::cuda) top_k: usize,
+    pub(in crate::cuda) on_input: bool,
+}
+
+impl TopK {
+    /// The address of local expert ids, `i32 [tokens, top_k]`. -1 and whatever else is no local id is not here.
+    pub const fn new(ids: u64, top_k: usize) -> Self {
+        Self { ids, weights: 0, rows: 0, top_k, on_input: false }
+    }
+
+    /// The address of the router's weights, `f32 [tokens, top_k]`: 1 without them.
+    #[must_use]
+    pub const fn weights(self, weights: u64) -> Self {
+        Self { weights, ..self }
+    }
+
+    /// The address of each route's row in the `[routes, ..]` matrices, `i32 [tokens, top_k]`. Without it, a route has the row of its
+    /// number. Below 0 or from the number of routes on, the route has no row, and is not here.
+    #[must_use]
+    #[doc(alias = "row_of_route")]
+    pub const fn rows(self, rows: u64) -> Self {
+        Self { rows, ..self }
+    }
+
+    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them.
+    #[must_use]
+    pub const fn on_input(self) -> Self {
+        Self { on_input: true, ..self }
+    }
+}
+
+/// A layer's routes grouped by expert and slot, in the engine's device memory. Any number of layers may share one, one after the
+/// other.
+#[derive(Debug)]
+pub struct Grouping {
+    kernels: Kernels,
+    capacity: RouteCapacity,
+    groups: ffi::aril_groups,
+}
+
+// SAFETY: device addresses, which are data.
+unsafe impl Send for Grouping {}
+
+/// Where things are in a grouping's memory, in bytes.
+struct Layout {
+    routes: usize,
+    tiles: usize,
+    num_tiles: usize,
+    scratch: usize,
+    counts: usize,
+    begins: usize,
+    arrived: usize,
+    end: usize,
+}
+
+impl Layout {
+    fn new(capacity: RouteCapacity) -> Self {
+        let mut end = 0;
+        let mut part = |count: usize, bytes: usize| {
+            let start = end;
+            end += (count * bytes).next_multiple_of(PART_ALIGNMENT_BYTES);
+            start
+        };
+        let (max_routes, groups) = (capacity.max_routes(), capacity.num_experts + 2);
+        Self {
+            routes: part(max_routes, size_of::<ffi::aril_route_entry>()),
+            tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
+            num_tiles: part(2, size_of::<i32>()),
+            scratch: part(max_routes, size_of::<ffi::aril_route_tile>()),
+            counts: part(groups, size_of::<i32>()),
+            begins: part(groups, size_of::<i32>()),
+            arrived: part(1, size_of::<i32>()),
+            end,
+        }
+    }
+}
+
+impl Grouping {
+    /// The device memory that [`new`](Self::new) needs.
+    ///
+    /// # Errors
+    /// If the capacity is past the kernels' limits.
+    pub fn device_bytes(capacity: RouteCapacity) -> Result<usize, LaunchError> {
+        Ok(Layout::new(capacity.checked()?).end)
+    }
+
+    /// Takes `memory`, aligned to 256 bytes.
+    ///
+    /// # Errors
+    /// If the capacity is past the kernels' limits, or `memory` is too small or misaligned.
+    ///
+    /// # Safety
+    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent, all of it zero.
+    /// - **Liveness.** That memory stays mapped for as long as this or any routes of it are used, and until the work has run.
+    /// - **Aliasing.** Nobody else writes it.
+    pub unsafe fn new(kernels: &Kernels, capacity: RouteCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
+        let layout = Layout::new(capacity.checked()?);
+        if memory.bytes < layout.end {
+            return Err(LaunchError::Capacity { what: "the grouping's memory", got: layout.end, max: memory.bytes });
+        }
+        if !memory.ptr.is_multiple_of(PART_ALIGNMENT_BYTES as u64) {
+            return Err(LaunchError::Misaligned { operand: "the grouping's memory", alignment: PART_ALIGNMENT_BYTES });
+        }
+        let at = |offset: usize| memory.ptr + offset as u64;
+        let groups = ffi::aril_groups {
+            routes: at(layout.routes) as *mut ffi::aril_route_entry,
+            tiles: at(layout.tiles) as *mut ffi::aril_route_tile,
+            num_tiles: at(layout.num_tiles) as *mut i32,
+            scratch: at(layout.scratch) as *mut ffi::aril_route_tile,
+            counts: at(layout.counts) as *mut i32,
+            begins: at(layout.begins) as *mut i32,
+            arrived: at(layout.arrived) as *mut i32,
+        };
+        Ok(Self { kernels: kernels.clone(), capacity, groups })
+    }
+
+    /// Takes what a layer's router chose for the tokens of `batch`, and enqueues the grouping kernel if there are too many routes for
+    /// the first operation to group them by itself.
+    ///
+    /// # Errors
+    /// `Capacity` if there are more tokens or experts for each than it was made for; then nothing was enqueued.
+    ///
+    /// # Safety
+    /// - **Validity.** `top_k` addresses a value for each route of the batch's tokens, and `stream` is a stream of the kernels'
+    ///   context.
+    /// - **Liveness.** They stay mapped until the first operation on the routes has run.
+    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the routes.
+    pub unsafe fn group(
+        &mut self,
+        top_k: TopK,
+        batch: RoutedBatch,
+        stream: Stream,
+    ) -> Result<GroupedRoutes, LaunchError> {
+        self.kernels.check_thread()?;
+        let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = self.capacity;
+        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
+        within("the batch's tokens", batch.num_tokens, max_tokens)?;
+        within("the routes of a token", top_k.top_k, max_top_k)?;
+        if top_k.top_k == 0 {
+            return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
+        }
+        let raw = ffi::aril_top_k {
+            ids: top_k.ids as *const i32,
+            weights: top_k.weights as *const f32,
+            rows: top_k.rows as *const i32,
+            top_k: int(top_k.top_k)?,
+            num_experts: int(num_experts)?,
+        };
+        let args = ffi::aril_group_args {
+            num_tokens: int(batch.num_tokens)?,
+            num_slots: int(crate::plan::MAX_SLOTS)?,
+            top_k: raw,
+            routing: batch.routing,
+            groups: self.groups,
+        };
+        if batch.num_tokens > 0 {
+            // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
+            check(unsafe { ffi::aril_group(&args, stream.as_raw()) })?;
+        }
+        let grouped = batch.num_tokens * top_k.top_k > ffi::ARIL_FEW_ROUTES as usize;
+        Ok(GroupedRoutes {
+            batch,
+            top_k: raw,
+            on_input: top_k.on_input,
+            groups: self.groups,
+            grouped: Cell::new(grouped),
+        })
+    }
+}
+
+/// A layer's routes of a step. The first operation on them that is enqueued groups them for the others, if they are few: so all are
+/// enqueued on one stream, and replayed in the order in which they were captured.
+#[derive(Debug)]
+pub struct GroupedRoutes {
+    batch: RoutedBatch,
+    top_k: ffi::aril_top_k,
+    on_input: bool,
+    groups: ffi::aril_groups,
+    grouped: Cell<bool>,
+}
+
+impl GroupedRoutes {
+    /// Tokens that the router chose for.
+    pub const fn num_tokens(&self) -> usize {
+        self.batch.num_tokens
+    }
+
+    /// Rows of the `[routes, ..]` matrices.
+    pub const fn num_routes(&self) -> usize {
+        self.batch.num_tokens * self.top_k.top_k.cast_unsigned() as usize
+    }
+}
+
+/// The adapters of one layer's experts: shapes checked, launches planned, workspace sized.
+#[derive(Clone, Debug)]
+pub struct LoraExperts {
+    kernels: Kernels,
+    site: ExpertsSite,
+    num_entries: usize,
+    plan: ExpertsPlan,
+}
+
+/// Which of a layer's projections.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(in crate::cuda) enum Projection {
+    GateUp,
+    Down,
+}
+
+impl LoraExperts {
+    /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to `top_k` routes.
+    ///
+    /// # Errors
+    /// If no kernel takes these shapes or these bounds.
+    pub fn new(
+        kernels: &Kernels,
+        model: &ModelSpec,
+        id: ExpertsId,
+        dtype: DType,
+        capacity: Capacity,
+        top_k: usize,
+    ) -> Result<Self, LaunchError> {
+        let site = model[id].clone();
+        let plan = ExpertsPlan::new(&site, dtype, capacity, top_k)?;
+        Ok(Self { kernels: kernels.clone(), site, num_entries: model.num_entries(), plan })
+    }
+
+    /// What will be launched; for logs.
+    pub fn plan(&self) -> &ExpertsPlan {
+        &self.plan
+    }
+
+    /// The experts as described.
+    pub(in crate::cuda) fn site(&self) -> &ExpertsSite {
+        &self.site
+    }
+
+    /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert. What
+    /// has no adapter keeps `y` bit for bit.
+    ///
+    /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
+    /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves); `workspace` has
+    /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes), and `weights` are of the layer of the first entry of
+    /// [`ExpertsSite::gate_up`](crate::model::ExpertsSite::gate_up). Allocates nothing, waits for nothing, and may be captured in a
+    /// CUDA graph.
+    ///
+    /// # Errors
+    /// If the operands don't fit the plan; then nothing was enqueued.
+    ///
+    /// # Safety
+    /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with the routes beside the batch. No two routes have the same
+    /// row.
+    pub unsafe fn add_gate_up_delta(
+        &self,
+        x: MatrixRef,
+        y: MatrixMut,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(Projection::GateUp, false, x, y, weights, routes, workspace, stream) }
+    }
+
+    /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice that
+    /// has no adapter or is not here. Rows that no route has are left as they are.
+    ///
+    /// # Errors
+    /// As for `add_gate_up_delta`.
+    ///
+    /// # Safety
+    /// As for `add_gate_up_delta`.
+    pub unsafe fn write_gate_up_delta(
+        &self,
+        x: MatrixRef,
+        y: MatrixMut,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(Projection::GateUp, true, x, y, weights, routes, workspace, stream) }
+    }
+
+    /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
+    /// combine and without its weights.
+    ///
+    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`; `weights` are of the layer of the first entry
+    /// of [`ExpertsSite::down`](crate::model::ExpertsSite::down).
+    ///
+    /// # Errors
+    /// As for [`add_gate_up_delta`](Self::add_gate_up_delta).
+    ///
+    /// # Safety
+    /// As for `add_gate_up_delta`.
+    pub unsafe fn add_down_delta(
+        &self,
+        x: MatrixRef,
+        y: MatrixMut,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(Projection::Down, false, x, y, weights, routes, workspace, stream) }
+    }
+
+    /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
+    /// or is not here. Rows that no route has are left as they are.
+    ///
+    /// # Errors
+    /// As for `add_gate_up_delta`.
+    ///
+    /// # Safety
+    /// As for `add_gate_up_delta`.
+    pub unsafe fn write_down_delta(
+        &self,
+        x: MatrixRef,
+        y: MatrixMut,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(Projection::Down, true, x, y, weights, routes, workspace, stream) }
+    }
+
+    /// The arguments, once the operands are found to fit.
+    #[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
+    pub(in crate::cuda) fn args(
+        &self,
+        projection: Projection,
+        overwrites: bool,
+        x: MatrixRef,
+        y: MatrixMut,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+    ) -> Result<ffi::aril_experts_args, LaunchError> {
+        let (site, plan): (_, &ProjectionPlan) = match projection {
+            Projection::GateUp => (self.site.gate_up(), self.plan.gate_up()),
+            Projection::Down => (self.site.down(), self.plan.down()),
+        };
+        let from_tokens = projection == Projection::GateUp;
+        let (dtype, num_tokens, top_k) =
+            (self.plan.dtype(), routes.num_tokens(), routes.top_k.top_k.cast_unsigned() as usize);
+        let x_rows = if from_tokens { num_tokens } else { routes.num_routes() };
+        let (MatrixRef(x), MatrixMut(y)) = (x, y);
+        let (x, x_stride) = x.expect("x", dtype, x_rows, site.in_features())?;
+        let (y, y_stride) = y.expect("y", dtype, routes.num_routes(), site.out_features())?;
+        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
+        within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        within("the routes of a token", top_k, self.plan.top_k())?;
+        if routes.top_k.num_experts != int(self.site.held().len())? {
+            return Err(OperandError::Model.into());
+        }
+        workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
+        let launch = plan.launch(num_tokens, top_k);
+        let (_, step) = site.columns(0);
+        Ok(ffi::aril_experts_args {
+            dtype: dtype_code(dtype),
+            num_tokens: int(num_tokens)?,
+            max_tiles: int(routes.batch.max_small_tiles)?,
+            shrink_blocks: int(launch.shrink_blocks)?,
+            expand_blocks: int(launch.expand_blocks)?,
+            outs_per_block: int(launch.outs_per_block)?,
+            overwrites: overwrites.into(),
+            weighted: (from_tokens && routes.on_input).into(),
+            groups_routes: (!routes.grouped.get()).into(),
+            from_tokens: from_tokens.into(),
+            in_features: int(site.in_features())?,
+            num_slices: int(site.num_slices())?,
+            out_features: int(site.out_features() / site.num_slices())?,
+            interleaved: (step > 1).into(),
+            x,
+            x_stride,
+            y,
+            y_stride,
+            exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
+            weights: weights.expect(&self.plan.capacity(), self.num_entries)?,
+            routing: routes.batch.routing,
+            top_k: routes.top_k,
+            groups: routes.groups,
+        })
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
+    pub(in crate::cuda) unsafe fn launch(
+        &self,
+        projection: Projection,
+        overwrites: bool,
+        x: MatrixRef,
+        y: MatrixMut,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        let args = self.args(projection, overwrites, x, y, weights, routes, workspace)?;
+        self.kernels.check_thread()?;
+        if args.num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
+        check(unsafe { ffi::aril_experts(&args, stream.as_raw()) })?;
+        routes.grouped.set(true);
+        Ok(())
+    }
+}

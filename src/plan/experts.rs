@@ -1,0 +1,196 @@
+use std::fmt;
+
+use super::{
+    Capacity, EXCHANGE_HEADER, LANE_FEATURES, LANES_PER_GROUP, MULTIPROCESSORS, PlanError, RANK_TILE, WorkspaceBytes,
+};
+use crate::{
+    DType, ffi,
+    model::{ExpertsSite, ProjectionSite},
+};
+
+/// The most experts of a layer that a rank can hold.
+const MAX_EXPERTS: usize = ffi::ARIL_MAX_EXPERTS as usize;
+const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
+const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
+/// Pieces that a block of shrink works on at a time, and a block of expand.
+const SHRINK_PIECES: usize = 2;
+const EXPAND_PIECES: usize = 8;
+/// Outputs of a slice that a warp of expand works on. (H100: 128 are 5 to 20 % faster than 256 up to 128 tokens, as fast beyond.)
+const OUTS_PER_WARP: usize = 128;
+/// The most blocks of either. (H100: two a multiprocessor are faster than one or three.)
+const MAX_BLOCKS: usize = 2 * MULTIPROCESSORS;
+
+/// Upper bounds on the routes of a step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct RouteCapacity {
+    /// Tokens in a batch.
+    pub max_tokens: usize,
+    /// Experts that a token chooses.
+    pub top_k: usize,
+    /// Experts of a layer that this rank holds, at most 1024.
+    pub num_experts: usize,
+}
+
+impl RouteCapacity {
+    /// Checks the bounds against the kernels' limits.
+    ///
+    /// # Errors
+    /// If one is zero or past its limit.
+    pub fn checked(self) -> Result<Self, PlanError> {
+        let limit = |what, value, max| match value {
+            0 => Err(PlanError::Limit { what, value, max }),
+            value if value > max => Err(PlanError::Limit { what, value, max }),
+            _ => Ok(()),
+        };
+        let max_routes = i32::MAX as usize / TOKENS_PER_TILE;
+        limit("num_experts", self.num_experts, MAX_EXPERTS)?;
+        limit("max_tokens", self.max_tokens, max_routes)?;
+        limit("top_k", self.top_k, max_routes / self.max_tokens)?;
+        Ok(self)
+    }
+
+    /// Rows of matrices of routes.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn max_routes(&self) -> usize {
+        self.max_tokens * self.top_k
+    }
+}
+
+/// How the operations on a layer's experts are launched.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ExpertsPlan {
+    dtype: DType,
+    capacity: Capacity,
+    top_k: usize,
+    gate_up: ProjectionPlan,
+    down: ProjectionPlan,
+}
+
+/// How those on one projection are.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ProjectionPlan {
+    capacity: Capacity,
+    num_experts: usize,
+    in_features: usize,
+    num_slices: usize,
+    /// Of a slice.
+    out_features: usize,
+    from_tokens: bool,
+}
+
+/// Blocks of a launch. The bits of the result do not depend on them.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct ProjectionLaunch {
+    pub(crate) shrink_blocks: usize,
+    pub(crate) expand_blocks: usize,
+    pub(crate) outs_per_block: usize,
+}
+
+impl ExpertsPlan {
+    /// Plans the experts of a layer for batches within `capacity`, whose tokens have up to `top_k` routes.
+    ///
+    /// # Errors
+    /// If the kernels cannot take the shape or the bounds.
+    pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity, top_k: usize) -> Result<Self, PlanError> {
+        let capacity = capacity.checked()?;
+        let num_experts = site.held().len();
+        RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts: num_experts.max(1) }.checked()?;
+        let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {
+            capacity,
+            num_experts,
+            in_features: site.in_features(),
+            num_slices: site.num_slices(),
+            out_features: site.out_features() / site.num_slices(),
+            from_tokens,
+        };
+        let (gate_up, down) = (projection(site.gate_up(), true), projection(site.down(), false));
+        Ok(Self { dtype, capacity, top_k, gate_up, down })
+    }
+
+    /// A workspace for any batch within the capacity, and both projections.
+    pub fn workspace_bytes(&self) -> WorkspaceBytes {
+        let bytes = |plan: &ProjectionPlan| plan.workspace_bytes_for(self.capacity.max_tokens, self.top_k);
+        bytes(&self.gate_up).max(bytes(&self.down))
+    }
+
+    /// Of what is before the activation.
+    pub fn gate_up(&self) -> &ProjectionPlan {
+        &self.gate_up
+    }
+
+    /// Of what is after it.
+    pub fn down(&self) -> &ProjectionPlan {
+        &self.down
+    }
+
+    /// The bounds it was planned for.
+    pub fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    /// Experts that a token may choose.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
+    /// The element type it was planned for.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
+impl ProjectionPlan {
+    /// The workspace that a batch of `num_tokens` with `top_k` routes each needs.
+    pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
+        // Sums of routes, and of tokens where these may share them; each with a tag.
+        let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
+        let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
+        WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes: 0 }
+    }
+
+    /// The blocks for a batch of `num_tokens` with `top_k` routes each.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize) -> ProjectionLaunch {
+        let tiles = self.max_tiles(num_tokens * top_k);
+        let of_tokens = if self.from_tokens {
+            self.capacity.max_small_tiles(num_tokens) * (TOKENS_PER_TILE / ROUTES_PER_TILE)
+        } else {
+            0
+        };
+        let shrink_pieces = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE) * self.num_groups();
+        let expand_pieces = self.num_slices * self.out_features.div_ceil(OUTS_PER_WARP);
+        // All pieces of a tile at the least.
+        let blocks = |tiles: usize, pieces: usize, at_once: usize| {
+            (tiles * pieces).div_ceil(at_once).min(MAX_BLOCKS).max(pieces.div_ceil(at_once))
+        };
+        ProjectionLaunch {
+            shrink_blocks: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES),
+            expand_blocks: blocks(tiles, expand_pieces, EXPAND_PIECES),
+            outs_per_block: OUTS_PER_WARP,
+        }
+    }
+
+    /// The most tiles that so many routes can be: each slot may leave one unfilled at each expert, and so may the routes that have
+    /// none and those that are not here.
+    fn max_tiles(&self, num_routes: usize) -> usize {
+        let groups = self.num_experts * self.capacity.num_slots + 2;
+        (num_routes + (ROUTES_PER_TILE - 1) * groups.min(num_routes)) / ROUTES_PER_TILE
+    }
+
+    fn num_groups(&self) -> usize {
+        self.in_features.div_ceil(LANE_FEATURES * LANES_PER_GROUP)
+    }
+}
+
+impl fmt::Display for ExpertsPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
+        let WorkspaceBytes { exchange, .. } = self.workspace_bytes();
+        write!(
+            f,
+            "experts {}, up to {max_tokens} tokens of {num_slots} slots with {} of {} experts each, rank {max_rank}: one launch for each \
+             projection, {exchange} bytes of workspace",
+            self.dtype, self.top_k, self.gate_up.num_experts,
+        )
+    }
+}
