@@ -53,7 +53,7 @@ int32_t load_experts() {
 extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
   if (aril::detail::are_few(args->num_tokens, args->top_k)) return 0;
   return aril::launch(aril::detail::group_kernel, dim3(args->top_k.num_experts + 2),
-                      aril::detail::kRouteThreads, 0, stream, *args);
+                      aril::detail::kGroupThreads, 0, stream, *args);
 }
 
 extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {

@@ -8,7 +8,7 @@
 
 #include "../common/pdl.cuh"
 #include "experts.cuh"
-#include "f32.cuh"
+#include "tile.cuh"
 
 namespace aril::detail {
 

@@ -13,8 +13,6 @@
 
 namespace aril::detail {
 
-constexpr int kF32Threads = 256;
-
 __global__ void __launch_bounds__(kF32Threads)
     shrink_f32_kernel(const __grid_constant__ aril_linear_args p, int slices) {
   __shared__ float x[ARIL_LANE_FEATURES];
@@ -62,16 +60,6 @@ __global__ void __launch_bounds__(kF32Threads)
       }
     }
   }
-}
-
-constexpr int kF32TileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
-
-// Where an output's ranks stand, 8 of them together, tiles apart; see aril_descriptor.
-__device__ __forceinline__ const float* f32_outputs_ranks(const float* b, int rank_tiles, int out) {
-  const int column = out % ARIL_OUT_TILE;
-  const int core = column / 32 * 4 + column % 8 / 2, row = column % 32 / 8 * 2 + column % 2;
-  return b + int64_t{out / ARIL_OUT_TILE} * rank_tiles * kF32TileElems + core * kCoreElems +
-         row * ARIL_RANK_TILE;
 }
 
 template <typename V>

@@ -14,10 +14,11 @@
 #include <cub/block/block_scan.cuh>
 
 #include "../common/pdl.cuh"
-#include "route.cuh"
 #include "tile.cuh"
 
 namespace aril::detail {
+
+constexpr int kGroupThreads = 1024;
 
 // What has no row in matrices of routes.
 constexpr int kNowhere = -1;
@@ -156,10 +157,10 @@ class RouteSort {
   int tiles_[ARIL_FEW_ROUTES];
 };
 
-__global__ void __launch_bounds__(kRouteThreads)
+__global__ void __launch_bounds__(kGroupThreads)
     group_kernel(const __grid_constant__ aril_group_args p) {
-  using Scan = cub::BlockScan<int, kRouteThreads>;
-  using Reduce = cub::BlockReduce<int2, kRouteThreads>;
+  using Scan = cub::BlockScan<int, kGroupThreads>;
+  using Reduce = cub::BlockReduce<int2, kGroupThreads>;
   __shared__ union {
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     return slot < p.num_slots ? slot : -1;
   };
   const auto for_tokens = [&](auto f) {
-    for (int first = 0; first < p.num_tokens; first += kRouteThreads) {
+    for (int first = 0; first < p.num_tokens; first += kGroupThreads) {
       const int i = first + threadIdx.x;
       const int token = i < p.num_tokens ? p.routing.tokens[i] : -1;
       f(token, token < 0 ? -1 : slot_at(token));
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     return i % ARIL_ROUTES_PER_TILE == 0 || slot_of_own(i) != slot_of_own(i - 1);
   };
   int tiles = 0;
-  for (int first = 0; first < count; first += kRouteThreads) {
+  for (int first = 0; first < count; first += kGroupThreads) {
     const int i = first + threadIdx.x;
     const bool is_first = i < count && begins(i);
     int before, total;
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   __syncthreads();
   if (!last) return;
   int all = 0;
-  for (int first = 0; first < static_cast<int>(gridDim.x); first += kRouteThreads) {
+  for (int first = 0; first < static_cast<int>(gridDim.x); first += kGroupThreads) {
     const int group = first + threadIdx.x;
     const bool live = group < static_cast<int>(gridDim.x);
     const int tiles = live ? __ldcg(p.groups.counts + group) : 0;
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
   __syncthreads();
   // Each tile's group is found among their first tiles.
-  for (int i = threadIdx.x; i < all; i += kRouteThreads) {
+  for (int i = threadIdx.x; i < all; i += kGroupThreads) {
     int group = 0;
     for (int step = 1 << 10; step > 0; step /= 2) {
       const int next = group + step;

@@ -115,6 +115,17 @@ constexpr int kCoreElems = ARIL_CORE * ARIL_CORE;
 constexpr int kPieceElems = ARIL_RANK_TILE * ARIL_LANE_FEATURES;  // of A: 8 ranks of a lane
 constexpr int kPieceBytes = kPieceElems * 2;                      // of 16-bit elements
 
+constexpr int kF32Threads = 256;
+constexpr int kF32TileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
+
+// Where an output's ranks stand, 8 of them together, tiles apart; see aril_descriptor.
+__device__ __forceinline__ const float* f32_outputs_ranks(const float* b, int rank_tiles, int out) {
+  const int column = out % ARIL_OUT_TILE;
+  const int core = column / 32 * 4 + column % 8 / 2, row = column % 32 / 8 * 2 + column % 2;
+  return b + int64_t{out / ARIL_OUT_TILE} * rank_tiles * kF32TileElems + core * kCoreElems +
+         row * ARIL_RANK_TILE;
+}
+
 // The outputs of a slice that a block works on.
 template <typename T>
 struct BlockOuts {

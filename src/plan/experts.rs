@@ -27,7 +27,7 @@ pub struct RouteCapacity {
     pub max_tokens: usize,
     /// Experts that a token chooses.
     pub top_k: usize,
-    /// Experts of a layer that this rank holds, at most 1024.
+    /// Experts of a layer that this rank holds, at most 1024; it may hold none.
     pub num_experts: usize,
 }
 
@@ -35,7 +35,7 @@ impl RouteCapacity {
     /// Checks the bounds against the kernels' limits.
     ///
     /// # Errors
-    /// If one is zero or past its limit.
+    /// If one is past its limit, or there are no tokens or no routes.
     pub fn checked(self) -> Result<Self, PlanError> {
         let limit = |what, value, max| match value {
             0 => Err(PlanError::Limit { what, value, max }),
@@ -43,7 +43,9 @@ impl RouteCapacity {
             _ => Ok(()),
         };
         let max_routes = i32::MAX as usize / TOKENS_PER_TILE;
-        limit("num_experts", self.num_experts, MAX_EXPERTS)?;
+        if self.num_experts > 0 {
+            limit("num_experts", self.num_experts, MAX_EXPERTS)?;
+        }
         limit("max_tokens", self.max_tokens, max_routes)?;
         limit("top_k", self.top_k, max_routes / self.max_tokens)?;
         Ok(self)
@@ -94,7 +96,7 @@ impl ExpertsPlan {
     pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity, top_k: usize) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let num_experts = site.held().len();
-        RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts: num_experts.max(1) }.checked()?;
+        RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts }.checked()?;
         let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {
             capacity,
             num_experts,

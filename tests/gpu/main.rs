@@ -18,6 +18,7 @@ mod adapters;
 mod common;
 mod contention;
 mod device;
+mod experts;
 #[path = "../qwen3/files.rs"]
 mod files;
 mod goldens;

@@ -204,7 +204,7 @@ fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
-fn config(cases: u32) -> ProptestConfig {
+pub fn config(cases: u32) -> ProptestConfig {
     let cases =
         std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().expect("PROPTEST_CASES is a number"));
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
