@@ -23,8 +23,8 @@ extern "C" {
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
 #define ARIL_WIDE_TILE 64        // in an operation on more tokens than
 #define ARIL_FEW_TOKENS 512      // these
-#define ARIL_ROUTES_PER_TILE 8   // of one slot to one expert that a warp works on together
-#define ARIL_FEW_ROUTES 1024     // up to which an operation on experts groups them by itself
+#define ARIL_ROUTES_PER_TILE 8   // of one slot to one expert that a warp works on together, up to
+#define ARIL_FEW_ROUTES 1024     // of them; twice as many beyond
 #define ARIL_STAGED_RANK 128     // up to which B is brought to shared memory
 #define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see kernels/tile.cuh
 #define ARIL_LANES_PER_GROUP 4   // lanes that are summed up before anything is added to them

@@ -9,7 +9,7 @@ namespace {
 
 using detail::ceil_div;
 
-template <typename T>
+template <typename T, int kHalves>
 int32_t experts(const aril_experts_args& args, void* stream) {
   detail::ExpertsGrid grid = {};
   grid.first_shrink = args.groups_routes && detail::are_few(args.num_tokens, args.top_k);
@@ -21,10 +21,10 @@ int32_t experts(const aril_experts_args& args, void* stream) {
   const size_t of_sort = sizeof(detail::RouteSort<detail::kExpertsThreads>);
   const size_t of_expand =
       (detail::rank_steps(args.weights) + args.outs_per_block / detail::kOutsPerUnit) *
-      detail::kExpertsThreads * sizeof(detail::LaneTerms);
+      detail::kExpertsThreads * sizeof(detail::LaneTerms<kHalves>);
   const size_t smem_bytes = max(grid.first_shrink > 0 ? of_sort : 0, of_expand);
-  return launch(detail::experts_kernel<T>, dim3(blocks), detail::kExpertsThreads, smem_bytes,
-                stream, args, grid);
+  return launch(detail::experts_kernel<T, kHalves>, dim3(blocks), detail::kExpertsThreads,
+                smem_bytes, stream, args, grid);
 }
 
 template <typename T>
@@ -34,7 +34,8 @@ int32_t load_kernels() {
   } else {
     int bytes;
     ARIL_TRY(max_smem_bytes(bytes));
-    return load(detail::experts_kernel<T>, bytes);
+    ARIL_TRY((load(detail::experts_kernel<T, 1>, bytes)));
+    return load(detail::experts_kernel<T, 2>, bytes);
   }
 }
 
@@ -63,7 +64,9 @@ extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
       return aril::launch(aril::detail::experts_f32_kernel, dim3(args->shrink_blocks),
                           aril::detail::kF32Threads, 0, stream, *args);
     } else {
-      return aril::experts<T>(*args, stream);
+      return aril::detail::are_few(args->num_tokens, args->top_k)
+                 ? aril::experts<T, 1>(*args, stream)
+                 : aril::experts<T, 2>(*args, stream);
     }
   });
 }

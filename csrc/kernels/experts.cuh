@@ -46,12 +46,18 @@ class GroupedTiles {
       count = __ldcg(p.groups.num_tiles + p.overwrites);
       return;
     }
-    TaggedSums sums;
-    do sums = load_tagged(word(p));
-    while (!__all_sync(0xffffffffu, sums.tag0 == tag));
-    __threadfence();
-    const uint32_t both = __float_as_uint(sums.sum0);
-    count = p.overwrites ? both >> 16 : both & 0xffff;
+    // One thread of a block looks: thousands of warps would hold each other up.
+    __shared__ int num_tiles;
+    if (threadIdx.x == 0) {
+      TaggedSums sums;
+      do sums = load_tagged(word(p));
+      while (sums.tag0 != tag);
+      __threadfence();
+      const uint32_t both = __float_as_uint(sums.sum0);
+      num_tiles = p.overwrites ? both >> 16 : both & 0xffff;
+    }
+    __syncthreads();
+    count = num_tiles;
   }
 
   // By the block that groups.
@@ -79,18 +85,19 @@ class GroupedTiles {
 
 // What a warp needs of a tile, in the order in which it is loaded: each step takes what the one
 // before has loaded, and leaves its own loads on their way.
+template <int kHalves>
 struct TileLoads {
   static constexpr int kOfTokens = -1;  // for an expert: a tile of tokens
 
   // Slot, expert, where its routes or tokens begin, how many; a slot of -1 is none.
   int4 tile = {-1, 0, 0, 0};
   aril_descriptor own = {}, shared = {};
-  int4 route = {-1, -1, 0, 0};  // an aril_route_entry; of a tile of tokens, the token
+  // Rows t and t + 8 of the tile: an aril_route_entry, or, in a tile of tokens, the token.
+  int4 routes[kHalves];
 
-  // The descriptors of a slice, and the tile's t-th route or token.
+  // The descriptors of a slice, and the lane's rows.
   __device__ __forceinline__ void load_all(const aril_experts_args& p, int slice, int t) {
     own = shared = {};
-    route = {-1, -1, 0, 0};
     const bool has_slot = tile.x >= 0 && tile.x < p.weights.num_slots;
     if (has_slot && tile.y < p.top_k.num_experts) {
       const aril_descriptor* table =
@@ -98,11 +105,15 @@ struct TileLoads {
       own = table[(1 + tile.y) * p.num_slices];
       if (p.from_tokens && tile.y != kOfTokens) shared = *table;
     }
-    if (t >= tile.w) return;
-    if (tile.y == kOfTokens) {
-      route.x = p.routing.tokens[tile.z + t];
-    } else {
-      route = __ldcg(reinterpret_cast<const int4*>(p.groups.routes) + tile.z + t);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half, t += 8) {
+      routes[half] = {-1, -1, 0, 0};
+      if (t >= tile.w) continue;
+      if (tile.y == kOfTokens) {
+        routes[half].x = p.routing.tokens[tile.z + t];
+      } else {
+        routes[half] = __ldcg(reinterpret_cast<const int4*>(p.groups.routes) + tile.z + t);
+      }
     }
   }
 
@@ -155,12 +166,13 @@ __device__ __forceinline__ void meet(int set) {
 }
 
 // A set of warps has 8 ranks of a slice and a group of lanes, each warp one of these.
-template <typename T>
+template <typename T, int kHalves>
 __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t tag) {
-  constexpr int kInputsAhead = 2;  // chains
-  constexpr int kParts = ARIL_TOKENS_PER_TILE / ARIL_ROUTES_PER_TILE;
-  __shared__ float2 lane_sums[2][kExpertsWarps][32];
+  constexpr int kInputsAhead = kHalves == 1 ? 2 : 1;  // chains
+  constexpr int kRows = 8 * kHalves, kParts = ARIL_TOKENS_PER_TILE / kRows;
+  using Loads = TileLoads<kHalves>;
+  __shared__ float2 lane_sums[2][kExpertsWarps][kHalves][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int set = warp / ARIL_LANES_PER_GROUP;
   const int index = (blockIdx.x - grid.first_shrink) * kShrinkSets + set;
@@ -185,19 +197,19 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     if (i >= last) return make_int4(-1, 0, 0, 0);
     if (i >= token_tiles) return GroupedTiles::tile(p, i - token_tiles);
     const aril_tile& tile = p.routing.tiles.all[i / kParts];
-    const int first = i % kParts * ARIL_ROUTES_PER_TILE;
-    return make_int4(tile.slot, TileLoads::kOfTokens, tile.begin + first,
-                     min(tile.count - first, ARIL_ROUTES_PER_TILE));
+    const int first = i % kParts * kRows;
+    return make_int4(tile.slot, Loads::kOfTokens, tile.begin + first,
+                     min(tile.count - first, kRows));
   };
   // What the warp streams for a tile.
   struct Source {
-    int rank;       // 0: the set has nothing to do
-    const char* a;  // null likewise, for the warp
-    const T* x;     // null if the lane has no row
-    int v_row;
+    int rank;             // 0: the set has nothing to do
+    const char* a;        // null likewise, for the warp
+    const T* x[kHalves];  // null if the lane has no such row
+    int v_row[kHalves];
   };
-  const auto source_of = [&](const TileLoads& loads) {
-    Source source = {0, nullptr, nullptr, -1};
+  const auto source_of = [&](const Loads& loads) {
+    Source source = {0, nullptr, {}, {}};
     const int rank = loads.rank(p);
     if (rank_tile * ARIL_RANK_TILE >= rank || loads.own.a == nullptr || loads.shares_a(p)) {
       return source;
@@ -208,18 +220,23 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
       source.a = static_cast<const char*>(loads.own.a) + sum_lane * lane_bytes +
                  rank_tile * kPieceBytes + lane * 4;
     }
-    int row = -1;
-    if (loads.tile.y == TileLoads::kOfTokens) {
-      if (loads.route.x >= 0 && loads.route.x < p.num_tokens) row = loads.route.x;
-      if (row >= 0) source.v_row = num_routes + row;
-    } else if (loads.route.x >= 0) {
-      row = p.from_tokens ? loads.route.x / p.top_k.top_k : loads.route.y;
-      source.v_row = loads.route.x;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const int4& route = loads.routes[half];
+      int row = -1;
+      source.v_row[half] = -1;
+      if (loads.tile.y == Loads::kOfTokens) {
+        if (route.x >= 0 && route.x < p.num_tokens) row = route.x;
+        if (row >= 0) source.v_row[half] = num_routes + row;
+      } else if (route.x >= 0) {
+        row = p.from_tokens ? route.x / p.top_k.top_k : route.y;
+        source.v_row[half] = route.x;
+      }
+      source.x[half] = row >= 0 && has_lane ? input + row * p.x_stride : nullptr;
     }
-    if (row >= 0 && has_lane) source.x = input + row * p.x_stride;
     return source;
   };
-  uint32_t weights[kChains][kChainCores] = {}, inputs[kInputsAhead][kChainCores] = {};
+  uint32_t weights[kChains][kChainCores] = {}, inputs[kInputsAhead][kHalves][kChainCores] = {};
   const auto fetch_weights = [&](const Source& source, int chain) {
     if (source.a == nullptr) return;
 #pragma unroll
@@ -229,14 +246,17 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   };
   const auto fetch_inputs = [&](const Source& source, int chain) {
 #pragma unroll
-    for (int core = 0; core < kChainCores; ++core) {
-      const int k = chain * kChainFeatures + core * ARIL_CORE;
-      inputs[chain % kInputsAhead][core] =
-          source.x == nullptr ? 0 : load_pair(source.x + k, features - k, aligned);
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int core = 0; core < kChainCores; ++core) {
+        const int k = chain * kChainFeatures + core * ARIL_CORE;
+        inputs[chain % kInputsAhead][half][core] =
+            source.x[half] == nullptr ? 0 : load_pair(source.x[half] + k, features - k, aligned);
+      }
     }
   };
 
-  TileLoads loads;
+  Loads loads;
   loads.tile = load_tile(index / pieces);
   loads.load_all(p, slice, g);
   int4 after = load_tile(index / pieces + stride);
@@ -254,17 +274,22 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     loads.tile = after;
     loads.load_all(p, slice, g);
     after = load_tile(i + 3 * stride);
-    float2 lane_sum = make_float2(0.0f, 0.0f);
+    float2 lane_sum[kHalves] = {};
 #pragma unroll
     for (int chain = 0; chain < kChains; ++chain) {
-      const uint32_t(&x)[kChainCores] = inputs[chain % kInputsAhead];
+      const auto& x = inputs[chain % kInputsAhead];
       float sums[4] = {};
 #pragma unroll
       for (int core = 0; core < kChainCores; core += 2) {
-        mma_m16n8k16<T>(sums, make_uint4(x[core], 0, x[core + 1], 0), weights[chain][core],
-                        weights[chain][core + 1]);
+        const uint4 rows = kHalves == 1 ? make_uint4(x[0][core], 0, x[0][core + 1], 0)
+                                        : make_uint4(x[0][core], x[kHalves - 1][core],
+                                                     x[0][core + 1], x[kHalves - 1][core + 1]);
+        mma_m16n8k16<T>(sums, rows, weights[chain][core], weights[chain][core + 1]);
       }
-      lane_sum = lane_sum + make_float2(sums[0], sums[1]);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        lane_sum[half] = lane_sum[half] + make_float2(sums[2 * half], sums[2 * half + 1]);
+      }
       fetch_weights(next, chain);
       if (chain + kInputsAhead < kChains) {
         fetch_inputs(source, chain + kInputsAhead);
@@ -273,16 +298,26 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
       }
     }
     if (source.rank > 0) {
-      lane_sums[parity][warp][lane] = source.a == nullptr ? make_float2(0.0f, 0.0f) : lane_sum;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        lane_sums[parity][warp][half][lane] =
+            source.a == nullptr ? make_float2(0.0f, 0.0f) : lane_sum[half];
+      }
       meet(set);
-      if (warp % ARIL_LANES_PER_GROUP == 0 && source.v_row >= 0) {
+      // The set's first warps take a half each.
+      const int half = warp % ARIL_LANES_PER_GROUP;
+      if (half < kHalves) {
+        const int v_row = half == 0 ? source.v_row[0] : source.v_row[kHalves - 1];
         float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-        for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l)
-          sum = sum + lane_sums[parity][warp + l][lane];
+        for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
+          sum = sum + lane_sums[parity][set * ARIL_LANES_PER_GROUP + l][half][lane];
+        }
         const int r = rank_tile * ARIL_RANK_TILE + 2 * q;
-        store_tagged2(plane + source.v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
-                      r + 1 < source.rank ? sum.y : 0.0f, tag);
+        if (v_row >= 0) {
+          store_tagged2(plane + v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
+                        r + 1 < source.rank ? sum.y : 0.0f, tag);
+        }
       }
       parity ^= 1;
     }
@@ -327,14 +362,16 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const Planes& pl
 }
 
 // The terms of v for a step, of a lane.
+template <int kHalves>
 struct LaneTerms {
-  uint2 high, low;
+  uint2 high[kHalves], low[kHalves];
 };
 
-template <typename T>
+template <typename T, int kHalves>
 __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t tag, unsigned char* shared) {
-  constexpr int kAhead = 4;  // steps of units whose B is on its way
+  // Steps of units whose B is on its way, as far as registers go.
+  constexpr int kAhead = std::is_same_v<T, __nv_bfloat16> && kHalves == 1 ? 4 : 2;
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int blocks = gridDim.x - grid.first_shrink - grid.shrink_blocks;
@@ -347,24 +384,25 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
   const uint64_t* const plane = tagged_planes(p.exchange) + slice * planes.slice_stride + 2 * q;
-  // A lane's own: its terms, [steps], and y as it was, [units].
+  // A lane's own: its terms, [steps], and y as it was, [units][kHalves].
   const int most_units = p.outs_per_block / kOutsPerUnit;
-  LaneTerms* const terms =
-      reinterpret_cast<LaneTerms*>(shared) + warp * rank_steps(p.weights) * 32 + lane;
-  uint4* const bases = reinterpret_cast<uint4*>(shared) +
-                       (kExpertsWarps * rank_steps(p.weights) + warp * most_units) * 32 + lane;
+  using Terms = LaneTerms<kHalves>;
+  Terms* const terms = reinterpret_cast<Terms*>(shared) + warp * rank_steps(p.weights) * 32 + lane;
+  uint4* const bases = reinterpret_cast<uint4*>(reinterpret_cast<Terms*>(shared) +
+                                                kExpertsWarps * rank_steps(p.weights) * 32) +
+                       warp * most_units * kHalves * 32 + lane;
   const int last = GroupedTiles(p, grid, tag).count;
   if (index / pieces >= stride) return;
 
   const auto load_tile = [&](int i) {
     return i < last ? GroupedTiles::tile(p, i) : make_int4(-1, 0, 0, 0);
   };
-  TileLoads next;
+  TileLoads<kHalves> next;
   next.tile = load_tile(index / pieces);
   next.load_all(p, slice, g);
   int4 after = load_tile(index / pieces + stride);
   for (int i = index / pieces; i < last; i += stride) {
-    const TileLoads tile = next;
+    const TileLoads<kHalves> tile = next;
     next.tile = after;
     next.load_all(p, slice, g);
     after = load_tile(i + 2 * stride);
@@ -396,30 +434,39 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     };
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
-    T* const y = tile.route.x < 0
-                     ? nullptr
-                     : outs.y + tile.route.y * outs.y_stride + (outs.first + 8 * q) * outs.step;
+    T* y[kHalves];
     const int valid = outs.num_outs - outs.first - 8 * q;
-    // y is on its way, too, where it moves 16 bytes at a time.
-    const bool reads = y != nullptr && !p.overwrites;
-    for (int unit = 0; reads && unit < units; ++unit) {
-      const int out = unit * kOutsPerUnit;
-      if (Outs<T>::whole(valid - out, aligned)) copy_async(&bases[unit * 32], y + out);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      y[half] = nullptr;
+      if (tile.routes[half].x < 0) continue;
+      y[half] = outs.y + tile.routes[half].y * outs.y_stride + (outs.first + 8 * q) * outs.step;
+      // y is on its way, too, where it moves 16 bytes at a time.
+      for (int unit = 0; !p.overwrites && unit < units; ++unit) {
+        const int out = unit * kOutsPerUnit;
+        if (Outs<T>::whole(valid - out, aligned)) {
+          copy_async(&bases[(unit * kHalves + half) * 32], y[half] + out);
+        }
+      }
     }
     commit_copies();
 
-    const int v_row = tile.route.x < 0   ? -1
-                      : tile.shares_a(p) ? num_routes + tile.route.x / p.top_k.top_k
-                                         : tile.route.x;
-    float factor = tile.own.scaling * __int_as_float(tile.route.z);
-    if (p.weighted) factor *= __int_as_float(tile.route.w);
     for (int step = 0; step < steps; ++step) {
-      const float4 v = load_v(plane + step * kRanksPerStep, planes, grid.groups, v_row,
-                              2 * step + 1 < rank_tiles, tag) *
-                       factor;
-      LaneTerms& at = terms[step * 32];
-      split(v.x, v.y, at.high.x, at.low.x);
-      split(v.z, v.w, at.high.y, at.low.y);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const int4& route = tile.routes[half];
+        const int v_row = route.x < 0        ? -1
+                          : tile.shares_a(p) ? num_routes + route.x / p.top_k.top_k
+                                             : route.x;
+        float factor = tile.own.scaling * __int_as_float(route.z);
+        if (p.weighted) factor *= __int_as_float(route.w);
+        const float4 v = load_v(plane + step * kRanksPerStep, planes, grid.groups, v_row,
+                                2 * step + 1 < rank_tiles, tag) *
+                         factor;
+        Terms& at = terms[step * 32];
+        split(v.x, v.y, at.high[half].x, at.low[half].x);
+        split(v.z, v.w, at.high[half].y, at.low[half].y);
+      }
     }
 
     wait_for_copies<0>();
@@ -430,20 +477,25 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         if (steps > 0) {
-          const LaneTerms at = terms[step * 32];
-          const uint4 both[kTerms] = {make_uint4(at.high.x, 0, at.high.y, 0),
-                                      make_uint4(at.low.x, 0, at.low.y, 0)};
+          const Terms& at = terms[step * 32];
+          const auto operand = [](const uint2(&v)[kHalves]) {
+            return kHalves == 1 ? make_uint4(v[0].x, 0, v[0].y, 0)
+                                : make_uint4(v[0].x, v[kHalves - 1].x, v[0].y, v[kHalves - 1].y);
+          };
+          const uint4 both[kTerms] = {operand(at.high), operand(at.low)};
 #pragma unroll
           for (int j = 0; j < 4; ++j) multiply<T>(deltas[j], both, cores[k][0][j], cores[k][1][j]);
           fetch(cores[k]);
         }
         if (++step < steps) continue;
         const int left = valid - unit * kOutsPerUnit;
-        if (y != nullptr && left > 0) {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          if (y[half] == nullptr || left <= 0) continue;
           Outs<T> base;
-          if (reads) base.bits = bases[unit * 32];
-          base.add(y + unit * kOutsPerUnit * outs.step, outs.step, deltas, 0, left, aligned,
-                   p.overwrites);
+          if (!p.overwrites) base.bits = bases[(unit * kHalves + half) * 32];
+          base.add(y[half] + unit * kOutsPerUnit * outs.step, outs.step, deltas, half, left,
+                   aligned, p.overwrites);
         }
         ++unit;
         step = 0;
@@ -458,8 +510,12 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kExpertsThreads, 2)
+// Blocks of a multiprocessor, as far as registers go: f16 has B's terms to hold, too.
+template <typename T, int kHalves>
+constexpr int kExpertsBlocks = std::is_same_v<T, __half> && kHalves == 2 ? 1 : 2;
+
+template <typename T, int kHalves>
+__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks<T, kHalves>)
     experts_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -472,9 +528,9 @@ __global__ void __launch_bounds__(kExpertsThreads, 2)
     RouteSort<kExpertsThreads>& sort = *reinterpret_cast<RouteSort<kExpertsThreads>*>(shared);
     GroupedTiles::publish(p, tag, sort.run(p.top_k, p.routing, p.groups, p.num_tokens));
   } else if (index < grid.shrink_blocks) {
-    experts_shrink<T>(p, grid, tag);
+    experts_shrink<T, kHalves>(p, grid, tag);
   } else {
-    experts_expand<T>(p, grid, tag, shared);
+    experts_expand<T, kHalves>(p, grid, tag, shared);
   }
 }
 

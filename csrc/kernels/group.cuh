@@ -5,9 +5,9 @@
 //
 // Up to ARIL_FEW_ROUTES, a block of the first operation sorts them. Beyond, a kernel of its own
 // has a block for each expert, one for the routes without a slot, and one for those that are not
-// here: each goes through all routes, in the order of their tokens' slots, first to count its own
-// and those of the blocks before it, then to write them down. Bound: latency; a route's id is read
-// by every block, from L2.
+// here: each goes through all routes, by and large in the order of their tokens' slots, first to
+// count its own and those of the blocks before it, then to write them down. Bound: latency; a
+// route's id is read by every block, from L2.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>
@@ -34,10 +34,9 @@ __device__ __forceinline__ int row_of(const aril_top_k& top_k, int num_tokens, i
 // the route is not here, kNowhere if it has no row.
 __device__ __forceinline__ int group_of(const aril_top_k& top_k, int num_tokens, int route,
                                         int slot) {
-  const int expert = top_k.ids[route];
-  if (row_of(top_k, num_tokens, route) == kNowhere) return kNowhere;
-  if (expert < 0 || expert >= top_k.num_experts) return top_k.num_experts + 1;
-  return slot < 0 ? top_k.num_experts : expert;
+  const unsigned expert = top_k.ids[route], num_experts = top_k.num_experts;
+  if (top_k.rows != nullptr && row_of(top_k, num_tokens, route) == kNowhere) return kNowhere;
+  return expert >= num_experts ? num_experts + 1 : slot < 0 ? num_experts : expert;
 }
 
 __host__ __device__ __forceinline__ bool are_few(int num_tokens, const aril_top_k& top_k) {
@@ -160,67 +159,77 @@ class RouteSort {
 __global__ void __launch_bounds__(kGroupThreads)
     group_kernel(const __grid_constant__ aril_group_args p) {
   using Scan = cub::BlockScan<int, kGroupThreads>;
-  using Reduce = cub::BlockReduce<int2, kGroupThreads>;
+  using Reduce = cub::BlockReduce<int, kGroupThreads>;
   __shared__ union {
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
   } storage;
-  __shared__ int begin, last, first_tiles[ARIL_MAX_EXPERTS + 2];
+  constexpr int kSlots = 8192;
+  __shared__ int begin, is_last, first_tiles[ARIL_MAX_EXPERTS + 2];
+  __shared__ int16_t slots[kSlots];  // of the group's first routes
   const int mine = blockIdx.x, top_k = p.top_k.top_k;
   const auto slot_at = [&](int token) {
     const int slot = p.routing.slots[token];
     return slot < p.num_slots ? slot : -1;
   };
-  const auto for_tokens = [&](auto f) {
-    for (int first = 0; first < p.num_tokens; first += kGroupThreads) {
-      const int i = first + threadIdx.x;
-      const int token = i < p.num_tokens ? p.routing.tokens[i] : -1;
-      f(token, token < 0 ? -1 : slot_at(token));
+  // A thread has neighbouring tokens, so that the threads' shares stand in the order of slots.
+  const int share = ceil_div(p.num_tokens, kGroupThreads);
+  const int first = min(static_cast<int>(threadIdx.x) * share, p.num_tokens);
+  const int last = min(first + share, p.num_tokens);
+  const auto for_routes = [&](auto f) {
+    constexpr int kAtOnce = 4;
+    for (int i = first; i < last; i += kAtOnce) {
+      int tokens[kAtOnce], token_slots[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) tokens[j] = p.routing.tokens[min(i + j, last - 1)];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) token_slots[j] = slot_at(tokens[j]);
+      for (int k = 0; k < top_k; ++k) {
+        int groups[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          groups[j] = group_of(p.top_k, p.num_tokens, tokens[j] * top_k + k, token_slots[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (i + j < last) f(tokens[j] * top_k + k, token_slots[j], groups[j]);
+        }
+      }
     }
   };
   wait_for_predecessors();
 
-  int2 counts = make_int2(0, 0);  // of this group, of those before it
-  for_tokens([&](int token, int slot) {
-    for (int k = 0; token >= 0 && k < top_k; ++k) {
-      const int group = group_of(p.top_k, p.num_tokens, token * top_k + k, slot);
-      counts.x += group == mine;
-      counts.y += group != kNowhere && group < mine;
-    }
+  int own = 0, of_others = 0;  // routes of this group, of those before it
+  for_routes([&](int, int, int group) {
+    own += group == mine;
+    of_others += group != kNowhere && group < mine;
   });
-  counts = Reduce(storage.reduce).Reduce(counts, [](const int2& a, const int2& b) {
-    return make_int2(a.x + b.x, a.y + b.y);
-  });
+  int before, count;
+  Scan(storage.scan).ExclusiveSum(own, before, count);
+  __syncthreads();
+  of_others = Reduce(storage.reduce).Sum(of_others);
   if (threadIdx.x == 0) {
-    begin = counts.y;
-    p.groups.begins[mine] = counts.y;
+    begin = of_others;
+    p.groups.begins[mine] = of_others;
+  }
+  __syncthreads();
+  aril_route_entry* const routes = p.groups.routes + begin;
+  if (own > 0) {
+    for_routes([&](int route, int slot, int group) {
+      if (group != mine) return;
+      if (before < kSlots) slots[before] = slot;
+      routes[before++] = entry_of(p.top_k, p.routing, p.num_tokens, route);
+    });
   }
   __syncthreads();
 
-  aril_route_entry* const routes = p.groups.routes + begin;
-  int count = 0;
-  for_tokens([&](int token, int slot) {
-    int own = 0, before, total;
-    for (int k = 0; token >= 0 && k < top_k; ++k) {
-      own += group_of(p.top_k, p.num_tokens, token * top_k + k, slot) == mine;
-    }
-    __syncthreads();
-    Scan(storage.scan).ExclusiveSum(own, before, total);
-    for (int k = 0; own > 0 && k < top_k; ++k) {
-      const int route = token * top_k + k;
-      if (group_of(p.top_k, p.num_tokens, route, slot) != mine) continue;
-      routes[count + before++] = entry_of(p.top_k, p.routing, p.num_tokens, route);
-    }
-    count += total;
-  });
-  __syncthreads();
-
   // A tile begins where the slot changes, and every so many routes.
-  const auto slot_of_own = [&](int i) {
-    return mine < p.top_k.num_experts ? slot_at(routes[i].route / top_k) : -1;
+  const auto slot_of_own = [&](int i) -> int {
+    if (mine >= p.top_k.num_experts) return -1;
+    return i < kSlots ? slots[i] : slot_at(routes[i].route / top_k);
   };
   const auto begins = [&](int i) {
-    return i % ARIL_ROUTES_PER_TILE == 0 || slot_of_own(i) != slot_of_own(i - 1);
+    return i % (2 * ARIL_ROUTES_PER_TILE) == 0 || slot_of_own(i) != slot_of_own(i - 1);
   };
   int tiles = 0;
   for (int first = 0; first < count; first += kGroupThreads) {
@@ -242,11 +251,11 @@ __global__ void __launch_bounds__(kGroupThreads)
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(p.groups.arrived, 1) == static_cast<int>(gridDim.x) - 1;
+    is_last = atomicAdd(p.groups.arrived, 1) == static_cast<int>(gridDim.x) - 1;
     __threadfence();
   }
   __syncthreads();
-  if (!last) return;
+  if (!is_last) return;
   int all = 0;
   for (int first = 0; first < static_cast<int>(gridDim.x); first += kGroupThreads) {
     const int group = first + threadIdx.x;
