@@ -28,11 +28,11 @@ use clap::Parser;
 use added::Base;
 use common::{
     Result, ceilings,
-    layer::{self, COLD_BYTES, Layer, MAX_ERROR, Stage},
+    layer::{Layer, MAX_ERROR, Room, Stage},
     own::{launched, own, with_base},
     report::{self, Classes, Figures},
     results::{Entry, Info, Others, PEER, Results},
-    workload::{self, Suite, Workload},
+    workload::{self, COLD_BYTES, Suite, Workload},
 };
 
 const REPLAYS: usize = 20;
@@ -125,11 +125,11 @@ fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
 /// Measures all, and saves the results.
 fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
     let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
-    let weight_elems = workloads.iter().map(|workload| match workload.suite {
-        Suite::Layer => added::weight_elems(workload),
-        _ => layer::weight_elems(workload),
-    });
-    let stage = Stage::new(workloads, weight_elems.max().unwrap_or(0))?;
+    let room = |workload: &Workload| match workload.suite {
+        Suite::Layer => added::room(workload),
+        _ => Room::new(workload),
+    };
+    let stage = Stage::new(workloads.iter().map(room))?;
     let is_with_base = workloads.iter().any(|workload| workload.suite == Suite::Layer);
     let base = is_with_base.then(|| Base::new(&stage.gpu)).transpose()?;
     let mut results = Results::default();
@@ -179,7 +179,7 @@ fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
 
 fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> Result<()> {
     let layer = Layer::new(stage, workload)?;
-    let info = Info { bytes: workload.bytes(), flops: workload.flops(), sets: layer.num_sets() };
+    let info = Info { bytes: workload.bytes(), flops: workload.flops(), sets: layer.num_sets(), topk_reps: None };
     results.info.insert(workload.id.clone(), info);
     let err = layer.check()?;
     if err.is_nan() || err >= MAX_ERROR {
@@ -210,8 +210,8 @@ fn classes(results: &Results, workloads: &HashMap<&str, &Workload>, others: &Oth
     for Entry { id, cold_us, .. } in &results.dense {
         let (Some(us), Some(workload)) = (*cold_us, workloads.get(id.as_str())) else { continue };
         let class = if by_layer { format!("{}, {}", workload.class(), workload.layer) } else { workload.class() };
-        let fastest = others.fastest(id).map(|(name, us)| (name.to_owned(), us));
-        let figures = Figures { id: id.clone(), us, floor_us: workload.bytes().floor_us(rate), fastest };
+        let (fastest, deltas) = (others.fastest(id), others.fastest_of_deltas(id));
+        let figures = Figures { id: id.clone(), us, floor_us: workload.bytes().floor_us(rate), fastest, deltas };
         classes.add(workload.suite, class, figures);
     }
     classes
