@@ -1,6 +1,6 @@
 //! What a workload is computed on, and what must come out; the same on the host and on the device.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 use aril::{
     DType, Slot,
@@ -137,7 +137,7 @@ impl Data {
     }
 
     /// The elements of a factor that begins at `first`, row by row.
-    fn factor(&self, first: usize, layout: FactorLayout) -> impl Iterator<Item = bf16> {
+    pub fn factor(&self, first: usize, layout: FactorLayout) -> impl Iterator<Item = bf16> {
         let [rows, cols] = layout.shape();
         (0..rows).flat_map(move |row| (0..cols).map(move |col| self.weights.at(first + layout.at(row, col))))
     }
@@ -145,7 +145,7 @@ impl Data {
 
 /// Where the elements of a factor are.
 #[derive(Clone, Copy, Debug)]
-enum FactorLayout {
+pub enum FactorLayout {
     LinearA(LinearA),
     EmbeddingA(EmbeddingA),
     B(B),
@@ -162,6 +162,11 @@ impl FactorLayout {
         [a, Self::B(B { out_features, rank })]
     }
 
+    /// Of a linear module's A and B.
+    pub fn linear(rank: usize, in_features: usize, out_features: usize) -> [Self; 2] {
+        [Self::LinearA(LinearA { rank, in_features }), Self::B(B { out_features, rank })]
+    }
+
     fn shape(self) -> [usize; 2] {
         match self {
             Self::LinearA(LinearA { rank, in_features }) => [rank, in_features],
@@ -170,7 +175,7 @@ impl FactorLayout {
         }
     }
 
-    fn elems(self) -> usize {
+    pub fn elems(self) -> usize {
         match self {
             Self::LinearA(layout) => layout.elems(),
             Self::EmbeddingA(layout) => layout.elems(),
@@ -184,6 +189,20 @@ impl FactorLayout {
             Self::EmbeddingA(layout) => layout.at(row, col),
             Self::B(layout) => layout.at(row, col),
         }
+    }
+
+    /// What no element is at, where kernels expect zeros.
+    pub fn padding(self) -> Vec<Range<usize>> {
+        let ([rows, cols], mut is_padding) = (self.shape(), vec![true; self.elems()]);
+        for row in 0..rows {
+            (0..cols).for_each(|col| is_padding[self.at(row, col)] = false);
+        }
+        let mut end = 0;
+        let runs = is_padding.chunk_by(|a, b| a == b).map(|run| {
+            end += run.len();
+            (run[0], end - run.len()..end)
+        });
+        runs.filter(|(is_padding, _)| *is_padding).map(|(_, range)| range).collect()
     }
 }
 

@@ -94,6 +94,11 @@ impl Gpu {
         Ok(unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream.cu_stream()) }?)
     }
 
+    pub fn zero(&self, address: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's memory.
+        Ok(unsafe { result::memset_d8_async(address, 0, bytes, self.stream.cu_stream()) }?)
+    }
+
     pub fn synchronize(&self) -> Result<()> {
         Ok(self.stream.synchronize()?)
     }

@@ -15,11 +15,9 @@ use super::{
     data::{Data, LARGE, SetLayout, checked_tokens},
     device::{Gpu, Graph, Memory},
     report::median,
-    workload::{Operation, Workload},
+    workload::{COLD_BYTES, Operation, Workload},
 };
 
-/// Sets of adapters take turns until those in use are larger than this: no L2 is half as large.
-pub const COLD_BYTES: usize = 128 << 20;
 const MAX_SETS: usize = 1024;
 
 /// What a delta may be off by, as a whole.
@@ -35,20 +33,44 @@ pub struct Stage {
     pub y: Memory,
 }
 
-impl Stage {
-    /// With `weight_elems` to make weights of, and room for the inputs and outputs of these workloads.
-    pub fn new<'a>(workloads: impl IntoIterator<Item = &'a Workload>, weight_elems: usize) -> Result<Self> {
-        let (gpu, data) = (Gpu::new()?, Data::new(LARGE));
-        let (mut x_elems, mut y_elems) = (0, 0);
-        for workload in workloads {
-            x_elems = x_elems.max(workload.num_tokens() * workload.in_features);
-            y_elems = y_elems.max(workload.num_tokens() * workload.out_features());
+/// What a workload takes of the stage, in elements.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Room {
+    pub weights: usize,
+    pub inputs: usize,
+    pub y: usize,
+}
+
+impl Room {
+    /// Of a workload's layer with all sets of its adapters.
+    pub fn new(workload: &Workload) -> Self {
+        Self {
+            weights: weight_elems(workload),
+            inputs: workload.num_tokens() * workload.in_features,
+            y: workload.num_tokens() * workload.out_features(),
         }
-        let weights = gpu.fill(&data.weights, weight_elems)?;
-        let inputs = gpu.fill(&data.inputs, x_elems)?;
-        let bases = gpu.fill(&data.bases, y_elems)?;
-        let y = gpu.alloc(elem_bytes(y_elems))?;
+    }
+
+    fn max(self, other: Self) -> Self {
+        Self { weights: self.weights.max(other.weights), inputs: self.inputs.max(other.inputs), y: self.y.max(other.y) }
+    }
+}
+
+impl Stage {
+    /// With room for the largest.
+    pub fn new(rooms: impl IntoIterator<Item = Room>) -> Result<Self> {
+        let (gpu, data) = (Gpu::new()?, Data::new(LARGE));
+        let room = rooms.into_iter().fold(Room::default(), Room::max);
+        let weights = gpu.fill(&data.weights, room.weights)?;
+        let inputs = gpu.fill(&data.inputs, room.inputs)?;
+        let bases = gpu.fill(&data.bases, room.y)?;
+        let y = gpu.alloc(elem_bytes(room.y))?;
         Ok(Self { gpu, data, weights, inputs, bases, y })
+    }
+
+    /// Puts in y what is there before an operation.
+    pub fn reset(&self, elems: usize) -> Result<()> {
+        self.gpu.copy(self.y.address, self.bases.address, elem_bytes(elems))
     }
 }
 
@@ -90,6 +112,16 @@ pub struct Times {
     pub median: f64,
     pub min: f64,
     pub max: f64,
+}
+
+impl Times {
+    /// Of one of the `count` operations that a graph has.
+    pub fn of(gpu: &Gpu, graph: &Graph, count: usize, replays: usize) -> Result<Self> {
+        let mut us = gpu.time(graph, replays)?;
+        us.iter_mut().for_each(|us| *us /= count as f64);
+        let median = median(&mut us);
+        Ok(Self { median, min: us[0], max: us[us.len() - 1] })
+    }
 }
 
 impl<'a> Layer<'a> {
@@ -216,9 +248,9 @@ impl<'a> Layer<'a> {
     /// Runs once and compares with the reference: the relative error of the deltas of some tokens, all slices. Fails where a
     /// base token was touched.
     pub fn check(&self) -> Result<f64> {
-        let Self { stage: Stage { gpu, data, bases, y, .. }, workload: Workload { slots, .. }, .. } = self;
+        let Self { stage: Stage { data, .. }, workload: Workload { slots, .. }, .. } = self;
         let cols = self.workload.out_features();
-        gpu.copy(y.address, bases.address, elem_bytes(slots.len() * cols))?;
+        self.stage.reset(slots.len() * cols)?;
         let set = self.num_sets - 1;
         self.add_delta(set)?;
         let row = |token| self.row(token);
@@ -244,11 +276,7 @@ impl<'a> Layer<'a> {
 
     /// Times `count` operations in a graph.
     pub fn time(&self, count: usize, cold: bool, replays: usize) -> Result<Times> {
-        let graph = self.capture(count, cold)?;
-        let mut us = self.stage.gpu.time(&graph, replays)?;
-        us.iter_mut().for_each(|us| *us /= count as f64);
-        let median = median(&mut us);
-        Ok(Times { median, min: us[0], max: us[us.len() - 1] })
+        Times::of(&self.stage.gpu, &self.capture(count, cold)?, count, replays)
     }
 
     /// Operations for a graph: each of `num_sets` at least once, and enough to time.

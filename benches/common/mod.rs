@@ -6,6 +6,7 @@ pub mod ceilings;
 pub mod data;
 #[cfg(feature = "cuda")]
 pub mod device;
+pub mod experts;
 #[cfg(feature = "cuda")]
 pub mod gemm;
 #[cfg(feature = "cuda")]

@@ -1,9 +1,10 @@
 //! Workloads of our own, beside those that other libraries are measured on: what the others do not have, or are not asked.
 
-use aril::Slot;
+use aril::{Slot, model::Halves};
 
 use super::{
     Result,
+    experts::{ExpertsAdapter, ExpertsWorkload, Router, Shape, Spread, size},
     workload::{self, Operation, Suite, Workload},
 };
 
@@ -74,6 +75,53 @@ pub fn launched() -> Result<Vec<Workload>> {
     Ok(workloads)
 }
 
+/// Experts: of models that others are not measured on, and with what others are not asked. Up to 128 tokens adapters are scattered,
+/// as in decode; above, each has its tokens in a row, as prompts do.
+pub fn own_experts() -> Vec<ExpertsWorkload> {
+    let per_expert = |rank| ExpertsAdapter { rank, shared_outer: false };
+    let mut workloads = Vec::new();
+    let shape = |hidden, inter, num_experts, top_k, halves| Shape { hidden, inter, num_experts, top_k, halves };
+    let qwen3 = ("qwen3-30b-a3b", shape(2048, 768, 128, 8, Halves::GateUp));
+    for model in [
+        ("qwen3.5-35b-a3b", shape(2048, 512, 256, 8, Halves::GateUp)),
+        ("gpt-oss-120b", shape(2880, 2880, 128, 4, Halves::Interleaved)),
+    ] {
+        for tokens in [1, 8, 32, 128, 1024_u16] {
+            for num_slots in [1, 8_u16].into_iter().filter(|&num_slots| num_slots <= tokens) {
+                let (class, adapters) =
+                    (format!("{} {}", model.0, size(tokens.into())), vec![per_expert(16); num_slots.into()]);
+                workloads.push(experts(model, &class, "per_expert/r16", adapters, tokens, Spread::Uniform));
+            }
+        }
+    }
+    for tokens in [8, 32, 128, 1024] {
+        for spread in [Spread::Uniform, Spread::Same] {
+            for num_slots in [1, 8] {
+                let class = match spread {
+                    Spread::Uniform => "each token its experts",
+                    Spread::Same => "the same experts for all tokens",
+                };
+                workloads.push(experts(
+                    qwen3,
+                    class,
+                    "per_expert/r16",
+                    vec![per_expert(16); num_slots],
+                    tokens,
+                    spread,
+                ));
+            }
+        }
+        let mixed: Vec<_> = [8, 16, 24, 32].map(per_expert).repeat(2);
+        for (name, adapters) in [("mixed", mixed), ("padded", vec![per_expert(32); 8])] {
+            let (class, kind) = (format!("experts' ranks {name}"), format!("per_expert/{name}"));
+            workloads.push(experts(qwen3, &class, &kind, adapters, tokens, Spread::Uniform));
+        }
+        let layouts = [false, true].map(|shared_outer| ExpertsAdapter { rank: 16, shared_outer }).repeat(4);
+        workloads.push(experts(qwen3, "per_expert beside shared_outer", "mixed/r16", layouts, tokens, Spread::Uniform));
+    }
+    workloads
+}
+
 /// Adapters of many ranks, and the same padded to the largest: what an engine pays that has memory for one rank.
 fn mixed_ranks(layers: &[Workload]) -> Vec<Workload> {
     let mut workloads = Vec::new();
@@ -141,6 +189,36 @@ fn find(list: &[Workload], model: &str, layer: &str) -> Result<Workload> {
 fn workload(layer: &Workload, class: &str, id: &str, ranks: Vec<usize>, slots: Vec<Slot>) -> Workload {
     let id = format!("own/{}/{}/{id}", layer.model, layer.layer);
     Workload { id, suite: Suite::Own, tag: class.to_owned(), ranks, slots, ..layer.clone() }
+}
+
+/// The experts of a model with those adapters.
+fn experts(
+    (model, shape): (&str, Shape),
+    class: &str,
+    kind: &str,
+    adapters: Vec<ExpertsAdapter>,
+    tokens: u16,
+    spread: Spread,
+) -> ExpertsWorkload {
+    const MOST_SCATTERED: u16 = 128;
+    let num_slots = u16::try_from(adapters.len()).unwrap_or(u16::MAX);
+    let mut slots = scattered(tokens, 0..num_slots);
+    if tokens > MOST_SCATTERED {
+        slots.sort();
+    }
+    let routes = match spread {
+        Spread::Uniform => "uniform",
+        Spread::Same => "same",
+    };
+    ExpertsWorkload {
+        id: format!("moe-own/{model}/{kind}/t{tokens}/a{num_slots}/{routes}"),
+        suite: Suite::MoeOwn,
+        tag: class.to_owned(),
+        shape,
+        adapters,
+        slots,
+        router: Router { seed: 7919 * u64::from(tokens) + u64::from(num_slots), spread },
+    }
 }
 
 /// Each of the slots for as many tokens as any other, and neighbours apart.

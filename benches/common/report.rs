@@ -50,14 +50,15 @@ pub struct Figures {
     pub floor_us: f64,
     /// The fastest of others, where there are figures of others.
     pub fastest: Option<(String, f64)>,
+    /// The fastest of those that only write deltas.
+    pub deltas: Option<(String, f64)>,
 }
 
-impl Figures {
-    /// How many times as long the fastest of others takes.
-    fn ratio(&self) -> Option<f64> {
-        self.fastest.as_ref().map(|(_, us)| us / self.us)
-    }
-}
+/// Which of others.
+type Other = fn(&Figures) -> Option<&(String, f64)>;
+
+const FASTEST: Other = |figures| figures.fastest.as_ref();
+const DELTAS: Other = |figures| figures.deltas.as_ref();
 
 impl Classes {
     pub fn add(&mut self, suite: Suite, class: String, figures: Figures) {
@@ -69,13 +70,17 @@ impl Classes {
 
     /// Geometric means, one row for each class and one for all that others are measured on.
     pub fn table(&self) -> Table {
-        let compared = self.0.iter().any(|class| class.figures.iter().any(|figures| figures.fastest.is_some()));
+        let any = |of: Other| self.0.iter().any(|class| class.figures.iter().any(|figures| of(figures).is_some()));
+        let (compared, deltas) = (any(FASTEST), any(DELTAS));
         let mut header = vec!["class", "n", "µs", "floor, µs", "times the floor"];
         if compared {
             header.extend(["fastest other, µs", "other/ours", "worst", "at", "fastest others"]);
         }
+        if deltas {
+            header.extend(["deltas only, µs", "deltas only/ours", "worst", "at"]);
+        }
         let mut table = Table::new(&header);
-        let common = self.0.iter().filter(|class| class.suite != Suite::Own);
+        let common = self.0.iter().filter(|class| class.suite.is_in_list());
         let all: Vec<Figures> = common.flat_map(|class| &class.figures).cloned().collect();
         let rows = self.0.iter().map(|class| (class.name.as_str(), &class.figures));
         for (class, figures) in rows.chain([("all of workloads.json", &all)]).filter(|row| !row.1.is_empty()) {
@@ -84,7 +89,10 @@ impl Classes {
             let mut row = vec![class.to_owned(), figures.len().to_string()];
             row.extend([us, floor_us, us / floor_us].map(|value| format!("{value:.2}")));
             if compared {
-                row.extend(against(figures));
+                row.extend(against(figures, FASTEST));
+            }
+            if deltas {
+                row.extend(against(figures, DELTAS).into_iter().take(4));
             }
             table.row(row);
         }
@@ -93,10 +101,10 @@ impl Classes {
 }
 
 /// A class's cells about others.
-fn against(figures: &[Figures]) -> [String; 5] {
-    let ratios = || figures.iter().filter_map(|figures| Some((figures.ratio()?, figures.id.as_str())));
+fn against(figures: &[Figures], other: Other) -> [String; 5] {
+    let ratios = || figures.iter().filter_map(|figures| Some((other(figures)?.1 / figures.us, figures.id.as_str())));
     let Some((worst, id)) = ratios().min_by(|a, b| a.0.total_cmp(&b.0)) else { return Default::default() };
-    let fastest = || figures.iter().filter_map(|figures| figures.fastest.as_ref());
+    let fastest = || figures.iter().filter_map(other);
     let us = geometric_mean(fastest().map(|(_, us)| *us));
     let ratio = geometric_mean(ratios().map(|(ratio, _)| ratio));
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();

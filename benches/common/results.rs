@@ -13,11 +13,16 @@ use super::{Result, workload::Bytes};
 /// The name that our results have among those of others.
 pub const PEER: &str = "aril";
 
+/// Those that only write deltas, and leave it to other kernels to add them.
+const DELTAS_ONLY: [&str; 1] = ["sglang_v2_moe"];
+
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub struct Results {
     pub meta: Meta,
     pub ceilings: BTreeMap<String, f64>,
     pub dense: Vec<Entry>,
+    #[serde(default)]
+    pub moe: Vec<Entry>,
     pub info: BTreeMap<String, Info>,
     pub failures: Vec<Failure>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -51,6 +56,9 @@ pub struct Entry {
     pub cold_max: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warm_us: Option<f64>,
+    /// Of experts, what is before the activation, with the grouping of the routes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gate_up_us: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
@@ -61,6 +69,9 @@ pub struct Info {
     pub bytes: Bytes,
     pub flops: usize,
     pub sets: usize,
+    /// Of experts: how many choices of the router take turns.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub topk_reps: Option<usize>,
 }
 
 /// What LoRA adds to a layer's matrix multiplication, by how they go together.
@@ -116,11 +127,14 @@ impl Others {
         #[derive(Deserialize)]
         struct File {
             dense: Vec<Entry>,
+            #[serde(default)]
+            moe: Vec<Entry>,
         }
         let mut others = Self::default();
         for path in paths {
             let file: File = serde_json::from_slice(&fs::read(path)?)?;
             others.add(file.dense);
+            others.add(file.moe);
         }
         Ok(others)
     }
@@ -135,9 +149,18 @@ impl Others {
         }
     }
 
-    /// The fastest and what it takes.
-    pub fn fastest(&self, id: &str) -> Option<(&str, f64)> {
-        let others = self.0.get(id)?.iter().map(|(name, &us)| (name.as_str(), us));
-        others.min_by(|a, b| a.1.total_cmp(&b.1))
+    /// The fastest that does what we do, and what it takes.
+    pub fn fastest(&self, id: &str) -> Option<(String, f64)> {
+        self.fastest_of(id, |name| !DELTAS_ONLY.contains(&name))
+    }
+
+    /// The fastest of those that do less: they only write deltas.
+    pub fn fastest_of_deltas(&self, id: &str) -> Option<(String, f64)> {
+        self.fastest_of(id, |name| DELTAS_ONLY.contains(&name))
+    }
+
+    fn fastest_of(&self, id: &str, counts: impl Fn(&str) -> bool) -> Option<(String, f64)> {
+        let others = self.0.get(id)?.iter().filter(|(name, _)| counts(name));
+        others.map(|(name, &us)| (name.clone(), us)).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 }

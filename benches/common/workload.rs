@@ -15,6 +15,9 @@ use super::Result;
 /// The committed list.
 pub const BUILT_IN: &str = include_str!("../workloads.json");
 
+/// Sets of adapters take turns until those in use are larger than this: no L2 is half as large.
+pub const COLD_BYTES: usize = 128 << 20;
+
 /// What no launch is faster than: less than the bytes of a tiny problem take, so floors end here.
 pub const LAUNCH_US: f64 = 0.9;
 
@@ -45,6 +48,17 @@ pub enum Suite {
     Layer,
     /// What a layer costs the host.
     Host,
+    /// Experts.
+    Moe,
+    /// Experts that others are not measured on.
+    MoeOwn,
+}
+
+impl Suite {
+    /// Whether the committed list has it, which others are measured on.
+    pub fn is_in_list(self) -> bool {
+        matches!(self, Self::Decode | Self::Prefill | Self::Moe)
+    }
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -143,7 +157,7 @@ impl Workload {
     pub fn class(&self) -> String {
         let tokens = self.num_tokens();
         match self.suite {
-            Suite::Own | Suite::Layer | Suite::Host => self.tag.clone(),
+            Suite::Own | Suite::Layer | Suite::Host | Suite::Moe | Suite::MoeOwn => self.tag.clone(),
             Suite::Prefill => format!("prefill T={tokens}"),
             Suite::Decode => {
                 let size = match tokens {
@@ -219,10 +233,11 @@ struct File {
     dense_prefill: Vec<Entry>,
 }
 
+/// How adapters are spread over tokens.
 #[derive(Deserialize)]
-struct Mapping {
+pub struct Mapping {
     tokens: usize,
-    adapters: usize,
+    pub adapters: usize,
     /// By token; -1 for none.
     token_adapter: Option<Vec<i32>>,
     /// An adapter and how many tokens in a row have it.
@@ -242,11 +257,10 @@ struct Entry {
     mapping: String,
 }
 
-impl Entry {
-    fn resolve(self, suite: Suite, mappings: &BTreeMap<String, Mapping>) -> Result<Workload> {
-        let Self { id, tag, model, layer, in_features, out_slices, rank, tokens, mapping } = self;
-        let mapping = mappings.get(&mapping).ok_or_else(|| format!("{id}: there is no mapping {mapping}"))?;
-        let adapters: Vec<i32> = match (&mapping.token_adapter, &mapping.segments) {
+impl Mapping {
+    /// The slots of a workload's tokens.
+    pub fn slots(&self, id: &str, tokens: usize) -> Result<Vec<Slot>> {
+        let adapters: Vec<i32> = match (&self.token_adapter, &self.segments) {
             (Some(adapters), None) => adapters.clone(),
             (None, Some(segments)) => {
                 segments.iter().flat_map(|&(adapter, len)| std::iter::repeat_n(adapter, len)).collect()
@@ -254,13 +268,21 @@ impl Entry {
             _ => return Err(format!("{id}: a mapping has token_adapter or segments").into()),
         };
         let slots: Vec<Slot> = adapters.into_iter().map(bytemuck::cast).collect();
-        if slots.len() != tokens || mapping.tokens != tokens {
+        if slots.len() != tokens || self.tokens != tokens {
             return Err(format!("{id}: {tokens} tokens, but its mapping has {}", slots.len()).into());
         }
-        if slots.iter().any(|slot| slot.index().is_some_and(|slot| slot >= mapping.adapters)) {
+        if slots.iter().any(|slot| slot.index().is_some_and(|slot| slot >= self.adapters)) {
             return Err(format!("{id}: its mapping names an adapter that is not there").into());
         }
-        let (operation, ranks) = (Operation::Linear, vec![rank; mapping.adapters]);
+        Ok(slots)
+    }
+}
+
+impl Entry {
+    fn resolve(self, suite: Suite, mappings: &BTreeMap<String, Mapping>) -> Result<Workload> {
+        let Self { id, tag, model, layer, in_features, out_slices, rank, tokens, mapping } = self;
+        let mapping = mappings.get(&mapping).ok_or_else(|| format!("{id}: there is no mapping {mapping}"))?;
+        let (operation, ranks, slots) = (Operation::Linear, vec![rank; mapping.adapters], mapping.slots(&id, tokens)?);
         Ok(Workload { id, suite, tag, model, layer, operation, in_features, out_slices, ranks, slots })
     }
 }

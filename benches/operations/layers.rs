@@ -7,7 +7,7 @@ use criterion::{Criterion, Throughput, criterion_group};
 
 use crate::common::{
     Result,
-    layer::{Layer, MAX_ERROR, Stage, weight_elems},
+    layer::{Layer, MAX_ERROR, Room, Stage},
     own::own,
     workload::{self, Workload},
 };
@@ -41,8 +41,7 @@ fn workloads() -> Result<Vec<Workload>> {
 
 fn layers(criterion: &mut Criterion) {
     let workloads = workloads().expect("the lists have them");
-    let weight_elems = workloads.iter().map(weight_elems).max().expect("there are some");
-    let stage = Stage::new(&workloads, weight_elems).expect("there is a GPU with 8 GB");
+    let stage = Stage::new(workloads.iter().map(Room::new)).expect("there is a GPU with 8 GB");
     let mut group = criterion.benchmark_group("layers/bf16");
     group.sample_size(20).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
     for workload in &workloads {

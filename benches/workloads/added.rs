@@ -14,10 +14,10 @@ use crate::{
         data::checked_tokens,
         device::{Event, Gpu, Graph},
         gemm::Gemm,
-        layer::{self, COLD_BYTES, Layer, MAX_ERROR, Stage, elem_bytes, repetitions},
+        layer::{self, Layer, MAX_ERROR, Room, Stage, elem_bytes, repetitions},
         report::median,
         results::{Added, Results},
-        workload::Workload,
+        workload::{COLD_BYTES, Workload},
     },
 };
 
@@ -163,9 +163,10 @@ impl Adapted<'_> {
     }
 }
 
-/// What a workload's sets of adapters and base weights take.
-pub(crate) fn weight_elems(workload: &Workload) -> usize {
-    first_base(workload, 0) + num_base_sets(workload) * base_elems(workload)
+/// What a workload takes, with its sets of base weights.
+pub(crate) fn room(workload: &Workload) -> Room {
+    let weights = first_base(workload, 0) + num_base_sets(workload) * base_elems(workload);
+    Room { weights, ..Room::new(workload) }
 }
 
 /// Where the base weights of a turn begin: behind all adapters.

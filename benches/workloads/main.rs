@@ -7,11 +7,13 @@
 //! Writes the results as JSON, and ends with a table of geometric means by class. The floor of a workload is what its bytes take
 //! at the rate at which this device reads memory, measured in the same run, and never less than a launch.
 //!
-//! Other suites, when asked for: what LoRA adds to the time of a whole layer ([`added`]), and what a layer costs the host ([`host`]).
+//! Other suites, when asked for: layers of experts ([`experts`]), what LoRA adds to the time of a whole layer ([`added`]), and what a
+//! layer costs the host ([`host`]).
 
 mod added;
 #[path = "../common/mod.rs"]
 mod common;
+mod experts;
 mod host;
 
 use std::{
@@ -28,17 +30,19 @@ use clap::Parser;
 use added::Base;
 use common::{
     Result, ceilings,
-    layer::{self, COLD_BYTES, Layer, MAX_ERROR, Stage},
-    own::{launched, own, with_base},
+    experts::ExpertsWorkload,
+    layer::{Layer, MAX_ERROR, Room, Stage},
+    own::{launched, own, own_experts, with_base},
     report::{self, Classes, Figures},
     results::{Entry, Info, Others, PEER, Results},
-    workload::{self, Suite, Workload},
+    workload::{self, Bytes, COLD_BYTES, Suite, Workload},
 };
+use experts::Wanted;
 
 const REPLAYS: usize = 20;
 
 #[derive(Debug, Parser)]
-#[command(about = "Measures the linear layers of workloads.json on the first GPU")]
+#[command(about = "Measures the layers of workloads.json on the first GPU")]
 struct Cli {
     /// Where the results go.
     #[arg(long, default_value = "aril.json")]
@@ -84,53 +88,114 @@ struct Cli {
     bench: bool,
 }
 
+/// What is asked for.
+struct Chosen {
+    layers: Vec<Workload>,
+    experts: Vec<ExpertsWorkload>,
+}
+
+/// What is measured at a time.
+#[derive(Clone, Copy)]
+enum Subject<'a> {
+    Layer(&'a Workload),
+    Experts(&'a ExpertsWorkload),
+}
+
 fn main() -> Result<ExitCode> {
     let cli = Cli::parse();
-    let workloads = chosen(&cli)?;
-    if workloads.is_empty() {
+    let chosen = Chosen::new(&cli)?;
+    if chosen.subjects().next().is_none() {
         return Err("no workload is asked for".into());
     }
     let results = match &cli.table {
         Some(path) => Results::load(path)?,
-        None => measure(&cli, &workloads)?,
+        None => measure(&cli, &chosen)?,
     };
-    let by_id: HashMap<&str, &Workload> = workloads.iter().map(|workload| (workload.id.as_str(), workload)).collect();
-    let classes = classes(&results, &by_id, &Others::load(&cli.against)?, cli.by_layer).table();
-    let layers = results.layer.iter().filter_map(|added| Some((*by_id.get(added.id.as_str())?, added)));
+    let by_id: HashMap<&str, Subject<'_>> = chosen.subjects().map(|subject| (subject.id(), subject)).collect();
+    let others = Others::load(&cli.against)?;
+    let table = |entries| classes(&results, entries, &by_id, &others, cli.by_layer).table();
+    let layer = |id: &str| match by_id.get(id)? {
+        Subject::Layer(workload) => Some(*workload),
+        Subject::Experts(_) => None,
+    };
+    let layers = results.layer.iter().filter_map(|added| Some((layer(&added.id)?, added)));
     let layers = report::added(&layers.collect::<Vec<_>>());
-    let host = results.host.iter().filter_map(|cost| Some((*by_id.get(cost.id.as_str())?, cost)));
+    let host = results.host.iter().filter_map(|cost| Some((layer(&cost.id)?, cost)));
     let host = report::host(&host.collect::<Vec<_>>());
-    for table in [classes, layers, host].iter().filter(|table| !table.is_empty()) {
+    for table in [table(&results.dense), table(&results.moe), layers, host].iter().filter(|table| !table.is_empty()) {
         println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
     }
     Ok(if results.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn chosen(cli: &Cli) -> Result<Vec<Workload>> {
-    let mut workloads = match &cli.workloads {
-        Some(path) => workload::parse(&fs::read_to_string(path)?)?,
-        None => workload::parse(workload::BUILT_IN)?,
-    };
-    workloads.extend(own()?);
-    workloads.extend(with_base()?);
-    workloads.extend(launched()?);
-    workloads.retain(|workload| {
-        cli.suite.contains(&workload.suite)
-            && workload.id.contains(&cli.only)
-            && (cli.tags.is_empty() || cli.tags.contains(&workload.tag))
-    });
-    Ok(if cli.quick { workload::quick(workloads) } else { workloads })
+impl Chosen {
+    fn new(cli: &Cli) -> Result<Self> {
+        let given = cli.workloads.as_ref().map(fs::read_to_string).transpose()?;
+        let list = given.as_deref().unwrap_or(workload::BUILT_IN);
+        let is_chosen = |suite: Suite, id: &str, tag: &String| {
+            cli.suite.contains(&suite) && id.contains(&cli.only) && (cli.tags.is_empty() || cli.tags.contains(tag))
+        };
+        let mut layers = [workload::parse(list)?, own()?, with_base()?, launched()?].concat();
+        layers.retain(|workload| is_chosen(workload.suite, &workload.id, &workload.tag));
+        let mut experts = [common::experts::parse(list)?, own_experts()].concat();
+        experts.retain(|workload| is_chosen(workload.suite, &workload.id, &workload.tag));
+        Ok(if cli.quick {
+            Self { layers: workload::quick(layers), experts: common::experts::quick(experts) }
+        } else {
+            Self { layers, experts }
+        })
+    }
+
+    fn subjects(&self) -> impl Iterator<Item = Subject<'_>> {
+        self.layers.iter().map(Subject::Layer).chain(self.experts.iter().map(Subject::Experts))
+    }
+}
+
+impl<'a> Subject<'a> {
+    fn id(self) -> &'a str {
+        match self {
+            Self::Layer(workload) => &workload.id,
+            Self::Experts(workload) => &workload.id,
+        }
+    }
+
+    fn suite(self) -> Suite {
+        match self {
+            Self::Layer(workload) => workload.suite,
+            Self::Experts(workload) => workload.suite,
+        }
+    }
+
+    fn room(self) -> Room {
+        match self {
+            Self::Layer(workload) if workload.suite == Suite::Layer => added::room(workload),
+            Self::Layer(workload) => Room::new(workload),
+            Self::Experts(workload) => experts::room(workload),
+        }
+    }
+
+    fn bytes(self) -> Bytes {
+        match self {
+            Self::Layer(workload) => workload.bytes(),
+            Self::Experts(workload) => workload.bytes(workload.turns().choices),
+        }
+    }
+
+    fn class(self, by_layer: bool) -> String {
+        match self {
+            Self::Layer(workload) if by_layer => format!("{}, {}", workload.class(), workload.layer),
+            Self::Layer(workload) => workload.class(),
+            Self::Experts(workload) => workload.class(),
+        }
+    }
 }
 
 /// Measures all, and saves the results.
-fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
+fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
     let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
-    let weight_elems = workloads.iter().map(|workload| match workload.suite {
-        Suite::Layer => added::weight_elems(workload),
-        _ => layer::weight_elems(workload),
-    });
-    let stage = Stage::new(workloads, weight_elems.max().unwrap_or(0))?;
-    let is_with_base = workloads.iter().any(|workload| workload.suite == Suite::Layer);
+    let subjects: Vec<Subject<'_>> = chosen.subjects().collect();
+    let stage = Stage::new(subjects.iter().map(|subject| subject.room()))?;
+    let is_with_base = subjects.iter().any(|subject| subject.suite() == Suite::Layer);
     let base = is_with_base.then(|| Base::new(&stage.gpu)).transpose()?;
     let mut results = Results::default();
     results.meta.gpu = stage.gpu.context.name()?;
@@ -138,30 +203,39 @@ fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
     results.meta.replays = REPLAYS;
     results.meta.cold_bytes = COLD_BYTES;
     results.ceilings = ceilings::measure(&stage.gpu)?;
-    println!("{}, {} workloads", results.meta.gpu, workloads.len());
+    println!("{}, {} workloads", results.meta.gpu, subjects.len());
     results.ceilings.iter().for_each(|(name, value)| println!("{name:<32}{value:>10.2}"));
 
     let mut saved = Instant::now();
-    for (index, workload) in workloads.iter().enumerate() {
+    let ids = |subjects: &[Subject<'_>]| subjects.iter().map(|subject| subject.id().to_owned()).collect();
+    for (index, &subject) in subjects.iter().enumerate() {
         if start.elapsed() > budget {
-            results.meta.not_reached = workloads[index..].iter().map(|workload| workload.id.clone()).collect();
+            results.meta.not_reached = ids(&subjects[index..]);
             break;
         }
-        let measured = match (&base, workload.suite) {
-            (Some(base), Suite::Layer) => base.measure(&stage, workload, cli.no_time, &mut results),
-            (_, Suite::Host) => host::measure(&stage, workload, &mut results),
-            _ => run(&stage, workload, cli, &mut results),
+        let measured = match (subject, &base) {
+            (Subject::Layer(workload), Some(base)) if workload.suite == Suite::Layer => {
+                base.measure(&stage, workload, cli.no_time, &mut results)
+            }
+            (Subject::Layer(workload), _) if workload.suite == Suite::Host => {
+                host::measure(&stage, workload, &mut results)
+            }
+            (Subject::Layer(workload), _) => run(&stage, workload, cli, &mut results),
+            (Subject::Experts(workload), _) => {
+                let wanted = Wanted { cold: !cli.no_time, warm: !cli.no_warm };
+                experts::measure(&stage, workload, wanted, &mut results)
+            }
         };
         if let Err(error) = measured {
             let kind = match error.downcast_ref::<LaunchError>() {
                 Some(LaunchError::Plan(_)) => "unsupported",
                 _ => "error",
             };
-            results.fail(&workload.id, kind, error.to_string());
+            results.fail(subject.id(), kind, error.to_string());
         }
         if let Err(error) = stage.gpu.synchronize() {
-            println!("the device is lost after {}: {error}", workload.id);
-            results.meta.not_reached = workloads[index + 1..].iter().map(|workload| workload.id.clone()).collect();
+            println!("the device is lost after {}: {error}", subject.id());
+            results.meta.not_reached = ids(&subjects[index + 1..]);
             break;
         }
         if saved.elapsed() > Duration::from_secs(20) {
@@ -172,14 +246,14 @@ fn measure(cli: &Cli, workloads: &[Workload]) -> Result<Results> {
     results.meta.seconds = start.elapsed().as_secs_f64();
     results.save(&cli.out)?;
     let (failures, not_reached) = (results.failures.len(), results.meta.not_reached.len());
-    let measured = results.dense.len() + results.layer.len() + results.host.len();
+    let measured = results.dense.len() + results.moe.len() + results.layer.len() + results.host.len();
     println!("\n{measured} measured, {failures} failed, {not_reached} not reached\n");
     Ok(results)
 }
 
 fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> Result<()> {
     let layer = Layer::new(stage, workload)?;
-    let info = Info { bytes: workload.bytes(), flops: workload.flops(), sets: layer.num_sets() };
+    let info = Info { bytes: workload.bytes(), flops: workload.flops(), sets: layer.num_sets(), topk_reps: None };
     results.info.insert(workload.id.clone(), info);
     let err = layer.check()?;
     if err.is_nan() || err >= MAX_ERROR {
@@ -203,16 +277,21 @@ fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> 
     Ok(())
 }
 
-/// What was measured of `workloads`, by class.
-fn classes(results: &Results, workloads: &HashMap<&str, &Workload>, others: &Others, by_layer: bool) -> Classes {
+/// What was measured of the subjects, by class.
+fn classes(
+    results: &Results,
+    entries: &[Entry],
+    subjects: &HashMap<&str, Subject<'_>>,
+    others: &Others,
+    by_layer: bool,
+) -> Classes {
     let rate = results.ceilings["hbm_read_GBps"].max(results.ceilings["hbm_copy_GBps"]);
     let mut classes = Classes::default();
-    for Entry { id, cold_us, .. } in &results.dense {
-        let (Some(us), Some(workload)) = (*cold_us, workloads.get(id.as_str())) else { continue };
-        let class = if by_layer { format!("{}, {}", workload.class(), workload.layer) } else { workload.class() };
-        let fastest = others.fastest(id).map(|(name, us)| (name.to_owned(), us));
-        let figures = Figures { id: id.clone(), us, floor_us: workload.bytes().floor_us(rate), fastest };
-        classes.add(workload.suite, class, figures);
+    for Entry { id, cold_us, .. } in entries {
+        let (Some(us), Some(subject)) = (*cold_us, subjects.get(id.as_str())) else { continue };
+        let (fastest, deltas) = (others.fastest(id), others.fastest_of_deltas(id));
+        let figures = Figures { id: id.clone(), us, floor_us: subject.bytes().floor_us(rate), fastest, deltas };
+        classes.add(subject.suite(), subject.class(by_layer), figures);
     }
     classes
 }
