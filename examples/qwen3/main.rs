@@ -1,8 +1,9 @@
 //! A Qwen3, dense or with experts, that serves many LoRA adapters in one batch: the library's reference forward, on the CPU and on
 //! the GPU.
 //!
-//! Without arguments it runs the small models and the adapters in `tests/fixtures`. An engine's author reads `forward.rs`, where
-//! the multi-LoRA calls are, and `generate.rs`, where requests of all adapters become one batch.
+//! Without arguments it runs the small models and the adapters in `tests/fixtures`, or in the copy of it that `ARIL_FIXTURES` names.
+//! An engine's author reads `forward.rs`, where the multi-LoRA calls are, and `generate.rs`, where requests of all adapters become one
+//! batch.
 
 mod checkpoint;
 mod config;
@@ -21,7 +22,7 @@ mod requests;
 mod verify;
 
 use std::{
-    fmt, fs,
+    env, fmt, fs,
     io::{self, Write as _},
     iter,
     path::{Path, PathBuf},
@@ -158,7 +159,8 @@ const SMALL_MODELS: [[&str; 4]; 3] = [
 
 /// Everything; `false` if the outcome is not as it should be.
 fn run(cli: &Cli) -> Result<bool> {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
+    let fixtures = copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures"));
     let small = |heading: String, [model, adapters, requests, _]: [&str; 4]| -> Result<Given> {
         Ok(Given {
             heading,

@@ -1,7 +1,7 @@
 //! The experts of the base model on the GPU: what the router chose, and one launch for the product of all experts. Nothing on the
 //! host knows how many rows an expert has.
 
-use aril::Element;
+use aril::{Element, cuda};
 use cudarc::driver::{DeviceRepr, LaunchArgs, PushKernelArg as _};
 
 use super::{Cuda, Matrix, launch};
@@ -17,8 +17,7 @@ const TILE_OUTS: usize = 64;
 /// The experts that each token has chosen, and the routes in the order of experts.
 pub(crate) struct Routes {
     /// `[tokens, top_k]`, -1 where a score is not a number.
-    #[expect(dead_code, reason = "what the adapters of experts take")]
-    pub(super) ids: Matrix<i32>,
+    ids: Matrix<i32>,
     /// `[tokens, top_k]`
     pub(super) weights: Matrix<f32>,
     /// `[tokens, top_k]`
@@ -55,6 +54,17 @@ impl Routes {
         launch(kernel, experts + 1, 1)?;
         Ok(Self { ids, weights, row_of_route, tokens: token_of_row, bounds })
     }
+
+    /// As the library takes them; the weights are for the combine, which is ours.
+    pub(super) fn top_k(&self) -> Result<cuda::TopK<'_>> {
+        Ok(cuda::TopK::new(self.ids.view(), self.ids.cols)?.with_rows(self.row_of_route.view())?)
+    }
+}
+
+/// The routes and, for the library, the routes grouped.
+pub(crate) struct Grouped<'a> {
+    pub(super) routes: &'a Routes,
+    pub(super) grouped: cuda::GroupedRoutes<'a>,
 }
 
 pub(super) fn new<T: Element + DeviceRepr>(
