@@ -11,6 +11,7 @@
 
 mod experts;
 mod gemm;
+mod timing;
 
 use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
@@ -33,6 +34,7 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
+pub(crate) use self::timing::time_experts;
 use self::{
     experts::{Grouped, Routes},
     gemm::Gemm,
@@ -97,17 +99,13 @@ pub(crate) struct Matrix<T> {
 
 impl<T: Element + DeviceRepr> Cuda<T> {
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
-        if !cuda::driver_is_present() {
-            bail!("no CUDA driver was found on this machine");
-        }
-        let count = CudaContext::device_count().map_err(LaunchError::from)?;
-        if usize::try_from(count)? <= ordinal {
-            bail!("there is no such device; those of the CUDA driver are {count}, counted from 0");
-        }
-        let context = CudaContext::new(ordinal).memory_for("a context")?;
-        let stream = context.default_stream();
-        let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
-        let functions = Functions::load(T::DTYPE, &context).memory_for("the example's kernels")?;
+        Self::on(context(ordinal)?.default_stream())
+    }
+
+    fn on(stream: Arc<CudaStream>) -> Result<Self> {
+        let context = stream.context();
+        let kernels = Kernels::load_into(context).memory_for("the library's kernels")?;
+        let functions = Functions::load(T::DTYPE, context).memory_for("the example's kernels")?;
         let gemm = Gemm::new(T::DTYPE, &stream)?;
         let workspace =
             Workspace::new(&kernels, WorkspaceBytes::default(), &stream).memory_for("the library's workspace")?;
@@ -151,6 +149,39 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     fn kernel<'a>(&'a self, function: &'a CudaFunction) -> LaunchArgs<'a> {
         self.stream.launch_builder(function)
     }
+
+    fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
+        let mut kernel = self.kernel(&self.functions.gather);
+        kernel.arg(&x.data).arg(&rows.data).arg(&mut out.data).arg(&out.cols);
+        launch(kernel, rows.rows, 1)
+    }
+
+    fn silu_mul_into(&self, gate_up: &Matrix<T>, out: &mut Matrix<T>) -> Result<()> {
+        let mut kernel = self.kernel(&self.functions.silu_mul);
+        kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
+        launch(kernel, gate_up.rows, 1)
+    }
+
+    /// The sum of a token's rows, each times what its route weighs.
+    fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
+        let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
+        let mut kernel = self.kernel(&self.functions.combine);
+        kernel.arg(&down.data).arg(&routes.weights.data).arg(&routes.row_of_route.data).arg(&mut out.data);
+        kernel.arg(&down.cols).arg(&top_k);
+        launch(kernel, tokens, 1)
+    }
+}
+
+/// The context of a device.
+fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
+    if !cuda::driver_is_present() {
+        bail!("no CUDA driver was found on this machine");
+    }
+    let count = CudaContext::device_count().map_err(LaunchError::from)?;
+    if usize::try_from(count)? <= ordinal {
+        bail!("there is no such device; those of the CUDA driver are {count}, counted from 0");
+    }
+    CudaContext::new(ordinal).memory_for("a context")
 }
 
 /// Enqueues a kernel of `kernels.cu`, with a block for each row and head.
@@ -362,12 +393,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     ) -> Result<Matrix<T>> {
         let workspace = &mut self.workspace.borrow_mut();
         layer.add_down_delta(x.operand()?, down.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
-        let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
-        let mut out = self.alloc(tokens, down.cols)?;
-        let mut kernel = self.kernel(&self.functions.combine);
-        kernel.arg(&down.data).arg(&routes.weights.data).arg(&routes.row_of_route.data).arg(&mut out.data);
-        kernel.arg(&down.cols).arg(&top_k);
-        launch(kernel, tokens, 1)?;
+        let mut out = self.alloc(routes.weights.rows, down.cols)?;
+        self.combine_into(&down, routes, &mut out)?;
         Ok(out)
     }
 
@@ -431,14 +458,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn silu_mul(&self, gate_up: &Matrix<T>) -> Result<Matrix<T>> {
         let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-        let mut kernel = self.kernel(&self.functions.silu_mul);
-        kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
-        launch(kernel, gate_up.rows, 1)?;
+        self.silu_mul_into(gate_up, &mut out)?;
         Ok(out)
     }
 
     fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool) -> Result<Routes> {
-        Routes::new(self, scores, top_k, normalized)
+        let mut routes = Routes::new(self, scores.rows, scores.cols, top_k)?;
+        routes.choose(self, scores, normalized)?;
+        Ok(routes)
     }
 
     fn rows_of_routes(&self, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
@@ -453,9 +480,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn gather(&self, x: &Matrix<T>, rows: &Matrix<i32>) -> Result<Matrix<T>> {
         let mut out = self.alloc(rows.rows, x.cols)?;
-        let mut kernel = self.kernel(&self.functions.gather);
-        kernel.arg(&x.data).arg(&rows.data).arg(&mut out.data).arg(&out.cols);
-        launch(kernel, rows.rows, 1)?;
+        self.gather_into(x, rows, &mut out)?;
         Ok(out)
     }
 

@@ -75,6 +75,9 @@ struct Cli {
     /// than rounding explains
     #[arg(long)]
     verify: bool,
+    /// Times a layer of experts of the sizes of Qwen3-30B-A3B, of random weights, on a GPU: without adapters, and with 8 of rank 16
+    #[arg(long, conflicts_with_all = ["model", "adapters", "requests", "dtype", "logits", "verify"])]
+    time_experts: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -159,6 +162,9 @@ const SMALL_MODELS: [[&str; 4]; 3] = [
 
 /// Everything; `false` if the outcome is not as it should be.
 fn run(cli: &Cli) -> Result<bool> {
+    if cli.time_experts {
+        return time_experts(cli.device.unwrap_or_else(default_device));
+    }
     let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
     let fixtures = copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures"));
     let small = |heading: String, [model, adapters, requests, _]: [&str; 4]| -> Result<Given> {
@@ -276,6 +282,19 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
         ..Written::default()
     };
     iter::once(None).chain(adapters.iter().copied().map(Some)).map(ask).collect()
+}
+
+#[cfg(feature = "cuda")]
+fn time_experts(device: DeviceArg) -> Result<bool> {
+    let DeviceArg::Cuda(ordinal) = device else { bail!("--time-experts needs a GPU") };
+    let table = cuda::time_experts(ordinal).context(format_args!("--device {device}"))?;
+    io::stdout().write_all(table.as_bytes()).context("standard output")?;
+    Ok(true)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn time_experts(_: DeviceArg) -> Result<bool> {
+    bail!("--time-experts needs a GPU, and this build has no CUDA; build it with `--features cuda`")
 }
 
 fn default_device() -> DeviceArg {
