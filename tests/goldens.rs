@@ -9,45 +9,38 @@ mod process;
 #[path = "qwen3/goldens.rs"]
 mod shared;
 
-use shared::{DENSE, MOE, all_in, answers, models, requests, run};
+use shared::{BATCHES, all_in, answers, models, requests, run};
 
 const DEVICE: &str = "cpu";
 
-/// Those of models with experts.
-const ADAPTERS: [&str; 3] = ["attention", "per-expert", "shared-outer"];
-
-fn batches() -> Vec<&'static str> {
-    [&DENSE[..], &MOE].concat()
-}
-
 #[test]
 fn f32_reproduces_the_goldens() {
-    shared::f32_reproduces_the_goldens(DEVICE, &batches());
+    shared::f32_reproduces_the_goldens(DEVICE);
 }
 
 #[test]
 fn bf16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "bf16", &batches());
+    shared::reproduces_within_rounding(DEVICE, "bf16");
 }
 
 #[test]
 fn f16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "f16", &batches());
+    shared::reproduces_within_rounding(DEVICE, "f16");
 }
 
 #[test]
 fn base_models_reproduce_the_goldens() {
-    shared::some_reproduce_the_goldens(DEVICE, &batches(), &[]);
+    shared::base_models_reproduce_the_goldens(DEVICE);
 }
 
 #[test]
 fn every_adapter_changes_what_the_base_model_says() {
-    shared::every_adapter_changes_what_the_base_model_says(DEVICE, &batches());
+    shared::every_adapter_changes_what_the_base_model_says(DEVICE);
 }
 
 #[test]
 fn base_requests_keep_every_bit_whatever_adapters_are_there() {
-    shared::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &batches());
+    shared::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &BATCHES);
 }
 
 #[test]
@@ -57,7 +50,7 @@ fn a_scale_multiplies_the_adapters_own() {
 
 #[test]
 fn int4_differs_by_the_rounding_of_its_weights_alone() {
-    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, &ADAPTERS, 0.0);
+    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, 0.0);
 }
 
 #[test]

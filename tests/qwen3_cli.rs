@@ -407,6 +407,12 @@ fn weights_in_4_bits_that_are_not_the_models_are_named() {
 }
 
 #[test]
+fn a_layer_is_timed_on_a_gpu_alone() {
+    refuses(["--time-experts", "--device", "cpu"], &["--time-experts needs a GPU"]);
+    refuses(["--time-experts", "--verify"], &["--time-experts", "--verify"]);
+}
+
+#[test]
 fn missing_and_broken_files_are_named() {
     let files = Files::new();
     refuses(["--model", &files.path("nowhere")], &["nowhere/config.json"]);

@@ -3,7 +3,7 @@
 use aril::{
     DType,
     model::{MAX_RANK, MAX_SLICES},
-    plan::MAX_SLOTS,
+    plan::{MAX_SLOTS, RouteCapacity},
 };
 
 const README: &str = include_str!("../README.md");
@@ -21,9 +21,18 @@ fn the_table_of_operations_is_that_of_the_code() {
     let dtypes = [DType::BF16, DType::F16, DType::F32].map(|dtype| dtype.to_string()).join(", ");
     let archs: Vec<String> = archs().split(';').map(|arch| format!("sm_{arch}")).collect();
     let archs = archs.join(", ");
-    for operation in [format!("linear, up to {MAX_SLICES} fused modules"), "embedding".to_owned()] {
-        let row =
-            format!("| {operation} | yes | {archs}, PTX for later | {dtypes} | 1 to {MAX_RANK} | {MAX_SLOTS} slots |");
+    let max_experts = 1024;
+    let checked = |num_experts| RouteCapacity { max_tokens: 1, top_k: 1, num_experts }.checked();
+    assert!(checked(max_experts).is_ok() && checked(max_experts + 1).is_err());
+    let operations = [
+        (format!("linear, up to {MAX_SLICES} fused modules"), String::new()),
+        ("embedding".to_owned(), String::new()),
+        ("experts of a layer".to_owned(), format!(", {max_experts} experts")),
+    ];
+    for (operation, limits) in operations {
+        let row = format!(
+            "| {operation} | yes | {archs}, PTX for later | {dtypes} | 1 to {MAX_RANK} | {MAX_SLOTS} slots{limits} |"
+        );
         assert!(README.lines().any(|line| line == row), "README.md must have the line\n{row}");
     }
 }

@@ -7,7 +7,7 @@
 #                                   our workloads (--help lists the arguments); then those of other libraries, by the folder DIR,
 #                                   whose device.sh --out FILE writes the same JSON schema; and the table of both
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
-#   run.sh example [ARGUMENTS...]   the reference forward; without arguments, the fixtures, verified
+#   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
 set -euo pipefail
 
 usage() {
@@ -15,9 +15,12 @@ usage() {
     exit 2
 }
 
-adapters=()
+adapters=() expert_adapters=()
 for adapter in "$(dirname "$0")"/tests/fixtures/adapters/*/; do
     adapters+=(--adapter "$(basename "$adapter")=tests/fixtures/adapters/$(basename "$adapter")")
+done
+for adapter in "$(dirname "$0")"/tests/fixtures/adapters-moe/*/; do
+    expert_adapters+=(--adapter "$(basename "$adapter")=tests/fixtures/adapters-moe/$(basename "$adapter")")
 done
 
 command=${1:-}
@@ -56,9 +59,10 @@ sanitize)
         [ "$tool" != initcheck ] || continue
         check ./qwen3 --device cuda --dtype bf16 --max-new-tokens 3 \
             --model tests/fixtures/qwen3 --requests tests/fixtures/goldens/mixed.json "${adapters[@]}"
-        for model in qwen3-moe qwen3-moe-int4; do
+        for batch in moe moe-int4; do
             check ./qwen3 --device cuda --dtype bf16 --max-new-tokens 3 \
-                --model "tests/fixtures/$model" --adapter attention=tests/fixtures/adapters-moe/attention
+                --model "tests/fixtures/qwen3-$batch" --requests "tests/fixtures/goldens/$batch.json" \
+                "${expert_adapters[@]}"
         done
     done
     if [ ${#failed[@]} -gt 0 ]; then
@@ -92,10 +96,7 @@ criterion)
     done 2>&1 | tee "$OUT/criterion.log"
     ;;
 example)
-    if [ $# -eq 0 ]; then
-        set -- --model tests/fixtures/qwen3 --requests tests/fixtures/goldens/mixed.json --device cuda --verify \
-            "${adapters[@]}"
-    fi
+    [ $# -gt 0 ] || set -- --device cuda --verify
     ./qwen3 "$@" 2>&1 | tee "$OUT/example.log"
     ;;
 *)

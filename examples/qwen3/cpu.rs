@@ -13,7 +13,7 @@ use aril::{
     adapter::SlotImage,
     cpu,
     model::{Activation, EmbeddingId, ExpertsId, LinearId, ModelSpec},
-    routing::Batch,
+    routing::{Batch, TopK},
 };
 use rayon::prelude::*;
 
@@ -99,6 +99,8 @@ impl<T: Element> Device for Cpu<T> {
     type LoraExperts = cpu::LoraExperts;
     type Routing = ();
     type Routed<'a> = Batch<'a>;
+    type Grouping = ();
+    type Grouped<'a> = (TopK<'a>, Batch<'a>);
 
     fn adapters(&self, model: &ModelSpec, capacity: Capacity, _: &[SlotImage<'_>]) -> Result<Self::Adapters> {
         Ok(cpu::WeightTable::new(model, capacity.slots, capacity.rank))
@@ -150,18 +152,24 @@ impl<T: Element> Device for Cpu<T> {
         Ok(layer.add_delta(bytemuck::cast_slice(ids), y.view_mut()?, adapters, batch)?)
     }
 
+    fn grouping(&self, _: Capacity) -> Result<()> {
+        Ok(())
+    }
+
+    fn group<'a>(&self, (): &'a mut (), routes: &'a Routes, batch: &'a Batch<'_>) -> Result<Self::Grouped<'a>> {
+        Ok((routes.top_k()?, *batch))
+    }
+
     fn activate(
         &self,
         layer: &cpu::LoraExperts,
         x: &Tensor<T>,
-        gate_up: &Tensor<T>,
-        routes: &Routes,
+        gate_up: Tensor<T>,
+        (top_k, batch): &Self::Grouped<'_>,
         adapters: &Self::Adapters,
-        batch: &Batch<'_>,
     ) -> Result<Tensor<T>> {
         let mut out = self.zeros(gate_up.rows(), gate_up.cols / 2)?;
-        let (x, gate_up, top_k) = (x.view()?, gate_up.view()?, routes.top_k()?);
-        layer.activate(x, gate_up, out.view_mut()?, Activation::Silu, &top_k, adapters, batch)?;
+        layer.activate(x.view()?, gate_up.view()?, out.view_mut()?, Activation::Silu, top_k, adapters, batch)?;
         Ok(out)
     }
 
@@ -169,14 +177,12 @@ impl<T: Element> Device for Cpu<T> {
         &self,
         layer: &cpu::LoraExperts,
         x: &Tensor<T>,
-        down: &Tensor<T>,
-        routes: &Routes,
+        down: Tensor<T>,
+        (top_k, batch): &Self::Grouped<'_>,
         adapters: &Self::Adapters,
-        batch: &Batch<'_>,
     ) -> Result<Tensor<T>> {
-        let top_k = routes.top_k()?;
         let mut out = self.zeros(top_k.num_tokens(), down.cols)?;
-        layer.combine(x.view()?, down.view()?, out.view_mut()?, &top_k, adapters, batch)?;
+        layer.combine(x.view()?, down.view()?, out.view_mut()?, top_k, adapters, batch)?;
         Ok(out)
     }
 

@@ -11,15 +11,19 @@
 
 mod experts;
 mod gemm;
+mod timing;
 
 use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
-    cuda::{self, Kernels, LaunchError, LoraEmbedding, LoraLinear, RoutedBatch, Routing, WeightTable, Workspace, raw},
+    cuda::{
+        self, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, RoutedBatch, Routing,
+        WeightTable, Workspace, raw,
+    },
     model::{EmbeddingId, ExpertsId, LinearId, ModelSpec},
-    plan::{self, WorkspaceBytes},
+    plan::{self, RouteCapacity, WorkspaceBytes},
     routing::Batch,
 };
 use cudarc::{
@@ -30,7 +34,11 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
-use self::{experts::Routes, gemm::Gemm};
+pub(crate) use self::timing::time_experts;
+use self::{
+    experts::{Grouped, Routes},
+    gemm::Gemm,
+};
 use crate::{
     config::Heads,
     device::{Cache, Capacity, Device, Places, Rope},
@@ -56,8 +64,6 @@ pub(crate) struct Cuda<T> {
     gemm: Gemm,
     /// As much as the layers ask for that were planned so far.
     workspace: RefCell<Workspace>,
-    /// The table entries of all experts.
-    of_experts: RefCell<Vec<Range<usize>>>,
     element: PhantomData<T>,
 }
 
@@ -93,22 +99,17 @@ pub(crate) struct Matrix<T> {
 
 impl<T: Element + DeviceRepr> Cuda<T> {
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
-        if !cuda::driver_is_present() {
-            bail!("no CUDA driver was found on this machine");
-        }
-        let count = CudaContext::device_count().map_err(LaunchError::from)?;
-        if usize::try_from(count)? <= ordinal {
-            bail!("there is no such device; those of the CUDA driver are {count}, counted from 0");
-        }
-        let context = CudaContext::new(ordinal).memory_for("a context")?;
-        let stream = context.default_stream();
-        let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
-        let functions = Functions::load(T::DTYPE, &context).memory_for("the example's kernels")?;
+        Self::on(context(ordinal)?.default_stream())
+    }
+
+    fn on(stream: Arc<CudaStream>) -> Result<Self> {
+        let context = stream.context();
+        let kernels = Kernels::load_into(context).memory_for("the library's kernels")?;
+        let functions = Functions::load(T::DTYPE, context).memory_for("the example's kernels")?;
         let gemm = Gemm::new(T::DTYPE, &stream)?;
         let workspace =
             Workspace::new(&kernels, WorkspaceBytes::default(), &stream).memory_for("the library's workspace")?;
-        let (workspace, of_experts) = (workspace.into(), RefCell::default());
-        Ok(Self { stream, kernels, functions, gemm, workspace, of_experts, element: PhantomData })
+        Ok(Self { stream, kernels, functions, gemm, workspace: workspace.into(), element: PhantomData })
     }
 
     /// A matrix of whatever was in its memory: for what is written before it is read.
@@ -133,9 +134,54 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(self.stream.clone_dtoh(&matrix.view())?)
     }
 
+    /// Has the workspace hold at least so much.
+    fn reserve(&self, bytes: WorkspaceBytes) -> Result<()> {
+        let mut workspace = self.workspace.borrow_mut();
+        let raw::Workspace { exchange, planes } = workspace.region();
+        let held = WorkspaceBytes { exchange: exchange.bytes, planes: planes.bytes };
+        let bytes = bytes.max(held);
+        if bytes != held {
+            *workspace = Workspace::new(&self.kernels, bytes, &self.stream).memory_for("the library's workspace")?;
+        }
+        Ok(())
+    }
+
     fn kernel<'a>(&'a self, function: &'a CudaFunction) -> LaunchArgs<'a> {
         self.stream.launch_builder(function)
     }
+
+    fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
+        let mut kernel = self.kernel(&self.functions.gather);
+        kernel.arg(&x.data).arg(&rows.data).arg(&mut out.data).arg(&out.cols);
+        launch(kernel, rows.rows, 1)
+    }
+
+    fn silu_mul_into(&self, gate_up: &Matrix<T>, out: &mut Matrix<T>) -> Result<()> {
+        let mut kernel = self.kernel(&self.functions.silu_mul);
+        kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
+        launch(kernel, gate_up.rows, 1)
+    }
+
+    /// The sum of a token's rows, each times what its route weighs.
+    fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
+        let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
+        let mut kernel = self.kernel(&self.functions.combine);
+        kernel.arg(&down.data).arg(&routes.weights.data).arg(&routes.row_of_route.data).arg(&mut out.data);
+        kernel.arg(&down.cols).arg(&top_k);
+        launch(kernel, tokens, 1)
+    }
+}
+
+/// The context of a device.
+fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
+    if !cuda::driver_is_present() {
+        bail!("no CUDA driver was found on this machine");
+    }
+    let count = CudaContext::device_count().map_err(LaunchError::from)?;
+    if usize::try_from(count)? <= ordinal {
+        bail!("there is no such device; those of the CUDA driver are {count}, counted from 0");
+    }
+    CudaContext::new(ordinal).memory_for("a context")
 }
 
 /// Enqueues a kernel of `kernels.cu`, with a block for each row and head.
@@ -178,6 +224,21 @@ impl<V> Matrix<V> {
     fn view(&self) -> CudaView<'_, V> {
         self.data.slice(..self.rows * self.cols)
     }
+
+    /// As the library takes it.
+    fn operand(&self) -> Result<cuda::Matrix<'_, V>>
+    where
+        V: Element,
+    {
+        Ok(cuda::Matrix::new(self.view(), self.rows, self.cols)?)
+    }
+
+    fn operand_mut(&mut self) -> Result<cuda::MatrixMut<'_, V>>
+    where
+        V: Element,
+    {
+        Ok(cuda::MatrixMut::new(self.data.as_view_mut(), self.rows, self.cols)?)
+    }
 }
 
 /// Says what there was no memory for.
@@ -196,7 +257,7 @@ impl<V, E: Into<LaunchError>> MemoryFor<V> for result::Result<V, E> {
 
 /// The library's bounds.
 fn bounds(capacity: Capacity) -> plan::Capacity {
-    let Capacity { tokens, slots, rank } = capacity;
+    let Capacity { tokens, slots, rank, .. } = capacity;
     plan::Capacity { max_tokens: tokens, num_slots: slots, max_rank: rank }
 }
 
@@ -230,9 +291,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Adapters = WeightTable<T>;
     type LoraLinear = LoraLinear<T>;
     type LoraEmbedding = LoraEmbedding<T>;
-    type LoraExperts = ();
+    type LoraExperts = LoraExperts<T>;
     type Routing = Routing;
     type Routed<'a> = RoutedBatch<'a>;
+    type Grouping = Grouping;
+    type Grouped<'a> = Grouped<'a>;
 
     fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable<T>> {
         // The largest counts twice, as the arena may overlook a free region that is less than a third larger than an adapter.
@@ -243,22 +306,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn load(&self, adapters: &mut WeightTable<T>, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
-        let of_experts = self.of_experts.borrow();
-        if image.entries().iter().any(|entry| of_experts.iter().any(|entries| entries.contains(&entry.entry))) {
-            bail!("adapters of experts are not implemented on the GPU yet");
-        }
         Ok(adapters.load(slot, image, &self.stream)?)
     }
 
     fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<LoraLinear<T>> {
         let layer = LoraLinear::new(&self.kernels, model, id, bounds(capacity))?;
-        let mut workspace = self.workspace.borrow_mut();
-        let raw::Workspace { exchange, planes } = workspace.region();
-        let held = WorkspaceBytes { exchange: exchange.bytes, planes: planes.bytes };
-        let bytes = layer.plan().workspace_bytes().max(held);
-        if bytes != held {
-            *workspace = Workspace::new(&self.kernels, bytes, &self.stream).memory_for("the library's workspace")?;
-        }
+        self.reserve(layer.plan().workspace_bytes())?;
         Ok(layer)
     }
 
@@ -266,11 +319,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(LoraEmbedding::new(&self.kernels, model, id, bounds(capacity))?)
     }
 
-    /// Where `cuda::LoraExperts::new` is to be called. Until there is one, [`load`](Self::load) refuses what it would be for.
-    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, _: Capacity) -> Result<()> {
-        let end = model[id].down().expert_entry(model[id].held().len());
-        self.of_experts.borrow_mut().push(model[id].gate_up().shared_entry()..end);
-        Ok(())
+    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, capacity: Capacity) -> Result<LoraExperts<T>> {
+        let layer = LoraExperts::new(&self.kernels, model, id, bounds(capacity), capacity.top_k)?;
+        self.reserve(layer.plan().workspace_bytes())?;
+        Ok(layer)
     }
 
     fn routing(&self, capacity: Capacity) -> Result<Routing> {
@@ -289,9 +341,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         adapters: &WeightTable<T>,
         batch: &RoutedBatch<'_>,
     ) -> Result<()> {
-        let x = cuda::Matrix::new(x.view(), x.rows, x.cols)?;
-        let y = cuda::MatrixMut::new(y.data.as_view_mut(), y.rows, y.cols)?;
-        Ok(layer.add_delta(x, y, adapters, batch, &mut self.workspace.borrow_mut(), &self.stream)?)
+        let workspace = &mut self.workspace.borrow_mut();
+        Ok(layer.add_delta(x.operand()?, y.operand_mut()?, adapters, batch, workspace, &self.stream)?)
     }
 
     fn add_embedding_delta(
@@ -302,39 +353,48 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         adapters: &WeightTable<T>,
         batch: &RoutedBatch<'_>,
     ) -> Result<()> {
-        let y = cuda::MatrixMut::new(y.data.as_view_mut(), y.rows, y.cols)?;
-        Ok(layer.add_delta(&ids.view(), y, adapters, batch, &self.stream)?)
+        Ok(layer.add_delta(&ids.view(), y.operand_mut()?, adapters, batch, &self.stream)?)
     }
 
-    /// Of the base alone: `cuda::LoraExperts::activate` is to be called here, with the routes' ids and rows as its `TopK`.
+    fn grouping(&self, Capacity { tokens, top_k, experts, .. }: Capacity) -> Result<Grouping> {
+        let capacity = RouteCapacity { max_tokens: tokens, top_k, num_experts: experts };
+        Grouping::new(&self.kernels, capacity, &self.stream).memory_for("the grouping of routes")
+    }
+
+    fn group<'a>(
+        &self,
+        grouping: &'a mut Grouping,
+        routes: &'a Routes,
+        batch: &'a RoutedBatch<'_>,
+    ) -> Result<Grouped<'a>> {
+        Ok(Grouped { routes, grouped: grouping.update(routes.top_k()?, batch, &self.stream)? })
+    }
+
     fn activate(
         &self,
-        (): &(),
-        _: &Matrix<T>,
-        gate_up: &Matrix<T>,
-        _: &Routes,
-        _: &WeightTable<T>,
-        _: &RoutedBatch<'_>,
+        layer: &LoraExperts<T>,
+        x: &Matrix<T>,
+        mut gate_up: Matrix<T>,
+        Grouped { grouped, .. }: &Grouped<'_>,
+        adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
-        self.silu_mul(gate_up)
+        let workspace = &mut self.workspace.borrow_mut();
+        layer.add_gate_up_delta(x.operand()?, gate_up.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
+        self.silu_mul(&gate_up)
     }
 
-    /// Of the base alone: `cuda::LoraExperts::combine` is to be called here, with the routes' ids, rows and weights as its `TopK`.
     fn combine(
         &self,
-        (): &(),
-        _: &Matrix<T>,
-        down: &Matrix<T>,
-        routes: &Routes,
-        _: &WeightTable<T>,
-        _: &RoutedBatch<'_>,
+        layer: &LoraExperts<T>,
+        x: &Matrix<T>,
+        mut down: Matrix<T>,
+        Grouped { routes, grouped }: &Grouped<'_>,
+        adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
-        let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
-        let mut out = self.alloc(tokens, down.cols)?;
-        let mut kernel = self.kernel(&self.functions.combine);
-        kernel.arg(&down.data).arg(&routes.weights.data).arg(&routes.row_of_route.data).arg(&mut out.data);
-        kernel.arg(&down.cols).arg(&top_k);
-        launch(kernel, tokens, 1)?;
+        let workspace = &mut self.workspace.borrow_mut();
+        layer.add_down_delta(x.operand()?, down.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
+        let mut out = self.alloc(routes.weights.rows, down.cols)?;
+        self.combine_into(&down, routes, &mut out)?;
         Ok(out)
     }
 
@@ -398,14 +458,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn silu_mul(&self, gate_up: &Matrix<T>) -> Result<Matrix<T>> {
         let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-        let mut kernel = self.kernel(&self.functions.silu_mul);
-        kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
-        launch(kernel, gate_up.rows, 1)?;
+        self.silu_mul_into(gate_up, &mut out)?;
         Ok(out)
     }
 
     fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool) -> Result<Routes> {
-        Routes::new(self, scores, top_k, normalized)
+        let mut routes = Routes::new(self, scores.rows, scores.cols, top_k)?;
+        routes.choose(self, scores, normalized)?;
+        Ok(routes)
     }
 
     fn rows_of_routes(&self, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
@@ -420,9 +480,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn gather(&self, x: &Matrix<T>, rows: &Matrix<i32>) -> Result<Matrix<T>> {
         let mut out = self.alloc(rows.rows, x.cols)?;
-        let mut kernel = self.kernel(&self.functions.gather);
-        kernel.arg(&x.data).arg(&rows.data).arg(&mut out.data).arg(&out.cols);
-        launch(kernel, rows.rows, 1)?;
+        self.gather_into(x, rows, &mut out)?;
         Ok(out)
     }
 

@@ -27,6 +27,12 @@ pub(crate) struct Capacity {
     pub(crate) tokens: usize,
     pub(crate) slots: usize,
     pub(crate) rank: usize,
+    /// Of a layer.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU has no buffers to size"))]
+    pub(crate) experts: usize,
+    /// Experts of a token.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU has no buffers to size"))]
+    pub(crate) top_k: usize,
 }
 
 /// The keys and values of one layer: `[rows, kv_features]` each, where every sequence has consecutive rows of its own.
@@ -76,12 +82,16 @@ pub(crate) trait Device: Sized {
     type LoraLinear;
     /// `aril::{cpu, cuda}::LoraEmbedding`.
     type LoraEmbedding;
-    /// `aril::cpu::LoraExperts`.
+    /// `aril::{cpu, cuda}::LoraExperts`.
     type LoraExperts;
     /// What holds a step's routing on the device.
     type Routing;
     /// Which adapter each token of a step has.
     type Routed<'a>;
+    /// What holds a layer's routes on the device, grouped by expert and adapter.
+    type Grouping;
+    /// The routes of a layer and the adapters of their tokens.
+    type Grouped<'a>;
 
     /// A table with room for these, not loaded yet.
     fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
@@ -116,27 +126,34 @@ pub(crate) trait Device: Sized {
         adapters: &Self::Adapters,
         batch: &Self::Routed<'_>,
     ) -> Result<()>;
-    /// `silu(gate) · up` of every route, rounded once, where gate and up are the base's of `gate_up` and what its token's adapter
-    /// adds: `scale · scaling · B (A x[t])` of its expert.
+    fn grouping(&self, capacity: Capacity) -> Result<Self::Grouping>;
+    /// Takes what a layer's router chose.
+    fn group<'a>(
+        &self,
+        grouping: &'a mut Self::Grouping,
+        routes: &'a Self::Routes,
+        batch: &'a Self::Routed<'_>,
+    ) -> Result<Self::Grouped<'a>>;
+    /// `silu(gate) · up` of every route, where gate and up are the base's of `gate_up` and what its token's adapter adds:
+    /// `scale · scaling · B (A x[t])` of its expert. Rounded once on the CPU, by an operation of the library that does all of it; on
+    /// the GPU, after the sum and as [`silu_mul`](Self::silu_mul) does.
     fn activate(
         &self,
         layer: &Self::LoraExperts,
         x: &Self::Tensor,
-        gate_up: &Self::Tensor,
-        routes: &Self::Routes,
+        gate_up: Self::Tensor,
+        routes: &Self::Grouped<'_>,
         adapters: &Self::Adapters,
-        batch: &Self::Routed<'_>,
     ) -> Result<Self::Tensor>;
     /// The sum over a token's routes of what each weighs times the base's `down` and what its token's adapter adds:
-    /// `scale · scaling · B (A x[route])` of its expert. Rounded once.
+    /// `scale · scaling · B (A x[route])` of its expert. Rounded once on the CPU, as above; on the GPU, after the adapter's sum, too.
     fn combine(
         &self,
         layer: &Self::LoraExperts,
         x: &Self::Tensor,
-        down: &Self::Tensor,
-        routes: &Self::Routes,
+        down: Self::Tensor,
+        routes: &Self::Grouped<'_>,
         adapters: &Self::Adapters,
-        batch: &Self::Routed<'_>,
     ) -> Result<Self::Tensor>;
 
     // ---- The model: the example's own.

@@ -36,6 +36,8 @@ pub(crate) struct Session<D: Device> {
     rope: Rope<D>,
     routing: D::Routing,
     head_routing: D::Routing,
+    /// Of one layer after the other.
+    grouping: D::Grouping,
 }
 
 impl<D: Device> Model<'_, D> {
@@ -49,6 +51,7 @@ impl<D: Device> Model<'_, D> {
             rope: self.rope(positions)?,
             routing: device.routing(*capacity)?,
             head_routing: device.routing(*capacity)?,
+            grouping: device.grouping(*capacity)?,
         })
     }
 
@@ -84,7 +87,7 @@ impl<D: Device> Model<'_, D> {
                     let gate_up = self.linear(&x, gate_up, &batch)?;
                     self.linear(&device.silu_mul(&gate_up)?, down, &batch)?
                 }
-                Mlp::Sparse(experts) => self.experts(&x, experts, &batch)?,
+                Mlp::Sparse(experts) => self.experts(&x, experts, &mut session.grouping, &batch)?,
             };
             device.add(&mut h, &y)?;
         }
@@ -107,16 +110,23 @@ impl<D: Device> Model<'_, D> {
         Ok(y)
     }
 
-    /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter in the place of the
-    /// activation and of the combine.
-    fn experts(&self, x: &D::Tensor, layer: &Experts<D>, batch: &D::Routed<'_>) -> Result<D::Tensor> {
+    /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter with the activation and with
+    /// the combine.
+    fn experts(
+        &self,
+        x: &D::Tensor,
+        layer: &Experts<D>,
+        grouping: &mut D::Grouping,
+        batch: &D::Routed<'_>,
+    ) -> Result<D::Tensor> {
         let Self { device, adapters, .. } = self;
         let Experts { router, top_k, normalized, gate_up, down, lora } = layer;
         let routes = device.choose_experts(&device.gemm(x, router)?, *top_k, *normalized)?;
+        let grouped = device.group(grouping, &routes, batch)?;
         let gate_up = gate_up.run(device, &device.rows_of_routes(x, &routes)?, &routes)?;
-        let inter = device.activate(lora, x, &gate_up, &routes, adapters, batch)?;
+        let inter = device.activate(lora, x, gate_up, &grouped, adapters)?;
         let down = down.run(device, &inter, &routes)?;
-        device.combine(lora, &inter, &down, &routes, adapters, batch)
+        device.combine(lora, &inter, down, &grouped, adapters)
     }
 
     /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has them.

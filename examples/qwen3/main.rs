@@ -1,8 +1,9 @@
 //! A Qwen3, dense or with experts, that serves many LoRA adapters in one batch: the library's reference forward, on the CPU and on
 //! the GPU.
 //!
-//! Without arguments it runs the small models and the adapters in `tests/fixtures`. An engine's author reads `forward.rs`, where
-//! the multi-LoRA calls are, and `generate.rs`, where requests of all adapters become one batch.
+//! Without arguments it runs the small models and the adapters in `tests/fixtures`, or in the copy of it that `ARIL_FIXTURES` names.
+//! An engine's author reads `forward.rs`, where the multi-LoRA calls are, and `generate.rs`, where requests of all adapters become one
+//! batch.
 
 mod checkpoint;
 mod config;
@@ -21,7 +22,7 @@ mod requests;
 mod verify;
 
 use std::{
-    fmt, fs,
+    env, fmt, fs,
     io::{self, Write as _},
     iter,
     path::{Path, PathBuf},
@@ -74,6 +75,9 @@ struct Cli {
     /// than rounding explains
     #[arg(long)]
     verify: bool,
+    /// Times a layer of experts of the sizes of Qwen3-30B-A3B, of random weights, on a GPU: without adapters, and with 8 of rank 16
+    #[arg(long, conflicts_with_all = ["model", "adapters", "requests", "dtype", "logits", "verify"])]
+    time_experts: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -158,7 +162,11 @@ const SMALL_MODELS: [[&str; 4]; 3] = [
 
 /// Everything; `false` if the outcome is not as it should be.
 fn run(cli: &Cli) -> Result<bool> {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    if cli.time_experts {
+        return time_experts(cli.device.unwrap_or_else(default_device));
+    }
+    let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
+    let fixtures = copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures"));
     let small = |heading: String, [model, adapters, requests, _]: [&str; 4]| -> Result<Given> {
         Ok(Given {
             heading,
@@ -274,6 +282,19 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
         ..Written::default()
     };
     iter::once(None).chain(adapters.iter().copied().map(Some)).map(ask).collect()
+}
+
+#[cfg(feature = "cuda")]
+fn time_experts(device: DeviceArg) -> Result<bool> {
+    let DeviceArg::Cuda(ordinal) = device else { bail!("--time-experts needs a GPU") };
+    let table = cuda::time_experts(ordinal).context(format_args!("--device {device}"))?;
+    io::stdout().write_all(table.as_bytes()).context("standard output")?;
+    Ok(true)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn time_experts(_: DeviceArg) -> Result<bool> {
+    bail!("--time-experts needs a GPU, and this build has no CUDA; build it with `--features cuda`")
 }
 
 fn default_device() -> DeviceArg {

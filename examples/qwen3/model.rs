@@ -79,7 +79,9 @@ impl<'d, D: Device> Model<'d, D> {
             .map(|(name, adapter)| adapter.plan(spec, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
         let images = images.collect::<Result<Vec<_>>>()?;
         let rank = images.iter().map(SlotImage::max_rank).max().unwrap_or(0).max(1);
-        let capacity = Capacity { tokens, slots: adapters.len().max(1), rank };
+        // The library's bounds are 1 at the least.
+        let (experts, top_k) = config.moe.as_ref().map_or((1, 1), |moe| (moe.experts, moe.top_k));
+        let capacity = Capacity { tokens, slots: adapters.len().max(1), rank, experts, top_k };
 
         let Config { vocab, hidden, .. } = *config;
         let embed = device.weight(vocab, hidden, weights.module(EMBED, vocab, hidden)?)?;

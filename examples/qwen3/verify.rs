@@ -106,7 +106,8 @@ pub(crate) fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 /// stream that it ends up in. A layer has 28 on the way: 17 in its attention half (2 norm, 2 weights, 2 deltas, 2 products, 2 head
 /// norm, 3 rope, 2 scores, 1 softmax, 1 sum), 11 in the other (2 norm, 2 weights, 2 deltas, 2 products, 2 activation, 1 sum), which
 /// add up to `½ u √(28 layers)` of the hidden state, and as much of the largest logit, whose own rounding adds `u` at most.
-/// Experts have fewer, as long as rounding does not send a token to another one. Every product also sums up to `k` terms in
+/// Experts have at most 2 more, of the router's weights and of the combine; but most of theirs are of several experts each, which
+/// average out. All this is as long as rounding does not send a token to another expert. Every product also sums up to `k` terms in
 /// `f32`, here and in the merged model: `2k` more roundings of that type each time.
 #[expect(clippy::cast_possible_truncation, reason = "a tolerance")]
 fn tolerance(logits: &[f32], config: &Config, dtype: DType) -> f32 {

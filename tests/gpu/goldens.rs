@@ -13,43 +13,34 @@ use crate::{
 
 const DEVICE: &str = "cuda";
 
-/// Those of models with experts that run on the GPU: not yet the adapters of experts.
-const ADAPTERS: [&str; 1] = ["attention"];
-
 #[test]
 #[ignore = "needs a GPU"]
 fn f32_reproduces_the_goldens() {
-    shared::f32_reproduces_the_goldens(DEVICE, &shared::DENSE);
+    shared::f32_reproduces_the_goldens(DEVICE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn bf16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "bf16", &shared::DENSE);
+    shared::reproduces_within_rounding(DEVICE, "bf16");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn f16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "f16", &shared::DENSE);
+    shared::reproduces_within_rounding(DEVICE, "f16");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn base_models_reproduce_the_goldens() {
-    shared::some_reproduce_the_goldens(DEVICE, &shared::DENSE, &[]);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn models_with_experts_reproduce_the_goldens() {
-    shared::some_reproduce_the_goldens(DEVICE, &shared::MOE, &ADAPTERS);
+    shared::base_models_reproduce_the_goldens(DEVICE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn every_adapter_changes_what_the_base_model_says() {
-    shared::every_adapter_changes_what_the_base_model_says(DEVICE, &shared::DENSE);
+    shared::every_adapter_changes_what_the_base_model_says(DEVICE);
 }
 
 /// Of a batch without adapters only: cuBLASLt's bits depend on the shape of the batch.
@@ -69,13 +60,27 @@ fn a_scale_multiplies_the_adapters_own() {
 #[test]
 #[ignore = "needs a GPU"]
 fn base_requests_keep_every_bit_beside_adapters() {
-    let adapter = format!("r8-all={}", fixture("adapters/r8-all").display());
-    for dtype in ["bf16", "f16", "f32"] {
-        let model = fixture("qwen3").display().to_string();
-        let output = qwen3(["--device", DEVICE, "--dtype", dtype, "--model", &model, "--adapter", &adapter]);
-        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "{stderr}");
-        assert!(stdout.contains("Base model: 1 of 1 requests have the very bits"), "{stdout}");
+    let models = [("qwen3", "adapters/r8-all"), ("qwen3-moe", "adapters-moe/per-expert")];
+    for (model, adapter) in models {
+        let [model, adapter] = [model, adapter].map(|path| fixture(path).display().to_string());
+        let adapter = format!("adapter={adapter}");
+        for dtype in ["bf16", "f16", "f32"] {
+            let output = qwen3(["--device", DEVICE, "--dtype", dtype, "--model", &model, "--adapter", &adapter]);
+            let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+            assert!(output.status.success(), "{stderr}");
+            assert!(stdout.contains("Base model: 1 of 1 requests have the very bits"), "{stdout}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn without_arguments_every_small_model_runs_and_verifies() {
+    let output = qwen3(["--device", DEVICE, "--verify"]);
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{stdout}{stderr}");
+    for model in ["qwen3: ", "qwen3-moe: ", "qwen3-moe-int4: "] {
+        assert!(stdout.lines().any(|line| line.starts_with(model)), "{stdout}");
     }
 }
 
@@ -88,7 +93,7 @@ fn groups_of_128_are_what_they_unpack_to() {
 #[test]
 #[ignore = "needs a GPU"]
 fn int4_differs_by_the_rounding_of_its_weights_alone() {
-    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, &ADAPTERS, shared::F32_TOLERANCE);
+    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, shared::F32_TOLERANCE);
 }
 
 #[test]

@@ -20,33 +20,29 @@ pub(crate) const F32_TOLERANCE: f32 = 1e-3;
 /// What an adapter that does anything at all moves the logits by.
 pub(crate) const FLOOR: f32 = 0.5;
 
-pub(crate) const DENSE: [&str; 4] = ["base-only", "mixed", "one-question", "untied"];
+/// The last two are of a model with experts, and of the same with weights in 4 bits.
+pub(crate) const BATCHES: [&str; 6] = ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4"];
 
-/// Those of a model with experts, and of the same with weights in 4 bits.
-pub(crate) const MOE: [&str; 2] = ["moe", "moe-int4"];
-
-pub(crate) fn f32_reproduces_the_goldens(device: &'static str, batches: &[&'static str]) {
-    for &batch in batches {
+pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
+    for batch in BATCHES {
         hold_f32(device, batch, &answers(device, batch, "f32"), &golden(batch, "f32"));
     }
 }
 
 /// Rounding takes each side from the exact logits by no more than the tolerance of `--verify`, so the two by twice that. A token
 /// may be another only where theirs leads by less: a tie.
-pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str, batches: &[&'static str]) {
-    for &batch in batches {
+pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
+    for batch in BATCHES {
         hold_rounded(device, batch, dtype, &answers(device, batch, dtype), &golden(batch, dtype));
     }
 }
 
-/// The requests of these adapters and of none, on a model that has no others.
-pub(crate) fn some_reproduce_the_goldens(device: &'static str, batches: &[&'static str], adapters: &[&str]) {
-    for &batch in batches {
-        let (places, requests) = requests_of(batch, adapters);
-        let (model, folder) = models(batch);
-        let adapters: Vec<PathBuf> = adapters.iter().map(|adapter| fixture(folder).join(adapter)).collect();
+/// The requests that have no adapter, on a model that never saw one.
+pub(crate) fn base_models_reproduce_the_goldens(device: &'static str) {
+    for batch in BATCHES {
+        let (places, requests) = base_requests(batch);
         for dtype in ["f32", "bf16", "f16"] {
-            let answers = run(device, model, &adapters, dtype, &requests, true);
+            let answers = run(device, models(batch).0, &[], dtype, &requests, true);
             let mut golden: Vec<_> = golden(batch, dtype).into_iter().map(Some).collect();
             let expected: Vec<_> = places.iter().filter_map(|&index| golden[index].take()).collect();
             match dtype {
@@ -90,8 +86,8 @@ fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expe
     report(device, batch, dtype, answers, expected);
 }
 
-pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static str, batches: &[&'static str]) {
-    for &batch in batches {
+pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static str) {
+    for batch in BATCHES {
         let requests = requests(batch);
         let answers = answers(device, batch, "bf16");
         let prompt = |request: &Value| (request["prompt"].clone(), request["token_ids"].clone());
@@ -109,7 +105,7 @@ pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static st
 pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &'static str, batches: &[&'static str]) {
     for &batch in batches {
         let with = answers(device, batch, "bf16");
-        let (base, requests) = requests_of(batch, &[]);
+        let (base, requests) = base_requests(batch);
         let without = run(device, models(batch).0, &[], "bf16", &requests, false);
         for (index, without) in base.iter().zip(&without) {
             assert!(with[*index].is_identical(without), "{batch}, request {index}");
@@ -156,10 +152,9 @@ pub(crate) fn requests(batch: &str) -> Vec<Value> {
     serde_json::from_str(&text).expect("the batch is JSON")
 }
 
-/// The requests of a batch that have one of these adapters or none, and their places in it.
-pub(crate) fn requests_of(batch: &str, adapters: &[&str]) -> (Vec<usize>, Vec<Value>) {
-    let has_one = |request: &Value| request["adapter"].as_str().is_none_or(|adapter| adapters.contains(&adapter));
-    requests(batch).into_iter().enumerate().filter(|(_, request)| has_one(request)).unzip()
+/// The requests of a batch that have no adapter, and their places in it.
+fn base_requests(batch: &str) -> (Vec<usize>, Vec<Value>) {
+    requests(batch).into_iter().enumerate().filter(|(_, request)| request["adapter"].is_null()).unzip()
 }
 
 /// A batch's model and its folder of adapters.

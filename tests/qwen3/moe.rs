@@ -1,9 +1,6 @@
 //! The example `qwen3` on experts, on any device: weights in 4 bits against what they unpack to, and models of odd sizes.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::Path};
 
 use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -13,20 +10,19 @@ use serde_json::{Value, json};
 use crate::{
     files::{Files, Tensors, edit, read, write},
     process::fixture,
-    shared::{F32_TOLERANCE, FLOOR, largest_difference, requests_of, run},
+    shared::{F32_TOLERANCE, FLOOR, all_in, largest_difference, requests, run},
 };
 
 /// What adapters add to the logits of the model in 4 bits is what they add to those of the weights that it unpacks to: the two
 /// bases differ by nothing, so that from the model that was rounded to 4 bits it differs by this rounding alone.
 ///
 /// On the CPU every bit is the same, as both multiply with the same numbers in the same order: there the tolerance is 0.
-pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, adapters: &[&str], tolerance: f32) {
+pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, tolerance: f32) {
     let files = Files::new();
     let model = fixture("qwen3-moe-int4");
     let unpacked = files.copy(&model, "unpacked");
     unpack(&unpacked, 32);
-    let (_, with) = requests_of("moe-int4", adapters);
-    let adapters: Vec<PathBuf> = adapters.iter().map(|adapter| fixture(&format!("adapters-moe/{adapter}"))).collect();
+    let (with, adapters) = (requests("moe-int4"), all_in("adapters-moe"));
     let without: Vec<Value> = with.iter().map(without_adapter).collect();
     let logits = |model: &Path, requests: &[Value]| {
         let answers = run(device, &model.display().to_string(), &adapters, "f32", requests, false);

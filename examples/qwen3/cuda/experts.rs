@@ -1,7 +1,7 @@
 //! The experts of the base model on the GPU: what the router chose, and one launch for the product of all experts. Nothing on the
 //! host knows how many rows an expert has.
 
-use aril::Element;
+use aril::{Element, cuda};
 use cudarc::driver::{DeviceRepr, LaunchArgs, PushKernelArg as _};
 
 use super::{Cuda, Matrix, launch};
@@ -17,8 +17,7 @@ const TILE_OUTS: usize = 64;
 /// The experts that each token has chosen, and the routes in the order of experts.
 pub(crate) struct Routes {
     /// `[tokens, top_k]`, -1 where a score is not a number.
-    #[expect(dead_code, reason = "what the adapters of experts take")]
-    pub(super) ids: Matrix<i32>,
+    ids: Matrix<i32>,
     /// `[tokens, top_k]`
     pub(super) weights: Matrix<f32>,
     /// `[tokens, top_k]`
@@ -30,31 +29,51 @@ pub(crate) struct Routes {
 }
 
 impl Routes {
+    /// Room for what so many tokens choose of so many experts.
     pub(super) fn new<T: Element + DeviceRepr>(
         device: &Cuda<T>,
-        scores: &Matrix<T>,
+        tokens: usize,
+        experts: usize,
         top_k: usize,
-        normalized: bool,
     ) -> Result<Self> {
-        let (tokens, experts) = (scores.rows, scores.cols);
-        let routes = tokens * top_k;
-        let mut ids = device.alloc(tokens, top_k)?;
-        let mut weights = device.alloc(tokens, top_k)?;
-        let normalized = i32::from(normalized);
+        Ok(Self {
+            ids: device.alloc(tokens, top_k)?,
+            weights: device.alloc(tokens, top_k)?,
+            row_of_route: device.alloc(tokens, top_k)?,
+            tokens: device.alloc(tokens * top_k, 1)?,
+            bounds: device.alloc(experts + 1, 1)?,
+        })
+    }
+
+    pub(super) fn choose<T: Element + DeviceRepr>(
+        &mut self,
+        device: &Cuda<T>,
+        scores: &Matrix<T>,
+        normalized: bool,
+    ) -> Result<()> {
+        let Self { ids, weights, row_of_route, tokens, bounds } = self;
+        let (experts, top_k, normalized) = (scores.cols, ids.cols, i32::from(normalized));
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.data).arg(&mut ids.data).arg(&mut weights.data);
         kernel.arg(&experts).arg(&top_k).arg(&normalized);
-        launch(kernel, tokens, 1)?;
+        launch(kernel, scores.rows, 1)?;
 
-        let mut row_of_route = device.alloc(tokens, top_k)?;
-        let mut token_of_row = device.alloc(routes, 1)?;
-        let mut bounds = device.alloc(experts + 1, 1)?;
         let mut kernel = device.kernel(&device.functions.sort_routes);
-        kernel.arg(&ids.data).arg(&mut row_of_route.data).arg(&mut token_of_row.data).arg(&mut bounds.data);
-        kernel.arg(&routes).arg(&experts).arg(&top_k);
-        launch(kernel, experts + 1, 1)?;
-        Ok(Self { ids, weights, row_of_route, tokens: token_of_row, bounds })
+        kernel.arg(&ids.data).arg(&mut row_of_route.data).arg(&mut tokens.data).arg(&mut bounds.data);
+        kernel.arg(&tokens.rows).arg(&experts).arg(&top_k);
+        launch(kernel, experts + 1, 1)
     }
+
+    /// As the library takes them; the weights are for the combine, which is ours.
+    pub(super) fn top_k(&self) -> Result<cuda::TopK<'_>> {
+        Ok(cuda::TopK::new(self.ids.view(), self.ids.cols)?.with_rows(self.row_of_route.view())?)
+    }
+}
+
+/// The routes and, for the library, the routes grouped.
+pub(crate) struct Grouped<'a> {
+    pub(super) routes: &'a Routes,
+    pub(super) grouped: cuda::GroupedRoutes<'a>,
 }
 
 pub(super) fn new<T: Element + DeviceRepr>(
@@ -76,9 +95,18 @@ pub(super) fn new<T: Element + DeviceRepr>(
     })
 }
 
-struct Plain<T> {
-    shape: ExpertsShape,
-    weights: Matrix<T>,
+pub(super) struct Plain<T> {
+    pub(super) shape: ExpertsShape,
+    /// `[experts * out, in]`
+    pub(super) weights: Matrix<T>,
+}
+
+impl<T: Element + DeviceRepr> Plain<T> {
+    pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
+        let mut kernel = device.kernel(&device.functions.grouped_gemm);
+        kernel.arg(&x.data).arg(&self.weights.data);
+        multiply(kernel, self.shape, routes, y)
+    }
 }
 
 struct Int4 {
@@ -90,33 +118,32 @@ struct Int4 {
 
 impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
     fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
-        let mut kernel = device.kernel(&device.functions.grouped_gemm);
-        kernel.arg(&x.data).arg(&self.weights.data);
-        multiply(device, kernel, x.rows, self.shape, routes)
+        let mut y = device.alloc(x.rows, self.shape.out_features)?;
+        self.run_into(device, x, routes, &mut y)?;
+        Ok(y)
     }
 }
 
 impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
     fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
+        let mut y = device.alloc(x.rows, self.shape.out_features)?;
         let mut kernel = device.kernel(&device.functions.grouped_gemm_int4);
         kernel.arg(&x.data).arg(&self.words.data).arg(&self.scales.data).arg(&self.group);
-        multiply(device, kernel, x.rows, self.shape, routes)
+        multiply(kernel, self.shape, routes, &mut y)?;
+        Ok(y)
     }
 }
 
-/// Enqueues a grouped GEMM that has its factors, of so many rows.
+/// Enqueues a grouped GEMM that has its factors.
 fn multiply<T: Element + DeviceRepr>(
-    device: &Cuda<T>,
     kernel: LaunchArgs<'_>,
-    rows: usize,
     ExpertsShape { experts, out_features, in_features }: ExpertsShape,
     routes: &Routes,
-) -> Result<Matrix<T>> {
-    let mut y = device.alloc(rows, out_features)?;
+    y: &mut Matrix<T>,
+) -> Result<()> {
     // Only the last tile of an expert is not full.
-    let tiles = rows / TILE_ROWS + rows.min(experts);
+    let tiles = y.rows / TILE_ROWS + y.rows.min(experts);
     let mut kernel = kernel;
     kernel.arg(&routes.bounds.data).arg(&mut y.data).arg(&experts).arg(&out_features).arg(&in_features);
-    launch(kernel, tiles, out_features.div_ceil(TILE_OUTS))?;
-    Ok(y)
+    launch(kernel, tiles, out_features.div_ceil(TILE_OUTS))
 }

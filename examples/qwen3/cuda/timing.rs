@@ -1,0 +1,292 @@
+//! `--time-experts`: how long a whole layer of experts takes, without adapters and with them.
+//!
+//! The layer has the sizes of Qwen3-30B-A3B's, random weights and random tokens in bf16: the router, the order of routes, both
+//! grouped GEMMs, the activation and the combine. These are the example's own, which are simple: an engine's take less, and what
+//! adapters add is then a larger part of the whole.
+//!
+//! Each time is that of a layer in a CUDA graph of several, the median of some replays. Each layer of a graph has tokens of its own,
+//! so that its experts are others and their weights come from memory. All buffers are there before, as in an engine.
+
+use std::fmt::Write as _;
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cuda::{Grouping, LaunchError, LoraExperts, RoutedBatch, WeightTable},
+    model::{Experts, ModelSpec, TpRank},
+};
+use cudarc::driver::{
+    CudaGraph, result,
+    sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode},
+};
+use half::bf16;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+use super::{
+    Cuda, Matrix, context,
+    experts::{Plain, Routes},
+};
+use crate::{
+    device::{Capacity, Device},
+    error::{Error, Result, bail},
+    experts::ExpertsShape,
+};
+
+const HIDDEN: usize = 2048;
+const INTER: usize = 768;
+const EXPERTS: usize = 128;
+const TOP_K: usize = 8;
+
+const ADAPTERS: usize = 8;
+const RANK: usize = 16;
+
+/// Tokens of a step. Up to 128 they have the adapters in turn, as in decoding, and more than that one after the other, as requests of
+/// a prefill.
+const TOKENS: [usize; 5] = [1, 8, 32, 128, 4096];
+const MAX_TOKENS: usize = 4096;
+
+/// Layers in a graph.
+const TURNS: usize = 8;
+const WARM_UPS: usize = 3;
+const REPLAYS: usize = 20;
+
+/// Times the layer; a table to read.
+pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
+    let context = context(ordinal)?;
+    let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+    // The default stream cannot be captured.
+    // SAFETY: just made in this context, which is current, and never destroyed.
+    let stream = unsafe { context.wrap_borrowed_stream(stream) };
+    let device = Cuda::on(stream)?;
+    let name = context.name()?;
+
+    let capacity = Capacity { tokens: MAX_TOKENS, slots: ADAPTERS, rank: RANK, experts: EXPERTS, top_k: TOP_K };
+    let mut spec = ModelSpec::new(TpRank::SINGLE);
+    let id = spec.experts(Experts::new("mlp.experts", EXPERTS, HIDDEN, INTER))?;
+    let layer = Layer {
+        router: device.noise(EXPERTS, HIDDEN)?,
+        gate_up: device.random_experts(2 * INTER, HIDDEN)?,
+        down: device.random_experts(HIDDEN, INTER)?,
+        lora: device.lora_experts(&spec, id, capacity)?,
+        device: &device,
+    };
+    let per_expert = device.random_adapters(&spec, capacity, [EXPERTS; 4])?;
+    let shared_outer = device.random_adapters(&spec, capacity, [1, EXPERTS, EXPERTS, 1])?;
+    let mut routing = device.routing(capacity)?;
+    let mut grouping = device.grouping(capacity)?;
+
+    let mut table = format!(
+        "A layer of experts of Qwen3-30B-A3B in bf16 on {name}, in µs, and what {ADAPTERS} adapters of rank {RANK} add\n\n\
+         {:>6} {:>10} {:>20} {:>20}\n",
+        "tokens", "without", "per-expert", "shared-outer"
+    );
+    for tokens in TOKENS {
+        let slot = |token| if tokens <= 128 { token % ADAPTERS } else { token * ADAPTERS / tokens };
+        let slots = (0..tokens).map(|token| u16::try_from(slot(token)).map(Slot::new));
+        let slots = slots.collect::<std::result::Result<Vec<_>, _>>()?;
+        let scales = vec![1.0; tokens];
+        let batch = device.route(&mut routing, &slots, &scales)?;
+        let mut step = Step {
+            inputs: (0..TURNS).map(|turn| device.tokens(turn, tokens)).collect::<Result<_>>()?,
+            buffers: Buffers::new(&device, tokens)?,
+            grouping: &mut grouping,
+            batch: &batch,
+        };
+        let mut graphs = Vec::new();
+        let mut outputs = Vec::new();
+        for adapters in [None, Some(&per_expert), Some(&shared_outer)] {
+            // What is loaded when it is first used is loaded here, as it cannot be in a capture.
+            layer.enqueue(&mut step, 0, adapters)?;
+            outputs.push(device.read(&step.buffers.out)?);
+            graphs.push(device.capture(|| (0..TURNS).try_for_each(|turn| layer.enqueue(&mut step, turn, adapters)))?);
+        }
+        for with in &outputs[1..] {
+            let moved = difference(with, &outputs[0]);
+            if !(0.01..10.0).contains(&moved) {
+                bail!("{tokens} tokens: adapters move the layer's output by {moved:e} of its size");
+            }
+        }
+        let [without, per_expert, shared_outer] = device.time(&graphs)?[..] else { unreachable!("three graphs") };
+        let added = |us: f64| format!("{us:.1} (+{:.1})", us - without);
+        writeln!(table, "{tokens:>6} {without:>10.1} {:>20} {:>20}", added(per_expert), added(shared_outer))?;
+    }
+    Ok(table)
+}
+
+struct Layer<'a> {
+    device: &'a Cuda<bf16>,
+    router: Matrix<bf16>,
+    gate_up: Plain<bf16>,
+    down: Plain<bf16>,
+    lora: LoraExperts<bf16>,
+}
+
+/// What a step of some tokens needs.
+struct Step<'a> {
+    /// Of each turn.
+    inputs: Vec<Matrix<bf16>>,
+    buffers: Buffers,
+    grouping: &'a mut Grouping,
+    batch: &'a RoutedBatch<'a>,
+}
+
+/// Each is written before it is read.
+struct Buffers {
+    scores: Matrix<bf16>,
+    routes: Routes,
+    rows: Matrix<bf16>,
+    gate_up: Matrix<bf16>,
+    inter: Matrix<bf16>,
+    down: Matrix<bf16>,
+    out: Matrix<bf16>,
+}
+
+impl Buffers {
+    fn new(device: &Cuda<bf16>, tokens: usize) -> Result<Self> {
+        let routes = tokens * TOP_K;
+        Ok(Self {
+            scores: device.alloc(tokens, EXPERTS)?,
+            routes: Routes::new(device, tokens, EXPERTS, TOP_K)?,
+            rows: device.alloc(routes, HIDDEN)?,
+            gate_up: device.alloc(routes, 2 * INTER)?,
+            inter: device.alloc(routes, INTER)?,
+            down: device.alloc(routes, HIDDEN)?,
+            out: device.alloc(tokens, HIDDEN)?,
+        })
+    }
+}
+
+impl Layer<'_> {
+    /// The forward's layer of experts, without a call of the library's if there are no adapters.
+    fn enqueue(&self, step: &mut Step<'_>, turn: usize, adapters: Option<&WeightTable<bf16>>) -> Result<()> {
+        let Self { device, router, gate_up, down, lora } = self;
+        let Step { inputs, buffers, grouping, batch } = step;
+        let (x, workspace) = (&inputs[turn], &mut device.workspace.borrow_mut());
+        device.gemm.run(x, router, &mut buffers.scores)?;
+        buffers.routes.choose(device, &buffers.scores, true)?;
+        let routes = &buffers.routes;
+        let adapted = match adapters {
+            Some(adapters) => Some((adapters, grouping.update(routes.top_k()?, batch, &device.stream)?)),
+            None => None,
+        };
+
+        device.gather_into(x, &routes.tokens, &mut buffers.rows)?;
+        gate_up.run_into(device, &buffers.rows, routes, &mut buffers.gate_up)?;
+        if let Some((adapters, grouped)) = &adapted {
+            let y = buffers.gate_up.operand_mut()?;
+            lora.add_gate_up_delta(x.operand()?, y, grouped, adapters, workspace, &device.stream)?;
+        }
+        device.silu_mul_into(&buffers.gate_up, &mut buffers.inter)?;
+        down.run_into(device, &buffers.inter, routes, &mut buffers.down)?;
+        if let Some((adapters, grouped)) = &adapted {
+            let (x, y) = (buffers.inter.operand()?, buffers.down.operand_mut()?);
+            lora.add_down_delta(x, y, grouped, adapters, workspace, &device.stream)?;
+        }
+        device.combine_into(&buffers.down, routes, &mut buffers.out)
+    }
+}
+
+impl Cuda<bf16> {
+    /// Random weights of a linear layer, which keep the size of what they multiply.
+    fn noise(&self, rows: usize, cols: usize) -> Result<Matrix<bf16>> {
+        let mut matrix = self.alloc(rows, cols)?;
+        let noise = noise(0, (cols as f32).powf(-0.5));
+        for first in (0..rows * cols).step_by(noise.len()) {
+            let len = noise.len().min(rows * cols - first);
+            self.stream.memcpy_htod(&noise[..len], &mut matrix.data.slice_mut(first..first + len))?;
+        }
+        Ok(matrix)
+    }
+
+    fn random_experts(&self, out_features: usize, in_features: usize) -> Result<Plain<bf16>> {
+        let shape = ExpertsShape { experts: EXPERTS, out_features, in_features };
+        Ok(Plain { shape, weights: self.noise(EXPERTS * out_features, in_features)? })
+    }
+
+    fn tokens(&self, turn: usize, tokens: usize) -> Result<Matrix<bf16>> {
+        let noise = noise(1 + turn as u64, 1.0);
+        let values: Vec<bf16> = noise.iter().copied().cycle().take(tokens * HIDDEN).collect();
+        self.upload(tokens, HIDDEN, &values)
+    }
+
+    /// All slots full. Of A and B of gate and up, and of A and B of down: how many there are, one for each expert or one for all.
+    fn random_adapters(
+        &self,
+        spec: &ModelSpec,
+        capacity: Capacity,
+        [gate_up_a, gate_up_b, down_a, down_b]: [usize; 4],
+    ) -> Result<WeightTable<bf16>> {
+        let mut tensors = Vec::new();
+        let modules = [
+            ("gate_proj", HIDDEN, INTER, gate_up_a, gate_up_b),
+            ("up_proj", HIDDEN, INTER, gate_up_a, gate_up_b),
+            ("down_proj", INTER, HIDDEN, down_a, down_b),
+        ];
+        for (module, in_features, out_features, num_a, num_b) in modules {
+            let factors = [("A", num_a, RANK, in_features), ("B", num_b, out_features, RANK)];
+            for (factor, count, rows, cols) in factors {
+                let noise = noise(100 + tensors.len() as u64, (cols as f32).powf(-0.5));
+                let values: Vec<bf16> = noise.iter().copied().cycle().take(count * rows * cols).collect();
+                let tensor = Tensor::new(DType::BF16, [count, rows, cols], bytemuck::cast_slice(&values).to_vec())?;
+                tensors.push((format!("mlp.experts.{module}.lora_{factor}.weight"), tensor));
+            }
+        }
+        let config = format!(r#"{{"peft_type": "LORA", "r": {RANK}, "lora_alpha": {RANK}}}"#);
+        let adapter = Adapter::from_tensors(&config, tensors)?;
+        let images = (0..ADAPTERS).map(|_| adapter.plan(spec, DType::BF16));
+        let images = images.collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut table = self.adapters(spec, capacity, &images)?;
+        for (slot, image) in (0..).zip(&images) {
+            self.load(&mut table, Slot::new(slot), image)?;
+        }
+        Ok(table)
+    }
+
+    fn capture(&self, enqueue: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        self.stream.begin_capture(mode).map_err(LaunchError::from)?;
+        let enqueued = enqueue();
+        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = self.stream.end_capture(flags).map_err(LaunchError::from);
+        enqueued?;
+        graph?.ok_or_else(|| Error::new("nothing was captured"))
+    }
+
+    /// How long a layer of each graph takes, in µs. The graphs take turns, so that each meets the same clocks.
+    fn time(&self, graphs: &[CudaGraph]) -> Result<Vec<f64>> {
+        let event = || self.stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        let mut times = vec![Vec::new(); graphs.len()];
+        for replay in 0..WARM_UPS + REPLAYS {
+            for (graph, times) in graphs.iter().zip(&mut times) {
+                let (start, end) = (event()?, event()?);
+                start.record(&self.stream)?;
+                graph.launch()?;
+                end.record(&self.stream)?;
+                let us = f64::from(start.elapsed_ms(&end)?) * 1e3;
+                if replay >= WARM_UPS {
+                    times.push(us / TURNS as f64);
+                }
+            }
+        }
+        let median = |mut times: Vec<f64>| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        Ok(times.into_iter().map(median).collect())
+    }
+}
+
+/// Random numbers of that standard deviation. Their number is a prime, so that no two rows of a matrix that repeats them are alike.
+fn noise(seed: u64, deviation: f32) -> Vec<bf16> {
+    const LEN: usize = 1_048_573;
+    let limit = deviation * 3.0_f32.sqrt();
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..LEN).map(|_| bf16::from_f32(rng.random_range(-limit..limit))).collect()
+}
+
+/// Of `with`, relative to `without`; NaN if one is not a number.
+fn difference(with: &[f32], without: &[f32]) -> f64 {
+    let norm = |squares: &mut dyn Iterator<Item = f64>| squares.map(|value| value * value).sum::<f64>().sqrt();
+    let differences = &mut with.iter().zip(without).map(|(a, b)| f64::from(a - b));
+    norm(differences) / norm(&mut without.iter().map(|&value| f64::from(value)))
+}
