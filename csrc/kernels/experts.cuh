@@ -134,6 +134,20 @@ struct TileLoads {
   }
 };
 
+// Whether all slots of the batch have the same A for all experts, so that there is nothing to sum
+// up by route. By a whole warp.
+__device__ __forceinline__ bool all_share_a(const aril_experts_args& p, int slice) {
+  const int tiles = *p.routing.tiles.count;
+  bool all = true;
+  for (int i = threadIdx.x % 32; i < tiles; i += 32) {
+    const int slot = p.routing.tiles.all[i].slot;
+    if (slot < 0 || slot >= p.weights.num_slots) continue;
+    const aril_descriptor shared = module_of(p.weights, slot, slice);
+    all = all && shared.rank > 0 && shared.a != nullptr;
+  }
+  return __all_sync(0xffffffffu, all);
+}
+
 // Four bytes that are read once.
 __device__ __forceinline__ uint32_t load_once(const void* pointer) {
   uint32_t word;
@@ -169,7 +183,7 @@ __device__ __forceinline__ void meet(int set) {
 template <typename T, int kHalves>
 __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t tag) {
-  constexpr int kInputsAhead = kHalves == 1 ? 2 : 1;  // chains
+  constexpr int kInputsAhead = std::is_same_v<T, __nv_bfloat16> && kHalves == 1 ? 2 : 1;  // chains
   constexpr int kRows = 8 * kHalves, kParts = ARIL_TOKENS_PER_TILE / kRows;
   using Loads = TileLoads<kHalves>;
   __shared__ float2 lane_sums[2][kExpertsWarps][kHalves][32];
@@ -190,7 +204,9 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   uint64_t* const plane = tagged_planes(p.exchange) + group * planes.plane_stride +
                           slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   const int token_tiles = p.from_tokens ? *p.routing.tiles.count * kParts : 0;
-  const int last = token_tiles + GroupedTiles(p, grid, tag).count;
+  const bool has_routes = !p.from_tokens || !all_share_a(p, slice);
+  const int num_tiles = GroupedTiles(p, grid, tag).count;
+  const int last = token_tiles + (has_routes ? num_tiles : 0);
   if (index / pieces >= stride) return;
 
   const auto load_tile = [&](int i) {

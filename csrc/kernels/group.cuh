@@ -62,10 +62,12 @@ class RouteSort {
     const int thread = threadIdx.x;
     const auto route_of = [&](int i) { return i * kThreads + thread; };
     int group[kPerThread], slot[kPerThread], at[kPerThread];
+    aril_route_entry entries[kPerThread];
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       group[i] = kNowhere;
       if (route_of(i) >= num_routes) continue;
+      entries[i] = entry_of(top_k, routing, num_tokens, route_of(i));
       slot[i] = routing.slots[route_of(i) / top_k.top_k];
       group[i] = group_of(top_k, num_tokens, route_of(i), slot[i]);
       if (group[i] >= top_k.num_experts) slot[i] = -1;
@@ -121,7 +123,7 @@ class RouteSort {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       if (group[i] == kNowhere) continue;
-      groups.routes[at[i]] = entry_of(top_k, routing, num_tokens, route_of(i));
+      groups.routes[at[i]] = entries[i];
       ends_[at[i]] = end[i];
     }
     __syncthreads();
