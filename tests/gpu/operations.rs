@@ -23,7 +23,8 @@ pub struct Safe<'a> {
 /// The raw door, in memory where everything that no operand covers is NaN: unused slots, padded rows, workspace, guards.
 pub struct Raw<'a> {
     pub gpu: &'a Gpu,
-    /// Rows that the batch has room for beside the live ones, as in a captured graph.
+    /// Rows that the batch has room for beside the live ones, as in a captured graph; and slots that the routing has beside the
+    /// table's.
     pub padded_tokens: usize,
     /// Launch from a captured graph.
     pub captured: bool,
@@ -134,9 +135,10 @@ impl Raw<'_> {
         let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
         let tokens = live + self.padded_tokens;
         let capacity = capacity(world, tokens);
-        let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        let routed = Capacity { num_slots: capacity.num_slots + self.padded_tokens, ..capacity };
+        let memory = gpu.poisoned(raw::Routing::device_bytes(routed).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
-        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
+        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, routed, 1, memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
         unsafe { routing.update(&batch(world), stream) }.unwrap();
         let batch = routing.capture_batch(tokens).unwrap();

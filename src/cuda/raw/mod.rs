@@ -73,7 +73,7 @@ pub struct DeviceRegion {
     pub bytes: usize,
 }
 
-/// A layer's scratch that somebody else owns: as much of each as [`WorkspaceBytes`](crate::plan::WorkspaceBytes) says, aligned to
+/// A layer's scratch that somebody else owns: as much of each as [`WorkspaceBytes`] says, aligned to
 /// 16 bytes. Any number of layers may share one on a stream.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Workspace {
