@@ -20,6 +20,7 @@ extern "C" {
 #define ARIL_MAX_SLOTS 8192      // rows of a descriptor table
 #define ARIL_MAX_RANK 512        // of a factor
 #define ARIL_MAX_EXPERTS 1024    // of a layer
+#define ARIL_EXPERTS_RANK 192    // the most of their factors: v's terms stand in shared memory
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
 #define ARIL_WIDE_TILE 64        // in an operation on more tokens than
 #define ARIL_FEW_TOKENS 512      // these

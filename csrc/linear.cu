@@ -25,14 +25,14 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
 }
 
 // Of expand with tiles of 64: v's operands, and the stages, of which there is one where two do not
-// fit.
+// fit. The last product of an odd number of rank tiles has an operand that ends one tile further.
 int32_t wide_expand_smem_bytes(const aril_weights& weights, int& stages, int& bytes) {
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
   const int v = detail::rank_steps(weights) * detail::kTerms * detail::kTermBytes;
   const int stage = detail::kChunkBytes + detail::kChunkOuts * rank_tiles(weights) * 16;
   stages = v + detail::kMaxExpandStages * stage <= max_bytes ? detail::kMaxExpandStages : 1;
-  bytes = v + stages * stage;
+  bytes = v + stages * stage + rank_tiles(weights) % 2 * ARIL_OUT_TILE * 16;
   return 0;
 }
 

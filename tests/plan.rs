@@ -3,8 +3,8 @@
 
 use aril::{
     DType,
-    model::{Linear, LinearId, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, LinearPlan, MAX_SLOTS, PlanError},
+    model::{Experts, Linear, LinearId, MAX_RANK, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, ExpertsPlan, LinearPlan, MAX_EXPERTS_RANK, MAX_SLOTS, PlanError},
 };
 use proptest::prelude::*;
 
@@ -85,6 +85,27 @@ proptest! {
         }
     }
 
+    /// No step within the capacity needs more than the whole workspace of experts, and each has a float and a tag for every group of
+    /// 1024 input features, row of sums, slice and rank.
+    #[test]
+    fn the_workspace_of_experts_is_large_enough(
+        max_tokens in 1..400_usize, top_k in 1..=10_usize, max_rank in 1..=MAX_EXPERTS_RANK,
+        hidden in 1..9000_usize, inter in 1..9000_usize,
+    ) {
+        let plan = experts(hidden, inter, Capacity { max_tokens, num_slots: 3, max_rank }, top_k).unwrap();
+        let ranks = max_rank.next_multiple_of(8);
+        for (num_tokens, top_k) in [(max_tokens, top_k), (max_tokens / 2, top_k), (max_tokens, 1), (0, 1)] {
+            // gate_up, where tokens may share sums, and down.
+            let gate_up = hidden.div_ceil(1024) * num_tokens * (top_k + 1) * 2 * ranks;
+            let down = inter.div_ceil(1024) * num_tokens * top_k * ranks;
+            for (projection, sums) in [(plan.gate_up(), gate_up), (plan.down(), down)] {
+                let needed = projection.workspace_bytes_for(num_tokens, top_k);
+                prop_assert_eq!((needed.exchange, needed.planes), (128 + 8 * sums, 0));
+                prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
+            }
+        }
+    }
+
     #[test]
     fn the_same_problem_has_the_same_plan(capacity in capacities(), in_features in 1..20_000_usize, out in 1..20_000_usize) {
         let [first, second] = [(); 2].map(|()| plan(in_features, &[out], DType::F16, capacity));
@@ -92,6 +113,23 @@ proptest! {
         let plan = first.unwrap();
         prop_assert_eq!((plan.capacity(), plan.dtype()), (capacity, DType::F16));
     }
+}
+
+fn experts(hidden: usize, inter: usize, capacity: Capacity, top_k: usize) -> Result<ExpertsPlan, PlanError> {
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let id = model.experts(Experts::new("experts", 4, hidden, inter)).unwrap();
+    ExpertsPlan::new(&model[id], DType::BF16, capacity, top_k)
+}
+
+#[test]
+fn ranks_that_experts_cannot_have_are_refused_by_name() {
+    let capacity = |max_rank| Capacity { max_tokens: 1, num_slots: 1, max_rank };
+    assert!(experts(8, 8, capacity(MAX_EXPERTS_RANK), 1).is_ok());
+    let refused = experts(8, 8, capacity(MAX_EXPERTS_RANK + 1), 1);
+    let (value, max) = (MAX_EXPERTS_RANK + 1, MAX_EXPERTS_RANK);
+    assert_eq!(refused, Err(PlanError::Limit { what: "max_rank", value, max }));
+    let refused = experts(8, 8, capacity(1), 0);
+    assert!(matches!(refused, Err(PlanError::Limit { what: "top_k", value: 0, .. })), "{refused:?}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use aril::{
     DType,
     model::{MAX_RANK, MAX_SLICES},
-    plan::{MAX_SLOTS, RouteCapacity},
+    plan::{MAX_EXPERTS_RANK, MAX_SLOTS, RouteCapacity},
 };
 
 const README: &str = include_str!("../README.md");
@@ -25,13 +25,13 @@ fn the_table_of_operations_is_that_of_the_code() {
     let checked = |num_experts| RouteCapacity { max_tokens: 1, top_k: 1, num_experts }.checked();
     assert!(checked(max_experts).is_ok() && checked(max_experts + 1).is_err());
     let operations = [
-        (format!("linear, up to {MAX_SLICES} fused modules"), String::new()),
-        ("embedding".to_owned(), String::new()),
-        ("experts of a layer".to_owned(), format!(", {max_experts} experts")),
+        (format!("linear, up to {MAX_SLICES} fused modules"), MAX_RANK, String::new()),
+        ("embedding".to_owned(), MAX_RANK, String::new()),
+        ("experts of a layer".to_owned(), MAX_EXPERTS_RANK, format!(", {max_experts} experts")),
     ];
-    for (operation, limits) in operations {
+    for (operation, max_rank, limits) in operations {
         let row = format!(
-            "| {operation} | yes | {archs}, PTX for later | {dtypes} | 1 to {MAX_RANK} | {MAX_SLOTS} slots{limits} |"
+            "| {operation} | yes | {archs}, PTX for later | {dtypes} | 1 to {max_rank} | {MAX_SLOTS} slots{limits} |"
         );
         assert!(README.lines().any(|line| line == row), "README.md must have the line\n{row}");
     }

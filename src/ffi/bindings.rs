@@ -4,6 +4,7 @@ pub const ARIL_MAX_SLICES: i32 = 8;
 pub const ARIL_MAX_SLOTS: i32 = 8192;
 pub const ARIL_MAX_RANK: i32 = 512;
 pub const ARIL_MAX_EXPERTS: i32 = 1024;
+pub const ARIL_EXPERTS_RANK: i32 = 192;
 pub const ARIL_TOKENS_PER_TILE: i32 = 16;
 pub const ARIL_WIDE_TILE: i32 = 64;
 pub const ARIL_FEW_TOKENS: i32 = 512;

@@ -10,6 +10,8 @@ use crate::{
 
 /// The most experts of a layer that a rank can hold.
 const MAX_EXPERTS: usize = ffi::ARIL_MAX_EXPERTS as usize;
+/// The largest rank of experts' factors on the GPU.
+pub const MAX_EXPERTS_RANK: usize = ffi::ARIL_EXPERTS_RANK as usize;
 const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 /// Pieces that a block of shrink works on at a time, and a block of expand.
@@ -95,6 +97,10 @@ impl ExpertsPlan {
     /// If the kernels cannot take the shape or the bounds.
     pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity, top_k: usize) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
+        let (value, max) = (capacity.max_rank, MAX_EXPERTS_RANK);
+        if value > max {
+            return Err(PlanError::Limit { what: "max_rank", value, max });
+        }
         let num_experts = site.held().len();
         RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts }.checked()?;
         let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {

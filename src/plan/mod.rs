@@ -12,7 +12,7 @@ use crate::{
     model::{LinearSite, MAX_RANK, SliceSite},
 };
 
-pub use self::experts::{ExpertsPlan, ProjectionPlan, RouteCapacity};
+pub use self::experts::{ExpertsPlan, MAX_EXPERTS_RANK, ProjectionPlan, RouteCapacity};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

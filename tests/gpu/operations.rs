@@ -296,6 +296,37 @@ fn a_tokens_bits_depend_on_nothing_else() {
     }
 }
 
+/// What is not a number in one token's rows stays there.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tokens_nan_is_its_own() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case, padded_tokens: usize) -> Result<(), TestCaseError> {
+        let mut subject = Raw { gpu, padded_tokens, captured: false };
+        let mut world = case.world::<T>();
+        let expected = subject.run(case, &world);
+        let Some(token) = (case.seed as usize).checked_rem(case.num_tokens()) else { return Ok(()) };
+        let y_cols: usize = case.slices().iter().sum();
+        let row = case.y_offset + token * case.y_stride()..case.y_offset + token * case.y_stride() + y_cols;
+        world.y[row.clone()].fill(T::from_f32(f32::NAN));
+        if !matches!(case.op, Op::Embedding { .. }) {
+            world.x[case.x_offset + token * case.x_stride()..][..case.in_features()].fill(T::from_f32(f32::NAN));
+        }
+        let got = subject.run(case, &world);
+        prop_assert!(
+            bits(&got[..row.start]) == bits(&expected[..row.start])
+                && bits(&got[row.end..]) == bits(&expected[row.end..]),
+            "NaN has spread\n{}",
+            case.replay()
+        );
+        Ok(())
+    }
+    let gpu = Gpu::new();
+    let sizes = Sizes { max_tokens: 80, ..Sizes::LARGE };
+    for padded_tokens in [0, 1100] {
+        property(80, sizes, |case| for_dtype!(case, run(&gpu, &case, padded_tokens)));
+    }
+}
+
 /// `write_delta` leaves what `add_delta` leaves on zeros, with few and with many rows.
 #[test]
 #[ignore = "needs a GPU"]
