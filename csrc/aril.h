@@ -78,6 +78,7 @@ typedef struct aril_routing {
   int32_t* tokens;        // [max_tokens] by slot, those that have none behind the others
   float* scales;          // [max_tokens] by token: the factor on its adapter's scaling
   int32_t* slots;         // [max_tokens] by token: -1 for those that have none
+  int32_t* num_tokens;    // [1] that were routed: operations may be on more
   int32_t* indptr;        // [num_slots + 1] where each slot's tokens begin in `tokens`
   aril_tiles tiles;       // of up to ARIL_TOKENS_PER_TILE
   aril_tiles wide_tiles;  // of up to ARIL_WIDE_TILE

@@ -2,13 +2,14 @@
 //
 // A projection of experts in bf16 and f16: shrink and expand in one launch, with mma.sync.
 //
-// Most tiles have one or two routes, so this is about streaming weights: every warp works by
-// itself, from global memory to registers, and no two meet. A tile has up to 8 routes of one slot
-// to one expert. The first block groups the routes where no one has, and publishes how many tiles
-// there are beside the launch's tag. A warp of shrink has 8 ranks of a slice and a group of lanes,
-// a warp of expand some outputs of a slice, for one tile after the other; it takes v from the
-// exchange as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up
-// once for a token, and expand reads it for all its routes.
+// Most tiles have one or two routes, so this is about streaming weights, from global memory to
+// registers. A tile has up to 8 routes of one slot to one expert, and where there are many routes
+// up to 16, of which each lane has two. The first block groups the routes where no one has, and
+// publishes how many tiles there are beside the launch's tag: all others wait for it. Four warps of
+// shrink have 8 ranks of a slice and a group of lanes, one each, and meet to add these up; a warp
+// of expand has some outputs of a slice. They have one tile after the other. Expand takes v from
+// the exchange as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed
+// up once for a token, and expand reads it for all its routes.
 //
 // Nothing is fetched before the wait: what the router chose is not known before.
 #pragma once

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kF32Threads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_dependents_begin();
   wait_for_predecessors();
-  const int num_routes = p.num_tokens * p.top_k.top_k;
+  const int num_routes = routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k;
   for (int route = blockIdx.x; route < num_routes; route += gridDim.x) {
     const int token = route / p.top_k.top_k, row = row_of(p.top_k, p.num_tokens, route);
     if (row == kNowhere) continue;

@@ -39,6 +39,11 @@ __device__ __forceinline__ int group_of(const aril_top_k& top_k, int num_tokens,
   return expert >= num_experts ? num_experts + 1 : slot < 0 ? num_experts : expert;
 }
 
+// The tokens of an operation on `num_tokens` that were routed.
+__device__ __forceinline__ int routed_tokens(const aril_routing& routing, int num_tokens) {
+  return min(*routing.num_tokens, num_tokens);
+}
+
 __host__ __device__ __forceinline__ bool are_few(int num_tokens, const aril_top_k& top_k) {
   return num_tokens * top_k.top_k <= ARIL_FEW_ROUTES;
 }
@@ -58,7 +63,8 @@ class RouteSort {
   // Gives the number of tiles, of those with a slot and of all.
   __device__ __forceinline__ int2 run(const aril_top_k& top_k, const aril_routing& routing,
                                       const aril_groups& groups, int num_tokens) {
-    const int num_routes = num_tokens * top_k.top_k, num_groups = top_k.num_experts + 2;
+    const int num_routes = routed_tokens(routing, num_tokens) * top_k.top_k;
+    const int num_groups = top_k.num_experts + 2;
     const int thread = threadIdx.x;
     const auto route_of = [&](int i) { return i * kThreads + thread; };
     int group[kPerThread], slot[kPerThread], at[kPerThread];
@@ -175,9 +181,10 @@ __global__ void __launch_bounds__(kGroupThreads)
     return slot < p.num_slots ? slot : -1;
   };
   // A thread has neighbouring tokens, so that the threads' shares stand in the order of slots.
-  const int share = ceil_div(p.num_tokens, kGroupThreads);
-  const int first = min(static_cast<int>(threadIdx.x) * share, p.num_tokens);
-  const int last = min(first + share, p.num_tokens);
+  const int num_tokens = routed_tokens(p.routing, p.num_tokens);
+  const int share = ceil_div(num_tokens, kGroupThreads);
+  const int first = min(static_cast<int>(threadIdx.x) * share, num_tokens);
+  const int last = min(first + share, num_tokens);
   const auto for_routes = [&](auto f) {
     constexpr int kAtOnce = 4;
     for (int i = first; i < last; i += kAtOnce) {

@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
   if (threadIdx.x == 0) {
     p.routing.indptr[p.num_slots] = num_rows;
+    *p.routing.num_tokens = p.num_tokens;
     next[p.num_slots] = num_rows;
     *p.routing.tiles.count = num_tiles + ceil_div(p.num_tokens - num_rows, ARIL_TOKENS_PER_TILE);
     *p.routing.wide_tiles.count =

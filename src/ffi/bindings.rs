@@ -102,13 +102,14 @@ pub struct aril_routing {
     pub tokens: *mut i32,
     pub scales: *mut f32,
     pub slots: *mut i32,
+    pub num_tokens: *mut i32,
     pub indptr: *mut i32,
     pub tiles: aril_tiles,
     pub wide_tiles: aril_tiles,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 64usize];
+    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 72usize];
     ["Alignment of aril_routing"][::core::mem::align_of::<aril_routing>() - 8usize];
     [
         "Offset of field: aril_routing::tokens",
@@ -120,14 +121,17 @@ const _: () = {
         "Offset of field: aril_routing::slots",
     ][::core::mem::offset_of!(aril_routing, slots) - 16usize];
     [
+        "Offset of field: aril_routing::num_tokens",
+    ][::core::mem::offset_of!(aril_routing, num_tokens) - 24usize];
+    [
         "Offset of field: aril_routing::indptr",
-    ][::core::mem::offset_of!(aril_routing, indptr) - 24usize];
+    ][::core::mem::offset_of!(aril_routing, indptr) - 32usize];
     [
         "Offset of field: aril_routing::tiles",
-    ][::core::mem::offset_of!(aril_routing, tiles) - 32usize];
+    ][::core::mem::offset_of!(aril_routing, tiles) - 40usize];
     [
         "Offset of field: aril_routing::wide_tiles",
-    ][::core::mem::offset_of!(aril_routing, wide_tiles) - 48usize];
+    ][::core::mem::offset_of!(aril_routing, wide_tiles) - 56usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -140,7 +144,7 @@ pub struct aril_route_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 88usize];
+    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 96usize];
     [
         "Alignment of aril_route_args",
     ][::core::mem::align_of::<aril_route_args>() - 8usize];
@@ -208,7 +212,7 @@ pub struct aril_linear_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 200usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 208usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -283,7 +287,7 @@ pub struct aril_embedding_args {
 const _: () = {
     [
         "Size of aril_embedding_args",
-    ][::core::mem::size_of::<aril_embedding_args>() - 136usize];
+    ][::core::mem::size_of::<aril_embedding_args>() - 144usize];
     [
         "Alignment of aril_embedding_args",
     ][::core::mem::align_of::<aril_embedding_args>() - 8usize];
@@ -452,7 +456,7 @@ pub struct aril_group_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 160usize];
+    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 168usize];
     [
         "Alignment of aril_group_args",
     ][::core::mem::align_of::<aril_group_args>() - 8usize];
@@ -470,7 +474,7 @@ const _: () = {
     ][::core::mem::offset_of!(aril_group_args, routing) - 40usize];
     [
         "Offset of field: aril_group_args::groups",
-    ][::core::mem::offset_of!(aril_group_args, groups) - 104usize];
+    ][::core::mem::offset_of!(aril_group_args, groups) - 112usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -503,7 +507,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 272usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 280usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -572,10 +576,10 @@ const _: () = {
     ][::core::mem::offset_of!(aril_experts_args, routing) - 120usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 184usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 192usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 216usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 224usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

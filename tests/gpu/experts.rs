@@ -4,11 +4,15 @@ use aril::{
     Element, Slot,
     cuda::{Grouping, LoraExperts, Matrix, MatrixMut, Routing, TopK, WeightTable, Workspace, raw},
     plan::{Capacity, RouteCapacity},
+    routing::Batch,
 };
 use proptest::prelude::*;
 
 use crate::{
-    common::experts::{Case, Op, Sizes, Subject, World, cases, check},
+    common::{
+        cases::Place,
+        experts::{Case, Op, Sizes, Subject, World, cases, check},
+    },
     device::{Buffer, Gpu},
     for_dtype,
 };
@@ -21,6 +25,9 @@ struct Safe<'a> {
 /// The raw door, in memory where everything that no operand covers is NaN.
 struct Raw<'a> {
     gpu: &'a Gpu,
+    /// Tokens that the operation is on beside the routed ones, as in a captured graph; of an earlier step, with adapters. None if the
+    /// case says where its rows are.
+    padded_tokens: usize,
     /// Launch from a captured graph.
     captured: bool,
 }
@@ -84,16 +91,21 @@ impl Subject for Safe<'_> {
 impl Subject for Raw<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let (gpu, stream, model) = (self.gpu, self.gpu.raw_stream(), &world.model);
-        let capacity = capacity(case, world);
+        let padded = if case.rows.is_some() { 0 } else { self.padded_tokens };
+        let tokens = case.num_tokens() + padded;
+        let capacity = Capacity { max_tokens: tokens.max(1), ..capacity(case, world) };
+        let route_capacity = RouteCapacity { max_tokens: tokens.max(1), ..route_capacity(case) };
         let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
-        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
+        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
-        let batch = unsafe { routing.update(&world.batch(), stream) }.unwrap();
-        let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity(case)).unwrap()]);
+        unsafe { routing.update(&Batch::new(&vec![Slot::new(0); tokens]), stream) }.unwrap();
+        // SAFETY: as above.
+        unsafe { routing.update(&world.batch(), stream) }.unwrap();
+        let batch = routing.capture_batch(tokens).unwrap();
+        let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity).unwrap()]);
         // SAFETY: the memory is zero, outlives the grouping and is used on one stream.
-        let mut grouping =
-            unsafe { raw::Grouping::new(&gpu.kernels, route_capacity(case), group_memory.region()) }.unwrap();
+        let mut grouping = unsafe { raw::Grouping::new(&gpu.kernels, route_capacity, group_memory.region()) }.unwrap();
 
         let num_entries = model.num_entries();
         let nowhere = gpu.poisoned(1 << 12);
@@ -116,10 +128,21 @@ impl Subject for Raw<'_> {
             blocks.push(block);
         }
         let table = gpu.upload(&table);
-        let (x, y) = (gpu.upload(&world.x), gpu.upload(&world.y));
-        let ids = gpu.upload(&case.ids);
+        // Padded rows are rows like any other, but hold NaN and must stay as they are.
+        let is_gate_up = matches!(case.op, Op::AddGateUp | Op::WriteGateUp);
+        let (mut x_at, mut y_at) = (case.x(), case.y());
+        x_at.rows += padded * if is_gate_up { 1 } else { case.top_k };
+        y_at.rows += padded * case.top_k;
+        let with_padding = |values: &[T], place: &Place| {
+            let mut values = values.to_vec();
+            values.resize(values.len().max(place.offset + place.rows * place.stride), T::from_f32(f32::NAN));
+            gpu.upload(&values)
+        };
+        let (x, y) = (with_padding(&world.x, &x_at), with_padding(&world.y, &y_at));
+        let ids = gpu.upload(&[&case.ids[..], &vec![0; padded * case.top_k]].concat());
         let rows = case.rows.as_ref().map(|rows| gpu.upload(rows));
-        let router = world.weights.as_ref().map(|weights| gpu.upload(weights));
+        let router = world.weights.as_ref();
+        let router = router.map(|weights| gpu.upload(&[&weights[..], &vec![1.0; padded * case.top_k]].concat()));
         let mut top_k = raw::TopK::new(ids.address(), case.top_k);
         top_k = router.as_ref().map_or(top_k, |router| top_k.weights(router.address()));
         top_k = rows.as_ref().map_or(top_k, |rows| top_k.rows(rows.address()));
@@ -127,7 +150,6 @@ impl Subject for Raw<'_> {
             top_k = top_k.on_input();
         }
         let at = |buffer: &Buffer, elems: usize| buffer.address() + (elems * size_of::<T>()) as u64;
-        let (x_at, y_at) = (case.x(), case.y());
         let x_matrix = raw::MatrixRef::new::<T>(at(&x, x_at.offset), x_at.rows, x_at.cols).row_stride(x_at.stride);
         let y_matrix = raw::MatrixMut::new::<T>(at(&y, y_at.offset), y_at.rows, y_at.cols).row_stride(y_at.stride);
         let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity, case.top_k).unwrap();
@@ -137,7 +159,6 @@ impl Subject for Raw<'_> {
         let [exchange, planes] = [gpu.upload(&exchange), gpu.poisoned(0)];
         let region = raw::Workspace { exchange: exchange.region(), planes: planes.region() };
         let site = &model[world.id];
-        let is_gate_up = matches!(case.op, Op::AddGateUp | Op::WriteGateUp);
         let first_entry = if is_gate_up { site.gate_up() } else { site.down() }.shared_entry();
         let weights =
             raw::LayerWeights::new(table.address(), capacity.num_slots, num_entries, first_entry, capacity.max_rank);
@@ -160,7 +181,10 @@ impl Subject for Raw<'_> {
             let mut launch = launch;
             launch();
         }
-        y.read()
+        let mut result = y.read::<T>();
+        let padded = result.split_off(world.y.len());
+        assert!(padded.iter().all(|value| value.to_f32().is_nan()), "a padded row was written\n{}", case.replay());
+        result
     }
 }
 
@@ -194,7 +218,7 @@ fn experts_through_the_raw_door_agree_with_the_reference() {
     let gpu = Gpu::new();
     property(300, Sizes::LARGE, |case| {
         let captured = case.seed % 2 == 0;
-        for_dtype!(case, check(&mut Raw { gpu: &gpu, captured }, &case))
+        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: (case.seed % 3) as usize * 7, captured }, &case))
     });
 }
 
@@ -204,7 +228,9 @@ fn experts_through_the_raw_door_agree_with_the_reference() {
 fn many_routes_agree_with_the_reference() {
     let gpu = Gpu::new();
     let sizes = Sizes { max_tokens: 700, ..Sizes::LARGE };
-    property(60, sizes, |case| for_dtype!(case, check(&mut Raw { gpu: &gpu, captured: false }, &case)));
+    property(60, sizes, |case| {
+        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case))
+    });
 }
 
 /// More input features than one group of lanes, and more ranks than one step.
@@ -213,7 +239,9 @@ fn many_routes_agree_with_the_reference() {
 fn wide_experts_agree_with_the_reference() {
     let gpu = Gpu::new();
     let sizes = Sizes { max_features: 3000, max_tokens: 20, max_rank: 192, max_experts: 4, max_top_k: 3 };
-    property(60, sizes, |case| for_dtype!(case, check(&mut Raw { gpu: &gpu, captured: false }, &case)));
+    property(60, sizes, |case| {
+        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case))
+    });
 }
 
 /// The same bits twice, captured or not, and as the first of so many routes that a kernel of its own groups them.
@@ -221,7 +249,7 @@ fn wide_experts_agree_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn a_routes_bits_depend_on_nothing_else() {
     fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
-        let run = |case: &Case, world: &World<T>, captured| Raw { gpu, captured }.run(case, world);
+        let run = |case: &Case, world: &World<T>, captured| Raw { gpu, padded_tokens: 0, captured }.run(case, world);
         let bits = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
         let world = case.world::<T>();
         let first = run(case, &world, false);

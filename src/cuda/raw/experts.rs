@@ -429,7 +429,10 @@ impl LoraExperts {
         }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         check(unsafe { ffi::aril_experts(&args, stream.as_raw()) })?;
-        routes.grouped.set(true);
+        // Those in f32 go without.
+        if self.plan.dtype() != DType::F32 {
+            routes.grouped.set(true);
+        }
         Ok(())
     }
 }
