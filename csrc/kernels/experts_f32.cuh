@@ -12,7 +12,7 @@
 
 namespace aril::detail {
 
-__global__ void __launch_bounds__(kF32Threads)
+__global__ void __launch_bounds__(kF32Threads, 2)
     experts_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[ARIL_MAX_RANK];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
