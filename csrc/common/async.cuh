@@ -115,13 +115,12 @@ __device__ __forceinline__ void wait_for_copies_back() {
 }
 
 // Brings weights to shared memory: by one thread where there are bulk copies, by all `threads`,
-// of which this is number `thread`, elsewhere. They arrive with the end of phase `phase`, which
-// counts the calls.
+// of which this is number `thread`, elsewhere.
 __device__ __forceinline__ void bring(Arrival& arrival, void* shared, const void* global,
-                                      uint32_t bytes, int thread, int threads, int phase = 0) {
+                                      uint32_t bytes, int thread, int threads) {
 #if __CUDA_ARCH__ >= 900
   if (thread != 0) return;
-  if (phase == 0) arrival.init();
+  arrival.init();
   arrival.expect(bytes);
   if (bytes > 0) arrival.copy(shared, global, bytes);
 #else

@@ -94,10 +94,12 @@ struct Column {
   int slice, first_rank, rank;
   int count;  // of all the slot's columns
 
-  // Column `index` of the modules that the first lanes have, by a whole warp.
-  __device__ __forceinline__ Column(const aril_descriptor& module, int index) {
+  // The slot's column `index`, by a whole warp.
+  __device__ __forceinline__ Column(const aril_linear_args& p, const Tile& tile, int index) {
     static_assert(ARIL_MAX_SLICES <= 8, "three steps");
     const int lane = threadIdx.x % 32;
+    aril_descriptor module = {};
+    if (tile.count > 0 && lane < p.num_slices) module = module_of(p.weights, tile.slot, lane);
     const int tiles = ceil_div(module.rank, ARIL_RANK_TILE);
     int end = tiles;
 #pragma unroll
@@ -120,19 +122,6 @@ struct Column {
     first_rank = tile_in_slice * ARIL_RANK_TILE;
     lane_bytes = ceil_div(rank, ARIL_RANK_TILE) * kPieceBytes;
   }
-
-  // The slot's column `index`.
-  __device__ __forceinline__ Column(const aril_linear_args& p, const Tile& tile, int index)
-      : Column(module_of_lane(p, tile), index) {}
-
- private:
-  __device__ __forceinline__ static aril_descriptor module_of_lane(const aril_linear_args& p,
-                                                                   const Tile& tile) {
-    const int lane = threadIdx.x % 32;
-    aril_descriptor module = {};
-    if (tile.count > 0 && lane < p.num_slices) module = module_of(p.weights, tile.slot, lane);
-    return module;
-  }
 };
 
 // Starts copying features [k, k + 8) of a row of x, zero beyond in_features. Rows that are not
@@ -151,109 +140,29 @@ __device__ __forceinline__ void copy_input(void* shared, const T* row, int k, in
 constexpr int kGroupFeatures = ARIL_LANE_FEATURES * ARIL_LANES_PER_GROUP;
 constexpr int kGroupRowBytes = kGroupFeatures * 2 + 16;  // of x; eight rows touch every bank once
 
-// A block of shrink: 8 warps, a lane of features and 8 ranks each.
-struct ShrinkBlock {
-  Arrival arrivals[kFewWarps];
-  float2 lane_sums[kFewWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
-
-  // A warp's lane, of a group of them.
-  __device__ __forceinline__ static int sum_lane(int group) {
-    return group * ARIL_LANES_PER_GROUP + static_cast<int>(threadIdx.x) / 32 % ARIL_LANES_PER_GROUP;
-  }
-
-  __device__ __forceinline__ static bool is_active(const Column& column, int group,
-                                                   int in_features) {
-    return column.a != nullptr && sum_lane(group) * ARIL_LANE_FEATURES < in_features;
-  }
-
-  // Starts bringing what the warp needs of A to `pieces`, in their `phase`.
-  __device__ __forceinline__ void bring_weights(const Column& column, int group, int in_features,
-                                                unsigned char* pieces, int phase) {
-    const int warp = threadIdx.x / 32;
-    bring(arrivals[warp], pieces + warp * kPieceBytes,
-          column.a + int64_t{sum_lane(group)} * column.lane_bytes,
-          is_active(column, group, in_features) ? kPieceBytes : 0, threadIdx.x % 32, 32, phase);
-  }
-
-  // Sums up the warp's lane, for rows of x that stand kGroupRowBytes apart; there are `room`.
-  template <typename T>
-  __device__ __forceinline__ void multiply(bool active, const unsigned char* pieces,
-                                           const unsigned char* x, int room, int phase) {
-    constexpr int kChains = 4, kSteps = 4;  // of 64 features in a lane, of 16 in a chain
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float sums[kChains][4] = {};
-    if (active) {
-      // Rows without a token hold anything: their sums go nowhere.
-      const int row = min(lane % 16, room - 1);
-      const unsigned char* const x_row = x + row * kGroupRowBytes +
-                                         warp % ARIL_LANES_PER_GROUP * ARIL_LANE_FEATURES * 2 +
-                                         lane / 16 * 16;
-      const unsigned char* const a_row = pieces + warp * kPieceBytes + lane * 16;
-      arrivals[warp].wait(phase % 2);
-#pragma unroll
-      for (int step = 0; step < kSteps; step += 2) {
-#pragma unroll
-        for (int chain = 0; chain < kChains; ++chain) {
-          const int i = chain * kSteps + step;
-          const uint4 a = load_cores(a_row + i * 256);
-          const uint4 x0 = load_cores(x_row + i * 32), x1 = load_cores(x_row + (i + 1) * 32);
-          mma_m16n8k16<T>(sums[chain], x0, a.x, a.y);
-          mma_m16n8k16<T>(sums[chain], x1, a.z, a.w);
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sums[0][e] = 0.0f + sums[0][e] + sums[1][e] + sums[2][e] + sums[3][e];
-      }
-    }
-    lane_sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
-    lane_sums[warp][32 + lane] = make_float2(sums[0][2], sums[0][3]);
-  }
-
-  // The row of the tile that a thread stores a sum of, once all have multiplied.
-  __device__ __forceinline__ static int stored_row() {
-    return static_cast<int>(threadIdx.x) % kSums / ARIL_RANK_TILE;
-  }
-
-  // Sums up the group, and leaves it for `row` of v; -1 is none.
-  __device__ __forceinline__ void store(const Column& column, int group, int row,
-                                        const Planes& planes, uint64_t* plane, uint32_t tag) {
-    if (column.a == nullptr || row < 0) return;
-    const int i = threadIdx.x % kSums;
-    float sum = 0.0f;
-#pragma unroll
-    for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
-      sum += reinterpret_cast<const float*>(
-          lane_sums[threadIdx.x / kSums * ARIL_LANES_PER_GROUP + l])[i];
-    }
-    const int rank = column.first_rank + i % ARIL_RANK_TILE;
-    store_tagged(plane + group * planes.plane_stride + row * planes.token_stride +
-                     column.slice * planes.slice_stride + rank,
-                 rank < column.rank ? sum : 0.0f, tag);
-  }
-
- private:
-  // A thread for each row and rank.
-  static constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
-  static_assert(kFewColumns * kSums == kFewThreads);
-};
-
 template <typename T>
 __device__ __forceinline__ void few_shrink(const aril_linear_args& p, const FewGrid& grid,
                                            unsigned char* shared) {
-  __shared__ ShrinkBlock block;
+  constexpr int kChains = 4, kSteps = 4;  // of 64 features in a lane, of 16 in a chain
+  __shared__ Arrival arrivals[kFewWarps];
+  __shared__ float2 lane_sums[kFewWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is none
   __shared__ uint32_t tag;
   if (threadIdx.x == 0) tag = enter(p.exchange);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_column = blockIdx.x % grid.columns * kFewColumns;
   const int group = blockIdx.x / grid.columns % grid.groups;
   const Tile tile(p, blockIdx.x / grid.columns / grid.groups);
-  const Column column(p, tile, first_column + threadIdx.x / 32 / ARIL_LANES_PER_GROUP);
+  const Column column(p, tile, first_column + warp / ARIL_LANES_PER_GROUP);
   if (first_column >= column.count) {
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  block.bring_weights(column, group, p.in_features, shared, 0);
+  const int sum_lane = group * ARIL_LANES_PER_GROUP + warp % ARIL_LANES_PER_GROUP;
+  const bool active = column.a != nullptr && sum_lane * ARIL_LANE_FEATURES < p.in_features;
+  unsigned char* const piece = shared + warp * kPieceBytes;
+  bring(arrivals[warp], piece, column.a + int64_t{sum_lane} * column.lane_bytes,
+        active ? kPieceBytes : 0, lane, 32);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
     tokens[threadIdx.x] = tile.token(threadIdx.x, p.num_tokens);
   }
@@ -279,11 +188,50 @@ __device__ __forceinline__ void few_shrink(const aril_linear_args& p, const FewG
     wait_for_copies<0>();
   }
   __syncthreads();
-  block.multiply<T>(ShrinkBlock::is_active(column, group, p.in_features), shared, x,
-                    min(p.num_tokens, ARIL_TOKENS_PER_TILE), 0);
+  float sums[kChains][4] = {};
+  if (active) {
+    // Rows of x without a token hold anything: their sums go nowhere.
+    const int row = min(lane % 16, min(p.num_tokens, ARIL_TOKENS_PER_TILE) - 1);
+    const unsigned char* const x_row = x + row * kGroupRowBytes +
+                                       warp % ARIL_LANES_PER_GROUP * ARIL_LANE_FEATURES * 2 +
+                                       lane / 16 * 16;
+    const unsigned char* const a_row = piece + lane * 16;
+    arrivals[warp].wait(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 2) {
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) {
+        const int i = chain * kSteps + step;
+        const uint4 a = load_cores(a_row + i * 256);
+        const uint4 x0 = load_cores(x_row + i * 32), x1 = load_cores(x_row + (i + 1) * 32);
+        mma_m16n8k16<T>(sums[chain], x0, a.x, a.y);
+        mma_m16n8k16<T>(sums[chain], x1, a.z, a.w);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      sums[0][e] = 0.0f + sums[0][e] + sums[1][e] + sums[2][e] + sums[3][e];
+    }
+  }
+  lane_sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
+  lane_sums[warp][32 + lane] = make_float2(sums[0][2], sums[0][3]);
   __syncthreads();
-  block.store(column, group, tokens[ShrinkBlock::stored_row()], Planes(p),
-              tagged_planes(p.exchange), tag);
+  // A thread for each token and rank.
+  constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
+  static_assert(kFewColumns * kSums == kFewThreads);
+  const int i = threadIdx.x % kSums, token = tokens[i / ARIL_RANK_TILE];
+  if (column.a == nullptr || token < 0) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
+    sum += reinterpret_cast<const float*>(
+        lane_sums[threadIdx.x / kSums * ARIL_LANES_PER_GROUP + l])[i];
+  }
+  const int rank = column.first_rank + i % ARIL_RANK_TILE;
+  const Planes planes(p);
+  store_tagged(tagged_planes(p.exchange) + group * planes.plane_stride +
+                   token * planes.token_stride + column.slice * planes.slice_stride + rank,
+               rank < column.rank ? sum : 0.0f, tag);
 }
 
 // A token's v: shrink's sums of groups, as soon as they are there.
@@ -359,161 +307,122 @@ struct TaggedPlanes {
   }
 };
 
-// A block of expand: some outputs of a slice, for the rows of a tile. B is brought to shared memory
-// if kStaged, otherwise read where it is; behind it are v's operands.
-template <typename T, bool kStaged>
-struct ExpandBlock {
-  Arrival arrival;
-
-  __device__ __forceinline__ static int out_tile_bytes(const aril_descriptor& module) {
-    return ceil_div(module.rank, ARIL_RANK_TILE) * ARIL_OUT_TILE * 16;
-  }
-
-  __device__ __forceinline__ static const char* weights(const aril_descriptor& module,
-                                                        const BlockOuts<T>& outs) {
-    return static_cast<const char*>(module.b) +
-           int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes(module);
-  }
-
-  __device__ __forceinline__ static int staged_bytes(const aril_descriptor& module,
-                                                     const BlockOuts<T>& outs) {
-    return kStaged ? ceil_div(outs.count, ARIL_OUT_TILE) * out_tile_bytes(module) : 0;
-  }
-
-  __device__ __forceinline__ void bring_weights(const aril_descriptor& module,
-                                                const BlockOuts<T>& outs, unsigned char* shared,
-                                                int phase) {
-    if constexpr (kStaged) {
-      bring(arrival, shared, weights(module, outs), staged_bytes(module, outs), threadIdx.x,
-            kFewThreads, phase);
-    }
-  }
-
-  // Adds B v to the outputs, for `count` rows, of which those behind are -1. v.load2(row, r) gives
-  // ranks r and r + 1 of v, not yet scaled. Rows that v lacks are left alone. Calls `between` when
-  // nobody works on what was before any more.
-  template <typename V, typename Between>
-  __device__ __forceinline__ void run(int count, const ExpandRow (&rows)[ARIL_TOKENS_PER_TILE],
-                                      const aril_descriptor& module, const BlockOuts<T>& outs,
-                                      unsigned char* shared, const V& v, int phase,
-                                      const Between& between) {
-    constexpr int kAhead = 2;  // units whose y is on its way
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-    const int steps = ceil_div(module.rank, kRanksPerStep);
-    const int out_tile_bytes = this->out_tile_bytes(module);
-    // v's operands are [steps][terms].
-    uint4* const v_operands = reinterpret_cast<uint4*>(shared + staged_bytes(module, outs));
-    const char* const b = weights(module, outs);
-    const int units = ceil_div(outs.count, kOutsPerUnit);
-    const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
-    T* const y = outs.y + outs.first * outs.step;
-    Outs<T> bases[kAhead][2];
-    const auto for_outs = [&](int unit, auto f) {
-      const int out = unit * kOutsPerUnit + 8 * q;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = unit < units ? rows[g + 8 * half].y : -1;
-        if (row >= 0) {
-          f(half, y + row * outs.y_stride + out * outs.step, outs.count - out,
-            rows[g + 8 * half].v);
-        }
-      }
-    };
-    const auto load_bases = [&](Outs<T>(&bases)[2], int unit) {
-      for_outs(unit, [&](int half, T* y, int valid, int) {
-        if (!outs.overwrites) bases[half].load(y, valid, aligned);
-      });
-    };
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kFewWarps);
-
-    // Four threads bring together two ranks of a token's v if that leaves none idle, otherwise one;
-    // eight such pairs are 16 ranks.
-    constexpr int kTeam = 4, kPairs = kRanksPerStep / 2;
-    const auto gather = [&](auto team_size) {
-      constexpr int kMembers = decltype(team_size)::value;
-      constexpr int kInWarp = 32 / (kPairs * kMembers);  // tokens and steps
-      const int pair = threadIdx.x / kMembers % kPairs * 2;
-      for (int first = warp * kInWarp; first < count * steps; first += kFewWarps * kInWarp) {
-        const int i = first + lane / (kPairs * kMembers);
-        const bool valid = i < count * steps;
-        const int t = valid ? i / steps : 0, step = valid ? i - t * steps : 0;
-        const int r = step * kRanksPerStep + pair;
-        const bool has = valid && r < rank_tiles * ARIL_RANK_TILE;
-        float2 v_pair = v.template load2<kMembers>(has ? rows[t].v : -1, r);
-        if (valid && threadIdx.x % kMembers == 0) {
-          v_pair = make_float2(v_pair.x * rows[t].factor, v_pair.y * rows[t].factor);
-          store_v(v_operands + step * kTerms * 32, t, pair, v_pair);
-        }
-      }
-    };
-    if (count * steps * kPairs * kTeam <= kFewThreads) {
-      gather(std::integral_constant<int, kTeam>{});
-    } else {
-      gather(std::integral_constant<int, 1>{});
-    }
-    if constexpr (kStaged) wait_for_copies<0>();
-    __syncthreads();
-    between();
-    if constexpr (kStaged) arrival.wait(phase % 2);
-    const auto cores_of = [&](const auto* tile) {
-      if constexpr (kStaged) {
-        return load_cores(tile + lane * 16);
-      } else {
-        const auto* words = reinterpret_cast<const uint32_t*>(tile) + lane;
-        return make_uint4(words[0], words[32], words[64], words[96]);
-      }
-    };
-
-    for (int first = warp; first < units; first += kAhead * kFewWarps) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int unit = first + i * kFewWarps;
-        if (unit >= units) break;
-        constexpr int kHalfBytes = kOutsPerUnit * 16, kTileBytes = 2 * kHalfBytes;
-        const char* tiles = (kStaged ? reinterpret_cast<const char*>(shared) : b) +
-                            int64_t{unit / 2} * out_tile_bytes + unit % 2 * kHalfBytes;
-        float deltas[4][4] = {};
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-          uint4 terms[kTerms];
-#pragma unroll
-          for (int term = 0; term < kTerms; ++term) {
-            terms[term] = v_operands[(step * kTerms + term) * 32 + lane];
-          }
-          const uint4 b0 = cores_of(tiles + 2 * step * kTileBytes);
-          uint4 b1 = make_uint4(0, 0, 0, 0);
-          if (2 * step + 1 < rank_tiles) b1 = cores_of(tiles + (2 * step + 1) * kTileBytes);
-          multiply<T>(deltas[0], terms, b0.x, b1.x);
-          multiply<T>(deltas[1], terms, b0.y, b1.y);
-          multiply<T>(deltas[2], terms, b0.z, b1.z);
-          multiply<T>(deltas[3], terms, b0.w, b1.w);
-        }
-        for_outs(unit, [&](int half, T* y, int valid, int v_row) {
-          if (!v.lacks(v_row)) {
-            bases[i][half].add(y, outs.step, deltas, half, valid, aligned, outs.overwrites);
-          }
-        });
-        load_bases(bases[i], unit + kAhead * kFewWarps);
-      }
-    }
-  }
-};
-
-// One tile of a block of expand. make_row(t) gives its rows; `make_v` is called once predecessors
-// have ended.
+// Adds B v to a block's outputs, for `count` rows, which make_row(t) gives. Once predecessors have
+// ended, v.load2(row, r) gives ranks r and r + 1 of v, not yet scaled. Rows that v lacks are left
+// alone. B is brought to shared memory if kStaged, otherwise read where it is.
 template <typename T, bool kStaged, typename MakeRow, typename MakeV>
 __device__ __forceinline__ void few_expand(int count, const MakeRow& make_row,
                                            const aril_descriptor& module, const BlockOuts<T>& outs,
                                            unsigned char* shared, const MakeV& make_v) {
-  __shared__ ExpandBlock<T, kStaged> block;
+  constexpr int kAhead = 2;  // units whose y is on its way
+  __shared__ Arrival arrival;
   __shared__ ExpandRow rows[ARIL_TOKENS_PER_TILE];
-  block.bring_weights(module, outs, shared, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const int steps = ceil_div(module.rank, kRanksPerStep);
+  const int out_tile_bytes = rank_tiles * ARIL_OUT_TILE * 16;
+  // B, then v's operands, [steps][terms].
+  const int b_bytes = kStaged ? ceil_div(outs.count, ARIL_OUT_TILE) * out_tile_bytes : 0;
+  uint4* const v_operands = reinterpret_cast<uint4*>(shared + b_bytes);
+  const char* const b =
+      static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
+  if constexpr (kStaged) bring(arrival, shared, b, b_bytes, threadIdx.x, kFewThreads);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) rows[threadIdx.x] = make_row(threadIdx.x);
   __syncthreads();
   wait_for_predecessors();
-  block.run(count, rows, module, outs, shared, make_v(), 0, [] {});
+
+  const int units = ceil_div(outs.count, kOutsPerUnit);
+  const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
+  T* const y = outs.y + outs.first * outs.step;
+  Outs<T> bases[kAhead][2];
+  const auto for_outs = [&](int unit, auto f) {
+    const int out = unit * kOutsPerUnit + 8 * q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = unit < units ? rows[g + 8 * half].y : -1;
+      if (row >= 0) {
+        f(half, y + row * outs.y_stride + out * outs.step, outs.count - out, rows[g + 8 * half].v);
+      }
+    }
+  };
+  const auto load_bases = [&](Outs<T>(&bases)[2], int unit) {
+    for_outs(unit, [&](int half, T* y, int valid, int) {
+      if (!outs.overwrites) bases[half].load(y, valid, aligned);
+    });
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kFewWarps);
+
+  // Four threads bring together two ranks of a token's v if that leaves none idle, otherwise one;
+  // eight such pairs are 16 ranks.
+  const auto v = make_v();
+  constexpr int kTeam = 4, kPairs = kRanksPerStep / 2;
+  const auto gather = [&](auto team_size) {
+    constexpr int kMembers = decltype(team_size)::value;
+    constexpr int kInWarp = 32 / (kPairs * kMembers);  // tokens and steps
+    const int pair = threadIdx.x / kMembers % kPairs * 2;
+    for (int first = warp * kInWarp; first < count * steps; first += kFewWarps * kInWarp) {
+      const int i = first + lane / (kPairs * kMembers);
+      const bool valid = i < count * steps;
+      const int t = valid ? i / steps : 0, step = valid ? i - t * steps : 0;
+      const int r = step * kRanksPerStep + pair;
+      const bool has = valid && r < rank_tiles * ARIL_RANK_TILE;
+      float2 v_pair = v.template load2<kMembers>(has ? rows[t].v : -1, r);
+      if (valid && threadIdx.x % kMembers == 0) {
+        v_pair = make_float2(v_pair.x * rows[t].factor, v_pair.y * rows[t].factor);
+        store_v(v_operands + step * kTerms * 32, t, pair, v_pair);
+      }
+    }
+  };
+  if (count * steps * kPairs * kTeam <= kFewThreads) {
+    gather(std::integral_constant<int, kTeam>{});
+  } else {
+    gather(std::integral_constant<int, 1>{});
+  }
+  if constexpr (kStaged) wait_for_copies<0>();
+  __syncthreads();
+  if constexpr (kStaged) arrival.wait(0);
+  const auto cores_of = [&](const auto* tile) {
+    if constexpr (kStaged) {
+      return load_cores(tile + lane * 16);
+    } else {
+      const auto* words = reinterpret_cast<const uint32_t*>(tile) + lane;
+      return make_uint4(words[0], words[32], words[64], words[96]);
+    }
+  };
+
+  for (int first = warp; first < units; first += kAhead * kFewWarps) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int unit = first + i * kFewWarps;
+      if (unit >= units) break;
+      constexpr int kHalfBytes = kOutsPerUnit * 16, kTileBytes = 2 * kHalfBytes;
+      const char* tiles = (kStaged ? reinterpret_cast<const char*>(shared) : b) +
+                          int64_t{unit / 2} * out_tile_bytes + unit % 2 * kHalfBytes;
+      float deltas[4][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        uint4 terms[kTerms];
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          terms[term] = v_operands[(step * kTerms + term) * 32 + lane];
+        }
+        const uint4 b0 = cores_of(tiles + 2 * step * kTileBytes);
+        uint4 b1 = make_uint4(0, 0, 0, 0);
+        if (2 * step + 1 < rank_tiles) b1 = cores_of(tiles + (2 * step + 1) * kTileBytes);
+        multiply<T>(deltas[0], terms, b0.x, b1.x);
+        multiply<T>(deltas[1], terms, b0.y, b1.y);
+        multiply<T>(deltas[2], terms, b0.z, b1.z);
+        multiply<T>(deltas[3], terms, b0.w, b1.w);
+      }
+      for_outs(unit, [&](int half, T* y, int valid, int v_row) {
+        if (!v.lacks(v_row)) {
+          bases[i][half].add(y, outs.step, deltas, half, valid, aligned, outs.overwrites);
+        }
+      });
+      load_bases(bases[i], unit + kAhead * kFewWarps);
+    }
+  }
 }
 
 inline bool is_staged(const aril_weights& weights) { return weights.max_rank <= ARIL_STAGED_RANK; }
