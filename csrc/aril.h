@@ -175,19 +175,17 @@ typedef struct aril_route_tile {
 // A layer's routes grouped by expert and slot, in device memory, for the operations on its experts.
 // Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them.
 typedef struct aril_groups {
-  aril_route_entry* routes;  // [max_routes] by expert and slot
-  aril_route_tile* tiles;    // [max_routes] of up to ARIL_ROUTES_PER_TILE, in the same order
-  int32_t* num_tiles;        // [2] of those with a slot, which come first; of all
-  // For aril_group alone:
-  aril_route_tile* scratch;  // [max_routes]
-  int32_t* counts;           // [num_experts + 2] tiles of each expert
-  int32_t* begins;           // [num_experts + 2] its first route
-  int32_t* arrived;          // [1] zero when it is first used; nothing else may write it
+  aril_route_entry* routes;      // [max_routes] by expert and slot
+  aril_route_tile* tiles;        // [max_routes] of up to ARIL_ROUTES_PER_TILE, in the same order
+  int32_t* num_tiles;            // [2] of those with a slot, which come first; of all
+  aril_route_tile* wide_tiles;   // [max_routes] of up to ARIL_WIDE_TILE, if there are many routes
+  int32_t* num_wide_tiles;       // [2] likewise
+  void* exchange;                // for aril_group alone: a header, zero when it is first used, then
+                                 // [num_experts + 2] of 32 bytes; nothing else may write it
 } aril_groups;
 
 typedef struct aril_group_args {
   int32_t num_tokens;
-  int32_t num_slots;
   aril_top_k top_k;
   aril_routing routing;
   aril_groups groups;
@@ -201,9 +199,11 @@ typedef struct aril_experts_args {
   int32_t dtype;
   int32_t num_tokens;
   int32_t max_tiles;       // of ARIL_TOKENS_PER_TILE tokens
-  int32_t shrink_blocks;   // each of 8 warps, of which all pieces of a tile have one at the least
+  int32_t shrink_blocks;   // each of 8 warps, of which all pieces of a tile have one at the least;
+                           // of wide tiles, any number
   int32_t expand_blocks;   // likewise. Same bits.
-  int32_t outs_per_block;  // that a warp of expand has: a multiple of ARIL_OUT_TILE. Same bits.
+  int32_t outs_per_block;  // that a warp of expand has, or a block: a multiple of ARIL_OUT_TILE, or
+                           // ARIL_OUTS_WIDE. Same bits.
   int32_t overwrites;      // 0 or 1
   int32_t weighted;        // 0 or 1
   int32_t groups_routes;   // 1: no operation on the layer's experts has grouped this step's routes
@@ -216,9 +216,10 @@ typedef struct aril_experts_args {
   int64_t x_stride;
   void* y;  // [num_tokens * top_k, num_slices * out_features]
   int64_t y_stride;
-  // As for aril_linear: [groups, rows, num_slices, ranks] pairs behind the header. Rows are the
-  // routes, and, if from_tokens, the tokens behind them.
+  // As for aril_linear: [groups, rows, num_slices, ranks], pairs behind the header. Rows are the
+  // routes, and, if from_tokens, the tokens behind them. The planes are for wide tiles.
   void* exchange;
+  float* planes;
   // The table is that of what the experts share; then come num_experts times those of an expert,
   // num_slices entries each. What is shared has A's address if all experts have the same A, and
   // rank 0 if they share nothing.

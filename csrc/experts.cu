@@ -2,6 +2,7 @@
 #include "common/launch.cuh"
 #include "kernels/experts.cuh"
 #include "kernels/experts_f32.cuh"
+#include "kernels/experts_wide.cuh"
 #include "kernels/group.cuh"
 
 namespace aril {
@@ -27,6 +28,33 @@ int32_t experts(const aril_experts_args& args, void* stream) {
                 smem_bytes, stream, args, grid);
 }
 
+// Wide tiles take what linear layers do with many tokens, and slices that stand in one piece.
+bool are_wide(const aril_experts_args& args) {
+  return !detail::are_few(args.num_tokens, args.top_k) && !args.interleaved &&
+         detail::is_staged(args.weights);
+}
+
+template <typename T, int kColumns>
+int32_t shrink_wide_as(const aril_experts_args& args, int columns, void* stream) {
+  int warpgroups, smem_bytes;
+  ARIL_TRY(detail::wide_shrink_blocks<kColumns>(columns, warpgroups, smem_bytes));
+  return launch(detail::experts_shrink_wide_kernel<T, kColumns>, dim3(args.shrink_blocks),
+                warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args,
+                ceil_div(columns, kColumns * warpgroups));
+}
+
+template <typename T>
+int32_t experts_wide(const aril_experts_args& args, void* stream) {
+  const int columns = args.num_slices * detail::rank_tiles(args.weights);
+  ARIL_TRY(columns <= 2   ? (shrink_wide_as<T, 2>(args, columns, stream))
+           : columns <= 4 ? (shrink_wide_as<T, 4>(args, columns, stream))
+                          : (shrink_wide_as<T, detail::kMaxColumns>(args, columns, stream)));
+  int ring_bytes, smem_bytes;
+  ARIL_TRY(detail::wide_expand_smem(args.weights, ring_bytes, smem_bytes));
+  return launch(detail::experts_expand_wide_kernel<T>, dim3(args.expand_blocks),
+                detail::kExpandThreads, smem_bytes, stream, args, ring_bytes);
+}
+
 template <typename T>
 int32_t load_kernels() {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -35,14 +63,18 @@ int32_t load_kernels() {
     int bytes;
     ARIL_TRY(max_smem_bytes(bytes));
     ARIL_TRY((load(detail::experts_kernel<T, 1>, bytes)));
-    return load(detail::experts_kernel<T, 2>, bytes);
+    ARIL_TRY((load(detail::experts_kernel<T, 2>, bytes)));
+    ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 2>, bytes)));
+    ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 4>, bytes)));
+    ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, detail::kMaxColumns>, bytes)));
+    return load(detail::experts_expand_wide_kernel<T>, bytes);
   }
 }
 
 }  // namespace
 
 int32_t load_experts() {
-  ARIL_TRY(load(detail::group_kernel));
+  ARIL_TRY(load(detail::group_kernel, detail::kGroupSmemBytes));
   for (const int32_t dtype : {ARIL_BF16, ARIL_F16, ARIL_F32}) {
     ARIL_TRY(dispatch(dtype, [](auto element) { return load_kernels<decltype(element)>(); }));
   }
@@ -54,7 +86,7 @@ int32_t load_experts() {
 extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
   if (aril::detail::are_few(args->num_tokens, args->top_k)) return 0;
   return aril::launch(aril::detail::group_kernel, dim3(args->top_k.num_experts + 2),
-                      aril::detail::kGroupThreads, 0, stream, *args);
+                      aril::detail::kGroupThreads, aril::detail::kGroupSmemBytes, stream, *args);
 }
 
 extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
@@ -64,9 +96,11 @@ extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
       return aril::launch(aril::detail::experts_f32_kernel, dim3(args->shrink_blocks),
                           aril::detail::kF32Threads, 0, stream, *args);
     } else {
-      return aril::detail::are_few(args->num_tokens, args->top_k)
-                 ? aril::experts<T, 1>(*args, stream)
-                 : aril::experts<T, 2>(*args, stream);
+      if (aril::detail::are_few(args->num_tokens, args->top_k)) {
+        return aril::experts<T, 1>(*args, stream);
+      }
+      return aril::are_wide(*args) ? aril::experts_wide<T>(*args, stream)
+                                   : aril::experts<T, 2>(*args, stream);
     }
   });
 }

@@ -14,8 +14,6 @@ using detail::Way;
 
 enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
 
-int rank_tiles(const aril_weights& weights) { return ceil_div(weights.max_rank, ARIL_RANK_TILE); }
-
 int out_blocks(const aril_linear_args& args, int outs_per_block) {
   int blocks = 0;
   for (int slice = 0; slice < args.num_slices; ++slice) {
@@ -24,21 +22,9 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
   return blocks;
 }
 
-// Of expand with tiles of 64: v's operands, and the stages, of which there is one where two do not
-// fit. The last product of an odd number of rank tiles has an operand that ends one tile further.
-int32_t wide_expand_smem_bytes(const aril_weights& weights, int& stages, int& bytes) {
-  int max_bytes;
-  ARIL_TRY(max_smem_bytes(max_bytes));
-  const int v = detail::rank_steps(weights) * detail::kTerms * detail::kTermBytes;
-  const int stage = detail::kChunkBytes + detail::kChunkOuts * rank_tiles(weights) * 16;
-  stages = v + detail::kMaxExpandStages * stage <= max_bytes ? detail::kMaxExpandStages : 1;
-  bytes = v + stages * stage + rank_tiles(weights) % 2 * ARIL_OUT_TILE * 16;
-  return 0;
-}
-
 template <typename T>
 int32_t few(const aril_linear_args& args, int parts, void* stream) {
-  const int columns = args.num_slices * rank_tiles(args.weights);
+  const int columns = args.num_slices * detail::rank_tiles(args.weights);
   detail::FewGrid grid = {};
   grid.columns = ceil_div(columns, detail::kFewColumns);
   grid.groups = ceil_div(args.in_features, detail::kGroupFeatures);
@@ -57,27 +43,17 @@ int32_t few(const aril_linear_args& args, int parts, void* stream) {
 
 template <typename T, int kColumns>
 int32_t shrink_wide_as(const aril_linear_args& args, int columns, void* stream) {
-  int max_bytes;
-  ARIL_TRY(max_smem_bytes(max_bytes));
-  const auto smem_bytes = [](int warpgroups) {
-    return detail::kStages * (detail::kInputBytes + warpgroups * kColumns * detail::kColumnBytes);
-  };
-  int warpgroups = 1;
-  if (kColumns == detail::kMaxColumns) {
-    while (warpgroups < detail::kMaxWarpgroups && warpgroups * kColumns < columns &&
-           smem_bytes(warpgroups + 1) <= max_bytes) {
-      ++warpgroups;
-    }
-  }
+  int warpgroups, smem_bytes;
+  ARIL_TRY(detail::wide_shrink_blocks<kColumns>(columns, warpgroups, smem_bytes));
   const int blocks = ceil_div(columns, kColumns * warpgroups);
   return launch(detail::shrink_wide_kernel<T, kColumns>,
                 dim3(args.max_tiles * blocks, detail::num_splits(args)),
-                warpgroups * detail::kGroupThreads, smem_bytes(warpgroups), stream, args, blocks);
+                warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args, blocks);
 }
 
 template <typename T>
 int32_t shrink_wide(const aril_linear_args& args, void* stream) {
-  const int columns = args.num_slices * rank_tiles(args.weights);
+  const int columns = args.num_slices * detail::rank_tiles(args.weights);
   if (columns <= 2) return shrink_wide_as<T, 2>(args, columns, stream);
   if (columns <= 4) return shrink_wide_as<T, 4>(args, columns, stream);
   return shrink_wide_as<T, detail::kMaxColumns>(args, columns, stream);
@@ -92,10 +68,10 @@ int32_t expand_wide(const aril_linear_args& args, void* stream) {
                   detail::few_expand_smem_bytes(args.weights, args.outs_per_block, false), stream,
                   args, blocks);
   }
-  int stages, smem_bytes;
-  ARIL_TRY(wide_expand_smem_bytes(args.weights, stages, smem_bytes));
+  int ring_bytes, smem_bytes;
+  ARIL_TRY(detail::wide_expand_smem(args.weights, ring_bytes, smem_bytes));
   return launch(detail::expand_wide_kernel<T>, grid, detail::kExpandThreads, smem_bytes, stream,
-                args, blocks, stages);
+                args, blocks, ring_bytes);
 }
 
 int32_t f32(const aril_linear_args& args, int parts, void* stream) {
@@ -134,10 +110,10 @@ int32_t embedding(const aril_embedding_args& args, void* stream) {
     const int blocks = ceil_div(args.hidden, args.outs_per_block);
     const dim3 grid(args.max_tiles * blocks);
     if (detail::is_wide(args.num_tokens) && staged) {
-      int stages, smem_bytes;
-      ARIL_TRY(wide_expand_smem_bytes(args.weights, stages, smem_bytes));
+      int ring_bytes, smem_bytes;
+      ARIL_TRY(detail::wide_expand_smem(args.weights, ring_bytes, smem_bytes));
       return launch(detail::embedding_kernel<T, Way::kWide>, grid, detail::kExpandThreads,
-                    smem_bytes, stream, args, blocks, stages);
+                    smem_bytes, stream, args, blocks, ring_bytes);
     }
     const auto kernel = detail::is_wide(args.num_tokens)
                             ? detail::embedding_kernel<T, Way::kWideDeep>

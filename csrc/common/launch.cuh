@@ -56,9 +56,10 @@ template <typename... Params>
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
 }
 
-// What a launch may ask for on this device, beside what the kernels have by themselves.
+constexpr int kStaticBytes = 12 << 10;  // of shared memory that kernels have by themselves
+
+// What a launch may ask for on this device, beside that.
 [[nodiscard]] inline int32_t max_smem_bytes(int& bytes) {
-  constexpr int kStaticBytes = 16 << 10;
   int device;
   ARIL_TRY(cudaGetDevice(&device));
   ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));

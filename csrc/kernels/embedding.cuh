@@ -50,7 +50,8 @@ static_assert(kExpandThreads == kFewThreads);
 
 template <typename T, Way kWay>
 __global__ void __launch_bounds__(kFewThreads, kWay == Way::kWide ? 1 : 2)
-    embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks, int stages) {
+    embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks,
+                     int ring_bytes) {
   extern __shared__ __align__(128) unsigned char shared[];
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / out_blocks);
@@ -59,7 +60,13 @@ __global__ void __launch_bounds__(kFewThreads, kWay == Way::kWide ? 1 : 2)
   if (!outs.begin(tile, module, p.num_tokens)) return;
   const EmbeddingRows<T> rows(p, module);
   if constexpr (kWay == Way::kWide) {
-    wide_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, stages, rows);
+    __shared__ Arrival arrivals_shared[kMaxExpandStages];
+    __shared__ ExpandRow tile_rows[ARIL_WIDE_TILE];
+    if (threadIdx.x < ARIL_WIDE_TILE) {
+      tile_rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);
+    }
+    ExpandArrivals arrivals(arrivals_shared);
+    wide_expand<T>(tile.count, tile_rows, module, outs, shared, ring_bytes, arrivals, rows);
   } else if constexpr (kWay == Way::kWideDeep) {
     deep_expand<T>(tile, module, outs, p, shared, rows);
   } else {

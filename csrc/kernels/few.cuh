@@ -94,12 +94,10 @@ struct Column {
   int slice, first_rank, rank;
   int count;  // of all the slot's columns
 
-  // The slot's column `index`, by a whole warp.
-  __device__ __forceinline__ Column(const aril_linear_args& p, const Tile& tile, int index) {
+  // Column `index` of the modules that the first lanes have, by a whole warp.
+  __device__ __forceinline__ Column(const aril_descriptor& module, int index) {
     static_assert(ARIL_MAX_SLICES <= 8, "three steps");
     const int lane = threadIdx.x % 32;
-    aril_descriptor module = {};
-    if (tile.count > 0 && lane < p.num_slices) module = module_of(p.weights, tile.slot, lane);
     const int tiles = ceil_div(module.rank, ARIL_RANK_TILE);
     int end = tiles;
 #pragma unroll
@@ -153,7 +151,8 @@ __device__ __forceinline__ void few_shrink(const aril_linear_args& p, const FewG
   const int first_column = blockIdx.x % grid.columns * kFewColumns;
   const int group = blockIdx.x / grid.columns % grid.groups;
   const Tile tile(p, blockIdx.x / grid.columns / grid.groups);
-  const Column column(p, tile, first_column + warp / ARIL_LANES_PER_GROUP);
+  const Column column(module_of_lane(p.weights, tile.slot, p.num_slices),
+                      first_column + warp / ARIL_LANES_PER_GROUP);
   if (first_column >= column.count) {
     if (is_first_block()) wait_for_predecessors();
     return;
@@ -426,6 +425,10 @@ __device__ __forceinline__ void few_expand(int count, const MakeRow& make_row,
 }
 
 inline bool is_staged(const aril_weights& weights) { return weights.max_rank <= ARIL_STAGED_RANK; }
+
+__host__ __device__ __forceinline__ int rank_tiles(const aril_weights& weights) {
+  return ceil_div(weights.max_rank, ARIL_RANK_TILE);
+}
 
 __host__ __device__ __forceinline__ int rank_steps(const aril_weights& weights) {
   return ceil_div(weights.max_rank, kRanksPerStep);

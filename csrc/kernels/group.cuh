@@ -5,20 +5,21 @@
 //
 // Up to ARIL_FEW_ROUTES, a block of the first operation sorts them. Beyond, a kernel of its own
 // has a block for each expert, one for the routes without a slot, and one for those that are not
-// here: each goes through all routes, by and large in the order of their tokens' slots, first to
-// count its own and those of the blocks before it, then to write them down. Bound: latency; a
-// route's id is read by every block, from L2.
+// here: each goes through all routes, first to count its own by slot, then to write them down.
+// What the blocks before it have it learns from these, as expand learns sums (few.cuh). Bound:
+// latency; a route's id is read by every block, from L2.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include "../common/pdl.cuh"
+#include "few.cuh"
 #include "tile.cuh"
 
 namespace aril::detail {
 
-constexpr int kGroupThreads = 1024;
+constexpr int kGroupThreads = 512;
 
 // What has no row in matrices of routes.
 constexpr int kNowhere = -1;
@@ -164,135 +165,177 @@ class RouteSort {
   int tiles_[ARIL_FEW_ROUTES];
 };
 
-__global__ void __launch_bounds__(kGroupThreads)
+// Routes, and the tiles of either size that they are.
+struct GroupCounts {
+  int routes, small, wide;
+
+  __device__ __forceinline__ GroupCounts operator+(const GroupCounts& other) const {
+    return {routes + other.routes, small + other.small, wide + other.wide};
+  }
+};
+
+constexpr int kGroupSmemBytes = 16 * kGroupThreads * 2 + ARIL_MAX_SLOTS * 4;
+
+__global__ void __launch_bounds__(kGroupThreads, 1)
     group_kernel(const __grid_constant__ aril_group_args p) {
-  using Scan = cub::BlockScan<int, kGroupThreads>;
-  using Reduce = cub::BlockReduce<int, kGroupThreads>;
+  using Scan = cub::BlockScan<GroupCounts, kGroupThreads>;
+  using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads>;
+  constexpr int kSmallTile = 2 * ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
+  constexpr int kSlotsPerThread = ARIL_MAX_SLOTS / kGroupThreads;
+  constexpr int kAtOnce = 4, kPart = 4 * kAtOnce * kGroupThreads;  // of the routes
+  static_assert(kGroupSmemBytes == kPart * sizeof(uint16_t) + ARIL_MAX_SLOTS * sizeof(int));
   __shared__ union {
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
   } storage;
-  constexpr int kSlots = 8192;
-  __shared__ int begin, is_last, first_tiles[ARIL_MAX_EXPERTS + 2];
-  __shared__ int16_t slots[kSlots];  // of the group's first routes
-  const int mine = blockIdx.x, top_k = p.top_k.top_k;
-  const auto slot_at = [&](int token) {
-    const int slot = p.routing.slots[token];
-    return slot < p.num_slots ? slot : -1;
-  };
-  // A thread has neighbouring tokens, so that the threads' shares stand in the order of slots.
-  const int num_tokens = routed_tokens(p.routing, p.num_tokens);
-  const int share = ceil_div(num_tokens, kGroupThreads);
-  const int first = min(static_cast<int>(threadIdx.x) * share, num_tokens);
-  const int last = min(first + share, num_tokens);
-  const auto for_routes = [&](auto f) {
-    constexpr int kAtOnce = 4;
-    for (int i = first; i < last; i += kAtOnce) {
-      int tokens[kAtOnce], token_slots[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) tokens[j] = p.routing.tokens[min(i + j, last - 1)];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) token_slots[j] = slot_at(tokens[j]);
-      for (int k = 0; k < top_k; ++k) {
-        int groups[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          groups[j] = group_of(p.top_k, p.num_tokens, tokens[j] * top_k + k, token_slots[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (i + j < last) f(tokens[j] * top_k + k, token_slots[j], groups[j]);
-        }
-      }
-    }
-  };
+  __shared__ uint32_t tag;
+  __shared__ GroupCounts of_others;
+  __shared__ int num_listed;
+  // What may be the group's in a part of the routes, and the routes of each slot, then where its
+  // next one goes. What has no slot is all in the first.
+  extern __shared__ __align__(16) unsigned char group_shared[];
+  uint16_t* const listed = reinterpret_cast<uint16_t*>(group_shared);
+  int* const of_slots = reinterpret_cast<int*>(listed + kPart);
+  const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
+  const bool has_slots = mine < num_experts;
+  if (threadIdx.x == 0) tag = enter(p.groups.exchange);
+  for (int slot = threadIdx.x; slot < ARIL_MAX_SLOTS; slot += kGroupThreads) of_slots[slot] = 0;
   wait_for_predecessors();
 
-  int own = 0, of_others = 0;  // routes of this group, of those before it
-  for_routes([&](int, int, int group) {
-    own += group == mine;
-    of_others += group != kNowhere && group < mine;
+  const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
+  const bool vectors = reinterpret_cast<uintptr_t>(p.top_k.ids) % 16 == 0;
+  const auto slot_of = [&](int route) { return p.routing.slots[route / top_k]; };
+  const auto list = [&](int i) { listed[atomicAdd(&num_listed, 1)] = i; };
+  const auto list_part = [&](int first) {
+    __syncthreads();
+    if (threadIdx.x == 0) num_listed = 0;
+    __syncthreads();
+    if (mine == num_experts) {
+#pragma unroll 4
+      for (int i = threadIdx.x; i < min(num_routes - first, kPart); i += kGroupThreads) {
+        if (slot_of(first + i) < 0) list(i);
+      }
+    } else {
+      // Four neighbours a thread.
+      int4 ids[kAtOnce];
+      const auto route_of = [&](int j) {
+        return first + 4 * (j * kGroupThreads + static_cast<int>(threadIdx.x));
+      };
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int left = num_routes - route_of(j);
+        const int32_t* const from = p.top_k.ids + route_of(j);
+        if (vectors && left >= 4) {
+          ids[j] = *reinterpret_cast<const int4*>(from);
+        } else {
+          ids[j] = make_int4(left > 0 ? from[0] : 0, left > 1 ? from[1] : 0, left > 2 ? from[2] : 0,
+                             left > 3 ? from[3] : 0);
+        }
+      }
+      unsigned candidates = 0;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const auto may_be = [&](int id) -> unsigned {
+          return has_slots ? id == mine : static_cast<unsigned>(id) >= num_experts;
+        };
+        const unsigned there = (1u << max(0, min(num_routes - route_of(j), 4))) - 1;
+        candidates |= ((may_be(ids[j].x) | may_be(ids[j].y) << 1 | may_be(ids[j].z) << 2 |
+                        may_be(ids[j].w) << 3) &
+                       there)
+                      << 4 * j;
+      }
+      for (; candidates != 0; candidates &= candidates - 1) {
+        const int bit = __ffs(candidates) - 1;
+        list(route_of(bit / 4) + bit % 4 - first);
+      }
+    }
+    __syncthreads();
+  };
+  const auto for_own_routes = [&](bool is_listed, auto f) {
+#pragma unroll 1
+    for (int first = 0; first < num_routes; first += kPart) {
+      if (!is_listed) list_part(first);
+      for (int i = threadIdx.x; i < num_listed; i += kGroupThreads) {
+        const int route = first + listed[i], slot = slot_of(route);
+        if (group_of(p.top_k, p.num_tokens, route, slot) == mine) f(route, has_slots ? slot : 0);
+      }
+    }
+    __syncthreads();
+  };
+  for_own_routes(false, [&](int, int slot) { atomicAdd(&of_slots[slot], 1); });
+
+  const int first_slot = threadIdx.x * kSlotsPerThread;
+  const auto counts_of = [&](int slot) {
+    const int routes = of_slots[slot];
+    return GroupCounts{routes, ceil_div(routes, kSmallTile), ceil_div(routes, kWideTile)};
+  };
+  const auto plus = [](const GroupCounts& a, const GroupCounts& b) { return a + b; };
+  GroupCounts own = {0, 0, 0}, before, all;
+#pragma unroll 1
+  for (int i = 0; i < kSlotsPerThread; ++i) own = own + counts_of(first_slot + i);
+  Scan(storage.scan).ExclusiveScan(own, before, GroupCounts{0, 0, 0}, plus, all);
+
+  // Each group says what it has, and counts what the groups before it have, whose blocks have begun.
+  uint64_t* const exchange = tagged_planes(p.groups.exchange);
+  if (threadIdx.x == 0) {
+    store_tagged2(exchange + 4 * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
+    store_tagged(exchange + 4 * mine + 2, __int_as_float(all.wide), tag);
+  }
+  GroupCounts others = {0, 0, 0};
+  for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
+    TaggedSums first, second;
+    do {
+      first = load_tagged(exchange + 4 * other);
+      second = load_tagged(exchange + 4 * other + 2);
+    } while (first.tag0 != tag || first.tag1 != tag || second.tag0 != tag);
+    others = others + GroupCounts{__float_as_int(first.sum0), __float_as_int(first.sum1),
+                                  __float_as_int(second.sum0)};
+  }
+  __syncthreads();
+  others = Reduce(storage.reduce).Reduce(others, plus);
+  if (threadIdx.x == 0) {
+    of_others = others;
+    const auto leave = [&](int i, const GroupCounts& counts) {
+      p.groups.num_tiles[i] = counts.small;
+      p.groups.num_wide_tiles[i] = counts.wide;
+    };
+    if (mine == num_experts) leave(0, others);
+    if (mine == num_experts + 1) leave(1, others + all);
+  }
+  __syncthreads();
+  others = of_others;
+
+  // `sharers` threads, of which this is number `number`, put the tiles of a slot.
+  const auto put_tiles = [&](const GroupCounts& counts, const GroupCounts& before, int slot,
+                             int number, int sharers) {
+    const auto put = [&](aril_route_tile* tiles, int num_tiles, int size) {
+#pragma unroll 1
+      for (int i = number; i < num_tiles; i += sharers) {
+        tiles[i] = {slot, mine, others.routes + before.routes + i * size,
+                    min(counts.routes - i * size, size)};
+      }
+    };
+    put(p.groups.tiles + others.small + before.small, counts.small, kSmallTile);
+    put(p.groups.wide_tiles + others.wide + before.wide, counts.wide, kWideTile);
+  };
+  if (has_slots) {
+#pragma unroll 1
+    for (int slot = first_slot; slot < first_slot + kSlotsPerThread; ++slot) {
+      const GroupCounts counts = counts_of(slot);
+      if (counts.routes == 0) continue;
+      put_tiles(counts, before, slot, 0, 1);
+      of_slots[slot] = before.routes;
+      before = before + counts;
+    }
+  } else {
+    put_tiles(all, {0, 0, 0}, -1, threadIdx.x, kGroupThreads);
+    if (threadIdx.x == 0) of_slots[0] = 0;
+  }
+  __syncthreads();
+  for_own_routes(num_routes <= kPart, [&](int route, int slot) {
+    p.groups.routes[others.routes + atomicAdd(&of_slots[slot], 1)] =
+        entry_of(p.top_k, p.routing, p.num_tokens, route);
   });
-  int before, count;
-  Scan(storage.scan).ExclusiveSum(own, before, count);
-  __syncthreads();
-  of_others = Reduce(storage.reduce).Sum(of_others);
-  if (threadIdx.x == 0) {
-    begin = of_others;
-    p.groups.begins[mine] = of_others;
-  }
-  __syncthreads();
-  aril_route_entry* const routes = p.groups.routes + begin;
-  if (own > 0) {
-    for_routes([&](int route, int slot, int group) {
-      if (group != mine) return;
-      if (before < kSlots) slots[before] = slot;
-      routes[before++] = entry_of(p.top_k, p.routing, p.num_tokens, route);
-    });
-  }
-  __syncthreads();
-
-  // A tile begins where the slot changes, and every so many routes.
-  const auto slot_of_own = [&](int i) -> int {
-    if (mine >= p.top_k.num_experts) return -1;
-    return i < kSlots ? slots[i] : slot_at(routes[i].route / top_k);
-  };
-  const auto begins = [&](int i) {
-    return i % (2 * ARIL_ROUTES_PER_TILE) == 0 || slot_of_own(i) != slot_of_own(i - 1);
-  };
-  int tiles = 0;
-  for (int first = 0; first < count; first += kGroupThreads) {
-    const int i = first + threadIdx.x;
-    const bool is_first = i < count && begins(i);
-    int before, total;
-    __syncthreads();
-    Scan(storage.scan).ExclusiveSum(is_first ? 1 : 0, before, total);
-    if (is_first) {
-      int end = i + 1;
-      while (end < count && !begins(end)) ++end;
-      p.groups.scratch[begin + tiles + before] = {slot_of_own(i), mine, begin + i, end - i};
-    }
-    tiles += total;
-  }
-  if (threadIdx.x == 0) p.groups.counts[mine] = tiles;
-
-  // The last block puts all tiles one after the other.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    is_last = atomicAdd(p.groups.arrived, 1) == static_cast<int>(gridDim.x) - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!is_last) return;
-  int all = 0;
-  for (int first = 0; first < static_cast<int>(gridDim.x); first += kGroupThreads) {
-    const int group = first + threadIdx.x;
-    const bool live = group < static_cast<int>(gridDim.x);
-    const int tiles = live ? __ldcg(p.groups.counts + group) : 0;
-    int before, total;
-    __syncthreads();
-    Scan(storage.scan).ExclusiveSum(tiles, before, total);
-    if (live) first_tiles[group] = all + before;
-    all += total;
-  }
-  __syncthreads();
-  // Each tile's group is found among their first tiles.
-  for (int i = threadIdx.x; i < all; i += kGroupThreads) {
-    int group = 0;
-    for (int step = 1 << 10; step > 0; step /= 2) {
-      const int next = group + step;
-      if (next < static_cast<int>(gridDim.x) && first_tiles[next] <= i) group = next;
-    }
-    const int from = __ldcg(p.groups.begins + group) + i - first_tiles[group];
-    reinterpret_cast<int4*>(p.groups.tiles)[i] =
-        __ldcg(reinterpret_cast<const int4*>(p.groups.scratch) + from);
-  }
-  if (threadIdx.x == 0) {
-    p.groups.num_tiles[0] = first_tiles[p.top_k.num_experts];
-    p.groups.num_tiles[1] = all;
-    *p.groups.arrived = 0;
-  }
 }
 
 }  // namespace aril::detail

@@ -71,6 +71,13 @@ __device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights
   return module;
 }
 
+// A slot's module of the slice that is a lane's number.
+__device__ __forceinline__ aril_descriptor module_of_lane(const aril_weights& weights, int slot,
+                                                          int num_slices) {
+  const int lane = threadIdx.x % 32;
+  return module_of(weights, lane < num_slices ? slot : -1, lane);
+}
+
 // The first block of a grid. It waits for its predecessors even if it has nothing to do, so that a
 // kernel never ends before them; others leave.
 __device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0; }
@@ -85,10 +92,10 @@ constexpr int kLanesPerSpan = ARIL_LANES_PER_GROUP * ARIL_GROUPS_PER_SPAN;
 struct Lanes {
   int begin, end;  // the lanes that a split sums up
 
-  __device__ __forceinline__ Lanes(const aril_linear_args& p, int split) {
-    const int num_lanes = ceil_div(p.in_features, ARIL_LANE_FEATURES);
-    begin = p.lanes_per_split < num_lanes ? split * p.lanes_per_split : 0;
-    end = p.lanes_per_split < num_lanes ? min(begin + p.lanes_per_split, num_lanes) : num_lanes;
+  __device__ __forceinline__ Lanes(int in_features, int lanes_per_split, int split) {
+    const int num_lanes = ceil_div(in_features, ARIL_LANE_FEATURES);
+    begin = lanes_per_split < num_lanes ? split * lanes_per_split : 0;
+    end = lanes_per_split < num_lanes ? min(begin + lanes_per_split, num_lanes) : num_lanes;
   }
 };
 
@@ -209,11 +216,16 @@ __device__ __forceinline__ float4 operator*(const float4& a, float factor) {
 // A token's v: shrink's planes, summed up in their order.
 class PlaneSums {
  public:
+  __device__ __forceinline__ PlaneSums(const float* planes, const Planes& strides, int splits,
+                                       bool groups_apart, int slice)
+      : planes_(strides),
+        splits_(splits),
+        groups_apart_(groups_apart),
+        first_plane_(planes + slice * planes_.slice_stride) {}
+
   __device__ __forceinline__ PlaneSums(const aril_linear_args& p, int slice)
-      : planes_(p),
-        splits_(num_splits(p)),
-        groups_apart_(p.lanes_per_split == ARIL_LANES_PER_GROUP),
-        first_plane_(p.planes + slice * planes_.slice_stride) {}
+      : PlaneSums(p.planes, Planes(p), num_splits(p), p.lanes_per_split == ARIL_LANES_PER_GROUP,
+                  slice) {}
 
   __device__ __forceinline__ bool lacks(int) const { return false; }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../common/async.cuh"
+#include "../common/launch.cuh"
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
 #include "../common/vec.cuh"
@@ -20,7 +21,7 @@
 
 namespace aril::detail {
 
-constexpr int kGroupThreads = 128;  // of a warpgroup, which has a tile of tokens
+constexpr int kWarpgroupThreads = 128;  // of a warpgroup, which has a tile of tokens
 constexpr int kStageFeatures = 64;  // a chain
 constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;
 constexpr int kColumnBytes = ARIL_RANK_TILE * kStageFeatures * 2;
@@ -95,30 +96,38 @@ struct Sums {
   }
 };
 
-// Grid (tiles x blocks of columns, splits); a warpgroup for every kColumns of these.
-template <typename T, int kColumns>
-__global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGroupThreads
-                                                          : kGroupThreads,
-                                  kColumns == kMaxColumns ? 1 : 4)
-    shrink_wide_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
+template <int kColumns>
+constexpr int shrink_threads = kColumns == kMaxColumns ? kMaxWarpgroups* kWarpgroupThreads
+                                                       : kWarpgroupThreads;
+template <int kColumns>
+constexpr int shrink_blocks = kColumns == kMaxColumns ? 1 : 4;
+
+// A row that a block of shrink works on; both are -1 where there is nothing to do.
+struct ShrinkRow {
+  int x, v;
+};
+
+// What a block of shrink works on: some columns of the modules that the first lanes of its warps
+// have, a warpgroup for every kColumns of them. make_row(t) gives its rows, `plane` is where it
+// leaves the sums of its lanes.
+template <typename T, int kColumns, typename MakeRow>
+__device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in_features,
+                                            const aril_descriptor& module, int first_column,
+                                            const Lanes& lanes, const MakeRow& make_row,
+                                            float* plane, const Planes& planes,
+                                            unsigned char* shared) {
   constexpr int kStagesPerLane = ARIL_LANE_FEATURES / kStageFeatures;
   constexpr int kStagesPerGroup = kStagesPerLane * ARIL_LANES_PER_GROUP;
-  extern __shared__ __align__(1024) unsigned char stages_shared[];
-  unsigned char* const shared = stages_shared;
   constexpr int kMostColumns = kColumns * kMaxWarpgroups;
   __shared__ const char* pieces[kMostColumns];  // in the first lane of features
   __shared__ int lane_bytes[kMostColumns];      // to the next
   __shared__ int2 sums_at[kMostColumns];        // in a plane; ranks that are left there
-  let_dependents_begin();
-  const Tile tile(p, blockIdx.x / column_blocks);
-  const int warpgroup = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4,
+  const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4,
             lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int threads = blockDim.x, columns = threads / kGroupThreads * kColumns;
-  const int first_column = blockIdx.x % column_blocks * columns;
-  const Planes planes(p);
+  const int threads = blockDim.x, columns = threads / kWarpgroupThreads * kColumns;
   int count, i = threadIdx.x / 32;
   do {
-    const Column column(p, tile, first_column + i);
+    const Column column(module, first_column + i);
     if (lane == 0 && i < columns) {
       pieces[i] = column.a;
       lane_bytes[i] = column.lane_bytes;
@@ -133,13 +142,12 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const Lanes lanes(p, blockIdx.y);
   const int stages = (lanes.end - lanes.begin) * kStagesPerLane;
   const int stage_bytes = kInputBytes + columns * kColumnBytes;
 
   // A: a thread's 16 bytes of some of the columns. Stages are fetched in their order.
   constexpr int kColumnVecs = kColumnBytes / 16;
-  constexpr int kCopied = kColumns * kColumnVecs / kGroupThreads;
+  constexpr int kCopied = kColumns * kColumnVecs / kWarpgroupThreads;
   const int copied = threadIdx.x / kColumnVecs, copied_stride = threads / kColumnVecs;
   const char* weights[kCopied];
 #pragma unroll
@@ -161,27 +169,27 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
     }
   };
   constexpr int kRowVecs = kStageFeatures / Vec<T>::kSize;
-  constexpr int kMostRows = ARIL_WIDE_TILE / (kGroupThreads / kRowVecs);
+  constexpr int kMostRows = ARIL_WIDE_TILE / (kWarpgroupThreads / kRowVecs);
   const int vec = threadIdx.x % kRowVecs, first_row = threadIdx.x / kRowVecs;
   const int rows_at_once = threads / kRowVecs;
   const int first_k = lanes.begin * ARIL_LANE_FEATURES + vec * Vec<T>::kSize;
   const T* rows[kMostRows];
-  const bool aligned = is_aligned(static_cast<const T*>(p.x), p.x_stride);
+  const bool aligned = is_aligned(x, x_stride);
 #pragma unroll
   for (int i = 0; i < kMostRows; ++i) {
     const int row = first_row + i * rows_at_once;
-    const int token = row < ARIL_WIDE_TILE ? tile.token(row, p.num_tokens) : -1;
-    rows[i] = token < 0 ? nullptr : static_cast<const T*>(p.x) + token * p.x_stride + first_k;
+    const int x_row = row < ARIL_WIDE_TILE ? make_row(row).x : -1;
+    rows[i] = x_row < 0 ? nullptr : x + x_row * x_stride + first_k;
   }
   const auto fetch_input = [&](int stage) {
     // Rows that a thread copies are a multiple of 8 apart.
-    unsigned char* x =
+    unsigned char* to =
         shared + stage % kStages * stage_bytes + first_row * 128 + (vec ^ (first_row % 8)) * 16;
 #pragma unroll
     for (int i = 0; i < kMostRows; ++i) {
       if (rows[i] == nullptr) continue;
-      copy_input(x + i * rows_at_once * 128, rows[i], stage * kStageFeatures,
-                 p.in_features - first_k, aligned);
+      copy_input(to + i * rows_at_once * 128, rows[i], stage * kStageFeatures,
+                 in_features - first_k, aligned);
     }
   };
 #pragma unroll 1
@@ -196,17 +204,15 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
   }
 
   const int row = warp * 16 + g;
-  const int upper_token = tile.token(row, p.num_tokens);
-  const int lower_token = tile.token(row + 8, p.num_tokens);
-  float* plane = p.planes + blockIdx.y * planes.plane_stride;
+  const int upper_row = make_row(row).v, lower_row = make_row(row + 8).v;
   Sums<kColumns> chain, lane_sums, group_sums;
   for (int stage = 0; stage < stages; ++stage) {
     wait_for_copies<kStages - 2>();
     publish_shared();
     __syncthreads();
-    const unsigned char* x = shared + stage % kStages * stage_bytes;
-    const unsigned char* a = x + kInputBytes + warpgroup * kColumns * kColumnBytes;
-    multiply_chain<T, kColumns>(chain.all, x, a);
+    const unsigned char* inputs = shared + stage % kStages * stage_bytes;
+    const unsigned char* a = inputs + kInputBytes + warpgroup * kColumns * kColumnBytes;
+    multiply_chain<T, kColumns>(chain.all, inputs, a);
     if (stage + kStages - 1 < stages) {
       fetch_weights(stage + kStages - 1);
       fetch_input(stage + kStages - 1);
@@ -227,10 +233,10 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
       const int ranks = sums_at[i].y - 2 * q;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int token = half == 0 ? upper_token : lower_token;
-        if (token < 0) continue;
+        const int v_row = half == 0 ? upper_row : lower_row;
+        if (v_row < 0) continue;
         float2* v =
-            reinterpret_cast<float2*>(plane + token * planes.token_stride + sums_at[i].x) + q;
+            reinterpret_cast<float2*>(plane + v_row * planes.token_stride + sums_at[i].x) + q;
         float2 sum = make_float2(ranks > 0 ? group_sums.all[c][2 * half] : 0.0f,
                                  ranks > 1 ? group_sums.all[c][2 * half + 1] : 0.0f);
         if (add) sum = *v + sum;
@@ -241,17 +247,56 @@ __global__ void __launch_bounds__(kColumns == kMaxColumns ? kMaxWarpgroups * kGr
   }
 }
 
+// Of blocks of shrink for `columns`: a warpgroup for every kColumns, as far as shared memory goes.
+template <int kColumns>
+int32_t wide_shrink_blocks(int columns, int& warpgroups, int& smem_bytes) {
+  int max_bytes;
+  ARIL_TRY(max_smem_bytes(max_bytes));
+  const auto bytes = [](int warpgroups) {
+    return kStages * (kInputBytes + warpgroups * kColumns * kColumnBytes);
+  };
+  warpgroups = 1;
+  while (kColumns == kMaxColumns && warpgroups < kMaxWarpgroups &&
+         warpgroups * kColumns < columns && bytes(warpgroups + 1) <= max_bytes) {
+    ++warpgroups;
+  }
+  smem_bytes = bytes(warpgroups);
+  return 0;
+}
+
+// Grid (tiles x blocks of columns, splits).
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColumns>)
+    shrink_wide_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  let_dependents_begin();
+  const Tile tile(p, blockIdx.x / column_blocks);
+  const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
+  const auto make_row = [&](int t) {
+    const int token = tile.token(t, p.num_tokens);
+    return ShrinkRow{token, token};
+  };
+  const Planes planes(p);
+  wide_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features,
+                           module_of_lane(p.weights, tile.slot, p.num_slices),
+                           blockIdx.x % column_blocks * columns,
+                           Lanes(p.in_features, p.lanes_per_split, blockIdx.y), make_row,
+                           p.planes + blockIdx.y * planes.plane_stride, planes, stages_shared);
+}
+
 constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;        // of a stage of expand
 constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;  // two rows touch every bank once
-constexpr int kChunkBytes = ARIL_WIDE_TILE * kChunkRowBytes;
 constexpr int kTermBytes = ARIL_WIDE_TILE * kRanksPerStep * 2;  // of v in a step
-constexpr int kMaxExpandStages = 2;
+constexpr int kMaxExpandStages = 4;
 #if __CUDA_ARCH__ >= 900
 constexpr bool kBulk = true;
 #else
 constexpr bool kBulk = false;
 #endif
-constexpr int kExpandThreads = 2 * kGroupThreads;  // a warpgroup for each half of a chunk
+constexpr int kExpandThreads = 2 * kWarpgroupThreads;  // a warpgroup for each half of a chunk
+// Blocks of a multiprocessor, as far as registers go: f16 has B's terms to hold, too.
+template <typename T>
+constexpr int kWideExpandBlocks = std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
 
 // deltas = B v of 64 tokens and 64 outputs.
 template <typename T>
@@ -285,6 +330,7 @@ __device__ __forceinline__ void multiply_outs(float (&deltas)[8][4], const unsig
   }
 #endif
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     uint4 terms[kTerms];
 #pragma unroll
@@ -319,14 +365,48 @@ __device__ __forceinline__ void move_outs(T* to, const T* from, int count, bool 
   }
 }
 
-// As few_expand, for tiles of 64 tokens: y goes through shared memory, in chunks of 128 outputs.
+// Of blocks of expand: v's operands, and the stages, of which there is one of 64 rows where two do
+// not fit. The last product of an odd number of rank tiles has an operand that ends one tile
+// further.
+inline int32_t wide_expand_smem(const aril_weights& weights, int& ring_bytes, int& smem_bytes) {
+  int max_bytes;
+  ARIL_TRY(max_smem_bytes(max_bytes));
+  const int v = rank_steps(weights) * kTerms * kTermBytes;
+  const int stage = ARIL_WIDE_TILE * kChunkRowBytes + kChunkOuts * rank_tiles(weights) * 16;
+  ring_bytes = v + 2 * stage <= max_bytes ? 2 * stage : stage;
+  smem_bytes = v + ring_bytes + rank_tiles(weights) % 2 * ARIL_OUT_TILE * 16;
+  return 0;
+}
+
+// Where the stages of a block of expand arrive.
+class ExpandArrivals {
+ public:
+  // By all threads, before anything else.
+  __device__ __forceinline__ explicit ExpandArrivals(Arrival* arrivals) : arrivals_(arrivals) {
+    if (threadIdx.x < kMaxExpandStages) arrivals[threadIdx.x].init(ARIL_WIDE_TILE + 1);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ Arrival& operator[](int stage) const { return arrivals_[stage]; }
+
+  __device__ __forceinline__ void wait(int stage) {
+    arrivals_[stage].wait(phases_ >> stage & 1);
+    phases_ ^= 1u << stage;
+  }
+
+ private:
+  Arrival* arrivals_;
+  uint32_t phases_ = 0;
+};
+
+// As few_expand, for tiles of 64 rows, of which those from `count` on are -1: y goes through shared memory, in chunks of 128 outputs, as
+// many of which are on their way as fit in `ring_bytes`.
 template <typename T, typename V>
-__device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descriptor& module,
-                                            const float* scales, const BlockOuts<T>& outs,
-                                            int num_tokens, unsigned char* shared, int stages,
-                                            const V& v) {
-  __shared__ Arrival arrivals[kMaxExpandStages];
-  const int warpgroup = threadIdx.x / kGroupThreads, warp = threadIdx.x / 32 % 4;
+__device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[ARIL_WIDE_TILE],
+                                            const aril_descriptor& module, const BlockOuts<T>& outs,
+                                            unsigned char* shared, int ring_bytes,
+                                            ExpandArrivals& arrivals, const V& v) {
+  const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
@@ -334,20 +414,21 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
   const int chunks = ceil_div(outs.count, kChunkOuts);
   // v's cores, [steps][terms][2][8]; then the stages: y, B.
   unsigned char* const ring = shared + steps * kTerms * kTermBytes;
-  const int stage_bytes = kChunkBytes + 2 * out_tile_bytes;
+  const int outs_bytes = ceil_div(count, 16) * 16 * kChunkRowBytes;  // a warp has 16 rows
+  const int stage_bytes = outs_bytes + 2 * out_tile_bytes;
+  const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
   const char* b =
       static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
   // The first 64 threads have a row each, the next one B.
-  const int token = tile.token(threadIdx.x, num_tokens);
+  const ExpandRow own = threadIdx.x < ARIL_WIDE_TILE ? rows[threadIdx.x] : ExpandRow{-1, -1, 0.0f};
   const bool whole = is_aligned(outs.y, outs.y_stride) && outs.num_outs % Vec<T>::kSize == 0;
-  T* row = token < 0 ? nullptr : outs.y + token * outs.y_stride + outs.first;
-  if (threadIdx.x < stages) arrivals[threadIdx.x].init(ARIL_WIDE_TILE + 1);
-  __syncthreads();
+  T* row = own.y < 0 ? nullptr : outs.y + own.y * outs.y_stride + outs.first;
+  const auto stage_of = [&](int chunk) { return ring + chunk % stages * stage_bytes; };
   const auto outs_of = [&](int chunk) { return min(outs.count - chunk * kChunkOuts, kChunkOuts); };
   const auto fetch_weights = [&](int chunk) {
     if (chunk >= chunks) return;
     const int bytes = ceil_div(outs_of(chunk), ARIL_OUT_TILE) * out_tile_bytes;
-    unsigned char* to = ring + chunk % stages * stage_bytes + kChunkBytes;
+    unsigned char* to = stage_of(chunk) + outs_bytes;
     const char* from = b + int64_t{chunk} * 2 * out_tile_bytes;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == ARIL_WIDE_TILE) {
@@ -363,8 +444,7 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
   };
   const auto fetch_outs = [&](int chunk) {
     if (threadIdx.x >= ARIL_WIDE_TILE || chunk >= chunks) return;
-    T* to =
-        reinterpret_cast<T*>(ring + chunk % stages * stage_bytes + threadIdx.x * kChunkRowBytes);
+    T* to = reinterpret_cast<T*>(stage_of(chunk) + threadIdx.x * kChunkRowBytes);
     const bool reads = row != nullptr && !outs.overwrites;
     const bool bulk = kBulk && whole && reads;
     if (!bulk && reads) {
@@ -376,8 +456,7 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
   };
   const auto store_outs = [&](int chunk) {
     if (threadIdx.x >= ARIL_WIDE_TILE || row == nullptr) return;
-    const T* from =
-        reinterpret_cast<T*>(ring + chunk % stages * stage_bytes + threadIdx.x * kChunkRowBytes);
+    const T* from = reinterpret_cast<T*>(stage_of(chunk) + threadIdx.x * kChunkRowBytes);
     if (kBulk && whole) {
       copy_back(row + chunk * kChunkOuts, from, outs_of(chunk) * 2);
     } else {
@@ -386,21 +465,18 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
   };
   for (int i = 0; i < stages - 1; ++i) fetch_weights(i);
   wait_for_predecessors();
-  if (row != nullptr && v.lacks(token)) row = nullptr;
+  if (row != nullptr && v.lacks(own.v)) row = nullptr;
   for (int i = 0; i < stages - 1; ++i) fetch_outs(i);
 
   // A thread brings together four ranks of a token.
   constexpr int kQuads = kRanksPerStep / 4;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < tile.count * steps * kQuads; i += kExpandThreads) {
+  for (int i = threadIdx.x; i < count * steps * kQuads; i += kExpandThreads) {
     const int quad = i % kQuads * 4, t = i / kQuads / steps, step = i / kQuads - t * steps;
-    const int r = step * kRanksPerStep + quad, token = tile.token(t, num_tokens);
+    const int r = step * kRanksPerStep + quad;
+    const ExpandRow row = rows[t];
     float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (token >= 0 && r < rank_tiles * ARIL_RANK_TILE) {
-      const float factor = module.scaling * scales[token];
-      sums = v.load4(token, r);
-      sums = make_float4(sums.x * factor, sums.y * factor, sums.z * factor, sums.w * factor);
-    }
+    if (row.v >= 0 && r < rank_tiles * ARIL_RANK_TILE) sums = v.load4(row.v, r) * row.factor;
     uint2* const words = reinterpret_cast<uint2*>(shared + step * kTerms * kTermBytes +
                                                   quad / 8 * 1024 + t * 16 + quad % 8 * 2);
     uint2 high, low;
@@ -413,19 +489,19 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
   __syncthreads();
 
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    unsigned char* const stage = ring + chunk % stages * stage_bytes;
+    unsigned char* const stage = stage_of(chunk);
     wait_for_reads_of_copies_back();
     fetch_weights(chunk + stages - 1);
     fetch_outs(chunk + stages - 1);
-    arrivals[chunk % stages].wait(chunk / stages % 2);
+    arrivals.wait(chunk % stages);
 #if __CUDA_ARCH__ < 900
     wait_for_copies<0>();
     __syncthreads();
 #endif
     float deltas[8][4];
-    multiply_outs<T>(deltas, shared, stage + kChunkBytes + warpgroup * out_tile_bytes, rank_tiles);
+    multiply_outs<T>(deltas, shared, stage + outs_bytes + warpgroup * out_tile_bytes, rank_tiles);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 2 && warp * 16 < count; ++half) {
       unsigned char* const outs_at = stage + (warp * 16 + g + half * 8) * kChunkRowBytes +
                                      warpgroup * ARIL_OUT_TILE * 2 + q * 16;
 #pragma unroll
@@ -450,17 +526,21 @@ __device__ __forceinline__ void wide_expand(const Tile& tile, const aril_descrip
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kExpandThreads, std::is_same_v<T, __nv_bfloat16> ? 3 : 2)
-    expand_wide_kernel(const __grid_constant__ aril_linear_args p, int out_blocks, int stages) {
+__global__ void __launch_bounds__(kExpandThreads, kWideExpandBlocks<T>)
+    expand_wide_kernel(const __grid_constant__ aril_linear_args p, int out_blocks,
+                       int ring_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
-  unsigned char* const shared = stages_shared;
+  __shared__ Arrival arrivals_shared[kMaxExpandStages];
+  __shared__ ExpandRow rows[ARIL_WIDE_TILE];
   let_dependents_begin();
   const Tile tile(p, blockIdx.x / out_blocks);
   int slice;
   const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
-  wide_expand<T>(tile, module, p.routing.scales, outs, p.num_tokens, shared, stages,
+  if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);
+  ExpandArrivals arrivals(arrivals_shared);
+  wide_expand<T>(tile.count, rows, module, outs, stages_shared, ring_bytes, arrivals,
                  PlaneSums(p, slice));
 }
 

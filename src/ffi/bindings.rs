@@ -414,14 +414,13 @@ pub struct aril_groups {
     pub routes: *mut aril_route_entry,
     pub tiles: *mut aril_route_tile,
     pub num_tiles: *mut i32,
-    pub scratch: *mut aril_route_tile,
-    pub counts: *mut i32,
-    pub begins: *mut i32,
-    pub arrived: *mut i32,
+    pub wide_tiles: *mut aril_route_tile,
+    pub num_wide_tiles: *mut i32,
+    pub exchange: *mut ::core::ffi::c_void,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_groups"][::core::mem::size_of::<aril_groups>() - 56usize];
+    ["Size of aril_groups"][::core::mem::size_of::<aril_groups>() - 48usize];
     ["Alignment of aril_groups"][::core::mem::align_of::<aril_groups>() - 8usize];
     [
         "Offset of field: aril_groups::routes",
@@ -433,39 +432,32 @@ const _: () = {
         "Offset of field: aril_groups::num_tiles",
     ][::core::mem::offset_of!(aril_groups, num_tiles) - 16usize];
     [
-        "Offset of field: aril_groups::scratch",
-    ][::core::mem::offset_of!(aril_groups, scratch) - 24usize];
+        "Offset of field: aril_groups::wide_tiles",
+    ][::core::mem::offset_of!(aril_groups, wide_tiles) - 24usize];
     [
-        "Offset of field: aril_groups::counts",
-    ][::core::mem::offset_of!(aril_groups, counts) - 32usize];
+        "Offset of field: aril_groups::num_wide_tiles",
+    ][::core::mem::offset_of!(aril_groups, num_wide_tiles) - 32usize];
     [
-        "Offset of field: aril_groups::begins",
-    ][::core::mem::offset_of!(aril_groups, begins) - 40usize];
-    [
-        "Offset of field: aril_groups::arrived",
-    ][::core::mem::offset_of!(aril_groups, arrived) - 48usize];
+        "Offset of field: aril_groups::exchange",
+    ][::core::mem::offset_of!(aril_groups, exchange) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_group_args {
     pub num_tokens: i32,
-    pub num_slots: i32,
     pub top_k: aril_top_k,
     pub routing: aril_routing,
     pub groups: aril_groups,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 168usize];
+    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 160usize];
     [
         "Alignment of aril_group_args",
     ][::core::mem::align_of::<aril_group_args>() - 8usize];
     [
         "Offset of field: aril_group_args::num_tokens",
     ][::core::mem::offset_of!(aril_group_args, num_tokens) - 0usize];
-    [
-        "Offset of field: aril_group_args::num_slots",
-    ][::core::mem::offset_of!(aril_group_args, num_slots) - 4usize];
     [
         "Offset of field: aril_group_args::top_k",
     ][::core::mem::offset_of!(aril_group_args, top_k) - 8usize];
@@ -498,6 +490,7 @@ pub struct aril_experts_args {
     pub y: *mut ::core::ffi::c_void,
     pub y_stride: i64,
     pub exchange: *mut ::core::ffi::c_void,
+    pub planes: *mut f32,
     pub weights: aril_weights,
     pub routing: aril_routing,
     pub top_k: aril_top_k,
@@ -569,17 +562,20 @@ const _: () = {
         "Offset of field: aril_experts_args::exchange",
     ][::core::mem::offset_of!(aril_experts_args, exchange) - 88usize];
     [
+        "Offset of field: aril_experts_args::planes",
+    ][::core::mem::offset_of!(aril_experts_args, planes) - 96usize];
+    [
         "Offset of field: aril_experts_args::weights",
-    ][::core::mem::offset_of!(aril_experts_args, weights) - 96usize];
+    ][::core::mem::offset_of!(aril_experts_args, weights) - 104usize];
     [
         "Offset of field: aril_experts_args::routing",
-    ][::core::mem::offset_of!(aril_experts_args, routing) - 120usize];
+    ][::core::mem::offset_of!(aril_experts_args, routing) - 128usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 192usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 200usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 224usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 232usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

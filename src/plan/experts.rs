@@ -1,7 +1,8 @@
 use std::fmt;
 
 use super::{
-    Capacity, EXCHANGE_HEADER, LANE_FEATURES, LANES_PER_GROUP, MULTIPROCESSORS, PlanError, RANK_TILE, WorkspaceBytes,
+    Capacity, EXCHANGE_HEADER, LANE_FEATURES, LANES_PER_GROUP, MULTIPROCESSORS, PlanError, RANK_TILE, STAGED_RANK,
+    WIDE_TILE, WorkspaceBytes,
 };
 use crate::{
     DType, ffi,
@@ -13,6 +14,7 @@ const MAX_EXPERTS: usize = ffi::ARIL_MAX_EXPERTS as usize;
 /// The largest rank of experts' factors on the GPU.
 pub const MAX_EXPERTS_RANK: usize = ffi::ARIL_EXPERTS_RANK as usize;
 const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
+const FEW_ROUTES: usize = ffi::ARIL_FEW_ROUTES as usize;
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 /// Pieces that a block of shrink works on at a time, and a block of expand.
 const SHRINK_PIECES: usize = 2;
@@ -21,6 +23,14 @@ const EXPAND_PIECES: usize = 8;
 const OUTS_PER_WARP: usize = 128;
 /// The most blocks of either. (H100: two a multiprocessor are faster than one or three.)
 const MAX_BLOCKS: usize = 2 * MULTIPROCESSORS;
+/// With wide tiles, tiles of ranks that a block of shrink works on; and outputs of a slice that a block of expand does. (H100: 1024 are
+/// 2 to 12 % faster than 768, 512 or 256.)
+const WIDE_COLUMNS: usize = 8;
+const WIDE_OUTS: usize = 1024;
+/// The most blocks of either with wide tiles. (H100: 5 % faster than as many as the device has room for at a time, since what a block
+/// does differs; twice as many are no faster.)
+const MAX_WIDE_SHRINK: usize = 16 * MULTIPROCESSORS;
+const MAX_WIDE_EXPAND: usize = 24 * MULTIPROCESSORS;
 
 /// Upper bounds on the routes of a step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -80,6 +90,7 @@ pub struct ProjectionPlan {
     /// Of a slice.
     out_features: usize,
     from_tokens: bool,
+    interleaved: bool,
 }
 
 /// Blocks of a launch. The bits of the result do not depend on them.
@@ -110,6 +121,7 @@ impl ExpertsPlan {
             num_slices: site.num_slices(),
             out_features: site.out_features() / site.num_slices(),
             from_tokens,
+            interleaved: site.columns(0).1 > 1,
         };
         let (gate_up, down) = (projection(site.gate_up(), true), projection(site.down(), false));
         Ok(Self { dtype, capacity, top_k, gate_up, down })
@@ -117,7 +129,7 @@ impl ExpertsPlan {
 
     /// A workspace for any batch within the capacity, and both projections.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
-        let bytes = |plan: &ProjectionPlan| plan.workspace_bytes_for(self.capacity.max_tokens, self.top_k);
+        let bytes = |plan: &ProjectionPlan| plan.workspace_bytes(self.capacity.max_tokens, self.top_k);
         bytes(&self.gate_up).max(bytes(&self.down))
     }
 
@@ -150,22 +162,57 @@ impl ExpertsPlan {
 impl ProjectionPlan {
     /// The workspace that a batch of `num_tokens` with `top_k` routes each needs.
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
-        // Sums of routes, and of tokens where these may share them; each with a tag.
-        let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
+        let num_routes = num_tokens * top_k;
+        self.bytes_of(num_routes, num_tokens, self.is_wide(num_routes))
+    }
+
+    /// A workspace for any batch of up to so many.
+    fn workspace_bytes(&self, max_tokens: usize, top_k: usize) -> WorkspaceBytes {
+        let max_routes = max_tokens * top_k;
+        let most = self.workspace_bytes_for(max_tokens, top_k);
+        most.max(self.bytes_of(max_routes.min(FEW_ROUTES), max_tokens.min(FEW_ROUTES), false))
+    }
+
+    /// Room for the sums of routes, and of tokens where these may share them.
+    fn bytes_of(&self, num_routes: usize, num_tokens: usize, is_wide: bool) -> WorkspaceBytes {
+        let rows = num_routes + if self.from_tokens { num_tokens } else { 0 };
         let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
-        WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes: 0 }
+        if is_wide {
+            WorkspaceBytes { exchange: 0, planes: sums * size_of::<f32>() }
+        } else {
+            // Each with a tag.
+            WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes: 0 }
+        }
+    }
+
+    /// Whether tiles are of up to 64 routes, and shrink and expand a launch each.
+    fn is_wide(&self, num_routes: usize) -> bool {
+        num_routes > FEW_ROUTES && self.capacity.max_rank <= STAGED_RANK && !self.interleaved
     }
 
     /// The blocks for a batch of `num_tokens` with `top_k` routes each.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
     pub(crate) fn launch(&self, num_tokens: usize, top_k: usize) -> ProjectionLaunch {
-        let tiles = self.max_tiles(num_tokens * top_k);
+        let num_routes = num_tokens * top_k;
+        let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
+        if self.is_wide(num_routes) {
+            let tiles = self.max_tiles(WIDE_TILE, num_routes);
+            let of_tokens = if self.from_tokens { self.capacity.tiles_of(WIDE_TILE, num_tokens) } else { 0 };
+            let shrink_pieces = rank_tiles.div_ceil(WIDE_COLUMNS) * self.num_groups();
+            let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
+            return ProjectionLaunch {
+                shrink_blocks: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
+                expand_blocks: (tiles * expand_pieces).min(MAX_WIDE_EXPAND),
+                outs_per_block: WIDE_OUTS,
+            };
+        }
+        let tiles = self.max_tiles(ROUTES_PER_TILE, num_routes);
         let of_tokens = if self.from_tokens {
             self.capacity.max_small_tiles(num_tokens) * (TOKENS_PER_TILE / ROUTES_PER_TILE)
         } else {
             0
         };
-        let shrink_pieces = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE) * self.num_groups();
+        let shrink_pieces = rank_tiles * self.num_groups();
         let expand_pieces = self.num_slices * self.out_features.div_ceil(OUTS_PER_WARP);
         // All pieces of a tile at the least.
         let blocks = |tiles: usize, pieces: usize, at_once: usize| {
@@ -180,9 +227,9 @@ impl ProjectionPlan {
 
     /// The most tiles that so many routes can be: each slot may leave one unfilled at each expert, and so may the routes that have
     /// none and those that are not here.
-    fn max_tiles(&self, num_routes: usize) -> usize {
+    fn max_tiles(&self, size: usize, num_routes: usize) -> usize {
         let groups = self.num_experts * self.capacity.num_slots + 2;
-        (num_routes + (ROUTES_PER_TILE - 1) * groups.min(num_routes)) / ROUTES_PER_TILE
+        (num_routes + (size - 1) * groups.min(num_routes)) / size
     }
 
     fn num_groups(&self) -> usize {
@@ -193,11 +240,11 @@ impl ProjectionPlan {
 impl fmt::Display for ExpertsPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
-        let WorkspaceBytes { exchange, .. } = self.workspace_bytes();
+        let WorkspaceBytes { exchange, planes } = self.workspace_bytes();
         write!(
             f,
             "experts {}, up to {max_tokens} tokens of {num_slots} slots with {} of {} experts each, rank {max_rank}: one launch for each \
-             projection, {exchange} bytes of workspace",
+             projection, two with more than {FEW_ROUTES} routes, {exchange} + {planes} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
     }

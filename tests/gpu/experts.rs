@@ -154,9 +154,10 @@ impl Subject for Raw<'_> {
         let y_matrix = raw::MatrixMut::new::<T>(at(&y, y_at.offset), y_at.rows, y_at.cols).row_stride(y_at.stride);
         let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity, case.top_k).unwrap();
         // Of the exchange only the header is what it must be: tags of no launch are as good as none.
-        let mut exchange = vec![0xff_u8; layer.plan().workspace_bytes().exchange];
+        let bytes = layer.plan().workspace_bytes();
+        let mut exchange = vec![0xff_u8; bytes.exchange];
         exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
-        let [exchange, planes] = [gpu.upload(&exchange), gpu.poisoned(0)];
+        let [exchange, planes] = [gpu.upload(&exchange), gpu.poisoned(bytes.planes)];
         let region = raw::Workspace { exchange: exchange.region(), planes: planes.region() };
         let site = &model[world.id];
         let first_entry = if is_gate_up { site.gate_up() } else { site.down() }.shared_entry();

@@ -12,6 +12,8 @@ use crate::{
 
 /// What each part of a grouping's memory is aligned to.
 const PART_ALIGNMENT_BYTES: usize = 256;
+/// What each group of routes says in the exchange of `aril_groups`.
+const GROUP_EXCHANGE_BYTES: usize = 32;
 
 /// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
 /// what a route is.
@@ -68,10 +70,9 @@ struct Layout {
     routes: usize,
     tiles: usize,
     num_tiles: usize,
-    scratch: usize,
-    counts: usize,
-    begins: usize,
-    arrived: usize,
+    wide_tiles: usize,
+    num_wide_tiles: usize,
+    exchange: usize,
     end: usize,
 }
 
@@ -88,10 +89,9 @@ impl Layout {
             routes: part(max_routes, size_of::<ffi::aril_route_entry>()),
             tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
             num_tiles: part(2, size_of::<i32>()),
-            scratch: part(max_routes, size_of::<ffi::aril_route_tile>()),
-            counts: part(groups, size_of::<i32>()),
-            begins: part(groups, size_of::<i32>()),
-            arrived: part(1, size_of::<i32>()),
+            wide_tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
+            num_wide_tiles: part(2, size_of::<i32>()),
+            exchange: part(1, ffi::ARIL_EXCHANGE_HEADER as usize + groups * GROUP_EXCHANGE_BYTES),
             end,
         }
     }
@@ -128,10 +128,9 @@ impl Grouping {
             routes: at(layout.routes) as *mut ffi::aril_route_entry,
             tiles: at(layout.tiles) as *mut ffi::aril_route_tile,
             num_tiles: at(layout.num_tiles) as *mut i32,
-            scratch: at(layout.scratch) as *mut ffi::aril_route_tile,
-            counts: at(layout.counts) as *mut i32,
-            begins: at(layout.begins) as *mut i32,
-            arrived: at(layout.arrived) as *mut i32,
+            wide_tiles: at(layout.wide_tiles) as *mut ffi::aril_route_tile,
+            num_wide_tiles: at(layout.num_wide_tiles) as *mut i32,
+            exchange: at(layout.exchange) as *mut std::ffi::c_void,
         };
         Ok(Self { kernels: kernels.clone(), capacity, groups })
     }
@@ -170,7 +169,6 @@ impl Grouping {
         };
         let args = ffi::aril_group_args {
             num_tokens: int(batch.num_tokens)?,
-            num_slots: int(crate::plan::MAX_SLOTS)?,
             top_k: raw,
             routing: batch.routing,
             groups: self.groups,
@@ -403,6 +401,7 @@ impl LoraExperts {
             y,
             y_stride,
             exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
+            planes: workspace.planes.ptr as *mut f32,
             weights: weights.expect(&self.plan.capacity(), self.num_entries)?,
             routing: routes.batch.routing,
             top_k: routes.top_k,
