@@ -14,6 +14,7 @@ use crate::{
     error::OperandError,
     model::{ExpertsId, ModelSpec},
     plan::{Capacity, ExpertsPlan, RouteCapacity},
+    routing::Weighed,
 };
 
 /// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
@@ -25,7 +26,7 @@ pub struct TopK<'a> {
     weights: Option<CudaView<'a, f32>>,
     rows: Option<CudaView<'a, i32>>,
     top_k: usize,
-    on_input: bool,
+    weighed: Weighed,
 }
 
 impl<'a> TopK<'a> {
@@ -37,7 +38,7 @@ impl<'a> TopK<'a> {
         if top_k == 0 || !ids.len().is_multiple_of(top_k) {
             return Err(OperandError::TopK { ids: ids.len(), top_k });
         }
-        Ok(Self { ids, weights: None, rows: None, top_k, on_input: false })
+        Ok(Self { ids, weights: None, rows: None, top_k, weighed: Weighed::Combine })
     }
 
     /// The router's weights, `[tokens, top_k]`: 1 without them.
@@ -65,7 +66,14 @@ impl<'a> TopK<'a> {
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub fn on_input(self) -> Self {
-        Self { on_input: true, ..self }
+        Self { weighed: Weighed::Input, ..self }
+    }
+
+    /// The router's weights are applied to the rows of down, not in the combine: the deltas of down are multiplied by them.
+    #[must_use]
+    #[doc(alias = "mul_routed_weight")]
+    pub fn on_rows(self) -> Self {
+        Self { weighed: Weighed::Rows, ..self }
     }
 
     /// Tokens that the router chose for.
@@ -90,7 +98,7 @@ impl<'a> TopK<'a> {
         let (weights, weights_guard) = self.weights.as_ref().map(|view| view.device_ptr(stream)).unzip();
         let (rows, rows_guard) = self.rows.as_ref().map(|view| view.device_ptr(stream)).unzip();
         let raw = raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0));
-        (if self.on_input { raw.on_input() } else { raw }, [Some(ids_guard), weights_guard, rows_guard])
+        (raw::TopK { weighed: self.weighed, ..raw }, [Some(ids_guard), weights_guard, rows_guard])
     }
 }
 
@@ -229,7 +237,8 @@ impl<T: Element> LoraExperts<T> {
 
     operation! {
         /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before
-        /// the combine and without its weights. What has no adapter keeps `y` bit for bit.
+        /// the combine, and without its weights unless these are [on the rows](TopK::on_rows). What has no adapter keeps `y` bit
+        /// for bit.
         ///
         /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`. Allocates nothing and waits for nothing.
         ///

@@ -6,6 +6,8 @@
 mod top_k;
 
 pub use top_k::TopK;
+#[cfg(feature = "cuda")]
+pub(crate) use top_k::Weighed;
 
 use crate::error::{OperandError, SlotError};
 
