@@ -86,14 +86,23 @@ impl<'a> TopK<'a> {
         if got == want { Ok(()) } else { Err(OperandError::Routes { operand, got, want }) }
     }
 
-    fn check_context(&self, kernels: &Kernels) -> Result<(), LaunchError> {
+    /// Refuses a batch of another stream or of other tokens, and choices in another context.
+    pub(super) fn check_with(
+        &self,
+        batch: &RoutedBatch<'_>,
+        kernels: &Kernels,
+        stream: &CudaStream,
+    ) -> Result<(), LaunchError> {
+        batch.check(stream)?;
         kernels.check_context("ids", self.ids.stream().context())?;
         self.weights.as_ref().map_or(Ok(()), |view| kernels.check_context("weights", view.stream().context()))?;
-        self.rows.as_ref().map_or(Ok(()), |view| kernels.check_context("rows", view.stream().context()))
+        self.rows.as_ref().map_or(Ok(()), |view| kernels.check_context("rows", view.stream().context()))?;
+        let (got, want) = (self.num_tokens(), batch.num_tokens());
+        if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }.into()) }
     }
 
     /// Has `stream` wait for what writes them. The guards are to be dropped once the launch is enqueued.
-    fn on<'s>(&'s self, stream: &'s CudaStream) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
+    pub(super) fn on<'s>(&'s self, stream: &'s CudaStream) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
         let (ids, ids_guard) = self.ids.device_ptr(stream);
         let (weights, weights_guard) = self.weights.as_ref().map(|view| view.device_ptr(stream)).unzip();
         let (rows, rows_guard) = self.rows.as_ref().map(|view| view.device_ptr(stream)).unzip();
@@ -143,12 +152,7 @@ impl Grouping {
         stream: &CudaStream,
     ) -> Result<GroupedRoutes<'a>, LaunchError> {
         self.memory.check("the grouping", stream)?;
-        batch.check(stream)?;
-        top_k.check_context(&self.kernels)?;
-        let (got, want) = (top_k.num_tokens(), batch.num_tokens());
-        if got != want {
-            return Err(OperandError::Tokens { got, want }.into());
-        }
+        top_k.check_with(batch, &self.kernels, stream)?;
         let raw = {
             let (top_k, _guards) = top_k.on(stream);
             // SAFETY: there is a value for each route, and the guards order them; the stream is the memory's and the batch's own.

@@ -56,6 +56,24 @@ impl TopK {
     pub const fn on_rows(self) -> Self {
         Self { weighed: Weighed::Rows, ..self }
     }
+
+    /// What kernels take of it, within the bounds.
+    pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
+        let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
+        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
+        within("the batch's tokens", batch.num_tokens, max_tokens)?;
+        within("the routes of a token", self.top_k, max_top_k)?;
+        if self.top_k == 0 {
+            return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
+        }
+        Ok(ffi::aril_top_k {
+            ids: self.ids as *const i32,
+            weights: self.weights as *const f32,
+            rows: self.rows as *const i32,
+            top_k: int(self.top_k)?,
+            num_experts: int(num_experts)?,
+        })
+    }
 }
 
 /// A layer's routes grouped by expert and slot, in the engine's device memory. Any number of layers may share one, one after the
@@ -161,20 +179,7 @@ impl Grouping {
         stream: Stream,
     ) -> Result<GroupedRoutes, LaunchError> {
         self.kernels.check_thread()?;
-        let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = self.capacity;
-        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
-        within("the batch's tokens", batch.num_tokens, max_tokens)?;
-        within("the routes of a token", top_k.top_k, max_top_k)?;
-        if top_k.top_k == 0 {
-            return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
-        }
-        let raw = ffi::aril_top_k {
-            ids: top_k.ids as *const i32,
-            weights: top_k.weights as *const f32,
-            rows: top_k.rows as *const i32,
-            top_k: int(top_k.top_k)?,
-            num_experts: int(num_experts)?,
-        };
+        let raw = top_k.expect(batch, self.capacity)?;
         let args = ffi::aril_group_args {
             num_tokens: int(batch.num_tokens)?,
             num_slots: int(crate::plan::MAX_SLOTS)?,
