@@ -737,7 +737,7 @@ fn shapes(sizes: Sizes) -> impl Strategy<Value = Shape> {
 }
 
 /// What is mostly below `end`, and sometimes -1 or out of range; or always the same.
-fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
+pub fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
     let end = end as i32;
     let stray = prop_oneof![Just(i32::MIN), Just(i32::MAX), Just(end), Just(-2), Just(-1)];
     let any = prop_oneof![6 => 0..end.max(1), 1 => Just(-1), 1 => stray];
@@ -751,7 +751,7 @@ fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
 }
 
 /// None, a permutation, or one of which some have no row.
-fn rows(num_routes: usize) -> impl Strategy<Value = Option<Vec<i32>>> {
+pub fn rows(num_routes: usize) -> impl Strategy<Value = Option<Vec<i32>>> {
     let end = num_routes as i32;
     let permutation = move || Just((0..end).collect::<Vec<_>>()).prop_shuffle();
     let stray = prop_oneof![Just(-1), Just(end), Just(i32::MAX), Just(i32::MIN)];
