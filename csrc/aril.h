@@ -208,6 +208,7 @@ typedef struct aril_align_args {
   int32_t* block_experts;  // [max_blocks] slot * num_experts + expert; -1 behind the last
   int32_t* block_slots;    // [max_blocks] slot; -1 behind the last
   int32_t* num_padded;     // [1] routes of all blocks
+  int32_t* places;         // [num_tokens * top_k] for the kernel alone, of any content
   // Zero when it is first used; nothing else may write it. Aligned to 16 bytes: a header, as for
   // aril_linear, then pairs of a count and a tag, as many as num_experts, and one more if that is
   // odd.

@@ -489,11 +489,12 @@ pub struct aril_align_args {
     pub block_experts: *mut i32,
     pub block_slots: *mut i32,
     pub num_padded: *mut i32,
+    pub places: *mut i32,
     pub exchange: *mut ::core::ffi::c_void,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 160usize];
+    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 168usize];
     [
         "Alignment of aril_align_args",
     ][::core::mem::align_of::<aril_align_args>() - 8usize];
@@ -528,8 +529,11 @@ const _: () = {
         "Offset of field: aril_align_args::num_padded",
     ][::core::mem::offset_of!(aril_align_args, num_padded) - 144usize];
     [
+        "Offset of field: aril_align_args::places",
+    ][::core::mem::offset_of!(aril_align_args, places) - 152usize];
+    [
         "Offset of field: aril_align_args::exchange",
-    ][::core::mem::offset_of!(aril_align_args, exchange) - 152usize];
+    ][::core::mem::offset_of!(aril_align_args, exchange) - 160usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

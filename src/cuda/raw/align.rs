@@ -32,6 +32,7 @@ pub(in crate::cuda) struct Layout {
     pub(in crate::cuda) block_experts: usize,
     pub(in crate::cuda) block_slots: usize,
     pub(in crate::cuda) num_padded: usize,
+    places: usize,
     exchange: usize,
     end: usize,
 }
@@ -50,6 +51,7 @@ impl Layout {
             block_experts: part(capacity.max_blocks() * size_of::<i32>()),
             block_slots: part(capacity.max_blocks() * size_of::<i32>()),
             num_padded: part(size_of::<i32>()),
+            places: part(capacity.routes.max_routes() * size_of::<i32>()),
             exchange: part(ffi::ARIL_EXCHANGE_HEADER as usize + counts),
             end,
         }
@@ -119,6 +121,7 @@ impl Alignment {
             block_experts: aligned.block_experts() as *mut i32,
             block_slots: aligned.block_slots() as *mut i32,
             num_padded: aligned.num_padded() as *mut i32,
+            places: aligned.at(aligned.layout.places) as *mut i32,
             exchange: aligned.at(aligned.layout.exchange) as *mut std::ffi::c_void,
         };
         // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
