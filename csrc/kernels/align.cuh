@@ -34,19 +34,25 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   __shared__ typename Scan::TempStorage scan;
   __shared__ uint32_t tag;
   __shared__ int own_of_warps[2][kWarps];
-  // This expert's routes of a chunk: slot and place in the chunk; and, of those of a slot that
+  // This expert's routes of a chunk: slot + 1, and place in the chunk; and, of those of a slot that
   // stand together in a warp, how many, then the place of the first in the slot.
   __shared__ int own[kChunk], places[kChunk];
   extern __shared__ int32_t next[];  // [num_slots] routes; then where the first one goes
   const int mine = blockIdx.x, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const unsigned lanes_before = (1u << lane) - 1;
   if (thread == 0) tag = enter(p.exchange);
+#pragma unroll 1
   for (int slot = thread; slot < p.num_slots; slot += kAlignThreads) next[slot] = 0;
   __syncthreads();
   wait_for_predecessors();
   const int num_routes =
       mine < p.top_k.num_experts ? routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k : 0;
   int ids[kPerThread];
+  const auto slot_at = [&](int route) { return p.routing.slots[route / p.top_k.top_k]; };
+  const auto slot_of = [&](int route) {
+    const int slot = slot_at(route), row = row_of(p.top_k, p.num_tokens, route);
+    return slot >= 0 && slot < p.num_slots && row != kNowhere ? slot : kNowhere;
+  };
   const auto in_chunk = [&](int i) { return (warp * kPerThread + i) * 32 + lane; };
   const auto load_ids = [&](int first) {
 #pragma unroll
@@ -60,22 +66,11 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   int parity = 0;
   load_ids(0);
   for (int first = 0; first < num_routes; first += kChunk, parity ^= 1) {
-    // All loads are on their way before one is looked at.
-    int slots[kPerThread], rows[kPerThread], of_warp = 0;
     unsigned owners[kPerThread];
+    int of_warp = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      slots[i] = rows[i] = -1;
-      if (ids[i] != mine) continue;
-      const int route = first + in_chunk(i);
-      slots[i] = p.routing.slots[route / p.top_k.top_k];
-      rows[i] = row_of(p.top_k, p.num_tokens, route);
-    }
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (slots[i] >= p.num_slots || rows[i] == kNowhere) slots[i] = -1;
-      if (ids[i] == mine && slots[i] < 0) p.places[first + in_chunk(i)] = -1;
-      owners[i] = __ballot_sync(kAll, slots[i] >= 0);
+      owners[i] = __ballot_sync(kAll, ids[i] == mine);
       of_warp += __popc(owners[i]);
     }
     load_ids(first + kChunk);
@@ -88,49 +83,48 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     int at = __reduce_add_sync(kAll, lane < warp ? of_lane : 0);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      if (slots[i] >= 0) {
-        own[at + __popc(owners[i] & lanes_before)] = slots[i] * kChunk + in_chunk(i);
-      }
+      if (owners[i] >> lane & 1) own[at + __popc(owners[i] & lanes_before)] = in_chunk(i);
       at += __popc(owners[i]);
     }
     __syncthreads();
-    // Calls f(i, slot, lanes of the warp that have the slot, too); the slot is -1 behind the last.
-    const auto for_own = [&](auto f) {
-      for (int i = thread; i - thread < num_own; i += kAlignThreads) {
-        const int slot = i < num_own ? own[i] / kChunk : -1;
-        f(i, slot, __match_any_sync(kAll, slot));
-      }
-    };
-    for_own([&](int i, int slot, unsigned same) {
+#pragma unroll 1
+    for (int i = thread; i - thread < num_own; i += kAlignThreads) {
+      const int slot = i < num_own ? slot_of(first + own[i]) : kNowhere;
+      const unsigned same = __match_any_sync(kAll, slot);
       const bool is_first = slot >= 0 && (same & lanes_before) == 0;
       places[i] = is_first ? __popc(same) : 0;
-    });
+      if (i < num_own) own[i] += (slot + 1) * kChunk;
+    }
     __syncthreads();
     if (warp == 0) {
       constexpr int kAhead = 4;
+#pragma unroll 1
       for (int i = lane; i - lane < num_own; i += kAhead * 32) {
-        int sizes[kAhead], slots[kAhead];
+        int counts[kAhead], slots[kAhead];
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
-          sizes[j] = places[i + j * 32];
-          slots[j] = own[i + j * 32] / kChunk;
+          counts[j] = places[i + j * 32];
+          slots[j] = own[i + j * 32] / kChunk - 1;
         }
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
-          if (sizes[j] > 0) {
-            places[i + j * 32] = next[slots[j]];
-            next[slots[j]] += sizes[j];
+          if (counts[j] > 0) {
+            const int place = next[slots[j]];
+            next[slots[j]] = place + counts[j];
+            places[i + j * 32] = place;
           }
           __syncwarp();
         }
       }
     }
     __syncthreads();
-    for_own([&](int i, int slot, unsigned same) {
-      if (slot < 0) return;
-      p.places[first + own[i] % kChunk] =
-          places[i - lane + __ffs(same) - 1] + __popc(same & lanes_before);
-    });
+#pragma unroll 1
+    for (int i = thread; i - thread < num_own; i += kAlignThreads) {
+      const int slot = i < num_own ? own[i] / kChunk - 1 : kNowhere;
+      const unsigned same = __match_any_sync(kAll, slot);
+      const int place = places[i - lane + __ffs(same) - 1] + __popc(same & lanes_before);
+      if (i < num_own) p.places[first + own[i] % kChunk] = slot < 0 ? kNowhere : place;
+    }
   }
 
   // A thread has neighbouring slots.
@@ -139,6 +133,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   const int last_slot = min(first_slot + share, p.num_slots);
   int begin = 0, count = 0;  // of blocks
   if (has_own) {
+#pragma unroll 1
     for (int slot = first_slot; slot < last_slot; ++slot) {
       begin += ceil_div(next[slot], p.block_size);
     }
@@ -148,7 +143,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   uint64_t* const counts = tagged_planes(p.exchange);
   if (thread == 0) store_tagged(counts + mine, __int_as_float(count), tag);
   const bool is_last = mine == static_cast<int>(gridDim.x) - 1;
-  if (!has_own && !is_last) return;
+  if (count == 0 && !is_last) return;
 
   load_ids(0);
   int before = 0, all_before;
@@ -161,6 +156,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   }
   Scan(scan).ExclusiveSum(before, before, all_before);
   begin += all_before;
+#pragma unroll 1
   for (int slot = first_slot; slot < last_slot; ++slot) {
     const int blocks = ceil_div(next[slot], p.block_size);
     next[slot] = begin * p.block_size;
@@ -168,39 +164,43 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   }
   // What no route takes the place of is padding.
   int32_t* const padded = p.sorted_routes + all_before * p.block_size;
+#pragma unroll 1
   for (int i = thread; i < count * p.block_size; i += kAlignThreads) {
     padded[i] = p.num_tokens * p.top_k.top_k;
   }
   if (is_last) {
     if (thread == 0) *p.num_padded = (all_before + count) * p.block_size;
+#pragma unroll 1
     for (int i = all_before + count + thread; i < p.max_blocks; i += kAlignThreads) {
       p.block_experts[i] = p.block_slots[i] = -1;
     }
   }
   __syncthreads();
-  if (!has_own) return;
+  if (count == 0) return;
 
+  int* const own_of_warp = own + warp * kPerThread * 32;
   for (int first = 0; first < num_routes; first += kChunk) {
-    int slots[kPerThread], place[kPerThread];
+    int num_own = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      slots[i] = place[i] = -1;
-      if (ids[i] != mine) continue;
-      const int route = first + in_chunk(i);
-      slots[i] = p.routing.slots[route / p.top_k.top_k];
-      place[i] = p.places[route];
+      const unsigned owners = __ballot_sync(kAll, ids[i] == mine);
+      if (ids[i] == mine) own_of_warp[num_own + __popc(owners & lanes_before)] = in_chunk(i);
+      num_own += __popc(owners);
     }
     load_ids(first + kChunk);
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (place[i] < 0) continue;
-      const int at = next[slots[i]] + place[i];
-      p.sorted_routes[at] = first + in_chunk(i);
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < num_own; i += 32) {
+      const int route = first + own_of_warp[i], place = p.places[route];
+      if (place < 0) continue;
+      const int slot = slot_at(route), at = next[slot] + place;
+      p.sorted_routes[at] = route;
       if (at % p.block_size == 0) {
-        p.block_experts[at / p.block_size] = slots[i] * p.top_k.num_experts + mine;
-        p.block_slots[at / p.block_size] = slots[i];
+        p.block_experts[at / p.block_size] = slot * p.top_k.num_experts + mine;
+        p.block_slots[at / p.block_size] = slot;
       }
     }
+    __syncwarp();
   }
 }
 
