@@ -6,7 +6,8 @@ use cudarc::driver::{
 
 use super::{Kernels, LaunchError, raw::DeviceRegion};
 
-/// Zeroed device memory that is used on one stream only, so that the stream's own order is all the order it needs; but for views.
+/// Zeroed device memory that is used on one stream only, so that the stream's own order is all the order it needs; but
+/// others may read a view.
 #[derive(Debug)]
 pub(super) struct Region<T = u8> {
     kernels: Kernels,

@@ -79,13 +79,13 @@ impl AlignCapacity {
         Ok(self)
     }
 
-    /// The most blocks: each slot may leave one unfilled at each expert.
+    /// The most blocks: one for a route to each expert for each slot, and the others full.
     pub fn max_blocks(&self) -> usize {
         let RouteCapacity { max_tokens, num_experts, .. } = self.routes;
         let routes = self.routes.max_routes();
         match (self.num_slots.min(max_tokens) * num_experts).min(routes) {
             0 => 0,
-            groups => (routes + (self.block_size - 1) * groups) / self.block_size,
+            groups => groups + (routes - groups) / self.block_size.max(1),
         }
     }
 

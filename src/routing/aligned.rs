@@ -10,9 +10,9 @@ use crate::error::OperandError;
 /// padding, for which the number of all routes stands: one past the last. A route whose token has no slot, or that is not here, is in
 /// no block.
 ///
-/// A GEMM takes one index for the weights of a block. Where each expert has its own factors, which stand as
-/// `[num_slots * num_experts, ..]`, it is that of [`block_experts`](Self::block_experts), of a slot's expert; where all share one,
-/// `[num_slots, ..]`, that of [`block_slots`](Self::block_slots).
+/// A GEMM takes one index for the weights of a block. Where each expert has factors of its own, which stand as
+/// `[num_slots * num_experts, ..]`, it is that of [`block_experts`](Self::block_experts); where all share one, `[num_slots, ..]`, that
+/// of [`block_slots`](Self::block_slots). The row of `x` is the token's, `route / top_k`, in gate_up, and the route's in down.
 ///
 /// ```
 /// use aril::{Slot, routing::{AlignedRoutes, Batch, TopK}};
