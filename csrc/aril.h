@@ -191,6 +191,28 @@ typedef struct aril_group_args {
   aril_groups groups;
 } aril_group_args;
 
+// Puts routes that have a slot in blocks of one slot and one expert, for a grouped GEMM that takes
+// the two for its expert. They stand by expert, slot and number, and what they leave of the last
+// block of a slot and expert is num_tokens * top_k. Routes without a slot, and those that are not
+// here, are left out.
+typedef struct aril_align_args {
+  int32_t num_tokens;
+  int32_t num_slots;   // larger slots are none
+  int32_t block_size;  // routes of a block
+  int32_t max_blocks;  // the most that there can be
+  aril_top_k top_k;    // of which the weights are not read
+  aril_routing routing;
+  int32_t* sorted_routes;  // [max_blocks * block_size], of which num_padded are set
+  int32_t* block_experts;  // [max_blocks] slot * num_experts + expert; -1 behind the last
+  int32_t* block_slots;    // [max_blocks] slot; -1 behind the last
+  int32_t* num_padded;     // [1] routes of all blocks
+  int32_t* places;         // [num_tokens * top_k] for the kernel alone, of any content
+  // Zero when it is first used; nothing else may write it. Aligned to 16 bytes: a header, as for
+  // aril_linear, then pairs of a count and a tag, as many as num_experts, and one more if that is
+  // odd.
+  void* exchange;
+} aril_align_args;
+
 // A projection of the experts of a layer: y[row] += factor * scaling * B (A x), for the rows of the
 // routes, and their slots' factors for their experts; the factor is scales[token], times the
 // router's weight if `weighted`. If it overwrites, y is set to that, and to zero where there is no
@@ -240,6 +262,7 @@ int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
+int32_t aril_align(const aril_align_args* args, void* stream);
 int32_t aril_experts(const aril_experts_args* args, void* stream);
 
 #ifdef __cplusplus

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "common/launch.cuh"
+#include "kernels/align.cuh"
 #include "kernels/experts.cuh"
 #include "kernels/experts_f32.cuh"
 #include "kernels/experts_wide.cuh"
@@ -75,6 +76,7 @@ int32_t load_kernels() {
 
 int32_t load_experts() {
   ARIL_TRY(load(detail::group_kernel, detail::kGroupSmemBytes));
+  ARIL_TRY(load(detail::align_kernel, ARIL_MAX_SLOTS * static_cast<int>(sizeof(int32_t))));
   for (const int32_t dtype : {ARIL_BF16, ARIL_F16, ARIL_F32}) {
     ARIL_TRY(dispatch(dtype, [](auto element) { return load_kernels<decltype(element)>(); }));
   }
@@ -87,6 +89,14 @@ extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
   if (aril::detail::are_few(args->num_tokens, args->top_k)) return 0;
   return aril::launch(aril::detail::group_kernel, dim3(args->top_k.num_experts + 2),
                       aril::detail::kGroupThreads, aril::detail::kGroupSmemBytes, stream, *args);
+}
+
+extern "C" int32_t aril_align(const aril_align_args* args, void* stream) {
+  if (args->num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
+  if (args->top_k.num_experts > ARIL_MAX_EXPERTS) return ARIL_ERR_ARGUMENT;
+  const size_t smem_bytes = args->num_slots * sizeof(int32_t);
+  return aril::launch(aril::detail::align_kernel, dim3(max(args->top_k.num_experts, 1)),
+                      aril::detail::kAlignThreads, smem_bytes, stream, *args);
 }
 
 extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {

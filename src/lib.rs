@@ -5,7 +5,7 @@
 //! an engine: it brings no scheduler, tokenizer or allocator, and computes on no stream but the one given.
 //!
 //! - [`model`] describes what the engine adapts, [`adapter`] opens what PEFT saved and finds its place there.
-//! - [`routing`] says which token has which adapter.
+//! - [`routing`] says which token has which adapter, and which experts.
 //! - [`cpu`] has the operations for the CPU, and `cuda` (with the feature of that name) for NVIDIA GPUs, by the same nouns.
 //! - [`plan`] says what will be launched, [`mod@reference`] what is right.
 //!

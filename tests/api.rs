@@ -11,9 +11,9 @@ use aril::{
         Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Linear, LinearId, LinearSite,
         ModelSpec, Parallel, SpecError, TpRank,
     },
-    plan::{Capacity, LinearPlan, PlanError},
+    plan::{AlignCapacity, Capacity, LinearPlan, PlanError},
     reference,
-    routing::{Batch, Segments, TopK},
+    routing::{AlignedRoutes, Batch, Segments, TopK},
 };
 
 fn shared<T: Send + Sync>() {}
@@ -25,7 +25,7 @@ fn types_may_be_shared_between_threads() {
     shared::<(Activation, Experts, ExpertsId, ExpertsSite)>();
     shared::<SlotImage<'_>>();
     shared::<(ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
-    shared::<(DType, Slot, Segments, Capacity, LinearPlan)>();
+    shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
     shared::<(Batch<'_>, TopK<'_>)>();
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::Workspace, cpu::WeightTable<f32>)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
@@ -53,8 +53,8 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        Kernels, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, RoutedBatch, Routing, WeightTable,
-        Workspace, driver_is_present, raw,
+        AlignedRoutes, Alignment, Kernels, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, RoutedBatch,
+        Routing, WeightTable, Workspace, driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}
@@ -63,6 +63,7 @@ mod cuda {
     fn types_may_be_shared_between_threads() {
         super::shared::<(Kernels, LoraLinear<f32>, LoraEmbedding<f32>)>();
         super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
+        super::shared::<(raw::Alignment, raw::AlignedRoutes)>();
         super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::LayerWeights, raw::RoutedBatch)>();
         super::error::<LaunchError>();
     }
@@ -71,7 +72,7 @@ mod cuda {
     fn owners_may_be_sent_to_another_thread() {
         sent::<(Routing, WeightTable<f32>, Workspace, raw::Routing)>();
         sent::<(Matrix<'_, f32>, MatrixMut<'_, f32>)>();
-        sent::<RoutedBatch<'_>>();
+        sent::<(RoutedBatch<'_>, Alignment, AlignedRoutes<'_>)>();
     }
 
     /// Where there is no driver, that is what loading says; it neither panics nor aborts.

@@ -195,7 +195,7 @@ impl Layer {
         let case = &self.case;
         let mut out = vec![0.0; case.num_tokens() * case.shape.hidden];
         for route in (0..case.num_routes()).filter(|&route| case.is_here(route)) {
-            let (token, [on_input, weight]) = (route / case.top_k, case.weights(route));
+            let (token, [on_input, on_row, weight]) = (route / case.top_k, case.weights(route));
             let module = |module: usize, x: &[f64]| times(&self.weights(case, route, module), x);
             let x: Vec<f64> = self.x[token].iter().map(|x| on_input * x).collect();
             let gate = (case.shape.halves != Order::Ungated).then(|| module(GATE, &x));
@@ -205,7 +205,7 @@ impl Layer {
                 .map(|(feature, up)| relu2(gate.as_ref().map(|gate| gate[feature]), up))
                 .collect();
             let row = &mut out[token * case.shape.hidden..][..case.shape.hidden];
-            row.iter_mut().zip(module(DOWN, &inter)).for_each(|(out, value)| *out += weight * value);
+            row.iter_mut().zip(module(DOWN, &inter)).for_each(|(out, value)| *out += weight * on_row * value);
         }
         out
     }
@@ -292,7 +292,7 @@ impl Layer {
         }
         for (route, row) in here() {
             let x: Vec<f64> = activated[row * inter..][..inter].iter().map(|&x| f64::from(x)).collect();
-            let values = self.base_of(case, route, DOWN, &x);
+            let values = self.base_of(case, route, DOWN, &x).into_iter().map(|value| case.weights(route)[1] * value);
             y[row * hidden..][..hidden].iter_mut().zip(values).for_each(|(y, value)| *y += value as f32);
         }
         if let Way::Behind = way {
@@ -305,7 +305,7 @@ impl Layer {
             experts.combine(x, y.unwrap(), out.unwrap(), &top_k, &weights, &batch).unwrap();
         }
         for (route, row) in here().filter(|_| !matches!(way, Way::Inside)) {
-            let weight = case.weights(route)[1] as f32;
+            let weight = case.weights(route)[2] as f32;
             let out = &mut out[route / case.top_k * hidden..][..hidden];
             out.iter_mut().zip(&y[row * hidden..]).for_each(|(out, y)| *out += weight * y);
         }
@@ -393,6 +393,18 @@ fn deltas_worked_by_hand() {
     experts.combine(x, y, out_matrix, &top_k.on_input().scaled(2.0), &weights, &batch).unwrap();
     // ½ · (2 + 8) · [2, 4], and the base's two, twice.
     assert_eq!(out, [20.0 + 4.0, 40.0, 4.0, 0.0]);
+    let (on_rows, out_matrix) = (top_k.on_rows().scaled(2.0), MatrixMut::new(&mut out, 2, 2).unwrap());
+    experts.combine(x, y, out_matrix, &on_rows, &weights, &batch).unwrap();
+    // As without, but for the base's, which are weighed already.
+    assert_eq!(out, [13.0 + 4.0, 26.0, 4.0, 0.0]);
+    let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
+    experts.add_combined_delta(x, out_matrix, &on_rows, &weights, &batch).unwrap();
+    assert_eq!(out, [17.0 + 13.0, 26.0 + 26.0, 4.0, 0.0]);
+    let mut rows = [[1.0, 0.0]; 4].concat();
+    let rows_matrix = MatrixMut::new(&mut rows, 4, 2).unwrap();
+    experts.add_down_delta(x, rows_matrix, &on_rows, &weights, &batch).unwrap();
+    // ½ · 2 · [2, 4] by ¼, and ½ · 8 · [2, 4] by ¾.
+    assert_eq!(rows, [1.5, 1.0, 1.0, 0.0, 1.0, 0.0, 7.0, 12.0]);
 }
 
 /// The error names the operand, and nothing was done.

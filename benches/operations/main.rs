@@ -7,9 +7,10 @@
     reason = "of numbers of its own, and with no outside"
 )]
 
+mod align;
 #[path = "../common/mod.rs"]
 mod common;
 mod layers;
 mod routing;
 
-criterion::criterion_main!(layers::benches, routing::benches);
+criterion::criterion_main!(align::benches, layers::benches, routing::benches);

@@ -77,7 +77,7 @@ pub struct LoraExperts {
 struct Deltas<'a, T> {
     projection: &'a ProjectionSite,
     x: Matrix<'a, T>,
-    /// The row of `x` that a route's expert takes, and what it is multiplied by.
+    /// The row of `x` that a route's expert takes, and what its delta is multiplied by.
     input: fn(&TopK<'_>, Route) -> (usize, f32),
     top_k: &'a TopK<'a>,
     weights: &'a WeightTable<T>,
@@ -181,6 +181,7 @@ impl LoraExperts {
     /// `y` bit for bit.
     ///
     /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`, before the combine and without its weights.
+    /// If these are [on the rows](TopK::on_rows), `y` is with them, and the delta is multiplied by the route's.
     ///
     /// # Errors
     /// If the operands don't fit the experts, the batch and its routes; then `y` is as it was.
@@ -212,7 +213,8 @@ impl LoraExperts {
     }
 
     /// Adds the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
-    /// multiplied by what the route [weighs](TopK::output_weight). What has no adapter keeps `y` bit for bit.
+    /// multiplied by what the route weighs ([`output_weight`](TopK::output_weight) · [`row_weight`](TopK::row_weight)). What has no
+    /// adapter keeps `y` bit for bit.
     ///
     /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
     ///
@@ -250,7 +252,7 @@ impl LoraExperts {
     /// whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
     ///
     /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
-    /// weights; `out` is `[tokens, hidden]`.
+    /// weights unless these are [on the rows](TopK::on_rows), where the deltas are multiplied by them; `out` is `[tokens, hidden]`.
     ///
     /// # Errors
     /// If the operands don't fit the experts, the batch and its routes; then `out` is as it was.
@@ -301,7 +303,7 @@ impl LoraExperts {
     ) -> Result<Deltas<'a, T>, OperandError> {
         x.check(top_k.num_routes(), self.site.down().in_features())?;
         self.check(top_k, weights, batch)?;
-        let input = |_: &TopK<'_>, route: Route| (route.row, 1.0);
+        let input = |top_k: &TopK<'_>, route: Route| (route.row, top_k.row_weight(route.number));
         Ok(Deltas { projection: self.site.down(), x, input, top_k, weights, batch })
     }
 

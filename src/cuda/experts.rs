@@ -14,6 +14,7 @@ use crate::{
     error::OperandError,
     model::{ExpertsId, ModelSpec},
     plan::{Capacity, ExpertsPlan, RouteCapacity},
+    routing::Weighed,
 };
 
 /// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
@@ -25,7 +26,7 @@ pub struct TopK<'a> {
     weights: Option<CudaView<'a, f32>>,
     rows: Option<CudaView<'a, i32>>,
     top_k: usize,
-    on_input: bool,
+    weighed: Weighed,
 }
 
 impl<'a> TopK<'a> {
@@ -37,7 +38,7 @@ impl<'a> TopK<'a> {
         if top_k == 0 || !ids.len().is_multiple_of(top_k) {
             return Err(OperandError::TopK { ids: ids.len(), top_k });
         }
-        Ok(Self { ids, weights: None, rows: None, top_k, on_input: false })
+        Ok(Self { ids, weights: None, rows: None, top_k, weighed: Weighed::Combine })
     }
 
     /// The router's weights, `[tokens, top_k]`: 1 without them.
@@ -65,7 +66,14 @@ impl<'a> TopK<'a> {
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub fn on_input(self) -> Self {
-        Self { on_input: true, ..self }
+        Self { weighed: Weighed::Input, ..self }
+    }
+
+    /// The router's weights are applied to the rows of down, not in the combine: the deltas of down are multiplied by them.
+    #[must_use]
+    #[doc(alias = "mul_routed_weight")]
+    pub fn on_rows(self) -> Self {
+        Self { weighed: Weighed::Rows, ..self }
     }
 
     /// Tokens that the router chose for.
@@ -78,19 +86,28 @@ impl<'a> TopK<'a> {
         if got == want { Ok(()) } else { Err(OperandError::Routes { operand, got, want }) }
     }
 
-    fn check_context(&self, kernels: &Kernels) -> Result<(), LaunchError> {
+    /// Refuses a batch of another stream or of other tokens, and choices in another context.
+    pub(super) fn check_with(
+        &self,
+        batch: &RoutedBatch<'_>,
+        kernels: &Kernels,
+        stream: &CudaStream,
+    ) -> Result<(), LaunchError> {
+        batch.check(stream)?;
         kernels.check_context("ids", self.ids.stream().context())?;
         self.weights.as_ref().map_or(Ok(()), |view| kernels.check_context("weights", view.stream().context()))?;
-        self.rows.as_ref().map_or(Ok(()), |view| kernels.check_context("rows", view.stream().context()))
+        self.rows.as_ref().map_or(Ok(()), |view| kernels.check_context("rows", view.stream().context()))?;
+        let (got, want) = (self.num_tokens(), batch.num_tokens());
+        if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }.into()) }
     }
 
     /// Has `stream` wait for what writes them. The guards are to be dropped once the launch is enqueued.
-    fn on<'s>(&'s self, stream: &'s CudaStream) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
+    pub(super) fn on<'s>(&'s self, stream: &'s CudaStream) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
         let (ids, ids_guard) = self.ids.device_ptr(stream);
         let (weights, weights_guard) = self.weights.as_ref().map(|view| view.device_ptr(stream)).unzip();
         let (rows, rows_guard) = self.rows.as_ref().map(|view| view.device_ptr(stream)).unzip();
         let raw = raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0));
-        (if self.on_input { raw.on_input() } else { raw }, [Some(ids_guard), weights_guard, rows_guard])
+        (raw::TopK { weighed: self.weighed, ..raw }, [Some(ids_guard), weights_guard, rows_guard])
     }
 }
 
@@ -135,12 +152,7 @@ impl Grouping {
         stream: &CudaStream,
     ) -> Result<GroupedRoutes<'a>, LaunchError> {
         self.memory.check("the grouping", stream)?;
-        batch.check(stream)?;
-        top_k.check_context(&self.kernels)?;
-        let (got, want) = (top_k.num_tokens(), batch.num_tokens());
-        if got != want {
-            return Err(OperandError::Tokens { got, want }.into());
-        }
+        top_k.check_with(batch, &self.kernels, stream)?;
         let raw = {
             let (top_k, _guards) = top_k.on(stream);
             // SAFETY: there is a value for each route, and the guards order them; the stream is the memory's and the batch's own.
@@ -229,7 +241,8 @@ impl<T: Element> LoraExperts<T> {
 
     operation! {
         /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before
-        /// the combine and without its weights. What has no adapter keeps `y` bit for bit.
+        /// the combine, and without its weights unless these are [on the rows](TopK::on_rows). What has no adapter keeps `y` bit
+        /// for bit.
         ///
         /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`. Allocates nothing and waits for nothing.
         ///

@@ -4,7 +4,7 @@
 //! outside its operands, whatever the arguments and whatever the data on the device. [`raw`] is the door for memory that cudarc
 //! does not own and for capturing CUDA graphs; the safe door is a thin layer over it.
 //!
-//! [`Routing`], [`WeightTable`] and [`Workspace`] own their memory and belong to the stream they were made on: they are refused
+//! [`Routing`], [`Grouping`], [`Alignment`], [`WeightTable`] and [`Workspace`] own their memory and belong to the stream they were made on: they are refused
 //! on any other, so that what a kernel reads is never overwritten before it has run. Matrices may come from any stream of the
 //! context; cudarc orders them.
 //!
@@ -14,6 +14,7 @@
 //!
 #![doc = include_str!("../docs/beside.md")]
 
+mod align;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;
@@ -28,6 +29,7 @@ mod routing;
 mod weights;
 
 pub use self::{
+    align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
     error::LaunchError,
     experts::{GroupedRoutes, Grouping, LoraExperts, TopK},

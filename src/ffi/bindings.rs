@@ -470,6 +470,65 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_align_args {
+    pub num_tokens: i32,
+    pub num_slots: i32,
+    pub block_size: i32,
+    pub max_blocks: i32,
+    pub top_k: aril_top_k,
+    pub routing: aril_routing,
+    pub sorted_routes: *mut i32,
+    pub block_experts: *mut i32,
+    pub block_slots: *mut i32,
+    pub num_padded: *mut i32,
+    pub places: *mut i32,
+    pub exchange: *mut ::core::ffi::c_void,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 168usize];
+    [
+        "Alignment of aril_align_args",
+    ][::core::mem::align_of::<aril_align_args>() - 8usize];
+    [
+        "Offset of field: aril_align_args::num_tokens",
+    ][::core::mem::offset_of!(aril_align_args, num_tokens) - 0usize];
+    [
+        "Offset of field: aril_align_args::num_slots",
+    ][::core::mem::offset_of!(aril_align_args, num_slots) - 4usize];
+    [
+        "Offset of field: aril_align_args::block_size",
+    ][::core::mem::offset_of!(aril_align_args, block_size) - 8usize];
+    [
+        "Offset of field: aril_align_args::max_blocks",
+    ][::core::mem::offset_of!(aril_align_args, max_blocks) - 12usize];
+    [
+        "Offset of field: aril_align_args::top_k",
+    ][::core::mem::offset_of!(aril_align_args, top_k) - 16usize];
+    [
+        "Offset of field: aril_align_args::routing",
+    ][::core::mem::offset_of!(aril_align_args, routing) - 48usize];
+    [
+        "Offset of field: aril_align_args::sorted_routes",
+    ][::core::mem::offset_of!(aril_align_args, sorted_routes) - 120usize];
+    [
+        "Offset of field: aril_align_args::block_experts",
+    ][::core::mem::offset_of!(aril_align_args, block_experts) - 128usize];
+    [
+        "Offset of field: aril_align_args::block_slots",
+    ][::core::mem::offset_of!(aril_align_args, block_slots) - 136usize];
+    [
+        "Offset of field: aril_align_args::num_padded",
+    ][::core::mem::offset_of!(aril_align_args, num_padded) - 144usize];
+    [
+        "Offset of field: aril_align_args::places",
+    ][::core::mem::offset_of!(aril_align_args, places) - 152usize];
+    [
+        "Offset of field: aril_align_args::exchange",
+    ][::core::mem::offset_of!(aril_align_args, exchange) - 160usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_experts_args {
     pub dtype: i32,
     pub num_tokens: i32,
@@ -616,6 +675,12 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_group(
         args: *const aril_group_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_align(
+        args: *const aril_align_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

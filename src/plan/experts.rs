@@ -1,8 +1,8 @@
 use std::fmt;
 
 use super::{
-    Capacity, EXCHANGE_HEADER, LANE_FEATURES, LANES_PER_GROUP, MULTIPROCESSORS, PlanError, RANK_TILE, STAGED_RANK,
-    WIDE_TILE, WorkspaceBytes,
+    Capacity, EXCHANGE_HEADER, LANE_FEATURES, LANES_PER_GROUP, MAX_SLOTS, MULTIPROCESSORS, PlanError, RANK_TILE,
+    STAGED_RANK, WIDE_TILE, WorkspaceBytes, limit,
 };
 use crate::{
     DType, ffi,
@@ -49,11 +49,6 @@ impl RouteCapacity {
     /// # Errors
     /// If one is past its limit, or there are no tokens or no routes.
     pub fn checked(self) -> Result<Self, PlanError> {
-        let limit = |what, value, max| match value {
-            0 => Err(PlanError::Limit { what, value, max }),
-            value if value > max => Err(PlanError::Limit { what, value, max }),
-            _ => Ok(()),
-        };
         let max_routes = i32::MAX as usize / TOKENS_PER_TILE;
         if self.num_experts > 0 {
             limit("num_experts", self.num_experts, MAX_EXPERTS)?;
@@ -64,9 +59,49 @@ impl RouteCapacity {
     }
 
     /// Rows of matrices of routes.
-    #[cfg(feature = "cuda")]
     pub(crate) fn max_routes(&self) -> usize {
         self.max_tokens * self.top_k
+    }
+}
+
+/// Upper bounds on the blocks that a step's routes are put in, each of one slot and one expert.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct AlignCapacity {
+    /// The routes.
+    pub routes: RouteCapacity,
+    /// Slots that adapters may be in, at most [`MAX_SLOTS`].
+    #[doc(alias = "max_loras")]
+    pub num_slots: usize,
+    /// Routes of a block.
+    pub block_size: usize,
+}
+
+impl AlignCapacity {
+    /// Checks the bounds against the kernels' limits.
+    ///
+    /// # Errors
+    /// If one is zero (`num_experts` may be) or past its limit, or blocks of this size may be too many to count their routes.
+    pub fn checked(self) -> Result<Self, PlanError> {
+        let routes = self.routes.checked()?;
+        limit("num_slots", self.num_slots, MAX_SLOTS)?;
+        limit("block_size", self.block_size, i32::MAX as usize / routes.max_routes())?;
+        Ok(self)
+    }
+
+    /// The most blocks: one for a route to each expert for each slot, and the others full.
+    pub fn max_blocks(&self) -> usize {
+        let RouteCapacity { max_tokens, num_experts, .. } = self.routes;
+        let routes = self.routes.max_routes();
+        match (self.num_slots.min(max_tokens) * num_experts).min(routes) {
+            0 => 0,
+            groups => groups + (routes - groups) / self.block_size.max(1),
+        }
+    }
+
+    /// The most routes of all blocks, padding among them.
+    #[doc(alias = "max_num_tokens_padded")]
+    pub fn max_padded(&self) -> usize {
+        self.max_blocks() * self.block_size
     }
 }
 

@@ -12,7 +12,7 @@ use crate::{
     model::{LinearSite, MAX_RANK, SliceSite},
 };
 
-pub use self::experts::{ExpertsPlan, MAX_EXPERTS_RANK, ProjectionPlan, RouteCapacity};
+pub use self::experts::{AlignCapacity, ExpertsPlan, MAX_EXPERTS_RANK, ProjectionPlan, RouteCapacity};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -63,11 +63,6 @@ impl Capacity {
     /// # Errors
     /// If one is zero or past its limit.
     pub fn checked(self) -> Result<Self, PlanError> {
-        let limit = |what, value, max| match value {
-            0 => Err(PlanError::Limit { what, value, max }),
-            value if value > max => Err(PlanError::Limit { what, value, max }),
-            _ => Ok(()),
-        };
         limit("max_tokens", self.max_tokens, i32::MAX as usize / TOKENS_PER_TILE)?;
         limit("num_slots", self.num_slots, MAX_SLOTS)?;
         limit("max_rank", self.max_rank, MAX_RANK)?;
@@ -94,6 +89,11 @@ impl Capacity {
     fn tiles_of(&self, size: usize, num_tokens: usize) -> usize {
         (num_tokens + (size - 1) * (self.num_slots + 1).min(num_tokens)) / size
     }
+}
+
+/// Refuses a bound that is zero or past its limit.
+fn limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
+    if (1..=max).contains(&value) { Ok(()) } else { Err(PlanError::Limit { what, value, max }) }
 }
 
 /// Outputs of one slice that a block of expand works on, for up to `tiles` tiles of `num_tokens` tokens. The bits of the result do

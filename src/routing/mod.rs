@@ -1,11 +1,16 @@
 //! Which adapter each token of a batch has, and which experts.
 //!
 //! Host side and pure: [`Slot`] is what engines hand in, [`Segments`] groups a batch's tokens by slot. The CUDA side builds the
-//! same grouping on the device (`cuda::Routing`); tests hold the two together. [`TopK`] is what a router chose.
+//! same grouping on the device (`cuda::Routing`); tests hold the two together. [`TopK`] is what a router chose, and
+//! [`AlignedRoutes`] has its routes in blocks of one slot and one expert.
 
+mod aligned;
 mod top_k;
 
+pub use aligned::AlignedRoutes;
 pub use top_k::TopK;
+#[cfg(feature = "cuda")]
+pub(crate) use top_k::Weighed;
 
 use crate::error::{OperandError, SlotError};
 

@@ -24,8 +24,18 @@ pub struct TopK<'a> {
     top_k: usize,
     weights: Option<&'a [f32]>,
     rows: Option<&'a [i32]>,
-    on_input: bool,
+    weighed: Weighed,
     factor: f32,
+}
+
+/// Where the router's weights are applied.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Weighed {
+    /// On what the experts take.
+    Input,
+    /// On the rows of down.
+    Rows,
+    Combine,
 }
 
 impl<'a> TopK<'a> {
@@ -38,7 +48,7 @@ impl<'a> TopK<'a> {
         if top_k == 0 || !ids.len().is_multiple_of(top_k) {
             return Err(OperandError::TopK { ids: ids.len(), top_k });
         }
-        Ok(Self { ids, top_k, weights: None, rows: None, on_input: false, factor: 1.0 })
+        Ok(Self { ids, top_k, weights: None, rows: None, weighed: Weighed::Combine, factor: 1.0 })
     }
 
     /// The router's weights, `[tokens, top_k]`: 1 without them.
@@ -70,7 +80,15 @@ impl<'a> TopK<'a> {
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub const fn on_input(self) -> Self {
-        Self { on_input: true, ..self }
+        Self { weighed: Weighed::Input, ..self }
+    }
+
+    /// The router's weights are applied to the rows of down, by the engine's GEMM, not in the combine, which only sums them up: the
+    /// deltas of down are multiplied by them.
+    #[must_use]
+    #[doc(alias = "mul_routed_weight")]
+    pub const fn on_rows(self) -> Self {
+        Self { weighed: Weighed::Rows, ..self }
     }
 
     /// Multiplies what every route weighs in the combine, where a model has a factor for its routed experts.
@@ -112,7 +130,12 @@ impl<'a> TopK<'a> {
 
     /// Whether the weights are applied to the experts' input.
     pub const fn is_on_input(&self) -> bool {
-        self.on_input
+        matches!(self.weighed, Weighed::Input)
+    }
+
+    /// Whether the weights are applied to the rows of down.
+    pub const fn is_on_rows(&self) -> bool {
+        matches!(self.weighed, Weighed::Rows)
     }
 
     /// What every route's weight is multiplied by in the combine.
@@ -133,13 +156,18 @@ impl<'a> TopK<'a> {
 
     /// What the input of a route's expert is multiplied by: its weight if those are [on the input](Self::on_input), else 1.
     pub fn input_weight(&self, route: usize) -> f32 {
-        if self.on_input { self.weight(route) } else { 1.0 }
+        self.weight_at(Weighed::Input, route)
     }
 
-    /// What the output of a route's expert is multiplied by in the combine: the factor, and its weight unless those are
-    /// [on the input](Self::on_input).
+    /// What the row of a route holds of the output of its expert: its weight if those are [on the rows](Self::on_rows), else 1.
+    pub fn row_weight(&self, route: usize) -> f32 {
+        self.weight_at(Weighed::Rows, route)
+    }
+
+    /// What the row of a route is multiplied by in the combine: the factor, and its weight unless those are
+    /// [on the input](Self::on_input) or [on the rows](Self::on_rows).
     pub fn output_weight(&self, route: usize) -> f32 {
-        if self.on_input { self.factor } else { self.factor * self.weight(route) }
+        self.factor * self.weight_at(Weighed::Combine, route)
     }
 
     /// Refuses a batch of other tokens.
@@ -148,8 +176,8 @@ impl<'a> TopK<'a> {
         if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }) }
     }
 
-    fn weight(&self, route: usize) -> f32 {
-        self.weights.map_or(1.0, |weights| weights[route])
+    fn weight_at(&self, place: Weighed, route: usize) -> f32 {
+        self.weights.filter(|_| self.weighed == place).map_or(1.0, |weights| weights[route])
     }
 
     fn check(&self, operand: &'static str, got: usize) -> Result<(), OperandError> {

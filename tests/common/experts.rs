@@ -39,7 +39,7 @@ pub struct Case {
     pub half_weights: Option<Vec<i8>>,
     /// By route: different rows, or anything that is none.
     pub rows: Option<Vec<i32>>,
-    pub on_input: bool,
+    pub weighed: Weighed,
     pub half_factor: i8,
     /// Elements before the first row, and from the end of a row to the next: of x, y and out.
     pub offsets: [usize; 3],
@@ -65,6 +65,14 @@ pub enum Act {
     Relu2,
     Silu,
     SwigluOai,
+}
+
+/// Where the router's weights are applied.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize, Deserialize)]
+pub enum Weighed {
+    Input,
+    Rows,
+    Combine,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -266,11 +274,15 @@ impl Case {
         Some(serde_json::from_str(&text).expect("ARIL_EXPERTS_CASE is a printed case"))
     }
 
-    /// What a route's delta of gate and up is multiplied by, and what it is in the combine.
-    pub fn weights(&self, route: usize) -> [f64; 2] {
+    /// What a route's input is multiplied by, the row of down, and that row in the combine.
+    pub fn weights(&self, route: usize) -> [f64; 3] {
         let weight = self.half_weights.as_ref().map_or(1.0, |halves| f64::from(halves[route]) / 2.0);
         let factor = f64::from(self.half_factor) / 2.0;
-        if self.on_input { [weight, factor] } else { [1.0, weight * factor] }
+        match self.weighed {
+            Weighed::Input => [weight, 1.0, factor],
+            Weighed::Rows => [1.0, weight, factor],
+            Weighed::Combine => [1.0, 1.0, weight * factor],
+        }
     }
 
     /// How to run it again.
@@ -345,9 +357,11 @@ impl Case {
         if let Some(rows) = &self.rows {
             top_k = top_k.with_rows(rows).unwrap();
         }
-        if self.on_input {
-            top_k = top_k.on_input();
-        }
+        top_k = match self.weighed {
+            Weighed::Input => top_k.on_input(),
+            Weighed::Rows => top_k.on_rows(),
+            Weighed::Combine => top_k,
+        };
         top_k.scaled(f32::from(self.half_factor) / 2.0)
     }
 
@@ -571,7 +585,7 @@ impl<T: Element> World<T> {
                         None => continue,
                     },
                 };
-                weights.push(case.weights(route)[1]);
+                weights.push(case.weights(route)[2]);
                 outputs.push(output);
             }
             let nothing = vec![Delta { value: 0.0, magnitude: 0.0 }; case.shape.hidden];
@@ -601,7 +615,7 @@ impl<T: Element> World<T> {
         let a: Vec<f64> = a.chunks(input).flat_map(|row| row[inputs.clone()].to_vec()).collect();
         let b = &b[outputs.start * rank..outputs.end * rank];
         let scale = self.scales.as_ref().map_or(1.0, |scales| scales[token].into());
-        let scaling = pair.scaling * scale * if module == DOWN { 1.0 } else { case.weights(route)[0] };
+        let scaling = pair.scaling * scale * case.weights(route)[usize::from(module == DOWN)];
         let x = case.x().row(&self.x, if module == DOWN { row } else { token });
         Some(reference::linear(&x, Factors { a: &a, b, rank: *rank, scaling }))
     }
@@ -647,7 +661,8 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
         let adapters = prop::collection::vec(loras(shape.num_experts, sizes.max_rank), num_adapters);
         let slots = indices(num_adapters + empty_slots, num_tokens);
         let ids = indices(shape.held.len(), num_routes);
-        let choices = (ids, rows(num_routes), any::<bool>(), 1..=4_i8);
+        let weighed = prop_oneof![Just(Weighed::Input), Just(Weighed::Rows), Just(Weighed::Combine)];
+        let choices = (ids, rows(num_routes), weighed, 1..=4_i8);
         let scales = prop::option::of(prop::collection::vec(-4..=4_i8, num_tokens));
         let weights = prop::option::of(prop::collection::vec(-1..=4_i8, num_routes));
         let gaps = || prop::array::uniform3(prop_oneof![Just(0), 0..9_usize]);
@@ -655,7 +670,7 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
         let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
         let numbers = (dtype, values, scales, weights, gaps(), gaps(), any::<u64>());
         (op, adapters, slots, choices, numbers).prop_map(
-            move |(op, adapters, slots, (ids, rows, on_input, half_factor), numbers)| {
+            move |(op, adapters, slots, (ids, rows, weighed, half_factor), numbers)| {
                 let (dtype, values, half_scales, half_weights, offsets, gaps, seed) = numbers;
                 Case {
                     op,
@@ -670,7 +685,7 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
                     ids,
                     half_weights,
                     rows,
-                    on_input,
+                    weighed,
                     half_factor,
                     offsets,
                     gaps,
@@ -722,7 +737,7 @@ fn shapes(sizes: Sizes) -> impl Strategy<Value = Shape> {
 }
 
 /// What is mostly below `end`, and sometimes -1 or out of range; or always the same.
-fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
+pub fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
     let end = end as i32;
     let stray = prop_oneof![Just(i32::MIN), Just(i32::MAX), Just(end), Just(-2), Just(-1)];
     let any = prop_oneof![6 => 0..end.max(1), 1 => Just(-1), 1 => stray];
@@ -736,7 +751,7 @@ fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
 }
 
 /// None, a permutation, or one of which some have no row.
-fn rows(num_routes: usize) -> impl Strategy<Value = Option<Vec<i32>>> {
+pub fn rows(num_routes: usize) -> impl Strategy<Value = Option<Vec<i32>>> {
     let end = num_routes as i32;
     let permutation = move || Just((0..end).collect::<Vec<_>>()).prop_shuffle();
     let stray = prop_oneof![Just(-1), Just(end), Just(i32::MAX), Just(i32::MIN)];

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use crate::{
     common::{
         cases::Place,
-        experts::{Case, Op, Sizes, Subject, World, cases, check},
+        experts::{Case, Op, Sizes, Subject, Weighed, World, cases, check},
     },
     device::{Buffer, Gpu},
     for_dtype,
@@ -64,9 +64,11 @@ impl Subject for Safe<'_> {
         if let Some(rows) = &rows {
             top_k = top_k.with_rows(rows.view()).unwrap();
         }
-        if case.on_input {
-            top_k = top_k.on_input();
-        }
+        top_k = match case.weighed {
+            Weighed::Input => top_k.on_input(),
+            Weighed::Rows => top_k.on_rows(),
+            Weighed::Combine => top_k,
+        };
         let routes = grouping.update(top_k, &batch, stream).unwrap();
 
         let (x, mut y) = (self.gpu.upload(&world.x), self.gpu.upload(&world.y));
@@ -146,9 +148,11 @@ impl Subject for Raw<'_> {
         let mut top_k = raw::TopK::new(ids.address(), case.top_k);
         top_k = router.as_ref().map_or(top_k, |router| top_k.weights(router.address()));
         top_k = rows.as_ref().map_or(top_k, |rows| top_k.rows(rows.address()));
-        if case.on_input {
-            top_k = top_k.on_input();
-        }
+        top_k = match case.weighed {
+            Weighed::Input => top_k.on_input(),
+            Weighed::Rows => top_k.on_rows(),
+            Weighed::Combine => top_k,
+        };
         let at = |buffer: &Buffer, elems: usize| buffer.address() + (elems * size_of::<T>()) as u64;
         let x_matrix = raw::MatrixRef::new::<T>(at(&x, x_at.offset), x_at.rows, x_at.cols).row_stride(x_at.stride);
         let y_matrix = raw::MatrixMut::new::<T>(at(&y, y_at.offset), y_at.rows, y_at.cols).row_stride(y_at.stride);

@@ -53,8 +53,9 @@ fn case(slots: Vec<i32>) -> Case {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_launch_allocates_nothing_on_the_host() {
-    use aril::cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace};
+    use aril::cuda::{Alignment, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, TopK, WeightTable, Workspace};
     use aril::model::{Linear, ModelSpec, Parallel, TpRank};
+    use aril::plan::{AlignCapacity, RouteCapacity};
 
     let gpu = Gpu::new();
     let (stream, kernels) = (&gpu.stream, &gpu.kernels);
@@ -67,6 +68,9 @@ fn a_launch_allocates_nothing_on_the_host() {
     let linear = LoraLinear::<f32>::new(kernels, &model, linear_id, capacity).unwrap();
     let embedding = LoraEmbedding::<f32>::new(kernels, &model, embedding_id, capacity).unwrap();
     let mut workspace = Workspace::new(kernels, linear.plan().workspace_bytes(), stream).unwrap();
+    let routes = RouteCapacity { max_tokens: 32, top_k: 1, num_experts: 4 };
+    let mut alignment =
+        Alignment::new(kernels, AlignCapacity { routes, num_slots: 4, block_size: 16 }, stream).unwrap();
     let (x, mut y, ids) = (gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1_i32; 32]));
     let (slots, scales) = ([Slot::new(1); 32], [2.0; 32]);
     let mut step = || {
@@ -77,6 +81,8 @@ fn a_launch_allocates_nothing_on_the_host() {
         linear.add_delta(x, y_matrix, &weights, &batch, &mut workspace, stream).unwrap();
         let y_matrix = MatrixMut::new(y.view_mut(), 32, 64).unwrap();
         embedding.add_delta(&ids.view(), y_matrix, &weights, &batch, stream).unwrap();
+        let routes = alignment.update(&TopK::new(ids.view(), 1).unwrap(), &batch, stream).unwrap();
+        assert_eq!(routes.num_padded().len(), 1);
     };
     step();
     assert_eq!(allocations(|| (0..20).for_each(|_| step())), 0);

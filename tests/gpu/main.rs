@@ -14,6 +14,7 @@
 
 #[path = "../common/adapters.rs"]
 mod adapters;
+mod align;
 #[path = "../common/mod.rs"]
 mod common;
 mod contention;

@@ -8,6 +8,7 @@ use crate::{
     ffi,
     model::{ExpertsId, ExpertsSite, ModelSpec},
     plan::{Capacity, ExpertsPlan, ProjectionPlan, RouteCapacity},
+    routing::Weighed,
 };
 
 /// What each part of a grouping's memory is aligned to.
@@ -23,13 +24,13 @@ pub struct TopK {
     pub(in crate::cuda) weights: u64,
     pub(in crate::cuda) rows: u64,
     pub(in crate::cuda) top_k: usize,
-    pub(in crate::cuda) on_input: bool,
+    pub(in crate::cuda) weighed: Weighed,
 }
 
 impl TopK {
     /// The address of local expert ids, `i32 [tokens, top_k]`. -1 and whatever else is no local id is not here.
     pub const fn new(ids: u64, top_k: usize) -> Self {
-        Self { ids, weights: 0, rows: 0, top_k, on_input: false }
+        Self { ids, weights: 0, rows: 0, top_k, weighed: Weighed::Combine }
     }
 
     /// The address of the router's weights, `f32 [tokens, top_k]`: 1 without them.
@@ -49,7 +50,31 @@ impl TopK {
     /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them.
     #[must_use]
     pub const fn on_input(self) -> Self {
-        Self { on_input: true, ..self }
+        Self { weighed: Weighed::Input, ..self }
+    }
+
+    /// The router's weights are applied to the rows of down: the deltas of down are multiplied by them.
+    #[must_use]
+    pub const fn on_rows(self) -> Self {
+        Self { weighed: Weighed::Rows, ..self }
+    }
+
+    /// What kernels take of it, within the bounds.
+    pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
+        let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
+        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
+        within("the batch's tokens", batch.num_tokens, max_tokens)?;
+        within("the routes of a token", self.top_k, max_top_k)?;
+        if self.top_k == 0 {
+            return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
+        }
+        Ok(ffi::aril_top_k {
+            ids: self.ids as *const i32,
+            weights: self.weights as *const f32,
+            rows: self.rows as *const i32,
+            top_k: int(self.top_k)?,
+            num_experts: int(num_experts)?,
+        })
     }
 }
 
@@ -153,20 +178,7 @@ impl Grouping {
         stream: Stream,
     ) -> Result<GroupedRoutes, LaunchError> {
         self.kernels.check_thread()?;
-        let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = self.capacity;
-        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
-        within("the batch's tokens", batch.num_tokens, max_tokens)?;
-        within("the routes of a token", top_k.top_k, max_top_k)?;
-        if top_k.top_k == 0 {
-            return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
-        }
-        let raw = ffi::aril_top_k {
-            ids: top_k.ids as *const i32,
-            weights: top_k.weights as *const f32,
-            rows: top_k.rows as *const i32,
-            top_k: int(top_k.top_k)?,
-            num_experts: int(num_experts)?,
-        };
+        let raw = top_k.expect(batch, self.capacity)?;
         let args = ffi::aril_group_args {
             num_tokens: int(batch.num_tokens)?,
             top_k: raw,
@@ -181,7 +193,7 @@ impl Grouping {
         Ok(GroupedRoutes {
             batch,
             top_k: raw,
-            on_input: top_k.on_input,
+            weighed: top_k.weighed,
             groups: self.groups,
             grouped: Cell::new(grouped),
         })
@@ -194,7 +206,7 @@ impl Grouping {
 pub struct GroupedRoutes {
     batch: RoutedBatch,
     top_k: ffi::aril_top_k,
-    on_input: bool,
+    weighed: Weighed,
     groups: ffi::aril_groups,
     grouped: Cell<bool>,
 }
@@ -305,7 +317,7 @@ impl LoraExperts {
     }
 
     /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
-    /// combine and without its weights.
+    /// combine, and without its weights unless these are [on the rows](TopK::on_rows).
     ///
     /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`; `weights` are of the layer of the first entry
     /// of [`ExpertsSite::down`](crate::model::ExpertsSite::down).
@@ -366,6 +378,7 @@ impl LoraExperts {
             Projection::Down => (self.site.down(), self.plan.down()),
         };
         let from_tokens = projection == Projection::GateUp;
+        let weighed = if from_tokens { Weighed::Input } else { Weighed::Rows };
         let (dtype, num_tokens, top_k) =
             (self.plan.dtype(), routes.num_tokens(), routes.top_k.top_k.cast_unsigned() as usize);
         let x_rows = if from_tokens { num_tokens } else { routes.num_routes() };
@@ -389,7 +402,7 @@ impl LoraExperts {
             expand_blocks: int(launch.expand_blocks)?,
             outs_per_block: int(launch.outs_per_block)?,
             overwrites: overwrites.into(),
-            weighted: (from_tokens && routes.on_input).into(),
+            weighted: (routes.weighed == weighed).into(),
             groups_routes: (!routes.grouped.get()).into(),
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,

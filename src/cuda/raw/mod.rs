@@ -10,6 +10,7 @@
 #![doc = include_str!("../../docs/graphs.md")]
 #![expect(unsafe_code, reason = "launches on memory that somebody else owns")]
 
+mod align;
 mod embedding;
 mod experts;
 mod linear;
@@ -21,6 +22,7 @@ use bytemuck::{Pod, Zeroable};
 
 pub(in crate::cuda) use self::experts::Projection;
 pub use self::{
+    align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
     experts::{GroupedRoutes, Grouping, LoraExperts, TopK},
     linear::LoraLinear,

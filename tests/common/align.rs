@@ -1,0 +1,78 @@
+//! Routes to be put in blocks of one slot and one expert each, and what comes of them.
+
+use std::num::NonZeroUsize;
+
+use aril::{
+    Slot,
+    plan::{AlignCapacity, RouteCapacity},
+    routing::{AlignedRoutes, Batch, TopK},
+};
+use proptest::prelude::*;
+
+use super::experts::{indices, rows};
+
+/// A step.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// By token: a slot, -1, or anything else that is no slot.
+    pub slots: Vec<i32>,
+    pub top_k: usize,
+    /// By route: a local expert id, -1, or anything else that is none.
+    pub ids: Vec<i32>,
+    /// By route: different rows, or anything that is none.
+    pub rows: Option<Vec<i32>>,
+    pub num_experts: usize,
+    pub num_slots: usize,
+    pub block_size: usize,
+}
+
+impl Case {
+    pub fn num_tokens(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The tightest bounds; of no tokens, those of one.
+    pub fn capacity(&self) -> AlignCapacity {
+        let Self { top_k, num_experts, num_slots, block_size, .. } = *self;
+        let routes = RouteCapacity { max_tokens: self.num_tokens().max(1), top_k, num_experts };
+        AlignCapacity { routes, num_slots, block_size }
+    }
+
+    pub fn slots(&self) -> Vec<Slot> {
+        self.slots.iter().map(|&slot| bytemuck::cast(slot)).collect()
+    }
+
+    pub fn top_k(&self) -> TopK<'_> {
+        let top_k = TopK::new(&self.ids, self.top_k).unwrap();
+        self.rows.as_ref().map_or(top_k, |rows| top_k.with_rows(rows).unwrap())
+    }
+
+    /// What the host makes of it.
+    pub fn aligned(&self) -> AlignedRoutes {
+        let block_size = NonZeroUsize::new(self.block_size).unwrap();
+        AlignedRoutes::new(&self.top_k(), &Batch::new(&self.slots()), self.num_experts, self.num_slots, block_size)
+            .unwrap()
+    }
+}
+
+/// Steps of one layer of experts.
+pub fn steps(count: usize, max_tokens: usize) -> impl Strategy<Value = Vec<Case>> {
+    let block_size = prop_oneof![1..=20_usize, Just(16), Just(64), Just(128)];
+    let experts = prop_oneof![1 => Just(0), 9 => 1..=40_usize];
+    (experts, 1..=12_usize, block_size).prop_flat_map(move |(num_experts, num_slots, block_size)| {
+        let step = (0..=max_tokens, 1..=8_usize).prop_flat_map(move |(num_tokens, top_k)| {
+            let num_routes = num_tokens * top_k;
+            let choices = (indices(num_slots, num_tokens), indices(num_experts, num_routes), rows(num_routes));
+            choices.prop_map(move |(slots, ids, rows)| Case {
+                slots,
+                top_k,
+                ids,
+                rows,
+                num_experts,
+                num_slots,
+                block_size,
+            })
+        });
+        prop::collection::vec(step, count)
+    })
+}
