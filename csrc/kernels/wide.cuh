@@ -423,17 +423,17 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
   const ExpandRow own = threadIdx.x < ARIL_WIDE_TILE ? rows[threadIdx.x] : ExpandRow{-1, -1, 0.0f};
   const bool whole = is_aligned(outs.y, outs.y_stride) && outs.num_outs % Vec<T>::kSize == 0;
   T* row = own.y < 0 ? nullptr : outs.y + own.y * outs.y_stride + outs.first;
-  const auto stage_of = [&](int chunk) { return ring + chunk % stages * stage_bytes; };
+  const auto stage_at = [&](int stage) { return ring + stage * stage_bytes; };
   const auto outs_of = [&](int chunk) { return min(outs.count - chunk * kChunkOuts, kChunkOuts); };
-  const auto fetch_weights = [&](int chunk) {
+  const auto fetch_weights = [&](int chunk, int stage) {
     if (chunk >= chunks) return;
     const int bytes = ceil_div(outs_of(chunk), ARIL_OUT_TILE) * out_tile_bytes;
-    unsigned char* to = stage_of(chunk) + outs_bytes;
+    unsigned char* to = stage_at(stage) + outs_bytes;
     const char* from = b + int64_t{chunk} * 2 * out_tile_bytes;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == ARIL_WIDE_TILE) {
-      arrivals[chunk % stages].expect(bytes);
-      arrivals[chunk % stages].copy(to, from, bytes);
+      arrivals[stage].expect(bytes);
+      arrivals[stage].copy(to, from, bytes);
     }
 #else
     for (int at = threadIdx.x * 16; at < bytes; at += kExpandThreads * 16) {
@@ -442,31 +442,31 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
     commit_copies();
 #endif
   };
-  const auto fetch_outs = [&](int chunk) {
+  const auto fetch_outs = [&](int chunk, int stage) {
     if (threadIdx.x >= ARIL_WIDE_TILE || chunk >= chunks) return;
-    T* to = reinterpret_cast<T*>(stage_of(chunk) + threadIdx.x * kChunkRowBytes);
+    T* to = reinterpret_cast<T*>(stage_at(stage) + threadIdx.x * kChunkRowBytes);
     const bool reads = row != nullptr && !outs.overwrites;
     const bool bulk = kBulk && whole && reads;
     if (!bulk && reads) {
       move_outs(to, row + chunk * kChunkOuts, outs_of(chunk), whole);
     }
-    Arrival& arrival = arrivals[chunk % stages];
+    Arrival& arrival = arrivals[stage];
     arrival.expect(bulk ? outs_of(chunk) * 2 : 0);
     if (bulk) arrival.copy(to, row + chunk * kChunkOuts, outs_of(chunk) * 2);
   };
-  const auto store_outs = [&](int chunk) {
+  const auto store_outs = [&](int chunk, int stage) {
     if (threadIdx.x >= ARIL_WIDE_TILE || row == nullptr) return;
-    const T* from = reinterpret_cast<T*>(stage_of(chunk) + threadIdx.x * kChunkRowBytes);
+    const T* from = reinterpret_cast<T*>(stage_at(stage) + threadIdx.x * kChunkRowBytes);
     if (kBulk && whole) {
       copy_back(row + chunk * kChunkOuts, from, outs_of(chunk) * 2);
     } else {
       move_outs(row + chunk * kChunkOuts, from, outs_of(chunk), whole);
     }
   };
-  for (int i = 0; i < stages - 1; ++i) fetch_weights(i);
+  for (int i = 0; i < stages - 1; ++i) fetch_weights(i, i);
   wait_for_predecessors();
   if (row != nullptr && v.lacks(own.v)) row = nullptr;
-  for (int i = 0; i < stages - 1; ++i) fetch_outs(i);
+  for (int i = 0; i < stages - 1; ++i) fetch_outs(i, i);
 
   // A thread brings together four ranks of a token.
   constexpr int kQuads = kRanksPerStep / 4;
@@ -488,12 +488,14 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
   publish_shared();
   __syncthreads();
 
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    unsigned char* const stage = stage_of(chunk);
+  const auto next_of = [&](int stage) { return stage + 1 < stages ? stage + 1 : 0; };
+  int at = 0, ahead = stages - 1;
+  for (int chunk = 0; chunk < chunks; ++chunk, at = next_of(at), ahead = next_of(ahead)) {
+    unsigned char* const stage = stage_at(at);
     wait_for_reads_of_copies_back();
-    fetch_weights(chunk + stages - 1);
-    fetch_outs(chunk + stages - 1);
-    arrivals.wait(chunk % stages);
+    fetch_weights(chunk + stages - 1, ahead);
+    fetch_outs(chunk + stages - 1, ahead);
+    arrivals.wait(at);
 #if __CUDA_ARCH__ < 900
     wait_for_copies<0>();
     __syncthreads();
@@ -506,8 +508,8 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
                                      warpgroup * ARIL_OUT_TILE * 2 + q * 16;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        uint4* const at = reinterpret_cast<uint4*>(outs_at + i * 64);
-        const Vec<T> base{outs.overwrites ? make_uint4(0, 0, 0, 0) : *at};
+        uint4* const eight = reinterpret_cast<uint4*>(outs_at + i * 64);
+        const Vec<T> base{outs.overwrites ? make_uint4(0, 0, 0, 0) : *eight};
         T sums[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -515,12 +517,12 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
         }
         uint4 result;
         memcpy(&result, sums, sizeof(result));
-        *at = result;
+        *eight = result;
       }
     }
     publish_shared();
     __syncthreads();
-    store_outs(chunk);
+    store_outs(chunk, at);
   }
   wait_for_copies_back();
 }
