@@ -419,8 +419,13 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
   const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
   const char* b =
       static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
-  // The first 64 threads have a row each, the next one B.
-  const ExpandRow own = threadIdx.x < ARIL_WIDE_TILE ? rows[threadIdx.x] : ExpandRow{-1, -1, 0.0f};
+  // The first lanes have a row each, neighbours in different warps, since a warp starts its copies
+  // one after the other. The last thread has B.
+  constexpr int kWarps = kExpandThreads / 32;
+  const int own_row = lane < ARIL_WIDE_TILE / kWarps
+                          ? lane * kWarps + static_cast<int>(threadIdx.x) / 32
+                          : ARIL_WIDE_TILE;
+  const ExpandRow own = own_row < ARIL_WIDE_TILE ? rows[own_row] : ExpandRow{-1, -1, 0.0f};
   const bool whole = is_aligned(outs.y, outs.y_stride) && outs.num_outs % Vec<T>::kSize == 0;
   T* row = own.y < 0 ? nullptr : outs.y + own.y * outs.y_stride + outs.first;
   const auto stage_at = [&](int stage) { return ring + stage * stage_bytes; };
@@ -431,7 +436,7 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
     unsigned char* to = stage_at(stage) + outs_bytes;
     const char* from = b + int64_t{chunk} * 2 * out_tile_bytes;
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == ARIL_WIDE_TILE) {
+    if (threadIdx.x == kExpandThreads - 1) {
       arrivals[stage].expect(bytes);
       arrivals[stage].copy(to, from, bytes);
     }
@@ -443,8 +448,8 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
 #endif
   };
   const auto fetch_outs = [&](int chunk, int stage) {
-    if (threadIdx.x >= ARIL_WIDE_TILE || chunk >= chunks) return;
-    T* to = reinterpret_cast<T*>(stage_at(stage) + threadIdx.x * kChunkRowBytes);
+    if (own_row >= ARIL_WIDE_TILE || chunk >= chunks) return;
+    T* to = reinterpret_cast<T*>(stage_at(stage) + own_row * kChunkRowBytes);
     const bool reads = row != nullptr && !outs.overwrites;
     const bool bulk = kBulk && whole && reads;
     if (!bulk && reads) {
@@ -455,8 +460,8 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
     if (bulk) arrival.copy(to, row + chunk * kChunkOuts, outs_of(chunk) * 2);
   };
   const auto store_outs = [&](int chunk, int stage) {
-    if (threadIdx.x >= ARIL_WIDE_TILE || row == nullptr) return;
-    const T* from = reinterpret_cast<T*>(stage_at(stage) + threadIdx.x * kChunkRowBytes);
+    if (row == nullptr) return;
+    const T* from = reinterpret_cast<T*>(stage_at(stage) + own_row * kChunkRowBytes);
     if (kBulk && whole) {
       copy_back(row + chunk * kChunkOuts, from, outs_of(chunk) * 2);
     } else {
