@@ -164,7 +164,7 @@ struct BlockOuts {
       : y(static_cast<T*>(p.y)),
         y_stride(p.y_stride),
         num_outs(p.out_features),
-        overwrites(p.overwrites != 0),
+        overwrites(p.form == ARIL_WRITE),
         step(p.interleaved ? p.num_slices : 1) {
     const int blocks = ceil_div(num_outs, p.outs_per_block);
     slice = block / blocks;

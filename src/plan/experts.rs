@@ -17,7 +17,9 @@ const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 /// Pieces that a block of shrink works on at a time, and a block of expand.
 const SHRINK_PIECES: usize = 2;
 const EXPAND_PIECES: usize = 8;
-/// Outputs of a slice that a warp of expand works on. (H100: 128 are 5 to 20 % faster than 256 up to 128 tokens, as fast beyond.)
+/// Outputs that a warp of expand works on where these are of all slices, or of tokens.
+const OUTS_PER_UNIT: usize = ffi::ARIL_OUTS_PER_UNIT as usize;
+/// Outputs of a slice that a warp of expand works on elsewhere. (H100: 128 are 5 to 20 % faster than 256 up to 128 tokens, as fast beyond.)
 const OUTS_PER_WARP: usize = 128;
 /// The most blocks of either. (H100: two a multiprocessor are faster than one or three.)
 const MAX_BLOCKS: usize = 2 * MULTIPROCESSORS;
@@ -80,6 +82,18 @@ pub struct ProjectionPlan {
     /// Of a slice.
     out_features: usize,
     from_tokens: bool,
+}
+
+/// What expand goes by.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+pub(crate) enum ExpandBy {
+    /// Tiles of routes, and outputs of a slice.
+    Slices,
+    /// Tiles of routes, and the same outputs of all slices.
+    Routes,
+    /// Tokens, and outputs.
+    Tokens,
 }
 
 /// Blocks of a launch. The bits of the result do not depend on them.
@@ -158,7 +172,7 @@ impl ProjectionPlan {
 
     /// The blocks for a batch of `num_tokens` with `top_k` routes each.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
-    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize) -> ProjectionLaunch {
+    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy) -> ProjectionLaunch {
         let tiles = self.max_tiles(num_tokens * top_k);
         let of_tokens = if self.from_tokens {
             self.capacity.max_small_tiles(num_tokens) * (TOKENS_PER_TILE / ROUTES_PER_TILE)
@@ -166,15 +180,20 @@ impl ProjectionPlan {
             0
         };
         let shrink_pieces = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE) * self.num_groups();
-        let expand_pieces = self.num_slices * self.out_features.div_ceil(OUTS_PER_WARP);
+        let (expand_tiles, outs_per_block, slices) = match by {
+            ExpandBy::Slices => (tiles, OUTS_PER_WARP, self.num_slices),
+            ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
+            ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
+        };
+        let expand_pieces = slices * self.out_features.div_ceil(outs_per_block);
         // All pieces of a tile at the least.
         let blocks = |tiles: usize, pieces: usize, at_once: usize| {
             (tiles * pieces).div_ceil(at_once).min(MAX_BLOCKS).max(pieces.div_ceil(at_once))
         };
         ProjectionLaunch {
             shrink_blocks: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES),
-            expand_blocks: blocks(tiles, expand_pieces, EXPAND_PIECES),
-            outs_per_block: OUTS_PER_WARP,
+            expand_blocks: blocks(expand_tiles, expand_pieces, EXPAND_PIECES),
+            outs_per_block,
         }
     }
 
