@@ -98,7 +98,8 @@ impl<'a> TopK<'a> {
         let (ids, ids_guard) = self.ids.device_ptr(stream);
         let (weights, weights_guard) = self.weights.as_ref().map(|view| view.device_ptr(stream)).unzip();
         let (rows, rows_guard) = self.rows.as_ref().map(|view| view.device_ptr(stream)).unzip();
-        let raw = raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0)).scaled(self.factor);
+        let raw =
+            raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0)).scaled(self.factor);
         (if self.on_input { raw.on_input() } else { raw }, [Some(ids_guard), weights_guard, rows_guard])
     }
 }

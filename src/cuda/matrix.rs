@@ -53,11 +53,7 @@ macro_rules! matrix {
             }
 
             /// As `check_context`, of an operand that has another name.
-            pub(super) fn check_context_as(
-                &self,
-                operand: &'static str,
-                kernels: &Kernels,
-            ) -> Result<(), LaunchError> {
+            pub(super) fn check_context_as(&self, operand: &'static str, kernels: &Kernels) -> Result<(), LaunchError> {
                 kernels.check_context(operand, self.view.stream().context())
             }
         }
