@@ -211,19 +211,23 @@ impl Subject for Raw<'_> {
             // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
             let routes = unsafe { grouping.group(top_k, batch, stream) }.unwrap();
             let (x, y, target) = (x_matrix, y_matrix, target_matrix);
-            // SAFETY: as above.
-            let launched = unsafe {
-                match case.op {
-                    Op::AddGateUp => layer.add_gate_up_delta(x, target, weights, &routes, region, stream),
-                    Op::WriteGateUp => layer.write_gate_up_delta(x, target, weights, &routes, region, stream),
-                    Op::Activate(act) => {
-                        layer.activate(x, y, target, act.activation(), weights, &routes, region, stream)
-                    }
-                    Op::AddDown => layer.add_down_delta(x, target, weights, &routes, region, stream),
-                    Op::WriteDown => layer.write_down_delta(x, target, weights, &routes, region, stream),
-                    Op::AddCombined => layer.add_combined_delta(x, target, weights, &routes, region, stream),
-                    Op::Combine => layer.combine(x, y, target, weights, &routes, region, stream),
-                }
+            let launched = match case.op {
+                // SAFETY: as above.
+                Op::AddGateUp => unsafe { layer.add_gate_up_delta(x, target, weights, &routes, region, stream) },
+                // SAFETY: as above.
+                Op::WriteGateUp => unsafe { layer.write_gate_up_delta(x, target, weights, &routes, region, stream) },
+                // SAFETY: as above.
+                Op::Activate(act) => unsafe {
+                    layer.activate(x, y, target, act.activation(), weights, &routes, region, stream)
+                },
+                // SAFETY: as above.
+                Op::AddDown => unsafe { layer.add_down_delta(x, target, weights, &routes, region, stream) },
+                // SAFETY: as above.
+                Op::WriteDown => unsafe { layer.write_down_delta(x, target, weights, &routes, region, stream) },
+                // SAFETY: as above.
+                Op::AddCombined => unsafe { layer.add_combined_delta(x, target, weights, &routes, region, stream) },
+                // SAFETY: as above.
+                Op::Combine => unsafe { layer.combine(x, y, target, weights, &routes, region, stream) },
             };
             launched.unwrap();
         };
