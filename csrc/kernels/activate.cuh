@@ -12,15 +12,17 @@
 
 namespace aril::detail {
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / __fadd_rn(1.0f, expf(-x)); }
 
 // What the activation makes of gate and up; where there is no gate, of up and 1. NaN gives NaN.
+// What could be rounded in two ways says in which, so that all kernels have the same bits.
 __device__ __forceinline__ float activation_of(const aril_experts_args& p, float x, float up) {
   switch (p.activation) {
     case ARIL_GELU:
-      return 0.5f * x * (1.0f + erff(x * 0.707106781f)) * up;
+      return 0.5f * x * __fadd_rn(1.0f, erff(x * 0.707106781f)) * up;
     case ARIL_GELU_TANH:
-      return 0.5f * x * (1.0f + tanhf(0.797884561f * (x + 0.044715f * x * x * x))) * up;
+      x = 0.5f * x * __fadd_rn(1.0f, tanhf(0.797884561f * fmaf(0.044715f * x * x, x, x)));
+      return x * up;
     case ARIL_RELU2:
       x = x < 0.0f ? 0.0f : x;
       return x * x * up;

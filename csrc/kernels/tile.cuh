@@ -202,8 +202,10 @@ __device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+// Each product is rounded, whatever it is added to.
 __device__ __forceinline__ float4 operator*(const float4& a, float factor) {
-  return make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor);
+  return make_float4(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(a.z, factor),
+                     __fmul_rn(a.w, factor));
 }
 
 // A token's v: shrink's planes, summed up in their order.
