@@ -224,8 +224,8 @@ typedef struct aril_experts_args {
   int32_t max_tiles;       // of ARIL_TOKENS_PER_TILE tokens
   int32_t shrink_blocks;   // each of 8 warps, of which all pieces of a tile have one at the least
   int32_t expand_blocks;   // likewise. Same bits.
-  // That a warp of expand has: a multiple of ARIL_OUT_TILE, but ARIL_OUTS_PER_UNIT from
-  // ARIL_ACTIVATE on. Same bits.
+  // That a warp of expand has: a multiple of ARIL_OUT_TILE, from ARIL_ACTIVATE on of
+  // ARIL_OUTS_PER_UNIT. Same bits.
   int32_t outs_per_block;
   int32_t form;            // aril_experts_form
   int32_t weighted;        // 0 or 1

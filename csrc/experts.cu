@@ -29,7 +29,7 @@ int32_t experts(const aril_experts_args& args, void* stream) {
   switch (args.form) {
     case ARIL_ACTIVATE:
       return launch_with(detail::activate_kernel<T, kHalves>,
-                         detail::kExpertsWarps * sizeof(detail::ActivatedSums));
+                         detail::kExpertsWarps * sizeof(detail::ActivateStage));
     case ARIL_ADD_COMBINED:
     case ARIL_COMBINE:
       return launch_with(detail::combine_kernel<T, kHalves>,

@@ -36,11 +36,13 @@ __device__ __forceinline__ float activation_of(const aril_experts_args& p, float
   }
 }
 
-// A warp's y with the deltas added, by slice. Rows are no multiple of the banks apart.
-struct ActivatedSums {
-  static constexpr int kRows = 8;
+// A warp's: y with the deltas added, by slice, of rows that are no multiple of the banks apart; and
+// the terms of v that there is room for.
+struct ActivateStage {
+  static constexpr int kRows = 8, kSteps = 4;
 
-  float of[2][kRows][kOutsPerUnit + 4];
+  float sums[2][kRows][kOutsPerUnit + 4];
+  uint4 terms[kSteps][32];
 };
 
 // Adds to eight neighbouring outputs what both terms of a row of v make of a lane's deltas.
@@ -58,21 +60,21 @@ __device__ __forceinline__ void add_terms(float* sums, const float (&deltas)[4][
 template <typename T, int kHalves>
 __device__ __forceinline__ void activate_expand(const aril_experts_args& p, const ExpertsGrid& grid,
                                                 uint32_t tag, unsigned char* shared) {
-  constexpr int kRows = ActivatedSums::kRows;
+  constexpr int kRows = ActivateStage::kRows;
   // Steps whose B is on its way.
   constexpr int kAhead = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int blocks = gridDim.x - grid.first_shrink - grid.shrink_blocks;
-  const int pieces = ceil_div(p.out_features, kOutsPerUnit);
+  const int pieces = ceil_div(p.out_features, p.outs_per_block);
   const int stride = blocks * kExpertsWarps / pieces;  // of tiles
   const int index = (blockIdx.x - grid.first_shrink - grid.shrink_blocks) * kExpertsWarps + warp;
-  const int first = index % pieces * kOutsPerUnit, feature = first + lane;
-  const bool has_feature = feature < p.out_features;
+  const int begin = index % pieces * p.outs_per_block;
+  const int end = min(begin + p.outs_per_block, p.out_features);
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
   const uint64_t* const plane = tagged_planes(p.exchange) + 2 * q;
-  ActivatedSums& sums = reinterpret_cast<ActivatedSums*>(shared)[warp];
+  ActivateStage& stage = reinterpret_cast<ActivateStage*>(shared)[warp];
   const int last = GroupedTiles(p, grid, tag, true).count * kHalves;
   if (index / pieces >= stride) return;
 
@@ -108,87 +110,100 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
     const int first_steps = ceil_div(parts[0].rank_tiles, 2);
     const int steps = first_steps + ceil_div(parts[1].rank_tiles, 2);
 
-    // B's cores, step by step, and slice by slice.
-    uint32_t cores[kAhead][2][4];
-    int fetched = 0;
-    const auto fetch = [&](uint32_t(&cores)[2][4]) {
-      if (fetched >= steps) return;
-      const bool is_second = fetched >= first_steps;
-      const int tiles = is_second ? parts[1].rank_tiles : parts[0].rank_tiles;
-      const int step = is_second ? fetched - first_steps : fetched;
-      const char* from = (is_second ? parts[1].b : parts[0].b) +
-                         (int64_t{first / ARIL_OUT_TILE} * tiles + step * 2) * kTileBytes +
-                         first % ARIL_OUT_TILE / kOutsPerUnit * (kTileBytes / 2) + lane * 4;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool is_there = half == 0 || 2 * step + 1 < tiles;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          cores[half][j] = is_there ? load_once(from + half * kTileBytes + j * kCoreElems * 2) : 0;
-        }
-      }
-      ++fetched;
-    };
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
-
-    // The tile before is done with.
-    __syncwarp();
-    for (int slice = 0; slice < p.num_slices; ++slice) {
-      T bases[kRows];
-      const int at =
-          p.interleaved ? feature * p.num_slices + slice : slice * p.out_features + feature;
-#pragma unroll
-      for (int t = 0; t < kRows; ++t) {
-        const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
-        bases[t] = from_float<T>(0.0f);
-        if (t < tile.w && has_feature) {
-          bases[t] = static_cast<const T*>(p.y)[row * p.y_stride + at];
-        }
-      }
-#pragma unroll
-      for (int t = 0; t < kRows; ++t) sums.of[slice][t][lane] = to_float(bases[t]);
-    }
-    __syncwarp();
-
-    float deltas[4][4] = {};
-    for (int done = 0; done < steps; done += kAhead) {
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (done + k >= steps) break;
-        const bool is_second = done + k >= first_steps;
-        const int step = is_second ? done + k - first_steps : done + k;
+    for (int first = begin; first < end; first += kOutsPerUnit) {
+      const int feature = first + lane;
+      const bool has_feature = feature < end;
+      // B's cores, step by step, and slice by slice.
+      uint32_t cores[kAhead][2][4];
+      int fetched = 0;
+      const auto fetch = [&](uint32_t(&cores)[2][4]) {
+        if (fetched >= steps) return;
+        const bool is_second = fetched >= first_steps;
         const int tiles = is_second ? parts[1].rank_tiles : parts[0].rank_tiles;
-        const int v_row = is_second ? parts[1].v_row : parts[0].v_row;
-        const float factor = is_second ? parts[1].factor : parts[0].factor;
-        const float4 v = load_v(plane + is_second * planes.slice_stride + step * kRanksPerStep,
-                                planes, grid.groups, v_row, 2 * step + 1 < tiles, tag) *
-                         factor;
-        // A row of the operand has what v is rounded to, and the one 8 below it the rest.
-        uint4 terms[1];
-        split(v.x, v.y, terms[0].x, terms[0].y);
-        split(v.z, v.w, terms[0].z, terms[0].w);
+        const int step = is_second ? fetched - first_steps : fetched;
+        const char* from = (is_second ? parts[1].b : parts[0].b) +
+                           (int64_t{first / ARIL_OUT_TILE} * tiles + step * 2) * kTileBytes +
+                           first % ARIL_OUT_TILE / kOutsPerUnit * (kTileBytes / 2) + lane * 4;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) multiply<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
-        fetch(cores[k]);
-        if (2 * step + 2 < tiles) continue;
-        add_terms(&sums.of[is_second][g][8 * q], deltas);
+        for (int half = 0; half < 2; ++half) {
+          const bool is_there = half == 0 || 2 * step + 1 < tiles;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+          for (int j = 0; j < 4; ++j) {
+            cores[half][j] =
+                is_there ? load_once(from + half * kTileBytes + j * kCoreElems * 2) : 0;
+          }
+        }
+        ++fetched;
+      };
 #pragma unroll
-          for (int e = 0; e < 4; ++e) deltas[j][e] = 0.0f;
+      for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
+
+      // The features before are done with.
+      __syncwarp();
+      for (int slice = 0; slice < p.num_slices; ++slice) {
+        T bases[kRows];
+        const int at =
+            p.interleaved ? feature * p.num_slices + slice : slice * p.out_features + feature;
+#pragma unroll
+        for (int t = 0; t < kRows; ++t) {
+          const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
+          bases[t] = from_float<T>(0.0f);
+          if (t < tile.w && has_feature) {
+            bases[t] = static_cast<const T*>(p.y)[row * p.y_stride + at];
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < kRows; ++t) stage.sums[slice][t][lane] = to_float(bases[t]);
+      }
+      __syncwarp();
+
+      float deltas[4][4] = {};
+      for (int done = 0; done < steps; done += kAhead) {
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          if (done + k >= steps) break;
+          const bool is_second = done + k >= first_steps;
+          const int step = is_second ? done + k - first_steps : done + k;
+          const int tiles = is_second ? parts[1].rank_tiles : parts[0].rank_tiles;
+          // A row of the operand has what v is rounded to, and the one 8 below it the rest.
+          uint4 terms[1];
+          const bool has_room = done + k < ActivateStage::kSteps;
+          if (first > begin && has_room) {
+            terms[0] = stage.terms[done + k][lane];
+          } else {
+            const int v_row = is_second ? parts[1].v_row : parts[0].v_row;
+            const float factor = is_second ? parts[1].factor : parts[0].factor;
+            const float4 v = load_v(plane + is_second * planes.slice_stride + step * kRanksPerStep,
+                                    planes, grid.groups, v_row, 2 * step + 1 < tiles, tag) *
+                             factor;
+            split(v.x, v.y, terms[0].x, terms[0].y);
+            split(v.z, v.w, terms[0].z, terms[0].w);
+            if (has_room) stage.terms[done + k][lane] = terms[0];
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) multiply<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
+          fetch(cores[k]);
+          if (2 * step + 2 < tiles) continue;
+          add_terms(&stage.sums[is_second][g][8 * q], deltas);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) deltas[j][e] = 0.0f;
+          }
         }
       }
-    }
-    __syncwarp();
+      __syncwarp();
 
-    const bool is_gated = p.num_slices > 1;
-    for (int t = 0; t < tile.w; ++t) {
-      const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
-      const float up = sums.of[p.up_slice][t][lane];
-      const float x = is_gated ? sums.of[1 - p.up_slice][t][lane] : up;
-      const float value = activation_of(p, x, is_gated ? up : 1.0f);
-      if (has_feature) static_cast<T*>(p.out)[row * p.out_stride + feature] = from_float<T>(value);
+      const bool is_gated = p.num_slices > 1;
+#pragma unroll 2
+      for (int t = 0; t < tile.w; ++t) {
+        const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
+        const float up = stage.sums[p.up_slice][t][lane];
+        const float x = is_gated ? stage.sums[1 - p.up_slice][t][lane] : up;
+        const float value = activation_of(p, x, is_gated ? up : 1.0f);
+        if (has_feature)
+          static_cast<T*>(p.out)[row * p.out_stride + feature] = from_float<T>(value);
+      }
     }
   }
 }

@@ -328,7 +328,9 @@ fn a_routes_bits_depend_on_nothing_else() {
         many.half_scales = case.half_scales.as_ref().map(|scales| scales.repeat(times));
         many.half_weights = case.half_weights.as_ref().map(|weights| weights.repeat(times));
         let mut many_world = many.world::<T>();
-        for (place, from, to) in [(case.x(), &world.x, &mut many_world.x), (case.y(), &world.y, &mut many_world.y)] {
+        let many_buffers = [&mut many_world.x, &mut many_world.y, &mut many_world.out];
+        let buffers = [&world.x, &world.y, &world.out].into_iter().zip(many_buffers);
+        for (place, (from, to)) in [case.x(), case.y(), case.out()].into_iter().zip(buffers) {
             for row in 0..place.rows {
                 let at = place.offset + row * place.stride;
                 to[at..at + place.cols].copy_from_slice(&from[at..at + place.cols]);
