@@ -221,16 +221,16 @@ enum aril_activation {
 typedef struct aril_experts_args {
   int32_t dtype;
   int32_t num_tokens;
-  int32_t max_tiles;       // of ARIL_TOKENS_PER_TILE tokens
-  int32_t shrink_blocks;   // each of 8 warps, of which all pieces of a tile have one at the least
-  int32_t expand_blocks;   // likewise. Same bits.
-  // That a warp of expand has: a multiple of ARIL_OUT_TILE, from ARIL_ACTIVATE on of
-  // ARIL_OUTS_PER_UNIT. Same bits.
+  int32_t max_tiles;      // of ARIL_TOKENS_PER_TILE tokens
+  int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least
+  int32_t expand_blocks;  // likewise. Same bits.
+  // That a warp of expand has: a multiple of ARIL_OUT_TILE; from ARIL_ACTIVATE on the least that it
+  // has, ARIL_OUTS_PER_UNIT. Same bits.
   int32_t outs_per_block;
-  int32_t form;            // aril_experts_form
-  int32_t weighted;        // 0 or 1
-  int32_t groups_routes;   // 1: no operation on the layer's experts has grouped this step's routes
-  int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
+  int32_t form;           // aril_experts_form
+  int32_t weighted;       // 0 or 1
+  int32_t groups_routes;  // 1: no operation on the layer's experts has grouped this step's routes
+  int32_t from_tokens;    // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features;  // of each slice
@@ -244,7 +244,8 @@ typedef struct aril_experts_args {
   // [num_tokens * top_k, num_slices * out_features]; of ARIL_ADD_COMBINED [num_tokens, ..]
   void* y;
   int64_t y_stride;
-  // Of ARIL_ACTIVATE [num_tokens * top_k, out_features], of ARIL_COMBINE [num_tokens, out_features].
+  // Of ARIL_ACTIVATE [num_tokens * top_k, out_features], of ARIL_COMBINE [num_tokens,
+  // out_features].
   void* out;
   int64_t out_stride;
   // As for aril_linear: [groups, rows, num_slices, ranks] pairs behind the header. Rows are the

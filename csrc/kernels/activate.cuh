@@ -65,20 +65,14 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
   constexpr int kAhead = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int blocks = gridDim.x - grid.first_shrink - grid.shrink_blocks;
-  const int pieces = ceil_div(p.out_features, p.outs_per_block);
-  const int stride = blocks * kExpertsWarps / pieces;  // of tiles
-  const int index = (blockIdx.x - grid.first_shrink - grid.shrink_blocks) * kExpertsWarps + warp;
-  const int begin = index % pieces * p.outs_per_block;
-  const int end = min(begin + p.outs_per_block, p.out_features);
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
   const uint64_t* const plane = tagged_planes(p.exchange) + 2 * q;
   ActivateStage& stage = reinterpret_cast<ActivateStage*>(shared)[warp];
   const int last = GroupedTiles(p, grid, tag, true).count * kHalves;
-  if (index / pieces >= stride) return;
+  const ExpandShare share(p, grid, last);
 
-  for (int i = index / pieces; i < last; i += stride) {
+  for (int i = share.first; i < last; i += share.stride) {
     int4 tile = GroupedTiles::tile(p, i / kHalves);
     tile.z += i % kHalves * kRows;
     tile.w = min(tile.w - i % kHalves * kRows, kRows);
@@ -110,9 +104,9 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
     const int first_steps = ceil_div(parts[0].rank_tiles, 2);
     const int steps = first_steps + ceil_div(parts[1].rank_tiles, 2);
 
-    for (int first = begin; first < end; first += kOutsPerUnit) {
+    for (int first = share.begin; first < share.end; first += kOutsPerUnit) {
       const int feature = first + lane;
-      const bool has_feature = feature < end;
+      const bool has_feature = feature < share.end;
       // B's cores, step by step, and slice by slice.
       uint32_t cores[kAhead][2][4];
       int fetched = 0;
@@ -168,7 +162,7 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
           // A row of the operand has what v is rounded to, and the one 8 below it the rest.
           uint4 terms[1];
           const bool has_room = done + k < ActivateStage::kSteps;
-          if (first > begin && has_room) {
+          if (first > share.begin && has_room) {
             terms[0] = stage.terms[done + k][lane];
           } else {
             const int v_row = is_second ? parts[1].v_row : parts[0].v_row;

@@ -50,20 +50,13 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   constexpr int kAhead = kSteps / 2;
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int blocks = gridDim.x - grid.first_shrink - grid.shrink_blocks;
-  const int pieces = ceil_div(p.out_features, p.outs_per_block);
-  const int stride = blocks * kExpertsWarps / pieces;  // of tokens
-  const int index = (blockIdx.x - grid.first_shrink - grid.shrink_blocks) * kExpertsWarps + warp;
-  const int begin = index % pieces * p.outs_per_block;
-  const int end = min(begin + p.outs_per_block, p.out_features);
   const bool combines = p.form == ARIL_COMBINE;
   const Planes planes = planes_of(p);
   const uint64_t* const plane = tagged_planes(p.exchange) + 2 * q;
   CombineStage& stage = reinterpret_cast<CombineStage*>(shared)[warp];
-  if (index / pieces >= stride) return;
-
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);
-  for (int token = index / pieces; token < num_tokens; token += stride) {
+  const ExpandShare share(p, grid, num_tokens);
+  for (int token = share.first; token < num_tokens; token += share.stride) {
     bool shares_b = false;
     // Of the routes in shared memory, those that are here, have deltas, and have parts.
     unsigned here = 0, adapted = 0, with_parts = 0;
@@ -108,9 +101,9 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
       __syncwarp();
     };
 
-    for (int first = begin; first < end; first += kOutsPerUnit) {
+    for (int first = share.begin; first < share.end; first += kOutsPerUnit) {
       const int out = first + lane;
-      const bool has_out = out < end;
+      const bool has_out = out < share.end;
       const auto target = [&]() -> T& {
         return combines ? static_cast<T*>(p.out)[token * p.out_stride + out]
                         : static_cast<T*>(p.y)[token * p.y_stride + out];
@@ -119,7 +112,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
       float deltas[4][4] = {};
       bool has_any = false;
       for (int first_k = 0; first_k < p.top_k.top_k; first_k += kRoutes) {
-        const bool is_loaded = first > begin && p.top_k.top_k <= kRoutes;
+        const bool is_loaded = first > share.begin && p.top_k.top_k <= kRoutes;
         if (!is_loaded) load_routes(first_k);
         const int count = min(p.top_k.top_k - first_k, kRoutes);
         const int first_route = token * p.top_k.top_k + first_k;

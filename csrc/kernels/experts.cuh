@@ -379,6 +379,30 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const Planes& pl
   return total;
 }
 
+// The outputs that the warps of expand have, where they have them of `last` tiles or tokens: more
+// of them instead of several tiles.
+class ExpandShare {
+ public:
+  __device__ __forceinline__ ExpandShare(const aril_experts_args& p, const ExpertsGrid& grid,
+                                         int last) {
+    constexpr int kMaxUnits = 8;
+    const int first_block = grid.first_shrink + grid.shrink_blocks;
+    const int warps = (gridDim.x - first_block) * kExpertsWarps;
+    const int at_once = warps / ceil_div(p.out_features, p.outs_per_block);
+    const int outs = p.outs_per_block * min(max(ceil_div(last, at_once), 1), kMaxUnits);
+    const int pieces = ceil_div(p.out_features, outs);
+    const int index = (blockIdx.x - first_block) * kExpertsWarps + threadIdx.x / 32;
+    stride = warps / pieces;
+    // Warps that are left over have nothing.
+    first = index / pieces < stride ? index / pieces : last;
+    begin = index % pieces * outs;
+    end = min(begin + outs, p.out_features);
+  }
+
+  int first, stride;  // of the warp's tiles
+  int begin, end;     // of its outputs
+};
+
 // The terms of v for a step, of a lane.
 template <int kHalves>
 struct LaneTerms {

@@ -17,9 +17,8 @@ const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 /// Pieces that a block of shrink works on at a time, and a block of expand.
 const SHRINK_PIECES: usize = 2;
 const EXPAND_PIECES: usize = 8;
-/// Outputs that a warp of expand works on at once where these are of all slices, or of tokens, and the most of them.
+/// The least outputs that a warp of expand works on where these are of all slices, or of tokens.
 const OUTS_PER_UNIT: usize = ffi::ARIL_OUTS_PER_UNIT as usize;
-const MAX_UNITS: usize = 8;
 /// Outputs of a slice that a warp of expand works on elsewhere. (H100: 128 are 5 to 20 % faster than 256 up to 128 tokens, as fast beyond.)
 const OUTS_PER_WARP: usize = 128;
 /// The most blocks of either. (H100: two a multiprocessor are faster than one or three.)
@@ -183,8 +182,8 @@ impl ProjectionPlan {
         let shrink_pieces = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE) * self.num_groups();
         let (expand_tiles, outs_per_block, slices) = match by {
             ExpandBy::Slices => (tiles, OUTS_PER_WARP, self.num_slices),
-            ExpandBy::Routes => (tiles, self.outs_of_all_slices(tiles), 1),
-            ExpandBy::Tokens => (num_tokens, self.outs_of_all_slices(num_tokens), 1),
+            ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
+            ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs_per_block);
         // All pieces of a tile at the least.
@@ -196,12 +195,6 @@ impl ProjectionPlan {
             expand_blocks: blocks(expand_tiles, expand_pieces, EXPAND_PIECES),
             outs_per_block,
         }
-    }
-
-    /// Outputs of all slices that a warp of expand works on: so many that, up to a limit, no warp has two tiles.
-    fn outs_of_all_slices(&self, tiles: usize) -> usize {
-        let units = tiles * self.out_features.div_ceil(OUTS_PER_UNIT);
-        units.div_ceil(MAX_BLOCKS * EXPAND_PIECES).clamp(1, MAX_UNITS) * OUTS_PER_UNIT
     }
 
     /// The most tiles that so many routes can be: each slot may leave one unfilled at each expert, and so may the routes that have
