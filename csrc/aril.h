@@ -202,8 +202,8 @@ enum aril_experts_form {
   ARIL_ACTIVATE = 2,  // out[row] = activation(y[row] + delta), for all routes that are here
   // y[t] += factor * sum of delta, over the routes of token t that are here.
   ARIL_ADD_COMBINED = 3,
-  // out[t] = factor * sum of y[row] + delta, likewise, for all tokens that were routed. If
-  // `weighted`, y is, too.
+  // out[t] = factor * sum of y[row] + delta, likewise, for all tokens that were routed; y[row] is
+  // weighted as the delta is.
   ARIL_COMBINE = 4
 };
 
