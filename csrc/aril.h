@@ -33,6 +33,7 @@ extern "C" {
 #define ARIL_CORE 8              // rows and columns of a core of a factor, and
 #define ARIL_RANK_TILE 8         // ranks
 #define ARIL_OUT_TILE 64         // and outputs that stand together
+#define ARIL_OUTS_PER_UNIT 32    // outputs that a warp takes at once
 #define ARIL_OUTS_FEW 256   // outputs that a block of expand has a multiple of, with few tokens
 #define ARIL_OUTS_WIDE 128  // and with more
 #define ARIL_EXCHANGE_HEADER 128   // bytes, before the sums
@@ -213,38 +214,69 @@ typedef struct aril_align_args {
   void* exchange;
 } aril_align_args;
 
-// A projection of the experts of a layer: y[row] += factor * scaling * B (A x), for the rows of the
-// routes, and their slots' factors for their experts; the factor is scales[token], times the
-// router's weight if `weighted`. If it overwrites, y is set to that, and to zero where there is no
-// adapter, for all routes that have a row.
+// What is made of the deltas of a layer's routes. A delta is scales[token] * scaling * B (A x), of
+// the factors that the token's slot has for the expert; if `weighted`, times the router's weight.
+enum aril_experts_form {
+  ARIL_ADD = 0,       // y[row] += delta
+  ARIL_WRITE = 1,     // y[row] = delta, zero where there is none, for all routes that have a row
+  ARIL_ACTIVATE = 2,  // out[row] = activation(y[row] + delta), for all routes that are here
+  // y[t] += factor * sum of delta, over the routes of token t that are here.
+  ARIL_ADD_COMBINED = 3,
+  // out[t] = factor * sum of y[row] + delta, likewise, for all tokens that were routed; y[row] is
+  // weighted as the delta is, unless its rows are already.
+  ARIL_COMBINE = 4
+};
+
+// Of gate, times up; where there is no gate, of up.
+enum aril_activation {
+  ARIL_GELU = 0,       // x * (1 + erf(x / sqrt(2))) / 2
+  ARIL_GELU_TANH = 1,  // x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2
+  ARIL_RELU2 = 2,      // max(x, 0)^2
+  ARIL_SILU = 3,       // x * sigmoid(x)
+  // x * sigmoid(alpha * x), times up + 1, of x up to `limit` and up from -limit to limit
+  ARIL_SWIGLU_OAI = 4
+};
+
+// A projection of the experts of a layer.
 typedef struct aril_experts_args {
   int32_t dtype;
   int32_t num_tokens;
-  int32_t max_tiles;       // of ARIL_TOKENS_PER_TILE tokens
-  int32_t shrink_blocks;   // each of 8 warps, of which all pieces of a tile have one at the least;
-                           // of wide tiles, any number
-  int32_t expand_blocks;   // likewise. Same bits.
-  int32_t outs_per_block;  // that a warp of expand has, or a block: a multiple of ARIL_OUT_TILE, or
-                           // ARIL_OUTS_WIDE. Same bits.
-  int32_t overwrites;      // 0 or 1
-  int32_t weighted;        // 0 or 1
-  int32_t groups_routes;   // 1: no operation on the layer's experts has grouped this step's routes
-  int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
+  int32_t max_tiles;      // of ARIL_TOKENS_PER_TILE tokens
+  int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least; of
+                          // wide tiles, any number
+  int32_t expand_blocks;  // likewise. Same bits.
+  // That a warp of expand has, a multiple of ARIL_OUT_TILE, or with wide tiles a block, a multiple of
+  // ARIL_OUTS_WIDE; from ARIL_ACTIVATE on the least that a warp has, ARIL_OUTS_PER_UNIT. Same bits.
+  int32_t outs_per_block;
+  int32_t form;           // aril_experts_form
+  int32_t weighted;       // 0 or 1
+  int32_t rows_weighted;  // of ARIL_COMBINE: 1 if y's rows are multiplied by the weights already
+  int32_t groups_routes;  // 1: no operation on the layer's experts has grouped this step's routes
+  int32_t from_tokens;    // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features;  // of each slice
   int32_t interleaved;   // 1: output i of slice s stands at i * num_slices + s
+  int32_t up_slice;      // of ARIL_ACTIVATE; if there is another, that is gate
+  int32_t activation;    // of ARIL_ACTIVATE: aril_activation, and
+  float alpha, limit;    // of ARIL_SWIGLU_OAI
+  float factor;          // of ARIL_ADD_COMBINED and ARIL_COMBINE
   const void* x;
   int64_t x_stride;
-  void* y;  // [num_tokens * top_k, num_slices * out_features]
+  // [num_tokens * top_k, num_slices * out_features]; of ARIL_ADD_COMBINED [num_tokens, ..]
+  void* y;
   int64_t y_stride;
+  // Of ARIL_ACTIVATE [num_tokens * top_k, out_features], of ARIL_COMBINE [num_tokens,
+  // out_features].
+  void* out;
+  int64_t out_stride;
   // As for aril_linear: [groups, rows, num_slices, ranks], pairs behind the header. Rows are the
   // routes, and, if from_tokens, the tokens behind them. The planes are for wide tiles.
   void* exchange;
   float* planes;
   // The table is that of what the experts share; then come num_experts times those of an expert,
-  // num_slices entries each. What is shared has A's address if all experts have the same A, and
-  // rank 0 if they share nothing.
+  // num_slices entries each. What is shared has A's address if all experts have the same A, B's
+  // likewise, and rank 0 if they share nothing.
   aril_weights weights;
   aril_routing routing;
   aril_top_k top_k;

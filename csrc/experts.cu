@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "common/launch.cuh"
+#include "kernels/activate.cuh"
 #include "kernels/align.cuh"
+#include "kernels/combine.cuh"
 #include "kernels/experts.cuh"
 #include "kernels/experts_f32.cuh"
 #include "kernels/experts_wide.cuh"
@@ -20,19 +22,47 @@ int32_t experts(const aril_experts_args& args, void* stream) {
   grid.groups = ceil_div(args.in_features, detail::kGroupFeatures);
   grid.outs = ceil_div(args.out_features, args.outs_per_block);
   const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
-  const size_t of_sort = sizeof(detail::RouteSort<detail::kExpertsThreads>);
-  const size_t of_expand =
-      (detail::rank_steps(args.weights) + args.outs_per_block / detail::kOutsPerUnit) *
-      detail::kExpertsThreads * sizeof(detail::LaneTerms<kHalves>);
-  const size_t smem_bytes = max(grid.first_shrink > 0 ? of_sort : 0, of_expand);
-  return launch(detail::experts_kernel<T, kHalves>, dim3(blocks), detail::kExpertsThreads,
-                smem_bytes, stream, args, grid);
+  const size_t of_sort =
+      grid.first_shrink > 0 ? sizeof(detail::RouteSort<detail::kExpertsThreads>) : 0;
+  const auto launch_with = [&](auto kernel, size_t of_expand) {
+    return launch(kernel, dim3(blocks), detail::kExpertsThreads, max(of_sort, of_expand), stream,
+                  args, grid);
+  };
+  switch (args.form) {
+    case ARIL_ACTIVATE:
+      return launch_with(detail::activate_kernel<T, kHalves>,
+                         detail::kExpertsWarps * sizeof(detail::ActivateStage));
+    case ARIL_ADD_COMBINED:
+    case ARIL_COMBINE:
+      return launch_with(detail::combine_kernel<T, kHalves>,
+                         detail::kExpertsWarps * sizeof(detail::CombineStage));
+    default:
+      return launch_with(
+          detail::experts_kernel<T, kHalves>,
+          (detail::rank_steps(args.weights) + args.outs_per_block / detail::kOutsPerUnit) *
+              detail::kExpertsThreads * sizeof(detail::LaneTerms<kHalves>));
+  }
+}
+
+int32_t experts_f32(const aril_experts_args& args, void* stream) {
+  const auto kernel = args.form == ARIL_ACTIVATE ? detail::activate_f32_kernel
+                      : args.form == ARIL_ADD_COMBINED || args.form == ARIL_COMBINE
+                          ? detail::combine_f32_kernel
+                          : detail::experts_f32_kernel;
+  return launch(kernel, dim3(args.shrink_blocks), detail::kF32Threads, 0, stream, args);
+}
+
+template <typename T, int kHalves>
+int32_t load_kernels_for(int bytes) {
+  ARIL_TRY((load(detail::experts_kernel<T, kHalves>, bytes)));
+  ARIL_TRY((load(detail::activate_kernel<T, kHalves>, bytes)));
+  return load(detail::combine_kernel<T, kHalves>, bytes);
 }
 
 // Wide tiles take what linear layers do with many tokens, and slices that stand in one piece.
 bool are_wide(const aril_experts_args& args) {
-  return !detail::are_few(args.num_tokens, args.top_k) && !args.interleaved &&
-         detail::is_staged(args.weights);
+  return (args.form == ARIL_ADD || args.form == ARIL_WRITE) && !args.interleaved &&
+         !detail::are_few(args.num_tokens, args.top_k) && detail::is_staged(args.weights);
 }
 
 template <typename T, int kColumns>
@@ -59,12 +89,14 @@ int32_t experts_wide(const aril_experts_args& args, void* stream) {
 template <typename T>
 int32_t load_kernels() {
   if constexpr (sizeof(T) == sizeof(float)) {
+    ARIL_TRY(load(detail::activate_f32_kernel));
+    ARIL_TRY(load(detail::combine_f32_kernel));
     return load(detail::experts_f32_kernel);
   } else {
     int bytes;
     ARIL_TRY(max_smem_bytes(bytes));
-    ARIL_TRY((load(detail::experts_kernel<T, 1>, bytes)));
-    ARIL_TRY((load(detail::experts_kernel<T, 2>, bytes)));
+    ARIL_TRY((load_kernels_for<T, 1>(bytes)));
+    ARIL_TRY((load_kernels_for<T, 2>(bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 2>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 4>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, detail::kMaxColumns>, bytes)));
@@ -103,8 +135,7 @@ extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
   return aril::dispatch(args->dtype, [&](auto element) -> int32_t {
     using T = decltype(element);
     if constexpr (sizeof(T) == sizeof(float)) {
-      return aril::launch(aril::detail::experts_f32_kernel, dim3(args->shrink_blocks),
-                          aril::detail::kF32Threads, 0, stream, *args);
+      return aril::experts_f32(*args, stream);
     } else {
       if (aril::detail::are_few(args->num_tokens, args->top_k)) {
         return aril::experts<T, 1>(*args, stream);

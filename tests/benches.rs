@@ -147,6 +147,7 @@ fn the_table_has_a_row_per_class_and_one_for_all() {
         id: id.to_owned(),
         us,
         floor_us: 1.0,
+        fused_us: None,
         fastest: fastest.map(|(name, us)| (name.to_owned(), us)),
         deltas: None,
     };
@@ -171,6 +172,7 @@ fn those_that_only_write_deltas_have_columns_of_their_own() {
         id: id.to_owned(),
         us,
         floor_us: 2.0,
+        fused_us: None,
         fastest: Some(("x".to_owned(), fastest)),
         deltas: Some(("sglang_v2_moe".to_owned(), deltas)),
     };
@@ -190,6 +192,27 @@ fn those_that_only_write_deltas_have_columns_of_their_own() {
     assert_eq!(rows[2], format!("| per_expert T<=32 | {figures}"));
     assert_eq!(rows[3], "| ours | 1 | 5.00 | 2.00 | 2.50 |  |  |  |  |  |  |  |  |  |");
     assert_eq!(rows[4], format!("| all of workloads.json | {figures}"));
+}
+
+#[test]
+fn what_was_timed_with_activation_and_combine_has_a_column() {
+    let of = |id: &str, us, fused_us| Figures {
+        id: id.to_owned(),
+        us,
+        floor_us: 2.0,
+        fused_us,
+        fastest: None,
+        deltas: None,
+    };
+    let mut classes = Classes::default();
+    classes.add(Suite::MoeOwn, "ours".to_owned(), of("a", 4.0, Some(2.0)));
+    classes.add(Suite::MoeOwn, "ours".to_owned(), of("b", 4.0, Some(8.0)));
+    classes.add(Suite::Moe, "per_expert T<=32".to_owned(), of("c", 4.0, None));
+    let text = classes.table().markdown();
+    let rows: Vec<&str> = text.lines().collect();
+    assert_eq!(rows[0], "| class | n | µs | floor, µs | times the floor | with activation and combine, µs |");
+    assert_eq!(rows[2], "| ours | 2 | 4.00 | 2.00 | 2.00 | 4.00 |");
+    assert_eq!(rows[3], "| per_expert T<=32 | 1 | 4.00 | 2.00 | 2.00 |  |");
 }
 
 #[test]

@@ -77,14 +77,6 @@ impl Subject for Cpu {
     }
 }
 
-/// Where the operation writes what it makes of a token.
-fn rows_of(case: &Case, token: usize) -> Vec<usize> {
-    match case.op {
-        Op::AddCombined | Op::Combine => vec![token],
-        _ => (token * case.top_k..(token + 1) * case.top_k).filter_map(|route| case.row(route)).collect(),
-    }
-}
-
 proptest! {
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
@@ -103,7 +95,7 @@ proptest! {
                 slots[token] = case.slots[token];
                 let alone = Case { slots, ..case.clone() };
                 let alone = Cpu.run::<T>(&alone, &alone.world());
-                for row in rows_of(case, token) {
+                for row in case.rows_of(token) {
                     let bits = |buffer: &[T]| {
                         bytemuck::cast_slice::<T, u8>(&buffer[case.target().at(row, 0)..][..case.target().cols]).to_vec()
                     };

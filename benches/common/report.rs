@@ -48,6 +48,8 @@ pub struct Figures {
     pub id: String,
     pub us: f64,
     pub floor_us: f64,
+    /// With the activation and the combine, where these were measured.
+    pub fused_us: Option<f64>,
     /// The fastest of others, where there are figures of others.
     pub fastest: Option<(String, f64)>,
     /// The fastest of those that only write deltas.
@@ -72,7 +74,11 @@ impl Classes {
     pub fn table(&self) -> Table {
         let any = |of: Other| self.0.iter().any(|class| class.figures.iter().any(|figures| of(figures).is_some()));
         let (compared, deltas) = (any(FASTEST), any(DELTAS));
+        let is_fused = self.0.iter().any(|class| class.figures.iter().any(|figures| figures.fused_us.is_some()));
         let mut header = vec!["class", "n", "µs", "floor, µs", "times the floor"];
+        if is_fused {
+            header.push("with activation and combine, µs");
+        }
         if compared {
             header.extend(["fastest other, µs", "other/ours", "worst", "at", "fastest others"]);
         }
@@ -88,6 +94,10 @@ impl Classes {
             let (us, floor_us) = (mean(|figures| figures.us), mean(|figures| figures.floor_us));
             let mut row = vec![class.to_owned(), figures.len().to_string()];
             row.extend([us, floor_us, us / floor_us].map(|value| format!("{value:.2}")));
+            if is_fused {
+                let fused: Vec<f64> = figures.iter().filter_map(|figures| figures.fused_us).collect();
+                row.push(if fused.is_empty() { String::new() } else { format!("{:.2}", geometric_mean(fused)) });
+            }
             if compared {
                 row.extend(against(figures, FASTEST));
             }

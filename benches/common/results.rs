@@ -59,6 +59,9 @@ pub struct Entry {
     /// Of experts, what is before the activation, with the grouping of the routes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gate_up_us: Option<f64>,
+    /// Of experts, with the activation and the combine, which take the place of the base's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fused_us: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }

@@ -1,11 +1,13 @@
 //! Layers of experts: from what a step's router chose on, the grouping of the routes, gate_up and down. All of it is captured in CUDA
-//! graphs, in which sets of adapters and the router's choices take turns.
+//! graphs, in which sets of adapters and the router's choices take turns. Workloads of our own are timed with the activation and the
+//! combine, too, which add the same deltas in the place of the base's.
 
 use std::{cell::RefCell, collections::BTreeMap};
 
 use aril::{
     DType,
     cuda::{Workspace, raw},
+    model::Activation,
     plan::{Capacity, RouteCapacity},
     routing::Batch,
 };
@@ -18,6 +20,7 @@ use crate::common::{
     experts::{DOWN, ExpertsLayout, ExpertsWorkload, GATE, Shape, Turns, UP},
     layer::{MAX_ERROR, Room, Stage, Times, elem_bytes},
     results::{Entry, Info, PEER, Results},
+    workload::Suite,
 };
 
 /// Of an operation, and of what is timed beside it.
@@ -61,6 +64,11 @@ pub(crate) fn measure(stage: &Stage, workload: &ExpertsWorkload, wanted: Wanted,
         entry.reps = Some(reps);
         (entry.cold_us, entry.cold_min, entry.cold_max) = (Some(cold.median), Some(cold.min), Some(cold.max));
         entry.gate_up_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_gate_up(i))?.median);
+        if workload.suite == Suite::MoeOwn {
+            let [inter, tokens] = [workload.num_routes() * workload.shape.inter, workload.num_tokens()];
+            let out = stage.gpu.alloc(elem_bytes(inter.max(tokens * workload.shape.hidden)))?;
+            entry.fused_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_fused(i, &out))?.median);
+        }
         if wanted.warm {
             entry.warm_us = Some(layer.time((reps / 2).max(4), OTHER_REPLAYS, |_| layer.run(0))?.median);
         }
@@ -163,6 +171,27 @@ impl<'a> ExpertsLayer<'a> {
     /// Enqueues of the `i`th operation what is before the activation.
     fn run_gate_up(&self, i: usize) -> Result<()> {
         self.add_gate_up_delta(i, &self.group(i)?)
+    }
+
+    /// Enqueues the `i`th operation with the activation and the combine, which write to `out`.
+    fn run_fused(&self, i: usize, out: &Memory) -> Result<()> {
+        let (Shape { hidden, inter, .. }, tokens) = (self.workload.shape, self.workload.num_tokens());
+        let (routes, workspace, stream) = (self.group(i)?, self.workspace.region(), self.stage.gpu.raw_stream());
+        let num_routes = routes.num_routes();
+        let [of_down_x, of_down_y] = self.workload.of_down().map(|elems| elem_bytes(elems) as u64);
+        let [inputs, bases] = [self.stage.inputs.address, self.stage.y.address];
+        let x = raw::MatrixRef::new::<bf16>(inputs, tokens, hidden);
+        let y = raw::MatrixRef::new::<bf16>(bases, num_routes, 2 * inter);
+        let activated = raw::MatrixMut::new::<bf16>(out.address, num_routes, inter);
+        let (weights, silu) = (self.weights(i, self.entries[0]), Activation::Silu);
+        // SAFETY: as below, and `out` is large enough and lives as long.
+        unsafe { self.experts.activate(x, y, activated, silu, weights, &routes, workspace, stream) }?;
+        let x = raw::MatrixRef::new::<bf16>(inputs + of_down_x, num_routes, inter);
+        let y = raw::MatrixRef::new::<bf16>(bases + of_down_y, num_routes, hidden);
+        let combined = raw::MatrixMut::new::<bf16>(out.address, tokens, hidden);
+        let weights = self.weights(i, self.entries[1]);
+        // SAFETY: as above.
+        Ok(unsafe { self.experts.combine(x, y, combined, weights, &routes, workspace, stream) }?)
     }
 
     fn group(&self, i: usize) -> Result<raw::GroupedRoutes> {

@@ -287,10 +287,11 @@ fn classes(
 ) -> Classes {
     let rate = results.ceilings["hbm_read_GBps"].max(results.ceilings["hbm_copy_GBps"]);
     let mut classes = Classes::default();
-    for Entry { id, cold_us, .. } in entries {
+    for Entry { id, cold_us, fused_us, .. } in entries {
         let (Some(us), Some(subject)) = (*cold_us, subjects.get(id.as_str())) else { continue };
         let (fastest, deltas) = (others.fastest(id), others.fastest_of_deltas(id));
-        let figures = Figures { id: id.clone(), us, floor_us: subject.bytes().floor_us(rate), fastest, deltas };
+        let (id, floor_us, fused_us) = (id.clone(), subject.bytes().floor_us(rate), *fused_us);
+        let figures = Figures { id, us, floor_us, fused_us, fastest, deltas };
         classes.add(subject.suite(), subject.class(by_layer), figures);
     }
     classes

@@ -41,10 +41,11 @@ __device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
 // How many tiles there are, as soon as they are grouped.
 class GroupedTiles {
  public:
+  // With `all`, those that have no slot, too.
   __device__ __forceinline__ GroupedTiles(const aril_experts_args& p, const ExpertsGrid& grid,
-                                          uint32_t tag) {
+                                          uint32_t tag, bool all) {
     if (grid.first_shrink == 0) {
-      count = __ldcg(p.groups.num_tiles + p.overwrites);
+      count = __ldcg(p.groups.num_tiles + all);
       return;
     }
     // One thread of a block looks: thousands of warps would hold each other up.
@@ -55,7 +56,7 @@ class GroupedTiles {
       while (sums.tag0 != tag);
       __threadfence();
       const uint32_t both = __float_as_uint(sums.sum0);
-      num_tiles = p.overwrites ? both >> 16 : both & 0xffff;
+      num_tiles = all ? both >> 16 : both & 0xffff;
     }
     __syncthreads();
     count = num_tiles;
@@ -206,7 +207,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
                           slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   const int token_tiles = p.from_tokens ? *p.routing.tiles.count * kParts : 0;
   const bool has_routes = !p.from_tokens || !all_share_a(p, slice);
-  const int num_tiles = GroupedTiles(p, grid, tag).count;
+  const int num_tiles = GroupedTiles(p, grid, tag, false).count;
   const int last = token_tiles + (has_routes ? num_tiles : 0);
   if (index / pieces >= stride) return;
 
@@ -378,6 +379,30 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const Planes& pl
   return total;
 }
 
+// The outputs that the warps of expand have, where they have them of `last` tiles or tokens: more
+// of them instead of several tiles.
+class ExpandShare {
+ public:
+  __device__ __forceinline__ ExpandShare(const aril_experts_args& p, const ExpertsGrid& grid,
+                                         int last) {
+    constexpr int kMaxUnits = 8;
+    const int first_block = grid.first_shrink + grid.shrink_blocks;
+    const int warps = (gridDim.x - first_block) * kExpertsWarps;
+    const int at_once = warps / ceil_div(p.out_features, p.outs_per_block);
+    const int outs = p.outs_per_block * min(max(ceil_div(last, at_once), 1), kMaxUnits);
+    const int pieces = ceil_div(p.out_features, outs);
+    const int index = (blockIdx.x - first_block) * kExpertsWarps + threadIdx.x / 32;
+    stride = warps / pieces;
+    // Warps that are left over have nothing.
+    first = index / pieces < stride ? index / pieces : last;
+    begin = index % pieces * outs;
+    end = min(begin + outs, p.out_features);
+  }
+
+  int first, stride;  // of the warp's tiles
+  int begin, end;     // of its outputs
+};
+
 // The terms of v for a step, of a lane.
 template <int kHalves>
 struct LaneTerms {
@@ -398,6 +423,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   int slice;
   const BlockOuts<T> outs(p, index % pieces, slice);
   const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
+  const bool overwrites = p.form == ARIL_WRITE;
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
   const uint64_t* const plane = tagged_planes(p.exchange) + slice * planes.slice_stride + 2 * q;
@@ -408,7 +434,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   uint4* const bases = reinterpret_cast<uint4*>(reinterpret_cast<Terms*>(shared) +
                                                 kExpertsWarps * rank_steps(p.weights) * 32) +
                        warp * most_units * kHalves * 32 + lane;
-  const int last = GroupedTiles(p, grid, tag).count;
+  const int last = GroupedTiles(p, grid, tag, overwrites).count;
   if (index / pieces >= stride) return;
 
   const auto load_tile = [&](int i) {
@@ -424,7 +450,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     next.load_all(p, slice, g);
     after = load_tile(i + 2 * stride);
     const int rank_tiles = ceil_div(tile.rank(p), ARIL_RANK_TILE);
-    if (rank_tiles == 0 && !p.overwrites) continue;
+    if (rank_tiles == 0 && !overwrites) continue;
     const int steps = ceil_div(rank_tiles, 2), units = ceil_div(outs.count, kOutsPerUnit);
 
     // B's cores, unit by unit, and step by step.
@@ -459,7 +485,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
       if (tile.routes[half].x < 0) continue;
       y[half] = outs.y + tile.routes[half].y * outs.y_stride + (outs.first + 8 * q) * outs.step;
       // y is on its way, too, where it moves 16 bytes at a time.
-      for (int unit = 0; !p.overwrites && unit < units; ++unit) {
+      for (int unit = 0; !overwrites && unit < units; ++unit) {
         const int out = unit * kOutsPerUnit;
         if (Outs<T>::whole(valid - out, aligned)) {
           copy_async(&bases[(unit * kHalves + half) * 32], y[half] + out);
@@ -510,9 +536,9 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
         for (int half = 0; half < kHalves; ++half) {
           if (y[half] == nullptr || left <= 0) continue;
           Outs<T> base;
-          if (!p.overwrites) base.bits = bases[(unit * kHalves + half) * 32];
+          if (!overwrites) base.bits = bases[(unit * kHalves + half) * 32];
           base.add(y[half] + unit * kOutsPerUnit * outs.step, outs.step, deltas, half, left,
-                   aligned, p.overwrites);
+                   aligned, overwrites);
         }
         ++unit;
         step = 0;
@@ -531,11 +557,10 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
 template <typename T, int kHalves>
 constexpr int kExpertsBlocks = std::is_same_v<T, __half> && kHalves == 2 ? 1 : 2;
 
-template <typename T, int kHalves>
-__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks<T, kHalves>)
-    experts_kernel(const __grid_constant__ aril_experts_args p,
-                   const __grid_constant__ ExpertsGrid grid) {
-  extern __shared__ __align__(128) unsigned char shared[];
+// A block of a launch: it groups, has a part of shrink, or calls expand(tag).
+template <typename T, int kHalves, typename Expand>
+__device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
+                                              unsigned char* shared, const Expand& expand) {
   __shared__ uint32_t tag;
   if (threadIdx.x == 0) tag = enter(p.exchange);
   __syncthreads();
@@ -547,8 +572,17 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks<T, kHalves>)
   } else if (index < grid.shrink_blocks) {
     experts_shrink<T, kHalves>(p, grid, tag);
   } else {
-    experts_expand<T, kHalves>(p, grid, tag, shared);
+    expand(tag);
   }
+}
+
+template <typename T, int kHalves>
+__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks<T, kHalves>)
+    experts_kernel(const __grid_constant__ aril_experts_args p,
+                   const __grid_constant__ ExpertsGrid grid) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  experts_block<T, kHalves>(
+      p, grid, shared, [&](uint32_t tag) { experts_expand<T, kHalves>(p, grid, tag, shared); });
 }
 
 }  // namespace aril::detail

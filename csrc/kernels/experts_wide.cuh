@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kExpandThreads, kWideExpandBlocks<T>)
   __shared__ int next, last;
   if (threadIdx.x == 0) {
     next = blockIdx.x;
-    last = __ldcg(p.groups.num_wide_tiles + p.overwrites) * pieces;
+    last = __ldcg(p.groups.num_wide_tiles + (p.form == ARIL_WRITE)) * pieces;
   }
   __syncthreads();
   while (next < last) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kExpandThreads, kWideExpandBlocks<T>)
       wide_expand<T>(tile.count, rows, module, outs, stages_shared, ring_bytes, arrivals,
                      PlaneSums(p.planes, planes_of(p), ceil_div(p.in_features, kGroupFeatures),
                                true, slice));
-    } else if (p.overwrites) {
+    } else if (outs.overwrites) {
       for (int t = 0; t < tile.count; ++t) {
         T* const y = outs.y + rows[t].y * outs.y_stride + outs.first;
         for (int out = threadIdx.x; out < outs.count; out += kExpandThreads) y[out] = T(0.0f);

@@ -25,7 +25,7 @@ namespace aril::detail {
 constexpr int kFewWarps = 8;
 constexpr int kFewThreads = 32 * kFewWarps;
 constexpr int kFewColumns = kFewWarps / ARIL_LANES_PER_GROUP;  // 8 ranks each, of a block
-constexpr int kOutsPerUnit = 32;                               // that a warp takes at once
+constexpr int kOutsPerUnit = ARIL_OUTS_PER_UNIT;
 
 // A grid for few tokens: `shrink` blocks, then those of expand.
 struct FewGrid {

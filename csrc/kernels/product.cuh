@@ -24,13 +24,13 @@ __device__ __forceinline__ void split(float v0, float v1, uint32_t& high, uint32
   memcpy(&low, &rest, sizeof(low));
 }
 
-// c += v b, for both terms of v.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint4 (&v)[kTerms], uint32_t b0,
+// c += v b, for all operands that have terms of v.
+template <typename T, int kOperands>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint4 (&v)[kOperands], uint32_t b0,
                                          uint32_t b1) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
 #pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
+    for (int term = 0; term < kOperands; ++term) {
       mma_m16n8k16<T>(c, v[term], b0, b1);
     }
   } else {

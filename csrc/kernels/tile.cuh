@@ -171,7 +171,7 @@ struct BlockOuts {
       : y(static_cast<T*>(p.y)),
         y_stride(p.y_stride),
         num_outs(p.out_features),
-        overwrites(p.overwrites != 0),
+        overwrites(p.form == ARIL_WRITE),
         step(p.interleaved ? p.num_slices : 1) {
     const int blocks = ceil_div(num_outs, p.outs_per_block);
     slice = block / blocks;
@@ -209,8 +209,10 @@ __device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+// Each product is rounded, whatever it is added to.
 __device__ __forceinline__ float4 operator*(const float4& a, float factor) {
-  return make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor);
+  return make_float4(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(a.z, factor),
+                     __fmul_rn(a.w, factor));
 }
 
 // A token's v: shrink's planes, summed up in their order.

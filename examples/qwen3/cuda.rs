@@ -22,7 +22,7 @@ use aril::{
         self, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, RoutedBatch, Routing,
         WeightTable, Workspace, raw,
     },
-    model::{EmbeddingId, ExpertsId, LinearId, ModelSpec},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, ModelSpec},
     plan::{self, RouteCapacity, WorkspaceBytes},
     routing::Batch,
 };
@@ -374,27 +374,29 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         &self,
         layer: &LoraExperts<T>,
         x: &Matrix<T>,
-        mut gate_up: Matrix<T>,
+        gate_up: Matrix<T>,
         Grouped { grouped, .. }: &Grouped<'_>,
         adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
-        let workspace = &mut self.workspace.borrow_mut();
-        layer.add_gate_up_delta(x.operand()?, gate_up.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
-        self.silu_mul(&gate_up)
+        let (workspace, silu) = (&mut self.workspace.borrow_mut(), Activation::Silu);
+        let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
+        let (x, y, target) = (x.operand()?, gate_up.operand()?, out.operand_mut()?);
+        layer.activate(x, y, target, silu, grouped, adapters, workspace, &self.stream)?;
+        Ok(out)
     }
 
     fn combine(
         &self,
         layer: &LoraExperts<T>,
         x: &Matrix<T>,
-        mut down: Matrix<T>,
+        down: Matrix<T>,
         Grouped { routes, grouped }: &Grouped<'_>,
         adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
         let workspace = &mut self.workspace.borrow_mut();
-        layer.add_down_delta(x.operand()?, down.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
         let mut out = self.alloc(routes.weights.rows, down.cols)?;
-        self.combine_into(&down, routes, &mut out)?;
+        let (x, y, target) = (x.operand()?, down.operand()?, out.operand_mut()?);
+        layer.combine(x, y, target, grouped, adapters, workspace, &self.stream)?;
         Ok(out)
     }
 

@@ -135,8 +135,7 @@ pub(crate) trait Device: Sized {
         batch: &'a Self::Routed<'_>,
     ) -> Result<Self::Grouped<'a>>;
     /// `silu(gate) · up` of every route, where gate and up are the base's of `gate_up` and what its token's adapter adds:
-    /// `scale · scaling · B (A x[t])` of its expert. Rounded once on the CPU, by an operation of the library that does all of it; on
-    /// the GPU, after the sum and as [`silu_mul`](Self::silu_mul) does.
+    /// `scale · scaling · B (A x[t])` of its expert. Rounded once, by an operation of the library that does all of it.
     fn activate(
         &self,
         layer: &Self::LoraExperts,
@@ -146,7 +145,7 @@ pub(crate) trait Device: Sized {
         adapters: &Self::Adapters,
     ) -> Result<Self::Tensor>;
     /// The sum over a token's routes of what each weighs times the base's `down` and what its token's adapter adds:
-    /// `scale · scaling · B (A x[route])` of its expert. Rounded once on the CPU, as above; on the GPU, after the adapter's sum, too.
+    /// `scale · scaling · B (A x[route])` of its expert. Rounded once, as above.
     fn combine(
         &self,
         layer: &Self::LoraExperts,

@@ -6,13 +6,13 @@ use cudarc::driver::{CudaStream, CudaView, DevicePtr, DeviceSlice, SyncOnDrop};
 
 use super::{
     Kernels, LaunchError, Matrix, MatrixMut, RoutedBatch, WeightTable, Workspace,
-    raw::{self, LayerWeights, Projection},
+    raw::{self, Form},
     region::Region,
 };
 use crate::{
     Element,
     error::OperandError,
-    model::{ExpertsId, ModelSpec},
+    model::{Activation, ExpertsId, ModelSpec},
     plan::{Capacity, ExpertsPlan, RouteCapacity},
     routing::Weighed,
 };
@@ -27,6 +27,7 @@ pub struct TopK<'a> {
     rows: Option<CudaView<'a, i32>>,
     top_k: usize,
     weighed: Weighed,
+    factor: f32,
 }
 
 impl<'a> TopK<'a> {
@@ -38,7 +39,7 @@ impl<'a> TopK<'a> {
         if top_k == 0 || !ids.len().is_multiple_of(top_k) {
             return Err(OperandError::TopK { ids: ids.len(), top_k });
         }
-        Ok(Self { ids, weights: None, rows: None, top_k, weighed: Weighed::Combine })
+        Ok(Self { ids, weights: None, rows: None, top_k, weighed: Weighed::Combine, factor: 1.0 })
     }
 
     /// The router's weights, `[tokens, top_k]`: 1 without them.
@@ -62,7 +63,8 @@ impl<'a> TopK<'a> {
         Ok(Self { rows: Some(rows), ..self })
     }
 
-    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them.
+    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them, and the combine
+    /// does without.
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub fn on_input(self) -> Self {
@@ -74,6 +76,13 @@ impl<'a> TopK<'a> {
     #[doc(alias = "mul_routed_weight")]
     pub fn on_rows(self) -> Self {
         Self { weighed: Weighed::Rows, ..self }
+    }
+
+    /// Multiplies what every route weighs in the combine, where a model has a factor for its routed experts.
+    #[must_use]
+    #[doc(alias = "routed_scaling_factor")]
+    pub fn scaled(self, factor: f32) -> Self {
+        Self { factor, ..self }
     }
 
     /// Tokens that the router chose for.
@@ -106,7 +115,8 @@ impl<'a> TopK<'a> {
         let (ids, ids_guard) = self.ids.device_ptr(stream);
         let (weights, weights_guard) = self.weights.as_ref().map(|view| view.device_ptr(stream)).unzip();
         let (rows, rows_guard) = self.rows.as_ref().map(|view| view.device_ptr(stream)).unzip();
-        let raw = raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0));
+        let raw =
+            raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0)).scaled(self.factor);
         (raw::TopK { weighed: self.weighed, ..raw }, [Some(ids_guard), weights_guard, rows_guard])
     }
 }
@@ -171,8 +181,8 @@ impl GroupedRoutes<'_> {
 
 /// The adapters of one layer's experts: shapes checked, launches planned, workspace sized.
 ///
-/// The same operations as [`cpu::LoraExperts`](crate::cpu::LoraExperts), which says what each does, but for those that take the
-/// place of the base's activation and combine, or stand behind the combine.
+/// The same operations as [`cpu::LoraExperts`](crate::cpu::LoraExperts), which says what each does, and where it stands beside the
+/// base's.
 #[derive(Clone, Debug)]
 #[doc(alias = "FusedMoEWithLoRA")]
 pub struct LoraExperts<T> {
@@ -182,18 +192,21 @@ pub struct LoraExperts<T> {
 }
 
 macro_rules! operation {
-    ($(#[$doc:meta])* $name:ident, $projection:ident, $overwrites:literal) => {
+    ($(#[$doc:meta])* $name:ident, $form:ident) => {
         $(#[$doc])*
         pub fn $name(
             &self,
             x: Matrix<'_, T>,
-            y: MatrixMut<'_, T>,
+            mut y: MatrixMut<'_, T>,
             routes: &GroupedRoutes<'_>,
             weights: &WeightTable<T>,
             workspace: &mut Workspace,
             stream: &CudaStream,
         ) -> Result<(), LaunchError> {
-            self.launch((Projection::$projection, $overwrites), x, y, routes, weights, workspace, stream)
+            y.check_context(&self.kernels)?;
+            self.check(&x, Form::$form { y: y.at(0) }, routes, weights, workspace, stream)?;
+            let (y, _y_guard) = y.on(stream);
+            self.launch(&x, Form::$form { y }, routes, weights, workspace, stream)
         }
     };
 }
@@ -227,7 +240,7 @@ impl<T: Element> LoraExperts<T> {
         ///
         /// # Errors
         /// If the operands don't fit the plan; then nothing was enqueued.
-        add_gate_up_delta, GateUp, false
+        add_gate_up_delta, AddGateUp
     }
 
     operation! {
@@ -236,7 +249,7 @@ impl<T: Element> LoraExperts<T> {
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
-        write_gate_up_delta, GateUp, true
+        write_gate_up_delta, WriteGateUp
     }
 
     operation! {
@@ -248,7 +261,7 @@ impl<T: Element> LoraExperts<T> {
         ///
         /// # Errors
         /// If the operands don't fit the plan; then nothing was enqueued.
-        add_down_delta, Down, false
+        add_down_delta, AddDown
     }
 
     operation! {
@@ -257,41 +270,117 @@ impl<T: Element> LoraExperts<T> {
         ///
         /// # Errors
         /// As for `add_down_delta`.
-        write_down_delta, Down, true
+        write_down_delta, WriteDown
     }
 
-    #[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
-    fn launch(
+    operation! {
+        /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
+        /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
+        ///
+        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
+        ///
+        /// # Errors
+        /// If the operands don't fit the plan; then nothing was enqueued.
+        add_combined_delta, AddCombined
+    }
+
+    /// Enqueues the activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route
+    /// that is here, whether its token has an adapter or not. It takes the place of the base's activation, and spares a pass over `y`.
+    /// Computed in `f32`, rounded once.
+    ///
+    /// `x` is `[tokens, hidden]` and `y`, of the base's gate_up, `[routes, gate_up]`, as for
+    /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`.
+    ///
+    /// # Errors
+    /// If the operands don't fit the plan, or the activation needs a gate that the experts do not have; then nothing was enqueued.
+    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
+    #[doc(alias = "silu_and_mul")]
+    pub fn activate(
         &self,
-        (projection, overwrites): (Projection, bool),
         x: Matrix<'_, T>,
-        mut y: MatrixMut<'_, T>,
+        y: Matrix<'_, T>,
+        mut out: MatrixMut<'_, T>,
+        activation: Activation,
         routes: &GroupedRoutes<'_>,
         weights: &WeightTable<T>,
         workspace: &mut Workspace,
         stream: &CudaStream,
     ) -> Result<(), LaunchError> {
+        y.check_context_as("y", &self.kernels)?;
+        out.check_context_as("out", &self.kernels)?;
+        let form = Form::Activate { y: y.at(0), out: out.at(0), activation };
+        self.check(&x, form, routes, weights, workspace, stream)?;
+        let ((y, _y_guard), (out, _out_guard)) = (y.on(stream), out.on(stream));
+        self.launch(&x, Form::Activate { y, out, activation }, routes, weights, workspace, stream)
+    }
+
+    /// Enqueues the combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here of
+    /// `y[row] + delta`, each multiplied by what the route [weighs](crate::routing::TopK::output_weight), and zero if none is. For
+    /// every token, whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
+    ///
+    /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
+    /// weights; `out` is `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// If the operands don't fit the plan; then nothing was enqueued.
+    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
+    #[doc(alias = "moe_sum")]
+    #[doc(alias = "finalize")]
+    pub fn combine(
+        &self,
+        x: Matrix<'_, T>,
+        y: Matrix<'_, T>,
+        mut out: MatrixMut<'_, T>,
+        routes: &GroupedRoutes<'_>,
+        weights: &WeightTable<T>,
+        workspace: &mut Workspace,
+        stream: &CudaStream,
+    ) -> Result<(), LaunchError> {
+        y.check_context_as("y", &self.kernels)?;
+        out.check_context_as("out", &self.kernels)?;
+        self.check(&x, Form::Combine { y: y.at(0), out: out.at(0) }, routes, weights, workspace, stream)?;
+        let ((y, _y_guard), (out, _out_guard)) = (y.on(stream), out.on(stream));
+        self.launch(&x, Form::Combine { y, out }, routes, weights, workspace, stream)
+    }
+
+    /// Refuses what does not fit, before anything is enqueued, but for the contexts of what `form` has.
+    fn check(
+        &self,
+        x: &Matrix<'_, T>,
+        form: Form,
+        routes: &GroupedRoutes<'_>,
+        weights: &WeightTable<T>,
+        workspace: &Workspace,
+        stream: &CudaStream,
+    ) -> Result<(), LaunchError> {
         self.kernels.check_context("the stream", stream.context())?;
         x.check_context(&self.kernels)?;
-        y.check_context(&self.kernels)?;
         weights.check(stream)?;
         routes.memory.check("the routes", stream)?;
         workspace.check(stream)?;
         if !self.raw.site().is_in(weights.model()) {
             return Err(OperandError::Model.into());
         }
-        let site = match projection {
-            Projection::GateUp => self.raw.site().gate_up(),
-            Projection::Down => self.raw.site().down(),
-        };
-        let layer: LayerWeights = weights.layer(site.shared_entry());
-        let region = workspace.region();
-        self.raw.args(projection, overwrites, x.at(0), y.at(0), layer, &routes.raw, region)?;
+        let layer = weights.layer(form.projection(self.raw.site()).shared_entry());
+        self.raw.args(x.at(0), form, layer, &routes.raw, workspace.region())?;
+        Ok(())
+    }
+
+    /// Launches what was checked, on what `form` has ordered.
+    fn launch(
+        &self,
+        x: &Matrix<'_, T>,
+        form: Form,
+        routes: &GroupedRoutes<'_>,
+        weights: &WeightTable<T>,
+        workspace: &mut Workspace,
+        stream: &CudaStream,
+    ) -> Result<(), LaunchError> {
+        let layer = weights.layer(form.projection(self.raw.site()).shared_entry());
         let (_, _top_k_guards) = routes.top_k.on(stream);
         let (x, _x_guard) = x.on(stream);
-        let (y, _y_guard) = y.on(stream);
-        // SAFETY: every operand was found large enough, in the kernels' context and, but for x, y and the router's choices, which the
-        // guards order, made on this stream.
-        unsafe { self.raw.launch(projection, overwrites, x, y, layer, &routes.raw, region, stream.into()) }
+        // SAFETY: every operand was found large enough, in the kernels' context and, but for the matrices and the router's choices,
+        // which guards order, made on this stream.
+        unsafe { self.raw.launch(x, form, layer, &routes.raw, workspace.region(), stream.into()) }
     }
 }

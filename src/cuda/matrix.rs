@@ -49,7 +49,12 @@ macro_rules! matrix {
             }
 
             pub(super) fn check_context(&self, kernels: &Kernels) -> Result<(), LaunchError> {
-                kernels.check_context($operand, self.view.stream().context())
+                self.check_context_as($operand, kernels)
+            }
+
+            /// As `check_context`, of an operand that has another name.
+            pub(super) fn check_context_as(&self, operand: &'static str, kernels: &Kernels) -> Result<(), LaunchError> {
+                kernels.check_context(operand, self.view.stream().context())
             }
         }
     };

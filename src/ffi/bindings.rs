@@ -17,6 +17,7 @@ pub const ARIL_GROUPS_PER_SPAN: i32 = 4;
 pub const ARIL_CORE: i32 = 8;
 pub const ARIL_RANK_TILE: i32 = 8;
 pub const ARIL_OUT_TILE: i32 = 64;
+pub const ARIL_OUTS_PER_UNIT: i32 = 32;
 pub const ARIL_OUTS_FEW: i32 = 256;
 pub const ARIL_OUTS_WIDE: i32 = 128;
 pub const ARIL_EXCHANGE_HEADER: i32 = 128;
@@ -527,6 +528,26 @@ const _: () = {
         "Offset of field: aril_align_args::exchange",
     ][::core::mem::offset_of!(aril_align_args, exchange) - 160usize];
 };
+impl aril_experts_form {
+    pub const ARIL_ADD: aril_experts_form = aril_experts_form(0);
+    pub const ARIL_WRITE: aril_experts_form = aril_experts_form(1);
+    pub const ARIL_ACTIVATE: aril_experts_form = aril_experts_form(2);
+    pub const ARIL_ADD_COMBINED: aril_experts_form = aril_experts_form(3);
+    pub const ARIL_COMBINE: aril_experts_form = aril_experts_form(4);
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct aril_experts_form(pub ::core::ffi::c_uint);
+impl aril_activation {
+    pub const ARIL_GELU: aril_activation = aril_activation(0);
+    pub const ARIL_GELU_TANH: aril_activation = aril_activation(1);
+    pub const ARIL_RELU2: aril_activation = aril_activation(2);
+    pub const ARIL_SILU: aril_activation = aril_activation(3);
+    pub const ARIL_SWIGLU_OAI: aril_activation = aril_activation(4);
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct aril_activation(pub ::core::ffi::c_uint);
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_experts_args {
@@ -536,18 +557,26 @@ pub struct aril_experts_args {
     pub shrink_blocks: i32,
     pub expand_blocks: i32,
     pub outs_per_block: i32,
-    pub overwrites: i32,
+    pub form: i32,
     pub weighted: i32,
+    pub rows_weighted: i32,
     pub groups_routes: i32,
     pub from_tokens: i32,
     pub in_features: i32,
     pub num_slices: i32,
     pub out_features: i32,
     pub interleaved: i32,
+    pub up_slice: i32,
+    pub activation: i32,
+    pub alpha: f32,
+    pub limit: f32,
+    pub factor: f32,
     pub x: *const ::core::ffi::c_void,
     pub x_stride: i64,
     pub y: *mut ::core::ffi::c_void,
     pub y_stride: i64,
+    pub out: *mut ::core::ffi::c_void,
+    pub out_stride: i64,
     pub exchange: *mut ::core::ffi::c_void,
     pub planes: *mut f32,
     pub weights: aril_weights,
@@ -559,7 +588,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 280usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 320usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -582,59 +611,83 @@ const _: () = {
         "Offset of field: aril_experts_args::outs_per_block",
     ][::core::mem::offset_of!(aril_experts_args, outs_per_block) - 20usize];
     [
-        "Offset of field: aril_experts_args::overwrites",
-    ][::core::mem::offset_of!(aril_experts_args, overwrites) - 24usize];
+        "Offset of field: aril_experts_args::form",
+    ][::core::mem::offset_of!(aril_experts_args, form) - 24usize];
     [
         "Offset of field: aril_experts_args::weighted",
     ][::core::mem::offset_of!(aril_experts_args, weighted) - 28usize];
     [
+        "Offset of field: aril_experts_args::rows_weighted",
+    ][::core::mem::offset_of!(aril_experts_args, rows_weighted) - 32usize];
+    [
         "Offset of field: aril_experts_args::groups_routes",
-    ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 32usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 36usize];
     [
         "Offset of field: aril_experts_args::from_tokens",
-    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 36usize];
+    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 40usize];
     [
         "Offset of field: aril_experts_args::in_features",
-    ][::core::mem::offset_of!(aril_experts_args, in_features) - 40usize];
+    ][::core::mem::offset_of!(aril_experts_args, in_features) - 44usize];
     [
         "Offset of field: aril_experts_args::num_slices",
-    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 44usize];
+    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 48usize];
     [
         "Offset of field: aril_experts_args::out_features",
-    ][::core::mem::offset_of!(aril_experts_args, out_features) - 48usize];
+    ][::core::mem::offset_of!(aril_experts_args, out_features) - 52usize];
     [
         "Offset of field: aril_experts_args::interleaved",
-    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 52usize];
+    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 56usize];
+    [
+        "Offset of field: aril_experts_args::up_slice",
+    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 60usize];
+    [
+        "Offset of field: aril_experts_args::activation",
+    ][::core::mem::offset_of!(aril_experts_args, activation) - 64usize];
+    [
+        "Offset of field: aril_experts_args::alpha",
+    ][::core::mem::offset_of!(aril_experts_args, alpha) - 68usize];
+    [
+        "Offset of field: aril_experts_args::limit",
+    ][::core::mem::offset_of!(aril_experts_args, limit) - 72usize];
+    [
+        "Offset of field: aril_experts_args::factor",
+    ][::core::mem::offset_of!(aril_experts_args, factor) - 76usize];
     [
         "Offset of field: aril_experts_args::x",
-    ][::core::mem::offset_of!(aril_experts_args, x) - 56usize];
+    ][::core::mem::offset_of!(aril_experts_args, x) - 80usize];
     [
         "Offset of field: aril_experts_args::x_stride",
-    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 64usize];
+    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 88usize];
     [
         "Offset of field: aril_experts_args::y",
-    ][::core::mem::offset_of!(aril_experts_args, y) - 72usize];
+    ][::core::mem::offset_of!(aril_experts_args, y) - 96usize];
     [
         "Offset of field: aril_experts_args::y_stride",
-    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 80usize];
+    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 104usize];
+    [
+        "Offset of field: aril_experts_args::out",
+    ][::core::mem::offset_of!(aril_experts_args, out) - 112usize];
+    [
+        "Offset of field: aril_experts_args::out_stride",
+    ][::core::mem::offset_of!(aril_experts_args, out_stride) - 120usize];
     [
         "Offset of field: aril_experts_args::exchange",
-    ][::core::mem::offset_of!(aril_experts_args, exchange) - 88usize];
+    ][::core::mem::offset_of!(aril_experts_args, exchange) - 128usize];
     [
         "Offset of field: aril_experts_args::planes",
-    ][::core::mem::offset_of!(aril_experts_args, planes) - 96usize];
+    ][::core::mem::offset_of!(aril_experts_args, planes) - 136usize];
     [
         "Offset of field: aril_experts_args::weights",
-    ][::core::mem::offset_of!(aril_experts_args, weights) - 104usize];
+    ][::core::mem::offset_of!(aril_experts_args, weights) - 144usize];
     [
         "Offset of field: aril_experts_args::routing",
-    ][::core::mem::offset_of!(aril_experts_args, routing) - 128usize];
+    ][::core::mem::offset_of!(aril_experts_args, routing) - 168usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 200usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 240usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 232usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 272usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

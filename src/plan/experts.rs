@@ -19,7 +19,9 @@ const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 /// Pieces that a block of shrink works on at a time, and a block of expand.
 const SHRINK_PIECES: usize = 2;
 const EXPAND_PIECES: usize = 8;
-/// Outputs of a slice that a warp of expand works on. (H100: 128 are 5 to 20 % faster than 256 up to 128 tokens, as fast beyond.)
+/// The least outputs that a warp of expand works on where these are of all slices, or of tokens.
+const OUTS_PER_UNIT: usize = ffi::ARIL_OUTS_PER_UNIT as usize;
+/// Outputs of a slice that a warp of expand works on elsewhere. (H100: 128 are 5 to 20 % faster than 256 up to 128 tokens, as fast beyond.)
 const OUTS_PER_WARP: usize = 128;
 /// The most blocks of either. (H100: two a multiprocessor are faster than one or three.)
 const MAX_BLOCKS: usize = 2 * MULTIPROCESSORS;
@@ -128,6 +130,18 @@ pub struct ProjectionPlan {
     interleaved: bool,
 }
 
+/// What expand goes by.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+pub(crate) enum ExpandBy {
+    /// Tiles of routes, and outputs of a slice.
+    Slices,
+    /// Tiles of routes, and the same outputs of all slices.
+    Routes,
+    /// Tokens, and outputs.
+    Tokens,
+}
+
 /// Blocks of a launch. The bits of the result do not depend on them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ProjectionLaunch {
@@ -164,7 +178,7 @@ impl ExpertsPlan {
 
     /// A workspace for any batch within the capacity, and both projections.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
-        let bytes = |plan: &ProjectionPlan| plan.workspace_bytes(self.capacity.max_tokens, self.top_k);
+        let bytes = |plan: &ProjectionPlan| plan.workspace_bytes_for(self.capacity.max_tokens, self.top_k);
         bytes(&self.gate_up).max(bytes(&self.down))
     }
 
@@ -197,40 +211,24 @@ impl ExpertsPlan {
 impl ProjectionPlan {
     /// The workspace that a batch of `num_tokens` with `top_k` routes each needs.
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
-        let num_routes = num_tokens * top_k;
-        self.bytes_of(num_routes, num_tokens, self.is_wide(num_routes))
-    }
-
-    /// A workspace for any batch of up to so many.
-    fn workspace_bytes(&self, max_tokens: usize, top_k: usize) -> WorkspaceBytes {
-        let max_routes = max_tokens * top_k;
-        let most = self.workspace_bytes_for(max_tokens, top_k);
-        most.max(self.bytes_of(max_routes.min(FEW_ROUTES), max_tokens.min(FEW_ROUTES), false))
-    }
-
-    /// Room for the sums of routes, and of tokens where these may share them.
-    fn bytes_of(&self, num_routes: usize, num_tokens: usize, is_wide: bool) -> WorkspaceBytes {
-        let rows = num_routes + if self.from_tokens { num_tokens } else { 0 };
+        // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
+        let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
         let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
-        if is_wide {
-            WorkspaceBytes { exchange: 0, planes: sums * size_of::<f32>() }
-        } else {
-            // Each with a tag.
-            WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes: 0 }
-        }
+        let planes = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
+        WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes }
     }
 
-    /// Whether tiles are of up to 64 routes, and shrink and expand a launch each.
+    /// Whether adding and writing have tiles of up to 64 routes, and a launch each for shrink and expand.
     fn is_wide(&self, num_routes: usize) -> bool {
         num_routes > FEW_ROUTES && self.capacity.max_rank <= STAGED_RANK && !self.interleaved
     }
 
     /// The blocks for a batch of `num_tokens` with `top_k` routes each.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
-    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize) -> ProjectionLaunch {
+    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy) -> ProjectionLaunch {
         let num_routes = num_tokens * top_k;
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
-        if self.is_wide(num_routes) {
+        if by == ExpandBy::Slices && self.is_wide(num_routes) {
             let tiles = self.max_tiles(WIDE_TILE, num_routes);
             let of_tokens = if self.from_tokens { self.capacity.tiles_of(WIDE_TILE, num_tokens) } else { 0 };
             let shrink_pieces = rank_tiles.div_ceil(WIDE_COLUMNS) * self.num_groups();
@@ -248,15 +246,20 @@ impl ProjectionPlan {
             0
         };
         let shrink_pieces = rank_tiles * self.num_groups();
-        let expand_pieces = self.num_slices * self.out_features.div_ceil(OUTS_PER_WARP);
+        let (expand_tiles, outs_per_block, slices) = match by {
+            ExpandBy::Slices => (tiles, OUTS_PER_WARP, self.num_slices),
+            ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
+            ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
+        };
+        let expand_pieces = slices * self.out_features.div_ceil(outs_per_block);
         // All pieces of a tile at the least.
         let blocks = |tiles: usize, pieces: usize, at_once: usize| {
             (tiles * pieces).div_ceil(at_once).min(MAX_BLOCKS).max(pieces.div_ceil(at_once))
         };
         ProjectionLaunch {
             shrink_blocks: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES),
-            expand_blocks: blocks(tiles, expand_pieces, EXPAND_PIECES),
-            outs_per_block: OUTS_PER_WARP,
+            expand_blocks: blocks(expand_tiles, expand_pieces, EXPAND_PIECES),
+            outs_per_block,
         }
     }
 

@@ -12,6 +12,8 @@ use crate::{
     model::{LinearSite, MAX_RANK, SliceSite},
 };
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::experts::ExpandBy;
 pub use self::experts::{AlignCapacity, ExpertsPlan, MAX_EXPERTS_RANK, ProjectionPlan, RouteCapacity};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.

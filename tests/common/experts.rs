@@ -163,7 +163,7 @@ impl Act {
 }
 
 impl Op {
-    fn is_before_activation(self) -> bool {
+    pub fn is_before_activation(self) -> bool {
         matches!(self, Self::AddGateUp | Self::WriteGateUp | Self::Activate(_))
     }
 
@@ -262,6 +262,14 @@ impl Case {
     /// Where what is written is.
     pub fn target(&self) -> Place {
         if self.op.has_out() { self.out() } else { self.y() }
+    }
+
+    /// The rows of it that are of a token.
+    pub fn rows_of(&self, token: usize) -> Vec<usize> {
+        match self.op {
+            Op::AddCombined | Op::Combine => vec![token],
+            _ => (token * self.top_k..(token + 1) * self.top_k).filter_map(|route| self.row(route)).collect(),
+        }
     }
 
     fn place(&self, matrix: usize, rows: usize, cols: usize) -> Place {

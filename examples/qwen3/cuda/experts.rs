@@ -64,9 +64,10 @@ impl Routes {
         launch(kernel, experts + 1, 1)
     }
 
-    /// As the library takes them; the weights are for the combine, which is ours.
+    /// As the library takes them.
     pub(super) fn top_k(&self) -> Result<cuda::TopK<'_>> {
-        Ok(cuda::TopK::new(self.ids.view(), self.ids.cols)?.with_rows(self.row_of_route.view())?)
+        let top_k = cuda::TopK::new(self.ids.view(), self.ids.cols)?.with_weights(self.weights.view())?;
+        Ok(top_k.with_rows(self.row_of_route.view())?)
     }
 }
 

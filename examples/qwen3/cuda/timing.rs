@@ -2,7 +2,7 @@
 //!
 //! The layer has the sizes of Qwen3-30B-A3B's, random weights and random tokens in bf16: the router, the order of routes, both
 //! grouped GEMMs, the activation and the combine. These are the example's own, which are simple: an engine's take less, and what
-//! adapters add is then a larger part of the whole.
+//! adapters add is then a larger part of the whole. With adapters, the activation and the combine are the library's.
 //!
 //! Each time is that of a layer in a CUDA graph of several, the median of some replays. Each layer of a graph has tokens of its own,
 //! so that its experts are others and their weights come from memory. All buffers are there before, as in an engine.
@@ -13,7 +13,7 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
     cuda::{Grouping, LaunchError, LoraExperts, RoutedBatch, WeightTable},
-    model::{Experts, ModelSpec, TpRank},
+    model::{Activation, Experts, ModelSpec, TpRank},
 };
 use cudarc::driver::{
     CudaGraph, result,
@@ -172,17 +172,16 @@ impl Layer<'_> {
 
         device.gather_into(x, &routes.tokens, &mut buffers.rows)?;
         gate_up.run_into(device, &buffers.rows, routes, &mut buffers.gate_up)?;
-        if let Some((adapters, grouped)) = &adapted {
-            let y = buffers.gate_up.operand_mut()?;
-            lora.add_gate_up_delta(x.operand()?, y, grouped, adapters, workspace, &device.stream)?;
-        }
-        device.silu_mul_into(&buffers.gate_up, &mut buffers.inter)?;
+        let Some((adapters, grouped)) = &adapted else {
+            device.silu_mul_into(&buffers.gate_up, &mut buffers.inter)?;
+            down.run_into(device, &buffers.inter, routes, &mut buffers.down)?;
+            return device.combine_into(&buffers.down, routes, &mut buffers.out);
+        };
+        let (y, out, silu) = (buffers.gate_up.operand()?, buffers.inter.operand_mut()?, Activation::Silu);
+        lora.activate(x.operand()?, y, out, silu, grouped, adapters, workspace, &device.stream)?;
         down.run_into(device, &buffers.inter, routes, &mut buffers.down)?;
-        if let Some((adapters, grouped)) = &adapted {
-            let (x, y) = (buffers.inter.operand()?, buffers.down.operand_mut()?);
-            lora.add_down_delta(x, y, grouped, adapters, workspace, &device.stream)?;
-        }
-        device.combine_into(&buffers.down, routes, &mut buffers.out)
+        let (x, y, out) = (buffers.inter.operand()?, buffers.down.operand()?, buffers.out.operand_mut()?);
+        Ok(lora.combine(x, y, out, grouped, adapters, workspace, &device.stream)?)
     }
 }
 

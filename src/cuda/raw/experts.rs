@@ -1,13 +1,15 @@
 use std::cell::Cell;
 
-use super::{DeviceRegion, LayerWeights, MatrixMut, MatrixRef, RoutedBatch, Stream, Workspace, dtype_code, int};
+use super::{
+    DeviceRegion, LayerWeights, MatrixMut, MatrixRef, RawMatrix, RoutedBatch, Stream, Workspace, dtype_code, int,
+};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
     error::OperandError,
     ffi,
-    model::{ExpertsId, ExpertsSite, ModelSpec},
-    plan::{Capacity, ExpertsPlan, ProjectionPlan, RouteCapacity},
+    model::{Activation, ExpertsId, ExpertsSite, ModelSpec, ProjectionSite},
+    plan::{Capacity, ExpandBy, ExpertsPlan, RouteCapacity},
     routing::Weighed,
 };
 
@@ -18,19 +20,20 @@ const GROUP_EXCHANGE_BYTES: usize = 32;
 
 /// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
 /// what a route is.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TopK {
     pub(in crate::cuda) ids: u64,
     pub(in crate::cuda) weights: u64,
     pub(in crate::cuda) rows: u64,
     pub(in crate::cuda) top_k: usize,
     pub(in crate::cuda) weighed: Weighed,
+    pub(in crate::cuda) factor: f32,
 }
 
 impl TopK {
     /// The address of local expert ids, `i32 [tokens, top_k]`. -1 and whatever else is no local id is not here.
     pub const fn new(ids: u64, top_k: usize) -> Self {
-        Self { ids, weights: 0, rows: 0, top_k, weighed: Weighed::Combine }
+        Self { ids, weights: 0, rows: 0, top_k, weighed: Weighed::Combine, factor: 1.0 }
     }
 
     /// The address of the router's weights, `f32 [tokens, top_k]`: 1 without them.
@@ -47,7 +50,8 @@ impl TopK {
         Self { rows, ..self }
     }
 
-    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them.
+    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them, and the combine
+    /// does without.
     #[must_use]
     pub const fn on_input(self) -> Self {
         Self { weighed: Weighed::Input, ..self }
@@ -75,6 +79,12 @@ impl TopK {
             top_k: int(self.top_k)?,
             num_experts: int(num_experts)?,
         })
+    }
+
+    /// Multiplies what every route weighs in the combine, where a model has a factor for its routed experts.
+    #[must_use]
+    pub const fn scaled(self, factor: f32) -> Self {
+        Self { factor, ..self }
     }
 }
 
@@ -194,6 +204,7 @@ impl Grouping {
             batch,
             top_k: raw,
             weighed: top_k.weighed,
+            factor: top_k.factor,
             groups: self.groups,
             grouped: Cell::new(grouped),
         })
@@ -207,6 +218,7 @@ pub struct GroupedRoutes {
     batch: RoutedBatch,
     top_k: ffi::aril_top_k,
     weighed: Weighed,
+    factor: f32,
     groups: ffi::aril_groups,
     grouped: Cell<bool>,
 }
@@ -232,11 +244,73 @@ pub struct LoraExperts {
     plan: ExpertsPlan,
 }
 
-/// Which of a layer's projections.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(in crate::cuda) enum Projection {
-    GateUp,
-    Down,
+/// What is made of a layer's deltas, and the operands beside `x`.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) enum Form {
+    AddGateUp { y: MatrixMut },
+    WriteGateUp { y: MatrixMut },
+    Activate { y: MatrixRef, out: MatrixMut, activation: Activation },
+    AddDown { y: MatrixMut },
+    WriteDown { y: MatrixMut },
+    AddCombined { y: MatrixMut },
+    Combine { y: MatrixRef, out: MatrixMut },
+}
+
+impl Form {
+    fn is_before_activation(&self) -> bool {
+        matches!(self, Self::AddGateUp { .. } | Self::WriteGateUp { .. } | Self::Activate { .. })
+    }
+
+    /// The projection whose deltas they are.
+    pub(in crate::cuda) fn projection<'a>(&self, site: &'a ExpertsSite) -> &'a ProjectionSite {
+        if self.is_before_activation() { site.gate_up() } else { site.down() }
+    }
+
+    fn expand_by(&self) -> ExpandBy {
+        match self {
+            Self::AddGateUp { .. } | Self::WriteGateUp { .. } | Self::AddDown { .. } | Self::WriteDown { .. } => {
+                ExpandBy::Slices
+            }
+            Self::Activate { .. } => ExpandBy::Routes,
+            Self::AddCombined { .. } | Self::Combine { .. } => ExpandBy::Tokens,
+        }
+    }
+
+    fn code(&self) -> i32 {
+        let ffi::aril_experts_form(code) = match self {
+            Self::AddGateUp { .. } | Self::AddDown { .. } => ffi::aril_experts_form::ARIL_ADD,
+            Self::WriteGateUp { .. } | Self::WriteDown { .. } => ffi::aril_experts_form::ARIL_WRITE,
+            Self::Activate { .. } => ffi::aril_experts_form::ARIL_ACTIVATE,
+            Self::AddCombined { .. } => ffi::aril_experts_form::ARIL_ADD_COMBINED,
+            Self::Combine { .. } => ffi::aril_experts_form::ARIL_COMBINE,
+        };
+        code.cast_signed()
+    }
+
+    /// `y`, and what is written if that is not it.
+    fn matrices(&self) -> (RawMatrix, Option<RawMatrix>) {
+        match *self {
+            Self::AddGateUp { y: MatrixMut(y) }
+            | Self::WriteGateUp { y: MatrixMut(y) }
+            | Self::AddDown { y: MatrixMut(y) }
+            | Self::WriteDown { y: MatrixMut(y) }
+            | Self::AddCombined { y: MatrixMut(y) } => (y, None),
+            Self::Activate { y: MatrixRef(y), out: MatrixMut(out), .. }
+            | Self::Combine { y: MatrixRef(y), out: MatrixMut(out) } => (y, Some(out)),
+        }
+    }
+}
+
+/// An activation on its way to the ABI: its code, alpha and limit.
+fn activation_code(activation: Activation) -> (i32, f32, f32) {
+    let (ffi::aril_activation(code), alpha, limit) = match activation {
+        Activation::Gelu => (ffi::aril_activation::ARIL_GELU, 0.0, 0.0),
+        Activation::GeluTanh => (ffi::aril_activation::ARIL_GELU_TANH, 0.0, 0.0),
+        Activation::Relu2 => (ffi::aril_activation::ARIL_RELU2, 0.0, 0.0),
+        Activation::Silu => (ffi::aril_activation::ARIL_SILU, 0.0, 0.0),
+        Activation::SwigluOai { alpha, limit } => (ffi::aril_activation::ARIL_SWIGLU_OAI, alpha, limit),
+    };
+    (code.cast_signed(), alpha, limit)
 }
 
 impl LoraExperts {
@@ -292,7 +366,7 @@ impl LoraExperts {
         stream: Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(Projection::GateUp, false, x, y, weights, routes, workspace, stream) }
+        unsafe { self.launch(x, Form::AddGateUp { y }, weights, routes, workspace, stream) }
     }
 
     /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice that
@@ -313,7 +387,37 @@ impl LoraExperts {
         stream: Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(Projection::GateUp, true, x, y, weights, routes, workspace, stream) }
+        unsafe { self.launch(x, Form::WriteGateUp { y }, weights, routes, workspace, stream) }
+    }
+
+    /// Enqueues the activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route
+    /// that is here, whether its token has an adapter or not. It takes the place of the base's activation, and spares a pass over `y`.
+    /// Computed in `f32`, rounded once.
+    ///
+    /// `x` is `[tokens, hidden]` and `y`, of the base's gate_up, `[routes, gate_up]`, as for
+    /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`. Rows of routes that are not here, or not of the last
+    /// update, are left as they are.
+    ///
+    /// # Errors
+    /// As for `add_gate_up_delta`, and if the activation needs a gate that the experts do not have.
+    ///
+    /// # Safety
+    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
+    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
+    #[doc(alias = "silu_and_mul")]
+    pub unsafe fn activate(
+        &self,
+        x: MatrixRef,
+        y: MatrixRef,
+        out: MatrixMut,
+        activation: Activation,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(x, Form::Activate { y, out, activation }, weights, routes, workspace, stream) }
     }
 
     /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
@@ -337,7 +441,7 @@ impl LoraExperts {
         stream: Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(Projection::Down, false, x, y, weights, routes, workspace, stream) }
+        unsafe { self.launch(x, Form::AddDown { y }, weights, routes, workspace, stream) }
     }
 
     /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
@@ -358,33 +462,95 @@ impl LoraExperts {
         stream: Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(Projection::Down, true, x, y, weights, routes, workspace, stream) }
+        unsafe { self.launch(x, Form::WriteDown { y }, weights, routes, workspace, stream) }
     }
 
-    /// The arguments, once the operands are found to fit.
-    #[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
-    pub(in crate::cuda) fn args(
+    /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
+    /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
+    ///
+    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`; `weights` are those of
+    /// [`add_down_delta`](Self::add_down_delta).
+    ///
+    /// # Errors
+    /// As for `add_gate_up_delta`.
+    ///
+    /// # Safety
+    /// As for `add_gate_up_delta`.
+    pub unsafe fn add_combined_delta(
         &self,
-        projection: Projection,
-        overwrites: bool,
         x: MatrixRef,
         y: MatrixMut,
         weights: LayerWeights,
         routes: &GroupedRoutes,
         workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(x, Form::AddCombined { y }, weights, routes, workspace, stream) }
+    }
+
+    /// Enqueues the combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here
+    /// of `y[row] + delta`, each multiplied by what the route [weighs](crate::routing::TopK::output_weight), and zero if none is. For
+    /// every token, whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
+    ///
+    /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
+    /// weights; `out` is `[tokens, hidden]`; `weights` are those of [`add_down_delta`](Self::add_down_delta). Rows of tokens that the
+    /// last update did not have are left as they are.
+    ///
+    /// # Errors
+    /// As for `add_gate_up_delta`.
+    ///
+    /// # Safety
+    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
+    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
+    #[doc(alias = "moe_sum")]
+    #[doc(alias = "finalize")]
+    pub unsafe fn combine(
+        &self,
+        x: MatrixRef,
+        y: MatrixRef,
+        out: MatrixMut,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(x, Form::Combine { y, out }, weights, routes, workspace, stream) }
+    }
+
+    /// The arguments, once the operands are found to fit.
+    pub(in crate::cuda) fn args(
+        &self,
+        x: MatrixRef,
+        form: Form,
+        weights: LayerWeights,
+        routes: &GroupedRoutes,
+        workspace: Workspace,
     ) -> Result<ffi::aril_experts_args, LaunchError> {
-        let (site, plan): (_, &ProjectionPlan) = match projection {
-            Projection::GateUp => (self.site.gate_up(), self.plan.gate_up()),
-            Projection::Down => (self.site.down(), self.plan.down()),
-        };
-        let from_tokens = projection == Projection::GateUp;
-        let weighed = if from_tokens { Weighed::Input } else { Weighed::Rows };
-        let (dtype, num_tokens, top_k) =
-            (self.plan.dtype(), routes.num_tokens(), routes.top_k.top_k.cast_unsigned() as usize);
-        let x_rows = if from_tokens { num_tokens } else { routes.num_routes() };
-        let (MatrixRef(x), MatrixMut(y)) = (x, y);
+        let site = form.projection(&self.site);
+        let from_tokens = form.is_before_activation();
+        let plan = if from_tokens { self.plan.gate_up() } else { self.plan.down() };
+        let (dtype, num_tokens, num_routes) = (self.plan.dtype(), routes.num_tokens(), routes.num_routes());
+        let top_k = routes.top_k.top_k.cast_unsigned() as usize;
+        let (MatrixRef(x), (y, out)) = (x, form.matrices());
+        let x_rows = if from_tokens { num_tokens } else { num_routes };
         let (x, x_stride) = x.expect("x", dtype, x_rows, site.in_features())?;
-        let (y, y_stride) = y.expect("y", dtype, routes.num_routes(), site.out_features())?;
+        let y_rows = if matches!(form, Form::AddCombined { .. }) { num_tokens } else { num_routes };
+        let (y, y_stride) = y.expect("y", dtype, y_rows, site.out_features())?;
+        let (out_rows, out_cols) = match form {
+            Form::Activate { .. } => (num_routes, self.site.down().in_features()),
+            _ => (num_tokens, site.out_features()),
+        };
+        let out = out.map(|out| out.expect("out", dtype, out_rows, out_cols)).transpose()?;
+        let (out, out_stride) = out.unwrap_or((std::ptr::null_mut(), 0));
+        let (activation, alpha, limit) = match form {
+            Form::Activate { activation, .. } => {
+                self.site.check_activation(activation)?;
+                activation_code(activation)
+            }
+            _ => (0, 0.0, 0.0),
+        };
         let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
         within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
         within("the routes of a token", top_k, self.plan.top_k())?;
@@ -392,8 +558,14 @@ impl LoraExperts {
             return Err(OperandError::Model.into());
         }
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
-        let launch = plan.launch(num_tokens, top_k);
+        let launch = plan.launch(num_tokens, top_k, form.expand_by());
         let (_, step) = site.columns(0);
+        let (_, up_slice) = self.site.gate_and_up();
+        let weighted = match form {
+            Form::AddCombined { .. } | Form::Combine { .. } => routes.weighed != Weighed::Input,
+            _ if from_tokens => routes.weighed == Weighed::Input,
+            _ => routes.weighed == Weighed::Rows,
+        };
         Ok(ffi::aril_experts_args {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
@@ -401,18 +573,26 @@ impl LoraExperts {
             shrink_blocks: int(launch.shrink_blocks)?,
             expand_blocks: int(launch.expand_blocks)?,
             outs_per_block: int(launch.outs_per_block)?,
-            overwrites: overwrites.into(),
-            weighted: (routes.weighed == weighed).into(),
+            form: form.code(),
+            weighted: weighted.into(),
+            rows_weighted: (routes.weighed == Weighed::Rows).into(),
             groups_routes: (!routes.grouped.get()).into(),
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,
             out_features: int(site.out_features() / site.num_slices())?,
             interleaved: (step > 1).into(),
+            up_slice: int(up_slice)?,
+            activation,
+            alpha,
+            limit,
+            factor: routes.factor,
             x,
             x_stride,
             y,
             y_stride,
+            out,
+            out_stride,
             exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
             planes: workspace.planes.ptr as *mut f32,
             weights: weights.expect(&self.plan.capacity(), self.num_entries)?,
@@ -422,19 +602,16 @@ impl LoraExperts {
         })
     }
 
-    #[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
     pub(in crate::cuda) unsafe fn launch(
         &self,
-        projection: Projection,
-        overwrites: bool,
         x: MatrixRef,
-        y: MatrixMut,
+        form: Form,
         weights: LayerWeights,
         routes: &GroupedRoutes,
         workspace: Workspace,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        let args = self.args(projection, overwrites, x, y, weights, routes, workspace)?;
+        let args = self.args(x, form, weights, routes, workspace)?;
         self.kernels.check_thread()?;
         if args.num_tokens == 0 {
             return Ok(());

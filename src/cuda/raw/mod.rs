@@ -20,7 +20,7 @@ use std::ffi::c_void;
 
 use bytemuck::{Pod, Zeroable};
 
-pub(in crate::cuda) use self::experts::Projection;
+pub(in crate::cuda) use self::experts::Form;
 pub use self::{
     align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
