@@ -108,9 +108,19 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
   }
 }
 
+// Blocks of expand on a multiprocessor, as far as registers go.
+template <typename T>
+constexpr int wide_experts_blocks() {
+#if __CUDA_ARCH__ >= 900
+  return kWideExpandBlocks<T>;
+#else
+  return std::is_same_v<T, __nv_bfloat16> ? kWideExpandBlocks<T> : 1;
+#endif
+}
+
 // A block has pieces of tiles: some outputs of a slice.
 template <typename T>
-__global__ void __launch_bounds__(kExpandThreads, kWideExpandBlocks<T>)
+__global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
     experts_expand_wide_kernel(const __grid_constant__ aril_experts_args p, int ring_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   __shared__ Arrival arrivals_shared[kMaxExpandStages];
