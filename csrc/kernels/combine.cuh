@@ -47,7 +47,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kSteps = CombineStage::kSteps, kRoutes = CombineStage::kRoutes;
   // Steps whose B is on its way.
-  constexpr int kAhead = kSteps / 2;
+  constexpr int kAhead = kSteps / 4;
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool combines = p.form == ARIL_COMBINE;
@@ -80,7 +80,6 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         }
       }
       const float factor = own.rank > 0 ? own.scaling * p.routing.scales[token] * weight : 0.0f;
-      if (p.rows_weighted) weight = p.factor;
       here = __ballot_sync(kAll, row != kNowhere);
       adapted = __ballot_sync(kAll, own.rank > 0);
       const bool has_common = lane == 0 && adapted != 0;
@@ -161,7 +160,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-              const float weight = stage.routes[k + i].weight;
+              const float weight = p.rows_weighted ? p.factor : stage.routes[k + i].weight;
               if (here >> (k + i) & 1) sum = fmaf(weight, to_float(values[i]), sum);
             }
           }
