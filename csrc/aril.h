@@ -20,12 +20,12 @@ extern "C" {
 #define ARIL_MAX_SLOTS 8192      // rows of a descriptor table
 #define ARIL_MAX_RANK 512        // of a factor
 #define ARIL_MAX_EXPERTS 1024    // of a layer
-#define ARIL_EXPERTS_RANK 192    // the most of their factors: v's terms stand in shared memory
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
 #define ARIL_WIDE_TILE 64        // in an operation on more tokens than
 #define ARIL_FEW_TOKENS 512      // these
-#define ARIL_ROUTES_PER_TILE 8   // of one slot to one expert that a warp works on together, up to
-#define ARIL_FEW_ROUTES 1024     // of them; twice as many beyond
+#define ARIL_ROUTES_PER_TILE 8   // of one slot to one expert that a warp works on together
+#define ARIL_FEWEST_ROUTES 64    // that every block of an operation sorts for itself
+#define ARIL_FEW_ROUTES 1024     // that the first operation on them sorts
 #define ARIL_STAGED_RANK 128     // up to which B is brought to shared memory
 #define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see kernels/tile.cuh
 #define ARIL_LANES_PER_GROUP 4   // lanes that are summed up before anything is added to them
@@ -245,13 +245,15 @@ typedef struct aril_experts_args {
   int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least; of
                           // wide tiles, any number
   int32_t expand_blocks;  // likewise. Same bits.
-  // That a warp of expand has, a multiple of ARIL_OUT_TILE, or with wide tiles a block, a multiple of
-  // ARIL_OUTS_WIDE; from ARIL_ACTIVATE on the least that a warp has, ARIL_OUTS_PER_UNIT. Same bits.
+  // That a warp of expand has, ARIL_OUT_TILE, or more of them if max_rank is at most 16, or with wide
+  // tiles a block, a multiple of ARIL_OUTS_WIDE; from ARIL_ACTIVATE on the least that a warp has,
+  // ARIL_OUTS_PER_UNIT. Same bits.
   int32_t outs_per_block;
   int32_t form;           // aril_experts_form
   int32_t weighted;       // 0 or 1
   int32_t rows_weighted;  // of ARIL_COMBINE: 1 if y's rows are multiplied by the weights already
   int32_t groups_routes;  // 1: no operation on the layer's experts has grouped this step's routes
+  int32_t wide;           // 1: more than ARIL_FEW_ROUTES are added or written by wide tiles
   int32_t from_tokens;    // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;

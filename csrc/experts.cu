@@ -13,35 +13,43 @@ namespace {
 
 using detail::ceil_div;
 
-template <typename T, int kHalves>
-int32_t experts(const aril_experts_args& args, void* stream) {
-  detail::ExpertsGrid grid = {};
-  grid.first_shrink = args.groups_routes && detail::are_few(args.num_tokens, args.top_k);
-  grid.shrink_blocks = args.shrink_blocks;
-  grid.rank_tiles = ceil_div(args.weights.max_rank, ARIL_RANK_TILE);
-  grid.groups = ceil_div(args.in_features, detail::kGroupFeatures);
-  grid.outs = ceil_div(args.out_features, args.outs_per_block);
-  const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
-  const size_t of_sort =
-      grid.first_shrink > 0 ? sizeof(detail::RouteSort<detail::kExpertsThreads>) : 0;
-  const auto launch_with = [&](auto kernel, size_t of_expand) {
-    return launch(kernel, dim3(blocks), detail::kExpertsThreads, max(of_sort, of_expand), stream,
-                  args, grid);
+template <typename T>
+int32_t experts(aril_experts_args args, void* stream) {
+  const bool sorts = args.groups_routes && detail::are_few(args.num_tokens, args.top_k) &&
+                     !detail::are_fewest(args.num_tokens, args.top_k);
+  const detail::ExpertsGrid grid = {sorts, args.shrink_blocks,
+                                    ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
+                                    ceil_div(args.in_features, detail::kGroupFeatures)};
+  const auto launch_with = [&](auto kernel, int of_warp) {
+    const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
+    int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * of_warp);
+    if (sorts) {
+      using Sort = detail::FewSort<detail::kExpertsThreads>;
+      bytes = max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k));
+    }
+    return launch(kernel, dim3(blocks), detail::kExpertsThreads, bytes, stream, args, grid);
   };
   switch (args.form) {
     case ARIL_ACTIVATE:
-      return launch_with(detail::activate_kernel<T, kHalves>,
-                         detail::kExpertsWarps * sizeof(detail::ActivateStage));
+      return launch_with(detail::activate_kernel<T>, sizeof(detail::ActivateStage));
     case ARIL_ADD_COMBINED:
     case ARIL_COMBINE:
-      return launch_with(detail::combine_kernel<T, kHalves>,
-                         detail::kExpertsWarps * sizeof(detail::CombineStage));
+      return launch_with(detail::combine_kernel<T>, sizeof(detail::CombineStage));
     default:
-      return launch_with(
-          detail::experts_kernel<T, kHalves>,
-          (detail::rank_steps(args.weights) + args.outs_per_block / detail::kOutsPerUnit) *
-              detail::kExpertsThreads * sizeof(detail::LaneTerms<kHalves>));
+      break;
   }
+  int max_bytes;
+  ARIL_TRY(max_smem_bytes(max_bytes));
+  const auto of_warp = [&] {
+    return detail::ExpandStages(args.weights, args.outs_per_block).of_warp;
+  };
+  // The least has room everywhere.
+  if (detail::kExpertsWarps * of_warp() > max_bytes) {
+    args.outs_per_block = ARIL_OUT_TILE;
+    const int pieces = args.num_slices * ceil_div(args.out_features, ARIL_OUT_TILE);
+    args.expand_blocks = max(args.expand_blocks, ceil_div(pieces, detail::kExpertsWarps));
+  }
+  return launch_with(detail::experts_kernel<T>, of_warp());
 }
 
 int32_t experts_f32(const aril_experts_args& args, void* stream) {
@@ -50,19 +58,6 @@ int32_t experts_f32(const aril_experts_args& args, void* stream) {
                           ? detail::combine_f32_kernel
                           : detail::experts_f32_kernel;
   return launch(kernel, dim3(args.shrink_blocks), detail::kF32Threads, 0, stream, args);
-}
-
-template <typename T, int kHalves>
-int32_t load_kernels_for(int bytes) {
-  ARIL_TRY((load(detail::experts_kernel<T, kHalves>, bytes)));
-  ARIL_TRY((load(detail::activate_kernel<T, kHalves>, bytes)));
-  return load(detail::combine_kernel<T, kHalves>, bytes);
-}
-
-// Wide tiles take what linear layers do with many tokens, and slices that stand in one piece.
-bool are_wide(const aril_experts_args& args) {
-  return (args.form == ARIL_ADD || args.form == ARIL_WRITE) && !args.interleaved &&
-         !detail::are_few(args.num_tokens, args.top_k) && detail::is_staged(args.weights);
 }
 
 template <typename T, int kColumns>
@@ -95,8 +90,9 @@ int32_t load_kernels() {
   } else {
     int bytes;
     ARIL_TRY(max_smem_bytes(bytes));
-    ARIL_TRY((load_kernels_for<T, 1>(bytes)));
-    ARIL_TRY((load_kernels_for<T, 2>(bytes)));
+    ARIL_TRY(load(detail::experts_kernel<T>, bytes));
+    ARIL_TRY(load(detail::activate_kernel<T>, bytes));
+    ARIL_TRY(load(detail::combine_kernel<T>, bytes));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 2>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 4>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, detail::kMaxColumns>, bytes)));
@@ -137,11 +133,7 @@ extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
     if constexpr (sizeof(T) == sizeof(float)) {
       return aril::experts_f32(*args, stream);
     } else {
-      if (aril::detail::are_few(args->num_tokens, args->top_k)) {
-        return aril::experts<T, 1>(*args, stream);
-      }
-      return aril::are_wide(*args) ? aril::experts_wide<T>(*args, stream)
-                                   : aril::experts<T, 2>(*args, stream);
+      return args->wide ? aril::experts_wide<T>(*args, stream) : aril::experts<T>(*args, stream);
     }
   });
 }

@@ -4,7 +4,7 @@
 use aril::{
     DType,
     model::{Experts, Linear, LinearId, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, ExpertsPlan, LinearPlan, MAX_EXPERTS_RANK, MAX_SLOTS, PlanError},
+    plan::{Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError},
 };
 use proptest::prelude::*;
 
@@ -89,7 +89,7 @@ proptest! {
     /// 1024 input features, row of sums, slice and rank, and where routes are many a float more.
     #[test]
     fn the_workspace_of_experts_is_large_enough(
-        max_tokens in 1..400_usize, top_k in 1..=10_usize, max_rank in 1..=MAX_EXPERTS_RANK,
+        max_tokens in 1..400_usize, top_k in 1..=10_usize, max_rank in 1..=MAX_RANK,
         hidden in 1..9000_usize, inter in 1..9000_usize,
     ) {
         let plan = experts(hidden, inter, Capacity { max_tokens, num_slots: 3, max_rank }, top_k).unwrap();
@@ -126,9 +126,9 @@ fn experts(hidden: usize, inter: usize, capacity: Capacity, top_k: usize) -> Res
 #[test]
 fn ranks_that_experts_cannot_have_are_refused_by_name() {
     let capacity = |max_rank| Capacity { max_tokens: 1, num_slots: 1, max_rank };
-    assert!(experts(8, 8, capacity(MAX_EXPERTS_RANK), 1).is_ok());
-    let refused = experts(8, 8, capacity(MAX_EXPERTS_RANK + 1), 1);
-    let (value, max) = (MAX_EXPERTS_RANK + 1, MAX_EXPERTS_RANK);
+    assert!(experts(8, 8, capacity(MAX_RANK), 1).is_ok());
+    let refused = experts(8, 8, capacity(MAX_RANK + 1), 1);
+    let (value, max) = (MAX_RANK + 1, MAX_RANK);
     assert_eq!(refused, Err(PlanError::Limit { what: "max_rank", value, max }));
     let refused = experts(8, 8, capacity(1), 0);
     assert!(matches!(refused, Err(PlanError::Limit { what: "top_k", value: 0, .. })), "{refused:?}");

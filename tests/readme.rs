@@ -3,7 +3,7 @@
 use aril::{
     DType,
     model::{MAX_RANK, MAX_SLICES},
-    plan::{MAX_EXPERTS_RANK, MAX_SLOTS, RouteCapacity},
+    plan::{MAX_SLOTS, RouteCapacity},
 };
 
 const README: &str = include_str!("../README.md");
@@ -27,7 +27,7 @@ fn the_table_of_operations_is_that_of_the_code() {
     let operations = [
         (format!("linear, up to {MAX_SLICES} fused modules"), MAX_RANK, String::new()),
         ("embedding".to_owned(), MAX_RANK, String::new()),
-        ("experts of a layer".to_owned(), MAX_EXPERTS_RANK, format!(", {max_experts} experts")),
+        ("experts of a layer".to_owned(), MAX_RANK, format!(", {max_experts} experts")),
     ];
     for (operation, max_rank, limits) in operations {
         let row = format!(

@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace aril {
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -48,6 +50,10 @@ struct Vec {
   }
 
   __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
+      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+    }
     T elements[kSize];
     memcpy(elements, &bits, sizeof(bits));
     return to_float(elements[i]);

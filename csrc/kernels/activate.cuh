@@ -57,26 +57,24 @@ __device__ __forceinline__ void add_terms(float* sums, const float (&deltas)[4][
   }
 }
 
-template <typename T, int kHalves>
+template <typename T>
 __device__ __forceinline__ void activate_expand(const aril_experts_args& p, const ExpertsGrid& grid,
-                                                uint32_t tag, unsigned char* shared) {
+                                                uint32_t tag, const RouteTiles& tiles,
+                                                unsigned char* shared) {
   constexpr int kRows = ActivateStage::kRows;
   // Steps whose B is on its way.
   constexpr int kAhead = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
   const uint64_t* const plane = tagged_planes(p.exchange) + 2 * q;
   ActivateStage& stage = reinterpret_cast<ActivateStage*>(shared)[warp];
-  const int last = GroupedTiles(p, grid, tag, true).count * kHalves;
+  const int last = tiles.count(true);
   const ExpandShare share(p, grid, last);
 
   for (int i = share.first; i < last; i += share.stride) {
-    int4 tile = GroupedTiles::tile(p, i / kHalves);
-    tile.z += i % kHalves * kRows;
-    tile.w = min(tile.w - i % kHalves * kRows, kRows);
-    if (tile.w <= 0 || tile.y > p.top_k.num_experts) continue;
+    const int4 tile = tiles.tile(i);
+    if (tile.y > p.top_k.num_experts) continue;
     // What the lane has of a slice.
     struct Part {
       const char* b;
@@ -87,19 +85,15 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
     int lane_row = -1;
 #pragma unroll
     for (int slice = 0; slice < 2; ++slice) {
-      TileLoads<1> loads;
+      TileLoads loads;
       loads.tile = tile;
-      loads.load_all(p, min(slice, p.num_slices - 1), g);
-      const int4 route = loads.routes[0];
-      lane_row = route.y;
+      loads.load_all(p, tiles, min(slice, p.num_slices - 1), g);
+      lane_row = loads.route.row;
       Part& part = parts[slice];
       part.b = static_cast<const char*>(loads.own.b);
       part.rank_tiles = slice < p.num_slices ? ceil_div(loads.rank(p), ARIL_RANK_TILE) : 0;
-      part.v_row = route.x < 0         ? -1
-                   : loads.shares_a(p) ? num_routes + route.x / p.top_k.top_k
-                                       : route.x;
-      part.factor = loads.own.scaling * __int_as_float(route.z);
-      if (p.weighted) part.factor *= __int_as_float(route.w);
+      part.v_row = loads.v_row(p);
+      part.factor = loads.factor(p);
     }
     const int first_steps = ceil_div(parts[0].rank_tiles, 2);
     const int steps = first_steps + ceil_div(parts[1].rank_tiles, 2);
@@ -202,13 +196,15 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
   }
 }
 
-template <typename T, int kHalves>
-__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks<T, kHalves>)
+template <typename T>
+__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     activate_kernel(const __grid_constant__ aril_experts_args p,
                     const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T, kHalves>(
-      p, grid, shared, [&](uint32_t tag) { activate_expand<T, kHalves>(p, grid, tag, shared); });
+  experts_block<T>(p, grid, shared,
+                   [&](uint32_t tag, const RouteTiles& tiles, const Sharing&) {
+                     activate_expand<T>(p, grid, tag, tiles, shared);
+                   });
 }
 
 }  // namespace aril::detail

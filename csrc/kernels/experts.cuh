@@ -2,16 +2,16 @@
 //
 // A projection of experts in bf16 and f16: shrink and expand in one launch, with mma.sync.
 //
-// Most tiles have one or two routes, so this is about streaming weights, from global memory to
-// registers. A tile has up to 8 routes of one slot to one expert, and where there are many routes
-// up to 16, of which each lane has two. The first block groups the routes where no one has, and
-// publishes how many tiles there are beside the launch's tag: all others wait for it. Four warps of
-// shrink have 8 ranks of a slice and a group of lanes, one each, and meet to add these up; a warp
-// of expand has some outputs of a slice. They have one tile after the other. Expand takes v from
-// the exchange as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed
-// up once for a token, and expand reads it for all its routes.
+// Most tiles have one or two routes, so this is about streaming weights: as many bytes as possible
+// have to be on their way. A tile has up to 8 routes of one slot to one expert. Four warps of shrink
+// have 8 ranks of a slice and a group of lanes, one each, and meet to add these up; a warp of expand
+// has some outputs of a slice. They have one tile after the other, and bring what the next one
+// needs meanwhile: A to registers, x, B and y to shared memory. Expand takes v from the exchange as
+// blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up once for a
+// token, and expand reads it for all its routes.
 //
-// Nothing is fetched before the wait: what the router chose is not known before.
+// Where another block sorts the routes (sort.cuh), it publishes how many tiles there are beside the
+// launch's tag. No weights are fetched before the wait: what the router chose is not known before.
 #pragma once
 
 #include "../common/mma.cuh"
@@ -19,6 +19,7 @@
 #include "few.cuh"
 #include "group.cuh"
 #include "product.cuh"
+#include "sort.cuh"
 #include "tile.cuh"
 
 namespace aril::detail {
@@ -27,10 +28,9 @@ constexpr int kExpertsWarps = 8;
 constexpr int kExpertsThreads = 32 * kExpertsWarps;
 
 struct ExpertsGrid {
-  int first_shrink;  // blocks before those of shrink: the one that groups, if any
+  int first_shrink;  // blocks before those of shrink: the one that sorts, if any
   int shrink_blocks;
   int rank_tiles, groups;  // a slice's pieces of shrink
-  int outs;                // a slice's pieces of expand
 };
 
 __device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
@@ -38,33 +38,45 @@ __device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
   return Planes(num_routes + (p.from_tokens ? p.num_tokens : 0), p.num_slices, p.weights.max_rank);
 }
 
-// How many tiles there are, as soon as they are grouped.
-class GroupedTiles {
+// The tiles of a launch's routes. The fewest routes are sorted by each block for itself, others
+// stand in lists, which the first block of the launch may be about to write.
+class RouteTiles {
  public:
-  // With `all`, those that have no slot, too.
-  __device__ __forceinline__ GroupedTiles(const aril_experts_args& p, const ExpertsGrid& grid,
-                                          uint32_t tag, bool all) {
+  // Waits for predecessors. By a whole block.
+  __device__ __forceinline__ RouteTiles(const aril_experts_args& p, const ExpertsGrid& grid,
+                                        uint32_t tag)
+      : lists_{p.groups.routes, p.groups.tiles}, is_sorted_here_(are_fewest(p.num_tokens, p.top_k)) {
+    __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
+    __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
+    __shared__ int2 published;
+    if (is_sorted_here_) {
+      lists_ = {routes, tiles};
+      num_tiles_ = sort_fewest<kExpertsThreads>(p.top_k, p.routing, p.num_tokens, lists_);
+      return;
+    }
+    wait_for_predecessors();
     if (grid.first_shrink == 0) {
-      count = __ldcg(p.groups.num_tiles + all);
+      num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
       return;
     }
     // One thread of a block looks: thousands of warps would hold each other up.
-    __shared__ int num_tiles;
     if (threadIdx.x == 0) {
       TaggedSums sums;
       do sums = load_tagged(word(p));
       while (sums.tag0 != tag);
       __threadfence();
       const uint32_t both = __float_as_uint(sums.sum0);
-      num_tiles = all ? both >> 16 : both & 0xffff;
+      published = make_int2(both & 0xffff, both >> 16);
     }
     __syncthreads();
-    count = num_tiles;
+    num_tiles_ = published;
   }
 
-  // By the block that groups.
+  // Sorts the routes for all blocks. By the first one.
   __device__ __forceinline__ static void publish(const aril_experts_args& p, uint32_t tag,
-                                                 const int2& num_tiles) {
+                                                 unsigned char* shared) {
+    const int2 num_tiles = FewSort<kExpertsThreads>::run(
+        p.top_k, p.routing, p.num_tokens, {p.groups.routes, p.groups.tiles}, shared);
     __threadfence();
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -73,60 +85,101 @@ class GroupedTiles {
     store_tagged(word(p), __uint_as_float(num_tiles.y << 16 | num_tiles.x), tag);
   }
 
-  __device__ __forceinline__ static int4 tile(const aril_experts_args& p, int i) {
-    return __ldcg(reinterpret_cast<const int4*>(p.groups.tiles) + i);
-  }
+  // With `all`, those that have no slot, too, which come last.
+  __device__ __forceinline__ int count(bool all) const { return all ? num_tiles_.y : num_tiles_.x; }
 
-  int count;
+  // Slot, expert, where its routes begin, how many.
+  __device__ __forceinline__ int4 tile(int i) const { return load(lists_.tiles + i); }
+
+  __device__ __forceinline__ aril_route_entry route(int i) const {
+    const int4 entry = load(lists_.routes + i);
+    return {entry.x, entry.y, __int_as_float(entry.z), __int_as_float(entry.w)};
+  }
 
  private:
   __device__ __forceinline__ static void* word(const aril_experts_args& p) {
     return static_cast<char*>(p.exchange) + ARIL_EXCHANGE_HEADER / 2;
   }
+
+  __device__ __forceinline__ int4 load(const void* pointer) const {
+    const int4* const vec = static_cast<const int4*>(pointer);
+    return is_sorted_here_ ? *vec : __ldcg(vec);
+  }
+
+  SortedRoutes lists_;
+  bool is_sorted_here_;
+  int2 num_tiles_;
 };
 
-// What a warp needs of a tile, in the order in which it is loaded: each step takes what the one
+// What a lane needs of a tile, in the order in which it is loaded: each step takes what the one
 // before has loaded, and leaves its own loads on their way.
-template <int kHalves>
 struct TileLoads {
-  static constexpr int kOfTokens = -1;  // for an expert: a tile of tokens
+  // In the place of the expert: a tile of tokens, or of a token's routes to any expert.
+  static constexpr int kOfTokens = -1, kOfToken = -2;
 
   // Slot, expert, where its routes or tokens begin, how many; a slot of -1 is none.
   int4 tile = {-1, 0, 0, 0};
   aril_descriptor own = {}, shared = {};
-  // Rows t and t + 8 of the tile: an aril_route_entry, or, in a tile of tokens, the token.
-  int4 routes[kHalves];
+  aril_route_entry route = {-1, -1, 0.0f, 0.0f};  // in a tile of tokens, the token
 
-  // The descriptors of a slice, and the lane's rows.
-  __device__ __forceinline__ void load_all(const aril_experts_args& p, int slice, int t) {
+  // The descriptors of a slice, and row t of the tile.
+  __device__ __forceinline__ void load_all(const aril_experts_args& p, const RouteTiles& tiles,
+                                           int slice, int t) {
     own = shared = {};
-    const bool has_slot = tile.x >= 0 && tile.x < p.weights.num_slots;
-    if (has_slot && tile.y < p.top_k.num_experts) {
-      const aril_descriptor* table =
-          p.weights.table + int64_t{tile.x} * p.weights.num_entries + slice;
-      own = table[(1 + tile.y) * p.num_slices];
-      if (p.from_tokens && tile.y != kOfTokens) shared = *table;
-    }
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half, t += 8) {
-      routes[half] = {-1, -1, 0, 0};
-      if (t >= tile.w) continue;
-      if (tile.y == kOfTokens) {
-        routes[half].x = p.routing.tokens[tile.z + t];
+    route = {-1, -1, 0.0f, 0.0f};
+    int expert = tile.y;
+    if (expert == kOfToken) {
+      expert = p.top_k.num_experts;
+      if (t < tile.w) {
+        const unsigned id = p.top_k.ids[tile.z + t];
+        route = entry_of(p.top_k, p.routing, p.num_tokens, tile.z + t);
+        if (id < static_cast<unsigned>(p.top_k.num_experts) && route.row != kNowhere) {
+          expert = id;
+        } else {
+          route.route = -1;
+        }
+      }
+    } else if (t < tile.w) {
+      if (expert == kOfTokens) {
+        route.route = p.routing.tokens[tile.z + t];
       } else {
-        routes[half] = __ldcg(reinterpret_cast<const int4*>(p.groups.routes) + tile.z + t);
+        route = tiles.route(tile.z + t);
       }
     }
+    if (tile.x < 0 || tile.x >= p.weights.num_slots) return;
+    const aril_descriptor* table =
+        p.weights.table + int64_t{tile.x} * p.weights.num_entries + slice;
+    if (expert < p.top_k.num_experts) own = table[(1 + expert) * p.num_slices];
+    if (tile.y != kOfTokens) shared = *table;
   }
 
   // Whether A x of the slice is summed up by token.
   __device__ __forceinline__ bool shares_a(const aril_experts_args& p) const {
-    return is_valid(p, shared) && shared.a != nullptr;
+    return p.from_tokens && is_valid(p, shared) && shared.a != nullptr;
+  }
+
+  // Whether all experts of the slot have the same B, of which there is more in a tile of a token.
+  __device__ __forceinline__ bool shares_b(const aril_experts_args& p) const {
+    return !p.from_tokens && is_valid(p, shared) && shared.b != nullptr;
   }
 
   // The slice's rank; 0 where the slot has no such module.
   __device__ __forceinline__ int rank(const aril_experts_args& p) const {
     return is_valid(p, own) ? own.rank : 0;
+  }
+
+  // The row of v of expand; -1 if there is none.
+  __device__ __forceinline__ int v_row(const aril_experts_args& p) const {
+    const int num_routes = p.num_tokens * p.top_k.top_k;
+    return route.route < 0 ? -1
+           : shares_a(p)   ? num_routes + route.route / p.top_k.top_k
+                           : route.route;
+  }
+
+  // On v.
+  __device__ __forceinline__ float factor(const aril_experts_args& p) const {
+    const float factor = own.scaling * route.scale;
+    return p.weighted ? factor * route.weight : factor;
   }
 
  private:
@@ -136,38 +189,36 @@ struct TileLoads {
   }
 };
 
-// Whether all slots of the batch have the same A for all experts, so that there is nothing to sum
-// up by route. By a whole warp.
-__device__ __forceinline__ bool all_share_a(const aril_experts_args& p, int slice) {
-  const int tiles = *p.routing.tiles.count;
-  bool all = true;
-  for (int i = threadIdx.x % 32; i < tiles; i += 32) {
-    const int slot = p.routing.tiles.all[i].slot;
-    if (slot < 0 || slot >= p.weights.num_slots) continue;
-    const aril_descriptor shared = module_of(p.weights, slot, slice);
-    all = all && shared.rank > 0 && shared.a != nullptr;
+// Whether slots of the batch have the same factor for all experts, A of operations on x by token, B
+// of others: one of them, or all with all their slices, so that there is nothing to do by expert. By a
+// whole warp.
+struct Sharing {
+  bool lane_any = false, lane_all = true;
+
+  __device__ __forceinline__ Sharing(const aril_experts_args& p, bool matters) {
+    if (!matters) return;
+    const int tiles = *p.routing.tiles.count;
+    for (int i = threadIdx.x % 32; i < p.max_tiles; i += 32) {
+      // Both loads are independent: entries beyond the count are read, too.
+      const int slot = p.routing.tiles.all[i].slot;
+      if (i >= tiles || slot < 0 || slot >= p.weights.num_slots) continue;
+      for (int slice = 0; slice < p.num_slices; ++slice) {
+        const aril_descriptor shared = module_of(p.weights, slot, slice);
+        const bool shares = shared.rank > 0 && (p.from_tokens ? shared.a : shared.b) != nullptr;
+        lane_any = lane_any || shares;
+        lane_all = lane_all && shares;
+      }
+    }
   }
-  return __all_sync(0xffffffffu, all);
-}
+
+  __device__ __forceinline__ bool any() const { return __any_sync(0xffffffffu, lane_any); }
+  __device__ __forceinline__ bool all() const { return __all_sync(0xffffffffu, lane_all); }
+};
 
 // Four bytes that are read once.
 __device__ __forceinline__ uint32_t load_once(const void* pointer) {
   uint32_t word;
   asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(word) : "l"(pointer));
-  return word;
-}
-
-// Two neighbouring elements; zero at and beyond `valid`.
-template <typename T>
-__device__ __forceinline__ uint32_t load_pair(const T* source, int valid, bool aligned) {
-  uint32_t word = 0;
-  if (aligned && valid >= 2) {
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(source));
-  } else {
-    T pair[2];
-    for (int i = 0; i < 2; ++i) pair[i] = i < valid ? source[i] : from_float<T>(0.0f);
-    memcpy(&word, pair, sizeof(word));
-  }
   return word;
 }
 
@@ -181,53 +232,54 @@ __device__ __forceinline__ void meet(int set) {
   asm volatile("bar.sync %0, %1;" ::"r"(set + 1), "n"(ARIL_LANES_PER_GROUP * 32) : "memory");
 }
 
+constexpr int kInputRowBytes = ARIL_LANE_FEATURES * 2 + 16;  // eight rows touch every bank once
+constexpr int kInputStageBytes = ARIL_ROUTES_PER_TILE * kInputRowBytes;
+constexpr int kExpertsShrinkBytes = kExpertsWarps * 2 * kInputStageBytes;
+
 // A set of warps has 8 ranks of a slice and a group of lanes, each warp one of these.
-template <typename T, int kHalves>
+template <typename T>
 __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const ExpertsGrid& grid,
-                                               uint32_t tag) {
-  constexpr int kInputsAhead = std::is_same_v<T, __nv_bfloat16> && kHalves == 1 ? 2 : 1;  // chains
-  constexpr int kRows = 8 * kHalves, kParts = ARIL_TOKENS_PER_TILE / kRows;
-  using Loads = TileLoads<kHalves>;
-  __shared__ float2 lane_sums[2][kExpertsWarps][kHalves][32];
+                                               uint32_t tag, const RouteTiles& tiles,
+                                               const Sharing& sharing, unsigned char* shared) {
+  constexpr int kRows = ARIL_ROUTES_PER_TILE, kParts = ARIL_TOKENS_PER_TILE / kRows;
+  __shared__ float2 lane_sums[2][kExpertsWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int set = warp / ARIL_LANES_PER_GROUP;
-  const int index = (blockIdx.x - grid.first_shrink) * kShrinkSets + set;
+  const int index = (static_cast<int>(blockIdx.x) - grid.first_shrink) * kShrinkSets + set;
   const int pieces = p.num_slices * grid.rank_tiles * grid.groups;
   const int stride = grid.shrink_blocks * kShrinkSets / pieces;  // of tiles
   const int slice = index % pieces % p.num_slices, piece = index % pieces / p.num_slices;
   const int group = piece % grid.groups, rank_tile = piece / grid.groups;
   const int sum_lane = group * ARIL_LANES_PER_GROUP + warp % ARIL_LANES_PER_GROUP;
   const int num_routes = p.num_tokens * p.top_k.top_k;
-  const T* const input = static_cast<const T*>(p.x) + sum_lane * ARIL_LANE_FEATURES + 2 * q;
-  const int features = p.in_features - sum_lane * ARIL_LANE_FEATURES - 2 * q;
+  const T* const input = static_cast<const T*>(p.x);
   const bool has_lane = sum_lane * ARIL_LANE_FEATURES < p.in_features;
-  const bool aligned = (reinterpret_cast<uintptr_t>(input) | p.x_stride * sizeof(T)) % 4 == 0;
+  const bool aligned = is_aligned(input, p.x_stride);
   const Planes planes = planes_of(p);
   uint64_t* const plane = tagged_planes(p.exchange) + group * planes.plane_stride +
                           slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   const int token_tiles = p.from_tokens ? *p.routing.tiles.count * kParts : 0;
-  const bool has_routes = !p.from_tokens || !all_share_a(p, slice);
-  const int num_tiles = GroupedTiles(p, grid, tag, false).count;
-  const int last = token_tiles + (has_routes ? num_tiles : 0);
+  const bool has_experts = !p.from_tokens || !sharing.all();
+  const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / pieces >= stride) return;
 
   const auto load_tile = [&](int i) {
     if (i >= last) return make_int4(-1, 0, 0, 0);
-    if (i >= token_tiles) return GroupedTiles::tile(p, i - token_tiles);
+    if (i >= token_tiles) return tiles.tile(i - token_tiles);
     const aril_tile& tile = p.routing.tiles.all[i / kParts];
     const int first = i % kParts * kRows;
-    return make_int4(tile.slot, Loads::kOfTokens, tile.begin + first,
+    return make_int4(tile.slot, TileLoads::kOfTokens, tile.begin + first,
                      min(tile.count - first, kRows));
   };
   // What the warp streams for a tile.
   struct Source {
-    int rank;             // 0: the set has nothing to do
-    const char* a;        // null likewise, for the warp
-    const T* x[kHalves];  // null if the lane has no such row
-    int v_row[kHalves];
+    int rank;       // 0: the set has nothing to do
+    const char* a;  // null likewise, for the warp
+    int count;      // of rows
+    int x_row, v_row;  // of lane (g, q) the g-th, -1 if there is none
   };
-  const auto source_of = [&](const Loads& loads) {
-    Source source = {0, nullptr, {}, {}};
+  const auto source_of = [&](const TileLoads& loads) {
+    Source source = {0, nullptr, 0, -1, -1};
     const int rank = loads.rank(p);
     if (rank_tile * ARIL_RANK_TILE >= rank || loads.own.a == nullptr || loads.shares_a(p)) {
       return source;
@@ -238,23 +290,18 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
       source.a = static_cast<const char*>(loads.own.a) + sum_lane * lane_bytes +
                  rank_tile * kPieceBytes + lane * 4;
     }
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const int4& route = loads.routes[half];
-      int row = -1;
-      source.v_row[half] = -1;
-      if (loads.tile.y == Loads::kOfTokens) {
-        if (route.x >= 0 && route.x < p.num_tokens) row = route.x;
-        if (row >= 0) source.v_row[half] = num_routes + row;
-      } else if (route.x >= 0) {
-        row = p.from_tokens ? route.x / p.top_k.top_k : route.y;
-        source.v_row[half] = route.x;
-      }
-      source.x[half] = row >= 0 && has_lane ? input + row * p.x_stride : nullptr;
+    source.count = loads.tile.w;
+    const int route = loads.route.route;
+    if (loads.tile.y == TileLoads::kOfTokens) {
+      if (route >= 0 && route < p.num_tokens) source.x_row = route;
+      if (source.x_row >= 0) source.v_row = num_routes + route;
+    } else if (route >= 0) {
+      source.x_row = p.from_tokens ? route / p.top_k.top_k : loads.route.row;
+      source.v_row = route;
     }
     return source;
   };
-  uint32_t weights[kChains][kChainCores] = {}, inputs[kInputsAhead][kHalves][kChainCores] = {};
+  uint32_t weights[kChains][kChainCores] = {};
   const auto fetch_weights = [&](const Source& source, int chain) {
     if (source.a == nullptr) return;
 #pragma unroll
@@ -262,83 +309,72 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
       weights[chain][core] = load_once(source.a + (chain * kChainCores + core) * kCoreElems * 2);
     }
   };
-  const auto fetch_inputs = [&](const Source& source, int chain) {
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-      for (int core = 0; core < kChainCores; ++core) {
-        const int k = chain * kChainFeatures + core * ARIL_CORE;
-        inputs[chain % kInputsAhead][half][core] =
-            source.x[half] == nullptr ? 0 : load_pair(source.x[half] + k, features - k, aligned);
-      }
+  unsigned char* const inputs = shared + warp * 2 * kInputStageBytes;
+  const auto fetch_inputs = [&](const Source& source, int stage) {
+    unsigned char* to = inputs + stage * kInputStageBytes + lane * 16;
+    const int k = sum_lane * ARIL_LANE_FEATURES + lane * Vec<T>::kSize;
+    for (int t = 0; t < source.count; ++t, to += kInputRowBytes) {
+      const int row = __shfl_sync(0xffffffffu, source.x_row, t * 4);
+      if (row < 0 || !has_lane) continue;
+      copy_input(to, input + row * p.x_stride, k, p.in_features, aligned);
     }
+    commit_copies();
   };
 
-  Loads loads;
+  TileLoads loads;
   loads.tile = load_tile(index / pieces);
-  loads.load_all(p, slice, g);
+  loads.load_all(p, tiles, slice, g);
   int4 after = load_tile(index / pieces + stride);
   Source source = source_of(loads);
+  loads.tile = after;
+  loads.load_all(p, tiles, slice, g);
+  after = load_tile(index / pieces + 2 * stride);
 #pragma unroll
   for (int chain = 0; chain < kChains; ++chain) fetch_weights(source, chain);
-#pragma unroll
-  for (int chain = 0; chain < kInputsAhead; ++chain) fetch_inputs(source, chain);
-  loads.tile = after;
-  loads.load_all(p, slice, g);
-  after = load_tile(index / pieces + 2 * stride);
+  fetch_inputs(source, 0);
   int parity = 0;
   for (int i = index / pieces; i < last; i += stride) {
     const Source next = source_of(loads);
     loads.tile = after;
-    loads.load_all(p, slice, g);
+    loads.load_all(p, tiles, slice, g);
     after = load_tile(i + 3 * stride);
-    float2 lane_sum[kHalves] = {};
+    fetch_inputs(next, parity ^ 1);
+    wait_for_copies<1>();
+    __syncwarp();
+    // Lane i names a row of 16 bytes. Rows of the operand that are not there are copies of others.
+    const unsigned char* x = inputs + parity * kInputStageBytes + lane % 8 * kInputRowBytes +
+                             lane / 16 * (ARIL_CORE * 2);
+    float2 lane_sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int chain = 0; chain < kChains; ++chain) {
-      const auto& x = inputs[chain % kInputsAhead];
-      float sums[4] = {};
+      if (source.a != nullptr) {
+        float sums[4] = {};
 #pragma unroll
-      for (int core = 0; core < kChainCores; core += 2) {
-        const uint4 rows = kHalves == 1 ? make_uint4(x[0][core], 0, x[0][core + 1], 0)
-                                        : make_uint4(x[0][core], x[kHalves - 1][core],
-                                                     x[0][core + 1], x[kHalves - 1][core + 1]);
-        mma_m16n8k16<T>(sums, rows, weights[chain][core], weights[chain][core + 1]);
-      }
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        lane_sum[half] = lane_sum[half] + make_float2(sums[2 * half], sums[2 * half + 1]);
+        for (int core = 0; core < kChainCores; core += 2) {
+          const uint4 rows = load_cores(x + (chain * kChainCores + core) * ARIL_CORE * 2);
+          mma_m16n8k16<T>(sums, rows, weights[chain][core], weights[chain][core + 1]);
+        }
+        lane_sum = lane_sum + make_float2(sums[0], sums[1]);
       }
       fetch_weights(next, chain);
-      if (chain + kInputsAhead < kChains) {
-        fetch_inputs(source, chain + kInputsAhead);
-      } else {
-        fetch_inputs(next, chain + kInputsAhead - kChains);
-      }
     }
     if (source.rank > 0) {
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        lane_sums[parity][warp][half][lane] =
-            source.a == nullptr ? make_float2(0.0f, 0.0f) : lane_sum[half];
-      }
+      lane_sums[parity][warp][lane] = lane_sum;
       meet(set);
-      // The set's first warps take a half each.
-      const int half = warp % ARIL_LANES_PER_GROUP;
-      if (half < kHalves) {
-        const int v_row = half == 0 ? source.v_row[0] : source.v_row[kHalves - 1];
+      if (warp % ARIL_LANES_PER_GROUP == 0) {
         float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
-          sum = sum + lane_sums[parity][set * ARIL_LANES_PER_GROUP + l][half][lane];
+          sum = sum + lane_sums[parity][set * ARIL_LANES_PER_GROUP + l][lane];
         }
         const int r = rank_tile * ARIL_RANK_TILE + 2 * q;
-        if (v_row >= 0) {
-          store_tagged2(plane + v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
+        if (source.v_row >= 0) {
+          store_tagged2(plane + source.v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
                         r + 1 < source.rank ? sum.y : 0.0f, tag);
         }
       }
-      parity ^= 1;
     }
+    parity ^= 1;
     source = next;
   }
 }
@@ -403,186 +439,254 @@ class ExpandShare {
   int begin, end;     // of its outputs
 };
 
-// The terms of v for a step, of a lane.
-template <int kHalves>
-struct LaneTerms {
-  uint2 high[kHalves], low[kHalves];
+// What a warp of expand has in shared memory: two stages, of B and y, and the terms of v. Up to two
+// rank tiles of B come for all of the warp's outputs at once, more of them for one unit of outputs
+// after the other, in chunks.
+struct ExpandStages {
+  static constexpr int kWholeRankTiles = 2;
+  static constexpr int kRankTiles = 6;                                   // of a chunk, up to
+  static constexpr int kPieceBytes = kOutsPerUnit * ARIL_RANK_TILE * 2;  // of B: a rank tile
+  static constexpr int kBaseBytes = 32 * 16;                             // of y: a unit
+
+  int b_bytes, bytes, of_warp;
+
+  __host__ __device__ __forceinline__ ExpandStages(const aril_weights& weights, int outs) {
+    const int rank_tiles = min(ceil_div(weights.max_rank, ARIL_RANK_TILE), kRankTiles);
+    const int units = outs / kOutsPerUnit;
+    b_bytes = max(units * min(rank_tiles, kWholeRankTiles), rank_tiles) * kPieceBytes;
+    bytes = b_bytes + units * kBaseBytes;
+    of_warp = 2 * bytes + ceil_div(rank_tiles, 2) * 32 * static_cast<int>(sizeof(uint4));
+  }
 };
 
-template <typename T, int kHalves>
+template <typename T>
 __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const ExpertsGrid& grid,
-                                               uint32_t tag, unsigned char* shared) {
-  // Steps of units whose B is on its way, as far as registers go.
-  constexpr int kAhead = std::is_same_v<T, __nv_bfloat16> && kHalves == 1 ? 4 : 2;
-  constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
+                                               uint32_t tag, const RouteTiles& tiles,
+                                               const Sharing& sharing, unsigned char* shared) {
+  constexpr int kPieceBytes = ExpandStages::kPieceBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int blocks = gridDim.x - grid.first_shrink - grid.shrink_blocks;
-  const int pieces = p.num_slices * grid.outs;
-  const int stride = blocks * kExpertsWarps / pieces;  // of tiles
-  const int index = (blockIdx.x - grid.first_shrink - grid.shrink_blocks) * kExpertsWarps + warp;
-  int slice;
-  const BlockOuts<T> outs(p, index % pieces, slice);
-  const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
   const bool overwrites = p.form == ARIL_WRITE;
-  const int num_routes = p.num_tokens * p.top_k.top_k;
+  // Tiles of tokens, for slots that share B, come before those of experts.
+  const int parts = ceil_div(p.top_k.top_k, ARIL_ROUTES_PER_TILE);
+  const int token_tiles =
+      !p.from_tokens && sharing.any() ? routed_tokens(p.routing, p.num_tokens) * parts : 0;
+  const bool has_experts = p.from_tokens || overwrites || !sharing.all();
+  const int last = token_tiles + (has_experts ? tiles.count(overwrites) : 0);
+  const int first_block = grid.first_shrink + grid.shrink_blocks;
+  const int warps = (gridDim.x - first_block) * kExpertsWarps;
+  const int index = (blockIdx.x - first_block) * kExpertsWarps + warp;
+  const ExpandStages stages(p.weights, p.outs_per_block);
+  const auto pieces_of = [&](int outs) { return p.num_slices * ceil_div(p.out_features, outs); };
+  // Where there are few tiles, more warps have one.
+  const bool are_few = last * pieces_of(ARIL_OUT_TILE) <= warps;
+  const int outs_per_warp = are_few ? ARIL_OUT_TILE : p.outs_per_block;
+  const int pieces = pieces_of(outs_per_warp), stride = warps / pieces;  // of tiles
+  if (index / pieces >= stride) return;
+  int slice;
+  const BlockOuts<T> outs(p, index % pieces, outs_per_warp, slice);
+  const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
+  const int valid = outs.num_outs - outs.first - 8 * q;
   const Planes planes = planes_of(p);
   const uint64_t* const plane = tagged_planes(p.exchange) + slice * planes.slice_stride + 2 * q;
-  // A lane's own: its terms, [steps], and y as it was, [units][kHalves].
-  const int most_units = p.outs_per_block / kOutsPerUnit;
-  using Terms = LaneTerms<kHalves>;
-  Terms* const terms = reinterpret_cast<Terms*>(shared) + warp * rank_steps(p.weights) * 32 + lane;
-  uint4* const bases = reinterpret_cast<uint4*>(reinterpret_cast<Terms*>(shared) +
-                                                kExpertsWarps * rank_steps(p.weights) * 32) +
-                       warp * most_units * kHalves * 32 + lane;
-  const int last = GroupedTiles(p, grid, tag, overwrites).count;
-  if (index / pieces >= stride) return;
+  unsigned char* stage = shared + warp * stages.of_warp;
+  unsigned char* other = stage + stages.bytes;
+  uint4* const terms = reinterpret_cast<uint4*>(stage + 2 * stages.bytes) + lane;
 
   const auto load_tile = [&](int i) {
-    return i < last ? GroupedTiles::tile(p, i) : make_int4(-1, 0, 0, 0);
+    if (i >= last) return make_int4(-1, 0, 0, 0);
+    if (i >= token_tiles) return tiles.tile(i - token_tiles);
+    const int token = i / parts, first = i % parts * ARIL_ROUTES_PER_TILE;
+    return make_int4(p.routing.slots[token], TileLoads::kOfToken, token * p.top_k.top_k + first,
+                     min(p.top_k.top_k - first, ARIL_ROUTES_PER_TILE));
   };
-  TileLoads<kHalves> next;
-  next.tile = load_tile(index / pieces);
-  next.load_all(p, slice, g);
-  int4 after = load_tile(index / pieces + stride);
-  for (int i = index / pieces; i < last; i += stride) {
-    const TileLoads<kHalves> tile = next;
-    next.tile = after;
-    next.load_all(p, slice, g);
-    after = load_tile(i + 2 * stride);
-    const int rank_tiles = ceil_div(tile.rank(p), ARIL_RANK_TILE);
-    if (rank_tiles == 0 && !overwrites) continue;
-    const int steps = ceil_div(rank_tiles, 2), units = ceil_div(outs.count, kOutsPerUnit);
+  // What the warp has of a tile.
+  struct Part {
+    const char* b;
+    int rank_tiles;
+    T* y;  // null where the lane has no row, or there is nothing to do
+    int v_row;
+    float factor;
+  };
+  const auto part_of = [&](const TileLoads& loads) {
+    Part part = {nullptr, 0, nullptr, -1, 0.0f};
+    const bool is_of_token = loads.tile.y == TileLoads::kOfToken;
+    if (is_of_token != loads.shares_b(p)) return part;
+    const int rank = loads.rank(p);
+    part.rank_tiles = ceil_div(is_of_token ? loads.shared.rank : rank, ARIL_RANK_TILE);
+    part.b = static_cast<const char*>(is_of_token ? loads.shared.b : loads.own.b) +
+             int64_t{outs.first / ARIL_OUT_TILE} * part.rank_tiles * 2 * kPieceBytes;
+    if (rank > 0) {
+      part.v_row = loads.v_row(p);
+      part.factor = loads.factor(p);
+    }
+    if (loads.route.route >= 0 && (rank > 0 || overwrites)) {
+      part.y = outs.y + loads.route.row * outs.y_stride + (outs.first + 8 * q) * outs.step;
+    }
+    return part;
+  };
 
-    // B's cores, unit by unit, and step by step.
-    uint32_t cores[kAhead][2][4];
-    const int out_tile_bytes = rank_tiles * kTileBytes;
-    const char* b = static_cast<const char*>(tile.own.b) +
-                    int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes + lane * 4;
-    int fetched_unit = 0, fetched_step = 0;
-    const auto fetch = [&](uint32_t(&cores)[2][4]) {
-      if (fetched_unit >= units || steps == 0) return;
-      const char* from = b + fetched_step * 2 * kTileBytes;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool is_there = half == 0 || 2 * fetched_step + 1 < rank_tiles;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          cores[half][j] = is_there ? load_once(from + half * kTileBytes + j * kCoreElems * 2) : 0;
-        }
-      }
-      if (++fetched_step < steps) return;
-      fetched_step = 0;
-      b += fetched_unit % 2 == 0 ? kTileBytes / 2 : out_tile_bytes - kTileBytes / 2;
-      ++fetched_unit;
-    };
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
-    T* y[kHalves];
-    const int valid = outs.num_outs - outs.first - 8 * q;
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      y[half] = nullptr;
-      if (tile.routes[half].x < 0) continue;
-      y[half] = outs.y + tile.routes[half].y * outs.y_stride + (outs.first + 8 * q) * outs.step;
-      // y is on its way, too, where it moves 16 bytes at a time.
-      for (int unit = 0; !overwrites && unit < units; ++unit) {
-        const int out = unit * kOutsPerUnit;
-        if (Outs<T>::whole(valid - out, aligned)) {
-          copy_async(&bases[(unit * kHalves + half) * 32], y[half] + out);
-        }
+  // Brings B and y of a stage: all outputs, or those from `out` on, with a chunk of ranks, and y with
+  // the last one. y moves 16 bytes at a time, or is read when it is written.
+  const auto fetch = [&](const Part& part, int out, int first_rank_tile) {
+    const bool whole = part.rank_tiles <= ExpandStages::kWholeRankTiles;
+    const int count = min(part.rank_tiles - first_rank_tile, ExpandStages::kRankTiles);
+    // A unit alone is half of an output tile.
+    const char* b = part.b +
+                    (out / ARIL_OUT_TILE * part.rank_tiles + first_rank_tile) * 2 * kPieceBytes +
+                    out % ARIL_OUT_TILE / kOutsPerUnit * kPieceBytes + lane * 16;
+    unsigned char* to = other + lane * 16;
+    const int pieces = whole ? ceil_div(outs.count, ARIL_OUT_TILE) * 2 * count : count;
+    for (int i = 0; i < pieces; ++i, b += (whole ? 1 : 2) * kPieceBytes, to += kPieceBytes) {
+      copy_async(to, b);
+    }
+    if (first_rank_tile + count == part.rank_tiles && !overwrites && part.y != nullptr) {
+      to = other + stages.b_bytes + lane * 16;
+      const int end = whole ? outs.count : out + kOutsPerUnit;
+      for (; out < end; out += kOutsPerUnit, to += ExpandStages::kBaseBytes) {
+        if (Outs<T>::whole(valid - out, aligned)) copy_async(to, part.y + out);
       }
     }
     commit_copies();
+  };
+  const auto swap_stages = [&] {
+    unsigned char* const done = stage;
+    stage = other;
+    other = done;
+  };
 
-    for (int step = 0; step < steps; ++step) {
+  TileLoads loads;
+  loads.tile = load_tile(index / pieces);
+  loads.load_all(p, tiles, slice, g);
+  int4 after = load_tile(index / pieces + stride);
+  Part part = part_of(loads);
+  loads.tile = after;
+  loads.load_all(p, tiles, slice, g);
+  after = load_tile(index / pieces + 2 * stride);
+  fetch(part, 0, 0);
+  swap_stages();
+  for (int i = index / pieces; i < last; i += stride) {
+    const Part next = part_of(loads);
+    loads.tile = after;
+    loads.load_all(p, tiles, slice, g);
+    after = load_tile(i + 3 * stride);
+    const auto terms_of = [&](int rank_tile) {
+      const float4 v = load_v(plane + rank_tile * ARIL_RANK_TILE, planes, grid.groups, part.v_row,
+                              rank_tile + 1 < part.rank_tiles, tag) *
+                       part.factor;
+      uint4 both;
+      split(v.x, v.y, both.x, both.y);
+      split(v.z, v.w, both.z, both.w);
+      return both;
+    };
+    // A lane names a row of four cores: two of a rank tile and two of the next, which stands
+    // `rank_bytes` further, so that they make operands. Where there is no next one, v is zero, and
+    // any finite B will do.
+    const auto add_products = [&](float(&deltas)[4][4], const uint4& both, const unsigned char* b,
+                                  int rank_bytes) {
+      // Rows of the operands that are not there have the other term.
+      const uint4 operands[kTerms] = {both, make_uint4(both.y, both.x, both.w, both.z)};
+      b += lane / 16 * (kCoreElems * 2) + lane % 8 * 16 + (lane / 8 % 2 != 0 ? rank_bytes : 0);
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const int4& route = tile.routes[half];
-        const int v_row = route.x < 0        ? -1
-                          : tile.shares_a(p) ? num_routes + route.x / p.top_k.top_k
-                                             : route.x;
-        float factor = tile.own.scaling * __int_as_float(route.z);
-        if (p.weighted) factor *= __int_as_float(route.w);
-        const float4 v = load_v(plane + step * kRanksPerStep, planes, grid.groups, v_row,
-                                2 * step + 1 < rank_tiles, tag) *
-                         factor;
-        Terms& at = terms[step * 32];
-        split(v.x, v.y, at.high[half].x, at.low[half].x);
-        split(v.z, v.w, at.high[half].y, at.low[half].y);
+      for (int j = 0; j < 4; j += 2) {
+        const uint4 cores = load_cores(b + j * (kCoreElems * 2));
+        multiply<T>(deltas[j], operands, cores.x, cores.y);
+        multiply<T>(deltas[j + 1], operands, cores.z, cores.w);
+      }
+    };
+    const auto finish = [&](const float(&deltas)[4][4], int out, int unit) {
+      if (part.y == nullptr || valid <= out) return;
+      Outs<T> base;
+      if (!overwrites) {
+        base.bits = *reinterpret_cast<const uint4*>(stage + stages.b_bytes +
+                                                    unit * ExpandStages::kBaseBytes + lane * 16);
+      }
+      base.add(part.y + out * outs.step, outs.step, deltas, 0, valid - out, aligned, overwrites);
+    };
+    if (part.rank_tiles <= ExpandStages::kWholeRankTiles) {
+      fetch(next, 0, 0);
+      const bool has_deltas = part.rank_tiles > 0;
+      uint4 both = make_uint4(0, 0, 0, 0);
+      if (has_deltas) both = terms_of(0);
+      wait_for_copies<1>();
+      __syncwarp();
+      const int rank_bytes = (part.rank_tiles - 1) * 2 * kPieceBytes;
+      const unsigned char* b = stage;
+      for (int out = 0; (has_deltas || overwrites) && out < outs.count; out += kOutsPerUnit) {
+        float deltas[4][4] = {};
+        if (has_deltas) add_products(deltas, both, b, rank_bytes);
+        finish(deltas, out, out / kOutsPerUnit);
+        b += kPieceBytes + (out % ARIL_OUT_TILE != 0 ? rank_bytes : 0);
+      }
+      __syncwarp();
+      swap_stages();
+    } else {
+      float deltas[4][4] = {};
+      for (int out = 0, first = 0; out < outs.count;) {
+        const int count = min(part.rank_tiles - first, ExpandStages::kRankTiles);
+        const bool is_last = first + count == part.rank_tiles;
+        const int next_out = is_last ? out + kOutsPerUnit : out;
+        const bool ends = next_out >= outs.count;
+        Part from = part;
+        if (ends) from = next;
+        fetch(from, ends ? 0 : next_out, is_last ? 0 : first + count);
+        // Those of all ranks stay for the outputs that follow.
+        if (out == 0 || count < part.rank_tiles) {
+          for (int r = 0; r < count; r += 2) terms[r / 2 * 32] = terms_of(first + r);
+        }
+        wait_for_copies<1>();
+        __syncwarp();
+        for (int r = 0; r < count; r += 2) {
+          add_products(deltas, terms[r / 2 * 32], stage + r * kPieceBytes,
+                       r + 1 < count ? kPieceBytes : 0);
+        }
+        if (is_last) {
+          finish(deltas, out, 0);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) deltas[j][e] = 0.0f;
+          }
+        }
+        __syncwarp();
+        swap_stages();
+        first = is_last ? 0 : first + count;
+        out = next_out;
       }
     }
-
-    wait_for_copies<0>();
-
-    float deltas[4][4] = {};
-    int unit = 0, step = 0;
-    while (unit < units) {
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (steps > 0) {
-          const Terms& at = terms[step * 32];
-          const auto operand = [](const uint2(&v)[kHalves]) {
-            return kHalves == 1 ? make_uint4(v[0].x, 0, v[0].y, 0)
-                                : make_uint4(v[0].x, v[kHalves - 1].x, v[0].y, v[kHalves - 1].y);
-          };
-          const uint4 both[kTerms] = {operand(at.high), operand(at.low)};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) multiply<T>(deltas[j], both, cores[k][0][j], cores[k][1][j]);
-          fetch(cores[k]);
-        }
-        if (++step < steps) continue;
-        const int left = valid - unit * kOutsPerUnit;
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          if (y[half] == nullptr || left <= 0) continue;
-          Outs<T> base;
-          if (!overwrites) base.bits = bases[(unit * kHalves + half) * 32];
-          base.add(y[half] + unit * kOutsPerUnit * outs.step, outs.step, deltas, half, left,
-                   aligned, overwrites);
-        }
-        ++unit;
-        step = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) deltas[j][e] = 0.0f;
-        }
-        if (unit >= units) break;
-      }
-    }
+    part = next;
   }
 }
 
-// Blocks of a multiprocessor, as far as registers go: f16 has B's terms to hold, too.
-template <typename T, int kHalves>
-constexpr int kExpertsBlocks = std::is_same_v<T, __half> && kHalves == 2 ? 1 : 2;
-
-// A block of a launch: it groups, has a part of shrink, or calls expand(tag).
-template <typename T, int kHalves, typename Expand>
+// A block of a launch: it sorts, has a part of shrink, or calls expand(tag, tiles, sharing).
+template <typename T, typename Expand>
 __device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
                                               unsigned char* shared, const Expand& expand) {
   __shared__ uint32_t tag;
   if (threadIdx.x == 0) tag = enter(p.exchange);
   __syncthreads();
-  wait_for_predecessors();
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
-  if (index < 0) {
-    RouteSort<kExpertsThreads>& sort = *reinterpret_cast<RouteSort<kExpertsThreads>*>(shared);
-    GroupedTiles::publish(p, tag, sort.run(p.top_k, p.routing, p.groups, p.num_tokens));
-  } else if (index < grid.shrink_blocks) {
-    experts_shrink<T, kHalves>(p, grid, tag);
+  if (index < 0) return RouteTiles::publish(p, tag, shared);
+  const bool shrinks = index < grid.shrink_blocks;
+  const Sharing sharing(p, shrinks == (p.from_tokens != 0));
+  const RouteTiles tiles(p, grid, tag);
+  if (shrinks) {
+    experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
   } else {
-    expand(tag);
+    expand(tag, tiles, sharing);
   }
 }
 
-template <typename T, int kHalves>
-__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks<T, kHalves>)
+constexpr int kExpertsBlocks = 2;  // of a multiprocessor
+
+template <typename T>
+__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     experts_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T, kHalves>(
-      p, grid, shared, [&](uint32_t tag) { experts_expand<T, kHalves>(p, grid, tag, shared); });
+  experts_block<T>(p, grid, shared,
+                   [&](uint32_t tag, const RouteTiles& tiles, const Sharing& sharing) {
+                     experts_expand<T>(p, grid, tag, tiles, sharing, shared);
+                   });
 }
 
 }  // namespace aril::detail

@@ -63,7 +63,7 @@ struct RouteF32 {
   __device__ __forceinline__ RouteF32(const aril_experts_args& p, int route)
       : row(row_of(p.top_k, p.num_tokens, route)), slot(p.routing.slots[route / p.top_k.top_k]) {
     if (slot >= p.weights.num_slots) slot = -1;
-    expert = group_of(p.top_k, p.num_tokens, route, slot);
+    expert = group_of(p.top_k, p.top_k.ids[route], row, slot);
   }
 
   __device__ __forceinline__ bool is_here(const aril_experts_args& p) const {

@@ -74,10 +74,7 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
   const int pieces = column_blocks * ceil_div(p.in_features, kGroupFeatures);
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
-  bool has_routes = !p.from_tokens;
-  for (int slice = 0; slice < p.num_slices && !has_routes; ++slice) {
-    has_routes = !all_share_a(p, slice);
-  }
+  const bool has_routes = !p.from_tokens || !Sharing(p, true).all();
   const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
   const int tiles = token_tiles + (has_routes ? __ldcg(p.groups.num_wide_tiles) : 0);
   for (int i = blockIdx.x; i < tiles * pieces; i += gridDim.x) {
@@ -139,7 +136,7 @@ __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
   while (next < last) {
     const RouteTile tile(p, next / pieces);
     int slice;
-    const BlockOuts<T> outs(p, next % pieces, slice);
+    const BlockOuts<T> outs(p, next % pieces, p.outs_per_block, slice);
     const aril_descriptor module = tile.module(slice);
     const bool shares_a = tile.shares_a(slice);
     if (threadIdx.x < ARIL_WIDE_TILE) {

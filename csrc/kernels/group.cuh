@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups the routes of a layer by expert and slot: once, for all operations on the layer's experts.
-// No result depends on the order of routes within a group.
+// Groups more than ARIL_FEW_ROUTES routes of a layer by expert and slot: once, for all operations on
+// the layer's experts. No result depends on the order of routes within a group.
 //
-// Up to ARIL_FEW_ROUTES, a block of the first operation sorts them. Beyond, a kernel of its own
-// has a block for each expert, one for the routes without a slot, and one for those that are not
-// here: each goes through all routes, first to count its own by slot, then to write them down.
+// There is a block for each expert, one for the routes without a slot, and one for those that are
+// not here: each goes through all routes, first to count its own by slot, then to write them down.
 // What the blocks before it have it learns from these, as expand learns sums (few.cuh). Bound:
 // latency; a route's id is read by every block, from L2.
 #pragma once
@@ -31,12 +30,11 @@ __device__ __forceinline__ int row_of(const aril_top_k& top_k, int num_tokens, i
   return row >= 0 && row < num_tokens * top_k.top_k ? row : kNowhere;
 }
 
-// The expert of a route of a token of `slot`: num_experts if there is no slot, num_experts + 1 if
-// the route is not here, kNowhere if it has no row.
-__device__ __forceinline__ int group_of(const aril_top_k& top_k, int num_tokens, int route,
-                                        int slot) {
-  const unsigned expert = top_k.ids[route], num_experts = top_k.num_experts;
-  if (top_k.rows != nullptr && row_of(top_k, num_tokens, route) == kNowhere) return kNowhere;
+// The group of a route to expert `id` of a token of `slot`: num_experts if there is no slot,
+// num_experts + 1 if the route is not here, kNowhere if it has no row.
+__device__ __forceinline__ int group_of(const aril_top_k& top_k, int32_t id, int row, int slot) {
+  const unsigned expert = id, num_experts = top_k.num_experts;
+  if (row == kNowhere) return kNowhere;
   return expert >= num_experts ? num_experts + 1 : slot < 0 ? num_experts : expert;
 }
 
@@ -56,175 +54,6 @@ __device__ __forceinline__ aril_route_entry entry_of(const aril_top_k& top_k,
           top_k.weights == nullptr ? 1.0f : top_k.weights[route]};
 }
 
-// Sorts few routes by expert, slot and number, by a block of kThreads.
-template <int kThreads>
-class RouteSort {
- public:
-  // Gives the number of tiles, of those with a slot and of all.
-  __device__ __forceinline__ int2 run(const aril_top_k& top_k, const aril_routing& routing,
-                                      const aril_groups& groups, int num_tokens) {
-    const int num_routes = routed_tokens(routing, num_tokens) * top_k.top_k;
-    return num_routes <= kFewest ? run_fewest(top_k, routing, groups, num_tokens, num_routes)
-                                 : run_few(top_k, routing, groups, num_tokens, num_routes);
-  }
-
- private:
-  // (H100: up to so many routes it is up to 1 us faster, with 256 it is 1.5 us slower.)
-  static constexpr int kFewest = 64;
-
-  // A route for each thread, which counts those that come before it among all.
-  __device__ __forceinline__ int2 run_fewest(const aril_top_k& top_k, const aril_routing& routing,
-                                             const aril_groups& groups, int num_tokens,
-                                             int num_routes) {
-    constexpr int kSlotBits = 13, kRouteBits = 8;
-    static_assert(kFewest <= kThreads && kThreads <= 1 << kRouteBits);
-    static_assert(ARIL_MAX_SLOTS <= 1 << kSlotBits);
-    static_assert(ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits - kRouteBits));
-    constexpr uint32_t kRoutes = (1u << kRouteBits) - 1;
-    const int route = threadIdx.x;
-    int group = kNowhere, slot = -1;
-    aril_route_entry entry;
-    if (route < num_routes) {
-      entry = entry_of(top_k, routing, num_tokens, route);
-      slot = routing.slots[route / top_k.top_k];
-      group = group_of(top_k, num_tokens, route, slot);
-    }
-    const bool has_group = group != kNowhere, has_slot = has_group && group < top_k.num_experts;
-    if (!has_slot) slot = -1;
-    // What the tiles are of, and the number; behind all others where there is none.
-    const uint32_t key =
-        has_group ? static_cast<uint32_t>(group << kSlotBits | max(slot, 0)) << kRouteBits | route
-                  : ~0u;
-    unsorted_[route] = key;
-    if (route < kThreads / 32) firsts_[route] = 0;
-    __syncthreads();
-    int before = 0, before_group = 0, up_to_group = 0;
-    for (int i = 0; i < num_routes; i += 4) {
-      const uint4 others = *reinterpret_cast<const uint4*>(unsorted_ + i);
-      for (const uint32_t other : {others.x, others.y, others.z, others.w}) {
-        before += other < key;
-        before_group += other < (key & ~kRoutes);
-        up_to_group += other <= (key | kRoutes);
-      }
-    }
-    const bool is_first = has_group && (before - before_group) % ARIL_ROUTES_PER_TILE == 0;
-    if (is_first) atomicOr(&firsts_[before / 32], 1u << before % 32);
-    const int with_slot = __syncthreads_count(is_first && has_slot);
-    const int num_tiles = __syncthreads_count(is_first);
-    if (has_group) groups.routes[before] = entry;
-    if (is_first) {
-      int tile = __popc(firsts_[before / 32] & ((1u << before % 32) - 1));
-      for (int i = 0; i < before / 32; ++i) tile += __popc(firsts_[i]);
-      const int count = min(up_to_group - before, ARIL_ROUTES_PER_TILE);
-      groups.tiles[tile] = {slot, group, before, count};
-    }
-    return make_int2(with_slot, num_tiles);
-  }
-
-  // Each goes to its expert's part of a list, where it counts those that come before it.
-  __device__ __forceinline__ int2 run_few(const aril_top_k& top_k, const aril_routing& routing,
-                                          const aril_groups& groups, int num_tokens,
-                                          int num_routes) {
-    const int num_groups = top_k.num_experts + 2;
-    const int thread = threadIdx.x;
-    const auto route_of = [&](int i) { return i * kThreads + thread; };
-    int group[kPerThread], slot[kPerThread], at[kPerThread];
-    aril_route_entry entries[kPerThread];
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      group[i] = kNowhere;
-      if (route_of(i) >= num_routes) continue;
-      entries[i] = entry_of(top_k, routing, num_tokens, route_of(i));
-      slot[i] = routing.slots[route_of(i) / top_k.top_k];
-      group[i] = group_of(top_k, num_tokens, route_of(i), slot[i]);
-      if (group[i] >= top_k.num_experts) slot[i] = -1;
-    }
-    for (int i = thread; i <= num_groups; i += kThreads) begins_[i] = 0;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (group[i] != kNowhere) at[i] = atomicAdd(&begins_[group[i]], 1);
-    }
-    __syncthreads();
-    int begins[kGroupsPerThread], num_sorted;
-#pragma unroll
-    for (int i = 0; i < kGroupsPerThread; ++i) {
-      const int g = thread * kGroupsPerThread + i;
-      begins[i] = g < num_groups ? begins_[g] : 0;
-    }
-    Scan(scan_).ExclusiveSum(begins, begins, num_sorted);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kGroupsPerThread; ++i) {
-      const int g = thread * kGroupsPerThread + i;
-      if (g <= num_groups) begins_[g] = begins[i];
-    }
-    __syncthreads();
-    const auto key_of = [&](int i) {
-      return static_cast<uint32_t>(slot[i] + 1) << 16 | route_of(i);
-    };
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (group[i] != kNowhere) unsorted_[begins_[group[i]] + at[i]] = key_of(i);
-    }
-    __syncthreads();
-    // Where the route goes; of the first of a tile, where the tile ends, of others -1.
-    int end[kPerThread];
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (group[i] == kNowhere) continue;
-      int before = 0, of_slot_before = 0, of_slot = 0;
-      for (int j = begins_[group[i]]; j < begins_[group[i] + 1]; ++j) {
-        const uint32_t other = unsorted_[j];
-        const bool same = other >> 16 == key_of(i) >> 16;
-        before += other < key_of(i);
-        of_slot_before += same && other < key_of(i);
-        of_slot += same;
-      }
-      at[i] = begins_[group[i]] + before;
-      end[i] = of_slot_before % ARIL_ROUTES_PER_TILE == 0
-                   ? at[i] + min(of_slot - of_slot_before, ARIL_ROUTES_PER_TILE)
-                   : -1;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (group[i] == kNowhere) continue;
-      groups.routes[at[i]] = entries[i];
-      ends_[at[i]] = end[i];
-    }
-    __syncthreads();
-    int tile[kPerThread], num_tiles;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int j = thread * kPerThread + i;
-      tile[i] = j < num_sorted && ends_[j] >= 0;
-    }
-    Scan(scan_).ExclusiveSum(tile, tile, num_tiles);
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) tiles_[thread * kPerThread + i] = tile[i];
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (group[i] == kNowhere || end[i] < 0) continue;
-      groups.tiles[tiles_[at[i]]] = {slot[i], group[i], at[i], end[i] - at[i]};
-    }
-    const int without_slot = begins_[top_k.num_experts];
-    return make_int2(without_slot < num_sorted ? tiles_[without_slot] : num_tiles, num_tiles);
-  }
-
-  using Scan = cub::BlockScan<int, kThreads>;
-  static constexpr int kPerThread = ARIL_FEW_ROUTES / kThreads;
-  static constexpr int kGroupsPerThread = ceil_div(ARIL_MAX_EXPERTS + 3, kThreads);
-
-  typename Scan::TempStorage scan_;
-  int begins_[ARIL_MAX_EXPERTS + 3];
-  __align__(16) uint32_t unsorted_[ARIL_FEW_ROUTES];  // slot + 1, number; or keys
-  uint32_t firsts_[kThreads / 32];                    // a bit for each first one of a tile
-  int ends_[ARIL_FEW_ROUTES];
-  int tiles_[ARIL_FEW_ROUTES];
-};
-
 // Routes, and the tiles of either size that they are.
 struct GroupCounts {
   int routes, small, wide;
@@ -240,7 +69,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     group_kernel(const __grid_constant__ aril_group_args p) {
   using Scan = cub::BlockScan<GroupCounts, kGroupThreads>;
   using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads>;
-  constexpr int kSmallTile = 2 * ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
+  constexpr int kSmallTile = ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
   constexpr int kSlotsPerThread = ARIL_MAX_SLOTS / kGroupThreads;
   constexpr int kAtOnce = 4, kPart = 4 * kAtOnce * kGroupThreads;  // of the routes
   static_assert(kGroupSmemBytes == kPart * sizeof(uint16_t) + ARIL_MAX_SLOTS * sizeof(int));
@@ -317,7 +146,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
       if (!is_listed) list_part(first);
       for (int i = threadIdx.x; i < num_listed; i += kGroupThreads) {
         const int route = first + listed[i], slot = slot_of(route);
-        if (group_of(p.top_k, p.num_tokens, route, slot) == mine) f(route, has_slots ? slot : 0);
+        const int row = row_of(p.top_k, p.num_tokens, route);
+        if (group_of(p.top_k, p.top_k.ids[route], row, slot) == mine) f(route, has_slots ? slot : 0);
       }
     }
     __syncthreads();

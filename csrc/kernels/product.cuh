@@ -76,7 +76,7 @@ struct Outs {
   __device__ __forceinline__ void add(T* y, int step, const float (&deltas)[4][4], int half,
                                       int valid, bool aligned, bool overwrites) const {
     const auto delta = [&](int i) { return deltas[i / 2][2 * half + i % 2]; };
-    if (whole(valid, aligned)) {
+    if (__builtin_expect(whole(valid, aligned), true)) {
       const Vec<T> base{bits};
       T sums[Vec<T>::kSize];
 #pragma unroll

@@ -167,17 +167,18 @@ struct BlockOuts {
         overwrites(false) {}
 
   // Output block `block` of a projection of experts; gives its slice.
-  __device__ __forceinline__ BlockOuts(const aril_experts_args& p, int block, int& slice)
+  __device__ __forceinline__ BlockOuts(const aril_experts_args& p, int block, int outs_per_block,
+                                       int& slice)
       : y(static_cast<T*>(p.y)),
         y_stride(p.y_stride),
         num_outs(p.out_features),
         overwrites(p.form == ARIL_WRITE),
         step(p.interleaved ? p.num_slices : 1) {
-    const int blocks = ceil_div(num_outs, p.outs_per_block);
+    const int blocks = ceil_div(num_outs, outs_per_block);
     slice = block / blocks;
     y += p.interleaved ? slice : slice * num_outs;
-    first = block % blocks * p.outs_per_block;
-    count = min(p.outs_per_block, num_outs - first);
+    first = block % blocks * outs_per_block;
+    count = min(outs_per_block, num_outs - first);
   }
 
   // Whether the tile has a delta here. If not, the block has done all there is to do.

@@ -4,11 +4,11 @@ pub const ARIL_MAX_SLICES: i32 = 8;
 pub const ARIL_MAX_SLOTS: i32 = 8192;
 pub const ARIL_MAX_RANK: i32 = 512;
 pub const ARIL_MAX_EXPERTS: i32 = 1024;
-pub const ARIL_EXPERTS_RANK: i32 = 192;
 pub const ARIL_TOKENS_PER_TILE: i32 = 16;
 pub const ARIL_WIDE_TILE: i32 = 64;
 pub const ARIL_FEW_TOKENS: i32 = 512;
 pub const ARIL_ROUTES_PER_TILE: i32 = 8;
+pub const ARIL_FEWEST_ROUTES: i32 = 64;
 pub const ARIL_FEW_ROUTES: i32 = 1024;
 pub const ARIL_STAGED_RANK: i32 = 128;
 pub const ARIL_LANE_FEATURES: i32 = 256;
@@ -561,6 +561,7 @@ pub struct aril_experts_args {
     pub weighted: i32,
     pub rows_weighted: i32,
     pub groups_routes: i32,
+    pub wide: i32,
     pub from_tokens: i32,
     pub in_features: i32,
     pub num_slices: i32,
@@ -588,7 +589,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 320usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 328usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -623,71 +624,74 @@ const _: () = {
         "Offset of field: aril_experts_args::groups_routes",
     ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 36usize];
     [
+        "Offset of field: aril_experts_args::wide",
+    ][::core::mem::offset_of!(aril_experts_args, wide) - 40usize];
+    [
         "Offset of field: aril_experts_args::from_tokens",
-    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 40usize];
+    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 44usize];
     [
         "Offset of field: aril_experts_args::in_features",
-    ][::core::mem::offset_of!(aril_experts_args, in_features) - 44usize];
+    ][::core::mem::offset_of!(aril_experts_args, in_features) - 48usize];
     [
         "Offset of field: aril_experts_args::num_slices",
-    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 48usize];
+    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 52usize];
     [
         "Offset of field: aril_experts_args::out_features",
-    ][::core::mem::offset_of!(aril_experts_args, out_features) - 52usize];
+    ][::core::mem::offset_of!(aril_experts_args, out_features) - 56usize];
     [
         "Offset of field: aril_experts_args::interleaved",
-    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 56usize];
+    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 60usize];
     [
         "Offset of field: aril_experts_args::up_slice",
-    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 60usize];
+    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 64usize];
     [
         "Offset of field: aril_experts_args::activation",
-    ][::core::mem::offset_of!(aril_experts_args, activation) - 64usize];
+    ][::core::mem::offset_of!(aril_experts_args, activation) - 68usize];
     [
         "Offset of field: aril_experts_args::alpha",
-    ][::core::mem::offset_of!(aril_experts_args, alpha) - 68usize];
+    ][::core::mem::offset_of!(aril_experts_args, alpha) - 72usize];
     [
         "Offset of field: aril_experts_args::limit",
-    ][::core::mem::offset_of!(aril_experts_args, limit) - 72usize];
+    ][::core::mem::offset_of!(aril_experts_args, limit) - 76usize];
     [
         "Offset of field: aril_experts_args::factor",
-    ][::core::mem::offset_of!(aril_experts_args, factor) - 76usize];
+    ][::core::mem::offset_of!(aril_experts_args, factor) - 80usize];
     [
         "Offset of field: aril_experts_args::x",
-    ][::core::mem::offset_of!(aril_experts_args, x) - 80usize];
+    ][::core::mem::offset_of!(aril_experts_args, x) - 88usize];
     [
         "Offset of field: aril_experts_args::x_stride",
-    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 88usize];
+    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 96usize];
     [
         "Offset of field: aril_experts_args::y",
-    ][::core::mem::offset_of!(aril_experts_args, y) - 96usize];
+    ][::core::mem::offset_of!(aril_experts_args, y) - 104usize];
     [
         "Offset of field: aril_experts_args::y_stride",
-    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 104usize];
+    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 112usize];
     [
         "Offset of field: aril_experts_args::out",
-    ][::core::mem::offset_of!(aril_experts_args, out) - 112usize];
+    ][::core::mem::offset_of!(aril_experts_args, out) - 120usize];
     [
         "Offset of field: aril_experts_args::out_stride",
-    ][::core::mem::offset_of!(aril_experts_args, out_stride) - 120usize];
+    ][::core::mem::offset_of!(aril_experts_args, out_stride) - 128usize];
     [
         "Offset of field: aril_experts_args::exchange",
-    ][::core::mem::offset_of!(aril_experts_args, exchange) - 128usize];
+    ][::core::mem::offset_of!(aril_experts_args, exchange) - 136usize];
     [
         "Offset of field: aril_experts_args::planes",
-    ][::core::mem::offset_of!(aril_experts_args, planes) - 136usize];
+    ][::core::mem::offset_of!(aril_experts_args, planes) - 144usize];
     [
         "Offset of field: aril_experts_args::weights",
-    ][::core::mem::offset_of!(aril_experts_args, weights) - 144usize];
+    ][::core::mem::offset_of!(aril_experts_args, weights) - 152usize];
     [
         "Offset of field: aril_experts_args::routing",
-    ][::core::mem::offset_of!(aril_experts_args, routing) - 168usize];
+    ][::core::mem::offset_of!(aril_experts_args, routing) - 176usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 240usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 248usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 272usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 280usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

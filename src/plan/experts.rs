@@ -11,8 +11,6 @@ use crate::{
 
 /// The most experts of a layer that a rank can hold.
 const MAX_EXPERTS: usize = ffi::ARIL_MAX_EXPERTS as usize;
-/// The largest rank of experts' factors on the GPU.
-pub const MAX_EXPERTS_RANK: usize = ffi::ARIL_EXPERTS_RANK as usize;
 const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
 const FEW_ROUTES: usize = ffi::ARIL_FEW_ROUTES as usize;
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
@@ -21,10 +19,15 @@ const SHRINK_PIECES: usize = 2;
 const EXPAND_PIECES: usize = 8;
 /// The least outputs that a warp of expand works on where these are of all slices, or of tokens.
 const OUTS_PER_UNIT: usize = ffi::ARIL_OUTS_PER_UNIT as usize;
-/// Outputs of a slice that a warp of expand works on elsewhere. (H100: 128 are 5 to 20 % faster than 256 up to 128 tokens, as fast beyond.)
+/// Outputs of a slice that a warp of expand works on elsewhere: of few ranks, and of more. (H100: 128 are up to 6 % faster than 64.)
 const OUTS_PER_WARP: usize = 128;
-/// The most blocks of either. (H100: two a multiprocessor are faster than one or three.)
+const OUTS_PER_WARP_OF_MANY_RANKS: usize = ffi::ARIL_OUT_TILE as usize;
+const FEW_RANKS: usize = 16;
+/// The most blocks of either: of the fewest routes, so that the device has room for both at a time, and of more. (H100: up to 15 %
+/// faster each.)
+const MAX_BLOCKS_FOR_FEWEST: usize = MULTIPROCESSORS;
 const MAX_BLOCKS: usize = 2 * MULTIPROCESSORS;
+const FEWEST_ROUTES: usize = ffi::ARIL_FEWEST_ROUTES as usize;
 /// With wide tiles, tiles of ranks that a block of shrink works on; and outputs of a slice that a block of expand does. (H100: 1024 are
 /// 2 to 12 % faster than 768, 512 or 256.)
 const WIDE_COLUMNS: usize = 8;
@@ -148,6 +151,7 @@ pub(crate) struct ProjectionLaunch {
     pub(crate) shrink_blocks: usize,
     pub(crate) expand_blocks: usize,
     pub(crate) outs_per_block: usize,
+    pub(crate) wide: bool,
 }
 
 impl ExpertsPlan {
@@ -157,10 +161,6 @@ impl ExpertsPlan {
     /// If the kernels cannot take the shape or the bounds.
     pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity, top_k: usize) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
-        let (value, max) = (capacity.max_rank, MAX_EXPERTS_RANK);
-        if value > max {
-            return Err(PlanError::Limit { what: "max_rank", value, max });
-        }
         let num_experts = site.held().len();
         RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts }.checked()?;
         let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {
@@ -237,6 +237,7 @@ impl ProjectionPlan {
                 shrink_blocks: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
                 expand_blocks: (tiles * expand_pieces).min(MAX_WIDE_EXPAND),
                 outs_per_block: WIDE_OUTS,
+                wide: true,
             };
         }
         let tiles = self.max_tiles(ROUTES_PER_TILE, num_routes);
@@ -246,20 +247,24 @@ impl ProjectionPlan {
             0
         };
         let shrink_pieces = rank_tiles * self.num_groups();
+        let outs_per_warp =
+            if self.capacity.max_rank <= FEW_RANKS { OUTS_PER_WARP } else { OUTS_PER_WARP_OF_MANY_RANKS };
         let (expand_tiles, outs_per_block, slices) = match by {
-            ExpandBy::Slices => (tiles, OUTS_PER_WARP, self.num_slices),
+            ExpandBy::Slices => (tiles, outs_per_warp, self.num_slices),
             ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
             ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs_per_block);
+        let max_blocks = if num_routes <= FEWEST_ROUTES { MAX_BLOCKS_FOR_FEWEST } else { MAX_BLOCKS };
         // All pieces of a tile at the least.
         let blocks = |tiles: usize, pieces: usize, at_once: usize| {
-            (tiles * pieces).div_ceil(at_once).min(MAX_BLOCKS).max(pieces.div_ceil(at_once))
+            (tiles * pieces).div_ceil(at_once).min(max_blocks).max(pieces.div_ceil(at_once))
         };
         ProjectionLaunch {
             shrink_blocks: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES),
             expand_blocks: blocks(expand_tiles, expand_pieces, EXPAND_PIECES),
             outs_per_block,
+            wide: false,
         }
     }
 

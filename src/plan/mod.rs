@@ -14,7 +14,7 @@ use crate::{
 
 #[cfg(feature = "cuda")]
 pub(crate) use self::experts::ExpandBy;
-pub use self::experts::{AlignCapacity, ExpertsPlan, MAX_EXPERTS_RANK, ProjectionPlan, RouteCapacity};
+pub use self::experts::{AlignCapacity, ExpertsPlan, ProjectionPlan, RouteCapacity};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

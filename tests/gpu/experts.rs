@@ -306,7 +306,7 @@ fn many_routes_agree_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn wide_experts_agree_with_the_reference() {
     let gpu = Gpu::new();
-    let sizes = Sizes { max_features: 3000, max_tokens: 20, max_rank: 192, max_experts: 4, max_top_k: 3 };
+    let sizes = Sizes { max_features: 3000, max_tokens: 20, max_rank: 512, max_experts: 4, max_top_k: 3 };
     property(60, sizes, |case| {
         for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case))
     });

@@ -577,6 +577,7 @@ impl LoraExperts {
             weighted: weighted.into(),
             rows_weighted: (routes.weighed == Weighed::Rows).into(),
             groups_routes: (!routes.grouped.get()).into(),
+            wide: launch.wide.into(),
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Sorts few routes by expert, slot and number, by one block.
+//
+// Up to 64 are sorted by comparing each with all others: so quickly that every block of an operation
+// does it for itself. (H100: 1 us before a block has its first tile, most of it the router's ids on
+// their way.) More are sorted by the first block of the first operation, which the others wait for:
+// a stable counting sort by expert of tokens that stand by slot.
+#pragma once
+
+#include <cub/block/block_scan.cuh>
+
+#include "../common/pdl.cuh"
+#include "group.cuh"
+#include "tile.cuh"
+
+namespace aril::detail {
+
+__host__ __device__ __forceinline__ bool are_fewest(int num_tokens, const aril_top_k& top_k) {
+  return num_tokens * top_k.top_k <= ARIL_FEWEST_ROUTES;
+}
+
+// Routes in the order of their tiles, in shared or global memory.
+struct SortedRoutes {
+  aril_route_entry* routes;
+  aril_route_tile* tiles;
+};
+
+// Both sorts wait for predecessors, and give the numbers of tiles: of those with a slot, which come
+// first, and of all.
+
+// Of up to ARIL_FEWEST_ROUTES routes. Each has a thread, which counts those that come before it.
+template <int kThreads>
+__device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_routing& routing,
+                                            int num_tokens, const SortedRoutes& sorted) {
+  constexpr int kSlotBits = 13, kRouteBits = 8;
+  static_assert(ARIL_FEWEST_ROUTES <= kThreads && ARIL_FEWEST_ROUTES <= 1 << kRouteBits);
+  static_assert(ARIL_MAX_SLOTS <= 1 << kSlotBits);
+  static_assert(ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits - kRouteBits));
+  constexpr uint32_t kRoutes = (1u << kRouteBits) - 1;
+  __shared__ __align__(16) uint32_t keys[ARIL_FEWEST_ROUTES];
+  __shared__ uint32_t firsts[ARIL_FEWEST_ROUTES / 32];  // a bit for each first one of a tile
+  const int num_routes = routed_tokens(routing, num_tokens) * top_k.top_k;
+  const int route = threadIdx.x;
+  const bool is_there = route < num_routes;
+  int group = kNowhere, slot = is_there ? routing.slots[route / top_k.top_k] : -1;
+  aril_route_entry entry = {};
+  wait_for_predecessors();
+  if (is_there) {
+    entry = entry_of(top_k, routing, num_tokens, route);
+    group = group_of(top_k, top_k.ids[route], entry.row, slot);
+  }
+  const bool has_group = group != kNowhere, has_slot = has_group && group < top_k.num_experts;
+  if (!has_slot) slot = -1;
+  // What the tiles are of, and the number; behind all others where there is none.
+  const uint32_t key =
+      has_group ? static_cast<uint32_t>(group << kSlotBits | max(slot, 0)) << kRouteBits | route
+                : ~0u;
+  if (route < ARIL_FEWEST_ROUTES) keys[route] = key;
+  if (route < ARIL_FEWEST_ROUTES / 32) firsts[route] = 0;
+  __syncthreads();
+  int before = 0, before_group = 0, up_to_group = 0;
+#pragma unroll 1
+  for (int i = 0; has_group && i < num_routes; i += 4) {
+    const uint4 others = *reinterpret_cast<const uint4*>(keys + i);
+    for (const uint32_t other : {others.x, others.y, others.z, others.w}) {
+      before += other < key;
+      before_group += other < (key & ~kRoutes);
+      up_to_group += other <= (key | kRoutes);
+    }
+  }
+  const bool is_first = has_group && (before - before_group) % ARIL_ROUTES_PER_TILE == 0;
+  if (is_first) atomicOr(&firsts[before / 32], 1u << before % 32);
+  if (has_group) sorted.routes[before] = entry;
+  const int with_slot = __syncthreads_count(is_first && has_slot);
+  if (is_first) {
+    int tile = __popc(firsts[before / 32] & ((1u << before % 32) - 1));
+    for (int i = 0; i < before / 32; ++i) tile += __popc(firsts[i]);
+    sorted.tiles[tile] = {slot, group, before, min(up_to_group - before, ARIL_ROUTES_PER_TILE)};
+  }
+  return make_int2(with_slot, __syncthreads_count(is_first));
+}
+
+// Of up to ARIL_FEW_ROUTES. Tokens are taken by slot, so that a stable counting sort by expert
+// leaves those of a slot together. Each warp counts its own by expert, which says where they go once
+// the counts have been added up.
+template <int kThreads>
+class FewSort {
+ public:
+  // Of `scratch`, in shared memory, aligned to 8.
+  __host__ __device__ __forceinline__ static int scratch_bytes(int num_tokens,
+                                                               const aril_top_k& top_k) {
+    return counted_bytes(parts_of(num_tokens, top_k), top_k) + ARIL_FEW_ROUTES * 4 +
+           (ARIL_FEW_ROUTES + 1) * 2;
+  }
+
+  __device__ __forceinline__ static int2 run(const aril_top_k& top_k, const aril_routing& routing,
+                                             int num_tokens, const SortedRoutes& sorted,
+                                             unsigned char* scratch) {
+    using Scan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+    __shared__ typename Scan::TempStorage scan;
+    __shared__ int last_firsts[kRows], leaders[kRows];
+    __shared__ int num_with_slot;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const unsigned lanes_before = (1u << lane) - 1;
+    const int parts = parts_of(num_tokens, top_k), num_groups = top_k.num_experts + 2;
+    uint64_t* const counts = reinterpret_cast<uint64_t*>(scratch);  // [groups][parts], a byte a warp
+    uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * parts);  // likewise
+    uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(parts, top_k));
+    uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(keys + ARIL_FEW_ROUTES);
+
+    // A batch of more tokens than the operation has may have them anywhere in its order.
+    const int live_tokens = *routing.num_tokens;
+    const bool by_slot = live_tokens <= num_tokens;
+    const int num_routes = min(live_tokens, num_tokens) * top_k.top_k;
+    // Loads of all parts are on their way before any is used.
+    int route[kParts], slot[kParts], group[kParts], at[kParts];
+    unsigned same[kParts];
+    aril_route_entry entry[kParts];
+    const auto place_of = [&](int part) {
+      const int i = part * kThreads + thread;
+      return (i < num_routes ? i : 0) / top_k.top_k;
+    };
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int place = place_of(part);
+      route[part] = by_slot ? routing.tokens[place] : place;
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int i = part * kThreads + thread;
+      slot[part] = routing.slots[route[part]];
+      route[part] = (i < num_routes ? i : 0) + (route[part] - place_of(part)) * top_k.top_k;
+    }
+    for (int i = thread; i < num_groups * parts; i += kThreads) counts[i] = 0;
+    wait_for_predecessors();
+    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      entry[part] = entry_of(top_k, routing, num_tokens, route[part]);
+      group[part] = top_k.ids[route[part]];
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      group[part] = group_of(top_k, group[part], entry[part].row, slot[part]);
+      if (part * kThreads + thread >= num_routes) group[part] = kNowhere;
+      if (group[part] >= top_k.num_experts) slot[part] = -1;
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part >= parts) break;
+      same[part] = __match_any_sync(kAll, group[part]);
+      if (group[part] != kNowhere && (same[part] & lanes_before) == 0) {
+        reinterpret_cast<uint8_t*>(counts + group[part] * parts + part)[warp] = __popc(same[part]);
+      }
+    }
+    __syncthreads();
+
+    const int groups_per_thread = ceil_div(num_groups, kThreads);
+    const int first_group = min(thread * groups_per_thread, num_groups);
+    const int last_group = min(first_group + groups_per_thread, num_groups);
+    int begin = 0, num_sorted;
+    for (int i = first_group * parts; i < last_group * parts; ++i) begin += sum_of(counts[i]);
+    Scan(scan).ExclusiveSum(begin, begin, num_sorted);
+    for (int i = first_group * parts; i < last_group * parts; ++i) {
+      const uint64_t own = counts[i];
+      begins[i] = begin;
+      // Each byte becomes the sum of those below it, at most 7 * 32.
+      counts[i] = (own << 8) * 0x0101010101010101ull;
+      begin += sum_of(own);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (group[part] == kNowhere) continue;
+      const int i = group[part] * parts + part;
+      at[part] = begins[i] + reinterpret_cast<const uint8_t*>(counts + i)[warp] +
+                 __popc(same[part] & lanes_before);
+      keys[at[part]] = group[part] << kSlotBits | (slot[part] + 1);
+      sorted.routes[at[part]] = entry[part];
+    }
+    const int without_slot = begins[top_k.num_experts * parts];
+    __syncthreads();
+
+    // Where a route's slot and expert begin: in its row of 32, or at the last beginning before.
+    const auto row_of = [&](int part) { return part * (kThreads / 32) + warp; };
+    int first[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part >= parts) break;
+      const int i = part * kThreads + thread;
+      const bool begins_here =
+          i < num_sorted && (i == 0 || keys[i] != keys[i - 1]);
+      const unsigned all = __ballot_sync(kAll, begins_here);
+      const unsigned up_to = all & (lanes_before | 1u << lane);
+      first[part] = up_to == 0 ? -1 : row_of(part) * 32 + 31 - __clz(up_to);
+      if (lane == 0) last_firsts[row_of(part)] = all == 0 ? -1 : row_of(part) * 32 + 31 - __clz(all);
+    }
+    __syncthreads();
+    unsigned leads[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part >= parts) break;
+      const int i = part * kThreads + thread;
+      const int before = __reduce_max_sync(kAll, lane < row_of(part) ? last_firsts[lane] : -1);
+      leads[part] = __ballot_sync(
+          kAll, i < num_sorted && (i - max(first[part], before)) % ARIL_ROUTES_PER_TILE == 0);
+      if (lane == 0) leaders[row_of(part)] = __popc(leads[part]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part >= parts) break;
+      const int i = part * kThreads + thread;
+      const int tile = __reduce_add_sync(kAll, lane < row_of(part) ? leaders[lane] : 0) +
+                       __popc(leads[part] & lanes_before);
+      if (leads[part] >> lane & 1) begins_of_tiles[tile] = i;
+      if (i == without_slot && i < num_sorted) num_with_slot = tile;
+    }
+    const int num_tiles =
+        __reduce_add_sync(kAll, lane < parts * (kThreads / 32) ? leaders[lane] : 0);
+    if (thread == 0) {
+      begins_of_tiles[num_tiles] = num_sorted;
+      if (without_slot == num_sorted) num_with_slot = num_tiles;
+    }
+    __syncthreads();
+    for (int i = thread; i < num_tiles; i += kThreads) {
+      const int first = begins_of_tiles[i];
+      const uint32_t key = keys[first];
+      sorted.tiles[i] = {static_cast<int>(key % (1u << kSlotBits)) - 1,
+                         static_cast<int>(key >> kSlotBits), first, begins_of_tiles[i + 1] - first};
+    }
+    return make_int2(num_with_slot, num_tiles);
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xffffffffu;
+  static constexpr int kParts = ARIL_FEW_ROUTES / kThreads;  // of the routes, one for each thread
+  static constexpr int kRows = ARIL_FEW_ROUTES / 32;
+  static constexpr int kSlotBits = 14;
+  static_assert(kThreads / 32 == sizeof(uint64_t) && kRows <= 32);
+  static_assert(ARIL_MAX_SLOTS < 1 << kSlotBits && ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits));
+
+  __host__ __device__ __forceinline__ static int counted_bytes(int parts, const aril_top_k& top_k) {
+    const int bytes = (top_k.num_experts + 2) * parts * static_cast<int>(sizeof(uint64_t) + sizeof(uint16_t));
+    return ceil_div(bytes, 8) * 8;
+  }
+
+  __host__ __device__ __forceinline__ static int parts_of(int num_tokens, const aril_top_k& top_k) {
+    return ceil_div(num_tokens * top_k.top_k, kThreads);
+  }
+
+  __device__ __forceinline__ static int sum_of(uint64_t bytes) {
+    return __vsadu4(static_cast<uint32_t>(bytes), 0) + __vsadu4(bytes >> 32, 0);
+  }
+};
+
+}  // namespace aril::detail
