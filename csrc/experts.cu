@@ -41,7 +41,7 @@ int32_t experts(aril_experts_args args, void* stream) {
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
   const auto of_warp = [&] {
-    return detail::ExpandStages(args.weights, args.outs_per_block).of_warp;
+    return detail::ExpandStages<T>(args.weights, args.outs_per_block).of_warp;
   };
   // The least has room everywhere.
   if (detail::kExpertsWarps * of_warp() > max_bytes) {

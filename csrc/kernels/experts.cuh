@@ -439,21 +439,24 @@ class ExpandShare {
   int begin, end;     // of its outputs
 };
 
-// What a warp of expand has in shared memory: two stages, of B and y, and the terms of v. Up to two
-// rank tiles of B come for all of the warp's outputs at once, more of them for one unit of outputs
-// after the other, in chunks.
+// What a warp of expand has in shared memory: two stages, of B and y, and the terms of v. Of few ranks
+// B comes for all of the warp's outputs at once, of more for one unit of outputs after the other, in
+// chunks.
+template <typename T>
 struct ExpandStages {
-  static constexpr int kWholeRankTiles = 2;
+  // As far as registers go: f16 has B's terms to hold, too.
+  static constexpr int kWholeRankTiles = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
   static constexpr int kRankTiles = 6;                                   // of a chunk, up to
   static constexpr int kPieceBytes = kOutsPerUnit * ARIL_RANK_TILE * 2;  // of B: a rank tile
   static constexpr int kBaseBytes = 32 * 16;                             // of y: a unit
 
-  int b_bytes, bytes, of_warp;
+  int whole_rank_tiles, b_bytes, bytes, of_warp;
 
   __host__ __device__ __forceinline__ ExpandStages(const aril_weights& weights, int outs) {
     const int rank_tiles = min(ceil_div(weights.max_rank, ARIL_RANK_TILE), kRankTiles);
     const int units = outs / kOutsPerUnit;
-    b_bytes = max(units * min(rank_tiles, kWholeRankTiles), rank_tiles) * kPieceBytes;
+    whole_rank_tiles = rank_tiles <= kWholeRankTiles ? rank_tiles : 2;
+    b_bytes = max(units * whole_rank_tiles, rank_tiles) * kPieceBytes;
     bytes = b_bytes + units * kBaseBytes;
     of_warp = 2 * bytes + ceil_div(rank_tiles, 2) * 32 * static_cast<int>(sizeof(uint4));
   }
@@ -463,7 +466,7 @@ template <typename T>
 __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t tag, const RouteTiles& tiles,
                                                const Sharing& sharing, unsigned char* shared) {
-  constexpr int kPieceBytes = ExpandStages::kPieceBytes;
+  constexpr int kPieceBytes = ExpandStages<T>::kPieceBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool overwrites = p.form == ARIL_WRITE;
   // Tiles of tokens, for slots that share B, come before those of experts.
@@ -475,7 +478,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const int first_block = grid.first_shrink + grid.shrink_blocks;
   const int warps = (gridDim.x - first_block) * kExpertsWarps;
   const int index = (blockIdx.x - first_block) * kExpertsWarps + warp;
-  const ExpandStages stages(p.weights, p.outs_per_block);
+  using Stages = ExpandStages<T>;
+  const Stages stages(p.weights, p.outs_per_block);
   const auto pieces_of = [&](int outs) { return p.num_slices * ceil_div(p.out_features, outs); };
   // Where there are few tiles, more warps have one.
   const bool are_few = last * pieces_of(ARIL_OUT_TILE) <= warps;
@@ -528,8 +532,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   // Brings B and y of a stage: all outputs, or those from `out` on, with a chunk of ranks, and y with
   // the last one. y moves 16 bytes at a time, or is read when it is written.
   const auto fetch = [&](const Part& part, int out, int first_rank_tile) {
-    const bool whole = part.rank_tiles <= ExpandStages::kWholeRankTiles;
-    const int count = min(part.rank_tiles - first_rank_tile, ExpandStages::kRankTiles);
+    const bool whole = part.rank_tiles <= stages.whole_rank_tiles;
+    const int count = min(part.rank_tiles - first_rank_tile, Stages::kRankTiles);
     // A unit alone is half of an output tile.
     const char* b = part.b +
                     (out / ARIL_OUT_TILE * part.rank_tiles + first_rank_tile) * 2 * kPieceBytes +
@@ -542,7 +546,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     if (first_rank_tile + count == part.rank_tiles && !overwrites && part.y != nullptr) {
       to = other + stages.b_bytes + lane * 16;
       const int end = whole ? outs.count : out + kOutsPerUnit;
-      for (; out < end; out += kOutsPerUnit, to += ExpandStages::kBaseBytes) {
+      for (; out < end; out += kOutsPerUnit, to += Stages::kBaseBytes) {
         if (Outs<T>::whole(valid - out, aligned)) copy_async(to, part.y + out);
       }
     }
@@ -598,31 +602,43 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
       Outs<T> base;
       if (!overwrites) {
         base.bits = *reinterpret_cast<const uint4*>(stage + stages.b_bytes +
-                                                    unit * ExpandStages::kBaseBytes + lane * 16);
+                                                    unit * Stages::kBaseBytes + lane * 16);
       }
       base.add(part.y + out * outs.step, outs.step, deltas, 0, valid - out, aligned, overwrites);
     };
-    if (part.rank_tiles <= ExpandStages::kWholeRankTiles) {
+    if (part.rank_tiles <= stages.whole_rank_tiles) {
       fetch(next, 0, 0);
       const bool has_deltas = part.rank_tiles > 0;
       uint4 both = make_uint4(0, 0, 0, 0);
       if (has_deltas) both = terms_of(0);
+      const bool has_more = Stages::kWholeRankTiles > 2 && part.rank_tiles > 2;
+      if (has_more) terms[0] = terms_of(2);
       wait_for_copies<1>();
       __syncwarp();
-      const int rank_bytes = (part.rank_tiles - 1) * 2 * kPieceBytes;
-      const unsigned char* b = stage;
-      for (int out = 0; (has_deltas || overwrites) && out < outs.count; out += kOutsPerUnit) {
-        float deltas[4][4] = {};
-        if (has_deltas) add_products(deltas, both, b, rank_bytes);
-        finish(deltas, out, out / kOutsPerUnit);
-        b += kPieceBytes + (out % ARIL_OUT_TILE != 0 ? rank_bytes : 0);
+      const int rank_bytes = 2 * kPieceBytes, rest_bytes = (part.rank_tiles - 1) * rank_bytes;
+      const auto add_outs = [&](auto more) {
+        const unsigned char* b = stage;
+        for (int out = 0; out < outs.count; out += kOutsPerUnit) {
+          float deltas[4][4] = {};
+          if (has_deltas) add_products(deltas, both, b, part.rank_tiles > 1 ? rank_bytes : 0);
+          if constexpr (decltype(more)::value) {
+            add_products(deltas, terms[0], b + 2 * rank_bytes, part.rank_tiles > 3 ? rank_bytes : 0);
+          }
+          finish(deltas, out, out / kOutsPerUnit);
+          b += kPieceBytes + (out % ARIL_OUT_TILE != 0 ? rest_bytes : 0);
+        }
+      };
+      if (has_more) {
+        add_outs(std::true_type());
+      } else if (has_deltas || overwrites) {
+        add_outs(std::false_type());
       }
       __syncwarp();
       swap_stages();
     } else {
       float deltas[4][4] = {};
       for (int out = 0, first = 0; out < outs.count;) {
-        const int count = min(part.rank_tiles - first, ExpandStages::kRankTiles);
+        const int count = min(part.rank_tiles - first, Stages::kRankTiles);
         const bool is_last = first + count == part.rank_tiles;
         const int next_out = is_last ? out + kOutsPerUnit : out;
         const bool ends = next_out >= outs.count;

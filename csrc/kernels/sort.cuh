@@ -5,7 +5,7 @@
 // Up to 64 are sorted by comparing each with all others: so quickly that every block of an operation
 // does it for itself. (H100: 1 us before a block has its first tile, most of it the router's ids on
 // their way.) More are sorted by the first block of the first operation, which the others wait for:
-// a stable counting sort by expert of tokens that stand by slot.
+// a counting sort by expert of tokens that stand by slot.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -81,17 +81,19 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_
   return make_int2(with_slot, __syncthreads_count(is_first));
 }
 
-// Of up to ARIL_FEW_ROUTES. Tokens are taken by slot, so that a stable counting sort by expert
-// leaves those of a slot together. Each warp counts its own by expert, which says where they go once
-// the counts have been added up.
+// Of up to ARIL_FEW_ROUTES. Tokens are taken by slot, so that a counting sort by expert leaves those
+// of a slot together, but for the few that a warp takes at once, whose order is left to chance: at
+// worst they are a tile more. Each warp counts its own by expert, which says where they go once the
+// counts have been added up.
 template <int kThreads>
 class FewSort {
  public:
-  // Of `scratch`, in shared memory, aligned to 8.
+  // Of `scratch`, in shared memory, aligned to 16.
   __host__ __device__ __forceinline__ static int scratch_bytes(int num_tokens,
                                                                const aril_top_k& top_k) {
-    return counted_bytes(parts_of(num_tokens, top_k), top_k) + ARIL_FEW_ROUTES * 4 +
-           (ARIL_FEW_ROUTES + 1) * 2;
+    constexpr int kRouteBytes = sizeof(uint32_t) + sizeof(aril_route_entry);
+    return counted_bytes(parts_of(num_tokens, top_k), top_k) + ARIL_FEW_ROUTES * kRouteBytes +
+           (ARIL_FEW_ROUTES + 1) * static_cast<int>(sizeof(uint16_t));
   }
 
   __device__ __forceinline__ static int2 run(const aril_top_k& top_k, const aril_routing& routing,
@@ -107,7 +109,9 @@ class FewSort {
     uint64_t* const counts = reinterpret_cast<uint64_t*>(scratch);  // [groups][parts], a byte a warp
     uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * parts);  // likewise
     uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(parts, top_k));
-    uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(keys + ARIL_FEW_ROUTES);
+    // Sorted here first: rows of 16 bytes in any order are slow to go to global memory. (H100: 3 us)
+    aril_route_entry* const routes = reinterpret_cast<aril_route_entry*>(keys + ARIL_FEW_ROUTES);
+    uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_FEW_ROUTES);
 
     // A batch of more tokens than the operation has may have them anywhere in its order.
     const int live_tokens = *routing.num_tokens;
@@ -115,7 +119,6 @@ class FewSort {
     const int num_routes = min(live_tokens, num_tokens) * top_k.top_k;
     // Loads of all parts are on their way before any is used.
     int route[kParts], slot[kParts], group[kParts], at[kParts];
-    unsigned same[kParts];
     aril_route_entry entry[kParts];
     const auto place_of = [&](int part) {
       const int i = part * kThreads + thread;
@@ -130,7 +133,8 @@ class FewSort {
     for (int part = 0; part < kParts; ++part) {
       const int i = part * kThreads + thread;
       slot[part] = routing.slots[route[part]];
-      route[part] = (i < num_routes ? i : 0) + (route[part] - place_of(part)) * top_k.top_k;
+      // Threads without a route look at the first.
+      route[part] = i < num_routes ? i + (route[part] - place_of(part)) * top_k.top_k : 0;
     }
     for (int i = thread; i < num_groups * parts; i += kThreads) counts[i] = 0;
     wait_for_predecessors();
@@ -148,11 +152,10 @@ class FewSort {
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      if (part >= parts) break;
-      same[part] = __match_any_sync(kAll, group[part]);
-      if (group[part] != kNowhere && (same[part] & lanes_before) == 0) {
-        reinterpret_cast<uint8_t*>(counts + group[part] * parts + part)[warp] = __popc(same[part]);
-      }
+      if (group[part] == kNowhere) continue;
+      const int shift = warp % 4 * 8;
+      uint32_t* const word = reinterpret_cast<uint32_t*>(counts + group[part] * parts + part) + warp / 4;
+      at[part] = atomicAdd(word, 1u << shift) >> shift & 0xff;
     }
     __syncthreads();
 
@@ -174,14 +177,16 @@ class FewSort {
     for (int part = 0; part < kParts; ++part) {
       if (group[part] == kNowhere) continue;
       const int i = group[part] * parts + part;
-      at[part] = begins[i] + reinterpret_cast<const uint8_t*>(counts + i)[warp] +
-                 __popc(same[part] & lanes_before);
+      at[part] += begins[i] + reinterpret_cast<const uint8_t*>(counts + i)[warp];
       keys[at[part]] = group[part] << kSlotBits | (slot[part] + 1);
-      sorted.routes[at[part]] = entry[part];
+      routes[at[part]] = entry[part];
     }
     const int without_slot = begins[top_k.num_experts * parts];
     __syncthreads();
 
+    for (int i = thread; i < num_sorted; i += kThreads) {
+      reinterpret_cast<int4*>(sorted.routes)[i] = reinterpret_cast<const int4*>(routes)[i];
+    }
     // Where a route's slot and expert begin: in its row of 32, or at the last beginning before.
     const auto row_of = [&](int part) { return part * (kThreads / 32) + warp; };
     int first[kParts];
@@ -243,7 +248,7 @@ class FewSort {
 
   __host__ __device__ __forceinline__ static int counted_bytes(int parts, const aril_top_k& top_k) {
     const int bytes = (top_k.num_experts + 2) * parts * static_cast<int>(sizeof(uint64_t) + sizeof(uint16_t));
-    return ceil_div(bytes, 8) * 8;
+    return ceil_div(bytes, 16) * 16;
   }
 
   __host__ __device__ __forceinline__ static int parts_of(int num_tokens, const aril_top_k& top_k) {

@@ -54,6 +54,9 @@ pub(crate) fn device_count() -> usize {
     CudaContext::device_count().ok().and_then(|count| usize::try_from(count).ok()).unwrap_or(0)
 }
 
+/// More routes than these have their deltas added before the activation and the combine, not with them.
+const MANY_ROUTES: usize = 1024;
+
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
     stream: Arc<CudaStream>,
@@ -160,6 +163,44 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let mut kernel = self.kernel(&self.functions.silu_mul);
         kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
         launch(kernel, gate_up.rows, 1)
+    }
+
+    /// The activation with the deltas of gate_up: at once, or, of many routes, one after the other, which is faster.
+    fn activate_into(
+        &self,
+        layer: &LoraExperts<T>,
+        x: &Matrix<T>,
+        gate_up: &mut Matrix<T>,
+        out: &mut Matrix<T>,
+        Grouped { grouped, .. }: &Grouped<'_>,
+        adapters: &WeightTable<T>,
+    ) -> Result<()> {
+        let (x, workspace) = (x.operand()?, &mut self.workspace.borrow_mut());
+        if gate_up.rows > MANY_ROUTES {
+            layer.add_gate_up_delta(x, gate_up.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
+            return self.silu_mul_into(gate_up, out);
+        }
+        let (y, out) = (gate_up.operand()?, out.operand_mut()?);
+        Ok(layer.activate(x, y, out, Activation::Silu, grouped, adapters, workspace, &self.stream)?)
+    }
+
+    /// The combine with the deltas of down, likewise.
+    fn combine_adapted_into(
+        &self,
+        layer: &LoraExperts<T>,
+        x: &Matrix<T>,
+        down: &mut Matrix<T>,
+        out: &mut Matrix<T>,
+        Grouped { routes, grouped }: &Grouped<'_>,
+        adapters: &WeightTable<T>,
+    ) -> Result<()> {
+        let (x, workspace) = (x.operand()?, &mut self.workspace.borrow_mut());
+        if down.rows > MANY_ROUTES {
+            layer.add_down_delta(x, down.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
+            return self.combine_into(down, routes, out);
+        }
+        let (y, out) = (down.operand()?, out.operand_mut()?);
+        Ok(layer.combine(x, y, out, grouped, adapters, workspace, &self.stream)?)
     }
 
     /// The sum of a token's rows, each times what its route weighs.
@@ -374,14 +415,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         &self,
         layer: &LoraExperts<T>,
         x: &Matrix<T>,
-        gate_up: Matrix<T>,
-        Grouped { grouped, .. }: &Grouped<'_>,
+        mut gate_up: Matrix<T>,
+        grouped: &Grouped<'_>,
         adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
-        let (workspace, silu) = (&mut self.workspace.borrow_mut(), Activation::Silu);
         let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-        let (x, y, target) = (x.operand()?, gate_up.operand()?, out.operand_mut()?);
-        layer.activate(x, y, target, silu, grouped, adapters, workspace, &self.stream)?;
+        self.activate_into(layer, x, &mut gate_up, &mut out, grouped, adapters)?;
         Ok(out)
     }
 
@@ -389,14 +428,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         &self,
         layer: &LoraExperts<T>,
         x: &Matrix<T>,
-        down: Matrix<T>,
-        Grouped { routes, grouped }: &Grouped<'_>,
+        mut down: Matrix<T>,
+        grouped: &Grouped<'_>,
         adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
-        let workspace = &mut self.workspace.borrow_mut();
-        let mut out = self.alloc(routes.weights.rows, down.cols)?;
-        let (x, y, target) = (x.operand()?, down.operand()?, out.operand_mut()?);
-        layer.combine(x, y, target, grouped, adapters, workspace, &self.stream)?;
+        let mut out = self.alloc(grouped.routes.weights.rows, down.cols)?;
+        self.combine_adapted_into(layer, x, &mut down, &mut out, grouped, adapters)?;
         Ok(out)
     }
 

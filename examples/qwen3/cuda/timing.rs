@@ -13,7 +13,7 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
     cuda::{Grouping, LaunchError, LoraExperts, RoutedBatch, WeightTable},
-    model::{Activation, Experts, ModelSpec, TpRank},
+    model::{Experts, ModelSpec, TpRank},
 };
 use cudarc::driver::{
     CudaGraph, result,
@@ -24,7 +24,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::{
     Cuda, Matrix, context,
-    experts::{Plain, Routes},
+    experts::{Grouped, Plain, Routes},
 };
 use crate::{
     device::{Capacity, Device},
@@ -161,27 +161,34 @@ impl Layer<'_> {
     fn enqueue(&self, step: &mut Step<'_>, turn: usize, adapters: Option<&WeightTable<bf16>>) -> Result<()> {
         let Self { device, router, gate_up, down, lora } = self;
         let Step { inputs, buffers, grouping, batch } = step;
-        let (x, workspace) = (&inputs[turn], &mut device.workspace.borrow_mut());
+        let x = &inputs[turn];
         device.gemm.run(x, router, &mut buffers.scores)?;
         buffers.routes.choose(device, &buffers.scores, true)?;
         let routes = &buffers.routes;
         let adapted = match adapters {
-            Some(adapters) => Some((adapters, grouping.update(routes.top_k()?, batch, &device.stream)?)),
+            Some(adapters) => {
+                let grouped = grouping.update(routes.top_k()?, batch, &device.stream)?;
+                Some((adapters, Grouped { routes, grouped }))
+            }
             None => None,
         };
 
         device.gather_into(x, &routes.tokens, &mut buffers.rows)?;
         gate_up.run_into(device, &buffers.rows, routes, &mut buffers.gate_up)?;
-        let Some((adapters, grouped)) = &adapted else {
-            device.silu_mul_into(&buffers.gate_up, &mut buffers.inter)?;
-            down.run_into(device, &buffers.inter, routes, &mut buffers.down)?;
-            return device.combine_into(&buffers.down, routes, &mut buffers.out);
-        };
-        let (y, out, silu) = (buffers.gate_up.operand()?, buffers.inter.operand_mut()?, Activation::Silu);
-        lora.activate(x.operand()?, y, out, silu, grouped, adapters, workspace, &device.stream)?;
+        match &adapted {
+            Some((adapters, grouped)) => {
+                device.activate_into(lora, x, &mut buffers.gate_up, &mut buffers.inter, grouped, adapters)?;
+            }
+            None => device.silu_mul_into(&buffers.gate_up, &mut buffers.inter)?,
+        }
         down.run_into(device, &buffers.inter, routes, &mut buffers.down)?;
-        let (x, y, out) = (buffers.inter.operand()?, buffers.down.operand()?, buffers.out.operand_mut()?);
-        Ok(lora.combine(x, y, out, grouped, adapters, workspace, &device.stream)?)
+        match &adapted {
+            Some((adapters, grouped)) => {
+                let Buffers { inter, down, out, .. } = buffers;
+                device.combine_adapted_into(lora, inter, down, out, grouped, adapters)
+            }
+            None => device.combine_into(&buffers.down, routes, &mut buffers.out),
+        }
     }
 }
 
