@@ -62,8 +62,12 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
                                                 uint32_t tag, const RouteTiles& tiles,
                                                 unsigned char* shared) {
   constexpr int kRows = ActivateStage::kRows;
-  // Steps whose B is on its way.
+  // Steps whose B is on its way, as far as registers go.
+#if __CUDA_ARCH__ >= 900
   constexpr int kAhead = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
+#else
+  constexpr int kAhead = 2;
+#endif
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const Planes planes = planes_of(p);

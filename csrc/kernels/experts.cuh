@@ -358,20 +358,19 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
       }
       fetch_weights(next, chain);
     }
-    if (source.rank > 0) {
-      lane_sums[parity][warp][lane] = lane_sum;
-      meet(set);
-      if (warp % ARIL_LANES_PER_GROUP == 0) {
-        float2 sum = make_float2(0.0f, 0.0f);
+    if (source.rank > 0) lane_sums[parity][warp][lane] = lane_sum;
+    // For every tile, so that nobody writes what is still read, two tiles later.
+    meet(set);
+    if (source.rank > 0 && warp % ARIL_LANES_PER_GROUP == 0) {
+      float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-        for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
-          sum = sum + lane_sums[parity][set * ARIL_LANES_PER_GROUP + l][lane];
-        }
-        const int r = rank_tile * ARIL_RANK_TILE + 2 * q;
-        if (source.v_row >= 0) {
-          store_tagged2(plane + source.v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
-                        r + 1 < source.rank ? sum.y : 0.0f, tag);
-        }
+      for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
+        sum = sum + lane_sums[parity][set * ARIL_LANES_PER_GROUP + l][lane];
+      }
+      const int r = rank_tile * ARIL_RANK_TILE + 2 * q;
+      if (source.v_row >= 0) {
+        store_tagged2(plane + source.v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
+                      r + 1 < source.rank ? sum.y : 0.0f, tag);
       }
     }
     parity ^= 1;
