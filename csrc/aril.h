@@ -176,13 +176,13 @@ typedef struct aril_route_tile {
 // A layer's routes grouped by expert and slot, in device memory, for the operations on its experts.
 // Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them.
 typedef struct aril_groups {
-  aril_route_entry* routes;      // [max_routes] by expert and slot
-  aril_route_tile* tiles;        // [max_routes] of up to ARIL_ROUTES_PER_TILE, in the same order
-  int32_t* num_tiles;            // [2] of those with a slot, which come first; of all
-  aril_route_tile* wide_tiles;   // [max_routes] of up to ARIL_WIDE_TILE, if there are many routes
-  int32_t* num_wide_tiles;       // [2] likewise
-  void* exchange;                // for aril_group alone: a header, zero when it is first used, then
-                                 // [num_experts + 2] of 32 bytes; nothing else may write it
+  aril_route_entry* routes;     // [max_routes] by expert and slot
+  aril_route_tile* tiles;       // [max_routes] of up to ARIL_ROUTES_PER_TILE, in the same order
+  int32_t* num_tiles;           // [2] of those with a slot, which come first; of all
+  aril_route_tile* wide_tiles;  // [max_routes] of up to ARIL_WIDE_TILE, if there are many routes
+  int32_t* num_wide_tiles;      // [2] likewise
+  void* exchange;               // for aril_group alone: a header, zero when it is first used, then
+                                // [num_experts + 2] of 32 bytes; nothing else may write it
 } aril_groups;
 
 typedef struct aril_group_args {
@@ -242,12 +242,12 @@ typedef struct aril_experts_args {
   int32_t dtype;
   int32_t num_tokens;
   int32_t max_tiles;      // of ARIL_TOKENS_PER_TILE tokens
-  int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least; of
-                          // wide tiles, any number
+  int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least;
+                          // of wide tiles, any number
   int32_t expand_blocks;  // likewise. Same bits.
-  // That a warp of expand has, ARIL_OUT_TILE, or more of them if max_rank is at most 16, or with wide
-  // tiles a block, a multiple of ARIL_OUTS_WIDE; from ARIL_ACTIVATE on the least that a warp has,
-  // ARIL_OUTS_PER_UNIT. Same bits.
+  // That a warp of expand has, ARIL_OUT_TILE, or more of them if max_rank is at most 16, or with
+  // wide tiles a block, a multiple of ARIL_OUTS_WIDE; from ARIL_ACTIVATE on the least that a warp
+  // has, ARIL_OUTS_PER_UNIT. Same bits.
   int32_t outs_per_block;
   int32_t form;           // aril_experts_form
   int32_t weighted;       // 0 or 1

@@ -205,10 +205,9 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     activate_kernel(const __grid_constant__ aril_experts_args p,
                     const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T>(p, grid, shared,
-                   [&](uint32_t tag, const RouteTiles& tiles, const Sharing&) {
-                     activate_expand<T>(p, grid, tag, tiles, shared);
-                   });
+  experts_block<T>(p, grid, shared, [&](uint32_t tag, const RouteTiles& tiles, const Sharing&) {
+    activate_expand<T>(p, grid, tag, tiles, shared);
+  });
 }
 
 }  // namespace aril::detail

@@ -3,12 +3,12 @@
 // A projection of experts in bf16 and f16: shrink and expand in one launch, with mma.sync.
 //
 // Most tiles have one or two routes, so this is about streaming weights: as many bytes as possible
-// have to be on their way. A tile has up to 8 routes of one slot to one expert. Four warps of shrink
-// have 8 ranks of a slice and a group of lanes, one each, and meet to add these up; a warp of expand
-// has some outputs of a slice. They have one tile after the other, and bring what the next one
-// needs meanwhile: A to registers, x, B and y to shared memory. Expand takes v from the exchange as
-// blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up once for a
-// token, and expand reads it for all its routes.
+// have to be on their way. A tile has up to 8 routes of one slot to one expert. Four warps of
+// shrink have 8 ranks of a slice and a group of lanes, one each, and meet to add these up; a warp
+// of expand has some outputs of a slice. They have one tile after the other, and bring what the
+// next one needs meanwhile: A to registers, x, B and y to shared memory. Expand takes v from the
+// exchange as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up
+// once for a token, and expand reads it for all its routes.
 //
 // Where another block sorts the routes (sort.cuh), it publishes how many tiles there are beside the
 // launch's tag. No weights are fetched before the wait: what the router chose is not known before.
@@ -17,203 +17,11 @@
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
 #include "few.cuh"
-#include "group.cuh"
 #include "product.cuh"
-#include "sort.cuh"
+#include "route_tiles.cuh"
 #include "tile.cuh"
 
 namespace aril::detail {
-
-constexpr int kExpertsWarps = 8;
-constexpr int kExpertsThreads = 32 * kExpertsWarps;
-
-struct ExpertsGrid {
-  int first_shrink;  // blocks before those of shrink: the one that sorts, if any
-  int shrink_blocks;
-  int rank_tiles, groups;  // a slice's pieces of shrink
-};
-
-__device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
-  const int64_t num_routes = int64_t{p.num_tokens} * p.top_k.top_k;
-  return Planes(num_routes + (p.from_tokens ? p.num_tokens : 0), p.num_slices, p.weights.max_rank);
-}
-
-// The tiles of a launch's routes. The fewest routes are sorted by each block for itself, others
-// stand in lists, which the first block of the launch may be about to write.
-class RouteTiles {
- public:
-  // Waits for predecessors. By a whole block.
-  __device__ __forceinline__ RouteTiles(const aril_experts_args& p, const ExpertsGrid& grid,
-                                        uint32_t tag)
-      : lists_{p.groups.routes, p.groups.tiles}, is_sorted_here_(are_fewest(p.num_tokens, p.top_k)) {
-    __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
-    __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
-    __shared__ int2 published;
-    if (is_sorted_here_) {
-      lists_ = {routes, tiles};
-      num_tiles_ = sort_fewest<kExpertsThreads>(p.top_k, p.routing, p.num_tokens, lists_);
-      return;
-    }
-    wait_for_predecessors();
-    if (grid.first_shrink == 0) {
-      num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
-      return;
-    }
-    // One thread of a block looks: thousands of warps would hold each other up.
-    if (threadIdx.x == 0) {
-      TaggedSums sums;
-      do sums = load_tagged(word(p));
-      while (sums.tag0 != tag);
-      __threadfence();
-      const uint32_t both = __float_as_uint(sums.sum0);
-      published = make_int2(both & 0xffff, both >> 16);
-    }
-    __syncthreads();
-    num_tiles_ = published;
-  }
-
-  // Sorts the routes for all blocks. By the first one.
-  __device__ __forceinline__ static void publish(const aril_experts_args& p, uint32_t tag,
-                                                 unsigned char* shared) {
-    const int2 num_tiles = FewSort<kExpertsThreads>::run(
-        p.top_k, p.routing, p.num_tokens, {p.groups.routes, p.groups.tiles}, shared);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    p.groups.num_tiles[0] = num_tiles.x;
-    p.groups.num_tiles[1] = num_tiles.y;
-    store_tagged(word(p), __uint_as_float(num_tiles.y << 16 | num_tiles.x), tag);
-  }
-
-  // With `all`, those that have no slot, too, which come last.
-  __device__ __forceinline__ int count(bool all) const { return all ? num_tiles_.y : num_tiles_.x; }
-
-  // Slot, expert, where its routes begin, how many.
-  __device__ __forceinline__ int4 tile(int i) const { return load(lists_.tiles + i); }
-
-  __device__ __forceinline__ aril_route_entry route(int i) const {
-    const int4 entry = load(lists_.routes + i);
-    return {entry.x, entry.y, __int_as_float(entry.z), __int_as_float(entry.w)};
-  }
-
- private:
-  __device__ __forceinline__ static void* word(const aril_experts_args& p) {
-    return static_cast<char*>(p.exchange) + ARIL_EXCHANGE_HEADER / 2;
-  }
-
-  __device__ __forceinline__ int4 load(const void* pointer) const {
-    const int4* const vec = static_cast<const int4*>(pointer);
-    return is_sorted_here_ ? *vec : __ldcg(vec);
-  }
-
-  SortedRoutes lists_;
-  bool is_sorted_here_;
-  int2 num_tiles_;
-};
-
-// What a lane needs of a tile, in the order in which it is loaded: each step takes what the one
-// before has loaded, and leaves its own loads on their way.
-struct TileLoads {
-  // In the place of the expert: a tile of tokens, or of a token's routes to any expert.
-  static constexpr int kOfTokens = -1, kOfToken = -2;
-
-  // Slot, expert, where its routes or tokens begin, how many; a slot of -1 is none.
-  int4 tile = {-1, 0, 0, 0};
-  aril_descriptor own = {}, shared = {};
-  aril_route_entry route = {-1, -1, 0.0f, 0.0f};  // in a tile of tokens, the token
-
-  // The descriptors of a slice, and row t of the tile.
-  __device__ __forceinline__ void load_all(const aril_experts_args& p, const RouteTiles& tiles,
-                                           int slice, int t) {
-    own = shared = {};
-    route = {-1, -1, 0.0f, 0.0f};
-    int expert = tile.y;
-    if (expert == kOfToken) {
-      expert = p.top_k.num_experts;
-      if (t < tile.w) {
-        const unsigned id = p.top_k.ids[tile.z + t];
-        route = entry_of(p.top_k, p.routing, p.num_tokens, tile.z + t);
-        if (id < static_cast<unsigned>(p.top_k.num_experts) && route.row != kNowhere) {
-          expert = id;
-        } else {
-          route.route = -1;
-        }
-      }
-    } else if (t < tile.w) {
-      if (expert == kOfTokens) {
-        route.route = p.routing.tokens[tile.z + t];
-      } else {
-        route = tiles.route(tile.z + t);
-      }
-    }
-    if (tile.x < 0 || tile.x >= p.weights.num_slots) return;
-    const aril_descriptor* table =
-        p.weights.table + int64_t{tile.x} * p.weights.num_entries + slice;
-    if (expert < p.top_k.num_experts) own = table[(1 + expert) * p.num_slices];
-    if (tile.y != kOfTokens) shared = *table;
-  }
-
-  // Whether A x of the slice is summed up by token.
-  __device__ __forceinline__ bool shares_a(const aril_experts_args& p) const {
-    return p.from_tokens && is_valid(p, shared) && shared.a != nullptr;
-  }
-
-  // Whether all experts of the slot have the same B, of which there is more in a tile of a token.
-  __device__ __forceinline__ bool shares_b(const aril_experts_args& p) const {
-    return !p.from_tokens && is_valid(p, shared) && shared.b != nullptr;
-  }
-
-  // The slice's rank; 0 where the slot has no such module.
-  __device__ __forceinline__ int rank(const aril_experts_args& p) const {
-    return is_valid(p, own) ? own.rank : 0;
-  }
-
-  // The row of v of expand; -1 if there is none.
-  __device__ __forceinline__ int v_row(const aril_experts_args& p) const {
-    const int num_routes = p.num_tokens * p.top_k.top_k;
-    return route.route < 0 ? -1
-           : shares_a(p)   ? num_routes + route.route / p.top_k.top_k
-                           : route.route;
-  }
-
-  // On v.
-  __device__ __forceinline__ float factor(const aril_experts_args& p) const {
-    const float factor = own.scaling * route.scale;
-    return p.weighted ? factor * route.weight : factor;
-  }
-
- private:
-  __device__ __forceinline__ static bool is_valid(const aril_experts_args& p,
-                                                  const aril_descriptor& module) {
-    return module.rank > 0 && module.rank <= p.weights.max_rank;
-  }
-};
-
-// Whether slots of the batch have the same factor for all experts, A of operations on x by token, B
-// of others: one of them, or all with all their slices, so that there is nothing to do by expert. By a
-// whole warp.
-struct Sharing {
-  bool lane_any = false, lane_all = true;
-
-  __device__ __forceinline__ Sharing(const aril_experts_args& p, bool matters) {
-    if (!matters) return;
-    const int tiles = *p.routing.tiles.count;
-    for (int i = threadIdx.x % 32; i < p.max_tiles; i += 32) {
-      // Both loads are independent: entries beyond the count are read, too.
-      const int slot = p.routing.tiles.all[i].slot;
-      if (i >= tiles || slot < 0 || slot >= p.weights.num_slots) continue;
-      for (int slice = 0; slice < p.num_slices; ++slice) {
-        const aril_descriptor shared = module_of(p.weights, slot, slice);
-        const bool shares = shared.rank > 0 && (p.from_tokens ? shared.a : shared.b) != nullptr;
-        lane_any = lane_any || shares;
-        lane_all = lane_all && shares;
-      }
-    }
-  }
-
-  __device__ __forceinline__ bool any() const { return __any_sync(0xffffffffu, lane_any); }
-  __device__ __forceinline__ bool all() const { return __all_sync(0xffffffffu, lane_all); }
-};
 
 // Four bytes that are read once.
 __device__ __forceinline__ uint32_t load_once(const void* pointer) {
@@ -273,9 +81,9 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   };
   // What the warp streams for a tile.
   struct Source {
-    int rank;       // 0: the set has nothing to do
-    const char* a;  // null likewise, for the warp
-    int count;      // of rows
+    int rank;          // 0: the set has nothing to do
+    const char* a;     // null likewise, for the warp
+    int count;         // of rows
     int x_row, v_row;  // of lane (g, q) the g-th, -1 if there is none
   };
   const auto source_of = [&](const TileLoads& loads) {
@@ -438,9 +246,9 @@ class ExpandShare {
   int begin, end;     // of its outputs
 };
 
-// What a warp of expand has in shared memory: two stages, of B and y, and the terms of v. Of few ranks
-// B comes for all of the warp's outputs at once, of more for one unit of outputs after the other, in
-// chunks.
+// What a warp of expand has in shared memory: two stages, of B and y, and the terms of v. Of few
+// ranks B comes for all of the warp's outputs at once, of more for one unit of outputs after the
+// other, in chunks.
 template <typename T>
 struct ExpandStages {
   // As far as registers go: f16 has B's terms to hold, too.
@@ -528,8 +336,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     return part;
   };
 
-  // Brings B and y of a stage: all outputs, or those from `out` on, with a chunk of ranks, and y with
-  // the last one. y moves 16 bytes at a time, or is read when it is written.
+  // Brings B and y of a stage: all outputs, or those from `out` on, with a chunk of ranks, and y
+  // with the last one. y moves 16 bytes at a time, or is read when it is written.
   const auto fetch = [&](const Part& part, int out, int first_rank_tile) {
     const bool whole = part.rank_tiles <= stages.whole_rank_tiles;
     const int count = min(part.rank_tiles - first_rank_tile, Stages::kRankTiles);
@@ -621,7 +429,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
           float deltas[4][4] = {};
           if (has_deltas) add_products(deltas, both, b, part.rank_tiles > 1 ? rank_bytes : 0);
           if constexpr (decltype(more)::value) {
-            add_products(deltas, terms[0], b + 2 * rank_bytes, part.rank_tiles > 3 ? rank_bytes : 0);
+            add_products(deltas, terms[0], b + 2 * rank_bytes,
+                         part.rank_tiles > 3 ? rank_bytes : 0);
           }
           finish(deltas, out, out / kOutsPerUnit);
           b += kPieceBytes + (out % ARIL_OUT_TILE != 0 ? rest_bytes : 0);

@@ -145,9 +145,9 @@ __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
     __syncthreads();
     if (threadIdx.x == 0) next += gridDim.x;
     if (module.rank > 0) {
-      wide_expand<T>(tile.count, rows, module, outs, stages_shared, ring_bytes, arrivals,
-                     PlaneSums(p.planes, planes_of(p), ceil_div(p.in_features, kGroupFeatures),
-                               true, slice));
+      wide_expand<T>(
+          tile.count, rows, module, outs, stages_shared, ring_bytes, arrivals,
+          PlaneSums(p.planes, planes_of(p), ceil_div(p.in_features, kGroupFeatures), true, slice));
     } else if (outs.overwrites) {
       for (int t = 0; t < tile.count; ++t) {
         T* const y = outs.y + rows[t].y * outs.y_stride + outs.first;

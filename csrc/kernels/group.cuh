@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups more than ARIL_FEW_ROUTES routes of a layer by expert and slot: once, for all operations on
-// the layer's experts. No result depends on the order of routes within a group.
+// Groups more than ARIL_FEW_ROUTES routes of a layer by expert and slot: once, for all operations
+// on the layer's experts. No result depends on the order of routes within a group.
 //
 // There is a block for each expert, one for the routes without a slot, and one for those that are
 // not here: each goes through all routes, first to count its own by slot, then to write them down.
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
       for (int i = threadIdx.x; i < num_listed; i += kGroupThreads) {
         const int route = first + listed[i], slot = slot_of(route);
         const int row = row_of(p.top_k, p.num_tokens, route);
-        if (group_of(p.top_k, p.top_k.ids[route], row, slot) == mine) f(route, has_slots ? slot : 0);
+        if (group_of(p.top_k, p.top_k.ids[route], row, slot) == mine)
+          f(route, has_slots ? slot : 0);
       }
     }
     __syncthreads();
@@ -165,7 +166,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   for (int i = 0; i < kSlotsPerThread; ++i) own = own + counts_of(first_slot + i);
   Scan(storage.scan).ExclusiveScan(own, before, GroupCounts{0, 0, 0}, plus, all);
 
-  // Each group says what it has, and counts what the groups before it have, whose blocks have begun.
+  // Each group says what it has, and counts what the groups before it have, whose blocks have
+  // begun.
   uint64_t* const exchange = tagged_planes(p.groups.exchange);
   if (threadIdx.x == 0) {
     store_tagged2(exchange + 4 * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);

@@ -2,10 +2,10 @@
 //
 // Sorts few routes by expert, slot and number, by one block.
 //
-// Up to 64 are sorted by comparing each with all others: so quickly that every block of an operation
-// does it for itself. (H100: 1 us before a block has its first tile, most of it the router's ids on
-// their way.) More are sorted by the first block of the first operation, which the others wait for:
-// a counting sort by expert of tokens that stand by slot.
+// Up to 64 are sorted by comparing each with all others: so quickly that every block of an
+// operation does it for itself. (H100: 1 us before a block has its first tile, most of it the
+// router's ids on their way.) More are sorted by the first block of the first operation, which the
+// others wait for: a counting sort by expert of tokens that stand by slot.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -81,10 +81,10 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_
   return make_int2(with_slot, __syncthreads_count(is_first));
 }
 
-// Of up to ARIL_FEW_ROUTES. Tokens are taken by slot, so that a counting sort by expert leaves those
-// of a slot together, but for the few that a warp takes at once, whose order is left to chance: at
-// worst they are a tile more. Each warp counts its own by expert, which says where they go once the
-// counts have been added up.
+// Of up to ARIL_FEW_ROUTES. Tokens are taken by slot, so that a counting sort by expert leaves
+// those of a slot together, but for the few that a warp takes at once, whose order is left to
+// chance: at worst they are a tile more. Each warp counts its own by expert, which says where they
+// go once the counts have been added up.
 template <int kThreads>
 class FewSort {
  public:
@@ -106,10 +106,12 @@ class FewSort {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const unsigned lanes_before = (1u << lane) - 1;
     const int parts = parts_of(num_tokens, top_k), num_groups = top_k.num_experts + 2;
-    uint64_t* const counts = reinterpret_cast<uint64_t*>(scratch);  // [groups][parts], a byte a warp
+    uint64_t* const counts =
+        reinterpret_cast<uint64_t*>(scratch);  // [groups][parts], a byte a warp
     uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * parts);  // likewise
     uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(parts, top_k));
-    // Sorted here first: rows of 16 bytes in any order are slow to go to global memory. (H100: 3 us)
+    // Sorted here first: rows of 16 bytes in any order are slow to go to global memory. (H100: 3
+    // us)
     aril_route_entry* const routes = reinterpret_cast<aril_route_entry*>(keys + ARIL_FEW_ROUTES);
     uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_FEW_ROUTES);
 
@@ -154,7 +156,8 @@ class FewSort {
     for (int part = 0; part < kParts; ++part) {
       if (group[part] == kNowhere) continue;
       const int shift = warp % 4 * 8;
-      uint32_t* const word = reinterpret_cast<uint32_t*>(counts + group[part] * parts + part) + warp / 4;
+      uint32_t* const word =
+          reinterpret_cast<uint32_t*>(counts + group[part] * parts + part) + warp / 4;
       at[part] = atomicAdd(word, 1u << shift) >> shift & 0xff;
     }
     __syncthreads();
@@ -194,12 +197,12 @@ class FewSort {
     for (int part = 0; part < kParts; ++part) {
       if (part >= parts) break;
       const int i = part * kThreads + thread;
-      const bool begins_here =
-          i < num_sorted && (i == 0 || keys[i] != keys[i - 1]);
+      const bool begins_here = i < num_sorted && (i == 0 || keys[i] != keys[i - 1]);
       const unsigned all = __ballot_sync(kAll, begins_here);
       const unsigned up_to = all & (lanes_before | 1u << lane);
       first[part] = up_to == 0 ? -1 : row_of(part) * 32 + 31 - __clz(up_to);
-      if (lane == 0) last_firsts[row_of(part)] = all == 0 ? -1 : row_of(part) * 32 + 31 - __clz(all);
+      if (lane == 0)
+        last_firsts[row_of(part)] = all == 0 ? -1 : row_of(part) * 32 + 31 - __clz(all);
     }
     __syncthreads();
     unsigned leads[kParts];
@@ -247,7 +250,8 @@ class FewSort {
   static_assert(ARIL_MAX_SLOTS < 1 << kSlotBits && ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits));
 
   __host__ __device__ __forceinline__ static int counted_bytes(int parts, const aril_top_k& top_k) {
-    const int bytes = (top_k.num_experts + 2) * parts * static_cast<int>(sizeof(uint64_t) + sizeof(uint16_t));
+    const int bytes =
+        (top_k.num_experts + 2) * parts * static_cast<int>(sizeof(uint64_t) + sizeof(uint16_t));
     return ceil_div(bytes, 16) * 16;
   }
 
