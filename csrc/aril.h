@@ -174,7 +174,8 @@ typedef struct aril_route_tile {
 } aril_route_tile;
 
 // A layer's routes grouped by expert and slot, in device memory, for the operations on its experts.
-// Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them.
+// Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them; up to ARIL_FEWEST_ROUTES by
+// nobody.
 typedef struct aril_groups {
   aril_route_entry* routes;     // [max_routes] by expert and slot
   aril_route_tile* tiles;       // [max_routes] of up to ARIL_ROUTES_PER_TILE, in the same order
@@ -252,7 +253,8 @@ typedef struct aril_experts_args {
   int32_t form;           // aril_experts_form
   int32_t weighted;       // 0 or 1
   int32_t rows_weighted;  // of ARIL_COMBINE: 1 if y's rows are multiplied by the weights already
-  int32_t groups_routes;  // 1: no operation on the layer's experts has grouped this step's routes
+  // 1: more than ARIL_FEWEST_ROUTES, up to ARIL_FEW_ROUTES, of which there are no groups yet.
+  int32_t groups_routes;
   int32_t wide;           // 1: more than ARIL_FEW_ROUTES are added or written by wide tiles
   int32_t from_tokens;    // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;

@@ -15,15 +15,13 @@ using detail::ceil_div;
 
 template <typename T>
 int32_t experts(aril_experts_args args, void* stream) {
-  const bool sorts = args.groups_routes && detail::are_few(args.num_tokens, args.top_k) &&
-                     !detail::are_fewest(args.num_tokens, args.top_k);
-  const detail::ExpertsGrid grid = {sorts, args.shrink_blocks,
+  const detail::ExpertsGrid grid = {args.groups_routes, args.shrink_blocks,
                                     ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
                                     ceil_div(args.in_features, detail::kGroupFeatures)};
   const auto launch_with = [&](auto kernel, int of_warp) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
     int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * of_warp);
-    if (sorts) {
+    if (args.groups_routes) {
       using Sort = detail::FewSort<detail::kExpertsThreads>;
       bytes = max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k));
     }

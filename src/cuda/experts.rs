@@ -150,8 +150,8 @@ impl Grouping {
         Ok(Self { raw, kernels: kernels.clone(), memory })
     }
 
-    /// Takes what a layer's router chose for the tokens of `batch`. Many routes are grouped by a kernel that this enqueues; few by
-    /// the first operation on them.
+    /// Takes what a layer's router chose for the tokens of `batch`. Many routes are grouped by a kernel that this enqueues, few by the
+    /// operations on them.
     ///
     /// # Errors
     /// If the router chose for other tokens than the batch has, or for more than there is room for. Nothing was enqueued.

@@ -171,7 +171,7 @@ impl Grouping {
     }
 
     /// Takes what a layer's router chose for the tokens of `batch`, and enqueues the grouping kernel if there are too many routes for
-    /// the first operation to group them by itself.
+    /// the operations to sort them by themselves.
     ///
     /// # Errors
     /// `Capacity` if there are more tokens or experts for each than it was made for; then nothing was enqueued.
@@ -179,7 +179,7 @@ impl Grouping {
     /// # Safety
     /// - **Validity.** `top_k` addresses a value for each route of the batch's tokens, and `stream` is a stream of the kernels'
     ///   context.
-    /// - **Liveness.** They stay mapped until the first operation on the routes has run.
+    /// - **Liveness.** They stay mapped until all operations on the routes have run.
     /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the routes.
     pub unsafe fn group(
         &mut self,
@@ -199,7 +199,9 @@ impl Grouping {
             // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
             check(unsafe { ffi::aril_group(&args, stream.as_raw()) })?;
         }
-        let grouped = batch.num_tokens * top_k.top_k > ffi::ARIL_FEW_ROUTES as usize;
+        // The fewest are sorted by every operation, the most have just been grouped.
+        let by_the_first = ffi::ARIL_FEWEST_ROUTES as usize + 1..=ffi::ARIL_FEW_ROUTES as usize;
+        let grouped = !by_the_first.contains(&(batch.num_tokens * top_k.top_k));
         Ok(GroupedRoutes {
             batch,
             top_k: raw,
@@ -211,8 +213,8 @@ impl Grouping {
     }
 }
 
-/// A layer's routes of a step. The first operation on them that is enqueued groups them for the others, if they are few: so all are
-/// enqueued on one stream, and replayed in the order in which they were captured.
+/// A layer's routes of a step. The first operation on them that is enqueued may group them for the others: so all are enqueued on one
+/// stream, and replayed in the order in which they were captured.
 #[derive(Debug)]
 pub struct GroupedRoutes {
     batch: RoutedBatch,
