@@ -315,6 +315,24 @@ fn activation_code(activation: Activation) -> (i32, f32, f32) {
     (code.cast_signed(), alpha, limit)
 }
 
+macro_rules! operation {
+    ($(#[$doc:meta])* $name:ident, $form:ident) => {
+        $(#[$doc])*
+        pub unsafe fn $name(
+            &self,
+            x: MatrixRef,
+            y: MatrixMut,
+            weights: LayerWeights,
+            routes: &GroupedRoutes,
+            workspace: Workspace,
+            stream: Stream,
+        ) -> Result<(), LaunchError> {
+            // SAFETY: the caller's obligations.
+            unsafe { self.launch(x, Form::$form { y }, weights, routes, workspace, stream) }
+        }
+    };
+}
+
 impl LoraExperts {
     /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to `top_k` routes.
     ///
@@ -343,53 +361,35 @@ impl LoraExperts {
         &self.site
     }
 
-    /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert. What
-    /// has no adapter keeps `y` bit for bit.
-    ///
-    /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
-    /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves); `workspace` has
-    /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes), and `weights` are of the layer of the first entry of
-    /// [`ExpertsSite::gate_up`](crate::model::ExpertsSite::gate_up). Allocates nothing, waits for nothing, and may be captured in a
-    /// CUDA graph.
-    ///
-    /// # Errors
-    /// If the operands don't fit the plan; then nothing was enqueued.
-    ///
-    /// # Safety
-    /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with the routes beside the batch. No two routes have the same
-    /// row.
-    pub unsafe fn add_gate_up_delta(
-        &self,
-        x: MatrixRef,
-        y: MatrixMut,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch(x, Form::AddGateUp { y }, weights, routes, workspace, stream) }
+    operation! {
+        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert. What
+        /// has no adapter keeps `y` bit for bit.
+        ///
+        /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
+        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves); `workspace` has
+        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes), and `weights` are of the layer of the first entry of
+        /// [`ExpertsSite::gate_up`](crate::model::ExpertsSite::gate_up). Allocates nothing, waits for nothing, and may be captured in a
+        /// CUDA graph.
+        ///
+        /// # Errors
+        /// If the operands don't fit the plan; then nothing was enqueued.
+        ///
+        /// # Safety
+        /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with the routes beside the batch. No two routes have the same
+        /// row.
+        add_gate_up_delta, AddGateUp
     }
 
-    /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice that
-    /// has no adapter or is not here. Rows that no route has are left as they are.
-    ///
-    /// # Errors
-    /// As for `add_gate_up_delta`.
-    ///
-    /// # Safety
-    /// As for `add_gate_up_delta`.
-    pub unsafe fn write_gate_up_delta(
-        &self,
-        x: MatrixRef,
-        y: MatrixMut,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch(x, Form::WriteGateUp { y }, weights, routes, workspace, stream) }
+    operation! {
+        /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice that
+        /// has no adapter or is not here. Rows that no route has are left as they are.
+        ///
+        /// # Errors
+        /// As for `add_gate_up_delta`.
+        ///
+        /// # Safety
+        /// As for `add_gate_up_delta`.
+        write_gate_up_delta, WriteGateUp
     }
 
     /// Enqueues the activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route
@@ -422,73 +422,46 @@ impl LoraExperts {
         unsafe { self.launch(x, Form::Activate { y, out, activation }, weights, routes, workspace, stream) }
     }
 
-    /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
-    /// combine, and without its weights unless these are [on the rows](TopK::on_rows).
-    ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`; `weights` are of the layer of the first entry
-    /// of [`ExpertsSite::down`](crate::model::ExpertsSite::down).
-    ///
-    /// # Errors
-    /// As for [`add_gate_up_delta`](Self::add_gate_up_delta).
-    ///
-    /// # Safety
-    /// As for `add_gate_up_delta`.
-    pub unsafe fn add_down_delta(
-        &self,
-        x: MatrixRef,
-        y: MatrixMut,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch(x, Form::AddDown { y }, weights, routes, workspace, stream) }
+    operation! {
+        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
+        /// combine, and without its weights unless these are [on the rows](TopK::on_rows).
+        ///
+        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`; `weights` are of the layer of the first entry
+        /// of [`ExpertsSite::down`](crate::model::ExpertsSite::down).
+        ///
+        /// # Errors
+        /// As for [`add_gate_up_delta`](Self::add_gate_up_delta).
+        ///
+        /// # Safety
+        /// As for `add_gate_up_delta`.
+        add_down_delta, AddDown
     }
 
-    /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
-    /// or is not here. Rows that no route has are left as they are.
-    ///
-    /// # Errors
-    /// As for `add_gate_up_delta`.
-    ///
-    /// # Safety
-    /// As for `add_gate_up_delta`.
-    pub unsafe fn write_down_delta(
-        &self,
-        x: MatrixRef,
-        y: MatrixMut,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch(x, Form::WriteDown { y }, weights, routes, workspace, stream) }
+    operation! {
+        /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
+        /// or is not here. Rows that no route has are left as they are.
+        ///
+        /// # Errors
+        /// As for `add_gate_up_delta`.
+        ///
+        /// # Safety
+        /// As for `add_gate_up_delta`.
+        write_down_delta, WriteDown
     }
 
-    /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
-    /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
-    ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`; `weights` are those of
-    /// [`add_down_delta`](Self::add_down_delta).
-    ///
-    /// # Errors
-    /// As for `add_gate_up_delta`.
-    ///
-    /// # Safety
-    /// As for `add_gate_up_delta`.
-    pub unsafe fn add_combined_delta(
-        &self,
-        x: MatrixRef,
-        y: MatrixMut,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch(x, Form::AddCombined { y }, weights, routes, workspace, stream) }
+    operation! {
+        /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
+        /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
+        ///
+        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`; `weights` are those of
+        /// [`add_down_delta`](Self::add_down_delta).
+        ///
+        /// # Errors
+        /// As for `add_gate_up_delta`.
+        ///
+        /// # Safety
+        /// As for `add_gate_up_delta`.
+        add_combined_delta, AddCombined
     }
 
     /// Enqueues the combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here
