@@ -3,6 +3,7 @@
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=csrc");
+    println!("cargo:rerun-if-env-changed=DOCS_RS");
     #[cfg(feature = "bindgen")]
     bindings::generate();
     #[cfg(feature = "cuda")]
@@ -45,7 +46,7 @@ mod kernels {
     const EXAMPLE_HEADER: &str = "examples/qwen3/experts.cuh";
 
     pub(super) fn compile() {
-        for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS", "DOCS_RS"] {
+        for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS"] {
             println!("cargo:rerun-if-env-changed={variable}");
         }
         let Some(nvcc) = find_nvcc() else {
