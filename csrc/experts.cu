@@ -18,14 +18,15 @@ int32_t experts(aril_experts_args args, void* stream) {
   const detail::ExpertsGrid grid = {args.groups_routes, args.shrink_blocks,
                                     ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
                                     ceil_div(args.in_features, detail::kGroupFeatures)};
-  const auto launch_with = [&](auto kernel, int of_warp) {
+  const auto launch_with = [&](auto kernel, int of_warp, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
     int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * of_warp);
     if (args.groups_routes) {
       using Sort = detail::FewSort<detail::kExpertsThreads>;
       bytes = max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k));
     }
-    return launch(kernel, dim3(blocks), detail::kExpertsThreads, bytes, stream, args, grid);
+    return launch(kernel, dim3(blocks), detail::kExpertsThreads, bytes, stream, args, grid,
+                  more...);
   };
   switch (args.form) {
     case ARIL_ACTIVATE:
@@ -36,18 +37,18 @@ int32_t experts(aril_experts_args args, void* stream) {
     default:
       break;
   }
+  const auto stages = [&] {
+    return detail::ExpandStages(detail::kWholeRankTiles<T>, args.weights.max_rank,
+                                args.outs_per_block);
+  };
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
-  const auto of_warp = [&] {
-    return detail::ExpandStages<T>(args.weights, args.outs_per_block).of_warp;
-  };
-  // The least has room everywhere.
-  if (detail::kExpertsWarps * of_warp() > max_bytes) {
+  if (detail::kExpertsWarps * stages().of_warp > max_bytes) {
     args.outs_per_block = ARIL_OUT_TILE;
     const int pieces = args.num_slices * ceil_div(args.out_features, ARIL_OUT_TILE);
     args.expand_blocks = max(args.expand_blocks, ceil_div(pieces, detail::kExpertsWarps));
   }
-  return launch_with(detail::experts_kernel<T>, of_warp());
+  return launch_with(detail::experts_kernel<T>, stages().of_warp, stages());
 }
 
 int32_t experts_f32(const aril_experts_args& args, void* stream) {

@@ -254,9 +254,7 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     combine_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T>(p, grid, shared, [&](uint32_t tag, const RouteTiles&, const Sharing&) {
-    combine_expand<T>(p, grid, tag, shared);
-  });
+  experts_block<T>(p, grid, shared, [&](uint32_t tag) { combine_expand<T>(p, grid, tag, shared); });
 }
 
 }  // namespace aril::detail

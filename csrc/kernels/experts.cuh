@@ -14,6 +14,9 @@
 // launch's tag. No weights are fetched before the wait: what the router chose is not known before.
 #pragma once
 
+#include <type_traits>
+
+#include "../common/launch.cuh"
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
 #include "few.cuh"
@@ -129,23 +132,17 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     commit_copies();
   };
 
-  TileLoads loads;
-  loads.tile = load_tile(index / pieces);
-  loads.load_all(p, tiles, slice, g);
-  int4 after = load_tile(index / pieces + stride);
-  Source source = source_of(loads);
-  loads.tile = after;
-  loads.load_all(p, tiles, slice, g);
-  after = load_tile(index / pieces + 2 * stride);
+  TileQueue queue(p, tiles, slice, g, load_tile, index / pieces);
+  queue.advance(index / pieces + stride);
+  Source source = source_of(queue.loads);
+  queue.advance(index / pieces + 2 * stride);
 #pragma unroll
   for (int chain = 0; chain < kChains; ++chain) fetch_weights(source, chain);
   fetch_inputs(source, 0);
   int parity = 0;
   for (int i = index / pieces; i < last; i += stride) {
-    const Source next = source_of(loads);
-    loads.tile = after;
-    loads.load_all(p, tiles, slice, g);
-    after = load_tile(i + 3 * stride);
+    const Source next = source_of(queue.loads);
+    queue.advance(i + 3 * stride);
     fetch_inputs(next, parity ^ 1);
     wait_for_copies<1>();
     __syncwarp();
@@ -246,34 +243,53 @@ class ExpandShare {
   int begin, end;     // of its outputs
 };
 
-// What a warp of expand has in shared memory: two stages, of B and y, and the terms of v. Of few
-// ranks B comes for all of the warp's outputs at once, of more for one unit of outputs after the
-// other, in chunks.
+// Rank tiles of B that come for all of a warp's outputs at once, up to: as far as registers go, and
+// f16 has B's terms to hold, too.
 template <typename T>
+constexpr int kWholeRankTiles = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
+
+// What a warp of expand has in shared memory: two stages, of B and y, and the terms of v. Of more
+// ranks B comes for one unit of outputs after the other, in chunks.
 struct ExpandStages {
-  // As far as registers go: f16 has B's terms to hold, too.
-  static constexpr int kWholeRankTiles = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
   static constexpr int kRankTiles = 6;                                   // of a chunk, up to
   static constexpr int kPieceBytes = kOutsPerUnit * ARIL_RANK_TILE * 2;  // of B: a rank tile
   static constexpr int kBaseBytes = 32 * 16;                             // of y: a unit
 
-  int whole_rank_tiles, b_bytes, bytes, of_warp;
+  int whole_rank_tiles = 0, b_bytes = 0, bytes = 0, of_warp = 0;
 
-  __host__ __device__ __forceinline__ ExpandStages(const aril_weights& weights, int outs) {
-    const int rank_tiles = min(ceil_div(weights.max_rank, ARIL_RANK_TILE), kRankTiles);
+  constexpr ExpandStages(int max_whole_rank_tiles, int max_rank, int outs) {
+    const int all_rank_tiles = ceil_div(max_rank, ARIL_RANK_TILE);
+    const int rank_tiles = all_rank_tiles < kRankTiles ? all_rank_tiles : kRankTiles;
     const int units = outs / kOutsPerUnit;
-    whole_rank_tiles = rank_tiles <= kWholeRankTiles ? rank_tiles : 2;
-    b_bytes = max(units * whole_rank_tiles, rank_tiles) * kPieceBytes;
+    whole_rank_tiles = rank_tiles <= max_whole_rank_tiles ? rank_tiles : 2;
+    const int pieces = units * whole_rank_tiles;
+    b_bytes = (pieces > rank_tiles ? pieces : rank_tiles) * kPieceBytes;
     bytes = b_bytes + units * kBaseBytes;
-    of_warp = 2 * bytes + ceil_div(rank_tiles, 2) * 32 * static_cast<int>(sizeof(uint4));
+    // Where all ranks are whole, the terms of the first step stay in registers.
+    const int steps = ceil_div(rank_tiles, 2) - (rank_tiles == whole_rank_tiles);
+    of_warp = 2 * bytes + steps * 32 * static_cast<int>(sizeof(uint4));
   }
 };
 
+// Devices of compute capability 8.6 and 8.9 have the least shared memory: 99 KB for a block. So
+// many warps with one output tile each have room there.
+constexpr bool have_room_everywhere(int max_whole_rank_tiles) {
+  constexpr int kBytes = (99 << 10) - kStaticBytes;
+  for (int rank = 1; rank <= ARIL_MAX_RANK; ++rank) {
+    const ExpandStages stages(max_whole_rank_tiles, rank, ARIL_OUT_TILE);
+    if (kExpertsWarps * stages.of_warp > kBytes) return false;
+  }
+  return kExpertsShrinkBytes <= kBytes;
+}
+static_assert(have_room_everywhere(kWholeRankTiles<__nv_bfloat16>));
+static_assert(have_room_everywhere(kWholeRankTiles<__half>));
+
 template <typename T>
 __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const ExpertsGrid& grid,
-                                               uint32_t tag, const RouteTiles& tiles,
-                                               const Sharing& sharing, unsigned char* shared) {
-  constexpr int kPieceBytes = ExpandStages<T>::kPieceBytes;
+                                               const ExpandStages& stages, uint32_t tag,
+                                               const RouteTiles& tiles, const Sharing& sharing,
+                                               unsigned char* shared) {
+  constexpr int kPieceBytes = ExpandStages::kPieceBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool overwrites = p.form == ARIL_WRITE;
   // Tiles of tokens, for slots that share B, come before those of experts.
@@ -285,8 +301,6 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const int first_block = grid.first_shrink + grid.shrink_blocks;
   const int warps = (gridDim.x - first_block) * kExpertsWarps;
   const int index = (blockIdx.x - first_block) * kExpertsWarps + warp;
-  using Stages = ExpandStages<T>;
-  const Stages stages(p.weights, p.outs_per_block);
   const auto pieces_of = [&](int outs) { return p.num_slices * ceil_div(p.out_features, outs); };
   // Where there are few tiles, more warps have one.
   const bool are_few = last * pieces_of(ARIL_OUT_TILE) <= warps;
@@ -340,7 +354,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   // with the last one. y moves 16 bytes at a time, or is read when it is written.
   const auto fetch = [&](const Part& part, int out, int first_rank_tile) {
     const bool whole = part.rank_tiles <= stages.whole_rank_tiles;
-    const int count = min(part.rank_tiles - first_rank_tile, Stages::kRankTiles);
+    const int count = min(part.rank_tiles - first_rank_tile, ExpandStages::kRankTiles);
     // A unit alone is half of an output tile.
     const char* b = part.b +
                     (out / ARIL_OUT_TILE * part.rank_tiles + first_rank_tile) * 2 * kPieceBytes +
@@ -353,7 +367,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     if (first_rank_tile + count == part.rank_tiles && !overwrites && part.y != nullptr) {
       to = other + stages.b_bytes + lane * 16;
       const int end = whole ? outs.count : out + kOutsPerUnit;
-      for (; out < end; out += kOutsPerUnit, to += Stages::kBaseBytes) {
+      for (; out < end; out += kOutsPerUnit, to += ExpandStages::kBaseBytes) {
         if (Outs<T>::whole(valid - out, aligned)) copy_async(to, part.y + out);
       }
     }
@@ -365,21 +379,15 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     other = done;
   };
 
-  TileLoads loads;
-  loads.tile = load_tile(index / pieces);
-  loads.load_all(p, tiles, slice, g);
-  int4 after = load_tile(index / pieces + stride);
-  Part part = part_of(loads);
-  loads.tile = after;
-  loads.load_all(p, tiles, slice, g);
-  after = load_tile(index / pieces + 2 * stride);
+  TileQueue queue(p, tiles, slice, g, load_tile, index / pieces);
+  queue.advance(index / pieces + stride);
+  Part part = part_of(queue.loads);
+  queue.advance(index / pieces + 2 * stride);
   fetch(part, 0, 0);
   swap_stages();
   for (int i = index / pieces; i < last; i += stride) {
-    const Part next = part_of(loads);
-    loads.tile = after;
-    loads.load_all(p, tiles, slice, g);
-    after = load_tile(i + 3 * stride);
+    const Part next = part_of(queue.loads);
+    queue.advance(i + 3 * stride);
     const auto terms_of = [&](int rank_tile) {
       const float4 v = load_v(plane + rank_tile * ARIL_RANK_TILE, planes, grid.groups, part.v_row,
                               rank_tile + 1 < part.rank_tiles, tag) *
@@ -409,7 +417,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
       Outs<T> base;
       if (!overwrites) {
         base.bits = *reinterpret_cast<const uint4*>(stage + stages.b_bytes +
-                                                    unit * Stages::kBaseBytes + lane * 16);
+                                                    unit * ExpandStages::kBaseBytes + lane * 16);
       }
       base.add(part.y + out * outs.step, outs.step, deltas, 0, valid - out, aligned, overwrites);
     };
@@ -418,7 +426,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
       const bool has_deltas = part.rank_tiles > 0;
       uint4 both = make_uint4(0, 0, 0, 0);
       if (has_deltas) both = terms_of(0);
-      const bool has_more = Stages::kWholeRankTiles > 2 && part.rank_tiles > 2;
+      const bool has_more = kWholeRankTiles<T> > 2 && part.rank_tiles > 2;
       if (has_more) terms[0] = terms_of(2);
       wait_for_copies<1>();
       __syncwarp();
@@ -446,7 +454,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     } else {
       float deltas[4][4] = {};
       for (int out = 0, first = 0; out < outs.count;) {
-        const int count = min(part.rank_tiles - first, Stages::kRankTiles);
+        const int count = min(part.rank_tiles - first, ExpandStages::kRankTiles);
         const bool is_last = first + count == part.rank_tiles;
         const int next_out = is_last ? out + kOutsPerUnit : out;
         const bool ends = next_out >= outs.count;
@@ -481,7 +489,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   }
 }
 
-// A block of a launch: it sorts, has a part of shrink, or calls expand(tag, tiles, sharing).
+// A block of a launch: it sorts, has a part of shrink, or calls expand(tag, tiles, sharing), or, of
+// an operation that expands tokens, expand(tag).
 template <typename T, typename Expand>
 __device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
                                               unsigned char* shared, const Expand& expand) {
@@ -491,13 +500,18 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
   if (index < 0) return RouteTiles::publish(p, tag, shared);
   const bool shrinks = index < grid.shrink_blocks;
+  if constexpr (std::is_invocable_v<Expand, uint32_t>) {
+    if (!shrinks) {
+      wait_for_predecessors();
+      return expand(tag);
+    }
+  }
   const Sharing sharing(p, shrinks == (p.from_tokens != 0));
   const RouteTiles tiles(p, grid, tag);
-  if (shrinks) {
-    experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
-  } else {
-    expand(tag, tiles, sharing);
+  if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
+    if (!shrinks) return expand(tag, tiles, sharing);
   }
+  experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
 }
 
 constexpr int kExpertsBlocks = 2;  // of a multiprocessor
@@ -505,11 +519,12 @@ constexpr int kExpertsBlocks = 2;  // of a multiprocessor
 template <typename T>
 __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     experts_kernel(const __grid_constant__ aril_experts_args p,
-                   const __grid_constant__ ExpertsGrid grid) {
+                   const __grid_constant__ ExpertsGrid grid,
+                   const __grid_constant__ ExpandStages stages) {
   extern __shared__ __align__(128) unsigned char shared[];
   experts_block<T>(p, grid, shared,
                    [&](uint32_t tag, const RouteTiles& tiles, const Sharing& sharing) {
-                     experts_expand<T>(p, grid, tag, tiles, sharing, shared);
+                     experts_expand<T>(p, grid, stages, tag, tiles, sharing, shared);
                    });
 }
 

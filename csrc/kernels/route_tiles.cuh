@@ -178,6 +178,37 @@ struct TileLoads {
   }
 };
 
+// What a lane needs of a slice of its warp's tiles, one after the other: the loads of a tile are on
+// their way while the one before is worked on, and so is what the one behind is of. Row t of each.
+template <typename LoadTile>
+class TileQueue {
+ public:
+  TileLoads loads;
+
+  __device__ __forceinline__ TileQueue(const aril_experts_args& p, const RouteTiles& tiles,
+                                       int slice, int t, const LoadTile& load_tile, int first)
+      : p_(p),
+        tiles_(tiles),
+        slice_(slice),
+        t_(t),
+        load_tile_(load_tile),
+        after_(load_tile(first)) {}
+
+  // Goes on to the next tile; `after` is the number of the one behind it.
+  __device__ __forceinline__ void advance(int after) {
+    loads.tile = after_;
+    loads.load_all(p_, tiles_, slice_, t_);
+    after_ = load_tile_(after);
+  }
+
+ private:
+  const aril_experts_args& p_;
+  const RouteTiles& tiles_;
+  int slice_, t_;
+  const LoadTile& load_tile_;
+  int4 after_;
+};
+
 // Whether slots of the batch have the same factor for all experts, A of operations on x by token, B
 // of others: one of them, or all with all their slices, so that there is nothing to do by expert.
 // By a whole warp.

@@ -2,10 +2,9 @@
 //
 // Sorts few routes by expert, slot and number, by one block.
 //
-// Up to 64 are sorted by comparing each with all others: so quickly that every block of an
-// operation does it for itself. (H100: 1 us before a block has its first tile, most of it the
-// router's ids on their way.) More are sorted by the first block of the first operation, which the
-// others wait for: a counting sort by expert of tokens that stand by slot.
+// Up to 64 are sorted by comparing each with all others, which every block of an operation does for
+// itself, so that none waits for another. More are sorted by the first block of the first
+// operation, which the others wait for: a counting sort by expert of tokens that stand by slot.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -106,12 +105,12 @@ class FewSort {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const unsigned lanes_before = (1u << lane) - 1;
     const int parts = parts_of(num_tokens, top_k), num_groups = top_k.num_experts + 2;
-    uint64_t* const counts =
-        reinterpret_cast<uint64_t*>(scratch);  // [groups][parts], a byte a warp
-    uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * parts);  // likewise
+    // [groups][parts], of the counts a byte for each warp
+    uint64_t* const counts = reinterpret_cast<uint64_t*>(scratch);
+    uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * parts);
     uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(parts, top_k));
-    // Sorted here first: rows of 16 bytes in any order are slow to go to global memory. (H100: 3
-    // us)
+    // Sorted here first: 16 bytes at a time, in any order, are slow to go to global memory. (H100:
+    // up to 3 us)
     aril_route_entry* const routes = reinterpret_cast<aril_route_entry*>(keys + ARIL_FEW_ROUTES);
     uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_FEW_ROUTES);
 
