@@ -174,8 +174,8 @@ typedef struct aril_route_tile {
 } aril_route_tile;
 
 // A layer's routes grouped by expert and slot, in device memory, for the operations on its experts.
-// Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them; up to ARIL_FEWEST_ROUTES by
-// nobody.
+// Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them; up to ARIL_FEWEST_ROUTES
+// by nobody.
 typedef struct aril_groups {
   aril_route_entry* routes;     // [max_routes] by expert and slot
   aril_route_tile* tiles;       // [max_routes] of up to ARIL_ROUTES_PER_TILE, in the same order
@@ -243,20 +243,22 @@ typedef struct aril_experts_args {
   int32_t dtype;
   int32_t num_tokens;
   int32_t max_tiles;      // of ARIL_TOKENS_PER_TILE tokens
-  int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least;
-                          // of wide tiles, any number
+  int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least
   int32_t expand_blocks;  // likewise. Same bits.
-  // That a warp of expand has, ARIL_OUT_TILE, or more of them if max_rank is at most 16, or with
-  // wide tiles a block, a multiple of ARIL_OUTS_WIDE; from ARIL_ACTIVATE on the least that a warp
-  // has, ARIL_OUTS_PER_UNIT. Same bits.
+  // That a warp of expand has, ARIL_OUT_TILE, or more of them if max_rank is at most 16; from
+  // ARIL_ACTIVATE on the least that a warp has, ARIL_OUTS_PER_UNIT. Same bits.
   int32_t outs_per_block;
+  // If more than ARIL_FEW_ROUTES may be added or written by wide tiles, any number of blocks, and
+  // the outputs that one of expand has, a multiple of ARIL_OUTS_WIDE. Otherwise 0. Same bits.
+  int32_t wide_shrink_blocks;
+  int32_t wide_expand_blocks;
+  int32_t wide_outs_per_block;
   int32_t form;           // aril_experts_form
   int32_t weighted;       // 0 or 1
   int32_t rows_weighted;  // of ARIL_COMBINE: 1 if y's rows are multiplied by the weights already
   // 1: more than ARIL_FEWEST_ROUTES, up to ARIL_FEW_ROUTES, of which there are no groups yet.
   int32_t groups_routes;
-  int32_t wide;           // 1: more than ARIL_FEW_ROUTES are added or written by wide tiles
-  int32_t from_tokens;    // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
+  int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features;  // of each slice

@@ -15,9 +15,9 @@ using detail::ceil_div;
 
 template <typename T>
 int32_t experts(aril_experts_args args, void* stream) {
-  const detail::ExpertsGrid grid = {args.groups_routes, args.shrink_blocks,
-                                    ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
-                                    ceil_div(args.in_features, detail::kGroupFeatures)};
+  const detail::ExpertsGrid grid = {
+      args.groups_routes, args.shrink_blocks, ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
+      ceil_div(args.in_features, detail::kGroupFeatures), args.wide_shrink_blocks > 0};
   const auto launch_with = [&](auto kernel, int of_warp, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
     int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * of_warp);
@@ -63,7 +63,7 @@ template <typename T, int kColumns>
 int32_t shrink_wide_as(const aril_experts_args& args, int columns, void* stream) {
   int warpgroups, smem_bytes;
   ARIL_TRY(detail::wide_shrink_blocks<kColumns>(columns, warpgroups, smem_bytes));
-  return launch(detail::experts_shrink_wide_kernel<T, kColumns>, dim3(args.shrink_blocks),
+  return launch(detail::experts_shrink_wide_kernel<T, kColumns>, dim3(args.wide_shrink_blocks),
                 warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args,
                 ceil_div(columns, kColumns * warpgroups));
 }
@@ -74,9 +74,10 @@ int32_t experts_wide(const aril_experts_args& args, void* stream) {
   ARIL_TRY(columns <= 2   ? (shrink_wide_as<T, 2>(args, columns, stream))
            : columns <= 4 ? (shrink_wide_as<T, 4>(args, columns, stream))
                           : (shrink_wide_as<T, detail::kMaxColumns>(args, columns, stream)));
+  ARIL_TRY(experts<T>(args, stream));
   int ring_bytes, smem_bytes;
   ARIL_TRY(detail::wide_expand_smem(args.weights, ring_bytes, smem_bytes));
-  return launch(detail::experts_expand_wide_kernel<T>, dim3(args.expand_blocks),
+  return launch(detail::experts_expand_wide_kernel<T>, dim3(args.wide_expand_blocks),
                 detail::kExpandThreads, smem_bytes, stream, args, ring_bytes);
 }
 
@@ -132,7 +133,8 @@ extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
     if constexpr (sizeof(T) == sizeof(float)) {
       return aril::experts_f32(*args, stream);
     } else {
-      return args->wide ? aril::experts_wide<T>(*args, stream) : aril::experts<T>(*args, stream);
+      return args->wide_shrink_blocks > 0 ? aril::experts_wide<T>(*args, stream)
+                                          : aril::experts<T>(*args, stream);
     }
   });
 }

@@ -5,9 +5,10 @@
 //
 // What may be read before wait_for_predecessors: routing and weights, which no kernel of a step
 // writes. Operations let their dependents begin at once, so that many can have their weights on the
-// way; the routing never does, so that nothing begins before the routing of its step is done. A
-// kernel that waits ends after all that was enqueued before it, and so does every kernel that waits
-// for it: a kernel none of whose blocks waits would break that.
+// way; the routing never does, so that nothing begins before the routing of its step is done. What
+// begins once a kernel has waited need not wait for what that one did. A kernel that waits ends
+// after all that was enqueued before it, and so does every kernel that waits for it: a kernel none
+// of whose blocks waits would break that.
 #pragma once
 
 namespace aril {

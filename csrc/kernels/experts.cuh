@@ -506,12 +506,17 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
       return expand(tag);
     }
   }
+  if (grid.beside_wide && goes_wide(p)) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
   const Sharing sharing(p, shrinks == (p.from_tokens != 0));
   const RouteTiles tiles(p, grid, tag);
   if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
     if (!shrinks) return expand(tag, tiles, sharing);
   }
   experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
+  if (grid.beside_wide) wait_for_predecessors();
 }
 
 constexpr int kExpertsBlocks = 2;  // of a multiprocessor

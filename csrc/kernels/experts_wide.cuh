@@ -2,7 +2,8 @@
 //
 // A projection of experts with more than ARIL_FEW_ROUTES routes, in bf16 and f16: shrink and expand
 // as for linear layers with many tokens (wide.cuh), a launch each, for tiles of up to 64 routes of
-// one slot to one expert.
+// one slot to one expert. Between the two is a launch of experts.cuh: it has all there is to do, or
+// these have (route_tiles.cuh).
 //
 // Blocks have one piece of a tile after the other, so that a launch costs what there is to do, not
 // what there could be. Nothing is fetched before the wait, as in experts.cuh.
@@ -15,17 +16,24 @@
 
 namespace aril::detail {
 
-// Routes of one slot to one expert.
+// Routes of one slot to one expert. The modules and the routes are loaded independently of each
+// other, so that they can be on their way together.
 class RouteTile {
  public:
   int count;
 
-  __device__ __forceinline__ RouteTile(const aril_experts_args& p, int index) : p_(p) {
-    const int4 tile = __ldcg(reinterpret_cast<const int4*>(p.groups.wide_tiles) + index);
+  __device__ __forceinline__ RouteTile(const aril_experts_args& p, const int4& tile)
+      : count(tile.w), p_(p) {
     slot_ = tile.x < p.weights.num_slots && tile.y < p.top_k.num_experts ? tile.x : -1;
     expert_ = tile.y;
     routes_ = reinterpret_cast<const int4*>(p.groups.routes) + tile.z;
-    count = tile.w;
+  }
+
+  // One of the tiles, if there are so many.
+  __device__ __forceinline__ static int4 load(const aril_experts_args& p, int index) {
+    const int num_routes = p.num_tokens * p.top_k.top_k;
+    return __ldcg(reinterpret_cast<const int4*>(p.groups.wide_tiles) +
+                  (index < num_routes ? index : 0));
   }
 
   // The slot's module for the expert.
@@ -33,51 +41,74 @@ class RouteTile {
     return module_of(p_.weights, slot_, (1 + expert_) * p_.num_slices + slice);
   }
 
-  // Whether A x of a slice is summed up by token.
-  __device__ __forceinline__ bool shares_a(int slice) const {
-    if (!p_.from_tokens) return false;
-    const aril_descriptor shared = module_of(p_.weights, slot_, slice);
+  // Its module for all experts, where x is by token: if it has A, A x is summed up by token.
+  __device__ __forceinline__ aril_descriptor shared(int slice) const {
+    return module_of(p_.weights, p_.from_tokens ? slot_ : -1, slice);
+  }
+
+  __device__ __forceinline__ static bool shares_a(const aril_descriptor& shared) {
     return shared.rank > 0 && shared.a != nullptr;
   }
 
   __device__ __forceinline__ ShrinkRow shrink_row(int t) const {
+    const int4 entry = route(t);
     if (t >= count) return {-1, -1};
-    const int4 entry = __ldcg(routes_ + t);
-    return {p_.from_tokens ? entry.x / p_.top_k.top_k : entry.y, entry.x};
+    return {p_.from_tokens ? token_of(entry.x) : entry.y, entry.x};
   }
 
-  __device__ __forceinline__ ExpandRow expand_row(int t, const aril_descriptor& module,
+  __device__ __forceinline__ int4 route(int t) const { return __ldcg(routes_ + min(t, count - 1)); }
+
+  __device__ __forceinline__ ExpandRow expand_row(const int4& entry, const aril_descriptor& module,
                                                   bool shares_a) const {
-    if (t >= count) return {-1, -1, 0.0f};
-    const int4 entry = __ldcg(routes_ + t);
     float factor = module.scaling * __int_as_float(entry.z);
     if (p_.weighted) factor *= __int_as_float(entry.w);
     const int num_routes = p_.num_tokens * p_.top_k.top_k;
-    return {entry.y, shares_a ? num_routes + entry.x / p_.top_k.top_k : entry.x, factor};
+    return {entry.y, shares_a ? num_routes + token_of(entry.x) : entry.x, factor};
   }
 
  private:
+  __device__ __forceinline__ int token_of(int route) const {
+    return static_cast<unsigned>(route) / static_cast<unsigned>(p_.top_k.top_k);
+  }
+
   const aril_experts_args& p_;
   int slot_, expert_;
   const int4* routes_;
 };
 
-// A block has pieces of tiles: some columns, and a group of lanes.
+// Whether all slots of the batch have the same A for all experts, in all slices. By a whole block.
+__device__ __forceinline__ bool all_share_a(const aril_experts_args& p, int token_tiles) {
+  bool shares = true;
+  for (int i = threadIdx.x; i < token_tiles; i += blockDim.x) {
+    const int slot = p.routing.wide_tiles.all[i].slot;
+    if (slot < 0 || slot >= p.weights.num_slots) continue;
+    for (int slice = 0; slice < p.num_slices; ++slice) {
+      shares = shares & RouteTile::shares_a(module_of(p.weights, slot, slice));
+    }
+  }
+  return __syncthreads_and(shares);
+}
+
+// A block has pieces of tiles: some columns, and a group of lanes. Tiles of routes come first, then
+// those of tokens.
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColumns>)
     experts_shrink_wide_kernel(const __grid_constant__ aril_experts_args p, int column_blocks) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
-  let_dependents_begin();
   wait_for_predecessors();
+  let_dependents_begin();
+  if (!goes_wide(p)) return;
   const int lane = threadIdx.x % 32;
   const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
   const int pieces = column_blocks * ceil_div(p.in_features, kGroupFeatures);
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
-  const bool has_routes = !p.from_tokens || !Sharing(p, true).all();
+  // Loaded before it is known whether there is one.
+  int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
+  int route_tiles = __ldcg(p.groups.num_wide_tiles);
   const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
-  const int tiles = token_tiles + (has_routes ? __ldcg(p.groups.num_wide_tiles) : 0);
-  for (int i = blockIdx.x; i < tiles * pieces; i += gridDim.x) {
+  if (p.from_tokens && all_share_a(p, token_tiles)) route_tiles = 0;
+  for (int i = blockIdx.x; i < (route_tiles + token_tiles) * pieces; i += gridDim.x) {
     const int tile_index = i / pieces, piece = i % pieces;
     const int first_column = piece % column_blocks * columns, group = piece / column_blocks;
     const auto run = [&](const aril_descriptor& module, const auto& make_row) {
@@ -86,21 +117,26 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
                                make_row, p.planes + group * planes.plane_stride, planes,
                                stages_shared);
     };
-    aril_descriptor module = {};
-    if (tile_index < token_tiles) {
+    if (tile_index < route_tiles) {
+      const RouteTile tile(p, route_tile);
+      aril_descriptor module = {}, shared = {};
+      if (lane < p.num_slices) {
+        module = tile.module(lane);
+        shared = tile.shared(lane);
+      }
+      if (RouteTile::shares_a(shared)) module.rank = 0;
+      run(module, [&](int t) { return tile.shrink_row(t); });
+    } else {
       const Tile tile(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
-                      tile_index);
-      module = module_of_lane(p.weights, tile.slot, p.num_slices);
+                      tile_index - route_tiles);
+      aril_descriptor module = module_of_lane(p.weights, tile.slot, p.num_slices);
       if (module.a == nullptr) module.rank = 0;
       run(module, [&](int t) {
         const int token = tile.token(t, p.num_tokens);
         return ShrinkRow{token, token < 0 ? -1 : num_routes + token};
       });
-    } else {
-      const RouteTile tile(p, tile_index - token_tiles);
-      if (lane < p.num_slices && !tile.shares_a(lane)) module = tile.module(lane);
-      run(module, [&](int t) { return tile.shrink_row(t); });
     }
+    route_tile = RouteTile::load(p, (i + gridDim.x) / pieces);
     __syncthreads();
   }
 }
@@ -125,22 +161,26 @@ __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
   let_dependents_begin();
   ExpandArrivals arrivals(arrivals_shared);
   wait_for_predecessors();
-  const int pieces = p.num_slices * ceil_div(p.out_features, p.outs_per_block);
+  if (!goes_wide(p)) return;
+  const int pieces = p.num_slices * ceil_div(p.out_features, p.wide_outs_per_block);
   // What is not needed while the block works stands in shared memory.
   __shared__ int next, last;
+  int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
   if (threadIdx.x == 0) {
     next = blockIdx.x;
     last = __ldcg(p.groups.num_wide_tiles + (p.form == ARIL_WRITE)) * pieces;
   }
   __syncthreads();
   while (next < last) {
-    const RouteTile tile(p, next / pieces);
+    const RouteTile tile(p, route_tile);
     int slice;
-    const BlockOuts<T> outs(p, next % pieces, p.outs_per_block, slice);
-    const aril_descriptor module = tile.module(slice);
-    const bool shares_a = tile.shares_a(slice);
+    const BlockOuts<T> outs(p, next % pieces, p.wide_outs_per_block, slice);
+    const aril_descriptor module = tile.module(slice), shared = tile.shared(slice);
     if (threadIdx.x < ARIL_WIDE_TILE) {
-      rows[threadIdx.x] = tile.expand_row(threadIdx.x, module, shares_a);
+      const int4 route = tile.route(threadIdx.x);
+      ExpandRow row = tile.expand_row(route, module, RouteTile::shares_a(shared));
+      if (threadIdx.x >= tile.count) row = {-1, -1, 0.0f};
+      rows[threadIdx.x] = row;
     }
     __syncthreads();
     if (threadIdx.x == 0) next += gridDim.x;
@@ -155,6 +195,7 @@ __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
       }
     }
     __syncthreads();
+    if (next < last) route_tile = RouteTile::load(p, next / pieces);
   }
 }
 

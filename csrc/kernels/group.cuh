@@ -63,16 +63,17 @@ struct GroupCounts {
   }
 };
 
-constexpr int kGroupSmemBytes = 16 * kGroupThreads * 2 + ARIL_MAX_SLOTS * 4;
+constexpr int kGroupPart = 64 * kGroupThreads;  // of the routes, that a block looks at together
+constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
 
 __global__ void __launch_bounds__(kGroupThreads, 1)
     group_kernel(const __grid_constant__ aril_group_args p) {
-  using Scan = cub::BlockScan<GroupCounts, kGroupThreads>;
-  using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads>;
+  using Scan = cub::BlockScan<GroupCounts, kGroupThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads, cub::BLOCK_REDUCE_WARP_REDUCTIONS>;
   constexpr int kSmallTile = ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
   constexpr int kSlotsPerThread = ARIL_MAX_SLOTS / kGroupThreads;
-  constexpr int kAtOnce = 4, kPart = 4 * kAtOnce * kGroupThreads;  // of the routes
-  static_assert(kGroupSmemBytes == kPart * sizeof(uint16_t) + ARIL_MAX_SLOTS * sizeof(int));
+  constexpr int kAtOnce = 4, kPart = kGroupPart;
+  static_assert(kPart <= 1 << 16 && kPart % (4 * kAtOnce * kGroupThreads) == 0);
   __shared__ union {
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
@@ -89,9 +90,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   const bool has_slots = mine < num_experts;
   if (threadIdx.x == 0) tag = enter(p.groups.exchange);
   for (int slot = threadIdx.x; slot < ARIL_MAX_SLOTS; slot += kGroupThreads) of_slots[slot] = 0;
-  wait_for_predecessors();
-
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
+  wait_for_predecessors();
   const bool vectors = reinterpret_cast<uintptr_t>(p.top_k.ids) % 16 == 0;
   const auto slot_of = [&](int route) { return p.routing.slots[route / top_k]; };
   const auto list = [&](int i) { listed[atomicAdd(&num_listed, 1)] = i; };
@@ -105,37 +105,41 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
         if (slot_of(first + i) < 0) list(i);
       }
     } else {
-      // Four neighbours a thread.
-      int4 ids[kAtOnce];
-      const auto route_of = [&](int j) {
-        return first + 4 * (j * kGroupThreads + static_cast<int>(threadIdx.x));
-      };
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int left = num_routes - route_of(j);
-        const int32_t* const from = p.top_k.ids + route_of(j);
-        if (vectors && left >= 4) {
-          ids[j] = *reinterpret_cast<const int4*>(from);
-        } else {
-          ids[j] = make_int4(left > 0 ? from[0] : 0, left > 1 ? from[1] : 0, left > 2 ? from[2] : 0,
-                             left > 3 ? from[3] : 0);
-        }
-      }
-      unsigned candidates = 0;
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const auto may_be = [&](int id) -> unsigned {
-          return has_slots ? id == mine : static_cast<unsigned>(id) >= num_experts;
+      const int last = min(num_routes, first + kPart);
+#pragma unroll 1
+      for (int begin = first; begin < last; begin += 4 * kAtOnce * kGroupThreads) {
+        // Four neighbours a thread.
+        int4 ids[kAtOnce];
+        const auto route_of = [&](int j) {
+          return begin + 4 * (j * kGroupThreads + static_cast<int>(threadIdx.x));
         };
-        const unsigned there = (1u << max(0, min(num_routes - route_of(j), 4))) - 1;
-        candidates |= ((may_be(ids[j].x) | may_be(ids[j].y) << 1 | may_be(ids[j].z) << 2 |
-                        may_be(ids[j].w) << 3) &
-                       there)
-                      << 4 * j;
-      }
-      for (; candidates != 0; candidates &= candidates - 1) {
-        const int bit = __ffs(candidates) - 1;
-        list(route_of(bit / 4) + bit % 4 - first);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int left = num_routes - route_of(j);
+          const int32_t* const from = p.top_k.ids + route_of(j);
+          if (vectors && left >= 4) {
+            ids[j] = *reinterpret_cast<const int4*>(from);
+          } else {
+            ids[j] = make_int4(left > 0 ? from[0] : 0, left > 1 ? from[1] : 0,
+                               left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
+          }
+        }
+        unsigned candidates = 0;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const auto may_be = [&](int id) -> unsigned {
+            return has_slots ? id == mine : static_cast<unsigned>(id) >= num_experts;
+          };
+          const unsigned there = (1u << max(0, min(num_routes - route_of(j), 4))) - 1;
+          candidates |= ((may_be(ids[j].x) | may_be(ids[j].y) << 1 | may_be(ids[j].z) << 2 |
+                          may_be(ids[j].w) << 3) &
+                         there)
+                        << 4 * j;
+        }
+        for (; candidates != 0; candidates &= candidates - 1) {
+          const int bit = __ffs(candidates) - 1;
+          list(route_of(bit / 4) + bit % 4 - first);
+        }
       }
     }
     __syncthreads();
@@ -155,15 +159,18 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   };
   for_own_routes(false, [&](int, int slot) { atomicAdd(&of_slots[slot], 1); });
 
-  const int first_slot = threadIdx.x * kSlotsPerThread;
+  // Slots that are next to each other are next to each other in shared memory, too.
+  const auto slot_of_thread = [](int i) {
+    return i * kGroupThreads + static_cast<int>(threadIdx.x);
+  };
   const auto counts_of = [&](int slot) {
     const int routes = of_slots[slot];
     return GroupCounts{routes, ceil_div(routes, kSmallTile), ceil_div(routes, kWideTile)};
   };
   const auto plus = [](const GroupCounts& a, const GroupCounts& b) { return a + b; };
   GroupCounts own = {0, 0, 0}, before, all;
-#pragma unroll 1
-  for (int i = 0; i < kSlotsPerThread; ++i) own = own + counts_of(first_slot + i);
+#pragma unroll 4
+  for (int i = 0; i < kSlotsPerThread; ++i) own = own + counts_of(slot_of_thread(i));
   Scan(storage.scan).ExclusiveScan(own, before, GroupCounts{0, 0, 0}, plus, all);
 
   // Each group says what it has, and counts what the groups before it have, whose blocks have
@@ -212,7 +219,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   };
   if (has_slots) {
 #pragma unroll 1
-    for (int slot = first_slot; slot < first_slot + kSlotsPerThread; ++slot) {
+    for (int i = 0; i < kSlotsPerThread; ++i) {
+      const int slot = slot_of_thread(i);
       const GroupCounts counts = counts_of(slot);
       if (counts.routes == 0) continue;
       put_tiles(counts, before, slot, 0, 1);

@@ -125,6 +125,18 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
   const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4,
             lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int threads = blockDim.x, columns = threads / kWarpgroupThreads * kColumns;
+  // What rows there are is loaded while the columns are.
+  constexpr int kRowVecs = kStageFeatures / Vec<T>::kSize;
+  constexpr int kMostRows = ARIL_WIDE_TILE / (kWarpgroupThreads / kRowVecs);
+  const int vec = threadIdx.x % kRowVecs, first_row = threadIdx.x / kRowVecs;
+  const int rows_at_once = threads / kRowVecs;
+  int x_rows[kMostRows];
+#pragma unroll
+  for (int i = 0; i < kMostRows; ++i) {
+    const int row = first_row + i * rows_at_once;
+    x_rows[i] = row < ARIL_WIDE_TILE ? make_row(row).x : -1;
+  }
+  const int upper_row = make_row(warp * 16 + g).v, lower_row = make_row(warp * 16 + g + 8).v;
   int count, i = threadIdx.x / 32;
   do {
     const Column column(module, first_column + i);
@@ -168,28 +180,28 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
       if (ends) weights[c] += lane_bytes[min(column, count - 1)] - kPieceBytes;
     }
   };
-  constexpr int kRowVecs = kStageFeatures / Vec<T>::kSize;
-  constexpr int kMostRows = ARIL_WIDE_TILE / (kWarpgroupThreads / kRowVecs);
-  const int vec = threadIdx.x % kRowVecs, first_row = threadIdx.x / kRowVecs;
-  const int rows_at_once = threads / kRowVecs;
-  const int first_k = lanes.begin * ARIL_LANE_FEATURES + vec * Vec<T>::kSize;
-  const T* rows[kMostRows];
+  const int first_feature = lanes.begin * ARIL_LANE_FEATURES;
   const bool aligned = is_aligned(x, x_stride);
+  const T* rows[kMostRows];
 #pragma unroll
   for (int i = 0; i < kMostRows; ++i) {
-    const int row = first_row + i * rows_at_once;
-    const int x_row = row < ARIL_WIDE_TILE ? make_row(row).x : -1;
-    rows[i] = x_row < 0 ? nullptr : x + x_row * x_stride + first_k;
+    rows[i] = x_rows[i] < 0 ? nullptr
+                            : x + x_rows[i] * x_stride + first_feature + vec * Vec<T>::kSize;
   }
   const auto fetch_input = [&](int stage) {
     // Rows that a thread copies are a multiple of 8 apart.
     unsigned char* to =
         shared + stage % kStages * stage_bytes + first_row * 128 + (vec ^ (first_row % 8)) * 16;
+    const int k = stage * kStageFeatures;
+    const bool whole = aligned && first_feature + k + kStageFeatures <= in_features;
 #pragma unroll
-    for (int i = 0; i < kMostRows; ++i) {
+    for (int i = 0; i < kMostRows; ++i, to += rows_at_once * 128) {
       if (rows[i] == nullptr) continue;
-      copy_input(to + i * rows_at_once * 128, rows[i], stage * kStageFeatures,
-                 in_features - first_k, aligned);
+      if (whole) {
+        copy_async(to, rows[i] + k);
+      } else {
+        copy_input(to, rows[i], k, in_features - first_feature - vec * Vec<T>::kSize, aligned);
+      }
     }
   };
 #pragma unroll 1
@@ -203,8 +215,6 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
     commit_copies();
   }
 
-  const int row = warp * 16 + g;
-  const int upper_row = make_row(row).v, lower_row = make_row(row + 8).v;
   Sums<kColumns> chain, lane_sums, group_sums;
   for (int stage = 0; stage < stages; ++stage) {
     wait_for_copies<kStages - 2>();

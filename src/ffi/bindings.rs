@@ -557,11 +557,13 @@ pub struct aril_experts_args {
     pub shrink_blocks: i32,
     pub expand_blocks: i32,
     pub outs_per_block: i32,
+    pub wide_shrink_blocks: i32,
+    pub wide_expand_blocks: i32,
+    pub wide_outs_per_block: i32,
     pub form: i32,
     pub weighted: i32,
     pub rows_weighted: i32,
     pub groups_routes: i32,
-    pub wide: i32,
     pub from_tokens: i32,
     pub in_features: i32,
     pub num_slices: i32,
@@ -589,7 +591,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 328usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 336usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -612,86 +614,92 @@ const _: () = {
         "Offset of field: aril_experts_args::outs_per_block",
     ][::core::mem::offset_of!(aril_experts_args, outs_per_block) - 20usize];
     [
+        "Offset of field: aril_experts_args::wide_shrink_blocks",
+    ][::core::mem::offset_of!(aril_experts_args, wide_shrink_blocks) - 24usize];
+    [
+        "Offset of field: aril_experts_args::wide_expand_blocks",
+    ][::core::mem::offset_of!(aril_experts_args, wide_expand_blocks) - 28usize];
+    [
+        "Offset of field: aril_experts_args::wide_outs_per_block",
+    ][::core::mem::offset_of!(aril_experts_args, wide_outs_per_block) - 32usize];
+    [
         "Offset of field: aril_experts_args::form",
-    ][::core::mem::offset_of!(aril_experts_args, form) - 24usize];
+    ][::core::mem::offset_of!(aril_experts_args, form) - 36usize];
     [
         "Offset of field: aril_experts_args::weighted",
-    ][::core::mem::offset_of!(aril_experts_args, weighted) - 28usize];
+    ][::core::mem::offset_of!(aril_experts_args, weighted) - 40usize];
     [
         "Offset of field: aril_experts_args::rows_weighted",
-    ][::core::mem::offset_of!(aril_experts_args, rows_weighted) - 32usize];
+    ][::core::mem::offset_of!(aril_experts_args, rows_weighted) - 44usize];
     [
         "Offset of field: aril_experts_args::groups_routes",
-    ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 36usize];
-    [
-        "Offset of field: aril_experts_args::wide",
-    ][::core::mem::offset_of!(aril_experts_args, wide) - 40usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 48usize];
     [
         "Offset of field: aril_experts_args::from_tokens",
-    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 44usize];
+    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 52usize];
     [
         "Offset of field: aril_experts_args::in_features",
-    ][::core::mem::offset_of!(aril_experts_args, in_features) - 48usize];
+    ][::core::mem::offset_of!(aril_experts_args, in_features) - 56usize];
     [
         "Offset of field: aril_experts_args::num_slices",
-    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 52usize];
+    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 60usize];
     [
         "Offset of field: aril_experts_args::out_features",
-    ][::core::mem::offset_of!(aril_experts_args, out_features) - 56usize];
+    ][::core::mem::offset_of!(aril_experts_args, out_features) - 64usize];
     [
         "Offset of field: aril_experts_args::interleaved",
-    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 60usize];
+    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 68usize];
     [
         "Offset of field: aril_experts_args::up_slice",
-    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 64usize];
+    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 72usize];
     [
         "Offset of field: aril_experts_args::activation",
-    ][::core::mem::offset_of!(aril_experts_args, activation) - 68usize];
+    ][::core::mem::offset_of!(aril_experts_args, activation) - 76usize];
     [
         "Offset of field: aril_experts_args::alpha",
-    ][::core::mem::offset_of!(aril_experts_args, alpha) - 72usize];
+    ][::core::mem::offset_of!(aril_experts_args, alpha) - 80usize];
     [
         "Offset of field: aril_experts_args::limit",
-    ][::core::mem::offset_of!(aril_experts_args, limit) - 76usize];
+    ][::core::mem::offset_of!(aril_experts_args, limit) - 84usize];
     [
         "Offset of field: aril_experts_args::factor",
-    ][::core::mem::offset_of!(aril_experts_args, factor) - 80usize];
+    ][::core::mem::offset_of!(aril_experts_args, factor) - 88usize];
     [
         "Offset of field: aril_experts_args::x",
-    ][::core::mem::offset_of!(aril_experts_args, x) - 88usize];
+    ][::core::mem::offset_of!(aril_experts_args, x) - 96usize];
     [
         "Offset of field: aril_experts_args::x_stride",
-    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 96usize];
+    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 104usize];
     [
         "Offset of field: aril_experts_args::y",
-    ][::core::mem::offset_of!(aril_experts_args, y) - 104usize];
+    ][::core::mem::offset_of!(aril_experts_args, y) - 112usize];
     [
         "Offset of field: aril_experts_args::y_stride",
-    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 112usize];
+    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 120usize];
     [
         "Offset of field: aril_experts_args::out",
-    ][::core::mem::offset_of!(aril_experts_args, out) - 120usize];
+    ][::core::mem::offset_of!(aril_experts_args, out) - 128usize];
     [
         "Offset of field: aril_experts_args::out_stride",
-    ][::core::mem::offset_of!(aril_experts_args, out_stride) - 128usize];
+    ][::core::mem::offset_of!(aril_experts_args, out_stride) - 136usize];
     [
         "Offset of field: aril_experts_args::exchange",
-    ][::core::mem::offset_of!(aril_experts_args, exchange) - 136usize];
+    ][::core::mem::offset_of!(aril_experts_args, exchange) - 144usize];
     [
         "Offset of field: aril_experts_args::planes",
-    ][::core::mem::offset_of!(aril_experts_args, planes) - 144usize];
+    ][::core::mem::offset_of!(aril_experts_args, planes) - 152usize];
     [
         "Offset of field: aril_experts_args::weights",
-    ][::core::mem::offset_of!(aril_experts_args, weights) - 152usize];
+    ][::core::mem::offset_of!(aril_experts_args, weights) - 160usize];
     [
         "Offset of field: aril_experts_args::routing",
-    ][::core::mem::offset_of!(aril_experts_args, routing) - 176usize];
+    ][::core::mem::offset_of!(aril_experts_args, routing) - 184usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 248usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 256usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 280usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 288usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

@@ -32,10 +32,10 @@ const FEWEST_ROUTES: usize = ffi::ARIL_FEWEST_ROUTES as usize;
 /// 2 to 12 % faster than 768, 512 or 256.)
 const WIDE_COLUMNS: usize = 8;
 const WIDE_OUTS: usize = 1024;
-/// The most blocks of either with wide tiles. (H100: 5 % faster than as many as the device has room for at a time, since what a block
-/// does differs; twice as many are no faster.)
-const MAX_WIDE_SHRINK: usize = 16 * MULTIPROCESSORS;
-const MAX_WIDE_EXPAND: usize = 24 * MULTIPROCESSORS;
+/// The most blocks of either with wide tiles. (H100: up to 4 % faster than as many as the device has room for at a time, since what a
+/// block does differs; twice as many are no faster, and take longer to find that there is nothing to do.)
+const MAX_WIDE_SHRINK: usize = 8 * MULTIPROCESSORS;
+const MAX_WIDE_EXPAND: usize = 9 * MULTIPROCESSORS;
 
 /// Upper bounds on the routes of a step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -145,13 +145,20 @@ pub(crate) enum ExpandBy {
     Tokens,
 }
 
-/// Blocks of a launch. The bits of the result do not depend on them.
+/// Blocks of a launch, and the outputs that one of expand has. The bits of the result do not depend on them.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Blocks {
+    pub(crate) shrink: usize,
+    pub(crate) expand: usize,
+    pub(crate) outs: usize,
+}
+
+/// How an operation is launched.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ProjectionLaunch {
-    pub(crate) shrink_blocks: usize,
-    pub(crate) expand_blocks: usize,
-    pub(crate) outs_per_block: usize,
-    pub(crate) wide: bool,
+    pub(crate) small: Blocks,
+    /// If there may be wide tiles. The device decides which ones it goes by.
+    pub(crate) wide: Option<Blocks>,
 }
 
 impl ExpertsPlan {
@@ -218,7 +225,7 @@ impl ProjectionPlan {
         WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes }
     }
 
-    /// Whether adding and writing have tiles of up to 64 routes, and a launch each for shrink and expand.
+    /// Whether adding and writing may have tiles of up to 64 routes, and a launch each for shrink and expand.
     fn is_wide(&self, num_routes: usize) -> bool {
         num_routes > FEW_ROUTES && self.capacity.max_rank <= STAGED_RANK && !self.interleaved
     }
@@ -228,18 +235,17 @@ impl ProjectionPlan {
     pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy) -> ProjectionLaunch {
         let num_routes = num_tokens * top_k;
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
-        if by == ExpandBy::Slices && self.is_wide(num_routes) {
+        let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
             let tiles = self.max_tiles(WIDE_TILE, num_routes);
             let of_tokens = if self.from_tokens { self.capacity.tiles_of(WIDE_TILE, num_tokens) } else { 0 };
             let shrink_pieces = rank_tiles.div_ceil(WIDE_COLUMNS) * self.num_groups();
             let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
-            return ProjectionLaunch {
-                shrink_blocks: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
-                expand_blocks: (tiles * expand_pieces).min(MAX_WIDE_EXPAND),
-                outs_per_block: WIDE_OUTS,
-                wide: true,
-            };
-        }
+            Blocks {
+                shrink: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
+                expand: (tiles * expand_pieces).min(MAX_WIDE_EXPAND),
+                outs: WIDE_OUTS,
+            }
+        });
         let tiles = self.max_tiles(ROUTES_PER_TILE, num_routes);
         let of_tokens = if self.from_tokens {
             self.capacity.max_small_tiles(num_tokens) * (TOKENS_PER_TILE / ROUTES_PER_TILE)
@@ -249,23 +255,23 @@ impl ProjectionPlan {
         let shrink_pieces = rank_tiles * self.num_groups();
         let outs_per_warp =
             if self.capacity.max_rank <= FEW_RANKS { OUTS_PER_WARP } else { OUTS_PER_WARP_OF_MANY_RANKS };
-        let (expand_tiles, outs_per_block, slices) = match by {
+        let (expand_tiles, outs, slices) = match by {
             ExpandBy::Slices => (tiles, outs_per_warp, self.num_slices),
             ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
             ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
         };
-        let expand_pieces = slices * self.out_features.div_ceil(outs_per_block);
+        let expand_pieces = slices * self.out_features.div_ceil(outs);
         let max_blocks = if num_routes <= FEWEST_ROUTES { MAX_BLOCKS_FOR_FEWEST } else { MAX_BLOCKS };
         // All pieces of a tile at the least.
         let blocks = |tiles: usize, pieces: usize, at_once: usize| {
             (tiles * pieces).div_ceil(at_once).min(max_blocks).max(pieces.div_ceil(at_once))
         };
-        ProjectionLaunch {
-            shrink_blocks: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES),
-            expand_blocks: blocks(expand_tiles, expand_pieces, EXPAND_PIECES),
-            outs_per_block,
-            wide: false,
-        }
+        let small = Blocks {
+            shrink: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES),
+            expand: blocks(expand_tiles, expand_pieces, EXPAND_PIECES),
+            outs,
+        };
+        ProjectionLaunch { small, wide }
     }
 
     /// The most tiles that so many routes can be: each slot may leave one unfilled at each expert, and so may the routes that have
@@ -287,7 +293,7 @@ impl fmt::Display for ExpertsPlan {
         write!(
             f,
             "experts {}, up to {max_tokens} tokens of {num_slots} slots with {} of {} experts each, rank {max_rank}: one launch for each \
-             projection, two with more than {FEW_ROUTES} routes, {exchange} + {planes} bytes of workspace",
+             projection, three with more than {FEW_ROUTES} routes, {exchange} + {planes} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
     }

@@ -534,6 +534,7 @@ impl LoraExperts {
         }
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
         let launch = plan.launch(num_tokens, top_k, form.expand_by());
+        let wide = launch.wide.unwrap_or_default();
         let (_, step) = site.columns(0);
         let (_, up_slice) = self.site.gate_and_up();
         let weighted = match form {
@@ -545,14 +546,16 @@ impl LoraExperts {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
             max_tiles: int(routes.batch.max_small_tiles)?,
-            shrink_blocks: int(launch.shrink_blocks)?,
-            expand_blocks: int(launch.expand_blocks)?,
-            outs_per_block: int(launch.outs_per_block)?,
+            shrink_blocks: int(launch.small.shrink)?,
+            expand_blocks: int(launch.small.expand)?,
+            outs_per_block: int(launch.small.outs)?,
+            wide_shrink_blocks: int(wide.shrink)?,
+            wide_expand_blocks: int(wide.expand)?,
+            wide_outs_per_block: int(wide.outs)?,
             form: form.code(),
             weighted: weighted.into(),
             rows_weighted: (routes.weighed == Weighed::Rows).into(),
             groups_routes: (!routes.grouped.get()).into(),
-            wide: launch.wide.into(),
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,
