@@ -13,15 +13,16 @@ namespace {
 
 using detail::ceil_div;
 
-template <typename T>
-int32_t experts(aril_experts_args args, void* stream) {
-  const detail::ExpertsGrid grid = {
-      args.groups_routes, args.shrink_blocks, ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
-      ceil_div(args.in_features, detail::kGroupFeatures), args.wide_shrink_blocks > 0};
+template <typename T, bool kHere>
+int32_t experts_of(aril_experts_args args, void* stream) {
+  const detail::ExpertsGrid grid = {kHere ? 0 : args.groups_routes, args.shrink_blocks,
+                                    ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
+                                    ceil_div(args.in_features, detail::kGroupFeatures),
+                                    args.wide_shrink_blocks > 0};
   const auto launch_with = [&](auto kernel, int of_warp, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
     int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * of_warp);
-    if (args.groups_routes) {
+    if (grid.first_shrink > 0) {
       using Sort = detail::FewSort<detail::kExpertsThreads>;
       bytes = max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k));
     }
@@ -30,10 +31,10 @@ int32_t experts(aril_experts_args args, void* stream) {
   };
   switch (args.form) {
     case ARIL_ACTIVATE:
-      return launch_with(detail::activate_kernel<T>, sizeof(detail::ActivateStage));
+      return launch_with(detail::activate_kernel<T, kHere>, sizeof(detail::ActivateStage));
     case ARIL_ADD_COMBINED:
     case ARIL_COMBINE:
-      return launch_with(detail::combine_kernel<T>, sizeof(detail::CombineStage));
+      return launch_with(detail::combine_kernel<T, kHere>, sizeof(detail::CombineStage));
     default:
       break;
   }
@@ -48,7 +49,13 @@ int32_t experts(aril_experts_args args, void* stream) {
     const int pieces = args.num_slices * ceil_div(args.out_features, ARIL_OUT_TILE);
     args.expand_blocks = max(args.expand_blocks, ceil_div(pieces, detail::kExpertsWarps));
   }
-  return launch_with(detail::experts_kernel<T>, stages().of_warp, stages());
+  return launch_with(detail::experts_kernel<T, kHere>, stages().of_warp, stages());
+}
+
+template <typename T>
+int32_t experts(const aril_experts_args& args, void* stream) {
+  return detail::are_fewest(args.num_tokens, args.top_k) ? experts_of<T, true>(args, stream)
+                                                         : experts_of<T, false>(args, stream);
 }
 
 int32_t experts_f32(const aril_experts_args& args, void* stream) {
@@ -90,9 +97,12 @@ int32_t load_kernels() {
   } else {
     int bytes;
     ARIL_TRY(max_smem_bytes(bytes));
-    ARIL_TRY(load(detail::experts_kernel<T>, bytes));
-    ARIL_TRY(load(detail::activate_kernel<T>, bytes));
-    ARIL_TRY(load(detail::combine_kernel<T>, bytes));
+    ARIL_TRY((load(detail::experts_kernel<T, true>, bytes)));
+    ARIL_TRY((load(detail::experts_kernel<T, false>, bytes)));
+    ARIL_TRY((load(detail::activate_kernel<T, true>, bytes)));
+    ARIL_TRY((load(detail::activate_kernel<T, false>, bytes)));
+    ARIL_TRY((load(detail::combine_kernel<T, true>, bytes)));
+    ARIL_TRY((load(detail::combine_kernel<T, false>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 2>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 4>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, detail::kMaxColumns>, bytes)));

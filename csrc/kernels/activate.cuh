@@ -57,9 +57,9 @@ __device__ __forceinline__ void add_terms(float* sums, const float (&deltas)[4][
   }
 }
 
-template <typename T>
+template <typename T, typename Tiles>
 __device__ __forceinline__ void activate_expand(const aril_experts_args& p, const ExpertsGrid& grid,
-                                                uint32_t tag, const RouteTiles& tiles,
+                                                uint32_t tag, const Tiles& tiles,
                                                 unsigned char* shared) {
   constexpr int kRows = ActivateStage::kRows;
   // Steps whose B is on its way, as far as registers go.
@@ -200,12 +200,12 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
   }
 }
 
-template <typename T>
+template <typename T, bool kHere>
 __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     activate_kernel(const __grid_constant__ aril_experts_args p,
                     const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T>(p, grid, shared, [&](uint32_t tag, const RouteTiles& tiles, const Sharing&) {
+  experts_block<T, kHere>(p, grid, shared, [&](uint32_t tag, const auto& tiles, const Sharing&) {
     activate_expand<T>(p, grid, tag, tiles, shared);
   });
 }

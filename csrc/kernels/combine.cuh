@@ -249,12 +249,13 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   }
 }
 
-template <typename T>
+template <typename T, bool kHere>
 __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     combine_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T>(p, grid, shared, [&](uint32_t tag) { combine_expand<T>(p, grid, tag, shared); });
+  experts_block<T, kHere>(p, grid, shared,
+                          [&](uint32_t tag) { combine_expand<T>(p, grid, tag, shared); });
 }
 
 }  // namespace aril::detail

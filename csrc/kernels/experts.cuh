@@ -48,9 +48,9 @@ constexpr int kInputStageBytes = ARIL_ROUTES_PER_TILE * kInputRowBytes;
 constexpr int kExpertsShrinkBytes = kExpertsWarps * 2 * kInputStageBytes;
 
 // A set of warps has 8 ranks of a slice and a group of lanes, each warp one of these.
-template <typename T>
+template <typename T, typename Tiles>
 __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const ExpertsGrid& grid,
-                                               uint32_t tag, const RouteTiles& tiles,
+                                               uint32_t tag, const Tiles& tiles,
                                                const Sharing& sharing, unsigned char* shared) {
   constexpr int kRows = ARIL_ROUTES_PER_TILE, kParts = ARIL_TOKENS_PER_TILE / kRows;
   __shared__ float2 lane_sums[2][kExpertsWarps][32];
@@ -284,10 +284,10 @@ constexpr bool have_room_everywhere(int max_whole_rank_tiles) {
 static_assert(have_room_everywhere(kWholeRankTiles<__nv_bfloat16>));
 static_assert(have_room_everywhere(kWholeRankTiles<__half>));
 
-template <typename T>
+template <typename T, typename Tiles>
 __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const ExpertsGrid& grid,
                                                const ExpandStages& stages, uint32_t tag,
-                                               const RouteTiles& tiles, const Sharing& sharing,
+                                               const Tiles& tiles, const Sharing& sharing,
                                                unsigned char* shared) {
   constexpr int kPieceBytes = ExpandStages::kPieceBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -491,14 +491,16 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
 
 // A block of a launch: it sorts, has a part of shrink, or calls expand(tag, tiles, sharing), or, of
 // an operation that expands tokens, expand(tag).
-template <typename T, typename Expand>
+template <typename T, bool kHere, typename Expand>
 __device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
                                               unsigned char* shared, const Expand& expand) {
   __shared__ uint32_t tag;
   if (threadIdx.x == 0) tag = enter(p.exchange);
   __syncthreads();
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
-  if (index < 0) return RouteTiles::publish(p, tag, shared);
+  if constexpr (!kHere) {
+    if (index < 0) return RouteTiles<kHere>::publish(p, tag, shared);
+  }
   const bool shrinks = index < grid.shrink_blocks;
   if constexpr (std::is_invocable_v<Expand, uint32_t>) {
     if (!shrinks) {
@@ -506,31 +508,33 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
       return expand(tag);
     }
   }
-  if (grid.beside_wide && goes_wide(p)) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
+  if constexpr (!kHere) {
+    if (grid.beside_wide && goes_wide(p)) {
+      if (is_first_block()) wait_for_predecessors();
+      return;
+    }
   }
   const Sharing sharing(p, shrinks == (p.from_tokens != 0));
-  const RouteTiles tiles(p, grid, tag);
+  const RouteTiles<kHere> tiles(p, grid, tag);
   if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
     if (!shrinks) return expand(tag, tiles, sharing);
   }
   experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
-  if (grid.beside_wide) wait_for_predecessors();
+  if (!kHere && grid.beside_wide) wait_for_predecessors();
 }
 
 constexpr int kExpertsBlocks = 2;  // of a multiprocessor
 
-template <typename T>
+template <typename T, bool kHere>
 __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     experts_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid,
                    const __grid_constant__ ExpandStages stages) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T>(p, grid, shared,
-                   [&](uint32_t tag, const RouteTiles& tiles, const Sharing& sharing) {
-                     experts_expand<T>(p, grid, stages, tag, tiles, sharing, shared);
-                   });
+  experts_block<T, kHere>(p, grid, shared,
+                          [&](uint32_t tag, const auto& tiles, const Sharing& sharing) {
+                            experts_expand<T>(p, grid, stages, tag, tiles, sharing, shared);
+                          });
 }
 
 }  // namespace aril::detail

@@ -38,39 +38,40 @@ __device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
   return Planes(num_routes + (p.from_tokens ? p.num_tokens : 0), p.num_slices, p.weights.max_rank);
 }
 
-// The tiles of a launch's routes. The fewest routes are sorted by each block for itself, others
-// stand in lists, which the first block of the launch may be about to write.
+// The tiles of a launch's routes. The fewest routes are sorted by each block for itself (`kHere`),
+// others stand in lists, which the first block of the launch may be about to write. (H100: with up
+// to 8 tokens kernels that can do both are 2 to 3 % slower, as there is more to jump over.)
+template <bool kHere>
 class RouteTiles {
  public:
   // Waits for predecessors, unless shrink of wide tiles has. By a whole block.
   __device__ __forceinline__ RouteTiles(const aril_experts_args& p, const ExpertsGrid& grid,
                                         uint32_t tag)
-      : lists_{p.groups.routes, p.groups.tiles},
-        is_sorted_here_(are_fewest(p.num_tokens, p.top_k)) {
-    __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
-    __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
-    __shared__ int2 published;
-    if (is_sorted_here_) {
+      : lists_{p.groups.routes, p.groups.tiles} {
+    if constexpr (kHere) {
+      __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
+      __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
       lists_ = {routes, tiles};
       num_tiles_ = sort_fewest<kExpertsThreads>(p.top_k, p.routing, p.num_tokens, lists_);
-      return;
+    } else {
+      if (!grid.beside_wide) wait_for_predecessors();
+      if (grid.first_shrink == 0) {
+        num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
+        return;
+      }
+      __shared__ int2 published;
+      // One thread of a block looks: thousands of warps would hold each other up.
+      if (threadIdx.x == 0) {
+        TaggedSums sums;
+        do sums = load_tagged(word(p));
+        while (sums.tag0 != tag);
+        __threadfence();
+        const uint32_t both = __float_as_uint(sums.sum0);
+        published = make_int2(both & 0xffff, both >> 16);
+      }
+      __syncthreads();
+      num_tiles_ = published;
     }
-    if (!grid.beside_wide) wait_for_predecessors();
-    if (grid.first_shrink == 0) {
-      num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
-      return;
-    }
-    // One thread of a block looks: thousands of warps would hold each other up.
-    if (threadIdx.x == 0) {
-      TaggedSums sums;
-      do sums = load_tagged(word(p));
-      while (sums.tag0 != tag);
-      __threadfence();
-      const uint32_t both = __float_as_uint(sums.sum0);
-      published = make_int2(both & 0xffff, both >> 16);
-    }
-    __syncthreads();
-    num_tiles_ = published;
   }
 
   // Sorts the routes for all blocks. By the first one.
@@ -104,11 +105,10 @@ class RouteTiles {
 
   __device__ __forceinline__ int4 load(const void* pointer) const {
     const int4* const vec = static_cast<const int4*>(pointer);
-    return is_sorted_here_ ? *vec : __ldcg(vec);
+    return kHere ? *vec : __ldcg(vec);
   }
 
   SortedRoutes lists_;
-  bool is_sorted_here_;
   int2 num_tiles_;
 };
 
@@ -124,7 +124,8 @@ struct TileLoads {
   aril_route_entry route = {-1, -1, 0.0f, 0.0f};  // in a tile of tokens, the token
 
   // The descriptors of a slice, and row t of the tile.
-  __device__ __forceinline__ void load_all(const aril_experts_args& p, const RouteTiles& tiles,
+  template <typename Tiles>
+  __device__ __forceinline__ void load_all(const aril_experts_args& p, const Tiles& tiles,
                                            int slice, int t) {
     own = shared = {};
     route = {-1, -1, 0.0f, 0.0f};
@@ -192,13 +193,13 @@ struct TileLoads {
 
 // What a lane needs of a slice of its warp's tiles, one after the other: the loads of a tile are on
 // their way while the one before is worked on, and so is what the one behind is of. Row t of each.
-template <typename LoadTile>
+template <typename Tiles, typename LoadTile>
 class TileQueue {
  public:
   TileLoads loads;
 
-  __device__ __forceinline__ TileQueue(const aril_experts_args& p, const RouteTiles& tiles,
-                                       int slice, int t, const LoadTile& load_tile, int first)
+  __device__ __forceinline__ TileQueue(const aril_experts_args& p, const Tiles& tiles, int slice,
+                                       int t, const LoadTile& load_tile, int first)
       : p_(p),
         tiles_(tiles),
         slice_(slice),
@@ -215,7 +216,7 @@ class TileQueue {
 
  private:
   const aril_experts_args& p_;
-  const RouteTiles& tiles_;
+  const Tiles& tiles_;
   int slice_, t_;
   const LoadTile& load_tile_;
   int4 after_;
