@@ -248,8 +248,9 @@ typedef struct aril_experts_args {
   // That a warp of expand has, ARIL_OUT_TILE, or more of them if max_rank is at most 16; from
   // ARIL_ACTIVATE on the least that a warp has, ARIL_OUTS_PER_UNIT. Same bits.
   int32_t outs_per_block;
-  // If more than ARIL_FEW_ROUTES may be added or written by wide tiles, any number of blocks, and
-  // the outputs that one of expand has, a multiple of ARIL_OUTS_WIDE. Otherwise 0. Same bits.
+  // If more than ARIL_FEW_ROUTES may be added or written by wide tiles, which the device decides,
+  // any number of blocks, and the outputs that one of expand has, a multiple of ARIL_OUTS_WIDE.
+  // Otherwise 0. Same bits.
   int32_t wide_shrink_blocks;
   int32_t wide_expand_blocks;
   int32_t wide_outs_per_block;

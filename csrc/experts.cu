@@ -63,7 +63,8 @@ int32_t experts_f32(const aril_experts_args& args, void* stream) {
                       : args.form == ARIL_ADD_COMBINED || args.form == ARIL_COMBINE
                           ? detail::combine_f32_kernel
                           : detail::experts_f32_kernel;
-  return launch(kernel, dim3(args.shrink_blocks), detail::kF32Threads, 0, stream, args);
+  const int blocks = max(args.shrink_blocks, args.wide_shrink_blocks);
+  return launch(kernel, dim3(blocks), detail::kF32Threads, 0, stream, args);
 }
 
 template <typename T, int kColumns>

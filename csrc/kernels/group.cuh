@@ -65,6 +65,7 @@ struct GroupCounts {
 
 constexpr int kGroupPart = 64 * kGroupThreads;  // of the routes, that a block looks at together
 constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
+static_assert(kGroupSmemBytes <= 97 << 10, "the devices with the least have 99 KB");
 
 __global__ void __launch_bounds__(kGroupThreads, 1)
     group_kernel(const __grid_constant__ aril_group_args p) {

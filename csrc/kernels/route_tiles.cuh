@@ -19,7 +19,7 @@ struct ExpertsGrid {
   int first_shrink;  // blocks before those of shrink: the one that sorts, if any
   int shrink_blocks;
   int rank_tiles, groups;  // a slice's pieces of shrink
-  bool beside_wide;        // of wide tiles' shrink, before which nothing begins
+  bool beside_wide;        // behind shrink of wide tiles, which has waited for both
 };
 
 // Whether an operation that may have either goes by wide tiles. Where these would be mostly empty,
