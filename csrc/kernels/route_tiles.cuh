@@ -24,8 +24,8 @@ struct ExpertsGrid {
 
 // Whether an operation that may have either goes by wide tiles. Where these would be mostly empty,
 // small ones are faster, the more so the fewer ranks there are. (H100, gate_up and down of 8192
-// routes: with 8 of a slot to an expert in the mean, 138 us instead of 209 at rank 8, 193 instead
-// of 235 at rank 16, and 350 instead of 320 at rank 32.)
+// routes by either alone: with 8 of a slot to an expert in the mean, 138 us instead of 209 at rank
+// 8, 193 instead of 235 at rank 16, and 350 instead of 320 at rank 32.)
 __device__ __forceinline__ bool goes_wide(const aril_experts_args& p) {
   constexpr int kRanks = 28;
   const int tiles = __ldcg(p.groups.num_tiles), wide_tiles = __ldcg(p.groups.num_wide_tiles);
