@@ -25,6 +25,7 @@ int32_t experts_of(aril_experts_args args, void* stream) {
     if (grid.first_shrink > 0) {
       using Sort = detail::FewSort<detail::kExpertsThreads>;
       bytes = max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k));
+      bytes = max(bytes, detail::kExpertsShrinkBytes + detail::OwnTiles::kBytes);
     }
     return launch(kernel, dim3(blocks), detail::kExpertsThreads, bytes, stream, args, grid,
                   more...);
@@ -85,8 +86,10 @@ int32_t experts_wide(const aril_experts_args& args, void* stream) {
   ARIL_TRY(experts<T>(args, stream));
   int ring_bytes, smem_bytes;
   ARIL_TRY(detail::wide_expand_smem(args.weights, ring_bytes, smem_bytes));
-  return launch(detail::experts_expand_wide_kernel<T>, dim3(args.wide_expand_blocks),
-                detail::kExpandThreads, smem_bytes, stream, args, ring_bytes);
+  return launch(args.from_tokens ? detail::experts_expand_wide_kernel<T, false>
+                                 : detail::experts_expand_wide_kernel<T, true>,
+                dim3(args.wide_expand_blocks), detail::kExpandThreads, smem_bytes, stream, args,
+                ring_bytes);
 }
 
 template <typename T>
@@ -107,14 +110,15 @@ int32_t load_kernels() {
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 2>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, 4>, bytes)));
     ARIL_TRY((load(detail::experts_shrink_wide_kernel<T, detail::kMaxColumns>, bytes)));
-    return load(detail::experts_expand_wide_kernel<T>, bytes);
+    ARIL_TRY((load(detail::experts_expand_wide_kernel<T, false>, bytes)));
+    return load(detail::experts_expand_wide_kernel<T, true>, bytes);
   }
 }
 
 }  // namespace
 
 int32_t load_experts() {
-  ARIL_TRY(load(detail::group_kernel, detail::kGroupSmemBytes));
+  ARIL_TRY(load(detail::group_kernel, detail::group_smem_bytes(detail::kMaxGroupPart)));
   ARIL_TRY(load(detail::align_kernel, ARIL_MAX_SLOTS * static_cast<int>(sizeof(int32_t))));
   for (const int32_t dtype : {ARIL_BF16, ARIL_F16, ARIL_F32}) {
     ARIL_TRY(dispatch(dtype, [](auto element) { return load_kernels<decltype(element)>(); }));
@@ -125,9 +129,11 @@ int32_t load_experts() {
 }  // namespace aril
 
 extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
-  if (aril::detail::are_few(args->num_tokens, args->top_k)) return 0;
-  return aril::launch(aril::detail::group_kernel, dim3(args->top_k.num_experts + 2),
-                      aril::detail::kGroupThreads, aril::detail::kGroupSmemBytes, stream, *args);
+  namespace detail = aril::detail;
+  if (detail::are_few(args->num_tokens, args->top_k)) return 0;
+  return aril::launch(detail::group_kernel, dim3(args->top_k.num_experts + 2),
+                      detail::kGroupThreads, detail::group_smem_bytes(detail::group_part(*args)),
+                      stream, *args);
 }
 
 extern "C" int32_t aril_align(const aril_align_args* args, void* stream) {

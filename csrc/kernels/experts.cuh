@@ -11,7 +11,8 @@
 // once for a token, and expand reads it for all its routes.
 //
 // Where another block sorts the routes (sort.cuh), it publishes how many tiles there are beside the
-// launch's tag. No weights are fetched before the wait: what the router chose is not known before.
+// launch's tag, for expand; shrink finds its own (own_tiles.cuh). No weights are fetched before the
+// wait: what the router chose is not known before.
 #pragma once
 
 #include <type_traits>
@@ -20,6 +21,7 @@
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
 #include "few.cuh"
+#include "own_tiles.cuh"
 #include "product.cuh"
 #include "route_tiles.cuh"
 #include "tile.cuh"
@@ -69,7 +71,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   const Planes planes = planes_of(p);
   uint64_t* const plane = tagged_planes(p.exchange) + group * planes.plane_stride +
                           slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
-  const int token_tiles = p.from_tokens ? *p.routing.tiles.count * kParts : 0;
+  const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
   const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / pieces >= stride) return;
@@ -294,8 +296,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const bool overwrites = p.form == ARIL_WRITE;
   // Tiles of tokens, for slots that share B, come before those of experts.
   const int parts = ceil_div(p.top_k.top_k, ARIL_ROUTES_PER_TILE);
-  const int token_tiles =
-      !p.from_tokens && sharing.any() ? routed_tokens(p.routing, p.num_tokens) * parts : 0;
+  const int token_tiles = !p.from_tokens && sharing.any() ? sharing.tokens * parts : 0;
   const bool has_experts = p.from_tokens || overwrites || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(overwrites) : 0);
   const int first_block = grid.first_shrink + grid.shrink_blocks;
@@ -514,12 +515,17 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
       return;
     }
   }
-  const Sharing sharing(p, shrinks == (p.from_tokens != 0));
-  const RouteTiles<kHere> tiles(p, grid, tag);
+  const bool may_share = shrinks == (p.from_tokens != 0);
+  const Sharing sharing(p, may_share);
+  const bool by_route = !may_share || !sharing.all() || (!shrinks && p.form == ARIL_WRITE);
   if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
-    if (!shrinks) return expand(tag, tiles, sharing);
+    if (!shrinks) return expand(tag, RouteTiles<kHere>(p, grid, tag, by_route), sharing);
   }
-  experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
+  if (!kHere && grid.first_shrink > 0) {
+    const OwnTiles tiles(p, by_route, shared + kExpertsShrinkBytes, shared, kExpertsShrinkBytes);
+    if (tiles.is_known()) return experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
+  }
+  experts_shrink<T>(p, grid, tag, RouteTiles<kHere>(p, grid, tag, by_route), sharing, shared);
   if (!kHere && grid.beside_wide) wait_for_predecessors();
 }
 

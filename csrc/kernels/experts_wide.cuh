@@ -41,13 +41,14 @@ class RouteTile {
     return module_of(p_.weights, slot_, (1 + expert_) * p_.num_slices + slice);
   }
 
-  // Its module for all experts, where x is by token: if it has A, A x is summed up by token.
+  // Its module for all experts.
   __device__ __forceinline__ aril_descriptor shared(int slice) const {
-    return module_of(p_.weights, p_.from_tokens ? slot_ : -1, slice);
+    return module_of(p_.weights, slot_, slice);
   }
 
-  __device__ __forceinline__ static bool shares_a(const aril_descriptor& shared) {
-    return shared.rank > 0 && shared.a != nullptr;
+  // Whether A x is summed up by token, of what the slot's experts share.
+  __device__ __forceinline__ bool shares_a(const aril_descriptor& shared) const {
+    return p_.from_tokens && shared.rank > 0 && shared.a != nullptr;
   }
 
   __device__ __forceinline__ ShrinkRow shrink_row(int t) const {
@@ -76,18 +77,73 @@ class RouteTile {
   const int4* routes_;
 };
 
-// Whether all slots of the batch have the same A for all experts, in all slices. By a whole block.
-__device__ __forceinline__ bool all_share_a(const aril_experts_args& p, int token_tiles) {
-  bool shares = true;
-  for (int i = threadIdx.x; i < token_tiles; i += blockDim.x) {
-    const int slot = p.routing.wide_tiles.all[i].slot;
-    if (slot < 0 || slot >= p.weights.num_slots) continue;
-    for (int slice = 0; slice < p.num_slices; ++slice) {
-      shares = shares & RouteTile::shares_a(module_of(p.weights, slot, slice));
-    }
+// A slot's routes to any experts, where these share B: a part of the routes of a tile of tokens.
+class TokensRoutes {
+ public:
+  int count;
+
+  __device__ __forceinline__ TokensRoutes(const aril_experts_args& p, int token_tiles, int index)
+      : p_(p),
+        tile_(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
+              index / p.top_k.top_k),
+        first_(index % p.top_k.top_k * ARIL_WIDE_TILE) {
+    count = max(0, min(tile_.count * p.top_k.top_k - first_, ARIL_WIDE_TILE));
   }
-  return __syncthreads_and(shares);
-}
+
+  // What the experts share; rank 0 if they do not share B.
+  __device__ __forceinline__ aril_descriptor module(int slice) const {
+    aril_descriptor shared = module_of(p_.weights, tile_.slot, slice);
+    if (shared.b == nullptr) shared.rank = 0;
+    return shared;
+  }
+
+  __device__ __forceinline__ ExpandRow expand_row(int t, int slice) const {
+    ExpandRow row = {-1, -1, 0.0f};
+    const int top_k = p_.top_k.top_k, number = first_ + t;
+    const int token = t < count ? tile_.token(number / top_k, p_.num_tokens) : -1;
+    if (token < 0) return row;
+    const int route = token * top_k + number % top_k;
+    const aril_route_entry entry = entry_of(p_.top_k, p_.routing, p_.num_tokens, route);
+    const unsigned expert = p_.top_k.ids[route];
+    if (expert >= static_cast<unsigned>(p_.top_k.num_experts) || entry.row == kNowhere) return row;
+    const aril_descriptor own =
+        module_of(p_.weights, tile_.slot, (1 + expert) * p_.num_slices + slice);
+    if (own.rank > 0) {
+      row = {entry.row, route, own.scaling * entry.scale};
+      if (p_.weighted) row.factor *= entry.weight;
+    } else if (p_.form == ARIL_WRITE) {
+      row.y = entry.row;
+    }
+    return row;
+  }
+
+ private:
+  const aril_experts_args& p_;
+  Tile tile_;
+  int first_;
+};
+
+// Whether slots of the batch have the same factor for all experts, A where x is by token, otherwise
+// B: one of them, or all in all slices. By a whole block.
+struct SharingSlots {
+  bool any, all;
+
+  __device__ __forceinline__ SharingSlots(const aril_experts_args& p, int token_tiles) {
+    bool has_any = false, has_all = true;
+    for (int i = threadIdx.x; i < token_tiles; i += blockDim.x) {
+      const int slot = p.routing.wide_tiles.all[i].slot;
+      if (slot < 0 || slot >= p.weights.num_slots) continue;
+      for (int slice = 0; slice < p.num_slices; ++slice) {
+        const aril_descriptor shared = module_of(p.weights, slot, slice);
+        const bool shares = shared.rank > 0 && (p.from_tokens ? shared.a : shared.b) != nullptr;
+        has_any = has_any || shares;
+        has_all = has_all && shares;
+      }
+    }
+    any = __syncthreads_or(has_any);
+    all = __syncthreads_and(has_all);
+  }
+};
 
 // A block has pieces of tiles: some columns, and a group of lanes. Tiles of routes come first, then
 // those of tokens.
@@ -107,7 +163,7 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
   int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
   int route_tiles = __ldcg(p.groups.num_wide_tiles);
   const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
-  if (p.from_tokens && all_share_a(p, token_tiles)) route_tiles = 0;
+  if (p.from_tokens && SharingSlots(p, token_tiles).all) route_tiles = 0;
   for (int i = blockIdx.x; i < (route_tiles + token_tiles) * pieces; i += gridDim.x) {
     const int tile_index = i / pieces, piece = i % pieces;
     const int first_column = piece % column_blocks * columns, group = piece / column_blocks;
@@ -124,7 +180,7 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
         module = tile.module(lane);
         shared = tile.shared(lane);
       }
-      if (RouteTile::shares_a(shared)) module.rank = 0;
+      if (tile.shares_a(shared)) module.rank = 0;
       run(module, [&](int t) { return tile.shrink_row(t); });
     } else {
       const Tile tile(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
@@ -151,8 +207,11 @@ constexpr int wide_experts_blocks() {
 #endif
 }
 
-// A block has pieces of tiles: some outputs of a slice.
-template <typename T>
+// A block has pieces of tiles: some outputs of a slice. With `kMayShare` experts may share B: their
+// routes are in tiles by token then, if these are far fewer than those by expert. (H100: down of
+// 8192 routes of 8 slots of rank 32: 70 us instead of 117; of one slot, where there are half as
+// many tiles by expert, it would be 50 instead of 42.)
+template <typename T, bool kMayShare>
 __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
     experts_expand_wide_kernel(const __grid_constant__ aril_experts_args p, int ring_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
@@ -163,39 +222,65 @@ __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
   wait_for_predecessors();
   if (!goes_wide(p)) return;
   const int pieces = p.num_slices * ceil_div(p.out_features, p.wide_outs_per_block);
-  // What is not needed while the block works stands in shared memory.
-  __shared__ int next, last;
-  int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
+  // What is not needed while the block works stands in shared memory. Tiles by token come first.
+  __shared__ int next, last, last_by_token;
   if (threadIdx.x == 0) {
     next = blockIdx.x;
+    last_by_token = 0;
     last = __ldcg(p.groups.num_wide_tiles + (p.form == ARIL_WRITE)) * pieces;
   }
   __syncthreads();
+  if constexpr (kMayShare) {
+    const int token_tiles = *p.routing.wide_tiles.count, top_k = p.top_k.top_k;
+    if (4 * last > 7 * token_tiles * top_k * pieces) {
+      const SharingSlots sharing(p, token_tiles);
+      if (threadIdx.x == 0 && sharing.any) {
+        last_by_token = token_tiles * top_k * pieces;
+        last = last_by_token + (sharing.all && p.form != ARIL_WRITE ? 0 : last);
+      }
+      __syncthreads();
+    }
+  }
+  int4 route_tile = RouteTile::load(p, max(next - last_by_token, 0) / pieces);
   while (next < last) {
-    const RouteTile tile(p, route_tile);
     int slice;
     const BlockOuts<T> outs(p, next % pieces, p.wide_outs_per_block, slice);
-    const aril_descriptor module = tile.module(slice), shared = tile.shared(slice);
-    if (threadIdx.x < ARIL_WIDE_TILE) {
-      const int4 route = tile.route(threadIdx.x);
-      ExpandRow row = tile.expand_row(route, module, RouteTile::shares_a(shared));
-      if (threadIdx.x >= tile.count) row = {-1, -1, 0.0f};
-      rows[threadIdx.x] = row;
+    aril_descriptor module;
+    int count;
+    if (kMayShare && next < last_by_token) {
+      const TokensRoutes tile(p, *p.routing.wide_tiles.count, next / pieces);
+      module = tile.module(slice);
+      count = module.rank > 0 ? tile.count : 0;
+      if (count == 0) module.rank = 0;
+      if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_row(threadIdx.x, slice);
+    } else {
+      const RouteTile tile(p, route_tile);
+      module = tile.module(slice);
+      count = tile.count;
+      aril_descriptor shared = {};
+      if (!kMayShare || last_by_token > 0) shared = tile.shared(slice);
+      if (threadIdx.x < ARIL_WIDE_TILE) {
+        const int4 route = tile.route(threadIdx.x);
+        ExpandRow row = tile.expand_row(route, module, tile.shares_a(shared));
+        if (threadIdx.x >= count) row = {-1, -1, 0.0f};
+        rows[threadIdx.x] = row;
+      }
+      if (kMayShare && shared.rank > 0 && shared.b != nullptr) count = module.rank = 0;
     }
     __syncthreads();
     if (threadIdx.x == 0) next += gridDim.x;
     if (module.rank > 0) {
       wide_expand<T>(
-          tile.count, rows, module, outs, stages_shared, ring_bytes, arrivals,
+          count, rows, module, outs, stages_shared, ring_bytes, arrivals,
           PlaneSums(p.planes, planes_of(p), ceil_div(p.in_features, kGroupFeatures), true, slice));
     } else if (outs.overwrites) {
-      for (int t = 0; t < tile.count; ++t) {
+      for (int t = 0; t < count; ++t) {
         T* const y = outs.y + rows[t].y * outs.y_stride + outs.first;
         for (int out = threadIdx.x; out < outs.count; out += kExpandThreads) y[out] = T(0.0f);
       }
     }
     __syncthreads();
-    if (next < last) route_tile = RouteTile::load(p, next / pieces);
+    if (next < last) route_tile = RouteTile::load(p, max(next - last_by_token, 0) / pieces);
   }
 }
 

@@ -38,21 +38,44 @@ __device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
   return Planes(num_routes + (p.from_tokens ? p.num_tokens : 0), p.num_slices, p.weights.max_rank);
 }
 
+// Brings to L2 what a slot has for each expert, before it is known which of these are chosen. By
+// `sharers` threads, of which this is number `number`.
+__device__ __forceinline__ void prefetch_descriptors(const aril_experts_args& p, int slot,
+                                                     int number, int sharers) {
+  if (slot < 0 || slot >= p.weights.num_slots) return;
+  const int entries = (1 + p.top_k.num_experts) * p.num_slices;
+  const aril_descriptor* const table = p.weights.table + int64_t{slot} * p.weights.num_entries;
+  const char* const end = reinterpret_cast<const char*>(table + entries);
+  for (const char* line = reinterpret_cast<const char*>(table) + number * kLineBytes; line < end;
+       line += sharers * kLineBytes) {
+    prefetch(line);
+  }
+}
+
 // The tiles of a launch's routes. The fewest routes are sorted by each block for itself (`kHere`),
 // others stand in lists, which the first block of the launch may be about to write. (H100: with up
 // to 8 tokens kernels that can do both are 2 to 3 % slower, as there is more to jump over.)
 template <bool kHere>
 class RouteTiles {
  public:
-  // Waits for predecessors, unless shrink of wide tiles has. By a whole block.
+  // Waits for predecessors, unless shrink of wide tiles has; has no tiles if none is `needed`. By a
+  // whole block.
   __device__ __forceinline__ RouteTiles(const aril_experts_args& p, const ExpertsGrid& grid,
-                                        uint32_t tag)
-      : lists_{p.groups.routes, p.groups.tiles} {
+                                        uint32_t tag, bool needed)
+      : lists_{p.groups.routes, p.groups.tiles}, num_tiles_(make_int2(0, 0)) {
+    if (!needed) {
+      if (!grid.beside_wide) wait_for_predecessors();
+      return;
+    }
     if constexpr (kHere) {
       __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
       __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
       lists_ = {routes, tiles};
-      num_tiles_ = sort_fewest<kExpertsThreads>(p.top_k, p.routing, p.num_tokens, lists_);
+      num_tiles_ = sort_fewest<kExpertsThreads>(
+          p.top_k, p.routing, p.num_tokens, lists_, [&](int slot, int k) {
+            prefetch_descriptors(p, slot, blockIdx.x * p.top_k.top_k + k,
+                                 gridDim.x * p.top_k.top_k);
+          });
     } else {
       if (!grid.beside_wide) wait_for_predecessors();
       if (grid.first_shrink == 0) {
@@ -226,11 +249,13 @@ class TileQueue {
 // of others: one of them, or all with all their slices, so that there is nothing to do by expert.
 // By a whole warp.
 struct Sharing {
+  int tokens = 0, tiles = 0;  // of the batch, if it matters
   bool lane_any = false, lane_all = true;
 
   __device__ __forceinline__ Sharing(const aril_experts_args& p, bool matters) {
     if (!matters) return;
-    const int tiles = *p.routing.tiles.count;
+    tokens = routed_tokens(p.routing, p.num_tokens);
+    tiles = *p.routing.tiles.count;
     for (int i = threadIdx.x % 32; i < p.max_tiles; i += 32) {
       // Both loads are independent: entries beyond the count are read, too.
       const int slot = p.routing.tiles.all[i].slot;

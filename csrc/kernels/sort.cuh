@@ -29,9 +29,10 @@ struct SortedRoutes {
 // first, and of all.
 
 // Of up to ARIL_FEWEST_ROUTES routes. Each has a thread, which counts those that come before it.
-template <int kThreads>
+template <int kThreads, typename OnSlot>
 __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_routing& routing,
-                                            int num_tokens, const SortedRoutes& sorted) {
+                                            int num_tokens, const SortedRoutes& sorted,
+                                            const OnSlot& on_slot) {
   constexpr int kSlotBits = 13, kRouteBits = 8;
   static_assert(ARIL_FEWEST_ROUTES <= kThreads && ARIL_FEWEST_ROUTES <= 1 << kRouteBits);
   static_assert(ARIL_MAX_SLOTS <= 1 << kSlotBits);
@@ -44,6 +45,7 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_
   const bool is_there = route < num_routes;
   int group = kNowhere, slot = is_there ? routing.slots[route / top_k.top_k] : -1;
   aril_route_entry entry = {};
+  if (is_there) on_slot(slot, route % top_k.top_k);
   wait_for_predecessors();
   if (is_there) {
     entry = entry_of(top_k, routing, num_tokens, route);

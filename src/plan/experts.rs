@@ -261,14 +261,19 @@ impl ProjectionPlan {
             ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs);
-        let max_blocks = if num_routes <= FEWEST_ROUTES { MAX_BLOCKS_FOR_FEWEST } else { MAX_BLOCKS };
+        // Of shrink one less where there is one that sorts: all begin at once then, as none waits for that.
+        let (max_shrink, max_expand) = match num_routes {
+            ..=FEWEST_ROUTES => (MAX_BLOCKS_FOR_FEWEST, MAX_BLOCKS_FOR_FEWEST),
+            ..=FEW_ROUTES => (MAX_BLOCKS - 1, MAX_BLOCKS),
+            _ => (MAX_BLOCKS, MAX_BLOCKS),
+        };
         // All pieces of a tile at the least.
-        let blocks = |tiles: usize, pieces: usize, at_once: usize| {
-            (tiles * pieces).div_ceil(at_once).min(max_blocks).max(pieces.div_ceil(at_once))
+        let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
+            (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
         };
         let small = Blocks {
-            shrink: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES),
-            expand: blocks(expand_tiles, expand_pieces, EXPAND_PIECES),
+            shrink: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES, max_shrink),
+            expand: blocks(expand_tiles, expand_pieces, EXPAND_PIECES, max_expand),
             outs,
         };
         ProjectionLaunch { small, wide }
