@@ -125,13 +125,16 @@ pub struct Pair {
     pub b: Vec<f64>,
 }
 
+/// An adapter's factors by gate, up and down, and by expert of the whole layer.
+pub type Pairs = [Vec<Option<Pair>>; 3];
+
 /// What a case stands for.
 pub struct World<T> {
     pub model: ModelSpec,
     pub id: ExpertsId,
     pub adapters: Vec<Adapter>,
-    /// By adapter, by gate, up and down, and by expert of the whole layer.
-    pub pairs: Vec<[Vec<Option<Pair>>; 3]>,
+    /// By adapter.
+    pub pairs: Vec<Pairs>,
     pub slots: Vec<Slot>,
     pub scales: Option<Vec<f32>>,
     pub weights: Option<Vec<f32>>,
@@ -159,6 +162,34 @@ impl Act {
             // As that of GPT-OSS, but within what values reach.
             Self::SwigluOai => Activation::SwigluOai { alpha: 1.702, limit: 0.75 },
         }
+    }
+}
+
+impl Lora {
+    /// Of another rank for each expert, from 1 to `max_rank`.
+    pub fn of_own_ranks(num_experts: usize, max_rank: usize) -> Self {
+        let ranks: Vec<usize> = (0..num_experts).map(|expert| max_rank - expert * 7 % max_rank).collect();
+        let module = Module { ranks, shared: [false; 2] };
+        Self { modules: [module.clone(), module.clone(), module], stacked: false }
+    }
+
+    /// Of one rank, with factors for each expert but those of gate, up and down that are shared.
+    pub fn of_one_rank(num_experts: usize, rank: usize, shared: [[bool; 2]; 3]) -> Self {
+        Self { modules: shared.map(|shared| Module { ranks: vec![rank; num_experts], shared }), stacked: true }
+    }
+
+    /// All experts have the same A of gate and up, and the same B of down.
+    pub fn shared_outer(num_experts: usize, rank: usize) -> Self {
+        Self::of_one_rank(num_experts, rank, [[true, false], [true, false], [false, true]])
+    }
+
+    /// Without anything for any expert.
+    pub fn nothing(num_experts: usize) -> Self {
+        Self::of_one_rank(num_experts, 0, [[false; 2]; 3])
+    }
+
+    pub fn is_nothing(&self) -> bool {
+        self.modules.iter().flat_map(|module| &module.ranks).all(|&rank| rank == 0)
     }
 }
 
@@ -228,6 +259,47 @@ impl Shape {
 }
 
 impl Case {
+    /// Of a layer that no other rank has a part of, in rounded bf16, rows one behind the other; tokens of the first slot with the first
+    /// expert.
+    pub fn new([num_experts, hidden, inter]: [usize; 3], adapters: Vec<Lora>, [num_tokens, top_k]: [usize; 2]) -> Self {
+        let held = (0..num_experts).collect();
+        let mut case = Self {
+            op: Op::AddGateUp,
+            dtype: Dtype::BF16,
+            values: Values::Rounded,
+            shape: Shape { num_experts, held, hidden, inter, tp: (0, 1), halves: Order::GateUp },
+            adapters,
+            empty_slots: 1,
+            slots: Vec::new(),
+            half_scales: Some(Vec::new()),
+            top_k,
+            ids: Vec::new(),
+            half_weights: Some(Vec::new()),
+            rows: None,
+            weighed: Weighed::Combine,
+            half_factor: 3,
+            offsets: [0; 3],
+            gaps: [0; 3],
+            seed: 11,
+        };
+        case.choose(num_tokens, |_| 0, |_, _| 0);
+        case
+    }
+
+    /// Has tokens of other slots, and experts for them.
+    pub fn choose(
+        &mut self,
+        num_tokens: usize,
+        mut slot: impl FnMut(i32) -> i32,
+        mut expert: impl FnMut(i32, i32) -> i32,
+    ) {
+        let (tokens, top_k) = (num_tokens as i32, self.top_k as i32);
+        self.slots = (0..tokens).map(&mut slot).collect();
+        self.ids = (0..tokens * top_k).map(|route| expert(route / top_k, route % top_k)).collect();
+        self.half_scales = Some((0..tokens).map(|token| (token % 9 - 4) as i8).collect());
+        self.half_weights = Some((0..tokens * top_k).map(|route| (route % 6 - 1) as i8).collect());
+    }
+
     pub fn num_tokens(&self) -> usize {
         self.slots.len()
     }
@@ -321,22 +393,27 @@ impl Case {
 
     pub fn world<T: Element>(&self) -> World<T> {
         let mut rng = StdRng::seed_from_u64(self.seed);
-        let (model, id) = self.model();
         let pairs = self.pairs::<T>(&mut rng);
         let adapters = self.adapters.iter().zip(&pairs).map(|(lora, pairs)| self.load(lora, pairs)).collect();
+        World { adapters, ..self.world_of(pairs, &mut rng) }
+    }
+
+    /// With those factors, but without the adapters that have them.
+    pub fn world_of<T: Element>(&self, pairs: Vec<Pairs>, rng: &mut StdRng) -> World<T> {
+        let (model, id) = self.model();
         let mut world = World {
             model,
             id,
-            adapters,
+            adapters: Vec::new(),
             pairs,
             slots: self.slots.iter().map(|&slot| bytemuck::cast(slot)).collect(),
             scales: self.half_scales.as_deref().map(halved),
             weights: self.half_weights.as_deref().map(halved),
             num_slots: self.adapters.len() + self.empty_slots,
             max_rank: self.max_rank(),
-            x: self.x().buffer(self.values, &mut rng),
-            y: self.y().buffer(self.values, &mut rng),
-            out: self.out().buffer(self.values, &mut rng),
+            x: self.x().buffer(self.values, rng),
+            y: self.y().buffer(self.values, rng),
+            out: self.out().buffer(self.values, rng),
         };
         self.poison(&mut world);
         world
@@ -352,8 +429,8 @@ impl Case {
         (model, id)
     }
 
-    /// By adapter, by gate, up and down, and by expert of the whole layer.
-    pub fn pairs<T: Element>(&self, rng: &mut StdRng) -> Vec<[Vec<Option<Pair>>; 3]> {
+    /// By adapter.
+    pub fn pairs<T: Element>(&self, rng: &mut StdRng) -> Vec<Pairs> {
         self.adapters.iter().map(|lora| self.pairs_of::<T>(lora, rng)).collect()
     }
 
@@ -381,11 +458,14 @@ impl Case {
     /// Makes NaN what must not be read.
     fn poison<T: Element>(&self, world: &mut World<T>) {
         let routes = |token: usize| token * self.top_k..(token + 1) * self.top_k;
-        let here: Vec<usize> = (0..self.num_routes()).filter(|&route| self.is_here(route)).collect();
-        let row_is_here = |row: usize| here.iter().any(|&route| self.row(route) == Some(row));
-        let row_is_adapted = |row: usize| {
-            here.iter().any(|&route| self.row(route) == Some(row) && self.adapter(route / self.top_k).is_some())
-        };
+        let [mut of_any, mut of_here, mut of_adapted] = [(); 3].map(|()| vec![false; self.num_routes()]);
+        for route in 0..self.num_routes() {
+            let Some(row) = self.row(route) else { continue };
+            of_any[row] = true;
+            of_here[row] |= self.is_here(route);
+            of_adapted[row] |= self.is_here(route) && self.adapter(route / self.top_k).is_some();
+        }
+        let row_is_here = |row: usize| of_here[row];
         let fill = |buffer: &mut [T], place: Place, is_read: &dyn Fn(usize) -> bool| {
             for row in (0..place.rows).filter(|&row| !is_read(row)) {
                 buffer[place.at(row, 0)..][..place.cols].fill(T::from_f32(f32::NAN));
@@ -396,12 +476,11 @@ impl Case {
                 self.adapter(token).is_some() && routes(token).any(|route| self.is_here(route))
             });
         } else {
-            fill(&mut world.x, self.x(), &row_is_adapted);
+            fill(&mut world.x, self.x(), &|row| of_adapted[row]);
         }
-        let has_row = |row: usize| (0..self.num_routes()).any(|route| self.row(route) == Some(row));
         match self.op {
             Op::AddGateUp | Op::AddDown | Op::AddCombined => {}
-            Op::WriteGateUp | Op::WriteDown => fill(&mut world.y, self.y(), &|row| !has_row(row)),
+            Op::WriteGateUp | Op::WriteDown => fill(&mut world.y, self.y(), &|row| !of_any[row]),
             Op::Activate(_) => {
                 fill(&mut world.y, self.y(), &row_is_here);
                 fill(&mut world.out, self.out(), &|row| !row_is_here(row));
@@ -413,7 +492,7 @@ impl Case {
         }
     }
 
-    fn pairs_of<T: Element>(&self, lora: &Lora, rng: &mut StdRng) -> [Vec<Option<Pair>>; 3] {
+    pub fn pairs_of<T: Element>(&self, lora: &Lora, rng: &mut StdRng) -> Pairs {
         [GATE, UP, DOWN].map(|module| {
             let ([input, output], Module { ranks, shared }) = (self.shape.features(module), &lora.modules[module]);
             // So that exact cases scale by a power of two.
@@ -439,7 +518,7 @@ impl Case {
     }
 
     /// The adapter, as PEFT or others would write it.
-    pub fn load(&self, lora: &Lora, pairs: &[Vec<Option<Pair>>; 3]) -> Adapter {
+    pub fn load(&self, lora: &Lora, pairs: &Pairs) -> Adapter {
         let (mut tensors, mut alphas) = (Vec::new(), String::new());
         let mut put = |path: &str, alpha: f64, a: (&[usize], &[f64]), b: (&[usize], &[f64])| {
             for (side, (shape, values)) in [("A", a), ("B", b)] {

@@ -1,5 +1,8 @@
 //! The kernels for experts against the reference, through both doors.
 
+mod limits;
+mod steps;
+
 use aril::{
     Element, Slot,
     cuda::{
@@ -7,7 +10,7 @@ use aril::{
         raw,
     },
     error::OperandError,
-    model::{Activation, Experts, ModelSpec, TpRank},
+    model::{Activation, Experts, ExpertsSite, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
     routing::Batch,
 };
@@ -103,7 +106,7 @@ fn matrix_mut<'a, T: Element>(buffer: &'a mut CudaViewMut<'_, T>, place: Place) 
 
 /// An operation on `x` and, if it reads and does not write that, `y`.
 #[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
-fn launch<T: Element>(
+pub fn launch<T: Element>(
     layer: &LoraExperts<T>,
     op: Op,
     [x, y]: [Matrix<'_, T>; 2],
@@ -121,6 +124,76 @@ fn launch<T: Element>(
         Op::WriteDown => layer.write_down_delta(x, target, routes, weights, workspace, stream),
         Op::AddCombined => layer.add_combined_delta(x, target, routes, weights, workspace, stream),
         Op::Combine => layer.combine(x, y, target, routes, weights, workspace, stream),
+    }
+}
+
+/// What a case's router chose, in those buffers.
+fn raw_top_k(case: &Case, ids: &Buffer, router: Option<&Buffer>, rows: Option<&Buffer>) -> raw::TopK {
+    let mut top_k = raw::TopK::new(ids.address(), case.top_k).scaled(factor(case));
+    top_k = router.map_or(top_k, |router| top_k.weights(router.address()));
+    top_k = rows.map_or(top_k, |rows| top_k.rows(rows.address()));
+    match case.weighed {
+        Weighed::Input => top_k.on_input(),
+        Weighed::Rows => top_k.on_rows(),
+        Weighed::Combine => top_k,
+    }
+}
+
+/// Where the descriptors that an operation goes by begin.
+fn first_entry(site: &ExpertsSite, op: Op) -> usize {
+    if op.is_before_activation() { site.gate_up() } else { site.down() }.shared_entry()
+}
+
+/// An operation at the raw door, and what it is on, as for [`launch`].
+#[derive(Clone, Copy)]
+struct Operands {
+    op: Op,
+    x: raw::MatrixRef,
+    y: raw::MatrixRef,
+    target: raw::MatrixMut,
+}
+
+impl Operands {
+    /// In those buffers, each with the place where the operand is.
+    fn new<T: Element>(op: Op, x: (&Buffer, Place), y: (&Buffer, Place), target: (&Buffer, Place)) -> Self {
+        let at = |(buffer, place): (&Buffer, Place)| buffer.address() + (place.offset * size_of::<T>()) as u64;
+        let [x, y] = [x, y].map(|operand| {
+            let Place { rows, cols, stride, .. } = operand.1;
+            raw::MatrixRef::new::<T>(at(operand), rows, cols).row_stride(stride)
+        });
+        let Place { rows, cols, stride, .. } = target.1;
+        let target = raw::MatrixMut::new::<T>(at(target), rows, cols).row_stride(stride);
+        Self { op, x, y, target }
+    }
+
+    fn launch(
+        self,
+        layer: &raw::LoraExperts,
+        weights: raw::LayerWeights,
+        routes: &raw::GroupedRoutes,
+        region: raw::Workspace,
+        stream: raw::Stream,
+    ) {
+        let Self { op, x, y, target } = self;
+        let launched = match op {
+            // SAFETY: all operands are a test's own, and alive until the stream is synchronized.
+            Op::AddGateUp => unsafe { layer.add_gate_up_delta(x, target, weights, routes, region, stream) },
+            // SAFETY: as above.
+            Op::WriteGateUp => unsafe { layer.write_gate_up_delta(x, target, weights, routes, region, stream) },
+            // SAFETY: as above.
+            Op::Activate(act) => unsafe {
+                layer.activate(x, y, target, act.activation(), weights, routes, region, stream)
+            },
+            // SAFETY: as above.
+            Op::AddDown => unsafe { layer.add_down_delta(x, target, weights, routes, region, stream) },
+            // SAFETY: as above.
+            Op::WriteDown => unsafe { layer.write_down_delta(x, target, weights, routes, region, stream) },
+            // SAFETY: as above.
+            Op::AddCombined => unsafe { layer.add_combined_delta(x, target, weights, routes, region, stream) },
+            // SAFETY: as above.
+            Op::Combine => unsafe { layer.combine(x, y, target, weights, routes, region, stream) },
+        };
+        launched.unwrap();
     }
 }
 
@@ -186,21 +259,8 @@ impl Subject for Raw<'_> {
         let rows = case.rows.as_ref().map(|rows| gpu.upload(rows));
         let router = world.weights.as_ref();
         let router = router.map(|weights| gpu.upload(&[&weights[..], &vec![1.0; padded * case.top_k]].concat()));
-        let mut top_k = raw::TopK::new(ids.address(), case.top_k).scaled(factor(case));
-        top_k = router.as_ref().map_or(top_k, |router| top_k.weights(router.address()));
-        top_k = rows.as_ref().map_or(top_k, |rows| top_k.rows(rows.address()));
-        top_k = match case.weighed {
-            Weighed::Input => top_k.on_input(),
-            Weighed::Rows => top_k.on_rows(),
-            Weighed::Combine => top_k,
-        };
-        let at = |buffer: &Buffer, elems: usize| buffer.address() + (elems * size_of::<T>()) as u64;
-        let matrix = |buffer: &Buffer, place: &Place| {
-            raw::MatrixRef::new::<T>(at(buffer, place.offset), place.rows, place.cols).row_stride(place.stride)
-        };
-        let (x_matrix, y_matrix) = (matrix(&x, &x_at), matrix(&y, &y_at));
-        let target_matrix = raw::MatrixMut::new::<T>(at(&target, target_at.offset), target_at.rows, target_at.cols)
-            .row_stride(target_at.stride);
+        let top_k = raw_top_k(case, &ids, router.as_ref(), rows.as_ref());
+        let operands = Operands::new::<T>(case.op, (&x, x_at), (&y, y_at), (&target, target_at));
         let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity, case.top_k).unwrap();
         // Of the exchange only the header is what it must be: tags of no launch are as good as none.
         let bytes = layer.plan().workspace_bytes();
@@ -208,33 +268,13 @@ impl Subject for Raw<'_> {
         exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
         let [exchange, planes] = [gpu.upload(&exchange), gpu.poisoned(bytes.planes)];
         let region = raw::Workspace { exchange: exchange.region(), planes: planes.region() };
-        let site = &model[world.id];
-        let first_entry = if case.op.is_before_activation() { site.gate_up() } else { site.down() }.shared_entry();
+        let first_entry = first_entry(&model[world.id], case.op);
         let weights =
             raw::LayerWeights::new(table.address(), capacity.num_slots, num_entries, first_entry, capacity.max_rank);
         let launch = || {
             // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
             let routes = unsafe { grouping.group(top_k, batch, stream) }.unwrap();
-            let (x, y, target) = (x_matrix, y_matrix, target_matrix);
-            let launched = match case.op {
-                // SAFETY: as above.
-                Op::AddGateUp => unsafe { layer.add_gate_up_delta(x, target, weights, &routes, region, stream) },
-                // SAFETY: as above.
-                Op::WriteGateUp => unsafe { layer.write_gate_up_delta(x, target, weights, &routes, region, stream) },
-                // SAFETY: as above.
-                Op::Activate(act) => unsafe {
-                    layer.activate(x, y, target, act.activation(), weights, &routes, region, stream)
-                },
-                // SAFETY: as above.
-                Op::AddDown => unsafe { layer.add_down_delta(x, target, weights, &routes, region, stream) },
-                // SAFETY: as above.
-                Op::WriteDown => unsafe { layer.write_down_delta(x, target, weights, &routes, region, stream) },
-                // SAFETY: as above.
-                Op::AddCombined => unsafe { layer.add_combined_delta(x, target, weights, &routes, region, stream) },
-                // SAFETY: as above.
-                Op::Combine => unsafe { layer.combine(x, y, target, weights, &routes, region, stream) },
-            };
-            launched.unwrap();
+            operands.launch(&layer, weights, &routes, region, stream);
         };
         // Every token has the first slot and the first expert, until the step is that of the case.
         let mut begin_step = || {

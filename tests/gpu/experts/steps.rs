@@ -1,0 +1,382 @@
+//! Operations on the experts of a layer in memory that stays, while routes, adapters and what these share change, as under a captured
+//! graph.
+
+use std::collections::BTreeMap;
+
+use aril::{
+    Element, Slot,
+    cuda::{Routing, WeightTable, Workspace, raw},
+    model::{ExpertsId, ModelSpec},
+    plan::Capacity,
+    routing::Batch,
+};
+use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
+
+use super::{Operands, first_entry, raw_top_k, route_capacity};
+use crate::{
+    common::{
+        cases::{Dtype, Values, compare},
+        experts::{Act, Case, Lora, Op, Order, Pairs, Shape, Weighed},
+    },
+    device::{Buffer, Gpu},
+    for_dtype,
+};
+
+/// Operations whose rows are those of routes.
+const OF_ROUTES: [Op; 5] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::WriteGateUp, Op::AddDown, Op::WriteDown];
+/// All of them.
+pub const OPERATIONS: [Op; 7] = [
+    Op::WriteDown,
+    Op::AddGateUp,
+    Op::Activate(Act::SwigluOai),
+    Op::WriteGateUp,
+    Op::AddDown,
+    Op::AddCombined,
+    Op::Combine,
+];
+
+/// A layer, and operations that are launched on the same routes, one behind the other.
+pub struct Layer<'a, T> {
+    gpu: &'a Gpu,
+    model: ModelSpec,
+    id: ExpertsId,
+    weights: WeightTable<T>,
+    routing: Routing,
+    batch: raw::RoutedBatch,
+    grouping: raw::Grouping,
+    _group_memory: Buffer,
+    top_k: raw::TopK,
+    ids: Buffer,
+    router: Option<Buffer>,
+    rows: Option<Buffer>,
+    layer: raw::LoraExperts,
+    workspace: Workspace,
+    operations: Vec<Operation>,
+}
+
+/// What an operation is on.
+struct Operation {
+    operands: Operands,
+    x: Buffer,
+    y: Buffer,
+    target: Buffer,
+}
+
+impl<'a, T: Element> Layer<'a, T> {
+    /// With room for the steps that are as `case`, but for what they are of and that they may have fewer tokens. No adapter is loaded.
+    pub fn new(gpu: &'a Gpu, case: &Case, ops: &[Op]) -> Self {
+        let Gpu { stream, kernels, .. } = gpu;
+        let (model, id) = case.model();
+        let capacity = Capacity {
+            max_tokens: case.num_tokens(),
+            num_slots: case.adapters.len() + case.empty_slots,
+            max_rank: case.max_rank(),
+        };
+        let routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+        let batch = routing.capture_batch(case.num_tokens()).unwrap();
+        let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity(case)).unwrap()]);
+        // SAFETY: the memory is zero, lives as long as the grouping and is used on one stream.
+        let grouping = unsafe { raw::Grouping::new(kernels, route_capacity(case), group_memory.region()) }.unwrap();
+        let routes = case.num_routes();
+        let ids = gpu.upload(&vec![0_i32; routes]);
+        let router = case.half_weights.as_ref().map(|_| gpu.upload(&vec![0.0_f32; routes]));
+        let rows = case.rows.as_ref().map(|_| gpu.upload(&vec![0_i32; routes]));
+        let layer = raw::LoraExperts::new(kernels, &model, id, T::DTYPE, capacity, case.top_k).unwrap();
+        let operations = ops.iter().map(|&op| {
+            let case = Case { op, ..case.clone() };
+            let places = [case.x(), case.y(), case.target()];
+            let [x, y, target] =
+                places.map(|place| gpu.upload(&vec![T::default(); place.offset + place.rows * place.stride]));
+            let operands = Operands::new::<T>(op, (&x, places[0]), (&y, places[1]), (&target, places[2]));
+            Operation { operands, x, y, target }
+        });
+        Self {
+            gpu,
+            id,
+            weights: WeightTable::new(kernels, &model, capacity, 1 << 28, stream).unwrap(),
+            model,
+            routing,
+            batch,
+            grouping,
+            _group_memory: group_memory,
+            top_k: raw_top_k(case, &ids, router.as_ref(), rows.as_ref()),
+            ids,
+            router,
+            rows,
+            workspace: Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap(),
+            layer,
+            operations: operations.collect(),
+        }
+    }
+
+    /// Has a slot hold that adapter, and none if it has nothing.
+    pub fn load(&mut self, slot: usize, case: &Case, lora: &Lora, pairs: &Pairs) {
+        let (slot, stream) = (Slot::new(slot as u16), &self.gpu.stream);
+        if lora.is_nothing() {
+            return self.weights.unload(slot, stream).unwrap();
+        }
+        let adapter = case.load(lora, pairs);
+        self.weights.load(slot, &adapter.plan(&self.model, T::DTYPE).unwrap(), stream).unwrap();
+    }
+
+    /// Loads the adapters of a case.
+    pub fn load_all(&mut self, case: &Case) -> Vec<Pairs> {
+        let all = case.pairs::<T>(&mut StdRng::seed_from_u64(case.seed));
+        for (slot, (lora, pairs)) in
+            case.adapters.iter().zip(&all).enumerate().filter(|(_, (lora, _))| !lora.is_nothing())
+        {
+            self.load(slot, case, lora, pairs);
+        }
+        all
+    }
+
+    /// Enqueues the grouping and the operations.
+    pub fn launch(&mut self) {
+        let (stream, region) = (self.gpu.raw_stream(), self.workspace.region());
+        // SAFETY: all that is used is the layer's own, and alive until the stream is synchronized.
+        let routes = unsafe { self.grouping.group(self.top_k, self.batch, stream) }.unwrap();
+        for Operation { operands, .. } in &self.operations {
+            let weights = self.weights.layer(first_entry(&self.model[self.id], operands.op));
+            operands.launch(&self.layer, weights, &routes, region, stream);
+        }
+    }
+
+    /// Writes what a step is on, whose first `live` tokens are routed, has it launched, and compares what each operation leaves with
+    /// what the reference makes of adapters with those factors. No route of the other tokens may have a row.
+    pub fn check(&mut self, step: &Case, live: usize, pairs: &[Pairs], what: &str, launch: impl FnOnce(&mut Self)) {
+        fn padded<V: Clone>(values: &[V], live: usize, len: usize, padding: V) -> Vec<V> {
+            let mut values = values[..live].to_vec();
+            values.resize(len, padding);
+            values
+        }
+        let cases: Vec<Case> =
+            self.operations.iter().map(|operation| Case { op: operation.operands.op, ..step.clone() }).collect();
+        let worlds: Vec<_> = cases
+            .iter()
+            .map(|case| case.world_of::<T>(pairs.to_vec(), &mut StdRng::seed_from_u64(step.seed)))
+            .collect();
+        let routes = live * step.top_k;
+        // What is not live would be routes of the first row to the first expert.
+        let all = self.ids.region().bytes / size_of::<i32>();
+        self.ids.write(&padded(&step.ids, routes, all, 0));
+        if let Some(rows) = &mut self.rows {
+            rows.write(&padded(step.rows.as_ref().unwrap(), routes, all, 0));
+        }
+        if let Some(router) = &mut self.router {
+            router.write(&padded(worlds[0].weights.as_ref().unwrap(), routes, all, 1.0));
+        }
+        for (operation, (case, world)) in self.operations.iter_mut().zip(cases.iter().zip(&worlds)) {
+            let Operation { x, y, target, .. } = operation;
+            for (buffer, values) in [(x, &world.x[..]), (y, &world.y[..]), (target, world.target(case))] {
+                let len = buffer.region().bytes / size_of::<T>();
+                buffer.write(&padded(values, values.len().min(len), len, T::from_f32(f32::NAN)));
+            }
+        }
+        let scales = worlds[0].scales.as_ref().map(|scales| &scales[..live]);
+        let batch = Batch::new(&worlds[0].slots[..live]);
+        let batch = scales.map_or(batch, |scales| batch.with_scales(scales).unwrap());
+        self.routing.update(&batch, &self.gpu.stream).unwrap();
+        launch(self);
+        for (operation, (case, world)) in self.operations.iter().zip(cases.iter().zip(&worlds)) {
+            let what = format!("{what}, {:?} in {:?}", case.op, T::DTYPE);
+            let mut got = operation.target.read::<T>();
+            let mut expected = world.expected(case);
+            let behind = got.split_off(got.len().min(expected.len()));
+            assert!(behind.iter().all(|value| value.to_f32().is_nan()), "{what}: a padded row was written");
+            expected.truncate(got.len());
+            compare(case.target(), &got, &expected, &what).unwrap();
+        }
+    }
+}
+
+/// Whether the device goes by wide tiles where it may: as `goes_wide` of `csrc/kernels/route_tiles.cuh` says.
+pub fn goes_wide(case: &Case) -> bool {
+    let slots = 0..(case.adapters.len() + case.empty_slots) as i32;
+    let mut groups = BTreeMap::<_, usize>::new();
+    for route in (0..case.num_routes()).filter(|&route| case.is_here(route)) {
+        let slot = case.slots[route / case.top_k];
+        if slots.contains(&slot) {
+            *groups.entry((slot, case.ids[route])).or_default() += 1;
+        }
+    }
+    let tiles_of = |size| groups.values().map(|routes| routes.div_ceil(size)).sum::<usize>();
+    let (tiles, wide_tiles) = (tiles_of(8), tiles_of(64));
+    tiles * case.max_rank() > 28 * wide_tiles && 4 * tiles > 5 * wide_tiles
+}
+
+/// One graph of more than 1024 routes, which the device takes by small tiles in some replays and by wide ones in others.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_replay_goes_by_the_tiles_that_its_routes_make() {
+    const TOKENS: usize = 320;
+    /// Slots by token, and experts by token and choice.
+    type Choice = (usize, fn(i32) -> i32, fn(i32, i32) -> i32);
+    fn run<T: Element>(gpu: &Gpu, case: &Case) {
+        let steps: [Choice; 10] = [
+            // Four routes of each slot to each expert.
+            (TOKENS, |token| token % 8, |token, k| (token / 8 * 4 + k) % 40),
+            // All of one slot, to four experts.
+            (TOKENS, |_| 1, |_, k| [3, 7, 11, 39][k as usize]),
+            (TOKENS, |token| token / 40, |token, k| (token * 7 + k * 11) % 40),
+            // With base tokens, a slot without an adapter, and routes that are not here.
+            (
+                TOKENS,
+                |token| token % 10 - 1,
+                |token, k| [-1, token % 2, 39, if token % 5 == 0 { 40 } else { 2 }][k as usize],
+            ),
+            // Fewer than were captured.
+            (37, |token| token % 8, |token, k| (token * 4 + k) % 40),
+            (200, |_| 0, |_, k| 9 + k),
+            (0, |_| 0, |_, _| 0),
+            // Large groups and small ones: by wide tiles if ranks are large.
+            (
+                TOKENS,
+                |token| if token < 256 { 2 } else { token % 8 },
+                |token, k| if token < 256 { k } else { (token * 4 + k) % 40 },
+            ),
+            (TOKENS, |_| -1, |_, k| k),
+            (TOKENS, |_| 6, |token, k| token % 2 * 4 + k),
+        ];
+        let mut layer = Layer::<T>::new(gpu, case, &OPERATIONS);
+        let pairs = layer.load_all(case);
+        let graph = gpu.capture(|| layer.launch());
+        let mut ways = Vec::new();
+        for (number, (tokens, slot, expert)) in steps.into_iter().enumerate() {
+            let mut step = Case { seed: number as u64, ..case.clone() };
+            step.choose(tokens, slot, expert);
+            ways.push(goes_wide(&step));
+            layer.check(&step, tokens, &pairs, &format!("step {number}"), |_| graph.replay());
+        }
+        assert_eq!(
+            ways[..7],
+            [false, true, false, true, false, true, false],
+            "the steps do not go by both tiles in turn"
+        );
+    }
+
+    let gpu = Gpu::new();
+    let variants = [
+        (Dtype::BF16, Values::Exact, [136, 72], Order::GateUp, 40, Weighed::Combine),
+        (Dtype::F16, Values::Rounded, [136, 72], Order::UpGate, 40, Weighed::Input),
+        // More than one group of lanes, before and behind the activation.
+        (Dtype::F16, Values::Exact, [1100, 40], Order::GateUp, 12, Weighed::Rows),
+        (Dtype::BF16, Values::Rounded, [72, 1032], Order::UpGate, 16, Weighed::Rows),
+        // The largest that wide tiles take.
+        (Dtype::BF16, Values::Rounded, [72, 40], Order::GateUp, 128, Weighed::Input),
+        (Dtype::F16, Values::Rounded, [40, 72], Order::GateUp, 128, Weighed::Combine),
+    ];
+    for (dtype, values, [hidden, inter], halves, rank, weighed) in variants {
+        let mut up_alone = Lora::shared_outer(40, 9);
+        up_alone.modules[0].ranks.fill(0);
+        let mut of_some = Lora::of_own_ranks(40, rank);
+        of_some.modules.iter_mut().for_each(|module| module.ranks[20..].fill(0));
+        let adapters = vec![
+            Lora::of_own_ranks(40, rank),
+            Lora::shared_outer(40, rank),
+            Lora::of_one_rank(40, 5, [[false; 2]; 3]),
+            Lora::shared_outer(40, 3),
+            Lora::of_one_rank(40, 8, [[true; 2]; 3]),
+            of_some,
+            up_alone,
+            Lora::of_own_ranks(40, 1),
+        ];
+        let case = Case::new([40, hidden, inter], adapters, [TOKENS, 4]);
+        let case = Case { dtype, values, weighed, ..case };
+        let case = Case { shape: Shape { halves, ..case.shape.clone() }, ..case };
+        for_dtype!(case, run(&gpu, &case));
+    }
+}
+
+/// Adapters come, go, and change their ranks and what their experts share, under one graph of few routes, of more, and of many.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_replay_sees_what_became_of_the_adapters() {
+    const EXPERTS: usize = 6;
+    fn run<T: Element>(gpu: &Gpu, case: &Case) {
+        let nothing = || Lora::nothing(EXPERTS);
+        // What slots hold from a step on, and the tokens that it has.
+        let tokens = case.num_tokens();
+        let steps = [
+            (vec![], tokens),
+            (vec![(0, Lora::of_own_ranks(EXPERTS, 40)), (1, Lora::shared_outer(EXPERTS, 16))], tokens),
+            // Shared what was each expert's own, and the other way round.
+            (vec![(0, Lora::shared_outer(EXPERTS, 33)), (1, Lora::of_own_ranks(EXPERTS, 5))], tokens),
+            (vec![(2, Lora::of_one_rank(EXPERTS, 8, [[true; 2]; 3])), (1, Lora::shared_outer(EXPERTS, 7))], tokens - 3),
+            (vec![(0, Lora::shared_outer(EXPERTS, 2))], tokens),
+            (vec![(1, nothing()), (2, Lora::of_one_rank(EXPERTS, 40, [[false; 2]; 3]))], 1),
+            // All that is left shares.
+            (vec![(2, nothing())], tokens),
+            (vec![(0, nothing())], tokens),
+            (vec![(2, Lora::of_own_ranks(EXPERTS, 40))], tokens),
+        ];
+        let mut layer = Layer::<T>::new(gpu, case, &OPERATIONS);
+        let graph = gpu.capture(|| layer.launch());
+        let mut rng = StdRng::seed_from_u64(case.seed);
+        let mut held: Vec<(Lora, Pairs)> =
+            case.adapters.iter().map(|_| (nothing(), case.pairs_of::<T>(&nothing(), &mut rng))).collect();
+        for (number, (changes, live)) in steps.into_iter().enumerate() {
+            for (slot, lora) in changes {
+                let pairs = case.pairs_of::<T>(&lora, &mut rng);
+                layer.load(slot, case, &lora, &pairs);
+                held[slot] = (lora, pairs);
+            }
+            let (adapters, pairs): (Vec<Lora>, Vec<Pairs>) = held.iter().cloned().unzip();
+            let mut step = Case { adapters, seed: rng.random(), ..case.clone() };
+            let mut slots = StdRng::seed_from_u64(number as u64);
+            let slot = |_| slots.random_range(-1..=4);
+            step.choose(live, slot, |_, _| rng.random_range(-1..=EXPERTS as i32));
+            layer.check(&step, live, &pairs, &format!("{tokens} tokens, step {number}"), |_| graph.replay());
+        }
+    }
+
+    let gpu = Gpu::new();
+    for tokens in [16, 200, 320] {
+        for (dtype, values) in
+            [(Dtype::BF16, Values::Rounded), (Dtype::F16, Values::Exact), (Dtype::F32, Values::Rounded)]
+        {
+            let largest = Lora::of_own_ranks(EXPERTS, 40);
+            let case = Case::new([EXPERTS, 72, 40], vec![largest; 3], [tokens, 4]);
+            let case = Case { dtype, values, ..case };
+            for_dtype!(case, run(&gpu, &case));
+        }
+    }
+}
+
+/// Rows of routes anywhere among those that were captured, of which there are more than live routes.
+#[test]
+#[ignore = "needs a GPU"]
+fn live_routes_have_any_of_the_captured_rows() {
+    const EXPERTS: i32 = 5;
+    fn run<T: Element>(gpu: &Gpu, case: &Case) {
+        let mut layer = Layer::<T>::new(gpu, case, &OF_ROUTES);
+        let pairs = layer.load_all(case);
+        let graph = gpu.capture(|| layer.launch());
+        let (tokens, routes) = (case.num_tokens(), case.num_routes());
+        let mut rng = StdRng::seed_from_u64(case.seed);
+        for live in [tokens / 2, tokens, 1, tokens - 1, 0] {
+            let mut step = Case { seed: live as u64, ..case.clone() };
+            step.choose(tokens, |token| token % 4 - 1, |token, k| (token + k * 3) % (EXPERTS + 2) - 1);
+            let mut rows: Vec<i32> = (0..routes as i32).collect();
+            rows.shuffle(&mut rng);
+            for (route, row) in rows.iter_mut().enumerate() {
+                if route >= live * case.top_k || route % 11 == 3 {
+                    *row = [-1, routes as i32, i32::MAX, i32::MIN][route % 4];
+                }
+            }
+            step.rows = Some(rows);
+            layer.check(&step, live, &pairs, &format!("{live} of {tokens} tokens"), |_| graph.replay());
+        }
+    }
+
+    let gpu = Gpu::new();
+    for tokens in [16, 200, 330] {
+        for (dtype, weighed) in
+            [(Dtype::BF16, Weighed::Rows), (Dtype::F16, Weighed::Input), (Dtype::F32, Weighed::Rows)]
+        {
+            let adapters = vec![Lora::of_own_ranks(5, 24), Lora::shared_outer(5, 16)];
+            let case = Case::new([5, 72, 40], adapters, [tokens, 4]);
+            let case = Case { dtype, weighed, rows: Some(Vec::new()), ..case };
+            for_dtype!(case, run(&gpu, &case));
+        }
+    }
+}
