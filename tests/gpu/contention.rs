@@ -1,5 +1,7 @@
 //! What runs beside the kernels, and what ran before them in the same workspace: no bit of a result shows it.
 
+mod experts;
+
 use std::{
     sync::{
         Arc,
@@ -215,13 +217,9 @@ fn beside_a_kernel_that_takes_most_multiprocessors() {
         // Ours never need a multiprocessor that the other has: given time, they end before it. Streams may happen to share a queue
         // of the device's, so that there is more than one try.
         let ended_first = [300, 3_000, 30_000, 300_000, 300_000, 300_000].into_iter().any(|microseconds| {
-            let hog = Hog::new(&layers.gpu);
-            hog.launch(Hog::FIRST, microseconds);
-            hog.wait_until_begun();
-            hog.launch(Hog::SECOND, microseconds);
-            (0..steps.tokens.len()).for_each(|step| steps.enqueue(step, &workspace));
-            layers.gpu.synchronize();
-            let ended_first = hog.blocks_past(Hog::FIRST + Hog::END) == 0;
+            let ended_first = Hog::runs_beside(&layers.gpu, microseconds, || {
+                (0..steps.tokens.len()).for_each(|step| steps.enqueue(step, &workspace));
+            });
             steps.check(&expected, &format!("layer {layer} beside a kernel of {microseconds} µs"));
             ended_first && microseconds >= 3_000
         });
@@ -368,6 +366,17 @@ impl Hog {
         // SAFETY: within the marks, which the device stores to as atomics do.
         let marks = unsafe { std::slice::from_raw_parts(marks, self.blocks) };
         marks.iter().filter(|mark| mark.load(Ordering::Relaxed) != 0).count()
+    }
+
+    /// Whether what is enqueued ends before the first of two such kernels does, which begins before it.
+    fn runs_beside(gpu: &Gpu, microseconds: u64, enqueue: impl FnOnce()) -> bool {
+        let hog = Self::new(gpu);
+        hog.launch(Self::FIRST, microseconds);
+        hog.wait_until_begun();
+        hog.launch(Self::SECOND, microseconds);
+        enqueue();
+        gpu.synchronize();
+        hog.blocks_past(Self::FIRST + Self::END) == 0
     }
 
     fn wait_until_begun(&self) {

@@ -4,7 +4,8 @@ mod limits;
 mod steps;
 
 use aril::{
-    Element, Slot,
+    DType, Element, Slot,
+    adapter::{Adapter, Tensor},
     cuda::{
         GroupedRoutes, Grouping, LaunchError, LoraExperts, Matrix, MatrixMut, Routing, TopK, WeightTable, Workspace,
         raw,
@@ -12,6 +13,7 @@ use aril::{
     error::OperandError,
     model::{Activation, Experts, ExpertsSite, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
+    reference,
     routing::Batch,
 };
 use cudarc::driver::{CudaStream, CudaView, CudaViewMut};
@@ -19,12 +21,38 @@ use proptest::prelude::*;
 
 use crate::{
     common::{
-        cases::Place,
-        experts::{Act, Case, Op, Sizes, Subject, Weighed, World, cases, check},
+        cases::{Dtype, Expected, Place, compare, expect_within},
+        experts::{Act, Case, Lora, Op, Sizes, Subject, Weighed, World, cases, check},
     },
     device::{Buffer, Gpu},
     for_dtype,
 };
+
+/// All of them.
+pub const OPERATIONS: [Op; 7] = [
+    Op::WriteDown,
+    Op::AddGateUp,
+    Op::Activate(Act::SwigluOai),
+    Op::WriteGateUp,
+    Op::AddDown,
+    Op::AddCombined,
+    Op::Combine,
+];
+
+/// Rows and columns of an operation's x, y, and what it writes, where there is a gate.
+pub fn shapes(op: Op, [hidden, inter]: [usize; 2], [tokens, routes]: [usize; 2]) -> [[usize; 2]; 3] {
+    let (x, y) = if op.is_before_activation() {
+        ([tokens, hidden], [routes, 2 * inter])
+    } else {
+        ([routes, inter], [routes, hidden])
+    };
+    let target = match op {
+        Op::Activate(_) => [routes, inter],
+        Op::AddCombined | Op::Combine => [tokens, hidden],
+        _ => y,
+    };
+    [x, y, target]
+}
 
 /// The safe door.
 struct Safe<'a> {
@@ -140,13 +168,13 @@ fn raw_top_k(case: &Case, ids: &Buffer, router: Option<&Buffer>, rows: Option<&B
 }
 
 /// Where the descriptors that an operation goes by begin.
-fn first_entry(site: &ExpertsSite, op: Op) -> usize {
+pub fn first_entry(site: &ExpertsSite, op: Op) -> usize {
     if op.is_before_activation() { site.gate_up() } else { site.down() }.shared_entry()
 }
 
 /// An operation at the raw door, and what it is on, as for [`launch`].
 #[derive(Clone, Copy)]
-struct Operands {
+pub struct Operands {
     op: Op,
     x: raw::MatrixRef,
     y: raw::MatrixRef,
@@ -155,7 +183,7 @@ struct Operands {
 
 impl Operands {
     /// In those buffers, each with the place where the operand is.
-    fn new<T: Element>(op: Op, x: (&Buffer, Place), y: (&Buffer, Place), target: (&Buffer, Place)) -> Self {
+    pub fn new<T: Element>(op: Op, x: (&Buffer, Place), y: (&Buffer, Place), target: (&Buffer, Place)) -> Self {
         let at = |(buffer, place): (&Buffer, Place)| buffer.address() + (place.offset * size_of::<T>()) as u64;
         let [x, y] = [x, y].map(|operand| {
             let Place { rows, cols, stride, .. } = operand.1;
@@ -166,7 +194,7 @@ impl Operands {
         Self { op, x, y, target }
     }
 
-    fn launch(
+    pub fn launch(
         self,
         layer: &raw::LoraExperts,
         weights: raw::LayerWeights,
@@ -586,4 +614,193 @@ fn an_activation_that_needs_a_gate_is_refused_without() {
     assert!(matches!(error, LaunchError::Operand(OperandError::Activation { .. })), "{error}");
     activate(Activation::Relu2).unwrap();
     assert_eq!(out.read::<f32>(), [1.0; 2]);
+}
+
+/// What is not a number in one token's rows stays there, though others' routes are in the same tiles.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tokens_nan_is_its_own() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
+        let mut subject = Raw { gpu, padded_tokens: 0, captured: false };
+        let mut world = case.world::<T>();
+        let expected = subject.run(case, &world);
+        let Some(token) = (case.seed as usize).checked_rem(case.num_tokens()) else { return Ok(()) };
+        let of_routes: Vec<usize> =
+            (token * case.top_k..(token + 1) * case.top_k).filter_map(|route| case.row(route)).collect();
+        let poison = |buffer: &mut [T], place: Place, rows: &[usize]| {
+            rows.iter().for_each(|&row| buffer[place.at(row, 0)..][..place.cols].fill(T::from_f32(f32::NAN)));
+        };
+        let of_token = [token];
+        let x_rows = if case.op.is_before_activation() { &of_token[..] } else { &of_routes };
+        let y_rows = if case.op == Op::AddCombined { &of_token[..] } else { &of_routes };
+        poison(&mut world.x, case.x(), x_rows);
+        poison(&mut world.y, case.y(), y_rows);
+        let mut got = subject.run(case, &world);
+        for row in case.rows_of(token) {
+            let row = case.target().at(row, 0)..case.target().at(row, 0) + case.target().cols;
+            got[row.clone()].copy_from_slice(&expected[row]);
+        }
+        let bits = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
+        prop_assert!(bits(&got) == bits(&expected), "NaN has spread\n{}", case.replay());
+        Ok(())
+    }
+    let gpu = Gpu::new();
+    property(100, Sizes::LARGE, |case| for_dtype!(case, run(&gpu, &case)));
+    for tokens in [16, 100, 320] {
+        let mut case = Case::new([2, 136, 72], vec![Lora::of_own_ranks(2, 20), Lora::shared_outer(2, 24)], [tokens, 4]);
+        for (slot, op) in [0, 1].into_iter().flat_map(|slot| OPERATIONS.map(|op| (slot, op))) {
+            case.choose(tokens, |_| slot, |_, k| k % 2);
+            for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+                let case = Case { op, dtype, ..case.clone() };
+                for_dtype!(case, run(&gpu, &case)).unwrap();
+            }
+        }
+    }
+}
+
+/// Nor do they depend on which adapter is in which slot.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tokens_bits_do_not_depend_on_the_slots() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
+        let mut subject = Raw { gpu, padded_tokens: 0, captured: false };
+        let mut world = case.world::<T>();
+        let expected = subject.run(case, &world);
+        let end = world.adapters.len();
+        world.adapters.reverse();
+        for slot in &mut world.slots {
+            if let Some(index) = slot.index().filter(|&index| index < end) {
+                *slot = Slot::new((end - 1 - index) as u16);
+            }
+        }
+        let got = subject.run(case, &world);
+        let bits = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
+        prop_assert!(bits(&got) == bits(&expected), "other slots differ\n{}", case.replay());
+        Ok(())
+    }
+    let gpu = Gpu::new();
+    property(60, Sizes::LARGE, |case| for_dtype!(case, run(&gpu, &case)));
+    property(20, Sizes { max_tokens: 500, max_features: 200, ..Sizes::LARGE }, |case| {
+        for_dtype!(case, run(&gpu, &case))
+    });
+}
+
+/// Over the whole range, and beyond it, with an adapter that adds nothing and without, alone and among many.
+#[test]
+#[ignore = "needs a GPU"]
+fn activations_are_those_of_the_reference() {
+    fn run<T: Element>(gpu: &Gpu, tokens: usize) {
+        let Gpu { stream, kernels, .. } = gpu;
+        let of = |values: &[f32]| values.iter().map(|&value| T::from_f32(value)).collect::<Vec<_>>();
+        let gates: Vec<f32> = (-500..=500_i16)
+            .map(|step| f32::from(step) / 16.0)
+            .chain([-1e4, -100.0, 100.0, 1e4, f32::INFINITY, f32::NEG_INFINITY])
+            .collect();
+        let (gates, inter) = (of(&gates), gates.len());
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let gated = model.experts(Experts::new("m", 1, 1, inter)).unwrap();
+        let ungated = model.experts(Experts::new("n", 1, 1, inter).ungated()).unwrap();
+        let nothing = ["m.0.gate_proj", "m.0.up_proj", "n.0.up_proj"].into_iter().flat_map(|path| {
+            [("A", [1, 1]), ("B", [inter, 1])].map(|(side, shape)| {
+                let zeros = vec![0; shape[0] * size_of::<f32>()];
+                (format!("{path}.lora_{side}.weight"), Tensor::new(DType::F32, shape, zeros).unwrap())
+            })
+        });
+        let nothing = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, nothing).unwrap();
+        let capacity = Capacity { max_tokens: tokens, num_slots: 1, max_rank: 1 };
+        let mut weights = WeightTable::<T>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
+        weights.load(Slot::new(0), &nothing.plan(&model, T::DTYPE).unwrap(), stream).unwrap();
+        let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+        let slots: Vec<Slot> =
+            (0..tokens).map(|token| if token % 2 == 0 { Slot::BASE } else { Slot::new(0) }).collect();
+        let batch = routing.update(&Batch::new(&slots), stream).unwrap();
+        let capacity_of_routes = RouteCapacity { max_tokens: tokens, top_k: 1, num_experts: 1 };
+        let mut grouping = Grouping::new(kernels, capacity_of_routes, stream).unwrap();
+        let (ids, x) = (gpu.upload(&vec![0_i32; tokens]), gpu.upload(&vec![T::default(); tokens]));
+        let routes = grouping.update(TopK::new(ids.view(), 1).unwrap(), &batch, stream).unwrap();
+        let mut out = gpu.poisoned(tokens * inter * size_of::<T>());
+        // Of all routes, which have the same row of y.
+        let mut activate = |id, y: &[T], activation| -> Vec<T> {
+            let layer = LoraExperts::<T>::new(kernels, &model, id, capacity, 1).unwrap();
+            let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
+            let rows = gpu.upload(&y.repeat(tokens));
+            let y = Matrix::new(rows.view(), tokens, y.len()).unwrap();
+            let x = Matrix::new(x.view(), tokens, 1).unwrap();
+            let matrix = MatrixMut::new(out.view_mut(), tokens, inter).unwrap();
+            layer.activate(x, y, matrix, activation, &routes, &weights, &mut workspace, stream).unwrap();
+            let mut got = out.read::<T>();
+            let first = bytemuck::cast_slice::<T, u8>(&got[..inter]).to_vec();
+            for row in got.chunks(inter) {
+                assert!(bytemuck::cast_slice::<T, u8>(row) == first, "{activation:?}: routes differ");
+            }
+            got.truncate(inter);
+            got
+        };
+        let check = |activation, got: Vec<T>, up: Option<f64>| {
+            let place = Place { offset: 0, rows: 1, cols: inter, stride: inter };
+            let expected: Vec<Expected<T>> = gates
+                .iter()
+                .zip(&got)
+                .map(|(x, &got)| {
+                    let x = f64::from(x.to_f32());
+                    let value = match up {
+                        Some(up) => reference::experts::activation(activation, Some(x), up),
+                        None => reference::experts::activation(activation, None, x),
+                    };
+                    if value.is_nan() {
+                        assert!(got.to_f32().is_nan(), "{activation:?} of {x}, {up:?}: {}", got.to_f32());
+                        return Expected::Untouched(got);
+                    }
+                    if value.is_infinite() {
+                        return Expected::Exactly(T::from_f32(value as f32));
+                    }
+                    // As in `World::expect_activation`: the sizes of what is multiplied, by a few roundings and those in an exponent.
+                    let (x, up) = match activation {
+                        Activation::SwigluOai { limit, .. } => {
+                            let limit = f64::from(limit);
+                            (x.min(limit), up.map(|up| up.clamp(-limit, limit)))
+                        }
+                        _ => (x, up),
+                    };
+                    let factor = up.map_or(1.0, |up| up.abs() + 1.0);
+                    let size = if activation == Activation::Relu2 { x * x } else { x.abs() };
+                    let bound = (16.0 + 4.0 * 1.702 * x.abs()) * DType::F32.unit_roundoff() * size * factor;
+                    expect_within(value, bound)
+                })
+                .collect();
+            compare(place, &got, &expected, &format!("{activation:?} of {up:?}, {tokens} tokens of {:?}", T::DTYPE))
+                .unwrap();
+        };
+        for activation in
+            [Activation::Gelu, Activation::GeluTanh, Activation::Relu2, Activation::Silu, Activation::GPT_OSS]
+        {
+            // What is past the limit counts as that.
+            let past: &[f32] = match activation {
+                Activation::SwigluOai { .. } => &[-1e4, 1e4, f32::NEG_INFINITY, f32::INFINITY],
+                _ => &[],
+            };
+            for up in of(&[&[-9.0, -0.3, 0.0, 2.5, 11.0], past].concat()) {
+                let y = [gates.clone(), vec![up; inter]].concat();
+                check(activation, activate(gated, &y, activation), Some(up.to_f32().into()));
+            }
+            if activation != Activation::GPT_OSS {
+                check(activation, activate(ungated, &gates, activation), None);
+            }
+            let mut y = of(&vec![1.0; 2 * inter]);
+            let whole = activate(gated, &y, activation);
+            for nan in [0, inter] {
+                y[nan] = T::from_f32(f32::NAN);
+                let out = activate(gated, &y, activation);
+                y[nan] = T::from_f32(1.0);
+                let others = bytemuck::cast_slice::<T, u8>(&out[1..]) == bytemuck::cast_slice::<T, u8>(&whole[1..]);
+                assert!(out[0].to_f32().is_nan() && others, "{activation:?}");
+            }
+        }
+    }
+    let gpu = Gpu::new();
+    for tokens in [1, 70, 1030] {
+        run::<half::bf16>(&gpu, tokens);
+        run::<half::f16>(&gpu, tokens);
+        run::<f32>(&gpu, tokens);
+    }
 }

@@ -11,6 +11,7 @@ use cudarc::driver::result;
 use crate::{
     common::cases::{Case, Subject, Values},
     device::Gpu,
+    experts::{OPERATIONS, launch, shapes},
     operations::{Raw, Safe},
 };
 
@@ -86,6 +87,52 @@ fn a_launch_allocates_nothing_on_the_host() {
     };
     step();
     assert_eq!(allocations(|| (0..20).for_each(|_| step())), 0);
+}
+
+/// Nor does one of any operation on experts, or a grouping, of routes that every block sorts, one block, or a kernel of its own.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_launch_on_experts_allocates_nothing_on_the_host() {
+    use aril::cuda::{Grouping, LoraExperts, Matrix, MatrixMut, Routing, TopK, WeightTable, Workspace};
+    use aril::model::{Experts, ModelSpec, TpRank};
+    use aril::plan::RouteCapacity;
+
+    const TOKENS: usize = 600;
+    let gpu = Gpu::new();
+    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let id = model.experts(Experts::new("m", 4, 64, 32)).unwrap();
+    let capacity = Capacity { max_tokens: TOKENS, num_slots: 4, max_rank: 16 };
+    let weights = WeightTable::<half::bf16>::new(kernels, &model, capacity, 1 << 16, stream).unwrap();
+    let mut routing = Routing::new(kernels, capacity, 64, stream).unwrap();
+    let routes = RouteCapacity { max_tokens: TOKENS, top_k: 2, num_experts: 4 };
+    let mut grouping = Grouping::new(kernels, routes, stream).unwrap();
+    let layer = LoraExperts::<half::bf16>::new(kernels, &model, id, capacity, 2).unwrap();
+    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
+    let ones = vec![half::bf16::ONE; 2 * TOKENS * 64];
+    let (values, mut target) = (gpu.upload(&ones), gpu.upload(&ones));
+    let all_rows: Vec<i32> = (0..2 * TOKENS as i32).collect();
+    let (ids, router) = (gpu.upload(&vec![1_i32; 2 * TOKENS]), gpu.upload(&vec![0.5_f32; 2 * TOKENS]));
+    let rows = gpu.upload(&all_rows);
+    let (slots, scales) = ([Slot::new(1); TOKENS], [2.0; TOKENS]);
+    for tokens in [32, 512, TOKENS] {
+        let mut step = || {
+            let batch = Batch::new(&slots[..tokens]).with_scales(&scales[..tokens]).unwrap();
+            let batch = routing.update(&batch, stream).unwrap();
+            let top_k = TopK::new(ids.view::<i32>().slice(..2 * tokens), 2).unwrap();
+            let top_k = top_k.with_weights(router.view::<f32>().slice(..2 * tokens)).unwrap();
+            let top_k = top_k.with_rows(rows.view::<i32>().slice(..2 * tokens)).unwrap();
+            let routes = grouping.update(top_k, &batch, stream).unwrap();
+            for op in OPERATIONS {
+                let [x, y, [rows, cols]] = shapes(op, [64, 32], [tokens, 2 * tokens]);
+                let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view(), rows, cols).unwrap());
+                let target = MatrixMut::new(target.view_mut(), rows, cols).unwrap();
+                launch(&layer, op, inputs, target, &routes, &weights, &mut workspace, stream).unwrap();
+            }
+        };
+        step();
+        assert_eq!(allocations(|| (0..20).for_each(|_| step())), 0, "{tokens} tokens");
+    }
 }
 
 #[test]

@@ -2,7 +2,10 @@
 
 use aril::{Element, plan::MAX_SLOTS};
 
-use super::steps::{Layer, OPERATIONS, goes_wide};
+use super::{
+    OPERATIONS,
+    steps::{Layer, goes_wide},
+};
 use crate::{
     common::{
         cases::{Dtype, Values},

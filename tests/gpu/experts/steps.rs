@@ -12,7 +12,7 @@ use aril::{
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
-use super::{Operands, first_entry, raw_top_k, route_capacity};
+use super::{OPERATIONS, Operands, first_entry, raw_top_k, route_capacity};
 use crate::{
     common::{
         cases::{Dtype, Values, compare},
@@ -24,17 +24,6 @@ use crate::{
 
 /// Operations whose rows are those of routes.
 const OF_ROUTES: [Op; 5] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::WriteGateUp, Op::AddDown, Op::WriteDown];
-/// All of them.
-pub const OPERATIONS: [Op; 7] = [
-    Op::WriteDown,
-    Op::AddGateUp,
-    Op::Activate(Act::SwigluOai),
-    Op::WriteGateUp,
-    Op::AddDown,
-    Op::AddCombined,
-    Op::Combine,
-];
-
 /// A layer, and operations that are launched on the same routes, one behind the other.
 pub struct Layer<'a, T> {
     gpu: &'a Gpu,

@@ -1,0 +1,343 @@
+//! The same of the operations on experts, and of the grouping that layers share.
+
+use aril::{
+    DType, Slot,
+    adapter::Adapter,
+    cuda::{WeightTable, Workspace, raw},
+    model::{Experts, ExpertsId, Halves, ModelSpec, TpRank},
+    plan::{Capacity, RouteCapacity},
+};
+use half::bf16;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+use super::{Hog, Results};
+use crate::{
+    adapters::tensor,
+    common::{
+        cases::Place,
+        experts::{Act, Case, Op, Order, Shape},
+    },
+    device::{Buffer, Gpu, Graph},
+    experts::{Operands, first_entry},
+};
+
+/// The last two slots stay empty.
+const CAPACITY: Capacity = Capacity { max_tokens: 640, num_slots: 8, max_rank: 64 };
+const EXPERTS: usize = 12;
+/// Hidden and inner features of each layer, and experts that a token chooses: the second's rows are not aligned.
+const LAYERS: [([usize; 2], usize, Order); 2] = [([1152, 264], 4, Order::GateUp), ([300, 100], 2, Order::UpGate)];
+const MAX_TOP_K: usize = 4;
+/// Tokens with which each layer has a few routes, as many as every block sorts, one more, as many as one block sorts, and more.
+const TOKENS: [[usize; 6]; 2] = [[1, 16, 17, 256, 257, 400], [1, 32, 33, 512, 513, 640]];
+/// On the same routes, for a target of each one's own.
+const LAUNCHES: [Op; 4] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::AddDown, Op::Combine];
+
+/// Layers whose adapters are in one table.
+struct Layers {
+    gpu: Gpu,
+    model: ModelSpec,
+    ids: [ExpertsId; LAYERS.len()],
+    weights: WeightTable<bf16>,
+}
+
+impl Layers {
+    fn new() -> Self {
+        let gpu = Gpu::new();
+        let mut rng = StdRng::seed_from_u64(6);
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let ids = [0, 1].map(|layer| {
+            let ([hidden, inter], _, order) = LAYERS[layer];
+            let experts = Experts::new(format!("layers.{layer}.experts"), EXPERTS, hidden, inter);
+            model.experts(experts.halves(order.halves().unwrap_or(Halves::GateUp))).unwrap()
+        });
+        let mut weights = WeightTable::new(&gpu.kernels, &model, CAPACITY, 256 << 20, &gpu.stream).unwrap();
+        // Ranks, and in which layers the experts share the outer factors.
+        let adapters = [
+            (16, [false, true]),
+            (1, [false, false]),
+            (64, [true, false]),
+            (33, [true, true]),
+            (8, [false, true]),
+            (48, [true, false]),
+        ];
+        for (slot, (rank, shared)) in adapters.into_iter().enumerate() {
+            let adapter = adapter(rank, shared, &mut rng);
+            weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap(), &gpu.stream).unwrap();
+        }
+        gpu.synchronize();
+        Self { gpu, model, ids, weights }
+    }
+
+    fn layer(&self, gpu: &Gpu, layer: usize) -> raw::LoraExperts {
+        let top_k = LAYERS[layer].1;
+        raw::LoraExperts::new(&gpu.kernels, &self.model, self.ids[layer], DType::BF16, CAPACITY, top_k).unwrap()
+    }
+}
+
+/// Of all modules.
+fn adapter(rank: usize, shared: [bool; 2], rng: &mut StdRng) -> Adapter {
+    let mut tensors = Vec::new();
+    let mut put = |path: String, [num_a, num_b]: [usize; 2], rank: usize, [input, output]: [usize; 2]| {
+        let mut values = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-0.1..0.1)).collect() };
+        let a = tensor(DType::BF16, &[num_a, rank, input], &values(num_a * rank * input));
+        let b = tensor(DType::BF16, &[num_b, output, rank], &values(num_b * output * rank));
+        tensors.extend([(format!("{path}.lora_A.weight"), a), (format!("{path}.lora_B.weight"), b)]);
+    };
+    for (layer, ([hidden, inter], _, _)) in LAYERS.into_iter().enumerate() {
+        for (module, features) in [("gate", [hidden, inter]), ("up", [hidden, inter]), ("down", [inter, hidden])] {
+            let num = match (shared[layer], module) {
+                (false, _) => [EXPERTS; 2],
+                (true, "down") => [EXPERTS, 1],
+                (true, _) => [1, EXPERTS],
+            };
+            let rank = (rank / (1 + usize::from(module == "up"))).max(1);
+            put(format!("layers.{layer}.experts.{module}_proj"), num, rank, features);
+        }
+    }
+    let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 16}"#;
+    Adapter::from_tensors(config, tensors).unwrap()
+}
+
+/// What launches leave for others behind them: enough for any of the layers.
+struct Scratch {
+    workspace: Workspace,
+    grouping: raw::Grouping,
+    _group_memory: Buffer,
+}
+
+impl Scratch {
+    fn new(layers: &Layers, gpu: &Gpu) -> Self {
+        let bytes = [0, 1].map(|layer| layers.layer(gpu, layer).plan().workspace_bytes());
+        let capacity = RouteCapacity { max_tokens: CAPACITY.max_tokens, top_k: MAX_TOP_K, num_experts: EXPERTS };
+        let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(capacity).unwrap()]);
+        Self {
+            workspace: Workspace::new(&gpu.kernels, bytes[0].max(bytes[1]), &gpu.stream).unwrap(),
+            // SAFETY: the memory is zero, lives as long as the grouping and is used on one stream.
+            grouping: unsafe { raw::Grouping::new(&gpu.kernels, capacity, group_memory.region()) }.unwrap(),
+            _group_memory: group_memory,
+        }
+    }
+}
+
+/// One batch after the other, on a layer and a stream: each is routed on the device, then grouped, then comes every launch.
+struct Steps<'a> {
+    gpu: &'a Gpu,
+    number: usize,
+    layer: raw::LoraExperts,
+    /// By launch.
+    weights: [raw::LayerWeights; LAUNCHES.len()],
+    routing: raw::Routing,
+    _routing_memory: Buffer,
+    /// The tokens of each batch.
+    tokens: Vec<usize>,
+    slots: Buffer,
+    ids: Buffer,
+    router: Buffer,
+    /// x, and y where it is not written, of every step, by launch.
+    inputs: [[Buffer; 2]; LAUNCHES.len()],
+    targets: [Buffer; LAUNCHES.len()],
+    initial: [Vec<bf16>; LAUNCHES.len()],
+}
+
+impl<'a> Steps<'a> {
+    /// Of that layer, on the stream of `gpu`.
+    fn new(layers: &'a Layers, layer: usize, gpu: &'a Gpu, tokens: &[usize]) -> Self {
+        let mut rng = StdRng::seed_from_u64(layer as u64);
+        let top_k = LAYERS[layer].1;
+        let (total, most): (usize, usize) = (tokens.iter().sum(), *tokens.iter().max().unwrap());
+        // Many routes are of one slot, and few experts have most of them: tiles of all sizes.
+        let slots: Vec<i32> = (0..total)
+            .map(|_| if rng.random() { 2 } else { rng.random_range(-1..CAPACITY.num_slots as i32) })
+            .collect();
+        let ids: Vec<i32> = (0..total * top_k)
+            .map(|_| if rng.random() { rng.random_range(0..3) } else { rng.random_range(-1..=EXPERTS as i32) })
+            .collect();
+        let router: Vec<f32> = (0..total * top_k).map(|_| rng.random_range(0.0..1.0)).collect();
+        let mut values =
+            |count: usize| -> Vec<bf16> { (0..count).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect() };
+        let inputs = LAUNCHES.map(|op| {
+            let case = case_of(layer, op, most);
+            [case.x(), case.y()].map(|place| gpu.upload(&values(place.rows * place.stride)))
+        });
+        let initial = LAUNCHES.map(|op| {
+            let place = case_of(layer, op, most).target();
+            let (rows, of_token) = (values(place.rows * place.stride), place.rows / most * place.stride);
+            tokens.iter().flat_map(|tokens| rows[..tokens * of_token].to_vec()).collect::<Vec<_>>()
+        });
+        let routing_memory = gpu.poisoned(raw::Routing::device_bytes(CAPACITY).unwrap());
+        let site = &layers.model[layers.ids[layer]];
+        let steps = Self {
+            gpu,
+            number: layer,
+            layer: layers.layer(gpu, layer),
+            weights: LAUNCHES.map(|op| layers.weights.layer(first_entry(site, op))),
+            // SAFETY: the memory lives as long as the routing and is used on one stream.
+            routing: unsafe { raw::Routing::new(&gpu.kernels, CAPACITY, 1, routing_memory.region()) }.unwrap(),
+            _routing_memory: routing_memory,
+            tokens: tokens.to_vec(),
+            slots: gpu.upload(&slots),
+            ids: gpu.upload(&ids),
+            router: gpu.upload(&router),
+            inputs,
+            targets: initial.each_ref().map(|values| gpu.upload(values)),
+            initial,
+        };
+        gpu.synchronize();
+        steps
+    }
+
+    fn tokens_before(&self, step: usize) -> usize {
+        self.tokens[..step].iter().sum()
+    }
+
+    /// Routes and groups a step.
+    fn route(&mut self, step: usize, scratch: &mut Scratch) -> raw::GroupedRoutes {
+        let (tokens, stream, top_k) = (self.tokens[step], self.gpu.raw_stream(), LAYERS[self.number].1);
+        let behind = |buffer: &Buffer, words: usize| buffer.address() + (words * size_of::<i32>()) as u64;
+        let before = self.tokens_before(step);
+        let slots = behind(&self.slots, before);
+        let top_k =
+            raw::TopK::new(behind(&self.ids, before * top_k), top_k).weights(behind(&self.router, before * top_k));
+        // SAFETY: the slots and the routing are the test's own, and alive until the stream is synchronized.
+        let batch = unsafe { self.routing.update_on_device(slots, None, tokens, stream) }.unwrap();
+        // SAFETY: as above, what the router chose and the grouping.
+        unsafe { scratch.grouping.group(top_k, batch, stream) }.unwrap()
+    }
+
+    fn launch(&self, step: usize, launch: usize, routes: &raw::GroupedRoutes, scratch: &Scratch) {
+        let case = case_of(self.number, LAUNCHES[launch], self.tokens[step]);
+        let target = case.target();
+        let target =
+            Place { offset: self.tokens_before(step) * target.rows / self.tokens[step] * target.stride, ..target };
+        let [x, y] = &self.inputs[launch];
+        let operands = Operands::new::<bf16>(case.op, (x, case.x()), (y, case.y()), (&self.targets[launch], target));
+        let stream = self.gpu.raw_stream();
+        operands.launch(&self.layer, self.weights[launch], routes, scratch.workspace.region(), stream);
+    }
+
+    fn enqueue(&mut self, step: usize, scratch: &mut Scratch) {
+        let routes = self.route(step, scratch);
+        (0..LAUNCHES.len()).for_each(|launch| self.launch(step, launch, &routes, scratch));
+    }
+
+    /// What the targets are after every launch was made `times`, each with the device and a scratch to itself.
+    fn alone(&mut self, layers: &Layers, times: usize) -> Results {
+        for _ in 0..times {
+            for step in 0..self.tokens.len() {
+                for launch in 0..LAUNCHES.len() {
+                    let mut scratch = Scratch::new(layers, self.gpu);
+                    let routes = self.route(step, &mut scratch);
+                    self.launch(step, launch, &routes, &scratch);
+                    self.gpu.synchronize();
+                }
+            }
+        }
+        let results = self.take_results();
+        for (initial, results) in self.initial.iter().zip(results.chunks(self.tokens.len())) {
+            assert!(bytemuck::cast_slice::<_, u16>(initial) != results.concat(), "the launches change nothing");
+        }
+        results
+    }
+
+    /// What the targets are by launch and step, which are as at first from then on.
+    fn take_results(&mut self) -> Results {
+        let mut results = Vec::new();
+        for (target, initial) in self.targets.iter_mut().zip(&self.initial) {
+            let of_token = initial.len() / self.tokens.iter().sum::<usize>();
+            let mut all = target.read::<u16>().into_iter();
+            results.extend(self.tokens.iter().map(|tokens| all.by_ref().take(tokens * of_token).collect::<Vec<_>>()));
+            target.write(initial);
+        }
+        self.gpu.synchronize();
+        results
+    }
+
+    fn check(&mut self, expected: &Results, what: &str) {
+        for (i, (got, expected)) in self.take_results().iter().zip(expected).enumerate() {
+            let (op, tokens) = (LAUNCHES[i / self.tokens.len()], self.tokens[i % self.tokens.len()]);
+            assert!(got == expected, "{what}: {op:?} of {tokens} tokens differs from the same alone");
+        }
+    }
+}
+
+/// Says where the operands are of an operation on so many tokens.
+fn case_of(layer: usize, op: Op, tokens: usize) -> Case {
+    let ([hidden, inter], top_k, halves) = LAYERS[layer];
+    let case = Case::new([EXPERTS, hidden, inter], Vec::new(), [tokens, top_k]);
+    Case { op, shape: Shape { halves, ..case.shape.clone() }, ..case }
+}
+
+/// Nearly all multiprocessors are taken by another kernel as ours come, and once more while ours run.
+#[test]
+#[ignore = "needs a GPU"]
+fn beside_a_kernel_that_takes_most_multiprocessors() {
+    let layers = Layers::new();
+    for (layer, tokens) in [0, 1].into_iter().flat_map(|layer| TOKENS[layer].map(|tokens| (layer, tokens))) {
+        let mut steps = Steps::new(&layers, layer, &layers.gpu, &[tokens; 4]);
+        let expected = steps.alone(&layers, 1);
+        let mut scratch = Scratch::new(&layers, &layers.gpu);
+        let ended_first = [300, 3_000, 30_000, 300_000, 300_000, 300_000].into_iter().any(|microseconds| {
+            let ended_first = Hog::runs_beside(&layers.gpu, microseconds, || {
+                (0..steps.tokens.len()).for_each(|step| steps.enqueue(step, &mut scratch));
+            });
+            steps.check(&expected, &format!("layer {layer} beside a kernel of {microseconds} µs"));
+            ended_first && microseconds >= 3_000
+        });
+        assert!(ended_first, "layer {layer}, {tokens} tokens: waits for multiprocessors that it need not have");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn two_streams_at_once() {
+    const STEPS: usize = 42;
+    const REPLAYS: usize = 3;
+    let layers = Layers::new();
+    let other = Gpu::in_context(layers.gpu.context.clone());
+    let tokens = TOKENS.map(|tokens| tokens.into_iter().cycle().take(STEPS).collect::<Vec<_>>());
+    let reversed: Vec<usize> = tokens[1].iter().rev().copied().collect();
+    let mut streams = [Steps::new(&layers, 0, &layers.gpu, &tokens[0]), Steps::new(&layers, 1, &other, &reversed)];
+    let mut scratches = streams.each_ref().map(|steps| Scratch::new(&layers, steps.gpu));
+    streams.iter().for_each(|steps| steps.gpu.synchronize());
+
+    let expected = streams.each_mut().map(|steps| steps.alone(&layers, 1));
+    for step in 0..STEPS {
+        streams.iter_mut().zip(&mut scratches).for_each(|(steps, scratch)| steps.enqueue(step, scratch));
+    }
+    streams.iter_mut().zip(&expected).for_each(|(steps, expected)| steps.check(expected, "eager"));
+
+    let expected = streams.each_mut().map(|steps| steps.alone(&layers, REPLAYS));
+    let graphs: Vec<Graph> = streams
+        .iter_mut()
+        .zip(&mut scratches)
+        .map(|(steps, scratch)| steps.gpu.capture(|| (0..STEPS).for_each(|step| steps.enqueue(step, scratch))))
+        .collect();
+    for _ in 0..REPLAYS {
+        graphs.iter().for_each(Graph::replay);
+    }
+    streams.iter_mut().zip(&expected).for_each(|(steps, expected)| steps.check(expected, "captured"));
+}
+
+/// Layers of different shapes, few routes and many, eager and captured: none takes another's sums or routes for its own.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_workspace_and_a_grouping_remember_nothing() {
+    const ROUNDS: usize = 2;
+    let layers = Layers::new();
+    let tokens = TOKENS.map(|[few, fewest, more, many, most, last]| [many, most, few, last, fewest, most, more, 3]);
+    let mut both = [0, 1].map(|layer| Steps::new(&layers, layer, &layers.gpu, &tokens[layer]));
+    // In a round each step is launched forwards, backwards, and twice from the graph.
+    let expected = both.each_mut().map(|steps| steps.alone(&layers, 4 * ROUNDS));
+    let mut scratch = Scratch::new(&layers, &layers.gpu);
+    let steps: Vec<(usize, usize)> = (0..tokens[0].len()).flat_map(|step| [(0, step), (1, step)]).collect();
+    let graph = layers.gpu.capture(|| {
+        steps.iter().for_each(|&(layer, step)| both[layer].enqueue(step, &mut scratch));
+    });
+    for _ in 0..ROUNDS {
+        steps.iter().for_each(|&(layer, step)| both[layer].enqueue(step, &mut scratch));
+        graph.replay();
+        steps.iter().rev().for_each(|&(layer, step)| both[layer].enqueue(step, &mut scratch));
+        graph.replay();
+    }
+    both.iter_mut().zip(&expected).for_each(|(steps, expected)| steps.check(expected, "with one scratch"));
+}
