@@ -21,7 +21,9 @@ use aril::{
 };
 use common::{
     cases::{Place, Values},
-    experts::{Act, Case, DOWN, GATE, Op, Order, Pair, Shape, Sizes, Subject, UP, World, cases, check, halved},
+    experts::{
+        Act, Case, DOWN, GATE, Op, Order, Pair, Shape, Sizes, Subject, UP, World, cases, check, halved, launch_on_cpu,
+    },
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -44,27 +46,6 @@ fn matrix_mut<T: Element>(buffer: &mut [T], place: Place) -> MatrixMut<'_, T> {
     MatrixMut::strided(&mut buffer[place.offset..], place.rows, place.cols, place.stride).unwrap()
 }
 
-/// An operation on `x` and, if it reads and does not write that, `y`.
-fn launch<T: Element>(
-    experts: &LoraExperts,
-    op: Op,
-    [x, y]: [Matrix<'_, T>; 2],
-    target: MatrixMut<'_, T>,
-    top_k: &TopK<'_>,
-    weights: &WeightTable<T>,
-    batch: &Batch<'_>,
-) -> Result<(), OperandError> {
-    match op {
-        Op::AddGateUp => experts.add_gate_up_delta(x, target, top_k, weights, batch),
-        Op::WriteGateUp => experts.write_gate_up_delta(x, target, top_k, weights, batch),
-        Op::Activate(act) => experts.activate(x, y, target, act.activation(), top_k, weights, batch),
-        Op::AddDown => experts.add_down_delta(x, target, top_k, weights, batch),
-        Op::WriteDown => experts.write_down_delta(x, target, top_k, weights, batch),
-        Op::AddCombined => experts.add_combined_delta(x, target, top_k, weights, batch),
-        Op::Combine => experts.combine(x, y, target, top_k, weights, batch),
-    }
-}
-
 impl Subject for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let weights = table(&world.model, &world.adapters, world.num_slots, world.max_rank);
@@ -72,7 +53,7 @@ impl Subject for Cpu {
         let (top_k, batch) = (world.top_k(case), world.batch());
         let (x, y, mut buffer) = (matrix(&world.x, case.x()), matrix(&world.y, case.y()), world.target(case).to_vec());
         let target = matrix_mut(&mut buffer, case.target());
-        launch(&experts, case.op, [x, y], target, &top_k, &weights, &batch).unwrap();
+        launch_on_cpu(&experts, case.op, [x, y], target, &top_k, &weights, &batch).unwrap();
         buffer
     }
 }
@@ -423,7 +404,7 @@ fn operands_that_do_not_fit_are_refused() {
             let mut buffer = [7.0; 64];
             let target = MatrixMut::new(&mut buffer, target[0], target[1]).unwrap();
             let inputs = [x, y].map(|[rows, cols]| Matrix::new(&ones, rows, cols).unwrap());
-            let result = launch(&experts, op, inputs, target, &top_k, weights, batch);
+            let result = launch_on_cpu(&experts, op, inputs, target, &top_k, weights, batch);
             assert!(result.is_ok() != (buffer == [7.0; 64]), "{op:?}");
             result
         };

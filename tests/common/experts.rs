@@ -8,6 +8,8 @@ use std::fmt::Write as _;
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
+    cpu::{LoraExperts, Matrix, MatrixMut, WeightTable},
+    error::OperandError,
     model::{Activation, Experts, ExpertsId, Halves, Linear, ModelSpec, Parallel, TpRank},
     reference::{self, Delta, Factors},
     routing::{Batch, TopK},
@@ -862,6 +864,27 @@ fn loras(num_experts: usize, max_rank: usize) -> impl Strategy<Value = Lora> {
         })
     };
     ([module(), module(), module()], any::<bool>()).prop_map(|(modules, stacked)| Lora { modules, stacked })
+}
+
+/// An operation of the CPU's on `x` and, if it reads and does not write that, `y`.
+pub fn launch_on_cpu<T: Element>(
+    experts: &LoraExperts,
+    op: Op,
+    [x, y]: [Matrix<'_, T>; 2],
+    target: MatrixMut<'_, T>,
+    top_k: &TopK<'_>,
+    weights: &WeightTable<T>,
+    batch: &Batch<'_>,
+) -> Result<(), OperandError> {
+    match op {
+        Op::AddGateUp => experts.add_gate_up_delta(x, target, top_k, weights, batch),
+        Op::WriteGateUp => experts.write_gate_up_delta(x, target, top_k, weights, batch),
+        Op::Activate(act) => experts.activate(x, y, target, act.activation(), top_k, weights, batch),
+        Op::AddDown => experts.add_down_delta(x, target, top_k, weights, batch),
+        Op::WriteDown => experts.write_down_delta(x, target, top_k, weights, batch),
+        Op::AddCombined => experts.add_combined_delta(x, target, top_k, weights, batch),
+        Op::Combine => experts.combine(x, y, target, top_k, weights, batch),
+    }
 }
 
 /// What computes the answer to a case: the buffer that the operation writes, as it leaves it.

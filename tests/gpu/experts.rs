@@ -6,23 +6,25 @@ mod steps;
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
+    cpu,
     cuda::{
         GroupedRoutes, Grouping, LaunchError, LoraExperts, Matrix, MatrixMut, Routing, TopK, WeightTable, Workspace,
         raw,
     },
     error::OperandError,
-    model::{Activation, Experts, ExpertsSite, ModelSpec, TpRank},
+    model::{Activation, Experts, ExpertsSite, Halves, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
     reference,
-    routing::Batch,
+    routing::{Batch, TopK as HostTopK},
 };
 use cudarc::driver::{CudaStream, CudaView, CudaViewMut};
 use proptest::prelude::*;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
     common::{
         cases::{Dtype, Expected, Place, compare, expect_within},
-        experts::{Act, Case, Lora, Op, Sizes, Subject, Weighed, World, cases, check},
+        experts::{Act, Case, Lora, Op, Sizes, Subject, Weighed, World, cases, check, launch_on_cpu},
     },
     device::{Buffer, Gpu},
     for_dtype,
@@ -802,5 +804,97 @@ fn activations_are_those_of_the_reference() {
         run::<half::bf16>(&gpu, tokens);
         run::<half::f16>(&gpu, tokens);
         run::<f32>(&gpu, tokens);
+    }
+}
+
+/// Layers of one model, of which experts share different factors in different adapters, agree with the CPU to the bit: all is exact.
+#[test]
+#[ignore = "needs a GPU"]
+fn layers_of_one_model_have_each_its_own() {
+    const LAYERS: [([usize; 3], Halves); 2] = [([3, 24, 16], Halves::GateUp), ([2, 40, 8], Halves::Interleaved)];
+    type T = half::bf16;
+    let gpu = Gpu::new();
+    let Gpu { stream, kernels, .. } = &gpu;
+    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let ids = [0, 1].map(|layer| {
+        let ([num_experts, hidden, inter], halves) = LAYERS[layer];
+        model
+            .experts(Experts::new(format!("layers.{layer}.experts"), num_experts, hidden, inter).halves(halves))
+            .unwrap()
+    });
+    let capacity = Capacity { max_tokens: 300, num_slots: 4, max_rank: 12 };
+    let mut weights = WeightTable::<T>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
+    let mut on_cpu = cpu::WeightTable::<T>::new(&model, capacity.num_slots, capacity.max_rank);
+    let mut rng = StdRng::seed_from_u64(9);
+    for (slot, (ranks, shared)) in
+        [([3, 12], [true, false]), ([9, 1], [false, true]), ([8, 5], [true, true])].into_iter().enumerate()
+    {
+        let mut tensors = Vec::new();
+        for (layer, ([num_experts, hidden, inter], _)) in LAYERS.into_iter().enumerate() {
+            for (module, [input, output]) in
+                [("gate", [hidden, inter]), ("up", [hidden, inter]), ("down", [inter, hidden])]
+            {
+                let shares = |outer: bool| if shared[layer] && outer { 1 } else { num_experts };
+                let shapes = [
+                    ("A", [shares(module != "down"), ranks[layer], input]),
+                    ("B", [shares(module == "down"), output, ranks[layer]]),
+                ];
+                tensors.extend(shapes.map(|(side, shape)| {
+                    let len = shape.iter().product();
+                    let values: Vec<f32> = (0..len).map(|_| rng.random_range(-1..=1_i8).into()).collect();
+                    let path = format!("layers.{layer}.experts.{module}_proj.lora_{side}.weight");
+                    (path, Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap())
+                }));
+            }
+        }
+        let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": ALPHAS}"#;
+        let alphas = [0, 1].map(|layer| {
+            ["gate", "up", "down"]
+                .map(|module| format!(r#""layers.{layer}.experts.{module}_proj": {}"#, ranks[layer]))
+                .join(", ")
+        });
+        let config = config.replace("ALPHAS", &format!("{{{}}}", alphas.join(", ")));
+        let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+        let image = adapter.plan(&model, T::DTYPE).unwrap();
+        weights.load(Slot::new(slot as u16), &image, stream).unwrap();
+        on_cpu.load(Slot::new(slot as u16), &image).unwrap();
+    }
+    let layers = ids.map(|id| LoraExperts::<T>::new(kernels, &model, id, capacity, 4).unwrap());
+    let bytes = layers[0].plan().workspace_bytes().max(layers[1].plan().workspace_bytes());
+    let mut workspace = Workspace::new(kernels, bytes, stream).unwrap();
+    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+    for tokens in [16, 200, 300] {
+        let slots: Vec<Slot> = (0..tokens).map(|_| bytemuck::cast(rng.random_range(-1..=4_i32))).collect();
+        let host_batch = Batch::new(&slots);
+        let batch = routing.update(&host_batch, stream).unwrap();
+        for (layer, ([num_experts, hidden, inter], _)) in LAYERS.into_iter().enumerate() {
+            let chosen: Vec<i32> = (0..4 * tokens).map(|_| rng.random_range(-1..=num_experts as i32)).collect();
+            let ids_on_gpu = gpu.upload(&chosen);
+            let of_layer = RouteCapacity { max_tokens: tokens, top_k: 4, num_experts };
+            let mut grouping = Grouping::new(kernels, of_layer, stream).unwrap();
+            let routes = grouping.update(TopK::new(ids_on_gpu.view(), 4).unwrap(), &batch, stream).unwrap();
+            let mut values = |[rows, cols]: [usize; 2]| -> Vec<T> {
+                (0..rows * cols).map(|_| T::from_f32(rng.random_range(-1..=1_i8).into())).collect()
+            };
+            for op in OPERATIONS.map(|op| if op.has_out() && op != Op::Combine { Op::Activate(Act::Relu2) } else { op })
+            {
+                let shapes = shapes(op, [hidden, inter], [tokens, 4 * tokens]);
+                let [x, y, mut target] = shapes.map(&mut values);
+                let [on_x, on_y, mut on_target] = [&x, &y, &target].map(|values| gpu.upload(values));
+                let inputs = [(&on_x, shapes[0]), (&on_y, shapes[1])];
+                let inputs = inputs.map(|(values, [rows, cols])| Matrix::new(values.view(), rows, cols).unwrap());
+                let [_, _, [rows, cols]] = shapes;
+                let written = MatrixMut::new(on_target.view_mut(), rows, cols).unwrap();
+                launch(&layers[layer], op, inputs, written, &routes, &weights, &mut workspace, stream).unwrap();
+
+                let inputs = [(&x, shapes[0]), (&y, shapes[1])];
+                let inputs = inputs.map(|(values, [rows, cols])| cpu::Matrix::new(values, rows, cols).unwrap());
+                let written = cpu::MatrixMut::new(&mut target, rows, cols).unwrap();
+                let (experts, top_k) = (cpu::LoraExperts::new(&model, ids[layer]), HostTopK::new(&chosen, 4).unwrap());
+                launch_on_cpu(&experts, op, inputs, written, &top_k, &on_cpu, &host_batch).unwrap();
+                // Zeros may be of either sign.
+                assert!(on_target.read::<T>() == target, "layer {layer}, {op:?} of {tokens} tokens");
+            }
+        }
     }
 }
