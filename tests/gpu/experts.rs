@@ -1,7 +1,7 @@
 //! The kernels for experts against the reference, through both doors.
 
 mod limits;
-mod steps;
+pub mod steps;
 
 use aril::{
     DType, Element, Slot,

@@ -524,7 +524,10 @@ fn routes_past_what_there_is_room_for_are_refused() {
 
     let mut fewer_tokens = grouping(RouteCapacity { max_tokens: TOKENS - 1, ..route_capacity });
     let error = fewer_tokens.update(top_k(), &batch, stream).unwrap_err();
-    let is_of_tokens = |error: &LaunchError| matches!(error, LaunchError::Capacity { what: "the batch's tokens", got: TOKENS, max } if max + 1 == TOKENS);
+    let is_of_tokens = |error: &LaunchError| match *error {
+        LaunchError::Capacity { what, got, max } => (what, got, max) == ("the batch's tokens", TOKENS, TOKENS - 1),
+        _ => false,
+    };
     assert!(is_of_tokens(&error), "{error}");
     let mut fewer_routes = grouping(RouteCapacity { top_k: 1, ..route_capacity });
     let error = fewer_routes.update(top_k(), &batch, stream).unwrap_err();

@@ -18,12 +18,12 @@ use crate::{
         experts::{Act, Case, Op, Order, Shape},
     },
     device::{Buffer, Gpu, Graph},
-    experts::{Operands, first_entry},
+    experts::{Operands, first_entry, steps::routes_go_wide},
 };
 
 /// The last two slots stay empty.
 const CAPACITY: Capacity = Capacity { max_tokens: 640, num_slots: 8, max_rank: 64 };
-const EXPERTS: usize = 12;
+const EXPERTS: usize = 40;
 /// Hidden and inner features of each layer, and experts that a token chooses: the second's rows are not aligned.
 const LAYERS: [([usize; 2], usize, Order); 2] = [([1152, 264], 4, Order::GateUp), ([300, 100], 2, Order::UpGate)];
 const MAX_TOP_K: usize = 4;
@@ -145,13 +145,23 @@ impl<'a> Steps<'a> {
         let mut rng = StdRng::seed_from_u64(layer as u64);
         let top_k = LAYERS[layer].1;
         let (total, most): (usize, usize) = (tokens.iter().sum(), *tokens.iter().max().unwrap());
-        // Many routes are of one slot, and few experts have most of them: tiles of all sizes.
-        let slots: Vec<i32> = (0..total)
-            .map(|_| if rng.random() { 2 } else { rng.random_range(-1..CAPACITY.num_slots as i32) })
-            .collect();
+        // In the first layer one slot has half of the tokens, and three experts have most of them; in the second all have few.
+        let (is_large, end) = (layer == 0, CAPACITY.num_slots as i32);
+        let slots: Vec<i32> =
+            (0..total).map(|_| if is_large && rng.random() { 2 } else { rng.random_range(-1..end) }).collect();
         let ids: Vec<i32> = (0..total * top_k)
-            .map(|_| if rng.random() { rng.random_range(0..3) } else { rng.random_range(-1..=EXPERTS as i32) })
+            .map(|_| match is_large && rng.random_bool(0.9) {
+                true => rng.random_range(0..3),
+                false => rng.random_range(-1..=EXPERTS as i32),
+            })
             .collect();
+        let mut before = 0;
+        for &tokens in tokens {
+            let (slots, ids) = (&slots[before..][..tokens], &ids[before * top_k..][..tokens * top_k]);
+            let goes_wide = routes_go_wide(slots, ids, [CAPACITY.num_slots, EXPERTS, CAPACITY.max_rank]);
+            assert!(tokens * top_k <= 1024 || goes_wide == is_large, "layer {layer}: {tokens} tokens by other tiles");
+            before += tokens;
+        }
         let router: Vec<f32> = (0..total * top_k).map(|_| rng.random_range(0.0..1.0)).collect();
         let mut values =
             |count: usize| -> Vec<bf16> { (0..count).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect() };

@@ -178,19 +178,24 @@ impl<'a, T: Element> Layer<'a, T> {
     }
 }
 
-/// Whether the device goes by wide tiles where it may: as `goes_wide` of `csrc/kernels/route_tiles.cuh` says.
-pub fn goes_wide(case: &Case) -> bool {
-    let slots = 0..(case.adapters.len() + case.empty_slots) as i32;
+/// Whether the device goes by wide tiles where it may, and each route has a row: as `goes_wide` of `csrc/kernels/route_tiles.cuh` says.
+pub fn routes_go_wide(slots: &[i32], ids: &[i32], [num_slots, num_experts, max_rank]: [usize; 3]) -> bool {
+    let top_k = ids.len() / slots.len().max(1);
     let mut groups = BTreeMap::<_, usize>::new();
-    for route in (0..case.num_routes()).filter(|&route| case.is_here(route)) {
-        let slot = case.slots[route / case.top_k];
-        if slots.contains(&slot) {
-            *groups.entry((slot, case.ids[route])).or_default() += 1;
+    for (route, id) in ids.iter().enumerate() {
+        let slot = slots[route / top_k];
+        if (0..num_slots as i32).contains(&slot) && (0..num_experts as i32).contains(id) {
+            *groups.entry((slot, id)).or_default() += 1;
         }
     }
     let tiles_of = |size| groups.values().map(|routes| routes.div_ceil(size)).sum::<usize>();
     let (tiles, wide_tiles) = (tiles_of(8), tiles_of(64));
-    tiles * case.max_rank() > 28 * wide_tiles && 4 * tiles > 5 * wide_tiles
+    tiles * max_rank > 28 * wide_tiles && 4 * tiles > 5 * wide_tiles
+}
+
+pub fn goes_wide(case: &Case) -> bool {
+    let num_slots = case.adapters.len() + case.empty_slots;
+    routes_go_wide(&case.slots, &case.ids, [num_slots, case.shape.held.len(), case.max_rank()])
 }
 
 /// One graph of more than 1024 routes, which the device takes by small tiles in some replays and by wide ones in others.
