@@ -24,6 +24,7 @@ use crate::{
 
 /// Operations whose rows are those of routes.
 const OF_ROUTES: [Op; 5] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::WriteGateUp, Op::AddDown, Op::WriteDown];
+
 /// A layer, and operations that are launched on the same routes, one behind the other.
 pub struct Layer<'a, T> {
     gpu: &'a Gpu,
@@ -111,9 +112,8 @@ impl<'a, T: Element> Layer<'a, T> {
     /// Loads the adapters of a case.
     pub fn load_all(&mut self, case: &Case) -> Vec<Pairs> {
         let all = case.pairs::<T>(&mut StdRng::seed_from_u64(case.seed));
-        for (slot, (lora, pairs)) in
-            case.adapters.iter().zip(&all).enumerate().filter(|(_, (lora, _))| !lora.is_nothing())
-        {
+        let adapters = case.adapters.iter().zip(&all).enumerate();
+        for (slot, (lora, pairs)) in adapters.filter(|(_, (lora, _))| !lora.is_nothing()) {
             self.load(slot, case, lora, pairs);
         }
         all
@@ -193,6 +193,7 @@ pub fn routes_go_wide(slots: &[i32], ids: &[i32], [num_slots, num_experts, max_r
     tiles * max_rank > 28 * wide_tiles && 4 * tiles > 5 * wide_tiles
 }
 
+/// The same of a case.
 pub fn goes_wide(case: &Case) -> bool {
     let num_slots = case.adapters.len() + case.empty_slots;
     routes_go_wide(&case.slots, &case.ids, [num_slots, case.shape.held.len(), case.max_rank()])
