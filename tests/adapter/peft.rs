@@ -27,7 +27,8 @@ struct Model {
     /// How its parameters stand.
     halves: Halves,
     transposed: bool,
-    has_gate_up: bool,
+    /// Whether its adapter has what is before the activation, and down.
+    has: [bool; 2],
 }
 
 const QWEN3_MOE: Model = Model {
@@ -37,17 +38,21 @@ const QWEN3_MOE: Model = Model {
     gated: true,
     halves: Halves::GateUp,
     transposed: false,
-    has_gate_up: true,
+    has: [true; 2],
 };
 
-const MODELS: [Model; 8] = [
+const NEMOTRON_H: Model = Model { name: "nemotron-h", parent: "mixer", gated: false, ..QWEN3_MOE };
+
+const MODELS: [Model; 10] = [
     QWEN3_MOE,
     Model { name: "qwen3-moe-patterns", ..QWEN3_MOE },
-    Model { name: "qwen3-moe-down", has_gate_up: false, ..QWEN3_MOE },
+    Model { name: "qwen3-moe-gate-up", has: [true, false], ..QWEN3_MOE },
+    Model { name: "qwen3-moe-down", has: [false, true], ..QWEN3_MOE },
     Model { name: "mixtral", ..QWEN3_MOE },
     Model { name: "gpt-oss", inter: HIDDEN, halves: Halves::Interleaved, transposed: true, ..QWEN3_MOE },
     Model { name: "llama4", parent: "feed_forward", transposed: true, ..QWEN3_MOE },
-    Model { name: "nemotron-h", parent: "mixer", gated: false, ..QWEN3_MOE },
+    NEMOTRON_H,
+    Model { name: "nemotron-h-square", inter: HIDDEN, ..NEMOTRON_H },
     Model { name: "modules", ..QWEN3_MOE },
 ];
 
@@ -93,10 +98,8 @@ impl Model {
         image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
         let first: &[&str] = if self.gated { &["gate", "up"] } else { &["up"] };
         let mut entries = 0;
-        for (projection, modules) in [(model[id].gate_up(), first), (model[id].down(), &["down"])] {
-            if !self.has_gate_up && modules == first {
-                continue;
-            }
+        let projections = [(model[id].gate_up(), first), (model[id].down(), &["down"])];
+        for ((projection, modules), _) in projections.into_iter().zip(self.has).filter(|(_, has)| *has) {
             let (inputs, outputs) = (projection.in_features(), projection.out_features() / modules.len());
             for expert in 0..EXPERTS {
                 for (slice, module) in modules.iter().enumerate() {

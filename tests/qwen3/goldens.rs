@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeMap,
     fs,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, OnceLock},
 };
 
@@ -53,7 +53,7 @@ pub(crate) fn base_models_reproduce_the_goldens(device: &'static str) {
     }
 }
 
-fn hold_f32(device: &str, batch: &str, answers: &[Answer], expected: &[Answer]) {
+pub(crate) fn hold_f32(device: &str, batch: &str, answers: &[Answer], expected: &[Answer]) {
     assert_eq!(answers.len(), expected.len());
     for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
         assert_eq!(answer.tokens, golden.tokens, "{batch}, request {index}");
@@ -219,7 +219,11 @@ pub(crate) fn run(
 }
 
 fn golden(batch: &str, dtype: &str) -> Vec<Answer> {
-    let bytes = fs::read(fixture(&format!("goldens/{batch}.{dtype}.safetensors"))).expect("the golden is there");
+    golden_in(&fixture(&format!("goldens/{batch}.{dtype}.safetensors")))
+}
+
+pub(crate) fn golden_in(path: &Path) -> Vec<Answer> {
+    let bytes = fs::read(path).expect("the golden is there");
     let file = SafeTensors::deserialize(&bytes).expect("the golden is whole");
     let answer = |(index, (vocab, logits)): (usize, (usize, Vec<f32>))| {
         let tokens = file.tensor(&format!("request.{index}.tokens")).expect("there are tokens for the logits");
