@@ -1,6 +1,6 @@
-use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
-use super::{Matrix, MatrixMut, WeightTable, activation};
+use super::{Matrix, MatrixMut, WeightTable, activation, weights::Factors};
 use crate::{
     Element,
     error::OperandError,
@@ -73,15 +73,21 @@ pub struct LoraExperts {
     site: ExpertsSite,
 }
 
-/// One projection of a step.
+/// One projection of a step, up to its ranks.
 struct Deltas<'a, T> {
     projection: &'a ProjectionSite,
-    x: Matrix<'a, T>,
-    /// The row of `x` that a route's expert takes, and what its delta is multiplied by.
-    input: fn(&TopK<'_>, Route) -> (usize, f32),
     top_k: &'a TopK<'a>,
-    weights: &'a WeightTable<T>,
-    batch: &'a Batch<'a>,
+    /// What the adapter of a route's token has for its expert: of each route, slice by slice.
+    parts: Vec<Option<Part<'a, T>>>,
+    /// `A x`. Those of a token that have one A are one: of all experts, or of gate and up.
+    products: Vec<Vec<f32>>,
+}
+
+struct Part<'a, T> {
+    factors: Factors<'a, T>,
+    product: usize,
+    /// What is multiplied with the adapter's scaling.
+    scale: f32,
 }
 
 /// A route that has a row.
@@ -168,7 +174,8 @@ impl LoraExperts {
         let (gate, up) = (gate.map(place), place(up));
         out.rows_mut().zip(self.by_row(top_k)).for_each(|(out, route)| {
             let Some(route) = route.filter(|route| route.expert.is_some()) else { return };
-            let sums = deltas.sum(route, y);
+            let mut sums: Vec<f32> = y.row(route.row).iter().map(|y| y.to_f32()).collect();
+            deltas.each(route, |column, delta| sums[column] += delta);
             for (feature, out) in out.iter_mut().enumerate() {
                 let value = |(first, step)| sums[first + feature * step];
                 *out = T::from_f32(activation::apply(activation, gate.map(value), value(up)));
@@ -233,13 +240,10 @@ impl LoraExperts {
         y.rows_mut().enumerate().for_each(|(token, y)| {
             let mut sums = vec![0.0; y.len()];
             let mut has_any = false;
-            for route in self.of_token(top_k, token) {
-                let weight = top_k.output_weight(route.number);
-                deltas.each(route, |column, delta| {
-                    sums[column] += weight * delta;
-                    has_any = true;
-                });
-            }
+            deltas.each_combined(self.of_token(top_k, token), |column, delta| {
+                sums[column] += delta;
+                has_any = true;
+            });
             if has_any {
                 y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::from_f32(y.to_f32() + sum));
             }
@@ -274,8 +278,9 @@ impl LoraExperts {
             let mut sums = vec![0.0; out.len()];
             for route in self.of_token(top_k, token).filter(|route| route.expert.is_some()) {
                 let weight = top_k.output_weight(route.number);
-                sums.iter_mut().zip(deltas.sum(route, y)).for_each(|(sum, value)| *sum += weight * value);
+                sums.iter_mut().zip(y.row(route.row)).for_each(|(sum, y)| *sum += weight * y.to_f32());
             }
+            deltas.each_combined(self.of_token(top_k, token), |column, delta| sums[column] += delta);
             out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::from_f32(sum));
         });
         Ok(())
@@ -290,8 +295,8 @@ impl LoraExperts {
     ) -> Result<Deltas<'a, T>, OperandError> {
         x.check(top_k.num_tokens(), self.site.gate_up().in_features())?;
         self.check(top_k, weights, batch)?;
-        let input = |top_k: &TopK<'_>, route: Route| (route.token, top_k.input_weight(route.number));
-        Ok(Deltas { projection: self.site.gate_up(), x, input, top_k, weights, batch })
+        let input = |route: Route| (route.token, top_k.input_weight(route.number));
+        Ok(self.deltas(self.site.gate_up(), x, input, top_k, weights, batch))
     }
 
     fn down<'a, T: Element>(
@@ -303,8 +308,47 @@ impl LoraExperts {
     ) -> Result<Deltas<'a, T>, OperandError> {
         x.check(top_k.num_routes(), self.site.down().in_features())?;
         self.check(top_k, weights, batch)?;
-        let input = |top_k: &TopK<'_>, route: Route| (route.row, top_k.row_weight(route.number));
-        Ok(Deltas { projection: self.site.down(), x, input, top_k, weights, batch })
+        let input = |route: Route| (route.row, top_k.row_weight(route.number));
+        Ok(self.deltas(self.site.down(), x, input, top_k, weights, batch))
+    }
+
+    /// Shrinks. `input` says which row of `x` a route's expert takes, and what its delta is multiplied by.
+    fn deltas<'a, T: Element>(
+        &'a self,
+        projection: &'a ProjectionSite,
+        x: Matrix<'a, T>,
+        input: impl Fn(Route) -> (usize, f32),
+        top_k: &'a TopK<'a>,
+        weights: &'a WeightTable<T>,
+        batch: &'a Batch<'a>,
+    ) -> Deltas<'a, T> {
+        let (slices, mut parts, mut shrinks) = (projection.num_slices(), Vec::new(), Vec::new());
+        parts.resize_with(top_k.num_routes() * slices, || None);
+        for (token, &slot) in batch.slots().iter().enumerate() {
+            let first = shrinks.len();
+            for route in self.of_token(top_k, token) {
+                let Some(expert) = route.expert else { continue };
+                let (row, weight) = input(route);
+                for slice in 0..slices {
+                    let entry = projection.expert_entry(expert) + slice;
+                    let Some(factors) = weights.factors(slot, entry) else { continue };
+                    let same =
+                        |(other_row, other): &(usize, Factors<'_, T>)| *other_row == row && other.share_a(&factors);
+                    let product = shrinks[first..].iter().position(same).map_or(shrinks.len(), |at| first + at);
+                    if product == shrinks.len() {
+                        shrinks.push((row, factors));
+                    }
+                    let scale = batch.scale(token) * weight;
+                    parts[route.number * slices + slice] = Some(Part { factors, product, scale });
+                }
+            }
+        }
+        let shrink = |(row, factors): (usize, Factors<'_, T>)| {
+            let mut v = vec![0.0; factors.rank()];
+            factors.shrink(x.row(row), &mut v);
+            v
+        };
+        Deltas { projection, top_k, parts, products: shrinks.into_par_iter().map(shrink).collect() }
     }
 
     fn check<T: Element>(
@@ -358,24 +402,40 @@ impl LoraExperts {
 impl<T: Element> Deltas<'_, T> {
     /// Calls `put` with each output that the adapter of a route's token adds something to, and what that is.
     fn each(&self, route: Route, mut put: impl FnMut(usize, f32)) {
-        let Some(expert) = route.expert else { return };
-        let (row, weight) = (self.input)(self.top_k, route);
-        for slice in 0..self.projection.num_slices() {
-            let entry = self.projection.expert_entry(expert) + slice;
-            let Some(factors) = self.weights.factors(self.batch.slots()[route.token], entry) else { continue };
-            let mut v = vec![0.0; factors.rank()];
-            factors.shrink(self.x.row(row), &mut v);
+        for (slice, part) in self.of(route).iter().enumerate() {
+            let Some(Part { factors, product, scale }) = part else { continue };
             let (first, step) = self.projection.columns(slice);
-            let scale = self.batch.scale(route.token) * weight;
-            let features = self.projection.out_features() / self.projection.num_slices();
-            factors.delta(&v, scale, features, |feature, delta| put(first + feature * step, delta));
+            let put = |feature, delta| put(first + feature * step, delta);
+            factors.delta(&self.products[*product], *scale, self.features(), put);
         }
     }
 
-    /// The row of `y` of a route, and its delta.
-    fn sum(&self, route: Route, y: Matrix<'_, T>) -> Vec<f32> {
-        let mut sums: Vec<f32> = y.row(route.row).iter().map(|y| y.to_f32()).collect();
-        self.each(route, |column, delta| sums[column] += delta);
-        sums
+    /// Calls `put` with parts of what a token's adapter adds to the sum of its `routes`, each by what it weighs: one for each B.
+    /// What the routes to experts that share it have is summed up before.
+    fn each_combined(&self, routes: impl Iterator<Item = Route>, mut put: impl FnMut(usize, f32)) {
+        let mut sums: Vec<(Factors<'_, T>, Vec<f32>)> = Vec::new();
+        for route in routes {
+            for Part { factors, product, scale } in self.of(route).iter().flatten() {
+                let weight = self.top_k.output_weight(route.number) * scale * factors.scaling();
+                let v = self.products[*product].iter().map(|v| weight * v);
+                match sums.iter_mut().find(|(other, _)| other.share_b(factors)) {
+                    Some((_, sum)) => sum.iter_mut().zip(v).for_each(|(sum, v)| *sum += v),
+                    None => sums.push((*factors, v.collect())),
+                }
+            }
+        }
+        for (factors, v) in sums {
+            factors.product(&v, self.features(), &mut put);
+        }
+    }
+
+    fn of(&self, route: Route) -> &[Option<Part<'_, T>>] {
+        let slices = self.projection.num_slices();
+        &self.parts[route.number * slices..][..slices]
+    }
+
+    /// Of a slice.
+    fn features(&self) -> usize {
+        self.projection.out_features() / self.projection.num_slices()
     }
 }

@@ -79,6 +79,7 @@ impl<T: Element> WeightTable<T> {
 }
 
 /// A module's factors, as laid out in the block (`adapter::layout`).
+#[derive(Clone, Copy)]
 pub(super) struct Factors<'a, T> {
     a: &'a [T],
     b: &'a [T],
@@ -89,6 +90,20 @@ pub(super) struct Factors<'a, T> {
 impl<T: Element> Factors<'_, T> {
     pub(super) fn rank(&self) -> usize {
         self.rank
+    }
+
+    pub(super) fn scaling(&self) -> f32 {
+        self.scaling
+    }
+
+    /// Whether both have one A, and not only equal ones.
+    pub(super) fn share_a(&self, other: &Self) -> bool {
+        std::ptr::eq(self.a, other.a)
+    }
+
+    /// Whether both have one B, and not only equal ones.
+    pub(super) fn share_b(&self, other: &Self) -> bool {
+        std::ptr::eq(self.b, other.b)
     }
 
     /// Writes `A x` to the beginning of `v`.
@@ -118,7 +133,13 @@ impl<T: Element> Factors<'_, T> {
 
     /// Calls `put` with each output and its element of `scale · B v`.
     pub(super) fn delta(&self, v: &[f32], scale: f32, out_features: usize, mut put: impl FnMut(usize, f32)) {
-        let (layout, scale) = (B { out_features, rank: self.rank }, scale * self.scaling);
+        let scale = scale * self.scaling;
+        self.product(v, out_features, |output, product| put(output, scale * product));
+    }
+
+    /// Calls `put` with each output and its element of `B v`.
+    pub(super) fn product(&self, v: &[f32], out_features: usize, mut put: impl FnMut(usize, f32)) {
+        let layout = B { out_features, rank: self.rank };
         for begin in (0..out_features).step_by(TILE_FEATURES) {
             // In the order of the rows of the cores, each in eight interleaved sums.
             let mut sums = [[0.0; CORE]; TILE_FEATURES];
@@ -127,8 +148,7 @@ impl<T: Element> Factors<'_, T> {
                 add_products(&self.b[layout.at(begin, i * TILE_RANKS)..][..TILE_ELEMS], &v, &mut sums);
             }
             for output in 0..TILE_FEATURES.min(out_features - begin) {
-                let delta: f32 = sums[layout.at(output, 0) / CORE].iter().sum();
-                put(begin + output, scale * delta);
+                put(begin + output, sums[layout.at(output, 0) / CORE].iter().sum());
             }
         }
     }
