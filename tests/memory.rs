@@ -125,10 +125,14 @@ fn assert_peaks(tensors: &[(String, [usize; 2])]) {
     assert!(streamed < bytes / 5, "{streamed} bytes for an adapter of {bytes}");
 
     let mut table = WeightTable::<bf16>::new(&model, 1, RANK);
+    let mut progress = Vec::with_capacity(16);
     let loaded = peak(|| {
         let adapter = Adapter::open(dir.path()).unwrap();
-        table.load(Slot::new(0), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
+        let image = adapter.plan(&model, DType::BF16).unwrap();
+        table.load_with_progress(Slot::new(0), &image, |done| progress.push(done)).unwrap();
     });
+    assert!(progress.len() > 1 && progress.is_sorted_by(|a, b| a < b), "{progress:?} of {bytes}");
+    assert_eq!(progress.last(), Some(&bytes));
     assert!((bytes..bytes * 6 / 5).contains(&loaded), "{loaded} bytes for an adapter of {bytes}");
 }
 

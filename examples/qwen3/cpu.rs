@@ -106,8 +106,14 @@ impl<T: Element> Device for Cpu<T> {
         Ok(cpu::WeightTable::new(model, capacity.slots, capacity.rank))
     }
 
-    fn load(&self, adapters: &mut Self::Adapters, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
-        Ok(adapters.load(slot, image)?)
+    fn load(
+        &self,
+        adapters: &mut Self::Adapters,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<()> {
+        Ok(adapters.load_with_progress(slot, image, progress)?)
     }
 
     fn lora_linear(&self, model: &ModelSpec, id: LinearId, _: Capacity) -> Result<cpu::LoraLinear> {

@@ -346,8 +346,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
             .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
     }
 
-    fn load(&self, adapters: &mut WeightTable<T>, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
-        Ok(adapters.load(slot, image, &self.stream)?)
+    fn load(
+        &self,
+        adapters: &mut WeightTable<T>,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<()> {
+        Ok(adapters.load_with_progress(slot, image, &self.stream, progress)?)
     }
 
     fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<LoraLinear<T>> {

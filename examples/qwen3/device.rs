@@ -95,8 +95,14 @@ pub(crate) trait Device: Sized {
 
     /// A table with room for these, not loaded yet.
     fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
-    /// Loads an adapter into a slot.
-    fn load(&self, adapters: &mut Self::Adapters, slot: Slot, image: &SlotImage<'_>) -> Result<()>;
+    /// Loads an adapter into a slot, and says how many of its bytes are done.
+    fn load(
+        &self,
+        adapters: &mut Self::Adapters,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<()>;
     fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<Self::LoraLinear>;
     fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<Self::LoraEmbedding>;
     fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, capacity: Capacity) -> Result<Self::LoraExperts>;

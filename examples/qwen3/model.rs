@@ -12,6 +12,7 @@ use crate::{
     device::{Capacity, Device},
     error::{Context, Result},
     experts::GroupedGemm,
+    report::progress,
 };
 
 /// A base model and the adapters that run on it.
@@ -106,7 +107,8 @@ impl<'d, D: Device> Model<'d, D> {
         let mut table = device.adapters(spec, capacity, &images)?;
         for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
             let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
-            device.load(&mut table, slot, image).context(format_args!("adapter `{name}`"))?;
+            let progress = progress(name, image.bytes());
+            device.load(&mut table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
         }
 
         Ok(Self {

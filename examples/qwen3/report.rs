@@ -112,6 +112,18 @@ pub(crate) fn verdicts(rows: &[Row<'_>]) -> Result<String> {
     Ok(lines)
 }
 
+/// Says on standard error how far the loading of an adapter is, if it is large.
+pub(crate) fn progress(adapter: &str, bytes: usize) -> impl FnMut(usize) {
+    const LARGE: usize = 256 << 20;
+    let mut tenths = 0;
+    move |done| {
+        if bytes >= LARGE && done * 10 / bytes > tenths {
+            tenths = done * 10 / bytes;
+            eprintln!("adapter `{adapter}`: {} of {} MiB", done >> 20, bytes >> 20);
+        }
+    }
+}
+
 /// Writes the logits that chose each token: a tensor `request.I` of `[tokens, vocab]` for each request.
 pub(crate) fn write_logits(path: &Path, rows: &[Row<'_>]) -> Result<()> {
     let tensors = rows.iter().enumerate().map(|(index, row)| {

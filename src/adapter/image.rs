@@ -16,6 +16,10 @@ use crate::{
 /// What [`SlotImage::write_pieces`] needs at least.
 pub const MIN_STAGING_BYTES: usize = MAX_RANK * LANE_FEATURES * size_of::<f32>();
 
+/// What is written before progress is reported.
+const PROGRESS_BYTES: usize = 4 << 20;
+const _: () = assert!(PROGRESS_BYTES >= MIN_STAGING_BYTES);
+
 /// What an adapter takes in a slot, on one tensor-parallel rank: planned, checked, but not copied yet.
 #[derive(Debug)]
 pub struct SlotImage<'a> {
@@ -141,23 +145,47 @@ impl<'a> SlotImage<'a> {
         mut sink: impl FnMut(usize, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         assert!(staging.len() >= MIN_STAGING_BYTES, "the staging memory must have room for a piece");
-        let size = self.dtype.bytes();
-        let room = staging.len() / size;
-        let (mut offset, mut elems, mut piece) = (0, 0, Vec::new());
-        let mut parts = self.parts.iter().flat_map(|part| part.split(room)).peekable();
-        while let Some(part) = parts.next() {
-            elems += part.block_elems();
-            piece.push(part);
-            if parts.peek().is_none_or(|next| elems + next.block_elems() > room) {
-                let bytes = &mut staging[..elems * size];
-                self.write_parts(&piece, bytes)?;
-                sink(offset, bytes)?;
-                offset += bytes.len();
-                elems = 0;
-                piece.clear();
-            }
+        let mut offset = 0;
+        for (piece, len) in self.pieces(staging.len()) {
+            let bytes = &mut staging[..len];
+            self.write_parts(&piece, bytes)?;
+            sink(offset, bytes)?;
+            offset += len;
         }
         Ok(())
+    }
+
+    /// As [`write_to`](Self::write_to), and calls `progress` with the bytes that are done, each time that there are more.
+    pub(crate) fn write_with_progress(
+        &self,
+        mut block: &mut [u8],
+        mut progress: impl FnMut(usize),
+    ) -> Result<(), AdapterError> {
+        let mut done = 0;
+        for (piece, len) in self.pieces(PROGRESS_BYTES) {
+            let bytes;
+            (bytes, block) = block.split_at_mut(len);
+            self.write_parts(&piece, bytes)?;
+            done += len;
+            progress(done);
+        }
+        Ok(())
+    }
+
+    /// The factors, cut so that each piece takes at most so many bytes, and how many it takes.
+    fn pieces(&self, max_bytes: usize) -> impl Iterator<Item = (Vec<Rectangle<'a>>, usize)> {
+        let size = self.dtype.bytes();
+        let room = max_bytes / size;
+        let mut parts = self.parts.iter().flat_map(move |part| part.split(room)).peekable();
+        std::iter::from_fn(move || {
+            let mut piece = vec![parts.next()?];
+            let mut elems = piece[0].block_elems();
+            while let Some(part) = parts.next_if(|next| elems + next.block_elems() <= room) {
+                elems += part.block_elems();
+                piece.push(part);
+            }
+            Some((piece, elems * size))
+        })
     }
 
     /// Refuses a table that the image is not for.

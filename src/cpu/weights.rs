@@ -36,10 +36,24 @@ impl<T: Element> WeightTable<T> {
     /// # Errors
     /// If the image does not fit the table, or a weight cannot be represented (NaN, or too large for the type).
     pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>) -> Result<(), AdapterError> {
+        self.load_with_progress(slot, image, |_| ())
+    }
+
+    /// As [`load`](Self::load), and calls `progress` with how many of the image's [`bytes`](SlotImage::bytes) are done, each time that
+    /// there are more: adapters of experts may have gigabytes.
+    ///
+    /// # Errors
+    /// As for `load`.
+    pub fn load_with_progress(
+        &mut self,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<(), AdapterError> {
         let index = self.index(slot)?;
         image.check_table(&self.model, T::DTYPE, self.max_rank)?;
         let mut block = vec![T::default(); image.bytes() / T::DTYPE.bytes()];
-        image.write_to(bytemuck::cast_slice_mut(&mut block))?;
+        image.write_with_progress(bytemuck::cast_slice_mut(&mut block), progress)?;
         let mut entries = vec![None; self.model.len()];
         for entry in image.entries() {
             entries[entry.entry] = Some(*entry);

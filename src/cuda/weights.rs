@@ -93,13 +93,28 @@ impl<T: Element> WeightTable<T> {
     /// # Errors
     /// If the image does not fit the table, a weight cannot be represented, or the arena is full.
     pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>, stream: &CudaStream) -> Result<(), LaunchError> {
+        self.load_with_progress(slot, image, stream, |_| ())
+    }
+
+    /// As [`load`](Self::load), and calls `progress` with how many of the image's [`bytes`](SlotImage::bytes) are packed and enqueued to be
+    /// copied, each time that there are more: adapters of experts may have gigabytes.
+    ///
+    /// # Errors
+    /// As for `load`.
+    pub fn load_with_progress(
+        &mut self,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        stream: &CudaStream,
+        progress: impl FnMut(usize),
+    ) -> Result<(), LaunchError> {
         self.check(stream)?;
         let index = self.index(slot)?;
         image.check_table(&self.model, T::DTYPE, self.max_rank)?;
 
         let allocation = self.allocate(image.bytes())?;
         let offset = allocation.offset as usize * GRANULE_BYTES;
-        if let Err(error) = self.copy(offset, image).and_then(|()| self.describe(index, offset, image)) {
+        if let Err(error) = self.copy(offset, image, progress).and_then(|()| self.describe(index, offset, image)) {
             self.allocator.free(allocation);
             return Err(error);
         }
@@ -139,9 +154,18 @@ impl<T: Element> WeightTable<T> {
     }
 
     /// Packs the block and copies it to the arena, piece by piece: the host never holds all of it.
-    fn copy(&mut self, offset: usize, image: &SlotImage<'_>) -> Result<(), LaunchError> {
+    fn copy(
+        &mut self,
+        offset: usize,
+        image: &SlotImage<'_>,
+        mut progress: impl FnMut(usize),
+    ) -> Result<(), LaunchError> {
         let mut staging = vec![0; image.bytes().clamp(MIN_STAGING_BYTES, MAX_STAGING_BYTES)];
-        image.write_pieces(&mut staging, |begin, piece| self.arena.write(offset + begin, piece))
+        image.write_pieces(&mut staging, |begin, piece| {
+            self.arena.write(offset + begin, piece)?;
+            progress(begin + piece.len());
+            Ok(())
+        })
     }
 
     fn describe(&mut self, index: usize, offset: usize, image: &SlotImage<'_>) -> Result<(), LaunchError> {

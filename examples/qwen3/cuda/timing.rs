@@ -243,7 +243,7 @@ impl Cuda<bf16> {
         let images = images.collect::<std::result::Result<Vec<_>, _>>()?;
         let mut table = self.adapters(spec, capacity, &images)?;
         for (slot, image) in (0..).zip(&images) {
-            self.load(&mut table, Slot::new(slot), image)?;
+            self.load(&mut table, Slot::new(slot), image, |_| ())?;
         }
         Ok(table)
     }
