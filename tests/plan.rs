@@ -3,7 +3,7 @@
 
 use aril::{
     DType,
-    model::{Experts, Linear, LinearId, MAX_RANK, ModelSpec, Parallel, TpRank},
+    model::{Experts, Halves, Linear, LinearId, MAX_RANK, ModelSpec, Parallel, TpRank},
     plan::{Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError},
 };
 use proptest::prelude::*;
@@ -118,9 +118,13 @@ proptest! {
 }
 
 fn experts(hidden: usize, inter: usize, capacity: Capacity, top_k: usize) -> Result<ExpertsPlan, PlanError> {
+    plan_experts(Experts::new("experts", 4, hidden, inter), DType::BF16, capacity, top_k)
+}
+
+fn plan_experts(experts: Experts, dtype: DType, capacity: Capacity, top_k: usize) -> Result<ExpertsPlan, PlanError> {
     let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("experts", 4, hidden, inter)).unwrap();
-    ExpertsPlan::new(&model[id], DType::BF16, capacity, top_k)
+    let id = model.experts(experts).unwrap();
+    ExpertsPlan::new(&model[id], dtype, capacity, top_k)
 }
 
 #[test]
@@ -199,4 +203,21 @@ fn a_plan_says_what_it_will_launch() {
              outputs, 0 + 32 bytes of workspace",
         ]
     );
+}
+
+/// Shrink and expand have launches of their own only where there may be wide tiles.
+#[test]
+fn a_plan_of_experts_says_how_many_launches_there_are() {
+    let launches = |dtype, halves, max_tokens, max_rank| {
+        let capacity = Capacity { max_tokens, num_slots: 4, max_rank };
+        let plan = plan_experts(Experts::new("experts", 4, 64, 32).halves(halves), dtype, capacity, 8).unwrap();
+        plan.to_string().split(", ").find(|part| part.starts_with("three")).map(str::to_owned)
+    };
+    let (bf16, f32) = (DType::BF16, DType::F32);
+    let three = "three that add or write more than 1024 routes";
+    assert_eq!(launches(bf16, Halves::GateUp, 129, 128).unwrap(), three);
+    assert_eq!(launches(bf16, Halves::Interleaved, 129, 128).unwrap(), format!("{three} of down"));
+    assert_eq!(launches(bf16, Halves::GateUp, 128, 128), None);
+    assert_eq!(launches(bf16, Halves::GateUp, 129, 129), None);
+    assert_eq!(launches(f32, Halves::GateUp, 129, 128), None);
 }

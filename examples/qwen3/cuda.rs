@@ -4,8 +4,8 @@
 //! (`kernels.cu`, `experts.cuh`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
 //! host waits for it.
 //!
-//! cuBLASLt chooses its kernels by shape, so a request's last bits may depend on how many tokens are in its batch; what the
-//! library adds does not.
+//! cuBLASLt chooses its kernels by shape, and many routes have their deltas added before the activation and the combine, not with
+//! them: so a request's last bits may depend on how many tokens are in its batch. What an operation of the library gives does not.
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 

@@ -141,7 +141,8 @@ pub(crate) trait Device: Sized {
         batch: &'a Self::Routed<'_>,
     ) -> Result<Self::Grouped<'a>>;
     /// `silu(gate) · up` of every route, where gate and up are the base's of `gate_up` and what its token's adapter adds:
-    /// `scale · scaling · B (A x[t])` of its expert. Rounded once, by an operation of the library that does all of it.
+    /// `scale · scaling · B (A x[t])` of its expert. Rounded once, by an operation of the library that does all of it; but where the
+    /// GPU has many routes, the delta is added first, and the rest is [`silu_mul`](Self::silu_mul).
     fn activate(
         &self,
         layer: &Self::LoraExperts,
@@ -151,7 +152,7 @@ pub(crate) trait Device: Sized {
         adapters: &Self::Adapters,
     ) -> Result<Self::Tensor>;
     /// The sum over a token's routes of what each weighs times the base's `down` and what its token's adapter adds:
-    /// `scale · scaling · B (A x[route])` of its expert. Rounded once, as above.
+    /// `scale · scaling · B (A x[route])` of its expert. Rounded once, but where the GPU has many routes, also where the delta is added.
     fn combine(
         &self,
         layer: &Self::LoraExperts,

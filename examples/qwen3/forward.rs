@@ -2,9 +2,9 @@
 //!
 //! Each stands right behind the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k, v in
 //! one; o; gate, up in one; down), and the language-model head. Where a layer has experts, they stand in the place of the
-//! activation and of the combine, behind two grouped GEMMs that may be of any base. They all take the same [`Routed`](Device::Routed) batch, made
-//! once per step from one slot per token; only the head, which sees just the sampled rows, has a batch of its own. Nothing else
-//! in the forward knows that there are adapters.
+//! activation and of the combine (or, of many routes on the GPU, before these), behind two grouped GEMMs that may be of any base.
+//! They all take the same [`Routed`](Device::Routed) batch, made once per step from one slot per token; only the head, which sees
+//! just the sampled rows, has a batch of its own. Nothing else in the forward knows that there are adapters.
 
 use aril::{Element, Slot};
 

@@ -295,10 +295,16 @@ impl fmt::Display for ExpertsPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
         let WorkspaceBytes { exchange, planes } = self.workspace_bytes();
+        let is_wide = |plan: &ProjectionPlan| self.dtype != DType::F32 && plan.is_wide(max_tokens * self.top_k);
+        let wide = match (is_wide(&self.gate_up), is_wide(&self.down)) {
+            (true, _) => format!(", three that add or write more than {FEW_ROUTES} routes"),
+            (false, true) => format!(", three that add or write more than {FEW_ROUTES} routes of down"),
+            (false, false) => String::new(),
+        };
         write!(
             f,
             "experts {}, up to {max_tokens} tokens of {num_slots} slots with {} of {} experts each, rank {max_rank}: one launch for each \
-             projection, three with more than {FEW_ROUTES} routes, {exchange} + {planes} bytes of workspace",
+             projection{wide}, {exchange} + {planes} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
     }
