@@ -40,6 +40,11 @@ impl<'a> Source<'a> {
         Self { path, a, b }
     }
 
+    /// Whether it has no elements, and so says nothing of any module.
+    fn is_empty(&self) -> bool {
+        [self.a, self.b].iter().all(|factor| factor.tensor.bytes().is_empty())
+    }
+
     fn misshapen(&self, want: String) -> AdapterError {
         let (tensor, a, b) = self.shapes();
         AdapterError::ExpertShapes { tensor, a, b, want }
@@ -62,6 +67,7 @@ pub(super) struct Layer<'a, 'm> {
     config: &'a Config,
     pairs: BTreeMap<(ExpertModule, usize), Pair<'a>>,
     parameters: Vec<Source<'a>>,
+    empty: Vec<(Source<'a>, InExperts)>,
 }
 
 /// The factors of one module of one expert.
@@ -151,11 +157,15 @@ impl Part {
 
 impl<'a, 'm> Layer<'a, 'm> {
     pub(super) fn new(site: &'m ExpertsSite, config: &'a Config) -> Self {
-        Self { site, config, pairs: BTreeMap::new(), parameters: Vec::new() }
+        Self { site, config, pairs: BTreeMap::new(), parameters: Vec::new(), empty: Vec::new() }
     }
 
     /// Adds factors whose path leads `at` these experts.
     pub(super) fn add(&mut self, source: Source<'a>, at: &InExperts) -> Result<(), AdapterError> {
+        if source.is_empty() {
+            self.empty.push((source, at.clone()));
+            return Ok(());
+        }
         let (name, fms) = match at.item {
             Item::Module(name) => (name, false),
             Item::Fms(name) => (name, true),
@@ -387,10 +397,27 @@ impl<'a, 'm> Layer<'a, 'm> {
         image: &mut SlotImage<'a>,
     ) -> Result<(), AdapterError> {
         self.add_parameters(orientation)?;
+        if let Some((source, _)) = self.empty.iter().find(|(_, at)| !self.is_placeholder(at)) {
+            let what = "a factor without elements, of a module that the model has";
+            return Err(AdapterError::UnsupportedTensor { tensor: source.a.name.clone(), what });
+        }
         for projection in [self.site.gate_up(), self.site.down()] {
             self.place_projection(projection, image);
         }
         Ok(())
+    }
+
+    /// Whether factors without elements stand there for what experts without a gate do not have: another module beside up, whose own
+    /// may then go by the gate's name.
+    fn is_placeholder(&self, at: &InExperts) -> bool {
+        let (Item::Module(name) | Item::Fms(name)) = at.item else { return false };
+        match Part::named(name, self.site) {
+            None => true,
+            Some(Part::One(ExpertModule::Up)) if self.site.halves().is_none() => {
+                self.of(ExpertModule::Up).any(|(expert, _)| at.expert.is_none_or(|of| of == expert))
+            }
+            Some(_) => false,
+        }
     }
 
     fn place_projection(&self, projection: &ProjectionSite, image: &mut SlotImage<'a>) {

@@ -15,7 +15,8 @@
 //! # }
 //! ```
 //!
-//! Invariant: every tensor of an adapter is in its modules and stacks or was refused, and each of those is in a plan or was refused.
+//! Invariant: every tensor of an adapter is in its modules and stacks or was refused, and each of those is in a plan or was refused. Those
+//! without elements are in neither, and only for what experts without a gate do not have.
 //!
 //! The scaling of a module is α/r, or α/√r with `use_rslora`. Here r is always the rank of the module's own tensors: `r` and
 //! `rank_pattern` of the configuration only repeat it, and files exist in which they do not. α has no default: without
@@ -79,6 +80,8 @@ pub struct Adapter {
     config: Config,
     modules: Vec<Module>,
     stacks: Vec<Stack>,
+    /// Factors without elements, which some write for a module that experts do not have. Only a model says whether they do not.
+    empty: Vec<Stack>,
     orientation: Option<Orientation>,
 }
 
@@ -188,7 +191,7 @@ impl Adapter {
                 }
             }
         }
-        for stack in &self.stacks {
+        for stack in self.stacks.iter().chain(&self.empty) {
             match locate(model, &stack.path)? {
                 Place::Experts(id, at) => layer(id, stack.source(), &at)?,
                 Place::Module(_) => return Err(stack.not_matrix()),
@@ -205,18 +208,18 @@ impl Adapter {
             let half = Half { name, tensor: tensor?, of: (key.kind, key.adapter) };
             pairs.entry(key.module).or_default().insert(key.side, half)?;
         }
-        let (mut modules, mut stacks) = (Vec::new(), Vec::new());
+        let (mut modules, mut stacks, mut empty) = (Vec::new(), Vec::new(), Vec::new());
         for (path, pair) in pairs {
             match pair.finish(path, &config)? {
                 Finished::Module(module) => modules.push(module),
                 Finished::Stack(stack) => stacks.push(stack),
-                Finished::Nothing => {}
+                Finished::Empty(stack) => empty.push(stack),
             }
         }
         if modules.is_empty() && stacks.is_empty() {
             return Err(AdapterError::Empty);
         }
-        Ok(Self { config, modules, stacks, orientation: None })
+        Ok(Self { config, modules, stacks, empty, orientation: None })
     }
 }
 
@@ -378,8 +381,7 @@ struct Half {
 enum Finished {
     Module(Module),
     Stack(Stack),
-    /// Some write tensors without elements for a module that experts do not have.
-    Nothing,
+    Empty(Stack),
 }
 
 impl Pair {
@@ -405,7 +407,7 @@ impl Pair {
         };
         let tensors = [&a.1, &b.1];
         if names::is_of_experts(&path) && tensors.iter().all(|tensor| tensor.bytes().is_empty()) {
-            return Ok(Finished::Nothing);
+            return Ok(Finished::Empty(Stack { path, a, b }));
         }
         if kind == ModuleKind::Linear && names::is_stack(&path, tensors.map(|tensor| tensor.shape().len())) {
             return Ok(Finished::Stack(Stack { path, a, b }));

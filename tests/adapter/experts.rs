@@ -843,6 +843,24 @@ fn modules_that_experts_do_not_have() {
     refused!(one("lm_head", &[2, 2, 8], &[2, 8, 2]), NotMatrix, "lm_head.lora_A");
 }
 
+/// As a trainer leaves them that has its parameters elsewhere: they are no sign that there is nothing to serve.
+#[test]
+fn factors_without_elements_are_refused() {
+    let case = plain(2, 8, 6);
+    let (config, tensors) = case.parts(FORMS[0]).unwrap();
+    let config = serde_json::from_str(&config).unwrap();
+    for module in ["0.gate_proj", "0.up_proj", "1.down_proj"] {
+        let empty = |(key, tensor): &(String, Tensor)| {
+            (key.clone(), if key.contains(module) { crate::ones(&[0]) } else { tensor.clone() })
+        };
+        let refusal = plan_tensors(&case, &config, tensors.iter().map(empty).collect());
+        refused!(refusal, UnsupportedTensor, format!("experts.{module}.lora_A"), "without elements");
+    }
+    let elsewhere = |(key, _): &(String, Tensor)| (key.replace("layers.0", "layers.7"), crate::ones(&[0]));
+    let refusal = plan_tensors(&case, &config, tensors.iter().cloned().chain(tensors.iter().map(elsewhere)).collect());
+    refused!(refusal, NoPlace, "model.layers.7.mlp.experts");
+}
+
 #[test]
 fn factors_of_fms_that_could_be_transposed_are_refused() {
     let case = plain(3, 2, 2);
@@ -875,6 +893,17 @@ fn experts_without_a_gate() {
         [("0.gate_proj", [&[0, 8][..], &[6, 0]]), ("w3", [&[2, 0, 8], &[2, 0, 0]]), ("1.w3", [&[0], &[0]])]
     {
         assert_eq!(with(key, shapes).unwrap(), plain, "{key}");
+    }
+    // Up may go by the first name of two.
+    let (_, w_tensors) = case.parts(Form::PerExpert { names: W_NAMES }).unwrap();
+    let placeholder = |tensors: &[(String, Tensor)], key: &str| {
+        let keys = ["A", "B"].map(|factor| (format!("{PATH}.{key}.lora_{factor}.weight"), crate::ones(&[0])));
+        plan_tensors(&case, &config, tensors.iter().cloned().chain(keys).collect())
+    };
+    assert_eq!(placeholder(&w_tensors, "0.up_proj").unwrap(), plain);
+    let none: Vec<_> = tensors.iter().filter(|(key, _)| !key.contains("0.up_proj")).cloned().collect();
+    for (tensors, key) in [(&none, "0.up_proj"), (&tensors, "down_proj"), (&tensors, "base_layer")] {
+        refused!(placeholder(tensors, key), UnsupportedTensor, format!("experts.{key}.lora_A"), "without elements");
     }
     refused!(with("0.gate_proj", [&[2, 8], &[6, 2]]), NoPlace, "experts.0.gate_proj");
     refused!(with("gate_up_proj", [&[2, 2, 8], &[2, 12, 2]]), NoPlace, "experts.gate_up_proj");
