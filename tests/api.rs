@@ -4,14 +4,16 @@ use std::error::Error;
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, AdapterError, ImageEntry, Module, SharedEntry, SlotImage, Stack, Tensor, TensorName},
+    adapter::{
+        Adapter, AdapterError, ImageEntry, Module, Orientation, SharedEntry, SlotImage, Stack, Tensor, TensorName,
+    },
     cpu,
     error::{OperandError, SlotError},
     model::{
-        Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Linear, LinearId, LinearSite,
-        ModelSpec, Parallel, SpecError, TpRank,
+        Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Halves, Linear, LinearId, LinearSite,
+        ModelSpec, Parallel, ProjectionSite, SpecError, TpRank,
     },
-    plan::{AlignCapacity, Capacity, LinearPlan, PlanError},
+    plan::{AlignCapacity, Capacity, ExpertsPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     reference,
     routing::{AlignedRoutes, Batch, Segments, TopK},
 };
@@ -21,11 +23,12 @@ fn error<T: Error + Send + Sync + 'static>() {}
 
 #[test]
 fn types_may_be_shared_between_threads() {
-    shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry)>();
-    shared::<(Activation, Experts, ExpertsId, ExpertsSite)>();
+    shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
+    shared::<(Activation, Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite)>();
     shared::<SlotImage<'_>>();
     shared::<(ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
     shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
+    shared::<(ExpertsPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::Workspace, cpu::WeightTable<f32>)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
@@ -53,17 +56,17 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        AlignedRoutes, Alignment, Kernels, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, RoutedBatch,
-        Routing, WeightTable, Workspace, driver_is_present, raw,
+        AlignedRoutes, Alignment, GroupedRoutes, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts,
+        LoraLinear, Matrix, MatrixMut, RoutedBatch, Routing, TopK, WeightTable, Workspace, driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}
 
     #[test]
     fn types_may_be_shared_between_threads() {
-        super::shared::<(Kernels, LoraLinear<f32>, LoraEmbedding<f32>)>();
+        super::shared::<(Kernels, LoraLinear<f32>, LoraEmbedding<f32>, LoraExperts<f32>)>();
         super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
-        super::shared::<(raw::Alignment, raw::AlignedRoutes)>();
+        super::shared::<(raw::Alignment, raw::AlignedRoutes, raw::LoraExperts, raw::TopK)>();
         super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::LayerWeights, raw::RoutedBatch)>();
         super::error::<LaunchError>();
     }
@@ -73,6 +76,7 @@ mod cuda {
         sent::<(Routing, WeightTable<f32>, Workspace, raw::Routing)>();
         sent::<(Matrix<'_, f32>, MatrixMut<'_, f32>)>();
         sent::<(RoutedBatch<'_>, Alignment, AlignedRoutes<'_>)>();
+        sent::<(TopK<'_>, Grouping, GroupedRoutes<'_>, raw::Grouping, raw::GroupedRoutes)>();
     }
 
     /// Where there is no driver, that is what loading says; it neither panics nor aborts.

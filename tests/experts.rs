@@ -380,6 +380,70 @@ fn deltas_worked_by_hand() {
     assert_eq!(rows, [1.5, 1.0, 1.0, 0.0, 1.0, 0.0, 7.0, 12.0]);
 }
 
+/// What the experts of a layer share is a matter of that layer alone, in one adapter of several.
+#[test]
+fn layers_share_what_they_share() {
+    const EXPERTS: usize = 3;
+    // Whether all experts have one A of gate and of up, and one B of down.
+    let layers = [("a", [true, true]), ("b", [false, false]), ("c", [false, true]), ("d", [true, false])];
+    let mut rng = StdRng::seed_from_u64(1);
+    let mut fill = |shape: [usize; 3]| {
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| rng.random_range(-1.0..1.0)).collect();
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let factors = |(layer, [a, b]): (&str, [bool; 2])| {
+        let count = |shared| if shared { 1 } else { EXPERTS };
+        let modules =
+            [("gate_proj", [count(a), EXPERTS]), ("up_proj", [count(a), EXPERTS]), ("down_proj", [EXPERTS, count(b)])];
+        let pair = |(module, [a, b]): (&str, [usize; 2])| {
+            [("A", fill([a, 2, 4])), ("B", fill([b, 4, 2]))]
+                .map(|(side, tensor)| (format!("{layer}.{module}.lora_{side}.weight"), tensor))
+        };
+        modules.into_iter().flat_map(pair).collect::<Vec<_>>()
+    };
+    let factors = layers.map(factors);
+    let load = |names: &[&str], factors: &[Vec<(String, Tensor)>]| {
+        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let ids = names.iter().map(|name| model.experts(Experts::new(*name, EXPERTS, 4, 4)).unwrap());
+        let ids: Vec<_> = ids.collect();
+        let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 2}"#;
+        (model, ids, Adapter::from_tensors(config, factors.concat()).unwrap())
+    };
+    let (model, ids, adapter) = load(&layers.map(|(name, _)| name), &factors);
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let shared: Vec<_> = image
+        .shared()
+        .iter()
+        .map(|shared| (shared.entry, [shared.a_elems.is_some(), shared.b_elems.is_some()]))
+        .collect();
+    let [a, _, c, d] = [0, 1, 2, 3].map(|layer| {
+        let site = &model[ids[layer]];
+        [site.gate_up().shared_entry(), site.gate_up().shared_entry() + 1, site.down().shared_entry()]
+    });
+    let (of_a, of_b) = ([true, false], [false, true]);
+    assert_eq!(shared, [(a[0], of_a), (a[1], of_a), (a[2], of_b), (c[2], of_b), (d[0], of_a), (d[1], of_a)]);
+
+    let run = |model: &ModelSpec, id, weights: &WeightTable<f32>| {
+        let (slots, ids) = ([Slot::new(0), Slot::BASE, Slot::new(0)], [0, 1, 2, 0, 2, 1]);
+        let (batch, top_k) = (Batch::new(&slots), TopK::new(&ids, 2).unwrap());
+        let (x, y, mut inter, mut out) = ([0.5; 12], [0.25; 48], [0.0; 24], [0.0; 12]);
+        let experts = LoraExperts::new(model, id);
+        let (x, gate_up) = (Matrix::new(&x, 3, 4).unwrap(), Matrix::new(&y, 6, 8).unwrap());
+        let target = MatrixMut::new(&mut inter, 6, 4).unwrap();
+        experts.activate(x, gate_up, target, Activation::Silu, &top_k, weights, &batch).unwrap();
+        let (x, down) = (Matrix::new(&inter, 6, 4).unwrap(), Matrix::new(&y, 6, 4).unwrap());
+        experts.combine(x, down, MatrixMut::new(&mut out, 3, 4).unwrap(), &top_k, weights, &batch).unwrap();
+        (inter, out)
+    };
+    let (weights, none) = (table(&model, &[adapter], 1, 2), table(&model, &[], 1, 2));
+    for ((id, (name, _)), factors) in ids.into_iter().zip(layers).zip(factors) {
+        let (alone, ids, adapter) = load(&[name], &[factors]);
+        let (got, base) = (run(&model, id, &weights), run(&model, id, &none));
+        assert_eq!(got, run(&alone, ids[0], &table(&alone, &[adapter], 1, 2)), "{name}");
+        assert!(got.0 != base.0 && got.1 != base.1, "{name}");
+    }
+}
+
 /// The error names the operand, and nothing was done.
 #[test]
 fn operands_that_do_not_fit_are_refused() {

@@ -225,6 +225,9 @@ pub struct GroupedRoutes {
     grouped: Cell<bool>,
 }
 
+// SAFETY: device addresses, which are data.
+unsafe impl Send for GroupedRoutes {}
+
 impl GroupedRoutes {
     /// Tokens that the router chose for.
     pub const fn num_tokens(&self) -> usize {
