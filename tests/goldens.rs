@@ -11,6 +11,8 @@ mod shared;
 
 use std::{collections::BTreeMap, slice};
 
+use files::{Files, edit};
+use process::fixture;
 use serde_json::{Value, json};
 use shared::{Answer, BATCHES, all_in, answers, models, requests, run};
 
@@ -96,6 +98,17 @@ fn every_form_of_an_adapter_gives_the_same() {
         assert_eq!(forms, expected);
         assert!(dtype != "f32" || goldens == 8, "{goldens} goldens");
     }
+}
+
+/// What the experts of a token weigh is then the softmax over all, and not 1 together.
+#[test]
+fn what_experts_weigh_need_not_be_normalized() {
+    let files = Files::new();
+    let model = files.copy(&fixture("qwen3-moe"), "model");
+    edit(&model.join("config.json"), |config| drop(config.insert("norm_topk_prob".into(), json!(false))));
+    let (model, batch) = (model.display().to_string(), "moe-unnormalized");
+    let answers = run(DEVICE, &model, &all_in("adapters-moe"), "f32", &requests(batch), true);
+    shared::hold_f32(DEVICE, batch, &answers, &shared::golden(batch, "f32"));
 }
 
 #[test]

@@ -218,7 +218,7 @@ pub(crate) fn run(
     lines.lines().zip(logits).map(answer).collect()
 }
 
-fn golden(batch: &str, dtype: &str) -> Vec<Answer> {
+pub(crate) fn golden(batch: &str, dtype: &str) -> Vec<Answer> {
     golden_in(&fixture(&format!("goldens/{batch}.{dtype}.safetensors")))
 }
 

@@ -1,6 +1,10 @@
 //! The example `qwen3` on experts, on any device: weights in 4 bits against what they unpack to, and models of odd sizes.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    slice,
+};
 
 use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -53,18 +57,30 @@ pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, to
     );
 }
 
-/// Groups as large models have them: several steps of a kernel each.
+/// Groups as large models have them: several steps of a kernel each. Without an adapter, and with one of all experts.
 pub(crate) fn groups_of_128_are_what_they_unpack_to(device: &str, tolerance: f32) {
     let files = Files::new();
     let sizes = Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 };
     let model = files.model("packed", sizes, Some(128));
     let unpacked = files.copy(Path::new(&model), "unpacked");
     unpack(&unpacked, 128);
-    let [packed, plain] =
-        [model, unpacked.display().to_string()].map(|model| run(device, &model, &[], "f32", &questions(), false));
+    let adapter = files.adapter("adapter", sizes);
+    let adapted = questions().into_iter().map(|mut request| {
+        request["adapter"] = json!("adapter");
+        request
+    });
+    let requests: Vec<Value> = questions().into_iter().chain(adapted).collect();
+    let [packed, plain] = [model, unpacked.display().to_string()]
+        .map(|model| run(device, &model, slice::from_ref(&adapter), "f32", &requests, false));
     for (index, (packed, plain)) in packed.iter().zip(&plain).enumerate() {
         let difference = largest_difference(&packed.logits, &plain.logits);
         assert!(difference <= tolerance, "request {index}: {difference}");
+    }
+    let (base, adapted) = packed.split_at(requests.len() / 2);
+    for (base, adapted) in base.iter().zip(adapted) {
+        let [base, adapted] = [base, adapted].map(|answer| &answer.logits[..answer.vocab]);
+        let moved = largest_difference(base, adapted);
+        assert!(moved > 10.0 * F32_TOLERANCE, "the adapter moves the logits by {moved} only");
     }
 }
 
@@ -176,6 +192,27 @@ impl Files {
         }
         write(&dir.join("model.safetensors"), &random.tensors);
         dir.display().to_string()
+    }
+
+    /// A random adapter of all experts of such a model.
+    fn adapter(&self, name: &str, Sizes { hidden, inter, experts, .. }: Sizes) -> PathBuf {
+        const RANK: usize = 4;
+        let dir = self.0.path().join(name);
+        fs::create_dir(&dir).expect("the folder can be made");
+        let config = json!({ "peft_type": "LORA", "r": RANK, "lora_alpha": RANK });
+        fs::write(dir.join("adapter_config.json"), config.to_string()).expect("the configuration can be written");
+        let mut random = Random { rng: StdRng::seed_from_u64(2), tensors: Tensors::new() };
+        for layer in 0..2 {
+            for (module, input, output) in
+                [("gate_proj", hidden, inter), ("up_proj", hidden, inter), ("down_proj", inter, hidden)]
+            {
+                let path = format!("model.layers.{layer}.mlp.experts.{module}");
+                random.plain(&format!("{path}.lora_A"), &[experts, RANK, input], 1.0 / (input as f32).sqrt());
+                random.plain(&format!("{path}.lora_B"), &[experts, output, RANK], 0.5);
+            }
+        }
+        write(&dir.join("adapter_model.safetensors"), &random.tensors);
+        dir
     }
 }
 
