@@ -2,6 +2,8 @@
 
 #[path = "qwen3/files.rs"]
 mod files;
+#[path = "qwen3/forms.rs"]
+mod forms;
 #[path = "qwen3/moe.rs"]
 mod moe;
 #[path = "qwen3/mod.rs"]
@@ -9,12 +11,10 @@ mod process;
 #[path = "qwen3/goldens.rs"]
 mod shared;
 
-use std::{collections::BTreeMap, slice};
-
 use files::{Files, edit};
 use process::fixture;
-use serde_json::{Value, json};
-use shared::{Answer, BATCHES, all_in, answers, models, requests, run};
+use serde_json::json;
+use shared::{BATCHES, all_in, answers, models, requests, run};
 
 const DEVICE: &str = "cpu";
 
@@ -63,41 +63,9 @@ fn groups_of_128_are_what_they_unpack_to() {
     moe::groups_of_128_are_what_they_unpack_to(DEVICE, 0.0);
 }
 
-/// The forms that an adapter comes in give the very bits that it gives as it was trained, and what PEFT has made of it what PEFT gives.
 #[test]
 fn every_form_of_an_adapter_gives_the_same() {
-    let folders = [all_in("adapters-moe"), all_in("adapters-moe-forms")].concat();
-    let names = folders.iter().map(|folder| folder.file_name().and_then(|name| name.to_str()).expect("it is UTF-8"));
-    let names: Vec<&str> = names.collect();
-    let ask = |name: &&str| json!({ "adapter": name, "prompt": "What is the password?" });
-    let requests: Vec<Value> = names.iter().map(ask).collect();
-    for dtype in ["f32", "bf16", "f16"] {
-        let answers = run(DEVICE, "qwen3-moe", &folders, dtype, &requests, false);
-        let mut forms: BTreeMap<&str, Vec<&Answer>> = BTreeMap::new();
-        let mut goldens = 0;
-        for ((name, folder), answer) in names.iter().zip(&folders).zip(&answers) {
-            let (adapter, _) = name.split_once('.').unwrap_or((name, ""));
-            let forms = forms.entry(adapter).or_default();
-            forms.push(answer);
-            assert!(answer.is_identical(forms[0]), "{name} in {dtype}");
-            let golden = folder.join("golden.safetensors");
-            if dtype == "f32" && golden.exists() {
-                goldens += 1;
-                shared::hold_f32(DEVICE, name, slice::from_ref(answer), &shared::golden_in(&golden));
-            }
-        }
-        let forms: Vec<_> = forms.iter().map(|(adapter, forms)| (*adapter, forms.len())).collect();
-        let expected = [
-            ("attention", 1),
-            ("down", 3),
-            ("gate-up", 3),
-            ("per-expert", 12),
-            ("per-expert-doubled", 1),
-            ("shared-outer", 6),
-        ];
-        assert_eq!(forms, expected);
-        assert!(dtype != "f32" || goldens == 8, "{goldens} goldens");
-    }
+    forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", 0.0), ("bf16", 0.0), ("f16", 0.0)]);
 }
 
 /// What the experts of a token weigh is then the softmax over all, and not 1 together.

@@ -141,7 +141,7 @@ impl Adapter {
     }
 
     /// Says how PEFT's factors of parameters that hold all experts stand, in place of what `peft_version` and the shapes say: for
-    /// adapters that are refused as ambiguous.
+    /// adapters that are refused as ambiguous, or that a later PEFT has saved again, which keeps the `peft_version` it has loaded.
     #[must_use]
     #[doc(alias = "is_3d_lora_weight")]
     pub fn oriented(self, orientation: Orientation) -> Self {

@@ -133,7 +133,7 @@ pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
 
 /// What a request got, or should.
 pub(crate) struct Answer {
-    tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
     pub(crate) logits: Vec<f32>,
     pub(crate) vocab: usize,
     /// Of `--verify`, if it ran.
