@@ -6,7 +6,7 @@ use cudarc::driver::result;
 
 use crate::{
     device::Gpu,
-    moe,
+    forms, moe,
     process::{fixture, qwen3},
     shared,
 };
@@ -82,6 +82,12 @@ fn without_arguments_every_small_model_runs_and_verifies() {
     for model in ["qwen3: ", "qwen3-moe: ", "qwen3-moe-int4: "] {
         assert!(stdout.lines().any(|line| line.starts_with(model)), "{stdout}");
     }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_form_of_an_adapter_gives_the_same() {
+    forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", shared::F32_TOLERANCE)]);
 }
 
 #[test]

@@ -22,6 +22,8 @@ mod device;
 mod experts;
 #[path = "../qwen3/files.rs"]
 mod files;
+#[path = "../qwen3/forms.rs"]
+mod forms;
 mod goldens;
 mod graph;
 mod hot_path;
