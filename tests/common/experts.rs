@@ -749,7 +749,10 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
         let op = ops(shape.halves != Order::Ungated);
         let adapters = prop::collection::vec(loras(shape.num_experts, sizes.max_rank), num_adapters);
         let slots = indices(num_adapters + empty_slots, num_tokens);
-        let ids = indices(shape.held.len(), num_routes);
+        let ids = prop_oneof![
+            indices(shape.held.len(), num_routes).boxed(),
+            different_indices(shape.held.len(), num_tokens, top_k).boxed(),
+        ];
         let weighed = prop_oneof![Just(Weighed::Input), Just(Weighed::Rows), Just(Weighed::Combine)];
         let choices = (ids, rows(num_routes), weighed, 1..=4_i8);
         let scales = prop::option::of(prop::collection::vec(-4..=4_i8, num_tokens));
@@ -837,6 +840,24 @@ pub fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
         1 => (0..end.max(1)).prop_map(move |one| vec![one; len]),
         1 => each,
     ]
+}
+
+/// As a router chooses: for each token different ones, as far as there are so many; some are -1 or out of range.
+fn different_indices(end: usize, num_tokens: usize, top_k: usize) -> impl Strategy<Value = Vec<i32>> {
+    let end = end as i32;
+    let stray = prop_oneof![Just(i32::MIN), Just(i32::MAX), Just(end), Just(-1)];
+    let strays = prop::collection::vec(prop::option::weighted(0.1, stray), top_k);
+    let token = (Just((0..end.max(1)).collect::<Vec<_>>()).prop_shuffle(), strays);
+    prop::collection::vec(token, num_tokens).prop_map(|tokens| {
+        let token = |(experts, strays): (Vec<i32>, Vec<Option<i32>>)| {
+            strays
+                .into_iter()
+                .zip(experts.into_iter().cycle())
+                .map(|(stray, expert)| stray.unwrap_or(expert))
+                .collect::<Vec<_>>()
+        };
+        tokens.into_iter().flat_map(token).collect()
+    })
 }
 
 /// None, a permutation, or one of which some have no row.
