@@ -22,10 +22,12 @@ int32_t experts_of(aril_experts_args args, void* stream) {
   const auto launch_with = [&](auto kernel, int of_warp, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
     int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * of_warp);
-    if (grid.first_shrink > 0) {
+    if (!kHere && detail::are_few(args.num_tokens, args.top_k)) {
+      // For all operations on so many, whether they sort or not: for others the multiprocessors
+      // would divide their memory anew.
       using Sort = detail::FewSort<detail::kExpertsThreads>;
-      bytes = max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k));
-      bytes = max(bytes, detail::kExpertsShrinkBytes + detail::OwnTiles::kBytes);
+      bytes = max(max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k)),
+                  detail::kExpertsShrinkBytes + static_cast<int>(sizeof(detail::OwnTiles)));
     }
     return launch(kernel, dim3(blocks), detail::kExpertsThreads, bytes, stream, args, grid,
                   more...);
@@ -118,7 +120,7 @@ int32_t load_kernels() {
 }  // namespace
 
 int32_t load_experts() {
-  ARIL_TRY(load(detail::group_kernel, detail::group_smem_bytes(detail::kMaxGroupPart)));
+  ARIL_TRY(load(detail::group_kernel, detail::kGroupSmemBytes));
   ARIL_TRY(load(detail::align_kernel, ARIL_MAX_SLOTS * static_cast<int>(sizeof(int32_t))));
   for (const int32_t dtype : {ARIL_BF16, ARIL_F16, ARIL_F32}) {
     ARIL_TRY(dispatch(dtype, [](auto element) { return load_kernels<decltype(element)>(); }));
@@ -129,11 +131,9 @@ int32_t load_experts() {
 }  // namespace aril
 
 extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
-  namespace detail = aril::detail;
-  if (detail::are_few(args->num_tokens, args->top_k)) return 0;
-  return aril::launch(detail::group_kernel, dim3(args->top_k.num_experts + 2),
-                      detail::kGroupThreads, detail::group_smem_bytes(detail::group_part(*args)),
-                      stream, *args);
+  if (aril::detail::are_few(args->num_tokens, args->top_k)) return 0;
+  return aril::launch(aril::detail::group_kernel, dim3(args->top_k.num_experts + 2),
+                      aril::detail::kGroupThreads, aril::detail::kGroupSmemBytes, stream, *args);
 }
 
 extern "C" int32_t aril_align(const aril_align_args* args, void* stream) {

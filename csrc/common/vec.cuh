@@ -11,13 +11,6 @@
 
 namespace aril {
 
-constexpr int kLineBytes = 128;  // of L2
-
-// Brings what stands there to L2.
-__device__ __forceinline__ void prefetch(const void* pointer) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
-}
-
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

@@ -91,7 +91,7 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
     for (int slice = 0; slice < 2; ++slice) {
       TileLoads loads;
       loads.tile = tile;
-      loads.load_all(p, tiles, min(slice, p.num_slices - 1), g);
+      loads.load_all<TileLoads::kOfToken>(p, tiles, min(slice, p.num_slices - 1), g);
       lane_row = loads.route.row;
       Part& part = parts[slice];
       part.b = static_cast<const char*>(loads.own.b);

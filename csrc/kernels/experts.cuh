@@ -21,7 +21,6 @@
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
 #include "few.cuh"
-#include "own_tiles.cuh"
 #include "product.cuh"
 #include "route_tiles.cuh"
 #include "tile.cuh"
@@ -78,7 +77,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
 
   const auto load_tile = [&](int i) {
     if (i >= last) return make_int4(-1, 0, 0, 0);
-    if (i >= token_tiles) return tiles.tile(i - token_tiles);
+    if (i >= token_tiles) return tiles.shrink_tile(i - token_tiles);
     const aril_tile& tile = p.routing.tiles.all[i / kParts];
     const int first = i % kParts * kRows;
     return make_int4(tile.slot, TileLoads::kOfTokens, tile.begin + first,
@@ -126,6 +125,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   const auto fetch_inputs = [&](const Source& source, int stage) {
     unsigned char* to = inputs + stage * kInputStageBytes + lane * 16;
     const int k = sum_lane * ARIL_LANE_FEATURES + lane * Vec<T>::kSize;
+#pragma unroll 1
     for (int t = 0; t < source.count; ++t, to += kInputRowBytes) {
       const int row = __shfl_sync(0xffffffffu, source.x_row, t * 4);
       if (row < 0 || !has_lane) continue;
@@ -134,7 +134,8 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     commit_copies();
   };
 
-  TileQueue queue(p, tiles, slice, g, load_tile, index / pieces);
+  TileQueue<TileLoads::kOfTokens, Tiles, decltype(load_tile)> queue(p, tiles, slice, g, load_tile,
+                                                                    index / pieces);
   queue.advance(index / pieces + stride);
   Source source = source_of(queue.loads);
   queue.advance(index / pieces + 2 * stride);
@@ -362,12 +363,14 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
                     out % ARIL_OUT_TILE / kOutsPerUnit * kPieceBytes + lane * 16;
     unsigned char* to = other + lane * 16;
     const int pieces = whole ? ceil_div(outs.count, ARIL_OUT_TILE) * 2 * count : count;
+#pragma unroll 2
     for (int i = 0; i < pieces; ++i, b += (whole ? 1 : 2) * kPieceBytes, to += kPieceBytes) {
       copy_async(to, b);
     }
     if (first_rank_tile + count == part.rank_tiles && !overwrites && part.y != nullptr) {
       to = other + stages.b_bytes + lane * 16;
       const int end = whole ? outs.count : out + kOutsPerUnit;
+#pragma unroll 1
       for (; out < end; out += kOutsPerUnit, to += ExpandStages::kBaseBytes) {
         if (Outs<T>::whole(valid - out, aligned)) copy_async(to, part.y + out);
       }
@@ -380,7 +383,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     other = done;
   };
 
-  TileQueue queue(p, tiles, slice, g, load_tile, index / pieces);
+  TileQueue<TileLoads::kOfToken, Tiles, decltype(load_tile)> queue(p, tiles, slice, g, load_tile,
+                                                                   index / pieces);
   queue.advance(index / pieces + stride);
   Part part = part_of(queue.loads);
   queue.advance(index / pieces + 2 * stride);
@@ -517,15 +521,18 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   }
   const bool may_share = shrinks == (p.from_tokens != 0);
   const Sharing sharing(p, may_share);
-  const bool by_route = !may_share || !sharing.all() || (!shrinks && p.form == ARIL_WRITE);
+  const auto has_routes = [&] {
+    return !may_share || !sharing.all() || (!shrinks && p.form == ARIL_WRITE);
+  };
+  const bool finds_own = !kHere && shrinks && grid.first_shrink > 0;
+  const RouteTiles<kHere> tiles(
+      p, grid, tag, has_routes,
+      finds_own ? reinterpret_cast<OwnTiles*>(shared + kExpertsShrinkBytes) : nullptr, shared,
+      kExpertsShrinkBytes);
   if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
-    if (!shrinks) return expand(tag, RouteTiles<kHere>(p, grid, tag, by_route), sharing);
+    if (!shrinks) return expand(tag, tiles, sharing);
   }
-  if (!kHere && grid.first_shrink > 0) {
-    const OwnTiles tiles(p, by_route, shared + kExpertsShrinkBytes, shared, kExpertsShrinkBytes);
-    if (tiles.is_known()) return experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
-  }
-  experts_shrink<T>(p, grid, tag, RouteTiles<kHere>(p, grid, tag, by_route), sharing, shared);
+  experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
   if (!kHere && grid.beside_wide) wait_for_predecessors();
 }
 

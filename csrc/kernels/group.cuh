@@ -63,15 +63,9 @@ struct GroupCounts {
   }
 };
 
-// Of the routes, that a block looks at together: all, if there is room.
-constexpr int kMaxGroupPart = 1 << 15;
-__host__ __device__ __forceinline__ int group_part(const aril_group_args& p) {
-  constexpr int kStep = 16 * kGroupThreads;
-  return min(ceil_div(p.num_tokens * p.top_k.top_k, kStep) * kStep, kMaxGroupPart);
-}
-
-constexpr int group_smem_bytes(int part) { return part * 2 + ARIL_MAX_SLOTS * 4; }
-static_assert(group_smem_bytes(kMaxGroupPart) <= 97 << 10, "the devices with the least have 99 KB");
+constexpr int kGroupPart = 64 * kGroupThreads;  // of the routes, that a block looks at together
+constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
+static_assert(kGroupSmemBytes <= 97 << 10, "the devices with the least have 99 KB");
 
 __global__ void __launch_bounds__(kGroupThreads, 1)
     group_kernel(const __grid_constant__ aril_group_args p) {
@@ -79,8 +73,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads, cub::BLOCK_REDUCE_WARP_REDUCTIONS>;
   constexpr int kSmallTile = ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
   constexpr int kSlotsPerThread = ARIL_MAX_SLOTS / kGroupThreads;
-  constexpr int kAtOnce = 4;
-  static_assert(kMaxGroupPart <= 1 << 16 && kMaxGroupPart % (4 * kAtOnce * kGroupThreads) == 0);
+  constexpr int kAtOnce = 4, kPart = kGroupPart;
+  static_assert(kPart <= 1 << 16 && kPart % (4 * kAtOnce * kGroupThreads) == 0);
   __shared__ union {
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
@@ -91,9 +85,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   // What may be the group's in a part of the routes, and the routes of each slot, then where its
   // next one goes. What has no slot is all in the first.
   extern __shared__ __align__(16) unsigned char group_shared[];
-  const int part = group_part(p);
   uint16_t* const listed = reinterpret_cast<uint16_t*>(group_shared);
-  int* const of_slots = reinterpret_cast<int*>(listed + part);
+  int* const of_slots = reinterpret_cast<int*>(listed + kPart);
   const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
   const bool has_slots = mine < num_experts;
   if (threadIdx.x == 0) tag = enter(p.groups.exchange);
@@ -109,11 +102,11 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     __syncthreads();
     if (mine == num_experts) {
 #pragma unroll 4
-      for (int i = threadIdx.x; i < min(num_routes - first, part); i += kGroupThreads) {
+      for (int i = threadIdx.x; i < min(num_routes - first, kPart); i += kGroupThreads) {
         if (slot_of(first + i) < 0) list(i);
       }
     } else {
-      const int last = min(num_routes, first + part);
+      const int last = min(num_routes, first + kPart);
 #pragma unroll 1
       for (int begin = first; begin < last; begin += 4 * kAtOnce * kGroupThreads) {
         // Four neighbours a thread.
@@ -154,7 +147,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   };
   const auto for_own_routes = [&](bool is_listed, auto f) {
 #pragma unroll 1
-    for (int first = 0; first < num_routes; first += part) {
+    for (int first = 0; first < num_routes; first += kPart) {
       if (!is_listed) list_part(first);
       for (int i = threadIdx.x; i < num_listed; i += kGroupThreads) {
         const int route = first + listed[i], slot = slot_of(route);
@@ -240,7 +233,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     if (threadIdx.x == 0) of_slots[0] = 0;
   }
   __syncthreads();
-  for_own_routes(num_routes <= part, [&](int route, int slot) {
+  for_own_routes(num_routes <= kPart, [&](int route, int slot) {
     p.groups.routes[others.routes + atomicAdd(&of_slots[slot], 1)] =
         entry_of(p.top_k, p.routing, p.num_tokens, route);
   });

@@ -7,13 +7,11 @@
 #include "../common/pdl.cuh"
 #include "few.cuh"
 #include "group.cuh"
+#include "own_tiles.cuh"
 #include "sort.cuh"
 #include "tile.cuh"
 
 namespace aril::detail {
-
-constexpr int kExpertsWarps = 8;
-constexpr int kExpertsThreads = 32 * kExpertsWarps;
 
 struct ExpertsGrid {
   int first_shrink;  // blocks before those of shrink: the one that sorts, if any
@@ -38,63 +36,69 @@ __device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
   return Planes(num_routes + (p.from_tokens ? p.num_tokens : 0), p.num_slices, p.weights.max_rank);
 }
 
-// Brings to L2 what a slot has for each expert, before it is known which of these are chosen. By
-// `sharers` threads, of which this is number `number`.
-__device__ __forceinline__ void prefetch_descriptors(const aril_experts_args& p, int slot,
-                                                     int number, int sharers) {
-  if (slot < 0 || slot >= p.weights.num_slots) return;
-  const int entries = (1 + p.top_k.num_experts) * p.num_slices;
-  const aril_descriptor* const table = p.weights.table + int64_t{slot} * p.weights.num_entries;
-  const char* const end = reinterpret_cast<const char*>(table + entries);
-  for (const char* line = reinterpret_cast<const char*>(table) + number * kLineBytes; line < end;
-       line += sharers * kLineBytes) {
-    prefetch(line);
-  }
-}
-
-// The tiles of a launch's routes. The fewest routes are sorted by each block for itself (`kHere`),
-// others stand in lists, which the first block of the launch may be about to write. (H100: with up
-// to 8 tokens kernels that can do both are 2 to 3 % slower, as there is more to jump over.)
+// The tiles of a launch's routes. The fewest routes are sorted by each block for itself (`kHere`).
+// Others stand in lists, which the first block of the launch may be about to write; then a block of
+// shrink finds its own, if it can. (H100: with up to 8 tokens kernels that can do both are 2 to 3 %
+// slower, as there is more to jump over.)
 template <bool kHere>
 class RouteTiles {
  public:
-  // Waits for predecessors, unless shrink of wide tiles has; has no tiles if none is `needed`. By a
-  // whole block.
+  // Waits for predecessors, unless shrink of wide tiles has; has no tiles if needed() says that
+  // none is. A block that may have its own tiles gives room for these, and as much as it has
+  // besides, to use until then. By a whole block.
+  template <typename Needed>
   __device__ __forceinline__ RouteTiles(const aril_experts_args& p, const ExpertsGrid& grid,
-                                        uint32_t tag, bool needed)
-      : lists_{p.groups.routes, p.groups.tiles}, num_tiles_(make_int2(0, 0)) {
-    if (!needed) {
-      if (!grid.beside_wide) wait_for_predecessors();
-      return;
-    }
+                                        uint32_t tag, const Needed& needed, OwnTiles* own,
+                                        void* scratch, int scratch_bytes)
+      : p_(p) {
     if constexpr (kHere) {
       __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
       __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
-      lists_ = {routes, tiles};
-      num_tiles_ = sort_fewest<kExpertsThreads>(
-          p.top_k, p.routing, p.num_tokens, lists_, [&](int slot, int k) {
-            prefetch_descriptors(p, slot, blockIdx.x * p.top_k.top_k + k,
-                                 gridDim.x * p.top_k.top_k);
-          });
-    } else {
+      const int route = threadIdx.x, top_k = p.top_k.top_k;
+      const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
+      int id = -1, slot = -1;
+      aril_route_entry entry = {};
+      if (route < num_routes) slot = p.routing.slots[route / top_k];
+      wait_for_predecessors();
+      if (route < num_routes) {
+        id = p.top_k.ids[route];
+        entry = entry_of(p.top_k, p.routing, p.num_tokens, route);
+      }
+      // The loads are on their way before any is used.
+      asm volatile("" ::: "memory");
+      if (!needed()) return;
+      here_ = {routes, tiles};
+      num_tiles_ = sort_fewest<kExpertsThreads>(p.top_k, num_routes, id, slot, entry, here_);
+      return;
+    }
+    if (!needed()) {
       if (!grid.beside_wide) wait_for_predecessors();
-      if (grid.first_shrink == 0) {
-        num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
+      return;
+    }
+    if (own != nullptr) {
+      num_tiles_.x = own->find(p, scratch, scratch_bytes);
+      if (num_tiles_.x >= 0) {
+        own_ = own;
         return;
       }
-      __shared__ int2 published;
-      // One thread of a block looks: thousands of warps would hold each other up.
-      if (threadIdx.x == 0) {
-        TaggedSums sums;
-        do sums = load_tagged(word(p));
-        while (sums.tag0 != tag);
-        __threadfence();
-        const uint32_t both = __float_as_uint(sums.sum0);
-        published = make_int2(both & 0xffff, both >> 16);
-      }
-      __syncthreads();
-      num_tiles_ = published;
     }
+    if (!grid.beside_wide) wait_for_predecessors();
+    if (grid.first_shrink == 0) {
+      num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
+      return;
+    }
+    __shared__ int2 published;
+    // One thread of a block looks: thousands of warps would hold each other up.
+    if (threadIdx.x == 0) {
+      TaggedSums sums;
+      do sums = load_tagged(word(p));
+      while (sums.tag0 != tag);
+      __threadfence();
+      const uint32_t both = __float_as_uint(sums.sum0);
+      published = make_int2(both & 0xffff, both >> 16);
+    }
+    __syncthreads();
+    num_tiles_ = published;
   }
 
   // Sorts the routes for all blocks. By the first one.
@@ -114,11 +118,24 @@ class RouteTiles {
   __device__ __forceinline__ int count(bool all) const { return all ? num_tiles_.y : num_tiles_.x; }
 
   // Slot, expert, where its routes begin, how many.
-  __device__ __forceinline__ int4 tile(int i) const { return load(lists_.tiles + i); }
+  __device__ __forceinline__ int4 tile(int i) const {
+    return load((kHere ? here_.tiles : p_.groups.tiles) + i);
+  }
 
   __device__ __forceinline__ aril_route_entry route(int i) const {
-    const int4 entry = load(lists_.routes + i);
+    const int4 entry = load((kHere ? here_.routes : p_.groups.routes) + i);
     return {entry.x, entry.y, __int_as_float(entry.z), __int_as_float(entry.w)};
+  }
+
+  // The same for shrink, which may have its own tiles: without what it has no use for.
+  __device__ __forceinline__ int4 shrink_tile(int i) const {
+    return own_ == nullptr ? tile(i) : own_->tile(i);
+  }
+
+  __device__ __forceinline__ aril_route_entry shrink_route(int i) const {
+    if (own_ == nullptr) return route(i);
+    const int route = own_->route(i);
+    return {route, row_of(p_.top_k, p_.num_tokens, route), 0.0f, 0.0f};
   }
 
  private:
@@ -131,8 +148,10 @@ class RouteTiles {
     return kHere ? *vec : __ldcg(vec);
   }
 
-  SortedRoutes lists_;
-  int2 num_tiles_;
+  const aril_experts_args& p_;
+  SortedRoutes here_;
+  const OwnTiles* own_ = nullptr;
+  int2 num_tiles_ = {0, 0};
 };
 
 // What a lane needs of a tile, in the order in which it is loaded: each step takes what the one
@@ -146,14 +165,15 @@ struct TileLoads {
   aril_descriptor own = {}, shared = {};
   aril_route_entry route = {-1, -1, 0.0f, 0.0f};  // in a tile of tokens, the token
 
-  // The descriptors of a slice, and row t of the tile.
-  template <typename Tiles>
+  // The descriptors of a slice, and row t of the tile. Others than those of routes are kOfTokens or
+  // kOfToken: for shrink, or for expand.
+  template <int kOthers, typename Tiles>
   __device__ __forceinline__ void load_all(const aril_experts_args& p, const Tiles& tiles,
                                            int slice, int t) {
     own = shared = {};
     route = {-1, -1, 0.0f, 0.0f};
     int expert = tile.y;
-    if (expert == kOfToken) {
+    if (kOthers == kOfToken && expert == kOfToken) {
       expert = p.top_k.num_experts;
       if (t < tile.w) {
         const unsigned id = p.top_k.ids[tile.z + t];
@@ -165,17 +185,19 @@ struct TileLoads {
         }
       }
     } else if (t < tile.w) {
-      if (expert == kOfTokens) {
+      if constexpr (kOthers == kOfToken) {
+        route = tiles.route(tile.z + t);
+      } else if (expert == kOfTokens) {
         route.route = p.routing.tokens[tile.z + t];
       } else {
-        route = tiles.route(tile.z + t);
+        route = tiles.shrink_route(tile.z + t);
       }
     }
     if (tile.x < 0 || tile.x >= p.weights.num_slots) return;
     const aril_descriptor* table =
         p.weights.table + int64_t{tile.x} * p.weights.num_entries + slice;
     if (expert < p.top_k.num_experts) own = table[(1 + expert) * p.num_slices];
-    if (tile.y != kOfTokens) shared = *table;
+    if (kOthers == kOfToken || tile.y != kOfTokens) shared = *table;
   }
 
   // Whether A x of the slice is summed up by token.
@@ -216,7 +238,7 @@ struct TileLoads {
 
 // What a lane needs of a slice of its warp's tiles, one after the other: the loads of a tile are on
 // their way while the one before is worked on, and so is what the one behind is of. Row t of each.
-template <typename Tiles, typename LoadTile>
+template <int kOthers, typename Tiles, typename LoadTile>
 class TileQueue {
  public:
   TileLoads loads;
@@ -233,7 +255,7 @@ class TileQueue {
   // Goes on to the next tile; `after` is the number of the one behind it.
   __device__ __forceinline__ void advance(int after) {
     loads.tile = after_;
-    loads.load_all(p_, tiles_, slice_, t_);
+    loads.load_all<kOthers>(p_, tiles_, slice_, t_);
     after_ = load_tile_(after);
   }
 

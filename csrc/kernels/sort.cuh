@@ -25,14 +25,14 @@ struct SortedRoutes {
   aril_route_tile* tiles;
 };
 
-// Both sorts wait for predecessors, and give the numbers of tiles: of those with a slot, which come
-// first, and of all.
+// Both sorts give the numbers of tiles: of those with a slot, which come first, and of all.
 
-// Of up to ARIL_FEWEST_ROUTES routes. Each has a thread, which counts those that come before it.
-template <int kThreads, typename OnSlot>
-__device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_routing& routing,
-                                            int num_tokens, const SortedRoutes& sorted,
-                                            const OnSlot& on_slot) {
+// Of up to ARIL_FEWEST_ROUTES routes, of which `num_routes` are there. Each has a thread, which has
+// loaded what the router chose, the token's slot and the entry, and counts those that come before.
+template <int kThreads>
+__device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, int num_routes, int id,
+                                            int slot, const aril_route_entry& entry,
+                                            const SortedRoutes& sorted) {
   constexpr int kSlotBits = 13, kRouteBits = 8;
   static_assert(ARIL_FEWEST_ROUTES <= kThreads && ARIL_FEWEST_ROUTES <= 1 << kRouteBits);
   static_assert(ARIL_MAX_SLOTS <= 1 << kSlotBits);
@@ -40,17 +40,8 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_
   constexpr uint32_t kRoutes = (1u << kRouteBits) - 1;
   __shared__ __align__(16) uint32_t keys[ARIL_FEWEST_ROUTES];
   __shared__ uint32_t firsts[ARIL_FEWEST_ROUTES / 32];  // a bit for each first one of a tile
-  const int num_routes = routed_tokens(routing, num_tokens) * top_k.top_k;
   const int route = threadIdx.x;
-  const bool is_there = route < num_routes;
-  int group = kNowhere, slot = is_there ? routing.slots[route / top_k.top_k] : -1;
-  aril_route_entry entry = {};
-  if (is_there) on_slot(slot, route % top_k.top_k);
-  wait_for_predecessors();
-  if (is_there) {
-    entry = entry_of(top_k, routing, num_tokens, route);
-    group = group_of(top_k, top_k.ids[route], entry.row, slot);
-  }
+  const int group = route < num_routes ? group_of(top_k, id, entry.row, slot) : kNowhere;
   const bool has_group = group != kNowhere, has_slot = has_group && group < top_k.num_experts;
   if (!has_slot) slot = -1;
   // What the tiles are of, and the number; behind all others where there is none.
@@ -82,10 +73,10 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, const aril_
   return make_int2(with_slot, __syncthreads_count(is_first));
 }
 
-// Of up to ARIL_FEW_ROUTES. Tokens are taken by slot, so that a counting sort by expert leaves
-// those of a slot together, but for the few that a warp takes at once, whose order is left to
-// chance: at worst they are a tile more. Each warp counts its own by expert, which says where they
-// go once the counts have been added up.
+// Of up to ARIL_FEW_ROUTES; waits for predecessors. Tokens are taken by slot, so that a counting
+// sort by expert leaves those of a slot together, but for the few that a warp takes at once, whose
+// order is left to chance: at worst they are a tile more. Each warp counts its own by expert, which
+// says where they go once the counts have been added up.
 template <int kThreads>
 class FewSort {
  public:
