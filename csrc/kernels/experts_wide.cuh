@@ -209,7 +209,7 @@ constexpr int wide_experts_blocks() {
 
 // A block has pieces of tiles: some outputs of a slice. With `kMayShare` experts may share B: their
 // routes are in tiles by token then, if these are far fewer than those by expert. (H100: down of
-// 8192 routes of 8 slots of rank 32: 70 us instead of 117; of one slot, where there are half as
+// 8192 routes of 8 slots of rank 32: 67 us instead of 117; of one slot, where there are half as
 // many tiles by expert, it would be 50 instead of 42.)
 template <typename T, bool kMayShare>
 __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())

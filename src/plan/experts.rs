@@ -261,12 +261,10 @@ impl ProjectionPlan {
             ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs);
-        // Of shrink one less where there is one that sorts: all begin at once then, as none waits for that.
-        let (max_shrink, max_expand) = match num_routes {
-            ..=FEWEST_ROUTES => (MAX_BLOCKS_FOR_FEWEST, MAX_BLOCKS_FOR_FEWEST),
-            ..=FEW_ROUTES => (MAX_BLOCKS - 1, MAX_BLOCKS),
-            _ => (MAX_BLOCKS, MAX_BLOCKS),
-        };
+        let max_expand = if num_routes <= FEWEST_ROUTES { MAX_BLOCKS_FOR_FEWEST } else { MAX_BLOCKS };
+        // One less where there is one that sorts, so that all of shrink begin at once: none waits for that.
+        let sorts = FEWEST_ROUTES < num_routes && num_routes <= FEW_ROUTES;
+        let max_shrink = max_expand - usize::from(sorts);
         // All pieces of a tile at the least.
         let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
             (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
