@@ -4,7 +4,7 @@
 //
 // Up to 64 are sorted by comparing each with all others, which every block of an operation does for
 // itself, so that none waits for another. More are sorted by the first block of the first
-// operation, which the others wait for: a counting sort by expert of tokens that stand by slot.
+// operation, which expand waits for: a counting sort by expert of tokens that stand by slot.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
