@@ -15,14 +15,16 @@
 //! use aril::{
 //!     DType, Slot,
 //!     adapter::{Adapter, Tensor},
-//!     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
+//!     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
 //!     model::{Linear, ModelSpec, Parallel, TpRank},
+//!     plan::Capacity,
 //!     routing::Batch,
 //! };
 //!
 //! // What the engine adapts: one layer of 2 input features, its q of 3 and its v of 1.
-//! let mut model = ModelSpec::new(TpRank::SINGLE);
-//! let attn = model.linear(Linear::new("layers.0.attn", Parallel::Column, 2).slice("q_proj", 3).slice("v_proj", 1))?;
+//! let mut spec = ModelSpec::new();
+//! let attn = spec.linear(Linear::new("layers.0.attn", Parallel::Column, 2).slice("q_proj", 3).slice("v_proj", 1))?;
+//! let model = spec.shard(TpRank::SINGLE)?;
 //!
 //! // An adapter of rank 1 for q, in memory. `Adapter::open` reads a directory.
 //! let tensor = |shape, values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
@@ -32,16 +34,20 @@
 //!     ("layers.0.attn.q_proj.lora_B.weight".to_owned(), tensor([3, 1], &[1.0, 0.0, -1.0])?),
 //! ])?;
 //!
-//! // Two slots for adapters of up to rank 16, in one of which it is loaded.
-//! let mut weights = WeightTable::<f32>::new(&model, 2, 16);
-//! weights.load(Slot::new(1), &adapter.plan(&model, DType::F32)?)?;
+//! // A table of two slots for adapters of up to rank 16, and the layer's operations.
+//! let capacity = Capacity::tokens(8).slots(2).rank(16);
+//! let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 20)?;
+//! let attn = LoraLinear::new(&weights, attn)?;
+//! let pirate = weights.load(Slot::new(1), &adapter.plan(&model, DType::F32)?)?;
 //!
-//! // Two tokens with the same input: one has the adapter, one the base model.
-//! let slots = [Slot::new(1), Slot::BASE];
+//! // A step of two tokens with the same input: one has the adapter, one the base model.
+//! let slots = [pirate.slot(), Slot::BASE];
 //! let batch = Batch::new(&slots);
-//! let x = [1.0, 2.0, /* and */ 1.0, 2.0];
-//! let mut y = [0.5; 2 * 4];
-//! LoraLinear::new(&model, attn).add_delta(Matrix::new(&x, 2, 2)?, MatrixMut::new(&mut y, 2, 4)?, &weights, &batch)?;
+//! let mut workspace = Workspace::default();
+//! let mut step = weights.step(&batch, &mut workspace)?;
+//! let x = [1.0_f32, 2.0, /* and */ 1.0, 2.0];
+//! let mut y = [0.5_f32; 2 * 4];
+//! attn.add_delta(&mut step, Matrix::new(&x, 2, 2)?, MatrixMut::new(&mut y, 2, 4)?)?;
 //! assert_eq!(y[..4], [42.5, 0.5, -41.5, 0.5]); // 0.5 + 2 · B (1 · 1 + 10 · 2)
 //! assert_eq!(y[4..], [0.5; 4]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -78,6 +84,7 @@ mod ffi;
 pub mod model;
 pub mod plan;
 pub mod reference;
+pub mod residency;
 pub mod routing;
 
 pub use dtype::{DType, Element};

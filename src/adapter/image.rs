@@ -3,6 +3,8 @@
 //! The factors stand one after the other, each laid out as [`layout`](super::layout) says, from a boundary of
 //! [`ALIGNMENT_BYTES`](super::layout::ALIGNMENT_BYTES) on.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -10,21 +12,17 @@ use super::{AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
 use crate::{
     DType, Element,
     error::SlotError,
-    model::{Entry, MAX_RANK, ModelSpec},
+    model::{MAX_RANK, Model, ModelId},
 };
 
-/// What [`SlotImage::write_pieces`] needs at least.
+/// The least that [`SlotImage::pieces`] can be limited to.
 pub const MIN_STAGING_BYTES: usize = MAX_RANK * LANE_FEATURES * size_of::<f32>();
-
-/// What is written before progress is reported.
-const PROGRESS_BYTES: usize = 4 << 20;
-const _: () = assert!(PROGRESS_BYTES >= MIN_STAGING_BYTES);
 
 /// What an adapter takes in a slot, on one tensor-parallel rank: planned, checked, but not copied yet.
 #[derive(Debug)]
 pub struct SlotImage<'a> {
     dtype: DType,
-    model: Vec<Entry>,
+    model: Model,
     entries: Vec<ImageEntry>,
     shared: Vec<SharedEntry>,
     /// The factors, one after the other.
@@ -64,9 +62,8 @@ pub struct SharedEntry {
 
 impl<'a> SlotImage<'a> {
     /// An image without modules.
-    pub(super) fn new(dtype: DType, model: &ModelSpec) -> Self {
-        let model = model.entries().to_vec();
-        Self { dtype, model, entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
+    pub(super) fn new(dtype: DType, model: &Model) -> Self {
+        Self { dtype, model: model.clone(), entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
     }
 
     /// Appends a factor to the block and says where it begins, in elements.
@@ -94,7 +91,7 @@ impl<'a> SlotImage<'a> {
 
     /// Entries a slot of the model has, whether this adapter has them or not.
     pub fn num_entries(&self) -> usize {
-        self.model.len()
+        self.model.num_entries()
     }
 
     /// The modules, each with a different entry.
@@ -127,56 +124,31 @@ impl<'a> SlotImage<'a> {
     /// If `block` is not [`bytes`](Self::bytes) long.
     pub fn write_to(&self, block: &mut [u8]) -> Result<(), AdapterError> {
         assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
-        self.write_parts(&self.parts, block)
+        write_parts(self.dtype, &self.parts, block)
     }
 
-    /// Writes the block piece by piece, from its beginning to its end, to `staging`, and gives each with its offset to `sink`: for
-    /// blocks that are to go elsewhere, such as to a device, and of which the host need not hold the whole. Offset and length of a
-    /// piece also say how much of [`bytes`](Self::bytes) is done.
+    /// The block in pieces of at most `max_bytes`, one behind the other: for blocks that are to go elsewhere, such as to a device, and
+    /// of which the host need not hold the whole.
     ///
-    /// # Errors
-    /// As for [`write_to`](Self::write_to), after the pieces before; and what `sink` returns, at once.
+    /// ```
+    /// # use aril::adapter::{AdapterError, MIN_STAGING_BYTES, SlotImage};
+    /// # fn pack(image: &SlotImage<'_>, block: &mut [u8]) -> Result<(), AdapterError> {
+    /// for piece in image.pieces(MIN_STAGING_BYTES) {
+    ///     piece.write_to(&mut block[piece.range()])?;
+    ///     println!("{} of {} bytes", piece.range().end, image.bytes());
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Panics
-    /// If `staging` is shorter than [`MIN_STAGING_BYTES`].
-    pub fn write_pieces<E: From<AdapterError>>(
-        &self,
-        staging: &mut [u8],
-        mut sink: impl FnMut(usize, &[u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        assert!(staging.len() >= MIN_STAGING_BYTES, "the staging memory must have room for a piece");
-        let mut offset = 0;
-        for (piece, len) in self.pieces(staging.len()) {
-            let bytes = &mut staging[..len];
-            self.write_parts(&piece, bytes)?;
-            sink(offset, bytes)?;
-            offset += len;
-        }
-        Ok(())
-    }
-
-    /// As [`write_to`](Self::write_to), and calls `progress` with the bytes that are done, each time that there are more.
-    pub(crate) fn write_with_progress(
-        &self,
-        mut block: &mut [u8],
-        mut progress: impl FnMut(usize),
-    ) -> Result<(), AdapterError> {
-        let mut done = 0;
-        for (piece, len) in self.pieces(PROGRESS_BYTES) {
-            let bytes;
-            (bytes, block) = block.split_at_mut(len);
-            self.write_parts(&piece, bytes)?;
-            done += len;
-            progress(done);
-        }
-        Ok(())
-    }
-
-    /// The factors, cut so that each piece takes at most so many bytes, and how many it takes.
-    fn pieces(&self, max_bytes: usize) -> impl Iterator<Item = (Vec<Rectangle<'a>>, usize)> {
-        let size = self.dtype.bytes();
-        let room = max_bytes / size;
+    /// If `max_bytes` is below [`MIN_STAGING_BYTES`].
+    pub fn pieces(&self, max_bytes: usize) -> impl Iterator<Item = Piece<'a>> {
+        assert!(max_bytes >= MIN_STAGING_BYTES, "a piece takes up to MIN_STAGING_BYTES");
+        let dtype = self.dtype;
+        let room = max_bytes / dtype.bytes();
         let mut parts = self.parts.iter().flat_map(move |part| part.split(room)).peekable();
+        let mut offset = 0;
         std::iter::from_fn(move || {
             let mut piece = vec![parts.next()?];
             let mut elems = piece[0].block_elems();
@@ -184,13 +156,15 @@ impl<'a> SlotImage<'a> {
                 elems += part.block_elems();
                 piece.push(part);
             }
-            Some((piece, elems * size))
+            let begin = offset;
+            offset += elems * dtype.bytes();
+            Some(Piece { dtype, range: begin..offset, parts: piece })
         })
     }
 
     /// Refuses a table that the image is not for.
-    pub(crate) fn check_table(&self, model: &[Entry], dtype: DType, max_rank: usize) -> Result<(), SlotError> {
-        if self.model != model {
+    pub(crate) fn check_table(&self, model: ModelId, dtype: DType, max_rank: usize) -> Result<(), SlotError> {
+        if self.model.id() != model {
             return Err(SlotError::Model);
         }
         if self.dtype != dtype {
@@ -201,13 +175,40 @@ impl<'a> SlotImage<'a> {
             _ => Ok(()),
         }
     }
+}
 
-    fn write_parts(&self, parts: &[Rectangle<'_>], block: &mut [u8]) -> Result<(), AdapterError> {
-        match self.dtype {
-            DType::BF16 => write::<bf16>(parts, block),
-            DType::F16 => write::<f16>(parts, block),
-            DType::F32 => write::<f32>(parts, block),
-        }
+/// A part of an image's block.
+#[derive(Debug)]
+pub struct Piece<'a> {
+    dtype: DType,
+    range: Range<usize>,
+    parts: Vec<Rectangle<'a>>,
+}
+
+impl Piece<'_> {
+    /// Where it is in the block, in bytes.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Writes it as [`SlotImage::write_to`] does.
+    ///
+    /// # Errors
+    /// As for `write_to`.
+    ///
+    /// # Panics
+    /// If `bytes` is not as long as its [`range`](Self::range).
+    pub fn write_to(&self, bytes: &mut [u8]) -> Result<(), AdapterError> {
+        assert_eq!(bytes.len(), self.range.len(), "the memory must have the piece's size");
+        write_parts(self.dtype, &self.parts, bytes)
+    }
+}
+
+fn write_parts(dtype: DType, parts: &[Rectangle<'_>], block: &mut [u8]) -> Result<(), AdapterError> {
+    match dtype {
+        DType::BF16 => write::<bf16>(parts, block),
+        DType::F16 => write::<f16>(parts, block),
+        DType::F32 => write::<f32>(parts, block),
     }
 }
 

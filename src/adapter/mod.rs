@@ -1,12 +1,12 @@
 //! Adapters as PEFT stores them, and what they become in a slot.
 //!
 //! [`Adapter::open`] reads `adapter_config.json` and the headers of the weight files and refuses, by name, whatever it cannot
-//! serve exactly. [`Adapter::plan`] finds the adapter's place in a [`ModelSpec`] and what this rank needs of it;
+//! serve exactly. [`Adapter::plan`] finds the adapter's place in a [`Model`] and what this rank needs of it;
 //! [`SlotImage::write_to`] then reads the weights, once. Not for training, merging into base weights, or residency.
 //!
 //! ```no_run
-//! # use aril::{DType, adapter::{Adapter, AdapterError}, model::ModelSpec};
-//! # fn pack(model: &ModelSpec) -> Result<Vec<u8>, AdapterError> {
+//! # use aril::{DType, adapter::{Adapter, AdapterError}, model::Model};
+//! # fn pack(model: &Model) -> Result<Vec<u8>, AdapterError> {
 //! let adapter = Adapter::open("adapters/pirate")?;
 //! let image = adapter.plan(model, DType::BF16)?;
 //! let mut block = vec![0; image.bytes()];
@@ -58,7 +58,7 @@ use std::{collections::BTreeMap, path::Path};
 
 pub use error::AdapterError;
 pub use experts::Orientation;
-pub use image::{ImageEntry, MIN_STAGING_BYTES, SharedEntry, SlotImage};
+pub use image::{ImageEntry, MIN_STAGING_BYTES, Piece, SharedEntry, SlotImage};
 pub use tensor::{Tensor, TensorName};
 
 use self::{
@@ -70,7 +70,7 @@ use self::{
 };
 use crate::{
     DType,
-    model::{ExpertsId, MAX_RANK, ModelSpec, Target},
+    model::{ExpertsId, MAX_RANK, Model, Target},
 };
 
 /// An adapter: parsed, checked and mapped from its files, its weights not read yet.
@@ -172,7 +172,7 @@ impl Adapter {
     /// # Errors
     /// If a module has no place in the model or shares it with another, a factor's shape is not the model's, or stacked experts can
     /// be read in more than one way.
-    pub fn plan(&self, model: &ModelSpec, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
+    pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
         let mut image = SlotImage::new(dtype, model);
         let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
         let mut layers: BTreeMap<ExpertsId, Layer<'_, '_>> = BTreeMap::new();
@@ -269,7 +269,7 @@ impl Module {
     }
 
     /// Puts what this rank needs of the factors into the image. The target alone decides what shapes they must have.
-    fn place<'a>(&'a self, target: Target, model: &ModelSpec, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
+    fn place<'a>(&'a self, target: Target, model: &Model, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
         let rank = self.rank();
         match target {
             Target::Linear { entry, input, output } => {
@@ -340,7 +340,7 @@ enum Place {
 }
 
 /// Finds what a path stands for: the model's module of that path, else its only module of another spelling of it.
-fn locate(model: &ModelSpec, module: &str) -> Result<Place, AdapterError> {
+fn locate(model: &Model, module: &str) -> Result<Place, AdapterError> {
     if let Some(place) = place(model, module) {
         return Ok(place);
     }
@@ -356,7 +356,7 @@ fn locate(model: &ModelSpec, module: &str) -> Result<Place, AdapterError> {
     }
 }
 
-fn place(model: &ModelSpec, path: &str) -> Option<Place> {
+fn place(model: &Model, path: &str) -> Option<Place> {
     if let Some(target) = model.target(path) {
         return Some(Place::Module(target));
     }

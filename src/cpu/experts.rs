@@ -1,11 +1,12 @@
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
-use super::{Matrix, MatrixMut, WeightTable, activation, weights::Factors};
+use super::{Matrix, MatrixMut, Step, WeightTable, activation, weights::Factors};
 use crate::{
     Element,
     error::OperandError,
-    model::{Activation, ExpertsId, ExpertsSite, ModelSpec, ProjectionSite},
-    routing::{Batch, TopK},
+    model::{Activation, ExpertsId, ExpertsSite, ModelId, ProjectionSite},
+    plan::PlanError,
+    routing::TopK,
 };
 
 /// The adapters of one layer's experts.
@@ -29,47 +30,52 @@ use crate::{
 /// use aril::{
 ///     DType, Slot,
 ///     adapter::{Adapter, Tensor},
-///     cpu::{LoraExperts, Matrix, MatrixMut, WeightTable},
+///     cpu::{LoraExperts, Matrix, MatrixMut, WeightTable, Workspace},
 ///     model::{Activation, Experts, ModelSpec, TpRank},
+///     plan::Capacity,
 ///     routing::{Batch, TopK},
 /// };
 ///
 /// // Two experts of 2 features inside, in a model of 1; an adapter of rank 1 of the down of the second.
-/// let mut model = ModelSpec::new(TpRank::SINGLE);
-/// let id = model.experts(Experts::new("mlp.experts", 2, 1, 2))?;
+/// let mut spec = ModelSpec::new();
+/// let id = spec.experts(Experts::new("mlp.experts", 2, 1, 2))?;
+/// let model = spec.shard(TpRank::SINGLE)?;
 /// let tensor = |shape, values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
 /// let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 3}"#;
 /// let adapter = Adapter::from_tensors(config, [
 ///     ("mlp.experts.1.down_proj.lora_A.weight".to_owned(), tensor([1, 2], &[1.0, 10.0])?),
 ///     ("mlp.experts.1.down_proj.lora_B.weight".to_owned(), tensor([1, 1], &[2.0])?),
 /// ])?;
-/// let mut weights = WeightTable::<f32>::new(&model, 1, 8);
+/// let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 20)?;
 /// weights.load(Slot::new(0), &adapter.plan(&model, DType::F32)?)?;
 ///
 /// // A token with the adapter and one without, which both chose both experts.
 /// let slots = [Slot::new(0), Slot::BASE];
 /// let (batch, ids, router) = (Batch::new(&slots), [0, 1, 1, 0], [0.5; 4]);
 /// let top_k = TopK::new(&ids, 2)?.with_weights(&router)?;
-/// let experts = LoraExperts::new(&model, id);
+/// let experts = LoraExperts::new(&weights, id)?;
+/// let mut workspace = Workspace::default();
+/// let mut step = weights.step(&batch, &mut workspace)?;
 ///
 /// // In the place of the activation: silu(gate) · up of each route.
-/// let (x, gate_up) = ([1.0; 2], [100.0, 0.0, 0.01, 7.0].repeat(4));
+/// let (x, gate_up) = ([1.0_f32; 2], [100.0, 0.0, 0.01, 7.0].repeat(4));
 /// let (x, gate_up) = (Matrix::new(&x, 2, 1)?, Matrix::new(&gate_up, 4, 4)?);
 /// let mut inter = [0.0; 4 * 2];
-/// experts.activate(x, gate_up, MatrixMut::new(&mut inter, 4, 2)?, Activation::Silu, &top_k, &weights, &batch)?;
+/// experts.activate(&mut step, &top_k, x, gate_up, MatrixMut::new(&mut inter, 4, 2)?, Activation::Silu)?;
 /// assert_eq!(inter, [1.0, 0.0].repeat(4)[..]);
 ///
 /// // In the place of the combine: half of what the base's down made of each route, and of the delta of the second.
 /// let down = [4.0, 8.0, 8.0, 4.0];
 /// let (inter, down) = (Matrix::new(&inter, 4, 2)?, Matrix::new(&down, 4, 1)?);
 /// let mut out = [0.0; 2];
-/// experts.combine(inter, down, MatrixMut::new(&mut out, 2, 1)?, &top_k, &weights, &batch)?;
+/// experts.combine(&mut step, &top_k, inter, down, MatrixMut::new(&mut out, 2, 1)?)?;
 /// assert_eq!(out, [6.0 + 0.5 * 3.0 * 2.0, 6.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 #[doc(alias = "FusedMoEWithLoRA")]
 pub struct LoraExperts {
+    model: ModelId,
     site: ExpertsSite,
 }
 
@@ -101,9 +107,13 @@ struct Route {
 }
 
 impl LoraExperts {
-    /// The experts `id` of `model`.
-    pub fn new(model: &ModelSpec, id: ExpertsId) -> Self {
-        Self { site: model[id].clone() }
+    /// The experts `id` of the table's model.
+    ///
+    /// # Errors
+    /// If the id is of another model.
+    pub fn new(weights: &WeightTable, id: ExpertsId) -> Result<Self, PlanError> {
+        let site = weights.model().experts(id).ok_or(PlanError::Foreign)?.clone();
+        Ok(Self { model: weights.model().id(), site })
     }
 
     /// Adds to the row of each route that is here what its token's adapter adds to gate and up of its expert. What has no adapter
@@ -114,16 +124,15 @@ impl LoraExperts {
     /// [on the input](TopK::on_input), `x` is without them, and the delta is multiplied by the route's.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the batch and its routes; then `y` is as it was.
+    /// If the operands don't fit the experts, the step and its routes; then `y` is as it was.
     pub fn add_gate_up_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        top_k: &TopK<'_>,
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        self.add(&self.gate_up(x, top_k, weights, batch)?, y, false)
+        self.add(&self.gate_up(step, top_k, x)?, y, false)
     }
 
     /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice
@@ -134,13 +143,12 @@ impl LoraExperts {
     /// As for `add_gate_up_delta`.
     pub fn write_gate_up_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        top_k: &TopK<'_>,
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        self.add(&self.gate_up(x, top_k, weights, batch)?, y, true)
+        self.add(&self.gate_up(step, top_k, x)?, y, true)
     }
 
     /// The activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route that
@@ -151,21 +159,19 @@ impl LoraExperts {
     /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the batch and its routes, or the activation needs a gate that the experts do not have;
+    /// If the operands don't fit the experts, the step and its routes, or the activation needs a gate that the experts do not have;
     /// then `out` is as it was.
-    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
     #[doc(alias = "silu_and_mul")]
     pub fn activate<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        top_k: &TopK<'_>,
         x: Matrix<'_, T>,
         y: Matrix<'_, T>,
         mut out: MatrixMut<'_, T>,
         activation: Activation,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        let deltas = self.gate_up(x, top_k, weights, batch)?;
+        let deltas = self.gate_up(step, top_k, x)?;
         y.check_as("y", top_k.num_routes(), self.site.gate_up().out_features())?;
         out.check_as("out", top_k.num_routes(), self.site.down().in_features())?;
         self.site.check_activation(activation)?;
@@ -191,16 +197,15 @@ impl LoraExperts {
     /// If these are [on the rows](TopK::on_rows), `y` is with them, and the delta is multiplied by the route's.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the batch and its routes; then `y` is as it was.
+    /// If the operands don't fit the experts, the step and its routes; then `y` is as it was.
     pub fn add_down_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        top_k: &TopK<'_>,
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        self.add(&self.down(x, top_k, weights, batch)?, y, false)
+        self.add(&self.down(step, top_k, x)?, y, false)
     }
 
     /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
@@ -210,13 +215,12 @@ impl LoraExperts {
     /// As for `add_down_delta`.
     pub fn write_down_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        top_k: &TopK<'_>,
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        self.add(&self.down(x, top_k, weights, batch)?, y, true)
+        self.add(&self.down(step, top_k, x)?, y, true)
     }
 
     /// Adds the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
@@ -226,16 +230,15 @@ impl LoraExperts {
     /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the batch and its routes; then `y` is as it was.
+    /// If the operands don't fit the experts, the step and its routes; then `y` is as it was.
     pub fn add_combined_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        top_k: &TopK<'_>,
         x: Matrix<'_, T>,
         mut y: MatrixMut<'_, T>,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        let deltas = self.down(x, top_k, weights, batch)?;
+        let deltas = self.down(step, top_k, x)?;
         y.check(top_k.num_tokens(), self.site.down().out_features())?;
         y.rows_mut().enumerate().for_each(|(token, y)| {
             let mut sums = vec![0.0; y.len()];
@@ -259,19 +262,18 @@ impl LoraExperts {
     /// weights unless these are [on the rows](TopK::on_rows), where the deltas are multiplied by them; `out` is `[tokens, hidden]`.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the batch and its routes; then `out` is as it was.
+    /// If the operands don't fit the experts, the step and its routes; then `out` is as it was.
     #[doc(alias = "moe_sum")]
     #[doc(alias = "finalize")]
     pub fn combine<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        top_k: &TopK<'_>,
         x: Matrix<'_, T>,
         y: Matrix<'_, T>,
         mut out: MatrixMut<'_, T>,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        let deltas = self.down(x, top_k, weights, batch)?;
+        let deltas = self.down(step, top_k, x)?;
         y.check_as("y", top_k.num_routes(), self.site.down().out_features())?;
         out.check_as("out", top_k.num_tokens(), self.site.down().out_features())?;
         out.rows_mut().enumerate().for_each(|(token, out)| {
@@ -288,57 +290,56 @@ impl LoraExperts {
 
     fn gate_up<'a, T: Element>(
         &'a self,
-        x: Matrix<'a, T>,
+        step: &'a Step<'_>,
         top_k: &'a TopK<'a>,
-        weights: &'a WeightTable<T>,
-        batch: &'a Batch<'a>,
+        x: Matrix<'a, T>,
     ) -> Result<Deltas<'a, T>, OperandError> {
         x.check(top_k.num_tokens(), self.site.gate_up().in_features())?;
-        self.check(top_k, weights, batch)?;
+        top_k.check_tokens(step.num_tokens())?;
+        step.check::<T>(self.model)?;
         let input = |route: Route| (route.token, top_k.input_weight(route.number));
-        Ok(self.deltas(self.site.gate_up(), x, input, top_k, weights, batch))
+        Ok(self.deltas(self.site.gate_up(), step, top_k, x, input))
     }
 
     fn down<'a, T: Element>(
         &'a self,
-        x: Matrix<'a, T>,
+        step: &'a Step<'_>,
         top_k: &'a TopK<'a>,
-        weights: &'a WeightTable<T>,
-        batch: &'a Batch<'a>,
+        x: Matrix<'a, T>,
     ) -> Result<Deltas<'a, T>, OperandError> {
         x.check(top_k.num_routes(), self.site.down().in_features())?;
-        self.check(top_k, weights, batch)?;
+        top_k.check_tokens(step.num_tokens())?;
+        step.check::<T>(self.model)?;
         let input = |route: Route| (route.row, top_k.row_weight(route.number));
-        Ok(self.deltas(self.site.down(), x, input, top_k, weights, batch))
+        Ok(self.deltas(self.site.down(), step, top_k, x, input))
     }
 
     /// Shrinks. `input` says which row of `x` a route's expert takes, and what its delta is multiplied by.
     fn deltas<'a, T: Element>(
         &'a self,
         projection: &'a ProjectionSite,
+        step: &'a Step<'_>,
+        top_k: &'a TopK<'a>,
         x: Matrix<'a, T>,
         input: impl Fn(Route) -> (usize, f32),
-        top_k: &'a TopK<'a>,
-        weights: &'a WeightTable<T>,
-        batch: &'a Batch<'a>,
     ) -> Deltas<'a, T> {
         let (slices, mut parts, mut shrinks) = (projection.num_slices(), Vec::new(), Vec::new());
         parts.resize_with(top_k.num_routes() * slices, || None);
-        for (token, &slot) in batch.slots().iter().enumerate() {
+        for (token, &slot) in step.batch.slots().iter().enumerate() {
             let first = shrinks.len();
             for route in self.of_token(top_k, token) {
                 let Some(expert) = route.expert else { continue };
                 let (row, weight) = input(route);
                 for slice in 0..slices {
                     let entry = projection.expert_entry(expert) + slice;
-                    let Some(factors) = weights.factors(slot, entry) else { continue };
+                    let Some(factors) = step.factors(slot, entry) else { continue };
                     let same =
                         |(other_row, other): &(usize, Factors<'_, T>)| *other_row == row && other.share_a(&factors);
                     let product = shrinks[first..].iter().position(same).map_or(shrinks.len(), |at| first + at);
                     if product == shrinks.len() {
                         shrinks.push((row, factors));
                     }
-                    let scale = batch.scale(token) * weight;
+                    let scale = step.batch.scale(token) * weight;
                     parts[route.number * slices + slice] = Some(Part { factors, product, scale });
                 }
             }
@@ -349,16 +350,6 @@ impl LoraExperts {
             v
         };
         Deltas { projection, top_k, parts, products: shrinks.into_par_iter().map(shrink).collect() }
-    }
-
-    fn check<T: Element>(
-        &self,
-        top_k: &TopK<'_>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
-    ) -> Result<(), OperandError> {
-        top_k.check_tokens(batch.num_tokens())?;
-        if self.site.is_in(weights.model()) { Ok(()) } else { Err(OperandError::Model) }
     }
 
     /// Adds deltas to the rows of their routes, or sets these to them.

@@ -1,20 +1,21 @@
 use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::ParallelSliceMut};
 
-use super::{Matrix, MatrixMut, WeightTable};
+use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{
     Element,
     error::OperandError,
-    model::{LinearId, LinearSite, ModelSpec},
-    routing::Batch,
+    model::{LinearId, LinearSite, ModelId},
+    plan::PlanError,
 };
 
 /// The adapters of one linear layer.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
+    model: ModelId,
     site: LinearSite,
 }
 
-/// What [`LoraLinear::shrink`] leaves for [`LoraLinear::expand`].
+/// What the operations of a step leave for each other: `A x` between [`LoraLinear::shrink`] and [`LoraLinear::expand`].
 #[derive(Clone, Debug, Default)]
 pub struct Workspace {
     /// `[tokens, slices, max_rank]`
@@ -22,9 +23,13 @@ pub struct Workspace {
 }
 
 impl LoraLinear {
-    /// The layer `id` of `model`.
-    pub fn new(model: &ModelSpec, id: LinearId) -> Self {
-        Self { site: model[id].clone() }
+    /// The layer `id` of the table's model.
+    ///
+    /// # Errors
+    /// If the id is of another model.
+    pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
+        let site = weights.model().linear(id).ok_or(PlanError::Foreign)?.clone();
+        Ok(Self { model: weights.model().id(), site })
     }
 
     /// Adds `scaling · B (A x[t])` to `y[t]`, for every token `t` that has an adapter. Base tokens keep `y` bit for bit.
@@ -33,19 +38,17 @@ impl LoraLinear {
     /// sum: call this before the all-reduce.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the batch; then `y` is as it was.
+    /// If the operands don't fit the layer and the step; then `y` is as it was.
     #[doc(alias = "punica")]
     pub fn add_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        y.check(batch.num_tokens(), self.site.out_features())?;
-        let mut workspace = Workspace::default();
-        self.shrink(x, weights, batch, &mut workspace)?;
-        self.expand(y, weights, batch, &workspace)
+        y.check(step.num_tokens(), self.site.out_features())?;
+        self.shrink(step, x)?;
+        self.expand(step, y)
     }
 
     /// `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its product to
@@ -55,80 +58,65 @@ impl LoraLinear {
     /// As for [`add_delta`](Self::add_delta).
     pub fn write_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
         x: Matrix<'_, T>,
         mut y: MatrixMut<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
     ) -> Result<(), OperandError> {
-        y.check(batch.num_tokens(), self.site.out_features())?;
-        let mut workspace = Workspace::default();
-        self.shrink(x, weights, batch, &mut workspace)?;
+        y.check(step.num_tokens(), self.site.out_features())?;
+        self.shrink(step, x)?;
         y.clear();
-        self.expand(y, weights, batch, &workspace)
+        self.expand(step, y)
     }
 
     /// The first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the batch.
-    pub fn shrink<T: Element>(
-        &self,
-        x: Matrix<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<(), OperandError> {
-        x.check(batch.num_tokens(), self.site.in_features())?;
-        self.check(weights)?;
-        workspace.v.clear();
-        workspace.v.resize(batch.num_tokens() * self.v_stride(weights), 0.0);
-        workspace.v.par_chunks_mut(self.v_stride(weights)).enumerate().for_each(|(token, v)| {
-            for (slice, v) in v.chunks_mut(weights.max_rank().max(1)).enumerate() {
-                if let Some(factors) = weights.factors(batch.slots()[token], self.site.first_entry() + slice) {
+    /// If the operands don't fit the layer and the step.
+    pub fn shrink<T: Element>(&self, step: &mut Step<'_>, x: Matrix<'_, T>) -> Result<(), OperandError> {
+        x.check(step.num_tokens(), self.site.in_features())?;
+        step.check::<T>(self.model)?;
+        let v_stride = self.v_stride(step);
+        let mut sums = std::mem::take(&mut step.workspace.v);
+        sums.clear();
+        sums.resize(step.num_tokens() * v_stride, 0.0);
+        sums.par_chunks_mut(v_stride).enumerate().for_each(|(token, v)| {
+            for (slice, v) in v.chunks_mut(step.max_rank).enumerate() {
+                if let Some(factors) = step.factors(step.batch.slots()[token], self.site.first_entry() + slice) {
                     factors.shrink(x.row(token), v);
                 }
             }
         });
+        step.workspace.v = sums;
         Ok(())
     }
 
     /// The second half of [`add_delta`](Self::add_delta): adds `scaling · B v` to `y`, from what [`shrink`](Self::shrink) left
-    /// for the same batch and weights.
+    /// in the same step.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the batch, or the workspace is not of this batch; then `y` is as it was.
-    pub fn expand<T: Element>(
-        &self,
-        mut y: MatrixMut<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &Batch<'_>,
-        workspace: &Workspace,
-    ) -> Result<(), OperandError> {
-        y.check(batch.num_tokens(), self.site.out_features())?;
-        self.check(weights)?;
-        let v_stride = self.v_stride(weights);
-        if workspace.v.len() != batch.num_tokens() * v_stride {
-            let got = workspace.v.len().checked_div(v_stride).unwrap_or(0);
-            return Err(OperandError::Length { operand: "workspace", got, want: batch.num_tokens() });
+    /// If the operands don't fit the layer and the step, or the workspace is not of this batch; then `y` is as it was.
+    pub fn expand<T: Element>(&self, step: &mut Step<'_>, mut y: MatrixMut<'_, T>) -> Result<(), OperandError> {
+        y.check(step.num_tokens(), self.site.out_features())?;
+        step.check::<T>(self.model)?;
+        let (v_stride, sums) = (self.v_stride(step), &step.workspace.v);
+        if sums.len() != step.num_tokens() * v_stride {
+            let got = sums.len() / v_stride;
+            return Err(OperandError::Length { operand: "workspace", got, want: step.num_tokens() });
         }
         y.rows_mut().enumerate().for_each(|(token, mut y)| {
             for (slice, site) in self.site.slices().iter().enumerate() {
                 let (y_slice, rest) = y.split_at_mut(site.out_features());
                 y = rest;
-                let v = &workspace.v[token * v_stride + slice * weights.max_rank()..];
-                if let Some(factors) = weights.factors(batch.slots()[token], self.site.first_entry() + slice) {
-                    factors.expand(v, batch.scale(token), y_slice);
+                let v = &sums[token * v_stride + slice * step.max_rank..];
+                if let Some(factors) = step.factors(step.batch.slots()[token], self.site.first_entry() + slice) {
+                    factors.expand(v, step.batch.scale(token), y_slice);
                 }
             }
         });
         Ok(())
     }
 
-    fn v_stride<T: Element>(&self, weights: &WeightTable<T>) -> usize {
-        (self.site.slices().len() * weights.max_rank()).max(1)
-    }
-
-    fn check<T: Element>(&self, weights: &WeightTable<T>) -> Result<(), OperandError> {
-        if self.site.is_in(weights.model()) { Ok(()) } else { Err(OperandError::Model) }
+    fn v_stride(&self, step: &Step<'_>) -> usize {
+        self.site.slices().len() * step.max_rank
     }
 }

@@ -8,10 +8,12 @@ mod embedding;
 mod experts;
 mod linear;
 mod matrix;
+mod step;
 mod weights;
 
 pub use embedding::LoraEmbedding;
 pub use experts::LoraExperts;
 pub use linear::{LoraLinear, Workspace};
 pub use matrix::{Matrix, MatrixMut};
-pub use weights::WeightTable;
+pub use step::Step;
+pub use weights::{Filled, Reservation, WeightTable};

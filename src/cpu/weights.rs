@@ -1,41 +1,94 @@
+use std::sync::Arc;
+
+use super::{Step, Workspace};
 use crate::{
-    Element, Slot,
+    DType, Element, Slot,
     adapter::{
-        AdapterError, ImageEntry, SlotImage,
+        ImageEntry, MIN_STAGING_BYTES, SlotImage,
         layout::{B, CORE, CORE_ELEMS, EmbeddingA, LinearA, TILE_ELEMS, TILE_FEATURES, TILE_RANKS},
     },
-    error::SlotError,
-    model::{Entry, ModelSpec},
+    error::{LoadError, OperandError, SlotError},
+    model::Model,
+    plan::{Capacity, PlanError},
+    residency::{Resident, SlotInfo, Slots, Usage},
+    routing::Batch,
 };
 
-/// The adapters in host memory, a slot each.
-#[derive(Debug)]
+/// Bytes that are packed before progress is reported.
+const PROGRESS_BYTES: usize = 4 << 20;
+const _: () = assert!(PROGRESS_BYTES >= MIN_STAGING_BYTES);
+
+/// The adapters in host memory, a slot each. Clones are the same table.
+///
+/// A table may be used by any number of threads: a [`step`](Self::step) works on the adapters that were there when it began, whatever
+/// is loaded meanwhile.
+#[derive(Clone, Debug)]
 #[doc(alias = "max_loras")]
-pub struct WeightTable<T> {
-    model: Vec<Entry>,
-    max_rank: usize,
-    slots: Vec<Option<Adapter<T>>>,
+pub struct WeightTable {
+    shared: Arc<Shared>,
 }
 
 #[derive(Debug)]
-struct Adapter<T> {
-    block: Vec<T>,
-    entries: Vec<Option<ImageEntry>>,
+struct Shared {
+    model: Model,
+    dtype: DType,
+    capacity: Capacity,
+    arena: Arena,
+    slots: Slots<Arc<Adapter>>,
 }
 
-impl<T: Element> WeightTable<T> {
-    /// A table of empty slots for the adapters of `model`, whose factors have at most rank `max_rank`.
-    #[doc(alias = "max_lora_rank")]
-    pub fn new(model: &ModelSpec, num_slots: usize, max_rank: usize) -> Self {
-        let slots = (0..num_slots).map(|_| None).collect();
-        Self { model: model.entries().to_vec(), max_rank, slots }
-    }
+/// A budget of bytes.
+#[derive(Debug)]
+struct Arena {
+    bytes: usize,
+    used: std::sync::atomic::AtomicUsize,
+}
 
-    /// Loads an adapter into a slot, in place of the one that was there. On an error the slot is as it was.
+/// Room for an adapter in a table. Dropping it gives the room back.
+#[derive(Debug)]
+#[must_use]
+pub struct Reservation {
+    shared: Arc<Shared>,
+    bytes: usize,
+}
+
+/// An adapter in its room, which no slot has yet. Dropping it gives the room back.
+#[derive(Debug)]
+#[must_use]
+pub struct Filled {
+    adapter: Adapter,
+    max_rank: usize,
+}
+
+/// An adapter's block. The room is given back with the last step that works on it.
+#[derive(Debug)]
+pub(super) struct Adapter {
+    /// Elements of the table's type, in memory aligned for any of them.
+    block: Vec<f32>,
+    entries: Vec<Option<ImageEntry>>,
+    room: Reservation,
+}
+
+impl WeightTable {
+    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, whose factors have at most rank
+    /// `capacity.max_rank`, are `dtype` and take at most `arena_bytes`. `capacity.max_tokens` bounds nothing on the CPU.
     ///
     /// # Errors
-    /// If the image does not fit the table, or a weight cannot be represented (NaN, or too large for the type).
-    pub fn load(&mut self, slot: Slot, image: &SlotImage<'_>) -> Result<(), AdapterError> {
+    /// If a bound is zero or past its limit.
+    #[doc(alias = "max_lora_rank")]
+    pub fn new(model: &Model, dtype: DType, capacity: Capacity, arena_bytes: usize) -> Result<Self, PlanError> {
+        let capacity = capacity.checked()?;
+        let arena = Arena { bytes: arena_bytes, used: 0.into() };
+        let slots = Slots::new(capacity.num_slots);
+        Ok(Self { shared: Arc::new(Shared { model: model.clone(), dtype, capacity, arena, slots }) })
+    }
+
+    /// Loads an adapter into a slot, in place of the one that was there. There must be room for the new one beside the old one.
+    ///
+    /// # Errors
+    /// If the image does not fit the table, or a weight cannot be represented (NaN, or too large for the type). The slot is as it
+    /// was.
+    pub fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
 
@@ -45,50 +98,185 @@ impl<T: Element> WeightTable<T> {
     /// # Errors
     /// As for `load`.
     pub fn load_with_progress(
-        &mut self,
+        &self,
         slot: Slot,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
-    ) -> Result<(), AdapterError> {
-        let index = self.index(slot)?;
-        image.check_table(&self.model, T::DTYPE, self.max_rank)?;
-        let mut block = vec![T::default(); image.bytes() / T::DTYPE.bytes()];
-        image.write_with_progress(bytemuck::cast_slice_mut(&mut block), progress)?;
-        let mut entries = vec![None; self.model.len()];
-        for entry in image.entries() {
-            entries[entry.entry] = Some(*entry);
-        }
-        self.slots[index] = Some(Adapter { block, entries });
-        Ok(())
+    ) -> Result<Resident, LoadError> {
+        self.shared.slots.index(slot)?;
+        let filled = self.reserve(image)?.fill_with_progress(image, progress)?;
+        Ok(self.commit(slot, filled)?)
     }
 
-    /// Empties a slot: its tokens are the base model's from now on.
+    /// Reserves room for an adapter.
+    ///
+    /// # Errors
+    /// If the image does not fit the table, or there is no room.
+    pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
+        let Shared { model, dtype, capacity, arena, .. } = &*self.shared;
+        image.check_table(model.id(), *dtype, capacity.max_rank)?;
+        let bytes = image.bytes();
+        arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
+        Ok(Reservation { shared: Arc::clone(&self.shared), bytes })
+    }
+
+    /// Puts an adapter into a slot, in place of the one that was there: for the steps that begin from now on.
+    ///
+    /// # Errors
+    /// If there is no such slot, or the room is of another table.
+    pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, SlotError> {
+        let Filled { adapter, max_rank } = filled;
+        if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
+            return Err(SlotError::OtherTable);
+        }
+        let slots = &self.shared.slots;
+        let (bytes, adapter) = (adapter.room.bytes, Arc::new(adapter));
+        let (resident, _old) = slots.replace(&mut slots.lock(), slot, bytes, max_rank, adapter)?;
+        Ok(resident)
+    }
+
+    /// Empties a slot: its tokens are the base model's from the next step on.
     ///
     /// # Errors
     /// If there is no such slot.
-    pub fn unload(&mut self, slot: Slot) -> Result<(), SlotError> {
-        let index = self.index(slot)?;
-        self.slots[index] = None;
-        Ok(())
+    pub fn unload(&self, slot: Slot) -> Result<(), SlotError> {
+        let slots = &self.shared.slots;
+        slots.take(&mut slots.lock(), slot).map(drop)
     }
 
-    pub(super) fn model(&self) -> &[Entry] {
-        &self.model
+    /// Begins a step of the tokens of `batch`, on the adapters that are loaded now.
+    ///
+    /// # Errors
+    /// None: those of the GPU's table, which checks its operands here.
+    pub fn step<'a>(&self, batch: &'a Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
+        let blocks = self.shared.slots.lock();
+        let mut adapters = Vec::new();
+        for index in
+            batch.slots().iter().filter_map(|slot| slot.index()).filter(|&index| index < self.shared.slots.len())
+        {
+            if index >= adapters.len() {
+                adapters.resize(index + 1, None);
+            }
+            if adapters[index].is_none() {
+                adapters[index] = blocks.get(index).map(Arc::clone);
+            }
+        }
+        let Shared { model, dtype, capacity, .. } = &*self.shared;
+        Ok(Step { model: model.id(), dtype: *dtype, max_rank: capacity.max_rank, adapters, batch, workspace })
     }
 
-    pub(super) fn max_rank(&self) -> usize {
-        self.max_rank
+    /// Refuses adapters that are no longer where they were loaded.
+    ///
+    /// # Errors
+    /// If one has been unloaded or replaced.
+    pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
+        self.shared.slots.check(residents)
     }
 
-    /// The factors that a token of `slot` has at a table entry, if any.
-    pub(super) fn factors(&self, slot: Slot, entry: usize) -> Option<Factors<'_, T>> {
-        let adapter = self.slots.get(slot.index()?)?.as_ref()?;
-        let ImageEntry { a_elems, b_elems, rank, scaling, .. } = adapter.entries[entry]?;
-        Some(Factors { a: &adapter.block[a_elems..], b: &adapter.block[b_elems..], rank, scaling })
+    /// What a slot holds, if it is loaded.
+    pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
+        self.shared.slots.lock().info(slot.index()?)
     }
 
-    fn index(&self, slot: Slot) -> Result<usize, SlotError> {
-        slot.index_below(self.slots.len())
+    /// What the loaded slots hold, in the order of slots.
+    pub fn loaded(&self) -> Vec<SlotInfo> {
+        self.shared.slots.lock().infos()
+    }
+
+    /// The arena's bytes, used and free.
+    pub fn usage(&self) -> Usage {
+        self.shared.arena.usage()
+    }
+
+    /// Whether there is room for an adapter now.
+    pub fn fits(&self, image: &SlotImage<'_>) -> bool {
+        image.bytes() <= self.usage().largest_gap
+    }
+
+    /// The model that it was made for.
+    pub fn model(&self) -> &Model {
+        &self.shared.model
+    }
+
+    /// The element type of the factors, and of the operands of a step.
+    pub fn dtype(&self) -> DType {
+        self.shared.dtype
+    }
+
+    /// The bounds that it was made for.
+    pub fn capacity(&self) -> Capacity {
+        self.shared.capacity
+    }
+}
+
+impl Arena {
+    /// Takes so many bytes, or says how many there are.
+    fn take(&self, bytes: usize) -> Result<(), usize> {
+        use std::sync::atomic::Ordering::Relaxed;
+        let taken = |used: usize| Some(used + bytes).filter(|&used| used <= self.bytes);
+        self.used.fetch_update(Relaxed, Relaxed, taken).map(drop).map_err(|used| self.bytes - used)
+    }
+
+    fn usage(&self) -> Usage {
+        let used = self.used.load(std::sync::atomic::Ordering::Relaxed);
+        Usage { capacity: self.bytes, used, largest_gap: self.bytes - used }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.shared.arena.used.fetch_sub(self.bytes, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
+impl Reservation {
+    /// Bytes of the room.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Packs the adapter that the room was reserved for, on rayon's threads.
+    ///
+    /// # Errors
+    /// If a weight cannot be represented (NaN, or too large for the type), or the image is another one.
+    pub fn fill(self, image: &SlotImage<'_>) -> Result<Filled, LoadError> {
+        self.fill_with_progress(image, |_| ())
+    }
+
+    /// As [`fill`](Self::fill), and calls `progress` with the bytes that are done, each time that there are more.
+    ///
+    /// # Errors
+    /// As for `fill`.
+    pub fn fill_with_progress(
+        self,
+        image: &SlotImage<'_>,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Filled, LoadError> {
+        let Shared { model, dtype, capacity, .. } = &*self.shared;
+        image.check_table(model.id(), *dtype, capacity.max_rank)?;
+        if image.bytes() != self.bytes {
+            return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.bytes }.into());
+        }
+        let mut block = vec![0.0_f32; image.bytes().div_ceil(size_of::<f32>())];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+        for piece in image.pieces(PROGRESS_BYTES) {
+            piece.write_to(&mut bytes[piece.range()])?;
+            progress(piece.range().end);
+        }
+        let mut entries = vec![None; model.num_entries()];
+        for entry in image.entries() {
+            entries[entry.entry] = Some(*entry);
+        }
+        Ok(Filled { adapter: Adapter { block, entries, room: self }, max_rank: image.max_rank() })
+    }
+}
+
+impl Adapter {
+    /// The factors at a table entry, if any.
+    pub(super) fn factors<T: Element>(&self, entry: usize) -> Option<Factors<'_, T>> {
+        let ImageEntry { a_elems, b_elems, rank, scaling, .. } = self.entries[entry]?;
+        let block: &[T] = bytemuck::cast_slice(&self.block);
+        Some(Factors { a: &block[a_elems..], b: &block[b_elems..], rank, scaling })
     }
 }
 

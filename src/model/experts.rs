@@ -1,8 +1,11 @@
 //! The experts of a mixture-of-experts layer, as one rank holds them.
 
-use std::sync::Arc;
+use std::ops::Range;
 
-use super::{Cut, Entry, EntryShape, ModelSpec, SpecError, TpRank, cut};
+use super::{
+    Cut, SpecError, TpRank,
+    spec::{check_size, cut},
+};
 use crate::error::OperandError;
 
 /// How gate and up stand in the rows of a weight, or the features of an output, that has both.
@@ -44,7 +47,7 @@ impl Activation {
     pub const GPT_OSS: Self = Self::SwigluOai { alpha: 1.702, limit: 7.0 };
 }
 
-/// The experts of one layer, to be described to [`ModelSpec::experts`].
+/// The experts of one layer, to be described to [`ModelSpec::experts`](super::ModelSpec::experts).
 ///
 /// Each has a gate and an up (or [only an up](Self::ungated)), `[inter, hidden]`, and a down, `[hidden, inter]`. Which of them an
 /// adapter has, with which ranks, and whether experts have factors of their own or share one, is the adapter's.
@@ -53,8 +56,9 @@ impl Activation {
 /// use aril::model::{Experts, ModelSpec, TpRank};
 ///
 /// // Qwen3-30B-A3B, the second of four expert-parallel ranks.
-/// let mut model = ModelSpec::new(TpRank::SINGLE);
-/// let id = model.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).held(32..64))?;
+/// let mut spec = ModelSpec::new();
+/// let id = spec.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).top_k(8).held(32..64))?;
+/// let model = spec.shard(TpRank::SINGLE)?;
 /// assert_eq!(model[id].held().len(), 32);
 /// assert_eq!(model[id].gate_up().out_features(), 2 * 768);
 /// # Ok::<(), aril::model::SpecError>(())
@@ -67,6 +71,7 @@ pub struct Experts {
     num_experts: usize,
     hidden: usize,
     inter: usize,
+    top_k: usize,
     gated: bool,
     halves: Halves,
     held: Option<Vec<usize>>,
@@ -92,12 +97,20 @@ impl Experts {
             num_experts,
             hidden,
             inter,
+            top_k: 0,
             gated: true,
             halves: Halves::default(),
             held: None,
             tp: None,
             stored: Stored::default(),
         }
+    }
+
+    /// The most experts that the router chooses for a token. The GPU's operations need it.
+    #[doc(alias = "num_experts_per_tok")]
+    pub fn top_k(mut self, top_k: usize) -> Self {
+        self.top_k = top_k;
+        self
     }
 
     /// Experts without a gate: `down(activation(up(x)))`.
@@ -140,15 +153,11 @@ impl Experts {
     }
 }
 
-/// Names the experts of one layer of a [`ModelSpec`].
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub struct ExpertsId(pub(super) usize);
-
 /// The experts of one layer as this rank holds them.
 #[derive(Clone, Debug)]
 pub struct ExpertsSite {
-    module: Arc<str>,
     num_experts: usize,
+    top_k: usize,
     held: Vec<usize>,
     halves: Option<Halves>,
     stored: Stored,
@@ -160,6 +169,17 @@ impl ExpertsSite {
     /// Experts of the whole model's layer.
     pub fn num_experts(&self) -> usize {
         self.num_experts
+    }
+
+    /// The most experts that the router chooses for a token; 0 if it was not described.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
+    /// The features between gate-up and down that this rank holds, of the whole `inter`: the rows of each expert's gate and up, and
+    /// the columns of its down.
+    pub fn inter_range(&self) -> Range<usize> {
+        self.down.input.range()
     }
 
     /// The experts that this rank holds, by local expert id.
@@ -204,19 +224,9 @@ impl ExpertsSite {
         }
     }
 
-    /// Whether a table of those entries is of a model with these experts in this place.
-    pub(crate) fn is_in(&self, entries: &[Entry]) -> bool {
-        let mut entries = entries.iter().skip(self.gate_up.first_entry);
-        self.shapes()
-            .all(|shape| entries.next().is_some_and(|entry| entry.shape == shape && entry.module == self.module))
-    }
-
-    /// What the descriptor-table entries are for, from the first of `gate_up` on.
-    fn shapes(&self) -> impl Iterator<Item = EntryShape> {
-        [&self.gate_up, &self.down].into_iter().flat_map(|projection| {
-            let experts = std::iter::once(None).chain(self.held.iter().copied().map(Some));
-            experts.flat_map(|expert| projection.shapes(expert))
-        })
+    /// Descriptor-table entries of both projections.
+    pub(super) fn num_entries(&self) -> usize {
+        self.gate_up.num_entries + self.down.num_entries
     }
 }
 
@@ -237,6 +247,7 @@ pub struct ProjectionSite {
     /// Whether the slices stand in turn in the output, feature by feature.
     interleaved: bool,
     first_entry: usize,
+    num_entries: usize,
 }
 
 /// One module of a projection.
@@ -292,62 +303,57 @@ impl ProjectionSite {
     pub(crate) fn columns(&self, slice: usize) -> (usize, usize) {
         if self.interleaved { (slice, self.slices.len()) } else { (slice * self.slices[slice].output.len, 1) }
     }
-
-    fn shapes(&self, expert: Option<usize>) -> impl Iterator<Item = EntryShape> {
-        let shape = move |slice: &ExpertSlice| EntryShape::Expert {
-            slice: slice.module,
-            expert,
-            input: self.input,
-            output: slice.output,
-        };
-        self.slices.iter().map(shape)
-    }
 }
 
-impl ModelSpec {
-    /// Adds the experts of a layer.
-    ///
-    /// # Errors
-    /// If there are no experts or too many, one is held that does not exist or twice, a size is zero or does not divide over the
-    /// ranks, or the module is there already.
-    pub fn experts(&mut self, layer: Experts) -> Result<ExpertsId, SpecError> {
-        let Experts { path, num_experts, hidden, inter, gated, halves, held, tp, stored } = layer;
+impl Experts {
+    pub(super) fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// Refuses what is wrong on every rank.
+    pub(super) fn check(&self) -> Result<(), SpecError> {
+        let Self { path, num_experts, hidden, inter, held, .. } = self;
+        let (path, num_experts) = (path.clone(), *num_experts);
         if num_experts == 0 || i32::try_from(num_experts).is_err() {
             return Err(SpecError::Experts { path, num_experts });
         }
-        let held = held.unwrap_or_else(|| (0..num_experts).collect());
         let mut seen = vec![false; num_experts];
-        for &expert in &held {
+        for &expert in held.iter().flatten() {
             if seen.get_mut(expert).is_none_or(|seen| std::mem::replace(seen, true)) {
                 return Err(SpecError::Held { path, expert, num_experts });
             }
         }
-        let tp = tp.unwrap_or(self.tp);
-        let hidden = cut(tp, &path, hidden, 1)?;
-        let inter = cut(tp, &path, inter, tp.size)?;
-        let modules: &[ExpertModule] = match (gated, halves) {
+        check_size(&path, *hidden)?;
+        check_size(&path, *inter)
+    }
+
+    /// The experts as rank `tp` holds them.
+    pub(super) fn shard(&self, tp: TpRank, first_entry: usize) -> Result<ExpertsSite, SpecError> {
+        let tp = self.tp.unwrap_or(tp);
+        let held = self.held.clone().unwrap_or_else(|| (0..self.num_experts).collect());
+        let hidden = cut(tp, &self.path, self.hidden, 1)?;
+        let inter = cut(tp, &self.path, self.inter, tp.size)?;
+        let modules: &[ExpertModule] = match (self.gated, self.halves) {
             (false, _) => &[ExpertModule::Up],
             (true, Halves::GateUp | Halves::Interleaved) => &[ExpertModule::Gate, ExpertModule::Up],
             (true, Halves::UpGate) => &[ExpertModule::Up, ExpertModule::Gate],
         };
-        if self.has(&path) {
-            return Err(SpecError::Duplicate { module: path });
-        }
-        let id = ExpertsId(self.experts.len());
-        let module: Arc<str> = path.as_str().into();
-        self.experts_at.insert(path, id);
-        let mut first_entry = self.entries.len();
-        let mut projection = |input, modules: &[ExpertModule], output, interleaved| {
+        let projection = |first_entry, input, modules: &[ExpertModule], output, interleaved| {
             let slices: Vec<_> = modules.iter().map(|&module| ExpertSlice { module, output }).collect();
-            let next = first_entry + (1 + held.len()) * slices.len();
-            ProjectionSite { input, slices, interleaved, first_entry: std::mem::replace(&mut first_entry, next) }
+            let num_entries = (1 + held.len()) * slices.len();
+            ProjectionSite { input, slices, interleaved, first_entry, num_entries }
         };
-        let gate_up = projection(hidden, modules, inter, gated && halves == Halves::Interleaved);
-        let down = projection(inter, &[ExpertModule::Down], hidden, false);
-        let halves = gated.then_some(halves);
-        let site = ExpertsSite { module, num_experts, held, halves, stored, gate_up, down };
-        self.entries.extend(site.shapes().map(|shape| Entry { module: Arc::clone(&site.module), shape }));
-        self.experts.push(site);
-        Ok(id)
+        let interleaved = self.gated && self.halves == Halves::Interleaved;
+        let gate_up = projection(first_entry, hidden, modules, inter, interleaved);
+        let down = projection(first_entry + gate_up.num_entries, inter, &[ExpertModule::Down], hidden, false);
+        Ok(ExpertsSite {
+            num_experts: self.num_experts,
+            top_k: self.top_k,
+            halves: self.gated.then_some(self.halves),
+            stored: self.stored,
+            gate_up,
+            down,
+            held,
+        })
     }
 }

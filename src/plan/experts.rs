@@ -39,6 +39,7 @@ const MAX_WIDE_EXPAND: usize = 9 * MULTIPROCESSORS;
 
 /// Upper bounds on the routes of a step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
 pub struct RouteCapacity {
     /// Tokens in a batch.
     pub max_tokens: usize,
@@ -49,6 +50,23 @@ pub struct RouteCapacity {
 }
 
 impl RouteCapacity {
+    /// Up to `max_tokens` tokens in a batch. The other bounds are zero; without routes, it is refused where it is used.
+    pub const fn tokens(max_tokens: usize) -> Self {
+        Self { max_tokens, top_k: 0, num_experts: 0 }
+    }
+
+    /// Sets the experts that a token chooses.
+    #[must_use]
+    pub const fn top_k(self, top_k: usize) -> Self {
+        Self { top_k, ..self }
+    }
+
+    /// Sets the experts of a layer that this rank holds.
+    #[must_use]
+    pub const fn experts(self, num_experts: usize) -> Self {
+        Self { num_experts, ..self }
+    }
+
     /// Checks the bounds against the kernels' limits.
     ///
     /// # Errors
@@ -71,6 +89,7 @@ impl RouteCapacity {
 
 /// Upper bounds on the blocks that a step's routes are put in, each of one slot and one expert.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
 pub struct AlignCapacity {
     /// The routes.
     pub routes: RouteCapacity,
@@ -82,6 +101,11 @@ pub struct AlignCapacity {
 }
 
 impl AlignCapacity {
+    /// Blocks of `block_size` of these routes, of adapters in `num_slots` slots.
+    pub const fn new(routes: RouteCapacity, num_slots: usize, block_size: usize) -> Self {
+        Self { routes, num_slots, block_size }
+    }
+
     /// Checks the bounds against the kernels' limits.
     ///
     /// # Errors
@@ -162,13 +186,13 @@ pub(crate) struct ProjectionLaunch {
 }
 
 impl ExpertsPlan {
-    /// Plans the experts of a layer for batches within `capacity`, whose tokens have up to `top_k` routes.
+    /// Plans the experts of a layer for batches within `capacity`, whose tokens have up to [`ExpertsSite::top_k`] routes.
     ///
     /// # Errors
     /// If the kernels cannot take the shape or the bounds.
-    pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity, top_k: usize) -> Result<Self, PlanError> {
+    pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
-        let num_experts = site.held().len();
+        let (num_experts, top_k) = (site.held().len(), site.top_k());
         RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts }.checked()?;
         let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {
             capacity,
@@ -207,6 +231,12 @@ impl ExpertsPlan {
     /// Experts that a token may choose.
     pub fn top_k(&self) -> usize {
         self.top_k
+    }
+
+    /// The bounds on the routes of a step.
+    pub fn routes(&self) -> RouteCapacity {
+        let num_experts = self.gate_up.num_experts;
+        RouteCapacity { max_tokens: self.capacity.max_tokens, top_k: self.top_k, num_experts }
     }
 
     /// The element type it was planned for.

@@ -17,7 +17,17 @@ pub(crate) use self::experts::ExpandBy;
 pub use self::experts::{AlignCapacity, ExpertsPlan, ProjectionPlan, RouteCapacity};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.
+///
+/// ```
+/// use aril::plan::Capacity;
+///
+/// let capacity = Capacity::tokens(8192).slots(64).rank(32).checked()?;
+/// assert_eq!((capacity.max_tokens, capacity.num_slots, capacity.max_rank), (8192, 64, 32));
+/// assert!(Capacity::tokens(8192).slots(64).checked().is_err());
+/// # Ok::<(), aril::plan::PlanError>(())
+/// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
 pub struct Capacity {
     /// Tokens in a batch.
     pub max_tokens: usize,
@@ -60,6 +70,23 @@ const MULTIPROCESSORS: usize = 132;
 const SUPPLY_BYTES: usize = 64 << 10;
 
 impl Capacity {
+    /// Up to `max_tokens` tokens in a batch. The other bounds are zero, which is refused where the capacity is used.
+    pub const fn tokens(max_tokens: usize) -> Self {
+        Self { max_tokens, num_slots: 0, max_rank: 0 }
+    }
+
+    /// Sets the number of slots.
+    #[must_use]
+    pub const fn slots(self, num_slots: usize) -> Self {
+        Self { num_slots, ..self }
+    }
+
+    /// Sets the largest rank of a factor.
+    #[must_use]
+    pub const fn rank(self, max_rank: usize) -> Self {
+        Self { max_rank, ..self }
+    }
+
     /// Checks the bounds against the kernels' limits.
     ///
     /// # Errors
@@ -133,6 +160,7 @@ pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_b
 
 /// What a workspace must hold, in bytes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
 pub struct WorkspaceBytes {
     /// For what the blocks of one launch hand over to each other, each sum with a tag that says of which launch it is. It must be
     /// zero when it is first used, and nothing but the kernels may write it.
@@ -277,6 +305,9 @@ impl fmt::Display for LinearPlan {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
+    /// The layer's id is of another model.
+    #[error("the layer is of another model than the weights")]
+    Foreign,
     /// A size is zero or past what the kernels take.
     #[error("{what} is {value}; it must be 1 to {max}")]
     Limit {

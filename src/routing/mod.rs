@@ -12,6 +12,8 @@ pub use top_k::TopK;
 #[cfg(feature = "cuda")]
 pub(crate) use top_k::Weighed;
 
+use std::fmt;
+
 use crate::error::{OperandError, SlotError};
 
 /// A token's adapter, or the base model: the row of the descriptor table that the adapter was loaded into.
@@ -43,6 +45,15 @@ impl Slot {
     pub(crate) fn index_below(self, num_slots: usize) -> Result<usize, SlotError> {
         let index = self.index().filter(|&index| index < num_slots);
         index.ok_or(SlotError::NoSuchSlot { slot: self, num_slots })
+    }
+}
+
+impl fmt::Display for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.index() {
+            Some(index) => write!(f, "slot {index}"),
+            None => f.write_str("the base model's slot"),
+        }
     }
 }
 

@@ -1,0 +1,44 @@
+use std::sync::Arc;
+
+use super::{
+    Workspace,
+    weights::{Adapter, Factors},
+};
+use crate::{DType, Element, Slot, error::OperandError, model::ModelId, routing::Batch};
+
+/// A step of a batch: what all its operations have in common.
+///
+/// It works on the adapters that were loaded when it [began](super::WeightTable::step).
+#[derive(Debug)]
+pub struct Step<'a> {
+    pub(super) model: ModelId,
+    pub(super) dtype: DType,
+    pub(super) max_rank: usize,
+    /// By slot; those that the batch has.
+    pub(super) adapters: Vec<Option<Arc<Adapter>>>,
+    pub(super) batch: &'a Batch<'a>,
+    pub(super) workspace: &'a mut Workspace,
+}
+
+impl Step<'_> {
+    /// The tokens of the batch.
+    pub fn num_tokens(&self) -> usize {
+        self.batch.num_tokens()
+    }
+
+    /// Refuses a layer of another model, and operands of another element type.
+    pub(super) fn check<T: Element>(&self, model: ModelId) -> Result<(), OperandError> {
+        if self.model != model {
+            return Err(OperandError::Model);
+        }
+        if T::DTYPE != self.dtype {
+            return Err(OperandError::DType { operand: "x", got: T::DTYPE, want: self.dtype });
+        }
+        Ok(())
+    }
+
+    /// The factors that a token of `slot` has at a table entry, if any.
+    pub(super) fn factors<T: Element>(&self, slot: Slot, entry: usize) -> Option<Factors<'_, T>> {
+        self.adapters.get(slot.index()?)?.as_ref()?.factors(entry)
+    }
+}
