@@ -15,27 +15,38 @@
 #![doc = include_str!("../docs/beside.md")]
 
 mod align;
+mod buffer;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;
 mod error;
 mod experts;
+mod graph;
 mod kernels;
 mod linear;
 mod matrix;
+mod pinned;
+mod queue;
 pub mod raw;
 mod region;
 mod routing;
-mod weights;
+mod step;
+mod table;
+mod upload;
 
 pub use self::{
     align::{AlignedRoutes, Alignment},
+    buffer::{Buffer, View, ViewMut},
     embedding::LoraEmbedding,
     error::LaunchError,
     experts::{GroupedRoutes, Grouping, LoraExperts, TopK},
+    graph::Graph,
     kernels::{Kernels, driver_is_present},
     linear::{LoraLinear, Workspace},
     matrix::{Matrix, MatrixMut},
+    queue::Queue,
     routing::{RoutedBatch, Routing},
-    weights::WeightTable,
+    step::Step,
+    table::{Filled, Reservation, WeightTable},
+    upload::Staging,
 };
