@@ -164,15 +164,24 @@ fn room_is_counted() {
     let weights = table(&model, 3, arena);
     let is_used = |used: usize| {
         let usage = weights.usage();
-        assert_eq!((usage.capacity, usage.used, usage.free(), usage.largest_gap), (arena, used, arena - used, arena - used));
-        assert_eq!([&small, &large].map(|image| weights.fits(image)), [&small, &large].map(|i| used + i.bytes() <= arena));
+        assert_eq!(
+            (usage.capacity, usage.used, usage.free(), usage.largest_gap),
+            (arena, used, arena - used, arena - used)
+        );
+        assert_eq!(
+            [&small, &large].map(|image| weights.fits(image)),
+            [&small, &large].map(|i| used + i.bytes() <= arena)
+        );
     };
     is_used(0);
     let kept = weights.load(slot(0), &small).unwrap();
     is_used(bytes);
     let refused = weights.load(slot(1), &large);
-    assert!(matches!(&refused, Err(LoadError::Full { bytes, largest_gap })
-        if (*bytes, *largest_gap) == (large.bytes(), arena - small.bytes())), "{refused:?}");
+    assert!(
+        matches!(&refused, Err(LoadError::Full { bytes, largest_gap })
+        if (*bytes, *largest_gap) == (large.bytes(), arena - small.bytes())),
+        "{refused:?}"
+    );
     is_used(bytes);
     // A replacement needs room beside what it replaces, and then gives the old room back.
     let reserved = weights.reserve(&small).unwrap();
@@ -238,7 +247,9 @@ fn room_is_of_one_table_and_one_size() {
     for (reserved, image) in [(&small, &large), (&large, &small)] {
         let error = weights.reserve(reserved).unwrap().fill(image).unwrap_err();
         let (bytes, reserved) = (image.bytes(), reserved.bytes());
-        assert!(matches!(error, LoadError::Slot(SlotError::OtherImage { bytes: b, reserved: r }) if (b, r) == (bytes, reserved)));
+        assert!(
+            matches!(error, LoadError::Slot(SlotError::OtherImage { bytes: b, reserved: r }) if (b, r) == (bytes, reserved))
+        );
         assert_eq!(weights.usage().used, 0);
     }
     // Another element type, whatever it is as large as.
