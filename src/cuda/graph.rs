@@ -1,6 +1,9 @@
 #![expect(unsafe_code, reason = "a graph may be replayed by any thread")]
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use cudarc::driver::{
     CudaGraph,
@@ -40,19 +43,22 @@ impl Graph {
     }
 }
 
-/// Captures what `record` enqueues on the queue, and what it returns is to be kept.
+/// Captures what `record` enqueues on the queue. The graph keeps `kept`, and what `record` adds to it.
 pub(super) fn capture<E: From<LaunchError>>(
     queue: &Queue,
-    record: impl FnOnce() -> Result<Vec<Kept>, E>,
+    kept: Vec<Kept>,
+    record: impl FnOnce(&Mutex<Vec<Kept>>) -> Result<(), E>,
 ) -> Result<Graph, E> {
     queue.enter()?;
+    let kept = Mutex::new(kept);
     let mut capture = Capture { queue, open: false };
     // Other threads may allocate and copy meanwhile.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     queue.stream().begin_capture(mode).map_err(LaunchError::from)?;
     capture.open = true;
-    let kept = record()?;
+    record(&kept)?;
     let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
+    let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
     Ok(Graph { graph, queue: queue.clone(), kept })
 }
 
