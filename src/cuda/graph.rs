@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "a graph may be replayed by any thread")]
+#![expect(unsafe_code, reason = "asks the driver of a graph, and lets any thread replay it")]
 
 use std::{
     fmt,
@@ -7,7 +7,7 @@ use std::{
 
 use cudarc::driver::{
     CudaGraph,
-    sys::{CUgraphInstantiate_flags, CUstreamCaptureMode},
+    sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
 use super::{LaunchError, Queue, region::Kept};
@@ -58,8 +58,18 @@ pub(super) fn capture<E: From<LaunchError>>(
     capture.open = true;
     record(&kept)?;
     let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
+    if num_nodes(&graph)? == 0 {
+        return Err(LaunchError::NothingCaptured.into());
+    }
     let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
     Ok(Graph { graph, queue: queue.clone(), kept })
+}
+
+fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {
+    let mut num_nodes = 0;
+    // SAFETY: the graph is alive, and without room for nodes the driver only counts them.
+    unsafe { cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut num_nodes) }.result()?;
+    Ok(num_nodes)
 }
 
 /// Ends the capture whatever happens in it, so that the stream is usable again.
