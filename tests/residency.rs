@@ -53,12 +53,12 @@ fn run(layers: &[LoraLinear], step: &mut Step<'_>) -> Vec<Vec<[f32; FEATURES]>> 
     let tokens = step.num_tokens();
     let x = vec![1.0; tokens * FEATURES];
     let x = Matrix::new(&x, tokens, FEATURES).unwrap();
-    let mut layer = |layer: &LoraLinear| {
+    let layer = |layer: &LoraLinear| {
         let mut y = vec![[0.0; FEATURES]; tokens];
         layer.add_delta(step, x, MatrixMut::new(y.as_flattened_mut(), tokens, FEATURES).unwrap()).unwrap();
         y
     };
-    layers.iter().map(|each| layer(each)).collect()
+    layers.iter().map(layer).collect()
 }
 
 /// What the tokens of these slots get, in a step of their own: the same in all layers.

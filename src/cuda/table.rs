@@ -297,12 +297,8 @@ impl WeightTable {
         let batch = routing.capture_batch(num_tokens)?;
         let [exchange, planes] = workspace.kept();
         let kept = vec![Arc::clone(&self.shared) as Kept, routing.kept(), exchange, planes];
-        graph::capture(queue, || {
-            let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-            let mut step = Step::new(queue, raw, Some(kept));
-            record(&mut step)?;
-            Ok(step.into_kept())
-        })
+        let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
+        graph::capture(queue, kept, |kept| record(&mut Step::new(queue, raw, Some(kept))))
     }
 
     /// Refuses adapters that are no longer where they were loaded. Takes no lock.
