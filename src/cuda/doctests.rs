@@ -4,43 +4,32 @@
 ///
 /// ```no_run
 /// # use aril::cuda::*;
-/// # use cudarc::driver::{CudaSlice, CudaStream};
-/// # fn step(
-/// #     layer: &LoraLinear<f32>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>, weights: &WeightTable<f32>,
-/// #     batch: &RoutedBatch<'_>, workspace: &mut Workspace, stream: &CudaStream,
-/// # ) -> Result<(), LaunchError> {
-/// let x = Matrix::new(x.as_view(), 1, 8)?;
-/// let y = MatrixMut::new(y.as_view_mut(), 1, 8)?;
-/// layer.add_delta(x, y, weights, batch, workspace, stream)
+/// # use cudarc::driver::CudaSlice;
+/// # fn run(layer: &LoraLinear, step: &mut Step<'_>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>) -> Result<(), LaunchError> {
+/// layer.add_delta(step, Matrix::new(x, 1, 8)?, MatrixMut::new(y, 1, 8)?)
 /// # }
 /// ```
 ///
 /// ```compile_fail,E0308
 /// # use aril::cuda::*;
-/// # use cudarc::driver::{CudaSlice, CudaStream};
-/// # fn step(
-/// #     layer: &LoraLinear<f32>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>, weights: &WeightTable<f32>,
-/// #     batch: &RoutedBatch<'_>, workspace: &mut Workspace, stream: &CudaStream,
-/// # ) -> Result<(), LaunchError> {
-/// let x = Matrix::new(x.as_view(), 1, 8)?;
-/// let y = MatrixMut::new(y.as_view_mut(), 1, 8)?;
-/// layer.add_delta(y, x, weights, batch, workspace, stream)
+/// # use cudarc::driver::CudaSlice;
+/// # fn run(layer: &LoraLinear, step: &mut Step<'_>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>) -> Result<(), LaunchError> {
+/// layer.add_delta(step, MatrixMut::new(y, 1, 8)?, Matrix::new(x, 1, 8)?)
 /// # }
 /// ```
 struct Swapped;
 
-/// The element type is the layer's.
+/// All operands of an operation are of one element type.
 ///
 /// ```compile_fail,E0308
 /// # use aril::cuda::*;
-/// # use cudarc::driver::{CudaSlice, CudaStream};
-/// # fn step(
-/// #     layer: &LoraLinear<f32>, x: &CudaSlice<half::bf16>, y: &mut CudaSlice<f32>, weights: &WeightTable<f32>,
-/// #     batch: &RoutedBatch<'_>, workspace: &mut Workspace, stream: &CudaStream,
+/// # use cudarc::driver::CudaSlice;
+/// # fn run(
+/// #     layer: &LoraLinear, step: &mut Step<'_>, x: &CudaSlice<half::bf16>, y: &mut CudaSlice<f32>,
 /// # ) -> Result<(), LaunchError> {
-/// let x = Matrix::new(x.as_view(), 1, 8)?;
-/// let y = MatrixMut::new(y.as_view_mut(), 1, 8)?;
-/// layer.add_delta(x, y, weights, batch, workspace, stream)
+/// let x: Matrix<'_, half::bf16> = Matrix::new(x, 1, 8)?;
+/// let y: MatrixMut<'_, f32> = MatrixMut::new(y, 1, 8)?;
+/// layer.add_delta(step, x, y)
 /// # }
 /// ```
 struct OtherType;
@@ -49,11 +38,10 @@ struct OtherType;
 ///
 /// ```no_run
 /// # use aril::{cuda::*, routing::Batch};
-/// # use cudarc::driver::CudaStream;
-/// # fn step(routing: &mut Routing, first: &Batch<'_>, second: &Batch<'_>, stream: &CudaStream) -> Result<(), LaunchError> {
-/// let stale = routing.update(first, stream)?;
+/// # fn step(routing: &mut Routing, first: &Batch<'_>, second: &Batch<'_>) -> Result<(), LaunchError> {
+/// let stale = routing.update(first)?;
 /// println!("{}", stale.num_tokens());
-/// let live = routing.update(second, stream)?;
+/// let live = routing.update(second)?;
 /// println!("{}", live.num_tokens());
 /// # Ok(())
 /// # }
@@ -61,10 +49,9 @@ struct OtherType;
 ///
 /// ```compile_fail,E0499
 /// # use aril::{cuda::*, routing::Batch};
-/// # use cudarc::driver::CudaStream;
-/// # fn step(routing: &mut Routing, first: &Batch<'_>, second: &Batch<'_>, stream: &CudaStream) -> Result<(), LaunchError> {
-/// let stale = routing.update(first, stream)?;
-/// let live = routing.update(second, stream)?;
+/// # fn step(routing: &mut Routing, first: &Batch<'_>, second: &Batch<'_>) -> Result<(), LaunchError> {
+/// let stale = routing.update(first)?;
+/// let live = routing.update(second)?;
 /// println!("{}", stale.num_tokens());
 /// println!("{}", live.num_tokens());
 /// # Ok(())
@@ -72,36 +59,88 @@ struct OtherType;
 /// ```
 struct Stale;
 
+/// A workspace is of one step at a time.
+///
+/// ```no_run
+/// # use aril::cuda::*;
+/// # fn steps(weights: &WeightTable, batch: &RoutedBatch<'_>, workspace: &mut Workspace) -> Result<(), LaunchError> {
+/// let first = weights.step(batch, workspace)?;
+/// println!("{}", first.num_tokens());
+/// let second = weights.step(batch, workspace)?;
+/// println!("{}", second.num_tokens());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// ```compile_fail,E0499
+/// # use aril::cuda::*;
+/// # fn steps(weights: &WeightTable, batch: &RoutedBatch<'_>, workspace: &mut Workspace) -> Result<(), LaunchError> {
+/// let first = weights.step(batch, workspace)?;
+/// let second = weights.step(batch, workspace)?;
+/// println!("{} {}", first.num_tokens(), second.num_tokens());
+/// # Ok(())
+/// # }
+/// ```
+struct SharedWorkspace;
+
+/// A captured step does not outlive its capture.
+///
+/// ```no_run
+/// # use aril::cuda::*;
+/// # fn capture(weights: &WeightTable, routing: &Routing, workspace: &mut Workspace) -> Result<Graph, LaunchError> {
+/// let mut tokens = 0;
+/// weights.capture(routing, 8, workspace, |step| {
+///     tokens = step.num_tokens();
+///     Ok(())
+/// })
+/// # }
+/// ```
+///
+/// ```compile_fail,E0521
+/// # use aril::cuda::*;
+/// # fn capture(weights: &WeightTable, routing: &Routing, workspace: &mut Workspace) -> Result<Graph, LaunchError> {
+/// let mut kept = None;
+/// weights.capture(routing, 8, workspace, |step| {
+///     kept = Some(step);
+///     Ok(())
+/// })
+/// # }
+/// ```
+struct KeptStep;
+
 /// A launch on addresses is the caller's word that they are good.
 ///
 /// ```no_run
 /// # use aril::cuda::{LaunchError, raw::*};
-/// # fn step(
-/// #     layer: &LoraLinear, x: MatrixRef, y: MatrixMut, weights: LayerWeights, batch: RoutedBatch,
-/// #     workspace: Workspace, stream: Stream,
-/// # ) -> Result<(), LaunchError> {
-/// unsafe { layer.add_delta(x, y, weights, batch, workspace, stream) }
+/// # fn run(layer: &LoraLinear, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+/// unsafe { layer.add_delta(step, x, y) }
 /// # }
 /// ```
 ///
 /// ```compile_fail,E0133
 /// # use aril::cuda::{LaunchError, raw::*};
-/// # fn step(
-/// #     layer: &LoraLinear, x: MatrixRef, y: MatrixMut, weights: LayerWeights, batch: RoutedBatch,
-/// #     workspace: Workspace, stream: Stream,
-/// # ) -> Result<(), LaunchError> {
-/// layer.add_delta(x, y, weights, batch, workspace, stream)
+/// # fn run(layer: &LoraLinear, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+/// layer.add_delta(step, x, y)
 /// # }
 /// ```
 struct RawWithoutUnsafe;
 
-/// A table is changed by one thread at a time.
+/// Many threads load into a table, but what was filled is committed once.
 ///
-/// ```compile_fail,E0596
-/// # use aril::{Slot, cuda::*, adapter::SlotImage};
-/// # use cudarc::driver::CudaStream;
-/// # fn swap(weights: &WeightTable<f32>, image: &SlotImage<'_>, stream: &CudaStream) -> Result<(), LaunchError> {
-/// weights.load(Slot::new(0), image, stream)
+/// ```no_run
+/// # use aril::{Slot, cuda::*, error::LoadError};
+/// # fn commit(weights: &WeightTable, filled: Filled) -> Result<(), LoadError> {
+/// weights.commit(Slot::new(0), filled)?;
+/// # Ok(())
 /// # }
 /// ```
-struct SharedTable;
+///
+/// ```compile_fail,E0382
+/// # use aril::{Slot, cuda::*, error::LoadError};
+/// # fn commit(weights: &WeightTable, filled: Filled) -> Result<(), LoadError> {
+/// weights.commit(Slot::new(0), filled)?;
+/// weights.commit(Slot::new(1), filled)?;
+/// # Ok(())
+/// # }
+/// ```
+struct CommittedTwice;

@@ -2,7 +2,7 @@
 
 use aril::{
     Slot,
-    cuda::{Alignment, LaunchError, Routing, TopK, raw},
+    cuda::{self, Alignment, LaunchError, Routing, TopK, raw},
     error::OperandError,
     plan::{AlignCapacity, Capacity, MAX_SLOTS, RouteCapacity},
     routing::Batch,
@@ -42,18 +42,15 @@ fn check(found: &Found, case: &Case) -> Result<(), TestCaseError> {
 /// Room for all of them, one after the other.
 fn capacity(steps: &[Case]) -> AlignCapacity {
     let most = |f: fn(&Case) -> usize| steps.iter().map(f).max().unwrap();
-    let routes = RouteCapacity {
-        max_tokens: most(Case::num_tokens).max(1),
-        top_k: most(|case| case.top_k),
-        ..steps[0].capacity().routes
-    };
-    AlignCapacity { routes, ..steps[0].capacity() }
+    let first = steps[0].capacity();
+    let routes = RouteCapacity::tokens(most(Case::num_tokens).max(1)).top_k(most(|case| case.top_k));
+    AlignCapacity::new(routes.experts(first.routes.num_experts), first.num_slots, first.block_size)
 }
 
 /// More slots than the alignment has, so that some are none of its.
 fn batches(capacity: AlignCapacity) -> Capacity {
     let num_slots = (capacity.num_slots + 3).min(MAX_SLOTS);
-    Capacity { max_tokens: capacity.routes.max_tokens, num_slots, max_rank: 1 }
+    Capacity::tokens(capacity.routes.max_tokens).slots(num_slots).rank(1)
 }
 
 /// The raw door, in memory with a guard behind it.
@@ -97,7 +94,7 @@ impl<'a> Raw<'a> {
         let top_k = raw::TopK::new(ids.address(), top_k).rows(rows.as_ref().map_or(0, Buffer::address));
         let batch = self.routing.capture_batch(num_tokens).unwrap();
         // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
-        unsafe { self.alignment.align(top_k, batch, self.gpu.raw_stream()) }.unwrap()
+        unsafe { self.alignment.align(batch, top_k, self.gpu.raw_stream()) }.unwrap()
     }
 
     fn read(&self, routes: raw::AlignedRoutes) -> Found {
@@ -130,18 +127,18 @@ fn read(gpu: &Gpu, view: &CudaView<'_, i32>) -> Vec<i32> {
 }
 
 fn run_through_the_safe_door(gpu: &Gpu, steps: &[Case]) -> Result<(), TestCaseError> {
-    let (kernels, stream) = (&gpu.kernels, &gpu.stream);
-    let mut routing = Routing::new(kernels, batches(capacity(steps)), steps.len(), stream).unwrap();
-    let mut alignment = Alignment::new(kernels, capacity(steps), stream).unwrap();
+    let queue = &gpu.queue;
+    let mut routing = Routing::new(queue, batches(capacity(steps)), steps.len()).unwrap();
+    let mut alignment = Alignment::new(queue, capacity(steps)).unwrap();
     for case in steps {
         let slots = case.slots();
-        let batch = routing.update(&Batch::new(&slots), stream).unwrap();
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
         let (ids, rows) = (gpu.upload(&case.ids), case.rows.as_ref().map(|rows| gpu.upload(rows)));
         let mut top_k = TopK::new(ids.view(), case.top_k).unwrap();
         if let Some(rows) = &rows {
             top_k = top_k.with_rows(rows.view()).unwrap();
         }
-        let routes = alignment.update(&top_k, &batch, stream).unwrap();
+        let routes = alignment.update(&batch, &top_k).unwrap();
         let found = Found {
             routes: read(gpu, &routes.routes()),
             block_experts: read(gpu, &routes.block_experts()),
@@ -248,19 +245,18 @@ fn the_most_experts_slots_and_many_routes() {
 #[ignore = "needs a GPU"]
 fn what_there_is_no_room_for_is_refused() {
     let gpu = Gpu::new();
-    let (kernels, stream) = (&gpu.kernels, &gpu.stream);
-    let routes = RouteCapacity { max_tokens: 4, top_k: 2, num_experts: 3 };
-    let capacity = AlignCapacity { routes, num_slots: 2, block_size: 4 };
-    let mut routing = Routing::new(kernels, Capacity { max_tokens: 5, num_slots: 2, max_rank: 1 }, 1, stream).unwrap();
-    let mut alignment = Alignment::new(kernels, capacity, stream).unwrap();
+    let (kernels, queue) = (&gpu.kernels, &gpu.queue);
+    let routes = RouteCapacity::tokens(4).top_k(2).experts(3);
+    let capacity = AlignCapacity::new(routes, 2, 4);
+    let mut routing = Routing::new(queue, Capacity::tokens(5).slots(2).rank(1), 1).unwrap();
+    let mut alignment = Alignment::new(queue, capacity).unwrap();
     let ids = gpu.upload(&[0_i32; 15]);
     let mut update = |num_tokens: usize, num_ids: usize, top_k: usize| {
         gpu.synchronize();
         let slots = vec![Slot::new(0); num_tokens];
-        let batch = routing.update(&Batch::new(&slots), stream).unwrap();
-        let ids = ids.view::<i32>();
-        let top_k = TopK::new(ids.slice(..num_ids), top_k).unwrap();
-        alignment.update(&top_k, &batch, stream).map(|routes| read(&gpu, &routes.num_padded())[0])
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
+        let top_k = TopK::new(ids.view::<i32>().slice(..num_ids), top_k).unwrap();
+        alignment.update(&batch, &top_k).map(|routes| read(&gpu, &routes.num_padded())[0])
     };
     assert_eq!(update(4, 8, 2).unwrap(), 8);
     let error = update(4, 6, 2).unwrap_err();
@@ -275,11 +271,16 @@ fn what_there_is_no_room_for_is_refused() {
         // SAFETY: the memory is zero and outlives what is refused.
         assert!(unsafe { raw::Alignment::new(kernels, capacity, region) }.is_err());
     }
-    let other = Gpu::new().stream;
+    let other = Gpu::new();
     let slots = [Slot::new(0)];
+    let mut other_routing = Routing::new(&other.queue, Capacity::tokens(1).slots(2).rank(1), 1).unwrap();
+    let other_batch = other_routing.update(&Batch::new(&slots)).unwrap();
+    let top_k = TopK::new(ids.view::<i32>().slice(..2), 2).unwrap();
+    let error = alignment.update(&other_batch, &top_k).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the batch" }), "{error}");
+    let other_ids = cuda::Buffer::zeros(&other.queue, 2).unwrap();
     gpu.synchronize();
-    let batch = routing.update(&Batch::new(&slots), stream).unwrap();
-    let top_k = TopK::new(ids.view(), 15).unwrap();
-    let error = alignment.update(&top_k, &batch, &other).unwrap_err();
-    assert!(matches!(error, LaunchError::WrongStream { operand: "the alignment" }), "{error}");
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
+    let error = alignment.update(&batch, &TopK::new(&other_ids, 2).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "ids" }), "{error}");
 }

@@ -14,7 +14,7 @@ use aril::{
     DType, Slot,
     adapter::Adapter,
     cuda::{WeightTable, Workspace, raw},
-    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
 };
 use cudarc::{
@@ -30,7 +30,7 @@ use crate::{
 };
 
 /// The last slot stays empty.
-const CAPACITY: Capacity = Capacity { max_tokens: 2048, num_slots: 8, max_rank: 128 };
+const CAPACITY: Capacity = Capacity::tokens(2048).slots(8).rank(128);
 
 /// Input features and slices of each layer: the second's rows are not aligned.
 const LAYERS: [(usize, &[usize]); 2] = [(2048, &[1024, 256, 128]), (1100, &[300])];
@@ -38,24 +38,25 @@ const LAYERS: [(usize, &[usize]); 2] = [(2048, &[1024, 256, 128]), (1100, &[300]
 /// Layers whose adapters are in one table.
 struct Layers {
     gpu: Gpu,
-    model: ModelSpec,
+    model: Model,
     ids: [LinearId; LAYERS.len()],
-    weights: WeightTable<bf16>,
+    weights: WeightTable,
 }
 
 impl Layers {
     fn new() -> Self {
         let gpu = Gpu::new();
         let mut rng = StdRng::seed_from_u64(5);
-        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let mut spec = ModelSpec::new();
         let path = |layer: usize, slice: usize| format!("layers.{layer}.m{slice}");
         let ids = [0, 1].map(|layer| {
             let (in_features, slices) = LAYERS[layer];
             let linear = Linear::new("", Parallel::Replicated, in_features);
             let slices = slices.iter().enumerate();
-            model.linear(slices.fold(linear, |linear, (i, out)| linear.slice(path(layer, i), *out))).unwrap()
+            spec.linear(slices.fold(linear, |linear, (i, out)| linear.slice(path(layer, i), *out))).unwrap()
         });
-        let mut weights = WeightTable::new(&gpu.kernels, &model, CAPACITY, 64 << 20, &gpu.stream).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let weights = WeightTable::new(&gpu.queue, &model, DType::BF16, CAPACITY, 64 << 20).unwrap();
         for (slot, rank) in [16, 1, 128, 64, 8, 33, 100].into_iter().enumerate() {
             let mut modules = Vec::new();
             for (layer, (in_features, slices)) in LAYERS.into_iter().enumerate() {
@@ -67,7 +68,7 @@ impl Layers {
             }
             let (config, tensors) = parts(16.0, &modules);
             let adapter = Adapter::from_tensors(&config, tensors).unwrap();
-            weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap(), &gpu.stream).unwrap();
+            weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
         }
         gpu.synchronize();
         Self { gpu, model, ids, weights }
@@ -81,7 +82,7 @@ const LAUNCHES: usize = 3;
 struct Steps<'a> {
     gpu: &'a Gpu,
     layer: raw::LoraLinear,
-    weights: raw::LayerWeights,
+    table: raw::Table,
     routing: raw::Routing,
     _routing_memory: Buffer,
     /// The tokens of each batch.
@@ -114,7 +115,7 @@ impl<'a> Steps<'a> {
         let steps = Self {
             gpu,
             layer: raw::LoraLinear::new(&gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap(),
-            weights: layers.weights.layer(layers.model[id].first_entry()),
+            table: layers.weights.raw(),
             // SAFETY: the memory lives as long as the routing and is used on one stream.
             routing: unsafe { raw::Routing::new(&gpu.kernels, CAPACITY, 1, routing_memory.region()) }.unwrap(),
             _routing_memory: routing_memory,
@@ -136,7 +137,7 @@ impl<'a> Steps<'a> {
             let layer = raw::LoraLinear::new(&self.gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap();
             layer.plan().workspace_bytes()
         });
-        Workspace::new(&self.gpu.kernels, bytes[0].max(bytes[1]), &self.gpu.stream).unwrap()
+        Workspace::with_bytes(&self.gpu.queue, bytes[0].max(bytes[1])).unwrap()
     }
 
     fn tokens_before(&self, step: usize) -> usize {
@@ -151,25 +152,26 @@ impl<'a> Steps<'a> {
     }
 
     fn launch(&self, step: usize, launch: usize, batch: raw::RoutedBatch, workspace: raw::Workspace) {
-        let (tokens, stream) = (self.tokens[step], self.gpu.raw_stream());
+        let tokens = self.tokens[step];
         let row = LAUNCHES * self.tokens_before(step) + launch * tokens;
         let y = self.y.address() + (row * self.out_features * size_of::<bf16>()) as u64;
         let x = raw::MatrixRef::new::<bf16>(self.x.address(), tokens, self.in_features);
         let y = raw::MatrixMut::new::<bf16>(y, tokens, self.out_features);
+        let step = raw::Step::new(self.table, batch, workspace, self.gpu.raw_stream());
         if launch + 1 < LAUNCHES {
             // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
-            unsafe { self.layer.add_delta(x, y, self.weights, batch, workspace, stream) }.unwrap();
+            unsafe { self.layer.add_delta(&step, x, y) }.unwrap();
         } else {
             // SAFETY: as above.
-            unsafe { self.layer.shrink(x, self.weights, batch, workspace, stream) }.unwrap();
+            unsafe { self.layer.shrink(&step, x) }.unwrap();
             // SAFETY: as above.
-            unsafe { self.layer.expand(y, self.weights, batch, workspace, stream) }.unwrap();
+            unsafe { self.layer.expand(&step, y) }.unwrap();
         }
     }
 
     fn enqueue(&mut self, step: usize, workspace: &Workspace) {
         let batch = self.route(step);
-        (0..LAUNCHES).for_each(|launch| self.launch(step, launch, batch, workspace.region()));
+        (0..LAUNCHES).for_each(|launch| self.launch(step, launch, batch, workspace.raw()));
     }
 
     /// What y is after every launch was made `times`, each with the device and a workspace to itself.
@@ -178,7 +180,7 @@ impl<'a> Steps<'a> {
             for step in 0..self.tokens.len() {
                 for launch in 0..LAUNCHES {
                     let (batch, workspace) = (self.route(step), self.workspace(layers));
-                    self.launch(step, launch, batch, workspace.region());
+                    self.launch(step, launch, batch, workspace.raw());
                     self.gpu.synchronize();
                 }
             }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aril::cuda::{Kernels, raw::DeviceRegion, raw::Stream};
+use aril::cuda::{Kernels, Queue, raw::DeviceRegion, raw::Stream};
 use bytemuck::Pod;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, sys};
 
@@ -10,6 +10,7 @@ pub struct Gpu {
     pub context: Arc<CudaContext>,
     pub stream: Arc<CudaStream>,
     pub kernels: Kernels,
+    pub queue: Queue,
 }
 
 impl Gpu {
@@ -26,7 +27,8 @@ impl Gpu {
         // SAFETY: just made in this context, and never destroyed.
         let stream = unsafe { context.wrap_borrowed_stream(raw) };
         let kernels = Kernels::load_into(&context).unwrap();
-        Self { context, stream, kernels }
+        let queue = Queue::new(&kernels, &stream).unwrap();
+        Self { context, stream, kernels, queue }
     }
 
     pub fn raw_stream(&self) -> Stream {

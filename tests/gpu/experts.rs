@@ -8,16 +8,16 @@ use aril::{
     adapter::{Adapter, Tensor},
     cpu,
     cuda::{
-        GroupedRoutes, Grouping, LaunchError, LoraExperts, Matrix, MatrixMut, Routing, TopK, WeightTable, Workspace,
-        raw,
+        GroupedRoutes, Grouping, LaunchError, LoraExperts, Matrix, MatrixMut, Routing, Step, TopK, WeightTable,
+        Workspace, raw,
     },
     error::OperandError,
-    model::{Activation, Experts, ExpertsSite, Halves, ModelSpec, TpRank},
+    model::{Activation, Experts, Halves, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
     reference,
     routing::{Batch, TopK as HostTopK},
 };
-use cudarc::driver::{CudaStream, CudaView, CudaViewMut};
+use cudarc::driver::{CudaView, CudaViewMut};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -71,16 +71,8 @@ struct Raw<'a> {
     captured: bool,
 }
 
-fn capacity<T>(case: &Case, world: &World<T>) -> Capacity {
-    Capacity {
-        max_tokens: case.num_tokens().max(1),
-        num_slots: world.num_slots.max(1),
-        max_rank: world.max_rank.max(1),
-    }
-}
-
 fn route_capacity(case: &Case) -> RouteCapacity {
-    RouteCapacity { max_tokens: case.num_tokens().max(1), top_k: case.top_k, num_experts: case.shape.held.len() }
+    RouteCapacity::tokens(case.num_tokens().max(1)).top_k(case.top_k).experts(case.shape.held.len())
 }
 
 fn factor(case: &Case) -> f32 {
@@ -89,15 +81,15 @@ fn factor(case: &Case) -> f32 {
 
 impl Subject for Safe<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        let Gpu { stream, kernels, .. } = self.gpu;
-        let (model, capacity) = (&world.model, capacity(case, world));
-        let mut weights = WeightTable::<T>::new(kernels, model, capacity, 1 << 26, stream).unwrap();
+        let queue = &self.gpu.queue;
+        let (model, capacity) = (&world.model, world.capacity(case));
+        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 26).unwrap();
         for (slot, adapter) in world.adapters.iter().enumerate() {
-            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap(), stream).unwrap();
+            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
         }
-        let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
-        let batch = routing.update(&world.batch(), stream).unwrap();
-        let mut grouping = Grouping::new(kernels, route_capacity(case), stream).unwrap();
+        let mut routing = Routing::new(queue, capacity, 1).unwrap();
+        let batch = routing.update(&world.batch()).unwrap();
+        let mut grouping = Grouping::new(queue, route_capacity(case)).unwrap();
         let [ids, rows] = [Some(&case.ids), case.rows.as_ref()].map(|values| values.map(|v| self.gpu.upload(v)));
         let router = world.weights.as_ref().map(|weights| self.gpu.upload(weights));
         let mut top_k = TopK::new(ids.as_ref().unwrap().view(), case.top_k).unwrap();
@@ -112,16 +104,17 @@ impl Subject for Safe<'_> {
             Weighed::Rows => top_k.on_rows(),
             Weighed::Combine => top_k,
         };
-        let routes = grouping.update(top_k.scaled(factor(case)), &batch, stream).unwrap();
 
         let [x, y] = [&world.x, &world.y].map(|values| self.gpu.upload(values));
         let mut written = self.gpu.upload(world.target(case));
         let (x_view, y_view, mut target_view) = (x.view::<T>(), y.view::<T>(), written.view_mut::<T>());
         let x = matrix(&x_view, case.x());
         let (y, target) = (matrix(&y_view, case.y()), matrix_mut(&mut target_view, case.target()));
-        let layer = LoraExperts::<T>::new(kernels, model, world.id, capacity, case.top_k).unwrap();
-        let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
-        launch(&layer, case.op, [x, y], target, &routes, &weights, &mut workspace, stream).unwrap();
+        let layer = LoraExperts::new(&weights, world.id).unwrap();
+        let mut workspace = Workspace::new(&weights).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let mut routes = grouping.update(&mut step, top_k.scaled(factor(case))).unwrap();
+        launch(&layer, case.op, &mut step, &mut routes, [x, y], target).unwrap();
         written.read()
     }
 }
@@ -135,25 +128,22 @@ fn matrix_mut<'a, T: Element>(buffer: &'a mut CudaViewMut<'_, T>, place: Place) 
 }
 
 /// An operation on `x` and, if it reads and does not write that, `y`.
-#[expect(clippy::too_many_arguments, reason = "what every operation takes, and which it is")]
 pub fn launch<T: Element>(
-    layer: &LoraExperts<T>,
+    layer: &LoraExperts,
     op: Op,
+    step: &mut Step<'_>,
+    routes: &mut GroupedRoutes<'_>,
     [x, y]: [Matrix<'_, T>; 2],
     target: MatrixMut<'_, T>,
-    routes: &GroupedRoutes<'_>,
-    weights: &WeightTable<T>,
-    workspace: &mut Workspace,
-    stream: &CudaStream,
 ) -> Result<(), LaunchError> {
     match op {
-        Op::AddGateUp => layer.add_gate_up_delta(x, target, routes, weights, workspace, stream),
-        Op::WriteGateUp => layer.write_gate_up_delta(x, target, routes, weights, workspace, stream),
-        Op::Activate(act) => layer.activate(x, y, target, act.activation(), routes, weights, workspace, stream),
-        Op::AddDown => layer.add_down_delta(x, target, routes, weights, workspace, stream),
-        Op::WriteDown => layer.write_down_delta(x, target, routes, weights, workspace, stream),
-        Op::AddCombined => layer.add_combined_delta(x, target, routes, weights, workspace, stream),
-        Op::Combine => layer.combine(x, y, target, routes, weights, workspace, stream),
+        Op::AddGateUp => layer.add_gate_up_delta(step, routes, x, target),
+        Op::WriteGateUp => layer.write_gate_up_delta(step, routes, x, target),
+        Op::Activate(act) => layer.activate(step, routes, x, y, target, act.activation()),
+        Op::AddDown => layer.add_down_delta(step, routes, x, target),
+        Op::WriteDown => layer.write_down_delta(step, routes, x, target),
+        Op::AddCombined => layer.add_combined_delta(step, routes, x, target),
+        Op::Combine => layer.combine(step, routes, x, y, target),
     }
 }
 
@@ -167,11 +157,6 @@ fn raw_top_k(case: &Case, ids: &Buffer, router: Option<&Buffer>, rows: Option<&B
         Weighed::Rows => top_k.on_rows(),
         Weighed::Combine => top_k,
     }
-}
-
-/// Where the descriptors that an operation goes by begin.
-pub fn first_entry(site: &ExpertsSite, op: Op) -> usize {
-    if op.is_before_activation() { site.gate_up() } else { site.down() }.shared_entry()
 }
 
 /// An operation at the raw door, and what it is on, as for [`launch`].
@@ -196,32 +181,23 @@ impl Operands {
         Self { op, x, y, target }
     }
 
-    pub fn launch(
-        self,
-        layer: &raw::LoraExperts,
-        weights: raw::LayerWeights,
-        routes: &raw::GroupedRoutes,
-        region: raw::Workspace,
-        stream: raw::Stream,
-    ) {
+    pub fn launch(self, layer: &raw::LoraExperts, step: &raw::Step, routes: &mut raw::GroupedRoutes) {
         let Self { op, x, y, target } = self;
         let launched = match op {
             // SAFETY: all operands are a test's own, and alive until the stream is synchronized.
-            Op::AddGateUp => unsafe { layer.add_gate_up_delta(x, target, weights, routes, region, stream) },
+            Op::AddGateUp => unsafe { layer.add_gate_up_delta(step, routes, x, target) },
             // SAFETY: as above.
-            Op::WriteGateUp => unsafe { layer.write_gate_up_delta(x, target, weights, routes, region, stream) },
+            Op::WriteGateUp => unsafe { layer.write_gate_up_delta(step, routes, x, target) },
             // SAFETY: as above.
-            Op::Activate(act) => unsafe {
-                layer.activate(x, y, target, act.activation(), weights, routes, region, stream)
-            },
+            Op::Activate(act) => unsafe { layer.activate(step, routes, x, y, target, act.activation()) },
             // SAFETY: as above.
-            Op::AddDown => unsafe { layer.add_down_delta(x, target, weights, routes, region, stream) },
+            Op::AddDown => unsafe { layer.add_down_delta(step, routes, x, target) },
             // SAFETY: as above.
-            Op::WriteDown => unsafe { layer.write_down_delta(x, target, weights, routes, region, stream) },
+            Op::WriteDown => unsafe { layer.write_down_delta(step, routes, x, target) },
             // SAFETY: as above.
-            Op::AddCombined => unsafe { layer.add_combined_delta(x, target, weights, routes, region, stream) },
+            Op::AddCombined => unsafe { layer.add_combined_delta(step, routes, x, target) },
             // SAFETY: as above.
-            Op::Combine => unsafe { layer.combine(x, y, target, weights, routes, region, stream) },
+            Op::Combine => unsafe { layer.combine(step, routes, x, y, target) },
         };
         launched.unwrap();
     }
@@ -232,8 +208,8 @@ impl Subject for Raw<'_> {
         let (gpu, stream, model) = (self.gpu, self.gpu.raw_stream(), &world.model);
         let padded = if case.rows.is_some() { 0 } else { self.padded_tokens };
         let tokens = case.num_tokens() + padded;
-        let capacity = Capacity { max_tokens: tokens.max(1), ..capacity(case, world) };
-        let route_capacity = RouteCapacity { max_tokens: tokens.max(1), ..route_capacity(case) };
+        let capacity = Capacity::tokens(tokens.max(1)).slots(world.num_slots.max(1)).rank(world.max_rank);
+        let route_capacity = RouteCapacity::tokens(tokens.max(1)).top_k(case.top_k).experts(case.shape.held.len());
         let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
@@ -264,7 +240,7 @@ impl Subject for Raw<'_> {
             }
             blocks.push(block);
         }
-        let table = gpu.upload(&table);
+        let descriptors = gpu.upload(&table);
         // Padded rows are rows like any other, but hold NaN and must stay as they are.
         let of_tokens = |rows: usize| rows + padded;
         let of_routes = |rows: usize| rows + padded * case.top_k;
@@ -291,20 +267,19 @@ impl Subject for Raw<'_> {
         let router = router.map(|weights| gpu.upload(&[&weights[..], &vec![1.0; padded * case.top_k]].concat()));
         let top_k = raw_top_k(case, &ids, router.as_ref(), rows.as_ref());
         let operands = Operands::new::<T>(case.op, (&x, x_at), (&y, y_at), (&target, target_at));
-        let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity, case.top_k).unwrap();
+        let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
         // Of the exchange only the header is what it must be: tags of no launch are as good as none.
         let bytes = layer.plan().workspace_bytes();
         let mut exchange = vec![0xff_u8; bytes.exchange];
         exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
         let [exchange, planes] = [gpu.upload(&exchange), gpu.poisoned(bytes.planes)];
         let region = raw::Workspace { exchange: exchange.region(), planes: planes.region() };
-        let first_entry = first_entry(&model[world.id], case.op);
-        let weights =
-            raw::LayerWeights::new(table.address(), capacity.num_slots, num_entries, first_entry, capacity.max_rank);
+        let table = raw::Table::new(model, T::DTYPE, descriptors.address(), capacity.num_slots, capacity.max_rank);
+        let step = raw::Step::new(table, batch, region, stream);
         let launch = || {
             // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
-            let routes = unsafe { grouping.group(top_k, batch, stream) }.unwrap();
-            operands.launch(&layer, weights, &routes, region, stream);
+            let mut routes = unsafe { grouping.group(batch, top_k, stream) }.unwrap();
+            operands.launch(&layer, &step, &mut routes);
         };
         // Every token has the first slot and the first expert, until the step is that of the case.
         let mut begin_step = || {
@@ -525,27 +500,29 @@ fn tokens_of_many_experts_agree_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn operands_that_do_not_fit_are_refused() {
     let gpu = Gpu::new();
-    let Gpu { stream, kernels, .. } = &gpu;
+    let queue = &gpu.queue;
     let model = |num_experts| {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
-        let id = model.experts(Experts::new("m", num_experts, 2, 2)).unwrap();
-        (model, id)
+        let mut spec = ModelSpec::new();
+        let id = spec.experts(Experts::new("m", num_experts, 2, 2).top_k(2)).unwrap();
+        (spec.shard(TpRank::SINGLE).unwrap(), id)
     };
     let ((model, id), (other_model, _)) = (model(2), model(3));
-    let capacity = Capacity { max_tokens: 3, num_slots: 1, max_rank: 1 };
-    let table = |model| WeightTable::<f32>::new(kernels, model, capacity, 1 << 12, stream).unwrap();
-    let (weights, other) = (table(&model), table(&other_model));
-    let layer = LoraExperts::<f32>::new(kernels, &model, id, capacity, 2).unwrap();
-    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::BASE; 3]), stream).unwrap();
+    let capacity = Capacity::tokens(3).slots(1).rank(1);
+    let table = |model, dtype| WeightTable::new(queue, model, dtype, capacity, 1 << 12).unwrap();
+    let (weights, other) = (table(&model, DType::F32), table(&other_model, DType::F32));
+    let of_other_type = table(&model, DType::BF16);
+    let layer = LoraExperts::new(&weights, id).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let mut routing = Routing::new(queue, capacity, 1).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE; 3])).unwrap();
     let (ids, ones) = (gpu.upload(&[0_i32; 6]), gpu.upload(&[1.0_f32; 64]));
-    let capacity = RouteCapacity { max_tokens: 3, top_k: 2, num_experts: 2 };
-    let mut grouping = Grouping::new(kernels, capacity, stream).unwrap();
+    let capacity = RouteCapacity::tokens(3).top_k(2).experts(2);
+    let mut grouping = Grouping::new(queue, capacity).unwrap();
     let too_few = TopK::new(ids.view::<i32>().slice(..4), 2).unwrap();
-    let error = grouping.update(too_few, &batch, stream).unwrap_err();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let error = grouping.update(&mut step, too_few).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::Tokens { got: 2, want: 3 })), "{error}");
-    let routes = grouping.update(TopK::new(ids.view(), 2).unwrap(), &batch, stream).unwrap();
+    let mut routes = grouping.update(&mut step, TopK::new(ids.view(), 2).unwrap()).unwrap();
 
     let operations = [
         (Op::AddGateUp, [3, 2], None, [6, 4]),
@@ -557,12 +534,13 @@ fn operands_that_do_not_fit_are_refused() {
         (Op::Combine, [6, 2], Some([6, 2]), [3, 2]),
     ];
     for (op, x, y, target) in operations {
-        let mut run = |[x, y, target]: [[usize; 2]; 3], weights| {
+        let mut run = |[x, y, target]: [[usize; 2]; 3], weights: &WeightTable| {
             let mut buffer = gpu.upload(&[7.0_f32; 64]);
-            let inputs = [x, y].map(|[rows, cols]| Matrix::new(ones.view(), rows, cols).unwrap());
-            let mut view = buffer.view_mut();
+            let inputs = [x, y].map(|[rows, cols]| Matrix::new(ones.view::<f32>(), rows, cols).unwrap());
+            let mut view = buffer.view_mut::<f32>();
             let target = MatrixMut::new(view.slice_mut(..), target[0], target[1]).unwrap();
-            let result = launch(&layer, op, inputs, target, &routes, weights, &mut workspace, stream);
+            let mut step = weights.step(&batch, &mut workspace).unwrap();
+            let result = launch(&layer, op, &mut step, &mut routes, inputs, target);
             // What adds leaves rows of the base alone.
             let writes = op.has_out() || op.adding() != op;
             assert_eq!(result.is_ok() && writes, buffer.read::<f32>() != [7.0; 64], "{op:?}");
@@ -575,6 +553,8 @@ fn operands_that_do_not_fit_are_refused() {
         let fitting = [x, y.unwrap_or([0, 0]), target];
         assert_eq!(run(fitting, &weights), Ok(()));
         assert_eq!(run(fitting, &other), Err(OperandError::Model));
+        let of_type = |operand, got| OperandError::DType { operand, got, want: DType::F32 };
+        assert_eq!(run(fitting, &of_other_type), Err(of_type("weights", DType::BF16)));
         for (operand, [want_rows, want_cols]) in fitting.into_iter().enumerate() {
             let name = ["x", "y", if y.is_some() { "out" } else { "y" }][operand];
             if operand == 1 && y.is_none() {
@@ -594,23 +574,25 @@ fn operands_that_do_not_fit_are_refused() {
 #[ignore = "needs a GPU"]
 fn an_activation_that_needs_a_gate_is_refused_without() {
     let gpu = Gpu::new();
-    let Gpu { stream, kernels, .. } = &gpu;
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("m", 1, 2, 2).ungated()).unwrap();
-    let capacity = Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 };
-    let weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 12, stream).unwrap();
-    let layer = LoraExperts::<f32>::new(kernels, &model, id, capacity, 1).unwrap();
-    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::BASE]), stream).unwrap();
-    let route_capacity = RouteCapacity { max_tokens: 1, top_k: 1, num_experts: 1 };
-    let mut grouping = Grouping::new(kernels, route_capacity, stream).unwrap();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(Experts::new("m", 1, 2, 2).ungated().top_k(1)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(1).slots(1).rank(1);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
+    let layer = LoraExperts::new(&weights, id).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let mut routing = Routing::new(queue, capacity, 1).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE])).unwrap();
+    let route_capacity = RouteCapacity::tokens(1).top_k(1).experts(1);
+    let mut grouping = Grouping::new(queue, route_capacity).unwrap();
     let (ids, x, mut out) = (gpu.upload(&[0_i32]), gpu.upload(&[1.0_f32; 2]), gpu.upload(&[7.0_f32; 2]));
-    let routes = grouping.update(TopK::new(ids.view(), 1).unwrap(), &batch, stream).unwrap();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let mut routes = grouping.update(&mut step, TopK::new(ids.view(), 1).unwrap()).unwrap();
     let mut activate = |activation| {
-        let [x, y] = [0, 1].map(|_| Matrix::new(x.view(), 1, 2).unwrap());
+        let [x, y] = [0, 1].map(|_| Matrix::new(x.view::<f32>(), 1, 2).unwrap());
         let out = MatrixMut::new(out.view_mut(), 1, 2).unwrap();
-        layer.activate(x, y, out, activation, &routes, &weights, &mut workspace, stream)
+        layer.activate(&mut step, &mut routes, x, y, out, activation)
     };
     let error = activate(Activation::GPT_OSS).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::Activation { .. })), "{error}");
@@ -692,16 +674,17 @@ fn a_tokens_bits_do_not_depend_on_the_slots() {
 #[ignore = "needs a GPU"]
 fn activations_are_those_of_the_reference() {
     fn run<T: Element>(gpu: &Gpu, tokens: usize) {
-        let Gpu { stream, kernels, .. } = gpu;
+        let queue = &gpu.queue;
         let of = |values: &[f32]| values.iter().map(|&value| T::from_f32(value)).collect::<Vec<_>>();
         let gates: Vec<f32> = (-500..=500_i16)
             .map(|step| f32::from(step) / 16.0)
             .chain([-1e4, -100.0, 100.0, 1e4, f32::INFINITY, f32::NEG_INFINITY])
             .collect();
         let (gates, inter) = (of(&gates), gates.len());
-        let mut model = ModelSpec::new(TpRank::SINGLE);
-        let gated = model.experts(Experts::new("m", 1, 1, inter)).unwrap();
-        let ungated = model.experts(Experts::new("n", 1, 1, inter).ungated()).unwrap();
+        let mut spec = ModelSpec::new();
+        let gated = spec.experts(Experts::new("m", 1, 1, inter).top_k(1)).unwrap();
+        let ungated = spec.experts(Experts::new("n", 1, 1, inter).ungated().top_k(1)).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
         let nothing = ["m.0.gate_proj", "m.0.up_proj", "n.0.up_proj"].into_iter().flat_map(|path| {
             [("A", [1, 1]), ("B", [inter, 1])].map(|(side, shape)| {
                 let zeros = vec![0; shape[0] * size_of::<f32>()];
@@ -709,27 +692,28 @@ fn activations_are_those_of_the_reference() {
             })
         });
         let nothing = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, nothing).unwrap();
-        let capacity = Capacity { max_tokens: tokens, num_slots: 1, max_rank: 1 };
-        let mut weights = WeightTable::<T>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
-        weights.load(Slot::new(0), &nothing.plan(&model, T::DTYPE).unwrap(), stream).unwrap();
-        let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+        let capacity = Capacity::tokens(tokens).slots(1).rank(1);
+        let weights = WeightTable::new(queue, &model, T::DTYPE, capacity, 1 << 20).unwrap();
+        weights.load(Slot::new(0), &nothing.plan(&model, T::DTYPE).unwrap()).unwrap();
+        let mut routing = Routing::new(queue, capacity, 1).unwrap();
         let slots: Vec<Slot> =
             (0..tokens).map(|token| if token % 2 == 0 { Slot::BASE } else { Slot::new(0) }).collect();
-        let batch = routing.update(&Batch::new(&slots), stream).unwrap();
-        let capacity_of_routes = RouteCapacity { max_tokens: tokens, top_k: 1, num_experts: 1 };
-        let mut grouping = Grouping::new(kernels, capacity_of_routes, stream).unwrap();
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
+        let capacity_of_routes = RouteCapacity::tokens(tokens).top_k(1).experts(1);
+        let mut grouping = Grouping::new(queue, capacity_of_routes).unwrap();
         let (ids, x) = (gpu.upload(&vec![0_i32; tokens]), gpu.upload(&vec![T::default(); tokens]));
-        let routes = grouping.update(TopK::new(ids.view(), 1).unwrap(), &batch, stream).unwrap();
+        let mut workspace = Workspace::new(&weights).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let mut routes = grouping.update(&mut step, TopK::new(ids.view(), 1).unwrap()).unwrap();
         let mut out = gpu.poisoned(tokens * inter * size_of::<T>());
         // Of all routes, which have the same row of y.
         let mut activate = |id, y: &[T], activation| -> Vec<T> {
-            let layer = LoraExperts::<T>::new(kernels, &model, id, capacity, 1).unwrap();
-            let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
+            let layer = LoraExperts::new(&weights, id).unwrap();
             let rows = gpu.upload(&y.repeat(tokens));
-            let y = Matrix::new(rows.view(), tokens, y.len()).unwrap();
+            let y = Matrix::new(rows.view::<T>(), tokens, y.len()).unwrap();
             let x = Matrix::new(x.view(), tokens, 1).unwrap();
             let matrix = MatrixMut::new(out.view_mut(), tokens, inter).unwrap();
-            layer.activate(x, y, matrix, activation, &routes, &weights, &mut workspace, stream).unwrap();
+            layer.activate(&mut step, &mut routes, x, y, matrix, activation).unwrap();
             let mut got = out.read::<T>();
             let first = bytemuck::cast_slice::<T, u8>(&got[..inter]).to_vec();
             for row in got.chunks(inter) {
@@ -814,17 +798,17 @@ fn layers_of_one_model_have_each_its_own() {
     const LAYERS: [([usize; 3], Halves); 2] = [([3, 24, 16], Halves::GateUp), ([2, 40, 8], Halves::Interleaved)];
     type T = half::bf16;
     let gpu = Gpu::new();
-    let Gpu { stream, kernels, .. } = &gpu;
-    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
     let ids = [0, 1].map(|layer| {
         let ([num_experts, hidden, inter], halves) = LAYERS[layer];
-        model
-            .experts(Experts::new(format!("layers.{layer}.experts"), num_experts, hidden, inter).halves(halves))
-            .unwrap()
+        let experts = Experts::new(format!("layers.{layer}.experts"), num_experts, hidden, inter);
+        spec.experts(experts.halves(halves).top_k(4)).unwrap()
     });
-    let capacity = Capacity { max_tokens: 300, num_slots: 4, max_rank: 12 };
-    let mut weights = WeightTable::<T>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
-    let mut on_cpu = cpu::WeightTable::<T>::new(&model, capacity.num_slots, capacity.max_rank);
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(300).slots(4).rank(12);
+    let weights = WeightTable::new(queue, &model, T::DTYPE, capacity, 1 << 20).unwrap();
+    let on_cpu = cpu::WeightTable::new(&model, T::DTYPE, capacity, 1 << 20).unwrap();
     let mut rng = StdRng::seed_from_u64(9);
     for (slot, (ranks, shared)) in
         [([3, 12], [true, false]), ([9, 1], [false, true]), ([8, 5], [true, true])].into_iter().enumerate()
@@ -856,23 +840,24 @@ fn layers_of_one_model_have_each_its_own() {
         let config = config.replace("ALPHAS", &format!("{{{}}}", alphas.join(", ")));
         let adapter = Adapter::from_tensors(&config, tensors).unwrap();
         let image = adapter.plan(&model, T::DTYPE).unwrap();
-        weights.load(Slot::new(slot as u16), &image, stream).unwrap();
+        weights.load(Slot::new(slot as u16), &image).unwrap();
         on_cpu.load(Slot::new(slot as u16), &image).unwrap();
     }
-    let layers = ids.map(|id| LoraExperts::<T>::new(kernels, &model, id, capacity, 4).unwrap());
-    let bytes = layers[0].plan().workspace_bytes().max(layers[1].plan().workspace_bytes());
-    let mut workspace = Workspace::new(kernels, bytes, stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+    let layers = ids.map(|id| LoraExperts::new(&weights, id).unwrap());
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let mut cpu_workspace = cpu::Workspace::default();
+    let mut routing = Routing::new(queue, capacity, 1).unwrap();
     for tokens in [16, 200, 300] {
         let slots: Vec<Slot> = (0..tokens).map(|_| bytemuck::cast(rng.random_range(-1..=4_i32))).collect();
         let host_batch = Batch::new(&slots);
-        let batch = routing.update(&host_batch, stream).unwrap();
+        let batch = routing.update(&host_batch).unwrap();
         for (layer, ([num_experts, hidden, inter], _)) in LAYERS.into_iter().enumerate() {
             let chosen: Vec<i32> = (0..4 * tokens).map(|_| rng.random_range(-1..=num_experts as i32)).collect();
             let ids_on_gpu = gpu.upload(&chosen);
-            let of_layer = RouteCapacity { max_tokens: tokens, top_k: 4, num_experts };
-            let mut grouping = Grouping::new(kernels, of_layer, stream).unwrap();
-            let routes = grouping.update(TopK::new(ids_on_gpu.view(), 4).unwrap(), &batch, stream).unwrap();
+            let of_layer = RouteCapacity::tokens(tokens).top_k(4).experts(num_experts);
+            let mut grouping = Grouping::new(queue, of_layer).unwrap();
+            let mut step = weights.step(&batch, &mut workspace).unwrap();
+            let mut routes = grouping.update(&mut step, TopK::new(ids_on_gpu.view(), 4).unwrap()).unwrap();
             let mut values = |[rows, cols]: [usize; 2]| -> Vec<T> {
                 (0..rows * cols).map(|_| T::from_f32(rng.random_range(-1..=1_i8).into())).collect()
             };
@@ -882,16 +867,18 @@ fn layers_of_one_model_have_each_its_own() {
                 let [x, y, mut target] = shapes.map(&mut values);
                 let [on_x, on_y, mut on_target] = [&x, &y, &target].map(|values| gpu.upload(values));
                 let inputs = [(&on_x, shapes[0]), (&on_y, shapes[1])];
-                let inputs = inputs.map(|(values, [rows, cols])| Matrix::new(values.view(), rows, cols).unwrap());
+                let inputs = inputs.map(|(values, [rows, cols])| Matrix::new(values.view::<T>(), rows, cols).unwrap());
                 let [_, _, [rows, cols]] = shapes;
                 let written = MatrixMut::new(on_target.view_mut(), rows, cols).unwrap();
-                launch(&layers[layer], op, inputs, written, &routes, &weights, &mut workspace, stream).unwrap();
+                launch(&layers[layer], op, &mut step, &mut routes, inputs, written).unwrap();
 
                 let inputs = [(&x, shapes[0]), (&y, shapes[1])];
                 let inputs = inputs.map(|(values, [rows, cols])| cpu::Matrix::new(values, rows, cols).unwrap());
                 let written = cpu::MatrixMut::new(&mut target, rows, cols).unwrap();
-                let (experts, top_k) = (cpu::LoraExperts::new(&model, ids[layer]), HostTopK::new(&chosen, 4).unwrap());
-                launch_on_cpu(&experts, op, inputs, written, &top_k, &on_cpu, &host_batch).unwrap();
+                let experts = cpu::LoraExperts::new(&on_cpu, ids[layer]).unwrap();
+                let mut step = on_cpu.step(&host_batch, &mut cpu_workspace).unwrap();
+                let top_k = HostTopK::new(&chosen, 4).unwrap();
+                launch_on_cpu(&experts, op, &mut step, &top_k, inputs, written).unwrap();
                 // Zeros may be of either sign.
                 assert!(on_target.read::<T>() == target, "layer {layer}, {op:?} of {tokens} tokens");
             }

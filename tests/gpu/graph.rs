@@ -33,16 +33,17 @@ fn adapter(rank: usize, value: f32) -> Adapter {
 #[ignore = "needs a GPU"]
 fn a_replay_sees_what_changed() {
     let gpu = Gpu::new();
-    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let linear_id = model.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
-    let embedding_id = model.embedding("embed", 10, FEATURES).unwrap();
-    let capacity = Capacity { max_tokens: 16, num_slots: 3, max_rank: 32 };
-    let mut weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 2, stream).unwrap();
+    let Gpu { kernels, queue, .. } = &gpu;
+    let mut spec = ModelSpec::new();
+    let linear_id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
+    let embedding_id = spec.embedding("embed", 10, FEATURES).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(16).slots(3).rank(32);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 20).unwrap();
+    let mut routing = Routing::new(queue, capacity, 2).unwrap();
     let linear = raw::LoraLinear::new(kernels, &model, linear_id, DType::F32, capacity).unwrap();
     let embedding = raw::LoraEmbedding::new(kernels, &model, embedding_id, DType::F32, capacity).unwrap();
-    let workspace = Workspace::new(kernels, linear.plan().workspace_bytes(), stream).unwrap();
+    let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
 
     let tokens = 16;
     let x = gpu.upload(&vec![1.0_f32; tokens * FEATURES]);
@@ -51,14 +52,12 @@ fn a_replay_sees_what_changed() {
     let matrices = [0, 1].map(|i| raw::MatrixMut::new::<f32>(y[i].address(), tokens, FEATURES));
     let x_matrix = raw::MatrixRef::new::<f32>(x.address(), tokens, FEATURES);
     let batch = routing.capture_batch(tokens).unwrap();
-    let (linear_weights, embedding_weights) =
-        (weights.layer(model[linear_id].first_entry()), weights.layer(model[embedding_id].entry()));
     let graph = gpu.capture(|| {
-        let stream = gpu.raw_stream();
+        let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
         // SAFETY: everything captured is alive until after the last replay.
-        unsafe { linear.add_delta(x_matrix, matrices[0], linear_weights, batch, workspace.region(), stream) }.unwrap();
+        unsafe { linear.add_delta(&step, x_matrix, matrices[0]) }.unwrap();
         // SAFETY: as above.
-        unsafe { embedding.add_delta(ids.address(), matrices[1], embedding_weights, batch, stream) }.unwrap();
+        unsafe { embedding.add_delta(&step, ids.address(), matrices[1]) }.unwrap();
     });
 
     // Slots hold adapters of `rank` and `value`; each step changes some of them and routes another batch.
@@ -78,14 +77,14 @@ fn a_replay_sees_what_changed() {
             match change {
                 Some((rank, value)) => {
                     let adapter = adapter(rank, value);
-                    weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap(), stream).unwrap();
+                    weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
                 }
-                None => weights.unload(Slot::new(slot), stream).unwrap(),
+                None => weights.unload(Slot::new(slot)).unwrap(),
             }
         }
         y.iter_mut().for_each(|y| y.write(&vec![100.0_f32; tokens * FEATURES]));
         let slots: Vec<Slot> = slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
-        routing.update(&Batch::new(&slots), stream).unwrap();
+        routing.update(&Batch::new(&slots)).unwrap();
         graph.replay();
         let results = [y[0].read::<f32>(), y[1].read::<f32>()];
         for token in 0..tokens {
@@ -105,18 +104,19 @@ fn a_replay_sees_what_changed() {
 #[ignore = "needs a GPU"]
 fn routing_on_the_device_is_captured() {
     let gpu = Gpu::new();
-    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
-    model.embedding("embed", 10, FEATURES).unwrap();
-    let capacity = Capacity { max_tokens: 4, num_slots: 2, max_rank: 8 };
-    let mut weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
+    let Gpu { kernels, queue, .. } = &gpu;
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
+    spec.embedding("embed", 10, FEATURES).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(4).slots(2).rank(8);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 20).unwrap();
     for (slot, value) in [(0, 1.0), (1, 2.0)] {
         let adapter = adapter(1, value);
-        weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap(), stream).unwrap();
+        weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
     }
     let linear = raw::LoraLinear::new(kernels, &model, id, DType::F32, capacity).unwrap();
-    let workspace = Workspace::new(kernels, linear.plan().workspace_bytes(), stream).unwrap();
+    let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
     let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(kernels, capacity, 1, memory.region()) }.unwrap();
@@ -126,13 +126,13 @@ fn routing_on_the_device_is_captured() {
     let mut y = gpu.upload(&[0.0_f32; 4 * FEATURES]);
     let (x_matrix, y_matrix) =
         (raw::MatrixRef::new::<f32>(x.address(), 4, FEATURES), raw::MatrixMut::new::<f32>(y.address(), 4, FEATURES));
-    let layer = weights.layer(model[id].first_entry());
     let graph = gpu.capture(|| {
         let stream = gpu.raw_stream();
         // SAFETY: everything captured is alive until after the last replay.
         let batch = unsafe { routing.update_on_device(slots.address(), Some(scales.address()), 4, stream) }.unwrap();
+        let step = raw::Step::new(weights.raw(), batch, workspace.raw(), stream);
         // SAFETY: as above.
-        unsafe { linear.add_delta(x_matrix, y_matrix, layer, batch, workspace.region(), stream) }.unwrap();
+        unsafe { linear.add_delta(&step, x_matrix, y_matrix) }.unwrap();
     });
     for step in [[0, 1, -1, 9], [1, 1, 0, 0], [i32::MIN, -1, 1, i32::MAX]] {
         slots.write(&step);

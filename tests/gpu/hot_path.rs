@@ -5,7 +5,7 @@ use std::{
     cell::Cell,
 };
 
-use aril::{Slot, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch};
+use aril::{DType, Slot, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch};
 use cudarc::driver::result;
 
 use crate::{
@@ -59,30 +59,31 @@ fn a_launch_allocates_nothing_on_the_host() {
     use aril::plan::{AlignCapacity, RouteCapacity};
 
     let gpu = Gpu::new();
-    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let linear_id = model.linear(Linear::new("m", Parallel::Replicated, 64).slice("q", 64)).unwrap();
-    let embedding_id = model.embedding("embed", 10, 64).unwrap();
-    let capacity = Capacity { max_tokens: 32, num_slots: 4, max_rank: 16 };
-    let weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 16, stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 64, stream).unwrap();
-    let linear = LoraLinear::<f32>::new(kernels, &model, linear_id, capacity).unwrap();
-    let embedding = LoraEmbedding::<f32>::new(kernels, &model, embedding_id, capacity).unwrap();
-    let mut workspace = Workspace::new(kernels, linear.plan().workspace_bytes(), stream).unwrap();
-    let routes = RouteCapacity { max_tokens: 32, top_k: 1, num_experts: 4 };
-    let mut alignment =
-        Alignment::new(kernels, AlignCapacity { routes, num_slots: 4, block_size: 16 }, stream).unwrap();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let linear_id = spec.linear(Linear::new("m", Parallel::Replicated, 64).slice("q", 64)).unwrap();
+    let embedding_id = spec.embedding("embed", 10, 64).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(32).slots(4).rank(16);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 16).unwrap();
+    let mut routing = Routing::new(queue, capacity, 64).unwrap();
+    let linear = LoraLinear::new(&weights, linear_id).unwrap();
+    let embedding = LoraEmbedding::new(&weights, embedding_id).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let routes = RouteCapacity::tokens(32).top_k(1).experts(4);
+    let mut alignment = Alignment::new(queue, AlignCapacity::new(routes, 4, 16)).unwrap();
     let (x, mut y, ids) = (gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1_i32; 32]));
     let (slots, scales) = ([Slot::new(1); 32], [2.0; 32]);
     let mut step = || {
         let batch = Batch::new(&slots).with_scales(&scales).unwrap();
-        let batch = routing.update(&batch, stream).unwrap();
-        let x = Matrix::new(x.view(), 32, 64).unwrap();
+        let batch = routing.update(&batch).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let x = Matrix::new(x.view::<f32>(), 32, 64).unwrap();
         let y_matrix = MatrixMut::new(y.view_mut(), 32, 64).unwrap();
-        linear.add_delta(x, y_matrix, &weights, &batch, &mut workspace, stream).unwrap();
-        let y_matrix = MatrixMut::new(y.view_mut(), 32, 64).unwrap();
-        embedding.add_delta(&ids.view(), y_matrix, &weights, &batch, stream).unwrap();
-        let routes = alignment.update(&TopK::new(ids.view(), 1).unwrap(), &batch, stream).unwrap();
+        linear.add_delta(&mut step, x, y_matrix).unwrap();
+        let y_matrix = MatrixMut::new(y.view_mut::<f32>(), 32, 64).unwrap();
+        embedding.add_delta(&mut step, ids.view(), y_matrix).unwrap();
+        let routes = alignment.update(&batch, &TopK::new(ids.view(), 1).unwrap()).unwrap();
         assert_eq!(routes.num_padded().len(), 1);
     };
     step();
@@ -99,16 +100,17 @@ fn a_launch_on_experts_allocates_nothing_on_the_host() {
 
     const TOKENS: usize = 600;
     let gpu = Gpu::new();
-    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("m", 4, 64, 32)).unwrap();
-    let capacity = Capacity { max_tokens: TOKENS, num_slots: 4, max_rank: 16 };
-    let weights = WeightTable::<half::bf16>::new(kernels, &model, capacity, 1 << 16, stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 64, stream).unwrap();
-    let routes = RouteCapacity { max_tokens: TOKENS, top_k: 2, num_experts: 4 };
-    let mut grouping = Grouping::new(kernels, routes, stream).unwrap();
-    let layer = LoraExperts::<half::bf16>::new(kernels, &model, id, capacity, 2).unwrap();
-    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(Experts::new("m", 4, 64, 32).top_k(2)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(TOKENS).slots(4).rank(16);
+    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 16).unwrap();
+    let mut routing = Routing::new(queue, capacity, 64).unwrap();
+    let routes = RouteCapacity::tokens(TOKENS).top_k(2).experts(4);
+    let mut grouping = Grouping::new(queue, routes).unwrap();
+    let layer = LoraExperts::new(&weights, id).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
     let ones = vec![half::bf16::ONE; 2 * TOKENS * 64];
     let (values, mut target) = (gpu.upload(&ones), gpu.upload(&ones));
     let all_rows: Vec<i32> = (0..2 * TOKENS as i32).collect();
@@ -118,16 +120,17 @@ fn a_launch_on_experts_allocates_nothing_on_the_host() {
     for tokens in [32, 512, TOKENS] {
         let mut step = || {
             let batch = Batch::new(&slots[..tokens]).with_scales(&scales[..tokens]).unwrap();
-            let batch = routing.update(&batch, stream).unwrap();
+            let batch = routing.update(&batch).unwrap();
             let top_k = TopK::new(ids.view::<i32>().slice(..2 * tokens), 2).unwrap();
             let top_k = top_k.with_weights(router.view::<f32>().slice(..2 * tokens)).unwrap();
             let top_k = top_k.with_rows(rows.view::<i32>().slice(..2 * tokens)).unwrap();
-            let routes = grouping.update(top_k, &batch, stream).unwrap();
+            let mut step = weights.step(&batch, &mut workspace).unwrap();
+            let mut routes = grouping.update(&mut step, top_k).unwrap();
             for op in OPERATIONS {
                 let [x, y, [rows, cols]] = shapes(op, [64, 32], [tokens, 2 * tokens]);
-                let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view(), rows, cols).unwrap());
+                let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view::<half::bf16>(), rows, cols).unwrap());
                 let target = MatrixMut::new(target.view_mut(), rows, cols).unwrap();
-                launch(&layer, op, inputs, target, &routes, &weights, &mut workspace, stream).unwrap();
+                launch(&layer, op, &mut step, &mut routes, inputs, target).unwrap();
             }
         };
         step();
@@ -158,7 +161,7 @@ fn the_engines_context_is_left_as_it_was() {
 #[ignore = "needs a GPU"]
 fn another_context_is_refused() {
     let gpu = Gpu::new();
-    let capacity = Capacity { max_tokens: 4, num_slots: 1, max_rank: 1 };
+    let capacity = Capacity::tokens(4).slots(1).rank(1);
     let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();

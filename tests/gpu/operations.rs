@@ -3,8 +3,6 @@
 use aril::{
     Element, Slot,
     cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, raw},
-    plan::Capacity,
-    routing::Batch,
 };
 use proptest::prelude::*;
 
@@ -30,28 +28,17 @@ pub struct Raw<'a> {
     pub captured: bool,
 }
 
-pub fn batch<'a, T>(world: &'a World<T>) -> Batch<'a> {
-    match &world.scales {
-        Some(scales) => Batch::new(&world.slots).with_scales(scales).unwrap(),
-        None => Batch::new(&world.slots),
-    }
-}
-
-pub fn capacity<T>(world: &World<T>, max_tokens: usize) -> Capacity {
-    Capacity { max_tokens: max_tokens.max(1), num_slots: world.num_slots.max(1), max_rank: world.max_rank }
-}
-
 impl Subject for Safe<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        let Self { gpu: Gpu { stream, kernels, .. }, .. } = self;
+        let queue = &self.gpu.queue;
         let (tokens, model) = (case.num_tokens(), &world.model);
-        let capacity = capacity(world, tokens);
-        let mut weights = WeightTable::<T>::new(kernels, model, capacity, 1 << 26, stream).unwrap();
+        let capacity = world.capacity(tokens);
+        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 26).unwrap();
         for (slot, adapter) in world.adapters.iter().enumerate() {
-            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap(), stream).unwrap();
+            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
         }
-        let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
-        let batch = routing.update(&batch(world), stream).unwrap();
+        let mut routing = Routing::new(queue, capacity, 1).unwrap();
+        let batch = routing.update(&world.batch()).unwrap();
 
         let (x, mut y, ids) = (self.gpu.upload(&world.x), self.gpu.upload(&world.y), self.gpu.upload(&world.token_ids));
         let (x_view, mut y_view) = (x.view::<T>(), y.view_mut::<T>());
@@ -59,19 +46,20 @@ impl Subject for Safe<'_> {
         let x_matrix =
             Matrix::strided(x_view.slice(case.x_offset..), tokens, case.in_features(), case.x_stride()).unwrap();
         let y_matrix = MatrixMut::strided(y_view.slice_mut(case.y_offset..), tokens, y_cols, case.y_stride()).unwrap();
+        let mut workspace = Workspace::new(&weights).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
         match world.site {
             Site::Embedding(id) => {
-                let layer = LoraEmbedding::<T>::new(kernels, model, id, capacity).unwrap();
-                layer.add_delta(&ids.view(), y_matrix, &weights, &batch, stream).unwrap();
+                let layer = LoraEmbedding::new(&weights, id).unwrap();
+                layer.add_delta(&mut step, ids.view(), y_matrix).unwrap();
             }
             Site::Linear(id) => {
-                let layer = LoraLinear::<T>::new(kernels, model, id, capacity).unwrap();
-                let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
+                let layer = LoraLinear::new(&weights, id).unwrap();
                 if self.apart {
-                    layer.shrink(x_matrix, &weights, &batch, &mut workspace, stream).unwrap();
-                    layer.expand(y_matrix, &weights, &batch, &workspace, stream).unwrap();
+                    layer.shrink(&mut step, x_matrix).unwrap();
+                    layer.expand(&mut step, y_matrix).unwrap();
                 } else {
-                    layer.add_delta(x_matrix, y_matrix, &weights, &batch, &mut workspace, stream).unwrap();
+                    layer.add_delta(&mut step, x_matrix, y_matrix).unwrap();
                 }
             }
         }
@@ -134,13 +122,13 @@ impl Raw<'_> {
         let gpu = self.gpu;
         let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
         let tokens = live + self.padded_tokens;
-        let capacity = capacity(world, tokens);
-        let routed = Capacity { num_slots: capacity.num_slots + self.padded_tokens, ..capacity };
+        let capacity = world.capacity(tokens);
+        let routed = capacity.slots(capacity.num_slots + self.padded_tokens);
         let memory = gpu.poisoned(raw::Routing::device_bytes(routed).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, routed, 1, memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(&batch(world), stream) }.unwrap();
+        unsafe { routing.update(&world.batch(), stream) }.unwrap();
         let batch = routing.capture_batch(tokens).unwrap();
         let table = PoisonedTable::new(gpu, world, capacity.num_slots);
 
@@ -154,19 +142,18 @@ impl Raw<'_> {
         let x_matrix = x_matrix.row_stride(case.x_stride());
         let y_cols = case.slices().iter().sum();
         let y_matrix = raw::MatrixMut::new::<T>(at(&y, case.y_offset), tokens, y_cols).row_stride(case.y_stride());
-        let weights = |first_entry| {
-            let (num_slots, num_entries) = (capacity.num_slots, model.num_entries());
-            raw::LayerWeights::new(table.table.address(), num_slots, num_entries, first_entry, capacity.max_rank)
-        };
+        let weights = raw::Table::new(model, T::DTYPE, table.table.address(), capacity.num_slots, capacity.max_rank);
+        let step = |region| raw::Step::new(weights, batch, region, stream);
         let workspace;
         let launch: Box<dyn Fn()> = match world.site {
             Site::Embedding(id) => {
                 let ids = &ids;
                 let embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
-                let weights = weights(model[id].entry());
+                let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
+                let step = step(raw::Workspace { exchange: nowhere, planes: nowhere });
                 Box::new(move || {
                     // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
-                    unsafe { embedding.add_delta(ids.address(), y_matrix, weights, batch, stream) }.unwrap();
+                    unsafe { embedding.add_delta(&step, ids.address(), y_matrix) }.unwrap();
                 })
             }
             Site::Linear(id) => {
@@ -177,14 +164,14 @@ impl Raw<'_> {
                 exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
                 workspace = [gpu.upload(&exchange), gpu.poisoned(bytes.planes)];
                 let [exchange, planes] = workspace.each_ref().map(Buffer::region);
-                let (weights, region) = (weights(model[id].first_entry()), raw::Workspace { exchange, planes });
+                let step = step(raw::Workspace { exchange, planes });
                 Box::new(move || {
                     if overwrites {
                         // SAFETY: as above.
-                        unsafe { linear.write_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();
+                        unsafe { linear.write_delta(&step, x_matrix, y_matrix) }.unwrap();
                     } else {
                         // SAFETY: as above.
-                        unsafe { linear.add_delta(x_matrix, y_matrix, weights, batch, region, stream) }.unwrap();
+                        unsafe { linear.add_delta(&step, x_matrix, y_matrix) }.unwrap();
                     }
                 })
             }
@@ -405,7 +392,7 @@ fn a_batch_without_adapters_may_be_skipped() {
     fn run<T: Element>(gpu: &Gpu, case: &Case) {
         let mut world = case.world::<T>();
         world.x.fill(T::from_f32(f32::NAN));
-        assert!(!batch(&world).has_adapters());
+        assert!(!world.batch().has_adapters());
         let unchanged = |y: &[T]| assert!(bits(y) == bits(&world.y), "a base row was written\n{}", case.replay());
         for flag in [false, true] {
             unchanged(&Safe { gpu, apart: flag }.run(case, &world));
@@ -438,7 +425,7 @@ fn offsets_are_64_bits_wide() {
 
     const STRIDE: usize = (1 << 30) + 8;
     let (tokens, cols) = (case.num_tokens(), 24);
-    let (capacity, model) = (capacity(&world, tokens), &world.model);
+    let (capacity, model) = (world.capacity(tokens), &world.model);
     let Site::Linear(id) = world.site else { unreachable!() };
     let rows = tokens * STRIDE;
     // SAFETY: every element that is read is written first.
@@ -450,18 +437,18 @@ fn offsets_are_64_bits_wide() {
         gpu.stream.memcpy_htod(&world.x[token * cols..][..cols], &mut x.slice_mut(at.clone())).unwrap();
         gpu.stream.memcpy_htod(&world.y[token * cols..][..cols], &mut y.slice_mut(at)).unwrap();
     }
-    let mut weights = WeightTable::<half::bf16>::new(&gpu.kernels, model, capacity, 1 << 20, &gpu.stream).unwrap();
+    let weights = WeightTable::new(&gpu.queue, model, aril::DType::BF16, capacity, 1 << 20).unwrap();
     for (slot, adapter) in world.adapters.iter().enumerate() {
         let image = adapter.plan(model, aril::DType::BF16).unwrap();
-        weights.load(Slot::new(slot as u16), &image, &gpu.stream).unwrap();
+        weights.load(Slot::new(slot as u16), &image).unwrap();
     }
-    let mut routing = Routing::new(&gpu.kernels, capacity, 1, &gpu.stream).unwrap();
-    let batch = routing.update(&batch(&world), &gpu.stream).unwrap();
-    let layer = LoraLinear::new(&gpu.kernels, model, id, capacity).unwrap();
-    let mut workspace = Workspace::new(&gpu.kernels, layer.plan().workspace_bytes(), &gpu.stream).unwrap();
-    let x_matrix = Matrix::strided(x.as_view(), tokens, cols, STRIDE).unwrap();
-    let y_matrix = MatrixMut::strided(y.as_view_mut(), tokens, cols, STRIDE).unwrap();
-    layer.add_delta(x_matrix, y_matrix, &weights, &batch, &mut workspace, &gpu.stream).unwrap();
+    let mut routing = Routing::new(&gpu.queue, capacity, 1).unwrap();
+    let batch = routing.update(&world.batch()).unwrap();
+    let layer = LoraLinear::new(&weights, id).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let x_matrix = Matrix::strided(&x, tokens, cols, STRIDE).unwrap();
+    let y_matrix = MatrixMut::strided(&mut y, tokens, cols, STRIDE).unwrap();
+    layer.add_delta(&mut weights.step(&batch, &mut workspace).unwrap(), x_matrix, y_matrix).unwrap();
     for token in 0..tokens {
         let row = gpu.stream.clone_dtoh(&y.slice(token * STRIDE..token * STRIDE + cols)).unwrap();
         gpu.synchronize();

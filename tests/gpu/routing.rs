@@ -35,7 +35,7 @@ fn the_device_groups_as_the_host_does() {
     let config = ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() };
     let run = proptest::test_runner::TestRunner::new(config).run(&strategy, |(slots, num_slots, on_device)| {
         let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
-        let capacity = Capacity { max_tokens: slots.len() + 3, num_slots, max_rank: 1 };
+        let capacity = Capacity::tokens(slots.len() + 3).slots(num_slots).rank(1);
         let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
         let (indptr, tokens) = update(&gpu, &memory, capacity, &slots, on_device);
         let segments = Segments::new(&slots, num_slots);
@@ -55,7 +55,7 @@ fn the_device_groups_as_the_host_does() {
 #[ignore = "needs a GPU"]
 fn the_most_slots_and_many_tokens() {
     let gpu = Gpu::new();
-    let capacity = Capacity { max_tokens: 70_000, num_slots: aril::plan::MAX_SLOTS, max_rank: 1 };
+    let capacity = Capacity::tokens(70_000).slots(aril::plan::MAX_SLOTS).rank(1);
     let slots: Vec<Slot> =
         (0..70_000_u32).map(|token| Slot::new((token.wrapping_mul(2_654_435_761) >> 19) as u16)).collect();
     let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
@@ -70,7 +70,7 @@ fn the_most_slots_and_many_tokens() {
 #[ignore = "needs a GPU"]
 fn a_host_that_runs_ahead_is_told() {
     let gpu = Gpu::new();
-    let capacity = Capacity { max_tokens: 8, num_slots: 2, max_rank: 1 };
+    let capacity = Capacity::tokens(8).slots(2).rank(1);
     let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();

@@ -1,19 +1,19 @@
 //! Whatever is thrown at the safe door, it is refused or computed: never a fault. Run it under compute-sanitizer.
 
-use std::sync::Arc;
+use std::{error::Error, sync::Arc};
 
 use aril::{
     DType, Slot,
     cuda::{
-        GroupedRoutes, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
-        Routing, TopK, WeightTable, Workspace, raw,
+        Buffer, GroupedRoutes, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
+        MatrixMut, Queue, RoutedBatch, Routing, Step, TopK, View, WeightTable, Workspace, raw,
     },
-    error::OperandError,
+    error::{LoadError, OperandError},
     model::{Experts, Linear, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, RouteCapacity, WorkspaceBytes},
+    plan::{Capacity, PlanError, RouteCapacity, WorkspaceBytes},
     routing::Batch,
 };
-use cudarc::driver::{CudaContext, CudaStream};
+use cudarc::driver::{CudaContext, CudaStream, sys::CUresult};
 use proptest::prelude::*;
 
 use crate::{
@@ -33,9 +33,9 @@ struct Call {
     on_device: bool,
     layer: [usize; 2],
     ranks: Vec<usize>,
-    /// Tokens, slots and rank that the layer, the routing and the table are made for.
+    /// Tokens, slots and rank that the layer's own table, the routing and the table are made for.
     capacities: [Capacity; 3],
-    workspace_bytes: WorkspaceBytes,
+    workspace_bytes: [usize; 2],
     /// Elements, rows, columns and row stride.
     x: [usize; 4],
     y: [usize; 4],
@@ -52,7 +52,7 @@ fn near(value: usize) -> impl Strategy<Value = usize> + Clone {
 
 fn capacities() -> impl Strategy<Value = Capacity> {
     let capacity = (near(5), near(3), near(8));
-    capacity.prop_map(|(max_tokens, num_slots, max_rank)| Capacity { max_tokens, num_slots, max_rank })
+    capacity.prop_map(|(max_tokens, num_slots, max_rank)| Capacity::tokens(max_tokens).slots(num_slots).rank(max_rank))
 }
 
 fn calls() -> impl Strategy<Value = Call> {
@@ -77,7 +77,7 @@ fn calls() -> impl Strategy<Value = Call> {
                 flags,
                 ranks,
                 capacities,
-                [exchange, planes],
+                workspace_bytes,
                 (x, y),
                 (five, slots, other),
                 (scales, all_ids, ids, another_model),
@@ -90,7 +90,7 @@ fn calls() -> impl Strategy<Value = Call> {
                     layer: if layer.0 { [33, 17] } else { layer.1 },
                     ranks,
                     capacities,
-                    workspace_bytes: WorkspaceBytes { exchange, planes },
+                    workspace_bytes,
                     x: [x[0].min(1 << 12), x[1], x[2], x[3]],
                     y: [y[0].min(1 << 12), y[1], y[2], y[3]],
                     slots: if five { slots } else { other },
@@ -102,9 +102,15 @@ fn calls() -> impl Strategy<Value = Call> {
         )
 }
 
+fn workspace_bytes([exchange, planes]: [usize; 2]) -> WorkspaceBytes {
+    let mut bytes = WorkspaceBytes::default();
+    (bytes.exchange, bytes.planes) = (exchange, planes);
+    bytes
+}
+
 /// Makes the call; what comes back is whether it was taken.
-fn make(gpu: &Gpu, call: &Call) -> Result<(), LaunchError> {
-    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
+fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
+    let queue = &gpu.queue;
     let [in_features, out_features] = call.layer;
     let op = if call.embedding {
         Op::Embedding { vocab: in_features, hidden: out_features }
@@ -126,49 +132,50 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), LaunchError> {
         seed: 1,
     };
     let world = case.world::<half::f16>();
-    let mut other_model = ModelSpec::new(TpRank::SINGLE);
-    let other_id = other_model.linear(Linear::new("m", Parallel::Row, in_features).slice("q", out_features)).unwrap();
+    let mut other_spec = ModelSpec::new();
+    let other_id = other_spec.linear(Linear::new("m", Parallel::Row, in_features).slice("q", out_features)).unwrap();
+    let other_model = other_spec.shard(TpRank::SINGLE).unwrap();
     let [layer_capacity, routing_capacity, table_capacity] = call.capacities;
 
-    let mut weights = WeightTable::<half::f16>::new(kernels, &world.model, table_capacity, 1 << 14, stream)?;
+    let weights = WeightTable::new(queue, &world.model, DType::F16, table_capacity, 1 << 14)?;
     for (slot, adapter) in world.adapters.iter().enumerate() {
         let image = adapter.plan(&world.model, aril::DType::F16).unwrap();
-        weights.load(Slot::new(slot as u16), &image, stream)?;
+        weights.load(Slot::new(slot as u16), &image)?;
     }
-    let mut routing = Routing::new(kernels, routing_capacity, 1, stream)?;
+    let mut routing = Routing::new(queue, routing_capacity, 1)?;
     let slots: Vec<Slot> = call.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
     let scales = vec![0.5_f32; call.scales];
     let (device_slots, device_scales) = (gpu.upload(&call.slots), gpu.upload(&scales));
     let batch = if call.on_device {
-        routing.update_on_device(&device_slots.view(), Some(&device_scales.view()), stream)?
+        routing.update_on_device(device_slots.view(), Some(View::from(device_scales.view())))?
     } else {
-        routing.update(&Batch::new(&slots).with_scales(&scales)?, stream)?
+        routing.update(&Batch::new(&slots).with_scales(&scales)?)?
     };
 
     let values = |elements: usize| vec![half::f16::ONE; elements];
     let (x, mut y, ids) = (gpu.upload(&values(call.x[0])), gpu.upload(&values(call.y[0])), gpu.upload(&call.ids));
-    let mut workspace = Workspace::new(kernels, call.workspace_bytes, stream)?;
-    let x = Matrix::strided(x.view(), call.x[1], call.x[2], call.x[3])?;
-    let y = MatrixMut::strided(y.view_mut(), call.y[1], call.y[2], call.y[3])?;
+    let mut workspace = Workspace::with_bytes(queue, workspace_bytes(call.workspace_bytes))?;
+    let x = Matrix::<half::f16>::strided(x.view(), call.x[1], call.x[2], call.x[3])?;
+    let y = MatrixMut::<half::f16>::strided(y.view_mut(), call.y[1], call.y[2], call.y[3])?;
+    let planned_for = |model| WeightTable::new(queue, model, DType::F16, layer_capacity, 1);
+    let mut step = weights.step(&batch, &mut workspace)?;
     match world.site {
         crate::common::cases::Site::Embedding(id) => {
-            let layer = LoraEmbedding::new(kernels, &world.model, id, layer_capacity)?;
-            layer.add_delta(&ids.view(), y, &weights, &batch, stream)
+            let layer = LoraEmbedding::new(&planned_for(&world.model)?, id)?;
+            layer.add_delta(&mut step, ids.view(), y)?;
         }
         crate::common::cases::Site::Linear(id) => {
-            let layer = if call.another_model {
-                LoraLinear::new(kernels, &other_model, other_id, layer_capacity)?
-            } else {
-                LoraLinear::new(kernels, &world.model, id, layer_capacity)?
-            };
+            let (model, id) = if call.another_model { (&other_model, other_id) } else { (&world.model, id) };
+            let layer = LoraLinear::new(&planned_for(model)?, id)?;
             if call.apart {
-                layer.shrink(x, &weights, &batch, &mut workspace, stream)?;
-                layer.expand(y, &weights, &batch, &workspace, stream)
+                layer.shrink(&mut step, x)?;
+                layer.expand(&mut step, y)?;
             } else {
-                layer.add_delta(x, y, &weights, &batch, &mut workspace, stream)
+                layer.add_delta(&mut step, x, y)?;
             }
         }
     }
+    Ok(())
 }
 
 #[test]
@@ -179,12 +186,26 @@ fn no_safe_call_faults() {
     assert!(taken > cases / 8, "only {taken} of {cases} calls were taken: the test tests refusals alone");
 }
 
+/// Whether it is one of the driver's or the kernels' own, which would mean that a call got further than it should.
+fn is_of_device(error: &(dyn Error + 'static)) -> bool {
+    let load = error.downcast_ref();
+    let launch = load.and_then(|error| match error {
+        LoadError::Device(error) => Some(error),
+        _ => None,
+    });
+    match launch.or_else(|| error.downcast_ref()) {
+        Some(LaunchError::Driver(error)) => error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        Some(LaunchError::Kernel { .. }) => true,
+        _ => false,
+    }
+}
+
 /// Makes so many calls, of which none may fault. How many there were, and how many were taken.
 fn take_or_refuse<S: Strategy>(
     gpu: &Gpu,
     cases_wanted: u32,
     calls: &S,
-    make: impl Fn(&Gpu, &S::Value) -> Result<(), LaunchError>,
+    make: impl Fn(&Gpu, &S::Value) -> Result<(), Box<dyn Error>>,
 ) -> (u32, u32) {
     // Never so few that the share of calls that were taken says nothing.
     let cases = std::env::var("PROPTEST_CASES").map_or(cases_wanted, |cases| cases.parse().unwrap()).max(200);
@@ -193,12 +214,7 @@ fn take_or_refuse<S: Strategy>(
     let run = proptest::test_runner::TestRunner::new(config).run(calls, |call| {
         match make(gpu, &call) {
             Ok(()) => taken.set(taken.get() + 1),
-            // The driver's and the kernels' own errors would mean that a call got further than it should.
-            Err(LaunchError::Driver(error)) if error.0 != cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                prop_assert!(false, "{error} for {call:?}");
-            }
-            Err(LaunchError::Kernel { message, .. }) => prop_assert!(false, "{message} for {call:?}"),
-            Err(_) => {}
+            Err(error) => prop_assert!(!is_of_device(&*error), "{error} for {call:?}"),
         }
         let after = gpu.stream.synchronize();
         prop_assert!(after.is_ok(), "{after:?} after {call:?}");
@@ -213,13 +229,13 @@ fn take_or_refuse<S: Strategy>(
 struct ExpertsCall {
     op: ExpertsOp,
     ranks: Vec<usize>,
-    /// Tokens, slots and rank that the layer, the routing and the table are made for.
+    /// Tokens, slots and rank that the layer's own table, the routing and the table are made for.
     capacities: [Capacity; 3],
     /// What the grouping is made for.
     routes: [usize; 3],
     /// Experts of a token that the layer is made for, and that are chosen.
     top_k: [usize; 2],
-    workspace_bytes: WorkspaceBytes,
+    workspace_bytes: [usize; 2],
     /// Elements, rows, columns and row stride of x, y and what is written, where they do not fit.
     matrices: [[Option<usize>; 4]; 3],
     slots: Vec<i32>,
@@ -259,9 +275,8 @@ fn experts_calls() -> impl Strategy<Value = ExpertsCall> {
         chosen,
         prop::bool::weighted(0.03),
     )
-        .prop_map(|(op, ranks, made_for, [exchange, planes], matrices, chosen, another_model)| {
+        .prop_map(|(op, ranks, made_for, workspace_bytes, matrices, chosen, another_model)| {
             let ((capacities, routes, top_k), (slots, ids, weights, rows)) = (made_for, chosen);
-            let workspace_bytes = WorkspaceBytes { exchange, planes };
             ExpertsCall {
                 op,
                 ranks,
@@ -280,29 +295,30 @@ fn experts_calls() -> impl Strategy<Value = ExpertsCall> {
 }
 
 /// As [`make`].
-fn make_experts(gpu: &Gpu, call: &ExpertsCall) -> Result<(), LaunchError> {
+fn make_experts(gpu: &Gpu, call: &ExpertsCall) -> Result<(), Box<dyn Error>> {
     type T = half::f16;
-    let (stream, kernels) = (&gpu.stream, &gpu.kernels);
+    let queue = &gpu.queue;
     let lora = |(slot, &rank): (usize, &usize)| match slot {
         1 => Lora::shared_outer(3, rank),
         _ => Lora::of_own_ranks(3, rank),
     };
     let adapters: Vec<Lora> = call.ranks.iter().enumerate().map(lora).collect();
-    let case = ExpertsCase::new([3, 33, 17], adapters, [5, 2]);
+    let case = ExpertsCase::new([3, 33, 17], adapters, [5, call.top_k[0].min(8)]);
     let world = case.world::<T>();
-    let mut other_model = ModelSpec::new(TpRank::SINGLE);
-    let other_id = other_model.experts(Experts::new("layer.experts", 4, 33, 17)).unwrap();
+    let mut other_spec = ModelSpec::new();
+    let other_id = other_spec.experts(Experts::new("layer.experts", 4, 33, 17).top_k(2)).unwrap();
+    let other_model = other_spec.shard(TpRank::SINGLE).unwrap();
     let [layer_capacity, routing_capacity, table_capacity] = call.capacities;
     let [max_tokens, top_k, num_experts] = call.routes;
 
-    let mut weights = WeightTable::<T>::new(kernels, &world.model, table_capacity, 1 << 20, stream)?;
+    let weights = WeightTable::new(queue, &world.model, DType::F16, table_capacity, 1 << 20)?;
     for (slot, adapter) in world.adapters.iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(&world.model, DType::F16).unwrap(), stream)?;
+        weights.load(Slot::new(slot as u16), &adapter.plan(&world.model, DType::F16).unwrap())?;
     }
-    let mut routing = Routing::new(kernels, routing_capacity, 1, stream)?;
+    let mut routing = Routing::new(queue, routing_capacity, 1)?;
     let slots: Vec<Slot> = call.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
-    let batch = routing.update(&Batch::new(&slots), stream)?;
-    let mut grouping = Grouping::new(kernels, RouteCapacity { max_tokens, top_k, num_experts }, stream)?;
+    let batch = routing.update(&Batch::new(&slots))?;
+    let mut grouping = Grouping::new(queue, RouteCapacity::tokens(max_tokens).top_k(top_k).experts(num_experts))?;
     let router = call.weights.map(|len| gpu.upload(&vec![0.5_f32; len]));
     let (ids, rows) = (gpu.upload(&call.ids), call.rows.as_ref().map(|rows| gpu.upload(rows)));
     let mut top_k = TopK::new(ids.view(), call.top_k[1])?;
@@ -312,7 +328,9 @@ fn make_experts(gpu: &Gpu, call: &ExpertsCall) -> Result<(), LaunchError> {
     if let Some(rows) = &rows {
         top_k = top_k.with_rows(rows.view())?;
     }
-    let routes = grouping.update(top_k, &batch, stream)?;
+    let mut workspace = Workspace::with_bytes(queue, workspace_bytes(call.workspace_bytes))?;
+    let mut step = weights.step(&batch, &mut workspace)?;
+    let mut routes = grouping.update(&mut step, top_k)?;
 
     let fitting = shapes(call.op, [33, 17], [5, 10]);
     let [x, y, target] = [0, 1, 2].map(|matrix| {
@@ -322,13 +340,13 @@ fn make_experts(gpu: &Gpu, call: &ExpertsCall) -> Result<(), LaunchError> {
         (elements, misfit_rows.unwrap_or(rows), misfit_cols.unwrap_or(cols), misfit_stride.unwrap_or(cols))
     });
     let [x_values, y_values, mut written] = [x.0, y.0, target.0].map(|elements| gpu.upload(&vec![T::ONE; elements]));
-    let x = Matrix::strided(x_values.view(), x.1, x.2, x.3)?;
+    let x = Matrix::<T>::strided(x_values.view(), x.1, x.2, x.3)?;
     let y = Matrix::strided(y_values.view(), y.1, y.2, y.3)?;
     let target = MatrixMut::strided(written.view_mut(), target.1, target.2, target.3)?;
-    let mut workspace = Workspace::new(kernels, call.workspace_bytes, stream)?;
     let (model, id) = if call.another_model { (&other_model, other_id) } else { (&world.model, world.id) };
-    let layer = LoraExperts::<T>::new(kernels, model, id, layer_capacity, call.top_k[0])?;
-    launch(&layer, call.op, [x, y], target, &routes, &weights, &mut workspace, stream)
+    let planned_for = WeightTable::new(queue, model, DType::F16, layer_capacity, 1)?;
+    let layer = LoraExperts::new(&planned_for, id)?;
+    Ok(launch(&layer, call.op, &mut step, &mut routes, [x, y], target)?)
 }
 
 #[test]
@@ -344,23 +362,39 @@ fn no_safe_call_on_experts_faults() {
 #[ignore = "needs a GPU"]
 fn weights_of_another_model_are_refused() {
     let gpu = Gpu::new();
-    let (kernels, stream) = (&gpu.kernels, &gpu.stream);
+    let queue = &gpu.queue;
     let model = |features| {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
-        let id = model.linear(Linear::new("m", Parallel::Replicated, features).slice("q", features)).unwrap();
-        (model, id)
+        let mut spec = ModelSpec::new();
+        let id = spec.linear(Linear::new("m", Parallel::Replicated, features).slice("q", features)).unwrap();
+        (spec.shard(TpRank::SINGLE).unwrap(), id)
     };
     let ((narrow, _), (wide, id)) = (model(4), model(64));
-    let capacity = Capacity { max_tokens: 1, num_slots: 1, max_rank: 4 };
-    let weights = WeightTable::<f32>::new(kernels, &narrow, capacity, 1 << 12, stream).unwrap();
-    let layer = LoraLinear::<f32>::new(kernels, &wide, id, capacity).unwrap();
-    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::new(0)]), stream).unwrap();
+    let capacity = Capacity::tokens(1).slots(1).rank(4);
+    let weights = WeightTable::new(queue, &narrow, DType::F32, capacity, 1 << 12).unwrap();
+    assert!(matches!(LoraLinear::new(&weights, id), Err(PlanError::Foreign)));
+    let of_wide = |dtype| WeightTable::new(queue, &wide, dtype, capacity, 1 << 12).unwrap();
+    let (wide_weights, of_other_type) = (of_wide(DType::F32), of_wide(DType::BF16));
+    let layer = LoraLinear::new(&wide_weights, id).unwrap();
+    let mut workspace = Workspace::new(&wide_weights).unwrap();
+    let mut routing = Routing::new(queue, capacity, 1).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::new(0)])).unwrap();
     let (x, mut y) = (gpu.upload(&[1.0_f32; 64]), gpu.upload(&[1.0_f32; 64]));
-    let (x, y) = (Matrix::new(x.view(), 1, 64).unwrap(), MatrixMut::new(y.view_mut(), 1, 64).unwrap());
-    let error = layer.add_delta(x, y, &weights, &batch, &mut workspace, stream).unwrap_err();
+    let mut launch = |layer: &LoraLinear, weights: &WeightTable| {
+        let (x, y) = (Matrix::new(x.view::<f32>(), 1, 64).unwrap(), MatrixMut::new(y.view_mut(), 1, 64).unwrap());
+        layer.add_delta(&mut weights.step(&batch, &mut workspace)?, x, y)
+    };
+    let error = launch(&layer, &weights).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::Model)), "{error}");
+    let of_type = |error: &LaunchError, name: &str, [got, want]: [DType; 2]| {
+        matches!(error, LaunchError::Operand(OperandError::DType { operand, got: g, want: w })
+            if (*operand, *g, *w) == (name, got, want))
+    };
+    let error = launch(&layer, &of_other_type).unwrap_err();
+    assert!(of_type(&error, "weights", [DType::BF16, DType::F32]), "{error}");
+    let layer_of_other_type = LoraLinear::new(&of_other_type, id).unwrap();
+    let error = launch(&layer_of_other_type, &of_other_type).unwrap_err();
+    assert!(of_type(&error, "x", [DType::F32, DType::BF16]), "{error}");
+    launch(&layer, &wide_weights).unwrap();
 }
 
 /// Operands of another stream or context are refused by name.
@@ -373,39 +407,66 @@ fn foreign_operands_are_refused() {
     let foreign: Arc<CudaStream> = foreign_context.default_stream();
     let foreign_x = foreign.alloc_zeros::<f32>(64).unwrap();
     foreign.synchronize().unwrap();
+    let foreign_kernels = Kernels::load_into(&foreign_context).unwrap();
+    let foreign_queue = Queue::new(&foreign_kernels, &foreign).unwrap();
     gpu.context.bind_to_thread().unwrap();
-    let other = Gpu::new().stream;
+    let other = Gpu::new().queue;
 
-    let (kernels, stream) = (&gpu.kernels, &gpu.stream);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.linear(Linear::new("m", Parallel::Replicated, 64).slice("q", 64)).unwrap();
-    let capacity = Capacity { max_tokens: 1, num_slots: 1, max_rank: 4 };
-    let weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 12, stream).unwrap();
-    let layer = LoraLinear::<f32>::new(kernels, &model, id, capacity).unwrap();
-    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
-    let mut other_workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), &other).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
-    assert!(matches!(routing.update(&Batch::new(&[Slot::BASE]), &other), Err(LaunchError::WrongStream { .. })));
-    let batch = routing.update(&Batch::new(&[Slot::new(0)]), stream).unwrap();
+    let (kernels, queue) = (&gpu.kernels, &gpu.queue);
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Replicated, 64).slice("q", 64)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(1).slots(1).rank(4);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
+    let layer = LoraLinear::new(&weights, id).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let [mut other_workspace, mut foreign_workspace] =
+        [&other, &foreign_queue].map(|queue| Workspace::with_bytes(queue, layer.plan().workspace_bytes()).unwrap());
+    let [mut routing, mut other_routing, mut foreign_routing] =
+        [queue, &other, &foreign_queue].map(|queue| Routing::new(queue, capacity, 1).unwrap());
+    let slots = [Slot::new(0)];
+    let [batch, other_batch, foreign_batch] = [&mut routing, &mut other_routing, &mut foreign_routing]
+        .map(|routing| routing.update(&Batch::new(&slots)).unwrap());
     let (x, mut y) = (gpu.upload(&[1.0_f32; 64]), gpu.upload(&[1.0_f32; 64]));
-    let mut launch = |x: Matrix<'_, f32>, workspace: &mut Workspace, stream: &CudaStream| {
+    let [other_buffer, foreign_buffer] = [&other, &foreign_queue].map(|queue| Buffer::<f32>::zeros(queue, 64).unwrap());
+    let mut launch = |x: Matrix<'_, f32>, batch: &RoutedBatch<'_>, workspace: &mut Workspace| {
         let y = MatrixMut::new(y.view_mut(), 1, 64).unwrap();
-        layer.add_delta(x, y, &weights, &batch, workspace, stream)
+        layer.add_delta(&mut weights.step(batch, workspace)?, x, y)
     };
     let local = || Matrix::new(x.view(), 1, 64).unwrap();
-    launch(local(), &mut workspace, stream).unwrap();
-    let error = launch(Matrix::new(foreign_x.as_view(), 1, 64).unwrap(), &mut workspace, stream).unwrap_err();
+    launch(local(), &batch, &mut workspace).unwrap();
+    let error = launch(Matrix::new(&foreign_x, 1, 64).unwrap(), &batch, &mut workspace).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "x" }), "{error}");
-    let error = launch(local(), &mut other_workspace, stream).unwrap_err();
+    let error = launch(Matrix::new(&foreign_buffer, 1, 64).unwrap(), &batch, &mut workspace).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "x" }), "{error}");
+    let error = launch(Matrix::new(&other_buffer, 1, 64).unwrap(), &batch, &mut workspace).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "x" }), "{error}");
+    let error = launch(local(), &batch, &mut other_workspace).unwrap_err();
     assert!(matches!(error, LaunchError::WrongStream { operand: "the workspace" }), "{error}");
-    let error = launch(local(), &mut workspace, &other).unwrap_err();
-    assert!(matches!(error, LaunchError::WrongStream { operand: "the weight table" }), "{error}");
-    let error = launch(local(), &mut workspace, &foreign).unwrap_err();
+    let error = launch(local(), &batch, &mut foreign_workspace).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "the workspace" }), "{error}");
+    let error = launch(local(), &other_batch, &mut workspace).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the batch" }), "{error}");
+    let error = launch(local(), &foreign_batch, &mut workspace).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "the batch" }), "{error}");
+    let error = Queue::new(kernels, &foreign).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "the stream" }), "{error}");
-    let error = Workspace::new(kernels, WorkspaceBytes::default(), &foreign).unwrap_err();
-    assert!(matches!(error, LaunchError::WrongContext { .. }), "{error}");
+    let error = Queue::new(&foreign_kernels, queue.stream()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "the stream" }), "{error}");
+    let capture = |routing: &Routing, workspace: &mut Workspace| {
+        weights.capture(routing, 1, workspace, |_| Ok::<_, LaunchError>(())).unwrap_err()
+    };
+    drop((batch, other_batch, foreign_batch));
+    let error = capture(&other_routing, &mut workspace);
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the routing" }), "{error}");
+    let error = capture(&foreign_routing, &mut workspace);
+    assert!(matches!(error, LaunchError::WrongContext { operand: "the routing" }), "{error}");
+    let error = capture(&routing, &mut other_workspace);
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the workspace" }), "{error}");
+    let slice = gpu.stream.alloc_zeros::<f32>(1).unwrap();
+    let error = Buffer::from_slice(&other, slice).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the slice" }), "{error}");
     assert_eq!(y.read::<f32>(), [1.0; 64]);
-    let _ = Kernels::load_into(&foreign_context).unwrap();
 }
 
 /// As of linear layers, and what is only of experts: the router's choices, and routes that were grouped on another stream.
@@ -420,85 +481,90 @@ fn foreign_operands_of_experts_are_refused() {
         (foreign.alloc_zeros::<f32>(64).unwrap(), foreign.alloc_zeros::<f32>(64).unwrap());
     let foreign_ids = foreign.alloc_zeros::<i32>(2).unwrap();
     foreign.synchronize().unwrap();
+    let foreign_queue = Queue::new(&Kernels::load_into(&foreign_context).unwrap(), &foreign).unwrap();
     gpu.context.bind_to_thread().unwrap();
-    let other = Gpu::new().stream;
+    let other = Gpu::new().queue;
 
-    let (kernels, stream) = (&gpu.kernels, &gpu.stream);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("m", 2, 4, 4)).unwrap();
-    let capacity = Capacity { max_tokens: 1, num_slots: 1, max_rank: 4 };
-    let weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 12, stream).unwrap();
-    let layer = LoraExperts::<f32>::new(kernels, &model, id, capacity, 2).unwrap();
-    let mut workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap();
-    let mut other_workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), &other).unwrap();
-    let [mut routing, mut other_routing] =
-        [stream, &other].map(|stream| Routing::new(kernels, capacity, 1, stream).unwrap());
-    let batch = routing.update(&Batch::new(&[Slot::new(0)]), stream).unwrap();
-    let other_batch = other_routing.update(&Batch::new(&[Slot::new(0)]), &other).unwrap();
-    let route_capacity = RouteCapacity { max_tokens: 1, top_k: 2, num_experts: 2 };
-    let [mut grouping, mut other_grouping] =
-        [stream, &other].map(|stream| Grouping::new(kernels, route_capacity, stream).unwrap());
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(Experts::new("m", 2, 4, 4).top_k(2)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(1).slots(1).rank(4);
+    let [weights, other_weights] =
+        [queue, &other].map(|queue| WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap());
+    let layer = LoraExperts::new(&weights, id).unwrap();
+    let [mut workspace, mut second_workspace] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
+    let mut other_workspace = Workspace::new(&other_weights).unwrap();
+    let [mut routing, mut second_routing, mut other_routing] =
+        [queue, queue, &other].map(|queue| Routing::new(queue, capacity, 1).unwrap());
+    let slots = [Slot::new(0)];
+    let [batch, second_batch, other_batch] = [&mut routing, &mut second_routing, &mut other_routing]
+        .map(|routing| routing.update(&Batch::new(&slots)).unwrap());
+    let route_capacity = RouteCapacity::tokens(1).top_k(2).experts(2);
+    let [mut grouping, mut second_grouping, mut other_grouping, mut foreign_grouping] =
+        [queue, queue, &other, &foreign_queue].map(|queue| Grouping::new(queue, route_capacity).unwrap());
     let ids = gpu.upload(&[0_i32, 1]);
     let top_k = || TopK::new(ids.view(), 2).unwrap();
+    let other_ids = Buffer::<i32>::zeros(&other, 2).unwrap();
 
-    let error = grouping.update(top_k(), &batch, &other).unwrap_err();
-    assert!(matches!(error, LaunchError::WrongStream { operand: "the grouping" }), "{error}");
-    let error = grouping.update(top_k(), &batch, &foreign).unwrap_err();
-    assert!(matches!(error, LaunchError::WrongContext { operand: "the grouping" }), "{error}");
-    let error = grouping.update(top_k(), &other_batch, stream).unwrap_err();
+    let error = weights.step(&other_batch, &mut workspace).unwrap_err();
     assert!(matches!(error, LaunchError::WrongStream { operand: "the batch" }), "{error}");
-    let error = grouping.update(TopK::new(foreign_ids.as_view(), 2).unwrap(), &batch, stream).unwrap_err();
+    let error = weights.step(&batch, &mut other_workspace).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the workspace" }), "{error}");
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let error = other_grouping.update(&mut step, top_k()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the grouping" }), "{error}");
+    let error = foreign_grouping.update(&mut step, top_k()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "the grouping" }), "{error}");
+    let error = grouping.update(&mut step, TopK::new(&foreign_ids, 2).unwrap()).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "ids" }), "{error}");
+    let error = grouping.update(&mut step, TopK::new(&other_ids, 2).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "ids" }), "{error}");
     let foreign_weights = top_k().with_weights(foreign_values.slice(..2)).unwrap();
-    let error = grouping.update(foreign_weights, &batch, stream).unwrap_err();
+    let error = grouping.update(&mut step, foreign_weights).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "weights" }), "{error}");
-    let foreign_rows = top_k().with_rows(foreign_ids.as_view()).unwrap();
-    let error = grouping.update(foreign_rows, &batch, stream).unwrap_err();
+    let foreign_rows = top_k().with_rows(&foreign_ids).unwrap();
+    let error = grouping.update(&mut step, foreign_rows).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "rows" }), "{error}");
-    let error = Grouping::new(kernels, route_capacity, &foreign).unwrap_err();
-    assert!(matches!(error, LaunchError::WrongContext { .. }), "{error}");
-    gpu.context.bind_to_thread().unwrap();
 
-    let routes = grouping.update(top_k(), &batch, stream).unwrap();
-    let other_routes = other_grouping.update(top_k(), &other_batch, &other).unwrap();
+    let mut routes = grouping.update(&mut step, top_k()).unwrap();
+    let mut second_step = weights.step(&second_batch, &mut second_workspace).unwrap();
+    let mut second_routes = second_grouping.update(&mut second_step, top_k()).unwrap();
+    let mut other_step = other_weights.step(&other_batch, &mut other_workspace).unwrap();
+    let mut other_routes = other_grouping.update(&mut other_step, top_k()).unwrap();
     let (values, mut written) = (gpu.upload(&[1.0_f32; 64]), gpu.upload(&[7.0_f32; 64]));
     for op in OPERATIONS {
         let [x, y, target] = shapes(op, [4, 4], [1, 2]);
         let local = |[rows, cols]: [usize; 2]| Matrix::new(values.view(), rows, cols).unwrap();
-        let from = |[rows, cols]: [usize; 2]| Matrix::new(foreign_values.as_view(), rows, cols).unwrap();
-        let mut run = |inputs: [Matrix<'_, f32>; 2],
-                       routes: &GroupedRoutes<'_>,
-                       workspace: &mut Workspace,
-                       stream: &CudaStream| {
+        let from = |[rows, cols]: [usize; 2]| Matrix::new(&foreign_values, rows, cols).unwrap();
+        let mut run = |inputs: [Matrix<'_, f32>; 2], step: &mut Step<'_>, routes: &mut GroupedRoutes<'_>| {
             let target = MatrixMut::new(written.view_mut(), target[0], target[1]).unwrap();
-            launch(&layer, op, inputs, target, routes, &weights, workspace, stream)
+            launch(&layer, op, step, routes, inputs, target)
         };
-        let error = run([from(x), local(y)], &routes, &mut workspace, stream).unwrap_err();
+        let error = run([from(x), local(y)], &mut step, &mut routes).unwrap_err();
         assert!(matches!(error, LaunchError::WrongContext { operand: "x" }), "{op:?}: {error}");
         if op.has_out() {
-            let error = run([local(x), from(y)], &routes, &mut workspace, stream).unwrap_err();
+            let error = run([local(x), from(y)], &mut step, &mut routes).unwrap_err();
             assert!(matches!(error, LaunchError::WrongContext { operand: "y" }), "{op:?}: {error}");
         }
-        let error = run([local(x), local(y)], &other_routes, &mut workspace, stream).unwrap_err();
+        let error = run([local(x), local(y)], &mut step, &mut other_routes).unwrap_err();
         assert!(matches!(error, LaunchError::WrongStream { operand: "the routes" }), "{op:?}: {error}");
-        let error = run([local(x), local(y)], &routes, &mut other_workspace, stream).unwrap_err();
-        assert!(matches!(error, LaunchError::WrongStream { operand: "the workspace" }), "{op:?}: {error}");
-        let error = run([local(x), local(y)], &routes, &mut workspace, &other).unwrap_err();
-        assert!(matches!(error, LaunchError::WrongStream { operand: "the weight table" }), "{op:?}: {error}");
-        let error = run([local(x), local(y)], &routes, &mut workspace, &foreign).unwrap_err();
-        assert!(matches!(error, LaunchError::WrongContext { operand: "the stream" }), "{op:?}: {error}");
-        let foreign_target = MatrixMut::new(foreign_target.as_view_mut(), target[0], target[1]).unwrap();
+        let error = run([local(x), local(y)], &mut other_step, &mut routes).unwrap_err();
+        assert!(matches!(error, LaunchError::WrongStream { operand: "the routes" }), "{op:?}: {error}");
+        let error = run([local(x), local(y)], &mut step, &mut second_routes).unwrap_err();
+        assert!(matches!(error, LaunchError::OtherBatch { operand: "the routes" }), "{op:?}: {error}");
+        let foreign_target = MatrixMut::new(&mut foreign_target, target[0], target[1]).unwrap();
         let inputs = [local(x), local(y)];
-        let error = launch(&layer, op, inputs, foreign_target, &routes, &weights, &mut workspace, stream).unwrap_err();
+        let error = launch(&layer, op, &mut step, &mut routes, inputs, foreign_target).unwrap_err();
         let named = if op.has_out() { "out" } else { "y" };
         assert!(matches!(error, LaunchError::WrongContext { operand } if operand == named), "{op:?}: {error}");
     }
     assert_eq!(written.read::<f32>(), [7.0; 64]);
     for op in OPERATIONS {
         let [x, y, target] = shapes(op, [4, 4], [1, 2]);
-        let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view(), rows, cols).unwrap());
+        let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view::<f32>(), rows, cols).unwrap());
         let target = MatrixMut::new(written.view_mut(), target[0], target[1]).unwrap();
-        launch(&layer, op, inputs, target, &routes, &weights, &mut workspace, stream).unwrap();
+        launch(&layer, op, &mut step, &mut routes, inputs, target).unwrap();
     }
     assert_ne!(written.read::<f32>(), [7.0; 64]);
 }
@@ -510,82 +576,89 @@ fn routes_past_what_there_is_room_for_are_refused() {
     // So many that sums go by way of the planes, too.
     const TOKENS: usize = 600;
     let gpu = Gpu::new();
-    let (kernels, stream) = (&gpu.kernels, &gpu.stream);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("m", 2, 4, 4)).unwrap();
-    let capacity = Capacity { max_tokens: TOKENS, num_slots: 2, max_rank: 4 };
-    let weights = WeightTable::<f32>::new(kernels, &model, capacity, 1 << 12, stream).unwrap();
-    let mut routing = Routing::new(kernels, capacity, 1, stream).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS]), stream).unwrap();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let [id, of_one_route] =
+        [2, 1].map(|top_k| spec.experts(Experts::new(format!("m{top_k}"), 2, 4, 4).top_k(top_k)).unwrap());
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(TOKENS).slots(2).rank(4);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
+    let mut routing = Routing::new(queue, capacity, 1).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
     let ids = gpu.upload(&[0_i32; 2 * TOKENS]);
     let top_k = || TopK::new(ids.view(), 2).unwrap();
-    let route_capacity = RouteCapacity { max_tokens: TOKENS, top_k: 2, num_experts: 2 };
-    let grouping = |capacity| Grouping::new(kernels, capacity, stream).unwrap();
+    let route_capacity = RouteCapacity::tokens(TOKENS).top_k(2).experts(2);
+    let grouping = |capacity| Grouping::new(queue, capacity).unwrap();
 
-    let mut fewer_tokens = grouping(RouteCapacity { max_tokens: TOKENS - 1, ..route_capacity });
-    let error = fewer_tokens.update(top_k(), &batch, stream).unwrap_err();
+    let mut fewer_tokens = grouping(RouteCapacity::tokens(TOKENS - 1).top_k(2).experts(2));
+    let error = fewer_tokens.update(&mut step, top_k()).unwrap_err();
     let is_of_tokens = |error: &LaunchError| match *error {
         LaunchError::Capacity { what, got, max } => (what, got, max) == ("the batch's tokens", TOKENS, TOKENS - 1),
         _ => false,
     };
     assert!(is_of_tokens(&error), "{error}");
-    let mut fewer_routes = grouping(RouteCapacity { top_k: 1, ..route_capacity });
-    let error = fewer_routes.update(top_k(), &batch, stream).unwrap_err();
+    let mut fewer_routes = grouping(route_capacity.top_k(1));
+    let error = fewer_routes.update(&mut step, top_k()).unwrap_err();
     assert!(matches!(error, LaunchError::Capacity { what: "the routes of a token", got: 2, max: 1 }), "{error}");
     let too_many = TopK::new(ids.view(), 1).unwrap();
-    let error = fewer_routes.update(too_many, &batch, stream).unwrap_err();
+    let error = fewer_routes.update(&mut step, too_many).unwrap_err();
     let is_of_others =
         matches!(error, LaunchError::Operand(OperandError::Tokens { got, want: TOKENS }) if got == 2 * TOKENS);
     assert!(is_of_others, "{error}");
     for num_experts in [0, 1025] {
-        let made = Grouping::new(kernels, RouteCapacity { num_experts, ..route_capacity }, stream);
+        let made = Grouping::new(queue, route_capacity.experts(num_experts));
         assert_eq!(made.is_ok(), num_experts == 0);
     }
 
-    let [mut fitting, mut of_three] =
-        [2, 3].map(|num_experts| grouping(RouteCapacity { num_experts, ..route_capacity }));
-    let routes = fitting.update(top_k(), &batch, stream).unwrap();
-    let of_three = of_three.update(top_k(), &batch, stream).unwrap();
-    let layer = |capacity, top_k| LoraExperts::<f32>::new(kernels, &model, id, capacity, top_k).unwrap();
-    let fitting_layer = layer(capacity, 2);
+    let [mut fitting, mut of_three] = [2, 3].map(|num_experts| grouping(route_capacity.experts(num_experts)));
+    let mut routes = fitting.update(&mut step, top_k()).unwrap();
+    let mut of_three = of_three.update(&mut step, top_k()).unwrap();
+    let layer = |capacity, id| {
+        let planned_for = WeightTable::new(queue, &model, DType::F32, capacity, 1).unwrap();
+        LoraExperts::new(&planned_for, id).unwrap()
+    };
+    let fitting_layer = layer(capacity, id);
     let (values, mut written) = (gpu.upload(&[1.0_f32; 16 * TOKENS]), gpu.upload(&[7.0_f32; 16 * TOKENS]));
     for op in OPERATIONS {
         let [x, y, target] = shapes(op, [4, 4], [TOKENS, 2 * TOKENS]);
-        let mut run = |layer: &LoraExperts<f32>, routes: &GroupedRoutes<'_>, bytes: WorkspaceBytes| {
-            let mut workspace = Workspace::new(kernels, bytes, stream).unwrap();
-            let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view(), rows, cols).unwrap());
+        let mut run = |layer: &LoraExperts, routes: &mut GroupedRoutes<'_>, bytes: WorkspaceBytes| {
+            let mut workspace = Workspace::with_bytes(queue, bytes).unwrap();
+            let mut step = weights.step(&batch, &mut workspace).unwrap();
+            let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view::<f32>(), rows, cols).unwrap());
             let target = MatrixMut::new(written.view_mut(), target[0], target[1]).unwrap();
-            launch(layer, op, inputs, target, routes, &weights, &mut workspace, stream)
+            launch(layer, op, &mut step, routes, inputs, target)
         };
         let all = fitting_layer.plan().workspace_bytes();
-        let fewer_tokens = layer(Capacity { max_tokens: TOKENS - 1, ..capacity }, 2);
-        let error = run(&fewer_tokens, &routes, all).unwrap_err();
+        let fewer_tokens = layer(Capacity::tokens(TOKENS - 1).slots(2).rank(4), id);
+        let error = run(&fewer_tokens, &mut routes, all).unwrap_err();
         assert!(is_of_tokens(&error), "{op:?}: {error}");
-        let error = run(&layer(capacity, 1), &routes, all).unwrap_err();
+        let error = run(&layer(capacity, of_one_route), &mut routes, all).unwrap_err();
         assert!(
             matches!(error, LaunchError::Capacity { what: "the routes of a token", got: 2, max: 1 }),
             "{op:?}: {error}"
         );
-        let error = run(&layer(Capacity { num_slots: 1, ..capacity }, 2), &routes, all).unwrap_err();
+        let error = run(&layer(capacity.slots(1), id), &mut routes, all).unwrap_err();
         assert!(
             matches!(error, LaunchError::Capacity { what: "the weights' num_slots", got: 2, max: 1 }),
             "{op:?}: {error}"
         );
-        let error = run(&layer(Capacity { max_rank: 3, ..capacity }, 2), &routes, all).unwrap_err();
+        let error = run(&layer(capacity.rank(3), id), &mut routes, all).unwrap_err();
         assert!(
             matches!(error, LaunchError::Capacity { what: "the weights' max_rank", got: 4, max: 3 }),
             "{op:?}: {error}"
         );
-        let error = run(&fitting_layer, &of_three, all).unwrap_err();
+        let error = run(&fitting_layer, &mut of_three, all).unwrap_err();
         assert!(matches!(error, LaunchError::Operand(OperandError::Model)), "{op:?}: {error}");
         let plan = fitting_layer.plan();
         let projection = if op.is_before_activation() { plan.gate_up() } else { plan.down() };
         let needed = projection.workspace_bytes_for(TOKENS, 2);
         for (bytes, part) in [
-            (WorkspaceBytes { exchange: needed.exchange - 1, ..needed }, needed.exchange),
-            (WorkspaceBytes { planes: needed.planes - 1, ..needed }, needed.planes),
+            ([needed.exchange - 1, needed.planes], needed.exchange),
+            ([needed.exchange, needed.planes - 1], needed.planes),
         ] {
-            let error = run(&fitting_layer, &routes, bytes).unwrap_err();
+            let error = run(&fitting_layer, &mut routes, workspace_bytes(bytes)).unwrap_err();
             let is_of_workspace = matches!(error, LaunchError::Capacity { what: "the workspace's use", got, max }
                 if got == part && max + 1 == part);
             assert!(is_of_workspace, "{op:?}: {error}");
@@ -594,10 +667,9 @@ fn routes_past_what_there_is_room_for_are_refused() {
     assert_eq!(written.read::<f32>(), [7.0; 16 * TOKENS]);
     for op in OPERATIONS {
         let [x, y, target] = shapes(op, [4, 4], [TOKENS, 2 * TOKENS]);
-        let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view(), rows, cols).unwrap());
+        let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view::<f32>(), rows, cols).unwrap());
         let target = MatrixMut::new(written.view_mut(), target[0], target[1]).unwrap();
-        let mut workspace = Workspace::new(kernels, fitting_layer.plan().workspace_bytes(), stream).unwrap();
-        launch(&fitting_layer, op, inputs, target, &routes, &weights, &mut workspace, stream).unwrap();
+        launch(&fitting_layer, op, &mut step, &mut routes, inputs, target).unwrap();
     }
 }
 
@@ -607,7 +679,7 @@ fn routes_past_what_there_is_room_for_are_refused() {
 fn raw_memory_that_experts_cannot_use_is_refused() {
     let gpu = Gpu::new();
     let (kernels, stream) = (&gpu.kernels, gpu.raw_stream());
-    let capacity = RouteCapacity { max_tokens: 2, top_k: 2, num_experts: 2 };
+    let capacity = RouteCapacity::tokens(2).top_k(2).experts(2);
     let bytes = raw::Grouping::device_bytes(capacity).unwrap();
     let memory = gpu.upload(&vec![0_u8; bytes + 256]);
     let within = |offset: usize, bytes: usize| {
@@ -623,18 +695,19 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
     assert!(matches!(error, LaunchError::Misaligned { operand: "the grouping's memory", alignment: 256 }), "{error}");
     let mut grouping = within(256, bytes).unwrap();
 
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("m", 2, 4, 4)).unwrap();
-    let table_capacity = Capacity { max_tokens: 2, num_slots: 1, max_rank: 4 };
-    let weights = WeightTable::<f32>::new(kernels, &model, table_capacity, 1 << 12, &gpu.stream).unwrap();
-    let mut routing = Routing::new(kernels, table_capacity, 1, &gpu.stream).unwrap();
-    routing.update(&Batch::new(&[Slot::new(0); 2]), &gpu.stream).unwrap();
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(Experts::new("m", 2, 4, 4).top_k(2)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let table_capacity = Capacity::tokens(2).slots(1).rank(4);
+    let weights = WeightTable::new(&gpu.queue, &model, DType::F32, table_capacity, 1 << 12).unwrap();
+    let mut routing = Routing::new(&gpu.queue, table_capacity, 1).unwrap();
+    routing.update(&Batch::new(&[Slot::new(0); 2])).unwrap();
     let batch = routing.capture_batch(2).unwrap();
     let (ids, values, target) = (gpu.upload(&[0_i32; 4]), gpu.upload(&[1.0_f32; 64]), gpu.upload(&[7.0_f32; 64]));
     let mut group = |top_k| {
         let top_k = raw::TopK::new(ids.address(), top_k);
         // SAFETY: all is the test's own, and alive until the stream is synchronized.
-        unsafe { grouping.group(top_k, batch, stream) }
+        unsafe { grouping.group(batch, top_k, stream) }
     };
     let error = group(0).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::TopK { top_k: 0, .. })), "{error}");
@@ -647,16 +720,17 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
         });
         other.join().unwrap();
     });
-    let routes = group(2).unwrap();
+    let mut routes = group(2).unwrap();
 
-    let layer = raw::LoraExperts::new(kernels, &model, id, DType::F32, table_capacity, 2).unwrap();
-    let workspace = Workspace::new(kernels, layer.plan().workspace_bytes(), &gpu.stream).unwrap().region();
-    let weights = weights.layer(model[id].gate_up().shared_entry());
-    let add = |dtype, workspace| {
+    let layer = raw::LoraExperts::new(kernels, &model, id, DType::F32, table_capacity).unwrap();
+    let workspace_memory = Workspace::new(&weights).unwrap();
+    let workspace = workspace_memory.raw();
+    let mut add = |dtype, workspace| {
+        let step = raw::Step::new(weights.raw(), batch, workspace, stream);
         let x = raw::MatrixRef::with_dtype(values.address(), dtype, 2, 4);
         let y = raw::MatrixMut::new::<f32>(target.address(), 4, 8);
         // SAFETY: as above.
-        unsafe { layer.add_gate_up_delta(x, y, weights, &routes, workspace, stream) }
+        unsafe { layer.add_gate_up_delta(&step, &mut routes, x, y) }
     };
     let error = add(DType::BF16, workspace).unwrap_err();
     let of_type = OperandError::DType { operand: "x", got: DType::BF16, want: DType::F32 };

@@ -4,7 +4,7 @@ use aril::{
     DType, Slot,
     adapter::Adapter,
     cuda::{WeightTable, Workspace, raw},
-    model::{Experts, ExpertsId, Halves, ModelSpec, TpRank},
+    model::{Experts, ExpertsId, Halves, Model, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
 };
 use half::bf16;
@@ -18,11 +18,11 @@ use crate::{
         experts::{Act, Case, Op, Order, Shape},
     },
     device::{Buffer, Gpu, Graph},
-    experts::{Operands, first_entry, steps::routes_go_wide},
+    experts::{Operands, steps::routes_go_wide},
 };
 
 /// The last two slots stay empty.
-const CAPACITY: Capacity = Capacity { max_tokens: 640, num_slots: 8, max_rank: 64 };
+const CAPACITY: Capacity = Capacity::tokens(640).slots(8).rank(64);
 const EXPERTS: usize = 40;
 /// Hidden and inner features of each layer, and experts that a token chooses: the second's rows are not aligned.
 const LAYERS: [([usize; 2], usize, Order); 2] = [([1152, 264], 4, Order::GateUp), ([300, 100], 2, Order::UpGate)];
@@ -35,22 +35,23 @@ const LAUNCHES: [Op; 4] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::AddDown, 
 /// Layers whose adapters are in one table.
 struct Layers {
     gpu: Gpu,
-    model: ModelSpec,
+    model: Model,
     ids: [ExpertsId; LAYERS.len()],
-    weights: WeightTable<bf16>,
+    weights: WeightTable,
 }
 
 impl Layers {
     fn new() -> Self {
         let gpu = Gpu::new();
         let mut rng = StdRng::seed_from_u64(6);
-        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let mut spec = ModelSpec::new();
         let ids = [0, 1].map(|layer| {
-            let ([hidden, inter], _, order) = LAYERS[layer];
-            let experts = Experts::new(format!("layers.{layer}.experts"), EXPERTS, hidden, inter);
-            model.experts(experts.halves(order.halves().unwrap_or(Halves::GateUp))).unwrap()
+            let ([hidden, inter], top_k, order) = LAYERS[layer];
+            let experts = Experts::new(format!("layers.{layer}.experts"), EXPERTS, hidden, inter).top_k(top_k);
+            spec.experts(experts.halves(order.halves().unwrap_or(Halves::GateUp))).unwrap()
         });
-        let mut weights = WeightTable::new(&gpu.kernels, &model, CAPACITY, 256 << 20, &gpu.stream).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let weights = WeightTable::new(&gpu.queue, &model, DType::BF16, CAPACITY, 256 << 20).unwrap();
         // Ranks, and in which layers the experts share the outer factors.
         let adapters = [
             (16, [false, true]),
@@ -62,15 +63,14 @@ impl Layers {
         ];
         for (slot, (rank, shared)) in adapters.into_iter().enumerate() {
             let adapter = adapter(rank, shared, &mut rng);
-            weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap(), &gpu.stream).unwrap();
+            weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
         }
         gpu.synchronize();
         Self { gpu, model, ids, weights }
     }
 
     fn layer(&self, gpu: &Gpu, layer: usize) -> raw::LoraExperts {
-        let top_k = LAYERS[layer].1;
-        raw::LoraExperts::new(&gpu.kernels, &self.model, self.ids[layer], DType::BF16, CAPACITY, top_k).unwrap()
+        raw::LoraExperts::new(&gpu.kernels, &self.model, self.ids[layer], DType::BF16, CAPACITY).unwrap()
     }
 }
 
@@ -108,10 +108,10 @@ struct Scratch {
 impl Scratch {
     fn new(layers: &Layers, gpu: &Gpu) -> Self {
         let bytes = [0, 1].map(|layer| layers.layer(gpu, layer).plan().workspace_bytes());
-        let capacity = RouteCapacity { max_tokens: CAPACITY.max_tokens, top_k: MAX_TOP_K, num_experts: EXPERTS };
+        let capacity = RouteCapacity::tokens(CAPACITY.max_tokens).top_k(MAX_TOP_K).experts(EXPERTS);
         let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(capacity).unwrap()]);
         Self {
-            workspace: Workspace::new(&gpu.kernels, bytes[0].max(bytes[1]), &gpu.stream).unwrap(),
+            workspace: Workspace::with_bytes(&gpu.queue, bytes[0].max(bytes[1])).unwrap(),
             // SAFETY: the memory is zero, lives as long as the grouping and is used on one stream.
             grouping: unsafe { raw::Grouping::new(&gpu.kernels, capacity, group_memory.region()) }.unwrap(),
             _group_memory: group_memory,
@@ -124,8 +124,7 @@ struct Steps<'a> {
     gpu: &'a Gpu,
     number: usize,
     layer: raw::LoraExperts,
-    /// By launch.
-    weights: [raw::LayerWeights; LAUNCHES.len()],
+    table: raw::Table,
     routing: raw::Routing,
     _routing_memory: Buffer,
     /// The tokens of each batch.
@@ -175,12 +174,11 @@ impl<'a> Steps<'a> {
             tokens.iter().flat_map(|tokens| rows[..tokens * of_token].to_vec()).collect::<Vec<_>>()
         });
         let routing_memory = gpu.poisoned(raw::Routing::device_bytes(CAPACITY).unwrap());
-        let site = &layers.model[layers.ids[layer]];
         let steps = Self {
             gpu,
             number: layer,
             layer: layers.layer(gpu, layer),
-            weights: LAUNCHES.map(|op| layers.weights.layer(first_entry(site, op))),
+            table: layers.weights.raw(),
             // SAFETY: the memory lives as long as the routing and is used on one stream.
             routing: unsafe { raw::Routing::new(&gpu.kernels, CAPACITY, 1, routing_memory.region()) }.unwrap(),
             _routing_memory: routing_memory,
@@ -201,7 +199,7 @@ impl<'a> Steps<'a> {
     }
 
     /// Routes and groups a step.
-    fn route(&mut self, step: usize, scratch: &mut Scratch) -> raw::GroupedRoutes {
+    fn route(&mut self, step: usize, scratch: &mut Scratch) -> (raw::Step, raw::GroupedRoutes) {
         let (tokens, stream, top_k) = (self.tokens[step], self.gpu.raw_stream(), LAYERS[self.number].1);
         let behind = |buffer: &Buffer, words: usize| buffer.address() + (words * size_of::<i32>()) as u64;
         let before = self.tokens_before(step);
@@ -211,23 +209,23 @@ impl<'a> Steps<'a> {
         // SAFETY: the slots and the routing are the test's own, and alive until the stream is synchronized.
         let batch = unsafe { self.routing.update_on_device(slots, None, tokens, stream) }.unwrap();
         // SAFETY: as above, what the router chose and the grouping.
-        unsafe { scratch.grouping.group(top_k, batch, stream) }.unwrap()
+        let routes = unsafe { scratch.grouping.group(batch, top_k, stream) }.unwrap();
+        (raw::Step::new(self.table, batch, scratch.workspace.raw(), stream), routes)
     }
 
-    fn launch(&self, step: usize, launch: usize, routes: &raw::GroupedRoutes, scratch: &Scratch) {
+    fn launch(&self, step: usize, launch: usize, (on, routes): &mut (raw::Step, raw::GroupedRoutes)) {
         let case = case_of(self.number, LAUNCHES[launch], self.tokens[step]);
         let target = case.target();
         let target =
             Place { offset: self.tokens_before(step) * target.rows / self.tokens[step] * target.stride, ..target };
         let [x, y] = &self.inputs[launch];
         let operands = Operands::new::<bf16>(case.op, (x, case.x()), (y, case.y()), (&self.targets[launch], target));
-        let stream = self.gpu.raw_stream();
-        operands.launch(&self.layer, self.weights[launch], routes, scratch.workspace.region(), stream);
+        operands.launch(&self.layer, on, routes);
     }
 
     fn enqueue(&mut self, step: usize, scratch: &mut Scratch) {
-        let routes = self.route(step, scratch);
-        (0..LAUNCHES.len()).for_each(|launch| self.launch(step, launch, &routes, scratch));
+        let mut routed = self.route(step, scratch);
+        (0..LAUNCHES.len()).for_each(|launch| self.launch(step, launch, &mut routed));
     }
 
     /// What the targets are after every launch was made `times`, each with the device and a scratch to itself.
@@ -236,8 +234,8 @@ impl<'a> Steps<'a> {
             for step in 0..self.tokens.len() {
                 for launch in 0..LAUNCHES.len() {
                     let mut scratch = Scratch::new(layers, self.gpu);
-                    let routes = self.route(step, &mut scratch);
-                    self.launch(step, launch, &routes, &scratch);
+                    let mut routed = self.route(step, &mut scratch);
+                    self.launch(step, launch, &mut routed);
                     self.gpu.synchronize();
                 }
             }

@@ -1,18 +1,18 @@
 //! Operations on the experts of a layer in memory that stays, while routes, adapters and what these share change, as under a captured
 //! graph.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, marker::PhantomData};
 
 use aril::{
     Element, Slot,
     cuda::{Routing, WeightTable, Workspace, raw},
-    model::{ExpertsId, ModelSpec},
+    model::Model,
     plan::Capacity,
     routing::Batch,
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
-use super::{OPERATIONS, Operands, first_entry, raw_top_k, route_capacity};
+use super::{OPERATIONS, Operands, raw_top_k, route_capacity};
 use crate::{
     common::{
         cases::{Dtype, Values, compare},
@@ -28,9 +28,8 @@ const OF_ROUTES: [Op; 5] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::WriteGat
 /// A layer, and operations that are launched on the same routes, one behind the other.
 pub struct Layer<'a, T> {
     gpu: &'a Gpu,
-    model: ModelSpec,
-    id: ExpertsId,
-    weights: WeightTable<T>,
+    model: Model,
+    weights: WeightTable,
     routing: Routing,
     batch: raw::RoutedBatch,
     grouping: raw::Grouping,
@@ -42,6 +41,7 @@ pub struct Layer<'a, T> {
     layer: raw::LoraExperts,
     workspace: Workspace,
     operations: Vec<Operation>,
+    of_type: PhantomData<T>,
 }
 
 /// What an operation is on.
@@ -55,14 +55,11 @@ struct Operation {
 impl<'a, T: Element> Layer<'a, T> {
     /// With room for the steps that are as `case`, but for what they are of and that they may have fewer tokens. No adapter is loaded.
     pub fn new(gpu: &'a Gpu, case: &Case, ops: &[Op]) -> Self {
-        let Gpu { stream, kernels, .. } = gpu;
+        let Gpu { kernels, queue, .. } = gpu;
         let (model, id) = case.model();
-        let capacity = Capacity {
-            max_tokens: case.num_tokens(),
-            num_slots: case.adapters.len() + case.empty_slots,
-            max_rank: case.max_rank(),
-        };
-        let routing = Routing::new(kernels, capacity, 1, stream).unwrap();
+        let capacity =
+            Capacity::tokens(case.num_tokens()).slots(case.adapters.len() + case.empty_slots).rank(case.max_rank());
+        let routing = Routing::new(queue, capacity, 1).unwrap();
         let batch = routing.capture_batch(case.num_tokens()).unwrap();
         let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity(case)).unwrap()]);
         // SAFETY: the memory is zero, lives as long as the grouping and is used on one stream.
@@ -71,7 +68,7 @@ impl<'a, T: Element> Layer<'a, T> {
         let ids = gpu.upload(&vec![0_i32; routes]);
         let router = case.half_weights.as_ref().map(|_| gpu.upload(&vec![0.0_f32; routes]));
         let rows = case.rows.as_ref().map(|_| gpu.upload(&vec![0_i32; routes]));
-        let layer = raw::LoraExperts::new(kernels, &model, id, T::DTYPE, capacity, case.top_k).unwrap();
+        let layer = raw::LoraExperts::new(kernels, &model, id, T::DTYPE, capacity).unwrap();
         let operations = ops.iter().map(|&op| {
             let case = Case { op, ..case.clone() };
             let places = [case.x(), case.y(), case.target()];
@@ -82,8 +79,7 @@ impl<'a, T: Element> Layer<'a, T> {
         });
         Self {
             gpu,
-            id,
-            weights: WeightTable::new(kernels, &model, capacity, 1 << 28, stream).unwrap(),
+            weights: WeightTable::new(queue, &model, T::DTYPE, capacity, 1 << 28).unwrap(),
             model,
             routing,
             batch,
@@ -93,20 +89,21 @@ impl<'a, T: Element> Layer<'a, T> {
             ids,
             router,
             rows,
-            workspace: Workspace::new(kernels, layer.plan().workspace_bytes(), stream).unwrap(),
+            workspace: Workspace::with_bytes(queue, layer.plan().workspace_bytes()).unwrap(),
             layer,
             operations: operations.collect(),
+            of_type: PhantomData,
         }
     }
 
     /// Has a slot hold that adapter, and none if it has nothing.
     pub fn load(&mut self, slot: usize, case: &Case, lora: &Lora, pairs: &Pairs) {
-        let (slot, stream) = (Slot::new(slot as u16), &self.gpu.stream);
+        let slot = Slot::new(slot as u16);
         if lora.is_nothing() {
-            return self.weights.unload(slot, stream).unwrap();
+            return self.weights.unload(slot).unwrap();
         }
         let adapter = case.load(lora, pairs);
-        self.weights.load(slot, &adapter.plan(&self.model, T::DTYPE).unwrap(), stream).unwrap();
+        self.weights.load(slot, &adapter.plan(&self.model, T::DTYPE).unwrap()).unwrap();
     }
 
     /// Loads the adapters of a case.
@@ -121,12 +118,12 @@ impl<'a, T: Element> Layer<'a, T> {
 
     /// Enqueues the grouping and the operations.
     pub fn launch(&mut self) {
-        let (stream, region) = (self.gpu.raw_stream(), self.workspace.region());
+        let stream = self.gpu.raw_stream();
+        let step = raw::Step::new(self.weights.raw(), self.batch, self.workspace.raw(), stream);
         // SAFETY: all that is used is the layer's own, and alive until the stream is synchronized.
-        let routes = unsafe { self.grouping.group(self.top_k, self.batch, stream) }.unwrap();
+        let mut routes = unsafe { self.grouping.group(self.batch, self.top_k, stream) }.unwrap();
         for Operation { operands, .. } in &self.operations {
-            let weights = self.weights.layer(first_entry(&self.model[self.id], operands.op));
-            operands.launch(&self.layer, weights, &routes, region, stream);
+            operands.launch(&self.layer, &step, &mut routes);
         }
     }
 
@@ -164,7 +161,7 @@ impl<'a, T: Element> Layer<'a, T> {
         let scales = worlds[0].scales.as_ref().map(|scales| &scales[..live]);
         let batch = Batch::new(&worlds[0].slots[..live]);
         let batch = scales.map_or(batch, |scales| batch.with_scales(scales).unwrap());
-        self.routing.update(&batch, &self.gpu.stream).unwrap();
+        self.routing.update(&batch).unwrap();
         launch(self);
         for (operation, (case, world)) in self.operations.iter().zip(cases.iter().zip(&worlds)) {
             let what = format!("{what}, {:?} in {:?}", case.op, T::DTYPE);
