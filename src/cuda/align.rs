@@ -1,10 +1,8 @@
 #![expect(unsafe_code, reason = "calls the raw door")]
 
-use std::sync::Arc;
+use cudarc::driver::CudaView;
 
-use cudarc::driver::{CudaStream, CudaView};
-
-use super::{Kernels, LaunchError, RoutedBatch, TopK, raw, region::Region};
+use super::{LaunchError, Queue, RoutedBatch, TopK, raw, region::Region};
 use crate::plan::AlignCapacity;
 
 /// A layer's routes in blocks of one slot and one expert each, on the device:
@@ -13,7 +11,6 @@ use crate::plan::AlignCapacity;
 #[doc(alias = "moe_align_block_size")]
 pub struct Alignment {
     raw: raw::Alignment,
-    kernels: Kernels,
     memory: Region<i32>,
 }
 
@@ -26,37 +23,36 @@ pub struct AlignedRoutes<'a> {
 }
 
 impl Alignment {
-    /// Allocates what the routes within `capacity` need, on `stream`.
+    /// Allocates what the routes within `capacity` need.
     ///
     /// # Errors
     /// If the capacity is past the kernels' limits, or there is no memory left.
-    pub fn new(kernels: &Kernels, capacity: AlignCapacity, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
-        let memory = Region::new(kernels, raw::Alignment::device_bytes(capacity)?, stream)?;
+    pub fn new(queue: &Queue, capacity: AlignCapacity) -> Result<Self, LaunchError> {
+        let memory = Region::new(queue, raw::Alignment::device_bytes(capacity)?)?;
         // SAFETY: the memory is zero, this type's own for as long as it lives, and written on its stream alone, in whose order it is
         // freed.
-        let raw = unsafe { raw::Alignment::new(kernels, capacity, memory.region()) }?;
-        Ok(Self { raw, kernels: kernels.clone(), memory })
+        let raw = unsafe { raw::Alignment::new(queue.kernels(), capacity, memory.region()) }?;
+        Ok(Self { raw, memory })
     }
 
     /// Enqueues the kernel that puts what a layer's router chose for the tokens of `batch` in blocks. The router's weights are not
     /// read. Allocates nothing and waits for nothing.
     ///
     /// # Errors
-    /// If the router chose for other tokens than the batch has, or for more than there is room for. Nothing was enqueued.
-    pub fn update(
-        &mut self,
-        top_k: &TopK<'_>,
-        batch: &RoutedBatch<'_>,
-        stream: &CudaStream,
-    ) -> Result<AlignedRoutes<'_>, LaunchError> {
-        self.memory.check("the alignment", stream)?;
-        top_k.check_with(batch, &self.kernels, stream)?;
+    /// If the router chose for other tokens than the batch has, or for more than there is room for, or the queue's stream is being captured.
+    /// Nothing was enqueued.
+    pub fn update(&mut self, batch: &RoutedBatch<'_>, top_k: &TopK<'_>) -> Result<AlignedRoutes<'_>, LaunchError> {
+        let queue = self.memory.queue().clone();
+        queue.check("the batch", batch.queue())?;
+        top_k.check_tokens(batch.num_tokens())?;
+        top_k.check_queue(&queue)?;
+        queue.enter()?;
         let raw = {
-            let (top_k, _guards) = top_k.on(stream);
+            let (top_k, _guards) = top_k.on(&queue);
             let _memory_guard = self.memory.written();
             // SAFETY: there is a value for each route, and the guards order them, and what reads the memory elsewhere; the stream is
             // the memory's and the batch's own.
-            unsafe { self.raw.align(top_k, batch.raw, stream.into()) }?
+            unsafe { self.raw.align(batch.raw, top_k, queue.raw()) }?
         };
         Ok(AlignedRoutes { raw, memory: &self.memory })
     }

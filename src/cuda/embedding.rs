@@ -1,68 +1,65 @@
 #![expect(unsafe_code, reason = "calls the raw door")]
 
-use std::marker::PhantomData;
-
-use cudarc::driver::{CudaStream, CudaView, DevicePtr, DeviceSlice};
-
-use super::{Kernels, LaunchError, MatrixMut, RoutedBatch, WeightTable, raw};
+use super::{LaunchError, MatrixMut, Step, View, WeightTable, raw};
 use crate::{
     Element,
     error::OperandError,
-    model::{EmbeddingId, ModelSpec},
-    plan::Capacity,
+    model::EmbeddingId,
+    plan::{Capacity, PlanError},
 };
 
 /// The adapters of an embedding.
 #[derive(Clone, Debug)]
-pub struct LoraEmbedding<T> {
+pub struct LoraEmbedding {
     raw: raw::LoraEmbedding,
-    kernels: Kernels,
-    element: PhantomData<T>,
 }
 
-impl<T: Element> LoraEmbedding<T> {
-    /// Plans the embedding `id` of `model` for batches within `capacity`.
+impl LoraEmbedding {
+    /// Plans the embedding `id` of the table's model, for the table's element type and capacity.
     ///
     /// # Errors
-    /// If no kernel takes these bounds.
-    pub fn new(kernels: &Kernels, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<Self, LaunchError> {
-        let raw = raw::LoraEmbedding::new(kernels, model, id, T::DTYPE, capacity)?;
-        Ok(Self { raw, kernels: kernels.clone(), element: PhantomData })
+    /// If the id is of another model, or no kernel takes these bounds.
+    pub fn new(weights: &WeightTable, id: EmbeddingId) -> Result<Self, PlanError> {
+        let kernels = weights.queue().kernels();
+        let raw = raw::LoraEmbedding::new(kernels, weights.model(), id, weights.dtype(), weights.capacity())?;
+        Ok(Self { raw })
     }
 
-    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]` on `stream`, for every token `t` that has an adapter and an id in the
-    /// vocabulary. All other rows of `y` keep every bit.
+    /// The bounds that it was planned for.
+    pub fn capacity(&self) -> Capacity {
+        self.raw.capacity()
+    }
+
+    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` that has an adapter and an id in the vocabulary. All
+    /// other rows of `y` keep every bit.
     ///
-    /// `y` is `[tokens, hidden]`. Allocates nothing and waits for nothing.
+    /// `token_ids` is `[tokens]`, `y` is `[tokens, hidden]`. Allocates nothing and waits for nothing.
     ///
     /// # Errors
-    /// If the operands don't fit; then nothing was enqueued.
-    pub fn add_delta(
+    /// If the operands don't fit the embedding and the step; then nothing was enqueued.
+    pub fn add_delta<'a, T: Element>(
         &self,
-        token_ids: &CudaView<'_, i32>,
+        step: &mut Step<'_>,
+        token_ids: impl Into<View<'a, i32>>,
         mut y: MatrixMut<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
-        stream: &CudaStream,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_context("the stream", stream.context())?;
-        self.kernels.check_context("token_ids", token_ids.stream().context())?;
-        y.check_context(&self.kernels)?;
-        weights.check(stream)?;
-        batch.check(stream)?;
-        if token_ids.len() != batch.num_tokens() {
+        let token_ids = token_ids.into();
+        if token_ids.len() != step.num_tokens() {
             let (operand, got) = ("token_ids", token_ids.len());
-            return Err(OperandError::Length { operand, got, want: batch.num_tokens() }.into());
+            return Err(OperandError::Length { operand, got, want: step.num_tokens() }.into());
         }
-        if !self.raw.site().is_in(weights.model()) {
-            return Err(OperandError::Model.into());
-        }
-        let layer = weights.layer(self.raw.site().entry());
-        self.raw.args(0, y.at(0), layer, batch.raw)?;
-        let (token_ids, _ids_guard) = token_ids.device_ptr(stream);
-        let (y, _y_guard) = y.on(stream);
-        // SAFETY: every operand is large enough and in the kernels' context; the weights and the routing are of this stream, and
-        // the guards order the others.
-        unsafe { self.raw.add_delta(token_ids, y, layer, batch.raw, stream.into()) }
+        let mut args = self.raw.args(&step.raw(), 0, y.shape())?;
+        token_ids.check("token_ids", step)?;
+        y.check(step)?;
+        step.enter()?;
+        step.keep([token_ids.kept(), y.kept()]);
+        let queue = step.queue().clone();
+        let (token_ids, _ids_guard) = token_ids.on(&queue);
+        let (y, _y_guard) = y.on(&queue);
+        args.token_ids = token_ids as *const i32;
+        args.y = y as *mut std::ffi::c_void;
+        // SAFETY: every operand was found large enough and in the queue's context; the step's table and routing, and buffers, are of
+        // the queue, and guards order the others. What a graph replays is kept.
+        unsafe { self.raw.launch(&args, queue.raw()) }
     }
 }

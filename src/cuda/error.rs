@@ -1,14 +1,11 @@
 use cudarc::driver::{DriverError, sys};
 
-use crate::{adapter::AdapterError, error::OperandError, error::SlotError, plan::PlanError};
+use crate::{error::OperandError, plan::PlanError};
 
-/// Why nothing was enqueued.
+/// Why nothing was enqueued or allocated.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// The adapter cannot be packed.
-    #[error(transparent)]
-    Adapter(#[from] AdapterError),
     /// The engine has more copies under way than it made room for: wait for a step to finish.
     #[error("all {steps_in_flight} staging buffers of the routing are still being copied")]
     Busy {
@@ -25,17 +22,12 @@ pub enum LaunchError {
         /// What there is room for.
         max: usize,
     },
+    /// The stream is being captured by somebody else, who would replay the operation when its operands may be gone.
+    #[error("the stream is being captured; capture with `WeightTable::capture`, or through the raw door")]
+    Capturing,
     /// The driver refused.
     #[error("the CUDA driver: {0}")]
     Driver(#[from] DriverError),
-    /// The table's memory has no room for the adapter.
-    #[error("the weight table has no {bytes} contiguous bytes free for the adapter; the largest gap is {largest}")]
-    Full {
-        /// What the adapter takes.
-        bytes: usize,
-        /// The largest free region.
-        largest: usize,
-    },
     /// The CUDA runtime or a kernel's launcher refused.
     #[error("the kernel was not launched: {message} (status {status})")]
     Kernel {
@@ -55,15 +47,27 @@ pub enum LaunchError {
     /// There is no CUDA driver on this machine.
     #[error("no CUDA driver was found on this machine")]
     NoDriver,
+    /// A captured step enqueued nothing.
+    #[error("nothing was captured")]
+    NothingCaptured,
+    /// The operand of a captured step is borrowed, so that the graph cannot keep its memory.
+    #[error("`{operand}` is borrowed; the operands of a captured step are buffers, which its graph keeps")]
+    NotKept {
+        /// Which operand.
+        operand: &'static str,
+    },
     /// An operand does not fit.
     #[error(transparent)]
     Operand(#[from] OperandError),
+    /// The operand was made in a step of another batch.
+    #[error("`{operand}` were made in a step of another batch")]
+    OtherBatch {
+        /// Which operand.
+        operand: &'static str,
+    },
     /// No kernel takes the problem.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The adapter does not fit the table.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
     /// The context current on this thread, or the operand's, is not the one the kernels were loaded in.
     #[error("`{operand}` belongs to another CUDA context than the one the kernels were loaded in")]
     WrongContext {

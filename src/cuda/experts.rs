@@ -1,19 +1,19 @@
 #![expect(unsafe_code, reason = "calls the raw door")]
 
-use std::{marker::PhantomData, sync::Arc};
+use std::{ffi::c_void, sync::Arc};
 
-use cudarc::driver::{CudaStream, CudaView, DevicePtr, DeviceSlice, SyncOnDrop};
+use cudarc::driver::SyncOnDrop;
 
 use super::{
-    Kernels, LaunchError, Matrix, MatrixMut, RoutedBatch, WeightTable, Workspace,
+    LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable,
     raw::{self, Form},
-    region::Region,
+    region::{Kept, Region},
 };
 use crate::{
     Element,
     error::OperandError,
-    model::{Activation, ExpertsId, ModelSpec},
-    plan::{Capacity, ExpertsPlan, RouteCapacity},
+    model::{Activation, ExpertsId},
+    plan::{ExpertsPlan, PlanError, RouteCapacity},
     routing::Weighed,
 };
 
@@ -22,9 +22,9 @@ use crate::{
 #[derive(Debug)]
 #[doc(alias = "topk_ids")]
 pub struct TopK<'a> {
-    ids: CudaView<'a, i32>,
-    weights: Option<CudaView<'a, f32>>,
-    rows: Option<CudaView<'a, i32>>,
+    ids: View<'a, i32>,
+    weights: Option<View<'a, f32>>,
+    rows: Option<View<'a, i32>>,
     top_k: usize,
     weighed: Weighed,
     factor: f32,
@@ -35,7 +35,8 @@ impl<'a> TopK<'a> {
     ///
     /// # Errors
     /// If `top_k` is zero or does not divide the ids.
-    pub fn new(ids: CudaView<'a, i32>, top_k: usize) -> Result<Self, OperandError> {
+    pub fn new(ids: impl Into<View<'a, i32>>, top_k: usize) -> Result<Self, OperandError> {
+        let ids = ids.into();
         if top_k == 0 || !ids.len().is_multiple_of(top_k) {
             return Err(OperandError::TopK { ids: ids.len(), top_k });
         }
@@ -46,7 +47,8 @@ impl<'a> TopK<'a> {
     ///
     /// # Errors
     /// If there is not one for each route.
-    pub fn with_weights(self, weights: CudaView<'a, f32>) -> Result<Self, OperandError> {
+    pub fn with_weights(self, weights: impl Into<View<'a, f32>>) -> Result<Self, OperandError> {
+        let weights = weights.into();
         self.check("weights", weights.len())?;
         Ok(Self { weights: Some(weights), ..self })
     }
@@ -58,7 +60,8 @@ impl<'a> TopK<'a> {
     /// # Errors
     /// If there is not one for each route.
     #[doc(alias = "row_of_route")]
-    pub fn with_rows(self, rows: CudaView<'a, i32>) -> Result<Self, OperandError> {
+    pub fn with_rows(self, rows: impl Into<View<'a, i32>>) -> Result<Self, OperandError> {
+        let rows = rows.into();
         self.check("rows", rows.len())?;
         Ok(Self { rows: Some(rows), ..self })
     }
@@ -95,29 +98,39 @@ impl<'a> TopK<'a> {
         if got == want { Ok(()) } else { Err(OperandError::Routes { operand, got, want }) }
     }
 
-    /// Refuses a batch of another stream or of other tokens, and choices in another context.
-    pub(super) fn check_with(
-        &self,
-        batch: &RoutedBatch<'_>,
-        kernels: &Kernels,
-        stream: &CudaStream,
-    ) -> Result<(), LaunchError> {
-        batch.check(stream)?;
-        kernels.check_context("ids", self.ids.stream().context())?;
-        self.weights.as_ref().map_or(Ok(()), |view| kernels.check_context("weights", view.stream().context()))?;
-        self.rows.as_ref().map_or(Ok(()), |view| kernels.check_context("rows", view.stream().context()))?;
-        let (got, want) = (self.num_tokens(), batch.num_tokens());
-        if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }.into()) }
+    /// Refuses a batch of other tokens.
+    pub(super) fn check_tokens(&self, want: usize) -> Result<(), OperandError> {
+        let got = self.num_tokens();
+        if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }) }
     }
 
-    /// Has `stream` wait for what writes them. The guards are to be dropped once the launch is enqueued.
-    pub(super) fn on<'s>(&'s self, stream: &'s CudaStream) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
-        let (ids, ids_guard) = self.ids.device_ptr(stream);
-        let (weights, weights_guard) = self.weights.as_ref().map(|view| view.device_ptr(stream)).unzip();
-        let (rows, rows_guard) = self.rows.as_ref().map(|view| view.device_ptr(stream)).unzip();
+    /// Refuses choices in another context or, of buffers, of another stream.
+    pub(super) fn check_queue(&self, queue: &Queue) -> Result<(), LaunchError> {
+        self.ids.check_queue("ids", queue)?;
+        self.weights.as_ref().map_or(Ok(()), |view| view.check_queue("weights", queue))?;
+        self.rows.as_ref().map_or(Ok(()), |view| view.check_queue("rows", queue))
+    }
+
+    /// As `check_queue`, for a step: one that is captured keeps them.
+    fn check_step(&self, step: &Step<'_>) -> Result<(), LaunchError> {
+        self.ids.check("ids", step)?;
+        self.weights.as_ref().map_or(Ok(()), |view| view.check("weights", step))?;
+        self.rows.as_ref().map_or(Ok(()), |view| view.check("rows", step))
+    }
+
+    fn kept(&self) -> [Option<Kept>; 3] {
+        let [weights, rows] = [self.weights.as_ref().and_then(View::kept), self.rows.as_ref().and_then(View::kept)];
+        [self.ids.kept(), weights, rows]
+    }
+
+    /// Has the queue's stream wait for what writes them. The guards are to be dropped once the launch is enqueued.
+    pub(super) fn on<'s>(&'s self, queue: &'s Queue) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
+        let (ids, ids_guard) = self.ids.on(queue);
+        let (weights, weights_guard) = self.weights.as_ref().map(|view| view.on(queue)).unzip();
+        let (rows, rows_guard) = self.rows.as_ref().map(|view| view.on(queue)).unzip();
         let raw =
             raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0)).scaled(self.factor);
-        (raw::TopK { weighed: self.weighed, ..raw }, [Some(ids_guard), weights_guard, rows_guard])
+        (raw::TopK { weighed: self.weighed, ..raw }, [ids_guard, weights_guard.flatten(), rows_guard.flatten()])
     }
 }
 
@@ -125,8 +138,7 @@ impl<'a> TopK<'a> {
 #[derive(Debug)]
 pub struct Grouping {
     raw: raw::Grouping,
-    kernels: Kernels,
-    memory: Region,
+    memory: Arc<Region>,
 }
 
 /// The routes that a [`Grouping`] was last updated with. While they live, it cannot be updated again.
@@ -138,35 +150,34 @@ pub struct GroupedRoutes<'a> {
 }
 
 impl Grouping {
-    /// Allocates what the routes within `capacity` need, on `stream`.
+    /// Allocates what the routes within `capacity` need: of a layer, [`ExpertsPlan::routes`].
     ///
     /// # Errors
     /// If the capacity is past the kernels' limits, or there is no memory left.
-    pub fn new(kernels: &Kernels, capacity: RouteCapacity, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
-        let memory = Region::new(kernels, raw::Grouping::device_bytes(capacity)?, stream)?;
-        // SAFETY: the memory is zero, this type's own for as long as it lives, and freed in the order of its stream, on which alone
-        // it is used.
-        let raw = unsafe { raw::Grouping::new(kernels, capacity, memory.region()) }?;
-        Ok(Self { raw, kernels: kernels.clone(), memory })
+    pub fn new(queue: &Queue, capacity: RouteCapacity) -> Result<Self, LaunchError> {
+        let memory = Arc::new(Region::new(queue, raw::Grouping::device_bytes(capacity)?)?);
+        // SAFETY: the memory is zero, this type's own, freed in the order of its stream, and used on that stream alone; graphs that
+        // read it keep it.
+        let raw = unsafe { raw::Grouping::new(queue.kernels(), capacity, memory.region()) }?;
+        Ok(Self { raw, memory })
     }
 
-    /// Takes what a layer's router chose for the tokens of `batch`. Many routes are grouped by a kernel that this enqueues, few by the
+    /// Takes what a layer's router chose for the tokens of a step. Many routes are grouped by a kernel that this enqueues, few by the
     /// operations on them.
     ///
     /// # Errors
     /// If the router chose for other tokens than the batch has, or for more than there is room for. Nothing was enqueued.
-    pub fn update<'a>(
-        &'a mut self,
-        top_k: TopK<'a>,
-        batch: &'a RoutedBatch<'_>,
-        stream: &CudaStream,
-    ) -> Result<GroupedRoutes<'a>, LaunchError> {
-        self.memory.check("the grouping", stream)?;
-        top_k.check_with(batch, &self.kernels, stream)?;
+    pub fn update<'a>(&'a mut self, step: &mut Step<'_>, top_k: TopK<'a>) -> Result<GroupedRoutes<'a>, LaunchError> {
+        step.queue().check("the grouping", self.memory.queue())?;
+        top_k.check_tokens(step.num_tokens())?;
+        top_k.check_step(step)?;
+        step.enter()?;
+        step.keep(top_k.kept().into_iter().chain([Some(self.memory.clone() as Kept)]));
         let raw = {
-            let (top_k, _guards) = top_k.on(stream);
-            // SAFETY: there is a value for each route, and the guards order them; the stream is the memory's and the batch's own.
-            unsafe { self.raw.group(top_k, batch.raw, stream.into()) }?
+            let (top_k, _guards) = top_k.on(step.queue());
+            // SAFETY: there is a value for each route, and guards order them; the memory and the batch are of the queue. What a graph
+            // replays is kept.
+            unsafe { self.raw.group(step.batch(), top_k, step.queue().raw()) }?
         };
         Ok(GroupedRoutes { raw, top_k, memory: &self.memory })
     }
@@ -185,46 +196,44 @@ impl GroupedRoutes<'_> {
 /// base's.
 #[derive(Clone, Debug)]
 #[doc(alias = "FusedMoEWithLoRA")]
-pub struct LoraExperts<T> {
+pub struct LoraExperts {
     raw: raw::LoraExperts,
-    kernels: Kernels,
-    element: PhantomData<T>,
 }
 
 macro_rules! operation {
     ($(#[$doc:meta])* $name:ident, $form:ident) => {
         $(#[$doc])*
-        pub fn $name(
+        pub fn $name<T: Element>(
             &self,
+            step: &mut Step<'_>,
+            routes: &mut GroupedRoutes<'_>,
             x: Matrix<'_, T>,
-            mut y: MatrixMut<'_, T>,
-            routes: &GroupedRoutes<'_>,
-            weights: &WeightTable<T>,
-            workspace: &mut Workspace,
-            stream: &CudaStream,
+            y: MatrixMut<'_, T>,
         ) -> Result<(), LaunchError> {
-            y.check_context(&self.kernels)?;
-            self.check(&x, Form::$form { y: y.at(0) }, routes, weights, workspace, stream)?;
-            let (y, _y_guard) = y.on(stream);
-            self.launch(&x, Form::$form { y }, routes, weights, workspace, stream)
+            let form = Form::$form { y: y.shape() };
+            self.enqueue(step, routes, &x, form, Written::Y(y))
         }
     };
 }
 
-impl<T: Element> LoraExperts<T> {
-    /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to `top_k` routes.
+/// What an operation works on beside `x`.
+enum Written<'a, T> {
+    /// `y` is read and written.
+    Y(MatrixMut<'a, T>),
+    /// `y` is read, and `out` is written.
+    Out(Matrix<'a, T>, MatrixMut<'a, T>),
+}
+
+impl LoraExperts {
+    /// Plans the experts `id` of the table's model, for the table's element type and capacity.
     ///
     /// # Errors
-    /// If no kernel takes these shapes or these bounds.
-    pub fn new(
-        kernels: &Kernels,
-        model: &ModelSpec,
-        id: ExpertsId,
-        capacity: Capacity,
-        top_k: usize,
-    ) -> Result<Self, LaunchError> {
-        let raw = raw::LoraExperts::new(kernels, model, id, T::DTYPE, capacity, top_k)?;
-        Ok(Self { raw, kernels: kernels.clone(), element: PhantomData })
+    /// If the id is of another model, no [`top_k`](crate::model::Experts::top_k) was described, or no kernel takes these shapes or
+    /// these bounds.
+    pub fn new(weights: &WeightTable, id: ExpertsId) -> Result<Self, PlanError> {
+        let kernels = weights.queue().kernels();
+        let raw = raw::LoraExperts::new(kernels, weights.model(), id, weights.dtype(), weights.capacity())?;
+        Ok(Self { raw })
     }
 
     /// What will be launched; for logs, and for the size of the workspace.
@@ -293,25 +302,18 @@ impl<T: Element> LoraExperts<T> {
     ///
     /// # Errors
     /// If the operands don't fit the plan, or the activation needs a gate that the experts do not have; then nothing was enqueued.
-    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
     #[doc(alias = "silu_and_mul")]
-    pub fn activate(
+    pub fn activate<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        routes: &mut GroupedRoutes<'_>,
         x: Matrix<'_, T>,
         y: Matrix<'_, T>,
-        mut out: MatrixMut<'_, T>,
+        out: MatrixMut<'_, T>,
         activation: Activation,
-        routes: &GroupedRoutes<'_>,
-        weights: &WeightTable<T>,
-        workspace: &mut Workspace,
-        stream: &CudaStream,
     ) -> Result<(), LaunchError> {
-        y.check_context_as("y", &self.kernels)?;
-        out.check_context_as("out", &self.kernels)?;
-        let form = Form::Activate { y: y.at(0), out: out.at(0), activation };
-        self.check(&x, form, routes, weights, workspace, stream)?;
-        let ((y, _y_guard), (out, _out_guard)) = (y.on(stream), out.on(stream));
-        self.launch(&x, Form::Activate { y, out, activation }, routes, weights, workspace, stream)
+        let form = Form::Activate { y: y.shape(), out: out.shape(), activation };
+        self.enqueue(step, routes, &x, form, Written::Out(y, out))
     }
 
     /// Enqueues the combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here of
@@ -323,64 +325,65 @@ impl<T: Element> LoraExperts<T> {
     ///
     /// # Errors
     /// If the operands don't fit the plan; then nothing was enqueued.
-    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
     #[doc(alias = "moe_sum")]
     #[doc(alias = "finalize")]
-    pub fn combine(
+    pub fn combine<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        routes: &mut GroupedRoutes<'_>,
         x: Matrix<'_, T>,
         y: Matrix<'_, T>,
-        mut out: MatrixMut<'_, T>,
-        routes: &GroupedRoutes<'_>,
-        weights: &WeightTable<T>,
-        workspace: &mut Workspace,
-        stream: &CudaStream,
+        out: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        y.check_context_as("y", &self.kernels)?;
-        out.check_context_as("out", &self.kernels)?;
-        self.check(&x, Form::Combine { y: y.at(0), out: out.at(0) }, routes, weights, workspace, stream)?;
-        let ((y, _y_guard), (out, _out_guard)) = (y.on(stream), out.on(stream));
-        self.launch(&x, Form::Combine { y, out }, routes, weights, workspace, stream)
+        let form = Form::Combine { y: y.shape(), out: out.shape() };
+        self.enqueue(step, routes, &x, form, Written::Out(y, out))
     }
 
-    /// Refuses what does not fit, before anything is enqueued, but for the contexts of what `form` has.
-    fn check(
+    fn enqueue<T: Element>(
         &self,
+        step: &mut Step<'_>,
+        routes: &mut GroupedRoutes<'_>,
         x: &Matrix<'_, T>,
         form: Form,
-        routes: &GroupedRoutes<'_>,
-        weights: &WeightTable<T>,
-        workspace: &Workspace,
-        stream: &CudaStream,
+        mut written: Written<'_, T>,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_context("the stream", stream.context())?;
-        x.check_context(&self.kernels)?;
-        weights.check(stream)?;
-        routes.memory.check("the routes", stream)?;
-        workspace.check(stream)?;
-        if !self.raw.site().is_in(weights.model()) {
-            return Err(OperandError::Model.into());
+        let mut args = self.raw.args(&step.raw(), &routes.raw, x.shape(), form)?;
+        step.queue().check("the routes", routes.memory.queue())?;
+        if !routes.raw.is_of(step.batch()) {
+            return Err(LaunchError::OtherBatch { operand: "the routes" });
         }
-        let layer = weights.layer(form.projection(self.raw.site()).shared_entry());
-        self.raw.args(x.at(0), form, layer, &routes.raw, workspace.region())?;
-        Ok(())
-    }
-
-    /// Launches what was checked, on what `form` has ordered.
-    fn launch(
-        &self,
-        x: &Matrix<'_, T>,
-        form: Form,
-        routes: &GroupedRoutes<'_>,
-        weights: &WeightTable<T>,
-        workspace: &mut Workspace,
-        stream: &CudaStream,
-    ) -> Result<(), LaunchError> {
-        let layer = weights.layer(form.projection(self.raw.site()).shared_entry());
-        let (_, _top_k_guards) = routes.top_k.on(stream);
-        let (x, _x_guard) = x.on(stream);
-        // SAFETY: every operand was found large enough, in the kernels' context and, but for the matrices and the router's choices,
-        // which guards order, made on this stream.
-        unsafe { self.raw.launch(x, form, layer, &routes.raw, workspace.region(), stream.into()) }
+        x.check(step)?;
+        let kept = match &written {
+            Written::Y(y) => {
+                y.check(step)?;
+                [y.kept(), None]
+            }
+            Written::Out(y, out) => {
+                y.check_as("y", step)?;
+                out.check_as("out", step)?;
+                [y.kept(), out.kept()]
+            }
+        };
+        step.enter()?;
+        step.keep(kept.into_iter().chain([x.kept()]));
+        let queue = step.queue().clone();
+        let (_, _top_k_guards) = routes.top_k.on(&queue);
+        let (x, _x_guard) = x.on(&queue);
+        let (y, out, _guards) = match &mut written {
+            Written::Y(y) => {
+                let (y, guard) = y.on(&queue);
+                (y, 0, [guard, None])
+            }
+            Written::Out(y, out) => {
+                let ((y, y_guard), (out, out_guard)) = (y.on(&queue), out.on(&queue));
+                (y, out, [y_guard, out_guard])
+            }
+        };
+        args.x = x as *const c_void;
+        args.y = y as *mut c_void;
+        args.out = out as *mut c_void;
+        // SAFETY: every operand was found large enough and in the queue's context; the step's table, routing and workspace, the
+        // routes' memory, and buffers, are of the queue, and guards order the others. What a graph replays is kept.
+        unsafe { self.raw.launch(&args, &mut routes.raw, queue.raw()) }
     }
 }

@@ -1,65 +1,72 @@
 #![expect(unsafe_code, reason = "calls the raw door")]
 
-use std::{marker::PhantomData, sync::Arc};
-
-use cudarc::driver::CudaStream;
+use std::{ffi::c_void, sync::Arc};
 
 use super::{
-    Kernels, LaunchError, Matrix, MatrixMut, RoutedBatch, WeightTable,
-    raw::{self, LayerWeights},
-    region::Region,
+    LaunchError, Matrix, MatrixMut, Queue, Step, WeightTable,
+    raw::{self, Kernel},
+    region::{Kept, Region},
 };
 use crate::{
-    Element,
-    error::OperandError,
-    model::{LinearId, ModelSpec},
-    plan::{Capacity, LinearPlan, WorkspaceBytes},
+    Element, ffi,
+    model::LinearId,
+    plan::{LinearPlan, PlanError, WorkspaceBytes},
 };
 
 /// The adapters of one linear layer: shapes checked, launches planned, workspace sized.
 #[derive(Clone, Debug)]
-pub struct LoraLinear<T> {
+pub struct LoraLinear {
     raw: raw::LoraLinear,
-    kernels: Kernels,
-    element: PhantomData<T>,
 }
 
-/// Scratch for a layer's operation. Any number of layers may share one.
+/// Scratch for the operations of a step. Any number of layers and graphs of one queue share one.
 #[derive(Debug)]
 pub struct Workspace {
-    exchange: Region,
-    planes: Region,
+    exchange: Arc<Region>,
+    planes: Arc<Region>,
 }
 
 impl Workspace {
-    /// Allocates on `stream`: the [maximum](WorkspaceBytes::max) of what the layers' [`LinearPlan::workspace_bytes`] ask for.
+    /// One that is enough for every layer of the table's model.
+    ///
+    /// # Errors
+    /// If no kernel takes the shape of a layer, or there is no memory left.
+    pub fn new(weights: &WeightTable) -> Result<Self, LaunchError> {
+        Self::with_bytes(weights.queue(), weights.workspace_bytes()?)
+    }
+
+    /// One of that size: the [maximum](WorkspaceBytes::max) of what the layers' [`LinearPlan::workspace_bytes`] ask for.
     ///
     /// # Errors
     /// If there is no memory left.
-    pub fn new(kernels: &Kernels, bytes: WorkspaceBytes, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
-        let region = |bytes| Region::new(kernels, bytes, stream);
+    pub fn with_bytes(queue: &Queue, bytes: WorkspaceBytes) -> Result<Self, LaunchError> {
+        let region = |bytes| Ok::<_, LaunchError>(Arc::new(Region::new(queue, bytes)?));
         Ok(Self { exchange: region(bytes.exchange)?, planes: region(bytes.planes)? })
     }
 
-    /// Refuses another stream.
-    pub(super) fn check(&self, stream: &CudaStream) -> Result<(), LaunchError> {
-        self.exchange.check("the workspace", stream)
+    pub(super) fn queue(&self) -> &Queue {
+        self.exchange.queue()
     }
 
-    /// Where it is; for the raw door.
-    pub fn region(&self) -> raw::Workspace {
+    pub(super) fn kept(&self) -> [Kept; 2] {
+        [self.exchange.clone(), self.planes.clone()]
+    }
+
+    /// What the raw door calls it.
+    pub fn raw(&self) -> raw::Workspace {
         raw::Workspace { exchange: self.exchange.region(), planes: self.planes.region() }
     }
 }
 
-impl<T: Element> LoraLinear<T> {
-    /// Plans the layer `id` of `model` for batches within `capacity`.
+impl LoraLinear {
+    /// Plans the layer `id` of the table's model, for the table's element type and capacity.
     ///
     /// # Errors
-    /// If no kernel takes this shape or these bounds: there is no slow path to fall into.
-    pub fn new(kernels: &Kernels, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<Self, LaunchError> {
-        let raw = raw::LoraLinear::new(kernels, model, id, T::DTYPE, capacity)?;
-        Ok(Self { raw, kernels: kernels.clone(), element: PhantomData })
+    /// If the id is of another model, or no kernel takes this shape or these bounds: there is no slow path to fall into.
+    pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
+        let kernels = weights.queue().kernels();
+        let raw = raw::LoraLinear::new(kernels, weights.model(), id, weights.dtype(), weights.capacity())?;
+        Ok(Self { raw })
     }
 
     /// What will be launched; for logs, and for the size of the workspace.
@@ -67,113 +74,80 @@ impl<T: Element> LoraLinear<T> {
         self.raw.plan()
     }
 
-    /// Enqueues `y[t] += scaling · B (A x[t])` on `stream`, for every token `t` that has an adapter.
+    /// Enqueues `y[t] += scaling · B (A x[t])`, for every token `t` that has an adapter.
     ///
     /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. Allocates nothing and waits for nothing. Base tokens keep
     /// `y` bit for bit. With row-parallel layers `y` is this rank's partial sum: call this before the all-reduce.
     ///
     /// # Errors
-    /// If the operands don't fit the plan; then nothing was enqueued.
+    /// If the operands don't fit the layer and the step; then nothing was enqueued.
     #[doc(alias = "sgmv")]
     #[doc(alias = "bgmv")]
     #[doc(alias = "punica")]
-    pub fn add_delta(
+    pub fn add_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        mut y: MatrixMut<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
-        workspace: &mut Workspace,
-        stream: &CudaStream,
+        y: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        let layer = self.check(Some(&x), Some(&y), weights, batch, workspace, stream)?;
-        let (x, _x_guard) = x.on(stream);
-        let (y, _y_guard) = y.on(stream);
-        // SAFETY: `check` found every operand large enough, in the kernels' context and, but for x and y, which the guards order,
-        // made on this stream; the batch's routing was updated on it.
-        unsafe { self.raw.add_delta(x, y, layer, batch.raw, workspace.region(), stream.into()) }
+        self.enqueue(ffi::aril_linear, false, step, Some(x), Some(y))
     }
 
-    /// Enqueues `y[t] = scaling · B (A x[t])` on `stream`, and zero for every token and slice that has no adapter: for a base GEMM
-    /// that adds its product to what `y` holds (`beta = 1`). Nothing of `y` is read.
+    /// Enqueues `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its
+    /// product to what `y` holds (`beta = 1`). Nothing of `y` is read.
+    ///
+    /// Rows of a captured step that the last update did not have are left alone.
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
-    pub fn write_delta(
+    pub fn write_delta<T: Element>(
         &self,
+        step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        mut y: MatrixMut<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
-        workspace: &mut Workspace,
-        stream: &CudaStream,
+        y: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        let layer = self.check(Some(&x), Some(&y), weights, batch, workspace, stream)?;
-        let (x, _x_guard) = x.on(stream);
-        let (y, _y_guard) = y.on(stream);
-        // SAFETY: as in `add_delta`.
-        unsafe { self.raw.write_delta(x, y, layer, batch.raw, workspace.region(), stream.into()) }
+        self.enqueue(ffi::aril_linear, true, step, Some(x), Some(y))
     }
 
     /// Enqueues the first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace. It needs nothing of `y`.
     ///
     /// # Errors
     /// As for `add_delta`.
-    pub fn shrink(
-        &self,
-        x: Matrix<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
-        workspace: &mut Workspace,
-        stream: &CudaStream,
-    ) -> Result<(), LaunchError> {
-        let layer = self.check(Some(&x), None, weights, batch, workspace, stream)?;
-        let (x, _x_guard) = x.on(stream);
-        // SAFETY: as in `add_delta`.
-        unsafe { self.raw.shrink(x, layer, batch.raw, workspace.region(), stream.into()) }
+    pub fn shrink<T: Element>(&self, step: &mut Step<'_>, x: Matrix<'_, T>) -> Result<(), LaunchError> {
+        self.enqueue(ffi::aril_linear_shrink, false, step, Some(x), None)
     }
 
     /// Enqueues the second half of [`add_delta`](Self::add_delta): adds `scaling · B v` to `y`, from what
-    /// [`shrink`](Self::shrink) of the same layer, weights and batch left in the workspace. Without it, `y` gets whatever the
-    /// workspace held.
+    /// [`shrink`](Self::shrink) of the same layer left in the step's workspace. Without it, `y` gets whatever the workspace held.
     ///
     /// # Errors
     /// As for `add_delta`.
-    pub fn expand(
-        &self,
-        mut y: MatrixMut<'_, T>,
-        weights: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
-        workspace: &Workspace,
-        stream: &CudaStream,
-    ) -> Result<(), LaunchError> {
-        let layer = self.check(None, Some(&y), weights, batch, workspace, stream)?;
-        let (y, _y_guard) = y.on(stream);
-        // SAFETY: as in `add_delta`.
-        unsafe { self.raw.expand(y, layer, batch.raw, workspace.region(), stream.into()) }
+    pub fn expand<T: Element>(&self, step: &mut Step<'_>, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
+        self.enqueue(ffi::aril_linear_expand, false, step, None, Some(y))
     }
 
-    /// Refuses operands that do not fit before anything is enqueued for them, and makes the context current.
-    fn check(
+    fn enqueue<T: Element>(
         &self,
-        x: Option<&Matrix<'_, T>>,
-        y: Option<&MatrixMut<'_, T>>,
-        weights: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
-        workspace: &Workspace,
-        stream: &CudaStream,
-    ) -> Result<LayerWeights, LaunchError> {
-        self.kernels.check_context("the stream", stream.context())?;
-        x.map_or(Ok(()), |x| x.check_context(&self.kernels))?;
-        y.map_or(Ok(()), |y| y.check_context(&self.kernels))?;
-        weights.check(stream)?;
-        batch.check(stream)?;
-        workspace.check(stream)?;
-        if !self.raw.site().is_in(weights.model()) {
-            return Err(OperandError::Model.into());
-        }
-        let layer = weights.layer(self.raw.site().first_entry());
-        self.raw.args(x.map(|x| x.at(0)), y.map(|y| y.at(0)), layer, batch.raw, workspace.region())?;
-        Ok(layer)
+        kernel: Kernel,
+        overwrites: bool,
+        step: &mut Step<'_>,
+        x: Option<Matrix<'_, T>>,
+        mut y: Option<MatrixMut<'_, T>>,
+    ) -> Result<(), LaunchError> {
+        let shapes = (x.as_ref().map(Matrix::shape), y.as_ref().map(MatrixMut::shape));
+        let mut args = self.raw.args(&step.raw(), shapes.0, shapes.1)?;
+        x.as_ref().map_or(Ok(()), |x| x.check(step))?;
+        y.as_ref().map_or(Ok(()), |y| y.check(step))?;
+        step.enter()?;
+        step.keep([x.as_ref().and_then(Matrix::kept), y.as_ref().and_then(MatrixMut::kept)]);
+        let queue = step.queue().clone();
+        let (x, _x_guard) = x.as_ref().map(|x| x.on(&queue)).unzip();
+        let (y, _y_guard) = y.as_mut().map(|y| y.on(&queue)).unzip();
+        args.x = x.unwrap_or(0) as *const c_void;
+        args.y = y.unwrap_or(0) as *mut c_void;
+        args.overwrites = overwrites.into();
+        // SAFETY: every operand was found large enough and in the queue's context; the step's table, routing and workspace, and
+        // buffers, are of the queue, and guards order the others. What a graph replays is kept.
+        unsafe { self.raw.launch(kernel, &args, queue.raw()) }
     }
 }

@@ -1,66 +1,62 @@
-use std::sync::Arc;
+use std::{any::Any, sync::Arc};
 
-use cudarc::driver::{
-    CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
-};
+use cudarc::driver::{CudaSlice, CudaView, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits};
 
-use super::{Kernels, LaunchError, raw::DeviceRegion};
+use super::{LaunchError, Queue, raw::DeviceRegion};
 
-/// Zeroed device memory that is used on one stream only, so that the stream's own order is all the order it needs; but
-/// others may read a view.
+/// What a captured graph keeps alive for as long as it may be replayed.
+pub(super) type Kept = Arc<dyn Any + Send + Sync>;
+
+/// Device memory that is used on one stream only, so that the stream's own order is all the order it needs; but others may read a
+/// view.
 #[derive(Debug)]
 pub(super) struct Region<T = u8> {
-    kernels: Kernels,
+    queue: Queue,
     elements: CudaSlice<T>,
-    stream: Arc<CudaStream>,
+    ptr: u64,
 }
 
 impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
-    /// Allocates on `stream`, of the kernels' context.
+    /// Allocates zeroed memory on the queue's stream.
     #[expect(clippy::disallowed_methods, reason = "owners allocate when they are made, never later")]
-    pub(super) fn new(kernels: &Kernels, bytes: usize, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
-        kernels.check_context("the stream", stream.context())?;
-        let elements = stream.alloc_zeros(bytes.div_ceil(size_of::<T>()).max(1))?;
-        Ok(Self { kernels: kernels.clone(), elements, stream: stream.clone() })
+    pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
+        queue.enter()?;
+        let elements = queue.stream().alloc_zeros(bytes.div_ceil(size_of::<T>()).max(1))?;
+        Self::from_slice(queue, elements)
+    }
+
+    /// Takes memory that was allocated on the queue's stream, in whose order it is freed.
+    pub(super) fn from_slice(queue: &Queue, mut elements: CudaSlice<T>) -> Result<Self, LaunchError> {
+        queue.check("the slice", &Queue::new(queue.kernels(), elements.stream())?)?;
+        let ptr = elements.device_ptr_mut(queue.stream()).0;
+        Ok(Self { queue: queue.clone(), elements, ptr })
+    }
+}
+
+impl<T> Region<T> {
+    pub(super) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.elements.len()
     }
 
     /// Where it is. For use on its stream.
     pub(super) fn region(&self) -> DeviceRegion {
-        let (ptr, _guard) = self.elements.device_ptr(&self.stream);
-        DeviceRegion { ptr, bytes: self.elements.num_bytes() }
+        DeviceRegion { ptr: self.ptr, bytes: self.elements.num_bytes() }
     }
+}
 
-    /// For a launch that writes what others view. The guard is to be dropped once it is enqueued.
+impl<T: DeviceRepr> Region<T> {
+    /// Has its stream wait for those that view it, before a launch that writes it. The guard is to be dropped once that is enqueued.
     pub(super) fn written(&mut self) -> SyncOnDrop<'_> {
-        let (_, guard) = self.elements.device_ptr_mut(&self.stream);
-        guard
+        self.elements.device_ptr_mut(self.queue.stream()).1
     }
 
     /// Elements behind the first `offset` bytes, to be read on any stream.
     pub(super) fn view(&self, offset: usize, len: usize) -> CudaView<'_, T> {
         let first = offset / size_of::<T>();
         self.elements.slice(first..first + len)
-    }
-
-    /// Refuses another stream, and makes the context current on this thread.
-    pub(super) fn check(&self, operand: &'static str, stream: &CudaStream) -> Result<(), LaunchError> {
-        self.check_context(operand, stream)?;
-        if stream.cu_stream() != self.stream.cu_stream() {
-            return Err(LaunchError::WrongStream { operand });
-        }
-        Ok(stream.context().bind_to_thread()?)
-    }
-
-    /// Refuses an operand on a stream of another context.
-    pub(super) fn check_context(&self, operand: &'static str, stream: &CudaStream) -> Result<(), LaunchError> {
-        self.kernels.check_context(operand, stream.context())
-    }
-}
-
-impl Region {
-    /// Copies from the host, in the order of the stream.
-    pub(super) fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), LaunchError> {
-        let mut target: CudaViewMut<'_, u8> = self.elements.slice_mut(offset..offset + bytes.len());
-        Ok(self.stream.memcpy_htod(bytes, &mut target)?)
     }
 }

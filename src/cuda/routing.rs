@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, CudaView, DevicePtr, DeviceSlice};
-
-use super::{Kernels, LaunchError, raw, region::Region};
+use super::{
+    LaunchError, Queue, View, raw,
+    region::{Kept, Region},
+};
 use crate::{error::OperandError, plan::Capacity, routing::Batch};
 
 /// A step's routing on the device, built once per step for all layers.
@@ -12,7 +13,7 @@ use crate::{error::OperandError, plan::Capacity, routing::Batch};
 pub struct Routing {
     // Dropped before the memory it writes.
     raw: raw::Routing,
-    memory: Region,
+    memory: Arc<Region>,
 }
 
 /// The batch that a [`Routing`] was last updated with. While it lives, the routing cannot be updated again.
@@ -23,62 +24,79 @@ pub struct RoutedBatch<'a> {
 }
 
 impl Routing {
-    /// Allocates what batches within `capacity` need, on `stream`, and `steps_in_flight` pinned host buffers: as many steps as
-    /// the host may run ahead of the device.
+    /// Allocates what batches within `capacity` need, and `steps_in_flight` pinned host buffers: as many steps as the host may run
+    /// ahead of the device.
     ///
     /// # Errors
     /// If the capacity is past the kernels' limits, or there is no memory left.
-    pub fn new(
-        kernels: &Kernels,
-        capacity: Capacity,
-        steps_in_flight: usize,
-        stream: &Arc<CudaStream>,
-    ) -> Result<Self, LaunchError> {
-        let memory = Region::new(kernels, raw::Routing::device_bytes(capacity)?, stream)?;
-        // SAFETY: the memory is this type's own for as long as it lives, and freed in the order of its stream, on which alone it
-        // is used.
-        let raw = unsafe { raw::Routing::new(kernels, capacity, steps_in_flight, memory.region()) }?;
+    pub fn new(queue: &Queue, capacity: Capacity, steps_in_flight: usize) -> Result<Self, LaunchError> {
+        let memory = Arc::new(Region::new(queue, raw::Routing::device_bytes(capacity)?)?);
+        // SAFETY: the memory is this type's own, is freed in the order of its stream, and is used on that stream alone; graphs that
+        // read it keep it.
+        let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
         Ok(Self { raw, memory })
     }
 
-    /// Enqueues one host-to-device copy and the grouping kernel on `stream`, which is the one the routing was made on.
+    /// Enqueues one host-to-device copy and the grouping kernel.
     ///
     /// # Errors
-    /// `Busy` if `steps_in_flight` copies are pending: it never waits. `Capacity` if the batch is too large. Nothing was enqueued.
-    pub fn update(&mut self, batch: &Batch<'_>, stream: &CudaStream) -> Result<RoutedBatch<'_>, LaunchError> {
-        self.memory.check("the routing", stream)?;
+    /// `Busy` if `steps_in_flight` copies are pending: it never waits, but [`wait`](Self::wait) does. `Capacity` if the batch is too
+    /// large. `Capturing` if the queue's stream is being captured. Nothing was enqueued.
+    pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
+        self.queue().enter()?;
+        let stream = self.queue().raw();
         // SAFETY: the stream is the memory's own.
-        let raw = unsafe { self.raw.update(batch, stream.into()) }?;
+        let raw = unsafe { self.raw.update(batch, stream) }?;
         Ok(RoutedBatch { raw, memory: &self.memory })
+    }
+
+    /// Whether [`update`](Self::update) has a free staging buffer now.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn is_ready(&self) -> Result<bool, LaunchError> {
+        self.queue().bind()?;
+        self.raw.is_ready()
+    }
+
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer: until the copy of the step that is
+    /// `steps_in_flight` before the next one is done.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn wait(&self) -> Result<(), LaunchError> {
+        self.queue().bind()?;
+        self.raw.wait()
     }
 
     /// As [`update`](Self::update), for slots that are on the device already: one `i32` per token, -1 or anything that is not a
     /// slot for the base model; and, if given, one scale per token.
     ///
     /// # Errors
-    /// `Capacity` if the batch is too large, `Operand` if there are not as many scales as slots. Nothing was enqueued.
-    pub fn update_on_device(
+    /// `Capacity` if the batch is too large, `Operand` if there are not as many scales as slots, `Capturing` if the queue's stream is
+    /// being captured. Nothing was enqueued.
+    pub fn update_on_device<'a>(
         &mut self,
-        token_slots: &CudaView<'_, i32>,
-        token_scales: Option<&CudaView<'_, f32>>,
-        stream: &CudaStream,
+        token_slots: impl Into<View<'a, i32>>,
+        token_scales: Option<View<'a, f32>>,
     ) -> Result<RoutedBatch<'_>, LaunchError> {
-        self.memory.check("the routing", stream)?;
-        self.memory.check_context("token_slots", token_slots.stream())?;
+        let token_slots = token_slots.into();
         let num_tokens = token_slots.len();
         self.raw.capture_batch(num_tokens)?;
-        if let Some(scales) = token_scales {
-            self.memory.check_context("token_scales", scales.stream())?;
+        let queue = self.queue().clone();
+        token_slots.check_queue("token_slots", &queue)?;
+        if let Some(scales) = &token_scales {
+            scales.check_queue("token_scales", &queue)?;
             if scales.len() != num_tokens {
                 let (operand, got) = ("token_scales", scales.len());
                 return Err(OperandError::Length { operand, got, want: num_tokens }.into());
             }
         }
-        let (slots, _slots_guard) = token_slots.device_ptr(stream);
-        let scales = token_scales.map(|scales| scales.device_ptr(stream));
-        let scales_ptr = scales.as_ref().map(|(ptr, _guard)| *ptr);
-        // SAFETY: both have `num_tokens` elements, and cudarc orders their uses; the stream is the memory's own.
-        let raw = unsafe { self.raw.update_on_device(slots, scales_ptr, num_tokens, stream.into()) }?;
+        queue.enter()?;
+        let (slots, _slots_guard) = token_slots.on(&queue);
+        let (scales, _scales_guard) = token_scales.as_ref().map(|scales| scales.on(&queue)).unzip();
+        // SAFETY: both have `num_tokens` elements, and guards order their uses; the stream is the memory's own.
+        let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
         Ok(RoutedBatch { raw, memory: &self.memory })
     }
 
@@ -90,6 +108,15 @@ impl Routing {
     pub fn capture_batch(&self, num_tokens: usize) -> Result<raw::RoutedBatch, LaunchError> {
         self.raw.capture_batch(num_tokens)
     }
+
+    /// The queue that it was made on.
+    pub fn queue(&self) -> &Queue {
+        self.memory.queue()
+    }
+
+    pub(super) fn kept(&self) -> Kept {
+        self.memory.clone()
+    }
 }
 
 impl RoutedBatch<'_> {
@@ -98,7 +125,7 @@ impl RoutedBatch<'_> {
         self.raw.num_tokens()
     }
 
-    pub(super) fn check(&self, stream: &CudaStream) -> Result<(), LaunchError> {
-        self.memory.check("the batch", stream)
+    pub(super) fn queue(&self) -> &Queue {
+        self.memory.queue()
     }
 }

@@ -1,12 +1,9 @@
-use super::{DeviceRegion, RoutedBatch, Stream, TopK, int};
+use super::{DeviceRegion, Parts, RoutedBatch, Stream, TopK, int};
 use crate::{
     cuda::{Kernels, LaunchError, kernels::check},
     ffi,
     plan::{AlignCapacity, RouteCapacity},
 };
-
-/// What each part of an alignment's memory is aligned to.
-const PART_ALIGNMENT_BYTES: usize = 256;
 
 /// A layer's routes in blocks of one slot and one expert each, in the engine's device memory:
 /// [`routing::AlignedRoutes`](crate::routing::AlignedRoutes) says what for. Any number of layers may share one, one after the other.
@@ -39,12 +36,8 @@ pub(in crate::cuda) struct Layout {
 
 impl Layout {
     fn new(capacity: AlignCapacity) -> Self {
-        let mut end = 0;
-        let mut part = |bytes: usize| {
-            let start = end;
-            end += bytes.next_multiple_of(PART_ALIGNMENT_BYTES);
-            start
-        };
+        let mut parts = Parts(0);
+        let mut part = |bytes| parts.push(bytes);
         let counts = capacity.routes.num_experts.next_multiple_of(2) * 2 * size_of::<i32>();
         Self {
             routes: part(capacity.max_padded() * size_of::<i32>()),
@@ -53,7 +46,7 @@ impl Layout {
             num_padded: part(size_of::<i32>()),
             places: part(capacity.routes.max_routes() * size_of::<i32>()),
             exchange: part(ffi::ARIL_EXCHANGE_HEADER as usize + counts),
-            end,
+            end: parts.0,
         }
     }
 }
@@ -78,12 +71,7 @@ impl Alignment {
     /// - **Aliasing.** Nobody else writes it.
     pub unsafe fn new(kernels: &Kernels, capacity: AlignCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
         let layout = Layout::new(capacity.checked()?);
-        if memory.bytes < layout.end {
-            return Err(LaunchError::Capacity { what: "the alignment's memory", got: layout.end, max: memory.bytes });
-        }
-        if !memory.ptr.is_multiple_of(PART_ALIGNMENT_BYTES as u64) {
-            return Err(LaunchError::Misaligned { operand: "the alignment's memory", alignment: PART_ALIGNMENT_BYTES });
-        }
+        memory.check_parts("the alignment's memory", layout.end)?;
         let most = AlignedRoutes { capacity, memory: memory.ptr, layout };
         Ok(Self { kernels: kernels.clone(), most })
     }
@@ -101,8 +89,8 @@ impl Alignment {
     /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the result.
     pub unsafe fn align(
         &mut self,
-        top_k: TopK,
         batch: RoutedBatch,
+        top_k: TopK,
         stream: Stream,
     ) -> Result<AlignedRoutes, LaunchError> {
         self.kernels.check_thread()?;

@@ -1,18 +1,18 @@
-use super::{LayerWeights, MatrixMut, RoutedBatch, Stream, dtype_code, int};
+use super::{MatrixMut, Step, Stream, dtype_code, int};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
     ffi,
-    model::{EmbeddingId, EmbeddingSite, ModelSpec},
-    plan::{self, Capacity},
+    model::{EmbeddingId, EmbeddingSite, Model, ModelId},
+    plan::{self, Capacity, PlanError},
 };
 
 /// The adapters of an embedding.
 #[derive(Clone, Debug)]
 pub struct LoraEmbedding {
     kernels: Kernels,
+    model: ModelId,
     site: EmbeddingSite,
-    num_entries: usize,
     dtype: DType,
     capacity: Capacity,
 }
@@ -21,26 +21,26 @@ impl LoraEmbedding {
     /// Plans the embedding `id` of `model` for batches within `capacity`.
     ///
     /// # Errors
-    /// If no kernel takes these bounds.
+    /// If the id is of another model, or no kernel takes these bounds.
     pub fn new(
         kernels: &Kernels,
-        model: &ModelSpec,
+        model: &Model,
         id: EmbeddingId,
         dtype: DType,
         capacity: Capacity,
-    ) -> Result<Self, LaunchError> {
-        let site = model[id].clone();
+    ) -> Result<Self, PlanError> {
+        let site = model.embedding(id).ok_or(PlanError::Foreign)?.clone();
         let capacity = capacity.checked()?;
         plan::check_outputs(&[site.hidden()], capacity, 0)?;
-        Ok(Self { kernels: kernels.clone(), site, num_entries: model.num_entries(), dtype, capacity })
+        Ok(Self { kernels: kernels.clone(), model: model.id(), site, dtype, capacity })
     }
 
-    /// The embedding as described.
-    pub(in crate::cuda) fn site(&self) -> &EmbeddingSite {
-        &self.site
+    /// The bounds it was planned for.
+    pub fn capacity(&self) -> Capacity {
+        self.capacity
     }
 
-    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]` on `stream`, for every token `t` that has an adapter and an id in the
+    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]` on the step's stream, for every token `t` that has an adapter and an id in the
     /// vocabulary. All other rows of `y` keep every bit.
     ///
     /// `token_ids` is the address of one `i32` per token, `y` is `[tokens, hidden]`. Allocates nothing, waits for nothing, and may
@@ -51,30 +51,32 @@ impl LoraEmbedding {
     ///
     /// # Safety
     /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with `token_ids` in the place of `x`.
-    pub unsafe fn add_delta(
+    pub unsafe fn add_delta(&self, step: &Step, token_ids: u64, y: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.args(step, token_ids, y)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(&args, step.stream) }
+    }
+
+    pub(in crate::cuda) unsafe fn launch(
         &self,
-        token_ids: u64,
-        y: MatrixMut,
-        weights: LayerWeights,
-        batch: RoutedBatch,
+        args: &ffi::aril_embedding_args,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        let args = self.args(token_ids, y, weights, batch)?;
         self.kernels.check_thread()?;
         if args.num_tokens == 0 {
             return Ok(());
         }
         // SAFETY: the operands fit, and the caller vouches for their memory.
-        check(unsafe { ffi::aril_embedding(&args, stream.as_raw()) })
+        check(unsafe { ffi::aril_embedding(args, stream.as_raw()) })
     }
 
     pub(in crate::cuda) fn args(
         &self,
+        step: &Step,
         token_ids: u64,
         y: MatrixMut,
-        weights: LayerWeights,
-        batch: RoutedBatch,
     ) -> Result<ffi::aril_embedding_args, LaunchError> {
+        let Step { table, batch, .. } = step;
         let (y, y_stride) = y.0.expect("y", self.dtype, batch.num_tokens, self.site.hidden())?;
         let outs =
             plan::outs_per_block(&[self.site.hidden()], self.capacity.max_rank, batch.num_tokens, batch.max_tiles);
@@ -88,7 +90,7 @@ impl LoraEmbedding {
             token_ids: token_ids as *const i32,
             y,
             y_stride,
-            weights: weights.expect(&self.capacity, self.num_entries)?,
+            weights: table.expect(self.model, self.dtype, &self.capacity, self.site.entry())?,
             routing: batch.routing,
         })
     }

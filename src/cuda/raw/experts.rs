@@ -1,20 +1,14 @@
-use std::cell::Cell;
-
-use super::{
-    DeviceRegion, LayerWeights, MatrixMut, MatrixRef, RawMatrix, RoutedBatch, Stream, Workspace, dtype_code, int,
-};
+use super::{DeviceRegion, MatrixMut, MatrixRef, Parts, RawMatrix, RoutedBatch, Step, Stream, dtype_code, int, within};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
     error::OperandError,
     ffi,
-    model::{Activation, ExpertsId, ExpertsSite, ModelSpec, ProjectionSite},
-    plan::{Capacity, ExpandBy, ExpertsPlan, RouteCapacity},
+    model::{Activation, ExpertsId, ExpertsSite, Model, ModelId, ProjectionSite},
+    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, RouteCapacity},
     routing::Weighed,
 };
 
-/// What each part of a grouping's memory is aligned to.
-const PART_ALIGNMENT_BYTES: usize = 256;
 /// What each group of routes says in the exchange of `aril_groups`.
 const GROUP_EXCHANGE_BYTES: usize = 32;
 
@@ -66,7 +60,6 @@ impl TopK {
     /// What kernels take of it, within the bounds.
     pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
         let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
-        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
         within("the batch's tokens", batch.num_tokens, max_tokens)?;
         within("the routes of a token", self.top_k, max_top_k)?;
         if self.top_k == 0 {
@@ -99,6 +92,8 @@ pub struct Grouping {
 
 // SAFETY: device addresses, which are data.
 unsafe impl Send for Grouping {}
+// SAFETY: as above.
+unsafe impl Sync for Grouping {}
 
 /// Where things are in a grouping's memory, in bytes.
 struct Layout {
@@ -113,12 +108,8 @@ struct Layout {
 
 impl Layout {
     fn new(capacity: RouteCapacity) -> Self {
-        let mut end = 0;
-        let mut part = |count: usize, bytes: usize| {
-            let start = end;
-            end += (count * bytes).next_multiple_of(PART_ALIGNMENT_BYTES);
-            start
-        };
+        let mut parts = Parts(0);
+        let mut part = |count: usize, bytes: usize| parts.push(count * bytes);
         let (max_routes, groups) = (capacity.max_routes(), capacity.num_experts + 2);
         Self {
             routes: part(max_routes, size_of::<ffi::aril_route_entry>()),
@@ -127,7 +118,7 @@ impl Layout {
             wide_tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
             num_wide_tiles: part(2, size_of::<i32>()),
             exchange: part(1, ffi::ARIL_EXCHANGE_HEADER as usize + groups * GROUP_EXCHANGE_BYTES),
-            end,
+            end: parts.0,
         }
     }
 }
@@ -152,12 +143,7 @@ impl Grouping {
     /// - **Aliasing.** Nobody else writes it.
     pub unsafe fn new(kernels: &Kernels, capacity: RouteCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
         let layout = Layout::new(capacity.checked()?);
-        if memory.bytes < layout.end {
-            return Err(LaunchError::Capacity { what: "the grouping's memory", got: layout.end, max: memory.bytes });
-        }
-        if !memory.ptr.is_multiple_of(PART_ALIGNMENT_BYTES as u64) {
-            return Err(LaunchError::Misaligned { operand: "the grouping's memory", alignment: PART_ALIGNMENT_BYTES });
-        }
+        memory.check_parts("the grouping's memory", layout.end)?;
         let at = |offset: usize| memory.ptr + offset as u64;
         let groups = ffi::aril_groups {
             routes: at(layout.routes) as *mut ffi::aril_route_entry,
@@ -183,8 +169,8 @@ impl Grouping {
     /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the routes.
     pub unsafe fn group(
         &mut self,
-        top_k: TopK,
         batch: RoutedBatch,
+        top_k: TopK,
         stream: Stream,
     ) -> Result<GroupedRoutes, LaunchError> {
         self.kernels.check_thread()?;
@@ -208,13 +194,15 @@ impl Grouping {
             weighed: top_k.weighed,
             factor: top_k.factor,
             groups: self.groups,
-            grouped: Cell::new(grouped),
+            grouped,
         })
     }
 }
 
-/// A layer's routes of a step. The first operation on them that is enqueued may group them for the others: so all are enqueued on one
-/// stream, and replayed in the order in which they were captured.
+/// A layer's routes of a step.
+///
+/// The first operation on them may group them for the others, so each operation borrows them exclusively: host order is the order
+/// of the stream. All operations on the same routes are enqueued on one stream.
 #[derive(Debug)]
 pub struct GroupedRoutes {
     batch: RoutedBatch,
@@ -222,13 +210,21 @@ pub struct GroupedRoutes {
     weighed: Weighed,
     factor: f32,
     groups: ffi::aril_groups,
-    grouped: Cell<bool>,
+    /// Whether they are grouped already, or are by the next operation on them.
+    grouped: bool,
 }
 
 // SAFETY: device addresses, which are data.
 unsafe impl Send for GroupedRoutes {}
+// SAFETY: as above.
+unsafe impl Sync for GroupedRoutes {}
 
 impl GroupedRoutes {
+    /// Whether they are of that batch's tokens.
+    pub(in crate::cuda) fn is_of(&self, batch: RoutedBatch) -> bool {
+        (self.batch.tokens(), self.batch.num_tokens) == (batch.tokens(), batch.num_tokens)
+    }
+
     /// Tokens that the router chose for.
     pub const fn num_tokens(&self) -> usize {
         self.batch.num_tokens
@@ -244,8 +240,8 @@ impl GroupedRoutes {
 #[derive(Clone, Debug)]
 pub struct LoraExperts {
     kernels: Kernels,
+    model: ModelId,
     site: ExpertsSite,
-    num_entries: usize,
     plan: ExpertsPlan,
 }
 
@@ -323,35 +319,33 @@ macro_rules! operation {
         $(#[$doc])*
         pub unsafe fn $name(
             &self,
+            step: &Step,
+            routes: &mut GroupedRoutes,
             x: MatrixRef,
             y: MatrixMut,
-            weights: LayerWeights,
-            routes: &GroupedRoutes,
-            workspace: Workspace,
-            stream: Stream,
         ) -> Result<(), LaunchError> {
+            let args = self.args(step, routes, x, Form::$form { y })?;
             // SAFETY: the caller's obligations.
-            unsafe { self.launch(x, Form::$form { y }, weights, routes, workspace, stream) }
+            unsafe { self.launch(&args, routes, step.stream) }
         }
     };
 }
 
 impl LoraExperts {
-    /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to `top_k` routes.
+    /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to [`ExpertsSite::top_k`] routes.
     ///
     /// # Errors
-    /// If no kernel takes these shapes or these bounds.
+    /// If the id is of another model, or no kernel takes these shapes or these bounds.
     pub fn new(
         kernels: &Kernels,
-        model: &ModelSpec,
+        model: &Model,
         id: ExpertsId,
         dtype: DType,
         capacity: Capacity,
-        top_k: usize,
-    ) -> Result<Self, LaunchError> {
-        let site = model[id].clone();
-        let plan = ExpertsPlan::new(&site, dtype, capacity, top_k)?;
-        Ok(Self { kernels: kernels.clone(), site, num_entries: model.num_entries(), plan })
+    ) -> Result<Self, PlanError> {
+        let site = model.experts(id).ok_or(PlanError::Foreign)?.clone();
+        let plan = ExpertsPlan::new(&site, dtype, capacity)?;
+        Ok(Self { kernels: kernels.clone(), model: model.id(), site, plan })
     }
 
     /// What will be launched; for logs.
@@ -359,19 +353,13 @@ impl LoraExperts {
         &self.plan
     }
 
-    /// The experts as described.
-    pub(in crate::cuda) fn site(&self) -> &ExpertsSite {
-        &self.site
-    }
-
     operation! {
         /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert. What
         /// has no adapter keeps `y` bit for bit.
         ///
         /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
-        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves); `workspace` has
-        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes), and `weights` are of the layer of the first entry of
-        /// [`ExpertsSite::gate_up`](crate::model::ExpertsSite::gate_up). Allocates nothing, waits for nothing, and may be captured in a
+        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves); the step's workspace has
+        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be captured in a
         /// CUDA graph.
         ///
         /// # Errors
@@ -408,29 +396,26 @@ impl LoraExperts {
     ///
     /// # Safety
     /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
-    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
     #[doc(alias = "silu_and_mul")]
     pub unsafe fn activate(
         &self,
+        step: &Step,
+        routes: &mut GroupedRoutes,
         x: MatrixRef,
         y: MatrixRef,
         out: MatrixMut,
         activation: Activation,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
-        stream: Stream,
     ) -> Result<(), LaunchError> {
+        let args = self.args(step, routes, x, Form::Activate { y, out, activation })?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(x, Form::Activate { y, out, activation }, weights, routes, workspace, stream) }
+        unsafe { self.launch(&args, routes, step.stream) }
     }
 
     operation! {
         /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
         /// combine, and without its weights unless these are [on the rows](TopK::on_rows).
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`; `weights` are of the layer of the first entry
-        /// of [`ExpertsSite::down`](crate::model::ExpertsSite::down).
+        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`.
         ///
         /// # Errors
         /// As for [`add_gate_up_delta`](Self::add_gate_up_delta).
@@ -456,8 +441,7 @@ impl LoraExperts {
         /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
         /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`; `weights` are those of
-        /// [`add_down_delta`](Self::add_down_delta).
+        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -472,7 +456,7 @@ impl LoraExperts {
     /// every token, whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
     ///
     /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
-    /// weights; `out` is `[tokens, hidden]`; `weights` are those of [`add_down_delta`](Self::add_down_delta). Rows of tokens that the
+    /// weights; `out` is `[tokens, hidden]`. Rows of tokens that the
     /// last update did not have are left as they are.
     ///
     /// # Errors
@@ -480,32 +464,30 @@ impl LoraExperts {
     ///
     /// # Safety
     /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
-    #[expect(clippy::too_many_arguments, reason = "three matrices, and what every operation takes")]
     #[doc(alias = "moe_sum")]
     #[doc(alias = "finalize")]
     pub unsafe fn combine(
         &self,
+        step: &Step,
+        routes: &mut GroupedRoutes,
         x: MatrixRef,
         y: MatrixRef,
         out: MatrixMut,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
-        stream: Stream,
     ) -> Result<(), LaunchError> {
+        let args = self.args(step, routes, x, Form::Combine { y, out })?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(x, Form::Combine { y, out }, weights, routes, workspace, stream) }
+        unsafe { self.launch(&args, routes, step.stream) }
     }
 
     /// The arguments, once the operands are found to fit.
     pub(in crate::cuda) fn args(
         &self,
+        step: &Step,
+        routes: &GroupedRoutes,
         x: MatrixRef,
         form: Form,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
     ) -> Result<ffi::aril_experts_args, LaunchError> {
+        let Step { table, workspace, .. } = step;
         let site = form.projection(&self.site);
         let from_tokens = form.is_before_activation();
         let plan = if from_tokens { self.plan.gate_up() } else { self.plan.down() };
@@ -529,7 +511,6 @@ impl LoraExperts {
             }
             _ => (0, 0.0, 0.0),
         };
-        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
         within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
         within("the routes of a token", top_k, self.plan.top_k())?;
         if routes.top_k.num_experts != int(self.site.held().len())? {
@@ -558,7 +539,7 @@ impl LoraExperts {
             form: form.code(),
             weighted: weighted.into(),
             rows_weighted: (routes.weighed == Weighed::Rows).into(),
-            groups_routes: (!routes.grouped.get()).into(),
+            groups_routes: (!routes.grouped).into(),
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,
@@ -577,7 +558,7 @@ impl LoraExperts {
             out_stride,
             exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
             planes: workspace.planes.ptr as *mut f32,
-            weights: weights.expect(&self.plan.capacity(), self.num_entries)?,
+            weights: table.expect(self.model, dtype, &self.plan.capacity(), site.shared_entry())?,
             routing: routes.batch.routing,
             top_k: routes.top_k,
             groups: routes.groups,
@@ -586,24 +567,18 @@ impl LoraExperts {
 
     pub(in crate::cuda) unsafe fn launch(
         &self,
-        x: MatrixRef,
-        form: Form,
-        weights: LayerWeights,
-        routes: &GroupedRoutes,
-        workspace: Workspace,
+        args: &ffi::aril_experts_args,
+        routes: &mut GroupedRoutes,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        let args = self.args(x, form, weights, routes, workspace)?;
         self.kernels.check_thread()?;
         if args.num_tokens == 0 {
             return Ok(());
         }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        check(unsafe { ffi::aril_experts(&args, stream.as_raw()) })?;
+        check(unsafe { ffi::aril_experts(args, stream.as_raw()) })?;
         // Those in f32 go without.
-        if self.plan.dtype() != DType::F32 {
-            routes.grouped.set(true);
-        }
+        routes.grouped |= self.plan.dtype() != DType::F32;
         Ok(())
     }
 }

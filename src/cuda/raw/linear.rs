@@ -1,36 +1,39 @@
-use super::{LayerWeights, MatrixMut, MatrixRef, RoutedBatch, Stream, Workspace, dtype_code, int};
+use super::{MatrixMut, MatrixRef, Step, Stream, dtype_code, int, within};
 use crate::{
     DType,
     cuda::{Kernels, LaunchError, kernels::check},
     ffi,
-    model::{LinearId, LinearSite, MAX_SLICES, ModelSpec},
-    plan::{Capacity, LinearPlan},
+    model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
+    plan::{Capacity, LinearPlan, PlanError},
 };
 
 /// The adapters of one linear layer: shapes checked, launches planned, workspace sized.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     kernels: Kernels,
+    model: ModelId,
     site: LinearSite,
-    num_entries: usize,
     plan: LinearPlan,
 }
+
+/// An operation of the C ABI.
+pub(in crate::cuda) type Kernel = unsafe extern "C" fn(*const ffi::aril_linear_args, *mut std::ffi::c_void) -> i32;
 
 impl LoraLinear {
     /// Plans the layer `id` of `model` for batches within `capacity`.
     ///
     /// # Errors
-    /// If no kernel takes this shape or these bounds: there is no slow path to fall into.
+    /// If the id is of another model, or no kernel takes this shape or these bounds: there is no slow path to fall into.
     pub fn new(
         kernels: &Kernels,
-        model: &ModelSpec,
+        model: &Model,
         id: LinearId,
         dtype: DType,
         capacity: Capacity,
-    ) -> Result<Self, LaunchError> {
-        let site = model[id].clone();
+    ) -> Result<Self, PlanError> {
+        let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
         let plan = LinearPlan::new(&site, dtype, capacity)?;
-        Ok(Self { kernels: kernels.clone(), site, num_entries: model.num_entries(), plan })
+        Ok(Self { kernels: kernels.clone(), model: model.id(), site, plan })
     }
 
     /// What will be launched; for logs.
@@ -38,14 +41,9 @@ impl LoraLinear {
         &self.plan
     }
 
-    /// The layer as described.
-    pub(in crate::cuda) fn site(&self) -> &LinearSite {
-        &self.site
-    }
-
-    /// Enqueues `y[t] += scaling · B (A x[t])` on `stream`, for every token `t` that has an adapter.
+    /// Enqueues `y[t] += scaling · B (A x[t])` on the step's stream, for every token `t` that has an adapter.
     ///
-    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`, `workspace` has
+    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`, the step's workspace has
     /// [`plan().workspace_bytes()`](LinearPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be captured in a CUDA graph. Base tokens keep `y` bit for
     /// bit. With row-parallel layers `y` is this rank's partial sum: call this before the all-reduce.
     ///
@@ -54,31 +52,23 @@ impl LoraLinear {
     ///
     /// # Safety
     /// From this call until the work has run:
-    /// - **Validity.** `x`, `y`, `weights` and `workspace` address device memory of the kernels' context for their whole extent, as
-    ///   do the table's descriptors, and `batch` is of a routing that was updated before. `stream` is of that context.
+    /// - **Validity.** `x`, `y`, the step's table and workspace address device memory of the kernels' context for their whole extent, as
+    ///   do the table's descriptors, and the step's batch is of a routing that was updated before. Its stream is of that context.
     /// - **Liveness.** That memory stays mapped.
     /// - **Workspace.** Its exchange was zero before its first use, and nothing but these operations has written it since. Otherwise
     ///   the kernels may take old sums for new ones, or wait forever.
-    /// - **Aliasing.** Nobody writes `x`, `weights` or the routing, or reads or writes `y` or `workspace`, except work ordered by
-    ///   `stream`.
+    /// - **Aliasing.** Nobody writes `x`, the table, its factors or the routing, or reads or writes `y` or the workspace, except work
+    ///   ordered by the stream.
     /// - **Order.** A kernel that writes weights or the routing neither lets its dependents begin early (programmatic dependent
     ///   launch) nor ends before each thread that wrote has fenced (`__threadfence`): weights and routing are fetched before the
     ///   kernels enqueued earlier are waited for. Copies are always in order.
     /// - **Context.** (checked) the context current on this thread is that of the kernels.
     #[doc(alias = "sgmv")]
     #[doc(alias = "bgmv")]
-    pub unsafe fn add_delta(
-        &self,
-        x: MatrixRef,
-        y: MatrixMut,
-        weights: LayerWeights,
-        batch: RoutedBatch,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        let args = self.args(Some(x), Some(y), weights, batch, workspace)?;
+    pub unsafe fn add_delta(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.args(step, Some(x), Some(y))?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_linear, &args, stream) }
+        unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
     }
 
     /// Enqueues `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its
@@ -91,19 +81,11 @@ impl LoraLinear {
     ///
     /// # Safety
     /// As for `add_delta`.
-    pub unsafe fn write_delta(
-        &self,
-        x: MatrixRef,
-        y: MatrixMut,
-        weights: LayerWeights,
-        batch: RoutedBatch,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        let args = self.args(Some(x), Some(y), weights, batch, workspace)?;
+    pub unsafe fn write_delta(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.args(step, Some(x), Some(y))?;
         let args = ffi::aril_linear_args { overwrites: 1, ..args };
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_linear, &args, stream) }
+        unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
     }
 
     /// Enqueues the first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace. It needs nothing of `y`, so it may
@@ -114,49 +96,34 @@ impl LoraLinear {
     ///
     /// # Safety
     /// As for `add_delta`; nobody else uses the workspace until [`expand`](Self::expand) has run.
-    pub unsafe fn shrink(
-        &self,
-        x: MatrixRef,
-        weights: LayerWeights,
-        batch: RoutedBatch,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        let args = self.args(Some(x), None, weights, batch, workspace)?;
+    pub unsafe fn shrink(&self, step: &Step, x: MatrixRef) -> Result<(), LaunchError> {
+        let args = self.args(step, Some(x), None)?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_linear_shrink, &args, stream) }
+        unsafe { self.launch(ffi::aril_linear_shrink, &args, step.stream) }
     }
 
     /// Enqueues the second half of [`add_delta`](Self::add_delta): adds `scaling · B v` to `y`, from what
-    /// [`shrink`](Self::shrink) of the same layer, weights and batch left in the workspace.
+    /// [`shrink`](Self::shrink) of the same layer and step left in the workspace.
     ///
     /// # Errors
     /// As for `add_delta`.
     ///
     /// # Safety
     /// As for `add_delta`; `shrink` was ordered before it.
-    pub unsafe fn expand(
-        &self,
-        y: MatrixMut,
-        weights: LayerWeights,
-        batch: RoutedBatch,
-        workspace: Workspace,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        let args = self.args(None, Some(y), weights, batch, workspace)?;
+    pub unsafe fn expand(&self, step: &Step, y: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.args(step, None, Some(y))?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_linear_expand, &args, stream) }
+        unsafe { self.launch(ffi::aril_linear_expand, &args, step.stream) }
     }
 
     /// The arguments of both halves: the one for which an operand is not given leaves it alone.
     pub(in crate::cuda) fn args(
         &self,
+        step: &Step,
         x: Option<MatrixRef>,
         y: Option<MatrixMut>,
-        weights: LayerWeights,
-        batch: RoutedBatch,
-        workspace: Workspace,
     ) -> Result<ffi::aril_linear_args, LaunchError> {
+        let Step { table, batch, workspace, .. } = step;
         let (dtype, num_tokens) = (self.plan.dtype(), batch.num_tokens);
         let null = (std::ptr::null_mut(), 0);
         let (x, x_stride) = match x {
@@ -168,10 +135,7 @@ impl LoraLinear {
             None => null,
         };
         workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
-        let max_tokens = self.plan.capacity().max_tokens;
-        if num_tokens > max_tokens {
-            return Err(LaunchError::Capacity { what: "the batch's tokens", got: num_tokens, max: max_tokens });
-        }
+        within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
         let mut out_features = [0; MAX_SLICES];
         for (out, slice) in out_features.iter_mut().zip(self.site.slices()) {
             *out = int(slice.out_features())?;
@@ -192,14 +156,14 @@ impl LoraLinear {
             y_stride,
             exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
             planes: workspace.planes.ptr as *mut f32,
-            weights: weights.expect(&self.plan.capacity(), self.num_entries)?,
+            weights: table.expect(self.model, dtype, &self.plan.capacity(), self.site.first_entry())?,
             routing: batch.routing,
         })
     }
 
-    unsafe fn launch(
+    pub(in crate::cuda) unsafe fn launch(
         &self,
-        kernel: unsafe extern "C" fn(*const ffi::aril_linear_args, *mut std::ffi::c_void) -> i32,
+        kernel: Kernel,
         args: &ffi::aril_linear_args,
         stream: Stream,
     ) -> Result<(), LaunchError> {

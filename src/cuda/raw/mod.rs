@@ -1,8 +1,7 @@
 //! The raw door: the operations on memory that somebody else owns.
 //!
 //! Descriptors of memory are `Copy`, carry no lifetime and are safe to make: an address is data. What must hold is said once, at
-//! each launch, which is `unsafe`. For engines that are not built on cudarc's slices, and for capturing CUDA graphs, where cudarc's
-//! event tracking is in the way.
+//! each launch, which is `unsafe`. For engines that are not built on cudarc's slices, and for graphs of several streams.
 //!
 //! In the `# Safety` sections, *until the work has run* means until everything enqueued by the call is complete on the stream, not
 //! until the call returns. For a call that is captured, it means for as long as the graph may be replayed.
@@ -20,7 +19,6 @@ use std::ffi::c_void;
 
 use bytemuck::{Pod, Zeroable};
 
-pub(in crate::cuda) use self::experts::Form;
 pub use self::{
     align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
@@ -28,6 +26,7 @@ pub use self::{
     linear::LoraLinear,
     routing::{RoutedBatch, Routing},
 };
+pub(in crate::cuda) use self::{experts::Form, linear::Kernel};
 use super::LaunchError;
 use crate::{
     DType, Element,
@@ -35,6 +34,7 @@ use crate::{
     error::OperandError,
     extent::Extent,
     ffi,
+    model::{Model, ModelId},
     plan::{Capacity, WorkspaceBytes},
 };
 
@@ -92,9 +92,7 @@ impl Workspace {
     /// Refuses one that is too small or misaligned.
     fn check(&self, needed: WorkspaceBytes) -> Result<(), LaunchError> {
         for (needed, part) in [(needed.exchange, self.exchange), (needed.planes, self.planes)] {
-            if part.bytes < needed {
-                return Err(LaunchError::Capacity { what: "the workspace's use", got: needed, max: part.bytes });
-            }
+            within("the workspace's use", needed, part.bytes)?;
             if needed > 0 && !part.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
                 return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
             }
@@ -191,8 +189,9 @@ impl Descriptor {
     /// ```
     /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, TpRank}};
     ///
-    /// let mut model = ModelSpec::new(TpRank::SINGLE);
-    /// let id = model.experts(Experts::new("mlp.experts", 2, 8, 4).held([1]))?;
+    /// let mut spec = ModelSpec::new();
+    /// let id = spec.experts(Experts::new("mlp.experts", 2, 8, 4).held([1]))?;
+    /// let model = spec.shard(TpRank::SINGLE)?;
     /// // Both experts have the one A.
     /// let tensor = |shape: [usize; 3], values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
     /// let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 6}"#, [
@@ -228,36 +227,111 @@ impl Descriptor {
 
 const _: () = assert!(size_of::<Descriptor>() == size_of::<ffi::aril_descriptor>());
 
-/// Where the descriptors of one layer are, for every slot.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct LayerWeights {
-    table: u64,
+/// A descriptor table that somebody owns: the factors of every slot.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Table {
+    ptr: u64,
+    model: ModelId,
+    dtype: DType,
     num_slots: usize,
     num_entries: usize,
     max_rank: usize,
 }
 
-impl LayerWeights {
-    /// The layer whose first entry is `first_entry` in a table at `table` of `num_slots` rows of `num_entries` descriptors, none
-    /// of them of a rank above `max_rank`: larger ones count as no adapter.
-    pub const fn new(table: u64, num_slots: usize, num_entries: usize, first_entry: usize, max_rank: usize) -> Self {
-        let table = table + (first_entry * size_of::<Descriptor>()) as u64;
-        Self { table, num_slots, num_entries, max_rank }
+impl Table {
+    /// The table at `ptr`: `num_slots` rows of [`Model::num_entries`] [`Descriptor`]s, row-major, of factors of `dtype`. Descriptors of
+    /// a rank above `max_rank` count as no adapter.
+    pub fn new(model: &Model, dtype: DType, ptr: u64, num_slots: usize, max_rank: usize) -> Self {
+        Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
     }
 
-    fn expect(&self, capacity: &Capacity, num_entries: usize) -> Result<ffi::aril_weights, LaunchError> {
-        if self.num_entries != num_entries {
+    /// The descriptors from `first_entry` on, for a layer of that model, type and capacity.
+    fn expect(
+        &self,
+        model: ModelId,
+        dtype: DType,
+        capacity: &Capacity,
+        first_entry: usize,
+    ) -> Result<ffi::aril_weights, LaunchError> {
+        if self.model != model {
             return Err(OperandError::Model.into());
         }
-        let within = |what, got, max| if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) };
+        if self.dtype != dtype {
+            return Err(OperandError::DType { operand: "weights", got: self.dtype, want: dtype }.into());
+        }
         within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
         within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
+        let offset = first_entry * size_of::<Descriptor>();
         Ok(ffi::aril_weights {
-            table: self.table as *const ffi::aril_descriptor,
+            table: (self.ptr + offset as u64) as *const ffi::aril_descriptor,
             num_slots: int(self.num_slots)?,
             num_entries: int(self.num_entries)?,
             max_rank: int(self.max_rank)?,
         })
+    }
+}
+
+/// What all operations of a step have in common.
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    pub(in crate::cuda) table: Table,
+    pub(in crate::cuda) batch: RoutedBatch,
+    pub(in crate::cuda) workspace: Workspace,
+    pub(in crate::cuda) stream: Stream,
+}
+
+impl Step {
+    /// A step of `batch` on the adapters of `table`, enqueued on `stream`.
+    pub const fn new(table: Table, batch: RoutedBatch, workspace: Workspace, stream: Stream) -> Self {
+        Self { table, batch, workspace, stream }
+    }
+
+    /// The same step with another scratch on another stream: for operations beside those of this one.
+    #[must_use]
+    pub const fn beside(self, workspace: Workspace, stream: Stream) -> Self {
+        Self { workspace, stream, ..self }
+    }
+
+    /// The batch.
+    pub const fn batch(&self) -> RoutedBatch {
+        self.batch
+    }
+
+    /// The stream that operations are enqueued on.
+    pub const fn stream(&self) -> Stream {
+        self.stream
+    }
+}
+
+/// Refuses what there is no room for.
+fn within(what: &'static str, got: usize, max: usize) -> Result<(), LaunchError> {
+    if got > max { Err(LaunchError::Capacity { what, got, max }) } else { Ok(()) }
+}
+
+/// Parts of a device memory, one behind the other, each aligned for kernels.
+struct Parts(usize);
+
+impl Parts {
+    /// What each part, and the memory, is aligned to.
+    const ALIGNMENT_BYTES: usize = 256;
+
+    /// Appends a part of so many bytes, and says where it begins.
+    fn push(&mut self, bytes: usize) -> usize {
+        let start = self.0;
+        self.0 += bytes.next_multiple_of(Self::ALIGNMENT_BYTES);
+        start
+    }
+}
+
+impl DeviceRegion {
+    /// Refuses a memory that is too small for its parts, or misaligned.
+    fn check_parts(&self, operand: &'static str, bytes: usize) -> Result<(), LaunchError> {
+        within(operand, bytes, self.bytes)?;
+        if self.ptr.is_multiple_of(Parts::ALIGNMENT_BYTES as u64) {
+            Ok(())
+        } else {
+            Err(LaunchError::Misaligned { operand, alignment: Parts::ALIGNMENT_BYTES })
+        }
     }
 }
 

@@ -1,18 +1,13 @@
-use std::ffi::c_void;
+use cudarc::driver::sys;
 
-use cudarc::driver::{result, sys};
-
-use super::{DeviceRegion, Stream, int};
+use super::{DeviceRegion, Parts, Stream, int, within};
 use crate::{
     Slot,
-    cuda::{Kernels, LaunchError, kernels::check},
+    cuda::{Kernels, LaunchError, kernels::check, pinned::Pinned},
     ffi,
     plan::Capacity,
     routing::Batch,
 };
-
-/// What each part of a routing's memory is aligned to.
-const PART_ALIGNMENT_BYTES: usize = 256;
 
 /// A step's routing in the engine's device memory, and the pinned buffers that bring it there.
 ///
@@ -24,12 +19,14 @@ pub struct Routing {
     /// `[max_tokens]` slots and, behind the live ones, as many scales.
     staged: u64,
     routing: ffi::aril_routing,
-    staging: Vec<Staging>,
+    staging: Vec<Pinned>,
     next: usize,
 }
 
 // SAFETY: device addresses, and pinned memory and events that this type alone owns.
 unsafe impl Send for Routing {}
+// SAFETY: nothing changes behind a shared reference.
+unsafe impl Sync for Routing {}
 
 /// Where things are in a routing's memory, in bytes.
 struct Layout {
@@ -48,12 +45,8 @@ struct Layout {
 
 impl Layout {
     fn new(capacity: Capacity) -> Self {
-        let mut end = 0;
-        let mut part = |bytes: usize| {
-            let start = end;
-            end += bytes.next_multiple_of(PART_ALIGNMENT_BYTES);
-            start
-        };
+        let mut parts = Parts(0);
+        let mut part = |bytes| parts.push(bytes);
         let Capacity { max_tokens, num_slots, .. } = capacity;
         let [tiles, wide_tiles] = capacity.all_tiles();
         Self {
@@ -67,7 +60,7 @@ impl Layout {
             num_tiles: part(size_of::<i32>()),
             wide_tiles: part(wide_tiles * size_of::<ffi::aril_tile>()),
             num_wide_tiles: part(size_of::<i32>()),
-            end,
+            end: parts.0,
         }
     }
 }
@@ -103,12 +96,7 @@ impl Routing {
     ) -> Result<Self, LaunchError> {
         kernels.check_thread()?;
         let layout = Layout::new(capacity.checked()?);
-        if memory.bytes < layout.end {
-            return Err(LaunchError::Capacity { what: "the routing's memory", got: layout.end, max: memory.bytes });
-        }
-        if !memory.ptr.is_multiple_of(PART_ALIGNMENT_BYTES as u64) {
-            return Err(LaunchError::Misaligned { operand: "the routing's memory", alignment: PART_ALIGNMENT_BYTES });
-        }
+        memory.check_parts("the routing's memory", layout.end)?;
         let at = |offset: usize| memory.ptr + offset as u64;
         let tiles = |all, count| ffi::aril_tiles { all: at(all) as *mut ffi::aril_tile, count: at(count) as *mut i32 };
         let routing = ffi::aril_routing {
@@ -120,7 +108,8 @@ impl Routing {
             tiles: tiles(layout.tiles, layout.num_tiles),
             wide_tiles: tiles(layout.wide_tiles, layout.num_wide_tiles),
         };
-        let staging = (0..steps_in_flight.max(1)).map(|_| Staging::new(staging_bytes(capacity)));
+        let staging = (0..steps_in_flight.max(1))
+            .map(|_| Pinned::new(staging_bytes(capacity), sys::CU_MEMHOSTALLOC_WRITECOMBINED));
         let staging = staging.collect::<Result<_, _>>()?;
         Ok(Self { kernels: kernels.clone(), capacity, staged: at(layout.staged), routing, staging, next: 0 })
     }
@@ -137,17 +126,15 @@ impl Routing {
         let routed = self.capture_batch(batch.num_tokens())?;
         self.kernels.check_thread()?;
         let steps_in_flight = self.staging.len();
-        let staging = &self.staging[self.next];
-        if !staging.is_free()? {
-            return Err(LaunchError::Busy { steps_in_flight });
-        }
-        // SAFETY: the buffer holds max_tokens slots and as many scales, of which the capacity was checked; its last copy is done.
-        let bytes = unsafe { staging.fill(batch) };
-        let stream_handle = stream.as_raw().cast();
+        let staging = &mut self.staging[self.next];
+        let Some(buffer) = staging.try_bytes()? else { return Err(LaunchError::Busy { steps_in_flight }) };
+        let slots: &[u8] = bytemuck::cast_slice(batch.slots());
+        let scales: &[u8] = bytemuck::cast_slice(batch.scales().unwrap_or_default());
+        let len = slots.len() + scales.len();
+        buffer[..slots.len()].copy_from_slice(slots);
+        buffer[slots.len()..len].copy_from_slice(scales);
         // SAFETY: `staged` has room for as many bytes as the staging buffer; the caller vouches for the stream.
-        unsafe { result::memcpy_htod_async(self.staged, bytes, stream_handle) }?;
-        // SAFETY: the event is this staging buffer's; the caller vouches for the stream.
-        unsafe { result::event::record(staging.event, stream_handle) }?;
+        unsafe { staging.copy_to(self.staged, len, stream) }?;
         self.next = (self.next + 1) % steps_in_flight;
 
         let scales = self.staged + (batch.num_tokens() * size_of::<Slot>()) as u64;
@@ -155,6 +142,23 @@ impl Routing {
         // SAFETY: both lie in this routing's memory.
         unsafe { self.route(self.staged as *const i32, token_scales, batch.num_tokens(), stream) }?;
         Ok(routed)
+    }
+
+    /// Whether [`update`](Self::update) has a free staging buffer now.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn is_ready(&self) -> Result<bool, LaunchError> {
+        self.staging[self.next].is_free()
+    }
+
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer: until the copy of the step that is
+    /// `steps_in_flight` before the next one is done.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn wait(&self) -> Result<(), LaunchError> {
+        self.staging[self.next].wait()
     }
 
     /// As [`update`](Self::update), for slots (`i32`, one per token) and, if not null, scales (`f32`, likewise) that are on the
@@ -190,10 +194,7 @@ impl Routing {
     /// # Errors
     /// `Capacity` if it is too large.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<RoutedBatch, LaunchError> {
-        let max = self.capacity.max_tokens;
-        if num_tokens > max {
-            return Err(LaunchError::Capacity { what: "the batch's tokens", got: num_tokens, max });
-        }
+        within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
         let max_tiles = self.capacity.max_tiles(num_tokens);
         let max_small_tiles = self.capacity.max_small_tiles(num_tokens);
         Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles, max_small_tiles })
@@ -249,65 +250,5 @@ impl RoutedBatch {
     #[doc(alias = "lora_token_start_loc")]
     pub fn indptr(&self) -> u64 {
         self.routing.indptr as u64
-    }
-}
-
-/// A pinned host buffer and the event that tells that it was copied.
-#[derive(Debug)]
-struct Staging {
-    bytes: *mut u8,
-    event: sys::CUevent,
-}
-
-impl Staging {
-    fn new(bytes: usize) -> Result<Self, LaunchError> {
-        // SAFETY: a context is current (checked by `Routing::new`); write-combined is right for memory only ever written here.
-        let bytes = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_WRITECOMBINED) }?.cast();
-        match result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING) {
-            Ok(event) => Ok(Self { bytes, event }),
-            Err(error) => {
-                // SAFETY: allocated above, and used by nobody.
-                unsafe { result::free_host(bytes.cast::<c_void>()) }?;
-                Err(error.into())
-            }
-        }
-    }
-
-    fn is_free(&self) -> Result<bool, LaunchError> {
-        // SAFETY: the event is alive; one that was never recorded counts as complete.
-        match unsafe { result::event::query(self.event) } {
-            Ok(()) => Ok(true),
-            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    /// Writes the batch's slots and, right behind them, its scales if it has any.
-    ///
-    /// # Safety
-    /// The buffer has room for both, and its last copy is done.
-    unsafe fn fill(&self, batch: &Batch<'_>) -> &[u8] {
-        let slots: &[u8] = bytemuck::cast_slice(batch.slots());
-        let scales: &[u8] = bytemuck::cast_slice(batch.scales().unwrap_or_default());
-        // SAFETY: the caller says that there is room.
-        unsafe { self.bytes.copy_from_nonoverlapping(slots.as_ptr(), slots.len()) };
-        // SAFETY: as above.
-        let behind = unsafe { self.bytes.add(slots.len()) };
-        // SAFETY: as above.
-        unsafe { behind.copy_from_nonoverlapping(scales.as_ptr(), scales.len()) };
-        // SAFETY: just written.
-        unsafe { std::slice::from_raw_parts(self.bytes, slots.len() + scales.len()) }
-    }
-}
-
-impl Drop for Staging {
-    /// Waits for the last copy out of the buffer.
-    fn drop(&mut self) {
-        // SAFETY: the event is alive. Errors mean that the context is gone, and the copy with it.
-        let _ = unsafe { result::event::synchronize(self.event) };
-        // SAFETY: the last copy is done.
-        let _ = unsafe { result::free_host(self.bytes.cast()) };
-        // SAFETY: nobody else has the event.
-        let _ = unsafe { result::event::destroy(self.event) };
     }
 }

@@ -1,0 +1,96 @@
+#![expect(unsafe_code, reason = "asks the driver of a graph, and lets any thread replay it")]
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use cudarc::driver::{
+    CudaGraph,
+    sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
+};
+
+use super::{LaunchError, Queue, region::Kept};
+
+/// A captured step, to be replayed on its queue. It keeps the memory that its operations read and write.
+///
+/// Adapters, their ranks and the routing may change between replays: each replay works on what the queue holds by then. Rows that
+/// the last [`Routing::update`](super::Routing::update) before it did not have are left alone.
+pub struct Graph {
+    // Dropped before the memory that it works on.
+    graph: CudaGraph,
+    queue: Queue,
+    kept: Vec<Kept>,
+}
+
+// SAFETY: the driver's graphs belong to no thread, but are not synchronized: `replay` borrows the graph exclusively.
+unsafe impl Send for Graph {}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph").field("queue", &self.queue).field("kept", &self.kept.len()).finish_non_exhaustive()
+    }
+}
+
+impl Graph {
+    /// Enqueues the captured step. Allocates nothing and waits for nothing.
+    ///
+    /// # Errors
+    /// If the queue's stream is being captured, or the driver refuses.
+    pub fn replay(&mut self) -> Result<(), LaunchError> {
+        self.queue.enter()?;
+        Ok(self.graph.launch()?)
+    }
+}
+
+/// Captures what `record` enqueues on the queue. The graph keeps `kept`, and what `record` adds to it.
+pub(super) fn capture<E: From<LaunchError>>(
+    queue: &Queue,
+    kept: Vec<Kept>,
+    record: impl FnOnce(&Mutex<Vec<Kept>>) -> Result<(), E>,
+) -> Result<Graph, E> {
+    queue.enter()?;
+    let kept = Mutex::new(kept);
+    let mut capture = Capture { queue, open: false };
+    // Other threads may allocate and copy meanwhile.
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    queue.stream().begin_capture(mode).map_err(LaunchError::from)?;
+    capture.open = true;
+    record(&kept)?;
+    let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
+    if num_nodes(&graph)? == 0 {
+        return Err(LaunchError::NothingCaptured.into());
+    }
+    let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok(Graph { graph, queue: queue.clone(), kept })
+}
+
+fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {
+    let mut num_nodes = 0;
+    // SAFETY: the graph is alive, and without room for nodes the driver only counts them.
+    unsafe { cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut num_nodes) }.result()?;
+    Ok(num_nodes)
+}
+
+/// Ends the capture whatever happens in it, so that the stream is usable again.
+struct Capture<'a> {
+    queue: &'a Queue,
+    open: bool,
+}
+
+impl Capture<'_> {
+    fn end(&mut self) -> Result<Option<CudaGraph>, LaunchError> {
+        self.open = false;
+        let stream = Arc::clone(self.queue.stream());
+        Ok(stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)?)
+    }
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            // The error that led here is the one to report.
+            let _ = self.end();
+        }
+    }
+}

@@ -1,0 +1,99 @@
+#![expect(unsafe_code, reason = "the driver's pinned memory and events")]
+
+use cudarc::driver::{result, sys};
+
+use super::{LaunchError, raw::Stream};
+
+/// Page-locked host memory, and the event of its last copy to the device.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    ptr: *mut u8,
+    len: usize,
+    event: sys::CUevent,
+}
+
+// SAFETY: memory and an event that this type alone owns.
+unsafe impl Send for Pinned {}
+// SAFETY: behind a shared reference, only the event is asked.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// Allocates zeroed memory with flags of `cuMemHostAlloc`, in the context that is current on this thread.
+    pub(super) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
+        // SAFETY: the owners check that a context is current; without one the driver refuses.
+        let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), flags) }?.cast();
+        // SAFETY: just allocated, so long.
+        unsafe { ptr.write_bytes(0, len) };
+        match result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING) {
+            Ok(event) => Ok(Self { ptr, len, event }),
+            Err(error) => {
+                // SAFETY: allocated above, and used by nobody.
+                unsafe { result::free_host(ptr.cast()) }?;
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Whether the last copy is done.
+    pub(super) fn is_free(&self) -> Result<bool, LaunchError> {
+        // SAFETY: the event is alive; one that was never recorded counts as complete.
+        match unsafe { result::event::query(self.event) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Blocks this thread until the last copy is done.
+    pub(super) fn wait(&self) -> Result<(), LaunchError> {
+        // SAFETY: the event is alive.
+        Ok(unsafe { result::event::synchronize(self.event) }?)
+    }
+
+    /// The memory, if the last copy is done.
+    pub(super) fn try_bytes(&mut self) -> Result<Option<&mut [u8]>, LaunchError> {
+        // SAFETY: no copy reads it.
+        Ok(if self.is_free()? { Some(unsafe { self.bytes() }) } else { None })
+    }
+
+    /// The memory, once the last copy is done: blocks this thread until then.
+    pub(super) fn wait_bytes(&mut self) -> Result<&mut [u8], LaunchError> {
+        self.wait()?;
+        // SAFETY: no copy reads it.
+        Ok(unsafe { self.bytes() })
+    }
+
+    /// # Safety
+    /// The last copy is done.
+    unsafe fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: initialized when it was made, this type's own, and the caller says that no copy reads it.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
+    }
+
+    /// Enqueues a copy of the first `len` bytes.
+    ///
+    /// # Safety
+    /// `to` addresses as many bytes of device memory, which stay mapped until the copy has run, and which nothing else uses
+    /// unordered. The stream is of the context that is current on this thread.
+    pub(super) unsafe fn copy_to(&mut self, to: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
+        let stream = stream.as_raw().cast();
+        // SAFETY: initialized, and at least so long.
+        let bytes = unsafe { std::slice::from_raw_parts(self.ptr, len.min(self.len)) };
+        // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
+        unsafe { result::memcpy_htod_async(to, bytes, stream) }?;
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        Ok(unsafe { result::event::record(self.event, stream) }?)
+    }
+}
+
+impl Drop for Pinned {
+    /// Waits for the last copy.
+    fn drop(&mut self) {
+        // Errors mean that the context is gone, and the copy with it.
+        let _ = self.wait();
+        // SAFETY: the last copy is done.
+        let _ = unsafe { result::free_host(self.ptr.cast()) };
+        // SAFETY: nobody else has the event.
+        let _ = unsafe { result::event::destroy(self.event) };
+    }
+}

@@ -1,0 +1,62 @@
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, sys::CUstreamCaptureStatus};
+
+use super::{Kernels, LaunchError, raw};
+
+/// A stream with the kernels of its context: where everything that is made of it runs, in order. Clones are the same queue.
+#[derive(Clone, Debug)]
+pub struct Queue {
+    kernels: Kernels,
+    stream: Arc<CudaStream>,
+}
+
+impl Queue {
+    /// The queue of `stream`.
+    ///
+    /// # Errors
+    /// If the kernels were loaded in another context.
+    pub fn new(kernels: &Kernels, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
+        kernels.check_context("the stream", stream.context())?;
+        Ok(Self { kernels: kernels.clone(), stream: Arc::clone(stream) })
+    }
+
+    /// The stream.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// The kernels of its context.
+    pub fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    pub(super) fn raw(&self) -> raw::Stream {
+        raw::Stream::from(&*self.stream)
+    }
+
+    /// Makes the context current on this thread.
+    pub(super) fn bind(&self) -> Result<(), LaunchError> {
+        Ok(self.stream.context().bind_to_thread()?)
+    }
+
+    /// Makes the context current on this thread, and refuses a stream that is being captured: a graph could outlive what it reads.
+    pub(super) fn enter(&self) -> Result<(), LaunchError> {
+        // Binds the context, too.
+        match self.stream.capture_status()? {
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
+            _ => Err(LaunchError::Capturing),
+        }
+    }
+
+    /// Refuses an operand of another stream or context.
+    pub(super) fn check(&self, operand: &'static str, other: &Self) -> Result<(), LaunchError> {
+        if self.kernels != other.kernels {
+            return Err(LaunchError::WrongContext { operand });
+        }
+        if self.stream.cu_stream() != other.stream.cu_stream() {
+            return Err(LaunchError::WrongStream { operand });
+        }
+        Ok(())
+    }
+}
