@@ -61,27 +61,36 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        AlignedRoutes, Alignment, GroupedRoutes, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts,
-        LoraLinear, Matrix, MatrixMut, RoutedBatch, Routing, TopK, WeightTable, Workspace, driver_is_present, raw,
+        AlignedRoutes, Alignment, Buffer, Filled, Graph, GroupedRoutes, Grouping, Kernels, LaunchError, LoraEmbedding,
+        LoraExperts, LoraLinear, Matrix, MatrixMut, Queue, Reservation, RoutedBatch, Routing, Staging, Step, TopK,
+        View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}
+    fn cloned<T: Clone>() {}
 
     #[test]
     fn types_may_be_shared_between_threads() {
-        super::shared::<(Kernels, LoraLinear<f32>, LoraEmbedding<f32>, LoraExperts<f32>)>();
+        super::shared::<(Kernels, Queue, LoraLinear, LoraEmbedding, LoraExperts)>();
+        super::shared::<(WeightTable, Reservation, Filled, Staging)>();
+        super::shared::<(Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
+        super::shared::<(Grouping, Alignment, AlignedRoutes<'_>, GroupedRoutes<'_>, TopK<'_>)>();
+        super::shared::<(Buffer<f32>, View<'_, f32>, ViewMut<'_, f32>, Matrix<'_, f32>, MatrixMut<'_, f32>)>();
         super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
         super::shared::<(raw::Alignment, raw::AlignedRoutes, raw::LoraExperts, raw::TopK)>();
-        super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::LayerWeights, raw::RoutedBatch)>();
+        super::shared::<(raw::Routing, raw::Grouping, raw::GroupedRoutes)>();
+        super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::Table, raw::Step, raw::RoutedBatch)>();
         super::error::<LaunchError>();
     }
 
     #[test]
-    fn owners_may_be_sent_to_another_thread() {
-        sent::<(Routing, WeightTable<f32>, Workspace, raw::Routing)>();
-        sent::<(Matrix<'_, f32>, MatrixMut<'_, f32>)>();
-        sent::<(RoutedBatch<'_>, Alignment, AlignedRoutes<'_>)>();
-        sent::<(TopK<'_>, Grouping, GroupedRoutes<'_>, raw::Grouping, raw::GroupedRoutes)>();
+    fn a_graph_may_be_sent_to_another_thread() {
+        sent::<Graph>();
+    }
+
+    #[test]
+    fn clones_are_the_same_table_and_queue() {
+        cloned::<(WeightTable, Queue, Kernels)>();
     }
 
     /// Where there is no driver, that is what loading says; it neither panics nor aborts.

@@ -154,7 +154,8 @@ impl WeightTable {
     /// Packs on rayon's threads, and blocks this thread until the copies are done. Steps of other threads go on meanwhile.
     ///
     /// # Errors
-    /// If the image does not fit the table, a weight cannot be represented, or the arena is full. The slot is as it was.
+    /// If the image does not fit the table, a weight cannot be represented, the arena is full, or the queue's stream is being captured.
+    /// The slot is as it was.
     pub fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
@@ -171,6 +172,7 @@ impl WeightTable {
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
         self.shared.slots.index(slot)?;
+        self.shared.queue.enter()?;
         let reservation = self.reserve(image)?;
         let filled = {
             let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
@@ -261,7 +263,9 @@ impl WeightTable {
             Ok::<_, LaunchError>(done.record(queue.stream())?)
         })?;
         let old = slots.take(&mut blocks, slot)?;
-        self.shared.memory().give_back(old, Some(done));
+        if let Some(old) = old {
+            self.shared.memory().give_back([old], Some(done));
+        }
         Ok(())
     }
 
@@ -432,9 +436,8 @@ impl Memory {
         self.allocator.free(room.allocation);
     }
 
-    /// Frees rooms that work before `event` may still use.
+    /// Frees rooms that work before `event` may still use. Asks no event: a thread that captures a stream may not.
     fn give_back(&mut self, rooms: impl IntoIterator<Item = Room>, event: Option<Arc<CudaEvent>>) {
-        self.forget_done();
         self.pending.extend(event);
         rooms.into_iter().for_each(|room| self.free(room));
     }

@@ -15,10 +15,12 @@
 #[path = "../common/adapters.rs"]
 mod adapters;
 mod align;
+mod capture;
 #[path = "../common/mod.rs"]
 mod common;
 mod contention;
 mod device;
+mod engine;
 mod experts;
 #[path = "../qwen3/files.rs"]
 mod files;
@@ -27,6 +29,7 @@ mod forms;
 mod goldens;
 mod graph;
 mod hot_path;
+mod loading;
 #[path = "../qwen3/moe.rs"]
 mod moe;
 mod operations;
@@ -34,6 +37,7 @@ mod operations;
 mod process;
 mod routing;
 mod safe_door;
+mod setup;
 #[path = "../qwen3/goldens.rs"]
 mod shared;
 mod weights;

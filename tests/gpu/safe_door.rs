@@ -456,7 +456,6 @@ fn foreign_operands_are_refused() {
     let capture = |routing: &Routing, workspace: &mut Workspace| {
         weights.capture(routing, 1, workspace, |_| Ok::<_, LaunchError>(())).unwrap_err()
     };
-    drop((batch, other_batch, foreign_batch));
     let error = capture(&other_routing, &mut workspace);
     assert!(matches!(error, LaunchError::WrongStream { operand: "the routing" }), "{error}");
     let error = capture(&foreign_routing, &mut workspace);

@@ -3,7 +3,7 @@
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
+    cuda::{LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
     error::{LoadError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
@@ -11,7 +11,9 @@ use aril::{
     routing::Batch,
 };
 
-use crate::device::Gpu;
+use cudarc::driver::CudaContext;
+
+use crate::{device::Gpu, setup::Spin};
 
 const FEATURES: usize = 128;
 
@@ -124,4 +126,157 @@ fn what_does_not_fit_changes_nothing() {
     assert!(matches!(error, LoadError::Slot(SlotError::DType { .. })), "{error}");
     assert!(setup.weights.unload(Slot::BASE).is_err());
     assert_eq!(setup.deltas(), [0.0, 0.0, 9.0, 0.0]);
+}
+
+/// A slot names whoever is there; a resident is of one load.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_resident_is_valid_until_its_slot_changes() {
+    let setup = Setup::new(1 << 20);
+    let gone = |resident: Resident| {
+        let error = setup.weights.check([resident]).unwrap_err();
+        assert_eq!(error, SlotError::Gone { slot: resident.slot(), generation: resident.generation() });
+    };
+    let first = setup.load(1, 4, 3.0).unwrap();
+    let other = setup.load(2, 4, 4.0).unwrap();
+    assert_eq!((first.slot(), other.slot()), (Slot::new(1), Slot::new(2)));
+    assert_ne!(first.generation(), other.generation());
+    setup.weights.check([first, other]).unwrap();
+    let second = setup.load(1, 8, 5.0).unwrap();
+    gone(first);
+    setup.weights.check([second, other, second]).unwrap();
+    assert_eq!(setup.weights.check([other, first]), setup.weights.check([first]));
+    setup.weights.unload(Slot::new(1)).unwrap();
+    gone(second);
+    let third = setup.load(1, 8, 5.0).unwrap();
+    [first, second].into_iter().for_each(gone);
+    setup.weights.check([third, other]).unwrap();
+    // What fails changes nothing.
+    assert!(setup.weights.load(Slot::new(1), &adapter(4, 1.0).plan(&setup.model, DType::F16).unwrap()).is_err());
+    setup.weights.check([third, other]).unwrap();
+    assert_eq!(setup.weights.check([]), Ok(()));
+    // A clone is the same table, also on another thread.
+    let weights = setup.weights.clone();
+    std::thread::scope(|scope| scope.spawn(|| weights.unload(Slot::new(2)).unwrap()).join().unwrap());
+    gone(other);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_table_says_what_it_holds() {
+    const LARGEST: usize = 64 * FEATURES * 2 * 4;
+    let setup = Setup::new(2 * LARGEST);
+    let empty = setup.weights.usage();
+    assert_eq!((empty.capacity, empty.used, empty.free()), (2 * LARGEST, 0, 2 * LARGEST));
+    assert!(setup.weights.loaded().is_empty() && setup.weights.get(Slot::new(0)).is_none());
+    assert_eq!(setup.weights.get(Slot::BASE), None);
+    assert_eq!(setup.weights.get(Slot::new(4)), None);
+    assert_eq!((setup.weights.dtype(), setup.weights.model()), (DType::F32, &setup.model));
+
+    let (third, first) = (setup.load(3, 64, 1.0).unwrap(), setup.load(1, 16, 1.0).unwrap());
+    let loaded = setup.weights.loaded();
+    let found: Vec<_> = loaded.iter().map(|info| (info.resident, info.bytes, info.max_rank)).collect();
+    assert_eq!(found, [(first, LARGEST / 4, 16), (third, LARGEST, 64)]);
+    assert_eq!(setup.weights.get(Slot::new(3)), Some(loaded[1]));
+    let usage = setup.weights.usage();
+    assert_eq!((usage.used, usage.free()), (LARGEST / 4 + LARGEST, 2 * LARGEST - LARGEST / 4 - LARGEST));
+    assert!(usage.largest_gap <= usage.free());
+
+    let [large, small] = [64, 16].map(|rank| adapter(rank, 2.0));
+    let [large, small] = [&large, &small].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
+    assert!(setup.weights.fits(&small) && !setup.weights.fits(&large));
+    let is_full = |error| matches!(error, LoadError::Full { bytes, largest_gap } if bytes == LARGEST && largest_gap == usage.largest_gap);
+    assert!(is_full(setup.weights.load(Slot::new(0), &large).unwrap_err()));
+    assert!(is_full(setup.weights.reserve(&large).unwrap_err()));
+    let reservation = setup.weights.reserve(&small).unwrap();
+    let row = setup.weights.usage().used - usage.used - small.bytes();
+    // Descriptors on their way.
+    assert!(row > 0 && row <= 256, "{row}");
+    assert_eq!((setup.weights.loaded().len(), reservation.bytes()), (2, small.bytes()));
+    drop(reservation);
+    assert_eq!(setup.weights.usage(), usage);
+    setup.weights.unload(Slot::new(3)).unwrap();
+    setup.weights.unload(Slot::new(3)).unwrap();
+    assert!(setup.weights.fits(&large));
+    setup.weights.unload(Slot::new(1)).unwrap();
+    assert_eq!(setup.weights.usage(), empty);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn room_is_of_one_table_and_one_size() {
+    let (setup, other) = (Setup::new(1 << 20), Setup::new(1 << 20));
+    let same_model = WeightTable::new(&setup.gpu.queue, &setup.model, DType::F32, setup.weights.capacity(), 1 << 20);
+    let same_model = same_model.unwrap();
+    let mut staging = Staging::new(&setup.gpu.queue).unwrap();
+    let [four, eight] = [4, 8].map(|rank| adapter(rank, 6.0));
+    let [image, larger] = [&four, &eight].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
+    let before = setup.weights.usage();
+
+    let foreign = four.plan(&other.model, DType::F32).unwrap();
+    assert!(matches!(setup.weights.reserve(&foreign), Err(LoadError::Slot(SlotError::Model))));
+    let error = setup.weights.reserve(&image).unwrap().fill(&foreign, &mut staging).unwrap_err();
+    assert!(matches!(error, LoadError::Slot(SlotError::Model)), "{error}");
+    let error = setup.weights.reserve(&image).unwrap().fill(&larger, &mut staging).unwrap_err();
+    let is_other = matches!(error, LoadError::Slot(SlotError::OtherImage { bytes, reserved })
+        if bytes == larger.bytes() && reserved == image.bytes());
+    assert!(is_other, "{error}");
+    let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
+    let error = same_model.commit(Slot::new(0), filled).unwrap_err();
+    assert!(matches!(error, LoadError::Slot(SlotError::OtherTable)), "{error}");
+    let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
+    let error = setup.weights.commit(Slot::new(4), filled).unwrap_err();
+    assert!(matches!(error, LoadError::Slot(SlotError::NoSuchSlot { num_slots: 4, .. })), "{error}");
+    assert_eq!(setup.weights.usage(), before);
+    assert!(setup.weights.loaded().is_empty() && same_model.loaded().is_empty());
+
+    // A staging of another queue of the context does; one of another context does not.
+    let mut elsewhere = Staging::new(&other.gpu.queue).unwrap();
+    let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut elsewhere).unwrap();
+    setup.weights.clone().commit(Slot::new(2), filled).unwrap();
+    assert_eq!(setup.deltas(), [0.0, 0.0, 6.0, 0.0]);
+    let foreign_context = CudaContext::new_non_primary(0, 0).unwrap();
+    foreign_context.bind_to_thread().unwrap();
+    let foreign = Gpu::in_context(foreign_context);
+    let mut elsewhere = Staging::new(&foreign.queue).unwrap();
+    let error = setup.weights.reserve(&image).unwrap().fill(&image, &mut elsewhere).unwrap_err();
+    assert!(matches!(error, LoadError::Device(LaunchError::WrongContext { operand: "the staging" })), "{error}");
+    assert_eq!(setup.deltas(), [0.0, 0.0, 6.0, 0.0]);
+}
+
+/// Progress is of the image's bytes, and ends with all of them.
+#[test]
+#[ignore = "needs a GPU"]
+fn progress_ends_with_every_byte() {
+    let setup = Setup::new(1 << 20);
+    let adapter = adapter(64, 2.0);
+    let image = adapter.plan(&setup.model, DType::F32).unwrap();
+    let mut seen = Vec::new();
+    setup.weights.load_with_progress(Slot::new(1), &image, |bytes| seen.push(bytes)).unwrap();
+    assert!(seen.is_sorted() && seen.last() == Some(&image.bytes()), "{seen:?}");
+    assert_eq!(setup.deltas(), [0.0, 2.0, 0.0, 0.0]);
+}
+
+/// A host that runs ahead is told, and may wait for a buffer.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_busy_routing_may_be_waited_for() {
+    let setup = Setup::new(1 << 20);
+    setup.load(0, 2, 3.0).unwrap();
+    let mut routing = Routing::new(&setup.gpu.queue, setup.weights.capacity(), 2).unwrap();
+    let spin = Spin::new(&setup.gpu);
+    let slots = [Slot::new(0); 4];
+    let spun = spin.run(200);
+    for _ in 0..2 {
+        assert!(routing.is_ready().unwrap());
+        routing.update(&Batch::new(&slots)).unwrap();
+    }
+    assert!(!routing.is_ready().unwrap());
+    let error = routing.update(&Batch::new(&slots)).unwrap_err();
+    assert!(matches!(error, LaunchError::Busy { steps_in_flight: 2 }), "{error}");
+    assert!(!spun.is_complete(), "the test takes longer than the queue was kept busy for");
+    routing.wait().unwrap();
+    assert!(spun.is_complete() && routing.is_ready().unwrap());
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
+    assert_eq!(batch.num_tokens(), 4);
 }

@@ -1,0 +1,303 @@
+//! An engine behind the safe door: adapters by name, a loader thread, and a captured decode step beside eager prefills on one queue.
+//! Every number is a small integer, so that what it answers is what the CPU answers, to the bit but for the signs of zeros.
+
+#![forbid(unsafe_code)]
+
+use std::{collections::BTreeMap, error::Error, sync::Mutex, thread};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cpu,
+    cuda::{
+        Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, Staging, Step, WeightTable,
+        Workspace,
+    },
+    error::SlotError,
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    residency::Resident,
+    routing::Batch,
+};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+use crate::device::Gpu;
+
+type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
+
+const FEATURES: usize = 64;
+const CAPACITY: Capacity = Capacity::tokens(40).slots(3).rank(16);
+/// Rows of the captured step.
+const DECODE: usize = 8;
+
+/// An adapter as it was loaded, and which of its versions this is.
+type Loaded = (Resident, u16);
+
+/// What every thread shares.
+struct Engine {
+    weights: WeightTable,
+    layers: [LoraLinear; 2],
+    adapters: Mutex<BTreeMap<String, Loaded>>,
+}
+
+impl Engine {
+    fn new(queue: &Queue, model: &Model, ids: [LinearId; 2]) -> Result<Self> {
+        let weights = WeightTable::new(queue, model, DType::F32, CAPACITY, 1 << 18)?;
+        let [first, second] = ids.map(|id| LoraLinear::new(&weights, id));
+        Ok(Self { layers: [first?, second?], weights, adapters: Mutex::default() })
+    }
+
+    fn adapters(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Loaded>> {
+        self.adapters.lock().expect("a thread that loaded has panicked")
+    }
+
+    /// Loads a version of an adapter in place of the one that has the name, or into a free slot. Delays no step.
+    fn load(&self, name: &str, version: u16, adapter: &Adapter, staging: &mut Staging) -> Result<Resident> {
+        let image = adapter.plan(self.weights.model(), self.weights.dtype())?;
+        let filled = self.weights.reserve(&image)?.fill(&image, staging)?;
+        filled.wait()?;
+        let mut adapters = self.adapters();
+        let free = || (0..3).map(Slot::new).find(|&slot| self.weights.get(slot).is_none());
+        let slot = adapters.get(name).map(|(old, _)| old.slot()).or_else(free).ok_or("all slots are taken")?;
+        let resident = self.weights.commit(slot, filled)?;
+        adapters.insert(name.to_owned(), (resident, version));
+        Ok(resident)
+    }
+
+    fn unload(&self, name: &str) -> Result<()> {
+        let (resident, _) = self.adapters().remove(name).ok_or("there is no such adapter")?;
+        Ok(self.weights.unload(resident.slot())?)
+    }
+}
+
+/// Tokens of requests, each with the adapter that its request was admitted with.
+struct Tokens {
+    adapters: Vec<Option<Loaded>>,
+    x: Vec<f32>,
+}
+
+impl Tokens {
+    /// Whether its adapters are still there, and what the layers give of each row: those of `y`, then those of `z`.
+    fn answer(&self, engine: &Engine, rows: &Rows) -> Result<Answer> {
+        let valid = self.adapters.iter().map(|adapter| engine.weights.check(adapter.map(|(resident, _)| resident)));
+        let valid = valid.collect();
+        let (mut y, mut z) = (vec![0.0; self.x.len()], vec![0.0; self.x.len()]);
+        rows.y.read(&mut y)?;
+        rows.z.read(&mut z)?;
+        Ok(Answer { valid, values: [y, z] })
+    }
+
+    fn slots(&self) -> Vec<Slot> {
+        self.adapters.iter().map(|adapter| adapter.map_or(Slot::BASE, |(resident, _)| resident.slot())).collect()
+    }
+}
+
+struct Answer {
+    valid: Vec<Result<(), SlotError>>,
+    values: [Vec<f32>; 2],
+}
+
+/// What steps of up to so many rows work on: `y = x`, and what the first layer adds; `z`, what the second makes of `y`.
+struct Rows {
+    x: Buffer<f32>,
+    y: Buffer<f32>,
+    z: Buffer<f32>,
+}
+
+impl Rows {
+    fn new(queue: &Queue, rows: usize) -> Result<Self> {
+        let buffer = || Buffer::zeros(queue, rows * FEATURES);
+        Ok(Self { x: buffer()?, y: buffer()?, z: buffer()? })
+    }
+
+    fn put(&mut self, x: &[f32]) -> Result<(), LaunchError> {
+        self.x.write(x)?;
+        self.y.write(x)
+    }
+
+    fn enqueue(&mut self, layers: &[LoraLinear; 2], step: &mut Step<'_>) -> Result<(), LaunchError> {
+        let (rows, end) = (step.num_tokens(), step.num_tokens() * FEATURES);
+        let (x, y) = (self.x.slice(0..end), self.y.slice_mut(0..end));
+        layers[0].add_delta(step, Matrix::new(x, rows, FEATURES)?, MatrixMut::new(y, rows, FEATURES)?)?;
+        let (y, z) = (self.y.slice(0..end), self.z.slice_mut(0..end));
+        layers[1].write_delta(step, Matrix::new(y, rows, FEATURES)?, MatrixMut::new(z, rows, FEATURES)?)
+    }
+}
+
+/// What the stepping thread alone has.
+struct Stepper {
+    routing: Routing,
+    workspace: Workspace,
+    prefill: Rows,
+    decode: Rows,
+    graph: Graph,
+}
+
+impl Stepper {
+    fn new(engine: &Engine) -> Result<Self> {
+        let queue = engine.weights.queue();
+        let (routing, mut workspace) = (Routing::new(queue, CAPACITY, 1)?, Workspace::new(&engine.weights)?);
+        let (prefill, mut decode) = (Rows::new(queue, CAPACITY.max_tokens)?, Rows::new(queue, DECODE)?);
+        let record = |step: &mut Step<'_>| decode.enqueue(&engine.layers, step);
+        let graph = engine.weights.capture(&routing, DECODE, &mut workspace, record)?;
+        Ok(Self { routing, workspace, prefill, decode, graph })
+    }
+
+    fn prefill(&mut self, engine: &Engine, tokens: &Tokens) -> Result<Answer> {
+        self.prefill.put(&tokens.x)?;
+        self.routing.wait()?;
+        let slots = tokens.slots();
+        let batch = self.routing.update(&Batch::new(&slots))?;
+        self.prefill.enqueue(&engine.layers, &mut engine.weights.step(&batch, &mut self.workspace)?)?;
+        tokens.answer(engine, &self.prefill)
+    }
+
+    fn decode(&mut self, engine: &Engine, tokens: &Tokens) -> Result<Answer> {
+        self.decode.put(&tokens.x)?;
+        self.routing.wait()?;
+        self.routing.update(&Batch::new(&tokens.slots()))?;
+        self.graph.replay()?;
+        tokens.answer(engine, &self.decode)
+    }
+}
+
+/// Of all versions at once, by slot.
+struct OnCpu {
+    weights: cpu::WeightTable,
+    layers: [cpu::LoraLinear; 2],
+}
+
+impl OnCpu {
+    fn answer(&self, tokens: &Tokens) -> Result<[Vec<f32>; 2]> {
+        let slots: Vec<Slot> = tokens
+            .adapters
+            .iter()
+            .map(|adapter| adapter.map_or(Slot::BASE, |(_, version)| Slot::new(version)))
+            .collect();
+        let (batch, mut workspace) = (Batch::new(&slots), cpu::Workspace::default());
+        let mut step = self.weights.step(&batch, &mut workspace)?;
+        let (rows, mut y, mut z) = (slots.len(), tokens.x.clone(), vec![0.0; tokens.x.len()]);
+        let x = cpu::Matrix::new(&tokens.x, rows, FEATURES)?;
+        self.layers[0].add_delta(&mut step, x, cpu::MatrixMut::new(&mut y, rows, FEATURES)?)?;
+        let x = cpu::Matrix::new(&y, rows, FEATURES)?;
+        self.layers[1].add_delta(&mut step, x, cpu::MatrixMut::new(&mut z, rows, FEATURES)?)?;
+        Ok([y, z])
+    }
+}
+
+const VERSIONS: u16 = 60;
+const NAMES: [&str; 3] = ["pirate", "poet", "novelist"];
+
+fn integers(rng: &mut StdRng, len: usize) -> Vec<f32> {
+    (0..len).map(|_| f32::from(rng.random_range(-1..=1_i8))).collect()
+}
+
+fn adapter(rng: &mut StdRng, rank: usize) -> Result<Adapter> {
+    let factors = ["first", "second"].into_iter().flat_map(|layer| {
+        [("A", [rank, FEATURES]), ("B", [FEATURES, rank])].map(|(side, shape)| {
+            let values = integers(rng, rank * FEATURES);
+            let tensor = Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec());
+            Ok((format!("{layer}.lora_{side}.weight"), tensor?))
+        })
+    });
+    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
+    Ok(Adapter::from_tensors(&config, factors.collect::<Result<Vec<_>>>()?)?)
+}
+
+/// Tokens of requests that are admitted now, and a base one.
+fn admit(engine: &Engine, rng: &mut StdRng, count: usize) -> Tokens {
+    let loaded: Vec<Loaded> = engine.adapters().values().copied().collect();
+    let mut one_of = |_| loaded.get(rng.random_range(0..=loaded.len())).copied();
+    let adapters = (0..count).map(&mut one_of).collect();
+    Tokens { adapters, x: integers(rng, count * FEATURES) }
+}
+
+/// Compares the rows of those whose adapters were there with the CPU's. How many had an adapter, and how many have lost theirs.
+fn compare(tokens: &Tokens, answer: &Answer, on_cpu: &OnCpu) -> Result<[usize; 2]> {
+    let expected = on_cpu.answer(tokens)?;
+    let mut counts = [0; 2];
+    for (row, valid) in answer.valid.iter().enumerate() {
+        if let Err(error) = valid {
+            assert!(matches!(error, SlotError::Gone { .. }), "{error}");
+            counts[1] += 1;
+            continue;
+        }
+        let row = row * FEATURES..(row + 1) * FEATURES;
+        for (got, expected) in answer.values.iter().zip(&expected) {
+            assert_eq!(got[row.clone()], expected[row.clone()], "of {:?}", tokens.adapters[row.start / FEATURES]);
+        }
+        counts[0] += usize::from(tokens.adapters[row.start / FEATURES].is_some());
+    }
+    Ok(counts)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn requests_get_their_own_adapter_while_adapters_come_and_go() -> Result<()> {
+    let (gpu, mut rng) = (Gpu::new(), StdRng::seed_from_u64(8));
+    let mut spec = ModelSpec::new();
+    let layer = |name| Linear::new("", Parallel::Replicated, FEATURES).slice(name, FEATURES);
+    let ids = [spec.linear(layer("first"))?, spec.linear(layer("second"))?];
+    let model = spec.shard(TpRank::SINGLE)?;
+    let engine = Engine::new(&gpu.queue, &model, ids)?;
+    let cpu_capacity = Capacity::tokens(CAPACITY.max_tokens).slots(VERSIONS.into()).rank(CAPACITY.max_rank);
+    let weights = cpu::WeightTable::new(&model, DType::F32, cpu_capacity, 16 << 20)?;
+    let [first, second] = ids.map(|id| cpu::LoraLinear::new(&weights, id));
+    let on_cpu = OnCpu { layers: [first?, second?], weights };
+    let adapters = (0..VERSIONS).map(|version| adapter(&mut rng, [1, 4, 16, 7][usize::from(version) % 4]));
+    let adapters = adapters.collect::<Result<Vec<_>>>()?;
+    for (version, adapter) in (0..).zip(&adapters) {
+        on_cpu.weights.load(Slot::new(version), &adapter.plan(&model, DType::F32)?)?;
+    }
+
+    let mut stepper = Stepper::new(&engine)?;
+    let mut counts = [0; 2];
+    thread::scope(|scope| -> Result<()> {
+        let loader = scope.spawn(|| -> Result<()> {
+            let mut staging = Staging::new(engine.weights.queue())?;
+            for (version, adapter) in (0..).zip(&adapters) {
+                let name = NAMES[usize::from(version) % 3];
+                if version % 7 == 6 {
+                    engine.unload(name)?;
+                }
+                engine.load(name, version, adapter, &mut staging)?;
+            }
+            Ok(())
+        });
+        while !loader.is_finished() {
+            // The requests that are decoded were admitted before the prefill.
+            let (prompt, live) = (admit(&engine, &mut rng, 30), rng.random_range(1..=DECODE));
+            let tokens = admit(&engine, &mut rng, live);
+            for (tokens, answer) in
+                [(&prompt, stepper.prefill(&engine, &prompt)?), (&tokens, stepper.decode(&engine, &tokens)?)]
+            {
+                let [served, gone] = compare(tokens, &answer, &on_cpu)?;
+                counts = [counts[0] + served, counts[1] + gone];
+            }
+        }
+        loader.join().map_err(|_| "the loader has panicked")?
+    })?;
+    assert!(counts[0] > 100, "{counts:?}: too few tokens had an adapter");
+
+    // What was admitted before its adapter was replaced is told, and never served with the other.
+    let late = admit(&engine, &mut rng, DECODE);
+    let mut staging = Staging::new(&gpu.queue)?;
+    let replaced = engine.load("poet", 0, &adapters[0], &mut staging)?;
+    engine.unload("pirate")?;
+    for answer in [stepper.decode(&engine, &late)?, stepper.prefill(&engine, &late)?] {
+        for (adapter, valid) in late.adapters.iter().zip(&answer.valid) {
+            let is_gone = adapter.is_some_and(|(resident, _)| resident.slot() == replaced.slot())
+                || adapter.is_some_and(|(resident, _)| engine.weights.get(resident.slot()).is_none());
+            assert_eq!(valid.is_err(), is_gone, "{adapter:?}");
+        }
+        compare(&late, &answer, &on_cpu)?;
+    }
+    let now = admit(&engine, &mut rng, DECODE);
+    let both = [stepper.decode(&engine, &now)?, stepper.prefill(&engine, &now)?];
+    for answer in &both {
+        assert_eq!(compare(&now, answer, &on_cpu)?[1], 0);
+    }
+    let bits = |answer: &Answer| answer.values.clone().map(|values| bytemuck::cast_slice::<f32, u32>(&values).to_vec());
+    assert_eq!(bits(&both[0]), bits(&both[1]), "captured and eager steps differ");
+    Ok(())
+}

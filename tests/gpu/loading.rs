@@ -1,0 +1,350 @@
+//! Loading beside steps: no step sees a part of an adapter, none waits for the loader, and memory that is given back at any time is no
+//! other adapter's too early.
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, AdapterError, Tensor},
+    cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
+    error::LoadError,
+    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    routing::Batch,
+};
+use half::bf16;
+
+use crate::{
+    device::Gpu,
+    setup::{self, Setup, Spin, TOKENS},
+};
+
+const FEATURES: usize = 1024;
+/// An adapter of rank 64 takes 12 MiB, so that it is copied in two pieces.
+const LAYERS: usize = 24;
+const ADAPTER_BYTES: usize = LAYERS * 2 * 64 * FEATURES * size_of::<f32>();
+/// Enough for one, and for the rows of descriptors on their way, but not for two.
+const ARENA_BYTES: usize = ADAPTER_BYTES * 3 / 2;
+
+fn slots(index: u16) -> [Slot; TOKENS] {
+    [Slot::new(index); TOKENS]
+}
+
+/// Another thread loads into one slot over and over, ranks and values in turn. Each step finds the whole of one of them, none that is
+/// older than the one before, and the other slot as it is.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_step_sees_whole_adapters_while_others_load() {
+    const LOADS: usize = 60;
+    let mut setup = Setup::new(LAYERS, FEATURES, 4 * ADAPTER_BYTES);
+    setup.load(1, 16, 1000.0).unwrap();
+    let mut graph = setup.capture();
+    let weights = setup.weights.clone();
+    let loaded = AtomicUsize::new(0);
+    thread::scope(|threads| {
+        let loader = threads.spawn(|| {
+            for number in 1..=LOADS {
+                let adapter = setup::adapter(LAYERS, FEATURES, [64, 2, 16][number % 3], number as f32);
+                weights.load(Slot::new(0), &adapter.plan(weights.model(), DType::F32).unwrap()).unwrap();
+                loaded.store(number, Ordering::Release);
+            }
+        });
+        let (mut last, mut seen) = (0.0, 0);
+        loop {
+            let (is_last, before) = (loader.is_finished(), loaded.load(Ordering::Acquire));
+            let mut both = slots(0);
+            both[TOKENS / 2..].fill(Slot::new(1));
+            let added = setup.replay(&mut graph, &both);
+            let first = added[0];
+            assert_eq!(added[..TOKENS / 2], [first; TOKENS / 2]);
+            assert_eq!(added[TOKENS / 2..], [1000.0; TOKENS / 2]);
+            assert!(first >= last && first >= before as f32, "{first} behind {last}, with {before} loaded");
+            assert!(first.fract() == 0.0 && first <= LOADS as f32, "{first} is no adapter's");
+            seen += usize::from(first > last);
+            last = first;
+            if is_last {
+                break;
+            }
+        }
+        assert_eq!(last, LOADS as f32);
+        assert!(seen > LOADS / 10, "steps saw only {seen} of {LOADS} adapters");
+    });
+}
+
+/// While the queue is far behind, a slot is emptied, and its room goes to another adapter: the step that was enqueued before still
+/// finds the old one.
+#[test]
+#[ignore = "needs a GPU"]
+fn room_is_not_overwritten_before_what_reads_it_has_run() {
+    let mut setup = Setup::new(LAYERS, FEATURES, ARENA_BYTES);
+    let spin = Spin::new(&setup.gpu);
+    let mut staging = Staging::new(&setup.gpu.queue).unwrap();
+    // Small, so that filling does not wait for a buffer to be copied.
+    let small = setup.adapter(16, 5.0);
+    let small = small.plan(setup.model(), DType::F32).unwrap();
+    for round in 0..5 {
+        let old = 2.0 + round as f32;
+        setup.load(0, 64, old).unwrap();
+        assert!(!setup.weights.fits(&setup.adapter(64, 1.0).plan(setup.model(), DType::F32).unwrap()));
+        setup.y.write(&vec![0.0; setup.y.len()]).unwrap();
+        let spun = spin.run(300);
+        setup.enqueue_on_y(&slots(0));
+        setup.weights.unload(Slot::new(0)).unwrap();
+        let filled = setup.weights.reserve(&small).unwrap().fill(&small, &mut staging).unwrap();
+        // Long enough for copies that wait for nothing.
+        thread::sleep(Duration::from_millis(30));
+        assert!(!spun.is_complete(), "the test takes longer than the queue was kept busy for");
+        assert!(!filled.is_ready(), "the room was written while steps of the old adapter were pending");
+        setup.weights.commit(Slot::new(1), filled).unwrap();
+        assert!(!spun.is_complete(), "the commit waited for the queue");
+        assert_eq!(setup.added(), [old; TOKENS], "round {round}");
+        assert_eq!(setup.step(&slots(1)), [5.0; TOKENS]);
+        assert_eq!(setup.step(&slots(0)), [0.0; TOKENS]);
+        setup.weights.unload(Slot::new(1)).unwrap();
+    }
+}
+
+/// The same where an adapter is replaced: its room is the only one for a third.
+#[test]
+#[ignore = "needs a GPU"]
+fn replaced_adapters_are_read_to_the_end() {
+    let mut setup = Setup::new(LAYERS, FEATURES, ARENA_BYTES);
+    let spin = Spin::new(&setup.gpu);
+    let mut staging = Staging::new(&setup.gpu.queue).unwrap();
+    let [first, second] = [(16, 16.0), (64, 17.0)].map(|(rank, value)| setup.adapter(rank, value));
+    let [first, second] = [&first, &second].map(|adapter| adapter.plan(setup.model(), DType::F32).unwrap());
+    setup.load(0, 64, 3.0).unwrap();
+    setup.y.write(&vec![0.0; setup.y.len()]).unwrap();
+    let spun = spin.run(300);
+    setup.enqueue_on_y(&slots(0));
+    for image in [&first, &second] {
+        let reservation = setup.weights.reserve(image).unwrap();
+        assert!(!spun.is_complete(), "the test takes longer than the queue was kept busy for");
+        setup.weights.commit(Slot::new(0), reservation.fill(image, &mut staging).unwrap()).unwrap();
+    }
+    assert_eq!(setup.added(), [3.0; TOKENS]);
+    assert_eq!(setup.step(&slots(0)), [17.0; TOKENS]);
+}
+
+/// A reservation that is dropped, at whatever stage, gives its room back, and what it may still write comes before the next adapter
+/// there; also while the queue is far behind, and through another staging.
+#[test]
+#[ignore = "needs a GPU"]
+fn dropped_reservations_give_their_room_back() {
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Stage {
+        Reserved,
+        Filled,
+        /// So small that its copies are still to come.
+        Pending,
+        Failed,
+        Late,
+    }
+    let mut setup = Setup::new(LAYERS, FEATURES, ARENA_BYTES);
+    let spin = Spin::new(&setup.gpu);
+    let [mut staging, mut other] = [(); 2].map(|()| Staging::new(&setup.gpu.queue).unwrap());
+    let (large, small) = (setup.adapter(64, 9.0), setup.adapter(16, 8.0));
+    let broken = setup::of_values(LAYERS, FEATURES, 64, |layer| if layer + 1 == LAYERS { f32::NAN } else { 9.0 });
+    let [large, small, broken] =
+        [&large, &small, &broken].map(|adapter| adapter.plan(setup.model(), DType::F32).unwrap());
+    let behind = [false, true].into_iter().flat_map(|behind| {
+        [Stage::Reserved, Stage::Filled, Stage::Pending, Stage::Failed, Stage::Late].map(|stage| (behind, stage))
+    });
+    for (round, (is_behind, stage)) in behind.enumerate() {
+        let what = format!("{stage:?}, queue behind: {is_behind}");
+        let next = 20.0 + round as f32;
+        setup.load(0, 64, 7.0).unwrap();
+        setup.y.write(&vec![0.0; setup.y.len()]).unwrap();
+        let used = setup.weights.usage();
+        let spun = spin.run(if is_behind { 300 } else { 0 });
+        setup.enqueue_on_y(&slots(0));
+        assert!(matches!(setup.weights.reserve(&large), Err(LoadError::Full { bytes: ADAPTER_BYTES, .. })), "{what}");
+        assert_eq!(setup.weights.usage(), used, "{what}: what was refused took room");
+        setup.weights.unload(Slot::new(0)).unwrap();
+        let free = setup.weights.usage();
+        assert_eq!(free.used, 0, "{what}");
+        let reservation = setup.weights.reserve(if stage == Stage::Pending { &small } else { &broken }).unwrap();
+        assert_eq!(setup.weights.fits(&large), stage == Stage::Pending, "{what}");
+        match stage {
+            Stage::Reserved => drop(reservation),
+            Stage::Filled => drop(reservation.fill(&large, &mut staging).unwrap()),
+            Stage::Pending => {
+                let filled = reservation.fill(&small, &mut staging).unwrap();
+                assert!(!is_behind || !filled.is_ready(), "{what}: not behind the queue");
+            }
+            Stage::Failed => {
+                let error = reservation.fill(&broken, &mut staging).unwrap_err();
+                assert!(matches!(error, LoadError::Adapter(AdapterError::Unrepresentable { .. })), "{what}: {error}");
+            }
+            Stage::Late => {
+                let filled = reservation.fill(&large, &mut staging).unwrap();
+                filled.wait().unwrap();
+                assert!(filled.is_ready());
+                drop(filled);
+            }
+        }
+        assert_eq!(setup.weights.usage(), free, "{what}: room was lost");
+        assert!(setup.weights.loaded().is_empty());
+        if is_behind && matches!(stage, Stage::Reserved | Stage::Pending) {
+            assert!(!spun.is_complete(), "{what}: the test takes longer than the queue was kept busy for");
+        }
+        let adapter = setup.adapter(64, next);
+        let image = adapter.plan(setup.model(), DType::F32).unwrap();
+        let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut other).unwrap();
+        setup.weights.commit(Slot::new(2), filled).unwrap();
+        assert_eq!(setup.added(), [7.0; TOKENS], "{what}: the adapter of before");
+        assert_eq!(setup.step(&slots(2)), [next; TOKENS], "{what}: the adapter of after");
+        setup.weights.unload(Slot::new(2)).unwrap();
+    }
+}
+
+/// Nothing is lost if the table goes while copies into it are pending.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_table_may_be_dropped_while_it_is_filled() {
+    let gpu = Gpu::new();
+    for _ in 0..10 {
+        let setup = Setup::on(Gpu::in_context(gpu.context.clone()), LAYERS, FEATURES, ARENA_BYTES);
+        let spin = Spin::new(&setup.gpu);
+        let mut staging = Staging::new(&setup.gpu.queue).unwrap();
+        setup.load(0, 64, 1.0).unwrap();
+        let adapter = setup.adapter(16, 2.0);
+        let image = adapter.plan(setup.model(), DType::F32).unwrap();
+        spin.run(20);
+        setup.weights.unload(Slot::new(0)).unwrap();
+        let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
+        let Setup { gpu, weights, .. } = setup;
+        drop((filled, weights));
+        // In the memory that the arena had, unless the copies are still to come there.
+        let mut other = Buffer::<f32>::zeros(&gpu.queue, ARENA_BYTES / size_of::<f32>()).unwrap();
+        let ones = vec![1.0; other.len()];
+        other.write(&ones).unwrap();
+        drop(staging);
+        let mut got = vec![0.0; other.len()];
+        other.read(&mut got).unwrap();
+        assert!(got == ones, "a table that is gone was filled");
+    }
+}
+
+/// Qwen3-8B: paths below a layer, and input and output features.
+const QWEN3_8B: [(&str, usize, &[(&str, usize)]); 4] = [
+    ("self_attn", 4096, &[("q_proj", 4096), ("k_proj", 1024), ("v_proj", 1024)]),
+    ("self_attn", 4096, &[("o_proj", 4096)]),
+    ("mlp", 4096, &[("gate_proj", 12288), ("up_proj", 12288)]),
+    ("mlp", 12288, &[("down_proj", 4096)]),
+];
+const QWEN3_8B_LAYERS: usize = 36;
+
+/// Of every module, with weights that change little.
+fn qwen3_8b_adapter(rank: usize) -> Adapter {
+    let tensor = |shape: [usize; 2]| {
+        let values = vec![bf16::from_f32(1.0 / 4096.0); shape[0] * shape[1]];
+        Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let modules = QWEN3_8B.into_iter().flat_map(|(path, input, modules)| {
+        modules.iter().map(move |&(module, output)| (format!("{path}.{module}"), input, output))
+    });
+    let modules: Vec<_> = modules.collect();
+    let tensors = (0..QWEN3_8B_LAYERS).flat_map(|layer| {
+        modules.iter().flat_map(move |(module, input, output)| {
+            [("A", [rank, *input]), ("B", [*output, rank])]
+                .map(|(side, shape)| (format!("model.layers.{layer}.{module}.lora_{side}.weight"), tensor(shape)))
+        })
+    });
+    Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 16, "lora_alpha": 16}"#, tensors).unwrap()
+}
+
+/// Microseconds from the enqueuing of a replay to its end, of so many replays: the median and the 99th percentile.
+fn percentiles(gpu: &Gpu, graph: &mut Graph, replays: usize) -> [f64; 2] {
+    let mut times: Vec<f64> = (0..replays)
+        .map(|_| {
+            let start = Instant::now();
+            graph.replay().unwrap();
+            gpu.synchronize();
+            start.elapsed().as_secs_f64() * 1e6
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    [times[replays / 2], times[replays * 99 / 100]]
+}
+
+/// All operations of a decode step of Qwen3-8B, replayed while another thread loads adapters of about 100 MB through `load`.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_loader_thread_does_not_delay_a_decode_graph() {
+    const ROWS: usize = 16;
+    const REPLAYS: usize = 2500;
+    const TRIES: usize = 5;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let mut ids: Vec<(LinearId, usize, usize)> = Vec::new();
+    for layer in 0..QWEN3_8B_LAYERS {
+        for (path, input, modules) in QWEN3_8B {
+            let linear = Linear::new(format!("model.layers.{layer}.{path}"), Parallel::Replicated, input);
+            let linear = modules.iter().fold(linear, |linear, &(module, output)| linear.slice(module, output));
+            let output = modules.iter().map(|(_, output)| output).sum();
+            ids.push((spec.linear(linear).unwrap(), input, output));
+        }
+    }
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(ROWS).slots(6).rank(32);
+    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 30).unwrap();
+    let [served, loaded] = [16, 18].map(qwen3_8b_adapter);
+    let [served, loaded] = [&served, &loaded].map(|adapter| adapter.plan(&model, DType::BF16).unwrap());
+    for slot in 0..4 {
+        weights.load(Slot::new(slot), &served).unwrap();
+    }
+    let mut routing = Routing::new(queue, capacity, 1).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let layers: Vec<_> = ids.iter().map(|&(id, ..)| LoraLinear::new(&weights, id).unwrap()).collect();
+    let [x, mut y] = [12288, 2 * 12288].map(|features| Buffer::<bf16>::zeros(queue, ROWS * features).unwrap());
+    let slots: Vec<Slot> = (0..ROWS).map(|token| Slot::new((token % 4) as u16)).collect();
+    routing.update(&Batch::new(&slots)).unwrap();
+    let record = |step: &mut aril::cuda::Step<'_>| -> Result<(), LaunchError> {
+        for (layer, &(_, input, output)) in layers.iter().zip(&ids) {
+            let x = Matrix::new(x.slice(0..ROWS * input), ROWS, input)?;
+            layer.add_delta(step, x, MatrixMut::new(y.slice_mut(0..ROWS * output), ROWS, output)?)?;
+        }
+        Ok(())
+    };
+    let mut graph = weights.capture(&routing, ROWS, &mut workspace, record).unwrap();
+    percentiles(&gpu, &mut graph, 200);
+
+    let mut shown = String::new();
+    let is_undelayed = (0..TRIES).any(|_| {
+        let alone = percentiles(&gpu, &mut graph, REPLAYS);
+        let (is_done, loads) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let beside = thread::scope(|threads| {
+            let loader = threads.spawn(|| {
+                while !is_done.load(Ordering::Relaxed) {
+                    weights.load(Slot::new(5), &loaded).unwrap();
+                    loads.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            while loads.load(Ordering::Relaxed) == 0 && !loader.is_finished() {
+                thread::yield_now();
+            }
+            let beside = percentiles(&gpu, &mut graph, REPLAYS);
+            is_done.store(true, Ordering::Relaxed);
+            beside
+        });
+        let loads = loads.into_inner();
+        shown = format!(
+            "a decode graph takes {:.0} µs, p99 {:.0}; beside {loads} loads of {} MB {:.0} µs, p99 {:.0}",
+            alone[0],
+            alone[1],
+            loaded.bytes() / 1_000_000,
+            beside[0],
+            beside[1]
+        );
+        println!("{shown}");
+        assert!(loads > 10, "too few loads to tell: {shown}");
+        beside[1] <= 1.10 * alone[1]
+    });
+    assert!(is_undelayed, "{shown}");
+}

@@ -1,0 +1,212 @@
+//! Layers whose adapters add a whole number to every output, so that it shows which adapter a token had, and that it was one.
+
+use std::sync::Arc;
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Step, WeightTable, Workspace},
+    error::LoadError,
+    model::{Linear, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    residency::Resident,
+    routing::Batch,
+};
+use cudarc::{
+    driver::{CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg},
+    nvrtc::Ptx,
+};
+
+use crate::device::Gpu;
+
+pub const TOKENS: usize = 8;
+pub const SLOTS: usize = 4;
+pub const MAX_RANK: usize = 64;
+
+/// Layers of as many inputs as outputs, and what a step of theirs works on.
+pub struct Setup {
+    pub gpu: Gpu,
+    pub weights: WeightTable,
+    pub layers: Vec<LoraLinear>,
+    pub features: usize,
+    pub routing: Routing,
+    pub workspace: Workspace,
+    pub x: Buffer<f32>,
+    /// `[layers, TOKENS, features]`
+    pub y: Buffer<f32>,
+}
+
+impl Setup {
+    /// `features` is a power of two, so that every sum is exact.
+    pub fn new(num_layers: usize, features: usize, arena_bytes: usize) -> Self {
+        Self::on(Gpu::new(), num_layers, features, arena_bytes)
+    }
+
+    pub fn on(gpu: Gpu, num_layers: usize, features: usize, arena_bytes: usize) -> Self {
+        let mut spec = ModelSpec::new();
+        let layer = |i| Linear::new(format!("layers.{i}"), Parallel::Replicated, features).slice("m", features);
+        let ids: Vec<_> = (0..num_layers).map(|i| spec.linear(layer(i)).unwrap()).collect();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let capacity = Capacity::tokens(TOKENS).slots(SLOTS).rank(MAX_RANK);
+        let weights = WeightTable::new(&gpu.queue, &model, DType::F32, capacity, arena_bytes).unwrap();
+        let mut x = Buffer::zeros(&gpu.queue, TOKENS * features).unwrap();
+        x.write(&vec![1.0; TOKENS * features]).unwrap();
+        Self {
+            layers: ids.into_iter().map(|id| LoraLinear::new(&weights, id).unwrap()).collect(),
+            features,
+            routing: Routing::new(&gpu.queue, capacity, 2).unwrap(),
+            workspace: Workspace::new(&weights).unwrap(),
+            x,
+            y: Buffer::zeros(&gpu.queue, num_layers * TOKENS * features).unwrap(),
+            weights,
+            gpu,
+        }
+    }
+
+    pub fn model(&self) -> &Model {
+        self.weights.model()
+    }
+
+    pub fn adapter(&self, rank: usize, value: f32) -> Adapter {
+        adapter(self.layers.len(), self.features, rank, value)
+    }
+
+    pub fn load(&self, slot: u16, rank: usize, value: f32) -> Result<Resident, LoadError> {
+        self.weights.load(Slot::new(slot), &self.adapter(rank, value).plan(self.model(), DType::F32).unwrap())
+    }
+
+    /// Enqueues a step of the eager kind, on a y of zeros.
+    pub fn enqueue(&mut self, slots: &[Slot]) {
+        self.y.write(&vec![0.0; self.y.len()]).unwrap();
+        self.enqueue_on_y(slots);
+    }
+
+    /// The same on the y that is there: nothing is waited for.
+    pub fn enqueue_on_y(&mut self, slots: &[Slot]) {
+        let batch = self.routing.update(&Batch::new(slots)).unwrap();
+        let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
+        add_deltas(&self.layers, self.features, &mut step, &self.x, &mut self.y).unwrap();
+    }
+
+    /// What every output of each token has had added in every layer, by token.
+    ///
+    /// # Panics
+    /// If it is not the same everywhere.
+    pub fn added(&self) -> [f32; TOKENS] {
+        let mut y = vec![f32::NAN; self.y.len()];
+        self.y.read(&mut y).unwrap();
+        std::array::from_fn(|token| {
+            let rows =
+                (0..self.layers.len()).map(|layer| &y[(layer * TOKENS + token) * self.features..][..self.features]);
+            let first = y[token * self.features];
+            for (layer, row) in rows.enumerate() {
+                let other = row.iter().find(|&&value| value != first);
+                assert!(other.is_none(), "token {token} has {first}, and {other:?} in layer {layer}");
+            }
+            first
+        })
+    }
+
+    /// What an eager step adds.
+    pub fn step(&mut self, slots: &[Slot]) -> [f32; TOKENS] {
+        self.enqueue(slots);
+        self.added()
+    }
+
+    /// A graph of all layers and [`TOKENS`] rows.
+    pub fn capture(&mut self) -> Graph {
+        let Self { weights, layers, features, routing, workspace, x, y, .. } = self;
+        weights.capture(routing, TOKENS, workspace, |step| add_deltas(layers, *features, step, x, y)).unwrap()
+    }
+
+    /// What a replay of the graph adds.
+    pub fn replay(&mut self, graph: &mut Graph, slots: &[Slot]) -> [f32; TOKENS] {
+        self.y.write(&vec![0.0; self.y.len()]).unwrap();
+        self.routing.update(&Batch::new(slots)).unwrap();
+        graph.replay().unwrap();
+        self.added()
+    }
+}
+
+/// Enqueues or records the operation of every layer.
+pub fn add_deltas(
+    layers: &[LoraLinear],
+    features: usize,
+    step: &mut Step<'_>,
+    x: &Buffer<f32>,
+    y: &mut Buffer<f32>,
+) -> Result<(), LaunchError> {
+    let tokens = step.num_tokens();
+    for (i, layer) in layers.iter().enumerate() {
+        let first = i * TOKENS * features;
+        let x = Matrix::new(x.slice(0..tokens * features), tokens, features)?;
+        let y = MatrixMut::new(y.slice_mut(first..first + tokens * features), tokens, features)?;
+        layer.add_delta(step, x, y)?;
+    }
+    Ok(())
+}
+
+/// An adapter whose layers each add `value` where x is ones. `rank` and `features` are powers of two.
+pub fn adapter(num_layers: usize, features: usize, rank: usize, value: f32) -> Adapter {
+    of_values(num_layers, features, rank, |_| value)
+}
+
+/// The same, of a value for each layer.
+pub fn of_values(num_layers: usize, features: usize, rank: usize, value: impl Fn(usize) -> f32) -> Adapter {
+    let tensor = |shape: [usize; 2], value: f32| {
+        let values = vec![value; shape[0] * shape[1]];
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let tensors = (0..num_layers).flat_map(|layer| {
+        let [a, b] = [([rank, features], 1.0), ([features, rank], value(layer) / (rank * features) as f32)];
+        [("A", a), ("B", b)]
+            .map(|(side, (shape, value))| (format!("layers.{layer}.m.lora_{side}.weight"), tensor(shape, value)))
+    });
+    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
+    Adapter::from_tensors(&config, tensors).unwrap()
+}
+
+/// A kernel that keeps a stream busy for a time; it ends by the clock, whatever happens.
+pub struct Spin {
+    kernel: CudaFunction,
+    stream: Arc<CudaStream>,
+}
+
+impl Spin {
+    const PTX: &str = r"
+        .version 7.0
+        .target sm_80
+        .address_size 64
+        .visible .entry spin(.param .u64 nanoseconds)
+        {
+            .reg .pred %again;
+            .reg .b64 %time, %start, %now, %past;
+            mov.u64 %start, %globaltimer;
+            ld.param.u64 %time, [nanoseconds];
+        spin:
+            mov.u64 %now, %globaltimer;
+            sub.u64 %past, %now, %start;
+            setp.lt.u64 %again, %past, %time;
+            @%again bra spin;
+            ret;
+        }
+    ";
+
+    pub fn new(gpu: &Gpu) -> Self {
+        let kernel = gpu.context.load_module(Ptx::from_src(Self::PTX)).unwrap().load_function("spin").unwrap();
+        let spin = Self { kernel, stream: gpu.stream.clone() };
+        // Loaded, and run once: the first launch may wait for the device.
+        spin.run(0);
+        gpu.synchronize();
+        spin
+    }
+
+    /// Enqueues it, and says by an event when it has ended.
+    pub fn run(&self, milliseconds: u64) -> CudaEvent {
+        let nanoseconds = milliseconds * 1_000_000;
+        let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: the kernel has this parameter, and touches no memory.
+        unsafe { self.stream.launch_builder(&self.kernel).arg(&nanoseconds).launch(config) }.unwrap();
+        self.stream.record_event(None).unwrap()
+    }
+}
