@@ -6,7 +6,7 @@ use aril::{
     DType, Slot,
     cuda::{
         Alignment, Buffer, Graph, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
-        Routing, Staging, Step, TopK, View, WeightTable, Workspace,
+        Routing, Staging, Step, TopK, WeightTable, Workspace,
     },
     error::LoadError,
     model::{Activation, Experts, Linear, ModelSpec, Parallel, TpRank},
@@ -336,7 +336,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         ("LoraLinear::write_delta", linear.write_delta(&mut step, x(), y(&mut target))),
         ("LoraLinear::shrink", linear.shrink(&mut step, x())),
         ("LoraLinear::expand", linear.expand(&mut step, y(&mut target))),
-        ("LoraEmbedding::add_delta", embedding.add_delta(&mut step, View::from(ids.slice(0..1)), y(&mut target))),
+        ("LoraEmbedding::add_delta", embedding.add_delta(&mut step, ids.slice(0..1), y(&mut target))),
     ];
     for op in OPERATIONS {
         let [x, y, [rows, cols]] = shapes(op, [8, 8], [1, 2]);

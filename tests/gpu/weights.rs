@@ -2,7 +2,10 @@
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, Tensor},
+    adapter::{
+        Adapter, Tensor,
+        layout::{B, LinearA},
+    },
     cuda::{LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
     error::{LoadError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -164,10 +167,11 @@ fn a_resident_is_valid_until_its_slot_changes() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_table_says_what_it_holds() {
-    const LARGEST: usize = 64 * FEATURES * 2 * 4;
-    let setup = Setup::new(2 * LARGEST);
+    let elems = LinearA { rank: 64, in_features: FEATURES }.elems() + B { out_features: FEATURES, rank: 64 }.elems();
+    let largest = elems * size_of::<f32>();
+    let setup = Setup::new(2 * largest);
     let empty = setup.weights.usage();
-    assert_eq!((empty.capacity, empty.used, empty.free()), (2 * LARGEST, 0, 2 * LARGEST));
+    assert_eq!((empty.capacity, empty.used, empty.free()), (2 * largest, 0, 2 * largest));
     assert!(setup.weights.loaded().is_empty() && setup.weights.get(Slot::new(0)).is_none());
     assert_eq!(setup.weights.get(Slot::BASE), None);
     assert_eq!(setup.weights.get(Slot::new(4)), None);
@@ -176,16 +180,16 @@ fn a_table_says_what_it_holds() {
     let (third, first) = (setup.load(3, 64, 1.0).unwrap(), setup.load(1, 16, 1.0).unwrap());
     let loaded = setup.weights.loaded();
     let found: Vec<_> = loaded.iter().map(|info| (info.resident, info.bytes, info.max_rank)).collect();
-    assert_eq!(found, [(first, LARGEST / 4, 16), (third, LARGEST, 64)]);
+    assert_eq!(found, [(first, largest / 4, 16), (third, largest, 64)]);
     assert_eq!(setup.weights.get(Slot::new(3)), Some(loaded[1]));
     let usage = setup.weights.usage();
-    assert_eq!((usage.used, usage.free()), (LARGEST / 4 + LARGEST, 2 * LARGEST - LARGEST / 4 - LARGEST));
+    assert_eq!((usage.used, usage.free()), (largest / 4 + largest, 2 * largest - largest / 4 - largest));
     assert!(usage.largest_gap <= usage.free());
 
     let [large, small] = [64, 16].map(|rank| adapter(rank, 2.0));
     let [large, small] = [&large, &small].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
     assert!(setup.weights.fits(&small) && !setup.weights.fits(&large));
-    let is_full = |error| matches!(error, LoadError::Full { bytes, largest_gap } if bytes == LARGEST && largest_gap == usage.largest_gap);
+    let is_full = |error| matches!(error, LoadError::Full { bytes, largest_gap } if bytes == largest && largest_gap == usage.largest_gap);
     assert!(is_full(setup.weights.load(Slot::new(0), &large).unwrap_err()));
     assert!(is_full(setup.weights.reserve(&large).unwrap_err()));
     let reservation = setup.weights.reserve(&small).unwrap();
