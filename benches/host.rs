@@ -9,8 +9,8 @@ use std::{collections::BTreeMap, hint::black_box, time::Duration};
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
-    model::{Linear, ModelSpec, Parallel, TpRank},
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    model::{Linear, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, LinearPlan},
     routing::{Batch, Segments},
 };
@@ -25,10 +25,13 @@ use common::{
 
 const MAX_ERROR: f64 = 2e-2;
 
+/// More than any workload's adapters take.
+const ARENA_BYTES: usize = 1 << 30;
+
 fn plan(criterion: &mut Criterion) {
     let (model, adapter) = (layers(LAYERS).expect("it is a model"), adapter(LAYERS).expect("it is an adapter"));
-    let (single, id) = workloads().remove(0).model_spec().expect("it is a model");
-    let capacity = Capacity { max_tokens: 8192, num_slots: 64, max_rank: 64 };
+    let (single, id) = workloads().remove(0).linear_model().expect("it is a model");
+    let capacity = Capacity::tokens(8192).slots(64).rank(64);
     let mut group = criterion.benchmark_group("plan");
     group.bench_function("linear", |bencher| {
         bencher.iter(|| LinearPlan::new(black_box(&single[id]), DType::BF16, capacity).expect("there is a kernel"));
@@ -73,8 +76,8 @@ fn cpu(criterion: &mut Criterion) {
     let data = Data::new(SMALL);
     let mut group = criterion.benchmark_group("cpu-linear/bf16");
     for workload in workloads() {
-        let (model, id) = workload.model_spec().expect("it is a model");
-        let mut weights = WeightTable::<bf16>::new(&model, workload.num_slots(), workload.max_rank());
+        let (model, id) = workload.linear_model().expect("it is a model");
+        let weights = WeightTable::new(&model, DType::BF16, workload.capacity(), ARENA_BYTES).expect("it is a table");
         for (slot, adapter) in data.adapters(&workload, 0).expect("they are adapters").iter().enumerate() {
             let image = adapter.plan(&model, DType::BF16).expect("it fits the model");
             weights.load(Slot::new(slot as u16), &image).expect("it fits the table");
@@ -82,11 +85,13 @@ fn cpu(criterion: &mut Criterion) {
         let (tokens, cols) = (workload.num_tokens(), workload.out_features());
         let x: Vec<bf16> = data.inputs.range(0, tokens * workload.in_features).collect();
         let bases: Vec<bf16> = data.bases.range(0, tokens * cols).collect();
-        let (layer, batch) = (LoraLinear::new(&model, id), Batch::new(&workload.slots));
-        let run = |y: &mut [bf16]| {
+        let layer = LoraLinear::new(&weights, id).expect("it is of the model");
+        let (batch, mut workspace) = (Batch::new(&workload.slots), Workspace::default());
+        let mut run = |y: &mut [bf16]| {
             let x = Matrix::new(&x, tokens, workload.in_features).expect("it has as many rows");
             let y = MatrixMut::new(y, tokens, cols).expect("it has as many rows");
-            layer.add_delta(x, y, &weights, &batch).expect("the operands fit");
+            let mut step = weights.step(&batch, &mut workspace).expect("it fits the table");
+            layer.add_delta(&mut step, x, y).expect("the operands fit");
         };
         let mut y = bases.clone();
         run(&mut y);
@@ -124,15 +129,15 @@ const LAYERS: usize = 28;
 const RANK: usize = 16;
 
 /// A model of `layers` decoder layers.
-fn layers(layers: usize) -> Result<ModelSpec> {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
+fn layers(layers: usize) -> Result<Model> {
+    let mut spec = ModelSpec::new();
     for layer in 0..layers {
         for (name, in_features, out_features) in MODULES {
             let path = format!("model.layers.{layer}");
-            model.linear(Linear::new(path, Parallel::Replicated, in_features).slice(name, out_features))?;
+            spec.linear(Linear::new(path, Parallel::Replicated, in_features).slice(name, out_features))?;
         }
     }
-    Ok(model)
+    Ok(spec.shard(TpRank::SINGLE)?)
 }
 
 /// An adapter on every module of `layers` decoder layers.

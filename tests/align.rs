@@ -82,8 +82,8 @@ proptest! {
     #[test]
     fn max_blocks_grows_with_the_routes(max_tokens in 1..500_usize, top_k in 1..9_usize, num_experts in 0..100_usize) {
         let blocks = |max_tokens, top_k| {
-            let routes = RouteCapacity { max_tokens, top_k, num_experts };
-            AlignCapacity { routes, num_slots: 7, block_size: 16 }.max_blocks()
+            let routes = RouteCapacity::tokens(max_tokens).top_k(top_k).experts(num_experts);
+            AlignCapacity::new(routes, 7, 16).max_blocks()
         };
         prop_assert!(blocks(max_tokens, top_k) <= blocks(max_tokens + 1, top_k));
         prop_assert!(blocks(max_tokens, top_k) <= blocks(max_tokens, top_k + 1));
@@ -92,28 +92,25 @@ proptest! {
 
 #[test]
 fn bounds_outside_the_limits_are_refused_by_name() {
-    let routes = RouteCapacity { max_tokens: 1 << 14, top_k: 8, num_experts: 128 };
-    let good = AlignCapacity { routes, num_slots: MAX_SLOTS, block_size: 64 };
+    let routes = RouteCapacity::tokens(1 << 14).top_k(8).experts(128);
+    let good = AlignCapacity::new(routes, MAX_SLOTS, 64);
     assert_eq!(good.checked(), Ok(good));
     let refused = |capacity: AlignCapacity, what, value, max| {
         assert_eq!(capacity.checked(), Err(PlanError::Limit { what, value, max }));
     };
     for num_slots in [0, MAX_SLOTS + 1] {
-        refused(AlignCapacity { num_slots, ..good }, "num_slots", num_slots, MAX_SLOTS);
+        refused(AlignCapacity::new(routes, num_slots, 64), "num_slots", num_slots, MAX_SLOTS);
     }
     // So that an `i32` counts the routes of all blocks.
     let max = i32::MAX as usize / (8 << 14);
-    let largest = AlignCapacity { block_size: max, ..good };
+    let largest = AlignCapacity::new(routes, MAX_SLOTS, max);
     assert_eq!(largest.checked(), Ok(largest));
     assert!(i32::try_from(largest.max_padded()).is_ok());
     for block_size in [0, max + 1] {
-        refused(AlignCapacity { block_size, ..good }, "block_size", block_size, max);
+        refused(AlignCapacity::new(routes, MAX_SLOTS, block_size), "block_size", block_size, max);
     }
-    let no_routes = RouteCapacity { top_k: 0, ..routes };
-    assert!(matches!(
-        AlignCapacity { routes: no_routes, ..good }.checked(),
-        Err(PlanError::Limit { what: "top_k", .. })
-    ));
+    let no_routes = AlignCapacity::new(routes.top_k(0), MAX_SLOTS, 64);
+    assert!(matches!(no_routes.checked(), Err(PlanError::Limit { what: "top_k", .. })));
 }
 
 #[test]

@@ -5,16 +5,17 @@ use std::error::Error;
 use aril::{
     DType, Slot,
     adapter::{
-        Adapter, AdapterError, ImageEntry, Module, Orientation, SharedEntry, SlotImage, Stack, Tensor, TensorName,
+        Adapter, AdapterError, ImageEntry, Module, Orientation, Piece, SharedEntry, SlotImage, Stack, Tensor, TensorName,
     },
     cpu,
-    error::{OperandError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     model::{
         Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Halves, Linear, LinearId, LinearSite,
-        ModelSpec, Parallel, ProjectionSite, SpecError, TpRank,
+        Model, ModelSpec, Parallel, ProjectionSite, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     reference,
+    residency::{Resident, SlotInfo, Usage},
     routing::{AlignedRoutes, Batch, Segments, TopK},
 };
 
@@ -25,12 +26,14 @@ fn error<T: Error + Send + Sync + 'static>() {}
 fn types_may_be_shared_between_threads() {
     shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
     shared::<(Activation, Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite)>();
-    shared::<SlotImage<'_>>();
-    shared::<(ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
+    shared::<(SlotImage<'_>, Piece<'_>)>();
+    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
     shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
     shared::<(ExpertsPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();
-    shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::Workspace, cpu::WeightTable<f32>)>();
+    shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::Workspace)>();
+    shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
+    shared::<(Resident, SlotInfo, Usage)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
 }
@@ -38,6 +41,7 @@ fn types_may_be_shared_between_threads() {
 #[test]
 fn errors_go_anywhere() {
     error::<AdapterError>();
+    error::<LoadError>();
     error::<OperandError>();
     error::<PlanError>();
     error::<SlotError>();

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, WeightTable},
-    model::{Halves, ModelSpec},
+    cpu::{LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    model::{Halves, Model},
     routing::{Batch, TopK},
 };
 use common::{
@@ -32,7 +32,7 @@ fn the_committed_workloads_are_whole() {
     assert_eq!(workloads.iter().filter(|workload| workload.suite == Suite::Decode).count(), 336);
     assert_eq!(workloads.iter().filter(|workload| workload.suite == Suite::Prefill).count(), 92);
     for workload in &workloads {
-        let (model, id) = workload.model_spec().unwrap();
+        let (model, id) = workload.linear_model().unwrap();
         assert_eq!(model[id].out_features(), workload.out_features(), "{}", workload.id);
         assert_eq!(workload.id.split('/').count(), 6, "{}", workload.id);
         // On the device the factors are noise, which must not be where kernels rely on padding.
@@ -325,7 +325,7 @@ fn our_own_experts_are_of_many_kinds_and_fit_on_the_device() {
         let (turns, layout) = (workload.turns(), ExpertsLayout::new(workload));
         assert!(turns.sets > 0 && turns.sets * layout.elems <= 4_400_000_000, "{}", workload.id);
         assert!(workload.slots.iter().all(|slot| slot.index().is_some_and(|slot| slot < workload.adapters.len())));
-        let (model, id) = workload.model_spec().unwrap();
+        let (model, id) = workload.model().unwrap();
         assert_eq!(model[id].gate_up().in_features(), workload.shape.hidden);
     }
     // Each set is read whole before it is read again, or what is read of it is others' experts.
@@ -358,11 +358,11 @@ fn the_check_of_experts_too() {
         let workload = tiny_experts(shape, shared_outer);
         let (data, layout) = (tiny_data(), ExpertsLayout::new(&workload));
         let set = 3 * layout.elems;
-        let (model, id) = workload.model_spec().unwrap();
-        let (num_slots, max_rank) = (workload.adapters.len(), workload.max_rank());
-        let mut weights = WeightTable::<bf16>::new(&model, num_slots, max_rank);
+        let (model, id) = workload.model().unwrap();
+        let arena_bytes = layout.elems * DType::BF16.bytes();
+        let weights = WeightTable::new(&model, DType::BF16, workload.capacity(), arena_bytes).unwrap();
         let (mut first, mut padding) = (0, Vec::new());
-        for slot in 0..num_slots {
+        for slot in 0..workload.adapters.len() {
             let adapter = expert_adapter(&data, &workload, &layout, set, slot);
             let image = adapter.plan(&model, DType::BF16).unwrap();
             let site = &model[id];
@@ -399,15 +399,16 @@ fn the_check_of_experts_too() {
         let Shape { hidden, inter, top_k, .. } = workload.shape;
         let (tokens, routes) = (workload.num_tokens(), workload.num_routes());
         let (batch, top) = (Batch::new(&workload.slots), TopK::new(&ids, top_k).unwrap());
-        let experts = LoraExperts::new(&model, id);
+        let (experts, mut workspace) = (LoraExperts::new(&weights, id).unwrap(), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
         let [x, h]: [Vec<bf16>; 2] = [(0, tokens * hidden), (inputs, routes * inter)]
             .map(|(first, len)| data.inputs.range(first, len).collect());
         let [mut y1, mut y2]: [Vec<bf16>; 2] = [(0, routes * 2 * inter), (outputs, routes * hidden)]
             .map(|(first, len)| data.bases.range(first, len).collect());
         let (x, y) = (Matrix::new(&x, tokens, hidden).unwrap(), MatrixMut::new(&mut y1, routes, 2 * inter).unwrap());
-        experts.add_gate_up_delta(x, y, &top, &weights, &batch).unwrap();
+        experts.add_gate_up_delta(&mut step, &top, x, y).unwrap();
         let (x, y) = (Matrix::new(&h, routes, inter).unwrap(), MatrixMut::new(&mut y2, routes, hidden).unwrap());
-        experts.add_down_delta(x, y, &top, &weights, &batch).unwrap();
+        experts.add_down_delta(&mut step, &top, x, y).unwrap();
 
         let mut got: BTreeMap<usize, [Vec<bf16>; 2]> = checked_tokens(&workload.slots)
             .into_iter()
@@ -482,13 +483,15 @@ fn the_check_tells_right_from_wrong() {
     let workload = tiny(Operation::Linear, 100, vec![56, 24], vec![5, 8, 3]);
     let (data, layout) = (tiny_data(), SetLayout::new(&workload));
     let set = 3 * layout.elems;
-    let (model, id) = workload.model_spec().unwrap();
+    let (model, id) = workload.linear_model().unwrap();
     let weights = loaded(&data, &workload, &model, set);
     let tokens = workload.num_tokens();
     let x: Vec<_> = data.inputs.range(0, tokens * 100).collect();
     let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
     let (x, y_matrix) = (Matrix::new(&x, tokens, 100).unwrap(), MatrixMut::new(&mut y, tokens, 80).unwrap());
-    LoraLinear::new(&model, id).add_delta(x, y_matrix, &weights, &Batch::new(&workload.slots)).unwrap();
+    let (batch, mut workspace) = (Batch::new(&workload.slots), Workspace::default());
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    LoraLinear::new(&weights, id).unwrap().add_delta(&mut step, x, y_matrix).unwrap();
 
     let mut got = checked(&workload, &y);
     assert!(got.keys().eq(&[0, 1, 3, 4, 5]));
@@ -506,13 +509,15 @@ fn the_check_of_embeddings_too() {
     let workload = tiny(Operation::Embedding, 1000, vec![80], vec![5, 8, 3]);
     let (data, layout) = (tiny_data(), SetLayout::new(&workload));
     let set = 3 * layout.elems;
-    let (model, id) = workload.embedding_spec().unwrap();
+    let (model, id) = workload.embedding_model().unwrap();
     let weights = loaded(&data, &workload, &model, set);
     let tokens = workload.num_tokens();
     let ids: Vec<i32> = (0..tokens).map(|token| i32::try_from(workload.token_id(token)).unwrap()).collect();
     let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
     let y_matrix = MatrixMut::new(&mut y, tokens, 80).unwrap();
-    LoraEmbedding::new(&model, id).add_delta(&ids, y_matrix, &weights, &Batch::new(&workload.slots)).unwrap();
+    let (batch, mut workspace) = (Batch::new(&workload.slots), Workspace::default());
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    LoraEmbedding::new(&weights, id).unwrap().add_delta(&mut step, &ids, y_matrix).unwrap();
 
     let got = checked(&workload, &y);
     let error = data.error(&workload, set, &got);
@@ -544,8 +549,9 @@ fn tiny_data() -> Data {
 }
 
 /// The adapters of a set.
-fn loaded(data: &Data, workload: &Workload, model: &ModelSpec, set: usize) -> WeightTable<bf16> {
-    let mut weights = WeightTable::new(model, workload.num_slots(), workload.max_rank());
+fn loaded(data: &Data, workload: &Workload, model: &Model, set: usize) -> WeightTable {
+    let arena_bytes = SetLayout::new(workload).elems * DType::BF16.bytes();
+    let weights = WeightTable::new(model, DType::BF16, workload.capacity(), arena_bytes).unwrap();
     for (slot, adapter) in data.adapters(workload, set).unwrap().iter().enumerate() {
         weights.load(Slot::new(slot as u16), &adapter.plan(model, DType::BF16).unwrap()).unwrap();
     }

@@ -13,14 +13,16 @@ mod common;
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraExperts, Matrix, MatrixMut, WeightTable},
+    cpu::{LoraExperts, Matrix, MatrixMut, WeightTable, Workspace},
     error::OperandError,
-    model::{Activation, Experts, ExpertsId, ModelSpec, TpRank},
+    model::{Activation, Experts, ExpertsId, Model, ModelSpec, TpRank},
+    plan::Capacity,
     reference::experts::activation as activated,
     routing::{Batch, TopK},
 };
 use common::{
     cases::{Place, Values},
+    cpu,
     experts::{
         Act, Case, DOWN, GATE, Op, Order, Pair, Shape, Sizes, Subject, UP, World, cases, check, halved, launch_on_cpu,
     },
@@ -30,12 +32,9 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 struct Cpu;
 
-fn table<T: Element>(model: &ModelSpec, adapters: &[Adapter], num_slots: usize, max_rank: usize) -> WeightTable<T> {
-    let mut weights = WeightTable::<T>::new(model, num_slots, max_rank);
-    for (slot, adapter) in adapters.iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
-    }
-    weights
+/// A table of `f32`.
+fn table(model: &Model, adapters: &[Adapter], num_slots: usize, max_rank: usize) -> WeightTable {
+    cpu::table(model, DType::F32, Capacity::tokens(1).slots(num_slots).rank(max_rank), adapters)
 }
 
 fn matrix<T: Element>(buffer: &[T], place: Place) -> Matrix<'_, T> {
@@ -48,12 +47,13 @@ fn matrix_mut<T: Element>(buffer: &mut [T], place: Place) -> MatrixMut<'_, T> {
 
 impl Subject for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        let weights = table(&world.model, &world.adapters, world.num_slots, world.max_rank);
-        let experts = LoraExperts::new(&world.model, world.id);
-        let (top_k, batch) = (world.top_k(case), world.batch());
+        let weights = cpu::table(&world.model, T::DTYPE, world.capacity(case), &world.adapters);
+        let experts = LoraExperts::new(&weights, world.id).unwrap();
+        let (top_k, batch, mut workspace) = (world.top_k(case), world.batch(), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y, mut buffer) = (matrix(&world.x, case.x()), matrix(&world.y, case.y()), world.target(case).to_vec());
         let target = matrix_mut(&mut buffer, case.target());
-        launch_on_cpu(&experts, case.op, [x, y], target, &top_k, &weights, &batch).unwrap();
+        launch_on_cpu(&experts, case.op, &mut step, &top_k, [x, y], target).unwrap();
         buffer
     }
 }
@@ -217,10 +217,12 @@ impl Layer {
         let Shape { hidden, inter, .. } = case.shape;
         let (tokens, routes, gate_up) = (case.num_tokens(), case.num_routes(), case.shape.gate_up());
         let (model, id) = case.model();
-        let (experts, weights) = (LoraExperts::new(&model, id), table(&model, &self.adapters, 8, case.max_rank()));
+        let weights = table(&model, &self.adapters, 8, case.max_rank());
+        let experts = LoraExperts::new(&weights, id).unwrap();
         let slots: Vec<Slot> = case.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
         let router = case.half_weights.as_deref().map(halved);
-        let (top_k, batch) = (case.top_k(router.as_deref()), Batch::new(&slots));
+        let (top_k, batch, mut workspace) = (case.top_k(router.as_deref()), Batch::new(&slots), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
         let x: Vec<f32> = self.x.concat().into_iter().map(|x| x as f32).collect();
         let x = Matrix::new(&x, tokens, hidden).unwrap();
         let here = || (0..routes).filter(|&route| case.is_here(route)).map(|route| (route, case.row(route).unwrap()));
@@ -228,7 +230,7 @@ impl Layer {
         let mut y = vec![0.0; routes * gate_up];
         if let Way::Before = way {
             let y = MatrixMut::new(&mut y, routes, gate_up).unwrap();
-            experts.write_gate_up_delta(x, y, &top_k, &weights, &batch).unwrap();
+            experts.write_gate_up_delta(&mut step, &top_k, x, y).unwrap();
         }
         for (route, row) in here() {
             let x: Vec<f64> = self.x[route / case.top_k].iter().map(|x| case.weights(route)[0] * x).collect();
@@ -242,11 +244,11 @@ impl Layer {
         if let Way::Inside | Way::Combined = way {
             let (y, out) = (Matrix::new(&y, routes, gate_up), MatrixMut::new(&mut activated, routes, inter));
             let (y, out) = (y.unwrap(), out.unwrap());
-            experts.activate(x, y, out, Activation::Relu2, &top_k, &weights, &batch).unwrap();
+            experts.activate(&mut step, &top_k, x, y, out, Activation::Relu2).unwrap();
         } else {
             if let Way::Behind = way {
                 let y = MatrixMut::new(&mut y, routes, gate_up).unwrap();
-                experts.add_gate_up_delta(x, y, &top_k, &weights, &batch).unwrap();
+                experts.add_gate_up_delta(&mut step, &top_k, x, y).unwrap();
             }
             for (_, row) in here() {
                 let y = |module: usize, feature| f64::from(y[row * gate_up + case.shape.column(module, feature)]);
@@ -261,7 +263,7 @@ impl Layer {
         let x = Matrix::new(&activated, routes, inter).unwrap();
         if let Way::Before = way {
             let y = MatrixMut::new(&mut y, routes, hidden).unwrap();
-            experts.write_down_delta(x, y, &top_k, &weights, &batch).unwrap();
+            experts.write_down_delta(&mut step, &top_k, x, y).unwrap();
         }
         for (route, row) in here() {
             let x: Vec<f64> = activated[row * inter..][..inter].iter().map(|&x| f64::from(x)).collect();
@@ -270,12 +272,12 @@ impl Layer {
         }
         if let Way::Behind = way {
             let y = MatrixMut::new(&mut y, routes, hidden).unwrap();
-            experts.add_down_delta(x, y, &top_k, &weights, &batch).unwrap();
+            experts.add_down_delta(&mut step, &top_k, x, y).unwrap();
         }
         let mut out = vec![0.0; tokens * hidden];
         if let Way::Inside = way {
             let (y, out) = (Matrix::new(&y, routes, hidden), MatrixMut::new(&mut out, tokens, hidden));
-            experts.combine(x, y.unwrap(), out.unwrap(), &top_k, &weights, &batch).unwrap();
+            experts.combine(&mut step, &top_k, x, y.unwrap(), out.unwrap()).unwrap();
         }
         for (route, row) in here().filter(|_| !matches!(way, Way::Inside)) {
             let weight = case.weights(route)[2] as f32;
@@ -284,7 +286,7 @@ impl Layer {
         }
         if let Way::Combined = way {
             let out = MatrixMut::new(&mut out, tokens, hidden).unwrap();
-            experts.add_combined_delta(x, out, &top_k, &weights, &batch).unwrap();
+            experts.add_combined_delta(&mut step, &top_k, x, out).unwrap();
         }
         out
     }
@@ -311,9 +313,8 @@ fn relu2(gate: Option<f64>, up: f64) -> f64 {
 }
 
 /// A layer of two experts of 2 features inside, in a model of 2, and an adapter of rank 1 of all of the second.
-fn pair_of_experts() -> (ModelSpec, ExpertsId, WeightTable<f32>) {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("m", 2, 2, 2)).unwrap();
+fn pair_of_experts() -> (WeightTable, LoraExperts) {
+    let (model, id) = model(Experts::new("m", 2, 2, 2));
     let tensor = |shape: [usize; 2], values: [f32; 2]| {
         Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
     };
@@ -329,53 +330,62 @@ fn pair_of_experts() -> (ModelSpec, ExpertsId, WeightTable<f32>) {
     let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 0.5}"#;
     let adapter = Adapter::from_tensors(config, tensors.into_iter().flatten()).unwrap();
     let weights = table(&model, &[adapter], 1, 1);
-    (model, id, weights)
+    let experts = LoraExperts::new(&weights, id).unwrap();
+    (weights, experts)
+}
+
+/// A model of these experts alone.
+fn model(experts: Experts) -> (Model, ExpertsId) {
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(experts).unwrap();
+    (spec.shard(TpRank::SINGLE).unwrap(), id)
 }
 
 #[test]
 fn deltas_worked_by_hand() {
-    let (model, id, weights) = pair_of_experts();
-    let (experts, slots) = (LoraExperts::new(&model, id), [Slot::new(0), Slot::BASE]);
+    let (weights, experts) = pair_of_experts();
+    let (slots, mut workspace) = ([Slot::new(0), Slot::BASE], Workspace::default());
     let batch = Batch::new(&slots);
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
     // The first token has chosen the second expert twice, and its second route has the last row.
     let (ids, rows, router) = ([1, 1, 1, 0], [0, 3, 1, 2], [0.25, 0.75, 0.5, 0.5]);
     let top_k = TopK::new(&ids, 2).unwrap().with_rows(&rows).unwrap().with_weights(&router).unwrap();
     let (x, mut y) = ([2.0, 4.0, 8.0, 16.0], [100.0; 4 * 4]);
     let x = Matrix::new(&x, 2, 2).unwrap();
     let y_matrix = MatrixMut::new(&mut y, 4, 4).unwrap();
-    experts.add_gate_up_delta(x, y_matrix, &top_k, &weights, &batch).unwrap();
+    experts.add_gate_up_delta(&mut step, &top_k, x, y_matrix).unwrap();
     // Gate: ½ · 2 · [1, −1]; up: ½ · 4 · [0, 10].
     let adapted = [101.0, 99.0, 100.0, 120.0];
     assert_eq!(y, [&adapted[..], &[100.0; 8], &adapted].concat()[..]);
 
     let y_matrix = MatrixMut::new(&mut y, 4, 4).unwrap();
-    experts.write_gate_up_delta(x, y_matrix, &top_k.on_input(), &weights, &batch).unwrap();
+    experts.write_gate_up_delta(&mut step, &top_k.on_input(), x, y_matrix).unwrap();
     // The same, by the routes' weights.
     assert_eq!(y, [[0.25, -0.25, 0.0, 5.0], [0.0; 4], [0.0; 4], [0.75, -0.75, 0.0, 15.0]].concat()[..]);
 
     let (x, y, mut out) = ([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0], [[1.0, 0.0]; 4].concat(), [9.0; 4]);
     let x = Matrix::new(&x, 4, 2).unwrap();
     let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
-    experts.add_combined_delta(x, out_matrix, &top_k.scaled(2.0), &weights, &batch).unwrap();
+    experts.add_combined_delta(&mut step, &top_k.scaled(2.0), x, out_matrix).unwrap();
     // ½ · 2 · [2, 4] of the first row, and ½ · 8 · [2, 4] of the last, by ¼ and ¾, twice.
     assert_eq!(out, [9.0 + 13.0, 9.0 + 26.0, 9.0, 9.0]);
     let (y, out_matrix) = (Matrix::new(&y, 4, 2).unwrap(), MatrixMut::new(&mut out, 2, 2).unwrap());
-    experts.combine(x, y, out_matrix, &top_k.scaled(2.0), &weights, &batch).unwrap();
+    experts.combine(&mut step, &top_k.scaled(2.0), x, y, out_matrix).unwrap();
     assert_eq!(out, [13.0 + 2.0, 26.0, 2.0, 0.0]);
     let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
-    experts.combine(x, y, out_matrix, &top_k.on_input().scaled(2.0), &weights, &batch).unwrap();
+    experts.combine(&mut step, &top_k.on_input().scaled(2.0), x, y, out_matrix).unwrap();
     // ½ · (2 + 8) · [2, 4], and the base's two, twice.
     assert_eq!(out, [20.0 + 4.0, 40.0, 4.0, 0.0]);
     let (on_rows, out_matrix) = (top_k.on_rows().scaled(2.0), MatrixMut::new(&mut out, 2, 2).unwrap());
-    experts.combine(x, y, out_matrix, &on_rows, &weights, &batch).unwrap();
+    experts.combine(&mut step, &on_rows, x, y, out_matrix).unwrap();
     // As without, but for the base's, which are weighed already.
     assert_eq!(out, [13.0 + 4.0, 26.0, 4.0, 0.0]);
     let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
-    experts.add_combined_delta(x, out_matrix, &on_rows, &weights, &batch).unwrap();
+    experts.add_combined_delta(&mut step, &on_rows, x, out_matrix).unwrap();
     assert_eq!(out, [17.0 + 13.0, 26.0 + 26.0, 4.0, 0.0]);
     let mut rows = [[1.0, 0.0]; 4].concat();
     let rows_matrix = MatrixMut::new(&mut rows, 4, 2).unwrap();
-    experts.add_down_delta(x, rows_matrix, &on_rows, &weights, &batch).unwrap();
+    experts.add_down_delta(&mut step, &on_rows, x, rows_matrix).unwrap();
     // ½ · 2 · [2, 4] by ¼, and ½ · 8 · [2, 4] by ¾.
     assert_eq!(rows, [1.5, 1.0, 1.0, 0.0, 1.0, 0.0, 7.0, 12.0]);
 }
@@ -403,11 +413,11 @@ fn layers_share_what_they_share() {
     };
     let factors = layers.map(factors);
     let load = |names: &[&str], factors: &[Vec<(String, Tensor)>]| {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
-        let ids = names.iter().map(|name| model.experts(Experts::new(*name, EXPERTS, 4, 4)).unwrap());
+        let mut spec = ModelSpec::new();
+        let ids = names.iter().map(|name| spec.experts(Experts::new(*name, EXPERTS, 4, 4)).unwrap());
         let ids: Vec<_> = ids.collect();
         let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 2}"#;
-        (model, ids, Adapter::from_tensors(config, factors.concat()).unwrap())
+        (spec.shard(TpRank::SINGLE).unwrap(), ids, Adapter::from_tensors(config, factors.concat()).unwrap())
     };
     let (model, ids, adapter) = load(&layers.map(|(name, _)| name), &factors);
     let image = adapter.plan(&model, DType::F32).unwrap();
@@ -423,23 +433,24 @@ fn layers_share_what_they_share() {
     let (of_a, of_b) = ([true, false], [false, true]);
     assert_eq!(shared, [(a[0], of_a), (a[1], of_a), (a[2], of_b), (c[2], of_b), (d[0], of_a), (d[1], of_a)]);
 
-    let run = |model: &ModelSpec, id, weights: &WeightTable<f32>| {
+    let run = |id, weights: &WeightTable| {
         let (slots, ids) = ([Slot::new(0), Slot::BASE, Slot::new(0)], [0, 1, 2, 0, 2, 1]);
-        let (batch, top_k) = (Batch::new(&slots), TopK::new(&ids, 2).unwrap());
+        let (batch, top_k, mut workspace) = (Batch::new(&slots), TopK::new(&ids, 2).unwrap(), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y, mut inter, mut out) = ([0.5; 12], [0.25; 48], [0.0; 24], [0.0; 12]);
-        let experts = LoraExperts::new(model, id);
+        let experts = LoraExperts::new(weights, id).unwrap();
         let (x, gate_up) = (Matrix::new(&x, 3, 4).unwrap(), Matrix::new(&y, 6, 8).unwrap());
         let target = MatrixMut::new(&mut inter, 6, 4).unwrap();
-        experts.activate(x, gate_up, target, Activation::Silu, &top_k, weights, &batch).unwrap();
+        experts.activate(&mut step, &top_k, x, gate_up, target, Activation::Silu).unwrap();
         let (x, down) = (Matrix::new(&inter, 6, 4).unwrap(), Matrix::new(&y, 6, 4).unwrap());
-        experts.combine(x, down, MatrixMut::new(&mut out, 3, 4).unwrap(), &top_k, weights, &batch).unwrap();
+        experts.combine(&mut step, &top_k, x, down, MatrixMut::new(&mut out, 3, 4).unwrap()).unwrap();
         (inter, out)
     };
     let (weights, none) = (table(&model, &[adapter], 1, 2), table(&model, &[], 1, 2));
     for ((id, (name, _)), factors) in ids.into_iter().zip(layers).zip(factors) {
         let (alone, ids, adapter) = load(&[name], &[factors]);
-        let (got, base) = (run(&model, id, &weights), run(&model, id, &none));
-        assert_eq!(got, run(&alone, ids[0], &table(&alone, &[adapter], 1, 2)), "{name}");
+        let (got, base) = (run(id, &weights), run(id, &none));
+        assert_eq!(got, run(ids[0], &table(&alone, &[adapter], 1, 2)), "{name}");
         assert!(got.0 != base.0 && got.1 != base.1, "{name}");
     }
 }
@@ -447,10 +458,8 @@ fn layers_share_what_they_share() {
 /// The error names the operand, and nothing was done.
 #[test]
 fn operands_that_do_not_fit_are_refused() {
-    let (model, id, weights) = pair_of_experts();
-    let experts = LoraExperts::new(&model, id);
-    let mut other = ModelSpec::new(TpRank::SINGLE);
-    other.experts(Experts::new("m", 2, 2, 2).held([1, 0])).unwrap();
+    let (weights, experts) = pair_of_experts();
+    let (other, _) = model(Experts::new("m", 2, 2, 2));
     let other = table(&other, &[], 1, 1);
     let (slots, ids, ones) = ([Slot::new(0); 3], [0, 1, 1, 0, 1, 1], [1.0; 64]);
     let (batch, too_few, top_k) = (Batch::new(&slots), Batch::new(&slots[..2]), TopK::new(&ids, 2).unwrap());
@@ -464,11 +473,12 @@ fn operands_that_do_not_fit_are_refused() {
         (Op::Combine, [6, 2], Some([6, 2]), [3, 2]),
     ];
     for (op, x, y, target) in operations {
-        let run = |[x, y, target]: [[usize; 2]; 3], weights, batch| {
-            let mut buffer = [7.0; 64];
+        let run = |[x, y, target]: [[usize; 2]; 3], weights: &WeightTable, batch| {
+            let (mut buffer, mut workspace) = ([7.0; 64], Workspace::default());
+            let mut step = weights.step(batch, &mut workspace).unwrap();
             let target = MatrixMut::new(&mut buffer, target[0], target[1]).unwrap();
             let inputs = [x, y].map(|[rows, cols]| Matrix::new(&ones, rows, cols).unwrap());
-            let result = launch_on_cpu(&experts, op, inputs, target, &top_k, weights, batch);
+            let result = launch_on_cpu(&experts, op, &mut step, &top_k, inputs, target);
             assert!(result.is_ok() != (buffer == [7.0; 64]), "{op:?}");
             result
         };
@@ -493,15 +503,15 @@ fn operands_that_do_not_fit_are_refused() {
 
 #[test]
 fn an_activation_that_needs_a_gate_is_refused_without() {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(Experts::new("m", 1, 2, 2).ungated()).unwrap();
-    let weights = table::<f32>(&model, &[], 1, 1);
+    let (model, id) = model(Experts::new("m", 1, 2, 2).ungated());
+    let weights = table(&model, &[], 1, 1);
+    let experts = LoraExperts::new(&weights, id).unwrap();
     let (x, mut out) = ([1.0; 2], [7.0; 2]);
     let activate = |out: &mut [f32], activation| {
         let x = Matrix::new(&x, 1, 2).unwrap();
         let (out, batch) = (MatrixMut::new(out, 1, 2).unwrap(), Batch::new(&[Slot::BASE]));
-        let top_k = TopK::new(&[0], 1).unwrap();
-        LoraExperts::new(&model, id).activate(x, x, out, activation, &top_k, &weights, &batch)
+        let (top_k, mut workspace) = (TopK::new(&[0], 1).unwrap(), Workspace::default());
+        experts.activate(&mut weights.step(&batch, &mut workspace).unwrap(), &top_k, x, x, out, activation)
     };
     let activation = Activation::GPT_OSS;
     assert_eq!(activate(&mut out, activation), Err(OperandError::Activation { activation }));
@@ -541,11 +551,12 @@ fn what_is_no_expert_or_row_is_not_here() {
 /// Rows that two routes have are the engine's error, but stay within `y`.
 #[test]
 fn two_routes_of_one_row_do_no_harm() {
-    let (model, id, weights) = pair_of_experts();
+    let (weights, experts) = pair_of_experts();
     let (slots, x, mut y) = ([Slot::new(0); 2], [2.0, 4.0, 2.0, 4.0], [0.0; 2 * 4]);
     let top_k = TopK::new(&[1, 1], 1).unwrap().with_rows(&[1, 1]).unwrap();
     let (x, y_matrix) = (Matrix::new(&x, 2, 2).unwrap(), MatrixMut::new(&mut y, 2, 4).unwrap());
-    LoraExperts::new(&model, id).add_gate_up_delta(x, y_matrix, &top_k, &weights, &Batch::new(&slots)).unwrap();
+    let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
+    experts.add_gate_up_delta(&mut weights.step(&batch, &mut workspace).unwrap(), &top_k, x, y_matrix).unwrap();
     assert_eq!(y, [0.0, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 20.0]);
 }
 
@@ -556,16 +567,17 @@ fn activations_are_those_of_the_reference() {
     let gates: Vec<f32> =
         (-4000..=4000_i16).map(|step| f32::from(step) / 128.0).chain([-1e4, -100.0, 100.0, 1e4]).collect();
     let up = [-9.0_f32, -0.3, 0.0, 2.5, 11.0];
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let gated = model.experts(Experts::new("m", 1, 1, gates.len())).unwrap();
-    let ungated = model.experts(Experts::new("n", 1, 1, gates.len()).ungated()).unwrap();
-    let weights = table::<f32>(&model, &[], 1, 1);
+    let mut spec = ModelSpec::new();
+    let gated = spec.experts(Experts::new("m", 1, 1, gates.len())).unwrap();
+    let ungated = spec.experts(Experts::new("n", 1, 1, gates.len()).ungated()).unwrap();
+    let weights = table(&spec.shard(TpRank::SINGLE).unwrap(), &[], 1, 1);
     let activate = |id, y: &[f32], activation| {
         let mut out = vec![f32::NAN; gates.len()];
         let (x, y) = (Matrix::new(&[0.0], 1, 1).unwrap(), Matrix::new(y, 1, y.len()).unwrap());
         let (out_matrix, top_k) = (MatrixMut::new(&mut out, 1, gates.len()).unwrap(), TopK::new(&[0], 1).unwrap());
-        let batch = Batch::new(&[Slot::BASE]);
-        LoraExperts::new(&model, id).activate(x, y, out_matrix, activation, &top_k, &weights, &batch).unwrap();
+        let (batch, mut workspace) = (Batch::new(&[Slot::BASE]), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        LoraExperts::new(&weights, id).unwrap().activate(&mut step, &top_k, x, y, out_matrix, activation).unwrap();
         out
     };
     let check = |activation, got: Vec<f32>, up: Option<f32>| {

@@ -14,6 +14,7 @@ use aril::{
     adapter::{Adapter, MIN_STAGING_BYTES},
     cpu::WeightTable,
     model::{Experts, ModelSpec, TpRank},
+    plan::Capacity,
 };
 use half::bf16;
 use serde_json::json;
@@ -105,26 +106,26 @@ fn parameters() -> Vec<(String, [usize; 2])> {
 fn assert_peaks(tensors: &[(String, [usize; 2])]) {
     let dir = tempfile::tempdir().unwrap();
     let bytes = write(dir.path(), tensors);
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    model.experts(Experts::new(PATH, EXPERTS, HIDDEN, INTER)).unwrap();
+    let mut spec = ModelSpec::new();
+    spec.experts(Experts::new(PATH, EXPERTS, HIDDEN, INTER)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
 
     let mut done = 0;
     let streamed = peak(|| {
         let adapter = Adapter::open(dir.path()).unwrap();
         let image = adapter.plan(&model, DType::BF16).unwrap();
         let mut staging = vec![0; MIN_STAGING_BYTES];
-        let sink = |offset: usize, piece: &[u8]| {
-            assert_eq!(offset, done);
-            done += piece.len();
-            Ok::<_, aril::adapter::AdapterError>(())
-        };
-        image.write_pieces(&mut staging, sink).unwrap();
+        for piece in image.pieces(staging.len()) {
+            assert_eq!(piece.range().start, done);
+            done = piece.range().end;
+            piece.write_to(&mut staging[..piece.range().len()]).unwrap();
+        }
         assert_eq!(done, image.bytes());
     });
     assert_eq!(done, bytes, "the block is as large as the adapter");
     assert!(streamed < bytes / 5, "{streamed} bytes for an adapter of {bytes}");
 
-    let mut table = WeightTable::<bf16>::new(&model, 1, RANK);
+    let table = WeightTable::new(&model, DType::BF16, Capacity::tokens(1).slots(1).rank(RANK), bytes).unwrap();
     let mut progress = Vec::with_capacity(16);
     let loaded = peak(|| {
         let adapter = Adapter::open(dir.path()).unwrap();

@@ -12,13 +12,17 @@ mod common;
 
 use aril::{
     DType, Element, Slot,
-    adapter::{Adapter, AdapterError, Tensor},
-    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    error::{OperandError, SlotError},
-    model::{Linear, ModelSpec, Parallel, TpRank},
+    adapter::{Adapter, Tensor},
+    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Workspace},
+    error::{LoadError, OperandError, SlotError},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, PlanError},
     routing::{Batch, Segments},
 };
-use common::cases::{Case, Site, Sizes, Subject, World, cases, check, check_overwriting};
+use common::{
+    cases::{Case, Site, Sizes, Subject, World, cases, check, check_overwriting},
+    cpu::table,
+};
 use proptest::prelude::*;
 
 /// `add_delta`, its halves apart, or `write_delta`.
@@ -30,32 +34,29 @@ struct Cpu {
 
 impl Subject for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        let mut weights = WeightTable::<T>::new(&world.model, world.num_slots, world.max_rank);
-        for (slot, adapter) in world.adapters.iter().enumerate() {
-            let image = adapter.plan(&world.model, T::DTYPE).unwrap();
-            weights.load(Slot::new(slot as u16), &image).unwrap();
-        }
-        let batch = match &world.scales {
-            Some(scales) => Batch::new(&world.slots).with_scales(scales).unwrap(),
-            None => Batch::new(&world.slots),
-        };
         let (tokens, mut buffer) = (case.num_tokens(), world.y.clone());
+        let weights = table(&world.model, T::DTYPE, world.capacity(tokens), &world.adapters);
+        let (batch, mut workspace) = (world.batch(), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
         let x = Matrix::strided(&world.x[case.x_offset..], tokens, case.in_features(), case.x_stride()).unwrap();
         let y_cols = case.slices().iter().sum();
         let y = MatrixMut::strided(&mut buffer[case.y_offset..], tokens, y_cols, case.y_stride()).unwrap();
         match world.site {
             Site::Embedding(id) => {
-                LoraEmbedding::new(&world.model, id).add_delta(&world.token_ids, y, &weights, &batch).unwrap();
+                let layer = LoraEmbedding::new(&weights, id).unwrap();
+                layer.add_delta(&mut step, &world.token_ids, y).unwrap();
             }
-            Site::Linear(id) if self.apart => {
-                let (layer, mut workspace) = (LoraLinear::new(&world.model, id), Workspace::default());
-                layer.shrink(x, &weights, &batch, &mut workspace).unwrap();
-                layer.expand(y, &weights, &batch, &workspace).unwrap();
+            Site::Linear(id) => {
+                let layer = LoraLinear::new(&weights, id).unwrap();
+                if self.apart {
+                    layer.shrink(&mut step, x).unwrap();
+                    layer.expand(&mut step, y).unwrap();
+                } else if self.overwrites {
+                    layer.write_delta(&mut step, x, y).unwrap();
+                } else {
+                    layer.add_delta(&mut step, x, y).unwrap();
+                }
             }
-            Site::Linear(id) if self.overwrites => {
-                LoraLinear::new(&world.model, id).write_delta(x, y, &weights, &batch).unwrap();
-            }
-            Site::Linear(id) => LoraLinear::new(&world.model, id).add_delta(x, y, &weights, &batch).unwrap(),
         }
         buffer
     }
@@ -126,41 +127,74 @@ proptest! {
     }
 }
 
+fn model(spec: &mut ModelSpec, layer: Linear, tp: TpRank) -> (Model, LinearId) {
+    let id = spec.linear(layer).unwrap();
+    (spec.shard(tp).unwrap(), id)
+}
+
+fn layer() -> Linear {
+    Linear::new("m", Parallel::Column, 2).slice("q", 4)
+}
+
+fn capacity() -> Capacity {
+    Capacity::tokens(1).slots(1).rank(4)
+}
+
 /// A table is as wide as the model it was made for: a layer of another model would read past its adapters.
 #[test]
 fn weights_of_another_model_are_refused() {
-    let model = |path, parallel, rank| {
-        let mut model = ModelSpec::new(TpRank::new(rank, 2).unwrap());
-        let id = model.linear(Linear::new(path, parallel, 8).slice("q", 8)).unwrap();
-        (model, id)
+    let [first, second] = [0, 1].map(|rank| TpRank::new(rank, 2).unwrap());
+    let mut spec = ModelSpec::new();
+    let (own, id) = model(&mut spec, layer(), first);
+    let weights = table(&own, DType::F32, capacity(), &[]);
+    let (slots, mut workspace) = ([Slot::new(0)], Workspace::default());
+    let batch = Batch::new(&slots);
+    let mut add = |of: &Model, id| {
+        let (layer, mut y) = (LoraLinear::new(&table(of, DType::F32, capacity(), &[]), id).unwrap(), [7.0; 2]);
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let (x, y_matrix) = (Matrix::new(&[1.0; 2], 1, 2).unwrap(), MatrixMut::new(&mut y, 1, 2).unwrap());
+        let results = [layer.add_delta(&mut step, x, y_matrix), layer.shrink(&mut step, x)];
+        assert_eq!((&results[0], y), (&results[1], [7.0; 2]));
+        results[0].clone()
     };
-    let (table, own) = model("m", Parallel::Replicated, 0);
-    let weights = WeightTable::<f32>::new(&table, 1, 4);
-    let (x, slots) = ([1.0; 8], [Slot::new(0)]);
-    let launch = |(model, id): (ModelSpec, _), features| {
-        let (x, mut y) = (Matrix::new(&x[..features], 1, features).unwrap(), [0.0; 8]);
-        LoraLinear::new(&model, id).add_delta(x, MatrixMut::new(&mut y, 1, 8).unwrap(), &weights, &Batch::new(&slots))
-    };
-    assert_eq!(launch((table.clone(), own), 8), Ok(()));
-    assert_eq!(launch(model("m", Parallel::Row, 0), 4), Err(OperandError::Model));
-    assert_eq!(launch(model("n", Parallel::Replicated, 0), 8), Err(OperandError::Model));
-    assert_eq!(launch(model("m", Parallel::Replicated, 1), 8), Ok(()));
+    assert_eq!(add(&own, id), Ok(()));
+    assert_eq!(add(&spec.shard(first).unwrap(), id), Ok(()));
+    assert_eq!(add(&spec.shard(second).unwrap(), id), Err(OperandError::Model));
+    // Of the same description, before a layer was added to it and after.
+    let (grown, _) = model(&mut spec, Linear::new("n", Parallel::Replicated, 1).slice("q", 1), first);
+    assert_eq!(add(&grown, id), Err(OperandError::Model));
+    let (equal, other) = model(&mut ModelSpec::new(), layer(), first);
+    assert_eq!(add(&equal, other), Err(OperandError::Model));
+    assert_eq!(LoraLinear::new(&weights, other).unwrap_err(), PlanError::Foreign);
+}
+
+/// Operands are of the table's element type.
+#[test]
+fn operands_of_another_type_are_refused() {
+    let (model, id) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
+    let weights = table(&model, DType::BF16, capacity(), &[]);
+    let (layer, batch, mut workspace) =
+        (LoraLinear::new(&weights, id).unwrap(), Batch::new(&[Slot::BASE]), Workspace::default());
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let mut y = [7.0_f32; 4];
+    let (x, y_matrix) = (Matrix::new(&[1.0_f32; 2], 1, 2).unwrap(), MatrixMut::new(&mut y, 1, 4).unwrap());
+    let refused = layer.write_delta(&mut step, x, y_matrix);
+    assert_eq!(refused, Err(OperandError::DType { operand: "x", got: DType::F32, want: DType::BF16 }));
+    assert_eq!(y, [7.0; 4]);
 }
 
 /// The same shapes, but another rank's part of the whole.
 #[test]
 fn an_adapter_planned_for_another_rank_is_refused() {
-    let model = |rank| {
-        let mut model = ModelSpec::new(TpRank::new(rank, 2).unwrap());
-        model.linear(Linear::new("m", Parallel::Column, 2).slice("q", 4)).unwrap();
-        model
-    };
+    let mut spec = ModelSpec::new();
+    spec.linear(layer()).unwrap();
+    let [first, second] = [0, 1].map(|rank| spec.shard(TpRank::new(rank, 2).unwrap()).unwrap());
     let tensor = |shape: [usize; 2]| Tensor::new(DType::F32, shape, vec![0; shape[0] * shape[1] * 4]).unwrap();
     let tensors = [("m.q.lora_A.weight", tensor([1, 2])), ("m.q.lora_B.weight", tensor([4, 1]))];
     let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
     let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap();
-    let mut weights = WeightTable::<f32>::new(&model(0), 1, 4);
-    let error = weights.load(Slot::new(0), &adapter.plan(&model(1), DType::F32).unwrap()).unwrap_err();
-    assert!(matches!(error, AdapterError::Slot(SlotError::Model)), "{error}");
-    weights.load(Slot::new(0), &adapter.plan(&model(0), DType::F32).unwrap()).unwrap();
+    let weights = table(&first, DType::F32, capacity(), std::slice::from_ref(&adapter));
+    let error = weights.load(Slot::new(0), &adapter.plan(&second, DType::F32).unwrap()).unwrap_err();
+    assert!(matches!(error, LoadError::Slot(SlotError::Model)), "{error}");
+    assert!(weights.get(Slot::new(0)).is_some());
 }

@@ -3,22 +3,17 @@
 
 use aril::{
     DType,
-    model::{Experts, Halves, Linear, LinearId, MAX_RANK, ModelSpec, Parallel, TpRank},
+    model::{Experts, Halves, Linear, MAX_RANK, ModelSpec, Parallel, TpRank},
     plan::{Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError},
 };
 use proptest::prelude::*;
 
-fn model(in_features: usize, slices: &[usize]) -> (ModelSpec, LinearId) {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
+fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+    let mut spec = ModelSpec::new();
     let layer = Linear::new("layer", Parallel::Replicated, in_features);
     let layer = slices.iter().enumerate().fold(layer, |layer, (i, &out)| layer.slice(format!("m{i}"), out));
-    let id = model.linear(layer).unwrap();
-    (model, id)
-}
-
-fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
-    let (model, id) = model(in_features, slices);
-    LinearPlan::new(&model[id], dtype, capacity)
+    let id = spec.linear(layer).unwrap();
+    LinearPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], dtype, capacity)
 }
 
 /// Tokens that fill a tile, in an operation on so many.
@@ -27,11 +22,8 @@ fn tokens_per_tile(num_tokens: usize) -> usize {
 }
 
 fn capacities() -> impl Strategy<Value = Capacity> {
-    (1..=5000_usize, 1..=MAX_SLOTS, 1..=MAX_RANK).prop_map(|(max_tokens, num_slots, max_rank)| Capacity {
-        max_tokens,
-        num_slots,
-        max_rank,
-    })
+    (1..=5000_usize, 1..=MAX_SLOTS, 1..=MAX_RANK)
+        .prop_map(|(max_tokens, num_slots, max_rank)| Capacity::tokens(max_tokens).slots(num_slots).rank(max_rank))
 }
 
 proptest! {
@@ -40,7 +32,7 @@ proptest! {
     fn max_tiles_bounds_every_spread(tokens in prop::collection::vec(0..100_usize, 1..40)) {
         let num_tokens = tokens.iter().sum();
         let per_tile = tokens_per_tile(num_tokens);
-        let capacity = Capacity { max_tokens: 4000, num_slots: (tokens.len() - 1).max(1), max_rank: 8 };
+        let capacity = Capacity::tokens(4000).slots((tokens.len() - 1).max(1)).rank(8);
         // The last are those without a slot.
         let tiles: usize = tokens.iter().map(|tokens| tokens.div_ceil(per_tile)).sum();
         prop_assert!(tiles <= capacity.max_tiles(num_tokens), "{tiles} > {}", capacity.max_tiles(num_tokens));
@@ -51,7 +43,7 @@ proptest! {
     fn max_tiles_is_reached(num_tokens in 1..5000_usize, num_slots in 1..300_usize) {
         let slots = (num_slots + 1).min(num_tokens);
         let worst = slots - 1 + (num_tokens - (slots - 1)).div_ceil(tokens_per_tile(num_tokens));
-        let capacity = Capacity { max_tokens: 5000, num_slots, max_rank: 8 };
+        let capacity = Capacity::tokens(5000).slots(num_slots).rank(8);
         prop_assert_eq!(capacity.max_tiles(num_tokens), worst);
     }
 
@@ -78,8 +70,8 @@ proptest! {
     ) {
         let bytes = |capacity| plan(in_features, &[64], dtype, capacity).unwrap().workspace_bytes();
         let Capacity { max_tokens, max_rank, .. } = capacity;
-        let more_tokens = Capacity { max_tokens: max_tokens + 1, ..capacity };
-        let larger_ranks = Capacity { max_rank: (max_rank + 1).min(MAX_RANK), ..capacity };
+        let more_tokens = Capacity::tokens(max_tokens + 1).slots(capacity.num_slots).rank(capacity.max_rank);
+        let larger_ranks = capacity.rank((max_rank + 1).min(MAX_RANK));
         for larger in [more_tokens, larger_ranks] {
             prop_assert_eq!(bytes(capacity).max(bytes(larger)), bytes(larger), "{:?} needs less", larger);
         }
@@ -92,7 +84,7 @@ proptest! {
         max_tokens in 1..400_usize, top_k in 1..=10_usize, max_rank in 1..=MAX_RANK,
         hidden in 1..9000_usize, inter in 1..9000_usize,
     ) {
-        let plan = experts(hidden, inter, Capacity { max_tokens, num_slots: 3, max_rank }, top_k).unwrap();
+        let plan = experts(hidden, inter, Capacity::tokens(max_tokens).slots(3).rank(max_rank), top_k).unwrap();
         let ranks = max_rank.next_multiple_of(8);
         for (num_tokens, top_k) in [(max_tokens, top_k), (max_tokens / 2, top_k), (max_tokens, 1), (0, 1)] {
             // gate_up, where tokens may share sums, and down.
@@ -118,18 +110,18 @@ proptest! {
 }
 
 fn experts(hidden: usize, inter: usize, capacity: Capacity, top_k: usize) -> Result<ExpertsPlan, PlanError> {
-    plan_experts(Experts::new("experts", 4, hidden, inter), DType::BF16, capacity, top_k)
+    plan_experts(Experts::new("experts", 4, hidden, inter).top_k(top_k), DType::BF16, capacity)
 }
 
-fn plan_experts(experts: Experts, dtype: DType, capacity: Capacity, top_k: usize) -> Result<ExpertsPlan, PlanError> {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    let id = model.experts(experts).unwrap();
-    ExpertsPlan::new(&model[id], dtype, capacity, top_k)
+fn plan_experts(experts: Experts, dtype: DType, capacity: Capacity) -> Result<ExpertsPlan, PlanError> {
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(experts).unwrap();
+    ExpertsPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], dtype, capacity)
 }
 
 #[test]
 fn ranks_that_experts_cannot_have_are_refused_by_name() {
-    let capacity = |max_rank| Capacity { max_tokens: 1, num_slots: 1, max_rank };
+    let capacity = |max_rank| Capacity::tokens(1).slots(1).rank(max_rank);
     assert!(experts(8, 8, capacity(MAX_RANK), 1).is_ok());
     let refused = experts(8, 8, capacity(MAX_RANK + 1), 1);
     let (value, max) = (MAX_RANK + 1, MAX_RANK);
@@ -140,33 +132,33 @@ fn ranks_that_experts_cannot_have_are_refused_by_name() {
 
 #[test]
 fn bounds_outside_the_limits_are_refused_by_name() {
-    let good = Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 };
+    let good = Capacity::tokens(1).slots(1).rank(1);
     let refused = |capacity: Capacity| match capacity.checked() {
         Err(PlanError::Limit { what, value, max }) => (what, value, max),
         other => panic!("{other:?}"),
     };
     assert_eq!(good.checked(), Ok(good));
-    let largest = Capacity { max_tokens: 1 << 20, num_slots: MAX_SLOTS, max_rank: MAX_RANK };
+    let largest = Capacity::tokens(1 << 20).slots(MAX_SLOTS).rank(MAX_RANK);
     assert_eq!(largest.checked(), Ok(largest));
     for value in [0, MAX_SLOTS + 1] {
-        assert_eq!(refused(Capacity { num_slots: value, ..good }), ("num_slots", value, MAX_SLOTS));
+        assert_eq!(refused(good.slots(value)), ("num_slots", value, MAX_SLOTS));
     }
     for value in [0, MAX_RANK + 1] {
-        assert_eq!(refused(Capacity { max_rank: value, ..good }), ("max_rank", value, MAX_RANK));
+        assert_eq!(refused(good.rank(value)), ("max_rank", value, MAX_RANK));
     }
     for value in [0, usize::MAX] {
-        let (what, got, max) = refused(Capacity { max_tokens: value, ..good });
+        let (what, got, max) = refused(Capacity::tokens(value).slots(good.num_slots).rank(good.max_rank));
         assert_eq!((what, got), ("max_tokens", value));
         // The next larger bound would not be counted by an `i32` any more.
-        assert!(Capacity { max_tokens: max, ..good }.checked().is_ok());
-        assert_eq!(refused(Capacity { max_tokens: max + 1, ..good }).0, "max_tokens");
+        assert!(Capacity::tokens(max).slots(good.num_slots).rank(good.max_rank).checked().is_ok());
+        assert_eq!(refused(Capacity::tokens(max + 1).slots(good.num_slots).rank(good.max_rank)).0, "max_tokens");
     }
 }
 
 #[test]
 fn layers_too_large_for_a_grid_are_refused_by_name() {
     let plan = |max_tokens, in_features, slices: &[usize]| {
-        let capacity = Capacity { max_tokens, num_slots: 1, max_rank: 1 };
+        let capacity = Capacity::tokens(max_tokens).slots(1).rank(1);
         plan(in_features, slices, DType::BF16, capacity).map(|_| ())
     };
     let refused =
@@ -184,12 +176,12 @@ fn layers_too_large_for_a_grid_are_refused_by_name() {
 
 #[test]
 fn a_plan_says_what_it_will_launch() {
-    let decode = Capacity { max_tokens: 64, num_slots: 32, max_rank: 16 };
-    let prefill = Capacity { max_tokens: 8192, num_slots: 4, max_rank: 64 };
+    let decode = Capacity::tokens(64).slots(32).rank(16);
+    let prefill = Capacity::tokens(8192).slots(4).rank(64);
     let plans = [
         plan(4096, &[4096, 1024, 1024], DType::BF16, decode),
         plan(4096, &[4096, 1024, 1024], DType::BF16, prefill),
-        plan(100, &[7], DType::F32, Capacity { max_tokens: 1, num_slots: 1, max_rank: 1 }),
+        plan(100, &[7], DType::F32, Capacity::tokens(1).slots(1).rank(1)),
     ];
     let shown: Vec<String> = plans.into_iter().map(|plan| plan.unwrap().to_string()).collect();
     assert_eq!(
@@ -209,8 +201,8 @@ fn a_plan_says_what_it_will_launch() {
 #[test]
 fn a_plan_of_experts_says_how_many_launches_there_are() {
     let launches = |dtype, halves, max_tokens, max_rank| {
-        let capacity = Capacity { max_tokens, num_slots: 4, max_rank };
-        let plan = plan_experts(Experts::new("experts", 4, 64, 32).halves(halves), dtype, capacity, 8).unwrap();
+        let capacity = Capacity::tokens(max_tokens).slots(4).rank(max_rank);
+        let plan = plan_experts(Experts::new("experts", 4, 64, 32).top_k(8).halves(halves), dtype, capacity).unwrap();
         plan.to_string().split(", ").find(|part| part.starts_with("three")).map(str::to_owned)
     };
     let (bf16, f32) = (DType::BF16, DType::F32);

@@ -22,7 +22,7 @@ fn the_table_of_operations_is_that_of_the_code() {
     let archs: Vec<String> = archs().split(';').map(|arch| format!("sm_{arch}")).collect();
     let archs = archs.join(", ");
     let max_experts = 1024;
-    let checked = |num_experts| RouteCapacity { max_tokens: 1, top_k: 1, num_experts }.checked();
+    let checked = |num_experts| RouteCapacity::tokens(1).top_k(1).experts(num_experts).checked();
     assert!(checked(max_experts).is_ok() && checked(max_experts + 1).is_err());
     let operations = [
         (format!("linear, up to {MAX_SLICES} fused modules"), MAX_RANK, String::new()),

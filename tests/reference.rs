@@ -10,8 +10,9 @@
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{Activation, Halves, Linear, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
     reference::{
         Delta, Factors, embedding,
         experts::{activation, columns, combine},
@@ -263,14 +264,19 @@ fn shard(problem: &Problem, parallel: Parallel, rank: usize, size: usize, x: &[f
     let config = format!(r#"{{"peft_type": "LORA", "r": {0}, "lora_alpha": {0}}}"#, problem.rank);
     let adapter = Adapter::from_tensors(&config, tensors).unwrap();
 
-    let mut model = ModelSpec::new(TpRank::new(rank, size).unwrap());
+    let mut spec = ModelSpec::new();
     let whole_in = problem.a.len() / problem.rank;
-    let id = model.linear(Linear::new("m", parallel, whole_in).slice("o", problem.out_features())).unwrap();
-    let mut weights = WeightTable::<f32>::new(&model, 1, problem.rank);
-    weights.load(Slot::new(0), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+    let id = spec.linear(Linear::new("m", parallel, whole_in).slice("o", problem.out_features())).unwrap();
+    let model = spec.shard(TpRank::new(rank, size).unwrap()).unwrap();
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let capacity = Capacity::tokens(1).slots(1).rank(problem.rank);
+    let weights = WeightTable::new(&model, DType::F32, capacity, image.bytes()).unwrap();
+    let slots = [weights.load(Slot::new(0), &image).unwrap().slot()];
     let mut y = vec![0.0; model[id].out_features()];
     let (x, columns) = (narrow(x), y.len());
     let (x, y_matrix) = (Matrix::new(&x, 1, x.len()).unwrap(), MatrixMut::new(&mut y, 1, columns).unwrap());
-    LoraLinear::new(&model, id).add_delta(x, y_matrix, &weights, &Batch::new(&[Slot::new(0)])).unwrap();
+    let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    LoraLinear::new(&weights, id).unwrap().add_delta(&mut step, x, y_matrix).unwrap();
     y.into_iter().map(f64::from).collect()
 }

@@ -10,7 +10,8 @@ use std::{
 
 use aril::{
     Slot,
-    model::{Experts, ExpertsId, Halves, ModelSpec, TpRank},
+    model::{self, Experts, ExpertsId, Halves, ModelSpec, TpRank},
+    plan::Capacity,
     reference::{self, Factors},
 };
 use half::bf16;
@@ -127,11 +128,16 @@ impl ExpertsWorkload {
     }
 
     /// A model of these experts alone.
-    pub fn model_spec(&self) -> Result<(ModelSpec, ExpertsId)> {
-        let Shape { hidden, inter, num_experts, halves, .. } = self.shape;
-        let mut model = ModelSpec::new(TpRank::SINGLE);
-        let id = model.experts(Experts::new("experts", num_experts, hidden, inter).halves(halves))?;
-        Ok((model, id))
+    pub fn model(&self) -> Result<(model::Model, ExpertsId)> {
+        let Shape { hidden, inter, num_experts, top_k, halves } = self.shape;
+        let mut spec = ModelSpec::new();
+        let id = spec.experts(Experts::new("experts", num_experts, hidden, inter).top_k(top_k).halves(halves))?;
+        Ok((spec.shard(TpRank::SINGLE)?, id))
+    }
+
+    /// The tightest bounds on its batch.
+    pub fn capacity(&self) -> Capacity {
+        Capacity::tokens(self.num_tokens()).slots(self.adapters.len()).rank(self.max_rank())
     }
 
     /// The experts of each token, `[tokens, top_k]`, in one choice of the router.

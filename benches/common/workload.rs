@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use aril::{
     Slot,
-    model::{EmbeddingId, Linear, LinearId, ModelSpec, Parallel, TpRank},
+    model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -185,19 +186,24 @@ impl Workload {
     }
 
     /// A model of this linear layer alone.
-    pub fn model_spec(&self) -> Result<(ModelSpec, LinearId)> {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
+    pub fn linear_model(&self) -> Result<(Model, LinearId)> {
+        let mut spec = ModelSpec::new();
         let layer = Linear::new("", Parallel::Replicated, self.in_features);
         let slices = self.out_slices.iter().enumerate();
-        let id = model.linear(slices.fold(layer, |layer, (i, &out)| layer.slice(format!("slice{i}"), out)))?;
-        Ok((model, id))
+        let id = spec.linear(slices.fold(layer, |layer, (i, &out)| layer.slice(format!("slice{i}"), out)))?;
+        Ok((spec.shard(TpRank::SINGLE)?, id))
     }
 
     /// A model of this embedding alone.
-    pub fn embedding_spec(&self) -> Result<(ModelSpec, EmbeddingId)> {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
-        let id = model.embedding("slice0", self.in_features, self.out_features())?;
-        Ok((model, id))
+    pub fn embedding_model(&self) -> Result<(Model, EmbeddingId)> {
+        let mut spec = ModelSpec::new();
+        let id = spec.embedding("slice0", self.in_features, self.out_features())?;
+        Ok((spec.shard(TpRank::SINGLE)?, id))
+    }
+
+    /// The tightest bounds on its batch.
+    pub fn capacity(&self) -> Capacity {
+        Capacity::tokens(self.num_tokens()).slots(self.num_slots()).rank(self.max_rank())
     }
 
     /// The slots of the tokens that have one.

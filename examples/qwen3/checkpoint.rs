@@ -17,7 +17,7 @@ use aril::{
         Adapter, ImageEntry, Module, ModuleKind,
         layout::{B, LinearA},
     },
-    model::{ExpertsId, ModelSpec, ProjectionSite},
+    model::{ExpertsId, Model, ProjectionSite},
 };
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -192,11 +192,11 @@ impl<'a> Weights<'a> {
     }
 
     /// These with `scale · scaling · B A` added in `f32` to every module that the adapter has.
-    pub(crate) fn merged(self, adapter: &'a Adapter, spec: &ModelSpec, scale: f32) -> Result<Self> {
+    pub(crate) fn merged(self, adapter: &'a Adapter, model: &Model, scale: f32) -> Result<Self> {
         let modules = adapter.modules();
         let of_experts = |path: &str| path.split('.').any(|name| name == "experts");
         let unmerged = modules.iter().map(Module::path).filter(|path| !of_experts(path)).collect();
-        Ok(Self { modules, unmerged, factors: Some(Factors::new(adapter, spec)?), scale, ..self })
+        Ok(Self { modules, unmerged, factors: Some(Factors::new(adapter, model)?), scale, ..self })
     }
 
     /// The weight `[out, in]` of a linear module, or `[vocab, hidden]` of an embedding.
@@ -234,12 +234,12 @@ impl<'a> Weights<'a> {
         &mut self,
         path: &str,
         projection: ExpertsProjection<'_>,
-        spec: &ModelSpec,
+        model: &Model,
         id: ExpertsId,
     ) -> Result<(ExpertsShape, ExpertWeights<T>)> {
-        let site = projection.site(spec, id);
+        let site = projection.site(model, id);
         let (in_features, out_features) = (site.in_features(), site.out_features());
-        let experts = spec[id].num_experts();
+        let experts = model[id].num_experts();
         let shape = ExpertsShape { experts, out_features, in_features };
         let rows = out_features / projection.modules.len();
         let modules: Vec<String> = (0..experts)
@@ -341,8 +341,8 @@ impl ExpertsProjection<'_> {
     pub(crate) const GATE_UP: Self = Self { modules: &["gate_proj", "up_proj"], fused: "gate_up_proj", is_down: false };
     pub(crate) const DOWN: Self = Self { modules: &["down_proj"], fused: "down_proj", is_down: true };
 
-    fn site(self, spec: &ModelSpec, id: ExpertsId) -> &ProjectionSite {
-        if self.is_down { spec[id].down() } else { spec[id].gate_up() }
+    fn site(self, model: &Model, id: ExpertsId) -> &ProjectionSite {
+        if self.is_down { model[id].down() } else { model[id].gate_up() }
     }
 }
 
@@ -355,8 +355,8 @@ struct Factors {
 }
 
 impl Factors {
-    fn new(adapter: &Adapter, spec: &ModelSpec) -> Result<Self> {
-        let image = adapter.plan(spec, DType::F32)?;
+    fn new(adapter: &Adapter, model: &Model) -> Result<Self> {
+        let image = adapter.plan(model, DType::F32)?;
         let mut block = vec![0.0; image.bytes() / size_of::<f32>()];
         image.write_to(bytemuck::cast_slice_mut(&mut block))?;
         Ok(Self { block, entries: image.entries().iter().map(|entry| (entry.entry, *entry)).collect() })

@@ -12,7 +12,8 @@ use aril::{
     Element, Slot,
     adapter::SlotImage,
     cpu,
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, ModelSpec},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
+    plan::{Capacity, RouteCapacity},
     routing::{Batch, TopK},
 };
 use rayon::prelude::*;
@@ -20,7 +21,7 @@ use rayon::prelude::*;
 use self::experts::Routes;
 use crate::{
     config::Heads,
-    device::{Cache, Capacity, Device, Places, Rope},
+    device::{Cache, Device, Places, Rope},
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
@@ -93,102 +94,108 @@ impl<T: Element> Device for Cpu<T> {
         Ok(values.to_vec())
     }
 
-    type Adapters = cpu::WeightTable<T>;
+    type Adapters = cpu::WeightTable;
     type LoraLinear = cpu::LoraLinear;
     type LoraEmbedding = cpu::LoraEmbedding;
     type LoraExperts = cpu::LoraExperts;
-    type Routing = ();
-    type Routed<'a> = Batch<'a>;
+    type Buffers = cpu::Workspace;
+    type LoraStep<'a> = cpu::Step<'a>;
     type Grouping = ();
-    type Grouped<'a> = (TopK<'a>, Batch<'a>);
+    type Grouped<'a> = TopK<'a>;
 
-    fn adapters(&self, model: &ModelSpec, capacity: Capacity, _: &[SlotImage<'_>]) -> Result<Self::Adapters> {
-        Ok(cpu::WeightTable::new(model, capacity.slots, capacity.rank))
+    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<cpu::WeightTable> {
+        let arena_bytes = images.iter().map(SlotImage::bytes).sum();
+        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, arena_bytes)?)
     }
 
     fn load(
         &self,
-        adapters: &mut Self::Adapters,
+        adapters: &cpu::WeightTable,
         slot: Slot,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<()> {
-        Ok(adapters.load_with_progress(slot, image, progress)?)
-    }
-
-    fn lora_linear(&self, model: &ModelSpec, id: LinearId, _: Capacity) -> Result<cpu::LoraLinear> {
-        Ok(cpu::LoraLinear::new(model, id))
-    }
-
-    fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, _: Capacity) -> Result<cpu::LoraEmbedding> {
-        Ok(cpu::LoraEmbedding::new(model, id))
-    }
-
-    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, _: Capacity) -> Result<cpu::LoraExperts> {
-        Ok(cpu::LoraExperts::new(model, id))
-    }
-
-    fn routing(&self, _: Capacity) -> Result<()> {
+        adapters.load_with_progress(slot, image, progress)?;
         Ok(())
     }
 
-    fn route<'a>(&self, (): &'a mut (), slots: &'a [Slot], scales: &'a [f32]) -> Result<Batch<'a>> {
-        Ok(Batch::new(slots).with_scales(scales)?)
+    fn lora_linear(&self, adapters: &cpu::WeightTable, id: LinearId) -> Result<cpu::LoraLinear> {
+        Ok(cpu::LoraLinear::new(adapters, id)?)
+    }
+
+    fn lora_embedding(&self, adapters: &cpu::WeightTable, id: EmbeddingId) -> Result<cpu::LoraEmbedding> {
+        Ok(cpu::LoraEmbedding::new(adapters, id)?)
+    }
+
+    fn lora_experts(&self, adapters: &cpu::WeightTable, id: ExpertsId) -> Result<cpu::LoraExperts> {
+        Ok(cpu::LoraExperts::new(adapters, id)?)
+    }
+
+    fn buffers(&self, _: Capacity) -> Result<cpu::Workspace> {
+        Ok(cpu::Workspace::default())
+    }
+
+    fn lora_step<'a>(
+        &self,
+        adapters: &'a cpu::WeightTable,
+        workspace: &'a mut cpu::Workspace,
+        slots: &'a [Slot],
+        scales: &'a [f32],
+    ) -> Result<cpu::Step<'a>> {
+        Ok(adapters.step(&Batch::new(slots).with_scales(scales)?, workspace)?)
     }
 
     fn add_delta(
         &self,
         layer: &cpu::LoraLinear,
+        step: &mut cpu::Step<'_>,
         x: &Tensor<T>,
         y: &mut Tensor<T>,
-        adapters: &Self::Adapters,
-        batch: &Batch<'_>,
     ) -> Result<()> {
-        Ok(layer.add_delta(x.view()?, y.view_mut()?, adapters, batch)?)
+        Ok(layer.add_delta(step, x.view()?, y.view_mut()?)?)
     }
 
     fn add_embedding_delta(
         &self,
         layer: &cpu::LoraEmbedding,
+        step: &mut cpu::Step<'_>,
         ids: &Vec<u32>,
         y: &mut Tensor<T>,
-        adapters: &Self::Adapters,
-        batch: &Batch<'_>,
     ) -> Result<()> {
-        Ok(layer.add_delta(bytemuck::cast_slice(ids), y.view_mut()?, adapters, batch)?)
+        Ok(layer.add_delta(step, bytemuck::cast_slice(ids), y.view_mut()?)?)
     }
 
-    fn grouping(&self, _: Capacity) -> Result<()> {
+    fn grouping(&self, _: RouteCapacity) -> Result<()> {
         Ok(())
     }
 
-    fn group<'a>(&self, (): &'a mut (), routes: &'a Routes, batch: &'a Batch<'_>) -> Result<Self::Grouped<'a>> {
-        Ok((routes.top_k()?, *batch))
+    fn group<'a>(&self, (): &'a mut (), _: &cpu::Step<'_>, routes: &'a Routes) -> Result<TopK<'a>> {
+        routes.top_k()
     }
 
     fn activate(
         &self,
         layer: &cpu::LoraExperts,
+        step: &mut cpu::Step<'_>,
+        top_k: &TopK<'_>,
         x: &Tensor<T>,
         gate_up: Tensor<T>,
-        (top_k, batch): &Self::Grouped<'_>,
-        adapters: &Self::Adapters,
     ) -> Result<Tensor<T>> {
         let mut out = self.zeros(gate_up.rows(), gate_up.cols / 2)?;
-        layer.activate(x.view()?, gate_up.view()?, out.view_mut()?, Activation::Silu, top_k, adapters, batch)?;
+        layer.activate(step, top_k, x.view()?, gate_up.view()?, out.view_mut()?, Activation::Silu)?;
         Ok(out)
     }
 
     fn combine(
         &self,
         layer: &cpu::LoraExperts,
+        step: &mut cpu::Step<'_>,
+        top_k: &TopK<'_>,
         x: &Tensor<T>,
         down: Tensor<T>,
-        (top_k, batch): &Self::Grouped<'_>,
-        adapters: &Self::Adapters,
     ) -> Result<Tensor<T>> {
         let mut out = self.zeros(top_k.num_tokens(), down.cols)?;
-        layer.combine(x.view()?, down.view()?, out.view_mut()?, top_k, adapters, batch)?;
+        layer.combine(step, top_k, x.view()?, down.view()?, out.view_mut()?)?;
         Ok(out)
     }
 

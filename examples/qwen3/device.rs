@@ -11,7 +11,8 @@ use std::ops::Range;
 use aril::{
     Element, Slot,
     adapter::SlotImage,
-    model::{EmbeddingId, ExpertsId, LinearId, ModelSpec},
+    model::{EmbeddingId, ExpertsId, LinearId, Model},
+    plan::{Capacity, RouteCapacity},
 };
 
 use crate::{
@@ -19,21 +20,6 @@ use crate::{
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
-
-/// Upper bounds of a run, which fix every buffer of the multi-LoRA operations.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Capacity {
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU has no buffers to size"))]
-    pub(crate) tokens: usize,
-    pub(crate) slots: usize,
-    pub(crate) rank: usize,
-    /// Of a layer.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU has no buffers to size"))]
-    pub(crate) experts: usize,
-    /// Experts of a token.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU has no buffers to size"))]
-    pub(crate) top_k: usize,
-}
 
 /// The keys and values of one layer: `[rows, kv_features]` each, where every sequence has consecutive rows of its own.
 pub(crate) struct Cache<D: Device> {
@@ -84,61 +70,61 @@ pub(crate) trait Device: Sized {
     type LoraEmbedding;
     /// `aril::{cpu, cuda}::LoraExperts`.
     type LoraExperts;
-    /// What holds a step's routing on the device.
-    type Routing;
-    /// Which adapter each token of a step has.
-    type Routed<'a>;
+    /// The memory of a step: its routing on the device, and the workspace of the operations.
+    type Buffers;
+    /// `aril::{cpu, cuda}::Step`: which adapter each token of a step has.
+    type LoraStep<'a>;
     /// What holds a layer's routes on the device, grouped by expert and adapter.
     type Grouping;
     /// The routes of a layer and the adapters of their tokens.
     type Grouped<'a>;
 
     /// A table with room for these, not loaded yet.
-    fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
+    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
     /// Loads an adapter into a slot, and says how many of its bytes are done.
     fn load(
         &self,
-        adapters: &mut Self::Adapters,
+        adapters: &Self::Adapters,
         slot: Slot,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<()>;
-    fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<Self::LoraLinear>;
-    fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<Self::LoraEmbedding>;
-    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, capacity: Capacity) -> Result<Self::LoraExperts>;
-    fn routing(&self, capacity: Capacity) -> Result<Self::Routing>;
+    fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
+    fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
+    fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
+    /// Buffers for steps within the capacity, on any layer that was made before.
+    fn buffers(&self, capacity: Capacity) -> Result<Self::Buffers>;
     /// Takes one slot, and one factor on its adapter's scaling, per token.
-    fn route<'a>(
+    fn lora_step<'a>(
         &self,
-        routing: &'a mut Self::Routing,
+        adapters: &'a Self::Adapters,
+        buffers: &'a mut Self::Buffers,
         slots: &'a [Slot],
         scales: &'a [f32],
-    ) -> Result<Self::Routed<'a>>;
+    ) -> Result<Self::LoraStep<'a>>;
     /// `y[t] += scale · scaling · B (A x[t])`, rounded once.
     fn add_delta(
         &self,
         layer: &Self::LoraLinear,
+        step: &mut Self::LoraStep<'_>,
         x: &Self::Tensor,
         y: &mut Self::Tensor,
-        adapters: &Self::Adapters,
-        batch: &Self::Routed<'_>,
     ) -> Result<()>;
     /// `y[t] += scale · scaling · B A[:, ids[t]]`, rounded once.
     fn add_embedding_delta(
         &self,
         layer: &Self::LoraEmbedding,
+        step: &mut Self::LoraStep<'_>,
         ids: &Self::Indices,
         y: &mut Self::Tensor,
-        adapters: &Self::Adapters,
-        batch: &Self::Routed<'_>,
     ) -> Result<()>;
-    fn grouping(&self, capacity: Capacity) -> Result<Self::Grouping>;
+    fn grouping(&self, capacity: RouteCapacity) -> Result<Self::Grouping>;
     /// Takes what a layer's router chose.
     fn group<'a>(
         &self,
         grouping: &'a mut Self::Grouping,
+        step: &Self::LoraStep<'_>,
         routes: &'a Self::Routes,
-        batch: &'a Self::Routed<'_>,
     ) -> Result<Self::Grouped<'a>>;
     /// `silu(gate) · up` of every route, where gate and up are the base's of `gate_up` and what its token's adapter adds:
     /// `scale · scaling · B (A x[t])` of its expert. Rounded once, by an operation of the library that does all of it; but where the
@@ -146,20 +132,20 @@ pub(crate) trait Device: Sized {
     fn activate(
         &self,
         layer: &Self::LoraExperts,
+        step: &mut Self::LoraStep<'_>,
+        routes: &Self::Grouped<'_>,
         x: &Self::Tensor,
         gate_up: Self::Tensor,
-        routes: &Self::Grouped<'_>,
-        adapters: &Self::Adapters,
     ) -> Result<Self::Tensor>;
     /// The sum over a token's routes of what each weighs times the base's `down` and what its token's adapter adds:
     /// `scale · scaling · B (A x[route])` of its expert. Rounded once, but where the GPU has many routes, also where the delta is added.
     fn combine(
         &self,
         layer: &Self::LoraExperts,
+        step: &mut Self::LoraStep<'_>,
+        routes: &Self::Grouped<'_>,
         x: &Self::Tensor,
         down: Self::Tensor,
-        routes: &Self::Grouped<'_>,
-        adapters: &Self::Adapters,
     ) -> Result<Self::Tensor>;
 
     // ---- The model: the example's own.

@@ -3,8 +3,8 @@
 //! Each stands right behind the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k, v in
 //! one; o; gate, up in one; down), and the language-model head. Where a layer has experts, they stand in the place of the
 //! activation and of the combine (or, of many routes on the GPU, before these), behind two grouped GEMMs that may be of any base.
-//! They all take the same [`Routed`](Device::Routed) batch, made once per step from one slot per token; only the head, which sees
-//! just the sampled rows, has a batch of its own. Nothing else in the forward knows that there are adapters.
+//! They all take the same [`LoraStep`](Device::LoraStep), made once per step from one slot per token; only the head, which sees
+//! just the sampled rows, has one of its own. Nothing else in the forward knows that there are adapters.
 
 use aril::{Element, Slot};
 
@@ -34,8 +34,8 @@ pub(crate) struct Step {
 pub(crate) struct Session<D: Device> {
     caches: Vec<Cache<D>>,
     rope: Rope<D>,
-    routing: D::Routing,
-    head_routing: D::Routing,
+    buffers: D::Buffers,
+    head_buffers: D::Buffers,
     /// Of one layer after the other.
     grouping: D::Grouping,
 }
@@ -43,15 +43,15 @@ pub(crate) struct Session<D: Device> {
 impl<D: Device> Model<'_, D> {
     /// Sets up a run of sequences that take `rows` rows of the cache together, the longest of them `positions`.
     pub(crate) fn session(&self, rows: usize, positions: usize) -> Result<Session<D>> {
-        let Self { device, config, capacity, .. } = self;
+        let Self { device, config, capacity, routes, .. } = self;
         let features = config.heads.kv_features();
         let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
         Ok(Session {
             caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
             rope: self.rope(positions)?,
-            routing: device.routing(*capacity)?,
-            head_routing: device.routing(*capacity)?,
-            grouping: device.grouping(*capacity)?,
+            buffers: device.buffers(*capacity)?,
+            head_buffers: device.buffers(*capacity)?,
+            grouping: device.grouping(*routes)?,
         })
     }
 
@@ -65,29 +65,29 @@ impl<D: Device> Model<'_, D> {
             first_rows: device.indices(&step.first_rows)?,
             rows: device.indices(&rows)?,
         };
-        let batch = device.route(&mut session.routing, &step.slots, &step.scales)?;
+        let mut lora = device.lora_step(&self.adapters, &mut session.buffers, &step.slots, &step.scales)?;
 
         let mut h = device.embed(&self.embed, &ids)?;
-        device.add_embedding_delta(&self.embed_lora, &ids, &mut h, &self.adapters, &batch)?;
+        device.add_embedding_delta(&self.embed_lora, &mut lora, &ids, &mut h)?;
 
         for (layer, cache) in self.layers.iter().zip(&mut session.caches) {
             let x = device.rms_norm(&h, &layer.input_norm, eps)?;
-            let mut qkv = self.linear(&x, &layer.qkv, &batch)?;
+            let mut qkv = self.linear(&x, &layer.qkv, &mut lora)?;
             device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
             device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
             device.rope(&mut qkv, heads.queries().start..heads.keys().end, &session.rope, &places)?;
             device.append(&qkv, heads, &places, cache)?;
             let x = device.attention(&qkv, heads, &places, cache)?;
-            let y = self.linear(&x, &layer.o, &batch)?;
+            let y = self.linear(&x, &layer.o, &mut lora)?;
             device.add(&mut h, &y)?;
 
             let x = device.rms_norm(&h, &layer.post_norm, eps)?;
             let y = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
-                    let gate_up = self.linear(&x, gate_up, &batch)?;
-                    self.linear(&device.silu_mul(&gate_up)?, down, &batch)?
+                    let gate_up = self.linear(&x, gate_up, &mut lora)?;
+                    self.linear(&device.silu_mul(&gate_up)?, down, &mut lora)?
                 }
-                Mlp::Sparse(experts) => self.experts(&x, experts, &mut session.grouping, &batch)?,
+                Mlp::Sparse(experts) => self.experts(&x, experts, &mut session.grouping, &mut lora)?,
             };
             device.add(&mut h, &y)?;
         }
@@ -95,18 +95,18 @@ impl<D: Device> Model<'_, D> {
         let sampled = step.sampled.iter().map(|&row| row as usize);
         let slots: Vec<Slot> = sampled.clone().map(|row| step.slots[row]).collect();
         let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
-        let batch = device.route(&mut session.head_routing, &slots, &scales)?;
+        let mut lora = device.lora_step(&self.adapters, &mut session.head_buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
         let x = device.rms_norm(&h, &self.norm, eps)?;
         let mut logits = device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
-        device.add_delta(&self.head_lora, &x, &mut logits, &self.adapters, &batch)?;
+        device.add_delta(&self.head_lora, &mut lora, &x, &mut logits)?;
         Ok(logits)
     }
 
     /// The base model's GEMM, then every token's adapter on top of it: all that multi-LoRA asks of a linear layer.
-    fn linear(&self, x: &D::Tensor, Linear { base, lora }: &Linear<D>, batch: &D::Routed<'_>) -> Result<D::Tensor> {
-        let mut y = self.device.gemm(x, base)?;
-        self.device.add_delta(lora, x, &mut y, &self.adapters, batch)?;
+    fn linear(&self, x: &D::Tensor, layer: &Linear<D>, step: &mut D::LoraStep<'_>) -> Result<D::Tensor> {
+        let mut y = self.device.gemm(x, &layer.base)?;
+        self.device.add_delta(&layer.lora, step, x, &mut y)?;
         Ok(y)
     }
 
@@ -117,16 +117,16 @@ impl<D: Device> Model<'_, D> {
         x: &D::Tensor,
         layer: &Experts<D>,
         grouping: &mut D::Grouping,
-        batch: &D::Routed<'_>,
+        step: &mut D::LoraStep<'_>,
     ) -> Result<D::Tensor> {
-        let Self { device, adapters, .. } = self;
+        let Self { device, .. } = self;
         let Experts { router, top_k, normalized, gate_up, down, lora } = layer;
         let routes = device.choose_experts(&device.gemm(x, router)?, *top_k, *normalized)?;
-        let grouped = device.group(grouping, &routes, batch)?;
+        let grouped = device.group(grouping, step, &routes)?;
         let gate_up = gate_up.run(device, &device.rows_of_routes(x, &routes)?, &routes)?;
-        let inter = device.activate(lora, x, gate_up, &grouped, adapters)?;
+        let inter = device.activate(lora, step, &grouped, x, gate_up)?;
         let down = down.run(device, &inter, &routes)?;
-        device.combine(lora, &inter, down, &grouped, adapters)
+        device.combine(lora, step, &grouped, &inter, down)
     }
 
     /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has them.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use aril::{DType, Element, Slot, adapter::Adapter, model::ModelSpec};
+use aril::{DType, Element, Slot, adapter::Adapter};
 use half::{bf16, f16};
 
 #[cfg(feature = "cuda")]
@@ -15,7 +15,7 @@ use crate::{
     device::Device,
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
-    model::{Model, Sites, describe},
+    model::{Described, Model, describe},
     report::{Moved, Row},
     requests::Request,
     verify::{Merge, Verdict, verify},
@@ -113,7 +113,7 @@ impl Job {
     fn compare<D: Device>(
         &self,
         device: &D,
-        described: &(ModelSpec, Sites),
+        described: &Described,
         sequences: &[Sequence<'_>],
         generations: &[Generation],
     ) -> Result<Vec<Moved>> {

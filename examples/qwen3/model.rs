@@ -3,13 +3,14 @@
 use aril::{
     Element, Slot,
     adapter::{Adapter, SlotImage},
-    model::{EmbeddingId, ExpertsId, LinearId, ModelSpec, Parallel, TpRank},
+    model::{self, EmbeddingId, ExpertsId, LinearId, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, RouteCapacity},
 };
 
 use crate::{
     checkpoint::{ExpertsProjection, Weights},
     config::{Config, Moe},
-    device::{Capacity, Device},
+    device::Device,
     error::{Context, Result},
     experts::GroupedGemm,
     report::progress,
@@ -20,6 +21,7 @@ pub(crate) struct Model<'d, D: Device> {
     pub(crate) device: &'d D,
     pub(crate) config: Config,
     pub(crate) capacity: Capacity,
+    pub(crate) routes: RouteCapacity,
     pub(crate) embed: D::Weight,
     pub(crate) embed_lora: D::LoraEmbedding,
     pub(crate) layers: Vec<Layer<D>>,
@@ -69,7 +71,7 @@ impl<'d, D: Device> Model<'d, D> {
     pub(crate) fn new<'a>(
         device: &'d D,
         config: &Config,
-        (spec, sites): &(ModelSpec, Sites),
+        Described { model, sites }: &Described,
         mut weights: Weights<'_>,
         adapters: impl IntoIterator<Item = (&'a str, &'a Adapter)>,
         tokens: usize,
@@ -77,16 +79,18 @@ impl<'d, D: Device> Model<'d, D> {
         let adapters: Vec<_> = adapters.into_iter().collect();
         let images = adapters
             .iter()
-            .map(|(name, adapter)| adapter.plan(spec, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
+            .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
         let images = images.collect::<Result<Vec<_>>>()?;
         let rank = images.iter().map(SlotImage::max_rank).max().unwrap_or(0).max(1);
         // The library's bounds are 1 at the least.
         let (experts, top_k) = config.moe.as_ref().map_or((1, 1), |moe| (moe.experts, moe.top_k));
-        let capacity = Capacity { tokens, slots: adapters.len().max(1), rank, experts, top_k };
+        let capacity = Capacity::tokens(tokens).slots(adapters.len().max(1)).rank(rank);
+        let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
+        let table = device.adapters(model, capacity, &images)?;
 
         let Config { vocab, hidden, .. } = *config;
         let embed = device.weight(vocab, hidden, weights.module(EMBED, vocab, hidden)?)?;
-        let mut builder = Builder { device, config, spec, capacity, weights: &mut weights };
+        let mut builder = Builder { device, config, model, adapters: &table, weights: &mut weights };
         let layers = sites.layers.iter().enumerate().map(|(layer, sites)| builder.layer(layer, sites));
         let layers = layers.collect::<Result<_>>()?;
         let norm = device.tensor(1, hidden, &weights.norm("model.norm", hidden)?)?;
@@ -104,34 +108,34 @@ impl<'d, D: Device> Model<'d, D> {
         }
         weights.finish()?;
 
-        let mut table = device.adapters(spec, capacity, &images)?;
         for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
             let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
             let progress = progress(name, image.bytes());
-            device.load(&mut table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
+            device.load(&table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
         }
 
         Ok(Self {
             device,
             config: config.clone(),
             capacity,
+            routes,
             embed,
-            embed_lora: device.lora_embedding(spec, sites.embed, capacity)?,
+            embed_lora: device.lora_embedding(&table, sites.embed)?,
             layers,
             norm,
             head,
-            head_lora: device.lora_linear(spec, sites.head, capacity)?,
+            head_lora: device.lora_linear(&table, sites.head)?,
             adapters: table,
         })
     }
 }
 
 /// What layers are built of.
-struct Builder<'a, 'w, D> {
+struct Builder<'a, 'w, D: Device> {
     device: &'a D,
     config: &'a Config,
-    spec: &'a ModelSpec,
-    capacity: Capacity,
+    model: &'a model::Model,
+    adapters: &'a D::Adapters,
     weights: &'a mut Weights<'w>,
 }
 
@@ -172,7 +176,7 @@ impl<D: Device> Builder<'_, '_, D> {
                     normalized: moe.normalized,
                     gate_up: self.experts(path, ExpertsProjection::GATE_UP, experts)?,
                     down: self.experts(path, ExpertsProjection::DOWN, experts)?,
-                    lora: self.device.lora_experts(self.spec, experts, self.capacity)?,
+                    lora: self.device.lora_experts(self.adapters, experts)?,
                 }))
             }
         }
@@ -184,7 +188,7 @@ impl<D: Device> Builder<'_, '_, D> {
         projection: ExpertsProjection<'_>,
         id: ExpertsId,
     ) -> Result<Box<dyn GroupedGemm<D>>> {
-        let (shape, weights) = self.weights.experts(&format!("{path}.experts"), projection, self.spec, id)?;
+        let (shape, weights) = self.weights.experts(&format!("{path}.experts"), projection, self.model, id)?;
         self.device.experts(shape, weights)
     }
 
@@ -194,7 +198,7 @@ impl<D: Device> Builder<'_, '_, D> {
             values.append(&mut self.weights.module(&format!("{path}.{module}"), out_features, in_features)?);
         }
         let base = self.device.weight(values.len() / in_features, in_features, values)?;
-        Ok(Linear { base, lora: self.device.lora_linear(self.spec, id, self.capacity)? })
+        Ok(Linear { base, lora: self.device.lora_linear(self.adapters, id)? })
     }
 
     fn norm(&mut self, path: String, len: usize) -> Result<D::Tensor> {
@@ -205,9 +209,16 @@ impl<D: Device> Builder<'_, '_, D> {
 const EMBED: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
 
-/// Where the adapted layers are in the [`ModelSpec`].
+/// What of the model adapters may change, and where it is.
 #[derive(Debug)]
-pub(crate) struct Sites {
+pub(crate) struct Described {
+    pub(crate) model: model::Model,
+    sites: Sites,
+}
+
+/// Where the adapted layers are in the [`model::Model`].
+#[derive(Debug)]
+struct Sites {
     embed: EmbeddingId,
     layers: Vec<LayerSites>,
     head: LinearId,
@@ -227,25 +238,25 @@ enum MlpSites {
 }
 
 /// Says which layers the engine adapts, and which of PEFT's modules are fused into them.
-pub(crate) fn describe(config: &Config) -> Result<(ModelSpec, Sites)> {
+pub(crate) fn describe(config: &Config) -> Result<Described> {
     use aril::model::{Experts, Linear};
 
     let Config { vocab, hidden, intermediate, heads, .. } = *config;
-    let mut spec = ModelSpec::new(TpRank::SINGLE);
+    let mut spec = ModelSpec::new();
     let embed = spec.embedding(EMBED, vocab, hidden)?;
     let mut layers = Vec::with_capacity(config.layers);
     for layer in 0..config.layers {
         let attention = format!("model.layers.{layer}.self_attn");
         let mlp = format!("model.layers.{layer}.mlp");
         let qkv = Linear::new(&attention, Parallel::Column, hidden)
-            .slice("q_proj", heads.query_features())
-            .slice("k_proj", heads.kv_features())
-            .slice("v_proj", heads.kv_features());
+            .heads("q_proj", heads.query, heads.dim)
+            .kv_heads("k_proj", heads.kv, heads.dim)
+            .kv_heads("v_proj", heads.kv, heads.dim);
         let o = Linear::new(&attention, Parallel::Row, heads.query_features()).slice("o_proj", hidden);
         let (qkv, o) = (spec.linear(qkv)?, spec.linear(o)?);
         let mlp = if let Some(moe) = config.experts_in(layer) {
             let experts = Experts::new(format!("{mlp}.experts"), moe.experts, hidden, moe.intermediate);
-            MlpSites::Sparse { moe: moe.clone(), experts: spec.experts(experts)? }
+            MlpSites::Sparse { moe: moe.clone(), experts: spec.experts(experts.top_k(moe.top_k))? }
         } else {
             let gate_up = Linear::new(&mlp, Parallel::Column, hidden);
             let gate_up = gate_up.slice("gate_proj", intermediate).slice("up_proj", intermediate);
@@ -255,5 +266,5 @@ pub(crate) fn describe(config: &Config) -> Result<(ModelSpec, Sites)> {
         layers.push(LayerSites { qkv, o, mlp });
     }
     let head = spec.linear(Linear::new("", Parallel::Column, hidden).slice(HEAD, vocab))?;
-    Ok((spec, Sites { embed, layers, head }))
+    Ok(Described { model: spec.shard(TpRank::SINGLE)?, sites: Sites { embed, layers, head } })
 }

@@ -5,7 +5,7 @@
 
 use std::iter;
 
-use aril::{DType, Slot, adapter::Adapter, model::ModelSpec};
+use aril::{DType, Slot, adapter::Adapter};
 
 use crate::{
     checkpoint::{Checkpoint, Weights},
@@ -13,7 +13,7 @@ use crate::{
     device::Device,
     error::{Context, Result},
     generate::{Generation, Sequence, replay},
-    model::{Model, Sites},
+    model::{Described, Model},
     requests::Request,
 };
 
@@ -37,7 +37,7 @@ impl Verdict {
 /// What merged models are made of.
 pub(crate) struct Merge<'a> {
     pub(crate) config: &'a Config,
-    pub(crate) described: &'a (ModelSpec, Sites),
+    pub(crate) described: &'a Described,
     pub(crate) checkpoint: &'a Checkpoint,
     pub(crate) adapters: &'a [(&'a str, &'a Adapter)],
 }
@@ -63,7 +63,7 @@ pub(crate) fn verify<D: Device<Elem = f32>>(
             None => ("", Ok(weights)),
             Some(adapter) => {
                 let (name, adapter) = adapters[adapter];
-                (name, weights.merged(adapter, &described.0, request.scale))
+                (name, weights.merged(adapter, &described.model, request.scale))
             }
         };
         let model = weights.and_then(|weights| Model::new(device, config, described, weights, iter::empty(), tokens));

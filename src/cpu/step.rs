@@ -16,7 +16,7 @@ pub struct Step<'a> {
     pub(super) max_rank: usize,
     /// By slot; those that the batch has.
     pub(super) adapters: Vec<Option<Arc<Adapter>>>,
-    pub(super) batch: &'a Batch<'a>,
+    pub(super) batch: Batch<'a>,
     pub(super) workspace: &'a mut Workspace,
 }
 

@@ -148,7 +148,7 @@ impl WeightTable {
     ///
     /// # Errors
     /// None: those of the GPU's table, which checks its operands here.
-    pub fn step<'a>(&self, batch: &'a Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
+    pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
         let blocks = self.shared.slots.lock();
         let mut adapters = Vec::new();
         for index in
@@ -162,7 +162,7 @@ impl WeightTable {
             }
         }
         let Shared { model, dtype, capacity, .. } = &*self.shared;
-        Ok(Step { model: model.id(), dtype: *dtype, max_rank: capacity.max_rank, adapters, batch, workspace })
+        Ok(Step { model: model.id(), dtype: *dtype, max_rank: capacity.max_rank, adapters, batch: *batch, workspace })
     }
 
     /// Refuses adapters that are no longer where they were loaded.

@@ -9,7 +9,9 @@ use aril::{
         layout::{B, LinearA},
     },
     cpu::WeightTable,
-    model::{Experts, ExpertsId, Halves, Linear, ModelSpec, Parallel, ProjectionSite, TpRank},
+    error::{LoadError, SlotError},
+    model::{Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, ProjectionSite, TpRank},
+    plan::Capacity,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -92,10 +94,10 @@ impl Case {
         if module == DOWN { [self.inter(), self.hidden] } else { [self.hidden, self.inter()] }
     }
 
-    fn model(&self, rank: usize, transposed: bool) -> (ModelSpec, ExpertsId) {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
+    fn model(&self, rank: usize, transposed: bool) -> (Model, ExpertsId) {
+        let mut spec = ModelSpec::new();
         // So that entries do not begin at 0.
-        model.linear(Linear::new("", Parallel::Replicated, 8).slice("lm_head", 8)).unwrap();
+        spec.linear(Linear::new("", Parallel::Replicated, 8).slice("lm_head", 8)).unwrap();
         let mut experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter())
             .halves(self.halves)
             .stored_halves(self.stored)
@@ -107,8 +109,8 @@ impl Case {
         if transposed {
             experts = experts.stored_transposed();
         }
-        let id = model.experts(experts).unwrap();
-        (model, id)
+        let id = spec.experts(experts).unwrap();
+        (spec.shard(TpRank::SINGLE).unwrap(), id)
     }
 
     /// All experts of a module, if it has all.
@@ -289,7 +291,7 @@ impl Case {
     }
 
     /// Checks an image of it element by element, and that it has nothing else.
-    fn check(&self, rank: usize, image: &SlotImage<'_>, (model, id): (&ModelSpec, ExpertsId)) {
+    fn check(&self, rank: usize, image: &SlotImage<'_>, (model, id): (&Model, ExpertsId)) {
         let block = block(image);
         let site = &model[id];
         let mut entries = image.entries().to_vec();
@@ -726,18 +728,22 @@ fn a_table_of_other_experts_refuses_an_image() {
         case.held = held;
         case.model(0, false).0
     });
+    let load = |model: &Model, rank, image: &SlotImage<'_>| {
+        let capacity = Capacity::tokens(1).slots(1).rank(rank);
+        WeightTable::new(model, DType::F32, capacity, image.bytes()).unwrap().load(Slot::new(0), image)
+    };
     for (i, model) in models.iter().enumerate() {
         let image = adapter.plan(model, DType::F32).unwrap();
         for (j, other) in models.iter().enumerate() {
-            let mut table = WeightTable::<f32>::new(other, 1, 2);
-            let loaded = table.load(Slot::new(0), &image);
+            let loaded = load(other, 2, &image);
             if i == j {
                 loaded.unwrap();
             } else {
-                refused!(loaded, Slot, "another model or tensor-parallel rank");
+                assert!(matches!(loaded, Err(LoadError::Slot(SlotError::Model))), "{loaded:?}");
             }
         }
-        refused!(WeightTable::<f32>::new(model, 1, 1).load(Slot::new(0), &image), Slot, "rank 2", "up to 1");
+        let loaded = load(model, 1, &image);
+        assert!(matches!(loaded, Err(LoadError::Slot(SlotError::Rank { rank: 2, max_rank: 1 }))), "{loaded:?}");
     }
 }
 
@@ -935,13 +941,14 @@ fn an_expert_has_one_pair_of_a_module() {
 
 #[test]
 fn shared_experts_are_dense_or_experts() {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let mut spec = ModelSpec::new();
     let mlp = "model.layers.0.mlp.shared_expert";
-    model.linear(Linear::new(mlp, Parallel::Column, 8).slice("gate_proj", 6).slice("up_proj", 6)).unwrap();
+    spec.linear(Linear::new(mlp, Parallel::Column, 8).slice("gate_proj", 6).slice("up_proj", 6)).unwrap();
     let gate =
         Linear::new("model.layers.0.mlp", Parallel::Replicated, 8).slice("shared_expert_gate", 1).slice("gate", 4);
-    model.linear(gate).unwrap();
-    let two = model.experts(Experts::new("model.layers.1.mlp.shared_experts", 2, 8, 6)).unwrap();
+    spec.linear(gate).unwrap();
+    let two = spec.experts(Experts::new("model.layers.1.mlp.shared_experts", 2, 8, 6)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
     let config = json!({"peft_type": "LORA", "lora_alpha": 4}).to_string();
     let entries = |modules: &[(&str, [usize; 2])]| {
         let tensors = modules.iter().flat_map(|(path, [input, output])| {

@@ -84,7 +84,7 @@ impl Model {
     }
 
     fn check(&self, version: &str, adapter: &Adapter, tensors: &SafeTensors<'_>) {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let mut spec = ModelSpec::new();
         let mut experts = Experts::new(self.path(), EXPERTS, HIDDEN, self.inter).stored_halves(self.halves);
         if self.transposed {
             experts = experts.stored_transposed();
@@ -92,7 +92,8 @@ impl Model {
         if !self.gated {
             experts = experts.ungated();
         }
-        let id = model.experts(experts).unwrap();
+        let id = spec.experts(experts).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
         let image = adapter.plan(&model, DType::F32).unwrap();
         let mut block = vec![0_f32; image.bytes() / 4];
         image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();

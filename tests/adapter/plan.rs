@@ -7,7 +7,9 @@ use aril::{
         layout::{B, LinearA},
     },
     cpu::WeightTable,
-    model::{Linear, ModelSpec, Parallel, TpRank},
+    error::{LoadError, SlotError},
+    model::{Linear, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
 };
 use half::{bf16, f16};
 
@@ -19,12 +21,12 @@ use crate::{
 };
 
 /// A model of square layers at these paths.
-fn model(paths: &[&str]) -> ModelSpec {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
+fn model(paths: &[&str]) -> Model {
+    let mut spec = ModelSpec::new();
     for path in paths {
-        model.linear(Linear::new("", Parallel::Replicated, 8).slice(*path, 8)).unwrap();
+        spec.linear(Linear::new("", Parallel::Replicated, 8).slice(*path, 8)).unwrap();
     }
-    model
+    spec.shard(TpRank::SINGLE).unwrap()
 }
 
 fn adapter(modules: &[Lora]) -> Adapter {
@@ -33,7 +35,7 @@ fn adapter(modules: &[Lora]) -> Adapter {
 }
 
 /// The entries that an adapter of these paths takes in a model.
-fn entries(model: &ModelSpec, paths: &[&str]) -> Result<Vec<usize>, AdapterError> {
+fn entries(model: &Model, paths: &[&str]) -> Result<Vec<usize>, AdapterError> {
     let adapter = load_paths(paths)?;
     let image = adapter.plan(model, DType::F32)?;
     Ok(image.entries().iter().map(|entry| entry.entry).collect())
@@ -301,9 +303,10 @@ fn weights_must_be_finite() {
 /// However many threads come upon others.
 #[test]
 fn the_first_weight_that_is_not_finite_is_named() {
-    let mut model = ModelSpec::new(TpRank::new(1, 2).unwrap());
-    model.linear(Linear::new("", Parallel::Row, 16_384).slice("row", 1)).unwrap();
-    model.linear(Linear::new("", Parallel::Column, 1).slice("column", 16_384)).unwrap();
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("", Parallel::Row, 16_384).slice("row", 1)).unwrap();
+    spec.linear(Linear::new("", Parallel::Column, 1).slice("column", 16_384)).unwrap();
+    let model = spec.shard(TpRank::new(1, 2).unwrap()).unwrap();
     let write = |mut module: Lora, bad: [usize; 3]| {
         let weights = if module.path == "row" { &mut module.a } else { &mut module.b };
         bad.into_iter().for_each(|index| weights[index] = f32::NAN);
@@ -343,50 +346,71 @@ fn weights_are_rounded_once_to_the_nearest() {
 fn ranks_beyond_a_table_are_an_error() {
     let (model, _) = TOY.model(0, 1);
     let adapter = adapter(&[Lora::linear("lm_head", 8, 20, 9)]);
-    let mut table = WeightTable::<f32>::new(&model, 1, 8);
-    let result = table.load(Slot::new(0), &adapter.plan(&model, DType::F32).unwrap());
-    refused!(result, Slot, "rank 9", "up to 8");
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(1).rank(8), image.bytes()).unwrap();
+    let error = weights.load(Slot::new(0), &image).unwrap_err();
+    assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 9, max_rank: 8 })), "{error}");
 }
 
 /// Whatever fits in a piece, and however large a factor is.
 #[test]
 fn pieces_are_the_block() {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
+    let mut spec = ModelSpec::new();
     let mut modules = Vec::new();
     for (i, (inputs, outputs, rank)) in
         [(8, 8, 2), (40_000, 300, 9), (300, 40_000, 3), (8, 8, 1), (700, 500, 512)].into_iter().enumerate()
     {
         let path = format!("m{i}");
-        model.linear(Linear::new("", Parallel::Replicated, inputs).slice(&path, outputs)).unwrap();
-        let mut next = 0_u16;
-        modules.push(Lora::linear(path, inputs, outputs, rank).dtype(DType::F32).fill(|| {
-            next = next.wrapping_add(1);
-            f32::from(next)
-        }));
+        spec.linear(Linear::new("", Parallel::Replicated, inputs).slice(&path, outputs)).unwrap();
+        modules.push(counting(Lora::linear(path, inputs, outputs, rank)));
     }
-    model.embedding("embed", 30_000, 8).unwrap();
-    modules.push(Lora::embedding("embed", 30_000, 8, 9).fill(|| 2.0));
-    let adapter = adapter(&modules);
-    let image = adapter.plan(&model, DType::F32).unwrap();
+    spec.embedding("embed", 30_000, 8).unwrap();
+    modules.push(counting(Lora::embedding("embed", 30_000, 8, 9)));
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    for max_bytes in [MIN_STAGING_BYTES, MIN_STAGING_BYTES + 4_000, 2 * MIN_STAGING_BYTES + 3, usize::MAX] {
+        check_pieces(&adapter(&modules).plan(&model, DType::F32).unwrap(), max_bytes);
+    }
+}
+
+/// Ranks that, padded, are no power of two do not divide the smallest piece into whole lanes.
+#[test]
+fn the_smallest_pieces_of_any_rank_are_the_block() {
+    for (inputs, rank) in [4096, 4352, 5001, 12_288].into_iter().flat_map(|k| [17, 24, 41, 48, 90, 96].map(|r| (k, r))) {
+        let mut spec = ModelSpec::new();
+        spec.linear(Linear::new("", Parallel::Replicated, inputs).slice("linear", 4099)).unwrap();
+        spec.embedding("embed", inputs, 100).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let modules =
+            [Lora::linear("linear", inputs, 4099, rank), Lora::embedding("embed", inputs, 100, rank)].map(counting);
+        let adapter = adapter(&modules);
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            check_pieces(&adapter.plan(&model, dtype).unwrap(), MIN_STAGING_BYTES);
+        }
+    }
+}
+
+/// With values that every type holds, of which neighbours differ, and so do lanes.
+fn counting(module: Lora) -> Lora {
+    let mut next = 0_u8;
+    module.fill(|| {
+        next = (next + 1) % 251;
+        next.into()
+    })
+}
+
+/// Holds the pieces against the block: they are its bytes in their order, and no two of them would have fitted in one.
+fn check_pieces(image: &SlotImage<'_>, max_bytes: usize) {
     let mut block = vec![0; image.bytes()];
     image.write_to(&mut block).unwrap();
-    for len in [MIN_STAGING_BYTES, MIN_STAGING_BYTES + 4_000, 2 * MIN_STAGING_BYTES + 3, image.bytes() + 1] {
-        let mut staging = vec![0xa5; len];
-        let mut pieces = Vec::new();
-        let collect = |offset: usize, piece: &[u8]| {
-            assert_eq!(offset, pieces.len());
-            pieces.extend_from_slice(piece);
-            Ok::<_, AdapterError>(())
-        };
-        image.write_pieces(&mut staging, collect).unwrap();
-        assert!(pieces == block, "in pieces of {len}");
+    let (mut end, mut last) = (0, max_bytes);
+    for piece in image.pieces(max_bytes) {
+        let range = piece.range();
+        assert_eq!(range.start, end);
+        assert!(range.len() <= max_bytes && range.len() > max_bytes - last, "{range:?} after {last} of {max_bytes}");
+        let mut bytes = vec![0xa5; range.len()];
+        piece.write_to(&mut bytes).unwrap();
+        assert!(bytes == block[range.clone()], "{range:?} in pieces of {max_bytes}");
+        (end, last) = (range.end, range.len());
     }
-    // What the sink says ends it.
-    let mut pieces = 0;
-    let stopped = image.write_pieces(&mut vec![0; MIN_STAGING_BYTES], |_, _| {
-        pieces += 1;
-        Err(AdapterError::Empty)
-    });
-    refused!(stopped, Empty, "no modules");
-    assert_eq!(pieces, 1);
+    assert_eq!(end, block.len());
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, ops::Range};
 
-use aril::model::{Linear, ModelSpec, Parallel, TpRank};
+use aril::model::{Linear, Model, ModelSpec, Parallel, TpRank};
 
 /// The sizes of a model; all of them divide over the ranks, except the key-value heads.
 #[derive(Clone, Debug)]
@@ -53,17 +53,16 @@ impl Place {
 
 impl Toy {
     /// The model of a rank, and the table entry of every module.
-    pub(crate) fn model(&self, rank: usize, size: usize) -> (ModelSpec, HashMap<String, usize>) {
-        let mut model = ModelSpec::new(TpRank::new(rank, size).unwrap());
-        let shards = self.kv_heads.min(size);
+    pub(crate) fn model(&self, rank: usize, size: usize) -> (Model, HashMap<String, usize>) {
+        let mut spec = ModelSpec::new();
         let mut layers = Vec::new();
         for layer in 0..self.layers {
             let [attn, mlp] = ["self_attn", "mlp"].map(|part| format!("model.layers.{layer}.{part}"));
             layers.push(
                 Linear::new(&attn, Parallel::Column, self.hidden)
                     .slice("q_proj", self.q)
-                    .replicated_slice("k_proj", self.kv, shards)
-                    .replicated_slice("v_proj", self.kv, shards)
+                    .kv_heads("k_proj", self.kv_heads, self.kv / self.kv_heads)
+                    .kv_heads("v_proj", self.kv_heads, self.kv / self.kv_heads)
                     .fused("qkv_proj"),
             );
             layers.push(Linear::new(attn, Parallel::Row, self.q).slice("o_proj", self.hidden));
@@ -76,15 +75,16 @@ impl Toy {
             layers.push(Linear::new(mlp, Parallel::Row, self.inter).slice("down_proj", self.hidden));
         }
         layers.push(Linear::new("", Parallel::Column, self.hidden).slice("lm_head", self.vocab));
+        let ids: Vec<_> = layers.into_iter().map(|layer| spec.linear(layer).unwrap()).collect();
+        let embedding = spec.embedding("model.embed_tokens", self.vocab, self.hidden).unwrap();
+        let model = spec.shard(TpRank::new(rank, size).unwrap()).unwrap();
         let mut entries = HashMap::new();
-        for layer in layers {
-            let id = model.linear(layer).unwrap();
+        for id in ids {
             for (slice, entry) in model[id].slices().iter().zip(model[id].first_entry()..) {
                 entries.insert(slice.module().to_owned(), entry);
             }
         }
-        let id = model.embedding("model.embed_tokens", self.vocab, self.hidden).unwrap();
-        entries.insert("model.embed_tokens".to_owned(), model[id].entry());
+        entries.insert("model.embed_tokens".to_owned(), model[embedding].entry());
         (model, entries)
     }
 

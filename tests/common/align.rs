@@ -34,8 +34,8 @@ impl Case {
     /// The tightest bounds; of no tokens, those of one.
     pub fn capacity(&self) -> AlignCapacity {
         let Self { top_k, num_experts, num_slots, block_size, .. } = *self;
-        let routes = RouteCapacity { max_tokens: self.num_tokens().max(1), top_k, num_experts };
-        AlignCapacity { routes, num_slots, block_size }
+        let routes = RouteCapacity::tokens(self.num_tokens().max(1)).top_k(top_k).experts(num_experts);
+        AlignCapacity::new(routes, num_slots, block_size)
     }
 
     pub fn slots(&self) -> Vec<Slot> {

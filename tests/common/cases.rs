@@ -9,8 +9,10 @@ use std::fmt::Write as _;
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
-    model::{EmbeddingId, Linear, LinearId, ModelSpec, Parallel, TpRank},
+    model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
     reference,
+    routing::Batch,
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -71,7 +73,7 @@ macro_rules! for_dtype {
 
 /// What a case stands for.
 pub struct World<T> {
-    pub model: ModelSpec,
+    pub model: Model,
     pub site: Site,
     pub adapters: Vec<Adapter>,
     pub slots: Vec<Slot>,
@@ -195,17 +197,17 @@ impl Case {
 
     pub fn world<T: Element>(&self) -> World<T> {
         let mut rng = StdRng::seed_from_u64(self.seed);
-        let mut model = ModelSpec::new(TpRank::SINGLE);
+        let mut spec = ModelSpec::new();
         let site = match &self.op {
             Op::Linear { in_features, slices } => {
                 let layer = Linear::new("layer", Parallel::Replicated, *in_features);
                 let layer = slices.iter().enumerate().fold(layer, |layer, (i, out)| layer.slice(format!("m{i}"), *out));
-                Site::Linear(model.linear(layer).unwrap())
+                Site::Linear(spec.linear(layer).unwrap())
             }
-            Op::Embedding { vocab, hidden } => Site::Embedding(model.embedding("layer.m0", *vocab, *hidden).unwrap()),
+            Op::Embedding { vocab, hidden } => Site::Embedding(spec.embedding("layer.m0", *vocab, *hidden).unwrap()),
         };
         // A second layer, so that entries have somewhere to go wrong.
-        model.linear(Linear::new("other", Parallel::Replicated, 3).slice("m0", 5)).unwrap();
+        spec.linear(Linear::new("other", Parallel::Replicated, 3).slice("m0", 5)).unwrap();
 
         let adapters = self.adapters.iter().map(|ranks| self.adapter(ranks, &mut rng)).collect();
         let tokens = self.num_tokens();
@@ -214,7 +216,7 @@ impl Case {
         let vocab = self.in_features() as i32;
         let token_ids = (0..tokens).map(|_| rng.random_range(-1..=vocab)).collect();
         World {
-            model,
+            model: spec.shard(TpRank::SINGLE).unwrap(),
             site,
             adapters,
             slots: self.slots.iter().map(|&slot| bytemuck::cast(slot)).collect(),
@@ -297,6 +299,18 @@ impl Place {
 }
 
 impl<T: Element> World<T> {
+    pub fn batch(&self) -> Batch<'_> {
+        match &self.scales {
+            Some(scales) => Batch::new(&self.slots).with_scales(scales).unwrap(),
+            None => Batch::new(&self.slots),
+        }
+    }
+
+    /// The tightest bounds on a batch of so many tokens; of no tokens or slots, those of one.
+    pub fn capacity(&self, max_tokens: usize) -> Capacity {
+        Capacity::tokens(max_tokens.max(1)).slots(self.num_slots.max(1)).rank(self.max_rank)
+    }
+
     /// What the reference makes of the buffer `y`.
     pub fn expected(&self, case: &Case) -> Vec<Expected<T>> {
         let mut expected: Vec<_> = self.y.iter().map(|&y| Expected::Untouched(y)).collect();

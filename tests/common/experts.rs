@@ -8,9 +8,10 @@ use std::fmt::Write as _;
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraExperts, Matrix, MatrixMut, WeightTable},
+    cpu::{LoraExperts, Matrix, MatrixMut, Step},
     error::OperandError,
-    model::{Activation, Experts, ExpertsId, Halves, Linear, ModelSpec, Parallel, TpRank},
+    model::{Activation, Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
     reference::{self, Delta, Factors},
     routing::{Batch, TopK},
 };
@@ -132,7 +133,7 @@ pub type Pairs = [Vec<Option<Pair>>; 3];
 
 /// What a case stands for.
 pub struct World<T> {
-    pub model: ModelSpec,
+    pub model: Model,
     pub id: ExpertsId,
     pub adapters: Vec<Adapter>,
     /// By adapter.
@@ -421,14 +422,14 @@ impl Case {
         world
     }
 
-    pub fn model(&self) -> (ModelSpec, ExpertsId) {
-        let mut model = ModelSpec::new(TpRank::SINGLE);
+    pub fn model(&self) -> (Model, ExpertsId) {
+        let mut spec = ModelSpec::new();
         // Other layers, so that entries have somewhere to go wrong.
         let other = |path: &str| Linear::new(path, Parallel::Replicated, 3).slice("m0", 5);
-        model.linear(other("before")).unwrap();
-        let id = model.experts(self.shape.experts()).unwrap();
-        model.linear(other("behind")).unwrap();
-        (model, id)
+        spec.linear(other("before")).unwrap();
+        let id = spec.experts(self.shape.experts().top_k(self.top_k)).unwrap();
+        spec.linear(other("behind")).unwrap();
+        (spec.shard(TpRank::SINGLE).unwrap(), id)
     }
 
     /// By adapter.
@@ -567,6 +568,11 @@ impl<T: Element> World<T> {
             Some(scales) => Batch::new(&self.slots).with_scales(scales).unwrap(),
             None => Batch::new(&self.slots),
         }
+    }
+
+    /// The tightest bounds on the case; of no tokens or slots, those of one.
+    pub fn capacity(&self, case: &Case) -> Capacity {
+        Capacity::tokens(case.num_tokens().max(1)).slots(self.num_slots.max(1)).rank(self.max_rank)
     }
 
     pub fn top_k<'a>(&'a self, case: &'a Case) -> TopK<'a> {
@@ -891,20 +897,19 @@ fn loras(num_experts: usize, max_rank: usize) -> impl Strategy<Value = Lora> {
 pub fn launch_on_cpu<T: Element>(
     experts: &LoraExperts,
     op: Op,
+    step: &mut Step<'_>,
+    top_k: &TopK<'_>,
     [x, y]: [Matrix<'_, T>; 2],
     target: MatrixMut<'_, T>,
-    top_k: &TopK<'_>,
-    weights: &WeightTable<T>,
-    batch: &Batch<'_>,
 ) -> Result<(), OperandError> {
     match op {
-        Op::AddGateUp => experts.add_gate_up_delta(x, target, top_k, weights, batch),
-        Op::WriteGateUp => experts.write_gate_up_delta(x, target, top_k, weights, batch),
-        Op::Activate(act) => experts.activate(x, y, target, act.activation(), top_k, weights, batch),
-        Op::AddDown => experts.add_down_delta(x, target, top_k, weights, batch),
-        Op::WriteDown => experts.write_down_delta(x, target, top_k, weights, batch),
-        Op::AddCombined => experts.add_combined_delta(x, target, top_k, weights, batch),
-        Op::Combine => experts.combine(x, y, target, top_k, weights, batch),
+        Op::AddGateUp => experts.add_gate_up_delta(step, top_k, x, target),
+        Op::WriteGateUp => experts.write_gate_up_delta(step, top_k, x, target),
+        Op::Activate(act) => experts.activate(step, top_k, x, y, target, act.activation()),
+        Op::AddDown => experts.add_down_delta(step, top_k, x, target),
+        Op::WriteDown => experts.write_down_delta(step, top_k, x, target),
+        Op::AddCombined => experts.add_combined_delta(step, top_k, x, target),
+        Op::Combine => experts.combine(step, top_k, x, y, target),
     }
 }
 

@@ -25,20 +25,22 @@ pub(crate) fn load(config: &[u8], weights: &[u8]) {
     let Ok(adapter) = Adapter::open(dir.path()) else { return };
     // A model that the adapter fits, as far as there can be one.
     let Ok(rank) = TpRank::new(1, 2) else { return };
-    let mut model = ModelSpec::new(rank);
+    let mut spec = ModelSpec::new();
     for module in adapter.modules() {
         let (inputs, outputs) = (module.in_features(), module.out_features());
         let layer = |parallel| Linear::new("", parallel, inputs).slice(module.path(), outputs);
-        let _ = model.linear(layer(Parallel::Column)).or_else(|_| model.linear(layer(Parallel::Replicated)));
+        let parallel = if outputs.is_multiple_of(rank.size()) { Parallel::Column } else { Parallel::Replicated };
+        let _ = spec.linear(layer(parallel));
     }
     for stack in adapter.stacks() {
         let (a, b) = (stack.a_shape(), stack.b_shape());
         let (Some(&experts), Some(&hidden), Some(&inter)) = (a.first(), a.last(), b.get(1)) else { continue };
         let path = stack.path().trim_end_matches(".base_layer");
         for path in [path, path.rsplit_once('.').map_or("", |(parent, _)| parent)] {
-            let _ = model.experts(Experts::new(path, experts.min(4), hidden, inter).tensor_parallel(TpRank::SINGLE));
+            let _ = spec.experts(Experts::new(path, experts.min(4), hidden, inter).tensor_parallel(TpRank::SINGLE));
         }
     }
+    let model = spec.shard(rank).expect("every layer divides over two ranks");
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         let Ok(image) = adapter.plan(&model, dtype) else { continue };
         let _ = image.write_to(&mut vec![0; image.bytes()]);

@@ -3,4 +3,5 @@
 
 pub mod align;
 pub mod cases;
+pub mod cpu;
 pub mod experts;
