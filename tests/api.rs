@@ -5,7 +5,8 @@ use std::error::Error;
 use aril::{
     DType, Slot,
     adapter::{
-        Adapter, AdapterError, ImageEntry, Module, Orientation, Piece, SharedEntry, SlotImage, Stack, Tensor, TensorName,
+        Adapter, AdapterError, ImageEntry, Module, Orientation, Piece, SharedEntry, SlotImage, Stack, Tensor,
+        TensorName,
     },
     cpu,
     error::{LoadError, OperandError, SlotError},

@@ -375,7 +375,8 @@ fn pieces_are_the_block() {
 /// Ranks that, padded, are no power of two do not divide the smallest piece into whole lanes.
 #[test]
 fn the_smallest_pieces_of_any_rank_are_the_block() {
-    for (inputs, rank) in [4096, 4352, 5001, 12_288].into_iter().flat_map(|k| [17, 24, 41, 48, 90, 96].map(|r| (k, r))) {
+    for (inputs, rank) in [4096, 4352, 5001, 12_288].into_iter().flat_map(|k| [17, 24, 41, 48, 90, 96].map(|r| (k, r)))
+    {
         let mut spec = ModelSpec::new();
         spec.linear(Linear::new("", Parallel::Replicated, inputs).slice("linear", 4099)).unwrap();
         spec.embedding("embed", inputs, 100).unwrap();
