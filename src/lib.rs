@@ -1,10 +1,11 @@
 //! CUDA kernels for multi-LoRA inference: many small adapters served from one base model, in one batch, in one pass.
 //!
 //! For every token `t` of a batch and every adapted layer, `y[t] += scaling · B (A x[t])`, each token with its own adapter or with
-//! none. An engine computes `y` of its base model as ever, and then calls `add_delta`; `cuda` has the other ways. The crate is not
+//! none. An engine computes `y` of its base model as usual, and then calls `add_delta`; `cuda` has the other ways. The crate is not
 //! an engine: it brings no scheduler, tokenizer or allocator, and computes on no stream but the one given.
 //!
-//! - [`model`] describes what the engine adapts, [`adapter`] opens what PEFT saved and finds its place there.
+//! - [`model`] describes what the engine adapts, [`adapter`] opens what PEFT saved and finds its place there. [`residency`] says which
+//!   adapter is in which slot.
 //! - [`routing`] says which token has which adapter, and which experts.
 //! - [`cpu`] has the operations for the CPU, and `cuda` (with the feature of that name) for NVIDIA GPUs, by the same nouns.
 //! - [`plan`] says what will be launched, [`mod@reference`] what is right.
@@ -63,8 +64,8 @@
 //!
 //! # CUDA graphs
 //!
-//! An engine that replays graphs captures the operations through `cuda::raw`, whose documentation shows how. Adapters, their
-//! ranks and the routing may change between replays.
+//! An engine captures a step with `cuda::WeightTable::capture`, or through `cuda::raw`. Adapters, their ranks and the routing may
+//! change between replays.
 //!
 //! # Tensor parallelism
 //!

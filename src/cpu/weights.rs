@@ -167,8 +167,11 @@ impl WeightTable {
 
     /// Refuses adapters that are no longer where they were loaded.
     ///
+    /// A [`step`](Self::step) works on the adapters that were there when it began. So what is checked once it has begun is what it
+    /// works on, though another thread may load and unload.
+    ///
     /// # Errors
-    /// If one has been unloaded or replaced.
+    /// If one has been unloaded or replaced, or its slot does not exist.
     pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
         self.shared.slots.check(residents)
     }
@@ -235,10 +238,11 @@ impl Reservation {
         self.bytes
     }
 
-    /// Packs the adapter that the room was reserved for, on rayon's threads.
+    /// Packs an adapter into the room, on rayon's threads.
     ///
     /// # Errors
-    /// If a weight cannot be represented (NaN, or too large for the type), or the image is another one.
+    /// If a weight cannot be represented (NaN, or too large for the type), or the image does not fit the table or has another size than
+    /// the room.
     pub fn fill(self, image: &SlotImage<'_>) -> Result<Filled, LoadError> {
         self.fill_with_progress(image, |_| ())
     }

@@ -1,18 +1,26 @@
 //! The operations on an NVIDIA GPU.
 //!
-//! This module is the safe door. Operands are cudarc's typed slices, the stream is a `&CudaStream`, and no call can touch memory
-//! outside its operands, whatever the arguments and whatever the data on the device. [`raw`] is the door for memory that cudarc
-//! does not own and for capturing CUDA graphs; the safe door is a thin layer over it.
+//! This module is the safe door: no call can touch memory outside its operands, whatever the arguments and whatever the data on the
+//! device. Operands are cudarc's typed slices, or [`Buffer`]s, which captured steps keep. [`raw`] is the door for memory that neither
+//! owns; the safe door is a thin layer over it.
 //!
-//! [`Routing`], [`Grouping`], [`Alignment`], [`WeightTable`] and [`Workspace`] own their memory and belong to the stream they were made on: they are refused
-//! on any other, so that what a kernel reads is never overwritten before it has run. Matrices may come from any stream of the
-//! context; cudarc orders them.
+//! | | once | each step | each layer |
+//! |---|---|---|---|
+//! | [`Kernels`], [`Queue`] | load, take a stream | | |
+//! | [`WeightTable`] | make, for a model | [`step`](WeightTable::step); load and unload at any time | |
+//! | [`Routing`], [`Workspace`] | make | [`update`](Routing::update) | |
+//! | [`LoraLinear`], [`LoraEmbedding`], [`LoraExperts`] | plan, for a table | | its operations |
 //!
-//! A kernel runs only in the context that [`Kernels`] were loaded in, which each call makes current on its thread, as cudarc does.
+//! Everything is made on a [`Queue`] and is refused on any other, so that what a kernel reads is never overwritten before it has
+//! run. A kernel runs only in the context that [`Kernels`] were loaded in, which each call makes current on its thread, as cudarc does.
 //!
 //! # Beside the base layer
 //!
 #![doc = include_str!("../docs/beside.md")]
+//!
+#![doc = include_str!("../docs/threads.md")]
+//!
+#![doc = include_str!("../docs/graphs.md")]
 
 mod align;
 mod buffer;

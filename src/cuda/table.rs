@@ -229,18 +229,15 @@ impl WeightTable {
         if let Some(written) = &reservation.written {
             queue.stream().wait(written).map_err(LaunchError::from)?;
         }
-        let Some([block, staged]) = &reservation.rooms else { return Err(SlotError::OtherTable.into()) };
+        let [block, staged] = reservation.rooms();
         let (staged, bytes) = (arena.region().ptr + staged.offset() as u64, block.bytes);
         // SAFETY: both rows are this table's, and as long; the stream orders them.
         unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }
             .map_err(LaunchError::from)?;
         let done = Arc::new(queue.stream().record_event(None).map_err(LaunchError::from)?);
-        // Nothing fails from here on.
-        let rooms = reservation.rooms.take();
-        let mut memory = self.shared.memory();
-        let Some([block, staged]) = rooms else { return Err(SlotError::OtherTable.into()) };
+        let [block, staged] = reservation.take_rooms();
         let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, block)?;
-        memory.give_back([Some(staged), old].into_iter().flatten(), Some(done));
+        self.shared.memory().give_back([Some(staged), old].into_iter().flatten(), Some(done));
         Ok(resident)
     }
 
@@ -478,8 +475,7 @@ impl Reservation {
             staging.wait_for(&event)?;
         }
         let written = shared.queue.stream().context().new_event(None).map_err(LaunchError::from)?;
-        let Some([block, row]) = &self.rooms else { return Err(SlotError::OtherTable.into()) };
-        let [block, row] = [block, row].map(|room| shared.arena.region().ptr + room.offset() as u64);
+        let [block, row] = self.rooms().each_ref().map(|room| shared.arena.region().ptr + room.offset() as u64);
         let descriptors = Descriptor::row(image, block);
         // SAFETY: the rooms are this reservation's, and as large; the staging waits for what used them before, and what uses them
         // after waits for `written`.
@@ -491,6 +487,16 @@ impl Reservation {
         copied?;
         recorded?;
         Ok(Filled { reservation: self, max_rank: image.max_rank() })
+    }
+}
+
+impl Reservation {
+    fn rooms(&self) -> &[Room; 2] {
+        self.rooms.as_ref().expect("a reservation has its rooms until it is committed")
+    }
+
+    fn take_rooms(&mut self) -> [Room; 2] {
+        self.rooms.take().expect("a reservation has its rooms until it is committed")
     }
 }
 

@@ -1,8 +1,7 @@
 //! The raw door: the operations on memory that somebody else owns.
 //!
 //! Descriptors of memory are `Copy`, carry no lifetime and are safe to make: an address is data. What must hold is said once, at
-//! each launch, which is `unsafe`. For engines that are not built on cudarc's slices, and for capturing CUDA graphs, where cudarc's
-//! event tracking is in the way.
+//! each launch, which is `unsafe`. For engines that are not built on cudarc's slices, and for graphs of several streams.
 //!
 //! In the `# Safety` sections, *until the work has run* means until everything enqueued by the call is complete on the stream, not
 //! until the call returns. For a call that is captured, it means for as long as the graph may be replayed.

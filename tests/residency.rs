@@ -1,0 +1,332 @@
+//! The CPU's weight table: what is loaded, how much room is left, and what a step sees while adapters come and go.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+use std::{sync::Mutex, thread};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, AdapterError, SlotImage, Tensor},
+    cpu::{LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
+    error::{LoadError, SlotError},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    routing::Batch,
+};
+
+const LAYERS: usize = 4;
+const FEATURES: usize = 8;
+const MAX_RANK: usize = 16;
+
+fn model() -> (Model, Vec<LinearId>) {
+    let mut spec = ModelSpec::new();
+    let layer = |i| Linear::new(format!("layers.{i}"), Parallel::Replicated, FEATURES).slice("q", FEATURES);
+    let ids = (0..LAYERS).map(|i| spec.linear(layer(i)).unwrap()).collect();
+    (spec.shard(TpRank::SINGLE).unwrap(), ids)
+}
+
+/// An adapter that adds `value` to every output of every layer whose inputs are 1.
+fn adapter(rank: usize, value: f32) -> Adapter {
+    let tensor = |shape: [usize; 2], value: f32| {
+        let values = vec![value; shape[0] * shape[1]];
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let tensors = (0..LAYERS).flat_map(|i| {
+        let path = |side: &str| format!("layers.{i}.q.lora_{side}.weight");
+        let (a, b) = (tensor([rank, FEATURES], 1.0), tensor([FEATURES, rank], value));
+        [(path("A"), a), (path("B"), b)]
+    });
+    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {}}}"#, 1.0 / FEATURES as f64);
+    Adapter::from_tensors(&config, tensors).unwrap()
+}
+
+fn table(model: &Model, num_slots: usize, arena_bytes: usize) -> WeightTable {
+    let capacity = Capacity::tokens(8).slots(num_slots).rank(MAX_RANK);
+    WeightTable::new(model, DType::F32, capacity, arena_bytes).unwrap()
+}
+
+/// What a step adds to the tokens of each layer, whose inputs are 1.
+fn run(layers: &[LoraLinear], step: &mut Step<'_>) -> Vec<Vec<[f32; FEATURES]>> {
+    let tokens = step.num_tokens();
+    let x = vec![1.0; tokens * FEATURES];
+    let x = Matrix::new(&x, tokens, FEATURES).unwrap();
+    let mut layer = |layer: &LoraLinear| {
+        let mut y = vec![[0.0; FEATURES]; tokens];
+        layer.add_delta(step, x, MatrixMut::new(y.as_flattened_mut(), tokens, FEATURES).unwrap()).unwrap();
+        y
+    };
+    layers.iter().map(|each| layer(each)).collect()
+}
+
+/// What the tokens of these slots get, in a step of their own: the same in all layers.
+fn values(weights: &WeightTable, ids: &[LinearId], slots: &[Slot]) -> Vec<f32> {
+    let layers: Vec<_> = ids.iter().map(|&id| LoraLinear::new(weights, id).unwrap()).collect();
+    let (batch, mut workspace) = (Batch::new(slots), Workspace::default());
+    whole(&run(&layers, &mut weights.step(&batch, &mut workspace).unwrap()))
+}
+
+/// The value of each token, after a check that it is that of all outputs of all layers.
+fn whole(layers: &[Vec<[f32; FEATURES]>]) -> Vec<f32> {
+    let values: Vec<f32> = layers[0].iter().map(|outputs| outputs[0]).collect();
+    for layer in layers {
+        for (outputs, &value) in layer.iter().zip(&values) {
+            assert_eq!(*outputs, [value; FEATURES], "a token has a part of one adapter, and a part of another");
+        }
+    }
+    values
+}
+
+fn slot(index: u16) -> Slot {
+    Slot::new(index)
+}
+
+#[test]
+fn a_resident_is_valid_until_its_slot_changes() {
+    let (model, ids) = model();
+    let adapters = [1.0, 2.0].map(|value| adapter(1, value));
+    let [first, second] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    let weights = table(&model, 3, 4 * first.bytes());
+    let one = weights.load(slot(2), &first).unwrap();
+    let other = weights.load(slot(0), &first).unwrap();
+    assert_eq!((one.slot(), one.generation(), other.generation()), (slot(2), 1, 2));
+    weights.check([one, other]).unwrap();
+
+    let replaced = weights.load(slot(2), &second).unwrap();
+    let gone = Err(SlotError::Gone { slot: slot(2), generation: 1 });
+    assert_eq!(weights.check([other, one]), gone);
+    weights.check([replaced, other]).unwrap();
+    assert_eq!(values(&weights, &ids, &[slot(0), slot(1), slot(2)]), [1.0, 0.0, 2.0]);
+
+    weights.unload(slot(2)).unwrap();
+    assert_eq!(weights.check([replaced]), Err(SlotError::Gone { slot: slot(2), generation: replaced.generation() }));
+    // Loaded again, the same adapter is another resident.
+    let again = weights.load(slot(2), &first).unwrap();
+    assert!(again.generation() > replaced.generation());
+    assert_eq!(weights.check([one]), gone);
+    weights.check([again, other]).unwrap();
+    weights.check([]).unwrap();
+    // A smaller table has no such slot.
+    let smaller = table(&model, 1, 0);
+    assert_eq!(smaller.check([again]), Err(SlotError::NoSuchSlot { slot: slot(2), num_slots: 1 }));
+}
+
+#[test]
+fn a_table_says_what_is_loaded() {
+    let (model, _) = model();
+    let adapters = [1, 9].map(|rank| adapter(rank, 1.0));
+    let [small, large] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    let weights = table(&model, 4, small.bytes() + large.bytes());
+    assert_eq!((weights.loaded(), weights.get(slot(3))), (vec![], None));
+    let residents = [weights.load(slot(3), &small).unwrap(), weights.load(slot(1), &large).unwrap()];
+    let infos = weights.loaded();
+    let shown: Vec<_> = infos.iter().map(|info| (info.resident, info.bytes, info.max_rank)).collect();
+    assert_eq!(shown, [(residents[1], large.bytes(), 9), (residents[0], small.bytes(), 1)]);
+    // Clones are the same table.
+    let clone = weights.clone();
+    clone.unload(slot(1)).unwrap();
+    assert_eq!(weights.loaded(), [infos[1]]);
+    assert_eq!([0, 1, 3, 4].map(|index| weights.get(slot(index))), [None, None, Some(infos[1]), None]);
+    assert_eq!(weights.get(Slot::BASE), None);
+    // An empty slot may be emptied.
+    weights.unload(slot(1)).unwrap();
+    assert_eq!((weights.model(), weights.dtype(), weights.capacity().num_slots), (&model, DType::F32, 4));
+}
+
+#[test]
+fn slots_that_do_not_exist_are_refused() {
+    let (model, ids) = model();
+    let adapter = adapter(1, 1.0);
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let weights = table(&model, 2, image.bytes());
+    for slot in [slot(2), Slot::BASE] {
+        let refused = SlotError::NoSuchSlot { slot, num_slots: 2 };
+        assert_eq!(weights.unload(slot), Err(refused.clone()));
+        assert!(matches!(weights.load(slot, &image), Err(LoadError::Slot(error)) if error == refused));
+        let filled = weights.reserve(&image).unwrap().fill(&image).unwrap();
+        assert_eq!(weights.commit(slot, filled), Err(refused));
+        assert_eq!(weights.usage().used, 0);
+    }
+    assert_eq!(SlotError::NoSuchSlot { slot: slot(2), num_slots: 2 }.to_string(), "slot 2 is not one of the table's 2");
+    // Tokens may have them, and get nothing.
+    assert_eq!(values(&weights, &ids, &[slot(2), Slot::BASE]), [0.0; 2]);
+}
+
+#[test]
+fn room_is_counted() {
+    let (model, ids) = model();
+    let adapters = [(8, 1.0), (9, 2.0)].map(|(rank, value)| adapter(rank, value));
+    let [small, large] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    let (arena, bytes) = (2 * small.bytes() + 64, small.bytes());
+    assert!(large.bytes() <= arena && small.bytes() + large.bytes() > arena);
+    let weights = table(&model, 3, arena);
+    let is_used = |used: usize| {
+        let usage = weights.usage();
+        assert_eq!((usage.capacity, usage.used, usage.free(), usage.largest_gap), (arena, used, arena - used, arena - used));
+        assert_eq!([&small, &large].map(|image| weights.fits(image)), [&small, &large].map(|i| used + i.bytes() <= arena));
+    };
+    is_used(0);
+    let kept = weights.load(slot(0), &small).unwrap();
+    is_used(bytes);
+    let refused = weights.load(slot(1), &large);
+    assert!(matches!(&refused, Err(LoadError::Full { bytes, largest_gap })
+        if (*bytes, *largest_gap) == (large.bytes(), arena - small.bytes())), "{refused:?}");
+    is_used(bytes);
+    // A replacement needs room beside what it replaces, and then gives the old room back.
+    let reserved = weights.reserve(&small).unwrap();
+    assert_eq!(reserved.bytes(), bytes);
+    is_used(2 * bytes);
+    assert!(matches!(weights.load(slot(0), &small), Err(LoadError::Full { .. })));
+    weights.check([kept]).unwrap();
+    drop(reserved);
+    is_used(bytes);
+    let replaced = weights.load(slot(0), &small).unwrap();
+    is_used(bytes);
+    weights.check([replaced]).unwrap();
+    // So does an image that was filled and never committed, and a reservation that was never filled.
+    let filled = weights.reserve(&small).unwrap().fill(&small).unwrap();
+    is_used(2 * bytes);
+    drop(filled);
+    is_used(bytes);
+    drop(weights.reserve(&small).unwrap());
+    is_used(bytes);
+    weights.unload(slot(0)).unwrap();
+    is_used(0);
+    weights.load(slot(2), &large).unwrap();
+    is_used(large.bytes());
+    assert_eq!(values(&weights, &ids, &[slot(0), slot(2)]), [0.0, 2.0]);
+}
+
+/// The slot keeps what it has, and the table its room.
+#[test]
+fn a_load_that_fails_changes_nothing() {
+    let (model, ids) = model();
+    let (others, _) = self::model();
+    let adapters = [(2, 1.0), (2, f32::NAN), (MAX_RANK + 1, 1.0)].map(|(rank, value)| adapter(rank, value));
+    let [good, nan, wide] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    let weights = table(&model, 1, 4 * wide.bytes());
+    let resident = weights.load(slot(0), &good).unwrap();
+    let (usage, info) = (weights.usage(), weights.get(slot(0)));
+    let refused = |image: &SlotImage<'_>| {
+        let error = weights.load(slot(0), image).unwrap_err();
+        weights.check([resident]).unwrap();
+        assert_eq!((weights.usage(), weights.get(slot(0))), (usage, info));
+        assert_eq!(values(&weights, &ids, &[slot(0)]), [1.0]);
+        error
+    };
+    assert!(matches!(refused(&nan), LoadError::Adapter(AdapterError::Unrepresentable { .. })));
+    let rank = refused(&wide);
+    assert_eq!(rank.to_string(), "the adapter has a factor of rank 17, but the table was made for ranks up to 16");
+    let other = refused(&adapters[0].plan(&others, DType::F32).unwrap());
+    assert!(matches!(other, LoadError::Slot(SlotError::Model)), "{other}");
+    let dtype = refused(&adapters[0].plan(&model, DType::BF16).unwrap());
+    assert!(matches!(dtype, LoadError::Slot(SlotError::DType { got: DType::BF16, want: DType::F32 })), "{dtype}");
+}
+
+#[test]
+fn room_is_of_one_table_and_one_size() {
+    let (model, _) = model();
+    let adapters = [1, 9].map(|rank| adapter(rank, 1.0));
+    let [small, large] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    let [weights, other] = [(); 2].map(|()| table(&model, 1, large.bytes()));
+    let filled = other.reserve(&small).unwrap().fill(&small).unwrap();
+    assert_eq!(weights.commit(slot(0), filled), Err(SlotError::OtherTable));
+    assert_eq!((weights.usage().used, other.usage().used, weights.get(slot(0))), (0, 0, None));
+
+    for (reserved, image) in [(&small, &large), (&large, &small)] {
+        let error = weights.reserve(reserved).unwrap().fill(image).unwrap_err();
+        let (bytes, reserved) = (image.bytes(), reserved.bytes());
+        assert!(matches!(error, LoadError::Slot(SlotError::OtherImage { bytes: b, reserved: r }) if (b, r) == (bytes, reserved)));
+        assert_eq!(weights.usage().used, 0);
+    }
+    // Another element type, whatever it is as large as.
+    let half = adapters[1].plan(&model, DType::F16).unwrap();
+    let error = weights.reserve(&small).unwrap().fill(&half).unwrap_err();
+    assert!(matches!(error, LoadError::Slot(SlotError::DType { got: DType::F16, want: DType::F32 })), "{error}");
+}
+
+/// Even if it was unloaded or replaced since; and so long its room is not given to another.
+#[test]
+fn a_step_works_on_what_was_loaded_when_it_began() {
+    let (model, ids) = model();
+    let adapters = [1.0, 2.0, 3.0].map(|value| adapter(1, value));
+    let images = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    let bytes = images[0].bytes();
+    let weights = table(&model, 3, 4 * bytes);
+    let layers: Vec<_> = ids.iter().map(|&id| LoraLinear::new(&weights, id).unwrap()).collect();
+    let residents = [0, 1].map(|i| weights.load(slot(i), &images[usize::from(i)]).unwrap());
+    let slots = [slot(0), slot(1), slot(2), Slot::BASE];
+    let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    weights.check(residents).unwrap();
+
+    weights.unload(slot(0)).unwrap();
+    weights.load(slot(1), &images[2]).unwrap();
+    weights.load(slot(2), &images[2]).unwrap();
+    assert!(weights.check(residents).is_err());
+    assert_eq!((weights.usage().used, weights.usage().largest_gap), (4 * bytes, 0));
+    assert!(!weights.fits(&images[0]));
+    assert_eq!(whole(&run(&layers, &mut step)), [1.0, 2.0, 0.0, 0.0]);
+    drop(step);
+    assert_eq!(weights.usage().used, 2 * bytes);
+    assert_eq!(values(&weights, &ids, &slots), [0.0, 3.0, 3.0, 0.0]);
+}
+
+/// One thread steps while another loads, replaces and unloads. Each token has one whole adapter in all layers of its step; and a
+/// resident that is checked after the step began is the one that the step works on.
+#[test]
+fn adapters_come_and_go_while_steps_run() {
+    const SLOTS: u16 = 2;
+    const CHANGES: usize = 300;
+    let (model, ids) = model();
+    let adapters: Vec<_> = (1..=5_u8).map(|value| adapter(1 + usize::from(value), value.into())).collect();
+    let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(&model, DType::F32).unwrap()).collect();
+    // Those of the slots, as many that a step still works on, and the one that is being loaded.
+    let weights = table(&model, SLOTS.into(), (2 * usize::from(SLOTS) + 1) * images[0].bytes());
+    // By generation: the adapter's value.
+    let loaded = Mutex::new(vec![0.0]);
+    thread::scope(|scope| {
+        let steps = scope.spawn(|| {
+            let slots = [slot(1), slot(0), Slot::BASE, slot(0)];
+            let layers: Vec<_> = ids.iter().map(|&id| LoraLinear::new(&weights, id).unwrap()).collect();
+            let (batch, mut workspace, mut last) = (Batch::new(&slots), Workspace::default(), Vec::new());
+            let mut changes = 0;
+            while changes < CHANGES {
+                let known = weights.loaded();
+                let mut step = weights.step(&batch, &mut workspace).unwrap();
+                let valid: Vec<_> = known.iter().filter(|info| weights.check([info.resident]).is_ok()).collect();
+                let got = whole(&run(&layers, &mut step));
+                assert_eq!((got[2], got[1]), (0.0, got[3]));
+                for info in valid {
+                    let generation = usize::try_from(info.resident.generation()).unwrap();
+                    let token = slots.iter().position(|&slot| slot == info.resident.slot()).unwrap();
+                    assert_eq!(got[token], loaded.lock().unwrap()[generation]);
+                }
+                changes += usize::from(got != last);
+                last = got;
+            }
+        });
+        let mut next = 0_usize;
+        while !steps.is_finished() {
+            next = next.wrapping_mul(1_103_515_245).wrapping_add(12_345);
+            let (slot, choice) = (slot((next >> 16) as u16 % SLOTS), (next >> 20) % (images.len() + 1));
+            match images.get(choice) {
+                None => weights.unload(slot).unwrap(),
+                Some(image) => {
+                    let filled = weights.reserve(image).unwrap().fill(image).unwrap();
+                    // The other thread looks a generation up once it is committed.
+                    let mut loaded = loaded.lock().unwrap();
+                    let resident = weights.commit(slot, filled).unwrap();
+                    assert_eq!(usize::try_from(resident.generation()).unwrap(), loaded.len());
+                    loaded.push((1 + choice) as f32);
+                }
+            }
+        }
+    });
+    let left = weights.loaded();
+    assert_eq!(weights.usage().used, left.iter().map(|info| info.bytes).sum::<usize>());
+    left.iter().for_each(|info| weights.unload(info.resident.slot()).unwrap());
+    assert_eq!(weights.usage().used, 0);
+}
