@@ -131,7 +131,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(cpu::LoraExperts::new(adapters, id)?)
     }
 
-    fn buffers(&self, _: Capacity) -> Result<cpu::Workspace> {
+    fn buffers(&self, _: &cpu::WeightTable) -> Result<cpu::Workspace> {
         Ok(cpu::Workspace::default())
     }
 
@@ -169,7 +169,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(())
     }
 
-    fn group<'a>(&self, (): &'a mut (), _: &cpu::Step<'_>, routes: &'a Routes) -> Result<TopK<'a>> {
+    fn group<'a>(&self, (): &'a mut (), _: &mut cpu::Step<'_>, routes: &'a Routes) -> Result<TopK<'a>> {
         routes.top_k()
     }
 
@@ -177,7 +177,7 @@ impl<T: Element> Device for Cpu<T> {
         &self,
         layer: &cpu::LoraExperts,
         step: &mut cpu::Step<'_>,
-        top_k: &TopK<'_>,
+        top_k: &mut TopK<'_>,
         x: &Tensor<T>,
         gate_up: Tensor<T>,
     ) -> Result<Tensor<T>> {
@@ -190,7 +190,7 @@ impl<T: Element> Device for Cpu<T> {
         &self,
         layer: &cpu::LoraExperts,
         step: &mut cpu::Step<'_>,
-        top_k: &TopK<'_>,
+        top_k: &mut TopK<'_>,
         x: &Tensor<T>,
         down: Tensor<T>,
     ) -> Result<Tensor<T>> {
