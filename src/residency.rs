@@ -99,6 +99,18 @@ impl<B> Slots<B> {
         slot.index_below(self.len())
     }
 
+    /// Makes `check` refuse what a slot holds before `change` changes it, so that what was enqueued before a check that passes was
+    /// enqueued before the change. An error of `change` leaves the slot as it was.
+    pub(crate) fn changing<E>(
+        &self,
+        _blocks: &mut Blocks<B>,
+        index: usize,
+        change: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let generation = self.generations[index].swap(0, Ordering::SeqCst);
+        change().inspect_err(|_| self.generations[index].store(generation, Ordering::SeqCst))
+    }
+
     /// Puts a block into a slot, and returns the one that was there.
     pub(crate) fn replace(
         &self,
@@ -112,14 +124,14 @@ impl<B> Slots<B> {
         blocks.last_generation += 1;
         let resident = Resident { slot, generation: blocks.last_generation };
         let old = blocks.all[index].replace((SlotInfo { resident, bytes, max_rank }, block));
-        self.generations[index].store(resident.generation, Ordering::Release);
+        self.generations[index].store(resident.generation, Ordering::SeqCst);
         Ok((resident, old.map(|(_, block)| block)))
     }
 
     /// Takes the block out of a slot.
     pub(crate) fn take(&self, blocks: &mut Blocks<B>, slot: Slot) -> Result<Option<B>, SlotError> {
         let index = self.index(slot)?;
-        self.generations[index].store(0, Ordering::Release);
+        self.generations[index].store(0, Ordering::SeqCst);
         Ok(blocks.all[index].take().map(|(_, block)| block))
     }
 
@@ -127,7 +139,7 @@ impl<B> Slots<B> {
     pub(crate) fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
         for resident in residents {
             let index = self.index(resident.slot)?;
-            if self.generations[index].load(Ordering::Acquire) != resident.generation {
+            if self.generations[index].load(Ordering::SeqCst) != resident.generation {
                 return Err(SlotError::Gone { slot: resident.slot, generation: resident.generation });
             }
         }

@@ -53,12 +53,12 @@ fn run(layers: &[LoraLinear], step: &mut Step<'_>) -> Vec<Vec<[f32; FEATURES]>> 
     let tokens = step.num_tokens();
     let x = vec![1.0; tokens * FEATURES];
     let x = Matrix::new(&x, tokens, FEATURES).unwrap();
-    let mut layer = |layer: &LoraLinear| {
+    let layer = |layer: &LoraLinear| {
         let mut y = vec![[0.0; FEATURES]; tokens];
         layer.add_delta(step, x, MatrixMut::new(y.as_flattened_mut(), tokens, FEATURES).unwrap()).unwrap();
         y
     };
-    layers.iter().map(|each| layer(each)).collect()
+    layers.iter().map(layer).collect()
 }
 
 /// What the tokens of these slots get, in a step of their own: the same in all layers.
@@ -164,15 +164,24 @@ fn room_is_counted() {
     let weights = table(&model, 3, arena);
     let is_used = |used: usize| {
         let usage = weights.usage();
-        assert_eq!((usage.capacity, usage.used, usage.free(), usage.largest_gap), (arena, used, arena - used, arena - used));
-        assert_eq!([&small, &large].map(|image| weights.fits(image)), [&small, &large].map(|i| used + i.bytes() <= arena));
+        assert_eq!(
+            (usage.capacity, usage.used, usage.free(), usage.largest_gap),
+            (arena, used, arena - used, arena - used)
+        );
+        assert_eq!(
+            [&small, &large].map(|image| weights.fits(image)),
+            [&small, &large].map(|i| used + i.bytes() <= arena)
+        );
     };
     is_used(0);
     let kept = weights.load(slot(0), &small).unwrap();
     is_used(bytes);
     let refused = weights.load(slot(1), &large);
-    assert!(matches!(&refused, Err(LoadError::Full { bytes, largest_gap })
-        if (*bytes, *largest_gap) == (large.bytes(), arena - small.bytes())), "{refused:?}");
+    assert!(
+        matches!(&refused, Err(LoadError::Full { bytes, largest_gap })
+        if (*bytes, *largest_gap) == (large.bytes(), arena - small.bytes())),
+        "{refused:?}"
+    );
     is_used(bytes);
     // A replacement needs room beside what it replaces, and then gives the old room back.
     let reserved = weights.reserve(&small).unwrap();
@@ -238,7 +247,9 @@ fn room_is_of_one_table_and_one_size() {
     for (reserved, image) in [(&small, &large), (&large, &small)] {
         let error = weights.reserve(reserved).unwrap().fill(image).unwrap_err();
         let (bytes, reserved) = (image.bytes(), reserved.bytes());
-        assert!(matches!(error, LoadError::Slot(SlotError::OtherImage { bytes: b, reserved: r }) if (b, r) == (bytes, reserved)));
+        assert!(
+            matches!(error, LoadError::Slot(SlotError::OtherImage { bytes: b, reserved: r }) if (b, r) == (bytes, reserved))
+        );
         assert_eq!(weights.usage().used, 0);
     }
     // Another element type, whatever it is as large as.

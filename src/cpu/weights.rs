@@ -167,6 +167,8 @@ impl WeightTable {
 
     /// Refuses adapters that are no longer where they were loaded.
     ///
+    /// A check behind [`step`](Self::step) that passes says that the step works on these adapters.
+    ///
     /// A [`step`](Self::step) works on the adapters that were there when it began. So what is checked once it has begun is what it
     /// works on, though another thread may load and unload.
     ///

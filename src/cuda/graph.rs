@@ -1,10 +1,13 @@
-#![expect(unsafe_code, reason = "a graph may be replayed by any thread")]
+#![expect(unsafe_code, reason = "asks the driver of a graph, and lets any thread replay it")]
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use cudarc::driver::{
     CudaGraph,
-    sys::{CUgraphInstantiate_flags, CUstreamCaptureMode},
+    sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
 use super::{LaunchError, Queue, region::Kept};
@@ -40,20 +43,33 @@ impl Graph {
     }
 }
 
-/// Captures what `record` enqueues on the queue, and what it returns is to be kept.
+/// Captures what `record` enqueues on the queue. The graph keeps `kept`, and what `record` adds to it.
 pub(super) fn capture<E: From<LaunchError>>(
     queue: &Queue,
-    record: impl FnOnce() -> Result<Vec<Kept>, E>,
+    kept: Vec<Kept>,
+    record: impl FnOnce(&Mutex<Vec<Kept>>) -> Result<(), E>,
 ) -> Result<Graph, E> {
     queue.enter()?;
+    let kept = Mutex::new(kept);
     let mut capture = Capture { queue, open: false };
     // Other threads may allocate and copy meanwhile.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     queue.stream().begin_capture(mode).map_err(LaunchError::from)?;
     capture.open = true;
-    let kept = record()?;
+    record(&kept)?;
     let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
+    if num_nodes(&graph)? == 0 {
+        return Err(LaunchError::NothingCaptured.into());
+    }
+    let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
     Ok(Graph { graph, queue: queue.clone(), kept })
+}
+
+fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {
+    let mut num_nodes = 0;
+    // SAFETY: the graph is alive, and without room for nodes the driver only counts them.
+    unsafe { cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut num_nodes) }.result()?;
+    Ok(num_nodes)
 }
 
 /// Ends the capture whatever happens in it, so that the stream is usable again.

@@ -1,4 +1,7 @@
-use std::marker::PhantomData;
+use std::{
+    marker::PhantomData,
+    sync::{Mutex, PoisonError},
+};
 
 use super::{LaunchError, Queue, raw, region::Kept};
 
@@ -10,13 +13,13 @@ use super::{LaunchError, Queue, raw, region::Kept};
 pub struct Step<'a> {
     queue: Queue,
     raw: raw::Step,
-    /// What its operations work on, if it is captured.
-    kept: Option<Vec<Kept>>,
+    /// What its operations work on, if it is captured. It belongs to the capture, so that a step that is moved still adds to it.
+    kept: Option<&'a Mutex<Vec<Kept>>>,
     operands: PhantomData<&'a mut ()>,
 }
 
 impl<'a> Step<'a> {
-    pub(super) fn new(queue: &Queue, raw: raw::Step, kept: Option<Vec<Kept>>) -> Self {
+    pub(super) fn new(queue: &Queue, raw: raw::Step, kept: Option<&'a Mutex<Vec<Kept>>>) -> Self {
         Self { queue: queue.clone(), raw, kept, operands: PhantomData }
     }
 
@@ -47,13 +50,9 @@ impl<'a> Step<'a> {
 
     /// Keeps the memory of operands for as long as the graph may be replayed.
     pub(super) fn keep(&mut self, operands: impl IntoIterator<Item = Option<Kept>>) {
-        if let Some(kept) = &mut self.kept {
-            kept.extend(operands.into_iter().flatten());
+        if let Some(kept) = self.kept {
+            kept.lock().unwrap_or_else(PoisonError::into_inner).extend(operands.into_iter().flatten());
         }
-    }
-
-    pub(super) fn into_kept(self) -> Vec<Kept> {
-        self.kept.unwrap_or_default()
     }
 
     /// The batch, for what is made of it in this step.

@@ -222,19 +222,22 @@ impl WeightTable {
             return Err(SlotError::OtherTable.into());
         }
         let Shared { queue, slots, arena, .. } = &*self.shared;
-        let row = self.shared.row(slots.index(slot)?);
+        let index = slots.index(slot)?;
         queue.enter()?;
         // The order of the lock is that of the stream.
         let mut blocks = slots.lock();
-        if let Some(written) = &reservation.written {
-            queue.stream().wait(written).map_err(LaunchError::from)?;
-        }
         let [block, staged] = reservation.rooms();
         let (staged, bytes) = (arena.region().ptr + staged.offset() as u64, block.bytes);
-        // SAFETY: both rows are this table's, and as long; the stream orders them.
-        unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }
-            .map_err(LaunchError::from)?;
-        let done = Arc::new(queue.stream().record_event(None).map_err(LaunchError::from)?);
+        let done = Arc::new(self.shared.new_event()?);
+        slots.changing(&mut blocks, index, || {
+            if let Some(written) = &reservation.written {
+                queue.stream().wait(written)?;
+            }
+            let row = self.shared.row(index);
+            // SAFETY: both rows are this table's, and as long; the stream orders their uses.
+            unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }?;
+            Ok::<_, LaunchError>(done.record(queue.stream())?)
+        })?;
         let [block, staged] = reservation.take_rooms();
         let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, block)?;
         self.shared.memory().give_back([Some(staged), old].into_iter().flatten(), Some(done));
@@ -247,13 +250,16 @@ impl WeightTable {
     /// If there is no such slot, or the queue's stream is being captured.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
         let Shared { queue, slots, .. } = &*self.shared;
-        let row = self.shared.row(slots.index(slot)?);
+        let index = slots.index(slot)?;
         queue.enter()?;
         let mut blocks = slots.lock();
-        // SAFETY: the row is this table's, and the stream orders its uses.
-        unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }
-            .map_err(LaunchError::from)?;
-        let done = Arc::new(queue.stream().record_event(None).map_err(LaunchError::from)?);
+        let done = Arc::new(self.shared.new_event()?);
+        slots.changing(&mut blocks, index, || {
+            let row = self.shared.row(index);
+            // SAFETY: the row is this table's, and the stream orders its uses.
+            unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?;
+            Ok::<_, LaunchError>(done.record(queue.stream())?)
+        })?;
         let old = slots.take(&mut blocks, slot)?;
         self.shared.memory().give_back(old, Some(done));
         Ok(())
@@ -293,15 +299,14 @@ impl WeightTable {
         let batch = routing.capture_batch(num_tokens)?;
         let [exchange, planes] = workspace.kept();
         let kept = vec![Arc::clone(&self.shared) as Kept, routing.kept(), exchange, planes];
-        graph::capture(queue, || {
-            let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-            let mut step = Step::new(queue, raw, Some(kept));
-            record(&mut step)?;
-            Ok(step.into_kept())
-        })
+        let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
+        graph::capture(queue, kept, |kept| record(&mut Step::new(queue, raw, Some(kept))))
     }
 
     /// Refuses adapters that are no longer where they were loaded. Takes no lock.
+    ///
+    /// A check before a step's operations finds what has gone by then. A check behind them that passes says that all of them were
+    /// enqueued before any of these slots changed: an engine that commits on another thread than it steps on checks there, too.
     ///
     /// # Errors
     /// If one has been unloaded or replaced.
@@ -379,6 +384,10 @@ impl Shared {
     fn memory(&self) -> MutexGuard<'_, Memory> {
         // A thread that panicked with the lock left it whole: allocating and freeing are one call each.
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn new_event(&self) -> Result<CudaEvent, LaunchError> {
+        Ok(self.queue.stream().context().new_event(None)?)
     }
 
     fn row_bytes(&self) -> usize {
@@ -470,7 +479,7 @@ impl Reservation {
         for event in self.waits.drain(..) {
             staging.wait_for(&event)?;
         }
-        let written = shared.queue.stream().context().new_event(None).map_err(LaunchError::from)?;
+        let written = shared.new_event()?;
         let [block, row] = self.rooms().each_ref().map(|room| shared.arena.region().ptr + room.offset() as u64);
         let descriptors = Descriptor::row(image, block);
         // SAFETY: the rooms are this reservation's, and as large; the staging waits for what used them before, and what uses them

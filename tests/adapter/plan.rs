@@ -375,8 +375,7 @@ fn pieces_are_the_block() {
 /// Ranks that, padded, are no power of two do not divide the smallest piece into whole lanes.
 #[test]
 fn the_smallest_pieces_of_any_rank_are_the_block() {
-    for (inputs, rank) in [4096, 4352, 5001, 12_288].into_iter().flat_map(|k| [17, 24, 41, 48, 90, 96].map(|r| (k, r)))
-    {
+    for (inputs, rank) in [4096, 12_300].into_iter().flat_map(|k| [24, 41, 48, 96].map(|rank| (k, rank))) {
         let mut spec = ModelSpec::new();
         spec.linear(Linear::new("", Parallel::Replicated, inputs).slice("linear", 4099)).unwrap();
         spec.embedding("embed", inputs, 100).unwrap();
@@ -384,7 +383,7 @@ fn the_smallest_pieces_of_any_rank_are_the_block() {
         let modules =
             [Lora::linear("linear", inputs, 4099, rank), Lora::embedding("embed", inputs, 100, rank)].map(counting);
         let adapter = adapter(&modules);
-        for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for dtype in [DType::F32, DType::BF16] {
             check_pieces(&adapter.plan(&model, dtype).unwrap(), MIN_STAGING_BYTES);
         }
     }

@@ -1,0 +1,133 @@
+//! The skeleton of an engine on the CPU: adapters by name, requests of all of them in one batch, and a thread that loads, replaces and
+//! unloads while steps run.
+//!
+//! Its model is one layer, whose base computes `y = x`. A request keeps the [`Resident`] that its adapter was when it was admitted: a
+//! step gives it that adapter, or says that it is gone.
+
+#![forbid(unsafe_code)]
+
+use std::{collections::BTreeMap, error::Error, sync::Mutex, thread};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    error::SlotError,
+    model::{Linear, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    residency::Resident,
+    routing::Batch,
+};
+
+type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
+
+const FEATURES: usize = 4;
+const NUM_SLOTS: u16 = 2;
+const POISONED: &str = "a thread that loaded has panicked";
+
+struct Engine {
+    weights: WeightTable,
+    layer: LoraLinear,
+    adapters: Mutex<BTreeMap<String, Resident>>,
+}
+
+/// A token, and its adapter.
+struct Request {
+    adapter: Option<Resident>,
+    x: [f32; FEATURES],
+}
+
+impl Engine {
+    fn new() -> Result<Self> {
+        let mut spec = ModelSpec::new();
+        let proj = spec.linear(Linear::new("", Parallel::Replicated, FEATURES).slice("proj", FEATURES))?;
+        let capacity = Capacity::tokens(8).slots(NUM_SLOTS.into()).rank(8);
+        let weights = WeightTable::new(&spec.shard(TpRank::SINGLE)?, DType::F32, capacity, 1 << 20)?;
+        Ok(Self { layer: LoraLinear::new(&weights, proj)?, weights, adapters: Mutex::default() })
+    }
+
+    /// Loads an adapter into a free slot, or in place of the one that has its name.
+    fn load(&self, name: &str, adapter: &Adapter) -> Result<()> {
+        let image = adapter.plan(self.weights.model(), DType::F32)?;
+        // What takes long waits for no step, and no step for it.
+        let filled = self.weights.reserve(&image)?.fill(&image)?;
+        let mut adapters = self.adapters.lock().map_err(|_| POISONED)?;
+        let free = || (0..NUM_SLOTS).map(Slot::new).find(|&slot| self.weights.get(slot).is_none());
+        let slot = adapters.get(name).map(|old| old.slot()).or_else(free).ok_or("all slots are taken")?;
+        adapters.insert(name.to_owned(), self.weights.commit(slot, filled)?);
+        Ok(())
+    }
+
+    fn unload(&self, name: &str) -> Result<()> {
+        let mut adapters = self.adapters.lock().map_err(|_| POISONED)?;
+        let resident = adapters.remove(name).ok_or("there is no such adapter")?;
+        Ok(self.weights.unload(resident.slot())?)
+    }
+
+    fn admit(&self, adapter: Option<&str>, x: [f32; FEATURES]) -> Result<Request> {
+        let adapters = self.adapters.lock().map_err(|_| POISONED)?;
+        let resident = |name| adapters.get(name).copied().ok_or("there is no such adapter");
+        Ok(Request { adapter: adapter.map(resident).transpose()?, x })
+    }
+
+    /// The outputs of a batch, but for requests whose adapter is gone.
+    fn step(&self, requests: &[Request], workspace: &mut Workspace) -> Result<Vec<Result<[f32; FEATURES], SlotError>>> {
+        let slot = |request: &Request| request.adapter.map_or(Slot::BASE, Resident::slot);
+        let slots: Vec<Slot> = requests.iter().map(slot).collect();
+        let x: Vec<_> = requests.iter().map(|request| request.x).collect();
+        let mut y = x.clone();
+        let mut step = self.weights.step(&Batch::new(&slots), workspace)?;
+        // Of the adapters that this step works on, though the next may be loaded by now.
+        let valid: Vec<_> = requests.iter().map(|request| self.weights.check(request.adapter)).collect();
+        let rows = requests.len();
+        let (x, y_matrix) = (x.as_flattened(), MatrixMut::new(y.as_flattened_mut(), rows, FEATURES)?);
+        self.layer.add_delta(&mut step, Matrix::new(x, rows, FEATURES)?, y_matrix)?;
+        Ok(valid.into_iter().zip(y).map(|(valid, y)| valid.map(|()| y)).collect())
+    }
+}
+
+/// An adapter that adds `value` times the sum of `x` to every output.
+fn adding(value: f32) -> Result<Adapter> {
+    let tensor = |shape, value| Tensor::new(DType::F32, shape, bytemuck::cast_slice(&[value; FEATURES]).to_vec());
+    let (a, b) = (tensor([1, FEATURES], 1.0)?, tensor([FEATURES, 1], value)?);
+    let tensors = [("proj.lora_A.weight".to_owned(), a), ("proj.lora_B.weight".to_owned(), b)];
+    Ok(Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors)?)
+}
+
+fn main() -> Result<()> {
+    let (engine, x) = (Engine::new()?, [1.0, 2.0, 3.0, 4.0]);
+    let added = |value: f32| x.map(|x| x + value * 10.0);
+    engine.load("pirate", &adding(1.0)?)?;
+    let mut workspace = Workspace::default();
+    let mut batch = vec![engine.admit(None, x)?, engine.admit(Some("pirate"), x)?];
+    thread::scope(|scope| {
+        let loader = scope.spawn(|| engine.load("poet", &adding(2.0)?));
+        while !loader.is_finished() {
+            assert_eq!(engine.step(&batch, &mut workspace)?, [Ok(x), Ok(added(1.0))]);
+        }
+        loader.join().map_err(|_| "the loader panicked")?
+    })?;
+    batch.push(engine.admit(Some("poet"), x)?);
+    assert_eq!(engine.step(&batch, &mut workspace)?, [Ok(x), Ok(added(1.0)), Ok(added(2.0))]);
+    assert!(engine.load("novelist", &adding(3.0)?).is_err(), "there are two slots");
+
+    // A request never gets what came in place of its adapter.
+    let gone = |slot, generation| Err(SlotError::Gone { slot: Slot::new(slot), generation });
+    engine.load("pirate", &adding(-1.0)?)?;
+    batch.push(engine.admit(Some("pirate"), x)?);
+    let replaced = engine.step(&batch, &mut workspace)?;
+    assert_eq!(replaced, [Ok(x), gone(0, 1), Ok(added(2.0)), Ok(added(-1.0))]);
+    engine.unload("poet")?;
+    engine.load("novelist", &adding(3.0)?)?;
+    batch.push(engine.admit(Some("novelist"), x)?);
+    let unloaded = engine.step(&batch, &mut workspace)?;
+    assert_eq!(unloaded, [Ok(x), gone(0, 1), gone(1, 2), Ok(added(-1.0)), Ok(added(3.0))]);
+    assert!(engine.admit(Some("poet"), x).is_err());
+    println!("Every request had its own adapter in every step, or was told that it is gone.");
+    Ok(())
+}
+
+#[test]
+fn runs() -> Result<()> {
+    main()
+}

@@ -1,0 +1,132 @@
+//! Tensor parallelism: four ranks, simulated in one process, compute what one computes.
+//!
+//! Attention as an engine shards it, without the attention: q, k and v are column-parallel, and v of more ranks than heads is held by
+//! neighbours; o is row-parallel, and the ranks' partial sums, deltas among them, are added up by the all-reduce. Each rank cuts the base
+//! weights as the model says. Numbers are small integers, so that sums are exact in any order.
+
+#![forbid(unsafe_code)]
+
+use std::{error::Error, ops::Range};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    routing::Batch,
+};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const HIDDEN: usize = 12;
+const HEAD_DIM: usize = 3;
+const Q_HEADS: usize = 8;
+const KV_HEADS: usize = 2;
+const RANK: usize = 2;
+const TOKENS: usize = 3;
+
+/// Modules, with their inputs and outputs.
+const MODULES: [(&str, usize, usize); 4] = [
+    ("q_proj", HIDDEN, Q_HEADS * HEAD_DIM),
+    ("k_proj", HIDDEN, KV_HEADS * HEAD_DIM),
+    ("v_proj", HIDDEN, KV_HEADS * HEAD_DIM),
+    ("o_proj", Q_HEADS * HEAD_DIM, HIDDEN),
+];
+
+/// Integers from -2 to 2.
+fn integers(seed: usize, len: usize) -> Vec<f32> {
+    let integer = |i: usize| (i + seed).wrapping_mul(2_654_435_761) >> 7;
+    (0..len).map(|i| [-2.0, -1.0, 0.0, 1.0, 2.0][integer(i) % 5]).collect()
+}
+
+/// The base weight `[out, in]` of a module: these rows and columns.
+fn base(module: usize, rows: Range<usize>, cols: Range<usize>) -> Vec<f32> {
+    let (_, inputs, outputs) = MODULES[module];
+    let whole = integers(module, outputs * inputs);
+    rows.flat_map(|row| whole[row * inputs..][cols.clone()].to_vec()).collect()
+}
+
+fn adapter() -> Result<Adapter> {
+    let mut tensors = Vec::new();
+    for (seed, (module, inputs, outputs)) in (10..).step_by(2).zip(MODULES) {
+        for (seed, side, shape) in [(seed, "A", [RANK, inputs]), (seed + 1, "B", [outputs, RANK])] {
+            let values = integers(seed, shape[0] * shape[1]);
+            let tensor = Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec())?;
+            tensors.push((format!("attn.{module}.lora_{side}.weight"), tensor));
+        }
+    }
+    Ok(Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {RANK}, "lora_alpha": {RANK}}}"#), tensors)?)
+}
+
+/// `x Wᵀ` of rows of `cols`.
+fn gemm(x: &[f32], w: &[f32], cols: usize) -> Vec<f32> {
+    let dot = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(x, w)| x * w).sum();
+    x.chunks(cols).flat_map(|x| w.chunks(cols).map(|w| dot(x, w)).collect::<Vec<_>>()).collect()
+}
+
+/// What a rank holds of a step: its outputs `[tokens, features]` of q, k and v, and where they are in the whole; its part of o's sum.
+struct Outputs {
+    qkv: Vec<(Range<usize>, Vec<f32>)>,
+    o: Vec<f32>,
+}
+
+fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs> {
+    let (model, adapter) = (spec.shard(tp)?, adapter()?);
+    let image = adapter.plan(&model, DType::F32)?;
+    let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
+    let weights = WeightTable::new(&model, DType::F32, capacity, image.bytes())?;
+    let slots = [weights.load(Slot::new(0), &image)?.slot(), Slot::BASE, Slot::new(0)];
+    let mut workspace = Workspace::default();
+    let mut step = weights.step(&Batch::new(&slots), &mut workspace)?;
+    let mut layer = |id: LinearId, first_module: usize, x: &[f32]| {
+        let site = &model[id];
+        let (inputs, outputs) = (site.in_features(), site.out_features());
+        let slices = site.slices().iter().zip(first_module..);
+        let w: Vec<_> = slices.flat_map(|(slice, module)| base(module, slice.range(), site.in_range())).collect();
+        let mut y = gemm(x, &w, inputs);
+        let (x, y_matrix) = (Matrix::new(x, TOKENS, inputs)?, MatrixMut::new(&mut y, TOKENS, outputs)?);
+        LoraLinear::new(&weights, id)?.add_delta(&mut step, x, y_matrix)?;
+        Ok::<_, Box<dyn Error>>(y)
+    };
+
+    let y = layer(qkv, 0, &integers(30, TOKENS * HIDDEN))?;
+    let (mut first, width) = (0, model[qkv].out_features());
+    let slices = model[qkv].slices().iter().map(|slice| {
+        let columns = first..first + slice.out_features();
+        first = columns.end;
+        (slice.range(), y.chunks(width).flat_map(|row| row[columns.clone()].to_vec()).collect())
+    });
+    let slices: Vec<(Range<usize>, Vec<f32>)> = slices.collect();
+    // In the place of attention, whose heads are those of q.
+    let o = layer(o, 3, &slices[0].1)?;
+    Ok(Outputs { qkv: slices, o })
+}
+
+fn main() -> Result<()> {
+    let mut spec = ModelSpec::new();
+    let qkv = Linear::new("attn", Parallel::Column, HIDDEN).heads("q_proj", Q_HEADS, HEAD_DIM);
+    let qkv = spec.linear(qkv.kv_heads("k_proj", KV_HEADS, HEAD_DIM).kv_heads("v_proj", KV_HEADS, HEAD_DIM))?;
+    let o = spec.linear(Linear::new("attn", Parallel::Row, Q_HEADS * HEAD_DIM).slice("o_proj", HIDDEN))?;
+
+    let single = run(&spec, [qkv, o], TpRank::SINGLE)?;
+    for size in [2, 4, 8] {
+        let mut all_reduced = vec![0.0; TOKENS * HIDDEN];
+        for rank in 0..size {
+            let outputs = run(&spec, [qkv, o], TpRank::new(rank, size)?)?;
+            for ((range, part), (_, whole)) in outputs.qkv.iter().zip(&single.qkv) {
+                let columns = whole.chunks(whole.len() / TOKENS).flat_map(|row| row[range.clone()].to_vec());
+                assert!(columns.eq(part.iter().copied()), "rank {rank} of {size}");
+            }
+            all_reduced.iter_mut().zip(outputs.o).for_each(|(sum, partial)| *sum += partial);
+        }
+        assert_eq!(all_reduced, single.o, "{size} ranks");
+        println!("{size} ranks compute what one computes.");
+    }
+    Ok(())
+}
+
+#[test]
+fn runs() -> Result<()> {
+    main()
+}
