@@ -125,6 +125,7 @@ fn assert_peaks(tensors: &[(String, [usize; 2])]) {
     assert_eq!(done, bytes, "the block is as large as the adapter");
     assert!(streamed < bytes / 5, "{streamed} bytes for an adapter of {bytes}");
 
+    let before = LIVE.load(Ordering::Relaxed);
     let table = WeightTable::new(&model, DType::BF16, Capacity::tokens(1).slots(1).rank(RANK), bytes).unwrap();
     let mut progress = Vec::with_capacity(16);
     let loaded = peak(|| {
@@ -135,6 +136,9 @@ fn assert_peaks(tensors: &[(String, [usize; 2])]) {
     assert!(progress.len() > 1 && progress.is_sorted_by(|a, b| a < b), "{progress:?} of {bytes}");
     assert_eq!(progress.last(), Some(&bytes));
     assert!((bytes..bytes * 6 / 5).contains(&loaded), "{loaded} bytes for an adapter of {bytes}");
+    drop(table);
+    let left = LIVE.load(Ordering::Relaxed).saturating_sub(before);
+    assert!(left < bytes / 100, "{left} bytes are left of an adapter of {bytes}");
 }
 
 /// One test, as all threads' allocations are counted.

@@ -178,9 +178,28 @@ fn operands_of_another_type_are_refused() {
     let mut step = weights.step(&batch, &mut workspace).unwrap();
     let mut y = [7.0_f32; 4];
     let (x, y_matrix) = (Matrix::new(&[1.0_f32; 2], 1, 2).unwrap(), MatrixMut::new(&mut y, 1, 4).unwrap());
-    let refused = layer.write_delta(&mut step, x, y_matrix);
-    assert_eq!(refused, Err(OperandError::DType { operand: "x", got: DType::F32, want: DType::BF16 }));
+    let refused = |operand| Err(OperandError::DType { operand, got: DType::F32, want: DType::BF16 });
+    assert_eq!(layer.write_delta(&mut step, x, y_matrix), refused("x"));
+    assert_eq!(layer.expand(&mut step, MatrixMut::new(&mut y, 1, 4).unwrap()), refused("y"));
     assert_eq!(y, [7.0; 4]);
+}
+
+/// What an earlier step left in the workspace is of other tokens, even if it has the right size.
+#[test]
+fn nothing_is_expanded_that_was_not_shrunk_in_the_step() {
+    let (model, id) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
+    let weights = table(&model, DType::F32, capacity(), &[]);
+    let (layer, batch, mut workspace) =
+        (LoraLinear::new(&weights, id).unwrap(), Batch::new(&[Slot::BASE; 3]), Workspace::default());
+    let mut y = [7.0; 3 * 4];
+    for _ in 0..2 {
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let refused = layer.expand(&mut step, MatrixMut::new(&mut y, 3, 4).unwrap());
+        assert_eq!(refused, Err(OperandError::Length { operand: "workspace", got: 0, want: 3 }));
+        layer.shrink(&mut step, Matrix::new(&[1.0; 6], 3, 2).unwrap()).unwrap();
+        layer.expand(&mut step, MatrixMut::new(&mut y, 3, 4).unwrap()).unwrap();
+    }
+    assert_eq!(y, [7.0; 3 * 4]);
 }
 
 /// The same shapes, but another rank's part of the whole.

@@ -42,7 +42,7 @@ impl LoraEmbedding {
             return Err(OperandError::Length { operand: "token_ids", got: token_ids.len(), want: step.num_tokens() });
         }
         y.check(step.num_tokens(), self.site.hidden())?;
-        step.check::<T>(self.model)?;
+        step.check::<T>("y", self.model)?;
         y.rows_mut().enumerate().for_each(|(token, y)| {
             let Some(id) = usize::try_from(token_ids[token]).ok().filter(|&id| id < self.site.vocab()) else { return };
             let Some(factors) = step.factors(step.batch.slots()[token], self.site.entry()) else { return };

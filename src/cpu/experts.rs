@@ -296,7 +296,7 @@ impl LoraExperts {
     ) -> Result<Deltas<'a, T>, OperandError> {
         x.check(top_k.num_tokens(), self.site.gate_up().in_features())?;
         top_k.check_tokens(step.num_tokens())?;
-        step.check::<T>(self.model)?;
+        step.check::<T>("x", self.model)?;
         let input = |route: Route| (route.token, top_k.input_weight(route.number));
         Ok(self.deltas(self.site.gate_up(), step, top_k, x, input))
     }
@@ -309,7 +309,7 @@ impl LoraExperts {
     ) -> Result<Deltas<'a, T>, OperandError> {
         x.check(top_k.num_routes(), self.site.down().in_features())?;
         top_k.check_tokens(step.num_tokens())?;
-        step.check::<T>(self.model)?;
+        step.check::<T>("x", self.model)?;
         let input = |route: Route| (route.row, top_k.row_weight(route.number));
         Ok(self.deltas(self.site.down(), step, top_k, x, input))
     }

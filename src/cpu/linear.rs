@@ -22,6 +22,13 @@ pub struct Workspace {
     v: Vec<f32>,
 }
 
+impl Workspace {
+    /// Forgets what an earlier step left.
+    pub(super) fn clear(&mut self) {
+        self.v.clear();
+    }
+}
+
 impl LoraLinear {
     /// The layer `id` of the table's model.
     ///
@@ -74,7 +81,7 @@ impl LoraLinear {
     /// If the operands don't fit the layer and the step.
     pub fn shrink<T: Element>(&self, step: &mut Step<'_>, x: Matrix<'_, T>) -> Result<(), OperandError> {
         x.check(step.num_tokens(), self.site.in_features())?;
-        step.check::<T>(self.model)?;
+        step.check::<T>("x", self.model)?;
         let v_stride = self.v_stride(step);
         let mut sums = std::mem::take(&mut step.workspace.v);
         sums.clear();
@@ -94,10 +101,10 @@ impl LoraLinear {
     /// in the same step.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the step, or the workspace is not of this batch; then `y` is as it was.
+    /// If the operands don't fit the layer and the step, or nothing of this step was shrunk; then `y` is as it was.
     pub fn expand<T: Element>(&self, step: &mut Step<'_>, mut y: MatrixMut<'_, T>) -> Result<(), OperandError> {
         y.check(step.num_tokens(), self.site.out_features())?;
-        step.check::<T>(self.model)?;
+        step.check::<T>("y", self.model)?;
         let (v_stride, sums) = (self.v_stride(step), &step.workspace.v);
         if sums.len() != step.num_tokens() * v_stride {
             let got = sums.len() / v_stride;

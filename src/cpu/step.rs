@@ -26,13 +26,13 @@ impl Step<'_> {
         self.batch.num_tokens()
     }
 
-    /// Refuses a layer of another model, and operands of another element type.
-    pub(super) fn check<T: Element>(&self, model: ModelId) -> Result<(), OperandError> {
+    /// Refuses a layer of another model, and an operand of another element type.
+    pub(super) fn check<T: Element>(&self, operand: &'static str, model: ModelId) -> Result<(), OperandError> {
         if self.model != model {
             return Err(OperandError::Model);
         }
         if T::DTYPE != self.dtype {
-            return Err(OperandError::DType { operand: "x", got: T::DTYPE, want: self.dtype });
+            return Err(OperandError::DType { operand, got: T::DTYPE, want: self.dtype });
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use super::{Step, Workspace};
 use crate::{
@@ -25,16 +25,17 @@ const _: () = assert!(PROGRESS_BYTES >= MIN_STAGING_BYTES);
 #[derive(Clone, Debug)]
 #[doc(alias = "max_loras")]
 pub struct WeightTable {
-    shared: Arc<Shared>,
+    bounds: Arc<Bounds>,
+    slots: Arc<Slots<Arc<Adapter>>>,
 }
 
+/// What adapters must fit. Adapters own a share of it, so it owns none of them.
 #[derive(Debug)]
-struct Shared {
+struct Bounds {
     model: Model,
     dtype: DType,
     capacity: Capacity,
     arena: Arena,
-    slots: Slots<Arc<Adapter>>,
 }
 
 /// A budget of bytes.
@@ -48,7 +49,7 @@ struct Arena {
 #[derive(Debug)]
 #[must_use]
 pub struct Reservation {
-    shared: Arc<Shared>,
+    bounds: Arc<Bounds>,
     bytes: usize,
 }
 
@@ -61,7 +62,6 @@ pub struct Filled {
 }
 
 /// An adapter's block. The room is given back with the last step that works on it.
-#[derive(Debug)]
 pub(super) struct Adapter {
     /// Elements of the table's type, in memory aligned for any of them.
     block: Vec<f32>,
@@ -79,8 +79,8 @@ impl WeightTable {
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, arena_bytes: usize) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let arena = Arena { bytes: arena_bytes, used: 0.into() };
-        let slots = Slots::new(capacity.num_slots);
-        Ok(Self { shared: Arc::new(Shared { model: model.clone(), dtype, capacity, arena, slots }) })
+        let slots = Arc::new(Slots::new(capacity.num_slots));
+        Ok(Self { bounds: Arc::new(Bounds { model: model.clone(), dtype, capacity, arena }), slots })
     }
 
     /// Loads an adapter into a slot, in place of the one that was there. There must be room for the new one beside the old one.
@@ -103,7 +103,7 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
-        self.shared.slots.index(slot)?;
+        self.slots.index(slot)?;
         let filled = self.reserve(image)?.fill_with_progress(image, progress)?;
         Ok(self.commit(slot, filled)?)
     }
@@ -113,11 +113,10 @@ impl WeightTable {
     /// # Errors
     /// If the image does not fit the table, or there is no room.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
-        let Shared { model, dtype, capacity, arena, .. } = &*self.shared;
-        image.check_table(model.id(), *dtype, capacity.max_rank)?;
+        self.bounds.check(image)?;
         let bytes = image.bytes();
-        arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
-        Ok(Reservation { shared: Arc::clone(&self.shared), bytes })
+        self.bounds.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
+        Ok(Reservation { bounds: Arc::clone(&self.bounds), bytes })
     }
 
     /// Puts an adapter into a slot, in place of the one that was there: for the steps that begin from now on.
@@ -126,12 +125,11 @@ impl WeightTable {
     /// If there is no such slot, or the room is of another table.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, SlotError> {
         let Filled { adapter, max_rank } = filled;
-        if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
+        if !Arc::ptr_eq(&self.bounds, &adapter.room.bounds) {
             return Err(SlotError::OtherTable);
         }
-        let slots = &self.shared.slots;
         let (bytes, adapter) = (adapter.room.bytes, Arc::new(adapter));
-        let (resident, _old) = slots.replace(&mut slots.lock(), slot, bytes, max_rank, adapter)?;
+        let (resident, _old) = self.slots.replace(&mut self.slots.lock(), slot, bytes, max_rank, adapter)?;
         Ok(resident)
     }
 
@@ -140,8 +138,8 @@ impl WeightTable {
     /// # Errors
     /// If there is no such slot.
     pub fn unload(&self, slot: Slot) -> Result<(), SlotError> {
-        let slots = &self.shared.slots;
-        slots.take(&mut slots.lock(), slot).map(drop)
+        let old = self.slots.take(&mut self.slots.lock(), slot);
+        old.map(drop)
     }
 
     /// Begins a step of the tokens of `batch`, on the adapters that are loaded now.
@@ -149,11 +147,9 @@ impl WeightTable {
     /// # Errors
     /// None: those of the GPU's table, which checks its operands here.
     pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
-        let blocks = self.shared.slots.lock();
         let mut adapters = Vec::new();
-        for index in
-            batch.slots().iter().filter_map(|slot| slot.index()).filter(|&index| index < self.shared.slots.len())
-        {
+        let blocks = self.slots.lock();
+        for index in batch.slots().iter().filter_map(|slot| slot.index()).filter(|&index| index < self.slots.len()) {
             if index >= adapters.len() {
                 adapters.resize(index + 1, None);
             }
@@ -161,7 +157,9 @@ impl WeightTable {
                 adapters[index] = blocks.get(index).map(Arc::clone);
             }
         }
-        let Shared { model, dtype, capacity, .. } = &*self.shared;
+        drop(blocks);
+        workspace.clear();
+        let Bounds { model, dtype, capacity, .. } = &*self.bounds;
         Ok(Step { model: model.id(), dtype: *dtype, max_rank: capacity.max_rank, adapters, batch: *batch, workspace })
     }
 
@@ -175,22 +173,22 @@ impl WeightTable {
     /// # Errors
     /// If one has been unloaded or replaced, or its slot does not exist.
     pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
-        self.shared.slots.check(residents)
+        self.slots.check(residents)
     }
 
     /// What a slot holds, if it is loaded.
     pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
-        self.shared.slots.lock().info(slot.index()?)
+        self.slots.lock().info(slot.index()?)
     }
 
     /// What the loaded slots hold, in the order of slots.
     pub fn loaded(&self) -> Vec<SlotInfo> {
-        self.shared.slots.lock().infos()
+        self.slots.lock().infos()
     }
 
     /// The arena's bytes, used and free.
     pub fn usage(&self) -> Usage {
-        self.shared.arena.usage()
+        self.bounds.arena.usage()
     }
 
     /// Whether there is room for an adapter now.
@@ -200,17 +198,23 @@ impl WeightTable {
 
     /// The model that it was made for.
     pub fn model(&self) -> &Model {
-        &self.shared.model
+        &self.bounds.model
     }
 
     /// The element type of the factors, and of the operands of a step.
     pub fn dtype(&self) -> DType {
-        self.shared.dtype
+        self.bounds.dtype
     }
 
     /// The bounds that it was made for.
     pub fn capacity(&self) -> Capacity {
-        self.shared.capacity
+        self.bounds.capacity
+    }
+}
+
+impl Bounds {
+    fn check(&self, image: &SlotImage<'_>) -> Result<(), SlotError> {
+        image.check_table(self.model.id(), self.dtype, self.capacity.max_rank)
     }
 }
 
@@ -230,7 +234,7 @@ impl Arena {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.shared.arena.used.fetch_sub(self.bytes, std::sync::atomic::Ordering::Relaxed);
+        self.bounds.arena.used.fetch_sub(self.bytes, std::sync::atomic::Ordering::Relaxed);
     }
 }
 
@@ -258,8 +262,7 @@ impl Reservation {
         image: &SlotImage<'_>,
         mut progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
-        let Shared { model, dtype, capacity, .. } = &*self.shared;
-        image.check_table(model.id(), *dtype, capacity.max_rank)?;
+        self.bounds.check(image)?;
         if image.bytes() != self.bytes {
             return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.bytes }.into());
         }
@@ -269,11 +272,17 @@ impl Reservation {
             piece.write_to(&mut bytes[piece.range()])?;
             progress(piece.range().end);
         }
-        let mut entries = vec![None; model.num_entries()];
+        let mut entries = vec![None; image.num_entries()];
         for entry in image.entries() {
             entries[entry.entry] = Some(*entry);
         }
         Ok(Filled { adapter: Adapter { block, entries, room: self }, max_rank: image.max_rank() })
+    }
+}
+
+impl fmt::Debug for Adapter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Adapter").field("bytes", &self.room.bytes).finish_non_exhaustive()
     }
 }
 
