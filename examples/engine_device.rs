@@ -195,3 +195,8 @@ fn print(device: &str, outputs: &[Vec<f32>]) {
         println!("{device}, step {step}: {firsts:?}");
     }
 }
+
+#[test]
+fn runs() -> Result<()> {
+    main()
+}
