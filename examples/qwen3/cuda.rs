@@ -445,7 +445,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, x.cols)?;
-        let (bytes, stream) = (x.rows * x.cols * size_of::<T>(), self.queue.stream());
+        let (bytes, stream) = (x.data.len() * size_of::<T>(), self.queue.stream());
         // SAFETY: both have so many bytes, and are used on this stream only.
         unsafe { memcpy_dtod_async(y.address, x.address, bytes, stream.cu_stream()) }?;
         self.head_norm(&mut y, 0..1, weight, eps)?;
