@@ -1,8 +1,7 @@
-//! The skeleton of an engine on the CPU: adapters by name, requests of all of them in one batch, and a thread that loads, replaces and
-//! unloads while steps run.
+//! The skeleton of an engine on the CPU: adapters by name, batches that mix adapters, and a loader thread beside the steps.
 //!
-//! Its model is one layer, whose base computes `y = x`. A request keeps the [`Resident`] that its adapter was when it was admitted: a
-//! step gives it that adapter, or says that it is gone.
+//! The model is one layer whose base computes `y = x`. A request keeps the [`Resident`] of its adapter from its admission on. A step
+//! serves this adapter or reports that it is gone; it never serves the adapter that took its slot.
 
 #![forbid(unsafe_code)]
 
@@ -31,7 +30,7 @@ struct Engine {
     adapters: Mutex<BTreeMap<String, Resident>>,
 }
 
-/// A token, and its adapter.
+/// One token and its adapter.
 struct Request {
     adapter: Option<Resident>,
     x: [f32; FEATURES],
@@ -46,10 +45,10 @@ impl Engine {
         Ok(Self { layer: LoraLinear::new(&weights, proj)?, weights, adapters: Mutex::default() })
     }
 
-    /// Loads an adapter into a free slot, or in place of the one that has its name.
+    /// Loads an adapter into a free slot. An adapter of the same name is replaced.
     fn load(&self, name: &str, adapter: &Adapter) -> Result<()> {
         let image = adapter.plan(self.weights.model(), DType::F32)?;
-        // What takes long waits for no step, and no step for it.
+        // Packing takes long. It holds no lock, and no step waits for it.
         let filled = self.weights.reserve(&image)?.fill(&image)?;
         let mut adapters = self.adapters.lock().map_err(|_| POISONED)?;
         let free = || (0..NUM_SLOTS).map(Slot::new).find(|&slot| self.weights.get(slot).is_none());
@@ -70,19 +69,19 @@ impl Engine {
         Ok(Request { adapter: adapter.map(resident).transpose()?, x })
     }
 
-    /// The outputs of a batch, but for requests whose adapter is gone.
+    /// The output of each request, or an error if its adapter is gone.
     fn step(&self, requests: &[Request], workspace: &mut Workspace) -> Result<Vec<Result<[f32; FEATURES], SlotError>>> {
         let slot = |request: &Request| request.adapter.map_or(Slot::BASE, Resident::slot);
         let slots: Vec<Slot> = requests.iter().map(slot).collect();
         let x: Vec<_> = requests.iter().map(|request| request.x).collect();
         let mut y = x.clone();
         let mut step = self.weights.step(&Batch::new(&slots), workspace)?;
-        // Of the adapters that this step works on, though the next may be loaded by now.
-        let valid: Vec<_> = requests.iter().map(|request| self.weights.check(request.adapter)).collect();
         let rows = requests.len();
         let (x, y_matrix) = (x.as_flattened(), MatrixMut::new(y.as_flattened_mut(), rows, FEATURES)?);
         self.layer.add_delta(&mut step, Matrix::new(x, rows, FEATURES)?, y_matrix)?;
-        Ok(valid.into_iter().zip(y).map(|(valid, y)| valid.map(|()| y)).collect())
+        // Behind the operations: an adapter that is still in its slot is the one that they used, whatever the loader does meanwhile.
+        let output = |(request, y): (&Request, _)| self.weights.check(request.adapter).map(|()| y);
+        Ok(requests.iter().zip(y).map(output).collect())
     }
 }
 
@@ -111,7 +110,7 @@ fn main() -> Result<()> {
     assert_eq!(engine.step(&batch, &mut workspace)?, [Ok(x), Ok(added(1.0)), Ok(added(2.0))]);
     assert!(engine.load("novelist", &adding(3.0)?).is_err(), "there are two slots");
 
-    // A request never gets what came in place of its adapter.
+    // A request never gets the adapter that replaced its own.
     let gone = |slot, generation| Err(SlotError::Gone { slot: Slot::new(slot), generation });
     engine.load("pirate", &adding(-1.0)?)?;
     batch.push(engine.admit(Some("pirate"), x)?);

@@ -1,8 +1,9 @@
-//! Tensor parallelism: four ranks, simulated in one process, compute what one computes.
+//! Tensor parallelism: groups of 2, 4 and 8 ranks, simulated in one process, compute what a single rank computes.
 //!
-//! Attention as an engine shards it, without the attention: q, k and v are column-parallel, and v of more ranks than heads is held by
-//! neighbours; o is row-parallel, and the ranks' partial sums, deltas among them, are added up by the all-reduce. Each rank cuts the base
-//! weights as the model says. Numbers are small integers, so that sums are exact in any order.
+//! The model is the projections of an attention layer. q, k and v are column-parallel; where a group has more ranks than key-value
+//! heads, neighbouring ranks hold the same head. o is row-parallel: each rank adds its delta to its partial sum, and the all-reduce adds
+//! up the partial sums. Every rank cuts its base weights by the ranges of the model. All numbers are small integers, so that sums are
+//! exact in any order.
 
 #![forbid(unsafe_code)]
 
@@ -40,7 +41,7 @@ fn integers(seed: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| [-2.0, -1.0, 0.0, 1.0, 2.0][integer(i) % 5]).collect()
 }
 
-/// The base weight `[out, in]` of a module: these rows and columns.
+/// A rectangle of a module's base weight `[out, in]`.
 fn base(module: usize, rows: Range<usize>, cols: Range<usize>) -> Vec<f32> {
     let (_, inputs, outputs) = MODULES[module];
     let whole = integers(module, outputs * inputs);
@@ -59,13 +60,13 @@ fn adapter() -> Result<Adapter> {
     Ok(Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {RANK}, "lora_alpha": {RANK}}}"#), tensors)?)
 }
 
-/// `x Wᵀ` of rows of `cols`.
+/// `x Wᵀ`; `x` and `w` have rows of `cols`.
 fn gemm(x: &[f32], w: &[f32], cols: usize) -> Vec<f32> {
     let dot = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(x, w)| x * w).sum();
     x.chunks(cols).flat_map(|x| w.chunks(cols).map(|w| dot(x, w)).collect::<Vec<_>>()).collect()
 }
 
-/// What a rank holds of a step: its outputs `[tokens, features]` of q, k and v, and where they are in the whole; its part of o's sum.
+/// The results of one rank: each slice of q, k and v with its range of the whole output, and the partial sum of o.
 struct Outputs {
     qkv: Vec<(Range<usize>, Vec<f32>)>,
     o: Vec<f32>,
@@ -98,7 +99,7 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs>
         (slice.range(), y.chunks(width).flat_map(|row| row[columns.clone()].to_vec()).collect())
     });
     let slices: Vec<(Range<usize>, Vec<f32>)> = slices.collect();
-    // In the place of attention, whose heads are those of q.
+    // The attention is left out: o takes the rank's heads of q.
     let o = layer(o, 3, &slices[0].1)?;
     Ok(Outputs { qkv: slices, o })
 }

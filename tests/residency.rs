@@ -5,7 +5,13 @@
     reason = "a test fails by panicking, and its numbers are small"
 )]
 
-use std::{sync::Mutex, thread};
+use std::{
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
 
 use aril::{
     DType, Slot,
@@ -150,7 +156,7 @@ fn slots_that_do_not_exist_are_refused() {
         assert_eq!(weights.usage().used, 0);
     }
     assert_eq!(SlotError::NoSuchSlot { slot: slot(2), num_slots: 2 }.to_string(), "slot 2 is not one of the table's 2");
-    // Tokens may have them, and get nothing.
+    // A token of such a slot gets nothing.
     assert_eq!(values(&weights, &ids, &[slot(2), Slot::BASE]), [0.0; 2]);
 }
 
@@ -183,7 +189,7 @@ fn room_is_counted() {
         "{refused:?}"
     );
     is_used(bytes);
-    // A replacement needs room beside what it replaces, and then gives the old room back.
+    // A replacement needs room beside the old adapter, whose room it then gives back.
     let reserved = weights.reserve(&small).unwrap();
     assert_eq!(reserved.bytes(), bytes);
     is_used(2 * bytes);
@@ -194,7 +200,7 @@ fn room_is_counted() {
     let replaced = weights.load(slot(0), &small).unwrap();
     is_used(bytes);
     weights.check([replaced]).unwrap();
-    // So does an image that was filled and never committed, and a reservation that was never filled.
+    // An image that was filled but not committed gives its room back, too, and so does a reservation that was not filled.
     let filled = weights.reserve(&small).unwrap().fill(&small).unwrap();
     is_used(2 * bytes);
     drop(filled);
@@ -206,6 +212,34 @@ fn room_is_counted() {
     weights.load(slot(2), &large).unwrap();
     is_used(large.bytes());
     assert_eq!(values(&weights, &ids, &[slot(0), slot(2)]), [0.0, 2.0]);
+}
+
+/// However many threads ask for it.
+#[test]
+fn room_is_given_once() {
+    let (model, _) = model();
+    let adapter = adapter(1, 1.0);
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let weights = table(&model, 1, 2 * image.bytes() + 64);
+    let held = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    match weights.reserve(&image) {
+                        Ok(room) => {
+                            assert!(held.fetch_add(1, Ordering::SeqCst) < 2);
+                            thread::yield_now();
+                            held.fetch_sub(1, Ordering::SeqCst);
+                            drop(room);
+                        }
+                        Err(error) => assert!(matches!(error, LoadError::Full { .. }), "{error}"),
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!((held.into_inner(), weights.usage().used), (0, 0));
 }
 
 /// The slot keeps what it has, and the table its room.
@@ -252,13 +286,13 @@ fn room_is_of_one_table_and_one_size() {
         );
         assert_eq!(weights.usage().used, 0);
     }
-    // Another element type, whatever it is as large as.
+    // Another element type is refused for its type, whatever its size.
     let half = adapters[1].plan(&model, DType::F16).unwrap();
     let error = weights.reserve(&small).unwrap().fill(&half).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::DType { got: DType::F16, want: DType::F32 })), "{error}");
 }
 
-/// Even if it was unloaded or replaced since; and so long its room is not given to another.
+/// A step keeps its adapters after an unload or a replacement, and their room stays taken until the step ends.
 #[test]
 fn a_step_works_on_what_was_loaded_when_it_began() {
     let (model, ids) = model();
@@ -285,8 +319,8 @@ fn a_step_works_on_what_was_loaded_when_it_began() {
     assert_eq!(values(&weights, &ids, &slots), [0.0, 3.0, 3.0, 0.0]);
 }
 
-/// One thread steps while another loads, replaces and unloads. Each token has one whole adapter in all layers of its step; and a
-/// resident that is checked after the step began is the one that the step works on.
+/// One thread steps while another loads, replaces and unloads. Every token gets one whole adapter in all layers of its step. A resident
+/// that passes the check after the step began is the one that the step serves.
 #[test]
 fn adapters_come_and_go_while_steps_run() {
     const SLOTS: u16 = 2;
@@ -294,7 +328,7 @@ fn adapters_come_and_go_while_steps_run() {
     let (model, ids) = model();
     let adapters: Vec<_> = (1..=5_u8).map(|value| adapter(1 + usize::from(value), value.into())).collect();
     let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(&model, DType::F32).unwrap()).collect();
-    // Those of the slots, as many that a step still works on, and the one that is being loaded.
+    // Room for the adapters in the slots, as many that a step still keeps, and one that is being loaded.
     let weights = table(&model, SLOTS.into(), (2 * usize::from(SLOTS) + 1) * images[0].bytes());
     // By generation: the adapter's value.
     let loaded = Mutex::new(vec![0.0]);
@@ -327,7 +361,7 @@ fn adapters_come_and_go_while_steps_run() {
                 None => weights.unload(slot).unwrap(),
                 Some(image) => {
                     let filled = weights.reserve(image).unwrap().fill(image).unwrap();
-                    // The other thread looks a generation up once it is committed.
+                    // Locked, so that the other thread finds every generation that it sees.
                     let mut loaded = loaded.lock().unwrap();
                     let resident = weights.commit(slot, filled).unwrap();
                     assert_eq!(usize::try_from(resident.generation()).unwrap(), loaded.len());

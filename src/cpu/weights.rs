@@ -165,10 +165,8 @@ impl WeightTable {
 
     /// Refuses adapters that are no longer where they were loaded.
     ///
-    /// A check behind [`step`](Self::step) that passes says that the step works on these adapters.
-    ///
-    /// A [`step`](Self::step) works on the adapters that were there when it began. So what is checked once it has begun is what it
-    /// works on, though another thread may load and unload.
+    /// A [`step`](Self::step) keeps the adapters that were loaded when it began. A check that passes after `step` has returned therefore
+    /// holds for that step, whatever other threads load and unload.
     ///
     /// # Errors
     /// If one has been unloaded or replaced, or its slot does not exist.
