@@ -174,13 +174,9 @@ fn adapter(rank: usize) -> Result<Adapter> {
         Tensor::new(DType::F32, shape, bytemuck::cast_slice(&eighths(shape[0] * shape[1], stride)).to_vec())
     };
     let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {}}}"#, 2 * rank);
-    Ok(Adapter::from_tensors(
-        &config,
-        [
-            ("attn.o_proj.lora_A.weight".to_owned(), tensor([rank, HIDDEN], 3)?),
-            ("attn.o_proj.lora_B.weight".to_owned(), tensor([HIDDEN, rank], 11)?),
-        ],
-    )?)
+    let (a, b) = (tensor([rank, HIDDEN], 3)?, tensor([HIDDEN, rank], 11)?);
+    let tensors = [("attn.o_proj.lora_A.weight".to_owned(), a), ("attn.o_proj.lora_B.weight".to_owned(), b)];
+    Ok(Adapter::from_tensors(&config, tensors)?)
 }
 
 /// Numbers of a few bits, so that all sums are exact. Of others the last bits may differ, as the CPU and the GPU sum up in different

@@ -55,7 +55,7 @@ fn main() -> Result<(), Error> {
             })
         });
 
-        // Each step: the live tokens, what the engine computes before the layer and of it, and the graph.
+        // Each step: which adapter each token has; x, and y of the base layer, as the engine computes them; then the graph.
         let (mut steps, mut last) = (0, Vec::new());
         loop {
             let is_last = loader.is_finished();
@@ -83,12 +83,8 @@ fn main() -> Result<(), Error> {
 fn load(weights: &WeightTable, slot: Slot, value: u8) -> Result<Resident, Error> {
     let filled =
         |shape: [usize; 2], value: f32| Tensor::new(DType::F32, shape, bytemuck::cast_slice(&[value; HIDDEN]).to_vec());
-    let adapter = Adapter::from_tensors(
-        r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#,
-        [
-            ("attn.o_proj.lora_A.weight".to_owned(), filled([1, HIDDEN], 1.0)?),
-            ("attn.o_proj.lora_B.weight".to_owned(), filled([HIDDEN, 1], value.into())?),
-        ],
-    )?;
+    let (a, b) = (filled([1, HIDDEN], 1.0)?, filled([HIDDEN, 1], value.into())?);
+    let tensors = [("attn.o_proj.lora_A.weight".to_owned(), a), ("attn.o_proj.lora_B.weight".to_owned(), b)];
+    let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors)?;
     Ok(weights.load(slot, &adapter.plan(weights.model(), weights.dtype())?)?)
 }
