@@ -63,7 +63,7 @@ macro_rules! refused {
 }
 pub(crate) use refused;
 
-const CONFIG: &str = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}"#;
+const CONFIG: &str = r#"{"peft_type": "LORA", "lora_alpha": 4, "bias": "none"}"#;
 
 /// A bf16 tensor of ones.
 fn ones(shape: &[usize]) -> Tensor {
