@@ -102,7 +102,11 @@ impl Config {
     pub(super) fn check_work<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), AdapterError> {
         let (modules, bytes) = paths.fold((0, 0), |(paths, bytes), path| (paths + 1, bytes + path.len() as u64));
         let work = self.patterns().fold(0_u64, |work, pattern| work.saturating_add(pattern.work(modules, bytes)));
-        if work <= MAX_WORK { Ok(()) } else { Err(AdapterError::Patterns { patterns: self.patterns().count(), modules }) }
+        if work <= MAX_WORK {
+            Ok(())
+        } else {
+            Err(AdapterError::Patterns { patterns: self.patterns().count(), modules })
+        }
     }
 
     fn patterns(&self) -> impl Iterator<Item = &Pattern> {
@@ -173,7 +177,9 @@ fn first_match<V: Copy>(field: &'static str, patterns: &[(Pattern, V)], path: &s
 impl Targets {
     fn parse(field: &'static str, value: &Value) -> Result<Self, AdapterError> {
         match value {
-            Value::String(text) if field == TARGET_MODULES && text.eq_ignore_ascii_case("all-linear") => Ok(Self::AllLinear),
+            Value::String(text) if field == TARGET_MODULES && text.eq_ignore_ascii_case("all-linear") => {
+                Ok(Self::AllLinear)
+            }
             Value::String(text) => Ok(Self::Pattern(Pattern::new(field, text, Anchor::Whole)?)),
             _ => Ok(Self::Names(names(field, value)?.into_iter().collect())),
         }
@@ -205,7 +211,8 @@ impl Layers {
             Some(value) if !is_neutral(value) => names(LAYERS_PATTERN, value)?,
             _ => Vec::new(),
         };
-        let is_name = |name: &String| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        let is_name =
+            |name: &String| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
         if let Some(name) = names.iter().find(|name| !is_name(name)) {
             return Err(invalid(LAYERS_PATTERN, &name.as_str().into(), "the name of a module"));
         }
@@ -214,7 +221,9 @@ impl Layers {
         let numbers = match fields.get(LAYERS_TO_TRANSFORM) {
             None | Some(Value::Null) => {
                 return match fields.get(LAYERS_PATTERN) {
-                    Some(value) if !names.is_empty() => Err(invalid(LAYERS_PATTERN, value, "absent without `layers_to_transform`")),
+                    Some(value) if !names.is_empty() => {
+                        Err(invalid(LAYERS_PATTERN, value, "absent without `layers_to_transform`"))
+                    }
                     _ => Ok(None),
                 };
             }
@@ -280,8 +289,18 @@ fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
 fn is_read(field: &str) -> bool {
     matches!(
         field,
-        "peft_type" | "peft_version" | "lora_alpha" | "r" | "use_rslora" | ALPHA_PATTERN | RANK_PATTERN | TARGET_MODULES
-            | TARGET_PARAMETERS | EXCLUDE_MODULES | LAYERS_TO_TRANSFORM | LAYERS_PATTERN
+        "peft_type"
+            | "peft_version"
+            | "lora_alpha"
+            | "r"
+            | "use_rslora"
+            | ALPHA_PATTERN
+            | RANK_PATTERN
+            | TARGET_MODULES
+            | TARGET_PARAMETERS
+            | EXCLUDE_MODULES
+            | LAYERS_TO_TRANSFORM
+            | LAYERS_PATTERN
     )
 }
 
@@ -289,8 +308,15 @@ fn is_read(field: &str) -> bool {
 fn is_informational(field: &str) -> bool {
     matches!(
         field,
-        "base_model_name_or_path" | "revision" | "auto_mapping" | "task_type" | "inference_mode" | "fan_in_fan_out"
-            | "qalora_group_size" | "runtime_config" | "megatron_core"
+        "base_model_name_or_path"
+            | "revision"
+            | "auto_mapping"
+            | "task_type"
+            | "inference_mode"
+            | "fan_in_fan_out"
+            | "qalora_group_size"
+            | "runtime_config"
+            | "megatron_core"
     )
 }
 

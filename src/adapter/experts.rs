@@ -288,7 +288,8 @@ impl<'a, 'm> Layer<'a, 'm> {
             [_, _, third, ..] => return Err(AdapterError::NoPlace { module: third.path.to_owned() }),
         };
         let targeted = |source: Source<'a>, name: &str| self.config.targets_parameter(&parameter_path(source, name));
-        if let Some(source) = sources.iter().find(|source| !targeted(**source, first.1) && !targeted(**source, down.1)) {
+        if let Some(source) = sources.iter().find(|source| !targeted(**source, first.1) && !targeted(**source, down.1))
+        {
             return Err(AdapterError::NotTargeted { module: source.path.to_owned(), field: "target_parameters" });
         }
         let fits = |source: Source<'a>, (part, name): (Part, &str), orientation| {

@@ -166,8 +166,8 @@ fn copy(path: &Path, mut file: File, len: u64) -> Result<Vec<u8>, AdapterError> 
     if header.len() as u64 != header_len {
         return Err(malformed(SafeTensorError::InvalidHeaderLength));
     }
-    let metadata: Metadata =
-        serde_json::from_slice(header).map_err(|source| malformed(SafeTensorError::InvalidHeaderDeserialization(source)))?;
+    let metadata: Metadata = serde_json::from_slice(header)
+        .map_err(|source| malformed(SafeTensorError::InvalidHeaderDeserialization(source)))?;
     let data_len = metadata.data_len();
     if (bytes.len() as u64).checked_add(data_len as u64) != Some(len) {
         return Err(malformed(SafeTensorError::MetadataIncompleteBuffer));
@@ -179,8 +179,8 @@ fn copy(path: &Path, mut file: File, len: u64) -> Result<Vec<u8>, AdapterError> 
 
 /// The tensors of a whole safetensors file, which errors call by this path.
 pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, AdapterError> {
-    let (header, metadata) = SafeTensors::read_metadata((**storage).as_ref())
-        .map_err(|source| AdapterError::safetensors(path, &source))?;
+    let (header, metadata) =
+        SafeTensors::read_metadata((**storage).as_ref()).map_err(|source| AdapterError::safetensors(path, &source))?;
     let data = size_of::<u64>() + header;
     let tensor = |(key, info): (String, &safetensors::tensor::TensorInfo)| {
         let name = TensorName { key, file: Some(path.to_owned()) };

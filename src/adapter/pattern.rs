@@ -34,8 +34,14 @@ pub(super) struct Pattern {
 #[derive(Debug)]
 enum Matcher {
     /// A path or its end: bytes, or `None` for any. What most keys are, and there may be one for each module.
-    Plain { bytes: Vec<Option<u8>>, whole: bool },
-    Regex { regex: Box<Regex>, states: usize },
+    Plain {
+        bytes: Vec<Option<u8>>,
+        whole: bool,
+    },
+    Regex {
+        regex: Box<Regex>,
+        states: usize,
+    },
 }
 
 /// What of a path a pattern has to match.
@@ -50,7 +56,8 @@ pub(super) enum Anchor {
 impl Pattern {
     /// Compiles a pattern that stands in this field.
     pub(super) fn new(field: &'static str, text: &str, anchor: Anchor) -> Result<Self, AdapterError> {
-        let unusable = |reason: &dyn fmt::Display| AdapterError::Pattern { field, key: text.to_owned(), source: cause(reason) };
+        let unusable =
+            |reason: &dyn fmt::Display| AdapterError::Pattern { field, key: text.to_owned(), source: cause(reason) };
         if let Some(bytes) = plain(text) {
             let whole = anchor == Anchor::Whole || text.starts_with('^');
             return Ok(Self { text: text.to_owned(), matcher: Matcher::Plain { bytes, whole } });

@@ -98,7 +98,13 @@ fn the_rank_is_the_tensors() {
 #[test]
 fn ranks_are_those_of_the_configuration() {
     refused!(with("r", json!(4)), RankField, "`q_proj.lora_A.weight` has rank 2", "`r`", "module 4");
-    refused!(with("rank_pattern", json!({"q_proj": 3})), RankField, "`q_proj.lora_A.weight`", "`rank_pattern`", "module 3");
+    refused!(
+        with("rank_pattern", json!({"q_proj": 3})),
+        RankField,
+        "`q_proj.lora_A.weight`",
+        "`rank_pattern`",
+        "module 3"
+    );
     for odd in [json!(0), json!(-2), json!(2.0), json!("2"), json!(null), json!(true)] {
         refused!(with("r", odd.clone()), InvalidField, "`r`", odd.to_string(), "a positive integer");
         let pattern = json!({"v_proj": odd});
@@ -191,7 +197,8 @@ fn all_patterns_have_a_budget() {
     let many: Vec<String> = (0..2000).map(|i| format!("model.layers.{i}.self_attn.q_proj")).collect();
     let one = ["q_proj".to_owned()];
     let load = |paths: &[String], config: &str| {
-        let keys: Vec<_> = paths.iter().flat_map(|path| ["A", "B"].map(|side| format!("{path}.lora_{side}.weight"))).collect();
+        let keys: Vec<_> =
+            paths.iter().flat_map(|path| ["A", "B"].map(|side| format!("{path}.lora_{side}.weight"))).collect();
         let shapes: [&[usize]; 2] = [&[2, 1], &[1, 2]];
         load(config, keys.iter().map(String::as_str).zip(shapes.into_iter().cycle()))
     };
@@ -210,7 +217,9 @@ fn all_patterns_have_a_budget() {
     }
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     // Paths cost nothing to speak of: PEFT has one for each module in some configurations.
-    let paths = |value: usize| Value::from(many.iter().map(|path| (path.clone(), value.into())).collect::<serde_json::Map<_, _>>());
+    let paths = |value: usize| {
+        Value::from(many.iter().map(|path| (path.clone(), value.into())).collect::<serde_json::Map<_, _>>())
+    };
     let config = fields([("alpha_pattern", paths(3)), ("rank_pattern", paths(2))]);
     assert!(load(&many, &config).unwrap().modules().iter().all(|module| module.scaling() == 1.5));
 }
@@ -331,7 +340,12 @@ fn modules_are_those_that_peft_adapts() {
         (json!(r"^(?!.*layers).*(?:up|down)_proj.*"), targets),
         (json!(""), targets),
         // As a trainer writes it that is used a good deal.
-        (json!(r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:mlp)\.experts\.\d+\.(?:(?:up_proj|down_proj)))"), None),
+        (
+            json!(
+                r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:mlp)\.experts\.\d+\.(?:(?:up_proj|down_proj)))"
+            ),
+            None,
+        ),
     ] {
         check(json!({"target_modules": value}), refused);
     }
@@ -383,7 +397,10 @@ fn targets_that_peft_does_not_take() {
         (json!({"target_modules": ["q_proj"], "layers_pattern": "h"}), "`layers_pattern` is \"h\""),
         (json!({"target_modules": ["q_proj"], "layers_to_transform": "1"}), "`layers_to_transform` is \"1\""),
         (json!({"target_modules": ["q_proj"], "layers_to_transform": [1, true]}), "`layers_to_transform` is true"),
-        (json!({"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "h|g"}), "`layers_pattern` is"),
+        (
+            json!({"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "h|g"}),
+            "`layers_pattern` is",
+        ),
         (json!({"exclude_modules": [1]}), "`exclude_modules` is [1]"),
     ] {
         let mut config = json!({"peft_type": "LORA", "lora_alpha": 1});

@@ -657,7 +657,9 @@ fn parameters_are_those_that_were_targets() {
     let case = plain(3, 8, 6);
     let targets = |names: Value| plan(&case, BY_PARAMETER, |config| config["target_parameters"] = names);
     assert!(targets(json!(["down_proj", "gate_up_proj"])).is_ok());
-    assert!(plan(&case, BY_PARAMETER, |config| drop(config.as_object_mut().unwrap().remove("target_parameters"))).is_ok());
+    assert!(
+        plan(&case, BY_PARAMETER, |config| drop(config.as_object_mut().unwrap().remove("target_parameters"))).is_ok()
+    );
     for none in [json!(null), json!([]), json!(["own_proj", "gate_up"]), json!(["other.experts.down_proj"])] {
         refused!(targets(none), NotTargeted, "model.layers.0.mlp.experts", "`target_parameters`");
     }

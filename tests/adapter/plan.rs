@@ -245,11 +245,13 @@ fn aliases_of_the_head_and_the_embedding() {
 fn factors_are_for_modules_of_their_kind() {
     let (mut model, _) = TOY.model(0, 1);
     for shapes in [[[2, 8], [20, 2]], [[2, 20], [8, 2]]] {
-        let head = load(CONFIG, [("lm_head.lora_embedding_A", &shapes[0][..]), ("lm_head.lora_embedding_B", &shapes[1])]);
+        let head =
+            load(CONFIG, [("lm_head.lora_embedding_A", &shapes[0][..]), ("lm_head.lora_embedding_B", &shapes[1])]);
         let result = head.unwrap().plan(&model, DType::F32).map(drop);
         refused!(result, Kind, "`lm_head.lora_embedding_A` is of an embedding", "`lm_head` is a linear layer");
         let [a, b] = ["A", "B"].map(|side| format!("model.embed_tokens.lora_{side}.weight"));
-        let result = load(CONFIG, [(&*a, &shapes[0][..]), (&b, &shapes[1])]).unwrap().plan(&model, DType::F32).map(drop);
+        let result =
+            load(CONFIG, [(&*a, &shapes[0][..]), (&b, &shapes[1])]).unwrap().plan(&model, DType::F32).map(drop);
         refused!(result, Kind, "`model.embed_tokens.lora_A.weight` is of a linear layer", "is an embedding");
     }
     model.experts(Experts::new("experts", 2, 8, 8)).unwrap();
