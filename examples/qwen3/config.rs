@@ -334,10 +334,11 @@ impl Fields {
         if !(theta.is_finite() && theta > 0.0) {
             bail!("`rope_theta` {theta} is not a positive number");
         }
-        // The last pair of a head turns fastest if it is below 1.
         #[expect(clippy::cast_possible_truncation, reason = "computed with in f32")]
-        let fastest = (theta as f32).powf((2.0 - head_dim as f32) / head_dim as f32).max(1.0);
-        if !(theta as f32).is_normal() || !(fastest * MAX_SIZE as f32).is_finite() {
+        let base = theta as f32;
+        // The last pair of a head turns fastest if it is below 1.
+        let fastest = base.powf((2.0 - head_dim as f32) / head_dim as f32).max(1.0);
+        if !base.is_normal() || !(fastest * MAX_SIZE as f32).is_finite() {
             bail!("`rope_theta` {theta} gives angles that are no numbers in f32");
         }
         if let Some((other, differing)) = given.find(|&(_, other)| other != theta) {
