@@ -79,7 +79,10 @@ impl<T: Element> Device for Cpu<T> {
     }
 
     fn zeros(&self, rows: usize, cols: usize) -> Result<Tensor<T>> {
-        Ok(Tensor { cols, data: vec![T::default(); rows * cols] })
+        let mut data = Vec::new();
+        data.try_reserve_exact(rows * cols)?;
+        data.resize(rows * cols, T::default());
+        Ok(Tensor { cols, data })
     }
 
     fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Weight> {

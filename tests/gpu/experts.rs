@@ -708,7 +708,7 @@ fn activations_are_those_of_the_reference() {
                 (format!("{path}.lora_{side}.weight"), Tensor::new(DType::F32, shape, zeros).unwrap())
             })
         });
-        let nothing = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, nothing).unwrap();
+        let nothing = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, nothing).unwrap();
         let capacity = Capacity { max_tokens: tokens, num_slots: 1, max_rank: 1 };
         let mut weights = WeightTable::<T>::new(kernels, &model, capacity, 1 << 20, stream).unwrap();
         weights.load(Slot::new(0), &nothing.plan(&model, T::DTYPE).unwrap(), stream).unwrap();
@@ -847,7 +847,7 @@ fn layers_of_one_model_have_each_its_own() {
                 }));
             }
         }
-        let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": ALPHAS}"#;
+        let config = r#"{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": ALPHAS}"#;
         let alphas = [0, 1].map(|layer| {
             ["gate", "up", "down"]
                 .map(|module| format!(r#""layers.{layer}.experts.{module}_proj": {}"#, ranks[layer]))
