@@ -76,12 +76,12 @@ impl Engine {
         let x: Vec<_> = requests.iter().map(|request| request.x).collect();
         let mut y = x.clone();
         let mut step = self.weights.step(&Batch::new(&slots), workspace)?;
-        // After the step began: the check holds for this step, whatever the loader does meanwhile.
-        let valid: Vec<_> = requests.iter().map(|request| self.weights.check(request.adapter)).collect();
         let rows = requests.len();
         let (x, y_matrix) = (x.as_flattened(), MatrixMut::new(y.as_flattened_mut(), rows, FEATURES)?);
         self.layer.add_delta(&mut step, Matrix::new(x, rows, FEATURES)?, y_matrix)?;
-        Ok(valid.into_iter().zip(y).map(|(valid, y)| valid.map(|()| y)).collect())
+        // Behind the operations: an adapter that is still in its slot is the one that they used, whatever the loader does meanwhile.
+        let output = |(request, y): (&Request, _)| self.weights.check(request.adapter).map(|()| y);
+        Ok(requests.iter().zip(y).map(output).collect())
     }
 }
 

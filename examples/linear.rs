@@ -7,7 +7,7 @@ use std::error::Error;
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{Kernels, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, driver_is_present},
+    cuda::{Kernels, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, driver_is_present},
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
@@ -23,46 +23,37 @@ fn main() -> Result<(), Box<dyn Error>> {
     let context = CudaContext::new(0)?;
     let stream = context.default_stream();
 
-    // Once: what the engine adapts, and how much room there shall be.
-    let mut model = ModelSpec::new(TpRank::SINGLE);
+    // What the engine adapts, as this rank holds it.
+    let mut spec = ModelSpec::new();
     let gate_up = Linear::new("mlp", Parallel::Column, HIDDEN).slice("gate_proj", HIDDEN).slice("up_proj", HIDDEN);
-    let gate_up = model.linear(gate_up)?;
-    let capacity = Capacity { max_tokens: 16, num_slots: 4, max_rank: 16 };
-    let kernels = Kernels::load_into(&context)?;
-    let layer = LoraLinear::new(&kernels, &model, gate_up, capacity)?;
-    let mut weights = WeightTable::new(&kernels, &model, capacity, 1 << 20, &stream)?;
-    let mut routing = Routing::new(&kernels, capacity, 2, &stream)?;
-    let mut workspace = Workspace::new(&kernels, layer.plan().workspace_bytes(), &stream)?;
+    let gate_up = spec.linear(gate_up)?;
+    let model = spec.shard(TpRank::SINGLE)?;
+
+    // Once: memory for the adapters, the routing and the layers, and each layer's plan.
+    let capacity = Capacity::tokens(16).slots(4).rank(16);
+    let queue = Queue::new(&Kernels::load_into(&context)?, &stream)?;
+    let weights = WeightTable::new(&queue, &model, DType::F32, capacity, 1 << 20)?;
+    let layer = LoraLinear::new(&weights, gate_up)?;
+    let mut routing = Routing::new(&queue, capacity, 2)?;
+    let mut workspace = Workspace::new(&weights)?;
     println!("{}", layer.plan());
 
-    // Adapters of different ranks; the second leaves gate_proj alone.
-    for (slot, adapter) in
-        [adapter(8, &["gate_proj", "up_proj"], 0.5)?, adapter(2, &["up_proj"], -1.0)?].iter().enumerate()
-    {
-        weights.load(Slot::new(u16::try_from(slot)?), &adapter.plan(&model, DType::F32)?, &stream)?;
-    }
+    // At any time: adapters of different ranks. The second leaves gate_proj alone.
+    let both = adapter(8, &["gate_proj", "up_proj"], 0.5)?;
+    let both = weights.load(Slot::new(0), &both.plan(&model, DType::F32)?)?;
+    let up = adapter(2, &["up_proj"], -1.0)?;
+    let up = weights.load(Slot::new(1), &up.plan(&model, DType::F32)?)?;
 
-    // A step: one slot per token, once; then each layer, after the engine's own matrix multiplication.
-    let slots = [Slot::new(0), Slot::BASE, Slot::new(1), Slot::new(0)];
+    // Every step: a slot for each token; then each layer, after the engine's own matrix multiplication.
+    let slots = [both.slot(), Slot::BASE, up.slot(), both.slot()];
     let x = stream.clone_htod(&[1.0_f32; 4 * HIDDEN])?;
     let mut y = stream.clone_htod(&[100.0_f32; 4 * 2 * HIDDEN])?;
-    let batch = routing.update(&Batch::new(&slots), &stream)?;
-    layer.add_delta(
-        Matrix::new(x.as_view(), slots.len(), HIDDEN)?,
-        MatrixMut::new(y.as_view_mut(), slots.len(), 2 * HIDDEN)?,
-        &weights,
-        &batch,
-        &mut workspace,
-        &stream,
-    )?;
-    let y = stream.clone_dtoh(&y)?;
-    for (slot, y) in slots.iter().zip(y.chunks(2 * HIDDEN)) {
-        println!(
-            "slot {:>4}: gate {:>6}, up {:>6}",
-            slot.index().map_or("base".into(), |slot| slot.to_string()),
-            y[0],
-            y[HIDDEN]
-        );
+    let batch = routing.update(&Batch::new(&slots))?;
+    let mut step = weights.step(&batch, &mut workspace)?;
+    layer.add_delta(&mut step, Matrix::new(&x, 4, HIDDEN)?, MatrixMut::new(&mut y, 4, 2 * HIDDEN)?)?;
+
+    for (slot, y) in slots.iter().zip(stream.clone_dtoh(&y)?.chunks(2 * HIDDEN)) {
+        println!("{slot}: gate {}, up {}", y[0], y[HIDDEN]);
     }
     Ok(())
 }
@@ -77,5 +68,5 @@ fn adapter(rank: usize, modules: &[&str], value: f32) -> Result<Adapter, Box<dyn
         tensors.push((format!("mlp.{module}.lora_A.weight"), filled([rank, HIDDEN], 1.0)?));
         tensors.push((format!("mlp.{module}.lora_B.weight"), filled([HIDDEN, rank], value)?));
     }
-    Ok(Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "lora_alpha": {rank}}}"#), tensors)?)
+    Ok(Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#), tensors)?)
 }

@@ -101,6 +101,7 @@ impl<B> Slots<B> {
 
     /// Makes `check` refuse what a slot holds before `change` changes it, so that what was enqueued before a check that passes was
     /// enqueued before the change. An error of `change` leaves the slot as it was.
+    #[cfg(feature = "cuda")]
     pub(crate) fn changing<E>(
         &self,
         _blocks: &mut Blocks<B>,

@@ -327,7 +327,7 @@ fn pair_of_experts() -> (WeightTable, LoraExperts) {
         factors("up_proj", [0.0, 1.0], [0.0, 10.0]),
         factors("down_proj", [1.0, 1.0], [2.0, 4.0]),
     ];
-    let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 0.5}"#;
+    let config = r#"{"peft_type": "LORA", "lora_alpha": 0.5}"#;
     let adapter = Adapter::from_tensors(config, tensors.into_iter().flatten()).unwrap();
     let weights = table(&model, &[adapter], 1, 1);
     let experts = LoraExperts::new(&weights, id).unwrap();

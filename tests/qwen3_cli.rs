@@ -4,11 +4,14 @@
 mod files;
 #[path = "qwen3/mod.rs"]
 mod process;
+#[path = "qwen3/refusals.rs"]
+mod refusals;
 
 use std::{
     ffi::OsString,
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 use files::{Files, Tensors, edit, read, write};
@@ -69,7 +72,7 @@ fn with_requests_each_has_its_line_of_json_and_its_logits() {
     let requests = files.requests(&json!([
         { "adapter": "r8-all", "prompt": QUESTION },
         { "adapter": null, "token_ids": [259] },
-        { "prompt": "Name a fruit.", "scale": 2.5 },
+        { "prompt": "Name a fruit.", "scale": 1.0 },
     ]));
     let logits = files.path("logits.safetensors");
     let lines = succeeds(["--requests", &requests, "--logits", &logits, "--max-new-tokens", "4", "--dtype", "bf16"]);
@@ -183,6 +186,7 @@ fn adapters_of_all_experts_in_one_are_the_same_as_of_each() {
     let each = files.copy(&fixture("adapters-moe/per-expert"), "each");
     edit(&each.join("adapter_config.json"), |config| {
         config.remove("target_parameters");
+        config.remove("target_modules");
     });
     let path = each.join("adapter_model.safetensors");
     let mut tensors = Tensors::new();
@@ -429,6 +433,7 @@ fn missing_and_broken_files_are_named() {
     }
     fs::remove_file(model.join("model.safetensors")).expect("it was there");
     refuses(["--model", &model_arg], &["model.safetensors"]);
+    fs::write(model.join("model.safetensors"), &whole).expect("the checkpoint can be mended");
     fs::write(model.join("config.json"), "{").expect("the configuration can be cut");
     refuses(["--model", &model_arg], &["config.json"]);
     fs::write(model.join("tokenizer.json"), "[]").expect("the tokenizer can be broken");
@@ -584,6 +589,420 @@ fn bad_arguments_are_named() {
     refuses(["--modle", "x"], &["--modle"]);
 }
 
+// ---- What it refuses of those who mean harm.
+
+/// A safetensors file of the logits is renamed over the target, whatever that is.
+#[test]
+fn logits_replace_nothing_but_a_regular_file() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "token_ids": [259] }]));
+    let model = PathBuf::from(files.model("model", |_| ()));
+    let adapter = files.copy(&fixture("adapters/r4-qv"), "adapter");
+    let (model_arg, adapter_arg) = (model.display().to_string(), format!("a={}", adapter.display()));
+    let args = |logits: &str| {
+        [
+            "--model",
+            &model_arg,
+            "--adapter",
+            &adapter_arg,
+            "--requests",
+            &requests,
+            "--max-new-tokens",
+            "1",
+            "--logits",
+            logits,
+        ]
+        .map(String::from)
+    };
+    let link = files.path("link");
+    std::os::unix::fs::symlink(files.path("elsewhere"), &link).expect("a link can be made");
+    let (pipe, folder, hard) = (files.path("pipe"), files.path("folder"), files.path("hard"));
+    assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo starts").success());
+    fs::create_dir(&folder).expect("a folder can be made");
+    for target in [&link, &pipe, &folder] {
+        refuses(args(target), &["--logits", target, "not a regular file"]);
+    }
+    fs::hard_link(model.join("model.safetensors"), &hard).expect("a second name can be made");
+    let inputs = ["model.safetensors", "config.json", "tokenizer.json"].map(|name| model.join(name));
+    let inputs = inputs.into_iter().chain([
+        adapter.join("adapter_model.safetensors"),
+        PathBuf::from(&requests),
+        PathBuf::from(hard),
+    ]);
+    for input in inputs {
+        let before = fs::read(&input).expect("the input is there");
+        refuses(args(&input.display().to_string()), &["--logits", "the input"]);
+        assert!(fs::read(&input).expect("the input is still there") == before, "{}", input.display());
+    }
+    let logits = files.path("logits");
+    for _ in 0..2 {
+        succeeds(args(&logits));
+    }
+}
+
+/// Each of these made the crate that reads it panic, or the system end it.
+#[test]
+fn tokenizers_that_cannot_be_used_are_named() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
+    let model = PathBuf::from(files.model("model", |_| ()));
+    let model_arg = model.display().to_string();
+    let path = model.join("tokenizer.json");
+    let good = fs::read_to_string(&path).expect("the tokenizer is there");
+    let refuse = || refuses(["--model", &model_arg, "--requests", &requests], &["tokenizer.json"]);
+    for text in ["", "{", "[]", "null", &good[..good.len() / 2], &good.replacen(':', "=", 1)] {
+        fs::write(&path, text).expect("the tokenizer can be broken");
+        refuse();
+    }
+    fs::write(&path, &good).expect("the tokenizer can be mended");
+    let replace = json!({ "type": "Replace", "pattern": { "String": "" }, "content": "a" });
+    // 2^32 - 4 bytes of a table that has none.
+    let charsmap = json!({ "type": "Precompiled", "precompiled_charsmap": "/P///w==" });
+    for (place, field, value) in [
+        ("", "normalizer", replace),
+        ("", "normalizer", charsmap.clone()),
+        ("", "normalizer", json!({ "type": "Sequence", "normalizers": [charsmap] })),
+        ("", "pre_tokenizer", json!({ "type": "FixedLength", "length": 0 })),
+        ("/model", "continuing_subword_prefix", json!("####")),
+        ("/model", "dropout", json!(0.5)),
+    ] {
+        edit(&path, |tokenizer| {
+            let mut whole = Value::from(std::mem::take(tokenizer));
+            whole.pointer_mut(place).expect("it is there")[field] = value;
+            *tokenizer = whole.as_object().cloned().expect("it is still an object");
+        });
+        refuse();
+        fs::write(&path, &good).expect("the tokenizer can be mended");
+    }
+}
+
+/// As in transformers, which sets both for each call.
+#[test]
+fn what_a_tokenizer_pads_and_truncates_does_not_matter() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
+    let model = files.model("model", |_| ());
+    let path = Path::new(&model).join("tokenizer.json");
+    let run = || succeeds(["--model", &model, "--requests", &requests]);
+    let plain = run();
+    let pad = |strategy: Value, multiple: Value| {
+        json!({ "padding": { "strategy": strategy, "direction": "Right", "pad_to_multiple_of": multiple, "pad_id": 0,
+            "pad_type_id": 0, "pad_token": "x" } })
+    };
+    let truncate = |max_length: u64, stride: u64| json!({ "truncation": { "direction": "Right", "max_length": max_length, "strategy": "LongestFirst", "stride": stride } });
+    let none = Value::Null;
+    for fields in [
+        pad(json!({ "Fixed": 16 }), none.clone()),
+        pad(json!({ "Fixed": 100_000_000 }), none),
+        pad(json!("BatchLongest"), json!(1_u64 << 62)),
+        truncate(1, 0),
+        truncate(8, 8),
+        truncate(0, 0),
+    ] {
+        let changed = fields.as_object().expect("it is an object").clone();
+        edit(&path, |tokenizer| tokenizer.extend(changed));
+        assert_eq!(run(), plain, "{fields}");
+        edit(&path, |tokenizer| {
+            tokenizer.extend([("padding".into(), Value::Null), ("truncation".into(), Value::Null)])
+        });
+    }
+}
+
+/// In less than a second and 1 GiB, and not in the name of an adapter.
+#[test]
+fn sizes_that_the_tensors_do_not_have_are_refused_by_their_field() {
+    let files = Files::new();
+    let sizes = [
+        ("qwen3", "num_hidden_layers", json!(100_000_000)),
+        ("qwen3", "num_hidden_layers", json!(5)),
+        ("qwen3", "vocab_size", json!(511)),
+        ("qwen3", "hidden_size", json!(2_147_483_647)),
+        ("qwen3", "hidden_size", json!(4_000_000_000_u64)),
+        ("qwen3", "intermediate_size", json!(u64::MAX)),
+        ("qwen3", "intermediate_size", json!(100_000_000)),
+        ("qwen3", "num_attention_heads", json!(2_147_483_646)),
+        ("qwen3", "num_attention_heads", json!(6)),
+        ("qwen3", "num_key_value_heads", json!(1)),
+        ("qwen3", "head_dim", json!(1_000_000)),
+        ("qwen3", "head_dim", json!(null)),
+        ("qwen3-moe", "num_local_experts", json!(10_000_000)),
+        ("qwen3-moe", "moe_intermediate_size", json!(10_000_000)),
+        ("qwen3-moe", "moe_intermediate_size", json!(16)),
+        ("qwen3-moe-int4", "num_local_experts", json!(7)),
+        ("qwen3-moe-int4", "moe_intermediate_size", json!(10_000_000)),
+    ];
+    for (like, field, value) in sizes {
+        let adapter = if like == "qwen3" { "adapters/r8-all" } else { "adapters-moe/attention" };
+        let adapter = format!("a={}", fixture(adapter).display());
+        let model = files.model_like(like, "model", |config| drop(config.insert(field.into(), value.clone())));
+        let refused = limited(1 << 20, ["--model", &model, "--adapter", &adapter]);
+        assert!(
+            refused.contains("config.json") && refused.contains(field) && !refused.contains("adapter"),
+            "{value}: {refused}"
+        );
+    }
+}
+
+#[test]
+fn configurations_that_transformers_reads_otherwise_are_refused_by_name() {
+    let files = Files::new();
+    for (field, value, needle) in [
+        ("is_causal", json!(false), "`is_causal`"),
+        ("rope_scaling", json!({ "type": "default" }), "`rope_scaling`"),
+        ("rope_scaling", json!({ "rope_type": "default", "rope_theta": 1_000_000 }), "`rope_scaling`"),
+        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e-300 }), "`rope_theta` "),
+        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e-38 }), "`rope_theta` "),
+        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e39 }), "`rope_theta` "),
+    ] {
+        let model = files.model("model", |config| drop(config.insert(field.into(), value)));
+        refuses(["--model", &model], &["config.json", needle]);
+    }
+    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
+    let causal = files.model("causal", |config| {
+        config.insert("is_causal".into(), json!(true));
+        config.insert("rope_scaling".into(), json!({}));
+    });
+    assert_eq!(succeeds(["--model", &causal, "--requests", &requests]), succeeds(["--requests", &requests]));
+}
+
+/// Some versions of transformers use what is stored then, and some the embedding.
+#[test]
+fn a_tied_head_that_is_another_is_refused() {
+    let files = Files::new();
+    let model = files.model("model", |_| ());
+    let path = Path::new(&model).join("model.safetensors");
+    let mut tensors = read(&path);
+    let mut head = tensors["model.embed_tokens.weight"].clone();
+    head.2[100] ^= 1;
+    tensors.insert("lm_head.weight".into(), head);
+    write(&path, &tensors);
+    refuses(["--model", &model], &["model.safetensors", "`lm_head.weight`", "tie_word_embeddings"]);
+}
+
+/// If there is a generation_config.json, config.json does not say when a text ends.
+#[test]
+fn a_text_does_not_end_where_only_the_older_configuration_says() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
+    let model = files.model("model", |_| ());
+    edit(&Path::new(&model).join("generation_config.json"), |config| drop(config.remove("eos_token_id")));
+    let line = succeeds(["--model", &model, "--requests", &requests, "--max-new-tokens", "12"]);
+    let line: Value = serde_json::from_str(&line).expect("the line is JSON");
+    assert_eq!(line["generated_tokens"].as_array().map(Vec::len), Some(12), "{line}");
+}
+
+/// As PEFT saves an adapter of them: with a copy of the base model's weight, over which it loads this.
+#[test]
+fn weights_of_the_base_model_have_to_be_the_base_models() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "adapter": "a", "prompt": QUESTION }]));
+    let base = read(&fixture("qwen3/model.safetensors"))["model.embed_tokens.weight"].clone();
+    let widened = (Dtype::F32, base.1.clone(), base.2.chunks(2).flat_map(|bits| [0, 0, bits[0], bits[1]]).collect());
+    let args = |dir: &Path, dtype: &str| {
+        ["--adapter", &format!("a={}", dir.display()), "--requests", &requests, "--dtype", dtype, "--verify"]
+            .map(String::from)
+    };
+    for (adapter, path) in [("embed", "model.embed_tokens"), ("lm-head", "lm_head"), ("lm-head", "model.embed_tokens")]
+    {
+        let with = |name: &str, path: &str, weight: &(Dtype, Vec<usize>, Vec<u8>)| {
+            let dir = files.copy(&fixture(&format!("adapters/{adapter}")), name);
+            let mut tensors = read(&dir.join("adapter_model.safetensors"));
+            tensors.insert(format!("base_model.model.{path}.base_layer.weight"), weight.clone());
+            write(&dir.join("adapter_model.safetensors"), &tensors);
+            dir
+        };
+        let expected = succeeds(args(&fixture(&format!("adapters/{adapter}")), "bf16"));
+        for weight in [&base, &widened] {
+            assert_eq!(succeeds(args(&with("same", path, weight), "bf16")), expected);
+        }
+        let mut other = base.clone();
+        other.2[1000] ^= 1;
+        // What 16 bits cannot tell apart, 32 can.
+        let mut close = widened.clone();
+        close.2[4001] ^= 1;
+        assert_eq!(succeeds(args(&with("close", path, &close), "bf16")), expected);
+        let mut long = base.clone();
+        long.1.reverse();
+        for (dir, dtype) in [
+            (with("other", path, &other), "bf16"),
+            (with("long", path, &long), "bf16"),
+            (with("close", path, &close), "f32"),
+            (with("elsewhere", &format!("tower.{path}"), &base), "bf16"),
+        ] {
+            refuses(args(&dir, dtype), &["`a`", &format!("{path}.base_layer.weight"), "not the base model's"]);
+        }
+    }
+}
+
+/// Whatever a run takes a name for, so does --verify.
+#[test]
+fn modules_may_be_spelled_in_other_ways_with_verify_too() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "adapter": "a", "prompt": QUESTION }]));
+    let expected = |adapter: &str| {
+        let adapter = format!("a={}", fixture(&format!("adapters/{adapter}")).display());
+        succeeds(["--adapter", &adapter, "--requests", &requests, "--verify"])
+    };
+    for (adapter, from, to) in [
+        ("r8-all", "base_model.model.model.", "thinker.model."),
+        ("r8-all", "base_model.model.model.", "base_model.model.model.language_model."),
+        ("r8-all", "base_model.model.model.", "base_model.model."),
+        ("lm-head", "base_model.model.lm_head.", "model.unembed_tokens."),
+        ("embed", "base_model.model.model.embed_tokens.", "transformer.wte."),
+    ] {
+        let dir = files.copy(&fixture(&format!("adapters/{adapter}")), "respelled");
+        edit(&dir.join("adapter_config.json"), |config| drop(config.remove("target_modules")));
+        let path = dir.join("adapter_model.safetensors");
+        let tensors = read(&path).into_iter().map(|(key, tensor)| (key.replacen(from, to, 1), tensor)).collect();
+        write(&path, &tensors);
+        let adapter_arg = format!("a={}", dir.display());
+        let respelled = succeeds(["--adapter", &adapter_arg, "--requests", &requests, "--verify"]);
+        assert_eq!(respelled, expected(adapter), "{to}");
+    }
+}
+
+#[test]
+fn requests_are_objects_of_known_fields() {
+    let files = Files::new();
+    let refuse = |request: &str, needle: &str| {
+        let path = files.path("requests.json");
+        fs::write(&path, format!("[{{\"prompt\": \"Hello\"}}, {request}]")).expect("the requests can be written");
+        refuses(["--requests", &path], &["requests.json: request 1", needle]);
+    };
+    refuse(r#"[null, "hello", null, null]"#, "not an object");
+    refuse(r#"{"prompt": "a", "prompt": "b"}"#, "duplicate field `prompt`");
+    refuse(r#"{"adapter": "r8-all", "adapter": null, "prompt": "b"}"#, "duplicate field `adapter`");
+    refuse(r#"{"prompt": "a", "scale": 2}"#, "`scale` is 2");
+    refuse(r#"{"adapter": null, "prompt": "a", "scale": 0}"#, "`scale` is 0");
+}
+
+/// The cache is not made before it is known to be as large as allowed, and no text is cut into tokens that is too long anyway.
+#[test]
+fn requests_that_are_too_large_are_refused_before_anything_is_made_of_them() {
+    let files = Files::new();
+    let model =
+        files.model("model", |config| drop(config.insert("max_position_embeddings".into(), json!(2_000_000_000))));
+    let many: Vec<Value> = (0..40).map(|_| json!({ "token_ids": [1] })).collect();
+    let requests = files.requests(&json!(many));
+    let args = |most: &str| {
+        let args = [
+            "--model",
+            &model,
+            "--requests",
+            &requests,
+            "--max-batch-total-tokens",
+            most,
+            "--max-new-tokens",
+            "4000000",
+        ];
+        args.map(String::from)
+    };
+    let refused = limited(1 << 20, args("65536"));
+    assert!(refused.contains("requests.json") && refused.contains("160000040 tokens"), "{refused}");
+    // Allowed, but more than there is.
+    let refused = limited(1 << 20, args("200000000"));
+    assert!(refused.contains("memory"), "{refused}");
+    let requests = files.requests(&json!([{ "prompt": "a ".repeat(25 << 20) }]));
+    let refused = limited(1 << 20, ["--requests", &requests]);
+    assert!(refused.contains("request 0") && refused.contains("52428800 bytes"), "{refused}");
+}
+
+#[test]
+fn only_regular_files_are_read() {
+    let files = Files::new();
+    let replace = |path: &Path, device: Option<&str>| {
+        let _ = fs::remove_file(path);
+        match device {
+            Some(device) => std::os::unix::fs::symlink(device, path).expect("a link can be made"),
+            None => assert!(Command::new("mkfifo").arg(path).status().expect("mkfifo starts").success()),
+        }
+    };
+    for device in [None, Some("/dev/zero"), Some("/dev/full")] {
+        for name in ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"] {
+            let model = files.model("model", |_| ());
+            replace(&Path::new(&model).join(name), device);
+            refuses(["--model", &model], &[name, "not a regular file"]);
+            fs::remove_dir_all(model).expect("the model can be removed");
+        }
+        let adapter = files.copy(&fixture("adapters/r4-qv"), "adapter");
+        replace(&adapter.join("adapter_model.safetensors"), device);
+        refuses(["--adapter", &format!("a={}", adapter.display())], &["`a`", "not a regular file"]);
+        fs::remove_dir_all(adapter).expect("the adapter can be removed");
+        let requests = files.path("requests.json");
+        replace(Path::new(&requests), device);
+        refuses(["--requests", &requests], &["requests.json", "not a regular file"]);
+    }
+    let requests = files.path("requests.json");
+    let _ = fs::remove_file(&requests);
+    fs::File::create(&requests).and_then(|file| file.set_len(1 << 40)).expect("a file can have holes");
+    refuses(["--requests", &requests], &["requests.json", "1099511627776 bytes"]);
+}
+
+/// The status says it too.
+#[test]
+fn a_standard_error_that_takes_nothing_changes_nothing() {
+    let full = || fs::File::options().write(true).open("/dev/full").expect("Linux has it");
+    let run = |args: &[&str]| {
+        Command::new(&*process::EXAMPLE).args(args).stderr(full()).output().expect("the example starts")
+    };
+    assert_eq!(run(&["--model", "/nowhere"]).status.code(), Some(2));
+    assert_eq!(run(&["--modle"]).status.code(), Some(2));
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "adapter": "r8-all", "prompt": QUESTION }]));
+    let output = run(&["--device", "cpu", "--requests", &requests, "--verify"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(!output.stdout.is_empty());
+    let output = Command::new(&*process::EXAMPLE)
+        .args(["--device", "cpu", "--requests", &requests])
+        .stdout(full())
+        .output()
+        .expect("the example starts");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).starts_with("error: standard output: "));
+}
+
+/// What a terminal would obey, what would make one sentence look like two, and what would bury it.
+#[test]
+fn what_is_quoted_is_escaped_and_cut() {
+    let files = Files::new();
+    let long = "x".repeat(1 << 20);
+    for (index, text) in ["\u{1b}]0;title\u{7}", "a\nerror: b", "\u{9b}31m", &long].into_iter().enumerate() {
+        let short = if index < 3 { text } else { "a\u{1b}[0m" };
+        for arg in ["--device", "--dtype", "--max-new-tokens", "--adapter", "--requests", "--model", "--unknown"] {
+            refuses([arg, short], &[]);
+        }
+        refuses([format!("--{short}")], &[]);
+        let adapter = format!("{short}={}", files.path("nobody"));
+        refuses(["--adapter", &adapter], &["nobody"]);
+        for request in [
+            json!({ "adapter": text, "prompt": "a" }),
+            json!({ text: 1 }),
+            json!(text),
+            json!({ "prompt": text, "token_ids": [1] }),
+        ] {
+            let requests = files.requests(&json!([request]));
+            refuses(["--requests", &requests], &["request 0"]);
+        }
+        for field in
+            ["model_type", "hidden_act", "hidden_size", "dtype", "eos_token_id", "layer_types", "architectures"]
+        {
+            let value = if field.ends_with('s') { json!([text]) } else { json!(text) };
+            let model = files.model("model", |config| drop(config.insert(field.into(), value)));
+            refuses(["--model", &model], &["config.json", field]);
+        }
+        let model = files.model("model", |_| ());
+        let path = Path::new(&model).join("model.safetensors");
+        let mut tensors = read(&path);
+        tensors.insert(text.into(), (Dtype::F32, vec![1], vec![0; 4]));
+        write(&path, &tensors);
+        refuses(["--model", &model], &["model.safetensors"]);
+    }
+    // A table shows names as well.
+    let adapter = format!("\u{1b}[31mred={}", fixture("adapters/r4-qv").display());
+    let table = succeeds(["--adapter", &adapter, "--max-new-tokens", "1"]);
+    assert!(table.contains(r"\u{1b}[31mred") && !table.contains('\u{1b}'), "{table}");
+}
+
 /// With the feature, whether it is refused depends on the machine.
 #[cfg(not(feature = "cuda"))]
 #[test]
@@ -601,15 +1020,17 @@ fn succeeds<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> String {
 
 /// Expects one sentence that has these words in it, and nothing else.
 fn refuses<A: Into<OsString>>(args: impl IntoIterator<Item = A>, needles: &[&str]) {
-    let output = qwen3(args);
-    let stderr = String::from_utf8(output.stderr).expect("the message is UTF-8");
-    assert_eq!(output.status.code(), Some(2), "{stderr}");
-    assert!(stderr.starts_with("error: "), "{stderr}");
-    assert!(!stderr.contains("panicked") && !stderr.contains("RUST_BACKTRACE"), "{stderr}");
-    assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
+    let stderr = refusals::refusal(&qwen3(args)).unwrap_or_else(|what| unreachable!("{what}"));
     for needle in needles {
         assert!(stderr.contains(needle), "`{needle}` is not in: {stderr}");
     }
+}
+
+/// Expects the same in so many KiB of memory and 10 s of time, and gives the sentence.
+fn limited<A: Into<OsString>>(kib: usize, args: impl IntoIterator<Item = A>) -> String {
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let output = refusals::limited(kib, 10, &args).output().expect("the shell starts");
+    refusals::refusal(&output).unwrap_or_else(|what| unreachable!("{what}"))
 }
 
 impl Files {

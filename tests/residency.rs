@@ -5,7 +5,13 @@
     reason = "a test fails by panicking, and its numbers are small"
 )]
 
-use std::{sync::Mutex, thread};
+use std::{
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
 
 use aril::{
     DType, Slot,
@@ -206,6 +212,34 @@ fn room_is_counted() {
     weights.load(slot(2), &large).unwrap();
     is_used(large.bytes());
     assert_eq!(values(&weights, &ids, &[slot(0), slot(2)]), [0.0, 2.0]);
+}
+
+/// However many threads ask for it.
+#[test]
+fn room_is_given_once() {
+    let (model, _) = model();
+    let adapter = adapter(1, 1.0);
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    let weights = table(&model, 1, 2 * image.bytes() + 64);
+    let held = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    match weights.reserve(&image) {
+                        Ok(room) => {
+                            assert!(held.fetch_add(1, Ordering::SeqCst) < 2);
+                            thread::yield_now();
+                            held.fetch_sub(1, Ordering::SeqCst);
+                            drop(room);
+                        }
+                        Err(error) => assert!(matches!(error, LoadError::Full { .. }), "{error}"),
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!((held.into_inner(), weights.usage().used), (0, 0));
 }
 
 /// The slot keeps what it has, and the table its room.

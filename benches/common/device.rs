@@ -4,7 +4,7 @@
 use std::{ffi::CString, ptr, slice, sync::Arc, time::Duration};
 
 use aril::cuda::{
-    Kernels,
+    Kernels, Queue,
     raw::{DeviceRegion, Stream},
 };
 use bytemuck::Pod;
@@ -32,6 +32,10 @@ impl Gpu {
 
     pub fn raw_stream(&self) -> Stream {
         Stream::from(&*self.stream)
+    }
+
+    pub fn queue(&self) -> Result<Queue> {
+        Ok(Queue::new(&self.kernels, &self.stream)?)
     }
 
     /// Another stream.

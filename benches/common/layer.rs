@@ -5,7 +5,8 @@ use std::{collections::BTreeMap, iter::repeat_n};
 use aril::{
     DType,
     cuda::{Workspace, raw},
-    plan::Capacity,
+    model::Model,
+    plan::WorkspaceBytes,
     routing::Batch,
 };
 use half::bf16;
@@ -91,7 +92,9 @@ pub fn elem_bytes(elems: usize) -> usize {
 pub struct Layer<'a> {
     stage: &'a Stage,
     workload: &'a Workload,
+    model: Model,
     kernel: Kernel,
+    workspace: Workspace,
     batch: raw::RoutedBatch,
     routing: raw::Routing,
     _routing_memory: Memory,
@@ -103,7 +106,7 @@ pub struct Layer<'a> {
 /// What is launched, and the operand that only it has.
 enum Kernel {
     Embedding { embedding: raw::LoraEmbedding, ids: Memory },
-    Linear { linear: raw::LoraLinear, workspace: Workspace },
+    Linear(raw::LoraLinear),
 }
 
 /// Times of one operation, in µs.
@@ -127,9 +130,8 @@ impl Times {
 impl<'a> Layer<'a> {
     pub fn new(stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
         let gpu = &stage.gpu;
-        let (max_tokens, num_slots) = (workload.num_tokens(), workload.num_slots());
-        let capacity = Capacity { max_tokens, num_slots, max_rank: workload.max_rank() };
-        let kernel = Kernel::new(gpu, workload, capacity)?;
+        let (model, kernel) = Kernel::new(gpu, workload)?;
+        let workspace = Workspace::with_bytes(&gpu.queue()?, kernel.workspace_bytes())?;
 
         let (layout, num_sets) = (SetLayout::new(workload), num_cold_sets(workload));
         if elem_bytes(weight_elems(workload)) > stage.weights.bytes {
@@ -151,12 +153,25 @@ impl<'a> Layer<'a> {
         }
         let tables = gpu.upload(&tables)?;
 
+        let capacity = workload.capacity();
         let routing_memory = gpu.alloc(raw::Routing::device_bytes(capacity)?)?;
         // SAFETY: the memory lives as long as the routing, and is its own.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }?;
         // SAFETY: the stream is alive and not capturing.
         let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
-        Ok(Self { stage, workload, kernel, batch, routing, _routing_memory: routing_memory, tables, layout, num_sets })
+        Ok(Self {
+            stage,
+            workload,
+            model,
+            kernel,
+            workspace,
+            batch,
+            routing,
+            _routing_memory: routing_memory,
+            tables,
+            layout,
+            num_sets,
+        })
     }
 
     pub fn num_sets(&self) -> usize {
@@ -167,7 +182,7 @@ impl<'a> Layer<'a> {
     pub fn plan(&self) -> Option<String> {
         match &self.kernel {
             Kernel::Embedding { .. } => None,
-            Kernel::Linear { linear, .. } => Some(linear.plan().to_string()),
+            Kernel::Linear(linear) => Some(linear.plan().to_string()),
         }
     }
 
@@ -182,16 +197,16 @@ impl<'a> Layer<'a> {
     }
 
     fn add_delta_to(&self, tokens: usize, batch: raw::RoutedBatch, set: usize) -> Result<()> {
-        let (x, y, weights) = (self.x(tokens), self.y(tokens), self.weights(set));
-        let stream = self.stage.gpu.raw_stream();
+        let (x, y) = (self.x(tokens), self.y(tokens));
+        let step = self.step(set, batch, self.stage.gpu.raw_stream());
         match &self.kernel {
             Kernel::Embedding { embedding, ids } => {
                 // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
-                unsafe { embedding.add_delta(ids.address, y, weights, batch, stream) }?;
+                unsafe { embedding.add_delta(&step, ids.address, y) }?;
             }
-            Kernel::Linear { linear, workspace } => {
+            Kernel::Linear(linear) => {
                 // SAFETY: as above.
-                unsafe { linear.add_delta(x, y, weights, batch, workspace.region(), stream) }?;
+                unsafe { linear.add_delta(&step, x, y) }?;
             }
         }
         Ok(())
@@ -199,34 +214,36 @@ impl<'a> Layer<'a> {
 
     /// Enqueues a linear layer's operation that overwrites `y`.
     pub fn write_delta(&self, set: usize) -> Result<()> {
-        let (linear, workspace) = self.linear()?;
         let num_tokens = self.workload.num_tokens();
-        let (x, y, stream) = (self.x(num_tokens), self.y(num_tokens), self.stage.gpu.raw_stream());
+        let (x, y, step) =
+            (self.x(num_tokens), self.y(num_tokens), self.step(set, self.batch, self.stage.gpu.raw_stream()));
         // SAFETY: as above.
-        Ok(unsafe { linear.write_delta(x, y, self.weights(set), self.batch, workspace.region(), stream) }?)
+        Ok(unsafe { self.linear()?.write_delta(&step, x, y) }?)
     }
 
     /// Enqueues the first half of a linear layer's operation on a stream that the caller orders.
     pub fn shrink(&self, set: usize, stream: raw::Stream) -> Result<()> {
-        let (linear, workspace) = self.linear()?;
-        let x = self.x(self.workload.num_tokens());
+        let (x, step) = (self.x(self.workload.num_tokens()), self.step(set, self.batch, stream));
         // SAFETY: as above, but for the stream, which the caller orders before `expand`.
-        Ok(unsafe { linear.shrink(x, self.weights(set), self.batch, workspace.region(), stream) }?)
+        Ok(unsafe { self.linear()?.shrink(&step, x) }?)
     }
 
     /// Enqueues the second half.
     pub fn expand(&self, set: usize) -> Result<()> {
-        let (linear, workspace) = self.linear()?;
-        let (y, stream) = (self.y(self.workload.num_tokens()), self.stage.gpu.raw_stream());
+        let (y, step) = (self.y(self.workload.num_tokens()), self.step(set, self.batch, self.stage.gpu.raw_stream()));
         // SAFETY: as above.
-        Ok(unsafe { linear.expand(y, self.weights(set), self.batch, workspace.region(), stream) }?)
+        Ok(unsafe { self.linear()?.expand(&step, y) }?)
     }
 
-    fn linear(&self) -> Result<(&raw::LoraLinear, &Workspace)> {
+    fn linear(&self) -> Result<&raw::LoraLinear> {
         match &self.kernel {
             Kernel::Embedding { .. } => Err("an embedding is one kernel".into()),
-            Kernel::Linear { linear, workspace } => Ok((linear, workspace)),
+            Kernel::Linear(linear) => Ok(linear),
         }
+    }
+
+    fn step(&self, set: usize, batch: raw::RoutedBatch, stream: raw::Stream) -> raw::Step {
+        raw::Step::new(self.table(set), batch, self.workspace.raw(), stream)
     }
 
     fn x(&self, tokens: usize) -> raw::MatrixRef {
@@ -237,12 +254,11 @@ impl<'a> Layer<'a> {
         raw::MatrixMut::new::<bf16>(self.stage.y.address, tokens, self.workload.out_features())
     }
 
-    fn weights(&self, set: usize) -> raw::LayerWeights {
-        let Self { workload, layout, .. } = self;
+    fn table(&self, set: usize) -> raw::Table {
+        let Self { workload, model, layout, .. } = self;
         let table_bytes = layout.factors.len() * size_of::<raw::Descriptor>();
         let table = self.tables.address + (set % self.num_sets * table_bytes) as u64;
-        let num_entries = workload.out_slices.len();
-        raw::LayerWeights::new(table, workload.num_slots(), num_entries, 0, workload.max_rank())
+        raw::Table::new(model, DType::BF16, table, workload.num_slots(), workload.max_rank())
     }
 
     /// Runs once and compares with the reference: the relative error of the deltas of some tokens, all slices. Fails where a
@@ -288,21 +304,28 @@ impl<'a> Layer<'a> {
 }
 
 impl Kernel {
-    fn new(gpu: &Gpu, workload: &Workload, capacity: Capacity) -> Result<Self> {
+    fn new(gpu: &Gpu, workload: &Workload) -> Result<(Model, Self)> {
+        let capacity = workload.capacity();
         match workload.operation {
             Operation::Embedding => {
-                let (model, id) = workload.embedding_spec()?;
+                let (model, id) = workload.embedding_model()?;
                 let embedding = raw::LoraEmbedding::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
                 let ids = (0..workload.num_tokens()).map(|token| i32::try_from(workload.token_id(token)));
                 let ids = gpu.upload(&ids.collect::<std::result::Result<Vec<_>, _>>()?)?;
-                Ok(Self::Embedding { embedding, ids })
+                Ok((model, Self::Embedding { embedding, ids }))
             }
             Operation::Linear => {
-                let (model, id) = workload.model_spec()?;
+                let (model, id) = workload.linear_model()?;
                 let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
-                let workspace = Workspace::new(&gpu.kernels, linear.plan().workspace_bytes(), &gpu.stream)?;
-                Ok(Self::Linear { linear, workspace })
+                Ok((model, Self::Linear(linear)))
             }
+        }
+    }
+
+    fn workspace_bytes(&self) -> WorkspaceBytes {
+        match self {
+            Self::Embedding { .. } => WorkspaceBytes::default(),
+            Self::Linear(linear) => linear.plan().workspace_bytes(),
         }
     }
 }

@@ -43,9 +43,9 @@ fn align(criterion: &mut Criterion) {
             let slots: Vec<Slot> = (0..tokens).map(|_| Slot::new(rng.random_range(0..num_slots as u16))).collect();
             let chosen = if one_expert { 1 } else { num_experts as i32 };
             let ids: Vec<i32> = (0..tokens * top_k).map(|_| rng.random_range(0..chosen)).collect();
-            let routes = RouteCapacity { max_tokens: tokens, top_k, num_experts };
-            let capacity = AlignCapacity { routes, num_slots, block_size: 16 };
-            let batches = Capacity { max_tokens: tokens, num_slots, max_rank: 1 };
+            let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(num_experts);
+            let capacity = AlignCapacity::new(routes, num_slots, 16);
+            let batches = Capacity::tokens(tokens).slots(num_slots).rank(1);
             let bytes = raw::Routing::device_bytes(batches).expect("it is within the limits");
             let routing_memory = gpu.alloc(bytes).expect("there is memory for it");
             // SAFETY: the memory lives as long as the routing, and is its own.
@@ -62,7 +62,7 @@ fn align(criterion: &mut Criterion) {
             let top_k = raw::TopK::new(device_ids.address, top_k);
             let mut align = || {
                 // SAFETY: the choices are alive for as long as the graph.
-                unsafe { alignment.align(top_k, batch, gpu.raw_stream()) }
+                unsafe { alignment.align(batch, top_k, gpu.raw_stream()) }
             };
             let graph = gpu.capture(|| (0..PER_GRAPH).try_for_each(|_| align().map(drop).map_err(Into::into)));
             let graph = graph.expect("it can be captured");

@@ -19,7 +19,7 @@ fn routing(criterion: &mut Criterion) {
         // One in nine or fewer is the base model's.
         let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(-1..num_slots as i32)).collect();
         let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
-        let capacity = Capacity { max_tokens: tokens, num_slots, max_rank: 16 };
+        let capacity = Capacity::tokens(tokens).slots(num_slots).rank(16);
         let bytes = raw::Routing::device_bytes(capacity).expect("it is within the limits");
         let memory = gpu.alloc(bytes).expect("there is memory for it");
         // SAFETY: the memory lives as long as the routing, and is its own.

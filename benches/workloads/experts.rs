@@ -7,8 +7,7 @@ use std::{cell::RefCell, collections::BTreeMap};
 use aril::{
     DType,
     cuda::{Workspace, raw},
-    model::Activation,
-    plan::{Capacity, RouteCapacity},
+    model::{Activation, Model},
     routing::Batch,
 };
 use half::bf16;
@@ -83,9 +82,8 @@ struct ExpertsLayer<'a> {
     workload: &'a ExpertsWorkload,
     turns: Turns,
     layout: ExpertsLayout,
+    model: Model,
     experts: raw::LoraExperts,
-    /// The first entries of gate_up and of down, and all of the model.
-    entries: [usize; 3],
     /// Weights of its own, where the stage's are of no use.
     _weights: Option<Memory>,
     tables: Memory,
@@ -99,19 +97,17 @@ struct ExpertsLayer<'a> {
 
 impl<'a> ExpertsLayer<'a> {
     fn new(stage: &'a Stage, workload: &'a ExpertsWorkload) -> Result<Self> {
-        let (gpu, (model, id)) = (&stage.gpu, workload.model_spec()?);
-        let (turns, layout, top_k) = (workload.turns(), ExpertsLayout::new(workload), workload.shape.top_k);
-        let (max_tokens, num_slots) = (workload.num_tokens(), workload.adapters.len());
-        let capacity = Capacity { max_tokens, num_slots, max_rank: workload.max_rank() };
-        let experts = raw::LoraExperts::new(&gpu.kernels, &model, id, DType::BF16, capacity, top_k)?;
-        let workspace = Workspace::new(&gpu.kernels, experts.plan().workspace_bytes(), &gpu.stream)?;
+        let (gpu, (model, id)) = (&stage.gpu, workload.model()?);
+        let (turns, layout, capacity) = (workload.turns(), ExpertsLayout::new(workload), workload.capacity());
+        let experts = raw::LoraExperts::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+        let workspace = Workspace::with_bytes(&gpu.queue()?, experts.plan().workspace_bytes())?;
 
         let own_weights = own_weights(stage, workload, &layout, turns.sets)?;
         let weights = own_weights.as_ref().unwrap_or(&stage.weights);
         if elem_bytes(turns.sets * layout.elems) > weights.bytes {
             return Err("the stage was made for other workloads".into());
         }
-        let (gate_up, down) = (model[id].gate_up(), model[id].down());
+        let (gate_up, down, num_slots) = (model[id].gate_up(), model[id].down(), workload.adapters.len());
         let mut tables = vec![raw::Descriptor::default(); turns.sets * num_slots * model.num_entries()];
         for (row, descriptors) in tables.chunks_mut(model.num_entries()).enumerate() {
             let (set, slot) = (row / num_slots * layout.elems, row % num_slots);
@@ -139,7 +135,7 @@ impl<'a> ExpertsLayer<'a> {
         // SAFETY: the stream is alive and not capturing.
         let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
 
-        let routes = RouteCapacity { max_tokens, top_k, num_experts: workload.shape.num_experts };
+        let routes = experts.plan().routes();
         let grouping_memory = zeros(gpu, raw::Grouping::device_bytes(routes)?)?;
         // SAFETY: the memory is zero, lives as long as the grouping, and is its own.
         let grouping = unsafe { raw::Grouping::new(&gpu.kernels, routes, grouping_memory.region()) }?;
@@ -148,8 +144,8 @@ impl<'a> ExpertsLayer<'a> {
             workload,
             turns,
             layout,
+            model,
             experts,
-            entries: [gate_up.shared_entry(), down.shared_entry(), model.num_entries()],
             _weights: own_weights,
             tables,
             ids,
@@ -163,35 +159,33 @@ impl<'a> ExpertsLayer<'a> {
 
     /// Enqueues the `i`th operation.
     fn run(&self, i: usize) -> Result<()> {
-        let routes = self.group(i)?;
-        self.add_gate_up_delta(i, &routes)?;
-        self.add_down_delta(i, &routes)
+        let mut routes = self.group(i)?;
+        self.add_gate_up_delta(i, &mut routes)?;
+        self.add_down_delta(i, &mut routes)
     }
 
     /// Enqueues of the `i`th operation what is before the activation.
     fn run_gate_up(&self, i: usize) -> Result<()> {
-        self.add_gate_up_delta(i, &self.group(i)?)
+        self.add_gate_up_delta(i, &mut self.group(i)?)
     }
 
     /// Enqueues the `i`th operation with the activation and the combine, which write to `out`.
     fn run_fused(&self, i: usize, out: &Memory) -> Result<()> {
         let (Shape { hidden, inter, .. }, tokens) = (self.workload.shape, self.workload.num_tokens());
-        let (routes, workspace, stream) = (self.group(i)?, self.workspace.region(), self.stage.gpu.raw_stream());
+        let (mut routes, step) = (self.group(i)?, self.step(i));
         let num_routes = routes.num_routes();
         let [of_down_x, of_down_y] = self.workload.of_down().map(|elems| elem_bytes(elems) as u64);
         let [inputs, bases] = [self.stage.inputs.address, self.stage.y.address];
         let x = raw::MatrixRef::new::<bf16>(inputs, tokens, hidden);
         let y = raw::MatrixRef::new::<bf16>(bases, num_routes, 2 * inter);
         let activated = raw::MatrixMut::new::<bf16>(out.address, num_routes, inter);
-        let (weights, silu) = (self.weights(i, self.entries[0]), Activation::Silu);
         // SAFETY: as below, and `out` is large enough and lives as long.
-        unsafe { self.experts.activate(x, y, activated, silu, weights, &routes, workspace, stream) }?;
+        unsafe { self.experts.activate(&step, &mut routes, x, y, activated, Activation::Silu) }?;
         let x = raw::MatrixRef::new::<bf16>(inputs + of_down_x, num_routes, inter);
         let y = raw::MatrixRef::new::<bf16>(bases + of_down_y, num_routes, hidden);
         let combined = raw::MatrixMut::new::<bf16>(out.address, tokens, hidden);
-        let weights = self.weights(i, self.entries[1]);
         // SAFETY: as above.
-        Ok(unsafe { self.experts.combine(x, y, combined, weights, &routes, workspace, stream) }?)
+        Ok(unsafe { self.experts.combine(&step, &mut routes, x, y, combined) }?)
     }
 
     fn group(&self, i: usize) -> Result<raw::GroupedRoutes> {
@@ -199,35 +193,33 @@ impl<'a> ExpertsLayer<'a> {
         let top_k = raw::TopK::new(self.ids.address + choice as u64, self.workload.shape.top_k);
         let stream = self.stage.gpu.raw_stream();
         // SAFETY: all of it is this type's, used on this stream only, and outlives the graphs made here.
-        Ok(unsafe { self.grouping.borrow_mut().group(top_k, self.batch, stream) }?)
+        Ok(unsafe { self.grouping.borrow_mut().group(self.batch, top_k, stream) }?)
     }
 
-    fn add_gate_up_delta(&self, i: usize, routes: &raw::GroupedRoutes) -> Result<()> {
+    fn add_gate_up_delta(&self, i: usize, routes: &mut raw::GroupedRoutes) -> Result<()> {
         let (Shape { hidden, inter, .. }, tokens) = (self.workload.shape, self.workload.num_tokens());
         let x = raw::MatrixRef::new::<bf16>(self.stage.inputs.address, tokens, hidden);
         let y = raw::MatrixMut::new::<bf16>(self.stage.y.address, routes.num_routes(), 2 * inter);
-        let (weights, workspace) = (self.weights(i, self.entries[0]), self.workspace.region());
-        let stream = self.stage.gpu.raw_stream();
         // SAFETY: as above, and of the stage; each route has a row of its own.
-        Ok(unsafe { self.experts.add_gate_up_delta(x, y, weights, routes, workspace, stream) }?)
+        Ok(unsafe { self.experts.add_gate_up_delta(&self.step(i), routes, x, y) }?)
     }
 
-    fn add_down_delta(&self, i: usize, routes: &raw::GroupedRoutes) -> Result<()> {
+    fn add_down_delta(&self, i: usize, routes: &mut raw::GroupedRoutes) -> Result<()> {
         let Shape { hidden, inter, .. } = self.workload.shape;
         let [x, y] = self.workload.of_down().map(|elems| elem_bytes(elems) as u64);
         let x = raw::MatrixRef::new::<bf16>(self.stage.inputs.address + x, routes.num_routes(), inter);
         let y = raw::MatrixMut::new::<bf16>(self.stage.y.address + y, routes.num_routes(), hidden);
-        let (weights, workspace) = (self.weights(i, self.entries[1]), self.workspace.region());
-        let stream = self.stage.gpu.raw_stream();
         // SAFETY: as above.
-        Ok(unsafe { self.experts.add_down_delta(x, y, weights, routes, workspace, stream) }?)
+        Ok(unsafe { self.experts.add_down_delta(&self.step(i), routes, x, y) }?)
     }
 
-    fn weights(&self, i: usize, first_entry: usize) -> raw::LayerWeights {
-        let (num_slots, [.., num_entries]) = (self.workload.adapters.len(), self.entries);
-        let table = i % self.turns.sets * num_slots * num_entries * size_of::<raw::Descriptor>();
+    fn step(&self, i: usize) -> raw::Step {
+        let Self { stage, workload, model, .. } = self;
+        let num_slots = workload.adapters.len();
+        let table = i % self.turns.sets * num_slots * model.num_entries() * size_of::<raw::Descriptor>();
         let table = self.tables.address + table as u64;
-        raw::LayerWeights::new(table, num_slots, num_entries, first_entry, self.workload.max_rank())
+        let table = raw::Table::new(model, DType::BF16, table, num_slots, workload.max_rank());
+        raw::Step::new(table, self.batch, self.workspace.raw(), stage.gpu.raw_stream())
     }
 
     /// Times one of `count` operations in a graph.

@@ -2,10 +2,7 @@
 
 use std::{hint::black_box, time::Instant};
 
-use aril::{
-    DType,
-    plan::{Capacity, LinearPlan},
-};
+use aril::{DType, plan::LinearPlan};
 
 use crate::common::{
     Result,
@@ -22,9 +19,7 @@ const CALLS_PER_ROUND: usize = 32;
 
 pub(crate) fn measure(stage: &Stage, workload: &Workload, results: &mut Results) -> Result<()> {
     let (gpu, layer) = (&stage.gpu, Layer::new(stage, workload)?);
-    let (model, id) = workload.model_spec()?;
-    let (max_tokens, num_slots) = (workload.num_tokens(), workload.num_slots());
-    let capacity = Capacity { max_tokens, num_slots, max_rank: workload.max_rank() };
+    let ((model, id), capacity) = (workload.linear_model()?, workload.capacity());
     let plan = || Ok(LinearPlan::new(black_box(&model[id]), DType::BF16, capacity)?);
     results.host.push(HostCost {
         id: workload.id.clone(),

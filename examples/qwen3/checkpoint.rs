@@ -1,12 +1,12 @@
 //! The base model's weights: one safetensors file, or several with an index; 16 or 32 bits, or 4 packed by compressed-tensors.
 //!
-//! Linear layers are unpacked as they are read. Only experts, of which there are many, stay as they are stored. Files are mapped and tensors converted one at a time, so that loading takes no second copy of the model. Invariant: every
-//! tensor of the files is read, or the checkpoint is refused.
+//! Linear layers are unpacked as they are read. Only experts, of which there are many, stay as they are stored. Files are mapped and
+//! tensors converted one at a time, so that loading takes no second copy of the model. Invariants: every tensor of the files is read, or
+//! the checkpoint is refused; and nothing is sized by a configuration that the tensors do not bear out.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
-    fs::File,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -14,7 +14,7 @@ use std::{
 use aril::{
     DType, Element,
     adapter::{
-        Adapter, ImageEntry, Module, ModuleKind,
+        Adapter, BaseWeight, ImageEntry, Module, ModuleKind,
         layout::{B, LinearA},
     },
     model::{ExpertsId, Model, ProjectionSite},
@@ -26,9 +26,14 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
 use crate::{
+    config::Config,
     error::{Context, Result, bail},
     experts::{ExpertWeights, ExpertsShape, Int4},
+    files,
 };
+
+/// The most MiB of an index.
+const MAX_INDEX_MIB: u64 = 64;
 
 /// A checkpoint's tensors, mapped.
 #[derive(Debug)]
@@ -60,7 +65,7 @@ impl Checkpoint {
             checkpoint.add_shard(single)?;
             return Ok(checkpoint);
         }
-        let text = std::fs::read_to_string(&index).context(index.display())?;
+        let text = files::read_text(&index, MAX_INDEX_MIB)?;
         let Index { weight_map } = serde_json::from_str(&text).context(index.display())?;
         for file in weight_map.values().collect::<BTreeSet<_>>() {
             if Path::new(file).file_name() != Some(OsStr::new(file)) {
@@ -78,7 +83,7 @@ impl Checkpoint {
     }
 
     fn add_shard(&mut self, path: PathBuf) -> Result<()> {
-        let file = File::open(&path).context(path.display())?;
+        let file = files::open(&path)?;
         // SAFETY: nobody changes the checkpoint while it is loaded, as everybody who maps one has to trust.
         let bytes = unsafe { Mmap::map(&file) }.context(path.display())?;
         for (name, view) in SafeTensors::deserialize(&bytes).context(path.display())?.iter() {
@@ -97,16 +102,88 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Refuses a configuration of other sizes than the tensors have, before anything is made of these sizes; and a tied head that is
+    /// stored as another than the embedding, which some versions of transformers use and some do not.
+    pub(crate) fn check(&self, config: &Config) -> Result<()> {
+        let Config { vocab, hidden, intermediate, heads, .. } = *config;
+        self.expect_size("vocab_size", vocab, "model.embed_tokens", 0)?;
+        self.expect_size("hidden_size", hidden, "model.embed_tokens", 1)?;
+        for layer in 0..config.layers {
+            let norm = format!("model.layers.{layer}.input_layernorm.weight");
+            if !self.tensors.contains_key(&norm) {
+                let layers = config.layers;
+                bail!("config.json: `num_hidden_layers` is {layers}, but {}: tensor `{norm}` is missing", self.files());
+            }
+            let path = format!("model.layers.{layer}.self_attn");
+            self.expect_size("head_dim", heads.dim, &format!("{path}.q_norm"), 0)?;
+            let (query, kv) = (heads.query_features(), heads.kv_features());
+            self.expect_size("num_attention_heads` times `head_dim", query, &format!("{path}.q_proj"), 0)?;
+            self.expect_size("num_key_value_heads` times `head_dim", kv, &format!("{path}.k_proj"), 0)?;
+            let mlp = format!("model.layers.{layer}.mlp");
+            let Some(moe) = config.experts_in(layer) else {
+                self.expect_size("intermediate_size", intermediate, &format!("{mlp}.gate_proj"), 0)?;
+                continue;
+            };
+            self.expect_size("num_local_experts` or `num_experts", moe.experts, &format!("{mlp}.gate"), 0)?;
+            let first = format!("{mlp}.experts.0.gate_proj");
+            self.expect_size("moe_intermediate_size", moe.intermediate, &first, 0)?;
+        }
+        let [embed, head] = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| self.tensors.get(name));
+        if let (true, Some(embed), Some(head)) = (config.tied, embed, head)
+            && (embed.dtype, &embed.shape, self.bytes(embed)) != (head.dtype, &head.shape, self.bytes(head))
+        {
+            let head = self.subject("lm_head.weight");
+            bail!("{head} is not the embedding, which `tie_word_embeddings` in config.json says that it is");
+        }
+        Ok(())
+    }
+
+    /// Fails if a dimension of a module's weight is not what a field says. (That it is there, whoever reads it will see.)
+    fn expect_size(&self, field: &str, size: usize, module: &str, dim: usize) -> Result<()> {
+        let names = [format!("{module}.weight"), format!("{module}.weight_packed")];
+        let Some(name) = names.into_iter().find(|name| self.tensors.contains_key(name)) else { return Ok(()) };
+        let stored = self.tensors[&name].shape.get(dim);
+        if stored != Some(&size) {
+            // transformers has a default for one of them.
+            let absent = if field == "head_dim" { ", or 128 if it is absent" } else { "" };
+            let (subject, shape) = (self.subject(&name), &self.tensors[&name].shape);
+            bail!("config.json: `{field}` is {size}{absent}, but {subject} is {shape:?}");
+        }
+        Ok(())
+    }
+
+    /// Whether an adapter's weight of the base model is the base model's, as `T`.
+    pub(crate) fn has<T: Element>(&self, weight: &BaseWeight, tied: bool) -> Result<bool> {
+        let name = match weight.path() {
+            "lm_head" if !tied => "lm_head.weight",
+            "model.embed_tokens" | "lm_head" => "model.embed_tokens.weight",
+            _ => return Ok(false),
+        };
+        if self.tensors.get(name).is_none_or(|stored| stored.shape != weight.tensor().shape()) {
+            return Ok(false);
+        }
+        let (theirs, ours) = (weight.tensor().to_f32(), self.read(name, weight.tensor().shape())?);
+        let round = |value: &f32| T::from_f32(*value).to_f32();
+        Ok(theirs.iter().map(round).eq(ours.iter().map(round)))
+    }
+
+    fn bytes(&self, tensor: &Tensor) -> &[u8] {
+        &self.shards[tensor.shard].bytes[tensor.bytes.clone()]
+    }
+
+    fn files(&self) -> String {
+        self.shards.iter().map(|shard| shard.path.display().to_string()).collect::<Vec<_>>().join(", ")
+    }
+
     /// Finds a tensor of that shape.
     fn find(&self, name: &str, shape: &[usize]) -> Result<(Dtype, &[u8])> {
         let Some(tensor) = self.tensors.get(name) else {
-            let files = self.shards.iter().map(|shard| shard.path.display().to_string()).collect::<Vec<_>>().join(", ");
-            bail!("{files}: tensor `{name}` is missing");
+            bail!("{}: tensor `{name}` is missing", self.files());
         };
         if tensor.shape != shape {
             bail!("{} is {:?}, but config.json asks for {shape:?}", self.subject(name), tensor.shape);
         }
-        Ok((tensor.dtype, &self.shards[tensor.shard].bytes[tensor.bytes.clone()]))
+        Ok((tensor.dtype, self.bytes(tensor)))
     }
 
     /// Reads a tensor of that shape.
@@ -176,9 +253,10 @@ pub(crate) struct Weights<'a> {
     /// Of what is stored in 4 bits.
     int4_group: Option<usize>,
     unread: BTreeSet<&'a str>,
-    /// The modules to be merged that are none of experts, and those of them that were not yet.
-    modules: &'a [Module],
-    unmerged: BTreeSet<&'a str>,
+    /// The modules to be merged that are none of experts, by the model's paths.
+    modules: BTreeMap<String, &'a Module>,
+    /// Those of them that were not yet.
+    unmerged: BTreeSet<String>,
     /// The factors of experts to be merged.
     factors: Option<Factors>,
     scale: f32,
@@ -188,14 +266,20 @@ impl<'a> Weights<'a> {
     /// The base model's weights.
     pub(crate) fn new(checkpoint: &'a Checkpoint, int4_group: Option<usize>) -> Self {
         let unread = checkpoint.tensors.keys().map(String::as_str).collect();
-        Self { checkpoint, int4_group, unread, modules: &[], unmerged: BTreeSet::new(), factors: None, scale: 1.0 }
+        let (modules, unmerged) = (BTreeMap::new(), BTreeSet::new());
+        Self { checkpoint, int4_group, unread, modules, unmerged, factors: None, scale: 1.0 }
     }
 
     /// These with `scale · scaling · B A` added in `f32` to every module that the adapter has.
     pub(crate) fn merged(self, adapter: &'a Adapter, model: &Model, scale: f32) -> Result<Self> {
-        let modules = adapter.modules();
-        let of_experts = |path: &str| path.split('.').any(|name| name == "experts");
-        let unmerged = modules.iter().map(Module::path).filter(|path| !of_experts(path)).collect();
+        let mut modules = BTreeMap::new();
+        for module in adapter.modules() {
+            let path = module.path_in(model)?;
+            if !path.split('.').any(|name| name == "experts") {
+                modules.insert(path, module);
+            }
+        }
+        let unmerged = modules.keys().cloned().collect();
         Ok(Self { modules, unmerged, factors: Some(Factors::new(adapter, model)?), scale, ..self })
     }
 
@@ -213,9 +297,9 @@ impl<'a> Weights<'a> {
         cols: usize,
     ) -> Result<Vec<T>> {
         let mut values = self.matrix(stored, rows, cols)?;
-        if let Some(module) = self.adapted(path) {
+        if let Some(module) = self.modules.get(path) {
             merge(&mut values, cols, module, self.scale)?;
-            self.unmerged.remove(module.path());
+            self.unmerged.remove(path);
         }
         narrow(&format!("{stored}.weight"), &values)
     }
@@ -254,7 +338,7 @@ impl<'a> Weights<'a> {
             return Ok((shape, ExpertWeights::Int4(all)));
         }
         let fused = format!("{path}.{}", projection.fused);
-        let mut values = Vec::with_capacity(experts * out_features * in_features);
+        let mut values = Vec::new();
         if self.checkpoint.tensors.contains_key(&fused) {
             values = self.read(&fused, &[experts, out_features, in_features])?;
         } else {
@@ -270,7 +354,7 @@ impl<'a> Weights<'a> {
 
     /// Whether an adapter was merged that has this module.
     pub(crate) fn adapts(&self, path: &str) -> bool {
-        self.adapted(path).is_some()
+        self.modules.contains_key(path)
     }
 
     /// Passes over a tensor, if it is there.
@@ -316,14 +400,6 @@ impl<'a> Weights<'a> {
     fn packed(&self, path: &str) -> Option<usize> {
         let [packed, ..] = int4_tensors(path);
         self.int4_group.filter(|_| self.checkpoint.tensors.contains_key(&packed))
-    }
-
-    /// The adapter's module of that path, which may be spelled without the model's outer names or with more of them.
-    fn adapted(&self, path: &str) -> Option<&'a Module> {
-        let within = |outer: &str, inner: &str| outer.strip_suffix(inner).is_some_and(|rest| rest.ends_with('.'));
-        self.modules
-            .iter()
-            .find(|module| module.path() == path || within(module.path(), path) || within(path, module.path()))
     }
 }
 

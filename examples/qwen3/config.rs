@@ -4,13 +4,22 @@
 //! Invariant: a [`Config`] describes a model that the forward computes exactly. What it does not implement is refused by name,
 //! never ignored.
 
-use std::{fs, ops::Range, path::Path};
+use std::{collections::BTreeSet, ops::Range, path::Path};
 
 use aril::DType;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::error::{Context, Result, bail};
+use crate::{
+    error::{Context, Result, bail},
+    files,
+};
+
+/// The most MiB of a configuration.
+const MAX_MIB: u64 = 4;
+
+/// The largest size, of what kernels count.
+const MAX_SIZE: usize = i32::MAX as usize;
 
 /// What a group of weights in 4 bits is a multiple of: what the GPU's kernel multiplies at a time.
 const INT4_GROUP_UNIT: usize = 32;
@@ -51,7 +60,7 @@ pub(crate) struct Moe {
     /// Every so many layers have experts, and the others a dense MLP.
     every: usize,
     /// Layers that have a dense MLP anyway.
-    dense: Vec<usize>,
+    dense: BTreeSet<usize>,
 }
 
 /// The heads of a row of the fused q, k, v projection, in this order.
@@ -86,15 +95,14 @@ impl Heads {
 }
 
 impl Config {
-    /// Reads `config.json` and, for the tokens that end a text, `generation_config.json` if there is one.
+    /// Reads `config.json` and, for the tokens that end a text, `generation_config.json`: if there is one, it alone says.
     pub(crate) fn read(model: &Path) -> Result<Self> {
         let path = model.join("config.json");
         let fields = Fields::read(&path)?;
         let mut config = Self::parse(&fields).context(path.display())?;
         let generation = model.join("generation_config.json");
         if generation.exists() {
-            let eos = Fields::read(&generation)?.eos().context(generation.display())?;
-            config.eos = eos.unwrap_or(config.eos);
+            config.eos = Fields::read(&generation)?.eos().context(generation.display())?.unwrap_or_default();
         }
         Ok(config)
     }
@@ -117,6 +125,9 @@ impl Config {
         if !dim.is_multiple_of(2) {
             bail!("`head_dim` {dim} is odd, so that rotary embedding cannot pair its features");
         }
+        if query.checked_mul(dim).is_none_or(|features| features > MAX_SIZE) {
+            bail!("`num_attention_heads` {query} of `head_dim` {dim} have more than {MAX_SIZE} features");
+        }
         let eps: f32 = fields.require("rms_norm_eps")?;
         if !(eps.is_finite() && eps >= 0.0) {
             bail!("`rms_norm_eps` {eps} is not a small positive number");
@@ -130,7 +141,7 @@ impl Config {
             int4_group: fields.int4_group()?,
             heads: Heads { query, kv, dim },
             eps,
-            rope_theta: fields.rope_theta()?,
+            rope_theta: fields.rope_theta(dim)?,
             max_positions: fields.size("max_position_embeddings")?,
             tied: fields.get("tie_word_embeddings")?.unwrap_or(false),
             dtype: fields.dtype()?,
@@ -144,7 +155,7 @@ struct Fields(Map<String, Value>);
 
 impl Fields {
     fn read(path: &Path) -> Result<Self> {
-        let text = fs::read_to_string(path).context(path.display())?;
+        let text = files::read_text(path, MAX_MIB)?;
         Ok(Self(serde_json::from_str(&text).context(path.display())?))
     }
 
@@ -162,12 +173,11 @@ impl Fields {
         }
     }
 
-    /// A size: read as 32 bits, so that the product of any two is no overflow.
     fn optional_size(&self, name: &str) -> Result<Option<usize>> {
-        match self.get::<u32>(name)? {
+        match self.get::<usize>(name)? {
             Some(0) => bail!("`{name}` is 0"),
-            Some(size) => Ok(Some(usize::try_from(size)?)),
-            None => Ok(None),
+            Some(size) if size > MAX_SIZE => bail!("`{name}` is {size}; sizes are up to {MAX_SIZE}"),
+            size => Ok(size),
         }
     }
 
@@ -227,6 +237,9 @@ impl Fields {
             if self.get::<bool>(switch)? == Some(true) {
                 bail!("`{switch}` is true, which is not implemented");
             }
+        }
+        if self.get::<bool>("is_causal")? == Some(false) {
+            bail!("`is_causal` is false: attention in both directions is not implemented");
         }
         for kind in self.get::<Vec<String>>("layer_types")?.unwrap_or_default() {
             if kind != "full_attention" {
@@ -291,7 +304,12 @@ impl Fields {
     }
 
     /// The base of the rotary frequencies, in either form; every kind of scaling is refused.
-    fn rope_theta(&self) -> Result<f64> {
+    fn rope_theta(&self, head_dim: usize) -> Result<f64> {
+        let is_set =
+            |name| self.0.get(name).is_some_and(|value| !value.is_null() && value != &Value::Object(Map::new()));
+        if is_set("rope_scaling") && is_set("rope_parameters") {
+            bail!("`rope_scaling` is set beside `rope_parameters`, which transformers then drops");
+        }
         let mut thetas = vec![("rope_theta", self.get::<f64>("rope_theta")?)];
         for name in ["rope_parameters", "rope_scaling"] {
             let Some(rope) = self.get::<Map<String, Value>>(name)?.map(Fields) else { continue };
@@ -315,6 +333,13 @@ impl Fields {
         let Some((name, theta)) = given.next() else { bail!("`rope_theta` is missing") };
         if !(theta.is_finite() && theta > 0.0) {
             bail!("`rope_theta` {theta} is not a positive number");
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "computed with in f32")]
+        let base = theta as f32;
+        // The last pair of a head turns fastest if it is below 1.
+        let fastest = base.powf((2.0 - head_dim as f32) / head_dim as f32).max(1.0);
+        if !base.is_normal() || !(fastest * MAX_SIZE as f32).is_finite() {
+            bail!("`rope_theta` {theta} gives angles that are no numbers in f32");
         }
         if let Some((other, differing)) = given.find(|&(_, other)| other != theta) {
             bail!("`{name}` gives a `rope_theta` of {theta}, but `{other}` one of {differing}");

@@ -79,7 +79,10 @@ impl<T: Element> Device for Cpu<T> {
     }
 
     fn zeros(&self, rows: usize, cols: usize) -> Result<Tensor<T>> {
-        Ok(Tensor { cols, data: vec![T::default(); rows * cols] })
+        let mut data = Vec::new();
+        data.try_reserve_exact(rows * cols)?;
+        data.resize(rows * cols, T::default());
+        Ok(Tensor { cols, data })
     }
 
     fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Weight> {
@@ -131,7 +134,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(cpu::LoraExperts::new(adapters, id)?)
     }
 
-    fn buffers(&self, _: Capacity) -> Result<cpu::Workspace> {
+    fn buffers(&self, _: &cpu::WeightTable) -> Result<cpu::Workspace> {
         Ok(cpu::Workspace::default())
     }
 
@@ -169,7 +172,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(())
     }
 
-    fn group<'a>(&self, (): &'a mut (), _: &cpu::Step<'_>, routes: &'a Routes) -> Result<TopK<'a>> {
+    fn group<'a>(&self, (): &'a mut (), _: &mut cpu::Step<'_>, routes: &'a Routes) -> Result<TopK<'a>> {
         routes.top_k()
     }
 
@@ -177,7 +180,7 @@ impl<T: Element> Device for Cpu<T> {
         &self,
         layer: &cpu::LoraExperts,
         step: &mut cpu::Step<'_>,
-        top_k: &TopK<'_>,
+        top_k: &mut TopK<'_>,
         x: &Tensor<T>,
         gate_up: Tensor<T>,
     ) -> Result<Tensor<T>> {
@@ -190,7 +193,7 @@ impl<T: Element> Device for Cpu<T> {
         &self,
         layer: &cpu::LoraExperts,
         step: &mut cpu::Step<'_>,
-        top_k: &TopK<'_>,
+        top_k: &mut TopK<'_>,
         x: &Tensor<T>,
         down: Tensor<T>,
     ) -> Result<Tensor<T>> {

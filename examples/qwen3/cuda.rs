@@ -13,23 +13,23 @@ mod experts;
 mod gemm;
 mod timing;
 
-use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+use std::{fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
     cuda::{
-        self, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, RoutedBatch, Routing,
-        WeightTable, Workspace, raw,
+        self, Buffer, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Queue, Routing,
+        WeightTable, Workspace, raw::Descriptor,
     },
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, ModelSpec},
-    plan::{self, RouteCapacity, WorkspaceBytes},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
+    plan::{Capacity, RouteCapacity},
     routing::Batch,
 };
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaSlice, CudaStream, CudaView, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
-        PushKernelArg as _,
+        CudaContext, CudaFunction, CudaSlice, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
+        PushKernelArg as _, result::memcpy_dtod_async,
     },
     nvrtc::Ptx,
 };
@@ -41,7 +41,7 @@ use self::{
 };
 use crate::{
     config::Heads,
-    device::{Cache, Capacity, Device, Places, Rope},
+    device::{Cache, Device, Places, Rope},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
@@ -59,18 +59,13 @@ const MANY_ROUTES: usize = 1024;
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
-    stream: Arc<CudaStream>,
-    /// The library's.
-    kernels: Kernels,
-    /// The example's own.
+    queue: Queue,
     functions: Functions,
     gemm: Gemm,
-    /// As much as the layers ask for that were planned so far.
-    workspace: RefCell<Workspace>,
     element: PhantomData<T>,
 }
 
-/// What is in `kernels.cu` for an element type, under the names it has there.
+/// What is in the example's own `kernels.cu` for an element type, under the names it has there.
 struct Functions {
     normalize: CudaFunction,
     rotate: CudaFunction,
@@ -90,14 +85,22 @@ struct Functions {
 /// Threads of a block of every kernel: `kThreads` of `kernels.cu`.
 const THREADS: u32 = 256;
 
-/// More than are ever under way: every step ends with a copy to the host.
+/// Of the layers and of the head: then values are copied to the host.
 const STEPS_IN_FLIGHT: usize = 2;
 
-/// A row-major matrix in device memory, at the beginning of an allocation.
+/// A row-major matrix in device memory, at the beginning of an allocation. All that uses it is on the one stream.
 pub(crate) struct Matrix<T> {
     rows: usize,
     cols: usize,
-    data: CudaSlice<T>,
+    data: Buffer<T>,
+    /// For the example's own kernels.
+    address: u64,
+}
+
+/// What a step's operations share.
+pub(crate) struct Buffers {
+    routing: Routing,
+    workspace: Workspace,
 }
 
 impl<T: Element + DeviceRepr> Cuda<T> {
@@ -109,105 +112,101 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let context = stream.context();
         let kernels = Kernels::load_into(context).memory_for("the library's kernels")?;
         let functions = Functions::load(T::DTYPE, context).memory_for("the example's kernels")?;
-        let gemm = Gemm::new(T::DTYPE, &stream)?;
-        let workspace =
-            Workspace::new(&kernels, WorkspaceBytes::default(), &stream).memory_for("the library's workspace")?;
-        Ok(Self { stream, kernels, functions, gemm, workspace: workspace.into(), element: PhantomData })
+        let queue = Queue::new(&kernels, &stream)?;
+        let gemm = Gemm::new(T::DTYPE, &queue)?;
+        Ok(Self { queue, functions, gemm, element: PhantomData })
     }
 
     /// A matrix of whatever was in its memory: for what is written before it is read.
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
-        // There are no empty allocations.
-        let len = (rows * cols).max(1);
-        // SAFETY: for numbers, all of whose bits are values.
-        let data = unsafe { self.stream.alloc(len) };
-        let megabytes = (len * size_of::<V>()).div_ceil(1_000_000);
-        Ok(Matrix { rows, cols, data: data.memory_for(format_args!("{megabytes} MB more: {rows} x {cols}"))? })
+        self.matrix(rows, cols, self.slice(rows, cols)?)
     }
 
     fn upload<V: DeviceRepr>(&self, rows: usize, cols: usize, values: &[V]) -> Result<Matrix<V>> {
-        let mut matrix = self.alloc(rows, cols)?;
-        self.stream.memcpy_htod(values, &mut matrix.data)?;
-        Ok(matrix)
+        let mut slice = self.slice(rows, cols)?;
+        self.queue.stream().memcpy_htod(values, &mut slice)?;
+        self.matrix(rows, cols, slice)
+    }
+
+    /// The memory of a matrix.
+    fn slice<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<CudaSlice<V>> {
+        // There are no empty allocations.
+        let len = (rows * cols).max(1);
+        // SAFETY: for numbers, all of whose bits are values.
+        let slice = unsafe { self.queue.stream().alloc(len) };
+        let megabytes = (len * size_of::<V>()).div_ceil(1_000_000);
+        slice.memory_for(format_args!("{megabytes} MB more: {rows} x {cols}"))
+    }
+
+    fn matrix<V: DeviceRepr>(&self, rows: usize, cols: usize, slice: CudaSlice<V>) -> Result<Matrix<V>> {
+        let data = Buffer::from_slice(&self.queue, slice)?;
+        let address = data.device_ptr();
+        Ok(Matrix { rows, cols, data, address })
     }
 
     /// Waits for all that was enqueued.
-    fn download<V: DeviceRepr>(&self, matrix: &Matrix<V>) -> Result<Vec<V>> {
-        self.stream.synchronize().map_err(LaunchError::from)?;
-        Ok(self.stream.clone_dtoh(&matrix.view())?)
-    }
-
-    /// Has the workspace hold at least so much.
-    fn reserve(&self, bytes: WorkspaceBytes) -> Result<()> {
-        let mut workspace = self.workspace.borrow_mut();
-        let raw::Workspace { exchange, planes } = workspace.region();
-        let held = WorkspaceBytes { exchange: exchange.bytes, planes: planes.bytes };
-        let bytes = bytes.max(held);
-        if bytes != held {
-            *workspace = Workspace::new(&self.kernels, bytes, &self.stream).memory_for("the library's workspace")?;
-        }
-        Ok(())
+    fn download<V: DeviceRepr + Clone + Default>(&self, matrix: &Matrix<V>) -> Result<Vec<V>> {
+        let mut values = vec![V::default(); matrix.rows * matrix.cols];
+        matrix.data.read(&mut values)?;
+        Ok(values)
     }
 
     fn kernel<'a>(&'a self, function: &'a CudaFunction) -> LaunchArgs<'a> {
-        self.stream.launch_builder(function)
+        self.queue.stream().launch_builder(function)
     }
 
     fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.gather);
-        kernel.arg(&x.data).arg(&rows.data).arg(&mut out.data).arg(&out.cols);
+        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&out.cols);
         launch(kernel, rows.rows, 1)
     }
 
     fn silu_mul_into(&self, gate_up: &Matrix<T>, out: &mut Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.silu_mul);
-        kernel.arg(&gate_up.data).arg(&mut out.data).arg(&out.cols);
+        kernel.arg(&gate_up.address).arg(&out.address).arg(&out.cols);
         launch(kernel, gate_up.rows, 1)
     }
 
     /// The activation with the deltas of gate_up: at once, or, of many routes, one after the other, which is faster.
     fn activate_into(
         &self,
-        layer: &LoraExperts<T>,
+        layer: &LoraExperts,
+        step: &mut cuda::Step<'_>,
+        Grouped { grouped, .. }: &mut Grouped<'_>,
         x: &Matrix<T>,
         gate_up: &mut Matrix<T>,
         out: &mut Matrix<T>,
-        Grouped { grouped, .. }: &Grouped<'_>,
-        adapters: &WeightTable<T>,
     ) -> Result<()> {
-        let (x, workspace) = (x.operand()?, &mut self.workspace.borrow_mut());
         if gate_up.rows > MANY_ROUTES {
-            layer.add_gate_up_delta(x, gate_up.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
+            layer.add_gate_up_delta(step, grouped, x.operand()?, gate_up.operand_mut()?)?;
             return self.silu_mul_into(gate_up, out);
         }
-        let (y, out) = (gate_up.operand()?, out.operand_mut()?);
-        Ok(layer.activate(x, y, out, Activation::Silu, grouped, adapters, workspace, &self.stream)?)
+        let (x, y, out) = (x.operand()?, gate_up.operand()?, out.operand_mut()?);
+        Ok(layer.activate(step, grouped, x, y, out, Activation::Silu)?)
     }
 
     /// The combine with the deltas of down, likewise.
     fn combine_adapted_into(
         &self,
-        layer: &LoraExperts<T>,
+        layer: &LoraExperts,
+        step: &mut cuda::Step<'_>,
+        Grouped { routes, grouped }: &mut Grouped<'_>,
         x: &Matrix<T>,
         down: &mut Matrix<T>,
         out: &mut Matrix<T>,
-        Grouped { routes, grouped }: &Grouped<'_>,
-        adapters: &WeightTable<T>,
     ) -> Result<()> {
-        let (x, workspace) = (x.operand()?, &mut self.workspace.borrow_mut());
         if down.rows > MANY_ROUTES {
-            layer.add_down_delta(x, down.operand_mut()?, grouped, adapters, workspace, &self.stream)?;
+            layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
             return self.combine_into(down, routes, out);
         }
-        let (y, out) = (down.operand()?, out.operand_mut()?);
-        Ok(layer.combine(x, y, out, grouped, adapters, workspace, &self.stream)?)
+        Ok(layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?)
     }
 
     /// The sum of a token's rows, each times what its route weighs.
     fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
         let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
         let mut kernel = self.kernel(&self.functions.combine);
-        kernel.arg(&down.data).arg(&routes.weights.data).arg(&routes.row_of_route.data).arg(&mut out.data);
+        kernel.arg(&down.address).arg(&routes.weights.address).arg(&routes.row_of_route.address).arg(&out.address);
         kernel.arg(&down.cols).arg(&top_k);
         launch(kernel, tokens, 1)
     }
@@ -262,8 +261,8 @@ impl Functions {
 }
 
 impl<V> Matrix<V> {
-    fn view(&self) -> CudaView<'_, V> {
-        self.data.slice(..self.rows * self.cols)
+    fn view(&self) -> cuda::View<'_, V> {
+        self.data.slice(0..self.rows * self.cols)
     }
 
     /// As the library takes it.
@@ -278,7 +277,7 @@ impl<V> Matrix<V> {
     where
         V: Element,
     {
-        Ok(cuda::MatrixMut::new(self.data.as_view_mut(), self.rows, self.cols)?)
+        Ok(cuda::MatrixMut::new(&mut self.data, self.rows, self.cols)?)
     }
 }
 
@@ -294,12 +293,6 @@ impl<V, E: Into<LaunchError>> MemoryFor<V> for result::Result<V, E> {
             error => error.into(),
         })
     }
-}
-
-/// The library's bounds.
-fn bounds(capacity: Capacity) -> plan::Capacity {
-    let Capacity { tokens, slots, rank, .. } = capacity;
-    plan::Capacity { max_tokens: tokens, num_slots: slots, max_rank: rank }
 }
 
 impl<T: Element + DeviceRepr> Device for Cuda<T> {
@@ -329,117 +322,114 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         self.upload(values.len(), 1, bytemuck::cast_slice(values))
     }
 
-    type Adapters = WeightTable<T>;
-    type LoraLinear = LoraLinear<T>;
-    type LoraEmbedding = LoraEmbedding<T>;
-    type LoraExperts = LoraExperts<T>;
-    type Routing = Routing;
-    type Routed<'a> = RoutedBatch<'a>;
+    type Adapters = WeightTable;
+    type LoraLinear = LoraLinear;
+    type LoraEmbedding = LoraEmbedding;
+    type LoraExperts = LoraExperts;
+    type Buffers = Buffers;
+    type LoraStep<'a> = cuda::Step<'a>;
     type Grouping = Grouping;
     type Grouped<'a> = Grouped<'a>;
 
-    fn adapters(&self, model: &ModelSpec, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable<T>> {
-        // The largest counts twice, as the arena may overlook a free region that is less than a third larger than an adapter.
+    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable> {
+        // The largest counts twice, as the arena may overlook a free region that is less than a third larger than an adapter; and so
+        // does the row of descriptors that an adapter takes while it is loaded.
         let blocks = images.iter().map(|image| image.bytes().next_multiple_of(256));
-        let arena_bytes = blocks.clone().sum::<usize>() + blocks.max().unwrap_or(0);
-        WeightTable::new(&self.kernels, model, bounds(capacity), arena_bytes, &self.stream)
+        let row = (model.num_entries() * size_of::<Descriptor>()).next_multiple_of(256);
+        let arena_bytes = blocks.clone().sum::<usize>() + blocks.max().unwrap_or(0) + 2 * row;
+        WeightTable::new(&self.queue, model, T::DTYPE, capacity, arena_bytes)
             .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
     }
 
     fn load(
         &self,
-        adapters: &mut WeightTable<T>,
+        adapters: &WeightTable,
         slot: Slot,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<()> {
-        Ok(adapters.load_with_progress(slot, image, &self.stream, progress)?)
+        adapters.load_with_progress(slot, image, progress)?;
+        Ok(())
     }
 
-    fn lora_linear(&self, model: &ModelSpec, id: LinearId, capacity: Capacity) -> Result<LoraLinear<T>> {
-        let layer = LoraLinear::new(&self.kernels, model, id, bounds(capacity))?;
-        self.reserve(layer.plan().workspace_bytes())?;
-        Ok(layer)
+    fn lora_linear(&self, adapters: &WeightTable, id: LinearId) -> Result<LoraLinear> {
+        Ok(LoraLinear::new(adapters, id)?)
     }
 
-    fn lora_embedding(&self, model: &ModelSpec, id: EmbeddingId, capacity: Capacity) -> Result<LoraEmbedding<T>> {
-        Ok(LoraEmbedding::new(&self.kernels, model, id, bounds(capacity))?)
+    fn lora_embedding(&self, adapters: &WeightTable, id: EmbeddingId) -> Result<LoraEmbedding> {
+        Ok(LoraEmbedding::new(adapters, id)?)
     }
 
-    fn lora_experts(&self, model: &ModelSpec, id: ExpertsId, capacity: Capacity) -> Result<LoraExperts<T>> {
-        let layer = LoraExperts::new(&self.kernels, model, id, bounds(capacity), capacity.top_k)?;
-        self.reserve(layer.plan().workspace_bytes())?;
-        Ok(layer)
+    fn lora_experts(&self, adapters: &WeightTable, id: ExpertsId) -> Result<LoraExperts> {
+        Ok(LoraExperts::new(adapters, id)?)
     }
 
-    fn routing(&self, capacity: Capacity) -> Result<Routing> {
-        Routing::new(&self.kernels, bounds(capacity), STEPS_IN_FLIGHT, &self.stream).memory_for("the routing")
+    fn buffers(&self, adapters: &WeightTable) -> Result<Buffers> {
+        let routing = Routing::new(&self.queue, adapters.capacity(), STEPS_IN_FLIGHT).memory_for("the routing")?;
+        Ok(Buffers { routing, workspace: Workspace::new(adapters).memory_for("the library's workspace")? })
     }
 
-    fn route<'a>(&self, routing: &'a mut Routing, slots: &'a [Slot], scales: &'a [f32]) -> Result<RoutedBatch<'a>> {
-        Ok(routing.update(&Batch::new(slots).with_scales(scales)?, &self.stream)?)
-    }
-
-    fn add_delta(
+    fn lora_step<'a>(
         &self,
-        layer: &LoraLinear<T>,
-        x: &Matrix<T>,
-        y: &mut Matrix<T>,
-        adapters: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
-    ) -> Result<()> {
-        let workspace = &mut self.workspace.borrow_mut();
-        Ok(layer.add_delta(x.operand()?, y.operand_mut()?, adapters, batch, workspace, &self.stream)?)
+        adapters: &'a WeightTable,
+        Buffers { routing, workspace }: &'a mut Buffers,
+        slots: &'a [Slot],
+        scales: &'a [f32],
+    ) -> Result<cuda::Step<'a>> {
+        let batch = routing.update(&Batch::new(slots).with_scales(scales)?)?;
+        Ok(adapters.step(&batch, workspace)?)
+    }
+
+    fn add_delta(&self, layer: &LoraLinear, step: &mut cuda::Step<'_>, x: &Matrix<T>, y: &mut Matrix<T>) -> Result<()> {
+        Ok(layer.add_delta(step, x.operand()?, y.operand_mut()?)?)
     }
 
     fn add_embedding_delta(
         &self,
-        layer: &LoraEmbedding<T>,
+        layer: &LoraEmbedding,
+        step: &mut cuda::Step<'_>,
         ids: &Matrix<i32>,
         y: &mut Matrix<T>,
-        adapters: &WeightTable<T>,
-        batch: &RoutedBatch<'_>,
     ) -> Result<()> {
-        Ok(layer.add_delta(&ids.view(), y.operand_mut()?, adapters, batch, &self.stream)?)
+        Ok(layer.add_delta(step, ids.view(), y.operand_mut()?)?)
     }
 
-    fn grouping(&self, Capacity { tokens, top_k, experts, .. }: Capacity) -> Result<Grouping> {
-        let capacity = RouteCapacity { max_tokens: tokens, top_k, num_experts: experts };
-        Grouping::new(&self.kernels, capacity, &self.stream).memory_for("the grouping of routes")
+    fn grouping(&self, capacity: RouteCapacity) -> Result<Grouping> {
+        Grouping::new(&self.queue, capacity).memory_for("the grouping of routes")
     }
 
     fn group<'a>(
         &self,
         grouping: &'a mut Grouping,
+        step: &mut cuda::Step<'_>,
         routes: &'a Routes,
-        batch: &'a RoutedBatch<'_>,
     ) -> Result<Grouped<'a>> {
-        Ok(Grouped { routes, grouped: grouping.update(routes.top_k()?, batch, &self.stream)? })
+        Ok(Grouped { routes, grouped: grouping.update(step, routes.top_k()?)? })
     }
 
     fn activate(
         &self,
-        layer: &LoraExperts<T>,
+        layer: &LoraExperts,
+        step: &mut cuda::Step<'_>,
+        grouped: &mut Grouped<'_>,
         x: &Matrix<T>,
         mut gate_up: Matrix<T>,
-        grouped: &Grouped<'_>,
-        adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
         let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-        self.activate_into(layer, x, &mut gate_up, &mut out, grouped, adapters)?;
+        self.activate_into(layer, step, grouped, x, &mut gate_up, &mut out)?;
         Ok(out)
     }
 
     fn combine(
         &self,
-        layer: &LoraExperts<T>,
+        layer: &LoraExperts,
+        step: &mut cuda::Step<'_>,
+        grouped: &mut Grouped<'_>,
         x: &Matrix<T>,
         mut down: Matrix<T>,
-        grouped: &Grouped<'_>,
-        adapters: &WeightTable<T>,
     ) -> Result<Matrix<T>> {
         let mut out = self.alloc(grouped.routes.weights.rows, down.cols)?;
-        self.combine_adapted_into(layer, x, &mut down, &mut out, grouped, adapters)?;
+        self.combine_adapted_into(layer, step, grouped, x, &mut down, &mut out)?;
         Ok(out)
     }
 
@@ -455,14 +445,16 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, x.cols)?;
-        self.stream.memcpy_dtod(&x.data, &mut y.data)?;
+        let (bytes, stream) = (x.data.len() * size_of::<T>(), self.queue.stream());
+        // SAFETY: both have so many bytes, and are used on this stream only.
+        unsafe { memcpy_dtod_async(y.address, x.address, bytes, stream.cu_stream()) }?;
         self.head_norm(&mut y, 0..1, weight, eps)?;
         Ok(y)
     }
 
     fn head_norm(&self, qkv: &mut Matrix<T>, heads: Range<usize>, weight: &Matrix<T>, eps: f32) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.normalize);
-        kernel.arg(&mut qkv.data).arg(&weight.data);
+        kernel.arg(&qkv.address).arg(&weight.address);
         kernel.arg(&qkv.cols).arg(&heads.start).arg(&weight.cols).arg(&eps);
         launch(kernel, qkv.rows, heads.len())
     }
@@ -470,7 +462,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn rope(&self, qkv: &mut Matrix<T>, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>) -> Result<()> {
         let dim = 2 * rope.cos.cols;
         let mut kernel = self.kernel(&self.functions.rotate);
-        kernel.arg(&mut qkv.data).arg(&rope.cos.data).arg(&rope.sin.data).arg(&places.positions.data);
+        kernel.arg(&qkv.address).arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address);
         kernel.arg(&qkv.cols).arg(&heads.start).arg(&dim);
         launch(kernel, qkv.rows, heads.len())
     }
@@ -478,7 +470,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn append(&self, qkv: &Matrix<T>, heads: Heads, places: &Places<Self>, cache: &mut Cache<Self>) -> Result<()> {
         let (query_features, kv_features) = (heads.query_features(), heads.kv_features());
         let mut kernel = self.kernel(&self.functions.append);
-        kernel.arg(&qkv.data).arg(&places.rows.data).arg(&mut cache.keys.data).arg(&mut cache.values.data);
+        kernel.arg(&qkv.address).arg(&places.rows.address).arg(&cache.keys.address).arg(&cache.values.address);
         kernel.arg(&query_features).arg(&kv_features);
         launch(kernel, qkv.rows, 1)
     }
@@ -492,10 +484,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         cache: &Cache<Self>,
     ) -> Result<Matrix<T>> {
         let scale = (1.0 / (heads.dim as f64).sqrt()) as f32;
-        let mut out = self.alloc(qkv.rows, heads.query_features())?;
+        let out = self.alloc(qkv.rows, heads.query_features())?;
         let mut kernel = self.kernel(&self.functions.attend);
-        kernel.arg(&qkv.data).arg(&cache.keys.data).arg(&cache.values.data);
-        kernel.arg(&places.first_rows.data).arg(&places.rows.data).arg(&mut out.data);
+        kernel.arg(&qkv.address).arg(&cache.keys.address).arg(&cache.values.address);
+        kernel.arg(&places.first_rows.address).arg(&places.rows.address).arg(&out.address);
         kernel.arg(&qkv.cols).arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&scale);
         launch(kernel, qkv.rows, heads.query)?;
         Ok(out)
@@ -519,7 +511,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn add(&self, y: &mut Matrix<T>, x: &Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.add);
-        kernel.arg(&mut y.data).arg(&x.data).arg(&y.cols);
+        kernel.arg(&y.address).arg(&x.address).arg(&y.cols);
         launch(kernel, y.rows, 1)
     }
 
@@ -530,9 +522,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn argmax(&self, x: &Matrix<T>) -> Result<Vec<Option<u32>>> {
-        let mut indices = self.alloc::<i32>(x.rows, 1)?;
+        let indices = self.alloc::<i32>(x.rows, 1)?;
         let mut kernel = self.kernel(&self.functions.argmax);
-        kernel.arg(&x.data).arg(&mut indices.data).arg(&x.cols);
+        kernel.arg(&x.address).arg(&indices.address).arg(&x.cols);
         launch(kernel, x.rows, 1)?;
         Ok(self.download(&indices)?.into_iter().map(|index| u32::try_from(index).ok()).collect())
     }

@@ -62,7 +62,7 @@ pub(crate) trait Device: Sized {
 
     // ---- Multi-LoRA: the library's, under its own names.
 
-    /// `aril::{cpu, cuda}::WeightTable`, with what the operations on it share.
+    /// `aril::{cpu, cuda}::WeightTable`.
     type Adapters;
     /// `aril::{cpu, cuda}::LoraLinear`.
     type LoraLinear;
@@ -92,8 +92,8 @@ pub(crate) trait Device: Sized {
     fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
     fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
     fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
-    /// Buffers for steps within the capacity, on any layer that was made before.
-    fn buffers(&self, capacity: Capacity) -> Result<Self::Buffers>;
+    /// Buffers for any step on these adapters.
+    fn buffers(&self, adapters: &Self::Adapters) -> Result<Self::Buffers>;
     /// Takes one slot, and one factor on its adapter's scaling, per token.
     fn lora_step<'a>(
         &self,
@@ -123,7 +123,7 @@ pub(crate) trait Device: Sized {
     fn group<'a>(
         &self,
         grouping: &'a mut Self::Grouping,
-        step: &Self::LoraStep<'_>,
+        step: &mut Self::LoraStep<'_>,
         routes: &'a Self::Routes,
     ) -> Result<Self::Grouped<'a>>;
     /// `silu(gate) · up` of every route, where gate and up are the base's of `gate_up` and what its token's adapter adds:
@@ -133,7 +133,7 @@ pub(crate) trait Device: Sized {
         &self,
         layer: &Self::LoraExperts,
         step: &mut Self::LoraStep<'_>,
-        routes: &Self::Grouped<'_>,
+        routes: &mut Self::Grouped<'_>,
         x: &Self::Tensor,
         gate_up: Self::Tensor,
     ) -> Result<Self::Tensor>;
@@ -143,7 +143,7 @@ pub(crate) trait Device: Sized {
         &self,
         layer: &Self::LoraExperts,
         step: &mut Self::LoraStep<'_>,
-        routes: &Self::Grouped<'_>,
+        routes: &mut Self::Grouped<'_>,
         x: &Self::Tensor,
         down: Self::Tensor,
     ) -> Result<Self::Tensor>;

@@ -1,6 +1,12 @@
 //! What went wrong, as a sentence for the user: whoever can name the file, field, tensor or request does so.
+//!
+//! Invariant: a sentence is one line without control characters, and short, whatever of a file or an argument it quotes.
 
 use std::{error, fmt, result};
+
+/// Characters that are shown of the beginning of a sentence, and of its end.
+const HEAD: usize = 600;
+const TAIL: usize = 300;
 
 /// A sentence that names what is at fault. Not a [`std::error::Error`], so that it can be made of any.
 #[derive(Debug)]
@@ -10,7 +16,7 @@ pub(crate) type Result<T> = result::Result<T, Error>;
 
 impl Error {
     pub(crate) fn new(sentence: impl Into<String>) -> Self {
-        Self(sentence.into())
+        Self(shown(&sentence.into()))
     }
 }
 
@@ -22,16 +28,16 @@ impl fmt::Display for Error {
 
 impl<E: error::Error> From<E> for Error {
     fn from(error: E) -> Self {
-        let mut sentence = error.to_string();
+        let mut sentence = shown(&error.to_string());
         let mut source = error.source();
         while let Some(cause) = source {
-            let cause_text = cause.to_string();
+            let cause_text = shown(&cause.to_string());
             if !sentence.contains(&cause_text) {
                 sentence = format!("{sentence}: {cause_text}");
             }
             source = cause.source();
         }
-        Self(sentence)
+        Self::new(sentence)
     }
 }
 
@@ -42,8 +48,22 @@ pub(crate) trait Context<T> {
 
 impl<T, E: Into<Error>> Context<T> for result::Result<T, E> {
     fn context(self, subject: impl fmt::Display) -> Result<T> {
-        self.map_err(|error| Error(format!("{subject}: {}", error.into())))
+        self.map_err(|error| Error::new(format!("{subject}: {}", error.into())))
     }
+}
+
+/// A text on one line: what does not print is escaped, and the middle of a long one is left out.
+pub(crate) fn shown(text: &str) -> String {
+    let escape = |char: char| match char {
+        '\'' | '"' | '\\' => char.to_string(),
+        _ => char.escape_debug().to_string(),
+    };
+    let chars = text.chars().count();
+    if chars <= HEAD + TAIL {
+        return text.chars().map(escape).collect();
+    }
+    let (head, tail) = (text.chars().take(HEAD), text.chars().skip(chars - TAIL));
+    head.map(escape).chain([" … ".to_owned()]).chain(tail.map(escape)).collect()
 }
 
 /// Returns early with a sentence.

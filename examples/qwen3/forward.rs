@@ -35,7 +35,6 @@ pub(crate) struct Session<D: Device> {
     caches: Vec<Cache<D>>,
     rope: Rope<D>,
     buffers: D::Buffers,
-    head_buffers: D::Buffers,
     /// Of one layer after the other.
     grouping: D::Grouping,
 }
@@ -43,14 +42,13 @@ pub(crate) struct Session<D: Device> {
 impl<D: Device> Model<'_, D> {
     /// Sets up a run of sequences that take `rows` rows of the cache together, the longest of them `positions`.
     pub(crate) fn session(&self, rows: usize, positions: usize) -> Result<Session<D>> {
-        let Self { device, config, capacity, routes, .. } = self;
+        let Self { device, config, routes, adapters, .. } = self;
         let features = config.heads.kv_features();
         let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
         Ok(Session {
             caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
             rope: self.rope(positions)?,
-            buffers: device.buffers(*capacity)?,
-            head_buffers: device.buffers(*capacity)?,
+            buffers: device.buffers(adapters)?,
             grouping: device.grouping(*routes)?,
         })
     }
@@ -91,11 +89,12 @@ impl<D: Device> Model<'_, D> {
             };
             device.add(&mut h, &y)?;
         }
+        drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
         let slots: Vec<Slot> = sampled.clone().map(|row| step.slots[row]).collect();
         let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
-        let mut lora = device.lora_step(&self.adapters, &mut session.head_buffers, &slots, &scales)?;
+        let mut lora = device.lora_step(&self.adapters, &mut session.buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
         let x = device.rms_norm(&h, &self.norm, eps)?;
         let mut logits = device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
@@ -122,11 +121,11 @@ impl<D: Device> Model<'_, D> {
         let Self { device, .. } = self;
         let Experts { router, top_k, normalized, gate_up, down, lora } = layer;
         let routes = device.choose_experts(&device.gemm(x, router)?, *top_k, *normalized)?;
-        let grouped = device.group(grouping, step, &routes)?;
+        let mut grouped = device.group(grouping, step, &routes)?;
         let gate_up = gate_up.run(device, &device.rows_of_routes(x, &routes)?, &routes)?;
-        let inter = device.activate(lora, step, &grouped, x, gate_up)?;
+        let inter = device.activate(lora, step, &mut grouped, x, gate_up)?;
         let down = down.run(device, &inter, &routes)?;
-        device.combine(lora, step, &grouped, &inter, down)
+        device.combine(lora, step, &mut grouped, &inter, down)
     }
 
     /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has them.

@@ -13,12 +13,14 @@ mod cuda;
 mod device;
 mod error;
 mod experts;
+mod files;
 mod forward;
 mod generate;
 mod job;
 mod model;
 mod report;
 mod requests;
+mod tokenizer;
 mod verify;
 
 use std::{
@@ -30,16 +32,21 @@ use std::{
     str::FromStr,
 };
 
-use aril::{DType, adapter::Adapter};
+use aril::{
+    DType,
+    adapter::{Adapter, BaseWeight},
+};
 use clap::{Parser, ValueEnum};
+use half::{bf16, f16};
 
 use self::{
     checkpoint::Checkpoint,
     config::Config,
-    error::{Context, Result, bail},
+    error::{Context, Error, Result, bail},
     job::Job,
-    report::Row,
+    report::{Row, say},
     requests::{Checker, Written},
+    tokenizer::Tokenizer,
 };
 
 /// Runs a Qwen3, dense or with experts, and its LoRA adapters, all requests in one batch.
@@ -48,7 +55,7 @@ use self::{
 /// --requests and --logits as well, it then runs the small model with experts there, and that with weights in 4 bits.
 #[derive(Debug, Parser)]
 struct Cli {
-    /// A Hugging Face directory of a qwen3 or a qwen3_moe
+    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated meanwhile
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// An adapter as PEFT saves it; may be repeated
@@ -68,7 +75,11 @@ struct Cli {
     /// What to compute in [default: what the checkpoint says it was saved in]
     #[arg(long)]
     dtype: Option<DTypeArg>,
-    /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32
+    /// The most tokens, prompts and answers of all requests together, that the cache has room for
+    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    max_batch_total_tokens: usize,
+    /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32. Replaces a regular file, unless it
+    /// is one of those that are read
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
     /// Runs every request again alone, in f32, with its adapter merged into the weights. Exits with 1 if logits differ by more
@@ -143,14 +154,27 @@ impl From<DTypeArg> for DType {
 }
 
 fn main() -> ExitCode {
-    match run(&Cli::parse()) {
+    let done = match Cli::try_parse() {
+        Ok(cli) => run(&cli),
+        Err(usage) if usage.use_stderr() => Err(misused(&usage)),
+        Err(help) => help.print().map(|()| true).context("standard output"),
+    };
+    match done {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
-            eprintln!("error: {error}");
+            say(&format!("error: {error}\n"));
             ExitCode::from(2)
         }
     }
+}
+
+/// What is wrong with the arguments, without the usage behind it.
+fn misused(usage: &clap::Error) -> Error {
+    let text = usage.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let first = text.split("\n\n").next().unwrap_or(text);
+    Error::new(first.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
 /// The small models in `tests/fixtures`, each with the folder of its adapters, its default requests and what it is.
@@ -206,19 +230,35 @@ struct Given {
 fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     let Given { heading, model, adapters, requests } = given;
     let config = Config::read(model)?;
-    let adapters = open(adapters)?;
+    let checkpoint = Checkpoint::open(model)?;
+    checkpoint.check(&config)?;
+    let dtype = cli.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
+    let folders: Vec<&Path> = iter::once(model.as_path()).chain(adapters.iter().map(|arg| arg.dir.as_path())).collect();
+    let files: Vec<&Path> = requests.iter().map(PathBuf::as_path).collect();
+    let check_logits = |path: &PathBuf| files::check_output(path, &folders, &files).context("--logits");
+    cli.logits.as_ref().map(check_logits).transpose()?;
+    let adapters = read(adapters, |weight| match dtype {
+        DType::BF16 => checkpoint.has::<bf16>(weight, config.tied),
+        DType::F16 => checkpoint.has::<f16>(weight, config.tied),
+        _ => checkpoint.has::<f32>(weight, config.tied),
+    })?;
 
     let names: Vec<&str> = adapters.iter().map(|(name, _)| name.as_str()).collect();
     let written = requests.as_deref().map_or_else(|| Ok(ask_everyone(&names)), requests::read)?;
-    let tokenizer = requests::tokenizer(model)?;
+    let tokenizer = Tokenizer::read(model)?;
     let max_new_tokens = usize::try_from(cli.max_new_tokens)?;
     let checker = Checker { config: &config, model, tokenizer: tokenizer.as_ref(), adapters: names, max_new_tokens };
     let subject = requests.as_deref().unwrap_or(Path::new("the default requests"));
     let requests = checker.check(&written).context(subject.display())?;
+    let tokens: usize = requests.iter().map(|request| request.prompt.len() + max_new_tokens).sum();
+    if tokens > cli.max_batch_total_tokens {
+        let (subject, most) = (subject.display(), cli.max_batch_total_tokens);
+        bail!("{subject}: prompts and answers take up to {tokens} tokens; --max-batch-total-tokens is {most}");
+    }
 
     let job = Job {
         device: cli.device.unwrap_or_else(default_device),
-        checkpoint: Checkpoint::open(model)?,
+        checkpoint,
         config,
         adapters,
         requests,
@@ -227,16 +267,16 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
         keep_logits: cli.logits.is_some(),
         verify: cli.verify,
     };
-    let dtype = cli.dtype.map(DType::from).or(job.config.dtype).unwrap_or(DType::F32);
     let outcome = job.run(dtype)?;
 
     let rows = job.rows(&outcome);
     if let Some(path) = &cli.logits {
+        check_logits(path)?;
         report::write_logits(path, &rows)?;
     }
     let output = match cli.requests {
         Some(_) => {
-            eprint!("{}", report::verdicts(&rows)?);
+            say(&report::verdicts(&rows)?);
             report::json_lines(&rows, tokenizer.as_ref())?
         }
         None => format!(
@@ -246,7 +286,7 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
             report::verdicts(&rows)?
         ),
     };
-    io::stdout().write_all(output.as_bytes()).context("standard output")?;
+    print(&output)?;
     Ok(rows.iter().all(Row::is_as_it_should_be))
 }
 
@@ -262,16 +302,28 @@ fn adapters_in(dir: &Path) -> Result<Vec<AdapterArg>> {
     Ok(adapters)
 }
 
-fn open(args: &[AdapterArg]) -> Result<Vec<(String, Adapter)>> {
+/// Reads adapters, into memory: whoever made them may change their files. `is_same` says whether a weight of the base model that one
+/// brings is the base model's.
+fn read(args: &[AdapterArg], is_same: impl Fn(&BaseWeight) -> Result<bool>) -> Result<Vec<(String, Adapter)>> {
     let mut adapters: Vec<(String, Adapter)> = Vec::with_capacity(args.len());
     for AdapterArg { name, dir } in args {
         if adapters.iter().any(|(other, _)| other == name) {
             bail!("two adapters are named `{name}`");
         }
-        let adapter = Adapter::open(dir).context(format_args!("adapter `{name}` in {}", dir.display()))?;
-        adapters.push((name.clone(), adapter));
+        let checked = || -> Result<Adapter> {
+            let mut adapter = Adapter::read(dir)?;
+            adapter.compare_base_weights(&is_same)?;
+            Ok(adapter)
+        };
+        adapters.push((name.clone(), checked().context(format_args!("adapter `{name}` in {}", dir.display()))?));
     }
     Ok(adapters)
+}
+
+/// Writes all of a text to standard output.
+fn print(text: &str) -> Result<()> {
+    let mut output = io::stdout();
+    output.write_all(text.as_bytes()).and_then(|()| output.flush()).context("standard output")
 }
 
 /// The same question to the base model and to every adapter.
@@ -288,7 +340,7 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
 fn time_experts(device: DeviceArg) -> Result<bool> {
     let DeviceArg::Cuda(ordinal) = device else { bail!("--time-experts needs a GPU") };
     let table = cuda::time_experts(ordinal).context(format_args!("--device {device}"))?;
-    io::stdout().write_all(table.as_bytes()).context("standard output")?;
+    print(&table)?;
     Ok(true)
 }
 

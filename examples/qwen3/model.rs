@@ -20,7 +20,6 @@ use crate::{
 pub(crate) struct Model<'d, D: Device> {
     pub(crate) device: &'d D,
     pub(crate) config: Config,
-    pub(crate) capacity: Capacity,
     pub(crate) routes: RouteCapacity,
     pub(crate) embed: D::Weight,
     pub(crate) embed_lora: D::LoraEmbedding,
@@ -117,7 +116,6 @@ impl<'d, D: Device> Model<'d, D> {
         Ok(Self {
             device,
             config: config.clone(),
-            capacity,
             routes,
             embed,
             embed_lora: device.lora_embedding(&table, sites.embed)?,

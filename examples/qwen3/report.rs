@@ -1,14 +1,18 @@
 //! What the user sees.
 
-use std::{fmt::Write as _, path::Path};
+use std::{
+    fmt::Write as _,
+    io::{self, Write as _},
+    path::Path,
+};
 
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;
-use tokenizers::Tokenizer;
 
 use crate::{
-    error::{Context, Error, Result},
+    error::{Context, Result, shown},
     generate::Generation,
+    tokenizer::Tokenizer,
     verify::{Verdict, largest_difference},
 };
 
@@ -56,7 +60,7 @@ pub(crate) fn json_lines(rows: &[Row<'_>], tokenizer: Option<&Tokenizer>) -> Res
             "adapter": row.adapter,
             "prompt_tokens": row.prompt,
             "generated_tokens": row.generation.tokens,
-            "text": tokenizer.map(|tokenizer| decode(tokenizer, &row.generation.tokens)).transpose()?,
+            "text": tokenizer.map(|tokenizer| tokenizer.decode(&row.generation.tokens)).transpose()?,
         });
         if let Some(Verdict { difference, tolerance, tokens_agree }) = row.verdict {
             line["verify"] = json!({ "difference": difference, "tolerance": tolerance, "tokens_agree": tokens_agree });
@@ -71,7 +75,7 @@ pub(crate) fn table(rows: &[Row<'_>], tokenizer: Option<&Tokenizer>) -> Result<S
     let mut cells = vec![["adapter", "prompt", "generated", "logits against the base model's"].map(String::from)];
     for row in rows {
         let text = |tokens: &[u32]| match tokenizer {
-            Some(tokenizer) => decode(tokenizer, tokens).map(|text| shortened(&text)),
+            Some(tokenizer) => tokenizer.decode(tokens).map(|text| shortened(&text)),
             None => Ok(shortened(&format!("{tokens:?}"))),
         };
         cells.push([
@@ -112,6 +116,12 @@ pub(crate) fn verdicts(rows: &[Row<'_>]) -> Result<String> {
     Ok(lines)
 }
 
+/// Says something on standard error, if that takes it.
+pub(crate) fn say(text: &str) {
+    // There is nobody left to be told that it does not.
+    let _ = io::stderr().write_all(text.as_bytes());
+}
+
 /// Says on standard error how far the loading of an adapter is, if it is large.
 pub(crate) fn progress(adapter: &str, bytes: usize) -> impl FnMut(usize) {
     const LARGE: usize = 256 << 20;
@@ -119,7 +129,7 @@ pub(crate) fn progress(adapter: &str, bytes: usize) -> impl FnMut(usize) {
     move |done| {
         if bytes >= LARGE && done * 10 / bytes > tenths {
             tenths = done * 10 / bytes;
-            eprintln!("adapter `{adapter}`: {} of {} MiB", done >> 20, bytes >> 20);
+            say(&format!("adapter `{}`: {} of {} MiB\n", shown(adapter), done >> 20, bytes >> 20));
         }
     }
 }
@@ -138,20 +148,15 @@ pub(crate) fn write_logits(path: &Path, rows: &[Row<'_>]) -> Result<()> {
 fn adapter(row: &Row<'_>) -> String {
     match row.adapter {
         None => "(base)".into(),
-        Some(name) if row.scale == 1.0 => name.into(),
-        Some(name) => format!("{name} x{}", row.scale),
+        Some(name) if row.scale == 1.0 => shown(name),
+        Some(name) => format!("{} x{}", shown(name), row.scale),
     }
-}
-
-fn decode(tokenizer: &Tokenizer, tokens: &[u32]) -> Result<String> {
-    tokenizer.decode(tokens, true).map_err(|error| Error::new(format!("tokenizer.json: {error}")))
 }
 
 /// At most 60 characters, on one line.
 fn shortened(text: &str) -> String {
     const CHARS: usize = 60;
-    let text: String =
-        text.trim().chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();
+    let text = shown(text.trim());
     match text.chars().count().checked_sub(CHARS) {
         Some(excess @ 1..) => format!("…{}", text.chars().skip(excess + 1).collect::<String>()),
         _ => text,

@@ -1,15 +1,19 @@
 //! The requests: who asks what of which adapter.
 
-use std::{fs, path::Path};
+use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::Value;
-use tokenizers::Tokenizer;
+use serde_json::value::RawValue;
 
 use crate::{
     config::Config,
     error::{Context, Error, Result, bail},
+    files,
+    tokenizer::Tokenizer,
 };
+
+/// The most MiB of a file of requests.
+const MAX_MIB: u64 = 64;
 
 /// A request, checked against the model and the adapters.
 #[derive(Debug)]
@@ -42,14 +46,25 @@ pub(crate) struct Checker<'a> {
 
 /// Reads a JSON array of requests.
 pub(crate) fn read(path: &Path) -> Result<Vec<Written>> {
-    let text = fs::read_to_string(path).context(path.display())?;
-    let values: Vec<Value> = serde_json::from_str(&text).context(path.display())?;
-    if values.is_empty() {
+    let text = files::read_text(path, MAX_MIB)?;
+    let requests: Vec<&RawValue> = serde_json::from_str(&text).context(path.display())?;
+    if requests.is_empty() {
         bail!("{}: there are no requests", path.display());
     }
-    let parse =
-        |(index, value)| serde_json::from_value(value).context(format_args!("{}: request {index}", path.display()));
-    values.into_iter().enumerate().map(parse).collect()
+    let parse = |(index, request): (usize, &&RawValue)| {
+        Written::parse(request.get()).context(format_args!("{}: request {index}", path.display()))
+    };
+    requests.iter().enumerate().map(parse).collect()
+}
+
+impl Written {
+    /// Reads a JSON object. (A list of its values would do for `serde`.)
+    fn parse(text: &str) -> Result<Self> {
+        if !text.starts_with('{') {
+            bail!("{text} is not an object");
+        }
+        Ok(serde_json::from_str(text)?)
+    }
 }
 
 impl Checker<'_> {
@@ -64,6 +79,9 @@ impl Checker<'_> {
         let scale = written.scale.unwrap_or(1.0);
         if !scale.is_finite() {
             bail!("`scale` is {scale}");
+        }
+        if adapter.is_none() && scale != 1.0 {
+            bail!("`scale` is {scale}, but there is no adapter whose scaling it could multiply");
         }
         let prompt = match (&written.prompt, &written.token_ids) {
             (Some(prompt), None) => self.encode(prompt)?,
@@ -102,21 +120,6 @@ impl Checker<'_> {
         let Some(tokenizer) = self.tokenizer else {
             bail!("a `prompt` needs {}, which is missing", self.model.join("tokenizer.json").display());
         };
-        match tokenizer.encode(prompt, false) {
-            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(error) => bail!("`prompt`: {error}"),
-        }
-    }
-}
-
-/// The model's tokenizer, if it has one.
-pub(crate) fn tokenizer(model: &Path) -> Result<Option<Tokenizer>> {
-    let path = model.join("tokenizer.json");
-    if !path.exists() {
-        return Ok(None);
-    }
-    match Tokenizer::from_file(&path) {
-        Ok(tokenizer) => Ok(Some(tokenizer)),
-        Err(error) => bail!("{}: {error}", path.display()),
+        tokenizer.encode(prompt, self.config.max_positions).context("`prompt`")
     }
 }

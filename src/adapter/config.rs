@@ -1,12 +1,17 @@
-//! `adapter_config.json`: what scales the factors, and what would make them mean something else than LoRA.
+//! `adapter_config.json`: what scales the factors, which modules they are of, and what would make them mean something else than LoRA.
 //!
-//! It trusts the tensors for everything that they say themselves: `r`, `rank_pattern`, `target_modules` and the layers are not
-//! read. (`target_parameters` and `peft_version` are: the tensors of such parameters do not say what they are of.) Invariant: a field that we do not know is at a value that switches nothing on.
+//! A field that is there is believed as PEFT believes it: a tensor that it contradicts is refused. What an absent field would say, the
+//! tensors do; only `peft_type` and `lora_alpha` are required. Invariant: a field that we do not know is at a value that switches
+//! nothing on.
 
-use fancy_regex::Regex;
+use std::collections::HashSet;
+
 use serde_json::{Map, Value};
 
-use super::AdapterError;
+use super::{
+    AdapterError, ModuleKind, TensorName,
+    pattern::{Anchor, MAX_REGEXES, MAX_WORK, Pattern},
+};
 
 /// Where the configuration is in an adapter's directory.
 pub(super) const FILE: &str = "adapter_config.json";
@@ -15,64 +20,140 @@ pub(super) const FILE: &str = "adapter_config.json";
 #[derive(Debug)]
 pub(super) struct Config {
     alpha: f64,
-    alpha_pattern: Vec<Pattern>,
+    alpha_pattern: Vec<(Pattern, f64)>,
+    rank: Option<usize>,
+    rank_pattern: Vec<(Pattern, usize)>,
     rslora: bool,
-    target_parameters: Vec<String>,
+    target_modules: Option<Targets>,
+    exclude_modules: Option<Targets>,
+    layers: Option<Layers>,
+    target_parameters: Option<Vec<String>>,
     /// Whether PEFT took a parameter `[experts, m, n]` for one from n to m features, not from m to n, if its version says so.
     pub(super) swaps_features: Option<bool>,
 }
 
+/// Modules, as PEFT names them.
 #[derive(Debug)]
-struct Pattern {
-    key: String,
-    regex: Regex,
-    alpha: f64,
+enum Targets {
+    /// Every linear layer but the head: `all-linear`.
+    AllLinear,
+    /// Those whose whole path matches.
+    Pattern(Pattern),
+    /// Those whose path is one of these, or ends in one after a dot.
+    Names(HashSet<String>),
 }
+
+/// Layers: `layers_to_transform`, and the names of what their numbers follow, if only some.
+#[derive(Debug)]
+struct Layers {
+    numbers: HashSet<u64>,
+    names: Vec<String>,
+}
+
+const ALPHA_PATTERN: &str = "alpha_pattern";
+const RANK_PATTERN: &str = "rank_pattern";
+const TARGET_MODULES: &str = "target_modules";
+const TARGET_PARAMETERS: &str = "target_parameters";
+const EXCLUDE_MODULES: &str = "exclude_modules";
+const LAYERS_TO_TRANSFORM: &str = "layers_to_transform";
+const LAYERS_PATTERN: &str = "layers_pattern";
 
 impl Config {
     pub(super) fn parse(text: &str) -> Result<Self, AdapterError> {
-        let json = |source: serde_json::Error| AdapterError::Json { path: FILE.into(), source: source.into() };
+        let json = |source: serde_json::Error| AdapterError::json(FILE, &source);
         let fields: Map<String, Value> = serde_json::from_str(text).map_err(json)?;
         let required = |field| fields.get(field).ok_or(AdapterError::MissingField { field });
         lora(required("peft_type")?)?;
-        let alpha = number("lora_alpha", required("lora_alpha")?)?;
-        let mut config = Self {
-            alpha,
-            alpha_pattern: Vec::new(),
-            rslora: false,
-            target_parameters: Vec::new(),
-            swaps_features: fields.get("peft_version").and_then(Value::as_str).and_then(swaps_features),
-        };
         for (field, value) in &fields {
-            match field.as_str() {
-                "use_rslora" => config.rslora = flag(field, value)?,
-                "alpha_pattern" => config.alpha_pattern = patterns(field, value)?,
-                "target_parameters" => config.target_parameters = names(field, value)?,
-                _ if is_informational(field) || is_neutral(value) => {}
-                "bias" if value == "none" => {}
-                "init_lora_weights" if keeps_base_weights(value) => {}
-                _ => return Err(unsupported(field, value)),
+            check(field, value)?;
+        }
+        let field = |field| fields.get(field);
+        let number = |alpha: &Value, field: &str| finite(field, alpha);
+        let rank = |rank: &Value, field: &str| positive(field, rank);
+        let config = Self {
+            alpha: finite("lora_alpha", required("lora_alpha")?)?,
+            alpha_pattern: patterns(ALPHA_PATTERN, field(ALPHA_PATTERN), number)?,
+            rank: field("r").map(|value| positive("r", value)).transpose()?,
+            rank_pattern: patterns(RANK_PATTERN, field(RANK_PATTERN), rank)?,
+            rslora: field("use_rslora").map_or(Ok(false), |value| flag("use_rslora", value))?,
+            target_modules: target_modules(&fields)?,
+            exclude_modules: match field(EXCLUDE_MODULES) {
+                Some(value) if !is_neutral(value) => Some(Targets::parse(EXCLUDE_MODULES, value)?),
+                _ => None,
+            },
+            layers: Layers::parse(&fields)?,
+            target_parameters: field(TARGET_PARAMETERS).map(|value| names(TARGET_PARAMETERS, value)).transpose()?,
+            swaps_features: field("peft_version").and_then(Value::as_str).and_then(swaps_features),
+        };
+        if matches!(config.target_modules, Some(Targets::Pattern(_) | Targets::AllLinear)) {
+            for name in [LAYERS_TO_TRANSFORM, LAYERS_PATTERN] {
+                if let Some(value) = field(name).filter(|value| !value.is_null()) {
+                    return Err(invalid(name, value, "null where `target_modules` is not a list"));
+                }
             }
         }
-        Ok(config)
-    }
-
-    /// Whether a parameter of this name may have been a target: if none are named, any.
-    pub(super) fn targets_parameter(&self, name: &str) -> bool {
-        let mut names = self.target_parameters.iter().map(|path| path.rsplit('.').next());
-        self.target_parameters.is_empty() || names.any(|target| target == Some(name))
-    }
-
-    /// α/r, or α/√r for rank-stabilised adapters, of a module of rank `rank`. As in PEFT, α is that of the first key of
-    /// `alpha_pattern` that matches the end of the path from a dot on, else `lora_alpha`.
-    pub(super) fn scaling(&self, module: &str, rank: usize) -> Result<f32, AdapterError> {
-        let mut alpha = self.alpha;
-        for pattern in &self.alpha_pattern {
-            if pattern.matches(module)? {
-                alpha = pattern.alpha;
-                break;
-            }
+        match config.patterns().filter(|pattern| pattern.is_regex()).count() {
+            regexes if regexes > MAX_REGEXES => Err(AdapterError::Regexes { regexes }),
+            _ => Ok(config),
         }
+    }
+
+    /// Fails if finding out what is said of the modules of these paths would take too long.
+    pub(super) fn check_work<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), AdapterError> {
+        let (modules, bytes) = paths.fold((0, 0), |(paths, bytes), path| (paths + 1, bytes + path.len() as u64));
+        let work = self.patterns().fold(0_u64, |work, pattern| work.saturating_add(pattern.work(modules, bytes)));
+        if work <= MAX_WORK {
+            Ok(())
+        } else {
+            Err(AdapterError::Patterns { patterns: self.patterns().count(), modules })
+        }
+    }
+
+    fn patterns(&self) -> impl Iterator<Item = &Pattern> {
+        let targets = [&self.target_modules, &self.exclude_modules].into_iter().filter_map(|targets| match targets {
+            Some(Targets::Pattern(pattern)) => Some(pattern),
+            _ => None,
+        });
+        let alphas = self.alpha_pattern.iter().map(|(pattern, _)| pattern);
+        alphas.chain(self.rank_pattern.iter().map(|(pattern, _)| pattern)).chain(targets)
+    }
+
+    /// Fails if PEFT would drop the factors of a module.
+    pub(super) fn check_target(&self, path: &str, kind: ModuleKind) -> Result<(), AdapterError> {
+        let not = |field| AdapterError::NotTargeted { module: path.to_owned(), field };
+        if let Some(excluded) = &self.exclude_modules
+            && excluded.have(EXCLUDE_MODULES, path, kind)?
+        {
+            return Err(not(EXCLUDE_MODULES));
+        }
+        let Some(targets) = &self.target_modules else { return Ok(()) };
+        if !targets.have(TARGET_MODULES, path, kind)? {
+            return Err(not(TARGET_MODULES));
+        }
+        let by_whole_path = matches!(targets, Targets::Names(names) if names.contains(path));
+        match &self.layers {
+            Some(layers) if !by_whole_path && !layers.have(path) => Err(not(LAYERS_TO_TRANSFORM)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a parameter of this path may have been a target.
+    pub(super) fn targets_parameter(&self, path: &str) -> bool {
+        self.target_parameters.as_ref().is_none_or(|names| names.iter().any(|name| ends_in(path, name)))
+    }
+
+    /// α/r, or α/√r for rank-stabilised adapters, of a module with factors of rank `rank`, of which A is given to be named. As in PEFT,
+    /// α is that of the first key of `alpha_pattern` that matches the end of the path from a dot on, else `lora_alpha`; and so is
+    /// the rank that it has to have.
+    pub(super) fn scaling(&self, module: &str, rank: usize, a: &TensorName) -> Result<f32, AdapterError> {
+        let want = match first_match(RANK_PATTERN, &self.rank_pattern, module)? {
+            Some(rank) => Some((RANK_PATTERN, rank)),
+            None => self.rank.map(|rank| ("r", rank)),
+        };
+        if let Some((field, want)) = want.filter(|(_, want)| *want != rank) {
+            return Err(AdapterError::RankField { tensor: a.clone(), rank, field, want });
+        }
+        let alpha = first_match(ALPHA_PATTERN, &self.alpha_pattern, module)?.unwrap_or(self.alpha);
         let divisor = if self.rslora { (rank as f64).sqrt() } else { rank as f64 };
         #[expect(clippy::cast_possible_truncation, reason = "rounded to nearest; what is out of range is refused")]
         let scaling = (alpha / divisor) as f32;
@@ -83,28 +164,159 @@ impl Config {
     }
 }
 
-impl Pattern {
-    fn new(key: &str, alpha: f64) -> Result<Self, AdapterError> {
-        // PEFT's `re.match(rf"(.*\.)?({key})$", path)`, groups and all, so that back references mean the same.
-        let regex = Regex::new(&format!(r"\A(?:(.*\.)?({key})$)")).map_err(|source| unusable(key, source))?;
-        Ok(Self { key: key.to_owned(), regex, alpha })
+/// The value of the first pattern that matches.
+fn first_match<V: Copy>(field: &'static str, patterns: &[(Pattern, V)], path: &str) -> Result<Option<V>, AdapterError> {
+    for (pattern, value) in patterns {
+        if pattern.matches(field, path)? {
+            return Ok(Some(*value));
+        }
+    }
+    Ok(None)
+}
+
+impl Targets {
+    fn parse(field: &'static str, value: &Value) -> Result<Self, AdapterError> {
+        match value {
+            Value::String(text) if field == TARGET_MODULES && text.eq_ignore_ascii_case("all-linear") => {
+                Ok(Self::AllLinear)
+            }
+            Value::String(text) => Ok(Self::Pattern(Pattern::new(field, text, Anchor::Whole)?)),
+            _ => Ok(Self::Names(names(field, value)?.into_iter().collect())),
+        }
     }
 
-    fn matches(&self, module: &str) -> Result<bool, AdapterError> {
-        self.regex.is_match(module).map_err(|source| unusable(&self.key, source))
+    fn have(&self, field: &'static str, path: &str, kind: ModuleKind) -> Result<bool, AdapterError> {
+        match self {
+            Self::AllLinear => Ok(kind == ModuleKind::Linear && !ends_in(path, "lm_head")),
+            Self::Pattern(pattern) => pattern.matches(field, path),
+            Self::Names(names) => Ok(endings(path).any(|ending| names.contains(ending))),
+        }
     }
 }
 
-/// What says how an adapter was trained, or repeats what the tensors say.
+/// A path, and what of it follows each of its dots.
+fn endings(path: &str) -> impl Iterator<Item = &str> {
+    let after_dots = path.match_indices('.').map(|(dot, _)| &path[dot + 1..]);
+    std::iter::once(path).chain(after_dots)
+}
+
+fn ends_in(path: &str, ending: &str) -> bool {
+    path.strip_suffix(ending).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
+impl Layers {
+    fn parse(fields: &Map<String, Value>) -> Result<Option<Self>, AdapterError> {
+        let names = match fields.get(LAYERS_PATTERN) {
+            Some(Value::String(name)) if !name.is_empty() => vec![name.clone()],
+            Some(value) if !is_neutral(value) => names(LAYERS_PATTERN, value)?,
+            _ => Vec::new(),
+        };
+        let is_name =
+            |name: &String| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        if let Some(name) = names.iter().find(|name| !is_name(name)) {
+            return Err(invalid(LAYERS_PATTERN, &name.as_str().into(), "the name of a module"));
+        }
+        let want = "a layer's number or a list of them";
+        let number = |value: &Value| value.as_u64().ok_or_else(|| invalid(LAYERS_TO_TRANSFORM, value, want));
+        let numbers = match fields.get(LAYERS_TO_TRANSFORM) {
+            None | Some(Value::Null) => {
+                return match fields.get(LAYERS_PATTERN) {
+                    Some(value) if !names.is_empty() => {
+                        Err(invalid(LAYERS_PATTERN, value, "absent without `layers_to_transform`"))
+                    }
+                    _ => Ok(None),
+                };
+            }
+            Some(Value::Array(numbers)) if numbers.is_empty() => return Ok(None),
+            Some(Value::Array(numbers)) => numbers.iter().map(number).collect::<Result<_, _>>()?,
+            Some(value) => HashSet::from([number(value)?]),
+        };
+        Ok(Some(Self { numbers, names }))
+    }
+
+    /// Whether a path is of one of the layers: its first number counts that has a component after it, and before it one of the names,
+    /// or, if there are none, any two components.
+    fn have(&self, path: &str) -> bool {
+        let components: Vec<_> = path.split('.').collect();
+        let number = |name: &dyn Fn(usize) -> bool| {
+            let numbered = components.windows(3).enumerate().find(|(at, window)| {
+                name(*at) && !window[1].is_empty() && window[1].bytes().all(|byte| byte.is_ascii_digit())
+            });
+            numbered.and_then(|(_, window)| window[1].parse().ok())
+        };
+        let found = match &self.names[..] {
+            [] => number(&|at| at > 0),
+            names => names.iter().find_map(|name| number(&|at| components[at] == name)),
+        };
+        found.is_some_and(|number| self.numbers.contains(&number))
+    }
+}
+
+/// The modules that were trained, if the configuration says so.
+fn target_modules(fields: &Map<String, Value>) -> Result<Option<Targets>, AdapterError> {
+    match fields.get(TARGET_MODULES) {
+        None => Ok(None),
+        Some(Value::Null) if fields.get(TARGET_PARAMETERS).is_none_or(Value::is_null) => {
+            let want = "there: PEFT would choose by the type of the model";
+            Err(invalid(TARGET_MODULES, &Value::Null, want))
+        }
+        Some(Value::Null) => Ok(Some(Targets::Names(HashSet::new()))),
+        Some(value) => Targets::parse(TARGET_MODULES, value).map(Some),
+    }
+}
+
+/// Refuses a field that asks for something that we do not do, or has a value that PEFT does not take.
+fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
+    match field {
+        _ if is_read(field) || is_informational(field) => Ok(()),
+        "lora_dropout" => match value.as_f64() {
+            Some(dropout) if dropout <= 1.0 => Ok(()),
+            _ => Err(invalid(field, value, "a number up to 1")),
+        },
+        "megatron_config" | "loftq_config" | "eva_config" | "corda_config" => match value {
+            Value::Null | Value::Object(_) => Ok(()),
+            _ => Err(invalid(field, value, "an object or null")),
+        },
+        "bias" if value.is_null() => Err(invalid(field, value, "a string")),
+        "bias" if value == "none" => Ok(()),
+        "init_lora_weights" if keeps_base_weights(value) => Ok(()),
+        _ if is_neutral(value) && field != "bias" => Ok(()),
+        _ => Err(unsupported(field, value)),
+    }
+}
+
+/// What is read elsewhere.
+fn is_read(field: &str) -> bool {
+    matches!(
+        field,
+        "peft_type"
+            | "peft_version"
+            | "lora_alpha"
+            | "r"
+            | "use_rslora"
+            | ALPHA_PATTERN
+            | RANK_PATTERN
+            | TARGET_MODULES
+            | TARGET_PARAMETERS
+            | EXCLUDE_MODULES
+            | LAYERS_TO_TRANSFORM
+            | LAYERS_PATTERN
+    )
+}
+
+/// What says how an adapter was trained.
 fn is_informational(field: &str) -> bool {
     matches!(
         field,
-        "peft_type" | "lora_alpha" // read already
-            | "r" | "rank_pattern"
-            | "target_modules" | "exclude_modules" | "layers_to_transform" | "layers_pattern"
-            | "base_model_name_or_path" | "revision" | "peft_version" | "auto_mapping" | "task_type" | "inference_mode"
-            | "lora_dropout" | "fan_in_fan_out" | "qalora_group_size" | "runtime_config"
-            | "megatron_config" | "megatron_core" | "loftq_config" | "eva_config" | "corda_config"
+        "base_model_name_or_path"
+            | "revision"
+            | "auto_mapping"
+            | "task_type"
+            | "inference_mode"
+            | "fan_in_fan_out"
+            | "qalora_group_size"
+            | "runtime_config"
+            | "megatron_core"
     )
 }
 
@@ -125,7 +337,7 @@ fn is_neutral(value: &Value) -> bool {
 fn keeps_base_weights(init: &Value) -> bool {
     match init {
         Value::Bool(_) => true,
-        Value::String(name) => matches!(&*name.to_ascii_lowercase(), "gaussian" | "eva" | "orthogonal"),
+        Value::String(name) => name.eq_ignore_ascii_case("gaussian") || matches!(&**name, "eva" | "orthogonal"),
         _ => false,
     }
 }
@@ -158,12 +370,13 @@ fn invalid(field: &str, value: &Value, want: &'static str) -> AdapterError {
     AdapterError::InvalidField { field: field.to_owned(), value: value.to_string(), want }
 }
 
-fn unusable(key: &str, source: fancy_regex::Error) -> AdapterError {
-    AdapterError::Pattern { key: key.to_owned(), source: source.into() }
+fn finite(field: &str, value: &Value) -> Result<f64, AdapterError> {
+    value.as_f64().filter(|number| number.is_finite()).ok_or_else(|| invalid(field, value, "a number"))
 }
 
-fn number(field: &str, value: &Value) -> Result<f64, AdapterError> {
-    value.as_f64().filter(|number| number.is_finite()).ok_or_else(|| invalid(field, value, "a number"))
+fn positive(field: &str, value: &Value) -> Result<usize, AdapterError> {
+    let number = value.as_u64().and_then(|number| usize::try_from(number).ok()).filter(|&number| number > 0);
+    number.ok_or_else(|| invalid(field, value, "a positive integer"))
 }
 
 fn flag(field: &str, value: &Value) -> Result<bool, AdapterError> {
@@ -189,13 +402,25 @@ fn swaps_features(version: &str) -> Option<bool> {
     }
 }
 
-fn patterns(field: &str, value: &Value) -> Result<Vec<Pattern>, AdapterError> {
+/// The patterns of a field and their values, in the order of the file: the first key that matches wins.
+fn patterns<V>(
+    field: &'static str,
+    value: Option<&Value>,
+    read: impl Fn(&Value, &str) -> Result<V, AdapterError>,
+) -> Result<Vec<(Pattern, V)>, AdapterError> {
     match value {
-        Value::Null => Ok(Vec::new()),
-        // In the order of the file: the first key that matches wins.
-        Value::Object(patterns) => {
-            patterns.iter().map(|(key, alpha)| Pattern::new(key, number(&format!("{field}.{key}"), alpha)?)).collect()
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Object(patterns)) => {
+            let regexes = patterns.keys().filter(|key| !Pattern::is_plain(key)).count();
+            if regexes > MAX_REGEXES {
+                return Err(AdapterError::Regexes { regexes });
+            }
+            let pattern = |(key, value): (&String, &Value)| {
+                let value = read(value, &format!("{field}.{key}"))?;
+                Ok((Pattern::new(field, key, Anchor::End)?, value))
+            };
+            patterns.iter().map(pattern).collect()
         }
-        _ => Err(invalid(field, value, "an object of numbers")),
+        Some(value) => Err(invalid(field, value, "an object of numbers")),
     }
 }

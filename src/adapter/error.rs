@@ -1,19 +1,26 @@
 //! What can be wrong with an adapter, in the order in which it is found out.
 
-use std::{io, path::PathBuf};
+use std::{fmt, io, path::PathBuf};
 
-use super::tensor::TensorName;
+use super::{
+    pattern::{MAX_REGEXES, MAX_WORK},
+    shown::Shown,
+    tensor::TensorName,
+};
 use crate::{DType, error::SlotError, model::MAX_RANK};
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why an adapter cannot be served. Nothing in an adapter is ever ignored silently: what is not supported is here, by name.
+///
+/// Each is a sentence on one line, whatever the adapter has for names and values: characters that do not print are escaped in it, and
+/// what is long is cut. The fields have all of it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
     // The files.
     /// The system could not read a file.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{path}: {source}", path = Shown(path.display()))]
     Read {
         /// The file or directory.
         path: PathBuf,
@@ -21,19 +28,19 @@ pub enum AdapterError {
         source: io::Error,
     },
     /// The directory has no weights in a format we read.
-    #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = dir.display())]
+    #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = Shown(dir.display()))]
     NoWeights {
         /// The directory.
         dir: PathBuf,
     },
     /// The weights are there only as a pickle.
-    #[error("{path} is a pickle, and reading one executes code: convert it to adapter_model.safetensors", path = path.display())]
+    #[error("{path} is a pickle, and reading one executes code: convert it to adapter_model.safetensors", path = Shown(path.display()))]
     Pickle {
         /// The file.
         path: PathBuf,
     },
     /// A file is not the JSON that it should be.
-    #[error("{path} is not valid: {source}", path = path.display())]
+    #[error("{path} is not valid: {source}", path = Shown(path.display()))]
     Json {
         /// The file.
         path: PathBuf,
@@ -41,7 +48,7 @@ pub enum AdapterError {
         source: Source,
     },
     /// A file is not a whole safetensors file.
-    #[error("{path} is not a whole safetensors file: {source}", path = path.display())]
+    #[error("{path} is not a whole safetensors file: {source}", path = Shown(path.display()))]
     Safetensors {
         /// The file.
         path: PathBuf,
@@ -49,7 +56,7 @@ pub enum AdapterError {
         source: Source,
     },
     /// The index names something other than a file beside it.
-    #[error("{index} names the shard `{shard}`, which is not a file's name", index = index.display())]
+    #[error("{index} names the shard `{shard}`, which is not a file's name", index = Shown(index.display()), shard = Shown(shard))]
     ShardName {
         /// The index.
         index: PathBuf,
@@ -57,7 +64,8 @@ pub enum AdapterError {
         shard: String,
     },
     /// The index and a shard disagree on where a tensor is.
-    #[error("{index} says that `{tensor}` is {indexed}, but it is {found}", index = index.display())]
+    #[error("{index} says that `{tensor}` is {indexed}, but it is {found}",
+        index = Shown(index.display()), tensor = Shown(tensor), indexed = Shown(indexed), found = Shown(found))]
     Index {
         /// The index.
         index: PathBuf,
@@ -77,7 +85,7 @@ pub enum AdapterError {
         field: &'static str,
     },
     /// A field is of another type or out of range.
-    #[error("adapter_config.json: `{field}` is {value}, but must be {want}")]
+    #[error("adapter_config.json: `{field}` is {value}, but must be {want}", field = Shown(field), value = Shown(value))]
     InvalidField {
         /// The field, or a key inside it.
         field: String,
@@ -87,7 +95,8 @@ pub enum AdapterError {
         want: &'static str,
     },
     /// A field asks for something that we do not do.
-    #[error("adapter_config.json: `{field}` is {value}, which is not supported: {reason}")]
+    #[error("adapter_config.json: `{field}` is {value}, which is not supported: {reason}",
+        field = Shown(field), value = Shown(value))]
     UnsupportedField {
         /// The field.
         field: String,
@@ -96,13 +105,31 @@ pub enum AdapterError {
         /// Why not.
         reason: &'static str,
     },
-    /// A field of `alpha_pattern` is not a regular expression, or takes too long to match.
-    #[error("adapter_config.json: the key `{key}` of alpha_pattern is not usable: {source}")]
+    /// A pattern is not a regular expression that Python reads as we do, is too large, or takes too long to match.
+    #[error("adapter_config.json: the pattern `{key}` of {field} is not usable: {source}", key = Shown(key))]
     Pattern {
-        /// The key.
+        /// The field that it is in.
+        field: &'static str,
+        /// The pattern.
         key: String,
         /// What is wrong with it.
         source: Source,
+    },
+    /// There are too many regular expressions to keep.
+    #[error("adapter_config.json has {regexes} regular expressions; {MAX_REGEXES} are the most, besides plain paths")]
+    Regexes {
+        /// How many there are in one field or in all.
+        regexes: usize,
+    },
+    /// Matching all patterns with all modules would take too long.
+    #[error(
+        "adapter_config.json: matching its {patterns} patterns with {modules} modules could take more than {MAX_WORK} steps"
+    )]
+    Patterns {
+        /// Patterns in all fields.
+        patterns: usize,
+        /// Modules of the adapter.
+        modules: u64,
     },
 
     // The tensors.
@@ -129,7 +156,7 @@ pub enum AdapterError {
         dtype: String,
     },
     /// A tensor made in memory has more or fewer bytes than its shape.
-    #[error("{got} bytes were given for a tensor of {dtype} and the shape {shape:?}")]
+    #[error("{got} bytes were given for a tensor of {dtype} and the shape {shape}", shape = Shown(format_args!("{shape:?}")))]
     Bytes {
         /// The type given.
         dtype: DType,
@@ -139,7 +166,7 @@ pub enum AdapterError {
         got: usize,
     },
     /// A factor is not a matrix.
-    #[error("{tensor} has the shape {shape:?}; a factor has two dimensions")]
+    #[error("{tensor} has the shape {shape}; a factor has two dimensions", shape = Shown(format_args!("{shape:?}")))]
     NotMatrix {
         /// The tensor.
         tensor: TensorName,
@@ -192,9 +219,30 @@ pub enum AdapterError {
         /// Its rank.
         rank: usize,
     },
+    /// The configuration gives a module another rank than its factors have, which PEFT does not load.
+    #[error("{tensor} has rank {rank}, but `{field}` in adapter_config.json gives its module {want}")]
+    RankField {
+        /// The factor A.
+        tensor: TensorName,
+        /// Its rank.
+        rank: usize,
+        /// The field, `r` or `rank_pattern`.
+        field: &'static str,
+        /// The rank that the field gives.
+        want: usize,
+    },
+    /// The configuration says that a module was not trained: PEFT would drop its factors.
+    #[error("the module `{module}` is not one that `{field}` in adapter_config.json lets PEFT adapt", module = Shown(module))]
+    NotTargeted {
+        /// The module's path.
+        module: String,
+        /// The field: `target_modules`, `exclude_modules`, `layers_to_transform` or `target_parameters`.
+        field: &'static str,
+    },
     /// The scaling of a module is not an ordinary `f32`.
     #[error(
-        "adapter_config.json: the alpha {alpha} of `{module}` at rank {rank} gives a scaling that is no finite number or vanishes"
+        "adapter_config.json: the alpha {alpha} of `{module}` at rank {rank} gives a scaling that is no finite number or vanishes",
+        module = Shown(module)
     )]
     Scaling {
         /// The module's path.
@@ -210,13 +258,14 @@ pub enum AdapterError {
 
     // The model.
     /// The engine's model has nothing that a module could adapt.
-    #[error("the module `{module}` has no place in the model")]
+    #[error("the module `{module}` has no place in the model", module = Shown(module))]
     NoPlace {
         /// The module's path.
         module: String,
     },
     /// The engine's model has several places that a module could mean.
-    #[error("the module `{module}` could be {places:?} of the model")]
+    #[error("the module `{module}` could be {places} of the model",
+        module = Shown(module), places = Shown(format_args!("{places:?}")))]
     Ambiguous {
         /// The module's path.
         module: String,
@@ -224,12 +273,40 @@ pub enum AdapterError {
         places: Vec<String>,
     },
     /// Two modules adapt the same layer: a fused one and one of its parts, or two spellings of one.
-    #[error("the modules `{module}` and `{other}` are in the same place of the model")]
+    #[error("the modules `{module}` and `{other}` are in the same place of the model",
+        module = Shown(module), other = Shown(other))]
     Overlap {
         /// One of them.
         module: String,
         /// The other.
         other: String,
+    },
+    /// A factor is of another kind of module than the model's, which PEFT would not give it to.
+    #[error("{tensor} is of {got}, but the model's `{module}` is {want}", module = Shown(module))]
+    Kind {
+        /// The factor.
+        tensor: TensorName,
+        /// The module's path.
+        module: String,
+        /// What the factor is of.
+        got: &'static str,
+        /// What the model has there.
+        want: &'static str,
+    },
+    /// The adapter brings a weight of the base model, which PEFT loads over the base model's.
+    #[error(
+        "{tensor} is a weight of the base model, which PEFT loads over it: whether it is the same has to be found out first \
+         (`Adapter::compare_base_weights`)"
+    )]
+    BaseWeight {
+        /// The weight.
+        tensor: TensorName,
+    },
+    /// The adapter brings a weight of the base model that is not the base model's.
+    #[error("{tensor} is not the base model's weight, which an adapter cannot replace")]
+    OtherBase {
+        /// The weight.
+        tensor: TensorName,
     },
     /// A factor was trained on another model.
     #[error("{tensor} is [{rows}, {cols}], but the model needs [{want_rows}, {want_cols}]",
@@ -243,7 +320,7 @@ pub enum AdapterError {
         want: [usize; 2],
     },
     /// A module is of an expert that the engine's model does not have.
-    #[error("the module `{module}` is of expert {expert}, but the model has {num_experts} there")]
+    #[error("the module `{module}` is of expert {expert}, but the model has {num_experts} there", module = Shown(module))]
     NoExpert {
         /// The module's path.
         module: String,
@@ -253,7 +330,8 @@ pub enum AdapterError {
         num_experts: usize,
     },
     /// The factors of several experts were trained on another model.
-    #[error("{tensor} is {a:?} and its B is {b:?}, but the model needs {want}")]
+    #[error("{tensor} is {a} and its B is {b}, but the model needs {want}",
+        a = Shown(format_args!("{a:?}")), b = Shown(format_args!("{b:?}")))]
     ExpertShapes {
         /// The factor A.
         tensor: TensorName,
@@ -265,7 +343,8 @@ pub enum AdapterError {
         want: String,
     },
     /// The factors of several experts could stand in more than one way.
-    #[error("{tensor} is {a:?} and its B is {b:?}, which can be read in more than one way: {remedy}")]
+    #[error("{tensor} is {a} and its B is {b}, which can be read in more than one way: {remedy}",
+        a = Shown(format_args!("{a:?}")), b = Shown(format_args!("{b:?}")))]
     AmbiguousExperts {
         /// The factor A.
         tensor: TensorName,
@@ -291,4 +370,19 @@ pub enum AdapterError {
     /// The adapter does not fit the table, or there is no such slot.
     #[error(transparent)]
     Slot(#[from] SlotError),
+}
+
+impl AdapterError {
+    pub(super) fn json(path: impl Into<PathBuf>, source: &serde_json::Error) -> Self {
+        Self::Json { path: path.into(), source: cause(source) }
+    }
+
+    pub(super) fn safetensors(path: impl Into<PathBuf>, source: &safetensors::SafeTensorError) -> Self {
+        Self::Safetensors { path: path.into(), source: cause(source) }
+    }
+}
+
+/// What others say is wrong, which may quote all of a file.
+pub(super) fn cause(source: impl fmt::Display) -> Source {
+    Shown(source).to_string().into()
 }

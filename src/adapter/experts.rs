@@ -287,8 +287,13 @@ impl<'a, 'm> Layer<'a, 'm> {
             [_, _] => &[&[down, first], &[first, down]],
             [_, _, third, ..] => return Err(AdapterError::NoPlace { module: third.path.to_owned() }),
         };
+        let targeted = |source: Source<'a>, name: &str| self.config.targets_parameter(&parameter_path(source, name));
+        if let Some(source) = sources.iter().find(|source| !targeted(**source, first.1) && !targeted(**source, down.1))
+        {
+            return Err(AdapterError::NotTargeted { module: source.path.to_owned(), field: "target_parameters" });
+        }
         let fits = |source: Source<'a>, (part, name): (Part, &str), orientation| {
-            self.config.targets_parameter(name) && self.parameter(source, part, orientation).is_some()
+            targeted(source, name) && self.parameter(source, part, orientation).is_some()
         };
         let mut ways = Vec::new();
         for &orientation in orientations {
@@ -309,7 +314,7 @@ impl<'a, 'm> Layer<'a, 'm> {
             };
             let source = sources.iter().find(fits_nothing).unwrap_or(&sources[0]);
             return Err(match ways[..] {
-                [] => source.misshapen(self.parameter_shapes(orientations)),
+                [] => source.misshapen(self.parameter_shapes(*source, orientations)),
                 _ => source.ambiguous(
                     "write into adapter_config.json the `target_parameters` and the `peft_version` that made it, or say \
                      `Adapter::oriented`",
@@ -318,7 +323,7 @@ impl<'a, 'm> Layer<'a, 'm> {
         };
         for (source, (part, name)) in sources.into_iter().zip(parts) {
             let Some(steps) = self.parameter(source, *part, orientation) else { continue };
-            let path = format!("{}.{name}", source.path.trim_end_matches(".base_layer"));
+            let path = parameter_path(source, name);
             self.insert(0..self.site.num_experts(), *part, (source.path, &path), steps)?;
         }
         Ok(())
@@ -348,13 +353,12 @@ impl<'a, 'm> Layer<'a, 'm> {
         })
     }
 
-    fn parameter_shapes(&self, orientations: &[Orientation]) -> String {
+    fn parameter_shapes(&self, source: Source<'a>, orientations: &[Orientation]) -> String {
         let num_experts = self.site.num_experts();
         let mut shapes = Vec::new();
         for orientation in orientations {
-            for (part, name) in
-                Part::parameters(self.site).into_iter().filter(|(_, name)| self.config.targets_parameter(name))
-            {
+            let targeted = |name: &str| self.config.targets_parameter(&parameter_path(source, name));
+            for (part, name) in Part::parameters(self.site).into_iter().filter(|(_, name)| targeted(name)) {
                 let [mut takes, mut gives] = part.features(self.site);
                 if *orientation == Orientation::Reversed {
                     (takes, gives) = (gives, takes);
@@ -377,7 +381,7 @@ impl<'a, 'm> Layer<'a, 'm> {
         if !(1..=MAX_RANK).contains(&rank) {
             return Err(AdapterError::Rank { tensor: steps.a.name.clone(), rank });
         }
-        let scaling = self.config.scaling(alpha_path, rank)?;
+        let scaling = self.config.scaling(alpha_path, rank, steps.a.name)?;
         for (step, expert) in experts.enumerate() {
             for (module, a, b) in part.apart(self.site.stored().halves, steps.at(step)) {
                 if let Some(other) = self.pairs.insert((module, expert), Pair { path, a, b, scaling }) {
@@ -483,6 +487,11 @@ impl<'a, 'm> Layer<'a, 'm> {
     fn of(&self, module: ExpertModule) -> impl Iterator<Item = (usize, &Pair<'a>)> {
         self.pairs.range((module, 0)..=(module, usize::MAX)).map(|((_, expert), pair)| (*expert, pair))
     }
+}
+
+/// The path of a parameter of the experts that factors are of.
+fn parameter_path(source: Source<'_>, name: &str) -> String {
+    format!("{}.{name}", source.path.trim_end_matches(".base_layer"))
 }
 
 /// What all experts share of a module.

@@ -1,44 +1,60 @@
 //! The files of an adapter's directory.
 //!
 //! Only safetensors: reading a pickle executes what its author put there. Other files (a tokenizer, `added_tokens.json`) are
-//! none of our business. Invariant: with an index, every tensor is where the index says, and nowhere else.
+//! none of our business. Invariants: with an index, every tensor is where the index says, and nowhere else; nothing is read that is not a
+//! regular file, and nothing allocated for a file that does not say itself what it is for.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
     fs::{self, File},
+    io::{self, Read as _},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::Metadata};
 use serde::Deserialize;
 
 use super::{
     AdapterError,
-    tensor::{Tensor, TensorName},
+    tensor::{Storage, Tensor, TensorName},
 };
 use crate::DType;
 
 const WEIGHTS: &str = "adapter_model.safetensors";
 const INDEX: &str = "adapter_model.safetensors.index.json";
 
+/// The most bytes of `adapter_config.json`: ranks and alphas of some 50,000 modules.
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
+/// The most bytes of an index.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
+/// The most bytes of a header that safetensors reads.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
 /// A tensor that is there; an error if it is not of a type that we read, which only matters if it is of the adapter.
 pub(super) type Stored = (TensorName, Result<Tensor, AdapterError>);
 
+/// How a weight file gets into memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Access {
+    Map,
+    Copy,
+}
+
 pub(super) fn config(dir: &Path) -> Result<String, AdapterError> {
-    read(&dir.join(super::config::FILE))
+    text(&dir.join(super::config::FILE), MAX_CONFIG_BYTES)
 }
 
 /// All tensors of the weight files in `dir`.
-pub(super) fn tensors(dir: &Path) -> Result<Vec<Stored>, AdapterError> {
+pub(super) fn tensors(dir: &Path, access: Access) -> Result<Vec<Stored>, AdapterError> {
     let [weights, index] = [WEIGHTS, INDEX].map(|name| dir.join(name));
     if weights.exists() {
-        return map(&weights);
+        return file(&weights, access);
     }
     if index.exists() {
-        return sharded(dir, index);
+        return sharded(dir, index, access);
     }
     let entries = fs::read_dir(dir).map_err(|source| AdapterError::Read { path: dir.to_owned(), source })?;
     match entries.flatten().map(|entry| entry.path()).filter(|path| is_pickle(path)).min() {
@@ -64,15 +80,15 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-fn sharded(dir: &Path, index: PathBuf) -> Result<Vec<Stored>, AdapterError> {
-    let Index { mut weight_map } = serde_json::from_str(&read(&index)?)
-        .map_err(|source| AdapterError::Json { path: index.clone(), source: source.into() })?;
+fn sharded(dir: &Path, index: PathBuf, access: Access) -> Result<Vec<Stored>, AdapterError> {
+    let Index { mut weight_map } = serde_json::from_str(&text(&index, MAX_INDEX_BYTES)?)
+        .map_err(|source| AdapterError::json(index.clone(), &source))?;
     let mut tensors = Vec::new();
     for shard in weight_map.values().cloned().collect::<BTreeSet<_>>() {
         if Path::new(&shard).file_name() != Some(shard.as_ref()) {
             return Err(AdapterError::ShardName { index, shard });
         }
-        for (name, tensor) in map(&dir.join(&shard))? {
+        for (name, tensor) in file(&dir.join(&shard), access)? {
             let indexed = weight_map.remove(&name.key);
             if indexed.as_ref() != Some(&shard) {
                 let indexed = indexed.map_or("nowhere".to_owned(), |other| format!("in {other}"));
@@ -89,24 +105,88 @@ fn sharded(dir: &Path, index: PathBuf) -> Result<Vec<Stored>, AdapterError> {
     }
 }
 
-fn read(path: &Path) -> Result<String, AdapterError> {
-    fs::read_to_string(path).map_err(|source| AdapterError::Read { path: path.to_owned(), source })
+/// Reads a text of at most so many bytes.
+fn text(path: &Path, max_bytes: u64) -> Result<String, AdapterError> {
+    let (file, len) = open(path)?;
+    let mut text = String::new();
+    let read = if len > max_bytes {
+        Err(io::Error::other(format!("it has {len} bytes; {max_bytes} are the most")))
+    } else {
+        file.take(max_bytes).read_to_string(&mut text)
+    };
+    read.map_err(|source| AdapterError::Read { path: path.to_owned(), source })?;
+    Ok(text)
+}
+
+/// Opens a regular file, and says how long it is: a pipe may never end, and nor may a device.
+fn open(path: &Path) -> Result<(File, u64), AdapterError> {
+    let regular = |metadata: fs::Metadata| match metadata.is_file() {
+        true => Ok(metadata.len()),
+        false => Err(io::Error::other("it is not a regular file")),
+    };
+    // Before it is opened, as that alone waits for the other end of a pipe.
+    let opened = fs::metadata(path).and_then(regular).and_then(|_| {
+        let file = File::open(path)?;
+        let len = file.metadata().and_then(regular)?;
+        Ok((file, len))
+    });
+    opened.map_err(|source| AdapterError::Read { path: path.to_owned(), source })
+}
+
+fn file(path: &Path, access: Access) -> Result<Vec<Stored>, AdapterError> {
+    let (file, len) = open(path)?;
+    let storage: Storage = match access {
+        Access::Map => Arc::new(map(&file).map_err(|source| AdapterError::Read { path: path.to_owned(), source })?),
+        Access::Copy => Arc::new(copy(path, file, len)?),
+    };
+    parse(path, &storage)
 }
 
 #[expect(unsafe_code, reason = "weights are read where the system maps them, not copied through the heap")]
-fn map(path: &Path) -> Result<Vec<Stored>, AdapterError> {
-    let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
-    let file = File::open(path).map_err(unreadable)?;
+fn map(file: &File) -> io::Result<Mmap> {
     // SAFETY: the map is only ever read, as bytes of any value, and `Adapter::open` asks that nobody changes the file meanwhile.
-    let map = Arc::new(unsafe { Mmap::map(&file) }.map_err(unreadable)?);
-    let (header, metadata) = SafeTensors::read_metadata(&map)
-        .map_err(|source| AdapterError::Safetensors { path: path.to_owned(), source: source.into() })?;
+    unsafe { Mmap::map(file) }
+}
+
+/// Reads a file whose header says that it is as long as it is.
+fn copy(path: &Path, mut file: File, len: u64) -> Result<Vec<u8>, AdapterError> {
+    let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
+    let malformed = |source| AdapterError::safetensors(path, &source);
+    let mut bytes = Vec::new();
+    let prefix = size_of::<u64>() as u64;
+    file.by_ref().take(prefix).read_to_end(&mut bytes).map_err(unreadable)?;
+    let Ok(header_len) = bytes[..].try_into().map(u64::from_le_bytes) else {
+        return Err(malformed(SafeTensorError::HeaderTooSmall));
+    };
+    if header_len > MAX_HEADER_BYTES {
+        return Err(malformed(SafeTensorError::HeaderTooLarge));
+    }
+    file.by_ref().take(header_len).read_to_end(&mut bytes).map_err(unreadable)?;
+    let header = &bytes[size_of::<u64>()..];
+    if header.len() as u64 != header_len {
+        return Err(malformed(SafeTensorError::InvalidHeaderLength));
+    }
+    let metadata: Metadata = serde_json::from_slice(header)
+        .map_err(|source| malformed(SafeTensorError::InvalidHeaderDeserialization(source)))?;
+    let data_len = metadata.data_len();
+    if (bytes.len() as u64).checked_add(data_len as u64) != Some(len) {
+        return Err(malformed(SafeTensorError::MetadataIncompleteBuffer));
+    }
+    bytes.try_reserve_exact(data_len).map_err(|error| unreadable(io::Error::other(error)))?;
+    file.take(data_len as u64).read_to_end(&mut bytes).map_err(unreadable)?;
+    Ok(bytes)
+}
+
+/// The tensors of a whole safetensors file, which errors call by this path.
+pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, AdapterError> {
+    let (header, metadata) =
+        SafeTensors::read_metadata((**storage).as_ref()).map_err(|source| AdapterError::safetensors(path, &source))?;
     let data = size_of::<u64>() + header;
     let tensor = |(key, info): (String, &safetensors::tensor::TensorInfo)| {
         let name = TensorName { key, file: Some(path.to_owned()) };
         let (start, end) = info.data_offsets;
         let tensor = dtype(&name, info.dtype)
-            .and_then(|dtype| Tensor::mapped(dtype, info.shape.clone(), Arc::clone(&map), data + start..data + end));
+            .and_then(|dtype| Tensor::part(dtype, info.shape.clone(), Arc::clone(storage), data + start..data + end));
         (name, tensor)
     };
     let mut tensors: Vec<_> = metadata.tensors().into_iter().map(tensor).collect();

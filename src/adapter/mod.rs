@@ -1,13 +1,14 @@
 //! Adapters as PEFT stores them, and what they become in a slot.
 //!
-//! [`Adapter::open`] reads `adapter_config.json` and the headers of the weight files and refuses, by name, whatever it cannot
-//! serve exactly. [`Adapter::plan`] finds the adapter's place in a [`Model`] and what this rank needs of it;
-//! [`SlotImage::write_to`] then reads the weights, once. Not for training, merging into base weights, or residency.
+//! [`Adapter::open`] maps the files of a directory and [`Adapter::read`] copies them; [`Adapter::from_safetensors`] takes the bytes of
+//! such files and [`Adapter::from_tensors`] tensors. All of them read `adapter_config.json` and the tensors' names and shapes, and
+//! refuse, by name, whatever cannot be served exactly. [`Adapter::plan`] finds the adapter's place in a [`Model`] and what this
+//! rank needs of it; [`SlotImage::write_to`] then reads the weights, once. Not for training, merging into base weights, or residency.
 //!
 //! ```no_run
 //! # use aril::{DType, adapter::{Adapter, AdapterError}, model::Model};
 //! # fn pack(model: &Model) -> Result<Vec<u8>, AdapterError> {
-//! let adapter = Adapter::open("adapters/pirate")?;
+//! let adapter = Adapter::read("adapters/pirate")?;
 //! let image = adapter.plan(model, DType::BF16)?;
 //! let mut block = vec![0; image.bytes()];
 //! image.write_to(&mut block)?;
@@ -15,12 +16,35 @@
 //! # }
 //! ```
 //!
-//! Invariant: every tensor of an adapter is in its modules and stacks or was refused, and each of those is in a plan or was refused. Those
-//! without elements are in neither, and only for what experts without a gate do not have.
+//! Invariant: every tensor of an adapter is in its modules and stacks, is a base weight, or was refused, and each of those is in a plan
+//! or was refused. Those without elements are in none, and only for what experts without a gate do not have.
 //!
-//! The scaling of a module is α/r, or α/√r with `use_rslora`. Here r is always the rank of the module's own tensors: `r` and
-//! `rank_pattern` of the configuration only repeat it, and files exist in which they do not. α has no default: without
-//! `lora_alpha` an adapter is refused.
+//! # What is exact
+//!
+//! An adapter does here what it does in PEFT 0.21, or it is refused. That goes for these fields of `adapter_config.json`:
+//!
+//! | field | |
+//! |---|---|
+//! | `lora_alpha`, `alpha_pattern`, `use_rslora` | The scaling of a module is α/r, or α/√r. α has no default: without `lora_alpha` an adapter is refused. |
+//! | `r`, `rank_pattern` | Refused if a module's factors have another rank, which PEFT does not load. |
+//! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | PEFT drops the factors of a module that these do not name; an adapter that has such factors is refused. A `target_modules` of null is refused without `target_parameters`: PEFT would choose by the type of the model. `layers_pattern` has to be plain names. |
+//! | `target_parameters` | The same for parameters that hold all experts. |
+//! | patterns | Regular expressions of Python. Refused are constructs that Python does not have, or that our engine reads in another way (POSIX classes, operators in classes, `\<`, `\N{…}`, inline flags, possessive repetitions); more than 64 of them in a configuration, besides plain paths; and what takes too much memory or time. |
+//! | `modules_to_save`, `bias`, `use_dora` and others | Refused if they switch anything on. So is any field that is unknown, unless it is null, false or empty. |
+//!
+//! Decided otherwise than in PEFT:
+//!
+//! - Of `r`, `target_modules` and `target_parameters`, an absent one says nothing, and the tensors decide; PEFT has defaults, which are
+//!   hardly meant. Trainers that keep adapters in memory often write no more than `peft_type` and `lora_alpha`.
+//! - With `"target_modules": "all-linear"`, PEFT drops `lm_head` and embeddings, which are refused here; a head that goes by another
+//!   name, `unembed_tokens`, is served, as the trainers that have it do mean it.
+//! - PEFT loads a tensor only by the one name that it would save it by, and drops others without an error. Here the names of wrappers
+//!   (`base_model.model`, `module`, `_orig_mod`, FSDP's) and of the adapter may be there or not, and a model's outer names may be those
+//!   of another version or framework. What is found in the model's own place is served, all else is refused. Factors of an embedding
+//!   are only for embeddings, those of a linear layer only for these.
+//! - PEFT loads the `base_layer.weight` of an embedding or a head over the base model's, and saves it with every adapter of one. Such an
+//!   adapter is refused until an engine has compared them: [`Adapter::compare_base_weights`].
+//! - `peft_type` may be written in lower case.
 //!
 //! # Experts
 //!
@@ -51,10 +75,16 @@ mod files;
 mod image;
 pub mod layout;
 mod names;
+mod pattern;
 mod rectangle;
+mod shown;
 mod tensor;
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 pub use error::AdapterError;
 pub use experts::Orientation;
@@ -64,16 +94,17 @@ pub use tensor::{Tensor, TensorName};
 use self::{
     config::Config,
     experts::{Layer, Source},
-    names::{InExperts, Side},
+    files::Access,
+    names::{InExperts, Named, Side},
     rectangle::Rectangle,
-    tensor::{Factor, Stored},
+    tensor::{Factor, Storage, Stored},
 };
 use crate::{
     DType,
     model::{ExpertsId, MAX_RANK, Model, Target},
 };
 
-/// An adapter: parsed, checked and mapped from its files, its weights not read yet.
+/// An adapter: parsed and checked, its weights not converted yet.
 #[derive(Debug)]
 #[doc(alias = "PeftModel")]
 pub struct Adapter {
@@ -82,7 +113,16 @@ pub struct Adapter {
     stacks: Vec<Stack>,
     /// Factors without elements, which some write for a module that experts do not have. Only a model says whether they do not.
     empty: Vec<Stack>,
+    base_weights: Vec<BaseWeight>,
     orientation: Option<Orientation>,
+}
+
+/// A weight of the base model that an adapter brings: its embedding's or its head's.
+#[derive(Debug)]
+pub struct BaseWeight {
+    path: String,
+    name: TensorName,
+    tensor: Tensor,
 }
 
 /// One adapted module of an adapter.
@@ -115,15 +155,57 @@ pub enum ModuleKind {
 impl Adapter {
     /// Opens the adapter in a directory: `adapter_config.json` and safetensors, in one file or in shards with an index.
     ///
-    /// The files stay mapped: they must not be changed or truncated while the adapter lives. (Replacing one by renaming another
-    /// over it, as downloaders do, is fine.)
+    /// The files stay mapped: they must not be changed or truncated while the adapter lives. A process that reads behind the end of a
+    /// file that was truncated is killed (`SIGBUS`). Replacing a file by renaming another over it, as downloaders do, is fine; where
+    /// others may do more, [`read`](Self::read).
     ///
     /// # Errors
     /// If a file is missing, unreadable or malformed, or if anything in it is not supported.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
-        let dir = dir.as_ref();
+        Self::load(dir.as_ref(), Access::Map)
+    }
+
+    /// As [`open`](Self::open), but copies the files into memory, so that nothing that happens to them later matters: for adapters of
+    /// strangers. It takes as much memory as the files are long.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open), or if there is not enough memory.
+    pub fn read(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
+        Self::load(dir.as_ref(), Access::Copy)
+    }
+
+    fn load(dir: &Path, access: Access) -> Result<Self, AdapterError> {
         let config = Config::parse(&files::config(dir)?)?;
-        Self::assemble(config, files::tensors(dir)?)
+        Self::assemble(config, files::tensors(dir, access)?)
+    }
+
+    /// Makes an adapter of the bytes of its safetensors files, of which there may be several with different tensors, and the text of its
+    /// `adapter_config.json`.
+    ///
+    /// The bytes are kept, not copied: a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a map of a file, or any handle that keeps them in
+    /// place. They have to stay the same as long as the adapter lives.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use aril::adapter::{Adapter, AdapterError};
+    /// fn downloaded(config: &str, body: Arc<[u8]>) -> Result<Adapter, AdapterError> {
+    ///     Adapter::from_safetensors(config, [body])
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open). Errors call the files `file 0`, `file 1`, and so on.
+    pub fn from_safetensors<B: AsRef<[u8]> + Send + Sync + 'static>(
+        config: &str,
+        files: impl IntoIterator<Item = B>,
+    ) -> Result<Self, AdapterError> {
+        let config = Config::parse(config)?;
+        let mut tensors = Vec::new();
+        for (index, file) in files.into_iter().enumerate() {
+            let storage: Storage = Arc::new(file);
+            tensors.append(&mut files::parse(&PathBuf::from(format!("file {index}")), &storage)?);
+        }
+        Self::assemble(config, tensors)
     }
 
     /// Makes an adapter of tensors in memory, as a trainer sends them. `config` is the text of an `adapter_config.json`; the
@@ -148,6 +230,45 @@ impl Adapter {
         Self { orientation: Some(orientation), ..self }
     }
 
+    /// The weights of the base model that the adapter brings and that were not compared yet. PEFT saves those of the embedding and of the
+    /// head with every adapter of one of them, and loads them over the base model's.
+    pub fn base_weights(&self) -> &[BaseWeight] {
+        &self.base_weights
+    }
+
+    /// Finds out whether the adapter's weights of the base model are the base model's own: `is_same` is asked of each, and they are then
+    /// forgotten. Without this, an adapter that has any cannot be [planned](Self::plan).
+    ///
+    /// What counts is what the engine computes with: where it rounds the base model's weights, it has to compare them rounded.
+    ///
+    /// ```
+    /// # use aril::adapter::{Adapter, AdapterError};
+    /// # fn compare(mut adapter: Adapter, embedding: &[half::bf16]) -> Result<Adapter, AdapterError> {
+    /// adapter.compare_base_weights(|weight| -> Result<bool, AdapterError> {
+    ///     let values = weight.tensor().to_f32();
+    ///     let same = values.iter().copied().map(half::bf16::from_f32).eq(embedding.iter().copied());
+    ///     Ok(weight.path() == "model.embed_tokens" && same)
+    /// })?;
+    /// # Ok(adapter)
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`AdapterError::OtherBase`] for the first of which `is_same` says no; and what it returns, at once. Nothing is forgotten then.
+    #[doc(alias = "save_embedding_layers")]
+    pub fn compare_base_weights<E: From<AdapterError>>(
+        &mut self,
+        mut is_same: impl FnMut(&BaseWeight) -> Result<bool, E>,
+    ) -> Result<(), E> {
+        for weight in &self.base_weights {
+            if !is_same(weight)? {
+                return Err(AdapterError::OtherBase { tensor: weight.name.clone() }.into());
+            }
+        }
+        self.base_weights.clear();
+        Ok(())
+    }
+
     /// The adapted modules, sorted by path.
     pub fn modules(&self) -> &[Module] {
         &self.modules
@@ -170,9 +291,12 @@ impl Adapter {
     /// whether they have the same factors.
     ///
     /// # Errors
-    /// If a module has no place in the model or shares it with another, a factor's shape is not the model's, or stacked experts can
-    /// be read in more than one way.
+    /// If a module has no place in the model or shares it with another, a factor's shape is not the model's, stacked experts can
+    /// be read in more than one way, or there are [base weights](Self::base_weights) that were not compared.
     pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
+        if let Some(weight) = self.base_weights.first() {
+            return Err(AdapterError::BaseWeight { tensor: weight.name.clone() });
+        }
         let mut image = SlotImage::new(dtype, model);
         let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
         let mut layers: BTreeMap<ExpertsId, Layer<'_, '_>> = BTreeMap::new();
@@ -182,8 +306,11 @@ impl Adapter {
         for module in &self.modules {
             let first_new = image.entries().len();
             match locate(model, &module.path)? {
-                Place::Experts(id, at) => layer(id, module.source(), &at)?,
-                Place::Module(target) => module.place(target, model, &mut image)?,
+                (Place::Experts(id, at), _) => {
+                    module.expect_kind(ModuleKind::Linear)?;
+                    layer(id, module.source(), &at)?;
+                }
+                (Place::Module(target), _) => module.place(target, model, &mut image)?,
             }
             for entry in &image.entries()[first_new..] {
                 if let Some(other) = taken.insert(entry.entry, module) {
@@ -193,8 +320,8 @@ impl Adapter {
         }
         for stack in self.stacks.iter().chain(&self.empty) {
             match locate(model, &stack.path)? {
-                Place::Experts(id, at) => layer(id, stack.source(), &at)?,
-                Place::Module(_) => return Err(stack.not_matrix()),
+                (Place::Experts(id, at), _) => layer(id, stack.source(), &at)?,
+                (Place::Module(_), _) => return Err(stack.not_matrix()),
             }
         }
         layers.into_values().try_for_each(|layer| layer.place(self.orientation, &mut image))?;
@@ -203,11 +330,17 @@ impl Adapter {
 
     fn assemble(config: Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
         let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
+        let mut base_weights = Vec::new();
         for (name, tensor) in tensors {
-            let Some(key) = names::parse(&name)? else { continue };
-            let half = Half { name, tensor: tensor?, of: (key.kind, key.adapter) };
-            pairs.entry(key.module).or_default().insert(key.side, half)?;
+            match names::parse(&name)? {
+                Named::Factor(key) => {
+                    let half = Half { name, tensor: tensor?, of: (key.kind, key.adapter) };
+                    pairs.entry(key.module).or_default().insert(key.side, half)?;
+                }
+                Named::BaseWeight(path) => base_weights.push(BaseWeight { path, name, tensor: tensor? }),
+            }
         }
+        config.check_work(pairs.keys())?;
         let (mut modules, mut stacks, mut empty) = (Vec::new(), Vec::new(), Vec::new());
         for (path, pair) in pairs {
             match pair.finish(path, &config)? {
@@ -219,7 +352,7 @@ impl Adapter {
         if modules.is_empty() && stacks.is_empty() {
             return Err(AdapterError::Empty);
         }
-        Ok(Self { config, modules, stacks, empty, orientation: None })
+        Ok(Self { config, modules, stacks, empty, base_weights, orientation: None })
     }
 }
 
@@ -264,12 +397,25 @@ impl Module {
         self.b.tensor.to_f32()
     }
 
+    /// The module's path as the model spells it, or that of the fused module of a layer: of the model's module that
+    /// [`plan`](Adapter::plan) gives the factors to.
+    ///
+    /// # Errors
+    /// If the module has no place in the model, or several.
+    pub fn path_in(&self, model: &Model) -> Result<String, AdapterError> {
+        locate(model, &self.path).map(|(_, path)| path)
+    }
+
     fn source(&self) -> Source<'_> {
         Source::new(&self.path, [self.a.stored(), self.b.stored()])
     }
 
-    /// Puts what this rank needs of the factors into the image. The target alone decides what shapes they must have.
+    /// Puts what this rank needs of the factors into the image. The target alone decides what they must be.
     fn place<'a>(&'a self, target: Target, model: &Model, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
+        self.expect_kind(match target {
+            Target::Linear { .. } | Target::Fused(_) => ModuleKind::Linear,
+            Target::Embedding { .. } => ModuleKind::Embedding,
+        })?;
         let rank = self.rank();
         match target {
             Target::Linear { entry, input, output } => {
@@ -302,6 +448,33 @@ impl Module {
             }
         }
         Ok(())
+    }
+}
+
+impl Module {
+    /// Fails unless the model's module is of the kind that the factors are of.
+    fn expect_kind(&self, want: ModuleKind) -> Result<(), AdapterError> {
+        if self.kind == want {
+            return Ok(());
+        }
+        let name = |kind| match kind {
+            ModuleKind::Linear => "a linear layer",
+            ModuleKind::Embedding => "an embedding",
+        };
+        let (tensor, module) = (self.a.name.clone(), self.path.clone());
+        Err(AdapterError::Kind { tensor, module, got: name(self.kind), want: name(want) })
+    }
+}
+
+impl BaseWeight {
+    /// The path of the embedding or head, such as `model.embed_tokens`, as the adapter spells it.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The weight.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
     }
 }
 
@@ -339,15 +512,16 @@ enum Place {
     Experts(ExpertsId, InExperts),
 }
 
-/// Finds what a path stands for: the model's module of that path, else its only module of another spelling of it.
-fn locate(model: &Model, module: &str) -> Result<Place, AdapterError> {
+/// Finds what a path stands for, and how the model spells it: the model's module of that path, else its only module of another
+/// spelling of it.
+fn locate(model: &Model, module: &str) -> Result<(Place, String), AdapterError> {
     if let Some(place) = place(model, module) {
-        return Ok(place);
+        return Ok((place, module.to_owned()));
     }
     let mut places: Vec<_> = names::spellings(module).filter_map(|path| Some((place(model, &path)?, path))).collect();
     match (places.pop(), places.is_empty()) {
         (None, _) => Err(AdapterError::NoPlace { module: module.to_owned() }),
-        (Some((place, _)), true) => Ok(place),
+        (Some(place), true) => Ok(place),
         (Some(last), false) => {
             places.push(last);
             let places = places.into_iter().map(|(_, path)| path).collect();
@@ -406,6 +580,9 @@ impl Pair {
             (None, None) => return Err(AdapterError::Empty),
         };
         let tensors = [&a.1, &b.1];
+        if !names::is_parameter(&path) {
+            config.check_target(&path, kind)?;
+        }
         if names::is_of_experts(&path) && tensors.iter().all(|tensor| tensor.bytes().is_empty()) {
             return Ok(Finished::Empty(Stack { path, a, b }));
         }
@@ -421,7 +598,7 @@ impl Pair {
         if !(1..=MAX_RANK).contains(&rank) {
             return Err(AdapterError::Rank { tensor: a.name, rank });
         }
-        let scaling = config.scaling(&path, rank)?;
+        let scaling = config.scaling(&path, rank, &a.name)?;
         Ok(Finished::Module(Module { path, kind, scaling, a, b }))
     }
 }

@@ -22,11 +22,24 @@ pub(super) enum Side {
     B,
 }
 
-/// Reads a key; `None` for base weights of embeddings, which PEFT may save with an adapter although they are not part of it.
-pub(super) fn parse(name: &TensorName) -> Result<Option<Key>, AdapterError> {
+/// What a key names.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) enum Named {
+    Factor(Key),
+    /// The weight of the embedding or the head of this path, which PEFT saves with an adapter of one of them.
+    BaseWeight(String),
+}
+
+/// Reads a key.
+pub(super) fn parse(name: &TensorName) -> Result<Named, AdapterError> {
     let components: Vec<&str> = name.key.split('.').collect();
-    if let [.., "embed_tokens" | "lm_head", "base_layer", "weight"] = components[..] {
-        return Ok(None);
+    if !name.key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(AdapterError::UnknownTensor { tensor: name.clone() });
+    }
+    if let [path @ .., "base_layer", "weight"] = &components[..]
+        && let [.., "embed_tokens" | "lm_head"] = path
+    {
+        return Ok(Named::BaseWeight(unwrapped(path).join(".")));
     }
     if let Some(what) = unsupported(&components) {
         return Err(AdapterError::UnsupportedTensor { tensor: name.clone(), what });
@@ -49,7 +62,7 @@ pub(super) fn parse(name: &TensorName) -> Result<Option<Key>, AdapterError> {
     if module.is_empty() || components.contains(&"") {
         return Err(AdapterError::UnknownTensor { tensor: name.clone() });
     }
-    Ok(Some(Key { module: module.join("."), kind, side, adapter: adapter.map(str::to_owned) }))
+    Ok(Named::Factor(Key { module: module.join("."), kind, side, adapter: adapter.map(str::to_owned) }))
 }
 
 /// What a tensor is that training leaves in adapters and that changes the model in another way than LoRA does.
@@ -208,6 +221,12 @@ pub(super) fn is_stack(path: &str, dims: [usize; 2]) -> bool {
         [.., last] => dims.contains(&3) && MODULES.contains(last),
         [] => false,
     }
+}
+
+/// Whether the factors of a path are those of a parameter that holds all experts.
+pub(super) fn is_parameter(path: &str) -> bool {
+    let components: Vec<_> = path.split('.').collect();
+    matches!(unwrapped_parameter(&components), [.., EXPERTS])
 }
 
 /// Whether a path leads into experts.

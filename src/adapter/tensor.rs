@@ -1,51 +1,61 @@
-//! A tensor's bytes, mapped from a file or owned, and how they are read as numbers.
+//! A tensor's bytes, whoever owns them, and how they are read as numbers.
 //!
 //! It knows nothing of what a tensor is for. Invariant: there are exactly as many bytes as the shape and the type ask for.
 
 use std::{fmt, ops::Range, path::PathBuf, sync::Arc};
 
 use half::{bf16, f16};
-use memmap2::Mmap;
 
-use super::AdapterError;
+use super::{AdapterError, shown::Shown};
 use crate::{DType, Element};
 
-/// A tensor of an adapter, in memory or mapped from a file.
+/// What keeps bytes: a vector, a shared slice, a map of a file, a static slice, or any handle of an engine's.
+pub(super) type Storage = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
+/// A tensor of an adapter: its own bytes, or a part of bytes that it shares.
 #[derive(Clone)]
 pub struct Tensor {
     dtype: DType,
     shape: Vec<usize>,
-    data: Data,
-}
-
-#[derive(Clone)]
-enum Data {
-    Owned(Vec<u8>),
-    Mapped(Arc<Mmap>, Range<usize>),
+    storage: Storage,
+    bytes: Range<usize>,
 }
 
 impl Tensor {
     /// A row-major tensor in memory, little-endian as in safetensors files.
     ///
+    /// The bytes are kept, not copied: a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a map of a file, or any handle that keeps them in
+    /// place. Clones share them. They have to stay the same as long as the tensor lives.
+    ///
     /// # Errors
-    /// If `bytes` is not as long as the shape and the type ask for.
-    pub fn new(dtype: DType, shape: impl Into<Vec<usize>>, bytes: Vec<u8>) -> Result<Self, AdapterError> {
-        Self::checked(dtype, shape.into(), Data::Owned(bytes))
-    }
-
-    pub(super) fn mapped(
+    /// If there are more or fewer bytes than the shape and the type ask for.
+    pub fn new(
         dtype: DType,
-        shape: Vec<usize>,
-        file: Arc<Mmap>,
-        range: Range<usize>,
+        shape: impl Into<Vec<usize>>,
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
     ) -> Result<Self, AdapterError> {
-        Self::checked(dtype, shape, Data::Mapped(file, range))
+        let len = bytes.as_ref().len();
+        Self::part(dtype, shape, Arc::new(bytes), 0..len)
     }
 
-    fn checked(dtype: DType, shape: Vec<usize>, data: Data) -> Result<Self, AdapterError> {
+    /// A tensor in a range of shared bytes, such as a file that holds many: as [`new`](Self::new), without a copy.
+    ///
+    /// # Errors
+    /// If the range is not in the bytes, or not as long as the shape and the type ask for.
+    pub fn part(
+        dtype: DType,
+        shape: impl Into<Vec<usize>>,
+        storage: Arc<dyn AsRef<[u8]> + Send + Sync>,
+        bytes: Range<usize>,
+    ) -> Result<Self, AdapterError> {
+        let shape = shape.into();
         let want = shape.iter().try_fold(dtype.bytes(), |bytes, &dim| bytes.checked_mul(dim));
-        let got = data.bytes().len();
-        if want == Some(got) { Ok(Self { dtype, shape, data }) } else { Err(AdapterError::Bytes { dtype, shape, got }) }
+        let got = (*storage).as_ref().get(bytes.clone()).map_or(0, <[u8]>::len);
+        if want == Some(bytes.len()) && got == bytes.len() {
+            Ok(Self { dtype, shape, storage, bytes })
+        } else {
+            Err(AdapterError::Bytes { dtype, shape, got })
+        }
     }
 
     /// The type of the elements.
@@ -60,7 +70,7 @@ impl Tensor {
 
     /// The elements, row-major and little-endian.
     pub fn bytes(&self) -> &[u8] {
-        self.data.bytes()
+        &(*self.storage).as_ref()[self.bytes.clone()]
     }
 
     /// The index of an element, of each dimension, by its place in the memory.
@@ -80,7 +90,7 @@ impl Tensor {
     }
 
     /// All elements, row-major.
-    pub(super) fn to_f32(&self) -> Vec<f32> {
+    pub fn to_f32(&self) -> Vec<f32> {
         fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
             bytes.chunks_exact(size_of::<T>()).map(|bytes| bytemuck::pod_read_unaligned::<T>(bytes).to_f32()).collect()
         }
@@ -88,15 +98,6 @@ impl Tensor {
             DType::BF16 => widen::<bf16>(self.bytes()),
             DType::F16 => widen::<f16>(self.bytes()),
             DType::F32 => widen::<f32>(self.bytes()),
-        }
-    }
-}
-
-impl Data {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Owned(bytes) => bytes,
-            Self::Mapped(file, range) => &file[range.clone()],
         }
     }
 }
@@ -119,8 +120,8 @@ pub struct TensorName {
 
 impl fmt::Display for TensorName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}`", self.key)?;
-        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", file.display()))
+        write!(f, "`{}`", Shown(&self.key))?;
+        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", Shown(file.display())))
     }
 }
 

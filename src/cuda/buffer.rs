@@ -28,7 +28,9 @@ impl<T: DeviceRepr + ValidAsZeroBits> Buffer<T> {
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
         Ok(Self { memory: Arc::new(Region::new(queue, len * size_of::<T>())?) })
     }
+}
 
+impl<T: DeviceRepr> Buffer<T> {
     /// The memory of a slice that was allocated on the queue's stream.
     ///
     /// # Errors

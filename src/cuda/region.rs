@@ -24,16 +24,16 @@ impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
         let elements = queue.stream().alloc_zeros(bytes.div_ceil(size_of::<T>()).max(1))?;
         Self::from_slice(queue, elements)
     }
+}
 
+impl<T> Region<T> {
     /// Takes memory that was allocated on the queue's stream, in whose order it is freed.
     pub(super) fn from_slice(queue: &Queue, mut elements: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.check("the slice", &Queue::new(queue.kernels(), elements.stream())?)?;
         let ptr = elements.device_ptr_mut(queue.stream()).0;
         Ok(Self { queue: queue.clone(), elements, ptr })
     }
-}
 
-impl<T> Region<T> {
     pub(super) fn queue(&self) -> &Queue {
         &self.queue
     }

@@ -273,11 +273,7 @@ impl WeightTable {
     ///
     /// # Errors
     /// If the table, the batch and the workspace are not of one queue, or its stream is being captured.
-    pub fn step<'a>(
-        &'a self,
-        batch: &'a RoutedBatch<'_>,
-        workspace: &'a mut Workspace,
-    ) -> Result<Step<'a>, LaunchError> {
+    pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
         let queue = &self.shared.queue;
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;

@@ -1,5 +1,7 @@
 //! `adapter_config.json`.
 
+use std::time::{Duration, Instant};
+
 use aril::adapter::{Adapter, AdapterError};
 use serde_json::{Value, json};
 
@@ -80,11 +82,34 @@ fn rank_stabilised_scaling() {
     refused!(with("use_rslora", json!("yes")), InvalidField, "`use_rslora`", "\"yes\"");
 }
 
+/// As PEFT's scaling with `rank_pattern`: the module's own rank divides.
 #[test]
 fn the_rank_is_the_tensors() {
-    // As PEFT's scaling with `rank_pattern`: the module's own rank divides.
-    let config = json!({"peft_type": "LORA", "r": 64, "rank_pattern": {"q_proj": 32}, "lora_alpha": 16});
-    assert_eq!(scaling(config, 4), 4.0);
+    for config in [
+        json!({"peft_type": "LORA", "lora_alpha": 16}),
+        json!({"peft_type": "LORA", "lora_alpha": 16, "r": 4}),
+        json!({"peft_type": "LORA", "lora_alpha": 16, "r": 64, "rank_pattern": {"v_proj": 2, "q_proj": 4, "(q)_proj": 8}}),
+    ] {
+        assert_eq!(scaling(config, 4), 4.0);
+    }
+}
+
+/// PEFT does not load what has another shape than it made.
+#[test]
+fn ranks_are_those_of_the_configuration() {
+    refused!(with("r", json!(4)), RankField, "`q_proj.lora_A.weight` has rank 2", "`r`", "module 4");
+    refused!(
+        with("rank_pattern", json!({"q_proj": 3})),
+        RankField,
+        "`q_proj.lora_A.weight`",
+        "`rank_pattern`",
+        "module 3"
+    );
+    for odd in [json!(0), json!(-2), json!(2.0), json!("2"), json!(null), json!(true)] {
+        refused!(with("r", odd.clone()), InvalidField, "`r`", odd.to_string(), "a positive integer");
+        let pattern = json!({"v_proj": odd});
+        refused!(with("rank_pattern", pattern), InvalidField, "`rank_pattern.v_proj`", odd.to_string());
+    }
 }
 
 /// The alphas are what Python finds with PEFT's `re.match(rf"(.*\.)?({key})$", path)`, keys in order.
@@ -149,7 +174,278 @@ fn broken_alpha_patterns() {
 #[test]
 fn alpha_patterns_that_take_too_long() {
     const KEY: &str = "(?:(?:(?:(?:x(?=y)){0,99}){0,99}){0,99}){0,99}";
-    refused!(with("alpha_pattern", json!({KEY: 2})), Pattern, format!("`{KEY}`"), "backtracking");
+    refused!(with("alpha_pattern", json!({KEY: 2})), Pattern, format!("`{KEY}`"));
+    let config = |key: &str| json!({"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {key: 2}}).to_string();
+    let paths = [format!("{}.lora_A.weight", "m".repeat(30)), format!("{}.lora_B.weight", "m".repeat(30))];
+    let result = load(&config("(?=m)(.?){9}(.?){9}xN"), [(&*paths[0], &[2, 8][..]), (&*paths[1], &[8, 2])]);
+    refused!(result, Pattern, "(.?){9}", "alpha_pattern");
+}
+
+/// Each may be small enough; what counts is all of them, on all modules.
+#[test]
+fn all_patterns_have_a_budget() {
+    let start = Instant::now();
+    let fields = |fields: [(&str, Value); 2]| {
+        let mut config = json!({"peft_type": "LORA", "lora_alpha": 1});
+        config.as_object_mut().unwrap().extend(fields.map(|(field, value)| (field.to_owned(), value)));
+        config.to_string()
+    };
+    let keys = |prefix: &str, count: usize| {
+        Value::from((0..count).map(|i| (format!("{prefix}N{i}"), json!(2))).collect::<serde_json::Map<_, _>>())
+    };
+    let none = || json!({});
+    let many: Vec<String> = (0..2000).map(|i| format!("model.layers.{i}.self_attn.q_proj")).collect();
+    let one = ["q_proj".to_owned()];
+    let load = |paths: &[String], config: &str| {
+        let keys: Vec<_> =
+            paths.iter().flat_map(|path| ["A", "B"].map(|side| format!("{path}.lora_{side}.weight"))).collect();
+        let shapes: [&[usize]; 2] = [&[2, 1], &[1, 2]];
+        load(config, keys.iter().map(String::as_str).zip(shapes.into_iter().cycle()))
+    };
+    for (alphas, ranks) in [
+        (keys(r"\w{90}", 400), none()),
+        (keys("(?=m)(.?){9}(.?){9}x", 200), none()),
+        (keys(r"\w", 40), keys(r"\w", 40)),
+    ] {
+        let config = fields([("alpha_pattern", alphas), ("rank_pattern", ranks)]);
+        refused!(load(&one, &config), Regexes, "regular expressions", "64");
+    }
+    // Few enough, but for how many modules there are.
+    for key in [r"\w{90}\w{90}", "(?=m)(.?){9}(.?){9}x"] {
+        let config = fields([("alpha_pattern", keys(key, 30)), ("rank_pattern", keys(key, 30))]);
+        refused!(load(&many, &config), Patterns, "60 patterns", "2000 modules");
+    }
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    // Paths cost nothing to speak of: PEFT has one for each module in some configurations.
+    let paths = |value: usize| {
+        Value::from(many.iter().map(|path| (path.clone(), value.into())).collect::<serde_json::Map<_, _>>())
+    };
+    let config = fields([("alpha_pattern", paths(3)), ("rank_pattern", paths(2))]);
+    assert!(load(&many, &config).unwrap().modules().iter().all(|module| module.scaling() == 1.5));
+}
+
+/// What Python's `re` refuses or reads otherwise is refused, whether or not our engine knows it.
+#[test]
+fn patterns_that_python_reads_otherwise() {
+    for pattern in [
+        r"[[:alpha:]]_proj",
+        r"[a-z&&[^x]]_proj",
+        r"[q--v]_proj",
+        r"[q~~v]_proj",
+        r"[q||v]_proj",
+        r"[]q]_proj",
+        r"[[q]]_proj",
+        r"\<q_proj",
+        r"q_proj\>",
+        r"\N{LATIN SMALL LETTER Q}_proj",
+        r"\p{L}_proj",
+        r"\x71_proj",
+        r"\u0071_proj",
+        r"\Aq_proj\Z",
+        r"q_proj\z",
+        r"\Gq_proj",
+        r"\Kq_proj",
+        r"\h_proj",
+        r"(?i)Q_PROJ",
+        r"(?x) q_proj",
+        r"(?i:Q)_proj",
+        r"(?<letter>q)_proj",
+        r"(?>q)_proj",
+        r"(?#comment)q_proj",
+        r"(?P>letter)_proj",
+        r"(q)?(?(3)_proj|x)",
+        r"q++_proj",
+        r"q?+_proj",
+        r"q{1}+_proj",
+        r"q{1}{1}_proj",
+        r"q**_proj",
+        r"q{,2}_proj",
+        r"q{a}_proj",
+        r"{q_proj",
+        r"q}_proj",
+        r"]q_proj",
+        r"^*q_proj",
+        r"(?=q)*q_proj",
+        r"(?<=a|bc)q_proj",
+        r"(?<=x*)q_proj",
+        r"\1q_proj",
+        r"(q\3)_proj",
+        r"(q)\12_proj",
+        r"(?P=letter)q_proj",
+        r"(?!(q)x)q_proj",
+        "q_pr\u{f6}j|q_proj",
+        "q_proj\n|q_proj",
+        r"q_proj\",
+        r"(q_proj",
+        r"q_proj)",
+        r"[q_proj",
+    ] {
+        refused!(with("alpha_pattern", json!({pattern: 7})), Pattern, "alpha_pattern");
+        refused!(with("rank_pattern", json!({pattern: 2})), Pattern, "rank_pattern");
+        refused!(with("target_modules", json!(pattern)), Pattern, "target_modules");
+        refused!(with("exclude_modules", json!(pattern)), Pattern, "exclude_modules");
+    }
+    // Found by Python to match.
+    for pattern in [
+        r"[\w-]+",
+        r"[a-q]_[^a-o]\w{3}",
+        r"[-q]_proj",
+        r"[q\-.]_proj",
+        r"(?P<l>q)_(?P=l)?proj|(q)_proj",
+        r"(.)_p(?=roj)\w{3,}",
+        r"q??_(?:proj|x){1,2}?",
+        r"\bq_\Bproj\b",
+        r"(?!v)\S*(?<!k)_proj",
+        r"q\_proj|q_proj$",
+        r"(q|v)_proj|(?:)|",
+    ] {
+        let module = with("alpha_pattern", json!({pattern: 7})).map(|adapter| adapter.modules()[0].scaling());
+        assert_eq!(module.map_err(|error| error.to_string()), Ok(3.5), "{pattern}");
+    }
+}
+
+/// Whether PEFT 0.21 adapts the module `model.layers.10.mlp.experts.3.up_proj`, or else the field that forbids it.
+#[test]
+fn modules_are_those_that_peft_adapts() {
+    const PATH: &str = "model.layers.10.mlp.experts.3.up_proj";
+    let check = |fields: Value, refused: Option<&str>| {
+        let mut config = json!({"peft_type": "LORA", "lora_alpha": 1});
+        config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let keys = ["lora_A", "lora_B"].map(|factor| format!("base_model.model.{PATH}.{factor}.weight"));
+        let adapter = load(&config.to_string(), [(&*keys[0], &[1, 8][..]), (&*keys[1], &[8, 1])]);
+        match refused {
+            None => assert!(adapter.is_ok(), "{fields}: {adapter:?}"),
+            Some(field) => refused!(adapter, NotTargeted, format!("`{PATH}`"), format!("`{field}`")),
+        }
+    };
+    let (targets, exclude, layers) = (Some("target_modules"), Some("exclude_modules"), Some("layers_to_transform"));
+    for (value, refused) in [
+        (json!(["up_proj"]), None),
+        (json!(["3.up_proj"]), None),
+        (json!([PATH]), None),
+        (json!(["x", "up_proj"]), None),
+        (json!(["proj"]), targets),
+        (json!(["p_proj"]), targets),
+        (json!(["experts.*"]), targets),
+        (json!(["mlp.experts"]), targets),
+        (json!([]), targets),
+        (json!("all-linear"), None),
+        (json!("ALL-LINEAR"), None),
+        (json!("all"), targets),
+        (json!("up_proj"), targets),
+        (json!(r".*\.up_proj"), None),
+        (json!(r"up_proj|.*(up|down)_proj"), None),
+        (json!(r"model\.layers\.1\..*"), targets),
+        (json!(r"^(?!.*visual).*(?:up|down)_proj.*"), None),
+        (json!(r"^(?!.*layers).*(?:up|down)_proj.*"), targets),
+        (json!(""), targets),
+        // As a trainer writes it that is used a good deal.
+        (
+            json!(
+                r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:mlp)\.experts\.\d+\.(?:(?:up_proj|down_proj)))"
+            ),
+            None,
+        ),
+    ] {
+        check(json!({"target_modules": value}), refused);
+    }
+    for (value, refused) in [
+        (json!(["v_proj"]), None),
+        (json!(["up_proj"]), exclude),
+        (json!([PATH]), exclude),
+        (json!([]), None),
+        (json!(null), None),
+        (json!(""), None),
+        (json!("up_proj"), None),
+        (json!(r".*\.experts\..*"), exclude),
+    ] {
+        check(json!({"target_modules": ["up_proj"], "exclude_modules": value}), refused);
+    }
+    for (numbers, names, refused) in [
+        (json!(10), json!(null), None),
+        (json!(3), json!(null), layers),
+        (json!([1, 10]), json!([]), None),
+        (json!([1, 3]), json!(""), layers),
+        (json!([]), json!(null), None),
+        (json!(null), json!(null), None),
+        (json!(10), json!("layers"), None),
+        (json!(3), json!("experts"), None),
+        (json!([3]), json!(["h", "experts", "layers"]), None),
+        (json!(10), json!(["experts"]), layers),
+        (json!(10), json!("layer"), layers),
+    ] {
+        let fields = json!({"target_modules": ["up_proj"], "layers_to_transform": numbers, "layers_pattern": names});
+        check(fields, refused);
+    }
+    // A whole path is a target in any layer.
+    check(json!({"target_modules": [PATH], "layers_to_transform": 3}), None);
+    // Without a field, nothing is said.
+    check(json!({}), None);
+    // Parameters alone.
+    check(json!({"target_modules": null, "target_parameters": ["experts.up_proj"]}), targets);
+}
+
+#[test]
+fn targets_that_peft_does_not_take() {
+    for (fields, culprit) in [
+        (json!({"target_modules": null}), "`target_modules` is null"),
+        (json!({"target_modules": 1}), "`target_modules` is 1"),
+        (json!({"target_modules": ["q_proj", 1]}), "`target_modules` is"),
+        (json!({"target_modules": "q_proj", "layers_to_transform": [1]}), "`layers_to_transform` is [1]"),
+        (json!({"target_modules": "all-linear", "layers_to_transform": 1}), "`layers_to_transform` is 1"),
+        (json!({"target_modules": "q_proj", "layers_pattern": "h"}), "`layers_pattern` is \"h\""),
+        (json!({"target_modules": ["q_proj"], "layers_pattern": "h"}), "`layers_pattern` is \"h\""),
+        (json!({"target_modules": ["q_proj"], "layers_to_transform": "1"}), "`layers_to_transform` is \"1\""),
+        (json!({"target_modules": ["q_proj"], "layers_to_transform": [1, true]}), "`layers_to_transform` is true"),
+        (
+            json!({"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "h|g"}),
+            "`layers_pattern` is",
+        ),
+        (json!({"exclude_modules": [1]}), "`exclude_modules` is [1]"),
+    ] {
+        let mut config = json!({"peft_type": "LORA", "lora_alpha": 1});
+        config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        refused!(one_module(&config.to_string(), 2), InvalidField, culprit);
+    }
+}
+
+#[test]
+fn all_linear_layers_are_neither_the_head_nor_embeddings() {
+    let config = r#"{"peft_type": "LORA", "lora_alpha": 1, "target_modules": "all-linear"}"#;
+    let load = |path: &str, factors: [&str; 2]| {
+        let keys = factors.map(|factor| format!("{path}.{factor}"));
+        load(config, [(&*keys[0], &[2, 8][..]), (&*keys[1], &[8, 2])])
+    };
+    let linear = ["lora_A.weight", "lora_B.weight"];
+    assert!(load("model.layers.0.self_attn.q_proj", linear).is_ok());
+    // Of trainers that do mean it.
+    assert!(load("model.unembed_tokens", linear).is_ok());
+    refused!(load("lm_head", linear), NotTargeted, "`lm_head`", "`target_modules`");
+    let embedding = load("model.embed_tokens", ["lora_embedding_A", "lora_embedding_B"]);
+    refused!(embedding, NotTargeted, "`model.embed_tokens`", "`target_modules`");
+}
+
+/// Values that PEFT raises an error for.
+#[test]
+fn values_that_peft_does_not_take() {
+    for (field, value) in [
+        ("bias", json!(null)),
+        ("lora_dropout", json!(null)),
+        ("lora_dropout", json!("0.1")),
+        ("lora_dropout", json!(1.5)),
+        ("eva_config", json!("rho")),
+        ("corda_config", json!([1])),
+        ("megatron_config", json!(true)),
+        ("loftq_config", json!(4)),
+    ] {
+        refused!(with(field, value.clone()), InvalidField, format!("`{field}`"), value.to_string());
+    }
+    for value in [json!("EVA"), json!("Orthogonal"), json!("new"), json!(1), json!({"a": 1}), json!(["gaussian"])] {
+        refused!(with("init_lora_weights", value.clone()), UnsupportedField, "`init_lora_weights`", value.to_string());
+    }
+    for value in [json!(""), json!(false), json!("NONE"), json!([])] {
+        refused!(with("bias", value.clone()), UnsupportedField, "`bias`", value.to_string());
+    }
 }
 
 #[test]
@@ -193,12 +489,12 @@ fn what_switches_nothing_on() {
         ("init_lora_weights", json!("eva")),
         ("init_lora_weights", json!("orthogonal")),
         ("modules_to_save", json!([])),
+        ("init_lora_weights", json!("Gaussian")),
+        ("init_lora_weights", json!(null)),
         ("target_modules", json!("all-linear")),
-        ("target_modules", json!(r".*\.q_proj")),
-        ("target_modules", json!(null)),
+        ("target_modules", json!(r"(.*\.)?q_proj")),
         ("target_parameters", json!(["mlp.experts.gate_up_proj"])),
-        ("layers_to_transform", json!(3)),
-        ("layers_to_transform", json!([1, 3])),
+        ("layers_to_transform", json!([])),
         ("exclude_modules", json!(["v_proj"])),
         ("fan_in_fan_out", json!(true)),
         ("base_model_name_or_path", json!("some/other-model")),

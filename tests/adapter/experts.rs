@@ -218,7 +218,7 @@ impl Case {
                 put(PATH.to_owned(), parameter(&self.whole(DOWN)?, [self.inter(), self.hidden], orientation));
             }
         }
-        let mut config = json!({"peft_type": "LORA", "r": 1, "lora_alpha": LORA_ALPHA});
+        let mut config = json!({"peft_type": "LORA", "lora_alpha": LORA_ALPHA});
         if let Form::Parameters { version, .. } = form {
             config["peft_version"] = json!(version);
             let first = if self.gated { "gate_up_proj" } else { "up_proj" };
@@ -638,7 +638,7 @@ fn a_single_parameter_is_known_by_its_shape() {
     let case = plain(3, 8, 6);
     let (config, tensors) = case.parts(BY_PARAMETER).unwrap();
     let mut config: Value = serde_json::from_str(&config).unwrap();
-    config["target_parameters"] = Value::Null;
+    config.as_object_mut().unwrap().remove("target_parameters");
     for (inner, entries) in [(true, 6), (false, 3)] {
         // PEFT wraps the only one once.
         let single = tensors.iter().filter(|(key, _)| key.contains("base_layer") == inner);
@@ -658,9 +658,13 @@ fn a_single_parameter_is_known_by_its_shape() {
 fn parameters_are_those_that_were_targets() {
     let case = plain(3, 8, 6);
     let targets = |names: Value| plan(&case, BY_PARAMETER, |config| config["target_parameters"] = names);
-    assert!(targets(json!(null)).is_ok());
-    assert!(targets(json!([])).is_ok());
     assert!(targets(json!(["down_proj", "gate_up_proj"])).is_ok());
+    assert!(
+        plan(&case, BY_PARAMETER, |config| drop(config.as_object_mut().unwrap().remove("target_parameters"))).is_ok()
+    );
+    for none in [json!(null), json!([]), json!(["own_proj", "gate_up"]), json!(["other.experts.down_proj"])] {
+        refused!(targets(none), NotTargeted, "model.layers.0.mlp.experts", "`target_parameters`");
+    }
     refused!(targets(json!(["mlp.experts.down_proj"])), ExpertShapes, "experts.base_layer.lora_A", "of down_proj");
     refused!(targets(json!("all")), InvalidField, "`target_parameters`", "a list of names");
     refused!(targets(json!([1])), InvalidField, "`target_parameters`", "a list of names");
@@ -919,15 +923,16 @@ fn experts_without_a_gate() {
     let pair = |value: f32| Some(Pair { rank: 2, a: vec![value; 12], b: vec![-value; 12] });
     square.pairs = [vec![], vec![pair(1.0), pair(2.0)], vec![pair(3.0), pair(4.0)]];
     assert_eq!(plan_all(&square, BY_PARAMETER).unwrap(), plan_all(&square, FORMS[0]).unwrap());
-    let single = |targets: Value| {
+    let single = |targets: Option<Value>| {
         let (config, mut tensors) = square.parts(BY_PARAMETER).unwrap();
         tensors.retain(|(key, _)| !key.contains("base_layer"));
         let mut config: Value = serde_json::from_str(&config).unwrap();
-        config["target_parameters"] = targets;
+        config.as_object_mut().unwrap().remove("target_parameters");
+        config.as_object_mut().unwrap().extend(targets.map(|targets| ("target_parameters".to_owned(), targets)));
         plan_tensors(&square, &config, tensors)
     };
-    assert!(single(json!(["experts.up_proj"])).is_ok() && single(json!(["experts.down_proj"])).is_ok());
-    refused!(single(json!(null)), AmbiguousExperts, "experts.lora_A", "`target_parameters`");
+    assert!(single(Some(json!(["experts.up_proj"]))).is_ok() && single(Some(json!(["experts.down_proj"]))).is_ok());
+    refused!(single(None), AmbiguousExperts, "experts.lora_A", "`target_parameters`");
 }
 
 #[test]

@@ -1,15 +1,24 @@
 //! The files of an adapter's directory.
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    path::Path,
+    process::Command,
+    sync::Arc,
+};
 
-use aril::{DType, adapter::Adapter};
+use aril::{
+    DType,
+    adapter::{Adapter, AdapterError, Tensor},
+};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::{
     CONFIG,
-    adapters::{Lora, Parts, parts, write, write_sharded, write_weights},
+    adapters::{Lora, Parts, parts, safetensors_bytes, write, write_sharded, write_weights},
     refused,
 };
 
@@ -56,6 +65,106 @@ fn files_and_memory_give_the_same() {
     let shards = Adapter::open(sharded(|_| ()).path()).unwrap();
     assert_eq!(weights(&memory), weights(&file));
     assert_eq!(weights(&memory), weights(&shards));
+    for dir in [whole(), sharded(|_| ())] {
+        assert_eq!(weights(&memory), weights(&Adapter::read(dir.path()).unwrap()));
+    }
+}
+
+#[test]
+fn bytes_may_be_anyones() {
+    let (config, tensors) = two_modules();
+    let memory = Adapter::from_tensors(&config, tensors.clone()).unwrap();
+    let bytes = safetensors_bytes(&tensors);
+    let shared: Arc<[u8]> = bytes.clone().into();
+    let lasting: &'static [u8] = Box::leak(bytes.clone().into_boxed_slice());
+    assert_eq!(weights(&memory), weights(&Adapter::from_safetensors(&config, [bytes]).unwrap()));
+    let adapter = Adapter::from_safetensors(&config, [Arc::clone(&shared)]).unwrap();
+    assert_eq!(weights(&memory), weights(&adapter));
+    assert!(Arc::strong_count(&shared) > 1, "the bytes are shared");
+    drop(adapter);
+    assert_eq!(Arc::strong_count(&shared), 1);
+    assert_eq!(weights(&memory), weights(&Adapter::from_safetensors(&config, [lasting]).unwrap()));
+    // Several files, each with some of the tensors.
+    let files = tensors.chunks(3).map(safetensors_bytes);
+    assert_eq!(weights(&memory), weights(&Adapter::from_safetensors(&config, files).unwrap()));
+    // Tensors that share a buffer, and a handle of an engine's own.
+    struct Handle(Vec<u8>);
+    impl AsRef<[u8]> for Handle {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    let buffer: Vec<u8> = tensors.iter().flat_map(|(_, tensor)| tensor.bytes()).copied().collect();
+    let buffer: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(Handle(buffer));
+    let mut end = 0;
+    let parts = tensors.iter().map(|(key, tensor)| {
+        let start = end;
+        end += tensor.bytes().len();
+        let part = Tensor::part(tensor.dtype(), tensor.shape(), Arc::clone(&buffer), start..end);
+        (key.clone(), part.unwrap())
+    });
+    assert_eq!(weights(&memory), weights(&Adapter::from_tensors(&config, parts).unwrap()));
+    for range in [0..15, 0..17, end - 15..end + 1, usize::MAX - 15..usize::MAX] {
+        refused!(Tensor::part(DType::BF16, [1, 8], Arc::clone(&buffer), range), Bytes, "[1, 8]");
+    }
+}
+
+#[test]
+fn bytes_that_are_not_a_file_are_named() {
+    let (config, tensors) = two_modules();
+    let bytes = safetensors_bytes(&tensors);
+    refused!(Adapter::from_safetensors(&config, [bytes.clone(), bytes[..9].to_vec()]), Safetensors, "file 1");
+    refused!(Adapter::from_safetensors(&config, [bytes.clone(), bytes]), Duplicate, "in file 0", "in file 1");
+    refused!(Adapter::from_safetensors(&config, [[0; 0]; 0]), Empty, "no modules");
+}
+
+/// Reading what is mapped then would kill the process.
+#[test]
+fn a_read_adapter_outlives_what_happens_to_its_files() {
+    let dir = whole();
+    let before = weights(&Adapter::open(dir.path()).unwrap()).into_iter().map(|(_, a, b)| (a, b)).collect::<Vec<_>>();
+    let adapter = Adapter::read(dir.path()).unwrap();
+    File::options().write(true).open(dir.path().join(WEIGHTS)).unwrap().set_len(0).unwrap();
+    assert_eq!(before, weights(&adapter).into_iter().map(|(_, a, b)| (a, b)).collect::<Vec<_>>());
+}
+
+/// The length of a file is nothing that an attacker has to pay for.
+#[test]
+fn nothing_is_allocated_for_a_file_that_its_header_does_not_describe() {
+    let dir = whole();
+    let file = File::options().write(true).open(dir.path().join(WEIGHTS)).unwrap();
+    file.set_len(1 << 42).unwrap();
+    refused!(Adapter::read(dir.path()), Safetensors, WEIGHTS, "not fully covered");
+    let header = r#"{"q.lora_A.weight":{"dtype":"F32","shape":[1,1099511627520],"data_offsets":[0,4398046510080]}}"#;
+    fs::write(dir.path().join(WEIGHTS), [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()).unwrap();
+    refused!(Adapter::read(dir.path()), Safetensors, WEIGHTS, "not fully covered");
+}
+
+#[test]
+fn only_regular_files_are_read() {
+    type Open = fn(&Path) -> Result<Adapter, AdapterError>;
+    for open in [|dir| Adapter::open(dir), |dir| Adapter::read(dir)] as [Open; 2] {
+        for name in ["adapter_config.json", WEIGHTS, INDEX, SHARDS[0]] {
+            let dir = if name == "adapter_config.json" || name == WEIGHTS { whole() } else { sharded(|_| ()) };
+            let path = dir.path().join(name);
+            fs::remove_file(&path).unwrap();
+            assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+            refused!(open(dir.path()), Read, name, "not a regular file");
+            fs::remove_file(&path).unwrap();
+            std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+            refused!(open(dir.path()), Read, name, "not a regular file");
+        }
+    }
+}
+
+#[test]
+fn a_text_has_a_limit() {
+    let dir = whole();
+    File::create(dir.path().join("adapter_config.json")).unwrap().set_len(1 << 40).unwrap();
+    refused!(Adapter::open(dir.path()), Read, "adapter_config.json", "4194304");
+    let dir = sharded(|_| ());
+    File::create(dir.path().join(INDEX)).unwrap().set_len(1 << 40).unwrap();
+    refused!(Adapter::open(dir.path()), Read, INDEX, "67108864");
 }
 
 #[test]
@@ -134,6 +243,7 @@ fn broken_weight_files() {
     ] {
         fs::write(&path, bad).unwrap();
         refused!(Adapter::open(dir.path()), Safetensors, WEIGHTS, reason);
+        refused!(Adapter::read(dir.path()), Safetensors, WEIGHTS);
     }
 }
 
@@ -152,7 +262,7 @@ fn other_element_types_are_refused() {
         write(dir.path(), "q_proj.quant_state", dtype);
         refused!(Adapter::open(dir.path()), UnknownTensor, "`q_proj.quant_state`", WEIGHTS);
         write(dir.path(), "lm_head.base_layer.weight", dtype);
-        refused!(Adapter::open(dir.path()), Empty, "no modules");
+        refused!(Adapter::open(dir.path()), DType, "`lm_head.base_layer.weight`", WEIGHTS, format!("{dtype:?}"));
     }
 }
 

@@ -6,7 +6,9 @@
 //! |---|---|
 //! | rsLoRA ignored: scaling off by √r | `config::rank_stabilised_scaling` |
 //! | alpha_pattern ignored, or its keys matched in another way than PEFT's | `config::alpha_pattern_is_matched_as_in_peft` |
-//! | the rank taken from the configuration or from the first module | `config::the_rank_is_the_tensors`, `plan::slices_of_different_ranks` |
+//! | the rank taken from the configuration or from the first module | `config::the_rank_is_the_tensors`, `config::ranks_are_those_of_the_configuration`, `plan::slices_of_different_ranks` |
+//! | factors of modules that were not targets applied, or dropped without a word | `config::modules_are_those_that_peft_adapts`, `plan::factors_are_for_modules_of_their_kind` |
+//! | Python's patterns read in another dialect, or without an end | `config::patterns_that_python_reads_otherwise`, `config::all_patterns_have_a_budget` |
 //! | alpha missing or a float; errors in the configuration swallowed | `config::alpha_is_required`, `config::what_is_not_json` |
 //! | keys with another prefix match nothing, and the adapter does nothing | `names::spellings_of_a_module`, `plan::multimodal_paths` |
 //! | only the end of a path is compared | `plan::modules_without_a_place`, `names::unknown_tensors` |
@@ -18,7 +20,8 @@
 //! | experts beyond the model's, placeholders without elements | `experts::modules_that_experts_do_not_have`, `experts::experts_without_a_gate` |
 //! | A and B told apart by their shapes | `plan::shapes_are_the_models`: names decide, shapes only confirm |
 //! | DoRA, biases, modules_to_save dropped | `names::unsupported_tensors`, `config::what_switches_something_on` |
-//! | base weights of embeddings in the file refused, or taken for weights | `names::base_weights_of_embeddings_are_skipped` |
+//! | base weights of embeddings in the file refused, dropped, or taken for weights | `names::base_weights_of_embeddings_have_to_be_compared` |
+//! | a file that is truncated later kills the process, one that never ends stops it | `files::a_read_adapter_outlives_what_happens_to_its_files`, `files::only_regular_files_are_read` |
 //! | pickles executed | `files::pickles_are_refused` |
 //! | an adapter of another base model accepted | `plan::shapes_are_the_models`, `random::broken_adapters_are_refused` |
 //! | f32 weights cut to f16 infinities | `plan::weights_must_be_finite` |
@@ -63,7 +66,7 @@ macro_rules! refused {
 }
 pub(crate) use refused;
 
-const CONFIG: &str = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}"#;
+const CONFIG: &str = r#"{"peft_type": "LORA", "lora_alpha": 4, "bias": "none"}"#;
 
 /// A bf16 tensor of ones.
 fn ones(shape: &[usize]) -> Tensor {

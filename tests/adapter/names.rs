@@ -2,7 +2,8 @@
 
 use aril::{
     DType,
-    adapter::{Adapter, ModuleKind},
+    adapter::{Adapter, AdapterError, BaseWeight, ModuleKind},
+    model::{Linear, ModelSpec, Parallel, TpRank},
 };
 
 use crate::{CONFIG, adapters::tensor, load, ones, refused};
@@ -58,19 +59,32 @@ fn modules_are_sorted_and_know_their_weights() {
 }
 
 /// An adapter of q_proj with one more tensor of this key.
-fn with(key: &str) -> Result<Adapter, aril::adapter::AdapterError> {
+fn with(key: &str) -> Result<Adapter, AdapterError> {
     let keys = ["A", "B"].map(|factor| format!("base_model.model.{Q}.lora_{factor}.weight"));
     load(CONFIG, [(&*keys[0], &[2, 8][..]), (&*keys[1], &[8, 2]), (key, &[8, 2])])
 }
 
 #[test]
-fn base_weights_of_embeddings_are_skipped() {
-    for key in [
-        "base_model.model.model.embed_tokens.base_layer.weight",
-        "base_model.model.lm_head.base_layer.weight",
-        "lm_head.base_layer.weight",
+fn base_weights_of_embeddings_have_to_be_compared() {
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("", Parallel::Replicated, 8).slice(Q, 8)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    for (key, path) in [
+        ("base_model.model.model.embed_tokens.base_layer.weight", "model.embed_tokens"),
+        ("base_model.model.lm_head.base_layer.weight", "lm_head"),
+        ("lm_head.base_layer.weight", "lm_head"),
     ] {
-        assert_eq!(with(key).unwrap().modules().len(), 1, "{key}");
+        let mut adapter = with(key).unwrap();
+        assert_eq!(adapter.modules().len(), 1, "{key}");
+        let [weight] = adapter.base_weights() else { unreachable!("{key} is the only one") };
+        assert_eq!((weight.path(), weight.tensor().shape()), (path, &[8, 2][..]));
+        refused!(adapter.plan(&model, DType::F32).map(drop), BaseWeight, format!("`{key}`"), "compare_base_weights");
+        let other = adapter.compare_base_weights(|_| Ok::<_, AdapterError>(false));
+        refused!(other, OtherBase, format!("`{key}`"), "not the base model's");
+        assert!(adapter.plan(&model, DType::F32).is_err());
+        let same = |weight: &BaseWeight| Ok::<_, AdapterError>(weight.tensor().to_f32() == [1.0; 16]);
+        adapter.compare_base_weights(same).unwrap();
+        assert!(adapter.base_weights().is_empty() && adapter.plan(&model, DType::F32).is_ok());
     }
     for key in [
         "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
@@ -184,4 +198,79 @@ fn tensors_have_as_many_bytes_as_their_shape() {
     refused!(Tensor::new(DType::F32, [usize::MAX, 2], vec![0; 8]), Bytes, "8 bytes");
     let tensor = Tensor::new(DType::F32, [1, 2], vec![0; 8]).unwrap();
     assert_eq!((tensor.dtype(), tensor.shape(), tensor.bytes().len()), (DType::F32, &[1, 2][..], 8));
+}
+
+#[test]
+fn paths_are_the_models() {
+    let mut spec = ModelSpec::new();
+    for (parent, slice) in [("model.layers.0.self_attn", "q_proj"), ("", "lm_head")] {
+        spec.linear(Linear::new(parent, Parallel::Replicated, 8).slice(slice, 8)).unwrap();
+    }
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    for (spelled, path) in [(Q, Q), ("layers.0.self_attn.q_proj", Q), ("model.unembed_tokens", "lm_head")] {
+        let keys = ["A", "B"].map(|factor| format!("{spelled}.lora_{factor}.weight"));
+        let adapter = load(CONFIG, [(&*keys[0], &[2, 8][..]), (&*keys[1], &[8, 2])]).unwrap();
+        assert_eq!(adapter.modules()[0].path_in(&model).unwrap(), path);
+    }
+    let nowhere = load(CONFIG, [("v.lora_A.weight", &[2, 8][..]), ("v.lora_B.weight", &[8, 2])]).unwrap();
+    refused!(nowhere.modules()[0].path_in(&model), NoPlace, "`v`");
+}
+
+#[test]
+fn keys_are_printable_ascii() {
+    for key in
+        ["q_proj\n.lora_A.weight", "q proj.lora_A.weight", "q_pr\u{f6}j.lora_A.weight", "\u{1b}[31m.lora_A.weight"]
+    {
+        let text = with(key).unwrap_err().to_string();
+        assert!(text.contains("is not a tensor of a LoRA adapter") && !text.contains(char::is_control), "{text:?}");
+    }
+}
+
+/// Whatever the adapter has for names and values, a sentence stays one: on a line, without what a terminal obeys, and short.
+#[test]
+fn errors_are_short_lines() {
+    let long = "x".repeat(100 << 10);
+    let hostile = ["\u{1b}]0;title\u{7}", "two\nlines", "\u{202e}backwards", &long];
+    let show = |error: AdapterError| {
+        let mut texts = vec![error.to_string()];
+        texts.extend(std::error::Error::source(&error).map(ToString::to_string));
+        for text in texts {
+            assert!(
+                text.len() < 1000 && !text.contains(|char: char| char.is_control() || char == '\u{202e}'),
+                "{text:?}"
+            );
+        }
+    };
+    for text in hostile {
+        let config = |field: &str, value: serde_json::Value| {
+            let mut config = serde_json::json!({"peft_type": "LORA", "lora_alpha": 1});
+            config[field] = value;
+            config.to_string()
+        };
+        let q = [("q.lora_A.weight", &[2, 8][..]), ("q.lora_B.weight", &[8, 2])];
+        for (field, value) in [
+            (text, serde_json::json!(1)),
+            ("peft_type", text.into()),
+            ("lora_alpha", text.into()),
+            ("use_rslora", text.into()),
+            ("tomorrow", serde_json::json!({text: [text]})),
+            ("alpha_pattern", serde_json::json!({text: text})),
+            ("alpha_pattern", serde_json::json!({format!("({text}"): 1})),
+            ("target_modules", text.into()),
+            ("layers_pattern", text.into()),
+        ] {
+            show(load(&config(field, value), q).unwrap_err());
+        }
+        show(load(text, q).unwrap_err());
+        show(load(&format!("{{\"peft_type\": {text:?}"), q).unwrap_err());
+        show(with(text).unwrap_err());
+        show(with(&format!("{text}.lora_A.weight")).unwrap_err());
+        let shard = serde_json::json!({"weight_map": {"q.lora_A.weight": format!("{text}/x")}}).to_string();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("adapter_config.json"), CONFIG).unwrap();
+        std::fs::write(dir.path().join("adapter_model.safetensors.index.json"), shard).unwrap();
+        show(Adapter::open(dir.path()).unwrap_err());
+    }
+    let many = vec![1; 100_000];
+    show(load(CONFIG, [("q.lora_A.weight", &many[..]), ("q.lora_B.weight", &[8, 2])]).unwrap_err());
 }

@@ -8,7 +8,7 @@ use aril::{
     },
     cpu::WeightTable,
     error::{LoadError, SlotError},
-    model::{Linear, Model, ModelSpec, Parallel, TpRank},
+    model::{Experts, Linear, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
 };
 use half::{bf16, f16};
@@ -240,13 +240,28 @@ fn aliases_of_the_head_and_the_embedding() {
     for other in ["model.layers.0.self_attn.output", "encoder.output", "vision.embeddings"] {
         refused!(entry(Lora::linear(other, 8, 20, 1)), NoPlace, format!("`{other}`"));
     }
-    // Some savers call the head's factors an embedding's. The model knows which it is.
-    let head =
-        load(CONFIG, [("lm_head.lora_embedding_A", &[2, 8][..]), ("lm_head.lora_embedding_B", &[20, 2])]).unwrap();
-    assert_eq!(head.plan(&model, DType::F32).unwrap().entries()[0].entry, table["lm_head"]);
-    let swapped =
-        load(CONFIG, [("lm_head.lora_embedding_A", &[2, 20][..]), ("lm_head.lora_embedding_B", &[8, 2])]).unwrap();
-    refused!(swapped.plan(&model, DType::F32), Shape, "`lm_head.lora_embedding_A`", "[2, 20]", "[2, 8]");
+}
+
+/// PEFT gives them to nothing, whatever their shapes.
+#[test]
+fn factors_are_for_modules_of_their_kind() {
+    let (model, _) = TOY.model(0, 1);
+    for shapes in [[[2, 8], [20, 2]], [[2, 20], [8, 2]]] {
+        let head =
+            load(CONFIG, [("lm_head.lora_embedding_A", &shapes[0][..]), ("lm_head.lora_embedding_B", &shapes[1])]);
+        let result = head.unwrap().plan(&model, DType::F32).map(drop);
+        refused!(result, Kind, "`lm_head.lora_embedding_A` is of an embedding", "`lm_head` is a linear layer");
+        let [a, b] = ["A", "B"].map(|side| format!("model.embed_tokens.lora_{side}.weight"));
+        let result =
+            load(CONFIG, [(&*a, &shapes[0][..]), (&b, &shapes[1])]).unwrap().plan(&model, DType::F32).map(drop);
+        refused!(result, Kind, "`model.embed_tokens.lora_A.weight` is of a linear layer", "is an embedding");
+    }
+    let mut spec = ModelSpec::new();
+    spec.experts(Experts::new("experts", 2, 8, 8)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let [a, b] = ["A", "B"].map(|side| format!("experts.0.down_proj.lora_embedding_{side}"));
+    let result = load(CONFIG, [(&*a, &[2, 8][..]), (&b, &[8, 2])]).unwrap().plan(&model, DType::F32).map(drop);
+    refused!(result, Kind, format!("`{a}`"), "is a linear layer");
 }
 
 #[test]

@@ -86,11 +86,14 @@ impl Lora {
 
 /// The adapter of these modules, with keys as PEFT writes them.
 pub(crate) fn parts(lora_alpha: f64, modules: &[Lora]) -> Parts {
+    let pattern = |module: &Lora| module.path.replace('.', r"\.");
     let alpha_pattern: BTreeMap<_, _> =
-        modules.iter().filter_map(|module| Some((module.path.replace('.', r"\."), module.alpha?))).collect();
+        modules.iter().filter_map(|module| Some((pattern(module), module.alpha?))).collect();
+    let rank_pattern: BTreeMap<_, _> = modules.iter().map(|module| (pattern(module), module.rank)).collect();
     let config = json!({
         "peft_type": "LORA",
         "r": modules.iter().map(|module| module.rank).max(),
+        "rank_pattern": rank_pattern,
         "lora_alpha": lora_alpha,
         "alpha_pattern": alpha_pattern,
         "bias": "none",

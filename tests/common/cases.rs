@@ -252,7 +252,7 @@ impl Case {
             let tensor = Tensor::new(DType::F32, shape.to_vec(), bytemuck::cast_slice(&values).to_vec()).unwrap();
             tensors.push((format!("other.m0.{suffix}"), tensor));
         }
-        let config = format!(r#"{{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": {{{alphas}}}}}"#);
+        let config = format!(r#"{{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {{{alphas}}}}}"#);
         Adapter::from_tensors(&config, tensors).unwrap()
     }
 }

@@ -557,7 +557,7 @@ impl Case {
         for path in ["before.m0", "behind.m0"] {
             put(path, 1.0, (&[1, 3], &[1e4; 3]), (&[5, 1], &[1e4; 5]));
         }
-        let config = format!(r#"{{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": {{{alphas}}}}}"#);
+        let config = format!(r#"{{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {{{alphas}}}}}"#);
         Adapter::from_tensors(&config, tensors).unwrap()
     }
 }

@@ -4,7 +4,7 @@ use std::fs;
 
 use aril::{
     DType,
-    adapter::Adapter,
+    adapter::{Adapter, AdapterError},
     model::{Experts, Linear, ModelSpec, Parallel, TpRank},
 };
 
@@ -15,14 +15,21 @@ pub(crate) fn run(data: &[u8]) {
     load(config, weights);
 }
 
-/// Loads an adapter from the bytes of its two files.
+/// Loads an adapter from the bytes of its two files: mapped, copied, and as they are.
 pub(crate) fn load(config: &[u8], weights: &[u8]) {
     let Ok(dir) = tempfile::tempdir() else { return };
     let write = |name: &str, bytes| fs::write(dir.path().join(name), bytes).is_ok();
     if !(write("adapter_config.json", config) && write("adapter_model.safetensors", weights)) {
         return;
     }
-    let Ok(adapter) = Adapter::open(dir.path()) else { return };
+    let opened = Adapter::open(dir.path());
+    let others = [
+        Adapter::read(dir.path()).is_ok(),
+        str::from_utf8(config).is_ok_and(|config| Adapter::from_safetensors(config, [weights.to_vec()]).is_ok()),
+    ];
+    assert_eq!(others, [opened.is_ok(); 2]);
+    let Ok(mut adapter) = opened else { return };
+    let _ = adapter.compare_base_weights(|_| Ok::<_, AdapterError>(true));
     // A model that the adapter fits, as far as there can be one.
     let Ok(rank) = TpRank::new(1, 2) else { return };
     let mut spec = ModelSpec::new();

@@ -691,7 +691,7 @@ fn activations_are_those_of_the_reference() {
                 (format!("{path}.lora_{side}.weight"), Tensor::new(DType::F32, shape, zeros).unwrap())
             })
         });
-        let nothing = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, nothing).unwrap();
+        let nothing = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, nothing).unwrap();
         let capacity = Capacity::tokens(tokens).slots(1).rank(1);
         let weights = WeightTable::new(queue, &model, T::DTYPE, capacity, 1 << 20).unwrap();
         weights.load(Slot::new(0), &nothing.plan(&model, T::DTYPE).unwrap()).unwrap();
@@ -831,7 +831,7 @@ fn layers_of_one_model_have_each_its_own() {
                 }));
             }
         }
-        let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "alpha_pattern": ALPHAS}"#;
+        let config = r#"{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": ALPHAS}"#;
         let alphas = [0, 1].map(|layer| {
             ["gate", "up", "down"]
                 .map(|module| format!(r#""layers.{layer}.experts.{module}_proj": {}"#, ranks[layer]))

@@ -54,12 +54,12 @@ impl Routes {
         let Self { ids, weights, row_of_route, tokens, bounds } = self;
         let (experts, top_k, normalized) = (scores.cols, ids.cols, i32::from(normalized));
         let mut kernel = device.kernel(&device.functions.choose_experts);
-        kernel.arg(&scores.data).arg(&mut ids.data).arg(&mut weights.data);
+        kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
         kernel.arg(&experts).arg(&top_k).arg(&normalized);
         launch(kernel, scores.rows, 1)?;
 
         let mut kernel = device.kernel(&device.functions.sort_routes);
-        kernel.arg(&ids.data).arg(&mut row_of_route.data).arg(&mut tokens.data).arg(&mut bounds.data);
+        kernel.arg(&ids.address).arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address);
         kernel.arg(&tokens.rows).arg(&experts).arg(&top_k);
         launch(kernel, experts + 1, 1)
     }
@@ -105,7 +105,7 @@ pub(super) struct Plain<T> {
 impl<T: Element + DeviceRepr> Plain<T> {
     pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
         let mut kernel = device.kernel(&device.functions.grouped_gemm);
-        kernel.arg(&x.data).arg(&self.weights.data);
+        kernel.arg(&x.address).arg(&self.weights.address);
         multiply(kernel, self.shape, routes, y)
     }
 }
@@ -129,7 +129,7 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
     fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
         let mut y = device.alloc(x.rows, self.shape.out_features)?;
         let mut kernel = device.kernel(&device.functions.grouped_gemm_int4);
-        kernel.arg(&x.data).arg(&self.words.data).arg(&self.scales.data).arg(&self.group);
+        kernel.arg(&x.address).arg(&self.words.address).arg(&self.scales.address).arg(&self.group);
         multiply(kernel, self.shape, routes, &mut y)?;
         Ok(y)
     }
@@ -145,6 +145,6 @@ fn multiply<T: Element + DeviceRepr>(
     // Only the last tile of an expert is not full.
     let tiles = y.rows / TILE_ROWS + y.rows.min(experts);
     let mut kernel = kernel;
-    kernel.arg(&routes.bounds.data).arg(&mut y.data).arg(&experts).arg(&out_features).arg(&in_features);
+    kernel.arg(&routes.bounds.address).arg(&y.address).arg(&experts).arg(&out_features).arg(&in_features);
     launch(kernel, tiles, out_features.div_ceil(TILE_OUTS))
 }

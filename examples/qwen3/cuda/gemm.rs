@@ -3,15 +3,18 @@
 //! cudarc's own `CudaBlasLT::matmul` is not what a reference wants: it computes `f32` in TF32, and lets cuBLASLt add up partial
 //! sums that are already rounded to the output's type.
 
-use std::{ffi::c_void, sync::Arc};
+use std::ffi::c_void;
 
-use aril::{DType, Element};
+use aril::{
+    DType, Element,
+    cuda::{Buffer, Queue},
+};
 use cudarc::{
     cublaslt::{
         result::{self, CublasError},
         sys,
     },
-    driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr},
+    driver::DeviceRepr,
 };
 
 use super::{Matrix, MemoryFor as _};
@@ -32,12 +35,12 @@ pub(super) struct Gemm {
     preference: Owned<sys::cublasLtMatmulPreference_t>,
     library: Owned<sys::cublasLtHandle_t>,
     element: sys::cudaDataType,
-    workspace: CudaSlice<u8>,
-    stream: Arc<CudaStream>,
+    workspace: Buffer<u8>,
+    queue: Queue,
 }
 
 impl Gemm {
-    pub(super) fn new(dtype: DType, stream: &Arc<CudaStream>) -> Result<Self> {
+    pub(super) fn new(dtype: DType, queue: &Queue) -> Result<Self> {
         // SAFETY: looks for a library and loads it, which has no preconditions.
         if !unsafe { sys::is_culib_present() } {
             bail!("cuBLASLt was not found: add the folder of the CUDA toolkit's `libcublasLt.so` to LD_LIBRARY_PATH");
@@ -67,8 +70,8 @@ impl Gemm {
         // SAFETY: the attribute is a `uint32_t`.
         unsafe { result::set_matmul_pref_attribute(preference.0, attribute, value, bytes) }?;
 
-        let workspace = stream.alloc_zeros(WORKSPACE_BYTES).memory_for("the workspace of cuBLASLt")?;
-        Ok(Self { operation, preference, library, element, workspace, stream: stream.clone() })
+        let workspace = Buffer::zeros(queue, WORKSPACE_BYTES).memory_for("the workspace of cuBLASLt")?;
+        Ok(Self { operation, preference, library, element, workspace, queue: queue.clone() })
     }
 
     /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`.
@@ -100,10 +103,6 @@ impl Gemm {
         let chosen = chosen.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))?;
 
         let (one, zero) = (1.0_f32, 0.0_f32);
-        let (weight, _weight_guard) = weight.data.device_ptr(&self.stream);
-        let (x, _x_guard) = x.data.device_ptr(&self.stream);
-        let (y, _y_guard) = y.data.device_ptr_mut(&self.stream);
-        let (workspace, _workspace_guard) = self.workspace.device_ptr(&self.stream);
         // SAFETY: the layouts are those of the matrices, whose memory is whole allocations, so aligned as the heuristic assumes;
         // the workspace is as large as it was told, and used on this stream only.
         let launched = unsafe {
@@ -112,18 +111,18 @@ impl Gemm {
                 self.operation.0,
                 address(&one),
                 address(&zero),
-                weight as *const c_void,
+                weight.address as *const c_void,
                 weight_layout.0,
-                x as *const c_void,
+                x.address as *const c_void,
                 x_layout.0,
-                y as *const c_void,
+                y.address as *const c_void,
                 y_layout.0,
-                y as *mut c_void,
+                y.address as *mut c_void,
                 y_layout.0,
                 &chosen.algo,
-                workspace as *mut c_void,
+                self.workspace.device_ptr() as *mut c_void,
                 WORKSPACE_BYTES,
-                self.stream.cu_stream().cast(),
+                self.queue.stream().cu_stream().cast(),
             )
         };
         launched.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))

@@ -12,23 +12,22 @@ use std::fmt::Write as _;
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{Grouping, LaunchError, LoraExperts, RoutedBatch, WeightTable},
-    model::{Experts, ModelSpec, TpRank},
+    cuda::{self, Graph, Grouping, LoraExperts, WeightTable},
+    model::{Experts, Model, ModelSpec, TpRank},
+    plan::{Capacity, RouteCapacity},
+    routing::Batch,
 };
-use cudarc::driver::{
-    CudaGraph, result,
-    sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode},
-};
+use cudarc::driver::sys::CUevent_flags;
 use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::{
-    Cuda, Matrix, context,
-    experts::{Grouped, Plain, Routes},
+    Buffers, Cuda, Matrix, context,
+    experts::{Plain, Routes},
 };
 use crate::{
-    device::{Capacity, Device},
-    error::{Error, Result, bail},
+    device::Device,
+    error::{Result, bail},
     experts::ExpertsShape,
 };
 
@@ -53,27 +52,24 @@ const REPLAYS: usize = 20;
 /// Times the layer; a table to read.
 pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
     let context = context(ordinal)?;
-    let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
     // The default stream cannot be captured.
-    // SAFETY: just made in this context, which is current, and never destroyed.
-    let stream = unsafe { context.wrap_borrowed_stream(stream) };
-    let device = Cuda::on(stream)?;
+    let device = Cuda::on(context.new_stream()?)?;
     let name = context.name()?;
 
-    let capacity = Capacity { tokens: MAX_TOKENS, slots: ADAPTERS, rank: RANK, experts: EXPERTS, top_k: TOP_K };
-    let mut spec = ModelSpec::new(TpRank::SINGLE);
-    let id = spec.experts(Experts::new("mlp.experts", EXPERTS, HIDDEN, INTER))?;
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(Experts::new("mlp.experts", EXPERTS, HIDDEN, INTER).top_k(TOP_K))?;
+    let model = spec.shard(TpRank::SINGLE)?;
+    let per_expert = device.random_adapters(&model, [EXPERTS; 4])?;
+    let shared_outer = device.random_adapters(&model, [1, EXPERTS, EXPERTS, 1])?;
     let layer = Layer {
         router: device.noise(EXPERTS, HIDDEN)?,
         gate_up: device.random_experts(2 * INTER, HIDDEN)?,
         down: device.random_experts(HIDDEN, INTER)?,
-        lora: device.lora_experts(&spec, id, capacity)?,
+        lora: device.lora_experts(&per_expert, id)?,
         device: &device,
     };
-    let per_expert = device.random_adapters(&spec, capacity, [EXPERTS; 4])?;
-    let shared_outer = device.random_adapters(&spec, capacity, [1, EXPERTS, EXPERTS, 1])?;
-    let mut routing = device.routing(capacity)?;
-    let mut grouping = device.grouping(capacity)?;
+    let Buffers { mut routing, mut workspace } = device.buffers(&per_expert)?;
+    let mut grouping = device.grouping(RouteCapacity::tokens(MAX_TOKENS).top_k(TOP_K).experts(EXPERTS))?;
 
     let mut table = format!(
         "A layer of experts of Qwen3-30B-A3B in bf16 on {name}, in µs, and what {ADAPTERS} adapters of rank {RANK} add\n\n\
@@ -84,21 +80,19 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
         let slot = |token| if tokens <= 128 { token % ADAPTERS } else { token * ADAPTERS / tokens };
         let slots = (0..tokens).map(|token| u16::try_from(slot(token)).map(Slot::new));
         let slots = slots.collect::<std::result::Result<Vec<_>, _>>()?;
-        let scales = vec![1.0; tokens];
-        let batch = device.route(&mut routing, &slots, &scales)?;
-        let mut step = Step {
-            inputs: (0..TURNS).map(|turn| device.tokens(turn, tokens)).collect::<Result<_>>()?,
-            buffers: Buffers::new(&device, tokens)?,
-            grouping: &mut grouping,
-            batch: &batch,
-        };
+        let inputs = (0..TURNS).map(|turn| device.tokens(turn, tokens)).collect::<Result<Vec<_>>>()?;
+        let mut values = Values::new(&device, tokens)?;
         let mut graphs = Vec::new();
         let mut outputs = Vec::new();
-        for adapters in [None, Some(&per_expert), Some(&shared_outer)] {
+        for (adapters, adapted) in [(&per_expert, false), (&per_expert, true), (&shared_outer, true)] {
             // What is loaded when it is first used is loaded here, as it cannot be in a capture.
-            layer.enqueue(&mut step, 0, adapters)?;
-            outputs.push(device.read(&step.buffers.out)?);
-            graphs.push(device.capture(|| (0..TURNS).try_for_each(|turn| layer.enqueue(&mut step, turn, adapters)))?);
+            let batch = routing.update(&Batch::new(&slots))?;
+            let mut step = adapters.step(&batch, &mut workspace)?;
+            layer.enqueue(&mut step, &mut grouping, &inputs[0], &mut values, adapted)?;
+            outputs.push(device.read(&values.out)?);
+            graphs.push(adapters.capture(&routing, tokens, &mut workspace, |step| {
+                inputs.iter().try_for_each(|x| layer.enqueue(step, &mut grouping, x, &mut values, adapted))
+            })?);
         }
         for with in &outputs[1..] {
             let moved = difference(with, &outputs[0]);
@@ -106,7 +100,7 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
                 bail!("{tokens} tokens: adapters move the layer's output by {moved:e} of its size");
             }
         }
-        let [without, per_expert, shared_outer] = device.time(&graphs)?[..] else { unreachable!("three graphs") };
+        let [without, per_expert, shared_outer] = device.time(&mut graphs)?[..] else { unreachable!("three graphs") };
         let added = |us: f64| format!("{us:.1} (+{:.1})", us - without);
         writeln!(table, "{tokens:>6} {without:>10.1} {:>20} {:>20}", added(per_expert), added(shared_outer))?;
     }
@@ -118,20 +112,11 @@ struct Layer<'a> {
     router: Matrix<bf16>,
     gate_up: Plain<bf16>,
     down: Plain<bf16>,
-    lora: LoraExperts<bf16>,
+    lora: LoraExperts,
 }
 
-/// What a step of some tokens needs.
-struct Step<'a> {
-    /// Of each turn.
-    inputs: Vec<Matrix<bf16>>,
-    buffers: Buffers,
-    grouping: &'a mut Grouping,
-    batch: &'a RoutedBatch<'a>,
-}
-
-/// Each is written before it is read.
-struct Buffers {
+/// What a step of some tokens computes. Each is written before it is read.
+struct Values {
     scores: Matrix<bf16>,
     routes: Routes,
     rows: Matrix<bf16>,
@@ -141,7 +126,7 @@ struct Buffers {
     out: Matrix<bf16>,
 }
 
-impl Buffers {
+impl Values {
     fn new(device: &Cuda<bf16>, tokens: usize) -> Result<Self> {
         let routes = tokens * TOP_K;
         Ok(Self {
@@ -157,37 +142,32 @@ impl Buffers {
 }
 
 impl Layer<'_> {
-    /// The forward's layer of experts, without a call of the library's if there are no adapters.
-    fn enqueue(&self, step: &mut Step<'_>, turn: usize, adapters: Option<&WeightTable<bf16>>) -> Result<()> {
+    /// The forward's layer of experts, with the adapters of a step or without a call of the library's.
+    fn enqueue(
+        &self,
+        step: &mut cuda::Step<'_>,
+        grouping: &mut Grouping,
+        x: &Matrix<bf16>,
+        values: &mut Values,
+        adapted: bool,
+    ) -> Result<()> {
         let Self { device, router, gate_up, down, lora } = self;
-        let Step { inputs, buffers, grouping, batch } = step;
-        let x = &inputs[turn];
-        device.gemm.run(x, router, &mut buffers.scores)?;
-        buffers.routes.choose(device, &buffers.scores, true)?;
-        let routes = &buffers.routes;
-        let adapted = match adapters {
-            Some(adapters) => {
-                let grouped = grouping.update(routes.top_k()?, batch, &device.stream)?;
-                Some((adapters, Grouped { routes, grouped }))
-            }
-            None => None,
-        };
+        let Values { scores, routes, rows, gate_up: y, inter, down: z, out } = values;
+        device.gemm.run(x, router, scores)?;
+        routes.choose(device, scores, true)?;
+        let routes = &*routes;
+        let mut grouped = if adapted { Some(device.group(grouping, step, routes)?) } else { None };
 
-        device.gather_into(x, &routes.tokens, &mut buffers.rows)?;
-        gate_up.run_into(device, &buffers.rows, routes, &mut buffers.gate_up)?;
-        match &adapted {
-            Some((adapters, grouped)) => {
-                device.activate_into(lora, x, &mut buffers.gate_up, &mut buffers.inter, grouped, adapters)?;
-            }
-            None => device.silu_mul_into(&buffers.gate_up, &mut buffers.inter)?,
+        device.gather_into(x, &routes.tokens, rows)?;
+        gate_up.run_into(device, rows, routes, y)?;
+        match &mut grouped {
+            Some(grouped) => device.activate_into(lora, step, grouped, x, y, inter)?,
+            None => device.silu_mul_into(y, inter)?,
         }
-        down.run_into(device, &buffers.inter, routes, &mut buffers.down)?;
-        match &adapted {
-            Some((adapters, grouped)) => {
-                let Buffers { inter, down, out, .. } = buffers;
-                device.combine_adapted_into(lora, inter, down, out, grouped, adapters)
-            }
-            None => device.combine_into(&buffers.down, routes, &mut buffers.out),
+        down.run_into(device, inter, routes, z)?;
+        match &mut grouped {
+            Some(grouped) => device.combine_adapted_into(lora, step, grouped, inter, z, out),
+            None => device.combine_into(z, routes, out),
         }
     }
 }
@@ -195,13 +175,13 @@ impl Layer<'_> {
 impl Cuda<bf16> {
     /// Random weights of a linear layer, which keep the size of what they multiply.
     fn noise(&self, rows: usize, cols: usize) -> Result<Matrix<bf16>> {
-        let mut matrix = self.alloc(rows, cols)?;
+        let mut slice = self.slice(rows, cols)?;
         let noise = noise(0, (cols as f32).powf(-0.5));
         for first in (0..rows * cols).step_by(noise.len()) {
             let len = noise.len().min(rows * cols - first);
-            self.stream.memcpy_htod(&noise[..len], &mut matrix.data.slice_mut(first..first + len))?;
+            self.queue.stream().memcpy_htod(&noise[..len], &mut slice.slice_mut(first..first + len))?;
         }
-        Ok(matrix)
+        self.matrix(rows, cols, slice)
     }
 
     fn random_experts(&self, out_features: usize, in_features: usize) -> Result<Plain<bf16>> {
@@ -218,10 +198,9 @@ impl Cuda<bf16> {
     /// All slots full. Of A and B of gate and up, and of A and B of down: how many there are, one for each expert or one for all.
     fn random_adapters(
         &self,
-        spec: &ModelSpec,
-        capacity: Capacity,
+        model: &Model,
         [gate_up_a, gate_up_b, down_a, down_b]: [usize; 4],
-    ) -> Result<WeightTable<bf16>> {
+    ) -> Result<WeightTable> {
         let mut tensors = Vec::new();
         let modules = [
             ("gate_proj", HIDDEN, INTER, gate_up_a, gate_up_b),
@@ -239,35 +218,27 @@ impl Cuda<bf16> {
         }
         let config = format!(r#"{{"peft_type": "LORA", "r": {RANK}, "lora_alpha": {RANK}}}"#);
         let adapter = Adapter::from_tensors(&config, tensors)?;
-        let images = (0..ADAPTERS).map(|_| adapter.plan(spec, DType::BF16));
+        let images = (0..ADAPTERS).map(|_| adapter.plan(model, DType::BF16));
         let images = images.collect::<std::result::Result<Vec<_>, _>>()?;
-        let mut table = self.adapters(spec, capacity, &images)?;
+        let capacity = Capacity::tokens(MAX_TOKENS).slots(ADAPTERS).rank(RANK);
+        let table = self.adapters(model, capacity, &images)?;
         for (slot, image) in (0..).zip(&images) {
-            self.load(&mut table, Slot::new(slot), image, |_| ())?;
+            self.load(&table, Slot::new(slot), image, |_| ())?;
         }
         Ok(table)
     }
 
-    fn capture(&self, enqueue: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        self.stream.begin_capture(mode).map_err(LaunchError::from)?;
-        let enqueued = enqueue();
-        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-        let graph = self.stream.end_capture(flags).map_err(LaunchError::from);
-        enqueued?;
-        graph?.ok_or_else(|| Error::new("nothing was captured"))
-    }
-
     /// How long a layer of each graph takes, in µs. The graphs take turns, so that each meets the same clocks.
-    fn time(&self, graphs: &[CudaGraph]) -> Result<Vec<f64>> {
-        let event = || self.stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+    fn time(&self, graphs: &mut [Graph]) -> Result<Vec<f64>> {
+        let stream = self.queue.stream();
+        let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let mut times = vec![Vec::new(); graphs.len()];
         for replay in 0..WARM_UPS + REPLAYS {
-            for (graph, times) in graphs.iter().zip(&mut times) {
+            for (graph, times) in graphs.iter_mut().zip(&mut times) {
                 let (start, end) = (event()?, event()?);
-                start.record(&self.stream)?;
-                graph.launch()?;
-                end.record(&self.stream)?;
+                start.record(stream)?;
+                graph.replay()?;
+                end.record(stream)?;
                 let us = f64::from(start.elapsed_ms(&end)?) * 1e3;
                 if replay >= WARM_UPS {
                     times.push(us / TURNS as f64);

@@ -94,7 +94,7 @@ fn adapter(rank: usize, shared: [bool; 2], rng: &mut StdRng) -> Adapter {
             put(format!("layers.{layer}.experts.{module}_proj"), num, rank, features);
         }
     }
-    let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 16}"#;
+    let config = r#"{"peft_type": "LORA", "lora_alpha": 16}"#;
     Adapter::from_tensors(config, tensors).unwrap()
 }
 

@@ -1,0 +1,102 @@
+//! The model's `tokenizer.json`, as transformers uses it: without the padding and truncation that the file may ask for.
+//!
+//! The crate that runs it panics on some files, of which it allocates what they name on others. Invariant: that ends in an error.
+
+use std::{
+    any::Any,
+    panic::{self, AssertUnwindSafe},
+    path::Path,
+};
+
+use serde_json::{Map, Value};
+
+use crate::{
+    error::{Context, Error, Result, bail},
+    files,
+};
+
+/// The most MiB of a `tokenizer.json`; the largest in use have some 35.
+const MAX_MIB: u64 = 256;
+
+/// A tokenizer.
+pub(crate) struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// The most bytes of a prompt that a token can stand for.
+    longest_token: usize,
+}
+
+impl Tokenizer {
+    /// The tokenizer in a model's folder, if it has one.
+    pub(crate) fn read(model: &Path) -> Result<Option<Self>> {
+        let path = model.join("tokenizer.json");
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = files::read_text(&path, MAX_MIB)?;
+        Self::parse(&text).map(Some).context(path.display())
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let mut fields: Map<String, Value> = serde_json::from_str(text)?;
+        // transformers sets both for each call.
+        for reset in ["padding", "truncation"] {
+            fields.insert(reset.into(), Value::Null);
+        }
+        if fields.get("normalizer").is_some_and(has_charsmap) {
+            bail!("a normalizer with a precompiled map of characters is not implemented");
+        }
+        if let Some(dropout) = fields.get("model").and_then(|model| model.get("dropout"))
+            && !dropout.is_null()
+            && dropout.as_f64() != Some(0.0)
+        {
+            bail!("`model.dropout` is {dropout}, so that no text has tokens for sure");
+        }
+        let bytes = serde_json::to_vec(&fields)?;
+        guarded(|| {
+            let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| Error::new(error.to_string()))?;
+            let longest_token = inner.get_vocab(true).keys().map(String::len).max().unwrap_or(0);
+            Ok(Self { inner, longest_token })
+        })
+    }
+
+    /// The tokens of a text, which are refused before they are looked for if they must be more than so many.
+    pub(crate) fn encode(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>> {
+        if text.len() > max_tokens.saturating_mul(self.longest_token) {
+            bail!(
+                "it has {} bytes, and no token more than {}: it is too long for the model's positions",
+                text.len(),
+                self.longest_token
+            );
+        }
+        let encode = || self.inner.encode(text, false).map_err(|error| Error::new(error.to_string()));
+        guarded(|| encode().map(|encoding| encoding.get_ids().to_vec()))
+    }
+
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String> {
+        let decode = || self.inner.decode(tokens, true).map_err(|error| Error::new(error.to_string()));
+        guarded(decode).context("tokenizer.json")
+    }
+}
+
+/// Whether a normalizer, or one inside it, has a binary table, of which the crate believes the sizes.
+fn has_charsmap(normalizer: &Value) -> bool {
+    match normalizer {
+        Value::Object(fields) => fields.contains_key("precompiled_charsmap") || fields.values().any(has_charsmap),
+        Value::Array(values) => values.iter().any(has_charsmap),
+        _ => false,
+    }
+}
+
+/// Makes an error of a panic, which then says nothing itself.
+fn guarded<V>(run: impl FnOnce() -> Result<V>) -> Result<V> {
+    let hook = panic::take_hook();
+    panic::set_hook(Box::new(|_| {}));
+    let result = panic::catch_unwind(AssertUnwindSafe(run));
+    panic::set_hook(hook);
+    result.unwrap_or_else(|payload| Err(Error::new(format!("tokenizer.json does not work: {}", message(&*payload)))))
+}
+
+fn message(payload: &(dyn Any + Send)) -> &str {
+    let owned = payload.downcast_ref::<String>().map(String::as_str);
+    owned.or(payload.downcast_ref::<&str>().copied()).unwrap_or("it says no reason")
+}

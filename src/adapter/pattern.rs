@@ -1,0 +1,306 @@
+//! The regular expressions of `adapter_config.json`: Python's `re` on the paths of modules, as PEFT uses it.
+//!
+//! Paths are printable ASCII, so that classes mean the same in ASCII as in Python's Unicode. Invariant: a pattern has only
+//! constructs that both engines read alike, and its compiled size and the work on a path are bounded.
+
+use std::fmt;
+
+use fancy_regex::{BytesMode, Regex, RegexBuilder};
+
+use super::{AdapterError, error::cause};
+
+/// Regular expressions of a whole configuration; plain paths are not among them.
+pub(super) const MAX_REGEXES: usize = 64;
+
+/// The work that all patterns of a configuration may take on all of its modules, as [`Pattern::work`] counts it.
+pub(super) const MAX_WORK: u64 = 1 << 31;
+
+/// The sizes that a compiled pattern is told apart by, in bytes. No pattern is larger than the last.
+const SIZES: [usize; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
+
+/// What a state of a compiled pattern takes at least, in bytes.
+const STATE_BYTES: usize = 32;
+
+/// How often a pattern with look-around or back references may back up on one path.
+const MAX_BACKTRACKS: usize = 4096;
+
+/// A pattern of module paths.
+#[derive(Debug)]
+pub(super) struct Pattern {
+    text: String,
+    matcher: Matcher,
+}
+
+#[derive(Debug)]
+enum Matcher {
+    /// A path or its end: bytes, or `None` for any. What most keys are, and there may be one for each module.
+    Plain {
+        bytes: Vec<Option<u8>>,
+        whole: bool,
+    },
+    Regex {
+        regex: Box<Regex>,
+        states: usize,
+    },
+}
+
+/// What of a path a pattern has to match.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Anchor {
+    /// An end of it that begins after a dot, or all of it: `re.match(rf"(.*\.)?({text})$", path)`.
+    End,
+    /// All of it: `re.fullmatch(text, path)`.
+    Whole,
+}
+
+impl Pattern {
+    /// Compiles a pattern that stands in this field.
+    pub(super) fn new(field: &'static str, text: &str, anchor: Anchor) -> Result<Self, AdapterError> {
+        let unusable =
+            |reason: &dyn fmt::Display| AdapterError::Pattern { field, key: text.to_owned(), source: cause(reason) };
+        if let Some(bytes) = plain(text) {
+            let whole = anchor == Anchor::Whole || text.starts_with('^');
+            return Ok(Self { text: text.to_owned(), matcher: Matcher::Plain { bytes, whole } });
+        }
+        let (outer_groups, regex) = match anchor {
+            Anchor::End => (2, format!(r"\A(?:(.*\.)?({text})$)")),
+            Anchor::Whole => (0, format!(r"\A(?:{text})$")),
+        };
+        let backtracks = check(text, outer_groups).map_err(|reason| unusable(&reason))?;
+        let compile = |&size: &usize| {
+            let mut builder = RegexBuilder::new(&regex);
+            builder.bytes_mode(BytesMode::Ascii).backtrack_limit(MAX_BACKTRACKS).max_prog_size(SIZES[3] / STATE_BYTES);
+            builder.delegate_size_limit(size).delegate_dfa_size_limit(SIZES[3]);
+            builder.build().map(|regex| (regex, size))
+        };
+        let compiled = SIZES.iter().map(compile).reduce(|smaller, larger| smaller.or(larger));
+        let (regex, size) = match compiled {
+            Some(Ok(compiled)) => compiled,
+            Some(Err(error)) => return Err(unusable(&error)),
+            None => return Err(unusable(&"it is too large")),
+        };
+        let states = if backtracks { MAX_BACKTRACKS } else { size / STATE_BYTES };
+        Ok(Self { text: text.to_owned(), matcher: Matcher::Regex { regex: Box::new(regex), states } })
+    }
+
+    /// Whether a path matches; an error, in the name of this field, if that takes too long to find out.
+    pub(super) fn matches(&self, field: &'static str, path: &str) -> Result<bool, AdapterError> {
+        match &self.matcher {
+            Matcher::Plain { bytes, whole } => {
+                let Some(start) = path.len().checked_sub(bytes.len()) else { return Ok(false) };
+                let (before, end) = path.as_bytes().split_at(start);
+                let begins = before.is_empty() || (!whole && before.last() == Some(&b'.'));
+                let mut pairs = end.iter().zip(bytes);
+                Ok(begins && pairs.all(|(byte, want)| want.is_none_or(|want| want == *byte)))
+            }
+            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(|error| AdapterError::Pattern {
+                field,
+                key: self.text.clone(),
+                source: cause(error),
+            }),
+        }
+    }
+
+    /// Whether a text is a path, which takes no regular expression to match.
+    pub(super) fn is_plain(text: &str) -> bool {
+        plain(text).is_some()
+    }
+
+    pub(super) fn is_regex(&self) -> bool {
+        matches!(self.matcher, Matcher::Regex { .. })
+    }
+
+    /// What matching takes at most on paths of so many bytes together: states visited, for each byte of a path.
+    pub(super) fn work(&self, paths: u64, bytes: u64) -> u64 {
+        match self.matcher {
+            Matcher::Plain { .. } => paths,
+            Matcher::Regex { states, .. } => bytes.saturating_mul(states as u64),
+        }
+    }
+}
+
+/// The bytes of a pattern that is a path, with dots for any character or escaped; `^` and `$` change nothing at its ends but that
+/// the path has to begin there.
+fn plain(text: &str) -> Option<Vec<Option<u8>>> {
+    let text = text.strip_prefix('^').unwrap_or(text);
+    let text = text.strip_suffix('$').unwrap_or(text);
+    let mut bytes = text.bytes();
+    let mut plain = Vec::with_capacity(text.len());
+    while let Some(byte) = bytes.next() {
+        plain.push(match byte {
+            b'.' => None,
+            b'\\' if bytes.next()? == b'.' => Some(b'.'),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'-' => Some(byte),
+            _ => return None,
+        });
+    }
+    Some(plain)
+}
+
+/// An open group.
+struct Group {
+    /// Its number and name, if it captures.
+    captures: Option<(usize, String)>,
+    looks: Option<Look>,
+}
+
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Look {
+    Ahead,
+    Behind,
+}
+
+/// Refuses what Python's `re` does not know, reads differently from our engine, or reads differently from version to version; else
+/// says whether the pattern takes backtracking. So many groups are around it, the last of them open.
+fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
+    const PUNCTUATION: &[u8] = br".^$*+?()[]{}|\/-_#&~,:=!@% ";
+    if !text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
+        return Err("only printable ASCII is taken");
+    }
+    let mut rest = text.as_bytes();
+    let mut groups: Vec<Group> = Vec::new();
+    // Numbers and names that may be referred to.
+    let mut closed: Vec<(usize, String)> = Vec::new();
+    let mut last_group = outer_groups;
+    let mut backtracks = false;
+    // Whether the item before can be repeated.
+    let mut repeatable = false;
+    while let [byte, after @ ..] = rest {
+        rest = after;
+        let looks_behind = groups.iter().any(|group| group.looks == Some(Look::Behind));
+        match byte {
+            b'\\' => {
+                let [escaped, after @ ..] = rest else { return Err("it ends in a backslash") };
+                rest = after;
+                repeatable = !matches!(escaped, b'b' | b'B' | b'A');
+                match escaped {
+                    b'd' | b'D' | b'w' | b'W' | b's' | b'S' | b'b' | b'B' | b'A' => {}
+                    b'1'..=b'9' if !rest.first().is_some_and(u8::is_ascii_digit) => {
+                        let number = usize::from(escaped - b'0');
+                        if !closed.iter().any(|(other, _)| *other == number) {
+                            return Err("a back reference is to no group before it");
+                        }
+                        backtracks = true;
+                    }
+                    escaped if PUNCTUATION.contains(escaped) => {}
+                    _ => return Err("an escape is not one that Python has, or means something else there"),
+                }
+            }
+            b'[' => {
+                rest = class(rest)?;
+                repeatable = true;
+            }
+            b'(' => {
+                let (group, after) = open(rest, &mut last_group)?;
+                rest = after;
+                repeatable = false;
+                let Some(group) = group else {
+                    let end = rest.iter().position(|byte| *byte == b')').ok_or("a group is not closed")?;
+                    if !closed.iter().any(|(_, name)| name.as_bytes() == &rest[..end]) {
+                        return Err("a back reference is to no group before it");
+                    }
+                    (rest, backtracks, repeatable) = (&rest[end + 1..], true, true);
+                    continue;
+                };
+                if looks_behind || (group.captures.is_some() && groups.iter().any(|group| group.looks.is_some())) {
+                    return Err("a group stands inside look-around");
+                }
+                backtracks |= group.looks.is_some();
+                groups.push(group);
+            }
+            b')' => {
+                let group = groups.pop().ok_or("a group is closed that is not open")?;
+                repeatable = group.looks.is_none();
+                closed.extend(group.captures);
+            }
+            b'*' | b'+' | b'?' | b'{' => {
+                if !repeatable || looks_behind {
+                    return Err("a repetition is of nothing that can be repeated");
+                }
+                if *byte == b'{' {
+                    rest = counts(rest)?;
+                }
+                // Lazily or not: whether the whole matches is the same.
+                rest = rest.strip_prefix(b"?").unwrap_or(rest);
+                repeatable = false;
+            }
+            b'|' if looks_behind => return Err("there are alternatives inside look-behind"),
+            b'^' | b'$' | b'|' => repeatable = false,
+            b']' | b'}' => return Err("a bracket is closed that is not open"),
+            _ => repeatable = true,
+        }
+    }
+    if groups.is_empty() { Ok(backtracks) } else { Err("a group is not closed") }
+}
+
+/// Reads what follows the parenthesis that opens a group; no group for a back reference by name.
+fn open<'a>(rest: &'a [u8], last_group: &mut usize) -> Result<(Option<Group>, &'a [u8]), &'static str> {
+    let group = |captures, looks| Some(Group { captures, looks });
+    let Some(rest) = rest.strip_prefix(b"?") else {
+        *last_group += 1;
+        return Ok((group(Some((*last_group, String::new())), None), rest));
+    };
+    match rest {
+        [b':', rest @ ..] => Ok((group(None, None), rest)),
+        [b'=' | b'!', rest @ ..] => Ok((group(None, Some(Look::Ahead)), rest)),
+        [b'<', b'=' | b'!', rest @ ..] => Ok((group(None, Some(Look::Behind)), rest)),
+        [b'P', b'=', rest @ ..] => Ok((None, rest)),
+        [b'P', b'<', rest @ ..] => {
+            let end = rest.iter().position(|byte| *byte == b'>').ok_or("the name of a group does not end")?;
+            let name = &rest[..end];
+            let is_name = name.iter().all(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
+            if !is_name || name.first().is_none_or(u8::is_ascii_digit) {
+                return Err("the name of a group is no identifier");
+            }
+            *last_group += 1;
+            Ok((group(Some((*last_group, String::from_utf8_lossy(name).into_owned())), None), &rest[end + 1..]))
+        }
+        _ => Err("a group is of a kind that Python does not have, or reads otherwise"),
+    }
+}
+
+/// Reads the rest of a class of characters.
+fn class(mut rest: &[u8]) -> Result<&[u8], &'static str> {
+    rest = rest.strip_prefix(b"^").unwrap_or(rest);
+    if rest.first() == Some(&b']') {
+        return Err("a class of characters begins with a bracket");
+    }
+    // Whether the character before may begin a range.
+    let mut begins = false;
+    let mut first = true;
+    loop {
+        let [byte, after @ ..] = rest else { return Err("a class of characters is not closed") };
+        rest = after;
+        match (byte, after) {
+            (b']', _) => return Ok(rest),
+            (b'[', _) => return Err("a class of characters has a bracket inside"),
+            (b'&', [b'&', ..]) | (b'~', [b'~', ..]) | (b'|', [b'|', ..]) | (b'-', [b'-', ..]) => {
+                return Err("a class of characters has an operator inside");
+            }
+            (b'\\', [b'd' | b'D' | b'w' | b'W' | b's' | b'S', after @ ..]) => (rest, begins) = (after, false),
+            (b'\\', [escaped, after @ ..]) if escaped.is_ascii_punctuation() && !matches!(escaped, b'<' | b'>') => {
+                (rest, begins) = (after, false);
+            }
+            (b'\\', _) => return Err("an escape is not one that Python has, or means something else there"),
+            (b'-', [b']', ..]) => begins = false,
+            (b'-', _) if first => begins = false,
+            (b'-', [end, after @ ..]) if begins && end.is_ascii_alphanumeric() => (rest, begins) = (after, false),
+            (b'-', _) => return Err("a range of characters is not one of letters or digits"),
+            (byte, _) => begins = byte.is_ascii_alphanumeric(),
+        }
+        first = false;
+    }
+}
+
+/// Reads the rest of `{m}`, `{m,}` or `{m,n}`.
+fn counts(rest: &[u8]) -> Result<&[u8], &'static str> {
+    let end = rest.iter().position(|byte| *byte == b'}').ok_or("a brace is not closed")?;
+    let (counts, rest) = (&rest[..end], &rest[end + 1..]);
+    let mut parts = counts.split(|byte| *byte == b',');
+    let is_count = |part: &[u8]| part.iter().all(u8::is_ascii_digit);
+    let valid = match (parts.next(), parts.next(), parts.next()) {
+        (Some(least), most, None) => !least.is_empty() && is_count(least) && most.is_none_or(is_count),
+        _ => false,
+    };
+    if valid { Ok(rest) } else { Err("a brace is no repetition `{m}`, `{m,}` or `{m,n}`") }
+}
