@@ -497,5 +497,5 @@ fn experts_adapter(rank: usize, rng: &mut StdRng) -> aril::adapter::Adapter {
         })
     });
     let tensors: Vec<_> = tensors.collect();
-    aril::adapter::Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 4}"#, tensors).unwrap()
+    aril::adapter::Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 4}"#, tensors).unwrap()
 }

@@ -257,7 +257,7 @@ fn qwen3_8b_adapter(rank: usize) -> Adapter {
                 .map(|(side, shape)| (format!("model.layers.{layer}.{module}.lora_{side}.weight"), tensor(shape)))
         })
     });
-    Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 16, "lora_alpha": 16}"#, tensors).unwrap()
+    Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": 16}}"#), tensors).unwrap()
 }
 
 /// Microseconds from the enqueuing of a replay to its end, of so many replays: the median and the 99th percentile.
