@@ -1,6 +1,10 @@
 //! Graphs that the safe door captures: what they follow, what they keep, and what is refused while a stream is captured.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::{
+    ops::Range,
+    panic::{AssertUnwindSafe, catch_unwind},
+    thread,
+};
 
 use aril::{
     DType, Slot,
@@ -106,6 +110,42 @@ fn a_graph_keeps_what_it_works_on() {
         other.read(&mut values).unwrap();
         assert!(values.iter().all(|value| value.is_nan()), "the graph wrote memory of another");
     }
+}
+
+/// A graph, the routing and the buffers may go to another thread, on which no context is current.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_graph_is_replayed_by_another_thread() {
+    let mut setup = Setup::new(2, 64, 1 << 20);
+    setup.load(3, 8, 6.0).unwrap();
+    let mut graph = setup.capture();
+    let added = thread::spawn(move || setup.replay(&mut graph, &[Slot::new(3); TOKENS])).join().unwrap();
+    assert_eq!(added, [6.0; TOKENS]);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn buffers_are_written_and_read_within_their_ends() {
+    let gpu = Gpu::new();
+    let mut buffer = Buffer::<f32>::zeros(&gpu.queue, 4).unwrap();
+    assert!(buffer.len() == 4 && !buffer.is_empty());
+    buffer.write(&[1.0, 2.0]).unwrap();
+    let mut got = [9.0; 4];
+    buffer.read(&mut got).unwrap();
+    assert_eq!(got, [1.0, 2.0, 0.0, 0.0]);
+    let is_too_many = |error| matches!(error, LaunchError::Capacity { got: 5, max: 4, .. });
+    assert!(is_too_many(buffer.write(&[3.0; 5]).unwrap_err()));
+    assert!(is_too_many(buffer.read(&mut [3.0; 5]).unwrap_err()));
+    buffer.read(&mut got[..1]).unwrap();
+    assert_eq!(got, [1.0, 2.0, 0.0, 0.0]);
+    for range in [3..5, Range { start: 2, end: 1 }] {
+        assert!(catch_unwind(AssertUnwindSafe(|| drop(buffer.slice(range.clone())))).is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| drop(buffer.slice_mut(range)))).is_err());
+    }
+    let slice = gpu.stream.clone_htod(&[5.0_f32, 6.0]).unwrap();
+    let taken = Buffer::from_slice(&gpu.queue, slice).unwrap();
+    taken.read(&mut got[2..]).unwrap();
+    assert_eq!(got, [1.0, 2.0, 5.0, 6.0]);
 }
 
 /// What a step records, which may be refused.
@@ -345,7 +385,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         launches.push(("LoraExperts", launch(&experts, op, &mut step, &mut grouped, inputs, target)));
     }
     // Room may be reserved and filled by another thread meanwhile, but not committed.
-    let filled = std::thread::scope(|threads| {
+    let filled = thread::scope(|threads| {
         let fill = || weights.reserve(&image).unwrap().fill(&image, &mut Staging::new(queue).unwrap()).unwrap();
         threads.spawn(fill).join().unwrap()
     });
