@@ -1,7 +1,11 @@
 //! A batch of many adapters gives what each sequence gives alone, and what transformers and PEFT give. With the feature `cuda`, on
 //! a GPU.
 
-use std::{collections::HashMap, fs, path::PathBuf};
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs,
+    path::PathBuf,
+};
 
 use candle_core::{DType, Device, Result, Tensor, safetensors};
 use candle_lora::{
@@ -67,12 +71,26 @@ fn difference(a: &Tensor, b: &Tensor) -> f32 {
     difference.unwrap().to_scalar().unwrap()
 }
 
-/// The requests of a batch of goldens that name no adapter of the embedding and no scale of their own: an adapter, a prompt, the
-/// tokens and `[tokens, vocab]` logits behind it.
-fn goldens(batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32>, Tensor)> {
+/// A request, and what transformers and PEFT answer.
+struct Golden {
+    adapter: Option<String>,
+    prompt: Vec<u32>,
+    tokens: Vec<u32>,
+    /// `[tokens, vocab]`
+    logits: Tensor,
+}
+
+impl Golden {
+    fn sequence(&self, model: &Qwen3) -> Sequence {
+        Sequence::new(model, self.adapter.as_deref(), &self.prompt)
+    }
+}
+
+/// Those of a batch that name no adapter of the embedding and no scale of their own.
+fn goldens(batch: &str) -> Vec<Golden> {
     let file = |name: &str| fixtures().join("goldens").join(name);
-    let requests: Vec<HashMap<String, serde_json::Value>> =
-        serde_json::from_slice(&fs::read(file(&format!("{batch}.json"))).unwrap()).unwrap();
+    let requests = fs::read(file(&format!("{batch}.json"))).unwrap();
+    let requests: Vec<HashMap<String, serde_json::Value>> = serde_json::from_slice(&requests).unwrap();
     let tensors = safetensors::load(file(&format!("{batch}.f32.safetensors")), &Device::Cpu).unwrap();
     let golden = |(index, request): (usize, HashMap<String, serde_json::Value>)| {
         let adapter = request["adapter"].as_str().map(str::to_owned);
@@ -84,7 +102,8 @@ fn goldens(batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32>, Tensor)> {
             None => tokenize(request["prompt"].as_str().unwrap()),
         };
         let tokens = tensors[&format!("request.{index}.tokens")].to_dtype(DType::U32).unwrap().to_vec1().unwrap();
-        Some((adapter, prompt, tokens, tensors[&format!("request.{index}.logits")].clone()))
+        let logits = tensors[&format!("request.{index}.logits")].clone();
+        Some(Golden { adapter, prompt, tokens, logits })
     };
     requests.into_iter().enumerate().filter_map(golden).collect()
 }
@@ -92,26 +111,24 @@ fn goldens(batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32>, Tensor)> {
 #[test]
 fn a_batch_gives_what_each_gives_alone() {
     let goldens = goldens("mixed");
-    let names: std::collections::BTreeSet<_> = goldens.iter().filter_map(|(adapter, ..)| adapter.clone()).collect();
+    let names: BTreeSet<_> = goldens.iter().filter_map(|golden| golden.adapter.clone()).collect();
     assert_eq!((goldens.len(), names.len()), (14, 8), "the fixtures have other requests");
     let (model, mut adapters) = open(names.len());
     for name in &names {
         adapters.register(name, &adapter(name)).unwrap();
     }
-    let sequence =
-        |(name, prompt, ..): &(Option<String>, Vec<u32>, _, _)| Sequence::new(&model, name.as_deref(), prompt);
-    let mut together: Vec<_> = goldens.iter().map(sequence).collect();
+    let mut together: Vec<_> = goldens.iter().map(|golden| golden.sequence(&model)).collect();
     let batched = logits(&model, &mut adapters, &mut together);
     for ((golden, together), batched) in goldens.iter().zip(&together).zip(&batched) {
-        let (name, prompt, tokens, expected) = golden;
-        assert_eq!(&together.tokens[prompt.len()..], tokens, "{name:?}");
-        let mut alone = [sequence(golden)];
-        let [alone_logits] = &*logits(&model, &mut adapters, &mut alone) else { unreachable!("one sequence") };
+        let name = &golden.adapter;
+        assert_eq!(together.tokens[golden.prompt.len()..], golden.tokens, "{name:?}");
+        let mut alone = [golden.sequence(&model)];
+        let alone_logits = logits(&model, &mut adapters, &mut alone);
         assert_eq!(alone[0].tokens, together.tokens, "{name:?}");
-        for (token, (batched, alone)) in batched.iter().zip(alone_logits).enumerate() {
+        for (token, (batched, alone)) in batched.iter().zip(&alone_logits[0]).enumerate() {
             let apart = difference(batched, alone);
             assert!(apart <= TOLERANCE, "{name:?}, token {token}: {apart} between the batch and alone");
-            let apart = difference(batched, &expected.get(token).unwrap());
+            let apart = difference(batched, &golden.logits.get(token).unwrap());
             assert!(apart <= TOLERANCE, "{name:?}, token {token}: {apart} from transformers and PEFT");
         }
     }
