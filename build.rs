@@ -38,12 +38,10 @@ mod kernels {
     use std::{
         env, fs,
         path::{Path, PathBuf},
-        process::Command,
     };
 
-    /// The reference forward's own kernels, beside the library's: a file of code for the example to load.
-    const EXAMPLE: &str = "examples/qwen3/kernels.cu";
-    const EXAMPLE_HEADER: &str = "examples/qwen3/experts.cuh";
+    /// The compiler, its headers and the static runtime, for machines without a CUDA toolkit.
+    const WHEELS: &str = "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-nvvm";
 
     pub(super) fn compile() {
         for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS"] {
@@ -53,11 +51,10 @@ mod kernels {
             println!(
                 "cargo::error=the feature `cuda` needs nvcc 12.4 or newer, and found none. Install the CUDA toolkit,"
             );
-            println!(
-                "cargo::error=or `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl`; or set NVCC."
-            );
+            println!("cargo::error=or `pip install {WHEELS}`; or set NVCC.");
             return;
         };
+        let gencodes = gencodes();
         let sources: Vec<PathBuf> = fs::read_dir("csrc")
             .expect("csrc is part of the package")
             .map(|entry| entry.expect("csrc is readable").path())
@@ -71,7 +68,7 @@ mod kernels {
             .warnings(false)
             .files(sources)
             .flags(["-O3", "-lineinfo"])
-            .flags(gencodes());
+            .flags(&gencodes);
         // The last one spares users libstdc++: only the launches that nvcc writes for `<<<>>>`, of which there are none, have statics.
         for flag in ["-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"] {
             build.flag("-Xcompiler").flag(flag);
@@ -88,9 +85,10 @@ mod kernels {
         for lib in ["rt", "dl", "pthread"] {
             println!("cargo:rustc-link-lib={lib}");
         }
-        if Path::new(EXAMPLE).exists() {
-            compile_example(&nvcc);
-        }
+        // For build scripts of dependants that have kernels of their own: DEP_ARIL_KERNELS_NVCC and DEP_ARIL_KERNELS_NVCC_FLAGS.
+        let nvcc = std::path::absolute(nvcc).expect("the current directory exists");
+        println!("cargo::metadata=nvcc={}", nvcc.display());
+        println!("cargo::metadata=nvcc_flags={}", gencodes.join(" "));
     }
 
     /// Code for each architecture of `ARIL_CUDA_ARCHS`, and PTX of the newest for those to come.
@@ -108,17 +106,6 @@ mod kernels {
         // A tenth of the bytes.
         flags.push("-Xfatbin=-compress-all".to_owned());
         flags
-    }
-
-    fn compile_example(nvcc: &Path) {
-        println!("cargo:rerun-if-changed={EXAMPLE}");
-        println!("cargo:rerun-if-changed={EXAMPLE_HEADER}");
-        let out = Path::new(&env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("qwen3.fatbin");
-        let status =
-            Command::new(nvcc).args(["-fatbin", "-O3"]).args(gencodes()).arg(EXAMPLE).arg("-o").arg(out).status();
-        if !status.is_ok_and(|status| status.success()) {
-            println!("cargo::error=nvcc could not compile {EXAMPLE}");
-        }
     }
 
     fn find_nvcc() -> Option<PathBuf> {

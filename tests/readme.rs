@@ -46,6 +46,14 @@ fn the_requirements_are_those_of_the_manifest() {
 }
 
 #[test]
+fn build_script_readme_and_ci_name_the_same_wheels() {
+    let (_, rest) = include_str!("../build.rs").split_once("const WHEELS: &str = \"").expect("build.rs names wheels");
+    let (wheels, _) = rest.split_once('"').expect("in a string");
+    assert!(README.contains(&format!("`pip install {wheels}`")), "README.md must name {wheels}");
+    assert!(include_str!("../.ci/run").contains(&format!("WHEELS=({wheels})")), ".ci/run must install {wheels}");
+}
+
+#[test]
 fn every_feature_is_described() {
     let (_, rest) = MANIFEST.split_once("[features]").expect("Cargo.toml has features");
     let (features, _) = rest.split_once("\n[").expect("and more");

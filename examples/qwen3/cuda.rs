@@ -1,7 +1,7 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
 //! An engine's author reads the calls of the library: they are all safe. What is not is launching the example's own kernels
-//! (`kernels.cu`, `experts.cuh`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
+//! (`kernels/kernels.cu`, `kernels/experts.cuh`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
 //! host waits for it.
 //!
 //! cuBLASLt chooses its kernels by shape, and many routes have their deltas added before the activation and the combine, not with
@@ -239,8 +239,7 @@ fn launch(mut kernel: LaunchArgs<'_>, rows: usize, heads: usize) -> Result<()> {
 
 impl Functions {
     fn load(dtype: DType, context: &Arc<CudaContext>) -> result::Result<Self, DriverError> {
-        let image = include_bytes!(concat!(env!("OUT_DIR"), "/qwen3.fatbin"));
-        let module = context.load_module(Ptx::from_binary(image.to_vec()))?;
+        let module = context.load_module(Ptx::from_binary(qwen3_kernels::IMAGE.to_vec()))?;
         let function = |name: &str| module.load_function(&format!("{name}_{dtype}"));
         Ok(Self {
             normalize: function("normalize")?,

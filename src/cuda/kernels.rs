@@ -1,17 +1,17 @@
 use std::ffi::CStr;
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::{CudaContext, result};
+use libloading::Library;
 
 use super::LaunchError;
 use crate::ffi;
 
 /// Whether this machine has a CUDA driver. Without one, nothing else of this module may work, and says so.
 pub fn driver_is_present() -> bool {
-    // SAFETY: looks for the driver's library and loads it, which has no preconditions.
-    #[expect(unsafe_code, reason = "cudarc")]
-    unsafe {
-        sys::is_culib_present()
-    }
+    // cudarc can tell only where it loads the driver itself, and a dependant may have it linked instead.
+    // SAFETY: the driver's library has no preconditions on being loaded, and stays loaded where anything else uses it.
+    #[expect(unsafe_code, reason = "loads a library")]
+    ["libcuda.so.1", "libcuda.so"].into_iter().any(|name| unsafe { Library::new(name) }.is_ok())
 }
 
 /// The kernels, loaded in one context.

@@ -1,0 +1,70 @@
+//! Greedy decoding of many sequences, each with an adapter of its own or none.
+
+use candle_core::{Result, Tensor, bail};
+
+use crate::{
+    lora::Adapters,
+    qwen3::{Cache, Qwen3, Row},
+};
+
+/// A text as far as it is written.
+#[derive(Clone, Debug)]
+pub struct Sequence {
+    pub adapter: Option<String>,
+    /// The prompt, and what was generated behind it.
+    pub tokens: Vec<u32>,
+    /// How many of the tokens the cache has.
+    cached: usize,
+    cache: Cache,
+}
+
+impl Sequence {
+    /// A prompt that nothing was computed of yet.
+    pub fn new(model: &Qwen3, adapter: Option<&str>, prompt: &[u32]) -> Self {
+        Self { adapter: adapter.map(str::to_owned), tokens: prompt.to_vec(), cached: 0, cache: model.cache() }
+    }
+}
+
+/// Brings every sequence up to its last token in one forward, and gives the logits of its next: `[sequences, vocab]`.
+///
+/// A new sequence has its whole prompt in the step, one that is being decoded a token: both run together.
+pub fn step(model: &Qwen3, adapters: &mut Adapters, sequences: &mut [&mut Sequence]) -> Result<Tensor> {
+    if sequences.iter().any(|sequence| sequence.cached == sequence.tokens.len()) {
+        bail!("a sequence has no new token")
+    }
+    let lengths: Vec<_> = sequences
+        .iter()
+        .map(|sequence| (sequence.adapter.as_deref(), sequence.tokens.len() - sequence.cached))
+        .collect();
+    let step = adapters.step(&lengths)?;
+    let mut rows: Vec<_> = sequences
+        .iter_mut()
+        .map(|Sequence { tokens, cached, cache, .. }| Row { tokens: &tokens[*cached..], cache })
+        .collect();
+    let logits = model.forward(&mut rows, &step)?;
+    for sequence in sequences {
+        sequence.cached = sequence.tokens.len();
+    }
+    Ok(logits)
+}
+
+/// Appends to every sequence what the model says, until it ends the text or has said `max_new_tokens`.
+pub fn generate(
+    model: &Qwen3,
+    adapters: &mut Adapters,
+    sequences: &mut [Sequence],
+    max_new_tokens: usize,
+) -> Result<()> {
+    let mut active: Vec<&mut Sequence> = sequences.iter_mut().collect();
+    for _ in 0..max_new_tokens {
+        if active.is_empty() {
+            break;
+        }
+        let next = step(model, adapters, &mut active)?.argmax(1)?.to_vec1::<u32>()?;
+        for (sequence, next) in active.iter_mut().zip(next) {
+            sequence.tokens.push(next);
+        }
+        active.retain(|sequence| sequence.tokens.last() != Some(&model.config().eos_token_id));
+    }
+    Ok(())
+}

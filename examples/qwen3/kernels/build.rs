@@ -1,0 +1,18 @@
+//! Compiles `kernels.cu` with the nvcc of aril's build script, for the same architectures.
+
+use std::{env, error::Error, fs, path::Path, process::Command};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed=kernels.cu");
+    println!("cargo::rerun-if-changed=experts.cuh");
+    println!("cargo::rerun-if-changed=../../../csrc/common/mma.cuh");
+    let image = Path::new(&env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?).join("kernels.fatbin");
+    // Neither is set without the feature `cuda`, nor when aril was built without its kernels, to be checked only.
+    let (Some(nvcc), Ok(flags)) = (env::var_os("DEP_ARIL_KERNELS_NVCC"), env::var("DEP_ARIL_KERNELS_NVCC_FLAGS"))
+    else {
+        return Ok(fs::write(image, [])?);
+    };
+    let status =
+        Command::new(nvcc).arg("-fatbin").args(flags.split(' ')).arg("kernels.cu").arg("-o").arg(image).status()?;
+    if status.success() { Ok(()) } else { Err("nvcc could not compile kernels.cu".into()) }
+}

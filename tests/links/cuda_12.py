@@ -1,0 +1,76 @@
+"""Compiles every kernel with CUDA 12, as far as that can be had from wheels: `cuda_12.py SITE_PACKAGES`.
+
+Those wheels have no nvcc, but NVRTC, which is the same compiler for device code alone. The kernels and architectures are those of
+codegen.budget. The host's part of csrc, which launches them, is not compiled.
+"""
+
+import ctypes
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Headers of the C++ library, which NVRTC does without.
+STANDARD = {
+    "stdint.h": "#pragma once\n#include <cuda/std/cstdint>\nusing namespace cuda::std;\n",
+    "type_traits": "#pragma once\n#include <cuda/std/type_traits>\nnamespace std { using namespace cuda::std; }\n",
+}
+# What the host's functions in headers call.
+DECLARATIONS = ["cuda_runtime.h", "cuda_device_runtime_api.h"]
+
+
+def strings(values):
+    return (ctypes.c_char_p * len(values))(*(value.encode() for value in values))
+
+
+def check(status, log=""):
+    if status != 0:
+        sys.exit(f"NVRTC fails with {status}\n{log}")
+
+
+def kernels():
+    """The kernels of each architecture."""
+    names = {}
+    for line in (ROOT / "tests/codegen.budget").read_text().splitlines():
+        _registers, arch, name = line.split(maxsplit=2)
+        names.setdefault(arch, []).append(name)
+    return names
+
+
+def compile_for(nvrtc, packages, arch, names):
+    headers = [header.relative_to(ROOT / "csrc") for header in sorted(ROOT.glob("csrc/**/*.cuh"))]
+    source = "".join(f"#include <{header}>\n" for header in [*DECLARATIONS, *headers])
+    includes = [ROOT / "csrc", *packages.glob("nvidia/*/include")]
+    # Functions without annotations are the host's, which NVRTC otherwise refuses.
+    options = [f"--gpu-architecture={arch}", "-std=c++17", "-default-device", *(f"-I{path}" for path in includes)]
+
+    program = ctypes.c_void_p()
+    standard = strings(STANDARD.values()), strings(STANDARD)
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"csrc.cu", len(STANDARD), *standard))
+    for name in names:
+        check(nvrtc.nvrtcAddNameExpression(program, name.encode()))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), strings(options))
+    size = ctypes.c_size_t()
+    check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+    log = ctypes.create_string_buffer(size.value)
+    check(nvrtc.nvrtcGetProgramLog(program, log))
+    check(status, log.value.decode())
+    check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    return f"{arch}: {len(names)} kernels, {size.value} bytes"
+
+
+def main():
+    packages = Path(sys.argv[1])
+    nvrtc = ctypes.CDLL(str(packages / "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"))
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    check(nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    print(f"CUDA {major.value}.{minor.value}")
+    with ThreadPoolExecutor() as threads:
+        done = [threads.submit(compile_for, nvrtc, packages, *each) for each in kernels().items()]
+        for each in done:
+            print(each.result())
+
+
+if __name__ == "__main__":
+    main()
