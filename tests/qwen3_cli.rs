@@ -177,6 +177,11 @@ fn experts_in_one_tensor_are_the_same_model_as_a_tensor_each() {
     }
     write(&path, &tensors);
     assert_eq!(files.asks_experts(&apart), files.asks_experts(&fused));
+    edit(&Path::new(&fused).join("config.json"), |config| {
+        config.insert("moe_intermediate_size".into(), json!(10_000_000));
+    });
+    let refused = limited(1 << 20, ["--model", &fused]);
+    assert!(refused.contains("`moe_intermediate_size` is 10000000"), "{refused}");
 }
 
 #[test]

@@ -106,8 +106,11 @@ impl Checkpoint {
     /// stored as another than the embedding, which some versions of transformers use and some do not.
     pub(crate) fn check(&self, config: &Config) -> Result<()> {
         let Config { vocab, hidden, intermediate, heads, .. } = *config;
-        self.expect_size("vocab_size", vocab, "model.embed_tokens", 0)?;
-        self.expect_size("hidden_size", hidden, "model.embed_tokens", 1)?;
+        // The rows of a weight, packed or not.
+        let rows = |path: String| ["weight", "weight_packed"].map(|name| (format!("{path}.{name}"), 0));
+        let embed = |dim| [("model.embed_tokens.weight".to_owned(), dim)];
+        self.expect_size("vocab_size", vocab, &embed(0))?;
+        self.expect_size("hidden_size", hidden, &embed(1))?;
         for layer in 0..config.layers {
             let norm = format!("model.layers.{layer}.input_layernorm.weight");
             if !self.tensors.contains_key(&norm) {
@@ -115,18 +118,19 @@ impl Checkpoint {
                 bail!("config.json: `num_hidden_layers` is {layers}, but {}: tensor `{norm}` is missing", self.files());
             }
             let path = format!("model.layers.{layer}.self_attn");
-            self.expect_size("head_dim", heads.dim, &format!("{path}.q_norm"), 0)?;
+            self.expect_size("head_dim", heads.dim, &rows(format!("{path}.q_norm")))?;
             let (query, kv) = (heads.query_features(), heads.kv_features());
-            self.expect_size("num_attention_heads` times `head_dim", query, &format!("{path}.q_proj"), 0)?;
-            self.expect_size("num_key_value_heads` times `head_dim", kv, &format!("{path}.k_proj"), 0)?;
+            self.expect_size("num_attention_heads` times `head_dim", query, &rows(format!("{path}.q_proj")))?;
+            self.expect_size("num_key_value_heads` times `head_dim", kv, &rows(format!("{path}.k_proj")))?;
             let mlp = format!("model.layers.{layer}.mlp");
             let Some(moe) = config.experts_in(layer) else {
-                self.expect_size("intermediate_size", intermediate, &format!("{mlp}.gate_proj"), 0)?;
+                self.expect_size("intermediate_size", intermediate, &rows(format!("{mlp}.gate_proj")))?;
                 continue;
             };
-            self.expect_size("num_local_experts` or `num_experts", moe.experts, &format!("{mlp}.gate"), 0)?;
-            let first = format!("{mlp}.experts.0.gate_proj");
-            self.expect_size("moe_intermediate_size", moe.intermediate, &first, 0)?;
+            self.expect_size("num_local_experts` or `num_experts", moe.experts, &rows(format!("{mlp}.gate")))?;
+            let [weight, packed] = rows(format!("{mlp}.experts.0.gate_proj"));
+            let fused = (format!("{mlp}.experts.down_proj"), 2);
+            self.expect_size("moe_intermediate_size", moe.intermediate, &[weight, packed, fused])?;
         }
         let [embed, head] = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| self.tensors.get(name));
         if let (true, Some(embed), Some(head)) = (config.tied, embed, head)
@@ -138,18 +142,17 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Fails if a dimension of a module's weight is not what a field says. (That it is there, whoever reads it will see.)
-    fn expect_size(&self, field: &str, size: usize, module: &str, dim: usize) -> Result<()> {
-        let names = [format!("{module}.weight"), format!("{module}.weight_packed")];
-        let Some(name) = names.into_iter().find(|name| self.tensors.contains_key(name)) else { return Ok(()) };
-        let stored = self.tensors[&name].shape.get(dim);
-        if stored != Some(&size) {
-            // transformers has a default for one of them.
-            let absent = if field == "head_dim" { ", or 128 if it is absent" } else { "" };
-            let (subject, shape) = (self.subject(&name), &self.tensors[&name].shape);
-            bail!("config.json: `{field}` is {size}{absent}, but {subject} is {shape:?}");
+    /// Fails if a field is not the dimension that it is of the first of these tensors that is there. (That one is, whoever reads it
+    /// will see.)
+    fn expect_size(&self, field: &str, size: usize, places: &[(String, usize)]) -> Result<()> {
+        let stored = |(name, dim): &(String, usize)| Some((name.clone(), *dim, &self.tensors.get(name)?.shape));
+        let Some((name, dim, shape)) = places.iter().find_map(stored) else { return Ok(()) };
+        if shape.get(dim) == Some(&size) {
+            return Ok(());
         }
-        Ok(())
+        // transformers has a default for one of them.
+        let absent = if field == "head_dim" { ", or 128 if it is absent" } else { "" };
+        bail!("config.json: `{field}` is {size}{absent}, but {} is {shape:?}", self.subject(&name));
     }
 
     /// Whether an adapter's weight of the base model is the base model's, as `T`.

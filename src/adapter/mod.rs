@@ -19,32 +19,31 @@
 //! Invariant: every tensor of an adapter is in its modules and stacks, is a base weight, or was refused, and each of those is in a plan
 //! or was refused. Those without elements are in none, and only for what experts without a gate do not have.
 //!
-//! # What is exact
+//! # What PEFT does
 //!
-//! An adapter does here what it does in PEFT 0.21, or it is refused. That goes for these fields of `adapter_config.json`:
+//! An adapter has the effect that it has in PEFT 0.21, or it is refused. For `adapter_config.json` this means:
 //!
-//! | field | |
+//! | field | rule |
 //! |---|---|
-//! | `lora_alpha`, `alpha_pattern`, `use_rslora` | The scaling of a module is α/r, or α/√r. α has no default: without `lora_alpha` an adapter is refused. |
-//! | `r`, `rank_pattern` | Refused if a module's factors have another rank, which PEFT does not load. |
-//! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | PEFT drops the factors of a module that these do not name; an adapter that has such factors is refused. A `target_modules` of null is refused without `target_parameters`: PEFT would choose by the type of the model. `layers_pattern` has to be plain names. |
+//! | `lora_alpha`, `alpha_pattern`, `use_rslora` | The scaling of a module is α/r, or α/√r. `lora_alpha` is required. |
+//! | `r`, `rank_pattern` | The factors of a module must have this rank. PEFT does not load others. |
+//! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | The factors must be of modules that these fields select. PEFT drops others without an error. `target_modules: null` needs `target_parameters`; PEFT would choose by the model's type. `layers_pattern` must be plain names. |
 //! | `target_parameters` | The same for parameters that hold all experts. |
-//! | patterns | Regular expressions of Python. Refused are constructs that Python does not have, or that our engine reads in another way (POSIX classes, operators in classes, `\<`, `\N{…}`, inline flags, possessive repetitions); more than 64 of them in a configuration, besides plain paths; and what takes too much memory or time. |
-//! | `modules_to_save`, `bias`, `use_dora` and others | Refused if they switch anything on. So is any field that is unknown, unless it is null, false or empty. |
+//! | patterns in these fields | Python's `re`. Constructs that Python lacks, or that our engine reads differently, are refused: POSIX classes, set operators, `\<`, `\N{…}`, inline flags, possessive quantifiers. A configuration may have 64 regular expressions, besides any number of plain paths; their compiled size and their work on all modules are bounded. |
+//! | `modules_to_save`, `bias`, `use_dora` and others | Refused if they switch anything on. So is an unknown field, unless it is null, false or empty. |
 //!
-//! Decided otherwise than in PEFT:
+//! These differ from PEFT on purpose:
 //!
-//! - Of `r`, `target_modules` and `target_parameters`, an absent one says nothing, and the tensors decide; PEFT has defaults, which are
-//!   hardly meant. Trainers that keep adapters in memory often write no more than `peft_type` and `lora_alpha`.
-//! - With `"target_modules": "all-linear"`, PEFT drops `lm_head` and embeddings, which are refused here; a head that goes by another
-//!   name, `unembed_tokens`, is served, as the trainers that have it do mean it.
-//! - PEFT loads a tensor only by the one name that it would save it by, and drops others without an error. Here the names of wrappers
-//!   (`base_model.model`, `module`, `_orig_mod`, FSDP's) and of the adapter may be there or not, and a model's outer names may be those
-//!   of another version or framework. What is found in the model's own place is served, all else is refused. Factors of an embedding
-//!   are only for embeddings, those of a linear layer only for these.
-//! - PEFT loads the `base_layer.weight` of an embedding or a head over the base model's, and saves it with every adapter of one. Such an
-//!   adapter is refused until an engine has compared them: [`Adapter::compare_base_weights`].
-//! - `peft_type` may be written in lower case.
+//! - If `r`, `target_modules` or `target_parameters` is absent, the tensors decide. PEFT uses defaults. Trainers that send adapters from
+//!   memory often write only `peft_type` and `lora_alpha`.
+//! - With `"target_modules": "all-linear"`, factors of `lm_head` or of an embedding are refused, because PEFT drops them. A head named
+//!   `unembed_tokens` is served: the trainers that write this name train it.
+//! - A key may carry wrappers (`base_model.model`, `module`, `_orig_mod`, FSDP's), the adapter's name, or a model's outer names from
+//!   another version or framework, and may lack them. PEFT drops every key that is not exactly its own. A module that the model lacks
+//!   is refused, and so are an embedding's factors for a linear layer and a linear layer's for an embedding.
+//! - PEFT saves the `base_layer.weight` of an embedding or a head with every adapter of it, and loads it over the base model's weight.
+//!   Such an adapter is refused until the engine has compared the two: [`Adapter::compare_base_weights`].
+//! - `peft_type` may be lower case.
 //!
 //! # Experts
 //!

@@ -162,6 +162,7 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
     // Numbers and names that may be referred to.
     let mut closed: Vec<(usize, String)> = Vec::new();
     let mut last_group = outer_groups;
+    let mut names: Vec<String> = Vec::new();
     let mut backtracks = false;
     // Whether the item before can be repeated.
     let mut repeatable = false;
@@ -204,6 +205,12 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
                 };
                 if looks_behind || (group.captures.is_some() && groups.iter().any(|group| group.looks.is_some())) {
                     return Err("a group stands inside look-around");
+                }
+                if let Some((_, name)) = group.captures.as_ref().filter(|(_, name)| !name.is_empty()) {
+                    if names.contains(name) {
+                        return Err("two groups have one name");
+                    }
+                    names.push(name.clone());
                 }
                 backtracks |= group.looks.is_some();
                 groups.push(group);
@@ -296,10 +303,12 @@ fn class(mut rest: &[u8]) -> Result<&[u8], &'static str> {
 fn counts(rest: &[u8]) -> Result<&[u8], &'static str> {
     let end = rest.iter().position(|byte| *byte == b'}').ok_or("a brace is not closed")?;
     let (counts, rest) = (&rest[..end], &rest[end + 1..]);
+    let digits = |count: &&[u8]| count.iter().all(u8::is_ascii_digit);
+    let count = |count: &[u8]| str::from_utf8(Some(count).filter(digits)?).ok()?.parse::<u32>().ok();
     let mut parts = counts.split(|byte| *byte == b',');
-    let is_count = |part: &[u8]| part.iter().all(u8::is_ascii_digit);
-    let valid = match (parts.next(), parts.next(), parts.next()) {
-        (Some(least), most, None) => !least.is_empty() && is_count(least) && most.is_none_or(is_count),
+    let valid = match (parts.next().map(count), parts.next(), parts.next()) {
+        (Some(Some(_)), None | Some(b""), None) => true,
+        (Some(Some(least)), Some(most), None) => count(most).is_some_and(|most| least <= most),
         _ => false,
     };
     if valid { Ok(rest) } else { Err("a brace is no repetition `{m}`, `{m,}` or `{m,n}`") }

@@ -114,7 +114,7 @@ impl fmt::Debug for Tensor {
 pub struct TensorName {
     /// The key, as the file spells it.
     pub key: String,
-    /// The file; none for a tensor that was passed in memory.
+    /// The file, or `file N` among the bytes of several; none for a tensor that was passed in memory.
     pub file: Option<PathBuf>,
 }
 
