@@ -105,7 +105,7 @@ impl WeightTable {
     ) -> Result<Resident, LoadError> {
         self.slots.index(slot)?;
         let filled = self.reserve(image)?.fill_with_progress(image, progress)?;
-        Ok(self.commit(slot, filled)?)
+        self.commit(slot, filled)
     }
 
     /// Reserves room for an adapter.
@@ -123,10 +123,10 @@ impl WeightTable {
     ///
     /// # Errors
     /// If there is no such slot, or the room is of another table.
-    pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, SlotError> {
+    pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
         let Filled { adapter, max_rank } = filled;
         if !Arc::ptr_eq(&self.bounds, &adapter.room.bounds) {
-            return Err(SlotError::OtherTable);
+            return Err(SlotError::OtherTable.into());
         }
         let (bytes, adapter) = (adapter.room.bytes, Arc::new(adapter));
         let (resident, _old) = self.slots.replace(&mut self.slots.lock(), slot, bytes, max_rank, adapter)?;
@@ -137,9 +137,9 @@ impl WeightTable {
     ///
     /// # Errors
     /// If there is no such slot.
-    pub fn unload(&self, slot: Slot) -> Result<(), SlotError> {
+    pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
         let old = self.slots.take(&mut self.slots.lock(), slot);
-        old.map(drop)
+        Ok(old.map(drop)?)
     }
 
     /// Begins a step of the tokens of `batch`, on the adapters that are loaded now.
