@@ -213,8 +213,8 @@ fn room_is_of_one_table_and_one_size() {
     let same_model = WeightTable::new(&setup.gpu.queue, &setup.model, DType::F32, setup.weights.capacity(), 1 << 20);
     let same_model = same_model.unwrap();
     let mut staging = Staging::new(&setup.gpu.queue).unwrap();
-    let [four, eight] = [4, 8].map(|rank| adapter(rank, 6.0));
-    let [image, larger] = [&four, &eight].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
+    let [four, sixteen] = [4, 16].map(|rank| adapter(rank, 6.0));
+    let [image, larger] = [&four, &sixteen].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
     let before = setup.weights.usage();
 
     let foreign = four.plan(&other.model, DType::F32).unwrap();
