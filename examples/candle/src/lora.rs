@@ -8,24 +8,18 @@ use std::path::Path;
 
 use aril::{
     Slot,
-    adapter::Adapter,
-    model::{Linear as Fused, LinearId, ModelSpec, Parallel, TpRank},
+    adapter::{Adapter, SlotImage},
+    model::{Linear as Fused, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
 };
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Layout, Result, Tensor, bail};
 use candle_nn::{Linear, Module};
 
 /// The layers that adapters may change, in the order in which the model adds them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Sites {
     spec: ModelSpec,
     ids: Vec<LinearId>,
-}
-
-impl Default for Sites {
-    fn default() -> Self {
-        Self { spec: ModelSpec::new(TpRank::SINGLE), ids: Vec::new() }
-    }
 }
 
 impl Sites {
@@ -73,13 +67,14 @@ pub struct Limits {
     /// Adapters at once.
     pub max_adapters: usize,
     pub max_rank: usize,
-    /// Device memory for the factors of all adapters, in bytes; on the CPU each takes what it needs.
+    /// Memory for the factors of all adapters, in bytes.
     pub bytes: usize,
 }
 
 /// The adapters that are registered, by name, in the memory of a device.
 pub struct Adapters {
-    spec: ModelSpec,
+    model: Model,
+    dtype: aril::DType,
     /// The name of the adapter in each slot.
     names: Vec<Option<String>>,
     backend: Box<dyn Backend>,
@@ -88,29 +83,22 @@ pub struct Adapters {
 impl Adapters {
     /// Room for adapters of the layers `sites`, of a model in `dtype` on `device`.
     pub fn new(sites: Sites, dtype: DType, device: &Device, limits: Limits) -> Result<Self> {
-        let capacity =
-            Capacity { max_tokens: limits.max_tokens, num_slots: limits.max_adapters, max_rank: limits.max_rank };
-        let names = vec![None; capacity.num_slots];
-        let Sites { spec, ids } = sites;
-        let backend: Box<dyn Backend> = match (device, dtype) {
-            (Device::Cpu, DType::BF16) => Box::new(cpu::Cpu::<half::bf16>::new(&spec, &ids, capacity)),
-            (Device::Cpu, DType::F16) => Box::new(cpu::Cpu::<half::f16>::new(&spec, &ids, capacity)),
-            (Device::Cpu, DType::F32) => Box::new(cpu::Cpu::<f32>::new(&spec, &ids, capacity)),
-            #[cfg(feature = "cuda")]
-            (Device::Cuda(device), DType::BF16) => {
-                Box::new(cuda::Cuda::<half::bf16>::new(&spec, &ids, capacity, limits.bytes, device)?)
-            }
-            #[cfg(feature = "cuda")]
-            (Device::Cuda(device), DType::F16) => {
-                Box::new(cuda::Cuda::<half::f16>::new(&spec, &ids, capacity, limits.bytes, device)?)
-            }
-            #[cfg(feature = "cuda")]
-            (Device::Cuda(device), DType::F32) => {
-                Box::new(cuda::Cuda::<f32>::new(&spec, &ids, capacity, limits.bytes, device)?)
-            }
-            (device, dtype) => bail!("no adapters in {dtype:?} on {device:?}"),
+        let dtype = match dtype {
+            DType::BF16 => aril::DType::BF16,
+            DType::F16 => aril::DType::F16,
+            DType::F32 => aril::DType::F32,
+            dtype => bail!("there are no adapters in {dtype:?}"),
         };
-        Ok(Self { spec, names, backend })
+        let Limits { max_tokens, max_adapters, max_rank, bytes } = limits;
+        let capacity = Capacity::tokens(max_tokens).slots(max_adapters).rank(max_rank);
+        let model = sites.spec.shard(TpRank::SINGLE).map_err(Error::wrap)?;
+        let backend: Box<dyn Backend> = match device {
+            Device::Cpu => Box::new(cpu::Cpu::new(&model, &sites.ids, dtype, capacity, bytes)?),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Box::new(cuda::Cuda::new(&model, &sites.ids, dtype, capacity, bytes, device)?),
+            device => bail!("there are no adapters on {device:?}"),
+        };
+        Ok(Self { model, dtype, names: vec![None; max_adapters], backend })
     }
 
     /// Registers the adapter that PEFT saved in `directory`, or replaces the one of that name. On an error all is as it was.
@@ -119,7 +107,8 @@ impl Adapters {
         let Some(slot) = self.slot_of(Some(name)).or_else(|| self.slot_of(None)) else {
             bail!("no room for the adapter `{name}`: there are {} already", self.names.len())
         };
-        self.backend.load(index(slot)?, &self.spec, &adapter)?;
+        let image = adapter.plan(&self.model, self.dtype).map_err(Error::wrap)?;
+        self.backend.load(index(slot)?, &image)?;
         self.names[slot] = Some(name.to_owned());
         Ok(())
     }
@@ -173,10 +162,10 @@ enum Rows {
     LastTokens,
 }
 
-/// aril on one kind of device, in one element type.
+/// aril on one kind of device.
 trait Backend: Send {
-    fn load(&mut self, slot: Slot, spec: &ModelSpec, adapter: &Adapter) -> Result<()>;
-    fn unload(&mut self, slot: Slot) -> Result<()>;
+    fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<()>;
+    fn unload(&self, slot: Slot) -> Result<()>;
     /// Says which slot each row of later deltas has.
     fn route(&mut self, rows: Rows, slots: Vec<Slot>) -> Result<()>;
 

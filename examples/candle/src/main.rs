@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let prompt = tokenizer.encode(prompt, true).map_err(|error| error.to_string())?.get_ids().to_vec();
 
     let (model, sites) = Qwen3::open(&directory, dtype, &device)?;
-    let limits = Limits { max_tokens: 4096, max_adapters: named.len(), max_rank: 64, bytes: 1 << 30 };
+    let limits = Limits { max_tokens: 4096, max_adapters: named.len().max(1), max_rank: 64, bytes: 1 << 30 };
     let mut adapters = Adapters::new(sites, dtype, &device, limits)?;
     for (name, directory) in &named {
         adapters.register(name, directory)?;

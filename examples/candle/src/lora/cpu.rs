@@ -1,10 +1,12 @@
 //! Adapters in host memory, on candle's vectors.
 
+use std::cell::RefCell;
+
 use aril::{
-    Slot,
-    adapter::Adapter,
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable},
-    model::{LinearId, ModelSpec},
+    DType, Element, Slot,
+    adapter::SlotImage,
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    model::{LinearId, Model},
     plan::Capacity,
     routing::Batch,
 };
@@ -12,31 +14,44 @@ use candle_core::{CpuStorage, Error, Layout, Result, bail};
 
 use super::{Backend, Rows, matrix};
 
-pub(super) struct Cpu<T> {
-    weights: WeightTable<T>,
+pub(super) struct Cpu {
+    weights: WeightTable,
     layers: Vec<LoraLinear>,
+    workspace: RefCell<Workspace>,
     tokens: Vec<Slot>,
     last_tokens: Vec<Slot>,
 }
 
-impl<T: Element> Cpu<T> {
-    pub(super) fn new(spec: &ModelSpec, ids: &[LinearId], capacity: Capacity) -> Self {
-        Self {
-            weights: WeightTable::new(spec, capacity.num_slots, capacity.max_rank),
-            layers: ids.iter().map(|&id| LoraLinear::new(spec, id)).collect(),
-            tokens: Vec::new(),
-            last_tokens: Vec::new(),
-        }
+impl Cpu {
+    pub(super) fn new(model: &Model, ids: &[LinearId], dtype: DType, capacity: Capacity, bytes: usize) -> Result<Self> {
+        let weights = WeightTable::new(model, dtype, capacity, bytes).map_err(Error::wrap)?;
+        let layers = ids.iter().map(|&id| LoraLinear::new(&weights, id)).collect::<std::result::Result<_, _>>();
+        let (tokens, last_tokens) = (Vec::new(), Vec::new());
+        Ok(Self { layers: layers.map_err(Error::wrap)?, weights, workspace: RefCell::default(), tokens, last_tokens })
+    }
+
+    fn add_delta<T: Element>(
+        &self,
+        site: usize,
+        slots: &[Slot],
+        (y, y_layout): (&mut [T], &Layout),
+        (x, x_layout): (&[T], &Layout),
+    ) -> Result<()> {
+        let ((x_start, x_rows, x_cols), (y_start, y_rows, y_cols)) = (matrix(x_layout)?, matrix(y_layout)?);
+        let x = Matrix::new(&x[x_start..], x_rows, x_cols).map_err(Error::wrap)?;
+        let y = MatrixMut::new(&mut y[y_start..], y_rows, y_cols).map_err(Error::wrap)?;
+        let mut workspace = self.workspace.borrow_mut();
+        let mut step = self.weights.step(&Batch::new(slots), &mut workspace).map_err(Error::wrap)?;
+        self.layers[site].add_delta(&mut step, x, y).map_err(Error::wrap)
     }
 }
 
-impl<T: Element> Backend for Cpu<T> {
-    fn load(&mut self, slot: Slot, spec: &ModelSpec, adapter: &Adapter) -> Result<()> {
-        let image = adapter.plan(spec, T::DTYPE).map_err(Error::wrap)?;
-        self.weights.load(slot, &image).map_err(Error::wrap)
+impl Backend for Cpu {
+    fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
+        self.weights.load(slot, image).map(drop).map_err(Error::wrap)
     }
 
-    fn unload(&mut self, slot: Slot) -> Result<()> {
+    fn unload(&self, slot: Slot) -> Result<()> {
         self.weights.unload(slot).map_err(Error::wrap)
     }
 
@@ -55,40 +70,15 @@ impl<T: Element> Backend for Cpu<T> {
         (y, y_layout): (&mut CpuStorage, &Layout),
         (x, x_layout): (&CpuStorage, &Layout),
     ) -> Result<()> {
-        let batch = Batch::new(match rows {
+        let slots = match rows {
             Rows::Tokens => &self.tokens,
             Rows::LastTokens => &self.last_tokens,
-        });
-        let (Some(y), Some(x)) = (T::slice_mut(y), T::slice(x)) else {
-            bail!("the model is not in {}, as its adapters are", T::DTYPE)
         };
-        let ((x_start, x_rows, x_cols), (y_start, y_rows, y_cols)) = (matrix(x_layout)?, matrix(y_layout)?);
-        let x = Matrix::new(&x[x_start..], x_rows, x_cols).map_err(Error::wrap)?;
-        let y = MatrixMut::new(&mut y[y_start..], y_rows, y_cols).map_err(Error::wrap)?;
-        self.layers[site].add_delta(x, y, &self.weights, &batch).map_err(Error::wrap)
+        match (y, x) {
+            (CpuStorage::BF16(y), CpuStorage::BF16(x)) => self.add_delta(site, slots, (y, y_layout), (x, x_layout)),
+            (CpuStorage::F16(y), CpuStorage::F16(x)) => self.add_delta(site, slots, (y, y_layout), (x, x_layout)),
+            (CpuStorage::F32(y), CpuStorage::F32(x)) => self.add_delta(site, slots, (y, y_layout), (x, x_layout)),
+            _ => bail!("the model is not in {}, as its adapters are", self.weights.dtype()),
+        }
     }
 }
-
-/// An element type, and where candle keeps it.
-pub(super) trait Element: aril::Element {
-    fn slice(storage: &CpuStorage) -> Option<&[Self]>;
-    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
-}
-
-macro_rules! element {
-    ($element:ty, $variant:ident) => {
-        impl Element for $element {
-            fn slice(storage: &CpuStorage) -> Option<&[Self]> {
-                if let CpuStorage::$variant(values) = storage { Some(values) } else { None }
-            }
-
-            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
-                if let CpuStorage::$variant(values) = storage { Some(values) } else { None }
-            }
-        }
-    };
-}
-
-element!(half::bf16, BF16);
-element!(half::f16, F16);
-element!(f32, F32);

@@ -1,23 +1,23 @@
 //! Adapters in device memory, on the addresses in candle's storage and on candle's stream.
 
-use std::sync::Arc;
-
 use aril::{
-    Slot,
-    adapter::Adapter,
+    DType, Slot,
+    adapter::SlotImage,
     cuda::{
-        Kernels, LaunchError, Routing, WeightTable, Workspace,
-        raw::{LayerWeights, LoraLinear, MatrixMut, MatrixRef, RoutedBatch, Stream},
+        Kernels, Queue, Routing, WeightTable, Workspace,
+        raw::{LoraLinear, MatrixMut, MatrixRef, RoutedBatch, Step, Stream},
     },
-    model::{LinearId, ModelSpec},
-    plan::{Capacity, WorkspaceBytes},
+    model::{LinearId, Model},
+    plan::Capacity,
     routing::Batch,
 };
 use candle_core::{
-    CudaDevice, CudaStorage, Error, Layout, Result, bail,
+    CudaDevice, CudaStorage, Error, Layout, Result,
+    backend::BackendStorage,
+    bail,
     cuda::{
         CudaDType,
-        cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut},
+        cudarc::driver::{DevicePtr, DevicePtrMut},
     },
 };
 
@@ -26,18 +26,13 @@ use super::{Backend, Rows, matrix};
 /// Steps that the host may run ahead of the device.
 const STEPS_IN_FLIGHT: usize = 2;
 
-pub(super) struct Cuda<T> {
-    stream: Arc<CudaStream>,
-    weights: WeightTable<T>,
-    layers: Vec<Layer>,
+pub(super) struct Cuda {
+    queue: Queue,
+    weights: WeightTable,
+    layers: Vec<LoraLinear>,
     workspace: Workspace,
     tokens: Routed,
     last_tokens: Routed,
-}
-
-struct Layer {
-    operation: LoraLinear,
-    weights: LayerWeights,
 }
 
 struct Routed {
@@ -45,63 +40,31 @@ struct Routed {
     batch: Option<RoutedBatch>,
 }
 
-impl<T: aril::Element> Cuda<T> {
+impl Cuda {
     pub(super) fn new(
-        spec: &ModelSpec,
+        model: &Model,
         ids: &[LinearId],
+        dtype: DType,
         capacity: Capacity,
         bytes: usize,
         device: &CudaDevice,
     ) -> Result<Self> {
         let stream = device.cuda_stream();
         let kernels = Kernels::load_into(stream.context()).map_err(Error::wrap)?;
-        let weights = WeightTable::new(&kernels, spec, capacity, bytes, &stream).map_err(Error::wrap)?;
-        let layer = |&id: &LinearId| {
-            let operation = LoraLinear::new(&kernels, spec, id, T::DTYPE, capacity).map_err(Error::wrap)?;
-            Ok(Layer { operation, weights: weights.layer(spec[id].first_entry()) })
-        };
-        let layers = ids.iter().map(layer).collect::<Result<Vec<_>>>()?;
-        let needed = layers.iter().map(|layer| layer.operation.plan().workspace_bytes());
-        let needed = needed.fold(WorkspaceBytes::default(), WorkspaceBytes::max);
-        let workspace = Workspace::new(&kernels, needed, &stream).map_err(Error::wrap)?;
+        let queue = Queue::new(&kernels, &stream).map_err(Error::wrap)?;
+        let weights = WeightTable::new(&queue, model, dtype, capacity, bytes).map_err(Error::wrap)?;
+        let layer = |&id| LoraLinear::new(&kernels, model, id, dtype, capacity).map_err(Error::wrap);
+        let layers = ids.iter().map(layer).collect::<Result<_>>()?;
+        let workspace = Workspace::new(&weights).map_err(Error::wrap)?;
         let routed = || {
-            let routing = Routing::new(&kernels, capacity, STEPS_IN_FLIGHT, &stream).map_err(Error::wrap)?;
+            let routing = Routing::new(&queue, capacity, STEPS_IN_FLIGHT).map_err(Error::wrap)?;
             Ok::<_, Error>(Routed { routing, batch: None })
         };
         let (tokens, last_tokens) = (routed()?, routed()?);
-        Ok(Self { stream, weights, layers, workspace, tokens, last_tokens })
-    }
-}
-
-impl<T: aril::Element + CudaDType> Backend for Cuda<T> {
-    fn load(&mut self, slot: Slot, spec: &ModelSpec, adapter: &Adapter) -> Result<()> {
-        let image = adapter.plan(spec, T::DTYPE).map_err(Error::wrap)?;
-        self.weights.load(slot, &image, &self.stream).map_err(Error::wrap)
+        Ok(Self { queue, weights, layers, workspace, tokens, last_tokens })
     }
 
-    fn unload(&mut self, slot: Slot) -> Result<()> {
-        self.weights.unload(slot, &self.stream).map_err(Error::wrap)
-    }
-
-    fn route(&mut self, rows: Rows, slots: Vec<Slot>) -> Result<()> {
-        let Routed { routing, batch } = match rows {
-            Rows::Tokens => &mut self.tokens,
-            Rows::LastTokens => &mut self.last_tokens,
-        };
-        let mut update = || routing.update(&Batch::new(&slots), &self.stream).map(drop);
-        match update() {
-            Err(LaunchError::Busy { .. }) => {
-                self.stream.synchronize().map_err(Error::wrap)?;
-                update()
-            }
-            result => result,
-        }
-        .map_err(Error::wrap)?;
-        *batch = Some(routing.capture_batch(slots.len()).map_err(Error::wrap)?);
-        Ok(())
-    }
-
-    fn add_delta_cuda(
+    fn add_delta<T: aril::Element + CudaDType>(
         &self,
         site: usize,
         rows: Rows,
@@ -113,17 +76,51 @@ impl<T: aril::Element + CudaDType> Backend for Cuda<T> {
             Rows::LastTokens => &self.last_tokens,
         };
         let Some(batch) = routed.batch else { bail!("no step was begun") };
+        let stream = self.queue.stream();
+        let step = Step::new(self.weights.raw(), batch, self.workspace.raw(), Stream::from(&**stream));
         let ((x_start, x_rows, x_cols), (y_start, y_rows, y_cols)) = (matrix(x_layout)?, matrix(y_layout)?);
-        let (x, y) = (x.as_cuda_slice::<T>()?, y.as_cuda_slice_mut::<T>()?);
-        let (x, _x_used) = x.device_ptr(&self.stream);
-        let (y, _y_used) = y.device_ptr_mut(&self.stream);
+        let (x, _x_used) = x.as_cuda_slice::<T>()?.device_ptr(stream);
+        let (y, _y_used) = y.as_cuda_slice_mut::<T>()?.device_ptr_mut(stream);
         let address = |begin: u64, elems: usize| begin + (elems * size_of::<T>()) as u64;
         let x = MatrixRef::new::<T>(address(x, x_start), x_rows, x_cols);
         let y = MatrixMut::new::<T>(address(y, y_start), y_rows, y_cols);
-        let Layer { operation, weights } = &self.layers[site];
-        // SAFETY: candle's layouts are within its storage; it and everything of `self` is used on candle's stream alone, on which
-        // candle also frees what it drops. The workspace is aril's own, and the batch was routed by `route`.
-        unsafe { operation.add_delta(x, y, *weights, batch, self.workspace.region(), Stream::from(&*self.stream)) }
-            .map_err(Error::wrap)
+        // SAFETY: candle's layouts are within its storage, which is used and freed on this stream alone. Table, workspace and routing are
+        // aril's own and order themselves against it; `route` has routed the batch.
+        unsafe { self.layers[site].add_delta(&step, x, y) }.map_err(Error::wrap)
+    }
+}
+
+impl Backend for Cuda {
+    fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<()> {
+        self.weights.load(slot, image).map(drop).map_err(Error::wrap)
+    }
+
+    fn unload(&self, slot: Slot) -> Result<()> {
+        self.weights.unload(slot).map_err(Error::wrap)
+    }
+
+    fn route(&mut self, rows: Rows, slots: Vec<Slot>) -> Result<()> {
+        let Routed { routing, batch } = match rows {
+            Rows::Tokens => &mut self.tokens,
+            Rows::LastTokens => &mut self.last_tokens,
+        };
+        routing.wait().and_then(|()| routing.update(&Batch::new(&slots)).map(drop)).map_err(Error::wrap)?;
+        *batch = Some(routing.capture_batch(slots.len()).map_err(Error::wrap)?);
+        Ok(())
+    }
+
+    fn add_delta_cuda(
+        &self,
+        site: usize,
+        rows: Rows,
+        y: (&mut CudaStorage, &Layout),
+        x: (&CudaStorage, &Layout),
+    ) -> Result<()> {
+        match y.0.dtype() {
+            candle_core::DType::BF16 => self.add_delta::<half::bf16>(site, rows, y, x),
+            candle_core::DType::F16 => self.add_delta::<half::f16>(site, rows, y, x),
+            candle_core::DType::F32 => self.add_delta::<f32>(site, rows, y, x),
+            dtype => bail!("there are no adapters in {dtype:?}"),
+        }
     }
 }

@@ -3,9 +3,9 @@
 use aril::model::{Linear, ModelSpec, Parallel, TpRank};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut model = ModelSpec::new(TpRank::SINGLE);
-    model.linear(Linear::new("mlp", Parallel::Row, 64).slice("down_proj", 16))?;
-    println!("{model:?}");
+    let mut spec = ModelSpec::new();
+    let down = spec.linear(Linear::new("mlp", Parallel::Row, 64).slice("down_proj", 16))?;
+    println!("{:?}", spec.shard(TpRank::SINGLE)?[down]);
     #[cfg(feature = "cuda")]
     match aril::cuda::Kernels::load() {
         Ok(kernels) => println!("{kernels:?}"),

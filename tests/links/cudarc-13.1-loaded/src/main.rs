@@ -11,6 +11,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let kernels = Kernels::load_into(&context)?;
     let stream = context.default_stream();
     let x = stream.alloc_zeros::<f32>(2 * 64)?;
-    println!("{kernels:?}, {:?}, {:?}", Matrix::new(x.as_view(), 2, 64)?, Stream::from(&*stream));
+    println!("{kernels:?}, {:?}, {:?}", Matrix::new(&x, 2, 64)?, Stream::from(&*stream));
     Ok(())
 }
