@@ -19,6 +19,7 @@ mod job;
 mod model;
 mod report;
 mod requests;
+mod verdict;
 mod verify;
 
 use std::{
