@@ -6,7 +6,11 @@ use aril::cuda::{Kernels, raw::DeviceRegion, raw::Stream};
 use bytemuck::Pod;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, sys};
 
+use crate::limit::Limit;
+
+/// A device for one test, which has a time limit.
 pub struct Gpu {
+    _limit: Limit,
     pub context: Arc<CudaContext>,
     pub stream: Arc<CudaStream>,
     pub kernels: Kernels,
@@ -20,13 +24,14 @@ impl Gpu {
     }
 
     pub fn in_context(context: Arc<CudaContext>) -> Self {
+        let limit = Limit::new();
         // Not `new_stream`, which would have cudarc wait for events that captures cannot have.
         let raw =
             cudarc::driver::result::stream::create(cudarc::driver::result::stream::StreamKind::NonBlocking).unwrap();
         // SAFETY: just made in this context, and never destroyed.
         let stream = unsafe { context.wrap_borrowed_stream(raw) };
         let kernels = Kernels::load_into(&context).unwrap();
-        Self { context, stream, kernels }
+        Self { _limit: limit, context, stream, kernels }
     }
 
     pub fn raw_stream(&self) -> Stream {

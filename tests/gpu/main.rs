@@ -15,10 +15,12 @@
 #[path = "../common/adapters.rs"]
 mod adapters;
 mod align;
+mod chain;
 #[path = "../common/mod.rs"]
 mod common;
 mod contention;
 mod device;
+mod exchange;
 mod experts;
 #[path = "../qwen3/files.rs"]
 mod files;
@@ -27,6 +29,7 @@ mod forms;
 mod goldens;
 mod graph;
 mod hot_path;
+mod limit;
 #[path = "../qwen3/moe.rs"]
 mod moe;
 mod operations;
