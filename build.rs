@@ -73,6 +73,10 @@ mod kernels {
         for flag in ["-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"] {
             build.flag("-Xcompiler").flag(flag);
         }
+        // Kernels assert what a wrong use of them would break (csrc/aril.h).
+        if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
+            build.flag("-DARIL_DEBUG");
+        }
         build.compile("aril_kernels");
 
         let root = nvcc.parent().and_then(Path::parent).expect("nvcc is in a toolkit's bin");

@@ -3,10 +3,25 @@
 // The C ABI of aril's kernels: one function per operation, one plain struct of arguments per
 // function.
 //
-// Every function returns 0, a positive cudaError_t, or a negative ARIL_ERR_*, and on anything but 0
-// has enqueued nothing. None allocates, synchronizes, or touches a stream other than the one given,
-// and all but aril_load may be captured in a CUDA graph. Strides are in elements. Slots and token
-// ids in device memory are not trusted: those out of range have no adapter.
+// Every function returns 0, a positive cudaError_t, or a negative ARIL_ERR_*, and on an ARIL_ERR_*
+// has enqueued nothing. A cudaError_t is the driver's refusal of a launch. An operation of one
+// launch has enqueued nothing then. Of several launches are a linear layer in f32 or on more than
+// ARIL_FEW_TOKENS, whose last launch alone writes y, so that y stays as it was; and experts with
+// wide_shrink_blocks, of whose three launches either the second one or the third writes y, so that
+// y has all of the result or nothing of it. Planes and exchange may be used again in either case.
+//
+// None allocates, synchronizes, or touches a stream other than the one given, and all but aril_load
+// may be captured in a CUDA graph. Strides are in elements. Slots and token ids in device memory
+// are not trusted: those out of range have no adapter.
+//
+// An exchange is what the blocks of a launch hand over to each other: a header, and pairs of 32
+// bits and a tag. It is all zero when it is first used, and nothing else may write it. One launch
+// uses it at a time: those that share it are on one stream, or in the order of events. Between
+// launches the first 32 bits of the header are zero; any other value says that two launches have
+// used it at once, and every launch from then on may wait forever or take wrong sums. To reset it,
+// set all of it to zero while no launch that uses it is enqueued or running. Builds with
+// ARIL_DEBUG, which build.rs makes in cargo's profile `dev`, find two launches at once and waits
+// without an end, and end with cudaErrorAssert.
 #pragma once
 
 #include <stdint.h>
@@ -41,6 +56,8 @@ extern "C" {
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
+// The device does not begin the blocks of a launch in the order of their index.
+#define ARIL_ERR_BLOCK_ORDER (-3)
 
 enum aril_dtype { ARIL_BF16 = 0, ARIL_F16 = 1, ARIL_F32 = 2 };
 
@@ -119,9 +136,8 @@ typedef struct aril_linear_args {
   void* y;  // [num_tokens, sum of out_features]
   int64_t y_stride;
   // From shrink to expand, both aligned to 16 bytes; ranks are max_rank padded to ARIL_RANK_TILE.
-  // The exchange is for few tokens in bf16 and f16: a header, zero when it is first used, then
-  // [groups, num_tokens, num_slices, ranks] pairs of a float and a tag. Nothing else may write it.
-  // The planes are for the others: [splits, num_tokens, num_slices, ranks].
+  // The exchange is for few tokens in bf16 and f16: [groups, num_tokens, num_slices, ranks] pairs
+  // of a float. The planes are for the others: [splits, num_tokens, num_slices, ranks].
   void* exchange;
   float* planes;
   aril_weights weights;
@@ -182,8 +198,7 @@ typedef struct aril_groups {
   int32_t* num_tiles;           // [2] of those with a slot, which come first; of all
   aril_route_tile* wide_tiles;  // [max_routes] of up to ARIL_WIDE_TILE, if there are many routes
   int32_t* num_wide_tiles;      // [2] likewise
-  void* exchange;               // for aril_group alone: a header, zero when it is first used, then
-                                // [num_experts + 2] of 32 bytes; nothing else may write it
+  void* exchange;               // for aril_group alone: [num_experts + 2] of 4 pairs of counts
 } aril_groups;
 
 typedef struct aril_group_args {
@@ -209,9 +224,7 @@ typedef struct aril_align_args {
   int32_t* block_slots;    // [max_blocks] slot; -1 behind the last
   int32_t* num_padded;     // [1] routes of all blocks
   int32_t* places;         // [num_tokens * top_k] for the kernel alone, of any content
-  // Zero when it is first used; nothing else may write it. Aligned to 16 bytes: a header, as for
-  // aril_linear, then pairs of a count and a tag, as many as num_experts, and one more if that is
-  // odd.
+  // Aligned to 16 bytes: pairs of a count, as many as num_experts, and one more if that is odd.
   void* exchange;
 } aril_align_args;
 
@@ -293,7 +306,9 @@ typedef struct aril_experts_args {
 // What a status means; a string that lives forever.
 const char* aril_status_string(int32_t status);
 
-// Loads every kernel into the current context, so that no launch has to.
+// Loads every kernel into the current context, so that no launch has to, and runs a short kernel on
+// a stream of its own, which it waits for: ARIL_ERR_BLOCK_ORDER if it shows that other launches
+// could wait forever. A capture on another thread goes on undisturbed.
 int32_t aril_load(void);
 int32_t aril_route(const aril_route_args* args, void* stream);
 int32_t aril_linear(const aril_linear_args* args, void* stream);

@@ -10,6 +10,8 @@ mod moe;
 mod process;
 #[path = "qwen3/goldens.rs"]
 mod shared;
+#[path = "qwen3/verify.rs"]
+mod verify;
 
 use files::{Files, edit};
 use process::fixture;
@@ -31,6 +33,35 @@ fn bf16_reproduces_the_goldens() {
 #[test]
 fn f16_reproduces_the_goldens() {
     shared::reproduces_within_rounding(DEVICE, "f16");
+}
+
+/// What the golden has, but for what `edit` changes.
+fn hold_edited(edit: impl FnOnce(&mut shared::Answer)) {
+    let golden = shared::golden("one-question", "bf16");
+    let mut answers = shared::golden("one-question", "bf16");
+    answers.iter_mut().for_each(|answer| answer.tolerance = 0.4);
+    edit(&mut answers[3]);
+    shared::hold_rounded(DEVICE, "one-question", "bf16", &answers, &golden);
+}
+
+#[test]
+fn a_golden_holds_itself() {
+    hold_edited(|_| ());
+}
+
+#[test]
+#[should_panic(expected = "request 3: no logits of step 2")]
+fn an_answer_that_ends_early_does_not_hold() {
+    hold_edited(|answer| {
+        answer.tokens.truncate(2);
+        answer.logits.truncate(2 * answer.vocab);
+    });
+}
+
+#[test]
+#[should_panic(expected = "request 3, step 1: logits differ by 0.5")]
+fn logits_that_differ_do_not_hold() {
+    hold_edited(|answer| answer.logits[answer.vocab + 3] += 0.5);
 }
 
 #[test]

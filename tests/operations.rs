@@ -12,8 +12,8 @@ mod common;
 
 use aril::{
     DType, Element, Slot,
-    adapter::{Adapter, Tensor},
-    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Workspace},
+    adapter::{Adapter, AdapterError, Tensor},
+    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, PlanError},
@@ -138,6 +138,228 @@ fn layer() -> Linear {
 
 fn capacity() -> Capacity {
     Capacity::tokens(1).slots(1).rank(4)
+}
+
+/// Sums over all of a layer's input, to the bit.
+#[test]
+fn many_features_are_all_summed_up() {
+    for case in Case::of_many_features(&[1, 5]) {
+        for apart in [false, true] {
+            for_dtype!(case, check(&mut Cpu { apart, ..Cpu::default() }, &case)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn every_slice_has_its_delta() {
+    for case in Case::of_many_slices(&[1, 6, 19]) {
+        for apart in [false, true] {
+            for_dtype!(case, check(&mut Cpu { apart, ..Cpu::default() }, &case)).unwrap();
+        }
+    }
+}
+
+/// A layer of 3 to 4 + 2 features and an embedding, and the tables that they take and refuse.
+struct Sites {
+    model: Model,
+    linear: LoraLinear,
+    embedding: LoraEmbedding,
+    weights: WeightTable,
+    other_weights: WeightTable,
+}
+
+impl Sites {
+    const IN: usize = 3;
+    const OUT: usize = 6;
+    const VOCAB: usize = 9;
+
+    fn new() -> Self {
+        let mut spec = ModelSpec::new();
+        let linear = Linear::new("m", Parallel::Replicated, Self::IN).slice("q", 4).slice("k", 2);
+        let linear = spec.linear(linear).unwrap();
+        let embedding = spec.embedding("embed", Self::VOCAB, Self::OUT).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let mut other = ModelSpec::new();
+        other.linear(Linear::new("other", Parallel::Replicated, 2).slice("q", 4)).unwrap();
+        let other = other.shard(TpRank::SINGLE).unwrap();
+        let [weights, other_weights] = [&model, &other]
+            .map(|model| WeightTable::new(model, DType::F32, Capacity::tokens(4).slots(2).rank(4), 1 << 20).unwrap());
+        weights.load(Slot::new(0), &adapter().plan(&model, DType::F32).unwrap()).unwrap();
+        let linear = LoraLinear::new(&weights, linear).unwrap();
+        let embedding = LoraEmbedding::new(&weights, embedding).unwrap();
+        Self { model, linear, embedding, weights, other_weights }
+    }
+}
+
+/// Of rank 1 in every module of [`Sites`], all ones.
+fn adapter() -> Adapter {
+    let tensor = |shape: [usize; 2]| {
+        let ones = vec![1.0_f32; shape[0] * shape[1]];
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&ones).to_vec()).unwrap()
+    };
+    let tensors = [
+        ("m.q.lora_A.weight", [1, 3]),
+        ("m.q.lora_B.weight", [4, 1]),
+        ("m.k.lora_A.weight", [1, 3]),
+        ("m.k.lora_B.weight", [2, 1]),
+        ("embed.lora_embedding_A", [1, 9]),
+        ("embed.lora_embedding_B", [6, 1]),
+    ];
+    let tensors = tensors.map(|(name, shape)| (name.to_owned(), tensor(shape)));
+    Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap()
+}
+
+/// Operands that do not fit are refused by name, and leave `y` as it was: added to, overwritten, or expanded to.
+#[test]
+fn an_error_leaves_y_as_it_was() {
+    let sites = Sites::new();
+    let slots = [Slot::new(0), Slot::BASE, Slot::new(0)];
+    let (batch, shorter) = (Batch::new(&slots), Batch::new(&slots[..2]));
+    let (tokens, x) = (slots.len(), [1.0_f32; 4 * Sites::IN]);
+    let refused = |[x_rows, x_cols]: [usize; 2], y_shape: [usize; 2], batch: &Batch<'_>, is_other: bool| {
+        let weights = if is_other { &sites.other_weights } else { &sites.weights };
+        let x = || Matrix::new(&x[..x_rows * x_cols], x_rows, x_cols).unwrap();
+        let mut errors = Vec::new();
+        for way in 0..3 {
+            let mut buffer = [7.0_f32; 32];
+            let y = MatrixMut::new(&mut buffer, y_shape[0], y_shape[1]).unwrap();
+            let mut workspace = Workspace::default();
+            let mut step = weights.step(batch, &mut workspace).unwrap();
+            let result = match way {
+                0 => sites.linear.add_delta(&mut step, x(), y),
+                1 => sites.linear.write_delta(&mut step, x(), y),
+                // A shrink that is refused leaves nothing to expand.
+                _ => sites.linear.shrink(&mut step, x()).and_then(|()| sites.linear.expand(&mut step, y)),
+            };
+            errors.push(result.err());
+            assert!(errors[way].is_none() || buffer == [7.0; 32], "way {way}: {:?}", errors[way]);
+        }
+        errors
+    };
+    let shape = |operand, [rows, cols]: [usize; 2], [want_rows, want_cols]: [usize; 2]| {
+        Some(OperandError::Shape { operand, rows, cols, want_rows, want_cols })
+    };
+    let [good_x, good_y] = [[tokens, Sites::IN], [tokens, Sites::OUT]];
+    assert_eq!(refused(good_x, good_y, &batch, false), [None, None, None]);
+    let of_y = |y| shape("y", y, good_y);
+    for y in [[2, 6], [4, 6], [3, 5], [3, 7]] {
+        assert_eq!(refused(good_x, y, &batch, false), [of_y(y), of_y(y), of_y(y)]);
+    }
+    for x in [[2, 3], [4, 3], [3, 2], [3, 4]] {
+        let of_x = || shape("x", x, good_x);
+        assert_eq!(refused(x, good_y, &batch, false), [of_x(), of_x(), of_x()]);
+    }
+    let model = || Some(OperandError::Model);
+    assert_eq!(refused(good_x, good_y, &batch, true), [model(), model(), model()]);
+    let of_x = || shape("x", good_x, [2, Sites::IN]);
+    assert_eq!(refused(good_x, [2, Sites::OUT], &shorter, false), [of_x(), of_x(), of_x()]);
+
+    let look_up = |ids: &[i32], y_shape: [usize; 2], is_other: bool| {
+        let mut buffer = [7.0_f32; 32];
+        let y = MatrixMut::new(&mut buffer, y_shape[0], y_shape[1]).unwrap();
+        let weights = if is_other { &sites.other_weights } else { &sites.weights };
+        let mut workspace = Workspace::default();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let result = sites.embedding.add_delta(&mut step, ids, y);
+        assert!(result.is_ok() || buffer == [7.0; 32], "{result:?}");
+        result.err()
+    };
+    assert_eq!(look_up(&[1, 2, 3], good_y, false), None);
+    for ids in [&[1, 2][..], &[1, 2, 3, 4]] {
+        let length = OperandError::Length { operand: "token_ids", got: ids.len(), want: 3 };
+        assert_eq!(look_up(ids, good_y, false), Some(length));
+    }
+    assert_eq!(look_up(&[1, 2, 3], [3, 5], false), of_y([3, 5]));
+    assert_eq!(look_up(&[1, 2, 3], [2, 6], false), of_y([2, 6]));
+    assert_eq!(look_up(&[1, 2, 3], good_y, true), model());
+}
+
+/// A matrix is inside its memory, and its rows do not overlap.
+#[test]
+fn matrices_fit_in_their_memory() {
+    let mut memory = [0.0_f32; 20];
+    let mut make = |rows, cols, row_stride| {
+        let read = Matrix::strided(&memory, rows, cols, row_stride).err();
+        let written = MatrixMut::strided(&mut memory, rows, cols, row_stride).err();
+        [("x", read), ("y", written)]
+    };
+    for (rows, cols, row_stride) in [(4, 5, 5), (3, 6, 7), (1, 20, 20), (1, 20, 90), (0, 5, usize::MAX), (7, 0, 3)] {
+        assert!(make(rows, cols, row_stride).iter().all(|(_, error)| error.is_none()), "{rows} {cols} {row_stride}");
+    }
+    for (rows, cols, row_stride) in
+        [(5, 5, 5), (4, 5, 6), (1, 21, 21), (3, 6, 8), (3, 1, usize::MAX), (usize::MAX, 1, 2)]
+    {
+        for (operand, error) in make(rows, cols, row_stride) {
+            assert_eq!(error, Some(OperandError::Extent { operand, rows, cols, row_stride, len: 20 }));
+        }
+    }
+    for (rows, cols, row_stride) in [(2, 5, 4), (1, 5, 0), (0, 5, 4)] {
+        for (operand, error) in make(rows, cols, row_stride) {
+            assert_eq!(error, Some(OperandError::Overlap { operand, cols, row_stride }));
+        }
+    }
+}
+
+/// What a table refuses, by name, leaves the slot with the adapter that it had.
+#[test]
+fn a_failed_load_leaves_the_slot_as_it_was() {
+    let Sites { model, linear, weights, .. } = Sites::new();
+    let (adapter, slots) = (adapter(), [Slot::new(0), Slot::new(1)]);
+    let added = |weights: &WeightTable| {
+        let mut y = [0.0; 2 * Sites::OUT];
+        let x = Matrix::new(&[1.0; 2 * Sites::IN], 2, Sites::IN).unwrap();
+        let y_matrix = MatrixMut::new(&mut y, 2, Sites::OUT).unwrap();
+        let mut workspace = Workspace::default();
+        let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
+        linear.add_delta(&mut step, x, y_matrix).unwrap();
+        [y[0], y[Sites::OUT]]
+    };
+    assert_eq!(added(&weights), [3.0, 0.0]);
+    let refused = |slot: Slot, adapter: &Adapter, model: &Model, dtype: DType| {
+        let error = weights.load(slot, &adapter.plan(model, dtype).unwrap()).unwrap_err();
+        assert_eq!(added(&weights), [3.0, 0.0], "{error}");
+        error
+    };
+    for got in [DType::BF16, DType::F16] {
+        let error = refused(Slot::new(0), &adapter, &model, got);
+        assert!(
+            matches!(error, LoadError::Slot(SlotError::DType { got: is, want: DType::F32 }) if is == got),
+            "{error}"
+        );
+    }
+    let tensor = |rank: usize, value: f32| {
+        let tensor = |shape: [usize; 2]| {
+            let values = vec![value; shape[0] * shape[1]];
+            Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+        };
+        let tensors = [("m.q.lora_A.weight", tensor([rank, 3])), ("m.q.lora_B.weight", tensor([4, rank]))];
+        let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
+        Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap()
+    };
+    let error = refused(Slot::new(0), &tensor(5, 1.0), &model, DType::F32);
+    assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 5, max_rank: 4 })), "{error}");
+    let error = refused(Slot::new(0), &tensor(4, f32::NAN), &model, DType::F32);
+    assert!(matches!(error, LoadError::Adapter(AdapterError::Unrepresentable { .. })), "{error}");
+    for slot in [Slot::new(2), Slot::BASE] {
+        let error = refused(slot, &adapter, &model, DType::F32);
+        assert!(matches!(error, LoadError::Slot(SlotError::NoSuchSlot { num_slots: 2, .. })), "{error}");
+    }
+    assert!(matches!(weights.unload(Slot::new(2)), Err(LoadError::Slot(SlotError::NoSuchSlot { .. }))));
+    assert_eq!(added(&weights), [3.0, 0.0]);
+    weights.load(Slot::new(1), &tensor(4, 1.0).plan(&model, DType::F32).unwrap()).unwrap();
+    weights.unload(Slot::new(0)).unwrap();
+    assert_eq!(added(&weights), [0.0, 3.0]);
+}
+
+/// What bounds, tolerances and tests go by: half the distance from 1 to the next larger number.
+#[test]
+fn unit_roundoffs_are_those_of_the_formats() {
+    let above_one = |next: f64| (next - 1.0) / 2.0;
+    let bf16 = half::bf16::from_bits(half::bf16::ONE.to_bits() + 1).to_f64();
+    let f16 = half::f16::from_bits(half::f16::ONE.to_bits() + 1).to_f64();
+    assert_eq!(DType::BF16.unit_roundoff(), above_one(bf16));
+    assert_eq!(DType::F16.unit_roundoff(), above_one(f16));
+    assert_eq!(DType::F32.unit_roundoff(), above_one(f64::from(1.0_f32.next_up())));
 }
 
 /// A table is as wide as the model it was made for: a layer of another model would read past its adapters.

@@ -48,9 +48,10 @@ sanitize)
     for tool in "$@"; do
         echo "== $tool"
         rm -f "$OUT/sanitize-$tool.log"
-        skipped=(--skip goldens:: --skip contention:: --skip loading:: --skip offsets_are_64_bits_wide --skip experts::limits:: --skip experts::steps::
+        skipped=(--skip goldens:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide --skip experts::limits:: --skip experts::steps::
             --skip a_launch_on_experts_allocates_nothing)
         options=()
+        export ARIL_TEST_SECONDS=7200
         # As many as the blocks of the largest grid have between them.
         [ "$tool" != synccheck ] || options=(--num-cuda-barriers 16384)
         # initcheck has every copy wait, so that none is ever on its way.

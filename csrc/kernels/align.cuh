@@ -6,7 +6,7 @@
 // A block of threads for each expert goes through all routes twice: to find each of its own a place
 // among those of its slot, and to put it there. In between it needs to know how many blocks of
 // routes come before its own: every block leaves its number with the launch's tag, and waits for
-// those of lower index, as expand does for shrink (few.cuh). Places do not depend on chance: routes
+// those of lower index (exchange.cuh). Places do not depend on chance: routes
 // are counted in the order of their numbers, 32 at a time by one warp.
 //
 // Shared memory: num_slots counters of 4 bytes (at most 32 KB) and lists of 32 KB. Bound: latency;
@@ -16,7 +16,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "../common/pdl.cuh"
-#include "few.cuh"
+#include "exchange.cuh"
 #include "group.cuh"
 #include "tile.cuh"
 
@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   for (int slot = thread; slot < p.num_slots; slot += kAlignThreads) next[slot] = 0;
   __syncthreads();
   wait_for_predecessors();
+  if (is_first_block()) clear_old_pairs(p.exchange, (int64_t{gridDim.x} + 1) / 2 * 2, tag);
   const int num_routes =
       mine < p.top_k.num_experts ? routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k : 0;
   int ids[kPerThread];
@@ -150,8 +151,11 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   if (2 * thread < mine) {
     const bool has_second = 2 * thread + 1 < mine;
     TaggedSums sums;
-    do sums = load_tagged(counts + 2 * thread);
-    while (sums.tag0 != tag || (has_second && sums.tag1 != tag));
+    Polls polls;
+    do {
+      polls.count();
+      sums = load_tagged(counts + 2 * thread);
+    } while (sums.tag0 != tag || (has_second && sums.tag1 != tag));
     before = __float_as_int(sums.sum0) + (has_second ? __float_as_int(sums.sum1) : 0);
   }
   Scan(scan).ExclusiveSum(before, before, all_before);

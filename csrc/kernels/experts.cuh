@@ -70,7 +70,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   const Planes planes = planes_of(p);
   uint64_t* const plane = tagged_planes(p.exchange) + group * planes.plane_stride +
                           slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
-  const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
+  const int token_tiles = p.from_tokens ? *p.routing.tiles.count * kParts : 0;
   const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / pieces >= stride) return;
@@ -195,8 +195,10 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const Planes& pl
   const uint64_t* source = plane + row * planes.token_stride;
   for (int first = 0; first < groups; first += kAtOnce) {
     TaggedSums sums[kAtOnce][2];
+    Polls polls;
     bool all;
     do {
+      polls.count();
       all = true;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -297,7 +299,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const bool overwrites = p.form == ARIL_WRITE;
   // Tiles of tokens, for slots that share B, come before those of experts.
   const int parts = ceil_div(p.top_k.top_k, ARIL_ROUTES_PER_TILE);
-  const int token_tiles = !p.from_tokens && sharing.any() ? sharing.tokens * parts : 0;
+  const int token_tiles =
+      !p.from_tokens && sharing.any() ? routed_tokens(p.routing, p.num_tokens) * parts : 0;
   const bool has_experts = p.from_tokens || overwrites || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(overwrites) : 0);
   const int first_block = grid.first_shrink + grid.shrink_blocks;
@@ -305,7 +308,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const int index = (blockIdx.x - first_block) * kExpertsWarps + warp;
   const auto pieces_of = [&](int outs) { return p.num_slices * ceil_div(p.out_features, outs); };
   // Where there are few tiles, more warps have one.
-  const bool are_few = last * pieces_of(ARIL_OUT_TILE) <= warps;
+  const bool are_few = int64_t{last} * pieces_of(ARIL_OUT_TILE) <= warps;
   const int outs_per_warp = are_few ? ARIL_OUT_TILE : p.outs_per_block;
   const int pieces = pieces_of(outs_per_warp), stride = warps / pieces;  // of tiles
   if (index / pieces >= stride) return;
@@ -502,6 +505,9 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   __shared__ uint32_t tag;
   if (threadIdx.x == 0) tag = enter(p.exchange);
   __syncthreads();
+  const auto clear_old = [&] {
+    clear_old_pairs(p.exchange, grid.groups * planes_of(p).plane_stride, tag);
+  };
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
   if constexpr (!kHere) {
     if (index < 0) return RouteTiles<kHere>::publish(p, tag, shared);
@@ -515,8 +521,9 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   }
   if constexpr (!kHere) {
     if (grid.beside_wide && goes_wide(p)) {
-      if (is_first_block()) wait_for_predecessors();
-      return;
+      if (!is_first_block()) return;
+      wait_for_predecessors();
+      return clear_old();
     }
   }
   const bool may_share = shrinks == (p.from_tokens != 0);
@@ -532,8 +539,8 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
     if (!shrinks) return expand(tag, tiles, sharing);
   }
+  if (index == 0) clear_old();
   experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
-  if (!kHere && grid.beside_wide) wait_for_predecessors();
 }
 
 constexpr int kExpertsBlocks = 2;  // of a multiprocessor

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
   if (!goes_wide(p)) return;
   const int lane = threadIdx.x % 32;
   const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
-  const int pieces = column_blocks * ceil_div(p.in_features, kGroupFeatures);
+  const unsigned pieces = column_blocks * ceil_div(p.in_features, kGroupFeatures);
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const Planes planes = planes_of(p);
   // Loaded before it is known whether there is one.
@@ -164,7 +164,9 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
   int route_tiles = __ldcg(p.groups.num_wide_tiles);
   const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
   if (p.from_tokens && SharingSlots(p, token_tiles).all) route_tiles = 0;
-  for (int i = blockIdx.x; i < (route_tiles + token_tiles) * pieces; i += gridDim.x) {
+  // Each piece of a tile has at least 8 sums, in planes and exchange: 2^32 of them need 400 GB.
+  const unsigned last = static_cast<unsigned>(route_tiles + token_tiles) * pieces;
+  for (unsigned i = blockIdx.x; i < last; i += gridDim.x) {
     const int tile_index = i / pieces, piece = i % pieces;
     const int first_column = piece % column_blocks * columns, group = piece / column_blocks;
     const auto run = [&](const aril_descriptor& module, const auto& make_row) {
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
   __syncthreads();
   if constexpr (kMayShare) {
     const int token_tiles = *p.routing.wide_tiles.count, top_k = p.top_k.top_k;
-    if (4 * last > 7 * token_tiles * top_k * pieces) {
+    if (4 * int64_t{last} > 7 * int64_t{token_tiles} * top_k * pieces) {
       const SharingSlots sharing(p, token_tiles);
       if (threadIdx.x == 0 && sharing.any) {
         last_by_token = token_tiles * top_k * pieces;

@@ -8,15 +8,15 @@
 // for predecessors; what is left then is x, two short products with a trip through L2 between them,
 // and y.
 //
-// Expand waits for shrink through the exchange: a sum stands there with the launch's tag. Blocks of
-// shrink come first in the grid, and wait for nobody; blocks begin in the order of their index, as
-// CUB's scans rely on, too. So whoever is waited for has begun.
+// Expand waits for shrink through the exchange (exchange.cuh). Blocks of shrink come first in the
+// grid, and wait for nobody.
 #pragma once
 
 #include "../common/async.cuh"
 #include "../common/mma.cuh"
 #include "../common/pdl.cuh"
 #include "../common/vec.cuh"
+#include "exchange.cuh"
 #include "product.cuh"
 #include "tile.cuh"
 
@@ -35,57 +35,6 @@ struct FewGrid {
   int outs;    // blocks of expand for a tile
   bool apart;  // shrink was another launch
 };
-
-// A sum of shrink's and the tag of the launch that it belongs to.
-struct TaggedSums {
-  float sum0;
-  uint32_t tag0;
-  float sum1;
-  uint32_t tag1;
-};
-
-__device__ __forceinline__ uint64_t* tagged_planes(void* exchange) {
-  return reinterpret_cast<uint64_t*>(static_cast<char*>(exchange) + ARIL_EXCHANGE_HEADER);
-}
-
-__device__ __forceinline__ void store_tagged(void* plane, float sum, uint32_t tag) {
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(plane),
-               "l"((static_cast<uint64_t>(tag) << 32) | __float_as_uint(sum))
-               : "memory");
-}
-
-// Two neighbours at once.
-__device__ __forceinline__ void store_tagged2(void* plane, float sum0, float sum1, uint32_t tag) {
-  const uint64_t high = static_cast<uint64_t>(tag) << 32;
-  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(plane),
-               "l"(high | __float_as_uint(sum0)), "l"(high | __float_as_uint(sum1))
-               : "memory");
-}
-
-__device__ __forceinline__ TaggedSums load_tagged(const void* plane) {
-  uint64_t first, second;
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
-               : "=l"(first), "=l"(second)
-               : "l"(plane)
-               : "memory");
-  return {__uint_as_float(static_cast<uint32_t>(first)), static_cast<uint32_t>(first >> 32),
-          __uint_as_float(static_cast<uint32_t>(second)), static_cast<uint32_t>(second >> 32)};
-}
-
-// Counts a block in, and gives the launch's tag; lets dependents begin. Every block of the grid
-// calls, one thread each. The header of the exchange has the number of launches so far in its
-// upper half, and in the lower half the blocks of this one that have come. Tags come again after
-// 2^32 launches.
-__device__ __forceinline__ uint32_t enter(void* exchange) {
-  unsigned long long* header = static_cast<unsigned long long*>(exchange);
-  const unsigned long long before = atomicAdd(header, 1ull);
-  if (static_cast<uint32_t>(before) == gridDim.x - 1) {
-    atomicExch(header, ((before >> 32) + 1) << 32);
-    __threadfence();
-  }
-  let_dependents_begin();
-  return static_cast<uint32_t>(before >> 32) + 1;
-}
 
 // 8 ranks of one of a slot's modules. Those of all slices stand one after the other.
 struct Column {
@@ -140,12 +89,11 @@ constexpr int kGroupRowBytes = kGroupFeatures * 2 + 16;  // of x; eight rows tou
 
 template <typename T>
 __device__ __forceinline__ void few_shrink(const aril_linear_args& p, const FewGrid& grid,
-                                           unsigned char* shared) {
+                                           uint32_t& tag, unsigned char* shared) {
   constexpr int kChains = 4, kSteps = 4;  // of 64 features in a lane, of 16 in a chain
   __shared__ Arrival arrivals[kFewWarps];
   __shared__ float2 lane_sums[kFewWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is none
-  __shared__ uint32_t tag;
   if (threadIdx.x == 0) tag = enter(p.exchange);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_column = blockIdx.x % grid.columns * kFewColumns;
@@ -257,8 +205,10 @@ struct TaggedPlanes {
                                              int first_group, int last_group) const {
     constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
     TaggedSums sums[kAtOnce];
+    Polls polls;
     bool all;
     do {
+      polls.count();
       all = true;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -462,11 +412,13 @@ template <typename T, bool kStaged>
 __global__ void __launch_bounds__(kFewThreads, few_blocks<T>(kStaged))
     few_kernel(const __grid_constant__ aril_linear_args p, const __grid_constant__ FewGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  if (static_cast<int>(blockIdx.x) < grid.shrink) {
-    few_shrink<T>(p, grid, shared);
-    return;
-  }
   __shared__ uint32_t tag;
+  if (static_cast<int>(blockIdx.x) < grid.shrink) {
+    few_shrink<T>(p, grid, tag, shared);
+    if (!is_first_block()) return;
+    __syncthreads();
+    return clear_old_pairs(p.exchange, grid.groups * Planes(p).plane_stride, tag);
+  }
   if (grid.apart) {
     let_dependents_begin();
   } else if (threadIdx.x == 0) {

@@ -5,15 +5,15 @@
 //
 // There is a block for each expert, one for the routes without a slot, and one for those that are
 // not here: each goes through all routes, first to count its own by slot, then to write them down.
-// What the blocks before it have it learns from these, as expand learns sums (few.cuh). Bound:
-// latency; a route's id is read by every block, from L2.
+// What the blocks before it have it learns from these (exchange.cuh). Bound: latency; a route's id
+// is read by every block, from L2.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include "../common/pdl.cuh"
-#include "few.cuh"
+#include "exchange.cuh"
 #include "tile.cuh"
 
 namespace aril::detail {
@@ -40,7 +40,7 @@ __device__ __forceinline__ int group_of(const aril_top_k& top_k, int32_t id, int
 
 // The tokens of an operation on `num_tokens` that were routed.
 __device__ __forceinline__ int routed_tokens(const aril_routing& routing, int num_tokens) {
-  return min(*routing.num_tokens, num_tokens);
+  return min(load_early(routing.num_tokens), num_tokens);
 }
 
 __host__ __device__ __forceinline__ bool are_few(int num_tokens, const aril_top_k& top_k) {
@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   // Each group says what it has, and counts what the groups before it have, whose blocks have
   // begun.
   uint64_t* const exchange = tagged_planes(p.groups.exchange);
+  if (is_first_block()) clear_old_pairs(p.groups.exchange, int64_t{4} * gridDim.x, tag);
   if (threadIdx.x == 0) {
     store_tagged2(exchange + 4 * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
     store_tagged(exchange + 4 * mine + 2, __int_as_float(all.wide), tag);
@@ -184,7 +185,9 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   GroupCounts others = {0, 0, 0};
   for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
     TaggedSums first, second;
+    Polls polls;
     do {
+      polls.count();
       first = load_tagged(exchange + 4 * other);
       second = load_tagged(exchange + 4 * other + 2);
     } while (first.tag0 != tag || first.tag1 != tag || second.tag0 != tag);

@@ -16,9 +16,10 @@ use crate::{
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
     model::{Described, Model, describe},
-    report::{Moved, Row},
+    report::Row,
     requests::Request,
-    verify::{Merge, Verdict, verify},
+    verdict::{Moved, Verdict},
+    verify::{Merge, verify},
 };
 
 /// What is to be done, checked.

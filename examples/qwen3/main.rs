@@ -21,6 +21,7 @@ mod model;
 mod report;
 mod requests;
 mod tokenizer;
+mod verdict;
 mod verify;
 
 use std::{

@@ -13,7 +13,7 @@ use crate::{
     error::{Context, Result, shown},
     generate::Generation,
     tokenizer::Tokenizer,
-    verify::{Verdict, largest_difference},
+    verdict::{Moved, Verdict, is_as_it_should_be},
 };
 
 /// A request with what it got.
@@ -32,23 +32,7 @@ pub(crate) struct Row<'a> {
 impl Row<'_> {
     /// Whether the base model's rows have the very bits they have without adapters, and verification passes.
     pub(crate) fn is_as_it_should_be(&self) -> bool {
-        let base_is_untouched = self.adapter.is_some() || self.moved.is_none_or(|moved| moved.identical);
-        base_is_untouched && self.verdict.is_none_or(Verdict::passes)
-    }
-}
-
-/// How a request's logits compare with those of a run without adapters.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Moved {
-    pub(crate) difference: f32,
-    /// Whether every logit has the very bits.
-    pub(crate) identical: bool,
-}
-
-impl Moved {
-    pub(crate) fn between(with: &[f32], without: &[f32]) -> Self {
-        let identical = with.iter().map(|logit| logit.to_bits()).eq(without.iter().map(|logit| logit.to_bits()));
-        Self { difference: largest_difference(with, without), identical }
+        is_as_it_should_be(self.adapter.is_some(), self.moved, self.verdict)
     }
 }
 

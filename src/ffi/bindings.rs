@@ -24,6 +24,7 @@ pub const ARIL_EXCHANGE_HEADER: i32 = 128;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
+pub const ARIL_ERR_BLOCK_ORDER: i32 = -3;
 impl aril_dtype {
     pub const ARIL_BF16: aril_dtype = aril_dtype(0);
     pub const ARIL_F16: aril_dtype = aril_dtype(1);

@@ -751,6 +751,43 @@ fn a_table_of_other_experts_refuses_an_image() {
     }
 }
 
+/// Gate and up have one A in a block only if they do in every expert: that of one expert must not stand for another's.
+#[test]
+fn gate_and_up_of_one_expert_may_have_one_a() {
+    let tied = plain(3, 8, 6);
+    let (model, id) = tied.model(0, false);
+    let begins = |case: &Case| {
+        let (config, tensors) = case.parts(FORMS[0]).unwrap();
+        let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        case.check(0, &image, (&model, id));
+        let begin = |entry: usize| image.entries().iter().find(|at| at.entry == entry).unwrap().a_elems;
+        let gate_up = |expert: usize| [0, 1].map(|slice| begin(model[id].gate_up().expert_entry(expert) + slice));
+        [0, 1, 2].map(gate_up)
+    };
+    assert!(begins(&tied).iter().all(|[gate, up]| gate == up));
+    for untied in 0..3 {
+        let mut case = tied.clone();
+        case.pairs[UP][untied].as_mut().unwrap().a[5] += 1.0;
+        assert!(begins(&case).iter().all(|[gate, up]| gate != up), "expert {untied} is not tied");
+    }
+}
+
+/// An interleaved gate_up has one A: which half of its B would a second one be of?
+#[test]
+fn interleaved_halves_have_one_a() {
+    let mut case = plain(3, 8, 6);
+    let two = case.parts(Form::StackedFused { two_a: true }).unwrap();
+    let one = case.parts(Form::StackedFused { two_a: false }).unwrap();
+    let mut planned = |(config, tensors): Parts, stored| {
+        case.stored = stored;
+        plan_tensors(&case, &serde_json::from_str(&config).unwrap(), tensors)
+    };
+    planned(two.clone(), Halves::GateUp).unwrap();
+    planned(one, Halves::Interleaved).unwrap();
+    refused!(planned(two, Halves::Interleaved), RankMismatch, "gate_up_proj");
+}
+
 /// With one expert there is nobody to share with.
 #[test]
 fn one_expert_shares_nothing() {

@@ -372,8 +372,19 @@ fn ranks_beyond_a_table_are_an_error() {
 fn pieces_are_the_block() {
     let mut spec = ModelSpec::new();
     let mut modules = Vec::new();
-    for (i, (inputs, outputs, rank)) in
-        [(8, 8, 2), (40_000, 300, 9), (300, 40_000, 3), (8, 8, 1), (700, 500, 512)].into_iter().enumerate()
+    for (i, (inputs, outputs, rank)) in [
+        (8, 8, 2),
+        (40_000, 300, 9),
+        (300, 40_000, 3),
+        (8, 8, 1),
+        (700, 500, 512),
+        // Of these a piece has room for other than whole lanes of 256 features.
+        (9000, 6200, 24),
+        (4096, 6144, 48),
+        (4100, 4096, 96),
+    ]
+    .into_iter()
+    .enumerate()
     {
         let path = format!("m{i}");
         spec.linear(Linear::new("", Parallel::Replicated, inputs).slice(&path, outputs)).unwrap();

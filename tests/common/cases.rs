@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
-    model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    model::{EmbeddingId, Linear, LinearId, MAX_SLICES, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     reference,
     routing::Batch,
@@ -130,6 +130,37 @@ pub enum Expected<T> {
 }
 
 impl Case {
+    /// Layers that take many features, as `down` and `o` of large models do, and one past what a block, a group and a span of the
+    /// kernels' sums have; few tokens and many, in exact bf16 and f16.
+    pub fn of_many_features(tokens: &[usize]) -> Vec<Self> {
+        let mut cases = Vec::new();
+        for (in_features, dtype) in
+            [(6144, Dtype::BF16), (8193, Dtype::F16), (9000, Dtype::BF16), (12_288, Dtype::F16), (14_336, Dtype::BF16)]
+        {
+            for &tokens in tokens {
+                let slots = (0..tokens as i32).map(|token| token % 4 - 1).collect();
+                let case = Self::linear(in_features, &[40, 72], &[&[16, 3], &[1, 64], &[33, 0]], slots);
+                cases.push(Self { dtype, x_gap: in_features % 8, ..case });
+            }
+        }
+        cases
+    }
+
+    /// Layers of five to eight fused modules, each of a rank of its own or absent, in every type.
+    pub fn of_many_slices(tokens: &[usize]) -> Vec<Self> {
+        let widths = [24, 7, 130, 1, 64, 300, 9, 256];
+        let ranks = [[3, 16, 1, 8, 64, 2, 5, 17], [0, 1, 40, 0, 9, 33, 100, 1], [8; 8], [0, 0, 0, 0, 0, 0, 0, 12]];
+        let mut cases = Vec::new();
+        for slices in 5..=MAX_SLICES {
+            for (dtype, &tokens) in [Dtype::BF16, Dtype::F16, Dtype::F32].into_iter().cycle().skip(slices).zip(tokens) {
+                let slots = (0..tokens as i32).map(|token| (token * 3 + token / 7) % 5 - 1).collect();
+                let adapters = ranks.each_ref().map(|ranks| &ranks[..slices]);
+                cases.push(Self { dtype, y_gap: slices % 2, ..Self::linear(700, &widths[..slices], &adapters, slots) });
+            }
+        }
+        cases
+    }
+
     /// Of a linear layer, in exact bf16, rows one behind the other.
     pub fn linear(in_features: usize, slices: &[usize], adapters: &[&[usize]], slots: Vec<i32>) -> Self {
         Self {
@@ -437,8 +468,12 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
     let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
     let features =
         || prop_oneof![1..=sizes.max_features, 1..=20_usize, (1..=sizes.max_features / 8).prop_map(|n| n * 8)];
+    let slices = prop_oneof![
+        3 => prop::collection::vec(features(), 1..=3),
+        1 => prop::collection::vec(1..=(sizes.max_features / 4), 4..=MAX_SLICES),
+    ];
     let op = prop_oneof![
-        4 => (features(), prop::collection::vec(features(), 1..=3))
+        4 => (features(), slices)
             .prop_map(|(in_features, slices)| Op::Linear { in_features, slices }),
         1 => (features(), features()).prop_map(|(vocab, hidden)| Op::Embedding { vocab, hidden }),
     ];

@@ -207,9 +207,10 @@ impl<'a> Steps<'a> {
 
 /// Nearly all multiprocessors are taken by another kernel as ours come, as under MPS, and once more while ours run.
 #[test]
-#[ignore = "needs a GPU"]
+#[ignore = "needs a GPU to itself"]
 fn beside_a_kernel_that_takes_most_multiprocessors() {
     let layers = Layers::new();
+    Hog::expect_gpu_to_itself(&layers.gpu);
     for (layer, tokens) in
         [0, 1].into_iter().flat_map(|layer| [1, 16, 64, 512, 513, 2048].map(|tokens| (layer, tokens)))
     {
@@ -297,6 +298,33 @@ impl Hog {
     const END: usize = 1;
     /// Multiprocessors that are left to others.
     const LEFT: usize = 4;
+    /// The longest that the device stood still for a kernel of one thread, of which nothing takes the multiprocessor: of another
+    /// process's time slices it sees each.
+    const LONGEST_PAUSE: &str = r"
+        .version 7.0
+        .target sm_80
+        .address_size 64
+        .visible .entry longest_pause(.param .u64 result, .param .u64 nanoseconds)
+        {
+            .reg .pred %again;
+            .reg .b64 %result, %time, %start, %before, %now, %past, %pause, %longest;
+            ld.param.u64 %result, [result];
+            ld.param.u64 %time, [nanoseconds];
+            mov.u64 %start, %globaltimer;
+            mov.u64 %before, %start;
+            mov.u64 %longest, 0;
+        spin:
+            mov.u64 %now, %globaltimer;
+            sub.u64 %pause, %now, %before;
+            max.u64 %longest, %longest, %pause;
+            mov.u64 %before, %now;
+            sub.u64 %past, %now, %start;
+            setp.lt.u64 %again, %past, %time;
+            @%again bra spin;
+            st.global.u64 [%result], %longest;
+            ret;
+        }
+    ";
     const PTX: &str = r"
         .version 7.0
         .target sm_80
@@ -324,6 +352,21 @@ impl Hog {
             ret;
         }
     ";
+
+    /// These tests need the GPU to themselves: while another process has it, ours stand still, and outrun nothing.
+    fn expect_gpu_to_itself(gpu: &Gpu) {
+        const LIMIT: Duration = Duration::from_micros(500);
+        let kernel = gpu.context.load_module(Ptx::from_src(Self::LONGEST_PAUSE)).unwrap();
+        let kernel = kernel.load_function("longest_pause").unwrap();
+        let pauses = gpu.upload(&[0_u64]);
+        let (result, nanoseconds) = (pauses.address(), 200_000_000_u64);
+        let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
+        let mut builder = gpu.stream.launch_builder(&kernel);
+        // SAFETY: the kernel has these parameters, and the result is alive until the stream is synchronized.
+        unsafe { builder.arg(&result).arg(&nanoseconds).launch(config) }.unwrap();
+        let longest = Duration::from_nanos(pauses.read::<u64>()[0]);
+        assert!(longest < LIMIT, "this test needs the GPU to itself, and something else had it for {longest:?}");
+    }
 
     fn new(gpu: &Gpu) -> Self {
         let attribute = |attribute| gpu.context.attribute(attribute).unwrap();

@@ -6,7 +6,11 @@ use aril::cuda::{Kernels, Queue, raw::DeviceRegion, raw::Stream};
 use bytemuck::Pod;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, sys};
 
+use crate::limit::Limit;
+
+/// A device for one test, which has a time limit.
 pub struct Gpu {
+    _limit: Limit,
     pub context: Arc<CudaContext>,
     pub stream: Arc<CudaStream>,
     pub kernels: Kernels,
@@ -21,6 +25,7 @@ impl Gpu {
     }
 
     pub fn in_context(context: Arc<CudaContext>) -> Self {
+        let limit = Limit::new();
         // Not `new_stream`, which would have cudarc wait for events that captures cannot have.
         let raw =
             cudarc::driver::result::stream::create(cudarc::driver::result::stream::StreamKind::NonBlocking).unwrap();
@@ -28,7 +33,7 @@ impl Gpu {
         let stream = unsafe { context.wrap_borrowed_stream(raw) };
         let kernels = Kernels::load_into(&context).unwrap();
         let queue = Queue::new(&kernels, &stream).unwrap();
-        Self { context, stream, kernels, queue }
+        Self { _limit: limit, context, stream, kernels, queue }
     }
 
     pub fn raw_stream(&self) -> Stream {

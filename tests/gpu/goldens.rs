@@ -6,7 +6,9 @@ use cudarc::driver::result;
 
 use crate::{
     device::Gpu,
-    forms, moe,
+    forms,
+    limit::Limit,
+    moe,
     process::{fixture, qwen3},
     shared,
 };
@@ -16,30 +18,35 @@ const DEVICE: &str = "cuda";
 #[test]
 #[ignore = "needs a GPU"]
 fn f32_reproduces_the_goldens() {
+    let _limit = Limit::new();
     shared::f32_reproduces_the_goldens(DEVICE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn bf16_reproduces_the_goldens() {
+    let _limit = Limit::new();
     shared::reproduces_within_rounding(DEVICE, "bf16");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn f16_reproduces_the_goldens() {
+    let _limit = Limit::new();
     shared::reproduces_within_rounding(DEVICE, "f16");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn base_models_reproduce_the_goldens() {
+    let _limit = Limit::new();
     shared::base_models_reproduce_the_goldens(DEVICE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn every_adapter_changes_what_the_base_model_says() {
+    let _limit = Limit::new();
     shared::every_adapter_changes_what_the_base_model_says(DEVICE);
 }
 
@@ -47,12 +54,14 @@ fn every_adapter_changes_what_the_base_model_says() {
 #[test]
 #[ignore = "needs a GPU"]
 fn base_requests_keep_every_bit_whatever_adapters_are_there() {
+    let _limit = Limit::new();
     shared::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &["base-only"]);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn a_scale_multiplies_the_adapters_own() {
+    let _limit = Limit::new();
     shared::a_scale_multiplies_the_adapters_own(DEVICE);
 }
 
@@ -60,6 +69,7 @@ fn a_scale_multiplies_the_adapters_own() {
 #[test]
 #[ignore = "needs a GPU"]
 fn base_requests_keep_every_bit_beside_adapters() {
+    let _limit = Limit::new();
     let models = [("qwen3", "adapters/r8-all"), ("qwen3-moe", "adapters-moe/per-expert")];
     for (model, adapter) in models {
         let [model, adapter] = [model, adapter].map(|path| fixture(path).display().to_string());
@@ -76,6 +86,7 @@ fn base_requests_keep_every_bit_beside_adapters() {
 #[test]
 #[ignore = "needs a GPU"]
 fn without_arguments_every_small_model_runs_and_verifies() {
+    let _limit = Limit::new();
     let output = qwen3(["--device", DEVICE, "--verify"]);
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{stdout}{stderr}");
@@ -87,30 +98,35 @@ fn without_arguments_every_small_model_runs_and_verifies() {
 #[test]
 #[ignore = "needs a GPU"]
 fn every_form_of_an_adapter_gives_the_same() {
+    let _limit = Limit::new();
     forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", shared::F32_TOLERANCE)]);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn groups_of_128_are_what_they_unpack_to() {
+    let _limit = Limit::new();
     moe::groups_of_128_are_what_they_unpack_to(DEVICE, shared::F32_TOLERANCE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn int4_differs_by_the_rounding_of_its_weights_alone() {
+    let _limit = Limit::new();
     moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, shared::F32_TOLERANCE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn experts_are_those_of_the_cpu() {
+    let _limit = Limit::new();
     moe::experts_are_those_of_the_cpu(DEVICE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn a_device_that_is_not_there_is_refused() {
+    let _limit = Limit::new();
     let output = qwen3(["--device", "cuda:99", "--model", &fixture("qwen3").display().to_string()]);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{stderr}");

@@ -1,7 +1,7 @@
 //! A captured step follows what its memory holds: adapters, ranks, slots and routing change between replays.
 
 use aril::{
-    DType, Slot,
+    DType, Element, Slot,
     adapter::{Adapter, Tensor},
     cuda::{Routing, WeightTable, Workspace, raw},
     model::{Linear, ModelSpec, Parallel, TpRank},
@@ -9,7 +9,10 @@ use aril::{
     routing::Batch,
 };
 
-use crate::device::Gpu;
+use crate::{
+    common::cases::{Case, Dtype, Expected, Place, Site, compare},
+    device::Gpu,
+};
 
 const FEATURES: usize = 64;
 
@@ -96,6 +99,77 @@ fn a_replay_sees_what_changed() {
                 assert!(row.iter().all(|&y| y == expected), "step {step}, token {token}: {} is not {expected}", row[0]);
             }
         }
+    }
+}
+
+/// The same of a layer in 16 bits, whose factors are all different: adapters of other ranks come and go between replays, to the bit.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_replay_of_16_bits_sees_what_changed() {
+    fn run<T: Element>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
+        const IN: usize = 1100;
+        const SLICES: [usize; 3] = [264, 72, 40];
+        let Gpu { kernels, queue, .. } = gpu;
+        // By step: the ranks of each slot's adapter, and the slots of so many live tokens.
+        let case = |seed: u64, adapters: &[&[usize]], live: usize| {
+            let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
+            Case { dtype, seed, ..Case::linear(IN, &SLICES, adapters, slots) }
+        };
+        let steps = [
+            case(1, &[&[16, 8, 4], &[1, 0, 30], &[64, 64, 64]], tokens),
+            case(2, &[&[17, 0, 1], &[1, 0, 30], &[3, 128, 9]], tokens - 1),
+            case(3, &[&[128, 128, 128], &[0, 0, 5]], tokens / 2),
+            case(4, &[], tokens),
+            case(5, &[&[8, 8, 8]], 1),
+            case(6, &[&[33, 2, 100], &[100, 1, 7], &[5, 5, 0]], tokens),
+        ];
+        let capacity = Capacity::tokens(tokens).slots(4).rank(128);
+        let first = steps[0].world::<T>();
+        let (model, Site::Linear(id)) = (&first.model, first.site) else { unreachable!() };
+        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 24).unwrap();
+        let mut routing = Routing::new(queue, capacity, 2).unwrap();
+        let linear = raw::LoraLinear::new(kernels, model, id, T::DTYPE, capacity).unwrap();
+        let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
+        let out: usize = SLICES.iter().sum();
+        let (mut x, mut y) = (gpu.poisoned(tokens * IN * 2), gpu.poisoned(tokens * out * 2));
+        let (x_matrix, y_matrix) =
+            (raw::MatrixRef::new::<T>(x.address(), tokens, IN), raw::MatrixMut::new::<T>(y.address(), tokens, out));
+        let batch = routing.capture_batch(tokens).unwrap();
+        let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
+        let graph = gpu.capture(|| {
+            // SAFETY: everything captured is alive until after the last replay.
+            unsafe { linear.add_delta(&step, x_matrix, y_matrix) }.unwrap();
+        });
+        for case in &steps {
+            let world = case.world::<T>();
+            for slot in 0..capacity.num_slots {
+                let at = Slot::new(slot as u16);
+                match world.adapters.get(slot) {
+                    Some(adapter) => drop(weights.load(at, &adapter.plan(model, T::DTYPE).unwrap()).unwrap()),
+                    None => weights.unload(at).unwrap(),
+                }
+            }
+            // Rows without a token hold NaN, and stay as they are.
+            let padded = |values: &[T], cols: usize| {
+                let mut padded = vec![T::from_f32(f32::NAN); tokens * cols];
+                padded[..case.num_tokens() * cols].copy_from_slice(&values[..case.num_tokens() * cols]);
+                padded
+            };
+            x.write(&padded(&world.x, IN));
+            y.write(&padded(&world.y, out));
+            routing.update(&Batch::new(&world.slots)).unwrap();
+            graph.replay();
+            let (got, mut expected) = (y.read::<T>(), world.expected(case));
+            expected.truncate(case.num_tokens() * out);
+            expected.resize(tokens * out, Expected::Untouched(T::from_f32(f32::NAN)));
+            let place = Place { rows: tokens, ..case.y_place() };
+            compare(place, &got, &expected, &format!("{tokens} tokens, step {}", case.seed)).unwrap();
+        }
+    }
+    let gpu = Gpu::new();
+    for tokens in [16, 40, 512, 600] {
+        run::<half::bf16>(&gpu, Dtype::BF16, tokens);
+        run::<half::f16>(&gpu, Dtype::F16, tokens);
     }
 }
 

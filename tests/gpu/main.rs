@@ -16,11 +16,13 @@
 mod adapters;
 mod align;
 mod capture;
+mod chain;
 #[path = "../common/mod.rs"]
 mod common;
 mod contention;
 mod device;
 mod engine;
+mod exchange;
 mod experts;
 #[path = "../qwen3/files.rs"]
 mod files;
@@ -29,6 +31,7 @@ mod forms;
 mod goldens;
 mod graph;
 mod hot_path;
+mod limit;
 mod loading;
 #[path = "../qwen3/moe.rs"]
 mod moe;

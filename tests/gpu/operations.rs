@@ -358,6 +358,31 @@ fn corners() {
     }
 }
 
+/// Sums over all of a layer's input, to the bit: features that no block has, or that one has behind those of others.
+#[test]
+#[ignore = "needs a GPU"]
+fn many_features_are_all_summed_up() {
+    let gpu = Gpu::new();
+    for case in Case::of_many_features(&[1, 16, 40, 512, 600]) {
+        for (padded_tokens, captured) in [(0, false), (20, true)] {
+            for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case)).unwrap();
+        }
+        for_dtype!(case, check(&mut Safe { gpu: &gpu, apart: true }, &case)).unwrap();
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_slice_has_its_delta() {
+    let gpu = Gpu::new();
+    for case in Case::of_many_slices(&[1, 19, 300, 520, 64]) {
+        for (padded_tokens, captured) in [(0, false), (20, true)] {
+            for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case)).unwrap();
+        }
+        for_dtype!(case, check(&mut Safe { gpu: &gpu, apart: true }, &case)).unwrap();
+    }
+}
+
 /// Nearly all tokens in one segment, and a few in one each, of ranks from 1 to the largest.
 #[test]
 #[ignore = "needs a GPU"]

@@ -29,8 +29,17 @@ pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
     }
 }
 
-/// Rounding takes each side from the exact logits by no more than the tolerance of `--verify`, so the two by twice that. A token
-/// may be another only where theirs leads by less: a tie.
+/// The most that logits in 16 bits may differ from transformers' in the same type. The largest differences seen are 0.19 and 0.023, of
+/// models with experts on the CPU; each side's rounding alone may make as much as these bounds.
+fn most_by_rounding(dtype: &str) -> f32 {
+    match dtype {
+        "bf16" => 0.4,
+        "f16" => 0.05,
+        other => unreachable!("{other} is not of 16 bits"),
+    }
+}
+
+/// A token may be another only where theirs leads by less than both sides' rounding: a tie.
 pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
     for batch in BATCHES {
         hold_rounded(device, batch, dtype, &answers(device, batch, dtype), &golden(batch, dtype));
@@ -63,12 +72,16 @@ pub(crate) fn hold_f32(device: &str, batch: &str, answers: &[Answer], expected: 
     report(device, batch, "f32", answers, expected);
 }
 
-fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
+pub(crate) fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
     assert_eq!(answers.len(), expected.len());
     for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
-        let bound = 2.0 * answer.tolerance;
-        let steps = answer.logits.chunks_exact(answer.vocab).zip(golden.logits.chunks_exact(golden.vocab));
-        for (step, (logits, theirs)) in steps.enumerate() {
+        // Each side's rounding takes it from the exact logits by no more than the tolerance of `--verify`.
+        let bound = most_by_rounding(dtype).min(2.0 * answer.tolerance);
+        let mut steps = answer.logits.chunks_exact(answer.vocab);
+        let mut is_tied = false;
+        for (step, theirs) in golden.logits.chunks_exact(golden.vocab).enumerate() {
+            let logits = steps.next().unwrap_or_default();
+            assert!(!logits.is_empty(), "{batch}.{dtype}, request {index}: no logits of step {step}");
             let difference = largest_difference(logits, theirs);
             assert!(
                 difference <= bound,
@@ -79,9 +92,11 @@ fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expe
                 assert!(lead <= 2.0 * bound, "{batch}.{dtype}, request {index}, step {step}: a lead of {lead} lost");
                 println!("{batch}.{dtype} on {device}, request {index}: a tie at step {step}, {lead} apart");
                 // What follows was asked of another text.
+                is_tied = true;
                 break;
             }
         }
+        assert!(is_tied || answer.tokens == golden.tokens, "{batch}.{dtype}, request {index}: {:?}", answer.tokens);
     }
     report(device, batch, dtype, answers, expected);
 }

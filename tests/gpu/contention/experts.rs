@@ -277,9 +277,10 @@ fn case_of(layer: usize, op: Op, tokens: usize) -> Case {
 
 /// Nearly all multiprocessors are taken by another kernel as ours come, and once more while ours run.
 #[test]
-#[ignore = "needs a GPU"]
+#[ignore = "needs a GPU to itself"]
 fn beside_a_kernel_that_takes_most_multiprocessors() {
     let layers = Layers::new();
+    Hog::expect_gpu_to_itself(&layers.gpu);
     for (layer, tokens) in [0, 1].into_iter().flat_map(|layer| TOKENS[layer].map(|tokens| (layer, tokens))) {
         let mut steps = Steps::new(&layers, layer, &layers.gpu, &[tokens; 4]);
         let expected = steps.alone(&layers, 1);

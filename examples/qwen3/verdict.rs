@@ -1,0 +1,97 @@
+//! What is held against the logits of a batch, and how the outcome is judged. Nothing here needs a model.
+
+use aril::DType;
+
+/// What the merged model says of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Verdict {
+    /// The largest difference of any logit of any step.
+    pub(crate) difference: f32,
+    /// What it may be.
+    pub(crate) tolerance: f32,
+    /// Whether the merged model chooses the same tokens.
+    pub(crate) tokens_agree: bool,
+}
+
+impl Verdict {
+    /// Judges the logits `[steps, vocab]` of a request, by which it chose `tokens`, against those of the merged model.
+    pub(crate) fn new(logits: &[f32], merged: &[f32], vocab: usize, tokens: &[u32], roundings: Roundings) -> Self {
+        let chosen = merged.chunks_exact(vocab).map(|logits| {
+            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            logits.iter().position(|&logit| logit == largest)
+        });
+        Self {
+            difference: largest_difference(logits, merged),
+            tolerance: roundings.tolerance(merged),
+            tokens_agree: chosen.eq(tokens.iter().map(|&token| Some(token as usize))),
+        }
+    }
+
+    pub(crate) fn passes(self) -> bool {
+        self.difference <= self.tolerance
+    }
+}
+
+/// How a request's logits compare with those of a run without adapters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moved {
+    pub(crate) difference: f32,
+    /// Whether every logit has the very bits.
+    pub(crate) identical: bool,
+}
+
+impl Moved {
+    pub(crate) fn between(with: &[f32], without: &[f32]) -> Self {
+        let identical = with.iter().map(|logit| logit.to_bits()).eq(without.iter().map(|logit| logit.to_bits()));
+        Self { difference: largest_difference(with, without), identical }
+    }
+}
+
+/// Whether a request's row is as it should be: without an adapter it has the very bits of a run without adapters, and what was
+/// verified passes.
+pub(crate) fn is_as_it_should_be(has_adapter: bool, moved: Option<Moved>, verdict: Option<Verdict>) -> bool {
+    let base_is_untouched = has_adapter || moved.is_none_or(|moved| moved.identical);
+    base_is_untouched && verdict.is_none_or(Verdict::passes)
+}
+
+/// The largest difference of two runs' logits; infinite where one is not a number, or one run has more of them.
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    if a.len() != b.len() {
+        return f32::INFINITY;
+    }
+    let difference = |(a, b): (&f32, &f32)| match (a - b).abs() {
+        nan if nan.is_nan() => f32::INFINITY,
+        difference => difference,
+    };
+    a.iter().zip(b).map(difference).fold(0.0, f32::max)
+}
+
+/// What a model rounds on the way to its logits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Roundings {
+    pub(crate) layers: usize,
+    /// Terms of the longest sum.
+    pub(crate) terms: usize,
+    pub(crate) dtype: DType,
+}
+
+impl Roundings {
+    /// How far rounding alone takes the logits from the merged model's.
+    ///
+    /// A model, not a bound: a worst-case bound would let any adapter pass. Take all roundings as independent, of a root mean square of
+    /// under half the unit roundoff `u` of the dtype relative to what is rounded, and what is rounded as no larger than the residual
+    /// stream that it ends up in. A layer has 28 on the way: 17 in its attention half (2 norm, 2 weights, 2 deltas, 2 products, 2 head
+    /// norm, 3 rope, 2 scores, 1 softmax, 1 sum), 11 in the other (2 norm, 2 weights, 2 deltas, 2 products, 2 activation, 1 sum), which
+    /// add up to `½ u √(28 layers)` of the hidden state, and as much of the largest logit, whose own rounding adds `u` at most.
+    /// Experts have at most 2 more, of the router's weights and of the combine; but most of theirs are of several experts each, which
+    /// average out. All this is as long as rounding does not send a token to another expert. Every product also sums up to `k` terms in
+    /// `f32`, here and in the merged model: `2k` more roundings of that type each time.
+    #[expect(clippy::cast_possible_truncation, reason = "a tolerance")]
+    fn tolerance(self, logits: &[f32]) -> f32 {
+        let largest = logits.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
+        let roundings = 28.0 * self.layers as f64;
+        let (u, u_f32) = (self.dtype.unit_roundoff(), DType::F32.unit_roundoff());
+        let hidden = 0.5 * (roundings * (u * u + 2.0 * self.terms as f64 * u_f32 * u_f32)).sqrt();
+        (f64::from(largest) * (hidden + u)) as f32
+    }
+}

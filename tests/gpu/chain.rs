@@ -1,0 +1,282 @@
+//! One operation after another, as an engine enqueues them: what one leaves in memory is there when the next one reads it, though
+//! kernels begin before those enqueued earlier have ended.
+
+use aril::{
+    DType, Slot,
+    adapter::Adapter,
+    cuda::{WeightTable, Workspace, raw},
+    model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+};
+use half::bf16;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+use crate::{
+    adapters::{Lora, parts},
+    device::{Buffer, Gpu},
+};
+
+/// Layers in bf16 whose adapters are in one table, an embedding that none of them has, and what a step of them needs.
+pub struct Stack {
+    pub gpu: Gpu,
+    pub capacity: Capacity,
+    model: Model,
+    layers: Vec<(LinearId, usize, usize)>,
+    embedding: (EmbeddingId, usize),
+    weights: WeightTable,
+}
+
+impl Stack {
+    /// Layers of so many input features and slices; `rank` says that of an adapter in a layer, 0 where it has no module.
+    pub fn new(
+        layers: &[(usize, &[usize])],
+        capacity: Capacity,
+        adapters: usize,
+        rank: impl Fn(usize, usize) -> usize,
+    ) -> Self {
+        let gpu = Gpu::new();
+        let mut rng = StdRng::seed_from_u64(11);
+        let mut spec = ModelSpec::new();
+        let path = |layer: usize, slice: usize| format!("layers.{layer}.m{slice}");
+        let ids = layers.iter().enumerate().map(|(layer, &(in_features, slices))| {
+            let linear = Linear::new("", Parallel::Replicated, in_features);
+            let slices_of = slices.iter().enumerate();
+            let linear = slices_of.fold(linear, |linear, (i, out)| linear.slice(path(layer, i), *out));
+            (spec.linear(linear).unwrap(), in_features, slices.iter().sum())
+        });
+        let ids = ids.collect();
+        let hidden = layers[0].0;
+        let embedding = (spec.embedding("embed", 10, hidden).unwrap(), hidden);
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let weights = WeightTable::new(&gpu.queue, &model, DType::BF16, capacity, 64 << 20).unwrap();
+        for adapter in 0..adapters {
+            let mut modules = Vec::new();
+            for (layer, &(in_features, slices)) in
+                layers.iter().enumerate().filter(|(layer, _)| rank(adapter, *layer) > 0)
+            {
+                for (slice, &out_features) in slices.iter().enumerate() {
+                    let rank = (rank(adapter, layer) / (slice + 1)).max(1);
+                    let module = Lora::linear(path(layer, slice), in_features, out_features, rank);
+                    modules.push(module.fill(|| rng.random_range(-0.1..0.1)));
+                }
+            }
+            let (config, tensors) = parts(16.0, &modules);
+            let image = Adapter::from_tensors(&config, tensors).unwrap();
+            let slot = Slot::new(u16::try_from(adapter).unwrap());
+            weights.load(slot, &image.plan(&model, DType::BF16).unwrap()).unwrap();
+        }
+        gpu.synchronize();
+        Self { gpu, capacity, model, layers: ids, embedding, weights }
+    }
+
+    pub fn raw_layer(&self, layer: usize) -> raw::LoraLinear {
+        let id = self.layers[layer].0;
+        raw::LoraLinear::new(&self.gpu.kernels, &self.model, id, DType::BF16, self.capacity).unwrap()
+    }
+
+    /// Enough for any of the layers.
+    pub fn workspace(&self) -> Workspace {
+        let bytes = (0..self.layers.len()).map(|layer| self.raw_layer(layer).plan().workspace_bytes());
+        let bytes = bytes.reduce(aril::plan::WorkspaceBytes::max).unwrap();
+        Workspace::with_bytes(&self.gpu.queue, bytes).unwrap()
+    }
+
+    /// A routing, and the memory that it is in.
+    pub fn routing(&self) -> (raw::Routing, Buffer) {
+        let memory = self.gpu.poisoned(raw::Routing::device_bytes(self.capacity).unwrap());
+        // SAFETY: the caller keeps the memory as long as the routing, and uses both on one stream.
+        let routing = unsafe { raw::Routing::new(&self.gpu.kernels, self.capacity, 1, memory.region()) }.unwrap();
+        (routing, memory)
+    }
+
+    pub fn route(&self, routing: &mut raw::Routing, slots: u64, tokens: usize) -> raw::RoutedBatch {
+        // SAFETY: the slots and the routing are the test's own, and alive until the stream is synchronized.
+        unsafe { routing.update_on_device(slots, None, tokens, self.gpu.raw_stream()) }.unwrap()
+    }
+
+    /// Adds a layer's deltas.
+    pub fn launch(
+        &self,
+        layer: usize,
+        [x, y]: [u64; 2],
+        tokens: usize,
+        batch: raw::RoutedBatch,
+        workspace: raw::Workspace,
+    ) {
+        let (_, in_features, out_features) = self.layers[layer];
+        let x = raw::MatrixRef::new::<bf16>(x, tokens, in_features);
+        let y = raw::MatrixMut::new::<bf16>(y, tokens, out_features);
+        let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
+        // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+        unsafe { self.raw_layer(layer).add_delta(&step, x, y) }.unwrap();
+    }
+
+    /// Adds the deltas of the embedding, which no adapter has.
+    fn launch_embedding(&self, ids: u64, y: u64, tokens: usize, batch: raw::RoutedBatch, workspace: raw::Workspace) {
+        let (id, hidden) = self.embedding;
+        let kernels = &self.gpu.kernels;
+        let embedding = raw::LoraEmbedding::new(kernels, &self.model, id, DType::BF16, self.capacity).unwrap();
+        let y = raw::MatrixMut::new::<bf16>(y, tokens, hidden);
+        let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
+        // SAFETY: as above.
+        unsafe { embedding.add_delta(&step, ids, y) }.unwrap();
+    }
+}
+
+fn values(rng: &mut StdRng, count: usize) -> Vec<bf16> {
+    (0..count).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect()
+}
+
+/// Features in front of each layer of the chain and behind the last one.
+const HIDDEN: usize = 2048;
+const INNER: usize = 4096;
+/// The layers of the chain, and those that no adapter has, of which some are launched between any two of the chain.
+const CHAIN: [(usize, &[usize]); 4] =
+    [(HIDDEN, &[1024, 512, 512]), (HIDDEN, &[INNER]), (INNER, &[1500, 548]), (HIDDEN, &[HIDDEN])];
+const IDLE: [(usize, &[usize]); 2] = [(HIDDEN, &[512]), (INNER, &[256, 1024])];
+
+/// One routing, one workspace; `y` of a layer is `x` of the next, and between the two are launches that have nothing to do: they
+/// must not let the next one begin its work before the last one has ended.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_layer_reads_what_the_one_before_wrote() {
+    const REPEATS: usize = 3;
+    let layers = [&CHAIN[..], &IDLE].concat();
+    let capacity = Capacity::tokens(1100).slots(4).rank(64);
+    // In each layer of the chain but the first, one of the adapters has no module.
+    let ranks = [16, 64, 7];
+    let stack = Stack::new(&layers, capacity, ranks.len(), |adapter, layer| match layer {
+        layer if layer >= CHAIN.len() || layer % 4 == adapter + 1 => 0,
+        _ => ranks[adapter],
+    });
+    let gpu = &stack.gpu;
+    let mut rng = StdRng::seed_from_u64(12);
+    for tokens in [1, 5, 16, 64, 200, 512, 513, 1100] {
+        let slots: Vec<i32> = (0..tokens as i32).map(|token| (token * 7 + token / 5) % 5 - 1).collect();
+        let slots = gpu.upload(&if tokens == 1 { vec![0] } else { slots });
+        let ids = gpu.upload(&vec![3_i32; tokens]);
+        let widths = [HIDDEN, HIDDEN, INNER, HIDDEN, HIDDEN];
+        let initial = widths.map(|width| values(&mut rng, tokens * width));
+        let mut buffers = initial.each_ref().map(|values| gpu.upload(values));
+        let idle = gpu.upload(&vec![bf16::ONE; tokens * INNER]);
+        let addresses = buffers.each_ref().map(Buffer::address);
+        let (mut routing, _memory) = stack.routing();
+
+        let enqueue_idle = |number: usize, batch: raw::RoutedBatch, workspace: &Workspace| match number % 3 {
+            2 => stack.launch_embedding(ids.address(), idle.address(), tokens, batch, workspace.raw()),
+            layer => {
+                let operands = [addresses[2], idle.address()];
+                stack.launch(CHAIN.len() + layer, operands, tokens, batch, workspace.raw());
+            }
+        };
+        let enqueue = |layer: usize, batch: raw::RoutedBatch, workspace: &Workspace| {
+            stack.launch(layer, [addresses[layer], addresses[layer + 1]], tokens, batch, workspace.raw());
+        };
+        let take = |buffers: &mut [Buffer]| -> Vec<Vec<u16>> {
+            let results = buffers.iter().map(Buffer::read::<u16>).collect();
+            buffers.iter_mut().zip(&initial).for_each(|(buffer, values)| buffer.write(values));
+            gpu.synchronize();
+            results
+        };
+
+        // Each launch by itself.
+        let batch = stack.route(&mut routing, slots.address(), tokens);
+        gpu.synchronize();
+        for layer in 0..CHAIN.len() {
+            let workspace = stack.workspace();
+            gpu.synchronize();
+            enqueue(layer, batch, &workspace);
+            gpu.synchronize();
+        }
+        let expected = take(&mut buffers);
+        let changed =
+            expected.iter().zip(&initial).filter(|(got, initial)| **got != bytemuck::cast_slice::<_, u16>(initial));
+        // A single token has an adapter that one of the layers lacks.
+        assert!(changed.count() >= CHAIN.len() - usize::from(tokens == 1), "{tokens} tokens: there are no deltas");
+
+        let workspace = stack.workspace();
+        gpu.synchronize();
+        for idle_launches in 0..4 {
+            let mut step = || {
+                let batch = stack.route(&mut routing, slots.address(), tokens);
+                for layer in 0..CHAIN.len() {
+                    enqueue(layer, batch, &workspace);
+                    (0..idle_launches).for_each(|number| enqueue_idle(layer + number, batch, &workspace));
+                }
+            };
+            let graph = gpu.capture(&mut step);
+            for repeat in 0..REPEATS {
+                step();
+                let eager = take(&mut buffers);
+                graph.replay();
+                let captured = take(&mut buffers);
+                for (got, how) in [(eager, "eager"), (captured, "captured")] {
+                    for (layer, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                        assert!(
+                            got == expected,
+                            "{tokens} tokens, {idle_launches} idle launches between, {how}, {repeat}: buffer {layer} differs"
+                        );
+                    }
+                }
+            }
+        }
+        assert!(idle.read::<bf16>().iter().all(|&y| y == bf16::ONE), "{tokens} tokens: an idle launch has written");
+    }
+}
+
+/// Steps of one operation each, right behind their routing, which changes every time: what a step routes is what its operation
+/// reads, though it may begin to read before it has waited, and an earlier step's routing stood in the same place.
+#[test]
+#[ignore = "needs a GPU"]
+fn an_operation_right_behind_its_routing() {
+    const STEPS: usize = 60;
+    let capacity = Capacity::tokens(700).slots(4).rank(16);
+    let stack = Stack::new(&[(512, &[256, 64]), (500, &[100])], capacity, 3, |adapter, _| [16, 1, 5][adapter]);
+    let gpu = &stack.gpu;
+    let mut rng = StdRng::seed_from_u64(13);
+    for (layer, in_features, out_features) in [(0, 512, 320), (1, 500, 100)] {
+        for tokens in [1, 16, 60, 512, 600] {
+            // All of a step are in one slot, or in any.
+            let slots: Vec<i32> = (0..STEPS)
+                .flat_map(|step| {
+                    let slot = step as i32 % 5 - 1;
+                    let of_step: Vec<i32> = match step % 2 {
+                        0 => vec![slot; tokens],
+                        _ => (0..tokens).map(|_| rng.random_range(-1..4)).collect(),
+                    };
+                    of_step
+                })
+                .collect();
+            let slots = gpu.upload(&slots);
+            let x = gpu.upload(&values(&mut rng, tokens * in_features));
+            let initial = values(&mut rng, tokens * out_features).repeat(STEPS);
+            let mut y = gpu.upload(&initial);
+            let step_bytes = tokens * out_features * size_of::<bf16>();
+            let (x_at, first_y) = (x.address(), y.address());
+            let (mut routing, _memory) = stack.routing();
+            let workspace = stack.workspace();
+            gpu.synchronize();
+            let mut enqueue = |step: usize| {
+                let slots = slots.address() + (step * tokens * size_of::<i32>()) as u64;
+                let batch = stack.route(&mut routing, slots, tokens);
+                let operands = [x_at, first_y + (step * step_bytes) as u64];
+                stack.launch(layer, operands, tokens, batch, workspace.raw());
+            };
+            for step in 0..STEPS {
+                enqueue(step);
+                gpu.synchronize();
+            }
+            let expected = y.read::<u16>();
+            assert!(expected != bytemuck::cast_slice::<_, u16>(&initial));
+            let graph = gpu.capture(|| (0..STEPS).for_each(&mut enqueue));
+            for repeat in 0..3 {
+                y.write(&initial);
+                (0..STEPS).for_each(&mut enqueue);
+                assert!(y.read::<u16>() == expected, "layer {layer}, {tokens} tokens, eager, {repeat}");
+                y.write(&initial);
+                graph.replay();
+                assert!(y.read::<u16>() == expected, "layer {layer}, {tokens} tokens, captured, {repeat}");
+            }
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! A time limit for each test: kernels that wait forever end the process, with the name of the test, instead of hanging it.
+
+use std::{
+    env,
+    sync::mpsc::{self, RecvTimeoutError, Sender},
+    thread,
+    time::Duration,
+};
+
+/// Unless `ARIL_TEST_SECONDS` says otherwise.
+const SECONDS: u64 = 300;
+
+/// The limit on this thread's test, until it is dropped.
+pub struct Limit {
+    /// Only ever dropped, which the watching thread hears.
+    _ended: Sender<()>,
+}
+
+impl Limit {
+    pub fn new() -> Self {
+        let seconds = env::var("ARIL_TEST_SECONDS").map_or(SECONDS, |seconds| seconds.parse().expect("seconds"));
+        let test = thread::current().name().unwrap_or("a test").to_owned();
+        Self::of(Duration::from_secs(seconds), move || {
+            eprintln!("test {test} ... FAILED: it has not ended after {seconds} s, and ends all others");
+            // Not `exit`: the driver would wait for the kernels.
+            std::process::abort();
+        })
+    }
+
+    fn of(limit: Duration, on_timeout: impl FnOnce() + Send + 'static) -> Self {
+        let (ended, is_ended) = mpsc::channel();
+        thread::spawn(move || {
+            if is_ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                on_timeout();
+            }
+        });
+        Self { _ended: ended }
+    }
+}
+
+#[test]
+fn a_test_that_does_not_end_is_ended() {
+    let (timed_out, is_timed_out) = mpsc::channel();
+    let limit = |limit, timed_out: Sender<&'static str>, what| Limit::of(limit, move || timed_out.send(what).unwrap());
+    drop(limit(Duration::from_millis(200), timed_out.clone(), "one that has ended"));
+    let _hangs = limit(Duration::from_millis(400), timed_out.clone(), "one that hangs");
+    assert_eq!(is_timed_out.recv_timeout(Duration::from_secs(60)), Ok("one that hangs"));
+}
