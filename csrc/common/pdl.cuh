@@ -11,17 +11,11 @@
 // of whose blocks waits would break that.
 //
 // Visibility. CUDA promises that what a predecessor wrote is visible behind the wait, and nothing
-// before it. Before it, this relies on L2: whoever writes routing or weights ends with a fence, by
-// which its stores have come there, and whoever reads them early reads there, by load_early() or by
-// a copy to shared memory. A plain load may hit a line that its multiprocessor's L1 has kept from
-// an earlier step.
+// before it. Reads before it rely on this: routing and weights are written by copies and by the
+// routing kernel, which fences and never lets its dependents begin, so that what reads them begins
+// after they are in L2, with an L1 that holds no line from before. Loads that bypass L1 would need
+// only the fence: they cost up to 13 % (benches/record/designs.md).
 #pragma once
-
-#include <stdint.h>
-
-#include <type_traits>
-
-#include "../aril.h"
 
 namespace aril {
 
@@ -30,32 +24,6 @@ __device__ __forceinline__ void wait_for_predecessors() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// Loads what may be read before the wait, from L2 where kernels begin early.
-template <typename T>
-__device__ __forceinline__ T load_early(const T* pointer) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
-  using Bits = std::conditional_t<sizeof(T) == 4, unsigned int, unsigned long long>;
-#if __CUDA_ARCH__ >= 900
-  const Bits bits = __ldcg(reinterpret_cast<const Bits*>(pointer));
-  T value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
-#else
-  return *pointer;
-#endif
-}
-
-template <>
-__device__ __forceinline__ aril_tile load_early(const aril_tile* pointer) {
-  return {load_early(&pointer->slot), load_early(&pointer->begin), load_early(&pointer->count)};
-}
-
-template <>
-__device__ __forceinline__ aril_descriptor load_early(const aril_descriptor* pointer) {
-  return {load_early(&pointer->a), load_early(&pointer->b), load_early(&pointer->rank),
-          load_early(&pointer->scaling)};
 }
 
 // Lets the next kernel begin once every block has come here.

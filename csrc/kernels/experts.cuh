@@ -70,7 +70,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   const Planes planes = planes_of(p);
   uint64_t* const plane = tagged_planes(p.exchange) + group * planes.plane_stride +
                           slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
-  const int token_tiles = p.from_tokens ? *p.routing.tiles.count * kParts : 0;
+  const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
   const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / pieces >= stride) return;
@@ -299,8 +299,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const bool overwrites = p.form == ARIL_WRITE;
   // Tiles of tokens, for slots that share B, come before those of experts.
   const int parts = ceil_div(p.top_k.top_k, ARIL_ROUTES_PER_TILE);
-  const int token_tiles =
-      !p.from_tokens && sharing.any() ? routed_tokens(p.routing, p.num_tokens) * parts : 0;
+  const int token_tiles = !p.from_tokens && sharing.any() ? sharing.tokens * parts : 0;
   const bool has_experts = p.from_tokens || overwrites || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(overwrites) : 0);
   const int first_block = grid.first_shrink + grid.shrink_blocks;
@@ -541,6 +540,7 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   }
   if (index == 0) clear_old();
   experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
+  if (!kHere && grid.beside_wide) wait_for_predecessors();
 }
 
 constexpr int kExpertsBlocks = 2;  // of a multiprocessor

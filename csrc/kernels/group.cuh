@@ -40,7 +40,7 @@ __device__ __forceinline__ int group_of(const aril_top_k& top_k, int32_t id, int
 
 // The tokens of an operation on `num_tokens` that were routed.
 __device__ __forceinline__ int routed_tokens(const aril_routing& routing, int num_tokens) {
-  return min(load_early(routing.num_tokens), num_tokens);
+  return min(*routing.num_tokens, num_tokens);
 }
 
 __host__ __device__ __forceinline__ bool are_few(int num_tokens, const aril_top_k& top_k) {

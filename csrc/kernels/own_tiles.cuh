@@ -29,7 +29,7 @@ class OwnTiles {
                                       int scratch_bytes) {
     using Scan = cub::BlockScan<uint32_t, kExpertsThreads, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage scan;
-    const int live_tokens = load_early(p.routing.num_tokens), num_experts = p.top_k.num_experts;
+    const int live_tokens = *p.routing.num_tokens, num_experts = p.top_k.num_experts;
     const int words = ceil_div(p.num_tokens, 32), num_bits = (1 + num_experts) * words;
     // A bit for the first token of each slot, [words]; the experts' bits, [experts][words]; where
     // their routes begin, [experts]; where the tokens of a token's slot begin and end, [tokens].
@@ -48,15 +48,14 @@ class OwnTiles {
       const int i = part * kExpertsThreads + static_cast<int>(threadIdx.x);
       place[part] = i / p.top_k.top_k;
       choice[part] = i % p.top_k.top_k;
-      const int32_t* const at = p.routing.tokens + place[part];
-      token[part] = place[part] < live_tokens ? load_early(at) : -1;
-      slot_before[part] = place[part] < live_tokens && place[part] > 0 ? load_early(at - 1) : -1;
+      token[part] = place[part] < live_tokens ? p.routing.tokens[place[part]] : -1;
+      slot_before[part] =
+          place[part] < live_tokens && place[part] > 0 ? p.routing.tokens[place[part] - 1] : -1;
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int32_t* const slots = p.routing.slots;
-      slot[part] = token[part] < 0 ? -1 : load_early(slots + token[part]);
-      slot_before[part] = slot_before[part] < 0 ? -1 : load_early(slots + slot_before[part]);
+      slot[part] = token[part] < 0 ? -1 : p.routing.slots[token[part]];
+      slot_before[part] = slot_before[part] < 0 ? -1 : p.routing.slots[slot_before[part]];
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_bits; i += kExpertsThreads) firsts[i] = 0;

@@ -17,7 +17,7 @@ struct ExpertsGrid {
   int first_shrink;  // blocks before those of shrink: the one that sorts, if any
   int shrink_blocks;
   int rank_tiles, groups;  // a slice's pieces of shrink
-  bool beside_wide;        // behind shrink of wide tiles: this launch or that has nothing to do
+  bool beside_wide;        // behind shrink of wide tiles, which has waited for both
 };
 
 // Whether an operation that may have either goes by wide tiles. Where these would be mostly empty,
@@ -43,9 +43,9 @@ __device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
 template <bool kHere>
 class RouteTiles {
  public:
-  // Waits for predecessors; has no tiles if needed() says that none is. A block that may have its
-  // own tiles gives room for these, and as much as it has besides, to use until then. By a whole
-  // block.
+  // Waits for predecessors, unless shrink of wide tiles has; has no tiles if needed() says that
+  // none is. A block that may have its own tiles gives room for these, and as much as it has
+  // besides, to use until then. By a whole block.
   template <typename Needed>
   __device__ __forceinline__ RouteTiles(const aril_experts_args& p, const ExpertsGrid& grid,
                                         uint32_t tag, const Needed& needed, OwnTiles* own,
@@ -58,7 +58,7 @@ class RouteTiles {
       const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
       int id = -1, slot = -1;
       aril_route_entry entry = {};
-      if (route < num_routes) slot = load_early(p.routing.slots + route / top_k);
+      if (route < num_routes) slot = p.routing.slots[route / top_k];
       wait_for_predecessors();
       if (route < num_routes) {
         id = p.top_k.ids[route];
@@ -72,7 +72,7 @@ class RouteTiles {
       return;
     }
     if (!needed()) {
-      wait_for_predecessors();
+      if (!grid.beside_wide) wait_for_predecessors();
       return;
     }
     if (own != nullptr) {
@@ -82,7 +82,7 @@ class RouteTiles {
         return;
       }
     }
-    wait_for_predecessors();
+    if (!grid.beside_wide) wait_for_predecessors();
     if (grid.first_shrink == 0) {
       num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
       return;
@@ -110,9 +110,8 @@ class RouteTiles {
                                                  unsigned char* shared) {
     const int2 num_tiles = FewSort<kExpertsThreads>::run(p.top_k, p.routing, p.num_tokens,
                                                          {p.groups.routes, p.groups.tiles}, shared);
-    // The word says that routes and tiles are there, which all threads have stored: each brings its
-    // own to L2 before the one that stores the word does so. Without this a block could find the
-    // word and what stood in the lists before, which no test is sure to see.
+    // All threads have stored routes and tiles: each brings its own to L2 before one of them stores
+    // the word that says so.
     __threadfence();
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -274,48 +273,32 @@ class TileQueue {
   int4 after_;
 };
 
-// Of the slots whose tiles a lane looks at: bit 0 if one of them has the same A or B for all
-// experts, bit 1 if one has not, with all its slices. `table` begins with what slots share.
-//
-// A call, as what it loads early would have the kernels that it is part of spill registers; of
-// values, as the kernel's parameters are in no memory that a call can load from at once.
-__device__ __noinline__ unsigned sharing_of_lane(const int32_t* num_tiles, const aril_tile* all,
-                                                 int max_tiles, const aril_descriptor* table,
-                                                 int num_slots, int num_entries, int num_slices,
-                                                 int max_rank, bool of_a) {
-  unsigned found = 0;
-  const int tiles = load_early(num_tiles);
-  for (int i = threadIdx.x % 32; i < max_tiles; i += 32) {
-    // Both loads are independent: entries beyond the count are read, too.
-    const int slot = load_early(&all[i].slot);
-    if (i >= tiles || slot < 0 || slot >= num_slots) continue;
-    for (int slice = 0; slice < num_slices; ++slice) {
-      const aril_descriptor shared = load_early(table + int64_t{slot} * num_entries + slice);
-      const bool has = shared.rank > 0 && shared.rank <= max_rank;
-      found |= has && (of_a ? shared.a : shared.b) != nullptr ? 1 : 2;
-    }
-  }
-  return found;
-}
-
 // Whether slots of the batch have the same factor for all experts, A of operations on x by token, B
 // of others: one of them, or all with all their slices, so that there is nothing to do by expert.
 // By a whole warp.
-class Sharing {
- public:
+struct Sharing {
+  int tokens = 0, tiles = 0;  // of the batch, if it matters
+  bool lane_any = false, lane_all = true;
+
   __device__ __forceinline__ Sharing(const aril_experts_args& p, bool matters) {
     if (!matters) return;
-    const aril_weights& weights = p.weights;
-    found_ = sharing_of_lane(p.routing.tiles.count, p.routing.tiles.all, p.max_tiles, weights.table,
-                             weights.num_slots, weights.num_entries, p.num_slices, weights.max_rank,
-                             p.from_tokens != 0);
+    tokens = routed_tokens(p.routing, p.num_tokens);
+    tiles = *p.routing.tiles.count;
+    for (int i = threadIdx.x % 32; i < p.max_tiles; i += 32) {
+      // Both loads are independent: entries beyond the count are read, too.
+      const int slot = p.routing.tiles.all[i].slot;
+      if (i >= tiles || slot < 0 || slot >= p.weights.num_slots) continue;
+      for (int slice = 0; slice < p.num_slices; ++slice) {
+        const aril_descriptor shared = module_of(p.weights, slot, slice);
+        const bool shares = shared.rank > 0 && (p.from_tokens ? shared.a : shared.b) != nullptr;
+        lane_any = lane_any || shares;
+        lane_all = lane_all && shares;
+      }
+    }
   }
 
-  __device__ __forceinline__ bool any() const { return __any_sync(0xffffffffu, found_ & 1); }
-  __device__ __forceinline__ bool all() const { return !__any_sync(0xffffffffu, found_ & 2); }
-
- private:
-  unsigned found_ = 0;
+  __device__ __forceinline__ bool any() const { return __any_sync(0xffffffffu, lane_any); }
+  __device__ __forceinline__ bool all() const { return __all_sync(0xffffffffu, lane_all); }
 };
 
 }  // namespace aril::detail

@@ -108,7 +108,7 @@ class FewSort {
     uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_FEW_ROUTES);
 
     // A batch of more tokens than the operation has may have them anywhere in its order.
-    const int live_tokens = load_early(routing.num_tokens);
+    const int live_tokens = *routing.num_tokens;
     const bool by_slot = live_tokens <= num_tokens;
     const int num_routes = min(live_tokens, num_tokens) * top_k.top_k;
     // Loads of all parts are on their way before any is used.
@@ -121,12 +121,12 @@ class FewSort {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int place = place_of(part);
-      route[part] = by_slot ? load_early(routing.tokens + place) : place;
+      route[part] = by_slot ? routing.tokens[place] : place;
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int i = part * kThreads + thread;
-      slot[part] = load_early(routing.slots + route[part]);
+      slot[part] = routing.slots[route[part]];
       // Threads without a route look at the first.
       route[part] = i < num_routes ? i + (route[part] - place_of(part)) * top_k.top_k : 0;
     }

@@ -32,8 +32,8 @@ struct Tile {
   // count are read, too.
   __device__ __forceinline__ Tile(const aril_routing& routing, const aril_tiles& tiles,
                                   int max_tiles, int num_slots, int tile_idx) {
-    const int num_tiles = load_early(tiles.count);
-    const aril_tile tile = load_early(tiles.all + (tile_idx < max_tiles ? tile_idx : 0));
+    const int num_tiles = *tiles.count;
+    const aril_tile tile = tiles.all[tile_idx < max_tiles ? tile_idx : 0];
     const bool live = tile_idx < num_tiles && tile_idx < max_tiles;
     slot = live && tile.slot < num_slots ? tile.slot : -1;
     count = live ? tile.count : 0;
@@ -47,7 +47,7 @@ struct Tile {
 
   // The tile's t-th token, or -1 if there is none below `num_tokens`.
   __device__ __forceinline__ int token(int t, int num_tokens) const {
-    const int token = t < count ? load_early(tokens + t) : -1;
+    const int token = t < count ? tokens[t] : -1;
     return token < num_tokens ? token : -1;
   }
 
@@ -56,8 +56,7 @@ struct Tile {
   __device__ __forceinline__ auto expand_rows(const aril_descriptor& module, const Args& p) const {
     return [&](int t) {
       const int row = token(t, p.num_tokens);
-      return ExpandRow{row, row,
-                       row < 0 ? 0.0f : module.scaling * load_early(p.routing.scales + row)};
+      return ExpandRow{row, row, row < 0 ? 0.0f : module.scaling * p.routing.scales[row]};
     };
   }
 };
@@ -67,7 +66,7 @@ __device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights
                                                      int slice) {
   aril_descriptor module = {};
   if (slot < 0) return module;
-  module = load_early(weights.table + int64_t{slot} * weights.num_entries + slice);
+  module = weights.table[int64_t{slot} * weights.num_entries + slice];
   if (module.rank < 0 || module.rank > weights.max_rank) module.rank = 0;
   return module;
 }
