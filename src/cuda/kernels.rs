@@ -22,10 +22,11 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Loads every kernel into the context current on this thread, so that no launch pays for it later.
+    /// Loads every kernel into the context current on this thread, so that no launch pays for it later, and tests that the device
+    /// begins blocks in the order of their index, on which the kernels rely. Waits for that test.
     ///
     /// # Errors
-    /// If there is no driver, no current context, or this build has no kernels for its device.
+    /// If there is no driver, no current context, this build has no kernels for its device, or the device fails the test.
     pub fn load() -> Result<Self, LaunchError> {
         if !driver_is_present() {
             return Err(LaunchError::NoDriver);
