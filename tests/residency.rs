@@ -378,8 +378,8 @@ fn adapters_come_and_go_while_steps_run() {
 
 /// Why a slot was refused.
 fn slot_error<T: std::fmt::Debug>(result: Result<T, LoadError>) -> SlotError {
-    match result {
-        Err(LoadError::Slot(error)) => error,
-        other => panic!("{other:?} is not about a slot"),
-    }
+    let error = result.unwrap_err();
+    assert!(matches!(error, LoadError::Slot(_)), "{error}");
+    let LoadError::Slot(error) = error else { unreachable!() };
+    error
 }
