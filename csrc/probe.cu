@@ -5,6 +5,7 @@ namespace aril {
 
 int32_t load_routing();
 int32_t load_linear();
+int32_t load_forward();
 int32_t load_experts();
 
 }  // namespace aril
@@ -27,5 +28,6 @@ extern "C" int32_t aril_load(void) {
   if (no_code) return ARIL_ERR_NO_KERNEL;
   ARIL_TRY(status);
   ARIL_TRY(aril::load_linear());
+  ARIL_TRY(aril::load_forward());
   return aril::load_experts();
 }

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "common/launch.cuh"
+#include "kernels/forward.cuh"
+
+#ifdef ARIL_TUNING
+extern "C" int aril_tune_smem, aril_tune_trigger, aril_tune_prefetch;
+int aril_tune_smem = 0, aril_tune_trigger = -1, aril_tune_prefetch = -1;
+#endif
+
+namespace aril {
+namespace {
+
+using detail::ceil_div;
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's function, which the runtime does not wrap.
+int32_t encoder(Encode& encode) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  ARIL_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                            cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) return ARIL_ERR_NO_KERNEL;
+  encode = reinterpret_cast<Encode>(function);
+  return 0;
+}
+
+// Of a matrix in boxes of `box_rows` rows of 128 bytes.
+int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* matrix, int rows,
+                   int columns, int64_t stride, int box_rows, CUtensorMapL2promotion promotion) {
+  const int64_t row_bytes = stride * 2;
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(matrix) | row_bytes) % ARIL_FORWARD_ALIGNMENT == 0;
+  if (!aligned || matrix == nullptr || rows < 1 || columns < 1) return ARIL_ERR_ARGUMENT;
+  if (dtype != ARIL_BF16 && dtype != ARIL_F16) return ARIL_ERR_ARGUMENT;
+  const auto type =
+      dtype == ARIL_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_bytes)};
+  const cuuint32_t box[] = {detail::kBoxFeatures, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  const CUresult result =
+      encode(&map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? 0 : ARIL_ERR_ARGUMENT;
+}
+
+int passes_of(int units) { return ceil_div(units, detail::kMaxUnits); }
+int pass_units_of(int units) { return ceil_div(units, passes_of(units)); }
+
+// Shares the launch out; what shared memory leaves room for decides the stages.
+int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::ForwardGrid& grid,
+                  int& smem_bytes) {
+  const int splits = args.map->splits;
+  grid = {};
+  int clusters = 0;
+  for (int slice = 0; slice < args.num_slices; ++slice) {
+    grid.first_cluster[slice] = clusters;
+    clusters += ceil_div(detail::Share::slice_units(args.out_features[slice]), args.map->units);
+  }
+  for (int slice = args.num_slices; slice <= ARIL_MAX_SLICES; ++slice) {
+    grid.first_cluster[slice] = clusters;
+  }
+  if (clusters * splits > 4095) return ARIL_ERR_ARGUMENT;
+  grid.units = args.map->units;
+  grid.pass_units = pass_units_of(grid.units);
+  grid.stage_boxes = grid.pass_units < 8 ? 2 : 1;
+  const int max_rank = args.weights.table == nullptr ? 0 : args.weights.max_rank;
+  const auto smem = [&] {
+    return detail::ForwardSmem(token_tiles, grid, splits, args.num_slices, max_rank);
+  };
+  int budget;
+  ARIL_TRY(max_smem_bytes(budget));
+  constexpr int kAlignmentBytes = 1024;
+  grid.trigger = 4;
+  grid.prefetch = 0;
+#ifdef ARIL_TUNING
+  if (aril_tune_smem > 0) budget = aril_tune_smem;
+  if (aril_tune_trigger >= 0) grid.trigger = aril_tune_trigger;
+  if (aril_tune_prefetch >= 0) grid.prefetch = aril_tune_prefetch;
+#endif
+  const int boxes = ceil_div(args.in_features, detail::kBoxFeatures);
+  const int share = ceil_div(ceil_div(boxes, detail::kStepBoxes), splits) * detail::kStepBoxes;
+  const int items = passes_of(grid.units) * ceil_div(share, grid.stage_boxes);
+  const int stages = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
+  grid.stages = items < detail::kMaxStages ? items : detail::kMaxStages;
+  if (stages < grid.stages) grid.stages = stages;
+  if (grid.stages < 2 && grid.stages < items) return ARIL_ERR_ARGUMENT;
+  smem_bytes = smem().total + kAlignmentBytes;
+  return 0;
+}
+
+int32_t check(const aril_forward_args& args) {
+  const bool fits = args.num_tokens >= 0 && args.num_tokens <= ARIL_FORWARD_TOKENS &&
+                    args.in_features >= 8 && args.in_features % 8 == 0 && args.num_slices >= 1 &&
+                    args.num_slices <= ARIL_MAX_SLICES && args.map != nullptr && args.polls >= 0 &&
+                    args.map->units >= 1;
+  if (!fits) return ARIL_ERR_ARGUMENT;
+  if (args.weights.table != nullptr) {
+    const bool exchanges =
+        args.exchange != nullptr && reinterpret_cast<uintptr_t>(args.exchange) % 16 == 0 &&
+        args.weights.max_rank >= 1 && args.weights.max_rank <= ARIL_MAX_RANK;
+    if (!exchanges) return ARIL_ERR_ARGUMENT;
+  }
+  int device, major;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major < 9 ? ARIL_ERR_NO_KERNEL : 0;
+}
+
+template <typename T, typename Shape>
+int32_t forward(const aril_forward_args& args, void* stream) {
+  detail::ForwardParams params;
+  params.args = args;
+  params.splits = args.map->splits;
+  static_assert(sizeof(params.w) == sizeof(args.map->tensor_maps));
+  memcpy(params.w, args.map->tensor_maps, sizeof(params.w));
+  Encode encode;
+  ARIL_TRY(encoder(encode));
+  ARIL_TRY(encode_map(encode, params.x, args.dtype, args.x, args.num_tokens, args.in_features,
+                      args.x_stride, Shape::kTokenTiles * detail::kTokenTile,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
+  int smem_bytes;
+  ARIL_TRY(make_grid(args, Shape::kTokenTiles, params.grid, smem_bytes));
+
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = params.splits;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits;
+  config.blockDim = 32 * (Shape::warps(params.grid.pass_units) + 1) +
+                    (args.weights.table == nullptr ? 0 : detail::kDeltaThreads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = params.splits > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, detail::forward_kernel<T, Shape>, params);
+}
+
+// Calls `f` with the shapes of warps for so many tokens: for few units, and for many.
+template <typename F>
+int32_t with_shape(int num_tokens, int pass_units, F&& f) {
+  using detail::WarpShape;
+  const bool few = pass_units <= detail::kMultipliers;
+  const int tiles = ceil_div(num_tokens, detail::kTokenTile);
+  if (tiles <= 1) return few ? f(WarpShape<1, 1, 1>{}) : f(WarpShape<1, 2, 1>{});
+  if (tiles <= 2) return few ? f(WarpShape<2, 1, 2>{}) : f(WarpShape<2, 2, 2>{});
+  if (tiles <= 4) return few ? f(WarpShape<4, 1, 4>{}) : f(WarpShape<4, 2, 4>{});
+  return few ? f(WarpShape<8, 2, 4>{}) : f(WarpShape<8, 2, 8>{});
+}
+
+template <typename T>
+int32_t load_kernels() {
+  int bytes;
+  ARIL_TRY(max_smem_bytes(bytes));
+  for (const int pass_units : {1, detail::kMaxUnits}) {
+    for (const int num_tokens : {8, 16, 32, 64}) {
+      ARIL_TRY(with_shape(num_tokens, pass_units, [&](auto shape) {
+        return load(detail::forward_kernel<T, decltype(shape)>, bytes);
+      }));
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+int32_t load_forward() {
+  ARIL_TRY(load_kernels<__nv_bfloat16>());
+  return load_kernels<__half>();
+}
+
+}  // namespace aril
+
+extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map) {
+  aril::Encode encode;
+  ARIL_TRY(aril::encoder(encode));
+  const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
+                    (weights->splits == 1 || weights->splits == 2) && weights->units >= 1 &&
+                    (weights->splits == 1 || weights->units <= ARIL_FORWARD_UNITS);
+  if (!fits) return ARIL_ERR_ARGUMENT;
+  *map = {};
+  map->splits = weights->splits;
+  map->units = weights->units;
+  for (int slice = 0; slice < weights->num_slices; ++slice) {
+    CUtensorMap encoded;
+    ARIL_TRY(aril::encode_map(encode, encoded, weights->dtype, weights->slices[slice],
+                              weights->out_features[slice], weights->in_features,
+                              weights->strides[slice],
+                              aril::pass_units_of(weights->units) * aril::detail::kUnitRows,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
+    memcpy(map->tensor_maps[slice], &encoded, sizeof(encoded));
+  }
+  return 0;
+}
+
+extern "C" int32_t aril_linear_forward(const aril_forward_args* args, void* stream) {
+  ARIL_TRY(aril::check(*args));
+  if (args->num_tokens == 0) return 0;
+  return aril::dispatch(args->dtype, [&](auto element) -> int32_t {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return ARIL_ERR_ARGUMENT;
+    } else {
+      return aril::with_shape(
+          args->num_tokens, aril::pass_units_of(args->map->units),
+          [&](auto shape) { return aril::forward<T, decltype(shape)>(*args, stream); });
+    }
+  });
+}

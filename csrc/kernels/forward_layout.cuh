@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// The fused linear of decode, y = x W^T + bias + scaling * B (A x), in one launch: what its blocks
+// share out, and their shared memory.
+//
+// Bytes: W once, A and B of each adapter in the batch once, x and v = A x from L2. The launch is
+// bound by them, so everything is on its way before anything waits for it: W through a ring of
+// stages that the copy engine fills, A and B through L2.
+//
+// A cluster of `splits` blocks owns some units of 16 rows of a slice of W, and each of its blocks a
+// range of the input features. A block has three roles:
+// - a producer (one warp) fills the ring, before it waits for predecessors;
+// - multipliers (up to six warps), mma.sync with W's rows as M and the tokens as N
+//   (forward_base.cuh);
+// - the delta's warps, beside that stream: they compute their share of v, hand it over through the
+//   exchange, gather all of v, and leave B v of the block's own outputs for the multipliers to add
+//   before the only store (forward_delta.cuh).
+#pragma once
+
+#include <cuda.h>
+
+#include "../common/tma.cuh"
+#include "tile.cuh"
+
+namespace aril::detail {
+
+constexpr int kUnitRows = ARIL_FORWARD_UNIT_ROWS;
+constexpr int kBlockRows = ARIL_FORWARD_BLOCK_ROWS;  // that four cores of B have
+constexpr int kMaxUnits = ARIL_FORWARD_UNITS;
+constexpr int kBoxFeatures = 64;  // rows of 128 bytes, which the copy engine swizzles
+constexpr int kStepBoxes = 2;     // that blocks share out together
+constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
+constexpr int kTokenTile = 8;  // of mma.sync's N
+constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
+constexpr int kMultipliers = 6;  // warps, at most
+constexpr int kDeltaWarps = 8;
+constexpr int kDeltaThreads = 32 * kDeltaWarps;
+constexpr int kForwardThreads = 32 * (kMultipliers + 1) + kDeltaThreads;
+constexpr int kParts = ARIL_FORWARD_PARTS;
+constexpr int kSegmentTokens = 8;  // of one slot, that a warp works on together
+constexpr int kPairRanks = 16;     // of two tiles of A: mma.sync's M
+constexpr int kChunkRanks = 32;    // of B, 8 for each lane of four
+constexpr int kSpanRanks = 64;     // whose products are summed up before they are added to others
+constexpr int kMaxStages = 24;
+
+// How the launch is shared out.
+struct ForwardGrid {
+  int first_cluster[ARIL_MAX_SLICES + 1];  // of each slice, then their number
+  int units;                               // of a cluster
+  int pass_units;                          // that it multiplies at a time
+  int stage_boxes;                         // along the features
+  int stages;
+  int trigger;   // stages before its last at which a block lets dependents begin
+  int prefetch;  // stages that are brought to L2 behind those in the ring
+};
+
+struct ForwardParams {
+  CUtensorMap w[ARIL_MAX_SLICES];
+  CUtensorMap x;
+  aril_forward_args args;
+  ForwardGrid grid;
+  int splits;
+};
+
+// How a warp's share of a pass is laid out: kUnits units of rows, kTiles tiles of tokens.
+template <int kTokenTiles_, int kUnits_, int kTiles_>
+struct WarpShape {
+  static constexpr int kTokenTiles = kTokenTiles_, kUnits = kUnits_, kTiles = kTiles_;
+  static constexpr int kTokenGroups = kTokenTiles / kTiles;
+
+  // Warps of a pass.
+  __host__ __device__ static constexpr int warps(int pass_units) {
+    return ceil_div(pass_units, kUnits) * kTokenGroups;
+  }
+};
+
+// Where the dynamic shared memory's parts are, in bytes, from a boundary of 1024.
+struct ForwardSmem {
+  int stage_bytes, inbox, deltas, v, modules, total;
+  int delta_pitch;  // floats from a row of deltas to the next
+  int v_pitch;      // bytes from a token of v to the next
+  int v_ranks;      // that fit at once
+
+  __host__ __device__ ForwardSmem(int token_tiles, const ForwardGrid& grid, int splits,
+                                  int num_slices, int max_rank) {
+    stage_bytes = grid.stage_boxes * (grid.pass_units * kUnitBoxBytes + token_tiles * kTokenBoxBytes);
+    inbox = grid.stages * stage_bytes;
+    deltas = inbox + (splits > 1 ? grid.pass_units * token_tiles * 32 * 16 : 0);
+    // An odd row of eight-token tiles spreads a warp's rows over all banks.
+    delta_pitch = kTokenTile * (token_tiles == 1 ? 1 : token_tiles <= 4 ? 5 : 9);
+    v_ranks = v_pitch = 0;
+    if (max_rank == 0) {
+      v = modules = total = deltas;
+      return;
+    }
+    const int blocks = ceil_div(grid.pass_units / 2 + 1, splits);
+    v = deltas + blocks * kBlockRows * delta_pitch * 4;
+    constexpr int kMaxV = 16 << 10;
+    const int tokens = token_tiles * kTokenTile;
+    const int padded = ceil_div(max_rank, kChunkRanks) * kChunkRanks;
+    const int most = kMaxV / (tokens * 2 * 2) / kSpanRanks * kSpanRanks;
+    v_ranks = padded < most ? padded : most;
+    v_pitch = v_ranks * 2 + 16;
+    modules = v + 2 * tokens * v_pitch;
+    total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
+  }
+};
+
+// What a block of the grid has of W.
+struct Share {
+  int split, slice;
+  int begin, end;             // units of the slice
+  int first_box, num_boxes;   // of the features
+
+  __device__ __forceinline__ explicit Share(const ForwardParams& p) : slice(0) {
+    split = p.splits == 1 ? 0 : blockIdx.x % 2;
+    const int cluster = blockIdx.x / p.splits;
+    while (slice + 1 < p.args.num_slices && cluster >= p.grid.first_cluster[slice + 1]) ++slice;
+    begin = (cluster - p.grid.first_cluster[slice]) * p.grid.units;
+    end = min(begin + p.grid.units, slice_units(p.args.out_features[slice]));
+    const int boxes = ceil_div(p.args.in_features, kBoxFeatures);
+    const int share = ceil_div(ceil_div(boxes, kStepBoxes), p.splits) * kStepBoxes;
+    first_box = split * share;
+    num_boxes = max(0, min(boxes - first_box, share));
+  }
+
+  // Of whole blocks of 32 rows.
+  __host__ __device__ __forceinline__ static int slice_units(int out_features) {
+    return ceil_div(out_features, kBlockRows) * (kBlockRows / kUnitRows);
+  }
+};
+
+// What the roles of a block share beside the dynamic memory.
+struct ForwardShared {
+  Arrival full[kMaxStages], empty[kMaxStages];  // of the ring's stages
+  Arrival inbox[2 * kMaxUnits];                 // a unit's and a token group's sums of the other block
+  Arrival tagged;                               // `tag` is known
+  Arrival deltas_full, deltas_empty;
+  uint64_t tag;
+};
+
+}  // namespace aril::detail
