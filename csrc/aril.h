@@ -41,7 +41,7 @@ extern "C" {
 #define ARIL_FORWARD_TOKENS 64     // of aril_linear_forward
 #define ARIL_FORWARD_UNIT_ROWS 16  // rows of W of a product
 #define ARIL_FORWARD_BLOCK_ROWS 32 // up to which a slice's rows are padded there
-#define ARIL_FORWARD_UNITS 12      // that a block multiplies at a time
+#define ARIL_FORWARD_UNITS 6      // that a block multiplies at a time
 #define ARIL_FORWARD_PARTS 4       // of the input features, whose sums of A x are exchanged
 #define ARIL_FORWARD_ALIGNMENT 16  // bytes, of rows of W and x
 
@@ -149,8 +149,8 @@ typedef struct aril_base_weights {
   int32_t in_features;
   int32_t splits;  // 1 or 2: blocks that share a row's input features, a cluster of them. Part of
                    // the order of sums: a function of the layer's shape alone.
-  int32_t units;   // of ARIL_FORWARD_UNIT_ROWS rows of a slice, that a cluster has; if there are two
-                   // splits, up to ARIL_FORWARD_UNITS. Same bits.
+  int32_t units;   // of ARIL_FORWARD_UNIT_ROWS rows of a slice, that a cluster has; up to 12 if
+                   // there are two splits. Same bits.
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
   const void* slices[ARIL_MAX_SLICES];  // [out_features, in_features], row-major

@@ -3,8 +3,8 @@
 #include "kernels/forward.cuh"
 
 #ifdef ARIL_TUNING
-extern "C" int aril_tune_smem, aril_tune_trigger, aril_tune_prefetch;
-int aril_tune_smem = 0, aril_tune_trigger = -1, aril_tune_prefetch = -1;
+extern "C" int aril_tune_smem, aril_tune_trigger, aril_tune_prefetch, aril_tune_boxes;
+int aril_tune_smem = 0, aril_tune_trigger = -1, aril_tune_prefetch = -1, aril_tune_boxes = 0;
 #endif
 
 namespace aril {
@@ -53,8 +53,9 @@ int passes_of(int units) { return ceil_div(units, detail::kMaxUnits); }
 int pass_units_of(int units) { return ceil_div(units, passes_of(units)); }
 
 // Shares the launch out; what shared memory leaves room for decides the stages.
-int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::ForwardGrid& grid,
+int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::ForwardParams& params,
                   int& smem_bytes) {
+  detail::ForwardGrid& grid = params.grid;
   const int splits = args.map->splits;
   grid = {};
   int clusters = 0;
@@ -68,7 +69,7 @@ int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::Forwar
   if (clusters * splits > 4095) return ARIL_ERR_ARGUMENT;
   grid.units = args.map->units;
   grid.pass_units = pass_units_of(grid.units);
-  grid.stage_boxes = grid.pass_units < 8 ? 2 : 1;
+  grid.stage_boxes = 1;
   const int max_rank = args.weights.table == nullptr ? 0 : args.weights.max_rank;
   const auto smem = [&] {
     return detail::ForwardSmem(token_tiles, grid, splits, args.num_slices, max_rank);
@@ -77,20 +78,28 @@ int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::Forwar
   ARIL_TRY(max_smem_bytes(budget));
   constexpr int kAlignmentBytes = 1024;
   grid.trigger = 4;
-  grid.prefetch = 0;
 #ifdef ARIL_TUNING
+  if (aril_tune_boxes > 0) grid.stage_boxes = aril_tune_boxes;
   if (aril_tune_smem > 0) budget = aril_tune_smem;
   if (aril_tune_trigger >= 0) grid.trigger = aril_tune_trigger;
-  if (aril_tune_prefetch >= 0) grid.prefetch = aril_tune_prefetch;
 #endif
   const int boxes = ceil_div(args.in_features, detail::kBoxFeatures);
   const int share = ceil_div(ceil_div(boxes, detail::kStepBoxes), splits) * detail::kStepBoxes;
   const int items = passes_of(grid.units) * ceil_div(share, grid.stage_boxes);
   const int stages = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
-  grid.stages = items < detail::kMaxStages ? items : detail::kMaxStages;
-  if (stages < grid.stages) grid.stages = stages;
-  if (grid.stages < 2 && grid.stages < items) return ARIL_ERR_ARGUMENT;
-  smem_bytes = smem().total + kAlignmentBytes;
+  // As many for each team.
+  grid.stages = ceil_div(items, detail::kTeams) * detail::kTeams;
+  if (grid.stages > detail::kMaxStages) grid.stages = detail::kMaxStages;
+  if (stages < grid.stages) grid.stages = stages / detail::kTeams * detail::kTeams;
+  // A team gives a stage back when it begins its next one.
+  if (grid.stages < 1 || (grid.stages < 2 * detail::kTeams && grid.stages < items)) {
+    return ARIL_ERR_ARGUMENT;
+  }
+  params.smem = smem();
+  smem_bytes = params.smem.total + kAlignmentBytes;
+  params.num_lanes = ceil_div(args.in_features, ARIL_LANE_FEATURES);
+  params.part_lanes = ceil_div(params.num_lanes, detail::kParts);
+  params.num_parts = ceil_div(params.num_lanes, params.part_lanes);
   return 0;
 }
 
@@ -125,7 +134,7 @@ int32_t forward(const aril_forward_args& args, void* stream) {
                       args.x_stride, Shape::kTokenTiles * detail::kTokenTile,
                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
   int smem_bytes;
-  ARIL_TRY(make_grid(args, Shape::kTokenTiles, params.grid, smem_bytes));
+  ARIL_TRY(make_grid(args, Shape::kTokenTiles, params, smem_bytes));
 
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -135,7 +144,8 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits;
-  config.blockDim = 32 * (Shape::warps(params.grid.pass_units) + 1) +
+  config.blockDim = 32 * (detail::kTeams * Shape::warps(params.grid.pass_units) +
+                          detail::kProducers) +
                     (args.weights.table == nullptr ? 0 : detail::kDeltaThreads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
@@ -144,28 +154,25 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   return cudaLaunchKernelEx(&config, detail::forward_kernel<T, Shape>, params);
 }
 
-// Calls `f` with the shapes of warps for so many tokens: for few units, and for many.
+// Calls `f` with the shape of warps for so many tokens.
 template <typename F>
-int32_t with_shape(int num_tokens, int pass_units, F&& f) {
+int32_t with_shape(int num_tokens, F&& f) {
   using detail::WarpShape;
-  const bool few = pass_units <= detail::kMultipliers;
   const int tiles = ceil_div(num_tokens, detail::kTokenTile);
-  if (tiles <= 1) return few ? f(WarpShape<1, 1, 1>{}) : f(WarpShape<1, 2, 1>{});
-  if (tiles <= 2) return few ? f(WarpShape<2, 1, 2>{}) : f(WarpShape<2, 2, 2>{});
-  if (tiles <= 4) return few ? f(WarpShape<4, 1, 4>{}) : f(WarpShape<4, 2, 4>{});
-  return few ? f(WarpShape<8, 2, 4>{}) : f(WarpShape<8, 2, 8>{});
+  if (tiles <= 1) return f(WarpShape<1>{});
+  if (tiles <= 2) return f(WarpShape<2>{});
+  if (tiles <= 4) return f(WarpShape<4>{});
+  return f(WarpShape<8>{});
 }
 
 template <typename T>
 int32_t load_kernels() {
   int bytes;
   ARIL_TRY(max_smem_bytes(bytes));
-  for (const int pass_units : {1, detail::kMaxUnits}) {
-    for (const int num_tokens : {8, 16, 32, 64}) {
-      ARIL_TRY(with_shape(num_tokens, pass_units, [&](auto shape) {
-        return load(detail::forward_kernel<T, decltype(shape)>, bytes);
-      }));
-    }
+  for (const int num_tokens : {8, 16, 32, 64}) {
+    ARIL_TRY(with_shape(num_tokens, [&](auto shape) {
+      return load(detail::forward_kernel<T, decltype(shape)>, bytes);
+    }));
   }
   return 0;
 }
@@ -184,7 +191,7 @@ extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forw
   ARIL_TRY(aril::encoder(encode));
   const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
                     (weights->splits == 1 || weights->splits == 2) && weights->units >= 1 &&
-                    (weights->splits == 1 || weights->units <= ARIL_FORWARD_UNITS);
+                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits);
   if (!fits) return ARIL_ERR_ARGUMENT;
   *map = {};
   map->splits = weights->splits;
@@ -209,9 +216,9 @@ extern "C" int32_t aril_linear_forward(const aril_forward_args* args, void* stre
     if constexpr (sizeof(T) == sizeof(float)) {
       return ARIL_ERR_ARGUMENT;
     } else {
-      return aril::with_shape(
-          args->num_tokens, aril::pass_units_of(args->map->units),
-          [&](auto shape) { return aril::forward<T, decltype(shape)>(*args, stream); });
+      return aril::with_shape(args->num_tokens, [&](auto shape) {
+        return aril::forward<T, decltype(shape)>(*args, stream);
+      });
     }
   });
 }

@@ -12,88 +12,94 @@ namespace aril::detail {
 
 #if __CUDA_ARCH__ >= 900
 
-// Fills the ring, stage by stage. One thread.
-template <int kTokenTiles>
+// Fills the ring with boxes of one matrix, stage by stage: W by one thread, x by another, so that no
+// box of W has to wait for x.
 struct Producer {
-  const ForwardParams& p;
-  ForwardShared& shared;
-  const Share& share;
-  unsigned char* ring;
-  int stage_bytes;
-  // The next item's pass and box, and those of x in the ring's first stages.
-  int pass = 0, box = 0;
+  const CUtensorMap& map;
+  uint64_t policy;
+  int boxes, box_bytes, stages, stage_bytes;  // of a stage
+  int first_box, num_boxes, first_row, pass_rows;
+  unsigned char* place;  // in the first stage
+  int stage = 0, box = 0, row = 0;
+  uint32_t parity = 1;  // as if stages had been given back before
 
-  __device__ __forceinline__ void advance() {
-    box += p.grid.stage_boxes;
-    if (box >= share.num_boxes) {
+  __device__ __forceinline__ static Producer of_weights(const ForwardParams& p, const Share& share,
+                                                        unsigned char* ring) {
+    return {p.w[share.slice],
+            kEvictFirst,
+            p.grid.stage_boxes,
+            p.grid.pass_units * kUnitBoxBytes,
+            p.grid.stages,
+            p.smem.stage_bytes,
+            share.first_box,
+            share.num_boxes,
+            share.begin * kUnitRows,
+            p.grid.pass_units * kUnitRows,
+            ring};
+  }
+
+  __device__ __forceinline__ static Producer of_input(const ForwardParams& p, const Share& share,
+                                                      int token_tiles, unsigned char* ring) {
+    return {p.x,
+            kEvictLast,
+            p.grid.stage_boxes,
+            token_tiles * kTokenBoxBytes,
+            p.grid.stages,
+            p.smem.stage_bytes,
+            share.first_box,
+            share.num_boxes,
+            0,
+            0,
+            ring + p.grid.stage_boxes * p.grid.pass_units * kUnitBoxBytes};
+  }
+
+  // The next item, as soon as its stage is free.
+  __device__ __forceinline__ void copy(ForwardShared& shared) {
+    shared.empty[stage].wait(parity);
+    Arrival& full = shared.full[stage];
+    full.expect(boxes * box_bytes);
+    unsigned char* to = place + stage * stage_bytes;
+    copy_box(to, map, (first_box + box) * kBoxFeatures, first_row + row, full, policy);
+    if (boxes > 1) {
+      copy_box(to + box_bytes, map, (first_box + box + 1) * kBoxFeatures, first_row + row, full,
+               policy);
+    }
+    box += boxes;
+    if (box >= num_boxes) {
       box = 0;
-      ++pass;
+      row += pass_rows;
     }
-  }
-
-  __device__ __forceinline__ void copy_weights(unsigned char* stage, Arrival& full) const {
-    full.expect(stage_bytes);
-    const int row = (share.begin + pass * p.grid.pass_units) * kUnitRows;
-    for (int i = 0; i < p.grid.stage_boxes; ++i) {
-      copy_box(stage + i * p.grid.pass_units * kUnitBoxBytes, p.w[share.slice],
-               (share.first_box + box + i) * kBoxFeatures, row, full, kEvictFirst);
-    }
-  }
-
-  __device__ __forceinline__ void copy_input(unsigned char* stage, Arrival& full) const {
-    stage += p.grid.stage_boxes * p.grid.pass_units * kUnitBoxBytes;
-    for (int i = 0; i < p.grid.stage_boxes; ++i) {
-      copy_box(stage + i * kTokenTiles * kTokenBoxBytes, p.x,
-               (share.first_box + box + i) * kBoxFeatures, 0, full, kEvictLast);
-    }
-  }
-
-  __device__ __forceinline__ void run() {
-    const int passes = ceil_div(p.grid.units, p.grid.pass_units);
-    const int total = passes * ceil_div(share.num_boxes, p.grid.stage_boxes);
-    const int ahead = min(total, p.grid.stages);
-    for (int item = 0; item < ahead; ++item) {
-      copy_weights(ring + item * stage_bytes, shared.full[item]);
-      advance();
-    }
-    const Producer behind_ring = *this;
-    for (int item = ahead; item < min(total, ahead + p.grid.prefetch); ++item) {
-      for (int i = 0; i < p.grid.stage_boxes; ++i) {
-        prefetch_box(p.w[share.slice], (share.first_box + box + i) * kBoxFeatures,
-                     (share.begin + pass * p.grid.pass_units) * kUnitRows);
-      }
-      advance();
-    }
-    // Dependents may count themselves in only behind this block.
-    if (p.args.weights.table != nullptr) {
-      shared.tag = begin_epoch(p.args.exchange);
-      arrive(shared.tagged);
-    }
-    const int last_call = min(max(total - p.grid.trigger, ahead), total - 1);
-    if (total == ahead) let_dependents_begin();
-    wait_for_predecessors();
-    pass = box = 0;
-    for (int item = 0; item < ahead; ++item) {
-      copy_input(ring + item * stage_bytes, shared.full[item]);
-      advance();
-    }
-    pass = behind_ring.pass;
-    box = behind_ring.box;
-    int stage = 0;
-    uint32_t parity = 0;
-    for (int item = ahead; item < total; ++item) {
-      shared.empty[stage].wait(parity);
-      copy_weights(ring + stage * stage_bytes, shared.full[stage]);
-      copy_input(ring + stage * stage_bytes, shared.full[stage]);
-      advance();
-      if (item == last_call) let_dependents_begin();
-      if (++stage == p.grid.stages) {
-        stage = 0;
-        parity ^= 1;
-      }
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
     }
   }
 };
+
+__device__ __forceinline__ int num_items(const ForwardParams& p, const Share& share) {
+  return ceil_div(p.grid.units, p.grid.pass_units) * ceil_div(share.num_boxes, p.grid.stage_boxes);
+}
+
+// The rest of W, behind the first `done` items.
+__device__ __forceinline__ void produce_weights(const ForwardParams& p, ForwardShared& shared,
+                                                Producer& producer, int done, int total) {
+  // Dependents may count themselves in only behind this block.
+  if (p.args.weights.table != nullptr) {
+    shared.tag = begin_epoch(p.args.exchange);
+    arrive(shared.tagged);
+  }
+  const int last_call = max(total - p.grid.trigger, done);
+  for (int item = done; item < total; ++item) {
+    if (item == last_call) let_dependents_begin();
+    producer.copy(shared);
+  }
+  if (last_call >= total) let_dependents_begin();
+}
+
+__device__ __forceinline__ void produce_input(ForwardShared& shared, Producer producer, int total) {
+  wait_for_predecessors();
+  for (int item = 0; item < total; ++item) producer.copy(shared);
+}
 
 // A warp's sums: of lane (g = lane / 4, q = lane % 4) rows g, g, g + 8, g + 8 of a unit, of tokens
 // 2q, 2q + 1 of a tile.
@@ -191,74 +197,117 @@ __device__ __forceinline__ void store_unit(const aril_forward_args& args,
   }
 }
 
+// A warp's place among the multipliers.
+template <typename Shape>
+struct Multiplier {
+  int team, in_team;
+  int first_unit;   // of the pass; this warp stores the one of its team's number behind that
+  int first_tile;   // of tokens
+
+  __device__ __forceinline__ Multiplier(int warp, int team_warps)
+      : team(warp / team_warps),
+        in_team(warp % team_warps),
+        first_unit(in_team / Shape::kTokenGroups * Shape::kUnits),
+        first_tile(in_team % Shape::kTokenGroups * Shape::kTiles) {}
+};
+
+// Adds the other team's sums to those of this warp's unit, and hands over the rest.
+template <typename Shape>
+__device__ __forceinline__ void add_teams(UnitSums<Shape>& sums, const Multiplier<Shape>& self,
+                                          int team_warps, ForwardShared& shared, float4* handover,
+                                          int pass) {
+  static_assert(Shape::kUnits == kTeams, "a unit for each team");
+  const int lane = threadIdx.x % 32, warp = self.team * team_warps + self.in_team;
+  const int other = (self.team ^ 1) * team_warps + self.in_team;
+  // Who writes here again has read what this warp wrote between.
+  handover += pass % 2 * kTeams * team_warps * Shape::kTiles * 32 + lane;
+#pragma unroll
+  for (int tile = 0; tile < Shape::kTiles; ++tile) {
+    const float(&first)[4] = sums[0][tile], (&second)[4] = sums[1][tile];
+    handover[(other * Shape::kTiles + tile) * 32] =
+        self.team == 0 ? make_float4(second[0], second[1], second[2], second[3])
+                       : make_float4(first[0], first[1], first[2], first[3]);
+  }
+  __syncwarp();
+  if (lane == 0) arrive(shared.handover[other]);
+  shared.handover[warp].wait(pass % 2);
+#pragma unroll
+  for (int tile = 0; tile < Shape::kTiles; ++tile) {
+    const float4 others = handover[(warp * Shape::kTiles + tile) * 32];
+    const float add[] = {others.x, others.y, others.z, others.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      sums[0][tile][e] = (self.team == 0 ? sums[0][tile][e] : sums[1][tile][e]) + add[e];
+    }
+  }
+}
+
 // One warp's units, pass after pass.
 template <typename T, typename Shape>
 __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardShared& shared,
-                                               const Share& share, const ForwardSmem& smem,
                                                unsigned char* dynamic) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first_in_pass = warp / Shape::kTokenGroups * Shape::kUnits;
-  const int first_tile = warp % Shape::kTokenGroups * Shape::kTiles;
-  const int units = p.grid.pass_units, boxes = p.grid.stage_boxes;
+  const Share& share = shared.share;
+  const int lane = threadIdx.x % 32, units = p.grid.pass_units, boxes = p.grid.stage_boxes;
+  const int team_warps = Shape::warps(units);
+  const Multiplier<Shape> self(threadIdx.x / 32, team_warps);
   const bool has_deltas = p.args.weights.table != nullptr;
-  int stage = 0;
-  uint32_t parity = 0, pass_parity = 0;
+  const int items = ceil_div(share.num_boxes, boxes);
+  int stage = self.team;
+  uint32_t parity = 0;
   // A stage is given back one stage late: nothing orders an arrival behind the loads of fragments
   // but the products that need them, and those are surely under way a stage later.
   Arrival* done = nullptr;
-  for (int first = 0; first < p.grid.units; first += units) {
+  for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
     UnitSums<Shape> sums = {};
-    for (int box = 0; box < share.num_boxes; box += boxes) {
+    for (int item = (self.team + pass * items) % kTeams; item < items; item += kTeams) {
       shared.full[stage].wait(parity);
       __syncwarp();
       if (lane == 0 && done != nullptr) arrive(*done);
       done = &shared.empty[stage];
-      const unsigned char* w = dynamic + stage * smem.stage_bytes + first_in_pass * kUnitBoxBytes;
-      const unsigned char* x = dynamic + stage * smem.stage_bytes + boxes * units * kUnitBoxBytes +
-                               first_tile * kTokenBoxBytes;
+      const unsigned char* w = dynamic + stage * p.smem.stage_bytes + self.first_unit * kUnitBoxBytes;
+      const unsigned char* x = dynamic + stage * p.smem.stage_bytes + boxes * units * kUnitBoxBytes +
+                               self.first_tile * kTokenBoxBytes;
       multiply_box<T, Shape>(sums, w, x);
       if (boxes > 1) {
         multiply_box<T, Shape>(sums, w + units * kUnitBoxBytes,
                                x + Shape::kTokenTiles * kTokenBoxBytes);
       }
-      if (++stage == p.grid.stages) {
-        stage = 0;
+      stage += kTeams;
+      if (stage >= p.grid.stages) {
+        stage = self.team;
         parity ^= 1;
       }
     }
-    if (p.splits > 1) wait_for_cluster();
+    add_teams<Shape>(sums, self, team_warps, shared,
+                     reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
+    if (p.splits > 1 && first == 0) wait_for_cluster();
     wait_for_predecessors();
-    const OwnBlocks own((share.begin + first) / 2, p.splits, share.split);
-#pragma unroll
-    for (int i = 0; i < Shape::kUnits; ++i) {
-      const int in_pass = first_in_pass + i, unit = share.begin + first + in_pass;
-      const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
-      if (in_pass < units && p.splits > 1) {
-        float4* inbox = reinterpret_cast<float4*>(dynamic + smem.inbox) +
-                        (in_pass * Shape::kTokenTiles + first_tile) * 32;
-        exchange_sums(sums[i], stores, share.split ^ 1, inbox,
-                      shared.inbox[in_pass * Shape::kTokenGroups + first_tile / Shape::kTiles]);
-      }
+    const int in_pass = self.first_unit + self.team, in_cluster = first + in_pass;
+    const int unit = share.begin + in_cluster;
+    const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
+    const bool live = in_pass < units && in_cluster < p.grid.units;
+    if (p.splits > 1 && live) {
+      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) +
+                      (in_cluster * Shape::kTokenTiles + self.first_tile) * 32;
+      const int token_group = self.first_tile / Shape::kTiles;
+      exchange_sums(sums[0], stores, share.split ^ 1, inbox,
+                    shared.inbox[in_cluster * Shape::kTokenGroups + token_group]);
     }
-    if (has_deltas) shared.deltas_full.wait(pass_parity);
-#pragma unroll
-    for (int i = 0; i < Shape::kUnits; ++i) {
-      const int in_pass = first_in_pass + i, unit = share.begin + first + in_pass;
-      const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
-      if (!stores || in_pass >= units || unit >= share.end) continue;
-      const float* deltas =
-          has_deltas ? reinterpret_cast<const float*>(dynamic + smem.deltas) +
-                           (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) *
-                               smem.delta_pitch +
-                           first_tile * kTokenTile
-                     : nullptr;
-      store_unit<T>(p.args, sums[i], share.slice, unit, first_tile * kTokenTile, deltas,
-                    smem.delta_pitch);
+    const float* deltas = nullptr;
+    if (has_deltas) {
+      shared.deltas_full.wait(pass % 2);
+      const OwnBlocks own((share.begin + first) / 2, p.splits, share.split);
+      deltas = reinterpret_cast<const float*>(dynamic + p.smem.deltas) +
+               (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) * p.smem.delta_pitch +
+               self.first_tile * kTokenTile;
+    }
+    if (stores && live && unit < share.end) {
+      store_unit<T>(p.args, sums[0], share.slice, unit, self.first_tile * kTokenTile, deltas,
+                    p.smem.delta_pitch);
     }
     if (has_deltas) {
       __syncwarp();
       if (lane == 0) arrive(shared.deltas_empty);
-      pass_parity ^= 1;
     }
   }
 }

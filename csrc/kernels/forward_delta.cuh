@@ -8,8 +8,8 @@
 // multipliers. A sum that does not come in time, as its block cannot run, is computed on the spot,
 // in the same order: nobody has to wait for another block for ever.
 //
-// Weights go from L2 to registers, 16 bytes a lane, in the order in which they stand: features, or
-// ranks, are permuted within a product alike in both operands.
+// Operands are taken 16 bytes a lane, in the order in which they stand: features, or ranks, are
+// permuted within a product alike in both.
 #pragma once
 
 #include "../common/mma.cuh"
@@ -27,17 +27,6 @@ __device__ __forceinline__ void sync_delta_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(kDeltaThreads) : "memory");
 }
 
-// Weights: read once by this block.
-__device__ __forceinline__ uint4 load_weights(const char* from, bool valid) {
-  uint4 bits = make_uint4(0, 0, 0, 0);
-  if (valid) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                 : "l"(from));
-  }
-  return bits;
-}
-
 // What a predecessor wrote.
 __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
   uint4 bits = make_uint4(0, 0, 0, 0);
@@ -50,20 +39,6 @@ __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
   return bits;
 }
 
-// The batch as this launch sees it: segments of up to eight tokens of a slot, and their modules.
-struct DeltaShared {
-  static constexpr int kPitch = 20;  // floats of a token's sums; spreads them over the banks
-
-  int32_t slots[ARIL_FORWARD_TOKENS];
-  float scales[ARIL_FORWARD_TOKENS];
-  int8_t segment_of[ARIL_FORWARD_TOKENS];                       // -1: none
-  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];           // -1: none
-  int32_t slice_rank;                                           // the largest of this block's slice
-  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];                   // tokens that begin a segment
-  int32_t missing;                                              // a unit that did not come, or -1
-  alignas(16) float sums[2][kDeltaWarps][kSegmentTokens * kPitch];
-};
-
 template <typename T>
 struct Delta {
   const ForwardParams& p;
@@ -71,31 +46,28 @@ struct Delta {
   ForwardShared& shared;
   DeltaShared& batch;
   const Share& share;
-  const ForwardSmem& smem;
   unsigned char* const dynamic;
   aril_descriptor* const modules;  // [segments][slices]
   int32_t* const pairs;            // [segments * slices + 1] pairs of tiles of A before a module's
   const int thread;
   const int warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
   const int padded_tokens;
-  int num_segments = 0, all_pairs = 0, part_lanes = 0, num_units = 0;
-  int first_unit = 0, last_unit = 0;  // of this block
   int buffer = 0;
+  uint32_t a_parity = 0;
+  int brought = 0, taken = 0;  // chunks of B
   int polls = args.polls;
   uint64_t tag = 0;
 
   __device__ __forceinline__ Delta(const ForwardParams& p, ForwardShared& shared,
-                                   DeltaShared& batch, const Share& share,
-                                   const ForwardSmem& smem, unsigned char* dynamic, int thread,
+                                   DeltaShared& batch, unsigned char* dynamic, int thread,
                                    int padded_tokens)
       : p(p),
         args(p.args),
         shared(shared),
         batch(batch),
-        share(share),
-        smem(smem),
+        share(shared.share),
         dynamic(dynamic),
-        modules(reinterpret_cast<aril_descriptor*>(dynamic + smem.modules)),
+        modules(reinterpret_cast<aril_descriptor*>(dynamic + p.smem.modules)),
         pairs(reinterpret_cast<int32_t*>(modules + padded_tokens * args.num_slices)),
         thread(thread),
         padded_tokens(padded_tokens) {}
@@ -124,6 +96,7 @@ struct Delta {
     const bool live = token < args.num_tokens && batch.slots[token] >= 0;
     if (live) {
       int before = 0;
+#pragma unroll 1
       for (int other = 0; other < token; ++other) {
         if (batch.slots[other] != batch.slots[token]) continue;
         if (before % kSegmentTokens == 0) leader = other;
@@ -137,7 +110,9 @@ struct Delta {
       if (lane == 0) batch.leaders[warp] = leaders;
     }
     sync_delta_warps();
-    num_segments = __popc(batch.leaders[0]) + __popc(batch.leaders[1]);
+    if (thread == 0) {
+      batch.num_segments = __popc(batch.leaders[0]) + __popc(batch.leaders[1]);
+    }
     if (token < ARIL_FORWARD_TOKENS) {
       int segment = -1;
       if (live) {
@@ -152,7 +127,8 @@ struct Delta {
   // Brings the segments' modules, and shares out the units.
   __device__ __forceinline__ void share_out() {
     sync_delta_warps();
-    const int entries = num_segments * args.num_slices;
+    const int entries = batch.num_segments * args.num_slices;
+#pragma unroll 1
     for (int i = thread; i < entries; i += kDeltaThreads) {
       const int slice = i % args.num_slices;
       const int token = batch.tokens[i / args.num_slices][0];
@@ -163,6 +139,7 @@ struct Delta {
     sync_delta_warps();
     if (warp == 0) {
       int before = 0;
+#pragma unroll 1
       for (int first = 0; first < entries; first += 32) {
         const int i = first + lane;
         int end = i < entries ? ceil_div(modules[i].rank, kPairRanks) : 0;
@@ -177,32 +154,23 @@ struct Delta {
       if (lane == 0) pairs[0] = 0;
     }
     sync_delta_warps();
-    all_pairs = pairs[entries];
-    const int lanes = ceil_div(args.in_features, ARIL_LANE_FEATURES);
-    part_lanes = ceil_div(lanes, kParts);
-    num_units = all_pairs * num_parts();
-    const int blocks = gridDim.x, block = blockIdx.x;
-    first_unit = static_cast<int>(int64_t{num_units} * block / blocks);
-    last_unit = static_cast<int>(int64_t{num_units} * (block + 1) / blocks);
+    if (thread == 0) batch.num_units = pairs[entries] * p.num_parts;
   }
 
-  __device__ __forceinline__ int num_parts() const {
-    return ceil_div(ceil_div(args.in_features, ARIL_LANE_FEATURES), part_lanes);
+  __device__ __forceinline__ int all_pairs() const {
+    return pairs[batch.num_segments * args.num_slices];
+  }
+  // This block's units are those from the one of its number to that of the next.
+  __device__ __forceinline__ int first_unit(int block) const {
+    return static_cast<int>(static_cast<unsigned>(batch.num_units) * block / gridDim.x);
   }
 
-  struct Unit {
-    const char* a;  // of the pair, in the first lane of features
-    int lane_bytes;
-    bool two;  // tiles
-    int begin, end;  // lanes of the part
-    int part, segment, slice, first_rank, rank;
-  };
-
-  __device__ __forceinline__ Unit unit_at(int index) const {
-    Unit unit;
-    unit.part = index / all_pairs;
-    const int pair = index - unit.part * all_pairs;
-    int low = 0, high = num_segments * args.num_slices;  // pairs[low] <= pair < pairs[high]
+  __device__ __forceinline__ DeltaUnit unit_at(int index) const {
+    DeltaUnit unit;
+    unit.part = index / all_pairs();
+    const int pair = index - unit.part * all_pairs();
+    int low = 0, high = batch.num_segments * args.num_slices;  // pairs[low] <= pair < pairs[high]
+#pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (pairs[middle] <= pair) {
@@ -213,11 +181,12 @@ struct Delta {
     }
     const aril_descriptor& module = modules[low];
     const int tiles = ceil_div(module.rank, ARIL_RANK_TILE), tile = 2 * (pair - pairs[low]);
-    unit.a = static_cast<const char*>(module.a) + tile * kPieceBytes;
     unit.lane_bytes = tiles * kPieceBytes;
+    unit.first_lane = unit.part * p.part_lanes;
+    unit.num_lanes = min(p.part_lanes, p.num_lanes - unit.first_lane);
+    unit.a = static_cast<const char*>(module.a) + int64_t{unit.first_lane} * unit.lane_bytes +
+             tile * kPieceBytes;
     unit.two = tile + 1 < tiles;
-    unit.begin = unit.part * part_lanes;
-    unit.end = min(unit.begin + part_lanes, ceil_div(args.in_features, ARIL_LANE_FEATURES));
     unit.segment = low / args.num_slices;
     unit.slice = low % args.num_slices;
     unit.first_rank = tile * ARIL_RANK_TILE;
@@ -225,23 +194,30 @@ struct Delta {
     return unit;
   }
 
-  // Brings what this block will need to L2: A of its units, B of its rows.
-  __device__ __forceinline__ void prefetch(int first_block, int end_block) {
-    constexpr int kUnits = 6;  // at most; the rest is brought by loads
-    const int units = min(last_unit - first_unit, kUnits);
-    for (int i = thread; i < units * part_lanes; i += kDeltaThreads) {
-      const Unit unit = unit_at(first_unit + i / part_lanes);
-      const int at = unit.begin + i % part_lanes;
-      if (at < unit.end) {
-        prefetch_bytes(unit.a + int64_t{at} * unit.lane_bytes, (unit.two ? 2 : 1) * kPieceBytes);
+  // Looks up units [first, last), of which DeltaShared has room for kUnits.
+  __device__ __forceinline__ void look_up(int first, int last) {
+    sync_delta_warps();
+    if (thread < min(last - first, DeltaShared::kUnits)) batch.units[thread] = unit_at(first + thread);
+    sync_delta_warps();
+  }
+
+  // Brings what this block will need to L2: A of its first units, B of its rows.
+  __device__ __forceinline__ void prefetch(int units, int first_block, int end_block) {
+#pragma unroll 1
+    for (int i = thread; i < min(units, DeltaShared::kUnits) * p.part_lanes; i += kDeltaThreads) {
+      const DeltaUnit& unit = batch.units[i / p.part_lanes];
+      const int lane = i % p.part_lanes;
+      if (lane < unit.num_lanes) {
+        prefetch_bytes(unit.a + int64_t{lane} * unit.lane_bytes, (unit.two ? 2 : 1) * kPieceBytes);
       }
     }
     constexpr int kTiles = 8;  // of ranks; likewise
     const OwnBlocks own(first_block, p.splits, share.split);
     const int count = ceil_div(max(0, end_block - own.first), p.splits);
-    for (int i = thread; i < count * num_segments * kTiles; i += kDeltaThreads) {
-      const int tile = i % kTiles, segment = i / kTiles % num_segments;
-      const int block = own.first + i / kTiles / num_segments * p.splits;
+#pragma unroll 1
+    for (int i = thread; i < count * batch.num_segments * kTiles; i += kDeltaThreads) {
+      const int tile = i % kTiles, segment = i / kTiles % batch.num_segments;
+      const int block = own.first + i / kTiles / batch.num_segments * p.splits;
       const aril_descriptor& module = modules[segment * args.num_slices + share.slice];
       if (tile * ARIL_RANK_TILE < module.rank) {
         prefetch_bytes(b_tile(module, block * kBlockRows, tile), 512);
@@ -258,48 +234,59 @@ struct Delta {
            row % ARIL_OUT_TILE / kBlockRows * 512;
   }
 
-  // A of 128 features of a lane, half a lane for each warp.
-  __device__ __forceinline__ void load_a(uint4 (&a)[8], const Unit& unit, int step) const {
-    const int at = unit.begin + step * (kDeltaWarps / 2) + warp / 2;
-    const char* from = unit.a + int64_t{at} * unit.lane_bytes + warp % 2 * (kPieceBytes / 2) +
-                       q * 128 + g * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[2 * i] = load_weights(from + i * 512, at < unit.end);
-      a[2 * i + 1] = load_weights(from + i * 512 + kPieceBytes, at < unit.end && unit.two);
-    }
+  // A lane of features for each warp: starts bringing A of a step to this warp's place.
+  __device__ __forceinline__ void bring_a(const DeltaUnit& unit, int step) {
+    const int at = step * kDeltaWarps + warp;
+    if (lane != 0 || at >= unit.num_lanes) return;
+    const uint32_t bytes = (unit.two ? 2 : 1) * kPieceBytes;
+    batch.a[warp].expect(bytes);
+    batch.a[warp].copy(own_place(), unit.a + int64_t{at} * unit.lane_bytes, bytes);
   }
 
-  __device__ __forceinline__ void load_x(uint4 (&x)[4], const Unit& unit, int step) const {
-    const int at = unit.begin + step * (kDeltaWarps / 2) + warp / 2;
-    const int feature = at * ARIL_LANE_FEATURES + warp % 2 * (ARIL_LANE_FEATURES / 2) + 8 * q;
+  __device__ __forceinline__ unsigned char* own_place() const {
+    return dynamic + p.smem.a + warp * 2 * kPieceBytes;
+  }
+
+  // Adds the products of a step, of which A is on its way.
+  __device__ __forceinline__ void multiply_step(float (&sums)[2][4], const DeltaUnit& unit,
+                                                int step) {
+    constexpr int kLoads = ARIL_LANE_FEATURES / 32;
+    const int at = step * kDeltaWarps + warp;
+    if (at >= unit.num_lanes) return;
+    const int feature = (unit.first_lane + at) * ARIL_LANE_FEATURES + 8 * q;
     const int token = batch.tokens[unit.segment][g];
     const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
+    const int left = token >= 0 ? args.in_features - feature : 0;
+    uint4 x[kLoads];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = load_input(reinterpret_cast<const char*>(from + i * 32),
-                        token >= 0 && at < unit.end && feature + i * 32 < args.in_features);
+    for (int i = 0; i < kLoads; ++i) {
+      x[i] = load_input(reinterpret_cast<const char*>(from + i * 32), i * 32 < left);
     }
-  }
-
-  __device__ __forceinline__ static void multiply(float (&sums)[2][4], const uint4 (&a)[8],
-                                                  const uint4 (&x)[4]) {
+    batch.a[warp].wait(a_parity);
+    a_parity ^= 1;
+    const unsigned char* a = own_place() + q * 128 + g * 16;
+    const bool two = unit.two;
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 &low = a[2 * i], &high = a[2 * i + 1];
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
+      uint4 high = make_uint4(0, 0, 0, 0);
+      if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kPieceBytes);
       mma_m16n8k16<T>(sums[i % 2], make_uint4(low.x, high.x, low.y, high.y), x[i].x, x[i].y);
       mma_m16n8k16<T>(sums[i % 2], make_uint4(low.z, high.z, low.w, high.w), x[i].z, x[i].w);
     }
+    __syncwarp();
   }
 
   // Adds up the warps' sums of a unit, and hands them over.
-  __device__ __forceinline__ void publish(const Unit& unit, const float (&sums)[2][4]) {
+  __device__ __forceinline__ void publish(const DeltaUnit& unit, const float (&sums)[2][4]) {
     float* own = batch.sums[buffer][warp];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       own[(2 * q + e % 2) * DeltaShared::kPitch + g + e / 2 * 8] = sums[0][e] + sums[1][e];
     }
     sync_delta_warps();
+    static_assert(kSegmentTokens * kPairRanks / 2 <= kDeltaThreads);
     if (thread < kSegmentTokens * kPairRanks / 2) {
       const int position = thread / (kPairRanks / 2), rank = thread % (kPairRanks / 2) * 2;
       const int token = batch.tokens[unit.segment][position];
@@ -320,24 +307,35 @@ struct Delta {
     buffer ^= 1;
   }
 
-  // Units [first, last), of which A's first step is on its way.
-  __device__ __forceinline__ void shrink(int first, int last, uint4 (&a)[8]) {
-    for (int index = first; index < last; ++index) {
-      const Unit unit = unit_at(index);
-      const int steps = ceil_div(part_lanes, kDeltaWarps / 2);
+  // The first `count` units that were looked up, of which A's first step is on its way.
+  __device__ __forceinline__ void shrink(int count) {
+    const int steps = ceil_div(p.part_lanes, kDeltaWarps);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
       float sums[2][4] = {};
+#pragma unroll 1
       for (int step = 0; step < steps; ++step) {
-        uint4 x[4];
-        load_x(x, unit, step);
-        __syncwarp();
-        multiply(sums, a, x);
+        multiply_step(sums, batch.units[i], step);
         if (step + 1 < steps) {
-          load_a(a, unit, step + 1);
-        } else if (index + 1 < last) {
-          load_a(a, unit_at(index + 1), 0);
+          bring_a(batch.units[i], step + 1);
+        } else if (i + 1 < count) {
+          bring_a(batch.units[i + 1], 0);
         }
       }
-      publish(unit, sums);
+      publish(batch.units[i], sums);
+    }
+  }
+
+  // Units [first, last), of which the first have been looked up and are on their way if `begun`.
+  __device__ __forceinline__ void shrink_all(int first, int last, bool begun) {
+#pragma unroll 1
+    for (; first < last; first += DeltaShared::kUnits) {
+      if (!begun) {
+        look_up(first, last);
+        bring_a(batch.units[0], 0);
+      }
+      begun = false;
+      shrink(min(last - first, DeltaShared::kUnits));
     }
   }
 
@@ -345,8 +343,9 @@ struct Delta {
   // Returns a unit that did not come in time, or -1.
   __device__ __forceinline__ int gather(int begin, int ranks) {
     const ExchangePlanes planes(args);
-    const int per_token = ranks / 2, parts = num_parts();
-    unsigned char* const v = dynamic + smem.v;
+    const int per_token = ranks / 2, parts = p.num_parts;
+    unsigned char* const v = dynamic + p.smem.v;
+#pragma unroll 1
     for (int i = thread; i < args.num_tokens * per_token; i += kDeltaThreads) {
       const int token = i / per_token, rank = begin + (i - token * per_token) * 2;
       const int segment = batch.segment_of[token];
@@ -358,6 +357,7 @@ struct Delta {
       if (rank < ceil_div(module.rank, kPairRanks) * kPairRanks) {
         TaggedPair pair[kParts];
         int missing;
+#pragma unroll 1
         for (int poll = 0;; ++poll) {
           missing = -1;
 #pragma unroll
@@ -372,7 +372,7 @@ struct Delta {
           __nanosleep(40);
         }
         if (missing >= 0) {
-          batch.missing = missing * all_pairs + pairs[entry] + rank / kPairRanks;
+          batch.missing = missing * all_pairs() + pairs[entry] + rank / kPairRanks;
           break;
         }
 #pragma unroll
@@ -383,51 +383,105 @@ struct Delta {
       const float factor = module.scaling * batch.scales[token];
       uint32_t high, low;
       detail::split(sum.x * factor, sum.y * factor, high, low);
-      unsigned char* to = v + token * smem.v_pitch + (rank - begin) * 2;
+      unsigned char* to = v + token * p.smem.v_pitch + (rank - begin) * 2;
       *reinterpret_cast<uint32_t*>(to) = high;
-      *reinterpret_cast<uint32_t*>(to + padded_tokens * smem.v_pitch) = low;
+      *reinterpret_cast<uint32_t*>(to + padded_tokens * p.smem.v_pitch) = low;
     }
     sync_delta_warps();
     return batch.missing;
   }
 
-  // Gathers until all is there, computing what does not come.
-  __device__ __forceinline__ void gather_all(int begin, int ranks) {
-    int missing;
-    while ((missing = gather(begin, ranks)) >= 0) {
-      sync_delta_warps();
-      if (thread == 0) batch.missing = -1;
-      polls = 0;
-      uint4 a[8];
-      load_a(a, unit_at(missing), 0);
-      shrink(missing, missing + 1, a);
-      sync_delta_warps();
+  // A chunk of 32 ranks of the B of an item, which is a block of 32 outputs and a segment.
+  struct Chunk {
+    int item, rank;
+  };
+
+  // What a call of expand works on: `count` of this block's blocks of outputs, from `first` on, and
+  // ranks [begin, end).
+  struct Task {
+    int first, count, begin, end;
+  };
+
+  __device__ __forceinline__ const aril_descriptor& module_of_item(const Task& task,
+                                                                   int item) const {
+    return modules[item / task.count * args.num_slices + share.slice];
+  }
+
+  __device__ __forceinline__ int end_of_item(const Task& task, int item) const {
+    const int rank = module_of_item(task, item).rank;
+    return rank > task.begin ? min(task.end, rank) : 0;
+  }
+
+  // The warp's first chunk from that item on; items that have none are skipped.
+  __device__ __forceinline__ Chunk chunk_from(const Task& task, int item) const {
+    while (item < task.count * batch.num_segments && end_of_item(task, item) == 0) {
+      item += kDeltaWarps;
+    }
+    return {item, task.begin};
+  }
+
+  __device__ __forceinline__ Chunk next(const Task& task, const Chunk& chunk) const {
+    const int rank = chunk.rank + kChunkRanks;
+    if (rank < end_of_item(task, chunk.item)) return {chunk.item, rank};
+    return chunk_from(task, chunk.item + kDeltaWarps);
+  }
+
+  __device__ __forceinline__ bool has(const Task& task, const Chunk& chunk) const {
+    return chunk.item < task.count * batch.num_segments;
+  }
+
+  // Starts bringing a chunk to the warp's next place, a tile of 8 ranks for each of four lanes.
+  __device__ __forceinline__ void bring_b(const Task& task, const Chunk& chunk) {
+    const int place = brought++ % kChunkPlaces;
+    const aril_descriptor& module = module_of_item(task, chunk.item);
+    const int tile = chunk.rank / ARIL_RANK_TILE;
+    const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
+    Arrival& arrival = batch.b[warp][place];
+    if (lane == 0) arrival.expect(tiles * kChunkTileBytes);
+    if (lane < tiles) {
+      const int row = (task.first + chunk.item % task.count * p.splits) * kBlockRows;
+      arrival.copy(own_place() + place * kChunkBytes + lane * kChunkTileBytes,
+                   b_tile(module, row, tile + lane), kChunkTileBytes);
     }
   }
 
-  // A block of 32 outputs and a segment.
-  struct Item {
-    const char* b;  // of this lane's tile of ranks in the first chunk, or null
-    int segment, row, tiles;
-  };
-
-  __device__ __forceinline__ void load_b(uint4 (&b)[4], const Item& item, int tile) const {
-    const char* from =
-        item.b + int64_t{tile} * (ARIL_OUT_TILE * ARIL_RANK_TILE * 2) + g * 16;
-#pragma unroll
-    for (int core = 0; core < 4; ++core) b[core] = load_weights(from + core * 128, tile < item.tiles);
+  __device__ __forceinline__ void wait_for_chunk() {
+    batch.b[warp][taken % kChunkPlaces].wait(taken / kChunkPlaces % 2);
+    ++taken;
   }
 
-  // sums += B v of a chunk of 32 ranks: of rows (g, q), core 2m and 2m + 1.
-  __device__ __forceinline__ static void multiply_chunk(float (&sums)[2][4], const uint4 (&b)[4],
-                                                        const uint4& high, const uint4& low) {
+  // One place is left: what was read last is overwritten a chunk later.
+  __device__ __forceinline__ Chunk bring_first(const Task& task, Chunk chunk) {
+    for (int i = 0; i + 1 < kChunkPlaces && has(task, chunk); ++i) {
+      bring_b(task, chunk);
+      chunk = next(task, chunk);
+    }
+    return chunk;
+  }
+
+  // sums += B v of a chunk: of this lane's tile of ranks at `b`, and v at `rank` of what was
+  // gathered.
+  __device__ __forceinline__ void multiply_chunk(float (&sums)[2][4], const unsigned char* b,
+                                                 bool has_ranks, int token, int rank) const {
+    const unsigned char* v =
+        dynamic + p.smem.v + max(token, 0) * p.smem.v_pitch + rank * 2 + q * 16;
+    uint4 high = make_uint4(0, 0, 0, 0), low = high;
+    if (token >= 0) {
+      high = *reinterpret_cast<const uint4*>(v);
+      low = *reinterpret_cast<const uint4*>(v + padded_tokens * p.smem.v_pitch);
+    }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const uint4 &even = b[2 * m], &odd = b[2 * m + 1];
-      const uint4 first = make_uint4(even.x, odd.x, even.y, odd.y);
-      const uint4 second = make_uint4(even.z, odd.z, even.w, odd.w);
-      multiply_terms(sums[m], first, high.x, high.y, low.x, low.y);
-      multiply_terms(sums[m], second, high.z, high.w, low.z, low.w);
+      uint4 even = make_uint4(0, 0, 0, 0), odd = even;
+      if (has_ranks) {
+        even = *reinterpret_cast<const uint4*>(b + 2 * m * 128);
+        odd = *reinterpret_cast<const uint4*>(b + (2 * m + 1) * 128);
+      }
+      __syncwarp();
+      multiply_terms(sums[m], make_uint4(even.x, odd.x, even.y, odd.y), high.x, high.y, low.x,
+                     low.y);
+      multiply_terms(sums[m], make_uint4(even.z, odd.z, even.w, odd.w), high.z, high.w, low.z,
+                     low.w);
     }
   }
 
@@ -456,65 +510,56 @@ struct Delta {
     }
   }
 
-  // Adds B v of ranks [begin, begin + ranks) to the deltas of `count` of this block's blocks.
-  __device__ __forceinline__ void expand(int first, int count, int begin, int ranks) {
-    const int items = count * num_segments;
-    const auto item_at = [&](int i) {
-      Item item = {nullptr, i / count, 0, 0};
-      const aril_descriptor& module = modules[item.segment * args.num_slices + share.slice];
-      const int block = i % count;
-      item.tiles = begin < module.rank ? ceil_div(module.rank, ARIL_RANK_TILE) : 0;
-      item.b = b_tile(module, (first + block * p.splits) * kBlockRows, 0);
-      item.row = block * kBlockRows;
-      return item;
-    };
-    uint4 b[4];
-    Item item = item_at(min(warp, items - 1));
-    if (warp < items) load_b(b, item, begin / ARIL_RANK_TILE + q);
-    gather_all(begin, ranks);
-    for (int i = warp; i < items; i += kDeltaWarps) {
-      float sums[2][4] = {};
-      const Item next = item_at(min(i + kDeltaWarps, items - 1));
-      const int end = min(begin + ranks, item.tiles * ARIL_RANK_TILE);
-      const int token = batch.tokens[item.segment][g];
-      const unsigned char* v = dynamic + smem.v + max(token, 0) * smem.v_pitch + q * 16;
-      int rank = begin;
-      do {
-        uint4 ahead[4] = {};
-        const bool more = rank + kChunkRanks < end;
-        if (more) {
-          load_b(ahead, item, (rank + kChunkRanks) / ARIL_RANK_TILE + q);
-        } else if (i + kDeltaWarps < items) {
-          load_b(ahead, next, begin / ARIL_RANK_TILE + q);
-        }
-        uint4 high = make_uint4(0, 0, 0, 0), low = high;
-        if (token >= 0 && rank < end) {
-          high = *reinterpret_cast<const uint4*>(v + (rank - begin) * 2);
-          low = *reinterpret_cast<const uint4*>(v + (rank - begin) * 2 +
-                                                padded_tokens * smem.v_pitch);
-        }
-        __syncwarp();
-        multiply_chunk(sums, b, high, low);
-#pragma unroll
-        for (int core = 0; core < 4; ++core) b[core] = ahead[core];
-        rank += kChunkRanks;
-        // However many ranks fit at once, the spans are the same.
-        if (begin < end && (rank % kSpanRanks == 0 || rank >= end)) add_deltas(item, sums);
-      } while (rank < end);
-      item = next;
+  // Adds B v of a task to its deltas.
+  __device__ __forceinline__ void expand(const Task& task) {
+    Chunk chunk = chunk_from(task, warp), ahead = bring_first(task, chunk);
+    int missing;
+#pragma unroll 1
+    while ((missing = gather(task.begin, task.end - task.begin)) >= 0) {
+      // A takes the place of B.
+      while (taken < brought) wait_for_chunk();
+      sync_delta_warps();
+      if (thread == 0) batch.missing = -1;
+      polls = 0;
+      shrink_all(missing, missing + 1, false);
+      sync_delta_warps();
+      ahead = bring_first(task, chunk);
+    }
+    float sums[2][4] = {};
+#pragma unroll 1
+    while (has(task, chunk)) {
+      const unsigned char* b =
+          own_place() + taken % kChunkPlaces * kChunkBytes + q * kChunkTileBytes + g * 16;
+      wait_for_chunk();
+      __syncwarp();
+      if (has(task, ahead)) {
+        bring_b(task, ahead);
+        ahead = next(task, ahead);
+      }
+      multiply_chunk(sums, b, chunk.rank + q * ARIL_RANK_TILE < module_of_item(task, chunk.item).rank,
+                     batch.tokens[chunk.item / task.count][g], chunk.rank - task.begin);
+      const Chunk following = next(task, chunk);
+      // However many ranks fit at once, the spans are the same.
+      if (following.item != chunk.item || following.rank % kSpanRanks == 0) {
+        add_deltas(task, chunk.item, sums);
+      }
+      chunk = following;
     }
   }
 
-  __device__ __forceinline__ void add_deltas(const Item& item, float (&sums)[2][4]) const {
-    float* deltas = reinterpret_cast<float*>(dynamic + smem.deltas);
+  // Of rows (g, q): those of a core are the outputs 8 (n / 2) + 2 core + n % 2.
+  __device__ __forceinline__ void add_deltas(const Task& task, int item,
+                                             float (&sums)[2][4]) const {
+    float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
+    const int first_row = item % task.count * kBlockRows + g / 2 * 8 + g % 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = batch.tokens[item.segment][2 * q + i];
+      const int token = batch.tokens[item / task.count][2 * q + i];
       if (token < 0) continue;
 #pragma unroll
       for (int core = 0; core < 4; ++core) {
-        const int row = item.row + g / 2 * 8 + 2 * core + g % 2;
-        deltas[row * smem.delta_pitch + token] += sums[core / 2][core % 2 * 2 + i];
+        deltas[(first_row + 2 * core) * p.smem.delta_pitch + token] +=
+            sums[core / 2][core % 2 * 2 + i];
       }
     }
 #pragma unroll
@@ -527,16 +572,17 @@ struct Delta {
     if (first >= end_block || batch.slice_rank == 0) return;
     const int count = ceil_div(end_block - first, p.splits);
     const int all = ceil_div(batch.slice_rank, kChunkRanks) * kChunkRanks;
-    for (int begin = 0; begin < all; begin += smem.v_ranks) {
-      expand(first, count, begin, min(smem.v_ranks, all - begin));
+#pragma unroll 1
+    for (int begin = 0; begin < all; begin += p.smem.v_ranks) {
+      expand({first, count, begin, min(begin + p.smem.v_ranks, all)});
       sync_delta_warps();
     }
   }
 
   // No delta: adding it changes no bit.
   __device__ __forceinline__ void clear_deltas() const {
-    float* deltas = reinterpret_cast<float*>(dynamic + smem.deltas);
-    const int count = (smem.v - smem.deltas) / 4;
+    float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
+    const int count = (p.smem.v - p.smem.deltas) / 4;
     for (int i = thread; i < count; i += kDeltaThreads) deltas[i] = -0.0f;
   }
 
@@ -547,14 +593,18 @@ struct Delta {
     };
     make_segments();
     share_out();
-    uint4 a[8] = {};
-    if (first_unit < last_unit) load_a(a, unit_at(first_unit), 0);
-    prefetch(first_block(0), end_block(0));
+    sync_delta_warps();
+    const int first = first_unit(blockIdx.x), last = first_unit(blockIdx.x + 1);
+    if (batch.num_units > 0) {
+      look_up(first, last);
+      if (first < last && !args.withholds) bring_a(batch.units[0], 0);
+      prefetch(last - first, first_block(0), end_block(0));
+    }
     clear_deltas();
     shared.tagged.wait(0);
     tag = shared.tag;
     wait_for_predecessors();
-    if (!args.withholds) shrink(first_unit, last_unit, a);
+    if (!args.withholds) shrink_all(first, last, true);
     uint32_t parity = 0;
     for (int first = 0; first < p.grid.units; first += p.grid.pass_units) {
       if (first > 0) {

@@ -9,9 +9,8 @@
 //
 // A cluster of `splits` blocks owns some units of 16 rows of a slice of W, and each of its blocks a
 // range of the input features. A block has three roles:
-// - a producer (one warp) fills the ring, before it waits for predecessors;
-// - multipliers (up to six warps), mma.sync with W's rows as M and the tokens as N
-//   (forward_base.cuh);
+// - producers fill the ring: one with W, which waits for no predecessor, one with x;
+// - multipliers, mma.sync with W's rows as M and the tokens as N (forward_base.cuh);
 // - the delta's warps, beside that stream: they compute their share of v, hand it over through the
 //   exchange, gather all of v, and leave B v of the block's own outputs for the multipliers to add
 //   before the only store (forward_delta.cuh).
@@ -32,16 +31,20 @@ constexpr int kStepBoxes = 2;     // that blocks share out together
 constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
 constexpr int kTokenTile = 8;  // of mma.sync's N
 constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
-constexpr int kMultipliers = 6;  // warps, at most
-constexpr int kDeltaWarps = 8;
+constexpr int kTeams = 2;  // of multipliers: boxes take turns
+constexpr int kProducers = 2;  // warps
+constexpr int kDeltaWarps = 4;
 constexpr int kDeltaThreads = 32 * kDeltaWarps;
-constexpr int kForwardThreads = 32 * (kMultipliers + 1) + kDeltaThreads;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kSegmentTokens = 8;  // of one slot, that a warp works on together
 constexpr int kPairRanks = 16;     // of two tiles of A: mma.sync's M
 constexpr int kChunkRanks = 32;    // of B, 8 for each lane of four
+constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
+constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
+constexpr int kChunkPlaces = 4;    // chunks that fit where a warp's A was
 constexpr int kSpanRanks = 64;     // whose products are summed up before they are added to others
 constexpr int kMaxStages = 24;
+constexpr int kMaxSplitUnits = 12;  // of a cluster of two blocks
 
 // How the launch is shared out.
 struct ForwardGrid {
@@ -51,46 +54,77 @@ struct ForwardGrid {
   int stage_boxes;                         // along the features
   int stages;
   int trigger;   // stages before its last at which a block lets dependents begin
-  int prefetch;  // stages that are brought to L2 behind those in the ring
 };
 
-struct ForwardParams {
-  CUtensorMap w[ARIL_MAX_SLICES];
-  CUtensorMap x;
-  aril_forward_args args;
-  ForwardGrid grid;
-  int splits;
-};
-
-// How a warp's share of a pass is laid out: kUnits units of rows, kTiles tiles of tokens.
-template <int kTokenTiles_, int kUnits_, int kTiles_>
+// How multipliers share out a pass: each has two units of rows and some tiles of tokens, of every
+// second box of features.
+template <int kTokenTiles_>
 struct WarpShape {
-  static constexpr int kTokenTiles = kTokenTiles_, kUnits = kUnits_, kTiles = kTiles_;
-  static constexpr int kTokenGroups = kTokenTiles / kTiles;
+  static constexpr int kTokenTiles = kTokenTiles_, kUnits = 2;
+  static constexpr int kTokenGroups = kTokenTiles > 2 ? 2 : 1;
+  static constexpr int kTiles = kTokenTiles / kTokenGroups;
+  // Of a multiprocessor: with few tokens, the next launch's blocks fill their rings beside this
+  // one's last stages.
+  static constexpr int kBlocks = kTokenTiles > 2 ? 1 : 2;
+  static constexpr int kThreads =
+      32 * (kTeams * kMaxUnits / kUnits * kTokenGroups + kProducers) + kDeltaThreads;
 
-  // Warps of a pass.
+  // Warps of a team.
   __host__ __device__ static constexpr int warps(int pass_units) {
     return ceil_div(pass_units, kUnits) * kTokenGroups;
   }
 };
 
+// 16 ranks of a module, over a part of the input features, for a segment.
+struct DeltaUnit {
+  const char* a;   // of the ranks, in the part's first lane of features
+  int lane_bytes;  // to the next
+  int first_lane, num_lanes;
+  bool two;  // tiles of 8 ranks
+  int part, segment, slice, first_rank, rank;
+};
+
+// The batch as this launch sees it: segments of up to eight tokens of a slot, and their modules.
+struct DeltaShared {
+  static constexpr int kPitch = 20;  // floats of a token's sums; spreads them over the banks
+  static constexpr int kUnits = 8;   // that are looked up at a time
+
+  int32_t slots[ARIL_FORWARD_TOKENS];
+  float scales[ARIL_FORWARD_TOKENS];
+  int8_t segment_of[ARIL_FORWARD_TOKENS];              // -1: none
+  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];  // -1: none
+  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];          // tokens that begin a segment
+  int32_t num_segments, num_units;                     // of all blocks
+  int32_t slice_rank;                                  // the largest of this block's slice
+  int32_t missing;                                     // a unit that did not come, or -1
+  Arrival a[kDeltaWarps];                              // a warp's pieces of A
+  Arrival b[kDeltaWarps][kChunkPlaces];                // and chunks of B, at the same place
+  DeltaUnit units[kUnits];
+  alignas(16) float sums[2][kDeltaWarps][kSegmentTokens * kPitch];
+};
+
 // Where the dynamic shared memory's parts are, in bytes, from a boundary of 1024.
 struct ForwardSmem {
-  int stage_bytes, inbox, deltas, v, modules, total;
+  int stage_bytes, handover, inbox, deltas, v, a, batch, modules, total;
   int delta_pitch;  // floats from a row of deltas to the next
   int v_pitch;      // bytes from a token of v to the next
   int v_ranks;      // that fit at once
 
-  __host__ __device__ ForwardSmem(int token_tiles, const ForwardGrid& grid, int splits,
+  ForwardSmem() = default;
+
+  ForwardSmem(int token_tiles, const ForwardGrid& grid, int splits,
                                   int num_slices, int max_rank) {
     stage_bytes = grid.stage_boxes * (grid.pass_units * kUnitBoxBytes + token_tiles * kTokenBoxBytes);
-    inbox = grid.stages * stage_bytes;
-    deltas = inbox + (splits > 1 ? grid.pass_units * token_tiles * 32 * 16 : 0);
+    handover = grid.stages * stage_bytes;
+    const int passes = ceil_div(grid.units, grid.pass_units);
+    const int warps = ceil_div(grid.pass_units, 2) * kTeams;  // of a group of tokens
+    inbox = handover + (passes > 1 ? 2 : 1) * warps * token_tiles * 32 * 16;
+    deltas = inbox + (splits > 1 ? grid.units * token_tiles * 32 * 16 : 0);
     // An odd row of eight-token tiles spreads a warp's rows over all banks.
     delta_pitch = kTokenTile * (token_tiles == 1 ? 1 : token_tiles <= 4 ? 5 : 9);
     v_ranks = v_pitch = 0;
     if (max_rank == 0) {
-      v = modules = total = deltas;
+      v = a = batch = modules = total = deltas;
       return;
     }
     const int blocks = ceil_div(grid.pass_units / 2 + 1, splits);
@@ -101,9 +135,22 @@ struct ForwardSmem {
     const int most = kMaxV / (tokens * 2 * 2) / kSpanRanks * kSpanRanks;
     v_ranks = padded < most ? padded : most;
     v_pitch = v_ranks * 2 + 16;
-    modules = v + 2 * tokens * v_pitch;
+    a = v + 2 * tokens * v_pitch;
+    batch = a + kDeltaWarps * 2 * kPieceBytes;
+    modules = batch + static_cast<int>(sizeof(DeltaShared));
     total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
   }
+};
+
+struct ForwardParams {
+  CUtensorMap w[ARIL_MAX_SLICES];
+  CUtensorMap x;
+  aril_forward_args args;
+  ForwardGrid grid;
+  ForwardSmem smem;
+  int splits;
+  // Of A, in lanes of features.
+  int num_lanes, part_lanes, num_parts;
 };
 
 // What a block of the grid has of W.
@@ -112,7 +159,8 @@ struct Share {
   int begin, end;             // units of the slice
   int first_box, num_boxes;   // of the features
 
-  __device__ __forceinline__ explicit Share(const ForwardParams& p) : slice(0) {
+  __device__ __forceinline__ void init(const ForwardParams& p) {
+    slice = 0;
     split = p.splits == 1 ? 0 : blockIdx.x % 2;
     const int cluster = blockIdx.x / p.splits;
     while (slice + 1 < p.args.num_slices && cluster >= p.grid.first_cluster[slice + 1]) ++slice;
@@ -133,10 +181,12 @@ struct Share {
 // What the roles of a block share beside the dynamic memory.
 struct ForwardShared {
   Arrival full[kMaxStages], empty[kMaxStages];  // of the ring's stages
-  Arrival inbox[2 * kMaxUnits];                 // a unit's and a token group's sums of the other block
+  Arrival handover[kTeams * kMaxUnits];  // the other team's sums of a warp's unit
+  Arrival inbox[2 * kMaxSplitUnits];  // the other block's sums of a unit, for each token group
   Arrival tagged;                               // `tag` is known
   Arrival deltas_full, deltas_empty;
   uint64_t tag;
+  Share share;
 };
 
 }  // namespace aril::detail
