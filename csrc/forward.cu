@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+#include <type_traits>
+
 #include "common/launch.cuh"
 #include "kernels/forward.cuh"
 
@@ -49,6 +51,15 @@ int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* m
   return result == CUDA_SUCCESS ? 0 : ARIL_ERR_ARGUMENT;
 }
 
+// Of dynamic shared memory, beside what the kernel has by itself.
+int32_t smem_budget(int& bytes) {
+  constexpr int kOwnBytes = 2 << 10;
+  static_assert(sizeof(detail::ForwardShared) <= kOwnBytes);
+  ARIL_TRY(max_smem_bytes(bytes));
+  bytes += kStaticBytes - kOwnBytes;
+  return 0;
+}
+
 int passes_of(int units) { return ceil_div(units, detail::kMaxUnits); }
 int pass_units_of(int units) { return ceil_div(units, passes_of(units)); }
 
@@ -70,12 +81,13 @@ int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::Forwar
   grid.units = args.map->units;
   grid.pass_units = pass_units_of(grid.units);
   grid.stage_boxes = 1;
+  grid.a_places = token_tiles > 2 ? 1 : detail::kMostAPlaces;
   const int max_rank = args.weights.table == nullptr ? 0 : args.weights.max_rank;
   const auto smem = [&] {
     return detail::ForwardSmem(token_tiles, grid, splits, args.num_slices, max_rank);
   };
   int budget;
-  ARIL_TRY(max_smem_bytes(budget));
+  ARIL_TRY(smem_budget(budget));
   constexpr int kAlignmentBytes = 1024;
   grid.trigger = 4;
 #ifdef ARIL_TUNING
@@ -86,7 +98,17 @@ int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::Forwar
   const int boxes = ceil_div(args.in_features, detail::kBoxFeatures);
   const int share = ceil_div(ceil_div(boxes, detail::kStepBoxes), splits) * detail::kStepBoxes;
   const int items = passes_of(grid.units) * ceil_div(share, grid.stage_boxes);
-  const int stages = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
+  const int room = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
+  int stages = room;
+  if (args.weights.table != nullptr) {
+    // What is in flight makes A and B wait.
+    int most = 112 << 10;
+#ifdef ARIL_TUNING
+    if (aril_tune_prefetch > 0) most = aril_tune_prefetch;
+#endif
+    if (stages > most / smem().stage_bytes) stages = most / smem().stage_bytes;
+  }
+  if (stages < 2 * detail::kTeams && stages > 0) stages = room < 2 * detail::kTeams ? room : 2 * detail::kTeams;
   // As many for each team.
   grid.stages = ceil_div(items, detail::kTeams) * detail::kTeams;
   if (grid.stages > detail::kMaxStages) grid.stages = detail::kMaxStages;
@@ -121,7 +143,7 @@ int32_t check(const aril_forward_args& args) {
   return major < 9 ? ARIL_ERR_NO_KERNEL : 0;
 }
 
-template <typename T, typename Shape>
+template <typename T, int kTokenTiles>
 int32_t forward(const aril_forward_args& args, void* stream) {
   detail::ForwardParams params;
   params.args = args;
@@ -131,10 +153,10 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   Encode encode;
   ARIL_TRY(encoder(encode));
   ARIL_TRY(encode_map(encode, params.x, args.dtype, args.x, args.num_tokens, args.in_features,
-                      args.x_stride, Shape::kTokenTiles * detail::kTokenTile,
+                      args.x_stride, kTokenTiles * detail::kTokenTile,
                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
   int smem_bytes;
-  ARIL_TRY(make_grid(args, Shape::kTokenTiles, params, smem_bytes));
+  ARIL_TRY(make_grid(args, kTokenTiles, params, smem_bytes));
 
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -144,34 +166,32 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits;
-  config.blockDim = 32 * (detail::kTeams * Shape::warps(params.grid.pass_units) +
-                          detail::kProducers) +
-                    (args.weights.table == nullptr ? 0 : detail::kDeltaThreads);
+  config.blockDim = detail::forward_threads(params.grid.pass_units, kTokenTiles) -
+                    (args.weights.table == nullptr ? detail::kDeltaThreads : 0);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = params.splits > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, detail::forward_kernel<T, Shape>, params);
+  return cudaLaunchKernelEx(&config, detail::forward_kernel<T, kTokenTiles>, params);
 }
 
-// Calls `f` with the shape of warps for so many tokens.
+// Calls `f` with the tiles of tokens that an instance is for.
 template <typename F>
-int32_t with_shape(int num_tokens, F&& f) {
-  using detail::WarpShape;
+int32_t with_tiles(int num_tokens, F&& f) {
   const int tiles = ceil_div(num_tokens, detail::kTokenTile);
-  if (tiles <= 1) return f(WarpShape<1>{});
-  if (tiles <= 2) return f(WarpShape<2>{});
-  if (tiles <= 4) return f(WarpShape<4>{});
-  return f(WarpShape<8>{});
+  if (tiles <= 1) return f(std::integral_constant<int, 1>{});
+  if (tiles <= 2) return f(std::integral_constant<int, 2>{});
+  if (tiles <= 4) return f(std::integral_constant<int, 4>{});
+  return f(std::integral_constant<int, 8>{});
 }
 
 template <typename T>
 int32_t load_kernels() {
   int bytes;
-  ARIL_TRY(max_smem_bytes(bytes));
+  ARIL_TRY(smem_budget(bytes));
   for (const int num_tokens : {8, 16, 32, 64}) {
-    ARIL_TRY(with_shape(num_tokens, [&](auto shape) {
-      return load(detail::forward_kernel<T, decltype(shape)>, bytes);
+    ARIL_TRY(with_tiles(num_tokens, [&](auto tiles) {
+      return load(detail::forward_kernel<T, decltype(tiles)::value>, bytes);
     }));
   }
   return 0;
@@ -216,8 +236,8 @@ extern "C" int32_t aril_linear_forward(const aril_forward_args* args, void* stre
     if constexpr (sizeof(T) == sizeof(float)) {
       return ARIL_ERR_ARGUMENT;
     } else {
-      return aril::with_shape(args->num_tokens, [&](auto shape) {
-        return aril::forward<T, decltype(shape)>(*args, stream);
+      return aril::with_tiles(args->num_tokens, [&](auto tiles) {
+        return aril::forward<T, decltype(tiles)::value>(*args, stream);
       });
     }
   });

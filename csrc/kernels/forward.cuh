@@ -9,69 +9,66 @@
 namespace aril::detail {
 
 #if __CUDA_ARCH__ >= 900
+// The ring's barriers, and the block's share, by one warp.
+__device__ __forceinline__ void init_ring(const ForwardParams& p, ForwardShared& shared,
+                                          int team_warps, int lane) {
+  if (lane < p.grid.stages) {
+    shared.full[lane].init(kProducers);
+    shared.empty[lane].init(team_warps);
+  }
+  if (lane == 0) shared.share.init(p);
+  publish_shared();
+}
+
 // Barriers between the roles, by one warp.
 __device__ __forceinline__ void init_handovers(const ForwardParams& p, ForwardShared& shared,
                                                DeltaShared& batch, int multipliers, int lane) {
-  if (lane < kTeams * kMaxUnits) shared.handover[lane].init();
-  if (lane < 2 * kMaxSplitUnits) shared.inbox[lane].init();
+  if (lane < kTeams * kMaxUnits) {
+    shared.handover[lane].init();
+    shared.taken[lane].init();
+  }
+  if (lane < kMostGroups * kMaxSplitUnits) shared.inbox[lane].init();
   if (lane == 31) {
     shared.tagged.init();
     shared.deltas_full.init(kDeltaWarps);
     shared.deltas_empty.init(multipliers);
   }
   if (p.args.weights.table != nullptr && lane < kDeltaWarps) {
-    batch.a[lane].init();
+    for (auto& pair : batch.a[lane]) pair.init();
     for (auto& chunk : batch.b[lane]) chunk.init();
   }
   publish_shared();
 }
 #endif
 
-template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+template <typename T, int kTokenTiles>
+__global__ void __launch_bounds__(forward_threads(kMaxUnits, kTokenTiles), 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ unsigned char unaligned[];
   __shared__ ForwardShared shared;
   unsigned char* const dynamic = unaligned + (-shared_address(unaligned) & 1023);
-  const int team_warps = Shape::warps(p.grid.pass_units), multipliers = kTeams * team_warps;
+  const int multipliers = kTeams * team_warps(p.grid.pass_units, kTokenTiles);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& batch = *reinterpret_cast<DeltaShared*>(dynamic + p.smem.batch);
-  if (warp == multipliers) {
-    // W is on its way before the block meets.
-    if (lane < p.grid.stages) {
-      shared.full[lane].init(kProducers);
-      shared.empty[lane].init(team_warps);
+  if (warp == 0) init_ring(p, shared, multipliers / kTeams, lane);
+  if (warp == 1) init_handovers(p, shared, batch, multipliers, lane);
+  __syncthreads();
+  if (p.splits > 1) arrive_at_cluster();
+  if (warp < multipliers) {
+    multiply_units<T, kTokenTiles>(p, shared, dynamic);
+    return;
+  }
+  if (warp < multipliers + kProducers) {
+    const int total = num_items(p, shared.share);
+    if (lane == 0 && warp == multipliers) {
+      produce_weights(p, shared, Producer::of_weights(p, shared.share, dynamic), total);
+    } else if (lane == 0) {
+      produce_input(shared, Producer::of_input(p, shared.share, kTokenTiles, dynamic), total);
     }
-    if (lane == 0) shared.share.init(p);
-    publish_shared();
-    __syncwarp();
-    Producer producer = Producer::of_weights(p, shared.share, dynamic);
-    const int total = num_items(p, shared.share), ahead = min(total, p.grid.stages);
-    if (lane == 0) {
-      for (int item = 0; item < ahead; ++item) producer.copy(shared);
-    }
-    __syncwarp();
-    __syncthreads();
-    if (p.splits > 1) arrive_at_cluster();
-    if (lane == 0) produce_weights(p, shared, producer, ahead, total);
   } else {
-    if (warp == 0) init_handovers(p, shared, batch, multipliers, lane);
-    __syncthreads();
-    if (p.splits > 1) arrive_at_cluster();
-    if (warp < multipliers) {
-      multiply_units<T, Shape>(p, shared, dynamic);
-      return;
-    }
-    if (warp == multipliers + 1) {
-      if (lane == 0) {
-        produce_input(shared, Producer::of_input(p, shared.share, Shape::kTokenTiles, dynamic),
-                      num_items(p, shared.share));
-      }
-    } else {
-      const int thread = threadIdx.x - 32 * (multipliers + kProducers);
-      Delta<T>(p, shared, batch, dynamic, thread, Shape::kTokenTiles * kTokenTile).run();
-    }
+    const int thread = threadIdx.x - 32 * (multipliers + kProducers);
+    Delta<T>(p, shared, batch, dynamic, thread, kTokenTiles * kTokenTile).run();
   }
   __syncwarp();
   if (p.splits > 1) wait_for_cluster();

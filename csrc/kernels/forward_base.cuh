@@ -80,16 +80,19 @@ __device__ __forceinline__ int num_items(const ForwardParams& p, const Share& sh
   return ceil_div(p.grid.units, p.grid.pass_units) * ceil_div(share.num_boxes, p.grid.stage_boxes);
 }
 
-// The rest of W, behind the first `done` items.
 __device__ __forceinline__ void produce_weights(const ForwardParams& p, ForwardShared& shared,
-                                                Producer& producer, int done, int total) {
+                                                Producer producer, int total) {
+  const int ahead = min(total, p.grid.stages);
+#pragma unroll 1
+  for (int item = 0; item < ahead; ++item) producer.copy(shared);
   // Dependents may count themselves in only behind this block.
   if (p.args.weights.table != nullptr) {
     shared.tag = begin_epoch(p.args.exchange);
     arrive(shared.tagged);
   }
-  const int last_call = max(total - p.grid.trigger, done);
-  for (int item = done; item < total; ++item) {
+  const int last_call = max(total - p.grid.trigger, ahead);
+#pragma unroll 1
+  for (int item = ahead; item < total; ++item) {
     if (item == last_call) let_dependents_begin();
     producer.copy(shared);
   }
@@ -98,35 +101,36 @@ __device__ __forceinline__ void produce_weights(const ForwardParams& p, ForwardS
 
 __device__ __forceinline__ void produce_input(ForwardShared& shared, Producer producer, int total) {
   wait_for_predecessors();
+#pragma unroll 1
   for (int item = 0; item < total; ++item) producer.copy(shared);
 }
 
 // A warp's sums: of lane (g = lane / 4, q = lane % 4) rows g, g, g + 8, g + 8 of a unit, of tokens
 // 2q, 2q + 1 of a tile.
-template <typename Shape>
-using UnitSums = float[Shape::kUnits][Shape::kTiles][4];
+template <int kTiles>
+using UnitSums = float[kUnitsPerWarp][kTiles][4];
 
 // Adds the products of a box of features.
-template <typename T, typename Shape>
-__device__ __forceinline__ void multiply_box(UnitSums<Shape>& sums, const unsigned char* w,
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply_box(UnitSums<kTiles>& sums, const unsigned char* w,
                                              const unsigned char* x) {
   const int lane = threadIdx.x % 32, row = lane % 16, token = lane % 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint4 columns[Shape::kTiles];
+    uint4 columns[kTiles];
 #pragma unroll
-    for (int tile = 0; tile < Shape::kTiles; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
       columns[tile] = load_cores(x + tile * kTokenBoxBytes + token * 128 +
                                  (((half * 4 + lane / 8) ^ token) << 4));
     }
 #pragma unroll
-    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+    for (int unit = 0; unit < kUnitsPerWarp; ++unit) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const uint4 rows = load_cores(w + unit * kUnitBoxBytes + row * 128 +
                                       (((half * 4 + k * 2 + lane / 16) ^ (row % 8)) << 4));
 #pragma unroll
-        for (int tile = 0; tile < Shape::kTiles; ++tile) {
+        for (int tile = 0; tile < kTiles; ++tile) {
           const uint4& b = columns[tile];
           mma_m16n8k16<T>(sums[unit][tile], rows, k == 0 ? b.x : b.z, k == 0 ? b.y : b.w);
         }
@@ -164,13 +168,14 @@ __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool sto
 }
 
 // Adds a unit's bias, deltas and, if it accumulates, y to its sums, rounds once, and stores.
-// `deltas` are those of the unit's first row and the first tile, or null.
+// `deltas` are those of the unit's first row and of the first token, or null.
 template <typename T, int kTiles>
 __device__ __forceinline__ void store_unit(const aril_forward_args& args,
                                            const float (&sums)[kTiles][4], int slice, int unit,
                                            int first_token, const float* deltas, int delta_pitch) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   int slice_begin = 0;
+#pragma unroll 1
   for (int before = 0; before < slice; ++before) slice_begin += args.out_features[before];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -197,101 +202,87 @@ __device__ __forceinline__ void store_unit(const aril_forward_args& args,
   }
 }
 
-// A warp's place among the multipliers.
-template <typename Shape>
-struct Multiplier {
-  int team, in_team;
-  int first_unit;   // of the pass; this warp stores the one of its team's number behind that
-  int first_tile;   // of tokens
-
-  __device__ __forceinline__ Multiplier(int warp, int team_warps)
-      : team(warp / team_warps),
-        in_team(warp % team_warps),
-        first_unit(in_team / Shape::kTokenGroups * Shape::kUnits),
-        first_tile(in_team % Shape::kTokenGroups * Shape::kTiles) {}
-};
-
-// Adds the other team's sums to those of this warp's unit, and hands over the rest.
-template <typename Shape>
-__device__ __forceinline__ void add_teams(UnitSums<Shape>& sums, const Multiplier<Shape>& self,
-                                          int team_warps, ForwardShared& shared, float4* handover,
-                                          int pass) {
-  static_assert(Shape::kUnits == kTeams, "a unit for each team");
-  const int lane = threadIdx.x % 32, warp = self.team * team_warps + self.in_team;
-  const int other = (self.team ^ 1) * team_warps + self.in_team;
-  // Who writes here again has read what this warp wrote between.
-  handover += pass % 2 * kTeams * team_warps * Shape::kTiles * 32 + lane;
+// Adds the other team's sums to those of this warp's unit, in sums[0], and hands over the rest.
+template <int kTiles>
+__device__ __forceinline__ void add_teams(UnitSums<kTiles>& sums, int team, int warp, int other,
+                                          ForwardShared& shared, float4* handover, int pass) {
+  static_assert(kUnitsPerWarp == kTeams, "a unit for each team");
+  const int lane = threadIdx.x % 32;
+  if (pass > 0) shared.taken[warp].wait((pass - 1) % 2);
 #pragma unroll
-  for (int tile = 0; tile < Shape::kTiles; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) {
     const float(&first)[4] = sums[0][tile], (&second)[4] = sums[1][tile];
-    handover[(other * Shape::kTiles + tile) * 32] =
-        self.team == 0 ? make_float4(second[0], second[1], second[2], second[3])
-                       : make_float4(first[0], first[1], first[2], first[3]);
+    handover[(other * kTiles + tile) * 32 + lane] =
+        team == 0 ? make_float4(second[0], second[1], second[2], second[3])
+                  : make_float4(first[0], first[1], first[2], first[3]);
   }
   __syncwarp();
   if (lane == 0) arrive(shared.handover[other]);
   shared.handover[warp].wait(pass % 2);
 #pragma unroll
-  for (int tile = 0; tile < Shape::kTiles; ++tile) {
-    const float4 others = handover[(warp * Shape::kTiles + tile) * 32];
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const float4 others = handover[(warp * kTiles + tile) * 32 + lane];
     const float add[] = {others.x, others.y, others.z, others.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      sums[0][tile][e] = (self.team == 0 ? sums[0][tile][e] : sums[1][tile][e]) + add[e];
+      sums[0][tile][e] = (team == 0 ? sums[0][tile][e] : sums[1][tile][e]) + add[e];
     }
   }
+  __syncwarp();
+  if (lane == 0) arrive(shared.taken[other]);
 }
 
 // One warp's units, pass after pass.
-template <typename T, typename Shape>
+template <typename T, int kTokenTiles>
 __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardShared& shared,
                                                unsigned char* dynamic) {
   const Share& share = shared.share;
   const int lane = threadIdx.x % 32, units = p.grid.pass_units, boxes = p.grid.stage_boxes;
-  const int team_warps = Shape::warps(units);
-  const Multiplier<Shape> self(threadIdx.x / 32, team_warps);
+  constexpr int kGroups = token_groups(kTokenTiles), kTiles = kTokenTiles / kGroups;
+  const int warp = threadIdx.x / 32, in_team = team_warps(units, kTokenTiles);
+  const int team = warp / in_team, other = warp < in_team ? warp + in_team : warp - in_team;
+  const int first_unit = warp % in_team / kGroups * kUnitsPerWarp;  // of the pass
+  const int group = warp % kGroups, first_tile = group * kTiles;    // of tokens
   const bool has_deltas = p.args.weights.table != nullptr;
   const int items = ceil_div(share.num_boxes, boxes);
-  int stage = self.team;
+  int stage = team;
   uint32_t parity = 0;
   // A stage is given back one stage late: nothing orders an arrival behind the loads of fragments
   // but the products that need them, and those are surely under way a stage later.
   Arrival* done = nullptr;
   for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
-    UnitSums<Shape> sums = {};
-    for (int item = (self.team + pass * items) % kTeams; item < items; item += kTeams) {
+    UnitSums<kTiles> sums = {};
+#pragma unroll 1
+    for (int item = (team + pass * items) % kTeams; item < items; item += kTeams) {
       shared.full[stage].wait(parity);
       __syncwarp();
       if (lane == 0 && done != nullptr) arrive(*done);
       done = &shared.empty[stage];
-      const unsigned char* w = dynamic + stage * p.smem.stage_bytes + self.first_unit * kUnitBoxBytes;
+      const unsigned char* w = dynamic + stage * p.smem.stage_bytes + first_unit * kUnitBoxBytes;
       const unsigned char* x = dynamic + stage * p.smem.stage_bytes + boxes * units * kUnitBoxBytes +
-                               self.first_tile * kTokenBoxBytes;
-      multiply_box<T, Shape>(sums, w, x);
+                               first_tile * kTokenBoxBytes;
+      multiply_box<T, kTiles>(sums, w, x);
       if (boxes > 1) {
-        multiply_box<T, Shape>(sums, w + units * kUnitBoxBytes,
-                               x + Shape::kTokenTiles * kTokenBoxBytes);
+        multiply_box<T, kTiles>(sums, w + units * kUnitBoxBytes, x + kTokenTiles * kTokenBoxBytes);
       }
       stage += kTeams;
       if (stage >= p.grid.stages) {
-        stage = self.team;
+        stage = team;
         parity ^= 1;
       }
     }
-    add_teams<Shape>(sums, self, team_warps, shared,
-                     reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
+    add_teams<kTiles>(sums, team, warp, other, shared,
+                      reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
     if (p.splits > 1 && first == 0) wait_for_cluster();
     wait_for_predecessors();
-    const int in_pass = self.first_unit + self.team, in_cluster = first + in_pass;
+    const int in_pass = first_unit + team, in_cluster = first + in_pass;
     const int unit = share.begin + in_cluster;
     const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
     const bool live = in_pass < units && in_cluster < p.grid.units;
     if (p.splits > 1 && live) {
-      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) +
-                      (in_cluster * Shape::kTokenTiles + self.first_tile) * 32;
-      const int token_group = self.first_tile / Shape::kTiles;
-      exchange_sums(sums[0], stores, share.split ^ 1, inbox,
-                    shared.inbox[in_cluster * Shape::kTokenGroups + token_group]);
+      const int index = in_cluster * kGroups + group;
+      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) + index * kTiles * 32;
+      exchange_sums(sums[0], stores, share.split ^ 1, inbox, shared.inbox[index]);
     }
     const float* deltas = nullptr;
     if (has_deltas) {
@@ -299,10 +290,10 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
       const OwnBlocks own((share.begin + first) / 2, p.splits, share.split);
       deltas = reinterpret_cast<const float*>(dynamic + p.smem.deltas) +
                (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) * p.smem.delta_pitch +
-               self.first_tile * kTokenTile;
+               first_tile * kTokenTile;
     }
     if (stores && live && unit < share.end) {
-      store_unit<T>(p.args, sums[0], share.slice, unit, self.first_tile * kTokenTile, deltas,
+      store_unit<T>(p.args, sums[0], share.slice, unit, first_tile * kTokenTile, deltas,
                     p.smem.delta_pitch);
     }
     if (has_deltas) {

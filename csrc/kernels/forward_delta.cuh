@@ -53,8 +53,8 @@ struct Delta {
   const int warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
   const int padded_tokens;
   int buffer = 0;
-  uint32_t a_parity = 0;
-  int brought = 0, taken = 0;  // chunks of B
+  int a_brought = 0, a_taken = 0;  // steps of A
+  int brought = 0, taken = 0;      // chunks of B
   int polls = args.polls;
   uint64_t tag = 0;
 
@@ -78,10 +78,12 @@ struct Delta {
     if (token < ARIL_FORWARD_TOKENS) {
       int slot = -1;
       float scale = 0.0f;
-      if (token < args.num_tokens && token < *args.routing.num_tokens) {
+      if (token < args.num_tokens) {
+        // Independent loads: rows that were not routed are read, too.
+        const int routed = *args.routing.num_tokens;
         slot = args.routing.slots[token];
         scale = args.routing.scales[token];
-        if (slot >= args.weights.num_slots) slot = -1;
+        if (token >= routed || slot >= args.weights.num_slots) slot = -1;
       }
       batch.slots[token] = slot;
       batch.scales[token] = scale;
@@ -234,48 +236,76 @@ struct Delta {
            row % ARIL_OUT_TILE / kBlockRows * 512;
   }
 
-  // A lane of features for each warp: starts bringing A of a step to this warp's place.
-  __device__ __forceinline__ void bring_a(const DeltaUnit& unit, int step) {
-    const int at = step * kDeltaWarps + warp;
-    if (lane != 0 || at >= unit.num_lanes) return;
-    const uint32_t bytes = (unit.two ? 2 : 1) * kPieceBytes;
-    batch.a[warp].expect(bytes);
-    batch.a[warp].copy(own_place(), unit.a + int64_t{at} * unit.lane_bytes, bytes);
+  // A place in A: a step of one of the units that were looked up. In a step each warp has half a
+  // lane of features.
+  struct Step {
+    int unit, step;
+  };
+
+  __device__ __forceinline__ Step next(const Step& at) const {
+    const int steps = ceil_div(p.part_lanes, kDeltaWarps / 2);
+    return at.step + 1 < steps ? Step{at.unit, at.step + 1} : Step{at.unit + 1, 0};
   }
 
-  __device__ __forceinline__ unsigned char* own_place() const {
-    return dynamic + p.smem.a + warp * 2 * kPieceBytes;
+  __device__ __forceinline__ int lane_of(const Step& at) const {
+    return at.step * (kDeltaWarps / 2) + warp / 2;
   }
 
-  // Adds the products of a step, of which A is on its way.
-  __device__ __forceinline__ void multiply_step(float (&sums)[2][4], const DeltaUnit& unit,
-                                                int step) {
-    constexpr int kLoads = ARIL_LANE_FEATURES / 32;
-    const int at = step * kDeltaWarps + warp;
-    if (at >= unit.num_lanes) return;
-    const int feature = (unit.first_lane + at) * ARIL_LANE_FEATURES + 8 * q;
+  // Starts bringing a step's A to this warp's next place. A step without features has one, too.
+  __device__ __forceinline__ void bring_a(const Step& at) {
+    const int place = a_brought++ % p.grid.a_places;
+    const DeltaUnit& unit = batch.units[at.unit];
+    const bool live = lane_of(at) < unit.num_lanes;
+    const int tiles = !live ? 0 : unit.two ? 2 : 1;
+    constexpr int kHalfBytes = kPieceBytes / 2;
+    Arrival& arrival = batch.a[warp][place];
+    if (lane == 0) arrival.expect(tiles * kHalfBytes);
+    if (lane < tiles) {
+      arrival.copy(own_places() + place * kPairBytes + lane * kHalfBytes,
+                   unit.a + int64_t{lane_of(at)} * unit.lane_bytes + lane * kPieceBytes +
+                       warp % 2 * kHalfBytes,
+                   kHalfBytes);
+    }
+  }
+
+  __device__ __forceinline__ unsigned char* own_places() const {
+    return dynamic + p.smem.a + warp * p.grid.a_places * kPairBytes;
+  }
+
+  static constexpr int kLoads = ARIL_LANE_FEATURES / 2 / 32;
+
+  __device__ __forceinline__ void load_x(uint4 (&x)[kLoads], const Step& at) const {
+    const DeltaUnit& unit = batch.units[at.unit];
+    const int feature = (unit.first_lane + lane_of(at)) * ARIL_LANE_FEATURES +
+                        warp % 2 * (ARIL_LANE_FEATURES / 2) + 8 * q;
     const int token = batch.tokens[unit.segment][g];
     const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
-    const int left = token >= 0 ? args.in_features - feature : 0;
-    uint4 x[kLoads];
+    const int left = token >= 0 && lane_of(at) < unit.num_lanes ? args.in_features - feature : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       x[i] = load_input(reinterpret_cast<const char*>(from + i * 32), i * 32 < left);
     }
-    batch.a[warp].wait(a_parity);
-    a_parity ^= 1;
-    const unsigned char* a = own_place() + q * 128 + g * 16;
-    const bool two = unit.two;
+  }
+
+  // Adds the products of a step, of which A is on its way.
+  __device__ __forceinline__ void multiply_step(float (&sums)[2][4], const uint4 (&x)[kLoads],
+                                                const Step& at) {
+    const DeltaUnit& unit = batch.units[at.unit];
+    const bool live = lane_of(at) < unit.num_lanes, two = unit.two;
+    const int place = a_taken % p.grid.a_places;
+    batch.a[warp][place].wait(a_taken / p.grid.a_places % 2);
+    ++a_taken;
     __syncwarp();
+    if (!live) return;
+    const unsigned char* a = own_places() + place * kPairBytes + q * 128 + g * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
       uint4 high = make_uint4(0, 0, 0, 0);
-      if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kPieceBytes);
+      if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kPieceBytes / 2);
       mma_m16n8k16<T>(sums[i % 2], make_uint4(low.x, high.x, low.y, high.y), x[i].x, x[i].y);
       mma_m16n8k16<T>(sums[i % 2], make_uint4(low.z, high.z, low.w, high.w), x[i].z, x[i].w);
     }
-    __syncwarp();
   }
 
   // Adds up the warps' sums of a unit, and hands them over.
@@ -307,35 +337,55 @@ struct Delta {
     buffer ^= 1;
   }
 
-  // The first `count` units that were looked up, of which A's first step is on its way.
-  __device__ __forceinline__ void shrink(int count) {
-    const int steps = ceil_div(p.part_lanes, kDeltaWarps);
+  // Starts bringing A of the first units that were looked up. Returns the first step that is not.
+  __device__ __forceinline__ Step bring_first_a(int count) {
+    Step at = {0, 0};
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      float sums[2][4] = {};
+    for (int i = 0; i < p.grid.a_places && at.unit < count; ++i) {
+      bring_a(at);
+      at = next(at);
+    }
+    return at;
+  }
+
+  // The first `count` units that were looked up, of which A's first steps are on their way.
+  __device__ __forceinline__ void shrink(int count, Step ahead) {
+    Step at = {0, 0};
+    uint4 x[kLoads];
+    if (count > 0) load_x(x, at);
+    float sums[2][4] = {};
 #pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        multiply_step(sums, batch.units[i], step);
-        if (step + 1 < steps) {
-          bring_a(batch.units[i], step + 1);
-        } else if (i + 1 < count) {
-          bring_a(batch.units[i + 1], 0);
-        }
+    while (at.unit < count) {
+      multiply_step(sums, x, at);
+      __syncwarp();
+      if (ahead.unit < count) {
+        bring_a(ahead);
+        ahead = next(ahead);
       }
-      publish(batch.units[i], sums);
+      const Step following = next(at);
+      if (following.unit < count) load_x(x, following);
+      if (following.unit != at.unit) {
+        publish(batch.units[at.unit], sums);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sums[e / 4][e % 4] = 0.0f;
+      }
+      at = following;
     }
   }
 
-  // Units [first, last), of which the first have been looked up and are on their way if `begun`.
-  __device__ __forceinline__ void shrink_all(int first, int last, bool begun) {
+  // Looks up the first units of [first, last), and starts bringing their A.
+  __device__ __forceinline__ Step begin_units(int first, int last) {
+    look_up(first, last);
+    return bring_first_a(min(last - first, DeltaShared::kUnits));
+  }
+
+  // Units [first, last), which have begun.
+  __device__ __forceinline__ void shrink_all(int first, int last, Step ahead) {
 #pragma unroll 1
-    for (; first < last; first += DeltaShared::kUnits) {
-      if (!begun) {
-        look_up(first, last);
-        bring_a(batch.units[0], 0);
-      }
-      begun = false;
-      shrink(min(last - first, DeltaShared::kUnits));
+    while (first < last) {
+      shrink(min(last - first, DeltaShared::kUnits), ahead);
+      first += DeltaShared::kUnits;
+      if (first < last) ahead = begin_units(first, last);
     }
   }
 
@@ -414,6 +464,7 @@ struct Delta {
 
   // The warp's first chunk from that item on; items that have none are skipped.
   __device__ __forceinline__ Chunk chunk_from(const Task& task, int item) const {
+#pragma unroll 1
     while (item < task.count * batch.num_segments && end_of_item(task, item) == 0) {
       item += kDeltaWarps;
     }
@@ -432,7 +483,7 @@ struct Delta {
 
   // Starts bringing a chunk to the warp's next place, a tile of 8 ranks for each of four lanes.
   __device__ __forceinline__ void bring_b(const Task& task, const Chunk& chunk) {
-    const int place = brought++ % kChunkPlaces;
+    const int place = brought++ % chunk_places();
     const aril_descriptor& module = module_of_item(task, chunk.item);
     const int tile = chunk.rank / ARIL_RANK_TILE;
     const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
@@ -440,19 +491,22 @@ struct Delta {
     if (lane == 0) arrival.expect(tiles * kChunkTileBytes);
     if (lane < tiles) {
       const int row = (task.first + chunk.item % task.count * p.splits) * kBlockRows;
-      arrival.copy(own_place() + place * kChunkBytes + lane * kChunkTileBytes,
+      arrival.copy(own_places() + place * kChunkBytes + lane * kChunkTileBytes,
                    b_tile(module, row, tile + lane), kChunkTileBytes);
     }
   }
 
+  __device__ __forceinline__ int chunk_places() const { return p.grid.a_places * kChunkPlaces; }
+
   __device__ __forceinline__ void wait_for_chunk() {
-    batch.b[warp][taken % kChunkPlaces].wait(taken / kChunkPlaces % 2);
+    batch.b[warp][taken % chunk_places()].wait(taken / chunk_places() % 2);
     ++taken;
   }
 
   // One place is left: what was read last is overwritten a chunk later.
   __device__ __forceinline__ Chunk bring_first(const Task& task, Chunk chunk) {
-    for (int i = 0; i + 1 < kChunkPlaces && has(task, chunk); ++i) {
+#pragma unroll 1
+    for (int i = 0; i + 1 < chunk_places() && has(task, chunk); ++i) {
       bring_b(task, chunk);
       chunk = next(task, chunk);
     }
@@ -521,7 +575,7 @@ struct Delta {
       sync_delta_warps();
       if (thread == 0) batch.missing = -1;
       polls = 0;
-      shrink_all(missing, missing + 1, false);
+      shrink_all(missing, missing + 1, begin_units(missing, missing + 1));
       sync_delta_warps();
       ahead = bring_first(task, chunk);
     }
@@ -529,7 +583,7 @@ struct Delta {
 #pragma unroll 1
     while (has(task, chunk)) {
       const unsigned char* b =
-          own_place() + taken % kChunkPlaces * kChunkBytes + q * kChunkTileBytes + g * 16;
+          own_places() + taken % chunk_places() * kChunkBytes + q * kChunkTileBytes + g * 16;
       wait_for_chunk();
       __syncwarp();
       if (has(task, ahead)) {
@@ -594,17 +648,18 @@ struct Delta {
     make_segments();
     share_out();
     sync_delta_warps();
-    const int first = first_unit(blockIdx.x), last = first_unit(blockIdx.x + 1);
+    const int first = first_unit(blockIdx.x);
+    const int last = args.withholds ? first : first_unit(blockIdx.x + 1);
+    Step ahead = {0, 0};
     if (batch.num_units > 0) {
-      look_up(first, last);
-      if (first < last && !args.withholds) bring_a(batch.units[0], 0);
+      ahead = begin_units(first, last);
       prefetch(last - first, first_block(0), end_block(0));
     }
     clear_deltas();
     shared.tagged.wait(0);
     tag = shared.tag;
     wait_for_predecessors();
-    if (!args.withholds) shrink_all(first, last, true);
+    shrink_all(first, last, ahead);
     uint32_t parity = 0;
     for (int first = 0; first < p.grid.units; first += p.grid.pass_units) {
       if (first > 0) {

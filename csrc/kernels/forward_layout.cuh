@@ -33,15 +33,17 @@ constexpr int kTokenTile = 8;  // of mma.sync's N
 constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
 constexpr int kTeams = 2;  // of multipliers: boxes take turns
 constexpr int kProducers = 2;  // warps
-constexpr int kDeltaWarps = 4;
+constexpr int kDeltaWarps = 8;
 constexpr int kDeltaThreads = 32 * kDeltaWarps;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kSegmentTokens = 8;  // of one slot, that a warp works on together
 constexpr int kPairRanks = 16;     // of two tiles of A: mma.sync's M
+constexpr int kPairBytes = kPieceBytes;  // of half a lane of features
+constexpr int kMostAPlaces = 2;
 constexpr int kChunkRanks = 32;    // of B, 8 for each lane of four
 constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
 constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
-constexpr int kChunkPlaces = 4;    // chunks that fit where a warp's A was
+constexpr int kChunkPlaces = kPairBytes / kChunkBytes;  // in one of a warp's places of A
 constexpr int kSpanRanks = 64;     // whose products are summed up before they are added to others
 constexpr int kMaxStages = 24;
 constexpr int kMaxSplitUnits = 12;  // of a cluster of two blocks
@@ -53,27 +55,27 @@ struct ForwardGrid {
   int pass_units;                          // that it multiplies at a time
   int stage_boxes;                         // along the features
   int stages;
+  int a_places;      // of a warp, for what it has of a unit's A
   int trigger;   // stages before its last at which a block lets dependents begin
 };
 
-// How multipliers share out a pass: each has two units of rows and some tiles of tokens, of every
-// second box of features.
-template <int kTokenTiles_>
-struct WarpShape {
-  static constexpr int kTokenTiles = kTokenTiles_, kUnits = 2;
-  static constexpr int kTokenGroups = kTokenTiles > 2 ? 2 : 1;
-  static constexpr int kTiles = kTokenTiles / kTokenGroups;
-  // Of a multiprocessor: with few tokens, the next launch's blocks fill their rings beside this
-  // one's last stages.
-  static constexpr int kBlocks = kTokenTiles > 2 ? 1 : 2;
-  static constexpr int kThreads =
-      32 * (kTeams * kMaxUnits / kUnits * kTokenGroups + kProducers) + kDeltaThreads;
+// Multipliers: each has two units of rows and a group of tokens, of every second box of features.
+constexpr int kUnitsPerWarp = 2;
+constexpr int kMostGroups = 2;
 
-  // Warps of a team.
-  __host__ __device__ static constexpr int warps(int pass_units) {
-    return ceil_div(pass_units, kUnits) * kTokenGroups;
-  }
-};
+// With more tokens there are two groups, for the tensor cores' sake.
+__host__ __device__ __forceinline__ constexpr int token_groups(int token_tiles) {
+  return token_tiles > 4 ? kMostGroups : 1;
+}
+
+// Warps of a team.
+__host__ __device__ __forceinline__ constexpr int team_warps(int pass_units, int token_tiles) {
+  return ceil_div(pass_units, kUnitsPerWarp) * token_groups(token_tiles);
+}
+
+__host__ __device__ __forceinline__ constexpr int forward_threads(int pass_units, int token_tiles) {
+  return 32 * (kTeams * team_warps(pass_units, token_tiles) + kProducers) + kDeltaThreads;
+}
 
 // 16 ranks of a module, over a part of the input features, for a segment.
 struct DeltaUnit {
@@ -97,8 +99,8 @@ struct DeltaShared {
   int32_t num_segments, num_units;                     // of all blocks
   int32_t slice_rank;                                  // the largest of this block's slice
   int32_t missing;                                     // a unit that did not come, or -1
-  Arrival a[kDeltaWarps];                              // a warp's pieces of A
-  Arrival b[kDeltaWarps][kChunkPlaces];                // and chunks of B, at the same place
+  Arrival a[kDeltaWarps][kMostAPlaces];                // a warp's part of a unit's A
+  Arrival b[kDeltaWarps][kMostAPlaces * kChunkPlaces];  // and chunks of B, at the same place
   DeltaUnit units[kUnits];
   alignas(16) float sums[2][kDeltaWarps][kSegmentTokens * kPitch];
 };
@@ -116,9 +118,7 @@ struct ForwardSmem {
                                   int num_slices, int max_rank) {
     stage_bytes = grid.stage_boxes * (grid.pass_units * kUnitBoxBytes + token_tiles * kTokenBoxBytes);
     handover = grid.stages * stage_bytes;
-    const int passes = ceil_div(grid.units, grid.pass_units);
-    const int warps = ceil_div(grid.pass_units, 2) * kTeams;  // of a group of tokens
-    inbox = handover + (passes > 1 ? 2 : 1) * warps * token_tiles * 32 * 16;
+    inbox = handover + kTeams * ceil_div(grid.pass_units, kUnitsPerWarp) * token_tiles * 32 * 16;
     deltas = inbox + (splits > 1 ? grid.units * token_tiles * 32 * 16 : 0);
     // An odd row of eight-token tiles spreads a warp's rows over all banks.
     delta_pitch = kTokenTile * (token_tiles == 1 ? 1 : token_tiles <= 4 ? 5 : 9);
@@ -136,7 +136,7 @@ struct ForwardSmem {
     v_ranks = padded < most ? padded : most;
     v_pitch = v_ranks * 2 + 16;
     a = v + 2 * tokens * v_pitch;
-    batch = a + kDeltaWarps * 2 * kPieceBytes;
+    batch = a + kDeltaWarps * grid.a_places * kPairBytes;
     modules = batch + static_cast<int>(sizeof(DeltaShared));
     total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
   }
@@ -181,8 +181,9 @@ struct Share {
 // What the roles of a block share beside the dynamic memory.
 struct ForwardShared {
   Arrival full[kMaxStages], empty[kMaxStages];  // of the ring's stages
-  Arrival handover[kTeams * kMaxUnits];  // the other team's sums of a warp's unit
-  Arrival inbox[2 * kMaxSplitUnits];  // the other block's sums of a unit, for each token group
+  Arrival handover[kTeams * kMaxUnits];  // the other team's sums of a warp's unit, and
+  Arrival taken[kTeams * kMaxUnits];     // that it has read them
+  Arrival inbox[kMostGroups * kMaxSplitUnits];  // the other block's sums of a unit and group
   Arrival tagged;                               // `tag` is known
   Arrival deltas_full, deltas_empty;
   uint64_t tag;
