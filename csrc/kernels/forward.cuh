@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(forward_threads(kMaxUnits, kTokenTiles), 1)
     }
   } else {
     const int thread = threadIdx.x - 32 * (multipliers + kProducers);
-    Delta<T>(p, shared, batch, dynamic, thread, kTokenTiles * kTokenTile).run();
+    Delta<T, kTokenTiles * kTokenTile>(p, shared, batch, dynamic, thread).run();
   }
   __syncwarp();
   if (p.splits > 1) wait_for_cluster();

@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
   return bits;
 }
 
-template <typename T>
+template <typename T, int kTokens>
 struct Delta {
   const ForwardParams& p;
   const aril_forward_args& args;
@@ -47,30 +47,32 @@ struct Delta {
   DeltaShared& batch;
   const Share& share;
   unsigned char* const dynamic;
-  aril_descriptor* const modules;  // [segments][slices]
-  int32_t* const pairs;            // [segments * slices + 1] pairs of tiles of A before a module's
   const int thread;
   const int warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
-  const int padded_tokens;
   int buffer = 0;
   int a_brought = 0, a_taken = 0;  // steps of A
   int brought = 0, taken = 0;      // chunks of B
-  int polls = args.polls;
-  uint64_t tag = 0;
 
   __device__ __forceinline__ Delta(const ForwardParams& p, ForwardShared& shared,
-                                   DeltaShared& batch, unsigned char* dynamic, int thread,
-                                   int padded_tokens)
+                                   DeltaShared& batch, unsigned char* dynamic, int thread)
       : p(p),
         args(p.args),
         shared(shared),
         batch(batch),
         share(shared.share),
         dynamic(dynamic),
-        modules(reinterpret_cast<aril_descriptor*>(dynamic + p.smem.modules)),
-        pairs(reinterpret_cast<int32_t*>(modules + padded_tokens * args.num_slices)),
-        thread(thread),
-        padded_tokens(padded_tokens) {}
+        thread(thread) {}
+
+  // [segments][slices]
+  __device__ __forceinline__ aril_descriptor& module_at(int entry) const {
+    return reinterpret_cast<aril_descriptor*>(dynamic + p.smem.modules)[entry];
+  }
+
+  // Pairs of tiles of A before a module's, and behind the last.
+  __device__ __forceinline__ int32_t& pairs_before(int entry) const {
+    return reinterpret_cast<int32_t*>(dynamic + p.smem.modules +
+                                      kTokens * args.num_slices * sizeof(aril_descriptor))[entry];
+  }
 
   // Groups tokens by slot, in their order.
   __device__ __forceinline__ void make_segments() {
@@ -92,6 +94,7 @@ struct Delta {
     if (thread == 0) {
       batch.slice_rank = 0;
       batch.missing = -1;
+      batch.polls = args.polls;
     }
     sync_delta_warps();
     int leader = token, position = 0;
@@ -135,7 +138,7 @@ struct Delta {
       const int slice = i % args.num_slices;
       const int token = batch.tokens[i / args.num_slices][0];
       const aril_descriptor module = module_of(args.weights, batch.slots[token], slice);
-      modules[i] = module;
+      module_at(i) = module;
       if (slice == share.slice && module.rank > 0) atomicMax(&batch.slice_rank, module.rank);
     }
     sync_delta_warps();
@@ -144,23 +147,23 @@ struct Delta {
 #pragma unroll 1
       for (int first = 0; first < entries; first += 32) {
         const int i = first + lane;
-        int end = i < entries ? ceil_div(modules[i].rank, kPairRanks) : 0;
+        int end = i < entries ? ceil_div(module_at(i).rank, kPairRanks) : 0;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
           const int other = __shfl_up_sync(0xffffffffu, end, distance);
           if (lane >= distance) end += other;
         }
-        if (i < entries) pairs[i + 1] = before + end;
+        if (i < entries) pairs_before(i + 1) = before + end;
         before += __shfl_sync(0xffffffffu, end, 31);
       }
-      if (lane == 0) pairs[0] = 0;
+      if (lane == 0) pairs_before(0) = 0;
     }
     sync_delta_warps();
-    if (thread == 0) batch.num_units = pairs[entries] * p.num_parts;
+    if (thread == 0) batch.num_units = pairs_before(entries) * p.num_parts;
   }
 
   __device__ __forceinline__ int all_pairs() const {
-    return pairs[batch.num_segments * args.num_slices];
+    return pairs_before(batch.num_segments * args.num_slices);
   }
   // This block's units are those from the one of its number to that of the next.
   __device__ __forceinline__ int first_unit(int block) const {
@@ -171,18 +174,18 @@ struct Delta {
     DeltaUnit unit;
     unit.part = index / all_pairs();
     const int pair = index - unit.part * all_pairs();
-    int low = 0, high = batch.num_segments * args.num_slices;  // pairs[low] <= pair < pairs[high]
+    int low = 0, high = batch.num_segments * args.num_slices;  // pairs_before(low) <= pair < pairs_before(high)
 #pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (pairs[middle] <= pair) {
+      if (pairs_before(middle) <= pair) {
         low = middle;
       } else {
         high = middle;
       }
     }
-    const aril_descriptor& module = modules[low];
-    const int tiles = ceil_div(module.rank, ARIL_RANK_TILE), tile = 2 * (pair - pairs[low]);
+    const aril_descriptor& module = module_at(low);
+    const int tiles = ceil_div(module.rank, ARIL_RANK_TILE), tile = 2 * (pair - pairs_before(low));
     unit.lane_bytes = tiles * kPieceBytes;
     unit.first_lane = unit.part * p.part_lanes;
     unit.num_lanes = min(p.part_lanes, p.num_lanes - unit.first_lane);
@@ -220,7 +223,7 @@ struct Delta {
     for (int i = thread; i < count * batch.num_segments * kTiles; i += kDeltaThreads) {
       const int tile = i % kTiles, segment = i / kTiles % batch.num_segments;
       const int block = own.first + i / kTiles / batch.num_segments * p.splits;
-      const aril_descriptor& module = modules[segment * args.num_slices + share.slice];
+      const aril_descriptor& module = module_at(segment * args.num_slices + share.slice);
       if (tile * ARIL_RANK_TILE < module.rank) {
         prefetch_bytes(b_tile(module, block * kBlockRows, tile), 512);
       }
@@ -330,7 +333,7 @@ struct Delta {
       if (at >= unit.rank) sum.x = 0.0f;
       if (at + 1 >= unit.rank) sum.y = 0.0f;
       if (token >= 0) {
-        store_pair(ExchangePlanes(args).at(unit.part, token, unit.slice, at), sum, tag);
+        store_pair(ExchangePlanes(args).at(unit.part, token, unit.slice, at), sum, shared.tag);
       }
     }
     // The next unit has the other buffer, and whoever meets there has read this one.
@@ -401,7 +404,7 @@ struct Delta {
       const int segment = batch.segment_of[token];
       if (segment < 0) continue;
       const int entry = segment * args.num_slices + share.slice;
-      const aril_descriptor& module = modules[entry];
+      const aril_descriptor& module = module_at(entry);
       if (rank >= ceil_div(module.rank, kChunkRanks) * kChunkRanks) continue;
       float2 sum = make_float2(0.0f, 0.0f);
       if (rank < ceil_div(module.rank, kPairRanks) * kPairRanks) {
@@ -416,13 +419,13 @@ struct Delta {
           }
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
-            if (part < parts && pair[part].tag != tag) missing = part;
+            if (part < parts && pair[part].tag != shared.tag) missing = part;
           }
-          if (missing < 0 || poll >= polls) break;
+          if (missing < 0 || poll >= batch.polls) break;
           __nanosleep(40);
         }
         if (missing >= 0) {
-          batch.missing = missing * all_pairs() + pairs[entry] + rank / kPairRanks;
+          batch.missing = missing * all_pairs() + pairs_before(entry) + rank / kPairRanks;
           break;
         }
 #pragma unroll
@@ -435,7 +438,7 @@ struct Delta {
       detail::split(sum.x * factor, sum.y * factor, high, low);
       unsigned char* to = v + token * p.smem.v_pitch + (rank - begin) * 2;
       *reinterpret_cast<uint32_t*>(to) = high;
-      *reinterpret_cast<uint32_t*>(to + padded_tokens * p.smem.v_pitch) = low;
+      *reinterpret_cast<uint32_t*>(to + kTokens * p.smem.v_pitch) = low;
     }
     sync_delta_warps();
     return batch.missing;
@@ -454,7 +457,7 @@ struct Delta {
 
   __device__ __forceinline__ const aril_descriptor& module_of_item(const Task& task,
                                                                    int item) const {
-    return modules[item / task.count * args.num_slices + share.slice];
+    return module_at(item / task.count * args.num_slices + share.slice);
   }
 
   __device__ __forceinline__ int end_of_item(const Task& task, int item) const {
@@ -522,7 +525,7 @@ struct Delta {
     uint4 high = make_uint4(0, 0, 0, 0), low = high;
     if (token >= 0) {
       high = *reinterpret_cast<const uint4*>(v);
-      low = *reinterpret_cast<const uint4*>(v + padded_tokens * p.smem.v_pitch);
+      low = *reinterpret_cast<const uint4*>(v + kTokens * p.smem.v_pitch);
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -573,8 +576,10 @@ struct Delta {
       // A takes the place of B.
       while (taken < brought) wait_for_chunk();
       sync_delta_warps();
-      if (thread == 0) batch.missing = -1;
-      polls = 0;
+      if (thread == 0) {
+        batch.missing = -1;
+        batch.polls = 0;
+      }
       shrink_all(missing, missing + 1, begin_units(missing, missing + 1));
       sync_delta_warps();
       ahead = bring_first(task, chunk);
@@ -657,7 +662,6 @@ struct Delta {
     }
     clear_deltas();
     shared.tagged.wait(0);
-    tag = shared.tag;
     wait_for_predecessors();
     shrink_all(first, last, ahead);
     uint32_t parity = 0;

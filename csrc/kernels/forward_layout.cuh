@@ -99,6 +99,7 @@ struct DeltaShared {
   int32_t num_segments, num_units;                     // of all blocks
   int32_t slice_rank;                                  // the largest of this block's slice
   int32_t missing;                                     // a unit that did not come, or -1
+  int32_t polls;                                       // for the next one
   Arrival a[kDeltaWarps][kMostAPlaces];                // a warp's part of a unit's A
   Arrival b[kDeltaWarps][kMostAPlaces * kChunkPlaces];  // and chunks of B, at the same place
   DeltaUnit units[kUnits];
