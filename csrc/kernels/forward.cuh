@@ -22,7 +22,8 @@ __device__ __forceinline__ void init_ring(const ForwardParams& p, ForwardShared&
 
 // Barriers between the roles, by one warp.
 __device__ __forceinline__ void init_handovers(const ForwardParams& p, ForwardShared& shared,
-                                               DeltaShared& batch, int multipliers, int lane) {
+                                               DeltaShared& batch, int multipliers,
+                                               int delta_warps, int lane) {
   if (lane < kTeams * kMaxUnits) {
     shared.handover[lane].init();
     shared.taken[lane].init();
@@ -30,10 +31,10 @@ __device__ __forceinline__ void init_handovers(const ForwardParams& p, ForwardSh
   if (lane < kMostGroups * kMaxSplitUnits) shared.inbox[lane].init();
   if (lane == 31) {
     shared.tagged.init();
-    shared.deltas_full.init(kDeltaWarps);
+    shared.deltas_full.init(delta_warps);
     shared.deltas_empty.init(multipliers);
   }
-  if (p.args.weights.table != nullptr && lane < kDeltaWarps) {
+  if (p.args.weights.table != nullptr && lane < delta_warps) {
     for (auto& pair : batch.a[lane]) pair.init();
     for (auto& chunk : batch.b[lane]) chunk.init();
   }
@@ -42,7 +43,7 @@ __device__ __forceinline__ void init_handovers(const ForwardParams& p, ForwardSh
 #endif
 
 template <typename T, int kTokenTiles>
-__global__ void __launch_bounds__(forward_threads(kMaxUnits, kTokenTiles), 1)
+__global__ void __launch_bounds__(32 * forward_warps(kMaxUnits, kTokenTiles), 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ unsigned char unaligned[];
@@ -52,7 +53,9 @@ __global__ void __launch_bounds__(forward_threads(kMaxUnits, kTokenTiles), 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& batch = *reinterpret_cast<DeltaShared*>(dynamic + p.smem.batch);
   if (warp == 0) init_ring(p, shared, multipliers / kTeams, lane);
-  if (warp == 1) init_handovers(p, shared, batch, multipliers, lane);
+  if (warp == 1) {
+    init_handovers(p, shared, batch, multipliers, delta_warps(kTokenTiles), lane);
+  }
   __syncthreads();
   if (p.splits > 1) arrive_at_cluster();
   if (warp < multipliers) {
@@ -68,7 +71,7 @@ __global__ void __launch_bounds__(forward_threads(kMaxUnits, kTokenTiles), 1)
     }
   } else {
     const int thread = threadIdx.x - 32 * (multipliers + kProducers);
-    Delta<T, kTokenTiles * kTokenTile>(p, shared, batch, dynamic, thread).run();
+    Delta<T, kTokenTiles>(p, shared, batch, dynamic, thread).run();
   }
   __syncwarp();
   if (p.splits > 1) wait_for_cluster();

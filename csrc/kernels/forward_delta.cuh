@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The fused linear's delta: kDeltaWarps warps of each block, beside the stream of W.
+// The fused linear's delta: some warps of each block, beside the stream of W.
 //
 // v = A x is shared out in units of 16 ranks, 8 tokens of a slot and a part of the input features,
 // evenly over all blocks. A block publishes the sums of its units in the exchange, gathers those of
@@ -22,11 +22,6 @@ namespace aril::detail {
 
 #if __CUDA_ARCH__ >= 900
 
-__device__ __forceinline__ void sync_delta_warps() {
-  __syncwarp();
-  asm volatile("bar.sync 1, %0;" ::"n"(kDeltaThreads) : "memory");
-}
-
 // What a predecessor wrote.
 __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
   uint4 bits = make_uint4(0, 0, 0, 0);
@@ -39,8 +34,12 @@ __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
   return bits;
 }
 
-template <typename T, int kTokens>
+template <typename T, int kTokenTiles>
 struct Delta {
+  static constexpr int kTokens = kTokenTiles * kTokenTile;
+  static constexpr int kWarps = delta_warps(kTokenTiles), kThreads = 32 * kWarps;
+  static constexpr int kRounds = kHalves / kWarps;  // of a step
+
   const ForwardParams& p;
   const aril_forward_args& args;
   ForwardShared& shared;
@@ -62,6 +61,11 @@ struct Delta {
         share(shared.share),
         dynamic(dynamic),
         thread(thread) {}
+
+  __device__ __forceinline__ static void sync_warps() {
+    __syncwarp();
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  }
 
   // [segments][slices]
   __device__ __forceinline__ aril_descriptor& module_at(int entry) const {
@@ -96,7 +100,7 @@ struct Delta {
       batch.missing = -1;
       batch.polls = args.polls;
     }
-    sync_delta_warps();
+    sync_warps();
     int leader = token, position = 0;
     const bool live = token < args.num_tokens && batch.slots[token] >= 0;
     if (live) {
@@ -114,7 +118,7 @@ struct Delta {
       const uint32_t leaders = __ballot_sync(0xffffffffu, live && leader == token);
       if (lane == 0) batch.leaders[warp] = leaders;
     }
-    sync_delta_warps();
+    sync_warps();
     if (thread == 0) {
       batch.num_segments = __popc(batch.leaders[0]) + __popc(batch.leaders[1]);
     }
@@ -131,17 +135,17 @@ struct Delta {
 
   // Brings the segments' modules, and shares out the units.
   __device__ __forceinline__ void share_out() {
-    sync_delta_warps();
+    sync_warps();
     const int entries = batch.num_segments * args.num_slices;
 #pragma unroll 1
-    for (int i = thread; i < entries; i += kDeltaThreads) {
+    for (int i = thread; i < entries; i += kThreads) {
       const int slice = i % args.num_slices;
       const int token = batch.tokens[i / args.num_slices][0];
       const aril_descriptor module = module_of(args.weights, batch.slots[token], slice);
       module_at(i) = module;
       if (slice == share.slice && module.rank > 0) atomicMax(&batch.slice_rank, module.rank);
     }
-    sync_delta_warps();
+    sync_warps();
     if (warp == 0) {
       int before = 0;
 #pragma unroll 1
@@ -158,7 +162,7 @@ struct Delta {
       }
       if (lane == 0) pairs_before(0) = 0;
     }
-    sync_delta_warps();
+    sync_warps();
     if (thread == 0) batch.num_units = pairs_before(entries) * p.num_parts;
   }
 
@@ -201,15 +205,15 @@ struct Delta {
 
   // Looks up units [first, last), of which DeltaShared has room for kUnits.
   __device__ __forceinline__ void look_up(int first, int last) {
-    sync_delta_warps();
+    sync_warps();
     if (thread < min(last - first, DeltaShared::kUnits)) batch.units[thread] = unit_at(first + thread);
-    sync_delta_warps();
+    sync_warps();
   }
 
   // Brings what this block will need to L2: A of its first units, B of its rows.
   __device__ __forceinline__ void prefetch(int units, int first_block, int end_block) {
 #pragma unroll 1
-    for (int i = thread; i < min(units, DeltaShared::kUnits) * p.part_lanes; i += kDeltaThreads) {
+    for (int i = thread; i < min(units, DeltaShared::kUnits) * p.part_lanes; i += kThreads) {
       const DeltaUnit& unit = batch.units[i / p.part_lanes];
       const int lane = i % p.part_lanes;
       if (lane < unit.num_lanes) {
@@ -220,7 +224,7 @@ struct Delta {
     const OwnBlocks own(first_block, p.splits, share.split);
     const int count = ceil_div(max(0, end_block - own.first), p.splits);
 #pragma unroll 1
-    for (int i = thread; i < count * batch.num_segments * kTiles; i += kDeltaThreads) {
+    for (int i = thread; i < count * batch.num_segments * kTiles; i += kThreads) {
       const int tile = i % kTiles, segment = i / kTiles % batch.num_segments;
       const int block = own.first + i / kTiles / batch.num_segments * p.splits;
       const aril_descriptor& module = module_at(segment * args.num_slices + share.slice);
@@ -239,24 +243,25 @@ struct Delta {
            row % ARIL_OUT_TILE / kBlockRows * 512;
   }
 
-  // A place in A: a step of one of the units that were looked up. In a step each warp has half a
-  // lane of features.
+  // A place in A: a step of one of the units that were looked up, which is half a lane of features
+  // for each of kHalves sums. A warp has kRounds of these sums, one after the other.
   struct Step {
-    int unit, step;
+    int unit, round, step;
   };
 
   __device__ __forceinline__ Step next(const Step& at) const {
-    const int steps = ceil_div(p.part_lanes, kDeltaWarps / 2);
-    return at.step + 1 < steps ? Step{at.unit, at.step + 1} : Step{at.unit + 1, 0};
+    if (at.step + 1 < ceil_div(p.part_lanes, kHalves / 2)) return {at.unit, at.round, at.step + 1};
+    return at.round + 1 < kRounds ? Step{at.unit, at.round + 1, 0} : Step{at.unit + 1, 0, 0};
   }
 
+  __device__ __forceinline__ int half_of(const Step& at) const { return at.round * kWarps + warp; }
   __device__ __forceinline__ int lane_of(const Step& at) const {
-    return at.step * (kDeltaWarps / 2) + warp / 2;
+    return at.step * (kHalves / 2) + half_of(at) / 2;
   }
 
   // Starts bringing a step's A to this warp's next place. A step without features has one, too.
   __device__ __forceinline__ void bring_a(const Step& at) {
-    const int place = a_brought++ % p.grid.a_places;
+    const int place = a_brought++ % kAPlaces;
     const DeltaUnit& unit = batch.units[at.unit];
     const bool live = lane_of(at) < unit.num_lanes;
     const int tiles = !live ? 0 : unit.two ? 2 : 1;
@@ -266,13 +271,13 @@ struct Delta {
     if (lane < tiles) {
       arrival.copy(own_places() + place * kPairBytes + lane * kHalfBytes,
                    unit.a + int64_t{lane_of(at)} * unit.lane_bytes + lane * kPieceBytes +
-                       warp % 2 * kHalfBytes,
+                       half_of(at) % 2 * kHalfBytes,
                    kHalfBytes);
     }
   }
 
   __device__ __forceinline__ unsigned char* own_places() const {
-    return dynamic + p.smem.a + warp * p.grid.a_places * kPairBytes;
+    return dynamic + p.smem.a + warp * kAPlaces * kPairBytes;
   }
 
   static constexpr int kLoads = ARIL_LANE_FEATURES / 2 / 32;
@@ -280,7 +285,7 @@ struct Delta {
   __device__ __forceinline__ void load_x(uint4 (&x)[kLoads], const Step& at) const {
     const DeltaUnit& unit = batch.units[at.unit];
     const int feature = (unit.first_lane + lane_of(at)) * ARIL_LANE_FEATURES +
-                        warp % 2 * (ARIL_LANE_FEATURES / 2) + 8 * q;
+                        half_of(at) % 2 * (ARIL_LANE_FEATURES / 2) + 8 * q;
     const int token = batch.tokens[unit.segment][g];
     const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
     const int left = token >= 0 && lane_of(at) < unit.num_lanes ? args.in_features - feature : 0;
@@ -295,14 +300,16 @@ struct Delta {
                                                 const Step& at) {
     const DeltaUnit& unit = batch.units[at.unit];
     const bool live = lane_of(at) < unit.num_lanes, two = unit.two;
-    const int place = a_taken % p.grid.a_places;
-    batch.a[warp][place].wait(a_taken / p.grid.a_places % 2);
+    const int place = a_taken % kAPlaces;
+    batch.a[warp][place].wait(a_taken / kAPlaces % 2);
     ++a_taken;
     __syncwarp();
     if (!live) return;
     const unsigned char* a = own_places() + place * kPairBytes + q * 128 + g * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
+      // Not all at once where registers are few.
+      if constexpr (kRounds > 1) __syncwarp();
       const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
       uint4 high = make_uint4(0, 0, 0, 0);
       if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kPieceBytes / 2);
@@ -311,23 +318,28 @@ struct Delta {
     }
   }
 
-  // Adds up the warps' sums of a unit, and hands them over.
-  __device__ __forceinline__ void publish(const DeltaUnit& unit, const float (&sums)[2][4]) {
-    float* own = batch.sums[buffer][warp];
+  // Leaves a round's sums for publish, and begins new ones.
+  __device__ __forceinline__ void store_sums(const Step& at, float (&sums)[2][4]) {
+    float* own = batch.sums[buffer][half_of(at)];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       own[(2 * q + e % 2) * DeltaShared::kPitch + g + e / 2 * 8] = sums[0][e] + sums[1][e];
+      sums[0][e] = sums[1][e] = 0.0f;
     }
-    sync_delta_warps();
-    static_assert(kSegmentTokens * kPairRanks / 2 <= kDeltaThreads);
+  }
+
+  // Adds up the sums of a unit, and hands them over.
+  __device__ __forceinline__ void publish(const DeltaUnit& unit) {
+    sync_warps();
+    static_assert(kSegmentTokens * kPairRanks / 2 <= kThreads);
     if (thread < kSegmentTokens * kPairRanks / 2) {
       const int position = thread / (kPairRanks / 2), rank = thread % (kPairRanks / 2) * 2;
       const int token = batch.tokens[unit.segment][position];
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-      for (int w = 0; w < kDeltaWarps; ++w) {
+      for (int half = 0; half < kHalves; ++half) {
         sum = sum + *reinterpret_cast<const float2*>(
-                        &batch.sums[buffer][w][position * DeltaShared::kPitch + rank]);
+                        &batch.sums[buffer][half][position * DeltaShared::kPitch + rank]);
       }
       const int at = unit.first_rank + rank;
       if (at >= unit.rank) sum.x = 0.0f;
@@ -342,9 +354,9 @@ struct Delta {
 
   // Starts bringing A of the first units that were looked up. Returns the first step that is not.
   __device__ __forceinline__ Step bring_first_a(int count) {
-    Step at = {0, 0};
+    Step at = {0, 0, 0};
 #pragma unroll 1
-    for (int i = 0; i < p.grid.a_places && at.unit < count; ++i) {
+    for (int i = 0; i < kAPlaces && at.unit < count; ++i) {
       bring_a(at);
       at = next(at);
     }
@@ -353,7 +365,7 @@ struct Delta {
 
   // The first `count` units that were looked up, of which A's first steps are on their way.
   __device__ __forceinline__ void shrink(int count, Step ahead) {
-    Step at = {0, 0};
+    Step at = {0, 0, 0};
     uint4 x[kLoads];
     if (count > 0) load_x(x, at);
     float sums[2][4] = {};
@@ -367,11 +379,8 @@ struct Delta {
       }
       const Step following = next(at);
       if (following.unit < count) load_x(x, following);
-      if (following.unit != at.unit) {
-        publish(batch.units[at.unit], sums);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sums[e / 4][e % 4] = 0.0f;
-      }
+      if (following.round != at.round || following.unit != at.unit) store_sums(at, sums);
+      if (following.unit != at.unit) publish(batch.units[at.unit]);
       at = following;
     }
   }
@@ -399,7 +408,7 @@ struct Delta {
     const int per_token = ranks / 2, parts = p.num_parts;
     unsigned char* const v = dynamic + p.smem.v;
 #pragma unroll 1
-    for (int i = thread; i < args.num_tokens * per_token; i += kDeltaThreads) {
+    for (int i = thread; i < args.num_tokens * per_token; i += kThreads) {
       const int token = i / per_token, rank = begin + (i - token * per_token) * 2;
       const int segment = batch.segment_of[token];
       if (segment < 0) continue;
@@ -440,7 +449,7 @@ struct Delta {
       *reinterpret_cast<uint32_t*>(to) = high;
       *reinterpret_cast<uint32_t*>(to + kTokens * p.smem.v_pitch) = low;
     }
-    sync_delta_warps();
+    sync_warps();
     return batch.missing;
   }
 
@@ -469,7 +478,7 @@ struct Delta {
   __device__ __forceinline__ Chunk chunk_from(const Task& task, int item) const {
 #pragma unroll 1
     while (item < task.count * batch.num_segments && end_of_item(task, item) == 0) {
-      item += kDeltaWarps;
+      item += kWarps;
     }
     return {item, task.begin};
   }
@@ -477,7 +486,7 @@ struct Delta {
   __device__ __forceinline__ Chunk next(const Task& task, const Chunk& chunk) const {
     const int rank = chunk.rank + kChunkRanks;
     if (rank < end_of_item(task, chunk.item)) return {chunk.item, rank};
-    return chunk_from(task, chunk.item + kDeltaWarps);
+    return chunk_from(task, chunk.item + kWarps);
   }
 
   __device__ __forceinline__ bool has(const Task& task, const Chunk& chunk) const {
@@ -486,7 +495,7 @@ struct Delta {
 
   // Starts bringing a chunk to the warp's next place, a tile of 8 ranks for each of four lanes.
   __device__ __forceinline__ void bring_b(const Task& task, const Chunk& chunk) {
-    const int place = brought++ % chunk_places();
+    const int place = brought++ % kChunkPlaces;
     const aril_descriptor& module = module_of_item(task, chunk.item);
     const int tile = chunk.rank / ARIL_RANK_TILE;
     const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
@@ -499,21 +508,19 @@ struct Delta {
     }
   }
 
-  __device__ __forceinline__ int chunk_places() const { return p.grid.a_places * kChunkPlaces; }
-
   __device__ __forceinline__ void wait_for_chunk() {
-    batch.b[warp][taken % chunk_places()].wait(taken / chunk_places() % 2);
+    batch.b[warp][taken % kChunkPlaces].wait(taken / kChunkPlaces % 2);
     ++taken;
   }
 
   // One place is left: what was read last is overwritten a chunk later.
-  __device__ __forceinline__ Chunk bring_first(const Task& task, Chunk chunk) {
+  __device__ __forceinline__ void bring_first(const Task& task) {
+    Chunk chunk = chunk_from(task, warp);
 #pragma unroll 1
-    for (int i = 0; i + 1 < chunk_places() && has(task, chunk); ++i) {
+    for (int i = 0; i + 1 < kChunkPlaces && has(task, chunk); ++i) {
       bring_b(task, chunk);
       chunk = next(task, chunk);
     }
-    return chunk;
   }
 
   // sums += B v of a chunk: of this lane's tile of ranks at `b`, and v at `rank` of what was
@@ -567,28 +574,15 @@ struct Delta {
     }
   }
 
-  // Adds B v of a task to its deltas.
+  // Adds B v of a task to its deltas. Its first chunks are on their way.
   __device__ __forceinline__ void expand(const Task& task) {
-    Chunk chunk = chunk_from(task, warp), ahead = bring_first(task, chunk);
-    int missing;
-#pragma unroll 1
-    while ((missing = gather(task.begin, task.end - task.begin)) >= 0) {
-      // A takes the place of B.
-      while (taken < brought) wait_for_chunk();
-      sync_delta_warps();
-      if (thread == 0) {
-        batch.missing = -1;
-        batch.polls = 0;
-      }
-      shrink_all(missing, missing + 1, begin_units(missing, missing + 1));
-      sync_delta_warps();
-      ahead = bring_first(task, chunk);
-    }
+    Chunk chunk = chunk_from(task, warp), ahead = chunk;
+    for (int i = taken; i < brought; ++i) ahead = next(task, ahead);
     float sums[2][4] = {};
 #pragma unroll 1
     while (has(task, chunk)) {
       const unsigned char* b =
-          own_places() + taken % chunk_places() * kChunkBytes + q * kChunkTileBytes + g * 16;
+          own_places() + taken % kChunkPlaces * kChunkBytes + q * kChunkTileBytes + g * 16;
       wait_for_chunk();
       __syncwarp();
       if (has(task, ahead)) {
@@ -625,37 +619,67 @@ struct Delta {
     for (int e = 0; e < 8; ++e) sums[e / 4][e % 4] = 0.0f;
   }
 
-  // Deltas of a pass of blocks [first_block, end_block).
-  __device__ __forceinline__ void make_deltas(int first_block, int end_block) {
-    const int first = OwnBlocks(first_block, p.splits, share.split).first;
-    if (first >= end_block || batch.slice_rank == 0) return;
-    const int count = ceil_div(end_block - first, p.splits);
-    const int all = ceil_div(batch.slice_rank, kChunkRanks) * kChunkRanks;
+  // How far the deltas are: the pass, by its first unit, and the ranks that are left of it.
+  struct Progress {
+    int first, begin;
+  };
+
+  // Makes deltas, pass after pass, until a unit does not come in time. Returns that one, or -1.
+  __device__ __forceinline__ int make_deltas(Progress& at) {
+    sync_warps();
+    while (at.first < p.grid.units) {
+      const int first = OwnBlocks(first_block(at.first), p.splits, share.split).first;
+      const int count = ceil_div(max(0, end_block(at.first) - first), p.splits);
+      const int all = count == 0 ? 0 : ceil_div(batch.slice_rank, kChunkRanks) * kChunkRanks;
 #pragma unroll 1
-    for (int begin = 0; begin < all; begin += p.smem.v_ranks) {
-      expand({first, count, begin, min(begin + p.smem.v_ranks, all)});
-      sync_delta_warps();
+      while (at.begin < all) {
+        const Task task = {first, count, at.begin, min(at.begin + p.smem.v_ranks, all)};
+        bring_first(task);
+        const int missing = gather(task.begin, task.end - task.begin);
+        if (missing >= 0) {
+          // A takes the place of B.
+          while (taken < brought) wait_for_chunk();
+          sync_warps();
+          if (thread == 0) {
+            batch.missing = -1;
+            batch.polls = 0;
+          }
+          return missing;
+        }
+        expand(task);
+        sync_warps();
+        at.begin = task.end;
+      }
+      sync_warps();
+      if (lane == 0) arrive(shared.deltas_full);
+      at = {at.first + p.grid.pass_units, 0};
+      if (at.first < p.grid.units) {
+        shared.deltas_empty.wait((at.first / p.grid.pass_units - 1) % 2);
+        clear_deltas();
+      }
     }
+    return -1;
+  }
+
+  __device__ __forceinline__ int first_block(int first) const { return (share.begin + first) / 2; }
+  __device__ __forceinline__ int end_block(int first) const {
+    return (min(share.begin + first + p.grid.pass_units, share.end) + 1) / 2;
   }
 
   // No delta: adding it changes no bit.
   __device__ __forceinline__ void clear_deltas() const {
     float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
     const int count = (p.smem.v - p.smem.deltas) / 4;
-    for (int i = thread; i < count; i += kDeltaThreads) deltas[i] = -0.0f;
+    for (int i = thread; i < count; i += kThreads) deltas[i] = -0.0f;
   }
 
   __device__ __forceinline__ void run() {
-    const auto first_block = [&](int first) { return (share.begin + first) / 2; };
-    const auto end_block = [&](int first) {
-      return (min(share.begin + first + p.grid.pass_units, share.end) + 1) / 2;
-    };
     make_segments();
     share_out();
-    sync_delta_warps();
-    const int first = first_unit(blockIdx.x);
-    const int last = args.withholds ? first : first_unit(blockIdx.x + 1);
-    Step ahead = {0, 0};
+    sync_warps();
+    int first = first_unit(blockIdx.x);
+    int last = args.withholds ? first : first_unit(blockIdx.x + 1);
+    Step ahead = {0, 0, 0};
     if (batch.num_units > 0) {
       ahead = begin_units(first, last);
       prefetch(last - first, first_block(0), end_block(0));
@@ -663,18 +687,13 @@ struct Delta {
     clear_deltas();
     shared.tagged.wait(0);
     wait_for_predecessors();
-    shrink_all(first, last, ahead);
-    uint32_t parity = 0;
-    for (int first = 0; first < p.grid.units; first += p.grid.pass_units) {
-      if (first > 0) {
-        shared.deltas_empty.wait(parity);
-        parity ^= 1;
-        clear_deltas();
-      }
-      sync_delta_warps();
-      make_deltas(first_block(first), end_block(first));
-      __syncwarp();
-      if (lane == 0) arrive(shared.deltas_full);
+    Progress at = {0, 0};
+    for (;;) {
+      shrink_all(first, last, ahead);
+      first = make_deltas(at);
+      if (first < 0) break;
+      last = first + 1;
+      ahead = begin_units(first, last);
     }
   }
 };

@@ -33,19 +33,20 @@ constexpr int kTokenTile = 8;  // of mma.sync's N
 constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
 constexpr int kTeams = 2;  // of multipliers: boxes take turns
 constexpr int kProducers = 2;  // warps
-constexpr int kDeltaWarps = 8;
-constexpr int kDeltaThreads = 32 * kDeltaWarps;
+constexpr int kMaxDeltaWarps = 8;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kSegmentTokens = 8;  // of one slot, that a warp works on together
 constexpr int kPairRanks = 16;     // of two tiles of A: mma.sync's M
 constexpr int kPairBytes = kPieceBytes;  // of half a lane of features
-constexpr int kMostAPlaces = 2;
+constexpr int kAPlaces = 2;  // of a warp
+constexpr int kHalves = 8;   // of lanes of features, that a step has, each with a sum of its own
 constexpr int kChunkRanks = 32;    // of B, 8 for each lane of four
 constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
 constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
-constexpr int kChunkPlaces = kPairBytes / kChunkBytes;  // in one of a warp's places of A
+constexpr int kChunkPlaces = kAPlaces * kPairBytes / kChunkBytes;  // where a warp's A was
 constexpr int kSpanRanks = 64;     // whose products are summed up before they are added to others
 constexpr int kMaxStages = 24;
+constexpr int kMostBlocks = 4095;  // that the exchange counts
 constexpr int kMaxSplitUnits = 12;  // of a cluster of two blocks
 
 // How the launch is shared out.
@@ -55,7 +56,6 @@ struct ForwardGrid {
   int pass_units;                          // that it multiplies at a time
   int stage_boxes;                         // along the features
   int stages;
-  int a_places;      // of a warp, for what it has of a unit's A
   int trigger;   // stages before its last at which a block lets dependents begin
 };
 
@@ -73,8 +73,13 @@ __host__ __device__ __forceinline__ constexpr int team_warps(int pass_units, int
   return ceil_div(pass_units, kUnitsPerWarp) * token_groups(token_tiles);
 }
 
-__host__ __device__ __forceinline__ constexpr int forward_threads(int pass_units, int token_tiles) {
-  return 32 * (kTeams * team_warps(pass_units, token_tiles) + kProducers) + kDeltaThreads;
+// Of the deltas; fewer where the multipliers are many.
+__host__ __device__ __forceinline__ constexpr int delta_warps(int token_tiles) {
+  return token_groups(token_tiles) > 1 ? kMaxDeltaWarps / 2 : kMaxDeltaWarps;
+}
+
+__host__ __device__ __forceinline__ constexpr int forward_warps(int pass_units, int token_tiles) {
+  return kTeams * team_warps(pass_units, token_tiles) + kProducers + delta_warps(token_tiles);
 }
 
 // 16 ranks of a module, over a part of the input features, for a segment.
@@ -100,10 +105,10 @@ struct DeltaShared {
   int32_t slice_rank;                                  // the largest of this block's slice
   int32_t missing;                                     // a unit that did not come, or -1
   int32_t polls;                                       // for the next one
-  Arrival a[kDeltaWarps][kMostAPlaces];                // a warp's part of a unit's A
-  Arrival b[kDeltaWarps][kMostAPlaces * kChunkPlaces];  // and chunks of B, at the same place
+  Arrival a[kMaxDeltaWarps][kAPlaces];                // a warp's part of a unit's A
+  Arrival b[kMaxDeltaWarps][kChunkPlaces];  // and chunks of B, at the same place
   DeltaUnit units[kUnits];
-  alignas(16) float sums[2][kDeltaWarps][kSegmentTokens * kPitch];
+  alignas(16) float sums[2][kHalves][kSegmentTokens * kPitch];
 };
 
 // Where the dynamic shared memory's parts are, in bytes, from a boundary of 1024.
@@ -137,7 +142,7 @@ struct ForwardSmem {
     v_ranks = padded < most ? padded : most;
     v_pitch = v_ranks * 2 + 16;
     a = v + 2 * tokens * v_pitch;
-    batch = a + kDeltaWarps * grid.a_places * kPairBytes;
+    batch = a + delta_warps(token_tiles) * kAPlaces * kPairBytes;
     modules = batch + static_cast<int>(sizeof(DeltaShared));
     total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
   }
