@@ -67,6 +67,7 @@ int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::Forwar
                   int& smem_bytes) {
   constexpr int kAlignmentBytes = 1024;
   constexpr int kFewest = 2 * detail::kTeams;  // a team gives a stage back when it begins another
+  constexpr int kShare = 4;                    // of a block's stream, that the ring may hold
   detail::ForwardGrid& grid = params.grid;
   grid = {};
   int clusters = 0;
@@ -94,13 +95,14 @@ int32_t make_grid(const aril_forward_args& args, int token_tiles, detail::Forwar
     grid.stages = 0;
     const int room = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
     const int items = passes_of(grid.units) * ceil_div(share, grid.stage_boxes);
-    const int all = ceil_div(items, detail::kTeams) * detail::kTeams;
-    const int most = all < detail::kMaxStages ? all : detail::kMaxStages;
-    grid.stages = most < room ? most : room / detail::kTeams * detail::kTeams;
+    // What is in flight makes the weights of adapters wait: a short stream has a short ring.
+    const int wanted = max_rank == 0 || items < kShare * kFewest ? items : items / kShare;
+    const int most = wanted < detail::kMaxStages ? wanted : detail::kMaxStages;
+    grid.stages = most < room ? most : room;
     grid.trigger = kTriggerBoxes / grid.stage_boxes;
     params.smem = smem();
     smem_bytes = params.smem.total + kAlignmentBytes;
-    if (grid.stages >= kFewest || grid.stages == all) break;
+    if (grid.stages >= kFewest || grid.stages >= items) break;
   }
   if (grid.stage_boxes == 0) return ARIL_ERR_ARGUMENT;
   params.num_lanes = ceil_div(args.in_features, ARIL_LANE_FEATURES);

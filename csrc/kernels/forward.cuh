@@ -25,14 +25,14 @@ __device__ __forceinline__ void init_handovers(const ForwardParams& p, ForwardSh
                                                DeltaShared& batch, int multipliers,
                                                int delta_warps, int lane) {
   if (lane < kTeams * kMaxUnits) {
-    shared.handover[lane].init();
-    shared.taken[lane].init();
+    shared.handover[lane].init(32);
+    shared.taken[lane].init(32);
   }
-  if (lane < kMostGroups * kMaxSplitUnits) shared.inbox[lane].init();
+  if (lane < kMostGroups * kMaxSplitUnits) shared.inbox[lane].init(32);
   if (lane == 31) {
     shared.tagged.init();
-    shared.deltas_full.init(delta_warps);
-    shared.deltas_empty.init(multipliers);
+    shared.deltas_full.init(32 * delta_warps);
+    shared.deltas_empty.init(32 * multipliers);
   }
   if (p.args.weights.table != nullptr && lane < delta_warps) {
     for (auto& pair : batch.a[lane]) pair.init();

@@ -163,8 +163,7 @@ __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool sto
     store_cluster(to + tile * 32 * 16,
                   make_float4(sums[tile][0], sums[tile][1], sums[tile][2], sums[tile][3]));
   }
-  __syncwarp();
-  if (lane == 0) arrive_cluster(cluster_address(&arrival, other));
+  arrive_cluster(cluster_address(&arrival, other));
 }
 
 // Adds a unit's bias, deltas and, if it accumulates, y to its sums, rounds once, and stores.
@@ -216,8 +215,7 @@ __device__ __forceinline__ void add_teams(UnitSums<kTiles>& sums, int team, int 
         team == 0 ? make_float4(second[0], second[1], second[2], second[3])
                   : make_float4(first[0], first[1], first[2], first[3]);
   }
-  __syncwarp();
-  if (lane == 0) arrive(shared.handover[other]);
+  arrive(shared.handover[other]);
   shared.handover[warp].wait(pass % 2);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -228,8 +226,7 @@ __device__ __forceinline__ void add_teams(UnitSums<kTiles>& sums, int team, int 
       sums[0][tile][e] = (team == 0 ? sums[0][tile][e] : sums[1][tile][e]) + add[e];
     }
   }
-  __syncwarp();
-  if (lane == 0) arrive(shared.taken[other]);
+  arrive(shared.taken[other]);
 }
 
 // One warp's units, pass after pass.
@@ -245,7 +242,7 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
   const int group = warp % kGroups, first_tile = group * kTiles;    // of tokens
   const bool has_deltas = p.args.weights.table != nullptr;
   const int items = ceil_div(share.num_boxes, boxes);
-  int stage = team;
+  int stage = 0;
   uint32_t parity = 0;
   // A stage is given back one stage late: nothing orders an arrival behind the loads of fragments
   // but the products that need them, and those are surely under way a stage later.
@@ -253,26 +250,30 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
   for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
     UnitSums<kTiles> sums = {};
 #pragma unroll 1
-    for (int item = (team + pass * items) % kTeams; item < items; item += kTeams) {
-      shared.full[stage].wait(parity);
-      __syncwarp();
-      if (lane == 0 && done != nullptr) arrive(*done);
-      done = &shared.empty[stage];
-      const unsigned char* w = dynamic + stage * p.smem.stage_bytes + first_unit * kUnitBoxBytes;
-      const unsigned char* x = dynamic + stage * p.smem.stage_bytes + boxes * units * kUnitBoxBytes +
-                               first_tile * kTokenBoxBytes;
-      multiply_box<T, kTiles>(sums, w, x);
-      if (boxes > 1) {
-        multiply_box<T, kTiles>(sums, w + units * kUnitBoxBytes, x + kTokenTiles * kTokenBoxBytes);
+    for (int item = 0; item < items; ++item) {
+      // Steps of two boxes take turns, however many boxes a stage has.
+      if (item * boxes / kStepBoxes % kTeams == team) {
+        shared.full[stage].wait(parity);
+        __syncwarp();
+        if (lane == 0 && done != nullptr) arrive(*done);
+        done = &shared.empty[stage];
+        const unsigned char* w = dynamic + stage * p.smem.stage_bytes + first_unit * kUnitBoxBytes;
+        const unsigned char* x = dynamic + stage * p.smem.stage_bytes +
+                                 boxes * units * kUnitBoxBytes + first_tile * kTokenBoxBytes;
+        multiply_box<T, kTiles>(sums, w, x);
+        if (boxes > 1) {
+          multiply_box<T, kTiles>(sums, w + units * kUnitBoxBytes, x + kTokenTiles * kTokenBoxBytes);
+        }
       }
-      stage += kTeams;
-      if (stage >= p.grid.stages) {
-        stage = team;
+      if (++stage == p.grid.stages) {
+        stage = 0;
         parity ^= 1;
       }
     }
     add_teams<kTiles>(sums, team, warp, other, shared,
                       reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
+    if (lane == 0 && done != nullptr) arrive(*done);
+    done = nullptr;
     if (p.splits > 1 && first == 0) wait_for_cluster();
     wait_for_predecessors();
     const int in_pass = first_unit + team, in_cluster = first + in_pass;
@@ -296,10 +297,7 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
       store_unit<T>(p.args, sums[0], share.slice, unit, first_tile * kTokenTile, deltas,
                     p.smem.delta_pitch);
     }
-    if (has_deltas) {
-      __syncwarp();
-      if (lane == 0) arrive(shared.deltas_empty);
-    }
+    if (has_deltas) arrive(shared.deltas_empty);
   }
 }
 

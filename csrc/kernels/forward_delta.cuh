@@ -650,8 +650,7 @@ struct Delta {
         sync_warps();
         at.begin = task.end;
       }
-      sync_warps();
-      if (lane == 0) arrive(shared.deltas_full);
+      arrive(shared.deltas_full);
       at = {at.first + p.grid.pass_units, 0};
       if (at.first < p.grid.units) {
         shared.deltas_empty.wait((at.first / p.grid.pass_units - 1) % 2);

@@ -31,7 +31,7 @@ constexpr int kStepBoxes = 2;     // that blocks share out together
 constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
 constexpr int kTokenTile = 8;  // of mma.sync's N
 constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
-constexpr int kTeams = 2;  // of multipliers: boxes take turns
+constexpr int kTeams = 2;  // of multipliers: steps of the features take turns
 constexpr int kProducers = 2;  // warps
 constexpr int kMaxDeltaWarps = 8;
 constexpr int kParts = ARIL_FORWARD_PARTS;
@@ -59,7 +59,7 @@ struct ForwardGrid {
   int trigger;   // stages before its last at which a block lets dependents begin
 };
 
-// Multipliers: each has two units of rows and a group of tokens, of every second box of features.
+// Multipliers: each has two units of rows and a group of tokens, and a team every second step.
 constexpr int kUnitsPerWarp = 2;
 constexpr int kMostGroups = 2;
 
