@@ -6,12 +6,14 @@
 mod activation;
 mod embedding;
 mod experts;
+mod forward;
 mod linear;
 mod matrix;
 mod weights;
 
 pub use embedding::LoraEmbedding;
 pub use experts::LoraExperts;
+pub use forward::FusedLinear;
 pub use linear::{LoraLinear, Workspace};
 pub use matrix::{Matrix, MatrixMut};
 pub use weights::WeightTable;

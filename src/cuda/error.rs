@@ -25,6 +25,14 @@ pub enum LaunchError {
         /// What there is room for.
         max: usize,
     },
+    /// The operation needs a newer device.
+    #[error("the fused linear needs compute capability 9.0 or newer; this device has {major}.{minor}")]
+    ComputeCapability {
+        /// The device's.
+        major: i32,
+        /// Behind the point.
+        minor: i32,
+    },
     /// The driver refused.
     #[error("the CUDA driver: {0}")]
     Driver(#[from] DriverError),

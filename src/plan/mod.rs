@@ -4,6 +4,7 @@
 //! `csrc/aril.h`, so that a plan and the kernels it is for cannot disagree.
 
 mod experts;
+mod forward;
 
 use std::fmt;
 
@@ -14,7 +15,10 @@ use crate::{
 
 #[cfg(feature = "cuda")]
 pub(crate) use self::experts::ExpandBy;
-pub use self::experts::{AlignCapacity, ExpertsPlan, ProjectionPlan, RouteCapacity};
+pub use self::{
+    experts::{AlignCapacity, ExpertsPlan, ProjectionPlan, RouteCapacity},
+    forward::{ForwardPlan, MAX_FORWARD_TOKENS},
+};
 
 /// Upper bounds that fix every buffer, so that nothing is allocated per step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -277,6 +281,22 @@ impl fmt::Display for LinearPlan {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
+    /// The fused linear has no kernel for the element type.
+    #[error("the fused linear takes bf16 and f16, not {got}")]
+    ForwardDType {
+        /// The element type.
+        got: DType,
+    },
+    /// A size is not a multiple of what the kernels take.
+    #[error("{what} is {value}; it must be a multiple of {of}")]
+    Multiple {
+        /// Which size.
+        what: &'static str,
+        /// Its value.
+        value: usize,
+        /// What it must be a multiple of.
+        of: usize,
+    },
     /// A size is zero or past what the kernels take.
     #[error("{what} is {value}; it must be 1 to {max}")]
     Limit {

@@ -44,7 +44,7 @@ pub enum Op {
     Embedding { vocab: usize, hidden: usize },
 }
 
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub enum Dtype {
     BF16,
     F16,
@@ -318,7 +318,7 @@ impl<T: Element> World<T> {
         expected
     }
 
-    fn deltas(&self, case: &Case, adapter: &Adapter, token: usize, slice: usize) -> Option<Vec<reference::Delta>> {
+    pub fn deltas(&self, case: &Case, adapter: &Adapter, token: usize, slice: usize) -> Option<Vec<reference::Delta>> {
         let path = format!("layer.m{slice}");
         let module = adapter.modules().iter().find(|module| module.path() == path)?;
         let stored = |values: Vec<f32>| -> Vec<f64> {

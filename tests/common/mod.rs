@@ -4,3 +4,4 @@
 pub mod align;
 pub mod cases;
 pub mod experts;
+pub mod forward;

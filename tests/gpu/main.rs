@@ -24,6 +24,7 @@ mod experts;
 mod files;
 #[path = "../qwen3/forms.rs"]
 mod forms;
+mod forward;
 mod goldens;
 mod graph;
 mod hot_path;

@@ -80,13 +80,13 @@ impl Subject for Safe<'_> {
 }
 
 /// A descriptor table and blocks of the test's own, NaN wherever no block is.
-struct PoisonedTable {
-    table: Buffer,
+pub struct PoisonedTable {
+    pub table: Buffer,
     _blocks: Vec<Buffer>,
 }
 
 impl PoisonedTable {
-    fn new<T: Element>(gpu: &Gpu, world: &World<T>, num_slots: usize) -> Self {
+    pub fn new<T: Element>(gpu: &Gpu, world: &World<T>, num_slots: usize) -> Self {
         let num_entries = world.model.num_entries();
         let nowhere = gpu.poisoned(1 << 12);
         let absent = raw::Descriptor { a: nowhere.address(), b: nowhere.address(), rank: 0, scaling: f32::NAN };
@@ -202,7 +202,7 @@ impl Raw<'_> {
 }
 
 /// What equality is judged by, NaN included.
-fn bits<T: Element>(values: &[T]) -> &[u8] {
+pub fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 

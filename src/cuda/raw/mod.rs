@@ -13,6 +13,7 @@
 mod align;
 mod embedding;
 mod experts;
+mod forward;
 mod linear;
 mod routing;
 
@@ -25,6 +26,7 @@ pub use self::{
     align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
     experts::{GroupedRoutes, Grouping, LoraExperts, TopK},
+    forward::FusedLinear,
     linear::LoraLinear,
     routing::{RoutedBatch, Routing},
 };
