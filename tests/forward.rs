@@ -1,5 +1,12 @@
 //! The fused linear on the CPU against the reference.
-#![allow(clippy::cast_possible_truncation, clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
 
 mod common;
 

@@ -35,7 +35,8 @@ impl<T: Element> Base<T> {
         let slices =
             case.slices().into_iter().map(|out| (place(out), place(out).buffer(case.values, &mut rng))).collect();
         let outs: usize = case.slices().iter().sum();
-        let bias = (case.seed % 2 == 0).then(|| (0..outs).map(|_| T::from_f32(case.values.value(&mut rng))).collect());
+        let bias = (case.seed.is_multiple_of(2))
+            .then(|| (0..outs).map(|_| T::from_f32(case.values.value(&mut rng))).collect());
         Self { slices, bias }
     }
 

@@ -104,7 +104,11 @@ fn property(cases: u32, test: impl Fn(Case) -> Result<(), TestCaseError>) {
 fn the_fused_linear_agrees_with_the_reference() {
     fn check<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
         let (world, base) = (case.world::<T>(), Base::<T>::of(case));
-        let way = Way { accumulates: case.seed % 3 == 0, withholds: case.seed % 5 == 0, captured: case.seed % 2 == 0 };
+        let way = Way {
+            accumulates: case.seed.is_multiple_of(3),
+            withholds: case.seed.is_multiple_of(5),
+            captured: case.seed.is_multiple_of(2),
+        };
         let got = run(gpu, case, &world, way);
         compare(case.y_place(), &got, &base.expected(case, &world, way.accumulates), &case.replay())
     }
