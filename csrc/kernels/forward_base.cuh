@@ -229,17 +229,36 @@ __device__ __forceinline__ void add_teams(UnitSums<kTiles>& sums, int team, int 
   arrive(shared.taken[other]);
 }
 
+// A warp's place among the multipliers.
+template <int kTokenTiles>
+struct Multiplier {
+  static constexpr int kGroups = token_groups(kTokenTiles), kTiles = kTokenTiles / kGroups;
+  int warp, team, other;   // `other` has the same units and tokens in the other team
+  int first_unit;          // of the pass; the warp stores the one of its team's number from there
+  int group, first_tile;   // of tokens
+
+  __device__ __forceinline__ explicit Multiplier(int pass_units) {
+    // Read again by every caller: what follows from it is not worth a register in between.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int in_team = team_warps(pass_units, kTokenTiles);
+    warp = thread / 32;
+    team = warp / in_team;
+    other = team == 0 ? warp + in_team : warp - in_team;
+    first_unit = warp % in_team / kGroups * kUnitsPerWarp;
+    group = warp % kGroups;
+    first_tile = group * kTiles;
+  }
+};
+
 // One warp's units, pass after pass.
 template <typename T, int kTokenTiles>
 __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardShared& shared,
                                                unsigned char* dynamic) {
   const Share& share = shared.share;
   const int lane = threadIdx.x % 32, units = p.grid.pass_units, boxes = p.grid.stage_boxes;
-  constexpr int kGroups = token_groups(kTokenTiles), kTiles = kTokenTiles / kGroups;
-  const int warp = threadIdx.x / 32, in_team = team_warps(units, kTokenTiles);
-  const int team = warp / in_team, other = warp < in_team ? warp + in_team : warp - in_team;
-  const int first_unit = warp % in_team / kGroups * kUnitsPerWarp;  // of the pass
-  const int group = warp % kGroups, first_tile = group * kTiles;    // of tokens
+  using Place = Multiplier<kTokenTiles>;
+  constexpr int kGroups = Place::kGroups, kTiles = Place::kTiles;
   const bool has_deltas = p.args.weights.table != nullptr;
   const int items = ceil_div(share.num_boxes, boxes);
   int stage = 0;
@@ -249,17 +268,19 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
   Arrival* done = nullptr;
   for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
     UnitSums<kTiles> sums = {};
+    const Place in_loop(units);
 #pragma unroll 1
     for (int item = 0; item < items; ++item) {
       // Steps of two boxes take turns, however many boxes a stage has.
-      if (item * boxes / kStepBoxes % kTeams == team) {
+      if (item * boxes / kStepBoxes % kTeams == in_loop.team) {
         shared.full[stage].wait(parity);
         __syncwarp();
         if (lane == 0 && done != nullptr) arrive(*done);
         done = &shared.empty[stage];
-        const unsigned char* w = dynamic + stage * p.smem.stage_bytes + first_unit * kUnitBoxBytes;
+        const unsigned char* w = dynamic + stage * p.smem.stage_bytes + in_loop.first_unit * kUnitBoxBytes;
         const unsigned char* x = dynamic + stage * p.smem.stage_bytes +
-                                 boxes * units * kUnitBoxBytes + first_tile * kTokenBoxBytes;
+                                 boxes * units * kUnitBoxBytes +
+                                 in_loop.first_tile * kTokenBoxBytes;
         multiply_box<T, kTiles>(sums, w, x);
         if (boxes > 1) {
           multiply_box<T, kTiles>(sums, w + units * kUnitBoxBytes, x + kTokenTiles * kTokenBoxBytes);
@@ -270,18 +291,19 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
         parity ^= 1;
       }
     }
-    add_teams<kTiles>(sums, team, warp, other, shared,
+    const Place self(units);
+    add_teams<kTiles>(sums, self.team, self.warp, self.other, shared,
                       reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
     if (lane == 0 && done != nullptr) arrive(*done);
     done = nullptr;
     if (p.splits > 1 && first == 0) wait_for_cluster();
     wait_for_predecessors();
-    const int in_pass = first_unit + team, in_cluster = first + in_pass;
+    const int in_pass = self.first_unit + self.team, in_cluster = first + in_pass;
     const int unit = share.begin + in_cluster;
     const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
     const bool live = in_pass < units && in_cluster < p.grid.units;
     if (p.splits > 1 && live) {
-      const int index = in_cluster * kGroups + group;
+      const int index = in_cluster * kGroups + self.group;
       float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) + index * kTiles * 32;
       exchange_sums(sums[0], stores, share.split ^ 1, inbox, shared.inbox[index]);
     }
@@ -291,10 +313,10 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
       const OwnBlocks own((share.begin + first) / 2, p.splits, share.split);
       deltas = reinterpret_cast<const float*>(dynamic + p.smem.deltas) +
                (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) * p.smem.delta_pitch +
-               first_tile * kTokenTile;
+               self.first_tile * kTokenTile;
     }
     if (stores && live && unit < share.end) {
-      store_unit<T>(p.args, sums[0], share.slice, unit, first_tile * kTokenTile, deltas,
+      store_unit<T>(p.args, sums[0], share.slice, unit, self.first_tile * kTokenTile, deltas,
                     p.smem.delta_pitch);
     }
     if (has_deltas) arrive(shared.deltas_empty);
