@@ -271,9 +271,11 @@ __device__ __forceinline__ void multiply_units(const ForwardParams& p, ForwardSh
     const Place in_loop(units);
 #pragma unroll 1
     for (int item = 0; item < items; ++item) {
+      // Also for stages of the other team: a stage may change teams from round to round, and a parity
+      // tells a round only from the one before it.
+      shared.full[stage].wait(parity);
       // Steps of two boxes take turns, however many boxes a stage has.
       if (item * boxes / kStepBoxes % kTeams == in_loop.team) {
-        shared.full[stage].wait(parity);
         __syncwarp();
         if (lane == 0 && done != nullptr) arrive(*done);
         done = &shared.empty[stage];
