@@ -11,7 +11,8 @@ use crate::{Slot, error::SlotError};
 /// An adapter as it was loaded into a slot: the slot, and the generation of its content.
 ///
 /// A [`Slot`] alone names whoever is there by the time that a kernel reads it. A `Resident` stays valid until the slot is loaded
-/// again or unloaded; from then on, a table's `check` refuses it.
+/// again or unloaded; from then on, the `check` of the table that loaded it refuses it. Tables number their generations apart: a
+/// resident says nothing of another table.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[doc(alias = "lora_int_id")]
 pub struct Resident {

@@ -53,9 +53,9 @@ impl LoraEmbedding {
         y.check(step)?;
         step.enter()?;
         step.keep([token_ids.kept(), y.kept()]);
-        let queue = step.queue().clone();
-        let (token_ids, _ids_guard) = token_ids.on(&queue);
-        let (y, _y_guard) = y.on(&queue);
+        let queue = step.queue();
+        let (token_ids, _ids_guard) = token_ids.on(queue);
+        let (y, _y_guard) = y.on(queue);
         args.token_ids = token_ids as *const i32;
         args.y = y as *mut std::ffi::c_void;
         // SAFETY: every operand was found large enough and in the queue's context; the step's table and routing, and buffers, are of

@@ -366,16 +366,16 @@ impl LoraExperts {
         };
         step.enter()?;
         step.keep(kept.into_iter().chain([x.kept()]));
-        let queue = step.queue().clone();
-        let (_, _top_k_guards) = routes.top_k.on(&queue);
-        let (x, _x_guard) = x.on(&queue);
+        let queue = step.queue();
+        let (_, _top_k_guards) = routes.top_k.on(queue);
+        let (x, _x_guard) = x.on(queue);
         let (y, out, _guards) = match &mut written {
             Written::Y(y) => {
-                let (y, guard) = y.on(&queue);
+                let (y, guard) = y.on(queue);
                 (y, 0, [guard, None])
             }
             Written::Out(y, out) => {
-                let ((y, y_guard), (out, out_guard)) = (y.on(&queue), out.on(&queue));
+                let ((y, y_guard), (out, out_guard)) = (y.on(queue), out.on(queue));
                 (y, out, [y_guard, out_guard])
             }
         };

@@ -140,9 +140,9 @@ impl LoraLinear {
         y.as_ref().map_or(Ok(()), |y| y.check(step))?;
         step.enter()?;
         step.keep([x.as_ref().and_then(Matrix::kept), y.as_ref().and_then(MatrixMut::kept)]);
-        let queue = step.queue().clone();
-        let (x, _x_guard) = x.as_ref().map(|x| x.on(&queue)).unzip();
-        let (y, _y_guard) = y.as_mut().map(|y| y.on(&queue)).unzip();
+        let queue = step.queue();
+        let (x, _x_guard) = x.as_ref().map(|x| x.on(queue)).unzip();
+        let (y, _y_guard) = y.as_mut().map(|y| y.on(queue)).unzip();
         args.x = x.unwrap_or(0) as *const c_void;
         args.y = y.unwrap_or(0) as *mut c_void;
         args.overwrites = overwrites.into();
