@@ -1,4 +1,4 @@
-//! The experts of a mixture-of-experts layer, as one rank holds them.
+//! The experts of a mixture-of-experts layer: as the model has them, and as one rank holds them.
 
 use std::ops::Range;
 
@@ -50,17 +50,17 @@ impl Activation {
 /// The experts of one layer, to be described to [`ModelSpec::experts`](super::ModelSpec::experts).
 ///
 /// Each has a gate and an up (or [only an up](Self::ungated)), `[inter, hidden]`, and a down, `[hidden, inter]`. Which of them an
-/// adapter has, with which ranks, and whether experts have factors of their own or share one, is the adapter's.
+/// adapter has, with which ranks, and whether experts have factors of their own or share one, is the adapter's. Which of them a rank
+/// holds, and in which group they are cut, is its [`Shard`](super::Shard)'s.
 ///
 /// ```
 /// use aril::model::{Experts, ModelSpec, TpRank};
 ///
-/// // Qwen3-30B-A3B, the second of four expert-parallel ranks.
+/// // Qwen3-30B-A3B
 /// let mut spec = ModelSpec::new();
-/// let id = spec.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).top_k(8).held(32..64))?;
-/// let model = spec.shard(TpRank::SINGLE)?;
-/// assert_eq!(model[id].held().len(), 32);
-/// assert_eq!(model[id].gate_up().out_features(), 2 * 768);
+/// let id = spec.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).top_k(8))?;
+/// let model = spec.shard(TpRank::new(1, 4)?)?;
+/// assert_eq!(model[id].gate_up().out_features(), 2 * 768 / 4);
 /// # Ok::<(), aril::model::SpecError>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -74,8 +74,6 @@ pub struct Experts {
     top_k: usize,
     gated: bool,
     halves: Halves,
-    held: Option<Vec<usize>>,
-    tp: Option<TpRank>,
     stored: Stored,
 }
 
@@ -100,8 +98,6 @@ impl Experts {
             top_k: 0,
             gated: true,
             halves: Halves::default(),
-            held: None,
-            tp: None,
             stored: Stored::default(),
         }
     }
@@ -122,20 +118,6 @@ impl Experts {
     /// How gate and up stand in what the engine computes, if not gate first.
     pub fn halves(mut self, halves: Halves) -> Self {
         self.halves = halves;
-        self
-    }
-
-    /// The experts that this rank holds, if not all, in the order of the engine's local expert ids (expert parallelism).
-    #[doc(alias = "expert_map")]
-    pub fn held(mut self, experts: impl IntoIterator<Item = usize>) -> Self {
-        self.held = Some(experts.into_iter().collect());
-        self
-    }
-
-    /// The place in the group that `inter` is cut for, if it is not the model's.
-    #[doc(alias = "moe_tp")]
-    pub fn tensor_parallel(mut self, tp: TpRank) -> Self {
-        self.tp = Some(tp);
         self
     }
 
@@ -312,25 +294,25 @@ impl Experts {
 
     /// Refuses what is wrong on every rank.
     pub(super) fn check(&self) -> Result<(), SpecError> {
-        let Self { path, num_experts, hidden, inter, held, .. } = self;
-        let (path, num_experts) = (path.clone(), *num_experts);
-        if num_experts == 0 || i32::try_from(num_experts).is_err() {
-            return Err(SpecError::Experts { path, num_experts });
+        let Self { path, num_experts, hidden, inter, .. } = self;
+        if *num_experts == 0 || i32::try_from(*num_experts).is_err() {
+            return Err(SpecError::Experts { path: path.clone(), num_experts: *num_experts });
         }
-        let mut seen = vec![false; num_experts];
-        for &expert in held.iter().flatten() {
-            if seen.get_mut(expert).is_none_or(|seen| std::mem::replace(seen, true)) {
-                return Err(SpecError::Held { path, expert, num_experts });
-            }
-        }
-        check_size(&path, *hidden)?;
-        check_size(&path, *inter)
+        check_size(path, *hidden)?;
+        check_size(path, *inter)
     }
 
-    /// The experts as rank `tp` holds them.
-    pub(super) fn shard(&self, tp: TpRank, first_entry: usize) -> Result<ExpertsSite, SpecError> {
-        let tp = self.tp.unwrap_or(tp);
-        let held = self.held.clone().unwrap_or_else(|| (0..self.num_experts).collect());
+    /// The experts as rank `tp` of their group holds them: all, or those given.
+    pub(super) fn shard(
+        &self,
+        tp: TpRank,
+        held: Option<&[usize]>,
+        first_entry: usize,
+    ) -> Result<ExpertsSite, SpecError> {
+        let held = match held {
+            Some(held) => self.check_held(held)?.to_vec(),
+            None => (0..self.num_experts).collect(),
+        };
         let hidden = cut(tp, &self.path, self.hidden, 1)?;
         let inter = cut(tp, &self.path, self.inter, tp.size)?;
         let modules: &[ExpertModule] = match (self.gated, self.halves) {
@@ -355,5 +337,17 @@ impl Experts {
             down,
             held,
         })
+    }
+
+    /// Refuses to hold an expert that does not exist, or one twice.
+    fn check_held<'a>(&self, held: &'a [usize]) -> Result<&'a [usize], SpecError> {
+        let num_experts = self.num_experts;
+        let mut seen = vec![false; num_experts];
+        for &expert in held {
+            if seen.get_mut(expert).is_none_or(|seen| std::mem::replace(seen, true)) {
+                return Err(SpecError::Held { path: self.path.clone(), expert, num_experts });
+            }
+        }
+        Ok(held)
     }
 }

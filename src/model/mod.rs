@@ -1,6 +1,6 @@
 //! The layers of a model that adapters adapt.
 //!
-//! A [`ModelSpec`] describes the whole model once. [`ModelSpec::shard`] freezes the description as one tensor-parallel rank runs it:
+//! A [`ModelSpec`] describes the whole model once. [`ModelSpec::shard`] freezes the description as one rank runs it:
 //! a [`Model`] gives every adapted module (in PEFT's sense: what `target_modules` names) a row of the descriptor table, and says which
 //! part of the module's factors, and of its base weight, the rank holds. Neither knows of adapters or devices.
 //!
@@ -22,12 +22,14 @@
 //! Invariant: every entry is of one module (or of the factors that the experts of a layer share), and no two entries are of the same.
 
 mod experts;
+mod shard;
 mod spec;
 
 use std::{collections::HashMap, fmt, ops::Range, sync::Arc};
 
 pub use experts::{Activation, Experts, ExpertsSite, Halves, ProjectionSite};
 pub(crate) use experts::{ExpertModule, ExpertSlice};
+pub use shard::Shard;
 pub use spec::{Linear, ModelSpec, Parallel, SpecError};
 
 use crate::ffi;
@@ -240,10 +242,10 @@ pub(crate) enum Target {
     Fused(LinearId),
 }
 
-/// The adapted layers of a model, as one tensor-parallel rank of the engine runs them: frozen, and cheap to clone and to share.
+/// The adapted layers of a model, as one rank of the engine runs them: frozen, and cheap to clone and to share.
 ///
 /// Tables, layers and images of adapters are made for a model. Those of different models are refused together; two models are the
-/// same if they were made of one [`ModelSpec`], for one rank, without a layer added in between.
+/// same if they were made of one [`ModelSpec`], for equal [`Shard`]s, without a layer added in between.
 #[derive(Clone)]
 pub struct Model(Arc<Inner>);
 
@@ -261,7 +263,8 @@ struct Inner {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ModelId {
     spec: SpecId,
-    tp: TpRank,
+    /// Which of the description's shards.
+    shard: usize,
     num_entries: usize,
 }
 

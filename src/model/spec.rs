@@ -3,14 +3,14 @@
 use std::{
     collections::{HashMap, HashSet},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use super::{
     Cut, EmbeddingId, EmbeddingSite, Experts, ExpertsId, Inner, LinearId, LinearSite, MAX_SLICES, Model, ModelId,
-    SliceSite, SpecId, Target, TpRank,
+    Shard, SliceSite, SpecId, Target, TpRank,
 };
 
 /// How tensor parallelism cuts a linear layer.
@@ -135,13 +135,15 @@ impl Slice {
     }
 }
 
-/// The adapted layers of a whole model. What it describes is cut for a rank and frozen by [`shard`](Self::shard).
+/// The adapted layers of a whole model. [`shard`](Self::shard) cuts them for a rank and freezes them.
 #[derive(Debug)]
 pub struct ModelSpec {
     id: SpecId,
     layers: Vec<Described>,
     counts: Counts,
     modules: HashSet<String>,
+    /// Those that it was cut in so far. The place of one among them identifies it.
+    shards: Mutex<Vec<Shard>>,
 }
 
 /// Layers of each kind.
@@ -174,6 +176,7 @@ impl ModelSpec {
             layers: Vec::new(),
             counts: Counts::default(),
             modules: HashSet::new(),
+            shards: Mutex::default(),
         }
     }
 
@@ -226,8 +229,7 @@ impl ModelSpec {
     /// Adds the experts of a layer.
     ///
     /// # Errors
-    /// If there are no experts or too many, one is held that does not exist or twice, a size is zero or too large, or the module is
-    /// there already.
+    /// If there are no experts or too many, a size is zero or too large, or the module is there already.
     pub fn experts(&mut self, layer: Experts) -> Result<ExpertsId, SpecError> {
         layer.check()?;
         self.claim(vec![layer.path().to_owned()])?;
@@ -236,13 +238,20 @@ impl ModelSpec {
         Ok(ExpertsId { spec: self.id, index: self.counts.experts - 1 })
     }
 
-    /// The model as rank `tp` runs it. Several ranks of one process have a model each, with the same ids.
+    /// The model as one rank runs it: a [`TpRank`], or a [`Shard`] that says more of the experts. Several ranks of one process have a
+    /// model each, with the same ids.
     ///
     /// # Errors
-    /// If a layer does not divide evenly over the ranks.
-    pub fn shard(&self, tp: TpRank) -> Result<Model, SpecError> {
+    /// If a layer does not divide evenly over the ranks, or the shard has experts that do not exist, one twice, or those of another
+    /// description.
+    pub fn shard(&self, shard: impl Into<Shard>) -> Result<Model, SpecError> {
+        let shard = shard.into();
+        if shard.held.keys().any(|layer| layer.spec != self.id) {
+            return Err(SpecError::Foreign);
+        }
+        let tp = shard.tp;
         let mut model = Inner {
-            id: ModelId { spec: self.id, tp, num_entries: 0 },
+            id: ModelId { spec: self.id, shard: 0, num_entries: 0 },
             tp,
             linears: Vec::with_capacity(self.counts.linears),
             embeddings: Vec::with_capacity(self.counts.embeddings),
@@ -275,14 +284,24 @@ impl ModelSpec {
                 Described::Experts(layer) => {
                     let id = ExpertsId { spec: self.id, index: model.expert_layers.len() };
                     model.experts_at.insert(layer.path().to_owned(), id);
-                    let site = layer.shard(tp, first_entry)?;
+                    let site = layer.shard(shard.experts_tp, shard.held.get(&id).map(Vec::as_slice), first_entry)?;
                     let num_entries = site.num_entries();
                     model.expert_layers.push(site);
                     num_entries
                 }
             };
         }
+        model.id.shard = self.number(shard);
         Ok(Model(Arc::new(model)))
+    }
+
+    /// The place of a shard among those so far: the same for equal ones.
+    fn number(&self, shard: Shard) -> usize {
+        let mut shards = self.shards.lock().unwrap_or_else(PoisonError::into_inner);
+        shards.iter().position(|other| *other == shard).unwrap_or_else(|| {
+            shards.push(shard);
+            shards.len() - 1
+        })
     }
 
     fn claim(&mut self, modules: Vec<String>) -> Result<(), SpecError> {
@@ -341,7 +360,10 @@ pub enum SpecError {
         /// The size given.
         features: usize,
     },
-    /// The engine holds an expert that does not exist, or twice.
+    /// The shard holds experts of a layer of another description.
+    #[error("the shard holds experts of a layer of another model")]
+    Foreign,
+    /// The shard holds an expert that does not exist, or twice.
     #[error("expert {expert} of `{path}` is held twice or not one of its {num_experts}")]
     Held {
         /// The path of the experts.

@@ -10,7 +10,7 @@ use aril::{
     adapter::{Adapter, Tensor},
     cpu::{LoraExperts, Matrix, MatrixMut, Step},
     error::OperandError,
-    model::{Activation, Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, TpRank},
+    model::{Activation, Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, Shard, TpRank},
     plan::Capacity,
     reference::{self, Delta, Factors},
     routing::{Batch, TopK},
@@ -229,13 +229,17 @@ impl Order {
 
 impl Shape {
     pub fn experts(&self) -> Experts {
-        let experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter * self.tp.1)
-            .held(self.held.iter().copied())
-            .tensor_parallel(TpRank::new(self.tp.0, self.tp.1).unwrap());
+        let experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter * self.tp.1);
         match self.halves.halves() {
             None => experts.ungated(),
             Some(halves) => experts.halves(halves),
         }
+    }
+
+    /// What the rank holds, where the other layers are whole.
+    pub fn shard(&self, id: ExpertsId) -> Shard {
+        let tp = TpRank::new(self.tp.0, self.tp.1).unwrap();
+        Shard::new(TpRank::SINGLE).experts_tp(tp).held(id, self.held.iter().copied())
     }
 
     pub fn gate_up(&self) -> usize {
@@ -429,7 +433,7 @@ impl Case {
         spec.linear(other("before")).unwrap();
         let id = spec.experts(self.shape.experts().top_k(self.top_k)).unwrap();
         spec.linear(other("behind")).unwrap();
-        (spec.shard(TpRank::SINGLE).unwrap(), id)
+        (spec.shard(self.shape.shard(id)).unwrap(), id)
     }
 
     /// By adapter.
