@@ -123,6 +123,9 @@ pub enum LoadError {
         /// Bytes of the largest free region.
         largest_gap: usize,
     },
+    /// No kernel takes the problem: for an engine that makes its table and its layers as it loads.
+    #[error(transparent)]
+    Plan(#[from] crate::plan::PlanError),
     /// The adapter does not fit the table.
     #[error(transparent)]
     Slot(#[from] SlotError),

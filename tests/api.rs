@@ -12,7 +12,7 @@ use aril::{
     error::{LoadError, OperandError, SlotError},
     model::{
         Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Halves, Linear, LinearId, LinearSite,
-        Model, ModelSpec, Parallel, ProjectionSite, SpecError, TpRank,
+        Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     reference,
@@ -28,7 +28,7 @@ fn types_may_be_shared_between_threads() {
     shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
     shared::<(Activation, Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite)>();
     shared::<(SlotImage<'_>, Piece<'_>)>();
-    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
+    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Shard, TpRank)>();
     shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
     shared::<(ExpertsPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();

@@ -107,8 +107,7 @@ impl<T: Element> Device for Cpu<T> {
     type Grouped<'a> = TopK<'a>;
 
     fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<cpu::WeightTable> {
-        let arena_bytes = images.iter().map(SlotImage::bytes).sum();
-        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, arena_bytes)?)
+        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, cpu::WeightTable::arena_bytes(images))?)
     }
 
     fn load(

@@ -20,7 +20,7 @@ use aril::{
     adapter::SlotImage,
     cuda::{
         self, Buffer, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Queue, Routing,
-        WeightTable, Workspace, raw::Descriptor,
+        WeightTable, Workspace,
     },
     model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
     plan::{Capacity, RouteCapacity},
@@ -331,11 +331,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Grouped<'a> = Grouped<'a>;
 
     fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable> {
-        // The largest counts twice, as the arena may overlook a free region that is less than a third larger than an adapter; and so
-        // does the row of descriptors that an adapter takes while it is loaded.
-        let blocks = images.iter().map(|image| image.bytes().next_multiple_of(256));
-        let row = (model.num_entries() * size_of::<Descriptor>()).next_multiple_of(256);
-        let arena_bytes = blocks.clone().sum::<usize>() + blocks.max().unwrap_or(0) + 2 * row;
+        let arena_bytes = WeightTable::arena_bytes(images);
         WeightTable::new(&self.queue, model, T::DTYPE, capacity, arena_bytes)
             .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
     }

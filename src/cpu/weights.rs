@@ -83,6 +83,14 @@ impl WeightTable {
         Ok(Self { bounds: Arc::new(Bounds { model: model.clone(), dtype, capacity, arena }), slots })
     }
 
+    /// The bytes of an arena in which there is room for these adapters at once.
+    ///
+    /// An engine that replaces adapters while all others stay loaded counts the largest one twice: the old one and the new one are there
+    /// at once.
+    pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
+        images.into_iter().map(SlotImage::bytes).sum()
+    }
+
     /// Loads an adapter into a slot, in place of the one that was there. There must be room for the new one beside the old one.
     ///
     /// # Errors

@@ -23,6 +23,7 @@
 #![doc = include_str!("../docs/graphs.md")]
 
 mod align;
+mod arena;
 mod buffer;
 #[cfg(doctest)]
 mod doctests;

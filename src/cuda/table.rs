@@ -6,10 +6,11 @@ use std::{
 };
 
 use cudarc::driver::{CudaEvent, result};
-use offset_allocator::{Allocation, Allocator};
 
 use super::{
-    Graph, LaunchError, Queue, RoutedBatch, Routing, Staging, Step, Workspace, graph,
+    Graph, LaunchError, Queue, RoutedBatch, Routing, Staging, Step, Workspace,
+    arena::{Arena, Room},
+    graph,
     raw::{self, Descriptor, DeviceRegion},
     region::{Kept, Region},
 };
@@ -21,9 +22,6 @@ use crate::{
     plan::{Capacity, ExpertsPlan, LinearPlan, PlanError, WorkspaceBytes},
     residency::{Resident, SlotInfo, Slots, Usage},
 };
-
-/// What the arena hands out.
-const GRANULE_BYTES: usize = 256;
 
 /// The adapters in device memory, a slot each: one arena of exact-size blocks, and the descriptor table over them. Clones are the same
 /// table.
@@ -51,30 +49,11 @@ struct Shared {
     staging: Mutex<Option<Staging>>,
 }
 
-/// The arena's free list.
+/// What of the arena is free.
 struct Memory {
-    allocator: Allocator,
-    used: usize,
+    arena: Arena,
     /// Work that may still use memory that is free: copies into it wait for these.
     pending: Vec<Arc<CudaEvent>>,
-}
-
-/// A part of the arena.
-struct Room {
-    allocation: Allocation,
-    bytes: usize,
-}
-
-impl fmt::Debug for Room {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Room").field("offset", &self.offset()).field("bytes", &self.bytes).finish()
-    }
-}
-
-impl Room {
-    fn offset(&self) -> usize {
-        self.allocation.offset as usize * GRANULE_BYTES
-    }
 }
 
 /// Room for an adapter in a table. Dropping it gives the room back. May be filled by any thread.
@@ -111,7 +90,8 @@ impl fmt::Debug for WeightTable {
 }
 
 impl WeightTable {
-    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, with `arena_bytes` for their factors of `dtype`.
+    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, with `arena_bytes` for their factors of `dtype`
+    /// ([`arena_bytes`](Self::arena_bytes) counts them).
     ///
     /// # Errors
     /// If the capacity is past the kernels' limits or there is no memory left.
@@ -123,17 +103,12 @@ impl WeightTable {
         arena_bytes: usize,
     ) -> Result<Self, LaunchError> {
         let capacity = capacity.checked()?;
-        let granules = u32::try_from(arena_bytes.div_ceil(GRANULE_BYTES)).map_err(|_| LaunchError::Capacity {
-            what: "the arena's bytes",
-            got: arena_bytes,
-            max: u32::MAX as usize * GRANULE_BYTES,
-        })?;
-        let table_bytes = capacity.num_slots * model.num_entries() * size_of::<Descriptor>();
-        let arena = Region::new(queue, arena_bytes.next_multiple_of(GRANULE_BYTES))?;
-        let table = Region::new(queue, table_bytes)?;
+        let free = Arena::new(arena_bytes)?;
+        let arena = Region::new(queue, free.bytes())?;
+        let table = Region::new(queue, capacity.num_slots * row_bytes(model.num_entries()))?;
         // Copies of other streams come behind the allocation.
         let allocated = Arc::new(queue.stream().record_event(None)?);
-        let memory = Memory { allocator: Allocator::new(granules), used: 0, pending: vec![allocated] };
+        let memory = Memory { arena: free, pending: vec![allocated] };
         let shared = Shared {
             queue: queue.clone(),
             model: model.clone(),
@@ -146,6 +121,19 @@ impl WeightTable {
             staging: Mutex::new(None),
         };
         Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// The bytes of an arena in which there is room for these adapters at once, loaded one at a time in any order. They are more than the
+    /// sum of the adapters' [`bytes`](SlotImage::bytes): a commit needs a row of descriptors beside the adapter, of
+    /// [`num_entries`](Model::num_entries) times the size of a [`Descriptor`], and the allocator a gap that is up to an eighth larger than
+    /// the adapter.
+    ///
+    /// An engine that replaces adapters while all others stay loaded counts the largest one twice: the old one and the new one are there
+    /// at once.
+    pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
+        let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
+        let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
+        Arena::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
     }
 
     /// Loads an adapter into a slot, in place of the one that was there: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
@@ -196,11 +184,11 @@ impl WeightTable {
         self.shared.queue.bind()?;
         let mut memory = self.shared.memory();
         memory.forget_done();
-        let block = memory.allocate(image.bytes())?;
-        let row = match memory.allocate(self.shared.row_bytes()) {
+        let block = memory.arena.allocate(image.bytes())?;
+        let row = match memory.arena.allocate(self.shared.row_bytes()) {
             Ok(row) => row,
             Err(error) => {
-                memory.free(block);
+                memory.arena.free(block);
                 return Err(error);
             }
         };
@@ -229,7 +217,7 @@ impl WeightTable {
         // The order of the lock is that of the stream.
         let mut blocks = slots.lock();
         let [block, staged] = reservation.rooms();
-        let (staged, bytes) = (arena.region().ptr + staged.offset() as u64, block.bytes);
+        let (staged, bytes) = (arena.region().ptr + staged.offset() as u64, block.bytes());
         let done = Arc::new(self.shared.new_event()?);
         slots.changing(&mut blocks, index, || {
             if let Some(written) = &reservation.written {
@@ -330,16 +318,16 @@ impl WeightTable {
 
     /// The arena's bytes, used and free. An adapter that is being loaded also uses a row of descriptors.
     pub fn usage(&self) -> Usage {
-        let memory = self.shared.memory();
-        Usage { capacity: self.shared.arena.region().bytes, used: memory.used, largest_gap: memory.largest_gap() }
+        let Memory { arena, .. } = &*self.shared.memory();
+        Usage { capacity: arena.bytes(), used: arena.used(), largest_gap: arena.largest_gap() }
     }
 
     /// Whether there is room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        let mut memory = self.shared.memory();
-        let rooms = [image.bytes(), self.shared.row_bytes()].map(|bytes| memory.allocate(bytes).ok());
+        let Memory { arena, .. } = &mut *self.shared.memory();
+        let rooms = [image.bytes(), self.shared.row_bytes()].map(|bytes| arena.allocate(bytes).ok());
         let fits = rooms.iter().all(Option::is_some);
-        rooms.into_iter().flatten().for_each(|room| memory.free(room));
+        rooms.into_iter().flatten().for_each(|room| arena.free(room));
         fits
     }
 
@@ -395,7 +383,7 @@ impl Shared {
     }
 
     fn row_bytes(&self) -> usize {
-        self.model.num_entries() * size_of::<Descriptor>()
+        row_bytes(self.model.num_entries())
     }
 
     /// Where a slot's descriptors are.
@@ -417,33 +405,20 @@ impl Drop for Shared {
     }
 }
 
+/// The bytes of a slot's descriptors.
+fn row_bytes(num_entries: usize) -> usize {
+    num_entries * size_of::<Descriptor>()
+}
+
 impl Memory {
-    fn allocate(&mut self, bytes: usize) -> Result<Room, LoadError> {
-        let granules = bytes.div_ceil(GRANULE_BYTES).max(1);
-        let allocation = u32::try_from(granules).ok().and_then(|granules| self.allocator.allocate(granules));
-        let allocation = allocation.ok_or_else(|| LoadError::Full { bytes, largest_gap: self.largest_gap() })?;
-        let bytes = granules * GRANULE_BYTES;
-        self.used += bytes;
-        Ok(Room { allocation, bytes })
-    }
-
-    fn free(&mut self, room: Room) {
-        self.used -= room.bytes;
-        self.allocator.free(room.allocation);
-    }
-
     /// Frees rooms that work before `event` may still use. Asks no event: a thread that captures a stream may not.
     fn give_back(&mut self, rooms: impl IntoIterator<Item = Room>, event: Option<Arc<CudaEvent>>) {
         self.pending.extend(event);
-        rooms.into_iter().for_each(|room| self.free(room));
+        rooms.into_iter().for_each(|room| self.arena.free(room));
     }
 
     fn forget_done(&mut self) {
         self.pending.retain(|event| !event.is_complete());
-    }
-
-    fn largest_gap(&self) -> usize {
-        self.allocator.storage_report().largest_free_region as usize * GRANULE_BYTES
     }
 }
 
