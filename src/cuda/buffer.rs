@@ -9,6 +9,7 @@ use cudarc::driver::{
 
 use super::{
     LaunchError, Queue, Step,
+    capturing::Relaxed,
     region::{Kept, Region},
 };
 
@@ -66,6 +67,7 @@ impl<T: DeviceRepr> Buffer<T> {
         queue.enter()?;
         // SAFETY: there is room, nothing else uses the memory unordered, and the source lives until the copy is done.
         unsafe { result::memcpy_htod_async(self.device_ptr(), elements, queue.stream().cu_stream()) }?;
+        let _relaxed = Relaxed::new();
         Ok(queue.stream().synchronize()?)
     }
 
@@ -80,6 +82,7 @@ impl<T: DeviceRepr> Buffer<T> {
         queue.enter()?;
         // SAFETY: the buffer has so many elements, and the target lives until the copy is done.
         unsafe { result::memcpy_dtoh_async(elements, self.device_ptr(), queue.stream().cu_stream()) }?;
+        let _relaxed = Relaxed::new();
         Ok(queue.stream().synchronize()?)
     }
 

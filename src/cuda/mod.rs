@@ -25,6 +25,7 @@
 mod align;
 mod arena;
 mod buffer;
+mod capturing;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;

@@ -10,6 +10,7 @@ use cudarc::driver::{CudaEvent, result};
 use super::{
     Graph, LaunchError, Queue, RoutedBatch, Routing, Staging, Step, Workspace,
     arena::{Arena, Room},
+    capturing::Relaxed,
     graph,
     raw::{self, Descriptor, DeviceRegion},
     region::{Kept, Region},
@@ -174,7 +175,7 @@ impl WeightTable {
         self.commit(slot, filled)
     }
 
-    /// Reserves room for an adapter. Enqueues nothing.
+    /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being captured.
     ///
     /// # Errors
     /// If the image does not fit the table, or there is no room.
@@ -379,6 +380,7 @@ impl Shared {
     }
 
     fn new_event(&self) -> Result<CudaEvent, LaunchError> {
+        let _relaxed = Relaxed::new();
         Ok(self.queue.stream().context().new_event(None)?)
     }
 
@@ -399,6 +401,7 @@ impl Drop for Shared {
         for event in &self.memory.get_mut().unwrap_or_else(PoisonError::into_inner).pending {
             if self.queue.enter().and_then(|()| Ok(self.queue.stream().wait(event)?)).is_err() {
                 // The stream is being captured, or the context is gone and the copy with it.
+                let _relaxed = Relaxed::new();
                 let _ = event.synchronize();
             }
         }
@@ -411,13 +414,14 @@ fn row_bytes(num_entries: usize) -> usize {
 }
 
 impl Memory {
-    /// Frees rooms that work before `event` may still use. Asks no event: a thread that captures a stream may not.
+    /// Frees rooms that work before `event` may still use.
     fn give_back(&mut self, rooms: impl IntoIterator<Item = Room>, event: Option<Arc<CudaEvent>>) {
         self.pending.extend(event);
         rooms.into_iter().for_each(|room| self.arena.free(room));
     }
 
     fn forget_done(&mut self) {
+        let _relaxed = Relaxed::new();
         self.pending.retain(|event| !event.is_complete());
     }
 }
@@ -428,8 +432,8 @@ impl Reservation {
         self.image_bytes
     }
 
-    /// Packs the adapter that the room was reserved for, and enqueues its copies on the staging's own stream. Blocks this thread while
-    /// both of the staging's buffers are being copied.
+    /// Packs the adapter that the room was reserved for, and enqueues its copies on the staging's own stream, also while the queue's is
+    /// being captured. Blocks this thread while both of the staging's buffers are being copied.
     ///
     /// # Errors
     /// If a weight cannot be represented, the image is another one, or the staging is of another context.
@@ -494,6 +498,7 @@ impl Drop for Reservation {
 impl Filled {
     /// Whether the copies are done.
     pub fn is_ready(&self) -> bool {
+        let _relaxed = Relaxed::new();
         self.reservation.written.as_ref().is_none_or(|written| written.is_complete())
     }
 
@@ -502,6 +507,7 @@ impl Filled {
     /// # Errors
     /// If the driver refuses.
     pub fn wait(&self) -> Result<(), LaunchError> {
+        let _relaxed = Relaxed::new();
         Ok(self.reservation.written.as_ref().map_or(Ok(()), |written| written.synchronize())?)
     }
 }

@@ -384,7 +384,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         let target = MatrixMut::new(&mut target, rows, cols).unwrap();
         launches.push(("LoraExperts", launch(&experts, op, &mut step, &mut grouped, inputs, target)));
     }
-    // Room may be reserved and filled by another thread meanwhile, but not committed.
+    // Room may be reserved and filled meanwhile, but not committed.
     let filled = thread::scope(|threads| {
         let fill = || weights.reserve(&image).unwrap().fill(&image, &mut Staging::new(queue).unwrap()).unwrap();
         threads.spawn(fill).join().unwrap()
@@ -419,6 +419,102 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     weights.load(Slot::new(1), &image).unwrap();
     weights.unload(Slot::new(0)).unwrap();
     assert!(weights.check([resident]).is_err());
+}
+
+/// The modes in which an engine may capture the queue's stream itself.
+const MODES: [CUstreamCaptureMode; 2] =
+    [CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL];
+
+/// Does that while the stream is captured, which it must not disturb.
+fn while_captured(gpu: &Gpu, mode: CUstreamCaptureMode, act: impl FnOnce()) {
+    gpu.stream.begin_capture(mode).unwrap();
+    act();
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    gpu.stream.end_capture(flags).expect("the capture was disturbed");
+}
+
+/// Loading goes on during a capture, up to the commit, on the thread that captures.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_thread_that_captures_reserves_and_fills() {
+    let mut setup = Setup::new(2, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let adapters = [6.0, 7.0, 8.0].map(|value| setup.adapter(8, value));
+    let images = adapters.each_ref().map(|adapter| adapter.plan(setup.model(), DType::F32).unwrap());
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let mut staging = Staging::new(&gpu.queue).unwrap();
+    let mut fill = |image| {
+        // Room that was given back, whose last use is asked for.
+        let filled = weights.reserve(image).unwrap().fill(image, &mut staging).unwrap();
+        drop(weights.reserve(image).unwrap().fill(image, &mut Staging::new(&gpu.queue).unwrap()).unwrap());
+        while !filled.is_ready() {
+            thread::yield_now();
+        }
+        filled.wait().unwrap();
+        filled
+    };
+    let mut filled = Vec::new();
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        add_deltas(layers, 64, step, x, y)?;
+        filled.push(fill(&images[0]));
+        Ok(())
+    };
+    let mut graph = weights.capture(routing, TOKENS, workspace, record).unwrap();
+    for (mode, image) in MODES.into_iter().zip(&images[1..]) {
+        while_captured(gpu, mode, || filled.push(fill(image)));
+    }
+    for (slot, filled) in (1..).zip(filled) {
+        weights.commit(Slot::new(slot), filled).unwrap();
+    }
+    let slots: [Slot; TOKENS] = std::array::from_fn(|token| Slot::new(token as u16 % 4));
+    assert_eq!(setup.replay(&mut graph, &slots), [4.0, 6.0, 7.0, 8.0].repeat(TOKENS / 4)[..]);
+    setup.gpu.context.check_err().unwrap();
+}
+
+/// Nothing that goes while its stream is captured becomes a part of the graph, and its memory is free behind the capture.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_dropped_during_a_capture_is_freed_behind_it() {
+    const BYTES: usize = 32 << 20;
+    let mut setup = Setup::new(2, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let adapter = setup.adapter(2, 1.0);
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let (queue, capacity) = (&gpu.queue, weights.capacity());
+    let image = adapter.plan(weights.model(), DType::F32).unwrap();
+    let make = || {
+        let table = WeightTable::new(queue, weights.model(), DType::F32, capacity, BYTES).unwrap();
+        table.load(Slot::new(0), &image).unwrap();
+        // A copy that the table's memory waits for.
+        let mut staging = Staging::new(queue).unwrap();
+        drop(table.reserve(&image).unwrap().fill(&image, &mut staging).unwrap());
+        let mut routing = Routing::new(queue, capacity, 2).unwrap();
+        routing.update(&Batch::new(&[Slot::new(0)])).unwrap();
+        let workspace = Workspace::with_bytes(queue, weights.workspace_bytes().unwrap()).unwrap();
+        (table, staging, routing, workspace, Buffer::<f32>::zeros(queue, BYTES / size_of::<f32>()).unwrap())
+    };
+    gpu.synchronize();
+    let before = gpu.used_bytes();
+    let made = make();
+    gpu.synchronize();
+    assert!(gpu.used_bytes() >= before + 2 * BYTES as u64);
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        add_deltas(layers, 64, step, x, y)?;
+        drop(made);
+        Ok(())
+    };
+    let mut graph = weights.capture(routing, TOKENS, workspace, record).unwrap();
+    gpu.synchronize();
+    assert_eq!(gpu.used_bytes(), before);
+    for mode in MODES {
+        let made = make();
+        while_captured(gpu, mode, || drop(made));
+        drop(Buffer::<u8>::zeros(queue, 1).unwrap());
+        gpu.synchronize();
+        assert_eq!(gpu.used_bytes(), before);
+    }
+    gpu.context.check_err().unwrap();
+    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
 }
 
 /// The experts of a layer, and what a step of them works on.
