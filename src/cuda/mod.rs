@@ -46,7 +46,7 @@ mod upload;
 
 pub use self::{
     align::{AlignedRoutes, Alignment},
-    buffer::{Buffer, View, ViewMut},
+    buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
     error::LaunchError,
     experts::{GroupedRoutes, Grouping, LoraExperts, TopK},

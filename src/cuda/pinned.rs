@@ -4,7 +4,7 @@ use cudarc::driver::{result, sys};
 
 use super::{LaunchError, capturing::Relaxed, raw::Stream};
 
-/// Page-locked host memory, and the event of its last copy to the device. It may be made, used and dropped while streams are captured,
+/// Page-locked host memory, and the event of its last copy to or from the device. It may be made, used and dropped while streams are captured,
 /// unless the copy is on one of them.
 #[derive(Debug)]
 pub(super) struct Pinned {
@@ -85,6 +85,20 @@ impl Pinned {
         let bytes = unsafe { std::slice::from_raw_parts(self.ptr, len.min(self.len)) };
         // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
         unsafe { result::memcpy_htod_async(to, bytes, stream) }?;
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        Ok(unsafe { result::event::record(self.event, stream) }?)
+    }
+
+    /// Enqueues a copy to the first `len` bytes.
+    ///
+    /// # Safety
+    /// As for [`copy_to`](Self::copy_to), of what is copied from.
+    pub(super) unsafe fn copy_from(&mut self, from: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
+        let stream = stream.as_raw().cast();
+        // SAFETY: initialized, at least so long, and read by nobody before the event.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr, len.min(self.len)) };
+        // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
+        unsafe { result::memcpy_dtoh_async(bytes, from, stream) }?;
         // SAFETY: the event is alive, and the caller vouches for the stream.
         Ok(unsafe { result::event::record(self.event, stream) }?)
     }

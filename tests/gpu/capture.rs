@@ -10,7 +10,7 @@ use aril::{
     DType, Slot,
     cuda::{
         Alignment, Buffer, Graph, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
-        Routing, Staging, Step, TopK, WeightTable, Workspace,
+        PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
     },
     error::LoadError,
     model::{Activation, Experts, Linear, ModelSpec, Parallel, TpRank},
@@ -25,7 +25,7 @@ use crate::{
     adapters::tensor,
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
-    setup::{SLOTS, Setup, TOKENS, add_deltas},
+    setup::{SLOTS, Setup, Spin, TOKENS, add_deltas},
 };
 
 /// Adapters come, go and change their ranks, and the routing changes, under one graph.
@@ -146,6 +146,64 @@ fn buffers_are_written_and_read_within_their_ends() {
     let taken = Buffer::from_slice(&gpu.queue, slice).unwrap();
     taken.read(&mut got[2..]).unwrap();
     assert_eq!(got, [1.0, 2.0, 5.0, 6.0]);
+}
+
+/// Copies that wait for nothing, far ahead of the device, between parts of buffers and slices.
+#[test]
+#[ignore = "needs a GPU"]
+fn copies_are_in_the_order_of_the_queue() {
+    const LEN: usize = 1 << 16;
+    let gpu = Gpu::new();
+    let (queue, spin) = (&gpu.queue, Spin::new(&gpu));
+    let [mut first, mut second] = [(); 2].map(|()| Buffer::<f32>::zeros(queue, LEN).unwrap());
+    let inserted = gpu.stream.clone_htod(&[3.0_f32; LEN]).unwrap();
+    let mut taken = gpu.stream.clone_htod(&[9.0_f32; LEN]).unwrap();
+    let [mut input, mut output] = [LEN, LEN + 1].map(|len| PinnedBuffer::<f32>::zeros(queue, len).unwrap());
+    assert_eq!((input.len(), output.elements().unwrap().len(), output.is_empty()), (LEN, LEN + 1, false));
+    for value in [5.0, 6.0, 7.0] {
+        input.elements().unwrap().fill(value);
+        let spun = spin.run(50);
+        first.enqueue_write(&mut input, LEN - 1).unwrap();
+        queue.copy(&first, &mut second).unwrap();
+        queue.copy(inserted.slice(..4), second.slice_mut(2..LEN)).unwrap();
+        second.enqueue_read(&mut output, LEN).unwrap();
+        queue.copy(&second, &mut taken).unwrap();
+        assert!(!input.is_ready().unwrap() && !output.is_ready().unwrap());
+        assert!(!spun.is_complete(), "a copy has waited for the queue");
+        let mut expected = vec![value; LEN];
+        expected[2..6].fill(3.0);
+        expected[LEN - 1] = 0.0;
+        // Waits for the copy from it.
+        input.elements().unwrap().fill(-1.0);
+        assert!(spun.is_complete());
+        assert_eq!(output.elements().unwrap()[..LEN], expected);
+        assert_eq!(output.elements().unwrap()[LEN], 0.0);
+        assert_eq!(gpu.stream.clone_dtoh(&taken).unwrap(), expected);
+    }
+    let error = queue.copy(&inserted, second.slice_mut(2..LEN)).unwrap_err();
+    assert!(matches!(error, LaunchError::Capacity { got: LEN, max, .. } if max == LEN - 2), "{error}");
+    let is_too_many = |error| matches!(error, LaunchError::Capacity { got, .. } if got == LEN + 1);
+    assert!(is_too_many(first.enqueue_write(&mut output, LEN + 1).unwrap_err()));
+    assert!(is_too_many(first.enqueue_read(&mut output, LEN + 1).unwrap_err()));
+    let other = Gpu::in_context(gpu.context.clone());
+    let mut elsewhere = Buffer::<f32>::zeros(&other.queue, LEN).unwrap();
+    for refused in [
+        elsewhere.enqueue_write(&mut input, LEN),
+        elsewhere.enqueue_read(&mut input, LEN),
+        queue.copy(&elsewhere, &mut first),
+        queue.copy(&first, &mut elsewhere),
+    ] {
+        assert!(matches!(refused, Err(LaunchError::WrongStream { .. })), "{refused:?}");
+    }
+    // Pinned elements may go before their copy is done.
+    input.elements().unwrap().fill(7.0);
+    spin.run(20);
+    first.enqueue_write(&mut input, LEN).unwrap();
+    drop(input);
+    let mut got = vec![0.0; LEN];
+    first.read(&mut got).unwrap();
+    assert_eq!(got, [7.0; LEN]);
+    assert!(Buffer::<f32>::zeros(queue, 0).unwrap().is_empty());
 }
 
 /// What a step records, which may be refused.
@@ -339,6 +397,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     let mut alignment = Alignment::new(queue, of_blocks).unwrap();
     let ids = Buffer::<i32>::zeros(queue, 2).unwrap();
     let (mut values, mut target) = (Buffer::<f32>::zeros(queue, 64).unwrap(), Buffer::<f32>::zeros(queue, 64).unwrap());
+    let mut pinned = PinnedBuffer::<f32>::zeros(queue, 64).unwrap();
     let (slots, adapter) = ([Slot::new(0)], crate::setup::adapter(1, 64, 2, 5.0));
     let image = adapter.plan(&model, DType::F32).unwrap();
     let resident = weights.load(Slot::new(0), &image).unwrap();
@@ -372,6 +431,9 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         ("Buffer::zeros", Buffer::<f32>::zeros(queue, 64).map(drop)),
         ("Buffer::write", target.write(&[9.0; 64])),
         ("Buffer::read", target.read(&mut [0.0; 64])),
+        ("Buffer::enqueue_write", target.enqueue_write(&mut pinned, 64)),
+        ("Buffer::enqueue_read", target.enqueue_read(&mut pinned, 64)),
+        ("Queue::copy", queue.copy(&values, &mut target)),
         ("LoraLinear::add_delta", linear.add_delta(&mut step, x(), y(&mut target))),
         ("LoraLinear::write_delta", linear.write_delta(&mut step, x(), y(&mut target))),
         ("LoraLinear::shrink", linear.shrink(&mut step, x())),
