@@ -458,7 +458,7 @@ pub struct Sizes {
 impl Sizes {
     /// Small enough for a debug build on the CPU.
     pub const SMALL: Self = Self { max_features: 300, max_tokens: 40, max_rank: 40 };
-    /// Past every tile of the kernels.
+    /// Past every tile of the kernels for few tokens.
     pub const LARGE: Self = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
 }
 
