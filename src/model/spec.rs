@@ -123,7 +123,7 @@ impl Slice {
         let shards = match (parallel, self.heads) {
             (Parallel::Row | Parallel::Replicated, _) => 1,
             (Parallel::Column, None) => tp.size,
-            (Parallel::Column, Some((heads, Sharing::Replicated))) if heads > 0 && tp.size.is_multiple_of(heads) => {
+            (Parallel::Column, Some((heads, Sharing::Replicated))) if tp.size.is_multiple_of(heads) => {
                 tp.size.min(heads)
             }
             (Parallel::Column, Some((heads, _))) if heads.is_multiple_of(tp.size) => tp.size,

@@ -159,7 +159,7 @@ pub struct ProjectionPlan {
 
 /// What expand goes by.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+#[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 pub(crate) enum ExpandBy {
     /// Tiles of routes, and outputs of a slice.
     Slices,
@@ -261,7 +261,7 @@ impl ProjectionPlan {
     }
 
     /// The blocks for a batch of `num_tokens` with `top_k` routes each.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
     pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy) -> ProjectionLaunch {
         let num_routes = num_tokens * top_k;
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
@@ -335,5 +335,99 @@ impl fmt::Display for ExpertsPlan {
              projection{wide}, {exchange} + {planes} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{Blocks, ExpandBy, ExpertsPlan};
+    use crate::{
+        DType,
+        model::{Experts, Halves, ModelSpec, TpRank},
+        plan::Capacity,
+    };
+
+    fn plan(experts: Experts, capacity: Capacity) -> ExpertsPlan {
+        let mut spec = ModelSpec::new();
+        let id = spec.experts(experts).unwrap();
+        ExpertsPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], DType::BF16, capacity).unwrap()
+    }
+
+    proptest! {
+        /// However the routes are spread over experts and slots, those without a slot and those that are not here among them.
+        #[test]
+        fn max_tiles_bounds_every_spread_and_is_reached(
+            (num_experts, num_slots) in (1..6_usize, 1..6_usize),
+            routes in prop::collection::vec(0..40_usize, 1..40),
+            size in prop::sample::select(vec![8, 64_usize]),
+        ) {
+            let capacity = Capacity::tokens(4096).slots(num_slots).rank(8);
+            let plan = plan(Experts::new("m", num_experts, 8, 8).top_k(1), capacity).gate_up;
+            let groups = num_experts * num_slots + 2;
+            let tiles = |counts: &[usize]| -> usize { counts.iter().map(|count| count.div_ceil(size)).sum() };
+            let routes = &routes[..routes.len().min(groups)];
+            prop_assert!(tiles(routes) <= plan.max_tiles(size, routes.iter().sum()));
+            // A route in each group, and the rest in one.
+            let num_routes: usize = routes.iter().sum();
+            let groups = groups.min(num_routes);
+            let mut worst = vec![1; groups];
+            if let Some(first) = worst.first_mut() {
+                *first += num_routes - groups;
+            }
+            prop_assert_eq!(tiles(&worst), plan.max_tiles(size, num_routes));
+        }
+    }
+
+    /// `shrink + expand blocks of outs` of small tiles, then of wide ones if there are.
+    fn shown(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, by: ExpandBy) -> String {
+        let blocks = |Blocks { shrink, expand, outs }: Blocks| format!("{shrink} + {expand} of {outs}");
+        let projections = [plan.gate_up(), plan.down()].map(|projection| {
+            let launch = projection.launch(num_tokens, top_k, by);
+            let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide))).unwrap_or_default();
+            blocks(launch.small) + &wide
+        });
+        projections.join("; ")
+    }
+
+    /// The launches that the figures of the record are of: gate_up, then down.
+    #[test]
+    fn launches_are_those_that_were_measured() {
+        use ExpandBy::{Routes, Slices, Tokens};
+        let qwen3 = |slots, rank| {
+            plan(Experts::new("m", 128, 2048, 768).top_k(8), Capacity::tokens(4096).slots(slots).rank(rank))
+        };
+        let gpt_oss = Experts::new("m", 32, 2880, 2880).top_k(4).halves(Halves::Interleaved);
+        let gpt_oss = plan(gpt_oss, Capacity::tokens(4096).slots(8).rank(128));
+        let small = plan(Experts::new("m", 2, 100, 70).top_k(2).ungated(), Capacity::tokens(4096).slots(2).rank(17));
+        let launches = [
+            (shown(&qwen3(4, 16), 1, 8, Slices), "40 + 12 of 128; 8 + 16 of 128"),
+            (shown(&qwen3(4, 16), 1, 8, Routes), "40 + 24 of 32; 8 + 64 of 32"),
+            (shown(&qwen3(4, 16), 1, 8, Tokens), "40 + 3 of 32; 8 + 8 of 32"),
+            (shown(&qwen3(4, 17), 8, 8, Slices), "132 + 132 of 64; 96 + 132 of 64"),
+            (shown(&qwen3(4, 17), 9, 8, Slices), "263 + 216 of 64; 108 + 264 of 64"),
+            (shown(&qwen3(4, 16), 128, 8, Slices), "263 + 264 of 128; 263 + 264 of 128"),
+            (
+                shown(&qwen3(4, 16), 129, 8, Slices),
+                "264 + 264 of 128 | 1056 + 1044 of 1024; 264 + 264 of 128 | 522 + 1044 of 1024",
+            ),
+            (shown(&qwen3(1, 64), 129, 8, Routes), "264 + 264 of 32; 264 + 264 of 32"),
+            (
+                shown(&qwen3(1, 128), 4096, 8, Slices),
+                "264 + 264 of 64 | 1056 + 1188 of 1024; 264 + 264 of 64 | 1056 + 1188 of 1024",
+            ),
+            (shown(&qwen3(1, 129), 4096, 8, Slices), "264 + 264 of 64; 264 + 264 of 64"),
+            (shown(&gpt_oss, 16, 4, Tokens), "132 + 132 of 32; 132 + 132 of 32"),
+            (shown(&gpt_oss, 700, 4, Slices), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
+            (shown(&small, 3, 2, Slices), "18 + 2 of 64; 9 + 2 of 64"),
+            (shown(&small, 32, 2, Routes), "32 + 5 of 32; 20 + 7 of 32"),
+            (shown(&small, 33, 2, Slices), "32 + 4 of 64; 20 + 4 of 64"),
+            (shown(&small, 600, 2, Slices), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
+            (shown(&small, 5, 2, Tokens), "18 + 2 of 32; 9 + 3 of 32"),
+        ];
+        for (number, (shown, expected)) in launches.into_iter().enumerate() {
+            assert_eq!(shown, expected, "launch {number}");
+        }
     }
 }
