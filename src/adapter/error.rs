@@ -7,7 +7,7 @@ use super::{
     shown::Shown,
     tensor::TensorName,
 };
-use crate::{DType, error::SlotError, model::MAX_RANK};
+use crate::{DType, model::MAX_RANK};
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
 
@@ -367,9 +367,6 @@ pub enum AdapterError {
         /// The type it does not fit.
         dtype: DType,
     },
-    /// The adapter does not fit the table, or there is no such slot.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
 }
 
 impl AdapterError {

@@ -10,7 +10,7 @@ use crate::{
     error::{LoadError, OperandError, SlotError},
     model::Model,
     plan::{Capacity, PlanError},
-    residency::{Resident, SlotInfo, Slots, Usage},
+    residency::{Bounds, Resident, SlotInfo, Slots, Usage},
     routing::Batch,
 };
 
@@ -25,16 +25,14 @@ const _: () = assert!(PROGRESS_BYTES >= MIN_STAGING_BYTES);
 #[derive(Clone, Debug)]
 #[doc(alias = "max_loras")]
 pub struct WeightTable {
-    bounds: Arc<Bounds>,
+    shared: Arc<Shared>,
     slots: Arc<Slots<Arc<Adapter>>>,
 }
 
-/// What adapters must fit. Adapters own a share of it, so it owns none of them.
+/// What a table shares with its adapters, and so owns none of them.
 #[derive(Debug)]
-struct Bounds {
-    model: Model,
-    dtype: DType,
-    capacity: Capacity,
+struct Shared {
+    bounds: Bounds,
     arena: Arena,
 }
 
@@ -49,7 +47,7 @@ struct Arena {
 #[derive(Debug)]
 #[must_use]
 pub struct Reservation {
-    bounds: Arc<Bounds>,
+    shared: Arc<Shared>,
     bytes: usize,
 }
 
@@ -80,7 +78,8 @@ impl WeightTable {
         let capacity = capacity.checked()?;
         let arena = Arena { bytes: arena_bytes, used: 0.into() };
         let slots = Arc::new(Slots::new(capacity.num_slots));
-        Ok(Self { bounds: Arc::new(Bounds { model: model.clone(), dtype, capacity, arena }), slots })
+        let bounds = Bounds { model: model.clone(), dtype, capacity };
+        Ok(Self { shared: Arc::new(Shared { bounds, arena }), slots })
     }
 
     /// Loads an adapter into a slot, in place of the one that was there. There must be room for the new one beside the old one.
@@ -113,10 +112,10 @@ impl WeightTable {
     /// # Errors
     /// If the image does not fit the table, or there is no room.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
-        self.bounds.check(image)?;
+        self.shared.bounds.check(image)?;
         let bytes = image.bytes();
-        self.bounds.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
-        Ok(Reservation { bounds: Arc::clone(&self.bounds), bytes })
+        self.shared.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
+        Ok(Reservation { shared: Arc::clone(&self.shared), bytes })
     }
 
     /// Puts an adapter into a slot, in place of the one that was there: for the steps that begin from now on.
@@ -125,7 +124,7 @@ impl WeightTable {
     /// If there is no such slot, or the room is of another table.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
         let Filled { adapter, max_rank } = filled;
-        if !Arc::ptr_eq(&self.bounds, &adapter.room.bounds) {
+        if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
             return Err(SlotError::OtherTable.into());
         }
         let (bytes, adapter) = (adapter.room.bytes, Arc::new(adapter));
@@ -159,7 +158,7 @@ impl WeightTable {
         }
         drop(blocks);
         workspace.clear();
-        let Bounds { model, dtype, capacity, .. } = &*self.bounds;
+        let Bounds { model, dtype, capacity } = &self.shared.bounds;
         Ok(Step { model: model.id(), dtype: *dtype, max_rank: capacity.max_rank, adapters, batch: *batch, workspace })
     }
 
@@ -186,7 +185,7 @@ impl WeightTable {
 
     /// The arena's bytes, used and free.
     pub fn usage(&self) -> Usage {
-        self.bounds.arena.usage()
+        self.shared.arena.usage()
     }
 
     /// Whether there is room for an adapter now.
@@ -196,23 +195,17 @@ impl WeightTable {
 
     /// The model that it was made for.
     pub fn model(&self) -> &Model {
-        &self.bounds.model
+        &self.shared.bounds.model
     }
 
     /// The element type of the factors, and of the operands of a step.
     pub fn dtype(&self) -> DType {
-        self.bounds.dtype
+        self.shared.bounds.dtype
     }
 
     /// The bounds that it was made for.
     pub fn capacity(&self) -> Capacity {
-        self.bounds.capacity
-    }
-}
-
-impl Bounds {
-    fn check(&self, image: &SlotImage<'_>) -> Result<(), SlotError> {
-        image.check_table(self.model.id(), self.dtype, self.capacity.max_rank)
+        self.shared.bounds.capacity
     }
 }
 
@@ -232,7 +225,7 @@ impl Arena {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.bounds.arena.used.fetch_sub(self.bytes, std::sync::atomic::Ordering::Relaxed);
+        self.shared.arena.used.fetch_sub(self.bytes, std::sync::atomic::Ordering::Relaxed);
     }
 }
 
@@ -260,7 +253,7 @@ impl Reservation {
         image: &SlotImage<'_>,
         mut progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
-        self.bounds.check(image)?;
+        self.shared.bounds.check(image)?;
         if image.bytes() != self.bytes {
             return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.bytes }.into());
         }

@@ -27,7 +27,6 @@ mod buffer;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;
-mod error;
 mod experts;
 mod graph;
 mod kernels;
@@ -46,7 +45,6 @@ pub use self::{
     align::{AlignedRoutes, Alignment},
     buffer::{Buffer, View, ViewMut},
     embedding::LoraEmbedding,
-    error::LaunchError,
     experts::{GroupedRoutes, Grouping, LoraExperts, TopK},
     graph::Graph,
     kernels::{Kernels, driver_is_present},
@@ -58,3 +56,4 @@ pub use self::{
     table::{Filled, Reservation, WeightTable},
     upload::Staging,
 };
+pub use crate::error::LaunchError;

@@ -19,7 +19,7 @@ use crate::{
     error::{LoadError, SlotError},
     model::Model,
     plan::{Capacity, ExpertsPlan, LinearPlan, PlanError, WorkspaceBytes},
-    residency::{Resident, SlotInfo, Slots, Usage},
+    residency::{Bounds, Resident, SlotInfo, Slots, Usage},
 };
 
 /// What the arena hands out.
@@ -40,9 +40,7 @@ pub struct WeightTable {
 
 struct Shared {
     queue: Queue,
-    model: Model,
-    dtype: DType,
-    capacity: Capacity,
+    bounds: Bounds,
     arena: Region,
     table: Region,
     slots: Slots<Room>,
@@ -101,7 +99,7 @@ pub struct Filled {
 
 impl fmt::Debug for WeightTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shared { dtype, capacity, .. } = &*self.shared;
+        let Bounds { dtype, capacity, .. } = &self.shared.bounds;
         f.debug_struct("WeightTable")
             .field("dtype", dtype)
             .field("capacity", capacity)
@@ -136,9 +134,7 @@ impl WeightTable {
         let memory = Memory { allocator: Allocator::new(granules), used: 0, pending: vec![allocated] };
         let shared = Shared {
             queue: queue.clone(),
-            model: model.clone(),
-            dtype,
-            capacity,
+            bounds: Bounds { model: model.clone(), dtype, capacity },
             arena,
             table,
             slots: Slots::new(capacity.num_slots),
@@ -191,8 +187,7 @@ impl WeightTable {
     /// # Errors
     /// If the image does not fit the table, or there is no room.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
-        let Shared { model, dtype, capacity, .. } = &*self.shared;
-        image.check_table(model.id(), *dtype, capacity.max_rank)?;
+        self.shared.bounds.check(image)?;
         self.shared.queue.bind()?;
         let mut memory = self.shared.memory();
         memory.forget_done();
@@ -345,17 +340,17 @@ impl WeightTable {
 
     /// The model that it was made for.
     pub fn model(&self) -> &Model {
-        &self.shared.model
+        &self.shared.bounds.model
     }
 
     /// The element type of the factors, and of the operands of a step.
     pub fn dtype(&self) -> DType {
-        self.shared.dtype
+        self.shared.bounds.dtype
     }
 
     /// The bounds that it was made for.
     pub fn capacity(&self) -> Capacity {
-        self.shared.capacity
+        self.shared.bounds.capacity
     }
 
     /// The queue that it was made on.
@@ -365,8 +360,8 @@ impl WeightTable {
 
     /// What the raw door calls it.
     pub fn raw(&self) -> raw::Table {
-        let Shared { model, dtype, capacity, table, .. } = &*self.shared;
-        raw::Table::new(model, *dtype, table.region().ptr, capacity.num_slots, capacity.max_rank)
+        let Bounds { model, dtype, capacity } = &self.shared.bounds;
+        raw::Table::new(model, *dtype, self.shared.table.region().ptr, capacity.num_slots, capacity.max_rank)
     }
 
     /// A workspace that is enough for every layer of the model.
@@ -375,7 +370,7 @@ impl WeightTable {
     /// If no kernel takes the shape of one of them. Experts of which no [`top_k`](crate::model::Experts::top_k) was described count
     /// for nothing.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
-        let Shared { model, dtype, capacity, .. } = &*self.shared;
+        let Bounds { model, dtype, capacity } = &self.shared.bounds;
         let linears =
             model.linears().iter().map(|site| Ok(LinearPlan::new(site, *dtype, *capacity)?.workspace_bytes()));
         let experts = model.expert_layers().iter().filter(|site| site.top_k() > 0);
@@ -395,7 +390,7 @@ impl Shared {
     }
 
     fn row_bytes(&self) -> usize {
-        self.model.num_entries() * size_of::<Descriptor>()
+        self.bounds.model.num_entries() * size_of::<Descriptor>()
     }
 
     /// Where a slot's descriptors are.
@@ -473,7 +468,7 @@ impl Reservation {
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
         let shared = Arc::clone(&self.table.shared);
-        image.check_table(shared.model.id(), shared.dtype, shared.capacity.max_rank)?;
+        shared.bounds.check(image)?;
         if image.bytes() != self.image_bytes {
             return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.image_bytes }.into());
         }

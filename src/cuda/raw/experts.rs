@@ -506,7 +506,9 @@ impl LoraExperts {
         let (out, out_stride) = out.unwrap_or((std::ptr::null_mut(), 0));
         let (activation, alpha, limit) = match form {
             Form::Activate { activation, .. } => {
-                self.site.check_activation(activation)?;
+                if !self.site.allows(activation) {
+                    return Err(OperandError::Activation { activation }.into());
+                }
                 activation_code(activation)
             }
             _ => (0, 0.0, 0.0),

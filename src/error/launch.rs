@@ -1,6 +1,7 @@
 use cudarc::driver::{DriverError, sys};
 
-use crate::{error::OperandError, plan::PlanError};
+use super::OperandError;
+use crate::plan::PlanError;
 
 /// Why nothing was enqueued or allocated.
 #[derive(Debug, thiserror::Error)]
