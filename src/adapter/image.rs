@@ -8,7 +8,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
+use super::{error::AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
 use crate::{
     DType, Element,
     model::{MAX_RANK, Model},
