@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::{
-    Cut, SpecError, TpRank,
-    spec::{check_size, cut},
+    cut::{Cut, TpRank, check_size, cut},
+    error::SpecError,
 };
 
 /// How gate and up stand in the rows of a weight, or the features of an output, that has both.
