@@ -5,12 +5,12 @@ use crate::{
     error::OperandError,
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ModelId, ProjectionSite},
-    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, RouteCapacity},
+    plan::{Capacity, ExpandBy, ExpertsPlan, GroupedBy, PlanError, RouteCapacity},
     routing::Weighed,
 };
 
-/// What each group of routes says in the exchange of `aril_groups`.
-const GROUP_EXCHANGE_BYTES: usize = 32;
+/// Bytes of an expert in the exchange of `aril_groups`.
+const GROUP_EXCHANGE_BYTES: usize = ffi::ARIL_GROUP_PAIRS as usize * ffi::ARIL_PAIR_BYTES as usize;
 
 /// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
 /// what a route is.
@@ -185,9 +185,7 @@ impl Grouping {
             // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
             check(unsafe { ffi::aril_group(&args, stream.as_raw()) })?;
         }
-        // The fewest are sorted by every operation, the most have just been grouped.
-        let by_the_first = ffi::ARIL_FEWEST_ROUTES as usize + 1..=ffi::ARIL_FEW_ROUTES as usize;
-        let grouped = !by_the_first.contains(&(batch.num_tokens * top_k.top_k));
+        let grouped = GroupedBy::of(batch.num_tokens * top_k.top_k) != GroupedBy::FirstOperation;
         Ok(GroupedRoutes {
             batch,
             top_k: raw,

@@ -48,7 +48,7 @@ impl Layout {
         let mut parts = Parts(0);
         let mut part = |bytes| parts.push(bytes);
         let Capacity { max_tokens, num_slots, .. } = capacity;
-        let [tiles, wide_tiles] = capacity.all_tiles();
+        let (tiles, wide_tiles) = (capacity.max_small_tiles(max_tokens), capacity.max_wide_tiles(max_tokens));
         Self {
             staged: part(staging_bytes(capacity)),
             tokens: part(max_tokens * size_of::<i32>()),
