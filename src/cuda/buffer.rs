@@ -84,8 +84,7 @@ impl<T: DeviceRepr> Buffer<T> {
     }
 
     fn check(&self, len: usize) -> Result<(), LaunchError> {
-        let max = self.len();
-        if len > max { Err(LaunchError::Capacity { what: "the copy's elements", got: len, max }) } else { Ok(()) }
+        LaunchError::within("the copy's elements", len, self.len())
     }
 }
 

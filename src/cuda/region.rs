@@ -54,8 +54,9 @@ impl<T: DeviceRepr> Region<T> {
         self.elements.device_ptr_mut(self.queue.stream()).1
     }
 
-    /// Elements behind the first `offset` bytes, to be read on any stream.
-    pub(super) fn view(&self, offset: usize, len: usize) -> CudaView<'_, T> {
+    /// The elements from an address in this memory on, to be read on any stream.
+    pub(super) fn view(&self, address: u64, len: usize) -> CudaView<'_, T> {
+        let offset = usize::try_from(address - self.ptr).expect("an offset in memory is a usize");
         let first = offset / size_of::<T>();
         self.elements.slice(first..first + len)
     }

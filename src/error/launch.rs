@@ -84,6 +84,11 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
+    /// Refuses more than there is room for.
+    pub(crate) fn within(what: &'static str, got: usize, max: usize) -> Result<(), Self> {
+        if got > max { Err(Self::Capacity { what, got, max }) } else { Ok(()) }
+    }
+
     /// Whether device memory, or memory that the driver needs for the device, has run out.
     pub fn is_out_of_memory(&self) -> bool {
         /// `cudaErrorMemoryAllocation`
