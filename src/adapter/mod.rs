@@ -2,7 +2,7 @@
 //!
 //! [`Adapter::open`] maps the files of a directory and [`Adapter::read`] copies them; [`Adapter::from_safetensors`] takes the bytes of
 //! such files and [`Adapter::from_tensors`] tensors. All of them read `adapter_config.json` and the tensors' names and shapes, and
-//! refuse, by name, whatever cannot be served exactly. [`Adapter::plan`] finds the adapter's place in a [`Model`] and what this
+//! refuse, by name, whatever cannot be served exactly. [`Adapter::plan`] finds the adapter's place in a [`Model`](crate::model::Model) and what this
 //! rank needs of it; [`SlotImage::write_to`] then reads the weights, once. Not for training, merging into base weights, or residency.
 //!
 //! ```no_run

@@ -157,7 +157,7 @@ impl Adapter {
         &self.stacks
     }
 
-    /// The largest rank of any module; of stacks, [`SlotImage::max_rank`] knows it.
+    /// The largest rank of any module; of stacks, [`SlotImage::max_rank`](super::SlotImage::max_rank) knows it.
     #[doc(alias = "max_lora_rank")]
     pub fn max_rank(&self) -> usize {
         self.modules.iter().map(Module::rank).max().unwrap_or(0)

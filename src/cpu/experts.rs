@@ -1,6 +1,6 @@
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
-use super::{Matrix, MatrixMut, Step, WeightTable, activation, weights::Factors};
+use super::{Matrix, MatrixMut, Step, WeightTable, activation, factors::Factors};
 use crate::{
     Element,
     error::OperandError,

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, sys::CUstreamCaptureStatus};
+use cudarc::driver::{CudaEvent, CudaStream, sys::CUstreamCaptureStatus};
 
 use super::{Kernels, LaunchError, raw};
 
@@ -47,6 +47,10 @@ impl Queue {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
             _ => Err(LaunchError::Capturing),
         }
+    }
+
+    pub(super) fn new_event(&self) -> Result<CudaEvent, LaunchError> {
+        Ok(self.stream.context().new_event(None)?)
     }
 
     /// Refuses an operand of another stream or context.

@@ -18,7 +18,7 @@ pub enum Parallel {
     Row,
 }
 
-/// One linear layer to be described to [`ModelSpec::linear`]: a path, the input features, and the modules fused into its output.
+/// One linear layer to be described to [`ModelSpec::linear`](super::ModelSpec::linear): a path, the input features, and the modules fused into its output.
 ///
 /// ```
 /// use aril::model::{Linear, ModelSpec, Parallel, TpRank};

@@ -42,17 +42,17 @@ macro_rules! id {
 }
 
 id! {
-    /// Names a linear layer of a [`ModelSpec`] and of the [`Model`]s made of it.
+    /// Names a linear layer of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
     LinearId, LinearSite, linear, linears, "linear layer's"
 }
 
 id! {
-    /// Names an embedding of a [`ModelSpec`] and of the [`Model`]s made of it.
+    /// Names an embedding of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
     EmbeddingId, EmbeddingSite, embedding, embeddings, "embedding's"
 }
 
 id! {
-    /// Names the experts of one layer of a [`ModelSpec`] and of the [`Model`]s made of it.
+    /// Names the experts of one layer of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
     ExpertsId, ExpertsSite, experts, expert_layers, "experts'"
 }
 
@@ -101,7 +101,7 @@ pub(crate) enum Target {
 /// The adapted layers of a model, as one tensor-parallel rank of the engine runs them: frozen, and cheap to clone and to share.
 ///
 /// Tables, layers and images of adapters are made for a model. Those of different models are refused together; two models are the
-/// same if they were made of one [`ModelSpec`], for one rank, without a layer added in between.
+/// same if they were made of one [`ModelSpec`](super::ModelSpec), for one rank, without a layer added in between.
 #[derive(Clone)]
 pub struct Model(pub(super) Arc<Inner>);
 
@@ -160,7 +160,7 @@ impl Model {
     }
 
     /// Rows of the descriptor table that one slot takes: one for each slice of each linear layer, one for each embedding, and those
-    /// of [`ProjectionSite`] for experts.
+    /// of [`ProjectionSite`](super::ProjectionSite) for experts.
     pub fn num_entries(&self) -> usize {
         self.0.id.num_entries
     }

@@ -60,11 +60,12 @@ pub(crate) enum GroupedBy {
 
 impl GroupedBy {
     pub(crate) const fn of(num_routes: usize) -> Self {
-        const FEWEST: usize = ffi::ARIL_FEWEST_ROUTES as usize;
-        match num_routes {
-            ..=FEWEST => Self::EachOperation,
-            ..=FEW_ROUTES => Self::FirstOperation,
-            _ => Self::Kernel,
+        if num_routes <= ffi::ARIL_FEWEST_ROUTES as usize {
+            Self::EachOperation
+        } else if num_routes <= FEW_ROUTES {
+            Self::FirstOperation
+        } else {
+            Self::Kernel
         }
     }
 }
