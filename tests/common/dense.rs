@@ -114,15 +114,15 @@ impl Layer for Dense {
     }
 
     fn expect<T: Element>(case: &Case, world: &World<T>, expected: &mut [Expected<T>]) {
-        let (place, ids) = (case.y(), case.token_ids());
-        for token in 0..case.num_tokens() {
+        let place = case.y();
+        for (token, id) in case.token_ids().into_iter().enumerate() {
             let Some(adapter) = case.adapter(token) else { continue };
             let mut first = 0;
             for (pair, out_features) in world.pairs[adapter].iter().zip(case.slices()) {
                 let deltas = pair.as_ref().and_then(|pair| match case.op {
                     Op::Linear { .. } => Some(pair.linear::<T>(&case.x().row(&world.x, token), case.scale(token))),
                     Op::Embedding { vocab, .. } => {
-                        let id = usize::try_from(ids[token]).ok().filter(|&id| id < vocab)?;
+                        let id = usize::try_from(id).ok().filter(|&id| id < vocab)?;
                         Some(pair.embedding::<T>(id, vocab, case.scale(token)))
                     }
                 });

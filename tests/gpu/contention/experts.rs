@@ -12,7 +12,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::{Hog, Results};
 use crate::{
-    adapters::tensor,
+    common::adapters::tensor,
     common::{
         compare::Place,
         experts::{Act, Case, Op, Order},
