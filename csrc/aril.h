@@ -51,7 +51,11 @@ extern "C" {
 #define ARIL_OUTS_PER_UNIT 32    // outputs that a warp takes at once
 #define ARIL_OUTS_FEW 256   // outputs that a block of expand has a multiple of, with few tokens
 #define ARIL_OUTS_WIDE 128  // and with more
+#define ARIL_WARPS 8               // of a block that works on small tiles
+#define ARIL_MAX_COLUMNS 8         // tiles of ranks that a warpgroup works on with wide tiles
 #define ARIL_EXCHANGE_HEADER 128   // bytes, before the sums
+#define ARIL_PAIR_BYTES 8          // of 32 bits and their tag
+#define ARIL_GROUP_PAIRS 4         // that aril_group hands over for each expert, and two more
 #define ARIL_FACTOR_ALIGNMENT 128  // bytes, of each factor
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
@@ -198,7 +202,7 @@ typedef struct aril_groups {
   int32_t* num_tiles;           // [2] of those with a slot, which come first; of all
   aril_route_tile* wide_tiles;  // [max_routes] of up to ARIL_WIDE_TILE, if there are many routes
   int32_t* num_wide_tiles;      // [2] likewise
-  void* exchange;               // for aril_group alone: [num_experts + 2] of 4 pairs of counts
+  void* exchange;  // for aril_group alone: [num_experts + 2] of ARIL_GROUP_PAIRS pairs of counts
 } aril_groups;
 
 typedef struct aril_group_args {

@@ -87,9 +87,10 @@ pub mod plan;
 pub mod reference;
 pub mod residency;
 pub mod routing;
+mod slot;
 
 pub use dtype::{DType, Element};
-pub use routing::Slot;
+pub use slot::Slot;
 
 #[doc = include_str!("../README.md")]
 #[cfg(doctest)]

@@ -1,12 +1,11 @@
 //! Which adapter is in which slot: what a weight table says of itself, on either backend.
 
-use std::sync::{Mutex, MutexGuard};
 use std::sync::{
-    PoisonError,
+    Mutex, MutexGuard, PoisonError,
     atomic::{AtomicU64, Ordering},
 };
 
-use crate::{Slot, error::SlotError};
+use crate::{DType, Slot, adapter::SlotImage, error::SlotError, model::Model, plan::Capacity};
 
 /// An adapter as it was loaded into a slot: the slot, and the generation of its content.
 ///
@@ -63,6 +62,28 @@ impl Usage {
     }
 }
 
+/// What the adapters of a table must fit.
+#[derive(Clone, Debug)]
+pub(crate) struct Bounds {
+    pub(crate) model: Model,
+    pub(crate) dtype: DType,
+    pub(crate) capacity: Capacity,
+}
+
+impl Bounds {
+    /// Refuses an image that was planned for another table.
+    pub(crate) fn check(&self, image: &SlotImage<'_>) -> Result<(), SlotError> {
+        if *image.model() != self.model {
+            return Err(SlotError::Model);
+        }
+        if image.dtype() != self.dtype {
+            return Err(SlotError::DType { got: image.dtype(), want: self.dtype });
+        }
+        let (rank, max_rank) = (image.max_rank(), self.capacity.max_rank);
+        if rank > max_rank { Err(SlotError::Rank { rank, max_rank }) } else { Ok(()) }
+    }
+}
+
 /// The slots of a table. The blocks are behind a lock that loading takes; the generations can be read without it.
 #[derive(Debug)]
 pub(crate) struct Slots<B> {
@@ -97,7 +118,8 @@ impl<B> Slots<B> {
 
     /// The index of a slot.
     pub(crate) fn index(&self, slot: Slot) -> Result<usize, SlotError> {
-        slot.index_below(self.len())
+        let num_slots = self.len();
+        slot.index().filter(|&index| index < num_slots).ok_or(SlotError::NoSuchSlot { slot, num_slots })
     }
 
     /// Makes `check` refuse what a slot holds before `change` changes it, so that what was enqueued before a check that passes was

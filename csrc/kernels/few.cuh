@@ -22,7 +22,7 @@
 
 namespace aril::detail {
 
-constexpr int kFewWarps = 8;
+constexpr int kFewWarps = ARIL_WARPS;
 constexpr int kFewThreads = 32 * kFewWarps;
 constexpr int kFewColumns = kFewWarps / ARIL_LANES_PER_GROUP;  // 8 ranks each, of a block
 constexpr int kOutsPerUnit = ARIL_OUTS_PER_UNIT;

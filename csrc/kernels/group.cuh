@@ -177,10 +177,10 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   // Each group says what it has, and counts what the groups before it have, whose blocks have
   // begun.
   uint64_t* const exchange = tagged_planes(p.groups.exchange);
-  if (is_first_block()) clear_old_pairs(p.groups.exchange, int64_t{4} * gridDim.x, tag);
+  if (is_first_block()) clear_old_pairs(p.groups.exchange, int64_t{ARIL_GROUP_PAIRS} * gridDim.x, tag);
   if (threadIdx.x == 0) {
-    store_tagged2(exchange + 4 * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
-    store_tagged(exchange + 4 * mine + 2, __int_as_float(all.wide), tag);
+    store_tagged2(exchange + ARIL_GROUP_PAIRS * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
+    store_tagged(exchange + ARIL_GROUP_PAIRS * mine + 2, __int_as_float(all.wide), tag);
   }
   GroupCounts others = {0, 0, 0};
   for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     Polls polls;
     do {
       polls.count();
-      first = load_tagged(exchange + 4 * other);
-      second = load_tagged(exchange + 4 * other + 2);
+      first = load_tagged(exchange + ARIL_GROUP_PAIRS * other);
+      second = load_tagged(exchange + ARIL_GROUP_PAIRS * other + 2);
     } while (first.tag0 != tag || first.tag1 != tag || second.tag0 != tag);
     others = others + GroupCounts{__float_as_int(first.sum0), __float_as_int(first.sum1),
                                   __float_as_int(second.sum0)};

@@ -18,7 +18,7 @@
 
 namespace aril::detail {
 
-constexpr int kExpertsWarps = 8;
+constexpr int kExpertsWarps = ARIL_WARPS;
 constexpr int kExpertsThreads = 32 * kExpertsWarps;
 
 class OwnTiles {

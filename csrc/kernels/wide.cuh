@@ -26,7 +26,7 @@ constexpr int kStageFeatures = 64;  // a chain
 constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;
 constexpr int kColumnBytes = ARIL_RANK_TILE * kStageFeatures * 2;
 constexpr int kStages = 4;
-constexpr int kMaxColumns = 8;  // of a warpgroup
+constexpr int kMaxColumns = ARIL_MAX_COLUMNS;
 constexpr int kMaxWarpgroups = 3;
 
 // Adds up sums of 64 by 64 by 8 * kColumns on one warpgroup: x's rows of 128 bytes are swizzled,

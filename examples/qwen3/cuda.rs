@@ -54,9 +54,6 @@ pub(crate) fn device_count() -> usize {
     CudaContext::device_count().ok().and_then(|count| usize::try_from(count).ok()).unwrap_or(0)
 }
 
-/// More routes than these have their deltas added before the activation and the combine, not with them.
-const MANY_ROUTES: usize = 1024;
-
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
     queue: Queue,
@@ -167,7 +164,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         launch(kernel, gate_up.rows, 1)
     }
 
-    /// The activation with the deltas of gate_up: at once, or, of many routes, one after the other, which is faster.
+    /// Adds the deltas of gate_up and applies the activation, in one kernel where that is faster.
     fn activate_into(
         &self,
         layer: &LoraExperts,
@@ -177,7 +174,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         gate_up: &mut Matrix<T>,
         out: &mut Matrix<T>,
     ) -> Result<()> {
-        if gate_up.rows > MANY_ROUTES {
+        if !layer.plan().gate_up().prefers_fused(gate_up.rows) {
             layer.add_gate_up_delta(step, grouped, x.operand()?, gate_up.operand_mut()?)?;
             return self.silu_mul_into(gate_up, out);
         }
@@ -185,7 +182,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(layer.activate(step, grouped, x, y, out, Activation::Silu)?)
     }
 
-    /// The combine with the deltas of down, likewise.
+    /// Adds the deltas of down and combines, in one kernel where that is faster.
     fn combine_adapted_into(
         &self,
         layer: &LoraExperts,
@@ -195,7 +192,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         down: &mut Matrix<T>,
         out: &mut Matrix<T>,
     ) -> Result<()> {
-        if down.rows > MANY_ROUTES {
+        if !layer.plan().down().prefers_fused(down.rows) {
             layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
             return self.combine_into(down, routes, out);
         }

@@ -9,7 +9,8 @@ use std::collections::HashSet;
 use serde_json::{Map, Value};
 
 use super::{
-    AdapterError, ModuleKind, TensorName,
+    error::{AdapterError, TensorName},
+    module::ModuleKind,
     pattern::{Anchor, MAX_REGEXES, MAX_WORK, Pattern},
 };
 
@@ -164,10 +165,21 @@ impl Config {
     }
 }
 
+/// Compiles a pattern that stands in this field.
+fn pattern(field: &'static str, text: &str, anchor: Anchor) -> Result<Pattern, AdapterError> {
+    Pattern::new(text, anchor).map_err(|source| AdapterError::Pattern { field, key: text.to_owned(), source })
+}
+
+/// Whether a path matches a pattern that stands in this field.
+fn matches(field: &'static str, pattern: &Pattern, path: &str) -> Result<bool, AdapterError> {
+    let unusable = |source| AdapterError::Pattern { field, key: pattern.text().to_owned(), source };
+    pattern.matches(path).map_err(unusable)
+}
+
 /// The value of the first pattern that matches.
 fn first_match<V: Copy>(field: &'static str, patterns: &[(Pattern, V)], path: &str) -> Result<Option<V>, AdapterError> {
     for (pattern, value) in patterns {
-        if pattern.matches(field, path)? {
+        if matches(field, pattern, path)? {
             return Ok(Some(*value));
         }
     }
@@ -180,7 +192,7 @@ impl Targets {
             Value::String(text) if field == TARGET_MODULES && text.eq_ignore_ascii_case("all-linear") => {
                 Ok(Self::AllLinear)
             }
-            Value::String(text) => Ok(Self::Pattern(Pattern::new(field, text, Anchor::Whole)?)),
+            Value::String(text) => Ok(Self::Pattern(pattern(field, text, Anchor::Whole)?)),
             _ => Ok(Self::Names(names(field, value)?.into_iter().collect())),
         }
     }
@@ -188,7 +200,7 @@ impl Targets {
     fn have(&self, field: &'static str, path: &str, kind: ModuleKind) -> Result<bool, AdapterError> {
         match self {
             Self::AllLinear => Ok(kind == ModuleKind::Linear && !ends_in(path, "lm_head")),
-            Self::Pattern(pattern) => pattern.matches(field, path),
+            Self::Pattern(pattern) => matches(field, pattern, path),
             Self::Names(names) => Ok(endings(path).any(|ending| names.contains(ending))),
         }
     }
@@ -415,11 +427,11 @@ fn patterns<V>(
             if regexes > MAX_REGEXES {
                 return Err(AdapterError::Regexes { regexes });
             }
-            let pattern = |(key, value): (&String, &Value)| {
+            let read = |(key, value): (&String, &Value)| {
                 let value = read(value, &format!("{field}.{key}"))?;
-                Ok((Pattern::new(field, key, Anchor::End)?, value))
+                Ok((pattern(field, key, Anchor::End)?, value))
             };
-            patterns.iter().map(pattern).collect()
+            patterns.iter().map(read).collect()
         }
         Some(value) => Err(invalid(field, value, "an object of numbers")),
     }

@@ -4,12 +4,9 @@ use std::{fmt, io, path::PathBuf};
 
 use super::{
     pattern::{MAX_REGEXES, MAX_WORK},
-    shown::Shown,
-    tensor::TensorName,
+    shown::{Cause, Shown, cause},
 };
-use crate::{DType, error::SlotError, model::MAX_RANK};
-
-type Source = Box<dyn std::error::Error + Send + Sync>;
+use crate::{DType, model::MAX_RANK};
 
 /// Why an adapter cannot be served. Nothing in an adapter is ever ignored silently: what is not supported is here, by name.
 ///
@@ -45,7 +42,7 @@ pub enum AdapterError {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
-        source: Source,
+        source: Cause,
     },
     /// A file is not a whole safetensors file.
     #[error("{path} is not a whole safetensors file: {source}", path = Shown(path.display()))]
@@ -53,7 +50,7 @@ pub enum AdapterError {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
-        source: Source,
+        source: Cause,
     },
     /// The index names something other than a file beside it.
     #[error("{index} names the shard `{shard}`, which is not a file's name", index = Shown(index.display()), shard = Shown(shard))]
@@ -113,7 +110,7 @@ pub enum AdapterError {
         /// The pattern.
         key: String,
         /// What is wrong with it.
-        source: Source,
+        source: Cause,
     },
     /// There are too many regular expressions to keep.
     #[error("adapter_config.json has {regexes} regular expressions; {MAX_REGEXES} are the most, besides plain paths")]
@@ -367,9 +364,6 @@ pub enum AdapterError {
         /// The type it does not fit.
         dtype: DType,
     },
-    /// The adapter does not fit the table, or there is no such slot.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
 }
 
 impl AdapterError {
@@ -382,7 +376,19 @@ impl AdapterError {
     }
 }
 
-/// What others say is wrong, which may quote all of a file.
-pub(super) fn cause(source: impl fmt::Display) -> Source {
-    Shown(source).to_string().into()
+/// A tensor as errors name it: its key, and the file that it is in.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct TensorName {
+    /// The key, as the file spells it.
+    pub key: String,
+    /// The file, or `file N` among the bytes of several; none for a tensor that was passed in memory.
+    pub file: Option<PathBuf>,
+}
+
+impl fmt::Display for TensorName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`", Shown(&self.key))?;
+        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", Shown(file.display())))
+    }
 }

@@ -18,8 +18,8 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::Metadata};
 use serde::Deserialize;
 
 use super::{
-    AdapterError,
-    tensor::{Storage, Tensor, TensorName},
+    error::{AdapterError, TensorName},
+    tensor::{Storage, Tensor},
 };
 use crate::DType;
 

@@ -8,11 +8,10 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
+use super::{error::AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
 use crate::{
     DType, Element,
-    error::SlotError,
-    model::{MAX_RANK, Model, ModelId},
+    model::{MAX_RANK, Model},
 };
 
 /// The least that [`SlotImage::pieces`] can be limited to.
@@ -82,6 +81,10 @@ impl<'a> SlotImage<'a> {
     /// Says what all experts share of a module, which was placed there. Their own entries are complete without it.
     pub(super) fn share(&mut self, entry: usize, rank: usize, a_elems: Option<usize>, b_elems: Option<usize>) {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
+    }
+
+    pub(crate) fn model(&self) -> &Model {
+        &self.model
     }
 
     /// The element type of the block.
@@ -160,20 +163,6 @@ impl<'a> SlotImage<'a> {
             offset += elems * dtype.bytes();
             Some(Piece { dtype, range: begin..offset, parts: piece })
         })
-    }
-
-    /// Refuses a table that the image is not for.
-    pub(crate) fn check_table(&self, model: ModelId, dtype: DType, max_rank: usize) -> Result<(), SlotError> {
-        if self.model.id() != model {
-            return Err(SlotError::Model);
-        }
-        if self.dtype != dtype {
-            return Err(SlotError::DType { got: self.dtype, want: dtype });
-        }
-        match self.max_rank() {
-            rank if rank > max_rank => Err(SlotError::Rank { rank, max_rank }),
-            _ => Ok(()),
-        }
     }
 }
 

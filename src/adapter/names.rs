@@ -3,7 +3,10 @@
 //! It sees names only, neither shapes nor models. Invariant: names are compared by whole path components, never by substring, and
 //! a key is a factor, a known exception or an error, nothing else.
 
-use super::{AdapterError, ModuleKind, tensor::TensorName};
+use super::{
+    error::{AdapterError, TensorName},
+    module::ModuleKind,
+};
 
 /// A factor, as its key names it.
 #[derive(Debug, Eq, PartialEq)]

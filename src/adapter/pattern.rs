@@ -3,11 +3,9 @@
 //! Paths are printable ASCII, so that classes mean the same in ASCII as in Python's Unicode. Invariant: a pattern has only
 //! constructs that both engines read alike, and its compiled size and the work on a path are bounded.
 
-use std::fmt;
-
 use fancy_regex::{BytesMode, Regex, RegexBuilder};
 
-use super::{AdapterError, error::cause};
+use super::shown::{Cause, cause};
 
 /// Regular expressions of a whole configuration; plain paths are not among them.
 pub(super) const MAX_REGEXES: usize = 64;
@@ -54,10 +52,8 @@ pub(super) enum Anchor {
 }
 
 impl Pattern {
-    /// Compiles a pattern that stands in this field.
-    pub(super) fn new(field: &'static str, text: &str, anchor: Anchor) -> Result<Self, AdapterError> {
-        let unusable =
-            |reason: &dyn fmt::Display| AdapterError::Pattern { field, key: text.to_owned(), source: cause(reason) };
+    /// Compiles a pattern. An error says why it is not usable.
+    pub(super) fn new(text: &str, anchor: Anchor) -> Result<Self, Cause> {
         if let Some(bytes) = plain(text) {
             let whole = anchor == Anchor::Whole || text.starts_with('^');
             return Ok(Self { text: text.to_owned(), matcher: Matcher::Plain { bytes, whole } });
@@ -66,7 +62,7 @@ impl Pattern {
             Anchor::End => (2, format!(r"\A(?:(.*\.)?({text})$)")),
             Anchor::Whole => (0, format!(r"\A(?:{text})$")),
         };
-        let backtracks = check(text, outer_groups).map_err(|reason| unusable(&reason))?;
+        let backtracks = check(text, outer_groups).map_err(cause)?;
         let compile = |&size: &usize| {
             let mut builder = RegexBuilder::new(&regex);
             builder.bytes_mode(BytesMode::Ascii).backtrack_limit(MAX_BACKTRACKS).max_prog_size(SIZES[3] / STATE_BYTES);
@@ -76,15 +72,20 @@ impl Pattern {
         let compiled = SIZES.iter().map(compile).reduce(|smaller, larger| smaller.or(larger));
         let (regex, size) = match compiled {
             Some(Ok(compiled)) => compiled,
-            Some(Err(error)) => return Err(unusable(&error)),
-            None => return Err(unusable(&"it is too large")),
+            Some(Err(error)) => return Err(cause(error)),
+            None => return Err(cause("it is too large")),
         };
         let states = if backtracks { MAX_BACKTRACKS } else { size / STATE_BYTES };
         Ok(Self { text: text.to_owned(), matcher: Matcher::Regex { regex: Box::new(regex), states } })
     }
 
-    /// Whether a path matches; an error, in the name of this field, if that takes too long to find out.
-    pub(super) fn matches(&self, field: &'static str, path: &str) -> Result<bool, AdapterError> {
+    /// The pattern as it was written.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Whether a path matches. An error says that matching takes too long.
+    pub(super) fn matches(&self, path: &str) -> Result<bool, Cause> {
         match &self.matcher {
             Matcher::Plain { bytes, whole } => {
                 let Some(start) = path.len().checked_sub(bytes.len()) else { return Ok(false) };
@@ -93,11 +94,7 @@ impl Pattern {
                 let mut pairs = end.iter().zip(bytes);
                 Ok(begins && pairs.all(|(byte, want)| want.is_none_or(|want| want == *byte)))
             }
-            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(|error| AdapterError::Pattern {
-                field,
-                key: self.text.clone(),
-                source: cause(error),
-            }),
+            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(cause),
         }
     }
 

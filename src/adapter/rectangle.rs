@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::{
-    AdapterError,
+    error::AdapterError,
     layout::{self, B, CORE, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
     tensor::View,
 };

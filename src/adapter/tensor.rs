@@ -2,11 +2,11 @@
 //!
 //! It knows nothing of what a tensor is for. Invariant: there are exactly as many bytes as the shape and the type ask for.
 
-use std::{fmt, ops::Range, path::PathBuf, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 use half::{bf16, f16};
 
-use super::{AdapterError, shown::Shown};
+use super::error::{AdapterError, TensorName};
 use crate::{DType, Element};
 
 /// What keeps bytes: a vector, a shared slice, a map of a file, a static slice, or any handle of an engine's.
@@ -105,23 +105,6 @@ impl Tensor {
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?}", self.dtype, self.shape)
-    }
-}
-
-/// A tensor as errors name it: its key, and the file that it is in.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct TensorName {
-    /// The key, as the file spells it.
-    pub key: String,
-    /// The file, or `file N` among the bytes of several; none for a tensor that was passed in memory.
-    pub file: Option<PathBuf>,
-}
-
-impl fmt::Display for TensorName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}`", Shown(&self.key))?;
-        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", Shown(file.display())))
     }
 }
 

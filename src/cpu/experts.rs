@@ -1,6 +1,6 @@
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
-use super::{Matrix, MatrixMut, Step, WeightTable, activation, weights::Factors};
+use super::{Matrix, MatrixMut, Step, WeightTable, activation, factors::Factors};
 use crate::{
     Element,
     error::OperandError,
@@ -174,7 +174,9 @@ impl LoraExperts {
         let deltas = self.gate_up(step, top_k, x)?;
         y.check_as("y", top_k.num_routes(), self.site.gate_up().out_features())?;
         out.check_as("out", top_k.num_routes(), self.site.down().in_features())?;
-        self.site.check_activation(activation)?;
+        if !self.site.allows(activation) {
+            return Err(OperandError::Activation { activation });
+        }
         let (gate, up) = self.site.gate_and_up();
         let place = |slice| self.site.gate_up().columns(slice);
         let (gate, up) = (gate.map(place), place(up));

@@ -15,20 +15,6 @@ pub struct LoraLinear {
     site: LinearSite,
 }
 
-/// What the operations of a step leave for each other: `A x` between [`LoraLinear::shrink`] and [`LoraLinear::expand`].
-#[derive(Clone, Debug, Default)]
-pub struct Workspace {
-    /// `[tokens, slices, max_rank]`
-    v: Vec<f32>,
-}
-
-impl Workspace {
-    /// Forgets what an earlier step left.
-    pub(super) fn clear(&mut self) {
-        self.v.clear();
-    }
-}
-
 impl LoraLinear {
     /// The layer `id` of the table's model.
     ///

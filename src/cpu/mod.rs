@@ -6,14 +6,21 @@
 mod activation;
 mod embedding;
 mod experts;
+mod factors;
 mod linear;
 mod matrix;
 mod step;
-mod weights;
+mod table;
+mod upload;
+mod workspace;
 
-pub use embedding::LoraEmbedding;
-pub use experts::LoraExperts;
-pub use linear::{LoraLinear, Workspace};
-pub use matrix::{Matrix, MatrixMut};
-pub use step::Step;
-pub use weights::{Filled, Reservation, WeightTable};
+pub use self::{
+    embedding::LoraEmbedding,
+    experts::LoraExperts,
+    linear::LoraLinear,
+    matrix::{Matrix, MatrixMut},
+    step::Step,
+    table::WeightTable,
+    upload::{Filled, Reservation},
+    workspace::Workspace,
+};

@@ -1,9 +1,6 @@
 use std::sync::Arc;
 
-use super::{
-    Workspace,
-    weights::{Adapter, Factors},
-};
+use super::{WeightTable, Workspace, factors::Factors, upload::Adapter};
 use crate::{DType, Element, Slot, error::OperandError, model::ModelId, routing::Batch};
 
 /// A step of a batch: what all its operations have in common.
@@ -40,5 +37,23 @@ impl Step<'_> {
     /// The factors that a token of `slot` has at a table entry, if any.
     pub(super) fn factors<T: Element>(&self, slot: Slot, entry: usize) -> Option<Factors<'_, T>> {
         self.adapters.get(slot.index()?)?.as_ref()?.factors(entry)
+    }
+}
+
+impl WeightTable {
+    /// Begins a step of the tokens of `batch`, on the adapters that are loaded now.
+    ///
+    /// # Errors
+    /// None: those of the GPU's table, which checks its operands here.
+    pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
+        workspace.clear();
+        Ok(Step {
+            model: self.model().id(),
+            dtype: self.dtype(),
+            max_rank: self.capacity().max_rank,
+            adapters: self.adapters(batch),
+            batch: *batch,
+            workspace,
+        })
     }
 }

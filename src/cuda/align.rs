@@ -63,23 +63,23 @@ impl AlignedRoutes<'_> {
     /// [`num_padded`](Self::num_padded) says. Padding is the number of all routes, `tokens * top_k`.
     #[doc(alias = "sorted_token_ids")]
     pub fn routes(&self) -> CudaView<'_, i32> {
-        self.memory.view(self.raw.layout.routes, self.raw.max_padded())
+        self.memory.view(self.raw.routes(), self.raw.max_padded())
     }
 
     /// Each block's `slot * num_experts + expert`, `[max_blocks]`; -1 behind the last.
     #[doc(alias = "expert_ids")]
     pub fn block_experts(&self) -> CudaView<'_, i32> {
-        self.memory.view(self.raw.layout.block_experts, self.raw.max_blocks())
+        self.memory.view(self.raw.block_experts(), self.raw.max_blocks())
     }
 
     /// Each block's slot, `[max_blocks]`; -1 behind the last.
     pub fn block_slots(&self) -> CudaView<'_, i32> {
-        self.memory.view(self.raw.layout.block_slots, self.raw.max_blocks())
+        self.memory.view(self.raw.block_slots(), self.raw.max_blocks())
     }
 
     /// The number of routes of all blocks, padding among them: one.
     #[doc(alias = "num_tokens_post_padded")]
     pub fn num_padded(&self) -> CudaView<'_, i32> {
-        self.memory.view(self.raw.layout.num_padded, 1)
+        self.memory.view(self.raw.num_padded(), 1)
     }
 }

@@ -200,7 +200,7 @@ impl Queue {
 }
 
 fn check_len(len: usize, max: usize) -> Result<(), LaunchError> {
-    if len > max { Err(LaunchError::Capacity { what: "the copy's elements", got: len, max }) } else { Ok(()) }
+    LaunchError::within("the copy's elements", len, max)
 }
 
 /// Elements in device memory, to be read: of a cudarc slice or view, or of a [`Buffer`].

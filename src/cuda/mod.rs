@@ -29,9 +29,9 @@ mod capturing;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;
-mod error;
 mod experts;
 mod graph;
+mod grouping;
 mod kernels;
 mod linear;
 mod matrix;
@@ -40,23 +40,30 @@ mod queue;
 pub mod raw;
 mod region;
 mod routing;
+mod staging;
 mod step;
 mod table;
+mod top_k;
 mod upload;
+mod workspace;
 
 pub use self::{
     align::{AlignedRoutes, Alignment},
     buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
-    error::LaunchError,
-    experts::{GroupedRoutes, Grouping, LoraExperts, TopK},
+    experts::LoraExperts,
     graph::Graph,
+    grouping::{GroupedRoutes, Grouping},
     kernels::{Kernels, driver_is_present},
-    linear::{LoraLinear, Workspace},
+    linear::LoraLinear,
     matrix::{Matrix, MatrixMut},
     queue::Queue,
     routing::{RoutedBatch, Routing},
+    staging::Staging,
     step::Step,
-    table::{Filled, Reservation, WeightTable},
-    upload::Staging,
+    table::WeightTable,
+    top_k::TopK,
+    upload::{Filled, Reservation},
+    workspace::Workspace,
 };
+pub use crate::error::LaunchError;

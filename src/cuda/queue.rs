@@ -1,8 +1,8 @@
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, sys::CUstreamCaptureStatus};
+use cudarc::driver::{CudaEvent, CudaStream, sys::CUstreamCaptureStatus};
 
-use super::{Kernels, LaunchError, raw};
+use super::{Kernels, LaunchError, capturing::Relaxed, raw};
 
 /// A stream with the kernels of its context: where everything that is made of it runs, in order. Clones are the same queue.
 #[derive(Clone, Debug)]
@@ -47,6 +47,11 @@ impl Queue {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
             _ => Err(LaunchError::Capturing),
         }
+    }
+
+    pub(super) fn new_event(&self) -> Result<CudaEvent, LaunchError> {
+        let _relaxed = Relaxed::new();
+        Ok(self.stream.context().new_event(None)?)
     }
 
     /// Refuses an operand of another stream or context.

@@ -74,8 +74,9 @@ impl<T: DeviceRepr> Region<T> {
         self.bytes.device_ptr_mut(self.queue.stream()).1
     }
 
-    /// Elements behind the first `offset` bytes, to be read on any stream.
-    pub(super) fn view(&self, offset: usize, len: usize) -> CudaView<'_, T> {
+    /// The elements from an address in this memory on, to be read on any stream.
+    pub(super) fn view(&self, address: u64, len: usize) -> CudaView<'_, T> {
+        let offset = usize::try_from(address - self.ptr).expect("an offset in memory is a usize");
         let bytes = self.bytes.slice(offset..offset + len * size_of::<T>());
         // SAFETY: the memory holds elements from its beginning on.
         unsafe { bytes.transmute(len) }.expect("as many bytes as the elements have")

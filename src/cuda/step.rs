@@ -3,7 +3,12 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use super::{LaunchError, Queue, raw, region::Kept};
+use super::{
+    LaunchError, Queue, RoutedBatch, Routing, WeightTable, Workspace,
+    graph::{self, Graph},
+    raw,
+    region::Kept,
+};
 
 /// A step of a batch: what all its operations have in common, checked once.
 ///
@@ -58,5 +63,45 @@ impl<'a> Step<'a> {
     /// The batch, for what is made of it in this step.
     pub(super) fn batch(&self) -> raw::RoutedBatch {
         self.raw.batch
+    }
+}
+
+impl WeightTable {
+    /// Begins a step of a batch: checks once what its operations have in common.
+    ///
+    /// # Errors
+    /// If the table, the batch and the workspace are not of one queue, or its stream is being captured.
+    pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
+        let queue = self.queue();
+        queue.check("the batch", batch.queue())?;
+        queue.check("the workspace", workspace.queue())?;
+        queue.enter()?;
+        Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
+    }
+
+    /// Captures a step of up to `num_tokens` rows in a graph: what `record` enqueues by the step that it is given. The graph keeps the
+    /// table, the routing's memory, the workspace's and that of the operands, which are to be [`Buffer`](super::Buffer)s; it keeps
+    /// nothing for what `record` enqueues by other means.
+    ///
+    /// Replays follow what is loaded and [routed](Routing::update) by then.
+    ///
+    /// # Errors
+    /// If `num_tokens` is past the routing's capacity; the table, the routing and the workspace are not of one queue; its stream is
+    /// being captured; nothing was captured; or what `record` returns. The stream is as it was.
+    pub fn capture<E: From<LaunchError>>(
+        &self,
+        routing: &Routing,
+        num_tokens: usize,
+        workspace: &mut Workspace,
+        record: impl FnOnce(&mut Step<'_>) -> Result<(), E>,
+    ) -> Result<Graph, E> {
+        let queue = self.queue();
+        queue.check("the routing", routing.queue())?;
+        queue.check("the workspace", workspace.queue())?;
+        let batch = routing.capture_batch(num_tokens)?;
+        let [exchange, planes] = workspace.kept();
+        let kept = vec![self.kept(), routing.kept(), exchange, planes];
+        let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
+        graph::capture(queue, kept, |kept| record(&mut Step::new(queue, raw, Some(kept))))
     }
 }

@@ -2,16 +2,14 @@
 
 use std::{
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
-use cudarc::driver::{CudaEvent, result};
+use cudarc::driver::result;
 
 use super::{
-    Graph, LaunchError, Queue, RoutedBatch, Routing, Staging, Step, Workspace,
-    arena::{Arena, Room},
-    capturing::Relaxed,
-    graph,
+    Filled, LaunchError, Queue, Reservation, Staging,
+    arena::{self, Arena, Room},
     raw::{self, Descriptor, DeviceRegion},
     region::{Kept, Region},
 };
@@ -21,7 +19,7 @@ use crate::{
     error::{LoadError, SlotError},
     model::Model,
     plan::{Capacity, ExpertsPlan, LinearPlan, PlanError, WorkspaceBytes},
-    residency::{Resident, SlotInfo, Slots, Usage},
+    residency::{Bounds, Resident, SlotInfo, Slots, Usage},
 };
 
 /// The adapters in device memory, a slot each: one arena of exact-size blocks, and the descriptor table over them. Clones are the same
@@ -39,49 +37,17 @@ pub struct WeightTable {
 
 struct Shared {
     queue: Queue,
-    model: Model,
-    dtype: DType,
-    capacity: Capacity,
-    arena: Region,
+    bounds: Bounds,
+    arena: Arc<Arena>,
     table: Region,
     slots: Slots<Room>,
-    memory: Mutex<Memory>,
     /// That of [`WeightTable::load`].
     staging: Mutex<Option<Staging>>,
 }
 
-/// What of the arena is free.
-struct Memory {
-    arena: Arena,
-    /// Work that may still use memory that is free: copies into it wait for these.
-    pending: Vec<Arc<CudaEvent>>,
-}
-
-/// Room for an adapter in a table. Dropping it gives the room back. May be filled by any thread.
-#[derive(Debug)]
-#[must_use]
-pub struct Reservation {
-    table: WeightTable,
-    /// For the block, and for its row of descriptors on the way to the table; until they are given to a slot or back.
-    rooms: Option<[Room; 2]>,
-    image_bytes: usize,
-    /// Work that may still use the room.
-    waits: Vec<Arc<CudaEvent>>,
-    /// The last work that writes it.
-    written: Option<Arc<CudaEvent>>,
-}
-
-/// An adapter on the device or on its way there, which no slot has yet. Dropping it gives the room back.
-#[derive(Debug)]
-#[must_use]
-pub struct Filled {
-    reservation: Reservation,
-    max_rank: usize,
-}
-
 impl fmt::Debug for WeightTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shared { dtype, capacity, .. } = &*self.shared;
+        let Bounds { dtype, capacity, .. } = &self.shared.bounds;
         f.debug_struct("WeightTable")
             .field("dtype", dtype)
             .field("capacity", capacity)
@@ -104,21 +70,15 @@ impl WeightTable {
         arena_bytes: usize,
     ) -> Result<Self, LaunchError> {
         let capacity = capacity.checked()?;
-        let free = Arena::new(arena_bytes)?;
-        let arena = Region::new(queue, free.bytes())?;
-        let table = Region::new(queue, capacity.num_slots * row_bytes(model.num_entries()))?;
-        // Copies of other streams come behind the allocation.
-        let allocated = Arc::new(queue.stream().record_event(None)?);
-        let memory = Memory { arena: free, pending: vec![allocated] };
+        let table_bytes = capacity.num_slots * row_bytes(model.num_entries());
+        let arena = Arc::new(Arena::new(queue, arena_bytes)?);
+        let table = Region::new(queue, table_bytes)?;
         let shared = Shared {
             queue: queue.clone(),
-            model: model.clone(),
-            dtype,
-            capacity,
+            bounds: Bounds { model: model.clone(), dtype, capacity },
             arena,
             table,
             slots: Slots::new(capacity.num_slots),
-            memory: Mutex::new(memory),
             staging: Mutex::new(None),
         };
         Ok(Self { shared: Arc::new(shared) })
@@ -134,7 +94,7 @@ impl WeightTable {
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
         let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
-        Arena::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
+        arena::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
     }
 
     /// Loads an adapter into a slot, in place of the one that was there: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
@@ -180,24 +140,16 @@ impl WeightTable {
     /// # Errors
     /// If the image does not fit the table, or there is no room.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
-        let Shared { model, dtype, capacity, .. } = &*self.shared;
-        image.check_table(model.id(), *dtype, capacity.max_rank)?;
-        self.shared.queue.bind()?;
-        let mut memory = self.shared.memory();
-        memory.forget_done();
-        let block = memory.arena.allocate(image.bytes())?;
-        let row = match memory.arena.allocate(self.shared.row_bytes()) {
-            Ok(row) => row,
-            Err(error) => {
-                memory.arena.free(block);
-                return Err(error);
-            }
-        };
+        let Shared { queue, bounds, arena, .. } = &*self.shared;
+        bounds.check(image)?;
+        queue.bind()?;
+        let (rooms, waits) = arena.take(self.shared.rooms_of(image))?;
         Ok(Reservation {
-            table: self.clone(),
-            rooms: Some([block, row]),
+            arena: Arc::clone(arena),
+            bounds: bounds.clone(),
+            rooms: Some(rooms),
             image_bytes: image.bytes(),
-            waits: memory.pending.clone(),
+            waits,
             written: None,
         })
     }
@@ -209,7 +161,7 @@ impl WeightTable {
     /// If there is no such slot, the room is of another table, or the queue's stream is being captured. The slot is as it was.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
         let Filled { mut reservation, max_rank } = filled;
-        if !Arc::ptr_eq(&self.shared, &reservation.table.shared) {
+        if !Arc::ptr_eq(&self.shared.arena, &reservation.arena) {
             return Err(SlotError::OtherTable.into());
         }
         let Shared { queue, slots, arena, .. } = &*self.shared;
@@ -218,8 +170,8 @@ impl WeightTable {
         // The order of the lock is that of the stream.
         let mut blocks = slots.lock();
         let [block, staged] = reservation.rooms();
-        let (staged, bytes) = (arena.region().ptr + staged.offset() as u64, block.bytes());
-        let done = Arc::new(self.shared.new_event()?);
+        let (staged, bytes) = (arena.address(staged), block.bytes);
+        let done = Arc::new(queue.new_event()?);
         slots.changing(&mut blocks, index, || {
             if let Some(written) = &reservation.written {
                 queue.stream().wait(written)?;
@@ -231,7 +183,7 @@ impl WeightTable {
         })?;
         let [block, staged] = reservation.take_rooms();
         let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, block)?;
-        self.shared.memory().give_back([Some(staged), old].into_iter().flatten(), Some(done));
+        arena.give_back([Some(staged), old].into_iter().flatten(), Some(done));
         Ok(resident)
     }
 
@@ -240,11 +192,11 @@ impl WeightTable {
     /// # Errors
     /// If there is no such slot, or the queue's stream is being captured.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
-        let Shared { queue, slots, .. } = &*self.shared;
+        let Shared { queue, slots, arena, .. } = &*self.shared;
         let index = slots.index(slot)?;
         queue.enter()?;
         let mut blocks = slots.lock();
-        let done = Arc::new(self.shared.new_event()?);
+        let done = Arc::new(queue.new_event()?);
         slots.changing(&mut blocks, index, || {
             let row = self.shared.row(index);
             // SAFETY: the row is this table's, and the stream orders its uses.
@@ -253,47 +205,9 @@ impl WeightTable {
         })?;
         let old = slots.take(&mut blocks, slot)?;
         if let Some(old) = old {
-            self.shared.memory().give_back([old], Some(done));
+            arena.give_back([old], Some(done));
         }
         Ok(())
-    }
-
-    /// Begins a step of a batch: checks once what its operations have in common.
-    ///
-    /// # Errors
-    /// If the table, the batch and the workspace are not of one queue, or its stream is being captured.
-    pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
-        let queue = &self.shared.queue;
-        queue.check("the batch", batch.queue())?;
-        queue.check("the workspace", workspace.queue())?;
-        queue.enter()?;
-        Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
-    }
-
-    /// Captures a step of up to `num_tokens` rows in a graph: what `record` enqueues by the step that it is given. The graph keeps the
-    /// table, the routing's memory, the workspace's and that of the operands, which are to be [`Buffer`](super::Buffer)s; it keeps
-    /// nothing for what `record` enqueues by other means.
-    ///
-    /// Replays follow what is loaded and [routed](Routing::update) by then.
-    ///
-    /// # Errors
-    /// If `num_tokens` is past the routing's capacity; the table, the routing and the workspace are not of one queue; its stream is
-    /// being captured; nothing was captured; or what `record` returns. The stream is as it was.
-    pub fn capture<E: From<LaunchError>>(
-        &self,
-        routing: &Routing,
-        num_tokens: usize,
-        workspace: &mut Workspace,
-        record: impl FnOnce(&mut Step<'_>) -> Result<(), E>,
-    ) -> Result<Graph, E> {
-        let queue = &self.shared.queue;
-        queue.check("the routing", routing.queue())?;
-        queue.check("the workspace", workspace.queue())?;
-        let batch = routing.capture_batch(num_tokens)?;
-        let [exchange, planes] = workspace.kept();
-        let kept = vec![Arc::clone(&self.shared) as Kept, routing.kept(), exchange, planes];
-        let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-        graph::capture(queue, kept, |kept| record(&mut Step::new(queue, raw, Some(kept))))
     }
 
     /// Refuses adapters that are no longer where they were loaded. Takes no lock.
@@ -319,32 +233,27 @@ impl WeightTable {
 
     /// The arena's bytes, used and free. An adapter that is being loaded also uses a row of descriptors.
     pub fn usage(&self) -> Usage {
-        let Memory { arena, .. } = &*self.shared.memory();
-        Usage { capacity: arena.bytes(), used: arena.used(), largest_gap: arena.largest_gap() }
+        self.shared.arena.usage()
     }
 
     /// Whether there is room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        let Memory { arena, .. } = &mut *self.shared.memory();
-        let rooms = [image.bytes(), self.shared.row_bytes()].map(|bytes| arena.allocate(bytes).ok());
-        let fits = rooms.iter().all(Option::is_some);
-        rooms.into_iter().flatten().for_each(|room| arena.free(room));
-        fits
+        self.shared.arena.fits(self.shared.rooms_of(image))
     }
 
     /// The model that it was made for.
     pub fn model(&self) -> &Model {
-        &self.shared.model
+        &self.shared.bounds.model
     }
 
     /// The element type of the factors, and of the operands of a step.
     pub fn dtype(&self) -> DType {
-        self.shared.dtype
+        self.shared.bounds.dtype
     }
 
     /// The bounds that it was made for.
     pub fn capacity(&self) -> Capacity {
-        self.shared.capacity
+        self.shared.bounds.capacity
     }
 
     /// The queue that it was made on.
@@ -352,10 +261,14 @@ impl WeightTable {
         &self.shared.queue
     }
 
+    pub(super) fn kept(&self) -> Kept {
+        self.shared.clone()
+    }
+
     /// What the raw door calls it.
     pub fn raw(&self) -> raw::Table {
-        let Shared { model, dtype, capacity, table, .. } = &*self.shared;
-        raw::Table::new(model, *dtype, table.region().ptr, capacity.num_slots, capacity.max_rank)
+        let Bounds { model, dtype, capacity } = &self.shared.bounds;
+        raw::Table::new(model, *dtype, self.shared.table.region().ptr, capacity.num_slots, capacity.max_rank)
     }
 
     /// A workspace that is enough for every layer of the model.
@@ -364,7 +277,7 @@ impl WeightTable {
     /// If no kernel takes the shape of one of them. Experts of which no [`top_k`](crate::model::Experts::top_k) was described count
     /// for nothing.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
-        let Shared { model, dtype, capacity, .. } = &*self.shared;
+        let Bounds { model, dtype, capacity } = &self.shared.bounds;
         let linears =
             model.linears().iter().map(|site| Ok(LinearPlan::new(site, *dtype, *capacity)?.workspace_bytes()));
         let experts = model.expert_layers().iter().filter(|site| site.top_k() > 0);
@@ -374,18 +287,13 @@ impl WeightTable {
 }
 
 impl Shared {
-    fn memory(&self) -> MutexGuard<'_, Memory> {
-        // A thread that panicked with the lock left it whole: allocating and freeing are one call each.
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn new_event(&self) -> Result<CudaEvent, LaunchError> {
-        let _relaxed = Relaxed::new();
-        Ok(self.queue.stream().context().new_event(None)?)
+    /// Bytes of the rooms that an image takes: its block, and its row of descriptors on the way to the table.
+    fn rooms_of(&self, image: &SlotImage<'_>) -> [usize; 2] {
+        [image.bytes(), self.row_bytes()]
     }
 
     fn row_bytes(&self) -> usize {
-        row_bytes(self.model.num_entries())
+        row_bytes(self.bounds.model.num_entries())
     }
 
     /// Where a slot's descriptors are.
@@ -395,119 +303,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
-    /// Has the memory's stream, in whose order it is freed, wait for copies on others.
-    fn drop(&mut self) {
-        for event in &self.memory.get_mut().unwrap_or_else(PoisonError::into_inner).pending {
-            if self.queue.enter().and_then(|()| Ok(self.queue.stream().wait(event)?)).is_err() {
-                // The stream is being captured, or the context is gone and the copy with it.
-                let _relaxed = Relaxed::new();
-                let _ = event.synchronize();
-            }
-        }
-    }
-}
-
 /// The bytes of a slot's descriptors.
 fn row_bytes(num_entries: usize) -> usize {
     num_entries * size_of::<Descriptor>()
-}
-
-impl Memory {
-    /// Frees rooms that work before `event` may still use.
-    fn give_back(&mut self, rooms: impl IntoIterator<Item = Room>, event: Option<Arc<CudaEvent>>) {
-        self.pending.extend(event);
-        rooms.into_iter().for_each(|room| self.arena.free(room));
-    }
-
-    fn forget_done(&mut self) {
-        let _relaxed = Relaxed::new();
-        self.pending.retain(|event| !event.is_complete());
-    }
-}
-
-impl Reservation {
-    /// Bytes of the image that it is for.
-    pub fn bytes(&self) -> usize {
-        self.image_bytes
-    }
-
-    /// Packs the adapter that the room was reserved for, and enqueues its copies on the staging's own stream, also while the queue's is
-    /// being captured. Blocks this thread while both of the staging's buffers are being copied.
-    ///
-    /// # Errors
-    /// If a weight cannot be represented, the image is another one, or the staging is of another context.
-    pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
-        self.fill_with_progress(image, staging, |_| ())
-    }
-
-    /// As [`fill`](Self::fill), and calls `progress` with the bytes that are packed and enqueued, each time that there are more.
-    ///
-    /// # Errors
-    /// As for `fill`.
-    pub fn fill_with_progress(
-        mut self,
-        image: &SlotImage<'_>,
-        staging: &mut Staging,
-        progress: impl FnMut(usize),
-    ) -> Result<Filled, LoadError> {
-        let shared = Arc::clone(&self.table.shared);
-        image.check_table(shared.model.id(), shared.dtype, shared.capacity.max_rank)?;
-        if image.bytes() != self.image_bytes {
-            return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.image_bytes }.into());
-        }
-        shared.queue.kernels().check_context("the staging", staging.context())?;
-        shared.queue.bind()?;
-        for event in self.waits.drain(..) {
-            staging.wait_for(&event)?;
-        }
-        let written = shared.new_event()?;
-        let [block, row] = self.rooms().each_ref().map(|room| shared.arena.region().ptr + room.offset() as u64);
-        let descriptors = Descriptor::row(image, block);
-        // SAFETY: the rooms are this reservation's, and as large; the staging waits for what used them before, and what uses them
-        // after waits for `written`.
-        let copied = unsafe { staging.copy_image(block, image, progress) }
-            // SAFETY: as above.
-            .and_then(|()| unsafe { staging.copy_bytes(row, bytemuck::cast_slice(&descriptors)) });
-        let recorded = staging.record(&written);
-        self.written = Some(Arc::new(written));
-        copied?;
-        recorded?;
-        Ok(Filled { reservation: self, max_rank: image.max_rank() })
-    }
-}
-
-impl Reservation {
-    fn rooms(&self) -> &[Room; 2] {
-        self.rooms.as_ref().expect("a reservation has its rooms until it is committed")
-    }
-
-    fn take_rooms(&mut self) -> [Room; 2] {
-        self.rooms.take().expect("a reservation has its rooms until it is committed")
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        if let Some(rooms) = self.rooms.take() {
-            self.table.shared.memory().give_back(rooms, self.written.take());
-        }
-    }
-}
-
-impl Filled {
-    /// Whether the copies are done.
-    pub fn is_ready(&self) -> bool {
-        let _relaxed = Relaxed::new();
-        self.reservation.written.as_ref().is_none_or(|written| written.is_complete())
-    }
-
-    /// Blocks this thread until the copies are done: what is committed then delays no step.
-    ///
-    /// # Errors
-    /// If the driver refuses.
-    pub fn wait(&self) -> Result<(), LaunchError> {
-        let _relaxed = Relaxed::new();
-        Ok(self.reservation.written.as_ref().map_or(Ok(()), |written| written.synchronize())?)
-    }
 }

@@ -3,10 +3,9 @@
 use std::ops::Range;
 
 use super::{
-    Cut, SpecError, TpRank,
-    spec::{check_size, cut},
+    cut::{Cut, TpRank, check_size, cut},
+    error::SpecError,
 };
-use crate::error::OperandError;
 
 /// How gate and up stand in the rows of a weight, or the features of an output, that has both.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -189,12 +188,9 @@ impl ExpertsSite {
         self.stored
     }
 
-    /// Refuses an activation that these experts cannot have.
-    pub(crate) fn check_activation(&self, activation: Activation) -> Result<(), OperandError> {
-        match (self.halves, activation) {
-            (None, Activation::SwigluOai { .. }) => Err(OperandError::Activation { activation }),
-            _ => Ok(()),
-        }
+    /// Whether the experts have what the activation needs: [`Activation::SwigluOai`] needs a gate.
+    pub(crate) fn allows(&self, activation: Activation) -> bool {
+        self.halves.is_some() || !matches!(activation, Activation::SwigluOai { .. })
     }
 
     /// The slice of gate, if there is one, and that of up.

@@ -1,6 +1,95 @@
-use std::collections::BTreeMap;
+//! A model as one rank runs it.
 
-use super::{ExpertsId, TpRank};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt,
+    sync::Arc,
+};
+
+use super::{
+    cut::{Cut, TpRank},
+    experts::ExpertsSite,
+    linear::LinearSite,
+};
+
+/// Identifies a description: ids of one are not of another.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) struct SpecId(pub(super) u64);
+
+macro_rules! id {
+    ($(#[$doc:meta])* $id:ident, $site:ident, $get:ident, $field:ident, $what:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+        pub struct $id {
+            pub(super) spec: SpecId,
+            pub(super) index: usize,
+        }
+
+        impl std::ops::Index<$id> for Model {
+            type Output = $site;
+
+            /// # Panics
+            /// If the id is not of this model's description.
+            fn index(&self, id: $id) -> &$site {
+                assert!(self.$get(id).is_some(), concat!("the ", $what, " id is of another model"));
+                &self.0.$field[id.index]
+            }
+        }
+
+        impl Model {
+            #[doc = concat!("The ", $what, " place in the model, or none if the id is of another description.")]
+            pub fn $get(&self, id: $id) -> Option<&$site> {
+                if id.spec == self.0.id.spec { self.0.$field.get(id.index) } else { None }
+            }
+        }
+    };
+}
+
+id! {
+    /// Names a linear layer of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
+    LinearId, LinearSite, linear, linears, "linear layer's"
+}
+
+id! {
+    /// Names an embedding of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
+    EmbeddingId, EmbeddingSite, embedding, embeddings, "embedding's"
+}
+
+id! {
+    /// Names the experts of one layer of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
+    ExpertsId, ExpertsSite, experts, expert_layers, "experts'"
+}
+
+/// An embedding as this rank holds it: the whole of it, as embeddings are looked up before the hidden state is cut.
+#[derive(Clone, Debug)]
+pub struct EmbeddingSite {
+    pub(super) module: String,
+    pub(super) vocab: usize,
+    pub(super) hidden: usize,
+    pub(super) entry: usize,
+}
+
+impl EmbeddingSite {
+    /// The module's whole path, such as `model.embed_tokens`.
+    pub fn module(&self) -> &str {
+        &self.module
+    }
+
+    /// Rows of the embedding: token ids at or above it have no adapter.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// Features of the embedding.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// Its descriptor-table entry.
+    pub fn entry(&self) -> usize {
+        self.entry
+    }
+}
 
 /// What one rank holds of a model, to be given to [`ModelSpec::shard`](super::ModelSpec::shard).
 ///
@@ -49,5 +138,104 @@ impl Shard {
 impl From<TpRank> for Shard {
     fn from(tp: TpRank) -> Self {
         Self::new(tp)
+    }
+}
+
+/// Where one adapted module goes: its table entry and the parts of its factors that this rank needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Target {
+    /// A `[rank, input]`, B `[output, rank]`.
+    Linear { entry: usize, input: Cut, output: Cut },
+    /// A `[rank, vocab]`, B `[hidden, rank]`.
+    Embedding { entry: usize, vocab: usize, hidden: usize },
+    /// One A for all slices of this layer, their B's stacked.
+    Fused(LinearId),
+}
+
+/// The adapted layers of a model, as one rank of the engine runs them: frozen, and cheap to clone and to share.
+///
+/// Tables, layers and images of adapters are made for a model. Those of different models are refused together; two models are the
+/// same if they were made of one [`ModelSpec`](super::ModelSpec), for equal [`Shard`]s, without a layer added in
+/// between.
+#[derive(Clone)]
+pub struct Model(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    pub(super) id: ModelId,
+    pub(super) tp: TpRank,
+    pub(super) linears: Vec<LinearSite>,
+    pub(super) embeddings: Vec<EmbeddingSite>,
+    pub(super) expert_layers: Vec<ExpertsSite>,
+    pub(super) targets: HashMap<String, Target>,
+    pub(super) experts_at: HashMap<String, ExpertsId>,
+}
+
+/// Identifies a model: equal ids have equal layers in equal places, since descriptions only grow.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct ModelId {
+    pub(super) spec: SpecId,
+    /// Which of the description's shards.
+    pub(super) shard: usize,
+    pub(super) num_entries: usize,
+}
+
+impl fmt::Debug for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Model")
+            .field("tp", &self.0.tp)
+            .field("linears", &self.0.linears.len())
+            .field("embeddings", &self.0.embeddings.len())
+            .field("experts", &self.0.expert_layers.len())
+            .field("num_entries", &self.num_entries())
+            .finish()
+    }
+}
+
+impl PartialEq for Model {
+    fn eq(&self, other: &Self) -> bool {
+        self.id() == other.id()
+    }
+}
+
+impl Eq for Model {}
+
+impl Model {
+    /// The tensor-parallel rank that it was cut for.
+    pub fn tp(&self) -> TpRank {
+        self.0.tp
+    }
+
+    /// The linear layers, in the order in which they were described.
+    pub fn linears(&self) -> &[LinearSite] {
+        &self.0.linears
+    }
+
+    /// The experts of layers, in the order in which they were described.
+    pub fn expert_layers(&self) -> &[ExpertsSite] {
+        &self.0.expert_layers
+    }
+
+    /// Rows of the descriptor table that one slot takes: one for each slice of each linear layer, one for each embedding, and those
+    /// of [`ProjectionSite`](super::ProjectionSite) for experts.
+    pub fn num_entries(&self) -> usize {
+        self.0.id.num_entries
+    }
+
+    pub(crate) fn id(&self) -> ModelId {
+        self.0.id
+    }
+
+    pub(crate) fn target(&self, module: &str) -> Option<Target> {
+        self.0.targets.get(module).copied()
+    }
+
+    pub(crate) fn experts_at(&self, path: &str) -> Option<ExpertsId> {
+        self.0.experts_at.get(path).copied()
+    }
+
+    /// The linear slices with their entries and cuts, for the layer of a fused module.
+    pub(crate) fn fused(&self, id: LinearId) -> impl Iterator<Item = (usize, Cut, Cut)> {
+        let site = &self[id];
+        site.slices.iter().enumerate().map(|(i, slice)| (site.first_entry + i, site.in_features, slice.out_features))
     }
 }

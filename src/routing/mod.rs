@@ -12,50 +12,9 @@ pub use top_k::TopK;
 #[cfg(feature = "cuda")]
 pub(crate) use top_k::Weighed;
 
-use std::fmt;
-
-use crate::error::{OperandError, SlotError};
-
-/// A token's adapter, or the base model: the row of the descriptor table that the adapter was loaded into.
-///
-/// The same bytes as the `i32` that kernels read.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(transparent)]
-#[doc(alias = "lora_int_id")]
-#[doc(alias = "weight_indices")]
-#[doc(alias = "buffer_id")]
-pub struct Slot(i32);
-
-impl Slot {
-    /// The base model: the token's rows are left as they are, bit for bit.
-    pub const BASE: Self = Self(-1);
-
-    /// The slot of that index.
-    pub const fn new(index: u16) -> Self {
-        Self(index as i32)
-    }
-
-    /// The slot's index, or `None` for the base model.
-    #[expect(clippy::cast_sign_loss, reason = "guarded by the comparison")]
-    pub const fn index(self) -> Option<usize> {
-        if self.0 < 0 { None } else { Some(self.0 as usize) }
-    }
-
-    /// The index in a table of `num_slots`.
-    pub(crate) fn index_below(self, num_slots: usize) -> Result<usize, SlotError> {
-        let index = self.index().filter(|&index| index < num_slots);
-        index.ok_or(SlotError::NoSuchSlot { slot: self, num_slots })
-    }
-}
-
-impl fmt::Display for Slot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.index() {
-            Some(index) => write!(f, "slot {index}"),
-            None => f.write_str("the base model's slot"),
-        }
-    }
-}
+#[doc(no_inline)]
+pub use crate::Slot;
+use crate::error::OperandError;
 
 /// The tokens of a batch grouped by slot, in the order of slots and, within one, of tokens. Base tokens are in no segment.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]

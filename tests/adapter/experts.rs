@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::{
-    adapters::{Parts, round, tensor},
+    common::adapters::{Parts, round, tensor},
     refused,
 };
 

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 use crate::{
     CONFIG,
-    adapters::{Lora, Parts, parts, safetensors_bytes, write, write_sharded, write_weights},
+    common::adapters::{Lora, Parts, parts, safetensors_bytes, write, write_sharded, write_weights},
     refused,
 };
 

@@ -6,7 +6,7 @@ use aril::{
     model::{Linear, ModelSpec, Parallel, TpRank},
 };
 
-use crate::{CONFIG, adapters::tensor, load, ones, refused};
+use crate::{CONFIG, common::adapters::tensor, load, ones, refused};
 
 const Q: &str = "model.layers.0.self_attn.q_proj";
 

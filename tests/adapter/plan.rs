@@ -15,7 +15,7 @@ use half::{bf16, f16};
 
 use crate::{
     CONFIG,
-    adapters::{Lora, parts, tensor},
+    common::adapters::{Lora, parts, tensor},
     load, load_paths, refused,
     toy::TOY,
 };

@@ -22,7 +22,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
-    adapters::tensor,
+    common::adapters::tensor,
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
     setup::{SLOTS, Setup, Spin, TOKENS, add_deltas},

@@ -1,6 +1,12 @@
-use super::{DeviceRegion, Parts, RoutedBatch, Stream, TopK, int};
+use super::{
+    abi::int,
+    memory::{Arrays, DeviceRegion, Stream},
+    routing::RoutedBatch,
+    top_k::TopK,
+};
 use crate::{
-    cuda::{Kernels, LaunchError, kernels::check},
+    cuda::{Kernels, kernels::check},
+    error::LaunchError,
     ffi,
     plan::{AlignCapacity, RouteCapacity},
 };
@@ -18,37 +24,28 @@ pub struct Alignment {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct AlignedRoutes {
     capacity: AlignCapacity,
-    memory: u64,
-    pub(in crate::cuda) layout: Layout,
+    routes: u64,
+    block_experts: u64,
+    block_slots: u64,
+    num_padded: u64,
+    places: u64,
+    exchange: u64,
 }
 
-/// Where things are in an alignment's memory, in bytes.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(in crate::cuda) struct Layout {
-    pub(in crate::cuda) routes: usize,
-    pub(in crate::cuda) block_experts: usize,
-    pub(in crate::cuda) block_slots: usize,
-    pub(in crate::cuda) num_padded: usize,
-    places: usize,
-    exchange: usize,
-    end: usize,
-}
-
-impl Layout {
-    fn new(capacity: AlignCapacity) -> Self {
-        let mut parts = Parts(0);
-        let mut part = |bytes| parts.push(bytes);
-        let counts = capacity.routes.num_experts.next_multiple_of(2) * 2 * size_of::<i32>();
-        Self {
-            routes: part(capacity.max_padded() * size_of::<i32>()),
-            block_experts: part(capacity.max_blocks() * size_of::<i32>()),
-            block_slots: part(capacity.max_blocks() * size_of::<i32>()),
-            num_padded: part(size_of::<i32>()),
-            places: part(capacity.routes.max_routes() * size_of::<i32>()),
-            exchange: part(ffi::ARIL_EXCHANGE_HEADER as usize + counts),
-            end: parts.0,
-        }
-    }
+/// As many as there is room for, in the memory at `start`, and the bytes of their arrays.
+fn lay_out(capacity: AlignCapacity, start: u64) -> (AlignedRoutes, usize) {
+    let mut arrays = Arrays::at(start);
+    let counts = capacity.routes.num_experts.next_multiple_of(2) * ffi::ARIL_PAIR_BYTES as usize;
+    let routes = AlignedRoutes {
+        capacity,
+        routes: arrays.push::<i32>(capacity.max_padded()),
+        block_experts: arrays.push::<i32>(capacity.max_blocks()),
+        block_slots: arrays.push::<i32>(capacity.max_blocks()),
+        num_padded: arrays.push::<i32>(1),
+        places: arrays.push::<i32>(capacity.routes.max_routes()),
+        exchange: arrays.push::<u8>(ffi::ARIL_EXCHANGE_HEADER as usize + counts),
+    };
+    (routes, arrays.bytes())
 }
 
 impl Alignment {
@@ -57,7 +54,7 @@ impl Alignment {
     /// # Errors
     /// If the capacity is past the kernels' limits.
     pub fn device_bytes(capacity: AlignCapacity) -> Result<usize, LaunchError> {
-        Ok(Layout::new(capacity.checked()?).end)
+        Ok(lay_out(capacity.checked()?, 0).1)
     }
 
     /// Takes `memory`, aligned to 256 bytes.
@@ -70,9 +67,8 @@ impl Alignment {
     /// - **Liveness.** That memory stays mapped for as long as this or any routes of it are used, and until the work has run.
     /// - **Aliasing.** Nobody else writes it.
     pub unsafe fn new(kernels: &Kernels, capacity: AlignCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
-        let layout = Layout::new(capacity.checked()?);
-        memory.check_parts("the alignment's memory", layout.end)?;
-        let most = AlignedRoutes { capacity, memory: memory.ptr, layout };
+        let (most, bytes) = lay_out(capacity.checked()?, memory.ptr);
+        memory.check_room("the alignment's memory", bytes)?;
         Ok(Self { kernels: kernels.clone(), most })
     }
 
@@ -109,8 +105,8 @@ impl Alignment {
             block_experts: aligned.block_experts() as *mut i32,
             block_slots: aligned.block_slots() as *mut i32,
             num_padded: aligned.num_padded() as *mut i32,
-            places: aligned.at(aligned.layout.places) as *mut i32,
-            exchange: aligned.at(aligned.layout.exchange) as *mut std::ffi::c_void,
+            places: aligned.places as *mut i32,
+            exchange: aligned.exchange as *mut std::ffi::c_void,
         };
         // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
         check(unsafe { ffi::aril_align(&args, stream.as_raw()) })?;
@@ -123,24 +119,24 @@ impl AlignedRoutes {
     /// [`num_padded`](Self::num_padded) says. Padding is the number of all routes, `tokens * top_k`.
     #[doc(alias = "sorted_token_ids")]
     pub const fn routes(&self) -> u64 {
-        self.at(self.layout.routes)
+        self.routes
     }
 
     /// The address of each block's `slot * num_experts + expert`, `i32 [max_blocks]`; -1 behind the last.
     #[doc(alias = "expert_ids")]
     pub const fn block_experts(&self) -> u64 {
-        self.at(self.layout.block_experts)
+        self.block_experts
     }
 
     /// The address of each block's slot, `i32 [max_blocks]`; -1 behind the last.
     pub const fn block_slots(&self) -> u64 {
-        self.at(self.layout.block_slots)
+        self.block_slots
     }
 
     /// The address of the number of routes of all blocks, padding among them: one `i32`.
     #[doc(alias = "num_tokens_post_padded")]
     pub const fn num_padded(&self) -> u64 {
-        self.at(self.layout.num_padded)
+        self.num_padded
     }
 
     /// The most blocks that the step can have: what a GEMM's grid is to be for.
@@ -151,9 +147,5 @@ impl AlignedRoutes {
     /// The most routes of these.
     pub fn max_padded(&self) -> usize {
         self.capacity.max_padded()
-    }
-
-    const fn at(&self, offset: usize) -> u64 {
-        self.memory + offset as u64
     }
 }

@@ -1,7 +1,13 @@
-use super::{MatrixMut, Step, Stream, dtype_code, int};
+use super::{
+    abi::{dtype_code, int},
+    matrix::MatrixMut,
+    memory::Stream,
+    step::Step,
+};
 use crate::{
     DType,
-    cuda::{Kernels, LaunchError, kernels::check},
+    cuda::{Kernels, kernels::check},
+    error::LaunchError,
     ffi,
     model::{EmbeddingId, EmbeddingSite, Model, ModelId},
     plan::{self, Capacity, PlanError},

@@ -1,240 +1,19 @@
-use super::{DeviceRegion, MatrixMut, MatrixRef, Parts, RawMatrix, RoutedBatch, Step, Stream, dtype_code, int, within};
+use super::{
+    abi::{dtype_code, int},
+    grouping::GroupedRoutes,
+    matrix::{MatrixMut, MatrixRef, RawMatrix},
+    memory::Stream,
+    step::Step,
+};
 use crate::{
     DType,
-    cuda::{Kernels, LaunchError, kernels::check},
-    error::OperandError,
+    cuda::{Kernels, kernels::check},
+    error::{LaunchError, OperandError},
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ModelId, ProjectionSite},
-    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, RouteCapacity},
+    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError},
     routing::Weighed,
 };
-
-/// What each group of routes says in the exchange of `aril_groups`.
-const GROUP_EXCHANGE_BYTES: usize = 32;
-
-/// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
-/// what a route is.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TopK {
-    pub(in crate::cuda) ids: u64,
-    pub(in crate::cuda) weights: u64,
-    pub(in crate::cuda) rows: u64,
-    pub(in crate::cuda) top_k: usize,
-    pub(in crate::cuda) weighed: Weighed,
-    pub(in crate::cuda) factor: f32,
-}
-
-impl TopK {
-    /// The address of local expert ids, `i32 [tokens, top_k]`. -1 and whatever else is no local id is not here.
-    pub const fn new(ids: u64, top_k: usize) -> Self {
-        Self { ids, weights: 0, rows: 0, top_k, weighed: Weighed::Combine, factor: 1.0 }
-    }
-
-    /// The address of the router's weights, `f32 [tokens, top_k]`: 1 without them.
-    #[must_use]
-    pub const fn weights(self, weights: u64) -> Self {
-        Self { weights, ..self }
-    }
-
-    /// The address of each route's row in the `[routes, ..]` matrices, `i32 [tokens, top_k]`. Without it, a route has the row of its
-    /// number. Below 0 or from the number of routes on, the route has no row, and is not here.
-    #[must_use]
-    #[doc(alias = "row_of_route")]
-    pub const fn rows(self, rows: u64) -> Self {
-        Self { rows, ..self }
-    }
-
-    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them, and the combine
-    /// does without.
-    #[must_use]
-    pub const fn on_input(self) -> Self {
-        Self { weighed: Weighed::Input, ..self }
-    }
-
-    /// The router's weights are applied to the rows of down: the deltas of down are multiplied by them.
-    #[must_use]
-    pub const fn on_rows(self) -> Self {
-        Self { weighed: Weighed::Rows, ..self }
-    }
-
-    /// What kernels take of it, within the bounds.
-    pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
-        let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
-        within("the batch's tokens", batch.num_tokens, max_tokens)?;
-        within("the routes of a token", self.top_k, max_top_k)?;
-        if self.top_k == 0 {
-            return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
-        }
-        Ok(ffi::aril_top_k {
-            ids: self.ids as *const i32,
-            weights: self.weights as *const f32,
-            rows: self.rows as *const i32,
-            top_k: int(self.top_k)?,
-            num_experts: int(num_experts)?,
-        })
-    }
-
-    /// Multiplies what every route weighs in the combine, where a model has a factor for its routed experts.
-    #[must_use]
-    pub const fn scaled(self, factor: f32) -> Self {
-        Self { factor, ..self }
-    }
-}
-
-/// A layer's routes grouped by expert and slot, in the engine's device memory. Any number of layers may share one, one after the
-/// other.
-#[derive(Debug)]
-pub struct Grouping {
-    kernels: Kernels,
-    capacity: RouteCapacity,
-    groups: ffi::aril_groups,
-}
-
-// SAFETY: device addresses, which are data.
-unsafe impl Send for Grouping {}
-// SAFETY: as above.
-unsafe impl Sync for Grouping {}
-
-/// Where things are in a grouping's memory, in bytes.
-struct Layout {
-    routes: usize,
-    tiles: usize,
-    num_tiles: usize,
-    wide_tiles: usize,
-    num_wide_tiles: usize,
-    exchange: usize,
-    end: usize,
-}
-
-impl Layout {
-    fn new(capacity: RouteCapacity) -> Self {
-        let mut parts = Parts(0);
-        let mut part = |count: usize, bytes: usize| parts.push(count * bytes);
-        let (max_routes, groups) = (capacity.max_routes(), capacity.num_experts + 2);
-        Self {
-            routes: part(max_routes, size_of::<ffi::aril_route_entry>()),
-            tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
-            num_tiles: part(2, size_of::<i32>()),
-            wide_tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
-            num_wide_tiles: part(2, size_of::<i32>()),
-            exchange: part(1, ffi::ARIL_EXCHANGE_HEADER as usize + groups * GROUP_EXCHANGE_BYTES),
-            end: parts.0,
-        }
-    }
-}
-
-impl Grouping {
-    /// The device memory that [`new`](Self::new) needs.
-    ///
-    /// # Errors
-    /// If the capacity is past the kernels' limits.
-    pub fn device_bytes(capacity: RouteCapacity) -> Result<usize, LaunchError> {
-        Ok(Layout::new(capacity.checked()?).end)
-    }
-
-    /// Takes `memory`, aligned to 256 bytes.
-    ///
-    /// # Errors
-    /// If the capacity is past the kernels' limits, or `memory` is too small or misaligned.
-    ///
-    /// # Safety
-    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent, all of it zero.
-    /// - **Liveness.** That memory stays mapped for as long as this or any routes of it are used, and until the work has run.
-    /// - **Aliasing.** Nobody else writes it.
-    pub unsafe fn new(kernels: &Kernels, capacity: RouteCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
-        let layout = Layout::new(capacity.checked()?);
-        memory.check_parts("the grouping's memory", layout.end)?;
-        let at = |offset: usize| memory.ptr + offset as u64;
-        let groups = ffi::aril_groups {
-            routes: at(layout.routes) as *mut ffi::aril_route_entry,
-            tiles: at(layout.tiles) as *mut ffi::aril_route_tile,
-            num_tiles: at(layout.num_tiles) as *mut i32,
-            wide_tiles: at(layout.wide_tiles) as *mut ffi::aril_route_tile,
-            num_wide_tiles: at(layout.num_wide_tiles) as *mut i32,
-            exchange: at(layout.exchange) as *mut std::ffi::c_void,
-        };
-        Ok(Self { kernels: kernels.clone(), capacity, groups })
-    }
-
-    /// Takes what a layer's router chose for the tokens of `batch`, and enqueues the grouping kernel if there are too many routes for
-    /// the operations to sort them by themselves.
-    ///
-    /// # Errors
-    /// `Capacity` if there are more tokens or experts for each than it was made for; then nothing was enqueued.
-    ///
-    /// # Safety
-    /// - **Validity.** `top_k` addresses a value for each route of the batch's tokens, and `stream` is a stream of the kernels'
-    ///   context.
-    /// - **Liveness.** They stay mapped until all operations on the routes have run.
-    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the routes.
-    pub unsafe fn group(
-        &mut self,
-        batch: RoutedBatch,
-        top_k: TopK,
-        stream: Stream,
-    ) -> Result<GroupedRoutes, LaunchError> {
-        self.kernels.check_thread()?;
-        let raw = top_k.expect(batch, self.capacity)?;
-        let args = ffi::aril_group_args {
-            num_tokens: int(batch.num_tokens)?,
-            top_k: raw,
-            routing: batch.routing,
-            groups: self.groups,
-        };
-        if batch.num_tokens > 0 {
-            // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
-            check(unsafe { ffi::aril_group(&args, stream.as_raw()) })?;
-        }
-        // The fewest are sorted by every operation, the most have just been grouped.
-        let by_the_first = ffi::ARIL_FEWEST_ROUTES as usize + 1..=ffi::ARIL_FEW_ROUTES as usize;
-        let grouped = !by_the_first.contains(&(batch.num_tokens * top_k.top_k));
-        Ok(GroupedRoutes {
-            batch,
-            top_k: raw,
-            weighed: top_k.weighed,
-            factor: top_k.factor,
-            groups: self.groups,
-            grouped,
-        })
-    }
-}
-
-/// A layer's routes of a step.
-///
-/// The first operation on them may group them for the others, so each operation borrows them exclusively: host order is the order
-/// of the stream. All operations on the same routes are enqueued on one stream.
-#[derive(Debug)]
-pub struct GroupedRoutes {
-    batch: RoutedBatch,
-    top_k: ffi::aril_top_k,
-    weighed: Weighed,
-    factor: f32,
-    groups: ffi::aril_groups,
-    /// Whether they are grouped already, or are by the next operation on them.
-    grouped: bool,
-}
-
-// SAFETY: device addresses, which are data.
-unsafe impl Send for GroupedRoutes {}
-// SAFETY: as above.
-unsafe impl Sync for GroupedRoutes {}
-
-impl GroupedRoutes {
-    /// Whether they are of that batch's tokens.
-    pub(in crate::cuda) fn is_of(&self, batch: RoutedBatch) -> bool {
-        (self.batch.tokens(), self.batch.num_tokens) == (batch.tokens(), batch.num_tokens)
-    }
-
-    /// Tokens that the router chose for.
-    pub const fn num_tokens(&self) -> usize {
-        self.batch.num_tokens
-    }
-
-    /// Rows of the `[routes, ..]` matrices.
-    pub const fn num_routes(&self) -> usize {
-        self.batch.num_tokens * self.top_k.top_k.cast_unsigned() as usize
-    }
-}
 
 /// The adapters of one layer's experts: shapes checked, launches planned, workspace sized.
 #[derive(Clone, Debug)]
@@ -413,7 +192,7 @@ impl LoraExperts {
 
     operation! {
         /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
-        /// combine, and without its weights unless these are [on the rows](TopK::on_rows).
+        /// combine, and without its weights unless these are [on the rows](super::TopK::on_rows).
         ///
         /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`.
         ///
@@ -506,13 +285,15 @@ impl LoraExperts {
         let (out, out_stride) = out.unwrap_or((std::ptr::null_mut(), 0));
         let (activation, alpha, limit) = match form {
             Form::Activate { activation, .. } => {
-                self.site.check_activation(activation)?;
+                if !self.site.allows(activation) {
+                    return Err(OperandError::Activation { activation }.into());
+                }
                 activation_code(activation)
             }
             _ => (0, 0.0, 0.0),
         };
-        within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
-        within("the routes of a token", top_k, self.plan.top_k())?;
+        LaunchError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        LaunchError::within("the routes of a token", top_k, self.plan.top_k())?;
         if routes.top_k.num_experts != int(self.site.held().len())? {
             return Err(OperandError::Model.into());
         }

@@ -1,7 +1,13 @@
-use super::{MatrixMut, MatrixRef, Step, Stream, dtype_code, int, within};
+use super::{
+    abi::{dtype_code, int},
+    matrix::{MatrixMut, MatrixRef},
+    memory::Stream,
+    step::Step,
+};
 use crate::{
     DType,
-    cuda::{Kernels, LaunchError, kernels::check},
+    cuda::{Kernels, kernels::check},
+    error::LaunchError,
     ffi,
     model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
     plan::{Capacity, LinearPlan, PlanError},
@@ -135,7 +141,7 @@ impl LoraLinear {
             None => null,
         };
         workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
-        within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        LaunchError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
         let mut out_features = [0; MAX_SLICES];
         for (out, slice) in out_features.iter_mut().zip(self.site.slices()) {
             *out = int(slice.out_features())?;

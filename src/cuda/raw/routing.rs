@@ -1,9 +1,13 @@
 use cudarc::driver::sys;
 
-use super::{DeviceRegion, Parts, Stream, int, within};
+use super::{
+    abi::int,
+    memory::{Arrays, DeviceRegion, Stream},
+};
 use crate::{
     Slot,
-    cuda::{Kernels, LaunchError, kernels::check, pinned::Pinned},
+    cuda::{Kernels, kernels::check, pinned::Pinned},
+    error::LaunchError,
     ffi,
     plan::Capacity,
     routing::Batch,
@@ -28,41 +32,26 @@ unsafe impl Send for Routing {}
 // SAFETY: nothing changes behind a shared reference.
 unsafe impl Sync for Routing {}
 
-/// Where things are in a routing's memory, in bytes.
-struct Layout {
-    staged: usize,
-    tokens: usize,
-    scales: usize,
-    slots: usize,
-    num_tokens: usize,
-    indptr: usize,
-    tiles: usize,
-    num_tiles: usize,
-    wide_tiles: usize,
-    num_wide_tiles: usize,
-    end: usize,
+/// The arrays of a routing in the memory at `start`: the staged batch and the grouping; and their bytes.
+fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
+    let Capacity { max_tokens, num_slots, .. } = capacity;
+    let mut arrays = Arrays::at(start);
+    let staged = arrays.push::<u8>(staging_bytes(capacity));
+    let routing = ffi::aril_routing {
+        tokens: arrays.push::<i32>(max_tokens) as *mut _,
+        scales: arrays.push::<f32>(max_tokens) as *mut _,
+        slots: arrays.push::<i32>(max_tokens) as *mut _,
+        num_tokens: arrays.push::<i32>(1) as *mut _,
+        indptr: arrays.push::<i32>(num_slots + 1) as *mut _,
+        tiles: tiles(&mut arrays, capacity.max_small_tiles(max_tokens)),
+        wide_tiles: tiles(&mut arrays, capacity.max_wide_tiles(max_tokens)),
+    };
+    (staged, routing, arrays.bytes())
 }
 
-impl Layout {
-    fn new(capacity: Capacity) -> Self {
-        let mut parts = Parts(0);
-        let mut part = |bytes| parts.push(bytes);
-        let Capacity { max_tokens, num_slots, .. } = capacity;
-        let [tiles, wide_tiles] = capacity.all_tiles();
-        Self {
-            staged: part(staging_bytes(capacity)),
-            tokens: part(max_tokens * size_of::<i32>()),
-            scales: part(max_tokens * size_of::<f32>()),
-            slots: part(max_tokens * size_of::<i32>()),
-            num_tokens: part(size_of::<i32>()),
-            indptr: part((num_slots + 1) * size_of::<i32>()),
-            tiles: part(tiles * size_of::<ffi::aril_tile>()),
-            num_tiles: part(size_of::<i32>()),
-            wide_tiles: part(wide_tiles * size_of::<ffi::aril_tile>()),
-            num_wide_tiles: part(size_of::<i32>()),
-            end: parts.0,
-        }
-    }
+fn tiles(arrays: &mut Arrays, max_tiles: usize) -> ffi::aril_tiles {
+    let all = arrays.push::<ffi::aril_tile>(max_tiles) as *mut _;
+    ffi::aril_tiles { all, count: arrays.push::<i32>(1) as *mut _ }
 }
 
 fn staging_bytes(capacity: Capacity) -> usize {
@@ -75,7 +64,7 @@ impl Routing {
     /// # Errors
     /// If the capacity is past the kernels' limits.
     pub fn device_bytes(capacity: Capacity) -> Result<usize, LaunchError> {
-        Ok(Layout::new(capacity.checked()?).end)
+        Ok(lay_out(capacity.checked()?, 0).2)
     }
 
     /// Takes `memory`, aligned to 256 bytes, and allocates `steps_in_flight` pinned host buffers: as many steps as the host may
@@ -95,23 +84,12 @@ impl Routing {
         memory: DeviceRegion,
     ) -> Result<Self, LaunchError> {
         kernels.check_thread()?;
-        let layout = Layout::new(capacity.checked()?);
-        memory.check_parts("the routing's memory", layout.end)?;
-        let at = |offset: usize| memory.ptr + offset as u64;
-        let tiles = |all, count| ffi::aril_tiles { all: at(all) as *mut ffi::aril_tile, count: at(count) as *mut i32 };
-        let routing = ffi::aril_routing {
-            tokens: at(layout.tokens) as *mut i32,
-            scales: at(layout.scales) as *mut f32,
-            slots: at(layout.slots) as *mut i32,
-            num_tokens: at(layout.num_tokens) as *mut i32,
-            indptr: at(layout.indptr) as *mut i32,
-            tiles: tiles(layout.tiles, layout.num_tiles),
-            wide_tiles: tiles(layout.wide_tiles, layout.num_wide_tiles),
-        };
+        let (staged, routing, bytes) = lay_out(capacity.checked()?, memory.ptr);
+        memory.check_room("the routing's memory", bytes)?;
         let staging = (0..steps_in_flight.max(1))
             .map(|_| Pinned::new(staging_bytes(capacity), sys::CU_MEMHOSTALLOC_WRITECOMBINED));
         let staging = staging.collect::<Result<_, _>>()?;
-        Ok(Self { kernels: kernels.clone(), capacity, staged: at(layout.staged), routing, staging, next: 0 })
+        Ok(Self { kernels: kernels.clone(), capacity, staged, routing, staging, next: 0 })
     }
 
     /// Enqueues one host-to-device copy and the grouping kernel.
@@ -194,7 +172,7 @@ impl Routing {
     /// # Errors
     /// `Capacity` if it is too large.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<RoutedBatch, LaunchError> {
-        within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
+        LaunchError::within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
         let max_tiles = self.capacity.max_tiles(num_tokens);
         let max_small_tiles = self.capacity.max_small_tiles(num_tokens);
         Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles, max_small_tiles })

@@ -1,6 +1,7 @@
 use cudarc::driver::{DriverError, sys};
 
-use crate::{error::OperandError, plan::PlanError};
+use super::OperandError;
+use crate::plan::PlanError;
 
 /// Why nothing was enqueued or allocated.
 #[derive(Debug, thiserror::Error)]
@@ -83,6 +84,11 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
+    /// Refuses more than there is room for.
+    pub(crate) fn within(what: &'static str, got: usize, max: usize) -> Result<(), Self> {
+        if got > max { Err(Self::Capacity { what, got, max }) } else { Ok(()) }
+    }
+
     /// Whether device memory, or memory that the driver needs for the device, has run out.
     pub fn is_out_of_memory(&self) -> bool {
         /// `cudaErrorMemoryAllocation`

@@ -1,0 +1,13 @@
+//! The errors of operations and of weight tables, which both backends share. [`AdapterError`](crate::adapter::AdapterError),
+//! [`PlanError`](crate::plan::PlanError) and [`SpecError`](crate::model::SpecError) are beside what returns them.
+
+#[cfg(feature = "cuda")]
+mod launch;
+mod load;
+mod operand;
+mod slot;
+
+#[cfg(feature = "cuda")]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+pub use self::launch::LaunchError;
+pub use self::{load::LoadError, operand::OperandError, slot::SlotError};

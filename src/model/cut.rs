@@ -1,0 +1,77 @@
+//! How a rank's part of a dimension is cut.
+
+use std::ops::Range;
+
+use super::error::SpecError;
+
+/// This process's place in the tensor-parallel group.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct TpRank {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+}
+
+impl TpRank {
+    /// The whole model on one device.
+    pub const SINGLE: Self = Self { rank: 0, size: 1 };
+
+    /// Rank `rank` of `size`.
+    ///
+    /// # Errors
+    /// If `rank` is not below `size`.
+    pub fn new(rank: usize, size: usize) -> Result<Self, SpecError> {
+        if rank < size { Ok(Self { rank, size }) } else { Err(SpecError::TpRank { rank, size }) }
+    }
+
+    /// This process's rank, from 0.
+    pub const fn rank(self) -> usize {
+        self.rank
+    }
+
+    /// Ranks of the group.
+    pub const fn size(self) -> usize {
+        self.size
+    }
+}
+
+/// A contiguous range of a dimension that was `whole` long before it was cut for this rank.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Cut {
+    pub(crate) whole: usize,
+    pub(crate) start: usize,
+    pub(crate) len: usize,
+}
+
+impl Cut {
+    pub(super) fn all(whole: usize) -> Self {
+        Self { whole, start: 0, len: whole }
+    }
+
+    fn shard(whole: usize, index: usize, shards: usize) -> Self {
+        let len = whole / shards;
+        Self { whole, start: index * len, len }
+    }
+
+    pub(crate) fn range(self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+}
+
+/// Refuses a size that no layer has.
+pub(super) fn check_size(path: &str, features: usize) -> Result<(), SpecError> {
+    if features == 0 || i32::try_from(features).is_err() {
+        return Err(SpecError::Features { path: path.to_owned(), features });
+    }
+    Ok(())
+}
+
+/// Cuts a dimension in `shards` parts and takes this rank's, neighbouring ranks sharing a part if there are more ranks.
+pub(super) fn cut(TpRank { rank, size }: TpRank, path: &str, whole: usize, shards: usize) -> Result<Cut, SpecError> {
+    if shards == 1 {
+        return Ok(Cut::all(whole));
+    }
+    if shards == 0 || !whole.is_multiple_of(shards) || !size.is_multiple_of(shards) {
+        return Err(SpecError::Uneven { path: path.to_owned(), features: whole, shards, size });
+    }
+    Ok(Cut::shard(whole, rank / (size / shards), shards))
+}
