@@ -42,7 +42,7 @@ extern "C" {
 #define ARIL_FEWEST_ROUTES 64    // that every block of an operation sorts for itself
 #define ARIL_FEW_ROUTES 1024     // that the first operation on them sorts
 #define ARIL_STAGED_RANK 128     // up to which B is brought to shared memory
-#define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see kernels/tile.cuh
+#define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see device/descriptor.cuh
 #define ARIL_LANES_PER_GROUP 4   // lanes that are summed up before anything is added to them
 #define ARIL_GROUPS_PER_SPAN 4   // groups likewise
 #define ARIL_CORE 8              // rows and columns of a core of a factor, and

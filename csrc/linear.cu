@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "common/launch.cuh"
-#include "kernels/deep.cuh"
-#include "kernels/embedding.cuh"
-#include "kernels/f32.cuh"
-#include "kernels/few.cuh"
-#include "kernels/wide.cuh"
+#include "host/launch.cuh"
+#include "linear/embedding.cuh"
+#include "linear/f32.cuh"
+#include "linear/high_rank.cuh"
+#include "linear/large_m.cuh"
+#include "linear/small_m.cuh"
 
 namespace aril {
 namespace {

@@ -1,4 +1,4 @@
-//! What blocks of a launch hand over to each other (csrc/kernels/exchange.cuh): tags that come again, and an exchange that is used
+//! What blocks of a launch hand over to each other (csrc/device/mailbox.cuh): tags that come again, and an exchange that is used
 //! by two launches at once.
 
 use aril::{

@@ -9,20 +9,20 @@
 // waits in registers.
 #pragma once
 
-#include "../common/async.cuh"
-#include "../common/launch.cuh"
-#include "../common/mma.cuh"
-#include "../common/pdl.cuh"
-#include "../common/vec.cuh"
-#include "../common/wgmma.cuh"
-#include "few.cuh"
-#include "product.cuh"
-#include "tile.cuh"
+#include "../device/descriptor.cuh"
+#include "../device/product.cuh"
+#include "../device/vec.cuh"
+#include "../host/launch.cuh"
+#include "../ptx/async.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/pdl.cuh"
+#include "../ptx/wgmma.cuh"
+#include "small_m.cuh"
 
 namespace aril::detail {
 
 constexpr int kWarpgroupThreads = 128;  // of a warpgroup, which has a tile of tokens
-constexpr int kStageFeatures = 64;  // a chain
+constexpr int kStageFeatures = 64;      // a chain
 constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;
 constexpr int kColumnBytes = ARIL_RANK_TILE * kStageFeatures * 2;
 constexpr int kStages = 4;
@@ -97,8 +97,8 @@ struct Sums {
 };
 
 template <int kColumns>
-constexpr int shrink_threads = kColumns == kMaxColumns ? kMaxWarpgroups* kWarpgroupThreads
-                                                       : kWarpgroupThreads;
+constexpr int shrink_threads =
+    kColumns == kMaxColumns ? kMaxWarpgroups * kWarpgroupThreads : kWarpgroupThreads;
 template <int kColumns>
 constexpr int shrink_blocks = kColumns == kMaxColumns ? 1 : 4;
 
@@ -185,8 +185,8 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
   const T* rows[kMostRows];
 #pragma unroll
   for (int i = 0; i < kMostRows; ++i) {
-    rows[i] = x_rows[i] < 0 ? nullptr
-                            : x + x_rows[i] * x_stride + first_feature + vec * Vec<T>::kSize;
+    rows[i] =
+        x_rows[i] < 0 ? nullptr : x + x_rows[i] * x_stride + first_feature + vec * Vec<T>::kSize;
   }
   const auto fetch_input = [&](int stage) {
     // Rows that a thread copies are a multiple of 8 apart.
@@ -294,8 +294,8 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
                            p.planes + blockIdx.y * planes.plane_stride, planes, stages_shared);
 }
 
-constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;        // of a stage of expand
-constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;  // two rows touch every bank once
+constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;                   // of a stage of expand
+constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;             // two rows touch every bank once
 constexpr int kTermBytes = ARIL_WIDE_TILE * kRanksPerStep * 2;  // of v in a step
 constexpr int kMaxExpandStages = 4;
 #if __CUDA_ARCH__ >= 900
@@ -409,8 +409,8 @@ class ExpandArrivals {
   uint32_t phases_ = 0;
 };
 
-// As few_expand, for tiles of 64 rows, of which those from `count` on are -1: y goes through shared memory, in chunks of 128 outputs, as
-// many of which are on their way as fit in `ring_bytes`.
+// As few_expand, for tiles of 64 rows, of which those from `count` on are -1: y goes through shared
+// memory, in chunks of 128 outputs, as many of which are on their way as fit in `ring_bytes`.
 template <typename T, typename V>
 __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[ARIL_WIDE_TILE],
                                             const aril_descriptor& module, const BlockOuts<T>& outs,
@@ -544,8 +544,7 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
 
 template <typename T>
 __global__ void __launch_bounds__(kExpandThreads, kWideExpandBlocks<T>)
-    expand_wide_kernel(const __grid_constant__ aril_linear_args p, int out_blocks,
-                       int ring_bytes) {
+    expand_wide_kernel(const __grid_constant__ aril_linear_args p, int out_blocks, int ring_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   __shared__ Arrival arrivals_shared[kMaxExpandStages];
   __shared__ ExpandRow rows[ARIL_WIDE_TILE];

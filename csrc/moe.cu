@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "common/launch.cuh"
-#include "kernels/activate.cuh"
-#include "kernels/align.cuh"
-#include "kernels/combine.cuh"
-#include "kernels/experts.cuh"
-#include "kernels/experts_f32.cuh"
-#include "kernels/experts_wide.cuh"
-#include "kernels/group.cuh"
+#include "host/launch.cuh"
+#include "moe/activate.cuh"
+#include "moe/combine.cuh"
+#include "moe/expand.cuh"
+#include "moe/f32.cuh"
+#include "moe/group/align.cuh"
+#include "moe/group/grid.cuh"
+#include "moe/large_m.cuh"
 
 namespace aril {
 namespace {

@@ -34,7 +34,7 @@
 #endif
 
 #include "../aril.h"
-#include "../common/pdl.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace aril::detail {
 

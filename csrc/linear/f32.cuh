@@ -7,9 +7,9 @@
 // tile.cuh, and the features of a lane are added one after the other.
 #pragma once
 
-#include "../common/pdl.cuh"
+#include "../device/descriptor.cuh"
+#include "../ptx/pdl.cuh"
 #include "embedding.cuh"
-#include "tile.cuh"
 
 namespace aril::detail {
 

@@ -17,13 +17,13 @@
 
 #include <type_traits>
 
-#include "../common/launch.cuh"
-#include "../common/mma.cuh"
-#include "../common/pdl.cuh"
-#include "few.cuh"
-#include "product.cuh"
+#include "../device/descriptor.cuh"
+#include "../device/product.cuh"
+#include "../host/launch.cuh"
+#include "../linear/small_m.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/pdl.cuh"
 #include "route_tiles.cuh"
-#include "tile.cuh"
 
 namespace aril::detail {
 

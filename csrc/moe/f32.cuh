@@ -6,10 +6,10 @@
 // output.
 #pragma once
 
-#include "../common/pdl.cuh"
+#include "../device/descriptor.cuh"
+#include "../ptx/pdl.cuh"
 #include "activate.cuh"
-#include "experts.cuh"
-#include "tile.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 

@@ -4,12 +4,12 @@
 // experts where these share a factor, and what a lane needs of one.
 #pragma once
 
-#include "../common/pdl.cuh"
-#include "few.cuh"
-#include "group.cuh"
-#include "own_tiles.cuh"
-#include "sort.cuh"
-#include "tile.cuh"
+#include "../device/descriptor.cuh"
+#include "../linear/small_m.cuh"
+#include "../ptx/pdl.cuh"
+#include "group/grid.cuh"
+#include "group/local.cuh"
+#include "group/one_block.cuh"
 
 namespace aril::detail {
 

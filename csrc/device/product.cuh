@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
-#include "../common/mma.cuh"
-#include "../common/vec.cuh"
-#include "tile.cuh"
+#include "../ptx/mma.cuh"
+#include "descriptor.cuh"
+#include "vec.cuh"
 
 namespace aril::detail {
 

@@ -12,9 +12,9 @@
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "exchange.cuh"
-#include "tile.cuh"
+#include "../../device/descriptor.cuh"
+#include "../../device/mailbox.cuh"
+#include "../../ptx/pdl.cuh"
 
 namespace aril::detail {
 

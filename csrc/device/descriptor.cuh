@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../aril.h"
-#include "../common/pdl.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace aril::detail {
 

@@ -12,13 +12,13 @@
 // grid, and wait for nobody.
 #pragma once
 
-#include "../common/async.cuh"
-#include "../common/mma.cuh"
-#include "../common/pdl.cuh"
-#include "../common/vec.cuh"
-#include "exchange.cuh"
-#include "product.cuh"
-#include "tile.cuh"
+#include "../device/descriptor.cuh"
+#include "../device/mailbox.cuh"
+#include "../device/product.cuh"
+#include "../device/vec.cuh"
+#include "../ptx/async.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace aril::detail {
 

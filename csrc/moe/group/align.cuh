@@ -15,10 +15,10 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "exchange.cuh"
-#include "group.cuh"
-#include "tile.cuh"
+#include "../../device/descriptor.cuh"
+#include "../../device/mailbox.cuh"
+#include "../../ptx/pdl.cuh"
+#include "grid.cuh"
 
 namespace aril::detail {
 

@@ -10,7 +10,7 @@
 // summed up instead. Both are a matter of the token's own routes and adapter.
 #pragma once
 
-#include "experts.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 

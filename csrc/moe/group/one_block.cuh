@@ -9,9 +9,9 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "group.cuh"
-#include "tile.cuh"
+#include "../../device/descriptor.cuh"
+#include "../../ptx/pdl.cuh"
+#include "grid.cuh"
 
 namespace aril::detail {
 

@@ -8,7 +8,7 @@
 // feature. Routes of the base have all but the deltas.
 #pragma once
 
-#include "experts.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 

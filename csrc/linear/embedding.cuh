@@ -5,9 +5,9 @@
 // Grid (tiles x blocks of outputs).
 #pragma once
 
-#include "deep.cuh"
-#include "few.cuh"
-#include "wide.cuh"
+#include "high_rank.cuh"
+#include "large_m.cuh"
+#include "small_m.cuh"
 
 namespace aril::detail {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "common/launch.cuh"
-#include "kernels/order.cuh"
+#include "device/block_order.cuh"
+#include "host/launch.cuh"
 
 namespace aril {
 

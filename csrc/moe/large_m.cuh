@@ -9,10 +9,10 @@
 // what there could be. Nothing is fetched before the wait, as in experts.cuh.
 #pragma once
 
-#include "../common/pdl.cuh"
-#include "experts.cuh"
-#include "tile.cuh"
-#include "wide.cuh"
+#include "../device/descriptor.cuh"
+#include "../linear/large_m.cuh"
+#include "../ptx/pdl.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 

@@ -4,7 +4,7 @@
 // tile after the other, as with few tokens.
 #pragma once
 
-#include "few.cuh"
+#include "small_m.cuh"
 
 namespace aril::detail {
 
