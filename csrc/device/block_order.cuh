@@ -27,7 +27,7 @@ __device__ uint32_t begun[kMostOrderBlocks];
 __device__ uint32_t out_of_order;
 
 // Grid: up to kMostOrderBlocks. `launch` is larger than that of any launch before.
-__global__ void __launch_bounds__(kOrderThreads) order_kernel(uint32_t launch) {
+__global__ void __launch_bounds__(kOrderThreads) block_order_kernel(uint32_t launch) {
   constexpr int kPolls = 1 << 20;  // about a second
   if (threadIdx.x == 0) atomicMax(&begun[blockIdx.x], launch);
   for (unsigned block = threadIdx.x; block < blockIdx.x; block += kOrderThreads) {

@@ -9,30 +9,31 @@
 namespace aril::detail {
 
 template <typename T, typename Args, typename V>
-__device__ __forceinline__ void deep_expand(const Tile& tile, const aril_descriptor& module,
-                                            const BlockOuts<T>& outs, const Args& p,
-                                            unsigned char* shared, const V& v) {
+__device__ __forceinline__ void high_rank_expand(const TokenTile& tile,
+                                                 const aril_descriptor& module,
+                                                 const BlockOuts<T>& outs, const Args& p,
+                                                 unsigned char* shared, const V& v) {
   for (int first = 0; first < tile.count; first += ARIL_TOKENS_PER_TILE) {
     if (first > 0) __syncthreads();
-    Tile part = tile;
+    TokenTile part = tile;
     part.tokens += first;
     part.count = min(tile.count - first, ARIL_TOKENS_PER_TILE);
-    few_expand<T, false>(part.count, part.expand_rows(module, p), module, outs, shared,
-                         [&] { return v; });
+    small_m_expand<T, false>(part.count, part.expand_rows(module, p), module, outs, shared,
+                             [&] { return v; });
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kFewThreads, 2)
-    expand_deep_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
+__global__ void __launch_bounds__(kSmallMThreads, 2)
+    high_rank_expand_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
   extern __shared__ __align__(128) unsigned char shared[];
-  let_dependents_begin();
-  const Tile tile(p, blockIdx.x / out_blocks);
+  launch_dependents();
+  const TokenTile tile(p, blockIdx.x / out_blocks);
   int slice;
   const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
-  deep_expand<T>(tile, module, outs, p, shared, PlaneSums(p, slice));
+  high_rank_expand<T>(tile, module, outs, p, shared, PartialSums(p, slice));
 }
 
 }  // namespace aril::detail

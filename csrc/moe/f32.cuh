@@ -89,7 +89,7 @@ __device__ __forceinline__ int column_f32(const aril_experts_args& p, int slice,
 __global__ void __launch_bounds__(kF32Threads, 2)
     experts_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[ARIL_MAX_RANK];
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
   const bool overwrites = p.form == ARIL_WRITE;
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
 __global__ void __launch_bounds__(kF32Threads, 2)
     activate_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[2][ARIL_MAX_RANK];
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k;
   for (int route = blockIdx.x; route < num_routes; route += gridDim.x) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
 __global__ void __launch_bounds__(kF32Threads, 2)
     combine_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[ARIL_MAX_RANK];
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
   const bool combines = p.form == ARIL_COMBINE;
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);

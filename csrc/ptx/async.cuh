@@ -33,7 +33,7 @@ __device__ __forceinline__ void wait_for_copies() {
 // Where bulk copies arrive, in shared memory. A phase ends when all that was expected has come and
 // `senders` threads have said what to expect. Without bulk copies (before sm_90), whoever brings
 // something waits for it himself, and all meet before anyone reads it.
-struct Arrival {
+struct TransactionBarrier {
   uint64_t barrier;
 
   // By one thread, before anything else.
@@ -83,7 +83,7 @@ struct Arrival {
 
 // Makes what this thread wrote to shared memory, or what it waited for, visible to products and
 // bulk copies. Before the threads meet.
-__device__ __forceinline__ void publish_shared() {
+__device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -91,7 +91,7 @@ __device__ __forceinline__ void publish_shared() {
 
 // Starts a copy from shared memory, of which `publish_shared` was called; `bytes` is a multiple
 // of 16.
-__device__ __forceinline__ void copy_back(void* global, const void* shared, uint32_t bytes) {
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
@@ -101,14 +101,14 @@ __device__ __forceinline__ void copy_back(void* global, const void* shared, uint
 }
 
 // Waits until this thread's copies back have read shared memory.
-__device__ __forceinline__ void wait_for_reads_of_copies_back() {
+__device__ __forceinline__ void wait_for_bulk_store_reads() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
 
 // Waits until they are done.
-__device__ __forceinline__ void wait_for_copies_back() {
+__device__ __forceinline__ void wait_for_bulk_stores() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
@@ -116,13 +116,14 @@ __device__ __forceinline__ void wait_for_copies_back() {
 
 // Brings weights to shared memory: by one thread where there are bulk copies, by all `threads`,
 // of which this is number `thread`, elsewhere.
-__device__ __forceinline__ void bring(Arrival& arrival, void* shared, const void* global,
-                                      uint32_t bytes, int thread, int threads) {
+__device__ __forceinline__ void bulk_load(TransactionBarrier& barrier, void* shared,
+                                          const void* global, uint32_t bytes, int thread,
+                                          int threads) {
 #if __CUDA_ARCH__ >= 900
   if (thread != 0) return;
-  arrival.init();
-  arrival.expect(bytes);
-  if (bytes > 0) arrival.copy(shared, global, bytes);
+  barrier.init();
+  barrier.expect(bytes);
+  if (bytes > 0) barrier.copy(shared, global, bytes);
 #else
   for (uint32_t at = thread * 16; at < bytes; at += threads * 16) {
     copy_async(static_cast<char*>(shared) + at, static_cast<const char*>(global) + at);

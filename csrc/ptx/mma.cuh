@@ -35,7 +35,7 @@ ARIL_MMA(__half, "f16")
 
 // Four cores, of whose 8 rows of 16 bytes lane i names the (i % 8)th of the (i / 8)th. Lane (g, q)
 // gets columns 2q, 2q + 1 of row g of each.
-__device__ __forceinline__ uint4 load_cores(const void* row) {
+__device__ __forceinline__ uint4 ldmatrix_x4(const void* row) {
   uint4 cores;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(cores.x), "=r"(cores.y), "=r"(cores.z), "=r"(cores.w)

@@ -27,7 +27,7 @@ __device__ __forceinline__ void wait_for_predecessors() {
 }
 
 // Lets the next kernel begin once every block has come here.
-__device__ __forceinline__ void let_dependents_begin() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif

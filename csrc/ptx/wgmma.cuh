@@ -15,23 +15,23 @@ namespace aril {
 #if __CUDA_ARCH_FEAT_SM90_ALL
 // An operand made of cores of 8 rows of 16 bytes: the bytes from a core to the one with the next
 // columns, and to the one with the next rows.
-__device__ __forceinline__ uint64_t cores_at(const void* shared, int to_columns, int to_rows) {
+__device__ __forceinline__ uint64_t core_operand(const void* shared, int to_columns, int to_rows) {
   return (shared_address(shared) & 0x3ffff) >> 4 | static_cast<uint64_t>(to_columns >> 4) << 16 |
          static_cast<uint64_t>(to_rows >> 4) << 32;
 }
 
 // An operand of rows of 128 bytes, whose 16 bytes i stand at i ^ (row % 8), eight rows after the
 // other; from one of the first 16 bytes of a row on.
-__device__ __forceinline__ uint64_t swizzled_rows_at(const void* shared) {
-  return cores_at(shared, 16, 1024) | uint64_t{1} << 62;
+__device__ __forceinline__ uint64_t swizzled_operand(const void* shared) {
+  return core_operand(shared, 16, 1024) | uint64_t{1} << 62;
 }
 
-__device__ __forceinline__ void begin_products() {
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
 template <int kColumns>
-__device__ __forceinline__ void hold(float (&sums)[kColumns][4]) {
+__device__ __forceinline__ void fence_operands(float (&sums)[kColumns][4]) {
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -39,18 +39,18 @@ __device__ __forceinline__ void hold(float (&sums)[kColumns][4]) {
   }
 }
 
-__device__ __forceinline__ void commit_products() {
+__device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
 // sums = rows cores, or += if `adds`; 8 * kColumns columns of sums.
 template <typename T, int kColumns>
-__device__ __forceinline__ void multiply_async(float (&sums)[kColumns][4], uint64_t rows,
-                                               uint64_t cores, bool adds);
+__device__ __forceinline__ void wgmma_k16(float (&sums)[kColumns][4], uint64_t rows, uint64_t cores,
+                                          bool adds);
 
 #define ARIL_COLUMN(c) "+f"(sums[c][0]), "+f"(sums[c][1]), "+f"(sums[c][2]), "+f"(sums[c][3])
 #define ARIL_SUMS_2 ARIL_COLUMN(0), ARIL_COLUMN(1)
@@ -59,15 +59,16 @@ __device__ __forceinline__ void multiply_async(float (&sums)[kColumns][4], uint6
 #define ARIL_NAMES_2 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define ARIL_NAMES_4 ARIL_NAMES_2 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define ARIL_NAMES_8 ARIL_NAMES_4 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define ARIL_WGMMA(type, name, columns, n, rows_at, cores_at, adds_at)                            \
-  template <>                                                                                     \
-  __device__ __forceinline__ void multiply_async<type, columns>(                                  \
-      float(&sums)[columns][4], uint64_t rows, uint64_t cores, bool adds) {                       \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_at                                \
-                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." name "." name             \
-                 " {" ARIL_NAMES_##columns "}, " rows_at ", " cores_at ", adds, 1, 1, 0, 0;\n}\n" \
-                 : ARIL_SUMS_##columns                                                            \
-                 : "l"(rows), "l"(cores), "r"(static_cast<int>(adds)));                           \
+#define ARIL_WGMMA(type, name, columns, n, rows_at, core_operand, adds_at)            \
+  template <>                                                                         \
+  __device__ __forceinline__ void wgmma_k16<type, columns>(                           \
+      float(&sums)[columns][4], uint64_t rows, uint64_t cores, bool adds) {           \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_at                    \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." name "." name \
+                 " {" ARIL_NAMES_##columns "}, " rows_at ", " core_operand            \
+                                           ", adds, 1, 1, 0, 0;\n}\n"                 \
+                 : ARIL_SUMS_##columns                                                \
+                 : "l"(rows), "l"(cores), "r"(static_cast<int>(adds)));               \
   }
 #define ARIL_WGMMAS(type, name)                        \
   ARIL_WGMMA(type, name, 2, "16", "%8", "%9", "%10")   \

@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   extern __shared__ int32_t next[];  // [num_slots] routes; then where the first one goes
   const int mine = blockIdx.x, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const unsigned lanes_before = (1u << lane) - 1;
-  if (thread == 0) tag = enter(p.exchange);
+  if (thread == 0) tag = begin_epoch(p.exchange);
 #pragma unroll 1
   for (int slot = thread; slot < p.num_slots; slot += kAlignThreads) next[slot] = 0;
   __syncthreads();
   wait_for_predecessors();
-  if (is_first_block()) clear_old_pairs(p.exchange, (int64_t{gridDim.x} + 1) / 2 * 2, tag);
+  if (is_first_block()) clear_stale_words(p.exchange, (int64_t{gridDim.x} + 1) / 2 * 2, tag);
   const int num_routes =
       mine < p.top_k.num_experts ? routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k : 0;
   int ids[kPerThread];
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     Scan(scan).ExclusiveSum(begin, begin, count);
     __syncthreads();
   }
-  uint64_t* const counts = tagged_planes(p.exchange);
+  uint64_t* const counts = tagged_words(p.exchange);
   if (thread == 0) store_tagged(counts + mine, __int_as_float(count), tag);
   const bool is_last = mine == static_cast<int>(gridDim.x) - 1;
   if (count == 0 && !is_last) return;
@@ -150,13 +150,13 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   int before = 0, all_before;
   if (2 * thread < mine) {
     const bool has_second = 2 * thread + 1 < mine;
-    TaggedSums sums;
-    Polls polls;
+    TaggedPair sums;
+    PollLimit polls;
     do {
       polls.count();
       sums = load_tagged(counts + 2 * thread);
     } while (sums.tag0 != tag || (has_second && sums.tag1 != tag));
-    before = __float_as_int(sums.sum0) + (has_second ? __float_as_int(sums.sum1) : 0);
+    before = __float_as_int(sums.value0) + (has_second ? __float_as_int(sums.value1) : 0);
   }
   Scan(scan).ExclusiveSum(before, before, all_before);
   begin += all_before;

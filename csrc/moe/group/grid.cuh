@@ -43,7 +43,7 @@ __device__ __forceinline__ int routed_tokens(const aril_routing& routing, int nu
   return min(*routing.num_tokens, num_tokens);
 }
 
-__host__ __device__ __forceinline__ bool are_few(int num_tokens, const aril_top_k& top_k) {
+__host__ __device__ __forceinline__ bool fit_one_block(int num_tokens, const aril_top_k& top_k) {
   return num_tokens * top_k.top_k <= ARIL_FEW_ROUTES;
 }
 
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   int* const of_slots = reinterpret_cast<int*>(listed + kPart);
   const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
   const bool has_slots = mine < num_experts;
-  if (threadIdx.x == 0) tag = enter(p.groups.exchange);
+  if (threadIdx.x == 0) tag = begin_epoch(p.groups.exchange);
   for (int slot = threadIdx.x; slot < ARIL_MAX_SLOTS; slot += kGroupThreads) of_slots[slot] = 0;
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
   wait_for_predecessors();
@@ -176,23 +176,23 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
   // Each group says what it has, and counts what the groups before it have, whose blocks have
   // begun.
-  uint64_t* const exchange = tagged_planes(p.groups.exchange);
-  if (is_first_block()) clear_old_pairs(p.groups.exchange, int64_t{4} * gridDim.x, tag);
+  uint64_t* const exchange = tagged_words(p.groups.exchange);
+  if (is_first_block()) clear_stale_words(p.groups.exchange, int64_t{4} * gridDim.x, tag);
   if (threadIdx.x == 0) {
     store_tagged2(exchange + 4 * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
     store_tagged(exchange + 4 * mine + 2, __int_as_float(all.wide), tag);
   }
   GroupCounts others = {0, 0, 0};
   for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
-    TaggedSums first, second;
-    Polls polls;
+    TaggedPair first, second;
+    PollLimit polls;
     do {
       polls.count();
       first = load_tagged(exchange + 4 * other);
       second = load_tagged(exchange + 4 * other + 2);
     } while (first.tag0 != tag || first.tag1 != tag || second.tag0 != tag);
-    others = others + GroupCounts{__float_as_int(first.sum0), __float_as_int(first.sum1),
-                                  __float_as_int(second.sum0)};
+    others = others + GroupCounts{__float_as_int(first.value0), __float_as_int(first.value1),
+                                  __float_as_int(second.value0)};
   }
   __syncthreads();
   others = Reduce(storage.reduce).Reduce(others, plus);

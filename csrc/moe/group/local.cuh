@@ -21,7 +21,7 @@ namespace aril::detail {
 constexpr int kExpertsWarps = 8;
 constexpr int kExpertsThreads = 32 * kExpertsWarps;
 
-class OwnTiles {
+class LocalTiles {
  public:
   // Waits for predecessors, and gives the number of tiles; or -1, perhaps before it has waited, if
   // they remain unknown. Nothing in `scratch` is used any longer then. By a whole block.

@@ -15,7 +15,7 @@
 
 namespace aril::detail {
 
-__host__ __device__ __forceinline__ bool are_fewest(int num_tokens, const aril_top_k& top_k) {
+__host__ __device__ __forceinline__ bool fit_each_block(int num_tokens, const aril_top_k& top_k) {
   return num_tokens * top_k.top_k <= ARIL_FEWEST_ROUTES;
 }
 
@@ -30,9 +30,9 @@ struct SortedRoutes {
 // Of up to ARIL_FEWEST_ROUTES routes, of which `num_routes` are there. Each has a thread, which has
 // loaded what the router chose, the token's slot and the entry, and counts those that come before.
 template <int kThreads>
-__device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, int num_routes, int id,
-                                            int slot, const aril_route_entry& entry,
-                                            const SortedRoutes& sorted) {
+__device__ __forceinline__ int2 sort_in_each_block(const aril_top_k& top_k, int num_routes, int id,
+                                                   int slot, const aril_route_entry& entry,
+                                                   const SortedRoutes& sorted) {
   constexpr int kSlotBits = 13, kRouteBits = 8;
   static_assert(ARIL_FEWEST_ROUTES <= kThreads && ARIL_FEWEST_ROUTES <= 1 << kRouteBits);
   static_assert(ARIL_MAX_SLOTS <= 1 << kSlotBits);
@@ -78,7 +78,7 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, int num_rou
 // order is left to chance: at worst they are a tile more. Each warp counts its own by expert, which
 // says where they go once the counts have been added up.
 template <int kThreads>
-class FewSort {
+class OneBlockSort {
  public:
   // Of `scratch`, in shared memory, aligned to 16.
   __host__ __device__ __forceinline__ static int scratch_bytes(int num_tokens,
