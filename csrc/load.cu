@@ -28,7 +28,7 @@ int32_t run_order_test(int blocks, cudaStream_t stream) {
   return out_of_order < launch_number ? 0 : ARIL_ERR_BLOCK_ORDER;
 }
 
-// Refuses a device on which the exchange would not work.
+// Refuses a device on which the mailbox would not work.
 int32_t check_block_order() {
   int device, multiprocessors;
   ARIL_TRY(cudaGetDevice(&device));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A test of the block order that the exchange relies on (exchange.cuh): one launch, when kernels
+// A test of the block order that the mailbox relies on (mailbox.cuh): one launch, when kernels
 // are loaded.
 //
 // A block says that it has begun, then waits until all blocks of lower index have said so. There

@@ -13,7 +13,7 @@ __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { retur
 
 // Whether an operation goes by the wide tiles.
 __host__ __device__ __forceinline__ constexpr bool is_large_m(int num_tokens) {
-  return num_tokens > ARIL_FEW_TOKENS;
+  return num_tokens > ARIL_SMALL_M;
 }
 
 // A row that a block of expand works on.
@@ -83,25 +83,26 @@ __device__ __forceinline__ aril_descriptor module_of_lane(const aril_weights& we
 __device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0; }
 
 // A token's sum over the input features has one order, that of the layer's shape, in all kernels:
-// a chain of instructions adds up 64 features, four chains make a lane's sum, ARIL_LANES_PER_GROUP
-// lanes a group's, ARIL_GROUPS_PER_SPAN groups a span's, and the spans, one after the other, the
+// a chain of instructions adds up 64 features, four chains make a lane's sum, ARIL_K_TILES_PER_SLAB
+// lanes a group's, ARIL_K_SLABS_PER_SPAN groups a span's, and the spans, one after the other, the
 // token's. However many blocks share the work, each sums up one of these, and the bits are the
 // same.
-constexpr int kKTilesPerSpan = ARIL_LANES_PER_GROUP * ARIL_GROUPS_PER_SPAN;
+constexpr int kKTilesPerSpan = ARIL_K_TILES_PER_SLAB * ARIL_K_SLABS_PER_SPAN;
 
 struct KTiles {
   int begin, end;  // the lanes that a split sums up
 
-  __device__ __forceinline__ KTiles(int in_features, int lanes_per_split, int to_bf16_terms) {
-    const int num_k_tiles = ceil_div(in_features, ARIL_LANE_FEATURES);
-    begin = lanes_per_split < num_k_tiles ? to_bf16_terms * lanes_per_split : 0;
-    end = lanes_per_split < num_k_tiles ? min(begin + lanes_per_split, num_k_tiles) : num_k_tiles;
+  __device__ __forceinline__ KTiles(int in_features, int k_tiles_per_split, int to_bf16_terms) {
+    const int num_k_tiles = ceil_div(in_features, ARIL_K_TILE);
+    begin = k_tiles_per_split < num_k_tiles ? to_bf16_terms * k_tiles_per_split : 0;
+    end =
+        k_tiles_per_split < num_k_tiles ? min(begin + k_tiles_per_split, num_k_tiles) : num_k_tiles;
   }
 };
 
 __host__ __device__ __forceinline__ int num_splits(const aril_linear_args& p) {
-  const int num_k_tiles = ceil_div(p.in_features, ARIL_LANE_FEATURES);
-  return p.lanes_per_split < num_k_tiles ? ceil_div(num_k_tiles, p.lanes_per_split) : 1;
+  const int num_k_tiles = ceil_div(p.in_features, ARIL_K_TILE);
+  return p.k_tiles_per_split < num_k_tiles ? ceil_div(num_k_tiles, p.k_tiles_per_split) : 1;
 }
 
 // Where shrink leaves a token's sums for expand: a plane for each split.
@@ -119,8 +120,8 @@ struct PartialLayout {
 };
 
 constexpr int kCoreElems = ARIL_CORE * ARIL_CORE;
-constexpr int kPieceElems = ARIL_RANK_TILE * ARIL_LANE_FEATURES;  // of A: 8 ranks of a lane
-constexpr int kPieceBytes = kPieceElems * 2;                      // of 16-bit elements
+constexpr int kPieceElems = ARIL_RANK_TILE * ARIL_K_TILE;  // of A: 8 ranks of a lane
+constexpr int kPieceBytes = kPieceElems * 2;               // of 16-bit elements
 
 constexpr int kF32Threads = 256;
 constexpr int kF32TileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
@@ -216,19 +217,19 @@ __device__ __forceinline__ float4 operator*(const float4& a, float factor) {
                      __fmul_rn(a.w, factor));
 }
 
-// A token's v: shrink's planes, summed up in their order.
+// A token's v: shrink's partials, summed up in their order.
 class PartialSums {
  public:
-  __device__ __forceinline__ PartialSums(const float* planes, const PartialLayout& strides,
+  __device__ __forceinline__ PartialSums(const float* partials, const PartialLayout& strides,
                                          int splits, bool groups_apart, int slice)
       : planes_(strides),
         splits_(splits),
         groups_apart_(groups_apart),
-        first_partial_(planes + slice * planes_.slice_stride) {}
+        first_partial_(partials + slice * planes_.slice_stride) {}
 
   __device__ __forceinline__ PartialSums(const aril_linear_args& p, int slice)
-      : PartialSums(p.planes, PartialLayout(p), num_splits(p),
-                    p.lanes_per_split == ARIL_LANES_PER_GROUP, slice) {}
+      : PartialSums(p.partials, PartialLayout(p), num_splits(p),
+                    p.k_tiles_per_split == ARIL_K_TILES_PER_SLAB, slice) {}
 
   __device__ __forceinline__ bool lacks(int) const { return false; }
 
@@ -238,7 +239,7 @@ class PartialSums {
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float4 total = zero, span = zero;
     // Many loads before the first use: they are what expand waits for.
-    constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
+    constexpr int kAtOnce = 2 * ARIL_K_SLABS_PER_SPAN;
     for (int first = 0; first < splits_; first += kAtOnce) {
       float4 sums[kAtOnce];
 #pragma unroll
@@ -251,7 +252,7 @@ class PartialSums {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         span = span + sums[i];
-        if (groups_apart_ && (i + 1) % ARIL_GROUPS_PER_SPAN != 0) continue;
+        if (groups_apart_ && (i + 1) % ARIL_K_SLABS_PER_SPAN != 0) continue;
         total = total + span;
         span = zero;
       }

@@ -15,15 +15,15 @@ namespace aril::detail {
 
 __global__ void __launch_bounds__(kF32Threads)
     shrink_f32_kernel(const __grid_constant__ aril_linear_args p, int slices) {
-  __shared__ float x[ARIL_LANE_FEATURES];
+  __shared__ float x[ARIL_K_TILE];
   launch_dependents();
   wait_for_predecessors();
   const TokenTile tile(p, blockIdx.x / slices);
   const int slice = blockIdx.x % slices;
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const KTiles lanes(p.in_features, p.lanes_per_split, blockIdx.y);
-  const PartialLayout planes(p);
+  const KTiles lanes(p.in_features, p.k_tiles_per_split, blockIdx.y);
+  const PartialLayout partials(p);
   for (int t = 0; t < tile.count; ++t) {
     const int token = tile.token(t, p.num_tokens);
     for (int first_rank = 0; token >= 0 && first_rank < module.rank; first_rank += kF32Threads) {
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kF32Threads)
                        rank % ARIL_RANK_TILE * ARIL_CORE;
       float total = 0.0f, span = 0.0f, group = 0.0f;
       for (int k_tile = lanes.begin; k_tile < lanes.end; ++k_tile) {
-        const int first_k = k_tile * ARIL_LANE_FEATURES;
-        const int features = min(p.in_features - first_k, ARIL_LANE_FEATURES);
+        const int first_k = k_tile * ARIL_K_TILE;
+        const int features = min(p.in_features - first_k, ARIL_K_TILE);
         __syncthreads();
         for (int k = threadIdx.x; k < features; k += kF32Threads) {
           x[k] = static_cast<const float*>(p.x)[token * p.x_stride + first_k + k];
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kF32Threads)
         }
         group += sum;
         const bool last = k_tile + 1 == lanes.end;
-        if ((k_tile + 1) % ARIL_LANES_PER_GROUP != 0 && !last) continue;
+        if ((k_tile + 1) % ARIL_K_TILES_PER_SLAB != 0 && !last) continue;
         span += group;
         group = 0.0f;
         if ((k_tile + 1) % kKTilesPerSpan != 0 && !last) continue;
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kF32Threads)
         span = 0.0f;
       }
       if (rank < rank_tiles * ARIL_RANK_TILE) {
-        p.planes[blockIdx.y * planes.partial_stride + token * planes.token_stride +
-                 slice * planes.slice_stride + rank] = rank < module.rank ? total : 0.0f;
+        p.partials[blockIdx.y * partials.partial_stride + token * partials.token_stride +
+                   slice * partials.slice_stride + rank] = rank < module.rank ? total : 0.0f;
       }
     }
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Expand of more than ARIL_FEW_TOKENS tokens at ranks beyond ARIL_STAGED_RANK: 16 tokens of a wide
+// Expand of more than ARIL_SMALL_M tokens at ranks beyond ARIL_STAGED_RANK: 16 tokens of a wide
 // tile after the other, as with few tokens.
 #pragma once
 

@@ -114,10 +114,10 @@ template <typename T, int kColumns, typename MakeRow>
 __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int in_features,
                                                const aril_descriptor& module, int first_column,
                                                const KTiles& lanes, const MakeRow& make_row,
-                                               float* plane, const PartialLayout& planes,
+                                               float* plane, const PartialLayout& partials,
                                                unsigned char* shared) {
-  constexpr int kStagesPerKTile = ARIL_LANE_FEATURES / kStageFeatures;
-  constexpr int kStagesPerSlab = kStagesPerKTile * ARIL_LANES_PER_GROUP;
+  constexpr int kStagesPerKTile = ARIL_K_TILE / kStageFeatures;
+  constexpr int kStagesPerSlab = kStagesPerKTile * ARIL_K_TILES_PER_SLAB;
   constexpr int kMostColumns = kColumns * kMaxWarpgroups;
   __shared__ const char* pieces[kMostColumns];  // in the first lane of features
   __shared__ int k_tile_bytes[kMostColumns];    // to the next
@@ -143,7 +143,7 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
     if (lane == 0 && i < columns) {
       pieces[i] = column.a;
       k_tile_bytes[i] = column.k_tile_bytes;
-      sums_at[i] = make_int2(column.slice * planes.slice_stride + column.first_rank,
+      sums_at[i] = make_int2(column.slice * partials.slice_stride + column.first_rank,
                              column.rank - column.first_rank);
     }
     count = min(column.count - first_column, columns);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
       if (ends) weights[c] += k_tile_bytes[min(column, count - 1)] - kPieceBytes;
     }
   };
-  const int first_feature = lanes.begin * ARIL_LANE_FEATURES;
+  const int first_feature = lanes.begin * ARIL_K_TILE;
   const bool aligned = is_aligned(x, x_stride);
   const T* rows[kMostRows];
 #pragma unroll
@@ -246,7 +246,7 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
         const int v_row = half == 0 ? upper_row : lower_row;
         if (v_row < 0) continue;
         float2* v =
-            reinterpret_cast<float2*>(plane + v_row * planes.token_stride + sums_at[i].x) + q;
+            reinterpret_cast<float2*>(plane + v_row * partials.token_stride + sums_at[i].x) + q;
         float2 sum = make_float2(ranks > 0 ? slab_sums.all[c][2 * half] : 0.0f,
                                  ranks > 1 ? slab_sums.all[c][2 * half + 1] : 0.0f);
         if (add) sum = *v + sum;
@@ -286,12 +286,12 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
     const int token = tile.token(t, p.num_tokens);
     return ShrinkRow{token, token};
   };
-  const PartialLayout planes(p);
-  large_m_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features,
-                              module_of_lane(p.weights, tile.slot, p.num_slices),
-                              blockIdx.x % column_blocks * columns,
-                              KTiles(p.in_features, p.lanes_per_split, blockIdx.y), make_row,
-                              p.planes + blockIdx.y * planes.partial_stride, planes, stages_shared);
+  const PartialLayout partials(p);
+  large_m_shrink<T, kColumns>(
+      static_cast<const T*>(p.x), p.x_stride, p.in_features,
+      module_of_lane(p.weights, tile.slot, p.num_slices), blockIdx.x % column_blocks * columns,
+      KTiles(p.in_features, p.k_tiles_per_split, blockIdx.y), make_row,
+      p.partials + blockIdx.y * partials.partial_stride, partials, stages_shared);
 }
 
 constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;                   // of a stage of expand

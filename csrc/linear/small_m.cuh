@@ -8,7 +8,7 @@
 // for predecessors; what is left then is x, two short products with a trip through L2 between them,
 // and y.
 //
-// Expand waits for shrink through the exchange (exchange.cuh). Blocks of shrink come first in the
+// Expand waits for shrink through the mailbox (mailbox.cuh). Blocks of shrink come first in the
 // grid, and wait for nobody.
 #pragma once
 
@@ -24,8 +24,8 @@ namespace aril::detail {
 
 constexpr int kSmallMWarps = 8;
 constexpr int kSmallMThreads = 32 * kSmallMWarps;
-constexpr int kSmallMRankTiles = kSmallMWarps / ARIL_LANES_PER_GROUP;  // 8 ranks each, of a block
-constexpr int kOutsPerUnit = ARIL_OUTS_PER_UNIT;
+constexpr int kSmallMRankTiles = kSmallMWarps / ARIL_K_TILES_PER_SLAB;  // 8 ranks each, of a block
+constexpr int kOutsPerUnit = ARIL_OUT_UNIT;
 
 // A grid for few tokens: `shrink` blocks, then those of expand.
 struct SmallMGrid {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_input(void* shared, const T* row, int k, in
   }
 }
 
-constexpr int kSlabFeatures = ARIL_LANE_FEATURES * ARIL_LANES_PER_GROUP;
+constexpr int kSlabFeatures = ARIL_K_TILE * ARIL_K_TILES_PER_SLAB;
 constexpr int kSlabRowBytes = kSlabFeatures * 2 + 16;  // of x; eight rows touch every bank once
 
 template <typename T>
@@ -94,19 +94,19 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   __shared__ TransactionBarrier barriers[kSmallMWarps];
   __shared__ float2 k_tile_sums[kSmallMWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1 where there is none
-  if (threadIdx.x == 0) tag = begin_epoch(p.exchange);
+  if (threadIdx.x == 0) tag = begin_epoch(p.mailbox);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_column = blockIdx.x % grid.columns * kSmallMRankTiles;
   const int group = blockIdx.x / grid.columns % grid.groups;
   const TokenTile tile(p, blockIdx.x / grid.columns / grid.groups);
   const RankTile column(module_of_lane(p.weights, tile.slot, p.num_slices),
-                        first_column + warp / ARIL_LANES_PER_GROUP);
+                        first_column + warp / ARIL_K_TILES_PER_SLAB);
   if (first_column >= column.count) {
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const int k_tile = group * ARIL_LANES_PER_GROUP + warp % ARIL_LANES_PER_GROUP;
-  const bool active = column.a != nullptr && k_tile * ARIL_LANE_FEATURES < p.in_features;
+  const int k_tile = group * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
+  const bool active = column.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
   unsigned char* const piece = shared + warp * kPieceBytes;
   bulk_load(barriers[warp], piece, column.a + int64_t{k_tile} * column.k_tile_bytes,
             active ? kPieceBytes : 0, lane, 32);
@@ -139,9 +139,8 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   if (active) {
     // Rows of x without a token hold anything: their sums go nowhere.
     const int row = min(lane % 16, min(p.num_tokens, ARIL_TOKENS_PER_TILE) - 1);
-    const unsigned char* const x_row = x + row * kSlabRowBytes +
-                                       warp % ARIL_LANES_PER_GROUP * ARIL_LANE_FEATURES * 2 +
-                                       lane / 16 * 16;
+    const unsigned char* const x_row =
+        x + row * kSlabRowBytes + warp % ARIL_K_TILES_PER_SLAB * ARIL_K_TILE * 2 + lane / 16 * 16;
     const unsigned char* const a_row = piece + lane * 16;
     barriers[warp].wait(0);
 #pragma unroll
@@ -170,29 +169,29 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   if (column.a == nullptr || token < 0) return;
   float sum = 0.0f;
 #pragma unroll
-  for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
+  for (int l = 0; l < ARIL_K_TILES_PER_SLAB; ++l) {
     sum += reinterpret_cast<const float*>(
-        k_tile_sums[threadIdx.x / kSums * ARIL_LANES_PER_GROUP + l])[i];
+        k_tile_sums[threadIdx.x / kSums * ARIL_K_TILES_PER_SLAB + l])[i];
   }
   const int rank = column.first_rank + i % ARIL_RANK_TILE;
-  const PartialLayout planes(p);
-  store_tagged(tagged_words(p.exchange) + group * planes.partial_stride +
-                   token * planes.token_stride + column.slice * planes.slice_stride + rank,
+  const PartialLayout partials(p);
+  store_tagged(tagged_words(p.mailbox) + group * partials.partial_stride +
+                   token * partials.token_stride + column.slice * partials.slice_stride + rank,
                rank < column.rank ? sum : 0.0f, tag);
 }
 
 // A token's v: shrink's sums of groups, as soon as they are there.
 struct MailboxSums {
   const uint64_t* first_partial;
-  PartialLayout planes;
+  PartialLayout partials;
   int groups;
   bool apart;
   uint32_t tag;
 
-  __device__ __forceinline__ MailboxSums(void* exchange, const PartialLayout& planes, int groups,
+  __device__ __forceinline__ MailboxSums(void* mailbox, const PartialLayout& partials, int groups,
                                          bool apart, int slice, uint32_t tag)
-      : first_partial(tagged_words(exchange) + slice * planes.slice_stride),
-        planes(planes),
+      : first_partial(tagged_words(mailbox) + slice * partials.slice_stride),
+        partials(partials),
         groups(groups),
         apart(apart),
         tag(tag) {}
@@ -203,7 +202,7 @@ struct MailboxSums {
   // warp: where some lanes go on while others wait, they wait for microseconds.
   __device__ __forceinline__ void load_spans(float2 (&spans)[2], const uint64_t* source,
                                              int first_group, int last_group) const {
-    constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
+    constexpr int kAtOnce = 2 * ARIL_K_SLABS_PER_SPAN;
     TaggedPair sums[kAtOnce];
     PollLimit polls;
     bool all;
@@ -214,7 +213,7 @@ struct MailboxSums {
       for (int i = 0; i < kAtOnce; ++i) {
         sums[i] = {0.0f, tag, 0.0f, tag};
         if (first_group + i < last_group) {
-          sums[i] = load_tagged(source + (first_group + i) * planes.partial_stride);
+          sums[i] = load_tagged(source + (first_group + i) * partials.partial_stride);
         }
       }
 #pragma unroll
@@ -224,8 +223,8 @@ struct MailboxSums {
     for (int span = 0; span < 2; ++span) {
       spans[span] = make_float2(0.0f, 0.0f);
 #pragma unroll
-      for (int i = 0; i < ARIL_GROUPS_PER_SPAN; ++i) {
-        const TaggedPair& s = sums[span * ARIL_GROUPS_PER_SPAN + i];
+      for (int i = 0; i < ARIL_K_SLABS_PER_SPAN; ++i) {
+        const TaggedPair& s = sums[span * ARIL_K_SLABS_PER_SPAN + i];
         spans[span] = spans[span] + make_float2(s.value0, s.value1);
       }
     }
@@ -234,8 +233,8 @@ struct MailboxSums {
   // Ranks r and r + 1 of a token, by kTeam neighbouring threads of whole warps; zero for token -1.
   template <int kTeam>
   __device__ __forceinline__ float2 load2(int token, int r) const {
-    constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
-    const uint64_t* source = first_partial + token * planes.token_stride + r;
+    constexpr int kAtOnce = 2 * ARIL_K_SLABS_PER_SPAN;
+    const uint64_t* source = first_partial + token * partials.token_stride + r;
     const int last_group = token < 0 ? 0 : groups;
     const int member = static_cast<int>(threadIdx.x) % kTeam;
     float2 total = make_float2(0.0f, 0.0f);
@@ -419,12 +418,12 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     small_m_shrink<T>(p, grid, tag, shared);
     if (!is_first_block()) return;
     __syncthreads();
-    return clear_stale_words(p.exchange, grid.groups * PartialLayout(p).partial_stride, tag);
+    return clear_stale_words(p.mailbox, grid.groups * PartialLayout(p).partial_stride, tag);
   }
   if (grid.apart) {
     launch_dependents();
   } else if (threadIdx.x == 0) {
-    tag = begin_epoch(p.exchange);
+    tag = begin_epoch(p.mailbox);
   }
   const int index = blockIdx.x - grid.shrink;
   const TokenTile tile(p, index / grid.outs);
@@ -433,7 +432,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   small_m_expand<T, kStaged>(tile.count, tile.expand_rows(module, p), module, outs, shared, [&] {
-    return MailboxSums(p.exchange, PartialLayout(p), grid.groups, grid.apart, slice, tag);
+    return MailboxSums(p.mailbox, PartialLayout(p), grid.groups, grid.apart, slice, tag);
   });
 }
 

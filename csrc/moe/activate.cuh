@@ -70,8 +70,8 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
 #endif
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const PartialLayout planes = partial_layout(p);
-  const uint64_t* const plane = tagged_words(p.exchange) + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  const uint64_t* const plane = tagged_words(p.mailbox) + 2 * q;
   ActivateStage& stage = reinterpret_cast<ActivateStage*>(shared)[warp];
   const int last = tiles.count(true);
   const ExpandShare share(p, grid, last);
@@ -165,9 +165,10 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
           } else {
             const int v_row = is_second ? parts[1].v_row : parts[0].v_row;
             const float factor = is_second ? parts[1].factor : parts[0].factor;
-            const float4 v = load_v(plane + is_second * planes.slice_stride + step * kRanksPerStep,
-                                    planes, grid.groups, v_row, 2 * step + 1 < tiles, tag) *
-                             factor;
+            const float4 v =
+                load_v(plane + is_second * partials.slice_stride + step * kRanksPerStep, partials,
+                       grid.groups, v_row, 2 * step + 1 < tiles, tag) *
+                factor;
             to_bf16_terms(v.x, v.y, terms[0].x, terms[0].y);
             to_bf16_terms(v.z, v.w, terms[0].z, terms[0].w);
             if (has_room) stage.terms[done + k][lane] = terms[0];

@@ -51,8 +51,8 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool combines = p.form == ARIL_COMBINE;
-  const PartialLayout planes = partial_layout(p);
-  const uint64_t* const plane = tagged_words(p.exchange) + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  const uint64_t* const plane = tagged_words(p.mailbox) + 2 * q;
   CombineStage& stage = reinterpret_cast<CombineStage*>(shared)[warp];
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);
   const ExpandShare share(p, grid, num_tokens);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
           const CombineStage::Route& route = stage.routes[has_step ? part : 0];
           const int step = first_step + g - (route.last_step - ceil_div(route.rank_tiles, 2));
           const float4 v =
-              load_v(plane + step * kRanksPerStep, planes, grid.groups,
+              load_v(plane + step * kRanksPerStep, partials, grid.groups,
                      has_step ? first_route + part : -1, 2 * step + 1 < route.rank_tiles, tag);
           put(g, v * route.factor);
         };
@@ -196,7 +196,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
             for (int k = g; k < kRoutes; k += 8) {
               if (k - g >= count) break;
               const bool is_adapted = adapted >> k & 1;
-              const float4 v = load_v(plane + step * kRanksPerStep, planes, grid.groups,
+              const float4 v = load_v(plane + step * kRanksPerStep, partials, grid.groups,
                                       is_adapted ? first_route + k : -1,
                                       2 * step + 1 < stage.routes[0].rank_tiles, tag) *
                                stage.routes[k].factor;

@@ -7,7 +7,7 @@
 // shrink have 8 ranks of a slice and a group of lanes, one each, and meet to add these up; a warp
 // of expand has some outputs of a slice. They have one tile after the other, and bring what the
 // next one needs meanwhile: A to registers, x, B and y to shared memory. Expand takes v from the
-// exchange as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up
+// mailbox as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up
 // once for a token, and expand reads it for all its routes.
 //
 // Where another block sorts the routes (sort.cuh), it publishes how many tiles there are beside the
@@ -36,15 +36,15 @@ __device__ __forceinline__ uint32_t load_once(const void* pointer) {
 
 constexpr int kChainFeatures = 64;
 constexpr int kChainCores = kChainFeatures / ARIL_CORE;
-constexpr int kChains = ARIL_LANE_FEATURES / kChainFeatures;
-constexpr int kShrinkSets = kExpertsWarps / ARIL_LANES_PER_GROUP;
+constexpr int kChains = ARIL_K_TILE / kChainFeatures;
+constexpr int kShrinkSets = kExpertsWarps / ARIL_K_TILES_PER_SLAB;
 
 // Lets the warps of a set meet.
 __device__ __forceinline__ void meet(int set) {
-  asm volatile("bar.sync %0, %1;" ::"r"(set + 1), "n"(ARIL_LANES_PER_GROUP * 32) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(set + 1), "n"(ARIL_K_TILES_PER_SLAB * 32) : "memory");
 }
 
-constexpr int kInputRowBytes = ARIL_LANE_FEATURES * 2 + 16;  // eight rows touch every bank once
+constexpr int kInputRowBytes = ARIL_K_TILE * 2 + 16;  // eight rows touch every bank once
 constexpr int kInputStageBytes = ARIL_ROUTES_PER_TILE * kInputRowBytes;
 constexpr int kExpertsShrinkBytes = kExpertsWarps * 2 * kInputStageBytes;
 
@@ -56,20 +56,20 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   constexpr int kRows = ARIL_ROUTES_PER_TILE, kParts = ARIL_TOKENS_PER_TILE / kRows;
   __shared__ float2 k_tile_sums[2][kExpertsWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int set = warp / ARIL_LANES_PER_GROUP;
+  const int set = warp / ARIL_K_TILES_PER_SLAB;
   const int index = (static_cast<int>(blockIdx.x) - grid.first_shrink) * kShrinkSets + set;
   const int pieces = p.num_slices * grid.rank_tiles * grid.groups;
   const int stride = grid.shrink_blocks * kShrinkSets / pieces;  // of tiles
   const int slice = index % pieces % p.num_slices, piece = index % pieces / p.num_slices;
   const int group = piece % grid.groups, rank_tile = piece / grid.groups;
-  const int k_tile = group * ARIL_LANES_PER_GROUP + warp % ARIL_LANES_PER_GROUP;
+  const int k_tile = group * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const T* const input = static_cast<const T*>(p.x);
-  const bool has_k_tile = k_tile * ARIL_LANE_FEATURES < p.in_features;
+  const bool has_k_tile = k_tile * ARIL_K_TILE < p.in_features;
   const bool aligned = is_aligned(input, p.x_stride);
-  const PartialLayout planes = partial_layout(p);
-  uint64_t* const plane = tagged_words(p.exchange) + group * planes.partial_stride +
-                          slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  uint64_t* const plane = tagged_words(p.mailbox) + group * partials.partial_stride +
+                          slice * partials.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
   const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   unsigned char* const inputs = shared + warp * 2 * kInputStageBytes;
   const auto fetch_inputs = [&](const Source& source, int stage) {
     unsigned char* to = inputs + stage * kInputStageBytes + lane * 16;
-    const int k = k_tile * ARIL_LANE_FEATURES + lane * Vec<T>::kSize;
+    const int k = k_tile * ARIL_K_TILE + lane * Vec<T>::kSize;
 #pragma unroll 1
     for (int t = 0; t < source.count; ++t, to += kInputRowBytes) {
       const int row = __shfl_sync(0xffffffffu, source.x_row, t * 4);
@@ -169,15 +169,15 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     if (source.rank > 0) k_tile_sums[parity][warp][lane] = k_tile_sum;
     // For every tile, so that nobody writes what is still read, two tiles later.
     meet(set);
-    if (source.rank > 0 && warp % ARIL_LANES_PER_GROUP == 0) {
+    if (source.rank > 0 && warp % ARIL_K_TILES_PER_SLAB == 0) {
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-      for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
-        sum = sum + k_tile_sums[parity][set * ARIL_LANES_PER_GROUP + l][lane];
+      for (int l = 0; l < ARIL_K_TILES_PER_SLAB; ++l) {
+        sum = sum + k_tile_sums[parity][set * ARIL_K_TILES_PER_SLAB + l][lane];
       }
       const int r = rank_tile * ARIL_RANK_TILE + 2 * q;
       if (source.v_row >= 0) {
-        store_tagged2(plane + source.v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
+        store_tagged2(plane + source.v_row * partials.token_stride, r < source.rank ? sum.x : 0.0f,
                       r + 1 < source.rank ? sum.y : 0.0f, tag);
       }
     }
@@ -188,11 +188,11 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
 
 // v of a row, ranks r, r + 1, r + 8 and r + 9, once shrink has left them; zero for row -1. By a
 // whole warp.
-__device__ __forceinline__ float4 load_v(const uint64_t* plane, const PartialLayout& planes,
+__device__ __forceinline__ float4 load_v(const uint64_t* plane, const PartialLayout& partials,
                                          int groups, int row, bool has_second, uint32_t tag) {
   constexpr int kAtOnce = 2;
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), span = total;
-  const uint64_t* source = plane + row * planes.token_stride;
+  const uint64_t* source = plane + row * partials.token_stride;
   for (int first = 0; first < groups; first += kAtOnce) {
     TaggedPair sums[kAtOnce][2];
     PollLimit polls;
@@ -207,7 +207,7 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const PartialLay
           sums[i][half] = {0.0f, tag, 0.0f, tag};
           if (row >= 0 && first + i < groups && (half == 0 || has_second)) {
             sums[i][half] =
-                load_tagged(source + (first + i) * planes.partial_stride + half * ARIL_RANK_TILE);
+                load_tagged(source + (first + i) * partials.partial_stride + half * ARIL_RANK_TILE);
           }
           all = all && sums[i][half].tag0 == tag && sums[i][half].tag1 == tag;
         }
@@ -218,7 +218,7 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const PartialLay
       span = span + make_float4(sums[i][0].value0, sums[i][0].value1, sums[i][1].value0,
                                 sums[i][1].value1);
     }
-    if ((first + kAtOnce) % ARIL_GROUPS_PER_SPAN != 0 && first + kAtOnce < groups) continue;
+    if ((first + kAtOnce) % ARIL_K_SLABS_PER_SPAN != 0 && first + kAtOnce < groups) continue;
     total = total + span;
     span = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
@@ -316,8 +316,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const BlockOuts<T> outs(p, index % pieces, outs_per_warp, slice);
   const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
   const int valid = outs.num_outs - outs.first - 8 * q;
-  const PartialLayout planes = partial_layout(p);
-  const uint64_t* const plane = tagged_words(p.exchange) + slice * planes.slice_stride + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  const uint64_t* const plane = tagged_words(p.mailbox) + slice * partials.slice_stride + 2 * q;
   unsigned char* stage = shared + warp * stages.of_warp;
   unsigned char* other = stage + stages.bytes;
   uint4* const terms = reinterpret_cast<uint4*>(stage + 2 * stages.bytes) + lane;
@@ -397,7 +397,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     const Part next = part_of(queue.loads);
     queue.advance(i + 3 * stride);
     const auto terms_of = [&](int rank_tile) {
-      const float4 v = load_v(plane + rank_tile * ARIL_RANK_TILE, planes, grid.groups, part.v_row,
+      const float4 v = load_v(plane + rank_tile * ARIL_RANK_TILE, partials, grid.groups, part.v_row,
                               rank_tile + 1 < part.rank_tiles, tag) *
                        part.factor;
       uint4 both;
@@ -503,10 +503,10 @@ template <typename T, bool kEachBlock, typename Expand>
 __device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
                                               unsigned char* shared, const Expand& expand) {
   __shared__ uint32_t tag;
-  if (threadIdx.x == 0) tag = begin_epoch(p.exchange);
+  if (threadIdx.x == 0) tag = begin_epoch(p.mailbox);
   __syncthreads();
   const auto clear_stale = [&] {
-    clear_stale_words(p.exchange, grid.groups * partial_layout(p).partial_stride, tag);
+    clear_stale_words(p.mailbox, grid.groups * partial_layout(p).partial_stride, tag);
   };
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
   if constexpr (!kEachBlock) {

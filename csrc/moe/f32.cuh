@@ -23,8 +23,8 @@ __device__ __forceinline__ void shrink_f32(const aril_descriptor& module, const 
                      rank % ARIL_RANK_TILE * ARIL_CORE;
     float sum = 0.0f;
     for (int k = lane; k < in_features; k += 32) {
-      const int64_t core = int64_t{k / ARIL_LANE_FEATURES} * rank_tiles * kPieceElems +
-                           k % ARIL_LANE_FEATURES / ARIL_CORE * kCoreElems;
+      const int64_t core = int64_t{k / ARIL_K_TILE} * rank_tiles * kPieceElems +
+                           k % ARIL_K_TILE / ARIL_CORE * kCoreElems;
       sum += a[core + k % ARIL_CORE] * x[k];
     }
 #pragma unroll

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A projection of experts with more than ARIL_FEW_ROUTES routes, in bf16 and f16: shrink and expand
-// as for linear layers with many tokens (wide.cuh), a launch each, for tiles of up to 64 routes of
-// one slot to one expert. Between the two is a launch of experts.cuh: it has all there is to do, or
-// these have (route_tiles.cuh).
+// A projection of experts with more than ARIL_ONE_BLOCK_ROUTES routes, in bf16 and f16: shrink and
+// expand as for linear layers with many tokens (wide.cuh), a launch each, for tiles of up to 64
+// routes of one slot to one expert. Between the two is a launch of experts.cuh: it has all there is
+// to do, or these have (route_tiles.cuh).
 //
 // Blocks have one piece of a tile after the other, so that a launch costs what there is to do, not
 // what there could be. Nothing is fetched before the wait, as in experts.cuh.
@@ -158,21 +158,21 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
   const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
   const unsigned pieces = column_blocks * ceil_div(p.in_features, kSlabFeatures);
   const int num_routes = p.num_tokens * p.top_k.top_k;
-  const PartialLayout planes = partial_layout(p);
+  const PartialLayout partials = partial_layout(p);
   // Loaded before it is known whether there is one.
   int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
   int route_tiles = __ldcg(p.groups.num_wide_tiles);
   const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
   if (p.from_tokens && SharingSlots(p, token_tiles).all) route_tiles = 0;
-  // Each piece of a tile has at least 8 sums, in planes and exchange: 2^32 of them need 400 GB.
+  // Each piece of a tile has at least 8 sums, in partials and mailbox: 2^32 of them need 400 GB.
   const unsigned last = static_cast<unsigned>(route_tiles + token_tiles) * pieces;
   for (unsigned i = blockIdx.x; i < last; i += gridDim.x) {
     const int tile_index = i / pieces, piece = i % pieces;
     const int first_column = piece % column_blocks * columns, group = piece / column_blocks;
     const auto run = [&](const aril_descriptor& module, const auto& make_row) {
       large_m_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features, module,
-                                  first_column, KTiles(p.in_features, ARIL_LANES_PER_GROUP, group),
-                                  make_row, p.planes + group * planes.partial_stride, planes,
+                                  first_column, KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, group),
+                                  make_row, p.partials + group * partials.partial_stride, partials,
                                   stages_shared);
     };
     if (tile_index < route_tiles) {
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
     if (threadIdx.x == 0) next += gridDim.x;
     if (module.rank > 0) {
       large_m_expand<T>(count, rows, module, outs, stages_shared, ring_bytes, barriers,
-                        PartialSums(p.planes, partial_layout(p),
+                        PartialSums(p.partials, partial_layout(p),
                                     ceil_div(p.in_features, kSlabFeatures), true, slice));
     } else if (outs.overwrites) {
       for (int t = 0; t < count; ++t) {

@@ -53,8 +53,8 @@ class RouteTiles {
                                         void* scratch, int scratch_bytes)
       : p_(p) {
     if constexpr (kEachBlock) {
-      __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
-      __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
+      __shared__ __align__(16) aril_route_entry routes[ARIL_EACH_BLOCK_ROUTES];
+      __shared__ __align__(16) aril_route_tile tiles[ARIL_EACH_BLOCK_ROUTES];
       const int route = threadIdx.x, top_k = p.top_k.top_k;
       const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
       int id = -1, slot = -1;
@@ -147,7 +147,7 @@ class RouteTiles {
 
  private:
   __device__ __forceinline__ static void* word(const aril_experts_args& p) {
-    return static_cast<char*>(p.exchange) + kMailboxWord;
+    return static_cast<char*>(p.mailbox) + kMailboxWord;
   }
 
   __device__ __forceinline__ int4 load(const void* pointer) const {

@@ -1,7 +1,7 @@
 use std::fmt;
 
 use super::{
-    Capacity, EXCHANGE_HEADER, LANE_FEATURES, LANES_PER_GROUP, MAX_SLOTS, MULTIPROCESSORS, PlanError, RANK_TILE,
+    Capacity, LANE_FEATURES, LANES_PER_GROUP, MAILBOX_HEADER, MAX_SLOTS, MULTIPROCESSORS, PlanError, RANK_TILE,
     STAGED_RANK, WIDE_TILE, WorkspaceBytes, limit,
 };
 use crate::{
@@ -12,13 +12,13 @@ use crate::{
 /// The most experts of a layer that a rank can hold.
 const MAX_EXPERTS: usize = ffi::ARIL_MAX_EXPERTS as usize;
 const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
-const FEW_ROUTES: usize = ffi::ARIL_FEW_ROUTES as usize;
+const FEW_ROUTES: usize = ffi::ARIL_ONE_BLOCK_ROUTES as usize;
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 /// Pieces that a block of shrink works on at a time, and a block of expand.
 const SHRINK_PIECES: usize = 2;
 const EXPAND_PIECES: usize = 8;
 /// The least outputs that a warp of expand works on where these are of all slices, or of tokens.
-const OUTS_PER_UNIT: usize = ffi::ARIL_OUTS_PER_UNIT as usize;
+const OUTS_PER_UNIT: usize = ffi::ARIL_OUT_UNIT as usize;
 /// Outputs of a slice that a warp of expand works on elsewhere: of few ranks, and of more. (H100: 128 are up to 6 % faster than 64.)
 const OUTS_PER_WARP: usize = 128;
 const OUTS_PER_WARP_OF_MANY_RANKS: usize = ffi::ARIL_OUT_TILE as usize;
@@ -27,7 +27,7 @@ const FEW_RANKS: usize = 16;
 /// faster each.)
 const MAX_BLOCKS_FOR_FEWEST: usize = MULTIPROCESSORS;
 const MAX_BLOCKS: usize = 2 * MULTIPROCESSORS;
-const FEWEST_ROUTES: usize = ffi::ARIL_FEWEST_ROUTES as usize;
+const FEWEST_ROUTES: usize = ffi::ARIL_EACH_BLOCK_ROUTES as usize;
 /// With wide tiles, tiles of ranks that a block of shrink works on; and outputs of a slice that a block of expand does. (H100: 1024 are
 /// 2 to 12 % faster than 768, 512 or 256.)
 const WIDE_COLUMNS: usize = 8;
@@ -251,8 +251,8 @@ impl ProjectionPlan {
         // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
         let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
-        let planes = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
-        WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes }
+        let partials = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
+        WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * 2 * size_of::<f32>(), partials }
     }
 
     /// Whether adding and writing may have tiles of up to 64 routes, and a launch each for shrink and expand.
@@ -322,7 +322,7 @@ impl ProjectionPlan {
 impl fmt::Display for ExpertsPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
-        let WorkspaceBytes { exchange, planes } = self.workspace_bytes();
+        let WorkspaceBytes { mailbox, partials } = self.workspace_bytes();
         let is_wide = |plan: &ProjectionPlan| self.dtype != DType::F32 && plan.is_wide(max_tokens * self.top_k);
         let wide = match (is_wide(&self.gate_up), is_wide(&self.down)) {
             (true, _) => format!(", three that add or write more than {FEW_ROUTES} routes"),
@@ -332,7 +332,7 @@ impl fmt::Display for ExpertsPlan {
         write!(
             f,
             "experts {}, up to {max_tokens} tokens of {num_slots} slots with {} of {} experts each, rank {max_rank}: one launch for each \
-             projection{wide}, {exchange} + {planes} bytes of workspace",
+             projection{wide}, {mailbox} + {partials} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
     }

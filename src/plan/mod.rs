@@ -44,15 +44,15 @@ pub const MAX_SLOTS: usize = ffi::ARIL_MAX_SLOTS as usize;
 
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 const WIDE_TILE: usize = ffi::ARIL_WIDE_TILE as usize;
-const FEW_TOKENS: usize = ffi::ARIL_FEW_TOKENS as usize;
+const FEW_TOKENS: usize = ffi::ARIL_SMALL_M as usize;
 const STAGED_RANK: usize = ffi::ARIL_STAGED_RANK as usize;
-const OUTS_FEW: usize = ffi::ARIL_OUTS_FEW as usize;
-const OUTS_WIDE: usize = ffi::ARIL_OUTS_WIDE as usize;
-const LANE_FEATURES: usize = ffi::ARIL_LANE_FEATURES as usize;
-const LANES_PER_GROUP: usize = ffi::ARIL_LANES_PER_GROUP as usize;
-const LANES_PER_SPAN: usize = LANES_PER_GROUP * ffi::ARIL_GROUPS_PER_SPAN as usize;
+const OUTS_FEW: usize = ffi::ARIL_OUTS_SMALL_M as usize;
+const OUTS_WIDE: usize = ffi::ARIL_OUTS_LARGE_M as usize;
+const LANE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
+const LANES_PER_GROUP: usize = ffi::ARIL_K_TILES_PER_SLAB as usize;
+const LANES_PER_SPAN: usize = LANES_PER_GROUP * ffi::ARIL_K_SLABS_PER_SPAN as usize;
 const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
-const EXCHANGE_HEADER: usize = ffi::ARIL_EXCHANGE_HEADER as usize;
+const MAILBOX_HEADER: usize = ffi::ARIL_MAILBOX_HEADER as usize;
 
 /// The most blocks in the second dimension of a CUDA grid.
 const MAX_GRID_Y: usize = 65_535;
@@ -164,16 +164,16 @@ pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_b
 pub struct WorkspaceBytes {
     /// For what the blocks of one launch hand over to each other, each sum with a tag that says of which launch it is. It must be
     /// zero when it is first used, and nothing but the kernels may write it.
-    pub exchange: usize,
+    pub mailbox: usize,
     /// For what one launch leaves for the next.
-    pub planes: usize,
+    pub partials: usize,
 }
 
 impl WorkspaceBytes {
     /// Enough for both.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
-        Self { exchange: self.exchange.max(other.exchange), planes: self.planes.max(other.planes) }
+        Self { mailbox: self.mailbox.max(other.mailbox), partials: self.partials.max(other.partials) }
     }
 }
 
@@ -231,9 +231,9 @@ impl LinearPlan {
     pub fn workspace_bytes_for(&self, num_tokens: usize) -> WorkspaceBytes {
         let sums = self.num_splits(num_tokens) * num_tokens * self.sums_per_token();
         if self.is_one_launch(num_tokens) {
-            WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * 2 * size_of::<f32>(), planes: 0 }
+            WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * 2 * size_of::<f32>(), partials: 0 }
         } else {
-            WorkspaceBytes { exchange: 0, planes: sums * size_of::<f32>() }
+            WorkspaceBytes { mailbox: 0, partials: sums * size_of::<f32>() }
         }
     }
 
@@ -247,7 +247,7 @@ impl LinearPlan {
         // Groups are apart up to so many tokens, at the fewest ranks: so that more room never needs less.
         let last_grouped = (MANY_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
         let sums = (self.num_groups() * max_tokens.min(last_grouped)).max(self.num_spans() * max_tokens);
-        few.max(WorkspaceBytes { exchange: 0, planes: sums * self.sums_per_token() * size_of::<f32>() })
+        few.max(WorkspaceBytes { mailbox: 0, partials: sums * self.sums_per_token() * size_of::<f32>() })
     }
 
     fn sums_per_token(&self) -> usize {
@@ -288,11 +288,11 @@ impl fmt::Display for LinearPlan {
         let tiles = self.capacity.max_tiles(max_tokens);
         let outs = self.outs_per_block(max_tokens, tiles);
         let launches = if self.is_one_launch(max_tokens) { "one launch" } else { "two launches" };
-        let WorkspaceBytes { exchange, planes } = self.workspace_bytes();
+        let WorkspaceBytes { mailbox, partials } = self.workspace_bytes();
         write!(
             f,
             "linear {}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, {launches}, shrink {} splits of \
-             {} lanes, expand {} blocks of {outs} outputs, {exchange} + {planes} bytes of workspace",
+             {} lanes, expand {} blocks of {outs} outputs, {mailbox} + {partials} bytes of workspace",
             self.dtype,
             self.num_splits(max_tokens),
             self.num_lanes(),

@@ -268,12 +268,12 @@ impl Subject for Raw<'_> {
         let top_k = raw_top_k(case, &ids, router.as_ref(), rows.as_ref());
         let operands = Operands::new::<T>(case.op, (&x, x_at), (&y, y_at), (&target, target_at));
         let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
-        // Of the exchange only the header is what it must be: tags of no launch are as good as none.
+        // Of the mailbox only the header is what it must be: tags of no launch are as good as none.
         let bytes = layer.plan().workspace_bytes();
-        let mut exchange = vec![0xff_u8; bytes.exchange];
-        exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
-        let [exchange, planes] = [gpu.upload(&exchange), gpu.poisoned(bytes.planes)];
-        let region = raw::Workspace { exchange: exchange.region(), planes: planes.region() };
+        let mut mailbox = vec![0xff_u8; bytes.mailbox];
+        mailbox.iter_mut().take(128).for_each(|byte| *byte = 0);
+        let [mailbox, partials] = [gpu.upload(&mailbox), gpu.poisoned(bytes.partials)];
+        let region = raw::Workspace { mailbox: mailbox.region(), partials: partials.region() };
         let table = raw::Table::new(model, T::DTYPE, descriptors.address(), capacity.num_slots, capacity.max_rank);
         let step = raw::Step::new(table, batch, region, stream);
         let launch = || {

@@ -22,7 +22,6 @@ mod common;
 mod contention;
 mod device;
 mod engine;
-mod exchange;
 mod experts;
 #[path = "../qwen3/files.rs"]
 mod files;
@@ -33,6 +32,7 @@ mod graph;
 mod hot_path;
 mod limit;
 mod loading;
+mod mailbox;
 #[path = "../qwen3/moe.rs"]
 mod moe;
 mod operations;

@@ -150,7 +150,7 @@ impl Raw<'_> {
                 let ids = &ids;
                 let embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
-                let step = step(raw::Workspace { exchange: nowhere, planes: nowhere });
+                let step = step(raw::Workspace { mailbox: nowhere, partials: nowhere });
                 Box::new(move || {
                     // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
                     unsafe { embedding.add_delta(&step, ids.address(), y_matrix) }.unwrap();
@@ -159,12 +159,12 @@ impl Raw<'_> {
             Site::Linear(id) => {
                 let linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let bytes = linear.plan().workspace_bytes();
-                // Of the exchange only the header is what it must be: tags of no launch are as good as none.
-                let mut exchange = vec![0xff_u8; bytes.exchange];
-                exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
-                workspace = [gpu.upload(&exchange), gpu.poisoned(bytes.planes)];
-                let [exchange, planes] = workspace.each_ref().map(Buffer::region);
-                let step = step(raw::Workspace { exchange, planes });
+                // Of the mailbox only the header is what it must be: tags of no launch are as good as none.
+                let mut mailbox = vec![0xff_u8; bytes.mailbox];
+                mailbox.iter_mut().take(128).for_each(|byte| *byte = 0);
+                workspace = [gpu.upload(&mailbox), gpu.poisoned(bytes.partials)];
+                let [mailbox, partials] = workspace.each_ref().map(Buffer::region);
+                let step = step(raw::Workspace { mailbox, partials });
                 Box::new(move || {
                     if overwrites {
                         // SAFETY: as above.

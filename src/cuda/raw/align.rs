@@ -30,7 +30,7 @@ pub(in crate::cuda) struct Layout {
     pub(in crate::cuda) block_slots: usize,
     pub(in crate::cuda) num_padded: usize,
     places: usize,
-    exchange: usize,
+    mailbox: usize,
     end: usize,
 }
 
@@ -45,7 +45,7 @@ impl Layout {
             block_slots: part(capacity.max_blocks() * size_of::<i32>()),
             num_padded: part(size_of::<i32>()),
             places: part(capacity.routes.max_routes() * size_of::<i32>()),
-            exchange: part(ffi::ARIL_EXCHANGE_HEADER as usize + counts),
+            mailbox: part(ffi::ARIL_MAILBOX_HEADER as usize + counts),
             end: parts.0,
         }
     }
@@ -110,7 +110,7 @@ impl Alignment {
             block_slots: aligned.block_slots() as *mut i32,
             num_padded: aligned.num_padded() as *mut i32,
             places: aligned.at(aligned.layout.places) as *mut i32,
-            exchange: aligned.at(aligned.layout.exchange) as *mut std::ffi::c_void,
+            mailbox: aligned.at(aligned.layout.mailbox) as *mut std::ffi::c_void,
         };
         // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
         check(unsafe { ffi::aril_align(&args, stream.as_raw()) })?;

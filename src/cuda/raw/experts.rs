@@ -9,8 +9,8 @@ use crate::{
     routing::Weighed,
 };
 
-/// What each group of routes says in the exchange of `aril_groups`.
-const GROUP_EXCHANGE_BYTES: usize = 32;
+/// What each group of routes says in the mailbox of `aril_groups`.
+const GROUP_MAILBOX_BYTES: usize = 32;
 
 /// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
 /// what a route is.
@@ -102,7 +102,7 @@ struct Layout {
     num_tiles: usize,
     wide_tiles: usize,
     num_wide_tiles: usize,
-    exchange: usize,
+    mailbox: usize,
     end: usize,
 }
 
@@ -117,7 +117,7 @@ impl Layout {
             num_tiles: part(2, size_of::<i32>()),
             wide_tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
             num_wide_tiles: part(2, size_of::<i32>()),
-            exchange: part(1, ffi::ARIL_EXCHANGE_HEADER as usize + groups * GROUP_EXCHANGE_BYTES),
+            mailbox: part(1, ffi::ARIL_MAILBOX_HEADER as usize + groups * GROUP_MAILBOX_BYTES),
             end: parts.0,
         }
     }
@@ -151,7 +151,7 @@ impl Grouping {
             num_tiles: at(layout.num_tiles) as *mut i32,
             wide_tiles: at(layout.wide_tiles) as *mut ffi::aril_route_tile,
             num_wide_tiles: at(layout.num_wide_tiles) as *mut i32,
-            exchange: at(layout.exchange) as *mut std::ffi::c_void,
+            mailbox: at(layout.mailbox) as *mut std::ffi::c_void,
         };
         Ok(Self { kernels: kernels.clone(), capacity, groups })
     }
@@ -186,7 +186,7 @@ impl Grouping {
             check(unsafe { ffi::aril_group(&args, stream.as_raw()) })?;
         }
         // The fewest are sorted by every operation, the most have just been grouped.
-        let by_the_first = ffi::ARIL_FEWEST_ROUTES as usize + 1..=ffi::ARIL_FEW_ROUTES as usize;
+        let by_the_first = ffi::ARIL_EACH_BLOCK_ROUTES as usize + 1..=ffi::ARIL_ONE_BLOCK_ROUTES as usize;
         let grouped = !by_the_first.contains(&(batch.num_tokens * top_k.top_k));
         Ok(GroupedRoutes {
             batch,
@@ -556,8 +556,8 @@ impl LoraExperts {
             y_stride,
             out,
             out_stride,
-            exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
-            planes: workspace.planes.ptr as *mut f32,
+            mailbox: workspace.mailbox.ptr as *mut std::ffi::c_void,
+            partials: workspace.partials.ptr as *mut f32,
             weights: table.expect(self.model, dtype, &self.plan.capacity(), site.shared_entry())?,
             routing: routes.batch.routing,
             top_k: routes.top_k,
