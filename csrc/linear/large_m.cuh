@@ -39,8 +39,8 @@ __device__ __forceinline__ void multiply_chain(float (&sums)[kColumns][4], const
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kStageFeatures / 16; ++step) {
-    wgmma_k16<T>(sums, swizzled_operand(x + step * 32),
-                 core_operand(a + step * 256, 128, kColumnBytes), step > 0);
+    wgmma_k16<T>(sums, swizzled_descriptor(x + step * 32),
+                 core_descriptor(a + step * 256, 128, kColumnBytes), step > 0);
   }
   wgmma_commit();
 #else
@@ -329,8 +329,8 @@ __device__ __forceinline__ void multiply_outs(float (&deltas)[8][4], const unsig
       wgmma_fence();
 #pragma unroll
       for (int term = 0; term < kTerms; ++term) {
-        wgmma_k16<T>(deltas, core_operand(v + (step * kTerms + term) * kTermBytes, 1024, 128),
-                     core_operand(b + 2 * step * kTileBytes, to_ranks, 128), true);
+        wgmma_k16<T>(deltas, core_descriptor(v + (step * kTerms + term) * kTermBytes, 1024, 128),
+                     core_descriptor(b + 2 * step * kTileBytes, to_ranks, 128), true);
       }
       wgmma_commit();
     }
