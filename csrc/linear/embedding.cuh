@@ -5,9 +5,9 @@
 // Grid (tiles x blocks of outputs).
 #pragma once
 
-#include "deep.cuh"
-#include "few.cuh"
-#include "wide.cuh"
+#include "high_rank.cuh"
+#include "large_m.cuh"
+#include "small_m.cuh"
 
 namespace aril::detail {
 
@@ -44,34 +44,34 @@ class EmbeddingRows {
 };
 
 // How the launch for a batch and its ranks goes about it.
-enum class Way { kFew, kFewDeep, kWide, kWideDeep };
+enum class EmbeddingPath { kSmallM, kSmallMHighRank, kLargeM, kLargeMHighRank };
 
-static_assert(kExpandThreads == kFewThreads);
+static_assert(kExpandThreads == kSmallMThreads);
 
-template <typename T, Way kWay>
-__global__ void __launch_bounds__(kFewThreads, kWay == Way::kWide ? 1 : 2)
+template <typename T, EmbeddingPath kPath>
+__global__ void __launch_bounds__(kSmallMThreads, kPath == EmbeddingPath::kLargeM ? 1 : 2)
     embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks,
                      int ring_bytes) {
   extern __shared__ __align__(128) unsigned char shared[];
-  let_dependents_begin();
-  const Tile tile(p, blockIdx.x / out_blocks);
+  launch_dependents();
+  const TokenTile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
   const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   const EmbeddingRows<T> rows(p, module);
-  if constexpr (kWay == Way::kWide) {
-    __shared__ Arrival arrivals_shared[kMaxExpandStages];
+  if constexpr (kPath == EmbeddingPath::kLargeM) {
+    __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
     __shared__ ExpandRow tile_rows[ARIL_WIDE_TILE];
     if (threadIdx.x < ARIL_WIDE_TILE) {
       tile_rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);
     }
-    ExpandArrivals arrivals(arrivals_shared);
-    wide_expand<T>(tile.count, tile_rows, module, outs, shared, ring_bytes, arrivals, rows);
-  } else if constexpr (kWay == Way::kWideDeep) {
-    deep_expand<T>(tile, module, outs, p, shared, rows);
+    ExpandBarriers barriers(barriers_shared);
+    large_m_expand<T>(tile.count, tile_rows, module, outs, shared, ring_bytes, barriers, rows);
+  } else if constexpr (kPath == EmbeddingPath::kLargeMHighRank) {
+    high_rank_expand<T>(tile, module, outs, p, shared, rows);
   } else {
-    few_expand<T, kWay == Way::kFew>(tile.count, tile.expand_rows(module, p), module, outs, shared,
-                                     [&] { return rows; });
+    small_m_expand<T, kPath == EmbeddingPath::kSmallM>(tile.count, tile.expand_rows(module, p),
+                                                       module, outs, shared, [&] { return rows; });
   }
 }
 

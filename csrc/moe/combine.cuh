@@ -10,7 +10,7 @@
 // summed up instead. Both are a matter of the token's own routes and adapter.
 #pragma once
 
-#include "experts.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool combines = p.form == ARIL_COMBINE;
-  const Planes planes = planes_of(p);
-  const uint64_t* const plane = tagged_planes(p.exchange) + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  const uint64_t* const plane = tagged_words(p.mailbox) + 2 * q;
   CombineStage& stage = reinterpret_cast<CombineStage*>(shared)[warp];
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);
   const ExpandShare share(p, grid, num_tokens);
@@ -169,8 +169,8 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         // Brings v of kSteps steps to shared memory.
         const auto put = [&](int step, const float4& v) {
           uint4 terms;
-          split(v.x, v.y, terms.x, terms.y);
-          split(v.z, v.w, terms.z, terms.w);
+          to_bf16_terms(v.x, v.y, terms.x, terms.y);
+          to_bf16_terms(v.z, v.w, terms.z, terms.w);
           stage.terms[step][q] = terms;
         };
         const auto gather_apart = [&](int first_step) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
           const CombineStage::Route& route = stage.routes[has_step ? part : 0];
           const int step = first_step + g - (route.last_step - ceil_div(route.rank_tiles, 2));
           const float4 v =
-              load_v(plane + step * kRanksPerStep, planes, grid.groups,
+              load_v(plane + step * kRanksPerStep, partials, grid.groups,
                      has_step ? first_route + part : -1, 2 * step + 1 < route.rank_tiles, tag);
           put(g, v * route.factor);
         };
@@ -196,7 +196,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
             for (int k = g; k < kRoutes; k += 8) {
               if (k - g >= count) break;
               const bool is_adapted = adapted >> k & 1;
-              const float4 v = load_v(plane + step * kRanksPerStep, planes, grid.groups,
+              const float4 v = load_v(plane + step * kRanksPerStep, partials, grid.groups,
                                       is_adapted ? first_route + k : -1,
                                       2 * step + 1 < stage.routes[0].rank_tiles, tag) *
                                stage.routes[k].factor;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
             if (g == 0) terms[0] = stage.terms[(done + k) % kSteps][q];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              multiply<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
+              mma_terms<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
             }
             fetch(cores[k]);
           }
@@ -249,13 +249,13 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   }
 }
 
-template <typename T, bool kHere>
+template <typename T, bool kEachBlock>
 __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     combine_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T, kHere>(p, grid, shared,
-                          [&](uint32_t tag) { combine_expand<T>(p, grid, tag, shared); });
+  experts_block<T, kEachBlock>(p, grid, shared,
+                               [&](uint32_t tag) { combine_expand<T>(p, grid, tag, shared); });
 }
 
 }  // namespace aril::detail

@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
-#include "../common/mma.cuh"
-#include "../common/vec.cuh"
-#include "tile.cuh"
+#include "../ptx/mma.cuh"
+#include "descriptor.cuh"
+#include "vec.cuh"
 
 namespace aril::detail {
 
@@ -16,7 +16,7 @@ constexpr int kRanksPerStep = 16;  // of an instruction
 constexpr int kTerms = 2;          // of v
 
 // Two values as bf16, and what that leaves out, as bf16 again.
-__device__ __forceinline__ void split(float v0, float v1, uint32_t& high, uint32_t& low) {
+__device__ __forceinline__ void to_bf16_terms(float v0, float v1, uint32_t& high, uint32_t& low) {
   const __nv_bfloat162 rounded = __floats2bfloat162_rn(v0, v1);
   const float2 back = __bfloat1622float2(rounded);
   const __nv_bfloat162 rest = __floats2bfloat162_rn(v0 - back.x, v1 - back.y);
@@ -26,8 +26,8 @@ __device__ __forceinline__ void split(float v0, float v1, uint32_t& high, uint32
 
 // c += v b, for all operands that have terms of v.
 template <typename T, int kOperands>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint4 (&v)[kOperands], uint32_t b0,
-                                         uint32_t b1) {
+__device__ __forceinline__ void mma_terms(float (&c)[4], const uint4 (&v)[kOperands], uint32_t b0,
+                                          uint32_t b1) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
 #pragma unroll
     for (int term = 0; term < kOperands; ++term) {
@@ -35,16 +35,16 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint4 (&v)[kOperan
     }
   } else {
     uint32_t high[2], low[2];
-    const auto split_half2 = [](uint32_t b, uint32_t& high, uint32_t& low) {
+    const auto half2_to_terms = [](uint32_t b, uint32_t& high, uint32_t& low) {
       __half2 values;
       memcpy(&values, &b, sizeof(b));
       const float2 wide = __half22float2(values);
-      split(wide.x, wide.y, high, low);
+      to_bf16_terms(wide.x, wide.y, high, low);
     };
-    split_half2(b0, high[0], low[0]);
-    split_half2(b1, high[1], low[1]);
-    multiply<__nv_bfloat16>(c, v, high[0], high[1]);
-    multiply<__nv_bfloat16>(c, v, low[0], low[1]);
+    half2_to_terms(b0, high[0], low[0]);
+    half2_to_terms(b1, high[1], low[1]);
+    mma_terms<__nv_bfloat16>(c, v, high[0], high[1]);
+    mma_terms<__nv_bfloat16>(c, v, low[0], low[1]);
   }
 }
 
@@ -53,12 +53,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint4 (&v)[kOperan
 __device__ __forceinline__ void store_v(uint4* operands, int t, int r, float2 v) {
   uint32_t* word =
       reinterpret_cast<uint32_t*>(operands + t % 8 * 4 + r % 8 / 2) + r / 8 * 2 + t / 8;
-  split(v.x, v.y, word[0], word[32 * 4]);
+  to_bf16_terms(v.x, v.y, word[0], word[32 * 4]);
 }
 
 // Eight neighbouring outputs of a token, of which `valid` are there.
 template <typename T>
-struct Outs {
+struct OutVec {
   uint4 bits = {};
 
   // Whether they move 16 bytes at a time. Others are read when they are written: a choice here

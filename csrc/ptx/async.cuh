@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Copies from global to shared memory that hold no registers while they are under way.
+// Asynchronous copies between global and shared memory: cp.async (sm_80) and bulk copies (sm_90).
+// A copy in flight holds no registers.
 #pragma once
 
 #include <stdint.h>
@@ -11,32 +12,32 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Starts copying 16 bytes, of which those from `valid` on become zero. Both sides are aligned
-// to 16.
+// Starts a copy of 16 bytes; bytes at and beyond `valid` become zero. Both addresses are aligned to
+// 16 bytes.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(valid)
                : "memory");
 }
 
-// Ends a group of copies.
+// Ends this thread's current group of copies.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until all of this thread's groups but the last `kPending` have arrived.
+// Waits until at most `kPending` of this thread's groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Where bulk copies arrive, in shared memory. A phase ends when all that was expected has come and
-// `senders` threads have said what to expect. Without bulk copies (before sm_90), whoever brings
-// something waits for it himself, and all meet before anyone reads it.
-struct Arrival {
+// An mbarrier in shared memory that counts the bytes of bulk copies. A phase completes when `senders`
+// threads have called expect() and all expected bytes have arrived. Before sm_90 it does nothing:
+// the threads that copy wait for their own cp.async groups, then synchronize.
+struct TransactionBarrier {
   uint64_t barrier;
 
-  // By one thread, before anything else.
+  // One thread calls it, before any other use.
   __device__ __forceinline__ void init(int senders = 1) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(senders)
@@ -45,7 +46,7 @@ struct Arrival {
 #endif
   }
 
-  // By a sender: what will come of it in this phase.
+  // Arrives as a sender whose copies bring `bytes` in this phase.
   __device__ __forceinline__ void expect(uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -55,7 +56,7 @@ struct Arrival {
 #endif
   }
 
-  // Starts a copy; both sides and `bytes` are multiples of 16.
+  // Starts a bulk copy to shared memory. Addresses and `bytes` are multiples of 16.
   __device__ __forceinline__ void copy(void* shared, const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -66,6 +67,7 @@ struct Arrival {
 #endif
   }
 
+  // Waits until the phase of this parity has completed.
   __device__ __forceinline__ void wait(uint32_t parity) const {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -81,17 +83,17 @@ struct Arrival {
   }
 };
 
-// Makes what this thread wrote to shared memory, or what it waited for, visible to products and
-// bulk copies. Before the threads meet.
-__device__ __forceinline__ void publish_shared() {
+// Makes shared memory that this thread wrote, or waited for, visible to wgmma and bulk copies. Call
+// it before the barrier that orders them.
+__device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Starts a copy from shared memory, of which `publish_shared` was called; `bytes` is a multiple
-// of 16.
-__device__ __forceinline__ void copy_back(void* global, const void* shared, uint32_t bytes) {
+// Starts a bulk copy from shared memory, after fence_async_proxy(). Addresses and `bytes` are
+// multiples of 16.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
@@ -100,29 +102,30 @@ __device__ __forceinline__ void copy_back(void* global, const void* shared, uint
 #endif
 }
 
-// Waits until this thread's copies back have read shared memory.
-__device__ __forceinline__ void wait_for_reads_of_copies_back() {
+// Waits until this thread's bulk stores have read their shared memory.
+__device__ __forceinline__ void wait_for_bulk_store_reads() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
 
-// Waits until they are done.
-__device__ __forceinline__ void wait_for_copies_back() {
+// Waits until this thread's bulk stores have completed.
+__device__ __forceinline__ void wait_for_bulk_stores() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
 }
 
-// Brings weights to shared memory: by one thread where there are bulk copies, by all `threads`,
-// of which this is number `thread`, elsewhere.
-__device__ __forceinline__ void bring(Arrival& arrival, void* shared, const void* global,
-                                      uint32_t bytes, int thread, int threads) {
+// Starts a load of `bytes` into shared memory: one bulk copy by thread 0 of the `threads` that call
+// it, or cp.async by all of them before sm_90. `thread` is the caller's number.
+__device__ __forceinline__ void bulk_load(TransactionBarrier& barrier, void* shared,
+                                          const void* global, uint32_t bytes, int thread,
+                                          int threads) {
 #if __CUDA_ARCH__ >= 900
   if (thread != 0) return;
-  arrival.init();
-  arrival.expect(bytes);
-  if (bytes > 0) arrival.copy(shared, global, bytes);
+  barrier.init();
+  barrier.expect(bytes);
+  if (bytes > 0) barrier.copy(shared, global, bytes);
 #else
   for (uint32_t at = thread * 16; at < bytes; at += threads * 16) {
     copy_async(static_cast<char*>(shared) + at, static_cast<const char*>(global) + at);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The exchange: how blocks of a launch hand values to later blocks of the same launch.
+// The mailbox: how blocks of a launch hand values to later blocks of the same launch.
 //
-// An exchange is a header and pairs, each of 32 bits and a tag. A launch takes the next tag, and a
+// A mailbox is a header and pairs, each of 32 bits and a tag. A launch takes the next tag, and a
 // pair is stored and loaded by one 64-bit access: a pair that has the launch's tag has a value of
 // the launch, without a fence. Whoever needs it polls. What the pair stands for besides itself
 // (RouteTiles::publish) takes a fence before the store and one behind the load.
@@ -22,7 +22,7 @@
 // had the same tag before, the launches with the last tag and with the first one set all pairs of
 // other tags to zero (clear_old_pairs()).
 //
-// One launch at a time. A second launch on the same exchange, unless it is ordered behind the
+// One launch at a time. A second launch on the same mailbox, unless it is ordered behind the
 // first, takes blocks of one for the other's: tags differ within a launch then, the number of
 // blocks in the header never ends at zero, and expand polls forever. Builds with ARIL_DEBUG assert
 // that the blocks that enter are of one launch, and that no poll takes longer than seconds.
@@ -34,31 +34,31 @@
 #endif
 
 #include "../aril.h"
-#include "../common/pdl.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace aril::detail {
 
-// The beginning of an exchange; ARIL_EXCHANGE_HEADER bytes with what is left free.
-struct ExchangeHeader {
+// The beginning of a mailbox; ARIL_MAILBOX_HEADER bytes with what is left free.
+struct MailboxHeader {
   unsigned long long launches;  // so far, below: the blocks of the next one that have come
   unsigned long long pairs;     // behind the header, the most that a launch has had
   unsigned long long grid;      // whose blocks are coming; of builds with ARIL_DEBUG
 };
-constexpr int kExchangeWord = ARIL_EXCHANGE_HEADER / 2;  // bytes before the header's own pair
-static_assert(sizeof(ExchangeHeader) <= kExchangeWord);
+constexpr int kMailboxWord = ARIL_MAILBOX_HEADER / 2;  // bytes before the header's own pair
+static_assert(sizeof(MailboxHeader) <= kMailboxWord);
 
-constexpr uint32_t kLastTag = ~0u;
+constexpr uint32_t kLastEpoch = ~0u;
 
 // Two neighbouring pairs.
-struct TaggedSums {
-  float sum0;
+struct TaggedPair {
+  float value0;
   uint32_t tag0;
-  float sum1;
+  float value1;
   uint32_t tag1;
 };
 
-__device__ __forceinline__ uint64_t* tagged_planes(void* exchange) {
-  return reinterpret_cast<uint64_t*>(static_cast<char*>(exchange) + ARIL_EXCHANGE_HEADER);
+__device__ __forceinline__ uint64_t* tagged_words(void* mailbox) {
+  return reinterpret_cast<uint64_t*>(static_cast<char*>(mailbox) + ARIL_MAILBOX_HEADER);
 }
 
 __device__ __forceinline__ void store_tagged(void* plane, float sum, uint32_t tag) {
@@ -68,14 +68,15 @@ __device__ __forceinline__ void store_tagged(void* plane, float sum, uint32_t ta
 }
 
 // Two neighbours at once.
-__device__ __forceinline__ void store_tagged2(void* plane, float sum0, float sum1, uint32_t tag) {
+__device__ __forceinline__ void store_tagged2(void* plane, float value0, float value1,
+                                              uint32_t tag) {
   const uint64_t high = static_cast<uint64_t>(tag) << 32;
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(plane),
-               "l"(high | __float_as_uint(sum0)), "l"(high | __float_as_uint(sum1))
+               "l"(high | __float_as_uint(value0)), "l"(high | __float_as_uint(value1))
                : "memory");
 }
 
-__device__ __forceinline__ TaggedSums load_tagged(const void* plane) {
+__device__ __forceinline__ TaggedPair load_tagged(const void* plane) {
   uint64_t first, second;
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
                : "=l"(first), "=l"(second)
@@ -87,13 +88,13 @@ __device__ __forceinline__ TaggedSums load_tagged(const void* plane) {
 
 // Counts a block in, and gives the launch's tag; lets dependents begin. Every block of the grid
 // calls, one thread each.
-__device__ __forceinline__ uint32_t enter(void* exchange) {
-  ExchangeHeader* const header = static_cast<ExchangeHeader*>(exchange);
+__device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
+  MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
 #ifdef ARIL_DEBUG
   unsigned long long grid;
   asm volatile("mov.u64 %0, %%gridid;" : "=l"(grid));
   const unsigned long long coming = atomicCAS(&header->grid, 0ull, grid + 1);
-  assert((coming == 0 || coming == grid + 1) && "one exchange is used by two launches at once");
+  assert((coming == 0 || coming == grid + 1) && "one mailbox is used by two launches at once");
 #endif
   const unsigned long long before = atomicAdd(&header->launches, 1ull);
   const uint32_t tag = static_cast<uint32_t>(before >> 32) + 1;
@@ -101,19 +102,19 @@ __device__ __forceinline__ uint32_t enter(void* exchange) {
 #ifdef ARIL_DEBUG
     atomicExch(&header->grid, 0ull);
 #endif
-    const uint32_t launches = tag == kLastTag ? 0 : tag;
+    const uint32_t launches = tag == kLastEpoch ? 0 : tag;
     atomicExch(&header->launches, static_cast<unsigned long long>(launches) << 32);
     __threadfence();
   }
-  let_dependents_begin();
+  launch_dependents();
   return tag;
 }
 
 // For a launch that has up to so many pairs behind the header: by one block of it, all of whose
 // threads have the tag.
-__device__ __forceinline__ void clear_old_pairs(void* exchange, int64_t pairs, uint32_t tag) {
-  ExchangeHeader* const header = static_cast<ExchangeHeader*>(exchange);
-  if (tag != kLastTag && tag != 1) {
+__device__ __forceinline__ void clear_stale_words(void* mailbox, int64_t pairs, uint32_t tag) {
+  MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
+  if (tag != kLastEpoch && tag != 1) {
     if (threadIdx.x == 0) atomicMax(&header->pairs, static_cast<unsigned long long>(pairs));
     return;
   }
@@ -123,11 +124,11 @@ __device__ __forceinline__ void clear_old_pairs(void* exchange, int64_t pairs, u
   if (threadIdx.x == 0) {
     const unsigned long long own = pairs, before = atomicMax(&header->pairs, own);
     // The first launch of all finds zeros.
-    most = before == 0 ? 0 : max(before, own) + (ARIL_EXCHANGE_HEADER - kExchangeWord) / 8;
+    most = before == 0 ? 0 : max(before, own) + (ARIL_MAILBOX_HEADER - kMailboxWord) / 8;
   }
   __syncthreads();
   unsigned long long* const first =
-      reinterpret_cast<unsigned long long*>(static_cast<char*>(exchange) + kExchangeWord);
+      reinterpret_cast<unsigned long long*>(static_cast<char*>(mailbox) + kMailboxWord);
 #pragma unroll 1
   for (unsigned long long i = threadIdx.x; i < most; i += blockDim.x) {
     const unsigned long long pair = *const_cast<volatile unsigned long long*>(first + i);
@@ -137,7 +138,7 @@ __device__ __forceinline__ void clear_old_pairs(void* exchange, int64_t pairs, u
 }
 
 // The polls of a wait.
-class Polls {
+class PollLimit {
  public:
   __device__ __forceinline__ void count() {
 #ifdef ARIL_DEBUG

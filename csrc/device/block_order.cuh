@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A test of the block order that the exchange relies on (exchange.cuh): one launch, when kernels
+// A test of the block order that the mailbox relies on (mailbox.cuh): one launch, when kernels
 // are loaded.
 //
 // A block says that it has begun, then waits until all blocks of lower index have said so. There
@@ -27,7 +27,7 @@ __device__ uint32_t begun[kMostOrderBlocks];
 __device__ uint32_t out_of_order;
 
 // Grid: up to kMostOrderBlocks. `launch` is larger than that of any launch before.
-__global__ void __launch_bounds__(kOrderThreads) order_kernel(uint32_t launch) {
+__global__ void __launch_bounds__(kOrderThreads) block_order_kernel(uint32_t launch) {
   constexpr int kPolls = 1 << 20;  // about a second
   if (threadIdx.x == 0) atomicMax(&begun[blockIdx.x], launch);
   for (unsigned block = threadIdx.x; block < blockIdx.x; block += kOrderThreads) {

@@ -5,15 +5,15 @@
 #pragma once
 
 #include "../aril.h"
-#include "../common/pdl.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace aril::detail {
 
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Whether an operation goes by the wide tiles.
-__host__ __device__ __forceinline__ constexpr bool is_wide(int num_tokens) {
-  return num_tokens > ARIL_FEW_TOKENS;
+__host__ __device__ __forceinline__ constexpr bool is_large_m(int num_tokens) {
+  return num_tokens > ARIL_SMALL_M;
 }
 
 // A row that a block of expand works on.
@@ -23,15 +23,15 @@ struct ExpandRow {
   float factor;  // on v
 };
 
-struct Tile {
+struct TokenTile {
   int slot;  // -1 if its tokens have none that the table knows
   int count;
   const int32_t* tokens;
 
   // No tokens where the routing has none for it. Both loads are independent: entries beyond the
   // count are read, too.
-  __device__ __forceinline__ Tile(const aril_routing& routing, const aril_tiles& tiles,
-                                  int max_tiles, int num_slots, int tile_idx) {
+  __device__ __forceinline__ TokenTile(const aril_routing& routing, const aril_tiles& tiles,
+                                       int max_tiles, int num_slots, int tile_idx) {
     const int num_tiles = *tiles.count;
     const aril_tile tile = tiles.all[tile_idx < max_tiles ? tile_idx : 0];
     const bool live = tile_idx < num_tiles && tile_idx < max_tiles;
@@ -41,9 +41,9 @@ struct Tile {
   }
 
   template <typename Args>
-  __device__ __forceinline__ Tile(const Args& p, int tile_idx)
-      : Tile(p.routing, is_wide(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles, p.max_tiles,
-             p.weights.num_slots, tile_idx) {}
+  __device__ __forceinline__ TokenTile(const Args& p, int tile_idx)
+      : TokenTile(p.routing, is_large_m(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles,
+                  p.max_tiles, p.weights.num_slots, tile_idx) {}
 
   // The tile's t-th token, or -1 if there is none below `num_tokens`.
   __device__ __forceinline__ int token(int t, int num_tokens) const {
@@ -83,44 +83,45 @@ __device__ __forceinline__ aril_descriptor module_of_lane(const aril_weights& we
 __device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0; }
 
 // A token's sum over the input features has one order, that of the layer's shape, in all kernels:
-// a chain of instructions adds up 64 features, four chains make a lane's sum, ARIL_LANES_PER_GROUP
-// lanes a group's, ARIL_GROUPS_PER_SPAN groups a span's, and the spans, one after the other, the
+// a chain of instructions adds up 64 features, four chains make a lane's sum, ARIL_K_TILES_PER_SLAB
+// lanes a group's, ARIL_K_SLABS_PER_SPAN groups a span's, and the spans, one after the other, the
 // token's. However many blocks share the work, each sums up one of these, and the bits are the
 // same.
-constexpr int kLanesPerSpan = ARIL_LANES_PER_GROUP * ARIL_GROUPS_PER_SPAN;
+constexpr int kKTilesPerSpan = ARIL_K_TILES_PER_SLAB * ARIL_K_SLABS_PER_SPAN;
 
-struct Lanes {
+struct KTiles {
   int begin, end;  // the lanes that a split sums up
 
-  __device__ __forceinline__ Lanes(int in_features, int lanes_per_split, int split) {
-    const int num_lanes = ceil_div(in_features, ARIL_LANE_FEATURES);
-    begin = lanes_per_split < num_lanes ? split * lanes_per_split : 0;
-    end = lanes_per_split < num_lanes ? min(begin + lanes_per_split, num_lanes) : num_lanes;
+  __device__ __forceinline__ KTiles(int in_features, int k_tiles_per_split, int to_bf16_terms) {
+    const int num_k_tiles = ceil_div(in_features, ARIL_K_TILE);
+    begin = k_tiles_per_split < num_k_tiles ? to_bf16_terms * k_tiles_per_split : 0;
+    end =
+        k_tiles_per_split < num_k_tiles ? min(begin + k_tiles_per_split, num_k_tiles) : num_k_tiles;
   }
 };
 
 __host__ __device__ __forceinline__ int num_splits(const aril_linear_args& p) {
-  const int num_lanes = ceil_div(p.in_features, ARIL_LANE_FEATURES);
-  return p.lanes_per_split < num_lanes ? ceil_div(num_lanes, p.lanes_per_split) : 1;
+  const int num_k_tiles = ceil_div(p.in_features, ARIL_K_TILE);
+  return p.k_tiles_per_split < num_k_tiles ? ceil_div(num_k_tiles, p.k_tiles_per_split) : 1;
 }
 
 // Where shrink leaves a token's sums for expand: a plane for each split.
-struct Planes {
+struct PartialLayout {
   int slice_stride;
-  int64_t token_stride, plane_stride;
+  int64_t token_stride, partial_stride;
 
-  __device__ __forceinline__ Planes(int64_t rows, int num_slices, int max_rank)
+  __device__ __forceinline__ PartialLayout(int64_t rows, int num_slices, int max_rank)
       : slice_stride(ceil_div(max_rank, ARIL_RANK_TILE) * ARIL_RANK_TILE),
         token_stride(int64_t{num_slices} * slice_stride),
-        plane_stride(rows * token_stride) {}
+        partial_stride(rows * token_stride) {}
 
-  __device__ __forceinline__ explicit Planes(const aril_linear_args& p)
-      : Planes(p.num_tokens, p.num_slices, p.weights.max_rank) {}
+  __device__ __forceinline__ explicit PartialLayout(const aril_linear_args& p)
+      : PartialLayout(p.num_tokens, p.num_slices, p.weights.max_rank) {}
 };
 
 constexpr int kCoreElems = ARIL_CORE * ARIL_CORE;
-constexpr int kPieceElems = ARIL_RANK_TILE * ARIL_LANE_FEATURES;  // of A: 8 ranks of a lane
-constexpr int kPieceBytes = kPieceElems * 2;                      // of 16-bit elements
+constexpr int kPieceElems = ARIL_RANK_TILE * ARIL_K_TILE;  // of A: 8 ranks of a lane
+constexpr int kPieceBytes = kPieceElems * 2;               // of 16-bit elements
 
 constexpr int kF32Threads = 256;
 constexpr int kF32TileElems = ARIL_OUT_TILE * ARIL_RANK_TILE;
@@ -182,7 +183,7 @@ struct BlockOuts {
   }
 
   // Whether the tile has a delta here. If not, the block has done all there is to do.
-  __device__ __forceinline__ bool begin(const Tile& tile, const aril_descriptor& module,
+  __device__ __forceinline__ bool begin(const TokenTile& tile, const aril_descriptor& module,
                                         int num_tokens) const {
     if (tile.count > 0 && module.rank > 0) return true;
     const bool clears = overwrites && tile.count > 0;
@@ -216,42 +217,42 @@ __device__ __forceinline__ float4 operator*(const float4& a, float factor) {
                      __fmul_rn(a.w, factor));
 }
 
-// A token's v: shrink's planes, summed up in their order.
-class PlaneSums {
+// A token's v: shrink's partials, summed up in their order.
+class PartialSums {
  public:
-  __device__ __forceinline__ PlaneSums(const float* planes, const Planes& strides, int splits,
-                                       bool groups_apart, int slice)
+  __device__ __forceinline__ PartialSums(const float* partials, const PartialLayout& strides,
+                                         int splits, bool groups_apart, int slice)
       : planes_(strides),
         splits_(splits),
         groups_apart_(groups_apart),
-        first_plane_(planes + slice * planes_.slice_stride) {}
+        first_partial_(partials + slice * planes_.slice_stride) {}
 
-  __device__ __forceinline__ PlaneSums(const aril_linear_args& p, int slice)
-      : PlaneSums(p.planes, Planes(p), num_splits(p), p.lanes_per_split == ARIL_LANES_PER_GROUP,
-                  slice) {}
+  __device__ __forceinline__ PartialSums(const aril_linear_args& p, int slice)
+      : PartialSums(p.partials, PartialLayout(p), num_splits(p),
+                    p.k_tiles_per_split == ARIL_K_TILES_PER_SLAB, slice) {}
 
   __device__ __forceinline__ bool lacks(int) const { return false; }
 
   // Ranks [r, r + 4) of a token.
   __device__ __forceinline__ float4 load4(int token, int r) const {
-    const float* source = first_plane_ + token * planes_.token_stride + r;
+    const float* source = first_partial_ + token * planes_.token_stride + r;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float4 total = zero, span = zero;
     // Many loads before the first use: they are what expand waits for.
-    constexpr int kAtOnce = 2 * ARIL_GROUPS_PER_SPAN;
+    constexpr int kAtOnce = 2 * ARIL_K_SLABS_PER_SPAN;
     for (int first = 0; first < splits_; first += kAtOnce) {
       float4 sums[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         sums[i] = zero;
         if (first + i < splits_) {
-          sums[i] = *reinterpret_cast<const float4*>(source + (first + i) * planes_.plane_stride);
+          sums[i] = *reinterpret_cast<const float4*>(source + (first + i) * planes_.partial_stride);
         }
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         span = span + sums[i];
-        if (groups_apart_ && (i + 1) % ARIL_GROUPS_PER_SPAN != 0) continue;
+        if (groups_apart_ && (i + 1) % ARIL_K_SLABS_PER_SPAN != 0) continue;
         total = total + span;
         span = zero;
       }
@@ -268,10 +269,10 @@ class PlaneSums {
   }
 
  private:
-  Planes planes_;
+  PartialLayout planes_;
   int splits_;
   bool groups_apart_;
-  const float* first_plane_;
+  const float* first_partial_;
 };
 
 }  // namespace aril::detail

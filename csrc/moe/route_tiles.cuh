@@ -4,12 +4,12 @@
 // experts where these share a factor, and what a lane needs of one.
 #pragma once
 
-#include "../common/pdl.cuh"
-#include "few.cuh"
-#include "group.cuh"
-#include "own_tiles.cuh"
-#include "sort.cuh"
-#include "tile.cuh"
+#include "../device/descriptor.cuh"
+#include "../linear/small_m.cuh"
+#include "../ptx/pdl.cuh"
+#include "group/grid.cuh"
+#include "group/local.cuh"
+#include "group/one_block.cuh"
 
 namespace aril::detail {
 
@@ -17,30 +17,31 @@ struct ExpertsGrid {
   int first_shrink;  // blocks before those of shrink: the one that sorts, if any
   int shrink_blocks;
   int rank_tiles, groups;  // a slice's pieces of shrink
-  bool beside_wide;        // behind shrink of wide tiles, which has waited for both
+  bool beside_large_m;     // behind shrink of wide tiles, which has waited for both
 };
 
 // Whether an operation that may have either goes by wide tiles. Where these would be mostly empty,
 // small ones are faster, the more so the fewer ranks there are. (H100, gate_up and down of 8192
 // routes by either alone: with 8 of a slot to an expert in the mean, 138 us instead of 209 at rank
 // 8, 193 instead of 235 at rank 16, and 350 instead of 320 at rank 32.)
-__device__ __forceinline__ bool goes_wide(const aril_experts_args& p) {
+__device__ __forceinline__ bool takes_large_m(const aril_experts_args& p) {
   constexpr int kRanks = 28;
   const int tiles = __ldcg(p.groups.num_tiles), wide_tiles = __ldcg(p.groups.num_wide_tiles);
   return int64_t{tiles} * p.weights.max_rank > int64_t{kRanks} * wide_tiles &&
          4 * int64_t{tiles} > 5 * int64_t{wide_tiles};
 }
 
-__device__ __forceinline__ Planes planes_of(const aril_experts_args& p) {
+__device__ __forceinline__ PartialLayout partial_layout(const aril_experts_args& p) {
   const int64_t num_routes = int64_t{p.num_tokens} * p.top_k.top_k;
-  return Planes(num_routes + (p.from_tokens ? p.num_tokens : 0), p.num_slices, p.weights.max_rank);
+  return PartialLayout(num_routes + (p.from_tokens ? p.num_tokens : 0), p.num_slices,
+                       p.weights.max_rank);
 }
 
 // The tiles of a launch's routes. The fewest routes are sorted by each block for itself (`kHere`).
 // Others stand in lists, which the first block of the launch may be about to write; then a block of
 // shrink finds its own, if it can. (H100: with up to 8 tokens kernels that can do both are 2 to 3 %
 // slower, as there is more to jump over.)
-template <bool kHere>
+template <bool kEachBlock>
 class RouteTiles {
  public:
   // Waits for predecessors, unless shrink of wide tiles has; has no tiles if needed() says that
@@ -48,12 +49,12 @@ class RouteTiles {
   // besides, to use until then. By a whole block.
   template <typename Needed>
   __device__ __forceinline__ RouteTiles(const aril_experts_args& p, const ExpertsGrid& grid,
-                                        uint32_t tag, const Needed& needed, OwnTiles* own,
+                                        uint32_t tag, const Needed& needed, LocalTiles* own,
                                         void* scratch, int scratch_bytes)
       : p_(p) {
-    if constexpr (kHere) {
-      __shared__ __align__(16) aril_route_entry routes[ARIL_FEWEST_ROUTES];
-      __shared__ __align__(16) aril_route_tile tiles[ARIL_FEWEST_ROUTES];
+    if constexpr (kEachBlock) {
+      __shared__ __align__(16) aril_route_entry routes[ARIL_EACH_BLOCK_ROUTES];
+      __shared__ __align__(16) aril_route_tile tiles[ARIL_EACH_BLOCK_ROUTES];
       const int route = threadIdx.x, top_k = p.top_k.top_k;
       const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
       int id = -1, slot = -1;
@@ -68,11 +69,11 @@ class RouteTiles {
       asm volatile("" ::: "memory");
       if (!needed()) return;
       here_ = {routes, tiles};
-      num_tiles_ = sort_fewest<kExpertsThreads>(p.top_k, num_routes, id, slot, entry, here_);
+      num_tiles_ = sort_in_each_block<kExpertsThreads>(p.top_k, num_routes, id, slot, entry, here_);
       return;
     }
     if (!needed()) {
-      if (!grid.beside_wide) wait_for_predecessors();
+      if (!grid.beside_large_m) wait_for_predecessors();
       return;
     }
     if (own != nullptr) {
@@ -82,7 +83,7 @@ class RouteTiles {
         return;
       }
     }
-    if (!grid.beside_wide) wait_for_predecessors();
+    if (!grid.beside_large_m) wait_for_predecessors();
     if (grid.first_shrink == 0) {
       num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
       return;
@@ -90,15 +91,15 @@ class RouteTiles {
     __shared__ int2 published;
     // One thread of a block looks: thousands of warps would hold each other up.
     if (threadIdx.x == 0) {
-      TaggedSums sums;
-      Polls polls;
+      TaggedPair sums;
+      PollLimit polls;
       do {
         polls.count();
         sums = load_tagged(word(p));
       } while (sums.tag0 != tag);
       // What the tag stands for is read behind it.
       __threadfence();
-      const uint32_t both = __float_as_uint(sums.sum0);
+      const uint32_t both = __float_as_uint(sums.value0);
       published = make_int2(both & 0xffff, both >> 16);
     }
     __syncthreads();
@@ -108,8 +109,8 @@ class RouteTiles {
   // Sorts the routes for all blocks. By the first one.
   __device__ __forceinline__ static void publish(const aril_experts_args& p, uint32_t tag,
                                                  unsigned char* shared) {
-    const int2 num_tiles = FewSort<kExpertsThreads>::run(p.top_k, p.routing, p.num_tokens,
-                                                         {p.groups.routes, p.groups.tiles}, shared);
+    const int2 num_tiles = OneBlockSort<kExpertsThreads>::run(
+        p.top_k, p.routing, p.num_tokens, {p.groups.routes, p.groups.tiles}, shared);
     // All threads have stored routes and tiles: each brings its own to L2 before one of them stores
     // the word that says so.
     __threadfence();
@@ -125,11 +126,11 @@ class RouteTiles {
 
   // Slot, expert, where its routes begin, how many.
   __device__ __forceinline__ int4 tile(int i) const {
-    return load((kHere ? here_.tiles : p_.groups.tiles) + i);
+    return load((kEachBlock ? here_.tiles : p_.groups.tiles) + i);
   }
 
   __device__ __forceinline__ aril_route_entry route(int i) const {
-    const int4 entry = load((kHere ? here_.routes : p_.groups.routes) + i);
+    const int4 entry = load((kEachBlock ? here_.routes : p_.groups.routes) + i);
     return {entry.x, entry.y, __int_as_float(entry.z), __int_as_float(entry.w)};
   }
 
@@ -146,17 +147,17 @@ class RouteTiles {
 
  private:
   __device__ __forceinline__ static void* word(const aril_experts_args& p) {
-    return static_cast<char*>(p.exchange) + kExchangeWord;
+    return static_cast<char*>(p.mailbox) + kMailboxWord;
   }
 
   __device__ __forceinline__ int4 load(const void* pointer) const {
     const int4* const vec = static_cast<const int4*>(pointer);
-    return kHere ? *vec : __ldcg(vec);
+    return kEachBlock ? *vec : __ldcg(vec);
   }
 
   const aril_experts_args& p_;
   SortedRoutes here_;
-  const OwnTiles* own_ = nullptr;
+  const LocalTiles* own_ = nullptr;
   int2 num_tiles_ = {0, 0};
 };
 

@@ -7,23 +7,23 @@
 // tile.cuh, and the features of a lane are added one after the other.
 #pragma once
 
-#include "../common/pdl.cuh"
+#include "../device/descriptor.cuh"
+#include "../ptx/pdl.cuh"
 #include "embedding.cuh"
-#include "tile.cuh"
 
 namespace aril::detail {
 
 __global__ void __launch_bounds__(kF32Threads)
     shrink_f32_kernel(const __grid_constant__ aril_linear_args p, int slices) {
-  __shared__ float x[ARIL_LANE_FEATURES];
-  let_dependents_begin();
+  __shared__ float x[ARIL_K_TILE];
+  launch_dependents();
   wait_for_predecessors();
-  const Tile tile(p, blockIdx.x / slices);
+  const TokenTile tile(p, blockIdx.x / slices);
   const int slice = blockIdx.x % slices;
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const Lanes lanes(p.in_features, p.lanes_per_split, blockIdx.y);
-  const Planes planes(p);
+  const KTiles lanes(p.in_features, p.k_tiles_per_split, blockIdx.y);
+  const PartialLayout partials(p);
   for (int t = 0; t < tile.count; ++t) {
     const int token = tile.token(t, p.num_tokens);
     for (int first_rank = 0; token >= 0 && first_rank < module.rank; first_rank += kF32Threads) {
@@ -31,9 +31,9 @@ __global__ void __launch_bounds__(kF32Threads)
       const float* a = static_cast<const float*>(module.a) + rank / ARIL_RANK_TILE * kPieceElems +
                        rank % ARIL_RANK_TILE * ARIL_CORE;
       float total = 0.0f, span = 0.0f, group = 0.0f;
-      for (int sum_lane = lanes.begin; sum_lane < lanes.end; ++sum_lane) {
-        const int first_k = sum_lane * ARIL_LANE_FEATURES;
-        const int features = min(p.in_features - first_k, ARIL_LANE_FEATURES);
+      for (int k_tile = lanes.begin; k_tile < lanes.end; ++k_tile) {
+        const int first_k = k_tile * ARIL_K_TILE;
+        const int features = min(p.in_features - first_k, ARIL_K_TILE);
         __syncthreads();
         for (int k = threadIdx.x; k < features; k += kF32Threads) {
           x[k] = static_cast<const float*>(p.x)[token * p.x_stride + first_k + k];
@@ -42,28 +42,28 @@ __global__ void __launch_bounds__(kF32Threads)
         float sum = 0.0f;
         for (int k = 0; rank < module.rank && k < features; ++k) {
           const int64_t core =
-              int64_t{sum_lane} * rank_tiles * kPieceElems + k / ARIL_CORE * kCoreElems;
+              int64_t{k_tile} * rank_tiles * kPieceElems + k / ARIL_CORE * kCoreElems;
           sum += a[core + k % ARIL_CORE] * x[k];
         }
         group += sum;
-        const bool last = sum_lane + 1 == lanes.end;
-        if ((sum_lane + 1) % ARIL_LANES_PER_GROUP != 0 && !last) continue;
+        const bool last = k_tile + 1 == lanes.end;
+        if ((k_tile + 1) % ARIL_K_TILES_PER_SLAB != 0 && !last) continue;
         span += group;
         group = 0.0f;
-        if ((sum_lane + 1) % kLanesPerSpan != 0 && !last) continue;
+        if ((k_tile + 1) % kKTilesPerSpan != 0 && !last) continue;
         total += span;
         span = 0.0f;
       }
       if (rank < rank_tiles * ARIL_RANK_TILE) {
-        p.planes[blockIdx.y * planes.plane_stride + token * planes.token_stride +
-                 slice * planes.slice_stride + rank] = rank < module.rank ? total : 0.0f;
+        p.partials[blockIdx.y * partials.partial_stride + token * partials.token_stride +
+                   slice * partials.slice_stride + rank] = rank < module.rank ? total : 0.0f;
       }
     }
   }
 }
 
 template <typename V>
-__device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descriptor& module,
+__device__ __forceinline__ void expand_f32(const TokenTile& tile, const aril_descriptor& module,
                                            const float* scales, const BlockOuts<float>& outs,
                                            int num_tokens, const V& rows) {
   __shared__ float2 v[ARIL_MAX_RANK / 2];
@@ -92,20 +92,20 @@ __device__ __forceinline__ void expand_f32(const Tile& tile, const aril_descript
 
 __global__ void __launch_bounds__(kF32Threads)
     expand_f32_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
-  const Tile tile(p, blockIdx.x / out_blocks);
+  const TokenTile tile(p, blockIdx.x / out_blocks);
   int slice;
   const BlockOuts<float> outs(p, blockIdx.x % out_blocks, kF32Threads, slice);
   expand_f32(tile, module_of(p.weights, tile.slot, slice), p.routing.scales, outs, p.num_tokens,
-             PlaneSums(p, slice));
+             PartialSums(p, slice));
 }
 
 __global__ void __launch_bounds__(kF32Threads)
     embedding_f32_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks) {
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
-  const Tile tile(p, blockIdx.x / out_blocks);
+  const TokenTile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
   expand_f32(tile, module, p.routing.scales,
              BlockOuts<float>(p, blockIdx.x % out_blocks, kF32Threads), p.num_tokens,

@@ -9,20 +9,20 @@
 // waits in registers.
 #pragma once
 
-#include "../common/async.cuh"
-#include "../common/launch.cuh"
-#include "../common/mma.cuh"
-#include "../common/pdl.cuh"
-#include "../common/vec.cuh"
-#include "../common/wgmma.cuh"
-#include "few.cuh"
-#include "product.cuh"
-#include "tile.cuh"
+#include "../device/descriptor.cuh"
+#include "../device/product.cuh"
+#include "../device/vec.cuh"
+#include "../host/launch.cuh"
+#include "../ptx/async.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/pdl.cuh"
+#include "../ptx/wgmma.cuh"
+#include "small_m.cuh"
 
 namespace aril::detail {
 
 constexpr int kWarpgroupThreads = 128;  // of a warpgroup, which has a tile of tokens
-constexpr int kStageFeatures = 64;  // a chain
+constexpr int kStageFeatures = 64;      // a chain
 constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;
 constexpr int kColumnBytes = ARIL_RANK_TILE * kStageFeatures * 2;
 constexpr int kStages = 4;
@@ -35,14 +35,14 @@ template <typename T, int kColumns>
 __device__ __forceinline__ void multiply_chain(float (&sums)[kColumns][4], const unsigned char* x,
                                                const unsigned char* a) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  hold(sums);
-  begin_products();
+  fence_operands(sums);
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kStageFeatures / 16; ++step) {
-    multiply_async<T>(sums, swizzled_rows_at(x + step * 32),
-                      cores_at(a + step * 256, 128, kColumnBytes), step > 0);
+    wgmma_k16<T>(sums, swizzled_descriptor(x + step * 32),
+                 core_descriptor(a + step * 256, 128, kColumnBytes), step > 0);
   }
-  commit_products();
+  wgmma_commit();
 #else
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 #pragma unroll
@@ -53,11 +53,11 @@ __device__ __forceinline__ void multiply_chain(float (&sums)[kColumns][4], const
   const int row = warp * 16 + lane % 16;
 #pragma unroll 1
   for (int step = 0; step < kStageFeatures / 16; ++step) {
-    const uint4 rows = load_cores(x + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
+    const uint4 rows = ldmatrix_x4(x + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
 #pragma unroll
     for (int c = 0; c < kColumns; c += 2) {
       const uint4 cores =
-          load_cores(a + (c + lane / 16) * kColumnBytes + step * 256 + lane % 16 * 16);
+          ldmatrix_x4(a + (c + lane / 16) * kColumnBytes + step * 256 + lane % 16 * 16);
       mma_m16n8k16<T>(sums[c], rows, cores.x, cores.y);
       mma_m16n8k16<T>(sums[c + 1], rows, cores.z, cores.w);
     }
@@ -68,8 +68,8 @@ __device__ __forceinline__ void multiply_chain(float (&sums)[kColumns][4], const
 template <int kColumns>
 __device__ __forceinline__ void wait_for_chain(float (&sums)[kColumns][4]) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  wait_for_products();
-  hold(sums);
+  wgmma_wait();
+  fence_operands(sums);
 #endif
 }
 
@@ -97,8 +97,8 @@ struct Sums {
 };
 
 template <int kColumns>
-constexpr int shrink_threads = kColumns == kMaxColumns ? kMaxWarpgroups* kWarpgroupThreads
-                                                       : kWarpgroupThreads;
+constexpr int shrink_threads =
+    kColumns == kMaxColumns ? kMaxWarpgroups * kWarpgroupThreads : kWarpgroupThreads;
 template <int kColumns>
 constexpr int shrink_blocks = kColumns == kMaxColumns ? 1 : 4;
 
@@ -111,16 +111,16 @@ struct ShrinkRow {
 // have, a warpgroup for every kColumns of them. make_row(t) gives its rows, `plane` is where it
 // leaves the sums of its lanes.
 template <typename T, int kColumns, typename MakeRow>
-__device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in_features,
-                                            const aril_descriptor& module, int first_column,
-                                            const Lanes& lanes, const MakeRow& make_row,
-                                            float* plane, const Planes& planes,
-                                            unsigned char* shared) {
-  constexpr int kStagesPerLane = ARIL_LANE_FEATURES / kStageFeatures;
-  constexpr int kStagesPerGroup = kStagesPerLane * ARIL_LANES_PER_GROUP;
+__device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int in_features,
+                                               const aril_descriptor& module, int first_column,
+                                               const KTiles& lanes, const MakeRow& make_row,
+                                               float* plane, const PartialLayout& partials,
+                                               unsigned char* shared) {
+  constexpr int kStagesPerKTile = ARIL_K_TILE / kStageFeatures;
+  constexpr int kStagesPerSlab = kStagesPerKTile * ARIL_K_TILES_PER_SLAB;
   constexpr int kMostColumns = kColumns * kMaxWarpgroups;
   __shared__ const char* pieces[kMostColumns];  // in the first lane of features
-  __shared__ int lane_bytes[kMostColumns];      // to the next
+  __shared__ int k_tile_bytes[kMostColumns];    // to the next
   __shared__ int2 sums_at[kMostColumns];        // in a plane; ranks that are left there
   const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4,
             lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -139,11 +139,11 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
   const int upper_row = make_row(warp * 16 + g).v, lower_row = make_row(warp * 16 + g + 8).v;
   int count, i = threadIdx.x / 32;
   do {
-    const Column column(module, first_column + i);
+    const RankTile column(module, first_column + i);
     if (lane == 0 && i < columns) {
       pieces[i] = column.a;
-      lane_bytes[i] = column.lane_bytes;
-      sums_at[i] = make_int2(column.slice * planes.slice_stride + column.first_rank,
+      k_tile_bytes[i] = column.k_tile_bytes;
+      sums_at[i] = make_int2(column.slice * partials.slice_stride + column.first_rank,
                              column.rank - column.first_rank);
     }
     count = min(column.count - first_column, columns);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const int stages = (lanes.end - lanes.begin) * kStagesPerLane;
+  const int stages = (lanes.end - lanes.begin) * kStagesPerKTile;
   const int stage_bytes = kInputBytes + columns * kColumnBytes;
 
   // A: a thread's 16 bytes of some of the columns. Stages are fetched in their order.
@@ -165,28 +165,28 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
 #pragma unroll
   for (int c = 0; c < kCopied; ++c) {
     const int column = min(copied + c * copied_stride, count - 1);
-    weights[c] =
-        pieces[column] + int64_t{lanes.begin} * lane_bytes[column] + threadIdx.x % kColumnVecs * 16;
+    weights[c] = pieces[column] + int64_t{lanes.begin} * k_tile_bytes[column] +
+                 threadIdx.x % kColumnVecs * 16;
   }
   const auto fetch_weights = [&](int stage) {
     unsigned char* a =
         shared + stage % kStages * stage_bytes + kInputBytes + static_cast<int>(threadIdx.x) * 16;
-    const bool ends = (stage + 1) % kStagesPerLane == 0;
+    const bool ends = (stage + 1) % kStagesPerKTile == 0;
 #pragma unroll
     for (int c = 0; c < kCopied; ++c) {
       const int column = copied + c * copied_stride;
       if (column < count) copy_async(a + c * threads * 16, weights[c]);
       weights[c] += kColumnBytes;
-      if (ends) weights[c] += lane_bytes[min(column, count - 1)] - kPieceBytes;
+      if (ends) weights[c] += k_tile_bytes[min(column, count - 1)] - kPieceBytes;
     }
   };
-  const int first_feature = lanes.begin * ARIL_LANE_FEATURES;
+  const int first_feature = lanes.begin * ARIL_K_TILE;
   const bool aligned = is_aligned(x, x_stride);
   const T* rows[kMostRows];
 #pragma unroll
   for (int i = 0; i < kMostRows; ++i) {
-    rows[i] = x_rows[i] < 0 ? nullptr
-                            : x + x_rows[i] * x_stride + first_feature + vec * Vec<T>::kSize;
+    rows[i] =
+        x_rows[i] < 0 ? nullptr : x + x_rows[i] * x_stride + first_feature + vec * Vec<T>::kSize;
   }
   const auto fetch_input = [&](int stage) {
     // Rows that a thread copies are a multiple of 8 apart.
@@ -215,10 +215,10 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
     commit_copies();
   }
 
-  Sums<kColumns> chain, lane_sums, group_sums;
+  Sums<kColumns> chain, k_tile_sums, slab_sums;
   for (int stage = 0; stage < stages; ++stage) {
     wait_for_copies<kStages - 2>();
-    publish_shared();
+    fence_async_proxy();
     __syncthreads();
     const unsigned char* inputs = shared + stage % kStages * stage_bytes;
     const unsigned char* a = inputs + kInputBytes + warpgroup * kColumns * kColumnBytes;
@@ -229,13 +229,13 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
     }
     commit_copies();
     wait_for_chain(chain.all);
-    lane_sums.add(chain);
+    k_tile_sums.add(chain);
     const bool ends = stage + 1 == stages;
-    if ((stage + 1) % kStagesPerLane != 0) continue;
-    group_sums.add(lane_sums);
-    lane_sums.clear();
-    if ((stage + 1) % kStagesPerGroup != 0 && !ends) continue;
-    const bool add = stage >= kStagesPerGroup;
+    if ((stage + 1) % kStagesPerKTile != 0) continue;
+    slab_sums.add(k_tile_sums);
+    k_tile_sums.clear();
+    if ((stage + 1) % kStagesPerSlab != 0 && !ends) continue;
+    const bool add = stage >= kStagesPerSlab;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int i = warpgroup * kColumns + c;
@@ -246,14 +246,14 @@ __device__ __forceinline__ void wide_shrink(const T* x, int64_t x_stride, int in
         const int v_row = half == 0 ? upper_row : lower_row;
         if (v_row < 0) continue;
         float2* v =
-            reinterpret_cast<float2*>(plane + v_row * planes.token_stride + sums_at[i].x) + q;
-        float2 sum = make_float2(ranks > 0 ? group_sums.all[c][2 * half] : 0.0f,
-                                 ranks > 1 ? group_sums.all[c][2 * half + 1] : 0.0f);
+            reinterpret_cast<float2*>(plane + v_row * partials.token_stride + sums_at[i].x) + q;
+        float2 sum = make_float2(ranks > 0 ? slab_sums.all[c][2 * half] : 0.0f,
+                                 ranks > 1 ? slab_sums.all[c][2 * half + 1] : 0.0f);
         if (add) sum = *v + sum;
         *v = sum;
       }
     }
-    group_sums.clear();
+    slab_sums.clear();
   }
 }
 
@@ -277,25 +277,25 @@ int32_t wide_shrink_blocks(int columns, int& warpgroups, int& smem_bytes) {
 // Grid (tiles x blocks of columns, splits).
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColumns>)
-    shrink_wide_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
+    large_m_shrink_kernel(const __grid_constant__ aril_linear_args p, int column_blocks) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
-  let_dependents_begin();
-  const Tile tile(p, blockIdx.x / column_blocks);
+  launch_dependents();
+  const TokenTile tile(p, blockIdx.x / column_blocks);
   const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
   const auto make_row = [&](int t) {
     const int token = tile.token(t, p.num_tokens);
     return ShrinkRow{token, token};
   };
-  const Planes planes(p);
-  wide_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features,
-                           module_of_lane(p.weights, tile.slot, p.num_slices),
-                           blockIdx.x % column_blocks * columns,
-                           Lanes(p.in_features, p.lanes_per_split, blockIdx.y), make_row,
-                           p.planes + blockIdx.y * planes.plane_stride, planes, stages_shared);
+  const PartialLayout partials(p);
+  large_m_shrink<T, kColumns>(
+      static_cast<const T*>(p.x), p.x_stride, p.in_features,
+      module_of_lane(p.weights, tile.slot, p.num_slices), blockIdx.x % column_blocks * columns,
+      KTiles(p.in_features, p.k_tiles_per_split, blockIdx.y), make_row,
+      p.partials + blockIdx.y * partials.partial_stride, partials, stages_shared);
 }
 
-constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;        // of a stage of expand
-constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;  // two rows touch every bank once
+constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;                   // of a stage of expand
+constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;             // two rows touch every bank once
 constexpr int kTermBytes = ARIL_WIDE_TILE * kRanksPerStep * 2;  // of v in a step
 constexpr int kMaxExpandStages = 4;
 #if __CUDA_ARCH__ >= 900
@@ -306,7 +306,7 @@ constexpr bool kBulk = false;
 constexpr int kExpandThreads = 2 * kWarpgroupThreads;  // a warpgroup for each half of a chunk
 // Blocks of a multiprocessor, as far as registers go: f16 has B's terms to hold, too.
 template <typename T>
-constexpr int kWideExpandBlocks = std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
+constexpr int kLargeMExpandBlocks = std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
 
 // deltas = B v of 64 tokens and 64 outputs.
 template <typename T>
@@ -321,21 +321,21 @@ __device__ __forceinline__ void multiply_outs(float (&deltas)[8][4], const unsig
   }
 #if __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    hold(deltas);
+    fence_operands(deltas);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       // v is zero where there is no second tile of ranks: any finite B will do.
       const int to_ranks = 2 * step + 1 < rank_tiles ? kTileBytes : 0;
-      begin_products();
+      wgmma_fence();
 #pragma unroll
       for (int term = 0; term < kTerms; ++term) {
-        multiply_async<T>(deltas, cores_at(v + (step * kTerms + term) * kTermBytes, 1024, 128),
-                          cores_at(b + 2 * step * kTileBytes, to_ranks, 128), true);
+        wgmma_k16<T>(deltas, core_descriptor(v + (step * kTerms + term) * kTermBytes, 1024, 128),
+                     core_descriptor(b + 2 * step * kTileBytes, to_ranks, 128), true);
       }
-      commit_products();
+      wgmma_commit();
     }
-    wait_for_products();
-    hold(deltas);
+    wgmma_wait();
+    fence_operands(deltas);
     return;
   }
 #endif
@@ -345,19 +345,19 @@ __device__ __forceinline__ void multiply_outs(float (&deltas)[8][4], const unsig
     uint4 terms[kTerms];
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) {
-      terms[term] = load_cores(v + (step * kTerms + term) * kTermBytes + lane / 16 * 1024 +
-                               warp * 256 + lane % 16 * 16);
+      terms[term] = ldmatrix_x4(v + (step * kTerms + term) * kTermBytes + lane / 16 * 1024 +
+                                warp * 256 + lane % 16 * 16);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const unsigned char* tile = b + 2 * step * kTileBytes + half * 512 + lane * 16;
-      const uint4 b0 = load_cores(tile);
+      const uint4 b0 = ldmatrix_x4(tile);
       uint4 b1 = make_uint4(0, 0, 0, 0);
-      if (2 * step + 1 < rank_tiles) b1 = load_cores(tile + kTileBytes);
-      multiply<T>(deltas[half * 4 + 0], terms, b0.x, b1.x);
-      multiply<T>(deltas[half * 4 + 1], terms, b0.y, b1.y);
-      multiply<T>(deltas[half * 4 + 2], terms, b0.z, b1.z);
-      multiply<T>(deltas[half * 4 + 3], terms, b0.w, b1.w);
+      if (2 * step + 1 < rank_tiles) b1 = ldmatrix_x4(tile + kTileBytes);
+      mma_terms<T>(deltas[half * 4 + 0], terms, b0.x, b1.x);
+      mma_terms<T>(deltas[half * 4 + 1], terms, b0.y, b1.y);
+      mma_terms<T>(deltas[half * 4 + 2], terms, b0.z, b1.z);
+      mma_terms<T>(deltas[half * 4 + 3], terms, b0.w, b1.w);
     }
   }
 }
@@ -378,7 +378,7 @@ __device__ __forceinline__ void move_outs(T* to, const T* from, int count, bool 
 // Of blocks of expand: v's operands, and the stages, of which there is one of 64 rows where two do
 // not fit. The last product of an odd number of rank tiles has an operand that ends one tile
 // further.
-inline int32_t wide_expand_smem(const aril_weights& weights, int& ring_bytes, int& smem_bytes) {
+inline int32_t large_m_expand_smem(const aril_weights& weights, int& ring_bytes, int& smem_bytes) {
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
   const int v = rank_steps(weights) * kTerms * kTermBytes;
@@ -389,33 +389,37 @@ inline int32_t wide_expand_smem(const aril_weights& weights, int& ring_bytes, in
 }
 
 // Where the stages of a block of expand arrive.
-class ExpandArrivals {
+class ExpandBarriers {
  public:
   // By all threads, before anything else.
-  __device__ __forceinline__ explicit ExpandArrivals(Arrival* arrivals) : arrivals_(arrivals) {
-    if (threadIdx.x < kMaxExpandStages) arrivals[threadIdx.x].init(ARIL_WIDE_TILE + 1);
+  __device__ __forceinline__ explicit ExpandBarriers(TransactionBarrier* barriers)
+      : barriers_(barriers) {
+    if (threadIdx.x < kMaxExpandStages) barriers[threadIdx.x].init(ARIL_WIDE_TILE + 1);
     __syncthreads();
   }
 
-  __device__ __forceinline__ Arrival& operator[](int stage) const { return arrivals_[stage]; }
+  __device__ __forceinline__ TransactionBarrier& operator[](int stage) const {
+    return barriers_[stage];
+  }
 
   __device__ __forceinline__ void wait(int stage) {
-    arrivals_[stage].wait(phases_ >> stage & 1);
+    barriers_[stage].wait(phases_ >> stage & 1);
     phases_ ^= 1u << stage;
   }
 
  private:
-  Arrival* arrivals_;
+  TransactionBarrier* barriers_;
   uint32_t phases_ = 0;
 };
 
-// As few_expand, for tiles of 64 rows, of which those from `count` on are -1: y goes through shared memory, in chunks of 128 outputs, as
-// many of which are on their way as fit in `ring_bytes`.
+// As few_expand, for tiles of 64 rows, of which those from `count` on are -1: y goes through shared
+// memory, in chunks of 128 outputs, as many of which are on their way as fit in `ring_bytes`.
 template <typename T, typename V>
-__device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[ARIL_WIDE_TILE],
-                                            const aril_descriptor& module, const BlockOuts<T>& outs,
-                                            unsigned char* shared, int ring_bytes,
-                                            ExpandArrivals& arrivals, const V& v) {
+__device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows)[ARIL_WIDE_TILE],
+                                               const aril_descriptor& module,
+                                               const BlockOuts<T>& outs, unsigned char* shared,
+                                               int ring_bytes, ExpandBarriers& barriers,
+                                               const V& v) {
   const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
@@ -447,8 +451,8 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
     const char* from = b + int64_t{chunk} * 2 * out_tile_bytes;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == kExpandThreads - 1) {
-      arrivals[stage].expect(bytes);
-      arrivals[stage].copy(to, from, bytes);
+      barriers[stage].expect(bytes);
+      barriers[stage].copy(to, from, bytes);
     }
 #else
     for (int at = threadIdx.x * 16; at < bytes; at += kExpandThreads * 16) {
@@ -465,15 +469,15 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
     if (!bulk && reads) {
       move_outs(to, row + chunk * kChunkOuts, outs_of(chunk), whole);
     }
-    Arrival& arrival = arrivals[stage];
-    arrival.expect(bulk ? outs_of(chunk) * 2 : 0);
-    if (bulk) arrival.copy(to, row + chunk * kChunkOuts, outs_of(chunk) * 2);
+    TransactionBarrier& barrier = barriers[stage];
+    barrier.expect(bulk ? outs_of(chunk) * 2 : 0);
+    if (bulk) barrier.copy(to, row + chunk * kChunkOuts, outs_of(chunk) * 2);
   };
   const auto store_outs = [&](int chunk, int stage) {
     if (row == nullptr) return;
     const T* from = reinterpret_cast<T*>(stage_at(stage) + own_row * kChunkRowBytes);
     if (kBulk && whole) {
-      copy_back(row + chunk * kChunkOuts, from, outs_of(chunk) * 2);
+      bulk_store(row + chunk * kChunkOuts, from, outs_of(chunk) * 2);
     } else {
       move_outs(row + chunk * kChunkOuts, from, outs_of(chunk), whole);
     }
@@ -495,22 +499,22 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
     uint2* const words = reinterpret_cast<uint2*>(shared + step * kTerms * kTermBytes +
                                                   quad / 8 * 1024 + t * 16 + quad % 8 * 2);
     uint2 high, low;
-    split(sums.x, sums.y, high.x, low.x);
-    split(sums.z, sums.w, high.y, low.y);
+    to_bf16_terms(sums.x, sums.y, high.x, low.x);
+    to_bf16_terms(sums.z, sums.w, high.y, low.y);
     words[0] = high;
     words[kTermBytes / 8] = low;
   }
-  publish_shared();
+  fence_async_proxy();
   __syncthreads();
 
   const auto next_of = [&](int stage) { return stage + 1 < stages ? stage + 1 : 0; };
   int at = 0, ahead = stages - 1;
   for (int chunk = 0; chunk < chunks; ++chunk, at = next_of(at), ahead = next_of(ahead)) {
     unsigned char* const stage = stage_at(at);
-    wait_for_reads_of_copies_back();
+    wait_for_bulk_store_reads();
     fetch_weights(chunk + stages - 1, ahead);
     fetch_outs(chunk + stages - 1, ahead);
-    arrivals.wait(at);
+    barriers.wait(at);
 #if __CUDA_ARCH__ < 900
     wait_for_copies<0>();
     __syncthreads();
@@ -535,30 +539,30 @@ __device__ __forceinline__ void wide_expand(int count, const ExpandRow (&rows)[A
         *eight = result;
       }
     }
-    publish_shared();
+    fence_async_proxy();
     __syncthreads();
     store_outs(chunk, at);
   }
-  wait_for_copies_back();
+  wait_for_bulk_stores();
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kExpandThreads, kWideExpandBlocks<T>)
-    expand_wide_kernel(const __grid_constant__ aril_linear_args p, int out_blocks,
-                       int ring_bytes) {
+__global__ void __launch_bounds__(kExpandThreads, kLargeMExpandBlocks<T>)
+    large_m_expand_kernel(const __grid_constant__ aril_linear_args p, int out_blocks,
+                          int ring_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
-  __shared__ Arrival arrivals_shared[kMaxExpandStages];
+  __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
   __shared__ ExpandRow rows[ARIL_WIDE_TILE];
-  let_dependents_begin();
-  const Tile tile(p, blockIdx.x / out_blocks);
+  launch_dependents();
+  const TokenTile tile(p, blockIdx.x / out_blocks);
   int slice;
   const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);
-  ExpandArrivals arrivals(arrivals_shared);
-  wide_expand<T>(tile.count, rows, module, outs, stages_shared, ring_bytes, arrivals,
-                 PlaneSums(p, slice));
+  ExpandBarriers barriers(barriers_shared);
+  large_m_expand<T>(tile.count, rows, module, outs, stages_shared, ring_bytes, barriers,
+                    PartialSums(p, slice));
 }
 
 }  // namespace aril::detail

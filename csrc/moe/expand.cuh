@@ -7,7 +7,7 @@
 // shrink have 8 ranks of a slice and a group of lanes, one each, and meet to add these up; a warp
 // of expand has some outputs of a slice. They have one tile after the other, and bring what the
 // next one needs meanwhile: A to registers, x, B and y to shared memory. Expand takes v from the
-// exchange as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up
+// mailbox as blocks of few.cuh do. Where all experts share A, and x is by token, A x is summed up
 // once for a token, and expand reads it for all its routes.
 //
 // Where another block sorts the routes (sort.cuh), it publishes how many tiles there are beside the
@@ -17,13 +17,13 @@
 
 #include <type_traits>
 
-#include "../common/launch.cuh"
-#include "../common/mma.cuh"
-#include "../common/pdl.cuh"
-#include "few.cuh"
-#include "product.cuh"
+#include "../device/descriptor.cuh"
+#include "../device/product.cuh"
+#include "../host/launch.cuh"
+#include "../linear/small_m.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/pdl.cuh"
 #include "route_tiles.cuh"
-#include "tile.cuh"
 
 namespace aril::detail {
 
@@ -36,15 +36,15 @@ __device__ __forceinline__ uint32_t load_once(const void* pointer) {
 
 constexpr int kChainFeatures = 64;
 constexpr int kChainCores = kChainFeatures / ARIL_CORE;
-constexpr int kChains = ARIL_LANE_FEATURES / kChainFeatures;
-constexpr int kShrinkSets = kExpertsWarps / ARIL_LANES_PER_GROUP;
+constexpr int kChains = ARIL_K_TILE / kChainFeatures;
+constexpr int kShrinkSets = kExpertsWarps / ARIL_K_TILES_PER_SLAB;
 
 // Lets the warps of a set meet.
 __device__ __forceinline__ void meet(int set) {
-  asm volatile("bar.sync %0, %1;" ::"r"(set + 1), "n"(ARIL_LANES_PER_GROUP * 32) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(set + 1), "n"(ARIL_K_TILES_PER_SLAB * 32) : "memory");
 }
 
-constexpr int kInputRowBytes = ARIL_LANE_FEATURES * 2 + 16;  // eight rows touch every bank once
+constexpr int kInputRowBytes = ARIL_K_TILE * 2 + 16;  // eight rows touch every bank once
 constexpr int kInputStageBytes = ARIL_ROUTES_PER_TILE * kInputRowBytes;
 constexpr int kExpertsShrinkBytes = kExpertsWarps * 2 * kInputStageBytes;
 
@@ -54,22 +54,22 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
                                                uint32_t tag, const Tiles& tiles,
                                                const Sharing& sharing, unsigned char* shared) {
   constexpr int kRows = ARIL_ROUTES_PER_TILE, kParts = ARIL_TOKENS_PER_TILE / kRows;
-  __shared__ float2 lane_sums[2][kExpertsWarps][32];
+  __shared__ float2 k_tile_sums[2][kExpertsWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int set = warp / ARIL_LANES_PER_GROUP;
+  const int set = warp / ARIL_K_TILES_PER_SLAB;
   const int index = (static_cast<int>(blockIdx.x) - grid.first_shrink) * kShrinkSets + set;
   const int pieces = p.num_slices * grid.rank_tiles * grid.groups;
   const int stride = grid.shrink_blocks * kShrinkSets / pieces;  // of tiles
   const int slice = index % pieces % p.num_slices, piece = index % pieces / p.num_slices;
   const int group = piece % grid.groups, rank_tile = piece / grid.groups;
-  const int sum_lane = group * ARIL_LANES_PER_GROUP + warp % ARIL_LANES_PER_GROUP;
+  const int k_tile = group * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
   const int num_routes = p.num_tokens * p.top_k.top_k;
   const T* const input = static_cast<const T*>(p.x);
-  const bool has_lane = sum_lane * ARIL_LANE_FEATURES < p.in_features;
+  const bool has_k_tile = k_tile * ARIL_K_TILE < p.in_features;
   const bool aligned = is_aligned(input, p.x_stride);
-  const Planes planes = planes_of(p);
-  uint64_t* const plane = tagged_planes(p.exchange) + group * planes.plane_stride +
-                          slice * planes.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  uint64_t* const plane = tagged_words(p.mailbox) + group * partials.partial_stride +
+                          slice * partials.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
   const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
@@ -97,9 +97,9 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
       return source;
     }
     source.rank = rank;
-    if (has_lane) {
-      const int64_t lane_bytes = ceil_div(rank, ARIL_RANK_TILE) * kPieceBytes;
-      source.a = static_cast<const char*>(loads.own.a) + sum_lane * lane_bytes +
+    if (has_k_tile) {
+      const int64_t k_tile_bytes = ceil_div(rank, ARIL_RANK_TILE) * kPieceBytes;
+      source.a = static_cast<const char*>(loads.own.a) + k_tile * k_tile_bytes +
                  rank_tile * kPieceBytes + lane * 4;
     }
     source.count = loads.tile.w;
@@ -124,11 +124,11 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   unsigned char* const inputs = shared + warp * 2 * kInputStageBytes;
   const auto fetch_inputs = [&](const Source& source, int stage) {
     unsigned char* to = inputs + stage * kInputStageBytes + lane * 16;
-    const int k = sum_lane * ARIL_LANE_FEATURES + lane * Vec<T>::kSize;
+    const int k = k_tile * ARIL_K_TILE + lane * Vec<T>::kSize;
 #pragma unroll 1
     for (int t = 0; t < source.count; ++t, to += kInputRowBytes) {
       const int row = __shfl_sync(0xffffffffu, source.x_row, t * 4);
-      if (row < 0 || !has_lane) continue;
+      if (row < 0 || !has_k_tile) continue;
       copy_input(to, input + row * p.x_stride, k, p.in_features, aligned);
     }
     commit_copies();
@@ -152,32 +152,32 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     // Lane i names a row of 16 bytes. Rows of the operand that are not there are copies of others.
     const unsigned char* x = inputs + parity * kInputStageBytes + lane % 8 * kInputRowBytes +
                              lane / 16 * (ARIL_CORE * 2);
-    float2 lane_sum = make_float2(0.0f, 0.0f);
+    float2 k_tile_sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int chain = 0; chain < kChains; ++chain) {
       if (source.a != nullptr) {
         float sums[4] = {};
 #pragma unroll
         for (int core = 0; core < kChainCores; core += 2) {
-          const uint4 rows = load_cores(x + (chain * kChainCores + core) * ARIL_CORE * 2);
+          const uint4 rows = ldmatrix_x4(x + (chain * kChainCores + core) * ARIL_CORE * 2);
           mma_m16n8k16<T>(sums, rows, weights[chain][core], weights[chain][core + 1]);
         }
-        lane_sum = lane_sum + make_float2(sums[0], sums[1]);
+        k_tile_sum = k_tile_sum + make_float2(sums[0], sums[1]);
       }
       fetch_weights(next, chain);
     }
-    if (source.rank > 0) lane_sums[parity][warp][lane] = lane_sum;
+    if (source.rank > 0) k_tile_sums[parity][warp][lane] = k_tile_sum;
     // For every tile, so that nobody writes what is still read, two tiles later.
     meet(set);
-    if (source.rank > 0 && warp % ARIL_LANES_PER_GROUP == 0) {
+    if (source.rank > 0 && warp % ARIL_K_TILES_PER_SLAB == 0) {
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-      for (int l = 0; l < ARIL_LANES_PER_GROUP; ++l) {
-        sum = sum + lane_sums[parity][set * ARIL_LANES_PER_GROUP + l][lane];
+      for (int l = 0; l < ARIL_K_TILES_PER_SLAB; ++l) {
+        sum = sum + k_tile_sums[parity][set * ARIL_K_TILES_PER_SLAB + l][lane];
       }
       const int r = rank_tile * ARIL_RANK_TILE + 2 * q;
       if (source.v_row >= 0) {
-        store_tagged2(plane + source.v_row * planes.token_stride, r < source.rank ? sum.x : 0.0f,
+        store_tagged2(plane + source.v_row * partials.token_stride, r < source.rank ? sum.x : 0.0f,
                       r + 1 < source.rank ? sum.y : 0.0f, tag);
       }
     }
@@ -188,14 +188,14 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
 
 // v of a row, ranks r, r + 1, r + 8 and r + 9, once shrink has left them; zero for row -1. By a
 // whole warp.
-__device__ __forceinline__ float4 load_v(const uint64_t* plane, const Planes& planes, int groups,
-                                         int row, bool has_second, uint32_t tag) {
+__device__ __forceinline__ float4 load_v(const uint64_t* plane, const PartialLayout& partials,
+                                         int groups, int row, bool has_second, uint32_t tag) {
   constexpr int kAtOnce = 2;
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), span = total;
-  const uint64_t* source = plane + row * planes.token_stride;
+  const uint64_t* source = plane + row * partials.token_stride;
   for (int first = 0; first < groups; first += kAtOnce) {
-    TaggedSums sums[kAtOnce][2];
-    Polls polls;
+    TaggedPair sums[kAtOnce][2];
+    PollLimit polls;
     bool all;
     do {
       polls.count();
@@ -207,7 +207,7 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const Planes& pl
           sums[i][half] = {0.0f, tag, 0.0f, tag};
           if (row >= 0 && first + i < groups && (half == 0 || has_second)) {
             sums[i][half] =
-                load_tagged(source + (first + i) * planes.plane_stride + half * ARIL_RANK_TILE);
+                load_tagged(source + (first + i) * partials.partial_stride + half * ARIL_RANK_TILE);
           }
           all = all && sums[i][half].tag0 == tag && sums[i][half].tag1 == tag;
         }
@@ -215,9 +215,10 @@ __device__ __forceinline__ float4 load_v(const uint64_t* plane, const Planes& pl
     } while (!__all_sync(0xffffffffu, all));
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      span = span + make_float4(sums[i][0].sum0, sums[i][0].sum1, sums[i][1].sum0, sums[i][1].sum1);
+      span = span + make_float4(sums[i][0].value0, sums[i][0].value1, sums[i][1].value0,
+                                sums[i][1].value1);
     }
-    if ((first + kAtOnce) % ARIL_GROUPS_PER_SPAN != 0 && first + kAtOnce < groups) continue;
+    if ((first + kAtOnce) % ARIL_K_SLABS_PER_SPAN != 0 && first + kAtOnce < groups) continue;
     total = total + span;
     span = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
@@ -307,16 +308,16 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const int index = (blockIdx.x - first_block) * kExpertsWarps + warp;
   const auto pieces_of = [&](int outs) { return p.num_slices * ceil_div(p.out_features, outs); };
   // Where there are few tiles, more warps have one.
-  const bool are_few = int64_t{last} * pieces_of(ARIL_OUT_TILE) <= warps;
-  const int outs_per_warp = are_few ? ARIL_OUT_TILE : p.outs_per_block;
+  const bool fit_one_block = int64_t{last} * pieces_of(ARIL_OUT_TILE) <= warps;
+  const int outs_per_warp = fit_one_block ? ARIL_OUT_TILE : p.outs_per_block;
   const int pieces = pieces_of(outs_per_warp), stride = warps / pieces;  // of tiles
   if (index / pieces >= stride) return;
   int slice;
   const BlockOuts<T> outs(p, index % pieces, outs_per_warp, slice);
   const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
   const int valid = outs.num_outs - outs.first - 8 * q;
-  const Planes planes = planes_of(p);
-  const uint64_t* const plane = tagged_planes(p.exchange) + slice * planes.slice_stride + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  const uint64_t* const plane = tagged_words(p.mailbox) + slice * partials.slice_stride + 2 * q;
   unsigned char* stage = shared + warp * stages.of_warp;
   unsigned char* other = stage + stages.bytes;
   uint4* const terms = reinterpret_cast<uint4*>(stage + 2 * stages.bytes) + lane;
@@ -374,7 +375,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
       const int end = whole ? outs.count : out + kOutsPerUnit;
 #pragma unroll 1
       for (; out < end; out += kOutsPerUnit, to += ExpandStages::kBaseBytes) {
-        if (Outs<T>::whole(valid - out, aligned)) copy_async(to, part.y + out);
+        if (OutVec<T>::whole(valid - out, aligned)) copy_async(to, part.y + out);
       }
     }
     commit_copies();
@@ -396,12 +397,12 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     const Part next = part_of(queue.loads);
     queue.advance(i + 3 * stride);
     const auto terms_of = [&](int rank_tile) {
-      const float4 v = load_v(plane + rank_tile * ARIL_RANK_TILE, planes, grid.groups, part.v_row,
+      const float4 v = load_v(plane + rank_tile * ARIL_RANK_TILE, partials, grid.groups, part.v_row,
                               rank_tile + 1 < part.rank_tiles, tag) *
                        part.factor;
       uint4 both;
-      split(v.x, v.y, both.x, both.y);
-      split(v.z, v.w, both.z, both.w);
+      to_bf16_terms(v.x, v.y, both.x, both.y);
+      to_bf16_terms(v.z, v.w, both.z, both.w);
       return both;
     };
     // A lane names a row of four cores: two of a rank tile and two of the next, which stands
@@ -414,14 +415,14 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
       b += lane / 16 * (kCoreElems * 2) + lane % 8 * 16 + (lane / 8 % 2 != 0 ? rank_bytes : 0);
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
-        const uint4 cores = load_cores(b + j * (kCoreElems * 2));
-        multiply<T>(deltas[j], operands, cores.x, cores.y);
-        multiply<T>(deltas[j + 1], operands, cores.z, cores.w);
+        const uint4 cores = ldmatrix_x4(b + j * (kCoreElems * 2));
+        mma_terms<T>(deltas[j], operands, cores.x, cores.y);
+        mma_terms<T>(deltas[j + 1], operands, cores.z, cores.w);
       }
     };
     const auto finish = [&](const float(&deltas)[4][4], int out, int unit) {
       if (part.y == nullptr || valid <= out) return;
-      Outs<T> base;
+      OutVec<T> base;
       if (!overwrites) {
         base.bits = *reinterpret_cast<const uint4*>(stage + stages.b_bytes +
                                                     unit * ExpandStages::kBaseBytes + lane * 16);
@@ -498,18 +499,18 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
 
 // A block of a launch: it sorts, has a part of shrink, or calls expand(tag, tiles, sharing), or, of
 // an operation that expands tokens, expand(tag).
-template <typename T, bool kHere, typename Expand>
+template <typename T, bool kEachBlock, typename Expand>
 __device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
                                               unsigned char* shared, const Expand& expand) {
   __shared__ uint32_t tag;
-  if (threadIdx.x == 0) tag = enter(p.exchange);
+  if (threadIdx.x == 0) tag = begin_epoch(p.mailbox);
   __syncthreads();
-  const auto clear_old = [&] {
-    clear_old_pairs(p.exchange, grid.groups * planes_of(p).plane_stride, tag);
+  const auto clear_stale = [&] {
+    clear_stale_words(p.mailbox, grid.groups * partial_layout(p).partial_stride, tag);
   };
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
-  if constexpr (!kHere) {
-    if (index < 0) return RouteTiles<kHere>::publish(p, tag, shared);
+  if constexpr (!kEachBlock) {
+    if (index < 0) return RouteTiles<kEachBlock>::publish(p, tag, shared);
   }
   const bool shrinks = index < grid.shrink_blocks;
   if constexpr (std::is_invocable_v<Expand, uint32_t>) {
@@ -518,11 +519,11 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
       return expand(tag);
     }
   }
-  if constexpr (!kHere) {
-    if (grid.beside_wide && goes_wide(p)) {
+  if constexpr (!kEachBlock) {
+    if (grid.beside_large_m && takes_large_m(p)) {
       if (!is_first_block()) return;
       wait_for_predecessors();
-      return clear_old();
+      return clear_stale();
     }
   }
   const bool may_share = shrinks == (p.from_tokens != 0);
@@ -530,31 +531,31 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   const auto has_routes = [&] {
     return !may_share || !sharing.all() || (!shrinks && p.form == ARIL_WRITE);
   };
-  const bool finds_own = !kHere && shrinks && grid.first_shrink > 0;
-  const RouteTiles<kHere> tiles(
+  const bool finds_own = !kEachBlock && shrinks && grid.first_shrink > 0;
+  const RouteTiles<kEachBlock> tiles(
       p, grid, tag, has_routes,
-      finds_own ? reinterpret_cast<OwnTiles*>(shared + kExpertsShrinkBytes) : nullptr, shared,
+      finds_own ? reinterpret_cast<LocalTiles*>(shared + kExpertsShrinkBytes) : nullptr, shared,
       kExpertsShrinkBytes);
   if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
     if (!shrinks) return expand(tag, tiles, sharing);
   }
-  if (index == 0) clear_old();
+  if (index == 0) clear_stale();
   experts_shrink<T>(p, grid, tag, tiles, sharing, shared);
-  if (!kHere && grid.beside_wide) wait_for_predecessors();
+  if (!kEachBlock && grid.beside_large_m) wait_for_predecessors();
 }
 
 constexpr int kExpertsBlocks = 2;  // of a multiprocessor
 
-template <typename T, bool kHere>
+template <typename T, bool kEachBlock>
 __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     experts_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid,
                    const __grid_constant__ ExpandStages stages) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T, kHere>(p, grid, shared,
-                          [&](uint32_t tag, const auto& tiles, const Sharing& sharing) {
-                            experts_expand<T>(p, grid, stages, tag, tiles, sharing, shared);
-                          });
+  experts_block<T, kEachBlock>(p, grid, shared,
+                               [&](uint32_t tag, const auto& tiles, const Sharing& sharing) {
+                                 experts_expand<T>(p, grid, stages, tag, tiles, sharing, shared);
+                               });
 }
 
 }  // namespace aril::detail

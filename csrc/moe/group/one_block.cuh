@@ -9,14 +9,14 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "group.cuh"
-#include "tile.cuh"
+#include "../../device/descriptor.cuh"
+#include "../../ptx/pdl.cuh"
+#include "grid.cuh"
 
 namespace aril::detail {
 
-__host__ __device__ __forceinline__ bool are_fewest(int num_tokens, const aril_top_k& top_k) {
-  return num_tokens * top_k.top_k <= ARIL_FEWEST_ROUTES;
+__host__ __device__ __forceinline__ bool fit_each_block(int num_tokens, const aril_top_k& top_k) {
+  return num_tokens * top_k.top_k <= ARIL_EACH_BLOCK_ROUTES;
 }
 
 // Routes in the order of their tiles, in shared or global memory.
@@ -27,19 +27,20 @@ struct SortedRoutes {
 
 // Both sorts give the numbers of tiles: of those with a slot, which come first, and of all.
 
-// Of up to ARIL_FEWEST_ROUTES routes, of which `num_routes` are there. Each has a thread, which has
-// loaded what the router chose, the token's slot and the entry, and counts those that come before.
+// Of up to ARIL_EACH_BLOCK_ROUTES routes, of which `num_routes` are there. Each has a thread, which
+// has loaded what the router chose, the token's slot and the entry, and counts those that come
+// before.
 template <int kThreads>
-__device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, int num_routes, int id,
-                                            int slot, const aril_route_entry& entry,
-                                            const SortedRoutes& sorted) {
+__device__ __forceinline__ int2 sort_in_each_block(const aril_top_k& top_k, int num_routes, int id,
+                                                   int slot, const aril_route_entry& entry,
+                                                   const SortedRoutes& sorted) {
   constexpr int kSlotBits = 13, kRouteBits = 8;
-  static_assert(ARIL_FEWEST_ROUTES <= kThreads && ARIL_FEWEST_ROUTES <= 1 << kRouteBits);
+  static_assert(ARIL_EACH_BLOCK_ROUTES <= kThreads && ARIL_EACH_BLOCK_ROUTES <= 1 << kRouteBits);
   static_assert(ARIL_MAX_SLOTS <= 1 << kSlotBits);
   static_assert(ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits - kRouteBits));
   constexpr uint32_t kRoutes = (1u << kRouteBits) - 1;
-  __shared__ __align__(16) uint32_t keys[ARIL_FEWEST_ROUTES];
-  __shared__ uint32_t firsts[ARIL_FEWEST_ROUTES / 32];  // a bit for each first one of a tile
+  __shared__ __align__(16) uint32_t keys[ARIL_EACH_BLOCK_ROUTES];
+  __shared__ uint32_t firsts[ARIL_EACH_BLOCK_ROUTES / 32];  // a bit for each first one of a tile
   const int route = threadIdx.x;
   const int group = route < num_routes ? group_of(top_k, id, entry.row, slot) : kNowhere;
   const bool has_group = group != kNowhere, has_slot = has_group && group < top_k.num_experts;
@@ -48,8 +49,8 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, int num_rou
   const uint32_t key =
       has_group ? static_cast<uint32_t>(group << kSlotBits | max(slot, 0)) << kRouteBits | route
                 : ~0u;
-  if (route < ARIL_FEWEST_ROUTES) keys[route] = key;
-  if (route < ARIL_FEWEST_ROUTES / 32) firsts[route] = 0;
+  if (route < ARIL_EACH_BLOCK_ROUTES) keys[route] = key;
+  if (route < ARIL_EACH_BLOCK_ROUTES / 32) firsts[route] = 0;
   __syncthreads();
   int before = 0, before_group = 0, up_to_group = 0;
 #pragma unroll 1
@@ -73,19 +74,19 @@ __device__ __forceinline__ int2 sort_fewest(const aril_top_k& top_k, int num_rou
   return make_int2(with_slot, __syncthreads_count(is_first));
 }
 
-// Of up to ARIL_FEW_ROUTES; waits for predecessors. Tokens are taken by slot, so that a counting
-// sort by expert leaves those of a slot together, but for the few that a warp takes at once, whose
-// order is left to chance: at worst they are a tile more. Each warp counts its own by expert, which
-// says where they go once the counts have been added up.
+// Of up to ARIL_ONE_BLOCK_ROUTES; waits for predecessors. Tokens are taken by slot, so that a
+// counting sort by expert leaves those of a slot together, but for the few that a warp takes at
+// once, whose order is left to chance: at worst they are a tile more. Each warp counts its own by
+// expert, which says where they go once the counts have been added up.
 template <int kThreads>
-class FewSort {
+class OneBlockSort {
  public:
   // Of `scratch`, in shared memory, aligned to 16.
   __host__ __device__ __forceinline__ static int scratch_bytes(int num_tokens,
                                                                const aril_top_k& top_k) {
     constexpr int kRouteBytes = sizeof(uint32_t) + sizeof(aril_route_entry);
-    return counted_bytes(parts_of(num_tokens, top_k), top_k) + ARIL_FEW_ROUTES * kRouteBytes +
-           (ARIL_FEW_ROUTES + 1) * static_cast<int>(sizeof(uint16_t));
+    return counted_bytes(parts_of(num_tokens, top_k), top_k) + ARIL_ONE_BLOCK_ROUTES * kRouteBytes +
+           (ARIL_ONE_BLOCK_ROUTES + 1) * static_cast<int>(sizeof(uint16_t));
   }
 
   __device__ __forceinline__ static int2 run(const aril_top_k& top_k, const aril_routing& routing,
@@ -104,8 +105,9 @@ class FewSort {
     uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(parts, top_k));
     // Sorted here first: 16 bytes at a time, in any order, are slow to go to global memory. (H100:
     // up to 3 us)
-    aril_route_entry* const routes = reinterpret_cast<aril_route_entry*>(keys + ARIL_FEW_ROUTES);
-    uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_FEW_ROUTES);
+    aril_route_entry* const routes =
+        reinterpret_cast<aril_route_entry*>(keys + ARIL_ONE_BLOCK_ROUTES);
+    uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_ONE_BLOCK_ROUTES);
 
     // A batch of more tokens than the operation has may have them anywhere in its order.
     const int live_tokens = *routing.num_tokens;
@@ -235,8 +237,9 @@ class FewSort {
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
-  static constexpr int kParts = ARIL_FEW_ROUTES / kThreads;  // of the routes, one for each thread
-  static constexpr int kRows = ARIL_FEW_ROUTES / 32;
+  static constexpr int kParts =
+      ARIL_ONE_BLOCK_ROUTES / kThreads;  // of the routes, one for each thread
+  static constexpr int kRows = ARIL_ONE_BLOCK_ROUTES / 32;
   static constexpr int kSlotBits = 14;
   static_assert(kThreads / 32 == sizeof(uint64_t) && kRows <= 32);
   static_assert(ARIL_MAX_SLOTS < 1 << kSlotBits && ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits));

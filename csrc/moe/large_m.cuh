@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A projection of experts with more than ARIL_FEW_ROUTES routes, in bf16 and f16: shrink and expand
-// as for linear layers with many tokens (wide.cuh), a launch each, for tiles of up to 64 routes of
-// one slot to one expert. Between the two is a launch of experts.cuh: it has all there is to do, or
-// these have (route_tiles.cuh).
+// A projection of experts with more than ARIL_ONE_BLOCK_ROUTES routes, in bf16 and f16: shrink and
+// expand as for linear layers with many tokens (wide.cuh), a launch each, for tiles of up to 64
+// routes of one slot to one expert. Between the two is a launch of experts.cuh: it has all there is
+// to do, or these have (route_tiles.cuh).
 //
 // Blocks have one piece of a tile after the other, so that a launch costs what there is to do, not
 // what there could be. Nothing is fetched before the wait, as in experts.cuh.
 #pragma once
 
-#include "../common/pdl.cuh"
-#include "experts.cuh"
-#include "tile.cuh"
-#include "wide.cuh"
+#include "../device/descriptor.cuh"
+#include "../linear/large_m.cuh"
+#include "../ptx/pdl.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 
@@ -119,7 +119,7 @@ class TokensRoutes {
 
  private:
   const aril_experts_args& p_;
-  Tile tile_;
+  TokenTile tile_;
   int first_;
 };
 
@@ -149,31 +149,31 @@ struct SharingSlots {
 // those of tokens.
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColumns>)
-    experts_shrink_wide_kernel(const __grid_constant__ aril_experts_args p, int column_blocks) {
+    experts_large_m_shrink_kernel(const __grid_constant__ aril_experts_args p, int column_blocks) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   wait_for_predecessors();
-  let_dependents_begin();
-  if (!goes_wide(p)) return;
+  launch_dependents();
+  if (!takes_large_m(p)) return;
   const int lane = threadIdx.x % 32;
   const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
-  const unsigned pieces = column_blocks * ceil_div(p.in_features, kGroupFeatures);
+  const unsigned pieces = column_blocks * ceil_div(p.in_features, kSlabFeatures);
   const int num_routes = p.num_tokens * p.top_k.top_k;
-  const Planes planes = planes_of(p);
+  const PartialLayout partials = partial_layout(p);
   // Loaded before it is known whether there is one.
   int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
   int route_tiles = __ldcg(p.groups.num_wide_tiles);
   const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
   if (p.from_tokens && SharingSlots(p, token_tiles).all) route_tiles = 0;
-  // Each piece of a tile has at least 8 sums, in planes and exchange: 2^32 of them need 400 GB.
+  // Each piece of a tile has at least 8 sums, in partials and mailbox: 2^32 of them need 400 GB.
   const unsigned last = static_cast<unsigned>(route_tiles + token_tiles) * pieces;
   for (unsigned i = blockIdx.x; i < last; i += gridDim.x) {
     const int tile_index = i / pieces, piece = i % pieces;
     const int first_column = piece % column_blocks * columns, group = piece / column_blocks;
     const auto run = [&](const aril_descriptor& module, const auto& make_row) {
-      wide_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features, module,
-                               first_column, Lanes(p.in_features, ARIL_LANES_PER_GROUP, group),
-                               make_row, p.planes + group * planes.plane_stride, planes,
-                               stages_shared);
+      large_m_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features, module,
+                                  first_column, KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, group),
+                                  make_row, p.partials + group * partials.partial_stride, partials,
+                                  stages_shared);
     };
     if (tile_index < route_tiles) {
       const RouteTile tile(p, route_tile);
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
       if (tile.shares_a(shared)) module.rank = 0;
       run(module, [&](int t) { return tile.shrink_row(t); });
     } else {
-      const Tile tile(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
-                      tile_index - route_tiles);
+      const TokenTile tile(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
+                           tile_index - route_tiles);
       aril_descriptor module = module_of_lane(p.weights, tile.slot, p.num_slices);
       if (module.a == nullptr) module.rank = 0;
       run(module, [&](int t) {
@@ -201,11 +201,11 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
 
 // Blocks of expand on a multiprocessor, as far as registers go.
 template <typename T>
-constexpr int wide_experts_blocks() {
+constexpr int experts_large_m_blocks() {
 #if __CUDA_ARCH__ >= 900
-  return kWideExpandBlocks<T>;
+  return kLargeMExpandBlocks<T>;
 #else
-  return std::is_same_v<T, __nv_bfloat16> ? kWideExpandBlocks<T> : 1;
+  return std::is_same_v<T, __nv_bfloat16> ? kLargeMExpandBlocks<T> : 1;
 #endif
 }
 
@@ -214,15 +214,15 @@ constexpr int wide_experts_blocks() {
 // 8192 routes of 8 slots of rank 32: 67 us instead of 117; of one slot, where there are half as
 // many tiles by expert, it would be 50 instead of 42.)
 template <typename T, bool kMayShare>
-__global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
-    experts_expand_wide_kernel(const __grid_constant__ aril_experts_args p, int ring_bytes) {
+__global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
+    experts_large_m_expand_kernel(const __grid_constant__ aril_experts_args p, int ring_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
-  __shared__ Arrival arrivals_shared[kMaxExpandStages];
+  __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
   __shared__ ExpandRow rows[ARIL_WIDE_TILE];
-  let_dependents_begin();
-  ExpandArrivals arrivals(arrivals_shared);
+  launch_dependents();
+  ExpandBarriers barriers(barriers_shared);
   wait_for_predecessors();
-  if (!goes_wide(p)) return;
+  if (!takes_large_m(p)) return;
   const int pieces = p.num_slices * ceil_div(p.out_features, p.wide_outs_per_block);
   // What is not needed while the block works stands in shared memory. Tiles by token come first.
   __shared__ int next, last, last_by_token;
@@ -272,9 +272,9 @@ __global__ void __launch_bounds__(kExpandThreads, wide_experts_blocks<T>())
     __syncthreads();
     if (threadIdx.x == 0) next += gridDim.x;
     if (module.rank > 0) {
-      wide_expand<T>(
-          count, rows, module, outs, stages_shared, ring_bytes, arrivals,
-          PlaneSums(p.planes, planes_of(p), ceil_div(p.in_features, kGroupFeatures), true, slice));
+      large_m_expand<T>(count, rows, module, outs, stages_shared, ring_bytes, barriers,
+                        PartialSums(p.partials, partial_layout(p),
+                                    ceil_div(p.in_features, kSlabFeatures), true, slice));
     } else if (outs.overwrites) {
       for (int t = 0; t < count; ++t) {
         T* const y = outs.y + rows[t].y * outs.y_stride + outs.first;

@@ -1,4 +1,4 @@
-//! What blocks of a launch hand over to each other (csrc/kernels/exchange.cuh): tags that come again, and an exchange that is used
+//! What blocks of a launch hand over to each other (csrc/device/mailbox.cuh): tags that come again, and a mailbox that is used
 //! by two launches at once.
 
 use aril::{
@@ -18,10 +18,10 @@ fn stack() -> Stack {
     Stack::new(&[(IN, &[256, 64])], capacity, 2, |adapter, _| [16, 9][adapter])
 }
 
-/// An exchange that the test writes, and launches on it.
+/// A mailbox that the test writes, and launches on it.
 struct Launches<'a> {
     stack: &'a Stack,
-    exchange: Buffer,
+    mailbox: Buffer,
     _slots: Buffer,
     x: Buffer,
     initial_y: Vec<bf16>,
@@ -37,7 +37,7 @@ impl<'a> Launches<'a> {
         let number = |i: usize| bf16::from_f32((i * 7919 % 255) as f32 / 128.0 - 1.0);
         let x: Vec<bf16> = (0..MOST_TOKENS * IN).map(number).collect();
         let initial_y: Vec<bf16> = (0..MOST_TOKENS * OUT).map(number).collect();
-        let bytes = stack.raw_layer(0).plan().workspace_bytes().exchange;
+        let bytes = stack.raw_layer(0).plan().workspace_bytes().mailbox;
         let (slots, x) = (gpu.upload(&slots), gpu.upload(&x));
         let batches = tokens.iter().map(|&tokens| {
             let (mut routing, memory) = stack.routing();
@@ -46,16 +46,15 @@ impl<'a> Launches<'a> {
         });
         let batches = batches.collect();
         let y = tokens.iter().map(|_| gpu.upload(&initial_y)).collect();
-        let launches =
-            Self { stack, exchange: gpu.upload(&vec![0_u8; bytes]), _slots: slots, x, initial_y, y, batches };
+        let launches = Self { stack, mailbox: gpu.upload(&vec![0_u8; bytes]), _slots: slots, x, initial_y, y, batches };
         gpu.synchronize();
         launches
     }
 
-    fn launch(&self, number: usize, exchange: &Buffer) {
+    fn launch(&self, number: usize, mailbox: &Buffer) {
         let (tokens, _, _, batch) = &self.batches[number];
-        let planes = raw::DeviceRegion { ptr: exchange.address(), bytes: 0 };
-        let workspace = raw::Workspace { exchange: exchange.region(), planes };
+        let partials = raw::DeviceRegion { ptr: mailbox.address(), bytes: 0 };
+        let workspace = raw::Workspace { mailbox: mailbox.region(), partials };
         self.stack.launch(0, [self.x.address(), self.y[number].address()], *tokens, *batch, workspace);
     }
 
@@ -66,12 +65,12 @@ impl<'a> Launches<'a> {
         results
     }
 
-    /// Of launches with an exchange each.
+    /// Of launches with a mailbox each.
     fn expected(&mut self) -> Vec<Vec<u16>> {
-        let bytes = self.exchange.region().bytes;
+        let bytes = self.mailbox.region().bytes;
         for number in 0..self.batches.len() {
-            let exchange = self.stack.gpu.upload(&vec![0_u8; bytes]);
-            self.launch(number, &exchange);
+            let mailbox = self.stack.gpu.upload(&vec![0_u8; bytes]);
+            self.launch(number, &mailbox);
             self.stack.gpu.synchronize();
         }
         let expected = self.take();
@@ -94,23 +93,23 @@ fn tags_come_again_without_harm() {
             let expected = launches.expected();
             // As a launch of all rows leaves it, but for the number of launches, and the tags.
             let whole = Launches::new(&stack, &[MOST_TOKENS]);
-            whole.launch(0, &whole.exchange);
-            let mut words = whole.exchange.read::<u64>();
+            whole.launch(0, &whole.mailbox);
+            let mut words = whole.mailbox.read::<u64>();
             words[0] = 0xffff_fffd << 32;
             let nan = u64::from(f32::NAN.to_bits());
             for pair in &mut words[HEADER_WORDS..] {
                 *pair = stale_tag.map_or(0, |tag| u64::from(tag) << 32 | nan);
             }
-            launches.exchange.write(&words);
+            launches.mailbox.write(&words);
             for number in 0..tokens.len() {
-                launches.launch(number, &launches.exchange);
+                launches.launch(number, &launches.mailbox);
             }
             let got = launches.take();
             for (number, (got, expected)) in got.iter().zip(&expected).enumerate() {
                 assert!(got == expected, "launch {number}, the large one {big}, behind pairs of tag {stale_tag:?}");
             }
             // No launch has the tag 0, and none is under way.
-            assert_eq!(launches.exchange.read::<u64>()[0], 4 << 32);
+            assert_eq!(launches.mailbox.read::<u64>()[0], 4 << 32);
         }
     }
 }
@@ -123,16 +122,16 @@ fn kernels_are_loaded_beside_a_capture() {
     let stack = stack();
     let mut launches = Launches::new(&stack, &[40, 3]);
     let expected = launches.expected();
-    let exchange = stack.gpu.upload(&vec![0_u8; launches.exchange.region().bytes]);
+    let mailbox = stack.gpu.upload(&vec![0_u8; launches.mailbox.region().bytes]);
     stack.gpu.synchronize();
     let graph = stack.gpu.capture(|| {
-        launches.launch(0, &exchange);
+        launches.launch(0, &mailbox);
         std::thread::scope(|scope| {
             let load = || Kernels::load_into(&stack.gpu.context).map(drop);
             let loads = [(); 4].map(|()| scope.spawn(load));
             loads.into_iter().for_each(|load| load.join().unwrap().unwrap());
         });
-        launches.launch(1, &exchange);
+        launches.launch(1, &mailbox);
     });
     graph.replay();
     assert!(launches.take() == expected);
@@ -156,7 +155,7 @@ mod misuse {
             let stack = stack();
             let mut launches = Launches::new(&stack, &[MOST_TOKENS]);
             misuse(&mut launches);
-            launches.launch(0, &launches.exchange);
+            launches.launch(0, &launches.mailbox);
             let detected = stack.gpu.stream.synchronize().is_err_and(|error| error.0 == CUresult::CUDA_ERROR_ASSERT);
             // Nothing of the context can be freed.
             std::process::exit(if detected { DETECTED } else { 1 });
@@ -173,17 +172,17 @@ mod misuse {
     #[test]
     #[ignore = "needs a GPU, and kernels built for development"]
     fn two_launches_at_once_are_detected() {
-        let of_another = |launches: &mut Launches<'_>| launches.exchange.write(&[5_u64, 0, 12_345]);
-        let message = "one exchange is used by two launches at once";
-        is_detected("exchange::misuse::two_launches_at_once_are_detected", of_another, message);
+        let of_another = |launches: &mut Launches<'_>| launches.mailbox.write(&[5_u64, 0, 12_345]);
+        let message = "one mailbox is used by two launches at once";
+        is_detected("mailbox::misuse::two_launches_at_once_are_detected", of_another, message);
     }
 
     /// As a launch leaves it that was aborted: the last blocks of the next one have another tag than the first ones.
     #[test]
     #[ignore = "needs a GPU, and kernels built for development"]
     fn a_wait_without_an_end_is_detected() {
-        let of_an_aborted = |launches: &mut Launches<'_>| launches.exchange.write(&[5_u64]);
+        let of_an_aborted = |launches: &mut Launches<'_>| launches.mailbox.write(&[5_u64]);
         let message = "what is polled for never comes";
-        is_detected("exchange::misuse::a_wait_without_an_end_is_detected", of_an_aborted, message);
+        is_detected("mailbox::misuse::a_wait_without_an_end_is_detected", of_an_aborted, message);
     }
 }

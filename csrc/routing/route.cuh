@@ -10,8 +10,8 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "tile.cuh"
+#include "../device/descriptor.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace aril::detail {
 

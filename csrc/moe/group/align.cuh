@@ -6,7 +6,7 @@
 // A block of threads for each expert goes through all routes twice: to find each of its own a place
 // among those of its slot, and to put it there. In between it needs to know how many blocks of
 // routes come before its own: every block leaves its number with the launch's tag, and waits for
-// those of lower index (exchange.cuh). Places do not depend on chance: routes
+// those of lower index (mailbox.cuh). Places do not depend on chance: routes
 // are counted in the order of their numbers, 32 at a time by one warp.
 //
 // Shared memory: num_slots counters of 4 bytes (at most 32 KB) and lists of 32 KB. Bound: latency;
@@ -15,10 +15,10 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "exchange.cuh"
-#include "group.cuh"
-#include "tile.cuh"
+#include "../../device/descriptor.cuh"
+#include "../../device/mailbox.cuh"
+#include "../../ptx/pdl.cuh"
+#include "grid.cuh"
 
 namespace aril::detail {
 
@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   extern __shared__ int32_t next[];  // [num_slots] routes; then where the first one goes
   const int mine = blockIdx.x, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const unsigned lanes_before = (1u << lane) - 1;
-  if (thread == 0) tag = enter(p.exchange);
+  if (thread == 0) tag = begin_epoch(p.mailbox);
 #pragma unroll 1
   for (int slot = thread; slot < p.num_slots; slot += kAlignThreads) next[slot] = 0;
   __syncthreads();
   wait_for_predecessors();
-  if (is_first_block()) clear_old_pairs(p.exchange, (int64_t{gridDim.x} + 1) / 2 * 2, tag);
+  if (is_first_block()) clear_stale_words(p.mailbox, (int64_t{gridDim.x} + 1) / 2 * 2, tag);
   const int num_routes =
       mine < p.top_k.num_experts ? routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k : 0;
   int ids[kPerThread];
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     Scan(scan).ExclusiveSum(begin, begin, count);
     __syncthreads();
   }
-  uint64_t* const counts = tagged_planes(p.exchange);
+  uint64_t* const counts = tagged_words(p.mailbox);
   if (thread == 0) store_tagged(counts + mine, __int_as_float(count), tag);
   const bool is_last = mine == static_cast<int>(gridDim.x) - 1;
   if (count == 0 && !is_last) return;
@@ -150,13 +150,13 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   int before = 0, all_before;
   if (2 * thread < mine) {
     const bool has_second = 2 * thread + 1 < mine;
-    TaggedSums sums;
-    Polls polls;
+    TaggedPair sums;
+    PollLimit polls;
     do {
       polls.count();
       sums = load_tagged(counts + 2 * thread);
     } while (sums.tag0 != tag || (has_second && sums.tag1 != tag));
-    before = __float_as_int(sums.sum0) + (has_second ? __float_as_int(sums.sum1) : 0);
+    before = __float_as_int(sums.value0) + (has_second ? __float_as_int(sums.value1) : 0);
   }
   Scan(scan).ExclusiveSum(before, before, all_before);
   begin += all_before;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The tiles of up to ARIL_FEW_ROUTES routes with a slot, as a block of shrink finds them by itself,
-// so that it need not wait for the one that sorts them for all.
+// The tiles of up to ARIL_ONE_BLOCK_ROUTES routes with a slot, as a block of shrink finds them by
+// itself, so that it need not wait for the one that sorts them for all.
 //
 // Every block finds the same: each expert has a bit for each token, tokens in the order of their
 // slots, so that the place of a route among those of its expert, and among those of its slot to
@@ -12,16 +12,16 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "group.cuh"
-#include "tile.cuh"
+#include "../../device/descriptor.cuh"
+#include "../../ptx/pdl.cuh"
+#include "grid.cuh"
 
 namespace aril::detail {
 
 constexpr int kExpertsWarps = ARIL_WARPS;
 constexpr int kExpertsThreads = 32 * kExpertsWarps;
 
-class OwnTiles {
+class LocalTiles {
  public:
   // Waits for predecessors, and gives the number of tiles; or -1, perhaps before it has waited, if
   // they remain unknown. Nothing in `scratch` is used any longer then. By a whole block.
@@ -164,10 +164,11 @@ class OwnTiles {
   __device__ __forceinline__ int route(int i) const { return routes_[i]; }
 
  private:
-  static constexpr int kParts = ARIL_FEW_ROUTES / kExpertsThreads;  // of the routes
+  static constexpr int kParts = ARIL_ONE_BLOCK_ROUTES / kExpertsThreads;  // of the routes
   static constexpr int kCountBits = 4;
-  static_assert(ARIL_FEW_ROUTES < 1 << 16 && ARIL_MAX_EXPERTS <= 1 << 16);
-  static_assert(ARIL_FEW_ROUTES << kCountBits <= 1 << 16 && ARIL_ROUTES_PER_TILE < 1 << kCountBits);
+  static_assert(ARIL_ONE_BLOCK_ROUTES < 1 << 16 && ARIL_MAX_EXPERTS <= 1 << 16);
+  static_assert(ARIL_ONE_BLOCK_ROUTES << kCountBits <= 1 << 16 &&
+                ARIL_ROUTES_PER_TILE < 1 << kCountBits);
 
   // Those of a word's bits that stand for smaller numbers.
   __device__ __forceinline__ static uint32_t below(int word, int number) {
@@ -175,8 +176,8 @@ class OwnTiles {
     return bits <= 0 ? 0 : bits >= 32 ? ~0u : (1u << bits) - 1;
   }
 
-  uint16_t routes_[ARIL_FEW_ROUTES];
-  uint2 tiles_[ARIL_FEW_ROUTES];  // slot; expert, where its routes begin, how many
+  uint16_t routes_[ARIL_ONE_BLOCK_ROUTES];
+  uint2 tiles_[ARIL_ONE_BLOCK_ROUTES];  // slot; expert, where its routes begin, how many
 };
 
 }  // namespace aril::detail

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Products of 8-by-8 cores on the tensor cores: mma.sync from sm_80 on, wgmma on sm_90. Both add up
-// 16 columns at a time, and leave the same bits.
+// mma.sync and ldmatrix. mma.sync and wgmma accumulate 16 columns of K per step and give the same
+// bits, so kernels of either kind agree.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +12,10 @@
 
 namespace aril {
 
-// c[16, 8] += a[16, 16] b[16, 8]. Of lane (g = lane / 4, q = lane % 4), a.x holds row g and a.y
-// row g + 8 at columns 2q, 2q + 1; a.z and a.w likewise at columns 2q + 8, 2q + 9; b0 and b1 column
-// g at those rows; c rows g, g, g + 8, g + 8 at columns 2q, 2q + 1.
+// c[16, 8] += a[16, 16] b[16, 8]. Lane (g = lane / 4, q = lane % 4) holds a's rows g (a.x) and g + 8
+// (a.y) at columns 2q and 2q + 1, the same rows at columns 2q + 8 and 2q + 9 (a.z, a.w), b's column
+// g at rows 2q, 2q + 1 (b0) and 2q + 8, 2q + 9 (b1), and c's rows g, g, g + 8, g + 8 at columns 2q,
+// 2q + 1, 2q, 2q + 1.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint4& a, uint32_t b0,
                                              uint32_t b1);
@@ -33,9 +34,9 @@ ARIL_MMA(__nv_bfloat16, "bf16")
 ARIL_MMA(__half, "f16")
 #undef ARIL_MMA
 
-// Four cores, of whose 8 rows of 16 bytes lane i names the (i % 8)th of the (i / 8)th. Lane (g, q)
-// gets columns 2q, 2q + 1 of row g of each.
-__device__ __forceinline__ uint4 load_cores(const void* row) {
+// Loads four 8-by-8 cores of 16-bit elements. Lane i passes the address of row i % 8 of core i / 8;
+// lane (g, q) receives columns 2q and 2q + 1 of row g of each core.
+__device__ __forceinline__ uint4 ldmatrix_x4(const void* row) {
   uint4 cores;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(cores.x), "=r"(cores.y), "=r"(cores.z), "=r"(cores.w)

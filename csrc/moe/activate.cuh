@@ -8,7 +8,7 @@
 // feature. Routes of the base have all but the deltas.
 #pragma once
 
-#include "experts.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 
@@ -70,8 +70,8 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
 #endif
   constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const Planes planes = planes_of(p);
-  const uint64_t* const plane = tagged_planes(p.exchange) + 2 * q;
+  const PartialLayout partials = partial_layout(p);
+  const uint64_t* const plane = tagged_words(p.mailbox) + 2 * q;
   ActivateStage& stage = reinterpret_cast<ActivateStage*>(shared)[warp];
   const int last = tiles.count(true);
   const ExpandShare share(p, grid, last);
@@ -165,15 +165,17 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
           } else {
             const int v_row = is_second ? parts[1].v_row : parts[0].v_row;
             const float factor = is_second ? parts[1].factor : parts[0].factor;
-            const float4 v = load_v(plane + is_second * planes.slice_stride + step * kRanksPerStep,
-                                    planes, grid.groups, v_row, 2 * step + 1 < tiles, tag) *
-                             factor;
-            split(v.x, v.y, terms[0].x, terms[0].y);
-            split(v.z, v.w, terms[0].z, terms[0].w);
+            const float4 v =
+                load_v(plane + is_second * partials.slice_stride + step * kRanksPerStep, partials,
+                       grid.groups, v_row, 2 * step + 1 < tiles, tag) *
+                factor;
+            to_bf16_terms(v.x, v.y, terms[0].x, terms[0].y);
+            to_bf16_terms(v.z, v.w, terms[0].z, terms[0].w);
             if (has_room) stage.terms[done + k][lane] = terms[0];
           }
 #pragma unroll
-          for (int j = 0; j < 4; ++j) multiply<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
+          for (int j = 0; j < 4; ++j)
+            mma_terms<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
           fetch(cores[k]);
           if (2 * step + 2 < tiles) continue;
           add_terms(&stage.sums[is_second][g][8 * q], deltas);
@@ -200,14 +202,15 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
   }
 }
 
-template <typename T, bool kHere>
+template <typename T, bool kEachBlock>
 __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     activate_kernel(const __grid_constant__ aril_experts_args p,
                     const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T, kHere>(p, grid, shared, [&](uint32_t tag, const auto& tiles, const Sharing&) {
-    activate_expand<T>(p, grid, tag, tiles, shared);
-  });
+  experts_block<T, kEachBlock>(p, grid, shared,
+                               [&](uint32_t tag, const auto& tiles, const Sharing&) {
+                                 activate_expand<T>(p, grid, tag, tiles, shared);
+                               });
 }
 
 }  // namespace aril::detail

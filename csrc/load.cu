@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "common/launch.cuh"
-#include "kernels/order.cuh"
+#include "device/block_order.cuh"
+#include "host/launch.cuh"
 
 namespace aril {
 
@@ -19,7 +19,8 @@ int32_t load_all() {
 int32_t run_order_test(int blocks, cudaStream_t stream) {
   static uint32_t launches = 0;
   const uint32_t launch_number = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
-  ARIL_TRY(launch(detail::order_kernel, blocks, detail::kOrderThreads, 0, stream, launch_number));
+  ARIL_TRY(
+      launch(detail::block_order_kernel, blocks, detail::kOrderThreads, 0, stream, launch_number));
   uint32_t out_of_order;
   ARIL_TRY(cudaMemcpyFromSymbolAsync(&out_of_order, detail::out_of_order, sizeof(out_of_order), 0,
                                      cudaMemcpyDeviceToHost, stream));
@@ -27,7 +28,7 @@ int32_t run_order_test(int blocks, cudaStream_t stream) {
   return out_of_order < launch_number ? 0 : ARIL_ERR_BLOCK_ORDER;
 }
 
-// Refuses a device on which the exchange would not work.
+// Refuses a device on which the mailbox would not work.
 int32_t check_block_order() {
   int device, multiprocessors;
   ARIL_TRY(cudaGetDevice(&device));

@@ -6,10 +6,10 @@
 // output.
 #pragma once
 
-#include "../common/pdl.cuh"
+#include "../device/descriptor.cuh"
+#include "../ptx/pdl.cuh"
 #include "activate.cuh"
-#include "experts.cuh"
-#include "tile.cuh"
+#include "expand.cuh"
 
 namespace aril::detail {
 
@@ -23,8 +23,8 @@ __device__ __forceinline__ void shrink_f32(const aril_descriptor& module, const 
                      rank % ARIL_RANK_TILE * ARIL_CORE;
     float sum = 0.0f;
     for (int k = lane; k < in_features; k += 32) {
-      const int64_t core = int64_t{k / ARIL_LANE_FEATURES} * rank_tiles * kPieceElems +
-                           k % ARIL_LANE_FEATURES / ARIL_CORE * kCoreElems;
+      const int64_t core = int64_t{k / ARIL_K_TILE} * rank_tiles * kPieceElems +
+                           k % ARIL_K_TILE / ARIL_CORE * kCoreElems;
       sum += a[core + k % ARIL_CORE] * x[k];
     }
 #pragma unroll
@@ -89,7 +89,7 @@ __device__ __forceinline__ int column_f32(const aril_experts_args& p, int slice,
 __global__ void __launch_bounds__(kF32Threads, 2)
     experts_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[ARIL_MAX_RANK];
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
   const bool overwrites = p.form == ARIL_WRITE;
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
 __global__ void __launch_bounds__(kF32Threads, 2)
     activate_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[2][ARIL_MAX_RANK];
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k;
   for (int route = blockIdx.x; route < num_routes; route += gridDim.x) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
 __global__ void __launch_bounds__(kF32Threads, 2)
     combine_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[ARIL_MAX_RANK];
-  let_dependents_begin();
+  launch_dependents();
   wait_for_predecessors();
   const bool combines = p.form == ARIL_COMBINE;
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);

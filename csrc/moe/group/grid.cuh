@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups more than ARIL_FEW_ROUTES routes of a layer by expert and slot: once, for all operations
-// on the layer's experts. No result depends on the order of routes within a group.
+// Groups more than ARIL_ONE_BLOCK_ROUTES routes of a layer by expert and slot: once, for all
+// operations on the layer's experts. No result depends on the order of routes within a group.
 //
 // There is a block for each expert, one for the routes without a slot, and one for those that are
 // not here: each goes through all routes, first to count its own by slot, then to write them down.
-// What the blocks before it have it learns from these (exchange.cuh). Bound: latency; a route's id
+// What the blocks before it have it learns from these (mailbox.cuh). Bound: latency; a route's id
 // is read by every block, from L2.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "../common/pdl.cuh"
-#include "exchange.cuh"
-#include "tile.cuh"
+#include "../../device/descriptor.cuh"
+#include "../../device/mailbox.cuh"
+#include "../../ptx/pdl.cuh"
 
 namespace aril::detail {
 
@@ -43,8 +43,8 @@ __device__ __forceinline__ int routed_tokens(const aril_routing& routing, int nu
   return min(*routing.num_tokens, num_tokens);
 }
 
-__host__ __device__ __forceinline__ bool are_few(int num_tokens, const aril_top_k& top_k) {
-  return num_tokens * top_k.top_k <= ARIL_FEW_ROUTES;
+__host__ __device__ __forceinline__ bool fit_one_block(int num_tokens, const aril_top_k& top_k) {
+  return num_tokens * top_k.top_k <= ARIL_ONE_BLOCK_ROUTES;
 }
 
 __device__ __forceinline__ aril_route_entry entry_of(const aril_top_k& top_k,
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   int* const of_slots = reinterpret_cast<int*>(listed + kPart);
   const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
   const bool has_slots = mine < num_experts;
-  if (threadIdx.x == 0) tag = enter(p.groups.exchange);
+  if (threadIdx.x == 0) tag = begin_epoch(p.groups.mailbox);
   for (int slot = threadIdx.x; slot < ARIL_MAX_SLOTS; slot += kGroupThreads) of_slots[slot] = 0;
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
   wait_for_predecessors();
@@ -176,23 +176,23 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
   // Each group says what it has, and counts what the groups before it have, whose blocks have
   // begun.
-  uint64_t* const exchange = tagged_planes(p.groups.exchange);
-  if (is_first_block()) clear_old_pairs(p.groups.exchange, int64_t{ARIL_GROUP_PAIRS} * gridDim.x, tag);
+  uint64_t* const mailbox = tagged_words(p.groups.mailbox);
+  if (is_first_block()) clear_stale_words(p.groups.mailbox, int64_t{ARIL_GROUP_WORDS} * gridDim.x, tag);
   if (threadIdx.x == 0) {
-    store_tagged2(exchange + ARIL_GROUP_PAIRS * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
-    store_tagged(exchange + ARIL_GROUP_PAIRS * mine + 2, __int_as_float(all.wide), tag);
+    store_tagged2(mailbox + ARIL_GROUP_WORDS * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
+    store_tagged(mailbox + ARIL_GROUP_WORDS * mine + 2, __int_as_float(all.wide), tag);
   }
   GroupCounts others = {0, 0, 0};
   for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
-    TaggedSums first, second;
-    Polls polls;
+    TaggedPair first, second;
+    PollLimit polls;
     do {
       polls.count();
-      first = load_tagged(exchange + ARIL_GROUP_PAIRS * other);
-      second = load_tagged(exchange + ARIL_GROUP_PAIRS * other + 2);
+      first = load_tagged(mailbox + ARIL_GROUP_WORDS * other);
+      second = load_tagged(mailbox + ARIL_GROUP_WORDS * other + 2);
     } while (first.tag0 != tag || first.tag1 != tag || second.tag0 != tag);
-    others = others + GroupCounts{__float_as_int(first.sum0), __float_as_int(first.sum1),
-                                  __float_as_int(second.sum0)};
+    others = others + GroupCounts{__float_as_int(first.value0), __float_as_int(first.value1),
+                                  __float_as_int(second.value0)};
   }
   __syncthreads();
   others = Reduce(storage.reduce).Reduce(others, plus);
