@@ -143,6 +143,7 @@ typedef struct aril_linear_args {
   // The mailbox is for few tokens in bf16 and f16: [groups, num_tokens, num_slices, ranks] pairs
   // of a float. The partials are for the others: [splits, num_tokens, num_slices, ranks].
   void* mailbox;
+  uint64_t mailbox_bytes;  // all of it: as many at each of the launches that share it
   float* partials;
   aril_weights weights;
   aril_routing routing;
@@ -297,6 +298,7 @@ typedef struct aril_experts_args {
   // As for aril_linear: [groups, rows, num_slices, ranks], pairs behind the header. Rows are the
   // routes, and, if from_tokens, the tokens behind them. The partials are for wide tiles.
   void* mailbox;
+  uint64_t mailbox_bytes;  // all of it: as many at each of the launches that share it
   float* partials;
   // The table is that of what the experts share; then come num_experts times those of an expert,
   // num_slices entries each. What is shared has A's address if all experts have the same A, B's

@@ -20,7 +20,7 @@
 // Tags. They are 1 to 2^32 - 1, and come again after as many launches (3.5 days at 144 launches in
 // 10 ms). Zero is that of pairs that were never stored. So that no pair is left of the launch that
 // had the same tag before, the launches with the last tag and with the first one set all pairs of
-// other tags to zero (clear_old_pairs()).
+// other tags to zero (clear_stale_words()).
 //
 // One launch at a time. A second launch on the same mailbox, unless it is ordered behind the
 // first, takes blocks of one for the other's: tags differ within a launch then, the number of
@@ -41,7 +41,7 @@ namespace aril::detail {
 // The beginning of a mailbox; ARIL_MAILBOX_HEADER bytes with what is left free.
 struct MailboxHeader {
   unsigned long long launches;  // so far, below: the blocks of the next one that have come
-  unsigned long long pairs;     // behind the header, the most that a launch has had
+  unsigned long long has_wrapped;  // whether tags have come again
   unsigned long long grid;      // whose blocks are coming; of builds with ARIL_DEBUG
 };
 constexpr int kMailboxWord = ARIL_MAILBOX_HEADER / 2;  // bytes before the header's own pair
@@ -110,31 +110,24 @@ __device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
   return tag;
 }
 
-// For a launch that has up to so many pairs behind the header: by one block of it, all of whose
-// threads have the tag.
-__device__ __forceinline__ void clear_stale_words(void* mailbox, int64_t pairs, uint32_t tag) {
-  MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
-  if (tag != kLastEpoch && tag != 1) {
-    if (threadIdx.x == 0) atomicMax(&header->pairs, static_cast<unsigned long long>(pairs));
-    return;
-  }
+// Clears words of earlier epochs from a mailbox of `bytes`, at the epochs where tags come again. By
+// one block of each launch, all of whose threads have the tag.
+__device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes, uint32_t tag) {
+  if (tag != kLastEpoch && tag != 1) return;
   // Launches before this one may poll for tags of theirs.
   wait_for_predecessors();
-  __shared__ unsigned long long most;
-  if (threadIdx.x == 0) {
-    const unsigned long long own = pairs, before = atomicMax(&header->pairs, own);
-    // The first launch of all finds zeros.
-    most = before == 0 ? 0 : max(before, own) + (ARIL_MAILBOX_HEADER - kMailboxWord) / 8;
-  }
-  __syncthreads();
+  MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
+  if (tag == 1 && header->has_wrapped == 0) return;
   unsigned long long* const first =
       reinterpret_cast<unsigned long long*>(static_cast<char*>(mailbox) + kMailboxWord);
+  const uint64_t words = (bytes - kMailboxWord) / 8;
 #pragma unroll 1
-  for (unsigned long long i = threadIdx.x; i < most; i += blockDim.x) {
-    const unsigned long long pair = *const_cast<volatile unsigned long long*>(first + i);
+  for (uint64_t i = threadIdx.x; i < words; i += blockDim.x) {
+    const unsigned long long word = *const_cast<volatile unsigned long long*>(first + i);
     // What this launch stores meanwhile stays.
-    if (static_cast<uint32_t>(pair >> 32) != tag) atomicCAS(first + i, pair, 0ull);
+    if (static_cast<uint32_t>(word >> 32) != tag) atomicCAS(first + i, word, 0ull);
   }
+  if (tag == kLastEpoch && threadIdx.x == 0) header->has_wrapped = 1;
 }
 
 // The polls of a wait.

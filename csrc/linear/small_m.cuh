@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     small_m_shrink<T>(p, grid, tag, shared);
     if (!is_first_block()) return;
     __syncthreads();
-    return clear_stale_words(p.mailbox, grid.groups * PartialLayout(p).partial_stride, tag);
+    return clear_stale_words(p.mailbox, p.mailbox_bytes, tag);
   }
   if (grid.apart) {
     launch_dependents();

@@ -506,7 +506,7 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   if (threadIdx.x == 0) tag = begin_epoch(p.mailbox);
   __syncthreads();
   const auto clear_stale = [&] {
-    clear_stale_words(p.mailbox, grid.groups * partial_layout(p).partial_stride, tag);
+    clear_stale_words(p.mailbox, p.mailbox_bytes, tag);
   };
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
   if constexpr (!kEachBlock) {

@@ -177,7 +177,10 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   // Each group says what it has, and counts what the groups before it have, whose blocks have
   // begun.
   uint64_t* const mailbox = tagged_words(p.groups.mailbox);
-  if (is_first_block()) clear_stale_words(p.groups.mailbox, int64_t{ARIL_GROUP_WORDS} * gridDim.x, tag);
+  if (is_first_block()) {
+    constexpr int64_t kBytes = ARIL_GROUP_WORDS * ARIL_WORD_BYTES;
+    clear_stale_words(p.groups.mailbox, ARIL_MAILBOX_HEADER + kBytes * gridDim.x, tag);
+  }
   if (threadIdx.x == 0) {
     store_tagged2(mailbox + ARIL_GROUP_WORDS * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
     store_tagged(mailbox + ARIL_GROUP_WORDS * mine + 2, __int_as_float(all.wide), tag);

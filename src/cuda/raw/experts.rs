@@ -338,6 +338,7 @@ impl LoraExperts {
             out,
             out_stride,
             mailbox: workspace.mailbox.ptr as *mut std::ffi::c_void,
+            mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
             weights: table.expect(self.model, dtype, &self.plan.capacity(), site.shared_entry())?,
             routing: routes.batch.routing,

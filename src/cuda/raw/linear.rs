@@ -161,6 +161,7 @@ impl LoraLinear {
             y,
             y_stride,
             mailbox: workspace.mailbox.ptr as *mut std::ffi::c_void,
+            mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
             weights: table.expect(self.model, dtype, &self.plan.capacity(), self.site.first_entry())?,
             routing: batch.routing,

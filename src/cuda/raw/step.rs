@@ -9,7 +9,7 @@ use crate::{error::LaunchError, plan::WorkspaceBytes};
 /// 16 bytes. Any number of layers may share one on a stream.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Workspace {
-    /// Zero when it is first used, and written by nothing but the kernels from then on.
+    /// Zero when it is first used, and written by nothing but the kernels from then on. Every step that shares it gives the same extent.
     pub mailbox: DeviceRegion,
     /// Of any content.
     pub partials: DeviceRegion,
