@@ -6,15 +6,15 @@
 // Every function returns 0, a positive cudaError_t, or a negative ARIL_ERR_*, and on an ARIL_ERR_*
 // has enqueued nothing. A cudaError_t is the driver's refusal of a launch. An operation of one
 // launch has enqueued nothing then. Of several launches are a linear layer in f32 or on more than
-// ARIL_FEW_TOKENS, whose last launch alone writes y, so that y stays as it was; and experts with
+// ARIL_SMALL_M, whose last launch alone writes y, so that y stays as it was; and experts with
 // wide_shrink_blocks, of whose three launches either the second one or the third writes y, so that
-// y has all of the result or nothing of it. Planes and exchange may be used again in either case.
+// y has all of the result or nothing of it. Planes and mailbox may be used again in either case.
 //
 // None allocates, synchronizes, or touches a stream other than the one given, and all but aril_load
 // may be captured in a CUDA graph. Strides are in elements. Slots and token ids in device memory
 // are not trusted: those out of range have no adapter.
 //
-// An exchange is what the blocks of a launch hand over to each other: a header, and pairs of 32
+// A mailbox is what the blocks of a launch hand over to each other: a header, and pairs of 32
 // bits and a tag. It is all zero when it is first used, and nothing else may write it. One launch
 // uses it at a time: those that share it are on one stream, or in the order of events. Between
 // launches the first 32 bits of the header are zero; any other value says that two launches have
@@ -37,25 +37,25 @@ extern "C" {
 #define ARIL_MAX_EXPERTS 1024    // of a layer
 #define ARIL_TOKENS_PER_TILE 16  // tokens of one slot that a block works on together
 #define ARIL_WIDE_TILE 64        // in an operation on more tokens than
-#define ARIL_FEW_TOKENS 512      // these
+#define ARIL_SMALL_M 512      // these
 #define ARIL_ROUTES_PER_TILE 8   // of one slot to one expert that a warp works on together
-#define ARIL_FEWEST_ROUTES 64    // that every block of an operation sorts for itself
-#define ARIL_FEW_ROUTES 1024     // that the first operation on them sorts
+#define ARIL_EACH_BLOCK_ROUTES 64    // that every block of an operation sorts for itself
+#define ARIL_ONE_BLOCK_ROUTES 1024     // that the first operation on them sorts
 #define ARIL_STAGED_RANK 128     // up to which B is brought to shared memory
-#define ARIL_LANE_FEATURES 256   // input features of a lane of shrink's sums; see kernels/tile.cuh
-#define ARIL_LANES_PER_GROUP 4   // lanes that are summed up before anything is added to them
-#define ARIL_GROUPS_PER_SPAN 4   // groups likewise
+#define ARIL_K_TILE 256   // input features of a lane of shrink's sums; see device/descriptor.cuh
+#define ARIL_K_TILES_PER_SLAB 4   // lanes that are summed up before anything is added to them
+#define ARIL_K_SLABS_PER_SPAN 4   // groups likewise
 #define ARIL_CORE 8              // rows and columns of a core of a factor, and
 #define ARIL_RANK_TILE 8         // ranks
 #define ARIL_OUT_TILE 64         // and outputs that stand together
-#define ARIL_OUTS_PER_UNIT 32    // outputs that a warp takes at once
-#define ARIL_OUTS_FEW 256   // outputs that a block of expand has a multiple of, with few tokens
-#define ARIL_OUTS_WIDE 128  // and with more
-#define ARIL_WARPS 8               // of a block that works on small tiles
-#define ARIL_MAX_COLUMNS 8         // tiles of ranks that a warpgroup works on with wide tiles
-#define ARIL_EXCHANGE_HEADER 128   // bytes, before the sums
-#define ARIL_PAIR_BYTES 8          // of 32 bits and their tag
-#define ARIL_GROUP_PAIRS 4         // that aril_group hands over for each expert, and two more
+#define ARIL_OUT_UNIT 32         // outputs that a warp takes at once
+#define ARIL_OUTS_SMALL_M 256    // outputs that a block of expand has a multiple of, with few tokens
+#define ARIL_OUTS_LARGE_M 128    // and with more
+#define ARIL_WARPS 8             // of a block that works on small tiles
+#define ARIL_MAX_COLUMNS 8       // tiles of ranks that a warpgroup works on with wide tiles
+#define ARIL_MAILBOX_HEADER 128  // bytes, before the sums
+#define ARIL_WORD_BYTES 8        // of 32 bits and their tag
+#define ARIL_GROUP_WORDS 4       // that aril_group hands over for each expert, and two more
 #define ARIL_FACTOR_ALIGNMENT 128  // bytes, of each factor
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
@@ -128,9 +128,9 @@ typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;       // rows of x and y
   int32_t max_tiles;        // the most that the routing can have, of the size for num_tokens
-  int32_t lanes_per_split;  // a group's or a span's: how blocks share out a token's input, with
-                            // more than ARIL_FEW_TOKENS or in f32. Same bits.
-  int32_t outs_per_block;   // of expand: a multiple of ARIL_OUTS_FEW or ARIL_OUTS_WIDE. Same bits.
+  int32_t k_tiles_per_split;  // a group's or a span's: how blocks share out a token's input, with
+                            // more than ARIL_SMALL_M or in f32. Same bits.
+  int32_t outs_per_block;   // of expand: a multiple of ARIL_OUTS_SMALL_M or ARIL_OUTS_LARGE_M. Same bits.
   int32_t overwrites;       // 0 or 1
   int32_t in_features;
   int32_t num_slices;
@@ -140,10 +140,11 @@ typedef struct aril_linear_args {
   void* y;  // [num_tokens, sum of out_features]
   int64_t y_stride;
   // From shrink to expand, both aligned to 16 bytes; ranks are max_rank padded to ARIL_RANK_TILE.
-  // The exchange is for few tokens in bf16 and f16: [groups, num_tokens, num_slices, ranks] pairs
-  // of a float. The planes are for the others: [splits, num_tokens, num_slices, ranks].
-  void* exchange;
-  float* planes;
+  // The mailbox is for few tokens in bf16 and f16: [groups, num_tokens, num_slices, ranks] pairs
+  // of a float. The partials are for the others: [splits, num_tokens, num_slices, ranks].
+  void* mailbox;
+  uint64_t mailbox_bytes;  // all of it: as many at each of the launches that share it
+  float* partials;
   aril_weights weights;
   aril_routing routing;
 } aril_linear_args;
@@ -194,7 +195,7 @@ typedef struct aril_route_tile {
 } aril_route_tile;
 
 // A layer's routes grouped by expert and slot, in device memory, for the operations on its experts.
-// Written by aril_group, or, up to ARIL_FEW_ROUTES, by the first of them; up to ARIL_FEWEST_ROUTES
+// Written by aril_group, or, up to ARIL_ONE_BLOCK_ROUTES, by the first of them; up to ARIL_EACH_BLOCK_ROUTES
 // by nobody.
 typedef struct aril_groups {
   aril_route_entry* routes;     // [max_routes] by expert and slot
@@ -202,7 +203,7 @@ typedef struct aril_groups {
   int32_t* num_tiles;           // [2] of those with a slot, which come first; of all
   aril_route_tile* wide_tiles;  // [max_routes] of up to ARIL_WIDE_TILE, if there are many routes
   int32_t* num_wide_tiles;      // [2] likewise
-  void* exchange;  // for aril_group alone: [num_experts + 2] of ARIL_GROUP_PAIRS pairs of counts
+  void* mailbox;  // for aril_group alone: [num_experts + 2] of ARIL_GROUP_WORDS words of counts
 } aril_groups;
 
 typedef struct aril_group_args {
@@ -229,7 +230,7 @@ typedef struct aril_align_args {
   int32_t* num_padded;     // [1] routes of all blocks
   int32_t* places;         // [num_tokens * top_k] for the kernel alone, of any content
   // Aligned to 16 bytes: pairs of a count, as many as num_experts, and one more if that is odd.
-  void* exchange;
+  void* mailbox;
 } aril_align_args;
 
 // What is made of the deltas of a layer's routes. A delta is scales[token] * scaling * B (A x), of
@@ -263,10 +264,10 @@ typedef struct aril_experts_args {
   int32_t shrink_blocks;  // each of 8 warps, of which all pieces of a tile have one at the least
   int32_t expand_blocks;  // likewise. Same bits.
   // That a warp of expand has, ARIL_OUT_TILE, or more of them if max_rank is at most 16; from
-  // ARIL_ACTIVATE on the least that a warp has, ARIL_OUTS_PER_UNIT. Same bits.
+  // ARIL_ACTIVATE on the least that a warp has, ARIL_OUT_UNIT. Same bits.
   int32_t outs_per_block;
-  // If more than ARIL_FEW_ROUTES may be added or written by wide tiles, which the device decides,
-  // any number of blocks, and the outputs that one of expand has, a multiple of ARIL_OUTS_WIDE.
+  // If more than ARIL_ONE_BLOCK_ROUTES may be added or written by wide tiles, which the device decides,
+  // any number of blocks, and the outputs that one of expand has, a multiple of ARIL_OUTS_LARGE_M.
   // Otherwise 0. Same bits.
   int32_t wide_shrink_blocks;
   int32_t wide_expand_blocks;
@@ -274,7 +275,7 @@ typedef struct aril_experts_args {
   int32_t form;           // aril_experts_form
   int32_t weighted;       // 0 or 1
   int32_t rows_weighted;  // of ARIL_COMBINE: 1 if y's rows are multiplied by the weights already
-  // 1: more than ARIL_FEWEST_ROUTES, up to ARIL_FEW_ROUTES, of which there are no groups yet.
+  // 1: more than ARIL_EACH_BLOCK_ROUTES, up to ARIL_ONE_BLOCK_ROUTES, of which there are no groups yet.
   int32_t groups_routes;
   int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
@@ -295,9 +296,10 @@ typedef struct aril_experts_args {
   void* out;
   int64_t out_stride;
   // As for aril_linear: [groups, rows, num_slices, ranks], pairs behind the header. Rows are the
-  // routes, and, if from_tokens, the tokens behind them. The planes are for wide tiles.
-  void* exchange;
-  float* planes;
+  // routes, and, if from_tokens, the tokens behind them. The partials are for wide tiles.
+  void* mailbox;
+  uint64_t mailbox_bytes;  // all of it: as many at each of the launches that share it
+  float* partials;
   // The table is that of what the experts share; then come num_experts times those of an expert,
   // num_slices entries each. What is shared has A's address if all experts have the same A, B's
   // likewise, and rank 0 if they share nothing.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "common/launch.cuh"
-#include "kernels/route.cuh"
+#include "host/launch.cuh"
+#include "routing/route.cuh"
 
 namespace aril {
 

@@ -58,7 +58,7 @@ proptest! {
             let floats = plan.num_splits(num_tokens) * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(8);
             let needed = plan.workspace_bytes_for(num_tokens);
             let wanted = if num_tokens <= 512 { (128 + 8 * floats, 0) } else { (0, 4 * floats) };
-            prop_assert_eq!((needed.exchange, needed.planes), wanted);
+            prop_assert_eq!((needed.mailbox, needed.partials), wanted);
             prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
         }
     }
@@ -93,8 +93,8 @@ proptest! {
             for (projection, sums) in [(plan.gate_up(), gate_up), (plan.down(), down)] {
                 let needed = projection.workspace_bytes_for(num_tokens, top_k);
                 let is_wide = num_tokens * top_k > 1024 && max_rank <= 128;
-                let planes = if is_wide { 4 * sums } else { 0 };
-                prop_assert_eq!((needed.exchange, needed.planes), (128 + 8 * sums, planes));
+                let partials = if is_wide { 4 * sums } else { 0 };
+                prop_assert_eq!((needed.mailbox, needed.partials), (128 + 8 * sums, partials));
                 prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
             }
         }

@@ -12,7 +12,7 @@ use crate::ffi;
 pub const ALIGNMENT_BYTES: usize = ffi::ARIL_FACTOR_ALIGNMENT as usize;
 
 /// Features of a linear module's A that stand together, of 8 ranks.
-pub(crate) const LANE_FEATURES: usize = ffi::ARIL_LANE_FEATURES as usize;
+pub(crate) const LANE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
 /// Rows and columns of a core.
 pub(crate) const CORE: usize = ffi::ARIL_CORE as usize;
 pub(crate) const CORE_ELEMS: usize = CORE * CORE;

@@ -99,8 +99,8 @@ impl WeightTable {
         queue.check("the routing", routing.queue())?;
         queue.check("the workspace", workspace.queue())?;
         let batch = routing.capture_batch(num_tokens)?;
-        let [exchange, planes] = workspace.kept();
-        let kept = vec![self.kept(), routing.kept(), exchange, planes];
+        let [mailbox, partials] = workspace.kept();
+        let kept = vec![self.kept(), routing.kept(), mailbox, partials];
         let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
         graph::capture(queue, kept, |kept| record(&mut Step::new(queue, raw, Some(kept))))
     }

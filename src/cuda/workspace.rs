@@ -9,8 +9,8 @@ use crate::plan::WorkspaceBytes;
 /// Scratch for the operations of a step. Any number of layers and graphs of one queue share one.
 #[derive(Debug)]
 pub struct Workspace {
-    exchange: Arc<Region>,
-    planes: Arc<Region>,
+    mailbox: Arc<Region>,
+    partials: Arc<Region>,
 }
 
 impl Workspace {
@@ -28,19 +28,19 @@ impl Workspace {
     /// If there is no memory left.
     pub fn with_bytes(queue: &Queue, bytes: WorkspaceBytes) -> Result<Self, LaunchError> {
         let region = |bytes| Ok::<_, LaunchError>(Arc::new(Region::new(queue, bytes)?));
-        Ok(Self { exchange: region(bytes.exchange)?, planes: region(bytes.planes)? })
+        Ok(Self { mailbox: region(bytes.mailbox)?, partials: region(bytes.partials)? })
     }
 
     pub(super) fn queue(&self) -> &Queue {
-        self.exchange.queue()
+        self.mailbox.queue()
     }
 
     pub(super) fn kept(&self) -> [Kept; 2] {
-        [self.exchange.clone(), self.planes.clone()]
+        [self.mailbox.clone(), self.partials.clone()]
     }
 
     /// What the raw door calls it.
     pub fn raw(&self) -> raw::Workspace {
-        raw::Workspace { exchange: self.exchange.region(), planes: self.planes.region() }
+        raw::Workspace { mailbox: self.mailbox.region(), partials: self.partials.region() }
     }
 }

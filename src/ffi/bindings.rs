@@ -6,25 +6,25 @@ pub const ARIL_MAX_RANK: i32 = 512;
 pub const ARIL_MAX_EXPERTS: i32 = 1024;
 pub const ARIL_TOKENS_PER_TILE: i32 = 16;
 pub const ARIL_WIDE_TILE: i32 = 64;
-pub const ARIL_FEW_TOKENS: i32 = 512;
+pub const ARIL_SMALL_M: i32 = 512;
 pub const ARIL_ROUTES_PER_TILE: i32 = 8;
-pub const ARIL_FEWEST_ROUTES: i32 = 64;
-pub const ARIL_FEW_ROUTES: i32 = 1024;
+pub const ARIL_EACH_BLOCK_ROUTES: i32 = 64;
+pub const ARIL_ONE_BLOCK_ROUTES: i32 = 1024;
 pub const ARIL_STAGED_RANK: i32 = 128;
-pub const ARIL_LANE_FEATURES: i32 = 256;
-pub const ARIL_LANES_PER_GROUP: i32 = 4;
-pub const ARIL_GROUPS_PER_SPAN: i32 = 4;
+pub const ARIL_K_TILE: i32 = 256;
+pub const ARIL_K_TILES_PER_SLAB: i32 = 4;
+pub const ARIL_K_SLABS_PER_SPAN: i32 = 4;
 pub const ARIL_CORE: i32 = 8;
 pub const ARIL_RANK_TILE: i32 = 8;
 pub const ARIL_OUT_TILE: i32 = 64;
-pub const ARIL_OUTS_PER_UNIT: i32 = 32;
-pub const ARIL_OUTS_FEW: i32 = 256;
-pub const ARIL_OUTS_WIDE: i32 = 128;
+pub const ARIL_OUT_UNIT: i32 = 32;
+pub const ARIL_OUTS_SMALL_M: i32 = 256;
+pub const ARIL_OUTS_LARGE_M: i32 = 128;
 pub const ARIL_WARPS: i32 = 8;
 pub const ARIL_MAX_COLUMNS: i32 = 8;
-pub const ARIL_EXCHANGE_HEADER: i32 = 128;
-pub const ARIL_PAIR_BYTES: i32 = 8;
-pub const ARIL_GROUP_PAIRS: i32 = 4;
+pub const ARIL_MAILBOX_HEADER: i32 = 128;
+pub const ARIL_WORD_BYTES: i32 = 8;
+pub const ARIL_GROUP_WORDS: i32 = 4;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
@@ -201,7 +201,7 @@ pub struct aril_linear_args {
     pub dtype: i32,
     pub num_tokens: i32,
     pub max_tiles: i32,
-    pub lanes_per_split: i32,
+    pub k_tiles_per_split: i32,
     pub outs_per_block: i32,
     pub overwrites: i32,
     pub in_features: i32,
@@ -211,14 +211,15 @@ pub struct aril_linear_args {
     pub x_stride: i64,
     pub y: *mut ::core::ffi::c_void,
     pub y_stride: i64,
-    pub exchange: *mut ::core::ffi::c_void,
-    pub planes: *mut f32,
+    pub mailbox: *mut ::core::ffi::c_void,
+    pub mailbox_bytes: u64,
+    pub partials: *mut f32,
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 208usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 216usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -232,8 +233,8 @@ const _: () = {
         "Offset of field: aril_linear_args::max_tiles",
     ][::core::mem::offset_of!(aril_linear_args, max_tiles) - 8usize];
     [
-        "Offset of field: aril_linear_args::lanes_per_split",
-    ][::core::mem::offset_of!(aril_linear_args, lanes_per_split) - 12usize];
+        "Offset of field: aril_linear_args::k_tiles_per_split",
+    ][::core::mem::offset_of!(aril_linear_args, k_tiles_per_split) - 12usize];
     [
         "Offset of field: aril_linear_args::outs_per_block",
     ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 16usize];
@@ -262,17 +263,20 @@ const _: () = {
         "Offset of field: aril_linear_args::y_stride",
     ][::core::mem::offset_of!(aril_linear_args, y_stride) - 88usize];
     [
-        "Offset of field: aril_linear_args::exchange",
-    ][::core::mem::offset_of!(aril_linear_args, exchange) - 96usize];
+        "Offset of field: aril_linear_args::mailbox",
+    ][::core::mem::offset_of!(aril_linear_args, mailbox) - 96usize];
     [
-        "Offset of field: aril_linear_args::planes",
-    ][::core::mem::offset_of!(aril_linear_args, planes) - 104usize];
+        "Offset of field: aril_linear_args::mailbox_bytes",
+    ][::core::mem::offset_of!(aril_linear_args, mailbox_bytes) - 104usize];
+    [
+        "Offset of field: aril_linear_args::partials",
+    ][::core::mem::offset_of!(aril_linear_args, partials) - 112usize];
     [
         "Offset of field: aril_linear_args::weights",
-    ][::core::mem::offset_of!(aril_linear_args, weights) - 112usize];
+    ][::core::mem::offset_of!(aril_linear_args, weights) - 120usize];
     [
         "Offset of field: aril_linear_args::routing",
-    ][::core::mem::offset_of!(aril_linear_args, routing) - 136usize];
+    ][::core::mem::offset_of!(aril_linear_args, routing) - 144usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -422,7 +426,7 @@ pub struct aril_groups {
     pub num_tiles: *mut i32,
     pub wide_tiles: *mut aril_route_tile,
     pub num_wide_tiles: *mut i32,
-    pub exchange: *mut ::core::ffi::c_void,
+    pub mailbox: *mut ::core::ffi::c_void,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -444,8 +448,8 @@ const _: () = {
         "Offset of field: aril_groups::num_wide_tiles",
     ][::core::mem::offset_of!(aril_groups, num_wide_tiles) - 32usize];
     [
-        "Offset of field: aril_groups::exchange",
-    ][::core::mem::offset_of!(aril_groups, exchange) - 40usize];
+        "Offset of field: aril_groups::mailbox",
+    ][::core::mem::offset_of!(aril_groups, mailbox) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -488,7 +492,7 @@ pub struct aril_align_args {
     pub block_slots: *mut i32,
     pub num_padded: *mut i32,
     pub places: *mut i32,
-    pub exchange: *mut ::core::ffi::c_void,
+    pub mailbox: *mut ::core::ffi::c_void,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -530,8 +534,8 @@ const _: () = {
         "Offset of field: aril_align_args::places",
     ][::core::mem::offset_of!(aril_align_args, places) - 152usize];
     [
-        "Offset of field: aril_align_args::exchange",
-    ][::core::mem::offset_of!(aril_align_args, exchange) - 160usize];
+        "Offset of field: aril_align_args::mailbox",
+    ][::core::mem::offset_of!(aril_align_args, mailbox) - 160usize];
 };
 impl aril_experts_form {
     pub const ARIL_ADD: aril_experts_form = aril_experts_form(0);
@@ -585,8 +589,9 @@ pub struct aril_experts_args {
     pub y_stride: i64,
     pub out: *mut ::core::ffi::c_void,
     pub out_stride: i64,
-    pub exchange: *mut ::core::ffi::c_void,
-    pub planes: *mut f32,
+    pub mailbox: *mut ::core::ffi::c_void,
+    pub mailbox_bytes: u64,
+    pub partials: *mut f32,
     pub weights: aril_weights,
     pub routing: aril_routing,
     pub top_k: aril_top_k,
@@ -596,7 +601,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 336usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 344usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -688,23 +693,26 @@ const _: () = {
         "Offset of field: aril_experts_args::out_stride",
     ][::core::mem::offset_of!(aril_experts_args, out_stride) - 136usize];
     [
-        "Offset of field: aril_experts_args::exchange",
-    ][::core::mem::offset_of!(aril_experts_args, exchange) - 144usize];
+        "Offset of field: aril_experts_args::mailbox",
+    ][::core::mem::offset_of!(aril_experts_args, mailbox) - 144usize];
     [
-        "Offset of field: aril_experts_args::planes",
-    ][::core::mem::offset_of!(aril_experts_args, planes) - 152usize];
+        "Offset of field: aril_experts_args::mailbox_bytes",
+    ][::core::mem::offset_of!(aril_experts_args, mailbox_bytes) - 152usize];
+    [
+        "Offset of field: aril_experts_args::partials",
+    ][::core::mem::offset_of!(aril_experts_args, partials) - 160usize];
     [
         "Offset of field: aril_experts_args::weights",
-    ][::core::mem::offset_of!(aril_experts_args, weights) - 160usize];
+    ][::core::mem::offset_of!(aril_experts_args, weights) - 168usize];
     [
         "Offset of field: aril_experts_args::routing",
-    ][::core::mem::offset_of!(aril_experts_args, routing) - 184usize];
+    ][::core::mem::offset_of!(aril_experts_args, routing) - 192usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 256usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 264usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 288usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 296usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

@@ -6,8 +6,8 @@ use super::{
     capacity::{Capacity, RouteCapacity},
     error::PlanError,
     thresholds::{
-        EXCHANGE_HEADER, FEW_ROUTES, GroupedBy, LANE_FEATURES, LANES_PER_GROUP, PAIR_BYTES, RANK_TILE, ROUTES_PER_TILE,
-        TOKENS_PER_TILE, WIDE_TILE,
+        FEW_ROUTES, GroupedBy, LANE_FEATURES, LANES_PER_GROUP, MAILBOX_HEADER, RANK_TILE, ROUTES_PER_TILE,
+        TOKENS_PER_TILE, WIDE_TILE, WORD_BYTES,
         experts::{
             EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, OUTS_PER_UNIT, SHRINK_PIECES, WIDE_OUTS, max_blocks,
             outs_per_warp,
@@ -139,8 +139,8 @@ impl ProjectionPlan {
         // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
         let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
-        let planes = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
-        WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * PAIR_BYTES, planes }
+        let partials = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
+        WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials }
     }
 
     /// Whether adding and writing may have tiles of up to 64 routes, and a launch each for shrink and expand.
@@ -214,7 +214,7 @@ impl ProjectionPlan {
 impl fmt::Display for ExpertsPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
-        let WorkspaceBytes { exchange, planes } = self.workspace_bytes();
+        let WorkspaceBytes { mailbox, partials } = self.workspace_bytes();
         let is_wide = |plan: &ProjectionPlan| self.dtype != DType::F32 && plan.is_wide(max_tokens * self.top_k);
         let wide = match (is_wide(&self.gate_up), is_wide(&self.down)) {
             (true, _) => format!(", three that add or write more than {FEW_ROUTES} routes"),
@@ -224,7 +224,7 @@ impl fmt::Display for ExpertsPlan {
         write!(
             f,
             "experts {}, up to {max_tokens} tokens of {num_slots} slots with {} of {} experts each, rank {max_rank}: one launch for each \
-             projection{wide}, {exchange} + {planes} bytes of workspace",
+             projection{wide}, {mailbox} + {partials} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
     }

@@ -6,8 +6,8 @@ use super::{
     capacity::Capacity,
     error::PlanError,
     thresholds::{
-        EXCHANGE_HEADER, FEW_TOKENS, LANE_FEATURES, LANES_PER_GROUP, LANES_PER_SPAN, MAX_GRID_X, MAX_GRID_Y,
-        PAIR_BYTES, RANK_TILE, WIDE_TILE, has_few_tokens, is_staged,
+        FEW_TOKENS, LANE_FEATURES, LANES_PER_GROUP, LANES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, RANK_TILE,
+        WIDE_TILE, WORD_BYTES, has_few_tokens, is_staged,
         linear::{
             MAX_B_BYTES, MAX_WIDE_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_COLUMNS, SMALL_OUTS, WIDE_COLUMNS,
             WIDE_OUTS,
@@ -72,9 +72,9 @@ impl LinearPlan {
     pub fn workspace_bytes_for(&self, num_tokens: usize) -> WorkspaceBytes {
         let sums = self.num_splits(num_tokens) * num_tokens * self.sums_per_token();
         if self.is_one_launch(num_tokens) {
-            WorkspaceBytes { exchange: EXCHANGE_HEADER + sums * PAIR_BYTES, planes: 0 }
+            WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials: 0 }
         } else {
-            WorkspaceBytes { exchange: 0, planes: sums * size_of::<f32>() }
+            WorkspaceBytes { mailbox: 0, partials: sums * size_of::<f32>() }
         }
     }
 
@@ -88,7 +88,7 @@ impl LinearPlan {
         // Groups are apart up to so many tokens, at the fewest ranks: so that more room never needs less.
         let last_grouped = (MIN_SPAN_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
         let sums = (self.num_groups() * max_tokens.min(last_grouped)).max(self.num_spans() * max_tokens);
-        few.max(WorkspaceBytes { exchange: 0, planes: sums * self.sums_per_token() * size_of::<f32>() })
+        few.max(WorkspaceBytes { mailbox: 0, partials: sums * self.sums_per_token() * size_of::<f32>() })
     }
 
     fn sums_per_token(&self) -> usize {
@@ -129,11 +129,11 @@ impl fmt::Display for LinearPlan {
         let tiles = self.capacity.max_tiles(max_tokens);
         let outs = self.outs_per_block(max_tokens, tiles);
         let launches = if self.is_one_launch(max_tokens) { "one launch" } else { "two launches" };
-        let WorkspaceBytes { exchange, planes } = self.workspace_bytes();
+        let WorkspaceBytes { mailbox, partials } = self.workspace_bytes();
         write!(
             f,
             "linear {}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, {launches}, shrink {} splits of \
-             {} lanes, expand {} blocks of {outs} outputs, {exchange} + {planes} bytes of workspace",
+             {} lanes, expand {} blocks of {outs} outputs, {mailbox} + {partials} bytes of workspace",
             self.dtype,
             self.num_splits(max_tokens),
             self.num_lanes(),

@@ -19,14 +19,14 @@ pub(super) const WIDE_TILE: usize = ffi::ARIL_WIDE_TILE as usize;
 /// Routes in a small tile of routes.
 pub(super) const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
 /// Shrink sums `in_features` as a tree of fixed shape: lanes of features, groups of lanes, spans of groups.
-pub(super) const LANE_FEATURES: usize = ffi::ARIL_LANE_FEATURES as usize;
-pub(super) const LANES_PER_GROUP: usize = ffi::ARIL_LANES_PER_GROUP as usize;
-pub(super) const LANES_PER_SPAN: usize = LANES_PER_GROUP * ffi::ARIL_GROUPS_PER_SPAN as usize;
+pub(super) const LANE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
+pub(super) const LANES_PER_GROUP: usize = ffi::ARIL_K_TILES_PER_SLAB as usize;
+pub(super) const LANES_PER_SPAN: usize = LANES_PER_GROUP * ffi::ARIL_K_SLABS_PER_SPAN as usize;
 /// Ranks in a tile of a factor.
 pub(super) const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
-/// Bytes of the header of an exchange, and of one partial sum with its tag.
-pub(super) const EXCHANGE_HEADER: usize = ffi::ARIL_EXCHANGE_HEADER as usize;
-pub(super) const PAIR_BYTES: usize = ffi::ARIL_PAIR_BYTES as usize;
+/// Bytes of the header of a mailbox, and of one partial sum with its tag.
+pub(super) const MAILBOX_HEADER: usize = ffi::ARIL_MAILBOX_HEADER as usize;
+pub(super) const WORD_BYTES: usize = ffi::ARIL_WORD_BYTES as usize;
 /// Warps in a block of the small-tile kernels.
 const WARPS: usize = ffi::ARIL_WARPS as usize;
 
@@ -40,7 +40,7 @@ pub(super) const fn has_few_tokens(num_tokens: usize) -> bool {
     num_tokens <= FEW_TOKENS
 }
 /// The largest number of tokens in small tiles.
-pub(super) const FEW_TOKENS: usize = ffi::ARIL_FEW_TOKENS as usize;
+pub(super) const FEW_TOKENS: usize = ffi::ARIL_SMALL_M as usize;
 
 /// Whether expand stages all ranks of B in shared memory. Wide tiles require it.
 pub(super) const fn is_staged(max_rank: usize) -> bool {
@@ -60,7 +60,7 @@ pub(crate) enum GroupedBy {
 
 impl GroupedBy {
     pub(crate) const fn of(num_routes: usize) -> Self {
-        if num_routes <= ffi::ARIL_FEWEST_ROUTES as usize {
+        if num_routes <= ffi::ARIL_EACH_BLOCK_ROUTES as usize {
             Self::EachOperation
         } else if num_routes <= FEW_ROUTES {
             Self::FirstOperation
@@ -71,7 +71,7 @@ impl GroupedBy {
 }
 
 /// The largest number of routes in small tiles only.
-pub(super) const FEW_ROUTES: usize = ffi::ARIL_FEW_ROUTES as usize;
+pub(super) const FEW_ROUTES: usize = ffi::ARIL_ONE_BLOCK_ROUTES as usize;
 
 /// How a linear layer's launches are sized.
 pub(super) mod linear {
@@ -85,8 +85,8 @@ pub(super) mod linear {
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
 
     /// An expand block computes a multiple of this many outputs of one slice.
-    pub(in crate::plan) const SMALL_OUTS: usize = ffi::ARIL_OUTS_FEW as usize;
-    pub(in crate::plan) const WIDE_OUTS: usize = ffi::ARIL_OUTS_WIDE as usize;
+    pub(in crate::plan) const SMALL_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
+    pub(in crate::plan) const WIDE_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
     /// The largest multiple of [`WIDE_OUTS`]. Up to 1024 outputs are 2 % faster than up to 2048.
     pub(in crate::plan) const MAX_WIDE_UNITS: usize = 8;
     /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
@@ -105,7 +105,7 @@ pub(super) mod experts {
     pub(in crate::plan) const EXPAND_PIECES: usize = WARPS;
 
     /// The fewest outputs of all slices, or of a token, that a warp of expand computes.
-    pub(in crate::plan) const OUTS_PER_UNIT: usize = ffi::ARIL_OUTS_PER_UNIT as usize;
+    pub(in crate::plan) const OUTS_PER_UNIT: usize = ffi::ARIL_OUT_UNIT as usize;
 
     /// Outputs of one slice that a warp of expand computes. Up to rank 16, 128 are up to 6 % faster than 64.
     pub(in crate::plan) const fn outs_per_warp(max_rank: usize) -> usize {

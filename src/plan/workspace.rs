@@ -4,15 +4,15 @@
 pub struct WorkspaceBytes {
     /// For what the blocks of one launch hand over to each other, each sum with a tag that says of which launch it is. It must be
     /// zero when it is first used, and nothing but the kernels may write it.
-    pub exchange: usize,
+    pub mailbox: usize,
     /// For what one launch leaves for the next.
-    pub planes: usize,
+    pub partials: usize,
 }
 
 impl WorkspaceBytes {
     /// Enough for both.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
-        Self { exchange: self.exchange.max(other.exchange), planes: self.planes.max(other.planes) }
+        Self { mailbox: self.mailbox.max(other.mailbox), partials: self.partials.max(other.partials) }
     }
 }

@@ -29,7 +29,7 @@ use crate::{
     },
     device::{Buffer, Gpu},
     for_dtype,
-    operations::{PoisonedTable, exchange_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
+    operations::{PoisonedTable, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
 };
 
 /// All of them.
@@ -238,8 +238,8 @@ impl Subject<Moe> for Raw<'_> {
         let operands = Operands::new::<T>(case.op, (&x, x_at), (&y, y_at), (&target, target_at));
         let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
         let bytes = layer.plan().workspace_bytes();
-        let [exchange, planes] = [exchange_of_garbage(gpu, bytes.exchange), gpu.poisoned(bytes.planes)];
-        let region = raw::Workspace { exchange: exchange.region(), planes: planes.region() };
+        let [mailbox, partials] = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
+        let region = raw::Workspace { mailbox: mailbox.region(), partials: partials.region() };
         let table = raw::Table::new(model, T::DTYPE, descriptors.address(), capacity.num_slots, capacity.max_rank);
         let step = raw::Step::new(table, batch, region, stream);
         let launch = || {

@@ -20,13 +20,13 @@ mod common;
 mod contention;
 mod device;
 mod engine;
-mod exchange;
 mod experts;
 mod goldens;
 mod graph;
 mod hot_path;
 mod limit;
 mod loading;
+mod mailbox;
 mod operations;
 #[path = "../qwen3/mod.rs"]
 mod qwen3;

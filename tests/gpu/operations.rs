@@ -125,11 +125,11 @@ pub fn raw_matrix_mut<T: Element>(buffer: &Buffer, place: Place) -> raw::MatrixM
     raw::MatrixMut::new::<T>(address, place.rows, place.cols).row_stride(place.stride)
 }
 
-/// A workspace's exchange of so many bytes. Only its header is what it must be: tags of no launch are as good as none.
-pub fn exchange_of_garbage(gpu: &Gpu, bytes: usize) -> Buffer {
-    let mut exchange = vec![0xff_u8; bytes];
-    exchange.iter_mut().take(128).for_each(|byte| *byte = 0);
-    gpu.upload(&exchange)
+/// A workspace's mailbox of so many bytes. Only its header is what it must be: tags of no launch are as good as none.
+pub fn mailbox_of_garbage(gpu: &Gpu, bytes: usize) -> Buffer {
+    let mut mailbox = vec![0xff_u8; bytes];
+    mailbox.iter_mut().take(128).for_each(|byte| *byte = 0);
+    gpu.upload(&mailbox)
 }
 
 /// The same, with `write_delta` in the place of `add_delta`.
@@ -177,7 +177,7 @@ impl Raw<'_> {
                 let ids = &ids;
                 let embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
-                let step = step(raw::Workspace { exchange: nowhere, planes: nowhere });
+                let step = step(raw::Workspace { mailbox: nowhere, partials: nowhere });
                 Box::new(move || {
                     // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
                     unsafe { embedding.add_delta(&step, ids.address(), y_matrix) }.unwrap();
@@ -186,9 +186,9 @@ impl Raw<'_> {
             Site::Linear(id) => {
                 let linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let bytes = linear.plan().workspace_bytes();
-                workspace = [exchange_of_garbage(gpu, bytes.exchange), gpu.poisoned(bytes.planes)];
-                let [exchange, planes] = workspace.each_ref().map(Buffer::region);
-                let step = step(raw::Workspace { exchange, planes });
+                workspace = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
+                let [mailbox, partials] = workspace.each_ref().map(Buffer::region);
+                let step = step(raw::Workspace { mailbox, partials });
                 Box::new(move || {
                     if overwrites {
                         // SAFETY: as above.

@@ -103,9 +103,9 @@ fn calls() -> impl Strategy<Value = Call> {
         )
 }
 
-fn workspace_bytes([exchange, planes]: [usize; 2]) -> WorkspaceBytes {
+fn workspace_bytes([mailbox, partials]: [usize; 2]) -> WorkspaceBytes {
     let mut bytes = WorkspaceBytes::default();
-    (bytes.exchange, bytes.planes) = (exchange, planes);
+    (bytes.mailbox, bytes.partials) = (mailbox, partials);
     bytes
 }
 
@@ -561,7 +561,7 @@ fn foreign_operands_of_experts_are_refused() {
 #[test]
 #[ignore = "needs a GPU"]
 fn routes_past_what_there_is_room_for_are_refused() {
-    // So many that sums go by way of the planes, too.
+    // So many that sums go by way of the partials, too.
     const TOKENS: usize = 600;
     let gpu = Gpu::new();
     let queue = &gpu.queue;
@@ -643,8 +643,8 @@ fn routes_past_what_there_is_room_for_are_refused() {
         let projection = if op.is_before_activation() { plan.gate_up() } else { plan.down() };
         let needed = projection.workspace_bytes_for(TOKENS, 2);
         for (bytes, part) in [
-            ([needed.exchange - 1, needed.planes], needed.exchange),
-            ([needed.exchange, needed.planes - 1], needed.planes),
+            ([needed.mailbox - 1, needed.partials], needed.mailbox),
+            ([needed.mailbox, needed.partials - 1], needed.partials),
         ] {
             let error = run(&fitting_layer, &mut routes, workspace_bytes(bytes)).unwrap_err();
             let is_of_workspace = matches!(error, LaunchError::Capacity { what: "the workspace's use", got, max }
@@ -724,7 +724,7 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
     let of_type = OperandError::DType { operand: "x", got: DType::BF16, want: DType::F32 };
     assert!(matches!(&error, LaunchError::Operand(error) if *error == of_type), "{error}");
     let mut misaligned = workspace;
-    misaligned.exchange.ptr += 8;
+    misaligned.mailbox.ptr += 8;
     let error = add(DType::F32, misaligned).unwrap_err();
     assert!(matches!(error, LaunchError::Misaligned { operand: "workspace", alignment: 16 }), "{error}");
     assert_eq!(target.read::<f32>(), [7.0; 64]);

@@ -5,7 +5,7 @@ use std::{env, error::Error, fs, path::Path, process::Command};
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=kernels.cu");
     println!("cargo::rerun-if-changed=experts.cuh");
-    println!("cargo::rerun-if-changed=../../../csrc/common/mma.cuh");
+    println!("cargo::rerun-if-changed=../../../csrc/ptx/mma.cuh");
     let image = Path::new(&env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?).join("kernels.fatbin");
     // Neither is set without the feature `cuda`, nor when aril was built without its kernels, to be checked only.
     let (Some(nvcc), Ok(flags)) = (env::var_os("DEP_ARIL_KERNELS_NVCC"), env::var("DEP_ARIL_KERNELS_NVCC_FLAGS"))

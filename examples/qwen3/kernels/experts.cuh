@@ -11,7 +11,7 @@
 #include <limits.h>
 #include <stdint.h>
 
-#include "../../../csrc/common/mma.cuh"
+#include "../../../csrc/ptx/mma.cuh"
 
 namespace {
 

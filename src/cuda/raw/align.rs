@@ -29,13 +29,13 @@ pub struct AlignedRoutes {
     block_slots: u64,
     num_padded: u64,
     places: u64,
-    exchange: u64,
+    mailbox: u64,
 }
 
 /// As many as there is room for, in the memory at `start`, and the bytes of their arrays.
 fn lay_out(capacity: AlignCapacity, start: u64) -> (AlignedRoutes, usize) {
     let mut arrays = Arrays::at(start);
-    let counts = capacity.routes.num_experts.next_multiple_of(2) * ffi::ARIL_PAIR_BYTES as usize;
+    let counts = capacity.routes.num_experts.next_multiple_of(2) * ffi::ARIL_WORD_BYTES as usize;
     let routes = AlignedRoutes {
         capacity,
         routes: arrays.push::<i32>(capacity.max_padded()),
@@ -43,7 +43,7 @@ fn lay_out(capacity: AlignCapacity, start: u64) -> (AlignedRoutes, usize) {
         block_slots: arrays.push::<i32>(capacity.max_blocks()),
         num_padded: arrays.push::<i32>(1),
         places: arrays.push::<i32>(capacity.routes.max_routes()),
-        exchange: arrays.push::<u8>(ffi::ARIL_EXCHANGE_HEADER as usize + counts),
+        mailbox: arrays.push::<u8>(ffi::ARIL_MAILBOX_HEADER as usize + counts),
     };
     (routes, arrays.bytes())
 }
@@ -106,7 +106,7 @@ impl Alignment {
             block_slots: aligned.block_slots() as *mut i32,
             num_padded: aligned.num_padded() as *mut i32,
             places: aligned.places as *mut i32,
-            exchange: aligned.exchange as *mut std::ffi::c_void,
+            mailbox: aligned.mailbox as *mut std::ffi::c_void,
         };
         // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
         check(unsafe { ffi::aril_align(&args, stream.as_raw()) })?;

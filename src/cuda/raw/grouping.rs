@@ -12,8 +12,8 @@ use crate::{
     routing::Weighed,
 };
 
-/// Bytes of an expert in the exchange of `aril_groups`.
-const GROUP_EXCHANGE_BYTES: usize = ffi::ARIL_GROUP_PAIRS as usize * ffi::ARIL_PAIR_BYTES as usize;
+/// Bytes of an expert in the mailbox of `aril_groups`.
+const GROUP_MAILBOX_BYTES: usize = ffi::ARIL_GROUP_WORDS as usize * ffi::ARIL_WORD_BYTES as usize;
 
 /// A layer's routes grouped by expert and slot, in the engine's device memory. Any number of layers may share one, one after the
 /// other.
@@ -33,14 +33,14 @@ unsafe impl Sync for Grouping {}
 fn lay_out(capacity: RouteCapacity, start: u64) -> (ffi::aril_groups, usize) {
     let mut arrays = Arrays::at(start);
     let max_routes = capacity.max_routes();
-    let exchange_bytes = ffi::ARIL_EXCHANGE_HEADER as usize + (capacity.num_experts + 2) * GROUP_EXCHANGE_BYTES;
+    let mailbox_bytes = ffi::ARIL_MAILBOX_HEADER as usize + (capacity.num_experts + 2) * GROUP_MAILBOX_BYTES;
     let groups = ffi::aril_groups {
         routes: arrays.push::<ffi::aril_route_entry>(max_routes) as *mut _,
         tiles: arrays.push::<ffi::aril_route_tile>(max_routes) as *mut _,
         num_tiles: arrays.push::<i32>(2) as *mut _,
         wide_tiles: arrays.push::<ffi::aril_route_tile>(max_routes) as *mut _,
         num_wide_tiles: arrays.push::<i32>(2) as *mut _,
-        exchange: arrays.push::<u8>(exchange_bytes) as *mut _,
+        mailbox: arrays.push::<u8>(mailbox_bytes) as *mut _,
     };
     (groups, arrays.bytes())
 }

@@ -61,7 +61,7 @@ impl LoraLinear {
     /// - **Validity.** `x`, `y`, the step's table and workspace address device memory of the kernels' context for their whole extent, as
     ///   do the table's descriptors, and the step's batch is of a routing that was updated before. Its stream is of that context.
     /// - **Liveness.** That memory stays mapped.
-    /// - **Workspace.** Its exchange was zero before its first use, and nothing but these operations has written it since. Otherwise
+    /// - **Workspace.** Its mailbox was zero before its first use, and nothing but these operations has written it since. Otherwise
     ///   the kernels may take old sums for new ones, or wait forever.
     /// - **Aliasing.** Nobody writes `x`, the table, its factors or the routing, or reads or writes `y` or the workspace, except work
     ///   ordered by the stream.
@@ -150,7 +150,7 @@ impl LoraLinear {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
-            lanes_per_split: int(self.plan.lanes_per_split(num_tokens))?,
+            k_tiles_per_split: int(self.plan.lanes_per_split(num_tokens))?,
             outs_per_block: int(self.plan.outs_per_block(num_tokens, batch.max_tiles))?,
             overwrites: 0,
             in_features: int(self.site.in_features())?,
@@ -160,8 +160,9 @@ impl LoraLinear {
             x_stride,
             y,
             y_stride,
-            exchange: workspace.exchange.ptr as *mut std::ffi::c_void,
-            planes: workspace.planes.ptr as *mut f32,
+            mailbox: workspace.mailbox.ptr as *mut std::ffi::c_void,
+            mailbox_bytes: workspace.mailbox.bytes as u64,
+            partials: workspace.partials.ptr as *mut f32,
             weights: table.expect(self.model, dtype, &self.plan.capacity(), self.site.first_entry())?,
             routing: batch.routing,
         })

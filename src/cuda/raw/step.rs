@@ -9,10 +9,10 @@ use crate::{error::LaunchError, plan::WorkspaceBytes};
 /// 16 bytes. Any number of layers may share one on a stream.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Workspace {
-    /// Zero when it is first used, and written by nothing but the kernels from then on.
-    pub exchange: DeviceRegion,
+    /// Zero when it is first used, and written by nothing but the kernels from then on. Every step that shares it gives the same extent.
+    pub mailbox: DeviceRegion,
     /// Of any content.
-    pub planes: DeviceRegion,
+    pub partials: DeviceRegion,
 }
 
 /// What kernels read of a workspace at a time.
@@ -21,7 +21,7 @@ const WORKSPACE_ALIGNMENT_BYTES: usize = 16;
 impl Workspace {
     /// Refuses one that is too small or misaligned.
     pub(super) fn check(&self, needed: WorkspaceBytes) -> Result<(), LaunchError> {
-        for (needed, part) in [(needed.exchange, self.exchange), (needed.planes, self.planes)] {
+        for (needed, part) in [(needed.mailbox, self.mailbox), (needed.partials, self.partials)] {
             LaunchError::within("the workspace's use", needed, part.bytes)?;
             if needed > 0 && !part.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
                 return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });

@@ -175,7 +175,7 @@ impl<'a, T: Element> Layer<'a, T> {
     }
 }
 
-/// Whether the device goes by wide tiles where it may, and each route has a row: as `goes_wide` of `csrc/kernels/route_tiles.cuh` says.
+/// Whether the device goes by wide tiles where it may, and each route has a row: as `takes_large_m` of `csrc/moe/route_tiles.cuh` says.
 pub fn routes_go_wide(slots: &[i32], ids: &[i32], [num_slots, num_experts, max_rank]: [usize; 3]) -> bool {
     let top_k = ids.len() / slots.len().max(1);
     let mut groups = BTreeMap::<_, usize>::new();

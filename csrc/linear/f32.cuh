@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Shrink, expand and embedding in f32, with FMA: for checking models and adapters, not for speed.
+//
+// Shrink: grid (tiles x slices, splits); expand and embedding: grid (tiles x blocks of
+// 256 outputs); a thread for each rank or output. The order of sums is that of
+// tile.cuh, and the features of a lane are added one after the other.
+#pragma once
+
+#include "../device/descriptor.cuh"
+#include "../ptx/pdl.cuh"
+#include "embedding.cuh"
+
+namespace aril::detail {
+
+__global__ void __launch_bounds__(kF32Threads)
+    shrink_f32_kernel(const __grid_constant__ aril_linear_args p, int slices) {
+  __shared__ float x[ARIL_K_TILE];
+  launch_dependents();
+  wait_for_predecessors();
+  const TokenTile tile(p, blockIdx.x / slices);
+  const int slice = blockIdx.x % slices;
+  const aril_descriptor module = module_of(p.weights, tile.slot, slice);
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const KTiles lanes(p.in_features, p.k_tiles_per_split, blockIdx.y);
+  const PartialLayout partials(p);
+  for (int t = 0; t < tile.count; ++t) {
+    const int token = tile.token(t, p.num_tokens);
+    for (int first_rank = 0; token >= 0 && first_rank < module.rank; first_rank += kF32Threads) {
+      const int rank = first_rank + threadIdx.x;
+      const float* a = static_cast<const float*>(module.a) + rank / ARIL_RANK_TILE * kPieceElems +
+                       rank % ARIL_RANK_TILE * ARIL_CORE;
+      float total = 0.0f, span = 0.0f, group = 0.0f;
+      for (int k_tile = lanes.begin; k_tile < lanes.end; ++k_tile) {
+        const int first_k = k_tile * ARIL_K_TILE;
+        const int features = min(p.in_features - first_k, ARIL_K_TILE);
+        __syncthreads();
+        for (int k = threadIdx.x; k < features; k += kF32Threads) {
+          x[k] = static_cast<const float*>(p.x)[token * p.x_stride + first_k + k];
+        }
+        __syncthreads();
+        float sum = 0.0f;
+        for (int k = 0; rank < module.rank && k < features; ++k) {
+          const int64_t core =
+              int64_t{k_tile} * rank_tiles * kPieceElems + k / ARIL_CORE * kCoreElems;
+          sum += a[core + k % ARIL_CORE] * x[k];
+        }
+        group += sum;
+        const bool last = k_tile + 1 == lanes.end;
+        if ((k_tile + 1) % ARIL_K_TILES_PER_SLAB != 0 && !last) continue;
+        span += group;
+        group = 0.0f;
+        if ((k_tile + 1) % kKTilesPerSpan != 0 && !last) continue;
+        total += span;
+        span = 0.0f;
+      }
+      if (rank < rank_tiles * ARIL_RANK_TILE) {
+        p.partials[blockIdx.y * partials.partial_stride + token * partials.token_stride +
+                   slice * partials.slice_stride + rank] = rank < module.rank ? total : 0.0f;
+      }
+    }
+  }
+}
+
+template <typename V>
+__device__ __forceinline__ void expand_f32(const TokenTile& tile, const aril_descriptor& module,
+                                           const float* scales, const BlockOuts<float>& outs,
+                                           int num_tokens, const V& rows) {
+  __shared__ float2 v[ARIL_MAX_RANK / 2];
+  if (!outs.begin(tile, module, num_tokens)) return;
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const int out = outs.first + static_cast<int>(threadIdx.x);
+  const float* b = f32_outputs_ranks(static_cast<const float*>(module.b), rank_tiles, out);
+  for (int t = 0; t < tile.count; ++t) {
+    const int token = tile.token(t, num_tokens);
+    if (token < 0 || rows.lacks(token)) continue;
+    __syncthreads();
+    for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) v[i] = rows.load2(token, i * 2);
+    __syncthreads();
+    if (out >= outs.num_outs) continue;
+    const float scale = module.scaling * scales[token];
+    float delta = 0.0f;
+    for (int i = 0; i < rank_tiles * 4; ++i) {
+      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kF32TileElems + i % 4 * 2);
+      delta += pair.x * v[i].x;
+      delta += pair.y * v[i].y;
+    }
+    float& y = outs.y[token * outs.y_stride + out];
+    y = (outs.overwrites ? 0.0f : y) + scale * delta;
+  }
+}
+
+__global__ void __launch_bounds__(kF32Threads)
+    expand_f32_kernel(const __grid_constant__ aril_linear_args p, int out_blocks) {
+  launch_dependents();
+  wait_for_predecessors();
+  const TokenTile tile(p, blockIdx.x / out_blocks);
+  int slice;
+  const BlockOuts<float> outs(p, blockIdx.x % out_blocks, kF32Threads, slice);
+  expand_f32(tile, module_of(p.weights, tile.slot, slice), p.routing.scales, outs, p.num_tokens,
+             PartialSums(p, slice));
+}
+
+__global__ void __launch_bounds__(kF32Threads)
+    embedding_f32_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks) {
+  launch_dependents();
+  wait_for_predecessors();
+  const TokenTile tile(p, blockIdx.x / out_blocks);
+  const aril_descriptor module = module_of(p.weights, tile.slot, 0);
+  expand_f32(tile, module, p.routing.scales,
+             BlockOuts<float>(p, blockIdx.x % out_blocks, kF32Threads), p.num_tokens,
+             EmbeddingRows<float>(p, module));
+}
+
+}  // namespace aril::detail

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "device/block_order.cuh"
+#include "host/launch.cuh"
+
+namespace aril {
+
+int32_t load_routing();
+int32_t load_linear();
+int32_t load_experts();
+
+namespace {
+
+int32_t load_all() {
+  ARIL_TRY(load_routing());
+  ARIL_TRY(load_linear());
+  return load_experts();
+}
+
+int32_t run_order_test(int blocks, cudaStream_t stream) {
+  static uint32_t launches = 0;
+  const uint32_t launch_number = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
+  ARIL_TRY(
+      launch(detail::block_order_kernel, blocks, detail::kOrderThreads, 0, stream, launch_number));
+  uint32_t out_of_order;
+  ARIL_TRY(cudaMemcpyFromSymbolAsync(&out_of_order, detail::out_of_order, sizeof(out_of_order), 0,
+                                     cudaMemcpyDeviceToHost, stream));
+  ARIL_TRY(cudaStreamSynchronize(stream));
+  return out_of_order < launch_number ? 0 : ARIL_ERR_BLOCK_ORDER;
+}
+
+// Refuses a device on which the mailbox would not work.
+int32_t check_block_order() {
+  int device, multiprocessors;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int blocks = multiprocessors * detail::kOrderBlocksPerMultiprocessor;
+  cudaStream_t stream;
+  // Waits for no other stream, the default one included.
+  ARIL_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const int32_t status =
+      run_order_test(blocks < detail::kMostOrderBlocks ? blocks : detail::kMostOrderBlocks, stream);
+  const int32_t destroyed = cudaStreamDestroy(stream);
+  return status != 0 ? status : destroyed;
+}
+
+}  // namespace
+}  // namespace aril
+
+extern "C" const char* aril_status_string(int32_t status) {
+  switch (status) {
+    case ARIL_ERR_NO_KERNEL:
+      return "this build has no code for the device";
+    case ARIL_ERR_ARGUMENT:
+      return "an argument is outside its limits";
+    case ARIL_ERR_BLOCK_ORDER:
+      return "the device does not begin the blocks of a launch in the order of their index";
+    default:
+      return cudaGetErrorString(static_cast<cudaError_t>(status));
+  }
+}
+
+extern "C" int32_t aril_load(void) {
+  // What a capture on another thread would forbid this one.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  ARIL_TRY(cudaThreadExchangeStreamCaptureMode(&mode));
+  int32_t status = aril::load_all();
+  if (status == 0) status = aril::check_block_order();
+  ARIL_TRY(cudaThreadExchangeStreamCaptureMode(&mode));
+  const bool no_code =
+      status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction;
+  return no_code ? ARIL_ERR_NO_KERNEL : status;
+}

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// What the experts of a token make of it together, in bf16 and f16: its deltas behind the base's
+// combine, or the combine with its deltas added before it. One launch, with the shrink of
+// experts.cuh.
+//
+// A warp of expand has a token and some outputs, so that nothing is written twice or has to be
+// zero. The ranks of its routes, one after the other, are those of one product; v is multiplied by
+// what the route weighs before it becomes terms. Where all experts of the slot share B, their v are
+// summed up instead. Both are a matter of the token's own routes and adapter.
+#pragma once
+
+#include "expand.cuh"
+
+namespace aril::detail {
+
+// A warp's.
+struct CombineStage {
+  static constexpr int kSteps = 8;    // of v that are gathered at once
+  static constexpr int kRoutes = 32;  // that a warp looks at together, a lane each
+
+  struct Route {
+    int row;
+    float weight;
+    float factor;  // on v
+    // Its part of the product; of a B that is shared, the first has all of it.
+    int rank_tiles;
+    int last_step;  // with those of the parts before it
+    const char* b;
+  } routes[kRoutes];
+  uint4 terms[kSteps][4];
+  float sums[kOutsPerUnit];
+};
+
+// The sum over all g of what lanes (g, q) have, in each of them.
+__device__ __forceinline__ float sum_of_rows(float value) {
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ void combine_expand(const aril_experts_args& p, const ExpertsGrid& grid,
+                                               uint32_t tag, unsigned char* shared) {
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kSteps = CombineStage::kSteps, kRoutes = CombineStage::kRoutes;
+  // Steps whose B is on its way.
+  constexpr int kAhead = kSteps / 4;
+  constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const bool combines = p.form == ARIL_COMBINE;
+  const PartialLayout partials = partial_layout(p);
+  const uint64_t* const plane = tagged_words(p.mailbox) + 2 * q;
+  CombineStage& stage = reinterpret_cast<CombineStage*>(shared)[warp];
+  const int num_tokens = routed_tokens(p.routing, p.num_tokens);
+  const ExpandShare share(p, grid, num_tokens);
+  for (int token = share.first; token < num_tokens; token += share.stride) {
+    bool shares_b = false;
+    // Of the routes in shared memory, those that are here, have deltas, and have parts.
+    unsigned here = 0, adapted = 0, with_parts = 0;
+    int all_steps = 0;
+    const auto load_routes = [&](int first_k) {
+      int slot = p.routing.slots[token];
+      if (slot >= p.weights.num_slots) slot = -1;
+      const aril_descriptor common = module_of(p.weights, slot, 0);
+      shares_b = common.rank > 0 && common.b != nullptr;
+      int row = kNowhere;
+      float weight = 0.0f;
+      aril_descriptor own = {};
+      if (first_k + lane < p.top_k.top_k) {
+        const int route = token * p.top_k.top_k + first_k + lane;
+        const unsigned expert = p.top_k.ids[route];
+        if (expert < static_cast<unsigned>(p.top_k.num_experts)) {
+          row = row_of(p.top_k, p.num_tokens, route);
+          own = module_of(p.weights, row == kNowhere ? -1 : slot, 1 + expert);
+          weight = p.factor;
+          if (p.weighted && p.top_k.weights != nullptr) weight *= p.top_k.weights[route];
+        }
+      }
+      const float factor = own.rank > 0 ? own.scaling * p.routing.scales[token] * weight : 0.0f;
+      here = __ballot_sync(kAll, row != kNowhere);
+      adapted = __ballot_sync(kAll, own.rank > 0);
+      const bool has_common = lane == 0 && adapted != 0;
+      const int rank_tiles =
+          ceil_div(shares_b ? (has_common ? common.rank : 0) : own.rank, ARIL_RANK_TILE);
+      with_parts = __ballot_sync(kAll, rank_tiles > 0);
+      int last_step = ceil_div(rank_tiles, 2);
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(kAll, last_step, distance);
+        if (lane >= distance) last_step += before;
+      }
+      all_steps = __shfl_sync(kAll, last_step, 31);
+      // The routes before are done with.
+      __syncwarp();
+      stage.routes[lane] = {row,       weight,
+                            factor,    rank_tiles,
+                            last_step, static_cast<const char*>(shares_b ? common.b : own.b)};
+      __syncwarp();
+    };
+
+    for (int first = share.begin; first < share.end; first += kOutsPerUnit) {
+      const int out = first + lane;
+      const bool has_out = out < share.end;
+      const auto target = [&]() -> T& {
+        return combines ? static_cast<T*>(p.out)[token * p.out_stride + out]
+                        : static_cast<T*>(p.y)[token * p.y_stride + out];
+      };
+      float sum = 0.0f;
+      float deltas[4][4] = {};
+      bool has_any = false;
+      for (int first_k = 0; first_k < p.top_k.top_k; first_k += kRoutes) {
+        const bool is_loaded = first > share.begin && p.top_k.top_k <= kRoutes;
+        if (!is_loaded) load_routes(first_k);
+        const int count = min(p.top_k.top_k - first_k, kRoutes);
+        const int first_route = token * p.top_k.top_k + first_k;
+
+        // B's cores, step by step, and part by part.
+        uint32_t cores[kAhead][2][4];
+        unsigned parts = with_parts;  // not wholly fetched
+        int fetched = 0;              // steps of the first of them
+        const auto fetch = [&](uint32_t(&cores)[2][4]) {
+          if (parts == 0) return;
+          const CombineStage::Route& route = stage.routes[__ffs(parts) - 1];
+          const int tiles = route.rank_tiles;
+          const char* from = route.b +
+                             (int64_t{first / ARIL_OUT_TILE} * tiles + fetched * 2) * kTileBytes +
+                             first % ARIL_OUT_TILE / kOutsPerUnit * (kTileBytes / 2) + lane * 4;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const bool is_there = half == 0 || 2 * fetched + 1 < tiles;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              cores[half][j] =
+                  is_there ? load_once(from + half * kTileBytes + j * kCoreElems * 2) : 0;
+            }
+          }
+          if (2 * ++fetched < tiles) return;
+          fetched = 0;
+          parts &= parts - 1;
+        };
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
+
+        if (!combines && !has_any && adapted != 0 && has_out) sum = to_float(target());
+        has_any = has_any || adapted != 0;
+        if (combines) {
+          constexpr int kAtOnce = 8;
+          for (int k = 0; k < count; k += kAtOnce) {
+            T values[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              values[i] = from_float<T>(0.0f);
+              if (here >> (k + i) & 1 && has_out) {
+                const int64_t row = stage.routes[k + i].row;
+                values[i] = static_cast<const T*>(p.y)[row * p.y_stride + out];
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              const float weight = p.rows_weighted ? p.factor : stage.routes[k + i].weight;
+              if (here >> (k + i) & 1) sum = fmaf(weight, to_float(values[i]), sum);
+            }
+          }
+        }
+
+        // Brings v of kSteps steps to shared memory.
+        const auto put = [&](int step, const float4& v) {
+          uint4 terms;
+          to_bf16_terms(v.x, v.y, terms.x, terms.y);
+          to_bf16_terms(v.z, v.w, terms.z, terms.w);
+          stage.terms[step][q] = terms;
+        };
+        const auto gather_apart = [&](int first_step) {
+          const int last_step = stage.routes[lane].last_step;
+          int part = 0;
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+            const int before = __popc(__ballot_sync(kAll, last_step <= first_step + i));
+            if (g == i) part = before;
+          }
+          const bool has_step = part < kRoutes;
+          const CombineStage::Route& route = stage.routes[has_step ? part : 0];
+          const int step = first_step + g - (route.last_step - ceil_div(route.rank_tiles, 2));
+          const float4 v =
+              load_v(plane + step * kRanksPerStep, partials, grid.groups,
+                     has_step ? first_route + part : -1, 2 * step + 1 < route.rank_tiles, tag);
+          put(g, v * route.factor);
+        };
+        const auto gather_together = [&](int first_step) {
+          for (int i = 0; i < kSteps && first_step + i < all_steps; ++i) {
+            const int step = first_step + i;
+            float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (int k = g; k < kRoutes; k += 8) {
+              if (k - g >= count) break;
+              const bool is_adapted = adapted >> k & 1;
+              const float4 v = load_v(plane + step * kRanksPerStep, partials, grid.groups,
+                                      is_adapted ? first_route + k : -1,
+                                      2 * step + 1 < stage.routes[0].rank_tiles, tag) *
+                               stage.routes[k].factor;
+              total = total + make_float4(sum_of_rows(v.x), sum_of_rows(v.y), sum_of_rows(v.z),
+                                          sum_of_rows(v.w));
+            }
+            if (g == 0) put(i, total);
+          }
+        };
+
+        for (int done = 0; done < all_steps; done += kAhead) {
+          // What there is room for stays there.
+          if (done % kSteps == 0 && !(is_loaded && all_steps <= kSteps)) {
+            __syncwarp();
+            if (shares_b) {
+              gather_together(done);
+            } else {
+              gather_apart(done);
+            }
+            __syncwarp();
+          }
+#pragma unroll
+          for (int k = 0; k < kAhead; ++k) {
+            if (done + k >= all_steps) break;
+            // The first row of the operand has what v is rounded to, and the one 8 below it the
+            // rest.
+            uint4 terms[1] = {};
+            if (g == 0) terms[0] = stage.terms[(done + k) % kSteps][q];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              mma_terms<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
+            }
+            fetch(cores[k]);
+          }
+        }
+      }
+      if (has_any) {
+        __syncwarp();
+        if (g == 0) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            stage.sums[8 * q + i] = deltas[i / 2][i % 2] + deltas[i / 2][2 + i % 2];
+          }
+        }
+        __syncwarp();
+        sum += stage.sums[lane];
+      }
+      if (has_out && (combines || has_any)) target() = from_float<T>(sum);
+    }
+  }
+}
+
+template <typename T, bool kEachBlock>
+__global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
+    combine_kernel(const __grid_constant__ aril_experts_args p,
+                   const __grid_constant__ ExpertsGrid grid) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  experts_block<T, kEachBlock>(p, grid, shared,
+                               [&](uint32_t tag) { combine_expand<T>(p, grid, tag, shared); });
+}
+
+}  // namespace aril::detail

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Groups more than ARIL_ONE_BLOCK_ROUTES routes of a layer by expert and slot: once, for all
+// operations on the layer's experts. No result depends on the order of routes within a group.
+//
+// There is a block for each expert, one for the routes without a slot, and one for those that are
+// not here: each goes through all routes, first to count its own by slot, then to write them down.
+// What the blocks before it have it learns from these (mailbox.cuh). Bound: latency; a route's id
+// is read by every block, from L2.
+#pragma once
+
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+
+#include "../../device/descriptor.cuh"
+#include "../../device/mailbox.cuh"
+#include "../../ptx/pdl.cuh"
+
+namespace aril::detail {
+
+constexpr int kGroupThreads = 512;
+
+// What has no row in matrices of routes.
+constexpr int kNowhere = -1;
+
+// The row of a route in matrices of routes, or kNowhere.
+__device__ __forceinline__ int row_of(const aril_top_k& top_k, int num_tokens, int route) {
+  if (top_k.rows == nullptr) return route;
+  const int row = top_k.rows[route];
+  return row >= 0 && row < num_tokens * top_k.top_k ? row : kNowhere;
+}
+
+// The group of a route to expert `id` of a token of `slot`: num_experts if there is no slot,
+// num_experts + 1 if the route is not here, kNowhere if it has no row.
+__device__ __forceinline__ int group_of(const aril_top_k& top_k, int32_t id, int row, int slot) {
+  const unsigned expert = id, num_experts = top_k.num_experts;
+  if (row == kNowhere) return kNowhere;
+  return expert >= num_experts ? num_experts + 1 : slot < 0 ? num_experts : expert;
+}
+
+// The tokens of an operation on `num_tokens` that were routed.
+__device__ __forceinline__ int routed_tokens(const aril_routing& routing, int num_tokens) {
+  return min(*routing.num_tokens, num_tokens);
+}
+
+__host__ __device__ __forceinline__ bool fit_one_block(int num_tokens, const aril_top_k& top_k) {
+  return num_tokens * top_k.top_k <= ARIL_ONE_BLOCK_ROUTES;
+}
+
+__device__ __forceinline__ aril_route_entry entry_of(const aril_top_k& top_k,
+                                                     const aril_routing& routing, int num_tokens,
+                                                     int route) {
+  return {route, row_of(top_k, num_tokens, route), routing.scales[route / top_k.top_k],
+          top_k.weights == nullptr ? 1.0f : top_k.weights[route]};
+}
+
+// Routes, and the tiles of either size that they are.
+struct GroupCounts {
+  int routes, small, wide;
+
+  __device__ __forceinline__ GroupCounts operator+(const GroupCounts& other) const {
+    return {routes + other.routes, small + other.small, wide + other.wide};
+  }
+};
+
+constexpr int kGroupPart = 64 * kGroupThreads;  // of the routes, that a block looks at together
+constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
+static_assert(kGroupSmemBytes <= 97 << 10, "the devices with the least have 99 KB");
+
+__global__ void __launch_bounds__(kGroupThreads, 1)
+    group_kernel(const __grid_constant__ aril_group_args p) {
+  using Scan = cub::BlockScan<GroupCounts, kGroupThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads, cub::BLOCK_REDUCE_WARP_REDUCTIONS>;
+  constexpr int kSmallTile = ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
+  constexpr int kSlotsPerThread = ARIL_MAX_SLOTS / kGroupThreads;
+  constexpr int kAtOnce = 4, kPart = kGroupPart;
+  static_assert(kPart <= 1 << 16 && kPart % (4 * kAtOnce * kGroupThreads) == 0);
+  __shared__ union {
+    typename Scan::TempStorage scan;
+    typename Reduce::TempStorage reduce;
+  } storage;
+  __shared__ uint32_t tag;
+  __shared__ GroupCounts of_others;
+  __shared__ int num_listed;
+  // What may be the group's in a part of the routes, and the routes of each slot, then where its
+  // next one goes. What has no slot is all in the first.
+  extern __shared__ __align__(16) unsigned char group_shared[];
+  uint16_t* const listed = reinterpret_cast<uint16_t*>(group_shared);
+  int* const of_slots = reinterpret_cast<int*>(listed + kPart);
+  const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
+  const bool has_slots = mine < num_experts;
+  if (threadIdx.x == 0) tag = begin_epoch(p.groups.mailbox);
+  for (int slot = threadIdx.x; slot < ARIL_MAX_SLOTS; slot += kGroupThreads) of_slots[slot] = 0;
+  const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
+  wait_for_predecessors();
+  const bool vectors = reinterpret_cast<uintptr_t>(p.top_k.ids) % 16 == 0;
+  const auto slot_of = [&](int route) { return p.routing.slots[route / top_k]; };
+  const auto list = [&](int i) { listed[atomicAdd(&num_listed, 1)] = i; };
+  const auto list_part = [&](int first) {
+    __syncthreads();
+    if (threadIdx.x == 0) num_listed = 0;
+    __syncthreads();
+    if (mine == num_experts) {
+#pragma unroll 4
+      for (int i = threadIdx.x; i < min(num_routes - first, kPart); i += kGroupThreads) {
+        if (slot_of(first + i) < 0) list(i);
+      }
+    } else {
+      const int last = min(num_routes, first + kPart);
+#pragma unroll 1
+      for (int begin = first; begin < last; begin += 4 * kAtOnce * kGroupThreads) {
+        // Four neighbours a thread.
+        int4 ids[kAtOnce];
+        const auto route_of = [&](int j) {
+          return begin + 4 * (j * kGroupThreads + static_cast<int>(threadIdx.x));
+        };
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int left = num_routes - route_of(j);
+          const int32_t* const from = p.top_k.ids + route_of(j);
+          if (vectors && left >= 4) {
+            ids[j] = *reinterpret_cast<const int4*>(from);
+          } else {
+            ids[j] = make_int4(left > 0 ? from[0] : 0, left > 1 ? from[1] : 0,
+                               left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
+          }
+        }
+        unsigned candidates = 0;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const auto may_be = [&](int id) -> unsigned {
+            return has_slots ? id == mine : static_cast<unsigned>(id) >= num_experts;
+          };
+          const unsigned there = (1u << max(0, min(num_routes - route_of(j), 4))) - 1;
+          candidates |= ((may_be(ids[j].x) | may_be(ids[j].y) << 1 | may_be(ids[j].z) << 2 |
+                          may_be(ids[j].w) << 3) &
+                         there)
+                        << 4 * j;
+        }
+        for (; candidates != 0; candidates &= candidates - 1) {
+          const int bit = __ffs(candidates) - 1;
+          list(route_of(bit / 4) + bit % 4 - first);
+        }
+      }
+    }
+    __syncthreads();
+  };
+  const auto for_own_routes = [&](bool is_listed, auto f) {
+#pragma unroll 1
+    for (int first = 0; first < num_routes; first += kPart) {
+      if (!is_listed) list_part(first);
+      for (int i = threadIdx.x; i < num_listed; i += kGroupThreads) {
+        const int route = first + listed[i], slot = slot_of(route);
+        const int row = row_of(p.top_k, p.num_tokens, route);
+        if (group_of(p.top_k, p.top_k.ids[route], row, slot) == mine)
+          f(route, has_slots ? slot : 0);
+      }
+    }
+    __syncthreads();
+  };
+  for_own_routes(false, [&](int, int slot) { atomicAdd(&of_slots[slot], 1); });
+
+  // Slots that are next to each other are next to each other in shared memory, too.
+  const auto slot_of_thread = [](int i) {
+    return i * kGroupThreads + static_cast<int>(threadIdx.x);
+  };
+  const auto counts_of = [&](int slot) {
+    const int routes = of_slots[slot];
+    return GroupCounts{routes, ceil_div(routes, kSmallTile), ceil_div(routes, kWideTile)};
+  };
+  const auto plus = [](const GroupCounts& a, const GroupCounts& b) { return a + b; };
+  GroupCounts own = {0, 0, 0}, before, all;
+#pragma unroll 4
+  for (int i = 0; i < kSlotsPerThread; ++i) own = own + counts_of(slot_of_thread(i));
+  Scan(storage.scan).ExclusiveScan(own, before, GroupCounts{0, 0, 0}, plus, all);
+
+  // Each group says what it has, and counts what the groups before it have, whose blocks have
+  // begun.
+  uint64_t* const mailbox = tagged_words(p.groups.mailbox);
+  if (is_first_block()) {
+    constexpr int64_t kBytes = ARIL_GROUP_WORDS * ARIL_WORD_BYTES;
+    clear_stale_words(p.groups.mailbox, ARIL_MAILBOX_HEADER + kBytes * gridDim.x, tag);
+  }
+  if (threadIdx.x == 0) {
+    store_tagged2(mailbox + ARIL_GROUP_WORDS * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
+    store_tagged(mailbox + ARIL_GROUP_WORDS * mine + 2, __int_as_float(all.wide), tag);
+  }
+  GroupCounts others = {0, 0, 0};
+  for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
+    TaggedPair first, second;
+    PollLimit polls;
+    do {
+      polls.count();
+      first = load_tagged(mailbox + ARIL_GROUP_WORDS * other);
+      second = load_tagged(mailbox + ARIL_GROUP_WORDS * other + 2);
+    } while (first.tag0 != tag || first.tag1 != tag || second.tag0 != tag);
+    others = others + GroupCounts{__float_as_int(first.value0), __float_as_int(first.value1),
+                                  __float_as_int(second.value0)};
+  }
+  __syncthreads();
+  others = Reduce(storage.reduce).Reduce(others, plus);
+  if (threadIdx.x == 0) {
+    of_others = others;
+    const auto leave = [&](int i, const GroupCounts& counts) {
+      p.groups.num_tiles[i] = counts.small;
+      p.groups.num_wide_tiles[i] = counts.wide;
+    };
+    if (mine == num_experts) leave(0, others);
+    if (mine == num_experts + 1) leave(1, others + all);
+  }
+  __syncthreads();
+  others = of_others;
+
+  // `sharers` threads, of which this is number `number`, put the tiles of a slot.
+  const auto put_tiles = [&](const GroupCounts& counts, const GroupCounts& before, int slot,
+                             int number, int sharers) {
+    const auto put = [&](aril_route_tile* tiles, int num_tiles, int size) {
+#pragma unroll 1
+      for (int i = number; i < num_tiles; i += sharers) {
+        tiles[i] = {slot, mine, others.routes + before.routes + i * size,
+                    min(counts.routes - i * size, size)};
+      }
+    };
+    put(p.groups.tiles + others.small + before.small, counts.small, kSmallTile);
+    put(p.groups.wide_tiles + others.wide + before.wide, counts.wide, kWideTile);
+  };
+  if (has_slots) {
+#pragma unroll 1
+    for (int i = 0; i < kSlotsPerThread; ++i) {
+      const int slot = slot_of_thread(i);
+      const GroupCounts counts = counts_of(slot);
+      if (counts.routes == 0) continue;
+      put_tiles(counts, before, slot, 0, 1);
+      of_slots[slot] = before.routes;
+      before = before + counts;
+    }
+  } else {
+    put_tiles(all, {0, 0, 0}, -1, threadIdx.x, kGroupThreads);
+    if (threadIdx.x == 0) of_slots[0] = 0;
+  }
+  __syncthreads();
+  for_own_routes(num_routes <= kPart, [&](int route, int slot) {
+    p.groups.routes[others.routes + atomicAdd(&of_slots[slot], 1)] =
+        entry_of(p.top_k, p.routing, p.num_tokens, route);
+  });
+}
+
+}  // namespace aril::detail

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// A projection of experts with more than ARIL_ONE_BLOCK_ROUTES routes, in bf16 and f16: shrink and
+// expand as for linear layers with many tokens (wide.cuh), a launch each, for tiles of up to 64
+// routes of one slot to one expert. Between the two is a launch of experts.cuh: it has all there is
+// to do, or these have (route_tiles.cuh).
+//
+// Blocks have one piece of a tile after the other, so that a launch costs what there is to do, not
+// what there could be. Nothing is fetched before the wait, as in experts.cuh.
+#pragma once
+
+#include "../device/descriptor.cuh"
+#include "../linear/large_m.cuh"
+#include "../ptx/pdl.cuh"
+#include "expand.cuh"
+
+namespace aril::detail {
+
+// Routes of one slot to one expert. The modules and the routes are loaded independently of each
+// other, so that they can be on their way together.
+class RouteTile {
+ public:
+  int count;
+
+  __device__ __forceinline__ RouteTile(const aril_experts_args& p, const int4& tile)
+      : count(tile.w), p_(p) {
+    slot_ = tile.x < p.weights.num_slots && tile.y < p.top_k.num_experts ? tile.x : -1;
+    expert_ = tile.y;
+    routes_ = reinterpret_cast<const int4*>(p.groups.routes) + tile.z;
+  }
+
+  // One of the tiles, if there are so many.
+  __device__ __forceinline__ static int4 load(const aril_experts_args& p, int index) {
+    const int num_routes = p.num_tokens * p.top_k.top_k;
+    return __ldcg(reinterpret_cast<const int4*>(p.groups.wide_tiles) +
+                  (index < num_routes ? index : 0));
+  }
+
+  // The slot's module for the expert.
+  __device__ __forceinline__ aril_descriptor module(int slice) const {
+    return module_of(p_.weights, slot_, (1 + expert_) * p_.num_slices + slice);
+  }
+
+  // Its module for all experts.
+  __device__ __forceinline__ aril_descriptor shared(int slice) const {
+    return module_of(p_.weights, slot_, slice);
+  }
+
+  // Whether A x is summed up by token, of what the slot's experts share.
+  __device__ __forceinline__ bool shares_a(const aril_descriptor& shared) const {
+    return p_.from_tokens && shared.rank > 0 && shared.a != nullptr;
+  }
+
+  __device__ __forceinline__ ShrinkRow shrink_row(int t) const {
+    const int4 entry = route(t);
+    if (t >= count) return {-1, -1};
+    return {p_.from_tokens ? token_of(entry.x) : entry.y, entry.x};
+  }
+
+  __device__ __forceinline__ int4 route(int t) const { return __ldcg(routes_ + min(t, count - 1)); }
+
+  __device__ __forceinline__ ExpandRow expand_row(const int4& entry, const aril_descriptor& module,
+                                                  bool shares_a) const {
+    float factor = module.scaling * __int_as_float(entry.z);
+    if (p_.weighted) factor *= __int_as_float(entry.w);
+    const int num_routes = p_.num_tokens * p_.top_k.top_k;
+    return {entry.y, shares_a ? num_routes + token_of(entry.x) : entry.x, factor};
+  }
+
+ private:
+  __device__ __forceinline__ int token_of(int route) const {
+    return static_cast<unsigned>(route) / static_cast<unsigned>(p_.top_k.top_k);
+  }
+
+  const aril_experts_args& p_;
+  int slot_, expert_;
+  const int4* routes_;
+};
+
+// A slot's routes to any experts, where these share B: a part of the routes of a tile of tokens.
+class TokensRoutes {
+ public:
+  int count;
+
+  __device__ __forceinline__ TokensRoutes(const aril_experts_args& p, int token_tiles, int index)
+      : p_(p),
+        tile_(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
+              index / p.top_k.top_k),
+        first_(index % p.top_k.top_k * ARIL_WIDE_TILE) {
+    count = max(0, min(tile_.count * p.top_k.top_k - first_, ARIL_WIDE_TILE));
+  }
+
+  // What the experts share; rank 0 if they do not share B.
+  __device__ __forceinline__ aril_descriptor module(int slice) const {
+    aril_descriptor shared = module_of(p_.weights, tile_.slot, slice);
+    if (shared.b == nullptr) shared.rank = 0;
+    return shared;
+  }
+
+  __device__ __forceinline__ ExpandRow expand_row(int t, int slice) const {
+    ExpandRow row = {-1, -1, 0.0f};
+    const int top_k = p_.top_k.top_k, number = first_ + t;
+    const int token = t < count ? tile_.token(number / top_k, p_.num_tokens) : -1;
+    if (token < 0) return row;
+    const int route = token * top_k + number % top_k;
+    const aril_route_entry entry = entry_of(p_.top_k, p_.routing, p_.num_tokens, route);
+    const unsigned expert = p_.top_k.ids[route];
+    if (expert >= static_cast<unsigned>(p_.top_k.num_experts) || entry.row == kNowhere) return row;
+    const aril_descriptor own =
+        module_of(p_.weights, tile_.slot, (1 + expert) * p_.num_slices + slice);
+    if (own.rank > 0) {
+      row = {entry.row, route, own.scaling * entry.scale};
+      if (p_.weighted) row.factor *= entry.weight;
+    } else if (p_.form == ARIL_WRITE) {
+      row.y = entry.row;
+    }
+    return row;
+  }
+
+ private:
+  const aril_experts_args& p_;
+  TokenTile tile_;
+  int first_;
+};
+
+// Whether slots of the batch have the same factor for all experts, A where x is by token, otherwise
+// B: one of them, or all in all slices. By a whole block.
+struct SharingSlots {
+  bool any, all;
+
+  __device__ __forceinline__ SharingSlots(const aril_experts_args& p, int token_tiles) {
+    bool has_any = false, has_all = true;
+    for (int i = threadIdx.x; i < token_tiles; i += blockDim.x) {
+      const int slot = p.routing.wide_tiles.all[i].slot;
+      if (slot < 0 || slot >= p.weights.num_slots) continue;
+      for (int slice = 0; slice < p.num_slices; ++slice) {
+        const aril_descriptor shared = module_of(p.weights, slot, slice);
+        const bool shares = shared.rank > 0 && (p.from_tokens ? shared.a : shared.b) != nullptr;
+        has_any = has_any || shares;
+        has_all = has_all && shares;
+      }
+    }
+    any = __syncthreads_or(has_any);
+    all = __syncthreads_and(has_all);
+  }
+};
+
+// A block has pieces of tiles: some columns, and a group of lanes. Tiles of routes come first, then
+// those of tokens.
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColumns>)
+    experts_large_m_shrink_kernel(const __grid_constant__ aril_experts_args p, int column_blocks) {
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  wait_for_predecessors();
+  launch_dependents();
+  if (!takes_large_m(p)) return;
+  const int lane = threadIdx.x % 32;
+  const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
+  const unsigned pieces = column_blocks * ceil_div(p.in_features, kSlabFeatures);
+  const int num_routes = p.num_tokens * p.top_k.top_k;
+  const PartialLayout partials = partial_layout(p);
+  // Loaded before it is known whether there is one.
+  int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
+  int route_tiles = __ldcg(p.groups.num_wide_tiles);
+  const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
+  if (p.from_tokens && SharingSlots(p, token_tiles).all) route_tiles = 0;
+  // Each piece of a tile has at least 8 sums, in partials and mailbox: 2^32 of them need 400 GB.
+  const unsigned last = static_cast<unsigned>(route_tiles + token_tiles) * pieces;
+  for (unsigned i = blockIdx.x; i < last; i += gridDim.x) {
+    const int tile_index = i / pieces, piece = i % pieces;
+    const int first_column = piece % column_blocks * columns, group = piece / column_blocks;
+    const auto run = [&](const aril_descriptor& module, const auto& make_row) {
+      large_m_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features, module,
+                                  first_column, KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, group),
+                                  make_row, p.partials + group * partials.partial_stride, partials,
+                                  stages_shared);
+    };
+    if (tile_index < route_tiles) {
+      const RouteTile tile(p, route_tile);
+      aril_descriptor module = {}, shared = {};
+      if (lane < p.num_slices) {
+        module = tile.module(lane);
+        shared = tile.shared(lane);
+      }
+      if (tile.shares_a(shared)) module.rank = 0;
+      run(module, [&](int t) { return tile.shrink_row(t); });
+    } else {
+      const TokenTile tile(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
+                           tile_index - route_tiles);
+      aril_descriptor module = module_of_lane(p.weights, tile.slot, p.num_slices);
+      if (module.a == nullptr) module.rank = 0;
+      run(module, [&](int t) {
+        const int token = tile.token(t, p.num_tokens);
+        return ShrinkRow{token, token < 0 ? -1 : num_routes + token};
+      });
+    }
+    route_tile = RouteTile::load(p, (i + gridDim.x) / pieces);
+    __syncthreads();
+  }
+}
+
+// Blocks of expand on a multiprocessor, as far as registers go.
+template <typename T>
+constexpr int experts_large_m_blocks() {
+#if __CUDA_ARCH__ >= 900
+  return kLargeMExpandBlocks<T>;
+#else
+  return std::is_same_v<T, __nv_bfloat16> ? kLargeMExpandBlocks<T> : 1;
+#endif
+}
+
+// A block has pieces of tiles: some outputs of a slice. With `kMayShare` experts may share B: their
+// routes are in tiles by token then, if these are far fewer than those by expert. (H100: down of
+// 8192 routes of 8 slots of rank 32: 67 us instead of 117; of one slot, where there are half as
+// many tiles by expert, it would be 50 instead of 42.)
+template <typename T, bool kMayShare>
+__global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
+    experts_large_m_expand_kernel(const __grid_constant__ aril_experts_args p, int ring_bytes) {
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
+  __shared__ ExpandRow rows[ARIL_WIDE_TILE];
+  launch_dependents();
+  ExpandBarriers barriers(barriers_shared);
+  wait_for_predecessors();
+  if (!takes_large_m(p)) return;
+  const int pieces = p.num_slices * ceil_div(p.out_features, p.wide_outs_per_block);
+  // What is not needed while the block works stands in shared memory. Tiles by token come first.
+  __shared__ int next, last, last_by_token;
+  if (threadIdx.x == 0) {
+    next = blockIdx.x;
+    last_by_token = 0;
+    last = __ldcg(p.groups.num_wide_tiles + (p.form == ARIL_WRITE)) * pieces;
+  }
+  __syncthreads();
+  if constexpr (kMayShare) {
+    const int token_tiles = *p.routing.wide_tiles.count, top_k = p.top_k.top_k;
+    if (4 * int64_t{last} > 7 * int64_t{token_tiles} * top_k * pieces) {
+      const SharingSlots sharing(p, token_tiles);
+      if (threadIdx.x == 0 && sharing.any) {
+        last_by_token = token_tiles * top_k * pieces;
+        last = last_by_token + (sharing.all && p.form != ARIL_WRITE ? 0 : last);
+      }
+      __syncthreads();
+    }
+  }
+  int4 route_tile = RouteTile::load(p, max(next - last_by_token, 0) / pieces);
+  while (next < last) {
+    int slice;
+    const BlockOuts<T> outs(p, next % pieces, p.wide_outs_per_block, slice);
+    aril_descriptor module;
+    int count;
+    if (kMayShare && next < last_by_token) {
+      const TokensRoutes tile(p, *p.routing.wide_tiles.count, next / pieces);
+      module = tile.module(slice);
+      count = module.rank > 0 ? tile.count : 0;
+      if (count == 0) module.rank = 0;
+      if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_row(threadIdx.x, slice);
+    } else {
+      const RouteTile tile(p, route_tile);
+      module = tile.module(slice);
+      count = tile.count;
+      aril_descriptor shared = {};
+      if (!kMayShare || last_by_token > 0) shared = tile.shared(slice);
+      if (threadIdx.x < ARIL_WIDE_TILE) {
+        const int4 route = tile.route(threadIdx.x);
+        ExpandRow row = tile.expand_row(route, module, tile.shares_a(shared));
+        if (threadIdx.x >= count) row = {-1, -1, 0.0f};
+        rows[threadIdx.x] = row;
+      }
+      if (kMayShare && shared.rank > 0 && shared.b != nullptr) count = module.rank = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) next += gridDim.x;
+    if (module.rank > 0) {
+      large_m_expand<T>(count, rows, module, outs, stages_shared, ring_bytes, barriers,
+                        PartialSums(p.partials, partial_layout(p),
+                                    ceil_div(p.in_features, kSlabFeatures), true, slice));
+    } else if (outs.overwrites) {
+      for (int t = 0; t < count; ++t) {
+        T* const y = outs.y + rows[t].y * outs.y_stride + outs.first;
+        for (int out = threadIdx.x; out < outs.count; out += kExpandThreads) y[out] = T(0.0f);
+      }
+    }
+    __syncthreads();
+    if (next < last) route_tile = RouteTile::load(p, max(next - last_by_token, 0) / pieces);
+  }
+}
+
+}  // namespace aril::detail

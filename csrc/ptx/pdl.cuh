@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Programmatic dependent launch (PDL): a kernel starts while its predecessor drains, and loads data
+// that the predecessor does not write.
+//
+// Rules.
+// - Before wait_for_predecessors() a kernel reads only the routing and the weights: no kernel of a
+//   step writes them, except the routing kernel.
+// - Operations call launch_dependents() at once, so that several kernels have weights in flight.
+//   The routing kernel never calls it, so every kernel of a step starts after the routing is done.
+// - In every kernel at least one block waits (is_first_block()). Then a kernel completes after all
+//   its predecessors, and whoever waits for it waits for them, too.
+//
+// Visibility. CUDA guarantees that a predecessor's writes are visible after the wait, and nothing
+// earlier. The early reads rely on this: copies and the routing kernel write routing and weights;
+// the routing kernel ends with a fence and does not launch its dependents early; so a reader starts
+// when the data is in L2, and its L1 holds no stale line. Loads that bypass L1 would need only the
+// fence, and cost up to 13 % (benches/record/designs.md).
+#pragma once
+
+namespace aril {
+
+// Waits until all earlier kernels of the stream have completed and their writes are visible.
+__device__ __forceinline__ void wait_for_predecessors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Allows the next kernel to start when every block has called this or exited.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+}  // namespace aril

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Groups a batch's tokens by slot: a counting sort in one block, once per step for all layers.
+// Which of a slot's tokens stands where is left to chance; no result depends on it.
+//
+// Grid: one block of kThreads. Shared memory: num_slots counters of 4 bytes (at most 32 KB) and the
+// scan's scratch. Bound: latency, not bytes. Every output that the live tokens need is written by
+// every launch, so nothing stale is ever read.
+#pragma once
+
+#include <cub/block/block_scan.cuh>
+
+#include "../device/descriptor.cuh"
+#include "../ptx/pdl.cuh"
+
+namespace aril::detail {
+
+constexpr int kRouteThreads = 1024;
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// The token's slot, or -1 if it has none that the table knows.
+__device__ __forceinline__ int slot_of(const aril_route_args& p, int token) {
+  if (token >= p.num_tokens) return -1;
+  const int slot = p.token_slots[token];
+  return slot >= 0 && slot < p.num_slots ? slot : -1;
+}
+
+__global__ void __launch_bounds__(kRouteThreads)
+    route_kernel(const __grid_constant__ aril_route_args p) {
+  using Scan = cub::BlockScan<int, kRouteThreads>;
+  __shared__ typename Scan::TempStorage scan;
+  extern __shared__ int32_t next[];  // [num_slots + 1] tokens of the slot, then where its next one
+                                     // goes; the last is for those that have none
+
+  wait_for_predecessors();
+  for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
+  __syncthreads();
+  for (int token = threadIdx.x; token < p.num_tokens; token += kRouteThreads) {
+    const int slot = slot_of(p, token);
+    if (slot >= 0) atomicAdd(&next[slot], 1);
+    p.routing.scales[token] = p.token_scales == nullptr ? 1.0f : p.token_scales[token];
+    p.routing.slots[token] = slot;
+  }
+  __syncthreads();
+
+  const int slots_per_thread = ceil_div(p.num_slots, kRouteThreads);
+  const int first_slot = min(static_cast<int>(threadIdx.x) * slots_per_thread, p.num_slots);
+  const int last_slot = min(first_slot + slots_per_thread, p.num_slots);
+  int row = 0, tile = 0, wide_tile = 0, num_rows, num_tiles, num_wide_tiles;
+  for (int slot = first_slot; slot < last_slot; ++slot) {
+    row += next[slot];
+    tile += ceil_div(next[slot], ARIL_TOKENS_PER_TILE);
+    wide_tile += ceil_div(next[slot], ARIL_WIDE_TILE);
+  }
+  Scan(scan).ExclusiveSum(row, row, num_rows);
+  __syncthreads();
+  Scan(scan).ExclusiveSum(tile, tile, num_tiles);
+  __syncthreads();
+  Scan(scan).ExclusiveSum(wide_tile, wide_tile, num_wide_tiles);
+  __syncthreads();
+  const auto add_tiles = [](aril_tile* tiles, int& tile, int slot, int begin, int end, int size) {
+    for (; begin < end; begin += size) tiles[tile++] = {slot, begin, min(end - begin, size)};
+  };
+  for (int slot = first_slot; slot < last_slot; ++slot) {
+    const int end = row + next[slot];
+    p.routing.indptr[slot] = row;
+    next[slot] = row;
+    add_tiles(p.routing.tiles.all, tile, slot, row, end, ARIL_TOKENS_PER_TILE);
+    add_tiles(p.routing.wide_tiles.all, wide_tile, slot, row, end, ARIL_WIDE_TILE);
+    row = end;
+  }
+  if (threadIdx.x == 0) {
+    p.routing.indptr[p.num_slots] = num_rows;
+    *p.routing.num_tokens = p.num_tokens;
+    next[p.num_slots] = num_rows;
+    *p.routing.tiles.count = num_tiles + ceil_div(p.num_tokens - num_rows, ARIL_TOKENS_PER_TILE);
+    *p.routing.wide_tiles.count =
+        num_wide_tiles + ceil_div(p.num_tokens - num_rows, ARIL_WIDE_TILE);
+  }
+  // Those without a slot, by all threads.
+  const auto add_base_tiles = [&](aril_tile* tiles, int first, int size) {
+    for (int i = threadIdx.x; num_rows + i * size < p.num_tokens; i += kRouteThreads) {
+      const int begin = num_rows + i * size;
+      tiles[first + i] = {-1, begin, min(p.num_tokens - begin, size)};
+    }
+  };
+  add_base_tiles(p.routing.tiles.all, num_tiles, ARIL_TOKENS_PER_TILE);
+  add_base_tiles(p.routing.wide_tiles.all, num_wide_tiles, ARIL_WIDE_TILE);
+  __syncthreads();
+
+  const int lane = threadIdx.x % kWarpSize;
+  for (int first_token = 0; first_token < p.num_tokens; first_token += kRouteThreads) {
+    const int token = first_token + threadIdx.x;
+    const bool live = token < p.num_tokens;
+    const int slot = live ? slot_of(p, token) : -2, group = slot < 0 ? p.num_slots : slot;
+    const unsigned same = __match_any_sync(kFullWarp, slot);
+    const int leader = __ffs(same) - 1;
+    int begin = 0;
+    if (live && lane == leader) begin = atomicAdd(&next[group], __popc(same));
+    begin = __shfl_sync(kFullWarp, begin, leader);
+    if (live) p.routing.tokens[begin + __popc(same & ((1u << lane) - 1))] = token;
+  }
+  // Kernels of the step read this before their own wait (pdl.cuh).
+  __threadfence();
+}
+
+}  // namespace aril::detail

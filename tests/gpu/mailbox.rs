@@ -1,0 +1,188 @@
+//! What blocks of a launch hand over to each other (csrc/device/mailbox.cuh): tags that come again, and a mailbox that is used
+//! by two launches at once.
+
+use aril::{
+    cuda::{Kernels, raw},
+    plan::Capacity,
+};
+use half::bf16;
+
+use crate::{chain::Stack, device::Buffer};
+
+const IN: usize = 2048;
+const OUT: usize = 320;
+const MOST_TOKENS: usize = 512;
+
+fn stack() -> Stack {
+    let capacity = Capacity::tokens(MOST_TOKENS).slots(2).rank(16);
+    Stack::new(&[(IN, &[256, 64])], capacity, 2, |adapter, _| [16, 9][adapter])
+}
+
+/// A mailbox that the test writes, and launches on it.
+struct Launches<'a> {
+    stack: &'a Stack,
+    mailbox: Buffer,
+    _slots: Buffer,
+    x: Buffer,
+    initial_y: Vec<bf16>,
+    y: Vec<Buffer>,
+    batches: Vec<(usize, raw::Routing, Buffer, raw::RoutedBatch)>,
+}
+
+impl<'a> Launches<'a> {
+    /// For launches of so many tokens each.
+    fn new(stack: &'a Stack, tokens: &[usize]) -> Self {
+        let gpu = &stack.gpu;
+        let slots: Vec<i32> = (0..MOST_TOKENS as i32).map(|token| token % 2).collect();
+        let number = |i: usize| bf16::from_f32((i * 7919 % 255) as f32 / 128.0 - 1.0);
+        let x: Vec<bf16> = (0..MOST_TOKENS * IN).map(number).collect();
+        let initial_y: Vec<bf16> = (0..MOST_TOKENS * OUT).map(number).collect();
+        let bytes = stack.raw_layer(0).plan().workspace_bytes().mailbox;
+        let (slots, x) = (gpu.upload(&slots), gpu.upload(&x));
+        let batches = tokens.iter().map(|&tokens| {
+            let (mut routing, memory) = stack.routing();
+            let batch = stack.route(&mut routing, slots.address(), tokens);
+            (tokens, routing, memory, batch)
+        });
+        let batches = batches.collect();
+        let y = tokens.iter().map(|_| gpu.upload(&initial_y)).collect();
+        let launches = Self { stack, mailbox: gpu.upload(&vec![0_u8; bytes]), _slots: slots, x, initial_y, y, batches };
+        gpu.synchronize();
+        launches
+    }
+
+    fn launch(&self, number: usize, mailbox: &Buffer) {
+        let (tokens, _, _, batch) = &self.batches[number];
+        let partials = raw::DeviceRegion { ptr: mailbox.address(), bytes: 0 };
+        let workspace = raw::Workspace { mailbox: mailbox.region(), partials };
+        self.stack.launch(0, [self.x.address(), self.y[number].address()], *tokens, *batch, workspace);
+    }
+
+    /// The bits of every y, which are as at first from then on.
+    fn take(&mut self) -> Vec<Vec<u16>> {
+        let results = self.y.iter().map(Buffer::read::<u16>).collect();
+        self.y.iter_mut().for_each(|y| y.write(&self.initial_y));
+        results
+    }
+
+    /// Of launches with a mailbox each.
+    fn expected(&mut self) -> Vec<Vec<u16>> {
+        let bytes = self.mailbox.region().bytes;
+        for number in 0..self.batches.len() {
+            let mailbox = self.stack.gpu.upload(&vec![0_u8; bytes]);
+            self.launch(number, &mailbox);
+            self.stack.gpu.synchronize();
+        }
+        let expected = self.take();
+        assert!(expected.iter().all(|y| *y != bytemuck::cast_slice::<_, u16>(&self.initial_y)), "there are no deltas");
+        expected
+    }
+}
+
+/// The counter of launches is near its end, and the pairs are those of earlier launches, with the very tags that come again.
+#[test]
+#[ignore = "needs a GPU"]
+fn tags_come_again_without_harm() {
+    const HEADER_WORDS: usize = 16;
+    let stack = stack();
+    for stale_tag in [None, Some(1_u32), Some(2), Some(3)] {
+        for big in 1..6 {
+            // With the tags 2^32 - 2, 2^32 - 1, 1, 2, 3, 4: small ones leave the pairs of all rows but the first alone.
+            let tokens: Vec<usize> = (0..6).map(|number| if number == big { MOST_TOKENS } else { 1 }).collect();
+            let mut launches = Launches::new(&stack, &tokens);
+            let expected = launches.expected();
+            // As a launch of all rows leaves it, but for the number of launches, and the tags.
+            let whole = Launches::new(&stack, &[MOST_TOKENS]);
+            whole.launch(0, &whole.mailbox);
+            let mut words = whole.mailbox.read::<u64>();
+            words[0] = 0xffff_fffd << 32;
+            let nan = u64::from(f32::NAN.to_bits());
+            for pair in &mut words[HEADER_WORDS..] {
+                *pair = stale_tag.map_or(0, |tag| u64::from(tag) << 32 | nan);
+            }
+            launches.mailbox.write(&words);
+            for number in 0..tokens.len() {
+                launches.launch(number, &launches.mailbox);
+            }
+            let got = launches.take();
+            for (number, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                assert!(got == expected, "launch {number}, the large one {big}, behind pairs of tag {stale_tag:?}");
+            }
+            // No launch has the tag 0, and none is under way.
+            assert_eq!(launches.mailbox.read::<u64>()[0], 4 << 32);
+        }
+    }
+}
+
+/// Loading kernels tests the order in which the device begins blocks, on a stream of its own: a capture on another thread, which
+/// forbids much, goes on.
+#[test]
+#[ignore = "needs a GPU"]
+fn kernels_are_loaded_beside_a_capture() {
+    let stack = stack();
+    let mut launches = Launches::new(&stack, &[40, 3]);
+    let expected = launches.expected();
+    let mailbox = stack.gpu.upload(&vec![0_u8; launches.mailbox.region().bytes]);
+    stack.gpu.synchronize();
+    let graph = stack.gpu.capture(|| {
+        launches.launch(0, &mailbox);
+        std::thread::scope(|scope| {
+            let load = || Kernels::load_into(&stack.gpu.context).map(drop);
+            let loads = [(); 4].map(|()| scope.spawn(load));
+            loads.into_iter().for_each(|load| load.join().unwrap().unwrap());
+        });
+        launches.launch(1, &mailbox);
+    });
+    graph.replay();
+    assert!(launches.take() == expected);
+}
+
+/// Builds for development find what would hang or corrupt others. The device is lost then, so that each case has a process.
+#[cfg(debug_assertions)]
+mod misuse {
+    use std::{env, process::Command};
+
+    use cudarc::driver::sys::CUresult;
+
+    use super::*;
+
+    const VARIABLE: &str = "ARIL_MISUSE";
+    const DETECTED: i32 = 42;
+
+    /// Runs the test that calls it once more, in a process in which `misuse` is called, and expects an assertion of a kernel there.
+    fn is_detected(test: &str, misuse: impl FnOnce(&mut Launches<'_>), message: &str) {
+        if env::var_os(VARIABLE).is_some() {
+            let stack = stack();
+            let mut launches = Launches::new(&stack, &[MOST_TOKENS]);
+            misuse(&mut launches);
+            launches.launch(0, &launches.mailbox);
+            let detected = stack.gpu.stream.synchronize().is_err_and(|error| error.0 == CUresult::CUDA_ERROR_ASSERT);
+            // Nothing of the context can be freed.
+            std::process::exit(if detected { DETECTED } else { 1 });
+        }
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", test, "--include-ignored", "--nocapture"]).env(VARIABLE, "1");
+        let output = command.output().unwrap();
+        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+        assert_eq!(output.status.code(), Some(DETECTED), "{text}");
+        assert!(text.contains(message), "{text}");
+    }
+
+    /// As the blocks of another launch leave it that are still coming.
+    #[test]
+    #[ignore = "needs a GPU, and kernels built for development"]
+    fn two_launches_at_once_are_detected() {
+        let of_another = |launches: &mut Launches<'_>| launches.mailbox.write(&[5_u64, 0, 12_345]);
+        let message = "one mailbox is used by two launches at once";
+        is_detected("mailbox::misuse::two_launches_at_once_are_detected", of_another, message);
+    }
+
+    /// As a launch leaves it that was aborted: the last blocks of the next one have another tag than the first ones.
+    #[test]
+    #[ignore = "needs a GPU, and kernels built for development"]
+    fn a_wait_without_an_end_is_detected() {
+        let of_an_aborted = |launches: &mut Launches<'_>| launches.mailbox.write(&[5_u64]);
+        let message = "what is polled for never comes";
+        is_detected("mailbox::misuse::a_wait_without_an_end_is_detected", of_an_aborted, message);
+    }
+}
