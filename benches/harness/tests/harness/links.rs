@@ -42,7 +42,7 @@ fn every_link_leads_to_a_file_and_a_heading() {
 #[test]
 fn every_path_is_there() {
     let mut count = 0;
-    for document in ["CONTRIBUTING.md", "README.md", "examples/qwen3/README.md"] {
+    for document in ["CONTRIBUTING.md", "README.md", "benches/README.md", "examples/qwen3/README.md"] {
         let text = fs::read_to_string(repository().join(document)).unwrap();
         for path in text.split('`').skip(1).step_by(2) {
             let folders = ["src/", "csrc/", "tests/", "benches/", "examples/", ".ci/"];
