@@ -222,7 +222,10 @@ fn keys_are_printable_ascii() {
         ["q_proj\n.lora_A.weight", "q proj.lora_A.weight", "q_pr\u{f6}j.lora_A.weight", "\u{1b}[31m.lora_A.weight"]
     {
         let text = with(key).unwrap_err().to_string();
-        assert!(text.contains("is not a known tensor of a LoRA adapter") && !text.contains(char::is_control), "{text:?}");
+        assert!(
+            text.contains("is not a known tensor of a LoRA adapter") && !text.contains(char::is_control),
+            "{text:?}"
+        );
     }
 }
 
