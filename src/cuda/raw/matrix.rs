@@ -2,11 +2,11 @@ use std::ffi::c_void;
 
 use crate::{DType, Element, error::OperandError, extent::Extent};
 
-/// A row-major matrix in device memory, to be read.
+/// A row-major input matrix in device memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct MatrixRef(pub(super) RawMatrix);
 
-/// A row-major matrix in device memory, to be read and written.
+/// A row-major input and output matrix in device memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct MatrixMut(pub(super) RawMatrix);
 
@@ -22,17 +22,17 @@ pub(super) struct RawMatrix {
 macro_rules! raw_matrix {
     ($matrix:ident) => {
         impl $matrix {
-            /// `rows` rows of `cols` elements, one behind the other.
+            /// A matrix of contiguous rows, at the address `ptr`.
             pub const fn new<T: Element>(ptr: u64, rows: usize, cols: usize) -> Self {
                 Self::with_dtype(ptr, T::DTYPE, rows, cols)
             }
 
-            /// As `new`, where the element type is known only at run time.
+            /// Like `new`, with an element type known at run time.
             pub const fn with_dtype(ptr: u64, dtype: DType, rows: usize, cols: usize) -> Self {
                 Self(RawMatrix { ptr, dtype, rows, cols, row_stride: cols })
             }
 
-            /// Sets the distance between the beginnings of rows, in elements.
+            /// Sets the distance between the starts of rows, in elements.
             #[must_use]
             pub const fn row_stride(self, row_stride: usize) -> Self {
                 Self(RawMatrix { row_stride, ..self.0 })
@@ -45,7 +45,7 @@ raw_matrix!(MatrixRef);
 raw_matrix!(MatrixMut);
 
 impl RawMatrix {
-    /// The address and the stride, of a matrix of that type and shape.
+    /// Rejects another element type or shape, and returns address and row stride.
     pub(super) fn expect(
         &self,
         operand: &'static str,
