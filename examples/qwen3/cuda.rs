@@ -1,11 +1,11 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! An engine's author reads the calls of the library: they are all safe. What is not is launching the example's own kernels
-//! (`kernels/kernels.cu`, `kernels/experts.cuh`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
-//! host waits for it.
+//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/kernels.cu`, `kernels/experts.cuh`)
+//! and of cuBLASLt (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
-//! cuBLASLt chooses its kernels by shape, and many routes have their deltas added before the activation and the combine, not with
-//! them: so a request's last bits may depend on how many tokens are in its batch. What an operation of the library gives does not.
+//! A request's last bits may depend on the number of tokens in its batch, for two reasons: cuBLASLt chooses kernels by shape, and
+//! with many routes deltas are added before the activation and the combine instead of fused with them. The library's own operations
+//! are bit-identical in any batch.
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 

@@ -1,4 +1,4 @@
-//! The description of a whole model.
+//! The description of a whole, unsharded model.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -17,7 +17,7 @@ use super::{
     shard::{EmbeddingId, EmbeddingSite, ExpertsId, Inner, LinearId, Model, ModelId, Shard, SpecId, Target},
 };
 
-/// The adapted layers of a whole model. [`shard`](Self::shard) cuts them for a rank and freezes them.
+/// The adapted layers of a whole, unsharded model. [`shard`](Self::shard) makes the [`Model`] of one rank.
 #[derive(Debug)]
 pub struct ModelSpec {
     id: SpecId,
@@ -28,7 +28,7 @@ pub struct ModelSpec {
     shards: Mutex<Vec<Shard>>,
 }
 
-/// Layers of each kind.
+/// Number of layers of each kind.
 #[derive(Debug, Default)]
 struct Counts {
     linears: usize,
@@ -50,7 +50,7 @@ impl Default for ModelSpec {
 }
 
 impl ModelSpec {
-    /// A model without any adapted layer yet.
+    /// A model without layers.
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -65,8 +65,8 @@ impl ModelSpec {
     /// Adds a linear layer.
     ///
     /// # Errors
-    /// If the layer has no slices or too many, a size is zero or too large, a slice has heads in a layer that is not
-    /// column-parallel, or a module is there already.
+    /// [`SpecError`] if the layer has no slices or more than [`MAX_SLICES`], a size is zero or exceeds `i32::MAX`, a slice with
+    /// heads is in a layer that is not column-parallel, or a module was added before.
     pub fn linear(&mut self, layer: Linear) -> Result<LinearId, SpecError> {
         let Linear { path, parallel, in_features, slices, fused } = &layer;
         if slices.is_empty() || slices.len() > MAX_SLICES {
@@ -89,10 +89,10 @@ impl ModelSpec {
         Ok(LinearId { spec: self.id, index: self.counts.linears - 1 })
     }
 
-    /// Adds an embedding of `vocab` rows of `hidden` features, whole on every rank.
+    /// Adds an embedding of `vocab` rows with `hidden` features each. Every rank holds all of it.
     ///
     /// # Errors
-    /// If a size is zero or too large, or the module is there already.
+    /// [`SpecError`] if a size is zero or exceeds `i32::MAX`, or the module was added before.
     pub fn embedding(
         &mut self,
         module: impl Into<String>,
@@ -108,10 +108,10 @@ impl ModelSpec {
         Ok(EmbeddingId { spec: self.id, index: self.counts.embeddings - 1 })
     }
 
-    /// Adds the experts of a layer.
+    /// Adds the experts of one layer.
     ///
     /// # Errors
-    /// If there are no experts or too many, a size is zero or too large, or the module is there already.
+    /// [`SpecError`] if a size or the number of experts is zero or exceeds `i32::MAX`, or the module was added before.
     pub fn experts(&mut self, layer: Experts) -> Result<ExpertsId, SpecError> {
         layer.check()?;
         self.claim(vec![layer.path().to_owned()])?;
@@ -120,12 +120,12 @@ impl ModelSpec {
         Ok(ExpertsId { spec: self.id, index: self.counts.experts - 1 })
     }
 
-    /// The model as one rank runs it: a [`TpRank`](super::TpRank), or a [`Shard`] that says more of the experts. Several ranks of one
-    /// process have a model each, with the same ids.
+    /// The model on one rank, given by a [`TpRank`](super::TpRank), or by a [`Shard`] that also says which experts the rank holds. One
+    /// process may shard for several ranks; layer ids are valid for all of them.
     ///
     /// # Errors
-    /// If a layer does not divide evenly over the ranks, or the shard has experts that do not exist, one twice, or those of another
-    /// description.
+    /// [`SpecError::Uneven`] or [`SpecError::Heads`] if a layer cannot be split evenly over the ranks. [`SpecError::Held`] if a held
+    /// expert is out of range or listed twice, [`SpecError::Foreign`] if the experts are of another description.
     pub fn shard(&self, shard: impl Into<Shard>) -> Result<Model, SpecError> {
         let shard = shard.into();
         if shard.held.keys().any(|layer| layer.spec != self.id) {
