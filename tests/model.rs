@@ -351,7 +351,7 @@ fn experts_may_be_whole_absent_or_without_a_gate() {
     let view = Shard::new(TpRank::new(3, 4).unwrap()).experts_tp(TpRank::new(1, 2).unwrap()).held(none, []);
     let model = spec.shard(view).unwrap();
     assert_eq!((model[whole].inter_range(), model[none].inter_range()), (3..6, 4..8));
-    assert_eq!((model[q].slices()[0].range(), model.tp().size()), (6..8, 4));
+    assert_eq!((model[q].slices()[0].range(), model.tp().rank(), model.tp().size()), (6..8, 3, 4));
     assert_eq!((model[whole].gate_up().out_features(), model[whole].gate_up().num_slices()), (3, 1));
     assert_eq!((model[whole].halves(), model[whole].held()), (None, &[0, 1][..]));
     assert_eq!((model[none].held(), model[none].halves()), (&[][..], Some(Halves::UpGate)));

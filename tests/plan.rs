@@ -36,6 +36,8 @@ proptest! {
         // The last are those without a slot.
         let tiles: usize = tokens.iter().map(|tokens| tokens.div_ceil(per_tile)).sum();
         prop_assert!(tiles <= capacity.max_tiles(num_tokens), "{tiles} > {}", capacity.max_tiles(num_tokens));
+        // At most one empty tile for each slot, and one for the tokens without a slot.
+        prop_assert!(capacity.max_tiles(num_tokens) - tiles <= num_tokens.min(capacity.num_slots + 1));
     }
 
     /// And the worst spread, a token in each slot, one in none, and the rest in a slot, reaches it.

@@ -3,7 +3,7 @@ use cudarc::driver::{DriverError, sys};
 use super::OperandError;
 use crate::plan::PlanError;
 
-/// An operation on the GPU that was refused. Nothing was enqueued or allocated.
+/// An operation on the GPU that was refused. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) says.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
@@ -31,6 +31,9 @@ pub enum LaunchError {
     #[error("the CUDA driver returned an error: {0}")]
     Driver(#[from] DriverError),
     /// The CUDA runtime or the kernel's launcher returned an error.
+    ///
+    /// A linear layer in `f32` or on more than 512 tokens, and experts with more than 1024 routes, take several launches, of which an
+    /// earlier one may be enqueued. Then `y` gets all of the result or nothing of it, and the workspace can be used again.
     #[error("the kernel launch failed with status {status}: {message}")]
     Kernel {
         /// A positive `cudaError_t` or a negative `ARIL_ERR_*` (`csrc/aril.h`).
