@@ -1,10 +1,10 @@
-//! The place of an adapter in a weight table.
+//! Slots of a weight table.
 
 use std::fmt;
 
-/// A token's adapter, or the base model: the row of the descriptor table that the adapter was loaded into.
+/// The slot of a token's adapter, or [`Slot::BASE`] for the base model.
 ///
-/// The same bytes as the `i32` that kernels read.
+/// `repr(transparent)` over `i32`, which is what kernels read.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 #[doc(alias = "lora_int_id")]
@@ -13,15 +13,15 @@ use std::fmt;
 pub struct Slot(i32);
 
 impl Slot {
-    /// The base model: the token's rows are left as they are, bit for bit.
+    /// The base model, -1. Operations leave the token's rows unchanged, bit for bit.
     pub const BASE: Self = Self(-1);
 
-    /// The slot of that index.
+    /// The slot with this index.
     pub const fn new(index: u16) -> Self {
         Self(index as i32)
     }
 
-    /// The slot's index, or `None` for the base model.
+    /// The index of the slot, or `None` for [`Slot::BASE`].
     #[expect(clippy::cast_sign_loss, reason = "guarded by the comparison")]
     pub const fn index(self) -> Option<usize> {
         if self.0 < 0 { None } else { Some(self.0 as usize) }

@@ -6,7 +6,8 @@
 #   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
 #                                   our workloads (--help lists the arguments); then those of other libraries, by the folder DIR,
 #                                   whose device.sh --out FILE writes the same JSON schema; and the table of both
-#   run.sh record DIR [FILE...]     the files of a record: linear.json, moe.json, layer.json, and others.json by the folder DIR, with
+#   run.sh record DIR [ARGUMENTS...] [-- FILE...]
+#                                   the files of a record: linear.json, moe.json, layer.json, and others.json by the folder DIR, with
 #                                   earlier results of other libraries (FILE) for the workloads that DIR does not reach
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
@@ -99,6 +100,11 @@ bench)
 record)
     [ $# -gt 0 ] || usage
     bundle=$PWD
+    runner=()
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do
+        runner+=("$1")
+        shift
+    done
     cd "$start"
     status=0
     rm -f "$OUT/record.log"
@@ -108,7 +114,7 @@ record)
     measure linear decode,prefill,own,host
     measure moe moe,moe-own
     measure layer layer
-    others "$1" --suite ceilings,decode,prefill,moe,overlap --budget "${OTHERS_SECONDS:-270}" || status=$?
+    others "${runner[@]}" || status=$?
     "$bundle/record" others "$OUT/peers.json" "${@:2}" --out "$OUT/others.json"
     exit "$status"
     ;;

@@ -1,9 +1,10 @@
-//! Adapters as PEFT stores them, and what they become in a slot.
+//! LoRA adapters in PEFT's format, and their images in a slot.
 //!
-//! [`Adapter::open`] maps the files of a directory and [`Adapter::read`] copies them; [`Adapter::from_safetensors`] takes the bytes of
-//! such files and [`Adapter::from_tensors`] tensors. All of them read `adapter_config.json` and the tensors' names and shapes, and
-//! refuse, by name, whatever cannot be served exactly. [`Adapter::plan`] finds the adapter's place in a [`Model`](crate::model::Model) and what this
-//! rank needs of it; [`SlotImage::write_to`] then reads the weights, once. Not for training, merging into base weights, or residency.
+//! [`Adapter::open`] maps the files of a directory, and [`Adapter::read`] copies them. [`Adapter::from_safetensors`] takes the
+//! bytes of such files, and [`Adapter::from_tensors`] takes tensors. Each reads `adapter_config.json` and the names and shapes of
+//! the tensors, and rejects by name whatever cannot be served exactly. [`Adapter::plan`] places the adapter in a
+//! [`Model`](crate::model::Model) and selects what this rank needs. [`SlotImage::write_to`] then reads each weight once. Training,
+//! merging and residency are out of scope.
 //!
 //! ```no_run
 //! # use aril::{DType, adapter::{Adapter, AdapterError}, model::Model};
@@ -16,56 +17,56 @@
 //! # }
 //! ```
 //!
-//! Invariant: every tensor of an adapter is in its modules and stacks, is a base weight, or was refused, and each of those is in a plan
-//! or was refused. Those without elements are in none, and only for what experts without a gate do not have.
+//! Invariant: every tensor of an adapter is used or rejected. Only an empty tensor may go unused, as the factor of a gate that
+//! ungated experts lack.
 //!
-//! # What PEFT does
+//! # Compatibility with PEFT
 //!
-//! An adapter has the effect that it has in PEFT 0.21, or it is refused. For `adapter_config.json` this means:
+//! An adapter has the same effect as in PEFT 0.21, or it is rejected. Rules for `adapter_config.json`:
 //!
 //! | field | rule |
 //! |---|---|
-//! | `lora_alpha`, `alpha_pattern`, `use_rslora` | The scaling of a module is α/r, or α/√r. `lora_alpha` is required. |
+//! | `lora_alpha`, `alpha_pattern`, `use_rslora` | The scaling of a module is α/r, or α/√r with `use_rslora`. `lora_alpha` is required. |
 //! | `r`, `rank_pattern` | The factors of a module must have this rank. PEFT does not load others. |
-//! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | The factors must be of modules that these fields select. PEFT drops others without an error. `target_modules: null` needs `target_parameters`; PEFT would choose by the model's type. `layers_pattern` must be plain names. |
+//! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | These fields must select every module that has factors. PEFT silently drops the others. `target_modules: null` requires `target_parameters`; PEFT would choose by model type. `layers_pattern` must be plain names. |
 //! | `target_parameters` | The same for parameters that hold all experts. |
-//! | patterns in these fields | Python's `re`. Constructs that Python lacks, or that our engine reads differently, are refused: POSIX classes, set operators, `\<`, `\N{…}`, inline flags, possessive quantifiers. A configuration may have 64 regular expressions, besides any number of plain paths; their compiled size and their work on all modules are bounded. |
-//! | `modules_to_save`, `bias`, `use_dora` and others | Refused if they switch anything on. So is an unknown field, unless it is null, false or empty. |
+//! | patterns in these fields | Python's `re` syntax. Constructs that Python lacks, or that the regex engine used here interprets differently, are rejected: POSIX classes, set operators, `\<`, `\N{…}`, inline flags, possessive quantifiers. A configuration may have up to 64 regular expressions and any number of plain paths. Their compiled size and the total matching work are bounded. |
+//! | `modules_to_save`, `bias`, `use_dora` and others | Rejected if they enable anything. So is an unknown field, unless it is null, false or empty. |
 //!
-//! These differ from PEFT on purpose:
+//! Deliberate differences from PEFT:
 //!
-//! - If `r`, `target_modules` or `target_parameters` is absent, the tensors decide. PEFT uses defaults. Trainers that send adapters from
-//!   memory often write only `peft_type` and `lora_alpha`.
-//! - With `"target_modules": "all-linear"`, factors of `lm_head` or of an embedding are refused, because PEFT drops them. A head named
-//!   `unembed_tokens` is served: the trainers that write this name train it.
-//! - A key may carry wrappers (`base_model.model`, `module`, `_orig_mod`, FSDP's), the adapter's name, or a model's outer names from
-//!   another version or framework, and may lack them. PEFT drops every key that is not exactly its own. A module that the model lacks
-//!   is refused, and so are an embedding's factors for a linear layer and a linear layer's for an embedding.
-//! - PEFT saves the `base_layer.weight` of an embedding or a head with every adapter of it, and loads it over the base model's weight.
-//!   Such an adapter is refused until the engine has compared the two: [`Adapter::compare_base_weights`].
+//! - If `r`, `target_modules` or `target_parameters` is absent, the tensors decide; PEFT uses defaults. Trainers that send adapters
+//!   from memory often write only `peft_type` and `lora_alpha`.
+//! - With `"target_modules": "all-linear"`, factors of `lm_head` or of an embedding are rejected, because PEFT drops them. A head
+//!   named `unembed_tokens` is accepted, because the trainers that use this name train it.
+//! - Keys may carry or lack wrappers (`base_model.model`, `module`, `_orig_mod`, FSDP's), the adapter's name, and outer module
+//!   names of other versions or frameworks. PEFT drops every key that is not exactly its own. A module that the model lacks is
+//!   rejected, as are an embedding's factors for a linear layer and a linear layer's for an embedding.
+//! - PEFT saves the `base_layer.weight` of an adapted embedding or head, and loads it over the base model's weight. Such an adapter
+//!   is rejected until the engine has compared the two: [`Adapter::compare_base_weights`].
 //! - `peft_type` may be lower case.
 //!
 //! # Experts
 //!
-//! The factors of a mixture of experts come expert by expert, or all in one pair of tensors, in several forms; those are [`Stack`]s
-//! until a model says how many experts there are. Each of these is read, of the experts of a path that the model has, each `{proj}`
-//! one of `gate_proj`, `up_proj`, `down_proj` and `gate_up_proj`, or of `w1`, `w3` and `w2`:
+//! Factors of experts come one expert at a time, or stacked in one pair of tensors in several formats. The latter are [`Stack`]s
+//! until a model determines the number of experts. `{proj}` is `gate_proj`, `up_proj`, `down_proj` or `gate_up_proj`, or `w1`, `w3`
+//! or `w2`. `E` is the number of experts:
 //!
-//! | form | keys | A | B | made by |
+//! | format | keys | A | B | written by |
 //! |---|---|---|---|---|
-//! | an expert's | `experts.{e}.{proj}` | `[r, in]` | `[out, r]` | PEFT on lists of modules; prime-rl |
-//! | stacked | `experts.{proj}` | `[E, r, in]` | `[E, out, r]` | Tinker, Megatron-Bridge, SkyRL; E is 1 where all share one |
+//! | per expert | `experts.{e}.{proj}` | `[r, in]` | `[out, r]` | PEFT on lists of modules; prime-rl |
+//! | stacked | `experts.{proj}` | `[E, r, in]` | `[E, out, r]` | Tinker, Megatron-Bridge, SkyRL; `E` is 1 for shared factors |
 //! | fms | `block_sparse_moe.w1` | `[E, in, r]` or as stacked | `[E, r, out]` or as stacked | fms-acceleration |
-//! | side by side | `shared_experts.{proj}` | `[r, in]`; of down `[r, E in]` | `[E out, r]`; of down `[out, r]` | Inkling's shared experts |
-//! | parameters | `experts`, `experts.base_layer` | `[E r, in]`, by expert | `[out, r E]`, expert fastest | PEFT's `target_parameters` |
+//! | side by side | `shared_experts.{proj}` | `[r, in]`; for down `[r, E in]` | `[E out, r]`; for down `[out, r]` | Inkling's shared experts |
+//! | parameters | `experts`, `experts.base_layer` | `[E r, in]`, expert slowest | `[out, r E]`, expert fastest | PEFT's `target_parameters` |
 //!
-//! Of a parameter the factors may also be those of the transposed delta, with `in` and `out` exchanged ([`Orientation`]). What
-//! cannot be told from `peft_version`, `target_parameters` and the shapes is refused. A stacked gate_up may have an A for each of its
-//! halves, one after the other. Gate and up in one are taken apart as the checkpoint has them
+//! The factors of a parameter may also be those of the transposed delta, with `in` and `out` exchanged ([`Orientation`]). If
+//! `peft_version`, `target_parameters` and the shapes do not determine the format, the adapter is rejected. A stacked gate-up may
+//! have one A for each half. Gate-up factors are split in the checkpoint's order
 //! ([`Experts::stored_halves`](crate::model::Experts::stored_halves)).
 //!
-//! However an adapter spells it, its block is the same: factors that all experts have alike are there once
-//! ([`SlotImage::shared`]), and only those of the experts that this rank holds.
+//! All formats give the same image. It stores shared factors once ([`SlotImage::shared`]), and other factors only for the experts
+//! on this rank.
 
 mod config;
 mod error;

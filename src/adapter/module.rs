@@ -1,11 +1,11 @@
-//! What an adapter consists of: modules, stacked factors of experts, and weights of the base model.
+//! The parts of an adapter: modules, stacked expert factors and weights of the base model.
 
 use super::{
     error::{AdapterError, TensorName},
     tensor::{Factor, Tensor},
 };
 
-/// A weight of the base model that an adapter brings: its embedding's or its head's.
+/// A copy of the base model's embedding or head weight in an adapter.
 #[derive(Debug)]
 pub struct BaseWeight {
     pub(super) path: String,
@@ -14,7 +14,7 @@ pub struct BaseWeight {
 }
 
 impl BaseWeight {
-    /// The path of the embedding or head, such as `model.embed_tokens`, as the adapter spells it.
+    /// Path of the embedding or head as the adapter spells it, such as `model.embed_tokens`.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -25,7 +25,7 @@ impl BaseWeight {
     }
 }
 
-/// One adapted module of an adapter.
+/// One adapted module.
 #[derive(Debug)]
 pub struct Module {
     pub(super) path: String,
@@ -35,59 +35,59 @@ pub struct Module {
     pub(super) b: Factor,
 }
 
-/// What an adapter takes a module for.
+/// The kind of a module, by the names of its tensors.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum ModuleKind {
-    /// A matrix multiplication: `lora_A`, `lora_B`.
+    /// A linear layer: `lora_A`, `lora_B`.
     Linear,
-    /// A table of rows: `lora_embedding_A`, `lora_embedding_B`.
+    /// An embedding: `lora_embedding_A`, `lora_embedding_B`.
     Embedding,
 }
 
 impl Module {
-    /// The module's path in the model, such as `model.layers.0.self_attn.q_proj`, as the adapter spells it.
+    /// Path of the module as the adapter spells it, such as `model.layers.0.self_attn.q_proj`.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// What the adapter takes the module for.
+    /// The kind of the module.
     pub fn kind(&self) -> ModuleKind {
         self.kind
     }
 
-    /// The rank of the factors, at least 1.
+    /// The rank, at least 1.
     pub fn rank(&self) -> usize {
         self.a.rows
     }
 
-    /// α/r, or α/√r for rank-stabilised adapters.
+    /// The scaling: α/r, or α/√r for rank-stabilised adapters.
     pub fn scaling(&self) -> f32 {
         self.scaling
     }
 
-    /// Columns of A: the module's whole, unsharded input features, or an embedding's rows.
+    /// Columns of A: the unsharded input features, or the rows of an embedding.
     pub fn in_features(&self) -> usize {
         self.a.cols
     }
 
-    /// Rows of B: the module's whole, unsharded output features.
+    /// Rows of B: the unsharded output features.
     pub fn out_features(&self) -> usize {
         self.b.rows
     }
 
-    /// Reads A, row-major `[rank, in_features]`.
+    /// A as `f32`, `[rank, in_features]`, row-major.
     pub fn a_f32(&self) -> Vec<f32> {
         self.a.tensor.to_f32()
     }
 
-    /// Reads B, row-major `[out_features, rank]`.
+    /// B as `f32`, `[out_features, rank]`, row-major.
     pub fn b_f32(&self) -> Vec<f32> {
         self.b.tensor.to_f32()
     }
 }
 
 impl Module {
-    /// Fails unless the model's module is of the kind that the factors are of.
+    /// Rejects factors of another kind than the model's module.
     pub(super) fn expect_kind(&self, want: ModuleKind) -> Result<(), AdapterError> {
         if self.kind == want {
             return Ok(());
@@ -101,7 +101,7 @@ impl Module {
     }
 }
 
-/// Factors of several experts in one pair of tensors. Only a model says how many experts there are, and so of which rank they are.
+/// The factors of several experts in one pair of tensors. Their rank depends on the number of experts, which only a model knows.
 #[derive(Debug)]
 pub struct Stack {
     pub(super) path: String,
@@ -110,18 +110,18 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// The path of a module of all experts, such as `model.layers.0.mlp.experts.down_proj`, or, with PEFT's `target_parameters`, of
-    /// the experts, less or more some `base_layer`; as the adapter spells it.
+    /// Path as the adapter spells it: of a module of all experts, such as `model.layers.0.mlp.experts.down_proj`; or, for PEFT's
+    /// `target_parameters`, of the experts themselves, possibly with `base_layer` components.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// The shape of A.
+    /// Shape of A.
     pub fn a_shape(&self) -> &[usize] {
         self.a.1.shape()
     }
 
-    /// The shape of B.
+    /// Shape of B.
     pub fn b_shape(&self) -> &[usize] {
         self.b.1.shape()
     }

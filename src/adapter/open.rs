@@ -1,4 +1,4 @@
-//! Reads an adapter from files, bytes or tensors, and pairs its factors.
+//! Opens an adapter from files, bytes or tensors, and pairs its factors.
 
 use std::{
     collections::BTreeMap,
@@ -17,37 +17,38 @@ use super::{
 };
 use crate::model::MAX_RANK;
 
-/// An adapter: parsed and checked, its weights not converted yet.
+/// An adapter whose configuration and tensor names are parsed and checked. Weights are not converted yet.
 #[derive(Debug)]
 #[doc(alias = "PeftModel")]
 pub struct Adapter {
     pub(super) config: Config,
     pub(super) modules: Vec<Module>,
     pub(super) stacks: Vec<Stack>,
-    /// Factors without elements, which some write for a module that experts do not have. Only a model says whether they do not.
+    /// Factors with zero elements, which some trainers write for modules that ungated experts lack. Only a model can tell whether
+    /// the module is missing.
     pub(super) empty: Vec<Stack>,
     pub(super) base_weights: Vec<BaseWeight>,
     pub(super) orientation: Option<Orientation>,
 }
 
 impl Adapter {
-    /// Opens the adapter in a directory: `adapter_config.json` and safetensors, in one file or in shards with an index.
+    /// Opens the adapter in a directory: `adapter_config.json`, and safetensors in one file or in shards with an index.
     ///
-    /// The files stay mapped: they must not be changed or truncated while the adapter lives. A process that reads behind the end of a
-    /// file that was truncated is killed (`SIGBUS`). Replacing a file by renaming another over it, as downloaders do, is fine; where
-    /// others may do more, [`read`](Self::read).
+    /// The weight files are memory-mapped. Do not modify or truncate them while the adapter is alive: reading past a truncated
+    /// file's end kills the process with `SIGBUS`. Replacing a file by renaming another over it is safe. Use [`read`](Self::read)
+    /// for files that others may modify.
     ///
     /// # Errors
-    /// If a file is missing, unreadable or malformed, or if anything in it is not supported.
+    /// [`AdapterError`] if a file is missing, unreadable or malformed, or has anything unsupported in it.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
         Self::load(dir.as_ref(), Access::Map)
     }
 
-    /// As [`open`](Self::open), but copies the files into memory, so that nothing that happens to them later matters: for adapters of
-    /// strangers. It takes as much memory as the files are long.
+    /// Like [`open`](Self::open), but reads the weight files into memory, so that later changes to them have no effect. Use it for
+    /// untrusted adapters. It takes as much memory as the files have bytes.
     ///
     /// # Errors
-    /// As for [`open`](Self::open), or if there is not enough memory.
+    /// As for [`open`](Self::open), or if memory is exhausted.
     pub fn read(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
         Self::load(dir.as_ref(), Access::Copy)
     }
@@ -57,11 +58,10 @@ impl Adapter {
         Self::assemble(config, files::tensors(dir, access)?)
     }
 
-    /// Makes an adapter of the bytes of its safetensors files, of which there may be several with different tensors, and the text of its
-    /// `adapter_config.json`.
+    /// Opens an adapter from the bytes of one or more safetensors files and the text of its `adapter_config.json`.
     ///
-    /// The bytes are kept, not copied: a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a map of a file, or any handle that keeps them in
-    /// place. They have to stay the same as long as the adapter lives.
+    /// The bytes are kept, not copied. They may be a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a memory map or any other
+    /// handle, and must not change while the adapter is alive.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -72,7 +72,7 @@ impl Adapter {
     /// ```
     ///
     /// # Errors
-    /// As for [`open`](Self::open). Errors call the files `file 0`, `file 1`, and so on.
+    /// As for [`open`](Self::open). Errors name the files `file 0`, `file 1` and so on.
     pub fn from_safetensors<B: AsRef<[u8]> + Send + Sync + 'static>(
         config: &str,
         files: impl IntoIterator<Item = B>,
@@ -86,8 +86,8 @@ impl Adapter {
         Self::assemble(config, tensors)
     }
 
-    /// Makes an adapter of tensors in memory, as a trainer sends them. `config` is the text of an `adapter_config.json`; the
-    /// tensors are named as in PEFT's files, with or without `base_model.model.`.
+    /// Opens an adapter from tensors in memory, such as a trainer sends. `config` is the text of an `adapter_config.json`. Tensors
+    /// are named as in PEFT's files, with or without `base_model.model.`.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -100,24 +100,25 @@ impl Adapter {
         Self::assemble(config, tensors.into_iter().map(named))
     }
 
-    /// Says how PEFT's factors of parameters that hold all experts stand, in place of what `peft_version` and the shapes say: for
-    /// adapters that are refused as ambiguous, or that a later PEFT has saved again, which keeps the `peft_version` it has loaded.
+    /// Sets the orientation of the factors of PEFT's `target_parameters`, instead of deriving it from `peft_version` and the
+    /// shapes. Use it for adapters that are rejected as ambiguous, and for adapters that a later PEFT has saved again, which keeps
+    /// the original `peft_version`.
     #[must_use]
     #[doc(alias = "is_3d_lora_weight")]
     pub fn oriented(self, orientation: Orientation) -> Self {
         Self { orientation: Some(orientation), ..self }
     }
 
-    /// The weights of the base model that the adapter brings and that were not compared yet. PEFT saves those of the embedding and of the
-    /// head with every adapter of one of them, and loads them over the base model's.
+    /// The adapter's copies of base weights that have not been compared yet. PEFT saves the embedding and head weights with every
+    /// adapter of either, and loads them over the base model's.
     pub fn base_weights(&self) -> &[BaseWeight] {
         &self.base_weights
     }
 
-    /// Finds out whether the adapter's weights of the base model are the base model's own: `is_same` is asked of each, and they are then
-    /// forgotten. Without this, an adapter that has any cannot be [planned](Self::plan).
+    /// Checks that the adapter's copies of base weights equal the base model's: calls `is_same` for each, then forgets them. An
+    /// adapter with uncompared base weights cannot be [planned](Self::plan).
     ///
-    /// What counts is what the engine computes with: where it rounds the base model's weights, it has to compare them rounded.
+    /// Compare with the weights that the engine computes with. If the engine rounds them, round the adapter's copy, too.
     ///
     /// ```
     /// # use aril::adapter::{Adapter, AdapterError};
@@ -132,7 +133,8 @@ impl Adapter {
     /// ```
     ///
     /// # Errors
-    /// [`AdapterError::OtherBase`] for the first of which `is_same` says no; and what it returns, at once. Nothing is forgotten then.
+    /// [`AdapterError::OtherBase`] for the first weight that `is_same` rejects, or the error that `is_same` returns. All weights
+    /// are then kept.
     #[doc(alias = "save_embedding_layers")]
     pub fn compare_base_weights<E: From<AdapterError>>(
         &mut self,
@@ -152,12 +154,12 @@ impl Adapter {
         &self.modules
     }
 
-    /// The stacked factors of experts, sorted by path.
+    /// The stacked expert factors, sorted by path.
     pub fn stacks(&self) -> &[Stack] {
         &self.stacks
     }
 
-    /// The largest rank of any module; of stacks, [`SlotImage::max_rank`](super::SlotImage::max_rank) knows it.
+    /// The largest rank of all modules. It does not include stacks; see [`SlotImage::max_rank`](super::SlotImage::max_rank).
     #[doc(alias = "max_lora_rank")]
     pub fn max_rank(&self) -> usize {
         self.modules.iter().map(Module::rank).max().unwrap_or(0)
@@ -191,7 +193,7 @@ impl Adapter {
     }
 }
 
-/// The factors of a module, as they are found.
+/// The factors of a module, while tensors are being collected.
 #[derive(Default)]
 struct Pair {
     a: Option<Half>,
@@ -201,7 +203,7 @@ struct Pair {
 struct Half {
     name: TensorName,
     tensor: Tensor,
-    /// What both halves must have in common: the module's kind and, in some state dicts, the adapter's name.
+    /// Must agree for A and B: the module's kind and, in some state dicts, the adapter's name.
     of: (ModuleKind, Option<String>),
 }
 

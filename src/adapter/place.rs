@@ -1,4 +1,4 @@
-//! An adapter's place in a model: which module each of its factors is of, and what of it a rank needs.
+//! Places an adapter in a model: matches its factors to modules, and selects what one rank needs.
 
 use std::collections::BTreeMap;
 
@@ -18,14 +18,14 @@ use crate::{
 };
 
 impl Adapter {
-    /// What the adapter takes in a slot of `model` on this tensor-parallel rank, its weights in `dtype`.
+    /// Plans the adapter's image in a slot of `model`, with weights of type `dtype`.
     ///
-    /// Any subset of the model's modules will do, each with a rank of its own. Of experts, it reads as much as it takes to see
-    /// whether they have the same factors.
+    /// The adapter may adapt any subset of the model's modules, each with its own rank. For experts, planning reads the factors far
+    /// enough to find out which of them are equal.
     ///
     /// # Errors
-    /// If a module has no place in the model or shares it with another, a factor's shape is not the model's, stacked experts can
-    /// be read in more than one way, or there are [base weights](Self::base_weights) that were not compared.
+    /// [`AdapterError`] if a module has no place in the model or the same place as another, a factor has the wrong shape, stacked
+    /// experts are ambiguous, or [base weights](Self::base_weights) have not been compared.
     pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
         if let Some(weight) = self.base_weights.first() {
             return Err(AdapterError::BaseWeight { tensor: weight.name.clone() });
@@ -63,11 +63,10 @@ impl Adapter {
 }
 
 impl Module {
-    /// The module's path as the model spells it, or that of the fused module of a layer: of the model's module that
-    /// [`plan`](Adapter::plan) gives the factors to.
+    /// Path of the model's module (or fused module) that [`plan`](Adapter::plan) assigns the factors to.
     ///
     /// # Errors
-    /// If the module has no place in the model, or several.
+    /// [`AdapterError::NoPlace`] or [`AdapterError::Ambiguous`] if there is no such module, or several.
     pub fn path_in(&self, model: &Model) -> Result<String, AdapterError> {
         locate(model, &self.path).map(|(_, path)| path)
     }
@@ -76,7 +75,7 @@ impl Module {
         Source::new(&self.path, [self.a.stored(), self.b.stored()])
     }
 
-    /// Puts what this rank needs of the factors into the image. The target alone decides what they must be.
+    /// Places this rank's part of the factors in the image. Their required shapes depend on the target alone.
     fn place<'a>(&'a self, target: Target, model: &Model, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
         self.expect_kind(match target {
             Target::Linear { .. } | Target::Fused(_) => ModuleKind::Linear,
@@ -122,21 +121,21 @@ impl Stack {
         Source::new(&self.path, [&self.a, &self.b].map(|(name, tensor)| Stored { name, tensor }))
     }
 
-    /// For one that is where the model has something else than experts.
+    /// The error for a stack whose path is not that of experts.
     fn not_matrix(&self) -> AdapterError {
         let (tensor, a) = &self.a;
         AdapterError::NotMatrix { tensor: tensor.clone(), shape: a.shape().to_vec() }
     }
 }
 
-/// What a path stands for.
+/// The target of a path in a model.
 enum Place {
     Module(Target),
     Experts(ExpertsId, InExperts),
 }
 
-/// Finds what a path stands for, and how the model spells it: the model's module of that path, else its only module of another
-/// spelling of it.
+/// Finds the target of a path and the model's spelling of it. An exact match wins; otherwise exactly one alternative spelling must
+/// match.
 fn locate(model: &Model, module: &str) -> Result<(Place, String), AdapterError> {
     if let Some(place) = place(model, module) {
         return Ok((place, module.to_owned()));

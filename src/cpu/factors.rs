@@ -1,4 +1,4 @@
-//! The products with a module's factors, as they are laid out in an adapter's block.
+//! Products with a module's factors, in the layout of an adapter's block.
 
 use crate::{
     Element,
@@ -8,7 +8,7 @@ use crate::{
     },
 };
 
-/// A module's factors, as laid out in the block (`adapter::layout`).
+/// The factors of a module, in the layout of [`adapter::layout`](crate::adapter::layout).
 #[derive(Clone, Copy)]
 pub(super) struct Factors<'a, T> {
     a: &'a [T],
@@ -18,7 +18,7 @@ pub(super) struct Factors<'a, T> {
 }
 
 impl<'a, T: Element> Factors<'a, T> {
-    /// The factors of an entry, in a block.
+    /// The factors of an entry.
     pub(super) fn new(block: &'a [T], entry: &ImageEntry) -> Self {
         let &ImageEntry { a_elems, b_elems, rank, scaling, .. } = entry;
         Self { a: &block[a_elems..], b: &block[b_elems..], rank, scaling }
@@ -32,17 +32,17 @@ impl<'a, T: Element> Factors<'a, T> {
         self.scaling
     }
 
-    /// Whether both have one A, and not only equal ones.
+    /// Whether both refer to the same A, rather than to equal ones.
     pub(super) fn share_a(&self, other: &Self) -> bool {
         std::ptr::eq(self.a, other.a)
     }
 
-    /// Whether both have one B, and not only equal ones.
+    /// Whether both refer to the same B, rather than to equal ones.
     pub(super) fn share_b(&self, other: &Self) -> bool {
         std::ptr::eq(self.b, other.b)
     }
 
-    /// Writes `A x` to the beginning of `v`.
+    /// Writes `A x` to `v[..rank]`.
     pub(super) fn shrink(&self, x: &[T], v: &mut [f32]) {
         let layout = LinearA { rank: self.rank, in_features: x.len() };
         for (i, v) in v[..self.rank].chunks_mut(TILE_RANKS).enumerate() {
@@ -56,18 +56,18 @@ impl<'a, T: Element> Factors<'a, T> {
         }
     }
 
-    /// `A[:, id]`, of an embedding.
+    /// `A[:, id]` of an embedding.
     pub(super) fn look_up(&self, vocab: usize, id: usize) -> Vec<f32> {
         let row = EmbeddingA { vocab, rank: self.rank }.at(id, 0);
         self.a[row..][..self.rank].iter().map(|a| a.to_f32()).collect()
     }
 
-    /// Adds `scale · B v` to `y`.
+    /// `y += scale · scaling · B v`.
     pub(super) fn expand(&self, v: &[f32], scale: f32, y: &mut [T]) {
         self.delta(v, scale, y.len(), |output, delta| y[output] = T::from_f32(y[output].to_f32() + delta));
     }
 
-    /// Calls `put` with each output and its element of `scale · B v`.
+    /// Calls `put` with each output and its element of `scale · scaling · B v`.
     pub(super) fn delta(&self, v: &[f32], scale: f32, out_features: usize, mut put: impl FnMut(usize, f32)) {
         let scale = scale * self.scaling;
         self.product(v, out_features, |output, product| put(output, scale * product));
@@ -90,7 +90,7 @@ impl<'a, T: Element> Factors<'a, T> {
     }
 }
 
-/// Adds the products of each row of cores with `x` to its eight sums.
+/// Adds the products of each row with `x` to the row's eight partial sums.
 fn add_products<T: Element>(rows: &[T], x: &[f32; CORE], sums: &mut [[f32; CORE]]) {
     for (row, sums) in rows.as_chunks::<CORE>().0.iter().zip(sums) {
         for lane in 0..CORE {
@@ -99,7 +99,7 @@ fn add_products<T: Element>(rows: &[T], x: &[f32; CORE], sums: &mut [[f32; CORE]
     }
 }
 
-/// The values, and zeros behind them.
+/// The values, followed by zeros.
 fn padded(values: impl Iterator<Item = f32>) -> [f32; CORE] {
     let mut padded = [0.0; CORE];
     padded.iter_mut().zip(values).for_each(|(padded, value)| *padded = value);

@@ -1,7 +1,7 @@
-//! The operations on the CPU: threaded, accumulating in `f32`, rounding once at the store.
+//! LoRA operations on the CPU, multithreaded. They accumulate in `f32` and round once, when they store.
 //!
-//! The default backend of the example, and what an engine's tests run on where there is no GPU. The nouns are those of the CUDA
-//! side. A token's result does not depend on what else is in the batch.
+//! The types have the names of those in `cuda`, so that engines can test without a GPU. A token's result does not depend on the
+//! rest of the batch.
 
 mod activation;
 mod embedding;

@@ -11,10 +11,10 @@ use crate::{
     routing::Batch,
 };
 
-/// The adapters in host memory, a slot each. Clones are the same table.
+/// Adapters in host memory, one per slot. Clones refer to the same table.
 ///
-/// A table may be used by any number of threads: a [`step`](Self::step) works on the adapters that were there when it began, whatever
-/// is loaded meanwhile.
+/// Any number of threads may use a table. A [`step`](Self::step) keeps the adapters that were loaded when it started, even if other
+/// threads load meanwhile.
 #[derive(Clone, Debug)]
 #[doc(alias = "max_loras")]
 pub struct WeightTable {
@@ -23,11 +23,11 @@ pub struct WeightTable {
 }
 
 impl WeightTable {
-    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, whose factors have at most rank
-    /// `capacity.max_rank`, are `dtype` and take at most `arena_bytes`. `capacity.max_tokens` bounds nothing on the CPU.
+    /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`. Adapters may have ranks up to
+    /// `capacity.max_rank` and take up to `arena_bytes` bytes in total. `capacity.max_tokens` is not used.
     ///
     /// # Errors
-    /// If a bound is zero or past its limit.
+    /// [`PlanError::Limit`] if a bound of the capacity is invalid.
     #[doc(alias = "max_lora_rank")]
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, arena_bytes: usize) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
@@ -37,17 +37,24 @@ impl WeightTable {
         Ok(Self { shared: Arc::new(Shared { bounds, arena }), slots })
     }
 
-    /// Loads an adapter into a slot, in place of the one that was there. There must be room for the new one beside the old one.
+    /// The bytes of an arena in which there is room for these adapters at once.
+    ///
+    /// An engine that replaces adapters while all others stay loaded counts the largest one twice: the old one and the new one are there
+    /// at once.
+    pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
+        images.into_iter().map(SlotImage::bytes).sum()
+    }
+
+    /// Loads an adapter into a slot and replaces the previous one. The arena must have room for both.
     ///
     /// # Errors
-    /// If the image does not fit the table, or a weight cannot be represented (NaN, or too large for the type). The slot is as it
-    /// was.
+    /// [`LoadError`] if the image does not match the table, the arena is full, or a weight has no finite value in the table's
+    /// element type. The slot is then unchanged.
     pub fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
 
-    /// As [`load`](Self::load), and calls `progress` with how many of the image's [`bytes`](SlotImage::bytes) are done, each time that
-    /// there are more: adapters of experts may have gigabytes.
+    /// Like [`load`](Self::load), and calls `progress` with the number of bytes loaded so far, out of [`SlotImage::bytes`].
     ///
     /// # Errors
     /// As for `load`.
@@ -65,15 +72,15 @@ impl WeightTable {
     /// Reserves room for an adapter.
     ///
     /// # Errors
-    /// If the image does not fit the table, or there is no room.
+    /// [`LoadError`] if the image does not match the table or the arena is full.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         Reservation::new(&self.shared, image)
     }
 
-    /// Puts an adapter into a slot, in place of the one that was there: for the steps that begin from now on.
+    /// Puts an adapter into a slot and replaces the previous one, for steps that start from now on.
     ///
     /// # Errors
-    /// If there is no such slot, or the room is of another table.
+    /// [`LoadError::Slot`] if the slot does not exist, or the room was reserved in another table.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
         let Filled { adapter, max_rank } = filled;
         if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
@@ -84,47 +91,46 @@ impl WeightTable {
         Ok(resident)
     }
 
-    /// Empties a slot: its tokens are the base model's from the next step on.
+    /// Empties a slot. Its tokens are base tokens in steps that start from now on.
     ///
     /// # Errors
-    /// If there is no such slot.
+    /// [`LoadError::Slot`] if the slot does not exist.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
         let old = self.slots.take(&mut self.slots.lock(), slot);
         Ok(old.map(drop)?)
     }
 
-    /// Refuses adapters that are no longer where they were loaded.
+    /// Rejects adapters that have been unloaded or replaced.
     ///
-    /// A [`step`](Self::step) keeps the adapters that were loaded when it began. A check that passes after `step` has returned therefore
-    /// holds for that step, whatever other threads load and unload.
+    /// A check that passes after [`step`](Self::step) has returned holds for the whole step, because the step keeps its adapters.
     ///
     /// # Errors
-    /// If one has been unloaded or replaced, or its slot does not exist.
+    /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
     pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
         self.slots.check(residents)
     }
 
-    /// What a slot holds, if it is loaded.
+    /// The content of a slot; `None` if it is empty.
     pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
         self.slots.lock().info(slot.index()?)
     }
 
-    /// What the loaded slots hold, in the order of slots.
+    /// The contents of all loaded slots, by slot.
     pub fn loaded(&self) -> Vec<SlotInfo> {
         self.slots.lock().infos()
     }
 
-    /// The arena's bytes, used and free.
+    /// Memory use of the arena.
     pub fn usage(&self) -> Usage {
         self.shared.arena.usage()
     }
 
-    /// Whether there is room for an adapter now.
+    /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
         image.bytes() <= self.usage().largest_gap
     }
 
-    /// What the slots of `batch` hold now, by slot.
+    /// The adapters of `batch` that are loaded now, by slot.
     pub(super) fn adapters(&self, batch: &Batch<'_>) -> Vec<Option<Arc<Adapter>>> {
         let mut adapters = Vec::new();
         let blocks = self.slots.lock();
@@ -139,17 +145,17 @@ impl WeightTable {
         adapters
     }
 
-    /// The model that it was made for.
+    /// The model of the adapters.
     pub fn model(&self) -> &Model {
         &self.shared.bounds.model
     }
 
-    /// The element type of the factors, and of the operands of a step.
+    /// The element type of factors and operands.
     pub fn dtype(&self) -> DType {
         self.shared.bounds.dtype
     }
 
-    /// The bounds that it was made for.
+    /// The capacity of the table.
     pub fn capacity(&self) -> Capacity {
         self.shared.bounds.capacity
     }

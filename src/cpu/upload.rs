@@ -1,4 +1,4 @@
-//! An adapter on its way into a weight table: room is reserved, filled, and then committed to a slot.
+//! Loading an adapter into a weight table: reserve, fill, commit.
 
 use std::{
     fmt,
@@ -16,11 +16,11 @@ use crate::{
     residency::{Bounds, Usage},
 };
 
-/// Bytes that are packed before progress is reported.
+/// Bytes written between two calls of `progress`.
 const PROGRESS_BYTES: usize = 4 << 20;
 const _: () = assert!(PROGRESS_BYTES >= MIN_STAGING_BYTES);
 
-/// What a table shares with its adapters, and so owns none of them.
+/// The part of a table that its adapters refer to.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) bounds: Bounds,
@@ -34,7 +34,7 @@ pub(super) struct Arena {
     pub(super) used: AtomicUsize,
 }
 
-/// Room for an adapter in a table. Dropping it gives the room back.
+/// Room for an adapter in a table. Dropping it frees the room.
 #[derive(Debug)]
 #[must_use]
 pub struct Reservation {
@@ -42,7 +42,7 @@ pub struct Reservation {
     pub(super) bytes: usize,
 }
 
-/// An adapter in its room, which no slot has yet. Dropping it gives the room back.
+/// A written adapter that is not in a slot yet. Dropping it frees its room.
 #[derive(Debug)]
 #[must_use]
 pub struct Filled {
@@ -50,16 +50,16 @@ pub struct Filled {
     pub(super) max_rank: usize,
 }
 
-/// An adapter's block. The room is given back with the last step that works on it.
+/// An adapter's block. The last step that uses it frees the room.
 pub(super) struct Adapter {
-    /// Elements of the table's type, in memory aligned for any of them.
+    /// Elements of the table's type. `f32` gives sufficient alignment for all of them.
     block: Vec<f32>,
     entries: Vec<Option<ImageEntry>>,
     pub(super) room: Reservation,
 }
 
 impl Arena {
-    /// Takes so many bytes, or says how many there are.
+    /// Takes `bytes`, or returns how many are free.
     fn take(&self, bytes: usize) -> Result<(), usize> {
         let taken = |used: usize| Some(used + bytes).filter(|&used| used <= self.bytes);
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).map(drop).map_err(|used| self.bytes - used)
@@ -72,7 +72,7 @@ impl Arena {
 }
 
 impl Reservation {
-    /// Takes room for an image, if it fits the table and there is some.
+    /// Reserves room for an image that matches the table.
     pub(super) fn new(shared: &Arc<Shared>, image: &SlotImage<'_>) -> Result<Self, LoadError> {
         shared.bounds.check(image)?;
         let bytes = image.bytes();
@@ -80,21 +80,21 @@ impl Reservation {
         Ok(Self { shared: Arc::clone(shared), bytes })
     }
 
-    /// Bytes of the room.
+    /// Size of the room, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Packs an adapter into the room, on rayon's threads.
+    /// Writes an adapter into the room, on rayon's threads.
     ///
     /// # Errors
-    /// If a weight cannot be represented (NaN, or too large for the type), or the image does not fit the table or has another size than
-    /// the room.
+    /// [`LoadError`] if a weight has no finite value in the table's element type, or the image does not match the table or the size
+    /// of the room.
     pub fn fill(self, image: &SlotImage<'_>) -> Result<Filled, LoadError> {
         self.fill_with_progress(image, |_| ())
     }
 
-    /// As [`fill`](Self::fill), and calls `progress` with the bytes that are done, each time that there are more.
+    /// Like [`fill`](Self::fill), and calls `progress` with the number of bytes written so far.
     ///
     /// # Errors
     /// As for `fill`.
@@ -134,7 +134,7 @@ impl fmt::Debug for Adapter {
 }
 
 impl Adapter {
-    /// The factors at a table entry, if any.
+    /// The factors at a descriptor-table entry.
     pub(super) fn factors<T: Element>(&self, entry: usize) -> Option<Factors<'_, T>> {
         Some(Factors::new(bytemuck::cast_slice(&self.block), self.entries[entry].as_ref()?))
     }

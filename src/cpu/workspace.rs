@@ -1,4 +1,5 @@
-/// What the operations of a step leave for each other: `A x` between [`LoraLinear::shrink`](super::LoraLinear::shrink) and [`LoraLinear::expand`](super::LoraLinear::expand).
+/// Scratch memory of a step: `A x` between [`LoraLinear::shrink`](super::LoraLinear::shrink) and
+/// [`LoraLinear::expand`](super::LoraLinear::expand).
 #[derive(Clone, Debug, Default)]
 pub struct Workspace {
     /// `[tokens, slices, max_rank]`
@@ -6,7 +7,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Forgets what an earlier step left.
+    /// Drops the values of an earlier step.
     pub(super) fn clear(&mut self) {
         self.v.clear();
     }

@@ -6,9 +6,9 @@ use std::{
 };
 
 use cudarc::driver::CudaEvent;
-use offset_allocator::{Allocation, Allocator};
+use offset_allocator::{Allocation, Allocator, ext::min_allocator_size};
 
-use super::{LaunchError, Queue, region::Region};
+use super::{LaunchError, Queue, capturing::Relaxed, region::Region};
 use crate::{error::LoadError, residency::Usage};
 
 /// What the arena hands out.
@@ -56,15 +56,11 @@ impl fmt::Debug for Arena {
 
 impl Arena {
     pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
-        let granules = u32::try_from(bytes.div_ceil(GRANULE_BYTES)).map_err(|_| LaunchError::Capacity {
-            what: "the arena's bytes",
-            got: bytes,
-            max: u32::MAX as usize * GRANULE_BYTES,
-        })?;
+        let mut free = FreeList::new(bytes)?;
         let region = Region::new(queue, bytes.next_multiple_of(GRANULE_BYTES))?;
         // Copies of other streams come behind the allocation.
         let allocated = Arc::new(queue.stream().record_event(None)?);
-        let free = FreeList { allocator: Allocator::new(granules), used: 0, pending: vec![allocated] };
+        free.pending.push(allocated);
         Ok(Self { queue: queue.clone(), region, free: Mutex::new(free) })
     }
 
@@ -92,7 +88,7 @@ impl Arena {
         }
     }
 
-    /// Frees rooms that work before `event` may still use. Asks no event: a thread that captures a stream may not.
+    /// Frees rooms that work before `event` may still use.
     pub(super) fn give_back(&self, rooms: impl IntoIterator<Item = Room>, event: Option<Arc<CudaEvent>>) {
         let mut free = self.lock();
         free.pending.extend(event);
@@ -125,15 +121,49 @@ impl Drop for Arena {
         for event in &self.free.get_mut().unwrap_or_else(PoisonError::into_inner).pending {
             if self.queue.enter().and_then(|()| Ok(self.queue.stream().wait(event)?)).is_err() {
                 // The stream is being captured, or the context is gone and the copy with it.
+                let _relaxed = Relaxed::new();
                 let _ = event.synchronize();
             }
         }
     }
 }
 
+/// The bytes of a new arena in which there is room for blocks of these sizes, in whatever order they come, and for `beside` more behind
+/// each of them, which are free again when the next one comes.
+pub(super) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) -> usize {
+    let (mut total, mut spare) = (0_usize, 0);
+    for granules in blocks.into_iter().map(granules) {
+        total = total.saturating_add(granules);
+        // The allocator looks for a gap of one of its size classes, so the last block needs a larger gap than itself.
+        spare = spare.max(gap_for(granules) - granules).max(gap_for(self::granules(beside)));
+    }
+    total.saturating_add(spare).saturating_mul(GRANULE_BYTES)
+}
+
+/// What `bytes` take. Nothing takes a granule, too: every room has an offset of its own.
+fn granules(bytes: usize) -> usize {
+    bytes.div_ceil(GRANULE_BYTES).max(1)
+}
+
+/// The smallest gap in which the allocator finds room for so many granules.
+fn gap_for(granules: usize) -> usize {
+    // Larger ones are in no arena.
+    u32::try_from(granules).map_or(granules, |granules| min_allocator_size(granules) as usize)
+}
+
 impl FreeList {
+    /// So many bytes, or up to 255 more, all free.
+    fn new(bytes: usize) -> Result<Self, LaunchError> {
+        let granules = u32::try_from(bytes.div_ceil(GRANULE_BYTES)).map_err(|_| LaunchError::Capacity {
+            what: "the arena's bytes",
+            got: bytes,
+            max: u32::MAX as usize * GRANULE_BYTES,
+        })?;
+        Ok(Self { allocator: Allocator::new(granules), used: 0, pending: Vec::new() })
+    }
+
     fn allocate(&mut self, bytes: usize) -> Result<Room, LoadError> {
-        let granules = bytes.div_ceil(GRANULE_BYTES).max(1);
+        let granules = granules(bytes);
         let allocation = u32::try_from(granules).ok().and_then(|granules| self.allocator.allocate(granules));
         let allocation = allocation.ok_or_else(|| LoadError::Full { bytes, largest_gap: self.largest_gap() })?;
         let bytes = granules * GRANULE_BYTES;
@@ -147,10 +177,61 @@ impl FreeList {
     }
 
     fn forget_done(&mut self) {
+        let _relaxed = Relaxed::new();
         self.pending.retain(|event| !event.is_complete());
     }
 
     fn largest_gap(&self) -> usize {
         self.allocator.storage_report().largest_free_region as usize * GRANULE_BYTES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{FreeList, GRANULE_BYTES, bytes_for};
+
+    proptest! {
+        /// Adapters that are loaded one at a time, each with a row beside it until it is committed.
+        #[test]
+        fn there_is_room_for_what_was_counted(
+            blocks in prop::collection::vec(1..10_000_000_usize, 1..12),
+            beside in 1..100_000_usize,
+        ) {
+            let bytes = bytes_for(blocks.iter().copied(), beside);
+            let mut free = FreeList::new(bytes).unwrap();
+            for &block in &blocks {
+                prop_assert!(free.allocate(block).is_ok(), "{block} of {bytes}");
+                let row = free.allocate(beside);
+                prop_assert!(row.is_ok(), "{beside} beside {block} of {bytes}");
+                row.into_iter().for_each(|row| free.free(row));
+            }
+            // One of the allocator's size classes is an eighth larger than the one before.
+            let exact: usize = blocks.iter().sum();
+            let largest = blocks.iter().copied().max().unwrap_or(0).max(beside * 8);
+            prop_assert!(bytes <= exact + largest / 8 + beside + (blocks.len() + 2) * GRANULE_BYTES);
+        }
+    }
+
+    #[test]
+    fn nothing_needs_nothing_and_too_much_is_refused() {
+        assert_eq!(bytes_for([], 4096), 0);
+        let too_much = bytes_for([usize::MAX, usize::MAX], 1);
+        assert!(too_much > u32::MAX as usize * GRANULE_BYTES);
+        assert!(FreeList::new(too_much).is_err());
+    }
+
+    #[test]
+    fn rooms_are_whole_granules_apart_from_each_other() {
+        let mut free = FreeList::new(1000).unwrap();
+        let rooms = [1, 257, 0].map(|bytes| free.allocate(bytes).unwrap());
+        let mut places = rooms.each_ref().map(|room| (room.offset(), room.bytes));
+        places.sort_unstable();
+        assert_eq!(places.map(|(_, bytes)| bytes).iter().sum::<usize>(), 4 * GRANULE_BYTES);
+        assert!(places.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+        assert_eq!((free.used, free.largest_gap()), (1024, 0));
+        rooms.into_iter().for_each(|room| free.free(room));
+        assert_eq!((free.used, free.largest_gap()), (0, 1024));
     }
 }

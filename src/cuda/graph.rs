@@ -10,7 +10,7 @@ use cudarc::driver::{
     sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
-use super::{LaunchError, Queue, region::Kept};
+use super::{LaunchError, Queue, capturing, region::Kept};
 
 /// A captured step, to be replayed on its queue. It keeps the memory that its operations read and write.
 ///
@@ -82,7 +82,9 @@ impl Capture<'_> {
     fn end(&mut self) -> Result<Option<CudaGraph>, LaunchError> {
         self.open = false;
         let stream = Arc::clone(self.queue.stream());
-        Ok(stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)?)
+        let graph = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
+        capturing::free_postponed();
+        Ok(graph?)
     }
 }
 

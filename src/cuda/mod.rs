@@ -25,6 +25,7 @@
 mod align;
 mod arena;
 mod buffer;
+mod capturing;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;
@@ -48,7 +49,7 @@ mod workspace;
 
 pub use self::{
     align::{AlignedRoutes, Alignment},
-    buffer::{Buffer, View, ViewMut},
+    buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
     experts::LoraExperts,
     graph::Graph,

@@ -2,9 +2,10 @@
 
 use cudarc::driver::{result, sys};
 
-use super::{LaunchError, raw::Stream};
+use super::{LaunchError, capturing::Relaxed, raw::Stream};
 
-/// Page-locked host memory, and the event of its last copy to the device.
+/// Page-locked host memory, and the event of its last copy to or from the device. It may be made, used and dropped while streams are captured,
+/// unless the copy is on one of them.
 #[derive(Debug)]
 pub(super) struct Pinned {
     ptr: *mut u8,
@@ -20,6 +21,7 @@ unsafe impl Sync for Pinned {}
 impl Pinned {
     /// Allocates zeroed memory with flags of `cuMemHostAlloc`, in the context that is current on this thread.
     pub(super) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
+        let _relaxed = Relaxed::new();
         // SAFETY: the owners check that a context is current; without one the driver refuses.
         let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), flags) }?.cast();
         // SAFETY: just allocated, so long.
@@ -36,6 +38,7 @@ impl Pinned {
 
     /// Whether the last copy is done.
     pub(super) fn is_free(&self) -> Result<bool, LaunchError> {
+        let _relaxed = Relaxed::new();
         // SAFETY: the event is alive; one that was never recorded counts as complete.
         match unsafe { result::event::query(self.event) } {
             Ok(()) => Ok(true),
@@ -46,6 +49,7 @@ impl Pinned {
 
     /// Blocks this thread until the last copy is done.
     pub(super) fn wait(&self) -> Result<(), LaunchError> {
+        let _relaxed = Relaxed::new();
         // SAFETY: the event is alive.
         Ok(unsafe { result::event::synchronize(self.event) }?)
     }
@@ -84,6 +88,20 @@ impl Pinned {
         // SAFETY: the event is alive, and the caller vouches for the stream.
         Ok(unsafe { result::event::record(self.event, stream) }?)
     }
+
+    /// Enqueues a copy to the first `len` bytes.
+    ///
+    /// # Safety
+    /// As for [`copy_to`](Self::copy_to), of what is copied from.
+    pub(super) unsafe fn copy_from(&mut self, from: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
+        let stream = stream.as_raw().cast();
+        // SAFETY: initialized, at least so long, and read by nobody before the event.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr, len.min(self.len)) };
+        // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
+        unsafe { result::memcpy_dtoh_async(bytes, from, stream) }?;
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        Ok(unsafe { result::event::record(self.event, stream) }?)
+    }
 }
 
 impl Drop for Pinned {
@@ -91,6 +109,7 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         // Errors mean that the context is gone, and the copy with it.
         let _ = self.wait();
+        let _relaxed = Relaxed::new();
         // SAFETY: the last copy is done.
         let _ = unsafe { result::free_host(self.ptr.cast()) };
         // SAFETY: nobody else has the event.

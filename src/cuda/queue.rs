@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream, sys::CUstreamCaptureStatus};
 
-use super::{Kernels, LaunchError, raw};
+use super::{Kernels, LaunchError, capturing::Relaxed, raw};
 
 /// A stream with the kernels of its context: where everything that is made of it runs, in order. Clones are the same queue.
 #[derive(Clone, Debug)]
@@ -50,6 +50,7 @@ impl Queue {
     }
 
     pub(super) fn new_event(&self) -> Result<CudaEvent, LaunchError> {
+        let _relaxed = Relaxed::new();
         Ok(self.stream.context().new_event(None)?)
     }
 

@@ -8,7 +8,7 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{LaunchError, Queue, pinned::Pinned, raw::Stream};
+use super::{LaunchError, Queue, capturing::Relaxed, pinned::Pinned, raw::Stream};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
     error::LoadError,
@@ -44,6 +44,7 @@ impl Drop for OwnStream {
     fn drop(&mut self) {
         // An error means that the context is gone, and the stream with it.
         let _ = self.context.bind_to_thread();
+        let _relaxed = Relaxed::new();
         // SAFETY: nobody else has the stream; the driver ends it once its work is done.
         let _ = unsafe { result::stream::destroy(self.stream) };
     }
@@ -57,6 +58,7 @@ impl Staging {
     pub fn new(queue: &Queue) -> Result<Self, LaunchError> {
         queue.bind()?;
         let buffer = || Pinned::new(BUFFER_BYTES, 0);
+        let _relaxed = Relaxed::new();
         let context = Arc::clone(queue.stream().context());
         let stream = OwnStream { context, stream: result::stream::create(StreamKind::NonBlocking)? };
         Ok(Self { buffers: [buffer()?, buffer()?], next: 0, stream })

@@ -9,7 +9,7 @@ use cudarc::driver::result;
 
 use super::{
     Filled, LaunchError, Queue, Reservation, Staging,
-    arena::{Arena, Room},
+    arena::{self, Arena, Room},
     raw::{self, Descriptor, DeviceRegion},
     region::{Kept, Region},
 };
@@ -57,7 +57,8 @@ impl fmt::Debug for WeightTable {
 }
 
 impl WeightTable {
-    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, with `arena_bytes` for their factors of `dtype`.
+    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, with `arena_bytes` for their factors of `dtype`
+    /// ([`arena_bytes`](Self::arena_bytes) counts them).
     ///
     /// # Errors
     /// If the capacity is past the kernels' limits or there is no memory left.
@@ -69,7 +70,7 @@ impl WeightTable {
         arena_bytes: usize,
     ) -> Result<Self, LaunchError> {
         let capacity = capacity.checked()?;
-        let table_bytes = capacity.num_slots * model.num_entries() * size_of::<Descriptor>();
+        let table_bytes = capacity.num_slots * row_bytes(model.num_entries());
         let arena = Arc::new(Arena::new(queue, arena_bytes)?);
         let table = Region::new(queue, table_bytes)?;
         let shared = Shared {
@@ -81,6 +82,19 @@ impl WeightTable {
             staging: Mutex::new(None),
         };
         Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// The bytes of an arena in which there is room for these adapters at once, loaded one at a time in any order. They are more than the
+    /// sum of the adapters' [`bytes`](SlotImage::bytes): a commit needs a row of descriptors beside the adapter, of
+    /// [`num_entries`](Model::num_entries) times the size of a [`Descriptor`], and the allocator a gap that is up to an eighth larger than
+    /// the adapter.
+    ///
+    /// An engine that replaces adapters while all others stay loaded counts the largest one twice: the old one and the new one are there
+    /// at once.
+    pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
+        let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
+        let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
+        arena::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
     }
 
     /// Loads an adapter into a slot, in place of the one that was there: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
@@ -121,7 +135,7 @@ impl WeightTable {
         self.commit(slot, filled)
     }
 
-    /// Reserves room for an adapter. Enqueues nothing.
+    /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being captured.
     ///
     /// # Errors
     /// If the image does not fit the table, or there is no room.
@@ -279,7 +293,7 @@ impl Shared {
     }
 
     fn row_bytes(&self) -> usize {
-        self.bounds.model.num_entries() * size_of::<Descriptor>()
+        row_bytes(self.bounds.model.num_entries())
     }
 
     /// Where a slot's descriptors are.
@@ -287,4 +301,9 @@ impl Shared {
         let bytes = self.row_bytes();
         DeviceRegion { ptr: self.table.region().ptr + (index * bytes) as u64, bytes }
     }
+}
+
+/// The bytes of a slot's descriptors.
+fn row_bytes(num_entries: usize) -> usize {
+    num_entries * size_of::<Descriptor>()
 }

@@ -9,6 +9,7 @@ use cudarc::driver::CudaEvent;
 use super::{
     LaunchError, Staging,
     arena::{Arena, Room},
+    capturing::Relaxed,
     raw::Descriptor,
 };
 use crate::{
@@ -46,8 +47,8 @@ impl Reservation {
         self.image_bytes
     }
 
-    /// Packs the adapter that the room was reserved for, and enqueues its copies on the staging's own stream. Blocks this thread while
-    /// both of the staging's buffers are being copied.
+    /// Packs the adapter that the room was reserved for, and enqueues its copies on the staging's own stream, also while the queue's is
+    /// being captured. Blocks this thread while both of the staging's buffers are being copied.
     ///
     /// # Errors
     /// If a weight cannot be represented, the image is another one, or the staging is of another context.
@@ -112,6 +113,7 @@ impl Drop for Reservation {
 impl Filled {
     /// Whether the copies are done.
     pub fn is_ready(&self) -> bool {
+        let _relaxed = Relaxed::new();
         self.reservation.written.as_ref().is_none_or(|written| written.is_complete())
     }
 
@@ -120,6 +122,7 @@ impl Filled {
     /// # Errors
     /// If the driver refuses.
     pub fn wait(&self) -> Result<(), LaunchError> {
+        let _relaxed = Relaxed::new();
         Ok(self.reservation.written.as_ref().map_or(Ok(()), |written| written.synchronize())?)
     }
 }

@@ -3,93 +3,96 @@ use cudarc::driver::{DriverError, sys};
 use super::OperandError;
 use crate::plan::PlanError;
 
-/// Why nothing was enqueued or allocated.
+/// An operation on the GPU that was refused. Nothing was enqueued or allocated.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// The engine has more copies under way than it made room for: wait for a step to finish.
-    #[error("all {steps_in_flight} staging buffers of the routing are still being copied")]
+    /// Every staging buffer of the routing has a copy in flight. Wait for a step to finish, or make the routing with more buffers.
+    #[error("all {steps_in_flight} staging buffers of the routing are in use")]
     Busy {
-        /// Staging buffers.
+        /// Number of staging buffers.
         steps_in_flight: usize,
     },
-    /// The batch or a buffer is larger than what was sized for it.
-    #[error("{what} is {got}, but only {max} was made room for")]
+    /// A batch or a buffer exceeds the size that memory was allocated for.
+    #[error("{what} is {got}, but must be at most {max}")]
     Capacity {
         /// What is too large.
         what: &'static str,
-        /// How large.
+        /// Its size.
         got: usize,
-        /// What there is room for.
+        /// The largest allowed size.
         max: usize,
     },
-    /// The stream is being captured by somebody else, who would replay the operation when its operands may be gone.
-    #[error("the stream is being captured; capture with `WeightTable::capture`, or through the raw door")]
+    /// The stream is being captured. A graph captured outside [`WeightTable::capture`](crate::cuda::WeightTable::capture) could be
+    /// replayed after the operands are freed.
+    #[error("the stream is being captured; capture with `WeightTable::capture` or the raw API instead")]
     Capturing,
-    /// The driver refused.
-    #[error("the CUDA driver: {0}")]
+    /// The CUDA driver returned an error.
+    #[error("the CUDA driver returned an error: {0}")]
     Driver(#[from] DriverError),
-    /// The CUDA runtime or a kernel's launcher refused.
-    #[error("the kernel was not launched: {message} (status {status})")]
+    /// The CUDA runtime or the kernel's launcher returned an error.
+    #[error("the kernel launch failed with status {status}: {message}")]
     Kernel {
-        /// A `cudaError_t`, or a negative `ARIL_ERR_*`.
+        /// A positive `cudaError_t` or a negative `ARIL_ERR_*` (`csrc/aril.h`).
         status: i32,
-        /// What it means.
+        /// Description of the status.
         message: String,
     },
-    /// The operand begins where kernels cannot read it.
-    #[error("`{operand}` must begin at a multiple of {alignment} bytes")]
+    /// The address of an operand is not sufficiently aligned.
+    #[error("`{operand}` must be aligned to {alignment} bytes")]
     Misaligned {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
-        /// Its alignment in bytes.
+        /// The required alignment in bytes.
         alignment: usize,
     },
-    /// There is no CUDA driver on this machine.
+    /// No CUDA driver is installed.
     #[error("no CUDA driver was found on this machine")]
     NoDriver,
-    /// A captured step enqueued nothing.
-    #[error("nothing was captured")]
+    /// The capture recorded no work.
+    #[error("the captured step enqueued no work")]
     NothingCaptured,
-    /// The operand of a captured step is borrowed, so that the graph cannot keep its memory.
-    #[error("`{operand}` is borrowed; the operands of a captured step are buffers, which its graph keeps")]
+    /// The operand of a captured step is borrowed, so the graph cannot keep its memory alive.
+    #[error(
+        "`{operand}` is borrowed, but the operands of a captured step must be buffers, which the graph keeps alive"
+    )]
     NotKept {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
     },
-    /// An operand does not fit.
+    /// An operand does not match the layer or the step.
     #[error(transparent)]
     Operand(#[from] OperandError),
-    /// The operand was made in a step of another batch.
-    #[error("`{operand}` were made in a step of another batch")]
+    /// The operand belongs to a step of another batch.
+    #[error("`{operand}` belong to a step of another batch")]
     OtherBatch {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
     },
-    /// No kernel takes the problem.
+    /// The kernels do not support the layer or the capacity.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The context current on this thread, or the operand's, is not the one the kernels were loaded in.
-    #[error("`{operand}` belongs to another CUDA context than the one the kernels were loaded in")]
+    /// The thread's current context, or that of an operand, is not the one that the kernels were loaded into.
+    #[error("`{operand}` belongs to another CUDA context than the kernels")]
     WrongContext {
-        /// Which operand, or `the thread`.
+        /// Name of the operand, or `the thread`.
         operand: &'static str,
     },
-    /// The operand belongs to another stream, which would have to be waited for.
-    #[error("`{operand}` was made on another stream than the one launched on")]
+    /// The operand belongs to another stream, so the order of the launch stream does not cover it.
+    #[error("`{operand}` belongs to another stream than the launch")]
     WrongStream {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
     },
 }
 
 impl LaunchError {
-    /// Refuses more than there is room for.
+    /// Rejects a size above `max`.
     pub(crate) fn within(what: &'static str, got: usize, max: usize) -> Result<(), Self> {
         if got > max { Err(Self::Capacity { what, got, max }) } else { Ok(()) }
     }
 
-    /// Whether device memory, or memory that the driver needs for the device, has run out.
+    /// Whether the cause is exhausted device memory.
     pub fn is_out_of_memory(&self) -> bool {
         /// `cudaErrorMemoryAllocation`
         const RUNTIME: i32 = 2;

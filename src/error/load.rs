@@ -1,27 +1,32 @@
 use super::SlotError;
-use crate::adapter::AdapterError;
+use crate::{adapter::AdapterError, plan::PlanError};
 
-/// An adapter that could not be loaded. The slot and the table are as they were.
+/// A failed load. The slot and the table are unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// A weight cannot be read or represented.
+    /// A weight cannot be read, or has no finite value in the table's element type.
     #[error(transparent)]
     Adapter(#[from] AdapterError),
-    /// The device or its driver refused.
+    /// The CUDA driver or a launch failed.
     #[cfg(feature = "cuda")]
     #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
     #[error(transparent)]
     Device(#[from] super::LaunchError),
-    /// The table's memory has no room for the adapter.
-    #[error("the weight table has no {bytes} contiguous bytes free for the adapter; the largest gap is {largest_gap}")]
+    /// The arena has no free block of the adapter's size.
+    #[error(
+        "the adapter needs {bytes} contiguous bytes, but the largest free block of the weight table has {largest_gap}"
+    )]
     Full {
-        /// Bytes that the adapter takes.
+        /// Size of the adapter, in bytes.
         bytes: usize,
-        /// Bytes of the largest free region.
+        /// Size of the largest free block, in bytes.
         largest_gap: usize,
     },
-    /// The adapter does not fit the table.
+    /// No kernel supports the problem. For engines that create tables and layers while they load.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The slot does not exist, or the adapter does not match the table.
     #[error(transparent)]
     Slot(#[from] SlotError),
 }

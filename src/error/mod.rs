@@ -1,5 +1,7 @@
-//! The errors of operations and of weight tables, which both backends share. [`AdapterError`](crate::adapter::AdapterError),
-//! [`PlanError`](crate::plan::PlanError) and [`SpecError`](crate::model::SpecError) are beside what returns them.
+//! Errors of operations and weight tables on either backend.
+//!
+//! [`AdapterError`](crate::adapter::AdapterError), [`PlanError`](crate::plan::PlanError) and [`SpecError`](crate::model::SpecError)
+//! are in the modules that return them.
 
 #[cfg(feature = "cuda")]
 mod launch;

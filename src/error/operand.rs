@@ -1,102 +1,100 @@
 use crate::{DType, model::Activation};
 
-/// An operand that does not fit. Nothing was computed or enqueued.
+/// An operand that does not match the layer or the step. Nothing was computed or enqueued.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OperandError {
-    /// The experts have no gate, and the activation is none without.
-    #[error("{activation:?} needs a gate, which the experts do not have")]
+    /// The activation requires a gate, and the experts are ungated.
+    #[error("{activation:?} requires a gate, but the experts are ungated")]
     Activation {
         /// The activation given.
         activation: Activation,
     },
-    /// An operand is of another element type than the table.
-    #[error("`{operand}` is {got}, but the operation computes on {want}")]
+    /// The element type of an operand is not that of the table.
+    #[error("`{operand}` is {got}, but must be {want}")]
     DType {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
         /// Its element type.
         got: DType,
-        /// The operation's.
+        /// The table's element type.
         want: DType,
     },
-    /// The matrix reaches past the memory given for it.
-    #[error(
-        "`{operand}` of {rows} rows of {cols}, {row_stride} apart, does not fit in the {len} elements given for it"
-    )]
+    /// The matrix extends past the end of its buffer.
+    #[error("`{operand}` is [{rows}, {cols}] with row stride {row_stride}, but its buffer has only {len} elements")]
     Extent {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
-        /// Rows asked for.
+        /// Rows.
         rows: usize,
-        /// Columns asked for.
+        /// Columns.
         cols: usize,
         /// Distance between rows, in elements.
         row_stride: usize,
-        /// Elements of the memory.
+        /// Length of the buffer, in elements.
         len: usize,
     },
-    /// Two lengths that must agree do not.
+    /// An operand does not have one element per token.
     #[error("`{operand}` has {got} elements, but the batch has {want} tokens")]
     Length {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
-        /// Its length.
+        /// Its number of elements.
         got: usize,
-        /// The batch's tokens.
+        /// Tokens in the batch.
         want: usize,
     },
-    /// The layer and the step's weights are of different models.
-    #[error("the layer and the weights were made for different models or tensor-parallel ranks")]
+    /// The layer and the weights belong to different models.
+    #[error("the layer and the weights belong to different models or tensor-parallel ranks")]
     Model,
     /// The rows of the matrix overlap.
-    #[error("`{operand}` has rows of {cols} elements only {row_stride} apart")]
+    #[error("`{operand}` has row stride {row_stride}, but must have at least its {cols} columns")]
     Overlap {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
         /// Columns.
         cols: usize,
         /// Distance between rows, in elements.
         row_stride: usize,
     },
-    /// The router's choices do not say the same of each route.
+    /// An operand does not have one element per route.
     #[error("`{operand}` has {got} elements, but there are {want} routes")]
     Routes {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
-        /// Its length.
+        /// Its number of elements.
         got: usize,
-        /// Tokens times the experts that each has chosen.
+        /// Routes of the router's choice.
         want: usize,
     },
-    /// The matrix has another shape than the layer and the batch ask for.
+    /// The shape of an operand does not match the layer and the batch.
     #[error("`{operand}` is [{rows}, {cols}], but must be [{want_rows}, {want_cols}]")]
     Shape {
-        /// Which operand.
+        /// Name of the operand.
         operand: &'static str,
         /// Its rows.
         rows: usize,
         /// Its columns.
         cols: usize,
-        /// Rows it must have.
+        /// Required rows.
         want_rows: usize,
-        /// Columns it must have.
+        /// Required columns.
         want_cols: usize,
     },
-    /// The router chose for other tokens than the batch has.
-    #[error("the router chose for {got} tokens, but the batch has {want}")]
+    /// The router's choice and the batch differ in their number of tokens.
+    #[error("the router chose experts for {got} tokens, but the batch has {want}")]
     Tokens {
-        /// Tokens of the choices.
+        /// Tokens of the router's choice.
         got: usize,
         /// Tokens of the batch.
         want: usize,
     },
-    /// The router's choices are not of whole tokens.
-    #[error("{ids} expert ids are not those of whole tokens with {top_k} each")]
+    /// The number of expert ids is not a multiple of the experts per token.
+    #[error("{ids} expert ids cannot be split into tokens of {top_k} each")]
     TopK {
-        /// The ids given.
+        /// Number of expert ids.
         ids: usize,
-        /// How many a token has.
+        /// Experts per token.
         top_k: usize,
     },
 }

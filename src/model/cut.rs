@@ -1,10 +1,10 @@
-//! How a rank's part of a dimension is cut.
+//! Partitions a dimension over the ranks of a tensor-parallel group.
 
 use std::ops::Range;
 
 use super::error::SpecError;
 
-/// This process's place in the tensor-parallel group.
+/// The rank of this process in its tensor-parallel group.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct TpRank {
     pub(super) rank: usize,
@@ -12,29 +12,29 @@ pub struct TpRank {
 }
 
 impl TpRank {
-    /// The whole model on one device.
+    /// A group of one: the whole model on one device.
     pub const SINGLE: Self = Self { rank: 0, size: 1 };
 
-    /// Rank `rank` of `size`.
+    /// Rank `rank` of `size` ranks.
     ///
     /// # Errors
-    /// If `rank` is not below `size`.
+    /// [`SpecError::TpRank`] if `rank >= size`.
     pub fn new(rank: usize, size: usize) -> Result<Self, SpecError> {
         if rank < size { Ok(Self { rank, size }) } else { Err(SpecError::TpRank { rank, size }) }
     }
 
-    /// This process's rank, from 0.
+    /// The rank, counted from 0.
     pub const fn rank(self) -> usize {
         self.rank
     }
 
-    /// Ranks of the group.
+    /// The number of ranks in the group.
     pub const fn size(self) -> usize {
         self.size
     }
 }
 
-/// A contiguous range of a dimension that was `whole` long before it was cut for this rank.
+/// The range `start..start + len` of a dimension of length `whole`, held by one rank.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Cut {
     pub(crate) whole: usize,
@@ -57,7 +57,7 @@ impl Cut {
     }
 }
 
-/// Refuses a size that no layer has.
+/// Rejects zero features and more than `i32::MAX`.
 pub(super) fn check_size(path: &str, features: usize) -> Result<(), SpecError> {
     if features == 0 || i32::try_from(features).is_err() {
         return Err(SpecError::Features { path: path.to_owned(), features });
@@ -65,7 +65,8 @@ pub(super) fn check_size(path: &str, features: usize) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Cuts a dimension in `shards` parts and takes this rank's, neighbouring ranks sharing a part if there are more ranks.
+/// The range of `whole` that this rank holds when the dimension is split into `shards` equal parts. With fewer shards than ranks,
+/// consecutive ranks hold the same shard.
 pub(super) fn cut(TpRank { rank, size }: TpRank, path: &str, whole: usize, shards: usize) -> Result<Cut, SpecError> {
     if shards == 1 {
         return Ok(Cut::all(whole));

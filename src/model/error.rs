@@ -1,81 +1,84 @@
 use super::MAX_SLICES;
 
-/// Why a model cannot be described so.
+/// An invalid model description.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
-    /// The engine named a module twice.
+    /// A module is described twice.
     #[error("the module `{module}` is described twice")]
     Duplicate {
-        /// The module's path.
+        /// Path of the module.
         module: String,
     },
-    /// The engine gave a number of experts that no layer has.
-    #[error("`{path}` has {num_experts} experts; a layer has 1 to 2147483647")]
+    /// The number of experts is zero or exceeds `i32::MAX`.
+    #[error("`{path}` has {num_experts} experts, but a layer must have 1 to 2147483647")]
     Experts {
-        /// The path of the experts.
+        /// Path of the experts.
         path: String,
-        /// The number given.
+        /// The number of experts given.
         num_experts: usize,
     },
-    /// The engine gave a size that no layer has.
-    #[error("`{path}` has {features} features; a layer has 1 to 2147483647")]
+    /// The number of features is zero or exceeds `i32::MAX`.
+    #[error("`{path}` has {features} features, but a layer must have 1 to 2147483647")]
     Features {
-        /// The layer's or module's path.
+        /// Path of the layer or module.
         path: String,
-        /// The size given.
+        /// The number of features given.
         features: usize,
     },
-    /// The engine holds an expert that does not exist, or twice.
-    #[error("expert {expert} of `{path}` is held twice or not one of its {num_experts}")]
+    /// The shard names experts of a layer of another model.
+    #[error("the shard holds experts of a layer of another model")]
+    Foreign,
+    /// A held expert is out of range or listed twice.
+    #[error("expert {expert} of `{path}` is listed twice or is not below {num_experts}")]
     Held {
-        /// The path of the experts.
+        /// Path of the experts.
         path: String,
-        /// The expert.
+        /// The expert index given.
         expert: usize,
         /// Experts of the whole layer.
         num_experts: usize,
     },
-    /// The engine's tensor-parallel group does not divide the heads of a layer.
-    #[error("`{module}` has {heads} heads, which {size} ranks cannot share")]
+    /// The number of heads is not a multiple of the tensor-parallel group's size.
+    #[error("`{module}` has {heads} heads, which cannot be split over {size} ranks")]
     Heads {
-        /// The module's path.
+        /// Path of the module.
         module: String,
-        /// Its whole heads.
+        /// Heads of the whole module.
         heads: usize,
         /// Ranks in the group.
         size: usize,
     },
-    /// The engine gave heads to a layer whose output is whole on every rank.
-    #[error("`{module}` has heads, which only the slices of a column-parallel layer have")]
+    /// A module with heads is in a layer that is not column-parallel.
+    #[error("`{module}` has heads, but its layer is not column-parallel")]
     NotColumn {
-        /// The module's path.
+        /// Path of the module.
         module: String,
     },
-    /// The engine fused no modules, or too many.
-    #[error("the layer at `{path}` has {slices} slices; a layer has 1 to {MAX_SLICES}")]
+    /// The layer has no slices, or more than [`MAX_SLICES`].
+    #[error("the layer at `{path}` has {slices} slices, but must have 1 to {MAX_SLICES}")]
     Slices {
-        /// The layer's path.
+        /// Path of the layer.
         path: String,
-        /// How many were given.
+        /// The number of slices given.
         slices: usize,
     },
-    /// The engine gave a rank outside its tensor-parallel group.
-    #[error("tensor-parallel rank {rank} is not below the group's size {size}")]
+    /// The rank is outside the tensor-parallel group.
+    #[error("tensor-parallel rank {rank} must be below the group size {size}")]
     TpRank {
         /// The rank given.
         rank: usize,
-        /// The size given.
+        /// The group size given.
         size: usize,
     },
-    /// The engine's tensor-parallel group does not divide a layer.
-    #[error("`{path}` has {features} features, which cannot be cut in {shards} even shards over {size} ranks")]
+    /// The number of features is not a multiple of the number of shards.
+    #[error("`{path}` has {features} features, which cannot be split into {shards} equal shards over {size} ranks")]
     Uneven {
-        /// The layer's or module's path.
+        /// Path of the layer or module.
         path: String,
-        /// Its whole features.
+        /// Features of the whole dimension.
         features: usize,
-        /// Parts asked for.
+        /// Shards to split it into.
         shards: usize,
         /// Ranks in the group.
         size: usize,

@@ -7,18 +7,19 @@ use super::{
     error::SpecError,
 };
 
-/// How tensor parallelism cuts a linear layer.
+/// How tensor parallelism shards a linear layer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Parallel {
-    /// Each rank holds some of the output features: qkv, gate-up, lm_head.
+    /// Each rank holds a range of the output features: qkv, gate-up, `lm_head`.
     Column,
     /// Each rank holds the whole layer.
     Replicated,
-    /// Each rank holds some of the input features and computes a partial sum: o, down.
+    /// Each rank holds a range of the input features and computes a partial sum: o, down.
     Row,
 }
 
-/// One linear layer to be described to [`ModelSpec::linear`](super::ModelSpec::linear): a path, the input features, and the modules fused into its output.
+/// Describes one linear layer to [`ModelSpec::linear`](super::ModelSpec::linear): its path, its input features and the modules
+/// fused into its output.
 ///
 /// ```
 /// use aril::model::{Linear, ModelSpec, Parallel, TpRank};
@@ -43,12 +44,12 @@ pub struct Linear {
     pub(super) fused: Option<String>,
 }
 
-/// One module of a linear layer, whole.
+/// One unsharded module of a linear layer.
 #[derive(Clone, Debug)]
 pub(super) struct Slice {
     pub(super) module: String,
     pub(super) out_features: usize,
-    /// The heads that a cut may not divide: their number, and whether ranks may share one.
+    /// Number of attention heads, which sharding must keep whole, and whether ranks may hold the same head.
     pub(super) heads: Option<(usize, Sharing)>,
 }
 
@@ -59,28 +60,29 @@ pub(super) enum Sharing {
 }
 
 impl Linear {
-    /// Names the layer's parent module (`""` for a module at the top, such as `lm_head`) and its whole, unsharded input features.
+    /// A layer whose modules are children of `path` (`""` for a top-level module such as `lm_head`). `in_features` is unsharded.
     pub fn new(path: impl Into<String>, parallel: Parallel, in_features: usize) -> Self {
         Self { path: path.into(), parallel, in_features, slices: Vec::new(), fused: None }
     }
 
-    /// Appends a module with its whole, unsharded output features. Its output follows that of the slice before.
+    /// Appends a module with `out_features` unsharded output features. Its columns follow those of the previous module.
     pub fn slice(self, module: impl Into<String>, out_features: usize) -> Self {
         self.push(module, out_features, None)
     }
 
-    /// Appends a column-parallel module of `num_heads` heads of `head_dim` features each: q. Ranks hold whole heads.
+    /// Appends a column-parallel module of `num_heads` heads with `head_dim` features each, such as q. Each rank holds whole heads.
     pub fn heads(self, module: impl Into<String>, num_heads: usize, head_dim: usize) -> Self {
         self.push(module, num_heads.saturating_mul(head_dim), Some((num_heads, Sharing::None)))
     }
 
-    /// Appends a column-parallel module of key-value heads: k or v. Where there are fewer heads than ranks, neighbouring ranks hold
-    /// the same head.
+    /// Appends a column-parallel module of key-value heads, such as k or v. With fewer heads than ranks, consecutive ranks hold the
+    /// same head.
     pub fn kv_heads(self, module: impl Into<String>, num_heads: usize, head_dim: usize) -> Self {
         self.push(module, num_heads.saturating_mul(head_dim), Some((num_heads, Sharing::Replicated)))
     }
 
-    /// Accepts adapters that were trained on all slices as one module of this name (one A, the B's stacked in slice order).
+    /// Accepts adapters trained on the fused module of this name: one A for all slices, and one B whose rows are those of the
+    /// slices in order.
     pub fn fused(mut self, module: impl Into<String>) -> Self {
         self.fused = Some(module.into());
         self
@@ -91,12 +93,12 @@ impl Linear {
         self
     }
 
-    /// The whole path of one of its modules.
+    /// The full path of the module `name`.
     pub(super) fn module(&self, name: &str) -> String {
         if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
     }
 
-    /// The layer as rank `tp` holds it.
+    /// The layer on rank `tp`.
     pub(super) fn shard(&self, tp: TpRank, first_entry: usize) -> Result<LinearSite, SpecError> {
         let input = if self.parallel == Parallel::Row { tp.size } else { 1 };
         let slices = self.slices.iter().map(|slice| {
@@ -117,7 +119,7 @@ impl Slice {
         let shards = match (parallel, self.heads) {
             (Parallel::Row | Parallel::Replicated, _) => 1,
             (Parallel::Column, None) => tp.size,
-            (Parallel::Column, Some((heads, Sharing::Replicated))) if heads > 0 && tp.size.is_multiple_of(heads) => {
+            (Parallel::Column, Some((heads, Sharing::Replicated))) if tp.size.is_multiple_of(heads) => {
                 tp.size.min(heads)
             }
             (Parallel::Column, Some((heads, _))) if heads.is_multiple_of(tp.size) => tp.size,
@@ -129,7 +131,7 @@ impl Slice {
     }
 }
 
-/// A linear layer as this rank holds it.
+/// A linear layer on one rank.
 #[derive(Clone, Debug)]
 pub struct LinearSite {
     pub(super) in_features: Cut,
@@ -143,28 +145,28 @@ impl LinearSite {
         self.in_features.len
     }
 
-    /// The columns of the whole, unsharded base weight `[out, in]` that this rank holds.
+    /// The columns of the unsharded base weight `[out, in]` that this rank holds.
     pub fn in_range(&self) -> Range<usize> {
         self.in_features.range()
     }
 
-    /// Output features on this rank, over all slices.
+    /// Output features on this rank, summed over all slices.
     pub fn out_features(&self) -> usize {
         self.slices.iter().map(SliceSite::out_features).sum()
     }
 
-    /// The slices, in the order of the output.
+    /// The slices, in output order.
     pub fn slices(&self) -> &[SliceSite] {
         &self.slices
     }
 
-    /// The descriptor-table entry of the first slice; the others follow it.
+    /// Descriptor-table entry of the first slice. Those of the other slices follow.
     pub fn first_entry(&self) -> usize {
         self.first_entry
     }
 }
 
-/// One module of a linear layer as this rank holds it.
+/// One module of a linear layer on one rank.
 #[derive(Clone, Debug)]
 pub struct SliceSite {
     pub(super) module: String,
@@ -172,7 +174,7 @@ pub struct SliceSite {
 }
 
 impl SliceSite {
-    /// The module's whole path, such as `model.layers.0.self_attn.q_proj`.
+    /// Full path of the module, such as `model.layers.0.self_attn.q_proj`.
     pub fn module(&self) -> &str {
         &self.module
     }
@@ -182,7 +184,7 @@ impl SliceSite {
         self.out_features.len
     }
 
-    /// The rows of the module's whole, unsharded base weight `[out, in]` that this rank holds.
+    /// The rows of the module's unsharded base weight `[out, in]` that this rank holds.
     pub fn range(&self) -> Range<usize> {
         self.out_features.range()
     }

@@ -1,8 +1,8 @@
-//! The layers of a model that adapters adapt.
+//! The layers that adapters may adapt.
 //!
-//! A [`ModelSpec`] describes the whole model once. [`ModelSpec::shard`] freezes the description as one tensor-parallel rank runs it:
-//! a [`Model`] gives every adapted module (in PEFT's sense: what `target_modules` names) a row of the descriptor table, and says which
-//! part of the module's factors, and of its base weight, the rank holds. Neither knows of adapters or devices.
+//! A [`ModelSpec`] describes the whole model once. [`ModelSpec::shard`] turns it into the immutable [`Model`] of one
+//! tensor-parallel rank. The model assigns each adapted module (in the sense of PEFT's `target_modules`) an entry of the descriptor
+//! table, and knows which part of the module's factors and base weight the rank holds. It knows nothing of adapters or devices.
 //!
 //! ```
 //! use aril::model::{Linear, ModelSpec, Parallel, TpRank};
@@ -19,7 +19,7 @@
 //! # Ok::<(), aril::model::SpecError>(())
 //! ```
 //!
-//! Invariant: every entry is of one module (or of the factors that the experts of a layer share), and no two entries are of the same.
+//! Invariant: each entry belongs to one module, or to the factors that a layer's experts share, and each module has its own entry.
 
 mod cut;
 mod error;
@@ -33,7 +33,7 @@ pub use self::{
     error::SpecError,
     experts::{Activation, Experts, ExpertsSite, Halves, ProjectionSite},
     linear::{Linear, LinearSite, Parallel, SliceSite},
-    shard::{EmbeddingId, EmbeddingSite, ExpertsId, LinearId, Model},
+    shard::{EmbeddingId, EmbeddingSite, ExpertsId, LinearId, Model, Shard},
     spec::ModelSpec,
 };
 pub(crate) use self::{
@@ -42,8 +42,8 @@ pub(crate) use self::{
 };
 use crate::ffi;
 
-/// The most slices that one layer may fuse.
+/// The largest number of modules that one layer may fuse.
 pub const MAX_SLICES: usize = ffi::ARIL_MAX_SLICES as usize;
 
-/// The largest rank of a factor.
+/// The largest supported rank.
 pub const MAX_RANK: usize = ffi::ARIL_MAX_RANK as usize;

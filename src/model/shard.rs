@@ -1,6 +1,10 @@
-//! A model as one tensor-parallel rank runs it.
+//! The model as one tensor-parallel rank runs it.
 
-use std::{collections::HashMap, fmt, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt,
+    sync::Arc,
+};
 
 use super::{
     cut::{Cut, TpRank},
@@ -8,7 +12,7 @@ use super::{
     linear::LinearSite,
 };
 
-/// Identifies a description: ids of one are not of another.
+/// Identifies a [`ModelSpec`](super::ModelSpec). Ids of layers are valid only for models sharded from it.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct SpecId(pub(super) u64);
 
@@ -25,7 +29,7 @@ macro_rules! id {
             type Output = $site;
 
             /// # Panics
-            /// If the id is not of this model's description.
+            /// If the id belongs to another [`ModelSpec`](super::ModelSpec).
             fn index(&self, id: $id) -> &$site {
                 assert!(self.$get(id).is_some(), concat!("the ", $what, " id is of another model"));
                 &self.0.$field[id.index]
@@ -42,21 +46,21 @@ macro_rules! id {
 }
 
 id! {
-    /// Names a linear layer of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
+    /// Identifies a linear layer of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
     LinearId, LinearSite, linear, linears, "linear layer's"
 }
 
 id! {
-    /// Names an embedding of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
+    /// Identifies an embedding of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
     EmbeddingId, EmbeddingSite, embedding, embeddings, "embedding's"
 }
 
 id! {
-    /// Names the experts of one layer of a [`ModelSpec`](super::ModelSpec) and of the [`Model`]s made of it.
+    /// Identifies the experts of one layer of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
     ExpertsId, ExpertsSite, experts, expert_layers, "experts'"
 }
 
-/// An embedding as this rank holds it: the whole of it, as embeddings are looked up before the hidden state is cut.
+/// An embedding on one rank. Embeddings are never sharded.
 #[derive(Clone, Debug)]
 pub struct EmbeddingSite {
     pub(super) module: String,
@@ -66,42 +70,92 @@ pub struct EmbeddingSite {
 }
 
 impl EmbeddingSite {
-    /// The module's whole path, such as `model.embed_tokens`.
+    /// Full path of the module, such as `model.embed_tokens`.
     pub fn module(&self) -> &str {
         &self.module
     }
 
-    /// Rows of the embedding: token ids at or above it have no adapter.
+    /// Rows of the embedding. Token ids outside `0..vocab` get no delta.
     pub fn vocab(&self) -> usize {
         self.vocab
     }
 
-    /// Features of the embedding.
+    /// Features of one embedding row.
     pub fn hidden(&self) -> usize {
         self.hidden
     }
 
-    /// Its descriptor-table entry.
+    /// Descriptor-table entry of the embedding.
     pub fn entry(&self) -> usize {
         self.entry
     }
 }
 
-/// Where one adapted module goes: its table entry and the parts of its factors that this rank needs.
+/// What one rank holds of a model, to be given to [`ModelSpec::shard`](super::ModelSpec::shard).
+///
+/// Ranks that only tensor parallelism tells apart need no more than their [`TpRank`], which converts to a shard.
+///
+/// ```
+/// use aril::model::{Experts, ModelSpec, Shard, TpRank};
+///
+/// // Qwen3-30B-A3B on the second of four ranks, which share out the experts of a layer whole.
+/// let mut spec = ModelSpec::new();
+/// let id = spec.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).top_k(8))?;
+/// let model = spec.shard(Shard::new(TpRank::new(1, 4)?).experts_tp(TpRank::SINGLE).held(id, 32..64))?;
+/// assert_eq!(model[id].held().len(), 32);
+/// assert_eq!(model[id].gate_up().out_features(), 2 * 768);
+/// # Ok::<(), aril::model::SpecError>(())
+/// ```
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[must_use]
+pub struct Shard {
+    pub(super) tp: TpRank,
+    pub(super) experts_tp: TpRank,
+    pub(super) held: BTreeMap<ExpertsId, Vec<usize>>,
+}
+
+impl Shard {
+    /// The shard of a tensor-parallel rank: all experts of each layer, cut like the other layers.
+    pub fn new(tp: TpRank) -> Self {
+        Self { tp, experts_tp: tp, held: BTreeMap::new() }
+    }
+
+    /// The rank's place in the group that `inter` of the experts is cut for, if it is not the model's.
+    #[doc(alias = "moe_tp")]
+    pub fn experts_tp(mut self, tp: TpRank) -> Self {
+        self.experts_tp = tp;
+        self
+    }
+
+    /// The experts of a layer that the rank holds, if not all, in the order of the engine's local expert ids (expert parallelism).
+    #[doc(alias = "expert_map")]
+    pub fn held(mut self, layer: ExpertsId, experts: impl IntoIterator<Item = usize>) -> Self {
+        self.held.insert(layer, experts.into_iter().collect());
+        self
+    }
+}
+
+impl From<TpRank> for Shard {
+    fn from(tp: TpRank) -> Self {
+        Self::new(tp)
+    }
+}
+
+/// The descriptor-table entry of an adapted module, and the ranges of its factors that this rank needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Target {
     /// A `[rank, input]`, B `[output, rank]`.
     Linear { entry: usize, input: Cut, output: Cut },
     /// A `[rank, vocab]`, B `[hidden, rank]`.
     Embedding { entry: usize, vocab: usize, hidden: usize },
-    /// One A for all slices of this layer, their B's stacked.
+    /// One A for all slices of the layer, and one B with the rows of all slices.
     Fused(LinearId),
 }
 
-/// The adapted layers of a model, as one tensor-parallel rank of the engine runs them: frozen, and cheap to clone and to share.
+/// The adapted layers on one tensor-parallel rank. Immutable and cheap to clone.
 ///
-/// Tables, layers and images of adapters are made for a model. Those of different models are refused together; two models are the
-/// same if they were made of one [`ModelSpec`](super::ModelSpec), for one rank, without a layer added in between.
+/// Weight tables, layers and adapter images belong to one model and are rejected by another. Two models are equal if they come from
+/// the same [`ModelSpec`](super::ModelSpec), for equal [`Shard`]s, with no layer added in between.
 #[derive(Clone)]
 pub struct Model(pub(super) Arc<Inner>);
 
@@ -115,11 +169,12 @@ pub(super) struct Inner {
     pub(super) experts_at: HashMap<String, ExpertsId>,
 }
 
-/// Identifies a model: equal ids have equal layers in equal places, since descriptions only grow.
+/// Identifies a model. A [`ModelSpec`](super::ModelSpec) only grows, so models with equal ids have equal layers and entries.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ModelId {
     pub(super) spec: SpecId,
-    pub(super) tp: TpRank,
+    /// Which of the description's shards.
+    pub(super) shard: usize,
     pub(super) num_entries: usize,
 }
 
@@ -144,23 +199,23 @@ impl PartialEq for Model {
 impl Eq for Model {}
 
 impl Model {
-    /// The tensor-parallel rank that it was cut for.
+    /// The tensor-parallel rank that the model was sharded for.
     pub fn tp(&self) -> TpRank {
         self.0.tp
     }
 
-    /// The linear layers, in the order in which they were described.
+    /// The linear layers, in the order of the calls of [`ModelSpec::linear`](super::ModelSpec::linear).
     pub fn linears(&self) -> &[LinearSite] {
         &self.0.linears
     }
 
-    /// The experts of layers, in the order in which they were described.
+    /// The expert layers, in the order of the calls of [`ModelSpec::experts`](super::ModelSpec::experts).
     pub fn expert_layers(&self) -> &[ExpertsSite] {
         &self.0.expert_layers
     }
 
-    /// Rows of the descriptor table that one slot takes: one for each slice of each linear layer, one for each embedding, and those
-    /// of [`ProjectionSite`](super::ProjectionSite) for experts.
+    /// Entries per slot in the descriptor table: one per slice of each linear layer, one per embedding, and those listed at
+    /// [`ProjectionSite`](super::ProjectionSite) for experts.
     pub fn num_entries(&self) -> usize {
         self.0.id.num_entries
     }
@@ -177,7 +232,7 @@ impl Model {
         self.0.experts_at.get(path).copied()
     }
 
-    /// The linear slices with their entries and cuts, for the layer of a fused module.
+    /// Entry, input range and output range of each slice of a layer that accepts fused adapters.
     pub(crate) fn fused(&self, id: LinearId) -> impl Iterator<Item = (usize, Cut, Cut)> {
         let site = &self[id];
         site.slices.iter().enumerate().map(|(i, slice)| (site.first_entry + i, site.in_features, slice.out_features))

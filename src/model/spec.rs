@@ -1,32 +1,34 @@
-//! The description of a whole model.
+//! The description of a whole, unsharded model.
 
 use std::{
     collections::{HashMap, HashSet},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use super::{
     MAX_SLICES,
-    cut::{TpRank, check_size},
+    cut::check_size,
     error::SpecError,
     experts::Experts,
     linear::{Linear, Parallel},
-    shard::{EmbeddingId, EmbeddingSite, ExpertsId, Inner, LinearId, Model, ModelId, SpecId, Target},
+    shard::{EmbeddingId, EmbeddingSite, ExpertsId, Inner, LinearId, Model, ModelId, Shard, SpecId, Target},
 };
 
-/// The adapted layers of a whole model. What it describes is cut for a rank and frozen by [`shard`](Self::shard).
+/// The adapted layers of a whole, unsharded model. [`shard`](Self::shard) makes the [`Model`] of one rank.
 #[derive(Debug)]
 pub struct ModelSpec {
     id: SpecId,
     layers: Vec<Described>,
     counts: Counts,
     modules: HashSet<String>,
+    /// Those that it was cut in so far. The place of one among them identifies it.
+    shards: Mutex<Vec<Shard>>,
 }
 
-/// Layers of each kind.
+/// Number of layers of each kind.
 #[derive(Debug, Default)]
 struct Counts {
     linears: usize,
@@ -48,7 +50,7 @@ impl Default for ModelSpec {
 }
 
 impl ModelSpec {
-    /// A model without any adapted layer yet.
+    /// A model without layers.
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -56,14 +58,15 @@ impl ModelSpec {
             layers: Vec::new(),
             counts: Counts::default(),
             modules: HashSet::new(),
+            shards: Mutex::default(),
         }
     }
 
     /// Adds a linear layer.
     ///
     /// # Errors
-    /// If the layer has no slices or too many, a size is zero or too large, a slice has heads in a layer that is not
-    /// column-parallel, or a module is there already.
+    /// [`SpecError`] if the layer has no slices or more than [`MAX_SLICES`], a size is zero or exceeds `i32::MAX`, a slice with
+    /// heads is in a layer that is not column-parallel, or a module was added before.
     pub fn linear(&mut self, layer: Linear) -> Result<LinearId, SpecError> {
         let Linear { path, parallel, in_features, slices, fused } = &layer;
         if slices.is_empty() || slices.len() > MAX_SLICES {
@@ -86,10 +89,10 @@ impl ModelSpec {
         Ok(LinearId { spec: self.id, index: self.counts.linears - 1 })
     }
 
-    /// Adds an embedding of `vocab` rows of `hidden` features, whole on every rank.
+    /// Adds an embedding of `vocab` rows with `hidden` features each. Every rank holds all of it.
     ///
     /// # Errors
-    /// If a size is zero or too large, or the module is there already.
+    /// [`SpecError`] if a size is zero or exceeds `i32::MAX`, or the module was added before.
     pub fn embedding(
         &mut self,
         module: impl Into<String>,
@@ -105,11 +108,10 @@ impl ModelSpec {
         Ok(EmbeddingId { spec: self.id, index: self.counts.embeddings - 1 })
     }
 
-    /// Adds the experts of a layer.
+    /// Adds the experts of one layer.
     ///
     /// # Errors
-    /// If there are no experts or too many, one is held that does not exist or twice, a size is zero or too large, or the module is
-    /// there already.
+    /// [`SpecError`] if a size or the number of experts is zero or exceeds `i32::MAX`, or the module was added before.
     pub fn experts(&mut self, layer: Experts) -> Result<ExpertsId, SpecError> {
         layer.check()?;
         self.claim(vec![layer.path().to_owned()])?;
@@ -118,13 +120,20 @@ impl ModelSpec {
         Ok(ExpertsId { spec: self.id, index: self.counts.experts - 1 })
     }
 
-    /// The model as rank `tp` runs it. Several ranks of one process have a model each, with the same ids.
+    /// The model on one rank, given by a [`TpRank`](super::TpRank), or by a [`Shard`] that also says which experts the rank holds. One
+    /// process may shard for several ranks; layer ids are valid for all of them.
     ///
     /// # Errors
-    /// If a layer does not divide evenly over the ranks.
-    pub fn shard(&self, tp: TpRank) -> Result<Model, SpecError> {
+    /// [`SpecError::Uneven`] or [`SpecError::Heads`] if a layer cannot be split evenly over the ranks. [`SpecError::Held`] if a held
+    /// expert is out of range or listed twice, [`SpecError::Foreign`] if the experts are of another description.
+    pub fn shard(&self, shard: impl Into<Shard>) -> Result<Model, SpecError> {
+        let shard = shard.into();
+        if shard.held.keys().any(|layer| layer.spec != self.id) {
+            return Err(SpecError::Foreign);
+        }
+        let tp = shard.tp;
         let mut model = Inner {
-            id: ModelId { spec: self.id, tp, num_entries: 0 },
+            id: ModelId { spec: self.id, shard: 0, num_entries: 0 },
             tp,
             linears: Vec::with_capacity(self.counts.linears),
             embeddings: Vec::with_capacity(self.counts.embeddings),
@@ -157,14 +166,24 @@ impl ModelSpec {
                 Described::Experts(layer) => {
                     let id = ExpertsId { spec: self.id, index: model.expert_layers.len() };
                     model.experts_at.insert(layer.path().to_owned(), id);
-                    let site = layer.shard(tp, first_entry)?;
+                    let site = layer.shard(shard.experts_tp, shard.held.get(&id).map(Vec::as_slice), first_entry)?;
                     let num_entries = site.num_entries();
                     model.expert_layers.push(site);
                     num_entries
                 }
             };
         }
+        model.id.shard = self.number(shard);
         Ok(Model(Arc::new(model)))
+    }
+
+    /// The place of a shard among those so far: the same for equal ones.
+    fn number(&self, shard: Shard) -> usize {
+        let mut shards = self.shards.lock().unwrap_or_else(PoisonError::into_inner);
+        shards.iter().position(|other| *other == shard).unwrap_or_else(|| {
+            shards.push(shard);
+            shards.len() - 1
+        })
     }
 
     fn claim(&mut self, modules: Vec<String>) -> Result<(), SpecError> {

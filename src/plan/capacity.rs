@@ -1,4 +1,4 @@
-//! Upper bounds that the host knows before any step, and the limits of the kernels on them.
+//! Upper bounds on a step that the host knows in advance, checked against the limits of the kernels.
 
 use super::{
     error::PlanError,
@@ -6,7 +6,7 @@ use super::{
 };
 use crate::model::MAX_RANK;
 
-/// Upper bounds that fix every buffer, so that nothing is allocated per step.
+/// Upper bounds on batches and adapters. They size every buffer, so that no step allocates.
 ///
 /// ```
 /// use aril::plan::Capacity;
@@ -19,18 +19,18 @@ use crate::model::MAX_RANK;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Capacity {
-    /// Tokens in a batch.
+    /// Tokens per batch.
     pub max_tokens: usize,
-    /// Rows of the descriptor table, at most [`MAX_SLOTS`].
+    /// Slots of the weight table, at most [`MAX_SLOTS`].
     #[doc(alias = "max_loras")]
     pub num_slots: usize,
-    /// The largest rank of a factor, at most [`MAX_RANK`].
+    /// The largest rank of a loaded adapter, at most [`MAX_RANK`].
     #[doc(alias = "max_lora_rank")]
     pub max_rank: usize,
 }
 
 impl Capacity {
-    /// Up to `max_tokens` tokens in a batch. The other bounds are zero, which is refused where the capacity is used.
+    /// A capacity for batches of up to `max_tokens` tokens. Set the other bounds, too: they start at zero, which is invalid.
     pub const fn tokens(max_tokens: usize) -> Self {
         Self { max_tokens, num_slots: 0, max_rank: 0 }
     }
@@ -41,16 +41,16 @@ impl Capacity {
         Self { num_slots, ..self }
     }
 
-    /// Sets the largest rank of a factor.
+    /// Sets the largest rank.
     #[must_use]
     pub const fn rank(self, max_rank: usize) -> Self {
         Self { max_rank, ..self }
     }
 
-    /// Checks the bounds against the kernels' limits.
+    /// Returns the capacity if every bound is valid.
     ///
     /// # Errors
-    /// If one is zero or past its limit.
+    /// [`PlanError::Limit`] if a bound is zero or exceeds the kernels' limit.
     pub fn checked(self) -> Result<Self, PlanError> {
         limit("max_tokens", self.max_tokens, i32::MAX as usize / TOKENS_PER_TILE)?;
         limit("num_slots", self.num_slots, MAX_SLOTS)?;
@@ -58,18 +58,18 @@ impl Capacity {
         Ok(self)
     }
 
-    /// The most tiles that an operation on `num_tokens` tokens can meet: each slot may leave one of its tiles unfilled, and so may
-    /// the tokens that have none.
+    /// The largest number of tiles in an operation on `num_tokens` tokens. A tile holds tokens of one slot, so each slot can leave
+    /// one tile partly filled, as can the tokens without a slot.
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
         if has_few_tokens(num_tokens) { self.max_small_tiles(num_tokens) } else { self.max_wide_tiles(num_tokens) }
     }
 
-    /// As [`max_tiles`](Self::max_tiles), of the small tiles.
+    /// [`max_tiles`](Self::max_tiles) for small tiles.
     pub(crate) fn max_small_tiles(&self, num_tokens: usize) -> usize {
         self.tiles_of(TOKENS_PER_TILE, num_tokens)
     }
 
-    /// As [`max_tiles`](Self::max_tiles), of the wide tiles.
+    /// [`max_tiles`](Self::max_tiles) for wide tiles.
     pub(crate) fn max_wide_tiles(&self, num_tokens: usize) -> usize {
         self.tiles_of(WIDE_TILE, num_tokens)
     }
@@ -79,40 +79,40 @@ impl Capacity {
     }
 }
 
-/// Upper bounds on the routes of a step.
+/// Upper bounds on the routes of a step. A route is one token's choice of one expert.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct RouteCapacity {
-    /// Tokens in a batch.
+    /// Tokens per batch.
     pub max_tokens: usize,
-    /// Experts that a token chooses.
+    /// Experts per token.
     pub top_k: usize,
-    /// Experts of a layer that this rank holds, at most 1024; it may hold none.
+    /// Experts of one layer on this rank: 0 to 1024.
     pub num_experts: usize,
 }
 
 impl RouteCapacity {
-    /// Up to `max_tokens` tokens in a batch. The other bounds are zero; without routes, it is refused where it is used.
+    /// A capacity for batches of up to `max_tokens` tokens. Set `top_k`, too: it starts at zero, which is invalid.
     pub const fn tokens(max_tokens: usize) -> Self {
         Self { max_tokens, top_k: 0, num_experts: 0 }
     }
 
-    /// Sets the experts that a token chooses.
+    /// Sets the number of experts per token.
     #[must_use]
     pub const fn top_k(self, top_k: usize) -> Self {
         Self { top_k, ..self }
     }
 
-    /// Sets the experts of a layer that this rank holds.
+    /// Sets the number of experts of one layer on this rank.
     #[must_use]
     pub const fn experts(self, num_experts: usize) -> Self {
         Self { num_experts, ..self }
     }
 
-    /// Checks the bounds against the kernels' limits.
+    /// Returns the capacity if every bound is valid.
     ///
     /// # Errors
-    /// If one is past its limit, or there are no tokens or no routes.
+    /// [`PlanError::Limit`] if `max_tokens` or `top_k` is zero, a bound exceeds the kernels' limit, or there are too many routes.
     pub fn checked(self) -> Result<Self, PlanError> {
         let max_routes = i32::MAX as usize / TOKENS_PER_TILE;
         if self.num_experts > 0 {
@@ -123,35 +123,36 @@ impl RouteCapacity {
         Ok(self)
     }
 
-    /// Rows of matrices of routes.
+    /// Routes in a full batch, which is also the number of rows of `[routes, ..]` matrices.
     pub(crate) fn max_routes(&self) -> usize {
         self.max_tokens * self.top_k
     }
 }
 
-/// Upper bounds on the blocks that a step's routes are put in, each of one slot and one expert.
+/// Upper bounds on aligned blocks. A block holds routes of one slot to one expert.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct AlignCapacity {
-    /// The routes.
+    /// Bounds on the routes.
     pub routes: RouteCapacity,
-    /// Slots that adapters may be in, at most [`MAX_SLOTS`].
+    /// Slots of the weight table, at most [`MAX_SLOTS`].
     #[doc(alias = "max_loras")]
     pub num_slots: usize,
-    /// Routes of a block.
+    /// Routes per block.
     pub block_size: usize,
 }
 
 impl AlignCapacity {
-    /// Blocks of `block_size` of these routes, of adapters in `num_slots` slots.
+    /// A capacity for aligning `routes` of adapters in `num_slots` slots to blocks of `block_size` routes.
     pub const fn new(routes: RouteCapacity, num_slots: usize, block_size: usize) -> Self {
         Self { routes, num_slots, block_size }
     }
 
-    /// Checks the bounds against the kernels' limits.
+    /// Returns the capacity if every bound is valid.
     ///
     /// # Errors
-    /// If one is zero (`num_experts` may be) or past its limit, or blocks of this size may be too many to count their routes.
+    /// [`PlanError::Limit`] if a bound other than `num_experts` is zero, a bound exceeds the kernels' limit, or the padded routes
+    /// could exceed `i32::MAX`.
     pub fn checked(self) -> Result<Self, PlanError> {
         let routes = self.routes.checked()?;
         limit("num_slots", self.num_slots, MAX_SLOTS)?;
@@ -159,7 +160,7 @@ impl AlignCapacity {
         Ok(self)
     }
 
-    /// The most blocks: one for a route to each expert for each slot, and the others full.
+    /// The largest number of blocks: each pair of a slot and an expert can leave one block partly filled.
     pub fn max_blocks(&self) -> usize {
         let RouteCapacity { max_tokens, num_experts, .. } = self.routes;
         let routes = self.routes.max_routes();
@@ -169,14 +170,14 @@ impl AlignCapacity {
         }
     }
 
-    /// The most routes of all blocks, padding among them.
+    /// The largest number of routes in all blocks, including padding.
     #[doc(alias = "max_num_tokens_padded")]
     pub fn max_padded(&self) -> usize {
         self.max_blocks() * self.block_size
     }
 }
 
-/// Refuses a bound that is zero or past its limit.
+/// Rejects a value outside `1..=max`.
 pub(super) fn limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
     if (1..=max).contains(&value) { Ok(()) } else { Err(PlanError::Limit { what, value, max }) }
 }

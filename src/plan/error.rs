@@ -1,18 +1,18 @@
-/// A problem that no kernel takes.
+/// A layer or a capacity that the kernels do not support.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The layer's id is of another model.
-    #[error("the layer is of another model than the weights")]
+    /// The layer id belongs to another model than the weights.
+    #[error("the layer and the weights belong to different models")]
     Foreign,
-    /// A size is zero or past what the kernels take.
-    #[error("{what} is {value}; it must be 1 to {max}")]
+    /// A size is outside its limits.
+    #[error("{what} is {value}, but must be 1 to {max}")]
     Limit {
-        /// Which size.
+        /// Name of the size.
         what: &'static str,
-        /// Its value.
+        /// The value given.
         value: usize,
-        /// The kernels' limit.
+        /// The largest allowed value.
         max: usize,
     },
 }

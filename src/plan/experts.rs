@@ -1,4 +1,4 @@
-//! The launches of the operations on a layer's experts.
+//! Launch configurations of the operations on a layer's experts.
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ use crate::{
     model::{ExpertsSite, ProjectionSite},
 };
 
-/// How the operations on a layer's experts are launched.
+/// Launch configurations of the operations on a layer's experts.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ExpertsPlan {
     dtype: DType,
@@ -32,32 +32,32 @@ pub struct ExpertsPlan {
     down: ProjectionPlan,
 }
 
-/// How those on one projection are.
+/// Launch configurations of the operations on one projection.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ProjectionPlan {
     capacity: Capacity,
     num_experts: usize,
     in_features: usize,
     num_slices: usize,
-    /// Of a slice.
+    /// Output features of one slice.
     out_features: usize,
     from_tokens: bool,
     interleaved: bool,
 }
 
-/// What expand goes by.
+/// How expand divides its work.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+#[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 pub(crate) enum ExpandBy {
-    /// Tiles of routes, and outputs of a slice.
+    /// By tile of routes and by range of outputs of one slice.
     Slices,
-    /// Tiles of routes, and the same outputs of all slices.
+    /// By tile of routes and by range of outputs, which a warp computes for all slices.
     Routes,
-    /// Tokens, and outputs.
+    /// By token and by range of outputs.
     Tokens,
 }
 
-/// Blocks of a launch, and the outputs that one of expand has. The bits of the result do not depend on them.
+/// Grid sizes of shrink and expand, and outputs per expand block (wide tiles) or warp (small tiles). All choices are bit-identical.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Blocks {
     pub(crate) shrink: usize,
@@ -65,19 +65,19 @@ pub(crate) struct Blocks {
     pub(crate) outs: usize,
 }
 
-/// How an operation is launched.
+/// Launch configuration of one operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ProjectionLaunch {
     pub(crate) small: Blocks,
-    /// If there may be wide tiles. The device decides which ones it goes by.
+    /// Set if wide tiles are possible. The device chooses the tile size.
     pub(crate) wide: Option<Blocks>,
 }
 
 impl ExpertsPlan {
-    /// Plans the experts of a layer for batches within `capacity`, whose tokens have up to [`ExpertsSite::top_k`] routes.
+    /// Plans the experts of a layer for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token.
     ///
     /// # Errors
-    /// If the kernels cannot take the shape or the bounds.
+    /// [`PlanError::Limit`] if the kernels do not support a size or a bound.
     pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let (num_experts, top_k) = (site.held().len(), site.top_k());
@@ -95,28 +95,28 @@ impl ExpertsPlan {
         Ok(Self { dtype, capacity, top_k, gate_up, down })
     }
 
-    /// A workspace for any batch within the capacity, and both projections.
+    /// Workspace for any batch within the capacity, for both projections.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
         let bytes = |plan: &ProjectionPlan| plan.workspace_bytes_for(self.capacity.max_tokens, self.top_k);
         bytes(&self.gate_up).max(bytes(&self.down))
     }
 
-    /// Of what is before the activation.
+    /// The projection before the activation.
     pub fn gate_up(&self) -> &ProjectionPlan {
         &self.gate_up
     }
 
-    /// Of what is after it.
+    /// The projection after the activation.
     pub fn down(&self) -> &ProjectionPlan {
         &self.down
     }
 
-    /// The bounds it was planned for.
+    /// The capacity of the plan.
     pub fn capacity(&self) -> Capacity {
         self.capacity
     }
 
-    /// Experts that a token may choose.
+    /// The largest number of experts per token.
     pub fn top_k(&self) -> usize {
         self.top_k
     }
@@ -127,14 +127,14 @@ impl ExpertsPlan {
         RouteCapacity { max_tokens: self.capacity.max_tokens, top_k: self.top_k, num_experts }
     }
 
-    /// The element type it was planned for.
+    /// The element type of activations and factors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 }
 
 impl ProjectionPlan {
-    /// The workspace that a batch of `num_tokens` with `top_k` routes each needs.
+    /// Workspace for a batch of `num_tokens` tokens with `top_k` experts each.
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
         // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
@@ -143,19 +143,19 @@ impl ProjectionPlan {
         WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials }
     }
 
-    /// Whether adding and writing may have tiles of up to 64 routes, and a launch each for shrink and expand.
+    /// Whether the operations that add or write deltas may use wide tiles, with separate launches for shrink and expand.
     fn is_wide(&self, num_routes: usize) -> bool {
         GroupedBy::of(num_routes) == GroupedBy::Kernel && is_staged(self.capacity.max_rank) && !self.interleaved
     }
 
-    /// Whether the operation that replaces the base's kernel (`activate` after gate-up, `combine` after down) is faster on this many
-    /// routes than adding the delta and then running the base's kernel.
+    /// Whether the fused operation (`activate` for gate-up, `combine` for down) is faster for this many routes than adding the
+    /// delta and then running the engine's own kernel.
     pub fn prefers_fused(&self, num_routes: usize) -> bool {
         !self.is_wide(num_routes)
     }
 
-    /// The blocks for a batch of `num_tokens` with `top_k` routes each.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+    /// Grid sizes for a batch of `num_tokens` tokens with `top_k` experts each.
+    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
     pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy) -> ProjectionLaunch {
         let num_routes = num_tokens * top_k;
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
@@ -199,8 +199,8 @@ impl ProjectionPlan {
         ProjectionLaunch { small, wide }
     }
 
-    /// The most tiles that so many routes can be: each slot may leave one unfilled at each expert, and so may the routes that have
-    /// none and those that are not here.
+    /// The largest number of tiles in `num_routes` routes. Each pair of a slot and an expert can leave one tile partly filled, as
+    /// can the routes without a slot and the routes that are not local.
     fn max_tiles(&self, size: usize, num_routes: usize) -> usize {
         let groups = self.num_experts * self.capacity.num_slots + 2;
         (num_routes + (size - 1) * groups.min(num_routes)) / size
@@ -227,5 +227,99 @@ impl fmt::Display for ExpertsPlan {
              projection{wide}, {mailbox} + {partials} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{Blocks, ExpandBy, ExpertsPlan};
+    use crate::{
+        DType,
+        model::{Experts, Halves, ModelSpec, TpRank},
+        plan::Capacity,
+    };
+
+    fn plan(experts: Experts, capacity: Capacity) -> ExpertsPlan {
+        let mut spec = ModelSpec::new();
+        let id = spec.experts(experts).unwrap();
+        ExpertsPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], DType::BF16, capacity).unwrap()
+    }
+
+    proptest! {
+        /// However the routes are spread over experts and slots, those without a slot and those that are not here among them.
+        #[test]
+        fn max_tiles_bounds_every_spread_and_is_reached(
+            (num_experts, num_slots) in (1..6_usize, 1..6_usize),
+            routes in prop::collection::vec(0..40_usize, 1..40),
+            size in prop::sample::select(vec![8, 64_usize]),
+        ) {
+            let capacity = Capacity::tokens(4096).slots(num_slots).rank(8);
+            let plan = plan(Experts::new("m", num_experts, 8, 8).top_k(1), capacity).gate_up;
+            let groups = num_experts * num_slots + 2;
+            let tiles = |counts: &[usize]| -> usize { counts.iter().map(|count| count.div_ceil(size)).sum() };
+            let routes = &routes[..routes.len().min(groups)];
+            prop_assert!(tiles(routes) <= plan.max_tiles(size, routes.iter().sum()));
+            // A route in each group, and the rest in one.
+            let num_routes: usize = routes.iter().sum();
+            let groups = groups.min(num_routes);
+            let mut worst = vec![1; groups];
+            if let Some(first) = worst.first_mut() {
+                *first += num_routes - groups;
+            }
+            prop_assert_eq!(tiles(&worst), plan.max_tiles(size, num_routes));
+        }
+    }
+
+    /// `shrink + expand blocks of outs` of small tiles, then of wide ones if there are.
+    fn shown(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, by: ExpandBy) -> String {
+        let blocks = |Blocks { shrink, expand, outs }: Blocks| format!("{shrink} + {expand} of {outs}");
+        let projections = [plan.gate_up(), plan.down()].map(|projection| {
+            let launch = projection.launch(num_tokens, top_k, by);
+            let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide))).unwrap_or_default();
+            blocks(launch.small) + &wide
+        });
+        projections.join("; ")
+    }
+
+    /// The launches that the figures of the record are of: gate_up, then down.
+    #[test]
+    fn launches_are_those_that_were_measured() {
+        use ExpandBy::{Routes, Slices, Tokens};
+        let qwen3 = |slots, rank| {
+            plan(Experts::new("m", 128, 2048, 768).top_k(8), Capacity::tokens(4096).slots(slots).rank(rank))
+        };
+        let gpt_oss = Experts::new("m", 32, 2880, 2880).top_k(4).halves(Halves::Interleaved);
+        let gpt_oss = plan(gpt_oss, Capacity::tokens(4096).slots(8).rank(128));
+        let small = plan(Experts::new("m", 2, 100, 70).top_k(2).ungated(), Capacity::tokens(4096).slots(2).rank(17));
+        let launches = [
+            (shown(&qwen3(4, 16), 1, 8, Slices), "40 + 12 of 128; 8 + 16 of 128"),
+            (shown(&qwen3(4, 16), 1, 8, Routes), "40 + 24 of 32; 8 + 64 of 32"),
+            (shown(&qwen3(4, 16), 1, 8, Tokens), "40 + 3 of 32; 8 + 8 of 32"),
+            (shown(&qwen3(4, 17), 8, 8, Slices), "132 + 132 of 64; 96 + 132 of 64"),
+            (shown(&qwen3(4, 17), 9, 8, Slices), "263 + 216 of 64; 108 + 264 of 64"),
+            (shown(&qwen3(4, 16), 128, 8, Slices), "263 + 264 of 128; 263 + 264 of 128"),
+            (
+                shown(&qwen3(4, 16), 129, 8, Slices),
+                "264 + 264 of 128 | 1056 + 1044 of 1024; 264 + 264 of 128 | 522 + 1044 of 1024",
+            ),
+            (shown(&qwen3(1, 64), 129, 8, Routes), "264 + 264 of 32; 264 + 264 of 32"),
+            (
+                shown(&qwen3(1, 128), 4096, 8, Slices),
+                "264 + 264 of 64 | 1056 + 1188 of 1024; 264 + 264 of 64 | 1056 + 1188 of 1024",
+            ),
+            (shown(&qwen3(1, 129), 4096, 8, Slices), "264 + 264 of 64; 264 + 264 of 64"),
+            (shown(&gpt_oss, 16, 4, Tokens), "132 + 132 of 32; 132 + 132 of 32"),
+            (shown(&gpt_oss, 700, 4, Slices), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
+            (shown(&small, 3, 2, Slices), "18 + 2 of 64; 9 + 2 of 64"),
+            (shown(&small, 32, 2, Routes), "32 + 5 of 32; 20 + 7 of 32"),
+            (shown(&small, 33, 2, Slices), "32 + 4 of 64; 20 + 4 of 64"),
+            (shown(&small, 600, 2, Slices), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
+            (shown(&small, 5, 2, Tokens), "18 + 2 of 32; 9 + 3 of 32"),
+        ];
+        for (number, (shown, expected)) in launches.into_iter().enumerate() {
+            assert_eq!(shown, expected, "launch {number}");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! The launches of a linear layer and of an embedding.
+//! Launch configurations of linear layers and embeddings.
 
 use std::fmt;
 
@@ -20,7 +20,7 @@ use crate::{
     model::{LinearSite, SliceSite},
 };
 
-/// How a linear layer is launched.
+/// Launch configuration of a linear layer.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct LinearPlan {
     dtype: DType,
@@ -33,7 +33,7 @@ impl LinearPlan {
     /// Plans a layer for batches within `capacity`.
     ///
     /// # Errors
-    /// If the kernels cannot take the shape or the bounds.
+    /// [`PlanError::Limit`] if the kernels do not support a size or a bound.
     pub fn new(site: &LinearSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
@@ -46,29 +46,29 @@ impl LinearPlan {
         Ok(plan)
     }
 
-    /// Whether shrink and expand are one launch, which reduces groups of lanes.
+    /// Whether one launch computes both shrink and expand.
     fn is_one_launch(&self, num_tokens: usize) -> bool {
         self.dtype != DType::F32 && has_few_tokens(num_tokens)
     }
 
-    /// How many lanes of [`LANE_FEATURES`] a block of shrink sums up: a group, or a span of groups. The bits of the result do not
-    /// depend on it.
+    /// Lanes of [`LANE_FEATURES`] input features that one shrink block reduces: a group, or a span of groups. Both are
+    /// bit-identical.
     pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
         let blocks = num_tokens.div_ceil(WIDE_TILE) * self.columns().div_ceil(WIDE_COLUMNS) * self.num_spans();
         if self.is_one_launch(num_tokens) || blocks < MIN_SPAN_BLOCKS { LANES_PER_GROUP } else { LANES_PER_SPAN }
     }
 
-    /// Outputs of one slice that a block of expand works on.
+    /// Outputs of one slice per expand block.
     pub(crate) fn outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
         outs_per_block(&self.out_features, self.capacity.max_rank, num_tokens, max_tiles)
     }
 
-    /// Blocks that share a token's input in shrink.
+    /// Shrink blocks that a token's input features are split over.
     pub fn num_splits(&self, num_tokens: usize) -> usize {
         self.num_lanes().div_ceil(self.lanes_per_split(num_tokens))
     }
 
-    /// The workspace that a batch of `num_tokens` needs.
+    /// Workspace for a batch of `num_tokens` tokens.
     pub fn workspace_bytes_for(&self, num_tokens: usize) -> WorkspaceBytes {
         let sums = self.num_splits(num_tokens) * num_tokens * self.sums_per_token();
         if self.is_one_launch(num_tokens) {
@@ -78,7 +78,7 @@ impl LinearPlan {
         }
     }
 
-    /// A workspace for any batch within the capacity.
+    /// Workspace for any batch within the capacity.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
         let max_tokens = self.capacity.max_tokens;
         let few = self.workspace_bytes_for(max_tokens.min(FEW_TOKENS));
@@ -95,17 +95,17 @@ impl LinearPlan {
         self.out_features.len() * self.capacity.max_rank.next_multiple_of(RANK_TILE)
     }
 
-    /// Tiles of ranks, of all slices.
+    /// Rank tiles of all slices.
     fn columns(&self) -> usize {
         self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE)
     }
 
-    /// The bounds it was planned for.
+    /// The capacity of the plan.
     pub fn capacity(&self) -> Capacity {
         self.capacity
     }
 
-    /// The element type it was planned for.
+    /// The element type of activations and factors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -142,10 +142,9 @@ impl fmt::Display for LinearPlan {
     }
 }
 
-/// Outputs of one slice that a block of expand works on, for up to `tiles` tiles of `num_tokens` tokens. The bits of the result do
-/// not depend on it.
+/// Outputs of one slice per expand block, in a batch of `num_tokens` tokens in up to `tiles` tiles. All choices are bit-identical.
 ///
-/// Larger blocks amortise what each begins with; smaller blocks fill the device.
+/// Large blocks amortise the start of a block; small blocks fill the device.
 pub(crate) fn outs_per_block(out_features: &[usize], max_rank: usize, num_tokens: usize, tiles: usize) -> usize {
     let wide = !has_few_tokens(num_tokens) && is_staged(max_rank);
     let unit = if wide { WIDE_OUTS } else { SMALL_OUTS };
@@ -161,7 +160,7 @@ fn out_blocks(out_features: &[usize], outs_per_block: usize) -> usize {
     out_features.iter().map(|out| out.div_ceil(outs_per_block)).sum()
 }
 
-/// Refuses outputs whose blocks no grid counts, beside `shrink_blocks` of each tile.
+/// Rejects outputs whose expand blocks, together with `shrink_blocks` per tile, exceed the largest grid.
 pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_blocks: usize) -> Result<(), PlanError> {
     let [small, wide] = [capacity.max_tokens.min(FEW_TOKENS), capacity.max_tokens].map(|n| capacity.max_tiles(n));
     let max = (MAX_GRID_X / small.max(wide)).saturating_sub(shrink_blocks);

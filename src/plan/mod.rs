@@ -1,7 +1,7 @@
-//! What a launch will look like, from shapes and upper bounds alone.
+//! Launch configurations, from shapes and upper bounds alone.
 //!
-//! Pure and printable: no device is needed to make a plan, and the same problem always has the same plan. The tiles are those of
-//! `csrc/aril.h`, so that a plan and the kernels it is for cannot disagree.
+//! Making a plan needs no device, and equal inputs give equal plans. Tile sizes come from `csrc/aril.h`, so that a plan always
+//! matches the kernels that it is for.
 
 mod capacity;
 mod error;

@@ -1,16 +1,16 @@
-/// What a workspace must hold, in bytes.
+/// Sizes of a workspace, in bytes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct WorkspaceBytes {
-    /// For what the blocks of one launch hand over to each other, each sum with a tag that says of which launch it is. It must be
-    /// zero when it is first used, and nothing but the kernels may write it.
+    /// Mailboxes between the blocks of one launch: partial sums of `A x`, each tagged with its launch. The memory must be zero
+    /// before its first use, and only the kernels may write it.
     pub mailbox: usize,
-    /// For what one launch leaves for the next.
+    /// Partial sums of `A x` that one launch leaves for the next. The memory may hold anything.
     pub partials: usize,
 }
 
 impl WorkspaceBytes {
-    /// Enough for both.
+    /// The larger of both, for each of the two sizes.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self { mailbox: self.mailbox.max(other.mailbox), partials: self.partials.max(other.partials) }

@@ -10,7 +10,7 @@ use aril::{
     },
     cpu::WeightTable,
     error::{LoadError, SlotError},
-    model::{Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, ProjectionSite, TpRank},
+    model::{Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, ProjectionSite, Shard, TpRank},
     plan::Capacity,
 };
 use proptest::prelude::*;
@@ -100,9 +100,7 @@ impl Case {
         spec.linear(Linear::new("", Parallel::Replicated, 8).slice("lm_head", 8)).unwrap();
         let mut experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter())
             .halves(self.halves)
-            .stored_halves(self.stored)
-            .held(self.held.iter().copied())
-            .tensor_parallel(TpRank::new(rank, self.size).unwrap());
+            .stored_halves(self.stored);
         if !self.gated {
             experts = experts.ungated();
         }
@@ -110,7 +108,9 @@ impl Case {
             experts = experts.stored_transposed();
         }
         let id = spec.experts(experts).unwrap();
-        (spec.shard(TpRank::SINGLE).unwrap(), id)
+        let experts_tp = TpRank::new(rank, self.size).unwrap();
+        let shard = Shard::new(TpRank::SINGLE).experts_tp(experts_tp).held(id, self.held.iter().copied());
+        (spec.shard(shard).unwrap(), id)
     }
 
     /// All experts of a module, if it has all.

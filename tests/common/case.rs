@@ -16,7 +16,7 @@ use std::{
 use aril::{
     Element, Slot,
     adapter::Adapter,
-    model::{Model, ModelSpec, TpRank},
+    model::{Model, ModelSpec, Shard},
     plan::Capacity,
     routing::Batch,
 };
@@ -76,8 +76,8 @@ pub trait Layer: Clone + fmt::Debug + Serialize + DeserializeOwned {
     /// The factors of one adapter.
     type Pairs;
 
-    /// Adds the layer to a model.
-    fn describe(&self, spec: &mut ModelSpec) -> Self::Id;
+    /// Adds the layer to a model, and gives the shard of it that the operations are on.
+    fn describe(&self, spec: &mut ModelSpec) -> (Self::Id, Shard);
 
     /// The loaded adapters, by slot.
     fn loras(&self) -> &[Self::Lora];
@@ -221,9 +221,9 @@ impl<L: Layer> Case<L> {
     pub fn model(&self) -> (Model, L::Id) {
         let mut spec = ModelSpec::new();
         spec.linear(neighbour("before")).unwrap();
-        let id = self.describe(&mut spec);
+        let (id, shard) = self.describe(&mut spec);
         spec.linear(neighbour("behind")).unwrap();
-        (spec.shard(TpRank::SINGLE).unwrap(), id)
+        (spec.shard(shard).unwrap(), id)
     }
 
     /// The factors of one more adapter.

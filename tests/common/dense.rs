@@ -3,7 +3,7 @@
 use aril::{
     Element,
     adapter::Adapter,
-    model::{EmbeddingId, Linear, LinearId, MAX_SLICES, ModelSpec, Parallel},
+    model::{EmbeddingId, Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, Shard, TpRank},
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -63,15 +63,16 @@ impl Layer for Dense {
     /// By slice.
     type Pairs = Vec<Option<Pair>>;
 
-    fn describe(&self, spec: &mut ModelSpec) -> Site {
-        match &self.op {
+    fn describe(&self, spec: &mut ModelSpec) -> (Site, Shard) {
+        let site = match &self.op {
             Op::Linear { in_features, slices } => {
                 let layer = Linear::new("layer", Parallel::Replicated, *in_features);
                 let layer = slices.iter().enumerate().fold(layer, |layer, (i, out)| layer.slice(format!("m{i}"), *out));
                 Site::Linear(spec.linear(layer).unwrap())
             }
             Op::Embedding { vocab, hidden } => Site::Embedding(spec.embedding("layer.m0", *vocab, *hidden).unwrap()),
-        }
+        };
+        (site, TpRank::SINGLE.into())
     }
 
     fn loras(&self) -> &[Vec<usize>] {
@@ -221,7 +222,7 @@ pub struct Sizes {
 impl Sizes {
     /// Small enough for a debug build on the CPU.
     pub const SMALL: Self = Self { max_features: 300, max_tokens: 40, max_rank: 40 };
-    /// Past every tile of the kernels.
+    /// Past every tile of the kernels for few tokens.
     pub const LARGE: Self = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
 }
 

@@ -5,7 +5,7 @@ use aril::{
     adapter::Adapter,
     cpu::{LoraExperts, Matrix, MatrixMut, Step},
     error::OperandError,
-    model::{Activation, Experts, ExpertsId, Halves, ModelSpec, TpRank},
+    model::{Activation, Experts, ExpertsId, Halves, ModelSpec, Shard, TpRank},
     reference::{self, Delta},
     routing::TopK,
 };
@@ -190,9 +190,7 @@ impl Order {
 
 impl Shape {
     pub fn experts(&self) -> Experts {
-        let experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter * self.tp.1)
-            .held(self.held.iter().copied())
-            .tensor_parallel(TpRank::new(self.tp.0, self.tp.1).unwrap());
+        let experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter * self.tp.1);
         match self.halves.halves() {
             None => experts.ungated(),
             Some(halves) => experts.halves(halves),
@@ -229,8 +227,11 @@ impl Layer for Moe {
     type Lora = Lora;
     type Pairs = Pairs;
 
-    fn describe(&self, spec: &mut ModelSpec) -> ExpertsId {
-        spec.experts(self.shape.experts().top_k(self.top_k)).unwrap()
+    fn describe(&self, spec: &mut ModelSpec) -> (ExpertsId, Shard) {
+        let Shape { held, tp, .. } = &self.shape;
+        let id = spec.experts(self.shape.experts().top_k(self.top_k)).unwrap();
+        let experts_tp = TpRank::new(tp.0, tp.1).unwrap();
+        (id, Shard::new(TpRank::SINGLE).experts_tp(experts_tp).held(id, held.iter().copied()))
     }
 
     fn loras(&self) -> &[Lora] {

@@ -1,5 +1,5 @@
-//! What the host does: planning, packing an adapter, grouping a batch, and the CPU's own operations.
-#![allow(clippy::cast_possible_truncation, reason = "of numbers of its own")]
+//! Work on the host: planning, packing an adapter, grouping a batch, and the operations of the CPU.
+#![expect(clippy::cast_possible_truncation, reason = "its numbers are small")]
 
 use std::{collections::BTreeMap, hint::black_box, time::Duration};
 
@@ -103,7 +103,7 @@ fn cpu(criterion: &mut Criterion) {
     }
 }
 
-/// A small one and a medium one.
+/// A small workload and a medium one.
 fn workloads() -> Vec<Workload> {
     let mut workloads = workload::parse(workload::BUILT_IN).expect("the list is well formed");
     workloads.retain(|workload| {
@@ -112,7 +112,7 @@ fn workloads() -> Vec<Workload> {
     workloads
 }
 
-/// Decoder layers with modules of their own sizes, small enough for a file.
+/// The modules of a small decoder layer: name, input and output features.
 const MODULES: [(&str, usize, usize); 7] = [
     ("self_attn.q_proj", 1024, 2048),
     ("self_attn.k_proj", 1024, 1024),

@@ -1,4 +1,4 @@
-//! What the device can do at best, measured in the run that it is compared with.
+//! The limits of the device, measured in the same run as the workloads.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ const BYTES_PER_VECTOR: usize = 16;
 const VECTORS_PER_ROUND: usize = 4;
 const REPLAYS: usize = 20;
 
-/// Rates in GB/s and times in µs, under the names that other libraries' results have them.
+/// Measures rates in GB/s and times in µs, with the names of the common JSON schema.
 pub fn measure(gpu: &Gpu) -> Result<BTreeMap<String, f64>> {
     let module = Module::load(include_str!("ceilings.ptx"))?;
     let (empty, read, copy) = (module.function("empty")?, module.function("read")?, module.function("copy")?);
@@ -35,7 +35,7 @@ pub fn measure(gpu: &Gpu) -> Result<BTreeMap<String, f64>> {
     Ok(ceilings)
 }
 
-/// The best rate over a few grids at which `kernel` goes through the source.
+/// The best rate of `kernel` over a few grids, for one pass over the source.
 fn best(gpu: &Gpu, kernel: &Function, source: u64, target: u64) -> Result<f64> {
     let mut best = 0.0_f64;
     for (blocks_per_multiprocessor, threads) in [(8, 256), (4, 512), (16, 128), (32, 256)] {

@@ -1,4 +1,5 @@
-//! What a workload is computed on, and what must come out; the same on the host and on the device.
+//! The numbers that a workload is computed on, and the error of its results against the `f64` reference. Host and device have the same
+//! numbers.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -19,10 +20,10 @@ use crate::{
     workload::{Operation, Workload},
 };
 
-/// Tokens with an adapter whose outputs are checked, at most.
+/// The largest number of tokens that are checked.
 const CHECKED_TOKENS: usize = 32;
 
-/// The numbers in all matrices. Deltas are about as large as what they are added to.
+/// The numbers in all matrices. Deltas and `y` have about the same magnitude.
 pub struct Data {
     pub weights: Noise,
     /// x
@@ -31,13 +32,13 @@ pub struct Data {
     pub bases: Noise,
 }
 
-/// Weights before they repeat: more than any cache holds.
+/// A period of weights that no cache holds.
 pub const LARGE: usize = 67_108_859;
-/// Few enough to be made in no time.
+/// A period of weights that is fast to generate.
 pub const SMALL: usize = 1_048_573;
 
 impl Data {
-    /// With so many weights before they repeat: [`LARGE`] or [`SMALL`], both prime.
+    /// The period of the weights is [`LARGE`] or [`SMALL`], both prime.
     pub fn new(weights: usize) -> Self {
         let other = weights.min(8_388_593);
         Self {
@@ -57,7 +58,7 @@ impl Data {
                 let [a, b] =
                     [(a, a_layout), (b, b_layout)].map(|(first, layout)| self.factor(set + first, layout).collect());
                 let factors: [(&str, [usize; 2], Vec<bf16>); 2] = match workload.operation {
-                    // PEFT's A has a column for each id.
+                    // PEFT stores A with one column per id.
                     Operation::Embedding => {
                         let [ids, rank] = a_shape;
                         [("lora_embedding_A", [rank, ids], transposed(a, rank)), ("lora_embedding_B", b_shape, b)]
@@ -91,7 +92,7 @@ impl Data {
         if got.is_empty() { 0.0 } else { (error / norm).sqrt() }
     }
 
-    /// The squares of the errors of one slot's deltas, and of the deltas.
+    /// The sums of the squared errors of one slot's deltas, and of the squared deltas.
     fn squares(
         &self,
         workload: &Workload,
@@ -109,7 +110,7 @@ impl Data {
             let [a_layout, b_layout] = FactorLayout::of(workload, slot, slice);
             let b: Vec<f64> = self.factor(b, b_layout).map(f64::from).collect();
             let all_of_a: Vec<f64> = match a_layout {
-                // A token's row is all that counts.
+                // Only the rows of the tokens are read.
                 FactorLayout::EmbeddingA(_) => Vec::new(),
                 _ => self.factor(a, a_layout).map(f64::from).collect(),
             };
@@ -143,7 +144,7 @@ impl Data {
     }
 }
 
-/// Where the elements of a factor are.
+/// The memory layout of a factor.
 #[derive(Clone, Copy, Debug)]
 pub enum FactorLayout {
     LinearA(LinearA),
@@ -152,7 +153,7 @@ pub enum FactorLayout {
 }
 
 impl FactorLayout {
-    /// Of a slot's A and B.
+    /// The layouts of a slot's A and B.
     fn of(workload: &Workload, slot: usize, slice: usize) -> [Self; 2] {
         let [[rows, cols], [out_features, rank]] = workload.factor_shapes(slot, slice);
         let a = match workload.operation {
@@ -162,7 +163,7 @@ impl FactorLayout {
         [a, Self::B(B { out_features, rank })]
     }
 
-    /// Of a linear module's A and B.
+    /// The layouts of a linear module's A and B.
     pub fn linear(rank: usize, in_features: usize, out_features: usize) -> [Self; 2] {
         [Self::LinearA(LinearA { rank, in_features }), Self::B(B { out_features, rank })]
     }
@@ -191,7 +192,7 @@ impl FactorLayout {
         }
     }
 
-    /// What no element is at, where kernels expect zeros.
+    /// The ranges without an element, where kernels expect zeros.
     pub fn padding(self) -> Vec<Range<usize>> {
         let ([rows, cols], mut is_padding) = (self.shape(), vec![true; self.elems()]);
         for row in 0..rows {

@@ -1,4 +1,4 @@
-//! The device: its memory, and how long it takes to replay a captured graph.
+//! The device: memory, streams, captured graphs and their times.
 #![expect(clippy::disallowed_methods, reason = "benchmarks allocate and wait")]
 
 use std::{ffi::CString, ptr, slice, sync::Arc, time::Duration};
@@ -48,7 +48,7 @@ impl Gpu {
         Ok(usize::try_from(self.context.attribute(attribute)?)?)
     }
 
-    /// Memory that holds anything.
+    /// Allocates uninitialised memory.
     pub fn alloc(&self, bytes: usize) -> Result<Memory> {
         // SAFETY: bytes of any value are bytes.
         let slice = unsafe { self.stream.alloc::<u8>(bytes.max(1)) }?;
@@ -62,7 +62,7 @@ impl Gpu {
         Ok(memory)
     }
 
-    /// As much of the noise as fits in `elems`, over and over.
+    /// Allocates `elems` elements and fills them with the noise.
     pub fn fill(&self, noise: &Noise, elems: usize) -> Result<Memory> {
         let bytes = elems * 2;
         let memory = self.alloc(bytes)?;
@@ -107,7 +107,7 @@ impl Gpu {
         Ok(self.stream.synchronize()?)
     }
 
-    /// Records what `enqueue` enqueues.
+    /// Captures the work that `enqueue` enqueues.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let stream = self.stream.cu_stream();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
@@ -127,12 +127,12 @@ impl Gpu {
         Ok(Graph { executable, stream: self.stream.clone() })
     }
 
-    /// How long each of `replays` takes, in µs, after a few that are not timed.
+    /// The time of each of `replays`, in µs, after a few that are not timed.
     pub fn time(&self, graph: &Graph, replays: usize) -> Result<Vec<f64>> {
         Ok(self.time_in_turn(slice::from_ref(graph), replays)?.concat())
     }
 
-    /// As `time`, of graphs that take turns, so that each meets the same clocks.
+    /// As `time`, for several graphs. They are replayed in turn, so that all run at the same clock rates.
     pub fn time_in_turn(&self, graphs: &[Graph], replays: usize) -> Result<Vec<Vec<f64>>> {
         const WARM_UP: usize = 3;
         (0..WARM_UP).try_for_each(|_| graphs.iter().try_for_each(Graph::replay))?;
@@ -151,14 +151,14 @@ impl Gpu {
         events.into_iter().map(us).collect()
     }
 
-    /// How long `count` of the operations take, of which a replay runs `per_replay`.
+    /// The time of `count` operations, of which a replay runs `per_replay`.
     pub fn time_operations(&self, graph: &Graph, per_replay: usize, count: u64) -> Result<Duration> {
         let replays = count.div_ceil(per_replay as u64);
         let us = self.time_eager(|| (0..replays).try_for_each(|_| graph.replay()))?;
         Ok(Duration::from_secs_f64(us / 1e6 * count as f64 / (replays * per_replay as u64) as f64))
     }
 
-    /// As `time`, of one run without a graph.
+    /// The time of one run without a graph, in µs.
     pub fn time_eager(&self, enqueue: impl FnOnce() -> Result<()>) -> Result<f64> {
         let (start, end) = (Event::new()?, Event::new()?);
         start.record(&self.stream)?;
@@ -169,7 +169,7 @@ impl Gpu {
     }
 }
 
-/// Not cudarc's own, after which cudarc would wait for events that captures cannot have.
+/// Wraps a stream of its own: cudarc would make its own stream wait for events, which a capture rejects.
 fn new_stream(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
     let raw = result::stream::create(result::stream::StreamKind::NonBlocking)?;
     // SAFETY: just made in this context, and never destroyed.
@@ -203,7 +203,7 @@ impl Graph {
 }
 
 impl Drop for Graph {
-    /// Ignores errors: a kernel that failed has been heard of by now.
+    /// Ignores errors: replays have reported them.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
         // SAFETY: no replay is running.
@@ -223,7 +223,7 @@ impl Event {
         Ok(unsafe { result::event::record(self.0, stream.cu_stream()) }?)
     }
 
-    /// Has a stream wait for what was recorded.
+    /// Makes a stream wait for the recorded work.
     pub fn hold(&self, stream: &CudaStream) -> Result<()> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are alive.
@@ -266,7 +266,7 @@ impl Function {
     /// Launches with 8-byte parameters.
     ///
     /// # Safety
-    /// They are what the kernel takes, and the memory they name is alive until it has run.
+    /// They must be the kernel's parameters, and the memory behind their addresses must be alive until it has run.
     pub unsafe fn launch(&self, gpu: &Gpu, blocks: usize, threads: usize, parameters: &mut [u64]) -> Result<()> {
         let mut pointers: Vec<_> = parameters.iter_mut().map(|value| ptr::from_mut(value).cast()).collect();
         let (grid, block) = ((u32::try_from(blocks)?, 1, 1), (u32::try_from(threads)?, 1, 1));

@@ -1,7 +1,7 @@
-//! Layers of experts that are measured: those of `benches/workloads.json`, the data that they run on, and what must come out.
+//! The workloads of experts, the data they run on, and the error of their results.
 //!
-//! One operation is a layer's part of a step, from what its router chose on: the grouping of the routes, gate_up and down. Sets of
-//! adapters take turns in it, and so do choices of the router: few of the weights are in use at a time, but others each time.
+//! One operation is what a layer does after its router: it groups the routes and adds the deltas of gate_up and down. Consecutive
+//! operations use other sets of adapters and other choices of the router, so that weights come from memory.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,18 +24,18 @@ use crate::{
     workload::{Bytes, COLD_BYTES, Mapping, Suite},
 };
 
-/// The most that the sets of a workload take, in elements: 8.8 GB.
+/// The largest size of the sets of a workload, in elements: 8.8 GB.
 const MAX_WEIGHTS: usize = 4_400_000_000;
 const MAX_SETS: usize = 8;
-/// Sets take turns until they are larger than this, all weights of them.
+/// A graph uses so many sets in turn that all their weights exceed this.
 const SETS_BYTES: usize = 256 << 20;
-/// Choices of the router where tokens are few and where they are many, and the most of either.
+/// Choices of the router with few tokens and with many, and the largest number of either.
 const CHOICES: [usize; 2] = [16, 4];
 const MAX_CHOICES: usize = 512;
-/// Up to which tokens are few.
+/// The largest number of tokens that counts as few.
 const FEW_TOKENS: usize = 128;
 
-/// What begins behind another in memory begins on a boundary of so many elements.
+/// Matrices that share memory start at a multiple of this, in elements.
 const ALIGNMENT: usize = 128;
 
 const BF16: usize = size_of::<bf16>();
@@ -45,7 +45,7 @@ pub const UP: usize = 1;
 pub const DOWN: usize = 2;
 pub const MODULES: [usize; 3] = [GATE, UP, DOWN];
 
-/// One layer of experts, its tokens, their adapters, and what its router chooses.
+/// One layer of experts, its tokens, their adapters, and its router.
 #[derive(Clone, Debug)]
 pub struct ExpertsWorkload {
     pub id: String,
@@ -65,14 +65,14 @@ pub struct Shape {
     pub inter: usize,
     pub num_experts: usize,
     pub top_k: usize,
-    /// Gate stands before up, in whichever way.
+    /// How gate and up are arranged. Gate comes first.
     pub halves: Halves,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct ExpertsAdapter {
     pub rank: usize,
-    /// Whether all experts have one A of gate, one of up, and one B of down.
+    /// Whether all experts share A of gate, A of up, and B of down.
     pub shared_outer: bool,
 }
 
@@ -84,20 +84,20 @@ pub struct Router {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Spread {
-    /// Each token's experts are drawn.
+    /// Draws experts for each token.
     Uniform,
-    /// All tokens have those of the first.
+    /// Gives all tokens the experts of the first.
     Same,
 }
 
-/// What takes turns in operations that follow each other: the `i`th has set `i % sets` and choice `i % choices`.
+/// The numbers of sets and choices: operation `i` uses set `i % sets` and choice `i % choices`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Turns {
     pub sets: usize,
     pub choices: usize,
 }
 
-/// How many tokens a class of workloads has.
+/// The name of a class of token counts.
 pub fn size(tokens: usize) -> &'static str {
     match tokens {
         0..=32 => "T<=32",
@@ -119,7 +119,7 @@ impl ExpertsWorkload {
         self.adapters.iter().map(|adapter| adapter.rank).max().unwrap_or(1)
     }
 
-    /// What its figures are averaged with.
+    /// The class whose mean its figures enter.
     pub fn class(&self) -> String {
         match self.suite {
             Suite::Moe => format!("{} {}", self.tag, size(self.num_tokens())),
@@ -150,7 +150,7 @@ impl ExpertsWorkload {
         top_k_ids(*seed, choice as u64, tokens, shape.num_experts as u64, shape.top_k).repeat(repeats)
     }
 
-    /// So many sets and choices that weights come from memory: as many as other libraries are measured with.
+    /// Enough sets and choices for weights to come from memory. Other libraries are measured with the same numbers.
     pub fn turns(&self) -> Turns {
         let set_elems = ExpertsLayout::new(self).elems;
         let max_sets = MAX_WEIGHTS / set_elems;
@@ -158,7 +158,7 @@ impl ExpertsWorkload {
         let is_few = self.num_tokens() <= FEW_TOKENS;
         let choices = CHOICES[usize::from(!is_few)];
         let cold = COLD_BYTES.div_ceil(self.bytes(choices).weights.max(1)).min(MAX_CHOICES);
-        // Where tokens are many and differ, they have all experts.
+        // Many different tokens use all experts.
         if (is_few || self.router.spread == Spread::Same) && cold > choices {
             Turns { sets: sets.max(cold).min(max_sets), choices: cold }
         } else {
@@ -166,8 +166,8 @@ impl ExpertsWorkload {
         }
     }
 
-    /// What any implementation must move, in the mean over so many choices: the factors of every adapter in use of the experts that
-    /// its tokens have, a shared one once; and of tokens with an adapter x, and what is before and behind the activation.
+    /// The bytes that any implementation must move, as a mean over `choices`: the factors of each adapter in use, for the experts of its
+    /// tokens, shared factors once; and for tokens with an adapter `x` and both sides of the activation.
     pub fn bytes(&self, choices: usize) -> Bytes {
         let Shape { hidden, inter, .. } = self.shape;
         let weights: usize = (0..choices).map(|choice| self.weight_elems(&self.chosen(choice))).sum();
@@ -205,13 +205,13 @@ impl ExpertsWorkload {
         self.slots.iter().filter_map(of_token).sum()
     }
 
-    /// Where what is behind the activation begins in the inputs, behind x, and in the outputs, behind those of gate_up.
+    /// Where the matrices of down start: in the inputs, behind `x`, and in the outputs, behind those of gate_up.
     pub fn of_down(&self) -> [usize; 2] {
         let Shape { hidden, inter, .. } = self.shape;
         [self.num_tokens() * hidden, self.num_routes() * 2 * inter].map(|elems| elems.next_multiple_of(ALIGNMENT))
     }
 
-    /// Elements of the inputs and of the outputs, with those of down.
+    /// The sizes of all inputs and of all outputs, in elements.
     pub fn matrix_elems(&self) -> [usize; 2] {
         let [inputs, outputs] = self.of_down();
         [inputs + self.num_routes() * self.shape.inter, outputs + self.num_routes() * self.shape.hidden]
@@ -281,7 +281,7 @@ impl ExpertsWorkload {
     }
 }
 
-/// Sums of squares: of errors, and of what should have come out.
+/// Sums of squares of the errors and of the expected deltas.
 #[derive(Clone, Copy, Debug, Default)]
 struct Squares {
     error: f64,
@@ -340,7 +340,7 @@ impl ExpertsLayout {
         Self { factors, elems }
     }
 
-    /// What kernels expect to be zero in a set.
+    /// The ranges of a set where kernels expect zeros.
     pub fn padding(&self, workload: &ExpertsWorkload) -> Vec<Range<usize>> {
         let mut padding = Vec::new();
         for (slot, modules) in self.factors.iter().enumerate() {
@@ -362,7 +362,7 @@ impl ExpertsLayout {
     }
 }
 
-/// Reads a list's experts.
+/// Reads the experts of a list in the format of `benches/workloads.json`.
 pub fn parse(text: &str) -> Result<Vec<ExpertsWorkload>> {
     let File { mappings, moe_model, moe } = serde_json::from_str(text)?;
     let Model { hidden, moe_inter: inter, experts: num_experts, top_k } = moe_model;
@@ -370,7 +370,7 @@ pub fn parse(text: &str) -> Result<Vec<ExpertsWorkload>> {
     moe.into_iter().map(|entry| entry.resolve(shape, &mappings)).collect()
 }
 
-/// Rank 16, and of each class a few batch sizes.
+/// Keeps rank 16 and a few batch sizes of each class.
 pub fn quick(mut workloads: Vec<ExpertsWorkload>) -> Vec<ExpertsWorkload> {
     let mut seen = BTreeSet::new();
     workloads.retain(|workload| {
@@ -425,7 +425,7 @@ impl Entry {
     }
 }
 
-/// As the list says: of each token, different experts, drawn one after the other.
+/// Draws different experts for each token, as the list defines it.
 fn top_k_ids(seed: u64, choice: u64, tokens: usize, num_experts: u64, top_k: usize) -> Vec<i32> {
     let mut state = seed.wrapping_add(choice.wrapping_mul(1_000_003));
     let mut ids = Vec::with_capacity(tokens * top_k);

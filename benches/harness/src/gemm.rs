@@ -1,4 +1,4 @@
-//! The matrix multiplication of a base layer, by cuBLASLt as cudarc calls it: what engines on cudarc have.
+//! The GEMM of a base layer: cuBLASLt through cudarc, which engines on cudarc use.
 
 use std::sync::Arc;
 
@@ -61,7 +61,7 @@ impl Gemm {
     }
 }
 
-/// Memory of the caller's, whose uses the caller orders.
+/// Memory of the caller. The caller orders its uses.
 struct Operand<'a> {
     address: u64,
     len: usize,

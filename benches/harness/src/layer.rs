@@ -1,4 +1,4 @@
-//! A workload on the device: its adapters many times over, so that none of them is in a cache when its turn comes.
+//! A workload on the device, with so many sets of its adapters that no cache holds the next one.
 
 use std::{collections::BTreeMap, iter::repeat_n};
 
@@ -21,10 +21,10 @@ use crate::{
 
 const MAX_SETS: usize = 1024;
 
-/// What a delta may be off by, as a whole.
+/// The largest relative error of the deltas of a workload.
 pub const MAX_ERROR: f64 = 2e-2;
 
-/// The data that workloads run on, made once.
+/// The data of all workloads, generated once.
 pub struct Stage {
     pub gpu: Gpu,
     pub data: Data,
@@ -34,7 +34,7 @@ pub struct Stage {
     pub y: Memory,
 }
 
-/// What a workload takes of the stage, in elements.
+/// The part of the stage that a workload needs, in elements.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Room {
     pub weights: usize,
@@ -43,7 +43,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// Of a workload's layer with all sets of its adapters.
+    /// For a workload's layer with all sets of its adapters.
     pub fn new(workload: &Workload) -> Self {
         Self {
             weights: weight_elems(workload),
@@ -58,7 +58,7 @@ impl Room {
 }
 
 impl Stage {
-    /// With room for the largest.
+    /// Makes room for the largest.
     pub fn new(rooms: impl IntoIterator<Item = Room>) -> Result<Self> {
         let (gpu, data) = (Gpu::new()?, Data::new(LARGE));
         let room = rooms.into_iter().fold(Room::default(), Room::max);
@@ -69,13 +69,13 @@ impl Stage {
         Ok(Self { gpu, data, weights, inputs, bases, y })
     }
 
-    /// Puts in y what is there before an operation.
+    /// Restores the `y` that an operation adds to.
     pub fn reset(&self, elems: usize) -> Result<()> {
         self.gpu.copy(self.y.address, self.bases.address, elem_bytes(elems))
     }
 }
 
-/// What a workload's sets of adapters take.
+/// The size of a workload's sets of adapters.
 pub fn weight_elems(workload: &Workload) -> usize {
     num_cold_sets(workload) * SetLayout::new(workload).elems
 }
@@ -103,7 +103,7 @@ pub struct Layer<'a> {
     num_sets: usize,
 }
 
-/// What is launched, and the operand that only it has.
+/// The operation, with the operands that only it has.
 enum Kernel {
     Embedding { embedding: raw::LoraEmbedding, ids: Memory },
     Linear(raw::LoraLinear),
@@ -118,7 +118,7 @@ pub struct Times {
 }
 
 impl Times {
-    /// Of one of the `count` operations that a graph has.
+    /// Times one of the `count` operations of a graph.
     pub fn of(gpu: &Gpu, graph: &Graph, count: usize, replays: usize) -> Result<Self> {
         let mut us = gpu.time(graph, replays)?;
         us.iter_mut().for_each(|us| *us /= count as f64);
@@ -178,7 +178,7 @@ impl<'a> Layer<'a> {
         self.num_sets
     }
 
-    /// What will be launched.
+    /// The plan, for a linear layer.
     pub fn plan(&self) -> Option<String> {
         match &self.kernel {
             Kernel::Embedding { .. } => None,
@@ -191,7 +191,7 @@ impl<'a> Layer<'a> {
         self.add_delta_to(self.workload.num_tokens(), self.batch, set)
     }
 
-    /// All that this costs the host but the launches: to a batch of no tokens it launches nothing.
+    /// Adds to a batch without tokens: everything that `add_delta` costs the host, except the launches.
     pub fn add_no_delta(&self) -> Result<()> {
         self.add_delta_to(0, self.routing.capture_batch(0)?, 0)
     }
@@ -221,14 +221,14 @@ impl<'a> Layer<'a> {
         Ok(unsafe { self.linear()?.write_delta(&step, x, y) }?)
     }
 
-    /// Enqueues the first half of a linear layer's operation on a stream that the caller orders.
+    /// Enqueues shrink of a linear layer, on a stream that the caller orders.
     pub fn shrink(&self, set: usize, stream: raw::Stream) -> Result<()> {
         let (x, step) = (self.x(self.workload.num_tokens()), self.step(set, self.batch, stream));
         // SAFETY: as above, but for the stream, which the caller orders before `expand`.
         Ok(unsafe { self.linear()?.shrink(&step, x) }?)
     }
 
-    /// Enqueues the second half.
+    /// Enqueues expand of a linear layer.
     pub fn expand(&self, set: usize) -> Result<()> {
         let (y, step) = (self.y(self.workload.num_tokens()), self.step(set, self.batch, self.stage.gpu.raw_stream()));
         // SAFETY: as above.
@@ -261,8 +261,7 @@ impl<'a> Layer<'a> {
         raw::Table::new(model, DType::BF16, table, workload.num_slots(), workload.max_rank())
     }
 
-    /// Runs once and compares with the reference: the relative error of the deltas of some tokens, all slices. Fails where a
-    /// base token was touched.
+    /// Runs once and returns the relative error of the deltas of some tokens, over all slices. Fails if a row of a base token changed.
     pub fn check(&self) -> Result<f64> {
         let Self { stage: Stage { data, .. }, workload: Workload { slots, .. }, .. } = self;
         let cols = self.workload.out_features();
@@ -285,7 +284,7 @@ impl<'a> Layer<'a> {
         self.stage.gpu.read(self.stage.y.address + elem_bytes(token * cols) as u64, cols)
     }
 
-    /// A graph of `count` operations, with the sets in turn or with the first one each time.
+    /// Captures `count` operations, with the sets in turn if `cold`, else with the first one each time.
     pub fn capture(&self, count: usize, cold: bool) -> Result<Graph> {
         self.stage.gpu.capture(|| (0..count).try_for_each(|i| self.add_delta(if cold { i } else { 0 })))
     }
@@ -295,7 +294,7 @@ impl<'a> Layer<'a> {
         Times::of(&self.stage.gpu, &self.capture(count, cold)?, count, replays)
     }
 
-    /// Operations for a graph: each of `num_sets` at least once, and enough to time.
+    /// The number of operations for a graph: each of `num_sets` at least once, and enough to time.
     pub fn repetitions(&self, num_sets: usize) -> Result<usize> {
         let eager = self.stage.gpu.time_eager(|| self.add_delta(0))?;
         let us = (self.workload.bytes().total() as f64 / 2.5e6 + 4.0).max(eager - 150.0);
@@ -330,9 +329,8 @@ impl Kernel {
     }
 }
 
-/// Operations for a graph: each of `num_sets` at least once, and enough to time if one takes so long.
+/// The number of operations for a graph: each of `num_sets` at least once, and enough to time if one takes `us`.
 pub fn repetitions(num_sets: usize, us: f64) -> usize {
-    // A cast saturates, and the clamp is meant.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
     let wanted = (600.0 / us.max(1.0)).ceil().clamp(4.0, 48.0) as usize;
     wanted.div_ceil(num_sets) * num_sets

@@ -1,16 +1,16 @@
-//! Random numbers on the host that stand for far more of them on the device: what is there repeats.
+//! Random numbers that repeat: a short sequence on the host stands for a long one on the device.
 
 use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use rayon::prelude::*;
 
-/// `bf16` numbers without end, uniform around zero.
+/// An endless sequence of `bf16` numbers, uniform around zero.
 pub struct Noise {
     values: Vec<bf16>,
 }
 
 impl Noise {
-    /// Repeats after `period` numbers: a prime, so that no two rows of a matrix are alike.
+    /// Repeats after `period` numbers. A prime keeps the rows of a matrix different.
     pub fn new(seed: u64, period: usize, deviation: f32) -> Self {
         const CHUNK: usize = 1 << 16;
         let limit = deviation * 3.0_f32.sqrt();
@@ -22,17 +22,17 @@ impl Noise {
         Self { values }
     }
 
-    /// Those before they repeat.
+    /// The numbers of one period.
     pub fn period(&self) -> &[bf16] {
         &self.values
     }
 
-    /// The `index`th of them.
+    /// The number at `index`.
     pub fn at(&self, index: usize) -> bf16 {
         self.values[index % self.values.len()]
     }
 
-    /// `len` of them from the `start`th on.
+    /// `len` numbers from `start` on.
     pub fn range(&self, start: usize, len: usize) -> impl Iterator<Item = bf16> {
         let start = start % self.values.len();
         self.values[start..].iter().chain(self.values.iter().cycle()).take(len).copied()

@@ -1,4 +1,4 @@
-//! Workloads of our own, beside those that other libraries are measured on: what the others do not have, or are not asked.
+//! The workloads that only aril is measured on.
 
 use aril::{Slot, model::Halves};
 
@@ -11,10 +11,10 @@ use crate::{
 const VOCAB: usize = 151_936;
 const HIDDEN: usize = 4096;
 
-/// Those of adapters that were not made for each other.
+/// The ranks of a batch of unrelated adapters.
 const MIXED_RANKS: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// Operations by themselves, of Qwen3-8B.
+/// Single operations of Qwen3-8B.
 pub fn own() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
     let layer = |layer| find(&list, "qwen3-8b", layer);
@@ -34,8 +34,8 @@ pub fn own() -> Result<Vec<Workload>> {
     Ok(workloads)
 }
 
-/// The layers of two models, with the base layer's matrix multiplication: 8 adapters, or one for each of fewer tokens. Up to 256
-/// tokens they are scattered, as in decode; above, each has its tokens in a row, as prompts do.
+/// The layers of two models with the GEMM of their base layer. Up to 8 adapters, each with about as many tokens: scattered up to 256
+/// tokens, as in decode, and contiguous above, as in prefill.
 pub fn with_base() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
     let mut workloads = Vec::new();
@@ -59,7 +59,7 @@ pub fn with_base() -> Result<Vec<Workload>> {
     Ok(workloads)
 }
 
-/// For what the host does: a fused layer and a single one, whose kernels do not matter.
+/// A fused layer and a single one, for the costs of the host.
 pub fn launched() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
     let mut workloads = Vec::new();
@@ -75,8 +75,8 @@ pub fn launched() -> Result<Vec<Workload>> {
     Ok(workloads)
 }
 
-/// Experts: of models that others are not measured on, and with what others are not asked. Up to 128 tokens adapters are scattered,
-/// as in decode; above, each has its tokens in a row, as prompts do.
+/// Experts of other models, and of unusual routers, ranks and layouts. The tokens of an adapter are scattered up to 128 tokens, as in
+/// decode, and contiguous above, as in prefill.
 pub fn own_experts() -> Vec<ExpertsWorkload> {
     let per_expert = |rank| ExpertsAdapter { rank, shared_outer: false };
     let mut workloads = Vec::new();
@@ -122,7 +122,7 @@ pub fn own_experts() -> Vec<ExpertsWorkload> {
     workloads
 }
 
-/// Adapters of many ranks, and the same padded to the largest: what an engine pays that has memory for one rank.
+/// Adapters of many ranks, and the same padded to the largest, as an engine needs whose memory has one rank.
 fn mixed_ranks(layers: &[Workload]) -> Vec<Workload> {
     let mut workloads = Vec::new();
     for layer in layers {
@@ -143,7 +143,7 @@ fn mixed_ranks(layers: &[Workload]) -> Vec<Workload> {
     workloads
 }
 
-/// Few adapters in use of more and more that are resident. The layer is small, so that they fit.
+/// Few adapters in use of many that are resident. The layer is small, so that all of them fit.
 fn resident(layer: &Workload) -> Vec<Workload> {
     let mut workloads = Vec::new();
     for num_slots in [64, 1000] {
@@ -156,7 +156,7 @@ fn resident(layer: &Workload) -> Vec<Workload> {
     workloads
 }
 
-/// The layers as wide as the vocabulary: an output head over the rows that are sampled, and an embedding, of prompts too.
+/// The layers as wide as the vocabulary: an output head over sampled rows, and an embedding of decode and prefill.
 fn vocabulary(lm_head: &Workload, embedding: &Workload) -> Vec<Workload> {
     let mut workloads = Vec::new();
     for (layer, batches) in [(lm_head, [1, 8, 64].as_slice()), (embedding, &[1, 8, 64, 2048])] {
@@ -221,7 +221,7 @@ fn experts(
     }
 }
 
-/// Each of the slots for as many tokens as any other, and neighbours apart.
+/// Gives each slot about as many tokens as any other, and neighbouring tokens different slots.
 fn scattered(tokens: u16, slots: impl Iterator<Item = u16>) -> Vec<Slot> {
     let slots: Vec<u16> = slots.collect();
     (0..usize::from(tokens)).map(|token| Slot::new(slots[token * 7 % slots.len()])).collect()

@@ -1,4 +1,4 @@
-//! Averages and the table of them.
+//! Averages, and tables of figures.
 
 use std::{
     cmp::Reverse,
@@ -11,7 +11,7 @@ use crate::{
     workload::{Suite, Workload},
 };
 
-/// The middle one, or the mean of the two in the middle.
+/// The median.
 pub fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
@@ -31,7 +31,7 @@ pub fn geometric_mean(values: impl IntoIterator<Item = f64>) -> f64 {
     f64::exp(logs / count)
 }
 
-/// Figures by class, in the order in which classes were added.
+/// Figures by class. Classes keep the order in which they were added.
 #[derive(Debug, Default)]
 pub struct Classes(Vec<Class>);
 
@@ -42,21 +42,21 @@ struct Class {
     figures: Vec<Figures>,
 }
 
-/// Those of one workload, in µs.
+/// The figures of one workload, in µs.
 #[derive(Clone, Debug)]
 pub struct Figures {
     pub id: String,
     pub us: f64,
     pub floor_us: f64,
-    /// With the activation and the combine, where these were measured.
+    /// With fused activation and combine, if measured.
     pub fused_us: Option<f64>,
-    /// The fastest of others, where there are figures of others.
+    /// The fastest other library, if measured.
     pub fastest: Option<(String, f64)>,
-    /// The fastest of those that only write deltas.
+    /// The fastest other library that only writes deltas, if measured.
     pub deltas: Option<(String, f64)>,
 }
 
-/// Which of others.
+/// A kind of other library.
 type Other = fn(&Figures) -> Option<&(String, f64)>;
 
 const FASTEST: Other = |figures| figures.fastest.as_ref();
@@ -70,7 +70,7 @@ impl Classes {
         }
     }
 
-    /// Geometric means, one row for each class and one for all that others are measured on.
+    /// Geometric means: one row per class, and one over all workloads of `benches/workloads.json`.
     pub fn table(&self) -> Table {
         let any = |of: Other| self.0.iter().any(|class| class.figures.iter().any(|figures| of(figures).is_some()));
         let (compared, deltas) = (any(FASTEST), any(DELTAS));
@@ -110,7 +110,7 @@ impl Classes {
     }
 }
 
-/// A class's cells about others.
+/// A class's cells about other libraries.
 fn against(figures: &[Figures], other: Other) -> [String; 5] {
     let ratios = || figures.iter().filter_map(|figures| Some((other(figures)?.1 / figures.us, figures.id.as_str())));
     let Some((worst, id)) = ratios().min_by(|a, b| a.0.total_cmp(&b.0)) else { return Default::default() };
@@ -125,7 +125,7 @@ fn against(figures: &[Figures], other: Other) -> [String; 5] {
     [format!("{us:.2}"), format!("{ratio:.2}"), format!("{worst:.2}"), id.to_owned(), names.join(", ")]
 }
 
-/// What LoRA adds to layers, a row for each, beside what the best of other libraries add, in bold where that is less than all of ours.
+/// What LoRA adds to layers, one row each. A figure of another library is bold if it is less than all of ours.
 pub fn added(layers: &[(&Workload, &Added)], others: &Others) -> Table {
     let modes: BTreeSet<&str> =
         layers.iter().flat_map(|(_, added)| added.added_us.keys()).map(String::as_str).collect();
@@ -163,7 +163,7 @@ pub fn added(layers: &[(&Workload, &Added)], others: &Others) -> Table {
     table
 }
 
-/// What layers cost the host, a row for each, and one for what is wanted.
+/// The costs of layers on the host, one row each, and a row of targets.
 pub fn host(layers: &[(&Workload, &HostCost)]) -> Table {
     let mut table = Table::new(&["layer", "T", "plan, µs", "operands, µs", "add_delta, µs"]);
     for (workload, HostCost { plan_us, operands_us, add_delta_us, .. }) in layers {
@@ -177,7 +177,7 @@ pub fn host(layers: &[(&Workload, &HostCost)]) -> Table {
     table
 }
 
-/// Rows of words, the first of them headings.
+/// Rows of cells. The first row has the headings.
 #[derive(Debug)]
 pub struct Table {
     rows: Vec<Vec<String>>,
@@ -188,7 +188,7 @@ impl Table {
         Self { rows: vec![header.iter().map(|&word| word.to_owned()).collect()] }
     }
 
-    /// Whether there are headings only.
+    /// Whether it has only headings.
     pub fn is_empty(&self) -> bool {
         self.rows.len() == 1
     }
@@ -205,7 +205,7 @@ impl Table {
 }
 
 impl fmt::Display for Table {
-    /// In columns.
+    /// Aligns the columns.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..self.rows[0].len()).map(width).collect();

@@ -1,4 +1,4 @@
-//! What is measured, in the schema that all libraries' results have.
+//! Measured figures, in the JSON schema that all libraries' results have.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -14,10 +14,10 @@ use crate::{
     workload::{self, Bytes, Workload},
 };
 
-/// The name that our results have among those of others.
+/// The name of aril among the libraries.
 pub const PEER: &str = "aril";
 
-/// Those that only write deltas, and leave it to other kernels to add them.
+/// Libraries that only write deltas, which other kernels add.
 const DELTAS_ONLY: [&str; 1] = ["sglang_v2_moe"];
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -39,7 +39,7 @@ pub struct Results {
 pub struct Meta {
     pub gpu: String,
     pub aril: String,
-    /// Of the repository, if the build was told (`ARIL_COMMIT`).
+    /// The commit of the build, if its environment named one (`ARIL_COMMIT`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
     pub replays: usize,
@@ -63,10 +63,10 @@ pub struct Entry {
     pub cold_max: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warm_us: Option<f64>,
-    /// Of experts, what is before the activation, with the grouping of the routes.
+    /// For experts, the time of the grouping and of gate_up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gate_up_us: Option<f64>,
-    /// Of experts, with the activation and the combine, which take the place of the base's.
+    /// For experts, the time with fused activation and combine, which replace the base's kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fused_us: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -79,12 +79,12 @@ pub struct Info {
     pub bytes: Bytes,
     pub flops: usize,
     pub sets: usize,
-    /// Of experts: how many choices of the router take turns.
+    /// For experts, the number of choices of the router.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topk_reps: Option<usize>,
 }
 
-/// What LoRA adds to a layer's matrix multiplication, by how they go together.
+/// What LoRA adds to a layer's GEMM, by arrangement.
 #[derive(Debug, Deserialize, Serialize)]
 pub struct Added {
     pub id: String,
@@ -92,7 +92,7 @@ pub struct Added {
     pub added_us: BTreeMap<String, f64>,
 }
 
-/// What a layer costs the host, in µs: to plan it, and for each call to check the operands, and with that to launch.
+/// Time on the host, in µs: to plan a layer once, to check the operands of a call, and to check and launch.
 #[derive(Debug, Deserialize, Serialize)]
 pub struct HostCost {
     pub id: String,
@@ -124,7 +124,7 @@ impl Results {
     }
 }
 
-/// A file of other libraries' figures: as their runner writes it, or reduced to the fastest ones by [`Others::reduced`].
+/// A file of other libraries' figures: as a runner writes it, or as [`Others::reduced`] leaves it.
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub struct OthersFile {
     pub meta: OthersMeta,
@@ -160,7 +160,7 @@ pub struct WithBase {
 }
 
 impl WithBase {
-    /// The way that adds least to the GEMM, and the µs it adds.
+    /// The arrangement that adds least to the GEMM, and the µs that it adds.
     pub fn least_added(&self) -> Option<(String, f64)> {
         let us = |name: &str| self.times.get(name)?.as_f64();
         let base = us("base_us")?;
@@ -170,17 +170,17 @@ impl WithBase {
     }
 }
 
-/// What others take, in µs.
+/// Figures of other libraries, in µs.
 #[derive(Debug, Default)]
 pub struct Others {
     /// By workload, then by library.
     times: HashMap<String, BTreeMap<String, f64>>,
-    /// What the best of them add to a base layer's GEMM.
+    /// The arrangements that add least to a base layer's GEMM, with their workloads.
     added: Vec<(String, f64, Workload)>,
 }
 
 impl Others {
-    /// From files of results. What several of them have is taken from the first.
+    /// Reads files of results. The first file that has a figure counts.
     pub fn load(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut others = Self::default();
         for path in paths {
@@ -192,7 +192,7 @@ impl Others {
         Ok(others)
     }
 
-    /// Keeps what is there already. Loops over a framework's operations are no library, and we are none of the others.
+    /// Adds figures, and keeps those that are there. Skips our own, and loops over a framework's operations.
     pub fn add(&mut self, entries: Vec<Entry>) {
         for Entry { id, peer, cold_us, .. } in entries {
             let Some(us) = cold_us else { continue };
@@ -202,7 +202,7 @@ impl Others {
         }
     }
 
-    /// Keeps what is there already.
+    /// Adds figures of layers with their GEMM, and keeps those that are there.
     pub fn add_overlap(&mut self, overlap: &[WithBase]) -> Result<()> {
         let list = workload::parse(workload::BUILT_IN)?;
         for with_base in overlap {
@@ -217,17 +217,17 @@ impl Others {
         Ok(())
     }
 
-    /// The fastest that does what we do, and what it takes.
+    /// The fastest library that adds deltas to `y`, and its time.
     pub fn fastest(&self, id: &str) -> Option<(String, f64)> {
         self.fastest_of(id, |name| !DELTAS_ONLY.contains(&name))
     }
 
-    /// The fastest of those that do less: they only write deltas.
+    /// The fastest library that only writes deltas, and its time.
     pub fn fastest_of_deltas(&self, id: &str) -> Option<(String, f64)> {
         self.fastest_of(id, |name| DELTAS_ONLY.contains(&name))
     }
 
-    /// What the best of them adds to a layer's GEMM, by name and in µs, for as many tokens and adapters.
+    /// The arrangement that adds least to a layer's GEMM for the same tokens and adapters, and the µs that it adds.
     pub fn least_added(&self, workload: &Workload) -> Option<(&str, f64)> {
         let same = |other: &&(String, f64, Workload)| {
             let Workload { model, layer, ranks, slots, .. } = &other.2;
@@ -242,8 +242,8 @@ impl Others {
         others.map(|(name, &us)| (name.clone(), us)).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Of other libraries' files, the fastest at each workload, and of experts the fastest that only writes deltas, too. What
-    /// several files have is taken from the first; a figure that is not from the first says so in its note.
+    /// Keeps the fastest library at each workload, and for experts also the fastest that only writes deltas. The first file that has a
+    /// figure counts. A note marks figures that are not from the first file.
     pub fn reduced(paths: &[impl AsRef<Path>], about: &str) -> Result<OthersFile> {
         let mut reduced = OthersFile::default();
         let mut known: Vec<(usize, Entry, bool)> = Vec::new();
@@ -296,7 +296,7 @@ fn load<T: DeserializeOwned>(path: &Path) -> Result<T> {
     Ok(serde_json::from_slice(&bytes).map_err(|cause| error(&cause))?)
 }
 
-/// Writes a file of figures. Never leaves half of it.
+/// Writes a file of figures, atomically.
 pub fn save(figures: &impl Serialize, path: &Path) -> Result<()> {
     let part = path.with_extension("part");
     fs::write(&part, serde_json::to_vec(figures)?)?;

@@ -1,5 +1,5 @@
-//! The problems that are measured: those that `benches/workloads.json` lists for every library that is compared, and the others of
-//! [`own`](crate::own).
+//! The workloads of linear layers and embeddings. `benches/workloads.json` lists those that every library is measured on;
+//! [`own`](crate::own) has those that only aril is measured on.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,10 +16,10 @@ use crate::Result;
 /// The committed list.
 pub const BUILT_IN: &str = include_str!("../../workloads.json");
 
-/// Sets of adapters take turns until those in use are larger than this: no L2 is half as large.
+/// A graph uses so many sets of adapters in turn that their active bytes exceed this. No L2 cache is half as large.
 pub const COLD_BYTES: usize = 128 << 20;
 
-/// What no launch is faster than: less than the bytes of a tiny problem take, so floors end here.
+/// The least time of a launch, in µs: the lower bound of every floor.
 pub const LAUNCH_US: f64 = 0.9;
 
 /// One layer, its tokens and their adapters.
@@ -31,10 +31,10 @@ pub struct Workload {
     pub model: String,
     pub layer: String,
     pub operation: Operation,
-    /// Of an embedding, its rows.
+    /// For an embedding, the rows of its vocabulary.
     pub in_features: usize,
     pub out_slices: Vec<usize>,
-    /// By slot, of all adapters that are resident, in use or not.
+    /// The ranks of all resident adapters, in use or not, by slot.
     pub ranks: Vec<usize>,
     pub slots: Vec<Slot>,
 }
@@ -43,20 +43,20 @@ pub struct Workload {
 pub enum Suite {
     Decode,
     Prefill,
-    /// What others are not measured on.
+    /// Linear layers and embeddings that only aril is measured on.
     Own,
-    /// What LoRA adds to the base layer's matrix multiplication.
+    /// What LoRA adds to the GEMM of its base layer.
     Layer,
     /// What a layer costs the host.
     Host,
     /// Experts.
     Moe,
-    /// Experts that others are not measured on.
+    /// Experts that only aril is measured on.
     MoeOwn,
 }
 
 impl Suite {
-    /// Whether the committed list has it, which others are measured on.
+    /// Whether other libraries are measured on it: the suites of `benches/workloads.json`.
     pub fn is_in_list(self) -> bool {
         matches!(self, Self::Decode | Self::Prefill | Self::Moe)
     }
@@ -68,8 +68,8 @@ pub enum Operation {
     Linear,
 }
 
-/// What any implementation must move: the factors of every adapter in use, x and y of every token that has one. Of an embedding's
-/// A that is one row for a token, and its x are ids.
+/// The bytes that any implementation must move: the factors of each adapter in use once, and x and y of each token with an adapter.
+/// An embedding reads one row of A and one id per token.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Bytes {
     #[serde(rename = "w_bytes")]
@@ -86,7 +86,7 @@ impl Bytes {
         self.weights + self.x + self.y
     }
 
-    /// What moving them takes at the measured rate, in µs.
+    /// The time to move them at a rate, in µs, and at least [`LAUNCH_US`].
     pub fn floor_us(self, gigabytes_per_second: f64) -> f64 {
         (self.total() as f64 / gigabytes_per_second / 1e3).max(LAUNCH_US)
     }
@@ -119,7 +119,8 @@ impl Workload {
         [a, [self.out_slices[slice], rank]]
     }
 
-    /// So that the deltas are not lost in the rounding of what they are added to: an embedding's are sums of few products.
+    /// The scaling of all adapters. An embedding's deltas are sums of few products, so a larger scaling keeps them above the rounding
+    /// errors of `y`.
     pub fn scaling(&self) -> f32 {
         match self.operation {
             Operation::Embedding => 256.0,
@@ -127,7 +128,7 @@ impl Workload {
         }
     }
 
-    /// The row of an embedding that a token is.
+    /// A token's row of the embedding.
     pub fn token_id(&self, token: usize) -> usize {
         token * 7919 % self.in_features
     }
@@ -154,7 +155,7 @@ impl Workload {
         self.adapted_tokens().map(|slot| 2 * self.ranks[slot] * (shrink + self.out_features())).sum()
     }
 
-    /// What its figures are averaged with.
+    /// The class whose mean its figures enter.
     pub fn class(&self) -> String {
         let tokens = self.num_tokens();
         match self.suite {
@@ -206,13 +207,13 @@ impl Workload {
         Capacity::tokens(self.num_tokens()).slots(self.num_slots()).rank(self.max_rank())
     }
 
-    /// The slots of the tokens that have one.
+    /// The slots of the tokens with an adapter.
     fn adapted_tokens(&self) -> impl Iterator<Item = usize> {
         self.slots.iter().filter_map(|slot| slot.index())
     }
 }
 
-/// Reads a list of workloads; its other lists are for other operations.
+/// Reads the linear layers of a list in the format of `benches/workloads.json`.
 pub fn parse(text: &str) -> Result<Vec<Workload>> {
     let file: File = serde_json::from_str(text)?;
     let suites = [(Suite::Decode, file.dense_decode), (Suite::Prefill, file.dense_prefill)];
@@ -220,7 +221,7 @@ pub fn parse(text: &str) -> Result<Vec<Workload>> {
     entries.map(|(suite, entry)| entry.resolve(suite, &file.mappings)).collect()
 }
 
-/// Rank 16, and of each layer a few batch sizes.
+/// Keeps rank 16 and a few batch sizes of each layer.
 pub fn quick(mut workloads: Vec<Workload>) -> Vec<Workload> {
     let mut seen = BTreeSet::new();
     workloads.retain(|workload| {

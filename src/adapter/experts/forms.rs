@@ -1,4 +1,4 @@
-//! The forms in which several experts' factors of a module come in one pair of tensors, and how they are taken apart.
+//! The formats that store the factors of several experts in one pair of tensors, and how they are split.
 
 use super::source::Source;
 use crate::{
@@ -6,7 +6,7 @@ use crate::{
     model::{ExpertModule, ExpertsSite, Halves},
 };
 
-/// The factors of a module of several experts: those of the first, and how far apart in their tensors the others' are.
+/// The factors of one module for several experts: those of the first, and the offsets from one expert to the next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Steps<'a> {
     pub(super) a: View<'a>,
@@ -21,7 +21,7 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// What a pair of tensors is of: a module, or gate and up in one.
+/// What a pair of tensors belongs to: one module, or gate and up together.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Part {
     One(ExpertModule),
@@ -39,7 +39,7 @@ impl Part {
         })
     }
 
-    /// The parameters that a model with such experts has, and their names.
+    /// The expert parameters of such a model, and their names.
     pub(super) fn parameters(site: &ExpertsSite) -> [(Self, &'static str); 2] {
         let first = match site.halves() {
             Some(_) => (Self::GateUp, "gate_up_proj"),
@@ -48,7 +48,7 @@ impl Part {
         [first, (Self::One(ExpertModule::Down), "down_proj")]
     }
 
-    /// Whole input and output features.
+    /// Unsharded input and output features.
     pub(super) fn features(self, site: &ExpertsSite) -> [usize; 2] {
         let [hidden, inter] = [site.gate_up().input().whole, site.down().input().whole];
         match self {
@@ -58,7 +58,7 @@ impl Part {
         }
     }
 
-    /// Takes factors apart: the modules that they are of, each with its own.
+    /// Splits factors into those of single modules.
     pub(super) fn apart<'a>(
         self,
         halves: Halves,
@@ -124,7 +124,7 @@ impl<'a> Source<'a> {
         let transposed = |rank| (a, b) == (&[num_experts, input, rank][..], &[num_experts, rank, output][..]);
         match (a.get(1).is_some_and(|rank| stacked(*rank)), a.get(2).is_some_and(|rank| transposed(*rank))) {
             (true, true) => {
-                Err(self.ambiguous("rename them to `experts.w1` and so on if they are [experts, rank, in] and [experts, out, rank]"))
+                Err(self.ambiguous("if they are [experts, rank, in] and [experts, out, rank], rename them to `experts.w1` and so on"))
             }
             (true, false) => self.stacked(site, part),
             (false, true) => {
@@ -147,7 +147,7 @@ impl<'a> Source<'a> {
                 ([1, num_experts], "[rank, in] and [experts * out, rank]")
             }
             Part::One(ExpertModule::Down) => ([num_experts, 1], "[rank, experts * in] and [out, rank]"),
-            Part::GateUp => return Err(self.misshapen("gate and up apart, or three dimensions".to_owned())),
+            Part::GateUp => return Err(self.misshapen("separate gate and up, or three dimensions".to_owned())),
         };
         let ([a_rank, _], [_, b_rank]) = (self.a.matrix()?, self.b.matrix()?);
         let shapes = [[a_rank, a_experts * input], [b_experts * output, b_rank]];

@@ -1,4 +1,4 @@
-//! The factors that an adapter has for the experts of one layer, gathered from the forms that it has them in.
+//! Collects an adapter's factors for the experts of one layer, whatever their format.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -16,7 +16,7 @@ use crate::{
     model::{ExpertModule, ExpertsSite, MAX_RANK},
 };
 
-/// What an adapter has for the experts of one layer.
+/// An adapter's factors for the experts of one layer.
 #[derive(Debug)]
 pub(in crate::adapter) struct Layer<'a, 'm> {
     pub(super) site: &'m ExpertsSite,
@@ -40,7 +40,7 @@ impl<'a, 'm> Layer<'a, 'm> {
         Self { site, config, pairs: BTreeMap::new(), parameters: Vec::new(), empty: Vec::new() }
     }
 
-    /// Adds factors whose path leads `at` these experts.
+    /// Adds factors whose path is `at` in the experts.
     pub(in crate::adapter) fn add(&mut self, source: Source<'a>, at: &InExperts) -> Result<(), AdapterError> {
         if source.is_empty() {
             self.empty.push((source, at.clone()));
@@ -69,7 +69,7 @@ impl<'a, 'm> Layer<'a, 'm> {
         self.insert(experts, part, (source.path, source.path), steps)
     }
 
-    /// Adds the factors of experts, whose α is that of the second path.
+    /// Adds the factors of a range of experts. `alpha_path` is the path to look up α by.
     pub(super) fn insert(
         &mut self,
         experts: Range<usize>,

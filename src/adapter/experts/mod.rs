@@ -1,7 +1,7 @@
-//! The factors of experts: every form that adapters have them in (listed in [`adapter`](super)), taken apart into experts and
-//! modules, and their place in an image.
+//! Factors of experts: reads every format listed at [`adapter`](super), splits them by expert and module, and places them in an
+//! image.
 //!
-//! Invariant: each module of each expert has at most one pair of factors, of the shape that the model needs.
+//! Invariant: each module of each expert has at most one pair of factors, and their shapes match the model.
 
 mod forms;
 mod layer;

@@ -1,4 +1,4 @@
-//! The factors of PEFT's `target_parameters`: of a parameter that holds all experts.
+//! Factors of PEFT's `target_parameters`, whose module is a parameter that holds all experts.
 
 use super::{
     forms::{Part, Steps},
@@ -8,9 +8,9 @@ use super::{
 use crate::adapter::error::AdapterError;
 
 impl<'a> Layer<'a, '_> {
-    /// Finds out which parameters PEFT has wrapped, and adds them.
+    /// Determines which parameters the factors belong to, and adds them.
     ///
-    /// They are all of one orientation. Their shapes say which is which, and if those of up and down are the same, their order.
+    /// All have the same orientation. Their shapes identify the parameters; if up and down have equal shapes, their order does.
     pub(super) fn add_parameters(&mut self, orientation: Option<Orientation>) -> Result<(), AdapterError> {
         let orientations: &[Orientation] =
             match (orientation, self.site.stored().transposed, self.config.swaps_features) {
@@ -59,7 +59,7 @@ impl<'a> Layer<'a, '_> {
             return Err(match ways[..] {
                 [] => source.misshapen(self.parameter_shapes(*source, orientations)),
                 _ => source.ambiguous(
-                    "write into adapter_config.json the `target_parameters` and the `peft_version` that made it, or say \
+                    "set `target_parameters` and the original `peft_version` in adapter_config.json, or call \
                      `Adapter::oriented`",
                 ),
             });
@@ -72,7 +72,7 @@ impl<'a> Layer<'a, '_> {
         Ok(())
     }
 
-    /// The factors of a parameter, if they have the shape of this one's.
+    /// The factors of a parameter, if their shapes match it.
     fn parameter(&self, source: Source<'a>, part: Part, orientation: Orientation) -> Option<Steps<'a>> {
         let ([input, output], num_experts) = (part.features(self.site), self.site.num_experts());
         let (&[rows, a_features], &[b_features, cols]) = (source.a.tensor.shape(), source.b.tensor.shape()) else {
@@ -113,7 +113,7 @@ impl<'a> Layer<'a, '_> {
     }
 }
 
-/// The path of a parameter of the experts that factors are of.
+/// Path of the parameter `name`.
 fn parameter_path(source: Source<'_>, name: &str) -> String {
     format!("{}.{name}", source.path.trim_end_matches(".base_layer"))
 }

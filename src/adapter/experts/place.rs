@@ -1,4 +1,4 @@
-//! Puts the factors of experts into an image, those that experts share once.
+//! Places factors of experts in an image, storing shared factors once.
 
 use super::{
     forms::Part,
@@ -17,9 +17,9 @@ use crate::{
 };
 
 impl<'a> Layer<'a, '_> {
-    /// Puts what this rank needs of the factors into the image: first of the projection before the activation, then of the one
-    /// after it; of each, first what all experts share, then what each has of its own, A before B, slice by slice. An A that gate
-    /// and up have in common, of every expert, is there once.
+    /// Places this rank's part of the factors in the image: the projection before the activation, then the one after it. Each has
+    /// the shared factors first, then those of each expert; A before B, slice by slice. If gate and up have the same A for every
+    /// expert, it is stored once.
     pub(in crate::adapter) fn place(
         mut self,
         orientation: Option<Orientation>,
@@ -27,7 +27,7 @@ impl<'a> Layer<'a, '_> {
     ) -> Result<(), AdapterError> {
         self.add_parameters(orientation)?;
         if let Some((source, _)) = self.empty.iter().find(|(_, at)| !self.is_placeholder(at)) {
-            let what = "a factor without elements, of a module that the model has";
+            let what = "an empty factor of a module that the model has";
             return Err(AdapterError::UnsupportedTensor { tensor: source.a.name.clone(), what });
         }
         for projection in [self.site.gate_up(), self.site.down()] {
@@ -36,8 +36,7 @@ impl<'a> Layer<'a, '_> {
         Ok(())
     }
 
-    /// Whether factors without elements stand there for what experts without a gate do not have: another module beside up, whose own
-    /// may then go by the gate's name.
+    /// Whether empty factors stand for a module that ungated experts lack. The up projection may then go by the gate's name.
     fn is_placeholder(&self, at: &InExperts) -> bool {
         let (Item::Module(name) | Item::Fms(name)) = at.item else { return false };
         match Part::named(name, self.site) {
@@ -89,7 +88,8 @@ impl<'a> Layer<'a, '_> {
         }
     }
 
-    /// What all experts that have the module share of it, if they are several: the same on every rank that holds one of them.
+    /// The factors that all experts with this module share, if there are several such experts. Equal on every rank that holds one
+    /// of them.
     fn shared(&self, module: ExpertModule, is_here: bool) -> Shared<'a> {
         let mut pairs = self.of(module).map(|(_, pair)| pair).peekable();
         let Some(first) = pairs.next().filter(|_| is_here && pairs.peek().is_some()) else {
@@ -114,7 +114,7 @@ impl<'a> Layer<'a, '_> {
     }
 }
 
-/// What all experts share of a module.
+/// The shared factors of one module.
 #[derive(Clone, Copy, Debug)]
 struct Shared<'a> {
     a: Option<View<'a>>,

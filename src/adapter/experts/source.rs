@@ -1,23 +1,23 @@
-//! A pair of factors of experts, not taken apart yet.
+//! A pair of factors of experts that is not split yet.
 
 use crate::adapter::{
     error::{AdapterError, TensorName},
     tensor::Stored,
 };
 
-/// How PEFT's factors of a parameter that holds all experts stand to it.
+/// Orientation of PEFT's factors of a parameter that holds all experts.
 ///
-/// PEFT takes a parameter `[experts, m, n]` for one from m to n features, or (from 0.19 on, unless the module says that it is
-/// transposed) from n to m, which need not be what the model does with it.
+/// PEFT treats a parameter `[experts, m, n]` as mapping m to n features or, since 0.19 and unless the module says that it is
+/// transposed, n to m. The model may use it the other way.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Orientation {
-    /// A takes the features that an expert takes: the delta is `B A`, as of other modules.
+    /// A takes the expert's input features, and the delta is `B A`, as for other modules.
     Forward,
-    /// A takes the features that an expert gives: the delta is `(B A)ᵀ`.
+    /// A takes the expert's output features, and the delta is `(B A)ᵀ`.
     Reversed,
 }
 
-/// The factors of a module or a stack, not taken apart yet.
+/// The factors of a module or a stack.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::adapter) struct Source<'a> {
     pub(super) path: &'a str,
@@ -30,7 +30,7 @@ impl<'a> Source<'a> {
         Self { path, a, b }
     }
 
-    /// Whether it has no elements, and so says nothing of any module.
+    /// Whether the factors have no elements.
     pub(super) fn is_empty(&self) -> bool {
         [self.a, self.b].iter().all(|factor| factor.tensor.bytes().is_empty())
     }

@@ -34,11 +34,11 @@ impl Descriptor {
     /// shared, and the scaling 1.
     ///
     /// ```
-    /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, TpRank}};
+    /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, Shard, TpRank}};
     ///
     /// let mut spec = ModelSpec::new();
-    /// let id = spec.experts(Experts::new("mlp.experts", 2, 8, 4).held([1]))?;
-    /// let model = spec.shard(TpRank::SINGLE)?;
+    /// let id = spec.experts(Experts::new("mlp.experts", 2, 8, 4))?;
+    /// let model = spec.shard(Shard::new(TpRank::SINGLE).held(id, [1]))?;
     /// // Both experts have the one A.
     /// let tensor = |shape: [usize; 3], values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
     /// let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 6}"#, [

@@ -1,4 +1,4 @@
-//! Putting a layer's routes in blocks of one slot and one expert on the GPU: the time in a captured graph.
+//! Aligned route blocks on the GPU, each of one slot and one expert: the time in a captured graph.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use aril_bench::device::Gpu;
 
 const PER_GRAPH: usize = 64;
 
-/// Each token one of so many slots and, of these, all or but the first of so many experts.
+/// Steps whose tokens draw a slot each, and their experts from all or from the first one only.
 #[derive(Clone, Copy, Debug)]
 struct Steps {
     top_k: usize,

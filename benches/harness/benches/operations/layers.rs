@@ -1,5 +1,5 @@
-//! Layers on the GPU, for a few of the workloads: the time of one operation in a captured graph, with weights from memory.
-//! Throughput counts what must be moved, so that it compares with the device's.
+//! A few workloads on the GPU: the time of one operation in a captured graph, with weights from memory. Throughput counts the bytes that
+//! must be moved, so that it compares with the memory rate.
 
 use std::time::Duration;
 

@@ -1,10 +1,9 @@
-//! Operations on the GPU: the time of one in a captured graph. One binary, to carry to a machine that has a GPU and no Rust.
-#![allow(
+//! Single operations on the GPU, in captured graphs. One binary, to copy to a machine that has a GPU and no Rust.
+#![expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
     clippy::cast_sign_loss,
-    unreachable_pub,
-    reason = "of numbers of its own, and with no outside"
+    reason = "its numbers are small"
 )]
 
 mod align;

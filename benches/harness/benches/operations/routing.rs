@@ -16,7 +16,7 @@ fn routing(criterion: &mut Criterion) {
     group.sample_size(20).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
     for (tokens, num_slots) in [(1, 8), (16, 8), (64, 64), (256, 64), (256, 1024), (2048, 64), (8192, 64)] {
         let mut rng = StdRng::seed_from_u64(1);
-        // One in nine or fewer is the base model's.
+        // At most one token in nine has no adapter.
         let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(-1..num_slots as i32)).collect();
         let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
         let capacity = Capacity::tokens(tokens).slots(num_slots).rank(16);
@@ -43,7 +43,7 @@ fn routing(criterion: &mut Criterion) {
     }
 }
 
-/// The device groups as the host does.
+/// Compares the grouping of the device with that of the host.
 fn check(gpu: &Gpu, batch: &raw::RoutedBatch, slots: &[Slot], num_slots: usize) -> Result<()> {
     let segments = Segments::new(slots, num_slots);
     let expected: Vec<usize> = segments.iter().flat_map(|(_, tokens)| tokens).copied().collect();

@@ -1,5 +1,5 @@
-//! What LoRA adds to a layer: the time of the base layer's matrix multiplication with LoRA, less its time alone. Each is replayed in
-//! a CUDA graph, with base weights and adapters that no cache holds.
+//! What LoRA adds to a layer: the time of the base layer's GEMM with LoRA minus its time alone, each in a CUDA graph with base weights
+//! and adapters that no cache holds.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -20,18 +20,18 @@ use aril_bench::{
 
 use crate::REPLAYS;
 
-/// How LoRA goes with the multiplication: enqueues both for the `i`th time.
+/// An arrangement of GEMM and LoRA: enqueues both for the `i`th time.
 type Mode = fn(&Adapted<'_>, usize) -> Result<()>;
 
 const MODES: [(&str, Mode); 3] = [("after", after), ("side", side), ("first", first)];
 
-/// LoRA behind the multiplication.
+/// LoRA after the GEMM.
 fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     alone(adapted, i)?;
     adapted.layer.add_delta(i)
 }
 
-/// Shrink beside the multiplication, on a stream of its own, and expand behind both.
+/// Shrink beside the GEMM on a second stream, and expand after both.
 fn side(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     let Base { side, forked, joined, .. } = adapted.base;
     let stream = &adapted.stage.gpu.stream;
@@ -44,13 +44,13 @@ fn side(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     adapted.layer.expand(i)
 }
 
-/// LoRA before the multiplication, which adds to what that wrote.
+/// LoRA before the GEMM, which accumulates.
 fn first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     adapted.layer.write_delta(i)?;
     multiply(adapted, i, 1.0)
 }
 
-/// The multiplication without LoRA.
+/// The GEMM without LoRA.
 fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     multiply(adapted, i, 0.0)
 }
@@ -62,12 +62,12 @@ fn multiply(adapted: &Adapted<'_>, i: usize, beta: f32) -> Result<()> {
     base.gemm.run(stage.inputs.address, weight, stage.y.address, shape, beta)
 }
 
-/// Outputs of a token that the multiplication is checked by.
+/// The number of checked outputs of the GEMM.
 const CHECKED_OUTPUTS: usize = 64;
-/// Two roundings to bf16, and no more.
+/// The largest relative difference between arrangements: two roundings to bf16.
 const MAX_DIFFERENCE: f64 = 1e-2;
 
-/// What all layers are multiplied with.
+/// The GEMM, and the second stream with its events.
 pub(crate) struct Base {
     gemm: Gemm,
     side: Arc<CudaStream>,
@@ -80,7 +80,7 @@ impl Base {
         Ok(Self { gemm: Gemm::new(gpu)?, side: gpu.new_stream()?, forked: Event::new()?, joined: Event::new()? })
     }
 
-    /// Checks a layer's modes and, unless told not to, times those that are right.
+    /// Checks the arrangements of a layer and times the correct ones, unless `no_time`.
     pub(crate) fn measure(
         &self,
         stage: &Stage,
@@ -130,7 +130,7 @@ impl Adapted<'_> {
         self.stage.gpu.capture(|| (0..count).try_for_each(|i| mode(self, i)))
     }
 
-    /// Captured, it gives what the multiplication and LoRA behind it give.
+    /// Compares a captured arrangement with `after`.
     fn check(&self, mode: Mode) -> Result<()> {
         let tokens = checked_tokens(&self.workload.slots);
         let rows = || tokens.iter().map(|&token| self.layer.row(token)).collect::<Result<Vec<_>>>();
@@ -154,7 +154,7 @@ impl Adapted<'_> {
         Ok(difference(&layer.row(token)?[..CHECKED_OUTPUTS], (0..CHECKED_OUTPUTS).map(product)))
     }
 
-    /// Enough to time, and for all base weights to have been read before the first are read again.
+    /// Enough operations to time, and to read all base weights before the first are read again.
     fn repetitions(&self) -> usize {
         let base_elems = base_elems(self.workload) as f64;
         let us = base_elems * 2.0 / 2.5e6 + base_elems * 2.0 * self.workload.num_tokens() as f64 / 6e8;
@@ -162,13 +162,13 @@ impl Adapted<'_> {
     }
 }
 
-/// What a workload takes, with its sets of base weights.
+/// The part of the stage that a workload needs, with its sets of base weights.
 pub(crate) fn room(workload: &Workload) -> Room {
     let weights = first_base(workload, 0) + num_base_sets(workload) * base_elems(workload);
     Room { weights, ..Room::new(workload) }
 }
 
-/// Where the base weights of a turn begin: behind all adapters.
+/// Where the base weights of turn `i` start: behind all adapters.
 fn first_base(workload: &Workload, i: usize) -> usize {
     layer::weight_elems(workload) + i % num_base_sets(workload) * base_elems(workload)
 }
@@ -177,12 +177,12 @@ fn base_elems(workload: &Workload) -> usize {
     workload.in_features * workload.out_features()
 }
 
-/// Adapters are cold with them, however few sets of adapters have had their turn in between.
+/// Enough that base weights and adapters are cold at each turn.
 fn num_base_sets(workload: &Workload) -> usize {
     COLD_BYTES.div_ceil(elem_bytes(base_elems(workload))).max(2)
 }
 
-/// Relative, of all numbers together.
+/// The relative difference of two vectors.
 fn difference(got: &[bf16], want: impl Iterator<Item = f64>) -> f64 {
     let squares = got.iter().zip(want).map(|(got, want)| ((got.to_f64() - want).powi(2), want.powi(2)));
     let (error, norm) = squares.fold((0.0, 0.0), |sum, square| (sum.0 + square.0, sum.1 + square.1));

@@ -1,6 +1,5 @@
-//! Layers of experts: from what a step's router chose on, the grouping of the routes, gate_up and down. All of it is captured in CUDA
-//! graphs, in which sets of adapters and the router's choices take turns. Workloads of our own are timed with the activation and the
-//! combine, too, which add the same deltas in the place of the base's.
+//! Layers of experts: the grouping of the routes, gate_up and down, captured in CUDA graphs that use sets of adapters and choices of the
+//! router in turn. Suite `moe-own` is also timed with fused activation and combine.
 
 use std::{cell::RefCell, collections::BTreeMap};
 
@@ -22,7 +21,7 @@ use aril_bench::{
     workload::Suite,
 };
 
-/// Of an operation, and of what is timed beside it.
+/// Replays of the operation, and of its parts and variants.
 const REPLAYS: usize = 12;
 const OTHER_REPLAYS: usize = 8;
 
@@ -30,7 +29,7 @@ const OTHER_REPLAYS: usize = 8;
 pub(crate) fn room(workload: &ExpertsWorkload) -> Room {
     let [inputs, y] = workload.matrix_elems();
     let layout = ExpertsLayout::new(workload);
-    // Padding is zeros, and the stage's weights have none: such workloads have weights of their own.
+    // Padding must be zero, and the stage's weights are not: workloads with padding have weights of their own.
     let weights = if layout.padding(workload).is_empty() { workload.turns().sets * layout.elems } else { 0 };
     Room { weights, inputs, y }
 }
@@ -84,7 +83,7 @@ struct ExpertsLayer<'a> {
     layout: ExpertsLayout,
     model: Model,
     experts: raw::LoraExperts,
-    /// Weights of its own, where the stage's are of no use.
+    /// Weights of its own, for workloads with padding.
     _weights: Option<Memory>,
     tables: Memory,
     ids: Memory,
@@ -164,12 +163,12 @@ impl<'a> ExpertsLayer<'a> {
         self.add_down_delta(i, &mut routes)
     }
 
-    /// Enqueues of the `i`th operation what is before the activation.
+    /// Enqueues the grouping and gate_up of the `i`th operation.
     fn run_gate_up(&self, i: usize) -> Result<()> {
         self.add_gate_up_delta(i, &mut self.group(i)?)
     }
 
-    /// Enqueues the `i`th operation with the activation and the combine, which write to `out`.
+    /// Enqueues the `i`th operation with fused activation and combine, which write to `out`.
     fn run_fused(&self, i: usize, out: &Memory) -> Result<()> {
         let (Shape { hidden, inter, .. }, tokens) = (self.workload.shape, self.workload.num_tokens());
         let (mut routes, step) = (self.group(i)?, self.step(i));
@@ -229,8 +228,7 @@ impl<'a> ExpertsLayer<'a> {
         Times::of(gpu, &graph, count, replays)
     }
 
-    /// Runs the `i`th operation alone and compares with the reference: the relative errors of gate_up and of down, of all routes of
-    /// some tokens.
+    /// Runs the `i`th operation alone and returns the relative errors of gate_up and of down, over all routes of some tokens.
     fn check(&self, i: usize) -> Result<[f64; 2]> {
         let Self { stage: Stage { gpu, data, y, .. }, workload, .. } = self;
         let Shape { hidden, inter, top_k, .. } = workload.shape;
@@ -247,7 +245,7 @@ impl<'a> ExpertsLayer<'a> {
         Ok(workload.errors(data, set, &workload.chosen(choice), &got))
     }
 
-    /// Operations for a graph: each set and each choice at least once, and enough to time.
+    /// The number of operations for a graph: each set and each choice at least once, and enough to time.
     fn repetitions(&self, bytes: usize) -> Result<usize> {
         let eager = self.stage.gpu.time_eager(|| self.run(0))?;
         let us = (bytes as f64 / 2.5e6 + 10.0).max(if eager > 1500.0 { eager } else { 0.0 });
@@ -259,7 +257,7 @@ impl<'a> ExpertsLayer<'a> {
     }
 }
 
-/// Weights with zeros where factors have padding, if they have.
+/// Weights with zeros in the padding, if the factors have padding.
 fn own_weights(
     stage: &Stage,
     workload: &ExpertsWorkload,

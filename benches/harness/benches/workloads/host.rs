@@ -1,4 +1,4 @@
-//! What a layer costs the host: planned once, then checked and launched for every step.
+//! The cost of a layer on the host: planned once, then checked and launched in every step.
 
 use std::{hint::black_box, time::Instant};
 
@@ -14,7 +14,7 @@ use aril_bench::{
 };
 
 const ROUNDS: usize = 200;
-/// Few enough for the stream to take all of them without waiting for the device.
+/// Few enough for the stream to accept all of them without waiting for the device.
 const CALLS_PER_ROUND: usize = 32;
 
 pub(crate) fn measure(stage: &Stage, workload: &Workload, results: &mut Results) -> Result<()> {
@@ -30,7 +30,7 @@ pub(crate) fn measure(stage: &Stage, workload: &Workload, results: &mut Results)
     Ok(())
 }
 
-/// The median over rounds of the host's time for one call. The device catches up between them, which is not counted.
+/// The median over rounds of the host's time for one call. Waiting for the device between rounds is not counted.
 fn median_us<T>(gpu: &Gpu, call: impl Fn() -> Result<T>) -> Result<f64> {
     let mut us = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {

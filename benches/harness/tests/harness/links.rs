@@ -1,4 +1,4 @@
-//! The links of the documents lead somewhere.
+//! The links and the paths in the documents lead somewhere.
 
 use std::{fs, path::Path};
 
@@ -36,6 +36,23 @@ fn every_link_leads_to_a_file_and_a_heading() {
         }
     }
     assert!(count > 20, "only {count} links were found");
+}
+
+/// The record of designs is left out: it names files of the history.
+#[test]
+fn every_path_is_there() {
+    let mut count = 0;
+    for document in ["CONTRIBUTING.md", "README.md", "benches/README.md", "examples/qwen3/README.md"] {
+        let text = fs::read_to_string(repository().join(document)).unwrap();
+        for path in text.split('`').skip(1).step_by(2) {
+            let folders = ["src/", "csrc/", "tests/", "benches/", "examples/", ".ci/"];
+            if folders.iter().any(|folder| path.starts_with(folder)) && !path.contains(' ') {
+                assert!(repository().join(path).exists(), "{document} names {path}, which is not there");
+                count += 1;
+            }
+        }
+    }
+    assert!(count > 20, "only {count} paths were found");
 }
 
 /// Whether a heading of the file has this anchor: its words in lower case, joined by hyphens.
