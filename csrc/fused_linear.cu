@@ -39,15 +39,14 @@ int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* m
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_bytes)};
   const cuuint32_t box[] = {detail::kBoxFeatures, static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1};
-  const CUresult result =
-      encode(&map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, type, 2, const_cast<void*>(matrix), sizes, strides, box,
+                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? 0 : ARIL_ERR_ARGUMENT;
 }
 
-// Dependents begin when a block has this many boxes of features left to load. (H200, chain of layers:
-// 8 and 32 are 6 % slower.)
+// Dependents begin when a block has this many boxes of features left to load. (H200, chain of
+// layers: 8 and 32 are 6 % slower.)
 constexpr int kTriggerBoxes = 16;
 
 // The fewest stages of a ring: a stage is released when the next one is being multiplied.
@@ -57,9 +56,13 @@ constexpr int kMinStages = 4;
 // of A and B.
 constexpr int kMaxRingShare = 4;
 
-// The small form is for up to this many tokens times ranks. (H200, 8 tokens of 8 adapters: 4 % faster
-// at rank 16, 16 % slower at rank 64; 1 token, rank 64: 4 % faster.)
+// The small form is for up to this many tokens times ranks. (H200, 8 tokens of 8 adapters: 4 %
+// faster at rank 16, 16 % slower at rank 64; 1 token, rank 64: 4 % faster.)
 constexpr int kSmallTokenRanks = 256;
+// And for blocks that multiply at most this many units by boxes: over a longer stream the smaller
+// ring costs more than the launches save. (H200: 1.5 MB of W a block, 1 to 4 % slower alone, and 5
+// % faster in a chain of layers; 4 MB, 13 % slower.)
+constexpr int kSmallUnitBoxes = 768;
 
 // Dynamic shared memory that a block may have.
 int32_t smem_budget(bool small, int& bytes) {
@@ -72,8 +75,7 @@ int32_t smem_budget(bool small, int& bytes) {
   }
   int device, all, reserved;
   ARIL_TRY(cudaGetDevice(&device));
-  ARIL_TRY(
-      cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  ARIL_TRY(cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
   ARIL_TRY(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
   bytes = all / 2 - reserved - kOwnBytes;
   return 0;
@@ -102,6 +104,18 @@ int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
   return 0;
 }
 
+int boxes_of_split(const aril_forward_args& args) {
+  return detail::Share::split_boxes(ceil_div(args.in_features, detail::kBoxFeatures),
+                                    args.map->splits);
+}
+
+// Whether the small form is faster.
+bool is_small(const aril_forward_args& args) {
+  return args.weights.table != nullptr &&
+         args.num_tokens * args.weights.max_rank <= kSmallTokenRanks &&
+         int64_t{args.map->units} * boxes_of_split(args) <= kSmallUnitBoxes;
+}
+
 // Divides a block's shared memory: as many stages as fit, of two boxes or, if these are too few or
 // the form is small, of one. `smem_bytes` is 0 if the form does not fit.
 int32_t make_ring(const aril_forward_args& args, int token_tiles, bool small,
@@ -109,8 +123,7 @@ int32_t make_ring(const aril_forward_args& args, int token_tiles, bool small,
   constexpr int kAlignmentBytes = 1024;
   detail::FusedGrid& grid = params.grid;
   const int max_rank = args.weights.table == nullptr ? 0 : args.weights.max_rank;
-  const int boxes = detail::Share::split_boxes(
-      ceil_div(args.in_features, detail::kBoxFeatures), params.splits);
+  const int boxes = boxes_of_split(args);
   int budget;
   ARIL_TRY(smem_budget(small, budget));
   smem_bytes = 0;
@@ -142,9 +155,9 @@ int32_t check(const aril_forward_args& args) {
                     args.map->units >= 1;
   if (!fits) return ARIL_ERR_ARGUMENT;
   if (args.weights.table != nullptr) {
-    const bool has_mailbox =
-        args.mailbox != nullptr && reinterpret_cast<uintptr_t>(args.mailbox) % 16 == 0 &&
-        args.weights.max_rank >= 1 && args.weights.max_rank <= ARIL_MAX_RANK;
+    const bool has_mailbox = args.mailbox != nullptr &&
+                             reinterpret_cast<uintptr_t>(args.mailbox) % 16 == 0 &&
+                             args.weights.max_rank >= 1 && args.weights.max_rank <= ARIL_MAX_RANK;
     if (!has_mailbox) return ARIL_ERR_ARGUMENT;
   }
   int device, major;
@@ -193,8 +206,7 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   ARIL_TRY(fill_params(args, kTokenTiles, params));
   int smem_bytes;
   if constexpr (kTokenTiles == 1) {
-    const bool has_delta = args.weights.table != nullptr;
-    if (has_delta && args.num_tokens * args.weights.max_rank <= kSmallTokenRanks) {
+    if (is_small(args)) {
       ARIL_TRY(make_ring(args, kTokenTiles, true, params, smem_bytes));
       if (smem_bytes > 0) return launch_fused<T, kTokenTiles, true>(params, smem_bytes, stream);
     }

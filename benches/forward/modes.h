@@ -8,9 +8,9 @@ static int timing(int argc, char** argv) {
     double bytes = 0; for (auto& h : m.sh) bytes += 2.0 * h.N() * h.K;
     auto pc = [&](int s, double u) { return 2.0 * m.sh[s].N() * m.sh[s].K / u * 1e-6 / hbm * 100; };
     for (int r : {16, 64}) { m.adapters(r, 64);
-      if (r == 16) for (int s = 0; s < 4; s++) { printf("%-8s", SN[s]); for (int T : {1, 8, 16}) { m.route(T, std::min(T, 8)); double u = lt ? m.lt_single(s, T) : 1, b = m.single(s, T, false, t), l = m.single(s, T, true, t); printf(" | T%d lt %.1f (%.0f) base %.1f (%.0f) r16x%d %.1f", T, u, pc(s, u), b, pc(s, b), std::min(T, 8), l); } printf("\n"); }
+      if (r == 16) for (int s = 0; s < 4; s++) { printf("%-8s", SN[s]); for (int T : {1, 8, 16, 64}) { m.route(T, std::min(T, 8)); double u = lt ? m.lt_single(s, T) : 1, b = m.single(s, T, false, t), l = m.single(s, T, true, t); printf(" | T%d lt %.1f (%.0f) base %.1f (%.0f) r16x%d %.1f", T, u, pc(s, u), b, pc(s, b), std::min(T, 8), l); } printf("\n"); }
       else { m.route(8, 8); printf("r64 x8:"); for (int s = 0; s < 4; s++) printf(" %s %.2f -> %.2f", SN[s], m.single(s, 8, false, t), m.single(s, 8, true, t)); printf("\n"); }
-      for (auto tn : std::vector<std::pair<int, int>>{{1, 1}, {8, 8}, {16, 16}}) { int T = tn.first, n = tn.second; m.route(T, n); if (T == 32) for (int s = 0; s < 4 && r == 16; s++) m.lt_single(s, 32); double l = lt ? m.lt_chain(T) : -1, b = m.chain(T, false, q), d = m.chain(T, true, q); double by = bytes / hbm * 1e-6; double ab = 0; for (auto& h : m.sh) { ab += 2.0 * r * n * (h.out.size() * h.K + h.N()); }
+      for (auto tn : std::vector<std::pair<int, int>>{{1, 1}, {8, 1}, {8, 8}, {16, 8}, {16, 16}, {32, 8}, {64, 8}, {64, 64}}) { int T = tn.first, n = tn.second; m.route(T, n); if (T == 32) for (int s = 0; s < 4 && r == 16; s++) m.lt_single(s, 32); double l = lt ? m.lt_chain(T) : -1, b = m.chain(T, false, q), d = m.chain(T, true, q); double by = bytes / hbm * 1e-6; double ab = 0; for (auto& h : m.sh) { ab += 2.0 * r * n * (h.out.size() * h.K + h.N()); }
         printf("%s r%d %2d/%-2d: cublasLt %.1f base %.1f (%.3f) lora %.1f (%.3f)  bytes %.1f %.1f\n", big ? "32B" : "8B", r, T, n, l, b, b / l, d, d / l, by, by + ab / hbm * 1e-6); } }
     for (auto p : m.mem) CK(cudaFree(p)); }
   return 0;

@@ -40,9 +40,9 @@ namespace aril::detail {
 
 // The beginning of a mailbox; ARIL_MAILBOX_HEADER bytes with what is left free.
 struct MailboxHeader {
-  unsigned long long launches;  // so far, below: the blocks of the next one that have come
+  unsigned long long launches;     // so far, below: the blocks of the next one that have come
   unsigned long long has_wrapped;  // whether tags have come again
-  unsigned long long grid;      // whose blocks are coming; of builds with ARIL_DEBUG
+  unsigned long long grid;         // whose blocks are coming; of builds with ARIL_DEBUG
 };
 constexpr int kMailboxWord = ARIL_MAILBOX_HEADER / 2;  // bytes before the header's own pair
 static_assert(sizeof(MailboxHeader) <= kMailboxWord);

@@ -73,8 +73,8 @@ __device__ __forceinline__ void wait_cluster(const TransactionBarrier& arrival, 
       : "memory");
 }
 
-// The two halves of a barrier of all threads of a cluster. A block that has passed it knows that the
-// other one runs, and that its barriers are initialised.
+// The two halves of a barrier of all threads of a cluster. A block that has passed it knows that
+// the other one runs, and that its barriers are initialised.
 __device__ __forceinline__ void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

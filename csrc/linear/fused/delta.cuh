@@ -2,11 +2,11 @@
 //
 // The fused linear's delta, computed by some warps of each thread block beside the stream of W.
 //
-// v = A x is divided into units (DeltaUnit), shared evenly over all thread blocks. A block publishes
-// the sums of its units in the mailbox, gathers the sums of all parts for the slice of its own rows,
-// and leaves scaling * B v of these rows in shared memory. It polls for a sum a bounded number of
-// times; then it computes the sum itself, in the same order. So no block depends on another one
-// running.
+// v = A x is divided into units (DeltaUnit), shared evenly over all thread blocks. A block
+// publishes the sums of its units in the mailbox, gathers the sums of all parts for the slice of
+// its own rows, and leaves scaling * B v of these rows in shared memory. It polls for a sum a
+// bounded number of times; then it computes the sum itself, in the same order. So no block depends
+// on another one running.
 //
 // Fragments of A, B and x are loaded 16 bytes per lane in memory order: features, or ranks, are
 // permuted within a product, alike in both operands.
@@ -72,8 +72,8 @@ struct Delta {
   int a_issued = 0, a_taken = 0;  // steps of A
   int issued = 0, taken = 0;      // chunks of B
 
-  __device__ __forceinline__ Delta(const FusedParams& p, FusedShared& shared,
-                                   DeltaShared& batch, unsigned char* dynamic, int thread)
+  __device__ __forceinline__ Delta(const FusedParams& p, FusedShared& shared, DeltaShared& batch,
+                                   unsigned char* dynamic, int thread)
       : p(p),
         args(p.args),
         shared(shared),
@@ -87,25 +87,25 @@ struct Delta {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
   }
 
-  // [segments][slices]
+  // A segment's module, [segments][slices].
   __device__ __forceinline__ aril_descriptor& module_at(int entry) const {
     return reinterpret_cast<aril_descriptor*>(dynamic + p.smem.modules)[entry];
   }
 
-  // Pairs of tiles of A before a module's, and behind the last.
+  // Pairs of rank tiles before those of a module; at the end, of all modules.
   __device__ __forceinline__ int32_t& pairs_before(int entry) const {
     return reinterpret_cast<int32_t*>(dynamic + p.smem.modules +
                                       kTokens * args.num_slices * sizeof(aril_descriptor))[entry];
   }
 
-  // Groups tokens by slot, in their order.
+  // Groups the tokens by slot, in their order, into segments.
   __device__ __forceinline__ void make_segments() {
     const int token = thread;
     if (token < ARIL_FORWARD_TOKENS) {
       int slot = -1;
       float scale = 0.0f;
       if (token < args.num_tokens) {
-        // Independent loads: rows that were not routed are read, too.
+        // Independent loads: rows beyond the routed ones are read, too.
         const int routed = *args.routing.num_tokens;
         slot = args.routing.slots[token];
         scale = args.routing.scales[token];
@@ -153,7 +153,7 @@ struct Delta {
     }
   }
 
-  // Brings the segments' modules, and shares out the units.
+  // Loads the segments' modules, and counts the units.
   __device__ __forceinline__ void share_out() {
     sync_warps();
     const int entries = batch.num_segments * args.num_slices;
@@ -189,7 +189,7 @@ struct Delta {
   __device__ __forceinline__ int all_pairs() const {
     return pairs_before(batch.num_segments * args.num_slices);
   }
-  // This block's units are those from the one of its number to that of the next.
+  // A block has the units from first_unit(its index) to first_unit(the next index).
   __device__ __forceinline__ int first_unit(int block) const {
     return static_cast<int>(static_cast<unsigned>(batch.num_units) * block / gridDim.x);
   }
@@ -198,7 +198,8 @@ struct Delta {
     DeltaUnit unit;
     unit.part = index / all_pairs();
     const int pair = index - unit.part * all_pairs();
-    int low = 0, high = batch.num_segments * args.num_slices;  // pairs_before(low) <= pair < pairs_before(high)
+    int low = 0, high = batch.num_segments *
+                        args.num_slices;  // pairs_before(low) <= pair < pairs_before(high)
 #pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -223,24 +224,26 @@ struct Delta {
     return unit;
   }
 
-  // Looks up units [first, last), of which DeltaShared has room for kUnits.
+  // Looks up the first DeltaShared::kUnits of the units [first, last).
   __device__ __forceinline__ void look_up(int first, int last) {
     sync_warps();
-    if (thread < min(last - first, DeltaShared::kUnits)) batch.units[thread] = unit_at(first + thread);
+    if (thread < min(last - first, DeltaShared::kUnits))
+      batch.units[thread] = unit_at(first + thread);
     sync_warps();
   }
 
-  // Brings what this block will need to L2: A of its first units, B of its rows.
+  // Prefetches to L2: A of this block's first units, and B of its rows.
   __device__ __forceinline__ void prefetch(int units, int first_block, int end_block) {
 #pragma unroll 1
     for (int i = thread; i < min(units, DeltaShared::kUnits) * p.part_k_tiles; i += kThreads) {
       const DeltaUnit& unit = batch.units[i / p.part_k_tiles];
       const int lane = i % p.part_k_tiles;
       if (lane < unit.num_k_tiles) {
-        prefetch_bytes(unit.a + int64_t{lane} * unit.k_tile_bytes, (unit.two ? 2 : 1) * kPieceBytes);
+        prefetch_bytes(unit.a + int64_t{lane} * unit.k_tile_bytes,
+                       (unit.two ? 2 : 1) * kPieceBytes);
       }
     }
-    constexpr int kTiles = 8;  // of ranks; likewise
+    constexpr int kTiles = 8;  // 64 ranks of B
     const OwnBlocks own(first_block, p.splits, share.split);
     const int count = ceil_div(max(0, end_block - own.first), p.splits);
 #pragma unroll 1
@@ -263,14 +266,15 @@ struct Delta {
            row % ARIL_OUT_TILE / kBlockRows * 512;
   }
 
-  // A place in A: a step of one of the units that were looked up, which is half a lane of features
-  // for each of kHalves sums. A warp has kRounds of these sums, one after the other.
+  // A step of a unit that was looked up: 128 features for each of kHalves sums. A warp computes
+  // kRounds of these sums, one after the other.
   struct Step {
     int unit, round, step;
   };
 
   __device__ __forceinline__ Step next(const Step& at) const {
-    if (at.step + 1 < ceil_div(p.part_k_tiles, kHalves / 2)) return {at.unit, at.round, at.step + 1};
+    if (at.step + 1 < ceil_div(p.part_k_tiles, kHalves / 2))
+      return {at.unit, at.round, at.step + 1};
     return at.round + 1 < kRounds ? Step{at.unit, at.round + 1, 0} : Step{at.unit + 1, 0, 0};
   }
 
@@ -279,7 +283,7 @@ struct Delta {
     return at.step * (kHalves / 2) + half_of(at) / 2;
   }
 
-  // Starts bringing a step's A to this warp's next place. A step without features has one, too.
+  // Starts loading a step's A into this warp's next buffer. A step without features takes one, too.
   __device__ __forceinline__ void load_a(const Step& at) {
     const int place = a_issued++ % kAPlaces;
     const DeltaUnit& unit = batch.units[at.unit];
@@ -308,14 +312,15 @@ struct Delta {
                         half_of(at) % 2 * (ARIL_K_TILE / 2) + 8 * q;
     const int token = batch.tokens[unit.segment][g];
     const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
-    const int left = token >= 0 && k_tile_of(at) < unit.num_k_tiles ? args.in_features - feature : 0;
+    const int left =
+        token >= 0 && k_tile_of(at) < unit.num_k_tiles ? args.in_features - feature : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       x[i] = load_input(reinterpret_cast<const char*>(from + i * 32), i * 32 < left);
     }
   }
 
-  // Adds the products of a step, of which A is on its way.
+  // Adds the products of a step whose A is being loaded.
   __device__ __forceinline__ void multiply_step(float (&sums)[2][4], const uint4 (&x)[kLoads],
                                                 const Step& at) {
     const DeltaUnit& unit = batch.units[at.unit];
@@ -328,7 +333,7 @@ struct Delta {
     const unsigned char* a = own_places() + place * kPairBytes + q * 128 + g * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      // Not all at once where registers are few.
+      // Keeps the loads apart where registers are few.
       if constexpr (kRounds > 1) __syncwarp();
       const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
       uint4 high = make_uint4(0, 0, 0, 0);
@@ -342,7 +347,7 @@ struct Delta {
     return reinterpret_cast<float*>(dynamic + p.smem.sums) + buffer * DeltaShared::kSums;
   }
 
-  // Leaves a round's sums for publish, and begins new ones.
+  // Stores a round's sums for publish(), and clears them.
   __device__ __forceinline__ void store_sums(const Step& at, float (&sums)[2][4]) {
     float* own = unit_sums() + half_of(at) * (DeltaShared::kSums / kHalves);
 #pragma unroll
@@ -352,7 +357,7 @@ struct Delta {
     }
   }
 
-  // Adds up the sums of a unit, and hands them over.
+  // Adds up the sums of a unit, and stores them in the mailbox.
   __device__ __forceinline__ void publish(const DeltaUnit& unit) {
     sync_warps();
     static_assert(kSegmentTokens * kPairRanks / 2 <= kThreads);
@@ -362,8 +367,9 @@ struct Delta {
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        sum = sum + *reinterpret_cast<const float2*>(
-                        unit_sums() + half * (DeltaShared::kSums / kHalves) + position * DeltaShared::kPitch + rank);
+        sum = sum +
+              *reinterpret_cast<const float2*>(unit_sums() + half * (DeltaShared::kSums / kHalves) +
+                                               position * DeltaShared::kPitch + rank);
       }
       const int at = unit.first_rank + rank;
       if (at >= unit.rank) sum.x = 0.0f;
@@ -373,7 +379,7 @@ struct Delta {
                       shared.tag);
       }
     }
-    // The next unit has the other buffer, and whoever meets there has read this one.
+    // The next unit takes the other buffer. Its barrier comes after all reads of this one.
     if constexpr (kSmall) {
       sync_warps();
     } else {
@@ -381,7 +387,7 @@ struct Delta {
     }
   }
 
-  // Starts bringing A of the first units that were looked up. Returns the first step that is not.
+  // Starts loading A of the first steps. Returns the first step that was not started.
   __device__ __forceinline__ Step load_first_a(int count) {
     Step at = {0, 0, 0};
 #pragma unroll 1
@@ -392,7 +398,7 @@ struct Delta {
     return at;
   }
 
-  // The first `count` units that were looked up, of which A's first steps are on their way.
+  // Computes the first `count` units that were looked up, whose first steps of A are being loaded.
   __device__ __forceinline__ void shrink(int count, Step ahead) {
     Step at = {0, 0, 0};
     uint4 x[kLoads];
@@ -414,13 +420,13 @@ struct Delta {
     }
   }
 
-  // Looks up the first units of [first, last), and starts bringing their A.
+  // Looks up the first units of [first, last), and starts loading their A.
   __device__ __forceinline__ Step begin_units(int first, int last) {
     look_up(first, last);
     return load_first_a(min(last - first, DeltaShared::kUnits));
   }
 
-  // Units [first, last), which have begun.
+  // Computes units [first, last), of which begin_units() was called.
   __device__ __forceinline__ void shrink_all(int first, int last, Step ahead) {
 #pragma unroll 1
     while (first < last) {
@@ -430,7 +436,7 @@ struct Delta {
     }
   }
 
-  // Brings v of ranks [begin, begin + ranks) to shared memory, scaled, as two terms.
+  // Gathers v of ranks [begin, begin + ranks) in shared memory, scaled, as two bf16 terms.
   // Returns a unit that did not come in time, or -1.
   __device__ __forceinline__ int gather(int begin, int ranks) {
     const FusedMailbox mailbox(args);
@@ -483,13 +489,13 @@ struct Delta {
     return batch.missing;
   }
 
-  // A chunk of 32 ranks of the B of an item, which is a block of 32 outputs and a segment.
+  // 32 ranks of B of an item; an item is a block of 32 outputs for a segment.
   struct Chunk {
     int item, rank;
   };
 
-  // What a call of expand works on: `count` of this block's blocks of outputs, from `first` on, and
-  // ranks [begin, end).
+  // What a call of expand() computes: `count` blocks of 32 outputs from `first` on, for ranks
+  // [begin, end).
   struct Task {
     int first, count, begin, end;
   };
@@ -504,7 +510,7 @@ struct Delta {
     return rank > task.begin ? min(task.end, rank) : 0;
   }
 
-  // The warp's first chunk from that item on; items that have none are skipped.
+  // The warp's first chunk from an item on; items without ranks are skipped.
   __device__ __forceinline__ Chunk chunk_from(const Task& task, int item) const {
 #pragma unroll 1
     while (item < task.count * batch.num_segments && end_of_item(task, item) == 0) {
@@ -523,7 +529,7 @@ struct Delta {
     return chunk.item < task.count * batch.num_segments;
   }
 
-  // Starts bringing a chunk to the warp's next place, a tile of 8 ranks for each of four lanes.
+  // Starts loading a chunk into the warp's next buffer, a tile of 8 ranks by each of four lanes.
   __device__ __forceinline__ void load_b(const Task& task, const Chunk& chunk) {
     const int place = issued++ % kChunkPlaces;
     const aril_descriptor& module = module_of_item(task, chunk.item);
@@ -543,7 +549,7 @@ struct Delta {
     ++taken;
   }
 
-  // One place is left: what was read last is overwritten a chunk later.
+  // One buffer stays free: the one read last is overwritten a chunk later.
   __device__ __forceinline__ void load_first_b(const Task& task) {
     Chunk chunk = chunk_from(task, warp);
 #pragma unroll 1
@@ -553,8 +559,7 @@ struct Delta {
     }
   }
 
-  // sums += B v of a chunk: of this lane's tile of ranks at `b`, and v at `rank` of what was
-  // gathered.
+  // sums += B v of a chunk: this lane's tile of ranks is at `b`, v at `rank` of the gathered ranks.
   __device__ __forceinline__ void multiply_chunk(float (&sums)[2][4], const unsigned char* b,
                                                  bool has_ranks, int token, int rank) const {
     const unsigned char* v =
@@ -604,7 +609,7 @@ struct Delta {
     }
   }
 
-  // Adds B v of a task to its deltas. Its first chunks are on their way.
+  // Adds B v of a task to its deltas. Its first chunks are being loaded.
   __device__ __forceinline__ void expand(const Task& task) {
     Chunk chunk = chunk_from(task, warp), ahead = chunk;
     for (int i = taken; i < issued; ++i) ahead = next(task, ahead);
@@ -619,10 +624,11 @@ struct Delta {
         load_b(task, ahead);
         ahead = next(task, ahead);
       }
-      multiply_chunk(sums, b, chunk.rank + q * ARIL_RANK_TILE < module_of_item(task, chunk.item).rank,
+      multiply_chunk(sums, b,
+                     chunk.rank + q * ARIL_RANK_TILE < module_of_item(task, chunk.item).rank,
                      batch.tokens[chunk.item / task.count][g], chunk.rank - task.begin);
       const Chunk following = next(task, chunk);
-      // However many ranks fit at once, the spans are the same.
+      // The same sums however many ranks fit at once.
       if (following.item != chunk.item || following.rank % kSumRanks == 0) {
         add_deltas(task, chunk.item, sums);
       }
@@ -630,7 +636,7 @@ struct Delta {
     }
   }
 
-  // Of rows (g, q): those of a core are the outputs 8 (n / 2) + 2 core + n % 2.
+  // Row n of core c is output 8 (n / 2) + 2 c + n % 2.
   __device__ __forceinline__ void add_deltas(const Task& task, int item,
                                              float (&sums)[2][4]) const {
     float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
@@ -649,12 +655,13 @@ struct Delta {
     for (int e = 0; e < 8; ++e) sums[e / 4][e % 4] = 0.0f;
   }
 
-  // How far the deltas are: the pass, by its first unit, and the ranks that are left of it.
+  // The pass, by its first unit, and the first rank of it that is not in the deltas yet.
   struct Progress {
     int first, begin;
   };
 
-  // Makes deltas, pass after pass, until a unit does not come in time. Returns that one, or -1.
+  // Computes the deltas, pass after pass, until a unit does not come in time. Returns that unit, or
+  // -1.
   __device__ __forceinline__ int make_deltas(Progress& at) {
     sync_warps();
     while (at.first < p.grid.units) {
@@ -667,7 +674,7 @@ struct Delta {
         load_first_b(task);
         const int missing = gather(task.begin, task.end - task.begin);
         if (missing >= 0) {
-          // A takes the place of B.
+          // A takes the buffers of B.
           while (taken < issued) wait_for_chunk();
           sync_warps();
           if (thread == 0) {
@@ -695,7 +702,7 @@ struct Delta {
     return (min(share.begin + first + p.grid.pass_units, share.end) + 1) / 2;
   }
 
-  // No delta: adding it changes no bit.
+  // Adding -0 changes no bit.
   __device__ __forceinline__ void clear_deltas() const {
     float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
     const int count = (p.smem.v - p.smem.deltas) / 4;

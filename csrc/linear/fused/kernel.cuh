@@ -22,8 +22,8 @@ __device__ __forceinline__ void init_ring(const FusedParams& p, FusedShared& sha
 
 // Initialises the barriers between the roles, by one warp.
 __device__ __forceinline__ void init_handovers(const FusedParams& p, FusedShared& shared,
-                                               DeltaShared& batch, int multipliers,
-                                               int delta_warps, int lane) {
+                                               DeltaShared& batch, int multipliers, int delta_warps,
+                                               int lane) {
   if (lane < kMaxTeams * kMaxUnits) {
     shared.handover[lane].init(32);
     shared.taken[lane].init(32);

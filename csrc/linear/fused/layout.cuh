@@ -3,26 +3,26 @@
 // The fused linear of decode, y = x W^T + bias + scaling * B (A x), in one launch: how its thread
 // blocks share the work, and their shared memory.
 //
-// Bound: the bytes of W, once, and of A and B of each adapter of the batch, once; x and v = A x come
-// from L2. So every load is issued before anything waits: W through a ring of stages that the copy
-// engine fills, A and B through L2.
+// Bound: the bytes of W, once, and of A and B of each adapter of the batch, once; x and v = A x
+// come from L2. So every load is issued before anything waits: W through a ring of stages that the
+// copy engine fills, A and B through L2.
 //
 // A cluster of `splits` thread blocks owns some units of 16 rows of a slice of W, and each of its
 // blocks a range of the input features. The warps of a block have three roles:
 // - Producers fill the ring: one thread with W, which waits for no predecessor, one with x.
 // - Multipliers compute x W^T by mma.sync, W's rows as M and the tokens as N (multiply.cuh).
 // - The delta's warps compute their share of v, hand it over through the mailbox, gather all of v,
-//   and leave scaling * B v of the block's own rows for the multipliers to add before the only store
-//   of y (delta.cuh).
+//   and leave scaling * B v of the block's own rows for the multipliers to add before the only
+//   store of y (delta.cuh).
 //
 // Two forms. The large one has a multiprocessor for itself, with a ring of up to 200 KB. The small
 // one leaves room for a second block, which is the next launch's: its ring fills and its adapters
 // arrive while this launch drains. That wins while the delta is short (few tokens, low ranks); the
 // sums are the same.
 //
-// Words: a *unit* is 16 rows of W; a *box* 64 input features of some rows, 128 bytes a row; a *pass*
-// the units that a block multiplies at a time; a *segment* up to eight tokens of one slot; a *part*
-// a quarter of the input features, for which v is summed apart.
+// Words: a *unit* is 16 rows of W; a *box* 64 input features of some rows, 128 bytes a row; a
+// *pass* the units that a block multiplies at a time; a *segment* up to eight tokens of one slot; a
+// *part* a quarter of the input features, for which v is summed apart.
 #pragma once
 
 #include <cuda.h>
@@ -109,8 +109,8 @@ __host__ __device__ __forceinline__ constexpr int fused_warps(int pass_units, in
 
 // A share of v: 16 ranks of a module over a part of the input features, for a segment.
 struct DeltaUnit {
-  const char* a;    // of the ranks, in the part's first K tile
-  int k_tile_bytes; // from one K tile to the next
+  const char* a;     // of the ranks, in the part's first K tile
+  int k_tile_bytes;  // from one K tile to the next
   int first_k_tile, num_k_tiles;
   bool two;  // tiles of eight ranks
   int part, segment, slice, first_rank, rank;
@@ -124,15 +124,15 @@ struct DeltaShared {
 
   int32_t slots[ARIL_FORWARD_TOKENS];
   float scales[ARIL_FORWARD_TOKENS];
-  int8_t segment_of[ARIL_FORWARD_TOKENS];              // -1: none
-  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];  // -1: none
-  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];          // a bit for each first token of a segment
-  int32_t num_segments, num_units;                     // num_units: of all blocks
-  int32_t slice_rank;                                  // the largest of this block's slice
-  int32_t missing;                                     // a unit that did not come in time, or -1
-  int32_t polls;                                       // left for the next one
-  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];              // a warp's buffers of A, and
-  TransactionBarrier b[kMaxDeltaWarps][kMaxChunkPlaces];          // of B, at the same place
+  int8_t segment_of[ARIL_FORWARD_TOKENS];                 // -1: none
+  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];     // -1: none
+  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];             // a bit for each first token of a segment
+  int32_t num_segments, num_units;                        // num_units: of all blocks
+  int32_t slice_rank;                                     // the largest of this block's slice
+  int32_t missing;                                        // a unit that did not come in time, or -1
+  int32_t polls;                                          // left for the next one
+  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];      // a warp's buffers of A, and
+  TransactionBarrier b[kMaxDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
   DeltaUnit units[kUnits];
 };
 
@@ -227,11 +227,12 @@ struct OwnBlocks {
 
 // What the roles of a thread block share beside the dynamic memory.
 struct FusedShared {
-  TransactionBarrier full[kMaxStages], empty[kMaxStages];      // of the ring's stages
-  TransactionBarrier handover[kMaxTeams * kMaxUnits];          // the other team's sums of a warp's unit are
-  TransactionBarrier taken[kMaxTeams * kMaxUnits];             // there, and have been read
-  TransactionBarrier inbox[kMaxTokenGroups * kMaxSplitUnits];  // the other block's sums of a unit and group
-  TransactionBarrier tagged;                                   // `tag` is known
+  TransactionBarrier full[kMaxStages], empty[kMaxStages];  // of the ring's stages
+  TransactionBarrier handover[kMaxTeams * kMaxUnits];  // the other team's sums of a warp's unit are
+  TransactionBarrier taken[kMaxTeams * kMaxUnits];     // there, and have been read
+  TransactionBarrier
+      inbox[kMaxTokenGroups * kMaxSplitUnits];  // the other block's sums of a unit and group
+  TransactionBarrier tagged;                    // `tag` is known
   TransactionBarrier deltas_full, deltas_empty;
   uint32_t tag;
   Share share;

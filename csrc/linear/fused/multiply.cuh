@@ -118,14 +118,14 @@ __device__ __forceinline__ void multiply_half(UnitSums<kTiles>* sums, const unsi
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     columns[tile] = ldmatrix_x4(x + tile * kTokenBoxBytes + token * 128 +
-                               (((half * 4 + lane / 8) ^ token) << 4));
+                                (((half * 4 + lane / 8) ^ token) << 4));
   }
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint4 rows = ldmatrix_x4(w + unit * kUnitBoxBytes + row * 128 +
-                                    (((half * 4 + k * 2 + lane / 16) ^ (row % 8)) << 4));
+                                     (((half * 4 + k * 2 + lane / 16) ^ (row % 8)) << 4));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const uint4& b = columns[tile];
@@ -135,8 +135,9 @@ __device__ __forceinline__ void multiply_half(UnitSums<kTiles>* sums, const unsi
   }
 }
 
-// Adds the other block's sums of a unit if this block stores it, and sends its own otherwise. Either
-// way the two blocks' sums are the first to be added to each other.
+// Adds the other block's sums of a unit if this block stores it, and sends its own otherwise.
+// Either way the two blocks' sums are the first to be added to each other. A block waits for every
+// unit that it stores, so it still runs when the other one sends.
 template <int kTiles>
 __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool stores, int other,
                                               float4* inbox, TransactionBarrier& arrival) {
@@ -199,13 +200,14 @@ __device__ __forceinline__ void store_unit(const aril_forward_args& args,
 
 // Exchanges units with the other team: adds its sums to this warp's own unit, in sums[0].
 template <int kTiles>
-__device__ __forceinline__ void add_teams(UnitSums<kTiles> (&sums)[2], int team, int warp, int other,
-                                          FusedShared& shared, float4* handover, int pass) {
+__device__ __forceinline__ void add_teams(UnitSums<kTiles> (&sums)[2], int team, int warp,
+                                          int other, FusedShared& shared, float4* handover,
+                                          int pass) {
   const int lane = threadIdx.x % 32;
   if (pass > 0) shared.taken[warp].wait((pass - 1) % 2);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const float(&first)[4] = sums[0][tile], (&second)[4] = sums[1][tile];
+    const float (&first)[4] = sums[0][tile], (&second)[4] = sums[1][tile];
     handover[(other * kTiles + tile) * 32 + lane] =
         team == 0 ? make_float4(second[0], second[1], second[2], second[3])
                   : make_float4(first[0], first[1], first[2], first[3]);
@@ -270,9 +272,10 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
       __syncwarp();
       if (lane == 0 && done != nullptr) arrive(*done);
       done = &shared.empty[stage];
-      const unsigned char* w = dynamic + stage * p.smem.stage_bytes + in_loop.first_unit * kUnitBoxBytes;
-      const unsigned char* x = dynamic + stage * p.smem.stage_bytes + boxes * units * kUnitBoxBytes +
-                               in_loop.first_tile * kTokenBoxBytes;
+      const unsigned char* w =
+          dynamic + stage * p.smem.stage_bytes + in_loop.first_unit * kUnitBoxBytes;
+      const unsigned char* x = dynamic + stage * p.smem.stage_bytes +
+                               boxes * units * kUnitBoxBytes + in_loop.first_tile * kTokenBoxBytes;
       const auto multiply = [&] {
         if constexpr (kTeams > 1) {
           multiply_half<T, kTiles, 2>(sums, w, x, in_loop.team);
