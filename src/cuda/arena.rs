@@ -187,6 +187,7 @@ impl FreeList {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod tests {
     use proptest::prelude::*;
 
