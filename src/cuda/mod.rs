@@ -29,6 +29,7 @@ mod buffer;
 mod doctests;
 mod embedding;
 mod experts;
+mod fused_linear;
 mod graph;
 mod grouping;
 mod kernels;
@@ -51,6 +52,7 @@ pub use self::{
     buffer::{Buffer, View, ViewMut},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fused_linear::FusedLinear,
     graph::Graph,
     grouping::{GroupedRoutes, Grouping},
     kernels::{Kernels, driver_is_present},

@@ -26,6 +26,14 @@ pub enum LaunchError {
     /// The stream is being captured by somebody else, who would replay the operation when its operands may be gone.
     #[error("the stream is being captured; capture with `WeightTable::capture`, or through the raw door")]
     Capturing,
+    /// The device is too old for the operation.
+    #[error("the fused linear needs a device of compute capability 9.0 or newer; this one has {major}.{minor}")]
+    ComputeCapability {
+        /// The device's, before the point.
+        major: i32,
+        /// And behind it.
+        minor: i32,
+    },
     /// The driver refused.
     #[error("the CUDA driver: {0}")]
     Driver(#[from] DriverError),
@@ -44,6 +52,16 @@ pub enum LaunchError {
         operand: &'static str,
         /// Its alignment in bytes.
         alignment: usize,
+    },
+    /// Rows of the operand begin where kernels cannot read them.
+    #[error("each row of `{operand}` must begin at a multiple of {alignment} bytes, but rows are {stride_bytes} apart")]
+    MisalignedRows {
+        /// Which operand.
+        operand: &'static str,
+        /// The alignment of its rows in bytes.
+        alignment: usize,
+        /// The distance between the beginnings of rows in bytes.
+        stride_bytes: usize,
     },
     /// There is no CUDA driver on this machine.
     #[error("no CUDA driver was found on this machine")]

@@ -10,6 +10,14 @@ pub enum OperandError {
         /// The activation given.
         activation: Activation,
     },
+    /// The bias of a layer has not one element for each output.
+    #[error("`bias` has {got} elements, but the layer has {want} outputs")]
+    Bias {
+        /// Its length.
+        got: usize,
+        /// The layer's outputs, of all slices.
+        want: usize,
+    },
     /// An operand is of another element type than the table.
     #[error("`{operand}` is {got}, but the operation computes on {want}")]
     DType {
@@ -82,6 +90,14 @@ pub enum OperandError {
         want_rows: usize,
         /// Columns it must have.
         want_cols: usize,
+    },
+    /// The base weights of a layer are not one matrix for each slice.
+    #[error("`W` is {got} matrices, but the layer has {want} slices")]
+    Slices {
+        /// The matrices given.
+        got: usize,
+        /// The layer's slices.
+        want: usize,
     },
     /// The router chose for other tokens than the batch has.
     #[error("the router chose for {got} tokens, but the batch has {want}")]
