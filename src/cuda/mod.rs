@@ -30,6 +30,7 @@ mod capturing;
 mod doctests;
 mod embedding;
 mod experts;
+mod fused_linear;
 mod graph;
 mod grouping;
 mod kernels;
@@ -52,6 +53,7 @@ pub use self::{
     buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fused_linear::FusedLinear,
     graph::Graph,
     grouping::{GroupedRoutes, Grouping},
     kernels::{Kernels, driver_is_present},
