@@ -240,6 +240,7 @@ impl Model {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use crate::model::{Linear, ModelSpec, Parallel, TpRank};
 
