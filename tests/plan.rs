@@ -4,7 +4,7 @@
 use aril::{
     DType,
     model::{Experts, Halves, Linear, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError},
+    plan::{AlignCapacity, Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError, RouteCapacity},
 };
 use proptest::prelude::*;
 
@@ -156,6 +156,35 @@ fn bounds_outside_the_limits_are_refused_by_name() {
         assert!(Capacity::tokens(max).slots(good.num_slots).rank(good.max_rank).checked().is_ok());
         assert_eq!(refused(Capacity::tokens(max + 1).slots(good.num_slots).rank(good.max_rank)).0, "max_tokens");
     }
+}
+
+#[test]
+fn bounds_on_routes_outside_the_limits_are_refused_by_name() {
+    let routes = |max_tokens, top_k, num_experts| RouteCapacity::tokens(max_tokens).top_k(top_k).experts(num_experts);
+    let refused = |what, value, max| PlanError::Limit { what, value, max };
+    // Rows of the smallest tiles are counted by an `i32`.
+    let most = i32::MAX as usize / 16;
+    for good in [routes(1, 1, 0), routes(most, 1, 1024), routes(1, most, 1), routes(1000, most / 1000, 2)] {
+        assert_eq!(good.checked(), Ok(good));
+    }
+    assert_eq!(routes(1, 1, 1025).checked(), Err(refused("num_experts", 1025, 1024)));
+    assert_eq!(routes(0, 1, 1).checked(), Err(refused("max_tokens", 0, most)));
+    assert_eq!(routes(most + 1, 1, 1).checked(), Err(refused("max_tokens", most + 1, most)));
+    assert_eq!(routes(1000, 0, 1).checked(), Err(refused("top_k", 0, most / 1000)));
+    assert_eq!(routes(1000, most / 1000 + 1, 1).checked(), Err(refused("top_k", most / 1000 + 1, most / 1000)));
+
+    let blocks = |block_size| AlignCapacity::new(routes(100, 7, 3), 5, block_size);
+    let most = i32::MAX as usize / 700;
+    assert_eq!(blocks(most).checked(), Ok(blocks(most)));
+    for block_size in [0, most + 1] {
+        assert_eq!(blocks(block_size).checked(), Err(refused("block_size", block_size, most)));
+    }
+    // 15 groups leave a block unfilled each, and the other routes fill blocks.
+    assert_eq!((blocks(16).max_blocks(), blocks(16).max_padded()), (15 + 685 / 16, (15 + 685 / 16) * 16));
+    let few_tokens = AlignCapacity::new(routes(2, 7, 3), 5, 4);
+    assert_eq!((few_tokens.max_blocks(), few_tokens.max_padded()), (6 + 8 / 4, 32));
+    let none_held = AlignCapacity::new(routes(2, 7, 0), 5, 4);
+    assert_eq!((none_held.max_blocks(), none_held.max_padded()), (0, 0));
 }
 
 #[test]

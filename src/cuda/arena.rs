@@ -187,7 +187,7 @@ impl FreeList {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use proptest::prelude::*;
 

@@ -238,3 +238,22 @@ impl Model {
         site.slices.iter().enumerate().map(|(i, slice)| (site.first_entry + i, site.in_features, slice.out_features))
     }
 }
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use crate::model::{Linear, ModelSpec, Parallel, TpRank};
+
+    /// A fused module has the entries of its slices, each with its own part of the output.
+    #[test]
+    fn a_fused_module_is_its_slices() {
+        let mut spec = ModelSpec::new();
+        spec.embedding("embed", 3, 4).unwrap();
+        let layer = Linear::new("l", Parallel::Column, 4).slice("q", 8).slice("k", 4).slice("v", 4);
+        let id = spec.linear(layer.fused("qkv")).unwrap();
+        let model = spec.shard(TpRank::new(1, 2).unwrap()).unwrap();
+        let fused: Vec<_> =
+            model.fused(id).map(|(entry, input, output)| (entry, input.range(), output.range())).collect();
+        assert_eq!(fused, [(1, 0..4, 4..8), (2, 0..4, 2..4), (3, 0..4, 2..4)]);
+    }
+}
