@@ -250,7 +250,7 @@ impl<T> Buffer<T> {
     }
 
     fn part(&self, range: Range<usize>) -> Part<T> {
-        assert!(range.start <= range.end && range.end <= self.memory.len(), "the range is not in the buffer");
+        assert!(range.start <= range.end && range.end <= self.memory.len(), "the range must be in the buffer");
         Part { memory: Arc::clone(&self.memory), first: range.start, len: range.len() }
     }
 }

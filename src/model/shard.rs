@@ -31,13 +31,13 @@ macro_rules! id {
             /// # Panics
             /// If the id belongs to another [`ModelSpec`](super::ModelSpec).
             fn index(&self, id: $id) -> &$site {
-                assert!(self.$get(id).is_some(), concat!("the ", $what, " id is of another model"));
+                assert!(self.$get(id).is_some(), concat!("the ", $what, " id belongs to another model"));
                 &self.0.$field[id.index]
             }
         }
 
         impl Model {
-            #[doc = concat!("The ", $what, " place in the model, or none if the id is of another description.")]
+            #[doc = concat!("The ", $what, " place in the model, or `None` if the id belongs to another [`ModelSpec`](super::ModelSpec).")]
             pub fn $get(&self, id: $id) -> Option<&$site> {
                 if id.spec == self.0.id.spec { self.0.$field.get(id.index) } else { None }
             }
