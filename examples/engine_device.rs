@@ -1,7 +1,7 @@
-//! One program on the CPU and, with `--features cuda` and a driver, on the GPU: the same adapters, the same steps, the same bits.
+//! One program for the CPU and, with `--features cuda` and a driver, the GPU: the same adapters, the same steps, the same bits.
 //!
-//! [`Device`] is all that differs between the two: a GPU also has a queue, a routing, and operands in its own memory. The model, the
-//! adapters' images and the batches are the same objects for both.
+//! [`Device`] contains every difference between the two: a GPU also has a queue, a routing, and operands in its own memory. The
+//! model, the adapters' images and the batches are the same objects for both.
 #![forbid(unsafe_code)]
 
 use std::error::Error;

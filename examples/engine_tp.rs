@@ -76,7 +76,7 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs>
     let (model, adapter) = (spec.shard(tp)?, adapter()?);
     let image = adapter.plan(&model, DType::F32)?;
     let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
-    let weights = WeightTable::new(&model, DType::F32, capacity, image.bytes())?;
+    let weights = WeightTable::new(&model, DType::F32, capacity, WeightTable::arena_bytes([&image]))?;
     let slots = [weights.load(Slot::new(0), &image)?.slot(), Slot::BASE, Slot::new(0)];
     let mut workspace = Workspace::default();
     let mut step = weights.step(&Batch::new(&slots), &mut workspace)?;

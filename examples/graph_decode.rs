@@ -1,4 +1,4 @@
-//! Decoding by a captured CUDA graph, while another thread replaces an adapter: captured once, replayed for every step.
+//! Decode with a captured CUDA graph, replayed in every step, while another thread replaces an adapter.
 #![forbid(unsafe_code)]
 #![expect(clippy::disallowed_methods, reason = "an example may allocate and wait where it likes")]
 

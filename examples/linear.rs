@@ -1,4 +1,4 @@
-//! One fused layer, two adapters and the base model in one batch, on the GPU: the whole of what an engine calls.
+//! One fused layer, two adapters and the base model in one batch on the GPU: every call that an engine needs.
 #![forbid(unsafe_code)]
 #![expect(clippy::disallowed_methods, reason = "an example may allocate and wait where it likes")]
 

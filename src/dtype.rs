@@ -1,21 +1,21 @@
-//! Element types that activations and factors come in.
+//! Element types of activations and factors.
 
 use half::{bf16, f16};
 
-/// The type of the elements of a matrix, where it is only known at run time.
+/// An element type, at run time.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum DType {
-    /// `bfloat16`, two bytes.
+    /// `bfloat16`, 2 bytes.
     BF16,
-    /// IEEE 754 binary16, two bytes.
+    /// IEEE 754 binary16, 2 bytes.
     F16,
-    /// IEEE 754 binary32, four bytes.
+    /// IEEE 754 binary32, 4 bytes.
     F32,
 }
 
 impl DType {
-    /// The size of one element in bytes.
+    /// Size of one element in bytes.
     pub const fn bytes(self) -> usize {
         match self {
             Self::BF16 | Self::F16 => 2,
@@ -23,7 +23,7 @@ impl DType {
         }
     }
 
-    /// Half the distance from 1 to the next larger value: the largest relative error of one rounding.
+    /// The largest relative error of rounding to nearest: half the distance from 1 to the next larger value.
     pub const fn unit_roundoff(self) -> f64 {
         match self {
             Self::BF16 => 1.0 / 256.0,
@@ -43,15 +43,15 @@ impl std::fmt::Display for DType {
     }
 }
 
-/// An element type that the kernels compute on: `bf16`, `f16` or `f32`.
+/// An element type, at compile time: `bf16`, `f16` or `f32`.
 pub trait Element: sealed::Sealed + bytemuck::Pod + Default + PartialEq + Send + Sync {
-    /// The same type as a value.
+    /// The same type as a [`DType`].
     const DTYPE: DType;
 
-    /// Widens to `f32`, exactly.
+    /// Converts to `f32`, exactly.
     fn to_f32(self) -> f32;
 
-    /// Rounds to the nearest value, ties to even; overflow gives an infinity.
+    /// Rounds to nearest, ties to even. Values out of range become infinite.
     fn from_f32(value: f32) -> Self;
 }
 

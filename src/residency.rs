@@ -1,18 +1,16 @@
-//! Which adapter is in which slot: what a weight table says of itself, on either backend.
+//! The contents of a weight table's slots. Both backends share it.
 
-use std::sync::{Mutex, MutexGuard};
 use std::sync::{
-    PoisonError,
+    Mutex, MutexGuard, PoisonError,
     atomic::{AtomicU64, Ordering},
 };
 
-use crate::{Slot, error::SlotError};
+use crate::{DType, Slot, adapter::SlotImage, error::SlotError, model::Model, plan::Capacity};
 
-/// An adapter as it was loaded into a slot: the slot, and the generation of its content.
+/// A loaded adapter: its slot and the generation of the slot's content.
 ///
-/// A [`Slot`] alone names whoever is there by the time that a kernel reads it. A `Resident` stays valid until the slot is loaded
-/// again or unloaded; from then on, the `check` of the table that loaded it refuses it. Tables number their generations apart: a
-/// resident says nothing of another table.
+/// A [`Slot`] alone refers to whichever adapter is in it when a kernel runs. A `Resident` is valid until its slot is loaded again
+/// or unloaded; after that, the table's `check` rejects it. Generations of different tables are unrelated.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[doc(alias = "lora_int_id")]
 pub struct Resident {
@@ -26,52 +24,74 @@ impl Resident {
         self.slot
     }
 
-    /// The generation of the slot's content: from 1, and different for every load of a table.
+    /// The generation of the slot's content. Every load of a table increments it, from 1.
     pub const fn generation(self) -> u64 {
         self.generation
     }
 }
 
-/// What a loaded slot holds.
+/// The content of a loaded slot.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct SlotInfo {
     /// The slot and its generation.
     pub resident: Resident,
-    /// Bytes of its factors.
+    /// Size of the factors, in bytes.
     pub bytes: usize,
-    /// The largest rank of its factors.
+    /// The largest rank.
     pub max_rank: usize,
 }
 
-/// The memory of a table.
+/// Memory use of a weight table, in bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Usage {
-    /// Bytes of the arena.
+    /// Size of the arena.
     pub capacity: usize,
-    /// Bytes that are loaded or reserved.
+    /// Loaded and reserved bytes.
     pub used: usize,
-    /// Bytes of the largest adapter that fits now.
+    /// Size of the largest free block.
     pub largest_gap: usize,
 }
 
 impl Usage {
-    /// Bytes that are neither loaded nor reserved, in one gap or several.
+    /// Free bytes, in one block or several.
     pub const fn free(&self) -> usize {
         self.capacity - self.used
     }
 }
 
-/// The slots of a table. The blocks are behind a lock that loading takes; the generations can be read without it.
+/// The bounds that every adapter in a table must meet.
+#[derive(Clone, Debug)]
+pub(crate) struct Bounds {
+    pub(crate) model: Model,
+    pub(crate) dtype: DType,
+    pub(crate) capacity: Capacity,
+}
+
+impl Bounds {
+    /// Rejects an image for another model or element type, or of too large a rank.
+    pub(crate) fn check(&self, image: &SlotImage<'_>) -> Result<(), SlotError> {
+        if *image.model() != self.model {
+            return Err(SlotError::Model);
+        }
+        if image.dtype() != self.dtype {
+            return Err(SlotError::DType { got: image.dtype(), want: self.dtype });
+        }
+        let (rank, max_rank) = (image.max_rank(), self.capacity.max_rank);
+        if rank > max_rank { Err(SlotError::Rank { rank, max_rank }) } else { Ok(()) }
+    }
+}
+
+/// The slots of a table. Blocks are behind a lock; generations are atomic, so that `check` takes no lock.
 #[derive(Debug)]
 pub(crate) struct Slots<B> {
     blocks: Mutex<Blocks<B>>,
-    /// 0 where nothing is loaded.
+    /// The generation of each slot; 0 if it is empty.
     generations: Box<[AtomicU64]>,
 }
 
-/// What the slots hold.
+/// The content of the slots.
 #[derive(Debug)]
 pub(crate) struct Blocks<B> {
     all: Vec<Option<(SlotInfo, B)>>,
@@ -86,7 +106,8 @@ impl<B> Slots<B> {
         }
     }
 
-    /// The blocks, locked. A thread that panicked with the lock left them whole: every change of them is the last step of its call.
+    /// Locks the blocks. A panic of another thread cannot leave them inconsistent, because each change is the last step of its
+    /// call.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Blocks<B>> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,11 +118,12 @@ impl<B> Slots<B> {
 
     /// The index of a slot.
     pub(crate) fn index(&self, slot: Slot) -> Result<usize, SlotError> {
-        slot.index_below(self.len())
+        let num_slots = self.len();
+        slot.index().filter(|&index| index < num_slots).ok_or(SlotError::NoSuchSlot { slot, num_slots })
     }
 
-    /// Makes `check` refuse what a slot holds before `change` changes it, so that what was enqueued before a check that passes was
-    /// enqueued before the change. An error of `change` leaves the slot as it was.
+    /// Invalidates a slot's generation, runs `change`, and restores the generation if `change` fails. Work enqueued before a
+    /// successful `check` was therefore enqueued before the change.
     #[cfg(feature = "cuda")]
     pub(crate) fn changing<E>(
         &self,
@@ -113,7 +135,7 @@ impl<B> Slots<B> {
         change().inspect_err(|_| self.generations[index].store(generation, Ordering::SeqCst))
     }
 
-    /// Puts a block into a slot, and returns the one that was there.
+    /// Stores a block in a slot and returns the previous block.
     pub(crate) fn replace(
         &self,
         blocks: &mut Blocks<B>,
@@ -130,14 +152,14 @@ impl<B> Slots<B> {
         Ok((resident, old.map(|(_, block)| block)))
     }
 
-    /// Takes the block out of a slot.
+    /// Removes the block of a slot.
     pub(crate) fn take(&self, blocks: &mut Blocks<B>, slot: Slot) -> Result<Option<B>, SlotError> {
         let index = self.index(slot)?;
         self.generations[index].store(0, Ordering::SeqCst);
         Ok(blocks.all[index].take().map(|(_, block)| block))
     }
 
-    /// Refuses adapters that are no longer where they were loaded.
+    /// Rejects adapters that are no longer in their slots.
     pub(crate) fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
         for resident in residents {
             let index = self.index(resident.slot)?;

@@ -12,7 +12,7 @@ use aril::{
     error::{LoadError, OperandError, SlotError},
     model::{
         Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Halves, Linear, LinearId, LinearSite,
-        Model, ModelSpec, Parallel, ProjectionSite, SpecError, TpRank,
+        Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     reference,
@@ -28,7 +28,7 @@ fn types_may_be_shared_between_threads() {
     shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
     shared::<(Activation, Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite)>();
     shared::<(SlotImage<'_>, Piece<'_>)>();
-    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, TpRank)>();
+    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Shard, TpRank)>();
     shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
     shared::<(ExpertsPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();
@@ -62,8 +62,8 @@ fn a_slot_is_the_integer_that_kernels_read() {
 mod cuda {
     use aril::cuda::{
         AlignedRoutes, Alignment, Buffer, Filled, Graph, GroupedRoutes, Grouping, Kernels, LaunchError, LoraEmbedding,
-        LoraExperts, LoraLinear, Matrix, MatrixMut, Queue, Reservation, RoutedBatch, Routing, Staging, Step, TopK,
-        View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
+        LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation, RoutedBatch, Routing, Staging,
+        Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}
@@ -75,7 +75,14 @@ mod cuda {
         super::shared::<(WeightTable, Reservation, Filled, Staging)>();
         super::shared::<(Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
         super::shared::<(Grouping, Alignment, AlignedRoutes<'_>, GroupedRoutes<'_>, TopK<'_>)>();
-        super::shared::<(Buffer<f32>, View<'_, f32>, ViewMut<'_, f32>, Matrix<'_, f32>, MatrixMut<'_, f32>)>();
+        super::shared::<(
+            Buffer<f32>,
+            PinnedBuffer<f32>,
+            View<'_, f32>,
+            ViewMut<'_, f32>,
+            Matrix<'_, f32>,
+            MatrixMut<'_, f32>,
+        )>();
         super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
         super::shared::<(raw::Alignment, raw::AlignedRoutes, raw::LoraExperts, raw::TopK)>();
         super::shared::<(raw::Routing, raw::Grouping, raw::GroupedRoutes)>();

@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
-# Gathers in .bundle what runs on a machine that has a GPU and no Rust: the GPU tests, the benchmarks, the example, the fixtures,
-# and run.sh. Needs nvcc (build.rs says how it is found), and cargo.
+# Gathers in .bundle what runs on a machine that has a GPU and no Rust. Needs nvcc (build.rs says how it is found), and cargo.
+#
+#   tests/bundle.sh [PART...]    tests: the GPU tests; bench: the benchmarks; example: qwen3; by default all of them
+#
+# run.sh is in every bundle, and the fixtures are in those that have tests or the example.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 max_bytes=$((60 << 20))
 bundle=.bundle
+[ $# -gt 0 ] || set -- tests bench example
 rm -rf "$bundle"
-mkdir -p "$bundle/tests"
+mkdir -p "$bundle"
+
+# Figures name the commit that they are of.
+ARIL_COMMIT=$(git rev-parse --short=7 HEAD)
+git diff --quiet HEAD || ARIL_COMMIT+=-dirty
+export ARIL_COMMIT
 
 # Builds what the arguments name, and puts the stripped executables in the bundle without cargo's hashes.
 gather() {
@@ -20,12 +29,31 @@ gather() {
         done
 }
 
-gather test --release --test gpu --no-run
-gather bench --bench '*' --no-run
-if [ -d examples/qwen3 ]; then
-    gather build --release --example qwen3
-fi
-cp -r tests/fixtures "$bundle/tests/"
+fixtures() {
+    mkdir -p "$bundle/tests"
+    cp -r tests/fixtures "$bundle/tests/"
+}
+
+for part in "$@"; do
+    case $part in
+    tests)
+        gather test -p aril --release --test gpu --no-run
+        fixtures
+        ;;
+    bench)
+        gather bench -p aril-bench --bench '*' --no-run
+        gather build -p aril-bench --release --bin record
+        ;;
+    example)
+        gather build -p aril --release --example qwen3
+        fixtures
+        ;;
+    *)
+        echo "there is no part $part: tests, bench, example" >&2
+        exit 2
+        ;;
+    esac
+done
 cp tests/run_bundle.sh "$bundle/run.sh"
 
 du -ab "$bundle" --max-depth=1 | sort -n

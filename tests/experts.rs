@@ -21,11 +21,10 @@ use aril::{
     routing::{Batch, TopK},
 };
 use common::{
-    cases::{Place, Values},
-    cpu,
-    experts::{
-        Act, Case, DOWN, GATE, Op, Order, Pair, Shape, Sizes, Subject, UP, World, cases, check, halved, launch_on_cpu,
-    },
+    case::Subject,
+    cpu::{self, matrix, matrix_mut},
+    experts::{Act, Case, DOWN, GATE, Moe, Op, Order, Pairs, Shape, Sizes, UP, World, cases, launch_on_cpu},
+    values::Values,
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -37,19 +36,12 @@ fn table(model: &Model, adapters: &[Adapter], num_slots: usize, max_rank: usize)
     cpu::table(model, DType::F32, Capacity::tokens(1).slots(num_slots).rank(max_rank), adapters)
 }
 
-fn matrix<T: Element>(buffer: &[T], place: Place) -> Matrix<'_, T> {
-    Matrix::strided(&buffer[place.offset..], place.rows, place.cols, place.stride).unwrap()
-}
-
-fn matrix_mut<T: Element>(buffer: &mut [T], place: Place) -> MatrixMut<'_, T> {
-    MatrixMut::strided(&mut buffer[place.offset..], place.rows, place.cols, place.stride).unwrap()
-}
-
-impl Subject for Cpu {
+impl Subject<Moe> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        let weights = cpu::table(&world.model, T::DTYPE, world.capacity(case), &world.adapters);
+        let weights = cpu::table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
         let experts = LoraExperts::new(&weights, world.id).unwrap();
-        let (top_k, batch, mut workspace) = (world.top_k(case), world.batch(), Workspace::default());
+        let (router, batch, mut workspace) = (case.router(), world.batch(), Workspace::default());
+        let top_k = case.top_k(router.as_deref());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y, mut buffer) = (matrix(&world.x, case.x()), matrix(&world.y, case.y()), world.target(case).to_vec());
         let target = matrix_mut(&mut buffer, case.target());
@@ -62,7 +54,7 @@ proptest! {
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
         let case = Case::from_environment().unwrap_or(case);
-        for_dtype!(case, check(&mut Cpu, &case))?;
+        for_dtype!(case.check(&mut Cpu))?;
     }
 
     /// A token's result has the same bits with all others base as in any batch.
@@ -134,7 +126,7 @@ enum Way {
 /// A whole layer of experts whose activation is `max(gate, 0)² · up`, of integers and halves.
 struct Layer {
     case: Case,
-    pairs: Vec<[Vec<Option<Pair>>; 3]>,
+    pairs: Vec<Pairs>,
     adapters: Vec<Adapter>,
     /// The base's gate, up and down, by expert, `[out, in]`.
     base: [Vec<Vec<f64>>; 3],
@@ -145,10 +137,10 @@ struct Layer {
 impl Layer {
     fn new(case: Case) -> Self {
         let held = (0..case.shape.num_experts).collect();
-        let shape = Shape { held, tp: (0, case.shape.tp.1), ..case.shape };
-        let case = Case { values: Values::Exact, half_scales: None, shape, ..case };
+        let case = Case { values: Values::Exact, half_scales: None, ..case };
+        let case = case.with(|layer| layer.shape = Shape { held, tp: (0, layer.shape.tp.1), ..layer.shape.clone() });
         let mut rng = StdRng::seed_from_u64(case.seed);
-        let mut pairs = case.pairs::<f32>(&mut rng);
+        let mut pairs = case.pairs(&mut rng);
         for pair in pairs.iter_mut().flatten().flatten().flatten() {
             pair.a.iter_mut().chain(&mut pair.b).for_each(|value| *value = value.clamp(-1.0, 1.0));
             pair.scaling = 1.0;
@@ -207,7 +199,7 @@ impl Layer {
                 |id: &i32| held.iter().position(|&expert| expert as i32 == *id).map_or(-1, |local| local as i32);
             let ids = self.case.ids.iter().map(local).collect();
             let shape = Shape { held: held.clone(), tp: (rank, size), ..self.case.shape.clone() };
-            Case { ids, shape, ..self.case.clone() }
+            self.case.with(|layer| (layer.ids, layer.shape) = (ids, shape))
         };
         (0..groups).flat_map(|group| (0..size).map(move |rank| part(group, rank))).collect()
     }
@@ -220,7 +212,7 @@ impl Layer {
         let weights = table(&model, &self.adapters, 8, case.max_rank());
         let experts = LoraExperts::new(&weights, id).unwrap();
         let slots: Vec<Slot> = case.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
-        let router = case.half_weights.as_deref().map(halved);
+        let router = case.router();
         let (top_k, batch, mut workspace) = (case.top_k(router.as_deref()), Batch::new(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let x: Vec<f32> = self.x.concat().into_iter().map(|x| x as f32).collect();

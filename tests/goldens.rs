@@ -1,47 +1,40 @@
 //! The example `qwen3` on the CPU against transformers and PEFT.
 
-#[path = "qwen3/files.rs"]
-mod files;
-#[path = "qwen3/forms.rs"]
-mod forms;
-#[path = "qwen3/moe.rs"]
-mod moe;
-#[path = "qwen3/mod.rs"]
-mod process;
-#[path = "qwen3/goldens.rs"]
-mod shared;
-#[path = "qwen3/verify.rs"]
-mod verify;
+mod qwen3;
 
-use files::{Files, edit};
-use process::fixture;
+use qwen3::{
+    files::{Files, edit},
+    forms,
+    goldens::{self, BATCHES, all_in, answers, models, requests, run},
+    moe,
+    process::fixture,
+};
 use serde_json::json;
-use shared::{BATCHES, all_in, answers, models, requests, run};
 
 const DEVICE: &str = "cpu";
 
 #[test]
 fn f32_reproduces_the_goldens() {
-    shared::f32_reproduces_the_goldens(DEVICE);
+    goldens::f32_reproduces_the_goldens(DEVICE);
 }
 
 #[test]
 fn bf16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "bf16");
+    goldens::reproduces_within_rounding(DEVICE, "bf16");
 }
 
 #[test]
 fn f16_reproduces_the_goldens() {
-    shared::reproduces_within_rounding(DEVICE, "f16");
+    goldens::reproduces_within_rounding(DEVICE, "f16");
 }
 
 /// What the golden has, but for what `edit` changes.
-fn hold_edited(edit: impl FnOnce(&mut shared::Answer)) {
-    let golden = shared::golden("one-question", "bf16");
-    let mut answers = shared::golden("one-question", "bf16");
+fn hold_edited(edit: impl FnOnce(&mut goldens::Answer)) {
+    let golden = goldens::golden("one-question", "bf16");
+    let mut answers = goldens::golden("one-question", "bf16");
     answers.iter_mut().for_each(|answer| answer.tolerance = 0.4);
     edit(&mut answers[3]);
-    shared::hold_rounded(DEVICE, "one-question", "bf16", &answers, &golden);
+    goldens::hold_rounded(DEVICE, "one-question", "bf16", &answers, &golden);
 }
 
 #[test]
@@ -66,22 +59,22 @@ fn logits_that_differ_do_not_hold() {
 
 #[test]
 fn base_models_reproduce_the_goldens() {
-    shared::base_models_reproduce_the_goldens(DEVICE);
+    goldens::base_models_reproduce_the_goldens(DEVICE);
 }
 
 #[test]
 fn every_adapter_changes_what_the_base_model_says() {
-    shared::every_adapter_changes_what_the_base_model_says(DEVICE);
+    goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
 }
 
 #[test]
 fn base_requests_keep_every_bit_whatever_adapters_are_there() {
-    shared::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &BATCHES);
+    goldens::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &BATCHES);
 }
 
 #[test]
 fn a_scale_multiplies_the_adapters_own() {
-    shared::a_scale_multiplies_the_adapters_own(DEVICE);
+    goldens::a_scale_multiplies_the_adapters_own(DEVICE);
 }
 
 #[test]
@@ -107,7 +100,7 @@ fn what_experts_weigh_need_not_be_normalized() {
     edit(&model.join("config.json"), |config| drop(config.insert("norm_topk_prob".into(), json!(false))));
     let (model, batch) = (model.display().to_string(), "moe-unnormalized");
     let answers = run(DEVICE, &model, &all_in("adapters-moe"), "f32", &requests(batch), true);
-    shared::hold_f32(DEVICE, batch, &answers, &shared::golden(batch, "f32"));
+    goldens::hold_f32(DEVICE, batch, &answers, &goldens::golden(batch, "f32"));
 }
 
 #[test]

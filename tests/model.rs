@@ -14,7 +14,9 @@ use aril::{
     },
     cpu::{LoraEmbedding, LoraExperts, LoraLinear, WeightTable},
     error::{LoadError, SlotError},
-    model::{Experts, Halves, Linear, LinearId, MAX_SLICES, Model, ModelSpec, Parallel, SpecError, TpRank},
+    model::{
+        Experts, ExpertsId, Halves, Linear, LinearId, MAX_SLICES, Model, ModelSpec, Parallel, Shard, SpecError, TpRank,
+    },
     plan::{Capacity, PlanError},
 };
 use proptest::prelude::*;
@@ -322,9 +324,9 @@ fn only_a_column_parallel_layer_has_heads() {
 fn experts_have_an_entry_for_each_module_and_for_what_they_share() {
     let mut spec = ModelSpec::new();
     let embed = spec.embedding("embed", 8, 4).unwrap();
-    let id = spec.experts(Experts::new("l.0.experts", 6, 4, 10).top_k(3).held([4, 1, 2])).unwrap();
+    let id = spec.experts(Experts::new("l.0.experts", 6, 4, 10).top_k(3)).unwrap();
     let head = spec.linear(Linear::new("", Parallel::Column, 4).slice("lm_head", 8)).unwrap();
-    let model = shard(&spec, 1, 2).unwrap();
+    let model = spec.shard(Shard::new(TpRank::new(1, 2).unwrap()).held(id, [4, 1, 2])).unwrap();
     let site = &model[id];
     assert_eq!((site.top_k(), site.inter_range(), model.expert_layers().len()), (3, 5..10, 1));
     assert_eq!((site.num_experts(), site.held(), site.halves()), (6, &[4, 1, 2][..], Some(Halves::GateUp)));
@@ -343,15 +345,45 @@ fn experts_have_an_entry_for_each_module_and_for_what_they_share() {
 #[test]
 fn experts_may_be_whole_absent_or_without_a_gate() {
     let mut spec = ModelSpec::new();
-    let whole = spec.experts(Experts::new("a", 2, 4, 6).tensor_parallel(TpRank::SINGLE).ungated()).unwrap();
-    let none = spec.experts(Experts::new("b", 2, 4, 8).held([]).halves(Halves::UpGate)).unwrap();
-    let model = shard(&spec, 3, 4).unwrap();
-    assert_eq!((model[whole].inter_range(), model[none].inter_range()), (0..6, 6..8));
-    assert_eq!((model[whole].gate_up().out_features(), model[whole].gate_up().num_slices()), (6, 1));
+    let whole = spec.experts(Experts::new("a", 2, 4, 6).ungated()).unwrap();
+    let none = spec.experts(Experts::new("b", 2, 4, 8).halves(Halves::UpGate)).unwrap();
+    let q = spec.linear(Linear::new("l", Parallel::Column, 4).slice("q", 8)).unwrap();
+    let view = Shard::new(TpRank::new(3, 4).unwrap()).experts_tp(TpRank::new(1, 2).unwrap()).held(none, []);
+    let model = spec.shard(view).unwrap();
+    assert_eq!((model[whole].inter_range(), model[none].inter_range()), (3..6, 4..8));
+    assert_eq!((model[q].slices()[0].range(), model.tp().rank(), model.tp().size()), (6..8, 3, 4));
+    assert_eq!((model[whole].gate_up().out_features(), model[whole].gate_up().num_slices()), (3, 1));
     assert_eq!((model[whole].halves(), model[whole].held()), (None, &[0, 1][..]));
     assert_eq!((model[none].held(), model[none].halves()), (&[][..], Some(Halves::UpGate)));
     // Nobody has factors, but the places of what is shared are there.
     assert_eq!(model[none].down().shared_entry() - model[none].gate_up().shared_entry(), 2);
+}
+
+/// One description gives every rank its view, and a view is the same model as long as it says the same.
+#[test]
+fn ranks_have_views_of_one_description() {
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(Experts::new("a", 8, 4, 8)).unwrap();
+    let single = || Shard::new(TpRank::SINGLE);
+    let views: [fn(Shard, ExpertsId) -> Shard; 6] = [
+        |shard, _| shard,
+        |shard, id| shard.held(id, 0..4),
+        |shard, id| shard.held(id, 4..8),
+        |shard, id| shard.held(id, (0..4).rev()),
+        |shard, _| shard.experts_tp(TpRank::new(1, 2).unwrap()),
+        |shard, id| shard.experts_tp(TpRank::new(1, 2).unwrap()).held(id, 0..4),
+    ];
+    let models: Vec<_> = views.iter().map(|view| spec.shard(view(single(), id)).unwrap()).collect();
+    for (i, view) in views.iter().enumerate() {
+        let again = spec.shard(view(single(), id)).unwrap();
+        for (j, model) in models.iter().enumerate() {
+            assert_eq!(again == *model, i == j, "views {i} and {j}");
+        }
+    }
+    assert_eq!(models[0], shard(&spec, 0, 1).unwrap());
+    assert_eq!(models[3][id].held(), [3, 2, 1, 0]);
+    // The last word of a layer holds.
+    assert_eq!(spec.shard(single().held(id, [7]).held(id, 4..8)).unwrap(), models[2]);
 }
 
 #[test]
@@ -372,12 +404,15 @@ fn experts_that_cannot_be_are_refused() {
         refused(layer(2, features, 8), SpecError::Features { path: path(), features });
         refused(layer(2, 4, features), SpecError::Features { path: path(), features });
     }
-    for (held, expert) in [([0, 2], 2), ([1, 1], 1)] {
-        refused(layer(2, 4, 8).held(held), SpecError::Held { path: path(), expert, num_experts: 2 });
-    }
     refused(Experts::new("l.q", 2, 4, 8), SpecError::Duplicate { module: "l.q".into() });
 
-    spec.experts(layer(2, 4, 6)).unwrap();
+    let id = spec.experts(layer(2, 4, 6)).unwrap();
+    for (held, expert) in [([0, 2], 2), ([1, 1], 1)] {
+        let error = spec.shard(Shard::new(TpRank::SINGLE).held(id, held)).unwrap_err();
+        assert_eq!(error, SpecError::Held { path: path(), expert, num_experts: 2 });
+    }
+    let (other, _) = one(Linear::new("l", Parallel::Column, 4).slice("q", 4));
+    assert_eq!(other.shard(Shard::new(TpRank::SINGLE).held(id, [0])).unwrap_err(), SpecError::Foreign);
     let duplicate = SpecError::Duplicate { module: path() };
     assert_eq!(spec.experts(layer(2, 4, 8)), Err(duplicate.clone()));
     assert_eq!(spec.embedding(path(), 8, 4), Err(duplicate));

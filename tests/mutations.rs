@@ -4,12 +4,7 @@
 //! not panic, is not killed, and stays within limits of memory and time. The cases are the same each time. `ARIL_MUTATIONS` makes
 //! more of them than the usual number; each depends on its own number only.
 
-#[path = "qwen3/files.rs"]
-mod files;
-#[path = "qwen3/mod.rs"]
-mod process;
-#[path = "qwen3/refusals.rs"]
-mod refusals;
+mod qwen3;
 
 use std::{
     env, fs,
@@ -18,8 +13,11 @@ use std::{
     thread,
 };
 
-use files::{Files, Tensors, edit, read, write};
-use process::{fixture, qwen3};
+use qwen3::{
+    files::{Files, Tensors, edit, read, write},
+    process::{fixture, qwen3},
+    refusals,
+};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use serde_json::{Map, Value, json};
 

@@ -20,8 +20,9 @@ use aril::{
     routing::{Batch, Segments},
 };
 use common::{
-    cases::{Case, Site, Sizes, Subject, World, cases, check, check_overwriting},
-    cpu::table,
+    case::Subject,
+    cpu::{matrix, matrix_mut, table},
+    dense::{Case, Dense, Site, Sizes, World, cases, check_overwriting},
 };
 use proptest::prelude::*;
 
@@ -32,19 +33,17 @@ struct Cpu {
     overwrites: bool,
 }
 
-impl Subject for Cpu {
+impl Subject<Dense> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let (tokens, mut buffer) = (case.num_tokens(), world.y.clone());
         let weights = table(&world.model, T::DTYPE, world.capacity(tokens), &world.adapters);
         let (batch, mut workspace) = (world.batch(), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
-        let x = Matrix::strided(&world.x[case.x_offset..], tokens, case.in_features(), case.x_stride()).unwrap();
-        let y_cols = case.slices().iter().sum();
-        let y = MatrixMut::strided(&mut buffer[case.y_offset..], tokens, y_cols, case.y_stride()).unwrap();
-        match world.site {
+        let (x, y) = (matrix(&world.x, case.x()), matrix_mut(&mut buffer, case.y()));
+        match world.id {
             Site::Embedding(id) => {
                 let layer = LoraEmbedding::new(&weights, id).unwrap();
-                layer.add_delta(&mut step, &world.token_ids, y).unwrap();
+                layer.add_delta(&mut step, &case.token_ids(), y).unwrap();
             }
             Site::Linear(id) => {
                 let layer = LoraLinear::new(&weights, id).unwrap();
@@ -66,7 +65,7 @@ proptest! {
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL), apart: bool) {
         let case = Case::from_environment().unwrap_or(case);
-        for_dtype!(case, check(&mut Cpu { apart, ..Cpu::default() }, &case))?;
+        for_dtype!(case.check(&mut Cpu { apart, ..Cpu::default() }))?;
     }
 
     #[test]
@@ -86,7 +85,7 @@ proptest! {
                 alone.slots.fill(Slot::BASE);
                 alone.slots[token] = world.slots[token];
                 let alone = Cpu::default().run(case, &alone);
-                let row = case.y_offset + token * case.y_stride()..case.y_offset + (token + 1) * case.y_stride();
+                let row = case.y().at(token, 0)..case.y().at(token + 1, 0);
                 let bits = |y: &[T]| bytemuck::cast_slice::<T, u8>(&y[row.clone()]).to_vec();
                 prop_assert!(bits(&together) == bits(&alone), "token {token}\n{}", case.replay());
             }
@@ -145,7 +144,7 @@ fn capacity() -> Capacity {
 fn many_features_are_all_summed_up() {
     for case in Case::of_many_features(&[1, 5]) {
         for apart in [false, true] {
-            for_dtype!(case, check(&mut Cpu { apart, ..Cpu::default() }, &case)).unwrap();
+            for_dtype!(case.check(&mut Cpu { apart, ..Cpu::default() })).unwrap();
         }
     }
 }
@@ -154,7 +153,7 @@ fn many_features_are_all_summed_up() {
 fn every_slice_has_its_delta() {
     for case in Case::of_many_slices(&[1, 6, 19]) {
         for apart in [false, true] {
-            for_dtype!(case, check(&mut Cpu { apart, ..Cpu::default() }, &case)).unwrap();
+            for_dtype!(case.check(&mut Cpu { apart, ..Cpu::default() })).unwrap();
         }
     }
 }

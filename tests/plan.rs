@@ -36,11 +36,13 @@ proptest! {
         // The last are those without a slot.
         let tiles: usize = tokens.iter().map(|tokens| tokens.div_ceil(per_tile)).sum();
         prop_assert!(tiles <= capacity.max_tiles(num_tokens), "{tiles} > {}", capacity.max_tiles(num_tokens));
+        // At most one empty tile for each slot, and one for the tokens without a slot.
+        prop_assert!(capacity.max_tiles(num_tokens) - tiles <= num_tokens.min(capacity.num_slots + 1));
     }
 
     /// And the worst spread, a token in each slot, one in none, and the rest in a slot, reaches it.
     #[test]
-    fn max_tiles_is_reached(num_tokens in 1..5000_usize, num_slots in 1..300_usize) {
+    fn max_tiles_is_reached(num_tokens in prop_oneof![1..5000_usize, 511..514_usize], num_slots in 1..300_usize) {
         let slots = (num_slots + 1).min(num_tokens);
         let worst = slots - 1 + (num_tokens - (slots - 1)).div_ceil(tokens_per_tile(num_tokens));
         let capacity = Capacity::tokens(5000).slots(num_slots).rank(8);
@@ -149,7 +151,8 @@ fn bounds_outside_the_limits_are_refused_by_name() {
     for value in [0, usize::MAX] {
         let (what, got, max) = refused(Capacity::tokens(value).slots(good.num_slots).rank(good.max_rank));
         assert_eq!((what, got), ("max_tokens", value));
-        // The next larger bound would not be counted by an `i32` any more.
+        // Rows of the smallest tiles are counted by an `i32`.
+        assert_eq!(max, i32::MAX as usize / 16);
         assert!(Capacity::tokens(max).slots(good.num_slots).rank(good.max_rank).checked().is_ok());
         assert_eq!(refused(Capacity::tokens(max + 1).slots(good.num_slots).rank(good.max_rank)).0, "max_tokens");
     }
@@ -161,17 +164,17 @@ fn layers_too_large_for_a_grid_are_refused_by_name() {
         let capacity = Capacity::tokens(max_tokens).slots(1).rank(1);
         plan(in_features, slices, DType::BF16, capacity).map(|_| ())
     };
-    let refused =
-        |result, name| matches!(result, Err(PlanError::Limit { what, value, max }) if value > max && what == name);
+    let refused = |result, what, value, max| assert_eq!(result, Err(PlanError::Limit { what, value, max }));
     let largest = 65_535 * 256;
     assert_eq!(plan(1, largest, &[1]), Ok(()));
-    assert!(refused(plan(1, largest + 1, &[1]), "in_features"));
+    refused(plan(1, largest + 1, &[1]), "in_features", largest + 1, largest);
     // As many tiles as leave room for two thousand blocks of each.
     let (tokens, largest) = (i32::MAX as usize / 2002 * 64, 2000 * 128);
     assert_eq!(plan(tokens, 1, &[largest]), Ok(()));
-    assert!(refused(plan(tokens, 1, &[largest + 1]), "out_features"));
-    // Slices have blocks of their own.
-    assert!(refused(plan(tokens, 1, &[largest, 1]), "out_features"));
+    // Slices have blocks of their own, of 128 outputs.
+    for slices in [&[largest + 1][..], &[largest, 1]] {
+        refused(plan(tokens, 1, slices), "out_features", largest + 128, largest);
+    }
 }
 
 #[test]
@@ -195,6 +198,87 @@ fn a_plan_says_what_it_will_launch() {
              outputs, 0 + 32 bytes of workspace",
         ]
     );
+}
+
+/// On both sides of what a plan depends on: few tokens and many, ranks that are staged and others, groups of lanes and spans of them,
+/// and outputs that a block has more or less of.
+#[test]
+fn plans_are_those_that_were_measured() {
+    let shown = |max_tokens, num_slots, max_rank, in_features, slices: &[usize]| {
+        let capacity = Capacity::tokens(max_tokens).slots(num_slots).rank(max_rank);
+        plan(in_features, slices, DType::BF16, capacity)
+            .unwrap()
+            .to_string()
+            .split_once(": ")
+            .unwrap()
+            .1
+            .replace(" bytes of workspace", "")
+    };
+    let plans = [
+        (
+            shown(512, 4, 128, 12_288, &[4096]),
+            "36 tiles, one launch, shrink 12 splits of 48 lanes, expand 16 blocks of 256 outputs, 6291584 + 0",
+        ),
+        (
+            shown(513, 4, 128, 12_288, &[4096]),
+            "12 tiles, two launches, shrink 12 splits of 48 lanes, expand 32 blocks of 128 outputs, 6291584 + 3151872",
+        ),
+        (
+            shown(513, 4, 129, 12_288, &[4096]),
+            "12 tiles, two launches, shrink 12 splits of 48 lanes, expand 16 blocks of 256 outputs, 6684800 + 3348864",
+        ),
+        (
+            shown(64, 64, 8, 4096, &[12_288, 12_288]),
+            "64 tiles, one launch, shrink 4 splits of 16 lanes, expand 6 blocks of 4096 outputs, 32896 + 0",
+        ),
+        (
+            shown(64, 64, 64, 4096, &[12_288, 12_288]),
+            "64 tiles, one launch, shrink 4 splits of 16 lanes, expand 48 blocks of 512 outputs, 262272 + 0",
+        ),
+        (
+            shown(1, 1, 512, 4096, &[151_936]),
+            "1 tiles, one launch, shrink 4 splits of 16 lanes, expand 594 blocks of 256 outputs, 16512 + 0",
+        ),
+        (
+            shown(7936, 1, 64, 14_336, &[4096]),
+            "125 tiles, two launches, shrink 14 splits of 56 lanes, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+        ),
+        (
+            shown(7937, 1, 64, 14_336, &[4096]),
+            "125 tiles, two launches, shrink 4 splits of 56 lanes, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+        ),
+        (
+            shown(3968, 1, 64, 14_336, &[2048, 2048]),
+            "63 tiles, two launches, shrink 14 splits of 56 lanes, expand 8 blocks of 512 outputs, 7340160 + 28442624",
+        ),
+        (
+            shown(3969, 1, 64, 14_336, &[2048, 2048]),
+            "63 tiles, two launches, shrink 4 splits of 56 lanes, expand 8 blocks of 512 outputs, 7340160 + 28449792",
+        ),
+        (
+            shown(1024, 1, 16, 1025, &[33_792]),
+            "17 tiles, two launches, shrink 2 splits of 5 lanes, expand 33 blocks of 1024 outputs, 131200 + 131072",
+        ),
+        (
+            shown(1024, 1, 16, 1025, &[33_793]),
+            "17 tiles, two launches, shrink 2 splits of 5 lanes, expand 34 blocks of 1024 outputs, 131200 + 131072",
+        ),
+        (
+            shown(256, 1, 16, 1024, &[8192]),
+            "17 tiles, one launch, shrink 1 splits of 4 lanes, expand 16 blocks of 512 outputs, 32896 + 0",
+        ),
+        (
+            shown(496, 1, 16, 1024, &[8192]),
+            "32 tiles, one launch, shrink 1 splits of 4 lanes, expand 16 blocks of 512 outputs, 63616 + 0",
+        ),
+        (
+            shown(512, 1, 16, 1024, &[8192]),
+            "33 tiles, one launch, shrink 1 splits of 4 lanes, expand 8 blocks of 1024 outputs, 65664 + 0",
+        ),
+    ];
+    for (number, (shown, expected)) in plans.into_iter().enumerate() {
+        assert_eq!(shown, expected, "plan {number}");
+    }
 }
 
 /// Shrink and expand have launches of their own only where there may be wide tiles.

@@ -1,11 +1,6 @@
 //! The command line of the example `qwen3`: what it prints, and what it says when something is wrong with what it is given.
 
-#[path = "qwen3/files.rs"]
-mod files;
-#[path = "qwen3/mod.rs"]
-mod process;
-#[path = "qwen3/refusals.rs"]
-mod refusals;
+mod qwen3;
 
 use std::{
     ffi::OsString,
@@ -14,9 +9,12 @@ use std::{
     process::Command,
 };
 
-use files::{Files, Tensors, edit, read, write};
 use half::bf16;
-use process::{fixture, qwen3};
+use qwen3::{
+    files::{Files, Tensors, edit, read, write},
+    process::{self, fixture, qwen3},
+    refusals,
+};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value, json};
 
@@ -834,7 +832,7 @@ fn weights_of_the_base_model_have_to_be_the_base_models() {
             (with("close", path, &close), "f32"),
             (with("elsewhere", &format!("tower.{path}"), &base), "bf16"),
         ] {
-            refuses(args(&dir, dtype), &["`a`", &format!("{path}.base_layer.weight"), "not the base model's"]);
+            refuses(args(&dir, dtype), &["`a`", &format!("{path}.base_layer.weight"), "differs from the base model's"]);
         }
     }
 }
@@ -1086,4 +1084,46 @@ fn shard(model: &Path) {
     }
     let index = json!({ "metadata": {}, "weight_map": weight_map });
     fs::write(model.join("model.safetensors.index.json"), index.to_string()).expect("the index can be written");
+}
+
+// ---- What `--verify` finds.
+
+/// An adapter that takes away nearly all of what the head says: what is left is smaller than the rounding of what is taken away,
+/// which the merged model never rounds.
+#[test]
+fn a_run_that_fails_ends_with_status_1_and_says_so() {
+    const LEFT: f32 = 1.0 / 256.0;
+    let files = Files::new();
+    let (_, shape, embedding) = read(&fixture("qwen3/model.safetensors"))["model.embed_tokens.weight"].clone();
+    let [vocab, hidden] = shape[..] else { unreachable!("{shape:?}") };
+    let f32s = |values: Vec<f32>| bytemuck::cast_slice(&values).to_vec();
+    let weights = embedding.chunks_exact(2).map(|bytes| bytemuck::pod_read_unaligned::<bf16>(bytes).to_f32());
+    let b = f32s(weights.map(|weight| weight * (LEFT - 1.0)).collect());
+    let a = f32s((0..hidden * hidden).map(|i| if i % (hidden + 1) == 0 { 1.0 } else { 0.0 }).collect());
+    let tensors = [("A", vec![hidden, hidden], a), ("B", vec![vocab, hidden], b)];
+    let tensors = tensors.map(|(factor, shape, bytes)| {
+        (format!("base_model.model.lm_head.lora_{factor}.weight"), (Dtype::F32, shape, bytes))
+    });
+    let dir = files.0.path().join("adapter");
+    fs::create_dir(&dir).expect("the folder can be made");
+    write(&dir.join("adapter_model.safetensors"), &Tensors::from(tensors));
+    let config = json!({ "peft_type": "LORA", "r": hidden, "lora_alpha": hidden });
+    fs::write(dir.join("adapter_config.json"), config.to_string()).expect("the configuration can be written");
+    let requests = files.0.path().join("requests.json");
+    let asked = json!([{ "prompt": "Name a fruit." }, { "adapter": "a", "prompt": "Name a fruit." }]);
+    fs::write(&requests, asked.to_string()).expect("the requests can be written");
+
+    let [model, requests] = [fixture("qwen3"), requests].map(|path| path.display().to_string());
+    let adapter = format!("a={}", dir.display());
+    let run = |dtype: &str| {
+        let args = ["--model", &model, "--adapter", &adapter, "--requests", &requests, "--dtype", dtype, "--verify"];
+        let output = qwen3(args);
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (status, stderr) = run("bf16");
+    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("verify: request ")).collect();
+    assert_eq!(lines.len(), 2, "{stderr}");
+    assert!(lines[0].ends_with(": passes"), "{stderr}");
+    assert!(lines[1].ends_with(": FAILS"), "{stderr}");
+    assert_eq!(status, Some(1), "{stderr}");
 }

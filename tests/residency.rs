@@ -19,7 +19,8 @@ use aril::{
     cpu::{LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
     error::{LoadError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
-    plan::Capacity,
+    plan::{Capacity, PlanError},
+    residency::Resident,
     routing::Batch,
 };
 
@@ -167,6 +168,7 @@ fn room_is_counted() {
     let [small, large] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
     let (arena, bytes) = (2 * small.bytes() + 64, small.bytes());
     assert!(large.bytes() <= arena && small.bytes() + large.bytes() > arena);
+    assert_eq!(WeightTable::arena_bytes([&small, &large, &small]), 2 * small.bytes() + large.bytes());
     let weights = table(&model, 3, arena);
     let is_used = |used: usize| {
         let usage = weights.usage();
@@ -266,6 +268,23 @@ fn a_load_that_fails_changes_nothing() {
     assert!(matches!(other, LoadError::Slot(SlotError::Model)), "{other}");
     let dtype = refused(&adapters[0].plan(&model, DType::BF16).unwrap());
     assert!(matches!(dtype, LoadError::Slot(SlotError::DType { got: DType::BF16, want: DType::F32 })), "{dtype}");
+}
+
+/// An engine has one type of error for making a table and loading into it.
+#[test]
+fn what_cannot_be_planned_is_an_error_of_loading_too() {
+    fn load(num_slots: usize, max_rank: usize) -> Result<Resident, LoadError> {
+        let (model, _) = model();
+        let adapter = adapter(2, 1.0);
+        let image = adapter.plan(&model, DType::F32)?;
+        let capacity = Capacity::tokens(1).slots(num_slots).rank(max_rank);
+        let weights = WeightTable::new(&model, DType::F32, capacity, WeightTable::arena_bytes([&image]))?;
+        weights.load(slot(0), &image)
+    }
+    let error = load(0, 2).unwrap_err();
+    assert!(matches!(error, LoadError::Plan(PlanError::Limit { what: "num_slots", value: 0, .. })), "{error}");
+    assert!(matches!(load(1, 1), Err(LoadError::Slot(SlotError::Rank { rank: 2, max_rank: 1 }))));
+    assert_eq!(load(1, 2).unwrap().slot(), slot(0));
 }
 
 #[test]

@@ -6,6 +6,9 @@
 #   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
 #                                   our workloads (--help lists the arguments); then those of other libraries, by the folder DIR,
 #                                   whose device.sh --out FILE writes the same JSON schema; and the table of both
+#   run.sh record DIR [ARGUMENTS...] [-- FILE...]
+#                                   the files of a record: linear.json, moe.json, layer.json, and others.json by the folder DIR, with
+#                                   earlier results of other libraries (FILE) for the workloads that DIR does not reach
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
 set -euo pipefail
@@ -31,6 +34,11 @@ OUT=$(cd "$OUT" && pwd)
 start=$PWD
 cd "$(dirname "$0")"
 export OUT RUST_BACKTRACE=1 ARIL_QWEN3_BIN=$PWD/qwen3 ARIL_FIXTURES=$PWD/tests/fixtures
+
+# Runs other libraries by the folder $1, in the folder that holds it.
+others() {
+    (cd "$(dirname "$1")" && bash "$(basename "$1")/device.sh" --out "$OUT/peers.json" "${@:2}") 2>&1 | tee "$OUT/peers.log"
+}
 
 case $command in
 tests)
@@ -73,7 +81,7 @@ sanitize)
     fi
     ;;
 bench)
-    workloads=$PWD/workloads
+    bundle=$PWD
     ours=()
     while [ $# -gt 0 ] && [ "$1" != -- ]; do
         ours+=("$1")
@@ -82,13 +90,32 @@ bench)
     # Files and folders are named as they are where this was started.
     cd "$start"
     status=0
-    "$workloads" --out "$OUT/aril.json" "${ours[@]}" 2>&1 | tee "$OUT/bench.log" || status=$?
+    "$bundle/workloads" --out "$OUT/aril.json" "${ours[@]}" 2>&1 | tee "$OUT/bench.log" || status=$?
     if [ $# -gt 1 ]; then
-        others=$2
-        shift 2
-        bash "$others/device.sh" --out "$OUT/peers.json" "$@" 2>&1 | tee "$OUT/peers.log" || status=$?
-        "$workloads" --table "$OUT/aril.json" --against "$OUT/peers.json" "${ours[@]}" 2>&1 | tee -a "$OUT/bench.log"
+        others "${@:2}" || status=$?
+        "$bundle/record" tables "$OUT/aril.json" --against "$OUT/peers.json" 2>&1 | tee -a "$OUT/bench.log"
     fi
+    exit "$status"
+    ;;
+record)
+    [ $# -gt 0 ] || usage
+    bundle=$PWD
+    runner=()
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do
+        runner+=("$1")
+        shift
+    done
+    cd "$start"
+    status=0
+    rm -f "$OUT/record.log"
+    measure() {
+        "$bundle/workloads" --suite "$2" --no-warm --budget 120 --out "$OUT/$1.json" 2>&1 | tee -a "$OUT/record.log" || status=$?
+    }
+    measure linear decode,prefill,own,host
+    measure moe moe,moe-own
+    measure layer layer
+    others "${runner[@]}" || status=$?
+    "$bundle/record" others "$OUT/peers.json" "${@:2}" --out "$OUT/others.json"
     exit "$status"
     ;;
 criterion)

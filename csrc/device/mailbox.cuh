@@ -39,8 +39,8 @@ namespace aril::detail {
 // The first bytes of a mailbox. ARIL_MAILBOX_HEADER bytes are reserved.
 struct MailboxHeader {
   unsigned long long epochs;  // high half: epochs so far; low half: blocks that began the next one
-  unsigned long long words;   // behind the header, the most of any launch
-  unsigned long long grid;    // the launch whose blocks are arriving; builds with ARIL_DEBUG only
+  unsigned long long has_wrapped;  // whether epochs have repeated
+  unsigned long long grid;  // the launch whose blocks are arriving; builds with ARIL_DEBUG only
 };
 constexpr int kHeaderWord = ARIL_MAILBOX_HEADER / 2;  // offset of the header's own tagged words
 static_assert(sizeof(MailboxHeader) <= kHeaderWord);
@@ -85,9 +85,9 @@ __device__ __forceinline__ TaggedPair load_tagged(const void* words) {
           __uint_as_float(static_cast<uint32_t>(second)), static_cast<uint32_t>(second >> 32)};
 }
 
-// Counts a block in, allows dependents to launch, and returns the launch's epoch. One thread of
-// every block of the grid calls it.
-__device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
+// Counts a block in, and returns the launch's epoch. One thread of every block of the grid calls
+// it, before the block allows dependents to launch.
+__device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
   MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
 #ifdef ARIL_DEBUG
   unsigned long long grid;
@@ -105,35 +105,36 @@ __device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
     atomicExch(&header->epochs, static_cast<unsigned long long>(epochs) << 32);
     __threadfence();
   }
+  return epoch;
+}
+
+// The same, then allows dependents to launch.
+__device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
+  const uint32_t epoch = next_epoch(mailbox);
   launch_dependents();
   return epoch;
 }
 
-// Clears the words of earlier epochs if this one is the last or the first; otherwise records that
-// the launch uses `words` words behind the header. One block calls it with all threads.
-__device__ __forceinline__ void clear_stale_words(void* mailbox, int64_t words, uint32_t epoch) {
-  MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
-  if (epoch != kLastEpoch && epoch != 1) {
-    if (threadIdx.x == 0) atomicMax(&header->words, static_cast<unsigned long long>(words));
-    return;
-  }
+// Clears the words of earlier epochs from a mailbox of `bytes` if this is the last or the first
+// epoch. `threads` threads of one block of every launch call it; `thread` is the caller's number.
+__device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes, uint32_t epoch,
+                                                  int thread = threadIdx.x,
+                                                  int threads = blockDim.x) {
+  if (epoch != kLastEpoch && epoch != 1) return;
   // Earlier launches may still poll for words of theirs.
   wait_for_predecessors();
-  __shared__ unsigned long long most;
-  if (threadIdx.x == 0) {
-    const unsigned long long own = words, before = atomicMax(&header->words, own);
-    // The very first launch finds zeros.
-    most = before == 0 ? 0 : max(before, own) + (ARIL_MAILBOX_HEADER - kHeaderWord) / 8;
-  }
-  __syncthreads();
+  MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
+  if (epoch == 1 && header->has_wrapped == 0) return;
   unsigned long long* const first =
       reinterpret_cast<unsigned long long*>(static_cast<char*>(mailbox) + kHeaderWord);
+  const uint64_t words = (bytes - kHeaderWord) / 8;
 #pragma unroll 1
-  for (unsigned long long i = threadIdx.x; i < most; i += blockDim.x) {
+  for (uint64_t i = thread; i < words; i += threads) {
     const unsigned long long word = *const_cast<volatile unsigned long long*>(first + i);
     // Keeps what this launch stores meanwhile.
     if (static_cast<uint32_t>(word >> 32) != epoch) atomicCAS(first + i, word, 0ull);
   }
+  if (epoch == kLastEpoch && thread == 0) header->has_wrapped = 1;
 }
 
 // Counts the polls of one wait, and asserts in builds with ARIL_DEBUG that it ends.

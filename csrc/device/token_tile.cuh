@@ -16,10 +16,6 @@ __host__ __device__ __forceinline__ constexpr bool is_large_m(int num_tokens) {
   return num_tokens > ARIL_SMALL_M;
 }
 
-// The first block of a grid always waits for its predecessors, even if it has no work, so that the
-// kernel completes after them (ptx/pdl.cuh). Other idle blocks exit.
-__device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0; }
-
 // A row of an expand: y[y] += B (factor * v[v]).
 struct ExpandRow {
   int y;  // -1: no work

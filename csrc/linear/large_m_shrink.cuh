@@ -32,7 +32,7 @@ constexpr int kStagesPerKTile = ARIL_K_TILE / kStageFeatures;
 constexpr int kStagesPerSlab = kStagesPerKTile * ARIL_K_TILES_PER_SLAB;
 constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;       // of x in a stage
 constexpr int kStageATileBytes = ARIL_RANK_TILE * kStageFeatures * 2;  // of a rank tile in a stage
-constexpr int kMaxRankTiles = 8;                                       // of a warpgroup
+constexpr int kMaxRankTiles = ARIL_MAX_RANK_TILES;                     // of a warpgroup
 constexpr int kMaxWarpgroups = 3;
 
 template <int kRankTiles>

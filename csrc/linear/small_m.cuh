@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     small_m_shrink<T>(p, grid, epoch, shared);
     if (!is_first_block()) return;
     __syncthreads();
-    return clear_stale_words(p.mailbox, grid.slabs * PartialLayout(p).partial_stride, epoch);
+    return clear_stale_words(p.mailbox, p.mailbox_bytes, epoch);
   }
   if (grid.apart) {
     launch_dependents();

@@ -20,7 +20,7 @@
 
 namespace aril::detail {
 
-constexpr int kSmallMWarps = 8;
+constexpr int kSmallMWarps = ARIL_WARPS;
 constexpr int kSmallMThreads = 32 * kSmallMWarps;
 constexpr int kSmallMRankTiles = kSmallMWarps / ARIL_K_TILES_PER_SLAB;  // of a block of shrink
 constexpr int kSlabRowBytes = kSlabFeatures * 2 + 16;  // of x; padded so that 8 rows hit all banks

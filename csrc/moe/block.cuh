@@ -25,9 +25,7 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   __shared__ uint32_t epoch;
   if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
   __syncthreads();
-  const auto clear_stale = [&] {
-    clear_stale_words(p.mailbox, grid.slabs * partial_layout(p).partial_stride, epoch);
-  };
+  const auto clear_stale = [&] { clear_stale_words(p.mailbox, p.mailbox_bytes, epoch); };
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;
   if constexpr (!kEachBlock) {
     if (index < 0) return RouteTiles<kEachBlock>::publish(p, epoch, shared);

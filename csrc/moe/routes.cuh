@@ -8,7 +8,7 @@
 
 namespace aril::detail {
 
-constexpr int kExpertsWarps = 8;  // of a block on route tiles
+constexpr int kExpertsWarps = ARIL_WARPS;  // of a block on route tiles
 constexpr int kExpertsThreads = 32 * kExpertsWarps;
 
 // A route without a row in matrices of routes, or without a group.

@@ -1,8 +1,11 @@
-//! The base model's weights: one safetensors file, or several with an index; 16 or 32 bits, or 4 packed by compressed-tensors.
+//! The base model's weights: safetensors in 16 or 32 bits, or 4 bits packed by compressed-tensors, in one file or several with an
+//! index.
 //!
-//! Linear layers are unpacked as they are read. Only experts, of which there are many, stay as they are stored. Files are mapped and
-//! tensors converted one at a time, so that loading takes no second copy of the model. Invariants: every tensor of the files is read, or
-//! the checkpoint is refused; and nothing is sized by a configuration that the tensors do not bear out.
+//! Linear layers are unpacked while they are read. Experts stay as stored, because there are many of them. Files are mapped and
+//! tensors converted one at a time, so loading needs no second copy of the model.
+//!
+//! Invariants: every tensor of the files is read, or the checkpoint is rejected. No size comes from a configuration that the
+//! tensors contradict.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,8 +1,7 @@
-//! `config.json` of a Qwen3, dense or with experts, as transformers 4 writes it (`rope_theta`, `torch_dtype`, `num_experts`) and as 5
-//! does (`rope_parameters`, `dtype`, `num_local_experts`).
+//! `config.json` of a Qwen3, dense or with experts, as transformers 4 (`rope_theta`, `torch_dtype`, `num_experts`) and 5
+//! (`rope_parameters`, `dtype`, `num_local_experts`) write it.
 //!
-//! Invariant: a [`Config`] describes a model that the forward computes exactly. What it does not implement is refused by name,
-//! never ignored.
+//! Invariant: a [`Config`] describes a model that the forward computes exactly. Unsupported fields are rejected by name.
 
 use std::{collections::BTreeSet, ops::Range, path::Path};
 

@@ -1,8 +1,7 @@
 //! The forward's operations on the CPU.
 //!
-//! A token's result does not depend on what else is in the batch, bit for bit: every operation works on rows apart, and the GEMM
-//! is made of products that always have the same shape. Weights are kept as `f32`, which is what the GEMM takes, whatever type they
-//! were rounded to: four bytes each.
+//! A token's result is bit-identical in any batch: operations process rows independently, and the GEMM consists of products of one
+//! fixed shape. Weights are stored as `f32`, the GEMM's input type, after rounding to the element type.
 
 mod experts;
 
@@ -107,8 +106,7 @@ impl<T: Element> Device for Cpu<T> {
     type Grouped<'a> = TopK<'a>;
 
     fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<cpu::WeightTable> {
-        let arena_bytes = images.iter().map(SlotImage::bytes).sum();
-        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, arena_bytes)?)
+        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, cpu::WeightTable::arena_bytes(images))?)
     }
 
     fn load(

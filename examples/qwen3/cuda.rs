@@ -1,11 +1,11 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! An engine's author reads the calls of the library: they are all safe. What is not is launching the example's own kernels
-//! (`kernels/kernels.cu`, `kernels/experts.cuh`) and cuBLASLt (`gemm.rs`). Everything is enqueued on one stream, and only what gives values to the
-//! host waits for it.
+//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/kernels.cu`, `kernels/experts.cuh`)
+//! and of cuBLASLt (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
-//! cuBLASLt chooses its kernels by shape, and many routes have their deltas added before the activation and the combine, not with
-//! them: so a request's last bits may depend on how many tokens are in its batch. What an operation of the library gives does not.
+//! A request's last bits may depend on the number of tokens in its batch, for two reasons: cuBLASLt chooses kernels by shape, and
+//! with many routes deltas are added before the activation and the combine instead of fused with them. The library's own operations
+//! are bit-identical in any batch.
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
@@ -20,7 +20,7 @@ use aril::{
     adapter::SlotImage,
     cuda::{
         self, Buffer, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Queue, Routing,
-        WeightTable, Workspace, raw::Descriptor,
+        WeightTable, Workspace,
     },
     model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
     plan::{Capacity, RouteCapacity},
@@ -53,9 +53,6 @@ pub(crate) fn device_count() -> usize {
     }
     CudaContext::device_count().ok().and_then(|count| usize::try_from(count).ok()).unwrap_or(0)
 }
-
-/// More routes than these have their deltas added before the activation and the combine, not with them.
-const MANY_ROUTES: usize = 1024;
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
@@ -167,7 +164,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         launch(kernel, gate_up.rows, 1)
     }
 
-    /// The activation with the deltas of gate_up: at once, or, of many routes, one after the other, which is faster.
+    /// Adds the deltas of gate_up and applies the activation, in one kernel where that is faster.
     fn activate_into(
         &self,
         layer: &LoraExperts,
@@ -177,7 +174,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         gate_up: &mut Matrix<T>,
         out: &mut Matrix<T>,
     ) -> Result<()> {
-        if gate_up.rows > MANY_ROUTES {
+        if !layer.plan().gate_up().prefers_fused(gate_up.rows) {
             layer.add_gate_up_delta(step, grouped, x.operand()?, gate_up.operand_mut()?)?;
             return self.silu_mul_into(gate_up, out);
         }
@@ -185,7 +182,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(layer.activate(step, grouped, x, y, out, Activation::Silu)?)
     }
 
-    /// The combine with the deltas of down, likewise.
+    /// Adds the deltas of down and combines, in one kernel where that is faster.
     fn combine_adapted_into(
         &self,
         layer: &LoraExperts,
@@ -195,7 +192,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         down: &mut Matrix<T>,
         out: &mut Matrix<T>,
     ) -> Result<()> {
-        if down.rows > MANY_ROUTES {
+        if !layer.plan().down().prefers_fused(down.rows) {
             layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
             return self.combine_into(down, routes, out);
         }
@@ -331,11 +328,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Grouped<'a> = Grouped<'a>;
 
     fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable> {
-        // The largest counts twice, as the arena may overlook a free region that is less than a third larger than an adapter; and so
-        // does the row of descriptors that an adapter takes while it is loaded.
-        let blocks = images.iter().map(|image| image.bytes().next_multiple_of(256));
-        let row = (model.num_entries() * size_of::<Descriptor>()).next_multiple_of(256);
-        let arena_bytes = blocks.clone().sum::<usize>() + blocks.max().unwrap_or(0) + 2 * row;
+        let arena_bytes = WeightTable::arena_bytes(images);
         WeightTable::new(&self.queue, model, T::DTYPE, capacity, arena_bytes)
             .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
     }

@@ -1,10 +1,10 @@
-//! What the forward asks of a device: memory, the operations of a Qwen3, and the library's multi-LoRA operations.
+//! The interface between the forward and a device: memory, the operations of a Qwen3, and the library's multi-LoRA operations.
 //!
-//! This is the example's own seam, so that one forward serves the CPU and the GPU; the library has no such trait, and an engine
-//! needs none. Operations may be enqueued and not have run when they return, except those that give values to the host.
+//! The trait is the example's own, so that one forward serves the CPU and the GPU. The library has no such trait, and an engine
+//! needs none. Operations may return before they have run, except those that return values to the host.
 //!
-//! Every operation computes in `f32` and rounds to the element type at its end, and between its steps where transformers does:
-//! each says where. Indices come from the forward and are in bounds.
+//! Every operation computes in `f32` and rounds to the element type at its end, and at the intermediate steps where transformers
+//! does; each one documents these. Indices come from the forward and are in bounds.
 
 use std::ops::Range;
 

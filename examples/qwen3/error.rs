@@ -1,6 +1,6 @@
-//! What went wrong, as a sentence for the user: whoever can name the file, field, tensor or request does so.
+//! Errors: one sentence for the user that names the file, field, tensor or request.
 //!
-//! Invariant: a sentence is one line without control characters, and short, whatever of a file or an argument it quotes.
+//! Invariant: the sentence is one short line without control characters, whatever it quotes of a file or an argument.
 
 use std::{error, fmt, result};
 

@@ -1,7 +1,7 @@
-//! The experts of the base model: two ways to store their weights, behind one trait that multiplies with them.
+//! The experts of the base model: two formats of weights behind one trait that multiplies with them.
 //!
-//! LoRA knows nothing of this. What an adapter adds is the same on either base, so that the two differ by what rounding the
-//! weights to 4 bits took from them, and by nothing else.
+//! LoRA does not depend on the format. Both bases get the same deltas, so their results differ only by the rounding of the weights
+//! to 4 bits.
 
 use crate::{device::Device, error::Result};
 

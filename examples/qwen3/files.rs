@@ -1,6 +1,6 @@
-//! The files that are read and the one that is written, as others may have arranged them.
+//! Reading input files and writing the output file safely, whatever the paths point to.
 //!
-//! Invariant: only regular files are read, a text only up to a limit, and what is written replaces nothing else.
+//! Invariant: only regular files are read, text only up to a limit. The output replaces only a regular file that is not an input.
 
 use std::{
     fs::{self, File, Metadata},

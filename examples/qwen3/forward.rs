@@ -1,10 +1,10 @@
 //! The reference forward: where the multi-LoRA calls go in a Qwen3.
 //!
-//! Each stands right behind the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k, v in
-//! one; o; gate, up in one; down), and the language-model head. Where a layer has experts, they stand in the place of the
-//! activation and of the combine (or, of many routes on the GPU, before these), behind two grouped GEMMs that may be of any base.
-//! They all take the same [`LoraStep`](Device::LoraStep), made once per step from one slot per token; only the head, which sees
-//! just the sampled rows, has one of its own. Nothing else in the forward knows that there are adapters.
+//! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v fused; o;
+//! gate and up fused; down), and the language-model head. In a layer with experts, the calls replace the activation and the
+//! combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation and combine
+//! instead. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has a step of its
+//! own, because it sees only the sampled rows. The rest of the forward does not know about adapters.
 
 use aril::{Element, Slot};
 

@@ -1,4 +1,4 @@
-//! Greedy generation: one prefill of all requests, then one decode step per token for those that still run.
+//! Greedy generation: one prefill of all requests, then decode steps for the requests that still run.
 
 use aril::{Element, Slot};
 

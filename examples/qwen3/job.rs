@@ -1,4 +1,4 @@
-//! One run of the example, on whatever device and in whatever type: the batch, then what is held against it.
+//! One run of the example on any device and in any element type: the batch, and the checks of its results.
 
 use std::time::{Duration, Instant};
 

@@ -1,9 +1,9 @@
-//! A Qwen3, dense or with experts, that serves many LoRA adapters in one batch: the library's reference forward, on the CPU and on
-//! the GPU.
+//! The library's reference forward, on the CPU and on the GPU: a Qwen3, dense or with experts, that serves many LoRA adapters in
+//! one batch.
 //!
-//! Without arguments it runs the small models and the adapters in `tests/fixtures`, or in the copy of it that `ARIL_FIXTURES` names.
-//! An engine's author reads `forward.rs`, where the multi-LoRA calls are, and `generate.rs`, where requests of all adapters become one
-//! batch.
+//! Without arguments it runs the small models and adapters of `tests/fixtures`, or of the copy that `ARIL_FIXTURES` names.
+//! README.md in this folder is the manual. Start with `forward.rs`, which has the multi-LoRA calls, and `generate.rs`, which makes
+//! one batch of all requests.
 
 mod checkpoint;
 mod config;

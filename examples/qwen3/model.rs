@@ -1,4 +1,4 @@
-//! The model: the base weights on the device, what of it adapters may change, and the adapters in their slots.
+//! The model: the base weights on the device, the layers that adapters may change, and the adapters in their slots.
 
 use aril::{
     Element, Slot,

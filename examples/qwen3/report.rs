@@ -1,4 +1,4 @@
-//! What the user sees.
+//! The output for the user.
 
 use std::{
     fmt::Write as _,

@@ -1,4 +1,4 @@
-//! The requests: who asks what of which adapter.
+//! The requests: prompts, and the adapter of each.
 
 use std::path::Path;
 

@@ -1,6 +1,6 @@
-//! The model's `tokenizer.json`, as transformers uses it: without the padding and truncation that the file may ask for.
+//! The model's `tokenizer.json`, used as in transformers: without the padding and truncation that the file may contain.
 //!
-//! The crate that runs it panics on some files, of which it allocates what they name on others. Invariant: that ends in an error.
+//! The tokenizers crate panics on some files, and on others allocates sizes that the file names. Invariant: both end in an error.
 
 use std::{
     any::Any,

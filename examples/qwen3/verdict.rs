@@ -1,4 +1,4 @@
-//! What is held against the logits of a batch, and how the outcome is judged. Nothing here needs a model.
+//! Compares the logits of a batch with expected ones and judges the outcome. It needs no model.
 
 use aril::DType;
 

@@ -1,7 +1,7 @@
-//! `--verify`: every request once more, alone, in `f32`, on a model that has its adapter merged into the weights.
+//! `--verify`: runs each request again, alone, in `f32`, on a model whose weights contain the merged adapter.
 //!
-//! Nothing of multi-LoRA is left in that run, and nothing of the other requests. It takes the tokens that the batch chose, so that
-//! logits are compared step by step even where a near tie was decided otherwise.
+//! This run has no multi-LoRA and no other requests. It follows the tokens that the batch chose, so that logits are compared step
+//! by step even after a near tie.
 
 use std::iter;
 

@@ -1,22 +1,23 @@
-//! `adapter_config.json`: what scales the factors, which modules they are of, and what would make them mean something else than LoRA.
+//! `adapter_config.json`: the scaling of factors, the modules that they belong to, and features that are not plain LoRA.
 //!
-//! A field that is there is believed as PEFT believes it: a tensor that it contradicts is refused. What an absent field would say, the
-//! tensors do; only `peft_type` and `lora_alpha` are required. Invariant: a field that we do not know is at a value that switches
-//! nothing on.
+//! A field that is present has the meaning that PEFT gives it, and tensors that contradict it are rejected. The tensors stand in
+//! for an absent field; only `peft_type` and `lora_alpha` are required. Invariant: every unknown field has a value that enables
+//! nothing.
 
 use std::collections::HashSet;
 
 use serde_json::{Map, Value};
 
 use super::{
-    AdapterError, ModuleKind, TensorName,
+    error::{AdapterError, TensorName},
+    module::ModuleKind,
     pattern::{Anchor, MAX_REGEXES, MAX_WORK, Pattern},
 };
 
-/// Where the configuration is in an adapter's directory.
+/// File name of the configuration in an adapter's directory.
 pub(super) const FILE: &str = "adapter_config.json";
 
-/// What the configuration says that the tensors do not.
+/// The parts of the configuration that the tensors do not determine.
 #[derive(Debug)]
 pub(super) struct Config {
     alpha: f64,
@@ -28,22 +29,22 @@ pub(super) struct Config {
     exclude_modules: Option<Targets>,
     layers: Option<Layers>,
     target_parameters: Option<Vec<String>>,
-    /// Whether PEFT took a parameter `[experts, m, n]` for one from n to m features, not from m to n, if its version says so.
+    /// Whether PEFT treats a parameter `[experts, m, n]` as mapping n to m features, rather than m to n, if `peft_version` says so.
     pub(super) swaps_features: Option<bool>,
 }
 
-/// Modules, as PEFT names them.
+/// A set of modules, in PEFT's notation.
 #[derive(Debug)]
 enum Targets {
-    /// Every linear layer but the head: `all-linear`.
+    /// `all-linear`: every linear layer except the head.
     AllLinear,
-    /// Those whose whole path matches.
+    /// Modules whose whole path matches.
     Pattern(Pattern),
-    /// Those whose path is one of these, or ends in one after a dot.
+    /// Modules whose path is one of these names, or ends in a dot and one of them.
     Names(HashSet<String>),
 }
 
-/// Layers: `layers_to_transform`, and the names of what their numbers follow, if only some.
+/// `layers_to_transform`, and `layers_pattern` if it is set.
 #[derive(Debug)]
 struct Layers {
     numbers: HashSet<u64>,
@@ -88,7 +89,7 @@ impl Config {
         if matches!(config.target_modules, Some(Targets::Pattern(_) | Targets::AllLinear)) {
             for name in [LAYERS_TO_TRANSFORM, LAYERS_PATTERN] {
                 if let Some(value) = field(name).filter(|value| !value.is_null()) {
-                    return Err(invalid(name, value, "null where `target_modules` is not a list"));
+                    return Err(invalid(name, value, "null unless `target_modules` is a list"));
                 }
             }
         }
@@ -98,7 +99,7 @@ impl Config {
         }
     }
 
-    /// Fails if finding out what is said of the modules of these paths would take too long.
+    /// Rejects a configuration whose patterns could take too long to match with these module paths.
     pub(super) fn check_work<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), AdapterError> {
         let (modules, bytes) = paths.fold((0, 0), |(paths, bytes), path| (paths + 1, bytes + path.len() as u64));
         let work = self.patterns().fold(0_u64, |work, pattern| work.saturating_add(pattern.work(modules, bytes)));
@@ -118,7 +119,7 @@ impl Config {
         alphas.chain(self.rank_pattern.iter().map(|(pattern, _)| pattern)).chain(targets)
     }
 
-    /// Fails if PEFT would drop the factors of a module.
+    /// Rejects a module whose factors PEFT would drop.
     pub(super) fn check_target(&self, path: &str, kind: ModuleKind) -> Result<(), AdapterError> {
         let not = |field| AdapterError::NotTargeted { module: path.to_owned(), field };
         if let Some(excluded) = &self.exclude_modules
@@ -137,14 +138,14 @@ impl Config {
         }
     }
 
-    /// Whether a parameter of this path may have been a target.
+    /// Whether `target_parameters` may select the parameter at this path.
     pub(super) fn targets_parameter(&self, path: &str) -> bool {
         self.target_parameters.as_ref().is_none_or(|names| names.iter().any(|name| ends_in(path, name)))
     }
 
-    /// α/r, or α/√r for rank-stabilised adapters, of a module with factors of rank `rank`, of which A is given to be named. As in PEFT,
-    /// α is that of the first key of `alpha_pattern` that matches the end of the path from a dot on, else `lora_alpha`; and so is
-    /// the rank that it has to have.
+    /// The scaling of a module: α/r, or α/√r with `use_rslora`. As in PEFT, α is the value of the first key of `alpha_pattern` that
+    /// matches the end of the path after a dot, else `lora_alpha`. The required rank is looked up likewise, and `a` names the
+    /// factor in the error.
     pub(super) fn scaling(&self, module: &str, rank: usize, a: &TensorName) -> Result<f32, AdapterError> {
         let want = match first_match(RANK_PATTERN, &self.rank_pattern, module)? {
             Some(rank) => Some((RANK_PATTERN, rank)),
@@ -164,10 +165,21 @@ impl Config {
     }
 }
 
-/// The value of the first pattern that matches.
+/// Compiles a pattern of this field.
+fn pattern(field: &'static str, text: &str, anchor: Anchor) -> Result<Pattern, AdapterError> {
+    Pattern::new(text, anchor).map_err(|source| AdapterError::Pattern { field, key: text.to_owned(), source })
+}
+
+/// Whether a path matches a pattern of this field.
+fn matches(field: &'static str, pattern: &Pattern, path: &str) -> Result<bool, AdapterError> {
+    let unusable = |source| AdapterError::Pattern { field, key: pattern.text().to_owned(), source };
+    pattern.matches(path).map_err(unusable)
+}
+
+/// The value of the first matching pattern.
 fn first_match<V: Copy>(field: &'static str, patterns: &[(Pattern, V)], path: &str) -> Result<Option<V>, AdapterError> {
     for (pattern, value) in patterns {
-        if pattern.matches(field, path)? {
+        if matches(field, pattern, path)? {
             return Ok(Some(*value));
         }
     }
@@ -180,7 +192,7 @@ impl Targets {
             Value::String(text) if field == TARGET_MODULES && text.eq_ignore_ascii_case("all-linear") => {
                 Ok(Self::AllLinear)
             }
-            Value::String(text) => Ok(Self::Pattern(Pattern::new(field, text, Anchor::Whole)?)),
+            Value::String(text) => Ok(Self::Pattern(pattern(field, text, Anchor::Whole)?)),
             _ => Ok(Self::Names(names(field, value)?.into_iter().collect())),
         }
     }
@@ -188,13 +200,13 @@ impl Targets {
     fn have(&self, field: &'static str, path: &str, kind: ModuleKind) -> Result<bool, AdapterError> {
         match self {
             Self::AllLinear => Ok(kind == ModuleKind::Linear && !ends_in(path, "lm_head")),
-            Self::Pattern(pattern) => pattern.matches(field, path),
+            Self::Pattern(pattern) => matches(field, pattern, path),
             Self::Names(names) => Ok(endings(path).any(|ending| names.contains(ending))),
         }
     }
 }
 
-/// A path, and what of it follows each of its dots.
+/// A path, and each part of it that follows a dot.
 fn endings(path: &str) -> impl Iterator<Item = &str> {
     let after_dots = path.match_indices('.').map(|(dot, _)| &path[dot + 1..]);
     std::iter::once(path).chain(after_dots)
@@ -222,7 +234,7 @@ impl Layers {
             None | Some(Value::Null) => {
                 return match fields.get(LAYERS_PATTERN) {
                     Some(value) if !names.is_empty() => {
-                        Err(invalid(LAYERS_PATTERN, value, "absent without `layers_to_transform`"))
+                        Err(invalid(LAYERS_PATTERN, value, "absent unless `layers_to_transform` is set"))
                     }
                     _ => Ok(None),
                 };
@@ -234,8 +246,8 @@ impl Layers {
         Ok(Some(Self { numbers, names }))
     }
 
-    /// Whether a path is of one of the layers: its first number counts that has a component after it, and before it one of the names,
-    /// or, if there are none, any two components.
+    /// Whether a path is in one of the layers. The layer number is the first numeric component that is followed by another
+    /// component and preceded by one of the names, or, without names, by any two components.
     fn have(&self, path: &str) -> bool {
         let components: Vec<_> = path.split('.').collect();
         let number = |name: &dyn Fn(usize) -> bool| {
@@ -252,12 +264,12 @@ impl Layers {
     }
 }
 
-/// The modules that were trained, if the configuration says so.
+/// `target_modules`, if it is present.
 fn target_modules(fields: &Map<String, Value>) -> Result<Option<Targets>, AdapterError> {
     match fields.get(TARGET_MODULES) {
         None => Ok(None),
         Some(Value::Null) if fields.get(TARGET_PARAMETERS).is_none_or(Value::is_null) => {
-            let want = "there: PEFT would choose by the type of the model";
+            let want = "set, because PEFT would choose by the model's type";
             Err(invalid(TARGET_MODULES, &Value::Null, want))
         }
         Some(Value::Null) => Ok(Some(Targets::Names(HashSet::new()))),
@@ -265,7 +277,7 @@ fn target_modules(fields: &Map<String, Value>) -> Result<Option<Targets>, Adapte
     }
 }
 
-/// Refuses a field that asks for something that we do not do, or has a value that PEFT does not take.
+/// Rejects a field that requests an unsupported feature, or has a value that PEFT does not accept.
 fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
     match field {
         _ if is_read(field) || is_informational(field) => Ok(()),
@@ -285,7 +297,7 @@ fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
     }
 }
 
-/// What is read elsewhere.
+/// Fields that `Config::parse` reads.
 fn is_read(field: &str) -> bool {
     matches!(
         field,
@@ -304,7 +316,7 @@ fn is_read(field: &str) -> bool {
     )
 }
 
-/// What says how an adapter was trained.
+/// Fields that describe the training and do not affect the weights.
 fn is_informational(field: &str) -> bool {
     matches!(
         field,
@@ -320,7 +332,7 @@ fn is_informational(field: &str) -> bool {
     )
 }
 
-/// Whether a value switches nothing on: PEFT writes every field it knows, most of them so.
+/// Whether a value enables nothing. PEFT writes every field that it knows, mostly with such values.
 fn is_neutral(value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -332,8 +344,8 @@ fn is_neutral(value: &Value) -> bool {
     }
 }
 
-/// Whether the base model's weights are still those of the adapter's training: PiSSA, OLoRA, CorDA and LoftQ move a part of
-/// them into the factors. (Adapters that PEFT converted as it saved them say `true`.)
+/// Whether training left the base weights unchanged. PiSSA, OLoRA, CorDA and LoftQ move part of them into the factors. Adapters
+/// that PEFT converted on saving say `true`.
 fn keeps_base_weights(init: &Value) -> bool {
     match init {
         Value::Bool(_) => true,
@@ -351,17 +363,17 @@ fn lora(peft_type: &Value) -> Result<(), AdapterError> {
 
 fn unsupported(field: &str, value: &Value) -> AdapterError {
     let reason = match field {
-        "peft_type" => "only LORA adapters are",
-        "bias" | "lora_bias" => "an adapter adds no bias",
-        "use_dora" => "DoRA rescales the base model's weights",
+        "peft_type" => "only LORA is",
+        "bias" | "lora_bias" => "biases cannot be adapted",
+        "use_dora" => "DoRA rescales the base weights",
         "modules_to_save" => "whole modules cannot be replaced",
         "trainable_token_indices" => "rows of the embedding cannot be replaced",
-        "init_lora_weights" => "the adapter belongs to base weights that were changed as it was made",
-        "alora_invocation_tokens" => "an adapter is on for every token of a request, not from a certain one on",
+        "init_lora_weights" => "this initialisation changes the base weights",
+        "alora_invocation_tokens" => "an adapter applies to every token of a request",
         "use_qalora" => "QALoRA pools the inputs of a layer",
-        "use_bdlora" => "the factors would be block-diagonal",
+        "use_bdlora" => "the factors are block-diagonal",
         "layer_replication" => "the model's layers cannot be replicated",
-        _ => "we do not know the field, and it may change what the weights mean",
+        _ => "the field is unknown and may change the meaning of the weights",
     };
     AdapterError::UnsupportedField { field: field.to_owned(), value: value.to_string(), reason }
 }
@@ -393,7 +405,8 @@ fn names(field: &str, value: &Value) -> Result<Vec<String>, AdapterError> {
         .map_err(|_| invalid(field, value, "a list of names"))
 }
 
-/// As PEFT does from 0.19 on, unless the module says that it is transposed. What was between 0.18 and 0.19 may or may not.
+/// Whether this PEFT version maps n to m features for a parameter `[experts, m, n]`: yes from 0.19, unless the module is
+/// transposed. Development versions between 0.18 and 0.19 may do either.
 fn swaps_features(version: &str) -> Option<bool> {
     let mut numbers = version.split('.').map(|number| number.parse::<u32>().ok());
     match (numbers.next()??, numbers.next()??) {
@@ -402,7 +415,7 @@ fn swaps_features(version: &str) -> Option<bool> {
     }
 }
 
-/// The patterns of a field and their values, in the order of the file: the first key that matches wins.
+/// The patterns of a field and their values in file order, in which the first match wins.
 fn patterns<V>(
     field: &'static str,
     value: Option<&Value>,
@@ -415,11 +428,11 @@ fn patterns<V>(
             if regexes > MAX_REGEXES {
                 return Err(AdapterError::Regexes { regexes });
             }
-            let pattern = |(key, value): (&String, &Value)| {
+            let read = |(key, value): (&String, &Value)| {
                 let value = read(value, &format!("{field}.{key}"))?;
-                Ok((Pattern::new(field, key, Anchor::End)?, value))
+                Ok((pattern(field, key, Anchor::End)?, value))
             };
-            patterns.iter().map(pattern).collect()
+            patterns.iter().map(read).collect()
         }
         Some(value) => Err(invalid(field, value, "an object of numbers")),
     }

@@ -1,129 +1,128 @@
-//! What can be wrong with an adapter, in the order in which it is found out.
+//! Errors of adapters, in the order in which they are detected.
 
 use std::{fmt, io, path::PathBuf};
 
 use super::{
     pattern::{MAX_REGEXES, MAX_WORK},
-    shown::Shown,
-    tensor::TensorName,
+    shown::{Cause, Shown, cause},
 };
-use crate::{DType, error::SlotError, model::MAX_RANK};
+use crate::{DType, model::MAX_RANK};
 
-type Source = Box<dyn std::error::Error + Send + Sync>;
-
-/// Why an adapter cannot be served. Nothing in an adapter is ever ignored silently: what is not supported is here, by name.
+/// An adapter that is malformed or not supported. Every tensor and every field is used or rejected by name.
 ///
-/// Each is a sentence on one line, whatever the adapter has for names and values: characters that do not print are escaped in it, and
-/// what is long is cut. The fields have all of it.
+/// Messages are one line. Names and values from the adapter are escaped if they are not printable, and shortened if they are long;
+/// the fields hold them in full.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
     // The files.
-    /// The system could not read a file.
-    #[error("{path}: {source}", path = Shown(path.display()))]
+    /// A file cannot be read.
+    #[error("cannot read {path}: {source}", path = Shown(path.display()))]
     Read {
         /// The file or directory.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// The directory has no weights in a format we read.
+    /// The directory has no safetensors weights.
     #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = Shown(dir.display()))]
     NoWeights {
         /// The directory.
         dir: PathBuf,
     },
-    /// The weights are there only as a pickle.
-    #[error("{path} is a pickle, and reading one executes code: convert it to adapter_model.safetensors", path = Shown(path.display()))]
+    /// The weights exist only as a pickle, which could execute code when loaded.
+    #[error("{path} is a pickle, which could execute code: convert it to adapter_model.safetensors", path = Shown(path.display()))]
     Pickle {
         /// The file.
         path: PathBuf,
     },
-    /// A file is not the JSON that it should be.
-    #[error("{path} is not valid: {source}", path = Shown(path.display()))]
+    /// A file is not valid JSON, or not of the expected form.
+    #[error("{path} is not valid JSON of the expected form: {source}", path = Shown(path.display()))]
     Json {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
-        source: Source,
+        /// The parser's error.
+        source: Cause,
     },
-    /// A file is not a whole safetensors file.
-    #[error("{path} is not a whole safetensors file: {source}", path = Shown(path.display()))]
+    /// A file is not a complete safetensors file.
+    #[error("{path} is not a complete safetensors file: {source}", path = Shown(path.display()))]
     Safetensors {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
-        source: Source,
+        /// The parser's error.
+        source: Cause,
     },
-    /// The index names something other than a file beside it.
-    #[error("{index} names the shard `{shard}`, which is not a file's name", index = Shown(index.display()), shard = Shown(shard))]
+    /// The index names a shard that is not a plain file name.
+    #[error("{index} names the shard `{shard}`, which must be a plain file name", index = Shown(index.display()), shard = Shown(shard))]
     ShardName {
         /// The index.
         index: PathBuf,
-        /// What it names.
+        /// The name in the index.
         shard: String,
     },
-    /// The index and a shard disagree on where a tensor is.
+    /// The index and a shard disagree about the location of a tensor.
     #[error("{index} says that `{tensor}` is {indexed}, but it is {found}",
         index = Shown(index.display()), tensor = Shown(tensor), indexed = Shown(indexed), found = Shown(found))]
     Index {
         /// The index.
         index: PathBuf,
-        /// The tensor's key.
+        /// Key of the tensor.
         tensor: String,
-        /// The index's opinion.
+        /// Location according to the index.
         indexed: String,
-        /// The truth.
+        /// Actual location.
         found: String,
     },
 
     // The configuration.
-    /// A field that decides what the weights mean is not there.
+    /// A required field is missing.
     #[error("adapter_config.json has no `{field}`")]
     MissingField {
         /// The field.
         field: &'static str,
     },
-    /// A field is of another type or out of range.
+    /// A field has the wrong type or is out of range.
     #[error("adapter_config.json: `{field}` is {value}, but must be {want}", field = Shown(field), value = Shown(value))]
     InvalidField {
         /// The field, or a key inside it.
         field: String,
-        /// Its value, as JSON.
+        /// The value, as JSON.
         value: String,
-        /// What it must be.
+        /// The allowed values.
         want: &'static str,
     },
-    /// A field asks for something that we do not do.
+    /// A field requests an unsupported feature.
     #[error("adapter_config.json: `{field}` is {value}, which is not supported: {reason}",
         field = Shown(field), value = Shown(value))]
     UnsupportedField {
         /// The field.
         field: String,
-        /// Its value, as JSON.
+        /// The value, as JSON.
         value: String,
-        /// Why not.
+        /// Why it is not supported.
         reason: &'static str,
     },
-    /// A pattern is not a regular expression that Python reads as we do, is too large, or takes too long to match.
-    #[error("adapter_config.json: the pattern `{key}` of {field} is not usable: {source}", key = Shown(key))]
+    /// A pattern is not a regular expression that Python and this crate interpret alike, is too large, or takes too long to match.
+    #[error("adapter_config.json: the pattern `{key}` in `{field}` is not supported: {source}", key = Shown(key))]
     Pattern {
-        /// The field that it is in.
+        /// The field of the pattern.
         field: &'static str,
         /// The pattern.
         key: String,
-        /// What is wrong with it.
-        source: Source,
+        /// The reason.
+        source: Cause,
     },
-    /// There are too many regular expressions to keep.
-    #[error("adapter_config.json has {regexes} regular expressions; {MAX_REGEXES} are the most, besides plain paths")]
+    /// The configuration has more regular expressions than allowed.
+    #[error(
+        "adapter_config.json has {regexes} regular expressions besides plain paths, but must have at most {MAX_REGEXES}"
+    )]
     Regexes {
-        /// How many there are in one field or in all.
+        /// Number of regular expressions, in one field or in all.
         regexes: usize,
     },
-    /// Matching all patterns with all modules would take too long.
+    /// Matching all patterns with all modules could take too long.
     #[error(
-        "adapter_config.json: matching its {patterns} patterns with {modules} modules could take more than {MAX_WORK} steps"
+        "adapter_config.json: matching {patterns} patterns with {modules} modules could take more than {MAX_WORK} steps"
     )]
     Patterns {
         /// Patterns in all fields.
@@ -133,94 +132,96 @@ pub enum AdapterError {
     },
 
     // The tensors.
-    /// A tensor belongs to something that we do not do.
+    /// A tensor belongs to an unsupported feature.
     #[error("{tensor} is {what}, which is not supported")]
     UnsupportedTensor {
         /// The tensor.
         tensor: TensorName,
-        /// What it is.
+        /// What the tensor is.
         what: &'static str,
     },
-    /// A tensor's key means nothing to us.
-    #[error("{tensor} is not a tensor of a LoRA adapter that we know")]
+    /// The key of a tensor is unknown.
+    #[error("{tensor} is not a known tensor of a LoRA adapter")]
     UnknownTensor {
         /// The tensor.
         tensor: TensorName,
     },
-    /// A tensor is of a type that factors do not come in.
-    #[error("{tensor} is of type {dtype}; factors are BF16, F16 or F32")]
+    /// The element type of a tensor is not supported.
+    #[error("{tensor} has element type {dtype}, but must have BF16, F16 or F32")]
     DType {
         /// The tensor.
         tensor: TensorName,
-        /// Its type, as the file spells it.
+        /// Its element type, as the file spells it.
         dtype: String,
     },
-    /// A tensor made in memory has more or fewer bytes than its shape.
-    #[error("{got} bytes were given for a tensor of {dtype} and the shape {shape}", shape = Shown(format_args!("{shape:?}")))]
+    /// The number of bytes does not match the shape and element type.
+    #[error("{got} bytes do not match a {dtype} tensor of shape {shape}", shape = Shown(format_args!("{shape:?}")))]
     Bytes {
-        /// The type given.
+        /// The element type given.
         dtype: DType,
         /// The shape given.
         shape: Vec<usize>,
-        /// How many bytes were given.
+        /// The number of bytes given.
         got: usize,
     },
-    /// A factor is not a matrix.
-    #[error("{tensor} has the shape {shape}; a factor has two dimensions", shape = Shown(format_args!("{shape:?}")))]
+    /// A factor does not have two dimensions.
+    #[error("{tensor} has shape {shape}, but a factor must have two dimensions", shape = Shown(format_args!("{shape:?}")))]
     NotMatrix {
         /// The tensor.
         tensor: TensorName,
         /// Its shape.
         shape: Vec<usize>,
     },
-    /// Two tensors stand for the same factor.
+    /// Two tensors are the same factor.
     #[error("{tensor} and {other} are the same factor of one module")]
     Duplicate {
-        /// One of them.
+        /// The first tensor.
         tensor: TensorName,
-        /// The other.
+        /// The second tensor.
         other: TensorName,
     },
-    /// Two factors of one module are of different adapters or of different kinds.
-    #[error("{tensor} and {other} are of one module but do not make a pair")]
+    /// The two factors of a module differ in kind or in adapter name.
+    #[error("{tensor} and {other} belong to one module but are not a pair")]
     Unpaired {
-        /// One of them.
+        /// The first tensor.
         tensor: TensorName,
-        /// The other.
+        /// The second tensor.
         other: TensorName,
     },
-    /// A module has only one of its factors.
-    #[error("{tensor} has no {missing} beside it")]
+    /// A module has only one factor.
+    #[error("{tensor} has no matching {missing}")]
     MissingFactor {
-        /// The factor that is there.
+        /// The factor present.
         tensor: TensorName,
-        /// The one that is not, `A` or `B`.
+        /// The missing factor, `A` or `B`.
         missing: char,
     },
-    /// The factors of a module have different ranks.
-    #[error("{tensor} is [{a_rank}, {a_cols}] and its B is [{b_rows}, {b_rank}]: ranks {a_rank} and {b_rank}")]
+    /// A and B have different ranks.
+    #[error(
+        "{tensor} is [{a_rank}, {a_cols}] and its B is [{b_rows}, {b_rank}]: the ranks {a_rank} and {b_rank} differ"
+    )]
     RankMismatch {
         /// The factor A.
         tensor: TensorName,
-        /// The rows of A.
+        /// Rows of A.
         a_rank: usize,
-        /// The columns of A.
+        /// Columns of A.
         a_cols: usize,
-        /// The rows of B.
+        /// Rows of B.
         b_rows: usize,
-        /// The columns of B.
+        /// Columns of B.
         b_rank: usize,
     },
-    /// A rank is outside what we serve.
-    #[error("{tensor} has rank {rank}; ranks are 1 to {MAX_RANK}")]
+    /// A rank is outside 1 to [`MAX_RANK`].
+    #[error("{tensor} has rank {rank}, but must have 1 to {MAX_RANK}")]
     Rank {
         /// The factor A.
         tensor: TensorName,
         /// Its rank.
         rank: usize,
     },
-    /// The configuration gives a module another rank than its factors have, which PEFT does not load.
-    #[error("{tensor} has rank {rank}, but `{field}` in adapter_config.json gives its module {want}")]
+    /// A factor does not have the rank that the configuration gives its module. PEFT does not load such adapters.
+    #[error("{tensor} has rank {rank}, but `{field}` in adapter_config.json requires {want}")]
     RankField {
         /// The factor A.
         tensor: TensorName,
@@ -231,84 +232,83 @@ pub enum AdapterError {
         /// The rank that the field gives.
         want: usize,
     },
-    /// The configuration says that a module was not trained: PEFT would drop its factors.
-    #[error("the module `{module}` is not one that `{field}` in adapter_config.json lets PEFT adapt", module = Shown(module))]
+    /// The configuration excludes a module that has factors. PEFT would drop them.
+    #[error("the module `{module}` has factors, but `{field}` in adapter_config.json excludes it", module = Shown(module))]
     NotTargeted {
-        /// The module's path.
+        /// Path of the module.
         module: String,
         /// The field: `target_modules`, `exclude_modules`, `layers_to_transform` or `target_parameters`.
         field: &'static str,
     },
-    /// The scaling of a module is not an ordinary `f32`.
+    /// The scaling of a module is not a normal `f32`.
     #[error(
-        "adapter_config.json: the alpha {alpha} of `{module}` at rank {rank} gives a scaling that is no finite number or vanishes",
+        "adapter_config.json: alpha {alpha} of `{module}` at rank {rank} gives a scaling that is not a normal f32",
         module = Shown(module)
     )]
     Scaling {
-        /// The module's path.
+        /// Path of the module.
         module: String,
         /// Its α.
         alpha: f64,
         /// Its rank.
         rank: usize,
     },
-    /// The adapter adapts nothing.
-    #[error("the adapter has no modules")]
+    /// The adapter has no factors.
+    #[error("the adapter has no factors")]
     Empty,
 
     // The model.
-    /// The engine's model has nothing that a module could adapt.
-    #[error("the module `{module}` has no place in the model", module = Shown(module))]
+    /// No module of the model matches a module's path.
+    #[error("the model has no module `{module}`", module = Shown(module))]
     NoPlace {
-        /// The module's path.
+        /// Path of the module.
         module: String,
     },
-    /// The engine's model has several places that a module could mean.
-    #[error("the module `{module}` could be {places} of the model",
+    /// Several modules of the model match a module's path.
+    #[error("the module `{module}` matches several modules of the model: {places}",
         module = Shown(module), places = Shown(format_args!("{places:?}")))]
     Ambiguous {
-        /// The module's path.
+        /// Path of the module.
         module: String,
-        /// The paths it could mean.
+        /// Paths of the matching modules.
         places: Vec<String>,
     },
-    /// Two modules adapt the same layer: a fused one and one of its parts, or two spellings of one.
-    #[error("the modules `{module}` and `{other}` are in the same place of the model",
+    /// Two modules match the same module of the model: a fused module and one of its parts, or two spellings of one path.
+    #[error("the modules `{module}` and `{other}` match the same module of the model",
         module = Shown(module), other = Shown(other))]
     Overlap {
-        /// One of them.
+        /// Path of the first module.
         module: String,
-        /// The other.
+        /// Path of the second module.
         other: String,
     },
-    /// A factor is of another kind of module than the model's, which PEFT would not give it to.
-    #[error("{tensor} is of {got}, but the model's `{module}` is {want}", module = Shown(module))]
+    /// A factor is of another kind than the model's module. PEFT would drop it.
+    #[error("{tensor} belongs to {got}, but the model's `{module}` is {want}", module = Shown(module))]
     Kind {
         /// The factor.
         tensor: TensorName,
-        /// The module's path.
+        /// Path of the module.
         module: String,
-        /// What the factor is of.
+        /// The factor's kind.
         got: &'static str,
-        /// What the model has there.
+        /// The kind of the model's module.
         want: &'static str,
     },
-    /// The adapter brings a weight of the base model, which PEFT loads over the base model's.
+    /// The adapter has a copy of a base weight that was not compared. PEFT would load it over the base model's.
     #[error(
-        "{tensor} is a weight of the base model, which PEFT loads over it: whether it is the same has to be found out first \
-         (`Adapter::compare_base_weights`)"
+        "{tensor} is a copy of a base weight that has not been compared with the base model's: call `Adapter::compare_base_weights`"
     )]
     BaseWeight {
         /// The weight.
         tensor: TensorName,
     },
-    /// The adapter brings a weight of the base model that is not the base model's.
-    #[error("{tensor} is not the base model's weight, which an adapter cannot replace")]
+    /// The adapter's copy of a base weight differs from the base model's.
+    #[error("{tensor} differs from the base model's weight, which an adapter cannot replace")]
     OtherBase {
         /// The weight.
         tensor: TensorName,
     },
-    /// A factor was trained on another model.
+    /// The shape of a factor does not match the model.
     #[error("{tensor} is [{rows}, {cols}], but the model needs [{want_rows}, {want_cols}]",
         rows = got[0], cols = got[1], want_rows = want[0], want_cols = want[1])]
     Shape {
@@ -316,20 +316,20 @@ pub enum AdapterError {
         tensor: TensorName,
         /// Its shape.
         got: [usize; 2],
-        /// The shape that the model needs.
+        /// The required shape.
         want: [usize; 2],
     },
-    /// A module is of an expert that the engine's model does not have.
-    #[error("the module `{module}` is of expert {expert}, but the model has {num_experts} there", module = Shown(module))]
+    /// The model has no expert with this index.
+    #[error("the module `{module}` is of expert {expert}, but the layer has {num_experts} experts", module = Shown(module))]
     NoExpert {
-        /// The module's path.
+        /// Path of the module.
         module: String,
-        /// The expert.
+        /// Index of the expert.
         expert: usize,
         /// Experts of the layer.
         num_experts: usize,
     },
-    /// The factors of several experts were trained on another model.
+    /// The shapes of expert factors do not match the model.
     #[error("{tensor} is {a} and its B is {b}, but the model needs {want}",
         a = Shown(format_args!("{a:?}")), b = Shown(format_args!("{b:?}")))]
     ExpertShapes {
@@ -337,39 +337,36 @@ pub enum AdapterError {
         tensor: TensorName,
         /// Its shape.
         a: Vec<usize>,
-        /// The shape of B.
+        /// Shape of B.
         b: Vec<usize>,
-        /// The shapes that they could have.
+        /// The allowed shapes.
         want: String,
     },
-    /// The factors of several experts could stand in more than one way.
-    #[error("{tensor} is {a} and its B is {b}, which can be read in more than one way: {remedy}",
+    /// The shapes of expert factors match the model in more than one way.
+    #[error("{tensor} is {a} and its B is {b}, which is ambiguous: {remedy}",
         a = Shown(format_args!("{a:?}")), b = Shown(format_args!("{b:?}")))]
     AmbiguousExperts {
         /// The factor A.
         tensor: TensorName,
         /// Its shape.
         a: Vec<usize>,
-        /// The shape of B.
+        /// Shape of B.
         b: Vec<usize>,
-        /// How to say what they are.
+        /// How to resolve the ambiguity.
         remedy: &'static str,
     },
-    /// A weight is NaN or infinite, or too large for the type that is computed in.
-    #[error("{tensor} is {value} at {index:?}, which is not a finite {dtype}")]
+    /// A weight is NaN or infinite, or rounds to an infinity.
+    #[error("{tensor} is {value} at {index:?}, which has no finite value in {dtype}")]
     Unrepresentable {
         /// The factor.
         tensor: TensorName,
-        /// The weight's place in the tensor.
+        /// Index of the weight in the tensor.
         index: Vec<usize>,
         /// The weight.
         value: f32,
-        /// The type it does not fit.
+        /// The target element type.
         dtype: DType,
     },
-    /// The adapter does not fit the table, or there is no such slot.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
 }
 
 impl AdapterError {
@@ -382,7 +379,20 @@ impl AdapterError {
     }
 }
 
-/// What others say is wrong, which may quote all of a file.
-pub(super) fn cause(source: impl fmt::Display) -> Source {
-    Shown(source).to_string().into()
+/// Name of a tensor: its key and its file.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct TensorName {
+    /// The key, as the file spells it.
+    pub key: String,
+    /// The file, or `file N` for [`Adapter::from_safetensors`](super::Adapter::from_safetensors). `None` for tensors passed in
+    /// memory.
+    pub file: Option<PathBuf>,
+}
+
+impl fmt::Display for TensorName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`", Shown(&self.key))?;
+        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", Shown(file.display())))
+    }
 }

@@ -1,8 +1,8 @@
 //! The files of an adapter's directory.
 //!
-//! Only safetensors: reading a pickle executes what its author put there. Other files (a tokenizer, `added_tokens.json`) are
-//! none of our business. Invariants: with an index, every tensor is where the index says, and nowhere else; nothing is read that is not a
-//! regular file, and nothing allocated for a file that does not say itself what it is for.
+//! Only safetensors are read, because loading a pickle can execute code. Other files, such as a tokenizer, are ignored. Invariants:
+//! every tensor is where the index says, if there is one; only regular files are read; and no memory is allocated on the word of a
+//! malformed file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,25 +18,25 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::Metadata};
 use serde::Deserialize;
 
 use super::{
-    AdapterError,
-    tensor::{Storage, Tensor, TensorName},
+    error::{AdapterError, TensorName},
+    tensor::{Storage, Tensor},
 };
 use crate::DType;
 
 const WEIGHTS: &str = "adapter_model.safetensors";
 const INDEX: &str = "adapter_model.safetensors.index.json";
 
-/// The most bytes of `adapter_config.json`: ranks and alphas of some 50,000 modules.
+/// Size limit of `adapter_config.json` in bytes: enough for ranks and alphas of about 50,000 modules.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
-/// The most bytes of an index.
+/// Size limit of an index, in bytes.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
-/// The most bytes of a header that safetensors reads.
+/// Size limit of a safetensors header, in bytes: that of the safetensors crate.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// A tensor that is there; an error if it is not of a type that we read, which only matters if it is of the adapter.
+/// A tensor of a file, or an error if its element type is not supported. The error matters only if the adapter uses the tensor.
 pub(super) type Stored = (TensorName, Result<Tensor, AdapterError>);
 
-/// How a weight file gets into memory.
+/// How a weight file is read.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Access {
     Map,
@@ -63,7 +63,7 @@ pub(super) fn tensors(dir: &Path, access: Access) -> Result<Vec<Stored>, Adapter
     }
 }
 
-/// Whether a file would be an adapter's weights in a format that can execute code. (Trainers leave other pickles around.)
+/// Whether a file holds an adapter's weights in a format that can execute code. Trainers leave other pickles around.
 fn is_pickle(path: &Path) -> bool {
     let [stem, extension] =
         [path.file_stem(), path.extension()].map(|part| part.and_then(OsStr::to_str).unwrap_or_default());
@@ -76,7 +76,7 @@ fn is_pickle(path: &Path) -> bool {
 
 #[derive(Deserialize)]
 struct Index {
-    /// Tensor to shard.
+    /// Shard of each tensor.
     weight_map: BTreeMap<String, String>,
 }
 
@@ -105,12 +105,12 @@ fn sharded(dir: &Path, index: PathBuf, access: Access) -> Result<Vec<Stored>, Ad
     }
 }
 
-/// Reads a text of at most so many bytes.
+/// Reads a text file of at most `max_bytes` bytes.
 fn text(path: &Path, max_bytes: u64) -> Result<String, AdapterError> {
     let (file, len) = open(path)?;
     let mut text = String::new();
     let read = if len > max_bytes {
-        Err(io::Error::other(format!("it has {len} bytes; {max_bytes} are the most")))
+        Err(io::Error::other(format!("it has {len} bytes, but must have at most {max_bytes}")))
     } else {
         file.take(max_bytes).read_to_string(&mut text)
     };
@@ -118,7 +118,7 @@ fn text(path: &Path, max_bytes: u64) -> Result<String, AdapterError> {
     Ok(text)
 }
 
-/// Opens a regular file, and says how long it is: a pipe may never end, and nor may a device.
+/// Opens a regular file and returns its length. A pipe or a device might never end.
 fn open(path: &Path) -> Result<(File, u64), AdapterError> {
     let regular = |metadata: fs::Metadata| match metadata.is_file() {
         true => Ok(metadata.len()),
@@ -148,7 +148,7 @@ fn map(file: &File) -> io::Result<Mmap> {
     unsafe { Mmap::map(file) }
 }
 
-/// Reads a file whose header says that it is as long as it is.
+/// Reads a safetensors file after checking its length against its header.
 fn copy(path: &Path, mut file: File, len: u64) -> Result<Vec<u8>, AdapterError> {
     let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
     let malformed = |source| AdapterError::safetensors(path, &source);
@@ -177,7 +177,7 @@ fn copy(path: &Path, mut file: File, len: u64) -> Result<Vec<u8>, AdapterError> 
     Ok(bytes)
 }
 
-/// The tensors of a whole safetensors file, which errors call by this path.
+/// The tensors of a complete safetensors file. Errors name it `path`.
 pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, AdapterError> {
     let (header, metadata) =
         SafeTensors::read_metadata((**storage).as_ref()).map_err(|source| AdapterError::safetensors(path, &source))?;

@@ -1,62 +1,61 @@
-//! The bytes an adapter takes in a slot: one block of exactly its own size, the same on the host and on the device.
+//! The image of an adapter in a slot: one contiguous block, identical on the host and on the device.
 //!
-//! The factors stand one after the other, each laid out as [`layout`](super::layout) says, from a boundary of
-//! [`ALIGNMENT_BYTES`](super::layout::ALIGNMENT_BYTES) on.
+//! Factors are stored one after the other in the formats of [`layout`](super::layout), each aligned to
+//! [`ALIGNMENT_BYTES`](super::layout::ALIGNMENT_BYTES).
 
 use std::ops::Range;
 
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
+use super::{error::AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
 use crate::{
     DType, Element,
-    error::SlotError,
-    model::{MAX_RANK, Model, ModelId},
+    model::{MAX_RANK, Model},
 };
 
-/// The least that [`SlotImage::pieces`] can be limited to.
+/// The smallest limit that [`SlotImage::pieces`] accepts, in bytes.
 pub const MIN_STAGING_BYTES: usize = MAX_RANK * LANE_FEATURES * size_of::<f32>();
 
-/// What an adapter takes in a slot, on one tensor-parallel rank: planned, checked, but not copied yet.
+/// A planned and checked image of an adapter on one tensor-parallel rank. Weights are read when it is written.
 #[derive(Debug)]
 pub struct SlotImage<'a> {
     dtype: DType,
     model: Model,
     entries: Vec<ImageEntry>,
     shared: Vec<SharedEntry>,
-    /// The factors, one after the other.
+    /// The factors, in order.
     parts: Vec<Rectangle<'a>>,
     elems: usize,
 }
 
-/// One module of an adapter in its block.
+/// The place of one module in an image.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ImageEntry {
-    /// The module's descriptor-table entry.
+    /// Descriptor-table entry of the module.
     pub entry: usize,
-    /// Where its A begins, in elements.
+    /// Offset of A in the block, in elements.
     pub a_elems: usize,
-    /// Where its B begins, in elements.
+    /// Offset of B in the block, in elements.
     pub b_elems: usize,
-    /// Its rank, at least 1.
+    /// The rank, at least 1.
     pub rank: usize,
-    /// Its α/r or α/√r.
+    /// The scaling, α/r or α/√r.
     pub scaling: f32,
 }
 
-/// What all experts of a layer have in common of a module.
+/// The factors of one module that all experts of a layer share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SharedEntry {
-    /// The descriptor-table entry ([`ProjectionSite::shared_entry`](crate::model::ProjectionSite::shared_entry) and those after it).
+    /// Descriptor-table entry: [`ProjectionSite::shared_entry`](crate::model::ProjectionSite::shared_entry) plus the slice.
     pub entry: usize,
-    /// Where their A begins, in elements, if it is the same.
+    /// Offset of A in the block, in elements, if A is shared.
     pub a_elems: Option<usize>,
-    /// Where their B begins, in elements, if it is the same.
+    /// Offset of B in the block, in elements, if B is shared.
     pub b_elems: Option<usize>,
-    /// Their rank, at least 1.
+    /// The rank, at least 1.
     pub rank: usize,
 }
 
@@ -66,7 +65,7 @@ impl<'a> SlotImage<'a> {
         Self { dtype, model: model.clone(), entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
     }
 
-    /// Appends a factor to the block and says where it begins, in elements.
+    /// Appends a factor to the block and returns its offset in elements.
     pub(super) fn place(&mut self, source: Rectangle<'a>) -> usize {
         let elems = self.elems;
         self.elems += source.block_elems();
@@ -74,61 +73,65 @@ impl<'a> SlotImage<'a> {
         elems
     }
 
-    /// Adds a module whose factors were placed at `a_elems` and `b_elems`. Modules may share a factor.
+    /// Adds a module whose factors are at these offsets. Modules may share a factor.
     pub(super) fn push(&mut self, entry: usize, rank: usize, scaling: f32, a_elems: usize, b_elems: usize) {
         self.entries.push(ImageEntry { entry, a_elems, b_elems, rank, scaling });
     }
 
-    /// Says what all experts share of a module, which was placed there. Their own entries are complete without it.
+    /// Adds the shared factors of a module. The experts' own entries do not depend on it.
     pub(super) fn share(&mut self, entry: usize, rank: usize, a_elems: Option<usize>, b_elems: Option<usize>) {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
     }
 
-    /// The element type of the block.
+    pub(crate) fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Element type of the block.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Entries a slot of the model has, whether this adapter has them or not.
+    /// Entries per slot of the model, adapted or not.
     pub fn num_entries(&self) -> usize {
         self.model.num_entries()
     }
 
-    /// The modules, each with a different entry.
+    /// The adapted modules, each with a distinct entry.
     pub fn entries(&self) -> &[ImageEntry] {
         &self.entries
     }
 
-    /// What experts share, each with an entry that no module has.
+    /// The factors that experts share. Their entries are distinct from those of [`entries`](Self::entries).
     pub fn shared(&self) -> &[SharedEntry] {
         &self.shared
     }
 
-    /// The largest rank of any module.
+    /// The largest rank of all modules.
     pub fn max_rank(&self) -> usize {
         self.entries.iter().map(|entry| entry.rank).max().unwrap_or(0)
     }
 
-    /// The size of the block.
+    /// Size of the block, in bytes.
     pub fn bytes(&self) -> usize {
         self.elems * self.dtype.bytes()
     }
 
-    /// Writes the block, laid out as [`layout`](super::layout) says, converting to its element type (rounded to nearest, ties to
-    /// even), on rayon's threads.
+    /// Writes the block in the formats of [`layout`](super::layout), on rayon's threads. Weights are converted to the block's
+    /// element type by rounding to nearest, ties to even.
     ///
     /// # Errors
-    /// If a weight is NaN or infinite, or becomes infinite in the block's type.
+    /// [`AdapterError::Unrepresentable`] if a weight is NaN or infinite, or becomes infinite by rounding.
     ///
     /// # Panics
-    /// If `block` is not [`bytes`](Self::bytes) long.
+    /// If `block.len() != self.bytes()`.
     pub fn write_to(&self, block: &mut [u8]) -> Result<(), AdapterError> {
         assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
         write_parts(self.dtype, &self.parts, block)
     }
 
-    /// The block in pieces of at most `max_bytes`, one behind the other: for blocks that are to go elsewhere, such as to a device, and
-    /// of which the host need not hold the whole.
+    /// Splits the block into consecutive pieces of at most `max_bytes` bytes, so that it can be copied to a device without ever
+    /// being whole on the host.
     ///
     /// ```
     /// # use aril::adapter::{AdapterError, MIN_STAGING_BYTES, SlotImage};
@@ -142,7 +145,7 @@ impl<'a> SlotImage<'a> {
     /// ```
     ///
     /// # Panics
-    /// If `max_bytes` is below [`MIN_STAGING_BYTES`].
+    /// If `max_bytes < MIN_STAGING_BYTES`.
     pub fn pieces(&self, max_bytes: usize) -> impl Iterator<Item = Piece<'a>> {
         assert!(max_bytes >= MIN_STAGING_BYTES, "a piece takes up to MIN_STAGING_BYTES");
         let dtype = self.dtype;
@@ -161,23 +164,9 @@ impl<'a> SlotImage<'a> {
             Some(Piece { dtype, range: begin..offset, parts: piece })
         })
     }
-
-    /// Refuses a table that the image is not for.
-    pub(crate) fn check_table(&self, model: ModelId, dtype: DType, max_rank: usize) -> Result<(), SlotError> {
-        if self.model.id() != model {
-            return Err(SlotError::Model);
-        }
-        if self.dtype != dtype {
-            return Err(SlotError::DType { got: self.dtype, want: dtype });
-        }
-        match self.max_rank() {
-            rank if rank > max_rank => Err(SlotError::Rank { rank, max_rank }),
-            _ => Ok(()),
-        }
-    }
 }
 
-/// A part of an image's block.
+/// A contiguous part of an image's block.
 #[derive(Debug)]
 pub struct Piece<'a> {
     dtype: DType,
@@ -186,18 +175,18 @@ pub struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// Where it is in the block, in bytes.
+    /// Byte range of the piece in the block.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
-    /// Writes it as [`SlotImage::write_to`] does.
+    /// Writes the piece, as [`SlotImage::write_to`] does.
     ///
     /// # Errors
     /// As for `write_to`.
     ///
     /// # Panics
-    /// If `bytes` is not as long as its [`range`](Self::range).
+    /// If `bytes.len() != self.range().len()`.
     pub fn write_to(&self, bytes: &mut [u8]) -> Result<(), AdapterError> {
         assert_eq!(bytes.len(), self.range.len(), "the memory must have the piece's size");
         write_parts(self.dtype, &self.parts, bytes)
@@ -212,7 +201,7 @@ fn write_parts(dtype: DType, parts: &[Rectangle<'_>], block: &mut [u8]) -> Resul
     }
 }
 
-/// Writes parts of a block that stand one after the other.
+/// Writes consecutive parts of a block, in parallel.
 fn write<T: Element>(sources: &[Rectangle<'_>], mut block: &mut [u8]) -> Result<(), AdapterError> {
     let mut parts = Vec::with_capacity(sources.len());
     for source in sources {

@@ -1,17 +1,17 @@
-//! Where the elements of a factor are in a block: the order in which kernels read them.
+//! The memory layout of factors in an adapter's block, which is the order in which kernels read them.
 //!
-//! A linear module's A and every B are made of cores of 8 by 8 elements, row by row, which is what the tensor cores take. An
-//! embedding's A is row-major, so that what belongs to a token is one row. All is counted in elements, and the same for every type.
+//! A of a linear module, and every B, consist of 8 × 8 cores, the operand shape of tensor-core instructions. A of an embedding is
+//! row-major, so that one token reads one row. Offsets are in elements and independent of the element type.
 //!
-//! Invariant: a factor takes its rank, padded to a multiple of 8, times its features, padded to a multiple of 256 in a linear
-//! module's A and of 64 elsewhere, and holds zeros wherever it has no element. Kernels rely on them.
+//! Invariant: ranks are padded to a multiple of 8, and features to a multiple of 256 in A of a linear module and of 64 elsewhere.
+//! Padding is zero. Kernels rely on it.
 
 use crate::ffi;
 
-/// What every factor is aligned to, in a block that begins on a boundary of 256 bytes.
+/// Alignment of every factor in bytes, in a block that is itself aligned to 256 bytes.
 pub const ALIGNMENT_BYTES: usize = ffi::ARIL_FACTOR_ALIGNMENT as usize;
 
-/// Features of a linear module's A that stand together, of 8 ranks.
+/// Consecutive features of a linear module's A, for 8 ranks.
 pub(crate) const LANE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
 /// Rows and columns of a core.
 pub(crate) const CORE: usize = ffi::ARIL_CORE as usize;
@@ -27,22 +27,22 @@ const _: () = assert!(TILE_RANKS == CORE && LANE_FEATURES.is_multiple_of(TILE_FE
 
 /// A of a linear module: cores `[in_features / 256][rank / 8][32]`, each `[8 ranks][8 features]`.
 ///
-/// So what a step of the kernels takes, 256 features of 8 ranks, is one piece.
+/// One step of a kernel reads 256 features of 8 ranks, which are contiguous.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LinearA {
-    /// Rows.
+    /// Rows of A.
     pub rank: usize,
-    /// Columns.
+    /// Columns of A.
     pub in_features: usize,
 }
 
 impl LinearA {
-    /// The elements that it takes.
+    /// Size in elements, including padding.
     pub const fn elems(self) -> usize {
         elems(self.rank, self.in_features.next_multiple_of(LANE_FEATURES))
     }
 
-    /// Where an element is.
+    /// Offset of an element.
     pub const fn at(self, rank: usize, feature: usize) -> usize {
         let lane = feature / LANE_FEATURES * elems(self.rank, LANE_FEATURES);
         let core = rank / CORE * (LANE_FEATURES / CORE) + feature % LANE_FEATURES / CORE;
@@ -55,41 +55,41 @@ impl LinearA {
 pub struct EmbeddingA {
     /// Rows of the embedding.
     pub vocab: usize,
-    /// Rows of A, as PEFT stores it.
+    /// Rows of A in PEFT's layout.
     pub rank: usize,
 }
 
 impl EmbeddingA {
-    /// The elements that it takes.
+    /// Size in elements, including padding.
     pub const fn elems(self) -> usize {
         elems(self.rank, self.vocab)
     }
 
-    /// Where an element is.
+    /// Offset of an element.
     pub const fn at(self, id: usize, rank: usize) -> usize {
         id * self.rank.next_multiple_of(TILE_RANKS) + rank
     }
 }
 
-/// B of any module: cores `[out_features / 64][rank / 8][2 i][4 j]`, each `[8 n][8 ranks]`, where the output of the 64 is
-/// `32 * i + 8 * (n / 2) + 2 * j + n % 2`.
+/// B of any module: cores `[out_features / 64][rank / 8][2 i][4 j]`, each `[8 n][8 ranks]`. Row `n` of core `(i, j)` holds output
+/// `32 * i + 8 * (n / 2) + 2 * j + n % 2` of the 64.
 ///
-/// So products with four cores that stand together leave a lane of a warp eight neighbouring outputs.
+/// With this order, multiplying by four consecutive cores leaves eight consecutive outputs in each lane of a warp.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct B {
-    /// Rows.
+    /// Rows of B.
     pub out_features: usize,
-    /// Columns.
+    /// Columns of B.
     pub rank: usize,
 }
 
 impl B {
-    /// The elements that it takes.
+    /// Size in elements, including padding.
     pub const fn elems(self) -> usize {
         elems(self.rank, self.out_features)
     }
 
-    /// Where an element is.
+    /// Offset of an element.
     pub const fn at(self, output: usize, rank: usize) -> usize {
         let core = output % TILE_FEATURES / 32 * 4 + output % 8 / 2;
         let n = output % 32 / 8 * 2 + output % 2;
@@ -98,7 +98,7 @@ impl B {
     }
 }
 
-/// What 64 features take, of all ranks. In every factor 256 stand together, before the next 256.
+/// Elements of 64 features, for all ranks. In every factor, 256 features precede the next 256.
 pub(super) const fn stripe_elems(rank: usize) -> usize {
     rank.next_multiple_of(TILE_RANKS) * TILE_FEATURES
 }

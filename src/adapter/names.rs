@@ -1,18 +1,21 @@
-//! The grammar of tensor keys: which factor of which module a key names, and how other frameworks spell the same module.
+//! The grammar of tensor keys: the module and factor that a key names, and how other frameworks spell the same module.
 //!
-//! It sees names only, neither shapes nor models. Invariant: names are compared by whole path components, never by substring, and
-//! a key is a factor, a known exception or an error, nothing else.
+//! It sees neither shapes nor models. Invariants: names are compared by whole path components, never by substring; and a key is a
+//! factor, a known exception or an error.
 
-use super::{AdapterError, ModuleKind, tensor::TensorName};
+use super::{
+    error::{AdapterError, TensorName},
+    module::ModuleKind,
+};
 
-/// A factor, as its key names it.
+/// A parsed key of a factor.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) struct Key {
-    /// The module's path, less what wrappers put before and into it.
+    /// Path of the module, without wrappers.
     pub(super) module: String,
     pub(super) kind: ModuleKind,
     pub(super) side: Side,
-    /// The adapter's name, in the state dicts that have it.
+    /// The adapter's name, in state dicts that include it.
     pub(super) adapter: Option<String>,
 }
 
@@ -22,15 +25,15 @@ pub(super) enum Side {
     B,
 }
 
-/// What a key names.
+/// A parsed key.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Named {
     Factor(Key),
-    /// The weight of the embedding or the head of this path, which PEFT saves with an adapter of one of them.
+    /// The weight of the embedding or head at this path, which PEFT saves with every adapter of either.
     BaseWeight(String),
 }
 
-/// Reads a key.
+/// Parses a key.
 pub(super) fn parse(name: &TensorName) -> Result<Named, AdapterError> {
     let components: Vec<&str> = name.key.split('.').collect();
     if !name.key.bytes().all(|byte| byte.is_ascii_graphic()) {
@@ -65,20 +68,20 @@ pub(super) fn parse(name: &TensorName) -> Result<Named, AdapterError> {
     Ok(Named::Factor(Key { module: module.join("."), kind, side, adapter: adapter.map(str::to_owned) }))
 }
 
-/// What a tensor is that training leaves in adapters and that changes the model in another way than LoRA does.
+/// Describes a tensor of an unsupported feature.
 fn unsupported(components: &[&str]) -> Option<&'static str> {
     let has = |names: &[&str]| components.iter().any(|component| names.contains(component));
     if has(&["lora_magnitude_vector", "weight_m_wdecomp"]) {
         return Some("a magnitude vector of DoRA");
     }
     if has(&["lora_E", "ranknum"]) {
-        return Some("a part of an AdaLoRA adapter");
+        return Some("part of an AdaLoRA adapter");
     }
     if has(&["modules_to_save", "original_module"]) {
         return Some("a copy of a whole module (modules_to_save)");
     }
     if has(&["token_adapter", "trainable_tokens_delta", "trainable_tokens_original"]) {
-        return Some("of an adapter of single tokens (trainable_token_indices)");
+        return Some("part of an adapter of single tokens (trainable_token_indices)");
     }
     match components {
         [.., "input_embeddings" | "output_embeddings"] => Some("embeddings of added tokens"),
@@ -88,7 +91,8 @@ fn unsupported(components: &[&str]) -> Option<&'static str> {
     }
 }
 
-/// A path less what training wrappers add: PEFT and DDP in front, `torch.compile`, FSDP and checkpointing anywhere.
+/// Removes the components that training wrappers add: PEFT's and DDP's in front, those of `torch.compile`, FSDP and checkpointing
+/// anywhere.
 fn unwrapped<'a>(path: &[&'a str]) -> Vec<&'a str> {
     const INSIDE: [&str; 3] = ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
     let path: Vec<_> = path.iter().copied().filter(|component| !INSIDE.contains(component)).collect();
@@ -99,7 +103,7 @@ fn unwrapped<'a>(path: &[&'a str]) -> Vec<&'a str> {
     rest.to_vec()
 }
 
-/// What stands before a language model's own module names, from one framework, version or wrapper to another.
+/// Prefixes of a language model's modules in different frameworks, versions and wrappers.
 const STEMS: [&str; 9] = [
     "",
     "model",
@@ -112,8 +116,8 @@ const STEMS: [&str; 9] = [
     "transformer",
 ];
 
-/// Names that only one module can have, and its usual one. (Not `wq`, `w1` and the rest of Meta's own format: its q and k have
-/// the features in another order, so such adapters are refused as modules without a place.)
+/// Alternative names of modules that exist once in a model. Meta's names (`wq`, `w1` and so on) are not listed: Meta orders the
+/// features of q and k differently, so such adapters must be rejected.
 const ALIASES: [(&str, &str); 9] = [
     ("unembed_tokens", "lm_head"),
     ("output", "lm_head"),
@@ -126,7 +130,7 @@ const ALIASES: [(&str, &str); 9] = [
     ("embed_in", "embed_tokens"),
 ];
 
-/// The other paths that a module's path may stand for.
+/// Alternative spellings of a module's path.
 pub(super) fn spellings(module: &str) -> impl Iterator<Item = String> {
     let below = |stem: &str| match stem {
         "" => Some(module),
@@ -139,10 +143,10 @@ pub(super) fn spellings(module: &str) -> impl Iterator<Item = String> {
     STEMS.iter().flat_map(move |stem| rests.clone().into_iter().flatten().map(move |rest| spell(stem, &rest)))
 }
 
-/// What the experts of a model are in, before and after transformers 5.
+/// The parent of a layer's experts, before and since transformers 5.
 const PARENTS: [&str; 2] = ["block_sparse_moe", "mlp"];
 
-/// A path into experts, by the other name of what they are in.
+/// The path with the other name of the experts' parent.
 fn other_parent(path: &str) -> Option<String> {
     let mut components: Vec<_> = path.split('.').collect();
     let inside = match components.iter().rposition(|component| *component == EXPERTS) {
@@ -157,30 +161,30 @@ fn other_parent(path: &str) -> Option<String> {
 
 const EXPERTS: &str = "experts";
 
-/// What an expert's modules are called; w1, w2 and w3 are gate, down and up.
+/// Module names of an expert. `w1`, `w2` and `w3` are gate, down and up.
 const MODULES: [&str; 7] = ["gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"];
 
-/// What a path names in the experts of a layer.
+/// A path into the experts of a layer.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct InExperts {
-    /// The path of the experts.
+    /// Path of the experts.
     pub(super) experts: String,
-    /// One of them, or all.
+    /// The expert's index, or `None` for all experts.
     pub(super) expert: Option<usize>,
     pub(super) item: Item,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Item {
-    /// A module, by its name.
+    /// A module.
     Module(&'static str),
-    /// A module of fms, by its name, whose factors may be transposed.
+    /// A module in fms's format, whose factors may be transposed.
     Fms(&'static str),
-    /// A parameter that PEFT has wrapped; which of them, the path does not say.
+    /// A parameter wrapped by PEFT. The path does not tell which one.
     Parameter,
 }
 
-/// Reads a path as one of or into experts, if it can be.
+/// Parses a path as one of or into experts, if it has that form.
 pub(super) fn in_experts(path: &str) -> Option<InExperts> {
     let components: Vec<_> = path.split('.').collect();
     let inside = |experts: &[&str], expert, item| Some(InExperts { experts: experts.join("."), expert, item });
@@ -200,12 +204,12 @@ pub(super) fn in_experts(path: &str) -> Option<InExperts> {
     }
 }
 
-/// Whether a module without `experts` above it may be one of all experts, as fms names them.
+/// Whether fms uses this name for a module of all experts without an `experts` component.
 fn is_fms(name: &str) -> bool {
     matches!(name, "w1" | "w2" | "w3")
 }
 
-/// The path of a module less what PEFT adds for each of its parameters that it has wrapped before another.
+/// Removes the `base_layer` components that PEFT adds for each further parameter of a module.
 fn unwrapped_parameter<'a, 'b>(mut path: &'a [&'b str]) -> &'a [&'b str] {
     while let [inner @ .., "base_layer"] = path {
         path = inner;
@@ -213,7 +217,7 @@ fn unwrapped_parameter<'a, 'b>(mut path: &'a [&'b str]) -> &'a [&'b str] {
     path
 }
 
-/// Whether the factors of a path, of these dimensions, are those of several experts, as far as its name and they say.
+/// Whether factors with these numbers of dimensions can only be those of several experts.
 pub(super) fn is_stack(path: &str, dims: [usize; 2]) -> bool {
     let components: Vec<_> = path.split('.').collect();
     match unwrapped_parameter(&components) {
@@ -223,7 +227,7 @@ pub(super) fn is_stack(path: &str, dims: [usize; 2]) -> bool {
     }
 }
 
-/// Whether the factors of a path are those of a parameter that holds all experts.
+/// Whether a path is that of a parameter that holds all experts.
 pub(super) fn is_parameter(path: &str) -> bool {
     let components: Vec<_> = path.split('.').collect();
     matches!(unwrapped_parameter(&components), [.., EXPERTS])

@@ -1,27 +1,25 @@
-//! The regular expressions of `adapter_config.json`: Python's `re` on the paths of modules, as PEFT uses it.
+//! The regular expressions of `adapter_config.json`: Python's `re` applied to module paths, as in PEFT.
 //!
-//! Paths are printable ASCII, so that classes mean the same in ASCII as in Python's Unicode. Invariant: a pattern has only
-//! constructs that both engines read alike, and its compiled size and the work on a path are bounded.
-
-use std::fmt;
+//! Paths are printable ASCII, so character classes mean the same in ASCII mode as in Python's Unicode mode. Invariants: a pattern
+//! has only constructs that both engines interpret alike, and its compiled size and matching work are bounded.
 
 use fancy_regex::{BytesMode, Regex, RegexBuilder};
 
-use super::{AdapterError, error::cause};
+use super::shown::{Cause, cause};
 
-/// Regular expressions of a whole configuration; plain paths are not among them.
+/// The largest number of regular expressions in one configuration. Plain paths do not count.
 pub(super) const MAX_REGEXES: usize = 64;
 
-/// The work that all patterns of a configuration may take on all of its modules, as [`Pattern::work`] counts it.
+/// The most work of all patterns on all modules, in the units of [`Pattern::work`].
 pub(super) const MAX_WORK: u64 = 1 << 31;
 
-/// The sizes that a compiled pattern is told apart by, in bytes. No pattern is larger than the last.
+/// Size limits that compiled patterns are classified by, in bytes. The last is the largest allowed size.
 const SIZES: [usize; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
 
-/// What a state of a compiled pattern takes at least, in bytes.
+/// The smallest size of one state of a compiled pattern, in bytes.
 const STATE_BYTES: usize = 32;
 
-/// How often a pattern with look-around or back references may back up on one path.
+/// Backtracking limit per path, for patterns with look-around or back references.
 const MAX_BACKTRACKS: usize = 4096;
 
 /// A pattern of module paths.
@@ -33,7 +31,7 @@ pub(super) struct Pattern {
 
 #[derive(Debug)]
 enum Matcher {
-    /// A path or its end: bytes, or `None` for any. What most keys are, and there may be one for each module.
+    /// A path or the end of one, as bytes; `None` matches any byte. Most keys are plain, and there may be one per module.
     Plain {
         bytes: Vec<Option<u8>>,
         whole: bool,
@@ -44,20 +42,18 @@ enum Matcher {
     },
 }
 
-/// What of a path a pattern has to match.
+/// The part of a path that a pattern must match.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Anchor {
-    /// An end of it that begins after a dot, or all of it: `re.match(rf"(.*\.)?({text})$", path)`.
+    /// The whole path or an end of it that follows a dot: `re.match(rf"(.*\.)?({text})$", path)`.
     End,
-    /// All of it: `re.fullmatch(text, path)`.
+    /// The whole path: `re.fullmatch(text, path)`.
     Whole,
 }
 
 impl Pattern {
-    /// Compiles a pattern that stands in this field.
-    pub(super) fn new(field: &'static str, text: &str, anchor: Anchor) -> Result<Self, AdapterError> {
-        let unusable =
-            |reason: &dyn fmt::Display| AdapterError::Pattern { field, key: text.to_owned(), source: cause(reason) };
+    /// Compiles a pattern. The error is the reason why it is not supported.
+    pub(super) fn new(text: &str, anchor: Anchor) -> Result<Self, Cause> {
         if let Some(bytes) = plain(text) {
             let whole = anchor == Anchor::Whole || text.starts_with('^');
             return Ok(Self { text: text.to_owned(), matcher: Matcher::Plain { bytes, whole } });
@@ -66,7 +62,7 @@ impl Pattern {
             Anchor::End => (2, format!(r"\A(?:(.*\.)?({text})$)")),
             Anchor::Whole => (0, format!(r"\A(?:{text})$")),
         };
-        let backtracks = check(text, outer_groups).map_err(|reason| unusable(&reason))?;
+        let backtracks = check(text, outer_groups).map_err(cause)?;
         let compile = |&size: &usize| {
             let mut builder = RegexBuilder::new(&regex);
             builder.bytes_mode(BytesMode::Ascii).backtrack_limit(MAX_BACKTRACKS).max_prog_size(SIZES[3] / STATE_BYTES);
@@ -76,15 +72,20 @@ impl Pattern {
         let compiled = SIZES.iter().map(compile).reduce(|smaller, larger| smaller.or(larger));
         let (regex, size) = match compiled {
             Some(Ok(compiled)) => compiled,
-            Some(Err(error)) => return Err(unusable(&error)),
-            None => return Err(unusable(&"it is too large")),
+            Some(Err(error)) => return Err(cause(error)),
+            None => return Err(cause("it is too large")),
         };
         let states = if backtracks { MAX_BACKTRACKS } else { size / STATE_BYTES };
         Ok(Self { text: text.to_owned(), matcher: Matcher::Regex { regex: Box::new(regex), states } })
     }
 
-    /// Whether a path matches; an error, in the name of this field, if that takes too long to find out.
-    pub(super) fn matches(&self, field: &'static str, path: &str) -> Result<bool, AdapterError> {
+    /// The source text.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Whether a path matches. The error is that matching takes too long.
+    pub(super) fn matches(&self, path: &str) -> Result<bool, Cause> {
         match &self.matcher {
             Matcher::Plain { bytes, whole } => {
                 let Some(start) = path.len().checked_sub(bytes.len()) else { return Ok(false) };
@@ -93,15 +94,11 @@ impl Pattern {
                 let mut pairs = end.iter().zip(bytes);
                 Ok(begins && pairs.all(|(byte, want)| want.is_none_or(|want| want == *byte)))
             }
-            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(|error| AdapterError::Pattern {
-                field,
-                key: self.text.clone(),
-                source: cause(error),
-            }),
+            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(cause),
         }
     }
 
-    /// Whether a text is a path, which takes no regular expression to match.
+    /// Whether a pattern is a plain path.
     pub(super) fn is_plain(text: &str) -> bool {
         plain(text).is_some()
     }
@@ -110,7 +107,7 @@ impl Pattern {
         matches!(self.matcher, Matcher::Regex { .. })
     }
 
-    /// What matching takes at most on paths of so many bytes together: states visited, for each byte of a path.
+    /// An upper bound on the work of matching `paths` paths with `bytes` bytes in total: states visited per byte.
     pub(super) fn work(&self, paths: u64, bytes: u64) -> u64 {
         match self.matcher {
             Matcher::Plain { .. } => paths,
@@ -119,8 +116,7 @@ impl Pattern {
     }
 }
 
-/// The bytes of a pattern that is a path, with dots for any character or escaped; `^` and `$` change nothing at its ends but that
-/// the path has to begin there.
+/// The bytes of a plain path. Dots are wildcards unless escaped. A leading `^` or trailing `$` is dropped.
 fn plain(text: &str) -> Option<Vec<Option<u8>>> {
     let text = text.strip_prefix('^').unwrap_or(text);
     let text = text.strip_suffix('$').unwrap_or(text);
@@ -139,7 +135,7 @@ fn plain(text: &str) -> Option<Vec<Option<u8>>> {
 
 /// An open group.
 struct Group {
-    /// Its number and name, if it captures.
+    /// Number and name, if it captures.
     captures: Option<(usize, String)>,
     looks: Option<Look>,
 }
@@ -150,12 +146,12 @@ enum Look {
     Behind,
 }
 
-/// Refuses what Python's `re` does not know, reads differently from our engine, or reads differently from version to version; else
-/// says whether the pattern takes backtracking. So many groups are around it, the last of them open.
+/// Rejects constructs that Python's `re` lacks, or that the two engines or different versions interpret differently. Otherwise
+/// returns whether matching requires backtracking. `outer_groups` groups surround the pattern, the last of them still open.
 fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
     const PUNCTUATION: &[u8] = br".^$*+?()[]{}|\/-_#&~,:=!@% ";
     if !text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
-        return Err("only printable ASCII is taken");
+        return Err("it has a character that is not printable ASCII");
     }
     let mut rest = text.as_bytes();
     let mut groups: Vec<Group> = Vec::new();
@@ -179,12 +175,12 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
                     b'1'..=b'9' if !rest.first().is_some_and(u8::is_ascii_digit) => {
                         let number = usize::from(escaped - b'0');
                         if !closed.iter().any(|(other, _)| *other == number) {
-                            return Err("a back reference is to no group before it");
+                            return Err("a back reference has no closed group before it");
                         }
                         backtracks = true;
                     }
                     escaped if PUNCTUATION.contains(escaped) => {}
-                    _ => return Err("an escape is not one that Python has, or means something else there"),
+                    _ => return Err("it has an escape that Python lacks or interprets differently"),
                 }
             }
             b'[' => {
@@ -198,17 +194,17 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
                 let Some(group) = group else {
                     let end = rest.iter().position(|byte| *byte == b')').ok_or("a group is not closed")?;
                     if !closed.iter().any(|(_, name)| name.as_bytes() == &rest[..end]) {
-                        return Err("a back reference is to no group before it");
+                        return Err("a back reference has no closed group before it");
                     }
                     (rest, backtracks, repeatable) = (&rest[end + 1..], true, true);
                     continue;
                 };
                 if looks_behind || (group.captures.is_some() && groups.iter().any(|group| group.looks.is_some())) {
-                    return Err("a group stands inside look-around");
+                    return Err("a group is inside look-around");
                 }
                 if let Some((_, name)) = group.captures.as_ref().filter(|(_, name)| !name.is_empty()) {
                     if names.contains(name) {
-                        return Err("two groups have one name");
+                        return Err("two groups have the same name");
                     }
                     names.push(name.clone());
                 }
@@ -216,13 +212,13 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
                 groups.push(group);
             }
             b')' => {
-                let group = groups.pop().ok_or("a group is closed that is not open")?;
+                let group = groups.pop().ok_or("it has an unmatched closing parenthesis")?;
                 repeatable = group.looks.is_none();
                 closed.extend(group.captures);
             }
             b'*' | b'+' | b'?' | b'{' => {
                 if !repeatable || looks_behind {
-                    return Err("a repetition is of nothing that can be repeated");
+                    return Err("a repetition follows nothing that can be repeated");
                 }
                 if *byte == b'{' {
                     rest = counts(rest)?;
@@ -231,16 +227,16 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
                 rest = rest.strip_prefix(b"?").unwrap_or(rest);
                 repeatable = false;
             }
-            b'|' if looks_behind => return Err("there are alternatives inside look-behind"),
+            b'|' if looks_behind => return Err("look-behind has alternatives"),
             b'^' | b'$' | b'|' => repeatable = false,
-            b']' | b'}' => return Err("a bracket is closed that is not open"),
+            b']' | b'}' => return Err("it has an unmatched closing bracket"),
             _ => repeatable = true,
         }
     }
     if groups.is_empty() { Ok(backtracks) } else { Err("a group is not closed") }
 }
 
-/// Reads what follows the parenthesis that opens a group; no group for a back reference by name.
+/// Parses what follows an opening parenthesis; `None` for a named back reference.
 fn open<'a>(rest: &'a [u8], last_group: &mut usize) -> Result<(Option<Group>, &'a [u8]), &'static str> {
     let group = |captures, looks| Some(Group { captures, looks });
     let Some(rest) = rest.strip_prefix(b"?") else {
@@ -257,49 +253,49 @@ fn open<'a>(rest: &'a [u8], last_group: &mut usize) -> Result<(Option<Group>, &'
             let name = &rest[..end];
             let is_name = name.iter().all(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
             if !is_name || name.first().is_none_or(u8::is_ascii_digit) {
-                return Err("the name of a group is no identifier");
+                return Err("the name of a group is not an identifier");
             }
             *last_group += 1;
             Ok((group(Some((*last_group, String::from_utf8_lossy(name).into_owned())), None), &rest[end + 1..]))
         }
-        _ => Err("a group is of a kind that Python does not have, or reads otherwise"),
+        _ => Err("it has a kind of group that Python lacks or interprets differently"),
     }
 }
 
-/// Reads the rest of a class of characters.
+/// Parses the rest of a character class.
 fn class(mut rest: &[u8]) -> Result<&[u8], &'static str> {
     rest = rest.strip_prefix(b"^").unwrap_or(rest);
     if rest.first() == Some(&b']') {
-        return Err("a class of characters begins with a bracket");
+        return Err("a character class begins with a bracket");
     }
     // Whether the character before may begin a range.
     let mut begins = false;
     let mut first = true;
     loop {
-        let [byte, after @ ..] = rest else { return Err("a class of characters is not closed") };
+        let [byte, after @ ..] = rest else { return Err("a character class is not closed") };
         rest = after;
         match (byte, after) {
             (b']', _) => return Ok(rest),
-            (b'[', _) => return Err("a class of characters has a bracket inside"),
+            (b'[', _) => return Err("a character class has a bracket inside"),
             (b'&', [b'&', ..]) | (b'~', [b'~', ..]) | (b'|', [b'|', ..]) | (b'-', [b'-', ..]) => {
-                return Err("a class of characters has an operator inside");
+                return Err("a character class has a set operator inside");
             }
             (b'\\', [b'd' | b'D' | b'w' | b'W' | b's' | b'S', after @ ..]) => (rest, begins) = (after, false),
             (b'\\', [escaped, after @ ..]) if escaped.is_ascii_punctuation() && !matches!(escaped, b'<' | b'>') => {
                 (rest, begins) = (after, false);
             }
-            (b'\\', _) => return Err("an escape is not one that Python has, or means something else there"),
+            (b'\\', _) => return Err("it has an escape that Python lacks or interprets differently"),
             (b'-', [b']', ..]) => begins = false,
             (b'-', _) if first => begins = false,
             (b'-', [end, after @ ..]) if begins && end.is_ascii_alphanumeric() => (rest, begins) = (after, false),
-            (b'-', _) => return Err("a range of characters is not one of letters or digits"),
+            (b'-', _) => return Err("a character range is not one of letters or digits"),
             (byte, _) => begins = byte.is_ascii_alphanumeric(),
         }
         first = false;
     }
 }
 
-/// Reads the rest of `{m}`, `{m,}` or `{m,n}`.
+/// Parses the rest of `{m}`, `{m,}` or `{m,n}`.
 fn counts(rest: &[u8]) -> Result<&[u8], &'static str> {
     let end = rest.iter().position(|byte| *byte == b'}').ok_or("a brace is not closed")?;
     let (counts, rest) = (&rest[..end], &rest[end + 1..]);
@@ -311,5 +307,5 @@ fn counts(rest: &[u8]) -> Result<&[u8], &'static str> {
         (Some(Some(least)), Some(most), None) => count(most).is_some_and(|most| least <= most),
         _ => false,
     };
-    if valid { Ok(rest) } else { Err("a brace is no repetition `{m}`, `{m,}` or `{m,n}`") }
+    if valid { Ok(rest) } else { Err("a brace is not a repetition `{m}`, `{m,}` or `{m,n}`") }
 }

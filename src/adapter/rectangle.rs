@@ -1,4 +1,4 @@
-//! The part of a stored factor that a rank needs, and its conversion to the layout and the element type of a block.
+//! One rank's part of a stored factor, and its conversion to the layout and element type of a block.
 //!
 //! Invariant: it lies inside its tensor.
 
@@ -6,13 +6,13 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::{
-    AdapterError,
+    error::AdapterError,
     layout::{self, B, CORE, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
     tensor::View,
 };
 use crate::{DType, Element};
 
-/// A factor, or some features of one.
+/// A factor, or a range of its features.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rectangle<'a> {
     view: View<'a>,
@@ -27,22 +27,22 @@ enum Kind {
 }
 
 impl<'a> Rectangle<'a> {
-    /// A linear module's A, `[rank, in_features]`.
+    /// A of a linear module, `[rank, in_features]`.
     pub(super) fn linear_a(view: View<'a>) -> Self {
         Self { view, kind: Kind::LinearA }
     }
 
-    /// An embedding's A, `[rank, vocab]`.
+    /// A of an embedding, `[rank, vocab]`.
     pub(super) fn embedding_a(view: View<'a>) -> Self {
         Self { view, kind: Kind::EmbeddingA }
     }
 
-    /// A B, `[out_features, rank]`.
+    /// B, `[out_features, rank]`.
     pub(super) fn b(view: View<'a>) -> Self {
         Self { view, kind: Kind::B }
     }
 
-    /// The elements it takes in a block, padding included.
+    /// Size in a block in elements, including padding.
     pub(super) fn block_elems(&self) -> usize {
         let (rank, features) = self.shape();
         match self.kind {
@@ -52,7 +52,7 @@ impl<'a> Rectangle<'a> {
         }
     }
 
-    /// Writes all of `part`, which is as large as it takes.
+    /// Writes the factor to `part`, which has its size.
     pub(super) fn write<T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
         match self.view.tensor.dtype() {
             DType::BF16 => self.convert::<bf16, T>(part),
@@ -62,7 +62,7 @@ impl<'a> Rectangle<'a> {
     }
 
     fn convert<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
-        /// So that a task is not too little work to give away, and what it writes stays in the cache.
+        /// Large enough to be worth scheduling, small enough that the output stays in cache.
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.shape().0) * size_of::<T>();
         let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(LANE_FEATURES / TILE_FEATURES);
@@ -74,7 +74,7 @@ impl<'a> Rectangle<'a> {
         if finite { Ok(()) } else { self.unrepresentable::<S, T>().map_or(Ok(()), Err) }
     }
 
-    /// The parts of it, one after the other in a block, that take no more elements than that, which are enough for a lane.
+    /// Splits the factor into consecutive parts of at most `max_elems` elements, which must be enough for one lane of features.
     pub(super) fn split(&self, max_elems: usize) -> impl Iterator<Item = Self> {
         let (rank, features) = self.shape();
         let stripes = max_elems / layout::stripe_elems(rank);
@@ -82,7 +82,8 @@ impl<'a> Rectangle<'a> {
         (0..features).step_by(len).map(move |start| self.narrowed(start, len))
     }
 
-    /// Up to `len` of its features. If they begin with a stripe, their part of the block is laid out like a factor of its own.
+    /// Up to `len` features from `start` on. If `start` is at a stripe boundary, their part of the block has the layout of a factor
+    /// of its own.
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let range = start..self.shape().1.min(start + len);
         let view = match self.kind {
@@ -92,7 +93,7 @@ impl<'a> Rectangle<'a> {
         Self { view, ..*self }
     }
 
-    /// Writes the part, and says whether all of it is finite.
+    /// Writes the factor and returns whether every element is finite.
     fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> bool {
         let (rank, features) = self.shape();
         part.fill(0);
@@ -112,7 +113,8 @@ impl<'a> Rectangle<'a> {
         }
     }
 
-    /// Writes the elements to where `at` says, row by row. Each `RUN` of a row are placed alike, each `PIECE` of them together.
+    /// Writes the elements row by row to the offsets `at`. Each `RUN` elements of a row have the same relative offsets, and each
+    /// `PIECE` of them are contiguous.
     fn scatter<S: Element, T: Element, const RUN: usize, const PIECE: usize>(
         &self,
         part: &mut [u8],
@@ -142,7 +144,7 @@ impl<'a> Rectangle<'a> {
         finite
     }
 
-    /// Names the first weight that is not finite in a block.
+    /// The error for the first weight that is not finite in `T`.
     fn unrepresentable<S: Element, T: Element>(&self) -> Option<AdapterError> {
         let View { name, tensor, rows, cols, .. } = self.view;
         for place in (0..rows).flat_map(|row| (0..cols).map(move |col| self.view.at(row, col))) {
@@ -155,7 +157,7 @@ impl<'a> Rectangle<'a> {
         None
     }
 
-    /// The rank and the features.
+    /// Rank and features.
     fn shape(&self) -> (usize, usize) {
         let View { rows, cols, .. } = self.view;
         match self.kind {
@@ -165,7 +167,7 @@ impl<'a> Rectangle<'a> {
     }
 }
 
-/// Converts elements, and says whether all of them are finite.
+/// Converts elements and returns whether every one is finite.
 fn convert<'a, S: Element, T: Element>(elements: impl Iterator<Item = &'a [u8]>, out: &mut [T]) -> bool {
     let mut finite = true;
     for (element, out) in elements.zip(out) {

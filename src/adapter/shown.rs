@@ -1,12 +1,12 @@
-//! Text of others as errors show it: without control characters, and cut.
+//! Untrusted text in error messages: escaped and shortened.
 
 use std::fmt;
 
-/// Characters that are shown of the beginning of a long text, and of its end.
+/// Characters kept at the beginning and at the end of a long text.
 const HEAD: usize = 120;
 const TAIL: usize = 60;
 
-/// Shows a value on one line: characters that are not printable escaped, and what is long cut in its middle.
+/// Displays a value on one line. Unprintable characters are escaped, and the middle of a long text is omitted.
 pub(super) struct Shown<T>(pub(super) T);
 
 impl<T: fmt::Display> fmt::Display for Shown<T> {
@@ -27,4 +27,12 @@ fn write_escaped(f: &mut fmt::Formatter<'_>, mut chars: impl Iterator<Item = cha
         '\'' | '"' | '\\' => write!(f, "{char}"),
         _ => write!(f, "{}", char.escape_debug()),
     })
+}
+
+/// An error of another library.
+pub(super) type Cause = Box<dyn std::error::Error + Send + Sync>;
+
+/// Displays an error of another library, which may quote a whole file.
+pub(super) fn cause(source: impl fmt::Display) -> Cause {
+    Shown(source).to_string().into()
 }

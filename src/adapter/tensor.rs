@@ -1,18 +1,18 @@
-//! A tensor's bytes, whoever owns them, and how they are read as numbers.
+//! Tensors over bytes that anyone may own, and strided views of them.
 //!
-//! It knows nothing of what a tensor is for. Invariant: there are exactly as many bytes as the shape and the type ask for.
+//! Invariant: a tensor has exactly as many bytes as its shape and element type require.
 
-use std::{fmt, ops::Range, path::PathBuf, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 use half::{bf16, f16};
 
-use super::{AdapterError, shown::Shown};
+use super::error::{AdapterError, TensorName};
 use crate::{DType, Element};
 
-/// What keeps bytes: a vector, a shared slice, a map of a file, a static slice, or any handle of an engine's.
+/// The owner of a tensor's bytes: a vector, a shared slice, a memory map, a static slice or any other handle.
 pub(super) type Storage = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A tensor of an adapter: its own bytes, or a part of bytes that it shares.
+/// A tensor of an adapter. Clones share its bytes.
 #[derive(Clone)]
 pub struct Tensor {
     dtype: DType,
@@ -22,13 +22,13 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A row-major tensor in memory, little-endian as in safetensors files.
+    /// A row-major tensor of little-endian elements, as in safetensors files.
     ///
-    /// The bytes are kept, not copied: a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a map of a file, or any handle that keeps them in
-    /// place. Clones share them. They have to stay the same as long as the tensor lives.
+    /// The bytes are kept, not copied. They may be a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a memory map or any other
+    /// handle, and must not change while the tensor or a clone is alive.
     ///
     /// # Errors
-    /// If there are more or fewer bytes than the shape and the type ask for.
+    /// [`AdapterError::Bytes`] if the number of bytes does not match the shape and element type.
     pub fn new(
         dtype: DType,
         shape: impl Into<Vec<usize>>,
@@ -38,10 +38,10 @@ impl Tensor {
         Self::part(dtype, shape, Arc::new(bytes), 0..len)
     }
 
-    /// A tensor in a range of shared bytes, such as a file that holds many: as [`new`](Self::new), without a copy.
+    /// Like [`new`](Self::new), but takes a range of shared bytes, such as those of a file with many tensors.
     ///
     /// # Errors
-    /// If the range is not in the bytes, or not as long as the shape and the type ask for.
+    /// [`AdapterError::Bytes`] if the range is out of bounds, or its length does not match the shape and element type.
     pub fn part(
         dtype: DType,
         shape: impl Into<Vec<usize>>,
@@ -58,22 +58,22 @@ impl Tensor {
         }
     }
 
-    /// The type of the elements.
+    /// The element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The dimensions, slowest first.
+    /// The dimensions, slowest-varying first.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The elements, row-major and little-endian.
+    /// The elements: row-major, little-endian.
     pub fn bytes(&self) -> &[u8] {
         &(*self.storage).as_ref()[self.bytes.clone()]
     }
 
-    /// The index of an element, of each dimension, by its place in the memory.
+    /// The index of the element at a linear offset.
     pub(super) fn index(&self, mut place: usize) -> Vec<usize> {
         let mut index: Vec<_> = self
             .shape
@@ -89,7 +89,7 @@ impl Tensor {
         index
     }
 
-    /// All elements, row-major.
+    /// All elements as `f32`, row-major.
     pub fn to_f32(&self) -> Vec<f32> {
         fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
             bytes.chunks_exact(size_of::<T>()).map(|bytes| bytemuck::pod_read_unaligned::<T>(bytes).to_f32()).collect()
@@ -108,24 +108,7 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// A tensor as errors name it: its key, and the file that it is in.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct TensorName {
-    /// The key, as the file spells it.
-    pub key: String,
-    /// The file, or `file N` among the bytes of several; none for a tensor that was passed in memory.
-    pub file: Option<PathBuf>,
-}
-
-impl fmt::Display for TensorName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}`", Shown(&self.key))?;
-        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", Shown(file.display())))
-    }
-}
-
-/// A factor of a module, `[rows, cols]`.
+/// A factor `[rows, cols]`.
 #[derive(Clone, Debug)]
 pub(super) struct Factor {
     pub(super) name: TensorName,
@@ -148,13 +131,13 @@ impl Factor {
         Stored { name: &self.name, tensor: &self.tensor }
     }
 
-    /// Fails unless it is `[rows, cols]`.
+    /// Rejects another shape.
     pub(super) fn expect_shape(&self, rows: usize, cols: usize) -> Result<(), AdapterError> {
         self.stored().expect_shape(rows, cols)
     }
 }
 
-/// A named tensor.
+/// A tensor and its name.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stored<'a> {
     pub(super) name: &'a TensorName,
@@ -162,31 +145,31 @@ pub(super) struct Stored<'a> {
 }
 
 impl<'a> Stored<'a> {
-    /// Its rows and columns, if it has two dimensions.
+    /// The shape, if it has two dimensions.
     pub(super) fn matrix(self) -> Result<[usize; 2], AdapterError> {
         let shape = self.tensor.shape();
         shape.try_into().map_err(|_| AdapterError::NotMatrix { tensor: self.name.clone(), shape: shape.to_vec() })
     }
 
-    /// Fails unless it is `[rows, cols]`.
+    /// Rejects another shape.
     pub(super) fn expect_shape(self, rows: usize, cols: usize) -> Result<(), AdapterError> {
         let (got, want) = (self.matrix()?, [rows, cols]);
         if got == want { Ok(()) } else { Err(AdapterError::Shape { tensor: self.name.clone(), got, want }) }
     }
 
-    /// The matrix of `shape` that it begins with.
+    /// The contiguous matrix of this shape at the start of the tensor.
     pub(super) fn view(self, shape: [usize; 2]) -> View<'a> {
         self.spaced(shape, [shape[1], 1])
     }
 
-    /// The matrix of `shape` whose elements are `strides` apart, all in the tensor.
+    /// The matrix of this shape at the start of the tensor, with these strides.
     pub(super) fn spaced(self, [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> View<'a> {
         let Self { name, tensor } = self;
         View { name, tensor, rows, cols, start: 0, row_stride, col_stride }
     }
 }
 
-/// A matrix in a tensor: its elements at regular distances, wherever they begin.
+/// A strided matrix in a tensor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a> {
     pub(super) name: &'a TensorName,
@@ -199,7 +182,7 @@ pub(super) struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// As many elements behind.
+    /// The same matrix, `elems` further on.
     pub(super) fn moved(self, elems: usize) -> Self {
         Self { start: self.start + elems, ..self }
     }
@@ -217,30 +200,30 @@ impl<'a> View<'a> {
         Self { start: self.start + range.start * self.row_stride, rows: range.len(), ..self }
     }
 
-    /// One row of each `step`, from `first` on.
+    /// Every `step`-th row, beginning with `first`.
     pub(super) fn every_row(self, first: usize, step: usize) -> Self {
         let rows = (self.rows - first).div_ceil(step);
         Self { rows, row_stride: self.row_stride * step, ..self.rows(first..self.rows) }
     }
 
-    /// Where an element is in the tensor.
+    /// Linear offset of an element in the tensor.
     pub(super) fn at(&self, row: usize, col: usize) -> usize {
         self.start + row * self.row_stride + col * self.col_stride
     }
 
-    /// The elements of a row, if they stand together.
+    /// The elements of a row, if they are contiguous.
     pub(super) fn contiguous_row(&self, row: usize) -> Option<&'a [u8]> {
         let size = self.tensor.dtype.bytes();
         (self.col_stride == 1).then(|| &self.tensor.bytes()[self.at(row, 0) * size..][..self.cols * size])
     }
 
-    /// The element at an index of the tensor's memory.
+    /// The element at a linear offset.
     pub(super) fn element(&self, index: usize) -> &'a [u8] {
         let size = self.tensor.dtype.bytes();
         &self.tensor.bytes()[index * size..][..size]
     }
 
-    /// Whether both have the same shape, type and elements, bit for bit.
+    /// Whether both have the same shape, element type and bits.
     pub(super) fn same(&self, other: &Self) -> bool {
         if (self.rows, self.cols, self.tensor.dtype) != (other.rows, other.cols, other.tensor.dtype) {
             return false;

@@ -2,7 +2,7 @@ use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
 use crate::model::Activation;
 
-/// What an activation makes of a gate, if there is one, and up. NaN gives NaN.
+/// Applies an activation to one feature of gate (if there is one) and up. NaN propagates.
 pub(super) fn apply(activation: Activation, gate: Option<f32>, up: f32) -> f32 {
     // Without a gate, it is of up alone.
     let (x, up) = gate.map_or((up, 1.0), |gate| (gate, up));

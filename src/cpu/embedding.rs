@@ -8,7 +8,7 @@ use crate::{
     plan::PlanError,
 };
 
-/// The adapters of an embedding.
+/// The LoRA operation of one embedding.
 #[derive(Clone, Debug)]
 pub struct LoraEmbedding {
     model: ModelId,
@@ -19,19 +19,19 @@ impl LoraEmbedding {
     /// The embedding `id` of the table's model.
     ///
     /// # Errors
-    /// If the id is of another model.
+    /// [`PlanError::Foreign`] if the id belongs to another model.
     pub fn new(weights: &WeightTable, id: EmbeddingId) -> Result<Self, PlanError> {
         let site = weights.model().embedding(id).ok_or(PlanError::Foreign)?.clone();
         Ok(Self { model: weights.model().id(), site })
     }
 
-    /// Adds `scaling · B A[:, token_ids[t]]` to `y[t]`, for every token `t` that has an adapter and an id in the vocabulary. All
-    /// other rows of `y` keep every bit.
+    /// `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` whose slot has an adapter of this embedding and whose id is in
+    /// the vocabulary. All other rows of `y` keep every bit.
     ///
-    /// `y` is `[tokens, hidden]`.
+    /// `token_ids` is `[tokens]`, `y` is `[tokens, hidden]`.
     ///
     /// # Errors
-    /// If the operands don't fit the embedding and the step; then `y` is as it was.
+    /// [`OperandError`] if an operand does not match the embedding and the step. `y` is then unchanged.
     pub fn add_delta<T: Element>(
         &self,
         step: &mut Step<'_>,

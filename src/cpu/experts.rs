@@ -1,6 +1,6 @@
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
-use super::{Matrix, MatrixMut, Step, WeightTable, activation, weights::Factors};
+use super::{Matrix, MatrixMut, Step, WeightTable, activation, factors::Factors};
 use crate::{
     Element,
     error::OperandError,
@@ -9,22 +9,24 @@ use crate::{
     routing::TopK,
 };
 
-/// The adapters of one layer's experts.
+/// The LoRA operations of one layer's experts.
 ///
-/// An engine computes gate_up, an activation, down and a combine for the experts that its router chose. This adds the adapters in
-/// one of several places, whichever the engine can reach:
+/// An engine runs gate-up, an activation, down and a combine for the experts that its router chose. Adapters can be applied at any
+/// of these points:
 ///
-/// | | of the base | replaces the base's |
-/// |---|---|---|
-/// | gate_up | [`add_gate_up_delta`](Self::add_gate_up_delta) behind it, [`write_gate_up_delta`](Self::write_gate_up_delta) before it | activation: [`activate`](Self::activate) |
-/// | down | [`add_down_delta`](Self::add_down_delta) behind it, [`write_down_delta`](Self::write_down_delta) before it, [`add_combined_delta`](Self::add_combined_delta) behind the combine | combine: [`combine`](Self::combine) |
+/// | base operation | add after it | write before it | replace it |
+/// |---|---|---|---|
+/// | gate-up | [`add_gate_up_delta`](Self::add_gate_up_delta) | [`write_gate_up_delta`](Self::write_gate_up_delta) | |
+/// | activation | | | [`activate`](Self::activate) |
+/// | down | [`add_down_delta`](Self::add_down_delta) | [`write_down_delta`](Self::write_down_delta) | |
+/// | combine | [`add_combined_delta`](Self::add_combined_delta) | | [`combine`](Self::combine) |
 ///
-/// Matrices of `[routes, ..]` have the rows that the [`TopK`] says. Token `t`'s adapter gives expert `e` the delta
-/// `scale · scaling · B (A x)` of its factors for `e`: with the batch's scale for `t`, and the scaling of the adapter's module. Of
-/// a route that is not here nothing is read, and nothing is written but by `write_gate_up_delta` and `write_down_delta`.
+/// The rows of `[routes, ..]` matrices are those of [`TopK`]. The delta of a route is `scale · scaling · B (A x)`, with the factors
+/// and scaling that the token's adapter has for the expert, and the batch's scale of the token. For routes that are not local
+/// nothing is read, and only `write_gate_up_delta` and `write_down_delta` write.
 ///
-/// Where the experts' `inter` is cut over tensor-parallel ranks, each has its features of gate_up, and what comes after the
-/// activation is its partial sum: before the engine's all-reduce. Expert-parallel ranks likewise add up in the combine.
+/// With `inter` sharded by tensor parallelism, each rank computes its own gate-up features, and everything after the activation is
+/// a partial sum for the engine's all-reduce. Combines of expert-parallel ranks add up likewise.
 ///
 /// ```
 /// use aril::{
@@ -79,20 +81,20 @@ pub struct LoraExperts {
     site: ExpertsSite,
 }
 
-/// One projection of a step, up to its ranks.
+/// The deltas of one projection, after shrink.
 struct Deltas<'a, T> {
     projection: &'a ProjectionSite,
     top_k: &'a TopK<'a>,
-    /// What the adapter of a route's token has for its expert: of each route, slice by slice.
+    /// Factors of the token's adapter for the route's expert: `[routes][slices]`.
     parts: Vec<Option<Part<'a, T>>>,
-    /// `A x`. Those of a token that have one A are one: of all experts, or of gate and up.
+    /// `A x`. Experts or slices of one token with the same A share an element.
     products: Vec<Vec<f32>>,
 }
 
 struct Part<'a, T> {
     factors: Factors<'a, T>,
     product: usize,
-    /// What is multiplied with the adapter's scaling.
+    /// Factor on the adapter's scaling.
     scale: f32,
 }
 
@@ -102,7 +104,7 @@ struct Route {
     number: usize,
     token: usize,
     row: usize,
-    /// None if it is not here.
+    /// `None` if the route is not local.
     expert: Option<usize>,
 }
 
@@ -110,21 +112,20 @@ impl LoraExperts {
     /// The experts `id` of the table's model.
     ///
     /// # Errors
-    /// If the id is of another model.
+    /// [`PlanError::Foreign`] if the id belongs to another model.
     pub fn new(weights: &WeightTable, id: ExpertsId) -> Result<Self, PlanError> {
         let site = weights.model().experts(id).ok_or(PlanError::Foreign)?.clone();
         Ok(Self { model: weights.model().id(), site })
     }
 
-    /// Adds to the row of each route that is here what its token's adapter adds to gate and up of its expert. What has no adapter
-    /// keeps `y` bit for bit.
+    /// Adds the deltas of gate and up to the rows of local routes. Rows without an adapter keep every bit.
     ///
-    /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
-    /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves). If the router's weights are
-    /// [on the input](TopK::on_input), `x` is without them, and the delta is multiplied by the route's.
+    /// `x` is `[tokens, hidden]`. `y` is `[routes, gate_up]`, with gate and up in the order of
+    /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves). With [`TopK::on_input`], `x` is not multiplied by the router's
+    /// weights; the deltas are.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the step and its routes; then `y` is as it was.
+    /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
     pub fn add_gate_up_delta<T: Element>(
         &self,
         step: &mut Step<'_>,
@@ -135,9 +136,9 @@ impl LoraExperts {
         self.add(&self.gate_up(step, top_k, x)?, y, false)
     }
 
-    /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice
-    /// that has no adapter or is not here: for a base GEMM that adds its product to what `y` holds. Rows that no route has are
-    /// left as they are.
+    /// Like [`add_gate_up_delta`](Self::add_gate_up_delta), but overwrites `y`: with the delta, or with zero for routes and slices
+    /// that have no adapter or are not local. For a base GEMM that accumulates into `y`. Rows that belong to no route are
+    /// unchanged.
     ///
     /// # Errors
     /// As for `add_gate_up_delta`.
@@ -151,16 +152,15 @@ impl LoraExperts {
         self.add(&self.gate_up(step, top_k, x)?, y, true)
     }
 
-    /// The activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route that
-    /// is here, whether its token has an adapter or not. It takes the place of the base's activation, and spares a pass over `y`.
-    /// Computed in `f32`, rounded once.
+    /// Computes `out[row] = activation(y[row] + delta)` for all local routes, with or without an adapter, in `f32` with one
+    /// rounding. Replaces the base's activation and saves a pass over `y`.
     ///
-    /// `x` is `[tokens, hidden]` and `y`, of the base's gate_up, `[routes, gate_up]`, as for
-    /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`.
+    /// `x` is `[tokens, hidden]`. `y` is the output `[routes, gate_up]` of the base's gate-up, as for
+    /// [`add_gate_up_delta`](Self::add_gate_up_delta). `out` is `[routes, inter]`.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the step and its routes, or the activation needs a gate that the experts do not have;
-    /// then `out` is as it was.
+    /// [`OperandError`] if an operand does not match the experts, the step and its routes, or the activation requires a gate that
+    /// the experts lack. `out` is then unchanged.
     #[doc(alias = "silu_and_mul")]
     pub fn activate<T: Element>(
         &self,
@@ -174,7 +174,9 @@ impl LoraExperts {
         let deltas = self.gate_up(step, top_k, x)?;
         y.check_as("y", top_k.num_routes(), self.site.gate_up().out_features())?;
         out.check_as("out", top_k.num_routes(), self.site.down().in_features())?;
-        self.site.check_activation(activation)?;
+        if !self.site.allows(activation) {
+            return Err(OperandError::Activation { activation });
+        }
         let (gate, up) = self.site.gate_and_up();
         let place = |slice| self.site.gate_up().columns(slice);
         let (gate, up) = (gate.map(place), place(up));
@@ -190,14 +192,13 @@ impl LoraExperts {
         Ok(())
     }
 
-    /// Adds to the row of each route that is here what its token's adapter adds to down of its expert. What has no adapter keeps
-    /// `y` bit for bit.
+    /// Adds the deltas of down to the rows of local routes, before the combine. Rows without an adapter keep every bit.
     ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`, before the combine and without its weights.
-    /// If these are [on the rows](TopK::on_rows), `y` is with them, and the delta is multiplied by the route's.
+    /// `x` is the activated input `[routes, inter]`. `y` is `[routes, hidden]`, without the router's weights. With
+    /// [`TopK::on_rows`], `y` includes the weights, and the deltas are multiplied by them.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the step and its routes; then `y` is as it was.
+    /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
     pub fn add_down_delta<T: Element>(
         &self,
         step: &mut Step<'_>,
@@ -208,8 +209,8 @@ impl LoraExperts {
         self.add(&self.down(step, top_k, x)?, y, false)
     }
 
-    /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
-    /// or is not here: for a base GEMM that adds its product to what `y` holds. Rows that no route has are left as they are.
+    /// Like [`add_down_delta`](Self::add_down_delta), but overwrites `y`: with the delta, or with zero for routes that have no
+    /// adapter or are not local. For a base GEMM that accumulates into `y`. Rows that belong to no route are unchanged.
     ///
     /// # Errors
     /// As for `add_down_delta`.
@@ -223,14 +224,13 @@ impl LoraExperts {
         self.add(&self.down(step, top_k, x)?, y, true)
     }
 
-    /// Adds the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
-    /// multiplied by what the route weighs ([`output_weight`](TopK::output_weight) · [`row_weight`](TopK::row_weight)). What has no
-    /// adapter keeps `y` bit for bit.
+    /// Adds the deltas of down after the base's combine: `y[t]` gets the sum over the local routes of token `t`, each multiplied by
+    /// [`output_weight`](TopK::output_weight) · [`row_weight`](TopK::row_weight). Rows without an adapter keep every bit.
     ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
+    /// `x` is the activated input `[routes, inter]`, `y` is `[tokens, hidden]`.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the step and its routes; then `y` is as it was.
+    /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
     pub fn add_combined_delta<T: Element>(
         &self,
         step: &mut Step<'_>,
@@ -254,15 +254,15 @@ impl LoraExperts {
         Ok(())
     }
 
-    /// The combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here of
-    /// `y[row] + delta`, each multiplied by what the route [weighs](TopK::output_weight), and zero if none is. For every token,
-    /// whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
+    /// Computes `out[t] = Σ output_weight · (y[row] + delta)` over the local routes of token `t`, or zero if there are none, for
+    /// every token with or without an adapter, in `f32` with one rounding. Replaces the base's combine. See
+    /// [`TopK::output_weight`].
     ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
-    /// weights unless these are [on the rows](TopK::on_rows), where the deltas are multiplied by them; `out` is `[tokens, hidden]`.
+    /// `x` is the activated input `[routes, inter]`. `y` is the output `[routes, hidden]` of the base's down, without the router's
+    /// weights; with [`TopK::on_rows`], it includes them, and the deltas are multiplied by them. `out` is `[tokens, hidden]`.
     ///
     /// # Errors
-    /// If the operands don't fit the experts, the step and its routes; then `out` is as it was.
+    /// [`OperandError`] if an operand does not match the experts, the step and its routes. `out` is then unchanged.
     #[doc(alias = "moe_sum")]
     #[doc(alias = "finalize")]
     pub fn combine<T: Element>(
@@ -314,7 +314,7 @@ impl LoraExperts {
         Ok(self.deltas(self.site.down(), step, top_k, x, input))
     }
 
-    /// Shrinks. `input` says which row of `x` a route's expert takes, and what its delta is multiplied by.
+    /// Shrinks. `input` returns a route's row of `x` and the factor on its delta.
     fn deltas<'a, T: Element>(
         &'a self,
         projection: &'a ProjectionSite,
@@ -352,7 +352,7 @@ impl LoraExperts {
         Deltas { projection, top_k, parts, products: shrinks.into_par_iter().map(shrink).collect() }
     }
 
-    /// Adds deltas to the rows of their routes, or sets these to them.
+    /// Adds deltas to the rows of their routes, or overwrites the rows.
     fn add<T: Element>(
         &self,
         deltas: &Deltas<'_, T>,
@@ -370,7 +370,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    /// What each row of the `[routes, ..]` matrices is of.
+    /// The route of each row in `[routes, ..]` matrices.
     fn by_row(&self, top_k: &TopK<'_>) -> Vec<Option<Route>> {
         let mut routes = vec![None; top_k.num_routes()];
         for route in (0..top_k.num_routes()).filter_map(|number| self.route(top_k, number)) {
@@ -391,7 +391,7 @@ impl LoraExperts {
 }
 
 impl<T: Element> Deltas<'_, T> {
-    /// Calls `put` with each output that the adapter of a route's token adds something to, and what that is.
+    /// Calls `put` with each column of a route's delta and its value.
     fn each(&self, route: Route, mut put: impl FnMut(usize, f32)) {
         for (slice, part) in self.of(route).iter().enumerate() {
             let Some(Part { factors, product, scale }) = part else { continue };
@@ -401,8 +401,8 @@ impl<T: Element> Deltas<'_, T> {
         }
     }
 
-    /// Calls `put` with parts of what a token's adapter adds to the sum of its `routes`, each by what it weighs: one for each B.
-    /// What the routes to experts that share it have is summed up before.
+    /// Calls `put` with each column and value of the weighted sum of several routes' deltas, once per distinct B. Routes to experts
+    /// with the same B are summed before the product.
     fn each_combined(&self, routes: impl Iterator<Item = Route>, mut put: impl FnMut(usize, f32)) {
         let mut sums: Vec<(Factors<'_, T>, Vec<f32>)> = Vec::new();
         for route in routes {
@@ -425,7 +425,7 @@ impl<T: Element> Deltas<'_, T> {
         &self.parts[route.number * slices..][..slices]
     }
 
-    /// Of a slice.
+    /// Output features of one slice.
     fn features(&self) -> usize {
         self.projection.out_features() / self.projection.num_slices()
     }

@@ -8,44 +8,31 @@ use crate::{
     plan::PlanError,
 };
 
-/// The adapters of one linear layer.
+/// The LoRA operations of one linear layer.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     model: ModelId,
     site: LinearSite,
 }
 
-/// What the operations of a step leave for each other: `A x` between [`LoraLinear::shrink`] and [`LoraLinear::expand`].
-#[derive(Clone, Debug, Default)]
-pub struct Workspace {
-    /// `[tokens, slices, max_rank]`
-    v: Vec<f32>,
-}
-
-impl Workspace {
-    /// Forgets what an earlier step left.
-    pub(super) fn clear(&mut self) {
-        self.v.clear();
-    }
-}
-
 impl LoraLinear {
     /// The layer `id` of the table's model.
     ///
     /// # Errors
-    /// If the id is of another model.
+    /// [`PlanError::Foreign`] if the id belongs to another model.
     pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
         let site = weights.model().linear(id).ok_or(PlanError::Foreign)?.clone();
         Ok(Self { model: weights.model().id(), site })
     }
 
-    /// Adds `scaling · B (A x[t])` to `y[t]`, for every token `t` that has an adapter. Base tokens keep `y` bit for bit.
+    /// `y[t] += scaling · B (A x[t])`, for every token `t` whose slot has an adapter of this layer. All other rows of `y` keep
+    /// every bit.
     ///
-    /// `x` is `[tokens, in_features]` and `y` is `[tokens, out_features]`. With row-parallel layers `y` is this rank's partial
-    /// sum: call this before the all-reduce.
+    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. In a row-parallel layer, `y` is this rank's partial sum:
+    /// call this before the all-reduce.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the step; then `y` is as it was.
+    /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
     #[doc(alias = "punica")]
     pub fn add_delta<T: Element>(
         &self,
@@ -58,8 +45,7 @@ impl LoraLinear {
         self.expand(step, y)
     }
 
-    /// `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its product to
-    /// what `y` holds.
+    /// `y[t] = scaling · B (A x[t])`, or zero for tokens and slices without an adapter. For a base GEMM that accumulates into `y`.
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
@@ -75,10 +61,10 @@ impl LoraLinear {
         self.expand(step, y)
     }
 
-    /// The first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace.
+    /// The first half of [`add_delta`](Self::add_delta): computes `A x[t]` into the workspace.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the step.
+    /// [`OperandError`] if an operand does not match the layer and the step.
     pub fn shrink<T: Element>(&self, step: &mut Step<'_>, x: Matrix<'_, T>) -> Result<(), OperandError> {
         x.check(step.num_tokens(), self.site.in_features())?;
         step.check::<T>("x", self.model)?;
@@ -97,11 +83,11 @@ impl LoraLinear {
         Ok(())
     }
 
-    /// The second half of [`add_delta`](Self::add_delta): adds `scaling · B v` to `y`, from what [`shrink`](Self::shrink) left
-    /// in the same step.
+    /// The second half of [`add_delta`](Self::add_delta): `y[t] += scaling · B v`, with `v` from the step's last
+    /// [`shrink`](Self::shrink).
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the step, or nothing of this step was shrunk; then `y` is as it was.
+    /// [`OperandError`] if an operand does not match the layer and the step, or the step has no shrink. `y` is then unchanged.
     pub fn expand<T: Element>(&self, step: &mut Step<'_>, mut y: MatrixMut<'_, T>) -> Result<(), OperandError> {
         y.check(step.num_tokens(), self.site.out_features())?;
         step.check::<T>("y", self.model)?;

@@ -2,7 +2,7 @@ use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::Parall
 
 use crate::{Element, error::OperandError, extent::Extent};
 
-/// A row-major matrix, to be read.
+/// A row-major input matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a, T> {
     data: &'a [T],
@@ -10,18 +10,18 @@ pub struct Matrix<'a, T> {
 }
 
 impl<'a, T: Element> Matrix<'a, T> {
-    /// `rows` rows of `cols` elements, one behind the other.
+    /// A matrix of contiguous rows.
     ///
     /// # Errors
-    /// If `data` is shorter.
+    /// [`OperandError::Extent`] if `data` has fewer than `rows * cols` elements.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Result<Self, OperandError> {
         Self::strided(data, rows, cols, cols)
     }
 
-    /// `rows` rows of `cols` elements whose beginnings are `row_stride` elements apart.
+    /// A matrix whose rows start `row_stride` elements apart.
     ///
     /// # Errors
-    /// If `data` is shorter or rows overlap.
+    /// [`OperandError::Extent`] if `data` is too short, or [`OperandError::Overlap`] if `row_stride < cols`.
     pub fn strided(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Result<Self, OperandError> {
         Ok(Self { data, extent: Extent::new("x", data.len(), rows, cols, row_stride)? })
     }
@@ -34,13 +34,13 @@ impl<'a, T: Element> Matrix<'a, T> {
         self.check_as("x", rows, cols)
     }
 
-    /// Refuses another shape of an operand that has another name.
+    /// Rejects another shape. Errors name the matrix `operand`.
     pub(super) fn check_as(&self, operand: &'static str, rows: usize, cols: usize) -> Result<(), OperandError> {
         self.extent.expect(operand, rows, cols)
     }
 }
 
-/// A row-major matrix, to be read and written.
+/// A row-major input and output matrix.
 #[derive(Debug)]
 pub struct MatrixMut<'a, T> {
     data: &'a mut [T],
@@ -48,24 +48,24 @@ pub struct MatrixMut<'a, T> {
 }
 
 impl<'a, T: Element> MatrixMut<'a, T> {
-    /// `rows` rows of `cols` elements, one behind the other.
+    /// A matrix of contiguous rows.
     ///
     /// # Errors
-    /// If `data` is shorter.
+    /// [`OperandError::Extent`] if `data` has fewer than `rows * cols` elements.
     pub fn new(data: &'a mut [T], rows: usize, cols: usize) -> Result<Self, OperandError> {
         Self::strided(data, rows, cols, cols)
     }
 
-    /// `rows` rows of `cols` elements whose beginnings are `row_stride` elements apart.
+    /// A matrix whose rows start `row_stride` elements apart.
     ///
     /// # Errors
-    /// If `data` is shorter or rows overlap.
+    /// [`OperandError::Extent`] if `data` is too short, or [`OperandError::Overlap`] if `row_stride < cols`.
     pub fn strided(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Result<Self, OperandError> {
         let extent = Extent::new("y", data.len(), rows, cols, row_stride)?;
         Ok(Self { data, extent })
     }
 
-    /// Disjoint rows, for threads to write.
+    /// The rows, as disjoint slices.
     pub(super) fn rows_mut(&mut self) -> impl IndexedParallelIterator<Item = &mut [T]> {
         let Extent { rows, cols, row_stride } = self.extent;
         self.data.par_chunks_mut(row_stride.max(1)).take(rows).map(move |row| &mut row[..cols])
@@ -79,7 +79,7 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         self.check_as("y", rows, cols)
     }
 
-    /// Refuses another shape of an operand that has another name.
+    /// Rejects another shape. Errors name the matrix `operand`.
     pub(super) fn check_as(&self, operand: &'static str, rows: usize, cols: usize) -> Result<(), OperandError> {
         self.extent.expect(operand, rows, cols)
     }

@@ -1,19 +1,26 @@
-//! The operations on the CPU: threaded, accumulating in `f32`, rounding once at the store.
+//! LoRA operations on the CPU, multithreaded. They accumulate in `f32` and round once, when they store.
 //!
-//! The default backend of the example, and what an engine's tests run on where there is no GPU. The nouns are those of the CUDA
-//! side. A token's result does not depend on what else is in the batch.
+//! The types have the names of those in `cuda`, so that engines can test without a GPU. A token's result does not depend on the
+//! rest of the batch.
 
 mod activation;
 mod embedding;
 mod experts;
+mod factors;
 mod linear;
 mod matrix;
 mod step;
-mod weights;
+mod table;
+mod upload;
+mod workspace;
 
-pub use embedding::LoraEmbedding;
-pub use experts::LoraExperts;
-pub use linear::{LoraLinear, Workspace};
-pub use matrix::{Matrix, MatrixMut};
-pub use step::Step;
-pub use weights::{Filled, Reservation, WeightTable};
+pub use self::{
+    embedding::LoraEmbedding,
+    experts::LoraExperts,
+    linear::LoraLinear,
+    matrix::{Matrix, MatrixMut},
+    step::Step,
+    table::WeightTable,
+    upload::{Filled, Reservation},
+    workspace::Workspace,
+};

@@ -9,91 +9,205 @@ use cudarc::driver::{
 
 use super::{
     LaunchError, Queue, Step,
+    capturing::Relaxed,
+    pinned::Pinned,
     region::{Kept, Region},
 };
 
-/// Device memory of a queue that captured steps may keep: a [`Graph`](super::Graph) of operations on it shares its ownership.
+/// Device memory on a queue that a captured [`Graph`](super::Graph) can keep alive.
 ///
-/// Everything that uses a buffer is enqueued on its queue, so its content is what the work enqueued before has left there.
+/// All work on a buffer is enqueued on its queue, and sees the results of the work enqueued before it.
 #[derive(Debug)]
 pub struct Buffer<T> {
     memory: Arc<Region<T>>,
 }
 
 impl<T: DeviceRepr + ValidAsZeroBits> Buffer<T> {
-    /// `len` zeros.
+    /// A buffer of `len` zeros.
     ///
     /// # Errors
-    /// If there is no memory left.
+    /// [`LaunchError`] if device memory is exhausted.
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
         Ok(Self { memory: Arc::new(Region::new(queue, len * size_of::<T>())?) })
     }
 }
 
 impl<T: DeviceRepr> Buffer<T> {
-    /// The memory of a slice that was allocated on the queue's stream.
+    /// A buffer that owns `slice`, which must have been allocated on the queue's stream.
     ///
     /// # Errors
-    /// If it was allocated on another stream, or the queue's stream is being captured.
+    /// [`LaunchError::WrongStream`] if it was allocated on another stream, or [`LaunchError::Capturing`].
     pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.enter()?;
         Ok(Self { memory: Arc::new(Region::from_slice(queue, slice)?) })
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.memory.len()
     }
 
-    /// Whether there are no elements.
+    /// Whether the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The address of the first element: for an engine's own kernels on the queue's stream.
+    /// Address of the first element, for the engine's own kernels on the queue's stream.
     pub fn device_ptr(&self) -> u64 {
         self.memory.region().ptr
     }
 
-    /// Copies `elements` to the beginning, in the order of the queue, and waits for the copy.
+    /// Copies `elements` to the start of the buffer, in stream order, and waits for the copy.
     ///
     /// # Errors
-    /// If there are more elements than the buffer has, or the queue's stream is being captured.
+    /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
     #[expect(clippy::disallowed_methods, reason = "says that it waits")]
     pub fn write(&mut self, elements: &[T]) -> Result<(), LaunchError> {
-        self.check(elements.len())?;
+        check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
         queue.enter()?;
         // SAFETY: there is room, nothing else uses the memory unordered, and the source lives until the copy is done.
         unsafe { result::memcpy_htod_async(self.device_ptr(), elements, queue.stream().cu_stream()) }?;
+        let _relaxed = Relaxed::new();
         Ok(queue.stream().synchronize()?)
     }
 
-    /// Copies the beginning to `elements`, in the order of the queue, and waits for the copy.
+    /// Copies the start of the buffer to `elements`, in stream order, and waits for the copy.
     ///
     /// # Errors
-    /// If there are more elements than the buffer has, or the queue's stream is being captured.
+    /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
     #[expect(clippy::disallowed_methods, reason = "says that it waits")]
     pub fn read(&self, elements: &mut [T]) -> Result<(), LaunchError> {
-        self.check(elements.len())?;
+        check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
         queue.enter()?;
         // SAFETY: the buffer has so many elements, and the target lives until the copy is done.
         unsafe { result::memcpy_dtoh_async(elements, self.device_ptr(), queue.stream().cu_stream()) }?;
+        let _relaxed = Relaxed::new();
         Ok(queue.stream().synchronize()?)
     }
 
-    fn check(&self, len: usize) -> Result<(), LaunchError> {
-        let max = self.len();
-        if len > max { Err(LaunchError::Capacity { what: "the copy's elements", got: len, max }) } else { Ok(()) }
+    /// Enqueues a copy of the first `len` pinned elements to the beginning. Waits for nothing; the elements stay as they are until the
+    /// copy is done.
+    ///
+    /// # Errors
+    /// If either has fewer elements, they are of different queues, or the queue's stream is being captured.
+    pub fn enqueue_write(&mut self, from: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
+        let queue = self.enter_copy(from, len)?;
+        // SAFETY: there is room, and nothing else uses the memory unordered; the stream is of the context that is current now.
+        unsafe { from.memory.copy_to(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
+    }
+
+    /// Enqueues a copy of the first `len` elements to the beginning of the pinned ones, which
+    /// [`elements`](PinnedBuffer::elements) gives once the copy is done. Waits for nothing.
+    ///
+    /// # Errors
+    /// As for [`enqueue_write`](Self::enqueue_write).
+    pub fn enqueue_read(&self, to: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
+        let queue = self.enter_copy(to, len)?;
+        // SAFETY: as for `enqueue_write`.
+        unsafe { to.memory.copy_from(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
+    }
+
+    /// Checks a copy between this and the pinned elements, and enters the queue.
+    fn enter_copy(&self, pinned: &PinnedBuffer<T>, len: usize) -> Result<&Queue, LaunchError> {
+        check_len(len, self.len())?;
+        check_len(len, pinned.len())?;
+        let queue = self.memory.queue();
+        queue.check("the pinned elements", &pinned.queue)?;
+        queue.enter()?;
+        Ok(queue)
     }
 }
 
-/// Elements in device memory, to be read: of a cudarc slice or view, or of a [`Buffer`].
+/// Page-locked elements of the host, which a [`Buffer`] is written from and read to without waiting.
+///
+/// An engine that writes its inputs while an earlier step still runs has one for each step in flight.
+#[derive(Debug)]
+pub struct PinnedBuffer<T> {
+    memory: Pinned,
+    queue: Queue,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+impl<T: DeviceRepr + ValidAsZeroBits> PinnedBuffer<T> {
+    /// `len` zeros, to be copied on the queue.
+    ///
+    /// # Errors
+    /// If there is no page-locked memory left.
+    pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
+        queue.bind()?;
+        Ok(Self { memory: Pinned::new(len * size_of::<T>(), 0)?, queue: queue.clone(), len, elements: PhantomData })
+    }
+}
+
+impl<T> PinnedBuffer<T> {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether the last copy from or to the elements is done, so that [`elements`](Self::elements) does not block.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn is_ready(&self) -> Result<bool, LaunchError> {
+        self.queue.bind()?;
+        self.memory.is_free()
+    }
+
+    /// The elements. Blocks this thread until the last copy from or to them is done.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn elements(&mut self) -> Result<&mut [T], LaunchError> {
+        self.queue.bind()?;
+        let bytes = self.memory.wait_bytes()?;
+        // SAFETY: so many elements that were zero, which is valid, or were copied from elements; page-locked memory begins on a page, and
+        // the borrow is that of the bytes.
+        Ok(unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), self.len) })
+    }
+}
+
+impl Queue {
+    /// Enqueues a copy of `from` to the beginning of `to`, of which the rest stays as it is. Waits for nothing.
+    ///
+    /// # Errors
+    /// If `to` is shorter, one of them is of another context or, a buffer, of another stream, or the queue's stream is being captured.
+    pub fn copy<'a, T: DeviceRepr + Send + Sync + 'static>(
+        &self,
+        from: impl Into<View<'a, T>>,
+        to: impl Into<ViewMut<'a, T>>,
+    ) -> Result<(), LaunchError> {
+        let (from, mut to) = (from.into(), to.into());
+        check_len(from.len(), to.len())?;
+        from.check_queue("from", self)?;
+        to.check_queue("to", self)?;
+        self.enter()?;
+        let bytes = from.len() * size_of::<T>();
+        let (source, _source_guard) = from.on(self);
+        let (target, _target_guard) = to.on(self);
+        // SAFETY: both have so many bytes, which do not overlap, as one is borrowed exclusively; buffers are used and freed in the order of
+        // the stream, and guards order the others.
+        Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)
+    }
+}
+
+fn check_len(len: usize, max: usize) -> Result<(), LaunchError> {
+    LaunchError::within("the copy's elements", len, max)
+}
+
+/// An input in device memory: a cudarc slice or view, or a [`Buffer`].
 #[derive(Debug)]
 pub struct View<'a, T>(Source<'a, T, CudaView<'a, T>>);
 
-/// Elements in device memory, to be read and written: of a cudarc slice or view, or of a [`Buffer`].
+/// An input and output in device memory: a cudarc slice or view, or a [`Buffer`].
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(Source<'a, T, CudaViewMut<'a, T>>);
 
@@ -103,7 +217,7 @@ enum Source<'a, T, V> {
     Kept(Part<T>, PhantomData<&'a T>),
 }
 
-/// Elements of a buffer.
+/// A range of a buffer's elements.
 #[derive(Debug)]
 struct Part<T> {
     memory: Arc<Region<T>>,
@@ -118,18 +232,18 @@ impl<T> Part<T> {
 }
 
 impl<T> Buffer<T> {
-    /// The elements of a range, to be read.
+    /// A range of elements, as input.
     ///
     /// # Panics
-    /// If the buffer is shorter.
+    /// If the range is out of bounds.
     pub fn slice(&self, range: Range<usize>) -> View<'_, T> {
         View(Source::Kept(self.part(range), PhantomData))
     }
 
-    /// The elements of a range, to be read and written.
+    /// A range of elements, as input and output.
     ///
     /// # Panics
-    /// If the buffer is shorter.
+    /// If the range is out of bounds.
     pub fn slice_mut(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
         ViewMut(Source::Kept(self.part(range), PhantomData))
     }
@@ -176,20 +290,10 @@ impl<'a, T> From<&'a mut Buffer<T>> for ViewMut<'a, T> {
     }
 }
 
-impl<T> View<'_, T> {
-    /// Refuses memory of another context or, of a buffer, of another stream.
-    pub(super) fn check_queue(&self, operand: &'static str, queue: &Queue) -> Result<(), LaunchError> {
-        match &self.0 {
-            Source::Borrowed(view) => queue.kernels().check_context(operand, view.stream().context()),
-            Source::Kept(part, _) => queue.check(operand, part.memory.queue()),
-        }
-    }
-}
-
 macro_rules! view {
     ($view:ident, $device_ptr:ident $(, $mut:tt)?) => {
         impl<T: Send + Sync + 'static> $view<'_, T> {
-            /// Elements.
+            /// Number of elements.
             pub(super) fn len(&self) -> usize {
                 match &self.0 {
                     Source::Borrowed(view) => view.len(),
@@ -197,17 +301,23 @@ macro_rules! view {
                 }
             }
 
-            /// Refuses memory of another context or, of a buffer, of another stream; in a captured step also memory that cannot be
-            /// kept.
-            pub(super) fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
+            /// Rejects memory of another context or, for buffers, of another stream.
+            pub(super) fn check_queue(&self, operand: &'static str, queue: &Queue) -> Result<(), LaunchError> {
                 match &self.0 {
-                    Source::Borrowed(_) if step.is_captured() => Err(LaunchError::NotKept { operand }),
-                    Source::Borrowed(view) => step.queue().kernels().check_context(operand, view.stream().context()),
-                    Source::Kept(part, _) => step.queue().check(operand, part.memory.queue()),
+                    Source::Borrowed(view) => queue.kernels().check_context(operand, view.stream().context()),
+                    Source::Kept(part, _) => queue.check(operand, part.memory.queue()),
                 }
             }
 
-            /// What a captured step is to keep.
+            /// Like `check_queue`. In a captured step, also rejects borrowed memory.
+            pub(super) fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
+                match &self.0 {
+                    Source::Borrowed(_) if step.is_captured() => Err(LaunchError::NotKept { operand }),
+                    _ => self.check_queue(operand, step.queue()),
+                }
+            }
+
+            /// The memory that a captured step must keep alive.
             pub(super) fn kept(&self) -> Option<Kept> {
                 match &self.0 {
                     Source::Borrowed(_) => None,
@@ -215,7 +325,7 @@ macro_rules! view {
                 }
             }
 
-            /// Has the queue's stream wait for what else uses the memory. The guard is to be dropped once the launch is enqueued.
+            /// Makes the queue's stream wait for other uses of the memory. Drop the guard after the launch is enqueued.
             pub(super) fn on<'s>(&'s $($mut)? self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>) {
                 match & $($mut)? self.0 {
                     Source::Borrowed(view) => {

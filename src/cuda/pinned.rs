@@ -2,9 +2,10 @@
 
 use cudarc::driver::{result, sys};
 
-use super::{LaunchError, raw::Stream};
+use super::{LaunchError, capturing::Relaxed, raw::Stream};
 
-/// Page-locked host memory, and the event of its last copy to the device.
+/// Page-locked host memory, and the event of its last copy to or from the device. It may be made, used and dropped while streams are captured,
+/// unless the copy is on one of them.
 #[derive(Debug)]
 pub(super) struct Pinned {
     ptr: *mut u8,
@@ -18,8 +19,9 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Allocates zeroed memory with flags of `cuMemHostAlloc`, in the context that is current on this thread.
+    /// Allocates zeroed memory with `cuMemHostAlloc` flags in the thread's current context.
     pub(super) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
+        let _relaxed = Relaxed::new();
         // SAFETY: the owners check that a context is current; without one the driver refuses.
         let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), flags) }?.cast();
         // SAFETY: just allocated, so long.
@@ -34,8 +36,9 @@ impl Pinned {
         }
     }
 
-    /// Whether the last copy is done.
+    /// Whether the last copy has finished.
     pub(super) fn is_free(&self) -> Result<bool, LaunchError> {
+        let _relaxed = Relaxed::new();
         // SAFETY: the event is alive; one that was never recorded counts as complete.
         match unsafe { result::event::query(self.event) } {
             Ok(()) => Ok(true),
@@ -44,19 +47,20 @@ impl Pinned {
         }
     }
 
-    /// Blocks this thread until the last copy is done.
+    /// Blocks this thread until the last copy has finished.
     pub(super) fn wait(&self) -> Result<(), LaunchError> {
+        let _relaxed = Relaxed::new();
         // SAFETY: the event is alive.
         Ok(unsafe { result::event::synchronize(self.event) }?)
     }
 
-    /// The memory, if the last copy is done.
+    /// The memory, if the last copy has finished.
     pub(super) fn try_bytes(&mut self) -> Result<Option<&mut [u8]>, LaunchError> {
         // SAFETY: no copy reads it.
         Ok(if self.is_free()? { Some(unsafe { self.bytes() }) } else { None })
     }
 
-    /// The memory, once the last copy is done: blocks this thread until then.
+    /// Blocks this thread until the last copy has finished, and returns the memory.
     pub(super) fn wait_bytes(&mut self) -> Result<&mut [u8], LaunchError> {
         self.wait()?;
         // SAFETY: no copy reads it.
@@ -64,7 +68,7 @@ impl Pinned {
     }
 
     /// # Safety
-    /// The last copy is done.
+    /// The last copy has finished.
     unsafe fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: initialized when it was made, this type's own, and the caller says that no copy reads it.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
@@ -73,14 +77,28 @@ impl Pinned {
     /// Enqueues a copy of the first `len` bytes.
     ///
     /// # Safety
-    /// `to` addresses as many bytes of device memory, which stay mapped until the copy has run, and which nothing else uses
-    /// unordered. The stream is of the context that is current on this thread.
+    /// `to` is the address of `len` bytes of device memory that stay mapped until the copy has run and that other work uses only in
+    /// stream order. The stream belongs to the thread's current context.
     pub(super) unsafe fn copy_to(&mut self, to: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
         let stream = stream.as_raw().cast();
         // SAFETY: initialized, and at least so long.
         let bytes = unsafe { std::slice::from_raw_parts(self.ptr, len.min(self.len)) };
         // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
         unsafe { result::memcpy_htod_async(to, bytes, stream) }?;
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        Ok(unsafe { result::event::record(self.event, stream) }?)
+    }
+
+    /// Enqueues a copy to the first `len` bytes.
+    ///
+    /// # Safety
+    /// As for [`copy_to`](Self::copy_to), of what is copied from.
+    pub(super) unsafe fn copy_from(&mut self, from: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
+        let stream = stream.as_raw().cast();
+        // SAFETY: initialized, at least so long, and read by nobody before the event.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr, len.min(self.len)) };
+        // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
+        unsafe { result::memcpy_dtoh_async(bytes, from, stream) }?;
         // SAFETY: the event is alive, and the caller vouches for the stream.
         Ok(unsafe { result::event::record(self.event, stream) }?)
     }
@@ -91,6 +109,7 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         // Errors mean that the context is gone, and the copy with it.
         let _ = self.wait();
+        let _relaxed = Relaxed::new();
         // SAFETY: the last copy is done.
         let _ = unsafe { result::free_host(self.ptr.cast()) };
         // SAFETY: nobody else has the event.

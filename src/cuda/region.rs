@@ -1,62 +1,91 @@
-use std::{any::Any, sync::Arc};
+#![expect(unsafe_code, reason = "gives memory another element type, and frees it when it chooses")]
+
+use std::{any::Any, marker::PhantomData, mem::ManuallyDrop, sync::Arc};
 
 use cudarc::driver::{CudaSlice, CudaView, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits};
 
-use super::{LaunchError, Queue, raw::DeviceRegion};
+use super::{
+    LaunchError, Queue,
+    capturing::{self, Relaxed},
+    raw::DeviceRegion,
+};
 
-/// What a captured graph keeps alive for as long as it may be replayed.
+/// Memory that a captured graph keeps alive.
 pub(super) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// Device memory that is used on one stream only, so that the stream's own order is all the order it needs; but others may read a
-/// view.
+/// Device memory used on one stream, whose order is the only synchronisation. Views of it may be read on other streams. It may be dropped
+/// while the stream is being captured.
 #[derive(Debug)]
 pub(super) struct Region<T = u8> {
     queue: Queue,
-    elements: CudaSlice<T>,
+    bytes: ManuallyDrop<CudaSlice<u8>>,
     ptr: u64,
+    len: usize,
+    elements: PhantomData<T>,
 }
 
 impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
-    /// Allocates zeroed memory on the queue's stream.
+    /// Allocates zeroed memory on the queue's stream: `bytes`, or up to one element more.
     #[expect(clippy::disallowed_methods, reason = "owners allocate when they are made, never later")]
     pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
         queue.enter()?;
-        let elements = queue.stream().alloc_zeros(bytes.div_ceil(size_of::<T>()).max(1))?;
-        Self::from_slice(queue, elements)
+        capturing::free_postponed();
+        let len = bytes.div_ceil(size_of::<T>());
+        let _relaxed = Relaxed::new();
+        let bytes = queue.stream().alloc_zeros((len * size_of::<T>()).max(1))?;
+        Ok(Self::of(queue, bytes, len))
     }
 }
 
 impl<T> Region<T> {
-    /// Takes memory that was allocated on the queue's stream, in whose order it is freed.
-    pub(super) fn from_slice(queue: &Queue, mut elements: CudaSlice<T>) -> Result<Self, LaunchError> {
+    /// Takes memory allocated on the queue's stream, which orders its deallocation.
+    pub(super) fn from_slice(queue: &Queue, elements: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.check("the slice", &Queue::new(queue.kernels(), elements.stream())?)?;
-        let ptr = elements.device_ptr_mut(queue.stream()).0;
-        Ok(Self { queue: queue.clone(), elements, ptr })
+        let (stream, len, bytes) = (Arc::clone(elements.stream()), elements.len(), elements.num_bytes());
+        let _relaxed = Relaxed::new();
+        // SAFETY: the memory that the slice owned, on its stream, which waits for what else used it; every byte is a byte.
+        let bytes = unsafe { stream.upgrade_device_ptr(elements.leak(), bytes) };
+        Ok(Self::of(queue, bytes, len))
+    }
+
+    fn of(queue: &Queue, mut bytes: CudaSlice<u8>, len: usize) -> Self {
+        let ptr = bytes.device_ptr_mut(queue.stream()).0;
+        Self { queue: queue.clone(), bytes: ManuallyDrop::new(bytes), ptr, len, elements: PhantomData }
     }
 
     pub(super) fn queue(&self) -> &Queue {
         &self.queue
     }
 
+    /// Elements.
     pub(super) fn len(&self) -> usize {
-        self.elements.len()
+        self.len
     }
 
-    /// Where it is. For use on its stream.
+    /// The memory, for use on its stream.
     pub(super) fn region(&self) -> DeviceRegion {
-        DeviceRegion { ptr: self.ptr, bytes: self.elements.num_bytes() }
+        DeviceRegion { ptr: self.ptr, bytes: self.bytes.num_bytes() }
     }
 }
 
 impl<T: DeviceRepr> Region<T> {
-    /// Has its stream wait for those that view it, before a launch that writes it. The guard is to be dropped once that is enqueued.
+    /// Makes the stream wait for readers of views, before a launch that writes. Drop the guard after the launch is enqueued.
     pub(super) fn written(&mut self) -> SyncOnDrop<'_> {
-        self.elements.device_ptr_mut(self.queue.stream()).1
+        self.bytes.device_ptr_mut(self.queue.stream()).1
     }
 
-    /// Elements behind the first `offset` bytes, to be read on any stream.
-    pub(super) fn view(&self, offset: usize, len: usize) -> CudaView<'_, T> {
-        let first = offset / size_of::<T>();
-        self.elements.slice(first..first + len)
+    /// `len` elements from an address in this memory on, to read on any stream.
+    pub(super) fn view(&self, address: u64, len: usize) -> CudaView<'_, T> {
+        let offset = usize::try_from(address - self.ptr).expect("an offset in memory is a usize");
+        let bytes = self.bytes.slice(offset..offset + len * size_of::<T>());
+        // SAFETY: the memory holds elements from its beginning on.
+        unsafe { bytes.transmute(len) }.expect("as many bytes as the elements have")
+    }
+}
+
+impl<T> Drop for Region<T> {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses it from here on.
+        capturing::free(unsafe { ManuallyDrop::take(&mut self.bytes) });
     }
 }

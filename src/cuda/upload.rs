@@ -1,135 +1,129 @@
-#![expect(unsafe_code, reason = "copies on a stream of its own")]
+//! Loading an adapter into a weight table: reserve, fill, commit.
+
+#![expect(unsafe_code, reason = "copies to memory of its own")]
 
 use std::sync::Arc;
 
-use cudarc::driver::{
-    CudaContext, CudaEvent,
-    result::{self, stream::StreamKind},
-    sys,
-};
+use cudarc::driver::CudaEvent;
 
-use super::{LaunchError, Queue, pinned::Pinned, raw::Stream};
+use super::{
+    LaunchError, Staging,
+    arena::{Arena, Room},
+    capturing::Relaxed,
+    raw::Descriptor,
+};
 use crate::{
-    adapter::{MIN_STAGING_BYTES, SlotImage},
-    error::LoadError,
+    adapter::SlotImage,
+    error::{LoadError, SlotError},
+    residency::Bounds,
 };
 
-/// Bytes of each buffer.
-const BUFFER_BYTES: usize = 8 << 20;
-const _: () = assert!(BUFFER_BYTES >= MIN_STAGING_BYTES);
-
-/// The way of adapters to the device: two page-locked buffers of 8 MiB, of which one is packed while the other is copied, and a stream
-/// of its own for the copies. One loader thread at a time uses it; an engine has as many as it has loader threads.
+/// Room for an adapter in a table. Any thread may fill it. Dropping it frees the room.
 #[derive(Debug)]
-pub struct Staging {
-    // Dropped, and waited for, before the stream.
-    buffers: [Pinned; 2],
-    next: usize,
-    stream: OwnStream,
+#[must_use]
+pub struct Reservation {
+    pub(super) arena: Arc<Arena>,
+    pub(super) bounds: Bounds,
+    /// For the factors, and for the descriptors on their way to the table. `None` once they belong to a slot.
+    pub(super) rooms: Option<[Room; 2]>,
+    pub(super) image_bytes: usize,
+    /// Work that may still use the room.
+    pub(super) waits: Vec<Arc<CudaEvent>>,
+    /// The last work that writes to the room.
+    pub(super) written: Option<Arc<CudaEvent>>,
 }
 
-/// A stream that cudarc does not know of, so that the engine's context is not switched to multi-stream event tracking.
+/// An adapter whose copies to the device are enqueued, and which is not in a slot yet. Dropping it frees its room.
 #[derive(Debug)]
-struct OwnStream {
-    context: Arc<CudaContext>,
-    stream: sys::CUstream,
+#[must_use]
+pub struct Filled {
+    pub(super) reservation: Reservation,
+    pub(super) max_rank: usize,
 }
 
-// SAFETY: a handle; the driver's calls that take it are thread-safe.
-unsafe impl Send for OwnStream {}
-// SAFETY: as above.
-unsafe impl Sync for OwnStream {}
-
-impl Drop for OwnStream {
-    fn drop(&mut self) {
-        // An error means that the context is gone, and the stream with it.
-        let _ = self.context.bind_to_thread();
-        // SAFETY: nobody else has the stream; the driver ends it once its work is done.
-        let _ = unsafe { result::stream::destroy(self.stream) };
+impl Reservation {
+    /// Size of the image that the room was reserved for, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.image_bytes
     }
-}
 
-impl Staging {
-    /// Allocates the buffers, in the context of `queue`.
+    /// Converts the adapter's weights and enqueues their copies on the staging's stream, also while the queue's stream is being captured.
+    /// Blocks this thread while both staging buffers are being copied.
     ///
     /// # Errors
-    /// If there is no page-locked memory left.
-    pub fn new(queue: &Queue) -> Result<Self, LaunchError> {
-        queue.bind()?;
-        let buffer = || Pinned::new(BUFFER_BYTES, 0);
-        let context = Arc::clone(queue.stream().context());
-        let stream = OwnStream { context, stream: result::stream::create(StreamKind::NonBlocking)? };
-        Ok(Self { buffers: [buffer()?, buffer()?], next: 0, stream })
+    /// [`LoadError`] if a weight has no finite value in the table's element type, the image is not the one that the room was
+    /// reserved for, or the staging belongs to another context.
+    pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
+        self.fill_with_progress(image, staging, |_| ())
     }
 
-    pub(super) fn context(&self) -> &Arc<CudaContext> {
-        &self.stream.context
-    }
-
-    /// Has the copies from now on wait, on the device, for an event.
-    pub(super) fn wait_for(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: both are alive.
-        Ok(unsafe { result::stream::wait_event(self.stream.stream, event.cu_event(), flags) }?)
-    }
-
-    /// Records an event behind the copies so far.
-    pub(super) fn record(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
-        // SAFETY: both are alive.
-        Ok(unsafe { result::event::record(event.cu_event(), self.stream.stream) }?)
-    }
-
-    /// Packs an image and enqueues its copies, piece by piece: the host never holds all of it. Blocks this thread while both buffers are
-    /// being copied.
+    /// Like [`fill`](Self::fill), and calls `progress` with the number of bytes whose copies have been enqueued.
     ///
-    /// # Safety
-    /// `to` addresses as many bytes of device memory as the image has, of the staging's context, which stay mapped until the copies
-    /// have run, and which nothing else uses that is not ordered against the staging's stream.
-    pub(super) unsafe fn copy_image(
-        &mut self,
-        to: u64,
+    /// # Errors
+    /// As for `fill`.
+    pub fn fill_with_progress(
+        mut self,
         image: &SlotImage<'_>,
-        mut progress: impl FnMut(usize),
-    ) -> Result<(), LoadError> {
-        for piece in image.pieces(BUFFER_BYTES) {
-            let range = piece.range();
-            // SAFETY: the caller's obligations.
-            unsafe { self.copy(to + range.start as u64, range.len(), |bytes| Ok(piece.write_to(bytes)?)) }?;
-            progress(range.end);
+        staging: &mut Staging,
+        progress: impl FnMut(usize),
+    ) -> Result<Filled, LoadError> {
+        self.bounds.check(image)?;
+        if image.bytes() != self.image_bytes {
+            return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.image_bytes }.into());
         }
-        Ok(())
+        let queue = self.arena.queue();
+        queue.kernels().check_context("the staging", staging.context())?;
+        queue.bind()?;
+        for event in self.waits.drain(..) {
+            staging.wait_for(&event)?;
+        }
+        let written = queue.new_event()?;
+        let [block, row] = self.rooms().each_ref().map(|room| self.arena.address(room));
+        let descriptors = Descriptor::row(image, block);
+        // SAFETY: the rooms are this reservation's, and as large; the staging waits for what used them before, and what uses them
+        // after waits for `written`.
+        let copied = unsafe { staging.copy_image(block, image, progress) }
+            // SAFETY: as above.
+            .and_then(|()| unsafe { staging.copy_bytes(row, bytemuck::cast_slice(&descriptors)) });
+        let recorded = staging.record(&written);
+        self.written = Some(Arc::new(written));
+        copied?;
+        recorded?;
+        Ok(Filled { reservation: self, max_rank: image.max_rank() })
+    }
+}
+
+impl Reservation {
+    pub(super) fn rooms(&self) -> &[Room; 2] {
+        self.rooms.as_ref().expect("a reservation has its rooms until it is committed")
     }
 
-    /// Enqueues the copy of `bytes`, by the buffers.
+    pub(super) fn take_rooms(&mut self) -> [Room; 2] {
+        self.rooms.take().expect("a reservation has its rooms until it is committed")
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if let Some(rooms) = self.rooms.take() {
+            self.arena.give_back(rooms, self.written.take());
+        }
+    }
+}
+
+impl Filled {
+    /// Whether the copies have finished.
+    pub fn is_ready(&self) -> bool {
+        let _relaxed = Relaxed::new();
+        self.reservation.written.as_ref().is_none_or(|written| written.is_complete())
+    }
+
+    /// Blocks this thread until the copies have finished. A commit after that does not delay any step.
     ///
-    /// # Safety
-    /// As for [`copy_image`](Self::copy_image).
-    pub(super) unsafe fn copy_bytes(&mut self, to: u64, bytes: &[u8]) -> Result<(), LoadError> {
-        for (i, part) in bytes.chunks(BUFFER_BYTES).enumerate() {
-            let fill = |buffer: &mut [u8]| {
-                buffer.copy_from_slice(part);
-                Ok(())
-            };
-            // SAFETY: the caller's obligations.
-            unsafe { self.copy(to + (i * BUFFER_BYTES) as u64, part.len(), fill) }?;
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// As for [`copy_image`](Self::copy_image).
-    unsafe fn copy(
-        &mut self,
-        to: u64,
-        len: usize,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), LoadError>,
-    ) -> Result<(), LoadError> {
-        let stream = Stream::from_raw(self.stream.stream.cast());
-        let buffer = &mut self.buffers[self.next];
-        fill(&mut buffer.wait_bytes()?[..len])?;
-        // SAFETY: the caller's obligations.
-        unsafe { buffer.copy_to(to, len, stream) }?;
-        self.next = 1 - self.next;
-        Ok(())
+    /// # Errors
+    /// [`LaunchError::Driver`] if the driver returns an error.
+    pub fn wait(&self) -> Result<(), LaunchError> {
+        let _relaxed = Relaxed::new();
+        Ok(self.reservation.written.as_ref().map_or(Ok(()), |written| written.synchronize())?)
     }
 }

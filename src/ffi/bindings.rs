@@ -20,7 +20,11 @@ pub const ARIL_OUT_TILE: i32 = 64;
 pub const ARIL_OUT_UNIT: i32 = 32;
 pub const ARIL_OUTS_SMALL_M: i32 = 256;
 pub const ARIL_OUTS_LARGE_M: i32 = 128;
+pub const ARIL_WARPS: i32 = 8;
+pub const ARIL_MAX_RANK_TILES: i32 = 8;
 pub const ARIL_MAILBOX_HEADER: i32 = 128;
+pub const ARIL_WORD_BYTES: i32 = 8;
+pub const ARIL_GROUP_WORDS: i32 = 4;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
@@ -208,13 +212,14 @@ pub struct aril_linear_args {
     pub y: *mut ::core::ffi::c_void,
     pub y_stride: i64,
     pub mailbox: *mut ::core::ffi::c_void,
+    pub mailbox_bytes: u64,
     pub partials: *mut f32,
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 208usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 216usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -261,14 +266,17 @@ const _: () = {
         "Offset of field: aril_linear_args::mailbox",
     ][::core::mem::offset_of!(aril_linear_args, mailbox) - 96usize];
     [
+        "Offset of field: aril_linear_args::mailbox_bytes",
+    ][::core::mem::offset_of!(aril_linear_args, mailbox_bytes) - 104usize];
+    [
         "Offset of field: aril_linear_args::partials",
-    ][::core::mem::offset_of!(aril_linear_args, partials) - 104usize];
+    ][::core::mem::offset_of!(aril_linear_args, partials) - 112usize];
     [
         "Offset of field: aril_linear_args::weights",
-    ][::core::mem::offset_of!(aril_linear_args, weights) - 112usize];
+    ][::core::mem::offset_of!(aril_linear_args, weights) - 120usize];
     [
         "Offset of field: aril_linear_args::routing",
-    ][::core::mem::offset_of!(aril_linear_args, routing) - 136usize];
+    ][::core::mem::offset_of!(aril_linear_args, routing) - 144usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -582,6 +590,7 @@ pub struct aril_experts_args {
     pub out: *mut ::core::ffi::c_void,
     pub out_stride: i64,
     pub mailbox: *mut ::core::ffi::c_void,
+    pub mailbox_bytes: u64,
     pub partials: *mut f32,
     pub weights: aril_weights,
     pub routing: aril_routing,
@@ -592,7 +601,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 336usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 344usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -687,20 +696,23 @@ const _: () = {
         "Offset of field: aril_experts_args::mailbox",
     ][::core::mem::offset_of!(aril_experts_args, mailbox) - 144usize];
     [
+        "Offset of field: aril_experts_args::mailbox_bytes",
+    ][::core::mem::offset_of!(aril_experts_args, mailbox_bytes) - 152usize];
+    [
         "Offset of field: aril_experts_args::partials",
-    ][::core::mem::offset_of!(aril_experts_args, partials) - 152usize];
+    ][::core::mem::offset_of!(aril_experts_args, partials) - 160usize];
     [
         "Offset of field: aril_experts_args::weights",
-    ][::core::mem::offset_of!(aril_experts_args, weights) - 160usize];
+    ][::core::mem::offset_of!(aril_experts_args, weights) - 168usize];
     [
         "Offset of field: aril_experts_args::routing",
-    ][::core::mem::offset_of!(aril_experts_args, routing) - 184usize];
+    ][::core::mem::offset_of!(aril_experts_args, routing) - 192usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 256usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 264usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 288usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 296usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

@@ -1,66 +1,65 @@
-//! The experts of a mixture-of-experts layer, as one rank holds them.
+//! The experts of a mixture-of-experts layer: as the engine describes them, and as one rank holds them.
 
 use std::ops::Range;
 
 use super::{
-    Cut, SpecError, TpRank,
-    spec::{check_size, cut},
+    cut::{Cut, TpRank, check_size, cut},
+    error::SpecError,
 };
-use crate::error::OperandError;
 
-/// How gate and up stand in the rows of a weight, or the features of an output, that has both.
+/// The order of gate and up within a fused gate-up weight or its output.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Halves {
-    /// All of gate, then all of up.
+    /// All gate features, then all up features.
     #[default]
     GateUp,
-    /// All of up, then all of gate.
+    /// All up features, then all gate features.
     UpGate,
-    /// Gate and up in turn, gate first: GPT-OSS.
+    /// Gate and up features alternate, gate first (GPT-OSS).
     Interleaved,
 }
 
-/// What experts compute between their gate and up and their down. What is said of a gate is true of up where there is
-/// [none](Experts::ungated).
+/// The function between an expert's gate-up and down projections. [Ungated](Experts::ungated) experts apply it to `up` alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Activation {
-    /// `gelu(gate) · up`, by the error function: `gate · (1 + erf(gate / √2)) / 2 · up`.
+    /// `gelu(gate) · up`, with the error function: `gelu(x) = x · (1 + erf(x / √2)) / 2`.
     Gelu,
-    /// `gelu(gate) · up`, approximately: `gate · (1 + tanh(√(2/π) (gate + 0.044715 gate³))) / 2 · up`.
+    /// `gelu(gate) · up`, with the tanh approximation: `gelu(x) = x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
     GeluTanh,
-    /// `max(gate, 0)² · up`: Nemotron-H, without a gate.
+    /// `max(gate, 0)² · up`. Nemotron-H uses it without a gate.
     Relu2,
-    /// `silu(gate) · up`: `gate · sigmoid(gate) · up`.
+    /// `silu(gate) · up`, with `silu(x) = x · sigmoid(x)`.
     Silu,
-    /// `gate · sigmoid(alpha · gate) · (up + 1)`, of `gate` up to `limit` and `up` from `-limit` to `limit`. Only with a gate.
+    /// `gate · sigmoid(alpha · gate) · (up + 1)`, after clamping `gate` to at most `limit` and `up` to `-limit..=limit`. Requires a
+    /// gate.
     SwigluOai {
-        /// What the gate is multiplied by in the sigmoid.
+        /// Factor on the sigmoid's argument.
         alpha: f32,
-        /// Where gate and up end.
+        /// Clamp limit.
         limit: f32,
     },
 }
 
 impl Activation {
-    /// That of GPT-OSS.
+    /// The activation of GPT-OSS: `alpha` 1.702, `limit` 7.
     pub const GPT_OSS: Self = Self::SwigluOai { alpha: 1.702, limit: 7.0 };
 }
 
-/// The experts of one layer, to be described to [`ModelSpec::experts`](super::ModelSpec::experts).
+/// Describes the experts of one layer to [`ModelSpec::experts`](super::ModelSpec::experts).
 ///
-/// Each has a gate and an up (or [only an up](Self::ungated)), `[inter, hidden]`, and a down, `[hidden, inter]`. Which of them an
-/// adapter has, with which ranks, and whether experts have factors of their own or share one, is the adapter's.
+/// Each expert has a gate and an up projection of shape `[inter, hidden]` ([or up alone](Self::ungated)) and a down projection of
+/// shape `[hidden, inter]`. The adapter determines which projections are adapted, their ranks, and whether experts share factors. Which
+/// experts a rank holds, and which group shards `inter`, is set in its [`Shard`](super::Shard).
 ///
 /// ```
 /// use aril::model::{Experts, ModelSpec, TpRank};
 ///
-/// // Qwen3-30B-A3B, the second of four expert-parallel ranks.
+/// // Qwen3-30B-A3B
 /// let mut spec = ModelSpec::new();
-/// let id = spec.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).top_k(8).held(32..64))?;
-/// let model = spec.shard(TpRank::SINGLE)?;
-/// assert_eq!(model[id].held().len(), 32);
-/// assert_eq!(model[id].gate_up().out_features(), 2 * 768);
+/// let id = spec.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).top_k(8))?;
+/// let model = spec.shard(TpRank::new(1, 4)?)?;
+/// assert_eq!(model[id].gate_up().out_features(), 2 * 768 / 4);
 /// # Ok::<(), aril::model::SpecError>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -74,23 +73,22 @@ pub struct Experts {
     top_k: usize,
     gated: bool,
     halves: Halves,
-    held: Option<Vec<usize>>,
-    tp: Option<TpRank>,
     stored: Stored,
 }
 
-/// How the model's checkpoint has the parameters that hold all experts. Adapters of such parameters follow it.
+/// The layout of expert parameters in the checkpoint that adapters are trained on. PEFT's `target_parameters` adapters use the same
+/// layout.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Stored {
-    /// The order within gate_up.
+    /// Order of gate and up within `gate_up_proj`.
     pub(crate) halves: Halves,
-    /// `[experts, in, out]` instead of `[experts, out, in]`.
+    /// Parameters are `[experts, in, out]` instead of `[experts, out, in]`.
     pub(crate) transposed: bool,
 }
 
 impl Experts {
-    /// Names the module that the experts are in, such as `model.layers.0.mlp.experts`, how many the whole model has in it, and
-    /// their whole, unsharded features.
+    /// Experts at the module `path`, such as `model.layers.0.mlp.experts`. `num_experts`, `hidden` and `inter` are those of the
+    /// whole layer, before any sharding.
     pub fn new(path: impl Into<String>, num_experts: usize, hidden: usize, inter: usize) -> Self {
         Self {
             path: path.into(),
@@ -100,52 +98,36 @@ impl Experts {
             top_k: 0,
             gated: true,
             halves: Halves::default(),
-            held: None,
-            tp: None,
             stored: Stored::default(),
         }
     }
 
-    /// The most experts that the router chooses for a token. The GPU's operations need it.
+    /// Sets the number of experts per token. The GPU operations require it.
     #[doc(alias = "num_experts_per_tok")]
     pub fn top_k(mut self, top_k: usize) -> Self {
         self.top_k = top_k;
         self
     }
 
-    /// Experts without a gate: `down(activation(up(x)))`.
+    /// Removes the gate: experts compute `down(activation(up(x)))`.
     pub fn ungated(mut self) -> Self {
         self.gated = false;
         self
     }
 
-    /// How gate and up stand in what the engine computes, if not gate first.
+    /// Sets the order of gate and up in the engine's gate-up output. The default is [`Halves::GateUp`].
     pub fn halves(mut self, halves: Halves) -> Self {
         self.halves = halves;
         self
     }
 
-    /// The experts that this rank holds, if not all, in the order of the engine's local expert ids (expert parallelism).
-    #[doc(alias = "expert_map")]
-    pub fn held(mut self, experts: impl IntoIterator<Item = usize>) -> Self {
-        self.held = Some(experts.into_iter().collect());
-        self
-    }
-
-    /// The place in the group that `inter` is cut for, if it is not the model's.
-    #[doc(alias = "moe_tp")]
-    pub fn tensor_parallel(mut self, tp: TpRank) -> Self {
-        self.tp = Some(tp);
-        self
-    }
-
-    /// How gate and up stand in the gate_up of the checkpoint that adapters are trained on, if not gate first.
+    /// Sets the order of gate and up in the checkpoint's `gate_up_proj`. The default is [`Halves::GateUp`].
     pub fn stored_halves(mut self, halves: Halves) -> Self {
         self.stored.halves = halves;
         self
     }
 
-    /// The checkpoint that adapters are trained on has parameters `[experts, in, out]`: GPT-OSS, Llama 4.
+    /// Declares that the checkpoint's expert parameters are `[experts, in, out]` (GPT-OSS, Llama 4).
     #[doc(alias = "is_transposed")]
     pub fn stored_transposed(mut self) -> Self {
         self.stored.transposed = true;
@@ -153,7 +135,7 @@ impl Experts {
     }
 }
 
-/// The experts of one layer as this rank holds them.
+/// The experts of one layer on one rank.
 #[derive(Clone, Debug)]
 pub struct ExpertsSite {
     num_experts: usize,
@@ -166,39 +148,39 @@ pub struct ExpertsSite {
 }
 
 impl ExpertsSite {
-    /// Experts of the whole model's layer.
+    /// Experts of the whole layer, over all ranks.
     pub fn num_experts(&self) -> usize {
         self.num_experts
     }
 
-    /// The most experts that the router chooses for a token; 0 if it was not described.
+    /// The largest number of experts per token; 0 if [`Experts::top_k`] was not called.
     pub fn top_k(&self) -> usize {
         self.top_k
     }
 
-    /// The features between gate-up and down that this rank holds, of the whole `inter`: the rows of each expert's gate and up, and
-    /// the columns of its down.
+    /// The range of the whole `inter` that this rank holds: rows of each expert's gate and up weights, and columns of its down
+    /// weight.
     pub fn inter_range(&self) -> Range<usize> {
         self.down.input.range()
     }
 
-    /// The experts that this rank holds, by local expert id.
+    /// The experts on this rank, indexed by local expert id.
     pub fn held(&self) -> &[usize] {
         &self.held
     }
 
-    /// How gate and up stand in the output of [`gate_up`](Self::gate_up); none if there is no gate.
+    /// The order of gate and up in the output of [`gate_up`](Self::gate_up); `None` for ungated experts.
     pub fn halves(&self) -> Option<Halves> {
         self.halves
     }
 
-    /// What is before the activation: the slices gate and up, in the order of the output ([`Halves::Interleaved`]: gate first), or
+    /// The projection before the activation. Its slices are gate and up in output order ([`Halves::Interleaved`]: gate first), or
     /// up alone.
     pub fn gate_up(&self) -> &ProjectionSite {
         &self.gate_up
     }
 
-    /// What is after the activation: one slice.
+    /// The projection after the activation. It has one slice.
     pub fn down(&self) -> &ProjectionSite {
         &self.down
     }
@@ -207,15 +189,12 @@ impl ExpertsSite {
         self.stored
     }
 
-    /// Refuses an activation that these experts cannot have.
-    pub(crate) fn check_activation(&self, activation: Activation) -> Result<(), OperandError> {
-        match (self.halves, activation) {
-            (None, Activation::SwigluOai { .. }) => Err(OperandError::Activation { activation }),
-            _ => Ok(()),
-        }
+    /// Whether the experts support the activation: [`Activation::SwigluOai`] requires a gate.
+    pub(crate) fn allows(&self, activation: Activation) -> bool {
+        self.halves.is_some() || !matches!(activation, Activation::SwigluOai { .. })
     }
 
-    /// The slice of gate, if there is one, and that of up.
+    /// The slice index of gate, if there is one, and of up.
     pub(crate) fn gate_and_up(&self) -> (Option<usize>, usize) {
         match self.halves {
             None => (None, 0),
@@ -230,34 +209,34 @@ impl ExpertsSite {
     }
 }
 
-/// One projection of all experts, before or after the activation.
+/// One projection (gate-up or down) of all experts on this rank.
 ///
-/// Its descriptor-table entries are those of what all experts share, one for each slice, then, for each expert that the rank holds,
-/// those of the expert, one for each slice: together `(1 + held) * slices`.
+/// It takes `(1 + held) * num_slices` descriptor-table entries: first one per slice for the factors that all experts share, then
+/// one per slice for each local expert.
 ///
-/// - An expert's descriptor is complete: where A and B are (those that it shares with the others, too), the rank, the scaling.
-///   Rank 0: the adapter has nothing for this expert.
-/// - What is shared has the address of A if it is the same for all experts that the adapter has, of B likewise, and their rank.
-///   Rank 0: nothing is shared. A kernel finds there, without knowing an expert, that `A x` is to be computed once for a token, or
-///   `B v` once for the sum of a token's routes. Its scaling is 1: each expert has its own.
+/// - An expert's descriptor is complete: the addresses of A and B (shared or not), the rank and the scaling. Rank 0 means that the
+///   adapter does not adapt this expert.
+/// - A shared descriptor holds the address of A if all adapted experts have the same A, likewise of B, and their rank. Rank 0 means
+///   that nothing is shared. It lets a kernel compute `A x` once per token, or `B v` once per sum over a token's routes, without
+///   reading any expert's descriptor. Its scaling is always 1; each expert's own descriptor holds the scaling.
 #[derive(Clone, Debug)]
 pub struct ProjectionSite {
     input: Cut,
     slices: Vec<ExpertSlice>,
-    /// Whether the slices stand in turn in the output, feature by feature.
+    /// Whether the features of the slices alternate in the output.
     interleaved: bool,
     first_entry: usize,
     num_entries: usize,
 }
 
-/// One module of a projection.
+/// One slice of a projection.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ExpertSlice {
     pub(crate) module: ExpertModule,
     pub(crate) output: Cut,
 }
 
-/// What PEFT's `target_modules` would name of an expert.
+/// An expert's module, as PEFT's `target_modules` names it.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(crate) enum ExpertModule {
     Gate,
@@ -271,22 +250,22 @@ impl ProjectionSite {
         self.input.len
     }
 
-    /// Output features on this rank, over all slices.
+    /// Output features on this rank, summed over all slices.
     pub fn out_features(&self) -> usize {
         self.slices.iter().map(|slice| slice.output.len).sum()
     }
 
-    /// Modules side by side in the output.
+    /// Number of slices in the output.
     pub fn num_slices(&self) -> usize {
         self.slices.len()
     }
 
-    /// The descriptor-table entry of what all experts share of the first slice; the others follow it.
+    /// Descriptor-table entry of the shared factors of slice 0. Those of the other slices follow.
     pub fn shared_entry(&self) -> usize {
         self.first_entry
     }
 
-    /// The descriptor-table entry of the first slice of an expert, by its local id; the others follow it.
+    /// Descriptor-table entry of slice 0 of the expert with this local id. Those of the other slices follow.
     pub fn expert_entry(&self, local: usize) -> usize {
         self.first_entry + (1 + local) * self.slices.len()
     }
@@ -299,7 +278,7 @@ impl ProjectionSite {
         &self.slices
     }
 
-    /// Where a slice begins in the output, and how far apart its features are.
+    /// First output column of a slice, and the distance between its columns.
     pub(crate) fn columns(&self, slice: usize) -> (usize, usize) {
         if self.interleaved { (slice, self.slices.len()) } else { (slice * self.slices[slice].output.len, 1) }
     }
@@ -310,27 +289,27 @@ impl Experts {
         &self.path
     }
 
-    /// Refuses what is wrong on every rank.
+    /// Checks everything that does not depend on the rank.
     pub(super) fn check(&self) -> Result<(), SpecError> {
-        let Self { path, num_experts, hidden, inter, held, .. } = self;
-        let (path, num_experts) = (path.clone(), *num_experts);
-        if num_experts == 0 || i32::try_from(num_experts).is_err() {
-            return Err(SpecError::Experts { path, num_experts });
+        let Self { path, num_experts, hidden, inter, .. } = self;
+        if *num_experts == 0 || i32::try_from(*num_experts).is_err() {
+            return Err(SpecError::Experts { path: path.clone(), num_experts: *num_experts });
         }
-        let mut seen = vec![false; num_experts];
-        for &expert in held.iter().flatten() {
-            if seen.get_mut(expert).is_none_or(|seen| std::mem::replace(seen, true)) {
-                return Err(SpecError::Held { path, expert, num_experts });
-            }
-        }
-        check_size(&path, *hidden)?;
-        check_size(&path, *inter)
+        check_size(path, *hidden)?;
+        check_size(path, *inter)
     }
 
-    /// The experts as rank `tp` holds them.
-    pub(super) fn shard(&self, tp: TpRank, first_entry: usize) -> Result<ExpertsSite, SpecError> {
-        let tp = self.tp.unwrap_or(tp);
-        let held = self.held.clone().unwrap_or_else(|| (0..self.num_experts).collect());
+    /// The experts on rank `tp` of their group: all of them, or those in `held`.
+    pub(super) fn shard(
+        &self,
+        tp: TpRank,
+        held: Option<&[usize]>,
+        first_entry: usize,
+    ) -> Result<ExpertsSite, SpecError> {
+        let held = match held {
+            Some(held) => self.check_held(held)?.to_vec(),
+            None => (0..self.num_experts).collect(),
+        };
         let hidden = cut(tp, &self.path, self.hidden, 1)?;
         let inter = cut(tp, &self.path, self.inter, tp.size)?;
         let modules: &[ExpertModule] = match (self.gated, self.halves) {
@@ -355,5 +334,17 @@ impl Experts {
             down,
             held,
         })
+    }
+
+    /// Refuses to hold an expert that does not exist, or one twice.
+    fn check_held<'a>(&self, held: &'a [usize]) -> Result<&'a [usize], SpecError> {
+        let num_experts = self.num_experts;
+        let mut seen = vec![false; num_experts];
+        for &expert in held {
+            if seen.get_mut(expert).is_none_or(|seen| std::mem::replace(seen, true)) {
+                return Err(SpecError::Held { path: self.path.clone(), expert, num_experts });
+            }
+        }
+        Ok(held)
     }
 }

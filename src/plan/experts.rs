@@ -1,140 +1,28 @@
+//! Launch configurations of the operations on a layer's experts.
+
 use std::fmt;
 
 use super::{
-    Capacity, LANE_FEATURES, LANES_PER_GROUP, MAILBOX_HEADER, MAX_SLOTS, MULTIPROCESSORS, PlanError, RANK_TILE,
-    STAGED_RANK, WIDE_TILE, WorkspaceBytes, limit,
+    capacity::{Capacity, RouteCapacity},
+    error::PlanError,
+    thresholds::{
+        FEW_ROUTES, GroupedBy, LANE_FEATURES, LANES_PER_GROUP, MAILBOX_HEADER, RANK_TILE, ROUTES_PER_TILE,
+        TOKENS_PER_TILE, WIDE_TILE, WORD_BYTES,
+        experts::{
+            EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, OUTS_PER_UNIT, SHRINK_PIECES, WIDE_OUTS, max_blocks,
+            outs_per_warp,
+        },
+        is_staged,
+        linear::WIDE_COLUMNS,
+    },
+    workspace::WorkspaceBytes,
 };
 use crate::{
-    DType, ffi,
+    DType,
     model::{ExpertsSite, ProjectionSite},
 };
 
-/// The most experts of a layer that a rank can hold.
-const MAX_EXPERTS: usize = ffi::ARIL_MAX_EXPERTS as usize;
-const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
-const FEW_ROUTES: usize = ffi::ARIL_ONE_BLOCK_ROUTES as usize;
-const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
-/// Pieces that a block of shrink works on at a time, and a block of expand.
-const SHRINK_PIECES: usize = 2;
-const EXPAND_PIECES: usize = 8;
-/// The least outputs that a warp of expand works on where these are of all slices, or of tokens.
-const OUTS_PER_UNIT: usize = ffi::ARIL_OUT_UNIT as usize;
-/// Outputs of a slice that a warp of expand works on elsewhere: of few ranks, and of more. (H100: 128 are up to 6 % faster than 64.)
-const OUTS_PER_WARP: usize = 128;
-const OUTS_PER_WARP_OF_MANY_RANKS: usize = ffi::ARIL_OUT_TILE as usize;
-const FEW_RANKS: usize = 16;
-/// The most blocks of either: of the fewest routes, so that the device has room for both at a time, and of more. (H100: up to 15 %
-/// faster each.)
-const MAX_BLOCKS_FOR_FEWEST: usize = MULTIPROCESSORS;
-const MAX_BLOCKS: usize = 2 * MULTIPROCESSORS;
-const FEWEST_ROUTES: usize = ffi::ARIL_EACH_BLOCK_ROUTES as usize;
-/// With wide tiles, tiles of ranks that a block of shrink works on; and outputs of a slice that a block of expand does. (H100: 1024 are
-/// 2 to 12 % faster than 768, 512 or 256.)
-const WIDE_COLUMNS: usize = 8;
-const WIDE_OUTS: usize = 1024;
-/// The most blocks of either with wide tiles. (H100: up to 4 % faster than as many as the device has room for at a time, since what a
-/// block does differs; twice as many are no faster, and take longer to find that there is nothing to do.)
-const MAX_WIDE_SHRINK: usize = 8 * MULTIPROCESSORS;
-const MAX_WIDE_EXPAND: usize = 9 * MULTIPROCESSORS;
-
-/// Upper bounds on the routes of a step.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct RouteCapacity {
-    /// Tokens in a batch.
-    pub max_tokens: usize,
-    /// Experts that a token chooses.
-    pub top_k: usize,
-    /// Experts of a layer that this rank holds, at most 1024; it may hold none.
-    pub num_experts: usize,
-}
-
-impl RouteCapacity {
-    /// Up to `max_tokens` tokens in a batch. The other bounds are zero; without routes, it is refused where it is used.
-    pub const fn tokens(max_tokens: usize) -> Self {
-        Self { max_tokens, top_k: 0, num_experts: 0 }
-    }
-
-    /// Sets the experts that a token chooses.
-    #[must_use]
-    pub const fn top_k(self, top_k: usize) -> Self {
-        Self { top_k, ..self }
-    }
-
-    /// Sets the experts of a layer that this rank holds.
-    #[must_use]
-    pub const fn experts(self, num_experts: usize) -> Self {
-        Self { num_experts, ..self }
-    }
-
-    /// Checks the bounds against the kernels' limits.
-    ///
-    /// # Errors
-    /// If one is past its limit, or there are no tokens or no routes.
-    pub fn checked(self) -> Result<Self, PlanError> {
-        let max_routes = i32::MAX as usize / TOKENS_PER_TILE;
-        if self.num_experts > 0 {
-            limit("num_experts", self.num_experts, MAX_EXPERTS)?;
-        }
-        limit("max_tokens", self.max_tokens, max_routes)?;
-        limit("top_k", self.top_k, max_routes / self.max_tokens)?;
-        Ok(self)
-    }
-
-    /// Rows of matrices of routes.
-    pub(crate) fn max_routes(&self) -> usize {
-        self.max_tokens * self.top_k
-    }
-}
-
-/// Upper bounds on the blocks that a step's routes are put in, each of one slot and one expert.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct AlignCapacity {
-    /// The routes.
-    pub routes: RouteCapacity,
-    /// Slots that adapters may be in, at most [`MAX_SLOTS`].
-    #[doc(alias = "max_loras")]
-    pub num_slots: usize,
-    /// Routes of a block.
-    pub block_size: usize,
-}
-
-impl AlignCapacity {
-    /// Blocks of `block_size` of these routes, of adapters in `num_slots` slots.
-    pub const fn new(routes: RouteCapacity, num_slots: usize, block_size: usize) -> Self {
-        Self { routes, num_slots, block_size }
-    }
-
-    /// Checks the bounds against the kernels' limits.
-    ///
-    /// # Errors
-    /// If one is zero (`num_experts` may be) or past its limit, or blocks of this size may be too many to count their routes.
-    pub fn checked(self) -> Result<Self, PlanError> {
-        let routes = self.routes.checked()?;
-        limit("num_slots", self.num_slots, MAX_SLOTS)?;
-        limit("block_size", self.block_size, i32::MAX as usize / routes.max_routes())?;
-        Ok(self)
-    }
-
-    /// The most blocks: one for a route to each expert for each slot, and the others full.
-    pub fn max_blocks(&self) -> usize {
-        let RouteCapacity { max_tokens, num_experts, .. } = self.routes;
-        let routes = self.routes.max_routes();
-        match (self.num_slots.min(max_tokens) * num_experts).min(routes) {
-            0 => 0,
-            groups => groups + (routes - groups) / self.block_size.max(1),
-        }
-    }
-
-    /// The most routes of all blocks, padding among them.
-    #[doc(alias = "max_num_tokens_padded")]
-    pub fn max_padded(&self) -> usize {
-        self.max_blocks() * self.block_size
-    }
-}
-
-/// How the operations on a layer's experts are launched.
+/// Launch configurations of the operations on a layer's experts.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ExpertsPlan {
     dtype: DType,
@@ -144,32 +32,32 @@ pub struct ExpertsPlan {
     down: ProjectionPlan,
 }
 
-/// How those on one projection are.
+/// Launch configurations of the operations on one projection.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ProjectionPlan {
     capacity: Capacity,
     num_experts: usize,
     in_features: usize,
     num_slices: usize,
-    /// Of a slice.
+    /// Output features of one slice.
     out_features: usize,
     from_tokens: bool,
     interleaved: bool,
 }
 
-/// What expand goes by.
+/// How expand divides its work.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+#[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 pub(crate) enum ExpandBy {
-    /// Tiles of routes, and outputs of a slice.
+    /// By tile of routes and by range of outputs of one slice.
     Slices,
-    /// Tiles of routes, and the same outputs of all slices.
+    /// By tile of routes and by range of outputs, which a warp computes for all slices.
     Routes,
-    /// Tokens, and outputs.
+    /// By token and by range of outputs.
     Tokens,
 }
 
-/// Blocks of a launch, and the outputs that one of expand has. The bits of the result do not depend on them.
+/// Grid sizes of shrink and expand, and outputs per expand block (wide tiles) or warp (small tiles). All choices are bit-identical.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Blocks {
     pub(crate) shrink: usize,
@@ -177,19 +65,19 @@ pub(crate) struct Blocks {
     pub(crate) outs: usize,
 }
 
-/// How an operation is launched.
+/// Launch configuration of one operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ProjectionLaunch {
     pub(crate) small: Blocks,
-    /// If there may be wide tiles. The device decides which ones it goes by.
+    /// Set if wide tiles are possible. The device chooses the tile size.
     pub(crate) wide: Option<Blocks>,
 }
 
 impl ExpertsPlan {
-    /// Plans the experts of a layer for batches within `capacity`, whose tokens have up to [`ExpertsSite::top_k`] routes.
+    /// Plans the experts of a layer for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token.
     ///
     /// # Errors
-    /// If the kernels cannot take the shape or the bounds.
+    /// [`PlanError::Limit`] if the kernels do not support a size or a bound.
     pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let (num_experts, top_k) = (site.held().len(), site.top_k());
@@ -207,28 +95,28 @@ impl ExpertsPlan {
         Ok(Self { dtype, capacity, top_k, gate_up, down })
     }
 
-    /// A workspace for any batch within the capacity, and both projections.
+    /// Workspace for any batch within the capacity, for both projections.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
         let bytes = |plan: &ProjectionPlan| plan.workspace_bytes_for(self.capacity.max_tokens, self.top_k);
         bytes(&self.gate_up).max(bytes(&self.down))
     }
 
-    /// Of what is before the activation.
+    /// The projection before the activation.
     pub fn gate_up(&self) -> &ProjectionPlan {
         &self.gate_up
     }
 
-    /// Of what is after it.
+    /// The projection after the activation.
     pub fn down(&self) -> &ProjectionPlan {
         &self.down
     }
 
-    /// The bounds it was planned for.
+    /// The capacity of the plan.
     pub fn capacity(&self) -> Capacity {
         self.capacity
     }
 
-    /// Experts that a token may choose.
+    /// The largest number of experts per token.
     pub fn top_k(&self) -> usize {
         self.top_k
     }
@@ -239,35 +127,41 @@ impl ExpertsPlan {
         RouteCapacity { max_tokens: self.capacity.max_tokens, top_k: self.top_k, num_experts }
     }
 
-    /// The element type it was planned for.
+    /// The element type of activations and factors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 }
 
 impl ProjectionPlan {
-    /// The workspace that a batch of `num_tokens` with `top_k` routes each needs.
+    /// Workspace for a batch of `num_tokens` tokens with `top_k` experts each.
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
         // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
         let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
         let partials = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
-        WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * 2 * size_of::<f32>(), partials }
+        WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials }
     }
 
-    /// Whether adding and writing may have tiles of up to 64 routes, and a launch each for shrink and expand.
+    /// Whether the operations that add or write deltas may use wide tiles, with separate launches for shrink and expand.
     fn is_wide(&self, num_routes: usize) -> bool {
-        num_routes > FEW_ROUTES && self.capacity.max_rank <= STAGED_RANK && !self.interleaved
+        GroupedBy::of(num_routes) == GroupedBy::Kernel && is_staged(self.capacity.max_rank) && !self.interleaved
     }
 
-    /// The blocks for a batch of `num_tokens` with `top_k` routes each.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the GPU launches"))]
+    /// Whether the fused operation (`activate` for gate-up, `combine` for down) is faster for this many routes than adding the
+    /// delta and then running the engine's own kernel.
+    pub fn prefers_fused(&self, num_routes: usize) -> bool {
+        !self.is_wide(num_routes)
+    }
+
+    /// Grid sizes for a batch of `num_tokens` tokens with `top_k` experts each.
+    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
     pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy) -> ProjectionLaunch {
         let num_routes = num_tokens * top_k;
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
         let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
             let tiles = self.max_tiles(WIDE_TILE, num_routes);
-            let of_tokens = if self.from_tokens { self.capacity.tiles_of(WIDE_TILE, num_tokens) } else { 0 };
+            let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
             let shrink_pieces = rank_tiles.div_ceil(WIDE_COLUMNS) * self.num_groups();
             let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
             Blocks {
@@ -283,18 +177,16 @@ impl ProjectionPlan {
             0
         };
         let shrink_pieces = rank_tiles * self.num_groups();
-        let outs_per_warp =
-            if self.capacity.max_rank <= FEW_RANKS { OUTS_PER_WARP } else { OUTS_PER_WARP_OF_MANY_RANKS };
         let (expand_tiles, outs, slices) = match by {
-            ExpandBy::Slices => (tiles, outs_per_warp, self.num_slices),
+            ExpandBy::Slices => (tiles, outs_per_warp(self.capacity.max_rank), self.num_slices),
             ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
             ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs);
-        let max_expand = if num_routes <= FEWEST_ROUTES { MAX_BLOCKS_FOR_FEWEST } else { MAX_BLOCKS };
-        // One less where there is one that sorts, so that all of shrink begin at once: none waits for that.
-        let sorts = FEWEST_ROUTES < num_routes && num_routes <= FEW_ROUTES;
-        let max_shrink = max_expand - usize::from(sorts);
+        let grouped_by = GroupedBy::of(num_routes);
+        let max_expand = max_blocks(grouped_by);
+        // One less where one block groups the routes, so that all of shrink begin at once: none waits for that.
+        let max_shrink = max_expand - usize::from(grouped_by == GroupedBy::FirstOperation);
         // All pieces of a tile at the least.
         let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
             (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
@@ -307,8 +199,8 @@ impl ProjectionPlan {
         ProjectionLaunch { small, wide }
     }
 
-    /// The most tiles that so many routes can be: each slot may leave one unfilled at each expert, and so may the routes that have
-    /// none and those that are not here.
+    /// The largest number of tiles in `num_routes` routes. Each pair of a slot and an expert can leave one tile partly filled, as
+    /// can the routes without a slot and the routes that are not local.
     fn max_tiles(&self, size: usize, num_routes: usize) -> usize {
         let groups = self.num_experts * self.capacity.num_slots + 2;
         (num_routes + (size - 1) * groups.min(num_routes)) / size
@@ -335,5 +227,99 @@ impl fmt::Display for ExpertsPlan {
              projection{wide}, {mailbox} + {partials} bytes of workspace",
             self.dtype, self.top_k, self.gate_up.num_experts,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{Blocks, ExpandBy, ExpertsPlan};
+    use crate::{
+        DType,
+        model::{Experts, Halves, ModelSpec, TpRank},
+        plan::Capacity,
+    };
+
+    fn plan(experts: Experts, capacity: Capacity) -> ExpertsPlan {
+        let mut spec = ModelSpec::new();
+        let id = spec.experts(experts).unwrap();
+        ExpertsPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], DType::BF16, capacity).unwrap()
+    }
+
+    proptest! {
+        /// However the routes are spread over experts and slots, those without a slot and those that are not here among them.
+        #[test]
+        fn max_tiles_bounds_every_spread_and_is_reached(
+            (num_experts, num_slots) in (1..6_usize, 1..6_usize),
+            routes in prop::collection::vec(0..40_usize, 1..40),
+            size in prop::sample::select(vec![8, 64_usize]),
+        ) {
+            let capacity = Capacity::tokens(4096).slots(num_slots).rank(8);
+            let plan = plan(Experts::new("m", num_experts, 8, 8).top_k(1), capacity).gate_up;
+            let groups = num_experts * num_slots + 2;
+            let tiles = |counts: &[usize]| -> usize { counts.iter().map(|count| count.div_ceil(size)).sum() };
+            let routes = &routes[..routes.len().min(groups)];
+            prop_assert!(tiles(routes) <= plan.max_tiles(size, routes.iter().sum()));
+            // A route in each group, and the rest in one.
+            let num_routes: usize = routes.iter().sum();
+            let groups = groups.min(num_routes);
+            let mut worst = vec![1; groups];
+            if let Some(first) = worst.first_mut() {
+                *first += num_routes - groups;
+            }
+            prop_assert_eq!(tiles(&worst), plan.max_tiles(size, num_routes));
+        }
+    }
+
+    /// `shrink + expand blocks of outs` of small tiles, then of wide ones if there are.
+    fn shown(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, by: ExpandBy) -> String {
+        let blocks = |Blocks { shrink, expand, outs }: Blocks| format!("{shrink} + {expand} of {outs}");
+        let projections = [plan.gate_up(), plan.down()].map(|projection| {
+            let launch = projection.launch(num_tokens, top_k, by);
+            let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide))).unwrap_or_default();
+            blocks(launch.small) + &wide
+        });
+        projections.join("; ")
+    }
+
+    /// The launches that the figures of the record are of: gate_up, then down.
+    #[test]
+    fn launches_are_those_that_were_measured() {
+        use ExpandBy::{Routes, Slices, Tokens};
+        let qwen3 = |slots, rank| {
+            plan(Experts::new("m", 128, 2048, 768).top_k(8), Capacity::tokens(4096).slots(slots).rank(rank))
+        };
+        let gpt_oss = Experts::new("m", 32, 2880, 2880).top_k(4).halves(Halves::Interleaved);
+        let gpt_oss = plan(gpt_oss, Capacity::tokens(4096).slots(8).rank(128));
+        let small = plan(Experts::new("m", 2, 100, 70).top_k(2).ungated(), Capacity::tokens(4096).slots(2).rank(17));
+        let launches = [
+            (shown(&qwen3(4, 16), 1, 8, Slices), "40 + 12 of 128; 8 + 16 of 128"),
+            (shown(&qwen3(4, 16), 1, 8, Routes), "40 + 24 of 32; 8 + 64 of 32"),
+            (shown(&qwen3(4, 16), 1, 8, Tokens), "40 + 3 of 32; 8 + 8 of 32"),
+            (shown(&qwen3(4, 17), 8, 8, Slices), "132 + 132 of 64; 96 + 132 of 64"),
+            (shown(&qwen3(4, 17), 9, 8, Slices), "263 + 216 of 64; 108 + 264 of 64"),
+            (shown(&qwen3(4, 16), 128, 8, Slices), "263 + 264 of 128; 263 + 264 of 128"),
+            (
+                shown(&qwen3(4, 16), 129, 8, Slices),
+                "264 + 264 of 128 | 1056 + 1044 of 1024; 264 + 264 of 128 | 522 + 1044 of 1024",
+            ),
+            (shown(&qwen3(1, 64), 129, 8, Routes), "264 + 264 of 32; 264 + 264 of 32"),
+            (
+                shown(&qwen3(1, 128), 4096, 8, Slices),
+                "264 + 264 of 64 | 1056 + 1188 of 1024; 264 + 264 of 64 | 1056 + 1188 of 1024",
+            ),
+            (shown(&qwen3(1, 129), 4096, 8, Slices), "264 + 264 of 64; 264 + 264 of 64"),
+            (shown(&gpt_oss, 16, 4, Tokens), "132 + 132 of 32; 132 + 132 of 32"),
+            (shown(&gpt_oss, 700, 4, Slices), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
+            (shown(&small, 3, 2, Slices), "18 + 2 of 64; 9 + 2 of 64"),
+            (shown(&small, 32, 2, Routes), "32 + 5 of 32; 20 + 7 of 32"),
+            (shown(&small, 33, 2, Slices), "32 + 4 of 64; 20 + 4 of 64"),
+            (shown(&small, 600, 2, Slices), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
+            (shown(&small, 5, 2, Tokens), "18 + 2 of 32; 9 + 3 of 32"),
+        ];
+        for (number, (shown, expected)) in launches.into_iter().enumerate() {
+            assert_eq!(shown, expected, "launch {number}");
+        }
     }
 }

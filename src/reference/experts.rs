@@ -1,12 +1,12 @@
-//! What is of experts alone: what stands where, the activation, the combine. The deltas themselves are those of
-//! [`linear`](super::linear) layers.
+//! The parts of the reference that only experts need: column order, activations and the combine. Deltas are those of
+//! [`linear`](super::linear).
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use super::Delta;
 use crate::model::{Activation, Halves};
 
-/// Where feature `feature` of `inter` of gate and of up is in the output of gate_up.
+/// The columns of gate feature and up feature `feature`, of `inter` each, in the output of gate-up.
 pub fn columns(halves: Halves, inter: usize, feature: usize) -> [usize; 2] {
     match halves {
         Halves::GateUp => [feature, inter + feature],
@@ -15,7 +15,7 @@ pub fn columns(halves: Halves, inter: usize, feature: usize) -> [usize; 2] {
     }
 }
 
-/// The activation of one feature. Without a gate it is the gate's function, of up.
+/// The activation of one feature, by the formulas at [`Activation`]. Ungated experts activate `up`.
 pub fn activation(activation: Activation, gate: Option<f64>, up: f64) -> f64 {
     let Some(gate) = gate else { return gate_function(activation, up) };
     match activation {
@@ -27,7 +27,7 @@ pub fn activation(activation: Activation, gate: Option<f64>, up: f64) -> f64 {
     }
 }
 
-/// The sum of what several experts gave for one token, each multiplied by its weight.
+/// The weighted sum of the outputs of several experts for one token.
 pub fn combine(weights: &[f64], outputs: &[Vec<Delta>]) -> Vec<Delta> {
     let sum = |feature: usize| {
         let terms = || weights.iter().zip(outputs).map(|(weight, output)| (weight, output[feature]));
@@ -56,7 +56,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// `2 / √π · exp(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (1 · 3 · … · (2n + 1))`, whose terms all have the same sign. It is 1 in `f64` from 6 on.
+/// The error function, by `2 / √π · exp(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (1 · 3 · … · (2n + 1))` (Abramowitz and Stegun 7.1.6), whose terms all
+/// have the same sign. In `f64` it is 1 for `x > 6`.
 fn erf(x: f64) -> f64 {
     if x.abs() > 6.0 {
         return x.signum();

@@ -1,30 +1,31 @@
-//! Ground truth: one token at a time, in `f64`, as obvious as it can be. Shares no code with what it judges.
+//! The reference: one token at a time, in `f64`, written to be obviously correct. It shares no code with the backends that tests
+//! compare with it.
 
 pub mod experts;
 
-/// A module's factors, as PEFT stores them.
+/// The factors of one module, in PEFT's layout.
 #[derive(Clone, Copy, Debug)]
 pub struct Factors<'a> {
-    /// A, `[rank, in]`, row-major.
+    /// A `[rank, in]`, row-major.
     pub a: &'a [f64],
-    /// B, `[out, rank]`, row-major.
+    /// B `[out, rank]`, row-major.
     pub b: &'a [f64],
     /// The rank.
     pub rank: usize,
-    /// What the product is multiplied by.
+    /// The scaling, α/r or α/√r, times any scale of the token.
     pub scaling: f64,
 }
 
-/// What an adapter adds to one output, or a sum with it, and how large the numbers were that it was summed from.
+/// One output of a delta or of a sum with one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Delta {
-    /// `s · Σ B A x`
+    /// The value: `s · Σ B A x`.
     pub value: f64,
-    /// `|s| · Σ |B| |A| |x|`: what bounds on rounding errors are proportional to.
+    /// The sum of absolute values, `|s| · Σ |B| |A| |x|`. Bounds on rounding errors are proportional to it.
     pub magnitude: f64,
 }
 
-/// What an adapter adds to one token of a linear layer: `s · B (A x)`, for each output.
+/// The delta of one token in a linear layer: `s · B (A x)`, by output.
 pub fn linear(x: &[f64], factors: Factors<'_>) -> Vec<Delta> {
     let Factors { a, rank, .. } = factors;
     let v = |r: usize, of: fn(f64) -> f64| (0..x.len()).map(|k| of(a[r * x.len() + k] * x[k])).sum();
@@ -33,7 +34,7 @@ pub fn linear(x: &[f64], factors: Factors<'_>) -> Vec<Delta> {
     expand(&values, &magnitudes, factors)
 }
 
-/// What an adapter adds to one token of an embedding of `vocab` rows: `s · B A[:, id]`, for each feature.
+/// The delta of one token in an embedding of `vocab` rows: `s · B A[:, id]`, by feature.
 pub fn embedding(id: usize, vocab: usize, factors: Factors<'_>) -> Vec<Delta> {
     let values: Vec<f64> = (0..factors.rank).map(|r| factors.a[r * vocab + id]).collect();
     let magnitudes: Vec<f64> = values.iter().map(|value| value.abs()).collect();

@@ -3,16 +3,16 @@ use std::num::NonZeroUsize;
 use super::{Batch, Slot, TopK};
 use crate::error::OperandError;
 
-/// The routes of a step that have a slot, in blocks of one slot and one expert each: for an engine that runs adapters as experts
-/// through a grouped GEMM of its own. `cuda::Alignment` makes the same on the device.
+/// The routes of a step in blocks of one slot and one expert, for engines that apply adapters with a grouped GEMM of their own.
+/// `cuda::Alignment` computes the same on the device.
 ///
-/// Blocks stand by expert and slot, and the routes within by number; what these leave of the last block of a slot and expert is
-/// padding, for which the number of all routes stands: one past the last. A route whose token has no slot, or that is not here, is in
-/// no block.
+/// Blocks are sorted by expert, then by slot; routes within them by number. The last block of each pair of slot and expert is
+/// padded with `tokens * top_k`, one past the last route. Routes whose token has no slot, and routes that are not [local](TopK),
+/// are omitted.
 ///
-/// A GEMM takes one index for the weights of a block. Where each expert has factors of its own, which stand as
-/// `[num_slots * num_experts, ..]`, it is that of [`block_experts`](Self::block_experts); where all share one, `[num_slots, ..]`, that
-/// of [`block_slots`](Self::block_slots). The row of `x` is the token's, `route / top_k`, in gate_up, and the route's in down.
+/// The GEMM finds a block's factors by one index: [`block_experts`](Self::block_experts) for per-expert factors, stored as
+/// `[num_slots * num_experts, ..]`, and [`block_slots`](Self::block_slots) for shared factors, stored as `[num_slots, ..]`. The row
+/// of `x` is `route / top_k` for gate-up and `route` for down.
 ///
 /// ```
 /// use aril::{Slot, routing::{AlignedRoutes, Batch, TopK}};
@@ -34,10 +34,11 @@ pub struct AlignedRoutes {
 }
 
 impl AlignedRoutes {
-    /// Puts the routes of `batch` to `num_experts` local experts in blocks of `block_size`. Slots at or above `num_slots` count as base.
+    /// Aligns the routes of `batch` to `num_experts` local experts into blocks of `block_size` routes. Tokens with a slot at or
+    /// above `num_slots` count as base tokens.
     ///
     /// # Errors
-    /// If the router chose for other tokens than the batch has.
+    /// [`OperandError::Tokens`] if `top_k` and `batch` differ in their number of tokens.
     pub fn new(
         top_k: &TopK<'_>,
         batch: &Batch<'_>,
@@ -67,19 +68,19 @@ impl AlignedRoutes {
         Ok(aligned)
     }
 
-    /// The routes of each block, one block after the other.
+    /// Route numbers of all blocks, including padding: `[blocks * block_size]`.
     #[doc(alias = "sorted_token_ids")]
     pub fn routes(&self) -> &[usize] {
         &self.routes
     }
 
-    /// Each block's `slot * num_experts + expert`.
+    /// `slot * num_experts + expert` of each block: `[blocks]`.
     #[doc(alias = "expert_ids")]
     pub fn block_experts(&self) -> &[usize] {
         &self.block_experts
     }
 
-    /// Each block's slot.
+    /// The slot of each block: `[blocks]`.
     pub fn block_slots(&self) -> &[Slot] {
         &self.block_slots
     }

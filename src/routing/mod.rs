@@ -1,8 +1,8 @@
-//! Which adapter each token of a batch has, and which experts.
+//! The adapter of each token in a batch, and the experts that a router chose for it.
 //!
-//! Host side and pure: [`Slot`] is what engines hand in, [`Segments`] groups a batch's tokens by slot. The CUDA side builds the
-//! same grouping on the device (`cuda::Routing`); tests hold the two together. [`TopK`] is what a router chose, and
-//! [`AlignedRoutes`] has its routes in blocks of one slot and one expert.
+//! Pure host code. A [`Batch`] has a [`Slot`] per token, which [`Segments`] groups by slot; `cuda::Routing` computes the same
+//! grouping on the device, and tests compare the two. [`TopK`] is a router's choice, and [`AlignedRoutes`] has its routes in blocks
+//! of one slot and one expert.
 
 mod aligned;
 mod top_k;
@@ -12,52 +12,12 @@ pub use top_k::TopK;
 #[cfg(feature = "cuda")]
 pub(crate) use top_k::Weighed;
 
-use std::fmt;
+#[doc(no_inline)]
+pub use crate::Slot;
+use crate::error::OperandError;
 
-use crate::error::{OperandError, SlotError};
-
-/// A token's adapter, or the base model: the row of the descriptor table that the adapter was loaded into.
-///
-/// The same bytes as the `i32` that kernels read.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(transparent)]
-#[doc(alias = "lora_int_id")]
-#[doc(alias = "weight_indices")]
-#[doc(alias = "buffer_id")]
-pub struct Slot(i32);
-
-impl Slot {
-    /// The base model: the token's rows are left as they are, bit for bit.
-    pub const BASE: Self = Self(-1);
-
-    /// The slot of that index.
-    pub const fn new(index: u16) -> Self {
-        Self(index as i32)
-    }
-
-    /// The slot's index, or `None` for the base model.
-    #[expect(clippy::cast_sign_loss, reason = "guarded by the comparison")]
-    pub const fn index(self) -> Option<usize> {
-        if self.0 < 0 { None } else { Some(self.0 as usize) }
-    }
-
-    /// The index in a table of `num_slots`.
-    pub(crate) fn index_below(self, num_slots: usize) -> Result<usize, SlotError> {
-        let index = self.index().filter(|&index| index < num_slots);
-        index.ok_or(SlotError::NoSuchSlot { slot: self, num_slots })
-    }
-}
-
-impl fmt::Display for Slot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.index() {
-            Some(index) => write!(f, "slot {index}"),
-            None => f.write_str("the base model's slot"),
-        }
-    }
-}
-
-/// The tokens of a batch grouped by slot, in the order of slots and, within one, of tokens. Base tokens are in no segment.
+/// The tokens of a batch grouped by slot. Segments are sorted by slot, the tokens of a segment by position. Base tokens are in no
+/// segment.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Segments {
     slots: Vec<Slot>,
@@ -66,7 +26,7 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// Groups `token_slots`, of which those at or above `num_slots` count as base.
+    /// Groups tokens by slot. Slots at or above `num_slots` count as base.
     pub fn new(token_slots: &[Slot], num_slots: usize) -> Self {
         let mut tokens: Vec<usize> = (0..token_slots.len())
             .filter(|&token| token_slots[token].index().is_some_and(|slot| slot < num_slots))
@@ -84,23 +44,23 @@ impl Segments {
         Self { slots, indptr, tokens }
     }
 
-    /// Each segment's slot and its tokens.
+    /// Slot and tokens of each segment.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (Slot, &[usize])> {
         self.slots.iter().zip(self.indptr.windows(2)).map(|(&slot, bounds)| (slot, &self.tokens[bounds[0]..bounds[1]]))
     }
 
-    /// How many adapters are active in the batch.
+    /// The number of segments, which is the number of slots in use.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// Whether every token is the base model's.
+    /// Whether every token is a base token.
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 }
 
-/// A batch as the host describes it: one slot per token and, if asked for, one factor per token on its adapter's scaling.
+/// The slot of each token in a batch and, optionally, a scale for each.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
     slots: &'a [Slot],
@@ -108,15 +68,15 @@ pub struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// Each token with its adapter's own scaling.
+    /// A batch without scales: each delta has the adapter's own scaling.
     pub const fn new(slots: &'a [Slot]) -> Self {
         Self { slots, scales: None }
     }
 
-    /// Multiplies each token's scaling by a factor of its own.
+    /// Multiplies the scaling of token `t`'s adapter by `scales[t]`.
     ///
     /// # Errors
-    /// If there is not one factor per token.
+    /// [`OperandError::Length`] if there is not one scale per token.
     pub fn with_scales(self, scales: &'a [f32]) -> Result<Self, OperandError> {
         if scales.len() != self.slots.len() {
             return Err(OperandError::Length { operand: "scales", got: scales.len(), want: self.slots.len() });
@@ -124,12 +84,12 @@ impl<'a> Batch<'a> {
         Ok(Self { scales: Some(scales), ..self })
     }
 
-    /// One slot per token.
+    /// The slot of each token.
     pub const fn slots(&self) -> &'a [Slot] {
         self.slots
     }
 
-    /// One factor per token, if any was given.
+    /// The scale of each token, if set.
     pub const fn scales(&self) -> Option<&'a [f32]> {
         self.scales
     }
@@ -139,10 +99,10 @@ impl<'a> Batch<'a> {
         self.slots.len()
     }
 
-    /// Whether any token has a slot. If none has, the operations leave every `y` as it is, and an engine may skip all of a step's:
-    /// one that takes the place of a kernel of the engine's only for that kernel.
+    /// Whether any token has a slot. If none has, every operation leaves `y` unchanged. All may be skipped, except replacements for
+    /// base kernels (`activate` and `combine` of experts).
     ///
-    /// A slot counts whether or not it holds an adapter.
+    /// A slot counts whether or not an adapter is loaded into it.
     ///
     /// ```
     /// use aril::{Slot, routing::Batch};
@@ -154,7 +114,7 @@ impl<'a> Batch<'a> {
         self.slots.iter().any(|slot| slot.index().is_some())
     }
 
-    /// A token's factor: 1 where none was given.
+    /// The scale of a token; 1 if no scales were set.
     pub fn scale(&self, token: usize) -> f32 {
         self.scales.map_or(1.0, |scales| scales[token])
     }

@@ -1,9 +1,10 @@
 use crate::error::OperandError;
 
-/// What a layer's router chose for a step: `top_k` experts for each token, and what they weigh.
+/// A router's choice for a step: `top_k` experts for each token, and their weights.
 ///
-/// A (token, expert) pair is a route, numbered `token * top_k + k`. A token may have chosen an expert more than once. A route is
-/// *here* if this rank holds its expert and it has a row; the others are other ranks' or padding, and no operation computes them.
+/// A route is one token's choice of one expert, numbered `token * top_k + k`. A token may choose an expert more than once. A route
+/// is *local* if this rank holds its expert and the route has a row. Operations skip all other routes: their experts are on other
+/// ranks, or they are padding.
 ///
 /// ```
 /// use aril::routing::TopK;
@@ -31,19 +32,19 @@ pub struct TopK<'a> {
 /// Where the router's weights are applied.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Weighed {
-    /// On what the experts take.
+    /// To the input of the experts.
     Input,
-    /// On the rows of down.
+    /// To the output rows of down.
     Rows,
     Combine,
 }
 
 impl<'a> TopK<'a> {
-    /// `ids` is `[tokens, top_k]`: local expert ids, those of [`ExpertsSite::held`](crate::model::ExpertsSite::held). -1 and
-    /// whatever else is no local id is not here.
+    /// Local expert ids `[tokens, top_k]`: indices into [`ExpertsSite::held`](crate::model::ExpertsSite::held). Any other value,
+    /// such as -1, makes the route non-local.
     ///
     /// # Errors
-    /// If `top_k` is zero or does not divide the ids.
+    /// [`OperandError::TopK`] if `top_k` is zero or does not divide the number of ids.
     pub fn new(ids: &'a [i32], top_k: usize) -> Result<Self, OperandError> {
         if top_k == 0 || !ids.len().is_multiple_of(top_k) {
             return Err(OperandError::TopK { ids: ids.len(), top_k });
@@ -51,24 +52,23 @@ impl<'a> TopK<'a> {
         Ok(Self { ids, top_k, weights: None, rows: None, weighed: Weighed::Combine, factor: 1.0 })
     }
 
-    /// The router's weights, `[tokens, top_k]`: 1 without them.
+    /// Sets the router's weights `[tokens, top_k]`. The default is 1.
     ///
     /// # Errors
-    /// If there is not one for each route.
+    /// [`OperandError::Routes`] if there is not one weight per route.
     #[doc(alias = "topk_weights")]
     pub fn with_weights(self, weights: &'a [f32]) -> Result<Self, OperandError> {
         self.check("weights", weights.len())?;
         Ok(Self { weights: Some(weights), ..self })
     }
 
-    /// The row that each route has in the engine's `[routes, ..]` matrices, `[tokens, top_k]`: for engines that sort routes by
-    /// expert. Without it, a route has the row of its number. Below 0 or from the number of routes on, the route has no row, and
-    /// is not here.
+    /// Sets the row of each route in `[routes, ..]` matrices, `[tokens, top_k]`, for engines that sort routes by expert. By
+    /// default, route `r` has row `r`. A value outside `0..routes` means that the route has no row and is not local.
     ///
-    /// Two routes must not have the same row: what such a row then holds is not defined. Nothing else is touched.
+    /// Rows must be distinct. A row that two routes have ends up with an unspecified value; other rows are unaffected.
     ///
     /// # Errors
-    /// If there is not one for each route.
+    /// [`OperandError::Routes`] if there is not one row per route.
     #[doc(alias = "row_of_route")]
     #[doc(alias = "permuted_idx")]
     pub fn with_rows(self, rows: &'a [i32]) -> Result<Self, OperandError> {
@@ -76,22 +76,23 @@ impl<'a> TopK<'a> {
         Ok(Self { rows: Some(rows), ..self })
     }
 
-    /// The router's weights are applied to the experts' input, not in the combine: Llama 4.
+    /// Applies the router's weights to the input of the experts instead of in the combine (Llama 4). The deltas of gate and up are
+    /// multiplied by them.
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub const fn on_input(self) -> Self {
         Self { weighed: Weighed::Input, ..self }
     }
 
-    /// The router's weights are applied to the rows of down, by the engine's GEMM, not in the combine, which only sums them up: the
-    /// deltas of down are multiplied by them.
+    /// Declares that the engine's GEMM applies the router's weights to the output rows of down, so that the combine only adds rows.
+    /// The deltas of down are multiplied by them.
     #[must_use]
     #[doc(alias = "mul_routed_weight")]
     pub const fn on_rows(self) -> Self {
         Self { weighed: Weighed::Rows, ..self }
     }
 
-    /// Multiplies what every route weighs in the combine, where a model has a factor for its routed experts.
+    /// Scales the combine weights (`routed_scaling_factor`).
     #[must_use]
     #[doc(alias = "routed_scaling_factor")]
     pub const fn scaled(self, factor: f32) -> Self {
@@ -103,7 +104,7 @@ impl<'a> TopK<'a> {
         self.ids
     }
 
-    /// Experts that each token has chosen.
+    /// Experts per token.
     pub const fn top_k(&self) -> usize {
         self.top_k
     }
@@ -113,37 +114,37 @@ impl<'a> TopK<'a> {
         self.ids.len() / self.top_k
     }
 
-    /// Routes, and rows of the engine's `[routes, ..]` matrices.
+    /// Routes in the step, which is also the number of rows of `[routes, ..]` matrices.
     pub const fn num_routes(&self) -> usize {
         self.ids.len()
     }
 
-    /// The router's weights, if any were given.
+    /// The router's weights, if set.
     pub const fn weights(&self) -> Option<&'a [f32]> {
         self.weights
     }
 
-    /// The rows of the routes, if any were given.
+    /// The row of each route, if set.
     pub const fn rows(&self) -> Option<&'a [i32]> {
         self.rows
     }
 
-    /// Whether the weights are applied to the experts' input.
+    /// Whether the weights apply to the input of the experts.
     pub const fn is_on_input(&self) -> bool {
         matches!(self.weighed, Weighed::Input)
     }
 
-    /// Whether the weights are applied to the rows of down.
+    /// Whether the weights apply to the output rows of down.
     pub const fn is_on_rows(&self) -> bool {
         matches!(self.weighed, Weighed::Rows)
     }
 
-    /// What every route's weight is multiplied by in the combine.
+    /// The factor on all combine weights.
     pub const fn factor(&self) -> f32 {
         self.factor
     }
 
-    /// The local id of a route's expert, if this rank, which holds `num_held`, has it.
+    /// The local expert id of a route, if it is below `num_held`.
     pub fn expert(&self, route: usize, num_held: usize) -> Option<usize> {
         usize::try_from(self.ids[route]).ok().filter(|&expert| expert < num_held)
     }
@@ -154,23 +155,23 @@ impl<'a> TopK<'a> {
         usize::try_from(rows[route]).ok().filter(|&row| row < self.num_routes())
     }
 
-    /// What the input of a route's expert is multiplied by: its weight if those are [on the input](Self::on_input), else 1.
+    /// The factor on the input of a route's expert: the router's weight with [`on_input`](Self::on_input), else 1.
     pub fn input_weight(&self, route: usize) -> f32 {
         self.weight_at(Weighed::Input, route)
     }
 
-    /// What the row of a route holds of the output of its expert: its weight if those are [on the rows](Self::on_rows), else 1.
+    /// The factor already in a route's output row of down: the router's weight with [`on_rows`](Self::on_rows), else 1.
     pub fn row_weight(&self, route: usize) -> f32 {
         self.weight_at(Weighed::Rows, route)
     }
 
-    /// What the row of a route is multiplied by in the combine: the factor, and its weight unless those are
-    /// [on the input](Self::on_input) or [on the rows](Self::on_rows).
+    /// The combine weight of a route: [`factor`](Self::factor) times the router's weight, or `factor` alone with
+    /// [`on_input`](Self::on_input) or [`on_rows`](Self::on_rows).
     pub fn output_weight(&self, route: usize) -> f32 {
         self.factor * self.weight_at(Weighed::Combine, route)
     }
 
-    /// Refuses a batch of other tokens.
+    /// Rejects a batch with another number of tokens.
     pub(crate) fn check_tokens(&self, want: usize) -> Result<(), OperandError> {
         let got = self.num_tokens();
         if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }) }

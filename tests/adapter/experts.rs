@@ -10,14 +10,14 @@ use aril::{
     },
     cpu::WeightTable,
     error::{LoadError, SlotError},
-    model::{Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, ProjectionSite, TpRank},
+    model::{Experts, ExpertsId, Halves, Linear, Model, ModelSpec, Parallel, ProjectionSite, Shard, TpRank},
     plan::Capacity,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::{
-    adapters::{Parts, round, tensor},
+    common::adapters::{Parts, round, tensor},
     refused,
 };
 
@@ -100,9 +100,7 @@ impl Case {
         spec.linear(Linear::new("", Parallel::Replicated, 8).slice("lm_head", 8)).unwrap();
         let mut experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter())
             .halves(self.halves)
-            .stored_halves(self.stored)
-            .held(self.held.iter().copied())
-            .tensor_parallel(TpRank::new(rank, self.size).unwrap());
+            .stored_halves(self.stored);
         if !self.gated {
             experts = experts.ungated();
         }
@@ -110,7 +108,9 @@ impl Case {
             experts = experts.stored_transposed();
         }
         let id = spec.experts(experts).unwrap();
-        (spec.shard(TpRank::SINGLE).unwrap(), id)
+        let experts_tp = TpRank::new(rank, self.size).unwrap();
+        let shard = Shard::new(TpRank::SINGLE).experts_tp(experts_tp).held(id, self.held.iter().copied());
+        (spec.shard(shard).unwrap(), id)
     }
 
     /// All experts of a module, if it has all.
@@ -871,7 +871,7 @@ fn modules_that_experts_do_not_have() {
     refused!(stacked(&[2, 513, 8], &[2, 6, 513]), Rank, expert("up_proj.lora_A"), "rank 513");
     // Two A's where there is one module.
     refused!(stacked(&[2, 4, 8], &[2, 6, 2]), RankMismatch, expert("up_proj.lora_A"));
-    refused!(one(&expert("gate_up_proj"), &[2, 8], &[24, 2]), ExpertShapes, "gate and up apart");
+    refused!(one(&expert("gate_up_proj"), &[2, 8], &[24, 2]), ExpertShapes, "separate gate and up");
     refused!(one(&expert("up_proj"), &[2, 8], &[6, 2]), ExpertShapes, "[experts * out, rank]");
     refused!(
         one(PATH, &[3, 8], &[12, 3]),
@@ -901,7 +901,7 @@ fn factors_without_elements_are_refused() {
             (key.clone(), if key.contains(module) { crate::ones(&[0]) } else { tensor.clone() })
         };
         let refusal = plan_tensors(&case, &config, tensors.iter().map(empty).collect());
-        refused!(refusal, UnsupportedTensor, format!("experts.{module}.lora_A"), "without elements");
+        refused!(refusal, UnsupportedTensor, format!("experts.{module}.lora_A"), "an empty factor");
     }
     let elsewhere = |(key, _): &(String, Tensor)| (key.replace("layers.0", "layers.7"), crate::ones(&[0]));
     let refusal = plan_tensors(&case, &config, tensors.iter().cloned().chain(tensors.iter().map(elsewhere)).collect());
@@ -950,7 +950,7 @@ fn experts_without_a_gate() {
     assert_eq!(placeholder(&w_tensors, "0.up_proj").unwrap(), plain);
     let none: Vec<_> = tensors.iter().filter(|(key, _)| !key.contains("0.up_proj")).cloned().collect();
     for (tensors, key) in [(&none, "0.up_proj"), (&tensors, "down_proj"), (&tensors, "base_layer")] {
-        refused!(placeholder(tensors, key), UnsupportedTensor, format!("experts.{key}.lora_A"), "without elements");
+        refused!(placeholder(tensors, key), UnsupportedTensor, format!("experts.{key}.lora_A"), "an empty factor");
     }
     refused!(with("0.gate_proj", [&[2, 8], &[6, 2]]), NoPlace, "experts.0.gate_proj");
     refused!(with("gate_up_proj", [&[2, 2, 8], &[2, 12, 2]]), NoPlace, "experts.gate_up_proj");

@@ -37,13 +37,11 @@
 //! | slices of different ranks stacked at multiples of one | `plan::slices_of_different_ranks`, `random::images_are_naive_packings` |
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-#[path = "../common/adapters.rs"]
-mod adapters;
+#[path = "../common/mod.rs"]
+mod common;
 mod config;
 mod experts;
 mod files;
-#[path = "../common/fuzz.rs"]
-mod fuzz;
 mod names;
 mod peft;
 mod plan;
@@ -70,7 +68,7 @@ const CONFIG: &str = r#"{"peft_type": "LORA", "lora_alpha": 4, "bias": "none"}"#
 
 /// A bf16 tensor of ones.
 fn ones(shape: &[usize]) -> Tensor {
-    adapters::tensor(DType::BF16, shape, &vec![1.0; shape.iter().product()])
+    common::adapters::tensor(DType::BF16, shape, &vec![1.0; shape.iter().product()])
 }
 
 /// An adapter in memory, of ones, with these keys.

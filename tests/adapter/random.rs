@@ -10,8 +10,9 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use crate::{
-    adapters::{Lora, Parts, parts, safetensors_bytes, tensor, write, write_sharded},
-    fuzz, refused,
+    common::adapters::{Lora, Parts, parts, safetensors_bytes, tensor, write, write_sharded},
+    common::fuzz,
+    refused,
     toy::{Place, Toy},
 };
 

@@ -1,5 +1,4 @@
 //! Adapters made in memory, and written to disk as PEFT would.
-#![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::{collections::BTreeMap, fs, path::Path};
 

@@ -9,7 +9,7 @@ use aril::{
 };
 use proptest::prelude::*;
 
-use super::experts::{indices, rows};
+use super::{case::indices, experts::rows};
 
 /// A step.
 #[derive(Clone, Debug)]

@@ -1,14 +1,29 @@
-//! The CPU's weight table, with adapters in it.
+//! The CPU's weight table, with adapters in it, and operands in buffers.
 
-use aril::{DType, Slot, adapter::Adapter, cpu::WeightTable, model::Model, plan::Capacity};
+use aril::{
+    DType, Element, Slot,
+    adapter::Adapter,
+    cpu::{Matrix, MatrixMut, WeightTable},
+    model::Model,
+    plan::Capacity,
+};
+
+use super::compare::Place;
 
 /// A table with the adapters in its first slots, and not a byte more in its arena.
 pub fn table(model: &Model, dtype: DType, capacity: Capacity, adapters: &[Adapter]) -> WeightTable {
     let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(model, dtype).unwrap()).collect();
-    let bytes = images.iter().map(|image| image.bytes()).sum();
-    let weights = WeightTable::new(model, dtype, capacity, bytes).unwrap();
+    let weights = WeightTable::new(model, dtype, capacity, WeightTable::arena_bytes(&images)).unwrap();
     for (slot, image) in images.iter().enumerate() {
         weights.load(Slot::new(slot as u16), image).unwrap();
     }
     weights
+}
+
+pub fn matrix<T: Element>(buffer: &[T], place: Place) -> Matrix<'_, T> {
+    Matrix::strided(&buffer[place.offset..], place.rows, place.cols, place.stride).unwrap()
+}
+
+pub fn matrix_mut<T: Element>(buffer: &mut [T], place: Place) -> MatrixMut<'_, T> {
+    MatrixMut::strided(&mut buffer[place.offset..], place.rows, place.cols, place.stride).unwrap()
 }

@@ -5,7 +5,7 @@ use std::fs;
 use aril::{
     DType,
     adapter::{Adapter, AdapterError},
-    model::{Experts, Linear, ModelSpec, Parallel, TpRank},
+    model::{Experts, Linear, ModelSpec, Parallel, Shard, TpRank},
 };
 
 /// Takes two bytes for the length of the configuration, then the configuration, then the weight file.
@@ -44,10 +44,11 @@ pub(crate) fn load(config: &[u8], weights: &[u8]) {
         let (Some(&experts), Some(&hidden), Some(&inter)) = (a.first(), a.last(), b.get(1)) else { continue };
         let path = stack.path().trim_end_matches(".base_layer");
         for path in [path, path.rsplit_once('.').map_or("", |(parent, _)| parent)] {
-            let _ = spec.experts(Experts::new(path, experts.min(4), hidden, inter).tensor_parallel(TpRank::SINGLE));
+            let _ = spec.experts(Experts::new(path, experts.min(4), hidden, inter));
         }
     }
-    let model = spec.shard(rank).expect("every layer divides over two ranks");
+    let shard = Shard::new(rank).experts_tp(TpRank::SINGLE);
+    let model = spec.shard(shard).expect("every layer divides over two ranks");
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         let Ok(image) = adapter.plan(&model, dtype) else { continue };
         let _ = image.write_to(&mut vec![0; image.bytes()]);

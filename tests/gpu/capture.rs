@@ -10,7 +10,7 @@ use aril::{
     DType, Slot,
     cuda::{
         Alignment, Buffer, Graph, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
-        Routing, Staging, Step, TopK, WeightTable, Workspace,
+        PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
     },
     error::LoadError,
     model::{Activation, Experts, Linear, ModelSpec, Parallel, TpRank},
@@ -22,10 +22,10 @@ use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
-    adapters::tensor,
+    common::adapters::tensor,
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
-    setup::{SLOTS, Setup, TOKENS, add_deltas},
+    setup::{SLOTS, Setup, Spin, TOKENS, add_deltas},
 };
 
 /// Adapters come, go and change their ranks, and the routing changes, under one graph.
@@ -146,6 +146,64 @@ fn buffers_are_written_and_read_within_their_ends() {
     let taken = Buffer::from_slice(&gpu.queue, slice).unwrap();
     taken.read(&mut got[2..]).unwrap();
     assert_eq!(got, [1.0, 2.0, 5.0, 6.0]);
+}
+
+/// Copies that wait for nothing, far ahead of the device, between parts of buffers and slices.
+#[test]
+#[ignore = "needs a GPU"]
+fn copies_are_in_the_order_of_the_queue() {
+    const LEN: usize = 1 << 16;
+    let gpu = Gpu::new();
+    let (queue, spin) = (&gpu.queue, Spin::new(&gpu));
+    let [mut first, mut second] = [(); 2].map(|()| Buffer::<f32>::zeros(queue, LEN).unwrap());
+    let inserted = gpu.stream.clone_htod(&[3.0_f32; LEN]).unwrap();
+    let mut taken = gpu.stream.clone_htod(&[9.0_f32; LEN]).unwrap();
+    let [mut input, mut output] = [LEN, LEN + 1].map(|len| PinnedBuffer::<f32>::zeros(queue, len).unwrap());
+    assert_eq!((input.len(), output.elements().unwrap().len(), output.is_empty()), (LEN, LEN + 1, false));
+    for value in [5.0, 6.0, 7.0] {
+        input.elements().unwrap().fill(value);
+        let spun = spin.run(50);
+        first.enqueue_write(&mut input, LEN - 1).unwrap();
+        queue.copy(&first, &mut second).unwrap();
+        queue.copy(inserted.slice(..4), second.slice_mut(2..LEN)).unwrap();
+        second.enqueue_read(&mut output, LEN).unwrap();
+        queue.copy(&second, &mut taken).unwrap();
+        assert!(!input.is_ready().unwrap() && !output.is_ready().unwrap());
+        assert!(!spun.is_complete(), "a copy has waited for the queue");
+        let mut expected = vec![value; LEN];
+        expected[2..6].fill(3.0);
+        expected[LEN - 1] = 0.0;
+        // Waits for the copy from it.
+        input.elements().unwrap().fill(-1.0);
+        assert!(spun.is_complete());
+        assert_eq!(output.elements().unwrap()[..LEN], expected);
+        assert_eq!(output.elements().unwrap()[LEN], 0.0);
+        assert_eq!(gpu.stream.clone_dtoh(&taken).unwrap(), expected);
+    }
+    let error = queue.copy(&inserted, second.slice_mut(2..LEN)).unwrap_err();
+    assert!(matches!(error, LaunchError::Capacity { got: LEN, max, .. } if max == LEN - 2), "{error}");
+    let is_too_many = |error| matches!(error, LaunchError::Capacity { got, .. } if got == LEN + 1);
+    assert!(is_too_many(first.enqueue_write(&mut output, LEN + 1).unwrap_err()));
+    assert!(is_too_many(first.enqueue_read(&mut output, LEN + 1).unwrap_err()));
+    let other = Gpu::in_context(gpu.context.clone());
+    let mut elsewhere = Buffer::<f32>::zeros(&other.queue, LEN).unwrap();
+    for refused in [
+        elsewhere.enqueue_write(&mut input, LEN),
+        elsewhere.enqueue_read(&mut input, LEN),
+        queue.copy(&elsewhere, &mut first),
+        queue.copy(&first, &mut elsewhere),
+    ] {
+        assert!(matches!(refused, Err(LaunchError::WrongStream { .. })), "{refused:?}");
+    }
+    // Pinned elements may go before their copy is done.
+    input.elements().unwrap().fill(7.0);
+    spin.run(20);
+    first.enqueue_write(&mut input, LEN).unwrap();
+    drop(input);
+    let mut got = vec![0.0; LEN];
+    first.read(&mut got).unwrap();
+    assert_eq!(got, [7.0; LEN]);
+    assert!(Buffer::<f32>::zeros(queue, 0).unwrap().is_empty());
 }
 
 /// What a step records, which may be refused.
@@ -339,6 +397,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     let mut alignment = Alignment::new(queue, of_blocks).unwrap();
     let ids = Buffer::<i32>::zeros(queue, 2).unwrap();
     let (mut values, mut target) = (Buffer::<f32>::zeros(queue, 64).unwrap(), Buffer::<f32>::zeros(queue, 64).unwrap());
+    let mut pinned = PinnedBuffer::<f32>::zeros(queue, 64).unwrap();
     let (slots, adapter) = ([Slot::new(0)], crate::setup::adapter(1, 64, 2, 5.0));
     let image = adapter.plan(&model, DType::F32).unwrap();
     let resident = weights.load(Slot::new(0), &image).unwrap();
@@ -372,6 +431,9 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         ("Buffer::zeros", Buffer::<f32>::zeros(queue, 64).map(drop)),
         ("Buffer::write", target.write(&[9.0; 64])),
         ("Buffer::read", target.read(&mut [0.0; 64])),
+        ("Buffer::enqueue_write", target.enqueue_write(&mut pinned, 64)),
+        ("Buffer::enqueue_read", target.enqueue_read(&mut pinned, 64)),
+        ("Queue::copy", queue.copy(&values, &mut target)),
         ("LoraLinear::add_delta", linear.add_delta(&mut step, x(), y(&mut target))),
         ("LoraLinear::write_delta", linear.write_delta(&mut step, x(), y(&mut target))),
         ("LoraLinear::shrink", linear.shrink(&mut step, x())),
@@ -384,7 +446,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         let target = MatrixMut::new(&mut target, rows, cols).unwrap();
         launches.push(("LoraExperts", launch(&experts, op, &mut step, &mut grouped, inputs, target)));
     }
-    // Room may be reserved and filled by another thread meanwhile, but not committed.
+    // Room may be reserved and filled meanwhile, but not committed.
     let filled = thread::scope(|threads| {
         let fill = || weights.reserve(&image).unwrap().fill(&image, &mut Staging::new(queue).unwrap()).unwrap();
         threads.spawn(fill).join().unwrap()
@@ -419,6 +481,102 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     weights.load(Slot::new(1), &image).unwrap();
     weights.unload(Slot::new(0)).unwrap();
     assert!(weights.check([resident]).is_err());
+}
+
+/// The modes in which an engine may capture the queue's stream itself.
+const MODES: [CUstreamCaptureMode; 2] =
+    [CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL];
+
+/// Does that while the stream is captured, which it must not disturb.
+fn while_captured(gpu: &Gpu, mode: CUstreamCaptureMode, act: impl FnOnce()) {
+    gpu.stream.begin_capture(mode).unwrap();
+    act();
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    gpu.stream.end_capture(flags).expect("the capture was disturbed");
+}
+
+/// Loading goes on during a capture, up to the commit, on the thread that captures.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_thread_that_captures_reserves_and_fills() {
+    let mut setup = Setup::new(2, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let adapters = [6.0, 7.0, 8.0].map(|value| setup.adapter(8, value));
+    let images = adapters.each_ref().map(|adapter| adapter.plan(setup.model(), DType::F32).unwrap());
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let mut staging = Staging::new(&gpu.queue).unwrap();
+    let mut fill = |image| {
+        // Room that was given back, whose last use is asked for.
+        let filled = weights.reserve(image).unwrap().fill(image, &mut staging).unwrap();
+        drop(weights.reserve(image).unwrap().fill(image, &mut Staging::new(&gpu.queue).unwrap()).unwrap());
+        while !filled.is_ready() {
+            thread::yield_now();
+        }
+        filled.wait().unwrap();
+        filled
+    };
+    let mut filled = Vec::new();
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        add_deltas(layers, 64, step, x, y)?;
+        filled.push(fill(&images[0]));
+        Ok(())
+    };
+    let mut graph = weights.capture(routing, TOKENS, workspace, record).unwrap();
+    for (mode, image) in MODES.into_iter().zip(&images[1..]) {
+        while_captured(gpu, mode, || filled.push(fill(image)));
+    }
+    for (slot, filled) in (1..).zip(filled) {
+        weights.commit(Slot::new(slot), filled).unwrap();
+    }
+    let slots: [Slot; TOKENS] = std::array::from_fn(|token| Slot::new(token as u16 % 4));
+    assert_eq!(setup.replay(&mut graph, &slots), [4.0, 6.0, 7.0, 8.0].repeat(TOKENS / 4)[..]);
+    setup.gpu.context.check_err().unwrap();
+}
+
+/// Nothing that goes while its stream is captured becomes a part of the graph, and its memory is free behind the capture.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_is_dropped_during_a_capture_is_freed_behind_it() {
+    const BYTES: usize = 32 << 20;
+    let mut setup = Setup::new(2, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let adapter = setup.adapter(2, 1.0);
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let (queue, capacity) = (&gpu.queue, weights.capacity());
+    let image = adapter.plan(weights.model(), DType::F32).unwrap();
+    let make = || {
+        let table = WeightTable::new(queue, weights.model(), DType::F32, capacity, BYTES).unwrap();
+        table.load(Slot::new(0), &image).unwrap();
+        // A copy that the table's memory waits for.
+        let mut staging = Staging::new(queue).unwrap();
+        drop(table.reserve(&image).unwrap().fill(&image, &mut staging).unwrap());
+        let mut routing = Routing::new(queue, capacity, 2).unwrap();
+        routing.update(&Batch::new(&[Slot::new(0)])).unwrap();
+        let workspace = Workspace::with_bytes(queue, weights.workspace_bytes().unwrap()).unwrap();
+        (table, staging, routing, workspace, Buffer::<f32>::zeros(queue, BYTES / size_of::<f32>()).unwrap())
+    };
+    gpu.synchronize();
+    let before = gpu.used_bytes();
+    let made = make();
+    gpu.synchronize();
+    assert!(gpu.used_bytes() >= before + 2 * BYTES as u64);
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        add_deltas(layers, 64, step, x, y)?;
+        drop(made);
+        Ok(())
+    };
+    let mut graph = weights.capture(routing, TOKENS, workspace, record).unwrap();
+    gpu.synchronize();
+    assert_eq!(gpu.used_bytes(), before);
+    for mode in MODES {
+        let made = make();
+        while_captured(gpu, mode, || drop(made));
+        drop(Buffer::<u8>::zeros(queue, 1).unwrap());
+        gpu.synchronize();
+        assert_eq!(gpu.used_bytes(), before);
+    }
+    gpu.context.check_err().unwrap();
+    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
 }
 
 /// The experts of a layer, and what a step of them works on.

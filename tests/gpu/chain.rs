@@ -12,7 +12,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
-    adapters::{Lora, parts},
+    common::adapters::{Lora, parts},
     device::{Buffer, Gpu},
 };
 
@@ -109,6 +109,14 @@ impl Stack {
         let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
         // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
         unsafe { self.raw_layer(layer).add_delta(&step, x, y) }.unwrap();
+    }
+
+    /// The first half of adding a layer's deltas.
+    fn shrink(&self, layer: usize, x: u64, tokens: usize, batch: raw::RoutedBatch, workspace: raw::Workspace) {
+        let x = raw::MatrixRef::new::<bf16>(x, tokens, self.layers[layer].1);
+        let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
+        // SAFETY: as above.
+        unsafe { self.raw_layer(layer).shrink(&step, x) }.unwrap();
     }
 
     /// Adds the deltas of the embedding, which no adapter has.
@@ -221,6 +229,39 @@ fn a_layer_reads_what_the_one_before_wrote() {
             }
         }
         assert!(idle.read::<bf16>().iter().all(|&y| y == bf16::ONE), "{tokens} tokens: an idle launch has written");
+    }
+}
+
+/// If the second launch of an operation is refused, only shrink runs. It leaves `y` as it was, and the workspace can be used again: by
+/// the one launch for few tokens, which has both halves, and by the two launches for many.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_shrink_without_its_expand_leaves_no_trace() {
+    let capacity = Capacity::tokens(1100).slots(4).rank(64);
+    let stack = Stack::new(&[(2100, &[512, 64])], capacity, 3, |adapter, _| [64, 16, 5][adapter]);
+    let (gpu, mut rng) = (&stack.gpu, StdRng::seed_from_u64(14));
+    let shared = stack.workspace();
+    for tokens in [1, 40, 512, 513, 1100] {
+        // Without a slot, too, if there are more tokens than slots.
+        let slots: Vec<i32> = (0..tokens as i32).map(|token| (token + 1) % 5 - 1).collect();
+        let slots = gpu.upload(&slots);
+        let [x, other_x] = [(); 2].map(|()| gpu.upload(&values(&mut rng, tokens * 2100)));
+        let initial = values(&mut rng, tokens * 576);
+        let mut y = gpu.upload(&initial);
+        let (mut routing, _memory) = stack.routing();
+        let batch = stack.route(&mut routing, slots.address(), tokens);
+        let operands = [x.address(), y.address()];
+        let own = stack.workspace();
+        stack.launch(0, operands, tokens, batch, own.raw());
+        let expected = y.read::<u16>();
+        assert!(expected != bytemuck::cast_slice::<_, u16>(&initial), "{tokens} tokens: there are no deltas");
+        for _ in 0..2 {
+            y.write(&initial);
+            stack.shrink(0, other_x.address(), tokens, batch, shared.raw());
+            assert!(y.read::<u16>() == bytemuck::cast_slice::<_, u16>(&initial), "{tokens} tokens: shrink wrote y");
+            stack.launch(0, operands, tokens, batch, shared.raw());
+            assert!(y.read::<u16>() == expected, "{tokens} tokens: the next operation differs");
+        }
     }
 }
 

@@ -25,7 +25,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
-    adapters::{Lora, parts},
+    common::adapters::{Lora, parts},
     device::{Buffer, Gpu, Graph},
 };
 

@@ -53,6 +53,17 @@ impl Gpu {
         self.upload(&vec![0xff_u8; bytes])
     }
 
+    /// Bytes that are allocated in the order of streams.
+    pub fn used_bytes(&self) -> u64 {
+        let (mut pool, mut bytes) = (std::ptr::null_mut(), 0_u64);
+        // SAFETY: the device exists, and the pool may be written.
+        unsafe { sys::cuDeviceGetMemPool(&raw mut pool, self.context.cu_device()) }.result().unwrap();
+        let used = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+        // SAFETY: the attribute is of 64 bits.
+        unsafe { sys::cuMemPoolGetAttribute(pool, used, (&raw mut bytes).cast()) }.result().unwrap();
+        bytes
+    }
+
     pub fn synchronize(&self) {
         self.stream.synchronize().unwrap();
     }

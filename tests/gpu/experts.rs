@@ -17,17 +17,19 @@ use aril::{
     reference,
     routing::{Batch, TopK as HostTopK},
 };
-use cudarc::driver::{CudaView, CudaViewMut};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
     common::{
-        cases::{Dtype, Expected, Place, compare, expect_within},
-        experts::{Act, Case, Lora, Op, Sizes, Subject, Weighed, World, cases, check, launch_on_cpu},
+        case::Subject,
+        compare::{Expected, Place, compare, expect_within},
+        experts::{Act, Case, Lora, Moe, Op, Sizes, Weighed, World, cases, launch_on_cpu},
+        values::Dtype,
     },
     device::{Buffer, Gpu},
     for_dtype,
+    operations::{PoisonedTable, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
 };
 
 /// All of them.
@@ -79,10 +81,10 @@ fn factor(case: &Case) -> f32 {
     f32::from(case.half_factor) / 2.0
 }
 
-impl Subject for Safe<'_> {
+impl Subject<Moe> for Safe<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let queue = &self.gpu.queue;
-        let (model, capacity) = (&world.model, world.capacity(case));
+        let (model, capacity) = (&world.model, world.capacity(case.num_tokens()));
         let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 26).unwrap();
         for (slot, adapter) in world.adapters.iter().enumerate() {
             weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
@@ -91,7 +93,7 @@ impl Subject for Safe<'_> {
         let batch = routing.update(&world.batch()).unwrap();
         let mut grouping = Grouping::new(queue, route_capacity(case)).unwrap();
         let [ids, rows] = [Some(&case.ids), case.rows.as_ref()].map(|values| values.map(|v| self.gpu.upload(v)));
-        let router = world.weights.as_ref().map(|weights| self.gpu.upload(weights));
+        let router = case.router().map(|weights| self.gpu.upload(&weights));
         let mut top_k = TopK::new(ids.as_ref().unwrap().view(), case.top_k).unwrap();
         if let Some(router) = &router {
             top_k = top_k.with_weights(router.view()).unwrap();
@@ -117,14 +119,6 @@ impl Subject for Safe<'_> {
         launch(&layer, case.op, &mut step, &mut routes, [x, y], target).unwrap();
         written.read()
     }
-}
-
-fn matrix<'a, T: Element>(buffer: &CudaView<'a, T>, place: Place) -> Matrix<'a, T> {
-    Matrix::strided(buffer.slice(place.offset..), place.rows, place.cols, place.stride).unwrap()
-}
-
-fn matrix_mut<'a, T: Element>(buffer: &'a mut CudaViewMut<'_, T>, place: Place) -> MatrixMut<'a, T> {
-    MatrixMut::strided(buffer.slice_mut(place.offset..), place.rows, place.cols, place.stride).unwrap()
 }
 
 /// An operation on `x` and, if it reads and does not write that, `y`.
@@ -171,13 +165,8 @@ pub struct Operands {
 impl Operands {
     /// In those buffers, each with the place where the operand is.
     pub fn new<T: Element>(op: Op, x: (&Buffer, Place), y: (&Buffer, Place), target: (&Buffer, Place)) -> Self {
-        let at = |(buffer, place): (&Buffer, Place)| buffer.address() + (place.offset * size_of::<T>()) as u64;
-        let [x, y] = [x, y].map(|operand| {
-            let Place { rows, cols, stride, .. } = operand.1;
-            raw::MatrixRef::new::<T>(at(operand), rows, cols).row_stride(stride)
-        });
-        let Place { rows, cols, stride, .. } = target.1;
-        let target = raw::MatrixMut::new::<T>(at(target), rows, cols).row_stride(stride);
+        let [x, y] = [x, y].map(|(buffer, place)| raw_matrix::<T>(buffer, place));
+        let target = raw_matrix_mut::<T>(target.0, target.1);
         Self { op, x, y, target }
     }
 
@@ -203,12 +192,12 @@ impl Operands {
     }
 }
 
-impl Subject for Raw<'_> {
+impl Subject<Moe> for Raw<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let (gpu, stream, model) = (self.gpu, self.gpu.raw_stream(), &world.model);
         let padded = if case.rows.is_some() { 0 } else { self.padded_tokens };
         let tokens = case.num_tokens() + padded;
-        let capacity = Capacity::tokens(tokens.max(1)).slots(world.num_slots.max(1)).rank(world.max_rank);
+        let capacity = world.capacity(tokens);
         let route_capacity = RouteCapacity::tokens(tokens.max(1)).top_k(case.top_k).experts(case.shape.held.len());
         let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
@@ -220,27 +209,7 @@ impl Subject for Raw<'_> {
         // SAFETY: the memory is zero, outlives the grouping and is used on one stream.
         let mut grouping = unsafe { raw::Grouping::new(&gpu.kernels, route_capacity, group_memory.region()) }.unwrap();
 
-        let num_entries = model.num_entries();
-        let nowhere = gpu.poisoned(1 << 12);
-        let absent = raw::Descriptor { a: nowhere.address(), b: nowhere.address(), rank: 0, scaling: f32::NAN };
-        let mut table = vec![absent; capacity.num_slots * num_entries];
-        let mut blocks = Vec::new();
-        for (slot, adapter) in world.adapters.iter().enumerate() {
-            let image = adapter.plan(model, T::DTYPE).unwrap();
-            let mut block = vec![T::default(); image.bytes() / size_of::<T>()];
-            image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
-            // What is behind must not matter.
-            block.resize(block.len() + 1024, T::from_f32(f32::NAN));
-            let block = gpu.upload(&block);
-            let row = raw::Descriptor::row(&image, block.address());
-            for (to, from) in table[slot * num_entries..].iter_mut().zip(row) {
-                if from.rank > 0 {
-                    *to = from;
-                }
-            }
-            blocks.push(block);
-        }
-        let descriptors = gpu.upload(&table);
+        let descriptors = PoisonedTable::new(gpu, world, capacity.num_slots);
         // Padded rows are rows like any other, but hold NaN and must stay as they are.
         let of_tokens = |rows: usize| rows + padded;
         let of_routes = |rows: usize| rows + padded * case.top_k;
@@ -263,16 +232,13 @@ impl Subject for Raw<'_> {
         let chosen = [&case.ids[..], &vec![0; padded * case.top_k]].concat();
         let mut ids = gpu.upload(&vec![0_i32; chosen.len()]);
         let rows = case.rows.as_ref().map(|rows| gpu.upload(rows));
-        let router = world.weights.as_ref();
-        let router = router.map(|weights| gpu.upload(&[&weights[..], &vec![1.0; padded * case.top_k]].concat()));
+        let router = case.router();
+        let router = router.map(|weights| gpu.upload(&[weights, vec![1.0; padded * case.top_k]].concat()));
         let top_k = raw_top_k(case, &ids, router.as_ref(), rows.as_ref());
         let operands = Operands::new::<T>(case.op, (&x, x_at), (&y, y_at), (&target, target_at));
         let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
-        // Of the mailbox only the header is what it must be: tags of no launch are as good as none.
         let bytes = layer.plan().workspace_bytes();
-        let mut mailbox = vec![0xff_u8; bytes.mailbox];
-        mailbox.iter_mut().take(128).for_each(|byte| *byte = 0);
-        let [mailbox, partials] = [gpu.upload(&mailbox), gpu.poisoned(bytes.partials)];
+        let [mailbox, partials] = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
         let region = raw::Workspace { mailbox: mailbox.region(), partials: partials.region() };
         let table = raw::Table::new(model, T::DTYPE, descriptors.address(), capacity.num_slots, capacity.max_rank);
         let step = raw::Step::new(table, batch, region, stream);
@@ -305,33 +271,20 @@ impl Subject for Raw<'_> {
     }
 }
 
-/// Runs a property over random cases, or over the one that `ARIL_EXPERTS_CASE` names.
-fn property(cases_wanted: u32, sizes: Sizes, test: impl Fn(Case) -> Result<(), TestCaseError>) {
-    let result = match Case::from_environment() {
-        Some(case) => test(case).map_err(|error| error.to_string()),
-        None => proptest::test_runner::TestRunner::new(crate::operations::config(cases_wanted))
-            .run(&cases(sizes), test)
-            .map_err(|error| error.to_string()),
-    };
-    if let Err(error) = result {
-        panic!("{error}");
-    }
-}
-
 #[test]
 #[ignore = "needs a GPU"]
 fn experts_through_the_safe_door_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(300, Sizes::LARGE, |case| for_dtype!(case, check(&mut Safe { gpu: &gpu }, &case)));
+    property(300, cases(Sizes::LARGE), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn experts_through_the_raw_door_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(300, Sizes::LARGE, |case| {
+    property(300, cases(Sizes::LARGE), |case| {
         let captured = case.seed % 2 == 0;
-        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: (case.seed % 3) as usize * 7, captured }, &case))
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: (case.seed % 3) as usize * 7, captured }))
     });
 }
 
@@ -341,8 +294,8 @@ fn experts_through_the_raw_door_agree_with_the_reference() {
 fn many_routes_agree_with_the_reference() {
     let gpu = Gpu::new();
     let sizes = Sizes { max_tokens: 700, ..Sizes::LARGE };
-    property(60, sizes, |case| {
-        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case))
+    property(60, cases(sizes), |case| {
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
 }
 
@@ -352,8 +305,8 @@ fn many_routes_agree_with_the_reference() {
 fn wide_experts_agree_with_the_reference() {
     let gpu = Gpu::new();
     let sizes = Sizes { max_features: 3000, max_tokens: 20, max_rank: 512, max_experts: 4, max_top_k: 3 };
-    property(60, sizes, |case| {
-        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case))
+    property(60, cases(sizes), |case| {
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
 }
 
@@ -406,7 +359,7 @@ fn a_routes_bits_depend_on_nothing_else() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(80, Sizes::LARGE, |case| for_dtype!(case, run(&gpu, &case)));
+    property(80, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
 /// A token's bits are its own: with all others base, and with the tokens in another order.
@@ -427,7 +380,7 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
         let run = |case: &Case, world: &World<T>| Raw { gpu, padded_tokens: 0, captured: false }.run(case, world);
         // The routes' rows stay where they are.
         let identity = || (0..case.num_routes() as i32).collect();
-        let case = &Case { rows: Some(case.rows.clone().unwrap_or_else(identity)), ..case.clone() };
+        let case = &case.with(|layer| layer.rows = Some(layer.rows.clone().unwrap_or_else(identity)));
         let world = case.world::<T>();
         let together = run(case, &world);
         let place = case.target();
@@ -435,14 +388,15 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
             bytemuck::cast_slice::<T, u8>(&values[place.at(row, 0)..][..place.cols]).to_vec()
         };
 
-        let other = Case {
-            slots: reversed(&case.slots, 1),
-            half_scales: case.half_scales.as_ref().map(|scales| reversed(scales, 1)),
+        let layer = Moe {
             ids: reversed(&case.ids, case.top_k),
             half_weights: case.half_weights.as_ref().map(|weights| reversed(weights, case.top_k)),
             rows: case.rows.as_ref().map(|rows| reversed(rows, case.top_k)),
-            ..case.clone()
+            ..case.layer.clone()
         };
+        let slots = reversed(&case.slots, 1);
+        let half_scales = case.half_scales.as_ref().map(|scales| reversed(scales, 1));
+        let other = Case { layer, slots, half_scales, ..case.clone() };
         let mut other_world = other.world::<T>();
         for (to, from) in
             [(&mut other_world.x, &world.x), (&mut other_world.y, &world.y), (&mut other_world.out, &world.out)]
@@ -482,7 +436,7 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(120, Sizes::LARGE, |case| for_dtype!(case, run(&gpu, &case)));
+    property(120, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
 /// More experts of a token than a warp looks at together.
@@ -491,8 +445,8 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
 fn tokens_of_many_experts_agree_with_the_reference() {
     let gpu = Gpu::new();
     let sizes = Sizes { max_features: 200, max_tokens: 12, max_rank: 40, max_experts: 50, max_top_k: 70 };
-    property(60, sizes, |case| {
-        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case))
+    property(60, cases(sizes), |case| {
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
 }
 
@@ -629,13 +583,13 @@ fn a_tokens_nan_is_its_own() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(100, Sizes::LARGE, |case| for_dtype!(case, run(&gpu, &case)));
+    property(100, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
     for tokens in [16, 100, 320] {
         let mut case = Case::new([2, 136, 72], vec![Lora::of_own_ranks(2, 20), Lora::shared_outer(2, 24)], [tokens, 4]);
         for (slot, op) in [0, 1].into_iter().flat_map(|slot| OPERATIONS.map(|op| (slot, op))) {
             case.choose(tokens, |_| slot, |_, k| k % 2);
             for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
-                let case = Case { op, dtype, ..case.clone() };
+                let case = Case { dtype, ..case.with(|layer| layer.op = op) };
                 for_dtype!(case, run(&gpu, &case)).unwrap();
             }
         }
@@ -663,8 +617,8 @@ fn a_tokens_bits_do_not_depend_on_the_slots() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(60, Sizes::LARGE, |case| for_dtype!(case, run(&gpu, &case)));
-    property(20, Sizes { max_tokens: 500, max_features: 200, ..Sizes::LARGE }, |case| {
+    property(60, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
+    property(20, cases(Sizes { max_tokens: 500, max_features: 200, ..Sizes::LARGE }), |case| {
         for_dtype!(case, run(&gpu, &case))
     });
 }

@@ -1,16 +1,16 @@
 //! The example `qwen3` on CUDA against transformers and PEFT, each run judged by `--verify` too.
 //!
-//! The example is found as `process` says: on a machine without the repository, by `ARIL_QWEN3_BIN` and `ARIL_FIXTURES`.
+//! The example is found as `qwen3::process` says: on a machine without the repository, by `ARIL_QWEN3_BIN` and `ARIL_FIXTURES`.
 
 use cudarc::driver::result;
 
 use crate::{
     device::Gpu,
-    forms,
     limit::Limit,
-    moe,
-    process::{fixture, qwen3},
-    shared,
+    qwen3::{
+        forms, goldens, moe,
+        process::{fixture, qwen3},
+    },
 };
 
 const DEVICE: &str = "cuda";
@@ -19,35 +19,35 @@ const DEVICE: &str = "cuda";
 #[ignore = "needs a GPU"]
 fn f32_reproduces_the_goldens() {
     let _limit = Limit::new();
-    shared::f32_reproduces_the_goldens(DEVICE);
+    goldens::f32_reproduces_the_goldens(DEVICE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn bf16_reproduces_the_goldens() {
     let _limit = Limit::new();
-    shared::reproduces_within_rounding(DEVICE, "bf16");
+    goldens::reproduces_within_rounding(DEVICE, "bf16");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn f16_reproduces_the_goldens() {
     let _limit = Limit::new();
-    shared::reproduces_within_rounding(DEVICE, "f16");
+    goldens::reproduces_within_rounding(DEVICE, "f16");
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn base_models_reproduce_the_goldens() {
     let _limit = Limit::new();
-    shared::base_models_reproduce_the_goldens(DEVICE);
+    goldens::base_models_reproduce_the_goldens(DEVICE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn every_adapter_changes_what_the_base_model_says() {
     let _limit = Limit::new();
-    shared::every_adapter_changes_what_the_base_model_says(DEVICE);
+    goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
 }
 
 /// Of a batch without adapters only: cuBLASLt's bits depend on the shape of the batch.
@@ -55,14 +55,14 @@ fn every_adapter_changes_what_the_base_model_says() {
 #[ignore = "needs a GPU"]
 fn base_requests_keep_every_bit_whatever_adapters_are_there() {
     let _limit = Limit::new();
-    shared::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &["base-only"]);
+    goldens::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &["base-only"]);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn a_scale_multiplies_the_adapters_own() {
     let _limit = Limit::new();
-    shared::a_scale_multiplies_the_adapters_own(DEVICE);
+    goldens::a_scale_multiplies_the_adapters_own(DEVICE);
 }
 
 /// Of batches with adapters, the example runs the same once more on a model that never saw one, and says what is the same.
@@ -99,21 +99,21 @@ fn without_arguments_every_small_model_runs_and_verifies() {
 #[ignore = "needs a GPU"]
 fn every_form_of_an_adapter_gives_the_same() {
     let _limit = Limit::new();
-    forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", shared::F32_TOLERANCE)]);
+    forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", goldens::F32_TOLERANCE)]);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn groups_of_128_are_what_they_unpack_to() {
     let _limit = Limit::new();
-    moe::groups_of_128_are_what_they_unpack_to(DEVICE, shared::F32_TOLERANCE);
+    moe::groups_of_128_are_what_they_unpack_to(DEVICE, goldens::F32_TOLERANCE);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn int4_differs_by_the_rounding_of_its_weights_alone() {
     let _limit = Limit::new();
-    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, shared::F32_TOLERANCE);
+    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, goldens::F32_TOLERANCE);
 }
 
 #[test]

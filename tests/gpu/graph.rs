@@ -10,7 +10,11 @@ use aril::{
 };
 
 use crate::{
-    common::cases::{Case, Dtype, Expected, Place, Site, compare},
+    common::{
+        compare::{Expected, Place, compare},
+        dense::{Case, Site},
+        values::Dtype,
+    },
     device::Gpu,
 };
 
@@ -125,7 +129,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
         ];
         let capacity = Capacity::tokens(tokens).slots(4).rank(128);
         let first = steps[0].world::<T>();
-        let (model, Site::Linear(id)) = (&first.model, first.site) else { unreachable!() };
+        let (model, Site::Linear(id)) = (&first.model, first.id) else { unreachable!() };
         let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 24).unwrap();
         let mut routing = Routing::new(queue, capacity, 2).unwrap();
         let linear = raw::LoraLinear::new(kernels, model, id, T::DTYPE, capacity).unwrap();
@@ -162,7 +166,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
             let (got, mut expected) = (y.read::<T>(), world.expected(case));
             expected.truncate(case.num_tokens() * out);
             expected.resize(tokens * out, Expected::Untouched(T::from_f32(f32::NAN)));
-            let place = Place { rows: tokens, ..case.y_place() };
+            let place = Place { rows: tokens, ..case.y() };
             compare(place, &got, &expected, &format!("{tokens} tokens, step {}", case.seed)).unwrap();
         }
     }

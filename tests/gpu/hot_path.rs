@@ -9,7 +9,7 @@ use aril::{DType, Slot, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capac
 use cudarc::driver::result;
 
 use crate::{
-    common::cases::{Case, Subject, Values},
+    common::{case::Subject, dense::Case, values::Values},
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
     operations::{Raw, Safe},

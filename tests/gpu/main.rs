@@ -12,8 +12,6 @@
 )]
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
-#[path = "../common/adapters.rs"]
-mod adapters;
 mod align;
 mod capture;
 mod chain;
@@ -23,24 +21,16 @@ mod contention;
 mod device;
 mod engine;
 mod experts;
-#[path = "../qwen3/files.rs"]
-mod files;
-#[path = "../qwen3/forms.rs"]
-mod forms;
 mod goldens;
 mod graph;
 mod hot_path;
 mod limit;
 mod loading;
 mod mailbox;
-#[path = "../qwen3/moe.rs"]
-mod moe;
 mod operations;
 #[path = "../qwen3/mod.rs"]
-mod process;
+mod qwen3;
 mod routing;
 mod safe_door;
 mod setup;
-#[path = "../qwen3/goldens.rs"]
-mod shared;
 mod weights;

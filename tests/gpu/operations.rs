@@ -4,10 +4,16 @@ use aril::{
     Element, Slot,
     cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, raw},
 };
+use cudarc::driver::{CudaView, CudaViewMut};
 use proptest::prelude::*;
 
 use crate::{
-    common::cases::{Case, Dtype, Op, Site, Sizes, Subject, Values, World, cases, check, check_overwriting},
+    common::{
+        case::{self, Layer, Subject},
+        compare::Place,
+        dense::{Case, Dense, Op, Site, Sizes, World, cases, check_overwriting},
+        values::{Dtype, Values},
+    },
     device::{Buffer, Gpu},
     for_dtype,
 };
@@ -28,7 +34,7 @@ pub struct Raw<'a> {
     pub captured: bool,
 }
 
-impl Subject for Safe<'_> {
+impl Subject<Dense> for Safe<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let queue = &self.gpu.queue;
         let (tokens, model) = (case.num_tokens(), &world.model);
@@ -40,15 +46,13 @@ impl Subject for Safe<'_> {
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
         let batch = routing.update(&world.batch()).unwrap();
 
-        let (x, mut y, ids) = (self.gpu.upload(&world.x), self.gpu.upload(&world.y), self.gpu.upload(&world.token_ids));
+        let (x, mut y, ids) =
+            (self.gpu.upload(&world.x), self.gpu.upload(&world.y), self.gpu.upload(&case.token_ids()));
         let (x_view, mut y_view) = (x.view::<T>(), y.view_mut::<T>());
-        let y_cols = case.slices().iter().sum();
-        let x_matrix =
-            Matrix::strided(x_view.slice(case.x_offset..), tokens, case.in_features(), case.x_stride()).unwrap();
-        let y_matrix = MatrixMut::strided(y_view.slice_mut(case.y_offset..), tokens, y_cols, case.y_stride()).unwrap();
+        let (x_matrix, y_matrix) = (matrix(&x_view, case.x()), matrix_mut(&mut y_view, case.y()));
         let mut workspace = Workspace::new(&weights).unwrap();
         let mut step = weights.step(&batch, &mut workspace).unwrap();
-        match world.site {
+        match world.id {
             Site::Embedding(id) => {
                 let layer = LoraEmbedding::new(&weights, id).unwrap();
                 layer.add_delta(&mut step, ids.view(), y_matrix).unwrap();
@@ -68,17 +72,17 @@ impl Subject for Safe<'_> {
 }
 
 /// A descriptor table and blocks of the test's own, NaN wherever no block is.
-struct PoisonedTable {
+pub struct PoisonedTable {
     table: Buffer,
     _blocks: Vec<Buffer>,
 }
 
 impl PoisonedTable {
-    fn new<T: Element>(gpu: &Gpu, world: &World<T>, num_slots: usize) -> Self {
+    pub fn new<T: Element, L: Layer>(gpu: &Gpu, world: &case::World<T, L>, num_slots: usize) -> Self {
         let num_entries = world.model.num_entries();
         let nowhere = gpu.poisoned(1 << 12);
         let absent = raw::Descriptor { a: nowhere.address(), b: nowhere.address(), rank: 0, scaling: f32::NAN };
-        let mut rows = vec![absent; num_slots * num_entries];
+        let mut table = vec![absent; num_slots * num_entries];
         let mut blocks = vec![nowhere];
         for (slot, adapter) in world.adapters.iter().enumerate() {
             let image = adapter.plan(&world.model, T::DTYPE).unwrap();
@@ -87,31 +91,57 @@ impl PoisonedTable {
             // What is behind must not matter.
             block.resize(block.len() + 1024, T::from_f32(f32::NAN));
             let block = gpu.upload(&block);
-            for entry in image.entries() {
-                let at = |elems: usize| block.address() + (elems * size_of::<T>()) as u64;
-                rows[slot * num_entries + entry.entry] = raw::Descriptor {
-                    a: at(entry.a_elems),
-                    b: at(entry.b_elems),
-                    rank: entry.rank as i32,
-                    scaling: entry.scaling,
-                };
+            let row = raw::Descriptor::row(&image, block.address());
+            for (to, from) in table[slot * num_entries..].iter_mut().zip(row) {
+                if from.rank > 0 {
+                    *to = from;
+                }
             }
             blocks.push(block);
         }
-        Self { table: gpu.upload(&rows), _blocks: blocks }
+        Self { table: gpu.upload(&table), _blocks: blocks }
     }
+
+    pub fn address(&self) -> u64 {
+        self.table.address()
+    }
+}
+
+pub fn matrix<'a, T: Element>(buffer: &CudaView<'a, T>, place: Place) -> Matrix<'a, T> {
+    Matrix::strided(buffer.slice(place.offset..), place.rows, place.cols, place.stride).unwrap()
+}
+
+pub fn matrix_mut<'a, T: Element>(buffer: &'a mut CudaViewMut<'_, T>, place: Place) -> MatrixMut<'a, T> {
+    MatrixMut::strided(buffer.slice_mut(place.offset..), place.rows, place.cols, place.stride).unwrap()
+}
+
+pub fn raw_matrix<T: Element>(buffer: &Buffer, place: Place) -> raw::MatrixRef {
+    let address = buffer.address() + (place.offset * size_of::<T>()) as u64;
+    raw::MatrixRef::new::<T>(address, place.rows, place.cols).row_stride(place.stride)
+}
+
+pub fn raw_matrix_mut<T: Element>(buffer: &Buffer, place: Place) -> raw::MatrixMut {
+    let address = buffer.address() + (place.offset * size_of::<T>()) as u64;
+    raw::MatrixMut::new::<T>(address, place.rows, place.cols).row_stride(place.stride)
+}
+
+/// A workspace's mailbox of so many bytes. Only its header is what it must be: tags of no launch are as good as none.
+pub fn mailbox_of_garbage(gpu: &Gpu, bytes: usize) -> Buffer {
+    let mut mailbox = vec![0xff_u8; bytes];
+    mailbox.iter_mut().take(128).for_each(|byte| *byte = 0);
+    gpu.upload(&mailbox)
 }
 
 /// The same, with `write_delta` in the place of `add_delta`.
 struct Overwriting<'a>(Raw<'a>);
 
-impl Subject for Raw<'_> {
+impl Subject<Dense> for Raw<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         self.launch(case, world, false)
     }
 }
 
-impl Subject for Overwriting<'_> {
+impl Subject<Dense> for Overwriting<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         self.0.launch(case, world, true)
     }
@@ -134,18 +164,15 @@ impl Raw<'_> {
 
         // Padded rows are rows like any other, but hold NaN and must stay as they are.
         let padding = |stride: usize| vec![T::from_f32(f32::NAN); self.padded_tokens * stride];
-        let x = gpu.upload(&[&world.x[..], &padding(case.x_stride())].concat());
-        let y = gpu.upload(&[&world.y[..], &padding(case.y_stride())].concat());
-        let ids = gpu.upload(&[&world.token_ids[..], &vec![0; self.padded_tokens]].concat());
-        let at = |buffer: &Buffer, elems: usize| buffer.address() + (elems * size_of::<T>()) as u64;
-        let x_matrix = raw::MatrixRef::new::<T>(at(&x, case.x_offset), tokens, case.in_features());
-        let x_matrix = x_matrix.row_stride(case.x_stride());
-        let y_cols = case.slices().iter().sum();
-        let y_matrix = raw::MatrixMut::new::<T>(at(&y, case.y_offset), tokens, y_cols).row_stride(case.y_stride());
-        let weights = raw::Table::new(model, T::DTYPE, table.table.address(), capacity.num_slots, capacity.max_rank);
+        let x = gpu.upload(&[&world.x[..], &padding(case.x().stride)].concat());
+        let y = gpu.upload(&[&world.y[..], &padding(case.y().stride)].concat());
+        let ids = gpu.upload(&[&case.token_ids()[..], &vec![0; self.padded_tokens]].concat());
+        let grown = |place: Place| Place { rows: tokens, ..place };
+        let (x_matrix, y_matrix) = (raw_matrix::<T>(&x, grown(case.x())), raw_matrix_mut::<T>(&y, grown(case.y())));
+        let weights = raw::Table::new(model, T::DTYPE, table.address(), capacity.num_slots, capacity.max_rank);
         let step = |region| raw::Step::new(weights, batch, region, stream);
         let workspace;
-        let launch: Box<dyn Fn()> = match world.site {
+        let launch: Box<dyn Fn()> = match world.id {
             Site::Embedding(id) => {
                 let ids = &ids;
                 let embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
@@ -159,10 +186,7 @@ impl Raw<'_> {
             Site::Linear(id) => {
                 let linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let bytes = linear.plan().workspace_bytes();
-                // Of the mailbox only the header is what it must be: tags of no launch are as good as none.
-                let mut mailbox = vec![0xff_u8; bytes.mailbox];
-                mailbox.iter_mut().take(128).for_each(|byte| *byte = 0);
-                workspace = [gpu.upload(&mailbox), gpu.poisoned(bytes.partials)];
+                workspace = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
                 let [mailbox, partials] = workspace.each_ref().map(Buffer::region);
                 let step = step(raw::Workspace { mailbox, partials });
                 Box::new(move || {
@@ -200,11 +224,15 @@ pub fn config(cases: u32) -> ProptestConfig {
 }
 
 /// Runs a property over random cases, or over the one that `ARIL_CASE` names.
-pub fn property(cases_wanted: u32, sizes: Sizes, test: impl Fn(Case) -> Result<(), TestCaseError>) {
-    let result = match Case::from_environment() {
+pub fn property<L: Layer>(
+    cases_wanted: u32,
+    cases: impl Strategy<Value = case::Case<L>>,
+    test: impl Fn(case::Case<L>) -> Result<(), TestCaseError>,
+) {
+    let result = match case::Case::from_environment() {
         Some(case) => test(case).map_err(|error| error.to_string()),
         None => proptest::test_runner::TestRunner::new(config(cases_wanted))
-            .run(&cases(sizes), test)
+            .run(&cases, test)
             .map_err(|error| error.to_string()),
     };
     if let Err(error) = result {
@@ -216,9 +244,9 @@ pub fn property(cases_wanted: u32, sizes: Sizes, test: impl Fn(Case) -> Result<(
 #[ignore = "needs a GPU"]
 fn the_safe_door_agrees_with_the_reference() {
     let gpu = Gpu::new();
-    property(200, Sizes::LARGE, |case| {
+    property(200, cases(Sizes::LARGE), |case| {
         let apart = case.seed % 2 == 0;
-        for_dtype!(case, check(&mut Safe { gpu: &gpu, apart }, &case))
+        for_dtype!(case.check(&mut Safe { gpu: &gpu, apart }))
     });
 }
 
@@ -226,9 +254,9 @@ fn the_safe_door_agrees_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn the_raw_door_agrees_with_the_reference() {
     let gpu = Gpu::new();
-    property(200, Sizes::LARGE, |case| {
+    property(200, cases(Sizes::LARGE), |case| {
         let (padded_tokens, captured) = ((case.seed % 5) as usize * 7, case.seed % 2 == 0);
-        for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case))
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured }))
     });
 }
 
@@ -255,7 +283,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
             fewer.slots.truncate(tokens);
             world.slots.truncate(tokens);
             world.scales.iter_mut().for_each(|scales| scales.truncate(tokens));
-            let rows = ..case.y_offset + tokens * case.y_stride();
+            let rows = ..case.y().at(tokens, 0);
             let fewer = eager.run(&fewer, &world);
             prop_assert!(bits(&first[rows]) == bits(&fewer[rows]), "{tokens} tokens differ\n{}", case.replay());
         }
@@ -263,7 +291,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
             alone.slots.fill(Slot::BASE);
             alone.slots[token] = world.slots[token];
-            let row = case.y_offset + token * case.y_stride()..case.y_offset + (token + 1) * case.y_stride();
+            let row = case.y().at(token, 0)..case.y().at(token + 1, 0);
             let alone = eager.run(case, &alone);
             prop_assert!(
                 bits(&first[row.clone()]) == bits(&alone[row]),
@@ -274,7 +302,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(60, Sizes { max_tokens: 80, ..Sizes::LARGE }, |case| for_dtype!(case, run(&gpu, &case)));
+    property(60, cases(Sizes { max_tokens: 80, ..Sizes::LARGE }), |case| for_dtype!(case, run(&gpu, &case)));
     for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
         let slots = (0..513).map(|token| token % 7 - 1).collect();
         let adapters: [&[usize]; 5] = [&[16, 8], &[1, 128], &[64, 0], &[33, 7], &[100, 3]];
@@ -292,11 +320,10 @@ fn a_tokens_nan_is_its_own() {
         let mut world = case.world::<T>();
         let expected = subject.run(case, &world);
         let Some(token) = (case.seed as usize).checked_rem(case.num_tokens()) else { return Ok(()) };
-        let y_cols: usize = case.slices().iter().sum();
-        let row = case.y_offset + token * case.y_stride()..case.y_offset + token * case.y_stride() + y_cols;
+        let row = case.y().at(token, 0)..case.y().at(token, 0) + case.y().cols;
         world.y[row.clone()].fill(T::from_f32(f32::NAN));
         if !matches!(case.op, Op::Embedding { .. }) {
-            world.x[case.x_offset + token * case.x_stride()..][..case.in_features()].fill(T::from_f32(f32::NAN));
+            world.x[case.x().at(token, 0)..][..case.x().cols].fill(T::from_f32(f32::NAN));
         }
         let got = subject.run(case, &world);
         prop_assert!(
@@ -310,7 +337,7 @@ fn a_tokens_nan_is_its_own() {
     let gpu = Gpu::new();
     let sizes = Sizes { max_tokens: 80, ..Sizes::LARGE };
     for padded_tokens in [0, 1100] {
-        property(80, sizes, |case| for_dtype!(case, run(&gpu, &case, padded_tokens)));
+        property(80, cases(sizes), |case| for_dtype!(case, run(&gpu, &case, padded_tokens)));
     }
 }
 
@@ -322,7 +349,9 @@ fn overwriting_is_adding_to_zero() {
     let sizes = Sizes { max_tokens: 80, ..Sizes::LARGE };
     for padded_tokens in [3, 1100] {
         let adds = || Raw { gpu: &gpu, padded_tokens, captured: false };
-        property(40, sizes, |case| for_dtype!(case, check_overwriting(&mut adds(), &mut Overwriting(adds()), &case)));
+        property(40, cases(sizes), |case| {
+            for_dtype!(case, check_overwriting(&mut adds(), &mut Overwriting(adds()), &case))
+        });
     }
 }
 
@@ -352,8 +381,8 @@ fn corners() {
     ];
     for case in corners {
         for (padded_tokens, captured) in [(0, false), (20, true)] {
-            check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case).unwrap();
-            check::<f32>(&mut Safe { gpu: &gpu, apart: captured }, &case).unwrap();
+            case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens, captured }).unwrap();
+            case.check::<f32>(&mut Safe { gpu: &gpu, apart: captured }).unwrap();
         }
     }
 }
@@ -365,9 +394,9 @@ fn many_features_are_all_summed_up() {
     let gpu = Gpu::new();
     for case in Case::of_many_features(&[1, 16, 40, 512, 600]) {
         for (padded_tokens, captured) in [(0, false), (20, true)] {
-            for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case)).unwrap();
+            for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured })).unwrap();
         }
-        for_dtype!(case, check(&mut Safe { gpu: &gpu, apart: true }, &case)).unwrap();
+        for_dtype!(case.check(&mut Safe { gpu: &gpu, apart: true })).unwrap();
     }
 }
 
@@ -377,9 +406,9 @@ fn every_slice_has_its_delta() {
     let gpu = Gpu::new();
     for case in Case::of_many_slices(&[1, 19, 300, 520, 64]) {
         for (padded_tokens, captured) in [(0, false), (20, true)] {
-            for_dtype!(case, check(&mut Raw { gpu: &gpu, padded_tokens, captured }, &case)).unwrap();
+            for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured })).unwrap();
         }
-        for_dtype!(case, check(&mut Safe { gpu: &gpu, apart: true }, &case)).unwrap();
+        for_dtype!(case.check(&mut Safe { gpu: &gpu, apart: true })).unwrap();
     }
 }
 
@@ -402,9 +431,9 @@ fn skewed_segments() {
             for (adapters, slots) in [(&up_to_128, &few_apart), (&up_to_128, &one_apart), (&up_to_512, &few_apart)] {
                 let case = Case::linear(64, &[40, 8, 8], adapters, slots.clone());
                 // With padding, 512 tokens are on the other side of the boundary between few and many.
-                check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }, &case).unwrap();
-                check::<half::f16>(&mut Raw { gpu: &gpu, padded_tokens: 20, captured: true }, &case).unwrap();
-                check::<half::bf16>(&mut Safe { gpu: &gpu, apart: true }, &case).unwrap();
+                case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }).unwrap();
+                case.check::<half::f16>(&mut Raw { gpu: &gpu, padded_tokens: 20, captured: true }).unwrap();
+                case.check::<half::bf16>(&mut Safe { gpu: &gpu, apart: true }).unwrap();
             }
         }
     }
@@ -427,9 +456,9 @@ fn a_batch_without_adapters_may_be_skipped() {
     let gpu = Gpu::new();
     for tokens in [1, 30, 512, 513] {
         let slots = [-1, -2, i32::MIN].into_iter().cycle().take(tokens).collect();
-        let linear = Case { y_gap: 3, ..Case::linear(600, &[300, 40], &[&[64, 8], &[1, 128]], slots) };
-        let embedding =
-            Case { op: Op::Embedding { vocab: 50, hidden: 72 }, adapters: vec![vec![5], vec![16]], ..linear.clone() };
+        let linear = Case { gaps: [0, 3, 0], ..Case::linear(600, &[300, 40], &[&[64, 8], &[1, 128]], slots) };
+        let op = Op::Embedding { vocab: 50, hidden: 72 };
+        let embedding = linear.with(|layer| *layer = Dense { op, adapters: vec![vec![5], vec![16]] });
         for case in [linear, embedding] {
             for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
                 let case = Case { dtype, ..case.clone() };
@@ -451,7 +480,7 @@ fn offsets_are_64_bits_wide() {
     const STRIDE: usize = (1 << 30) + 8;
     let (tokens, cols) = (case.num_tokens(), 24);
     let (capacity, model) = (world.capacity(tokens), &world.model);
-    let Site::Linear(id) = world.site else { unreachable!() };
+    let Site::Linear(id) = world.id else { unreachable!() };
     let rows = tokens * STRIDE;
     // SAFETY: every element that is read is written first.
     let mut x = unsafe { gpu.stream.alloc::<half::bf16>(rows) }.unwrap();

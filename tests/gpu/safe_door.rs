@@ -18,8 +18,9 @@ use proptest::prelude::*;
 
 use crate::{
     common::{
-        cases::{Case, Dtype, Op, Values},
+        dense::{Case, Dense, Op, Site},
         experts::{Case as ExpertsCase, Lora, Op as ExpertsOp},
+        values::{Dtype, Values},
     },
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
@@ -117,27 +118,15 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
     } else {
         Op::Linear { in_features, slices: vec![out_features] }
     };
-    let case = Case {
-        op,
-        dtype: Dtype::F16,
-        values: Values::Rounded,
-        adapters: call.ranks.iter().map(|&rank| vec![rank]).collect(),
-        empty_slots: 0,
-        slots: Vec::new(),
-        half_scales: None,
-        x_offset: 0,
-        x_gap: 0,
-        y_offset: 0,
-        y_gap: 0,
-        seed: 1,
-    };
+    let layer = Dense { op, adapters: call.ranks.iter().map(|&rank| vec![rank]).collect() };
+    let case = Case { dtype: Dtype::F16, empty_slots: 0, ..Case::of(layer, Values::Rounded, 1) };
     let world = case.world::<half::f16>();
     let mut other_spec = ModelSpec::new();
     let other_id = other_spec.linear(Linear::new("m", Parallel::Row, in_features).slice("q", out_features)).unwrap();
     let other_model = other_spec.shard(TpRank::SINGLE).unwrap();
     let [layer_capacity, routing_capacity, table_capacity] = call.capacities;
 
-    let weights = WeightTable::new(queue, &world.model, DType::F16, table_capacity, 1 << 14)?;
+    let weights = WeightTable::new(queue, &world.model, DType::F16, table_capacity, 1 << 15)?;
     for (slot, adapter) in world.adapters.iter().enumerate() {
         let image = adapter.plan(&world.model, aril::DType::F16).unwrap();
         weights.load(Slot::new(slot as u16), &image)?;
@@ -159,12 +148,12 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
     let y = MatrixMut::<half::f16>::strided(y.view_mut(), call.y[1], call.y[2], call.y[3])?;
     let planned_for = |model| WeightTable::new(queue, model, DType::F16, layer_capacity, 1);
     let mut step = weights.step(&batch, &mut workspace)?;
-    match world.site {
-        crate::common::cases::Site::Embedding(id) => {
+    match world.id {
+        Site::Embedding(id) => {
             let layer = LoraEmbedding::new(&planned_for(&world.model)?, id)?;
             layer.add_delta(&mut step, ids.view(), y)?;
         }
-        crate::common::cases::Site::Linear(id) => {
+        Site::Linear(id) => {
             let (model, id) = if call.another_model { (&other_model, other_id) } else { (&world.model, id) };
             let layer = LoraLinear::new(&planned_for(model)?, id)?;
             if call.apart {

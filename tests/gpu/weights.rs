@@ -88,6 +88,30 @@ fn a_slot_holds_what_was_loaded_last() {
     assert_eq!(setup.deltas(), [0.0, 7.0, 0.0, 0.0]);
 }
 
+/// The arena that was counted for adapters has room for them in any order, and no room for another as large as the smallest.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_counted_arena_holds_its_adapters() {
+    const RANKS: [usize; 4] = [64, 5, 33, 17];
+    let mut setup = Setup::new(1);
+    let adapters: Vec<_> = RANKS.iter().map(|&rank| adapter(rank, rank as f32)).collect();
+    let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap()).collect();
+    let bytes = WeightTable::arena_bytes(&images);
+    let exact: usize = images.iter().map(|image| image.bytes()).sum();
+    assert!((exact..exact * 5 / 4).contains(&bytes), "{bytes} for {exact}");
+    for first in 0..RANKS.len() {
+        let capacity = setup.weights.capacity();
+        setup.weights = WeightTable::new(&setup.gpu.queue, &setup.model, DType::F32, capacity, bytes).unwrap();
+        for number in 0..RANKS.len() {
+            let index = (first + number) % RANKS.len();
+            setup.weights.load(Slot::new(index as u16), &images[index]).unwrap();
+        }
+        assert!(!setup.weights.fits(&images[0]));
+        let near = setup.deltas().into_iter().zip(RANKS).all(|(got, rank)| (got - rank as f32).abs() <= 1e-3);
+        assert!(near, "{:?}", setup.deltas());
+    }
+}
+
 /// What the arena hands out again never shows through: neither in another slot, nor where the next adapter is smaller.
 #[test]
 #[ignore = "needs a GPU"]

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, slice};
 
 use serde_json::{Value, json};
 
-use crate::shared::{Answer, all_in, golden_in, hold_f32, largest_difference, run};
+use super::goldens::{Answer, all_in, golden_in, hold_f32, largest_difference, run};
 
 /// The forms that an adapter comes in give what it gives as it was trained, and what PEFT has made of it what PEFT gives.
 ///

@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
-use crate::process::{fixture, qwen3};
+use super::process::{fixture, qwen3};
 
 /// The most that HF's own f32 logits may differ.
 pub(crate) const F32_TOLERANCE: f32 = 1e-3;

@@ -1,46 +1,9 @@
-//! Runs the example `qwen3` as its users do: as a process.
+//! What the tests of the example `qwen3` share.
+#![allow(dead_code, reason = "not every binary uses all of it")]
 
-use std::{
-    env,
-    ffi::OsString,
-    path::{Path, PathBuf},
-    process::{Command, Output},
-    sync::LazyLock,
-};
-
-/// A path in `tests/fixtures`, or in the copy of it that `ARIL_FIXTURES` names.
-pub(crate) fn fixture(path: &str) -> PathBuf {
-    let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
-    copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")).join(path)
-}
-
-/// The example with these arguments, on the CPU unless they say otherwise.
-pub(crate) fn qwen3<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> Output {
-    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
-    let device: &[&str] = if args.iter().any(|arg| arg == "--device") { &[] } else { &["--device", "cpu"] };
-    Command::new(&*EXAMPLE).args(device).args(args).output().expect("the example starts")
-}
-
-/// The example: the file that `ARIL_QWEN3_BIN` names, or else what cargo builds of the sources as they are now. (`cargo test --test`
-/// builds no examples, and would leave a stale one.)
-pub(crate) static EXAMPLE: LazyLock<PathBuf> =
-    LazyLock::new(|| env::var_os("ARIL_QWEN3_BIN").map_or_else(build, PathBuf::from));
-
-fn build() -> PathBuf {
-    let cargo = env::var_os("CARGO").expect("cargo runs the tests; without it, ARIL_QWEN3_BIN names the example");
-    let test = env::current_exe().expect("a test knows its own path");
-    let target = test.ancestors().nth(2).expect("a test is in target/PROFILE/deps");
-    let folder = target.file_name().and_then(|name| name.to_str()).expect("a profile's name is UTF-8");
-    let profile = if folder == "debug" { "dev" } else { folder };
-    let features = [("cuda", cfg!(feature = "cuda")), ("bindgen", cfg!(feature = "bindgen"))];
-    let features: Vec<&str> = features.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();
-    let build = Command::new(cargo)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .args(["build", "--quiet", "--example", "qwen3", "--profile", profile, "--features", &features.join(",")])
-        .arg("--target-dir")
-        .arg(target.parent().expect("a profile is in the target directory"))
-        .output()
-        .expect("cargo starts");
-    assert!(build.status.success(), "the example is not built: {}", String::from_utf8_lossy(&build.stderr));
-    target.join("examples/qwen3").with_extension(env::consts::EXE_EXTENSION)
-}
+pub(crate) mod files;
+pub(crate) mod forms;
+pub(crate) mod goldens;
+pub(crate) mod moe;
+pub(crate) mod process;
+pub(crate) mod refusals;

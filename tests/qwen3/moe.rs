@@ -11,10 +11,10 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
-use crate::{
+use super::{
     files::{Files, Tensors, edit, read, write},
+    goldens::{F32_TOLERANCE, FLOOR, all_in, largest_difference, requests, run},
     process::fixture,
-    shared::{F32_TOLERANCE, FLOOR, all_in, largest_difference, requests, run},
 };
 
 /// What adapters add to the logits of the model in 4 bits is what they add to those of the weights that it unpacks to: the two
@@ -61,7 +61,7 @@ pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, to
 pub(crate) fn groups_of_128_are_what_they_unpack_to(device: &str, tolerance: f32) {
     let files = Files::new();
     let sizes = Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 };
-    let model = files.model("packed", sizes, Some(128));
+    let model = files.random_model("packed", sizes, Some(128));
     let unpacked = files.copy(Path::new(&model), "unpacked");
     unpack(&unpacked, 128);
     let adapter = files.adapter("adapter", sizes);
@@ -99,7 +99,7 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
             let top_k = if dtype == "f32" { sizes.top_k } else { sizes.experts };
             let sizes = Sizes { top_k, ..sizes };
             let files = Files::new();
-            let model = files.model("model", sizes, group);
+            let model = files.random_model("model", sizes, group);
             let [here, cpu] = [device, "cpu"].map(|device| run(device, &model, &[], dtype, &questions(), true));
             for (index, (here, cpu)) in here.iter().zip(&cpu).enumerate() {
                 // Greedily, a random model soon says something else.
@@ -135,7 +135,7 @@ struct Sizes {
 
 impl Files {
     /// A random model of two layers with experts, whose linear layers are in groups of 4 bits if it is to have any.
-    fn model(&self, name: &str, sizes: Sizes, group: Option<usize>) -> String {
+    fn random_model(&self, name: &str, sizes: Sizes, group: Option<usize>) -> String {
         let Sizes { hidden, inter, experts, top_k } = sizes;
         let dir = self.copy(&fixture("qwen3-moe-int4"), name);
         edit(&dir.join("config.json"), |config| {

@@ -5,7 +5,7 @@ use std::{
     process::{Command, Output},
 };
 
-use crate::process::EXAMPLE;
+use super::process::EXAMPLE;
 
 /// The example on the CPU, with so many KiB of address space and so many seconds of processor time.
 pub(crate) fn limited<A: AsRef<OsStr>>(kib: usize, seconds: usize, args: &[A]) -> Command {

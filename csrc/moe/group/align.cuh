@@ -44,7 +44,9 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   for (int slot = thread; slot < p.num_slots; slot += kAlignThreads) next[slot] = 0;
   __syncthreads();
   wait_for_predecessors();
-  if (is_first_block()) clear_stale_words(p.mailbox, (int64_t{gridDim.x} + 1) / 2 * 2, epoch);
+  if (is_first_block()) {
+    clear_stale_words(p.mailbox, ARIL_MAILBOX_HEADER + int64_t{ARIL_WORD_BYTES} * gridDim.x, epoch);
+  }
   const int num_routes =
       mine < p.top_k.num_experts ? routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k : 0;
   int ids[kPerThread];

@@ -143,10 +143,14 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
   // Each block publishes its counts, and sums those of the blocks before it, which have started.
   uint64_t* const words = tagged_words(p.groups.mailbox);
-  if (is_first_block()) clear_stale_words(p.groups.mailbox, int64_t{4} * gridDim.x, epoch);
+  if (is_first_block()) {
+    constexpr int64_t kBytes = ARIL_GROUP_WORDS * ARIL_WORD_BYTES;
+    clear_stale_words(p.groups.mailbox, ARIL_MAILBOX_HEADER + kBytes * gridDim.x, epoch);
+  }
   if (threadIdx.x == 0) {
-    store_tagged2(words + 4 * mine, __int_as_float(all.routes), __int_as_float(all.small), epoch);
-    store_tagged(words + 4 * mine + 2, __int_as_float(all.wide), epoch);
+    store_tagged2(words + ARIL_GROUP_WORDS * mine, __int_as_float(all.routes),
+                  __int_as_float(all.small), epoch);
+    store_tagged(words + ARIL_GROUP_WORDS * mine + 2, __int_as_float(all.wide), epoch);
   }
   GroupCounts others = {0, 0, 0};
   for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
@@ -154,8 +158,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     PollLimit polls;
     do {
       polls.count();
-      first = load_tagged(words + 4 * other);
-      second = load_tagged(words + 4 * other + 2);
+      first = load_tagged(words + ARIL_GROUP_WORDS * other);
+      second = load_tagged(words + ARIL_GROUP_WORDS * other + 2);
     } while (first.epoch0 != epoch || first.epoch1 != epoch || second.epoch0 != epoch);
     others = others + GroupCounts{__float_as_int(first.value0), __float_as_int(first.value1),
                                   __float_as_int(second.value0)};

@@ -1,6 +1,6 @@
-//! Asks the base model and its adapters the same question in one batch, then changes adapters on the loaded model, and asks again.
+//! Asks the base model and its adapters the same question in one batch, replaces adapters on the loaded model, and asks again.
 //!
-//! `cargo run --release -- MODEL NAME=ADAPTER.. --prompt TEXT` names other directories than those of the test fixtures.
+//! `cargo run --release -- MODEL NAME=ADAPTER.. --prompt TEXT` uses other directories than the test fixtures.
 
 use std::{
     env,

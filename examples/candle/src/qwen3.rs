@@ -1,5 +1,5 @@
-//! A dense Qwen3. Sequences are packed: every linear layer sees the tokens of all of them as the rows of one matrix, and attention
-//! runs for each over its own keys and values.
+//! A dense Qwen3. Sequences are packed: the tokens of all sequences are the rows of one matrix in every linear layer. Attention
+//! runs for each sequence over its own keys and values.
 
 use std::{fs, path::Path};
 

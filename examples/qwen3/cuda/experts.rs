@@ -1,5 +1,5 @@
-//! The experts of the base model on the GPU: what the router chose, and one launch for the product of all experts. Nothing on the
-//! host knows how many rows an expert has.
+//! The experts of the base model on the GPU: the router's choice, and one launch for the products of all experts. The host does not
+//! know the number of rows of an expert.
 
 use aril::{Element, cuda};
 use cudarc::driver::{DeviceRepr, LaunchArgs, PushKernelArg as _};

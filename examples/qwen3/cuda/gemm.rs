@@ -1,7 +1,7 @@
 //! The base model's GEMMs, by cuBLASLt.
 //!
-//! cudarc's own `CudaBlasLT::matmul` is not what a reference wants: it computes `f32` in TF32, and lets cuBLASLt add up partial
-//! sums that are already rounded to the output's type.
+//! A reference cannot use cudarc's `CudaBlasLT::matmul`: it computes `f32` in TF32, and lets cuBLASLt add partial sums that are
+//! already rounded to the output type.
 
 use std::ffi::c_void;
 

@@ -1,11 +1,11 @@
-//! `--time-experts`: how long a whole layer of experts takes, without adapters and with them.
+//! `--time-experts`: the time of a whole layer of experts, with and without adapters.
 //!
-//! The layer has the sizes of Qwen3-30B-A3B's, random weights and random tokens in bf16: the router, the order of routes, both
-//! grouped GEMMs, the activation and the combine. These are the example's own, which are simple: an engine's take less, and what
-//! adapters add is then a larger part of the whole. With adapters, the activation and the combine are the library's.
+//! The layer has the sizes of Qwen3-30B-A3B and random weights and tokens in bf16. It consists of the router, the sorting of
+//! routes, both grouped GEMMs, the activation and the combine. These kernels are the example's own and simple. An engine's kernels
+//! are faster, so the adapters' share of its layer is larger. With adapters, activation and combine are the library's.
 //!
-//! Each time is that of a layer in a CUDA graph of several, the median of some replays. Each layer of a graph has tokens of its own,
-//! so that its experts are others and their weights come from memory. All buffers are there before, as in an engine.
+//! A figure is the median over replays of a CUDA graph of several layers, per layer. Each layer of a graph has its own tokens, so
+//! that other experts are used and weights come from memory. All buffers are allocated before, as in an engine.
 
 use std::fmt::Write as _;
 

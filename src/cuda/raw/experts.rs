@@ -1,242 +1,21 @@
-use super::{DeviceRegion, MatrixMut, MatrixRef, Parts, RawMatrix, RoutedBatch, Step, Stream, dtype_code, int, within};
+use super::{
+    abi::{dtype_code, int},
+    grouping::GroupedRoutes,
+    matrix::{MatrixMut, MatrixRef, RawMatrix},
+    memory::Stream,
+    step::Step,
+};
 use crate::{
     DType,
-    cuda::{Kernels, LaunchError, kernels::check},
-    error::OperandError,
+    cuda::{Kernels, kernels::check},
+    error::{LaunchError, OperandError},
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ModelId, ProjectionSite},
-    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, RouteCapacity},
+    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError},
     routing::Weighed,
 };
 
-/// What each group of routes says in the mailbox of `aril_groups`.
-const GROUP_MAILBOX_BYTES: usize = 32;
-
-/// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
-/// what a route is.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TopK {
-    pub(in crate::cuda) ids: u64,
-    pub(in crate::cuda) weights: u64,
-    pub(in crate::cuda) rows: u64,
-    pub(in crate::cuda) top_k: usize,
-    pub(in crate::cuda) weighed: Weighed,
-    pub(in crate::cuda) factor: f32,
-}
-
-impl TopK {
-    /// The address of local expert ids, `i32 [tokens, top_k]`. -1 and whatever else is no local id is not here.
-    pub const fn new(ids: u64, top_k: usize) -> Self {
-        Self { ids, weights: 0, rows: 0, top_k, weighed: Weighed::Combine, factor: 1.0 }
-    }
-
-    /// The address of the router's weights, `f32 [tokens, top_k]`: 1 without them.
-    #[must_use]
-    pub const fn weights(self, weights: u64) -> Self {
-        Self { weights, ..self }
-    }
-
-    /// The address of each route's row in the `[routes, ..]` matrices, `i32 [tokens, top_k]`. Without it, a route has the row of its
-    /// number. Below 0 or from the number of routes on, the route has no row, and is not here.
-    #[must_use]
-    #[doc(alias = "row_of_route")]
-    pub const fn rows(self, rows: u64) -> Self {
-        Self { rows, ..self }
-    }
-
-    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them, and the combine
-    /// does without.
-    #[must_use]
-    pub const fn on_input(self) -> Self {
-        Self { weighed: Weighed::Input, ..self }
-    }
-
-    /// The router's weights are applied to the rows of down: the deltas of down are multiplied by them.
-    #[must_use]
-    pub const fn on_rows(self) -> Self {
-        Self { weighed: Weighed::Rows, ..self }
-    }
-
-    /// What kernels take of it, within the bounds.
-    pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
-        let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
-        within("the batch's tokens", batch.num_tokens, max_tokens)?;
-        within("the routes of a token", self.top_k, max_top_k)?;
-        if self.top_k == 0 {
-            return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
-        }
-        Ok(ffi::aril_top_k {
-            ids: self.ids as *const i32,
-            weights: self.weights as *const f32,
-            rows: self.rows as *const i32,
-            top_k: int(self.top_k)?,
-            num_experts: int(num_experts)?,
-        })
-    }
-
-    /// Multiplies what every route weighs in the combine, where a model has a factor for its routed experts.
-    #[must_use]
-    pub const fn scaled(self, factor: f32) -> Self {
-        Self { factor, ..self }
-    }
-}
-
-/// A layer's routes grouped by expert and slot, in the engine's device memory. Any number of layers may share one, one after the
-/// other.
-#[derive(Debug)]
-pub struct Grouping {
-    kernels: Kernels,
-    capacity: RouteCapacity,
-    groups: ffi::aril_groups,
-}
-
-// SAFETY: device addresses, which are data.
-unsafe impl Send for Grouping {}
-// SAFETY: as above.
-unsafe impl Sync for Grouping {}
-
-/// Where things are in a grouping's memory, in bytes.
-struct Layout {
-    routes: usize,
-    tiles: usize,
-    num_tiles: usize,
-    wide_tiles: usize,
-    num_wide_tiles: usize,
-    mailbox: usize,
-    end: usize,
-}
-
-impl Layout {
-    fn new(capacity: RouteCapacity) -> Self {
-        let mut parts = Parts(0);
-        let mut part = |count: usize, bytes: usize| parts.push(count * bytes);
-        let (max_routes, groups) = (capacity.max_routes(), capacity.num_experts + 2);
-        Self {
-            routes: part(max_routes, size_of::<ffi::aril_route_entry>()),
-            tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
-            num_tiles: part(2, size_of::<i32>()),
-            wide_tiles: part(max_routes, size_of::<ffi::aril_route_tile>()),
-            num_wide_tiles: part(2, size_of::<i32>()),
-            mailbox: part(1, ffi::ARIL_MAILBOX_HEADER as usize + groups * GROUP_MAILBOX_BYTES),
-            end: parts.0,
-        }
-    }
-}
-
-impl Grouping {
-    /// The device memory that [`new`](Self::new) needs.
-    ///
-    /// # Errors
-    /// If the capacity is past the kernels' limits.
-    pub fn device_bytes(capacity: RouteCapacity) -> Result<usize, LaunchError> {
-        Ok(Layout::new(capacity.checked()?).end)
-    }
-
-    /// Takes `memory`, aligned to 256 bytes.
-    ///
-    /// # Errors
-    /// If the capacity is past the kernels' limits, or `memory` is too small or misaligned.
-    ///
-    /// # Safety
-    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent, all of it zero.
-    /// - **Liveness.** That memory stays mapped for as long as this or any routes of it are used, and until the work has run.
-    /// - **Aliasing.** Nobody else writes it.
-    pub unsafe fn new(kernels: &Kernels, capacity: RouteCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
-        let layout = Layout::new(capacity.checked()?);
-        memory.check_parts("the grouping's memory", layout.end)?;
-        let at = |offset: usize| memory.ptr + offset as u64;
-        let groups = ffi::aril_groups {
-            routes: at(layout.routes) as *mut ffi::aril_route_entry,
-            tiles: at(layout.tiles) as *mut ffi::aril_route_tile,
-            num_tiles: at(layout.num_tiles) as *mut i32,
-            wide_tiles: at(layout.wide_tiles) as *mut ffi::aril_route_tile,
-            num_wide_tiles: at(layout.num_wide_tiles) as *mut i32,
-            mailbox: at(layout.mailbox) as *mut std::ffi::c_void,
-        };
-        Ok(Self { kernels: kernels.clone(), capacity, groups })
-    }
-
-    /// Takes what a layer's router chose for the tokens of `batch`, and enqueues the grouping kernel if there are too many routes for
-    /// the operations to sort them by themselves.
-    ///
-    /// # Errors
-    /// `Capacity` if there are more tokens or experts for each than it was made for; then nothing was enqueued.
-    ///
-    /// # Safety
-    /// - **Validity.** `top_k` addresses a value for each route of the batch's tokens, and `stream` is a stream of the kernels'
-    ///   context.
-    /// - **Liveness.** They stay mapped until all operations on the routes have run.
-    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the routes.
-    pub unsafe fn group(
-        &mut self,
-        batch: RoutedBatch,
-        top_k: TopK,
-        stream: Stream,
-    ) -> Result<GroupedRoutes, LaunchError> {
-        self.kernels.check_thread()?;
-        let raw = top_k.expect(batch, self.capacity)?;
-        let args = ffi::aril_group_args {
-            num_tokens: int(batch.num_tokens)?,
-            top_k: raw,
-            routing: batch.routing,
-            groups: self.groups,
-        };
-        if batch.num_tokens > 0 {
-            // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
-            check(unsafe { ffi::aril_group(&args, stream.as_raw()) })?;
-        }
-        // The fewest are sorted by every operation, the most have just been grouped.
-        let by_the_first = ffi::ARIL_EACH_BLOCK_ROUTES as usize + 1..=ffi::ARIL_ONE_BLOCK_ROUTES as usize;
-        let grouped = !by_the_first.contains(&(batch.num_tokens * top_k.top_k));
-        Ok(GroupedRoutes {
-            batch,
-            top_k: raw,
-            weighed: top_k.weighed,
-            factor: top_k.factor,
-            groups: self.groups,
-            grouped,
-        })
-    }
-}
-
-/// A layer's routes of a step.
-///
-/// The first operation on them may group them for the others, so each operation borrows them exclusively: host order is the order
-/// of the stream. All operations on the same routes are enqueued on one stream.
-#[derive(Debug)]
-pub struct GroupedRoutes {
-    batch: RoutedBatch,
-    top_k: ffi::aril_top_k,
-    weighed: Weighed,
-    factor: f32,
-    groups: ffi::aril_groups,
-    /// Whether they are grouped already, or are by the next operation on them.
-    grouped: bool,
-}
-
-// SAFETY: device addresses, which are data.
-unsafe impl Send for GroupedRoutes {}
-// SAFETY: as above.
-unsafe impl Sync for GroupedRoutes {}
-
-impl GroupedRoutes {
-    /// Whether they are of that batch's tokens.
-    pub(in crate::cuda) fn is_of(&self, batch: RoutedBatch) -> bool {
-        (self.batch.tokens(), self.batch.num_tokens) == (batch.tokens(), batch.num_tokens)
-    }
-
-    /// Tokens that the router chose for.
-    pub const fn num_tokens(&self) -> usize {
-        self.batch.num_tokens
-    }
-
-    /// Rows of the `[routes, ..]` matrices.
-    pub const fn num_routes(&self) -> usize {
-        self.batch.num_tokens * self.top_k.top_k.cast_unsigned() as usize
-    }
-}
-
-/// The adapters of one layer's experts: shapes checked, launches planned, workspace sized.
+/// The LoRA operations of one layer's experts.
 #[derive(Clone, Debug)]
 pub struct LoraExperts {
     kernels: Kernels,
@@ -245,7 +24,7 @@ pub struct LoraExperts {
     plan: ExpertsPlan,
 }
 
-/// What is made of a layer's deltas, and the operands beside `x`.
+/// An operation, and its operands besides `x`.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) enum Form {
     AddGateUp { y: MatrixMut },
@@ -262,7 +41,7 @@ impl Form {
         matches!(self, Self::AddGateUp { .. } | Self::WriteGateUp { .. } | Self::Activate { .. })
     }
 
-    /// The projection whose deltas they are.
+    /// The projection whose deltas the operation computes.
     pub(in crate::cuda) fn projection<'a>(&self, site: &'a ExpertsSite) -> &'a ProjectionSite {
         if self.is_before_activation() { site.gate_up() } else { site.down() }
     }
@@ -288,7 +67,7 @@ impl Form {
         code.cast_signed()
     }
 
-    /// `y`, and what is written if that is not it.
+    /// `y`, and the output if it is separate.
     fn matrices(&self) -> (RawMatrix, Option<RawMatrix>) {
         match *self {
             Self::AddGateUp { y: MatrixMut(y) }
@@ -302,7 +81,7 @@ impl Form {
     }
 }
 
-/// An activation on its way to the ABI: its code, alpha and limit.
+/// Converts an activation: its code, alpha and limit.
 fn activation_code(activation: Activation) -> (i32, f32, f32) {
     let (ffi::aril_activation(code), alpha, limit) = match activation {
         Activation::Gelu => (ffi::aril_activation::ARIL_GELU, 0.0, 0.0),
@@ -332,10 +111,10 @@ macro_rules! operation {
 }
 
 impl LoraExperts {
-    /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to [`ExpertsSite::top_k`] routes.
+    /// Plans the experts `id` of `model` for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token.
     ///
     /// # Errors
-    /// If the id is of another model, or no kernel takes these shapes or these bounds.
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support a size or the capacity.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -348,32 +127,31 @@ impl LoraExperts {
         Ok(Self { kernels: kernels.clone(), model: model.id(), site, plan })
     }
 
-    /// What will be launched; for logs.
+    /// The launch configuration.
     pub fn plan(&self) -> &ExpertsPlan {
         &self.plan
     }
 
     operation! {
-        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert. What
-        /// has no adapter keeps `y` bit for bit.
+        /// Enqueues the addition of the deltas of gate and up to the rows of local routes. Rows without an adapter keep every bit.
         ///
-        /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
-        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves); the step's workspace has
-        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be captured in a
-        /// CUDA graph.
+        /// `x` is `[tokens, hidden]`. `y` is `[routes, gate_up]`, with gate and up in the order of
+        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves). The step's workspace has at least
+        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Neither allocates nor waits. May be captured in a CUDA
+        /// graph.
         ///
         /// # Errors
-        /// If the operands don't fit the plan; then nothing was enqueued.
+        /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
         ///
         /// # Safety
-        /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with the routes beside the batch. No two routes have the same
-        /// row.
+        /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), for the routes as for the batch. The routes have
+        /// distinct rows.
         add_gate_up_delta, AddGateUp
     }
 
     operation! {
-        /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice that
-        /// has no adapter or is not here. Rows that no route has are left as they are.
+        /// Like [`add_gate_up_delta`](Self::add_gate_up_delta), but overwrites `y`: with the delta, or with zero for routes and
+        /// slices that have no adapter or are not local. Rows that belong to no route are unchanged.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -383,19 +161,17 @@ impl LoraExperts {
         write_gate_up_delta, WriteGateUp
     }
 
-    /// Enqueues the activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route
-    /// that is here, whether its token has an adapter or not. It takes the place of the base's activation, and spares a pass over `y`.
-    /// Computed in `f32`, rounded once.
+    /// Enqueues `out[row] = activation(y[row] + delta)` for all local routes, with or without an adapter, computed in `f32` with
+    /// one rounding. Replaces the base's activation and saves a pass over `y`.
     ///
-    /// `x` is `[tokens, hidden]` and `y`, of the base's gate_up, `[routes, gate_up]`, as for
-    /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`. Rows of routes that are not here, or not of the last
-    /// update, are left as they are.
+    /// `x` is `[tokens, hidden]`. `y` is the output `[routes, gate_up]` of the base's gate-up. `out` is `[routes, inter]`. Rows of
+    /// other routes, and of tokens beyond the last update, are unchanged.
     ///
     /// # Errors
-    /// As for `add_gate_up_delta`, and if the activation needs a gate that the experts do not have.
+    /// As for `add_gate_up_delta`, and [`OperandError::Activation`] if the activation requires a gate that the experts lack.
     ///
     /// # Safety
-    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
+    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` as an input like `x`.
     #[doc(alias = "silu_and_mul")]
     pub unsafe fn activate(
         &self,
@@ -412,10 +188,10 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
-        /// combine, and without its weights unless these are [on the rows](TopK::on_rows).
+        /// Enqueues the addition of the deltas of down to the rows of local routes, before the combine. The deltas are multiplied
+        /// by the router's weights only with [`TopK::on_rows`](super::TopK::on_rows).
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`.
+        /// `x` is the activated input `[routes, inter]`, `y` is `[routes, hidden]`.
         ///
         /// # Errors
         /// As for [`add_gate_up_delta`](Self::add_gate_up_delta).
@@ -426,8 +202,8 @@ impl LoraExperts {
     }
 
     operation! {
-        /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
-        /// or is not here. Rows that no route has are left as they are.
+        /// Like [`add_down_delta`](Self::add_down_delta), but overwrites `y`: with the delta, or with zero for routes that have no
+        /// adapter or are not local. Rows that belong to no route are unchanged.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -438,10 +214,11 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
-        /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
+        /// Enqueues the addition of the deltas of down after the base's combine: `y[t]` gets the sum over the local routes of token
+        /// `t`, each multiplied by its [`output_weight`](crate::routing::TopK::output_weight). Rows without an adapter keep every
+        /// bit.
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
+        /// `x` is the activated input `[routes, inter]`, `y` is `[tokens, hidden]`.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -451,19 +228,18 @@ impl LoraExperts {
         add_combined_delta, AddCombined
     }
 
-    /// Enqueues the combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here
-    /// of `y[row] + delta`, each multiplied by what the route [weighs](crate::routing::TopK::output_weight), and zero if none is. For
-    /// every token, whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
+    /// Enqueues `out[t] = Σ output_weight · (y[row] + delta)` over the local routes of token `t`, or zero if there are none, for
+    /// every token with or without an adapter, computed in `f32` with one rounding. Replaces the base's combine. See
+    /// [`output_weight`](crate::routing::TopK::output_weight).
     ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
-    /// weights; `out` is `[tokens, hidden]`. Rows of tokens that the
-    /// last update did not have are left as they are.
+    /// `x` is the activated input `[routes, inter]`. `y` is the output `[routes, hidden]` of the base's down, without the router's
+    /// weights. `out` is `[tokens, hidden]`. Rows of tokens beyond the last update are unchanged.
     ///
     /// # Errors
     /// As for `add_gate_up_delta`.
     ///
     /// # Safety
-    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
+    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` as an input like `x`.
     #[doc(alias = "moe_sum")]
     #[doc(alias = "finalize")]
     pub unsafe fn combine(
@@ -479,7 +255,7 @@ impl LoraExperts {
         unsafe { self.launch(&args, routes, step.stream) }
     }
 
-    /// The arguments, once the operands are found to fit.
+    /// Checks the operands and returns the arguments of the C ABI.
     pub(in crate::cuda) fn args(
         &self,
         step: &Step,
@@ -506,13 +282,15 @@ impl LoraExperts {
         let (out, out_stride) = out.unwrap_or((std::ptr::null_mut(), 0));
         let (activation, alpha, limit) = match form {
             Form::Activate { activation, .. } => {
-                self.site.check_activation(activation)?;
+                if !self.site.allows(activation) {
+                    return Err(OperandError::Activation { activation }.into());
+                }
                 activation_code(activation)
             }
             _ => (0, 0.0, 0.0),
         };
-        within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
-        within("the routes of a token", top_k, self.plan.top_k())?;
+        LaunchError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        LaunchError::within("the routes of a token", top_k, self.plan.top_k())?;
         if routes.top_k.num_experts != int(self.site.held().len())? {
             return Err(OperandError::Model.into());
         }
@@ -557,6 +335,7 @@ impl LoraExperts {
             out,
             out_stride,
             mailbox: workspace.mailbox.ptr as *mut std::ffi::c_void,
+            mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
             weights: table.expect(self.model, dtype, &self.plan.capacity(), site.shared_entry())?,
             routing: routes.batch.routing,

@@ -1,22 +1,26 @@
 use cudarc::driver::sys;
 
-use super::{DeviceRegion, Parts, Stream, int, within};
+use super::{
+    abi::int,
+    memory::{Arrays, DeviceRegion, Stream},
+};
 use crate::{
     Slot,
-    cuda::{Kernels, LaunchError, kernels::check, pinned::Pinned},
+    cuda::{Kernels, kernels::check, pinned::Pinned},
+    error::LaunchError,
     ffi,
     plan::Capacity,
     routing::Batch,
 };
 
-/// A step's routing in the engine's device memory, and the pinned buffers that bring it there.
+/// The routing of a step in device memory of the engine, and the pinned buffers that batches are copied from.
 ///
-/// Built once per step for all layers. Its addresses never change, so a captured graph follows whatever was routed last.
+/// It is updated once per step, for all layers. Its addresses never change, so graphs follow the last update.
 #[derive(Debug)]
 pub struct Routing {
     kernels: Kernels,
     capacity: Capacity,
-    /// `[max_tokens]` slots and, behind the live ones, as many scales.
+    /// `[max_tokens]` slots, directly followed by as many scales as the batch has tokens.
     staged: u64,
     routing: ffi::aril_routing,
     staging: Vec<Pinned>,
@@ -28,41 +32,26 @@ unsafe impl Send for Routing {}
 // SAFETY: nothing changes behind a shared reference.
 unsafe impl Sync for Routing {}
 
-/// Where things are in a routing's memory, in bytes.
-struct Layout {
-    staged: usize,
-    tokens: usize,
-    scales: usize,
-    slots: usize,
-    num_tokens: usize,
-    indptr: usize,
-    tiles: usize,
-    num_tiles: usize,
-    wide_tiles: usize,
-    num_wide_tiles: usize,
-    end: usize,
+/// The staged batch and the arrays of a routing in memory at `start`, and the number of bytes they take.
+fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
+    let Capacity { max_tokens, num_slots, .. } = capacity;
+    let mut arrays = Arrays::at(start);
+    let staged = arrays.push::<u8>(staging_bytes(capacity));
+    let routing = ffi::aril_routing {
+        tokens: arrays.push::<i32>(max_tokens) as *mut _,
+        scales: arrays.push::<f32>(max_tokens) as *mut _,
+        slots: arrays.push::<i32>(max_tokens) as *mut _,
+        num_tokens: arrays.push::<i32>(1) as *mut _,
+        indptr: arrays.push::<i32>(num_slots + 1) as *mut _,
+        tiles: tiles(&mut arrays, capacity.max_small_tiles(max_tokens)),
+        wide_tiles: tiles(&mut arrays, capacity.max_wide_tiles(max_tokens)),
+    };
+    (staged, routing, arrays.bytes())
 }
 
-impl Layout {
-    fn new(capacity: Capacity) -> Self {
-        let mut parts = Parts(0);
-        let mut part = |bytes| parts.push(bytes);
-        let Capacity { max_tokens, num_slots, .. } = capacity;
-        let [tiles, wide_tiles] = capacity.all_tiles();
-        Self {
-            staged: part(staging_bytes(capacity)),
-            tokens: part(max_tokens * size_of::<i32>()),
-            scales: part(max_tokens * size_of::<f32>()),
-            slots: part(max_tokens * size_of::<i32>()),
-            num_tokens: part(size_of::<i32>()),
-            indptr: part((num_slots + 1) * size_of::<i32>()),
-            tiles: part(tiles * size_of::<ffi::aril_tile>()),
-            num_tiles: part(size_of::<i32>()),
-            wide_tiles: part(wide_tiles * size_of::<ffi::aril_tile>()),
-            num_wide_tiles: part(size_of::<i32>()),
-            end: parts.0,
-        }
-    }
+fn tiles(arrays: &mut Arrays, max_tiles: usize) -> ffi::aril_tiles {
+    let all = arrays.push::<ffi::aril_tile>(max_tiles) as *mut _;
+    ffi::aril_tiles { all, count: arrays.push::<i32>(1) as *mut _ }
 }
 
 fn staging_bytes(capacity: Capacity) -> usize {
@@ -70,24 +59,24 @@ fn staging_bytes(capacity: Capacity) -> usize {
 }
 
 impl Routing {
-    /// The device memory that [`new`](Self::new) needs.
+    /// Device memory that [`new`](Self::new) needs, in bytes.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits.
+    /// [`LaunchError::Plan`] if a bound of the capacity is invalid.
     pub fn device_bytes(capacity: Capacity) -> Result<usize, LaunchError> {
-        Ok(Layout::new(capacity.checked()?).end)
+        Ok(lay_out(capacity.checked()?, 0).2)
     }
 
-    /// Takes `memory`, aligned to 256 bytes, and allocates `steps_in_flight` pinned host buffers: as many steps as the host may
-    /// run ahead of the device. Nothing is routed until [`update`](Self::update) is.
+    /// A routing in `memory`, which must be aligned to 256 bytes. Allocates `steps_in_flight` pinned host buffers: the host may run
+    /// that many steps ahead of the device. Call [`update`](Self::update) before any operation.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits, `memory` is too small or misaligned, or there is no pinned memory left.
+    /// [`LaunchError`] if a bound of the capacity is invalid, `memory` is too small or misaligned, or pinned memory is exhausted.
     ///
     /// # Safety
-    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent.
-    /// - **Liveness.** That memory stays mapped for as long as this or any batch of it is used, and until the work has run.
-    /// - **Aliasing.** Nobody else writes it.
+    /// - **Validity.** `memory` is device memory of the kernels' context.
+    /// - **Liveness.** It stays mapped while the routing or its batches are in use, and until the work has run.
+    /// - **Aliasing.** Nothing else writes it.
     pub unsafe fn new(
         kernels: &Kernels,
         capacity: Capacity,
@@ -95,33 +84,23 @@ impl Routing {
         memory: DeviceRegion,
     ) -> Result<Self, LaunchError> {
         kernels.check_thread()?;
-        let layout = Layout::new(capacity.checked()?);
-        memory.check_parts("the routing's memory", layout.end)?;
-        let at = |offset: usize| memory.ptr + offset as u64;
-        let tiles = |all, count| ffi::aril_tiles { all: at(all) as *mut ffi::aril_tile, count: at(count) as *mut i32 };
-        let routing = ffi::aril_routing {
-            tokens: at(layout.tokens) as *mut i32,
-            scales: at(layout.scales) as *mut f32,
-            slots: at(layout.slots) as *mut i32,
-            num_tokens: at(layout.num_tokens) as *mut i32,
-            indptr: at(layout.indptr) as *mut i32,
-            tiles: tiles(layout.tiles, layout.num_tiles),
-            wide_tiles: tiles(layout.wide_tiles, layout.num_wide_tiles),
-        };
+        let (staged, routing, bytes) = lay_out(capacity.checked()?, memory.ptr);
+        memory.check_room("the routing's memory", bytes)?;
         let staging = (0..steps_in_flight.max(1))
             .map(|_| Pinned::new(staging_bytes(capacity), sys::CU_MEMHOSTALLOC_WRITECOMBINED));
         let staging = staging.collect::<Result<_, _>>()?;
-        Ok(Self { kernels: kernels.clone(), capacity, staged: at(layout.staged), routing, staging, next: 0 })
+        Ok(Self { kernels: kernels.clone(), capacity, staged, routing, staging, next: 0 })
     }
 
-    /// Enqueues one host-to-device copy and the grouping kernel.
+    /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
     ///
     /// # Errors
-    /// `Busy` if `steps_in_flight` copies are pending: it never waits. `Capacity` if the batch is too large. Nothing was enqueued.
+    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending. [`LaunchError::Capacity`] if the batch is too large. Nothing
+    /// was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** `stream` is a stream of the kernels' context, and not capturing.
-    /// - **Aliasing.** Work of other streams that uses a batch of this is ordered against `stream`.
+    /// - **Validity.** `stream` belongs to the kernels' context and is not being captured.
+    /// - **Aliasing.** Work on other streams that uses a batch of this routing is ordered against `stream`.
     pub unsafe fn update(&mut self, batch: &Batch<'_>, stream: Stream) -> Result<RoutedBatch, LaunchError> {
         let routed = self.capture_batch(batch.num_tokens())?;
         self.kernels.check_thread()?;
@@ -144,35 +123,35 @@ impl Routing {
         Ok(routed)
     }
 
-    /// Whether [`update`](Self::update) has a free staging buffer now.
+    /// Whether [`update`](Self::update) has a free staging buffer.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn is_ready(&self) -> Result<bool, LaunchError> {
         self.staging[self.next].is_free()
     }
 
-    /// Blocks this thread until [`update`](Self::update) has a free staging buffer: until the copy of the step that is
-    /// `steps_in_flight` before the next one is done.
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the copy made `steps_in_flight`
+    /// updates ago has finished.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn wait(&self) -> Result<(), LaunchError> {
         self.staging[self.next].wait()
     }
 
-    /// As [`update`](Self::update), for slots (`i32`, one per token) and, if not null, scales (`f32`, likewise) that are on the
-    /// device already. May be captured.
+    /// Like [`update`](Self::update), with the addresses of slots, `i32 [tokens]`, and optionally of scales, `f32 [tokens]`, in
+    /// device memory. May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// `Capacity` if the batch is too large; then nothing was enqueued.
+    /// [`LaunchError::Capacity`] if the batch is too large. Nothing was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** `token_slots` and `token_scales` address `num_tokens` values each, and `stream` is a stream of the
+    /// - **Validity.** `token_slots` and `token_scales` are the addresses of `num_tokens` elements each. `stream` belongs to the
     ///   kernels' context.
-    /// - **Liveness.** They stay mapped until the work has run.
-    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses a batch of
-    ///   this routing.
+    /// - **Liveness.** That memory stays mapped until the work has run.
+    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. All uses of this routing's batches are ordered by
+    ///   `stream`, too.
     pub unsafe fn update_on_device(
         &mut self,
         token_slots: u64,
@@ -188,13 +167,13 @@ impl Routing {
         Ok(routed)
     }
 
-    /// The batch to capture a CUDA graph of up to `num_tokens` rows with: the same addresses, upper bounds for counts. Rows that
-    /// the last update before a replay did not have, or had as base, are left alone by the replay.
+    /// A batch of up to `num_tokens` tokens to capture a CUDA graph with. It has the same addresses as an updated batch, and upper
+    /// bounds for its counts. A replay leaves rows unchanged that are beyond the last update, or base tokens in it.
     ///
     /// # Errors
-    /// `Capacity` if it is too large.
+    /// [`LaunchError::Capacity`] if `num_tokens` exceeds the capacity.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<RoutedBatch, LaunchError> {
-        within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
+        LaunchError::within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
         let max_tiles = self.capacity.max_tiles(num_tokens);
         let max_small_tiles = self.capacity.max_small_tiles(num_tokens);
         Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles, max_small_tiles })
@@ -219,7 +198,7 @@ impl Routing {
     }
 }
 
-/// A routed batch: where its grouping is on the device, and upper bounds for its counts.
+/// A batch: the addresses of its grouping, and upper bounds for its counts.
 #[derive(Clone, Copy, Debug)]
 pub struct RoutedBatch {
     pub(super) routing: ffi::aril_routing,
@@ -234,18 +213,18 @@ unsafe impl Send for RoutedBatch {}
 unsafe impl Sync for RoutedBatch {}
 
 impl RoutedBatch {
-    /// Rows of the matrices that it is for.
+    /// Tokens in the batch.
     pub const fn num_tokens(&self) -> usize {
         self.num_tokens
     }
 
-    /// The address of the tokens that have a slot, by slot and, within one, in any order: `i32`, as many as `indptr` ends with.
+    /// Address of the tokens that have a slot, `i32`, sorted by slot and in any order within a slot. Their number is the last
+    /// element of [`indptr`](Self::indptr).
     pub fn tokens(&self) -> u64 {
         self.routing.tokens as u64
     }
 
-    /// The address of where each slot's tokens begin in [`tokens`](Self::tokens), and where the last slot's end: `i32
-    /// [num_slots + 1]`.
+    /// Address of the offset of each slot's tokens in [`tokens`](Self::tokens), `i32 [num_slots + 1]`.
     #[doc(alias = "seg_indptr")]
     #[doc(alias = "lora_token_start_loc")]
     pub fn indptr(&self) -> u64 {

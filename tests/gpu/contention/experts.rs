@@ -12,10 +12,10 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::{Hog, Results};
 use crate::{
-    adapters::tensor,
+    common::adapters::tensor,
     common::{
-        cases::Place,
-        experts::{Act, Case, Op, Order, Shape},
+        compare::Place,
+        experts::{Act, Case, Op, Order},
     },
     device::{Buffer, Gpu, Graph},
     experts::{Operands, steps::routes_go_wide},
@@ -272,7 +272,7 @@ impl<'a> Steps<'a> {
 fn case_of(layer: usize, op: Op, tokens: usize) -> Case {
     let ([hidden, inter], top_k, halves) = LAYERS[layer];
     let case = Case::new([EXPERTS, hidden, inter], Vec::new(), [tokens, top_k]);
-    Case { op, shape: Shape { halves, ..case.shape.clone() }, ..case }
+    case.with(|layer| (layer.op, layer.shape.halves) = (op, halves))
 }
 
 /// Nearly all multiprocessors are taken by another kernel as ours come, and once more while ours run.

@@ -8,8 +8,8 @@ use super::{
 };
 use crate::{
     common::{
-        cases::{Dtype, Values},
         experts::{Case, Lora},
+        values::{Dtype, Values},
     },
     device::Gpu,
     for_dtype,

@@ -15,8 +15,9 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
 use super::{OPERATIONS, Operands, raw_top_k, route_capacity};
 use crate::{
     common::{
-        cases::{Dtype, Values, compare},
-        experts::{Act, Case, Lora, Op, Order, Pairs, Shape, Weighed},
+        compare::compare,
+        experts::{Act, Case, Lora, Op, Order, Pairs, Weighed},
+        values::{Dtype, Values},
     },
     device::{Buffer, Gpu},
     for_dtype,
@@ -57,8 +58,7 @@ impl<'a, T: Element> Layer<'a, T> {
     pub fn new(gpu: &'a Gpu, case: &Case, ops: &[Op]) -> Self {
         let Gpu { kernels, queue, .. } = gpu;
         let (model, id) = case.model();
-        let capacity =
-            Capacity::tokens(case.num_tokens()).slots(case.adapters.len() + case.empty_slots).rank(case.max_rank());
+        let capacity = Capacity::tokens(case.num_tokens()).slots(case.num_slots()).rank(case.max_rank());
         let routing = Routing::new(queue, capacity, 1).unwrap();
         let batch = routing.capture_batch(case.num_tokens()).unwrap();
         let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity(case)).unwrap()]);
@@ -70,7 +70,7 @@ impl<'a, T: Element> Layer<'a, T> {
         let rows = case.rows.as_ref().map(|_| gpu.upload(&vec![0_i32; routes]));
         let layer = raw::LoraExperts::new(kernels, &model, id, T::DTYPE, capacity).unwrap();
         let operations = ops.iter().map(|&op| {
-            let case = Case { op, ..case.clone() };
+            let case = case.with(|layer| layer.op = op);
             let places = [case.x(), case.y(), case.target()];
             let [x, y, target] =
                 places.map(|place| gpu.upload(&vec![T::default(); place.offset + place.rows * place.stride]));
@@ -108,7 +108,7 @@ impl<'a, T: Element> Layer<'a, T> {
 
     /// Loads the adapters of a case.
     pub fn load_all(&mut self, case: &Case) -> Vec<Pairs> {
-        let all = case.pairs::<T>(&mut StdRng::seed_from_u64(case.seed));
+        let all = case.pairs(&mut StdRng::seed_from_u64(case.seed));
         let adapters = case.adapters.iter().zip(&all).enumerate();
         for (slot, (lora, pairs)) in adapters.filter(|(_, (lora, _))| !lora.is_nothing()) {
             self.load(slot, case, lora, pairs);
@@ -136,7 +136,7 @@ impl<'a, T: Element> Layer<'a, T> {
             values
         }
         let cases: Vec<Case> =
-            self.operations.iter().map(|operation| Case { op: operation.operands.op, ..step.clone() }).collect();
+            self.operations.iter().map(|operation| step.with(|layer| layer.op = operation.operands.op)).collect();
         let worlds: Vec<_> = cases
             .iter()
             .map(|case| case.world_of::<T>(pairs.to_vec(), &mut StdRng::seed_from_u64(step.seed)))
@@ -149,7 +149,7 @@ impl<'a, T: Element> Layer<'a, T> {
             rows.write(&padded(step.rows.as_ref().unwrap(), routes, all, 0));
         }
         if let Some(router) = &mut self.router {
-            router.write(&padded(worlds[0].weights.as_ref().unwrap(), routes, all, 1.0));
+            router.write(&padded(&step.router().unwrap(), routes, all, 1.0));
         }
         for (operation, (case, world)) in self.operations.iter_mut().zip(cases.iter().zip(&worlds)) {
             let Operation { x, y, target, .. } = operation;
@@ -192,8 +192,7 @@ pub fn routes_go_wide(slots: &[i32], ids: &[i32], [num_slots, num_experts, max_r
 
 /// The same of a case.
 pub fn goes_wide(case: &Case) -> bool {
-    let num_slots = case.adapters.len() + case.empty_slots;
-    routes_go_wide(&case.slots, &case.ids, [num_slots, case.shape.held.len(), case.max_rank()])
+    routes_go_wide(&case.slots, &case.ids, [case.num_slots(), case.shape.held.len(), case.max_rank()])
 }
 
 /// One graph of more than 1024 routes, which the device takes by small tiles in some replays and by wide ones in others.
@@ -273,8 +272,8 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
             Lora::of_own_ranks(40, 1),
         ];
         let case = Case::new([40, hidden, inter], adapters, [TOKENS, 4]);
-        let case = Case { dtype, values, weighed, ..case };
-        let case = Case { shape: Shape { halves, ..case.shape.clone() }, ..case };
+        let case = Case { dtype, values, ..case };
+        let case = case.with(|layer| (layer.weighed, layer.shape.halves) = (weighed, halves));
         for_dtype!(case, run(&gpu, &case));
     }
 }
@@ -305,15 +304,15 @@ fn a_replay_sees_what_became_of_the_adapters() {
         let graph = gpu.capture(|| layer.launch());
         let mut rng = StdRng::seed_from_u64(case.seed);
         let mut held: Vec<(Lora, Pairs)> =
-            case.adapters.iter().map(|_| (nothing(), case.pairs_of::<T>(&nothing(), &mut rng))).collect();
+            case.adapters.iter().map(|_| (nothing(), case.pairs_of(&nothing(), &mut rng))).collect();
         for (number, (changes, live)) in steps.into_iter().enumerate() {
             for (slot, lora) in changes {
-                let pairs = case.pairs_of::<T>(&lora, &mut rng);
+                let pairs = case.pairs_of(&lora, &mut rng);
                 layer.load(slot, case, &lora, &pairs);
                 held[slot] = (lora, pairs);
             }
             let (adapters, pairs): (Vec<Lora>, Vec<Pairs>) = held.iter().cloned().unzip();
-            let mut step = Case { adapters, seed: rng.random(), ..case.clone() };
+            let mut step = Case { seed: rng.random(), ..case.with(|layer| layer.adapters = adapters) };
             let mut slots = StdRng::seed_from_u64(number as u64);
             let slot = |_| slots.random_range(-1..=4);
             step.choose(live, slot, |_, _| rng.random_range(-1..=EXPERTS as i32));
@@ -367,7 +366,8 @@ fn live_routes_have_any_of_the_captured_rows() {
         {
             let adapters = vec![Lora::of_own_ranks(5, 24), Lora::shared_outer(5, 16)];
             let case = Case::new([5, 72, 40], adapters, [tokens, 4]);
-            let case = Case { dtype, weighed, rows: Some(Vec::new()), ..case };
+            let case = case.with(|layer| (layer.weighed, layer.rows) = (weighed, Some(Vec::new())));
+            let case = Case { dtype, ..case };
             for_dtype!(case, run(&gpu, &case));
         }
     }

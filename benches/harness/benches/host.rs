@@ -1,0 +1,160 @@
+//! Work on the host: planning, packing an adapter, grouping a batch, and the operations of the CPU.
+#![expect(clippy::cast_possible_truncation, reason = "its numbers are small")]
+
+use std::{collections::BTreeMap, hint::black_box, time::Duration};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    model::{Linear, Model, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, LinearPlan},
+    routing::{Batch, Segments},
+};
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use half::bf16;
+
+use aril_bench::{
+    Result,
+    data::{Data, SMALL, checked_tokens},
+    workload::{self, Workload},
+};
+
+const MAX_ERROR: f64 = 2e-2;
+
+/// More than any workload's adapters take.
+const ARENA_BYTES: usize = 1 << 30;
+
+fn plan(criterion: &mut Criterion) {
+    let (model, adapter) = (layers(LAYERS).expect("it is a model"), adapter(LAYERS).expect("it is an adapter"));
+    let (single, id) = workloads().remove(0).linear_model().expect("it is a model");
+    let capacity = Capacity::tokens(8192).slots(64).rank(64);
+    let mut group = criterion.benchmark_group("plan");
+    group.bench_function("linear", |bencher| {
+        bencher.iter(|| LinearPlan::new(black_box(&single[id]), DType::BF16, capacity).expect("there is a kernel"));
+    });
+    let image = adapter.plan(&model, DType::BF16).expect("it fits the model");
+    assert_eq!(image.entries().len(), model.num_entries());
+    group.bench_function(format!("adapter/{}-modules", model.num_entries()), |bencher| {
+        bencher.iter(|| adapter.plan(black_box(&model), DType::BF16).expect("it fits the model"));
+    });
+}
+
+fn pack(criterion: &mut Criterion) {
+    let (model, adapter) = (layers(1).expect("it is a model"), adapter(1).expect("it is an adapter"));
+    let mut group = criterion.benchmark_group("pack");
+    for dtype in [DType::BF16, DType::F16] {
+        let image = adapter.plan(&model, dtype).expect("it fits the model");
+        let mut block = vec![0xff; image.bytes()];
+        image.write_to(&mut block).expect("its weights are finite");
+        assert!(block.chunks(2).all(|value| value != [0xff, 0xff]), "something was not written");
+        group.throughput(Throughput::Bytes(block.len() as u64));
+        group.bench_function(format!("bf16-to-{dtype}"), |bencher| {
+            bencher.iter(|| image.write_to(black_box(&mut block)).expect("its weights are finite"));
+        });
+    }
+}
+
+fn segments(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("segments");
+    for (tokens, num_slots) in [(64, 8), (256, 64), (8192, 64)] {
+        // Scattered over the slots.
+        let slots: Vec<Slot> = (0..tokens).map(|token| Slot::new((token * 7919 % num_slots) as u16)).collect();
+        let segments = Segments::new(&slots, num_slots);
+        assert_eq!(segments.iter().map(|(_, tokens)| tokens.len()).sum::<usize>(), tokens);
+        group.throughput(Throughput::Elements(tokens as u64));
+        group.bench_function(format!("t{tokens}/s{num_slots}"), |bencher| {
+            bencher.iter(|| Segments::new(black_box(&slots), num_slots));
+        });
+    }
+}
+
+fn cpu(criterion: &mut Criterion) {
+    let data = Data::new(SMALL);
+    let mut group = criterion.benchmark_group("cpu-linear/bf16");
+    for workload in workloads() {
+        let (model, id) = workload.linear_model().expect("it is a model");
+        let weights = WeightTable::new(&model, DType::BF16, workload.capacity(), ARENA_BYTES).expect("it is a table");
+        for (slot, adapter) in data.adapters(&workload, 0).expect("they are adapters").iter().enumerate() {
+            let image = adapter.plan(&model, DType::BF16).expect("it fits the model");
+            weights.load(Slot::new(slot as u16), &image).expect("it fits the table");
+        }
+        let (tokens, cols) = (workload.num_tokens(), workload.out_features());
+        let x: Vec<bf16> = data.inputs.range(0, tokens * workload.in_features).collect();
+        let bases: Vec<bf16> = data.bases.range(0, tokens * cols).collect();
+        let layer = LoraLinear::new(&weights, id).expect("it is of the model");
+        let (batch, mut workspace) = (Batch::new(&workload.slots), Workspace::default());
+        let mut run = |y: &mut [bf16]| {
+            let x = Matrix::new(&x, tokens, workload.in_features).expect("it has as many rows");
+            let y = MatrixMut::new(y, tokens, cols).expect("it has as many rows");
+            let mut step = weights.step(&batch, &mut workspace).expect("it fits the table");
+            layer.add_delta(&mut step, x, y).expect("the operands fit");
+        };
+        let mut y = bases.clone();
+        run(&mut y);
+        let rows = checked_tokens(&workload.slots).into_iter().map(|token| (token, y[token * cols..][..cols].to_vec()));
+        let error = data.error(&workload, 0, &rows.collect::<BTreeMap<_, _>>());
+        assert!(error < MAX_ERROR, "{}: relative error {error}", workload.id);
+
+        group.throughput(Throughput::Bytes(workload.bytes().total() as u64));
+        group.bench_function(workload.criterion_id(), |bencher| {
+            bencher.iter_batched_ref(|| bases.clone(), |y| run(y), BatchSize::LargeInput);
+        });
+    }
+}
+
+/// A small workload and a medium one.
+fn workloads() -> Vec<Workload> {
+    let mut workloads = workload::parse(workload::BUILT_IN).expect("the list is well formed");
+    workloads.retain(|workload| {
+        ["dec/qwen3-8b/qkv/r8/t1/distinct", "dec/qwen3-4b/o/r16/t64/uniform8"].contains(&workload.id.as_str())
+    });
+    workloads
+}
+
+/// The modules of a small decoder layer: name, input and output features.
+const MODULES: [(&str, usize, usize); 7] = [
+    ("self_attn.q_proj", 1024, 2048),
+    ("self_attn.k_proj", 1024, 1024),
+    ("self_attn.v_proj", 1024, 1024),
+    ("self_attn.o_proj", 2048, 1024),
+    ("mlp.gate_proj", 1024, 3072),
+    ("mlp.up_proj", 1024, 3072),
+    ("mlp.down_proj", 3072, 1024),
+];
+const LAYERS: usize = 28;
+const RANK: usize = 16;
+
+/// A model of `layers` decoder layers.
+fn layers(layers: usize) -> Result<Model> {
+    let mut spec = ModelSpec::new();
+    for layer in 0..layers {
+        for (name, in_features, out_features) in MODULES {
+            let path = format!("model.layers.{layer}");
+            spec.linear(Linear::new(path, Parallel::Replicated, in_features).slice(name, out_features))?;
+        }
+    }
+    Ok(spec.shard(TpRank::SINGLE)?)
+}
+
+/// An adapter on every module of `layers` decoder layers.
+fn adapter(layers: usize) -> Result<Adapter> {
+    let mut tensors = Vec::new();
+    for layer in 0..layers {
+        for (name, in_features, out_features) in MODULES {
+            for (side, shape) in [("A", [RANK, in_features]), ("B", [out_features, RANK])] {
+                let values = vec![bf16::from_f32(0.5); shape[0] * shape[1]];
+                let tensor = Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec())?;
+                tensors.push((format!("base_model.model.model.layers.{layer}.{name}.lora_{side}.weight"), tensor));
+            }
+        }
+    }
+    Ok(Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {RANK}, "lora_alpha": {RANK}}}"#), tensors)?)
+}
+
+fn config() -> Criterion {
+    Criterion::default().warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2))
+}
+
+criterion_group!(name = benches; config = config(); targets = plan, pack, segments, cpu);
+criterion_main!(benches);

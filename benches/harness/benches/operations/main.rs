@@ -1,0 +1,13 @@
+//! Single operations on the GPU, in captured graphs. One binary, to copy to a machine that has a GPU and no Rust.
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "its numbers are small"
+)]
+
+mod align;
+mod layers;
+mod routing;
+
+criterion::criterion_main!(align::benches, layers::benches, routing::benches);

@@ -1,0 +1,190 @@
+//! What LoRA adds to a layer: the time of the base layer's GEMM with LoRA minus its time alone, each in a CUDA graph with base weights
+//! and adapters that no cache holds.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use aril::cuda::raw::Stream;
+use cudarc::driver::CudaStream;
+use half::bf16;
+
+use aril_bench::{
+    Result,
+    data::checked_tokens,
+    device::{Event, Gpu, Graph},
+    gemm::Gemm,
+    layer::{self, Layer, MAX_ERROR, Room, Stage, elem_bytes, repetitions},
+    report::median,
+    results::{Added, Results},
+    workload::{COLD_BYTES, Workload},
+};
+
+use crate::REPLAYS;
+
+/// An arrangement of GEMM and LoRA: enqueues both for the `i`th time.
+type Mode = fn(&Adapted<'_>, usize) -> Result<()>;
+
+const MODES: [(&str, Mode); 3] = [("after", after), ("side", side), ("first", first)];
+
+/// LoRA after the GEMM.
+fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    alone(adapted, i)?;
+    adapted.layer.add_delta(i)
+}
+
+/// Shrink beside the GEMM on a second stream, and expand after both.
+fn side(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    let Base { side, forked, joined, .. } = adapted.base;
+    let stream = &adapted.stage.gpu.stream;
+    forked.record(stream)?;
+    forked.hold(side)?;
+    adapted.layer.shrink(i, Stream::from(&**side))?;
+    alone(adapted, i)?;
+    joined.record(side)?;
+    joined.hold(stream)?;
+    adapted.layer.expand(i)
+}
+
+/// LoRA before the GEMM, which accumulates.
+fn first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    adapted.layer.write_delta(i)?;
+    multiply(adapted, i, 1.0)
+}
+
+/// The GEMM without LoRA.
+fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    multiply(adapted, i, 0.0)
+}
+
+fn multiply(adapted: &Adapted<'_>, i: usize, beta: f32) -> Result<()> {
+    let Adapted { base, stage, workload, .. } = adapted;
+    let weight = stage.weights.address + elem_bytes(first_base(workload, i)) as u64;
+    let shape = [workload.num_tokens(), workload.in_features, workload.out_features()];
+    base.gemm.run(stage.inputs.address, weight, stage.y.address, shape, beta)
+}
+
+/// The number of checked outputs of the GEMM.
+const CHECKED_OUTPUTS: usize = 64;
+/// The largest relative difference between arrangements: two roundings to bf16.
+const MAX_DIFFERENCE: f64 = 1e-2;
+
+/// The GEMM, and the second stream with its events.
+pub(crate) struct Base {
+    gemm: Gemm,
+    side: Arc<CudaStream>,
+    forked: Event,
+    joined: Event,
+}
+
+impl Base {
+    pub(crate) fn new(gpu: &Gpu) -> Result<Self> {
+        Ok(Self { gemm: Gemm::new(gpu)?, side: gpu.new_stream()?, forked: Event::new()?, joined: Event::new()? })
+    }
+
+    /// Checks the arrangements of a layer and times the correct ones, unless `no_time`.
+    pub(crate) fn measure(
+        &self,
+        stage: &Stage,
+        workload: &Workload,
+        no_time: bool,
+        results: &mut Results,
+    ) -> Result<()> {
+        let adapted = Adapted { base: self, stage, workload, layer: Layer::new(stage, workload)? };
+        let (err, gemm_err) = (adapted.layer.check()?, adapted.check_gemm()?);
+        if !(err < MAX_ERROR && gemm_err < MAX_DIFFERENCE) {
+            results.fail(&workload.id, "wrong", format!("relative errors {err:.3e}, of the GEMM {gemm_err:.3e}"));
+            return Ok(());
+        }
+        let count = adapted.repetitions();
+        let (mut names, mut graphs) = (Vec::new(), vec![adapted.capture(count, alone)?]);
+        for (name, mode) in MODES {
+            match adapted.check(mode).and_then(|()| adapted.capture(count, mode)) {
+                Ok(graph) => {
+                    names.push(name.to_owned());
+                    graphs.push(graph);
+                }
+                Err(error) => results.fail(&workload.id, "error", format!("{name}: {error}")),
+            }
+        }
+        if no_time {
+            return Ok(());
+        }
+        let times = stage.gpu.time_in_turn(&graphs, REPLAYS)?;
+        let mut us = times.into_iter().map(|mut us| median(&mut us) / count as f64);
+        let gemm_us = us.next().unwrap_or(f64::NAN);
+        let added_us: BTreeMap<String, f64> = names.into_iter().zip(us.map(|us| us - gemm_us)).collect();
+        results.layer.push(Added { id: workload.id.clone(), gemm_us, added_us });
+        Ok(())
+    }
+}
+
+/// Adapters and base weights of one layer, in sets that take turns.
+struct Adapted<'a> {
+    base: &'a Base,
+    stage: &'a Stage,
+    workload: &'a Workload,
+    layer: Layer<'a>,
+}
+
+impl Adapted<'_> {
+    fn capture(&self, count: usize, mode: Mode) -> Result<Graph> {
+        self.stage.gpu.capture(|| (0..count).try_for_each(|i| mode(self, i)))
+    }
+
+    /// Compares a captured arrangement with `after`.
+    fn check(&self, mode: Mode) -> Result<()> {
+        let tokens = checked_tokens(&self.workload.slots);
+        let rows = || tokens.iter().map(|&token| self.layer.row(token)).collect::<Result<Vec<_>>>();
+        after(self, 0)?;
+        let expected = rows()?.concat();
+        self.capture(1, mode)?.replay()?;
+        let difference = difference(&rows()?.concat(), expected.into_iter().map(f64::from));
+        if difference < MAX_DIFFERENCE { Ok(()) } else { Err(format!("off by {difference:.3e}").into()) }
+    }
+
+    /// The relative error of a few products.
+    fn check_gemm(&self) -> Result<f64> {
+        let Self { stage: Stage { data, .. }, workload, layer, .. } = self;
+        alone(self, 0)?;
+        let (token, cols) = (workload.num_tokens() - 1, workload.in_features);
+        let x: Vec<f64> = data.inputs.range(token * cols, cols).map(f64::from).collect();
+        let product = |row: usize| {
+            let weights = data.weights.range(first_base(workload, 0) + row * cols, cols);
+            weights.map(f64::from).zip(&x).map(|(weight, x)| weight * x).sum::<f64>()
+        };
+        Ok(difference(&layer.row(token)?[..CHECKED_OUTPUTS], (0..CHECKED_OUTPUTS).map(product)))
+    }
+
+    /// Enough operations to time, and to read all base weights before the first are read again.
+    fn repetitions(&self) -> usize {
+        let base_elems = base_elems(self.workload) as f64;
+        let us = base_elems * 2.0 / 2.5e6 + base_elems * 2.0 * self.workload.num_tokens() as f64 / 6e8;
+        repetitions(num_base_sets(self.workload), us)
+    }
+}
+
+/// The part of the stage that a workload needs, with its sets of base weights.
+pub(crate) fn room(workload: &Workload) -> Room {
+    let weights = first_base(workload, 0) + num_base_sets(workload) * base_elems(workload);
+    Room { weights, ..Room::new(workload) }
+}
+
+/// Where the base weights of turn `i` start: behind all adapters.
+fn first_base(workload: &Workload, i: usize) -> usize {
+    layer::weight_elems(workload) + i % num_base_sets(workload) * base_elems(workload)
+}
+
+fn base_elems(workload: &Workload) -> usize {
+    workload.in_features * workload.out_features()
+}
+
+/// Enough that base weights and adapters are cold at each turn.
+fn num_base_sets(workload: &Workload) -> usize {
+    COLD_BYTES.div_ceil(elem_bytes(base_elems(workload))).max(2)
+}
+
+/// The relative difference of two vectors.
+fn difference(got: &[bf16], want: impl Iterator<Item = f64>) -> f64 {
+    let squares = got.iter().zip(want).map(|(got, want)| ((got.to_f64() - want).powi(2), want.powi(2)));
+    let (error, norm) = squares.fold((0.0, 0.0), |sum, square| (sum.0 + square.0, sum.1 + square.1));
+    (error / norm).sqrt()
+}

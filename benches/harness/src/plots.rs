@@ -1,0 +1,321 @@
+//! Plots of a record, as SVG.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use plotters::{
+    prelude::{
+        ChartBuilder, Circle, Color as _, DashedLineSeries, IntoDrawingArea as _, IntoLogRange as _, LineSeries,
+        PathElement, RGBColor, SVGBackend, SeriesLabelPosition, ShapeStyle, WHITE,
+    },
+    style::{BLACK, IntoFont as _},
+};
+
+use crate::{
+    Result,
+    documents::MODEL,
+    record::Record,
+    report::{Figures, geometric_mean},
+    results::{Added, Results},
+    selection::{Chosen, Subject},
+    workload::{Suite, Workload},
+};
+
+const PANEL: (u32, u32) = (560, 420);
+const TITLE_HEIGHT: u32 = 56;
+const FONT: &str = "sans-serif";
+
+/// The layers of a decoder layer that adapters adapt, and the rank and adapters of plots.
+const LAYERS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
+const RANK: usize = 16;
+const ADAPTERS: usize = 8;
+
+/// A plot of one or more panels, each of times in µs over numbers of tokens.
+#[derive(Debug)]
+pub struct Plot {
+    pub file: &'static str,
+    pub title: String,
+    /// The GPU and the commit.
+    pub source: String,
+    pub panels: Vec<Panel>,
+}
+
+#[derive(Debug)]
+pub struct Panel {
+    pub caption: String,
+    pub lines: Vec<Line>,
+}
+
+/// A line of points: numbers of tokens and µs.
+#[derive(Debug)]
+pub struct Line {
+    pub name: String,
+    pub kind: Kind,
+    pub points: Vec<(f64, f64)>,
+}
+
+impl Line {
+    fn new(name: &str, kind: Kind, points: Vec<(f64, f64)>) -> Self {
+        Self { name: name.to_owned(), kind, points }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Kind {
+    Ours,
+    /// Shrink beside the GEMM.
+    OursSide,
+    /// LoRA before the GEMM.
+    OursFirst,
+    Other,
+    /// Another library that only writes deltas.
+    OtherDeltas,
+    Floor,
+}
+
+impl Kind {
+    fn color(self) -> RGBColor {
+        match self {
+            Self::Ours => RGBColor(0, 90, 181),
+            Self::OursSide => RGBColor(86, 160, 211),
+            Self::OursFirst => RGBColor(120, 94, 190),
+            Self::Other => RGBColor(213, 94, 0),
+            Self::OtherDeltas => RGBColor(230, 159, 0),
+            Self::Floor => RGBColor(110, 110, 110),
+        }
+    }
+
+    fn style(self) -> ShapeStyle {
+        self.color().stroke_width(2)
+    }
+}
+
+/// The plots of a record.
+pub fn of(record: &Record, chosen: &Chosen) -> Result<Vec<Plot>> {
+    Ok(vec![tokens(record, chosen)?, layer(record, chosen)?, experts(record, chosen)?])
+}
+
+/// Time against tokens of the layers of a decoder layer.
+fn tokens(record: &Record, chosen: &Chosen) -> Result<Plot> {
+    let figures = record.figures(chosen);
+    let is_in = |subject: Subject<'_>| match subject {
+        Subject::Layer(workload) => {
+            matches!(workload.suite, Suite::Decode | Suite::Prefill)
+                && is_plotted(workload, RANK)
+                && uses_all_adapters(workload)
+        }
+        Subject::Experts(_) => false,
+    };
+    let figures: Vec<_> = figures.iter().filter(|(subject, _)| is_in(*subject)).collect();
+    let points = |of| means(&figures, of);
+    let lines = vec![
+        Line::new("fastest other library", Kind::Other, points(|of| Some(of.fastest.as_ref()?.1))?),
+        Line::new("aril", Kind::Ours, points(|of| Some(of.us))?),
+        Line::new("floor of bytes", Kind::Floor, points(|of| Some(of.floor_us))?),
+    ];
+    Ok(Plot {
+        file: "tokens.svg",
+        title: format!("LoRA of one linear layer of Qwen3-8B, rank {RANK}, up to {ADAPTERS} adapters"),
+        source: source(record, &record.linear),
+        panels: vec![Panel { caption: "Mean of qkv, o, gate_up and down".to_owned(), lines }],
+    })
+}
+
+/// What LoRA adds to the base GEMMs of a decoder layer.
+fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
+    let results = record.layer();
+    let rate = results.rate()?;
+    let added = record.added(chosen);
+    let panel = |rank: usize| -> Result<Panel> {
+        let plotted: Vec<_> = added.iter().filter(|(workload, _)| is_plotted(workload, rank)).collect();
+        let sums = |of: &dyn Fn(&Workload, &Added) -> Option<f64>| {
+            sums(plotted.iter().map(|(workload, added)| (*workload, of(workload, added))))
+        };
+        let mode = |name: &str| sums(&|_, added| added.added_us.get(name).copied());
+        let mut lines = vec![
+            Line::new("aril, behind the GEMM", Kind::Ours, mode("after")?),
+            Line::new("aril, shrink beside the GEMM", Kind::OursSide, mode("side")?),
+            Line::new("aril, before the GEMM", Kind::OursFirst, mode("first")?),
+        ];
+        let points = sums(&|workload, _| record.others.least_added(workload).map(|(_, us)| us))?;
+        if !points.is_empty() {
+            lines.push(Line::new("fastest other library", Kind::Other, points));
+        }
+        let points = sums(&|workload, _| Some(workload.bytes().floor_us(rate)))?;
+        lines.push(Line::new("floor of bytes", Kind::Floor, points));
+        Ok(Panel { caption: format!("Rank {rank}"), lines })
+    };
+    Ok(Plot {
+        file: "layer.svg",
+        title: format!("Time that LoRA adds to qkv, o, gate_up and down of Qwen3-8B, up to {ADAPTERS} adapters"),
+        source: source(record, results),
+        panels: vec![panel(16)?, panel(64)?],
+    })
+}
+
+/// Time against tokens of experts.
+fn experts(record: &Record, chosen: &Chosen) -> Result<Plot> {
+    let figures = record.figures(chosen);
+    let panel = |layout: &str, caption: &str| -> Result<Panel> {
+        let is_in = |subject: Subject<'_>| match subject {
+            Subject::Experts(workload) => {
+                let adapters = workload.adapters.len();
+                workload.suite == Suite::Moe
+                    && workload.tag == layout
+                    && workload.max_rank() == RANK
+                    && adapters == ADAPTERS.min(workload.num_tokens())
+            }
+            Subject::Layer(_) => false,
+        };
+        let figures: Vec<_> = figures.iter().filter(|(subject, _)| is_in(*subject)).collect();
+        let points = |of| means(&figures, of);
+        let other = points(|of| Some(of.fastest.as_ref()?.1))?;
+        let less = points(|of| Some(of.deltas.as_ref()?.1))?;
+        Ok(Panel {
+            caption: caption.to_owned(),
+            lines: vec![
+                Line::new("fastest other library that adds", Kind::Other, other),
+                Line::new("fastest other that only writes deltas", Kind::OtherDeltas, less),
+                Line::new("aril", Kind::Ours, points(|of| Some(of.us))?),
+                Line::new("floor of bytes", Kind::Floor, points(|of| Some(of.floor_us))?),
+            ],
+        })
+    };
+    Ok(Plot {
+        file: "experts.svg",
+        title: format!("LoRA of the experts of a layer of Qwen3-30B-A3B, rank {RANK}, up to {ADAPTERS} adapters"),
+        source: source(record, &record.moe),
+        panels: vec![
+            panel("per_expert", "A and B for each expert")?,
+            panel("shared_outer", "A of gate_up and B of down shared by all experts")?,
+        ],
+    })
+}
+
+/// Whether a workload is a layer of the model that is plotted.
+fn is_plotted(workload: &Workload, rank: usize) -> bool {
+    workload.model == MODEL && LAYERS.contains(&workload.layer.as_str()) && workload.max_rank() == rank
+}
+
+/// Whether its tokens have as many adapters as they may, each about as often.
+fn uses_all_adapters(workload: &Workload) -> bool {
+    let tokens = workload.num_tokens();
+    let distribution = if tokens <= ADAPTERS {
+        "distinct"
+    } else if workload.suite == Suite::Decode {
+        "uniform8"
+    } else {
+        "seg8"
+    };
+    workload.distribution() == distribution
+}
+
+fn source(record: &Record, results: &Results) -> String {
+    format!("{}, commit {}, {}", results.meta.gpu, results.meta.commit(), record.path)
+}
+
+/// Geometric means by number of tokens; where some lack a figure there is no point.
+fn means(figures: &[&(Subject<'_>, Figures)], of: fn(&Figures) -> Option<f64>) -> Result<Vec<(f64, f64)>> {
+    let figures = figures.iter().map(|(subject, figures)| (subject.num_tokens(), of(figures)));
+    by_tokens(figures, |us| geometric_mean(us.iter().copied()))
+}
+
+/// Sums over the layers of a decoder layer, by number of tokens; where one lacks a figure there is no point.
+fn sums<'a>(figures: impl Iterator<Item = (&'a Workload, Option<f64>)>) -> Result<Vec<(f64, f64)>> {
+    by_tokens(figures.map(|(workload, us)| (workload.num_tokens(), us)), |us| us.iter().sum())
+}
+
+fn by_tokens(figures: impl Iterator<Item = (usize, Option<f64>)>, of: fn(&[f64]) -> f64) -> Result<Vec<(f64, f64)>> {
+    let mut by_tokens: BTreeMap<usize, Vec<Option<f64>>> = BTreeMap::new();
+    for (tokens, us) in figures {
+        by_tokens.entry(tokens).or_default().push(us);
+    }
+    let mut points = Vec::new();
+    for (tokens, us) in by_tokens {
+        let Some(us) = us.into_iter().collect::<Option<Vec<f64>>>() else { continue };
+        let us = of(&us);
+        if us.is_nan() || us <= 0.0 {
+            return Err(format!("{us} µs with {tokens} tokens cannot be drawn on a logarithmic axis").into());
+        }
+        points.push((tokens as f64, us));
+    }
+    Ok(points)
+}
+
+impl Plot {
+    /// Draws it. The same figures give the same bytes.
+    pub fn svg(&self) -> Result<String> {
+        let mut svg = String::new();
+        let panels = u32::try_from(self.panels.len())?;
+        {
+            let root =
+                SVGBackend::with_string(&mut svg, (PANEL.0 * panels, PANEL.1 + TITLE_HEIGHT)).into_drawing_area();
+            root.fill(&WHITE)?;
+            let (head, body) = root.split_vertically(TITLE_HEIGHT);
+            head.draw_text(&self.title, &(FONT, 19).into_font().into(), (12, 10))?;
+            head.draw_text(&self.source, &(FONT, 14).into_font().color(&Kind::Floor.color()), (12, 34))?;
+            for (panel, area) in self.panels.iter().zip(body.split_evenly((1, self.panels.len()))) {
+                panel.draw(&area)?;
+            }
+            root.present()?;
+        }
+        // The figures, for those who read the file.
+        let mut desc = String::from("<desc>\n");
+        for Panel { caption, lines } in &self.panels {
+            for Line { name, points, .. } in lines {
+                let points: Vec<String> = points.iter().map(|(tokens, us)| format!("{tokens}: {us:.2}")).collect();
+                writeln!(desc, "{caption}; {name}; µs by tokens: {}", points.join(", "))?;
+            }
+        }
+        desc.push_str("</desc>\n");
+        let head = svg.find('>').ok_or("the SVG has no element")? + 1;
+        svg.insert_str(head, &format!("\n{desc}"));
+        Ok(svg)
+    }
+}
+
+impl Panel {
+    fn draw(&self, area: &plotters::drawing::DrawingArea<SVGBackend<'_>, plotters::coord::Shift>) -> Result<()> {
+        let points = || self.lines.iter().flat_map(|line| &line.points);
+        let bounds = |of: fn(&(f64, f64)) -> f64| {
+            points().map(of).fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)))
+        };
+        let ((left, right), (low, high)) = (bounds(|point| point.0), bounds(|point| point.1));
+        let mut chart = ChartBuilder::on(area)
+            .caption(&self.caption, (FONT, 16))
+            .margin(10)
+            .margin_right(20)
+            .x_label_area_size(44)
+            .y_label_area_size(60)
+            // Room for the legend above the lines.
+            .build_cartesian_2d((left..right).log_scale().base(2.0), (low * 0.8..high * 3.0).log_scale())?;
+        chart
+            .configure_mesh()
+            .x_desc("tokens")
+            .label_style((FONT, 14))
+            .y_desc("µs")
+            .x_label_formatter(&|tokens| format!("{tokens:.0}"))
+            .y_label_formatter(&|us| format!("{us}"))
+            .light_line_style(WHITE.mix(0.0))
+            .draw()?;
+        for Line { name, kind, points } in &self.lines {
+            let (style, kind) = (kind.style(), *kind);
+            let points = points.iter().copied();
+            if kind == Kind::Floor {
+                chart.draw_series(DashedLineSeries::new(points.clone(), 5, 4, style))?
+            } else {
+                chart.draw_series(LineSeries::new(points.clone(), style))?
+            }
+            .label(name)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], style));
+            chart.draw_series(points.map(|point| Circle::new(point, 3, kind.color().filled())))?;
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperLeft)
+            .label_font((FONT, 14))
+            .background_style(WHITE.mix(0.9))
+            .border_style(BLACK.mix(0.2))
+            .draw()?;
+        Ok(())
+    }
+}

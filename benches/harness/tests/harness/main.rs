@@ -1,0 +1,8 @@
+//! The benchmark harness itself: its workloads, its check, its tables and the documents that show its records.
+#![expect(clippy::cast_possible_truncation, clippy::unwrap_used, reason = "tests")]
+
+mod check;
+mod links;
+mod record;
+mod report;
+mod workloads;

@@ -1,0 +1,241 @@
+//! The tables and plots of the documents are those of the records.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use aril_bench::{
+    documents,
+    plots::{self, Line, Plot},
+    record::{Record, repository},
+    results::WithBase,
+    selection::Chosen,
+};
+use serde_json::Value;
+
+#[test]
+fn the_documents_show_the_newest_record() {
+    let root = repository();
+    for (path, content) in documents::of(&root, &Record::newest(&root).unwrap()).unwrap() {
+        let is = fs::read_to_string(root.join(&path)).unwrap_or_default();
+        assert!(is == content, "{} is not of the record: `cargo run -p aril-bench -- docs` writes it", path.display());
+    }
+}
+
+#[test]
+fn the_same_record_gives_the_same_files() {
+    let root = repository();
+    let files = || documents::of(&root, &Record::load(&root, "h100").unwrap()).unwrap();
+    assert_eq!(files(), files());
+}
+
+#[test]
+fn the_newest_gpu_is_shown_once_it_has_a_record() {
+    let (root, copy) = (repository(), tempfile::tempdir().unwrap());
+    let copied = |from: &str, to: &str, edit: &dyn Fn(String) -> String| {
+        let to = copy.path().join(to);
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        fs::write(to, edit(fs::read_to_string(root.join(from)).unwrap())).unwrap();
+    };
+    for file in ["README.md", "benches/README.md"] {
+        copied(file, file, &|text| text);
+    }
+    for file in ["linear.json", "moe.json", "others.json"] {
+        copied(&format!("benches/record/h100/{file}"), &format!("benches/record/h100/{file}"), &|text| text);
+    }
+    let text_of = |file: &str| {
+        let files = documents::of(copy.path(), &Record::newest(copy.path()).unwrap()).unwrap();
+        files.into_iter().find(|(path, _)| path == Path::new(file)).unwrap().1
+    };
+    assert!(text_of("README.md").contains("One NVIDIA H100 80GB HBM3, linear layers at commit 7fddccc"));
+
+    // The other record has a file of its own for layers, and one commit.
+    for file in ["linear.json", "moe.json", "others.json"] {
+        copied(&format!("benches/record/h100/{file}"), &format!("benches/record/h200/{file}"), &|text| {
+            text.replace("H100 80GB HBM3", "H200").replace("644c058", "7fddccc").replace("\"layer\":", "\"unknown\":")
+        });
+    }
+    copied("benches/record/h100/linear.json", "benches/record/h200/layer.json", &|text| {
+        text.replace("7fddccc", "abcdef0")
+    });
+    assert!(text_of("README.md").contains("One NVIDIA H200, commit 7fddccc (`benches/record/h200`)."));
+    assert!(text_of("benches/plots/tokens.svg").contains("NVIDIA H200, commit 7fddccc, benches/record/h200"));
+    assert!(text_of("benches/plots/layer.svg").contains("commit abcdef0"));
+}
+
+/// A file of the record, as it is.
+fn raw(file: &str) -> Value {
+    let path = repository().join("benches/record/h100").join(file);
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// The figures of a list's entries with this id, by the name of the library.
+fn us_of<'a>(list: &'a Value, id: &str) -> Vec<(&'a str, f64)> {
+    let entries = list.as_array().unwrap().iter().filter(|entry| entry["id"] == id);
+    entries.map(|entry| (entry["peer"].as_str().unwrap(), entry["cold_us"].as_f64().unwrap())).collect()
+}
+
+fn floor_us(results: &Value, id: &str) -> f64 {
+    let rate = |name: &str| results["ceilings"][name].as_f64().unwrap();
+    let bytes: f64 =
+        ["w_bytes", "x_bytes", "y_bytes"].iter().map(|key| results["info"][id][key].as_f64().unwrap()).sum();
+    (bytes / rate("hbm_read_GBps").max(rate("hbm_copy_GBps")) / 1e3).max(0.9)
+}
+
+fn is_near(points: &[(f64, f64)], expected: &[(f64, f64)]) -> bool {
+    let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+    points.len() == expected.len() && points.iter().zip(expected).all(|(a, b)| near(a.0, b.0) && near(a.1, b.1))
+}
+
+fn line<'a>(plot: &'a Plot, panel: usize, name: &str) -> &'a Line {
+    plot.panels[panel].lines.iter().find(|line| line.name == name).unwrap()
+}
+
+const GROUPS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
+
+fn of_h100(edit: impl FnOnce(&mut Record)) -> [Plot; 3] {
+    let mut record = Record::load(&repository(), "h100").unwrap();
+    edit(&mut record);
+    plots::of(&record, &Chosen::all().unwrap()).unwrap().try_into().unwrap()
+}
+
+#[test]
+fn the_plot_of_tokens_has_the_means_of_the_record() {
+    let ([plot, ..], linear, others) = (of_h100(|_| ()), raw("linear.json"), raw("others.json"));
+    let batches =
+        [(1, "distinct"), (4, "distinct"), (8, "distinct"), (16, "uniform8"), (32, "uniform8"), (64, "uniform8")];
+    let batches = batches.into_iter().chain([
+        (128, "uniform8"),
+        (256, "uniform8"),
+        (512, "seg8"),
+        (2048, "seg8"),
+        (8192, "seg8"),
+    ]);
+    let mut expected = [const { Vec::new() }; 3];
+    for (tokens, mapping) in batches {
+        let phase = if tokens < 512 { "dec" } else { "pre" };
+        let ids = GROUPS.map(|group| format!("{phase}/qwen3-8b/{group}/r16/t{tokens}/{mapping}"));
+        let mean = |of: &dyn Fn(&str) -> f64| ids.iter().map(|id| of(id)).product::<f64>().powf(0.25);
+        let us = |list: &Value, id: &str| us_of(list, id)[0].1;
+        expected[0].push((f64::from(tokens), mean(&|id| us(&linear["dense"], id))));
+        expected[1].push((f64::from(tokens), mean(&|id| us(&others["dense"], id))));
+        expected[2].push((f64::from(tokens), mean(&|id| floor_us(&linear, id))));
+    }
+    for (name, expected) in ["aril", "fastest other library", "floor of bytes"].into_iter().zip(&expected) {
+        assert!(is_near(&line(&plot, 0, name).points, expected), "{name}: {plot:?} {expected:?}");
+    }
+    is_drawn(&plot);
+}
+
+#[test]
+fn the_plot_of_layers_has_the_sums_of_the_record() {
+    let ([_, plot, _], linear) = (of_h100(|_| ()), raw("linear.json"));
+    for (panel, rank) in [16, 64].into_iter().enumerate() {
+        for (mode, name) in [
+            ("after", "aril, behind the GEMM"),
+            ("side", "aril, shrink beside the GEMM"),
+            ("first", "aril, before the GEMM"),
+        ] {
+            let of = |tokens: u16| {
+                let ids =
+                    GROUPS.map(|group| format!("layer/qwen3-8b/{group}/r{rank}/t{tokens}/uniform{}", tokens.min(8)));
+                let us = |id: &String| {
+                    let layers = linear["layer"].as_array().unwrap();
+                    layers.iter().find(|layer| layer["id"] == **id).unwrap()["added_us"][mode].as_f64().unwrap()
+                };
+                (f64::from(tokens), ids.iter().map(us).sum())
+            };
+            let expected = [1, 8, 32, 64, 128, 256, 512, 2048, 4096, 8192].map(of);
+            assert!(is_near(&line(&plot, panel, name).points, &expected), "{name} {rank}");
+        }
+    }
+    assert!(plot.panels.iter().all(|panel| panel.lines.iter().all(|line| line.name != "fastest other library")));
+    is_drawn(&plot);
+
+    // What another library adds has a point where all four groups have a figure.
+    let overlap: Vec<WithBase> = GROUPS
+        .iter()
+        .zip([1.0, 2.0, 3.0, 4.0])
+        .map(|(group, us)| {
+            let text =
+                format!(r#"{{"id": "dec/qwen3-8b/{group}/r16/t8/distinct", "base_us": 10.0, "x_us": {}}}"#, 10.0 + us);
+            serde_json::from_str(&text).unwrap()
+        })
+        .collect();
+    let one =
+        [serde_json::from_str(r#"{"id": "dec/qwen3-8b/o/r16/t64/uniform8", "base_us": 10.0, "x_us": 12.0}"#).unwrap()];
+    let [_, plot, _] =
+        of_h100(|record| [&overlap[..], &one].iter().for_each(|of| record.others.add_overlap(of).unwrap()));
+    assert!(is_near(&line(&plot, 0, "fastest other library").points, &[(8.0, 10.0)]));
+    assert!(plot.panels[1].lines.iter().all(|line| line.name != "fastest other library"));
+    is_drawn(&plot);
+}
+
+#[test]
+fn the_plot_of_experts_has_the_figures_of_the_record() {
+    let ([_, _, plot], moe, others) = (of_h100(|_| ()), raw("moe.json"), raw("others.json"));
+    for (panel, layout) in ["per_expert", "shared_outer"].into_iter().enumerate() {
+        let mut expected = [const { Vec::new() }; 4];
+        for tokens in [1, 8, 32, 128, 1024, 4096] {
+            let id = format!("moe/{layout}/r16/t{tokens}/a{}", tokens.min(8));
+            let other = |is_deltas: bool| {
+                let times = us_of(&others["moe"], &id);
+                let times = times.iter().filter(|(name, _)| (*name == "sglang_v2_moe") == is_deltas).map(|(_, us)| *us);
+                times.fold(f64::INFINITY, f64::min)
+            };
+            let us = [us_of(&moe["moe"], &id)[0].1, other(false), other(true), floor_us(&moe, &id)];
+            expected.iter_mut().zip(us).for_each(|(points, us)| points.push((f64::from(tokens), us)));
+        }
+        let names =
+            ["aril", "fastest other library that adds", "fastest other that only writes deltas", "floor of bytes"];
+        for (name, expected) in names.into_iter().zip(&expected) {
+            assert!(is_near(&line(&plot, panel, name).points, expected), "{name}: {plot:?} {expected:?}");
+        }
+    }
+    is_drawn(&plot);
+}
+
+/// The SVG draws each point where its logarithms belong, within a pixel, and names its figure.
+fn is_drawn(plot: &Plot) {
+    let svg = plot.svg().unwrap();
+    let attribute = |element: &str, name: &str| -> f64 {
+        let (_, rest) = element.split_once(&format!(" {name}=\"")).unwrap();
+        rest.split_once('"').unwrap().0.parse().unwrap()
+    };
+    let circles = svg.split("<circle").skip(1).map(|element| (attribute(element, "cx"), attribute(element, "cy")));
+    let circles: Vec<(f64, f64)> = circles.collect();
+    let mut drawn = circles.as_slice();
+    for panel in &plot.panels {
+        let points: Vec<(f64, f64)> = panel.lines.iter().flat_map(|line| &line.points).copied().collect();
+        let (of_panel, rest) = drawn.split_at(points.len());
+        drawn = rest;
+        let logs: Vec<(f64, f64)> = points.iter().map(|(tokens, us)| (tokens.ln(), us.ln())).collect();
+        for axis in [|point: &(f64, f64)| point.0, |point: &(f64, f64)| point.1] {
+            let (values, pixels): (Vec<f64>, Vec<f64>) =
+                (logs.iter().map(axis).collect(), of_panel.iter().map(axis).collect());
+            let by = |a: &usize, b: &usize| values[*a].total_cmp(&values[*b]);
+            let (low, high) = ((0..values.len()).min_by(by).unwrap(), (0..values.len()).max_by(by).unwrap());
+            let scale = (pixels[high] - pixels[low]) / (values[high] - values[low]);
+            assert!(scale.abs() > 10.0, "{}: the axis is {scale} pixels for each factor of e", plot.file);
+            for (value, pixel) in values.iter().zip(&pixels) {
+                let expected = pixels[low] + (value - values[low]) * scale;
+                assert!((pixel - expected).abs() <= 2.0, "{}: {pixel}, not {expected}", plot.file);
+            }
+        }
+        for Line { name, points, .. } in &panel.lines {
+            assert!(svg.contains(&format!("\n{name}\n")), "{} has no legend for {name}", plot.file);
+            let figures: BTreeSet<String> = points.iter().map(|(tokens, us)| format!("{tokens}: {us:.2}")).collect();
+            let row = svg.lines().find(|row| row.starts_with(&format!("{}; {name};", panel.caption))).unwrap();
+            assert!(figures.iter().all(|figure| row.contains(figure.as_str())), "{row} lacks one of {figures:?}");
+        }
+    }
+    assert!(drawn.is_empty(), "{} has more points than its figures", plot.file);
+}
+
+#[test]
+fn blocks_are_replaced_and_never_missed() {
+    let text = "a\n<!-- record: x -->\nold\n<!-- end -->\nb\n<!-- record: y -->\nkept\n<!-- end -->\n";
+    let expected = "a\n<!-- record: x -->\nnew\n<!-- end -->\nb\n<!-- record: y -->\nkept\n<!-- end -->\n";
+    assert_eq!(documents::fill(text, "x", "new\n").unwrap(), expected);
+    for (text, name) in [(text, "z"), ("<!-- record: x -->\nno end", "x")] {
+        assert!(documents::fill(text, name, "").is_err());
+    }
+}

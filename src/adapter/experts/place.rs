@@ -1,0 +1,128 @@
+//! Places factors of experts in an image, storing shared factors once.
+
+use super::{
+    forms::Part,
+    layer::{Layer, Pair},
+    source::Orientation,
+};
+use crate::{
+    adapter::{
+        error::AdapterError,
+        image::SlotImage,
+        names::{InExperts, Item},
+        rectangle::Rectangle,
+        tensor::View,
+    },
+    model::{ExpertModule, ExpertSlice, ProjectionSite},
+};
+
+impl<'a> Layer<'a, '_> {
+    /// Places this rank's part of the factors in the image: the projection before the activation, then the one after it. Each has
+    /// the shared factors first, then those of each expert; A before B, slice by slice. If gate and up have the same A for every
+    /// expert, it is stored once.
+    pub(in crate::adapter) fn place(
+        mut self,
+        orientation: Option<Orientation>,
+        image: &mut SlotImage<'a>,
+    ) -> Result<(), AdapterError> {
+        self.add_parameters(orientation)?;
+        if let Some((source, _)) = self.empty.iter().find(|(_, at)| !self.is_placeholder(at)) {
+            let what = "an empty factor of a module that the model has";
+            return Err(AdapterError::UnsupportedTensor { tensor: source.a.name.clone(), what });
+        }
+        for projection in [self.site.gate_up(), self.site.down()] {
+            self.place_projection(projection, image);
+        }
+        Ok(())
+    }
+
+    /// Whether empty factors stand for a module that ungated experts lack. The up projection may then go by the gate's name.
+    fn is_placeholder(&self, at: &InExperts) -> bool {
+        let (Item::Module(name) | Item::Fms(name)) = at.item else { return false };
+        match Part::named(name, self.site) {
+            None => true,
+            Some(Part::One(ExpertModule::Up)) if self.site.halves().is_none() => {
+                self.of(ExpertModule::Up).any(|(expert, _)| at.expert.is_none_or(|of| of == expert))
+            }
+            Some(_) => false,
+        }
+    }
+
+    fn place_projection(&self, projection: &ProjectionSite, image: &mut SlotImage<'a>) {
+        let (slices, input, one_a) = (projection.slices(), projection.input().range(), self.gate_and_up_have_one_a());
+        // `first` is the A that was placed for a slice before.
+        let place_a = |image: &mut SlotImage<'a>, first: &mut Option<usize>, a: View<'a>| {
+            let placed = first.filter(|_| one_a);
+            let elems = placed.unwrap_or_else(|| image.place(Rectangle::linear_a(a.columns(input.clone()))));
+            *first = Some(elems);
+            elems
+        };
+        let place_b = |image: &mut SlotImage<'a>, slice: &ExpertSlice, b: View<'a>| {
+            image.place(Rectangle::b(b.rows(slice.output.range())))
+        };
+        let is_here = |module| self.site.held().iter().any(|&expert| self.pairs.contains_key(&(module, expert)));
+        let shared: Vec<_> = slices.iter().map(|slice| self.shared(slice.module, is_here(slice.module))).collect();
+
+        let mut first = None;
+        let shared_a: Vec<_> = shared.iter().map(|pair| Some(place_a(image, &mut first, pair.a?))).collect();
+        let shared_b: Vec<_> =
+            slices.iter().zip(&shared).map(|(slice, pair)| Some(place_b(image, slice, pair.b?))).collect();
+        for (i, pair) in shared.iter().enumerate() {
+            if let Some(rank) = pair.rank() {
+                image.share(projection.shared_entry() + i, rank, shared_a[i], shared_b[i]);
+            }
+        }
+        for (local, &expert) in self.site.held().iter().enumerate() {
+            let pairs: Vec<_> = slices.iter().map(|slice| self.pairs.get(&(slice.module, expert))).collect();
+            let mut first = None;
+            let a = pairs.iter().zip(&shared_a).map(|(pair, shared)| match (pair, shared) {
+                (Some(pair), None) => Some(place_a(image, &mut first, pair.a)),
+                (_, shared) => *shared,
+            });
+            let a: Vec<_> = a.collect();
+            for (i, pair) in pairs.into_iter().enumerate() {
+                let (Some(pair), Some(a)) = (pair, a[i]) else { continue };
+                let b = shared_b[i].unwrap_or_else(|| place_b(image, &slices[i], pair.b));
+                image.push(projection.expert_entry(local) + i, pair.b.cols, pair.scaling, a, b);
+            }
+        }
+    }
+
+    /// The factors that all experts with this module share, if there are several such experts. Equal on every rank that holds one
+    /// of them.
+    fn shared(&self, module: ExpertModule, is_here: bool) -> Shared<'a> {
+        let mut pairs = self.of(module).map(|(_, pair)| pair).peekable();
+        let Some(first) = pairs.next().filter(|_| is_here && pairs.peek().is_some()) else {
+            return Shared { a: None, b: None };
+        };
+        let (mut a, mut b) = (Some(first.a), Some(first.b));
+        for pair in pairs {
+            a = a.filter(|a| a.same(&pair.a));
+            b = b.filter(|b| b.same(&pair.b));
+        }
+        Shared { a, b }
+    }
+
+    fn gate_and_up_have_one_a(&self) -> bool {
+        let both = |(expert, gate): (usize, &Pair<'a>)| Some((gate.a, self.pairs.get(&(ExpertModule::Up, expert))?.a));
+        let mut both = self.of(ExpertModule::Gate).filter_map(both).peekable();
+        both.peek().is_some() && both.all(|(gate, up)| gate.same(&up))
+    }
+
+    fn of(&self, module: ExpertModule) -> impl Iterator<Item = (usize, &Pair<'a>)> {
+        self.pairs.range((module, 0)..=(module, usize::MAX)).map(|((_, expert), pair)| (*expert, pair))
+    }
+}
+
+/// The shared factors of one module.
+#[derive(Clone, Copy, Debug)]
+struct Shared<'a> {
+    a: Option<View<'a>>,
+    b: Option<View<'a>>,
+}
+
+impl Shared<'_> {
+    fn rank(&self) -> Option<usize> {
+        self.a.map(|a| a.rows).or(self.b.map(|b| b.cols))
+    }
+}

@@ -1,0 +1,259 @@
+//! Opens an adapter from files, bytes or tensors, and pairs its factors.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use super::{
+    config::Config,
+    error::{AdapterError, TensorName},
+    experts::Orientation,
+    files::{self, Access},
+    module::{BaseWeight, Module, ModuleKind, Stack},
+    names::{self, Named, Side},
+    tensor::{Factor, Storage, Tensor},
+};
+use crate::model::MAX_RANK;
+
+/// An adapter whose configuration and tensor names are parsed and checked. Weights are not converted yet.
+#[derive(Debug)]
+#[doc(alias = "PeftModel")]
+pub struct Adapter {
+    pub(super) config: Config,
+    pub(super) modules: Vec<Module>,
+    pub(super) stacks: Vec<Stack>,
+    /// Factors with zero elements, which some trainers write for modules that ungated experts lack. Only a model can tell whether
+    /// the module is missing.
+    pub(super) empty: Vec<Stack>,
+    pub(super) base_weights: Vec<BaseWeight>,
+    pub(super) orientation: Option<Orientation>,
+}
+
+impl Adapter {
+    /// Opens the adapter in a directory: `adapter_config.json`, and safetensors in one file or in shards with an index.
+    ///
+    /// The weight files are memory-mapped. Do not modify or truncate them while the adapter is alive: reading past a truncated
+    /// file's end kills the process with `SIGBUS`. Replacing a file by renaming another over it is safe. Use [`read`](Self::read)
+    /// for files that others may modify.
+    ///
+    /// # Errors
+    /// [`AdapterError`] if a file is missing, unreadable or malformed, or has anything unsupported in it.
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
+        Self::load(dir.as_ref(), Access::Map)
+    }
+
+    /// Like [`open`](Self::open), but reads the weight files into memory, so that later changes to them have no effect. Use it for
+    /// untrusted adapters. It takes as much memory as the files have bytes.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open), or if memory is exhausted.
+    pub fn read(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
+        Self::load(dir.as_ref(), Access::Copy)
+    }
+
+    fn load(dir: &Path, access: Access) -> Result<Self, AdapterError> {
+        let config = Config::parse(&files::config(dir)?)?;
+        Self::assemble(config, files::tensors(dir, access)?)
+    }
+
+    /// Opens an adapter from the bytes of one or more safetensors files and the text of its `adapter_config.json`.
+    ///
+    /// The bytes are kept, not copied. They may be a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a memory map or any other
+    /// handle, and must not change while the adapter is alive.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use aril::adapter::{Adapter, AdapterError};
+    /// fn downloaded(config: &str, body: Arc<[u8]>) -> Result<Adapter, AdapterError> {
+    ///     Adapter::from_safetensors(config, [body])
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open). Errors name the files `file 0`, `file 1` and so on.
+    pub fn from_safetensors<B: AsRef<[u8]> + Send + Sync + 'static>(
+        config: &str,
+        files: impl IntoIterator<Item = B>,
+    ) -> Result<Self, AdapterError> {
+        let config = Config::parse(config)?;
+        let mut tensors = Vec::new();
+        for (index, file) in files.into_iter().enumerate() {
+            let storage: Storage = Arc::new(file);
+            tensors.append(&mut files::parse(&PathBuf::from(format!("file {index}")), &storage)?);
+        }
+        Self::assemble(config, tensors)
+    }
+
+    /// Opens an adapter from tensors in memory, such as a trainer sends. `config` is the text of an `adapter_config.json`. Tensors
+    /// are named as in PEFT's files, with or without `base_model.model.`.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn from_tensors(
+        config: &str,
+        tensors: impl IntoIterator<Item = (String, Tensor)>,
+    ) -> Result<Self, AdapterError> {
+        let config = Config::parse(config)?;
+        let named = |(key, tensor)| (TensorName { key, file: None }, Ok(tensor));
+        Self::assemble(config, tensors.into_iter().map(named))
+    }
+
+    /// Sets the orientation of the factors of PEFT's `target_parameters`, instead of deriving it from `peft_version` and the
+    /// shapes. Use it for adapters that are rejected as ambiguous, and for adapters that a later PEFT has saved again, which keeps
+    /// the original `peft_version`.
+    #[must_use]
+    #[doc(alias = "is_3d_lora_weight")]
+    pub fn oriented(self, orientation: Orientation) -> Self {
+        Self { orientation: Some(orientation), ..self }
+    }
+
+    /// The adapter's copies of base weights that have not been compared yet. PEFT saves the embedding and head weights with every
+    /// adapter of either, and loads them over the base model's.
+    pub fn base_weights(&self) -> &[BaseWeight] {
+        &self.base_weights
+    }
+
+    /// Checks that the adapter's copies of base weights equal the base model's: calls `is_same` for each, then forgets them. An
+    /// adapter with uncompared base weights cannot be [planned](Self::plan).
+    ///
+    /// Compare with the weights that the engine computes with. If the engine rounds them, round the adapter's copy, too.
+    ///
+    /// ```
+    /// # use aril::adapter::{Adapter, AdapterError};
+    /// # fn compare(mut adapter: Adapter, embedding: &[half::bf16]) -> Result<Adapter, AdapterError> {
+    /// adapter.compare_base_weights(|weight| -> Result<bool, AdapterError> {
+    ///     let values = weight.tensor().to_f32();
+    ///     let same = values.iter().copied().map(half::bf16::from_f32).eq(embedding.iter().copied());
+    ///     Ok(weight.path() == "model.embed_tokens" && same)
+    /// })?;
+    /// # Ok(adapter)
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`AdapterError::OtherBase`] for the first weight that `is_same` rejects, or the error that `is_same` returns. All weights
+    /// are then kept.
+    #[doc(alias = "save_embedding_layers")]
+    pub fn compare_base_weights<E: From<AdapterError>>(
+        &mut self,
+        mut is_same: impl FnMut(&BaseWeight) -> Result<bool, E>,
+    ) -> Result<(), E> {
+        for weight in &self.base_weights {
+            if !is_same(weight)? {
+                return Err(AdapterError::OtherBase { tensor: weight.name.clone() }.into());
+            }
+        }
+        self.base_weights.clear();
+        Ok(())
+    }
+
+    /// The adapted modules, sorted by path.
+    pub fn modules(&self) -> &[Module] {
+        &self.modules
+    }
+
+    /// The stacked expert factors, sorted by path.
+    pub fn stacks(&self) -> &[Stack] {
+        &self.stacks
+    }
+
+    /// The largest rank of all modules. It does not include stacks; see [`SlotImage::max_rank`](super::SlotImage::max_rank).
+    #[doc(alias = "max_lora_rank")]
+    pub fn max_rank(&self) -> usize {
+        self.modules.iter().map(Module::rank).max().unwrap_or(0)
+    }
+
+    fn assemble(config: Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
+        let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
+        let mut base_weights = Vec::new();
+        for (name, tensor) in tensors {
+            match names::parse(&name)? {
+                Named::Factor(key) => {
+                    let half = Half { name, tensor: tensor?, of: (key.kind, key.adapter) };
+                    pairs.entry(key.module).or_default().insert(key.side, half)?;
+                }
+                Named::BaseWeight(path) => base_weights.push(BaseWeight { path, name, tensor: tensor? }),
+            }
+        }
+        config.check_work(pairs.keys())?;
+        let (mut modules, mut stacks, mut empty) = (Vec::new(), Vec::new(), Vec::new());
+        for (path, pair) in pairs {
+            match pair.finish(path, &config)? {
+                Finished::Module(module) => modules.push(module),
+                Finished::Stack(stack) => stacks.push(stack),
+                Finished::Empty(stack) => empty.push(stack),
+            }
+        }
+        if modules.is_empty() && stacks.is_empty() {
+            return Err(AdapterError::Empty);
+        }
+        Ok(Self { config, modules, stacks, empty, base_weights, orientation: None })
+    }
+}
+
+/// The factors of a module, while tensors are being collected.
+#[derive(Default)]
+struct Pair {
+    a: Option<Half>,
+    b: Option<Half>,
+}
+
+struct Half {
+    name: TensorName,
+    tensor: Tensor,
+    /// Must agree for A and B: the module's kind and, in some state dicts, the adapter's name.
+    of: (ModuleKind, Option<String>),
+}
+
+enum Finished {
+    Module(Module),
+    Stack(Stack),
+    Empty(Stack),
+}
+
+impl Pair {
+    fn insert(&mut self, side: Side, half: Half) -> Result<(), AdapterError> {
+        let place = match side {
+            Side::A => &mut self.a,
+            Side::B => &mut self.b,
+        };
+        if let Some(same) = place {
+            return Err(AdapterError::Duplicate { tensor: half.name, other: same.name.clone() });
+        }
+        *place = Some(half);
+        Ok(())
+    }
+
+    fn finish(self, path: String, config: &Config) -> Result<Finished, AdapterError> {
+        let (a, b, kind) = match (self.a, self.b) {
+            (Some(a), Some(b)) if a.of == b.of => ((a.name, a.tensor), (b.name, b.tensor), a.of.0),
+            (Some(a), Some(b)) => return Err(AdapterError::Unpaired { tensor: a.name, other: b.name }),
+            (Some(a), None) => return Err(AdapterError::MissingFactor { tensor: a.name, missing: 'B' }),
+            (None, Some(b)) => return Err(AdapterError::MissingFactor { tensor: b.name, missing: 'A' }),
+            (None, None) => return Err(AdapterError::Empty),
+        };
+        let tensors = [&a.1, &b.1];
+        if !names::is_parameter(&path) {
+            config.check_target(&path, kind)?;
+        }
+        if names::is_of_experts(&path) && tensors.iter().all(|tensor| tensor.bytes().is_empty()) {
+            return Ok(Finished::Empty(Stack { path, a, b }));
+        }
+        if kind == ModuleKind::Linear && names::is_stack(&path, tensors.map(|tensor| tensor.shape().len())) {
+            return Ok(Finished::Stack(Stack { path, a, b }));
+        }
+        let (a, b) = (Factor::new(a.0, a.1)?, Factor::new(b.0, b.1)?);
+        let rank = a.rows;
+        if rank != b.cols {
+            let (a_cols, b_rows, b_rank) = (a.cols, b.rows, b.cols);
+            return Err(AdapterError::RankMismatch { tensor: a.name, a_rank: rank, a_cols, b_rows, b_rank });
+        }
+        if !(1..=MAX_RANK).contains(&rank) {
+            return Err(AdapterError::Rank { tensor: a.name, rank });
+        }
+        let scaling = config.scaling(&path, rank, &a.name)?;
+        Ok(Finished::Module(Module { path, kind, scaling, a, b }))
+    }
+}

@@ -1,0 +1,161 @@
+//! Places an adapter in a model: matches its factors to modules, and selects what one rank needs.
+
+use std::collections::BTreeMap;
+
+use super::{
+    error::AdapterError,
+    experts::{Layer, Source},
+    image::SlotImage,
+    module::{Module, ModuleKind, Stack},
+    names::{self, InExperts},
+    open::Adapter,
+    rectangle::Rectangle,
+    tensor::Stored,
+};
+use crate::{
+    DType,
+    model::{ExpertsId, Model, Target},
+};
+
+impl Adapter {
+    /// Plans the adapter's image in a slot of `model`, with weights of type `dtype`.
+    ///
+    /// The adapter may adapt any subset of the model's modules, each with its own rank. For experts, planning reads the factors far
+    /// enough to find out which of them are equal.
+    ///
+    /// # Errors
+    /// [`AdapterError`] if a module has no place in the model or the same place as another, a factor has the wrong shape, stacked
+    /// experts are ambiguous, or [base weights](Self::base_weights) have not been compared.
+    pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
+        if let Some(weight) = self.base_weights.first() {
+            return Err(AdapterError::BaseWeight { tensor: weight.name.clone() });
+        }
+        let mut image = SlotImage::new(dtype, model);
+        let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
+        let mut layers: BTreeMap<ExpertsId, Layer<'_, '_>> = BTreeMap::new();
+        let mut layer = |id, source, at: &InExperts| {
+            layers.entry(id).or_insert_with(|| Layer::new(&model[id], &self.config)).add(source, at)
+        };
+        for module in &self.modules {
+            let first_new = image.entries().len();
+            match locate(model, &module.path)? {
+                (Place::Experts(id, at), _) => {
+                    module.expect_kind(ModuleKind::Linear)?;
+                    layer(id, module.source(), &at)?;
+                }
+                (Place::Module(target), _) => module.place(target, model, &mut image)?,
+            }
+            for entry in &image.entries()[first_new..] {
+                if let Some(other) = taken.insert(entry.entry, module) {
+                    return Err(AdapterError::Overlap { module: module.path.clone(), other: other.path.clone() });
+                }
+            }
+        }
+        for stack in self.stacks.iter().chain(&self.empty) {
+            match locate(model, &stack.path)? {
+                (Place::Experts(id, at), _) => layer(id, stack.source(), &at)?,
+                (Place::Module(_), _) => return Err(stack.not_matrix()),
+            }
+        }
+        layers.into_values().try_for_each(|layer| layer.place(self.orientation, &mut image))?;
+        Ok(image)
+    }
+}
+
+impl Module {
+    /// Path of the model's module (or fused module) that [`plan`](Adapter::plan) assigns the factors to.
+    ///
+    /// # Errors
+    /// [`AdapterError::NoPlace`] or [`AdapterError::Ambiguous`] if there is no such module, or several.
+    pub fn path_in(&self, model: &Model) -> Result<String, AdapterError> {
+        locate(model, &self.path).map(|(_, path)| path)
+    }
+
+    fn source(&self) -> Source<'_> {
+        Source::new(&self.path, [self.a.stored(), self.b.stored()])
+    }
+
+    /// Places this rank's part of the factors in the image. Their required shapes depend on the target alone.
+    fn place<'a>(&'a self, target: Target, model: &Model, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
+        self.expect_kind(match target {
+            Target::Linear { .. } | Target::Fused(_) => ModuleKind::Linear,
+            Target::Embedding { .. } => ModuleKind::Embedding,
+        })?;
+        let rank = self.rank();
+        match target {
+            Target::Linear { entry, input, output } => {
+                self.a.expect_shape(rank, input.whole)?;
+                self.b.expect_shape(output.whole, rank)?;
+                let a = image.place(Rectangle::linear_a(self.a.view().columns(input.range())));
+                let b = image.place(Rectangle::b(self.b.view().rows(output.range())));
+                image.push(entry, rank, self.scaling, a, b);
+            }
+            Target::Embedding { entry, vocab, hidden } => {
+                self.a.expect_shape(rank, vocab)?;
+                self.b.expect_shape(hidden, rank)?;
+                let a = image.place(Rectangle::embedding_a(self.a.view()));
+                let b = image.place(Rectangle::b(self.b.view()));
+                image.push(entry, rank, self.scaling, a, b);
+            }
+            Target::Fused(layer) => {
+                let slices: Vec<_> = model.fused(layer).collect();
+                let [(_, input, _), ..] = slices[..] else { return Ok(()) };
+                self.a.expect_shape(rank, input.whole)?;
+                self.b.expect_shape(slices.iter().map(|(_, _, output)| output.whole).sum(), rank)?;
+                let a = image.place(Rectangle::linear_a(self.a.view().columns(input.range())));
+                let mut first_row = 0;
+                for (entry, _, output) in slices {
+                    let rows = first_row + output.start..first_row + output.start + output.len;
+                    let b = image.place(Rectangle::b(self.b.view().rows(rows)));
+                    image.push(entry, rank, self.scaling, a, b);
+                    first_row += output.whole;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Stack {
+    fn source(&self) -> Source<'_> {
+        Source::new(&self.path, [&self.a, &self.b].map(|(name, tensor)| Stored { name, tensor }))
+    }
+
+    /// The error for a stack whose path is not that of experts.
+    fn not_matrix(&self) -> AdapterError {
+        let (tensor, a) = &self.a;
+        AdapterError::NotMatrix { tensor: tensor.clone(), shape: a.shape().to_vec() }
+    }
+}
+
+/// The target of a path in a model.
+enum Place {
+    Module(Target),
+    Experts(ExpertsId, InExperts),
+}
+
+/// Finds the target of a path and the model's spelling of it. An exact match wins; otherwise exactly one alternative spelling must
+/// match.
+fn locate(model: &Model, module: &str) -> Result<(Place, String), AdapterError> {
+    if let Some(place) = place(model, module) {
+        return Ok((place, module.to_owned()));
+    }
+    let mut places: Vec<_> = names::spellings(module).filter_map(|path| Some((place(model, &path)?, path))).collect();
+    match (places.pop(), places.is_empty()) {
+        (None, _) => Err(AdapterError::NoPlace { module: module.to_owned() }),
+        (Some(place), true) => Ok(place),
+        (Some(last), false) => {
+            places.push(last);
+            let places = places.into_iter().map(|(_, path)| path).collect();
+            Err(AdapterError::Ambiguous { module: module.to_owned(), places })
+        }
+    }
+}
+
+fn place(model: &Model, path: &str) -> Option<Place> {
+    if let Some(target) = model.target(path) {
+        return Some(Place::Module(target));
+    }
+    let at = names::in_experts(path)?;
+    Some(Place::Experts(model.experts_at(&at.experts)?, at))
+}

@@ -1,0 +1,162 @@
+use std::sync::Arc;
+
+use super::upload::{Adapter, Arena, Filled, Reservation, Shared};
+use crate::{
+    DType, Slot,
+    adapter::SlotImage,
+    error::{LoadError, SlotError},
+    model::Model,
+    plan::{Capacity, PlanError},
+    residency::{Bounds, Resident, SlotInfo, Slots, Usage},
+    routing::Batch,
+};
+
+/// Adapters in host memory, one per slot. Clones refer to the same table.
+///
+/// Any number of threads may use a table. A [`step`](Self::step) keeps the adapters that were loaded when it started, even if other
+/// threads load meanwhile.
+#[derive(Clone, Debug)]
+#[doc(alias = "max_loras")]
+pub struct WeightTable {
+    shared: Arc<Shared>,
+    slots: Arc<Slots<Arc<Adapter>>>,
+}
+
+impl WeightTable {
+    /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`. Adapters may have ranks up to
+    /// `capacity.max_rank` and take up to `arena_bytes` bytes in total. `capacity.max_tokens` is not used.
+    ///
+    /// # Errors
+    /// [`PlanError::Limit`] if a bound of the capacity is invalid.
+    #[doc(alias = "max_lora_rank")]
+    pub fn new(model: &Model, dtype: DType, capacity: Capacity, arena_bytes: usize) -> Result<Self, PlanError> {
+        let capacity = capacity.checked()?;
+        let arena = Arena { bytes: arena_bytes, used: 0.into() };
+        let slots = Arc::new(Slots::new(capacity.num_slots));
+        let bounds = Bounds { model: model.clone(), dtype, capacity };
+        Ok(Self { shared: Arc::new(Shared { bounds, arena }), slots })
+    }
+
+    /// The bytes of an arena in which there is room for these adapters at once.
+    ///
+    /// An engine that replaces adapters while all others stay loaded counts the largest one twice: the old one and the new one are there
+    /// at once.
+    pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
+        images.into_iter().map(SlotImage::bytes).sum()
+    }
+
+    /// Loads an adapter into a slot and replaces the previous one. The arena must have room for both.
+    ///
+    /// # Errors
+    /// [`LoadError`] if the image does not match the table, the arena is full, or a weight has no finite value in the table's
+    /// element type. The slot is then unchanged.
+    pub fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
+        self.load_with_progress(slot, image, |_| ())
+    }
+
+    /// Like [`load`](Self::load), and calls `progress` with the number of bytes loaded so far, out of [`SlotImage::bytes`].
+    ///
+    /// # Errors
+    /// As for `load`.
+    pub fn load_with_progress(
+        &self,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<Resident, LoadError> {
+        self.slots.index(slot)?;
+        let filled = self.reserve(image)?.fill_with_progress(image, progress)?;
+        self.commit(slot, filled)
+    }
+
+    /// Reserves room for an adapter.
+    ///
+    /// # Errors
+    /// [`LoadError`] if the image does not match the table or the arena is full.
+    pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
+        Reservation::new(&self.shared, image)
+    }
+
+    /// Puts an adapter into a slot and replaces the previous one, for steps that start from now on.
+    ///
+    /// # Errors
+    /// [`LoadError::Slot`] if the slot does not exist, or the room was reserved in another table.
+    pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
+        let Filled { adapter, max_rank } = filled;
+        if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
+            return Err(SlotError::OtherTable.into());
+        }
+        let (bytes, adapter) = (adapter.room.bytes, Arc::new(adapter));
+        let (resident, _old) = self.slots.replace(&mut self.slots.lock(), slot, bytes, max_rank, adapter)?;
+        Ok(resident)
+    }
+
+    /// Empties a slot. Its tokens are base tokens in steps that start from now on.
+    ///
+    /// # Errors
+    /// [`LoadError::Slot`] if the slot does not exist.
+    pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+        let old = self.slots.take(&mut self.slots.lock(), slot);
+        Ok(old.map(drop)?)
+    }
+
+    /// Rejects adapters that have been unloaded or replaced.
+    ///
+    /// A check that passes after [`step`](Self::step) has returned holds for the whole step, because the step keeps its adapters.
+    ///
+    /// # Errors
+    /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
+    pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
+        self.slots.check(residents)
+    }
+
+    /// The content of a slot; `None` if it is empty.
+    pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
+        self.slots.lock().info(slot.index()?)
+    }
+
+    /// The contents of all loaded slots, by slot.
+    pub fn loaded(&self) -> Vec<SlotInfo> {
+        self.slots.lock().infos()
+    }
+
+    /// Memory use of the arena.
+    pub fn usage(&self) -> Usage {
+        self.shared.arena.usage()
+    }
+
+    /// Whether the arena has room for an adapter now.
+    pub fn fits(&self, image: &SlotImage<'_>) -> bool {
+        image.bytes() <= self.usage().largest_gap
+    }
+
+    /// The adapters of `batch` that are loaded now, by slot.
+    pub(super) fn adapters(&self, batch: &Batch<'_>) -> Vec<Option<Arc<Adapter>>> {
+        let mut adapters = Vec::new();
+        let blocks = self.slots.lock();
+        for index in batch.slots().iter().filter_map(|slot| slot.index()).filter(|&index| index < self.slots.len()) {
+            if index >= adapters.len() {
+                adapters.resize(index + 1, None);
+            }
+            if adapters[index].is_none() {
+                adapters[index] = blocks.get(index).map(Arc::clone);
+            }
+        }
+        adapters
+    }
+
+    /// The model of the adapters.
+    pub fn model(&self) -> &Model {
+        &self.shared.bounds.model
+    }
+
+    /// The element type of factors and operands.
+    pub fn dtype(&self) -> DType {
+        self.shared.bounds.dtype
+    }
+
+    /// The capacity of the table.
+    pub fn capacity(&self) -> Capacity {
+        self.shared.bounds.capacity
+    }
+}

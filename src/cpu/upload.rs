@@ -1,0 +1,141 @@
+//! Loading an adapter into a weight table: reserve, fill, commit.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use super::factors::Factors;
+use crate::{
+    Element,
+    adapter::{ImageEntry, MIN_STAGING_BYTES, SlotImage},
+    error::{LoadError, SlotError},
+    residency::{Bounds, Usage},
+};
+
+/// Bytes written between two calls of `progress`.
+const PROGRESS_BYTES: usize = 4 << 20;
+const _: () = assert!(PROGRESS_BYTES >= MIN_STAGING_BYTES);
+
+/// The part of a table that its adapters refer to.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) bounds: Bounds,
+    pub(super) arena: Arena,
+}
+
+/// A budget of bytes.
+#[derive(Debug)]
+pub(super) struct Arena {
+    pub(super) bytes: usize,
+    pub(super) used: AtomicUsize,
+}
+
+/// Room for an adapter in a table. Dropping it frees the room.
+#[derive(Debug)]
+#[must_use]
+pub struct Reservation {
+    pub(super) shared: Arc<Shared>,
+    pub(super) bytes: usize,
+}
+
+/// A written adapter that is not in a slot yet. Dropping it frees its room.
+#[derive(Debug)]
+#[must_use]
+pub struct Filled {
+    pub(super) adapter: Adapter,
+    pub(super) max_rank: usize,
+}
+
+/// An adapter's block. The last step that uses it frees the room.
+pub(super) struct Adapter {
+    /// Elements of the table's type. `f32` gives sufficient alignment for all of them.
+    block: Vec<f32>,
+    entries: Vec<Option<ImageEntry>>,
+    pub(super) room: Reservation,
+}
+
+impl Arena {
+    /// Takes `bytes`, or returns how many are free.
+    fn take(&self, bytes: usize) -> Result<(), usize> {
+        let taken = |used: usize| Some(used + bytes).filter(|&used| used <= self.bytes);
+        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).map(drop).map_err(|used| self.bytes - used)
+    }
+
+    pub(super) fn usage(&self) -> Usage {
+        let used = self.used.load(Ordering::Relaxed);
+        Usage { capacity: self.bytes, used, largest_gap: self.bytes - used }
+    }
+}
+
+impl Reservation {
+    /// Reserves room for an image that matches the table.
+    pub(super) fn new(shared: &Arc<Shared>, image: &SlotImage<'_>) -> Result<Self, LoadError> {
+        shared.bounds.check(image)?;
+        let bytes = image.bytes();
+        shared.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
+        Ok(Self { shared: Arc::clone(shared), bytes })
+    }
+
+    /// Size of the room, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Writes an adapter into the room, on rayon's threads.
+    ///
+    /// # Errors
+    /// [`LoadError`] if a weight has no finite value in the table's element type, or the image does not match the table or the size
+    /// of the room.
+    pub fn fill(self, image: &SlotImage<'_>) -> Result<Filled, LoadError> {
+        self.fill_with_progress(image, |_| ())
+    }
+
+    /// Like [`fill`](Self::fill), and calls `progress` with the number of bytes written so far.
+    ///
+    /// # Errors
+    /// As for `fill`.
+    pub fn fill_with_progress(
+        self,
+        image: &SlotImage<'_>,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Filled, LoadError> {
+        self.shared.bounds.check(image)?;
+        if image.bytes() != self.bytes {
+            return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.bytes }.into());
+        }
+        let mut block = vec![0.0_f32; image.bytes().div_ceil(size_of::<f32>())];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+        for piece in image.pieces(PROGRESS_BYTES) {
+            piece.write_to(&mut bytes[piece.range()])?;
+            progress(piece.range().end);
+        }
+        let mut entries = vec![None; image.num_entries()];
+        for entry in image.entries() {
+            entries[entry.entry] = Some(*entry);
+        }
+        Ok(Filled { adapter: Adapter { block, entries, room: self }, max_rank: image.max_rank() })
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.shared.arena.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for Adapter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Adapter").field("bytes", &self.room.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Adapter {
+    /// The factors at a descriptor-table entry.
+    pub(super) fn factors<T: Element>(&self, entry: usize) -> Option<Factors<'_, T>> {
+        Some(Factors::new(bytemuck::cast_slice(&self.block), self.entries[entry].as_ref()?))
+    }
+}

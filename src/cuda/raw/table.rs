@@ -1,0 +1,119 @@
+use bytemuck::{Pod, Zeroable};
+
+use super::abi::int;
+use crate::{
+    DType,
+    adapter::SlotImage,
+    error::{LaunchError, OperandError},
+    ffi,
+    model::{Model, ModelId},
+    plan::Capacity,
+};
+
+/// The factors of one module in one slot: an element of a descriptor table `[num_slots][num_entries]` in device memory.
+///
+/// Factors are aligned to 128 bytes and stored in the formats of [`layout`](crate::adapter::layout), as [`SlotImage`] writes them.
+/// The default means that the slot does not adapt the module.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Descriptor {
+    /// Address of A `[rank, in_features]`, or of an embedding's A, transposed: `[vocab, rank]`.
+    pub a: u64,
+    /// Address of B `[out_features, rank]`.
+    pub b: u64,
+    /// The rank; 0 if the slot does not adapt the module.
+    pub rank: i32,
+    /// The scaling, α/r or α/√r.
+    pub scaling: f32,
+}
+
+impl Descriptor {
+    /// The descriptors of a slot, `[num_entries]`, for an adapter whose block is at the address `block`.
+    ///
+    /// In the descriptors of factors that experts share ([`ProjectionSite`](crate::model::ProjectionSite)), a factor that is not
+    /// shared is null, and the scaling is 1.
+    ///
+    /// ```
+    /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, Shard, TpRank}};
+    ///
+    /// let mut spec = ModelSpec::new();
+    /// let id = spec.experts(Experts::new("mlp.experts", 2, 8, 4))?;
+    /// let model = spec.shard(Shard::new(TpRank::SINGLE).held(id, [1]))?;
+    /// // Both experts have the one A.
+    /// let tensor = |shape: [usize; 3], values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
+    /// let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 6}"#, [
+    ///     ("mlp.experts.up_proj.lora_A.weight".to_owned(), tensor([1, 3, 8], &[0.5; 24])?),
+    ///     ("mlp.experts.up_proj.lora_B.weight".to_owned(), tensor([2, 4, 3], &std::array::from_fn::<_, 24, _>(|i| i as f32))?),
+    /// ])?;
+    /// let row = Descriptor::row(&adapter.plan(&model, DType::F32)?, 0x1000);
+    ///
+    /// let (gate, up) = (0, 1);
+    /// let entry = model[id].gate_up().expert_entry(0);
+    /// let (a, b) = (0x1000, 0x1000 + 4 * LinearA { rank: 3, in_features: 8 }.elems() as u64);
+    /// assert_eq!(row[entry + up], Descriptor { a, b, rank: 3, scaling: 2.0 });
+    /// assert_eq!(row[model[id].gate_up().shared_entry() + up], Descriptor { a, b: 0, rank: 3, scaling: 1.0 });
+    /// assert_eq!(row[entry + gate], Descriptor::default());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn row(image: &SlotImage<'_>, block: u64) -> Vec<Self> {
+        let at = |elems: usize| block + (elems * image.dtype().bytes()) as u64;
+        // At most MAX_RANK.
+        let rank = |rank: usize| i32::try_from(rank).unwrap_or(0);
+        let mut row = vec![Self::default(); image.num_entries()];
+        for entry in image.entries() {
+            let (a, b) = (at(entry.a_elems), at(entry.b_elems));
+            row[entry.entry] = Self { a, b, rank: rank(entry.rank), scaling: entry.scaling };
+        }
+        for shared in image.shared() {
+            let [a, b] = [shared.a_elems, shared.b_elems].map(|elems| elems.map_or(0, at));
+            row[shared.entry] = Self { a, b, rank: rank(shared.rank), scaling: 1.0 };
+        }
+        row
+    }
+}
+
+const _: () = assert!(size_of::<Descriptor>() == size_of::<ffi::aril_descriptor>());
+
+/// A descriptor table of the engine: the factors of every slot.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Table {
+    ptr: u64,
+    model: ModelId,
+    dtype: DType,
+    num_slots: usize,
+    num_entries: usize,
+    max_rank: usize,
+}
+
+impl Table {
+    /// The table at the address `ptr`: [`Descriptor`]s `[num_slots][num_entries]`, row-major, with [`Model::num_entries`] entries
+    /// per slot and factors in `dtype`. Descriptors with a rank above `max_rank` count as empty.
+    pub fn new(model: &Model, dtype: DType, ptr: u64, num_slots: usize, max_rank: usize) -> Self {
+        Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
+    }
+
+    /// The descriptors from `first_entry` on, for a layer of this model, element type and capacity.
+    pub(super) fn expect(
+        &self,
+        model: ModelId,
+        dtype: DType,
+        capacity: &Capacity,
+        first_entry: usize,
+    ) -> Result<ffi::aril_weights, LaunchError> {
+        if self.model != model {
+            return Err(OperandError::Model.into());
+        }
+        if self.dtype != dtype {
+            return Err(OperandError::DType { operand: "weights", got: self.dtype, want: dtype }.into());
+        }
+        LaunchError::within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
+        LaunchError::within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
+        let offset = first_entry * size_of::<Descriptor>();
+        Ok(ffi::aril_weights {
+            table: (self.ptr + offset as u64) as *const ffi::aril_descriptor,
+            num_slots: int(self.num_slots)?,
+            num_entries: int(self.num_entries)?,
+            max_rank: int(self.max_rank)?,
+        })
+    }
+}

@@ -1,0 +1,137 @@
+#![expect(unsafe_code, reason = "copies on a stream of its own")]
+
+use std::sync::Arc;
+
+use cudarc::driver::{
+    CudaContext, CudaEvent,
+    result::{self, stream::StreamKind},
+    sys,
+};
+
+use super::{LaunchError, Queue, capturing::Relaxed, pinned::Pinned, raw::Stream};
+use crate::{
+    adapter::{MIN_STAGING_BYTES, SlotImage},
+    error::LoadError,
+};
+
+/// Size of each buffer.
+const BUFFER_BYTES: usize = 8 << 20;
+const _: () = assert!(BUFFER_BYTES >= MIN_STAGING_BYTES);
+
+/// Copies adapters to the device through two page-locked buffers of 8 MiB, one of which is filled while the other is copied, on a
+/// stream of its own. Use one per loader thread.
+#[derive(Debug)]
+pub struct Staging {
+    // Dropped, and waited for, before the stream.
+    buffers: [Pinned; 2],
+    next: usize,
+    stream: OwnStream,
+}
+
+/// A stream that cudarc does not know, so that it does not turn on multi-stream event tracking in the engine's context.
+#[derive(Debug)]
+struct OwnStream {
+    context: Arc<CudaContext>,
+    stream: sys::CUstream,
+}
+
+// SAFETY: a handle; the driver's calls that take it are thread-safe.
+unsafe impl Send for OwnStream {}
+// SAFETY: as above.
+unsafe impl Sync for OwnStream {}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        // An error means that the context is gone, and the stream with it.
+        let _ = self.context.bind_to_thread();
+        let _relaxed = Relaxed::new();
+        // SAFETY: nobody else has the stream; the driver ends it once its work is done.
+        let _ = unsafe { result::stream::destroy(self.stream) };
+    }
+}
+
+impl Staging {
+    /// Allocates the buffers in the context of `queue`.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if page-locked memory is exhausted.
+    pub fn new(queue: &Queue) -> Result<Self, LaunchError> {
+        queue.bind()?;
+        let buffer = || Pinned::new(BUFFER_BYTES, 0);
+        let _relaxed = Relaxed::new();
+        let context = Arc::clone(queue.stream().context());
+        let stream = OwnStream { context, stream: result::stream::create(StreamKind::NonBlocking)? };
+        Ok(Self { buffers: [buffer()?, buffer()?], next: 0, stream })
+    }
+
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.stream.context
+    }
+
+    /// Makes later copies wait for an event, on the device.
+    pub(super) fn wait_for(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both are alive.
+        Ok(unsafe { result::stream::wait_event(self.stream.stream, event.cu_event(), flags) }?)
+    }
+
+    /// Records an event after the copies so far.
+    pub(super) fn record(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
+        // SAFETY: both are alive.
+        Ok(unsafe { result::event::record(event.cu_event(), self.stream.stream) }?)
+    }
+
+    /// Writes an image piece by piece and enqueues the copies, so that the host never holds all of it. Blocks this thread while
+    /// both buffers are being copied.
+    ///
+    /// # Safety
+    /// `to` is the address of [`SlotImage::bytes`] bytes of device memory in the staging's context. They stay mapped until the
+    /// copies have run, and other work uses them only if it is ordered against the staging's stream.
+    pub(super) unsafe fn copy_image(
+        &mut self,
+        to: u64,
+        image: &SlotImage<'_>,
+        mut progress: impl FnMut(usize),
+    ) -> Result<(), LoadError> {
+        for piece in image.pieces(BUFFER_BYTES) {
+            let range = piece.range();
+            // SAFETY: the caller's obligations.
+            unsafe { self.copy(to + range.start as u64, range.len(), |bytes| Ok(piece.write_to(bytes)?)) }?;
+            progress(range.end);
+        }
+        Ok(())
+    }
+
+    /// Enqueues a copy of `bytes`, through the buffers.
+    ///
+    /// # Safety
+    /// As for [`copy_image`](Self::copy_image).
+    pub(super) unsafe fn copy_bytes(&mut self, to: u64, bytes: &[u8]) -> Result<(), LoadError> {
+        for (i, part) in bytes.chunks(BUFFER_BYTES).enumerate() {
+            let fill = |buffer: &mut [u8]| {
+                buffer.copy_from_slice(part);
+                Ok(())
+            };
+            // SAFETY: the caller's obligations.
+            unsafe { self.copy(to + (i * BUFFER_BYTES) as u64, part.len(), fill) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`copy_image`](Self::copy_image).
+    unsafe fn copy(
+        &mut self,
+        to: u64,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), LoadError>,
+    ) -> Result<(), LoadError> {
+        let stream = Stream::from_raw(self.stream.stream.cast());
+        let buffer = &mut self.buffers[self.next];
+        fill(&mut buffer.wait_bytes()?[..len])?;
+        // SAFETY: the caller's obligations.
+        unsafe { buffer.copy_to(to, len, stream) }?;
+        self.next = 1 - self.next;
+        Ok(())
+    }
+}

@@ -1,0 +1,32 @@
+use super::SlotError;
+use crate::{adapter::AdapterError, plan::PlanError};
+
+/// A failed load. The slot and the table are unchanged.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// A weight cannot be read, or has no finite value in the table's element type.
+    #[error(transparent)]
+    Adapter(#[from] AdapterError),
+    /// The CUDA driver or a launch failed.
+    #[cfg(feature = "cuda")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+    #[error(transparent)]
+    Device(#[from] super::LaunchError),
+    /// The arena has no free block of the adapter's size.
+    #[error(
+        "the adapter needs {bytes} contiguous bytes, but the largest free block of the weight table has {largest_gap}"
+    )]
+    Full {
+        /// Size of the adapter, in bytes.
+        bytes: usize,
+        /// Size of the largest free block, in bytes.
+        largest_gap: usize,
+    },
+    /// No kernel supports the problem. For engines that create tables and layers while they load.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The slot does not exist, or the adapter does not match the table.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+}

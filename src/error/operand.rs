@@ -1,0 +1,100 @@
+use crate::{DType, model::Activation};
+
+/// An operand that does not match the layer or the step. Nothing was computed or enqueued.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OperandError {
+    /// The activation requires a gate, and the experts are ungated.
+    #[error("{activation:?} requires a gate, but the experts are ungated")]
+    Activation {
+        /// The activation given.
+        activation: Activation,
+    },
+    /// The element type of an operand is not that of the table.
+    #[error("`{operand}` is {got}, but must be {want}")]
+    DType {
+        /// Name of the operand.
+        operand: &'static str,
+        /// Its element type.
+        got: DType,
+        /// The table's element type.
+        want: DType,
+    },
+    /// The matrix extends past the end of its buffer.
+    #[error("`{operand}` is [{rows}, {cols}] with row stride {row_stride}, but its buffer has only {len} elements")]
+    Extent {
+        /// Name of the operand.
+        operand: &'static str,
+        /// Rows.
+        rows: usize,
+        /// Columns.
+        cols: usize,
+        /// Distance between rows, in elements.
+        row_stride: usize,
+        /// Length of the buffer, in elements.
+        len: usize,
+    },
+    /// An operand does not have one element per token.
+    #[error("`{operand}` has {got} elements, but the batch has {want} tokens")]
+    Length {
+        /// Name of the operand.
+        operand: &'static str,
+        /// Its number of elements.
+        got: usize,
+        /// Tokens in the batch.
+        want: usize,
+    },
+    /// The layer and the weights belong to different models.
+    #[error("the layer and the weights belong to different models or tensor-parallel ranks")]
+    Model,
+    /// The rows of the matrix overlap.
+    #[error("`{operand}` has row stride {row_stride}, but must have at least its {cols} columns")]
+    Overlap {
+        /// Name of the operand.
+        operand: &'static str,
+        /// Columns.
+        cols: usize,
+        /// Distance between rows, in elements.
+        row_stride: usize,
+    },
+    /// An operand does not have one element per route.
+    #[error("`{operand}` has {got} elements, but there are {want} routes")]
+    Routes {
+        /// Name of the operand.
+        operand: &'static str,
+        /// Its number of elements.
+        got: usize,
+        /// Routes of the router's choice.
+        want: usize,
+    },
+    /// The shape of an operand does not match the layer and the batch.
+    #[error("`{operand}` is [{rows}, {cols}], but must be [{want_rows}, {want_cols}]")]
+    Shape {
+        /// Name of the operand.
+        operand: &'static str,
+        /// Its rows.
+        rows: usize,
+        /// Its columns.
+        cols: usize,
+        /// Required rows.
+        want_rows: usize,
+        /// Required columns.
+        want_cols: usize,
+    },
+    /// The router's choice and the batch differ in their number of tokens.
+    #[error("the router chose experts for {got} tokens, but the batch has {want}")]
+    Tokens {
+        /// Tokens of the router's choice.
+        got: usize,
+        /// Tokens of the batch.
+        want: usize,
+    },
+    /// The number of expert ids is not a multiple of the experts per token.
+    #[error("{ids} expert ids cannot be split into tokens of {top_k} each")]
+    TopK {
+        /// Number of expert ids.
+        ids: usize,
+        /// Experts per token.
+        top_k: usize,
+    },
+}

@@ -1,0 +1,187 @@
+//! Upper bounds on a step that the host knows in advance, checked against the limits of the kernels.
+
+use super::{
+    error::PlanError,
+    thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, has_few_tokens},
+};
+use crate::model::MAX_RANK;
+
+/// Upper bounds on batches and adapters. They size every buffer, so that no step allocates.
+///
+/// ```
+/// use aril::plan::Capacity;
+///
+/// let capacity = Capacity::tokens(8192).slots(64).rank(32).checked()?;
+/// assert_eq!((capacity.max_tokens, capacity.num_slots, capacity.max_rank), (8192, 64, 32));
+/// assert!(Capacity::tokens(8192).slots(64).checked().is_err());
+/// # Ok::<(), aril::plan::PlanError>(())
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Capacity {
+    /// Tokens per batch.
+    pub max_tokens: usize,
+    /// Slots of the weight table, at most [`MAX_SLOTS`].
+    #[doc(alias = "max_loras")]
+    pub num_slots: usize,
+    /// The largest rank of a loaded adapter, at most [`MAX_RANK`].
+    #[doc(alias = "max_lora_rank")]
+    pub max_rank: usize,
+}
+
+impl Capacity {
+    /// A capacity for batches of up to `max_tokens` tokens. Set the other bounds, too: they start at zero, which is invalid.
+    pub const fn tokens(max_tokens: usize) -> Self {
+        Self { max_tokens, num_slots: 0, max_rank: 0 }
+    }
+
+    /// Sets the number of slots.
+    #[must_use]
+    pub const fn slots(self, num_slots: usize) -> Self {
+        Self { num_slots, ..self }
+    }
+
+    /// Sets the largest rank.
+    #[must_use]
+    pub const fn rank(self, max_rank: usize) -> Self {
+        Self { max_rank, ..self }
+    }
+
+    /// Returns the capacity if every bound is valid.
+    ///
+    /// # Errors
+    /// [`PlanError::Limit`] if a bound is zero or exceeds the kernels' limit.
+    pub fn checked(self) -> Result<Self, PlanError> {
+        limit("max_tokens", self.max_tokens, i32::MAX as usize / TOKENS_PER_TILE)?;
+        limit("num_slots", self.num_slots, MAX_SLOTS)?;
+        limit("max_rank", self.max_rank, MAX_RANK)?;
+        Ok(self)
+    }
+
+    /// The largest number of tiles in an operation on `num_tokens` tokens. A tile holds tokens of one slot, so each slot can leave
+    /// one tile partly filled, as can the tokens without a slot.
+    ///
+    /// A launch has blocks for all of them, because a captured launch is replayed with any spread of tokens. A batch leaves at most
+    /// `num_slots + 1` tiles empty. The blocks of an empty tile exit after one atomic addition to the mailbox's header, which has to
+    /// count every block of the launch.
+    pub fn max_tiles(&self, num_tokens: usize) -> usize {
+        if has_few_tokens(num_tokens) { self.max_small_tiles(num_tokens) } else { self.max_wide_tiles(num_tokens) }
+    }
+
+    /// [`max_tiles`](Self::max_tiles) for small tiles.
+    pub(crate) fn max_small_tiles(&self, num_tokens: usize) -> usize {
+        self.tiles_of(TOKENS_PER_TILE, num_tokens)
+    }
+
+    /// [`max_tiles`](Self::max_tiles) for wide tiles.
+    pub(crate) fn max_wide_tiles(&self, num_tokens: usize) -> usize {
+        self.tiles_of(WIDE_TILE, num_tokens)
+    }
+
+    fn tiles_of(&self, size: usize, num_tokens: usize) -> usize {
+        (num_tokens + (size - 1) * (self.num_slots + 1).min(num_tokens)) / size
+    }
+}
+
+/// Upper bounds on the routes of a step. A route is one token's choice of one expert.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct RouteCapacity {
+    /// Tokens per batch.
+    pub max_tokens: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Experts of one layer on this rank: 0 to 1024.
+    pub num_experts: usize,
+}
+
+impl RouteCapacity {
+    /// A capacity for batches of up to `max_tokens` tokens. Set `top_k`, too: it starts at zero, which is invalid.
+    pub const fn tokens(max_tokens: usize) -> Self {
+        Self { max_tokens, top_k: 0, num_experts: 0 }
+    }
+
+    /// Sets the number of experts per token.
+    #[must_use]
+    pub const fn top_k(self, top_k: usize) -> Self {
+        Self { top_k, ..self }
+    }
+
+    /// Sets the number of experts of one layer on this rank.
+    #[must_use]
+    pub const fn experts(self, num_experts: usize) -> Self {
+        Self { num_experts, ..self }
+    }
+
+    /// Returns the capacity if every bound is valid.
+    ///
+    /// # Errors
+    /// [`PlanError::Limit`] if `max_tokens` or `top_k` is zero, a bound exceeds the kernels' limit, or there are too many routes.
+    pub fn checked(self) -> Result<Self, PlanError> {
+        let max_routes = i32::MAX as usize / TOKENS_PER_TILE;
+        if self.num_experts > 0 {
+            limit("num_experts", self.num_experts, MAX_EXPERTS)?;
+        }
+        limit("max_tokens", self.max_tokens, max_routes)?;
+        limit("top_k", self.top_k, max_routes / self.max_tokens)?;
+        Ok(self)
+    }
+
+    /// Routes in a full batch, which is also the number of rows of `[routes, ..]` matrices.
+    pub(crate) fn max_routes(&self) -> usize {
+        self.max_tokens * self.top_k
+    }
+}
+
+/// Upper bounds on aligned blocks. A block holds routes of one slot to one expert.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct AlignCapacity {
+    /// Bounds on the routes.
+    pub routes: RouteCapacity,
+    /// Slots of the weight table, at most [`MAX_SLOTS`].
+    #[doc(alias = "max_loras")]
+    pub num_slots: usize,
+    /// Routes per block.
+    pub block_size: usize,
+}
+
+impl AlignCapacity {
+    /// A capacity for aligning `routes` of adapters in `num_slots` slots to blocks of `block_size` routes.
+    pub const fn new(routes: RouteCapacity, num_slots: usize, block_size: usize) -> Self {
+        Self { routes, num_slots, block_size }
+    }
+
+    /// Returns the capacity if every bound is valid.
+    ///
+    /// # Errors
+    /// [`PlanError::Limit`] if a bound other than `num_experts` is zero, a bound exceeds the kernels' limit, or the padded routes
+    /// could exceed `i32::MAX`.
+    pub fn checked(self) -> Result<Self, PlanError> {
+        let routes = self.routes.checked()?;
+        limit("num_slots", self.num_slots, MAX_SLOTS)?;
+        limit("block_size", self.block_size, i32::MAX as usize / routes.max_routes())?;
+        Ok(self)
+    }
+
+    /// The largest number of blocks: each pair of a slot and an expert can leave one block partly filled.
+    pub fn max_blocks(&self) -> usize {
+        let RouteCapacity { max_tokens, num_experts, .. } = self.routes;
+        let routes = self.routes.max_routes();
+        match (self.num_slots.min(max_tokens) * num_experts).min(routes) {
+            0 => 0,
+            groups => groups + (routes - groups) / self.block_size.max(1),
+        }
+    }
+
+    /// The largest number of routes in all blocks, including padding.
+    #[doc(alias = "max_num_tokens_padded")]
+    pub fn max_padded(&self) -> usize {
+        self.max_blocks() * self.block_size
+    }
+}
+
+/// Rejects a value outside `1..=max`.
+pub(super) fn limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
+    if (1..=max).contains(&value) { Ok(()) } else { Err(PlanError::Limit { what, value, max }) }
+}

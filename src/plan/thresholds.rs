@@ -1,0 +1,130 @@
+//! Every number that a plan decides by, and the questions that plans ask of them.
+//!
+//! Limits and tile shapes are those of the kernels, from `csrc/aril.h`. The other thresholds were measured on an H100 SXM; each says
+//! what it was measured against. No result depends on a threshold: every choice is bit-identical.
+
+use crate::ffi;
+
+/// The largest number of slots in a weight table.
+pub const MAX_SLOTS: usize = ffi::ARIL_MAX_SLOTS as usize;
+/// The largest number of experts of one layer on one rank.
+pub(super) const MAX_EXPERTS: usize = ffi::ARIL_MAX_EXPERTS as usize;
+/// The largest x and y dimensions of a CUDA grid.
+pub(super) const MAX_GRID_X: usize = i32::MAX as usize;
+pub(super) const MAX_GRID_Y: usize = 65_535;
+
+/// Tokens in a small tile and in a wide tile.
+pub(super) const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
+pub(super) const WIDE_TILE: usize = ffi::ARIL_WIDE_TILE as usize;
+/// Routes in a small tile of routes.
+pub(super) const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
+/// Shrink sums `in_features` as a tree of fixed shape: lanes of features, groups of lanes, spans of groups.
+pub(super) const LANE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
+pub(super) const LANES_PER_GROUP: usize = ffi::ARIL_K_TILES_PER_SLAB as usize;
+pub(super) const LANES_PER_SPAN: usize = LANES_PER_GROUP * ffi::ARIL_K_SLABS_PER_SPAN as usize;
+/// Ranks in a tile of a factor.
+pub(super) const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
+/// Bytes of the header of a mailbox, and of one partial sum with its tag.
+pub(super) const MAILBOX_HEADER: usize = ffi::ARIL_MAILBOX_HEADER as usize;
+pub(super) const WORD_BYTES: usize = ffi::ARIL_WORD_BYTES as usize;
+/// Warps in a block of the small-tile kernels.
+const WARPS: usize = ffi::ARIL_WARPS as usize;
+
+/// Multiprocessors of the H100 SXM.
+const MULTIPROCESSORS: usize = 132;
+
+/// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles.
+///
+/// With 512 tokens one launch is 1.4 times faster on average. With 2048 it is faster only at rank 16 in the smallest layer.
+pub(super) const fn has_few_tokens(num_tokens: usize) -> bool {
+    num_tokens <= FEW_TOKENS
+}
+/// The largest number of tokens in small tiles.
+pub(super) const FEW_TOKENS: usize = ffi::ARIL_SMALL_M as usize;
+
+/// Whether expand stages all ranks of B in shared memory. Wide tiles require it.
+pub(super) const fn is_staged(max_rank: usize) -> bool {
+    max_rank <= ffi::ARIL_STAGED_RANK as usize
+}
+
+/// What groups a step's routes by expert and slot.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum GroupedBy {
+    /// Each block of each operation groups the routes itself.
+    EachOperation,
+    /// The first operation groups the routes for those after it.
+    FirstOperation,
+    /// A kernel of its own groups the routes before the first operation.
+    Kernel,
+}
+
+impl GroupedBy {
+    pub(crate) const fn of(num_routes: usize) -> Self {
+        if num_routes <= ffi::ARIL_EACH_BLOCK_ROUTES as usize {
+            Self::EachOperation
+        } else if num_routes <= FEW_ROUTES {
+            Self::FirstOperation
+        } else {
+            Self::Kernel
+        }
+    }
+}
+
+/// The largest number of routes in small tiles only.
+pub(super) const FEW_ROUTES: usize = ffi::ARIL_ONE_BLOCK_ROUTES as usize;
+
+/// How a linear layer's launches are sized.
+pub(super) mod linear {
+    use super::{LANES_PER_GROUP, MULTIPROCESSORS, WARPS};
+    use crate::ffi;
+
+    /// Rank tiles, over all slices, of a shrink block: of small tiles, and of a warpgroup of wide tiles.
+    pub(in crate::plan) const SMALL_COLUMNS: usize = WARPS / LANES_PER_GROUP;
+    pub(in crate::plan) const WIDE_COLUMNS: usize = ffi::ARIL_MAX_RANK_TILES as usize;
+    /// With wide tiles, shrink reduces spans instead of groups from this many blocks on. 500 is faster than 300 in the largest layers.
+    pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
+
+    /// An expand block computes a multiple of this many outputs of one slice.
+    pub(in crate::plan) const SMALL_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
+    pub(in crate::plan) const WIDE_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
+    /// The largest multiple of [`WIDE_OUTS`]. Up to 1024 outputs are 2 % faster than up to 2048.
+    pub(in crate::plan) const MAX_WIDE_UNITS: usize = 8;
+    /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
+    pub(in crate::plan) const MAX_B_BYTES: usize = 64 << 10;
+    /// Expand blocks shrink until there are this many. 264 has a better mean over all workloads than 132, 400 or 528.
+    pub(in crate::plan) const MIN_EXPAND_BLOCKS: usize = 2 * MULTIPROCESSORS;
+}
+
+/// How the launches of a projection of experts are sized.
+pub(super) mod experts {
+    use super::{GroupedBy, LANES_PER_GROUP, MULTIPROCESSORS, WARPS};
+    use crate::ffi;
+
+    /// Pieces (a tile of routes times a rank tile or a range of outputs) that one block of shrink or expand works on at a time.
+    pub(in crate::plan) const SHRINK_PIECES: usize = WARPS / LANES_PER_GROUP;
+    pub(in crate::plan) const EXPAND_PIECES: usize = WARPS;
+
+    /// The fewest outputs of all slices, or of a token, that a warp of expand computes.
+    pub(in crate::plan) const OUTS_PER_UNIT: usize = ffi::ARIL_OUT_UNIT as usize;
+
+    /// Outputs of one slice that a warp of expand computes. Up to rank 16, 128 are up to 6 % faster than 64.
+    pub(in crate::plan) const fn outs_per_warp(max_rank: usize) -> usize {
+        if max_rank <= 16 { 128 } else { ffi::ARIL_OUT_TILE as usize }
+    }
+
+    /// The most blocks of shrink, and of expand. One per multiprocessor where each operation groups the routes itself, so that both
+    /// are resident at once, and two otherwise: up to 15 % faster each.
+    pub(in crate::plan) const fn max_blocks(grouped_by: GroupedBy) -> usize {
+        match grouped_by {
+            GroupedBy::EachOperation => MULTIPROCESSORS,
+            GroupedBy::FirstOperation | GroupedBy::Kernel => 2 * MULTIPROCESSORS,
+        }
+    }
+
+    /// With wide tiles, outputs of one slice that an expand block computes. 1024 are 2 to 12 % faster than 768, 512 or 256.
+    pub(in crate::plan) const WIDE_OUTS: usize = 1024;
+    /// The most blocks with wide tiles. Up to 4 % faster than as many as are resident at once, because blocks differ in work; twice as
+    /// many are no faster, and take longer to find that they have none.
+    pub(in crate::plan) const MAX_WIDE_SHRINK: usize = 8 * MULTIPROCESSORS;
+    pub(in crate::plan) const MAX_WIDE_EXPAND: usize = 9 * MULTIPROCESSORS;
+}

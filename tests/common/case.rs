@@ -1,0 +1,354 @@
+//! Problems for the operations of one layer, the answers that the reference gives, and how answers are checked.
+//!
+//! A [`Case`] is a few numbers from which everything else follows, so that a failing one can be printed and run again with
+//! `ARIL_CASE='…'`. What is particular to a kind of layer is behind [`Layer`]: linear layers and embeddings ([`dense`](super::dense)),
+//! and experts ([`experts`](super::experts)).
+//!
+//! What no operation may read is NaN: gaps and guards, rows of `x` whose token has no adapter, and what is only written. What none may
+//! write is compared bit by bit.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    ops::{Deref, DerefMut},
+};
+
+use aril::{
+    Element, Slot,
+    adapter::Adapter,
+    model::{Model, ModelSpec, Shard},
+    plan::Capacity,
+    routing::Batch,
+};
+use proptest::prelude::*;
+use rand::{SeedableRng, rngs::StdRng};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::{
+    compare::{Expected, Place, compare},
+    factors::neighbour,
+    values::{Dtype, Values},
+};
+
+/// A problem. It has the fields of its layer, too.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Case<L> {
+    pub layer: L,
+    pub dtype: Dtype,
+    pub values: Values,
+    /// Slots beyond those that are loaded.
+    pub empty_slots: usize,
+    /// By token: a slot, -1, or anything else that is no slot.
+    pub slots: Vec<i32>,
+    /// By token, in halves; none for no scales.
+    pub half_scales: Option<Vec<i8>>,
+    /// Elements before the first row, and from the end of a row to the next: of x, y and out.
+    pub offsets: [usize; 3],
+    pub gaps: [usize; 3],
+    pub seed: u64,
+}
+
+impl<L> Deref for Case<L> {
+    type Target = L;
+
+    fn deref(&self) -> &L {
+        &self.layer
+    }
+}
+
+impl<L> DerefMut for Case<L> {
+    fn deref_mut(&mut self) -> &mut L {
+        &mut self.layer
+    }
+}
+
+/// A kind of layer, an operation on it, and what the operation's router chose.
+pub trait Layer: Clone + fmt::Debug + Serialize + DeserializeOwned {
+    /// Names cases of such layers where they are printed.
+    const KIND: &'static str;
+
+    /// What the model calls it.
+    type Id: Copy;
+
+    /// An adapter of it, without values.
+    type Lora;
+
+    /// The factors of one adapter.
+    type Pairs;
+
+    /// Adds the layer to a model, and gives the shard of it that the operations are on.
+    fn describe(&self, spec: &mut ModelSpec) -> (Self::Id, Shard);
+
+    /// The loaded adapters, by slot.
+    fn loras(&self) -> &[Self::Lora];
+
+    /// The largest rank of the adapters, at least 1.
+    fn max_rank(&self) -> usize;
+
+    /// Rows and columns of `x`, of `y`, and of `out` if the operation writes that and only reads `y`.
+    fn shapes(&self, num_tokens: usize) -> ([[usize; 2]; 2], Option<[usize; 2]>);
+
+    /// Values for the factors of an adapter.
+    fn pairs_of(&self, values: Values, lora: &Self::Lora, rng: &mut StdRng) -> Self::Pairs;
+
+    /// The adapter of those factors, as PEFT or others would write it.
+    fn load(&self, lora: &Self::Lora, pairs: &Self::Pairs) -> Adapter;
+
+    /// Makes NaN what must not be read.
+    fn poison<T: Element>(case: &Case<Self>, world: &mut World<T, Self>);
+
+    /// Sets what the reference writes, where `expected` has every element as it was.
+    fn expect<T: Element>(case: &Case<Self>, world: &World<T, Self>, expected: &mut [Expected<T>]);
+}
+
+/// What a case stands for.
+pub struct World<T, L: Layer> {
+    pub model: Model,
+    pub id: L::Id,
+    pub adapters: Vec<Adapter>,
+    /// By adapter.
+    pub pairs: Vec<L::Pairs>,
+    pub slots: Vec<Slot>,
+    pub scales: Option<Vec<f32>>,
+    pub num_slots: usize,
+    pub max_rank: usize,
+    /// The whole buffers.
+    pub x: Vec<T>,
+    pub y: Vec<T>,
+    pub out: Vec<T>,
+}
+
+/// What computes the answer to a case: the buffer that the operation writes, as it leaves it.
+pub trait Subject<L: Layer> {
+    fn run<T: Element>(&mut self, case: &Case<L>, world: &World<T, L>) -> Vec<T>;
+}
+
+impl<L: Layer> Case<L> {
+    /// In bf16, rows one behind the other, without tokens.
+    pub fn of(layer: L, values: Values, seed: u64) -> Self {
+        let (slots, half_scales) = (Vec::new(), None);
+        Self {
+            layer,
+            dtype: Dtype::BF16,
+            values,
+            empty_slots: 1,
+            slots,
+            half_scales,
+            offsets: [0; 3],
+            gaps: [0; 3],
+            seed,
+        }
+    }
+
+    /// The same with another layer.
+    pub fn with(&self, change: impl FnOnce(&mut L)) -> Self {
+        let mut case = self.clone();
+        change(&mut case.layer);
+        case
+    }
+
+    pub fn num_tokens(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The largest rank of the adapters, at least 1.
+    pub fn max_rank(&self) -> usize {
+        self.layer.max_rank()
+    }
+
+    /// The adapter of those factors.
+    pub fn load(&self, lora: &L::Lora, pairs: &L::Pairs) -> Adapter {
+        self.layer.load(lora, pairs)
+    }
+
+    /// Slots of the table.
+    pub fn num_slots(&self) -> usize {
+        self.loras().len() + self.empty_slots
+    }
+
+    /// The adapter of a token.
+    pub fn adapter(&self, token: usize) -> Option<usize> {
+        usize::try_from(self.slots[token]).ok().filter(|&slot| slot < self.loras().len())
+    }
+
+    /// What is multiplied with the scaling of a token's adapter.
+    pub fn scale(&self, token: usize) -> f64 {
+        self.half_scales.as_ref().map_or(1.0, |halves| f64::from(halves[token]) / 2.0)
+    }
+
+    pub fn x(&self) -> Place {
+        self.place(0, self.shapes(self.num_tokens()).0[0])
+    }
+
+    pub fn y(&self) -> Place {
+        self.place(1, self.shapes(self.num_tokens()).0[1])
+    }
+
+    /// Empty for an operation that writes `y`.
+    pub fn out(&self) -> Place {
+        self.place(2, self.shapes(self.num_tokens()).1.unwrap_or([0, 0]))
+    }
+
+    /// Whether the operation reads `y`, and writes `out`.
+    pub fn has_out(&self) -> bool {
+        self.shapes(self.num_tokens()).1.is_some()
+    }
+
+    /// Where what is written is.
+    pub fn target(&self) -> Place {
+        if self.has_out() { self.out() } else { self.y() }
+    }
+
+    fn place(&self, matrix: usize, [rows, cols]: [usize; 2]) -> Place {
+        Place { offset: self.offsets[matrix], rows, cols, stride: cols + self.gaps[matrix] }
+    }
+
+    /// The case that `ARIL_CASE` asks for instead of random ones, if it is of this kind.
+    pub fn from_environment() -> Option<Self> {
+        let text = std::env::var("ARIL_CASE").ok()?;
+        let mut cases: BTreeMap<String, serde_json::Value> =
+            serde_json::from_str(&text).expect("ARIL_CASE is a printed case");
+        Some(serde_json::from_value(cases.remove(L::KIND)?).expect("ARIL_CASE is a printed case"))
+    }
+
+    /// How to run it again.
+    pub fn replay(&self) -> String {
+        let text = serde_json::to_string(&BTreeMap::from([(L::KIND, self)])).expect("a case is plain data");
+        format!("ARIL_CASE='{text}'")
+    }
+
+    /// The layer in a model, between others.
+    pub fn model(&self) -> (Model, L::Id) {
+        let mut spec = ModelSpec::new();
+        spec.linear(neighbour("before")).unwrap();
+        let (id, shard) = self.describe(&mut spec);
+        spec.linear(neighbour("behind")).unwrap();
+        (spec.shard(shard).unwrap(), id)
+    }
+
+    /// The factors of one more adapter.
+    pub fn pairs_of(&self, lora: &L::Lora, rng: &mut StdRng) -> L::Pairs {
+        self.layer.pairs_of(self.values, lora, rng)
+    }
+
+    /// By adapter.
+    pub fn pairs(&self, rng: &mut StdRng) -> Vec<L::Pairs> {
+        self.loras().iter().map(|lora| self.pairs_of(lora, rng)).collect()
+    }
+
+    pub fn world<T: Element>(&self) -> World<T, L> {
+        let mut rng = StdRng::seed_from_u64(self.seed);
+        let pairs = self.pairs(&mut rng);
+        let adapters = self.loras().iter().zip(&pairs).map(|(lora, pairs)| self.load(lora, pairs)).collect();
+        World { adapters, ..self.world_of(pairs, &mut rng) }
+    }
+
+    /// With those factors, but without the adapters that have them.
+    pub fn world_of<T: Element>(&self, pairs: Vec<L::Pairs>, rng: &mut StdRng) -> World<T, L> {
+        let (model, id) = self.model();
+        let mut world = World {
+            model,
+            id,
+            adapters: Vec::new(),
+            pairs,
+            slots: self.slots.iter().map(|&slot| bytemuck::cast(slot)).collect(),
+            scales: self.half_scales.as_deref().map(halved),
+            num_slots: self.num_slots(),
+            max_rank: self.max_rank(),
+            x: self.x().buffer(self.values, rng),
+            y: self.y().buffer(self.values, rng),
+            out: self.out().buffer(self.values, rng),
+        };
+        L::poison(self, &mut world);
+        world
+    }
+
+    /// Runs the case and compares the answer with the reference's.
+    pub fn check<T: Element>(&self, subject: &mut impl Subject<L>) -> Result<(), TestCaseError> {
+        let world = self.world::<T>();
+        compare(self.target(), &subject.run(self, &world), &world.expected(self), &self.replay())
+    }
+}
+
+impl<T: Element, L: Layer> World<T, L> {
+    pub fn batch(&self) -> Batch<'_> {
+        match &self.scales {
+            Some(scales) => Batch::new(&self.slots).with_scales(scales).unwrap(),
+            None => Batch::new(&self.slots),
+        }
+    }
+
+    /// The tightest bounds on a batch of so many tokens; of no tokens or slots, those of one.
+    pub fn capacity(&self, max_tokens: usize) -> Capacity {
+        Capacity::tokens(max_tokens.max(1)).slots(self.num_slots.max(1)).rank(self.max_rank)
+    }
+
+    /// What the operation writes to, as it was.
+    pub fn target(&self, case: &Case<L>) -> &[T] {
+        if case.has_out() { &self.out } else { &self.y }
+    }
+
+    /// What the reference makes of it.
+    pub fn expected(&self, case: &Case<L>) -> Vec<Expected<T>> {
+        let mut expected: Vec<_> = self.target(case).iter().map(|&value| Expected::Untouched(value)).collect();
+        L::expect(case, self, &mut expected);
+        expected
+    }
+}
+
+/// Makes NaN the rows of a matrix that are not read.
+pub fn poison_rows<T: Element>(buffer: &mut [T], place: Place, is_read: impl Fn(usize) -> bool) {
+    for row in (0..place.rows).filter(|&row| !is_read(row)) {
+        buffer[place.at(row, 0)..][..place.cols].fill(T::from_f32(f32::NAN));
+    }
+}
+
+pub fn halved(halves: &[i8]) -> Vec<f32> {
+    halves.iter().map(|&half| f32::from(half) / 2.0).collect()
+}
+
+/// Any case of up to `max_tokens` tokens whose layer is one that `layer` gives for so many tokens and adapters.
+pub fn cases<L: Layer, S: Strategy<Value = L>>(
+    max_tokens: usize,
+    layer: impl Fn(usize, usize) -> S,
+) -> impl Strategy<Value = Case<L>> {
+    (0..=max_tokens, 0..=5_usize, 0..=2_usize).prop_flat_map(move |(num_tokens, num_adapters, empty_slots)| {
+        let layer = layer(num_tokens, num_adapters);
+        let slots = indices(num_adapters + empty_slots, num_tokens);
+        let scales = prop::option::of(prop::collection::vec(-4..=4_i8, num_tokens));
+        let dtype = prop_oneof![Just(Dtype::BF16), Just(Dtype::F16), Just(Dtype::F32)];
+        let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
+        let gaps = || prop::array::uniform3(prop_oneof![Just(0), 0..9_usize]);
+        (layer, slots, scales, dtype, values, gaps(), gaps(), any::<u64>()).prop_map(
+            move |(layer, slots, half_scales, dtype, values, offsets, gaps, seed)| Case {
+                layer,
+                dtype,
+                values,
+                empty_slots,
+                slots,
+                half_scales,
+                offsets,
+                gaps,
+                seed,
+            },
+        )
+    })
+}
+
+/// Any number of features, small or large, a multiple of 8 or not.
+pub fn features(max: usize) -> impl Strategy<Value = usize> {
+    prop_oneof![1..=max, 1..=20_usize, (1..=max / 8).prop_map(|n| n * 8)]
+}
+
+/// What is mostly below `end`, and sometimes -1 or out of range; or always the same; or each another, as far as there are so many.
+pub fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
+    let end = end as i32;
+    let stray = prop_oneof![Just(i32::MIN), Just(i32::MAX), Just(end), Just(-2), Just(-1)];
+    let any = prop_oneof![6 => 0..end.max(1), 1 => Just(-1), 1 => stray];
+    let each = (0..end.max(1)).prop_map(move |first| (0..len as i32).map(|i| (first + i) % end.max(1)).collect());
+    prop_oneof![
+        4 => prop::collection::vec(any, len),
+        1 => (0..end.max(1)).prop_map(move |one| vec![one; len]),
+        1 => each,
+    ]
+}

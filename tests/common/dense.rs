@@ -1,0 +1,250 @@
+//! Cases of linear layers and of embeddings.
+
+use aril::{
+    Element,
+    adapter::Adapter,
+    model::{EmbeddingId, Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, Shard, TpRank},
+};
+use proptest::prelude::*;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    case::{self, Layer, Subject, features, poison_rows},
+    compare::{Expected, expect_sum},
+    factors::{Modules, Pair, fill, scaling},
+    values::{Dtype, Values},
+};
+
+/// A layer, and the ranks of its adapters.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Dense {
+    pub op: Op,
+    /// One list of ranks per adapter, one rank per slice; 0 where the adapter has no such module.
+    pub adapters: Vec<Vec<usize>>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Op {
+    Linear { in_features: usize, slices: Vec<usize> },
+    Embedding { vocab: usize, hidden: usize },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Site {
+    Linear(LinearId),
+    Embedding(EmbeddingId),
+}
+
+pub type Case = case::Case<Dense>;
+pub type World<T> = case::World<T, Dense>;
+
+impl Dense {
+    pub fn in_features(&self) -> usize {
+        match &self.op {
+            Op::Linear { in_features, .. } => *in_features,
+            Op::Embedding { vocab, .. } => *vocab,
+        }
+    }
+
+    pub fn slices(&self) -> Vec<usize> {
+        match &self.op {
+            Op::Linear { slices, .. } => slices.clone(),
+            Op::Embedding { hidden, .. } => vec![*hidden],
+        }
+    }
+}
+
+impl Layer for Dense {
+    const KIND: &'static str = "dense";
+
+    type Id = Site;
+    type Lora = Vec<usize>;
+    /// By slice.
+    type Pairs = Vec<Option<Pair>>;
+
+    fn describe(&self, spec: &mut ModelSpec) -> (Site, Shard) {
+        let site = match &self.op {
+            Op::Linear { in_features, slices } => {
+                let layer = Linear::new("layer", Parallel::Replicated, *in_features);
+                let layer = slices.iter().enumerate().fold(layer, |layer, (i, out)| layer.slice(format!("m{i}"), *out));
+                Site::Linear(spec.linear(layer).unwrap())
+            }
+            Op::Embedding { vocab, hidden } => Site::Embedding(spec.embedding("layer.m0", *vocab, *hidden).unwrap()),
+        };
+        (site, TpRank::SINGLE.into())
+    }
+
+    fn loras(&self) -> &[Vec<usize>] {
+        &self.adapters
+    }
+
+    fn max_rank(&self) -> usize {
+        self.adapters.iter().flatten().copied().max().unwrap_or(0).max(1)
+    }
+
+    fn shapes(&self, num_tokens: usize) -> ([[usize; 2]; 2], Option<[usize; 2]>) {
+        ([[num_tokens, self.in_features()], [num_tokens, self.slices().iter().sum()]], None)
+    }
+
+    fn pairs_of(&self, values: Values, ranks: &Vec<usize>, rng: &mut StdRng) -> Self::Pairs {
+        let mut pair = |(&rank, out): (&usize, usize)| {
+            let [a, b] = [rank * self.in_features(), out * rank].map(|len| fill(values, len, 1.0, rng));
+            (rank > 0).then(|| Pair { rank, scaling: scaling(rng), a, b })
+        };
+        ranks.iter().zip(self.slices()).map(&mut pair).collect()
+    }
+
+    fn load(&self, _: &Vec<usize>, pairs: &Self::Pairs) -> Adapter {
+        let mut modules = Modules::default();
+        let names = match self.op {
+            Op::Linear { .. } => Modules::LINEAR,
+            Op::Embedding { .. } => Modules::EMBEDDING,
+        };
+        for (slice, (pair, out)) in pairs.iter().zip(self.slices()).enumerate() {
+            let Some(Pair { rank, scaling, a, b }) = pair else { continue };
+            let shapes = [[*rank, self.in_features()], [out, *rank]];
+            let path = format!("layer.m{slice}");
+            modules.put(&path, scaling * *rank as f64, names, (&shapes[0], a), (&shapes[1], b));
+        }
+        modules.adapter()
+    }
+
+    fn poison<T: Element>(case: &Case, world: &mut World<T>) {
+        poison_rows(&mut world.x, case.x(), |token| case.adapter(token).is_some());
+    }
+
+    fn expect<T: Element>(case: &Case, world: &World<T>, expected: &mut [Expected<T>]) {
+        let place = case.y();
+        for (token, id) in case.token_ids().into_iter().enumerate() {
+            let Some(adapter) = case.adapter(token) else { continue };
+            let mut first = 0;
+            for (pair, out_features) in world.pairs[adapter].iter().zip(case.slices()) {
+                let deltas = pair.as_ref().and_then(|pair| match case.op {
+                    Op::Linear { .. } => Some(pair.linear::<T>(&case.x().row(&world.x, token), case.scale(token))),
+                    Op::Embedding { vocab, .. } => {
+                        let id = usize::try_from(id).ok().filter(|&id| id < vocab)?;
+                        Some(pair.embedding::<T>(id, vocab, case.scale(token)))
+                    }
+                });
+                for (out, delta) in deltas.into_iter().flatten().enumerate() {
+                    let at = place.at(token, first + out);
+                    // Each of the at most K + r products and sums, and a few scalings, rounds once.
+                    let roundings = case.in_features() + world.max_rank + 8;
+                    expected[at] = expect_sum(case.values, f64::from(world.y[at].to_f32()), delta, roundings);
+                }
+                first += out_features;
+            }
+        }
+    }
+}
+
+impl Case {
+    /// Of a linear layer, in exact bf16, rows one behind the other.
+    pub fn linear(in_features: usize, slices: &[usize], adapters: &[&[usize]], slots: Vec<i32>) -> Self {
+        let op = Op::Linear { in_features, slices: slices.to_vec() };
+        let layer = Dense { op, adapters: adapters.iter().map(|ranks| ranks.to_vec()).collect() };
+        Self { slots, ..Self::of(layer, Values::Exact, 7) }
+    }
+
+    /// Layers that take many features, as `down` and `o` of large models do, and one past what a block, a group and a span of the
+    /// kernels' sums have; few tokens and many, in exact bf16 and f16.
+    pub fn of_many_features(tokens: &[usize]) -> Vec<Self> {
+        let mut cases = Vec::new();
+        for (in_features, dtype) in
+            [(6144, Dtype::BF16), (8193, Dtype::F16), (9000, Dtype::BF16), (12_288, Dtype::F16), (14_336, Dtype::BF16)]
+        {
+            for &tokens in tokens {
+                let slots = (0..tokens as i32).map(|token| token % 4 - 1).collect();
+                let case = Self::linear(in_features, &[40, 72], &[&[16, 3], &[1, 64], &[33, 0]], slots);
+                cases.push(Self { dtype, gaps: [in_features % 8, 0, 0], ..case });
+            }
+        }
+        cases
+    }
+
+    /// Layers of five to eight fused modules, each of a rank of its own or absent, in every type.
+    pub fn of_many_slices(tokens: &[usize]) -> Vec<Self> {
+        let widths = [24, 7, 130, 1, 64, 300, 9, 256];
+        let ranks = [[3, 16, 1, 8, 64, 2, 5, 17], [0, 1, 40, 0, 9, 33, 100, 1], [8; 8], [0, 0, 0, 0, 0, 0, 0, 12]];
+        let mut cases = Vec::new();
+        for slices in 5..=MAX_SLICES {
+            for (dtype, &tokens) in [Dtype::BF16, Dtype::F16, Dtype::F32].into_iter().cycle().skip(slices).zip(tokens) {
+                let slots = (0..tokens as i32).map(|token| (token * 3 + token / 7) % 5 - 1).collect();
+                let adapters = ranks.each_ref().map(|ranks| &ranks[..slices]);
+                let case = Self::linear(700, &widths[..slices], &adapters, slots);
+                cases.push(Self { dtype, gaps: [0, slices % 2, 0], ..case });
+            }
+        }
+        cases
+    }
+
+    /// By token, for an embedding: rows of it, and some before and behind it.
+    pub fn token_ids(&self) -> Vec<i32> {
+        let (mut rng, vocab) = (StdRng::seed_from_u64(!self.seed), self.in_features() as i32);
+        (0..self.num_tokens()).map(|_| rng.random_range(-1..=vocab)).collect()
+    }
+}
+
+/// Compares what overwrites NaN with what adds to zeros, bit by bit. Embeddings have no such operation.
+pub fn check_overwriting<T: Element>(
+    adds: &mut impl Subject<Dense>,
+    overwrites: &mut impl Subject<Dense>,
+    case: &Case,
+) -> Result<(), TestCaseError> {
+    if matches!(case.op, Op::Embedding { .. }) {
+        return Ok(());
+    }
+    let on = |value: f32| {
+        let mut world = case.world::<T>();
+        for token in 0..case.num_tokens() {
+            world.y[case.y().at(token, 0)..][..case.y().cols].fill(T::from_f32(value));
+        }
+        world
+    };
+    let [added, written] = [adds.run(case, &on(0.0)), overwrites.run(case, &on(f32::NAN))];
+    prop_assert!(
+        bytemuck::cast_slice::<T, u8>(&added) == bytemuck::cast_slice::<T, u8>(&written),
+        "overwriting differs\n{}",
+        case.replay()
+    );
+    Ok(())
+}
+
+/// How large the cases are.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    pub max_features: usize,
+    pub max_tokens: usize,
+    pub max_rank: usize,
+}
+
+impl Sizes {
+    /// Small enough for a debug build on the CPU.
+    pub const SMALL: Self = Self { max_features: 300, max_tokens: 40, max_rank: 40 };
+    /// Past every tile of the kernels for few tokens.
+    pub const LARGE: Self = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
+}
+
+/// Any case.
+pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
+    case::cases(sizes.max_tokens, move |_, num_adapters| layers(sizes, num_adapters))
+}
+
+fn layers(Sizes { max_features, max_rank, .. }: Sizes, num_adapters: usize) -> impl Strategy<Value = Dense> {
+    let slices = prop_oneof![
+        3 => prop::collection::vec(features(max_features), 1..=3),
+        1 => prop::collection::vec(1..=(max_features / 4), 4..=MAX_SLICES),
+    ];
+    let op = prop_oneof![
+        4 => (features(max_features), slices).prop_map(|(in_features, slices)| Op::Linear { in_features, slices }),
+        1 => (features(max_features), features(max_features))
+            .prop_map(|(vocab, hidden)| Op::Embedding { vocab, hidden }),
+    ];
+    op.prop_flat_map(move |op| {
+        let num_slices = if let Op::Linear { slices, .. } = &op { slices.len() } else { 1 };
+        let rank = prop_oneof![1 => Just(0), 4 => 1..=17_usize, 3 => 1..=max_rank];
+        let adapters = prop::collection::vec(prop::collection::vec(rank, num_slices), num_adapters);
+        adapters.prop_map(move |adapters| Dense { op: op.clone(), adapters })
+    })
+}

@@ -1,0 +1,90 @@
+//! The factors of modules in cases, and the adapters that have them.
+
+use std::fmt::Write as _;
+
+use aril::{
+    DType, Element,
+    adapter::{Adapter, Tensor},
+    model::{Linear, Parallel},
+    reference::{self, Delta},
+};
+use rand::{RngExt, rngs::StdRng};
+
+use super::values::Values;
+
+/// The factors of a module, whole, as an adapter stores them.
+#[derive(Clone, Debug)]
+pub struct Pair {
+    pub rank: usize,
+    pub scaling: f64,
+    /// `[rank, in]`
+    pub a: Vec<f64>,
+    /// `[out, rank]`
+    pub b: Vec<f64>,
+}
+
+/// A scaling that is a power of two, so that exact cases stay exact.
+pub fn scaling(rng: &mut StdRng) -> f64 {
+    [0.5, 1.0, 2.0][rng.random_range(0..3)]
+}
+
+/// `len` values, of which `density` are not zero.
+pub fn fill(values: Values, len: usize, density: f64, rng: &mut StdRng) -> Vec<f64> {
+    (0..len).map(|_| if rng.random_bool(density) { f64::from(values.value(rng)) } else { 0.0 }).collect()
+}
+
+impl Pair {
+    /// The factors as a table of `T` holds them.
+    fn stored<T: Element>(values: &[f64]) -> Vec<f64> {
+        values.iter().map(|&value| f64::from(T::from_f32(value as f32).to_f32())).collect()
+    }
+
+    /// `scale · scaling · B (A x)` of the factors that a table of `T` holds.
+    pub fn linear<T: Element>(&self, x: &[f64], scale: f64) -> Vec<Delta> {
+        let [a, b] = [&self.a, &self.b].map(|values| Self::stored::<T>(values));
+        reference::linear(x, reference::Factors { a: &a, b: &b, rank: self.rank, scaling: self.scaling * scale })
+    }
+
+    /// `scale · scaling · B A[:, id]` of the factors that a table of `T` holds.
+    pub fn embedding<T: Element>(&self, id: usize, vocab: usize, scale: f64) -> Vec<Delta> {
+        let [a, b] = [&self.a, &self.b].map(|values| Self::stored::<T>(values));
+        let factors = reference::Factors { a: &a, b: &b, rank: self.rank, scaling: self.scaling * scale };
+        reference::embedding(id, vocab, factors)
+    }
+}
+
+/// Layers before and behind that of a case, so that entries have somewhere to go wrong.
+pub fn neighbour(path: &str) -> Linear {
+    Linear::new(path, Parallel::Replicated, 3).slice("m0", 5)
+}
+
+/// An adapter in the making: its tensors, and each module's α.
+#[derive(Default)]
+pub struct Modules {
+    tensors: Vec<(String, Tensor)>,
+    alphas: String,
+}
+
+impl Modules {
+    /// The names of a linear module's factors, and of an embedding's.
+    pub const LINEAR: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
+    pub const EMBEDDING: [&str; 2] = ["lora_embedding_A", "lora_embedding_B"];
+
+    pub fn put(&mut self, path: &str, alpha: f64, names: [&str; 2], a: (&[usize], &[f64]), b: (&[usize], &[f64])) {
+        for (name, (shape, values)) in names.into_iter().zip([a, b]) {
+            let values: Vec<f32> = values.iter().map(|&value| value as f32).collect();
+            let tensor = Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap();
+            self.tensors.push((format!("{path}.{name}"), tensor));
+        }
+        write!(self.alphas, r#"{}"{path}": {alpha}"#, if self.alphas.is_empty() { "" } else { ", " }).unwrap();
+    }
+
+    /// The adapter. The neighbours are always adapted, with weights that would show.
+    pub fn adapter(mut self) -> Adapter {
+        for path in ["before.m0", "behind.m0"] {
+            self.put(path, 1.0, Self::LINEAR, (&[1, 3], &[1e4; 3]), (&[5, 1], &[1e4; 5]));
+        }
+        let config = format!(r#"{{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {{{}}}}}"#, self.alphas);
+        Adapter::from_tensors(&config, self.tensors).unwrap()
+    }
+}
