@@ -1,8 +1,8 @@
 //! CUDA kernels for multi-LoRA inference: many small adapters served from one base model, in one batch, in one pass.
 //!
 //! For every token `t` of a batch and every adapted layer, `y[t] += scaling · B (A x[t])`, each token with its own adapter or with
-//! none. An engine computes `y` of its base model as usual, and then calls `add_delta`; `cuda` has the other ways. The crate is not
-//! an engine: it brings no scheduler, tokenizer or allocator, and computes on no stream but the one given.
+//! none. An engine computes `y` of its base model as usual, and then calls `add_delta`; `cuda` has the other ways, one of which computes
+//! the base layer, too. The crate is not an engine: it brings no scheduler, tokenizer or allocator, and computes on no stream but the one given.
 //!
 //! - [`model`] describes what the engine adapts, [`adapter`] opens what PEFT saved and finds its place there. [`residency`] says which
 //!   adapter is in which slot.

@@ -3,17 +3,30 @@
 
 use aril::{
     DType,
-    model::{Experts, Halves, Linear, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError},
+    model::{Experts, Halves, Linear, LinearSite, MAX_RANK, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError},
 };
 use proptest::prelude::*;
 
-fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+fn site(in_features: usize, slices: &[usize]) -> LinearSite {
     let mut spec = ModelSpec::new();
     let layer = Linear::new("layer", Parallel::Replicated, in_features);
     let layer = slices.iter().enumerate().fold(layer, |layer, (i, &out)| layer.slice(format!("m{i}"), out));
     let id = spec.linear(layer).unwrap();
-    LinearPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], dtype, capacity)
+    spec.shard(TpRank::SINGLE).unwrap()[id].clone()
+}
+
+fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+    LinearPlan::new(&site(in_features, slices), dtype, capacity)
+}
+
+fn plan_forward(
+    in_features: usize,
+    slices: &[usize],
+    dtype: DType,
+    capacity: Capacity,
+) -> Result<ForwardPlan, PlanError> {
+    ForwardPlan::new(&site(in_features, slices), dtype, capacity)
 }
 
 /// Tokens that fill a tile, in an operation on so many.
@@ -98,6 +111,40 @@ proptest! {
                 prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
             }
         }
+    }
+
+    /// No batch of a fused linear needs more than the whole workspace, and each has a float and a tag for each of four parts of the
+    /// input, token, slice and rank. More room never needs less.
+    #[test]
+    fn the_workspace_of_a_fused_linear_is_large_enough(
+        capacity in capacities(), eighths in 1..3000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
+    ) {
+        let plan = plan_forward(8 * eighths, &slices, DType::F16, capacity).unwrap();
+        prop_assert_eq!(plan.max_tokens(), capacity.max_tokens.min(MAX_FORWARD_TOKENS));
+        for num_tokens in 0..=plan.max_tokens() {
+            let floats = 4 * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(16);
+            let needed = plan.workspace_bytes_for(num_tokens);
+            prop_assert_eq!((needed.mailbox, needed.partials), (128 + 8 * floats, 0));
+            prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
+        }
+    }
+
+    /// Blocks that share a row are of the shape alone: the order of sums must not depend on what a batch may hold.
+    #[test]
+    fn the_order_of_sums_is_of_the_shape_alone(
+        capacities in [capacities(), capacities()], eighths in [1..3000_usize, 1..3000],
+        slices in prop::collection::vec(1..40_000_usize, 1..=8),
+    ) {
+        let [first, second] = [0, 1].map(|i| plan_forward(8 * eighths[i], &slices, DType::BF16, capacities[i]).unwrap());
+        prop_assert_eq!(first.splits(), second.splits());
+        prop_assert_eq!(first.blocks(), second.blocks());
+        // A unit has 16 rows, slices have whole pairs of units, and two blocks have up to 12 units.
+        let units: usize = slices.iter().map(|out| out.div_ceil(32) * 2).sum();
+        prop_assert_eq!(first.splits(), if units > 66 * 12 { 1 } else { 2 });
+        prop_assert!(first.blocks() >= slices.len() * first.splits());
+        // All are resident at once, unless what slices leave of their last clusters is too much for two blocks with 12 units.
+        let most = if first.splits() == 1 { 132 } else { 132 + 2 * slices.len() };
+        prop_assert!(first.blocks() <= most, "{} blocks", first.blocks());
     }
 
     #[test]
@@ -195,6 +242,51 @@ fn a_plan_says_what_it_will_launch() {
              outputs, 0 + 32 bytes of workspace",
         ]
     );
+}
+
+#[test]
+fn what_a_fused_linear_cannot_compute_is_refused_by_name() {
+    let good = Capacity::tokens(1).slots(1).rank(1);
+    let refused = |in_features, slices: &[usize], dtype, capacity| {
+        plan_forward(in_features, slices, dtype, capacity).map(|_| ()).unwrap_err()
+    };
+    for dtype in [DType::BF16, DType::F16] {
+        let plan = plan_forward(8, &[1], dtype, good).unwrap();
+        assert_eq!((plan.dtype(), plan.capacity(), plan.max_tokens()), (dtype, good, 1));
+        for value in [1, 7, 9, 12, 4100] {
+            let error = refused(value, &[1], dtype, good);
+            assert_eq!(error, PlanError::Multiple { what: "in_features", value, of: 8 });
+        }
+    }
+    let error = refused(8, &[1], DType::F32, good);
+    assert_eq!(error, PlanError::FusedDType { got: DType::F32 });
+    assert_eq!(error.to_string(), "the fused linear computes on bf16 and f16, not on f32");
+    assert_eq!(refused(9, &[1], DType::BF16, good).to_string(), "in_features is 9; it must be a multiple of 8");
+    let error = refused(8, &[1], DType::BF16, good.rank(MAX_RANK + 1));
+    assert!(matches!(error, PlanError::Limit { what: "max_rank", .. }), "{error}");
+    let max = i32::MAX as usize / 4;
+    for (name, in_features, out_features) in [("in_features", max + 1, 1), ("out_features", 8, max + 1)] {
+        let error = refused(in_features, &[out_features], DType::BF16, good);
+        assert_eq!(error, PlanError::Limit { what: name, value: max + 1, max });
+    }
+}
+
+#[test]
+fn a_fused_linear_says_what_it_will_launch_and_where() {
+    let capacity = Capacity::tokens(8192).slots(64).rank(24);
+    let plans = [(4096, &[4096, 1024, 1024][..]), (4096, &[12_288, 12_288]), (12_288, &[4096])];
+    let shown = plans
+        .map(|(in_features, slices)| plan_forward(in_features, slices, DType::BF16, capacity).unwrap().to_string());
+    assert_eq!(
+        shown,
+        [
+            "fused linear bf16, up to 64 tokens, rank 24: 130 blocks, 2 to a row, 96 rows to a cluster, 196736 bytes of workspace",
+            "fused linear bf16, up to 64 tokens, rank 24: 128 blocks, 1 to a row, 192 rows to a cluster, 131200 bytes of workspace",
+            "fused linear bf16, up to 64 tokens, rank 24: 128 blocks, 2 to a row, 64 rows to a cluster, 65664 bytes of workspace",
+        ]
+    );
+    let devices = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 1)];
+    assert_eq!(devices.map(ForwardPlan::is_for), [false, false, false, true, true, true]);
 }
 
 /// Shrink and expand have launches of their own only where there may be wide tiles.

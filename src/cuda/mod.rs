@@ -10,6 +10,7 @@
 //! | [`WeightTable`] | make, for a model | [`step`](WeightTable::step); load and unload at any time | |
 //! | [`Routing`], [`Workspace`] | make | [`update`](Routing::update) | |
 //! | [`LoraLinear`], [`LoraEmbedding`], [`LoraExperts`] | plan, for a table | | its operations |
+//! | [`FusedLinear`] | plan, for a table and base weights | | its operations |
 //!
 //! Everything is made on a [`Queue`] and is refused on any other, so that what a kernel reads is never overwritten before it has
 //! run. A kernel runs only in the context that [`Kernels`] were loaded in, which each call makes current on its thread, as cudarc does.
