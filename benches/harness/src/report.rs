@@ -172,7 +172,7 @@ pub fn host(layers: &[(&Workload, &HostCost)]) -> Table {
         table.row(row);
     }
     if !table.is_empty() {
-        table.row(["at most, wanted", "", "", "2", "3"].map(str::to_owned).to_vec());
+        table.row(["target, at most", "", "", "2", "3"].map(str::to_owned).to_vec());
     }
     table
 }

@@ -123,12 +123,12 @@ fn layers_have_a_table_with_what_lora_adds() {
 }
 
 #[test]
-fn the_host_has_a_table_with_what_is_wanted() {
+fn the_host_has_a_table_with_targets() {
     let workloads = launched().unwrap();
     let cost = HostCost { id: String::new(), plan_us: 0.1, operands_us: 0.25, add_delta_us: 4.0 };
     let text = host(&[(&workloads[0], &cost)]).markdown();
     let rows: Vec<&str> = text.lines().skip(2).collect();
-    assert_eq!(rows, ["| qwen3-8b qkv | 1 | 0.10 | 0.25 | 4.00 |", "| at most, wanted |  |  | 2 | 3 |"]);
+    assert_eq!(rows, ["| qwen3-8b qkv | 1 | 0.10 | 0.25 | 4.00 |", "| target, at most |  |  | 2 | 3 |"]);
     assert!(host(&[]).is_empty());
 }
 
