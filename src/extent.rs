@@ -1,8 +1,8 @@
-//! The shape of a matrix, known to fit in its memory.
+//! The shape and stride of a matrix that fits in its buffer.
 
 use crate::error::OperandError;
 
-/// Rows, columns and the distance between the beginnings of rows.
+/// Rows, columns, and the distance between the starts of rows in elements.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Extent {
     pub(crate) rows: usize,
@@ -11,7 +11,7 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// The extent of `operand` in `len` elements of memory.
+    /// The extent of `operand` in a buffer of `len` elements.
     pub(crate) fn new(
         operand: &'static str,
         len: usize,
@@ -32,7 +32,7 @@ impl Extent {
         Ok(Self { rows, cols, row_stride })
     }
 
-    /// Refuses a matrix of another shape.
+    /// Rejects another shape.
     pub(crate) fn expect(&self, operand: &'static str, want_rows: usize, want_cols: usize) -> Result<(), OperandError> {
         let Self { rows, cols, .. } = *self;
         if (rows, cols) == (want_rows, want_cols) {

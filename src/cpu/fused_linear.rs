@@ -7,10 +7,9 @@ use crate::{
     model::{LinearId, LinearSite, ModelId},
 };
 
-/// A linear layer with its base weights and its adapters: `y = x Wᵀ + bias + scaling · B (A x)`.
+/// A linear layer with its base weight and its adapters: `y = x Wᵀ + bias + scaling · B (A x)`.
 ///
-/// The plain product, for the tests of engines that have `cuda::FusedLinear` on a GPU. It takes any element type, shape and
-/// number of tokens.
+/// The CPU counterpart of `cuda::FusedLinear`, for tests of engines. It accepts any element type, shape and number of tokens.
 #[derive(Clone, Debug)]
 pub struct FusedLinear<'a, T> {
     model: ModelId,
@@ -20,10 +19,11 @@ pub struct FusedLinear<'a, T> {
 }
 
 impl<'a, T: Element> FusedLinear<'a, T> {
-    /// The layer `id` of the table's model, with W `[out_features, in_features]` of each of its slices.
+    /// The layer `id` of the table's model, with a base weight W `[out_features, in_features]` for each of its slices.
     ///
     /// # Errors
-    /// If the id is of another model, the table is of another element type, or W is not one matrix of its shape for each slice.
+    /// [`PlanError::Foreign`](crate::plan::PlanError::Foreign) if the id belongs to another model, or an [`OperandError`] if the
+    /// table has another element type or there is not one W of the right shape per slice.
     pub fn new(
         weights: &WeightTable,
         id: LinearId,
@@ -46,7 +46,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// Adds `bias` `[out_features]` to every row.
     ///
     /// # Errors
-    /// If it is of another length.
+    /// [`OperandError`] if it has another length.
     pub fn with_bias(self, bias: &'a [T]) -> Result<Self, OperandError> {
         let (got, want) = (bias.len(), self.site.out_features());
         if got != want {
@@ -55,19 +55,18 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         Ok(Self { bias: Some(bias), ..self })
     }
 
-    /// Sets `y[t]` to `x[t] Wᵀ + bias + scaling · B (A x[t])`, for every token `t`: of the base model, without the last term. Nothing
-    /// of `y` is read.
+    /// `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])`. The last term is omitted for tokens without an adapter. Does not read `y`.
     ///
-    /// `x` is `[tokens, in_features]` and `y` is `[tokens, out_features]`. Sums are `f32`, and rounded once. With row-parallel
-    /// layers `y` is this rank's partial sum; give the bias to one rank alone.
+    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. Sums are `f32`, rounded once. In a row-parallel layer, `y`
+    /// is this rank's partial sum; only one rank may have the bias.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the step; then `y` is as it was.
+    /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
     pub fn forward(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), OperandError> {
         self.run(step, x, y, |_, sum| sum)
     }
 
-    /// As [`forward`](Self::forward), but adds to what `y` holds.
+    /// Like [`forward`](Self::forward), but adds to `y`.
     ///
     /// # Errors
     /// As for `forward`.
@@ -75,7 +74,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         self.run(step, x, y, |y, sum| y.to_f32() + sum)
     }
 
-    /// Stores what `put` makes of each element of `y` and its sum.
+    /// Stores `put(y, sum)` for each element of `y`.
     fn run(
         &self,
         step: &Step<'_>,
@@ -94,7 +93,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         Ok(())
     }
 
-    /// A token's outputs.
+    /// The outputs of a token.
     fn sums(&self, step: &Step<'_>, token: usize, x: &[T]) -> Vec<f32> {
         let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
         let mut sums = self

@@ -11,16 +11,17 @@ use crate::{
     plan::ForwardPlan,
 };
 
-/// A linear layer with its base weights and its adapters, in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)` of up to
-/// [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0 on.
+/// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
+/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, on compute capability 9.0 and
+/// newer.
 ///
-/// It borrows W and the bias for as long as it lives, and reads W where it is, as PyTorch stores it: row-major, of any row stride
-/// that is a multiple of 8 elements. In a captured step both are to be [`Buffer`](super::Buffer)s, which the graph keeps; slices of
-/// cudarc's cost each launch the events that order them.
+/// It borrows W and the bias, and reads W in PyTorch's layout: row-major, with a row stride that is a multiple of 8 elements. In a
+/// captured step both must be [`Buffer`](super::Buffer)s, which the graph keeps alive. Each launch on cudarc slices costs the
+/// events that order them.
 ///
-/// A token's bits are a function of its own `x`, adapter and scale and of the layer, whatever else is in the batch. A batch of more than
-/// [`plan().max_tokens()`](ForwardPlan::max_tokens) is for a GEMM of the engine's and [`LoraLinear`](super::LoraLinear), which sum up
-/// in another order and may differ in the last bits.
+/// A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of more than
+/// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](super::LoraLinear). They sum in another
+/// order and may differ in the last bits.
 ///
 /// ```no_run
 /// use aril::{cuda::{Buffer, FusedLinear, LaunchError, Matrix, MatrixMut, Step, WeightTable}, model::LinearId};
@@ -49,13 +50,13 @@ pub struct FusedLinear<'a, T> {
 }
 
 impl<'a, T: Element> FusedLinear<'a, T> {
-    /// Plans the layer `id` of the table's model, for the table's element type and capacity, with W `[out_features, in_features]` of
-    /// each of its slices. Waits for what was enqueued before, so that W is there.
+    /// Plans the layer `id` of the table's model, for the table's element type and capacity, with a base weight W `[out_features,
+    /// in_features]` for each of its slices. Waits for work enqueued before, which may write W.
     ///
     /// # Errors
-    /// If the device is older than compute capability 9.0; the id is of another model; W is not one matrix of its shape and type for each
-    /// slice, of the queue, whose rows begin at multiples of 16 bytes; no kernel takes the type, the shape or the bounds; or the
-    /// queue's stream is being captured.
+    /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is not one W per
+    /// slice of the right shape, type and queue with rows aligned to 16 bytes, the kernels do not support the element type, a size
+    /// or the capacity, or the stream is being captured.
     pub fn new(
         weights: &WeightTable,
         id: LinearId,
@@ -72,10 +73,10 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         Ok(Self { raw, queue: queue.clone(), slices, bias: None })
     }
 
-    /// Adds `bias` `[out_features]` to every row. Waits for what was enqueued before, so that it is there.
+    /// Adds `bias` `[out_features]` to every row. Waits for work enqueued before, which may write the bias.
     ///
     /// # Errors
-    /// If it is of another length or queue, or the queue's stream is being captured.
+    /// [`LaunchError`] if it has another length or queue, or the stream is being captured.
     pub fn with_bias(self, bias: impl Into<View<'a, T>>) -> Result<Self, LaunchError> {
         let bias = bias.into();
         let (got, want) = (bias.len(), self.raw.num_outputs());
@@ -89,25 +90,25 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         Ok(Self { raw: self.raw.with_bias(address), bias: Some(bias), ..self })
     }
 
-    /// What will be launched; for logs, for the most tokens of a batch, and for the size of the workspace.
+    /// The launch configuration. It also gives the largest batch and the size of the workspace.
     pub fn plan(&self) -> &ForwardPlan {
         self.raw.plan()
     }
 
-    /// Enqueues `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])`, for every row `t` of the step: of tokens without an adapter, and of rows
-    /// of a captured step that the last update did not have, without the last term. Nothing of `y` is read.
+    /// Enqueues `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])` for every row of the step. The last term is omitted for tokens
+    /// without an adapter, and for rows of a captured step beyond the last update. Does not read `y`.
     ///
-    /// `x` is `[tokens, in_features]`, with rows that begin at multiples of 16 bytes, and `y` is `[tokens, out_features]`. Allocates
-    /// nothing and waits for nothing. With row-parallel layers `y` is this rank's partial sum; give the bias to one rank alone.
+    /// `x` is `[tokens, in_features]`, with rows aligned to 16 bytes, and `y` is `[tokens, out_features]`. In a row-parallel layer,
+    /// `y` is this rank's partial sum; only one rank may have the bias. Neither allocates nor waits.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the step, or there are more than [`plan().max_tokens()`](ForwardPlan::max_tokens)
-    /// tokens; then nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the step has more than
+    /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. Nothing was enqueued.
     pub fn forward(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
         self.enqueue(false, step, &x, y)
     }
 
-    /// As [`forward`](Self::forward), but adds to what `y` holds.
+    /// Like [`forward`](Self::forward), but adds to `y`.
     ///
     /// # Errors
     /// As for `forward`.
@@ -146,7 +147,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     }
 }
 
-/// W and the bias are fetched before the kernels enqueued earlier are waited for, so that these may not be the ones that write them.
+/// Kernels fetch W and the bias before they wait for their predecessors, so no predecessor may write them.
 #[expect(clippy::disallowed_methods, reason = "a layer is made once, and says that it waits")]
 fn wait_for(queue: &Queue) -> Result<(), LaunchError> {
     Ok(queue.stream().synchronize()?)

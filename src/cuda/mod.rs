@@ -44,6 +44,7 @@ mod region;
 mod routing;
 mod staging;
 mod step;
+mod stepping;
 mod table;
 mod top_k;
 mod upload;

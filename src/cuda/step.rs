@@ -3,12 +3,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use super::{
-    LaunchError, Queue, RoutedBatch, Routing, WeightTable, Workspace,
-    graph::{self, Graph},
-    raw,
-    region::Kept,
-};
+use super::{LaunchError, Queue, raw, region::Kept};
 
 /// The operations of one batch. The step checks once what they share: table, batch, workspace and stream.
 ///
@@ -63,45 +58,5 @@ impl<'a> Step<'a> {
     /// The batch of the step.
     pub(super) fn batch(&self) -> raw::RoutedBatch {
         self.raw.batch
-    }
-}
-
-impl WeightTable {
-    /// Starts a step.
-    ///
-    /// # Errors
-    /// [`LaunchError`] if the table, batch and workspace belong to different queues, or the stream is being captured.
-    pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
-        let queue = self.queue();
-        queue.check("the batch", batch.queue())?;
-        queue.check("the workspace", workspace.queue())?;
-        queue.enter()?;
-        Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
-    }
-
-    /// Captures a step of up to `num_tokens` tokens as a graph of the operations that `record` enqueues. The graph keeps the table,
-    /// the routing, the workspace and all operands alive. Operands must be [`Buffer`](super::Buffer)s. Other work that `record`
-    /// enqueues is captured, too, but its memory is not kept.
-    ///
-    /// Replays use the adapters and the [routing](Routing::update) at the time of the replay.
-    ///
-    /// # Errors
-    /// [`LaunchError`] if `num_tokens` exceeds the routing's capacity, the table, routing and workspace belong to different queues,
-    /// the stream is being captured, or no work was captured; or the error of `record`. The stream remains usable.
-    pub fn capture<E: From<LaunchError>>(
-        &self,
-        routing: &Routing,
-        num_tokens: usize,
-        workspace: &mut Workspace,
-        record: impl FnOnce(&mut Step<'_>) -> Result<(), E>,
-    ) -> Result<Graph, E> {
-        let queue = self.queue();
-        queue.check("the routing", routing.queue())?;
-        queue.check("the workspace", workspace.queue())?;
-        let batch = routing.capture_batch(num_tokens)?;
-        let [mailbox, partials] = workspace.kept();
-        let kept = vec![self.kept(), routing.kept(), mailbox, partials];
-        let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-        graph::capture(queue, kept, |kept| record(&mut Step::new(queue, raw, Some(kept))))
     }
 }

@@ -103,7 +103,7 @@ fn ranks_are_those_of_the_configuration() {
         RankField,
         "`q_proj.lora_A.weight`",
         "`rank_pattern`",
-        "module 3"
+        "requires 3"
     );
     for odd in [json!(0), json!(-2), json!(2.0), json!("2"), json!(null), json!(true)] {
         refused!(with("r", odd.clone()), InvalidField, "`r`", odd.to_string(), "a positive integer");

@@ -17,17 +17,18 @@ use crate::{
     plan::{Capacity, ForwardPlan, PlanError},
 };
 
-/// What the rows of W and of `x` are aligned to.
+/// Alignment of the rows of W and `x`, in bytes.
 const ALIGNMENT_BYTES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize;
-/// How often a block looks for a sum of another block before it computes the sum itself: for about a millisecond.
+/// How often a block polls for another block's sum before it computes the sum itself. Takes about a millisecond.
 const POLLS: i32 = 1024;
 
-/// A linear layer with its base weights and its adapters, in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)` of up to
-/// [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0 on.
+/// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
+/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, on compute capability 9.0 and
+/// newer.
 ///
-/// W is read where it is, as PyTorch stores it. A token's bits are a function of its own `x`, adapter and scale and of the layer,
-/// whatever else is in the batch. A batch of more than [`plan().max_tokens()`](ForwardPlan::max_tokens) is for a GEMM of the engine's
-/// and [`LoraLinear`](super::LoraLinear), which sum up in another order and may differ in the last bits.
+/// W is read in PyTorch's layout. A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of
+/// more than [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](super::LoraLinear). They sum in
+/// another order and may differ in the last bits.
 #[derive(Clone, Debug)]
 pub struct FusedLinear {
     kernels: Kernels,
@@ -41,14 +42,15 @@ pub struct FusedLinear {
 }
 
 impl FusedLinear {
-    /// Plans the layer `id` of `model` for batches within `capacity`, with W `[out_features, in_features]` of each of its slices.
+    /// Plans the layer `id` of `model` for batches within `capacity`, with a base weight W `[out_features, in_features]` for each
+    /// of its slices.
     ///
-    /// Each W begins at a multiple of 16 bytes, and so does each of its rows; the slices may be in one allocation or in several. Nothing
-    /// is read of them yet.
+    /// Each W and each of its rows must be aligned to 16 bytes. The slices may be in one allocation or in several. W is not read
+    /// yet.
     ///
     /// # Errors
-    /// If the device is older than compute capability 9.0; the id is of another model; W is not one matrix of its shape, type and
-    /// alignment for each slice; or no kernel takes the type, the shape or the bounds.
+    /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is not one W per
+    /// slice of the right shape, type and alignment, or the kernels do not support the element type, a size or the capacity.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -88,45 +90,44 @@ impl FusedLinear {
         Ok(Self { kernels, model, site, plan, out_features, map, bias: 0, withholds: false })
     }
 
-    /// Adds the `[out_features]` elements at that address to every row.
+    /// Adds the `[out_features]` elements at this address to every row.
     #[must_use]
     pub fn with_bias(self, bias: u64) -> Self {
         Self { bias, ..self }
     }
 
-    /// Has every block compute all that it would otherwise take from others. For tests: the bits are the same.
+    /// Makes every block compute the sums that it would otherwise take from other blocks. For tests; the result is bit-identical.
     #[doc(hidden)]
     #[must_use]
     pub fn withholding(self) -> Self {
         Self { withholds: true, ..self }
     }
 
-    /// What will be launched; for logs, and for the most tokens of a batch.
+    /// The launch configuration. It also gives the largest batch.
     pub fn plan(&self) -> &ForwardPlan {
         &self.plan
     }
 
-    /// Enqueues `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])` on the step's stream, for every row `t` of the batch: of tokens without an
-    /// adapter, and of rows of a captured batch that the last update did not have, without the last term. Nothing of `y` is read.
+    /// Enqueues `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])` for every row of the batch. The last term is omitted for tokens
+    /// without an adapter, and for rows of a captured batch beyond the last update. Does not read `y`.
     ///
-    /// `x` is `[tokens, in_features]`, with rows that begin at multiples of 16 bytes; `y` is `[tokens, out_features]`; the step's
-    /// workspace has [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be
-    /// captured in a CUDA graph. With row-parallel layers `y` is this rank's partial sum; give the bias to one rank alone.
+    /// `x` is `[tokens, in_features]`, with rows aligned to 16 bytes, and `y` is `[tokens, out_features]`. The step's workspace has
+    /// at least [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). In a row-parallel layer, `y` is this rank's partial
+    /// sum; only one rank may have the bias. Neither allocates nor waits. May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// If the operands don't fit the plan; then nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
     ///
     /// # Safety
-    /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta). W and the bias are operands like the adapters' weights: device
-    /// memory that nobody writes, and that a kernel enqueued earlier has written only as that says of weights, because they are
-    /// fetched before the kernels enqueued earlier are waited for.
+    /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta). Its requirements on the adapters' weights, including their
+    /// order, also hold for W and the bias, because kernels fetch both before they wait for their predecessors.
     pub unsafe fn forward(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
         let args = self.args(step, x, y)?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(&args, step.stream) }
     }
 
-    /// As [`forward`](Self::forward), but adds to what `y` holds.
+    /// Like [`forward`](Self::forward), but adds to `y`.
     ///
     /// # Errors
     /// As for `forward`.
@@ -145,7 +146,7 @@ impl FusedLinear {
         self.site.out_features()
     }
 
-    /// Refuses an `x` at an address where its rows cannot be read.
+    /// Rejects an `x` whose address is not aligned.
     pub(in crate::cuda) fn check_x(address: u64) -> Result<(), LaunchError> {
         check_alignment("x", address, ALIGNMENT_BYTES)
     }
@@ -198,7 +199,7 @@ impl FusedLinear {
     }
 }
 
-/// Of the device of the current context.
+/// The compute capability of the current context's device.
 fn compute_capability() -> Result<(i32, i32), LaunchError> {
     use sys::CUdevice_attribute as Attribute;
     let mut device = 0;
@@ -213,7 +214,7 @@ fn compute_capability() -> Result<(i32, i32), LaunchError> {
     Ok((major, minor))
 }
 
-/// Refuses devices that have no copy engine for tensors.
+/// Rejects devices without the tensor memory accelerator.
 fn check_capability((major, minor): (i32, i32)) -> Result<(), LaunchError> {
     if ForwardPlan::is_for((major, minor)) { Ok(()) } else { Err(LaunchError::ComputeCapability { major, minor }) }
 }
