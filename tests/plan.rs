@@ -3,17 +3,33 @@
 
 use aril::{
     DType,
-    model::{Experts, Halves, Linear, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError},
+    model::{Experts, Halves, Linear, LinearSite, MAX_RANK, ModelSpec, Parallel, TpRank},
+    plan::{
+        AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError,
+        RouteCapacity,
+    },
 };
 use proptest::prelude::*;
 
-fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+fn site(in_features: usize, slices: &[usize]) -> LinearSite {
     let mut spec = ModelSpec::new();
     let layer = Linear::new("layer", Parallel::Replicated, in_features);
     let layer = slices.iter().enumerate().fold(layer, |layer, (i, &out)| layer.slice(format!("m{i}"), out));
     let id = spec.linear(layer).unwrap();
-    LinearPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], dtype, capacity)
+    spec.shard(TpRank::SINGLE).unwrap()[id].clone()
+}
+
+fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+    LinearPlan::new(&site(in_features, slices), dtype, capacity)
+}
+
+fn plan_forward(
+    in_features: usize,
+    slices: &[usize],
+    dtype: DType,
+    capacity: Capacity,
+) -> Result<ForwardPlan, PlanError> {
+    ForwardPlan::new(&site(in_features, slices), dtype, capacity)
 }
 
 /// Tokens that fill a tile, in an operation on so many.
@@ -102,6 +118,40 @@ proptest! {
         }
     }
 
+    /// No batch of a fused linear needs more than the whole workspace, and each has a float and a tag for each of four parts of the
+    /// input, token, slice and rank. More room never needs less.
+    #[test]
+    fn the_workspace_of_a_fused_linear_is_large_enough(
+        capacity in capacities(), eighths in 1..3000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
+    ) {
+        let plan = plan_forward(8 * eighths, &slices, DType::F16, capacity).unwrap();
+        prop_assert_eq!(plan.max_tokens(), capacity.max_tokens.min(MAX_FORWARD_TOKENS));
+        for num_tokens in 0..=plan.max_tokens() {
+            let floats = 4 * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(16);
+            let needed = plan.workspace_bytes_for(num_tokens);
+            prop_assert_eq!((needed.mailbox, needed.partials), (128 + 8 * floats, 0));
+            prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
+        }
+    }
+
+    /// Blocks that share a row are of the shape alone: the order of sums must not depend on what a batch may hold.
+    #[test]
+    fn the_order_of_sums_is_of_the_shape_alone(
+        capacities in [capacities(), capacities()], eighths in [1..3000_usize, 1..3000],
+        slices in prop::collection::vec(1..40_000_usize, 1..=8),
+    ) {
+        let [first, second] = [0, 1].map(|i| plan_forward(8 * eighths[i], &slices, DType::BF16, capacities[i]).unwrap());
+        prop_assert_eq!(first.splits(), second.splits());
+        prop_assert_eq!(first.blocks(), second.blocks());
+        // A unit has 16 rows, slices have whole pairs of units, and two blocks have up to 12 units.
+        let units: usize = slices.iter().map(|out| out.div_ceil(32) * 2).sum();
+        prop_assert_eq!(first.splits(), if units > 66 * 12 { 1 } else { 2 });
+        prop_assert!(first.blocks() >= slices.len() * first.splits());
+        // All are resident at once, unless what slices leave of their last clusters is too much for two blocks with 12 units.
+        let most = if first.splits() == 1 { 132 } else { 132 + 2 * slices.len() };
+        prop_assert!(first.blocks() <= most, "{} blocks", first.blocks());
+    }
+
     #[test]
     fn the_same_problem_has_the_same_plan(capacity in capacities(), in_features in 1..20_000_usize, out in 1..20_000_usize) {
         let [first, second] = [(); 2].map(|()| plan(in_features, &[out], DType::F16, capacity));
@@ -159,6 +209,35 @@ fn bounds_outside_the_limits_are_refused_by_name() {
 }
 
 #[test]
+fn bounds_on_routes_outside_the_limits_are_refused_by_name() {
+    let routes = |max_tokens, top_k, num_experts| RouteCapacity::tokens(max_tokens).top_k(top_k).experts(num_experts);
+    let refused = |what, value, max| PlanError::Limit { what, value, max };
+    // Rows of the smallest tiles are counted by an `i32`.
+    let most = i32::MAX as usize / 16;
+    for good in [routes(1, 1, 0), routes(most, 1, 1024), routes(1, most, 1), routes(1000, most / 1000, 2)] {
+        assert_eq!(good.checked(), Ok(good));
+    }
+    assert_eq!(routes(1, 1, 1025).checked(), Err(refused("num_experts", 1025, 1024)));
+    assert_eq!(routes(0, 1, 1).checked(), Err(refused("max_tokens", 0, most)));
+    assert_eq!(routes(most + 1, 1, 1).checked(), Err(refused("max_tokens", most + 1, most)));
+    assert_eq!(routes(1000, 0, 1).checked(), Err(refused("top_k", 0, most / 1000)));
+    assert_eq!(routes(1000, most / 1000 + 1, 1).checked(), Err(refused("top_k", most / 1000 + 1, most / 1000)));
+
+    let blocks = |block_size| AlignCapacity::new(routes(100, 7, 3), 5, block_size);
+    let most = i32::MAX as usize / 700;
+    assert_eq!(blocks(most).checked(), Ok(blocks(most)));
+    for block_size in [0, most + 1] {
+        assert_eq!(blocks(block_size).checked(), Err(refused("block_size", block_size, most)));
+    }
+    // 15 groups leave a block unfilled each, and the other routes fill blocks.
+    assert_eq!((blocks(16).max_blocks(), blocks(16).max_padded()), (15 + 685 / 16, (15 + 685 / 16) * 16));
+    let few_tokens = AlignCapacity::new(routes(2, 7, 3), 5, 4);
+    assert_eq!((few_tokens.max_blocks(), few_tokens.max_padded()), (6 + 8 / 4, 32));
+    let none_held = AlignCapacity::new(routes(2, 7, 0), 5, 4);
+    assert_eq!((none_held.max_blocks(), none_held.max_padded()), (0, 0));
+}
+
+#[test]
 fn layers_too_large_for_a_grid_are_refused_by_name() {
     let plan = |max_tokens, in_features, slices: &[usize]| {
         let capacity = Capacity::tokens(max_tokens).slots(1).rank(1);
@@ -198,6 +277,27 @@ fn a_plan_says_what_it_will_launch() {
              outputs, 0 + 32 bytes of workspace",
         ]
     );
+}
+
+/// Up to 1024 routes, above rank 128, and where gate and up alternate, there are no wide tiles that adding is faster with.
+#[test]
+fn fused_operations_are_preferred_without_wide_tiles() {
+    let plan = |max_rank, halves| {
+        let mut spec = ModelSpec::new();
+        let id = spec.experts(Experts::new("experts", 8, 256, 128).top_k(4).halves(halves)).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let capacity = Capacity::tokens(4096).slots(4).rank(max_rank);
+        ExpertsPlan::new(&model[id], DType::BF16, capacity).unwrap()
+    };
+    let prefers = |max_rank, halves, num_routes| {
+        let plan = plan(max_rank, halves);
+        [plan.gate_up(), plan.down()].map(|projection| projection.prefers_fused(num_routes))
+    };
+    for (num_routes, fused) in [(0, true), (1, true), (1024, true), (1025, false), (16_384, false)] {
+        assert_eq!(prefers(128, Halves::GateUp, num_routes), [fused; 2], "{num_routes}");
+    }
+    assert_eq!(prefers(129, Halves::GateUp, 1025), [true; 2]);
+    assert_eq!(prefers(128, Halves::Interleaved, 1025), [true, false]);
 }
 
 /// On both sides of what a plan depends on: few tokens and many, ranks that are staged and others, groups of lanes and spans of them,

@@ -45,8 +45,13 @@ macro_rules! matrix {
 
             /// The matrix in the raw API, without its address.
             pub(super) fn shape(&self) -> raw::$raw {
+                self.at(0)
+            }
+
+            /// What the raw door calls it, at that address.
+            pub(super) fn at(&self, address: u64) -> raw::$raw {
                 let Extent { rows, cols, row_stride } = self.extent;
-                raw::$raw::new::<T>(0, rows, cols).row_stride(row_stride)
+                raw::$raw::new::<T>(address, rows, cols).row_stride(row_stride)
             }
 
             pub(super) fn check(&self, step: &Step<'_>) -> Result<(), LaunchError> {
@@ -72,3 +77,10 @@ macro_rules! matrix {
 
 matrix!(Matrix, View, MatrixRef, "x");
 matrix!(MatrixMut, ViewMut, MatrixMut, "y", mut);
+
+impl<T: Element> Matrix<'_, T> {
+    /// Refuses memory of another context or, of a buffer, of another stream.
+    pub(super) fn check_queue(&self, operand: &'static str, queue: &Queue) -> Result<(), LaunchError> {
+        self.view.check_queue(operand, queue)
+    }
+}

@@ -10,6 +10,7 @@
 //! | [`WeightTable`] | for a model | [`step`](WeightTable::step); load and unload at any time | |
 //! | [`Routing`], [`Workspace`] | for a capacity | [`update`](Routing::update) | |
 //! | [`LoraLinear`], [`LoraEmbedding`], [`LoraExperts`] | for a layer of a table | | its operations |
+//! | [`FusedLinear`] | for a layer of a table and its base weights | | its operations |
 //!
 //! Every object belongs to a [`Queue`] and is rejected on any other, so that stream order protects what kernels read. Kernels run only
 //! in the context that [`Kernels`] were loaded into. Each call makes it current on its thread, as cudarc does.
@@ -30,6 +31,7 @@ mod capturing;
 mod doctests;
 mod embedding;
 mod experts;
+mod fused_linear;
 mod graph;
 mod grouping;
 mod kernels;
@@ -52,6 +54,7 @@ pub use self::{
     buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fused_linear::FusedLinear,
     graph::Graph,
     grouping::{GroupedRoutes, Grouping},
     kernels::{Kernels, driver_is_present},

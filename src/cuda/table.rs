@@ -18,7 +18,7 @@ use crate::{
     adapter::SlotImage,
     error::{LoadError, SlotError},
     model::Model,
-    plan::{Capacity, ExpertsPlan, LinearPlan, PlanError, WorkspaceBytes},
+    plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
     residency::{Bounds, Resident, SlotInfo, Slots, Usage},
 };
 
@@ -278,8 +278,12 @@ impl WeightTable {
     /// ignored.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
         let Bounds { model, dtype, capacity } = &self.shared.bounds;
-        let linears =
-            model.linears().iter().map(|site| Ok(LinearPlan::new(site, *dtype, *capacity)?.workspace_bytes()));
+        let linears = model.linears().iter().map(|site| {
+            // A layer that no fused linear takes needs nothing for one.
+            let fused = ForwardPlan::new(site, *dtype, *capacity);
+            let fused = fused.map_or_else(|_| WorkspaceBytes::default(), |plan| plan.workspace_bytes());
+            Ok(LinearPlan::new(site, *dtype, *capacity)?.workspace_bytes().max(fused))
+        });
         let experts = model.expert_layers().iter().filter(|site| site.top_k() > 0);
         let experts = experts.map(|site| Ok(ExpertsPlan::new(site, *dtype, *capacity)?.workspace_bytes()));
         linears.chain(experts).try_fold(WorkspaceBytes::default(), |most, bytes| Ok(most.max(bytes?)))

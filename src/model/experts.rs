@@ -299,7 +299,7 @@ impl Experts {
         check_size(path, *inter)
     }
 
-    /// The experts on rank `tp` of their group: all of them, or those in `held`.
+    /// The experts on rank `tp` of their group: all, or those in `held`.
     pub(super) fn shard(
         &self,
         tp: TpRank,
@@ -336,7 +336,7 @@ impl Experts {
         })
     }
 
-    /// Refuses to hold an expert that does not exist, or one twice.
+    /// Rejects an expert that is out of range or listed twice.
     fn check_held<'a>(&self, held: &'a [usize]) -> Result<&'a [usize], SpecError> {
         let num_experts = self.num_experts;
         let mut seen = vec![false; num_experts];
@@ -346,5 +346,44 @@ impl Experts {
             }
         }
         Ok(held)
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::{Activation, ExpertModule, ExpertModule::*, Experts, Halves, Stored};
+    use crate::model::{ModelSpec, TpRank};
+
+    /// Gate and up by slice: where their modules, their columns and their activations are.
+    #[test]
+    fn gate_and_up_are_where_the_halves_say() {
+        type Expected = (&'static [ExpertModule], (Option<usize>, usize), [(usize, usize); 2]);
+        let cases: [(Option<Halves>, Expected); 4] = [
+            (Some(Halves::GateUp), (&[Gate, Up], (Some(0), 1), [(0, 1), (6, 1)])),
+            (Some(Halves::UpGate), (&[Up, Gate], (Some(1), 0), [(0, 1), (6, 1)])),
+            (Some(Halves::Interleaved), (&[Gate, Up], (Some(0), 1), [(0, 2), (1, 2)])),
+            (None, (&[Up], (None, 0), [(0, 1), (0, 1)])),
+        ];
+        for (halves, (modules, gate_and_up, columns)) in cases {
+            let experts = Experts::new("m", 2, 4, 6);
+            let experts = halves.map_or(experts.clone().ungated(), |halves| experts.halves(halves));
+            let mut spec = ModelSpec::new();
+            let id = spec.experts(experts.stored_halves(Halves::UpGate).stored_transposed()).unwrap();
+            let model = spec.shard(TpRank::SINGLE).unwrap();
+            let site = &model[id];
+            let slices = site.gate_up().slices();
+            assert_eq!(slices.iter().map(|slice| slice.module).collect::<Vec<_>>(), modules, "{halves:?}");
+            assert_eq!(site.gate_and_up(), gate_and_up, "{halves:?}");
+            for (slice, columns) in columns.into_iter().enumerate().take(slices.len()) {
+                assert_eq!(site.gate_up().columns(slice), columns, "{halves:?}");
+            }
+            assert_eq!((site.down().slices()[0].module, site.down().columns(0)), (Down, (0, 1)));
+            assert_eq!(site.stored(), Stored { halves: Halves::UpGate, transposed: true });
+            assert!(site.allows(Activation::Silu));
+            assert_eq!(site.allows(Activation::GPT_OSS), halves.is_some());
+            assert_eq!(model.experts_at("m"), Some(id));
+            assert_eq!(model.experts_at("other"), None);
+        }
     }
 }

@@ -1,6 +1,10 @@
 use std::ffi::c_void;
 
-use crate::{DType, Element, error::OperandError, extent::Extent};
+use crate::{
+    DType, Element,
+    error::{LaunchError, OperandError},
+    extent::Extent,
+};
 
 /// A row-major input matrix in device memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -62,4 +66,36 @@ impl RawMatrix {
         let row_stride = i64::try_from(self.row_stride).unwrap_or(i64::MAX);
         Ok((self.ptr as *mut c_void, row_stride))
     }
+
+    /// As [`expect`](Self::expect), of a matrix whose rows begin at multiples of so many bytes.
+    pub(super) fn expect_aligned(
+        &self,
+        operand: &'static str,
+        dtype: DType,
+        rows: usize,
+        cols: usize,
+        alignment: usize,
+    ) -> Result<(*mut c_void, i64), LaunchError> {
+        let (ptr, row_stride) = self.expect(operand, dtype, rows, cols)?;
+        check_alignment(operand, self.ptr, alignment)?;
+        if rows < 2 {
+            // A stride that no row takes may be of any size.
+            return Ok((ptr, i64::try_from(cols).unwrap_or(i64::MAX)));
+        }
+        // Rows fit in memory, which is counted in bytes.
+        let stride_bytes = self.row_stride * dtype.bytes();
+        if !stride_bytes.is_multiple_of(alignment) {
+            return Err(LaunchError::MisalignedRows { operand, alignment, stride_bytes });
+        }
+        Ok((ptr, row_stride))
+    }
+}
+
+/// Refuses memory at an address that kernels cannot read.
+pub(in crate::cuda) fn check_alignment(
+    operand: &'static str,
+    address: u64,
+    alignment: usize,
+) -> Result<(), LaunchError> {
+    if address.is_multiple_of(alignment as u64) { Ok(()) } else { Err(LaunchError::Misaligned { operand, alignment }) }
 }

@@ -14,6 +14,7 @@ mod abi;
 mod align;
 mod embedding;
 mod experts;
+mod fused_linear;
 mod grouping;
 mod linear;
 mod matrix;
@@ -27,6 +28,7 @@ pub use self::{
     align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping},
     linear::LoraLinear,
     matrix::{MatrixMut, MatrixRef},
