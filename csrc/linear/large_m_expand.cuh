@@ -9,6 +9,9 @@
 // i of a chunk. Before sm_90 cp.async brings B, and loads and stores move y.
 //
 // Bound: the bytes of y in and out; B comes from L2 for all wide tiles of a slot but the first.
+//
+// large_m_expand() is one long body: moving the gather of v or the addition to y out of it changes
+// the machine code.
 #pragma once
 
 #include "../device/descriptor.cuh"

@@ -11,6 +11,8 @@
 // order sums are added, depends on the token's own routes and adapter alone.
 //
 // Bound: the bytes of B of a token's (slot, expert) pairs, and y.
+//
+// combine_expand() is one long body: moving a gather out of it changes the machine code.
 #pragma once
 
 #include "../device/product.cuh"
@@ -46,6 +48,79 @@ __device__ __forceinline__ float sum_of_rows(float value) {
   return value;
 }
 
+// Loads up to kRoutes routes of a token, from its `first_k`-th on, to shared memory: one per lane.
+// Sets whether the slot's experts share B; the bits of the routes that are present, that have
+// deltas, and that have a part of the product; and the steps of all parts.
+__device__ __forceinline__ void load_routes(const aril_experts_args& p, CombineStage& stage,
+                                            int token, int first_k, int lane, bool& shares_b,
+                                            unsigned& here, unsigned& adapted, unsigned& with_parts,
+                                            int& all_steps) {
+  constexpr unsigned kAll = 0xffffffffu;
+  int slot = p.routing.slots[token];
+  if (slot >= p.weights.num_slots) slot = -1;
+  const aril_descriptor common = module_of(p.weights, slot, 0);
+  shares_b = common.rank > 0 && common.b != nullptr;
+  int row = kNowhere;
+  float weight = 0.0f;
+  aril_descriptor own = {};
+  if (first_k + lane < p.top_k.top_k) {
+    const int route = token * p.top_k.top_k + first_k + lane;
+    const unsigned expert = p.top_k.ids[route];
+    if (expert < static_cast<unsigned>(p.top_k.num_experts)) {
+      row = row_of(p.top_k, p.num_tokens, route);
+      own = module_of(p.weights, row == kNowhere ? -1 : slot, 1 + expert);
+      weight = p.factor;
+      if (p.weighted && p.top_k.weights != nullptr) weight *= p.top_k.weights[route];
+    }
+  }
+  const float factor =
+      own.rank > 0 ? route_factor(own.scaling, p.routing.scales[token], true, weight) : 0.0f;
+  here = __ballot_sync(kAll, row != kNowhere);
+  adapted = __ballot_sync(kAll, own.rank > 0);
+  const bool has_common = lane == 0 && adapted != 0;
+  const int rank_tiles =
+      ceil_div(shares_b ? (has_common ? common.rank : 0) : own.rank, ARIL_RANK_TILE);
+  with_parts = __ballot_sync(kAll, rank_tiles > 0);
+  int last_step = ceil_div(rank_tiles, 2);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(kAll, last_step, distance);
+    if (lane >= distance) last_step += before;
+  }
+  all_steps = __shfl_sync(kAll, last_step, 31);
+  // The routes before are finished.
+  __syncwarp();
+  stage.routes[lane] = {row,       weight,
+                        factor,    rank_tiles,
+                        last_step, static_cast<const char*>(shares_b ? common.b : own.b)};
+  __syncwarp();
+}
+
+// Adds output `out` of the base model's rows of the present routes to `sum`, with their weights.
+template <typename T>
+__device__ __forceinline__ float add_base(const aril_experts_args& p, const CombineStage& stage,
+                                          float sum, unsigned here, int count, int out,
+                                          bool has_out) {
+  constexpr int kAtOnce = 8;
+  for (int k = 0; k < count; k += kAtOnce) {
+    T values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      values[i] = from_float<T>(0.0f);
+      if (here >> (k + i) & 1 && has_out) {
+        const int64_t row = stage.routes[k + i].row;
+        values[i] = static_cast<const T*>(p.y)[row * p.y_stride + out];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float weight = p.rows_weighted ? p.factor : stage.routes[k + i].weight;
+      if (here >> (k + i) & 1) sum = fmaf(weight, to_float(values[i]), sum);
+    }
+  }
+  return sum;
+}
+
 template <typename T>
 __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t epoch, unsigned char* shared) {
@@ -61,49 +136,12 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   const ExpandShare share(p, grid, num_tokens);
   for (int token = share.first; token < num_tokens; token += share.stride) {
     bool shares_b = false;
-    // Bits of the routes in shared memory: those on this rank, those with deltas, those with a
+    // Bits of the routes in shared memory: those present, those with deltas, those with a
     // part.
     unsigned here = 0, adapted = 0, with_parts = 0;
     int all_steps = 0;
-    const auto load_routes = [&](int first_k) {
-      int slot = p.routing.slots[token];
-      if (slot >= p.weights.num_slots) slot = -1;
-      const aril_descriptor common = module_of(p.weights, slot, 0);
-      shares_b = common.rank > 0 && common.b != nullptr;
-      int row = kNowhere;
-      float weight = 0.0f;
-      aril_descriptor own = {};
-      if (first_k + lane < p.top_k.top_k) {
-        const int route = token * p.top_k.top_k + first_k + lane;
-        const unsigned expert = p.top_k.ids[route];
-        if (expert < static_cast<unsigned>(p.top_k.num_experts)) {
-          row = row_of(p.top_k, p.num_tokens, route);
-          own = module_of(p.weights, row == kNowhere ? -1 : slot, 1 + expert);
-          weight = p.factor;
-          if (p.weighted && p.top_k.weights != nullptr) weight *= p.top_k.weights[route];
-        }
-      }
-      const float factor =
-          own.rank > 0 ? route_factor(own.scaling, p.routing.scales[token], true, weight) : 0.0f;
-      here = __ballot_sync(kAll, row != kNowhere);
-      adapted = __ballot_sync(kAll, own.rank > 0);
-      const bool has_common = lane == 0 && adapted != 0;
-      const int rank_tiles =
-          ceil_div(shares_b ? (has_common ? common.rank : 0) : own.rank, ARIL_RANK_TILE);
-      with_parts = __ballot_sync(kAll, rank_tiles > 0);
-      int last_step = ceil_div(rank_tiles, 2);
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(kAll, last_step, distance);
-        if (lane >= distance) last_step += before;
-      }
-      all_steps = __shfl_sync(kAll, last_step, 31);
-      // The routes before are finished.
-      __syncwarp();
-      stage.routes[lane] = {row,       weight,
-                            factor,    rank_tiles,
-                            last_step, static_cast<const char*>(shares_b ? common.b : own.b)};
-      __syncwarp();
+    const auto load = [&](int first_k) {
+      load_routes(p, stage, token, first_k, lane, shares_b, here, adapted, with_parts, all_steps);
     };
 
     for (int first = share.begin; first < share.end; first += ARIL_OUT_UNIT) {
@@ -118,7 +156,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
       bool has_any = false;
       for (int first_k = 0; first_k < p.top_k.top_k; first_k += kRoutes) {
         const bool is_loaded = first > share.begin && p.top_k.top_k <= kRoutes;
-        if (!is_loaded) load_routes(first_k);
+        if (!is_loaded) load(first_k);
         const int count = min(p.top_k.top_k - first_k, kRoutes);
         const int first_route = token * p.top_k.top_k + first_k;
 
@@ -142,27 +180,10 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         if (!combines && !has_any && adapted != 0 && has_out) sum = to_float(target());
         has_any = has_any || adapted != 0;
         if (combines) {
-          constexpr int kAtOnce = 8;
-          for (int k = 0; k < count; k += kAtOnce) {
-            T values[kAtOnce];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              values[i] = from_float<T>(0.0f);
-              if (here >> (k + i) & 1 && has_out) {
-                const int64_t row = stage.routes[k + i].row;
-                values[i] = static_cast<const T*>(p.y)[row * p.y_stride + out];
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              const float weight = p.rows_weighted ? p.factor : stage.routes[k + i].weight;
-              if (here >> (k + i) & 1) sum = fmaf(weight, to_float(values[i]), sum);
-            }
-          }
+          sum = add_base<T>(p, stage, sum, here, count, out, has_out);
         }
 
-        // Gathers the terms of kSteps steps to shared memory: of each route by itself, or of the
-        // sum of all routes.
+        // Gathers the terms of kSteps steps: of each route by itself, or of the sum of all routes.
         const auto gather_apart = [&](int first_step) {
           const int last_step = stage.routes[lane].last_step;
           int part = 0;

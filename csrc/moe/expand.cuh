@@ -11,6 +11,9 @@
 // tiles.
 //
 // Bound: the bytes of B of the (slot, expert) pairs that occur, and those of y.
+//
+// experts_expand() is one long body: its lambdas share a warp's state, and moving any of them out
+// changes the machine code.
 #pragma once
 
 #include <type_traits>

@@ -45,6 +45,33 @@ struct ShrinkSource {
   int x_row, v_row;  // lane (g, q) has row g; -1: none
 };
 
+// The item of a set is `rank_tile`, that of its warp is also `k_tile`, if `has_k_tile`.
+__device__ __forceinline__ ShrinkSource source_of(const aril_experts_args& p,
+                                                  const TileLoads& loads, int rank_tile, int k_tile,
+                                                  bool has_k_tile, int num_routes, int lane) {
+  ShrinkSource source = {0, nullptr, 0, -1, -1};
+  const int rank = loads.rank(p);
+  if (rank_tile * ARIL_RANK_TILE >= rank || loads.own.a == nullptr || loads.shares_a(p)) {
+    return source;
+  }
+  source.rank = rank;
+  if (has_k_tile) {
+    const int64_t k_tile_bytes = ceil_div(rank, ARIL_RANK_TILE) * kATileBytes;
+    source.a = static_cast<const char*>(loads.own.a) + k_tile * k_tile_bytes +
+               rank_tile * kATileBytes + lane * 4;
+  }
+  source.count = loads.tile.w;
+  const int route = loads.route.route;
+  if (loads.tile.y == TileLoads::kOfTokens) {
+    if (route >= 0 && route < p.num_tokens) source.x_row = route;
+    if (source.x_row >= 0) source.v_row = num_routes + route;
+  } else if (route >= 0) {
+    source.x_row = p.from_tokens ? route / p.top_k.top_k : loads.route.row;
+    source.v_row = route;
+  }
+  return source;
+}
+
 template <typename T, typename Tiles>
 __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t epoch, const Tiles& tiles,
@@ -80,28 +107,8 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     return make_int4(tile.slot, TileLoads::kOfTokens, tile.begin + first,
                      min(tile.count - first, kRows));
   };
-  const auto source_of = [&](const TileLoads& loads) {
-    ShrinkSource source = {0, nullptr, 0, -1, -1};
-    const int rank = loads.rank(p);
-    if (rank_tile * ARIL_RANK_TILE >= rank || loads.own.a == nullptr || loads.shares_a(p)) {
-      return source;
-    }
-    source.rank = rank;
-    if (has_k_tile) {
-      const int64_t k_tile_bytes = ceil_div(rank, ARIL_RANK_TILE) * kATileBytes;
-      source.a = static_cast<const char*>(loads.own.a) + k_tile * k_tile_bytes +
-                 rank_tile * kATileBytes + lane * 4;
-    }
-    source.count = loads.tile.w;
-    const int route = loads.route.route;
-    if (loads.tile.y == TileLoads::kOfTokens) {
-      if (route >= 0 && route < p.num_tokens) source.x_row = route;
-      if (source.x_row >= 0) source.v_row = num_routes + route;
-    } else if (route >= 0) {
-      source.x_row = p.from_tokens ? route / p.top_k.top_k : loads.route.row;
-      source.v_row = route;
-    }
-    return source;
+  const auto next_source = [&](const TileLoads& loads) {
+    return source_of(p, loads, rank_tile, k_tile, has_k_tile, num_routes, lane);
   };
   uint32_t weights[kChains][kChainCores] = {};
   const auto fetch_weights = [&](const ShrinkSource& source, int chain) {
@@ -127,14 +134,14 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   TileQueue<TileLoads::kOfTokens, Tiles, decltype(load_tile)> queue(p, tiles, slice, g, load_tile,
                                                                     index / items);
   queue.advance(index / items + stride);
-  ShrinkSource source = source_of(queue.loads);
+  ShrinkSource source = next_source(queue.loads);
   queue.advance(index / items + 2 * stride);
 #pragma unroll
   for (int chain = 0; chain < kChains; ++chain) fetch_weights(source, chain);
   fetch_inputs(source, 0);
   int parity = 0;
   for (int i = index / items; i < last; i += stride) {
-    const ShrinkSource next = source_of(queue.loads);
+    const ShrinkSource next = next_source(queue.loads);
     queue.advance(i + 3 * stride);
     fetch_inputs(next, parity ^ 1);
     wait_for_copies<1>();

@@ -10,6 +10,8 @@
 //
 // Shared memory: a counter of 4 bytes per slot (at most 32 KB), and lists of 32 KB. Bound: latency;
 // every block reads every id, from L2.
+//
+// align_kernel() is one long body: both passes over the routes share the ids that are loaded ahead.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -22,6 +24,56 @@
 namespace aril::detail {
 
 constexpr int kAlignThreads = 512;
+
+// Gives the `num_own` routes of a chunk, which begins with route `first`, their places among those
+// of their slots. In order: routes of one slot that are together in a warp are counted by their
+// first one; one warp turns the counts into places; every route adds its own position.
+template <int kChunk, typename SlotOf>
+__device__ __forceinline__ void place_routes(int first, int num_own, const SlotOf& slot_of,
+                                             int (&own)[kChunk], int (&places)[kChunk],
+                                             int32_t* next, int32_t* global_places, int thread,
+                                             int warp, int lane, unsigned lanes_before) {
+  constexpr unsigned kAll = 0xffffffffu;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i - thread < num_own; i += kAlignThreads) {
+    const int slot = i < num_own ? slot_of(first + own[i]) : kNowhere;
+    const unsigned same = __match_any_sync(kAll, slot);
+    const bool is_first = slot >= 0 && (same & lanes_before) == 0;
+    places[i] = is_first ? __popc(same) : 0;
+    if (i < num_own) own[i] += (slot + 1) * kChunk;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (int i = lane; i - lane < num_own; i += kAhead * 32) {
+      int counts[kAhead], slots[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        counts[j] = places[i + j * 32];
+        slots[j] = own[i + j * 32] / kChunk - 1;
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (counts[j] > 0) {
+          const int place = next[slots[j]];
+          next[slots[j]] = place + counts[j];
+          places[i + j * 32] = place;
+        }
+        __syncwarp();
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i - thread < num_own; i += kAlignThreads) {
+    const int slot = i < num_own ? own[i] / kChunk - 1 : kNowhere;
+    const unsigned same = __match_any_sync(kAll, slot);
+    const int place = places[i - lane + __ffs(same) - 1] + __popc(same & lanes_before);
+    if (i < num_own) global_places[first + own[i] % kChunk] = slot < 0 ? kNowhere : place;
+  }
+}
 
 __global__ void __launch_bounds__(kAlignThreads, 2)
     align_kernel(const __grid_constant__ aril_align_args p) {
@@ -88,45 +140,8 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
       if (owners[i] >> lane & 1) own[at + __popc(owners[i] & lanes_before)] = in_chunk(i);
       at += __popc(owners[i]);
     }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = thread; i - thread < num_own; i += kAlignThreads) {
-      const int slot = i < num_own ? slot_of(first + own[i]) : kNowhere;
-      const unsigned same = __match_any_sync(kAll, slot);
-      const bool is_first = slot >= 0 && (same & lanes_before) == 0;
-      places[i] = is_first ? __popc(same) : 0;
-      if (i < num_own) own[i] += (slot + 1) * kChunk;
-    }
-    __syncthreads();
-    if (warp == 0) {
-      constexpr int kAhead = 4;
-#pragma unroll 1
-      for (int i = lane; i - lane < num_own; i += kAhead * 32) {
-        int counts[kAhead], slots[kAhead];
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          counts[j] = places[i + j * 32];
-          slots[j] = own[i + j * 32] / kChunk - 1;
-        }
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (counts[j] > 0) {
-            const int place = next[slots[j]];
-            next[slots[j]] = place + counts[j];
-            places[i + j * 32] = place;
-          }
-          __syncwarp();
-        }
-      }
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = thread; i - thread < num_own; i += kAlignThreads) {
-      const int slot = i < num_own ? own[i] / kChunk - 1 : kNowhere;
-      const unsigned same = __match_any_sync(kAll, slot);
-      const int place = places[i - lane + __ffs(same) - 1] + __popc(same & lanes_before);
-      if (i < num_own) p.places[first + own[i] % kChunk] = slot < 0 ? kNowhere : place;
-    }
+    place_routes<kChunk>(first, num_own, slot_of, own, places, next, p.places, thread, warp, lane,
+                         lanes_before);
   }
 
   // A thread has adjacent slots.

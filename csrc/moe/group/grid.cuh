@@ -7,6 +7,9 @@
 // ranks. A block reads all routes twice: to count its own by slot, and to write them. In between it
 // reads the counts of all earlier blocks from the mailbox. Bound: latency; every block reads every
 // id, from L2.
+//
+// group_kernel() is one long body: its passes share their lists and lambdas, and moving the sum of
+// the other blocks' counts out of it changes the machine code.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>
@@ -33,6 +36,55 @@ struct GroupCounts {
 constexpr int kGroupPart = 64 * kGroupThreads;  // routes that a block looks at together
 constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
 static_assert(kGroupSmemBytes <= 97 << 10, "the smallest devices have 99 KB");
+
+// Which of a thread's kAtOnce times four adjacent routes may belong to group `mine`, a bit each:
+// whether they have a row is not looked at. route_of(j) is the first route of the j-th four.
+template <int kAtOnce, typename RouteOf>
+__device__ __forceinline__ unsigned find_candidates(const int32_t* ids_of_routes,
+                                                    const RouteOf& route_of, int num_routes,
+                                                    int num_experts, int mine, bool vectors) {
+  int4 ids[kAtOnce];
+#pragma unroll
+  for (int j = 0; j < kAtOnce; ++j) {
+    const int left = num_routes - route_of(j);
+    const int32_t* const from = ids_of_routes + route_of(j);
+    if (vectors && left >= 4) {
+      ids[j] = *reinterpret_cast<const int4*>(from);
+    } else {
+      ids[j] = make_int4(left > 0 ? from[0] : 0, left > 1 ? from[1] : 0, left > 2 ? from[2] : 0,
+                         left > 3 ? from[3] : 0);
+    }
+  }
+  unsigned candidates = 0;
+#pragma unroll
+  for (int j = 0; j < kAtOnce; ++j) {
+    const auto may_be = [&](int id) -> unsigned {
+      return mine < num_experts ? id == mine : static_cast<unsigned>(id) >= num_experts;
+    };
+    const unsigned there = (1u << max(0, min(num_routes - route_of(j), 4))) - 1;
+    candidates |= ((may_be(ids[j].x) | may_be(ids[j].y) << 1 | may_be(ids[j].z) << 2 |
+                    may_be(ids[j].w) << 3) &
+                   there)
+                  << 4 * j;
+  }
+  return candidates;
+}
+
+// Writes the tiles of one slot, which has `counts` and comes after the groups of `others` and the
+// slots of `before`. This is thread `number` of `sharers`.
+__device__ __forceinline__ void write_tiles(const aril_groups& groups, const GroupCounts& counts,
+                                            const GroupCounts& others, const GroupCounts& before,
+                                            int slot, int group, int number, int sharers) {
+  const auto write = [&](aril_route_tile* tiles, int num_tiles, int size) {
+#pragma unroll 1
+    for (int i = number; i < num_tiles; i += sharers) {
+      tiles[i] = {slot, group, others.routes + before.routes + i * size,
+                  min(counts.routes - i * size, size)};
+    }
+  };
+  write(groups.tiles + others.small + before.small, counts.small, ARIL_ROUTES_PER_TILE);
+  write(groups.wide_tiles + others.wide + before.wide, counts.wide, ARIL_WIDE_TILE);
+}
 
 __global__ void __launch_bounds__(kGroupThreads, 1)
     group_kernel(const __grid_constant__ aril_group_args p) {
@@ -76,34 +128,11 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
       const int last = min(num_routes, first + kPart);
 #pragma unroll 1
       for (int begin = first; begin < last; begin += 4 * kAtOnce * kGroupThreads) {
-        // Four adjacent routes per thread.
-        int4 ids[kAtOnce];
         const auto route_of = [&](int j) {
           return begin + 4 * (j * kGroupThreads + static_cast<int>(threadIdx.x));
         };
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int left = num_routes - route_of(j);
-          const int32_t* const from = p.top_k.ids + route_of(j);
-          if (vectors && left >= 4) {
-            ids[j] = *reinterpret_cast<const int4*>(from);
-          } else {
-            ids[j] = make_int4(left > 0 ? from[0] : 0, left > 1 ? from[1] : 0,
-                               left > 2 ? from[2] : 0, left > 3 ? from[3] : 0);
-          }
-        }
-        unsigned candidates = 0;
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const auto may_be = [&](int id) -> unsigned {
-            return has_slots ? id == mine : static_cast<unsigned>(id) >= num_experts;
-          };
-          const unsigned there = (1u << max(0, min(num_routes - route_of(j), 4))) - 1;
-          candidates |= ((may_be(ids[j].x) | may_be(ids[j].y) << 1 | may_be(ids[j].z) << 2 |
-                          may_be(ids[j].w) << 3) &
-                         there)
-                        << 4 * j;
-        }
+        unsigned candidates =
+            find_candidates<kAtOnce>(p.top_k.ids, route_of, num_routes, num_experts, mine, vectors);
         for (; candidates != 0; candidates &= candidates - 1) {
           const int bit = __ffs(candidates) - 1;
           list(route_of(bit / 4) + bit % 4 - first);
@@ -178,31 +207,18 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   __syncthreads();
   others = of_others;
 
-  // Writes the tiles of a slot, by `sharers` threads, of which this is number `number`.
-  const auto put_tiles = [&](const GroupCounts& counts, const GroupCounts& before, int slot,
-                             int number, int sharers) {
-    const auto put = [&](aril_route_tile* tiles, int num_tiles, int size) {
-#pragma unroll 1
-      for (int i = number; i < num_tiles; i += sharers) {
-        tiles[i] = {slot, mine, others.routes + before.routes + i * size,
-                    min(counts.routes - i * size, size)};
-      }
-    };
-    put(p.groups.tiles + others.small + before.small, counts.small, kSmallTile);
-    put(p.groups.wide_tiles + others.wide + before.wide, counts.wide, kWideTile);
-  };
   if (has_slots) {
 #pragma unroll 1
     for (int i = 0; i < kSlotsPerThread; ++i) {
       const int slot = slot_of_thread(i);
       const GroupCounts counts = counts_of(slot);
       if (counts.routes == 0) continue;
-      put_tiles(counts, before, slot, 0, 1);
+      write_tiles(p.groups, counts, others, before, slot, mine, 0, 1);
       of_slots[slot] = before.routes;
       before = before + counts;
     }
   } else {
-    put_tiles(all, {0, 0, 0}, -1, threadIdx.x, kGroupThreads);
+    write_tiles(p.groups, all, others, {0, 0, 0}, -1, mine, threadIdx.x, kGroupThreads);
     if (threadIdx.x == 0) of_slots[0] = 0;
   }
   __syncthreads();

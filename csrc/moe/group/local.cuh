@@ -66,16 +66,7 @@ class LocalTiles {
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < live_tokens; i += kExpertsThreads) {
-      const uint32_t up_to = ~0u >> (31 - i % 32);
-      int word = i / 32;
-      uint32_t mask = firsts[word] & up_to;
-      while (mask == 0 && word > 0) mask = firsts[--word];
-      const int begin = word * 32 + (mask == 0 ? 0 : 31 - __clz(mask));
-      word = i / 32;
-      mask = firsts[word] & ~up_to;
-      while (mask == 0 && ++word < words) mask = firsts[word];
-      const int end = mask == 0 ? live_tokens : word * 32 + __ffs(mask) - 1;
-      spans[i] = begin << 16 | end;
+      spans[i] = span_of(firsts, words, live_tokens, i);
     }
     wait_for_predecessors();
 
@@ -167,6 +158,22 @@ class LocalTiles {
   static_assert(ARIL_ONE_BLOCK_ROUTES < 1 << 16 && ARIL_MAX_EXPERTS <= 1 << 16);
   static_assert(ARIL_ONE_BLOCK_ROUTES << kCountBits <= 1 << 16 &&
                 ARIL_ROUTES_PER_TILE < 1 << kCountBits);
+
+  // Where the tokens of the slot of the i-th token begin (high half) and end, by the bits of the
+  // first ones.
+  __device__ __forceinline__ static uint32_t span_of(const uint32_t* firsts, int words,
+                                                     int live_tokens, int i) {
+    const uint32_t up_to = ~0u >> (31 - i % 32);
+    int word = i / 32;
+    uint32_t mask = firsts[word] & up_to;
+    while (mask == 0 && word > 0) mask = firsts[--word];
+    const int begin = word * 32 + (mask == 0 ? 0 : 31 - __clz(mask));
+    word = i / 32;
+    mask = firsts[word] & ~up_to;
+    while (mask == 0 && ++word < words) mask = firsts[word];
+    const int end = mask == 0 ? live_tokens : word * 32 + __ffs(mask) - 1;
+    return begin << 16 | end;
+  }
 
   // The bits of a word that stand for smaller numbers.
   __device__ __forceinline__ static uint32_t below(int word, int number) {

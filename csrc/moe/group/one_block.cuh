@@ -7,6 +7,8 @@
 // together, except among the 32 that a warp takes at once, whose order is arbitrary: at worst a
 // slot has one tile more. Each warp counts its routes by group in one byte, and a scan turns the
 // counts into places. Bound: latency; expand waits for it.
+//
+// run() is one long body: moving the search of tiles out of it changes the machine code.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
