@@ -57,6 +57,13 @@ extern "C" {
 #define ARIL_WORD_BYTES 8        // of 32 bits and their tag
 #define ARIL_GROUP_WORDS 4       // that aril_group hands over for each expert, and two more
 #define ARIL_FACTOR_ALIGNMENT 128  // bytes, of each factor
+#define ARIL_FORWARD_TOKENS 64     // of aril_linear_forward
+#define ARIL_FORWARD_UNIT_ROWS 16  // rows of W that a warp multiplies at once
+#define ARIL_FORWARD_BLOCK_ROWS 32 // the rows of a slice are padded to
+#define ARIL_FORWARD_UNITS 6       // that a thread block multiplies at a time
+#define ARIL_FORWARD_SPLIT_UNITS 12  // that a cluster of two thread blocks has at most
+#define ARIL_FORWARD_PARTS 4       // of the input features, whose sums of A x are handed over
+#define ARIL_FORWARD_ALIGNMENT 16  // bytes, of the rows of W and x
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
@@ -148,6 +155,56 @@ typedef struct aril_linear_args {
   aril_weights weights;
   aril_routing routing;
 } aril_linear_args;
+
+// Where W's slices are, as the copy engine reads them, and how thread blocks share them out. Written
+// by aril_forward_maps.
+typedef struct aril_forward_map {
+  uint64_t tensor_maps[ARIL_MAX_SLICES][16];
+  int32_t splits;
+  int32_t units;
+} aril_forward_map;
+
+// The weights of a base layer, in slices of any addresses. Addresses and strides in bytes are
+// multiples of ARIL_FORWARD_ALIGNMENT.
+typedef struct aril_base_weights {
+  int32_t dtype;  // ARIL_BF16 or ARIL_F16
+  int32_t in_features;
+  int32_t splits;  // thread blocks that share a row's input features, 1 or a cluster of 2. Part of
+                   // the order of sums, so it must be a function of the layer's shape alone.
+  int32_t units;   // of ARIL_FORWARD_UNIT_ROWS rows of a slice, that a cluster has; of two blocks
+                   // up to ARIL_FORWARD_SPLIT_UNITS. Any choice gives the same bits.
+  int32_t num_slices;
+  int32_t out_features[ARIL_MAX_SLICES];
+  const void* slices[ARIL_MAX_SLICES];  // [out_features, in_features], row-major
+  int64_t strides[ARIL_MAX_SLICES];
+} aril_base_weights;
+
+// y[t] = x[t] W^T + bias + scales[t] * scaling * B (A x[t]), in one launch, for all num_tokens
+// rows; from compute capability 9.0 on. A token's bits depend on its x and y, its slot's factors
+// and the layer alone.
+typedef struct aril_forward_args {
+  int32_t dtype;        // of everything; ARIL_BF16 or ARIL_F16
+  int32_t num_tokens;   // rows of x and y, up to ARIL_FORWARD_TOKENS
+  int32_t accumulates;  // 0 or 1: adds to y
+  int32_t polls;        // how often a thread block looks for a sum of another one, before it
+                        // computes the sum itself. Any number gives the same bits.
+  int32_t withholds;    // 0; 1 in tests: no thread block hands over its sums
+  int32_t in_features;  // a multiple of 8
+  int32_t num_slices;
+  int32_t out_features[ARIL_MAX_SLICES];
+  const aril_forward_map* map;  // in host memory, of a layer of this shape; read by the call
+  const void* x;                // [num_tokens, in_features], aligned as W is
+  int64_t x_stride;
+  const void* bias;  // [sum of out_features], or null
+  void* y;           // [num_tokens, sum of out_features]
+  int64_t y_stride;
+  // ARIL_FORWARD_PARTS of [num_tokens, num_slices, ranks] words behind the header; ranks are
+  // max_rank padded to 16. Aligned to 16 bytes. Null if there is no table.
+  void* mailbox;
+  uint64_t mailbox_bytes;  // as for aril_linear
+  aril_weights weights;    // a null table: no token has an adapter
+  aril_routing routing;    // of which the tiles are not read
+} aril_forward_args;
 
 // y[t] += scales[t] * scaling * B A[token_ids[t]]
 typedef struct aril_embedding_args {
@@ -320,6 +377,9 @@ int32_t aril_route(const aril_route_args* args, void* stream);
 int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
+// Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.
+int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);
+int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
 int32_t aril_align(const aril_align_args* args, void* stream);

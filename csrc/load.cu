@@ -6,6 +6,7 @@ namespace aril {
 
 int32_t load_routing();
 int32_t load_linear();
+int32_t load_fused_linear();
 int32_t load_experts();
 
 namespace {
@@ -13,6 +14,7 @@ namespace {
 int32_t load_all() {
   ARIL_TRY(load_routing());
   ARIL_TRY(load_linear());
+  ARIL_TRY(load_fused_linear());
   return load_experts();
 }
 

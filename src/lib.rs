@@ -1,14 +1,17 @@
-//! CUDA kernels for multi-LoRA inference: many small adapters served from one base model, in one batch, in one pass.
+//! CUDA kernels for multi-LoRA inference: many small adapters, one base model, one pass over a batch.
 //!
-//! For every token `t` of a batch and every adapted layer, `y[t] += scaling · B (A x[t])`, each token with its own adapter or with
-//! none. An engine computes `y` of its base model as usual, and then calls `add_delta`; `cuda` has the other ways. The crate is not
-//! an engine: it brings no scheduler, tokenizer or allocator, and computes on no stream but the one given.
+//! For every token `t` and every adapted layer, `y[t] += scaling · B (A x[t])`, where each token has its own adapter or none. An engine
+//! computes `y` as usual and then calls `add_delta`; `cuda` describes alternatives. The crate is not an engine: it has no scheduler or
+//! tokenizer, and computes only on the stream that it is given.
 //!
-//! - [`model`] describes what the engine adapts, [`adapter`] opens what PEFT saved and finds its place there. [`residency`] says which
-//!   adapter is in which slot.
-//! - [`routing`] says which token has which adapter, and which experts.
-//! - [`cpu`] has the operations for the CPU, and `cuda` (with the feature of that name) for NVIDIA GPUs, by the same nouns.
-//! - [`plan`] says what will be launched, [`mod@reference`] what is right.
+//! - [`model`]: the layers that adapters may adapt, and their parts on each rank.
+//! - [`adapter`]: PEFT's file format, and an adapter's image in a slot. Depends on `model`.
+//! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
+//! - [`routing`]: the adapter and the experts of each token.
+//! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
+//! - [`error`]: errors that both backends share.
+//! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
+//! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
 //!
 //! # Example
 //!
@@ -22,12 +25,12 @@
 //!     routing::Batch,
 //! };
 //!
-//! // What the engine adapts: one layer of 2 input features, its q of 3 and its v of 1.
+//! // The model has one layer: q with 3 and v with 1 output features, fused, on 2 input features.
 //! let mut spec = ModelSpec::new();
 //! let attn = spec.linear(Linear::new("layers.0.attn", Parallel::Column, 2).slice("q_proj", 3).slice("v_proj", 1))?;
 //! let model = spec.shard(TpRank::SINGLE)?;
 //!
-//! // An adapter of rank 1 for q, in memory. `Adapter::open` reads a directory.
+//! // An adapter of rank 1 for q, from memory. `Adapter::open` reads a directory.
 //! let tensor = |shape, values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
 //! let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 2}"#;
 //! let adapter = Adapter::from_tensors(config, [
@@ -35,13 +38,13 @@
 //!     ("layers.0.attn.q_proj.lora_B.weight".to_owned(), tensor([3, 1], &[1.0, 0.0, -1.0])?),
 //! ])?;
 //!
-//! // A table of two slots for adapters of up to rank 16, and the layer's operations.
+//! // A table of two slots for adapters up to rank 16, and the layer's operations.
 //! let capacity = Capacity::tokens(8).slots(2).rank(16);
 //! let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 20)?;
 //! let attn = LoraLinear::new(&weights, attn)?;
 //! let pirate = weights.load(Slot::new(1), &adapter.plan(&model, DType::F32)?)?;
 //!
-//! // A step of two tokens with the same input: one has the adapter, one the base model.
+//! // A step of two tokens with the same input, one with the adapter and one without.
 //! let slots = [pirate.slot(), Slot::BASE];
 //! let batch = Batch::new(&slots);
 //! let mut workspace = Workspace::default();
@@ -64,8 +67,8 @@
 //!
 //! # CUDA graphs
 //!
-//! An engine captures a step with `cuda::WeightTable::capture`, or through `cuda::raw`. Adapters, their ranks and the routing may
-//! change between replays.
+//! Capture a step with `cuda::WeightTable::capture` or with `cuda::raw`. Adapters, their ranks and the routing may change between
+//! replays.
 //!
 //! # Tensor parallelism
 //!

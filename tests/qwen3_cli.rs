@@ -832,7 +832,7 @@ fn weights_of_the_base_model_have_to_be_the_base_models() {
             (with("close", path, &close), "f32"),
             (with("elsewhere", &format!("tower.{path}"), &base), "bf16"),
         ] {
-            refuses(args(&dir, dtype), &["`a`", &format!("{path}.base_layer.weight"), "not the base model's"]);
+            refuses(args(&dir, dtype), &["`a`", &format!("{path}.base_layer.weight"), "differs from the base model's"]);
         }
     }
 }

@@ -40,9 +40,9 @@ namespace aril::detail {
 
 // The beginning of a mailbox; ARIL_MAILBOX_HEADER bytes with what is left free.
 struct MailboxHeader {
-  unsigned long long launches;  // so far, below: the blocks of the next one that have come
+  unsigned long long launches;     // so far, below: the blocks of the next one that have come
   unsigned long long has_wrapped;  // whether tags have come again
-  unsigned long long grid;      // whose blocks are coming; of builds with ARIL_DEBUG
+  unsigned long long grid;         // whose blocks are coming; of builds with ARIL_DEBUG
 };
 constexpr int kMailboxWord = ARIL_MAILBOX_HEADER / 2;  // bytes before the header's own pair
 static_assert(sizeof(MailboxHeader) <= kMailboxWord);
@@ -86,9 +86,9 @@ __device__ __forceinline__ TaggedPair load_tagged(const void* plane) {
           __uint_as_float(static_cast<uint32_t>(second)), static_cast<uint32_t>(second >> 32)};
 }
 
-// Counts a block in, and gives the launch's tag; lets dependents begin. Every block of the grid
-// calls, one thread each.
-__device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
+// Counts a block in, and gives the launch's tag. Every block of the grid calls, one thread each,
+// before it lets dependents begin.
+__device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
   MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
 #ifdef ARIL_DEBUG
   unsigned long long grid;
@@ -106,13 +106,21 @@ __device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
     atomicExch(&header->launches, static_cast<unsigned long long>(launches) << 32);
     __threadfence();
   }
+  return tag;
+}
+
+// As above; then lets dependents begin.
+__device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
+  const uint32_t tag = next_epoch(mailbox);
   launch_dependents();
   return tag;
 }
 
 // Clears words of earlier epochs from a mailbox of `bytes`, at the epochs where tags come again. By
-// one block of each launch, all of whose threads have the tag.
-__device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes, uint32_t tag) {
+// `threads` threads of one block of each launch, which all have the tag; this is number `thread`.
+__device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes, uint32_t tag,
+                                                  int thread = threadIdx.x,
+                                                  int threads = blockDim.x) {
   if (tag != kLastEpoch && tag != 1) return;
   // Launches before this one may poll for tags of theirs.
   wait_for_predecessors();
@@ -122,12 +130,12 @@ __device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes,
       reinterpret_cast<unsigned long long*>(static_cast<char*>(mailbox) + kMailboxWord);
   const uint64_t words = (bytes - kMailboxWord) / 8;
 #pragma unroll 1
-  for (uint64_t i = threadIdx.x; i < words; i += blockDim.x) {
+  for (uint64_t i = thread; i < words; i += threads) {
     const unsigned long long word = *const_cast<volatile unsigned long long*>(first + i);
     // What this launch stores meanwhile stays.
     if (static_cast<uint32_t>(word >> 32) != tag) atomicCAS(first + i, word, 0ull);
   }
-  if (tag == kLastEpoch && threadIdx.x == 0) header->has_wrapped = 1;
+  if (tag == kLastEpoch && thread == 0) header->has_wrapped = 1;
 }
 
 // The polls of a wait.

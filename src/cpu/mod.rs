@@ -7,6 +7,7 @@ mod activation;
 mod embedding;
 mod experts;
 mod factors;
+mod fused_linear;
 mod linear;
 mod matrix;
 mod step;
@@ -17,6 +18,7 @@ mod workspace;
 pub use self::{
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fused_linear::FusedLinear,
     linear::LoraLinear,
     matrix::{Matrix, MatrixMut},
     step::Step,

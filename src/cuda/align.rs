@@ -5,8 +5,8 @@ use cudarc::driver::CudaView;
 use super::{LaunchError, Queue, RoutedBatch, TopK, raw, region::Region};
 use crate::plan::AlignCapacity;
 
-/// A layer's routes in blocks of one slot and one expert each, on the device:
-/// [`routing::AlignedRoutes`](crate::routing::AlignedRoutes) says what for. Layers may share one: each updates it.
+/// Aligns a layer's routes to blocks of one slot and one expert on the device, as
+/// [`routing::AlignedRoutes`](crate::routing::AlignedRoutes) does on the host. Layers may share an alignment; each updates it.
 #[derive(Debug)]
 #[doc(alias = "moe_align_block_size")]
 pub struct Alignment {
@@ -14,8 +14,8 @@ pub struct Alignment {
     memory: Region<i32>,
 }
 
-/// The routes that an [`Alignment`] was last updated with, for the engine's own kernels on any stream. While they live, it cannot be
-/// updated again.
+/// The result of the last update of an [`Alignment`], for the engine's own kernels on any stream. Borrows the alignment, so that it
+/// cannot be updated meanwhile.
 #[derive(Debug)]
 pub struct AlignedRoutes<'a> {
     raw: raw::AlignedRoutes,
@@ -23,10 +23,10 @@ pub struct AlignedRoutes<'a> {
 }
 
 impl Alignment {
-    /// Allocates what the routes within `capacity` need.
+    /// Allocates device memory for routes within `capacity`.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits, or there is no memory left.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(queue: &Queue, capacity: AlignCapacity) -> Result<Self, LaunchError> {
         let memory = Region::new(queue, raw::Alignment::device_bytes(capacity)?)?;
         // SAFETY: the memory is zero, this type's own for as long as it lives, and written on its stream alone, in whose order it is
@@ -35,12 +35,11 @@ impl Alignment {
         Ok(Self { raw, memory })
     }
 
-    /// Enqueues the kernel that puts what a layer's router chose for the tokens of `batch` in blocks. The router's weights are not
-    /// read. Allocates nothing and waits for nothing.
+    /// Enqueues the kernel that aligns the routes of `batch`. It does not read the router's weights. Neither allocates nor waits.
     ///
     /// # Errors
-    /// If the router chose for other tokens than the batch has, or for more than there is room for, or the queue's stream is being captured.
-    /// Nothing was enqueued.
+    /// [`LaunchError`] if `top_k` and `batch` differ in their number of tokens or exceed the capacity, an operand belongs to
+    /// another context or stream, or the stream is being captured. Nothing was enqueued.
     pub fn update(&mut self, batch: &RoutedBatch<'_>, top_k: &TopK<'_>) -> Result<AlignedRoutes<'_>, LaunchError> {
         let queue = self.memory.queue().clone();
         queue.check("the batch", batch.queue())?;
@@ -59,25 +58,25 @@ impl Alignment {
 }
 
 impl AlignedRoutes<'_> {
-    /// The routes of each block, one block after the other: `[max_padded]`, of which as many are set as
-    /// [`num_padded`](Self::num_padded) says. Padding is the number of all routes, `tokens * top_k`.
+    /// Route numbers of all blocks, `[max_padded]`. The first [`num_padded`](Self::num_padded) are set; padding is `tokens *
+    /// top_k`.
     #[doc(alias = "sorted_token_ids")]
     pub fn routes(&self) -> CudaView<'_, i32> {
         self.memory.view(self.raw.routes(), self.raw.max_padded())
     }
 
-    /// Each block's `slot * num_experts + expert`, `[max_blocks]`; -1 behind the last.
+    /// `slot * num_experts + expert` of each block, `[max_blocks]`; -1 after the last block.
     #[doc(alias = "expert_ids")]
     pub fn block_experts(&self) -> CudaView<'_, i32> {
         self.memory.view(self.raw.block_experts(), self.raw.max_blocks())
     }
 
-    /// Each block's slot, `[max_blocks]`; -1 behind the last.
+    /// The slot of each block, `[max_blocks]`; -1 after the last block.
     pub fn block_slots(&self) -> CudaView<'_, i32> {
         self.memory.view(self.raw.block_slots(), self.raw.max_blocks())
     }
 
-    /// The number of routes of all blocks, padding among them: one.
+    /// The number of routes in all blocks, including padding: `[1]`.
     #[doc(alias = "num_tokens_post_padded")]
     pub fn num_padded(&self) -> CudaView<'_, i32> {
         self.memory.view(self.raw.num_padded(), 1)

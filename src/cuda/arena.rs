@@ -1,4 +1,4 @@
-//! The device memory of a weight table, and which of it is free.
+//! The device memory of a weight table, and its allocator.
 
 use std::{
     fmt,
@@ -11,25 +11,25 @@ use offset_allocator::{Allocation, Allocator, ext::min_allocator_size};
 use super::{LaunchError, Queue, capturing::Relaxed, region::Region};
 use crate::{error::LoadError, residency::Usage};
 
-/// What the arena hands out.
+/// Allocation granularity.
 const GRANULE_BYTES: usize = 256;
 
-/// Device memory that is handed out in rooms of any size.
+/// Device memory that is allocated in blocks of any size.
 pub(super) struct Arena {
     queue: Queue,
     region: Region,
     free: Mutex<FreeList>,
 }
 
-/// Which parts of the arena are free.
+/// The free parts of the arena.
 struct FreeList {
     allocator: Allocator,
     used: usize,
-    /// Work that may still use memory that is free: copies into it wait for these.
+    /// Work that may still use free memory. Copies into it wait for these events.
     pending: Vec<Arc<CudaEvent>>,
 }
 
-/// A part of the arena.
+/// An allocated block.
 #[must_use]
 pub(super) struct Room {
     allocation: Allocation,
@@ -64,17 +64,17 @@ impl Arena {
         Ok(Self { queue: queue.clone(), region, free: Mutex::new(free) })
     }
 
-    /// The queue in whose order the memory is freed.
+    /// The queue that orders the memory's deallocation.
     pub(super) fn queue(&self) -> &Queue {
         &self.queue
     }
 
-    /// Where a room is.
+    /// Address of a block.
     pub(super) fn address(&self, room: &Room) -> u64 {
         self.region.region().ptr + room.offset() as u64
     }
 
-    /// Takes rooms of these sizes, all or none. Also returns the work that may still use them.
+    /// Allocates two blocks or none. Also returns the work that may still use them.
     pub(super) fn take(&self, bytes: [usize; 2]) -> Result<([Room; 2], Vec<Arc<CudaEvent>>), LoadError> {
         let mut free = self.lock();
         free.forget_done();
@@ -88,14 +88,14 @@ impl Arena {
         }
     }
 
-    /// Frees rooms that work before `event` may still use.
+    /// Frees blocks that work before `event` may still use.
     pub(super) fn give_back(&self, rooms: impl IntoIterator<Item = Room>, event: Option<Arc<CudaEvent>>) {
         let mut free = self.lock();
         free.pending.extend(event);
         rooms.into_iter().for_each(|room| free.free(room));
     }
 
-    /// Whether there is room of these sizes now.
+    /// Whether two blocks of these sizes are free.
     pub(super) fn fits(&self, bytes: [usize; 2]) -> bool {
         let mut free = self.lock();
         let rooms = bytes.map(|bytes| free.allocate(bytes).ok());
@@ -116,7 +116,7 @@ impl Arena {
 }
 
 impl Drop for Arena {
-    /// Has the memory's stream, in whose order it is freed, wait for copies on others.
+    /// Makes the queue's stream, which orders the deallocation, wait for copies on other streams.
     fn drop(&mut self) {
         for event in &self.free.get_mut().unwrap_or_else(PoisonError::into_inner).pending {
             if self.queue.enter().and_then(|()| Ok(self.queue.stream().wait(event)?)).is_err() {
@@ -187,7 +187,7 @@ impl FreeList {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#[expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod tests {
     use proptest::prelude::*;
 

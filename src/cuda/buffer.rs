@@ -14,53 +14,53 @@ use super::{
     region::{Kept, Region},
 };
 
-/// Device memory of a queue that captured steps may keep: a [`Graph`](super::Graph) of operations on it shares its ownership.
+/// Device memory on a queue that a captured [`Graph`](super::Graph) can keep alive.
 ///
-/// Everything that uses a buffer is enqueued on its queue, so its content is what the work enqueued before has left there.
+/// All work on a buffer is enqueued on its queue, and sees the results of the work enqueued before it.
 #[derive(Debug)]
 pub struct Buffer<T> {
     memory: Arc<Region<T>>,
 }
 
 impl<T: DeviceRepr + ValidAsZeroBits> Buffer<T> {
-    /// `len` zeros.
+    /// A buffer of `len` zeros.
     ///
     /// # Errors
-    /// If there is no memory left.
+    /// [`LaunchError`] if device memory is exhausted.
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
         Ok(Self { memory: Arc::new(Region::new(queue, len * size_of::<T>())?) })
     }
 }
 
 impl<T: DeviceRepr> Buffer<T> {
-    /// The memory of a slice that was allocated on the queue's stream.
+    /// A buffer that owns `slice`, which must have been allocated on the queue's stream.
     ///
     /// # Errors
-    /// If it was allocated on another stream, or the queue's stream is being captured.
+    /// [`LaunchError::WrongStream`] if it was allocated on another stream, or [`LaunchError::Capturing`].
     pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.enter()?;
         Ok(Self { memory: Arc::new(Region::from_slice(queue, slice)?) })
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.memory.len()
     }
 
-    /// Whether there are no elements.
+    /// Whether the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The address of the first element: for an engine's own kernels on the queue's stream.
+    /// Address of the first element, for the engine's own kernels on the queue's stream.
     pub fn device_ptr(&self) -> u64 {
         self.memory.region().ptr
     }
 
-    /// Copies `elements` to the beginning, in the order of the queue, and waits for the copy.
+    /// Copies `elements` to the start of the buffer, in stream order, and waits for the copy.
     ///
     /// # Errors
-    /// If there are more elements than the buffer has, or the queue's stream is being captured.
+    /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
     #[expect(clippy::disallowed_methods, reason = "says that it waits")]
     pub fn write(&mut self, elements: &[T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
@@ -72,10 +72,10 @@ impl<T: DeviceRepr> Buffer<T> {
         Ok(queue.stream().synchronize()?)
     }
 
-    /// Copies the beginning to `elements`, in the order of the queue, and waits for the copy.
+    /// Copies the start of the buffer to `elements`, in stream order, and waits for the copy.
     ///
     /// # Errors
-    /// If there are more elements than the buffer has, or the queue's stream is being captured.
+    /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
     #[expect(clippy::disallowed_methods, reason = "says that it waits")]
     pub fn read(&self, elements: &mut [T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
@@ -203,11 +203,11 @@ fn check_len(len: usize, max: usize) -> Result<(), LaunchError> {
     LaunchError::within("the copy's elements", len, max)
 }
 
-/// Elements in device memory, to be read: of a cudarc slice or view, or of a [`Buffer`].
+/// An input in device memory: a cudarc slice or view, or a [`Buffer`].
 #[derive(Debug)]
 pub struct View<'a, T>(Source<'a, T, CudaView<'a, T>>);
 
-/// Elements in device memory, to be read and written: of a cudarc slice or view, or of a [`Buffer`].
+/// An input and output in device memory: a cudarc slice or view, or a [`Buffer`].
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(Source<'a, T, CudaViewMut<'a, T>>);
 
@@ -217,7 +217,7 @@ enum Source<'a, T, V> {
     Kept(Part<T>, PhantomData<&'a T>),
 }
 
-/// Elements of a buffer.
+/// A range of a buffer's elements.
 #[derive(Debug)]
 struct Part<T> {
     memory: Arc<Region<T>>,
@@ -232,18 +232,18 @@ impl<T> Part<T> {
 }
 
 impl<T> Buffer<T> {
-    /// The elements of a range, to be read.
+    /// A range of elements, as input.
     ///
     /// # Panics
-    /// If the buffer is shorter.
+    /// If the range is out of bounds.
     pub fn slice(&self, range: Range<usize>) -> View<'_, T> {
         View(Source::Kept(self.part(range), PhantomData))
     }
 
-    /// The elements of a range, to be read and written.
+    /// A range of elements, as input and output.
     ///
     /// # Panics
-    /// If the buffer is shorter.
+    /// If the range is out of bounds.
     pub fn slice_mut(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
         ViewMut(Source::Kept(self.part(range), PhantomData))
     }
@@ -293,7 +293,7 @@ impl<'a, T> From<&'a mut Buffer<T>> for ViewMut<'a, T> {
 macro_rules! view {
     ($view:ident, $device_ptr:ident $(, $mut:tt)?) => {
         impl<T: Send + Sync + 'static> $view<'_, T> {
-            /// Elements.
+            /// Number of elements.
             pub(super) fn len(&self) -> usize {
                 match &self.0 {
                     Source::Borrowed(view) => view.len(),
@@ -301,7 +301,7 @@ macro_rules! view {
                 }
             }
 
-            /// Refuses memory of another context or, of a buffer, of another stream.
+            /// Rejects memory of another context or, for buffers, of another stream.
             pub(super) fn check_queue(&self, operand: &'static str, queue: &Queue) -> Result<(), LaunchError> {
                 match &self.0 {
                     Source::Borrowed(view) => queue.kernels().check_context(operand, view.stream().context()),
@@ -309,7 +309,7 @@ macro_rules! view {
                 }
             }
 
-            /// As `check_queue`; in a captured step also refuses memory that cannot be kept.
+            /// Like `check_queue`. In a captured step, also rejects borrowed memory.
             pub(super) fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
                 match &self.0 {
                     Source::Borrowed(_) if step.is_captured() => Err(LaunchError::NotKept { operand }),
@@ -317,7 +317,7 @@ macro_rules! view {
                 }
             }
 
-            /// What a captured step is to keep.
+            /// The memory that a captured step must keep alive.
             pub(super) fn kept(&self) -> Option<Kept> {
                 match &self.0 {
                     Source::Borrowed(_) => None,
@@ -325,7 +325,7 @@ macro_rules! view {
                 }
             }
 
-            /// Has the queue's stream wait for what else uses the memory. The guard is to be dropped once the launch is enqueued.
+            /// Makes the queue's stream wait for other uses of the memory. Drop the guard after the launch is enqueued.
             pub(super) fn on<'s>(&'s $($mut)? self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>) {
                 match & $($mut)? self.0 {
                     Source::Borrowed(view) => {

@@ -1,6 +1,6 @@
-//! What the types of this module refuse. Each program that must not compile stands beside one that does.
+//! Programs that the types of this module reject at compile time, each next to one that compiles.
 
-/// `x` and `y` are of different types, so they cannot be swapped.
+/// `x` and `y` have different types, so they cannot be swapped.
 ///
 /// ```no_run
 /// # use aril::cuda::*;
@@ -19,7 +19,7 @@
 /// ```
 struct Swapped;
 
-/// All operands of an operation are of one element type.
+/// All operands of an operation have the same element type.
 ///
 /// ```compile_fail,E0308
 /// # use aril::cuda::*;
@@ -34,7 +34,7 @@ struct Swapped;
 /// ```
 struct OtherType;
 
-/// A batch is that of the routing's last update, or there is no batch.
+/// A batch cannot outlive the next update of its routing.
 ///
 /// ```no_run
 /// # use aril::{cuda::*, routing::Batch};
@@ -59,7 +59,7 @@ struct OtherType;
 /// ```
 struct Stale;
 
-/// A workspace is of one step at a time.
+/// Two steps cannot use a workspace at once.
 ///
 /// ```no_run
 /// # use aril::cuda::*;
@@ -83,7 +83,7 @@ struct Stale;
 /// ```
 struct SharedWorkspace;
 
-/// A captured step does not outlive its capture.
+/// A captured step cannot outlive its capture.
 ///
 /// ```no_run
 /// # use aril::cuda::*;
@@ -108,7 +108,7 @@ struct SharedWorkspace;
 /// ```
 struct KeptStep;
 
-/// A launch on addresses is the caller's word that they are good.
+/// Launching on raw addresses is unsafe.
 ///
 /// ```no_run
 /// # use aril::cuda::{LaunchError, raw::*};
@@ -125,7 +125,7 @@ struct KeptStep;
 /// ```
 struct RawWithoutUnsafe;
 
-/// Many threads load into a table, but what was filled is committed once.
+/// An adapter can be committed only once.
 ///
 /// ```no_run
 /// # use aril::{Slot, cuda::*, error::LoadError};

@@ -8,7 +8,7 @@ use crate::{
     plan::{Capacity, PlanError},
 };
 
-/// The adapters of an embedding.
+/// The LoRA operation of one embedding.
 #[derive(Clone, Debug)]
 pub struct LoraEmbedding {
     raw: raw::LoraEmbedding,
@@ -18,25 +18,25 @@ impl LoraEmbedding {
     /// Plans the embedding `id` of the table's model, for the table's element type and capacity.
     ///
     /// # Errors
-    /// If the id is of another model, or no kernel takes these bounds.
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support the capacity.
     pub fn new(weights: &WeightTable, id: EmbeddingId) -> Result<Self, PlanError> {
         let kernels = weights.queue().kernels();
         let raw = raw::LoraEmbedding::new(kernels, weights.model(), id, weights.dtype(), weights.capacity())?;
         Ok(Self { raw })
     }
 
-    /// The bounds that it was planned for.
+    /// The capacity of the plan.
     pub fn capacity(&self) -> Capacity {
         self.raw.capacity()
     }
 
-    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` that has an adapter and an id in the vocabulary. All
-    /// other rows of `y` keep every bit.
+    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` whose slot has an adapter of this embedding and whose
+    /// id is in the vocabulary. All other rows of `y` keep every bit.
     ///
-    /// `token_ids` is `[tokens]`, `y` is `[tokens, hidden]`. Allocates nothing and waits for nothing.
+    /// `token_ids` is `[tokens]`, `y` is `[tokens, hidden]`. Neither allocates nor waits.
     ///
     /// # Errors
-    /// If the operands don't fit the embedding and the step; then nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the embedding and the step. Nothing was enqueued.
     pub fn add_delta<'a, T: Element>(
         &self,
         step: &mut Step<'_>,

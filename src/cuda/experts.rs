@@ -12,10 +12,10 @@ use crate::{
     plan::{ExpertsPlan, PlanError},
 };
 
-/// The adapters of one layer's experts: shapes checked, launches planned, workspace sized.
+/// The LoRA operations of one layer's experts, planned for a table.
 ///
-/// The same operations as [`cpu::LoraExperts`](crate::cpu::LoraExperts), which says what each does, and where it stands beside the
-/// base's.
+/// The operations are those of [`cpu::LoraExperts`](crate::cpu::LoraExperts), where a table shows which base operation each one
+/// goes with.
 #[derive(Clone, Debug)]
 #[doc(alias = "FusedMoEWithLoRA")]
 pub struct LoraExperts {
@@ -38,11 +38,11 @@ macro_rules! operation {
     };
 }
 
-/// What an operation works on beside `x`.
+/// The operands of an operation besides `x`.
 enum Written<'a, T> {
-    /// `y` is read and written.
+    /// The operation reads and writes `y`.
     Y(MatrixMut<'a, T>),
-    /// `y` is read, and `out` is written.
+    /// The operation reads `y` and writes `out`.
     Out(Matrix<'a, T>, MatrixMut<'a, T>),
 }
 
@@ -50,33 +50,32 @@ impl LoraExperts {
     /// Plans the experts `id` of the table's model, for the table's element type and capacity.
     ///
     /// # Errors
-    /// If the id is of another model, no [`top_k`](crate::model::Experts::top_k) was described, or no kernel takes these shapes or
-    /// these bounds.
+    /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not called, or the
+    /// kernels do not support a size or the capacity.
     pub fn new(weights: &WeightTable, id: ExpertsId) -> Result<Self, PlanError> {
         let kernels = weights.queue().kernels();
         let raw = raw::LoraExperts::new(kernels, weights.model(), id, weights.dtype(), weights.capacity())?;
         Ok(Self { raw })
     }
 
-    /// What will be launched; for logs, and for the size of the workspace.
+    /// The launch configuration. It also gives the size of the workspace.
     pub fn plan(&self) -> &ExpertsPlan {
         self.raw.plan()
     }
 
     operation! {
-        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert.
-        /// What has no adapter keeps `y` bit for bit.
+        /// Enqueues the addition of the deltas of gate and up to the rows of local routes. Rows without an adapter keep every bit.
         ///
-        /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`. Allocates nothing and waits for nothing.
+        /// `x` is `[tokens, hidden]`, `y` is `[routes, gate_up]`. Neither allocates nor waits.
         ///
         /// # Errors
-        /// If the operands don't fit the plan; then nothing was enqueued.
+        /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
         add_gate_up_delta, AddGateUp
     }
 
     operation! {
-        /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice
-        /// that has no adapter or is not here. Rows that no route has are left as they are.
+        /// Like [`add_gate_up_delta`](Self::add_gate_up_delta), but overwrites `y`: with the delta, or with zero for routes and
+        /// slices that have no adapter or are not local. Rows that belong to no route are unchanged.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -84,20 +83,19 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before
-        /// the combine, and without its weights unless these are [on the rows](super::TopK::on_rows). What has no adapter keeps `y` bit
-        /// for bit.
+        /// Enqueues the addition of the deltas of down to the rows of local routes, before the combine. The deltas are multiplied
+        /// by the router's weights only with [`TopK::on_rows`](super::TopK::on_rows). Rows without an adapter keep every bit.
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`. Allocates nothing and waits for nothing.
+        /// `x` is the activated input `[routes, inter]`, `y` is `[routes, hidden]`. Neither allocates nor waits.
         ///
         /// # Errors
-        /// If the operands don't fit the plan; then nothing was enqueued.
+        /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
         add_down_delta, AddDown
     }
 
     operation! {
-        /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no
-        /// adapter or is not here. Rows that no route has are left as they are.
+        /// Like [`add_down_delta`](Self::add_down_delta), but overwrites `y`: with the delta, or with zero for routes that have no
+        /// adapter or are not local. Rows that belong to no route are unchanged.
         ///
         /// # Errors
         /// As for `add_down_delta`.
@@ -105,25 +103,26 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
-        /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
+        /// Enqueues the addition of the deltas of down after the base's combine: `y[t]` gets the sum over the local routes of token
+        /// `t`, each multiplied by its [`output_weight`](crate::routing::TopK::output_weight). Rows without an adapter keep every
+        /// bit.
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
+        /// `x` is the activated input `[routes, inter]`, `y` is `[tokens, hidden]`. Neither allocates nor waits.
         ///
         /// # Errors
-        /// If the operands don't fit the plan; then nothing was enqueued.
+        /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
         add_combined_delta, AddCombined
     }
 
-    /// Enqueues the activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route
-    /// that is here, whether its token has an adapter or not. It takes the place of the base's activation, and spares a pass over `y`.
-    /// Computed in `f32`, rounded once.
+    /// Enqueues `out[row] = activation(y[row] + delta)` for all local routes, with or without an adapter, computed in `f32` with
+    /// one rounding. Replaces the base's activation and saves a pass over `y`.
     ///
-    /// `x` is `[tokens, hidden]` and `y`, of the base's gate_up, `[routes, gate_up]`, as for
-    /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`.
+    /// `x` is `[tokens, hidden]`. `y` is the output `[routes, gate_up]` of the base's gate-up. `out` is `[routes, inter]`. Neither
+    /// allocates nor waits.
     ///
     /// # Errors
-    /// If the operands don't fit the plan, or the activation needs a gate that the experts do not have; then nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the experts, the step and its routes, or the activation requires a gate that
+    /// the experts lack. Nothing was enqueued.
     #[doc(alias = "silu_and_mul")]
     pub fn activate<T: Element>(
         &self,
@@ -138,15 +137,15 @@ impl LoraExperts {
         self.enqueue(step, routes, &x, form, Written::Out(y, out))
     }
 
-    /// Enqueues the combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here of
-    /// `y[row] + delta`, each multiplied by what the route [weighs](crate::routing::TopK::output_weight), and zero if none is. For
-    /// every token, whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
+    /// Enqueues `out[t] = Σ output_weight · (y[row] + delta)` over the local routes of token `t`, or zero if there are none, for
+    /// every token with or without an adapter, computed in `f32` with one rounding. Replaces the base's combine. See
+    /// [`output_weight`](crate::routing::TopK::output_weight).
     ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
-    /// weights; `out` is `[tokens, hidden]`.
+    /// `x` is the activated input `[routes, inter]`. `y` is the output `[routes, hidden]` of the base's down, without the router's
+    /// weights. `out` is `[tokens, hidden]`. Neither allocates nor waits.
     ///
     /// # Errors
-    /// If the operands don't fit the plan; then nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
     #[doc(alias = "moe_sum")]
     #[doc(alias = "finalize")]
     pub fn combine<T: Element>(

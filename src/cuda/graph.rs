@@ -12,10 +12,10 @@ use cudarc::driver::{
 
 use super::{LaunchError, Queue, capturing, region::Kept};
 
-/// A captured step, to be replayed on its queue. It keeps the memory that its operations read and write.
+/// A captured step, to replay on its queue. It keeps the memory of its operands alive.
 ///
-/// Adapters, their ranks and the routing may change between replays: each replay works on what the queue holds by then. Rows that
-/// the last [`Routing::update`](super::Routing::update) before it did not have are left alone.
+/// Adapters, their ranks and the routing may change between replays. Rows beyond the batch of the last
+/// [`Routing::update`](super::Routing::update) are unchanged by a replay.
 pub struct Graph {
     // Dropped before the memory that it works on.
     graph: CudaGraph,
@@ -33,17 +33,17 @@ impl fmt::Debug for Graph {
 }
 
 impl Graph {
-    /// Enqueues the captured step. Allocates nothing and waits for nothing.
+    /// Enqueues the captured step. Neither allocates nor waits.
     ///
     /// # Errors
-    /// If the queue's stream is being captured, or the driver refuses.
+    /// [`LaunchError`] if the stream is being captured, or the driver returns an error.
     pub fn replay(&mut self) -> Result<(), LaunchError> {
         self.queue.enter()?;
         Ok(self.graph.launch()?)
     }
 }
 
-/// Captures what `record` enqueues on the queue. The graph keeps `kept`, and what `record` adds to it.
+/// Captures what `record` enqueues on the queue. The graph keeps `kept`, to which `record` may add.
 pub(super) fn capture<E: From<LaunchError>>(
     queue: &Queue,
     kept: Vec<Kept>,
@@ -72,7 +72,7 @@ fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {
     Ok(num_nodes)
 }
 
-/// Ends the capture whatever happens in it, so that the stream is usable again.
+/// Ends the capture on every path, so that the stream remains usable.
 struct Capture<'a> {
     queue: &'a Queue,
     open: bool,

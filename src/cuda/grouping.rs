@@ -8,14 +8,14 @@ use super::{
 };
 use crate::plan::RouteCapacity;
 
-/// A layer's routes grouped by expert and slot, on the device. Layers may share one: each updates it for its operations.
+/// Groups a layer's routes by expert and slot on the device. Layers may share a grouping; each updates it for its operations.
 #[derive(Debug)]
 pub struct Grouping {
     raw: raw::Grouping,
     memory: Arc<Region>,
 }
 
-/// The routes that a [`Grouping`] was last updated with. While they live, it cannot be updated again.
+/// The routes of the last update of a [`Grouping`]. Borrows the grouping, so that it cannot be updated meanwhile.
 #[derive(Debug)]
 pub struct GroupedRoutes<'a> {
     pub(super) raw: raw::GroupedRoutes,
@@ -24,10 +24,11 @@ pub struct GroupedRoutes<'a> {
 }
 
 impl Grouping {
-    /// Allocates what the routes within `capacity` need: of a layer, [`ExpertsPlan::routes`](crate::plan::ExpertsPlan::routes).
+    /// Allocates device memory for routes within `capacity`: for one layer,
+    /// [`ExpertsPlan::routes`](crate::plan::ExpertsPlan::routes).
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits, or there is no memory left.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(queue: &Queue, capacity: RouteCapacity) -> Result<Self, LaunchError> {
         let memory = Arc::new(Region::new(queue, raw::Grouping::device_bytes(capacity)?)?);
         // SAFETY: the memory is zero, this type's own, freed in the order of its stream, and used on that stream alone; graphs that
@@ -36,11 +37,12 @@ impl Grouping {
         Ok(Self { raw, memory })
     }
 
-    /// Takes what a layer's router chose for the tokens of a step. Many routes are grouped by a kernel that this enqueues, few by the
-    /// operations on them.
+    /// Sets the router's choice for the tokens of a step. Many routes are grouped by a kernel that this enqueues, few by the
+    /// operations that use them.
     ///
     /// # Errors
-    /// If the router chose for other tokens than the batch has, or for more than there is room for. Nothing was enqueued.
+    /// [`LaunchError`] if `top_k` and the step differ in their number of tokens or exceed the capacity, or an operand belongs to
+    /// another context or stream. Nothing was enqueued.
     pub fn update<'a>(&'a mut self, step: &mut Step<'_>, top_k: TopK<'a>) -> Result<GroupedRoutes<'a>, LaunchError> {
         step.queue().check("the grouping", self.memory.queue())?;
         top_k.check_tokens(step.num_tokens())?;
@@ -58,7 +60,7 @@ impl Grouping {
 }
 
 impl GroupedRoutes<'_> {
-    /// Rows of the `[routes, ..]` matrices.
+    /// Routes in the step, which is also the number of rows of `[routes, ..]` matrices.
     pub fn num_routes(&self) -> usize {
         self.raw.num_routes()
     }

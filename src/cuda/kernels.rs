@@ -6,7 +6,7 @@ use libloading::Library;
 use super::LaunchError;
 use crate::ffi;
 
-/// Whether this machine has a CUDA driver. Without one, nothing else of this module may work, and says so.
+/// Whether a CUDA driver is installed. Without one, everything else in this module fails with an error.
 pub fn driver_is_present() -> bool {
     // cudarc can tell only where it loads the driver itself, and a dependant may have it linked instead.
     // SAFETY: the driver's library has no preconditions on being loaded, and stays loaded where anything else uses it.
@@ -14,19 +14,19 @@ pub fn driver_is_present() -> bool {
     ["libcuda.so.1", "libcuda.so"].into_iter().any(|name| unsafe { Library::new(name) }.is_ok())
 }
 
-/// The kernels, loaded in one context.
+/// The kernels, loaded into one CUDA context.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Kernels {
-    /// The `CUcontext`, to compare with.
+    /// The `CUcontext`, for comparison only.
     context: usize,
 }
 
 impl Kernels {
-    /// Loads every kernel into the context current on this thread, so that no launch pays for it later, and tests that the device
-    /// begins blocks in the order of their index, on which the kernels rely. Waits for that test.
+    /// Loads every kernel into the thread's current context, so that no launch has to, and waits for a short kernel which tests
+    /// that the device starts blocks in order of their index. The kernels rely on that order.
     ///
     /// # Errors
-    /// If there is no driver, no current context, this build has no kernels for its device, or the device fails the test.
+    /// [`LaunchError`] if there is no driver or no current context, this build has no code for the device, or the test fails.
     pub fn load() -> Result<Self, LaunchError> {
         if !driver_is_present() {
             return Err(LaunchError::NoDriver);
@@ -39,7 +39,7 @@ impl Kernels {
         Ok(Self { context: context as usize })
     }
 
-    /// As [`load`](Self::load), into a context of cudarc's, which becomes current on this thread.
+    /// Like [`load`](Self::load), into a cudarc context, which becomes current on this thread.
     ///
     /// # Errors
     /// As for [`load`](Self::load).
@@ -48,7 +48,7 @@ impl Kernels {
         Self::load()
     }
 
-    /// Refuses a thread on which another context is current: the runtime would launch in that one.
+    /// Rejects a thread with another current context, which the CUDA runtime would launch into.
     pub(super) fn check_thread(&self) -> Result<(), LaunchError> {
         match result::ctx::get_current()? {
             Some(context) if context as usize == self.context => Ok(()),
@@ -56,13 +56,13 @@ impl Kernels {
         }
     }
 
-    /// Refuses an operand of another context.
+    /// Rejects an operand of another context.
     pub(super) fn check_context(&self, operand: &'static str, context: &CudaContext) -> Result<(), LaunchError> {
         if context.cu_ctx() as usize == self.context { Ok(()) } else { Err(LaunchError::WrongContext { operand }) }
     }
 }
 
-/// The result of a call through the C ABI.
+/// Converts a status of the C ABI.
 pub(super) fn check(status: i32) -> Result<(), LaunchError> {
     if status == 0 {
         return Ok(());

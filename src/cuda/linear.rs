@@ -12,7 +12,7 @@ use crate::{
     plan::{LinearPlan, PlanError},
 };
 
-/// The adapters of one linear layer: shapes checked, launches planned, workspace sized.
+/// The LoRA operations of one linear layer, planned for a table.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     raw: raw::LoraLinear,
@@ -22,25 +22,27 @@ impl LoraLinear {
     /// Plans the layer `id` of the table's model, for the table's element type and capacity.
     ///
     /// # Errors
-    /// If the id is of another model, or no kernel takes this shape or these bounds: there is no slow path to fall into.
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support a size or the capacity. There is no slow
+    /// fallback.
     pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
         let kernels = weights.queue().kernels();
         let raw = raw::LoraLinear::new(kernels, weights.model(), id, weights.dtype(), weights.capacity())?;
         Ok(Self { raw })
     }
 
-    /// What will be launched; for logs, and for the size of the workspace.
+    /// The launch configuration. It also gives the size of the workspace.
     pub fn plan(&self) -> &LinearPlan {
         self.raw.plan()
     }
 
-    /// Enqueues `y[t] += scaling · B (A x[t])`, for every token `t` that has an adapter.
+    /// Enqueues `y[t] += scaling · B (A x[t])`, for every token `t` whose slot has an adapter of this layer. All other rows of `y`
+    /// keep every bit.
     ///
-    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. Allocates nothing and waits for nothing. Base tokens keep
-    /// `y` bit for bit. With row-parallel layers `y` is this rank's partial sum: call this before the all-reduce.
+    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. In a row-parallel layer, `y` is this rank's partial sum:
+    /// call this before the all-reduce. Neither allocates nor waits.
     ///
     /// # Errors
-    /// If the operands don't fit the layer and the step; then nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
     #[doc(alias = "sgmv")]
     #[doc(alias = "bgmv")]
     #[doc(alias = "punica")]
@@ -53,10 +55,10 @@ impl LoraLinear {
         self.enqueue(ffi::aril_linear, false, step, Some(x), Some(y))
     }
 
-    /// Enqueues `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its
-    /// product to what `y` holds (`beta = 1`). Nothing of `y` is read.
+    /// Enqueues `y[t] = scaling · B (A x[t])`, or zero for tokens and slices without an adapter. For a base GEMM that accumulates
+    /// into `y` (`beta = 1`). Does not read `y`.
     ///
-    /// Rows of a captured step that the last update did not have are left alone.
+    /// In a captured step, rows beyond the batch of the last update are unchanged.
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
@@ -69,7 +71,7 @@ impl LoraLinear {
         self.enqueue(ffi::aril_linear, true, step, Some(x), Some(y))
     }
 
-    /// Enqueues the first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace. It needs nothing of `y`.
+    /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `A x[t]` into the workspace. Does not need `y`.
     ///
     /// # Errors
     /// As for `add_delta`.
@@ -77,8 +79,8 @@ impl LoraLinear {
         self.enqueue(ffi::aril_linear_shrink, false, step, Some(x), None)
     }
 
-    /// Enqueues the second half of [`add_delta`](Self::add_delta): adds `scaling · B v` to `y`, from what
-    /// [`shrink`](Self::shrink) of the same layer left in the step's workspace. Without it, `y` gets whatever the workspace held.
+    /// Enqueues the second half of [`add_delta`](Self::add_delta): `y[t] += scaling · B v`, with `v` from the last
+    /// [`shrink`](Self::shrink) of this layer in the step. Without a shrink, the result is unspecified.
     ///
     /// # Errors
     /// As for `add_delta`.

@@ -1,20 +1,20 @@
-//! The operations on an NVIDIA GPU.
+//! LoRA operations on NVIDIA GPUs.
 //!
-//! This module is the safe door: no call can touch memory outside its operands, whatever the arguments and whatever the data on the
-//! device. Operands are cudarc's typed slices, or [`Buffer`]s, which captured steps keep. [`raw`] is the door for memory that neither
-//! owns; the safe door is a thin layer over it.
+//! This module is the safe API: no call can access memory outside its operands, whatever its arguments and whatever the data on the
+//! device. Operands are cudarc's typed slices, or [`Buffer`]s, which captured steps keep alive. [`raw`] is the API for memory that
+//! the engine owns; the safe API is a thin layer on top of it.
 //!
-//! | | once | each step | each layer |
+//! | type | created once | per step | per layer |
 //! |---|---|---|---|
-//! | [`Kernels`], [`Queue`] | load, take a stream | | |
-//! | [`WeightTable`] | make, for a model | [`step`](WeightTable::step); load and unload at any time | |
-//! | [`Routing`], [`Workspace`] | make | [`update`](Routing::update) | |
-//! | [`LoraLinear`], [`LoraEmbedding`], [`LoraExperts`] | plan, for a table | | its operations |
+//! | [`Kernels`], [`Queue`] | load the kernels, wrap a stream | | |
+//! | [`WeightTable`] | for a model | [`step`](WeightTable::step); load and unload at any time | |
+//! | [`Routing`], [`Workspace`] | for a capacity | [`update`](Routing::update) | |
+//! | [`LoraLinear`], [`LoraEmbedding`], [`LoraExperts`] | for a layer of a table | | its operations |
 //!
-//! Everything is made on a [`Queue`] and is refused on any other, so that what a kernel reads is never overwritten before it has
-//! run. A kernel runs only in the context that [`Kernels`] were loaded in, which each call makes current on its thread, as cudarc does.
+//! Every object belongs to a [`Queue`] and is rejected on any other, so that stream order protects what kernels read. Kernels run only
+//! in the context that [`Kernels`] were loaded into. Each call makes it current on its thread, as cudarc does.
 //!
-//! # Beside the base layer
+//! # Where to add the deltas
 //!
 #![doc = include_str!("../docs/beside.md")]
 //!
@@ -30,6 +30,7 @@ mod capturing;
 mod doctests;
 mod embedding;
 mod experts;
+mod fused_linear;
 mod graph;
 mod grouping;
 mod kernels;
@@ -52,6 +53,7 @@ pub use self::{
     buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fused_linear::FusedLinear,
     graph::Graph,
     grouping::{GroupedRoutes, Grouping},
     kernels::{Kernels, driver_is_present},

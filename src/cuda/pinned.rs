@@ -19,7 +19,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Allocates zeroed memory with flags of `cuMemHostAlloc`, in the context that is current on this thread.
+    /// Allocates zeroed memory with `cuMemHostAlloc` flags in the thread's current context.
     pub(super) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
         let _relaxed = Relaxed::new();
         // SAFETY: the owners check that a context is current; without one the driver refuses.
@@ -36,7 +36,7 @@ impl Pinned {
         }
     }
 
-    /// Whether the last copy is done.
+    /// Whether the last copy has finished.
     pub(super) fn is_free(&self) -> Result<bool, LaunchError> {
         let _relaxed = Relaxed::new();
         // SAFETY: the event is alive; one that was never recorded counts as complete.
@@ -47,20 +47,20 @@ impl Pinned {
         }
     }
 
-    /// Blocks this thread until the last copy is done.
+    /// Blocks this thread until the last copy has finished.
     pub(super) fn wait(&self) -> Result<(), LaunchError> {
         let _relaxed = Relaxed::new();
         // SAFETY: the event is alive.
         Ok(unsafe { result::event::synchronize(self.event) }?)
     }
 
-    /// The memory, if the last copy is done.
+    /// The memory, if the last copy has finished.
     pub(super) fn try_bytes(&mut self) -> Result<Option<&mut [u8]>, LaunchError> {
         // SAFETY: no copy reads it.
         Ok(if self.is_free()? { Some(unsafe { self.bytes() }) } else { None })
     }
 
-    /// The memory, once the last copy is done: blocks this thread until then.
+    /// Blocks this thread until the last copy has finished, and returns the memory.
     pub(super) fn wait_bytes(&mut self) -> Result<&mut [u8], LaunchError> {
         self.wait()?;
         // SAFETY: no copy reads it.
@@ -68,7 +68,7 @@ impl Pinned {
     }
 
     /// # Safety
-    /// The last copy is done.
+    /// The last copy has finished.
     unsafe fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: initialized when it was made, this type's own, and the caller says that no copy reads it.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
@@ -77,8 +77,8 @@ impl Pinned {
     /// Enqueues a copy of the first `len` bytes.
     ///
     /// # Safety
-    /// `to` addresses as many bytes of device memory, which stay mapped until the copy has run, and which nothing else uses
-    /// unordered. The stream is of the context that is current on this thread.
+    /// `to` is the address of `len` bytes of device memory that stay mapped until the copy has run and that other work uses only in
+    /// stream order. The stream belongs to the thread's current context.
     pub(super) unsafe fn copy_to(&mut self, to: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
         let stream = stream.as_raw().cast();
         // SAFETY: initialized, and at least so long.

@@ -4,7 +4,7 @@ use cudarc::driver::{CudaEvent, CudaStream, sys::CUstreamCaptureStatus};
 
 use super::{Kernels, LaunchError, capturing::Relaxed, raw};
 
-/// A stream with the kernels of its context: where everything that is made of it runs, in order. Clones are the same queue.
+/// A CUDA stream and the kernels of its context. Objects created on a queue run on its stream, in order. Clones are the same queue.
 #[derive(Clone, Debug)]
 pub struct Queue {
     kernels: Kernels,
@@ -15,7 +15,7 @@ impl Queue {
     /// The queue of `stream`.
     ///
     /// # Errors
-    /// If the kernels were loaded in another context.
+    /// [`LaunchError::WrongContext`] if the kernels were loaded into another context.
     pub fn new(kernels: &Kernels, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
         kernels.check_context("the stream", stream.context())?;
         Ok(Self { kernels: kernels.clone(), stream: Arc::clone(stream) })
@@ -26,7 +26,7 @@ impl Queue {
         &self.stream
     }
 
-    /// The kernels of its context.
+    /// The kernels of the stream's context.
     pub fn kernels(&self) -> &Kernels {
         &self.kernels
     }
@@ -40,7 +40,8 @@ impl Queue {
         Ok(self.stream.context().bind_to_thread()?)
     }
 
-    /// Makes the context current on this thread, and refuses a stream that is being captured: a graph could outlive what it reads.
+    /// Makes the context current on this thread. Rejects a stream that is being captured, because the graph could outlive its
+    /// operands.
     pub(super) fn enter(&self) -> Result<(), LaunchError> {
         // Binds the context, too.
         match self.stream.capture_status()? {
@@ -54,7 +55,7 @@ impl Queue {
         Ok(self.stream.context().new_event(None)?)
     }
 
-    /// Refuses an operand of another stream or context.
+    /// Rejects an operand of another stream or context.
     pub(super) fn check(&self, operand: &'static str, other: &Self) -> Result<(), LaunchError> {
         if self.kernels != other.kernels {
             return Err(LaunchError::WrongContext { operand });

@@ -10,11 +10,11 @@ use super::{
     raw::DeviceRegion,
 };
 
-/// What a captured graph keeps alive for as long as it may be replayed.
+/// Memory that a captured graph keeps alive.
 pub(super) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// Device memory that is used on one stream only, so that the stream's own order is all the order it needs; but others may read a
-/// view. It may be dropped while the stream is being captured.
+/// Device memory used on one stream, whose order is the only synchronisation. Views of it may be read on other streams. It may be dropped
+/// while the stream is being captured.
 #[derive(Debug)]
 pub(super) struct Region<T = u8> {
     queue: Queue,
@@ -38,7 +38,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
 }
 
 impl<T> Region<T> {
-    /// Takes memory that was allocated on the queue's stream, in whose order it is freed.
+    /// Takes memory allocated on the queue's stream, which orders its deallocation.
     pub(super) fn from_slice(queue: &Queue, elements: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.check("the slice", &Queue::new(queue.kernels(), elements.stream())?)?;
         let (stream, len, bytes) = (Arc::clone(elements.stream()), elements.len(), elements.num_bytes());
@@ -62,19 +62,19 @@ impl<T> Region<T> {
         self.len
     }
 
-    /// Where it is. For use on its stream.
+    /// The memory, for use on its stream.
     pub(super) fn region(&self) -> DeviceRegion {
         DeviceRegion { ptr: self.ptr, bytes: self.bytes.num_bytes() }
     }
 }
 
 impl<T: DeviceRepr> Region<T> {
-    /// Has its stream wait for those that view it, before a launch that writes it. The guard is to be dropped once that is enqueued.
+    /// Makes the stream wait for readers of views, before a launch that writes. Drop the guard after the launch is enqueued.
     pub(super) fn written(&mut self) -> SyncOnDrop<'_> {
         self.bytes.device_ptr_mut(self.queue.stream()).1
     }
 
-    /// The elements from an address in this memory on, to be read on any stream.
+    /// `len` elements from an address in this memory on, to read on any stream.
     pub(super) fn view(&self, address: u64, len: usize) -> CudaView<'_, T> {
         let offset = usize::try_from(address - self.ptr).expect("an offset in memory is a usize");
         let bytes = self.bytes.slice(offset..offset + len * size_of::<T>());

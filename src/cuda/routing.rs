@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{error::OperandError, plan::Capacity, routing::Batch};
 
-/// A step's routing on the device, built once per step for all layers.
+/// The routing of a step on the device. It is updated once per step, for all layers.
 #[derive(Debug)]
 pub struct Routing {
     // Dropped before the memory it writes.
@@ -16,7 +16,7 @@ pub struct Routing {
     memory: Arc<Region>,
 }
 
-/// The batch that a [`Routing`] was last updated with. While it lives, the routing cannot be updated again.
+/// The batch of the last update of a [`Routing`]. Borrows the routing, so that it cannot be updated meanwhile.
 #[derive(Debug)]
 pub struct RoutedBatch<'a> {
     pub(super) raw: raw::RoutedBatch,
@@ -24,11 +24,11 @@ pub struct RoutedBatch<'a> {
 }
 
 impl Routing {
-    /// Allocates what batches within `capacity` need, and `steps_in_flight` pinned host buffers: as many steps as the host may run
-    /// ahead of the device.
+    /// Allocates device memory for batches within `capacity`, and `steps_in_flight` pinned host buffers. The host may run that many
+    /// steps ahead of the device.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits, or there is no memory left.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or memory is exhausted.
     pub fn new(queue: &Queue, capacity: Capacity, steps_in_flight: usize) -> Result<Self, LaunchError> {
         let memory = Arc::new(Region::new(queue, raw::Routing::device_bytes(capacity)?)?);
         // SAFETY: the memory is this type's own, is freed in the order of its stream, and is used on that stream alone; graphs that
@@ -37,11 +37,11 @@ impl Routing {
         Ok(Self { raw, memory })
     }
 
-    /// Enqueues one host-to-device copy and the grouping kernel.
+    /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
     ///
     /// # Errors
-    /// `Busy` if `steps_in_flight` copies are pending: it never waits, but [`wait`](Self::wait) does. `Capacity` if the batch is too
-    /// large. `Capturing` if the queue's stream is being captured. Nothing was enqueued.
+    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending; see [`wait`](Self::wait). [`LaunchError::Capacity`] if the
+    /// batch is too large. [`LaunchError::Capturing`]. Nothing was enqueued.
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
         self.queue().enter()?;
         let stream = self.queue().raw();
@@ -50,31 +50,31 @@ impl Routing {
         Ok(RoutedBatch { raw, memory: &self.memory })
     }
 
-    /// Whether [`update`](Self::update) has a free staging buffer now.
+    /// Whether [`update`](Self::update) has a free staging buffer.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn is_ready(&self) -> Result<bool, LaunchError> {
         self.queue().bind()?;
         self.raw.is_ready()
     }
 
-    /// Blocks this thread until [`update`](Self::update) has a free staging buffer: until the copy of the step that is
-    /// `steps_in_flight` before the next one is done.
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the copy made `steps_in_flight`
+    /// updates ago has finished.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn wait(&self) -> Result<(), LaunchError> {
         self.queue().bind()?;
         self.raw.wait()
     }
 
-    /// As [`update`](Self::update), for slots that are on the device already: one `i32` per token, -1 or anything that is not a
-    /// slot for the base model; and, if given, one scale per token.
+    /// Like [`update`](Self::update), with slots and scales in device memory. `token_slots` is `[tokens]`; -1 or any value that is
+    /// not a slot is the base model. `token_scales` is `[tokens]`.
     ///
     /// # Errors
-    /// `Capacity` if the batch is too large, `Operand` if there are not as many scales as slots, `Capturing` if the queue's stream is
-    /// being captured. Nothing was enqueued.
+    /// [`LaunchError::Capacity`] if the batch is too large, [`LaunchError::Operand`] if there is not one scale per slot,
+    /// [`LaunchError::Capturing`]. Nothing was enqueued.
     pub fn update_on_device<'a>(
         &mut self,
         token_slots: impl Into<View<'a, i32>>,
@@ -100,16 +100,15 @@ impl Routing {
         Ok(RoutedBatch { raw, memory: &self.memory })
     }
 
-    /// The batch to capture a CUDA graph of up to `num_tokens` rows with, through the raw door
-    /// ([`raw::Routing::capture_batch`]).
+    /// A batch of up to `num_tokens` tokens to capture a CUDA graph with, in the raw API. See [`raw::Routing::capture_batch`].
     ///
     /// # Errors
-    /// `Capacity` if it is too large.
+    /// [`LaunchError::Capacity`] if `num_tokens` exceeds the capacity.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<raw::RoutedBatch, LaunchError> {
         self.raw.capture_batch(num_tokens)
     }
 
-    /// The queue that it was made on.
+    /// The queue of the routing.
     pub fn queue(&self) -> &Queue {
         self.memory.queue()
     }
@@ -120,7 +119,7 @@ impl Routing {
 }
 
 impl RoutedBatch<'_> {
-    /// Rows of the matrices that it is for.
+    /// Tokens in the batch.
     pub fn num_tokens(&self) -> usize {
         self.raw.num_tokens()
     }

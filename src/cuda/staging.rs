@@ -14,12 +14,12 @@ use crate::{
     error::LoadError,
 };
 
-/// Bytes of each buffer.
+/// Size of each buffer.
 const BUFFER_BYTES: usize = 8 << 20;
 const _: () = assert!(BUFFER_BYTES >= MIN_STAGING_BYTES);
 
-/// The way of adapters to the device: two page-locked buffers of 8 MiB, of which one is packed while the other is copied, and a stream
-/// of its own for the copies. One loader thread at a time uses it; an engine has as many as it has loader threads.
+/// Copies adapters to the device through two page-locked buffers of 8 MiB, one of which is filled while the other is copied, on a
+/// stream of its own. Use one per loader thread.
 #[derive(Debug)]
 pub struct Staging {
     // Dropped, and waited for, before the stream.
@@ -28,7 +28,7 @@ pub struct Staging {
     stream: OwnStream,
 }
 
-/// A stream that cudarc does not know of, so that the engine's context is not switched to multi-stream event tracking.
+/// A stream that cudarc does not know, so that it does not turn on multi-stream event tracking in the engine's context.
 #[derive(Debug)]
 struct OwnStream {
     context: Arc<CudaContext>,
@@ -51,10 +51,10 @@ impl Drop for OwnStream {
 }
 
 impl Staging {
-    /// Allocates the buffers, in the context of `queue`.
+    /// Allocates the buffers in the context of `queue`.
     ///
     /// # Errors
-    /// If there is no page-locked memory left.
+    /// [`LaunchError`] if page-locked memory is exhausted.
     pub fn new(queue: &Queue) -> Result<Self, LaunchError> {
         queue.bind()?;
         let buffer = || Pinned::new(BUFFER_BYTES, 0);
@@ -68,25 +68,25 @@ impl Staging {
         &self.stream.context
     }
 
-    /// Has the copies from now on wait, on the device, for an event.
+    /// Makes later copies wait for an event, on the device.
     pub(super) fn wait_for(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are alive.
         Ok(unsafe { result::stream::wait_event(self.stream.stream, event.cu_event(), flags) }?)
     }
 
-    /// Records an event behind the copies so far.
+    /// Records an event after the copies so far.
     pub(super) fn record(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
         // SAFETY: both are alive.
         Ok(unsafe { result::event::record(event.cu_event(), self.stream.stream) }?)
     }
 
-    /// Packs an image and enqueues its copies, piece by piece: the host never holds all of it. Blocks this thread while both buffers are
-    /// being copied.
+    /// Writes an image piece by piece and enqueues the copies, so that the host never holds all of it. Blocks this thread while
+    /// both buffers are being copied.
     ///
     /// # Safety
-    /// `to` addresses as many bytes of device memory as the image has, of the staging's context, which stay mapped until the copies
-    /// have run, and which nothing else uses that is not ordered against the staging's stream.
+    /// `to` is the address of [`SlotImage::bytes`] bytes of device memory in the staging's context. They stay mapped until the
+    /// copies have run, and other work uses them only if it is ordered against the staging's stream.
     pub(super) unsafe fn copy_image(
         &mut self,
         to: u64,
@@ -102,7 +102,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Enqueues the copy of `bytes`, by the buffers.
+    /// Enqueues a copy of `bytes`, through the buffers.
     ///
     /// # Safety
     /// As for [`copy_image`](Self::copy_image).

@@ -10,15 +10,15 @@ use super::{
     region::Kept,
 };
 
-/// A step of a batch: what all its operations have in common, checked once.
+/// The operations of one batch. The step checks once what they share: table, batch, workspace and stream.
 ///
-/// [`WeightTable::step`](super::WeightTable::step) begins one whose operations are enqueued at once,
-/// [`WeightTable::capture`](super::WeightTable::capture) one whose operations are recorded.
+/// [`WeightTable::step`](super::WeightTable::step) creates a step that enqueues its operations,
+/// [`WeightTable::capture`](super::WeightTable::capture) one that records them.
 #[derive(Debug)]
 pub struct Step<'a> {
     queue: Queue,
     raw: raw::Step,
-    /// What its operations work on, if it is captured. It belongs to the capture, so that a step that is moved still adds to it.
+    /// The operands of a captured step. They belong to the capture, so that moving the step cannot lose them.
     kept: Option<&'a Mutex<Vec<Kept>>>,
     operands: PhantomData<&'a mut ()>,
 }
@@ -28,49 +28,49 @@ impl<'a> Step<'a> {
         Self { queue: queue.clone(), raw, kept, operands: PhantomData }
     }
 
-    /// Rows of the matrices that it is for.
+    /// Tokens in the batch, which is the number of rows of `[tokens, ..]` matrices.
     pub fn num_tokens(&self) -> usize {
         self.raw.batch.num_tokens()
     }
 
-    /// The queue that its operations are enqueued on, or captured from.
+    /// The queue of the operations.
     pub fn queue(&self) -> &Queue {
         &self.queue
     }
 
-    /// What the raw door calls it, for operations of that door beside these: one that is captured keeps nothing for them.
+    /// The step in the raw API, for further operations there. A captured step does not keep their operands alive.
     pub fn raw(&self) -> raw::Step {
         self.raw
     }
 
-    /// Whether its operations are recorded in a graph.
+    /// Whether the step is being captured.
     pub fn is_captured(&self) -> bool {
         self.kept.is_some()
     }
 
-    /// Makes the context current on this thread, and refuses a stream that somebody else captures.
+    /// Makes the context current on this thread. Rejects a stream that is captured by anything but this step.
     pub(super) fn enter(&self) -> Result<(), LaunchError> {
         if self.is_captured() { self.queue.bind() } else { self.queue.enter() }
     }
 
-    /// Keeps the memory of operands for as long as the graph may be replayed.
+    /// Keeps the memory of operands alive for the graph.
     pub(super) fn keep(&mut self, operands: impl IntoIterator<Item = Option<Kept>>) {
         if let Some(kept) = self.kept {
             kept.lock().unwrap_or_else(PoisonError::into_inner).extend(operands.into_iter().flatten());
         }
     }
 
-    /// The batch, for what is made of it in this step.
+    /// The batch of the step.
     pub(super) fn batch(&self) -> raw::RoutedBatch {
         self.raw.batch
     }
 }
 
 impl WeightTable {
-    /// Begins a step of a batch: checks once what its operations have in common.
+    /// Starts a step.
     ///
     /// # Errors
-    /// If the table, the batch and the workspace are not of one queue, or its stream is being captured.
+    /// [`LaunchError`] if the table, batch and workspace belong to different queues, or the stream is being captured.
     pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
         let queue = self.queue();
         queue.check("the batch", batch.queue())?;
@@ -79,15 +79,15 @@ impl WeightTable {
         Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
     }
 
-    /// Captures a step of up to `num_tokens` rows in a graph: what `record` enqueues by the step that it is given. The graph keeps the
-    /// table, the routing's memory, the workspace's and that of the operands, which are to be [`Buffer`](super::Buffer)s; it keeps
-    /// nothing for what `record` enqueues by other means.
+    /// Captures a step of up to `num_tokens` tokens as a graph of the operations that `record` enqueues. The graph keeps the table,
+    /// the routing, the workspace and all operands alive. Operands must be [`Buffer`](super::Buffer)s. Other work that `record`
+    /// enqueues is captured, too, but its memory is not kept.
     ///
-    /// Replays follow what is loaded and [routed](Routing::update) by then.
+    /// Replays use the adapters and the [routing](Routing::update) at the time of the replay.
     ///
     /// # Errors
-    /// If `num_tokens` is past the routing's capacity; the table, the routing and the workspace are not of one queue; its stream is
-    /// being captured; nothing was captured; or what `record` returns. The stream is as it was.
+    /// [`LaunchError`] if `num_tokens` exceeds the routing's capacity, the table, routing and workspace belong to different queues,
+    /// the stream is being captured, or no work was captured; or the error of `record`. The stream remains usable.
     pub fn capture<E: From<LaunchError>>(
         &self,
         routing: &Routing,

@@ -18,16 +18,15 @@ use crate::{
     adapter::SlotImage,
     error::{LoadError, SlotError},
     model::Model,
-    plan::{Capacity, ExpertsPlan, LinearPlan, PlanError, WorkspaceBytes},
+    plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
     residency::{Bounds, Resident, SlotInfo, Slots, Usage},
 };
 
-/// The adapters in device memory, a slot each: one arena of exact-size blocks, and the descriptor table over them. Clones are the same
-/// table.
+/// Adapters in device memory, one per slot: an arena of blocks of exact size, and the descriptor table that points into it. Clones
+/// refer to the same table.
 ///
-/// Loading and stepping share nothing but the device: one thread may begin steps while others reserve, fill and commit. A slot changes
-/// in the order of the queue: what is enqueued before sees the adapter that was there, what is enqueued after sees the new one. The
-/// table's address never changes, so captured graphs follow what the slots hold.
+/// One thread may step while others reserve, fill and commit. A slot changes in stream order: work enqueued before a commit sees
+/// the previous adapter, work enqueued after it the new one. The table's address never changes, so graphs follow the current slots.
 #[derive(Clone)]
 #[doc(alias = "max_loras")]
 #[doc(alias = "lora_a_stacked")]
@@ -41,7 +40,7 @@ struct Shared {
     arena: Arc<Arena>,
     table: Region,
     slots: Slots<Room>,
-    /// That of [`WeightTable::load`].
+    /// For [`WeightTable::load`].
     staging: Mutex<Option<Staging>>,
 }
 
@@ -57,11 +56,11 @@ impl fmt::Debug for WeightTable {
 }
 
 impl WeightTable {
-    /// A table of `capacity.num_slots` empty slots for the adapters of `model`, with `arena_bytes` for their factors of `dtype`
-    /// ([`arena_bytes`](Self::arena_bytes) counts them).
+    /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`, with an arena of `arena_bytes` bytes for
+    /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits or there is no memory left.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(
         queue: &Queue,
         model: &Model,
@@ -84,33 +83,33 @@ impl WeightTable {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// The bytes of an arena in which there is room for these adapters at once, loaded one at a time in any order. They are more than the
-    /// sum of the adapters' [`bytes`](SlotImage::bytes): a commit needs a row of descriptors beside the adapter, of
-    /// [`num_entries`](Model::num_entries) times the size of a [`Descriptor`], and the allocator a gap that is up to an eighth larger than
-    /// the adapter.
+    /// Size of an arena in bytes that has room for all these adapters, loaded one at a time in any order.
     ///
-    /// An engine that replaces adapters while all others stay loaded counts the largest one twice: the old one and the new one are there
-    /// at once.
+    /// It is more than the sum of [`SlotImage::bytes`]: a load also needs [`num_entries`](Model::num_entries) [`Descriptor`]s, and the
+    /// allocator a free block that is up to an eighth larger than the adapter.
+    ///
+    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once.
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
         let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
         arena::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
     }
 
-    /// Loads an adapter into a slot, in place of the one that was there: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
-    /// [`commit`](Self::commit), with a [`Staging`] of the table's own. There must be room for the new adapter beside the old one.
+    /// Loads an adapter into a slot and replaces the previous one: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
+    /// [`commit`](Self::commit), with a [`Staging`] of the table. The arena must have room for both.
     ///
-    /// Packs on rayon's threads, and blocks this thread until the copies are done. Steps of other threads go on meanwhile.
+    /// Weights are converted on rayon's threads. Blocks this thread until the copies have finished; other threads may step
+    /// meanwhile.
     ///
     /// # Errors
-    /// If the image does not fit the table, a weight cannot be represented, the arena is full, or the queue's stream is being captured.
-    /// The slot is as it was.
+    /// [`LoadError`] if the image does not match the table, the arena is full, a weight has no finite value in the table's element
+    /// type, or the stream is being captured. The slot is then unchanged.
     pub fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
 
-    /// As [`load`](Self::load), and calls `progress` with how many of the image's [`bytes`](SlotImage::bytes) are packed and enqueued to be
-    /// copied, each time that there are more: adapters of experts may have gigabytes.
+    /// Like [`load`](Self::load), and calls `progress` with the number of bytes whose copies have been enqueued, out of
+    /// [`SlotImage::bytes`].
     ///
     /// # Errors
     /// As for `load`.
@@ -138,7 +137,7 @@ impl WeightTable {
     /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being captured.
     ///
     /// # Errors
-    /// If the image does not fit the table, or there is no room.
+    /// [`LoadError`] if the image does not match the table or the arena is full.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
         bounds.check(image)?;
@@ -154,11 +153,12 @@ impl WeightTable {
         })
     }
 
-    /// Puts an adapter into a slot, in place of the one that was there, in the order of the queue: what is enqueued from now on waits, on
-    /// the device, for the adapter's copies. Copies nothing from the host and waits for nothing on it.
+    /// Puts an adapter into a slot and replaces the previous one, in stream order. Work enqueued after it waits on the device for
+    /// the adapter's copies. The host neither copies nor waits.
     ///
     /// # Errors
-    /// If there is no such slot, the room is of another table, or the queue's stream is being captured. The slot is as it was.
+    /// [`LoadError`] if the slot does not exist, the room was reserved in another table, or the stream is being captured. The slot
+    /// is then unchanged.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
         let Filled { mut reservation, max_rank } = filled;
         if !Arc::ptr_eq(&self.shared.arena, &reservation.arena) {
@@ -187,10 +187,10 @@ impl WeightTable {
         Ok(resident)
     }
 
-    /// Empties a slot, in the order of the queue: its tokens are the base model's from now on.
+    /// Empties a slot in stream order. Its tokens are base tokens in work enqueued after it.
     ///
     /// # Errors
-    /// If there is no such slot, or the queue's stream is being captured.
+    /// [`LoadError`] if the slot does not exist, or the stream is being captured.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
         let Shared { queue, slots, arena, .. } = &*self.shared;
         let index = slots.index(slot)?;
@@ -210,53 +210,53 @@ impl WeightTable {
         Ok(())
     }
 
-    /// Refuses adapters that are no longer where they were loaded. Takes no lock.
+    /// Rejects adapters that have been unloaded or replaced. Takes no lock.
     ///
-    /// A check before a step's operations finds what has gone by then. A check behind them that passes says that all of them were
-    /// enqueued before any of these slots changed: an engine that commits on another thread than it steps on checks there, too.
+    /// Checking before a step finds changes made until then. If another thread may commit, check after the step's operations, too:
+    /// if that passes, every operation was enqueued before any of these slots changed.
     ///
     /// # Errors
-    /// If one has been unloaded or replaced.
+    /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
     pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
         self.shared.slots.check(residents)
     }
 
-    /// What a slot holds, if it is loaded.
+    /// The content of a slot; `None` if it is empty.
     pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
         self.shared.slots.lock().info(slot.index()?)
     }
 
-    /// What the loaded slots hold, in the order of slots.
+    /// The contents of all loaded slots, by slot.
     pub fn loaded(&self) -> Vec<SlotInfo> {
         self.shared.slots.lock().infos()
     }
 
-    /// The arena's bytes, used and free. An adapter that is being loaded also uses a row of descriptors.
+    /// Memory use of the arena. Besides the factors, a load in progress uses the size of one slot's descriptors.
     pub fn usage(&self) -> Usage {
         self.shared.arena.usage()
     }
 
-    /// Whether there is room for an adapter now.
+    /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
         self.shared.arena.fits(self.shared.rooms_of(image))
     }
 
-    /// The model that it was made for.
+    /// The model of the adapters.
     pub fn model(&self) -> &Model {
         &self.shared.bounds.model
     }
 
-    /// The element type of the factors, and of the operands of a step.
+    /// The element type of factors and operands.
     pub fn dtype(&self) -> DType {
         self.shared.bounds.dtype
     }
 
-    /// The bounds that it was made for.
+    /// The capacity of the table.
     pub fn capacity(&self) -> Capacity {
         self.shared.bounds.capacity
     }
 
-    /// The queue that it was made on.
+    /// The queue of the table.
     pub fn queue(&self) -> &Queue {
         &self.shared.queue
     }
@@ -265,21 +265,25 @@ impl WeightTable {
         self.shared.clone()
     }
 
-    /// What the raw door calls it.
+    /// The table in the raw API.
     pub fn raw(&self) -> raw::Table {
         let Bounds { model, dtype, capacity } = &self.shared.bounds;
         raw::Table::new(model, *dtype, self.shared.table.region().ptr, capacity.num_slots, capacity.max_rank)
     }
 
-    /// A workspace that is enough for every layer of the model.
+    /// Workspace for any layer of the model.
     ///
     /// # Errors
-    /// If no kernel takes the shape of one of them. Experts of which no [`top_k`](crate::model::Experts::top_k) was described count
-    /// for nothing.
+    /// [`PlanError`] if the kernels do not support a layer. Experts without [`Experts::top_k`](crate::model::Experts::top_k) are
+    /// ignored.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
         let Bounds { model, dtype, capacity } = &self.shared.bounds;
-        let linears =
-            model.linears().iter().map(|site| Ok(LinearPlan::new(site, *dtype, *capacity)?.workspace_bytes()));
+        let linears = model.linears().iter().map(|site| {
+            // A layer that no fused linear takes needs nothing for one.
+            let fused = ForwardPlan::new(site, *dtype, *capacity);
+            let fused = fused.map_or_else(|_| WorkspaceBytes::default(), |plan| plan.workspace_bytes());
+            Ok(LinearPlan::new(site, *dtype, *capacity)?.workspace_bytes().max(fused))
+        });
         let experts = model.expert_layers().iter().filter(|site| site.top_k() > 0);
         let experts = experts.map(|site| Ok(ExpertsPlan::new(site, *dtype, *capacity)?.workspace_bytes()));
         linears.chain(experts).try_fold(WorkspaceBytes::default(), |most, bytes| Ok(most.max(bytes?)))
@@ -287,7 +291,7 @@ impl WeightTable {
 }
 
 impl Shared {
-    /// Bytes of the rooms that an image takes: its block, and its row of descriptors on the way to the table.
+    /// Sizes of the rooms that an image needs: for its factors, and for its descriptors on the way to the table.
     fn rooms_of(&self, image: &SlotImage<'_>) -> [usize; 2] {
         [image.bytes(), self.row_bytes()]
     }
@@ -296,7 +300,7 @@ impl Shared {
         row_bytes(self.bounds.model.num_entries())
     }
 
-    /// Where a slot's descriptors are.
+    /// The descriptors of a slot.
     fn row(&self, index: usize) -> DeviceRegion {
         let bytes = self.row_bytes();
         DeviceRegion { ptr: self.table.region().ptr + (index * bytes) as u64, bytes }

@@ -1,4 +1,4 @@
-//! An adapter on its way into a weight table: room is reserved, filled, and then committed to a slot.
+//! Loading an adapter into a weight table: reserve, fill, commit.
 
 #![expect(unsafe_code, reason = "copies to memory of its own")]
 
@@ -18,22 +18,22 @@ use crate::{
     residency::Bounds,
 };
 
-/// Room for an adapter in a table. Dropping it gives the room back. May be filled by any thread.
+/// Room for an adapter in a table. Any thread may fill it. Dropping it frees the room.
 #[derive(Debug)]
 #[must_use]
 pub struct Reservation {
     pub(super) arena: Arc<Arena>,
     pub(super) bounds: Bounds,
-    /// For the block, and for its row of descriptors on the way to the table; until they are given to a slot or back.
+    /// For the factors, and for the descriptors on their way to the table. `None` once they belong to a slot.
     pub(super) rooms: Option<[Room; 2]>,
     pub(super) image_bytes: usize,
     /// Work that may still use the room.
     pub(super) waits: Vec<Arc<CudaEvent>>,
-    /// The last work that writes it.
+    /// The last work that writes to the room.
     pub(super) written: Option<Arc<CudaEvent>>,
 }
 
-/// An adapter on the device or on its way there, which no slot has yet. Dropping it gives the room back.
+/// An adapter whose copies to the device are enqueued, and which is not in a slot yet. Dropping it frees its room.
 #[derive(Debug)]
 #[must_use]
 pub struct Filled {
@@ -42,21 +42,22 @@ pub struct Filled {
 }
 
 impl Reservation {
-    /// Bytes of the image that it is for.
+    /// Size of the image that the room was reserved for, in bytes.
     pub fn bytes(&self) -> usize {
         self.image_bytes
     }
 
-    /// Packs the adapter that the room was reserved for, and enqueues its copies on the staging's own stream, also while the queue's is
-    /// being captured. Blocks this thread while both of the staging's buffers are being copied.
+    /// Converts the adapter's weights and enqueues their copies on the staging's stream, also while the queue's stream is being captured.
+    /// Blocks this thread while both staging buffers are being copied.
     ///
     /// # Errors
-    /// If a weight cannot be represented, the image is another one, or the staging is of another context.
+    /// [`LoadError`] if a weight has no finite value in the table's element type, the image is not the one that the room was
+    /// reserved for, or the staging belongs to another context.
     pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
         self.fill_with_progress(image, staging, |_| ())
     }
 
-    /// As [`fill`](Self::fill), and calls `progress` with the bytes that are packed and enqueued, each time that there are more.
+    /// Like [`fill`](Self::fill), and calls `progress` with the number of bytes whose copies have been enqueued.
     ///
     /// # Errors
     /// As for `fill`.
@@ -111,16 +112,16 @@ impl Drop for Reservation {
 }
 
 impl Filled {
-    /// Whether the copies are done.
+    /// Whether the copies have finished.
     pub fn is_ready(&self) -> bool {
         let _relaxed = Relaxed::new();
         self.reservation.written.as_ref().is_none_or(|written| written.is_complete())
     }
 
-    /// Blocks this thread until the copies are done: what is committed then delays no step.
+    /// Blocks this thread until the copies have finished. A commit after that does not delay any step.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn wait(&self) -> Result<(), LaunchError> {
         let _relaxed = Relaxed::new();
         Ok(self.reservation.written.as_ref().map_or(Ok(()), |written| written.synchronize())?)

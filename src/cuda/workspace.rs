@@ -6,7 +6,7 @@ use super::{
 };
 use crate::plan::WorkspaceBytes;
 
-/// Scratch for the operations of a step. Any number of layers and graphs of one queue share one.
+/// Scratch memory for the operations of a step. All layers and graphs of a queue may share one workspace.
 #[derive(Debug)]
 pub struct Workspace {
     mailbox: Arc<Region>,
@@ -14,18 +14,19 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// One that is enough for every layer of the table's model.
+    /// A workspace for any layer of the table's model.
     ///
     /// # Errors
-    /// If no kernel takes the shape of a layer, or there is no memory left.
+    /// [`LaunchError`] if the kernels do not support a layer, or device memory is exhausted.
     pub fn new(weights: &WeightTable) -> Result<Self, LaunchError> {
         Self::with_bytes(weights.queue(), weights.workspace_bytes()?)
     }
 
-    /// One of that size: the [maximum](WorkspaceBytes::max) of what the layers' [`LinearPlan::workspace_bytes`](crate::plan::LinearPlan::workspace_bytes) ask for.
+    /// A workspace of this size: the [maximum](WorkspaceBytes::max) over the layers' plans, such as
+    /// [`LinearPlan::workspace_bytes`](crate::plan::LinearPlan::workspace_bytes).
     ///
     /// # Errors
-    /// If there is no memory left.
+    /// [`LaunchError`] if device memory is exhausted.
     pub fn with_bytes(queue: &Queue, bytes: WorkspaceBytes) -> Result<Self, LaunchError> {
         let region = |bytes| Ok::<_, LaunchError>(Arc::new(Region::new(queue, bytes)?));
         Ok(Self { mailbox: region(bytes.mailbox)?, partials: region(bytes.partials)? })
@@ -39,7 +40,7 @@ impl Workspace {
         [self.mailbox.clone(), self.partials.clone()]
     }
 
-    /// What the raw door calls it.
+    /// The workspace in the raw API.
     pub fn raw(&self) -> raw::Workspace {
         raw::Workspace { mailbox: self.mailbox.region(), partials: self.partials.region() }
     }

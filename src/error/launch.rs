@@ -27,6 +27,14 @@ pub enum LaunchError {
     /// replayed after the operands are freed.
     #[error("the stream is being captured; capture with `WeightTable::capture` or the raw API instead")]
     Capturing,
+    /// The device is too old for the operation.
+    #[error("the fused linear needs a device of compute capability 9.0 or newer; this one has {major}.{minor}")]
+    ComputeCapability {
+        /// Major compute capability of the device.
+        major: i32,
+        /// Minor compute capability of the device.
+        minor: i32,
+    },
     /// The CUDA driver returned an error.
     #[error("the CUDA driver returned an error: {0}")]
     Driver(#[from] DriverError),
@@ -48,6 +56,16 @@ pub enum LaunchError {
         operand: &'static str,
         /// The required alignment in bytes.
         alignment: usize,
+    },
+    /// The rows of an operand are not sufficiently aligned.
+    #[error("each row of `{operand}` must begin at a multiple of {alignment} bytes, but rows are {stride_bytes} apart")]
+    MisalignedRows {
+        /// Name of the operand.
+        operand: &'static str,
+        /// The required alignment in bytes.
+        alignment: usize,
+        /// Distance between the beginnings of two rows, in bytes.
+        stride_bytes: usize,
     },
     /// No CUDA driver is installed.
     #[error("no CUDA driver was found on this machine")]

@@ -10,6 +10,14 @@ pub enum OperandError {
         /// The activation given.
         activation: Activation,
     },
+    /// The bias does not have one element for each output of the layer.
+    #[error("`bias` has {got} elements, but the layer has {want} outputs")]
+    Bias {
+        /// Its length.
+        got: usize,
+        /// Outputs of all slices of the layer.
+        want: usize,
+    },
     /// The element type of an operand is not that of the table.
     #[error("`{operand}` is {got}, but must be {want}")]
     DType {
@@ -80,6 +88,14 @@ pub enum OperandError {
         want_rows: usize,
         /// Required columns.
         want_cols: usize,
+    },
+    /// The base weights are not one matrix for each slice of the layer.
+    #[error("`W` is {got} matrices, but the layer has {want} slices")]
+    Slices {
+        /// Number of matrices given.
+        got: usize,
+        /// Number of slices.
+        want: usize,
     },
     /// The router's choice and the batch differ in their number of tokens.
     #[error("the router chose experts for {got} tokens, but the batch has {want}")]

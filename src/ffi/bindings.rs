@@ -26,6 +26,13 @@ pub const ARIL_MAILBOX_HEADER: i32 = 128;
 pub const ARIL_WORD_BYTES: i32 = 8;
 pub const ARIL_GROUP_WORDS: i32 = 4;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
+pub const ARIL_FORWARD_TOKENS: i32 = 64;
+pub const ARIL_FORWARD_UNIT_ROWS: i32 = 16;
+pub const ARIL_FORWARD_BLOCK_ROWS: i32 = 32;
+pub const ARIL_FORWARD_UNITS: i32 = 6;
+pub const ARIL_FORWARD_SPLIT_UNITS: i32 = 12;
+pub const ARIL_FORWARD_PARTS: i32 = 4;
+pub const ARIL_FORWARD_ALIGNMENT: i32 = 16;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
 pub const ARIL_ERR_BLOCK_ORDER: i32 = -3;
@@ -277,6 +284,159 @@ const _: () = {
     [
         "Offset of field: aril_linear_args::routing",
     ][::core::mem::offset_of!(aril_linear_args, routing) - 144usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_forward_map {
+    pub tensor_maps: [[u64; 16usize]; 8usize],
+    pub splits: i32,
+    pub units: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_forward_map"][::core::mem::size_of::<aril_forward_map>() - 1032usize];
+    [
+        "Alignment of aril_forward_map",
+    ][::core::mem::align_of::<aril_forward_map>() - 8usize];
+    [
+        "Offset of field: aril_forward_map::tensor_maps",
+    ][::core::mem::offset_of!(aril_forward_map, tensor_maps) - 0usize];
+    [
+        "Offset of field: aril_forward_map::splits",
+    ][::core::mem::offset_of!(aril_forward_map, splits) - 1024usize];
+    [
+        "Offset of field: aril_forward_map::units",
+    ][::core::mem::offset_of!(aril_forward_map, units) - 1028usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_base_weights {
+    pub dtype: i32,
+    pub in_features: i32,
+    pub splits: i32,
+    pub units: i32,
+    pub num_slices: i32,
+    pub out_features: [i32; 8usize],
+    pub slices: [*const ::core::ffi::c_void; 8usize],
+    pub strides: [i64; 8usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of aril_base_weights",
+    ][::core::mem::size_of::<aril_base_weights>() - 184usize];
+    [
+        "Alignment of aril_base_weights",
+    ][::core::mem::align_of::<aril_base_weights>() - 8usize];
+    [
+        "Offset of field: aril_base_weights::dtype",
+    ][::core::mem::offset_of!(aril_base_weights, dtype) - 0usize];
+    [
+        "Offset of field: aril_base_weights::in_features",
+    ][::core::mem::offset_of!(aril_base_weights, in_features) - 4usize];
+    [
+        "Offset of field: aril_base_weights::splits",
+    ][::core::mem::offset_of!(aril_base_weights, splits) - 8usize];
+    [
+        "Offset of field: aril_base_weights::units",
+    ][::core::mem::offset_of!(aril_base_weights, units) - 12usize];
+    [
+        "Offset of field: aril_base_weights::num_slices",
+    ][::core::mem::offset_of!(aril_base_weights, num_slices) - 16usize];
+    [
+        "Offset of field: aril_base_weights::out_features",
+    ][::core::mem::offset_of!(aril_base_weights, out_features) - 20usize];
+    [
+        "Offset of field: aril_base_weights::slices",
+    ][::core::mem::offset_of!(aril_base_weights, slices) - 56usize];
+    [
+        "Offset of field: aril_base_weights::strides",
+    ][::core::mem::offset_of!(aril_base_weights, strides) - 120usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_forward_args {
+    pub dtype: i32,
+    pub num_tokens: i32,
+    pub accumulates: i32,
+    pub polls: i32,
+    pub withholds: i32,
+    pub in_features: i32,
+    pub num_slices: i32,
+    pub out_features: [i32; 8usize],
+    pub map: *const aril_forward_map,
+    pub x: *const ::core::ffi::c_void,
+    pub x_stride: i64,
+    pub bias: *const ::core::ffi::c_void,
+    pub y: *mut ::core::ffi::c_void,
+    pub y_stride: i64,
+    pub mailbox: *mut ::core::ffi::c_void,
+    pub mailbox_bytes: u64,
+    pub weights: aril_weights,
+    pub routing: aril_routing,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of aril_forward_args",
+    ][::core::mem::size_of::<aril_forward_args>() - 224usize];
+    [
+        "Alignment of aril_forward_args",
+    ][::core::mem::align_of::<aril_forward_args>() - 8usize];
+    [
+        "Offset of field: aril_forward_args::dtype",
+    ][::core::mem::offset_of!(aril_forward_args, dtype) - 0usize];
+    [
+        "Offset of field: aril_forward_args::num_tokens",
+    ][::core::mem::offset_of!(aril_forward_args, num_tokens) - 4usize];
+    [
+        "Offset of field: aril_forward_args::accumulates",
+    ][::core::mem::offset_of!(aril_forward_args, accumulates) - 8usize];
+    [
+        "Offset of field: aril_forward_args::polls",
+    ][::core::mem::offset_of!(aril_forward_args, polls) - 12usize];
+    [
+        "Offset of field: aril_forward_args::withholds",
+    ][::core::mem::offset_of!(aril_forward_args, withholds) - 16usize];
+    [
+        "Offset of field: aril_forward_args::in_features",
+    ][::core::mem::offset_of!(aril_forward_args, in_features) - 20usize];
+    [
+        "Offset of field: aril_forward_args::num_slices",
+    ][::core::mem::offset_of!(aril_forward_args, num_slices) - 24usize];
+    [
+        "Offset of field: aril_forward_args::out_features",
+    ][::core::mem::offset_of!(aril_forward_args, out_features) - 28usize];
+    [
+        "Offset of field: aril_forward_args::map",
+    ][::core::mem::offset_of!(aril_forward_args, map) - 64usize];
+    [
+        "Offset of field: aril_forward_args::x",
+    ][::core::mem::offset_of!(aril_forward_args, x) - 72usize];
+    [
+        "Offset of field: aril_forward_args::x_stride",
+    ][::core::mem::offset_of!(aril_forward_args, x_stride) - 80usize];
+    [
+        "Offset of field: aril_forward_args::bias",
+    ][::core::mem::offset_of!(aril_forward_args, bias) - 88usize];
+    [
+        "Offset of field: aril_forward_args::y",
+    ][::core::mem::offset_of!(aril_forward_args, y) - 96usize];
+    [
+        "Offset of field: aril_forward_args::y_stride",
+    ][::core::mem::offset_of!(aril_forward_args, y_stride) - 104usize];
+    [
+        "Offset of field: aril_forward_args::mailbox",
+    ][::core::mem::offset_of!(aril_forward_args, mailbox) - 112usize];
+    [
+        "Offset of field: aril_forward_args::mailbox_bytes",
+    ][::core::mem::offset_of!(aril_forward_args, mailbox_bytes) - 120usize];
+    [
+        "Offset of field: aril_forward_args::weights",
+    ][::core::mem::offset_of!(aril_forward_args, weights) - 128usize];
+    [
+        "Offset of field: aril_forward_args::routing",
+    ][::core::mem::offset_of!(aril_forward_args, routing) - 152usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -741,6 +901,18 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_linear_expand(
         args: *const aril_linear_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_forward_maps(
+        weights: *const aril_base_weights,
+        map: *mut aril_forward_map,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_linear_forward(
+        args: *const aril_forward_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

@@ -240,7 +240,7 @@ impl Model {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#[expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod tests {
     use crate::model::{Linear, ModelSpec, Parallel, TpRank};
 

@@ -1,3 +1,5 @@
+use crate::DType;
+
 /// A layer or a capacity that the kernels do not support.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -5,6 +7,12 @@ pub enum PlanError {
     /// The layer id belongs to another model than the weights.
     #[error("the layer and the weights belong to different models")]
     Foreign,
+    /// The fused linear does not support the element type.
+    #[error("the fused linear supports bf16 and f16, not {got}")]
+    FusedDType {
+        /// The element type given.
+        got: DType,
+    },
     /// A size is outside its limits.
     #[error("{what} is {value}, but must be 1 to {max}")]
     Limit {
@@ -14,5 +22,15 @@ pub enum PlanError {
         value: usize,
         /// The largest allowed value.
         max: usize,
+    },
+    /// A size is not a multiple of what the kernels require.
+    #[error("{what} is {value}, but must be a multiple of {of}")]
+    Multiple {
+        /// Name of the size.
+        what: &'static str,
+        /// The value given.
+        value: usize,
+        /// The required divisor.
+        of: usize,
     },
 }

@@ -6,6 +6,7 @@
 mod capacity;
 mod error;
 mod experts;
+mod forward;
 mod linear;
 mod thresholds;
 mod workspace;
@@ -14,8 +15,9 @@ pub use self::{
     capacity::{AlignCapacity, Capacity, RouteCapacity},
     error::PlanError,
     experts::{ExpertsPlan, ProjectionPlan},
+    forward::ForwardPlan,
     linear::LinearPlan,
-    thresholds::MAX_SLOTS,
+    thresholds::{MAX_FORWARD_TOKENS, MAX_SLOTS},
     workspace::WorkspaceBytes,
 };
 #[cfg(feature = "cuda")]

@@ -1,7 +1,8 @@
 //! Every number that a plan decides by, and the questions that plans ask of them.
 //!
 //! Limits and tile shapes are those of the kernels, from `csrc/aril.h`. The other thresholds were measured on an H100 SXM; each says
-//! what it was measured against. No result depends on a threshold: every choice is bit-identical.
+//! what it was measured against. No result depends on a threshold: every choice is bit-identical. The exception is how many blocks
+//! share a row of a fused linear ([`forward`]), which is a function of the layer's shape alone.
 
 use crate::ffi;
 
@@ -127,4 +128,29 @@ pub(super) mod experts {
     /// many are no faster, and take longer to find that they have none.
     pub(in crate::plan) const MAX_WIDE_SHRINK: usize = 8 * MULTIPROCESSORS;
     pub(in crate::plan) const MAX_WIDE_EXPAND: usize = 9 * MULTIPROCESSORS;
+}
+
+/// The largest number of tokens of a fused linear.
+pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
+
+/// How a fused linear is launched.
+pub(super) mod forward {
+    use super::MULTIPROCESSORS;
+    use crate::{DType, ffi};
+
+    /// Rows of W that a warp multiplies at once, and that the rows of a slice are padded to.
+    pub(in crate::plan) const UNIT_ROWS: usize = ffi::ARIL_FORWARD_UNIT_ROWS as usize;
+    pub(in crate::plan) const BLOCK_ROWS: usize = ffi::ARIL_FORWARD_BLOCK_ROWS as usize;
+    /// Units of a cluster of two blocks, at most.
+    pub(in crate::plan) const SPLIT_UNITS: usize = ffi::ARIL_FORWARD_SPLIT_UNITS as usize;
+    /// Parts of the input features, whose sums of `A x` are handed over; and ranks that are handed over together.
+    pub(in crate::plan) const PARTS: usize = ffi::ARIL_FORWARD_PARTS as usize;
+    pub(in crate::plan) const RANK_TILE: usize = 16;
+    /// Rows of W and x are a multiple of so many 16-bit elements.
+    pub(in crate::plan) const ALIGNED_FEATURES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize / DType::BF16.bytes();
+    /// The kernel counts features, and bytes of rows, in `i32`.
+    pub(in crate::plan) const MAX_FEATURES: usize = i32::MAX as usize / 4;
+
+    /// Blocks of a launch, unless the layer is very large. It is the same on every device, because the order of sums depends on it.
+    pub(in crate::plan) const BLOCKS: usize = MULTIPROCESSORS;
 }

@@ -97,7 +97,7 @@ fn the_rank_is_the_tensors() {
 /// PEFT does not load what has another shape than it made.
 #[test]
 fn ranks_are_those_of_the_configuration() {
-    refused!(with("r", json!(4)), RankField, "`q_proj.lora_A.weight` has rank 2", "`r`", "module 4");
+    refused!(with("r", json!(4)), RankField, "`q_proj.lora_A.weight` has rank 2", "`r`", "requires 4");
     refused!(
         with("rank_pattern", json!({"q_proj": 3})),
         RankField,

@@ -871,7 +871,7 @@ fn modules_that_experts_do_not_have() {
     refused!(stacked(&[2, 513, 8], &[2, 6, 513]), Rank, expert("up_proj.lora_A"), "rank 513");
     // Two A's where there is one module.
     refused!(stacked(&[2, 4, 8], &[2, 6, 2]), RankMismatch, expert("up_proj.lora_A"));
-    refused!(one(&expert("gate_up_proj"), &[2, 8], &[24, 2]), ExpertShapes, "gate and up apart");
+    refused!(one(&expert("gate_up_proj"), &[2, 8], &[24, 2]), ExpertShapes, "separate gate and up");
     refused!(one(&expert("up_proj"), &[2, 8], &[6, 2]), ExpertShapes, "[experts * out, rank]");
     refused!(
         one(PATH, &[3, 8], &[12, 3]),
@@ -901,7 +901,7 @@ fn factors_without_elements_are_refused() {
             (key.clone(), if key.contains(module) { crate::ones(&[0]) } else { tensor.clone() })
         };
         let refusal = plan_tensors(&case, &config, tensors.iter().map(empty).collect());
-        refused!(refusal, UnsupportedTensor, format!("experts.{module}.lora_A"), "without elements");
+        refused!(refusal, UnsupportedTensor, format!("experts.{module}.lora_A"), "an empty factor");
     }
     let elsewhere = |(key, _): &(String, Tensor)| (key.replace("layers.0", "layers.7"), crate::ones(&[0]));
     let refusal = plan_tensors(&case, &config, tensors.iter().cloned().chain(tensors.iter().map(elsewhere)).collect());
@@ -950,7 +950,7 @@ fn experts_without_a_gate() {
     assert_eq!(placeholder(&w_tensors, "0.up_proj").unwrap(), plain);
     let none: Vec<_> = tensors.iter().filter(|(key, _)| !key.contains("0.up_proj")).cloned().collect();
     for (tensors, key) in [(&none, "0.up_proj"), (&tensors, "down_proj"), (&tensors, "base_layer")] {
-        refused!(placeholder(tensors, key), UnsupportedTensor, format!("experts.{key}.lora_A"), "without elements");
+        refused!(placeholder(tensors, key), UnsupportedTensor, format!("experts.{key}.lora_A"), "an empty factor");
     }
     refused!(with("0.gate_proj", [&[2, 8], &[6, 2]]), NoPlace, "experts.0.gate_proj");
     refused!(with("gate_up_proj", [&[2, 2, 8], &[2, 12, 2]]), NoPlace, "experts.gate_up_proj");

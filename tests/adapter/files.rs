@@ -115,7 +115,7 @@ fn bytes_that_are_not_a_file_are_named() {
     let bytes = safetensors_bytes(&tensors);
     refused!(Adapter::from_safetensors(&config, [bytes.clone(), bytes[..9].to_vec()]), Safetensors, "file 1");
     refused!(Adapter::from_safetensors(&config, [bytes.clone(), bytes]), Duplicate, "in file 0", "in file 1");
-    refused!(Adapter::from_safetensors(&config, [[0; 0]; 0]), Empty, "no modules");
+    refused!(Adapter::from_safetensors(&config, [[0; 0]; 0]), Empty, "no factors");
 }
 
 /// Reading what is mapped then would kill the process.
@@ -215,7 +215,7 @@ fn pickles_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("adapter_config.json"), CONFIG).unwrap();
         fs::write(dir.path().join(name), b"cos\nsystem\n(S'exit 1'\ntR.").unwrap();
-        refused!(Adapter::open(dir.path()), Pickle, name, "pickle", "executes code");
+        refused!(Adapter::open(dir.path()), Pickle, name, "pickle", "execute code");
     }
 }
 
@@ -281,7 +281,7 @@ fn all_element_types_are_read() {
 fn an_index_that_is_not_one() {
     refused!(Adapter::open(sharded(|json| *json = json!([])).path()), Json, INDEX);
     refused!(Adapter::open(sharded(|json| *json = json!({"weight_map": 1})).path()), Json, INDEX);
-    refused!(Adapter::open(sharded(|json| json["weight_map"] = json!({})).path()), Empty, "no modules");
+    refused!(Adapter::open(sharded(|json| json["weight_map"] = json!({})).path()), Empty, "no factors");
 }
 
 #[test]

@@ -80,7 +80,7 @@ fn base_weights_of_embeddings_have_to_be_compared() {
         assert_eq!((weight.path(), weight.tensor().shape()), (path, &[8, 2][..]));
         refused!(adapter.plan(&model, DType::F32).map(drop), BaseWeight, format!("`{key}`"), "compare_base_weights");
         let other = adapter.compare_base_weights(|_| Ok::<_, AdapterError>(false));
-        refused!(other, OtherBase, format!("`{key}`"), "not the base model's");
+        refused!(other, OtherBase, format!("`{key}`"), "differs from the base model's");
         assert!(adapter.plan(&model, DType::F32).is_err());
         let same = |weight: &BaseWeight| Ok::<_, AdapterError>(weight.tensor().to_f32() == [1.0; 16]);
         adapter.compare_base_weights(same).unwrap();
@@ -169,8 +169,8 @@ fn a_pair_is_of_one_adapter_and_kind() {
 
 #[test]
 fn both_factors_are_needed() {
-    refused!(load(CONFIG, [("q.lora_A.weight", &[2, 8][..])]), MissingFactor, "`q.lora_A.weight`", "no B");
-    refused!(load(CONFIG, [("q.lora_B.weight", &[2, 8][..])]), MissingFactor, "`q.lora_B.weight`", "no A");
+    refused!(load(CONFIG, [("q.lora_A.weight", &[2, 8][..])]), MissingFactor, "`q.lora_A.weight`", "no matching B");
+    refused!(load(CONFIG, [("q.lora_B.weight", &[2, 8][..])]), MissingFactor, "`q.lora_B.weight`", "no matching A");
 }
 
 #[test]
@@ -187,8 +187,8 @@ fn factors_are_matrices_of_one_rank() {
 
 #[test]
 fn nothing_is_not_an_adapter() {
-    refused!(load(CONFIG, []), Empty, "no modules");
-    refused!(load(CONFIG, [("lm_head.base_layer.weight", &[8, 8][..])]), Empty, "no modules");
+    refused!(load(CONFIG, []), Empty, "no factors");
+    refused!(load(CONFIG, [("lm_head.base_layer.weight", &[8, 8][..])]), Empty, "no factors");
 }
 
 #[test]
@@ -222,7 +222,10 @@ fn keys_are_printable_ascii() {
         ["q_proj\n.lora_A.weight", "q proj.lora_A.weight", "q_pr\u{f6}j.lora_A.weight", "\u{1b}[31m.lora_A.weight"]
     {
         let text = with(key).unwrap_err().to_string();
-        assert!(text.contains("is not a tensor of a LoRA adapter") && !text.contains(char::is_control), "{text:?}");
+        assert!(
+            text.contains("is not a known tensor of a LoRA adapter") && !text.contains(char::is_control),
+            "{text:?}"
+        );
     }
 }
 

@@ -250,11 +250,11 @@ fn factors_are_for_modules_of_their_kind() {
         let head =
             load(CONFIG, [("lm_head.lora_embedding_A", &shapes[0][..]), ("lm_head.lora_embedding_B", &shapes[1])]);
         let result = head.unwrap().plan(&model, DType::F32).map(drop);
-        refused!(result, Kind, "`lm_head.lora_embedding_A` is of an embedding", "`lm_head` is a linear layer");
+        refused!(result, Kind, "`lm_head.lora_embedding_A` belongs to an embedding", "`lm_head` is a linear layer");
         let [a, b] = ["A", "B"].map(|side| format!("model.embed_tokens.lora_{side}.weight"));
         let result =
             load(CONFIG, [(&*a, &shapes[0][..]), (&b, &shapes[1])]).unwrap().plan(&model, DType::F32).map(drop);
-        refused!(result, Kind, "`model.embed_tokens.lora_A.weight` is of a linear layer", "is an embedding");
+        refused!(result, Kind, "`model.embed_tokens.lora_A.weight` belongs to a linear layer", "is an embedding");
     }
     let mut spec = ModelSpec::new();
     spec.experts(Experts::new("experts", 2, 8, 8)).unwrap();

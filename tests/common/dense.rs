@@ -231,16 +231,27 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
     case::cases(sizes.max_tokens, move |_, num_adapters| layers(sizes, num_adapters))
 }
 
-fn layers(Sizes { max_features, max_rank, .. }: Sizes, num_adapters: usize) -> impl Strategy<Value = Dense> {
+fn layers(sizes: Sizes, num_adapters: usize) -> impl Strategy<Value = Dense> {
+    let max = sizes.max_features;
+    let embeddings = (features(max), features(max)).prop_map(|(vocab, hidden)| Op::Embedding { vocab, hidden });
+    let op = prop_oneof![4 => linear_ops(max), 1 => embeddings];
+    adapted(op, sizes.max_rank, num_adapters)
+}
+
+/// Any linear layer.
+pub fn linears(sizes: Sizes, num_adapters: usize) -> impl Strategy<Value = Dense> {
+    adapted(linear_ops(sizes.max_features), sizes.max_rank, num_adapters)
+}
+
+fn linear_ops(max_features: usize) -> impl Strategy<Value = Op> {
     let slices = prop_oneof![
         3 => prop::collection::vec(features(max_features), 1..=3),
         1 => prop::collection::vec(1..=(max_features / 4), 4..=MAX_SLICES),
     ];
-    let op = prop_oneof![
-        4 => (features(max_features), slices).prop_map(|(in_features, slices)| Op::Linear { in_features, slices }),
-        1 => (features(max_features), features(max_features))
-            .prop_map(|(vocab, hidden)| Op::Embedding { vocab, hidden }),
-    ];
+    (features(max_features), slices).prop_map(|(in_features, slices)| Op::Linear { in_features, slices })
+}
+
+fn adapted(op: impl Strategy<Value = Op>, max_rank: usize, num_adapters: usize) -> impl Strategy<Value = Dense> {
     op.prop_flat_map(move |op| {
         let num_slices = if let Op::Linear { slices, .. } = &op { slices.len() } else { 1 };
         let rank = prop_oneof![1 => Just(0), 4 => 1..=17_usize, 3 => 1..=max_rank];

@@ -17,5 +17,6 @@ pub mod cpu;
 pub mod dense;
 pub mod experts;
 pub mod factors;
+pub mod fused_linear;
 pub mod fuzz;
 pub mod values;

@@ -135,14 +135,14 @@ fn blocks(record: &Record, chosen: &Chosen) -> [(&'static str, String); 6] {
     ]
 }
 
-/// Where figures are from: the GPU, the commit and the folder.
+/// The GPU, the commit and the folder of figures.
 fn source(record: &Record, parts: &[(&str, &Results)]) -> String {
-    let commit = |results: &Results| results.meta.commit.clone().unwrap_or_else(|| "unknown".to_owned());
-    let parts: Vec<String> = match parts {
-        [(_, first), rest @ ..] if rest.iter().all(|(_, part)| commit(part) == commit(first)) => {
-            vec![format!("commit {}", commit(first))]
-        }
-        _ => parts.iter().map(|(name, part)| format!("{name} at commit {}", commit(part))).collect(),
+    let commits: Vec<&str> = parts.iter().map(|(_, part)| part.meta.commit()).collect();
+    let commits = if commits.iter().all(|commit| *commit == commits[0]) {
+        format!("commit {}", commits[0])
+    } else {
+        let parts = parts.iter().zip(commits).map(|((name, _), commit)| format!("{name} at commit {commit}"));
+        parts.collect::<Vec<_>>().join(", ")
     };
-    format!("One {}, {} (`{}`).\n", record.linear.meta.gpu, parts.join(", "), record.path)
+    format!("One {}, {commits} (`{}`).\n", record.linear.meta.gpu, record.path)
 }

@@ -15,6 +15,7 @@ use crate::{
     documents::MODEL,
     record::Record,
     report::{Figures, geometric_mean},
+    results::{Added, Results},
     selection::{Chosen, Subject},
     workload::{Suite, Workload},
 };
@@ -52,15 +53,22 @@ pub struct Line {
     pub points: Vec<(f64, f64)>,
 }
 
+impl Line {
+    fn new(name: &str, kind: Kind, points: Vec<(f64, f64)>) -> Self {
+        Self { name: name.to_owned(), kind, points }
+    }
+}
+
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Kind {
     Ours,
-    /// Another arrangement of ours.
-    OursToo,
-    OursThree,
+    /// Shrink beside the GEMM.
+    OursSide,
+    /// LoRA before the GEMM.
+    OursFirst,
     Other,
-    /// Another library, which does less.
-    Less,
+    /// Another library that only writes deltas.
+    OtherDeltas,
     Floor,
 }
 
@@ -68,10 +76,10 @@ impl Kind {
     fn color(self) -> RGBColor {
         match self {
             Self::Ours => RGBColor(0, 90, 181),
-            Self::OursToo => RGBColor(86, 160, 211),
-            Self::OursThree => RGBColor(120, 94, 190),
+            Self::OursSide => RGBColor(86, 160, 211),
+            Self::OursFirst => RGBColor(120, 94, 190),
             Self::Other => RGBColor(213, 94, 0),
-            Self::Less => RGBColor(230, 159, 0),
+            Self::OtherDeltas => RGBColor(230, 159, 0),
             Self::Floor => RGBColor(110, 110, 110),
         }
     }
@@ -100,18 +108,14 @@ fn tokens(record: &Record, chosen: &Chosen) -> Result<Plot> {
     let figures: Vec<_> = figures.iter().filter(|(subject, _)| is_in(*subject)).collect();
     let points = |of| means(&figures, of);
     let lines = vec![
-        Line {
-            name: "fastest other library".to_owned(),
-            kind: Kind::Other,
-            points: points(|of| Some(of.fastest.as_ref()?.1))?,
-        },
-        Line { name: "aril".to_owned(), kind: Kind::Ours, points: points(|of| Some(of.us))? },
-        Line { name: "floor of bytes".to_owned(), kind: Kind::Floor, points: points(|of| Some(of.floor_us))? },
+        Line::new("fastest other library", Kind::Other, points(|of| Some(of.fastest.as_ref()?.1))?),
+        Line::new("aril", Kind::Ours, points(|of| Some(of.us))?),
+        Line::new("floor of bytes", Kind::Floor, points(|of| Some(of.floor_us))?),
     ];
     Ok(Plot {
         file: "tokens.svg",
         title: format!("LoRA of one linear layer of Qwen3-8B, rank {RANK}, up to {ADAPTERS} adapters"),
-        source: source(record, &record.linear.meta.gpu, record.linear.meta.commit.as_deref()),
+        source: source(record, &record.linear),
         panels: vec![Panel { caption: "Mean of qkv, o, gate_up and down".to_owned(), lines }],
     })
 }
@@ -123,27 +127,27 @@ fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
     let added = record.added(chosen);
     let panel = |rank: usize| -> Result<Panel> {
         let plotted: Vec<_> = added.iter().filter(|(workload, _)| is_plotted(workload, rank)).collect();
-        let sums = |of: &dyn Fn(usize) -> Option<f64>| {
-            sums(plotted.iter().enumerate().map(|(i, (workload, _))| (*workload, of(i))))
+        let sums = |of: &dyn Fn(&Workload, &Added) -> Option<f64>| {
+            sums(plotted.iter().map(|(workload, added)| (*workload, of(workload, added))))
         };
-        let mode = |name: &'static str| sums(&|i| plotted[i].1.added_us.get(name).copied());
+        let mode = |name: &str| sums(&|_, added| added.added_us.get(name).copied());
         let mut lines = vec![
-            Line { name: "aril, behind the GEMM".to_owned(), kind: Kind::Ours, points: mode("after")? },
-            Line { name: "aril, shrink beside the GEMM".to_owned(), kind: Kind::OursToo, points: mode("side")? },
-            Line { name: "aril, before the GEMM".to_owned(), kind: Kind::OursThree, points: mode("first")? },
+            Line::new("aril, behind the GEMM", Kind::Ours, mode("after")?),
+            Line::new("aril, shrink beside the GEMM", Kind::OursSide, mode("side")?),
+            Line::new("aril, before the GEMM", Kind::OursFirst, mode("first")?),
         ];
-        let points = sums(&|i| record.others.least_added(plotted[i].0).map(|(_, us)| us))?;
+        let points = sums(&|workload, _| record.others.least_added(workload).map(|(_, us)| us))?;
         if !points.is_empty() {
-            lines.push(Line { name: "fastest other library".to_owned(), kind: Kind::Other, points });
+            lines.push(Line::new("fastest other library", Kind::Other, points));
         }
-        let points = sums(&|i| Some(plotted[i].0.bytes().floor_us(rate)))?;
-        lines.push(Line { name: "floor of bytes".to_owned(), kind: Kind::Floor, points });
+        let points = sums(&|workload, _| Some(workload.bytes().floor_us(rate)))?;
+        lines.push(Line::new("floor of bytes", Kind::Floor, points));
         Ok(Panel { caption: format!("Rank {rank}"), lines })
     };
     Ok(Plot {
         file: "layer.svg",
         title: format!("Time that LoRA adds to qkv, o, gate_up and down of Qwen3-8B, up to {ADAPTERS} adapters"),
-        source: source(record, &results.meta.gpu, results.meta.commit.as_deref()),
+        source: source(record, results),
         panels: vec![panel(16)?, panel(64)?],
     })
 }
@@ -169,17 +173,17 @@ fn experts(record: &Record, chosen: &Chosen) -> Result<Plot> {
         Ok(Panel {
             caption: caption.to_owned(),
             lines: vec![
-                Line { name: "fastest other library that adds".to_owned(), kind: Kind::Other, points: other },
-                Line { name: "fastest other that only writes deltas".to_owned(), kind: Kind::Less, points: less },
-                Line { name: "aril".to_owned(), kind: Kind::Ours, points: points(|of| Some(of.us))? },
-                Line { name: "floor of bytes".to_owned(), kind: Kind::Floor, points: points(|of| Some(of.floor_us))? },
+                Line::new("fastest other library that adds", Kind::Other, other),
+                Line::new("fastest other that only writes deltas", Kind::OtherDeltas, less),
+                Line::new("aril", Kind::Ours, points(|of| Some(of.us))?),
+                Line::new("floor of bytes", Kind::Floor, points(|of| Some(of.floor_us))?),
             ],
         })
     };
     Ok(Plot {
         file: "experts.svg",
         title: format!("LoRA of the experts of a layer of Qwen3-30B-A3B, rank {RANK}, up to {ADAPTERS} adapters"),
-        source: source(record, &record.moe.meta.gpu, record.moe.meta.commit.as_deref()),
+        source: source(record, &record.moe),
         panels: vec![
             panel("per_expert", "A and B for each expert")?,
             panel("shared_outer", "A of gate_up and B of down shared by all experts")?,
@@ -205,8 +209,8 @@ fn uses_all_adapters(workload: &Workload) -> bool {
     workload.distribution() == distribution
 }
 
-fn source(record: &Record, gpu: &str, commit: Option<&str>) -> String {
-    format!("{gpu}, commit {}, {}", commit.unwrap_or("unknown"), record.path)
+fn source(record: &Record, results: &Results) -> String {
+    format!("{}, commit {}, {}", results.meta.gpu, results.meta.commit(), record.path)
 }
 
 /// Geometric means by number of tokens; where some lack a figure there is no point.

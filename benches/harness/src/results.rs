@@ -48,6 +48,12 @@ pub struct Meta {
     pub not_reached: Vec<String>,
 }
 
+impl Meta {
+    pub fn commit(&self) -> &str {
+        self.commit.as_deref().unwrap_or("unknown")
+    }
+}
+
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub struct Entry {
     pub id: String,

@@ -1,13 +1,13 @@
-//! Values on their way to the C ABI (`csrc/aril.h`).
+//! Conversions to the types of the C ABI (`csrc/aril.h`).
 
 use crate::{DType, error::LaunchError, ffi};
 
-/// A count on its way to the ABI.
+/// Converts a count.
 pub(super) fn int(value: usize) -> Result<i32, LaunchError> {
     i32::try_from(value).map_err(|_| LaunchError::Capacity { what: "a count", got: value, max: i32::MAX as usize })
 }
 
-/// An element type on its way to the ABI.
+/// Converts an element type.
 pub(super) fn dtype_code(dtype: DType) -> i32 {
     let ffi::aril_dtype(code) = match dtype {
         DType::BF16 => ffi::aril_dtype::ARIL_BF16,

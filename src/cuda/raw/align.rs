@@ -11,16 +11,16 @@ use crate::{
     plan::{AlignCapacity, RouteCapacity},
 };
 
-/// A layer's routes in blocks of one slot and one expert each, in the engine's device memory:
-/// [`routing::AlignedRoutes`](crate::routing::AlignedRoutes) says what for. Any number of layers may share one, one after the other.
+/// Aligns a layer's routes to blocks of one slot and one expert, in device memory of the engine, as
+/// [`routing::AlignedRoutes`](crate::routing::AlignedRoutes) does on the host. Layers may share an alignment, one after the other.
 #[derive(Debug)]
 pub struct Alignment {
     kernels: Kernels,
-    /// As many as there is room for.
+    /// The result for a full batch.
     most: AlignedRoutes,
 }
 
-/// Where the routes of a step are on the device, in blocks.
+/// Addresses of aligned routes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct AlignedRoutes {
     capacity: AlignCapacity,
@@ -32,7 +32,7 @@ pub struct AlignedRoutes {
     mailbox: u64,
 }
 
-/// As many as there is room for, in the memory at `start`, and the bytes of their arrays.
+/// The result for a full batch in memory at `start`, and the number of bytes it takes.
 fn lay_out(capacity: AlignCapacity, start: u64) -> (AlignedRoutes, usize) {
     let mut arrays = Arrays::at(start);
     let counts = capacity.routes.num_experts.next_multiple_of(2) * ffi::ARIL_WORD_BYTES as usize;
@@ -49,40 +49,39 @@ fn lay_out(capacity: AlignCapacity, start: u64) -> (AlignedRoutes, usize) {
 }
 
 impl Alignment {
-    /// The device memory that [`new`](Self::new) needs.
+    /// Device memory that [`new`](Self::new) needs, in bytes.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits.
+    /// [`LaunchError::Plan`] if a bound of the capacity is invalid.
     pub fn device_bytes(capacity: AlignCapacity) -> Result<usize, LaunchError> {
         Ok(lay_out(capacity.checked()?, 0).1)
     }
 
-    /// Takes `memory`, aligned to 256 bytes.
+    /// An alignment in `memory`, which must be aligned to 256 bytes.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits, or `memory` is too small or misaligned.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or `memory` is too small or misaligned.
     ///
     /// # Safety
-    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent, all of it zero.
-    /// - **Liveness.** That memory stays mapped for as long as this or any routes of it are used, and until the work has run.
-    /// - **Aliasing.** Nobody else writes it.
+    /// - **Validity.** `memory` is device memory of the kernels' context, and all of it is zero.
+    /// - **Liveness.** It stays mapped while the alignment or its results are in use, and until the work has run.
+    /// - **Aliasing.** Nothing else writes it.
     pub unsafe fn new(kernels: &Kernels, capacity: AlignCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
         let (most, bytes) = lay_out(capacity.checked()?, memory.ptr);
         memory.check_room("the alignment's memory", bytes)?;
         Ok(Self { kernels: kernels.clone(), most })
     }
 
-    /// Enqueues one kernel, which puts what a layer's router chose for the tokens of `batch` in blocks. The router's weights are not
-    /// read. Allocates nothing, waits for nothing, and may be captured in a CUDA graph.
+    /// Enqueues the kernel that aligns the routes of `batch`. It does not read the router's weights. Neither allocates nor waits.
+    /// May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// `Capacity` if there are more tokens or experts for each than it was made for; then nothing was enqueued.
+    /// [`LaunchError::Capacity`] if the batch or `top_k` exceeds the capacity. Nothing was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** `top_k` addresses a value for each route of the batch's tokens, and `stream` is a stream of the kernels'
-    ///   context.
-    /// - **Liveness.** They stay mapped until the work has run.
-    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the result.
+    /// - **Validity.** The addresses of `top_k` have one element per route of the batch. `stream` belongs to the kernels' context.
+    /// - **Liveness.** That memory stays mapped until the work has run.
+    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. Uses of the result are ordered by `stream`, too.
     pub unsafe fn align(
         &mut self,
         batch: RoutedBatch,
@@ -115,36 +114,36 @@ impl Alignment {
 }
 
 impl AlignedRoutes {
-    /// The address of the routes of each block, one block after the other: `i32 [max_padded]`, of which as many are set as
-    /// [`num_padded`](Self::num_padded) says. Padding is the number of all routes, `tokens * top_k`.
+    /// Address of the route numbers of all blocks, `i32 [max_padded]`. The first [`num_padded`](Self::num_padded) are set; padding
+    /// is `tokens * top_k`.
     #[doc(alias = "sorted_token_ids")]
     pub const fn routes(&self) -> u64 {
         self.routes
     }
 
-    /// The address of each block's `slot * num_experts + expert`, `i32 [max_blocks]`; -1 behind the last.
+    /// Address of `slot * num_experts + expert` of each block, `i32 [max_blocks]`; -1 after the last block.
     #[doc(alias = "expert_ids")]
     pub const fn block_experts(&self) -> u64 {
         self.block_experts
     }
 
-    /// The address of each block's slot, `i32 [max_blocks]`; -1 behind the last.
+    /// Address of the slot of each block, `i32 [max_blocks]`; -1 after the last block.
     pub const fn block_slots(&self) -> u64 {
         self.block_slots
     }
 
-    /// The address of the number of routes of all blocks, padding among them: one `i32`.
+    /// Address of the number of routes in all blocks, including padding, `i32 [1]`.
     #[doc(alias = "num_tokens_post_padded")]
     pub const fn num_padded(&self) -> u64 {
         self.num_padded
     }
 
-    /// The most blocks that the step can have: what a GEMM's grid is to be for.
+    /// The largest number of blocks in the step, which is the grid size for a GEMM.
     pub fn max_blocks(&self) -> usize {
         self.capacity.max_blocks()
     }
 
-    /// The most routes of these.
+    /// The largest number of routes in all blocks, including padding.
     pub fn max_padded(&self) -> usize {
         self.capacity.max_padded()
     }

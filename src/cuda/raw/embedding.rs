@@ -13,7 +13,7 @@ use crate::{
     plan::{self, Capacity, PlanError},
 };
 
-/// The adapters of an embedding.
+/// The LoRA operation of one embedding.
 #[derive(Clone, Debug)]
 pub struct LoraEmbedding {
     kernels: Kernels,
@@ -27,7 +27,7 @@ impl LoraEmbedding {
     /// Plans the embedding `id` of `model` for batches within `capacity`.
     ///
     /// # Errors
-    /// If the id is of another model, or no kernel takes these bounds.
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support the capacity.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -41,19 +41,19 @@ impl LoraEmbedding {
         Ok(Self { kernels: kernels.clone(), model: model.id(), site, dtype, capacity })
     }
 
-    /// The bounds it was planned for.
+    /// The capacity of the plan.
     pub fn capacity(&self) -> Capacity {
         self.capacity
     }
 
-    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]` on the step's stream, for every token `t` that has an adapter and an id in the
-    /// vocabulary. All other rows of `y` keep every bit.
+    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` whose slot has an adapter of this embedding and whose
+    /// id is in the vocabulary. All other rows of `y` keep every bit.
     ///
-    /// `token_ids` is the address of one `i32` per token, `y` is `[tokens, hidden]`. Allocates nothing, waits for nothing, and may
-    /// be captured in a CUDA graph.
+    /// `token_ids` is the address of `i32 [tokens]`, `y` is `[tokens, hidden]`. Neither allocates nor waits. May be captured in a
+    /// CUDA graph.
     ///
     /// # Errors
-    /// If the operands don't fit; then nothing was enqueued.
+    /// [`LaunchError`] if `y` does not match the embedding and the step. Nothing was enqueued.
     ///
     /// # Safety
     /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with `token_ids` in the place of `x`.

@@ -15,7 +15,7 @@ use crate::{
     routing::Weighed,
 };
 
-/// The adapters of one layer's experts: shapes checked, launches planned, workspace sized.
+/// The LoRA operations of one layer's experts.
 #[derive(Clone, Debug)]
 pub struct LoraExperts {
     kernels: Kernels,
@@ -24,7 +24,7 @@ pub struct LoraExperts {
     plan: ExpertsPlan,
 }
 
-/// What is made of a layer's deltas, and the operands beside `x`.
+/// An operation, and its operands besides `x`.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) enum Form {
     AddGateUp { y: MatrixMut },
@@ -41,7 +41,7 @@ impl Form {
         matches!(self, Self::AddGateUp { .. } | Self::WriteGateUp { .. } | Self::Activate { .. })
     }
 
-    /// The projection whose deltas they are.
+    /// The projection whose deltas the operation computes.
     pub(in crate::cuda) fn projection<'a>(&self, site: &'a ExpertsSite) -> &'a ProjectionSite {
         if self.is_before_activation() { site.gate_up() } else { site.down() }
     }
@@ -67,7 +67,7 @@ impl Form {
         code.cast_signed()
     }
 
-    /// `y`, and what is written if that is not it.
+    /// `y`, and the output if it is separate.
     fn matrices(&self) -> (RawMatrix, Option<RawMatrix>) {
         match *self {
             Self::AddGateUp { y: MatrixMut(y) }
@@ -81,7 +81,7 @@ impl Form {
     }
 }
 
-/// An activation on its way to the ABI: its code, alpha and limit.
+/// Converts an activation: its code, alpha and limit.
 fn activation_code(activation: Activation) -> (i32, f32, f32) {
     let (ffi::aril_activation(code), alpha, limit) = match activation {
         Activation::Gelu => (ffi::aril_activation::ARIL_GELU, 0.0, 0.0),
@@ -111,10 +111,10 @@ macro_rules! operation {
 }
 
 impl LoraExperts {
-    /// Plans the experts `id` of `model` for batches within `capacity`, whose tokens have up to [`ExpertsSite::top_k`] routes.
+    /// Plans the experts `id` of `model` for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token.
     ///
     /// # Errors
-    /// If the id is of another model, or no kernel takes these shapes or these bounds.
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support a size or the capacity.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -127,32 +127,31 @@ impl LoraExperts {
         Ok(Self { kernels: kernels.clone(), model: model.id(), site, plan })
     }
 
-    /// What will be launched; for logs.
+    /// The launch configuration.
     pub fn plan(&self) -> &ExpertsPlan {
         &self.plan
     }
 
     operation! {
-        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to gate and up of its expert. What
-        /// has no adapter keeps `y` bit for bit.
+        /// Enqueues the addition of the deltas of gate and up to the rows of local routes. Rows without an adapter keep every bit.
         ///
-        /// `x` is `[tokens, hidden]`; `y` is `[routes, gate_up]`, gate and up in the order of
-        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves); the step's workspace has
-        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be captured in a
-        /// CUDA graph.
+        /// `x` is `[tokens, hidden]`. `y` is `[routes, gate_up]`, with gate and up in the order of
+        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves). The step's workspace has at least
+        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Neither allocates nor waits. May be captured in a CUDA
+        /// graph.
         ///
         /// # Errors
-        /// If the operands don't fit the plan; then nothing was enqueued.
+        /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
         ///
         /// # Safety
-        /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with the routes beside the batch. No two routes have the same
-        /// row.
+        /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), for the routes as for the batch. The routes have
+        /// distinct rows.
         add_gate_up_delta, AddGateUp
     }
 
     operation! {
-        /// As [`add_gate_up_delta`](Self::add_gate_up_delta), but sets `y` to the delta alone, and to zero for every route and slice that
-        /// has no adapter or is not here. Rows that no route has are left as they are.
+        /// Like [`add_gate_up_delta`](Self::add_gate_up_delta), but overwrites `y`: with the delta, or with zero for routes and
+        /// slices that have no adapter or are not local. Rows that belong to no route are unchanged.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -162,19 +161,17 @@ impl LoraExperts {
         write_gate_up_delta, WriteGateUp
     }
 
-    /// Enqueues the activation, with the deltas of gate and up added before it: `out[row] = activation(y[row] + delta)` for every route
-    /// that is here, whether its token has an adapter or not. It takes the place of the base's activation, and spares a pass over `y`.
-    /// Computed in `f32`, rounded once.
+    /// Enqueues `out[row] = activation(y[row] + delta)` for all local routes, with or without an adapter, computed in `f32` with
+    /// one rounding. Replaces the base's activation and saves a pass over `y`.
     ///
-    /// `x` is `[tokens, hidden]` and `y`, of the base's gate_up, `[routes, gate_up]`, as for
-    /// [`add_gate_up_delta`](Self::add_gate_up_delta); `out` is `[routes, inter]`. Rows of routes that are not here, or not of the last
-    /// update, are left as they are.
+    /// `x` is `[tokens, hidden]`. `y` is the output `[routes, gate_up]` of the base's gate-up. `out` is `[routes, inter]`. Rows of
+    /// other routes, and of tokens beyond the last update, are unchanged.
     ///
     /// # Errors
-    /// As for `add_gate_up_delta`, and if the activation needs a gate that the experts do not have.
+    /// As for `add_gate_up_delta`, and [`OperandError::Activation`] if the activation requires a gate that the experts lack.
     ///
     /// # Safety
-    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
+    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` as an input like `x`.
     #[doc(alias = "silu_and_mul")]
     pub unsafe fn activate(
         &self,
@@ -191,10 +188,10 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues, for each route that is here: its row of `y` `+=` what its token's adapter adds to down of its expert, before the
-        /// combine, and without its weights unless these are [on the rows](super::TopK::on_rows).
+        /// Enqueues the addition of the deltas of down to the rows of local routes, before the combine. The deltas are multiplied
+        /// by the router's weights only with [`TopK::on_rows`](super::TopK::on_rows).
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[routes, hidden]`.
+        /// `x` is the activated input `[routes, inter]`, `y` is `[routes, hidden]`.
         ///
         /// # Errors
         /// As for [`add_gate_up_delta`](Self::add_gate_up_delta).
@@ -205,8 +202,8 @@ impl LoraExperts {
     }
 
     operation! {
-        /// As [`add_down_delta`](Self::add_down_delta), but sets `y` to the delta alone, and to zero for every route that has no adapter
-        /// or is not here. Rows that no route has are left as they are.
+        /// Like [`add_down_delta`](Self::add_down_delta), but overwrites `y`: with the delta, or with zero for routes that have no
+        /// adapter or are not local. Rows that belong to no route are unchanged.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -217,10 +214,11 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues the deltas of down behind the base's combine: to `y[t]` the sum over the routes of token `t` that are here, each
-        /// multiplied by what the route [weighs](crate::routing::TopK::output_weight). What has no adapter keeps `y` bit for bit.
+        /// Enqueues the addition of the deltas of down after the base's combine: `y[t]` gets the sum over the local routes of token
+        /// `t`, each multiplied by its [`output_weight`](crate::routing::TopK::output_weight). Rows without an adapter keep every
+        /// bit.
         ///
-        /// `x` is `[routes, inter]`, what the activation gave; `y` is `[tokens, hidden]`.
+        /// `x` is the activated input `[routes, inter]`, `y` is `[tokens, hidden]`.
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -230,19 +228,18 @@ impl LoraExperts {
         add_combined_delta, AddCombined
     }
 
-    /// Enqueues the combine, with the deltas of down added before it: `out[t]` is the sum over the routes of token `t` that are here
-    /// of `y[row] + delta`, each multiplied by what the route [weighs](crate::routing::TopK::output_weight), and zero if none is. For
-    /// every token, whether it has an adapter or not. It takes the place of the base's combine. Computed in `f32`, rounded once.
+    /// Enqueues `out[t] = Σ output_weight · (y[row] + delta)` over the local routes of token `t`, or zero if there are none, for
+    /// every token with or without an adapter, computed in `f32` with one rounding. Replaces the base's combine. See
+    /// [`output_weight`](crate::routing::TopK::output_weight).
     ///
-    /// `x` is `[routes, inter]`, what the activation gave; `y`, of the base's down, is `[routes, hidden]`, without the router's
-    /// weights; `out` is `[tokens, hidden]`. Rows of tokens that the
-    /// last update did not have are left as they are.
+    /// `x` is the activated input `[routes, inter]`. `y` is the output `[routes, hidden]` of the base's down, without the router's
+    /// weights. `out` is `[tokens, hidden]`. Rows of tokens beyond the last update are unchanged.
     ///
     /// # Errors
     /// As for `add_gate_up_delta`.
     ///
     /// # Safety
-    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` beside `x`.
+    /// As for `add_gate_up_delta`, with `out` in the place of `y`, and `y` as an input like `x`.
     #[doc(alias = "moe_sum")]
     #[doc(alias = "finalize")]
     pub unsafe fn combine(
@@ -258,7 +255,7 @@ impl LoraExperts {
         unsafe { self.launch(&args, routes, step.stream) }
     }
 
-    /// The arguments, once the operands are found to fit.
+    /// Checks the operands and returns the arguments of the C ABI.
     pub(in crate::cuda) fn args(
         &self,
         step: &Step,

@@ -12,11 +12,10 @@ use crate::{
     routing::Weighed,
 };
 
-/// Bytes of an expert in the mailbox of `aril_groups`.
+/// Bytes per expert in the mailbox of `aril_groups`.
 const GROUP_MAILBOX_BYTES: usize = ffi::ARIL_GROUP_WORDS as usize * ffi::ARIL_WORD_BYTES as usize;
 
-/// A layer's routes grouped by expert and slot, in the engine's device memory. Any number of layers may share one, one after the
-/// other.
+/// Groups a layer's routes by expert and slot, in device memory of the engine. Layers may share a grouping, one after the other.
 #[derive(Debug)]
 pub struct Grouping {
     kernels: Kernels,
@@ -29,7 +28,7 @@ unsafe impl Send for Grouping {}
 // SAFETY: as above.
 unsafe impl Sync for Grouping {}
 
-/// The arrays of a grouping in the memory at `start`, and their bytes.
+/// The arrays of a grouping in memory at `start`, and the number of bytes they take.
 fn lay_out(capacity: RouteCapacity, start: u64) -> (ffi::aril_groups, usize) {
     let mut arrays = Arrays::at(start);
     let max_routes = capacity.max_routes();
@@ -46,40 +45,39 @@ fn lay_out(capacity: RouteCapacity, start: u64) -> (ffi::aril_groups, usize) {
 }
 
 impl Grouping {
-    /// The device memory that [`new`](Self::new) needs.
+    /// Device memory that [`new`](Self::new) needs, in bytes.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits.
+    /// [`LaunchError::Plan`] if a bound of the capacity is invalid.
     pub fn device_bytes(capacity: RouteCapacity) -> Result<usize, LaunchError> {
         Ok(lay_out(capacity.checked()?, 0).1)
     }
 
-    /// Takes `memory`, aligned to 256 bytes.
+    /// A grouping in `memory`, which must be aligned to 256 bytes.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits, or `memory` is too small or misaligned.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or `memory` is too small or misaligned.
     ///
     /// # Safety
-    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent, all of it zero.
-    /// - **Liveness.** That memory stays mapped for as long as this or any routes of it are used, and until the work has run.
-    /// - **Aliasing.** Nobody else writes it.
+    /// - **Validity.** `memory` is device memory of the kernels' context, and all of it is zero.
+    /// - **Liveness.** It stays mapped while the grouping or its routes are in use, and until the work has run.
+    /// - **Aliasing.** Nothing else writes it.
     pub unsafe fn new(kernels: &Kernels, capacity: RouteCapacity, memory: DeviceRegion) -> Result<Self, LaunchError> {
         let (groups, bytes) = lay_out(capacity.checked()?, memory.ptr);
         memory.check_room("the grouping's memory", bytes)?;
         Ok(Self { kernels: kernels.clone(), capacity, groups })
     }
 
-    /// Takes what a layer's router chose for the tokens of `batch`, and enqueues the grouping kernel if there are too many routes for
-    /// the operations to sort them by themselves.
+    /// Sets the router's choice for the tokens of `batch`. Enqueues the grouping kernel if there are too many routes for the
+    /// operations to group themselves. May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// `Capacity` if there are more tokens or experts for each than it was made for; then nothing was enqueued.
+    /// [`LaunchError::Capacity`] if the batch or `top_k` exceeds the capacity. Nothing was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** `top_k` addresses a value for each route of the batch's tokens, and `stream` is a stream of the kernels'
-    ///   context.
-    /// - **Liveness.** They stay mapped until all operations on the routes have run.
-    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses the routes.
+    /// - **Validity.** The addresses of `top_k` have one element per route of the batch. `stream` belongs to the kernels' context.
+    /// - **Liveness.** That memory stays mapped until all operations on the routes have run.
+    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. All uses of the routes are ordered by `stream`, too.
     pub unsafe fn group(
         &mut self,
         batch: RoutedBatch,
@@ -110,10 +108,10 @@ impl Grouping {
     }
 }
 
-/// A layer's routes of a step.
+/// The routes of a step.
 ///
-/// The first operation on them may group them for the others, so each operation borrows them exclusively: host order is the order
-/// of the stream. All operations on the same routes are enqueued on one stream.
+/// The first operation may group the routes for those after it, so each operation borrows them exclusively, and host order is
+/// stream order. All operations on the same routes must be enqueued on one stream.
 #[derive(Debug)]
 pub struct GroupedRoutes {
     pub(super) batch: RoutedBatch,
@@ -121,7 +119,7 @@ pub struct GroupedRoutes {
     pub(super) weighed: Weighed,
     pub(super) factor: f32,
     pub(super) groups: ffi::aril_groups,
-    /// Whether they are grouped already, or are by the next operation on them.
+    /// Whether the routes are grouped already. If not, the next operation groups them.
     pub(super) grouped: bool,
 }
 
@@ -131,17 +129,17 @@ unsafe impl Send for GroupedRoutes {}
 unsafe impl Sync for GroupedRoutes {}
 
 impl GroupedRoutes {
-    /// Whether they are of that batch's tokens.
+    /// Whether the routes belong to that batch.
     pub(in crate::cuda) fn is_of(&self, batch: RoutedBatch) -> bool {
         (self.batch.tokens(), self.batch.num_tokens) == (batch.tokens(), batch.num_tokens)
     }
 
-    /// Tokens that the router chose for.
+    /// Tokens in the step.
     pub const fn num_tokens(&self) -> usize {
         self.batch.num_tokens
     }
 
-    /// Rows of the `[routes, ..]` matrices.
+    /// Routes in the step, which is also the number of rows of `[routes, ..]` matrices.
     pub const fn num_routes(&self) -> usize {
         self.batch.num_tokens * self.top_k.top_k.cast_unsigned() as usize
     }

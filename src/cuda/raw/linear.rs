@@ -13,7 +13,7 @@ use crate::{
     plan::{Capacity, LinearPlan, PlanError},
 };
 
-/// The adapters of one linear layer: shapes checked, launches planned, workspace sized.
+/// The LoRA operations of one linear layer.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     kernels: Kernels,
@@ -29,7 +29,8 @@ impl LoraLinear {
     /// Plans the layer `id` of `model` for batches within `capacity`.
     ///
     /// # Errors
-    /// If the id is of another model, or no kernel takes this shape or these bounds: there is no slow path to fall into.
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support a size or the capacity. There is no slow
+    /// fallback.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -42,33 +43,34 @@ impl LoraLinear {
         Ok(Self { kernels: kernels.clone(), model: model.id(), site, plan })
     }
 
-    /// What will be launched; for logs.
+    /// The launch configuration.
     pub fn plan(&self) -> &LinearPlan {
         &self.plan
     }
 
-    /// Enqueues `y[t] += scaling · B (A x[t])` on the step's stream, for every token `t` that has an adapter.
+    /// Enqueues `y[t] += scaling · B (A x[t])`, for every token `t` whose slot has an adapter of this layer. All other rows of `y`
+    /// keep every bit.
     ///
-    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`, the step's workspace has
-    /// [`plan().workspace_bytes()`](LinearPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be captured in a CUDA graph. Base tokens keep `y` bit for
-    /// bit. With row-parallel layers `y` is this rank's partial sum: call this before the all-reduce.
+    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. The step's workspace has at least
+    /// [`plan().workspace_bytes()`](LinearPlan::workspace_bytes). In a row-parallel layer, `y` is this rank's partial sum: call
+    /// this before the all-reduce. Neither allocates nor waits. May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// If the operands don't fit the plan; then nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
     ///
     /// # Safety
     /// From this call until the work has run:
-    /// - **Validity.** `x`, `y`, the step's table and workspace address device memory of the kernels' context for their whole extent, as
-    ///   do the table's descriptors, and the step's batch is of a routing that was updated before. Its stream is of that context.
+    /// - **Validity.** `x`, `y`, the workspace, the table and the factors that it points to are device memory of the kernels'
+    ///   context, in their whole extent. The batch's routing has been updated. The stream belongs to that context.
     /// - **Liveness.** That memory stays mapped.
-    /// - **Workspace.** Its mailbox was zero before its first use, and nothing but these operations has written it since. Otherwise
-    ///   the kernels may take old sums for new ones, or wait forever.
-    /// - **Aliasing.** Nobody writes `x`, the table, its factors or the routing, or reads or writes `y` or the workspace, except work
-    ///   ordered by the stream.
-    /// - **Order.** A kernel that writes weights or the routing neither lets its dependents begin early (programmatic dependent
-    ///   launch) nor ends before each thread that wrote has fenced (`__threadfence`): weights and routing are fetched before the
-    ///   kernels enqueued earlier are waited for. Copies are always in order.
-    /// - **Context.** (checked) the context current on this thread is that of the kernels.
+    /// - **Workspace.** `mailbox` was zero before its first use, and only these operations have written it since. Otherwise
+    ///   kernels may use stale sums or wait forever.
+    /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses `y` or the
+    ///   workspace.
+    /// - **Order.** Kernels read weights and routing before they wait for their predecessors. A kernel that writes either must not
+    ///   trigger programmatic dependent launch early, and each writing thread must call `__threadfence` before the kernel ends.
+    ///   Copies need nothing.
+    /// - **Context.** The kernels' context is current on this thread. (This is checked.)
     #[doc(alias = "sgmv")]
     #[doc(alias = "bgmv")]
     pub unsafe fn add_delta(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
@@ -77,10 +79,10 @@ impl LoraLinear {
         unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
     }
 
-    /// Enqueues `y[t] = scaling · B (A x[t])`, and zero for every token and slice that has no adapter: for a base GEMM that adds its
-    /// product to what `y` holds (`beta = 1`). Nothing of `y` is read.
+    /// Enqueues `y[t] = scaling · B (A x[t])`, or zero for tokens and slices without an adapter. For a base GEMM that accumulates
+    /// into `y` (`beta = 1`). Does not read `y`.
     ///
-    /// Rows of a captured batch that the last update did not have are left alone.
+    /// With a captured batch, rows beyond the last update are unchanged.
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
@@ -94,35 +96,35 @@ impl LoraLinear {
         unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
     }
 
-    /// Enqueues the first half of [`add_delta`](Self::add_delta): `A x[t]` into the workspace. It needs nothing of `y`, so it may
-    /// run beside the base GEMM.
+    /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `A x[t]` into the workspace. Does not need `y`, so it
+    /// may overlap the base GEMM.
     ///
     /// # Errors
     /// As for `add_delta`.
     ///
     /// # Safety
-    /// As for `add_delta`; nobody else uses the workspace until [`expand`](Self::expand) has run.
+    /// As for `add_delta`. Nothing else uses the workspace until [`expand`](Self::expand) has run.
     pub unsafe fn shrink(&self, step: &Step, x: MatrixRef) -> Result<(), LaunchError> {
         let args = self.args(step, Some(x), None)?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_linear_shrink, &args, step.stream) }
     }
 
-    /// Enqueues the second half of [`add_delta`](Self::add_delta): adds `scaling · B v` to `y`, from what
-    /// [`shrink`](Self::shrink) of the same layer and step left in the workspace.
+    /// Enqueues the second half of [`add_delta`](Self::add_delta): `y[t] += scaling · B v`, with `v` from [`shrink`](Self::shrink)
+    /// of the same layer and step.
     ///
     /// # Errors
     /// As for `add_delta`.
     ///
     /// # Safety
-    /// As for `add_delta`; `shrink` was ordered before it.
+    /// As for `add_delta`. The `shrink` is ordered before it.
     pub unsafe fn expand(&self, step: &Step, y: MatrixMut) -> Result<(), LaunchError> {
         let args = self.args(step, None, Some(y))?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_linear_expand, &args, step.stream) }
     }
 
-    /// The arguments of both halves: the one for which an operand is not given leaves it alone.
+    /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.
     pub(in crate::cuda) fn args(
         &self,
         step: &Step,

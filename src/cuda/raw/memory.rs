@@ -1,10 +1,10 @@
-//! Streams and device memory that somebody else owns, and how objects divide theirs.
+//! Streams and device memory of the engine, and how objects divide their memory.
 
 use std::ffi::c_void;
 
 use crate::error::LaunchError;
 
-/// A CUDA stream that somebody else owns.
+/// A CUDA stream of the engine.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[repr(transparent)]
 pub struct Stream(*mut c_void);
@@ -15,12 +15,12 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// Names a stream by its raw `CUstream` or `cudaStream_t`.
+    /// Wraps a `CUstream` or `cudaStream_t`.
     pub const fn from_raw(stream: *mut c_void) -> Self {
         Self(stream)
     }
 
-    /// The raw `CUstream` or `cudaStream_t`.
+    /// The `CUstream` or `cudaStream_t`.
     pub const fn as_raw(self) -> *mut c_void {
         self.0
     }
@@ -32,17 +32,17 @@ impl From<&cudarc::driver::CudaStream> for Stream {
     }
 }
 
-/// Bytes in device memory that somebody else owns.
+/// Device memory of the engine.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct DeviceRegion {
-    /// The address of the first.
+    /// Address of the first byte.
     pub ptr: u64,
-    /// How many.
+    /// Size in bytes.
     pub bytes: usize,
 }
 
 impl DeviceRegion {
-    /// Refuses a memory that is smaller than `bytes`, or where [`Arrays`] cannot begin.
+    /// Rejects memory that is smaller than `bytes` or not aligned for [`Arrays`].
     pub(super) fn check_room(&self, operand: &'static str, bytes: usize) -> Result<(), LaunchError> {
         LaunchError::within(operand, bytes, self.bytes)?;
         let alignment = Arrays::ALIGNMENT_BYTES;
@@ -54,17 +54,17 @@ impl DeviceRegion {
     }
 }
 
-/// Arrays in a device memory, one after the other, each aligned for kernels.
+/// Lays out arrays in device memory, one after the other, each aligned for the kernels.
 pub(super) struct Arrays {
     start: u64,
     bytes: usize,
 }
 
 impl Arrays {
-    /// What the memory and each array is aligned to.
+    /// Alignment of the memory and of each array.
     const ALIGNMENT_BYTES: usize = 256;
 
-    /// None yet, in the memory at this address.
+    /// An empty layout in memory at the address `start`.
     pub(super) const fn at(start: u64) -> Self {
         Self { start, bytes: 0 }
     }
@@ -76,7 +76,7 @@ impl Arrays {
         address
     }
 
-    /// The bytes of all arrays.
+    /// Size of all arrays in bytes.
     pub(super) const fn bytes(&self) -> usize {
         self.bytes
     }

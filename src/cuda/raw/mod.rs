@@ -1,10 +1,11 @@
-//! The raw door: the operations on memory that somebody else owns.
+//! The raw API: the same operations on memory and streams that the engine owns.
 //!
-//! Descriptors of memory are `Copy`, carry no lifetime and are safe to make: an address is data. What must hold is said once, at
-//! each launch, which is `unsafe`. For engines that are not built on cudarc's slices, and for graphs of several streams.
+//! Types that describe memory are `Copy`, have no lifetime and are safe to create, because an address is only data. The
+//! requirements are those of each launch, which is `unsafe`. For engines that do not use cudarc's slices, and for graphs of several
+//! streams.
 //!
-//! In the `# Safety` sections, *until the work has run* means until everything enqueued by the call is complete on the stream, not
-//! until the call returns. For a call that is captured, it means for as long as the graph may be replayed.
+//! In the `# Safety` sections, *until the work has run* means until everything that the call enqueued has completed on the stream,
+//! not until the call returns. For a captured call it means as long as the graph may be replayed.
 //!
 #![doc = include_str!("../../docs/graphs.md")]
 #![expect(unsafe_code, reason = "launches on memory that somebody else owns")]
@@ -13,6 +14,7 @@ mod abi;
 mod align;
 mod embedding;
 mod experts;
+mod fused_linear;
 mod grouping;
 mod linear;
 mod matrix;
@@ -26,6 +28,7 @@ pub use self::{
     align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping},
     linear::LoraLinear,
     matrix::{MatrixMut, MatrixRef},

@@ -13,14 +13,14 @@ use crate::{
     routing::Batch,
 };
 
-/// A step's routing in the engine's device memory, and the pinned buffers that bring it there.
+/// The routing of a step in device memory of the engine, and the pinned buffers that batches are copied from.
 ///
-/// Built once per step for all layers. Its addresses never change, so a captured graph follows whatever was routed last.
+/// It is updated once per step, for all layers. Its addresses never change, so graphs follow the last update.
 #[derive(Debug)]
 pub struct Routing {
     kernels: Kernels,
     capacity: Capacity,
-    /// `[max_tokens]` slots and, behind the live ones, as many scales.
+    /// `[max_tokens]` slots, directly followed by as many scales as the batch has tokens.
     staged: u64,
     routing: ffi::aril_routing,
     staging: Vec<Pinned>,
@@ -32,7 +32,7 @@ unsafe impl Send for Routing {}
 // SAFETY: nothing changes behind a shared reference.
 unsafe impl Sync for Routing {}
 
-/// The arrays of a routing in the memory at `start`: the staged batch and the grouping; and their bytes.
+/// The staged batch and the arrays of a routing in memory at `start`, and the number of bytes they take.
 fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
     let Capacity { max_tokens, num_slots, .. } = capacity;
     let mut arrays = Arrays::at(start);
@@ -59,24 +59,24 @@ fn staging_bytes(capacity: Capacity) -> usize {
 }
 
 impl Routing {
-    /// The device memory that [`new`](Self::new) needs.
+    /// Device memory that [`new`](Self::new) needs, in bytes.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits.
+    /// [`LaunchError::Plan`] if a bound of the capacity is invalid.
     pub fn device_bytes(capacity: Capacity) -> Result<usize, LaunchError> {
         Ok(lay_out(capacity.checked()?, 0).2)
     }
 
-    /// Takes `memory`, aligned to 256 bytes, and allocates `steps_in_flight` pinned host buffers: as many steps as the host may
-    /// run ahead of the device. Nothing is routed until [`update`](Self::update) is.
+    /// A routing in `memory`, which must be aligned to 256 bytes. Allocates `steps_in_flight` pinned host buffers: the host may run
+    /// that many steps ahead of the device. Call [`update`](Self::update) before any operation.
     ///
     /// # Errors
-    /// If the capacity is past the kernels' limits, `memory` is too small or misaligned, or there is no pinned memory left.
+    /// [`LaunchError`] if a bound of the capacity is invalid, `memory` is too small or misaligned, or pinned memory is exhausted.
     ///
     /// # Safety
-    /// - **Validity.** `memory` addresses device memory of the kernels' context for its whole extent.
-    /// - **Liveness.** That memory stays mapped for as long as this or any batch of it is used, and until the work has run.
-    /// - **Aliasing.** Nobody else writes it.
+    /// - **Validity.** `memory` is device memory of the kernels' context.
+    /// - **Liveness.** It stays mapped while the routing or its batches are in use, and until the work has run.
+    /// - **Aliasing.** Nothing else writes it.
     pub unsafe fn new(
         kernels: &Kernels,
         capacity: Capacity,
@@ -92,14 +92,15 @@ impl Routing {
         Ok(Self { kernels: kernels.clone(), capacity, staged, routing, staging, next: 0 })
     }
 
-    /// Enqueues one host-to-device copy and the grouping kernel.
+    /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
     ///
     /// # Errors
-    /// `Busy` if `steps_in_flight` copies are pending: it never waits. `Capacity` if the batch is too large. Nothing was enqueued.
+    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending. [`LaunchError::Capacity`] if the batch is too large. Nothing
+    /// was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** `stream` is a stream of the kernels' context, and not capturing.
-    /// - **Aliasing.** Work of other streams that uses a batch of this is ordered against `stream`.
+    /// - **Validity.** `stream` belongs to the kernels' context and is not being captured.
+    /// - **Aliasing.** Work on other streams that uses a batch of this routing is ordered against `stream`.
     pub unsafe fn update(&mut self, batch: &Batch<'_>, stream: Stream) -> Result<RoutedBatch, LaunchError> {
         let routed = self.capture_batch(batch.num_tokens())?;
         self.kernels.check_thread()?;
@@ -122,35 +123,35 @@ impl Routing {
         Ok(routed)
     }
 
-    /// Whether [`update`](Self::update) has a free staging buffer now.
+    /// Whether [`update`](Self::update) has a free staging buffer.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn is_ready(&self) -> Result<bool, LaunchError> {
         self.staging[self.next].is_free()
     }
 
-    /// Blocks this thread until [`update`](Self::update) has a free staging buffer: until the copy of the step that is
-    /// `steps_in_flight` before the next one is done.
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the copy made `steps_in_flight`
+    /// updates ago has finished.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn wait(&self) -> Result<(), LaunchError> {
         self.staging[self.next].wait()
     }
 
-    /// As [`update`](Self::update), for slots (`i32`, one per token) and, if not null, scales (`f32`, likewise) that are on the
-    /// device already. May be captured.
+    /// Like [`update`](Self::update), with the addresses of slots, `i32 [tokens]`, and optionally of scales, `f32 [tokens]`, in
+    /// device memory. May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// `Capacity` if the batch is too large; then nothing was enqueued.
+    /// [`LaunchError::Capacity`] if the batch is too large. Nothing was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** `token_slots` and `token_scales` address `num_tokens` values each, and `stream` is a stream of the
+    /// - **Validity.** `token_slots` and `token_scales` are the addresses of `num_tokens` elements each. `stream` belongs to the
     ///   kernels' context.
-    /// - **Liveness.** They stay mapped until the work has run.
-    /// - **Aliasing.** Nobody writes them meanwhile, except work ordered by `stream`, which also orders all that uses a batch of
-    ///   this routing.
+    /// - **Liveness.** That memory stays mapped until the work has run.
+    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. All uses of this routing's batches are ordered by
+    ///   `stream`, too.
     pub unsafe fn update_on_device(
         &mut self,
         token_slots: u64,
@@ -166,11 +167,11 @@ impl Routing {
         Ok(routed)
     }
 
-    /// The batch to capture a CUDA graph of up to `num_tokens` rows with: the same addresses, upper bounds for counts. Rows that
-    /// the last update before a replay did not have, or had as base, are left alone by the replay.
+    /// A batch of up to `num_tokens` tokens to capture a CUDA graph with. It has the same addresses as an updated batch, and upper
+    /// bounds for its counts. A replay leaves rows unchanged that are beyond the last update, or base tokens in it.
     ///
     /// # Errors
-    /// `Capacity` if it is too large.
+    /// [`LaunchError::Capacity`] if `num_tokens` exceeds the capacity.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<RoutedBatch, LaunchError> {
         LaunchError::within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
         let max_tiles = self.capacity.max_tiles(num_tokens);
@@ -197,7 +198,7 @@ impl Routing {
     }
 }
 
-/// A routed batch: where its grouping is on the device, and upper bounds for its counts.
+/// A batch: the addresses of its grouping, and upper bounds for its counts.
 #[derive(Clone, Copy, Debug)]
 pub struct RoutedBatch {
     pub(super) routing: ffi::aril_routing,
@@ -212,18 +213,18 @@ unsafe impl Send for RoutedBatch {}
 unsafe impl Sync for RoutedBatch {}
 
 impl RoutedBatch {
-    /// Rows of the matrices that it is for.
+    /// Tokens in the batch.
     pub const fn num_tokens(&self) -> usize {
         self.num_tokens
     }
 
-    /// The address of the tokens that have a slot, by slot and, within one, in any order: `i32`, as many as `indptr` ends with.
+    /// Address of the tokens that have a slot, `i32`, sorted by slot and in any order within a slot. Their number is the last
+    /// element of [`indptr`](Self::indptr).
     pub fn tokens(&self) -> u64 {
         self.routing.tokens as u64
     }
 
-    /// The address of where each slot's tokens begin in [`tokens`](Self::tokens), and where the last slot's end: `i32
-    /// [num_slots + 1]`.
+    /// Address of the offset of each slot's tokens in [`tokens`](Self::tokens), `i32 [num_slots + 1]`.
     #[doc(alias = "seg_indptr")]
     #[doc(alias = "lora_token_start_loc")]
     pub fn indptr(&self) -> u64 {

@@ -5,21 +5,20 @@ use super::{
 };
 use crate::{error::LaunchError, plan::WorkspaceBytes};
 
-/// A layer's scratch that somebody else owns: as much of each as [`WorkspaceBytes`] says, aligned to
-/// 16 bytes. Any number of layers may share one on a stream.
+/// Scratch memory of the engine, of the sizes in [`WorkspaceBytes`], aligned to 16 bytes. The layers on one stream may share it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Workspace {
-    /// Zero when it is first used, and written by nothing but the kernels from then on. Every step that shares it gives the same extent.
+    /// Zero before its first use. After that, only the kernels may write it. Every step that shares it gives the same extent.
     pub mailbox: DeviceRegion,
-    /// Of any content.
+    /// May hold anything.
     pub partials: DeviceRegion,
 }
 
-/// What kernels read of a workspace at a time.
+/// The widest access of the kernels.
 const WORKSPACE_ALIGNMENT_BYTES: usize = 16;
 
 impl Workspace {
-    /// Refuses one that is too small or misaligned.
+    /// Rejects a workspace that is too small or misaligned.
     pub(super) fn check(&self, needed: WorkspaceBytes) -> Result<(), LaunchError> {
         for (needed, part) in [(needed.mailbox, self.mailbox), (needed.partials, self.partials)] {
             LaunchError::within("the workspace's use", needed, part.bytes)?;
@@ -31,7 +30,7 @@ impl Workspace {
     }
 }
 
-/// What all operations of a step have in common.
+/// The table, batch, workspace and stream that the operations of a step share.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
     pub(in crate::cuda) table: Table,
@@ -41,12 +40,12 @@ pub struct Step {
 }
 
 impl Step {
-    /// A step of `batch` on the adapters of `table`, enqueued on `stream`.
+    /// A step of `batch` with the adapters of `table`, enqueued on `stream`.
     pub const fn new(table: Table, batch: RoutedBatch, workspace: Workspace, stream: Stream) -> Self {
         Self { table, batch, workspace, stream }
     }
 
-    /// The same step with another scratch on another stream: for operations beside those of this one.
+    /// The same step with another workspace on another stream, for operations that run concurrently.
     #[must_use]
     pub const fn beside(self, workspace: Workspace, stream: Stream) -> Self {
         Self { workspace, stream, ..self }
@@ -57,7 +56,7 @@ impl Step {
         self.batch
     }
 
-    /// The stream that operations are enqueued on.
+    /// The stream of the operations.
     pub const fn stream(&self) -> Stream {
         self.stream
     }

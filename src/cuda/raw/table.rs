@@ -10,28 +10,28 @@ use crate::{
     plan::Capacity,
 };
 
-/// One module of one slot, as kernels read it: an element of a descriptor table `[num_slots][num_entries]` in device memory.
+/// The factors of one module in one slot: an element of a descriptor table `[num_slots][num_entries]` in device memory.
 ///
-/// Factors begin on 128-byte boundaries, laid out as [`layout`](crate::adapter::layout) says, with zeros for padding
-/// ([`SlotImage`] writes them so). The default is a slot without this module.
+/// Factors are aligned to 128 bytes and stored in the formats of [`layout`](crate::adapter::layout), as [`SlotImage`] writes them.
+/// The default means that the slot does not adapt the module.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Descriptor {
-    /// The address of A `[rank, in_features]`; of an embedding, of A transposed `[vocab, rank]`.
+    /// Address of A `[rank, in_features]`, or of an embedding's A, transposed: `[vocab, rank]`.
     pub a: u64,
-    /// The address of B `[out_features, rank]`.
+    /// Address of B `[out_features, rank]`.
     pub b: u64,
-    /// The rank; 0 where the slot has no such module.
+    /// The rank; 0 if the slot does not adapt the module.
     pub rank: i32,
-    /// α/r or α/√r.
+    /// The scaling, α/r or α/√r.
     pub scaling: f32,
 }
 
 impl Descriptor {
-    /// A slot's row of the table, for an adapter whose block is at that address: a descriptor for each of the model's entries.
+    /// The descriptors of a slot, `[num_entries]`, for an adapter whose block is at the address `block`.
     ///
-    /// Those of what experts share ([`ProjectionSite`](crate::model::ProjectionSite)) have a null pointer for a factor that is not
-    /// shared, and the scaling 1.
+    /// In the descriptors of factors that experts share ([`ProjectionSite`](crate::model::ProjectionSite)), a factor that is not
+    /// shared is null, and the scaling is 1.
     ///
     /// ```
     /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, Shard, TpRank}};
@@ -74,7 +74,7 @@ impl Descriptor {
 
 const _: () = assert!(size_of::<Descriptor>() == size_of::<ffi::aril_descriptor>());
 
-/// A descriptor table that somebody owns: the factors of every slot.
+/// A descriptor table of the engine: the factors of every slot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Table {
     ptr: u64,
@@ -86,13 +86,13 @@ pub struct Table {
 }
 
 impl Table {
-    /// The table at `ptr`: `num_slots` rows of [`Model::num_entries`] [`Descriptor`]s, row-major, of factors of `dtype`. Descriptors of
-    /// a rank above `max_rank` count as no adapter.
+    /// The table at the address `ptr`: [`Descriptor`]s `[num_slots][num_entries]`, row-major, with [`Model::num_entries`] entries
+    /// per slot and factors in `dtype`. Descriptors with a rank above `max_rank` count as empty.
     pub fn new(model: &Model, dtype: DType, ptr: u64, num_slots: usize, max_rank: usize) -> Self {
         Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
     }
 
-    /// The descriptors from `first_entry` on, for a layer of that model, type and capacity.
+    /// The descriptors from `first_entry` on, for a layer of this model, element type and capacity.
     pub(super) fn expect(
         &self,
         model: ModelId,

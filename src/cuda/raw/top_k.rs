@@ -6,8 +6,7 @@ use crate::{
     routing::Weighed,
 };
 
-/// What a layer's router chose for a step, in device memory: [`routing::TopK`](crate::routing::TopK) has it on the host, and says
-/// what a route is.
+/// A router's choice for a step, in device memory. See [`routing::TopK`](crate::routing::TopK).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TopK {
     pub(in crate::cuda) ids: u64,
@@ -19,39 +18,40 @@ pub struct TopK {
 }
 
 impl TopK {
-    /// The address of local expert ids, `i32 [tokens, top_k]`. -1 and whatever else is no local id is not here.
+    /// The address of local expert ids, `i32 [tokens, top_k]`. Any other value, such as -1, makes the route non-local.
     pub const fn new(ids: u64, top_k: usize) -> Self {
         Self { ids, weights: 0, rows: 0, top_k, weighed: Weighed::Combine, factor: 1.0 }
     }
 
-    /// The address of the router's weights, `f32 [tokens, top_k]`: 1 without them.
+    /// Sets the address of the router's weights, `f32 [tokens, top_k]`. The default is 1.
     #[must_use]
     pub const fn weights(self, weights: u64) -> Self {
         Self { weights, ..self }
     }
 
-    /// The address of each route's row in the `[routes, ..]` matrices, `i32 [tokens, top_k]`. Without it, a route has the row of its
-    /// number. Below 0 or from the number of routes on, the route has no row, and is not here.
+    /// Sets the address of the row of each route in `[routes, ..]` matrices, `i32 [tokens, top_k]`. By default, route `r` has row
+    /// `r`. A value outside `0..routes` means that the route has no row and is not local.
     #[must_use]
     #[doc(alias = "row_of_route")]
     pub const fn rows(self, rows: u64) -> Self {
         Self { rows, ..self }
     }
 
-    /// The router's weights are applied to the experts' input: the deltas of gate and up are multiplied by them, and the combine
-    /// does without.
+    /// Applies the router's weights to the input of the experts instead of in the combine. The deltas of gate and up are multiplied
+    /// by them.
     #[must_use]
     pub const fn on_input(self) -> Self {
         Self { weighed: Weighed::Input, ..self }
     }
 
-    /// The router's weights are applied to the rows of down: the deltas of down are multiplied by them.
+    /// Declares that the engine's GEMM applies the router's weights to the output rows of down. The deltas of down are multiplied
+    /// by them.
     #[must_use]
     pub const fn on_rows(self) -> Self {
         Self { weighed: Weighed::Rows, ..self }
     }
 
-    /// What kernels take of it, within the bounds.
+    /// Converts the choice to the C ABI, within the capacity.
     pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
         let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
         LaunchError::within("the batch's tokens", batch.num_tokens, max_tokens)?;
@@ -68,7 +68,7 @@ impl TopK {
         })
     }
 
-    /// Multiplies what every route weighs in the combine, where a model has a factor for its routed experts.
+    /// Scales the combine weights (`routed_scaling_factor`).
     #[must_use]
     pub const fn scaled(self, factor: f32) -> Self {
         Self { factor, ..self }

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include <type_traits>
+
+#include "host/launch.cuh"
+#include "linear/fused/kernel.cuh"
+
+namespace aril {
+namespace {
+
+using detail::ceil_div;
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's function, which the runtime does not wrap.
+int32_t encoder(Encode& encode) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  ARIL_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                            cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) return ARIL_ERR_NO_KERNEL;
+  encode = reinterpret_cast<Encode>(function);
+  return 0;
+}
+
+// Encodes a matrix that is read in boxes of `box_rows` rows of 128 bytes.
+int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* matrix, int rows,
+                   int columns, int64_t stride, int box_rows, CUtensorMapL2promotion promotion) {
+  const int64_t row_bytes = stride * 2;
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(matrix) | row_bytes) % ARIL_FORWARD_ALIGNMENT == 0;
+  if (!aligned || matrix == nullptr || rows < 1 || columns < 1) return ARIL_ERR_ARGUMENT;
+  if (dtype != ARIL_BF16 && dtype != ARIL_F16) return ARIL_ERR_ARGUMENT;
+  const auto type =
+      dtype == ARIL_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_bytes)};
+  const cuuint32_t box[] = {detail::kBoxFeatures, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  const CUresult result = encode(&map, type, 2, const_cast<void*>(matrix), sizes, strides, box,
+                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? 0 : ARIL_ERR_ARGUMENT;
+}
+
+// Dependents begin when a block has this many boxes of features left to load. (H200, chain of
+// layers: 8 and 32 are 6 % slower.)
+constexpr int kTriggerBoxes = 16;
+
+// The fewest stages of a ring: a stage is released when the next one is being multiplied.
+constexpr int kMinStages = 4;
+
+// With adapters, a ring holds at most this part of a block's stream: what is in flight delays loads
+// of A and B.
+constexpr int kMaxRingShare = 4;
+
+// The small form is for up to this many tokens times ranks. (H200, 8 tokens of 8 adapters: 4 %
+// faster at rank 16, 16 % slower at rank 64; 1 token, rank 64: 4 % faster.)
+constexpr int kSmallTokenRanks = 256;
+// And for blocks that multiply at most this many units by boxes: over a longer stream the smaller
+// ring costs more than the launches save. (H200: 1.5 MB of W a block, 1 to 4 % slower alone, and 5
+// % faster in a chain of layers; 4 MB, 13 % slower.)
+constexpr int kSmallUnitBoxes = 768;
+
+// Dynamic shared memory that a block may have.
+int32_t smem_budget(bool small, int& bytes) {
+  constexpr int kOwnBytes = 1 << 10;
+  static_assert(sizeof(detail::FusedShared) <= kOwnBytes);
+  if (!small) {
+    ARIL_TRY(max_smem_bytes(bytes));
+    bytes += kStaticBytes - kOwnBytes;
+    return 0;
+  }
+  int device, all, reserved;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  ARIL_TRY(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
+  bytes = all / 2 - reserved - kOwnBytes;
+  return 0;
+}
+
+int passes_of(int units) { return ceil_div(units, detail::kMaxUnits); }
+int pass_units_of(int units) { return ceil_div(units, passes_of(units)); }
+
+int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
+  detail::FusedGrid& grid = params.grid;
+  grid = {};
+  int clusters = 0;
+  for (int slice = 0; slice < args.num_slices; ++slice) {
+    if (args.out_features[slice] < 1) return ARIL_ERR_ARGUMENT;
+    grid.first_cluster[slice] = clusters;
+    clusters += ceil_div(detail::Share::slice_units(args.out_features[slice]), args.map->units);
+  }
+  for (int slice = args.num_slices; slice <= ARIL_MAX_SLICES; ++slice) {
+    grid.first_cluster[slice] = clusters;
+  }
+  grid.units = args.map->units;
+  grid.pass_units = pass_units_of(grid.units);
+  params.num_k_tiles = ceil_div(args.in_features, ARIL_K_TILE);
+  params.part_k_tiles = ceil_div(params.num_k_tiles, detail::kParts);
+  params.num_parts = ceil_div(params.num_k_tiles, params.part_k_tiles);
+  return 0;
+}
+
+int boxes_of_split(const aril_forward_args& args) {
+  return detail::Share::split_boxes(ceil_div(args.in_features, detail::kBoxFeatures),
+                                    args.map->splits);
+}
+
+// Whether the small form is faster.
+bool is_small(const aril_forward_args& args) {
+  return args.weights.table != nullptr &&
+         args.num_tokens * args.weights.max_rank <= kSmallTokenRanks &&
+         int64_t{args.map->units} * boxes_of_split(args) <= kSmallUnitBoxes;
+}
+
+// Divides a block's shared memory: as many stages as fit, of two boxes or, if these are too few or
+// the form is small, of one. `smem_bytes` is 0 if the form does not fit.
+int32_t make_ring(const aril_forward_args& args, int token_tiles, bool small,
+                  detail::FusedParams& params, int& smem_bytes) {
+  constexpr int kAlignmentBytes = 1024;
+  detail::FusedGrid& grid = params.grid;
+  const int max_rank = args.weights.table == nullptr ? 0 : args.weights.max_rank;
+  const int boxes = boxes_of_split(args);
+  int budget;
+  ARIL_TRY(smem_budget(small, budget));
+  smem_bytes = 0;
+  for (grid.stage_boxes = small ? 1 : detail::kStepBoxes; grid.stage_boxes > 0;
+       --grid.stage_boxes) {
+    const auto smem = [&] {
+      return detail::FusedSmem(token_tiles, grid, params.splits, args.num_slices, max_rank, small);
+    };
+    grid.stages = 0;
+    const int room = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
+    const int items = passes_of(grid.units) * ceil_div(boxes, grid.stage_boxes);
+    const bool is_short = items < kMaxRingShare * kMinStages;
+    const int wanted = max_rank == 0 || is_short ? items : items / kMaxRingShare;
+    const int most = wanted < detail::kMaxStages ? wanted : detail::kMaxStages;
+    grid.stages = most < room ? most : room;
+    if (grid.stages < kMinStages && grid.stages < items) continue;
+    grid.trigger = kTriggerBoxes / grid.stage_boxes;
+    params.smem = smem();
+    smem_bytes = params.smem.total + kAlignmentBytes;
+    break;
+  }
+  return 0;
+}
+
+int32_t check(const aril_forward_args& args) {
+  const bool fits = args.num_tokens >= 0 && args.num_tokens <= ARIL_FORWARD_TOKENS &&
+                    args.in_features >= 8 && args.in_features % 8 == 0 && args.num_slices >= 1 &&
+                    args.num_slices <= ARIL_MAX_SLICES && args.map != nullptr && args.polls >= 0 &&
+                    args.map->units >= 1;
+  if (!fits) return ARIL_ERR_ARGUMENT;
+  if (args.weights.table != nullptr) {
+    const bool has_mailbox = args.mailbox != nullptr &&
+                             reinterpret_cast<uintptr_t>(args.mailbox) % 16 == 0 &&
+                             args.weights.max_rank >= 1 && args.weights.max_rank <= ARIL_MAX_RANK;
+    if (!has_mailbox) return ARIL_ERR_ARGUMENT;
+  }
+  int device, major;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major < 9 ? ARIL_ERR_NO_KERNEL : 0;
+}
+
+int32_t fill_params(const aril_forward_args& args, int token_tiles, detail::FusedParams& params) {
+  params.args = args;
+  params.splits = args.map->splits;
+  static_assert(sizeof(params.w) == sizeof(args.map->tensor_maps));
+  memcpy(params.w, args.map->tensor_maps, sizeof(params.w));
+  Encode encode;
+  ARIL_TRY(encoder(encode));
+  ARIL_TRY(encode_map(encode, params.x, args.dtype, args.x, args.num_tokens, args.in_features,
+                      args.x_stride, token_tiles * detail::kTokenTile,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
+  return share_out(args, params);
+}
+
+template <typename T, int kTokenTiles, bool kSmall>
+int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* stream) {
+  const int num_warps = detail::fused_warps(params.grid.pass_units, kTokenTiles, kSmall);
+  const int idle_warps =
+      params.args.weights.table == nullptr ? detail::delta_warps(kTokenTiles, kSmall) : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = params.splits;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits;
+  config.blockDim = 32 * (num_warps - idle_warps);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = params.splits > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, detail::fused_linear_kernel<T, kTokenTiles, kSmall>, params);
+}
+
+template <typename T, int kTokenTiles>
+int32_t forward(const aril_forward_args& args, void* stream) {
+  detail::FusedParams params;
+  ARIL_TRY(fill_params(args, kTokenTiles, params));
+  int smem_bytes;
+  if constexpr (kTokenTiles == 1) {
+    if (is_small(args)) {
+      ARIL_TRY(make_ring(args, kTokenTiles, true, params, smem_bytes));
+      if (smem_bytes > 0) return launch_fused<T, kTokenTiles, true>(params, smem_bytes, stream);
+    }
+  }
+  ARIL_TRY(make_ring(args, kTokenTiles, false, params, smem_bytes));
+  if (smem_bytes == 0) return ARIL_ERR_ARGUMENT;
+  return launch_fused<T, kTokenTiles, false>(params, smem_bytes, stream);
+}
+
+// Calls `f` with the number of token tiles of the instance for so many tokens.
+template <typename F>
+int32_t with_tiles(int num_tokens, F&& f) {
+  const int tiles = ceil_div(num_tokens, detail::kTokenTile);
+  if (tiles <= 1) return f(std::integral_constant<int, 1>{});
+  if (tiles <= 2) return f(std::integral_constant<int, 2>{});
+  if (tiles <= 4) return f(std::integral_constant<int, 4>{});
+  return f(std::integral_constant<int, 8>{});
+}
+
+template <typename T>
+int32_t load_kernels() {
+  int bytes, small_bytes;
+  ARIL_TRY(smem_budget(false, bytes));
+  ARIL_TRY(smem_budget(true, small_bytes));
+  ARIL_TRY(load(detail::fused_linear_kernel<T, 1, true>, small_bytes));
+  for (const int num_tokens : {8, 16, 32, 64}) {
+    ARIL_TRY(with_tiles(num_tokens, [&](auto tiles) {
+      return load(detail::fused_linear_kernel<T, decltype(tiles)::value, false>, bytes);
+    }));
+  }
+  return 0;
+}
+
+}  // namespace
+
+int32_t load_fused_linear() {
+  ARIL_TRY(load_kernels<__nv_bfloat16>());
+  return load_kernels<__half>();
+}
+
+}  // namespace aril
+
+extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map) {
+  aril::Encode encode;
+  ARIL_TRY(aril::encoder(encode));
+  const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
+                    (weights->splits == 1 || weights->splits == 2) && weights->units >= 1 &&
+                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits);
+  if (!fits) return ARIL_ERR_ARGUMENT;
+  *map = {};
+  map->splits = weights->splits;
+  map->units = weights->units;
+  for (int slice = 0; slice < weights->num_slices; ++slice) {
+    CUtensorMap encoded;
+    ARIL_TRY(aril::encode_map(encode, encoded, weights->dtype, weights->slices[slice],
+                              weights->out_features[slice], weights->in_features,
+                              weights->strides[slice],
+                              aril::pass_units_of(weights->units) * aril::detail::kUnitRows,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
+    memcpy(map->tensor_maps[slice], &encoded, sizeof(encoded));
+  }
+  return 0;
+}
+
+extern "C" int32_t aril_linear_forward(const aril_forward_args* args, void* stream) {
+  ARIL_TRY(aril::check(*args));
+  if (args->num_tokens == 0) return 0;
+  return aril::dispatch(args->dtype, [&](auto element) -> int32_t {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return ARIL_ERR_ARGUMENT;
+    } else {
+      return aril::with_tiles(args->num_tokens, [&](auto tiles) {
+        return aril::forward<T, decltype(tiles)::value>(*args, stream);
+      });
+    }
+  });
+}

@@ -1,0 +1,742 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// The fused linear's delta, computed by some warps of each thread block beside the stream of W.
+//
+// v = A x is divided into units (DeltaUnit), shared evenly over all thread blocks. A block
+// publishes the sums of its units in the mailbox, gathers the sums of all parts for the slice of
+// its own rows, and leaves scaling * B v of these rows in shared memory. It polls for a sum a
+// bounded number of times; then it computes the sum itself, in the same order. So no block depends
+// on another one running.
+//
+// Fragments of A, B and x are loaded 16 bytes per lane in memory order: features, or ranks, are
+// permuted within a product, alike in both operands.
+#pragma once
+
+#include "../../device/product.cuh"
+#include "../../device/vec.cuh"
+#include "../../ptx/mma.cuh"
+#include "layout.cuh"
+
+namespace aril::detail {
+
+#if __CUDA_ARCH__ >= 900
+
+// Where the words of a part of the input features are in the mailbox. Two words, of neighbouring
+// ranks, are stored and loaded together.
+struct FusedMailbox {
+  char* first;
+  int64_t slice_bytes, token_bytes, part_bytes;
+
+  __device__ __forceinline__ explicit FusedMailbox(const aril_forward_args& args)
+      : first(reinterpret_cast<char*>(tagged_words(args.mailbox))),
+        slice_bytes(int64_t{ceil_div(args.weights.max_rank, kPairRanks)} * kPairRanks *
+                    ARIL_WORD_BYTES),
+        token_bytes(args.num_slices * slice_bytes),
+        part_bytes(args.num_tokens * token_bytes) {}
+
+  __device__ __forceinline__ char* at(int part, int token, int slice, int rank) const {
+    return first + part * part_bytes + token * token_bytes + slice * slice_bytes +
+           rank * ARIL_WORD_BYTES;
+  }
+};
+
+// Loads x, which a predecessor wrote.
+__device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
+  uint4 bits = make_uint4(0, 0, 0, 0);
+  if (valid) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                 : "l"(from)
+                 : "memory");
+  }
+  return bits;
+}
+
+template <typename T, int kTokenTiles, bool kSmall>
+struct Delta {
+  static constexpr int kTokens = kTokenTiles * kTokenTile;
+  static constexpr int kWarps = delta_warps(kTokenTiles, kSmall), kThreads = 32 * kWarps;
+  static constexpr int kAPlaces = a_places(kSmall);
+  static constexpr int kChunkPlaces = kAPlaces * kPairBytes / kChunkBytes;
+  static constexpr int kRounds = kHalves / kWarps;  // of a step
+
+  const FusedParams& p;
+  const aril_forward_args& args;
+  FusedShared& shared;
+  DeltaShared& batch;
+  const Share& share;
+  unsigned char* const dynamic;
+  const int thread;
+  const int warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
+  int buffer = 0;
+  int a_issued = 0, a_taken = 0;  // steps of A
+  int issued = 0, taken = 0;      // chunks of B
+
+  __device__ __forceinline__ Delta(const FusedParams& p, FusedShared& shared, DeltaShared& batch,
+                                   unsigned char* dynamic, int thread)
+      : p(p),
+        args(p.args),
+        shared(shared),
+        batch(batch),
+        share(shared.share),
+        dynamic(dynamic),
+        thread(thread) {}
+
+  __device__ __forceinline__ static void sync_warps() {
+    __syncwarp();
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  }
+
+  // A segment's module, [segments][slices].
+  __device__ __forceinline__ aril_descriptor& module_at(int entry) const {
+    return reinterpret_cast<aril_descriptor*>(dynamic + p.smem.modules)[entry];
+  }
+
+  // Pairs of rank tiles before those of a module; at the end, of all modules.
+  __device__ __forceinline__ int32_t& pairs_before(int entry) const {
+    return reinterpret_cast<int32_t*>(dynamic + p.smem.modules +
+                                      kTokens * args.num_slices * sizeof(aril_descriptor))[entry];
+  }
+
+  // Groups the tokens by slot, in their order, into segments.
+  __device__ __forceinline__ void make_segments() {
+    const int token = thread;
+    if (token < ARIL_FORWARD_TOKENS) {
+      int slot = -1;
+      float scale = 0.0f;
+      if (token < args.num_tokens) {
+        // Independent loads: rows beyond the routed ones are read, too.
+        const int routed = *args.routing.num_tokens;
+        slot = args.routing.slots[token];
+        scale = args.routing.scales[token];
+        if (token >= routed || slot >= args.weights.num_slots) slot = -1;
+      }
+      batch.slots[token] = slot;
+      batch.scales[token] = scale;
+      reinterpret_cast<uint64_t*>(batch.tokens)[token] = ~uint64_t{0};
+    }
+    if (thread == 0) {
+      batch.slice_rank = 0;
+      batch.missing = -1;
+      batch.polls = args.polls;
+    }
+    sync_warps();
+    int leader = token, position = 0;
+    const bool live = token < args.num_tokens && batch.slots[token] >= 0;
+    if (live) {
+      int before = 0;
+#pragma unroll 1
+      for (int other = 0; other < token; ++other) {
+        if (batch.slots[other] != batch.slots[token]) continue;
+        if (before % kSegmentTokens == 0) leader = other;
+        ++before;
+      }
+      position = before % kSegmentTokens;
+      if (position == 0) leader = token;
+    }
+    if (warp < ARIL_FORWARD_TOKENS / 32) {
+      const uint32_t leaders = __ballot_sync(0xffffffffu, live && leader == token);
+      if (lane == 0) batch.leaders[warp] = leaders;
+    }
+    sync_warps();
+    if (thread == 0) {
+      batch.num_segments = __popc(batch.leaders[0]) + __popc(batch.leaders[1]);
+    }
+    if (token < ARIL_FORWARD_TOKENS) {
+      int segment = -1;
+      if (live) {
+        segment = __popc(batch.leaders[leader / 32] & ((1u << leader % 32) - 1)) +
+                  (leader < 32 ? 0 : __popc(batch.leaders[0]));
+        batch.tokens[segment][position] = static_cast<int8_t>(token);
+      }
+      batch.segment_of[token] = static_cast<int8_t>(segment);
+    }
+  }
+
+  // Loads the segments' modules, and counts the units.
+  __device__ __forceinline__ void share_out() {
+    sync_warps();
+    const int entries = batch.num_segments * args.num_slices;
+#pragma unroll 1
+    for (int i = thread; i < entries; i += kThreads) {
+      const int slice = i % args.num_slices;
+      const int token = batch.tokens[i / args.num_slices][0];
+      const aril_descriptor module = module_of(args.weights, batch.slots[token], slice);
+      module_at(i) = module;
+      if (slice == share.slice && module.rank > 0) atomicMax(&batch.slice_rank, module.rank);
+    }
+    sync_warps();
+    if (warp == 0) {
+      int before = 0;
+#pragma unroll 1
+      for (int first = 0; first < entries; first += 32) {
+        const int i = first + lane;
+        int end = i < entries ? ceil_div(module_at(i).rank, kPairRanks) : 0;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+          const int other = __shfl_up_sync(0xffffffffu, end, distance);
+          if (lane >= distance) end += other;
+        }
+        if (i < entries) pairs_before(i + 1) = before + end;
+        before += __shfl_sync(0xffffffffu, end, 31);
+      }
+      if (lane == 0) pairs_before(0) = 0;
+    }
+    sync_warps();
+    if (thread == 0) batch.num_units = pairs_before(entries) * p.num_parts;
+  }
+
+  __device__ __forceinline__ int all_pairs() const {
+    return pairs_before(batch.num_segments * args.num_slices);
+  }
+  // A block has the units from first_unit(its index) to first_unit(the next index).
+  __device__ __forceinline__ int first_unit(int block) const {
+    return static_cast<int>(static_cast<unsigned>(batch.num_units) * block / gridDim.x);
+  }
+
+  __device__ __forceinline__ DeltaUnit unit_at(int index) const {
+    DeltaUnit unit;
+    unit.part = index / all_pairs();
+    const int pair = index - unit.part * all_pairs();
+    int low = 0, high = batch.num_segments *
+                        args.num_slices;  // pairs_before(low) <= pair < pairs_before(high)
+#pragma unroll 1
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (pairs_before(middle) <= pair) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    const aril_descriptor& module = module_at(low);
+    const int tiles = ceil_div(module.rank, ARIL_RANK_TILE), tile = 2 * (pair - pairs_before(low));
+    unit.k_tile_bytes = tiles * kPieceBytes;
+    unit.first_k_tile = unit.part * p.part_k_tiles;
+    unit.num_k_tiles = min(p.part_k_tiles, p.num_k_tiles - unit.first_k_tile);
+    unit.a = static_cast<const char*>(module.a) + int64_t{unit.first_k_tile} * unit.k_tile_bytes +
+             tile * kPieceBytes;
+    unit.two = tile + 1 < tiles;
+    unit.segment = low / args.num_slices;
+    unit.slice = low % args.num_slices;
+    unit.first_rank = tile * ARIL_RANK_TILE;
+    unit.rank = module.rank;
+    return unit;
+  }
+
+  // Looks up the first DeltaShared::kUnits of the units [first, last).
+  __device__ __forceinline__ void look_up(int first, int last) {
+    sync_warps();
+    if (thread < min(last - first, DeltaShared::kUnits))
+      batch.units[thread] = unit_at(first + thread);
+    sync_warps();
+  }
+
+  // Prefetches to L2: A of this block's first units, and B of its rows.
+  __device__ __forceinline__ void prefetch(int units, int first_block, int end_block) {
+#pragma unroll 1
+    for (int i = thread; i < min(units, DeltaShared::kUnits) * p.part_k_tiles; i += kThreads) {
+      const DeltaUnit& unit = batch.units[i / p.part_k_tiles];
+      const int lane = i % p.part_k_tiles;
+      if (lane < unit.num_k_tiles) {
+        prefetch_bytes(unit.a + int64_t{lane} * unit.k_tile_bytes,
+                       (unit.two ? 2 : 1) * kPieceBytes);
+      }
+    }
+    constexpr int kTiles = 8;  // 64 ranks of B
+    const OwnBlocks own(first_block, p.splits, share.split);
+    const int count = ceil_div(max(0, end_block - own.first), p.splits);
+#pragma unroll 1
+    for (int i = thread; i < count * batch.num_segments * kTiles; i += kThreads) {
+      const int tile = i % kTiles, segment = i / kTiles % batch.num_segments;
+      const int block = own.first + i / kTiles / batch.num_segments * p.splits;
+      const aril_descriptor& module = module_at(segment * args.num_slices + share.slice);
+      if (tile * ARIL_RANK_TILE < module.rank) {
+        prefetch_bytes(b_tile(module, block * kBlockRows, tile), 512);
+      }
+    }
+  }
+
+  // Four cores of B: 32 outputs of 8 ranks.
+  __device__ __forceinline__ static const char* b_tile(const aril_descriptor& module, int row,
+                                                       int tile) {
+    const int tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+    return static_cast<const char*>(module.b) +
+           (int64_t{row / ARIL_OUT_TILE} * tiles + tile) * (ARIL_OUT_TILE * ARIL_RANK_TILE * 2) +
+           row % ARIL_OUT_TILE / kBlockRows * 512;
+  }
+
+  // A step of a unit that was looked up: 128 features for each of kHalves sums. A warp computes
+  // kRounds of these sums, one after the other.
+  struct Step {
+    int unit, round, step;
+  };
+
+  __device__ __forceinline__ Step next(const Step& at) const {
+    if (at.step + 1 < ceil_div(p.part_k_tiles, kHalves / 2))
+      return {at.unit, at.round, at.step + 1};
+    return at.round + 1 < kRounds ? Step{at.unit, at.round + 1, 0} : Step{at.unit + 1, 0, 0};
+  }
+
+  __device__ __forceinline__ int half_of(const Step& at) const { return at.round * kWarps + warp; }
+  __device__ __forceinline__ int k_tile_of(const Step& at) const {
+    return at.step * (kHalves / 2) + half_of(at) / 2;
+  }
+
+  // Starts loading a step's A into this warp's next buffer. A step without features takes one, too.
+  __device__ __forceinline__ void load_a(const Step& at) {
+    const int place = a_issued++ % kAPlaces;
+    const DeltaUnit& unit = batch.units[at.unit];
+    const bool live = k_tile_of(at) < unit.num_k_tiles;
+    const int tiles = !live ? 0 : unit.two ? 2 : 1;
+    constexpr int kHalfBytes = kPieceBytes / 2;
+    TransactionBarrier& arrival = batch.a[warp][place];
+    if (lane == 0) arrival.expect(tiles * kHalfBytes);
+    if (lane < tiles) {
+      arrival.copy(own_places() + place * kPairBytes + lane * kHalfBytes,
+                   unit.a + int64_t{k_tile_of(at)} * unit.k_tile_bytes + lane * kPieceBytes +
+                       half_of(at) % 2 * kHalfBytes,
+                   kHalfBytes);
+    }
+  }
+
+  __device__ __forceinline__ unsigned char* own_places() const {
+    return dynamic + p.smem.a + warp * kAPlaces * kPairBytes;
+  }
+
+  static constexpr int kLoads = ARIL_K_TILE / 2 / 32;
+
+  __device__ __forceinline__ void load_x(uint4 (&x)[kLoads], const Step& at) const {
+    const DeltaUnit& unit = batch.units[at.unit];
+    const int feature = (unit.first_k_tile + k_tile_of(at)) * ARIL_K_TILE +
+                        half_of(at) % 2 * (ARIL_K_TILE / 2) + 8 * q;
+    const int token = batch.tokens[unit.segment][g];
+    const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
+    const int left =
+        token >= 0 && k_tile_of(at) < unit.num_k_tiles ? args.in_features - feature : 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      x[i] = load_input(reinterpret_cast<const char*>(from + i * 32), i * 32 < left);
+    }
+  }
+
+  // Adds the products of a step whose A is being loaded.
+  __device__ __forceinline__ void multiply_step(float (&sums)[2][4], const uint4 (&x)[kLoads],
+                                                const Step& at) {
+    const DeltaUnit& unit = batch.units[at.unit];
+    const bool live = k_tile_of(at) < unit.num_k_tiles, two = unit.two;
+    const int place = a_taken % kAPlaces;
+    batch.a[warp][place].wait(a_taken / kAPlaces % 2);
+    ++a_taken;
+    __syncwarp();
+    if (!live) return;
+    const unsigned char* a = own_places() + place * kPairBytes + q * 128 + g * 16;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      // Keeps the loads apart where registers are few.
+      if constexpr (kRounds > 1) __syncwarp();
+      const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
+      uint4 high = make_uint4(0, 0, 0, 0);
+      if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kPieceBytes / 2);
+      mma_m16n8k16<T>(sums[i % 2], make_uint4(low.x, high.x, low.y, high.y), x[i].x, x[i].y);
+      mma_m16n8k16<T>(sums[i % 2], make_uint4(low.z, high.z, low.w, high.w), x[i].z, x[i].w);
+    }
+  }
+
+  __device__ __forceinline__ float* unit_sums() const {
+    return reinterpret_cast<float*>(dynamic + p.smem.sums) + buffer * DeltaShared::kSums;
+  }
+
+  // Stores a round's sums for publish(), and clears them.
+  __device__ __forceinline__ void store_sums(const Step& at, float (&sums)[2][4]) {
+    float* own = unit_sums() + half_of(at) * (DeltaShared::kSums / kHalves);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      own[(2 * q + e % 2) * DeltaShared::kPitch + g + e / 2 * 8] = sums[0][e] + sums[1][e];
+      sums[0][e] = sums[1][e] = 0.0f;
+    }
+  }
+
+  // Adds up the sums of a unit, and stores them in the mailbox.
+  __device__ __forceinline__ void publish(const DeltaUnit& unit) {
+    sync_warps();
+    static_assert(kSegmentTokens * kPairRanks / 2 <= kThreads);
+    if (thread < kSegmentTokens * kPairRanks / 2) {
+      const int position = thread / (kPairRanks / 2), rank = thread % (kPairRanks / 2) * 2;
+      const int token = batch.tokens[unit.segment][position];
+      float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        sum = sum +
+              *reinterpret_cast<const float2*>(unit_sums() + half * (DeltaShared::kSums / kHalves) +
+                                               position * DeltaShared::kPitch + rank);
+      }
+      const int at = unit.first_rank + rank;
+      if (at >= unit.rank) sum.x = 0.0f;
+      if (at + 1 >= unit.rank) sum.y = 0.0f;
+      if (token >= 0) {
+        store_tagged2(FusedMailbox(args).at(unit.part, token, unit.slice, at), sum.x, sum.y,
+                      shared.tag);
+      }
+    }
+    // The next unit takes the other buffer. Its barrier comes after all reads of this one.
+    if constexpr (kSmall) {
+      sync_warps();
+    } else {
+      buffer ^= 1;
+    }
+  }
+
+  // Starts loading A of the first steps. Returns the first step that was not started.
+  __device__ __forceinline__ Step load_first_a(int count) {
+    Step at = {0, 0, 0};
+#pragma unroll 1
+    for (int i = 0; i < kAPlaces && at.unit < count; ++i) {
+      load_a(at);
+      at = next(at);
+    }
+    return at;
+  }
+
+  // Computes the first `count` units that were looked up, whose first steps of A are being loaded.
+  __device__ __forceinline__ void shrink(int count, Step ahead) {
+    Step at = {0, 0, 0};
+    uint4 x[kLoads];
+    if (count > 0) load_x(x, at);
+    float sums[2][4] = {};
+#pragma unroll 1
+    while (at.unit < count) {
+      multiply_step(sums, x, at);
+      __syncwarp();
+      if (ahead.unit < count) {
+        load_a(ahead);
+        ahead = next(ahead);
+      }
+      const Step following = next(at);
+      if (following.unit < count) load_x(x, following);
+      if (following.round != at.round || following.unit != at.unit) store_sums(at, sums);
+      if (following.unit != at.unit) publish(batch.units[at.unit]);
+      at = following;
+    }
+  }
+
+  // Looks up the first units of [first, last), and starts loading their A.
+  __device__ __forceinline__ Step begin_units(int first, int last) {
+    look_up(first, last);
+    return load_first_a(min(last - first, DeltaShared::kUnits));
+  }
+
+  // Computes units [first, last), of which begin_units() was called.
+  __device__ __forceinline__ void shrink_all(int first, int last, Step ahead) {
+#pragma unroll 1
+    while (first < last) {
+      shrink(min(last - first, DeltaShared::kUnits), ahead);
+      first += DeltaShared::kUnits;
+      if (first < last) ahead = begin_units(first, last);
+    }
+  }
+
+  // Gathers v of ranks [begin, begin + ranks) in shared memory, scaled, as two bf16 terms.
+  // Returns a unit that did not come in time, or -1.
+  __device__ __forceinline__ int gather(int begin, int ranks) {
+    const FusedMailbox mailbox(args);
+    const int per_token = ranks / 2, parts = p.num_parts;
+    unsigned char* const v = dynamic + p.smem.v;
+#pragma unroll 1
+    for (int i = thread; i < args.num_tokens * per_token; i += kThreads) {
+      const int token = i / per_token, rank = begin + (i - token * per_token) * 2;
+      const int segment = batch.segment_of[token];
+      if (segment < 0) continue;
+      const int entry = segment * args.num_slices + share.slice;
+      const aril_descriptor& module = module_at(entry);
+      if (rank >= ceil_div(module.rank, kChunkRanks) * kChunkRanks) continue;
+      float2 sum = make_float2(0.0f, 0.0f);
+      if (rank < ceil_div(module.rank, kPairRanks) * kPairRanks) {
+        TaggedPair pair[kParts];
+        int missing;
+#pragma unroll 1
+        for (int poll = 0;; ++poll) {
+          missing = -1;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            if (part < parts) pair[part] = load_tagged(mailbox.at(part, token, share.slice, rank));
+          }
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            const bool came = pair[part].tag0 == shared.tag && pair[part].tag1 == shared.tag;
+            if (part < parts && !came) missing = part;
+          }
+          if (missing < 0 || poll >= batch.polls) break;
+          __nanosleep(40);
+        }
+        if (missing >= 0) {
+          batch.missing = missing * all_pairs() + pairs_before(entry) + rank / kPairRanks;
+          break;
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          if (part < parts) sum = sum + make_float2(pair[part].value0, pair[part].value1);
+        }
+      }
+      const float factor = module.scaling * batch.scales[token];
+      uint32_t high, low;
+      to_bf16_terms(sum.x * factor, sum.y * factor, high, low);
+      unsigned char* to = v + token * p.smem.v_pitch + (rank - begin) * 2;
+      *reinterpret_cast<uint32_t*>(to) = high;
+      *reinterpret_cast<uint32_t*>(to + kTokens * p.smem.v_pitch) = low;
+    }
+    sync_warps();
+    return batch.missing;
+  }
+
+  // 32 ranks of B of an item; an item is a block of 32 outputs for a segment.
+  struct Chunk {
+    int item, rank;
+  };
+
+  // What a call of expand() computes: `count` blocks of 32 outputs from `first` on, for ranks
+  // [begin, end).
+  struct Task {
+    int first, count, begin, end;
+  };
+
+  __device__ __forceinline__ const aril_descriptor& module_of_item(const Task& task,
+                                                                   int item) const {
+    return module_at(item / task.count * args.num_slices + share.slice);
+  }
+
+  __device__ __forceinline__ int end_of_item(const Task& task, int item) const {
+    const int rank = module_of_item(task, item).rank;
+    return rank > task.begin ? min(task.end, rank) : 0;
+  }
+
+  // The warp's first chunk from an item on; items without ranks are skipped.
+  __device__ __forceinline__ Chunk chunk_from(const Task& task, int item) const {
+#pragma unroll 1
+    while (item < task.count * batch.num_segments && end_of_item(task, item) == 0) {
+      item += kWarps;
+    }
+    return {item, task.begin};
+  }
+
+  __device__ __forceinline__ Chunk next(const Task& task, const Chunk& chunk) const {
+    const int rank = chunk.rank + kChunkRanks;
+    if (rank < end_of_item(task, chunk.item)) return {chunk.item, rank};
+    return chunk_from(task, chunk.item + kWarps);
+  }
+
+  __device__ __forceinline__ bool has(const Task& task, const Chunk& chunk) const {
+    return chunk.item < task.count * batch.num_segments;
+  }
+
+  // Starts loading a chunk into the warp's next buffer, a tile of 8 ranks by each of four lanes.
+  __device__ __forceinline__ void load_b(const Task& task, const Chunk& chunk) {
+    const int place = issued++ % kChunkPlaces;
+    const aril_descriptor& module = module_of_item(task, chunk.item);
+    const int tile = chunk.rank / ARIL_RANK_TILE;
+    const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
+    TransactionBarrier& arrival = batch.b[warp][place];
+    if (lane == 0) arrival.expect(tiles * kChunkTileBytes);
+    if (lane < tiles) {
+      const int row = (task.first + chunk.item % task.count * p.splits) * kBlockRows;
+      arrival.copy(own_places() + place * kChunkBytes + lane * kChunkTileBytes,
+                   b_tile(module, row, tile + lane), kChunkTileBytes);
+    }
+  }
+
+  __device__ __forceinline__ void wait_for_chunk() {
+    batch.b[warp][taken % kChunkPlaces].wait(taken / kChunkPlaces % 2);
+    ++taken;
+  }
+
+  // One buffer stays free: the one read last is overwritten a chunk later.
+  __device__ __forceinline__ void load_first_b(const Task& task) {
+    Chunk chunk = chunk_from(task, warp);
+#pragma unroll 1
+    for (int i = 0; i + 1 < kChunkPlaces && has(task, chunk); ++i) {
+      load_b(task, chunk);
+      chunk = next(task, chunk);
+    }
+  }
+
+  // sums += B v of a chunk: this lane's tile of ranks is at `b`, v at `rank` of the gathered ranks.
+  __device__ __forceinline__ void multiply_chunk(float (&sums)[2][4], const unsigned char* b,
+                                                 bool has_ranks, int token, int rank) const {
+    const unsigned char* v =
+        dynamic + p.smem.v + max(token, 0) * p.smem.v_pitch + rank * 2 + q * 16;
+    uint4 high = make_uint4(0, 0, 0, 0), low = high;
+    if (token >= 0) {
+      high = *reinterpret_cast<const uint4*>(v);
+      low = *reinterpret_cast<const uint4*>(v + kTokens * p.smem.v_pitch);
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      uint4 even = make_uint4(0, 0, 0, 0), odd = even;
+      if (has_ranks) {
+        even = *reinterpret_cast<const uint4*>(b + 2 * m * 128);
+        odd = *reinterpret_cast<const uint4*>(b + (2 * m + 1) * 128);
+      }
+      __syncwarp();
+      multiply_terms(sums[m], make_uint4(even.x, odd.x, even.y, odd.y), high.x, high.y, low.x,
+                     low.y);
+      multiply_terms(sums[m], make_uint4(even.z, odd.z, even.w, odd.w), high.z, high.w, low.z,
+                     low.w);
+    }
+  }
+
+  __device__ __forceinline__ static void multiply_terms(float (&sums)[4], const uint4& b,
+                                                        uint32_t high0, uint32_t high1,
+                                                        uint32_t low0, uint32_t low1) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      mma_m16n8k16<T>(sums, b, high0, high1);
+      mma_m16n8k16<T>(sums, b, low0, low1);
+    } else {
+      uint4 b_high, b_low;
+      const auto split_half2 = [](uint32_t bits, uint32_t& high, uint32_t& low) {
+        __half2 values;
+        memcpy(&values, &bits, sizeof(bits));
+        const float2 wide = __half22float2(values);
+        to_bf16_terms(wide.x, wide.y, high, low);
+      };
+      split_half2(b.x, b_high.x, b_low.x);
+      split_half2(b.y, b_high.y, b_low.y);
+      split_half2(b.z, b_high.z, b_low.z);
+      split_half2(b.w, b_high.w, b_low.w);
+      mma_m16n8k16<__nv_bfloat16>(sums, b_high, high0, high1);
+      mma_m16n8k16<__nv_bfloat16>(sums, b_high, low0, low1);
+      mma_m16n8k16<__nv_bfloat16>(sums, b_low, high0, high1);
+      mma_m16n8k16<__nv_bfloat16>(sums, b_low, low0, low1);
+    }
+  }
+
+  // Adds B v of a task to its deltas. Its first chunks are being loaded.
+  __device__ __forceinline__ void expand(const Task& task) {
+    Chunk chunk = chunk_from(task, warp), ahead = chunk;
+    for (int i = taken; i < issued; ++i) ahead = next(task, ahead);
+    float sums[2][4] = {};
+#pragma unroll 1
+    while (has(task, chunk)) {
+      const unsigned char* b =
+          own_places() + taken % kChunkPlaces * kChunkBytes + q * kChunkTileBytes + g * 16;
+      wait_for_chunk();
+      __syncwarp();
+      if (has(task, ahead)) {
+        load_b(task, ahead);
+        ahead = next(task, ahead);
+      }
+      multiply_chunk(sums, b,
+                     chunk.rank + q * ARIL_RANK_TILE < module_of_item(task, chunk.item).rank,
+                     batch.tokens[chunk.item / task.count][g], chunk.rank - task.begin);
+      const Chunk following = next(task, chunk);
+      // The same sums however many ranks fit at once.
+      if (following.item != chunk.item || following.rank % kSumRanks == 0) {
+        add_deltas(task, chunk.item, sums);
+      }
+      chunk = following;
+    }
+  }
+
+  // Row n of core c is output 8 (n / 2) + 2 c + n % 2.
+  __device__ __forceinline__ void add_deltas(const Task& task, int item,
+                                             float (&sums)[2][4]) const {
+    float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
+    const int first_row = item % task.count * kBlockRows + g / 2 * 8 + g % 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = batch.tokens[item / task.count][2 * q + i];
+      if (token < 0) continue;
+#pragma unroll
+      for (int core = 0; core < 4; ++core) {
+        deltas[(first_row + 2 * core) * p.smem.delta_pitch + token] +=
+            sums[core / 2][core % 2 * 2 + i];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sums[e / 4][e % 4] = 0.0f;
+  }
+
+  // The pass, by its first unit, and the first rank of it that is not in the deltas yet.
+  struct Progress {
+    int first, begin;
+  };
+
+  // Computes the deltas, pass after pass, until a unit does not come in time. Returns that unit, or
+  // -1.
+  __device__ __forceinline__ int make_deltas(Progress& at) {
+    sync_warps();
+    while (at.first < p.grid.units) {
+      const int first = OwnBlocks(first_block(at.first), p.splits, share.split).first;
+      const int count = ceil_div(max(0, end_block(at.first) - first), p.splits);
+      const int all = count == 0 ? 0 : ceil_div(batch.slice_rank, kChunkRanks) * kChunkRanks;
+#pragma unroll 1
+      while (at.begin < all) {
+        const Task task = {first, count, at.begin, min(at.begin + p.smem.v_ranks, all)};
+        load_first_b(task);
+        const int missing = gather(task.begin, task.end - task.begin);
+        if (missing >= 0) {
+          // A takes the buffers of B.
+          while (taken < issued) wait_for_chunk();
+          sync_warps();
+          if (thread == 0) {
+            batch.missing = -1;
+            batch.polls = 0;
+          }
+          return missing;
+        }
+        expand(task);
+        sync_warps();
+        at.begin = task.end;
+      }
+      arrive(shared.deltas_full);
+      at = {at.first + p.grid.pass_units, 0};
+      if (at.first < p.grid.units) {
+        shared.deltas_empty.wait((at.first / p.grid.pass_units - 1) % 2);
+        clear_deltas();
+      }
+    }
+    return -1;
+  }
+
+  __device__ __forceinline__ int first_block(int first) const { return (share.begin + first) / 2; }
+  __device__ __forceinline__ int end_block(int first) const {
+    return (min(share.begin + first + p.grid.pass_units, share.end) + 1) / 2;
+  }
+
+  // Adding -0 changes no bit.
+  __device__ __forceinline__ void clear_deltas() const {
+    float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
+    const int count = (p.smem.v - p.smem.deltas) / 4;
+    for (int i = thread; i < count; i += kThreads) deltas[i] = -0.0f;
+  }
+
+  __device__ __forceinline__ void run() {
+    make_segments();
+    share_out();
+    sync_warps();
+    int first = first_unit(blockIdx.x);
+    int last = args.withholds ? first : first_unit(blockIdx.x + 1);
+    Step ahead = {0, 0, 0};
+    if (batch.num_units > 0) {
+      ahead = begin_units(first, last);
+      prefetch(last - first, first_block(0), end_block(0));
+    }
+    clear_deltas();
+    shared.tagged.wait(0);
+    if (is_first_block()) {
+      clear_stale_words(args.mailbox, args.mailbox_bytes, shared.tag, thread, kThreads);
+    }
+    wait_for_predecessors();
+    Progress at = {0, 0};
+    for (;;) {
+      shrink_all(first, last, ahead);
+      first = make_deltas(at);
+      if (first < 0) break;
+      last = first + 1;
+      ahead = begin_units(first, last);
+    }
+  }
+};
+
+#endif
+
+}  // namespace aril::detail

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// The fused linear of decode, y = x W^T + bias + scaling * B (A x), in one launch: how its thread
+// blocks share the work, and their shared memory.
+//
+// Bound: the bytes of W, once, and of A and B of each adapter of the batch, once; x and v = A x
+// come from L2. So every load is issued before anything waits: W through a ring of stages that the
+// copy engine fills, A and B through L2.
+//
+// A cluster of `splits` thread blocks owns some units of 16 rows of a slice of W, and each of its
+// blocks a range of the input features. The warps of a block have three roles:
+// - Producers fill the ring: one thread with W, which waits for no predecessor, one with x.
+// - Multipliers compute x W^T by mma.sync, W's rows as M and the tokens as N (multiply.cuh).
+// - The delta's warps compute their share of v, hand it over through the mailbox, gather all of v,
+//   and leave scaling * B v of the block's own rows for the multipliers to add before the only
+//   store of y (delta.cuh).
+//
+// Two forms. The large one has a multiprocessor for itself, with a ring of up to 200 KB. The small
+// one leaves room for a second block, which is the next launch's: its ring fills and its adapters
+// arrive while this launch drains. That wins while the delta is short (few tokens, low ranks); the
+// sums are the same.
+//
+// Words: a *unit* is 16 rows of W; a *box* 64 input features of some rows, 128 bytes a row; a
+// *pass* the units that a block multiplies at a time; a *segment* up to eight tokens of one slot; a
+// *part* a quarter of the input features, for which v is summed apart.
+#pragma once
+
+#include <cuda.h>
+
+#include "../../device/descriptor.cuh"
+#include "../../device/mailbox.cuh"
+#include "../../ptx/tma.cuh"
+
+namespace aril::detail {
+
+constexpr int kUnitRows = ARIL_FORWARD_UNIT_ROWS;
+constexpr int kBlockRows = ARIL_FORWARD_BLOCK_ROWS;  // of a block of B: four cores
+constexpr int kMaxUnits = ARIL_FORWARD_UNITS;
+constexpr int kMaxSplitUnits = ARIL_FORWARD_SPLIT_UNITS;
+constexpr int kBoxFeatures = 64;
+constexpr int kStepBoxes = 2;  // splits share the features in steps of two boxes
+constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
+constexpr int kTokenTile = 8;  // mma.sync's N
+constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
+constexpr int kMaxTeams = 2;  // of multipliers
+constexpr int kProducers = 2;
+constexpr int kMaxTokenGroups = 2;
+constexpr int kMaxDeltaWarps = 8;
+constexpr int kParts = ARIL_FORWARD_PARTS;
+constexpr int kSegmentTokens = 8;
+constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
+constexpr int kPairBytes = kPieceBytes;  // of 128 features of a pair
+constexpr int kMaxAPlaces = 2;           // buffers of A of a warp
+constexpr int kHalves = 8;               // 128 features each, of a step of A; each has its own sums
+constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
+constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
+constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
+constexpr int kMaxChunkPlaces = kMaxAPlaces * kPairBytes / kChunkBytes;  // B takes A's place
+constexpr int kSumRanks = 64;  // ranks whose products are added up before others join them
+constexpr int kMaxStages = 24;
+
+// How the launch is shared out.
+struct FusedGrid {
+  int first_cluster[ARIL_MAX_SLICES + 1];  // of each slice; then the number of clusters
+  int units;                               // of a cluster
+  int pass_units;
+  int stage_boxes;  // of a stage of the ring, along the features
+  int stages;
+  int trigger;  // stages before its last at which a block lets dependents begin
+};
+
+// The sums of the two halves of each box stay apart until the end, whatever the number of tokens.
+// With up to 16 tokens a warp computes both halves of one unit. With more, two teams take one half
+// each and a warp has two units, so that it loads fragments of x once for both.
+__host__ __device__ __forceinline__ constexpr int teams(int token_tiles) {
+  return token_tiles > 2 ? kMaxTeams : 1;
+}
+__host__ __device__ __forceinline__ constexpr int units_per_warp(int token_tiles) {
+  return teams(token_tiles);
+}
+
+// Groups of tokens, which have warps of their own: more than 32 tokens need more tensor cores.
+__host__ __device__ __forceinline__ constexpr int token_groups(int token_tiles) {
+  return token_tiles > 4 ? kMaxTokenGroups : 1;
+}
+
+__host__ __device__ __forceinline__ constexpr int team_warps(int pass_units, int token_tiles) {
+  return ceil_div(pass_units, units_per_warp(token_tiles)) * token_groups(token_tiles);
+}
+
+__host__ __device__ __forceinline__ constexpr int multiplier_warps(int pass_units,
+                                                                   int token_tiles) {
+  return teams(token_tiles) * team_warps(pass_units, token_tiles);
+}
+
+// Fewer where multipliers are many, or two blocks share the registers of a multiprocessor.
+__host__ __device__ __forceinline__ constexpr int delta_warps(int token_tiles, bool small) {
+  return small || token_groups(token_tiles) > 1 ? kMaxDeltaWarps / 2 : kMaxDeltaWarps;
+}
+
+__host__ __device__ __forceinline__ constexpr int a_places(bool small) {
+  return small ? 1 : kMaxAPlaces;
+}
+
+__host__ __device__ __forceinline__ constexpr int fused_warps(int pass_units, int token_tiles,
+                                                              bool small) {
+  return multiplier_warps(pass_units, token_tiles) + kProducers + delta_warps(token_tiles, small);
+}
+
+// A share of v: 16 ranks of a module over a part of the input features, for a segment.
+struct DeltaUnit {
+  const char* a;     // of the ranks, in the part's first K tile
+  int k_tile_bytes;  // from one K tile to the next
+  int first_k_tile, num_k_tiles;
+  bool two;  // tiles of eight ranks
+  int part, segment, slice, first_rank, rank;
+};
+
+// The batch as this launch sees it: its segments and their modules.
+struct DeltaShared {
+  static constexpr int kPitch = 20;  // floats of a token's sums: spreads tokens over the banks
+  static constexpr int kUnits = 8;   // looked up at a time
+  static constexpr int kSums = kHalves * kSegmentTokens * kPitch;  // floats of a unit's sums
+
+  int32_t slots[ARIL_FORWARD_TOKENS];
+  float scales[ARIL_FORWARD_TOKENS];
+  int8_t segment_of[ARIL_FORWARD_TOKENS];                 // -1: none
+  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];     // -1: none
+  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];             // a bit for each first token of a segment
+  int32_t num_segments, num_units;                        // num_units: of all blocks
+  int32_t slice_rank;                                     // the largest of this block's slice
+  int32_t missing;                                        // a unit that did not come in time, or -1
+  int32_t polls;                                          // left for the next one
+  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];      // a warp's buffers of A, and
+  TransactionBarrier b[kMaxDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
+  DeltaUnit units[kUnits];
+};
+
+// Offsets of the dynamic shared memory's parts, in bytes from a boundary of 1024.
+struct FusedSmem {
+  int stage_bytes, handover, inbox, deltas, v, a, sums, batch, modules, total;
+  int delta_pitch;  // floats from one row of deltas to the next
+  int v_pitch;      // bytes from one token of v to the next
+  int v_ranks;      // that fit at once
+
+  FusedSmem() = default;
+
+  FusedSmem(int token_tiles, const FusedGrid& grid, int splits, int num_slices, int max_rank,
+            bool small) {
+    const int tokens = token_tiles * kTokenTile, unit_sums = token_tiles * 32 * 16;
+    stage_bytes =
+        grid.stage_boxes * (grid.pass_units * kUnitBoxBytes + token_tiles * kTokenBoxBytes);
+    handover = grid.stages * stage_bytes;
+    inbox = handover + (teams(token_tiles) > 1 ? ceil_div(grid.pass_units, 2) * 2 * unit_sums : 0);
+    deltas = inbox + (splits > 1 ? grid.units * unit_sums : 0);
+    // An odd number of token tiles spreads a warp's rows over all banks.
+    delta_pitch = kTokenTile * (token_tiles == 1 ? 1 : token_tiles <= 4 ? 5 : 9);
+    v_ranks = v_pitch = 0;
+    if (max_rank == 0) {
+      v = a = sums = batch = modules = total = deltas;
+      return;
+    }
+    const int blocks = ceil_div(grid.pass_units / 2 + 1, splits);
+    v = deltas + blocks * kBlockRows * delta_pitch * 4;
+    constexpr int kMaxV = 16 << 10;
+    const int padded = ceil_div(max_rank, kChunkRanks) * kChunkRanks;
+    const int most = kMaxV / (tokens * 2 * 2) / kSumRanks * kSumRanks;
+    v_ranks = padded < most ? padded : most;
+    v_pitch = v_ranks * 2 + 16;
+    a = v + 2 * tokens * v_pitch;
+    sums = a + delta_warps(token_tiles, small) * a_places(small) * kPairBytes;
+    batch = sums + (small ? 1 : 2) * DeltaShared::kSums * 4;
+    modules = batch + static_cast<int>(sizeof(DeltaShared));
+    total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
+  }
+};
+
+struct FusedParams {
+  CUtensorMap w[ARIL_MAX_SLICES];
+  CUtensorMap x;
+  aril_forward_args args;
+  FusedGrid grid;
+  FusedSmem smem;
+  int splits;
+  int num_k_tiles, part_k_tiles, num_parts;  // of A
+};
+
+// What a thread block has of W.
+struct Share {
+  int split, slice;
+  int begin, end;            // units of the slice
+  int first_box, num_boxes;  // of the features
+
+  __device__ __forceinline__ void init(const FusedParams& p) {
+    slice = 0;
+    split = p.splits == 1 ? 0 : blockIdx.x % 2;
+    const int cluster = blockIdx.x / p.splits;
+    while (slice + 1 < p.args.num_slices && cluster >= p.grid.first_cluster[slice + 1]) ++slice;
+    begin = (cluster - p.grid.first_cluster[slice]) * p.grid.units;
+    end = min(begin + p.grid.units, slice_units(p.args.out_features[slice]));
+    const int boxes = ceil_div(p.args.in_features, kBoxFeatures);
+    const int share = split_boxes(boxes, p.splits);
+    first_box = split * share;
+    num_boxes = max(0, min(boxes - first_box, share));
+  }
+
+  __host__ __device__ __forceinline__ static int split_boxes(int boxes, int splits) {
+    return ceil_div(ceil_div(boxes, kStepBoxes), splits) * kStepBoxes;
+  }
+
+  // Of whole blocks of 32 rows.
+  __host__ __device__ __forceinline__ static int slice_units(int out_features) {
+    return ceil_div(out_features, kBlockRows) * (kBlockRows / kUnitRows);
+  }
+};
+
+// The blocks of 32 rows whose y a thread block stores: every `splits`th from `first` on, by their
+// number in the slice.
+struct OwnBlocks {
+  int first, splits;
+
+  __device__ __forceinline__ OwnBlocks(int first_block, int splits, int split)
+      : first(first_block + (splits == 1 ? 0 : (first_block % 2) ^ split)), splits(splits) {}
+
+  __device__ __forceinline__ int index_of(int block) const { return (block - first) / splits; }
+};
+
+// What the roles of a thread block share beside the dynamic memory.
+struct FusedShared {
+  TransactionBarrier full[kMaxStages], empty[kMaxStages];  // of the ring's stages
+  TransactionBarrier handover[kMaxTeams * kMaxUnits];  // the other team's sums of a warp's unit are
+  TransactionBarrier taken[kMaxTeams * kMaxUnits];     // there, and have been read
+  TransactionBarrier
+      inbox[kMaxTokenGroups * kMaxSplitUnits];  // the other block's sums of a unit and group
+  TransactionBarrier tagged;                    // `tag` is known
+  TransactionBarrier deltas_full, deltas_empty;
+  uint32_t tag;
+  Share share;
+};
+
+}  // namespace aril::detail

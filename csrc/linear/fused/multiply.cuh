@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// The fused linear's stream of W: the producers and the multipliers.
+#pragma once
+
+#include "../../device/vec.cuh"
+#include "../../ptx/mma.cuh"
+#include "layout.cuh"
+
+namespace aril::detail {
+
+#if __CUDA_ARCH__ >= 900
+
+// Fills the ring with boxes of one matrix, stage by stage. W and x have a thread each, so that no
+// load of W waits for x.
+struct Producer {
+  const CUtensorMap& map;
+  uint64_t policy;
+  int boxes, box_bytes, stages, stage_bytes;  // of a stage
+  int first_box, num_boxes, first_row, pass_rows;
+  unsigned char* place;  // in the first stage
+  int stage = 0, box = 0, row = 0;
+  uint32_t parity = 1;  // as if the stages had been released once
+
+  __device__ __forceinline__ static Producer of_weights(const FusedParams& p, const Share& share,
+                                                        unsigned char* ring) {
+    return {p.w[share.slice],
+            kEvictFirst,
+            p.grid.stage_boxes,
+            p.grid.pass_units * kUnitBoxBytes,
+            p.grid.stages,
+            p.smem.stage_bytes,
+            share.first_box,
+            share.num_boxes,
+            share.begin * kUnitRows,
+            p.grid.pass_units * kUnitRows,
+            ring};
+  }
+
+  __device__ __forceinline__ static Producer of_input(const FusedParams& p, const Share& share,
+                                                      int token_tiles, unsigned char* ring) {
+    return {p.x,
+            kEvictLast,
+            p.grid.stage_boxes,
+            token_tiles * kTokenBoxBytes,
+            p.grid.stages,
+            p.smem.stage_bytes,
+            share.first_box,
+            share.num_boxes,
+            0,
+            0,
+            ring + p.grid.stage_boxes * p.grid.pass_units * kUnitBoxBytes};
+  }
+
+  // Loads the next item as soon as its stage is free.
+  __device__ __forceinline__ void copy(FusedShared& shared) {
+    shared.empty[stage].wait(parity);
+    TransactionBarrier& full = shared.full[stage];
+    full.expect(boxes * box_bytes);
+    unsigned char* to = place + stage * stage_bytes;
+    copy_box(to, map, (first_box + box) * kBoxFeatures, first_row + row, full, policy);
+    if (boxes > 1) {
+      copy_box(to + box_bytes, map, (first_box + box + 1) * kBoxFeatures, first_row + row, full,
+               policy);
+    }
+    box += boxes;
+    if (box >= num_boxes) {
+      box = 0;
+      row += pass_rows;
+    }
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ int num_items(const FusedParams& p, const Share& share) {
+  return ceil_div(p.grid.units, p.grid.pass_units) * ceil_div(share.num_boxes, p.grid.stage_boxes);
+}
+
+__device__ __forceinline__ void produce_weights(const FusedParams& p, FusedShared& shared,
+                                                Producer producer, int total) {
+  const int ahead = min(total, p.grid.stages);
+#pragma unroll 1
+  for (int item = 0; item < ahead; ++item) producer.copy(shared);
+  // Before dependents may begin, which count themselves in, too.
+  if (p.args.weights.table != nullptr) {
+    shared.tag = next_epoch(p.args.mailbox);
+    arrive(shared.tagged);
+  }
+  const int last_call = max(total - p.grid.trigger, ahead);
+#pragma unroll 1
+  for (int item = ahead; item < total; ++item) {
+    if (item == last_call) launch_dependents();
+    producer.copy(shared);
+  }
+  if (last_call >= total) launch_dependents();
+}
+
+__device__ __forceinline__ void produce_input(FusedShared& shared, Producer producer, int total) {
+  wait_for_predecessors();
+#pragma unroll 1
+  for (int item = 0; item < total; ++item) producer.copy(shared);
+}
+
+// A warp's sums of a unit. Lane (g = lane / 4, q = lane % 4) has rows g, g, g + 8, g + 8 of tokens
+// 2q, 2q + 1, 2q, 2q + 1 of each tile.
+template <int kTiles>
+using UnitSums = float[kTiles][4];
+
+// Adds the products of half a box of features with kUnits units.
+template <typename T, int kTiles, int kUnits>
+__device__ __forceinline__ void multiply_half(UnitSums<kTiles>* sums, const unsigned char* w,
+                                              const unsigned char* x, int half) {
+  const int lane = threadIdx.x % 32, row = lane % 16, token = lane % 8;
+  uint4 columns[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    columns[tile] = ldmatrix_x4(x + tile * kTokenBoxBytes + token * 128 +
+                                (((half * 4 + lane / 8) ^ token) << 4));
+  }
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint4 rows = ldmatrix_x4(w + unit * kUnitBoxBytes + row * 128 +
+                                     (((half * 4 + k * 2 + lane / 16) ^ (row % 8)) << 4));
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint4& b = columns[tile];
+        mma_m16n8k16<T>(sums[unit][tile], rows, k == 0 ? b.x : b.z, k == 0 ? b.y : b.w);
+      }
+    }
+  }
+}
+
+// Adds the other block's sums of a unit if this block stores it, and sends its own otherwise.
+// Either way the two blocks' sums are the first to be added to each other. A block waits for every
+// unit that it stores, so it still runs when the other one sends.
+template <int kTiles>
+__device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool stores, int other,
+                                              float4* inbox, TransactionBarrier& arrival) {
+  const int lane = threadIdx.x % 32;
+  if (stores) {
+    wait_cluster(arrival, 0);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float4 others = inbox[tile * 32 + lane];
+      sums[tile][0] += others.x;
+      sums[tile][1] += others.y;
+      sums[tile][2] += others.z;
+      sums[tile][3] += others.w;
+    }
+    return;
+  }
+  const uint32_t to = cluster_address(inbox + lane, other);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    store_cluster(to + tile * 32 * 16,
+                  make_float4(sums[tile][0], sums[tile][1], sums[tile][2], sums[tile][3]));
+  }
+  arrive_cluster(cluster_address(&arrival, other));
+}
+
+// Adds the bias, the deltas and, if it accumulates, y to a unit's sums, rounds once, and stores.
+// `deltas` begin at the unit's first row and the first token; null if there are none.
+template <typename T, int kTiles>
+__device__ __forceinline__ void store_unit(const aril_forward_args& args,
+                                           const float (&sums)[kTiles][4], int slice, int unit,
+                                           int first_token, const float* deltas, int delta_pitch) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  int slice_begin = 0;
+#pragma unroll 1
+  for (int before = 0; before < slice; ++before) slice_begin += args.out_features[before];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = unit * kUnitRows + g + 8 * half;
+    if (row >= args.out_features[slice]) continue;
+    const int out = slice_begin + row;
+    const float bias =
+        args.bias == nullptr ? 0.0f : to_float(static_cast<const T*>(args.bias)[out]);
+    T* y = static_cast<T*>(args.y) + out;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = tile * kTokenTile + 2 * q + i, token = first_token + at;
+        if (token >= args.num_tokens) continue;
+        float sum = sums[tile][2 * half + i];
+        if (args.bias != nullptr) sum += bias;
+        if (deltas != nullptr) sum += deltas[(g + 8 * half) * delta_pitch + at];
+        T& to = y[token * args.y_stride];
+        if (args.accumulates) sum += to_float(to);
+        to = from_float<T>(sum);
+      }
+    }
+  }
+}
+
+// Exchanges units with the other team: adds its sums to this warp's own unit, in sums[0].
+template <int kTiles>
+__device__ __forceinline__ void add_teams(UnitSums<kTiles> (&sums)[2], int team, int warp,
+                                          int other, FusedShared& shared, float4* handover,
+                                          int pass) {
+  const int lane = threadIdx.x % 32;
+  if (pass > 0) shared.taken[warp].wait((pass - 1) % 2);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const float (&first)[4] = sums[0][tile], (&second)[4] = sums[1][tile];
+    handover[(other * kTiles + tile) * 32 + lane] =
+        team == 0 ? make_float4(second[0], second[1], second[2], second[3])
+                  : make_float4(first[0], first[1], first[2], first[3]);
+  }
+  arrive(shared.handover[other]);
+  shared.handover[warp].wait(pass % 2);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const float4 others = handover[(warp * kTiles + tile) * 32 + lane];
+    const float add[] = {others.x, others.y, others.z, others.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      sums[0][tile][e] = (team == 0 ? sums[0][tile][e] : sums[1][tile][e]) + add[e];
+    }
+  }
+  arrive(shared.taken[other]);
+}
+
+// A warp's place among the multipliers.
+template <int kTokenTiles>
+struct Multiplier {
+  static constexpr int kGroups = token_groups(kTokenTiles), kTiles = kTokenTiles / kGroups;
+  int warp, team, other;  // `other`: the warp of the other team with the same units and tokens
+  int first_unit;         // of the pass; the warp stores unit first_unit + team
+  int group, first_tile;  // of tokens
+
+  __device__ __forceinline__ explicit Multiplier(int pass_units) {
+    // Volatile: recomputed by every caller, which costs less than registers held in between.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int in_team = team_warps(pass_units, kTokenTiles);
+    warp = thread / 32;
+    team = warp / in_team;
+    other = team == 0 ? warp + in_team : warp - in_team;
+    first_unit = warp % in_team / kGroups * units_per_warp(kTokenTiles);
+    group = warp % kGroups;
+    first_tile = group * kTiles;
+  }
+};
+
+// Multiplies one warp's units, pass after pass.
+template <typename T, int kTokenTiles>
+__device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared& shared,
+                                               unsigned char* dynamic) {
+  const Share& share = shared.share;
+  const int lane = threadIdx.x % 32, units = p.grid.pass_units, boxes = p.grid.stage_boxes;
+  using Place = Multiplier<kTokenTiles>;
+  constexpr int kGroups = Place::kGroups, kTiles = Place::kTiles, kTeams = teams(kTokenTiles);
+  const bool has_deltas = p.args.weights.table != nullptr;
+  const int items = ceil_div(share.num_boxes, boxes);
+  int stage = 0;
+  uint32_t parity = 0;
+  // A stage is released one stage late. Only the products order an arrival behind the loads of
+  // fragments, and these products have begun once the next stage is being waited for.
+  TransactionBarrier* done = nullptr;
+  for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
+    UnitSums<kTiles> sums[2] = {};
+    const Place in_loop(units);
+#pragma unroll 1
+    for (int item = 0; item < items; ++item) {
+      shared.full[stage].wait(parity);
+      __syncwarp();
+      if (lane == 0 && done != nullptr) arrive(*done);
+      done = &shared.empty[stage];
+      const unsigned char* w =
+          dynamic + stage * p.smem.stage_bytes + in_loop.first_unit * kUnitBoxBytes;
+      const unsigned char* x = dynamic + stage * p.smem.stage_bytes +
+                               boxes * units * kUnitBoxBytes + in_loop.first_tile * kTokenBoxBytes;
+      const auto multiply = [&] {
+        if constexpr (kTeams > 1) {
+          multiply_half<T, kTiles, 2>(sums, w, x, in_loop.team);
+        } else {
+          multiply_half<T, kTiles, 1>(sums, w, x, 0);
+          multiply_half<T, kTiles, 1>(sums + 1, w, x, 1);
+        }
+      };
+      multiply();
+      if (boxes > 1) {
+        w += units * kUnitBoxBytes;
+        x += kTokenTiles * kTokenBoxBytes;
+        multiply();
+      }
+      if (++stage == p.grid.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    const Place self(units);
+    if constexpr (kTeams > 1) {
+      add_teams<kTiles>(sums, self.team, self.warp, self.other, shared,
+                        reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4 * kTiles; ++e) sums[0][e / 4][e % 4] += sums[1][e / 4][e % 4];
+    }
+    if (lane == 0 && done != nullptr) arrive(*done);
+    done = nullptr;
+    if (p.splits > 1 && first == 0) wait_for_cluster();
+    wait_for_predecessors();
+    const int in_pass = self.first_unit + self.team, in_cluster = first + in_pass;
+    const int unit = share.begin + in_cluster;
+    const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
+    const bool live = in_pass < units && in_cluster < p.grid.units;
+    if (p.splits > 1 && live) {
+      const int index = in_cluster * kGroups + self.group;
+      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) + index * kTiles * 32;
+      exchange_sums(sums[0], stores, share.split ^ 1, inbox, shared.inbox[index]);
+    }
+    const float* deltas = nullptr;
+    if (has_deltas) {
+      shared.deltas_full.wait(pass % 2);
+      const OwnBlocks own((share.begin + first) / 2, p.splits, share.split);
+      deltas = reinterpret_cast<const float*>(dynamic + p.smem.deltas) +
+               (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) * p.smem.delta_pitch +
+               self.first_tile * kTokenTile;
+    }
+    if (stores && live && unit < share.end) {
+      store_unit<T>(p.args, sums[0], share.slice, unit, self.first_tile * kTokenTile, deltas,
+                    p.smem.delta_pitch);
+    }
+    if (has_deltas) arrive(shared.deltas_empty);
+  }
+}
+
+#endif
+
+}  // namespace aril::detail

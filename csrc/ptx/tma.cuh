@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// From sm_90 on: tensor copies, the barriers they complete on, and the shared memory of a cluster.
+// Nothing here needs sm_90a.
+#pragma once
+
+#include <cuda.h>
+#include <stdint.h>
+
+#include "async.cuh"
+
+namespace aril {
+
+#if __CUDA_ARCH__ >= 900
+
+// L2 eviction priorities of copies, as createpolicy.fractional encodes them.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // read once by the whole device
+constexpr uint64_t kEvictLast = 0x14F0000000000000ull;   // read by many blocks
+
+// Copies a box of a matrix to shared memory; elements outside the matrix become zero. `arrival`
+// counts the bytes of the whole box.
+__device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& map, int column, int row,
+                                         TransactionBarrier& arrival, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&arrival.barrier)), "l"(policy)
+      : "memory");
+}
+
+// Prefetches bytes to L2; the address and `bytes` are multiples of 16.
+__device__ __forceinline__ void prefetch_bytes(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
+// Counts this thread's arrival.
+__device__ __forceinline__ void arrive(TransactionBarrier& arrival) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&arrival.barrier))
+               : "memory");
+}
+
+// The address of a variable of this block in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(shared)), "r"(rank));
+  return address;
+}
+
+__device__ __forceinline__ void store_cluster(uint32_t address, float4 values) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values.x),
+               "f"(values.y), "f"(values.z), "f"(values.w)
+               : "memory");
+}
+
+// Counts an arrival at a barrier of the cluster, behind what this thread wrote or saw.
+__device__ __forceinline__ void arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+
+// Waits for arrivals from the cluster.
+__device__ __forceinline__ void wait_cluster(const TransactionBarrier& arrival, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(&arrival.barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// The two halves of a barrier of all threads of a cluster. A block that has passed it knows that
+// the other one runs, and that its barriers are initialised.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+#endif
+
+}  // namespace aril

@@ -1,0 +1,237 @@
+use std::ffi::c_void;
+
+use cudarc::driver::{result, sys};
+
+use super::{
+    abi::{dtype_code, int},
+    matrix::{MatrixMut, MatrixRef, check_alignment},
+    memory::Stream,
+    step::Step,
+};
+use crate::{
+    DType,
+    cuda::{Kernels, kernels::check},
+    error::{LaunchError, OperandError},
+    ffi,
+    model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
+    plan::{Capacity, ForwardPlan, PlanError},
+};
+
+/// What the rows of W and of `x` are aligned to.
+const ALIGNMENT_BYTES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize;
+/// How often a block looks for a sum of another block before it computes the sum itself: for about a millisecond.
+const POLLS: i32 = 1024;
+
+/// A linear layer with its base weights and its adapters, in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)` of up to
+/// [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0 on.
+///
+/// W is read where it is, as PyTorch stores it. A token's bits are a function of its own `x`, adapter and scale and of the layer,
+/// whatever else is in the batch. A batch of more than [`plan().max_tokens()`](ForwardPlan::max_tokens) is for a GEMM of the engine's
+/// and [`LoraLinear`](super::LoraLinear), which sum up in another order and may differ in the last bits.
+#[derive(Clone, Debug)]
+pub struct FusedLinear {
+    kernels: Kernels,
+    model: ModelId,
+    site: LinearSite,
+    plan: ForwardPlan,
+    out_features: [i32; MAX_SLICES],
+    map: ffi::aril_forward_map,
+    bias: u64,
+    withholds: bool,
+}
+
+impl FusedLinear {
+    /// Plans the layer `id` of `model` for batches within `capacity`, with W `[out_features, in_features]` of each of its slices.
+    ///
+    /// Each W begins at a multiple of 16 bytes, and so does each of its rows; the slices may be in one allocation or in several. Nothing
+    /// is read of them yet.
+    ///
+    /// # Errors
+    /// If the device is older than compute capability 9.0; the id is of another model; W is not one matrix of its shape, type and
+    /// alignment for each slice; or no kernel takes the type, the shape or the bounds.
+    pub fn new(
+        kernels: &Kernels,
+        model: &Model,
+        id: LinearId,
+        dtype: DType,
+        capacity: Capacity,
+        slices: &[MatrixRef],
+    ) -> Result<Self, LaunchError> {
+        kernels.check_thread()?;
+        check_capability(compute_capability()?)?;
+        let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
+        let plan = ForwardPlan::new(&site, dtype, capacity)?;
+        if slices.len() != site.slices().len() {
+            return Err(OperandError::Slices { got: slices.len(), want: site.slices().len() }.into());
+        }
+        let mut out_features = [0; MAX_SLICES];
+        let (mut ptrs, mut strides) = ([std::ptr::null(); MAX_SLICES], [0; MAX_SLICES]);
+        for (i, (MatrixRef(w), slice)) in slices.iter().zip(site.slices()).enumerate() {
+            let (ptr, stride) =
+                w.expect_aligned("W", dtype, slice.out_features(), site.in_features(), ALIGNMENT_BYTES)?;
+            (ptrs[i], strides[i], out_features[i]) = (ptr.cast_const(), stride, int(slice.out_features())?);
+        }
+        let weights = ffi::aril_base_weights {
+            dtype: dtype_code(dtype),
+            in_features: int(site.in_features())?,
+            splits: int(plan.splits())?,
+            units: int(plan.units())?,
+            num_slices: int(slices.len())?,
+            out_features,
+            slices: ptrs,
+            strides,
+        };
+        let mut map = ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0 };
+        // SAFETY: both are alive; the addresses of W are not followed.
+        check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
+        let (kernels, model) = (kernels.clone(), model.id());
+        Ok(Self { kernels, model, site, plan, out_features, map, bias: 0, withholds: false })
+    }
+
+    /// Adds the `[out_features]` elements at that address to every row.
+    #[must_use]
+    pub fn with_bias(self, bias: u64) -> Self {
+        Self { bias, ..self }
+    }
+
+    /// Has every block compute all that it would otherwise take from others. For tests: the bits are the same.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn withholding(self) -> Self {
+        Self { withholds: true, ..self }
+    }
+
+    /// What will be launched; for logs, and for the most tokens of a batch.
+    pub fn plan(&self) -> &ForwardPlan {
+        &self.plan
+    }
+
+    /// Enqueues `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])` on the step's stream, for every row `t` of the batch: of tokens without an
+    /// adapter, and of rows of a captured batch that the last update did not have, without the last term. Nothing of `y` is read.
+    ///
+    /// `x` is `[tokens, in_features]`, with rows that begin at multiples of 16 bytes; `y` is `[tokens, out_features]`; the step's
+    /// workspace has [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). Allocates nothing, waits for nothing, and may be
+    /// captured in a CUDA graph. With row-parallel layers `y` is this rank's partial sum; give the bias to one rank alone.
+    ///
+    /// # Errors
+    /// If the operands don't fit the plan; then nothing was enqueued.
+    ///
+    /// # Safety
+    /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta). W and the bias are operands like the adapters' weights: device
+    /// memory that nobody writes, and that a kernel enqueued earlier has written only as that says of weights, because they are
+    /// fetched before the kernels enqueued earlier are waited for.
+    pub unsafe fn forward(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.args(step, x, y)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(&args, step.stream) }
+    }
+
+    /// As [`forward`](Self::forward), but adds to what `y` holds.
+    ///
+    /// # Errors
+    /// As for `forward`.
+    ///
+    /// # Safety
+    /// As for `forward`.
+    pub unsafe fn accumulate(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.args(step, x, y)?;
+        let args = ffi::aril_forward_args { accumulates: 1, ..args };
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(&args, step.stream) }
+    }
+
+    /// Outputs of all slices.
+    pub(in crate::cuda) fn num_outputs(&self) -> usize {
+        self.site.out_features()
+    }
+
+    /// Refuses an `x` at an address where its rows cannot be read.
+    pub(in crate::cuda) fn check_x(address: u64) -> Result<(), LaunchError> {
+        check_alignment("x", address, ALIGNMENT_BYTES)
+    }
+
+    pub(in crate::cuda) fn args(
+        &self,
+        step: &Step,
+        MatrixRef(x): MatrixRef,
+        MatrixMut(y): MatrixMut,
+    ) -> Result<ffi::aril_forward_args, LaunchError> {
+        let Step { table, batch, workspace, .. } = step;
+        let (dtype, num_tokens) = (self.plan.dtype(), batch.num_tokens);
+        LaunchError::within("the batch's tokens", num_tokens, self.plan.max_tokens())?;
+        let (x, x_stride) = x.expect_aligned("x", dtype, num_tokens, self.site.in_features(), ALIGNMENT_BYTES)?;
+        let (y, y_stride) = y.expect("y", dtype, num_tokens, self.site.out_features())?;
+        workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
+        Ok(ffi::aril_forward_args {
+            dtype: dtype_code(dtype),
+            num_tokens: int(num_tokens)?,
+            accumulates: 0,
+            polls: if self.withholds { 0 } else { POLLS },
+            withholds: self.withholds.into(),
+            in_features: int(self.site.in_features())?,
+            num_slices: int(self.site.slices().len())?,
+            out_features: self.out_features,
+            map: &raw const self.map,
+            x,
+            x_stride,
+            bias: self.bias as *const c_void,
+            y,
+            y_stride,
+            mailbox: workspace.mailbox.ptr as *mut c_void,
+            mailbox_bytes: workspace.mailbox.bytes as u64,
+            weights: table.expect(self.model, dtype, &self.plan.capacity(), self.site.first_entry())?,
+            routing: batch.routing,
+        })
+    }
+
+    pub(in crate::cuda) unsafe fn launch(
+        &self,
+        args: &ffi::aril_forward_args,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        self.kernels.check_thread()?;
+        if args.num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
+        check(unsafe { ffi::aril_linear_forward(args, stream.as_raw()) })
+    }
+}
+
+/// Of the device of the current context.
+fn compute_capability() -> Result<(i32, i32), LaunchError> {
+    use sys::CUdevice_attribute as Attribute;
+    let mut device = 0;
+    // SAFETY: a context is current.
+    unsafe { sys::cuCtxGetDevice(&raw mut device) }.result()?;
+    let attribute = |attribute| {
+        // SAFETY: the device is that of the current context.
+        unsafe { result::device::get_attribute(device, attribute) }
+    };
+    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    Ok((major, minor))
+}
+
+/// Refuses devices that have no copy engine for tensors.
+fn check_capability((major, minor): (i32, i32)) -> Result<(), LaunchError> {
+    if ForwardPlan::is_for((major, minor)) { Ok(()) } else { Err(LaunchError::ComputeCapability { major, minor }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{LaunchError, check_capability};
+
+    #[test]
+    fn older_devices_are_refused_by_their_compute_capability() {
+        for (major, minor) in [(8, 0), (8, 6), (8, 9)] {
+            let refused = check_capability((major, minor));
+            assert!(
+                matches!(refused, Err(LaunchError::ComputeCapability { major: m, minor: n }) if (m, n) == (major, minor))
+            );
+        }
+        for capability in [(9, 0), (10, 0), (10, 3), (12, 0)] {
+            assert!(check_capability(capability).is_ok(), "{capability:?}");
+        }
+    }
+}

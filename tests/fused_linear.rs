@@ -1,0 +1,235 @@
+//! The fused linear on the CPU against the reference.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+mod common;
+
+use aril::{
+    DType, Element, Slot,
+    adapter::Adapter,
+    cpu::{FusedLinear, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    error::OperandError,
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    routing::Batch,
+};
+use common::{
+    adapters::{Lora, parts},
+    case::Subject,
+    compare::Place,
+    cpu::{matrix, matrix_mut, table},
+    dense::Sizes,
+    fused_linear::{Case, Fused, World, cases},
+    values::Values,
+};
+use proptest::prelude::*;
+use rand::{SeedableRng, rngs::StdRng};
+
+struct Cpu;
+
+impl Subject<Fused> for Cpu {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        let (base, mut buffer) = (case.base::<T>(case.values), world.y.clone());
+        let weights = table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
+        let slices = base.slices.iter().map(|(place, w)| matrix(w, *place));
+        let layer = FusedLinear::new(&weights, world.id, slices).unwrap();
+        let layer = match &base.bias {
+            Some((place, bias)) => layer.with_bias(&bias[..place.cols]).unwrap(),
+            None => layer,
+        };
+        let (batch, mut workspace) = (world.batch(), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let (x, y) = (matrix(&world.x, case.x()), matrix_mut(&mut buffer, case.y()));
+        if case.accumulates {
+            layer.accumulate(&mut step, x, y).unwrap();
+        } else {
+            layer.forward(&mut step, x, y).unwrap();
+        }
+        buffer
+    }
+}
+
+proptest! {
+    #[test]
+    fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
+        let case = Case::from_environment().unwrap_or(case);
+        for_dtype!(case.check(&mut Cpu))?;
+    }
+
+    /// A token's result has the same bits with all others base as in any batch.
+    #[test]
+    fn cpu_is_batch_invariant(case in cases(Sizes { max_features: 100, max_tokens: 6, ..Sizes::SMALL })) {
+        fn run<T: Element>(case: &Case) -> Result<(), TestCaseError> {
+            let world = case.world::<T>();
+            let together = Cpu.run(case, &world);
+            for token in 0..case.num_tokens() {
+                let mut alone = case.world::<T>();
+                alone.slots.fill(Slot::BASE);
+                alone.slots[token] = world.slots[token];
+                let alone = Cpu.run(case, &alone);
+                let row = case.y().at(token, 0)..case.y().at(token + 1, 0);
+                let bits = |y: &[T]| bytemuck::cast_slice::<T, u8>(&y[row.clone()]).to_vec();
+                prop_assert!(bits(&together) == bits(&alone), "token {token}\n{}", case.replay());
+            }
+            Ok(())
+        }
+        for_dtype!(case, run(&case))?;
+    }
+}
+
+/// The layer `m` in f32, on a rank, and the adapter of slot 0.
+fn rank_of(spec: &ModelSpec, adapter: &Adapter, tp: TpRank) -> WeightTable {
+    let model = spec.shard(tp).unwrap();
+    table(&model, DType::F32, Capacity::tokens(4).slots(1).rank(4), std::slice::from_ref(adapter))
+}
+
+/// What the ranks of a layer cut by columns write stands side by side, and what those of one cut by rows write adds up, to what a rank
+/// alone writes: in whole numbers, to the bit.
+#[test]
+fn tensor_parallel_ranks_are_parts_of_the_whole() {
+    const IN: usize = 24;
+    const Q: usize = 16;
+    const V: usize = 8;
+    const TOKENS: usize = 3;
+    let mut rng = StdRng::seed_from_u64(3);
+    let mut values = |rows: usize, cols: usize| -> Vec<f32> {
+        let place = Place { offset: 0, rows, cols, stride: cols };
+        place.buffer(Values::Exact, &mut rng)[..rows * cols].to_vec()
+    };
+    let modules = [("m.q", Q), ("m.v", V)].map(|(path, out)| {
+        let mut numbers = values(1, 3 * (IN + out)).into_iter();
+        Lora::linear(path, IN, out, 3).fill(|| numbers.next().unwrap())
+    });
+    let (config, tensors) = parts(3.0, &modules);
+    let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+    let (w, bias, x) = ([values(Q, IN), values(V, IN)], values(1, Q + V), values(TOKENS, IN));
+    let slots = [Slot::new(0), Slot::BASE, Slot::new(0)];
+    for parallel in [Parallel::Column, Parallel::Row] {
+        let mut spec = ModelSpec::new();
+        let id = spec.linear(Linear::new("m", parallel, IN).slice("q", Q).slice("v", V)).unwrap();
+        // By rank, of each token.
+        let run = |tp: TpRank| -> Vec<Vec<f32>> {
+            let weights = rank_of(&spec, &adapter, tp);
+            let site = &weights.model()[id];
+            let (columns, outs) = (site.in_range(), site.out_features());
+            let slices = site.slices().iter().zip(&w).map(|(slice, w)| {
+                let first = slice.range().start * IN + columns.start;
+                Matrix::strided(&w[first..], slice.out_features(), columns.len(), IN).unwrap()
+            });
+            let layer = FusedLinear::new(&weights, id, slices).unwrap();
+            let own_bias: Vec<f32> = [0, Q]
+                .into_iter()
+                .zip(site.slices())
+                .flat_map(|(first, slice)| bias[first..][slice.range()].to_vec())
+                .collect();
+            let layer = if parallel == Parallel::Column || tp == TpRank::SINGLE || columns.start == 0 {
+                layer.with_bias(&own_bias).unwrap()
+            } else {
+                layer
+            };
+            let mut y = vec![f32::NAN; TOKENS * outs];
+            let mut workspace = Workspace::default();
+            let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
+            let x = Matrix::strided(&x[columns.start..], TOKENS, columns.len(), IN).unwrap();
+            layer.forward(&mut step, x, MatrixMut::new(&mut y, TOKENS, outs).unwrap()).unwrap();
+            y.chunks(outs).map(<[f32]>::to_vec).collect()
+        };
+        let whole = run(TpRank::SINGLE);
+        let [first, second] = [0, 1].map(|rank| run(TpRank::new(rank, 2).unwrap()));
+        for token in 0..TOKENS {
+            let (first, second) = (&first[token], &second[token]);
+            let joined: Vec<f32> = match parallel {
+                Parallel::Row => first.iter().zip(second).map(|(a, b)| a + b).collect(),
+                _ => [&first[..Q / 2], &second[..Q / 2], &first[Q / 2..], &second[Q / 2..]].concat(),
+            };
+            assert_eq!(joined, whole[token], "{parallel:?}, token {token}");
+        }
+    }
+}
+
+/// On zeros it adds what it writes, and behind a base layer that the engine computed, `add_delta` leaves the same.
+#[test]
+fn it_is_the_base_layer_and_its_delta() {
+    let dense = common::dense::Case::linear(24, &[5, 8], &[&[3, 2], &[0, 4]], vec![0, 1, -1, 0]);
+    let case = Case::fused(dense, false);
+    let world = case.world::<f32>();
+    let written = Cpu.run(&case, &world);
+    let base = case.base::<f32>(case.values);
+    let weights = table(&world.model, DType::F32, world.capacity(4), &world.adapters);
+    let mut y = written.clone();
+    for token in 0..case.num_tokens() {
+        let row = case.x().row(&world.x, token);
+        let rows = base.slices.iter().flat_map(|(place, w)| (0..place.rows).map(|row| place.row(w, row)));
+        let (place, bias) = base.bias.as_ref().unwrap();
+        for ((out, w), bias) in rows.enumerate().zip(place.row(bias, 0)) {
+            y[case.y().at(token, out)] = (w.iter().zip(&row).map(|(w, x)| w * x).sum::<f64>() + bias) as f32;
+        }
+    }
+    let mut workspace = Workspace::default();
+    let mut step = weights.step(&world.batch(), &mut workspace).unwrap();
+    let layer = LoraLinear::new(&weights, world.id).unwrap();
+    layer.add_delta(&mut step, matrix(&world.x, case.x()), matrix_mut(&mut y, case.y())).unwrap();
+    let rows = ..case.y().at(case.num_tokens(), 0);
+    assert_eq!(y[rows], written[rows]);
+}
+
+fn layer(spec: &mut ModelSpec) -> (Model, LinearId) {
+    let id = spec.linear(Linear::new("layer", Parallel::Replicated, 8).slice("q", 2).slice("v", 1)).unwrap();
+    (spec.shard(TpRank::SINGLE).unwrap(), id)
+}
+
+/// Operands that do not fit are refused by name, and leave `y` as it was.
+#[test]
+fn operands_that_do_not_fit_are_refused_by_name() {
+    let ((model, id), (other_model, other_id)) = (layer(&mut ModelSpec::new()), layer(&mut ModelSpec::new()));
+    let capacity = Capacity::tokens(2).slots(1).rank(4);
+    let [weights, other_weights] = [&model, &other_model].map(|model| table(model, DType::F32, capacity, &[]));
+    let data = [1.0_f32; 32];
+    let w = |rows, cols| Matrix::new(&data, rows, cols).unwrap();
+    let new = |slices: &[Matrix<'_, f32>]| FusedLinear::new(&weights, id, slices.iter().copied()).map(|_| ());
+    let shape = |operand, [rows, cols]: [usize; 2], [want_rows, want_cols]: [usize; 2]| {
+        Err(OperandError::Shape { operand, rows, cols, want_rows, want_cols })
+    };
+    assert_eq!(new(&[w(2, 8), w(1, 8)]), Ok(()));
+    assert_eq!(new(&[w(2, 8)]), Err(OperandError::Slices { got: 1, want: 2 }));
+    assert_eq!(new(&[w(2, 8), w(1, 8), w(1, 8)]), Err(OperandError::Slices { got: 3, want: 2 }));
+    assert_eq!(new(&[w(2, 8), w(2, 8)]), shape("W", [2, 8], [1, 8]));
+    assert_eq!(new(&[w(2, 7), w(1, 8)]), shape("W", [2, 7], [2, 8]));
+    assert_eq!(FusedLinear::new(&weights, other_id, [w(2, 8), w(1, 8)]).unwrap_err(), OperandError::Model);
+    let of_bf16 = table(&model, DType::BF16, capacity, &[]);
+    let error = FusedLinear::new(&of_bf16, id, [w(2, 8), w(1, 8)]).unwrap_err();
+    assert_eq!(error, OperandError::DType { operand: "W", got: DType::F32, want: DType::BF16 });
+
+    let layer = FusedLinear::new(&weights, id, [w(2, 8), w(1, 8)]).unwrap();
+    for got in [0, 2, 4] {
+        let refused = layer.clone().with_bias(&data[..got]).map(|_| ());
+        assert_eq!(refused, Err(OperandError::Bias { got, want: 3 }));
+    }
+    let slots = [Slot::BASE; 2];
+    let run = |weights: &WeightTable, [x_rows, x_cols]: [usize; 2], [y_rows, y_cols]: [usize; 2]| {
+        let results = [false, true].map(|accumulates| {
+            let (mut buffer, mut workspace) = ([7.0_f32; 12], Workspace::default());
+            let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
+            let (x, y) = (w(x_rows, x_cols), MatrixMut::new(&mut buffer, y_rows, y_cols).unwrap());
+            let result = if accumulates { layer.accumulate(&mut step, x, y) } else { layer.forward(&mut step, x, y) };
+            assert_eq!(result.is_err(), buffer == [7.0; 12], "{result:?}");
+            result
+        });
+        assert_eq!(results[0], results[1]);
+        results[0].clone()
+    };
+    assert_eq!(run(&weights, [2, 8], [2, 3]), Ok(()));
+    assert_eq!(run(&weights, [1, 8], [2, 3]), shape("x", [1, 8], [2, 8]));
+    assert_eq!(run(&weights, [2, 7], [2, 3]), shape("x", [2, 7], [2, 8]));
+    assert_eq!(run(&weights, [2, 8], [2, 4]), shape("y", [2, 4], [2, 3]));
+    assert_eq!(run(&weights, [2, 8], [3, 3]), shape("y", [3, 3], [2, 3]));
+    assert_eq!(run(&other_weights, [2, 8], [2, 3]), Err(OperandError::Model));
+    let refused = Err(OperandError::DType { operand: "x", got: DType::F32, want: DType::BF16 });
+    assert_eq!(run(&of_bf16, [2, 8], [2, 3]), refused);
+}
