@@ -231,10 +231,12 @@ int32_t load_kernels() {
   int bytes, small_bytes;
   ARIL_TRY(smem_budget(false, bytes));
   ARIL_TRY(smem_budget(true, small_bytes));
-  ARIL_TRY(load(detail::fused_linear_kernel<T, 1, true>, small_bytes));
+  using FusedKernel = Kernel<detail::FusedParams>;
+  ARIL_TRY(load(FusedKernel{detail::fused_linear_kernel<T, 1, true>, small_bytes}));
   for (const int num_tokens : {8, 16, 32, 64}) {
     ARIL_TRY(with_tiles(num_tokens, [&](auto tiles) {
-      return load(detail::fused_linear_kernel<T, decltype(tiles)::value, false>, bytes);
+      const auto kernel = detail::fused_linear_kernel<T, decltype(tiles)::value, false>;
+      return load(FusedKernel{kernel, bytes});
     }));
   }
   return 0;

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// aril_linear, aril_linear_shrink, aril_linear_expand and aril_embedding: which kernel an operation
+// launches, with which grid.
 #include "host/launch.cuh"
 #include "linear/embedding.cuh"
 #include "linear/f32.cuh"
 #include "linear/high_rank.cuh"
-#include "linear/large_m.cuh"
+#include "linear/large_m_expand.cuh"
+#include "linear/large_m_shrink.cuh"
 #include "linear/small_m.cuh"
 
 namespace aril {
@@ -11,8 +15,49 @@ namespace {
 
 using detail::ceil_div;
 using detail::EmbeddingPath;
+using detail::kMaxRankTiles;
 
 enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
+
+// All kernels for elements of T.
+template <typename T>
+struct Kernels {
+  using LargeM = Kernel<aril_linear_args, int>;
+  using Embedding = Kernel<aril_embedding_args, int, int>;
+
+  // By is_staged().
+  Kernel<aril_linear_args, detail::SmallMGrid> small_m[2] = {
+      {detail::small_m_kernel<T, false>, kMaxSmem}, {detail::small_m_kernel<T, true>, kMaxSmem}};
+  // Of 2, 4 and kMaxRankTiles rank tiles for a warpgroup.
+  LargeM shrink2 = {detail::large_m_shrink_kernel<T, 2>, kMaxSmem};
+  LargeM shrink4 = {detail::large_m_shrink_kernel<T, 4>, kMaxSmem};
+  LargeM shrink8 = {detail::large_m_shrink_kernel<T, kMaxRankTiles>, kMaxSmem};
+  Kernel<aril_linear_args, int, int> large_m_expand = {detail::large_m_expand_kernel<T>, kMaxSmem};
+  LargeM high_rank_expand = {detail::high_rank_expand_kernel<T>, kMaxSmem};
+  // By EmbeddingPath.
+  Embedding embedding[4] = {
+      {detail::embedding_kernel<T, EmbeddingPath::kSmallM>, kMaxSmem},
+      {detail::embedding_kernel<T, EmbeddingPath::kSmallMHighRank>, kMaxSmem},
+      {detail::embedding_kernel<T, EmbeddingPath::kLargeM>, kMaxSmem},
+      {detail::embedding_kernel<T, EmbeddingPath::kLargeMHighRank>, kMaxSmem}};
+
+  int32_t load() const {
+    const auto& [a, b, c, d, e, f, g] = *this;
+    return load_table(a, b, c, d, e, f, g);
+  }
+};
+
+template <>
+struct Kernels<float> {
+  Kernel<aril_linear_args, int> shrink = {detail::shrink_f32_kernel, 0};
+  Kernel<aril_linear_args, int> expand = {detail::expand_f32_kernel, 0};
+  Kernel<aril_embedding_args, int> embedding = {detail::embedding_f32_kernel, 0};
+
+  int32_t load() const {
+    const auto& [a, b, c] = *this;
+    return load_table(a, b, c);
+  }
+};
 
 int out_blocks(const aril_linear_args& args, int outs_per_block) {
   int blocks = 0;
@@ -24,40 +69,40 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
 
 template <typename T>
 int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
-  const int columns = args.num_slices * detail::rank_tiles(args.weights);
+  const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
   detail::SmallMGrid grid = {};
-  grid.columns = ceil_div(columns, detail::kSmallMRankTiles);
-  grid.groups = ceil_div(args.in_features, detail::kSlabFeatures);
-  grid.outs = out_blocks(args, args.outs_per_block);
-  grid.shrink = parts & kShrink ? args.max_tiles * grid.columns * grid.groups : 0;
+  grid.rank_blocks = ceil_div(rank_tiles, detail::kSmallMRankTiles);
+  grid.slabs = ceil_div(args.in_features, detail::kSlabFeatures);
+  grid.out_blocks = out_blocks(args, args.outs_per_block);
+  grid.shrink = parts & kShrink ? args.max_tiles * grid.rank_blocks * grid.slabs : 0;
   grid.apart = parts == kExpand;
-  const int expand = parts & kExpand ? args.max_tiles * grid.outs : 0;
-  const int rows = args.num_tokens < ARIL_TOKENS_PER_TILE ? args.num_tokens : ARIL_TOKENS_PER_TILE;
-  const int shrink_bytes = detail::small_m_shrink_smem_bytes(rows);
+  const int expand = parts & kExpand ? args.max_tiles * grid.out_blocks : 0;
+  const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
   const bool staged = detail::is_staged(args.weights);
-  const int expand_bytes =
-      detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged);
-  const auto kernel = staged ? detail::small_m_kernel<T, true> : detail::small_m_kernel<T, false>;
-  return launch(kernel, dim3(grid.shrink + expand), detail::kSmallMThreads,
-                shrink_bytes > expand_bytes ? shrink_bytes : expand_bytes, stream, args, grid);
+  const int smem_bytes =
+      max(detail::small_m_shrink_smem_bytes(rows),
+          detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged));
+  return launch(Kernels<T>().small_m[staged], dim3(grid.shrink + expand), detail::kSmallMThreads,
+                smem_bytes, stream, args, grid);
 }
 
-template <typename T, int kColumns>
-int32_t large_m_shrink_as(const aril_linear_args& args, int columns, void* stream) {
+template <int kRankTiles>
+int32_t large_m_shrink_with(const Kernel<aril_linear_args, int>& kernel,
+                            const aril_linear_args& args, int rank_tiles, void* stream) {
   int warpgroups, smem_bytes;
-  ARIL_TRY(detail::wide_shrink_blocks<kColumns>(columns, warpgroups, smem_bytes));
-  const int blocks = ceil_div(columns, kColumns * warpgroups);
-  return launch(detail::large_m_shrink_kernel<T, kColumns>,
-                dim3(args.max_tiles * blocks, detail::num_splits(args)),
+  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, warpgroups, smem_bytes));
+  const int blocks = ceil_div(rank_tiles, kRankTiles * warpgroups);
+  return launch(kernel, dim3(args.max_tiles * blocks, detail::num_splits(args)),
                 warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args, blocks);
 }
 
 template <typename T>
 int32_t large_m_shrink(const aril_linear_args& args, void* stream) {
-  const int columns = args.num_slices * detail::rank_tiles(args.weights);
-  if (columns <= 2) return large_m_shrink_as<T, 2>(args, columns, stream);
-  if (columns <= 4) return large_m_shrink_as<T, 4>(args, columns, stream);
-  return large_m_shrink_as<T, detail::kMaxColumns>(args, columns, stream);
+  const Kernels<T> kernels;
+  const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
+  if (rank_tiles <= 2) return large_m_shrink_with<2>(kernels.shrink2, args, rank_tiles, stream);
+  if (rank_tiles <= 4) return large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream);
+  return large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, rank_tiles, stream);
 }
 
 template <typename T>
@@ -65,26 +110,27 @@ int32_t large_m_expand(const aril_linear_args& args, void* stream) {
   const int blocks = out_blocks(args, args.outs_per_block);
   const dim3 grid(args.max_tiles * blocks);
   if (!detail::is_staged(args.weights)) {
-    return launch(detail::high_rank_expand_kernel<T>, grid, detail::kSmallMThreads,
+    return launch(Kernels<T>().high_rank_expand, grid, detail::kSmallMThreads,
                   detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, false),
                   stream, args, blocks);
   }
   int ring_bytes, smem_bytes;
   ARIL_TRY(detail::large_m_expand_smem(args.weights, ring_bytes, smem_bytes));
-  return launch(detail::large_m_expand_kernel<T>, grid, detail::kExpandThreads, smem_bytes, stream,
-                args, blocks, ring_bytes);
+  return launch(Kernels<T>().large_m_expand, grid, detail::kExpandThreads, smem_bytes, stream, args,
+                blocks, ring_bytes);
 }
 
 int32_t f32(const aril_linear_args& args, int parts, void* stream) {
+  const Kernels<float> kernels;
   if (parts & kShrink) {
-    ARIL_TRY(launch(detail::shrink_f32_kernel,
+    ARIL_TRY(launch(kernels.shrink,
                     dim3(args.max_tiles * args.num_slices, detail::num_splits(args)),
                     detail::kF32Threads, 0, stream, args, args.num_slices));
   }
   if (!(parts & kExpand)) return 0;
   const int blocks = out_blocks(args, detail::kF32Threads);
-  return launch(detail::expand_f32_kernel, dim3(args.max_tiles * blocks), detail::kF32Threads, 0,
-                stream, args, blocks);
+  return launch(kernels.expand, dim3(args.max_tiles * blocks), detail::kF32Threads, 0, stream, args,
+                blocks);
 }
 
 int32_t linear(const aril_linear_args& args, int parts, void* stream) {
@@ -102,60 +148,31 @@ int32_t linear(const aril_linear_args& args, int parts, void* stream) {
 
 template <typename T>
 int32_t embedding(const aril_embedding_args& args, void* stream) {
-  const bool staged = detail::is_staged(args.weights);
   if constexpr (sizeof(T) == sizeof(float)) {
     const int blocks = ceil_div(args.hidden, detail::kF32Threads);
-    return launch(detail::embedding_f32_kernel, dim3(args.max_tiles * blocks), detail::kF32Threads,
-                  0, stream, args, blocks);
+    return launch(Kernels<T>().embedding, dim3(args.max_tiles * blocks), detail::kF32Threads, 0,
+                  stream, args, blocks);
   } else {
+    const bool staged = detail::is_staged(args.weights);
+    const bool is_large_m = detail::is_large_m(args.num_tokens);
+    const int path = (is_large_m ? static_cast<int>(EmbeddingPath::kLargeM) : 0) + !staged;
     const int blocks = ceil_div(args.hidden, args.outs_per_block);
-    const dim3 grid(args.max_tiles * blocks);
-    if (detail::is_large_m(args.num_tokens) && staged) {
-      int ring_bytes, smem_bytes;
+    int ring_bytes = 0;
+    int smem_bytes = detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged);
+    if (is_large_m && staged) {
       ARIL_TRY(detail::large_m_expand_smem(args.weights, ring_bytes, smem_bytes));
-      return launch(detail::embedding_kernel<T, EmbeddingPath::kLargeM>, grid,
-                    detail::kExpandThreads, smem_bytes, stream, args, blocks, ring_bytes);
     }
-    const auto kernel = detail::is_large_m(args.num_tokens)
-                            ? detail::embedding_kernel<T, EmbeddingPath::kLargeMHighRank>
-                        : staged ? detail::embedding_kernel<T, EmbeddingPath::kSmallM>
-                                 : detail::embedding_kernel<T, EmbeddingPath::kSmallMHighRank>;
-    return launch(kernel, grid, detail::kSmallMThreads,
-                  detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged),
-                  stream, args, blocks, 0);
-  }
-}
-
-template <typename T>
-int32_t load_kernels() {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    ARIL_TRY(load(detail::shrink_f32_kernel));
-    ARIL_TRY(load(detail::expand_f32_kernel));
-    return load(detail::embedding_f32_kernel);
-  } else {
-    int bytes;
-    ARIL_TRY(max_smem_bytes(bytes));
-    ARIL_TRY((load(detail::small_m_kernel<T, true>, bytes)));
-    ARIL_TRY((load(detail::small_m_kernel<T, false>, bytes)));
-    ARIL_TRY((load(detail::large_m_shrink_kernel<T, 2>, bytes)));
-    ARIL_TRY((load(detail::large_m_shrink_kernel<T, 4>, bytes)));
-    ARIL_TRY((load(detail::large_m_shrink_kernel<T, detail::kMaxColumns>, bytes)));
-    ARIL_TRY(load(detail::large_m_expand_kernel<T>, bytes));
-    ARIL_TRY(load(detail::high_rank_expand_kernel<T>, bytes));
-    ARIL_TRY((load(detail::embedding_kernel<T, EmbeddingPath::kSmallM>, bytes)));
-    ARIL_TRY((load(detail::embedding_kernel<T, EmbeddingPath::kSmallMHighRank>, bytes)));
-    ARIL_TRY((load(detail::embedding_kernel<T, EmbeddingPath::kLargeM>, bytes)));
-    return load(detail::embedding_kernel<T, EmbeddingPath::kLargeMHighRank>, bytes);
+    return launch(Kernels<T>().embedding[path], dim3(args.max_tiles * blocks),
+                  detail::kExpandThreads, smem_bytes, stream, args, blocks, ring_bytes);
   }
 }
 
 }  // namespace
 
 int32_t load_linear() {
-  for (const int32_t dtype : {ARIL_BF16, ARIL_F16, ARIL_F32}) {
-    ARIL_TRY(dispatch(dtype, [](auto element) { return load_kernels<decltype(element)>(); }));
-  }
-  return 0;
+  ARIL_TRY(Kernels<__nv_bfloat16>().load());
+  ARIL_TRY(Kernels<__half>().load());
+  return Kernels<float>().load();
 }
 
 }  // namespace aril

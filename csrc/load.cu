@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// aril_load, which loads every kernel and tests the block order, and aril_status_string.
 #include "device/block_order.cuh"
 #include "host/launch.cuh"
 
@@ -7,7 +9,7 @@ namespace aril {
 int32_t load_routing();
 int32_t load_linear();
 int32_t load_fused_linear();
-int32_t load_experts();
+int32_t load_moe();
 
 namespace {
 
@@ -15,14 +17,14 @@ int32_t load_all() {
   ARIL_TRY(load_routing());
   ARIL_TRY(load_linear());
   ARIL_TRY(load_fused_linear());
-  return load_experts();
+  return load_moe();
 }
 
 int32_t run_order_test(int blocks, cudaStream_t stream) {
   static uint32_t launches = 0;
   const uint32_t launch_number = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
-  ARIL_TRY(
-      launch(detail::block_order_kernel, blocks, detail::kOrderThreads, 0, stream, launch_number));
+  const Kernel<uint32_t> kernel = {detail::block_order_kernel, 0};  // this launch loads it
+  ARIL_TRY(launch(kernel, blocks, detail::kOrderThreads, 0, stream, launch_number));
   uint32_t out_of_order;
   ARIL_TRY(cudaMemcpyFromSymbolAsync(&out_of_order, detail::out_of_order, sizeof(out_of_order), 0,
                                      cudaMemcpyDeviceToHost, stream));
@@ -30,14 +32,14 @@ int32_t run_order_test(int blocks, cudaStream_t stream) {
   return out_of_order < launch_number ? 0 : ARIL_ERR_BLOCK_ORDER;
 }
 
-// Refuses a device on which the mailbox would not work.
+// ARIL_ERR_BLOCK_ORDER on a device where waits in the mailbox may never end.
 int32_t check_block_order() {
   int device, multiprocessors;
   ARIL_TRY(cudaGetDevice(&device));
   ARIL_TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   const int blocks = multiprocessors * detail::kOrderBlocksPerMultiprocessor;
   cudaStream_t stream;
-  // Waits for no other stream, the default one included.
+  // Non-blocking: it waits for no other stream, not even the default one.
   ARIL_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const int32_t status =
       run_order_test(blocks < detail::kMostOrderBlocks ? blocks : detail::kMostOrderBlocks, stream);
@@ -62,7 +64,7 @@ extern "C" const char* aril_status_string(int32_t status) {
 }
 
 extern "C" int32_t aril_load(void) {
-  // What a capture on another thread would forbid this one.
+  // Otherwise a capture on another thread would forbid these calls.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   ARIL_TRY(cudaThreadExchangeStreamCaptureMode(&mode));
   int32_t status = aril::load_all();

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// aril_group, aril_align and aril_experts: which kernels an operation launches, with which grids.
 #include "host/launch.cuh"
 #include "moe/activate.cuh"
 #include "moe/combine.cuh"
@@ -12,19 +14,73 @@ namespace aril {
 namespace {
 
 using detail::ceil_div;
+using detail::kMaxRankTiles;
 
-template <typename T, bool kEachBlock>
-int32_t experts_of(aril_experts_args args, void* stream) {
-  const detail::ExpertsGrid grid = {kEachBlock ? 0 : args.groups_routes, args.shrink_blocks,
-                                    ceil_div(args.weights.max_rank, ARIL_RANK_TILE),
-                                    ceil_div(args.in_features, detail::kSlabFeatures),
-                                    args.wide_shrink_blocks > 0};
-  const auto launch_with = [&](auto kernel, int of_warp, const auto&... more) {
+// All kernels for elements of T. Arrays of two are indexed by fit_each_block(), unless they say
+// otherwise.
+template <typename T>
+struct Kernels {
+  using OnRouteTiles = Kernel<aril_experts_args, detail::ExpertsGrid>;
+  using Shrink = Kernel<aril_experts_args, int>;
+
+  Kernel<aril_experts_args, detail::ExpertsGrid, detail::ExpandStages> experts[2] = {
+      {detail::experts_kernel<T, false>, kMaxSmem}, {detail::experts_kernel<T, true>, kMaxSmem}};
+  OnRouteTiles activate[2] = {{detail::activate_kernel<T, false>, kMaxSmem},
+                              {detail::activate_kernel<T, true>, kMaxSmem}};
+  OnRouteTiles combine[2] = {{detail::combine_kernel<T, false>, kMaxSmem},
+                             {detail::combine_kernel<T, true>, kMaxSmem}};
+  // Of 2, 4 and kMaxRankTiles rank tiles for a warpgroup.
+  Shrink shrink2 = {detail::experts_large_m_shrink_kernel<T, 2>, kMaxSmem};
+  Shrink shrink4 = {detail::experts_large_m_shrink_kernel<T, 4>, kMaxSmem};
+  Shrink shrink8 = {detail::experts_large_m_shrink_kernel<T, kMaxRankTiles>, kMaxSmem};
+  // By whether x has a row per route, so that B may be shared.
+  Kernel<aril_experts_args, int> large_m_expand[2] = {
+      {detail::experts_large_m_expand_kernel<T, false>, kMaxSmem},
+      {detail::experts_large_m_expand_kernel<T, true>, kMaxSmem}};
+
+  int32_t load() const {
+    const auto& [a, b, c, d, e, f, g] = *this;
+    return load_table(a, b, c, d, e, f, g);
+  }
+};
+
+template <>
+struct Kernels<float> {
+  Kernel<aril_experts_args> experts = {detail::experts_f32_kernel, 0};
+  Kernel<aril_experts_args> activate = {detail::activate_f32_kernel, 0};
+  Kernel<aril_experts_args> combine = {detail::combine_f32_kernel, 0};
+
+  int32_t load() const {
+    const auto& [a, b, c] = *this;
+    return load_table(a, b, c);
+  }
+};
+
+struct GroupKernels {
+  Kernel<aril_group_args> group = {detail::group_kernel, detail::kGroupSmemBytes};
+  Kernel<aril_align_args> align = {detail::align_kernel,
+                                   ARIL_MAX_SLOTS* static_cast<int>(sizeof(int32_t))};
+
+  int32_t load() const {
+    const auto& [a, b] = *this;
+    return load_table(a, b);
+  }
+};
+
+// The launch on route tiles.
+template <typename T>
+int32_t on_route_tiles(aril_experts_args args, void* stream) {
+  const Kernels<T> kernels;
+  const bool in_each_block = detail::fit_each_block(args.num_tokens, args.top_k);
+  const detail::ExpertsGrid grid = {
+      in_each_block ? 0 : args.groups_routes, args.shrink_blocks, detail::rank_tiles(args.weights),
+      ceil_div(args.in_features, detail::kSlabFeatures), args.wide_shrink_blocks > 0};
+  const auto launch_with = [&](const auto& kernel, int warp_bytes, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
-    int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * of_warp);
-    if (!kEachBlock && detail::fit_one_block(args.num_tokens, args.top_k)) {
-      // For all operations on so many, whether they sort or not: for others the multiprocessors
-      // would divide their memory anew.
+    int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * warp_bytes);
+    if (!in_each_block && detail::fit_one_block(args.num_tokens, args.top_k)) {
+      // All operations on so many routes ask for the memory of the sort, whether they sort or not:
+      // otherwise the multiprocessors would repartition their memory between launches.
       using Sort = detail::OneBlockSort<detail::kExpertsThreads>;
       bytes = max(max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k)),
                   detail::kExpertsShrinkBytes + static_cast<int>(sizeof(detail::LocalTiles)));
@@ -34,10 +90,10 @@ int32_t experts_of(aril_experts_args args, void* stream) {
   };
   switch (args.form) {
     case ARIL_ACTIVATE:
-      return launch_with(detail::activate_kernel<T, kEachBlock>, sizeof(detail::ActivateStage));
+      return launch_with(kernels.activate[in_each_block], sizeof(detail::ActivateStage));
     case ARIL_ADD_COMBINED:
     case ARIL_COMBINE:
-      return launch_with(detail::combine_kernel<T, kEachBlock>, sizeof(detail::CombineStage));
+      return launch_with(kernels.combine[in_each_block], sizeof(detail::CombineStage));
     default:
       break;
   }
@@ -49,109 +105,92 @@ int32_t experts_of(aril_experts_args args, void* stream) {
   ARIL_TRY(max_smem_bytes(max_bytes));
   if (detail::kExpertsWarps * stages().of_warp > max_bytes) {
     args.outs_per_block = ARIL_OUT_TILE;
-    const int pieces = args.num_slices * ceil_div(args.out_features, ARIL_OUT_TILE);
-    args.expand_blocks = max(args.expand_blocks, ceil_div(pieces, detail::kExpertsWarps));
+    const int items = args.num_slices * ceil_div(args.out_features, ARIL_OUT_TILE);
+    args.expand_blocks = max(args.expand_blocks, ceil_div(items, detail::kExpertsWarps));
   }
-  return launch_with(detail::experts_kernel<T, kEachBlock>, stages().of_warp, stages());
+  return launch_with(kernels.experts[in_each_block], stages().of_warp, stages());
 }
 
+template <int kRankTiles>
+int32_t large_m_shrink_with(const Kernel<aril_experts_args, int>& kernel,
+                            const aril_experts_args& args, int rank_tiles, void* stream) {
+  int warpgroups, smem_bytes;
+  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, warpgroups, smem_bytes));
+  return launch(kernel, dim3(args.wide_shrink_blocks), warpgroups * detail::kWarpgroupThreads,
+                smem_bytes, stream, args, ceil_div(rank_tiles, kRankTiles * warpgroups));
+}
+
+// Both ways of more than ARIL_ONE_BLOCK_ROUTES routes; the device decides which does the work.
 template <typename T>
-int32_t experts(const aril_experts_args& args, void* stream) {
-  return detail::fit_each_block(args.num_tokens, args.top_k) ? experts_of<T, true>(args, stream)
-                                                             : experts_of<T, false>(args, stream);
+int32_t on_wide_or_route_tiles(const aril_experts_args& args, void* stream) {
+  const Kernels<T> kernels;
+  const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
+  ARIL_TRY(rank_tiles <= 2 ? large_m_shrink_with<2>(kernels.shrink2, args, rank_tiles, stream)
+           : rank_tiles <= 4
+               ? large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream)
+               : large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, rank_tiles, stream));
+  ARIL_TRY(on_route_tiles<T>(args, stream));
+  int ring_bytes, smem_bytes;
+  ARIL_TRY(detail::large_m_expand_smem(args.weights, ring_bytes, smem_bytes));
+  return launch(kernels.large_m_expand[args.from_tokens == 0], dim3(args.wide_expand_blocks),
+                detail::kExpandThreads, smem_bytes, stream, args, ring_bytes);
 }
 
 int32_t experts_f32(const aril_experts_args& args, void* stream) {
-  const auto kernel = args.form == ARIL_ACTIVATE ? detail::activate_f32_kernel
-                      : args.form == ARIL_ADD_COMBINED || args.form == ARIL_COMBINE
-                          ? detail::combine_f32_kernel
-                          : detail::experts_f32_kernel;
+  const Kernels<float> kernels;
+  const bool combines = args.form == ARIL_ADD_COMBINED || args.form == ARIL_COMBINE;
+  const auto& kernel = args.form == ARIL_ACTIVATE ? kernels.activate
+                       : combines                 ? kernels.combine
+                                                  : kernels.experts;
   const int blocks = max(args.shrink_blocks, args.wide_shrink_blocks);
   return launch(kernel, dim3(blocks), detail::kF32Threads, 0, stream, args);
 }
 
-template <typename T, int kColumns>
-int32_t large_m_shrink_as(const aril_experts_args& args, int columns, void* stream) {
-  int warpgroups, smem_bytes;
-  ARIL_TRY(detail::wide_shrink_blocks<kColumns>(columns, warpgroups, smem_bytes));
-  return launch(detail::experts_large_m_shrink_kernel<T, kColumns>, dim3(args.wide_shrink_blocks),
-                warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args,
-                ceil_div(columns, kColumns * warpgroups));
+int32_t group(const aril_group_args& args, void* stream) {
+  if (detail::fit_one_block(args.num_tokens, args.top_k)) return 0;
+  return launch(GroupKernels().group, dim3(args.top_k.num_experts + 2), detail::kGroupThreads,
+                detail::kGroupSmemBytes, stream, args);
 }
 
-template <typename T>
-int32_t experts_large_m(const aril_experts_args& args, void* stream) {
-  const int columns = args.num_slices * detail::rank_tiles(args.weights);
-  ARIL_TRY(columns <= 2   ? (large_m_shrink_as<T, 2>(args, columns, stream))
-           : columns <= 4 ? (large_m_shrink_as<T, 4>(args, columns, stream))
-                          : (large_m_shrink_as<T, detail::kMaxColumns>(args, columns, stream)));
-  ARIL_TRY(experts<T>(args, stream));
-  int ring_bytes, smem_bytes;
-  ARIL_TRY(detail::large_m_expand_smem(args.weights, ring_bytes, smem_bytes));
-  return launch(args.from_tokens ? detail::experts_large_m_expand_kernel<T, false>
-                                 : detail::experts_large_m_expand_kernel<T, true>,
-                dim3(args.wide_expand_blocks), detail::kExpandThreads, smem_bytes, stream, args,
-                ring_bytes);
+int32_t align(const aril_align_args& args, void* stream) {
+  if (args.num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
+  if (args.top_k.num_experts > ARIL_MAX_EXPERTS) return ARIL_ERR_ARGUMENT;
+  const size_t smem_bytes = args.num_slots * sizeof(int32_t);
+  return launch(GroupKernels().align, dim3(max(args.top_k.num_experts, 1)), detail::kAlignThreads,
+                smem_bytes, stream, args);
 }
 
-template <typename T>
-int32_t load_kernels() {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    ARIL_TRY(load(detail::activate_f32_kernel));
-    ARIL_TRY(load(detail::combine_f32_kernel));
-    return load(detail::experts_f32_kernel);
-  } else {
-    int bytes;
-    ARIL_TRY(max_smem_bytes(bytes));
-    ARIL_TRY((load(detail::experts_kernel<T, true>, bytes)));
-    ARIL_TRY((load(detail::experts_kernel<T, false>, bytes)));
-    ARIL_TRY((load(detail::activate_kernel<T, true>, bytes)));
-    ARIL_TRY((load(detail::activate_kernel<T, false>, bytes)));
-    ARIL_TRY((load(detail::combine_kernel<T, true>, bytes)));
-    ARIL_TRY((load(detail::combine_kernel<T, false>, bytes)));
-    ARIL_TRY((load(detail::experts_large_m_shrink_kernel<T, 2>, bytes)));
-    ARIL_TRY((load(detail::experts_large_m_shrink_kernel<T, 4>, bytes)));
-    ARIL_TRY((load(detail::experts_large_m_shrink_kernel<T, detail::kMaxColumns>, bytes)));
-    ARIL_TRY((load(detail::experts_large_m_expand_kernel<T, false>, bytes)));
-    return load(detail::experts_large_m_expand_kernel<T, true>, bytes);
-  }
+int32_t experts(const aril_experts_args& args, void* stream) {
+  return dispatch(args.dtype, [&](auto element) -> int32_t {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return experts_f32(args, stream);
+    } else {
+      return args.wide_shrink_blocks > 0 ? on_wide_or_route_tiles<T>(args, stream)
+                                         : on_route_tiles<T>(args, stream);
+    }
+  });
 }
 
 }  // namespace
 
-int32_t load_experts() {
-  ARIL_TRY(load(detail::group_kernel, detail::kGroupSmemBytes));
-  ARIL_TRY(load(detail::align_kernel, ARIL_MAX_SLOTS * static_cast<int>(sizeof(int32_t))));
-  for (const int32_t dtype : {ARIL_BF16, ARIL_F16, ARIL_F32}) {
-    ARIL_TRY(dispatch(dtype, [](auto element) { return load_kernels<decltype(element)>(); }));
-  }
-  return 0;
+int32_t load_moe() {
+  ARIL_TRY(GroupKernels().load());
+  ARIL_TRY(Kernels<__nv_bfloat16>().load());
+  ARIL_TRY(Kernels<__half>().load());
+  return Kernels<float>().load();
 }
 
 }  // namespace aril
 
 extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
-  if (aril::detail::fit_one_block(args->num_tokens, args->top_k)) return 0;
-  return aril::launch(aril::detail::group_kernel, dim3(args->top_k.num_experts + 2),
-                      aril::detail::kGroupThreads, aril::detail::kGroupSmemBytes, stream, *args);
+  return aril::group(*args, stream);
 }
 
 extern "C" int32_t aril_align(const aril_align_args* args, void* stream) {
-  if (args->num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
-  if (args->top_k.num_experts > ARIL_MAX_EXPERTS) return ARIL_ERR_ARGUMENT;
-  const size_t smem_bytes = args->num_slots * sizeof(int32_t);
-  return aril::launch(aril::detail::align_kernel, dim3(max(args->top_k.num_experts, 1)),
-                      aril::detail::kAlignThreads, smem_bytes, stream, *args);
+  return aril::align(*args, stream);
 }
 
 extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
-  return aril::dispatch(args->dtype, [&](auto element) -> int32_t {
-    using T = decltype(element);
-    if constexpr (sizeof(T) == sizeof(float)) {
-      return aril::experts_f32(*args, stream);
-    } else {
-      return args->wide_shrink_blocks > 0 ? aril::experts_large_m<T>(*args, stream)
-                                          : aril::experts<T>(*args, stream);
-    }
-  });
+  return aril::experts(*args, stream);
 }

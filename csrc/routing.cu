@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// aril_route.
 #include "host/launch.cuh"
 #include "routing/route.cuh"
 
 namespace aril {
+namespace {
 
-int32_t load_routing() {
-  return load(detail::route_kernel, (ARIL_MAX_SLOTS + 1) * static_cast<int>(sizeof(int32_t)));
-}
+constexpr Kernel<aril_route_args> kRoute = {
+    detail::route_kernel, (ARIL_MAX_SLOTS + 1) * static_cast<int>(sizeof(int32_t))};
+
+}  // namespace
+
+int32_t load_routing() { return load(kRoute); }
 
 }  // namespace aril
 
 extern "C" int32_t aril_route(const aril_route_args* args, void* stream) {
   if (args->num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
   const size_t smem_bytes = (args->num_slots + 1) * sizeof(int32_t);
-  return aril::launch(aril::detail::route_kernel, 1, aril::detail::kRouteThreads, smem_bytes,
-                      stream, *args);
+  return aril::launch(aril::kRoute, 1, aril::detail::kRouteThreads, smem_bytes, stream, *args);
 }

@@ -176,7 +176,7 @@ fn ids_are_of_one_description() {
 }
 
 #[test]
-#[should_panic(expected = "the linear layer's id is of another model")]
+#[should_panic(expected = "the linear layer's id belongs to another model")]
 fn an_index_by_another_descriptions_id_panics() {
     let layer = || Linear::new("m", Parallel::Column, 4).slice("q", 4);
     let [(spec, _), (_, id)] = [(); 2].map(|()| one(layer()));

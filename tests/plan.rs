@@ -229,6 +229,27 @@ fn a_plan_says_what_it_will_launch() {
     );
 }
 
+/// Up to 1024 routes, above rank 128, and where gate and up alternate, there are no wide tiles that adding is faster with.
+#[test]
+fn fused_operations_are_preferred_without_wide_tiles() {
+    let plan = |max_rank, halves| {
+        let mut spec = ModelSpec::new();
+        let id = spec.experts(Experts::new("experts", 8, 256, 128).top_k(4).halves(halves)).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let capacity = Capacity::tokens(4096).slots(4).rank(max_rank);
+        ExpertsPlan::new(&model[id], DType::BF16, capacity).unwrap()
+    };
+    let prefers = |max_rank, halves, num_routes| {
+        let plan = plan(max_rank, halves);
+        [plan.gate_up(), plan.down()].map(|projection| projection.prefers_fused(num_routes))
+    };
+    for (num_routes, fused) in [(0, true), (1, true), (1024, true), (1025, false), (16_384, false)] {
+        assert_eq!(prefers(128, Halves::GateUp, num_routes), [fused; 2], "{num_routes}");
+    }
+    assert_eq!(prefers(129, Halves::GateUp, 1025), [true; 2]);
+    assert_eq!(prefers(128, Halves::Interleaved, 1025), [true, false]);
+}
+
 /// On both sides of what a plan depends on: few tokens and many, ranks that are staged and others, groups of lanes and spans of them,
 /// and outputs that a block has more or less of.
 #[test]

@@ -156,7 +156,10 @@ fn slots_that_do_not_exist_are_refused() {
         assert_eq!(slot_error(weights.commit(slot, filled)), refused);
         assert_eq!(weights.usage().used, 0);
     }
-    assert_eq!(SlotError::NoSuchSlot { slot: slot(2), num_slots: 2 }.to_string(), "slot 2 is not one of the table's 2");
+    assert_eq!(
+        SlotError::NoSuchSlot { slot: slot(2), num_slots: 2 }.to_string(),
+        "slot 2 is not one of the table's 2 slots"
+    );
     // A token of such a slot gets nothing.
     assert_eq!(values(&weights, &ids, &[slot(2), Slot::BASE]), [0.0; 2]);
 }
@@ -263,7 +266,7 @@ fn a_load_that_fails_changes_nothing() {
     };
     assert!(matches!(refused(&nan), LoadError::Adapter(AdapterError::Unrepresentable { .. })));
     let rank = refused(&wide);
-    assert_eq!(rank.to_string(), "the adapter has a factor of rank 17, but the table was made for ranks up to 16");
+    assert_eq!(rank.to_string(), "the adapter has rank 17, but the table accepts ranks up to 16");
     let other = refused(&adapters[0].plan(&others, DType::F32).unwrap());
     assert!(matches!(other, LoadError::Slot(SlotError::Model)), "{other}");
     let dtype = refused(&adapters[0].plan(&model, DType::BF16).unwrap());

@@ -1,28 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A test of the block order that the mailbox relies on (mailbox.cuh): one launch, when kernels
-// are loaded.
+// A test of the block order that mailbox.cuh relies on: one launch, when kernels are loaded.
 //
-// A block says that it has begun, then waits until all blocks of lower index have said so. There
-// are several times as many as the device has room for. Where a block begins only after one of
-// higher index has ended, the latter waits in vain, and reports that.
+// A block announces that it has started, then waits until all blocks of lower index have done so.
+// The grid has several times as many blocks as the device can run. If a block starts only after one
+// of higher index has ended, that one times out and reports it.
 //
-// The test shows that this device, under this driver, keeps the order in such a launch. It cannot
-// show the order of every other launch: of other grids, beside other kernels, or after a
-// preemption. Those are left to the GPU tests (contention.rs) and to ARIL_DEBUG.
+// The test shows that this device under this driver keeps the order in such a launch. It cannot
+// show the order of other grids, beside other kernels, or after a preemption: the GPU tests
+// (contention.rs) and builds with ARIL_DEBUG cover those.
 #pragma once
 
 #include <stdint.h>
 
 namespace aril::detail {
 
-constexpr int kOrderThreads = 1024;  // at most two blocks have room on a multiprocessor
+constexpr int kOrderThreads = 1024;  // at most two blocks fit on a multiprocessor
 constexpr int kOrderBlocksPerMultiprocessor = 8;
 constexpr int kMostOrderBlocks = 4096;
 
-// The last launch in which a block has begun, and in which one has waited in vain. Launches of one
-// context at the same time, each with a number of its own, need not wait for each other: a block of
-// a later one counts for both.
+// The last launch in which each block has started, and in which a wait has timed out. Launches of
+// one context may overlap, each with its own number: a block of a later launch counts for both.
 __device__ uint32_t begun[kMostOrderBlocks];
 __device__ uint32_t out_of_order;
 

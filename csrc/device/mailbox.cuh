@@ -1,31 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The mailbox: how blocks of a launch hand values to later blocks of the same launch.
+// The mailbox: how blocks pass values to later blocks of the same launch.
 //
-// A mailbox is a header and pairs, each of 32 bits and a tag. A launch takes the next tag, and a
-// pair is stored and loaded by one 64-bit access: a pair that has the launch's tag has a value of
-// the launch, without a fence. Whoever needs it polls. What the pair stands for besides itself
-// (RouteTiles::publish) takes a fence before the store and one behind the load.
+// A mailbox is a header and tagged words of 64 bits: a 32-bit value, and the epoch that stored it.
+// Each launch begins a new epoch. A word is stored and loaded by one 64-bit access, so a reader
+// that finds the current epoch has the current value, without a fence. Readers poll. A value that
+// announces other memory (RouteTiles::publish) needs a fence before the store and after the load.
 //
-// Block order. A block that polls keeps its place on a multiprocessor, so a launch ends only if
-// every block that is polled for begins without another one's end. Every wait here is for blocks of
-// lower index: expand's for shrink, shrink's and expand's for the block that sorts, and, in the
-// kernels of group.cuh and align.cuh, a block's for all before it. So it suffices that blocks begin
-// in the order of their index, in grids of one dimension without clusters: whoever is polled for
-// has begun by then, and depends on lower blocks alone, so that the lowest one can always go on.
-// CUDA does not promise this order. GPUs keep to it, CUB's scans rely on it, too, and aril_load
-// refuses a device on which a test launch finds another (order.cuh). Taking the number that enter()
-// counts for the index would need no order, but costs a trip to L2 before a block's first load.
+// Block order. A polling block keeps its place on a multiprocessor, so a launch completes only if
+// every polled block can start while others run. All waits are for blocks of lower index: expand
+// waits for shrink, shrink and expand wait for the block that sorts routes, and the kernels of
+// moe/group wait for all earlier blocks. So it suffices that blocks start in the order of their
+// index, in one-dimensional grids without clusters: the lowest running block never waits. CUDA does
+// not promise this order. GPUs keep it, CUB's scans rely on it, too, and aril_load refuses a device
+// that breaks it in a test launch (block_order.cuh). Using the count of begin_epoch() as the
+// block's index would need no order, but would delay a block's first load by a round trip to L2.
 //
-// Tags. They are 1 to 2^32 - 1, and come again after as many launches (3.5 days at 144 launches in
-// 10 ms). Zero is that of pairs that were never stored. So that no pair is left of the launch that
-// had the same tag before, the launches with the last tag and with the first one set all pairs of
-// other tags to zero (clear_stale_words()).
+// Epochs. They are 1 to 2^32 - 1 and then repeat (after 3.5 days at 144 launches in 10 ms). Words
+// that were never stored have epoch 0. The launches of the last and of the first epoch clear all
+// words of other epochs (clear_stale_words()), so no word survives until its epoch repeats.
 //
-// One launch at a time. A second launch on the same mailbox, unless it is ordered behind the
-// first, takes blocks of one for the other's: tags differ within a launch then, the number of
-// blocks in the header never ends at zero, and expand polls forever. Builds with ARIL_DEBUG assert
-// that the blocks that enter are of one launch, and that no poll takes longer than seconds.
+// One launch at a time. If two launches use one mailbox without an order between them, blocks of
+// one are counted for the other: the epoch changes within a launch, the count in the header never
+// returns to zero, and expand polls forever. Builds with ARIL_DEBUG assert that blocks of one
+// launch begin an epoch, and that no poll takes longer than seconds.
 #pragma once
 
 #include <stdint.h>
@@ -38,56 +36,57 @@
 
 namespace aril::detail {
 
-// The beginning of a mailbox; ARIL_MAILBOX_HEADER bytes with what is left free.
+// The first bytes of a mailbox. ARIL_MAILBOX_HEADER bytes are reserved.
 struct MailboxHeader {
-  unsigned long long launches;     // so far, below: the blocks of the next one that have come
-  unsigned long long has_wrapped;  // whether tags have come again
-  unsigned long long grid;         // whose blocks are coming; of builds with ARIL_DEBUG
+  unsigned long long epochs;  // high half: epochs so far; low half: blocks that began the next one
+  unsigned long long has_wrapped;  // whether epochs have repeated
+  unsigned long long grid;  // the launch whose blocks are arriving; builds with ARIL_DEBUG only
 };
-constexpr int kMailboxWord = ARIL_MAILBOX_HEADER / 2;  // bytes before the header's own pair
-static_assert(sizeof(MailboxHeader) <= kMailboxWord);
+constexpr int kHeaderWord = ARIL_MAILBOX_HEADER / 2;  // offset of the header's own tagged words
+static_assert(sizeof(MailboxHeader) <= kHeaderWord);
 
 constexpr uint32_t kLastEpoch = ~0u;
 
-// Two neighbouring pairs.
+// Two adjacent words.
 struct TaggedPair {
   float value0;
-  uint32_t tag0;
+  uint32_t epoch0;
   float value1;
-  uint32_t tag1;
+  uint32_t epoch1;
 };
 
 __device__ __forceinline__ uint64_t* tagged_words(void* mailbox) {
   return reinterpret_cast<uint64_t*>(static_cast<char*>(mailbox) + ARIL_MAILBOX_HEADER);
 }
 
-__device__ __forceinline__ void store_tagged(void* plane, float sum, uint32_t tag) {
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(plane),
-               "l"((static_cast<uint64_t>(tag) << 32) | __float_as_uint(sum))
+__device__ __forceinline__ void store_tagged(void* word, float value, uint32_t epoch) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word),
+               "l"((static_cast<uint64_t>(epoch) << 32) | __float_as_uint(value))
                : "memory");
 }
 
-// Two neighbours at once.
-__device__ __forceinline__ void store_tagged2(void* plane, float value0, float value1,
-                                              uint32_t tag) {
-  const uint64_t high = static_cast<uint64_t>(tag) << 32;
-  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(plane),
+// Stores two adjacent words, aligned to 16 bytes.
+__device__ __forceinline__ void store_tagged2(void* words, float value0, float value1,
+                                              uint32_t epoch) {
+  const uint64_t high = static_cast<uint64_t>(epoch) << 32;
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(words),
                "l"(high | __float_as_uint(value0)), "l"(high | __float_as_uint(value1))
                : "memory");
 }
 
-__device__ __forceinline__ TaggedPair load_tagged(const void* plane) {
+// Loads two adjacent words, aligned to 16 bytes.
+__device__ __forceinline__ TaggedPair load_tagged(const void* words) {
   uint64_t first, second;
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
                : "=l"(first), "=l"(second)
-               : "l"(plane)
+               : "l"(words)
                : "memory");
   return {__uint_as_float(static_cast<uint32_t>(first)), static_cast<uint32_t>(first >> 32),
           __uint_as_float(static_cast<uint32_t>(second)), static_cast<uint32_t>(second >> 32)};
 }
 
-// Counts a block in, and gives the launch's tag. Every block of the grid calls, one thread each,
-// before it lets dependents begin.
+// Counts a block in, and returns the launch's epoch. One thread of every block of the grid calls
+// it, before the block allows dependents to launch.
 __device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
   MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
 #ifdef ARIL_DEBUG
@@ -96,49 +95,49 @@ __device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
   const unsigned long long coming = atomicCAS(&header->grid, 0ull, grid + 1);
   assert((coming == 0 || coming == grid + 1) && "one mailbox is used by two launches at once");
 #endif
-  const unsigned long long before = atomicAdd(&header->launches, 1ull);
-  const uint32_t tag = static_cast<uint32_t>(before >> 32) + 1;
+  const unsigned long long before = atomicAdd(&header->epochs, 1ull);
+  const uint32_t epoch = static_cast<uint32_t>(before >> 32) + 1;
   if (static_cast<uint32_t>(before) == gridDim.x - 1) {
 #ifdef ARIL_DEBUG
     atomicExch(&header->grid, 0ull);
 #endif
-    const uint32_t launches = tag == kLastEpoch ? 0 : tag;
-    atomicExch(&header->launches, static_cast<unsigned long long>(launches) << 32);
+    const uint32_t epochs = epoch == kLastEpoch ? 0 : epoch;
+    atomicExch(&header->epochs, static_cast<unsigned long long>(epochs) << 32);
     __threadfence();
   }
-  return tag;
+  return epoch;
 }
 
-// As above; then lets dependents begin.
+// The same, then allows dependents to launch.
 __device__ __forceinline__ uint32_t begin_epoch(void* mailbox) {
-  const uint32_t tag = next_epoch(mailbox);
+  const uint32_t epoch = next_epoch(mailbox);
   launch_dependents();
-  return tag;
+  return epoch;
 }
 
-// Clears words of earlier epochs from a mailbox of `bytes`, at the epochs where tags come again. By
-// `threads` threads of one block of each launch, which all have the tag; this is number `thread`.
-__device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes, uint32_t tag,
+// Clears the words of earlier epochs from a mailbox of `bytes` if this is the last or the first
+// epoch. `threads` threads of one block of every launch call it; `thread` is the caller's number.
+__device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes, uint32_t epoch,
                                                   int thread = threadIdx.x,
                                                   int threads = blockDim.x) {
-  if (tag != kLastEpoch && tag != 1) return;
-  // Launches before this one may poll for tags of theirs.
+  if (epoch != kLastEpoch && epoch != 1) return;
+  // Earlier launches may still poll for words of theirs.
   wait_for_predecessors();
   MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
-  if (tag == 1 && header->has_wrapped == 0) return;
+  if (epoch == 1 && header->has_wrapped == 0) return;
   unsigned long long* const first =
-      reinterpret_cast<unsigned long long*>(static_cast<char*>(mailbox) + kMailboxWord);
-  const uint64_t words = (bytes - kMailboxWord) / 8;
+      reinterpret_cast<unsigned long long*>(static_cast<char*>(mailbox) + kHeaderWord);
+  const uint64_t words = (bytes - kHeaderWord) / 8;
 #pragma unroll 1
   for (uint64_t i = thread; i < words; i += threads) {
     const unsigned long long word = *const_cast<volatile unsigned long long*>(first + i);
-    // What this launch stores meanwhile stays.
-    if (static_cast<uint32_t>(word >> 32) != tag) atomicCAS(first + i, word, 0ull);
+    // Keeps what this launch stores meanwhile.
+    if (static_cast<uint32_t>(word >> 32) != epoch) atomicCAS(first + i, word, 0ull);
   }
-  if (tag == kLastEpoch && thread == 0) header->has_wrapped = 1;
+  if (epoch == kLastEpoch && thread == 0) header->has_wrapped = 1;
 }
 
-// The polls of a wait.
+// Counts the polls of one wait, and asserts in builds with ARIL_DEBUG that it ends.
 class PollLimit {
  public:
   __device__ __forceinline__ void count() {

@@ -1,21 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The arithmetic of expand in bf16 and f16: v enters as two bf16 terms, which leave out less than
-// 2^-17 of it; f16's B, too, as two, which are exact. y is rounded once, at the store.
+// The product B v on tensor cores, in bf16 and f16, and its addition to y.
+//
+// v enters as kTerms bf16 terms: v rounded to bf16, and the rounded remainder, which together lose
+// less than 2^-17 of v. B enters as it is in bf16, and as two exact bf16 terms in f16. Sums are
+// f32; y is rounded once, when it is stored. All kernels multiply in the same order (steps of 16
+// ranks, the terms of a step one after the other), so they give the same bits.
+//
+// Shapes: a unit is 32 outputs (mma.sync, one warp), an output tile is two units (wgmma, one
+// warpgroup). The rows of the product are tokens or routes.
 #pragma once
 
 #include <type_traits>
 
 #include "../ptx/mma.cuh"
+#include "../ptx/wgmma.cuh"
 #include "descriptor.cuh"
 #include "vec.cuh"
 
 namespace aril::detail {
 
-constexpr int kRanksPerStep = 16;  // of an instruction
+constexpr int kRanksPerStep = 16;  // of one product instruction
 constexpr int kTerms = 2;          // of v
+// Bytes of one term of v in a step, for the rows of a wide tile.
+constexpr int kTermBytes = ARIL_WIDE_TILE * kRanksPerStep * 2;
 
-// Two values as bf16, and what that leaves out, as bf16 again.
+__host__ __device__ __forceinline__ int rank_steps(const aril_weights& weights) {
+  return ceil_div(weights.max_rank, kRanksPerStep);
+}
+
+// The two terms of v0 and of v1: high = bf16(v), low = bf16(v - high).
 __device__ __forceinline__ void to_bf16_terms(float v0, float v1, uint32_t& high, uint32_t& low) {
   const __nv_bfloat162 rounded = __floats2bfloat162_rn(v0, v1);
   const float2 back = __bfloat1622float2(rounded);
@@ -24,10 +38,26 @@ __device__ __forceinline__ void to_bf16_terms(float v0, float v1, uint32_t& high
   memcpy(&low, &rest, sizeof(low));
 }
 
-// c += v b, for all operands that have terms of v.
+// Both terms of up to 8 rows of v as one operand of mma_m16n8k16: rows 0 to 7 hold the high terms,
+// rows 8 to 15 the low ones. Lane (g, q) passes ranks 2q, 2q + 1, 2q + 8 and 2q + 9 of row g.
+__device__ __forceinline__ uint4 stacked_terms(const float4& v) {
+  uint4 terms;
+  to_bf16_terms(v.x, v.y, terms.x, terms.y);
+  to_bf16_terms(v.z, v.w, terms.z, terms.w);
+  return terms;
+}
+
+// Stores ranks r and r + 1 of row t to the operands [kTerms][32 lanes] of 16 rows and 16 ranks.
+__device__ __forceinline__ void store_terms(uint4* operands, int t, int r, float2 v) {
+  uint32_t* word =
+      reinterpret_cast<uint32_t*>(operands + t % 8 * 4 + r % 8 / 2) + r / 8 * 2 + t / 8;
+  to_bf16_terms(v.x, v.y, word[0], word[32 * 4]);
+}
+
+// c += v b, summed over the operands, which hold the terms of v.
 template <typename T, int kOperands>
-__device__ __forceinline__ void mma_terms(float (&c)[4], const uint4 (&v)[kOperands], uint32_t b0,
-                                          uint32_t b1) {
+__device__ __forceinline__ void multiply_terms(float (&c)[4], const uint4 (&v)[kOperands],
+                                               uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
 #pragma unroll
     for (int term = 0; term < kOperands; ++term) {
@@ -43,26 +73,136 @@ __device__ __forceinline__ void mma_terms(float (&c)[4], const uint4 (&v)[kOpera
     };
     half2_to_terms(b0, high[0], low[0]);
     half2_to_terms(b1, high[1], low[1]);
-    mma_terms<__nv_bfloat16>(c, v, high[0], high[1]);
-    mma_terms<__nv_bfloat16>(c, v, low[0], low[1]);
+    multiply_terms<__nv_bfloat16>(c, v, high[0], high[1]);
+    multiply_terms<__nv_bfloat16>(c, v, low[0], low[1]);
   }
 }
 
-// Puts ranks r and r + 1 of token t among the operands of 16 tokens and 16 ranks, [terms] of 16
-// bytes a lane.
-__device__ __forceinline__ void store_v(uint4* operands, int t, int r, float2 v) {
-  uint32_t* word =
-      reinterpret_cast<uint32_t*>(operands + t % 8 * 4 + r % 8 / 2) + r / 8 * 2 + t / 8;
-  to_bf16_terms(v.x, v.y, word[0], word[32 * 4]);
+// deltas += B v of a unit and a step: b0 and b1 are the four cores of the step's rank tiles.
+template <typename T, int kOperands>
+__device__ __forceinline__ void multiply_unit(float (&deltas)[4][4], const uint4 (&v)[kOperands],
+                                              const uint4& b0, const uint4& b1) {
+  multiply_terms<T>(deltas[0], v, b0.x, b1.x);
+  multiply_terms<T>(deltas[1], v, b0.y, b1.y);
+  multiply_terms<T>(deltas[2], v, b0.z, b1.z);
+  multiply_terms<T>(deltas[3], v, b0.w, b1.w);
 }
 
-// Eight neighbouring outputs of a token, of which `valid` are there.
+// The same for at most 8 rows, with B in shared memory: b is the unit's first rank tile of the
+// step, and the second follows `second_bytes` later. Without a second rank tile v is zero there,
+// and `second_bytes` may be 0.
+template <typename T>
+__device__ __forceinline__ void multiply_unit_staged(float (&deltas)[4][4], const uint4& stacked,
+                                                     const unsigned char* b, int second_bytes) {
+  const int lane = threadIdx.x % 32;
+  // Rows 8 to 15 of the operands are not needed: each operand has the other term there.
+  const uint4 operands[kTerms] = {stacked, make_uint4(stacked.y, stacked.x, stacked.w, stacked.z)};
+  // ldmatrix reads two cores of either rank tile.
+  b += lane / 16 * (kCoreElems * 2) + lane % 8 * 16 + (lane / 8 % 2 != 0 ? second_bytes : 0);
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const uint4 cores = ldmatrix_x4(b + j * (kCoreElems * 2));
+    multiply_terms<T>(deltas[j], operands, cores.x, cores.y);
+    multiply_terms<T>(deltas[j + 1], operands, cores.z, cores.w);
+  }
+}
+
+// A unit's B of one step, held in registers: [rank tiles][cores].
+struct UnitCores {
+  uint32_t words[2][4];
+
+  // `b` points to the lane's first word of the step's first rank tile, four bytes per lane.
+  __device__ __forceinline__ void load(const char* b, bool has_second) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool is_there = half == 0 || has_second;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        words[half][j] = is_there ? load_once(b + half * kBTileBytes + j * kCoreElems * 2) : 0;
+      }
+    }
+  }
+
+  // deltas += B v. `stacked` holds both terms, so rows 8 to 15 of the deltas are the low terms'.
+  template <typename T>
+  __device__ __forceinline__ void multiply(float (&deltas)[4][4], const uint4 (&stacked)[1]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) multiply_terms<T>(deltas[j], stacked, words[0][j], words[1][j]);
+  }
+};
+
+// Where B of the unit that begins with output `out` has the first rank tile of a step.
+__device__ __forceinline__ const char* unit_at(const char* b, int out, int rank_tiles, int step) {
+  return b + (int64_t{out / ARIL_OUT_TILE} * rank_tiles + step * 2) * kBTileBytes +
+         out % ARIL_OUT_TILE / ARIL_OUT_UNIT * kUnitBytes;
+}
+
+template <int kCount>
+__device__ __forceinline__ void set_zero(float (&sums)[kCount][4]) {
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[c][e] = 0.0f;
+  }
+}
+
+// deltas = B v of a wide tile and an output tile, by a warpgroup: wgmma on sm_90a in bf16,
+// otherwise mma.sync. In shared memory, `v` is [steps][kTerms][2][8] cores, `b` is the output tile.
+template <typename T>
+__device__ __forceinline__ void multiply_out_tile(float (&deltas)[8][4], const unsigned char* v,
+                                                  const unsigned char* b, int rank_tiles) {
+  const int steps = ceil_div(rank_tiles, 2);
+  set_zero(deltas);
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    fence_operands(deltas);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      // Without a second rank tile v is zero there, so the operand may repeat the first one.
+      const int to_ranks = 2 * step + 1 < rank_tiles ? kBTileBytes : 0;
+      wgmma_fence();
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        wgmma_k16<T>(deltas, core_descriptor(v + (step * kTerms + term) * kTermBytes, 1024, 128),
+                     core_descriptor(b + 2 * step * kBTileBytes, to_ranks, 128), true);
+      }
+      wgmma_commit();
+    }
+    wgmma_wait();
+    fence_operands(deltas);
+    return;
+  }
+#endif
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    uint4 terms[kTerms];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      terms[term] = ldmatrix_x4(v + (step * kTerms + term) * kTermBytes + lane / 16 * 1024 +
+                                warp * 256 + lane % 16 * 16);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned char* unit = b + 2 * step * kBTileBytes + half * kUnitBytes + lane * 16;
+      const uint4 b0 = ldmatrix_x4(unit);
+      uint4 b1 = make_uint4(0, 0, 0, 0);
+      if (2 * step + 1 < rank_tiles) b1 = ldmatrix_x4(unit + kBTileBytes);
+      multiply_terms<T>(deltas[half * 4 + 0], terms, b0.x, b1.x);
+      multiply_terms<T>(deltas[half * 4 + 1], terms, b0.y, b1.y);
+      multiply_terms<T>(deltas[half * 4 + 2], terms, b0.z, b1.z);
+      multiply_terms<T>(deltas[half * 4 + 3], terms, b0.w, b1.w);
+    }
+  }
+}
+
+// Eight adjacent outputs of a row, of which `valid` exist.
 template <typename T>
 struct OutVec {
   uint4 bits = {};
 
-  // Whether they move 16 bytes at a time. Others are read when they are written: a choice here
-  // would have every load waited for where its ways meet.
+  // Whether the eight move as 16 bytes. Otherwise add() reads y itself: a branch at the load would
+  // make the compiler wait for the load where the paths join.
   __device__ __forceinline__ static bool whole(int valid, bool aligned) {
     return aligned && valid >= Vec<T>::kSize;
   }
@@ -71,8 +211,8 @@ struct OutVec {
     if (whole(valid, aligned)) bits = *reinterpret_cast<const uint4*>(y);
   }
 
-  // Adds a lane's eight deltas of token g (half 0) or g + 8 (half 1), and stores; `overwrites`
-  // takes y for zero. Outputs that do not move together are `step` elements apart.
+  // Adds a lane's eight deltas of row g (half 0) or g + 8 (half 1), and stores. `overwrites` takes
+  // y for zero. Outputs that do not move as 16 bytes are `step` elements apart.
   __device__ __forceinline__ void add(T* y, int step, const float (&deltas)[4][4], int half,
                                       int valid, bool aligned, bool overwrites) const {
     const auto delta = [&](int i) { return deltas[i / 2][2 * half + i % 2]; };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Elements, 16 bytes of them at a time.
+// Elements and vectors of 16 bytes: conversion, loads, and asynchronous copies.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,6 +8,8 @@
 #include <stdint.h>
 
 #include <type_traits>
+
+#include "../ptx/async.cuh"
 
 namespace aril {
 
@@ -30,14 +32,14 @@ __device__ __forceinline__ __nv_bfloat16 from_float(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// As many elements as 16 bytes hold.
+// The elements that 16 bytes hold.
 template <typename T>
 struct Vec {
   static constexpr int kSize = 16 / sizeof(T);
   uint4 bits;
 
-  // Reads elements that another kernel may have written, and that may begin anywhere; zero at and
-  // beyond `valid`.
+  // Loads elements at any address; zero at and beyond `valid`. Another kernel may have written
+  // them.
   __device__ __forceinline__ static Vec load_from_anywhere(const T* source, int valid,
                                                            bool aligned) {
     if (aligned && valid >= kSize) return {*reinterpret_cast<const uint4*>(source)};
@@ -59,5 +61,25 @@ struct Vec {
     return to_float(elements[i]);
   }
 };
+
+// Starts a copy of features [k, k + Vec<T>::kSize) of a row to shared memory; zero beyond
+// `in_features`. A row that is not aligned to 16 bytes is copied synchronously.
+template <typename T>
+__device__ __forceinline__ void copy_vec_async(void* shared, const T* row, int k, int in_features,
+                                               bool aligned) {
+  const int valid = max(0, min(in_features - k, Vec<T>::kSize));
+  if (aligned) {
+    copy_async(shared, valid > 0 ? row + k : row, valid * static_cast<int>(sizeof(T)));
+  } else {
+    *static_cast<uint4*>(shared) = Vec<T>::load_from_anywhere(row + k, valid, false).bits;
+  }
+}
+
+// Loads four bytes that are read only once, without keeping them in L1.
+__device__ __forceinline__ uint32_t load_once(const void* pointer) {
+  uint32_t word;
+  asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(word) : "l"(pointer));
+  return word;
+}
 
 }  // namespace aril

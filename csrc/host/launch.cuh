@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Launching on the caller's stream, and finding the instance for a run-time dtype.
+// Loading kernels, launching them on the caller's stream, and finding the instance for a dtype.
+//
+// A kernel that was not loaded is loaded by its first launch, which fails during a capture. So each
+// .cu file keeps its kernels in tables (structs of Kernel), launches only from them, and loads
+// whole tables with load_table(). A table's members are bound by name there: forgetting one does
+// not compile.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,10 +22,53 @@
 
 namespace aril {
 
-// Enqueues `kernel`, to begin while its predecessor ends (pdl.cuh). The status is the launch's own:
-// an error that the caller has pending stays his.
+constexpr int kStaticBytes =
+    12 << 10;                 // of shared memory, reserved for a kernel's static variables
+constexpr int kMaxSmem = -1;  // max_smem_bytes()
+
+// A kernel, and the most dynamic shared memory that its launches ask for.
 template <typename... Params>
-[[nodiscard]] inline int32_t launch(void (*kernel)(Params...), dim3 grid, dim3 block,
+struct Kernel {
+  void (*entry)(Params...);
+  int smem_bytes;
+};
+
+// The most dynamic shared memory that a launch may ask for on the current device.
+[[nodiscard]] inline int32_t max_smem_bytes(int& bytes) {
+  int device;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  bytes -= kStaticBytes;
+  return 0;
+}
+
+// Loads a kernel's code to the device, and allows its dynamic shared memory.
+template <typename... Params>
+[[nodiscard]] inline int32_t load(const Kernel<Params...>& kernel) {
+  int bytes = kernel.smem_bytes;
+  if (bytes == kMaxSmem) ARIL_TRY(max_smem_bytes(bytes));
+  return cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+template <typename K, int kCount>
+[[nodiscard]] inline int32_t load(const K (&kernels)[kCount]) {
+  for (const K& kernel : kernels) ARIL_TRY(load(kernel));
+  return 0;
+}
+
+// Loads the members of a table, which a structured binding lists.
+template <typename... Kernels>
+[[nodiscard]] inline int32_t load_table(const Kernels&... kernels) {
+  static_assert(sizeof...(kernels) > 0);
+  int32_t status = 0;
+  ((status = status == 0 ? load(kernels) : status), ...);
+  return status;
+}
+
+// Enqueues a kernel that may start while its predecessor drains (ptx/pdl.cuh). Returns this
+// launch's own status; an error that the caller has pending stays pending.
+template <typename... Params>
+[[nodiscard]] inline int32_t launch(const Kernel<Params...>& kernel, dim3 grid, dim3 block,
                                     size_t smem_bytes, void* stream, const Params&... params) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
@@ -32,7 +80,7 @@ template <typename... Params>
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params...);
+  return cudaLaunchKernelEx(&config, kernel.entry, params...);
 }
 
 // Calls `f` with a value of the element type that `dtype` names.
@@ -48,23 +96,6 @@ template <typename F>
     default:
       return ARIL_ERR_ARGUMENT;
   }
-}
-
-// Brings a kernel's code to the device, and allows it `smem_bytes` of dynamic shared memory.
-template <typename... Params>
-[[nodiscard]] inline int32_t load(void (*kernel)(Params...), int smem_bytes = 0) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-}
-
-constexpr int kStaticBytes = 12 << 10;  // of shared memory that kernels have by themselves
-
-// What a launch may ask for on this device, beside that.
-[[nodiscard]] inline int32_t max_smem_bytes(int& bytes) {
-  int device;
-  ARIL_TRY(cudaGetDevice(&device));
-  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  bytes -= kStaticBytes;
-  return 0;
 }
 
 }  // namespace aril

@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Embeddings in bf16 and f16: expand, with v from the rows of A that the tokens name.
+// Embeddings in bf16 and f16: y[t] += B A[token_ids[t]], an expand whose v is a row of A.
 //
-// Grid (tiles x blocks of outputs).
+// Grid: token tiles x blocks of outputs. There is no shrink, so one launch does it all; its bound
+// is that of the expand it uses.
 #pragma once
 
+#include "../device/token_tile.cuh"
+#include "../device/vec.cuh"
 #include "high_rank.cuh"
-#include "large_m.cuh"
-#include "small_m.cuh"
+#include "large_m_expand.cuh"
+#include "small_m_expand.cuh"
 
 namespace aril::detail {
 
+// v of a token: the row of A that its id names. The interface is that of PartialSums.
 template <typename T>
 class EmbeddingRows {
  public:
@@ -20,7 +24,7 @@ class EmbeddingRows {
         a_(static_cast<const T*>(module.a)),
         stride_(ceil_div(module.rank, ARIL_RANK_TILE) * ARIL_RANK_TILE) {}
 
-  // Whether a token's id is not in the vocabulary.
+  // Whether a token's id is outside the vocabulary.
   __device__ __forceinline__ bool lacks(int token) const {
     return p_.token_ids[token] < 0 || p_.token_ids[token] >= p_.vocab;
   }
@@ -43,7 +47,7 @@ class EmbeddingRows {
   int64_t stride_;
 };
 
-// How the launch for a batch and its ranks goes about it.
+// Which expand a launch uses, by the number of tokens and the rank.
 enum class EmbeddingPath { kSmallM, kSmallMHighRank, kLargeM, kLargeMHighRank };
 
 static_assert(kExpandThreads == kSmallMThreads);

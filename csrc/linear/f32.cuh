@@ -2,12 +2,15 @@
 //
 // Shrink, expand and embedding in f32, with FMA: for checking models and adapters, not for speed.
 //
-// Shrink: grid (tiles x slices, splits); expand and embedding: grid (tiles x blocks of
-// 256 outputs); a thread for each rank or output. The order of sums is that of
-// tile.cuh, and the features of a lane are added one after the other.
+// A thread computes a rank of v, or an output. Shrink has a grid of (token tiles x slices, splits),
+// expand and embedding of token tiles x blocks of kF32Threads outputs. The order of sums is that of
+// device/reduction.cuh; the features of a K tile are added one after the other.
 #pragma once
 
 #include "../device/descriptor.cuh"
+#include "../device/f32.cuh"
+#include "../device/reduction.cuh"
+#include "../device/token_tile.cuh"
 #include "../ptx/pdl.cuh"
 #include "embedding.cuh"
 
@@ -22,16 +25,15 @@ __global__ void __launch_bounds__(kF32Threads)
   const int slice = blockIdx.x % slices;
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const KTiles lanes(p.in_features, p.k_tiles_per_split, blockIdx.y);
-  const PartialLayout partials(p);
+  const KTiles k_tiles(p.in_features, p.k_tiles_per_split, blockIdx.y);
+  const PartialLayout layout(p);
   for (int t = 0; t < tile.count; ++t) {
     const int token = tile.token(t, p.num_tokens);
     for (int first_rank = 0; token >= 0 && first_rank < module.rank; first_rank += kF32Threads) {
       const int rank = first_rank + threadIdx.x;
-      const float* a = static_cast<const float*>(module.a) + rank / ARIL_RANK_TILE * kPieceElems +
-                       rank % ARIL_RANK_TILE * ARIL_CORE;
-      float total = 0.0f, span = 0.0f, group = 0.0f;
-      for (int k_tile = lanes.begin; k_tile < lanes.end; ++k_tile) {
+      const float* a = f32_a_row(module.a, rank);
+      float total = 0.0f, span = 0.0f, slab = 0.0f;
+      for (int k_tile = k_tiles.begin; k_tile < k_tiles.end; ++k_tile) {
         const int first_k = k_tile * ARIL_K_TILE;
         const int features = min(p.in_features - first_k, ARIL_K_TILE);
         __syncthreads();
@@ -42,26 +44,27 @@ __global__ void __launch_bounds__(kF32Threads)
         float sum = 0.0f;
         for (int k = 0; rank < module.rank && k < features; ++k) {
           const int64_t core =
-              int64_t{k_tile} * rank_tiles * kPieceElems + k / ARIL_CORE * kCoreElems;
+              int64_t{k_tile} * rank_tiles * kATileElems + k / ARIL_CORE * kCoreElems;
           sum += a[core + k % ARIL_CORE] * x[k];
         }
-        group += sum;
-        const bool last = k_tile + 1 == lanes.end;
+        slab += sum;
+        const bool last = k_tile + 1 == k_tiles.end;
         if ((k_tile + 1) % ARIL_K_TILES_PER_SLAB != 0 && !last) continue;
-        span += group;
-        group = 0.0f;
+        span += slab;
+        slab = 0.0f;
         if ((k_tile + 1) % kKTilesPerSpan != 0 && !last) continue;
         total += span;
         span = 0.0f;
       }
       if (rank < rank_tiles * ARIL_RANK_TILE) {
-        p.partials[blockIdx.y * partials.partial_stride + token * partials.token_stride +
-                   slice * partials.slice_stride + rank] = rank < module.rank ? total : 0.0f;
+        p.partials[blockIdx.y * layout.partial_stride + token * layout.row_stride +
+                   slice * layout.slice_stride + rank] = rank < module.rank ? total : 0.0f;
       }
     }
   }
 }
 
+// Adds B v to a block's outputs. `rows` gives v, as for small_m_expand().
 template <typename V>
 __device__ __forceinline__ void expand_f32(const TokenTile& tile, const aril_descriptor& module,
                                            const float* scales, const BlockOuts<float>& outs,
@@ -70,7 +73,7 @@ __device__ __forceinline__ void expand_f32(const TokenTile& tile, const aril_des
   if (!outs.begin(tile, module, num_tokens)) return;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int out = outs.first + static_cast<int>(threadIdx.x);
-  const float* b = f32_outputs_ranks(static_cast<const float*>(module.b), rank_tiles, out);
+  const float* b = f32_b_row(module.b, rank_tiles, out);
   for (int t = 0; t < tile.count; ++t) {
     const int token = tile.token(t, num_tokens);
     if (token < 0 || rows.lacks(token)) continue;
@@ -81,7 +84,7 @@ __device__ __forceinline__ void expand_f32(const TokenTile& tile, const aril_des
     const float scale = module.scaling * scales[token];
     float delta = 0.0f;
     for (int i = 0; i < rank_tiles * 4; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kF32TileElems + i % 4 * 2);
+      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kBTileElems + i % 4 * 2);
       delta += pair.x * v[i].x;
       delta += pair.y * v[i].y;
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Expand of more than ARIL_SMALL_M tokens at ranks beyond ARIL_STAGED_RANK: 16 tokens of a wide
-// tile after the other, as with few tokens.
+// Expand of more than ARIL_SMALL_M tokens at ranks above ARIL_STAGED_RANK, where B does not fit in
+// shared memory: the block expands a wide tile 16 tokens at a time, as small_m_expand.cuh does.
 #pragma once
 
-#include "small_m.cuh"
+#include "../device/reduction.cuh"
+#include "small_m_expand.cuh"
 
 namespace aril::detail {
 

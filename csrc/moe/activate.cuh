@@ -1,21 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The activation of experts in bf16 and f16, of the base's gate_up and the deltas of both its
-// slices: one launch, with the shrink of experts.cuh.
+// The activation of experts in bf16 and f16: out = activation(gate_up + deltas) in one launch with
+// the shrink of both slices (shrink.cuh).
 //
-// A warp of expand has the same features of gate and of up, of up to 8 routes of a tile. It brings
-// their y to shared memory, adds the deltas there, and takes the activation with a lane for each
-// feature. Routes of the base have all but the deltas.
+// A warp has the same features of gate and up for the up to 8 routes of a tile. It loads their y to
+// shared memory, adds the deltas there, and applies the activation with one feature per lane. B
+// goes straight to registers, kAhead steps ahead. Routes of the base model have no deltas.
+//
+// Bound: the bytes of B of the (slot, expert) pairs that occur, y, and out.
 #pragma once
 
-#include "expand.cuh"
+#include "../device/product.cuh"
+#include "../device/reduction.cuh"
+#include "block.cuh"
+#include "tile_queue.cuh"
 
 namespace aril::detail {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / __fadd_rn(1.0f, expf(-x)); }
 
-// What the activation makes of gate and up; where there is no gate, of up and 1. NaN gives NaN.
-// What could be rounded in two ways says in which, so that all kernels have the same bits.
+// activation(gate, up), or activation(up, 1) without a gate. NaN gives NaN. Explicit roundings keep
+// the compiler from contracting differently in different kernels, so that all give the same bits.
 __device__ __forceinline__ float activation_of(const aril_experts_args& p, float x, float up) {
   switch (p.activation) {
     case ARIL_GELU:
@@ -36,16 +41,16 @@ __device__ __forceinline__ float activation_of(const aril_experts_args& p, float
   }
 }
 
-// A warp's: y with the deltas added, by slice, of rows that are no multiple of the banks apart; and
-// the terms of v that there is room for.
+// Shared memory of a warp.
 struct ActivateStage {
   static constexpr int kRows = 8, kSteps = 4;
 
-  float sums[2][kRows][kOutsPerUnit + 4];
-  uint4 terms[kSteps][32];
+  // y with the deltas added, by slice; rows are padded against bank conflicts.
+  float sums[2][kRows][ARIL_OUT_UNIT + 4];
+  uint4 terms[kSteps][32];  // of v, for as many steps as there is room
 };
 
-// Adds to eight neighbouring outputs what both terms of a row of v make of a lane's deltas.
+// Adds a lane's deltas of both terms to eight adjacent outputs.
 __device__ __forceinline__ void add_terms(float* sums, const float (&deltas)[4][4]) {
   float4* const quads = reinterpret_cast<float4*>(sums);
 #pragma unroll
@@ -59,19 +64,18 @@ __device__ __forceinline__ void add_terms(float* sums, const float (&deltas)[4][
 
 template <typename T, typename Tiles>
 __device__ __forceinline__ void activate_expand(const aril_experts_args& p, const ExpertsGrid& grid,
-                                                uint32_t tag, const Tiles& tiles,
+                                                uint32_t epoch, const Tiles& tiles,
                                                 unsigned char* shared) {
   constexpr int kRows = ActivateStage::kRows;
-  // Steps whose B is on its way, as far as registers go.
+  // Steps whose B is in flight, as far as registers allow.
 #if __CUDA_ARCH__ >= 900
   constexpr int kAhead = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
 #else
   constexpr int kAhead = 2;
 #endif
-  constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const PartialLayout partials = partial_layout(p);
-  const uint64_t* const plane = tagged_words(p.mailbox) + 2 * q;
+  const PartialLayout layout = partial_layout(p);
+  const uint64_t* const partial = tagged_words(p.mailbox) + 2 * q;
   ActivateStage& stage = reinterpret_cast<ActivateStage*>(shared)[warp];
   const int last = tiles.count(true);
   const ExpandShare share(p, grid, last);
@@ -102,35 +106,26 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
     const int first_steps = ceil_div(parts[0].rank_tiles, 2);
     const int steps = first_steps + ceil_div(parts[1].rank_tiles, 2);
 
-    for (int first = share.begin; first < share.end; first += kOutsPerUnit) {
+    for (int first = share.begin; first < share.end; first += ARIL_OUT_UNIT) {
       const int feature = first + lane;
       const bool has_feature = feature < share.end;
-      // B's cores, step by step, and slice by slice.
-      uint32_t cores[kAhead][2][4];
+      // B, step by step, slice by slice.
+      UnitCores cores[kAhead];
       int fetched = 0;
-      const auto fetch = [&](uint32_t(&cores)[2][4]) {
+      const auto fetch = [&](UnitCores& cores) {
         if (fetched >= steps) return;
         const bool is_second = fetched >= first_steps;
         const int tiles = is_second ? parts[1].rank_tiles : parts[0].rank_tiles;
         const int step = is_second ? fetched - first_steps : fetched;
-        const char* from = (is_second ? parts[1].b : parts[0].b) +
-                           (int64_t{first / ARIL_OUT_TILE} * tiles + step * 2) * kTileBytes +
-                           first % ARIL_OUT_TILE / kOutsPerUnit * (kTileBytes / 2) + lane * 4;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const bool is_there = half == 0 || 2 * step + 1 < tiles;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            cores[half][j] =
-                is_there ? load_once(from + half * kTileBytes + j * kCoreElems * 2) : 0;
-          }
-        }
+        const char* b = is_second ? parts[1].b : parts[0].b;
+        const char* from = unit_at(b, first, tiles, step) + lane * 4;
+        cores.load(from, 2 * step + 1 < tiles);
         ++fetched;
       };
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
 
-      // The features before are done with.
+      // The features before are finished.
       __syncwarp();
       for (int slice = 0; slice < p.num_slices; ++slice) {
         T bases[kRows];
@@ -157,7 +152,6 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
           const bool is_second = done + k >= first_steps;
           const int step = is_second ? done + k - first_steps : done + k;
           const int tiles = is_second ? parts[1].rank_tiles : parts[0].rank_tiles;
-          // A row of the operand has what v is rounded to, and the one 8 below it the rest.
           uint4 terms[1];
           const bool has_room = done + k < ActivateStage::kSteps;
           if (first > share.begin && has_room) {
@@ -165,25 +159,17 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
           } else {
             const int v_row = is_second ? parts[1].v_row : parts[0].v_row;
             const float factor = is_second ? parts[1].factor : parts[0].factor;
-            const float4 v =
-                load_v(plane + is_second * partials.slice_stride + step * kRanksPerStep, partials,
-                       grid.groups, v_row, 2 * step + 1 < tiles, tag) *
-                factor;
-            to_bf16_terms(v.x, v.y, terms[0].x, terms[0].y);
-            to_bf16_terms(v.z, v.w, terms[0].z, terms[0].w);
+            terms[0] = stacked_terms(
+                poll_v(partial + is_second * layout.slice_stride + step * kRanksPerStep, layout,
+                       grid.slabs, v_row, 2 * step + 1 < tiles, epoch) *
+                factor);
             if (has_room) stage.terms[done + k][lane] = terms[0];
           }
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            mma_terms<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
+          cores[k].template multiply<T>(deltas, terms);
           fetch(cores[k]);
           if (2 * step + 2 < tiles) continue;
           add_terms(&stage.sums[is_second][g][8 * q], deltas);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) deltas[j][e] = 0.0f;
-          }
+          set_zero(deltas);
         }
       }
       __syncwarp();
@@ -208,8 +194,8 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
                     const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
   experts_block<T, kEachBlock>(p, grid, shared,
-                               [&](uint32_t tag, const auto& tiles, const Sharing&) {
-                                 activate_expand<T>(p, grid, tag, tiles, shared);
+                               [&](uint32_t epoch, const auto& tiles, const WarpSharing&) {
+                                 activate_expand<T>(p, grid, epoch, tiles, shared);
                                });
 }
 

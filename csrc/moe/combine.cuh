@@ -1,38 +1,43 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// What the experts of a token make of it together, in bf16 and f16: its deltas behind the base's
-// combine, or the combine with its deltas added before it. One launch, with the shrink of
-// experts.cuh.
+// The combine of experts in bf16 and f16, in one launch with the shrink (shrink.cuh): out[t] = sum
+// over the token's routes of weight * (y[row] + delta), or only the deltas, added to a y that the
+// base model has combined.
 //
-// A warp of expand has a token and some outputs, so that nothing is written twice or has to be
-// zero. The ranks of its routes, one after the other, are those of one product; v is multiplied by
-// what the route weighs before it becomes terms. Where all experts of the slot share B, their v are
-// summed up instead. Both are a matter of the token's own routes and adapter.
+// A warp of expand has a token and some outputs, so no output is written twice and none needs to be
+// zeroed. The ranks of a token's routes, one after the other, form one product: v is multiplied by
+// the route's factor and weight before it is converted to terms. If the slot's experts share B, the
+// v of all routes are summed instead, and multiplied once. Which of the two happens, and in which
+// order sums are added, depends on the token's own routes and adapter alone.
+//
+// Bound: the bytes of B of a token's (slot, expert) pairs, and y.
 #pragma once
 
-#include "expand.cuh"
+#include "../device/product.cuh"
+#include "../device/reduction.cuh"
+#include "block.cuh"
 
 namespace aril::detail {
 
-// A warp's.
+// Shared memory of a warp.
 struct CombineStage {
-  static constexpr int kSteps = 8;    // of v that are gathered at once
-  static constexpr int kRoutes = 32;  // that a warp looks at together, a lane each
+  static constexpr int kSteps = 8;    // of v, gathered at once
+  static constexpr int kRoutes = 32;  // looked at together, one per lane
 
   struct Route {
     int row;
     float weight;
     float factor;  // on v
-    // Its part of the product; of a B that is shared, the first has all of it.
+    // The route's part of the product. With a shared B the first route has all of it.
     int rank_tiles;
-    int last_step;  // with those of the parts before it
+    int last_step;  // including the parts before
     const char* b;
   } routes[kRoutes];
   uint4 terms[kSteps][4];
-  float sums[kOutsPerUnit];
+  float sums[ARIL_OUT_UNIT];
 };
 
-// The sum over all g of what lanes (g, q) have, in each of them.
+// The sum over all g of the values of lanes (g, q), in each of them.
 __device__ __forceinline__ float sum_of_rows(float value) {
 #pragma unroll
   for (int distance = 4; distance < 32; distance *= 2) {
@@ -43,22 +48,21 @@ __device__ __forceinline__ float sum_of_rows(float value) {
 
 template <typename T>
 __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const ExpertsGrid& grid,
-                                               uint32_t tag, unsigned char* shared) {
+                                               uint32_t epoch, unsigned char* shared) {
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kSteps = CombineStage::kSteps, kRoutes = CombineStage::kRoutes;
-  // Steps whose B is on its way.
-  constexpr int kAhead = kSteps / 4;
-  constexpr int kTileBytes = ARIL_OUT_TILE * ARIL_RANK_TILE * 2;
+  constexpr int kAhead = kSteps / 4;  // steps whose B is in flight
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool combines = p.form == ARIL_COMBINE;
-  const PartialLayout partials = partial_layout(p);
-  const uint64_t* const plane = tagged_words(p.mailbox) + 2 * q;
+  const PartialLayout layout = partial_layout(p);
+  const uint64_t* const partial = tagged_words(p.mailbox) + 2 * q;
   CombineStage& stage = reinterpret_cast<CombineStage*>(shared)[warp];
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);
   const ExpandShare share(p, grid, num_tokens);
   for (int token = share.first; token < num_tokens; token += share.stride) {
     bool shares_b = false;
-    // Of the routes in shared memory, those that are here, have deltas, and have parts.
+    // Bits of the routes in shared memory: those on this rank, those with deltas, those with a
+    // part.
     unsigned here = 0, adapted = 0, with_parts = 0;
     int all_steps = 0;
     const auto load_routes = [&](int first_k) {
@@ -79,7 +83,8 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
           if (p.weighted && p.top_k.weights != nullptr) weight *= p.top_k.weights[route];
         }
       }
-      const float factor = own.rank > 0 ? own.scaling * p.routing.scales[token] * weight : 0.0f;
+      const float factor =
+          own.rank > 0 ? route_factor(own.scaling, p.routing.scales[token], true, weight) : 0.0f;
       here = __ballot_sync(kAll, row != kNowhere);
       adapted = __ballot_sync(kAll, own.rank > 0);
       const bool has_common = lane == 0 && adapted != 0;
@@ -93,7 +98,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         if (lane >= distance) last_step += before;
       }
       all_steps = __shfl_sync(kAll, last_step, 31);
-      // The routes before are done with.
+      // The routes before are finished.
       __syncwarp();
       stage.routes[lane] = {row,       weight,
                             factor,    rank_tiles,
@@ -101,7 +106,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
       __syncwarp();
     };
 
-    for (int first = share.begin; first < share.end; first += kOutsPerUnit) {
+    for (int first = share.begin; first < share.end; first += ARIL_OUT_UNIT) {
       const int out = first + lane;
       const bool has_out = out < share.end;
       const auto target = [&]() -> T& {
@@ -117,26 +122,16 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         const int count = min(p.top_k.top_k - first_k, kRoutes);
         const int first_route = token * p.top_k.top_k + first_k;
 
-        // B's cores, step by step, and part by part.
-        uint32_t cores[kAhead][2][4];
-        unsigned parts = with_parts;  // not wholly fetched
+        // B, step by step, part by part.
+        UnitCores cores[kAhead];
+        unsigned parts = with_parts;  // not completely fetched
         int fetched = 0;              // steps of the first of them
-        const auto fetch = [&](uint32_t(&cores)[2][4]) {
+        const auto fetch = [&](UnitCores& cores) {
           if (parts == 0) return;
           const CombineStage::Route& route = stage.routes[__ffs(parts) - 1];
           const int tiles = route.rank_tiles;
-          const char* from = route.b +
-                             (int64_t{first / ARIL_OUT_TILE} * tiles + fetched * 2) * kTileBytes +
-                             first % ARIL_OUT_TILE / kOutsPerUnit * (kTileBytes / 2) + lane * 4;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const bool is_there = half == 0 || 2 * fetched + 1 < tiles;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              cores[half][j] =
-                  is_there ? load_once(from + half * kTileBytes + j * kCoreElems * 2) : 0;
-            }
-          }
+          const char* from = unit_at(route.b, first, tiles, fetched) + lane * 4;
+          cores.load(from, 2 * fetched + 1 < tiles);
           if (2 * ++fetched < tiles) return;
           fetched = 0;
           parts &= parts - 1;
@@ -166,13 +161,8 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
           }
         }
 
-        // Brings v of kSteps steps to shared memory.
-        const auto put = [&](int step, const float4& v) {
-          uint4 terms;
-          to_bf16_terms(v.x, v.y, terms.x, terms.y);
-          to_bf16_terms(v.z, v.w, terms.z, terms.w);
-          stage.terms[step][q] = terms;
-        };
+        // Gathers the terms of kSteps steps to shared memory: of each route by itself, or of the
+        // sum of all routes.
         const auto gather_apart = [&](int first_step) {
           const int last_step = stage.routes[lane].last_step;
           int part = 0;
@@ -185,9 +175,9 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
           const CombineStage::Route& route = stage.routes[has_step ? part : 0];
           const int step = first_step + g - (route.last_step - ceil_div(route.rank_tiles, 2));
           const float4 v =
-              load_v(plane + step * kRanksPerStep, partials, grid.groups,
-                     has_step ? first_route + part : -1, 2 * step + 1 < route.rank_tiles, tag);
-          put(g, v * route.factor);
+              poll_v(partial + step * kRanksPerStep, layout, grid.slabs,
+                     has_step ? first_route + part : -1, 2 * step + 1 < route.rank_tiles, epoch);
+          stage.terms[g][q] = stacked_terms(v * route.factor);
         };
         const auto gather_together = [&](int first_step) {
           for (int i = 0; i < kSteps && first_step + i < all_steps; ++i) {
@@ -196,19 +186,19 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
             for (int k = g; k < kRoutes; k += 8) {
               if (k - g >= count) break;
               const bool is_adapted = adapted >> k & 1;
-              const float4 v = load_v(plane + step * kRanksPerStep, partials, grid.groups,
+              const float4 v = poll_v(partial + step * kRanksPerStep, layout, grid.slabs,
                                       is_adapted ? first_route + k : -1,
-                                      2 * step + 1 < stage.routes[0].rank_tiles, tag) *
+                                      2 * step + 1 < stage.routes[0].rank_tiles, epoch) *
                                stage.routes[k].factor;
               total = total + make_float4(sum_of_rows(v.x), sum_of_rows(v.y), sum_of_rows(v.z),
                                           sum_of_rows(v.w));
             }
-            if (g == 0) put(i, total);
+            if (g == 0) stage.terms[i][q] = stacked_terms(total);
           }
         };
 
         for (int done = 0; done < all_steps; done += kAhead) {
-          // What there is room for stays there.
+          // Terms that fit stay for the outputs that follow.
           if (done % kSteps == 0 && !(is_loaded && all_steps <= kSteps)) {
             __syncwarp();
             if (shares_b) {
@@ -221,14 +211,10 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
 #pragma unroll
           for (int k = 0; k < kAhead; ++k) {
             if (done + k >= all_steps) break;
-            // The first row of the operand has what v is rounded to, and the one 8 below it the
-            // rest.
+            // Only row 0, and row 8 with its low terms, are set.
             uint4 terms[1] = {};
             if (g == 0) terms[0] = stage.terms[(done + k) % kSteps][q];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              mma_terms<T>(deltas[j], terms, cores[k][0][j], cores[k][1][j]);
-            }
+            cores[k].template multiply<T>(deltas, terms);
             fetch(cores[k]);
           }
         }
@@ -255,7 +241,7 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
                    const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
   experts_block<T, kEachBlock>(p, grid, shared,
-                               [&](uint32_t tag) { combine_expand<T>(p, grid, tag, shared); });
+                               [&](uint32_t epoch) { combine_expand<T>(p, grid, epoch, shared); });
 }
 
 }  // namespace aril::detail

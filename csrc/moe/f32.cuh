@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A projection of experts in f32, with FMA: for checking models and adapters, not for speed.
+// The operations on experts in f32, with FMA: for checking models and adapters, not for speed.
 //
-// A block takes one route after the other: a warp for each rank of v, then a thread for each
-// output.
+// A block takes one route after the other, or in the combine one token: a warp computes a rank of
+// v, then a thread computes an output.
 #pragma once
 
 #include "../device/descriptor.cuh"
+#include "../device/f32.cuh"
 #include "../ptx/pdl.cuh"
 #include "activate.cuh"
-#include "expand.cuh"
+#include "routes.cuh"
 
 namespace aril::detail {
 
-// v of a row of x, [rank], by a block.
+// v = A x of a row, by a block.
 __device__ __forceinline__ void shrink_f32(const aril_descriptor& module, const float* x,
                                            int in_features, float* v) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   for (int rank = warp; rank < module.rank; rank += kF32Threads / 32) {
-    const float* a = static_cast<const float*>(module.a) + rank / ARIL_RANK_TILE * kPieceElems +
-                     rank % ARIL_RANK_TILE * ARIL_CORE;
+    const float* a = f32_a_row(module.a, rank);
     float sum = 0.0f;
     for (int k = lane; k < in_features; k += 32) {
-      const int64_t core = int64_t{k / ARIL_K_TILE} * rank_tiles * kPieceElems +
+      const int64_t core = int64_t{k / ARIL_K_TILE} * rank_tiles * kATileElems +
                            k % ARIL_K_TILE / ARIL_CORE * kCoreElems;
       sum += a[core + k % ARIL_CORE] * x[k];
     }
@@ -35,30 +35,32 @@ __device__ __forceinline__ void shrink_f32(const aril_descriptor& module, const 
   }
 }
 
-// An output of B v.
+// Output `out` of B v.
 __device__ __forceinline__ float delta_f32(const aril_descriptor& module, const float* v, int out) {
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const float* b = f32_outputs_ranks(static_cast<const float*>(module.b), rank_tiles, out);
+  const float* b = f32_b_row(module.b, rank_tiles, out);
   float delta = 0.0f;
   for (int rank = 0; rank < module.rank; ++rank) {
-    delta += b[rank / ARIL_RANK_TILE * kF32TileElems + rank % ARIL_RANK_TILE] * v[rank];
+    delta += b[rank / ARIL_RANK_TILE * kBTileElems + rank % ARIL_RANK_TILE] * v[rank];
   }
   return delta;
 }
 
-// What a delta of a route is multiplied by.
-__device__ __forceinline__ float scale_f32(const aril_experts_args& p,
-                                           const aril_descriptor& module, int route) {
+// The factor on a route's delta; 0 without a module.
+__device__ __forceinline__ float factor_f32(const aril_experts_args& p,
+                                            const aril_descriptor& module, int route) {
   if (module.rank == 0) return 0.0f;
-  const float scale = module.scaling * p.routing.scales[route / p.top_k.top_k];
-  return p.weighted && p.top_k.weights != nullptr ? scale * p.top_k.weights[route] : scale;
+  const float scale = p.routing.scales[route / p.top_k.top_k];
+  const float factor = route_factor(module.scaling, scale, false, 1.0f);
+  return p.weighted && p.top_k.weights != nullptr
+             ? route_factor(module.scaling, scale, true, p.top_k.weights[route])
+             : factor;
 }
 
-// A route of f32's kernels.
 struct RouteF32 {
   int row;
-  int expert;  // as of group_of
-  int slot;    // -1 if it has none that the table knows
+  int expert;  // as of group_of()
+  int slot;    // -1: the base model alone, or a slot outside the table
 
   __device__ __forceinline__ RouteF32(const aril_experts_args& p, int route)
       : row(row_of(p.top_k, p.num_tokens, route)), slot(p.routing.slots[route / p.top_k.top_k]) {
@@ -81,7 +83,7 @@ struct RouteF32 {
   }
 };
 
-// Where an output of a slice stands.
+// The column of output `out` of a slice.
 __device__ __forceinline__ int column_f32(const aril_experts_args& p, int slice, int out) {
   return p.interleaved ? out * p.num_slices + slice : slice * p.out_features + out;
 }
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
       __syncthreads();
       shrink_f32(module, at.x(p, route), p.in_features, v);
       __syncthreads();
-      const float scale = scale_f32(p, module, route);
+      const float scale = factor_f32(p, module, route);
       for (int out = threadIdx.x; out < p.out_features; out += kF32Threads) {
         float& y = static_cast<float*>(p.y)[at.row * p.y_stride + column_f32(p, slice, out)];
         y = (overwrites ? 0.0f : y) + scale * delta_f32(module, v, out);
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
         const aril_descriptor module = at.module(p, slice);
         const float* y = static_cast<const float*>(p.y) + at.row * p.y_stride;
         return y[column_f32(p, slice, out)] +
-               scale_f32(p, module, route) * delta_f32(module, v[slice], out);
+               factor_f32(p, module, route) * delta_f32(module, v[slice], out);
       };
       const bool is_gated = p.num_slices > 1;
       const float up = sum(p.up_slice), x = is_gated ? sum(1 - p.up_slice) : up;
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
   }
 }
 
-// A block takes one token after the other, and adds up what it has of each route where it goes.
+// Sums of a token's routes are accumulated in the output itself.
 __global__ void __launch_bounds__(kF32Threads, 2)
     combine_f32_kernel(const __grid_constant__ aril_experts_args p) {
   __shared__ float v[ARIL_MAX_RANK];
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
       __syncthreads();
       shrink_f32(module, at.x(p, route), p.in_features, v);
       __syncthreads();
-      const float scale = p.factor * scale_f32(p, module, route);
+      const float scale = p.factor * factor_f32(p, module, route);
       const bool is_weighted = p.weighted && !p.rows_weighted && p.top_k.weights != nullptr;
       const float weight = is_weighted ? p.factor * p.top_k.weights[route] : p.factor;
       for (int out = threadIdx.x; out < p.out_features; out += kF32Threads) {

@@ -1,52 +1,57 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A projection of experts with more than ARIL_ONE_BLOCK_ROUTES routes, in bf16 and f16: shrink and
-// expand as for linear layers with many tokens (wide.cuh), a launch each, for tiles of up to 64
-// routes of one slot to one expert. Between the two is a launch of experts.cuh: it has all there is
-// to do, or these have (route_tiles.cuh).
+// A projection of experts with more than ARIL_ONE_BLOCK_ROUTES routes in bf16 and f16, on wide
+// tiles: up to 64 routes of one slot to one expert. Shrink and expand are those of
+// linear/large_m_shrink.cuh and linear/large_m_expand.cuh, a launch each. Between the two is a
+// launch on route tiles (expand.cuh). The device decides which of them do the work
+// (takes_large_m()); the others exit.
 //
-// Blocks have one piece of a tile after the other, so that a launch costs what there is to do, not
-// what there could be. Nothing is fetched before the wait, as in experts.cuh.
+// Blocks loop over work items, so a launch costs what there is to do, not what there could be. No
+// weights are requested before the wait for predecessors, since the tiles are not known earlier.
+// Bounds are those of the linear kernels.
 #pragma once
 
 #include "../device/descriptor.cuh"
-#include "../linear/large_m.cuh"
+#include "../device/reduction.cuh"
+#include "../device/token_tile.cuh"
+#include "../linear/large_m_expand.cuh"
+#include "../linear/large_m_shrink.cuh"
 #include "../ptx/pdl.cuh"
-#include "expand.cuh"
+#include "route_tiles.cuh"
+#include "routes.cuh"
+#include "sharing.cuh"
 
 namespace aril::detail {
 
-// Routes of one slot to one expert. The modules and the routes are loaded independently of each
-// other, so that they can be on their way together.
-class RouteTile {
+// A wide tile of routes. Modules and routes are loaded independently, so both can be in flight.
+class WideRouteTile {
  public:
   int count;
 
-  __device__ __forceinline__ RouteTile(const aril_experts_args& p, const int4& tile)
+  __device__ __forceinline__ WideRouteTile(const aril_experts_args& p, const int4& tile)
       : count(tile.w), p_(p) {
     slot_ = tile.x < p.weights.num_slots && tile.y < p.top_k.num_experts ? tile.x : -1;
     expert_ = tile.y;
     routes_ = reinterpret_cast<const int4*>(p.groups.routes) + tile.z;
   }
 
-  // One of the tiles, if there are so many.
+  // Tile `index`; any tile beyond the most that there can be.
   __device__ __forceinline__ static int4 load(const aril_experts_args& p, int index) {
     const int num_routes = p.num_tokens * p.top_k.top_k;
     return __ldcg(reinterpret_cast<const int4*>(p.groups.wide_tiles) +
                   (index < num_routes ? index : 0));
   }
 
-  // The slot's module for the expert.
   __device__ __forceinline__ aril_descriptor module(int slice) const {
     return module_of(p_.weights, slot_, (1 + expert_) * p_.num_slices + slice);
   }
 
-  // Its module for all experts.
+  // The module that all experts of the slot share.
   __device__ __forceinline__ aril_descriptor shared(int slice) const {
     return module_of(p_.weights, slot_, slice);
   }
 
-  // Whether A x is summed up by token, of what the slot's experts share.
+  // Whether A x is computed per token, given what the slot's experts share.
   __device__ __forceinline__ bool shares_a(const aril_descriptor& shared) const {
     return p_.from_tokens && shared.rank > 0 && shared.a != nullptr;
   }
@@ -61,8 +66,8 @@ class RouteTile {
 
   __device__ __forceinline__ ExpandRow expand_row(const int4& entry, const aril_descriptor& module,
                                                   bool shares_a) const {
-    float factor = module.scaling * __int_as_float(entry.z);
-    if (p_.weighted) factor *= __int_as_float(entry.w);
+    const float factor =
+        route_factor(module.scaling, __int_as_float(entry.z), p_.weighted, __int_as_float(entry.w));
     const int num_routes = p_.num_tokens * p_.top_k.top_k;
     return {entry.y, shares_a ? num_routes + token_of(entry.x) : entry.x, factor};
   }
@@ -77,12 +82,12 @@ class RouteTile {
   const int4* routes_;
 };
 
-// A slot's routes to any experts, where these share B: a part of the routes of a tile of tokens.
-class TokensRoutes {
+// Up to 64 routes of a wide tile of tokens to any experts, for slots whose experts share B.
+class TokenRoutesTile {
  public:
   int count;
 
-  __device__ __forceinline__ TokensRoutes(const aril_experts_args& p, int token_tiles, int index)
+  __device__ __forceinline__ TokenRoutesTile(const aril_experts_args& p, int token_tiles, int index)
       : p_(p),
         tile_(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
               index / p.top_k.top_k),
@@ -90,7 +95,7 @@ class TokensRoutes {
     count = max(0, min(tile_.count * p.top_k.top_k - first_, ARIL_WIDE_TILE));
   }
 
-  // What the experts share; rank 0 if they do not share B.
+  // The shared module; rank 0 if the experts do not share B.
   __device__ __forceinline__ aril_descriptor module(int slice) const {
     aril_descriptor shared = module_of(p_.weights, tile_.slot, slice);
     if (shared.b == nullptr) shared.rank = 0;
@@ -109,8 +114,8 @@ class TokensRoutes {
     const aril_descriptor own =
         module_of(p_.weights, tile_.slot, (1 + expert) * p_.num_slices + slice);
     if (own.rank > 0) {
-      row = {entry.row, route, own.scaling * entry.scale};
-      if (p_.weighted) row.factor *= entry.weight;
+      row = {entry.row, route, 0.0f};
+      row.factor = route_factor(own.scaling, entry.scale, p_.weighted, entry.weight);
     } else if (p_.form == ARIL_WRITE) {
       row.y = entry.row;
     }
@@ -123,60 +128,38 @@ class TokensRoutes {
   int first_;
 };
 
-// Whether slots of the batch have the same factor for all experts, A where x is by token, otherwise
-// B: one of them, or all in all slices. By a whole block.
-struct SharingSlots {
-  bool any, all;
-
-  __device__ __forceinline__ SharingSlots(const aril_experts_args& p, int token_tiles) {
-    bool has_any = false, has_all = true;
-    for (int i = threadIdx.x; i < token_tiles; i += blockDim.x) {
-      const int slot = p.routing.wide_tiles.all[i].slot;
-      if (slot < 0 || slot >= p.weights.num_slots) continue;
-      for (int slice = 0; slice < p.num_slices; ++slice) {
-        const aril_descriptor shared = module_of(p.weights, slot, slice);
-        const bool shares = shared.rank > 0 && (p.from_tokens ? shared.a : shared.b) != nullptr;
-        has_any = has_any || shares;
-        has_all = has_all && shares;
-      }
-    }
-    any = __syncthreads_or(has_any);
-    all = __syncthreads_and(has_all);
-  }
-};
-
-// A block has pieces of tiles: some columns, and a group of lanes. Tiles of routes come first, then
-// those of tokens.
-template <typename T, int kColumns>
-__global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColumns>)
-    experts_large_m_shrink_kernel(const __grid_constant__ aril_experts_args p, int column_blocks) {
+// A work item is a tile, some rank tiles and a slab. Tiles of routes come first, then tiles of
+// tokens.
+template <typename T, int kRankTiles>
+__global__ void __launch_bounds__(shrink_threads<kRankTiles>, shrink_blocks<kRankTiles>)
+    experts_large_m_shrink_kernel(const __grid_constant__ aril_experts_args p, int rank_blocks) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   wait_for_predecessors();
   launch_dependents();
   if (!takes_large_m(p)) return;
   const int lane = threadIdx.x % 32;
-  const int columns = static_cast<int>(blockDim.x) / kWarpgroupThreads * kColumns;
-  const unsigned pieces = column_blocks * ceil_div(p.in_features, kSlabFeatures);
+  const int rank_tiles = static_cast<int>(blockDim.x) / kWarpgroupThreads * kRankTiles;
+  const unsigned items = rank_blocks * ceil_div(p.in_features, kSlabFeatures);
   const int num_routes = p.num_tokens * p.top_k.top_k;
-  const PartialLayout partials = partial_layout(p);
-  // Loaded before it is known whether there is one.
-  int4 route_tile = RouteTile::load(p, blockIdx.x / pieces);
+  const PartialLayout layout = partial_layout(p);
+  // Requested before the number of tiles is known.
+  int4 route_tile = WideRouteTile::load(p, blockIdx.x / items);
   int route_tiles = __ldcg(p.groups.num_wide_tiles);
   const int token_tiles = p.from_tokens ? *p.routing.wide_tiles.count : 0;
-  if (p.from_tokens && SharingSlots(p, token_tiles).all) route_tiles = 0;
-  // Each piece of a tile has at least 8 sums, in partials and mailbox: 2^32 of them need 400 GB.
-  const unsigned last = static_cast<unsigned>(route_tiles + token_tiles) * pieces;
+  if (p.from_tokens && BlockSharing(p, token_tiles).all) route_tiles = 0;
+  // 32 bits suffice: each item has at least 8 sums in partials and mailbox, so 2^32 need 400 GB.
+  const unsigned last = static_cast<unsigned>(route_tiles + token_tiles) * items;
   for (unsigned i = blockIdx.x; i < last; i += gridDim.x) {
-    const int tile_index = i / pieces, piece = i % pieces;
-    const int first_column = piece % column_blocks * columns, group = piece / column_blocks;
+    const int tile_index = i / items, item = i % items;
+    const int first_rank_tile = item % rank_blocks * rank_tiles, slab = item / rank_blocks;
     const auto run = [&](const aril_descriptor& module, const auto& make_row) {
-      large_m_shrink<T, kColumns>(static_cast<const T*>(p.x), p.x_stride, p.in_features, module,
-                                  first_column, KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, group),
-                                  make_row, p.partials + group * partials.partial_stride, partials,
-                                  stages_shared);
+      large_m_shrink<T, kRankTiles>(
+          static_cast<const T*>(p.x), p.x_stride, p.in_features, module, first_rank_tile,
+          KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, slab), make_row,
+          p.partials + slab * layout.partial_stride, layout, stages_shared);
     };
     if (tile_index < route_tiles) {
-      const RouteTile tile(p, route_tile);
+      const WideRouteTile tile(p, route_tile);
       aril_descriptor module = {}, shared = {};
       if (lane < p.num_slices) {
         module = tile.module(lane);
@@ -194,12 +177,12 @@ __global__ void __launch_bounds__(shrink_threads<kColumns>, shrink_blocks<kColum
         return ShrinkRow{token, token < 0 ? -1 : num_routes + token};
       });
     }
-    route_tile = RouteTile::load(p, (i + gridDim.x) / pieces);
+    route_tile = WideRouteTile::load(p, (i + gridDim.x) / items);
     __syncthreads();
   }
 }
 
-// Blocks of expand on a multiprocessor, as far as registers go.
+// Blocks of expand on a multiprocessor, as far as registers allow.
 template <typename T>
 constexpr int experts_large_m_blocks() {
 #if __CUDA_ARCH__ >= 900
@@ -209,10 +192,10 @@ constexpr int experts_large_m_blocks() {
 #endif
 }
 
-// A block has pieces of tiles: some outputs of a slice. With `kMayShare` experts may share B: their
-// routes are in tiles by token then, if these are far fewer than those by expert. (H100: down of
-// 8192 routes of 8 slots of rank 32: 67 us instead of 117; of one slot, where there are half as
-// many tiles by expert, it would be 50 instead of 42.)
+// A work item is a tile and some outputs of a slice. With kMayShare, slots whose experts share B
+// have tiles of their tokens' routes instead, if those are far fewer. (H100, down of 8192 routes,
+// rank 32: 8 slots, 117 us by expert and 67 us by token; one slot, with half as many tiles by
+// expert, 42 and 50 us.)
 template <typename T, bool kMayShare>
 __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
     experts_large_m_expand_kernel(const __grid_constant__ aril_experts_args p, int ring_bytes) {
@@ -223,40 +206,40 @@ __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
   ExpandBarriers barriers(barriers_shared);
   wait_for_predecessors();
   if (!takes_large_m(p)) return;
-  const int pieces = p.num_slices * ceil_div(p.out_features, p.wide_outs_per_block);
-  // What is not needed while the block works stands in shared memory. Tiles by token come first.
+  const int items = p.num_slices * ceil_div(p.out_features, p.wide_outs_per_block);
+  // In shared memory, since registers are short. Tiles of tokens' routes come first.
   __shared__ int next, last, last_by_token;
   if (threadIdx.x == 0) {
     next = blockIdx.x;
     last_by_token = 0;
-    last = __ldcg(p.groups.num_wide_tiles + (p.form == ARIL_WRITE)) * pieces;
+    last = __ldcg(p.groups.num_wide_tiles + (p.form == ARIL_WRITE)) * items;
   }
   __syncthreads();
   if constexpr (kMayShare) {
     const int token_tiles = *p.routing.wide_tiles.count, top_k = p.top_k.top_k;
-    if (4 * int64_t{last} > 7 * int64_t{token_tiles} * top_k * pieces) {
-      const SharingSlots sharing(p, token_tiles);
+    if (4 * int64_t{last} > 7 * int64_t{token_tiles} * top_k * items) {
+      const BlockSharing sharing(p, token_tiles);
       if (threadIdx.x == 0 && sharing.any) {
-        last_by_token = token_tiles * top_k * pieces;
+        last_by_token = token_tiles * top_k * items;
         last = last_by_token + (sharing.all && p.form != ARIL_WRITE ? 0 : last);
       }
       __syncthreads();
     }
   }
-  int4 route_tile = RouteTile::load(p, max(next - last_by_token, 0) / pieces);
+  int4 route_tile = WideRouteTile::load(p, max(next - last_by_token, 0) / items);
   while (next < last) {
     int slice;
-    const BlockOuts<T> outs(p, next % pieces, p.wide_outs_per_block, slice);
+    const BlockOuts<T> outs(p, next % items, p.wide_outs_per_block, slice);
     aril_descriptor module;
     int count;
     if (kMayShare && next < last_by_token) {
-      const TokensRoutes tile(p, *p.routing.wide_tiles.count, next / pieces);
+      const TokenRoutesTile tile(p, *p.routing.wide_tiles.count, next / items);
       module = tile.module(slice);
       count = module.rank > 0 ? tile.count : 0;
       if (count == 0) module.rank = 0;
       if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_row(threadIdx.x, slice);
     } else {
-      const RouteTile tile(p, route_tile);
+      const WideRouteTile tile(p, route_tile);
       module = tile.module(slice);
       count = tile.count;
       aril_descriptor shared = {};
@@ -282,7 +265,7 @@ __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
       }
     }
     __syncthreads();
-    if (next < last) route_tile = RouteTile::load(p, max(next - last_by_token, 0) / pieces);
+    if (next < last) route_tile = WideRouteTile::load(p, max(next - last_by_token, 0) / items);
   }
 }
 

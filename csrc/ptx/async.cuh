@@ -31,9 +31,9 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// An mbarrier in shared memory that counts the bytes of bulk copies. A phase completes when `senders`
-// threads have called expect() and all expected bytes have arrived. Before sm_90 it does nothing:
-// the threads that copy wait for their own cp.async groups, then synchronize.
+// An mbarrier in shared memory that counts the bytes of bulk copies. A phase completes when
+// `senders` threads have called expect() and all expected bytes have arrived. Before sm_90 it does
+// nothing: the threads that copy wait for their own cp.async groups, then synchronize.
 struct TransactionBarrier {
   uint64_t barrier;
 

@@ -12,10 +12,10 @@
 
 namespace aril {
 
-// c[16, 8] += a[16, 16] b[16, 8]. Lane (g = lane / 4, q = lane % 4) holds a's rows g (a.x) and g + 8
-// (a.y) at columns 2q and 2q + 1, the same rows at columns 2q + 8 and 2q + 9 (a.z, a.w), b's column
-// g at rows 2q, 2q + 1 (b0) and 2q + 8, 2q + 9 (b1), and c's rows g, g, g + 8, g + 8 at columns 2q,
-// 2q + 1, 2q, 2q + 1.
+// c[16, 8] += a[16, 16] b[16, 8]. Lane (g = lane / 4, q = lane % 4) holds a's rows g (a.x) and g +
+// 8 (a.y) at columns 2q and 2q + 1, the same rows at columns 2q + 8 and 2q + 9 (a.z, a.w), b's
+// column g at rows 2q, 2q + 1 (b0) and 2q + 8, 2q + 9 (b1), and c's rows g, g, g + 8, g + 8 at
+// columns 2q, 2q + 1, 2q, 2q + 1.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint4& a, uint32_t b0,
                                              uint32_t b1);

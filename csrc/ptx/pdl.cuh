@@ -34,4 +34,8 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
+// The first block of a grid always waits for its predecessors, even if it has no work, so that the
+// kernel completes after them. Other idle blocks exit.
+__device__ __forceinline__ bool is_first_block() { return blockIdx.x == 0 && blockIdx.y == 0; }
+
 }  // namespace aril

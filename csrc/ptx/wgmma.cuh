@@ -15,7 +15,8 @@ namespace aril {
 #if __CUDA_ARCH_FEAT_SM90_ALL
 // The descriptor of an operand in shared memory made of 8-by-8 cores (8 rows of 16 bytes each):
 // `to_columns` bytes separate a core from the next one along K, `to_rows` from the next 8 rows.
-__device__ __forceinline__ uint64_t core_descriptor(const void* shared, int to_columns, int to_rows) {
+__device__ __forceinline__ uint64_t core_descriptor(const void* shared, int to_columns,
+                                                    int to_rows) {
   return (shared_address(shared) & 0x3ffff) >> 4 | static_cast<uint64_t>(to_columns >> 4) << 16 |
          static_cast<uint64_t>(to_rows >> 4) << 32;
 }
@@ -61,13 +62,13 @@ __device__ __forceinline__ void wgmma_k16(float (&sums)[kColumns][4], uint64_t r
 #define ARIL_NAMES_2 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define ARIL_NAMES_4 ARIL_NAMES_2 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define ARIL_NAMES_8 ARIL_NAMES_4 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define ARIL_WGMMA(type, name, columns, n, rows_operand, cores_operand, adds_operand)            \
+#define ARIL_WGMMA(type, name, columns, n, rows_operand, cores_operand, adds_operand) \
   template <>                                                                         \
   __device__ __forceinline__ void wgmma_k16<type, columns>(                           \
       float(&sums)[columns][4], uint64_t rows, uint64_t cores, bool adds) {           \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_operand                    \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_operand               \
                  ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." name "." name \
-                 " {" ARIL_NAMES_##columns "}, " rows_operand ", " cores_operand \
+                 " {" ARIL_NAMES_##columns "}, " rows_operand ", " cores_operand      \
                                            ", adds, 1, 1, 0, 0;\n}\n"                 \
                  : ARIL_SUMS_##columns                                                \
                  : "l"(rows), "l"(cores), "r"(static_cast<int>(adds)));               \

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups a batch's tokens by slot: a counting sort in one block, once per step for all layers.
-// Which of a slot's tokens stands where is left to chance; no result depends on it.
+// aril_route: groups a batch's tokens by slot, once per step for all layers. A counting sort in one
+// block; no result depends on the order of a slot's tokens, which is arbitrary.
 //
-// Grid: one block of kThreads. Shared memory: num_slots counters of 4 bytes (at most 32 KB) and the
-// scan's scratch. Bound: latency, not bytes. Every output that the live tokens need is written by
-// every launch, so nothing stale is ever read.
+// Shared memory: a counter of 4 bytes per slot (at most 32 KB). Bound: latency. Every launch writes
+// every output that the batch's tokens need, so nothing stale is read.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
 
-#include "../device/descriptor.cuh"
+#include "../aril.h"
+#include "../device/math.cuh"
 #include "../ptx/pdl.cuh"
 
 namespace aril::detail {
@@ -19,7 +19,7 @@ constexpr int kRouteThreads = 1024;
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// The token's slot, or -1 if it has none that the table knows.
+// The token's slot; -1: the base model alone, or a slot outside the table.
 __device__ __forceinline__ int slot_of(const aril_route_args& p, int token) {
   if (token >= p.num_tokens) return -1;
   const int slot = p.token_slots[token];
@@ -30,8 +30,9 @@ __global__ void __launch_bounds__(kRouteThreads)
     route_kernel(const __grid_constant__ aril_route_args p) {
   using Scan = cub::BlockScan<int, kRouteThreads>;
   __shared__ typename Scan::TempStorage scan;
-  extern __shared__ int32_t next[];  // [num_slots + 1] tokens of the slot, then where its next one
-                                     // goes; the last is for those that have none
+  // [num_slots + 1] tokens of a slot, later where its next one goes. The last is for tokens without
+  // a slot.
+  extern __shared__ int32_t next[];
 
   wait_for_predecessors();
   for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     *p.routing.wide_tiles.count =
         num_wide_tiles + ceil_div(p.num_tokens - num_rows, ARIL_WIDE_TILE);
   }
-  // Those without a slot, by all threads.
+  // Tiles of tokens without a slot.
   const auto add_base_tiles = [&](aril_tile* tiles, int first, int size) {
     for (int i = threadIdx.x; num_rows + i * size < p.num_tokens; i += kRouteThreads) {
       const int begin = num_rows + i * size;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     begin = __shfl_sync(kFullWarp, begin, leader);
     if (live) p.routing.tokens[begin + __popc(same & ((1u << lane) - 1))] = token;
   }
-  // Kernels of the step read this before their own wait (pdl.cuh).
+  // Kernels of the step read this before their wait (ptx/pdl.cuh).
   __threadfence();
 }
 

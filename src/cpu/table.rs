@@ -37,10 +37,9 @@ impl WeightTable {
         Ok(Self { shared: Arc::new(Shared { bounds, arena }), slots })
     }
 
-    /// The bytes of an arena in which there is room for these adapters at once.
+    /// Size of an arena in bytes that has room for all these adapters.
     ///
-    /// An engine that replaces adapters while all others stay loaded counts the largest one twice: the old one and the new one are there
-    /// at once.
+    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once.
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         images.into_iter().map(SlotImage::bytes).sum()
     }

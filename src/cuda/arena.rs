@@ -128,8 +128,8 @@ impl Drop for Arena {
     }
 }
 
-/// The bytes of a new arena in which there is room for blocks of these sizes, in whatever order they come, and for `beside` more behind
-/// each of them, which are free again when the next one comes.
+/// Size of a new arena in bytes that has room for blocks of these sizes, allocated one at a time in any order, each together with
+/// `beside` further bytes that are free again before the next one.
 pub(super) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) -> usize {
     let (mut total, mut spare) = (0_usize, 0);
     for granules in blocks.into_iter().map(granules) {
@@ -140,19 +140,19 @@ pub(super) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) 
     total.saturating_add(spare).saturating_mul(GRANULE_BYTES)
 }
 
-/// What `bytes` take. Nothing takes a granule, too: every room has an offset of its own.
+/// Granules of a block. An empty block takes one, so that every block has its own offset.
 fn granules(bytes: usize) -> usize {
     bytes.div_ceil(GRANULE_BYTES).max(1)
 }
 
-/// The smallest gap in which the allocator finds room for so many granules.
+/// The smallest free block in which the allocator finds room for this many granules.
 fn gap_for(granules: usize) -> usize {
     // Larger ones are in no arena.
     u32::try_from(granules).map_or(granules, |granules| min_allocator_size(granules) as usize)
 }
 
 impl FreeList {
-    /// So many bytes, or up to 255 more, all free.
+    /// A free list of at least `bytes` bytes.
     fn new(bytes: usize) -> Result<Self, LaunchError> {
         let granules = u32::try_from(bytes.div_ceil(GRANULE_BYTES)).map_err(|_| LaunchError::Capacity {
             what: "the arena's bytes",
@@ -187,14 +187,14 @@ impl FreeList {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use proptest::prelude::*;
 
     use super::{FreeList, GRANULE_BYTES, bytes_for};
 
     proptest! {
-        /// Adapters that are loaded one at a time, each with a row beside it until it is committed.
+        /// Adapters are loaded one at a time, each with its descriptors until it is committed.
         #[test]
         fn there_is_room_for_what_was_counted(
             blocks in prop::collection::vec(1..10_000_000_usize, 1..12),

@@ -87,19 +87,19 @@ impl<T: DeviceRepr> Buffer<T> {
         Ok(queue.stream().synchronize()?)
     }
 
-    /// Enqueues a copy of the first `len` pinned elements to the beginning. Waits for nothing; the elements stay as they are until the
-    /// copy is done.
+    /// Enqueues a copy of the first `len` pinned elements to the start of the buffer. Never waits. The pinned elements must not
+    /// change until the copy has finished; [`PinnedBuffer::elements`] waits for it.
     ///
     /// # Errors
-    /// If either has fewer elements, they are of different queues, or the queue's stream is being captured.
+    /// [`LaunchError`] if either has fewer than `len` elements, they belong to different queues, or the stream is being captured.
     pub fn enqueue_write(&mut self, from: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
         let queue = self.enter_copy(from, len)?;
         // SAFETY: there is room, and nothing else uses the memory unordered; the stream is of the context that is current now.
         unsafe { from.memory.copy_to(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
 
-    /// Enqueues a copy of the first `len` elements to the beginning of the pinned ones, which
-    /// [`elements`](PinnedBuffer::elements) gives once the copy is done. Waits for nothing.
+    /// Enqueues a copy of the first `len` elements to the start of the pinned ones. Never waits; [`PinnedBuffer::elements`] waits
+    /// for the copy.
     ///
     /// # Errors
     /// As for [`enqueue_write`](Self::enqueue_write).
@@ -109,7 +109,7 @@ impl<T: DeviceRepr> Buffer<T> {
         unsafe { to.memory.copy_from(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
 
-    /// Checks a copy between this and the pinned elements, and enters the queue.
+    /// Checks a copy between the buffer and pinned memory, and enters the queue.
     fn enter_copy(&self, pinned: &PinnedBuffer<T>, len: usize) -> Result<&Queue, LaunchError> {
         check_len(len, self.len())?;
         check_len(len, pinned.len())?;
@@ -120,9 +120,9 @@ impl<T: DeviceRepr> Buffer<T> {
     }
 }
 
-/// Page-locked elements of the host, which a [`Buffer`] is written from and read to without waiting.
+/// Page-locked host memory, for copies to and from a [`Buffer`] that do not wait.
 ///
-/// An engine that writes its inputs while an earlier step still runs has one for each step in flight.
+/// An engine that writes inputs while an earlier step runs needs one per step in flight.
 #[derive(Debug)]
 pub struct PinnedBuffer<T> {
     memory: Pinned,
@@ -132,10 +132,10 @@ pub struct PinnedBuffer<T> {
 }
 
 impl<T: DeviceRepr + ValidAsZeroBits> PinnedBuffer<T> {
-    /// `len` zeros, to be copied on the queue.
+    /// `len` zeros, for copies on the queue.
     ///
     /// # Errors
-    /// If there is no page-locked memory left.
+    /// [`LaunchError`] if page-locked memory is exhausted.
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
         queue.bind()?;
         Ok(Self { memory: Pinned::new(len * size_of::<T>(), 0)?, queue: queue.clone(), len, elements: PhantomData })
@@ -143,7 +143,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> PinnedBuffer<T> {
 }
 
 impl<T> PinnedBuffer<T> {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -153,19 +153,19 @@ impl<T> PinnedBuffer<T> {
         self.len == 0
     }
 
-    /// Whether the last copy from or to the elements is done, so that [`elements`](Self::elements) does not block.
+    /// Whether the last copy has finished, so that [`elements`](Self::elements) does not block.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn is_ready(&self) -> Result<bool, LaunchError> {
         self.queue.bind()?;
         self.memory.is_free()
     }
 
-    /// The elements. Blocks this thread until the last copy from or to them is done.
+    /// Blocks this thread until the last copy has finished, and returns the elements.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn elements(&mut self) -> Result<&mut [T], LaunchError> {
         self.queue.bind()?;
         let bytes = self.memory.wait_bytes()?;
@@ -176,10 +176,11 @@ impl<T> PinnedBuffer<T> {
 }
 
 impl Queue {
-    /// Enqueues a copy of `from` to the beginning of `to`, of which the rest stays as it is. Waits for nothing.
+    /// Enqueues a copy of `from` to the start of `to`. Never waits.
     ///
     /// # Errors
-    /// If `to` is shorter, one of them is of another context or, a buffer, of another stream, or the queue's stream is being captured.
+    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or (for buffers) another stream, or
+    /// the stream is being captured.
     pub fn copy<'a, T: DeviceRepr + Send + Sync + 'static>(
         &self,
         from: impl Into<View<'a, T>>,
@@ -249,7 +250,7 @@ impl<T> Buffer<T> {
     }
 
     fn part(&self, range: Range<usize>) -> Part<T> {
-        assert!(range.start <= range.end && range.end <= self.memory.len(), "the range is not in the buffer");
+        assert!(range.start <= range.end && range.end <= self.memory.len(), "the range must be in the buffer");
         Part { memory: Arc::clone(&self.memory), first: range.start, len: range.len() }
     }
 }

@@ -1,4 +1,4 @@
-//! What a stream that is being captured would forbid this thread, or would make a part of the graph.
+//! Driver calls that a stream capture would forbid, or would add to the graph.
 
 use std::{
     marker::PhantomData,
@@ -10,14 +10,14 @@ use cudarc::driver::{
     sys::{CUstreamCaptureMode, CUstreamCaptureStatus, cuThreadExchangeStreamCaptureMode},
 };
 
-/// While it lives, this thread may allocate and free memory and ask for events, whatever is being captured. Otherwise the driver refuses
-/// that to a thread that captures, and to all threads if one captures in the global mode; and the capture fails.
+/// Allows this thread to allocate, free and query events during any stream capture. Without it, the driver rejects such calls on a
+/// capturing thread, and on every thread during a global capture, and the capture fails.
 ///
-/// For calls on what no capture knows: none of them may touch a stream that is being captured.
+/// The calls must not touch a stream that is being captured.
 #[must_use]
 pub(super) struct Relaxed {
     before: Option<CUstreamCaptureMode>,
-    /// The mode is the thread's.
+    /// The mode belongs to the thread.
     not_send: PhantomData<*const ()>,
 }
 
@@ -36,7 +36,7 @@ impl Drop for Relaxed {
     }
 }
 
-/// Sets the mode of this thread, and gives the one before.
+/// Sets this thread's capture mode and returns the previous one.
 fn exchange(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptureMode, DriverError> {
     // SAFETY: the mode may be written.
     #[expect(unsafe_code, reason = "FFI")]
@@ -44,17 +44,16 @@ fn exchange(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptureMode, Driver
     Ok(mode)
 }
 
-/// Memory whose last owner has gone while its stream was being captured: freed then, it would be freed by the graph.
+/// Memory dropped while its stream was being captured. Freeing it then would add the deallocation to the graph.
 static POSTPONED: Mutex<Vec<CudaSlice<u8>>> = Mutex::new(Vec::new());
 
-/// Frees memory in the order of its stream: now, or once the stream is no longer captured and this or
-/// [`free_postponed`] is called again.
+/// Frees memory in stream order, or, while its stream is being captured, at a later call of this function or of [`free_postponed`].
 pub(super) fn free(memory: CudaSlice<u8>) {
     POSTPONED.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
     free_postponed();
 }
 
-/// Frees what captures that have ended since kept from being freed.
+/// Frees postponed memory whose stream is no longer being captured.
 pub(super) fn free_postponed() {
     let mut postponed = POSTPONED.lock().unwrap_or_else(PoisonError::into_inner);
     let free: Vec<_> = postponed.extract_if(.., |memory| !is_captured(memory.stream())).collect();

@@ -3,7 +3,7 @@ use cudarc::driver::{DriverError, sys};
 use super::OperandError;
 use crate::plan::PlanError;
 
-/// An operation on the GPU that was refused. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) says.
+/// An operation on the GPU that was rejected or failed. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) says.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {

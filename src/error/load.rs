@@ -23,7 +23,7 @@ pub enum LoadError {
         /// Size of the largest free block, in bytes.
         largest_gap: usize,
     },
-    /// No kernel supports the problem. For engines that create tables and layers while they load.
+    /// The kernels do not support the table or a layer. For engines that create them while they load.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// The slot does not exist, or the adapter does not match the table.

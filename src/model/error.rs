@@ -26,7 +26,7 @@ pub enum SpecError {
         /// The number of features given.
         features: usize,
     },
-    /// The shard names experts of a layer of another model.
+    /// The shard refers to experts of another model.
     #[error("the shard holds experts of a layer of another model")]
     Foreign,
     /// A held expert is out of range or listed twice.

@@ -299,7 +299,7 @@ impl Experts {
         check_size(path, *inter)
     }
 
-    /// The experts on rank `tp` of their group: all of them, or those in `held`.
+    /// The experts on rank `tp` of their group: all, or those in `held`.
     pub(super) fn shard(
         &self,
         tp: TpRank,
@@ -336,7 +336,7 @@ impl Experts {
         })
     }
 
-    /// Refuses to hold an expert that does not exist, or one twice.
+    /// Rejects an expert that is out of range or listed twice.
     fn check_held<'a>(&self, held: &'a [usize]) -> Result<&'a [usize], SpecError> {
         let num_experts = self.num_experts;
         let mut seen = vec![false; num_experts];

@@ -31,13 +31,13 @@ macro_rules! id {
             /// # Panics
             /// If the id belongs to another [`ModelSpec`](super::ModelSpec).
             fn index(&self, id: $id) -> &$site {
-                assert!(self.$get(id).is_some(), concat!("the ", $what, " id is of another model"));
+                assert!(self.$get(id).is_some(), concat!("the ", $what, " id belongs to another model"));
                 &self.0.$field[id.index]
             }
         }
 
         impl Model {
-            #[doc = concat!("The ", $what, " place in the model, or none if the id is of another description.")]
+            #[doc = concat!("The ", $what, " place in the model, or `None` if the id belongs to another [`ModelSpec`](super::ModelSpec).")]
             pub fn $get(&self, id: $id) -> Option<&$site> {
                 if id.spec == self.0.id.spec { self.0.$field.get(id.index) } else { None }
             }
@@ -91,9 +91,9 @@ impl EmbeddingSite {
     }
 }
 
-/// What one rank holds of a model, to be given to [`ModelSpec::shard`](super::ModelSpec::shard).
+/// The part of a model that one rank holds, for [`ModelSpec::shard`](super::ModelSpec::shard).
 ///
-/// Ranks that only tensor parallelism tells apart need no more than their [`TpRank`], which converts to a shard.
+/// With tensor parallelism alone, a [`TpRank`] is enough. It converts to a shard.
 ///
 /// ```
 /// use aril::model::{Experts, ModelSpec, Shard, TpRank};
@@ -115,19 +115,20 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// The shard of a tensor-parallel rank: all experts of each layer, cut like the other layers.
+    /// The shard of a tensor-parallel rank. It holds all experts, sharded like the other layers.
     pub fn new(tp: TpRank) -> Self {
         Self { tp, experts_tp: tp, held: BTreeMap::new() }
     }
 
-    /// The rank's place in the group that `inter` of the experts is cut for, if it is not the model's.
+    /// Sets the tensor-parallel group that shards `inter` of the experts, if it is not the model's.
     #[doc(alias = "moe_tp")]
     pub fn experts_tp(mut self, tp: TpRank) -> Self {
         self.experts_tp = tp;
         self
     }
 
-    /// The experts of a layer that the rank holds, if not all, in the order of the engine's local expert ids (expert parallelism).
+    /// Sets the experts of a layer that the rank holds under expert parallelism, in order of the engine's local expert ids. The default is
+    /// all of them.
     #[doc(alias = "expert_map")]
     pub fn held(mut self, layer: ExpertsId, experts: impl IntoIterator<Item = usize>) -> Self {
         self.held.insert(layer, experts.into_iter().collect());
@@ -173,7 +174,7 @@ pub(super) struct Inner {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ModelId {
     pub(super) spec: SpecId,
-    /// Which of the description's shards.
+    /// Index among the description's shards.
     pub(super) shard: usize,
     pub(super) num_entries: usize,
 }

@@ -24,7 +24,7 @@ pub struct ModelSpec {
     layers: Vec<Described>,
     counts: Counts,
     modules: HashSet<String>,
-    /// Those that it was cut in so far. The place of one among them identifies it.
+    /// Distinct shards so far. The index of a shard identifies it.
     shards: Mutex<Vec<Shard>>,
 }
 
@@ -125,7 +125,7 @@ impl ModelSpec {
     ///
     /// # Errors
     /// [`SpecError::Uneven`] or [`SpecError::Heads`] if a layer cannot be split evenly over the ranks. [`SpecError::Held`] if a held
-    /// expert is out of range or listed twice, [`SpecError::Foreign`] if the experts are of another description.
+    /// expert is out of range or listed twice, [`SpecError::Foreign`] if the experts belong to another description.
     pub fn shard(&self, shard: impl Into<Shard>) -> Result<Model, SpecError> {
         let shard = shard.into();
         if shard.held.keys().any(|layer| layer.spec != self.id) {
@@ -177,7 +177,7 @@ impl ModelSpec {
         Ok(Model(Arc::new(model)))
     }
 
-    /// The place of a shard among those so far: the same for equal ones.
+    /// The index of a shard. Equal shards have equal indices.
     fn number(&self, shard: Shard) -> usize {
         let mut shards = self.shards.lock().unwrap_or_else(PoisonError::into_inner);
         shards.iter().position(|other| *other == shard).unwrap_or_else(|| {

@@ -81,7 +81,7 @@ pub(super) mod linear {
 
     /// Rank tiles, over all slices, of a shrink block: of small tiles, and of a warpgroup of wide tiles.
     pub(in crate::plan) const SMALL_COLUMNS: usize = WARPS / LANES_PER_GROUP;
-    pub(in crate::plan) const WIDE_COLUMNS: usize = ffi::ARIL_MAX_COLUMNS as usize;
+    pub(in crate::plan) const WIDE_COLUMNS: usize = ffi::ARIL_MAX_RANK_TILES as usize;
     /// With wide tiles, shrink reduces spans instead of groups from this many blocks on. 500 is faster than 300 in the largest layers.
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
 

@@ -260,6 +260,16 @@ fn the_raw_door_agrees_with_the_reference() {
     });
 }
 
+/// More tokens than one launch takes, as the kernels of wide tiles have them, with the scales and strides of all others.
+#[test]
+#[ignore = "needs a GPU"]
+fn many_tokens_agree_with_the_reference() {
+    let gpu = Gpu::new();
+    property(40, cases(Sizes { max_tokens: 1500, max_features: 500, max_rank: 200 }), |case| {
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
+    });
+}
+
 /// The same bits: twice, captured or not, in whatever company, and however the input is split over blocks.
 #[test]
 #[ignore = "needs a GPU"]

@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, iter::repeat_n};
 use aril::{
     DType,
     cuda::{Workspace, raw},
-    model::Model,
-    plan::WorkspaceBytes,
+    model::{LinearId, Model},
+    plan::{ForwardPlan, WorkspaceBytes},
     routing::Batch,
 };
 use half::bf16;
@@ -106,7 +106,7 @@ pub struct Layer<'a> {
 /// The operation, with the operands that only it has.
 enum Kernel {
     Embedding { embedding: raw::LoraEmbedding, ids: Memory },
-    Linear(raw::LoraLinear),
+    Linear { linear: raw::LoraLinear, id: LinearId },
 }
 
 /// Times of one operation, in µs.
@@ -131,7 +131,7 @@ impl<'a> Layer<'a> {
     pub fn new(stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
         let gpu = &stage.gpu;
         let (model, kernel) = Kernel::new(gpu, workload)?;
-        let workspace = Workspace::with_bytes(&gpu.queue()?, kernel.workspace_bytes())?;
+        let workspace = Workspace::with_bytes(&gpu.queue()?, kernel.workspace_bytes(&model))?;
 
         let (layout, num_sets) = (SetLayout::new(workload), num_cold_sets(workload));
         if elem_bytes(weight_elems(workload)) > stage.weights.bytes {
@@ -182,7 +182,7 @@ impl<'a> Layer<'a> {
     pub fn plan(&self) -> Option<String> {
         match &self.kernel {
             Kernel::Embedding { .. } => None,
-            Kernel::Linear(linear) => Some(linear.plan().to_string()),
+            Kernel::Linear { linear, .. } => Some(linear.plan().to_string()),
         }
     }
 
@@ -204,7 +204,7 @@ impl<'a> Layer<'a> {
                 // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
                 unsafe { embedding.add_delta(&step, ids.address, y) }?;
             }
-            Kernel::Linear(linear) => {
+            Kernel::Linear { linear, .. } => {
                 // SAFETY: as above.
                 unsafe { linear.add_delta(&step, x, y) }?;
             }
@@ -219,6 +219,34 @@ impl<'a> Layer<'a> {
             (self.x(num_tokens), self.y(num_tokens), self.step(set, self.batch, self.stage.gpu.raw_stream()));
         // SAFETY: as above.
         Ok(unsafe { self.linear()?.write_delta(&step, x, y) }?)
+    }
+
+    /// The fused linear of the layer, with base weights `[out, in]` at that address.
+    pub fn fused(&self, base: u64) -> Result<raw::FusedLinear> {
+        let Workload { in_features, out_slices, .. } = self.workload;
+        let mut row = 0;
+        let slices: Vec<_> = out_slices
+            .iter()
+            .map(|&rows| {
+                let slice = base + elem_bytes(row * in_features) as u64;
+                row += rows;
+                raw::MatrixRef::new::<bf16>(slice, rows, *in_features)
+            })
+            .collect();
+        let Kernel::Linear { id, .. } = self.kernel else {
+            return Err("an embedding has no base weights".into());
+        };
+        let capacity = self.workload.capacity();
+        Ok(raw::FusedLinear::new(&self.stage.gpu.kernels, &self.model, id, DType::BF16, capacity, &slices)?)
+    }
+
+    /// Enqueues the base product and the deltas in one launch. `y` is overwritten.
+    pub fn forward(&self, fused: &raw::FusedLinear, set: usize) -> Result<()> {
+        let num_tokens = self.workload.num_tokens();
+        let (x, y, step) =
+            (self.x(num_tokens), self.y(num_tokens), self.step(set, self.batch, self.stage.gpu.raw_stream()));
+        // SAFETY: as above; the base weights are the stage's.
+        Ok(unsafe { fused.forward(&step, x, y) }?)
     }
 
     /// Enqueues shrink of a linear layer, on a stream that the caller orders.
@@ -238,7 +266,7 @@ impl<'a> Layer<'a> {
     fn linear(&self) -> Result<&raw::LoraLinear> {
         match &self.kernel {
             Kernel::Embedding { .. } => Err("an embedding is one kernel".into()),
-            Kernel::Linear(linear) => Ok(linear),
+            Kernel::Linear { linear, .. } => Ok(linear),
         }
     }
 
@@ -316,15 +344,22 @@ impl Kernel {
             Operation::Linear => {
                 let (model, id) = workload.linear_model()?;
                 let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
-                Ok((model, Self::Linear(linear)))
+                Ok((model, Self::Linear { linear, id }))
             }
         }
     }
 
-    fn workspace_bytes(&self) -> WorkspaceBytes {
+    /// Enough for all operations of the layer.
+    fn workspace_bytes(&self, model: &Model) -> WorkspaceBytes {
         match self {
             Self::Embedding { .. } => WorkspaceBytes::default(),
-            Self::Linear(linear) => linear.plan().workspace_bytes(),
+            Self::Linear { linear, id } => {
+                let fused = ForwardPlan::new(&model[*id], DType::BF16, linear.plan().capacity());
+                linear
+                    .plan()
+                    .workspace_bytes()
+                    .max(fused.map_or(WorkspaceBytes::default(), |plan| plan.workspace_bytes()))
+            }
         }
     }
 }

@@ -211,11 +211,11 @@ struct Delta {
     }
     const aril_descriptor& module = module_at(low);
     const int tiles = ceil_div(module.rank, ARIL_RANK_TILE), tile = 2 * (pair - pairs_before(low));
-    unit.k_tile_bytes = tiles * kPieceBytes;
+    unit.k_tile_bytes = tiles * kATileBytes;
     unit.first_k_tile = unit.part * p.part_k_tiles;
     unit.num_k_tiles = min(p.part_k_tiles, p.num_k_tiles - unit.first_k_tile);
     unit.a = static_cast<const char*>(module.a) + int64_t{unit.first_k_tile} * unit.k_tile_bytes +
-             tile * kPieceBytes;
+             tile * kATileBytes;
     unit.two = tile + 1 < tiles;
     unit.segment = low / args.num_slices;
     unit.slice = low % args.num_slices;
@@ -240,7 +240,7 @@ struct Delta {
       const int lane = i % p.part_k_tiles;
       if (lane < unit.num_k_tiles) {
         prefetch_bytes(unit.a + int64_t{lane} * unit.k_tile_bytes,
-                       (unit.two ? 2 : 1) * kPieceBytes);
+                       (unit.two ? 2 : 1) * kATileBytes);
       }
     }
     constexpr int kTiles = 8;  // 64 ranks of B
@@ -289,12 +289,12 @@ struct Delta {
     const DeltaUnit& unit = batch.units[at.unit];
     const bool live = k_tile_of(at) < unit.num_k_tiles;
     const int tiles = !live ? 0 : unit.two ? 2 : 1;
-    constexpr int kHalfBytes = kPieceBytes / 2;
+    constexpr int kHalfBytes = kATileBytes / 2;
     TransactionBarrier& arrival = batch.a[warp][place];
     if (lane == 0) arrival.expect(tiles * kHalfBytes);
     if (lane < tiles) {
       arrival.copy(own_places() + place * kPairBytes + lane * kHalfBytes,
-                   unit.a + int64_t{k_tile_of(at)} * unit.k_tile_bytes + lane * kPieceBytes +
+                   unit.a + int64_t{k_tile_of(at)} * unit.k_tile_bytes + lane * kATileBytes +
                        half_of(at) % 2 * kHalfBytes,
                    kHalfBytes);
     }
@@ -337,7 +337,7 @@ struct Delta {
       if constexpr (kRounds > 1) __syncwarp();
       const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
       uint4 high = make_uint4(0, 0, 0, 0);
-      if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kPieceBytes / 2);
+      if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kATileBytes / 2);
       mma_m16n8k16<T>(sums[i % 2], make_uint4(low.x, high.x, low.y, high.y), x[i].x, x[i].y);
       mma_m16n8k16<T>(sums[i % 2], make_uint4(low.z, high.z, low.w, high.w), x[i].z, x[i].w);
     }
@@ -376,7 +376,7 @@ struct Delta {
       if (at + 1 >= unit.rank) sum.y = 0.0f;
       if (token >= 0) {
         store_tagged2(FusedMailbox(args).at(unit.part, token, unit.slice, at), sum.x, sum.y,
-                      shared.tag);
+                      shared.epoch);
       }
     }
     // The next unit takes the other buffer. Its barrier comes after all reads of this one.
@@ -463,7 +463,8 @@ struct Delta {
           }
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
-            const bool came = pair[part].tag0 == shared.tag && pair[part].tag1 == shared.tag;
+            const bool came =
+                pair[part].epoch0 == shared.epoch && pair[part].epoch1 == shared.epoch;
             if (part < parts && !came) missing = part;
           }
           if (missing < 0 || poll >= batch.polls) break;
@@ -723,7 +724,7 @@ struct Delta {
     clear_deltas();
     shared.tagged.wait(0);
     if (is_first_block()) {
-      clear_stale_words(args.mailbox, args.mailbox_bytes, shared.tag, thread, kThreads);
+      clear_stale_words(args.mailbox, args.mailbox_bytes, shared.epoch, thread, kThreads);
     }
     wait_for_predecessors();
     Progress at = {0, 0};

@@ -29,6 +29,7 @@
 
 #include "../../device/descriptor.cuh"
 #include "../../device/mailbox.cuh"
+#include "../../device/math.cuh"
 #include "../../ptx/tma.cuh"
 
 namespace aril::detail {
@@ -49,7 +50,7 @@ constexpr int kMaxDeltaWarps = 8;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kSegmentTokens = 8;
 constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
-constexpr int kPairBytes = kPieceBytes;  // of 128 features of a pair
+constexpr int kPairBytes = kATileBytes;  // of 128 features of a pair
 constexpr int kMaxAPlaces = 2;           // buffers of A of a warp
 constexpr int kHalves = 8;               // 128 features each, of a step of A; each has its own sums
 constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
@@ -232,9 +233,9 @@ struct FusedShared {
   TransactionBarrier taken[kMaxTeams * kMaxUnits];     // there, and have been read
   TransactionBarrier
       inbox[kMaxTokenGroups * kMaxSplitUnits];  // the other block's sums of a unit and group
-  TransactionBarrier tagged;                    // `tag` is known
+  TransactionBarrier tagged;                    // `epoch` is known
   TransactionBarrier deltas_full, deltas_empty;
-  uint32_t tag;
+  uint32_t epoch;
   Share share;
 };
 

@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Puts routes that have a slot in blocks of one slot and one expert, for a grouped GEMM that takes
-// the two for its expert.
+// aril_align: arranges routes with a slot in blocks of one slot and one expert, for a grouped GEMM
+// that takes the pair for its expert.
 //
-// A block of threads for each expert goes through all routes twice: to find each of its own a place
-// among those of its slot, and to put it there. In between it needs to know how many blocks of
-// routes come before its own: every block leaves its number with the launch's tag, and waits for
-// those of lower index (mailbox.cuh). Places do not depend on chance: routes
-// are counted in the order of their numbers, 32 at a time by one warp.
+// One thread block for each expert reads all routes twice: to find each of its own a place among
+// those of its slot, and to put it there. In between it publishes how many blocks of routes it has
+// and reads those of all earlier experts from the mailbox. Places are deterministic: one warp
+// counts the routes in the order of their numbers, 32 at a time.
 //
-// Shared memory: num_slots counters of 4 bytes (at most 32 KB) and lists of 32 KB. Bound: latency;
-// a route's id is read by every block, from L2.
+// Shared memory: a counter of 4 bytes per slot (at most 32 KB), and lists of 32 KB. Bound: latency;
+// every block reads every id, from L2.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
 
-#include "../../device/descriptor.cuh"
 #include "../../device/mailbox.cuh"
+#include "../../device/token_tile.cuh"
 #include "../../ptx/pdl.cuh"
-#include "grid.cuh"
+#include "../routes.cuh"
 
 namespace aril::detail {
 
@@ -32,21 +31,21 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
   constexpr unsigned kAll = 0xffffffffu;
   static_assert(ARIL_MAX_EXPERTS <= 2 * kAlignThreads, "a thread waits for two blocks");
   __shared__ typename Scan::TempStorage scan;
-  __shared__ uint32_t tag;
+  __shared__ uint32_t epoch;
   __shared__ int own_of_warps[2][kWarps];
-  // This expert's routes of a chunk: slot + 1, and place in the chunk; and, of those of a slot that
-  // stand together in a warp, how many, then the place of the first in the slot.
+  // This expert's routes of a chunk: slot + 1, and place in the chunk. For routes of one slot that
+  // are together in a warp: how many, later the place of the first in the slot.
   __shared__ int own[kChunk], places[kChunk];
-  extern __shared__ int32_t next[];  // [num_slots] routes; then where the first one goes
+  extern __shared__ int32_t next[];  // [num_slots] routes, later where the first one goes
   const int mine = blockIdx.x, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const unsigned lanes_before = (1u << lane) - 1;
-  if (thread == 0) tag = begin_epoch(p.mailbox);
+  if (thread == 0) epoch = begin_epoch(p.mailbox);
 #pragma unroll 1
   for (int slot = thread; slot < p.num_slots; slot += kAlignThreads) next[slot] = 0;
   __syncthreads();
   wait_for_predecessors();
   if (is_first_block()) {
-    clear_stale_words(p.mailbox, ARIL_MAILBOX_HEADER + int64_t{ARIL_WORD_BYTES} * gridDim.x, tag);
+    clear_stale_words(p.mailbox, ARIL_MAILBOX_HEADER + int64_t{ARIL_WORD_BYTES} * gridDim.x, epoch);
   }
   const int num_routes =
       mine < p.top_k.num_experts ? routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k : 0;
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     }
   }
 
-  // A thread has neighbouring slots.
+  // A thread has adjacent slots.
   const int share = ceil_div(p.num_slots, kAlignThreads);
   const int first_slot = min(thread * share, p.num_slots);
   const int last_slot = min(first_slot + share, p.num_slots);
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     __syncthreads();
   }
   uint64_t* const counts = tagged_words(p.mailbox);
-  if (thread == 0) store_tagged(counts + mine, __int_as_float(count), tag);
+  if (thread == 0) store_tagged(counts + mine, __int_as_float(count), epoch);
   const bool is_last = mine == static_cast<int>(gridDim.x) - 1;
   if (count == 0 && !is_last) return;
 
@@ -157,7 +156,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     do {
       polls.count();
       sums = load_tagged(counts + 2 * thread);
-    } while (sums.tag0 != tag || (has_second && sums.tag1 != tag));
+    } while (sums.epoch0 != epoch || (has_second && sums.epoch1 != epoch));
     before = __float_as_int(sums.value0) + (has_second ? __float_as_int(sums.value1) : 0);
   }
   Scan(scan).ExclusiveSum(before, before, all_before);
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     next[slot] = begin * p.block_size;
     begin += blocks;
   }
-  // What no route takes the place of is padding.
+  // Places that no route takes are padding.
   int32_t* const padded = p.sorted_routes + all_before * p.block_size;
 #pragma unroll 1
   for (int i = thread; i < count * p.block_size; i += kAlignThreads) {

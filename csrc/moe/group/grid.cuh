@@ -1,60 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Groups more than ARIL_ONE_BLOCK_ROUTES routes of a layer by expert and slot: once, for all
+// Groups more than ARIL_ONE_BLOCK_ROUTES routes by expert and slot: one launch (aril_group) for all
 // operations on the layer's experts. No result depends on the order of routes within a group.
 //
-// There is a block for each expert, one for the routes without a slot, and one for those that are
-// not here: each goes through all routes, first to count its own by slot, then to write them down.
-// What the blocks before it have it learns from these (mailbox.cuh). Bound: latency; a route's id
-// is read by every block, from L2.
+// One block for each expert, one for routes without a slot, one for routes to experts of other
+// ranks. A block reads all routes twice: to count its own by slot, and to write them. In between it
+// reads the counts of all earlier blocks from the mailbox. Bound: latency; every block reads every
+// id, from L2.
 #pragma once
 
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "../../device/descriptor.cuh"
 #include "../../device/mailbox.cuh"
+#include "../../device/token_tile.cuh"
 #include "../../ptx/pdl.cuh"
+#include "../routes.cuh"
 
 namespace aril::detail {
 
 constexpr int kGroupThreads = 512;
 
-// What has no row in matrices of routes.
-constexpr int kNowhere = -1;
-
-// The row of a route in matrices of routes, or kNowhere.
-__device__ __forceinline__ int row_of(const aril_top_k& top_k, int num_tokens, int route) {
-  if (top_k.rows == nullptr) return route;
-  const int row = top_k.rows[route];
-  return row >= 0 && row < num_tokens * top_k.top_k ? row : kNowhere;
-}
-
-// The group of a route to expert `id` of a token of `slot`: num_experts if there is no slot,
-// num_experts + 1 if the route is not here, kNowhere if it has no row.
-__device__ __forceinline__ int group_of(const aril_top_k& top_k, int32_t id, int row, int slot) {
-  const unsigned expert = id, num_experts = top_k.num_experts;
-  if (row == kNowhere) return kNowhere;
-  return expert >= num_experts ? num_experts + 1 : slot < 0 ? num_experts : expert;
-}
-
-// The tokens of an operation on `num_tokens` that were routed.
-__device__ __forceinline__ int routed_tokens(const aril_routing& routing, int num_tokens) {
-  return min(*routing.num_tokens, num_tokens);
-}
-
-__host__ __device__ __forceinline__ bool fit_one_block(int num_tokens, const aril_top_k& top_k) {
-  return num_tokens * top_k.top_k <= ARIL_ONE_BLOCK_ROUTES;
-}
-
-__device__ __forceinline__ aril_route_entry entry_of(const aril_top_k& top_k,
-                                                     const aril_routing& routing, int num_tokens,
-                                                     int route) {
-  return {route, row_of(top_k, num_tokens, route), routing.scales[route / top_k.top_k],
-          top_k.weights == nullptr ? 1.0f : top_k.weights[route]};
-}
-
-// Routes, and the tiles of either size that they are.
+// Routes, and their tiles of either size.
 struct GroupCounts {
   int routes, small, wide;
 
@@ -63,9 +30,9 @@ struct GroupCounts {
   }
 };
 
-constexpr int kGroupPart = 64 * kGroupThreads;  // of the routes, that a block looks at together
+constexpr int kGroupPart = 64 * kGroupThreads;  // routes that a block looks at together
 constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
-static_assert(kGroupSmemBytes <= 97 << 10, "the devices with the least have 99 KB");
+static_assert(kGroupSmemBytes <= 97 << 10, "the smallest devices have 99 KB");
 
 __global__ void __launch_bounds__(kGroupThreads, 1)
     group_kernel(const __grid_constant__ aril_group_args p) {
@@ -79,17 +46,17 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
   } storage;
-  __shared__ uint32_t tag;
+  __shared__ uint32_t epoch;
   __shared__ GroupCounts of_others;
   __shared__ int num_listed;
-  // What may be the group's in a part of the routes, and the routes of each slot, then where its
-  // next one goes. What has no slot is all in the first.
+  // Candidates of a part of the routes; then, for each slot, its routes, later where its next route
+  // goes. Groups without slots count in slot 0.
   extern __shared__ __align__(16) unsigned char group_shared[];
   uint16_t* const listed = reinterpret_cast<uint16_t*>(group_shared);
   int* const of_slots = reinterpret_cast<int*>(listed + kPart);
   const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
   const bool has_slots = mine < num_experts;
-  if (threadIdx.x == 0) tag = begin_epoch(p.groups.mailbox);
+  if (threadIdx.x == 0) epoch = begin_epoch(p.groups.mailbox);
   for (int slot = threadIdx.x; slot < ARIL_MAX_SLOTS; slot += kGroupThreads) of_slots[slot] = 0;
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
   wait_for_predecessors();
@@ -109,7 +76,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
       const int last = min(num_routes, first + kPart);
 #pragma unroll 1
       for (int begin = first; begin < last; begin += 4 * kAtOnce * kGroupThreads) {
-        // Four neighbours a thread.
+        // Four adjacent routes per thread.
         int4 ids[kAtOnce];
         const auto route_of = [&](int j) {
           return begin + 4 * (j * kGroupThreads + static_cast<int>(threadIdx.x));
@@ -160,7 +127,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   };
   for_own_routes(false, [&](int, int slot) { atomicAdd(&of_slots[slot], 1); });
 
-  // Slots that are next to each other are next to each other in shared memory, too.
+  // Adjacent threads have adjacent slots, without bank conflicts.
   const auto slot_of_thread = [](int i) {
     return i * kGroupThreads + static_cast<int>(threadIdx.x);
   };
@@ -174,16 +141,16 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   for (int i = 0; i < kSlotsPerThread; ++i) own = own + counts_of(slot_of_thread(i));
   Scan(storage.scan).ExclusiveScan(own, before, GroupCounts{0, 0, 0}, plus, all);
 
-  // Each group says what it has, and counts what the groups before it have, whose blocks have
-  // begun.
-  uint64_t* const mailbox = tagged_words(p.groups.mailbox);
+  // Each block publishes its counts, and sums those of the blocks before it, which have started.
+  uint64_t* const words = tagged_words(p.groups.mailbox);
   if (is_first_block()) {
     constexpr int64_t kBytes = ARIL_GROUP_WORDS * ARIL_WORD_BYTES;
-    clear_stale_words(p.groups.mailbox, ARIL_MAILBOX_HEADER + kBytes * gridDim.x, tag);
+    clear_stale_words(p.groups.mailbox, ARIL_MAILBOX_HEADER + kBytes * gridDim.x, epoch);
   }
   if (threadIdx.x == 0) {
-    store_tagged2(mailbox + ARIL_GROUP_WORDS * mine, __int_as_float(all.routes), __int_as_float(all.small), tag);
-    store_tagged(mailbox + ARIL_GROUP_WORDS * mine + 2, __int_as_float(all.wide), tag);
+    store_tagged2(words + ARIL_GROUP_WORDS * mine, __int_as_float(all.routes),
+                  __int_as_float(all.small), epoch);
+    store_tagged(words + ARIL_GROUP_WORDS * mine + 2, __int_as_float(all.wide), epoch);
   }
   GroupCounts others = {0, 0, 0};
   for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
@@ -191,9 +158,9 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     PollLimit polls;
     do {
       polls.count();
-      first = load_tagged(mailbox + ARIL_GROUP_WORDS * other);
-      second = load_tagged(mailbox + ARIL_GROUP_WORDS * other + 2);
-    } while (first.tag0 != tag || first.tag1 != tag || second.tag0 != tag);
+      first = load_tagged(words + ARIL_GROUP_WORDS * other);
+      second = load_tagged(words + ARIL_GROUP_WORDS * other + 2);
+    } while (first.epoch0 != epoch || first.epoch1 != epoch || second.epoch0 != epoch);
     others = others + GroupCounts{__float_as_int(first.value0), __float_as_int(first.value1),
                                   __float_as_int(second.value0)};
   }
@@ -211,7 +178,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   __syncthreads();
   others = of_others;
 
-  // `sharers` threads, of which this is number `number`, put the tiles of a slot.
+  // Writes the tiles of a slot, by `sharers` threads, of which this is number `number`.
   const auto put_tiles = [&](const GroupCounts& counts, const GroupCounts& before, int slot,
                              int number, int sharers) {
     const auto put = [&](aril_route_tile* tiles, int num_tiles, int size) {

@@ -1,47 +1,45 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The tiles of up to ARIL_ONE_BLOCK_ROUTES routes with a slot, as a block of shrink finds them by
-// itself, so that it need not wait for the one that sorts them for all.
+// Local grouping: the route tiles of up to ARIL_ONE_BLOCK_ROUTES routes with a slot, as every block
+// of shrink finds them for itself, so that shrink need not wait for the block that sorts for all.
 //
-// Every block finds the same: each expert has a bit for each token, tokens in the order of their
-// slots, so that the place of a route among those of its expert, and among those of its slot to
-// this expert, is a number of bits. Of a token that has chosen an expert twice there would be one
-// bit: then all blocks wait after all. (H100, gate_up of rank 16: 19.0 us instead of 21.0 with 256
-// routes, 35.3 instead of 36.6 with 1024.)
+// Each expert has a bitmap of tokens, in the order of their slots, so the place of a route among
+// its expert's, and among its slot's, is a population count: every block finds the same tiles. A
+// token that chose an expert twice has only one bit; then all blocks wait for the sorting block.
+// (H100, gate_up of rank 16: 256 routes 19.0 us instead of 21.0, 1024 routes 35.3 instead of 36.6.)
 #pragma once
 
 #include <cub/block/block_scan.cuh>
 
-#include "../../device/descriptor.cuh"
+#include "../../device/math.cuh"
 #include "../../ptx/pdl.cuh"
-#include "grid.cuh"
+#include "../routes.cuh"
 
 namespace aril::detail {
 
-constexpr int kExpertsWarps = ARIL_WARPS;
-constexpr int kExpertsThreads = 32 * kExpertsWarps;
-
 class LocalTiles {
  public:
-  // Waits for predecessors, and gives the number of tiles; or -1, perhaps before it has waited, if
-  // they remain unknown. Nothing in `scratch` is used any longer then. By a whole block.
+  // Waits for predecessors and returns the number of tiles. Returns -1, possibly before the wait,
+  // if it cannot find them. `scratch` is free again afterwards. The whole block calls it.
   __device__ __forceinline__ int find(const aril_experts_args& p, void* scratch,
                                       int scratch_bytes) {
     using Scan = cub::BlockScan<uint32_t, kExpertsThreads, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage scan;
     const int live_tokens = *p.routing.num_tokens, num_experts = p.top_k.num_experts;
     const int words = ceil_div(p.num_tokens, 32), num_bits = (1 + num_experts) * words;
-    // A bit for the first token of each slot, [words]; the experts' bits, [experts][words]; where
-    // their routes begin, [experts]; where the tokens of a token's slot begin and end, [tokens].
+    // A bit for the first token of each slot [words]; the experts' bitmaps [experts][words]; where
+    // an expert's routes begin [experts]; where the tokens of a token's slot begin and end
+    // [tokens].
     uint32_t* const firsts = static_cast<uint32_t*>(scratch);
     uint32_t* const bits = firsts + words;
     uint32_t* const begins = bits + num_experts * words;
     uint32_t* const spans = begins + num_experts;
     const int bytes = (num_bits + num_experts + p.num_tokens) * static_cast<int>(sizeof(uint32_t));
-    // A batch of more tokens than the operation has may have them anywhere in its order.
+    // If the batch has more tokens than the operation, the operation's may be anywhere in its
+    // order.
     if (live_tokens > p.num_tokens || bytes > scratch_bytes) return -1;
 
-    // Loads of all parts are on their way before any is used.
+    // The loads of all parts are issued before the first use.
     int place[kParts], choice[kParts], token[kParts], slot[kParts], slot_before[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -98,7 +96,7 @@ class LocalTiles {
       is_twice = is_twice || (others & bit) != 0;
     }
     if (__syncthreads_or(is_twice)) return -1;
-    // Routes to the same expert that come before; of these, and of all, those of the same slot.
+    // Earlier routes to the same expert; those of the same slot among them; all of that slot.
     int before[kParts], before_of_slot[kParts], of_slot[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -118,7 +116,7 @@ class LocalTiles {
       return expert[part] >= 0 && before_of_slot[part] % ARIL_ROUTES_PER_TILE == 0;
     };
 
-    // Below, routes of the thread's experts; above, tiles that begin with its routes.
+    // Low half: routes of the thread's experts. High half: tiles that begin with its routes.
     const int experts_per_thread = ceil_div(num_experts, kExpertsThreads);
     const int first_expert = min(static_cast<int>(threadIdx.x) * experts_per_thread, num_experts);
     const int last_expert = min(first_expert + experts_per_thread, num_experts);
@@ -154,7 +152,7 @@ class LocalTiles {
     return total >> 16;
   }
 
-  // As that of RouteTiles.
+  // As RouteTiles::tile().
   __device__ __forceinline__ int4 tile(int i) const {
     const uint2 tile = tiles_[i];
     return make_int4(tile.x, tile.y >> 16, (tile.y & 0xffff) >> kCountBits,
@@ -170,7 +168,7 @@ class LocalTiles {
   static_assert(ARIL_ONE_BLOCK_ROUTES << kCountBits <= 1 << 16 &&
                 ARIL_ROUTES_PER_TILE < 1 << kCountBits);
 
-  // Those of a word's bits that stand for smaller numbers.
+  // The bits of a word that stand for smaller numbers.
   __device__ __forceinline__ static uint32_t below(int word, int number) {
     const int bits = number - word * 32;
     return bits <= 0 ? 0 : bits >= 32 ? ~0u : (1u << bits) - 1;

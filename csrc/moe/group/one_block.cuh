@@ -1,87 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Sorts few routes by expert, slot and number, by one block.
+// Groups up to ARIL_ONE_BLOCK_ROUTES routes by expert and slot: the first block of the first
+// operation does so for all blocks and all operations.
 //
-// Up to 64 are sorted by comparing each with all others, which every block of an operation does for
-// itself, so that none waits for another. More are sorted by the first block of the first
-// operation, which expand waits for: a counting sort by expert of tokens that stand by slot.
+// A counting sort by expert over tokens in the order of their slots leaves the routes of a slot
+// together, except among the 32 that a warp takes at once, whose order is arbitrary: at worst a
+// slot has one tile more. Each warp counts its routes by group in one byte, and a scan turns the
+// counts into places. Bound: latency; expand waits for it.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
 
-#include "../../device/descriptor.cuh"
+#include "../../device/math.cuh"
 #include "../../ptx/pdl.cuh"
-#include "grid.cuh"
+#include "../routes.cuh"
 
 namespace aril::detail {
 
-__host__ __device__ __forceinline__ bool fit_each_block(int num_tokens, const aril_top_k& top_k) {
-  return num_tokens * top_k.top_k <= ARIL_EACH_BLOCK_ROUTES;
-}
-
-// Routes in the order of their tiles, in shared or global memory.
-struct SortedRoutes {
-  aril_route_entry* routes;
-  aril_route_tile* tiles;
-};
-
-// Both sorts give the numbers of tiles: of those with a slot, which come first, and of all.
-
-// Of up to ARIL_EACH_BLOCK_ROUTES routes, of which `num_routes` are there. Each has a thread, which
-// has loaded what the router chose, the token's slot and the entry, and counts those that come
-// before.
-template <int kThreads>
-__device__ __forceinline__ int2 sort_in_each_block(const aril_top_k& top_k, int num_routes, int id,
-                                                   int slot, const aril_route_entry& entry,
-                                                   const SortedRoutes& sorted) {
-  constexpr int kSlotBits = 13, kRouteBits = 8;
-  static_assert(ARIL_EACH_BLOCK_ROUTES <= kThreads && ARIL_EACH_BLOCK_ROUTES <= 1 << kRouteBits);
-  static_assert(ARIL_MAX_SLOTS <= 1 << kSlotBits);
-  static_assert(ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits - kRouteBits));
-  constexpr uint32_t kRoutes = (1u << kRouteBits) - 1;
-  __shared__ __align__(16) uint32_t keys[ARIL_EACH_BLOCK_ROUTES];
-  __shared__ uint32_t firsts[ARIL_EACH_BLOCK_ROUTES / 32];  // a bit for each first one of a tile
-  const int route = threadIdx.x;
-  const int group = route < num_routes ? group_of(top_k, id, entry.row, slot) : kNowhere;
-  const bool has_group = group != kNowhere, has_slot = has_group && group < top_k.num_experts;
-  if (!has_slot) slot = -1;
-  // What the tiles are of, and the number; behind all others where there is none.
-  const uint32_t key =
-      has_group ? static_cast<uint32_t>(group << kSlotBits | max(slot, 0)) << kRouteBits | route
-                : ~0u;
-  if (route < ARIL_EACH_BLOCK_ROUTES) keys[route] = key;
-  if (route < ARIL_EACH_BLOCK_ROUTES / 32) firsts[route] = 0;
-  __syncthreads();
-  int before = 0, before_group = 0, up_to_group = 0;
-#pragma unroll 1
-  for (int i = 0; has_group && i < num_routes; i += 4) {
-    const uint4 others = *reinterpret_cast<const uint4*>(keys + i);
-    for (const uint32_t other : {others.x, others.y, others.z, others.w}) {
-      before += other < key;
-      before_group += other < (key & ~kRoutes);
-      up_to_group += other <= (key | kRoutes);
-    }
-  }
-  const bool is_first = has_group && (before - before_group) % ARIL_ROUTES_PER_TILE == 0;
-  if (is_first) atomicOr(&firsts[before / 32], 1u << before % 32);
-  if (has_group) sorted.routes[before] = entry;
-  const int with_slot = __syncthreads_count(is_first && has_slot);
-  if (is_first) {
-    int tile = __popc(firsts[before / 32] & ((1u << before % 32) - 1));
-    for (int i = 0; i < before / 32; ++i) tile += __popc(firsts[i]);
-    sorted.tiles[tile] = {slot, group, before, min(up_to_group - before, ARIL_ROUTES_PER_TILE)};
-  }
-  return make_int2(with_slot, __syncthreads_count(is_first));
-}
-
-// Of up to ARIL_ONE_BLOCK_ROUTES; waits for predecessors. Tokens are taken by slot, so that a
-// counting sort by expert leaves those of a slot together, but for the few that a warp takes at
-// once, whose order is left to chance: at worst they are a tile more. Each warp counts its own by
-// expert, which says where they go once the counts have been added up.
 template <int kThreads>
 class OneBlockSort {
  public:
-  // Of `scratch`, in shared memory, aligned to 16.
+  // Bytes of `scratch`, in shared memory, aligned to 16.
   __host__ __device__ __forceinline__ static int scratch_bytes(int num_tokens,
                                                                const aril_top_k& top_k) {
     constexpr int kRouteBytes = sizeof(uint32_t) + sizeof(aril_route_entry);
@@ -89,6 +28,8 @@ class OneBlockSort {
            (ARIL_ONE_BLOCK_ROUTES + 1) * static_cast<int>(sizeof(uint16_t));
   }
 
+  // Waits for predecessors, then sorts. Returns the tiles with a slot, which come first, and all
+  // tiles.
   __device__ __forceinline__ static int2 run(const aril_top_k& top_k, const aril_routing& routing,
                                              int num_tokens, const SortedRoutes& sorted,
                                              unsigned char* scratch) {
@@ -99,21 +40,22 @@ class OneBlockSort {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const unsigned lanes_before = (1u << lane) - 1;
     const int parts = parts_of(num_tokens, top_k), num_groups = top_k.num_experts + 2;
-    // [groups][parts], of the counts a byte for each warp
+    // [groups][parts], with one byte for each warp in `counts`
     uint64_t* const counts = reinterpret_cast<uint64_t*>(scratch);
     uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * parts);
     uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(parts, top_k));
-    // Sorted here first: 16 bytes at a time, in any order, are slow to go to global memory. (H100:
+    // Sorted in shared memory first: scattered stores of 16 bytes to global memory are slow. (H100:
     // up to 3 us)
     aril_route_entry* const routes =
         reinterpret_cast<aril_route_entry*>(keys + ARIL_ONE_BLOCK_ROUTES);
     uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_ONE_BLOCK_ROUTES);
 
-    // A batch of more tokens than the operation has may have them anywhere in its order.
+    // If the batch has more tokens than the operation, the operation's may be anywhere in its
+    // order.
     const int live_tokens = *routing.num_tokens;
     const bool by_slot = live_tokens <= num_tokens;
     const int num_routes = min(live_tokens, num_tokens) * top_k.top_k;
-    // Loads of all parts are on their way before any is used.
+    // The loads of all parts are issued before the first use.
     int route[kParts], slot[kParts], group[kParts], at[kParts];
     aril_route_entry entry[kParts];
     const auto place_of = [&](int part) {
@@ -129,7 +71,7 @@ class OneBlockSort {
     for (int part = 0; part < kParts; ++part) {
       const int i = part * kThreads + thread;
       slot[part] = routing.slots[route[part]];
-      // Threads without a route look at the first.
+      // Threads without a route load the first one.
       route[part] = i < num_routes ? i + (route[part] - place_of(part)) * top_k.top_k : 0;
     }
     for (int i = thread; i < num_groups * parts; i += kThreads) counts[i] = 0;
@@ -165,7 +107,7 @@ class OneBlockSort {
     for (int i = first_group * parts; i < last_group * parts; ++i) {
       const uint64_t own = counts[i];
       begins[i] = begin;
-      // Each byte becomes the sum of those below it, at most 7 * 32.
+      // Each byte becomes the sum of the bytes below it, at most 7 * 32.
       counts[i] = (own << 8) * 0x0101010101010101ull;
       begin += sum_of(own);
     }
@@ -184,7 +126,8 @@ class OneBlockSort {
     for (int i = thread; i < num_sorted; i += kThreads) {
       reinterpret_cast<int4*>(sorted.routes)[i] = reinterpret_cast<const int4*>(routes)[i];
     }
-    // Where a route's slot and expert begin: in its row of 32, or at the last beginning before.
+    // Where the route's slot and expert begin: in its row of 32, or in the last row that has a
+    // beginning.
     const auto row_of = [&](int part) { return part * (kThreads / 32) + warp; };
     int first[kParts];
 #pragma unroll

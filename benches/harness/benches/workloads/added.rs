@@ -3,7 +3,10 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use aril::cuda::raw::Stream;
+use aril::{
+    cuda::raw::{FusedLinear, Stream},
+    plan::MAX_FORWARD_TOKENS,
+};
 use cudarc::driver::CudaStream;
 use half::bf16;
 
@@ -24,6 +27,9 @@ use crate::REPLAYS;
 type Mode = fn(&Adapted<'_>, usize) -> Result<()>;
 
 const MODES: [(&str, Mode); 3] = [("after", after), ("side", side), ("first", first)];
+
+/// The mode of batches that the fused linear supports.
+const FUSED: (&str, Mode) = ("fused", fused);
 
 /// LoRA after the GEMM.
 fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
@@ -50,6 +56,12 @@ fn first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     multiply(adapted, i, 1.0)
 }
 
+/// The fused linear in place of GEMM and LoRA.
+fn fused(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    let Adapted { workload, layer, fused, .. } = adapted;
+    layer.forward(&fused[i % num_base_sets(workload)], i)
+}
+
 /// The GEMM without LoRA.
 fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     multiply(adapted, i, 0.0)
@@ -57,7 +69,7 @@ fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
 
 fn multiply(adapted: &Adapted<'_>, i: usize, beta: f32) -> Result<()> {
     let Adapted { base, stage, workload, .. } = adapted;
-    let weight = stage.weights.address + elem_bytes(first_base(workload, i)) as u64;
+    let weight = base_address(stage, workload, i);
     let shape = [workload.num_tokens(), workload.in_features, workload.out_features()];
     base.gemm.run(stage.inputs.address, weight, stage.y.address, shape, beta)
 }
@@ -88,7 +100,11 @@ impl Base {
         no_time: bool,
         results: &mut Results,
     ) -> Result<()> {
-        let adapted = Adapted { base: self, stage, workload, layer: Layer::new(stage, workload)? };
+        let layer = Layer::new(stage, workload)?;
+        let supported = if workload.num_tokens() <= MAX_FORWARD_TOKENS { num_base_sets(workload) } else { 0 };
+        let fused =
+            (0..supported).map(|i| layer.fused(base_address(stage, workload, i))).collect::<Result<Vec<_>>>()?;
+        let adapted = Adapted { base: self, stage, workload, layer, fused };
         let (err, gemm_err) = (adapted.layer.check()?, adapted.check_gemm()?);
         if !(err < MAX_ERROR && gemm_err < MAX_DIFFERENCE) {
             results.fail(&workload.id, "wrong", format!("relative errors {err:.3e}, of the GEMM {gemm_err:.3e}"));
@@ -96,7 +112,7 @@ impl Base {
         }
         let count = adapted.repetitions();
         let (mut names, mut graphs) = (Vec::new(), vec![adapted.capture(count, alone)?]);
-        for (name, mode) in MODES {
+        for (name, mode) in MODES.into_iter().chain((supported > 0).then_some(FUSED)) {
             match adapted.check(mode).and_then(|()| adapted.capture(count, mode)) {
                 Ok(graph) => {
                     names.push(name.to_owned());
@@ -123,6 +139,8 @@ struct Adapted<'a> {
     stage: &'a Stage,
     workload: &'a Workload,
     layer: Layer<'a>,
+    /// The fused linear of each set of base weights, if it supports the batch.
+    fused: Vec<FusedLinear>,
 }
 
 impl Adapted<'_> {
@@ -171,6 +189,10 @@ pub(crate) fn room(workload: &Workload) -> Room {
 /// Where the base weights of turn `i` start: behind all adapters.
 fn first_base(workload: &Workload, i: usize) -> usize {
     layer::weight_elems(workload) + i % num_base_sets(workload) * base_elems(workload)
+}
+
+fn base_address(stage: &Stage, workload: &Workload, i: usize) -> u64 {
+    stage.weights.address + elem_bytes(first_base(workload, i)) as u64
 }
 
 fn base_elems(workload: &Workload) -> usize {

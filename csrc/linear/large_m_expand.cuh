@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Expand of wide tiles (64 rows) in bf16 and f16, at ranks up to ARIL_STAGED_RANK. Products are
+// wgmma's on sm_90a in bf16, otherwise mma.sync's, with the same bits.
+//
+// A block has a wide tile and a range of outputs, in chunks of 128. B and y of a chunk share a
+// stage of shared memory; bulk copies bring them, and y back, in pieces of 256 bytes per row, so no
+// y waits in registers. v's terms are converted once per block. Warpgroup i multiplies output tile
+// i of a chunk. Before sm_90 cp.async brings B, and loads and stores move y.
+//
+// Bound: the bytes of y in and out; B comes from L2 for all wide tiles of a slot but the first.
+#pragma once
+
+#include "../device/descriptor.cuh"
+#include "../device/product.cuh"
+#include "../device/reduction.cuh"
+#include "../device/token_tile.cuh"
+#include "../device/vec.cuh"
+#include "../host/launch.cuh"
+#include "../ptx/async.cuh"
+#include "../ptx/pdl.cuh"
+#include "large_m_shrink.cuh"
+
+namespace aril::detail {
+
+constexpr int kChunkOuts = 2 * ARIL_OUT_TILE;
+constexpr int kChunkRowBytes = kChunkOuts * 2 + 64;  // of y; padded so that 2 rows hit all banks
+constexpr int kMaxExpandStages = 4;
+#if __CUDA_ARCH__ >= 900
+constexpr bool kBulk = true;
+#else
+constexpr bool kBulk = false;
+#endif
+constexpr int kExpandThreads = 2 * kWarpgroupThreads;
+// Blocks on a multiprocessor, as far as registers allow. In f16 both terms of B take registers.
+template <typename T>
+constexpr int kLargeMExpandBlocks = std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
+
+// Shared memory of a block: the terms of v, and a ring of two stages for 64 rows, or one if two do
+// not fit. With an odd number of rank tiles the last operand reads one tile beyond the stage.
+inline int32_t large_m_expand_smem(const aril_weights& weights, int& ring_bytes, int& smem_bytes) {
+  int max_bytes;
+  ARIL_TRY(max_smem_bytes(max_bytes));
+  const int v = rank_steps(weights) * kTerms * kTermBytes;
+  const int stage = ARIL_WIDE_TILE * kChunkRowBytes + kChunkOuts * rank_tiles(weights) * 16;
+  ring_bytes = v + 2 * stage <= max_bytes ? 2 * stage : stage;
+  smem_bytes = v + ring_bytes + rank_tiles(weights) % 2 * ARIL_OUT_TILE * 16;
+  return 0;
+}
+
+// Copies `count` adjacent outputs, 16 bytes at a time if they are `whole`.
+template <typename T>
+__device__ __forceinline__ void copy_outs(T* to, const T* from, int count, bool whole) {
+  constexpr int kSize = Vec<T>::kSize;
+  if (whole) {
+    for (int i = 0; i < count; i += kSize) {
+      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    }
+  } else {
+    for (int i = 0; i < count; ++i) to[i] = from[i];
+  }
+}
+
+// The barriers of a block's stages, and the phase that each is in.
+class ExpandBarriers {
+ public:
+  // All threads call it, before any other use.
+  __device__ __forceinline__ explicit ExpandBarriers(TransactionBarrier* barriers)
+      : barriers_(barriers) {
+    if (threadIdx.x < kMaxExpandStages) barriers[threadIdx.x].init(ARIL_WIDE_TILE + 1);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ TransactionBarrier& operator[](int stage) const {
+    return barriers_[stage];
+  }
+
+  __device__ __forceinline__ void wait(int stage) {
+    barriers_[stage].wait(phases_ >> stage & 1);
+    phases_ ^= 1u << stage;
+  }
+
+ private:
+  TransactionBarrier* barriers_;
+  uint32_t phases_ = 0;
+};
+
+// Adds B v to the outputs `outs` of `rows`; those from `count` on are -1. v.load4(row, r) gives
+// ranks [r, r + 4), unscaled; v.lacks(row) says that y of a row must stay as it is. As many stages
+// as fit in `ring_bytes` are in flight.
+template <typename T, typename V>
+__device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows)[ARIL_WIDE_TILE],
+                                               const aril_descriptor& module,
+                                               const BlockOuts<T>& outs, unsigned char* shared,
+                                               int ring_bytes, ExpandBarriers& barriers,
+                                               const V& v) {
+  const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const int steps = ceil_div(module.rank, kRanksPerStep);
+  const int out_tile_bytes = rank_tiles * kBTileBytes;
+  const int chunks = ceil_div(outs.count, kChunkOuts);
+  // The terms of v as cores [steps][kTerms][2][8], then the stages: y, B.
+  unsigned char* const ring = shared + steps * kTerms * kTermBytes;
+  const int outs_bytes = ceil_div(count, 16) * 16 * kChunkRowBytes;  // a warp has 16 rows
+  const int stage_bytes = outs_bytes + 2 * out_tile_bytes;
+  const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
+  const char* b =
+      static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
+  // The first lanes of each warp copy a row of y each. Adjacent rows belong to different warps,
+  // since a warp issues its bulk copies one after the other. The last thread copies B.
+  constexpr int kWarps = kExpandThreads / 32;
+  const int own_row = lane < ARIL_WIDE_TILE / kWarps
+                          ? lane * kWarps + static_cast<int>(threadIdx.x) / 32
+                          : ARIL_WIDE_TILE;
+  const ExpandRow own = own_row < ARIL_WIDE_TILE ? rows[own_row] : ExpandRow{-1, -1, 0.0f};
+  const bool whole = is_aligned(outs.y, outs.y_stride) && outs.num_outs % Vec<T>::kSize == 0;
+  T* row = own.y < 0 ? nullptr : outs.y + own.y * outs.y_stride + outs.first;
+  const auto stage_at = [&](int stage) { return ring + stage * stage_bytes; };
+  const auto outs_of = [&](int chunk) { return min(outs.count - chunk * kChunkOuts, kChunkOuts); };
+  const auto fetch_weights = [&](int chunk, int stage) {
+    if (chunk >= chunks) return;
+    const int bytes = ceil_div(outs_of(chunk), ARIL_OUT_TILE) * out_tile_bytes;
+    unsigned char* to = stage_at(stage) + outs_bytes;
+    const char* from = b + int64_t{chunk} * 2 * out_tile_bytes;
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == kExpandThreads - 1) {
+      barriers[stage].expect(bytes);
+      barriers[stage].copy(to, from, bytes);
+    }
+#else
+    for (int at = threadIdx.x * 16; at < bytes; at += kExpandThreads * 16) {
+      copy_async(to + at, from + at);
+    }
+    commit_copies();
+#endif
+  };
+  const auto fetch_outs = [&](int chunk, int stage) {
+    if (own_row >= ARIL_WIDE_TILE || chunk >= chunks) return;
+    T* to = reinterpret_cast<T*>(stage_at(stage) + own_row * kChunkRowBytes);
+    const bool reads = row != nullptr && !outs.overwrites;
+    const bool bulk = kBulk && whole && reads;
+    if (!bulk && reads) {
+      copy_outs(to, row + chunk * kChunkOuts, outs_of(chunk), whole);
+    }
+    TransactionBarrier& barrier = barriers[stage];
+    barrier.expect(bulk ? outs_of(chunk) * 2 : 0);
+    if (bulk) barrier.copy(to, row + chunk * kChunkOuts, outs_of(chunk) * 2);
+  };
+  const auto store_outs = [&](int chunk, int stage) {
+    if (row == nullptr) return;
+    const T* from = reinterpret_cast<T*>(stage_at(stage) + own_row * kChunkRowBytes);
+    if (kBulk && whole) {
+      bulk_store(row + chunk * kChunkOuts, from, outs_of(chunk) * 2);
+    } else {
+      copy_outs(row + chunk * kChunkOuts, from, outs_of(chunk), whole);
+    }
+  };
+  for (int i = 0; i < stages - 1; ++i) fetch_weights(i, i);
+  wait_for_predecessors();
+  if (row != nullptr && v.lacks(own.v)) row = nullptr;
+  for (int i = 0; i < stages - 1; ++i) fetch_outs(i, i);
+
+  // A thread gathers four ranks of a row, scales them, and stores their terms.
+  constexpr int kQuads = kRanksPerStep / 4;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < count * steps * kQuads; i += kExpandThreads) {
+    const int quad = i % kQuads * 4, t = i / kQuads / steps, step = i / kQuads - t * steps;
+    const int r = step * kRanksPerStep + quad;
+    const ExpandRow row = rows[t];
+    float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (row.v >= 0 && r < rank_tiles * ARIL_RANK_TILE) sums = v.load4(row.v, r) * row.factor;
+    uint2* const words = reinterpret_cast<uint2*>(shared + step * kTerms * kTermBytes +
+                                                  quad / 8 * 1024 + t * 16 + quad % 8 * 2);
+    uint2 high, low;
+    to_bf16_terms(sums.x, sums.y, high.x, low.x);
+    to_bf16_terms(sums.z, sums.w, high.y, low.y);
+    words[0] = high;
+    words[kTermBytes / 8] = low;
+  }
+  fence_async_proxy();
+  __syncthreads();
+
+  const auto next_of = [&](int stage) { return stage + 1 < stages ? stage + 1 : 0; };
+  int at = 0, ahead = stages - 1;
+  for (int chunk = 0; chunk < chunks; ++chunk, at = next_of(at), ahead = next_of(ahead)) {
+    unsigned char* const stage = stage_at(at);
+    wait_for_bulk_store_reads();
+    fetch_weights(chunk + stages - 1, ahead);
+    fetch_outs(chunk + stages - 1, ahead);
+    barriers.wait(at);
+#if __CUDA_ARCH__ < 900
+    wait_for_copies<0>();
+    __syncthreads();
+#endif
+    float deltas[8][4];
+    multiply_out_tile<T>(deltas, shared, stage + outs_bytes + warpgroup * out_tile_bytes,
+                         rank_tiles);
+#pragma unroll
+    for (int half = 0; half < 2 && warp * 16 < count; ++half) {
+      unsigned char* const outs_at = stage + (warp * 16 + g + half * 8) * kChunkRowBytes +
+                                     warpgroup * ARIL_OUT_TILE * 2 + q * 16;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint4* const eight = reinterpret_cast<uint4*>(outs_at + i * 64);
+        const Vec<T> base{outs.overwrites ? make_uint4(0, 0, 0, 0) : *eight};
+        T sums[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          sums[e] = from_float<T>(base[e] + deltas[i * 4 + e / 2][2 * half + e % 2]);
+        }
+        uint4 result;
+        memcpy(&result, sums, sizeof(result));
+        *eight = result;
+      }
+    }
+    fence_async_proxy();
+    __syncthreads();
+    store_outs(chunk, at);
+  }
+  wait_for_bulk_stores();
+}
+
+// Grid: wide tiles x blocks of outputs.
+template <typename T>
+__global__ void __launch_bounds__(kExpandThreads, kLargeMExpandBlocks<T>)
+    large_m_expand_kernel(const __grid_constant__ aril_linear_args p, int out_blocks,
+                          int ring_bytes) {
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
+  __shared__ ExpandRow rows[ARIL_WIDE_TILE];
+  launch_dependents();
+  const TokenTile tile(p, blockIdx.x / out_blocks);
+  int slice;
+  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
+  const aril_descriptor module = module_of(p.weights, tile.slot, slice);
+  if (!outs.begin(tile, module, p.num_tokens)) return;
+  if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);
+  ExpandBarriers barriers(barriers_shared);
+  large_m_expand<T>(tile.count, rows, module, outs, stages_shared, ring_bytes, barriers,
+                    PartialSums(p, slice));
+}
+
+}  // namespace aril::detail

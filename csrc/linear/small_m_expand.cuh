@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Expand of a token tile of 16 rows in bf16 and f16, with mma.sync: y += B v.
+//
+// A block has a token tile and a range of outputs of a slice; a warp takes a unit of 32 outputs at
+// a time. Before the wait for predecessors the block requests B (kStaged: to shared memory, ranks
+// up to ARIL_STAGED_RANK; otherwise B is read in place). After it, the y of two units per warp is
+// requested, v is gathered and converted to operands, and the units are multiplied, added to y and
+// stored.
+//
+// Bound: the bytes of B and y; v is a round trip to L2 after shrink's last store.
+#pragma once
+
+#include <type_traits>
+
+#include "../device/descriptor.cuh"
+#include "../device/product.cuh"
+#include "../device/token_tile.cuh"
+#include "../ptx/async.cuh"
+#include "../ptx/pdl.cuh"
+#include "small_m_shrink.cuh"
+
+namespace aril::detail {
+
+// Shared memory of a block of expand: B if staged, then the terms of v.
+__host__ __device__ __forceinline__ int small_m_expand_smem_bytes(const aril_weights& weights,
+                                                                  int outs_per_block, bool staged) {
+  const int out_tiles = ceil_div(outs_per_block, ARIL_OUT_TILE);
+  const int b = out_tiles * ARIL_OUT_TILE * ceil_div(weights.max_rank, ARIL_RANK_TILE) * 16;
+  return (staged ? b : 0) + rank_steps(weights) * kTerms * 32 * 16;
+}
+
+// Gathers v of `count` rows, scales it, and stores its terms as operands [steps][kTerms][32 lanes].
+// Eight pairs of ranks make a step; four threads gather a pair if there are enough, otherwise one.
+template <typename V>
+__device__ __forceinline__ void gather_terms(uint4* operands, int count,
+                                             const ExpandRow (&rows)[ARIL_TOKENS_PER_TILE],
+                                             int rank_tiles, int steps, const V& v, int warp,
+                                             int lane) {
+  constexpr int kTeam = 4, kPairs = kRanksPerStep / 2;
+  const auto gather = [&](auto team_size) {
+    constexpr int kMembers = decltype(team_size)::value;
+    constexpr int kInWarp = 32 / (kPairs * kMembers);  // steps of a row that a warp gathers at once
+    const int pair = threadIdx.x / kMembers % kPairs * 2;
+    for (int first = warp * kInWarp; first < count * steps; first += kSmallMWarps * kInWarp) {
+      const int i = first + lane / (kPairs * kMembers);
+      const bool valid = i < count * steps;
+      const int t = valid ? i / steps : 0, step = valid ? i - t * steps : 0;
+      const int r = step * kRanksPerStep + pair;
+      const bool has = valid && r < rank_tiles * ARIL_RANK_TILE;
+      float2 v_pair = v.template load2<kMembers>(has ? rows[t].v : -1, r);
+      if (valid && threadIdx.x % kMembers == 0) {
+        v_pair = make_float2(v_pair.x * rows[t].factor, v_pair.y * rows[t].factor);
+        store_terms(operands + step * kTerms * 32, t, pair, v_pair);
+      }
+    }
+  };
+  if (count * steps * kPairs * kTeam <= kSmallMThreads) {
+    gather(std::integral_constant<int, kTeam>{});
+  } else {
+    gather(std::integral_constant<int, 1>{});
+  }
+}
+
+// Adds B v to the outputs `outs` of `count` rows: make_row(t) gives the t-th. make_v(), called
+// after the wait for predecessors, gives an object whose load2(row, r) returns ranks r and r + 1 of
+// v, unscaled, and whose lacks(row) says that y of a row must stay as it is.
+template <typename T, bool kStaged, typename MakeRow, typename MakeV>
+__device__ __forceinline__ void small_m_expand(int count, const MakeRow& make_row,
+                                               const aril_descriptor& module,
+                                               const BlockOuts<T>& outs, unsigned char* shared,
+                                               const MakeV& make_v) {
+  constexpr int kAhead = 2;  // units of a warp whose y is in flight
+  __shared__ TransactionBarrier barrier;
+  __shared__ ExpandRow rows[ARIL_TOKENS_PER_TILE];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+  const int steps = ceil_div(module.rank, kRanksPerStep);
+  const int out_tile_bytes = rank_tiles * kBTileBytes;
+  const int b_bytes = kStaged ? ceil_div(outs.count, ARIL_OUT_TILE) * out_tile_bytes : 0;
+  uint4* const operands = reinterpret_cast<uint4*>(shared + b_bytes);
+  const char* const b =
+      static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
+  if constexpr (kStaged) bulk_load(barrier, shared, b, b_bytes, threadIdx.x, kSmallMThreads);
+  if (threadIdx.x < ARIL_TOKENS_PER_TILE) rows[threadIdx.x] = make_row(threadIdx.x);
+  __syncthreads();
+  wait_for_predecessors();
+
+  const int units = ceil_div(outs.count, ARIL_OUT_UNIT);
+  const bool aligned = outs.step == 1 && is_aligned(outs.y, outs.y_stride);
+  T* const y = outs.y + outs.first * outs.step;
+  OutVec<T> bases[kAhead][2];
+  // Calls f for the lane's rows g and g + 8 of a unit.
+  const auto for_rows = [&](int unit, auto f) {
+    const int out = unit * ARIL_OUT_UNIT + 8 * q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = unit < units ? rows[g + 8 * half].y : -1;
+      if (row >= 0) {
+        f(half, y + row * outs.y_stride + out * outs.step, outs.count - out, rows[g + 8 * half].v);
+      }
+    }
+  };
+  const auto load_bases = [&](OutVec<T>(&bases)[2], int unit) {
+    for_rows(unit, [&](int half, T* y, int valid, int) {
+      if (!outs.overwrites) bases[half].load(y, valid, aligned);
+    });
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kSmallMWarps);
+
+  const auto v = make_v();
+  gather_terms(operands, count, rows, rank_tiles, steps, v, warp, lane);
+  if constexpr (kStaged) wait_for_copies<0>();
+  __syncthreads();
+  if constexpr (kStaged) barrier.wait(0);
+  const auto cores_of = [&](const auto* rank_tile) {
+    if constexpr (kStaged) {
+      return ldmatrix_x4(rank_tile + lane * 16);
+    } else {
+      const auto* words = reinterpret_cast<const uint32_t*>(rank_tile) + lane;
+      return make_uint4(words[0], words[32], words[64], words[96]);
+    }
+  };
+
+  for (int first = warp; first < units; first += kAhead * kSmallMWarps) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int unit = first + i * kSmallMWarps;
+      if (unit >= units) break;
+      const char* unit_b = (kStaged ? reinterpret_cast<const char*>(shared) : b) +
+                           int64_t{unit / 2} * out_tile_bytes + unit % 2 * kUnitBytes;
+      float deltas[4][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        uint4 terms[kTerms];
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          terms[term] = operands[(step * kTerms + term) * 32 + lane];
+        }
+        const uint4 b0 = cores_of(unit_b + 2 * step * kBTileBytes);
+        uint4 b1 = make_uint4(0, 0, 0, 0);
+        if (2 * step + 1 < rank_tiles) b1 = cores_of(unit_b + (2 * step + 1) * kBTileBytes);
+        multiply_unit<T>(deltas, terms, b0, b1);
+      }
+      for_rows(unit, [&](int half, T* y, int valid, int v_row) {
+        if (!v.lacks(v_row)) {
+          bases[i][half].add(y, outs.step, deltas, half, valid, aligned, outs.overwrites);
+        }
+      });
+      load_bases(bases[i], unit + kAhead * kSmallMWarps);
+    }
+  }
+}
+
+}  // namespace aril::detail

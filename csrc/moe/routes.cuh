@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Routes: where one stands, which group it belongs to, and what its delta is multiplied by.
+#pragma once
+
+#include "../aril.h"
+#include "../device/math.cuh"
+
+namespace aril::detail {
+
+constexpr int kExpertsWarps = ARIL_WARPS;  // of a block on route tiles
+constexpr int kExpertsThreads = 32 * kExpertsWarps;
+
+// A route without a row in matrices of routes, or without a group.
+constexpr int kNowhere = -1;
+
+// Whether every block of an operation sorts the routes for itself.
+__host__ __device__ __forceinline__ bool fit_each_block(int num_tokens, const aril_top_k& top_k) {
+  return num_tokens * top_k.top_k <= ARIL_EACH_BLOCK_ROUTES;
+}
+
+// Whether one block of the first operation sorts the routes for all. Otherwise aril_group does.
+__host__ __device__ __forceinline__ bool fit_one_block(int num_tokens, const aril_top_k& top_k) {
+  return num_tokens * top_k.top_k <= ARIL_ONE_BLOCK_ROUTES;
+}
+
+// The tokens of an operation on `num_tokens` that were routed to slots.
+__device__ __forceinline__ int routed_tokens(const aril_routing& routing, int num_tokens) {
+  return min(*routing.num_tokens, num_tokens);
+}
+
+// The row of a route in matrices of routes, or kNowhere.
+__device__ __forceinline__ int row_of(const aril_top_k& top_k, int num_tokens, int route) {
+  if (top_k.rows == nullptr) return route;
+  const int row = top_k.rows[route];
+  return row >= 0 && row < num_tokens * top_k.top_k ? row : kNowhere;
+}
+
+// The group of a route to expert `id` whose token has `slot`: the expert; num_experts without a
+// slot; num_experts + 1 if the expert is on another rank; kNowhere without a row.
+__device__ __forceinline__ int group_of(const aril_top_k& top_k, int32_t id, int row, int slot) {
+  const unsigned expert = id, num_experts = top_k.num_experts;
+  if (row == kNowhere) return kNowhere;
+  return expert >= num_experts ? num_experts + 1 : slot < 0 ? num_experts : expert;
+}
+
+__device__ __forceinline__ aril_route_entry entry_of(const aril_top_k& top_k,
+                                                     const aril_routing& routing, int num_tokens,
+                                                     int route) {
+  return {route, row_of(top_k, num_tokens, route), routing.scales[route / top_k.top_k],
+          top_k.weights == nullptr ? 1.0f : top_k.weights[route]};
+}
+
+// Routes in the order of their tiles, in shared or global memory.
+struct SortedRoutes {
+  aril_route_entry* routes;
+  aril_route_tile* tiles;
+};
+
+// What multiplies B (A x) of a route: the module's scaling, the token's scale, and, if `weighted`,
+// the router's weight, in this order.
+__device__ __forceinline__ float route_factor(float scaling, float scale, bool weighted,
+                                              float weight) {
+  const float factor = scaling * scale;
+  return weighted ? factor * weight : factor;
+}
+
+}  // namespace aril::detail
