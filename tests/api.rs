@@ -14,7 +14,7 @@ use aril::{
         Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Halves, Linear, LinearId, LinearSite,
         Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
     },
-    plan::{AlignCapacity, Capacity, ExpertsPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
+    plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     reference,
     residency::{Resident, SlotInfo, Usage},
     routing::{AlignedRoutes, Batch, Segments, TopK},
@@ -30,9 +30,9 @@ fn types_may_be_shared_between_threads() {
     shared::<(SlotImage<'_>, Piece<'_>)>();
     shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Shard, TpRank)>();
     shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
-    shared::<(ExpertsPlan, ProjectionPlan, RouteCapacity)>();
+    shared::<(ExpertsPlan, ForwardPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();
-    shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::Workspace)>();
+    shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::FusedLinear<'_, f32>, cpu::Workspace)>();
     shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
     shared::<(Resident, SlotInfo, Usage)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
@@ -71,7 +71,7 @@ mod cuda {
 
     #[test]
     fn types_may_be_shared_between_threads() {
-        super::shared::<(Kernels, Queue, LoraLinear, LoraEmbedding, LoraExperts)>();
+        super::shared::<(Kernels, Queue, LoraLinear, LoraEmbedding, LoraExperts, FusedLinear<'_, f32>)>();
         super::shared::<(WeightTable, Reservation, Filled, Staging)>();
         super::shared::<(Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
         super::shared::<(Grouping, Alignment, AlignedRoutes<'_>, GroupedRoutes<'_>, TopK<'_>)>();
@@ -84,7 +84,7 @@ mod cuda {
             MatrixMut<'_, f32>,
         )>();
         super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
-        super::shared::<(raw::Alignment, raw::AlignedRoutes, raw::LoraExperts, raw::TopK)>();
+        super::shared::<(raw::Alignment, raw::AlignedRoutes, raw::FusedLinear, raw::LoraExperts, raw::TopK)>();
         super::shared::<(raw::Routing, raw::Grouping, raw::GroupedRoutes)>();
         super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::Table, raw::Step, raw::RoutedBatch)>();
         super::error::<LaunchError>();

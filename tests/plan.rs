@@ -8,12 +8,25 @@ use aril::{
 };
 use proptest::prelude::*;
 
-fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+fn site(in_features: usize, slices: &[usize]) -> LinearSite {
     let mut spec = ModelSpec::new();
     let layer = Linear::new("layer", Parallel::Replicated, in_features);
     let layer = slices.iter().enumerate().fold(layer, |layer, (i, &out)| layer.slice(format!("m{i}"), out));
     let id = spec.linear(layer).unwrap();
-    LinearPlan::new(&spec.shard(TpRank::SINGLE).unwrap()[id], dtype, capacity)
+    spec.shard(TpRank::SINGLE).unwrap()[id].clone()
+}
+
+fn plan(in_features: usize, slices: &[usize], dtype: DType, capacity: Capacity) -> Result<LinearPlan, PlanError> {
+    LinearPlan::new(&site(in_features, slices), dtype, capacity)
+}
+
+fn plan_forward(
+    in_features: usize,
+    slices: &[usize],
+    dtype: DType,
+    capacity: Capacity,
+) -> Result<ForwardPlan, PlanError> {
+    ForwardPlan::new(&site(in_features, slices), dtype, capacity)
 }
 
 /// Tokens that fill a tile, in an operation on so many.
@@ -100,6 +113,40 @@ proptest! {
                 prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
             }
         }
+    }
+
+    /// No batch of a fused linear needs more than the whole workspace, and each has a float and a tag for each of four parts of the
+    /// input, token, slice and rank. More room never needs less.
+    #[test]
+    fn the_workspace_of_a_fused_linear_is_large_enough(
+        capacity in capacities(), eighths in 1..3000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
+    ) {
+        let plan = plan_forward(8 * eighths, &slices, DType::F16, capacity).unwrap();
+        prop_assert_eq!(plan.max_tokens(), capacity.max_tokens.min(MAX_FORWARD_TOKENS));
+        for num_tokens in 0..=plan.max_tokens() {
+            let floats = 4 * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(16);
+            let needed = plan.workspace_bytes_for(num_tokens);
+            prop_assert_eq!((needed.mailbox, needed.partials), (128 + 8 * floats, 0));
+            prop_assert_eq!(plan.workspace_bytes().max(needed), plan.workspace_bytes());
+        }
+    }
+
+    /// Blocks that share a row are of the shape alone: the order of sums must not depend on what a batch may hold.
+    #[test]
+    fn the_order_of_sums_is_of_the_shape_alone(
+        capacities in [capacities(), capacities()], eighths in [1..3000_usize, 1..3000],
+        slices in prop::collection::vec(1..40_000_usize, 1..=8),
+    ) {
+        let [first, second] = [0, 1].map(|i| plan_forward(8 * eighths[i], &slices, DType::BF16, capacities[i]).unwrap());
+        prop_assert_eq!(first.splits(), second.splits());
+        prop_assert_eq!(first.blocks(), second.blocks());
+        // A unit has 16 rows, slices have whole pairs of units, and two blocks have up to 12 units.
+        let units: usize = slices.iter().map(|out| out.div_ceil(32) * 2).sum();
+        prop_assert_eq!(first.splits(), if units > 66 * 12 { 1 } else { 2 });
+        prop_assert!(first.blocks() >= slices.len() * first.splits());
+        // All are resident at once, unless what slices leave of their last clusters is too much for two blocks with 12 units.
+        let most = if first.splits() == 1 { 132 } else { 132 + 2 * slices.len() };
+        prop_assert!(first.blocks() <= most, "{} blocks", first.blocks());
     }
 
     #[test]

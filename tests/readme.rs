@@ -2,8 +2,8 @@
 
 use aril::{
     DType,
-    model::{MAX_RANK, MAX_SLICES},
-    plan::{MAX_SLOTS, RouteCapacity},
+    model::{Linear, MAX_RANK, MAX_SLICES, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, ForwardPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError, RouteCapacity},
 };
 
 const README: &str = include_str!("../README.md");
@@ -18,23 +18,47 @@ fn archs() -> &'static str {
 
 #[test]
 fn the_table_of_operations_is_that_of_the_code() {
-    let dtypes = [DType::BF16, DType::F16, DType::F32].map(|dtype| dtype.to_string()).join(", ");
+    let all = [DType::BF16, DType::F16, DType::F32];
+    let names = |dtypes: &[DType]| dtypes.iter().map(DType::to_string).collect::<Vec<_>>().join(", ");
+    let dtypes = names(&all);
     let archs: Vec<String> = archs().split(';').map(|arch| format!("sm_{arch}")).collect();
-    let archs = archs.join(", ");
     let max_experts = 1024;
     let checked = |num_experts| RouteCapacity::tokens(1).top_k(1).experts(num_experts).checked();
     assert!(checked(max_experts).is_ok() && checked(max_experts + 1).is_err());
+    let is_fused = |dtype: &DType| fused(*dtype).is_ok();
+    let fused_dtypes = names(&all.into_iter().filter(is_fused).collect::<Vec<_>>());
+    // Behind "sm_": a digit or two before the point, one behind it, and perhaps a letter.
+    let is_new = |arch: &&String| {
+        let number: i32 = arch[3..].trim_end_matches('a').parse().expect("an architecture is a number");
+        ForwardPlan::is_for((number / 10, number % 10))
+    };
+    let new_archs: Vec<String> = archs.iter().filter(is_new).cloned().collect();
+    let [archs, new_archs] = [archs, new_archs].map(|archs| archs.join(", "));
     let operations = [
-        (format!("linear, up to {MAX_SLICES} fused modules"), MAX_RANK, String::new()),
-        ("embedding".to_owned(), MAX_RANK, String::new()),
-        ("experts of a layer".to_owned(), MAX_RANK, format!(", {max_experts} experts")),
+        (format!("linear, up to {MAX_SLICES} fused modules"), &archs, &dtypes, String::new()),
+        (
+            "linear with its base weights, in one launch".to_owned(),
+            &new_archs,
+            &fused_dtypes,
+            format!(", {MAX_FORWARD_TOKENS} tokens"),
+        ),
+        ("embedding".to_owned(), &archs, &dtypes, String::new()),
+        ("experts of a layer".to_owned(), &archs, &dtypes, format!(", {max_experts} experts")),
     ];
-    for (operation, max_rank, limits) in operations {
+    for (operation, archs, dtypes, limits) in operations {
         let row = format!(
-            "| {operation} | yes | {archs}, PTX for later | {dtypes} | 1 to {max_rank} | {MAX_SLOTS} slots{limits} |"
+            "| {operation} | yes | {archs}, PTX for later | {dtypes} | 1 to {MAX_RANK} | {MAX_SLOTS} slots{limits} |"
         );
         assert!(README.lines().any(|line| line == row), "README.md must have the line\n{row}");
     }
+}
+
+/// A plan of the fused linear.
+fn fused(dtype: DType) -> Result<ForwardPlan, PlanError> {
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Replicated, 8).slice("q", 8)).expect("the layer is described once");
+    let model = spec.shard(TpRank::SINGLE).expect("one rank has all of it");
+    ForwardPlan::new(&model[id], dtype, Capacity::tokens(1).slots(1).rank(MAX_RANK))
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! What runs beside the kernels, and what ran before them in the same workspace: no bit of a result shows it.
 
 mod experts;
+mod fused_linear;
 
 use std::{
     sync::{

@@ -21,6 +21,7 @@ mod contention;
 mod device;
 mod engine;
 mod experts;
+mod fused_linear;
 mod goldens;
 mod graph;
 mod hot_path;

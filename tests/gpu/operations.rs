@@ -213,7 +213,7 @@ impl Raw<'_> {
 }
 
 /// What equality is judged by, NaN included.
-fn bits<T: Element>(values: &[T]) -> &[u8] {
+pub fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 

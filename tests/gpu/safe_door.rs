@@ -47,7 +47,7 @@ struct Call {
 }
 
 /// Mostly what fits.
-fn near(value: usize) -> impl Strategy<Value = usize> + Clone {
+pub fn near(value: usize) -> impl Strategy<Value = usize> + Clone {
     prop_oneof![80 => Just(value), 1 => Just(0), 1 => Just(value + 1), 1 => 0..2 * value + 2, 1 => Just(usize::MAX)]
 }
 
@@ -103,7 +103,7 @@ fn calls() -> impl Strategy<Value = Call> {
         )
 }
 
-fn workspace_bytes([mailbox, partials]: [usize; 2]) -> WorkspaceBytes {
+pub fn workspace_bytes([mailbox, partials]: [usize; 2]) -> WorkspaceBytes {
     let mut bytes = WorkspaceBytes::default();
     (bytes.mailbox, bytes.partials) = (mailbox, partials);
     bytes
@@ -190,7 +190,7 @@ fn is_of_device(error: &(dyn Error + 'static)) -> bool {
 }
 
 /// Makes so many calls, of which none may fault. How many there were, and how many were taken.
-fn take_or_refuse<S: Strategy>(
+pub fn take_or_refuse<S: Strategy>(
     gpu: &Gpu,
     cases_wanted: u32,
     calls: &S,

@@ -1,0 +1,1147 @@
+//! The fused linear against the reference, through both doors, in memory where everything that no operand covers is NaN.
+
+use std::error::Error;
+
+use aril::{
+    DType, Element, Slot,
+    cuda::{
+        Buffer, FusedLinear, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, Step, WeightTable, Workspace,
+        raw,
+    },
+    error::OperandError,
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, ForwardPlan, MAX_FORWARD_TOKENS, PlanError, WorkspaceBytes},
+    routing::Batch,
+};
+use cudarc::driver::{CudaContext, CudaView, sys};
+use half::bf16;
+use proptest::prelude::*;
+
+use crate::{
+    common::{
+        case::Subject,
+        compare::{Expected, Place, compare},
+        dense::{self, Sizes},
+        fused_linear::{Case, Fused, World, cases},
+        values::{Dtype, Values},
+    },
+    device::Gpu,
+    for_dtype,
+    operations::{PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
+    safe_door::{near, take_or_refuse},
+};
+
+const SIZES: Sizes = Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::LARGE };
+
+/// Any case in 16 bits.
+fn cases_of_16_bits(sizes: Sizes) -> impl Strategy<Value = Case> {
+    cases(sizes).prop_map(|case| {
+        let dtype = if matches!(case.dtype, Dtype::F32) { Dtype::BF16 } else { case.dtype };
+        Case { dtype, ..case }
+    })
+}
+
+/// The safe door, on slices that are borrowed.
+struct Safe<'a> {
+    gpu: &'a Gpu,
+}
+
+/// The raw door.
+#[derive(Clone, Copy)]
+struct Raw<'a> {
+    gpu: &'a Gpu,
+    /// Rows that the batch has room for beside the live ones, as in a captured graph; and slots that the routing has beside the
+    /// table's.
+    padded_tokens: usize,
+    /// Launch from a captured graph.
+    captured: bool,
+    /// Every block computes all that it would otherwise take from others.
+    withholds: bool,
+}
+
+impl<'a> Raw<'a> {
+    fn eager(gpu: &'a Gpu) -> Self {
+        Self { gpu, padded_tokens: 0, captured: false, withholds: false }
+    }
+}
+
+impl Subject<Fused> for Safe<'_> {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        let (gpu, queue) = (self.gpu, &self.gpu.queue);
+        let capacity = world.capacity(case.num_tokens());
+        let weights = WeightTable::new(queue, &world.model, T::DTYPE, capacity, 1 << 26).unwrap();
+        for (slot, adapter) in world.adapters.iter().enumerate() {
+            weights.load(Slot::new(slot as u16), &adapter.plan(&world.model, T::DTYPE).unwrap()).unwrap();
+        }
+        let base = case.base::<T>(case.values);
+        let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
+        let slices = base.slices.iter().zip(&w).map(|((place, _), w)| matrix(&w.view(), *place));
+        let layer = FusedLinear::<T>::new(&weights, world.id, slices).unwrap();
+        let bias = base.bias.as_ref().map(|(place, bias)| (place.cols, gpu.upload(bias)));
+        let layer = match &bias {
+            Some((outs, bias)) => layer.with_bias(bias.view::<T>().slice(..*outs)).unwrap(),
+            None => layer,
+        };
+        let mut routing = Routing::new(queue, capacity, 1).unwrap();
+        let batch = routing.update(&world.batch()).unwrap();
+        let (x, mut y) = (gpu.upload(&world.x), gpu.upload(&world.y));
+        let (x_view, mut y_view): (CudaView<'_, T>, _) = (x.view(), y.view_mut::<T>());
+        let (x_matrix, y_matrix) = (matrix(&x_view, case.x()), matrix_mut(&mut y_view, case.y()));
+        let mut workspace = Workspace::new(&weights).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        if case.accumulates {
+            layer.accumulate(&mut step, x_matrix, y_matrix).unwrap();
+        } else {
+            layer.forward(&mut step, x_matrix, y_matrix).unwrap();
+        }
+        y.read()
+    }
+}
+
+impl Subject<Fused> for Raw<'_> {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        let (gpu, padded) = (self.gpu, self.padded_tokens);
+        let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
+        let tokens = live + padded;
+        let capacity = world.capacity(tokens);
+        let routed = capacity.slots(capacity.num_slots + padded);
+        let memory = gpu.poisoned(raw::Routing::device_bytes(routed).unwrap());
+        // SAFETY: the memory outlives the routing and is used on one stream.
+        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, routed, 1, memory.region()) }.unwrap();
+        // SAFETY: the stream is alive and not capturing.
+        unsafe { routing.update(&world.batch(), stream) }.unwrap();
+        let batch = routing.capture_batch(tokens).unwrap();
+        let table = PoisonedTable::new(gpu, world, capacity.num_slots);
+        let table = raw::Table::new(model, T::DTYPE, table.address(), capacity.num_slots, capacity.max_rank);
+
+        let base = case.base::<T>(case.values);
+        let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
+        let slices: Vec<_> = base.slices.iter().zip(&w).map(|((place, _), w)| raw_matrix::<T>(w, *place)).collect();
+        let layer = raw::FusedLinear::new(&gpu.kernels, model, world.id, T::DTYPE, capacity, &slices).unwrap();
+        let bias = base.bias.as_ref().map(|(_, bias)| gpu.upload(bias));
+        let layer = bias.iter().fold(layer, |layer, bias| layer.with_bias(bias.address()));
+        let layer = if self.withholds { layer.withholding() } else { layer };
+
+        // Padded rows are the base layer's: they have NaN, which must stay theirs.
+        let [mut x, mut y] = [&world.x, &world.y].map(|values| values.clone());
+        let ends = [case.x(), case.y()].map(|place| (place.at(live, 0), padded * place.stride));
+        x.splice(ends[0].0..ends[0].0, vec![T::from_f32(f32::NAN); ends[0].1]);
+        y.splice(ends[1].0..ends[1].0, vec![T::from_f32(7.0); ends[1].1]);
+        let (x, y) = (gpu.upload(&x), gpu.upload(&y));
+        let grown = |place: Place| Place { rows: tokens, ..place };
+        let (x_matrix, y_matrix) = (raw_matrix::<T>(&x, grown(case.x())), raw_matrix_mut::<T>(&y, grown(case.y())));
+        let mailbox = mailbox_of_garbage(gpu, layer.plan().workspace_bytes_for(tokens).mailbox);
+        let workspace = raw::Workspace { mailbox: mailbox.region(), partials: raw::DeviceRegion { ptr: 0, bytes: 0 } };
+        let step = raw::Step::new(table, batch, workspace, stream);
+        let launch = || {
+            if case.accumulates {
+                // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+                unsafe { layer.accumulate(&step, x_matrix, y_matrix) }.unwrap();
+            } else {
+                // SAFETY: as above.
+                unsafe { layer.forward(&step, x_matrix, y_matrix) }.unwrap();
+            }
+        };
+        if self.captured {
+            gpu.capture(launch).replay();
+        } else {
+            launch();
+        }
+        let mut result = y.read::<T>();
+        let (first, len) = ends[1];
+        let padded: Vec<T> = result.drain(first..first + len).collect();
+        for row in padded.chunks(case.y().stride) {
+            let (row, gap) = row.split_at(case.y().cols);
+            assert!(row.iter().all(|y| y.to_f32().is_nan()), "a padded row has no product\n{}", case.replay());
+            assert!(gap.iter().all(|y| y.to_f32() == 7.0), "a gap was written\n{}", case.replay());
+        }
+        result
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_raw_door_agrees_with_the_reference() {
+    let gpu = Gpu::new();
+    property(200, cases_of_16_bits(SIZES), |case| {
+        let padded_tokens = ((case.seed % 5) as usize * 7).min(MAX_FORWARD_TOKENS - case.num_tokens());
+        let [captured, withholds] = [2, 3].map(|divisor| case.seed.is_multiple_of(divisor));
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured, withholds }))
+    });
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_safe_door_agrees_with_the_reference() {
+    let gpu = Gpu::new();
+    property(100, cases_of_16_bits(SIZES), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
+}
+
+/// The tile of W, the K of a cluster and the tail of a slice: sums of whole numbers, to the bit.
+#[test]
+#[ignore = "needs a GPU"]
+fn corners() {
+    let gpu = Gpu::new();
+    let many = |tokens: usize| (0..tokens as i32).map(|token| token % 4 - 1).collect::<Vec<_>>();
+    let mut corners: Vec<_> = dense::Case::of_many_features(&[1, 16, 40, 64])
+        .into_iter()
+        .filter(|case| case.in_features().is_multiple_of(8))
+        .map(|case| dense::Case { gaps: [0; 3], ..case })
+        .collect();
+    let of_many_slices = dense::Case::of_many_slices(&[1, 19, 64, 8, 33]).into_iter();
+    corners.extend(of_many_slices.map(|mut case| {
+        if let dense::Op::Linear { in_features, .. } = &mut case.op {
+            *in_features = 704;
+        }
+        let dtype = if matches!(case.dtype, Dtype::F32) { Dtype::BF16 } else { case.dtype };
+        dense::Case { dtype, ..case }
+    }));
+    corners.extend([
+        // So wide that a block has whole rows of W, and one row past what a cluster of two has.
+        dense::Case::linear(64, &[12_672 + 1], &[&[8], &[3]], many(9)),
+        dense::Case::linear(136, &[12_672], &[&[16], &[1]], many(64)),
+        dense::Case::linear(8, &[1], &[&[1]], many(1)),
+        dense::Case::linear(72, &[15, 16, 17, 31, 32, 33], &[&[4, 0, 1, 9, 16, 17], &[0; 6]], many(17)),
+        // The largest rank, and a rank 1 beside it.
+        dense::Case::linear(96, &[300, 20], &[&[512, 1], &[1, 512]], many(64)),
+        // As many adapters as tokens, none with an adapter, no adapters, no tokens.
+        dense::Case::linear(256, &[96], &(0..64).map(|_| &[16_usize][..]).collect::<Vec<_>>(), (0..64).rev().collect()),
+        dense::Case::linear(40, &[40], &[&[4]], vec![-1; 30]),
+        dense::Case::linear(40, &[40], &[], vec![0, 5, -1]),
+        dense::Case::linear(40, &[40], &[&[4]], vec![]),
+    ]);
+    for dense in corners {
+        for accumulates in [false, true] {
+            let case = Case::fused(dense.clone(), accumulates);
+            for withholds in [false, true] {
+                for_dtype!(case.check(&mut Raw { withholds, ..Raw::eager(&gpu) })).unwrap();
+            }
+            for_dtype!(case.check(&mut Safe { gpu: &gpu })).unwrap();
+        }
+    }
+}
+
+/// The same bits: twice, captured, padded, whoever computes `A x`, through either door, and in whatever company.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tokens_bits_depend_on_nothing_else() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
+        let (world, mut eager) = (case.world::<T>(), Raw::eager(gpu));
+        let first = eager.run(case, &world);
+        let padded_tokens = 3.min(MAX_FORWARD_TOKENS - case.num_tokens());
+        let others = [
+            ("twice", eager),
+            ("captured", Raw { captured: true, ..eager }),
+            ("padded", Raw { padded_tokens, ..eager }),
+            ("withheld", Raw { withholds: true, ..eager }),
+        ];
+        for (name, mut subject) in others {
+            prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
+        }
+        prop_assert!(bits(&first) == bits(&Safe { gpu }.run(case, &world)), "the safe door differs\n{}", case.replay());
+        for tokens in [1, 8, 9, 16, 17, 32, 33].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
+            let (mut fewer, mut world) = (case.clone(), case.world::<T>());
+            fewer.slots.truncate(tokens);
+            world.slots.truncate(tokens);
+            world.scales.iter_mut().for_each(|scales| scales.truncate(tokens));
+            let rows = ..case.y().at(tokens, 0);
+            let fewer = eager.run(&fewer, &world);
+            prop_assert!(bits(&first[rows]) == bits(&fewer[rows]), "{tokens} tokens differ\n{}", case.replay());
+        }
+        // From the last token to the first.
+        let mut reversed = case.world::<T>();
+        reversed.slots.reverse();
+        reversed.scales.iter_mut().for_each(|scales| scales.reverse());
+        let row = |place: Place, token: usize| place.at(token, 0)..place.at(token, 0) + place.cols;
+        for token in 0..case.num_tokens() {
+            let last = case.num_tokens() - 1 - token;
+            reversed.x[row(case.x(), token)].copy_from_slice(&world.x[row(case.x(), last)]);
+            reversed.y[row(case.y(), token)].copy_from_slice(&world.y[row(case.y(), last)]);
+        }
+        let reversed = eager.run(case, &reversed);
+        let mut base = case.world::<T>();
+        base.slots.fill(Slot::BASE);
+        let base = eager.run(case, &base);
+        for token in 0..case.num_tokens() {
+            let (at, last) = (row(case.y(), token), row(case.y(), case.num_tokens() - 1 - token));
+            prop_assert!(
+                bits(&first[at.clone()]) == bits(&reversed[last]),
+                "token {token} in another place differs\n{}",
+                case.replay()
+            );
+            if case.adapter(token).is_none() {
+                prop_assert!(
+                    bits(&first[at.clone()]) == bits(&base[at]),
+                    "base row {token} differs without adapters\n{}",
+                    case.replay()
+                );
+            }
+        }
+        let mut alone = case.world::<T>();
+        for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
+            alone.slots.fill(Slot::BASE);
+            alone.slots[token] = world.slots[token];
+            let (at, alone) = (row(case.y(), token), eager.run(case, &alone));
+            prop_assert!(
+                bits(&first[at.clone()]) == bits(&alone[at]),
+                "token {token} alone differs\n{}",
+                case.replay()
+            );
+        }
+        Ok(())
+    }
+    let gpu = Gpu::new();
+    property(50, cases_of_16_bits(SIZES), |case| for_dtype!(case, run(&gpu, &case)));
+    for dtype in [Dtype::BF16, Dtype::F16] {
+        for (in_features, slices) in [(1304, [4096, 40]), (4104, [264, 72]), (200, [13_000, 24])] {
+            let slots = (0..64).map(|token| token % 7 - 1).collect();
+            let adapters: [&[usize]; 5] = [&[16, 8], &[1, 128], &[64, 0], &[33, 7], &[100, 512]];
+            let dense = dense::Case::linear(in_features, &slices, &adapters, slots);
+            let case = Case::fused(dense::Case { dtype, values: Values::Rounded, ..dense }, false);
+            for_dtype!(case, run(&gpu, &case)).unwrap();
+        }
+    }
+}
+
+/// What is not a number in one token's rows stays there.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tokens_nan_is_its_own() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
+        let mut subject = Raw { withholds: case.seed.is_multiple_of(2), ..Raw::eager(gpu) };
+        let mut world = case.world::<T>();
+        let expected = subject.run(case, &world);
+        let Some(token) = (case.seed as usize).checked_rem(case.num_tokens()) else { return Ok(()) };
+        let row = case.y().at(token, 0)..case.y().at(token, 0) + case.y().cols;
+        world.x[case.x().at(token, 0)..][..case.x().cols].fill(T::from_f32(f32::NAN));
+        let got = subject.run(case, &world);
+        prop_assert!(got[row.clone()].iter().all(|y| y.to_f32().is_nan()), "NaN is lost\n{}", case.replay());
+        prop_assert!(
+            bits(&got[..row.start]) == bits(&expected[..row.start])
+                && bits(&got[row.end..]) == bits(&expected[row.end..]),
+            "NaN has spread\n{}",
+            case.replay()
+        );
+        Ok(())
+    }
+    let gpu = Gpu::new();
+    property(100, cases_of_16_bits(SIZES), |case| for_dtype!(case, run(&gpu, &case)));
+}
+
+/// On whole numbers, the ranks of a layer that is cut by columns have its parts, and those of one cut by rows add up to it.
+#[test]
+#[ignore = "needs a GPU"]
+fn tensor_parallel_ranks_are_parts_of_the_whole() {
+    const IN: usize = 1040;
+    const SLICES: [usize; 2] = [80, 48];
+    let gpu = Gpu::new();
+    let slots = (0..40).map(|token| token % 3 - 1).collect();
+    let dense = dense::Case::linear(IN, &SLICES, &[&[16, 3], &[40, 0]], slots);
+    let case = Case { gaps: [0; 3], ..Case::fused(dense, false) };
+    let (world, base) = (case.world::<bf16>(), case.base::<bf16>(Values::Exact));
+    let tokens = case.num_tokens();
+    for parallel in [Parallel::Column, Parallel::Row] {
+        let mut spec = ModelSpec::new();
+        let modules = SLICES.iter().enumerate();
+        let linear =
+            modules.fold(Linear::new("layer", parallel, IN), |layer, (i, out)| layer.slice(format!("m{i}"), *out));
+        // The neighbours of the cases' layers, which every adapter has.
+        spec.linear(Linear::new("before", Parallel::Replicated, 3).slice("m0", 5)).unwrap();
+        let id = spec.linear(linear).unwrap();
+        spec.linear(Linear::new("behind", Parallel::Replicated, 3).slice("m0", 5)).unwrap();
+        let run = |tp: TpRank| -> Vec<Vec<f32>> {
+            let model = spec.shard(tp).unwrap();
+            let capacity = world.capacity(tokens);
+            let weights = WeightTable::new(&gpu.queue, &model, DType::BF16, capacity, 1 << 24).unwrap();
+            for (slot, adapter) in world.adapters.iter().enumerate() {
+                weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
+            }
+            let (site, columns) = (&model[id], model[id].in_range());
+            let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
+            let views: Vec<CudaView<'_, bf16>> = w.iter().map(|w| w.view()).collect();
+            let slices = site.slices().iter().zip(&base.slices).zip(&views).map(|((slice, (place, _)), w)| {
+                let offset = place.at(slice.range().start, columns.start);
+                matrix(w, Place { offset, rows: slice.out_features(), cols: columns.len(), ..*place })
+            });
+            let layer = FusedLinear::new(&weights, id, slices).unwrap();
+            let mut routing = Routing::new(&gpu.queue, capacity, 1).unwrap();
+            let batch = routing.update(&world.batch()).unwrap();
+            let outs = site.out_features();
+            let (x, mut y) = (gpu.upload(&world.x), gpu.upload(&vec![bf16::NAN; tokens * outs]));
+            let x_place = Place { offset: columns.start, cols: columns.len(), ..case.x() };
+            let y_place = Place { offset: 0, rows: tokens, cols: outs, stride: outs };
+            let mut workspace = Workspace::new(&weights).unwrap();
+            let mut step = weights.step(&batch, &mut workspace).unwrap();
+            let mut y_view = y.view_mut::<bf16>();
+            layer.forward(&mut step, matrix(&x.view(), x_place), matrix_mut(&mut y_view, y_place)).unwrap();
+            y.read::<bf16>().chunks(outs).map(|row| row.iter().map(|y| y.to_f32()).collect()).collect()
+        };
+        let whole = run(TpRank::SINGLE);
+        let [first, second] = [0, 1].map(|rank| run(TpRank::new(rank, 2).unwrap()));
+        for token in 0..tokens {
+            let (first, second) = (&first[token], &second[token]);
+            if parallel == Parallel::Row {
+                // Each part and the whole rounds once.
+                for (out, (a, b)) in first.iter().zip(second).enumerate() {
+                    let bound = DType::BF16.unit_roundoff() as f32 * (a.abs() + b.abs() + whole[token][out].abs());
+                    assert!((a + b - whole[token][out]).abs() <= bound, "token {token}, output {out}");
+                }
+            } else {
+                let half = SLICES[0] / 2;
+                let joined = [&first[..half], &second[..half], &first[half..], &second[half..]].concat();
+                assert_eq!(joined, whole[token], "token {token}");
+            }
+        }
+    }
+}
+
+/// A captured step follows what its memory holds: adapters of other ranks come and go between replays, to the bit.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_replay_sees_what_changed() {
+    fn run<T: Element>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
+        const IN: usize = 1104;
+        const SLICES: [usize; 3] = [264, 72, 40];
+        let Gpu { kernels, queue, .. } = gpu;
+        // By step: the ranks of each slot's adapter, and the slots of so many live tokens.
+        let case = |seed: u64, adapters: &[&[usize]], live: usize| {
+            let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
+            let dense = dense::Case::linear(IN, &SLICES, adapters, slots);
+            Case::fused(dense::Case { dtype, seed, ..dense }, false)
+        };
+        let steps = [
+            case(1, &[&[16, 8, 4], &[1, 0, 30], &[64, 64, 64]], tokens),
+            case(2, &[&[17, 0, 1], &[1, 0, 30], &[3, 128, 9]], tokens - 1),
+            case(3, &[&[128, 128, 128], &[0, 0, 5]], tokens / 2),
+            case(4, &[], tokens),
+            case(5, &[&[8, 8, 8]], 1),
+            case(6, &[&[33, 2, 100], &[100, 1, 7], &[5, 5, 0]], tokens),
+        ];
+        let capacity = Capacity::tokens(tokens).slots(4).rank(128);
+        let first = steps[0].world::<T>();
+        let model = &first.model;
+        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 24).unwrap();
+        let mut routing = Routing::new(queue, capacity, 2).unwrap();
+        let base = steps[0].base::<T>(steps[0].values);
+        let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
+        let slices: Vec<_> = base.slices.iter().zip(&w).map(|((place, _), w)| raw_matrix::<T>(w, *place)).collect();
+        let bias = gpu.upload(&base.bias.unwrap().1);
+        let layer = raw::FusedLinear::new(kernels, model, first.id, T::DTYPE, capacity, &slices).unwrap();
+        let layer = layer.with_bias(bias.address());
+        let workspace = Workspace::with_bytes(queue, layer.plan().workspace_bytes()).unwrap();
+        let out: usize = SLICES.iter().sum();
+        let (mut x, mut y) = (gpu.poisoned(tokens * IN * 2), gpu.poisoned(tokens * out * 2));
+        let (x_matrix, y_matrix) =
+            (raw::MatrixRef::new::<T>(x.address(), tokens, IN), raw::MatrixMut::new::<T>(y.address(), tokens, out));
+        let batch = routing.capture_batch(tokens).unwrap();
+        let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
+        let graph = gpu.capture(|| {
+            // SAFETY: everything captured is alive until after the last replay.
+            unsafe { layer.forward(&step, x_matrix, y_matrix) }.unwrap();
+        });
+        for case in &steps {
+            let world = case.world::<T>();
+            for slot in 0..capacity.num_slots {
+                let at = Slot::new(slot as u16);
+                match world.adapters.get(slot) {
+                    Some(adapter) => drop(weights.load(at, &adapter.plan(model, T::DTYPE).unwrap()).unwrap()),
+                    None => weights.unload(at).unwrap(),
+                }
+            }
+            // Rows without a token are the base layer's: of NaN, NaN.
+            let live = case.num_tokens();
+            let mut padded = vec![T::from_f32(f32::NAN); tokens * IN];
+            padded[..live * IN].copy_from_slice(&world.x[..live * IN]);
+            x.write(&padded);
+            y.write(&vec![T::from_f32(7.0); tokens * out]);
+            routing.update(&Batch::new(&world.slots)).unwrap();
+            graph.replay();
+            let (mut got, mut expected) = (y.read::<T>(), world.expected(case));
+            let behind = got.split_off(live * out);
+            assert!(behind.iter().all(|y| y.to_f32().is_nan()), "{tokens} tokens, step {}: rows behind", case.seed);
+            expected.truncate(live * out);
+            assert!(!expected.iter().any(|expected| matches!(expected, Expected::Untouched(_))));
+            compare(case.y(), &got, &expected, &format!("{tokens} tokens, step {}", case.seed)).unwrap();
+        }
+    }
+    let gpu = Gpu::new();
+    for tokens in [8, 16, 40, 64] {
+        run::<half::bf16>(&gpu, Dtype::BF16, tokens);
+        run::<half::f16>(&gpu, Dtype::F16, tokens);
+    }
+}
+
+const IN: usize = 64;
+const OUT: [usize; 2] = [40, 8];
+const OUTS: usize = OUT[0] + OUT[1];
+
+/// A layer of two slices, and one whose rows the kernel cannot read.
+fn spec() -> (ModelSpec, [LinearId; 2]) {
+    let mut spec = ModelSpec::new();
+    let ids = [("m", IN), ("n", IN + 4)].map(|(path, in_features)| {
+        let layer = Linear::new(path, Parallel::Replicated, in_features);
+        spec.linear(layer.slice("q", OUT[0]).slice("v", OUT[1])).unwrap()
+    });
+    (spec, ids)
+}
+
+fn table(queue: &Queue, model: &Model, dtype: DType, tokens: usize) -> WeightTable {
+    let capacity = Capacity::tokens(tokens).slots(2).rank(16);
+    WeightTable::new(queue, model, dtype, capacity, 1 << 16).unwrap()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_raw_door_refuses_by_name() {
+    let gpu = Gpu::new();
+    let (spec, [id, of_odd_rows]) = spec();
+    let [model, other_model] = [(); 2].map(|()| spec.shard(TpRank::SINGLE).unwrap());
+    let capacity = Capacity::tokens(100).slots(2).rank(16);
+    let memory = gpu.poisoned(1 << 16);
+    let at = |offset: u64, rows, cols| raw::MatrixRef::new::<bf16>(memory.address() + offset, rows, cols);
+    let w = [at(0, OUT[0], IN), at(1 << 15, OUT[1], IN)];
+    let new = |id, dtype, capacity, slices: &[raw::MatrixRef]| {
+        raw::FusedLinear::new(&gpu.kernels, &model, id, dtype, capacity, slices)
+    };
+    let refused = |slices: &[raw::MatrixRef]| new(id, DType::BF16, capacity, slices).unwrap_err();
+    for (slice, misaligned) in [(0, at(2, OUT[0], IN)), (1, at(8, OUT[1], IN))] {
+        let mut slices = w;
+        slices[slice] = misaligned;
+        let error = refused(&slices);
+        assert!(matches!(error, LaunchError::Misaligned { operand: "W", alignment: 16 }), "{error}");
+    }
+    let error = refused(&[w[0], w[1].row_stride(IN + 1)]);
+    let is_of_rows = matches!(error, LaunchError::MisalignedRows { operand: "W", alignment: 16, stride_bytes }
+        if stride_bytes == 2 * (IN + 1));
+    assert!(is_of_rows, "{error}");
+    let error = refused(&w[..1]);
+    assert!(matches!(error, LaunchError::Operand(OperandError::Slices { got: 1, want: 2 })), "{error}");
+    let error = refused(&[w[1], w[0]]);
+    let is_of_shape = |error: &LaunchError, name: &str| matches!(error, LaunchError::Operand(OperandError::Shape { operand, .. }) if *operand == name);
+    assert!(is_of_shape(&error, "W"), "{error}");
+    let error = refused(&[w[0], raw::MatrixRef::new::<half::f16>(memory.address(), OUT[1], IN)]);
+    let is_of_type = |error: &LaunchError, name: &str| matches!(error, LaunchError::Operand(OperandError::DType { operand, .. }) if *operand == name);
+    assert!(is_of_type(&error, "W"), "{error}");
+    let error = new(id, DType::F32, capacity, &w).unwrap_err();
+    assert!(matches!(error, LaunchError::Plan(PlanError::FusedDType { got: DType::F32 })), "{error}");
+    let error = new(of_odd_rows, DType::BF16, capacity, &w).unwrap_err();
+    let is_of_features = matches!(error, LaunchError::Plan(PlanError::Multiple { what: "in_features", value, of: 8 })
+        if value == IN + 4);
+    assert!(is_of_features, "{error}");
+    let error = new(id, DType::BF16, capacity.rank(1 << 20), &w).unwrap_err();
+    assert!(matches!(error, LaunchError::Plan(PlanError::Limit { what: "max_rank", .. })), "{error}");
+    let (_, [foreign, _]) = self::spec();
+    let error = new(foreign, DType::BF16, capacity, &w).unwrap_err();
+    assert!(matches!(error, LaunchError::Plan(PlanError::Foreign)), "{error}");
+    std::thread::scope(|scope| {
+        let error = scope.spawn(|| new(id, DType::BF16, capacity, &w).unwrap_err()).join().unwrap();
+        assert!(matches!(error, LaunchError::WrongContext { operand: "the thread" }), "{error}");
+    });
+
+    let layer = new(id, DType::BF16, capacity, &w).unwrap();
+    assert_eq!(layer.plan().max_tokens(), MAX_FORWARD_TOKENS);
+    let tables = [(&model, DType::BF16), (&other_model, DType::BF16), (&model, DType::F16)]
+        .map(|(model, dtype)| table(&gpu.queue, model, dtype, 100));
+    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    // SAFETY: the memory outlives the routing and is used on one stream.
+    let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
+    // SAFETY: the stream is alive and not capturing.
+    unsafe { routing.update(&Batch::new(&[Slot::BASE; 70]), gpu.raw_stream()) }.unwrap();
+    let (x, y) = (gpu.upload(&[bf16::ONE; 70 * (IN + 8)]), gpu.upload(&[bf16::ONE; 70 * OUTS]));
+    let bytes = layer.plan().workspace_bytes_for(MAX_FORWARD_TOKENS);
+    let workspace = Workspace::with_bytes(&gpu.queue, bytes).unwrap().raw();
+    let run = |table: &WeightTable, tokens, x: raw::MatrixRef, y: raw::MatrixMut, workspace| {
+        let step = raw::Step::new(table.raw(), routing.capture_batch(tokens).unwrap(), workspace, gpu.raw_stream());
+        // SAFETY: all is the test's own, and alive until the stream is synchronized.
+        let results = [unsafe { layer.forward(&step, x, y) }, unsafe { layer.accumulate(&step, x, y) }];
+        let [first, second] = results.map(|result| result.unwrap_err());
+        assert_eq!(first.to_string(), second.to_string());
+        first
+    };
+    let x_at = |offset: u64, tokens| raw::MatrixRef::new::<bf16>(x.address() + offset, tokens, IN);
+    let y_of = |tokens| raw::MatrixMut::new::<bf16>(y.address(), tokens, OUTS);
+    let error = run(&tables[0], 65, x_at(0, 65), y_of(65), workspace);
+    assert!(matches!(error, LaunchError::Capacity { what: "the batch's tokens", got: 65, max: 64 }), "{error}");
+    let error = run(&tables[0], 3, x_at(8, 3), y_of(3), workspace);
+    assert!(matches!(error, LaunchError::Misaligned { operand: "x", alignment: 16 }), "{error}");
+    let error = run(&tables[0], 3, x_at(0, 3).row_stride(IN + 4), y_of(3), workspace);
+    assert!(matches!(error, LaunchError::MisalignedRows { operand: "x", .. }), "{error}");
+    let error = run(&tables[0], 3, x_at(0, 2), y_of(3), workspace);
+    assert!(is_of_shape(&error, "x"), "{error}");
+    let error = run(&tables[0], 3, x_at(0, 3), y_of(2), workspace);
+    assert!(is_of_shape(&error, "y"), "{error}");
+    let f32_y = raw::MatrixMut::new::<f32>(y.address(), 3, OUTS);
+    let error = run(&tables[0], 3, x_at(0, 3), f32_y, workspace);
+    assert!(is_of_type(&error, "y"), "{error}");
+    let error = run(&tables[1], 3, x_at(0, 3), y_of(3), workspace);
+    assert!(matches!(error, LaunchError::Operand(OperandError::Model)), "{error}");
+    let error = run(&tables[2], 3, x_at(0, 3), y_of(3), workspace);
+    assert!(is_of_type(&error, "weights"), "{error}");
+    let mut short = workspace;
+    short.mailbox.bytes -= 1;
+    let error = run(&tables[0], 64, x_at(0, 64), y_of(64), short);
+    let is_of_room = matches!(error, LaunchError::Capacity { what: "the workspace's use", got, max }
+        if got == bytes.mailbox && max + 1 == got);
+    assert!(is_of_room, "{error}");
+    let mut misaligned = workspace;
+    misaligned.mailbox.ptr += 8;
+    misaligned.mailbox.bytes -= 8;
+    let error = run(&tables[0], 3, x_at(0, 3), y_of(3), misaligned);
+    assert!(matches!(error, LaunchError::Misaligned { operand: "workspace", alignment: 16 }), "{error}");
+    assert!(y.read::<bf16>().iter().all(|&y| y == bf16::ONE));
+}
+
+/// Of another stream or context, misaligned, too many, or on a stream that somebody else captures.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_safe_door_refuses_by_name() {
+    let gpu = Gpu::new();
+    let foreign_context = CudaContext::new_non_primary(0, 0).unwrap();
+    foreign_context.bind_to_thread().unwrap();
+    let foreign = foreign_context.default_stream();
+    let foreign_values = foreign.alloc_zeros::<bf16>(IN * OUTS).unwrap();
+    foreign.synchronize().unwrap();
+    gpu.context.bind_to_thread().unwrap();
+    let (queue, other) = (&gpu.queue, Gpu::new().queue);
+    let (spec, [id, of_odd_rows]) = spec();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let weights = table(queue, &model, DType::BF16, 100);
+    let values = gpu.upload(&vec![bf16::ONE; 100 * (IN + 4)]);
+    let view: CudaView<'_, bf16> = values.view();
+    let other_buffer = Buffer::<bf16>::zeros(&other, IN * OUTS).unwrap();
+    let w = |first: usize, rows| Matrix::new(view.slice(first..), rows, IN).unwrap();
+    let new = |slices| FusedLinear::new(&weights, id, slices).map(drop);
+
+    new([w(0, OUT[0]), w(8, OUT[1])]).unwrap();
+    let error = new([w(4, OUT[0]), w(8, OUT[1])]).unwrap_err();
+    assert!(matches!(error, LaunchError::Misaligned { operand: "W", alignment: 16 }), "{error}");
+    let odd = Matrix::strided(view.slice(..), OUT[0], IN, IN + 4).unwrap();
+    let error = new([odd, w(0, OUT[1])]).unwrap_err();
+    assert!(matches!(error, LaunchError::MisalignedRows { operand: "W", .. }), "{error}");
+    let error = new([w(0, OUT[1]), w(0, OUT[1])]).unwrap_err();
+    assert!(matches!(error, LaunchError::Operand(OperandError::Shape { operand: "W", .. })), "{error}");
+    let error = FusedLinear::new(&weights, id, [w(0, OUT[0])]).unwrap_err();
+    assert!(matches!(error, LaunchError::Operand(OperandError::Slices { got: 1, want: 2 })), "{error}");
+    let error = new([Matrix::new(&foreign_values, OUT[0], IN).unwrap(), w(0, OUT[1])]).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "W" }), "{error}");
+    let error = new([w(0, OUT[0]), Matrix::new(&other_buffer, OUT[1], IN).unwrap()]).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "W" }), "{error}");
+    let in_wide = |rows| Matrix::new(view.slice(..), rows, IN + 4).unwrap();
+    let error = FusedLinear::new(&weights, of_odd_rows, [in_wide(OUT[0]), in_wide(OUT[1])]).unwrap_err();
+    assert!(matches!(error, LaunchError::Plan(PlanError::Multiple { what: "in_features", .. })), "{error}");
+    let of_f32 = table(queue, &model, DType::F32, 100);
+    let error = FusedLinear::new(&of_f32, id, [w(0, OUT[0]), w(0, OUT[1])]).unwrap_err();
+    assert!(matches!(error, LaunchError::Plan(PlanError::FusedDType { got: DType::F32 })), "{error}");
+    let of_f16 = table(queue, &model, DType::F16, 100);
+    let error = FusedLinear::new(&of_f16, id, [w(0, OUT[0]), w(0, OUT[1])]).unwrap_err();
+    assert!(matches!(error, LaunchError::Operand(OperandError::DType { operand: "W", .. })), "{error}");
+
+    let layer = || FusedLinear::new(&weights, id, [w(0, OUT[0]), w(0, OUT[1])]).unwrap();
+    let error = layer().with_bias(view.slice(..OUTS - 1)).unwrap_err();
+    let is_of_bias = matches!(error, LaunchError::Operand(OperandError::Bias { got, want: OUTS }) if got + 1 == OUTS);
+    assert!(is_of_bias, "{error}");
+    let error = layer().with_bias(foreign_values.slice(..OUTS)).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "bias" }), "{error}");
+    let error = layer().with_bias(other_buffer.slice(0..OUTS)).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "bias" }), "{error}");
+
+    let layer = layer().with_bias(view.slice(1..=OUTS)).unwrap();
+    let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let mut y = gpu.upload(&[bf16::ONE; 100 * OUTS]);
+    let mut run = |tokens: usize, x: Matrix<'_, bf16>| {
+        let batch = routing.update(&Batch::new(&vec![Slot::BASE; tokens])).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        layer.forward(&mut step, x, MatrixMut::new(y.view_mut(), tokens, OUTS).unwrap())
+    };
+    let error = run(65, w(0, 65)).unwrap_err();
+    assert!(matches!(error, LaunchError::Capacity { what: "the batch's tokens", got: 65, max: 64 }), "{error}");
+    let error = run(3, w(1, 3)).unwrap_err();
+    assert!(matches!(error, LaunchError::Misaligned { operand: "x", alignment: 16 }), "{error}");
+    let error = run(3, Matrix::new(&foreign_values, 3, IN).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongContext { operand: "x" }), "{error}");
+    let error = run(3, Matrix::new(&other_buffer, 3, IN).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "x" }), "{error}");
+    assert!(y.read::<bf16>().iter().all(|&y| y == bf16::ONE));
+
+    let batch = routing.update(&Batch::new(&[Slot::BASE; 3])).unwrap();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    gpu.synchronize();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    gpu.stream.begin_capture(mode).unwrap();
+    let while_captured = [
+        FusedLinear::new(&weights, id, [w(0, OUT[0]), w(0, OUT[1])]).map(drop),
+        layer.forward(&mut step, w(0, 3), MatrixMut::new(y.view_mut(), 3, OUTS).unwrap()),
+    ];
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    gpu.stream.end_capture(flags).expect("the capture was disturbed");
+    for result in while_captured {
+        assert!(matches!(result, Err(LaunchError::Capturing)), "{result:?}");
+    }
+    // Of ones: x Wᵀ is 64, and the bias 1.
+    layer.forward(&mut step, w(0, 3), MatrixMut::new(y.view_mut(), 3, OUTS).unwrap()).unwrap();
+    let y = y.read::<bf16>();
+    assert!(y[..3 * OUTS].iter().all(|y| y.to_f32() == 65.0) && y[3 * OUTS..].iter().all(|&y| y == bf16::ONE));
+}
+
+/// A queue's memory, of that value.
+fn buffer(queue: &Queue, len: usize, value: f32) -> Buffer<bf16> {
+    let mut buffer = Buffer::zeros(queue, len).unwrap();
+    buffer.write(&vec![bf16::from_f32(value); len]).unwrap();
+    buffer
+}
+
+fn contents(buffer: &Buffer<bf16>) -> Vec<f32> {
+    let mut values = vec![bf16::ZERO; buffer.len()];
+    buffer.read(&mut values).unwrap();
+    values.into_iter().map(bf16::to_f32).collect()
+}
+
+/// A graph keeps W and the bias, and refuses those that it cannot keep.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_graph_keeps_w_and_the_bias() {
+    const TOKENS: usize = 5;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let (spec, [id, _]) = spec();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let weights = table(queue, &model, DType::BF16, TOKENS);
+    let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let slice = gpu.stream.clone_htod(&vec![bf16::ONE; OUT[0] * IN]).unwrap();
+    let (x, bias) = (buffer(queue, TOKENS * IN, 1.0), buffer(queue, OUTS, 3.0));
+    let (w, mut y) = (OUT.map(|out| buffer(queue, out * IN, 0.5)), buffer(queue, TOKENS * OUTS, 0.0));
+    let kept = |slice: usize| Matrix::new(&w[slice], OUT[slice], IN).unwrap();
+    fn target(y: &mut Buffer<bf16>) -> MatrixMut<'_, bf16> {
+        MatrixMut::new(y, TOKENS, OUTS).unwrap()
+    }
+    let input = || Matrix::new(&x, TOKENS, IN).unwrap();
+
+    let layer = FusedLinear::new(&weights, id, [Matrix::new(&slice, OUT[0], IN).unwrap(), kept(1)]).unwrap();
+    let record = |step: &mut Step<'_>| layer.forward(step, input(), target(&mut y));
+    let error = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap_err();
+    assert!(matches!(error, LaunchError::NotKept { operand: "W" }), "{error}");
+    let layer = FusedLinear::new(&weights, id, [kept(0), kept(1)]).unwrap();
+    let borrowed = FusedLinear::new(&weights, id, [kept(0), kept(1)]).unwrap().with_bias(slice.slice(..OUTS)).unwrap();
+    let record = |step: &mut Step<'_>| borrowed.forward(step, input(), target(&mut y));
+    let error = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap_err();
+    assert!(matches!(error, LaunchError::NotKept { operand: "bias" }), "{error}");
+
+    let layer = layer.with_bias(&bias).unwrap();
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        layer.forward(step, input(), target(&mut y))?;
+        layer.accumulate(step, input(), target(&mut y))
+    };
+    let mut graph = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
+    routing.update(&Batch::new(&[Slot::BASE; TOKENS])).unwrap();
+    gpu.synchronize();
+    drop((layer, borrowed));
+    drop((weights, workspace, x, w, bias));
+    gpu.synchronize();
+    // Where they were, others would be by now.
+    let others: Vec<_> = [OUT[0] * IN, OUT[1] * IN, OUTS, TOKENS * IN, 1 << 16]
+        .into_iter()
+        .flat_map(|len| (0..32).map(move |_| len))
+        .map(|len| buffer(queue, len, f32::NAN))
+        .collect();
+    for _ in 0..2 {
+        graph.replay().unwrap();
+        // Twice 64 / 2 and the bias.
+        assert_eq!(contents(&y), [2.0 * (32.0 + 3.0); TOKENS * OUTS]);
+    }
+    assert!(others.iter().all(|other| contents(other).iter().all(|value| value.is_nan())));
+}
+
+/// What is enqueued before a layer is made has written W by then: it is fetched before earlier kernels are waited for.
+#[test]
+#[ignore = "needs a GPU"]
+fn w_may_be_the_result_of_an_operation() {
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let (spec, [id, _]) = spec();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let weights = table(queue, &model, DType::BF16, 64);
+    let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let (x, first) = (buffer(queue, 64 * IN, 1.0), buffer(queue, OUTS * IN, 0.25));
+    fn rows(w: &Buffer<bf16>, first: usize, rows: usize) -> Matrix<'_, bf16> {
+        Matrix::new(w.slice(first * IN..(first + rows) * IN), rows, IN).unwrap()
+    }
+    let layer = FusedLinear::new(&weights, id, [rows(&first, 0, OUT[0]), rows(&first, OUT[0], OUT[1])]).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE; 64])).unwrap();
+    for _ in 0..50 {
+        // [64, 48], to be taken for [48, 64].
+        let (mut second, mut y) = (buffer(queue, 64 * OUTS, f32::NAN), buffer(queue, 64 * OUTS, 0.0));
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let x = || Matrix::new(&x, 64, IN).unwrap();
+        layer.forward(&mut step, x(), MatrixMut::new(&mut second, 64, OUTS).unwrap()).unwrap();
+        let slices = [rows(&second, 0, OUT[0]), rows(&second, OUT[0], OUT[1])];
+        let next = FusedLinear::new(&weights, id, slices).unwrap();
+        next.forward(&mut step, x(), MatrixMut::new(&mut y, 64, OUTS).unwrap()).unwrap();
+        // 64 / 4 everywhere in W, 64 of which are a sum.
+        assert_eq!(contents(&y), [1024.0; 64 * OUTS]);
+    }
+}
+
+/// A workspace for every layer of a model is enough for this one, too.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_tables_workspace_is_enough() {
+    let gpu = Gpu::new();
+    let (spec, [id, _]) = spec();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    for tokens in [1, 64, 1000] {
+        let weights = table(&gpu.queue, &model, DType::F16, tokens);
+        let needed = ForwardPlan::new(&model[id], DType::F16, weights.capacity()).unwrap().workspace_bytes();
+        let bytes = weights.workspace_bytes().unwrap();
+        assert_eq!(bytes.max(needed), bytes);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_launch_allocates_nothing_on_the_host() {
+    const TOKENS: usize = 32;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let (spec, [id, _]) = spec();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let weights = table(queue, &model, DType::BF16, TOKENS);
+    let mut routing = Routing::new(queue, weights.capacity(), 64).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let (values, mut y) = (buffer(queue, OUTS * IN, 1.0), buffer(queue, TOKENS * OUTS, 0.0));
+    let slices = OUT.map(|out| Matrix::new(&values, out, IN).unwrap());
+    let layer = FusedLinear::new(&weights, id, slices).unwrap().with_bias(values.slice(0..OUTS)).unwrap();
+    let slots = [Slot::BASE; TOKENS];
+    let mut step = || {
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let x = || Matrix::new(&values, TOKENS, IN).unwrap();
+        layer.forward(&mut step, x(), MatrixMut::new(&mut y, TOKENS, OUTS).unwrap()).unwrap();
+        layer.accumulate(&mut step, x(), MatrixMut::new(&mut y, TOKENS, OUTS).unwrap()).unwrap();
+    };
+    step();
+    assert_eq!(crate::hot_path::allocations(|| (0..20).for_each(|_| step())), 0);
+}
+
+/// A call whose arguments need not fit each other: 5 tokens of 40 features, slices of 17 and 3.
+#[derive(Clone, Debug)]
+struct Call {
+    in_features: usize,
+    ranks: Vec<usize>,
+    /// Tokens that the routing and the table are made for.
+    max_tokens: [usize; 2],
+    mailbox_bytes: usize,
+    /// First element, elements, rows, columns and row stride, of W's slices, x and y.
+    w: [[usize; 5]; 2],
+    x: [usize; 5],
+    y: [usize; 5],
+    bias: Option<usize>,
+    slots: Vec<i32>,
+    accumulates: bool,
+}
+
+fn calls() -> impl Strategy<Value = Call> {
+    let extent = |rows: usize, cols: usize, stride: usize| {
+        let first = prop_oneof![40 => Just(0), 2 => Just(8), 1 => 0..20_usize];
+        (first, near(rows * stride), near(rows), near(cols), near(stride))
+            .prop_map(|(first, len, rows, cols, stride)| [first, len.min(1 << 14), rows, cols, stride])
+    };
+    let tokens = prop_oneof![20 => Just(5_usize), 1 => 0..70_usize];
+    (prop_oneof![30 => Just(40_usize), 1 => 1..80_usize], tokens).prop_flat_map(move |(in_features, tokens)| {
+        let stride = in_features + 8;
+        (
+            prop::collection::vec(1..=9_usize, 0..=3),
+            [near(tokens), near(tokens)],
+            prop_oneof![20 => Just(1 << 20), 1 => 0..4000_usize],
+            [extent(17, in_features, stride), extent(3, in_features, stride)],
+            (extent(tokens, in_features, stride), extent(tokens, 20, 24)),
+            prop::option::of(near(20)),
+            prop::collection::vec(prop_oneof![4 => -1..4_i32, 1 => any::<i32>()], tokens),
+            any::<bool>(),
+        )
+            .prop_map(move |(ranks, max_tokens, mailbox_bytes, w, (x, y), bias, slots, accumulates)| Call {
+                in_features,
+                ranks,
+                max_tokens,
+                mailbox_bytes,
+                w,
+                x,
+                y,
+                bias: bias.map(|len| len.min(1 << 12)),
+                slots,
+                accumulates,
+            })
+    })
+}
+
+/// Makes the call; what comes back is whether it was taken.
+fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
+    let queue = &gpu.queue;
+    let ranks: Vec<_> = call.ranks.iter().map(|&rank| [rank, rank / 2]).collect();
+    let adapters: Vec<&[usize]> = ranks.iter().map(|ranks| &ranks[..]).collect();
+    let dense = dense::Case::linear(call.in_features, &[17, 3], &adapters, vec![]);
+    let world = Case::fused(dense, false).world::<bf16>();
+    let [routed, planned] = call.max_tokens.map(|tokens| Capacity::tokens(tokens).slots(4).rank(9));
+    let weights = WeightTable::new(queue, &world.model, DType::BF16, planned, 1 << 20)?;
+    for (slot, adapter) in world.adapters.iter().enumerate() {
+        weights.load(Slot::new(slot as u16), &adapter.plan(&world.model, DType::BF16).unwrap())?;
+    }
+    let values = |[first, len, ..]: [usize; 5]| gpu.upload(&vec![bf16::ONE; first + len]);
+    let (w, x, mut y) = (call.w.map(values), values(call.x), values(call.y));
+    let views: Vec<CudaView<'_, bf16>> = w.iter().map(|w| w.view()).collect();
+    let slices = views
+        .iter()
+        .zip(call.w)
+        .map(|(w, [first, _, rows, cols, stride])| Matrix::strided(w.slice(first..), rows, cols, stride));
+    let slices = slices.collect::<Result<Vec<_>, _>>()?;
+    let layer = FusedLinear::new(&weights, world.id, slices)?;
+    let bias = call.bias.map(|len| gpu.upload(&vec![bf16::ONE; len]));
+    let layer = match &bias {
+        Some(bias) => layer.with_bias(bias.view::<bf16>())?,
+        None => layer,
+    };
+    let mut routing = Routing::new(queue, routed, 1)?;
+    let slots: Vec<Slot> = call.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
+    let batch = routing.update(&Batch::new(&slots))?;
+    let mut workspace = Workspace::with_bytes(queue, mailbox(call.mailbox_bytes))?;
+    let mut step = weights.step(&batch, &mut workspace)?;
+    let x_view: CudaView<'_, bf16> = x.view();
+    let mut y_view = y.view_mut::<bf16>();
+    let [first, _, rows, cols, stride] = call.x;
+    let x = Matrix::strided(x_view.slice(first..), rows, cols, stride)?;
+    let [first, _, rows, cols, stride] = call.y;
+    let y = MatrixMut::strided(y_view.slice_mut(first..), rows, cols, stride)?;
+    if call.accumulates {
+        layer.accumulate(&mut step, x, y)?
+    } else {
+        layer.forward(&mut step, x, y)?
+    }
+    Ok(())
+}
+
+fn mailbox(bytes: usize) -> WorkspaceBytes {
+    crate::safe_door::workspace_bytes([bytes, 0])
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn no_safe_call_faults() {
+    let gpu = Gpu::new();
+    let (cases, taken) = take_or_refuse(&gpu, 1500, &calls(), make);
+    assert!(taken > cases / 16, "only {taken} of {cases} calls were taken: the test tests refusals alone");
+}
+
+/// In one workspace with the other operations, eager and captured, of other layers and tokens: none takes another's sums for its own.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_workspace_remembers_nothing() {
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let (capacity, slots) = (Capacity::tokens(64).slots(4).rank(64), [3, 0, 1, -1, 2, 1, 0]);
+    let dense = |in_features, slices: &[usize]| {
+        let ranks: [Vec<usize>; 3] = [16, 64, 3].map(|rank| vec![rank; slices.len()]);
+        let slots = (0..64).map(|token| slots[token % slots.len()]).collect();
+        dense::Case::linear(in_features, slices, &ranks.each_ref().map(|ranks| &ranks[..]), slots)
+    };
+    let cases = [dense(1040, &[264, 40]), dense(264, &[24])]
+        .map(|dense| Case::fused(dense::Case { values: Values::Rounded, ..dense }, false));
+    // By layer.
+    let worlds = cases.each_ref().map(|case| case.world::<bf16>());
+    let tables = worlds.each_ref().map(|world| {
+        let weights = WeightTable::new(queue, &world.model, DType::BF16, capacity, 1 << 22).unwrap();
+        for (slot, adapter) in world.adapters.iter().enumerate() {
+            let image = adapter.plan(&world.model, DType::BF16).unwrap();
+            weights.load(Slot::new(slot as u16), &image).unwrap();
+        }
+        weights
+    });
+    let of = |values: &[bf16]| {
+        let mut buffer = Buffer::zeros(queue, values.len()).unwrap();
+        buffer.write(values).unwrap();
+        buffer
+    };
+    let bases = cases.each_ref().map(|case| case.base::<bf16>(case.values));
+    let w = bases.each_ref().map(|base| base.slices.iter().map(|(_, w)| of(w)).collect::<Vec<_>>());
+    let fused = [0, 1].map(|layer| {
+        let slices = bases[layer].slices.iter().zip(&w[layer]).map(|((place, _), w)| {
+            Matrix::strided(w.slice(place.offset..w.len()), place.rows, place.cols, place.stride).unwrap()
+        });
+        FusedLinear::new(&tables[layer], worlds[layer].id, slices).unwrap()
+    });
+    let lora = [0, 1].map(|layer| LoraLinear::new(&tables[layer], worlds[layer].id).unwrap());
+    let x = worlds.each_ref().map(|world| of(&world.x));
+    let bytes = tables.each_ref().map(|table| table.workspace_bytes().unwrap());
+    let workspace = || Workspace::with_bytes(queue, bytes[0].max(bytes[1])).unwrap();
+    let record = |layer: usize, fuses: bool, step: &mut Step<'_>, y: &mut Buffer<bf16>| {
+        let (tokens, [place, y_place]) = (step.num_tokens(), [cases[layer].x(), cases[layer].y()]);
+        let x = Matrix::new(x[layer].slice(0..tokens * place.cols), tokens, place.cols)?;
+        let y = MatrixMut::new(y.slice_mut(0..tokens * y_place.cols), tokens, y_place.cols)?;
+        if fuses { fused[layer].accumulate(step, x, y) } else { lora[layer].add_delta(step, x, y) }
+    };
+    let launches: Vec<_> = [64, 1, 17, 33, 8]
+        .into_iter()
+        .flat_map(|tokens| [(0, true), (1, false), (1, true), (0, false)].map(|launch| (launch, tokens)))
+        .collect();
+    let targets = || launches.iter().map(|((layer, _), _)| buffer(queue, 64 * cases[*layer].y().cols, 0.0));
+    let rounds = 3;
+    let mut routing = Routing::new(queue, capacity, rounds * launches.len()).unwrap();
+    let mut run = |shared: Option<&mut Workspace>, captured: bool| -> Vec<Vec<f32>> {
+        let mut y: Vec<_> = targets().collect();
+        let mut own = Vec::new();
+        let mut shared = shared;
+        let mut graphs = Vec::new();
+        for round in 0..rounds {
+            for (number, &((layer, fuses), tokens)) in launches.iter().enumerate() {
+                let workspace = match &mut shared {
+                    Some(workspace) => &mut **workspace,
+                    None => {
+                        own.push(workspace());
+                        own.last_mut().unwrap()
+                    }
+                };
+                let slots: Vec<Slot> = worlds[layer].slots[..tokens].to_vec();
+                let batch = routing.update(&Batch::new(&slots)).unwrap();
+                let enqueue = |step: &mut Step<'_>| record(layer, fuses, step, &mut y[number]);
+                if captured {
+                    if round == 0 {
+                        graphs.push(tables[layer].capture(&routing, tokens, workspace, enqueue).unwrap());
+                    }
+                    graphs[number].replay().unwrap();
+                } else {
+                    let mut step = tables[layer].step(&batch, workspace).unwrap();
+                    let mut enqueue = enqueue;
+                    enqueue(&mut step).unwrap();
+                }
+            }
+        }
+        y.iter().map(contents).collect()
+    };
+    let expected = run(None, false);
+    assert!(expected.iter().all(|y| y.iter().any(|&y| y != 0.0)));
+    let mut workspace = workspace();
+    for captured in [false, true, false] {
+        assert!(run(Some(&mut workspace), captured) == expected, "captured: {captured}");
+    }
+}
+
+/// Launches of one layer on a batch, through the raw door, each for a y of its own.
+pub struct Launches {
+    layer: raw::FusedLinear,
+    table: raw::Table,
+    batch: raw::RoutedBatch,
+    stream: raw::Stream,
+    x: raw::MatrixRef,
+    places: Place,
+    y: Vec<crate::device::Buffer>,
+    _routing: raw::Routing,
+    _adapters: PoisonedTable,
+    _memory: Vec<crate::device::Buffer>,
+}
+
+impl Launches {
+    pub fn new(gpu: &Gpu, case: &Case, launches: usize) -> Self {
+        let world: World<bf16> = case.world();
+        let (capacity, stream) = (world.capacity(case.num_tokens()), gpu.raw_stream());
+        let routing_memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        // SAFETY: the memory is kept with the routing, and used on one stream.
+        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }.unwrap();
+        // SAFETY: the stream is alive and not capturing.
+        let batch = unsafe { routing.update(&world.batch(), stream) }.unwrap();
+        let base = case.base::<bf16>(case.values);
+        let mut memory: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
+        let slices: Vec<_> =
+            base.slices.iter().zip(&memory).map(|((place, _), w)| raw_matrix::<bf16>(w, *place)).collect();
+        let layer =
+            raw::FusedLinear::new(&gpu.kernels, &world.model, world.id, DType::BF16, capacity, &slices).unwrap();
+        let adapters = PoisonedTable::new(gpu, &world, capacity.num_slots);
+        let table =
+            raw::Table::new(&world.model, DType::BF16, adapters.address(), capacity.num_slots, capacity.max_rank);
+        let (x, y) = (gpu.upload(&world.x), (0..launches).map(|_| gpu.upload(&world.y)).collect());
+        let x_matrix = raw_matrix::<bf16>(&x, case.x());
+        memory.extend([routing_memory, x]);
+        gpu.synchronize();
+        Self {
+            layer,
+            table,
+            batch,
+            stream,
+            x: x_matrix,
+            places: case.y(),
+            y,
+            _routing: routing,
+            _adapters: adapters,
+            _memory: memory,
+        }
+    }
+
+    pub fn workspace_bytes(&self) -> WorkspaceBytes {
+        self.layer.plan().workspace_bytes()
+    }
+
+    pub fn launch(&self, number: usize, workspace: raw::Workspace) {
+        let step = raw::Step::new(self.table, self.batch, workspace, self.stream);
+        let y = raw_matrix_mut::<bf16>(&self.y[number], self.places);
+        // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+        unsafe { self.layer.forward(&step, self.x, y) }.unwrap();
+    }
+
+    /// The bits of every y, which is NaN from then on, as what no row covers was before.
+    pub fn take(&mut self) -> Vec<Vec<u16>> {
+        let take = |y: &mut crate::device::Buffer| {
+            let bits = y.read::<u16>();
+            y.write(&vec![bf16::NAN; bits.len()]);
+            bits
+        };
+        self.y.iter_mut().map(take).collect()
+    }
+}
+
+/// The counter of launches is near its end, and the words are those of earlier launches, with the very tags that come again.
+#[test]
+#[ignore = "needs a GPU"]
+fn tags_come_again_without_harm() {
+    const HEADER_WORDS: usize = 16;
+    let gpu = Gpu::new();
+    let slots = (0..64).map(|token| token % 3).collect();
+    let dense = dense::Case::linear(2048, &[256, 64], &[&[16, 9], &[64, 1], &[3, 0]], slots);
+    let large = Case::fused(dense::Case { values: Values::Rounded, ..dense }, false);
+    let mut small = large.clone();
+    small.slots.truncate(1);
+    let mut cases = [&large, &small].map(|case| Launches::new(&gpu, case, 6));
+    let bytes = cases[0].workspace_bytes().mailbox;
+    let on = |mailbox: &crate::device::Buffer| raw::Workspace {
+        mailbox: mailbox.region(),
+        partials: raw::DeviceRegion { ptr: 0, bytes: 0 },
+    };
+    let expected = cases.each_mut().map(|launches| {
+        launches.launch(0, on(&gpu.upload(&vec![0_u8; bytes])));
+        launches.take().swap_remove(0)
+    });
+    // As a launch of all rows leaves it, but for the number of launches, and the tags.
+    let whole = gpu.upload(&vec![0_u8; bytes]);
+    cases[0].launch(0, on(&whole));
+    let header = whole.read::<u64>();
+    for stale_tag in [None, Some(1_u32), Some(2), Some(3)] {
+        for big in 1..6 {
+            let mut words = header.clone();
+            words[0] = 0xffff_fffd << 32;
+            let nan = u64::from(f32::NAN.to_bits());
+            for word in &mut words[HEADER_WORDS..] {
+                *word = stale_tag.map_or(0, |tag| u64::from(tag) << 32 | nan);
+            }
+            let mailbox = gpu.upload(&words);
+            for number in 0..6 {
+                cases[usize::from(number != big)].launch(number, on(&mailbox));
+            }
+            let [of_large, of_small] = cases.each_mut().map(Launches::take);
+            for (number, (large, small)) in of_large.iter().zip(&of_small).enumerate() {
+                let is_right = if number == big { *large == expected[0] } else { *small == expected[1] };
+                assert!(is_right, "launch {number}, the large one {big}, behind words of tag {stale_tag:?}");
+            }
+            // None is under way.
+            assert_eq!(mailbox.read::<u64>()[0] as u32, 0);
+        }
+    }
+}
