@@ -350,7 +350,7 @@ impl Experts {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::{Activation, ExpertModule, ExpertModule::*, Experts, Halves, Stored};
     use crate::model::{ModelSpec, TpRank};

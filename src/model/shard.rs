@@ -241,7 +241,7 @@ impl Model {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use crate::model::{Linear, ModelSpec, Parallel, TpRank};
 
