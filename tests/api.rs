@@ -61,9 +61,9 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        AlignedRoutes, Alignment, Buffer, Filled, Graph, GroupedRoutes, Grouping, Kernels, LaunchError, LoraEmbedding,
-        LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation, RoutedBatch, Routing, Staging,
-        Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
+        AlignedRoutes, Alignment, Buffer, Filled, FusedLinear, Graph, GroupedRoutes, Grouping, Kernels, LaunchError,
+        LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation, RoutedBatch,
+        Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}

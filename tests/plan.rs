@@ -3,8 +3,11 @@
 
 use aril::{
     DType,
-    model::{Experts, Halves, Linear, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{AlignCapacity, Capacity, ExpertsPlan, LinearPlan, MAX_SLOTS, PlanError, RouteCapacity},
+    model::{Experts, Halves, Linear, LinearSite, MAX_RANK, ModelSpec, Parallel, TpRank},
+    plan::{
+        AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError,
+        RouteCapacity,
+    },
 };
 use proptest::prelude::*;
 

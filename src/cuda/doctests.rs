@@ -144,3 +144,36 @@ struct RawWithoutUnsafe;
 /// # }
 /// ```
 struct CommittedTwice;
+
+/// A fused linear borrows W: nobody writes or frees it meanwhile.
+///
+/// ```no_run
+/// # use aril::{cuda::*, model::LinearId};
+/// # fn run(weights: &WeightTable, id: LinearId, mut w: Buffer<half::bf16>) -> Result<(), LaunchError> {
+/// let layer = FusedLinear::new(weights, id, [Matrix::new(&w, 8, 8)?])?;
+/// println!("{}", layer.plan());
+/// w.write(&[half::bf16::ONE; 64])?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use aril::{cuda::*, model::LinearId};
+/// # fn run(weights: &WeightTable, id: LinearId, mut w: Buffer<half::bf16>) -> Result<(), LaunchError> {
+/// let layer = FusedLinear::new(weights, id, [Matrix::new(&w, 8, 8)?])?;
+/// w.write(&[half::bf16::ONE; 64])?;
+/// println!("{}", layer.plan());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// ```compile_fail,E0505
+/// # use aril::{cuda::*, model::LinearId};
+/// # fn run(weights: &WeightTable, id: LinearId, w: Buffer<half::bf16>) -> Result<(), LaunchError> {
+/// let layer = FusedLinear::new(weights, id, [Matrix::new(&w, 8, 8)?])?;
+/// drop(w);
+/// println!("{}", layer.plan());
+/// # Ok(())
+/// # }
+/// ```
+struct BorrowedW;

@@ -10,6 +10,7 @@
 //! | [`WeightTable`] | for a model | [`step`](WeightTable::step); load and unload at any time | |
 //! | [`Routing`], [`Workspace`] | for a capacity | [`update`](Routing::update) | |
 //! | [`LoraLinear`], [`LoraEmbedding`], [`LoraExperts`] | for a layer of a table | | its operations |
+//! | [`FusedLinear`] | for a layer of a table and its base weights | | its operations |
 //!
 //! Every object belongs to a [`Queue`] and is rejected on any other, so that stream order protects what kernels read. Kernels run only
 //! in the context that [`Kernels`] were loaded into. Each call makes it current on its thread, as cudarc does.

@@ -266,8 +266,8 @@ struct Products {
     const T* w_row = w_tile + (warp / 2 * 16 + lane / 16 * 8 + lane % 8) * kStride<T> + lane / 8 % 2 * 8;
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
-      const uint4 a = aril::load_cores(x_row + k);
-      const uint4 b = aril::load_cores(w_row + k);
+      const uint4 a = aril::ldmatrix_x4(x_row + k);
+      const uint4 b = aril::ldmatrix_x4(w_row + k);
       aril::mma_m16n8k16<T>(sums[0], a, b.x, b.y);
       aril::mma_m16n8k16<T>(sums[1], a, b.z, b.w);
     }
