@@ -7,6 +7,7 @@
 //
 // Words of csrc
 //
+// clang-format off
 //   adapter, slot     An adapter's factors occupy a slot, a row of the descriptor table.
 //   module            The factors A [rank, in] and B [out, rank] of one slice of one slot.
 //   slice             One of several linear layers fused into one, such as q, k and v.
@@ -27,12 +28,13 @@
 //   high_rank         Kernels for ranks above ARIL_STAGED_RANK, whose B is read in place.
 //   split             A share of the K tiles (split-K).
 //   partial           The sums of a split or slab, from which expand adds up v.
-//   mailbox           Tagged words through which blocks of a launch pass values
-//   (device/mailbox.cuh). epoch             The number of a launch on a mailbox; it tags the words.
+//   mailbox           Tagged words through which blocks of a launch pass values (device/mailbox.cuh).
+//   epoch             The number of a launch on a mailbox; it tags the words.
 //   term              One of two bf16 numbers whose sum stands for a float (device/product.cuh).
-//   core              8 x 8 elements of a factor, 16 bytes a row: the operand of ldmatrix and
-//   wgmma. stage             A piece of a ring in shared memory that copies fill ahead. lane, g, q
-//   A thread of a warp; g = lane / 4 and q = lane % 4 place it in mma fragments.
+//   core              8 x 8 elements of a factor, 16 bytes a row: the operand of ldmatrix and wgmma.
+//   stage             A piece of a ring in shared memory that copies fill ahead.
+//   lane, g, q        A thread of a warp; g = lane / 4 and q = lane % 4 place it in mma fragments.
+// clang-format on
 //
 // Every function returns 0, a positive cudaError_t, or a negative ARIL_ERR_*. On an ARIL_ERR_* it
 // has enqueued nothing. On a cudaError_t the driver refused a launch: an operation of one launch
@@ -98,6 +100,8 @@ extern "C" {
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
 // The device does not start the blocks of a launch in the order of their index.
 #define ARIL_ERR_BLOCK_ORDER (-3)
+// The device has too little shared memory for a fused linear of this shape and rank.
+#define ARIL_ERR_SHARED_MEMORY (-4)
 
 enum aril_dtype { ARIL_BF16 = 0, ARIL_F16 = 1, ARIL_F32 = 2 };
 
@@ -204,6 +208,8 @@ typedef struct aril_base_weights {
                    // the order of sums, so it must be a function of the layer's shape alone.
   int32_t units;   // of ARIL_FORWARD_UNIT_ROWS rows of a slice, that a cluster has; of two blocks
                    // up to ARIL_FORWARD_SPLIT_UNITS. Any choice gives the same bits.
+  int32_t max_tokens;  // of a batch, up to ARIL_FORWARD_TOKENS
+  int32_t max_rank;    // of a table
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
   const void* slices[ARIL_MAX_SLICES];  // [out_features, in_features], row-major
@@ -408,6 +414,7 @@ int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 // Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.
+// ARIL_ERR_SHARED_MEMORY if the device has too little for the layer.
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);
 int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// aril_forward_maps and aril_linear_forward: how a fused linear is divided into thread blocks, and a
+// block's shared memory into a ring of stages and the rest.
 #include <type_traits>
 
 #include "host/launch.cuh"
@@ -49,8 +52,10 @@ int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* m
 // layers: 8 and 32 are 6 % slower.)
 constexpr int kTriggerBoxes = 16;
 
-// The fewest stages of a ring: a stage is released when the next one is being multiplied.
-constexpr int kMinStages = 4;
+// Stages that a ring needs to load ahead of the multipliers, and those that it needs to make
+// progress: a stage is released when the next one is being multiplied.
+constexpr int kGoodStages = 4;
+constexpr int kMinStages = 2;
 
 // With adapters, a ring holds at most this part of a block's stream: what is in flight delays loads
 // of A and B.
@@ -60,8 +65,8 @@ constexpr int kMaxRingShare = 4;
 // faster at rank 16, 16 % slower at rank 64; 1 token, rank 64: 4 % faster.)
 constexpr int kSmallTokenRanks = 256;
 // And for blocks that multiply at most this many units by boxes: over a longer stream the smaller
-// ring costs more than the launches save. (H200: 1.5 MB of W a block, 1 to 4 % slower alone, and 5
-// % faster in a chain of layers; 4 MB, 13 % slower.)
+// ring costs more than the launches save. (H200: with 1.5 MB of W a block, 1 to 4 % slower alone,
+// and faster by 5 % in a chain of layers; with 4 MB, 13 % slower.)
 constexpr int kSmallUnitBoxes = 768;
 
 // Dynamic shared memory that a block may have.
@@ -135,11 +140,12 @@ int32_t make_ring(const aril_forward_args& args, int token_tiles, bool small,
     grid.stages = 0;
     const int room = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
     const int items = passes_of(grid.units) * ceil_div(boxes, grid.stage_boxes);
-    const bool is_short = items < kMaxRingShare * kMinStages;
+    const bool is_short = items < kMaxRingShare * kGoodStages;
     const int wanted = max_rank == 0 || is_short ? items : items / kMaxRingShare;
     const int most = wanted < detail::kMaxStages ? wanted : detail::kMaxStages;
     grid.stages = most < room ? most : room;
-    if (grid.stages < kMinStages && grid.stages < items) continue;
+    const int fewest = !small && grid.stage_boxes == 1 ? kMinStages : kGoodStages;
+    if (grid.stages < fewest && grid.stages < items) continue;
     grid.trigger = kTriggerBoxes / grid.stage_boxes;
     params.smem = smem();
     smem_bytes = params.smem.total + kAlignmentBytes;
@@ -212,8 +218,29 @@ int32_t forward(const aril_forward_args& args, void* stream) {
     }
   }
   ARIL_TRY(make_ring(args, kTokenTiles, false, params, smem_bytes));
-  if (smem_bytes == 0) return ARIL_ERR_ARGUMENT;
+  if (smem_bytes == 0) return ARIL_ERR_SHARED_MEMORY;
   return launch_fused<T, kTokenTiles, false>(params, smem_bytes, stream);
+}
+
+// ARIL_ERR_SHARED_MEMORY if the device has too little for some batch within the bounds.
+int32_t check_fit(const aril_base_weights& weights, const aril_forward_map& map) {
+  const aril_descriptor table = {};
+  aril_forward_args args = {};
+  args.in_features = weights.in_features;
+  args.num_slices = weights.num_slices;
+  memcpy(args.out_features, weights.out_features, sizeof(args.out_features));
+  args.map = &map;
+  args.weights.table = &table;
+  args.weights.max_rank = weights.max_rank;
+  detail::FusedParams params = {};
+  params.splits = map.splits;
+  ARIL_TRY(share_out(args, params));
+  for (int tiles = 1; tiles * detail::kTokenTile < 2 * weights.max_tokens; tiles *= 2) {
+    int smem_bytes;
+    ARIL_TRY(make_ring(args, tiles, false, params, smem_bytes));
+    if (smem_bytes == 0) return ARIL_ERR_SHARED_MEMORY;
+  }
+  return 0;
 }
 
 // Calls `f` with the number of token tiles of the instance for so many tokens.
@@ -256,7 +283,9 @@ extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forw
   ARIL_TRY(aril::encoder(encode));
   const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
                     (weights->splits == 1 || weights->splits == 2) && weights->units >= 1 &&
-                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits);
+                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits) &&
+                    weights->max_tokens >= 1 && weights->max_tokens <= ARIL_FORWARD_TOKENS &&
+                    weights->max_rank >= 1 && weights->max_rank <= ARIL_MAX_RANK;
   if (!fits) return ARIL_ERR_ARGUMENT;
   *map = {};
   map->splits = weights->splits;
@@ -270,7 +299,7 @@ extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forw
                               CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
     memcpy(map->tensor_maps[slice], &encoded, sizeof(encoded));
   }
-  return 0;
+  return aril::check_fit(*weights, *map);
 }
 
 extern "C" int32_t aril_linear_forward(const aril_forward_args* args, void* stream) {

@@ -56,6 +56,8 @@ extern "C" const char* aril_status_string(int32_t status) {
       return "this build has no code for the device";
     case ARIL_ERR_ARGUMENT:
       return "an argument is outside its limits";
+    case ARIL_ERR_SHARED_MEMORY:
+      return "the device has too little shared memory for the fused linear of this layer";
     case ARIL_ERR_BLOCK_ORDER:
       return "the device does not begin the blocks of a launch in the order of their index";
     default:

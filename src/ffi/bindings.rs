@@ -36,6 +36,7 @@ pub const ARIL_FORWARD_ALIGNMENT: i32 = 16;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
 pub const ARIL_ERR_BLOCK_ORDER: i32 = -3;
+pub const ARIL_ERR_SHARED_MEMORY: i32 = -4;
 impl aril_dtype {
     pub const ARIL_BF16: aril_dtype = aril_dtype(0);
     pub const ARIL_F16: aril_dtype = aril_dtype(1);
@@ -315,6 +316,8 @@ pub struct aril_base_weights {
     pub in_features: i32,
     pub splits: i32,
     pub units: i32,
+    pub max_tokens: i32,
+    pub max_rank: i32,
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
     pub slices: [*const ::core::ffi::c_void; 8usize],
@@ -324,7 +327,7 @@ pub struct aril_base_weights {
 const _: () = {
     [
         "Size of aril_base_weights",
-    ][::core::mem::size_of::<aril_base_weights>() - 184usize];
+    ][::core::mem::size_of::<aril_base_weights>() - 192usize];
     [
         "Alignment of aril_base_weights",
     ][::core::mem::align_of::<aril_base_weights>() - 8usize];
@@ -341,17 +344,23 @@ const _: () = {
         "Offset of field: aril_base_weights::units",
     ][::core::mem::offset_of!(aril_base_weights, units) - 12usize];
     [
+        "Offset of field: aril_base_weights::max_tokens",
+    ][::core::mem::offset_of!(aril_base_weights, max_tokens) - 16usize];
+    [
+        "Offset of field: aril_base_weights::max_rank",
+    ][::core::mem::offset_of!(aril_base_weights, max_rank) - 20usize];
+    [
         "Offset of field: aril_base_weights::num_slices",
-    ][::core::mem::offset_of!(aril_base_weights, num_slices) - 16usize];
+    ][::core::mem::offset_of!(aril_base_weights, num_slices) - 24usize];
     [
         "Offset of field: aril_base_weights::out_features",
-    ][::core::mem::offset_of!(aril_base_weights, out_features) - 20usize];
+    ][::core::mem::offset_of!(aril_base_weights, out_features) - 28usize];
     [
         "Offset of field: aril_base_weights::slices",
-    ][::core::mem::offset_of!(aril_base_weights, slices) - 56usize];
+    ][::core::mem::offset_of!(aril_base_weights, slices) - 64usize];
     [
         "Offset of field: aril_base_weights::strides",
-    ][::core::mem::offset_of!(aril_base_weights, strides) - 120usize];
+    ][::core::mem::offset_of!(aril_base_weights, strides) - 128usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

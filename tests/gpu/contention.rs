@@ -219,7 +219,7 @@ fn beside_a_kernel_that_takes_most_multiprocessors() {
         let expected = steps.alone(&layers, 1);
         let workspace = steps.workspace(&layers);
         let ended_first = Hog::is_outrun(|microseconds| {
-            let ended_first = Hog::runs_beside(&layers.gpu, microseconds, || {
+            let ended_first = Hog::runs_beside(&layers.gpu, Hog::LEFT, microseconds, || {
                 (0..steps.tokens.len()).for_each(|step| steps.enqueue(step, &workspace));
             });
             steps.check(&expected, &format!("layer {layer} beside a kernel of {microseconds} µs"));
@@ -369,11 +369,11 @@ impl Hog {
         assert!(longest < LIMIT, "this test needs the GPU to itself, and something else had it for {longest:?}");
     }
 
-    fn new(gpu: &Gpu) -> Self {
+    fn new(gpu: &Gpu, left: usize) -> Self {
         let attribute = |attribute| gpu.context.attribute(attribute).unwrap();
         let shared_bytes = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
         let multiprocessors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) as usize;
-        let blocks = multiprocessors - Self::LEFT;
+        let blocks = multiprocessors - left;
         let kernel = gpu.context.load_module(Ptx::from_src(Self::PTX)).unwrap().load_function("hog").unwrap();
         let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         kernel.set_attribute(limit, shared_bytes).unwrap();
@@ -422,8 +422,8 @@ impl Hog {
     }
 
     /// Whether what is enqueued ends before the first of two such kernels does, which begins before it.
-    fn runs_beside(gpu: &Gpu, microseconds: u64, enqueue: impl FnOnce()) -> bool {
-        let hog = Self::new(gpu);
+    fn runs_beside(gpu: &Gpu, left: usize, microseconds: u64, enqueue: impl FnOnce()) -> bool {
+        let hog = Self::new(gpu, left);
         hog.launch(Self::FIRST, microseconds);
         hog.wait_until_begun();
         hog.launch(Self::SECOND, microseconds);

@@ -495,7 +495,8 @@ fn table(queue: &Queue, model: &Model, dtype: DType, tokens: usize) -> WeightTab
 fn the_raw_door_refuses_by_name() {
     let gpu = Gpu::new();
     let (spec, [id, of_odd_rows]) = spec();
-    let [model, other_model] = [(); 2].map(|()| spec.shard(TpRank::SINGLE).unwrap());
+    let (other_spec, [foreign, _]) = self::spec();
+    let [model, other_model] = [&spec, &other_spec].map(|spec| spec.shard(TpRank::SINGLE).unwrap());
     let capacity = Capacity::tokens(100).slots(2).rank(16);
     let memory = gpu.poisoned(1 << 16);
     let at = |offset: u64, rows, cols| raw::MatrixRef::new::<bf16>(memory.address() + offset, rows, cols);
@@ -530,7 +531,6 @@ fn the_raw_door_refuses_by_name() {
     assert!(is_of_features, "{error}");
     let error = new(id, DType::BF16, capacity.rank(1 << 20), &w).unwrap_err();
     assert!(matches!(error, LaunchError::Plan(PlanError::Limit { what: "max_rank", .. })), "{error}");
-    let (_, [foreign, _]) = self::spec();
     let error = new(foreign, DType::BF16, capacity, &w).unwrap_err();
     assert!(matches!(error, LaunchError::Plan(PlanError::Foreign)), "{error}");
     std::thread::scope(|scope| {
@@ -939,7 +939,7 @@ fn no_safe_call_faults() {
 fn a_workspace_remembers_nothing() {
     let gpu = Gpu::new();
     let queue = &gpu.queue;
-    let (capacity, slots) = (Capacity::tokens(64).slots(4).rank(64), [3, 0, 1, -1, 2, 1, 0]);
+    let (capacity, slots) = (Capacity::tokens(64).slots(4).rank(64), [0, 3, 1, -1, 2, 1, 0]);
     let dense = |in_features, slices: &[usize]| {
         let ranks: [Vec<usize>; 3] = [16, 64, 3].map(|rank| vec![rank; slices.len()]);
         let slots = (0..64).map(|token| slots[token % slots.len()]).collect();

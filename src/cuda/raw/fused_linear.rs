@@ -50,7 +50,8 @@ impl FusedLinear {
     ///
     /// # Errors
     /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is not one W per
-    /// slice of the right shape, type and alignment, or the kernels do not support the element type, a size or the capacity.
+    /// slice of the right shape, type and alignment, or the kernels or the
+    /// device's shared memory do not support the element type, a size or the capacity.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -78,6 +79,8 @@ impl FusedLinear {
             in_features: int(site.in_features())?,
             splits: int(plan.splits())?,
             units: int(plan.units())?,
+            max_tokens: int(plan.max_tokens())?,
+            max_rank: int(plan.capacity().max_rank)?,
             num_slices: int(slices.len())?,
             out_features,
             slices: ptrs,

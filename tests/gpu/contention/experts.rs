@@ -286,7 +286,7 @@ fn beside_a_kernel_that_takes_most_multiprocessors() {
         let expected = steps.alone(&layers, 1);
         let mut scratch = Scratch::new(&layers, &layers.gpu);
         let ended_first = Hog::is_outrun(|microseconds| {
-            let ended_first = Hog::runs_beside(&layers.gpu, microseconds, || {
+            let ended_first = Hog::runs_beside(&layers.gpu, Hog::LEFT, microseconds, || {
                 (0..steps.tokens.len()).for_each(|step| steps.enqueue(step, &mut scratch));
             });
             steps.check(&expected, &format!("layer {layer} beside a kernel of {microseconds} µs"));
