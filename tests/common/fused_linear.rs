@@ -8,6 +8,7 @@ use aril::{
 };
 use proptest::prelude::*;
 use rand::{SeedableRng, rngs::StdRng};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -107,25 +108,32 @@ impl Layer for Fused {
             (slices.iter().map(rows).collect(), bias.map(|(place, bias)| place.row(&bias, 0)));
         // Each of the at most 2 K + r products and sums, and a few scalings, the bias and y, rounds once.
         let roundings = 2 * case.in_features() + world.max_rank + 12;
-        for token in 0..case.num_tokens() {
+        let sums_of = |token: usize| {
             let x = case.x().row(&world.x, token);
             let pairs = case.adapter(token).map(|adapter| &world.pairs[adapter]);
-            let mut out = 0;
+            let mut sums: Vec<Delta> = Vec::new();
             for (slice, rows) in slices.iter().enumerate() {
                 let pair = pairs.and_then(|pairs| pairs[slice].as_ref());
                 let deltas = pair.map(|pair| pair.linear::<T>(&x, case.scale(token)));
                 for (row, w) in rows.iter().enumerate() {
-                    let at = case.y().at(token, out);
                     let mut sum = deltas.as_ref().map_or(Delta { value: 0.0, magnitude: 0.0 }, |deltas| deltas[row]);
                     let products = w.iter().zip(&x).map(|(w, x)| w * x);
-                    for term in products.chain(bias.as_ref().map(|bias| bias[out])) {
+                    for term in products.chain(bias.as_ref().map(|bias| bias[sums.len()])) {
                         sum.value += term;
                         sum.magnitude += term.abs();
                     }
-                    let y = if case.accumulates { f64::from(world.y[at].to_f32()) } else { 0.0 };
-                    expected[at] = expect_sum(case.values, y, sum, roundings);
-                    out += 1;
+                    sums.push(sum);
                 }
+            }
+            sums
+        };
+        // The products of the largest cases take a second of one core.
+        let sums: Vec<_> = (0..case.num_tokens()).into_par_iter().map(sums_of).collect();
+        for (token, sums) in sums.into_iter().enumerate() {
+            for (out, sum) in sums.into_iter().enumerate() {
+                let at = case.y().at(token, out);
+                let y = if case.accumulates { f64::from(world.y[at].to_f32()) } else { 0.0 };
+                expected[at] = expect_sum(case.values, y, sum, roundings);
             }
         }
     }
