@@ -102,8 +102,11 @@ impl Base {
     ) -> Result<()> {
         let layer = Layer::new(stage, workload)?;
         let supported = if workload.num_tokens() <= MAX_FORWARD_TOKENS { num_base_sets(workload) } else { 0 };
-        let fused =
-            (0..supported).map(|i| layer.fused(base_address(stage, workload, i))).collect::<Result<Vec<_>>>()?;
+        let fused = (0..supported).map(|i| layer.fused(base_address(stage, workload, i))).collect::<Result<Vec<_>>>();
+        let fused = fused.unwrap_or_else(|error| {
+            results.fail(&workload.id, "error", format!("fused: {error}"));
+            Vec::new()
+        });
         let adapted = Adapted { base: self, stage, workload, layer, fused };
         let (err, gemm_err) = (adapted.layer.check()?, adapted.check_gemm()?);
         if !(err < MAX_ERROR && gemm_err < MAX_DIFFERENCE) {
@@ -112,7 +115,7 @@ impl Base {
         }
         let count = adapted.repetitions();
         let (mut names, mut graphs) = (Vec::new(), vec![adapted.capture(count, alone)?]);
-        for (name, mode) in MODES.into_iter().chain((supported > 0).then_some(FUSED)) {
+        for (name, mode) in MODES.into_iter().chain((!adapted.fused.is_empty()).then_some(FUSED)) {
             match adapted.check(mode).and_then(|()| adapted.capture(count, mode)) {
                 Ok(graph) => {
                     names.push(name.to_owned());
