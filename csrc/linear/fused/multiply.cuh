@@ -264,7 +264,7 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
   // fragments, and these products have begun once the next stage is being waited for.
   TransactionBarrier* done = nullptr;
   for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
-    UnitSums<kTiles> sums[2] = {};
+    float sums[2][kTiles][4] = {};
     const Place in_loop(units);
 #pragma unroll 1
     for (int item = 0; item < items; ++item) {
