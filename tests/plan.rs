@@ -95,8 +95,8 @@ proptest! {
         }
     }
 
-    /// No step within the capacity needs more than the whole workspace of experts, and each has a float and a tag for every group of
-    /// 1024 input features, row of sums, slice and rank, and where routes are many a float more.
+    /// No step within the capacity needs more than the whole workspace of experts, and each has a float and a tag for every slab of
+    /// 1024 input features, row of sums, slice and rank. Many routes need another float each.
     #[test]
     fn the_workspace_of_experts_is_large_enough(
         max_tokens in 1..400_usize, top_k in 1..=10_usize, max_rank in 1..=MAX_RANK,
@@ -269,11 +269,11 @@ fn a_plan_says_what_it_will_launch() {
     assert_eq!(
         shown,
         [
-            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 lanes, expand 12 blocks of \
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 K tiles, expand 12 blocks of \
              512 outputs, 98432 + 0 bytes of workspace",
-            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 lanes, expand 6 blocks of \
+            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 K tiles, expand 6 blocks of \
              1024 outputs, 3145856 + 25165824 bytes of workspace",
-            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, two launches, shrink 1 splits of 1 lanes, expand 1 blocks of 256 \
+            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, two launches, shrink 1 splits of 1 K tiles, expand 1 blocks of 256 \
              outputs, 0 + 32 bytes of workspace",
         ]
     );
@@ -300,8 +300,7 @@ fn fused_operations_are_preferred_without_wide_tiles() {
     assert_eq!(prefers(128, Halves::Interleaved, 1025), [true, false]);
 }
 
-/// On both sides of what a plan depends on: few tokens and many, ranks that are staged and others, groups of lanes and spans of them,
-/// and outputs that a block has more or less of.
+/// Both sides of each threshold: small_m and large_m, staged ranks and higher ones, slabs and spans, and sizes of expand blocks.
 #[test]
 fn plans_are_those_that_were_measured() {
     let shown = |max_tokens, num_slots, max_rank, in_features, slices: &[usize]| {
@@ -317,63 +316,63 @@ fn plans_are_those_that_were_measured() {
     let plans = [
         (
             shown(512, 4, 128, 12_288, &[4096]),
-            "36 tiles, one launch, shrink 12 splits of 48 lanes, expand 16 blocks of 256 outputs, 6291584 + 0",
+            "36 tiles, one launch, shrink 12 splits of 48 K tiles, expand 16 blocks of 256 outputs, 6291584 + 0",
         ),
         (
             shown(513, 4, 128, 12_288, &[4096]),
-            "12 tiles, two launches, shrink 12 splits of 48 lanes, expand 32 blocks of 128 outputs, 6291584 + 3151872",
+            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 32 blocks of 128 outputs, 6291584 + 3151872",
         ),
         (
             shown(513, 4, 129, 12_288, &[4096]),
-            "12 tiles, two launches, shrink 12 splits of 48 lanes, expand 16 blocks of 256 outputs, 6684800 + 3348864",
+            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 16 blocks of 256 outputs, 6684800 + 3348864",
         ),
         (
             shown(64, 64, 8, 4096, &[12_288, 12_288]),
-            "64 tiles, one launch, shrink 4 splits of 16 lanes, expand 6 blocks of 4096 outputs, 32896 + 0",
+            "64 tiles, one launch, shrink 4 splits of 16 K tiles, expand 6 blocks of 4096 outputs, 32896 + 0",
         ),
         (
             shown(64, 64, 64, 4096, &[12_288, 12_288]),
-            "64 tiles, one launch, shrink 4 splits of 16 lanes, expand 48 blocks of 512 outputs, 262272 + 0",
+            "64 tiles, one launch, shrink 4 splits of 16 K tiles, expand 48 blocks of 512 outputs, 262272 + 0",
         ),
         (
             shown(1, 1, 512, 4096, &[151_936]),
-            "1 tiles, one launch, shrink 4 splits of 16 lanes, expand 594 blocks of 256 outputs, 16512 + 0",
+            "1 tiles, one launch, shrink 4 splits of 16 K tiles, expand 594 blocks of 256 outputs, 16512 + 0",
         ),
         (
             shown(7936, 1, 64, 14_336, &[4096]),
-            "125 tiles, two launches, shrink 14 splits of 56 lanes, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+            "125 tiles, two launches, shrink 14 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
         ),
         (
             shown(7937, 1, 64, 14_336, &[4096]),
-            "125 tiles, two launches, shrink 4 splits of 56 lanes, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+            "125 tiles, two launches, shrink 4 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
         ),
         (
             shown(3968, 1, 64, 14_336, &[2048, 2048]),
-            "63 tiles, two launches, shrink 14 splits of 56 lanes, expand 8 blocks of 512 outputs, 7340160 + 28442624",
+            "63 tiles, two launches, shrink 14 splits of 56 K tiles, expand 8 blocks of 512 outputs, 7340160 + 28442624",
         ),
         (
             shown(3969, 1, 64, 14_336, &[2048, 2048]),
-            "63 tiles, two launches, shrink 4 splits of 56 lanes, expand 8 blocks of 512 outputs, 7340160 + 28449792",
+            "63 tiles, two launches, shrink 4 splits of 56 K tiles, expand 8 blocks of 512 outputs, 7340160 + 28449792",
         ),
         (
             shown(1024, 1, 16, 1025, &[33_792]),
-            "17 tiles, two launches, shrink 2 splits of 5 lanes, expand 33 blocks of 1024 outputs, 131200 + 131072",
+            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 33 blocks of 1024 outputs, 131200 + 131072",
         ),
         (
             shown(1024, 1, 16, 1025, &[33_793]),
-            "17 tiles, two launches, shrink 2 splits of 5 lanes, expand 34 blocks of 1024 outputs, 131200 + 131072",
+            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 34 blocks of 1024 outputs, 131200 + 131072",
         ),
         (
             shown(256, 1, 16, 1024, &[8192]),
-            "17 tiles, one launch, shrink 1 splits of 4 lanes, expand 16 blocks of 512 outputs, 32896 + 0",
+            "17 tiles, one launch, shrink 1 splits of 4 K tiles, expand 16 blocks of 512 outputs, 32896 + 0",
         ),
         (
             shown(496, 1, 16, 1024, &[8192]),
-            "32 tiles, one launch, shrink 1 splits of 4 lanes, expand 16 blocks of 512 outputs, 63616 + 0",
+            "32 tiles, one launch, shrink 1 splits of 4 K tiles, expand 16 blocks of 512 outputs, 63616 + 0",
         ),
         (
             shown(512, 1, 16, 1024, &[8192]),
-            "33 tiles, one launch, shrink 1 splits of 4 lanes, expand 8 blocks of 1024 outputs, 65664 + 0",
+            "33 tiles, one launch, shrink 1 splits of 4 K tiles, expand 8 blocks of 1024 outputs, 65664 + 0",
         ),
     ];
     for (number, (shown, expected)) in plans.into_iter().enumerate() {

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::{
     error::AdapterError,
-    layout::{self, B, CORE, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
+    layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
     tensor::View,
 };
 use crate::{DType, Element};
@@ -65,7 +65,7 @@ impl<'a> Rectangle<'a> {
         /// Large enough to be worth scheduling, small enough that the output stays in cache.
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.shape().0) * size_of::<T>();
-        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(LANE_FEATURES / TILE_FEATURES);
+        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
         let features = stripes * TILE_FEATURES;
         let finite = part
             .par_chunks_mut(stripes * stripe_bytes)
@@ -74,11 +74,11 @@ impl<'a> Rectangle<'a> {
         if finite { Ok(()) } else { self.unrepresentable::<S, T>().map_or(Ok(()), Err) }
     }
 
-    /// Splits the factor into consecutive parts of at most `max_elems` elements, which must be enough for one lane of features.
+    /// Splits the factor into consecutive parts of at most `max_elems` elements, which must hold one K tile.
     pub(super) fn split(&self, max_elems: usize) -> impl Iterator<Item = Self> {
         let (rank, features) = self.shape();
         let stripes = max_elems / layout::stripe_elems(rank);
-        let len = (stripes * TILE_FEATURES / LANE_FEATURES * LANE_FEATURES).max(LANE_FEATURES);
+        let len = (stripes * TILE_FEATURES / K_TILE * K_TILE).max(K_TILE);
         (0..features).step_by(len).map(move |start| self.narrowed(start, len))
     }
 

@@ -6,14 +6,14 @@ use super::{
     capacity::{Capacity, RouteCapacity},
     error::PlanError,
     thresholds::{
-        FEW_ROUTES, GroupedBy, LANE_FEATURES, LANES_PER_GROUP, MAILBOX_HEADER, RANK_TILE, ROUTES_PER_TILE,
+        GroupedBy, K_TILE, K_TILES_PER_SLAB, MAILBOX_HEADER, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE,
         TOKENS_PER_TILE, WIDE_TILE, WORD_BYTES,
         experts::{
             EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, OUTS_PER_UNIT, SHRINK_PIECES, WIDE_OUTS, max_blocks,
             outs_per_warp,
         },
         is_staged,
-        linear::WIDE_COLUMNS,
+        linear::LARGE_M_RANK_TILES,
     },
     workspace::WorkspaceBytes,
 };
@@ -138,7 +138,7 @@ impl ProjectionPlan {
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
         // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
-        let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
+        let sums = self.num_slabs() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
         let partials = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
         WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials }
     }
@@ -162,7 +162,7 @@ impl ProjectionPlan {
         let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
             let tiles = self.max_tiles(WIDE_TILE, num_routes);
             let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
-            let shrink_pieces = rank_tiles.div_ceil(WIDE_COLUMNS) * self.num_groups();
+            let shrink_pieces = rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
             let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
             Blocks {
                 shrink: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
@@ -176,7 +176,7 @@ impl ProjectionPlan {
         } else {
             0
         };
-        let shrink_pieces = rank_tiles * self.num_groups();
+        let shrink_pieces = rank_tiles * self.num_slabs();
         let (expand_tiles, outs, slices) = match by {
             ExpandBy::Slices => (tiles, outs_per_warp(self.capacity.max_rank), self.num_slices),
             ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
@@ -206,8 +206,8 @@ impl ProjectionPlan {
         (num_routes + (size - 1) * groups.min(num_routes)) / size
     }
 
-    fn num_groups(&self) -> usize {
-        self.in_features.div_ceil(LANE_FEATURES * LANES_PER_GROUP)
+    fn num_slabs(&self) -> usize {
+        self.in_features.div_ceil(K_TILE * K_TILES_PER_SLAB)
     }
 }
 
@@ -217,8 +217,8 @@ impl fmt::Display for ExpertsPlan {
         let WorkspaceBytes { mailbox, partials } = self.workspace_bytes();
         let is_wide = |plan: &ProjectionPlan| self.dtype != DType::F32 && plan.is_wide(max_tokens * self.top_k);
         let wide = match (is_wide(&self.gate_up), is_wide(&self.down)) {
-            (true, _) => format!(", three that add or write more than {FEW_ROUTES} routes"),
-            (false, true) => format!(", three that add or write more than {FEW_ROUTES} routes of down"),
+            (true, _) => format!(", three that add or write more than {ONE_BLOCK_ROUTES} routes"),
+            (false, true) => format!(", three that add or write more than {ONE_BLOCK_ROUTES} routes of down"),
             (false, false) => String::new(),
         };
         write!(

@@ -378,7 +378,7 @@ fn pieces_are_the_block() {
         (300, 40_000, 3),
         (8, 8, 1),
         (700, 500, 512),
-        // Of these a piece has room for other than whole lanes of 256 features.
+        // A piece has room for these, but not for a whole number of K tiles of them.
         (9000, 6200, 24),
         (4096, 6144, 48),
         (4100, 4096, 96),
@@ -398,7 +398,7 @@ fn pieces_are_the_block() {
     }
 }
 
-/// Ranks that, padded, are no power of two do not divide the smallest piece into whole lanes.
+/// If the padded rank is not a power of two, the smallest piece is not a whole number of K tiles.
 #[test]
 fn the_smallest_pieces_of_any_rank_are_the_block() {
     for (inputs, rank) in [4096, 12_300].into_iter().flat_map(|k| [24, 41, 48, 96].map(|rank| (k, rank))) {
@@ -415,7 +415,7 @@ fn the_smallest_pieces_of_any_rank_are_the_block() {
     }
 }
 
-/// With values that every type holds, of which neighbours differ, and so do lanes.
+/// Fills a module with values that every element type represents. Neighbours differ, and so do K tiles.
 fn counting(module: Lora) -> Lora {
     let mut next = 0_u8;
     module.fill(|| {

@@ -147,8 +147,8 @@ impl Case {
         Self { slots, ..Self::of(layer, Values::Exact, 7) }
     }
 
-    /// Layers that take many features, as `down` and `o` of large models do, and one past what a block, a group and a span of the
-    /// kernels' sums have; few tokens and many, in exact bf16 and f16.
+    /// Layers with as many input features as `down` and `o` of large models, and with one more than whole slabs or spans; in exact
+    /// bf16 and f16.
     pub fn of_many_features(tokens: &[usize]) -> Vec<Self> {
         let mut cases = Vec::new();
         for (in_features, dtype) in
@@ -222,7 +222,7 @@ pub struct Sizes {
 impl Sizes {
     /// Small enough for a debug build on the CPU.
     pub const SMALL: Self = Self { max_features: 300, max_tokens: 40, max_rank: 40 };
-    /// Past every tile of the kernels for few tokens.
+    /// More than one of every tile of the small_m kernels.
     pub const LARGE: Self = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
 }
 

@@ -299,7 +299,7 @@ fn many_routes_agree_with_the_reference() {
     });
 }
 
-/// More input features than one group of lanes, and more ranks than one step.
+/// More input features than one slab, and more ranks than one step.
 #[test]
 #[ignore = "needs a GPU"]
 fn wide_experts_agree_with_the_reference() {

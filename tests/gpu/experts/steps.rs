@@ -249,7 +249,7 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
     let variants = [
         (Dtype::BF16, Values::Exact, [136, 72], Order::GateUp, 40, Weighed::Combine),
         (Dtype::F16, Values::Rounded, [136, 72], Order::UpGate, 40, Weighed::Input),
-        // More than one group of lanes, before and behind the activation.
+        // More than one slab, before and after the activation.
         (Dtype::F16, Values::Exact, [1100, 40], Order::GateUp, 12, Weighed::Rows),
         (Dtype::BF16, Values::Rounded, [72, 1032], Order::UpGate, 16, Weighed::Rows),
         // The largest that wide tiles take.
