@@ -21,7 +21,7 @@ pub(crate) const TILE_RANKS: usize = ffi::ARIL_RANK_TILE as usize;
 pub(crate) const TILE_FEATURES: usize = ffi::ARIL_OUT_TILE as usize;
 pub(crate) const TILE_ELEMS: usize = TILE_RANKS * TILE_FEATURES;
 
-// Whole tiles, of the smallest elements.
+// Tiles are aligned even in the smallest element type.
 const _: () = assert!((TILE_ELEMS * 2).is_multiple_of(ALIGNMENT_BYTES));
 const _: () = assert!(TILE_RANKS == CORE && K_TILE.is_multiple_of(TILE_FEATURES));
 

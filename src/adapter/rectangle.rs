@@ -82,8 +82,8 @@ impl<'a> Rectangle<'a> {
         (0..features).step_by(len).map(move |start| self.narrowed(start, len))
     }
 
-    /// Up to `len` features from `start` on. If `start` is at a stripe boundary, their part of the block has the layout of a factor
-    /// of its own.
+    /// Up to `len` features from `start` on. If `start` is at a stripe boundary, their part of the block has the layout of a
+    /// separate factor.
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let range = start..self.shape().1.min(start + len);
         let view = match self.kind {
@@ -122,7 +122,7 @@ impl<'a> Rectangle<'a> {
     ) -> bool {
         let bytes = |elems: usize| elems * size_of::<T>();
         let mut finite = true;
-        // A row, with zeros behind it.
+        // One row, padded with zeros.
         let mut converted = vec![T::default(); self.view.cols.next_multiple_of(RUN)];
         for row in 0..self.view.rows {
             finite &= match self.view.contiguous_row(row) {
@@ -133,7 +133,7 @@ impl<'a> Rectangle<'a> {
                 }
             };
             for (run, values) in converted.chunks_exact(RUN).enumerate() {
-                // So long that no piece needs a check of its own.
+                // One bounds check for the whole run, so that pieces need none.
                 let out = &mut part[bytes(at(row, run * RUN))..][..bytes(at(0, RUN - PIECE) + PIECE)];
                 for (piece, values) in values.chunks_exact(PIECE).enumerate() {
                     let out = &mut out[bytes(at(0, piece * PIECE))..][..bytes(PIECE)];

@@ -136,7 +136,8 @@ impl ExpertsPlan {
 impl ProjectionPlan {
     /// Workspace for a batch of `num_tokens` tokens with `top_k` experts each.
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
-        // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
+        // Rows of sums: one per route, and one per token where the routes of a token may share them. The mailbox tags each sum. The
+        // partials of operations with wide tiles do not.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
         let sums = self.num_slabs() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
         let partials = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
@@ -185,9 +186,9 @@ impl ProjectionPlan {
         let expand_pieces = slices * self.out_features.div_ceil(outs);
         let grouped_by = GroupedBy::of(num_routes);
         let max_expand = max_blocks(grouped_by);
-        // One less where one block groups the routes, so that all of shrink begin at once: none waits for that.
+        // If one block groups the routes, shrink gets one block less, so that all blocks of shrink start at once.
         let max_shrink = max_expand - usize::from(grouped_by == GroupedBy::FirstOperation);
-        // All pieces of a tile at the least.
+        // At least all pieces of one tile.
         let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
             (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
         };
@@ -249,7 +250,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the routes are spread over experts and slots, those without a slot and those that are not here among them.
+        /// However the routes are spread over experts and slots, those without a slot and those that are not local among them.
         #[test]
         fn max_tiles_bounds_every_spread_and_is_reached(
             (num_experts, num_slots) in (1..6_usize, 1..6_usize),
@@ -262,7 +263,7 @@ mod tests {
             let tiles = |counts: &[usize]| -> usize { counts.iter().map(|count| count.div_ceil(size)).sum() };
             let routes = &routes[..routes.len().min(groups)];
             prop_assert!(tiles(routes) <= plan.max_tiles(size, routes.iter().sum()));
-            // A route in each group, and the rest in one.
+            // One route in each group, and the rest in one of them.
             let num_routes: usize = routes.iter().sum();
             let groups = groups.min(num_routes);
             let mut worst = vec![1; groups];

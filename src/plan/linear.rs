@@ -164,7 +164,7 @@ fn out_blocks(out_features: &[usize], outs_per_block: usize) -> usize {
 pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_blocks: usize) -> Result<(), PlanError> {
     let [small, wide] = [capacity.max_tokens.min(SMALL_M), capacity.max_tokens].map(|n| capacity.max_tiles(n));
     let max = (MAX_GRID_X / small.max(wide)).saturating_sub(shrink_blocks);
-    // The smallest blocks are the most.
+    // The smallest blocks make the largest grid.
     let blocks = out_blocks(out_features, LARGE_M_OUTS);
     if blocks > max {
         let value = blocks * LARGE_M_OUTS;

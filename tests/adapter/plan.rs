@@ -378,7 +378,7 @@ fn pieces_are_the_block() {
         (300, 40_000, 3),
         (8, 8, 1),
         (700, 500, 512),
-        // A piece has room for these, but not for a whole number of K tiles of them.
+        // The limit is not a whole number of K tiles of these.
         (9000, 6200, 24),
         (4096, 6144, 48),
         (4100, 4096, 96),
@@ -398,7 +398,7 @@ fn pieces_are_the_block() {
     }
 }
 
-/// If the padded rank is not a power of two, the smallest piece is not a whole number of K tiles.
+/// If the padded rank is not a power of two, the smallest limit is not a whole number of K tiles.
 #[test]
 fn the_smallest_pieces_of_any_rank_are_the_block() {
     for (inputs, rank) in [4096, 12_300].into_iter().flat_map(|k| [24, 41, 48, 96].map(|rank| (k, rank))) {
