@@ -1,4 +1,4 @@
-//! Where the elements of a factor are in a block: as the order of loops that the layouts' docs give, written out.
+//! The layouts of factors in a block, against the nested loops that their docs describe.
 
 use aril::adapter::layout::{B, EmbeddingA, LinearA};
 use proptest::prelude::*;
