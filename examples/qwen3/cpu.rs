@@ -337,7 +337,7 @@ trait Panels: Sync {
     fn panel(&self, index: usize) -> Cow<'_, [f32]>;
 }
 
-/// The panels.
+/// A weight whose panels are all stored.
 #[derive(Debug)]
 pub(crate) struct Weight {
     rows: usize,
