@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_forward_maps and aril_linear_forward: how a fused linear is divided into thread blocks, and a
-// block's shared memory into a ring of stages and the rest.
+// aril_forward_maps and aril_linear_forward: how a fused linear is divided into thread blocks, and
+// a block's shared memory into a ring of stages and the rest.
 #include <type_traits>
 
 #include "host/launch.cuh"
@@ -57,8 +57,8 @@ constexpr int kTriggerBoxes = 16;
 constexpr int kGoodStages = 4;
 constexpr int kMinStages = 2;
 
-// With adapters, a ring holds at most this part of a block's stream: what is in flight delays loads
-// of A and B.
+// With adapters, a ring holds at most this part of a block's stream: its loads in flight delay
+// loads of A and B.
 constexpr int kMaxRingShare = 4;
 
 // The small form is for up to this many tokens times ranks. (H200, 8 tokens of 8 adapters: 4 %
@@ -243,7 +243,7 @@ int32_t check_fit(const aril_base_weights& weights, const aril_forward_map& map)
   return 0;
 }
 
-// Calls `f` with the number of token tiles of the instance for so many tokens.
+// Calls `f` with the number of token tiles of the kernel instance for `num_tokens` tokens.
 template <typename F>
 int32_t with_tiles(int num_tokens, F&& f) {
   const int tiles = ceil_div(num_tokens, detail::kTokenTile);

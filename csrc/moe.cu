@@ -59,7 +59,7 @@ struct Kernels<float> {
 struct GroupKernels {
   Kernel<aril_group_args> group = {detail::group_kernel, detail::kGroupSmemBytes};
   Kernel<aril_align_args> align = {detail::align_kernel,
-                                   ARIL_MAX_SLOTS* static_cast<int>(sizeof(int32_t))};
+                                   ARIL_MAX_SLOTS * static_cast<int>(sizeof(int32_t))};
 
   int32_t load() const {
     const auto& [a, b] = *this;
@@ -101,6 +101,10 @@ int32_t on_route_tiles(aril_experts_args args, void* stream) {
     return detail::ExpandStages(detail::kWholeRankTiles<T>, args.weights.max_rank,
                                 args.outs_per_block);
   };
+  // The plan chooses the outputs of a warp (outs_per_warp in src/plan/thresholds.rs) without a
+  // device. Only the launch knows how much shared memory a block may use. If the stages do not fit,
+  // a warp takes one output tile, which fits everywhere (have_room_everywhere() in moe/expand.cuh),
+  // and there are blocks for all of them.
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
   if (detail::kExpertsWarps * stages().of_warp > max_bytes) {

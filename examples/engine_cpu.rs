@@ -79,7 +79,7 @@ impl Engine {
         let rows = requests.len();
         let (x, y_matrix) = (x.as_flattened(), MatrixMut::new(y.as_flattened_mut(), rows, FEATURES)?);
         self.layer.add_delta(&mut step, Matrix::new(x, rows, FEATURES)?, y_matrix)?;
-        // Behind the operations: an adapter that is still in its slot is the one that they used, whatever the loader does meanwhile.
+        // Check after the operations: an adapter that is still in its slot is the one they used, whatever the loader did.
         let output = |(request, y): (&Request, _)| self.weights.check(request.adapter).map(|()| y);
         Ok(requests.iter().zip(y).map(output).collect())
     }

@@ -23,9 +23,9 @@ const HIDDEN: usize = 64;
 const MAX_TOKENS: usize = 4;
 const ARENA_BYTES: usize = 1 << 20;
 
-/// What the program asks of a device.
+/// The operations of a device.
 trait Device {
-    /// Loads an adapter, in place of the one that was there.
+    /// Loads an adapter, replacing the slot's previous one.
     fn load(&self, slot: Slot, image: &SlotImage<'_>) -> std::result::Result<Resident, LoadError>;
 
     /// Adds the delta of each token to its row of `y`. Both are `[tokens, HIDDEN]`.
@@ -69,7 +69,7 @@ fn load(device: &dyn Device, model: &Model, slot: Slot, rank: usize) -> Result<S
 
 fn step(device: &mut dyn Device, slots: &[Slot]) -> Result<Vec<f32>> {
     let x = eighths(slots.len() * HIDDEN, 7);
-    // What the engine's own matrix multiplication gives.
+    // The output of the engine's own matrix multiplication.
     let mut y = eighths(slots.len() * HIDDEN, 5);
     device.add_delta(&Batch::new(slots), &x, &mut y)?;
     Ok(y)
@@ -125,7 +125,7 @@ mod gpu {
     struct Gpu {
         weights: WeightTable,
         layer: LoraLinear,
-        /// Which adapter each token has, on the device.
+        /// The adapter of each token, on the device.
         routing: Routing,
         workspace: Workspace,
         x: Buffer<f32>,
@@ -179,8 +179,8 @@ fn adapter(rank: usize) -> Result<Adapter> {
     Ok(Adapter::from_tensors(&config, tensors)?)
 }
 
-/// Numbers of a few bits, so that all sums are exact. Of others the last bits may differ, as the CPU and the GPU sum up in different
-/// orders.
+/// Numbers of a few bits, so that all sums are exact. The last bits of other sums may differ, because the CPU and the GPU add in
+/// different orders.
 fn eighths(len: usize, stride: u8) -> Vec<f32> {
     (0..17_u8).cycle().step_by(stride.into()).map(|value| f32::from(value) / 8.0 - 1.0).take(len).collect()
 }

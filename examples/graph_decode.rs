@@ -38,7 +38,7 @@ fn main() -> Result<(), Error> {
     let mut routing = Routing::new(&queue, capacity, 2)?;
     let mut workspace = Workspace::new(&weights)?;
 
-    // Captured once. The graph keeps the buffers, and whatever else it reads and writes.
+    // Captured once. The graph keeps the buffers and all other memory that it accesses alive.
     let (mut x, mut y) = (Buffer::zeros(&queue, ROWS * HIDDEN)?, Buffer::zeros(&queue, ROWS * HIDDEN)?);
     let mut graph = weights.capture(&routing, ROWS, &mut workspace, |step| {
         layer.add_delta(step, Matrix::new(&x, ROWS, HIDDEN)?, MatrixMut::new(&mut y, ROWS, HIDDEN)?)

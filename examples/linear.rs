@@ -23,13 +23,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let context = CudaContext::new(0)?;
     let stream = context.default_stream();
 
-    // What the engine adapts, as this rank holds it.
+    // The adapted layers, as this rank holds them.
     let mut spec = ModelSpec::new();
     let gate_up = Linear::new("mlp", Parallel::Column, HIDDEN).slice("gate_proj", HIDDEN).slice("up_proj", HIDDEN);
     let gate_up = spec.linear(gate_up)?;
     let model = spec.shard(TpRank::SINGLE)?;
 
-    // Once: memory for the adapters, the routing and the layers, and each layer's plan.
+    // Once: memory for the adapters and the routing, and each layer's plan.
     let capacity = Capacity::tokens(16).slots(4).rank(16);
     let queue = Queue::new(&Kernels::load_into(&context)?, &stream)?;
     let weights = WeightTable::new(&queue, &model, DType::F32, capacity, 1 << 20)?;
@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// An adapter in memory, of A's of ones and B's of `value`; `Adapter::open` reads a directory as PEFT saves it.
+/// An adapter in memory whose A's are ones and whose B's are `value`. `Adapter::open` reads a directory as PEFT saves it.
 fn adapter(rank: usize, modules: &[&str], value: f32) -> Result<Adapter, Box<dyn Error>> {
     let filled = |shape: [usize; 2], value: f32| {
         Tensor::new(DType::F32, shape, bytemuck::cast_slice(&vec![value; shape[0] * shape[1]]).to_vec())

@@ -1,4 +1,4 @@
-//! Routes in blocks of one slot and one expert each, on the host, and the bounds on these.
+//! Routes in blocks of one slot and one expert each, on the host, and the bounds on their number.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
@@ -19,7 +19,7 @@ use aril::{
 use common::align::{Case, steps};
 use proptest::prelude::*;
 
-/// Every slot and expert in turn, by going through all routes for each.
+/// The blocks by brute force: for each slot and expert, a pass over all routes.
 fn expected(case: &Case) -> (Vec<usize>, Vec<usize>, Vec<Slot>) {
     let (top_k, slots) = (case.top_k(), case.slots());
     let (mut routes, mut experts, mut block_slots) = (Vec::new(), Vec::new(), Vec::new());
@@ -78,7 +78,7 @@ proptest! {
         prop_assert_eq!(aligned.routes().len(), capacity.max_padded());
     }
 
-    /// Room for a step is room for a smaller one.
+    /// The bounds for a step suffice for a smaller step.
     #[test]
     fn max_blocks_grows_with_the_routes(max_tokens in 1..500_usize, top_k in 1..9_usize, num_experts in 0..100_usize) {
         let blocks = |max_tokens, top_k| {
@@ -101,7 +101,7 @@ fn bounds_outside_the_limits_are_refused_by_name() {
     for num_slots in [0, MAX_SLOTS + 1] {
         refused(AlignCapacity::new(routes, num_slots, 64), "num_slots", num_slots, MAX_SLOTS);
     }
-    // So that an `i32` counts the routes of all blocks.
+    // An `i32` must count the routes of all blocks.
     let max = i32::MAX as usize / (8 << 14);
     let largest = AlignCapacity::new(routes, MAX_SLOTS, max);
     assert_eq!(largest.checked(), Ok(largest));

@@ -1,4 +1,4 @@
-//! What the public types promise by being of their type.
+//! Guarantees of the public types: `Send`, `Sync`, `Error`, and the representation of slots.
 
 use std::error::Error;
 
@@ -100,7 +100,7 @@ mod cuda {
         cloned::<(WeightTable, Queue, Kernels)>();
     }
 
-    /// Where there is no driver, that is what loading says; it neither panics nor aborts.
+    /// Without a driver, loading returns that error. It neither panics nor aborts.
     #[test]
     fn loading_says_that_there_is_no_driver() {
         if !driver_is_present() {

@@ -1,6 +1,6 @@
-//! What nvcc makes of the kernels: no more registers and local memory than budgeted, no symbols that could clash, 16-byte loads.
+//! The compiled kernels: registers and local memory within the budget, no symbols that could clash, 16-byte loads.
 //!
-//! Ignored unless asked for, as not every machine has nvcc: `NVCC=… cargo test --test codegen -- --include-ignored`. The registers
+//! Ignored by default, because not every machine has nvcc: `NVCC=… cargo test --test codegen -- --include-ignored`. The registers
 //! of every kernel, and its bytes of local memory, are in `codegen.budget`; `ARIL_BLESS=1` writes it, and the diff is for review.
 #![allow(clippy::panic, clippy::unwrap_used)]
 
@@ -15,12 +15,12 @@ use std::{
 const ARCHS: [&str; 2] = ["80", "90a"];
 const BUDGET: &str = "tests/codegen.budget";
 
-/// What `ptxas -v` says of a function.
+/// The output of `ptxas -v`.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Report {
-    /// By arch and name; of kernels only.
+    /// By architecture and name; kernels only.
     registers: BTreeMap<(String, String), u32>,
-    /// Bytes of the stack frame, by arch and name; of functions that have a stack or spills.
+    /// Bytes of the stack frame, by architecture and name; only functions with a stack or spills.
     local_bytes: BTreeMap<(String, String), u32>,
 }
 
@@ -61,7 +61,7 @@ fn sources() -> Vec<PathBuf> {
     sources
 }
 
-/// Compiles as build.rs does, for all archs, and returns what nvcc said.
+/// Compiles as build.rs does, for all architectures, and returns nvcc's output.
 fn compile(source: &Path, object: &Path) -> String {
     let nvcc = env::var_os("NVCC").unwrap_or_else(|| "nvcc".into());
     let host = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti";
@@ -71,7 +71,7 @@ fn compile(source: &Path, object: &Path) -> String {
     run(command.arg("-c").arg(source).arg("-o").arg(object))
 }
 
-/// The objects, and what nvcc said of each; compiled once.
+/// The objects and nvcc's output for each; compiled once.
 fn compiled() -> &'static [(PathBuf, String)] {
     static COMPILED: OnceLock<Vec<(PathBuf, String)>> = OnceLock::new();
     COMPILED.get_or_init(|| {
@@ -81,7 +81,7 @@ fn compiled() -> &'static [(PathBuf, String)] {
     })
 }
 
-/// Without return type and parameters.
+/// A demangled name without return type and parameters.
 fn demangle(name: &str) -> String {
     let name = run(Command::new("c++filt").arg("-p").arg(name));
     let name = name.trim().replace("(anonymous namespace)::", "");
@@ -153,7 +153,7 @@ fn sass_has_wide_loads_and_no_local_memory() {
             for forbidden in local.iter().chain(&["vprintf", "malloc"]) {
                 assert!(!has(forbidden), "{name} has{forbidden}");
             }
-            // Those of f32 are not for speed.
+            // Kernels in f32 are not built for speed.
             if (name.contains("shrink") || name.contains("expand")) && !name.contains("f32") {
                 assert!(
                     has("LDG.E.128") || has("LDGSTS.E") || has("UBLKCP"),

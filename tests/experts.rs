@@ -1,4 +1,4 @@
-//! The CPU's operations on experts against the reference, and laws that they have in common.
+//! The CPU's operations on experts against the reference, and laws that relate them.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
@@ -57,7 +57,7 @@ proptest! {
         for_dtype!(case.check(&mut Cpu))?;
     }
 
-    /// A token's result has the same bits with all others base as in any batch.
+    /// A token's result has the same bits in any batch, even if no other token has an adapter.
     #[test]
     fn cpu_is_batch_invariant(case in cases(Sizes::SMALL), token: prop::sample::Index) {
         fn run<T: Element>(case: &Case, token: prop::sample::Index) -> Result<(), TestCaseError> {
@@ -80,7 +80,7 @@ proptest! {
         for_dtype!(case, run(&case, token))?;
     }
 
-    /// What all experts share is what each has alike.
+    /// A shared factor equals a copy of it for each expert.
     #[test]
     fn a_shared_factor_is_one_that_is_repeated(case in cases(Sizes::SMALL)) {
         fn run<T: Element>(case: &Case) -> Result<(), TestCaseError> {
@@ -95,8 +95,8 @@ proptest! {
         for_dtype!(case, run(&case))?;
     }
 
-    /// Where an engine's kernels let the adapters in, and how it shares the experts out, changes nothing: the ranks' parts add up
-    /// to the layer whose weights are merged with each token's adapter.
+    /// The result does not depend on the fusion point or on how experts are sharded: the ranks' parts add up to the layer whose
+    /// weights are merged with each token's adapter.
     #[test]
     fn a_layer_is_that_of_merged_weights(case in cases(TINY), groups in 1..=3_usize) {
         let layer = Layer::new(case);
@@ -111,10 +111,10 @@ proptest! {
     }
 }
 
-/// So small that all is exact, squares and all.
+/// Small enough for exact results, squares included.
 const TINY: Sizes = Sizes { max_features: 8, max_tokens: 5, max_rank: 2, max_experts: 4, max_top_k: 3 };
 
-/// Where the adapters come to the base's kernels.
+/// The fusion point: where deltas join the base model's kernels.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     Behind,
@@ -128,7 +128,7 @@ struct Layer {
     case: Case,
     pairs: Vec<Pairs>,
     adapters: Vec<Adapter>,
-    /// The base's gate, up and down, by expert, `[out, in]`.
+    /// The base model's gate, up and down, by expert, `[out, in]`.
     base: [Vec<Vec<f64>>; 3],
     /// By token.
     x: Vec<Vec<f64>>,
@@ -190,7 +190,7 @@ impl Layer {
         weights
     }
 
-    /// The case as the ranks have it, of which each has some of the experts and a part of these.
+    /// The case as the ranks hold it: each has some of the experts, and a part of each.
     fn parts(&self, groups: usize) -> Vec<Case> {
         let Shape { num_experts, tp: (_, size), .. } = self.case.shape;
         let part = |group: usize, rank: usize| {
@@ -204,7 +204,7 @@ impl Layer {
         (0..groups).flat_map(|group| (0..size).map(move |rank| part(group, rank))).collect()
     }
 
-    /// What an engine computes on a rank, `[tokens, hidden]`.
+    /// An engine's result on a rank, `[tokens, hidden]`.
     fn run(&self, case: &Case, way: Way) -> Vec<f32> {
         let Shape { hidden, inter, .. } = case.shape;
         let (tokens, routes, gate_up) = (case.num_tokens(), case.num_routes(), case.shape.gate_up());
@@ -304,7 +304,7 @@ fn relu2(gate: Option<f64>, up: f64) -> f64 {
     gate.map_or(up.max(0.0).powi(2), |gate| gate.max(0.0).powi(2) * up)
 }
 
-/// A layer of two experts of 2 features inside, in a model of 2, and an adapter of rank 1 of all of the second.
+/// A layer of two experts with intermediate and hidden size 2, and an adapter of rank 1 for all modules of the second.
 fn pair_of_experts() -> (WeightTable, LoraExperts) {
     let (model, id) = model(Experts::new("m", 2, 2, 2));
     let tensor = |shape: [usize; 2], values: [f32; 2]| {
@@ -326,7 +326,7 @@ fn pair_of_experts() -> (WeightTable, LoraExperts) {
     (weights, experts)
 }
 
-/// A model of these experts alone.
+/// A model that has only these experts.
 fn model(experts: Experts) -> (Model, ExpertsId) {
     let mut spec = ModelSpec::new();
     let id = spec.experts(experts).unwrap();
@@ -352,25 +352,25 @@ fn deltas_worked_by_hand() {
 
     let y_matrix = MatrixMut::new(&mut y, 4, 4).unwrap();
     experts.write_gate_up_delta(&mut step, &top_k.on_input(), x, y_matrix).unwrap();
-    // The same, by the routes' weights.
+    // The same, times the routes' weights.
     assert_eq!(y, [[0.25, -0.25, 0.0, 5.0], [0.0; 4], [0.0; 4], [0.75, -0.75, 0.0, 15.0]].concat()[..]);
 
     let (x, y, mut out) = ([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0], [[1.0, 0.0]; 4].concat(), [9.0; 4]);
     let x = Matrix::new(&x, 4, 2).unwrap();
     let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
     experts.add_combined_delta(&mut step, &top_k.scaled(2.0), x, out_matrix).unwrap();
-    // ½ · 2 · [2, 4] of the first row, and ½ · 8 · [2, 4] of the last, by ¼ and ¾, twice.
+    // ½ · 2 · [2, 4] for the first row and ½ · 8 · [2, 4] for the last, times ¼ and ¾, times 2.
     assert_eq!(out, [9.0 + 13.0, 9.0 + 26.0, 9.0, 9.0]);
     let (y, out_matrix) = (Matrix::new(&y, 4, 2).unwrap(), MatrixMut::new(&mut out, 2, 2).unwrap());
     experts.combine(&mut step, &top_k.scaled(2.0), x, y, out_matrix).unwrap();
     assert_eq!(out, [13.0 + 2.0, 26.0, 2.0, 0.0]);
     let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
     experts.combine(&mut step, &top_k.on_input().scaled(2.0), x, y, out_matrix).unwrap();
-    // ½ · (2 + 8) · [2, 4], and the base's two, twice.
+    // ½ · (2 + 8) · [2, 4], plus both rows of the base model, times 2.
     assert_eq!(out, [20.0 + 4.0, 40.0, 4.0, 0.0]);
     let (on_rows, out_matrix) = (top_k.on_rows().scaled(2.0), MatrixMut::new(&mut out, 2, 2).unwrap());
     experts.combine(&mut step, &on_rows, x, y, out_matrix).unwrap();
-    // As without, but for the base's, which are weighed already.
+    // As without weights, except the base model's rows, which are weighted already.
     assert_eq!(out, [13.0 + 4.0, 26.0, 4.0, 0.0]);
     let out_matrix = MatrixMut::new(&mut out, 2, 2).unwrap();
     experts.add_combined_delta(&mut step, &on_rows, x, out_matrix).unwrap();
@@ -378,15 +378,15 @@ fn deltas_worked_by_hand() {
     let mut rows = [[1.0, 0.0]; 4].concat();
     let rows_matrix = MatrixMut::new(&mut rows, 4, 2).unwrap();
     experts.add_down_delta(&mut step, &on_rows, x, rows_matrix).unwrap();
-    // ½ · 2 · [2, 4] by ¼, and ½ · 8 · [2, 4] by ¾.
+    // ½ · 2 · [2, 4] times ¼, plus ½ · 8 · [2, 4] times ¾.
     assert_eq!(rows, [1.5, 1.0, 1.0, 0.0, 1.0, 0.0, 7.0, 12.0]);
 }
 
-/// What the experts of a layer share is a matter of that layer alone, in one adapter of several.
+/// Each adapter decides for each layer which factors its experts share.
 #[test]
 fn layers_share_what_they_share() {
     const EXPERTS: usize = 3;
-    // Whether all experts have one A of gate and of up, and one B of down.
+    // Whether all experts share A of gate and up, and B of down.
     let layers = [("a", [true, true]), ("b", [false, false]), ("c", [false, true]), ("d", [true, false])];
     let mut rng = StdRng::seed_from_u64(1);
     let mut fill = |shape: [usize; 3]| {
@@ -447,7 +447,7 @@ fn layers_share_what_they_share() {
     }
 }
 
-/// The error names the operand, and nothing was done.
+/// The error names the operand, and nothing was written.
 #[test]
 fn operands_that_do_not_fit_are_refused() {
     let (weights, experts) = pair_of_experts();
@@ -540,7 +540,7 @@ fn what_is_no_expert_or_row_is_not_here() {
     assert_eq!(rows, [Some(5), None, None, Some(0), None, None]);
 }
 
-/// Rows that two routes have are the engine's error, but stay within `y`.
+/// A row shared by two routes is the engine's error, but no write leaves `y`.
 #[test]
 fn two_routes_of_one_row_do_no_harm() {
     let (weights, experts) = pair_of_experts();
@@ -552,7 +552,7 @@ fn two_routes_of_one_row_do_no_harm() {
     assert_eq!(y, [0.0, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 20.0]);
 }
 
-/// Over the whole range, and beyond it.
+/// Activations over the whole range and beyond.
 #[test]
 fn activations_are_those_of_the_reference() {
     let all = [Activation::Gelu, Activation::GeluTanh, Activation::Relu2, Activation::Silu, Activation::GPT_OSS];
@@ -579,7 +579,7 @@ fn activations_are_those_of_the_reference() {
                 Some(up) => (activated(activation, Some(x), up.into()), f64::from(up).abs() + 1.0),
                 None => (activated(activation, None, x), 1.0),
             };
-            // As in `World::expect_activation`: the sizes of what is multiplied, by a few roundings and those in an exponent.
+            // As in `World::expect_activation`: the factors' magnitudes times a few roundings, and those of an exponent.
             let size = if activation == Activation::Relu2 { x * x } else { x.abs() * factor };
             let bound = (16.0 + 4.0 * 1.702 * x.abs()) * DType::F32.unit_roundoff() * size * factor;
             assert!((f64::from(got) - value).abs() <= bound, "{activation:?} of {x}, {up:?}: {got}, not {value}");

@@ -62,7 +62,7 @@ proptest! {
         for_dtype!(case.check(&mut Cpu))?;
     }
 
-    /// A token's result has the same bits with all others base as in any batch.
+    /// A token's result has the same bits in any batch, even if no other token has an adapter.
     #[test]
     fn cpu_is_batch_invariant(case in cases(Sizes { max_features: 100, max_tokens: 6, ..Sizes::SMALL })) {
         fn run<T: Element>(case: &Case) -> Result<(), TestCaseError> {
@@ -89,8 +89,8 @@ fn rank_of(spec: &ModelSpec, adapter: &Adapter, tp: TpRank) -> WeightTable {
     table(&model, DType::F32, Capacity::tokens(4).slots(1).rank(4), std::slice::from_ref(adapter))
 }
 
-/// What the ranks of a layer cut by columns write stands side by side, and what those of one cut by rows write adds up, to what a rank
-/// alone writes: in whole numbers, to the bit.
+/// Outputs of a column-parallel layer's ranks, side by side, and sums over a row-parallel layer's ranks equal the output of a single
+/// rank. All values are integers, so they are bit-identical.
 #[test]
 fn tensor_parallel_ranks_are_parts_of_the_whole() {
     const IN: usize = 24;
@@ -113,7 +113,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
     for parallel in [Parallel::Column, Parallel::Row] {
         let mut spec = ModelSpec::new();
         let id = spec.linear(Linear::new("m", parallel, IN).slice("q", Q).slice("v", V)).unwrap();
-        // By rank, of each token.
+        // By rank and token.
         let run = |tp: TpRank| -> Vec<Vec<f32>> {
             let weights = rank_of(&spec, &adapter, tp);
             let site = &weights.model()[id];
@@ -153,7 +153,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
     }
 }
 
-/// On zeros it adds what it writes, and behind a base layer that the engine computed, `add_delta` leaves the same.
+/// Adding to zeros equals writing, and equals `add_delta` after a base layer computed by the engine.
 #[test]
 fn it_is_the_base_layer_and_its_delta() {
     let dense = common::dense::Case::linear(24, &[5, 8], &[&[3, 2], &[0, 4]], vec![0, 1, -1, 0]);

@@ -28,7 +28,7 @@ fn f16_reproduces_the_goldens() {
     goldens::reproduces_within_rounding(DEVICE, "f16");
 }
 
-/// What the golden has, but for what `edit` changes.
+/// The golden's files, changed by `edit`.
 fn hold_edited(edit: impl FnOnce(&mut goldens::Answer)) {
     let golden = goldens::golden("one-question", "bf16");
     let mut answers = goldens::golden("one-question", "bf16");
@@ -92,7 +92,7 @@ fn every_form_of_an_adapter_gives_the_same() {
     forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", 0.0), ("bf16", 0.0), ("f16", 0.0)]);
 }
 
-/// What the experts of a token weigh is then the softmax over all, and not 1 together.
+/// The weights of a token's experts are then the softmax over all experts, and do not add up to 1.
 #[test]
 fn what_experts_weigh_need_not_be_normalized() {
     let files = Files::new();

@@ -1,18 +1,18 @@
-//! Where the elements of a factor are in a block: as the order of loops that the layouts' docs give, written out.
+//! The layouts of factors in a block, against the nested loops that their docs describe.
 
 use aril::adapter::layout::{B, EmbeddingA, LinearA};
 use proptest::prelude::*;
 
 proptest! {
     #[test]
-    fn a_of_a_linear_module_is_cores_by_lanes(rank in 1..40_usize, in_features in 1..1100_usize) {
+    fn a_of_a_linear_module_is_cores_by_k_tiles(rank in 1..40_usize, in_features in 1..1100_usize) {
         let layout = LinearA { rank, in_features };
         let mut place = 0;
-        for lane in 0..in_features.div_ceil(256) {
+        for k_tile in 0..in_features.div_ceil(256) {
             for tile in 0..rank.div_ceil(8) {
                 for core in 0..32 {
                     for (row, feature) in (0..8).flat_map(|row| (0..8).map(move |feature| (row, feature))) {
-                        prop_assert_eq!(layout.at(tile * 8 + row, lane * 256 + core * 8 + feature), place);
+                        prop_assert_eq!(layout.at(tile * 8 + row, k_tile * 256 + core * 8 + feature), place);
                         place += 1;
                     }
                 }

@@ -1,4 +1,4 @@
-//! What packing an adapter takes of the host's memory, beside the files that the system maps.
+//! The host memory that packing an adapter needs, beyond the mapped files.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{
@@ -19,7 +19,7 @@ use aril::{
 use half::bf16;
 use serde_json::json;
 
-/// Counts the bytes that are allocated, and the most that ever were.
+/// Counts the allocated bytes and their maximum.
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Runs `f` and says how much more was allocated at once than before.
+/// Runs `f` and returns how far the allocated bytes rose above those before.
 fn peak(f: impl FnOnce()) -> usize {
     let before = LIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -52,7 +52,7 @@ fn peak(f: impl FnOnce()) -> usize {
     PEAK.load(Ordering::Relaxed) - before
 }
 
-// Qwen3-30B-A3B's, but fewer.
+// Qwen3-30B-A3B's sizes, with fewer experts.
 const EXPERTS: usize = 32;
 const HIDDEN: usize = 2048;
 const INTER: usize = 768;
@@ -60,7 +60,7 @@ const RANK: usize = 16;
 
 const PATH: &str = "model.layers.0.mlp.experts";
 
-/// Writes an adapter of bf16 tensors with different values, and says how many bytes of weights it has.
+/// Writes an adapter of bf16 tensors with different values, and returns its bytes of weights.
 fn write(dir: &Path, tensors: &[(String, [usize; 2])]) -> usize {
     let config = json!({"peft_type": "LORA", "lora_alpha": 32, "peft_version": "0.19.1"});
     fs::write(dir.join("adapter_config.json"), config.to_string()).unwrap();
@@ -141,7 +141,7 @@ fn assert_peaks(tensors: &[(String, [usize; 2])]) {
     assert!(left < bytes / 100, "{left} bytes are left of an adapter of {bytes}");
 }
 
-/// One test, as all threads' allocations are counted.
+/// A single test, because the counter includes all threads.
 #[test]
 fn packing_takes_little_more_than_the_block() {
     assert_peaks(&per_expert());

@@ -1,4 +1,4 @@
-//! A model as the ranks of a tensor-parallel group hold it: together the whole of it, and nothing twice.
+//! Sharding: the ranks of a tensor-parallel group together hold the whole model, and nothing twice.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -68,7 +68,7 @@ fn parts(image: &SlotImage<'_>, model: &Model, id: LinearId, slice: usize) -> [V
     ]
 }
 
-/// Checks that a rank's part of an adapter is that of the base weights which the site names.
+/// Checks that a rank's part of an adapter matches the part of the base weights that the site names.
 fn check_cuts(adapter: &Adapter, model: &Model, id: LinearId) -> Result<(), TestCaseError> {
     let image = adapter.plan(model, DType::F32).unwrap();
     for (slice, site) in model[id].slices().iter().enumerate() {
@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// Heads are never divided; where there are fewer of keys and values than ranks, neighbours hold the same.
+    /// Heads are never divided. With fewer key-value heads than ranks, neighbouring ranks hold the same head.
     #[test]
     fn ranks_hold_whole_heads(
         size in 1..7_usize, q_heads in 1..4_usize, kv_heads in 1..13_usize, dim in 1..9_usize,
@@ -149,7 +149,7 @@ fn replicated_layers_and_embeddings_are_whole_on_every_rank() {
     }
 }
 
-/// Shards of one description share its ids; nothing else does, however alike it is.
+/// Shards of one description accept its ids, and no other model does, not even an equal one.
 #[test]
 fn ids_are_of_one_description() {
     let describe = || {
@@ -196,7 +196,7 @@ fn models_are_equal_if_they_are_the_same_shard() {
     assert_eq!((model.tp().rank(), model.tp().size()), (0, 2));
 }
 
-/// What was frozen is as it was; the new model has the old ids, and one more.
+/// A frozen model does not change. The extended model has the old ids and one more.
 #[test]
 fn a_layer_may_be_added_after_a_shard() {
     let (mut spec, old_id) = one(Linear::new("m", Parallel::Column, 2).slice("q", 4));
@@ -209,7 +209,7 @@ fn a_layer_may_be_added_after_a_shard() {
     assert!(before.linear(new_id).is_none());
     assert_eq!(before[old_id].first_entry(), after[old_id].first_entry());
     assert_eq!(after[new_id].slices()[0].module(), "n.q");
-    // An adapter that was planned before has not been looked for in the new layer.
+    // An image planned before does not cover the new layer.
     let adapter = counting(2, &[("q", 4)]);
     let images = [&before, &after].map(|model| adapter.plan(model, DType::F32).unwrap());
     let table = WeightTable::new(&after, DType::F32, Capacity::tokens(1).slots(1).rank(1), images[1].bytes()).unwrap();
@@ -245,7 +245,7 @@ fn modules_described_twice_are_refused() {
     refused(spec.linear(linear("l").slice("k", 4).fused("q")).map(drop), "l.q");
     refused(spec.linear(linear("").slice("embed", 4)).map(drop), "embed");
     refused(spec.embedding("l.q", 8, 4).map(drop), "l.q");
-    // What was refused has left nothing behind.
+    // A refused call changes nothing.
     assert_eq!(shard(&spec, 0, 1).unwrap(), model);
     spec.linear(linear("l").slice("k", 4)).unwrap();
 }
@@ -285,7 +285,7 @@ fn ranks_outside_the_group_are_refused() {
     assert_eq!(TpRank::new(0, 1), Ok(TpRank::SINGLE));
 }
 
-/// By the sharding, which leaves the description as it was.
+/// The sharding refuses these, and leaves the description as it was.
 #[test]
 fn uneven_cuts_are_refused() {
     let refused = |layer: Linear, error: SpecError| {
@@ -331,7 +331,7 @@ fn experts_have_an_entry_for_each_module_and_for_what_they_share() {
     assert_eq!((site.top_k(), site.inter_range(), model.expert_layers().len()), (3, 5..10, 1));
     assert_eq!((site.num_experts(), site.held(), site.halves()), (6, &[4, 1, 2][..], Some(Halves::GateUp)));
     let (gate_up, down) = (site.gate_up(), site.down());
-    // The ranks share out what is between the projections.
+    // The ranks divide the intermediate features.
     assert_eq!((gate_up.in_features(), gate_up.out_features(), gate_up.num_slices()), (4, 2 * 5, 2));
     assert_eq!((down.in_features(), down.out_features(), down.num_slices()), (5, 4, 1));
     let entries = |local: usize| [gate_up.expert_entry(local), down.expert_entry(local)];
@@ -355,11 +355,11 @@ fn experts_may_be_whole_absent_or_without_a_gate() {
     assert_eq!((model[whole].gate_up().out_features(), model[whole].gate_up().num_slices()), (3, 1));
     assert_eq!((model[whole].halves(), model[whole].held()), (None, &[0, 1][..]));
     assert_eq!((model[none].held(), model[none].halves()), (&[][..], Some(Halves::UpGate)));
-    // Nobody has factors, but the places of what is shared are there.
+    // No expert has factors, but the entries of shared factors exist.
     assert_eq!(model[none].down().shared_entry() - model[none].gate_up().shared_entry(), 2);
 }
 
-/// One description gives every rank its view, and a view is the same model as long as it says the same.
+/// One description gives every rank its view. Two views are the same model if they are equal.
 #[test]
 fn ranks_have_views_of_one_description() {
     let mut spec = ModelSpec::new();
@@ -382,7 +382,7 @@ fn ranks_have_views_of_one_description() {
     }
     assert_eq!(models[0], shard(&spec, 0, 1).unwrap());
     assert_eq!(models[3][id].held(), [3, 2, 1, 0]);
-    // The last word of a layer holds.
+    // The last setting of a layer counts.
     assert_eq!(spec.shard(single().held(id, [7]).held(id, 4..8)).unwrap(), models[2]);
 }
 

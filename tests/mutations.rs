@@ -1,8 +1,8 @@
-//! The example `qwen3` on input that was tampered with at random: configurations, tokenizers, weights, adapters, requests and arguments.
+//! The example `qwen3` on randomly damaged input: configurations, tokenizers, weights, adapters, requests and arguments.
 //!
-//! Whatever it is, the example either serves it and says nothing on standard error but what `--verify` finds, or refuses it in one sentence with status 2; it does
-//! not panic, is not killed, and stays within limits of memory and time. The cases are the same each time. `ARIL_MUTATIONS` makes
-//! more of them than the usual number; each depends on its own number only.
+//! The example either serves the input, and prints nothing on standard error except what `--verify` finds, or refuses it in one
+//! sentence with status 2. It does not panic, is not killed, and stays within limits of memory and time. A case depends only on its
+//! number, so runs repeat the same cases. `ARIL_MUTATIONS` sets how many there are.
 
 mod qwen3;
 
@@ -23,10 +23,10 @@ use serde_json::{Map, Value, json};
 
 const CASES: usize = 1000;
 
-/// Of address space, most of which are threads' stacks.
+/// Address space, most of it for the stacks of threads.
 const MAX_KIB: usize = 1 << 20;
 
-/// Of processor time, on a machine that has other things to do; a case takes a tenth.
+/// Processor time on a busy machine; a case takes a tenth of it.
 const MAX_SECONDS: usize = 10;
 
 #[test]
@@ -50,7 +50,7 @@ fn what_was_tampered_with_is_served_or_refused() {
     });
     let served = served.into_inner();
     println!("{served} of {cases} were served");
-    // Neither all nothing but noise, nor all harmless.
+    // Some cases are served and some are refused.
     assert!((cases / 20..cases - cases / 4).contains(&served), "{served} of {cases} were served");
 }
 
@@ -63,7 +63,7 @@ fn what_was_not_tampered_with_is_served() {
     }
 }
 
-/// Runs a case; whether it was served.
+/// Runs a case and returns whether it was served.
 fn run(workspaces: &[Workspace], case: usize) -> bool {
     let mut random = Random(StdRng::seed_from_u64(case as u64));
     let workspace = random.of(workspaces);
@@ -75,7 +75,7 @@ fn run(workspaces: &[Workspace], case: usize) -> bool {
     } else {
         fs::write(tampered, random.tamper_with(tampered, &good)).expect("the file can be written");
     }
-    // What it is told to write it may.
+    // It may write the files that the arguments name.
     let mut command = refusals::limited(MAX_KIB, MAX_SECONDS, &args);
     let output = command.current_dir(workspace.root.0.path()).output().expect("the shell starts");
     let verdicts = String::from_utf8_lossy(&output.stderr).lines().all(|line| line.starts_with("verify: "));
@@ -89,14 +89,14 @@ fn run(workspaces: &[Workspace], case: usize) -> bool {
     served
 }
 
-/// A model, an adapter and requests, all in order.
+/// A valid model, adapter and requests.
 struct Workspace {
     root: Files,
-    /// Those that are tampered with.
+    /// The files to damage.
     files: Vec<PathBuf>,
 }
 
-/// A dense model with an adapter that has most fields; one with experts; and one of these in 4 bits, of which model and adapter have
+/// A dense model with an adapter that has most fields; one with experts; and one with experts in 4 bits, whose model and adapter have
 /// an index.
 fn workspaces() -> [Workspace; 3] {
     let dense = Workspace::new("qwen3", "adapters/embed", |model, adapter| {
@@ -153,7 +153,7 @@ impl Workspace {
             let entries = fs::read_dir(folder).expect("the folder is there");
             files.extend(entries.map(|entry| entry.expect("the folder can be listed").path()));
         }
-        // One is not read, and the rest is in no order.
+        // One file is not read; the others are sorted, because directories have no order.
         files.retain(|path| !path.ends_with("tokenizer_config.json"));
         files.sort();
         Self { root, files }
@@ -182,7 +182,7 @@ impl Random {
         &values[self.below(values.len())]
     }
 
-    /// A file like this one, with something wrong or merely unusual about it.
+    /// A damaged or unusual copy of a file.
     fn tamper_with(&mut self, path: &Path, good: &[u8]) -> Vec<u8> {
         if self.one_in(4) {
             return self.tamper_with_bytes(good);
@@ -192,7 +192,7 @@ impl Random {
             let text = std::str::from_utf8(good).expect("the file is UTF-8");
             return self.tamper_with_json(text).into_bytes();
         }
-        // The header alone; tensors stay what they are.
+        // Only the header changes, not the tensors.
         let (len, rest) = good.split_first_chunk().expect("the file has a header");
         let (header, data) = rest.split_at(usize::try_from(u64::from_le_bytes(*len)).expect("a header fits"));
         let header = self.tamper_with_json(std::str::from_utf8(header).expect("the header is UTF-8"));
@@ -202,7 +202,7 @@ impl Random {
     fn tamper_with_bytes(&mut self, good: &[u8]) -> Vec<u8> {
         let mut bytes = good.to_vec();
         for _ in 0..=self.below(4) {
-            // Where a header is, if there is one.
+            // The header's range, if the file has one.
             let end = if self.one_in(2) { bytes.len().min(2000) } else { bytes.len() };
             let at = self.below(end + 1);
             let len = self.below(16).min(bytes.len() - at);
@@ -245,7 +245,7 @@ impl Random {
             }
         }
         let text = value.to_string();
-        // A key twice is nothing that a value can have.
+        // A JSON value cannot hold a key twice.
         if self.one_in(10) { text.replacen('{', r#"{"adapter":"a","prompt":"b","r":1,"#, 1) } else { text }
     }
 
@@ -330,7 +330,7 @@ impl Random {
     }
 }
 
-/// The places of all values inside, as JSON pointers.
+/// JSON pointers to all values inside.
 fn list(value: &Value, at: &mut String, places: &mut Vec<String>) {
     places.push(at.clone());
     let mut inside = |key: &str, value: &Value| {

@@ -94,7 +94,7 @@ proptest! {
         for_dtype!(case, run(&case))?;
     }
 
-    /// Nothing is computed for a batch without adapters, whatever x holds: an engine may skip it.
+    /// A batch without adapters computes nothing, whatever x holds, so an engine may skip it.
     #[test]
     fn a_batch_without_adapters_may_be_skipped(case in cases(Sizes::SMALL), apart: bool) {
         fn run<T: Element>(case: &Case, apart: bool) -> Result<(), TestCaseError> {
@@ -139,7 +139,7 @@ fn capacity() -> Capacity {
     Capacity::tokens(1).slots(1).rank(4)
 }
 
-/// Sums over all of a layer's input, to the bit.
+/// Exact sums over all of a layer's input.
 #[test]
 fn many_features_are_all_summed_up() {
     for case in Case::of_many_features(&[1, 5]) {
@@ -158,7 +158,7 @@ fn every_slice_has_its_delta() {
     }
 }
 
-/// A layer of 3 to 4 + 2 features and an embedding, and the tables that they take and refuse.
+/// A layer from 3 to 4 + 2 features and an embedding, with tables that fit and tables that do not.
 struct Sites {
     model: Model,
     linear: LoraLinear,
@@ -190,7 +190,7 @@ impl Sites {
     }
 }
 
-/// Of rank 1 in every module of [`Sites`], all ones.
+/// An adapter of rank 1 for every module of [`Sites`], all ones.
 fn adapter() -> Adapter {
     let tensor = |shape: [usize; 2]| {
         let ones = vec![1.0_f32; shape[0] * shape[1]];
@@ -208,7 +208,7 @@ fn adapter() -> Adapter {
     Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap()
 }
 
-/// Operands that do not fit are refused by name, and leave `y` as it was: added to, overwritten, or expanded to.
+/// Operands that do not fit are refused by name and leave `y` as it was, in every operation.
 #[test]
 fn an_error_leaves_y_as_it_was() {
     let sites = Sites::new();
@@ -227,7 +227,7 @@ fn an_error_leaves_y_as_it_was() {
             let result = match way {
                 0 => sites.linear.add_delta(&mut step, x(), y),
                 1 => sites.linear.write_delta(&mut step, x(), y),
-                // A shrink that is refused leaves nothing to expand.
+                // After a refused shrink there is nothing to expand.
                 _ => sites.linear.shrink(&mut step, x()).and_then(|()| sites.linear.expand(&mut step, y)),
             };
             errors.push(result.err());
@@ -299,7 +299,7 @@ fn matrices_fit_in_their_memory() {
     }
 }
 
-/// What a table refuses, by name, leaves the slot with the adapter that it had.
+/// After a refused load, the slot keeps its adapter.
 #[test]
 fn a_failed_load_leaves_the_slot_as_it_was() {
     let Sites { model, linear, weights, .. } = Sites::new();
@@ -350,7 +350,7 @@ fn a_failed_load_leaves_the_slot_as_it_was() {
     assert_eq!(added(&weights), [0.0, 3.0]);
 }
 
-/// What bounds, tolerances and tests go by: half the distance from 1 to the next larger number.
+/// Bounds, tolerances and tests use it: half the distance from 1 to the next larger number.
 #[test]
 fn unit_roundoffs_are_those_of_the_formats() {
     let above_one = |next: f64| (next - 1.0) / 2.0;
@@ -361,7 +361,7 @@ fn unit_roundoffs_are_those_of_the_formats() {
     assert_eq!(DType::F32.unit_roundoff(), above_one(f64::from(1.0_f32.next_up())));
 }
 
-/// A table is as wide as the model it was made for: a layer of another model would read past its adapters.
+/// Layers of another model are refused: they would read past the table's rows.
 #[test]
 fn weights_of_another_model_are_refused() {
     let [first, second] = [0, 1].map(|rank| TpRank::new(rank, 2).unwrap());
@@ -381,7 +381,7 @@ fn weights_of_another_model_are_refused() {
     assert_eq!(add(&own, id), Ok(()));
     assert_eq!(add(&spec.shard(first).unwrap(), id), Ok(()));
     assert_eq!(add(&spec.shard(second).unwrap(), id), Err(OperandError::Model));
-    // Of the same description, before a layer was added to it and after.
+    // The same description before and after a layer was added.
     let (grown, _) = model(&mut spec, Linear::new("n", Parallel::Replicated, 1).slice("q", 1), first);
     assert_eq!(add(&grown, id), Err(OperandError::Model));
     let (equal, other) = model(&mut ModelSpec::new(), layer(), first);
@@ -389,7 +389,7 @@ fn weights_of_another_model_are_refused() {
     assert_eq!(LoraLinear::new(&weights, other).unwrap_err(), PlanError::Foreign);
 }
 
-/// Operands are of the table's element type.
+/// Operands must have the table's element type.
 #[test]
 fn operands_of_another_type_are_refused() {
     let (model, id) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
@@ -405,7 +405,7 @@ fn operands_of_another_type_are_refused() {
     assert_eq!(y, [7.0; 4]);
 }
 
-/// What an earlier step left in the workspace is of other tokens, even if it has the right size.
+/// Sums of an earlier step are refused, even of the right size: they belong to other tokens.
 #[test]
 fn nothing_is_expanded_that_was_not_shrunk_in_the_step() {
     let (model, id) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);

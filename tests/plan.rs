@@ -1,4 +1,4 @@
-//! Plans: bounds that hold whatever the batch, checked against brute force.
+//! Plans: bounds for every batch, checked against brute force.
 #![allow(clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use aril::{
@@ -32,7 +32,7 @@ fn plan_forward(
     ForwardPlan::new(&site(in_features, slices), dtype, capacity)
 }
 
-/// Tokens that fill a tile, in an operation on so many.
+/// Tokens of a full tile, in an operation on `num_tokens` tokens.
 fn tokens_per_tile(num_tokens: usize) -> usize {
     if num_tokens > 512 { 64 } else { 16 }
 }
@@ -43,20 +43,20 @@ fn capacities() -> impl Strategy<Value = Capacity> {
 }
 
 proptest! {
-    /// However the tokens are spread over the slots, the tiles they form are within the bound.
+    /// For every spread of tokens over slots, the number of tiles is within the bound.
     #[test]
     fn max_tiles_bounds_every_spread(tokens in prop::collection::vec(0..100_usize, 1..40)) {
         let num_tokens = tokens.iter().sum();
         let per_tile = tokens_per_tile(num_tokens);
         let capacity = Capacity::tokens(4000).slots((tokens.len() - 1).max(1)).rank(8);
-        // The last are those without a slot.
+        // The last tokens have no slot.
         let tiles: usize = tokens.iter().map(|tokens| tokens.div_ceil(per_tile)).sum();
         prop_assert!(tiles <= capacity.max_tiles(num_tokens), "{tiles} > {}", capacity.max_tiles(num_tokens));
         // At most one empty tile for each slot, and one for the tokens without a slot.
         prop_assert!(capacity.max_tiles(num_tokens) - tiles <= num_tokens.min(capacity.num_slots + 1));
     }
 
-    /// And the worst spread, a token in each slot, one in none, and the rest in a slot, reaches it.
+    /// The worst spread reaches the bound: one token in each slot, one without a slot, and the rest in one slot.
     #[test]
     fn max_tiles_is_reached(num_tokens in prop_oneof![1..5000_usize, 511..514_usize], num_slots in 1..300_usize) {
         let slots = (num_slots + 1).min(num_tokens);
@@ -65,8 +65,8 @@ proptest! {
         prop_assert_eq!(capacity.max_tiles(num_tokens), worst);
     }
 
-    /// No batch within the capacity needs more than the whole workspace, and each has a float for every split, token and rank, and a
-    /// tag where shrink and expand are one launch.
+    /// No batch within the capacity needs more than the whole workspace. Each has a float for every split, token and rank, and a tag
+    /// if shrink and expand are one launch.
     #[test]
     fn the_workspace_is_large_enough(
         capacity in capacities(), in_features in 1..20_000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
@@ -81,7 +81,7 @@ proptest! {
         }
     }
 
-    /// More room never needs less memory.
+    /// A larger capacity never needs less memory.
     #[test]
     fn the_workspace_grows_with_the_capacity(
         capacity in capacities(), in_features in 1..20_000_usize, dtype in prop::sample::select(vec![DType::F32, DType::F16]),
@@ -95,8 +95,8 @@ proptest! {
         }
     }
 
-    /// No step within the capacity needs more than the whole workspace of experts, and each has a float and a tag for every group of
-    /// 1024 input features, row of sums, slice and rank, and where routes are many a float more.
+    /// No step within the capacity needs more than the whole workspace of experts. Each has a float and a tag for every slab of
+    /// 1024 input features, row of sums, slice and rank. Many routes need another float each.
     #[test]
     fn the_workspace_of_experts_is_large_enough(
         max_tokens in 1..400_usize, top_k in 1..=10_usize, max_rank in 1..=MAX_RANK,
@@ -118,8 +118,8 @@ proptest! {
         }
     }
 
-    /// No batch of a fused linear needs more than the whole workspace, and each has a float and a tag for each of four parts of the
-    /// input, token, slice and rank. More room never needs less.
+    /// No batch of a fused linear needs more than the whole workspace. Each has a float and a tag for each of four parts of the input,
+    /// token, slice and rank. A larger capacity never needs less.
     #[test]
     fn the_workspace_of_a_fused_linear_is_large_enough(
         capacity in capacities(), eighths in 1..3000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
@@ -134,7 +134,7 @@ proptest! {
         }
     }
 
-    /// Blocks that share a row are of the shape alone: the order of sums must not depend on what a batch may hold.
+    /// The number of blocks that share a row depends on the shape alone: the order of sums must not depend on the capacity.
     #[test]
     fn the_order_of_sums_is_of_the_shape_alone(
         capacities in [capacities(), capacities()], eighths in [1..3000_usize, 1..3000],
@@ -147,7 +147,7 @@ proptest! {
         let units: usize = slices.iter().map(|out| out.div_ceil(32) * 2).sum();
         prop_assert_eq!(first.splits(), if units > 66 * 12 { 1 } else { 2 });
         prop_assert!(first.blocks() >= slices.len() * first.splits());
-        // All are resident at once, unless what slices leave of their last clusters is too much for two blocks with 12 units.
+        // All blocks are resident at once, unless partly filled clusters make this impossible for two blocks with 12 units.
         let most = if first.splits() == 1 { 132 } else { 132 + 2 * slices.len() };
         prop_assert!(first.blocks() <= most, "{} blocks", first.blocks());
     }
@@ -247,10 +247,10 @@ fn layers_too_large_for_a_grid_are_refused_by_name() {
     let largest = 65_535 * 256;
     assert_eq!(plan(1, largest, &[1]), Ok(()));
     refused(plan(1, largest + 1, &[1]), "in_features", largest + 1, largest);
-    // As many tiles as leave room for two thousand blocks of each.
+    // So many tiles that each has room for two thousand blocks.
     let (tokens, largest) = (i32::MAX as usize / 2002 * 64, 2000 * 128);
     assert_eq!(plan(tokens, 1, &[largest]), Ok(()));
-    // Slices have blocks of their own, of 128 outputs.
+    // A block of 128 outputs belongs to one slice.
     for slices in [&[largest + 1][..], &[largest, 1]] {
         refused(plan(tokens, 1, slices), "out_features", largest + 128, largest);
     }
@@ -269,17 +269,17 @@ fn a_plan_says_what_it_will_launch() {
     assert_eq!(
         shown,
         [
-            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 lanes, expand 12 blocks of \
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 K tiles, expand 12 blocks of \
              512 outputs, 98432 + 0 bytes of workspace",
-            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 lanes, expand 6 blocks of \
+            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 K tiles, expand 6 blocks of \
              1024 outputs, 3145856 + 25165824 bytes of workspace",
-            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, two launches, shrink 1 splits of 1 lanes, expand 1 blocks of 256 \
+            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, two launches, shrink 1 splits of 1 K tiles, expand 1 blocks of 256 \
              outputs, 0 + 32 bytes of workspace",
         ]
     );
 }
 
-/// Up to 1024 routes, above rank 128, and where gate and up alternate, there are no wide tiles that adding is faster with.
+/// Adding is faster only with wide tiles, which need more than 1024 routes, ranks up to 128, and no interleaved gate and up.
 #[test]
 fn fused_operations_are_preferred_without_wide_tiles() {
     let plan = |max_rank, halves| {
@@ -300,8 +300,7 @@ fn fused_operations_are_preferred_without_wide_tiles() {
     assert_eq!(prefers(128, Halves::Interleaved, 1025), [true, false]);
 }
 
-/// On both sides of what a plan depends on: few tokens and many, ranks that are staged and others, groups of lanes and spans of them,
-/// and outputs that a block has more or less of.
+/// Both sides of each threshold: small_m and large_m, staged ranks and higher ones, slabs and spans, and sizes of expand blocks.
 #[test]
 fn plans_are_those_that_were_measured() {
     let shown = |max_tokens, num_slots, max_rank, in_features, slices: &[usize]| {
@@ -317,63 +316,63 @@ fn plans_are_those_that_were_measured() {
     let plans = [
         (
             shown(512, 4, 128, 12_288, &[4096]),
-            "36 tiles, one launch, shrink 12 splits of 48 lanes, expand 16 blocks of 256 outputs, 6291584 + 0",
+            "36 tiles, one launch, shrink 12 splits of 48 K tiles, expand 16 blocks of 256 outputs, 6291584 + 0",
         ),
         (
             shown(513, 4, 128, 12_288, &[4096]),
-            "12 tiles, two launches, shrink 12 splits of 48 lanes, expand 32 blocks of 128 outputs, 6291584 + 3151872",
+            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 32 blocks of 128 outputs, 6291584 + 3151872",
         ),
         (
             shown(513, 4, 129, 12_288, &[4096]),
-            "12 tiles, two launches, shrink 12 splits of 48 lanes, expand 16 blocks of 256 outputs, 6684800 + 3348864",
+            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 16 blocks of 256 outputs, 6684800 + 3348864",
         ),
         (
             shown(64, 64, 8, 4096, &[12_288, 12_288]),
-            "64 tiles, one launch, shrink 4 splits of 16 lanes, expand 6 blocks of 4096 outputs, 32896 + 0",
+            "64 tiles, one launch, shrink 4 splits of 16 K tiles, expand 6 blocks of 4096 outputs, 32896 + 0",
         ),
         (
             shown(64, 64, 64, 4096, &[12_288, 12_288]),
-            "64 tiles, one launch, shrink 4 splits of 16 lanes, expand 48 blocks of 512 outputs, 262272 + 0",
+            "64 tiles, one launch, shrink 4 splits of 16 K tiles, expand 48 blocks of 512 outputs, 262272 + 0",
         ),
         (
             shown(1, 1, 512, 4096, &[151_936]),
-            "1 tiles, one launch, shrink 4 splits of 16 lanes, expand 594 blocks of 256 outputs, 16512 + 0",
+            "1 tiles, one launch, shrink 4 splits of 16 K tiles, expand 594 blocks of 256 outputs, 16512 + 0",
         ),
         (
             shown(7936, 1, 64, 14_336, &[4096]),
-            "125 tiles, two launches, shrink 14 splits of 56 lanes, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+            "125 tiles, two launches, shrink 14 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
         ),
         (
             shown(7937, 1, 64, 14_336, &[4096]),
-            "125 tiles, two launches, shrink 4 splits of 56 lanes, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+            "125 tiles, two launches, shrink 4 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
         ),
         (
             shown(3968, 1, 64, 14_336, &[2048, 2048]),
-            "63 tiles, two launches, shrink 14 splits of 56 lanes, expand 8 blocks of 512 outputs, 7340160 + 28442624",
+            "63 tiles, two launches, shrink 14 splits of 56 K tiles, expand 8 blocks of 512 outputs, 7340160 + 28442624",
         ),
         (
             shown(3969, 1, 64, 14_336, &[2048, 2048]),
-            "63 tiles, two launches, shrink 4 splits of 56 lanes, expand 8 blocks of 512 outputs, 7340160 + 28449792",
+            "63 tiles, two launches, shrink 4 splits of 56 K tiles, expand 8 blocks of 512 outputs, 7340160 + 28449792",
         ),
         (
             shown(1024, 1, 16, 1025, &[33_792]),
-            "17 tiles, two launches, shrink 2 splits of 5 lanes, expand 33 blocks of 1024 outputs, 131200 + 131072",
+            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 33 blocks of 1024 outputs, 131200 + 131072",
         ),
         (
             shown(1024, 1, 16, 1025, &[33_793]),
-            "17 tiles, two launches, shrink 2 splits of 5 lanes, expand 34 blocks of 1024 outputs, 131200 + 131072",
+            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 34 blocks of 1024 outputs, 131200 + 131072",
         ),
         (
             shown(256, 1, 16, 1024, &[8192]),
-            "17 tiles, one launch, shrink 1 splits of 4 lanes, expand 16 blocks of 512 outputs, 32896 + 0",
+            "17 tiles, one launch, shrink 1 splits of 4 K tiles, expand 16 blocks of 512 outputs, 32896 + 0",
         ),
         (
             shown(496, 1, 16, 1024, &[8192]),
-            "32 tiles, one launch, shrink 1 splits of 4 lanes, expand 16 blocks of 512 outputs, 63616 + 0",
+            "32 tiles, one launch, shrink 1 splits of 4 K tiles, expand 16 blocks of 512 outputs, 63616 + 0",
         ),
         (
             shown(512, 1, 16, 1024, &[8192]),
-            "33 tiles, one launch, shrink 1 splits of 4 lanes, expand 8 blocks of 1024 outputs, 65664 + 0",
+            "33 tiles, one launch, shrink 1 splits of 4 K tiles, expand 8 blocks of 1024 outputs, 65664 + 0",
         ),
     ];
     for (number, (shown, expected)) in plans.into_iter().enumerate() {
@@ -381,7 +380,7 @@ fn plans_are_those_that_were_measured() {
     }
 }
 
-/// Shrink and expand have launches of their own only where there may be wide tiles.
+/// Shrink and expand have separate launches only if wide tiles are possible.
 #[test]
 fn a_plan_of_experts_says_how_many_launches_there_are() {
     let launches = |dtype, halves, max_tokens, max_rank| {

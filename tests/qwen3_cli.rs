@@ -1,4 +1,4 @@
-//! The command line of the example `qwen3`: what it prints, and what it says when something is wrong with what it is given.
+//! The command line of the example `qwen3`: its output, and its errors for invalid input.
 
 mod qwen3;
 
@@ -20,7 +20,7 @@ use serde_json::{Map, Value, json};
 
 const QUESTION: &str = "What is the password?";
 
-// ---- What it prints.
+// ---- Output.
 
 #[test]
 fn without_arguments_every_adapter_says_its_word_and_the_base_model_keeps_its_bits() {
@@ -147,7 +147,7 @@ fn both_forms_of_the_configuration_are_the_same_model_with_experts() {
         config.insert("num_experts".into(), experts);
         config.remove("rope_parameters");
         config.insert("rope_theta".into(), json!(1_000_000));
-        // The same layers, named one by one.
+        // The same layers, listed by name.
         config.insert("decoder_sparse_step".into(), json!(1));
         config.insert("mlp_only_layers".into(), json!([0, 2]));
     });
@@ -225,7 +225,7 @@ fn adapters_of_all_experts_in_one_are_the_same_as_of_each() {
     assert_eq!(ask(&each), ask(&fixture("adapters-moe/per-expert")));
 }
 
-/// A softmax over all experts has a sum of 1 already; over two of eight it has not.
+/// The softmax over all experts adds up to 1; over two of eight it does not.
 #[test]
 fn the_chosen_experts_weigh_1_together_if_the_configuration_says_so() {
     let files = Files::new();
@@ -293,7 +293,7 @@ fn token_ids_need_no_tokenizer() {
     refuses(["--model", &model, "--requests", &text], &["request 0", "tokenizer.json"]);
 }
 
-// ---- What it refuses.
+// ---- Refused input.
 
 #[test]
 fn configurations_that_the_forward_does_not_implement_are_refused_by_name() {
@@ -406,7 +406,7 @@ fn weights_in_4_bits_that_are_not_the_models_are_named() {
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(96);
     });
     refuses(["--model", &coarse], &["model.safetensors", "weight_packed", "groups of 96"]);
-    // Without the configuration, nothing says that there are weights in 4 bits.
+    // Without the configuration, nothing declares weights in 4 bits.
     let unsaid = files.model_like("qwen3-moe-int4", "unsaid", |config| {
         config.remove("quantization_config");
     });
@@ -592,9 +592,9 @@ fn bad_arguments_are_named() {
     refuses(["--modle", "x"], &["--modle"]);
 }
 
-// ---- What it refuses of those who mean harm.
+// ---- Refused hostile input.
 
-/// A safetensors file of the logits is renamed over the target, whatever that is.
+/// The safetensors file of the logits replaces the target by a rename, whatever the target is.
 #[test]
 fn logits_replace_nothing_but_a_regular_file() {
     let files = Files::new();
@@ -643,7 +643,7 @@ fn logits_replace_nothing_but_a_regular_file() {
     }
 }
 
-/// Each of these made the crate that reads it panic, or the system end it.
+/// Each of these made the crate that reads it panic, or exhausted memory.
 #[test]
 fn tokenizers_that_cannot_be_used_are_named() {
     let files = Files::new();
@@ -679,7 +679,7 @@ fn tokenizers_that_cannot_be_used_are_named() {
     }
 }
 
-/// As in transformers, which sets both for each call.
+/// Like transformers, which sets both for each call.
 #[test]
 fn what_a_tokenizer_pads_and_truncates_does_not_matter() {
     let files = Files::new();
@@ -768,7 +768,7 @@ fn configurations_that_transformers_reads_otherwise_are_refused_by_name() {
     assert_eq!(succeeds(["--model", &causal, "--requests", &requests]), succeeds(["--requests", &requests]));
 }
 
-/// Some versions of transformers use what is stored then, and some the embedding.
+/// In this case, some versions of transformers use the stored head, and some the embedding.
 #[test]
 fn a_tied_head_that_is_another_is_refused() {
     let files = Files::new();
@@ -794,7 +794,7 @@ fn a_text_does_not_end_where_only_the_older_configuration_says() {
     assert_eq!(line["generated_tokens"].as_array().map(Vec::len), Some(12), "{line}");
 }
 
-/// As PEFT saves an adapter of them: with a copy of the base model's weight, over which it loads this.
+/// PEFT saves an adapter of them with a copy of the base model's weight, and loads the copy over it.
 #[test]
 fn weights_of_the_base_model_have_to_be_the_base_models() {
     let files = Files::new();
@@ -820,7 +820,7 @@ fn weights_of_the_base_model_have_to_be_the_base_models() {
         }
         let mut other = base.clone();
         other.2[1000] ^= 1;
-        // What 16 bits cannot tell apart, 32 can.
+        // The values are equal in 16 bits and differ in 32.
         let mut close = widened.clone();
         close.2[4001] ^= 1;
         assert_eq!(succeeds(args(&with("close", path, &close), "bf16")), expected);
@@ -837,7 +837,7 @@ fn weights_of_the_base_model_have_to_be_the_base_models() {
     }
 }
 
-/// Whatever a run takes a name for, so does --verify.
+/// A run and `--verify` resolve names in the same way.
 #[test]
 fn modules_may_be_spelled_in_other_ways_with_verify_too() {
     let files = Files::new();
@@ -879,7 +879,7 @@ fn requests_are_objects_of_known_fields() {
     refuse(r#"{"adapter": null, "prompt": "a", "scale": 0}"#, "`scale` is 0");
 }
 
-/// The cache is not made before it is known to be as large as allowed, and no text is cut into tokens that is too long anyway.
+/// The cache's size is checked before it is allocated, and too long a text is refused before it is tokenized.
 #[test]
 fn requests_that_are_too_large_are_refused_before_anything_is_made_of_them() {
     let files = Files::new();
@@ -902,7 +902,7 @@ fn requests_that_are_too_large_are_refused_before_anything_is_made_of_them() {
     };
     let refused = limited(1 << 20, args("65536"));
     assert!(refused.contains("requests.json") && refused.contains("160000040 tokens"), "{refused}");
-    // Allowed, but more than there is.
+    // Allowed, but more than the machine has.
     let refused = limited(1 << 20, args("200000000"));
     assert!(refused.contains("memory"), "{refused}");
     let requests = files.requests(&json!([{ "prompt": "a ".repeat(25 << 20) }]));
@@ -941,7 +941,7 @@ fn only_regular_files_are_read() {
     refuses(["--requests", &requests], &["requests.json", "1099511627776 bytes"]);
 }
 
-/// The status says it too.
+/// The exit status reports it too.
 #[test]
 fn a_standard_error_that_takes_nothing_changes_nothing() {
     let full = || fs::File::options().write(true).open("/dev/full").expect("Linux has it");
@@ -964,7 +964,7 @@ fn a_standard_error_that_takes_nothing_changes_nothing() {
     assert!(String::from_utf8_lossy(&output.stderr).starts_with("error: standard output: "));
 }
 
-/// What a terminal would obey, what would make one sentence look like two, and what would bury it.
+/// Control characters, line breaks that split a sentence, and text long enough to hide it.
 #[test]
 fn what_is_quoted_is_escaped_and_cut() {
     let files = Files::new();
@@ -1000,20 +1000,20 @@ fn what_is_quoted_is_escaped_and_cut() {
         write(&path, &tensors);
         refuses(["--model", &model], &["model.safetensors"]);
     }
-    // A table shows names as well.
+    // Tables print names too.
     let adapter = format!("\u{1b}[31mred={}", fixture("adapters/r4-qv").display());
     let table = succeeds(["--adapter", &adapter, "--max-new-tokens", "1"]);
     assert!(table.contains(r"\u{1b}[31mred") && !table.contains('\u{1b}'), "{table}");
 }
 
-/// With the feature, whether it is refused depends on the machine.
+/// With the feature, the refusal depends on the machine.
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn a_gpu_needs_the_feature() {
     refuses(["--device", "cuda:1"], &["cuda:1", "--features cuda"]);
 }
 
-/// Runs the example and gives its output.
+/// Runs the example and returns its output.
 fn succeeds<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> String {
     let output = qwen3(args);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -1021,7 +1021,7 @@ fn succeeds<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> String {
     String::from_utf8(output.stdout).expect("the output is UTF-8")
 }
 
-/// Expects one sentence that has these words in it, and nothing else.
+/// Expects one sentence that contains these words, and no other output.
 fn refuses<A: Into<OsString>>(args: impl IntoIterator<Item = A>, needles: &[&str]) {
     let stderr = refusals::refusal(&qwen3(args)).unwrap_or_else(|what| unreachable!("{what}"));
     for needle in needles {
@@ -1029,7 +1029,7 @@ fn refuses<A: Into<OsString>>(args: impl IntoIterator<Item = A>, needles: &[&str
     }
 }
 
-/// Expects the same in so many KiB of memory and 10 s of time, and gives the sentence.
+/// Expects the same within limits of memory (KiB) and 10 s of time, and returns the sentence.
 fn limited<A: Into<OsString>>(kib: usize, args: impl IntoIterator<Item = A>) -> String {
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
     let output = refusals::limited(kib, 10, &args).output().expect("the shell starts");
@@ -1047,7 +1047,7 @@ impl Files {
         path
     }
 
-    /// What a model with experts answers, in `f32`, and its logits.
+    /// The output of a model with experts in `f32`, and its logits.
     fn asks_experts(&self, model: &str) -> (String, Vec<u8>) {
         let (requests, logits) = (self.requests(&json!([{ "prompt": QUESTION }])), self.path("logits"));
         let answer = succeeds(["--model", model, "--dtype", "f32", "--requests", &requests, "--logits", &logits]);
@@ -1067,7 +1067,7 @@ impl Files {
     }
 }
 
-/// Makes one file two, with an index.
+/// Splits a file in two, with an index.
 fn shard(model: &Path) {
     let single = model.join("model.safetensors");
     let tensors = read(&single);
@@ -1086,10 +1086,10 @@ fn shard(model: &Path) {
     fs::write(model.join("model.safetensors.index.json"), index.to_string()).expect("the index can be written");
 }
 
-// ---- What `--verify` finds.
+// ---- Findings of `--verify`.
 
-/// An adapter that takes away nearly all of what the head says: what is left is smaller than the rounding of what is taken away,
-/// which the merged model never rounds.
+/// An adapter that cancels nearly all of the head's output. The rest is smaller than the rounding of the delta, which the merged model
+/// never rounds.
 #[test]
 fn a_run_that_fails_ends_with_status_1_and_says_so() {
     const LEFT: f32 = 1.0 / 256.0;

@@ -1,4 +1,4 @@
-//! The README says what the code does.
+//! README.md agrees with the code.
 
 use aril::{
     DType,
@@ -9,7 +9,7 @@ use aril::{
 const README: &str = include_str!("../README.md");
 const MANIFEST: &str = include_str!("../Cargo.toml");
 
-/// The architectures that `build.rs` compiles for unless it is told.
+/// The architectures that `build.rs` compiles for by default.
 fn archs() -> &'static str {
     let default = include_str!("../build.rs").split_once(r#"env::var("ARIL_CUDA_ARCHS").unwrap_or_else(|_| ""#);
     let (archs, _) = default.and_then(|(_, rest)| rest.split_once('"')).expect("build.rs has default architectures");
@@ -27,7 +27,7 @@ fn the_table_of_operations_is_that_of_the_code() {
     assert!(checked(max_experts).is_ok() && checked(max_experts + 1).is_err());
     let is_fused = |dtype: &DType| fused(*dtype).is_ok();
     let fused_dtypes = names(&all.into_iter().filter(is_fused).collect::<Vec<_>>());
-    // Behind "sm_": a digit or two before the point, one behind it, and perhaps a letter.
+    // After "sm_": one or two digits of the major version, one of the minor, and perhaps a letter.
     let is_new = |arch: &&String| {
         let number: i32 = arch[3..].trim_end_matches('a').parse().expect("an architecture is a number");
         ForwardPlan::is_for((number / 10, number % 10))

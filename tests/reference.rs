@@ -1,4 +1,4 @@
-//! Laws of the reference, which judges everything else, and of shards, which the CPU's operations compute.
+//! Laws of the reference, which judges all other code, and of shards computed by the CPU's operations.
 //!
 //! All numbers are small integers, so that every sum is exact and laws are equations.
 #![allow(
@@ -80,7 +80,7 @@ fn a_product_that_cancels_keeps_its_magnitude() {
 
 #[test]
 fn an_embedding_worked_by_hand() {
-    // A `[2, 3]`, of which id 2 is the column [3, 6]; B `[2, 2]`.
+    // A is `[2, 3]`, and id 2 is its column [3, 6]. B is `[2, 2]`.
     let factors = Factors { a: &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], b: &[1.0, 1.0, 1.0, -1.0], rank: 2, scaling: 2.0 };
     let deltas = embedding(2, 3, factors);
     assert_eq!(deltas, [Delta { value: 18.0, magnitude: 18.0 }, Delta { value: -6.0, magnitude: 18.0 }]);
@@ -93,7 +93,7 @@ fn a_combine_worked_by_hand() {
     assert_eq!(combine(&[2.0, -0.5], &outputs), [delta(1.0, 7.0), delta(-12.0, 13.0)]);
 }
 
-/// From tables of the error function and of `exp`, to ten digits.
+/// Values from tables of the error function and of `exp`, to ten digits.
 #[test]
 fn activations_have_the_values_of_tables() {
     let near = |got: f64, want: f64| assert!((got - want).abs() <= 1e-10 * want.abs().max(1.0), "{got}, not {want}");
@@ -102,7 +102,7 @@ fn activations_have_the_values_of_tables() {
         near(activation(Activation::Gelu, Some(x), 3.0), 3.0 * gelu);
         near(activation(Activation::Gelu, None, x), gelu);
     }
-    // By the sigmoid of twice the argument of tanh: 1.595769122 (1 + 0.044715) = 1.667123936.
+    // The sigmoid of twice tanh's argument: 1.595769122 (1 + 0.044715) = 1.667123936.
     near(activation(Activation::GeluTanh, Some(1.0), 1.0), 1.0 / (1.0 + (-1.667_123_938_4_f64).exp()));
     near(activation(Activation::Silu, Some(1.0), 1.0), 0.731_058_578_6);
     near(activation(Activation::Silu, Some(-2.0), 10.0), -2.384_058_440_4);
@@ -110,7 +110,7 @@ fn activations_have_the_values_of_tables() {
     assert_eq!(activation(Activation::Relu2, Some(3.0), 2.0), 18.0);
     let oai = Activation::SwigluOai { alpha: 1.0, limit: 2.0 };
     near(activation(oai, Some(1.0), 1.0), 2.0 * 0.731_058_578_6);
-    // The gate ends at 2, where the sigmoid is 0.8807970780, but not at −2; up at both.
+    // The gate is clamped at 2, where the sigmoid is 0.8807970780, but not at −2. Up is clamped at both.
     near(activation(oai, Some(50.0), 50.0), 2.0 * 0.880_797_078_0 * 3.0);
     near(activation(oai, Some(-3.0), -50.0), 3.0 * 0.047_425_873_2);
 }
@@ -165,7 +165,7 @@ proptest! {
         prop_assert_eq!(embedding(id, vocab, problem.factors(2.0)), linear(&one_hot, problem.factors(2.0)));
     }
 
-    /// What a gate's function makes of x and of −x is x apart.
+    /// A gate's function satisfies f(x) − f(−x) = x.
     #[test]
     fn activations_of_opposites_are_as_far_apart_as_they(x in -20.0..20.0_f64) {
         for function in [Activation::Gelu, Activation::GeluTanh, Activation::Silu] {
@@ -180,12 +180,12 @@ proptest! {
         for function in [Activation::Gelu, Activation::GeluTanh, Activation::Relu2, Activation::Silu] {
             prop_assert_eq!(activation(function, Some(gate), up), activation(function, None, gate) * up);
         }
-        // Without limits, and of an up that is one less.
+        // Without limits, and with up less one.
         let oai = Activation::SwigluOai { alpha: 1.0, limit: f32::INFINITY };
         prop_assert_eq!(activation(oai, Some(gate), up), activation(Activation::Silu, Some(gate), up + 1.0));
     }
 
-    /// Every feature of gate and of up has a place of its own.
+    /// Every feature of gate and of up has a distinct place.
     #[test]
     fn halves_fill_the_output(inter in 1..20_usize) {
         for halves in [Halves::GateUp, Halves::UpGate, Halves::Interleaved] {
@@ -195,7 +195,7 @@ proptest! {
         }
     }
 
-    /// So that a factor B that experts share may come behind the sum of what they make of their A.
+    /// A shared B may therefore be applied once, to the sum of the experts' `A x`.
     #[test]
     fn a_shared_b_may_come_behind_the_combine(problem in problems(), weights in integers(3)) {
         let (rank, identity) = (problem.rank, identity(problem.rank));

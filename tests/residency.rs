@@ -1,4 +1,4 @@
-//! The CPU's weight table: what is loaded, how much room is left, and what a step sees while adapters come and go.
+//! The CPU's weight table: loaded adapters, free memory, and the adapters of a step while others are loaded and unloaded.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::unwrap_used,
@@ -55,7 +55,7 @@ fn table(model: &Model, num_slots: usize, arena_bytes: usize) -> WeightTable {
     WeightTable::new(model, DType::F32, capacity, arena_bytes).unwrap()
 }
 
-/// What a step adds to the tokens of each layer, whose inputs are 1.
+/// The deltas of a step's tokens in each layer, for inputs of 1.
 fn run(layers: &[LoraLinear], step: &mut Step<'_>) -> Vec<Vec<[f32; FEATURES]>> {
     let tokens = step.num_tokens();
     let x = vec![1.0; tokens * FEATURES];
@@ -68,14 +68,14 @@ fn run(layers: &[LoraLinear], step: &mut Step<'_>) -> Vec<Vec<[f32; FEATURES]>> 
     layers.iter().map(layer).collect()
 }
 
-/// What the tokens of these slots get, in a step of their own: the same in all layers.
+/// The delta of tokens of these slots in a new step: the same in all layers.
 fn values(weights: &WeightTable, ids: &[LinearId], slots: &[Slot]) -> Vec<f32> {
     let layers: Vec<_> = ids.iter().map(|&id| LoraLinear::new(weights, id).unwrap()).collect();
     let (batch, mut workspace) = (Batch::new(slots), Workspace::default());
     whole(&run(&layers, &mut weights.step(&batch, &mut workspace).unwrap()))
 }
 
-/// The value of each token, after a check that it is that of all outputs of all layers.
+/// The value of each token, after a check that all outputs of all layers have it.
 fn whole(layers: &[Vec<[f32; FEATURES]>]) -> Vec<f32> {
     let values: Vec<f32> = layers[0].iter().map(|outputs| outputs[0]).collect();
     for layer in layers {
@@ -109,7 +109,7 @@ fn a_resident_is_valid_until_its_slot_changes() {
 
     weights.unload(slot(2)).unwrap();
     assert_eq!(weights.check([replaced]), Err(SlotError::Gone { slot: slot(2), generation: replaced.generation() }));
-    // Loaded again, the same adapter is another resident.
+    // The same adapter loaded again is another resident.
     let again = weights.load(slot(2), &first).unwrap();
     assert!(again.generation() > replaced.generation());
     assert_eq!(weights.check([one]), gone);
@@ -160,7 +160,7 @@ fn slots_that_do_not_exist_are_refused() {
         SlotError::NoSuchSlot { slot: slot(2), num_slots: 2 }.to_string(),
         "slot 2 is not one of the table's 2 slots"
     );
-    // A token of such a slot gets nothing.
+    // A token of such a slot gets no delta.
     assert_eq!(values(&weights, &ids, &[slot(2), Slot::BASE]), [0.0; 2]);
 }
 
@@ -194,7 +194,7 @@ fn room_is_counted() {
         "{refused:?}"
     );
     is_used(bytes);
-    // A replacement needs room beside the old adapter, whose room it then gives back.
+    // A replacement needs memory beside the old adapter, whose memory is freed afterwards.
     let reserved = weights.reserve(&small).unwrap();
     assert_eq!(reserved.bytes(), bytes);
     is_used(2 * bytes);
@@ -205,7 +205,7 @@ fn room_is_counted() {
     let replaced = weights.load(slot(0), &small).unwrap();
     is_used(bytes);
     weights.check([replaced]).unwrap();
-    // An image that was filled but not committed gives its room back, too, and so does a reservation that was not filled.
+    // A filled reservation that is not committed frees its memory, and so does an unfilled one.
     let filled = weights.reserve(&small).unwrap().fill(&small).unwrap();
     is_used(2 * bytes);
     drop(filled);
@@ -219,7 +219,7 @@ fn room_is_counted() {
     assert_eq!(values(&weights, &ids, &[slot(0), slot(2)]), [0.0, 2.0]);
 }
 
-/// However many threads ask for it.
+/// Even if several threads ask for the same memory.
 #[test]
 fn room_is_given_once() {
     let (model, _) = model();
@@ -247,7 +247,7 @@ fn room_is_given_once() {
     assert_eq!((held.into_inner(), weights.usage().used), (0, 0));
 }
 
-/// The slot keeps what it has, and the table its room.
+/// The slot keeps its adapter, and the table frees the memory.
 #[test]
 fn a_load_that_fails_changes_nothing() {
     let (model, ids) = model();
@@ -314,7 +314,7 @@ fn room_is_of_one_table_and_one_size() {
     assert!(matches!(error, LoadError::Slot(SlotError::DType { got: DType::F16, want: DType::F32 })), "{error}");
 }
 
-/// A step keeps its adapters after an unload or a replacement, and their room stays taken until the step ends.
+/// A step keeps its adapters after an unload or a replacement, and their memory stays in use until the step ends.
 #[test]
 fn a_step_works_on_what_was_loaded_when_it_began() {
     let (model, ids) = model();
@@ -350,7 +350,7 @@ fn adapters_come_and_go_while_steps_run() {
     let (model, ids) = model();
     let adapters: Vec<_> = (1..=5_u8).map(|value| adapter(1 + usize::from(value), value.into())).collect();
     let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(&model, DType::F32).unwrap()).collect();
-    // Room for the adapters in the slots, as many that a step still keeps, and one that is being loaded.
+    // Room for the adapters in the slots, as many kept by a step, and one being loaded.
     let weights = table(&model, SLOTS.into(), (2 * usize::from(SLOTS) + 1) * images[0].bytes());
     // By generation: the adapter's value.
     let loaded = Mutex::new(vec![0.0]);
@@ -383,7 +383,7 @@ fn adapters_come_and_go_while_steps_run() {
                 None => weights.unload(slot).unwrap(),
                 Some(image) => {
                     let filled = weights.reserve(image).unwrap().fill(image).unwrap();
-                    // Locked, so that the other thread finds every generation that it sees.
+                    // The lock lets the other thread find every generation that it sees.
                     let mut loaded = loaded.lock().unwrap();
                     let resident = weights.commit(slot, filled).unwrap();
                     assert_eq!(usize::try_from(resident.generation()).unwrap(), loaded.len());

@@ -1,4 +1,4 @@
-//! What a batch and a router's choice say of tokens and routes.
+//! Tokens and routes as described by a batch and by a router's choices.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use aril::{

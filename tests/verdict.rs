@@ -1,4 +1,4 @@
-//! How the example judges what it computed: what is wrong must not pass.
+//! The example's check of its results: wrong results must not pass.
 
 #[path = "../examples/qwen3/verdict.rs"]
 mod verdict;
@@ -7,7 +7,7 @@ use aril::DType;
 use verdict::{Moved, Roundings, Verdict, is_as_it_should_be};
 
 const VOCAB: usize = 4;
-/// Of two steps, with the tokens that they choose.
+/// The logits of two steps, and the tokens they choose.
 const LOGITS: [f32; 2 * VOCAB] = [1.0, -8.0, 3.0, 0.5, 6.0, 2.0, -1.0, 4.0];
 const TOKENS: [u32; 2] = [2, 0];
 const ROUNDINGS: Roundings = Roundings { layers: 2, terms: 96, dtype: DType::BF16 };
@@ -16,7 +16,7 @@ fn judge(logits: &[f32]) -> Verdict {
     Verdict::new(logits, &LOGITS, VOCAB, &TOKENS, ROUNDINGS)
 }
 
-/// `LOGITS` with one of them moved.
+/// `LOGITS` with one of them changed.
 fn perturbed(by: f32) -> Vec<f32> {
     let mut logits = LOGITS.to_vec();
     logits[5] += by;
@@ -49,7 +49,7 @@ fn logits_that_are_not_numbers_or_not_there_fail() {
     assert!(!Verdict::new(&[f32::NAN; VOCAB], &[f32::NAN; VOCAB], VOCAB, &[0], ROUNDINGS).passes());
 }
 
-/// Numbers worked out by hand: with `u` the unit roundoff and `v` that of f32,
+/// Computed by hand, with `u` the unit roundoff and `v` that of f32:
 /// `8 (½ √(28 · 2 · (u² + 2 · 96 · v²)) + u)`.
 #[test]
 fn the_tolerance_is_that_of_its_model() {

@@ -24,7 +24,7 @@ namespace aril::detail {
 // Shared memory of a warp.
 struct CombineStage {
   static constexpr int kSteps = 8;    // of v, gathered at once
-  static constexpr int kRoutes = 32;  // looked at together, one per lane
+  static constexpr int kRoutes = 32;  // read at once, one per lane
 
   struct Route {
     int row;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_routes(const aril_experts_args& p, CombineS
     if (lane >= distance) last_step += before;
   }
   all_steps = __shfl_sync(kAll, last_step, 31);
-  // The routes before are finished.
+  // Waits until all lanes are done with the routes before.
   __syncwarp();
   stage.routes[lane] = {row,       weight,
                         factor,    rank_tiles,
@@ -136,8 +136,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   const ExpandShare share(p, grid, num_tokens);
   for (int token = share.first; token < num_tokens; token += share.stride) {
     bool shares_b = false;
-    // Bits of the routes in shared memory: those present, those with deltas, those with a
-    // part.
+    // Bits of the routes in shared memory: those present, those with deltas, those with a part.
     unsigned here = 0, adapted = 0, with_parts = 0;
     int all_steps = 0;
     const auto load = [&](int first_k) {
@@ -162,7 +161,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
 
         // B, step by step, part by part.
         UnitCores cores[kAhead];
-        unsigned parts = with_parts;  // not completely fetched
+        unsigned parts = with_parts;  // those not completely fetched
         int fetched = 0;              // steps of the first of them
         const auto fetch = [&](UnitCores& cores) {
           if (parts == 0) return;
@@ -183,7 +182,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
           sum = add_base<T>(p, stage, sum, here, count, out, has_out);
         }
 
-        // Gathers the terms of kSteps steps: of each route by itself, or of the sum of all routes.
+        // Gathers the terms of kSteps steps: of each route alone, or of the sum of all routes.
         const auto gather_apart = [&](int first_step) {
           const int last_step = stage.routes[lane].last_step;
           int part = 0;
@@ -219,7 +218,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         };
 
         for (int done = 0; done < all_steps; done += kAhead) {
-          // Terms that fit stay for the outputs that follow.
+          // If all terms fit, they are kept for the outputs that follow.
           if (done % kSteps == 0 && !(is_loaded && all_steps <= kSteps)) {
             __syncwarp();
             if (shares_b) {

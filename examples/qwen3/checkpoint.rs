@@ -35,7 +35,7 @@ use crate::{
     files,
 };
 
-/// The most MiB of an index.
+/// The largest index in MiB.
 const MAX_INDEX_MIB: u64 = 64;
 
 /// A checkpoint's tensors, mapped.
@@ -87,7 +87,7 @@ impl Checkpoint {
 
     fn add_shard(&mut self, path: PathBuf) -> Result<()> {
         let file = files::open(&path)?;
-        // SAFETY: nobody changes the checkpoint while it is loaded, as everybody who maps one has to trust.
+        // SAFETY: nobody changes the checkpoint while it is mapped (documented for `--model`).
         let bytes = unsafe { Mmap::map(&file) }.context(path.display())?;
         for (name, view) in SafeTensors::deserialize(&bytes).context(path.display())?.iter() {
             let start = view.data().as_ptr().addr() - bytes.as_ptr().addr();
@@ -105,8 +105,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Refuses a configuration of other sizes than the tensors have, before anything is made of these sizes; and a tied head that is
-    /// stored as another than the embedding, which some versions of transformers use and some do not.
+    /// Refuses a configuration whose sizes differ from the tensors', before anything is allocated by these sizes. Also refuses a tied
+    /// head stored with other values than the embedding, which some versions of transformers use and some do not.
     pub(crate) fn check(&self, config: &Config) -> Result<()> {
         let Config { vocab, hidden, intermediate, heads, .. } = *config;
         // The rows of a weight, packed or not.
@@ -145,8 +145,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Fails if a field is not the dimension that it is of the first of these tensors that is there. (That one is, whoever reads it
-    /// will see.)
+    /// Fails if a field differs from its dimension of the first of these tensors that exists. (If none exists, reading them fails.)
     fn expect_size(&self, field: &str, size: usize, places: &[(String, usize)]) -> Result<()> {
         let stored = |(name, dim): &(String, usize)| Some((name.clone(), *dim, &self.tensors.get(name)?.shape));
         let Some((name, dim, shape)) = places.iter().find_map(stored) else { return Ok(()) };
@@ -158,7 +157,7 @@ impl Checkpoint {
         bail!("config.json: `{field}` is {size}{absent}, but {} is {shape:?}", self.subject(&name));
     }
 
-    /// Whether an adapter's weight of the base model is the base model's, as `T`.
+    /// Whether an adapter's copy of a base weight equals the base model's, as `T`.
     pub(crate) fn has<T: Element>(&self, weight: &BaseWeight, tied: bool) -> Result<bool> {
         let name = match weight.path() {
             "lm_head" if !tied => "lm_head.weight",
@@ -181,7 +180,7 @@ impl Checkpoint {
         self.shards.iter().map(|shard| shard.path.display().to_string()).collect::<Vec<_>>().join(", ")
     }
 
-    /// Finds a tensor of that shape.
+    /// Finds a tensor of this shape.
     fn find(&self, name: &str, shape: &[usize]) -> Result<(Dtype, &[u8])> {
         let Some(tensor) = self.tensors.get(name) else {
             bail!("{}: tensor `{name}` is missing", self.files());
@@ -192,7 +191,7 @@ impl Checkpoint {
         Ok((tensor.dtype, self.bytes(tensor)))
     }
 
-    /// Reads a tensor of that shape.
+    /// Reads a tensor of this shape.
     fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let (dtype, bytes) = self.find(name, shape)?;
         let values = match dtype {
@@ -207,7 +206,7 @@ impl Checkpoint {
         }
     }
 
-    /// Reads the three tensors that a matrix in 4 bits is.
+    /// Reads the three tensors of a matrix in 4 bits.
     fn read_int4(&self, path: &str, rows: usize, cols: usize, group: usize) -> Result<Int4> {
         let [packed, scale, shape] = int4_tensors(path);
         if !cols.is_multiple_of(group) {
@@ -228,7 +227,7 @@ impl Checkpoint {
         Ok(Int4 { group, words, scales: self.read(&scale, &[rows, cols / group])? })
     }
 
-    /// A tensor that there is, and its file.
+    /// An existing tensor, and its file.
     fn subject(&self, name: &str) -> String {
         format!("{}: tensor `{name}`", self.shards[self.tensors[name].shard].path.display())
     }
@@ -252,18 +251,18 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// The weights that a model is built of: a checkpoint's, with an adapter merged into them or as they are.
+/// The weights of a model: a checkpoint's, with or without a merged adapter.
 #[derive(Debug)]
 pub(crate) struct Weights<'a> {
     checkpoint: &'a Checkpoint,
-    /// Of what is stored in 4 bits.
+    /// The group size of modules in 4 bits.
     int4_group: Option<usize>,
     unread: BTreeSet<&'a str>,
-    /// The modules to be merged that are none of experts, by the model's paths.
+    /// The modules to merge, except those of experts, by the model's paths.
     modules: BTreeMap<String, &'a Module>,
-    /// Those of them that were not yet.
+    /// The modules not merged yet.
     unmerged: BTreeSet<String>,
-    /// The factors of experts to be merged.
+    /// The factors of experts to merge.
     factors: Option<Factors>,
     scale: f32,
 }
@@ -276,7 +275,7 @@ impl<'a> Weights<'a> {
         Self { checkpoint, int4_group, unread, modules, unmerged, factors: None, scale: 1.0 }
     }
 
-    /// These with `scale · scaling · B A` added in `f32` to every module that the adapter has.
+    /// The weights with `scale · scaling · B A` added in `f32` to every module of the adapter.
     pub(crate) fn merged(self, adapter: &'a Adapter, model: &Model, scale: f32) -> Result<Self> {
         let mut modules = BTreeMap::new();
         for module in adapter.modules() {
@@ -294,7 +293,7 @@ impl<'a> Weights<'a> {
         self.module_from(path, path, rows, cols)
     }
 
-    /// The weight of a module that is stored under another's name, as it is tied to it. What is merged is the module's own.
+    /// The weight of a module that is tied to another and stored under its name. Only the module's own delta is merged.
     pub(crate) fn module_from<T: Element>(
         &mut self,
         path: &str,
@@ -317,9 +316,9 @@ impl<'a> Weights<'a> {
         narrow(&name, &values)
     }
 
-    /// The weights of one projection of all experts: modules of each expert side by side, or one tensor of all.
+    /// The weights of one projection of all experts: separate modules of each expert, or one tensor for all.
     ///
-    /// They stay in 4 bits if all of them are stored so, and no adapter is to be merged.
+    /// They stay in 4 bits if all are stored in 4 bits and no adapter is merged.
     pub(crate) fn experts<T: Element>(
         &mut self,
         path: &str,
@@ -358,12 +357,12 @@ impl<'a> Weights<'a> {
         Ok((shape, ExpertWeights::Plain(narrow(&fused, &values)?)))
     }
 
-    /// Whether an adapter was merged that has this module.
+    /// Whether the merged adapter has this module.
     pub(crate) fn adapts(&self, path: &str) -> bool {
         self.modules.contains_key(path)
     }
 
-    /// Passes over a tensor, if it is there.
+    /// Skips a tensor if it exists.
     pub(crate) fn ignore(&mut self, name: &str) {
         self.unread.remove(name);
     }
@@ -386,7 +385,7 @@ impl<'a> Weights<'a> {
         Ok(values)
     }
 
-    /// A module's weight, in whatever form it is stored.
+    /// A module's weight in any stored form.
     fn matrix(&mut self, path: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
         match self.packed(path) {
             Some(group) => Ok(self.read_int4(path, rows, cols, group)?.values().collect()),
@@ -402,7 +401,7 @@ impl<'a> Weights<'a> {
         Ok(values)
     }
 
-    /// The group of a module that is stored in 4 bits.
+    /// The group size of a module in 4 bits.
     fn packed(&self, path: &str) -> Option<usize> {
         let [packed, ..] = int4_tensors(path);
         self.int4_group.filter(|_| self.checkpoint.tensors.contains_key(&packed))
@@ -414,7 +413,7 @@ impl<'a> Weights<'a> {
 pub(crate) struct ExpertsProjection<'a> {
     /// The modules of an expert.
     modules: &'a [&'a str],
-    /// The tensor that has those of all experts.
+    /// The tensor that holds the modules of all experts.
     fused: &'a str,
     is_down: bool,
 }
@@ -428,11 +427,11 @@ impl ExpertsProjection<'_> {
     }
 }
 
-/// An adapter's factors as the library reads them from whatever form they are stored in.
+/// An adapter's factors, as the library reads them from any form.
 #[derive(Debug)]
 struct Factors {
     block: Vec<f32>,
-    /// By their place in the model.
+    /// By their entry in the model.
     entries: BTreeMap<usize, ImageEntry>,
 }
 
@@ -448,7 +447,7 @@ impl Factors {
     fn merge(&self, weights: &mut [f32], site: &ProjectionSite, scale: f32) {
         let (cols, slices) = (site.in_features(), site.num_slices());
         let rows = site.out_features() / slices;
-        // Slices stand one below the other in each expert.
+        // An expert's slices are stacked.
         weights.par_chunks_exact_mut(rows * cols).enumerate().for_each(|(index, weight)| {
             let entry = site.expert_entry(index / slices) + index % slices;
             let Some(&ImageEntry { a_elems, b_elems, rank, scaling, .. }) = self.entries.get(&entry) else { return };
@@ -473,7 +472,7 @@ fn narrow<T: Element>(name: &str, values: &[f32]) -> Result<Vec<T>> {
     }
 }
 
-/// Where the first value is that answers the description.
+/// The index of the first value for which the predicate holds.
 fn position(values: &[f32], is_wanted: impl Fn(f32) -> bool + Sync) -> Option<usize> {
     const CHUNK: usize = 1 << 14;
     let holds_one = |chunk: &[f32]| chunk.iter().any(|&value| is_wanted(value));

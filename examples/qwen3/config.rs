@@ -14,13 +14,13 @@ use crate::{
     files,
 };
 
-/// The most MiB of a configuration.
+/// The largest configuration in MiB.
 const MAX_MIB: u64 = 4;
 
-/// The largest size, of what kernels count.
+/// The largest size that the kernels can index.
 const MAX_SIZE: usize = i32::MAX as usize;
 
-/// What a group of weights in 4 bits is a multiple of: what the GPU's kernel multiplies at a time.
+/// Groups of 4-bit weights must be a multiple of this, the depth of a step of the GPU's kernel.
 const INT4_GROUP_UNIT: usize = 32;
 
 /// The sizes and constants of a Qwen3.
@@ -28,11 +28,11 @@ const INT4_GROUP_UNIT: usize = 32;
 pub(crate) struct Config {
     pub(crate) vocab: usize,
     pub(crate) hidden: usize,
-    /// Features inside a dense layer's MLP.
+    /// Intermediate size of a dense layer's MLP.
     pub(crate) intermediate: usize,
     pub(crate) layers: usize,
     pub(crate) moe: Option<Moe>,
-    /// Set if weights may be stored in 4 bits: how many neighbours in a row have one scale.
+    /// If weights may be stored in 4 bits: the number of consecutive elements of a row that share a scale.
     pub(crate) int4_group: Option<usize>,
     pub(crate) heads: Heads,
     pub(crate) eps: f32,
@@ -40,7 +40,7 @@ pub(crate) struct Config {
     pub(crate) max_positions: usize,
     /// Whether the language-model head is the embedding.
     pub(crate) tied: bool,
-    /// What the checkpoint says that it was saved in.
+    /// The type that the checkpoint declares.
     pub(crate) dtype: Option<DType>,
     /// The tokens that end a text.
     pub(crate) eos: Vec<u32>,
@@ -50,15 +50,15 @@ pub(crate) struct Config {
 #[derive(Clone, Debug)]
 pub(crate) struct Moe {
     pub(crate) experts: usize,
-    /// Features inside an expert.
+    /// Intermediate size of an expert.
     pub(crate) intermediate: usize,
-    /// Experts of a token.
+    /// Experts per token.
     pub(crate) top_k: usize,
-    /// Whether what the chosen experts weigh is divided by its sum.
+    /// Whether the weights of the chosen experts are divided by their sum.
     pub(crate) normalized: bool,
-    /// Every so many layers have experts, and the others a dense MLP.
+    /// The interval of layers with experts. The others have a dense MLP.
     every: usize,
-    /// Layers that have a dense MLP anyway.
+    /// Layers that always have a dense MLP.
     dense: BTreeSet<usize>,
 }
 
@@ -72,12 +72,12 @@ pub(crate) struct Heads {
 }
 
 impl Heads {
-    /// Features of all queries: what attention gives for a token.
+    /// Features of all queries, which is the output size of attention.
     pub(crate) fn query_features(self) -> usize {
         self.query * self.dim
     }
 
-    /// Features of all keys, or of all values: what a row of the cache holds.
+    /// Features of all keys, or of all values, which is the size of a row of the cache.
     pub(crate) fn kv_features(self) -> usize {
         self.kv * self.dim
     }
@@ -94,7 +94,7 @@ impl Heads {
 }
 
 impl Config {
-    /// Reads `config.json` and, for the tokens that end a text, `generation_config.json`: if there is one, it alone says.
+    /// Reads `config.json`, and the tokens that end a text from `generation_config.json` alone if it exists.
     pub(crate) fn read(model: &Path) -> Result<Self> {
         let path = model.join("config.json");
         let fields = Fields::read(&path)?;
@@ -149,7 +149,7 @@ impl Config {
     }
 }
 
-/// The fields of a JSON object. `null` counts as absent, as it does for transformers.
+/// The fields of a JSON object. `null` counts as absent, as in transformers.
 struct Fields(Map<String, Value>);
 
 impl Fields {
@@ -284,7 +284,7 @@ impl Fields {
         self.expect("symmetric", &[true.into()])?;
         self.expect("strategy", &["group".into()])?;
         self.expect("dynamic", &[Value::Null, false.into()])?;
-        // Of these the weights stand in their order; of `group` they do not.
+        // These keep the order of weights; `group` does not.
         self.expect("actorder", &[Value::Null, false.into(), "static".into(), "weight".into()])?;
         let group = self.size("group_size")?;
         if !group.is_multiple_of(INT4_GROUP_UNIT) {
@@ -293,7 +293,7 @@ impl Fields {
         Ok(group)
     }
 
-    /// Refuses a field that has none of these values. An absent one is null.
+    /// Refuses a field with any other value. An absent field is null.
     fn expect(&self, name: &str, values: &[Value]) -> Result<()> {
         let value = self.0.get(name).unwrap_or(&Value::Null);
         if !values.contains(value) {
@@ -302,7 +302,7 @@ impl Fields {
         Ok(())
     }
 
-    /// The base of the rotary frequencies, in either form; every kind of scaling is refused.
+    /// The base of the rotary frequencies, in either form. Every kind of scaling is refused.
     fn rope_theta(&self, head_dim: usize) -> Result<f64> {
         let is_set =
             |name| self.0.get(name).is_some_and(|value| !value.is_null() && value != &Value::Object(Map::new()));
@@ -335,7 +335,7 @@ impl Fields {
         }
         #[expect(clippy::cast_possible_truncation, reason = "computed with in f32")]
         let base = theta as f32;
-        // The last pair of a head turns fastest if it is below 1.
+        // If the base is below 1, the last pair of a head turns fastest.
         let fastest = base.powf((2.0 - head_dim as f32) / head_dim as f32).max(1.0);
         if !base.is_normal() || !(fastest * MAX_SIZE as f32).is_finite() {
             bail!("`rope_theta` {theta} gives angles that are no numbers in f32");
@@ -359,7 +359,7 @@ impl Fields {
         Ok(None)
     }
 
-    /// One token or several that end a text.
+    /// One or several tokens that end a text.
     fn eos(&self) -> Result<Option<Vec<u32>>> {
         match self.0.get("eos_token_id") {
             Some(Value::Number(_)) => Ok(self.get("eos_token_id")?.map(|id| vec![id])),

@@ -58,7 +58,7 @@ impl<T: Element> Tensor<T> {
         Ok(cpu::MatrixMut::new(&mut self.data, rows, cols)?)
     }
 
-    /// A matrix of as many rows, each computed from the row of this one.
+    /// A matrix computed row by row from this one.
     fn map_rows(&self, cols: usize, compute: impl Fn(&[T], &mut [T]) + Sync) -> Self {
         let mut data = vec![T::default(); self.rows() * cols];
         data.par_chunks_mut(cols).zip(self.data.par_chunks(self.cols)).for_each(|(out, row)| compute(row, out));
@@ -323,8 +323,8 @@ impl<T: Element> Device for Cpu<T> {
     }
 }
 
-/// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so that a fixed one is what
-/// makes a token's result the same in any company.
+/// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so a fixed shape makes a token's
+/// result the same in any batch.
 const TILE_ROWS: usize = 16;
 
 /// Rows of the weight in every product.
@@ -337,7 +337,7 @@ trait Panels: Sync {
     fn panel(&self, index: usize) -> Cow<'_, [f32]>;
 }
 
-/// Panels that are kept.
+/// A weight whose panels are all stored.
 #[derive(Debug)]
 pub(crate) struct Weight {
     rows: usize,
@@ -372,7 +372,7 @@ impl Panels for Weight {
     }
 }
 
-/// Writes the rows of a weight to the panel that they are.
+/// Writes rows of a weight to their panel.
 fn fill(panel: &mut [f32], cols: usize, values: impl Iterator<Item = f32>) {
     for (index, value) in values.enumerate() {
         panel[index % cols * PANEL_ROWS + index / cols] = value;
@@ -386,7 +386,7 @@ fn product<T: Element>(x: &[T], weight: &impl Panels) -> Vec<T> {
     let rows = tokens.next_multiple_of(TILE_ROWS);
     let mut wide = vec![0.0; rows * cols];
     wide.par_iter_mut().zip(x).for_each(|(wide, value)| *wide = value.to_f32());
-    // Of each panel its own [rows, PANEL_ROWS].
+    // A separate [rows, PANEL_ROWS] for each panel.
     let mut y = vec![0.0; outputs.div_ceil(PANEL_ROWS) * rows * PANEL_ROWS];
     y.par_chunks_mut((rows * PANEL_ROWS).max(1)).enumerate().for_each(|(index, y)| {
         let panel = weight.panel(index);
@@ -436,12 +436,12 @@ fn multiply(x: &[f32], panel: &[f32], y: &mut [f32], cols: usize) {
     }
 }
 
-/// The value that `T` holds for it.
+/// The value rounded to `T`.
 fn round<T: Element>(value: f32) -> f32 {
     T::from_f32(value).to_f32()
 }
 
-/// A dot product in eight interleaved sums, so that it vectorizes.
+/// A dot product in eight interleaved sums, so that the loop vectorizes.
 fn dot<T: Element>(a: &[T], b: &[T]) -> f32 {
     debug_assert_eq!(a.len(), b.len(), "the tails must be of the same features");
     let (a, a_tail) = a.as_chunks::<8>();

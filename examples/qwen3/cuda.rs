@@ -46,7 +46,7 @@ use crate::{
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
 
-/// The devices that the driver has; none without a driver.
+/// The driver's devices; none without a driver.
 pub(crate) fn device_count() -> usize {
     if !cuda::driver_is_present() {
         return 0;
@@ -62,7 +62,7 @@ pub(crate) struct Cuda<T> {
     element: PhantomData<T>,
 }
 
-/// What is in the example's own `kernels.cu` for an element type, under the names it has there.
+/// The example's kernels in `kernels.cu` for an element type, under their names there.
 struct Functions {
     normalize: CudaFunction,
     rotate: CudaFunction,
@@ -82,10 +82,10 @@ struct Functions {
 /// Threads of a block of every kernel: `kThreads` of `kernels.cu`.
 const THREADS: u32 = 256;
 
-/// Of the layers and of the head: then values are copied to the host.
+/// For the layers and for the head, after which values are copied to the host.
 const STEPS_IN_FLIGHT: usize = 2;
 
-/// A row-major matrix in device memory, at the beginning of an allocation. All that uses it is on the one stream.
+/// A row-major matrix in device memory, at the start of an allocation. All its uses are on one stream.
 pub(crate) struct Matrix<T> {
     rows: usize,
     cols: usize,
@@ -94,7 +94,7 @@ pub(crate) struct Matrix<T> {
     address: u64,
 }
 
-/// What a step's operations share.
+/// The state that a step's operations share.
 pub(crate) struct Buffers {
     routing: Routing,
     workspace: Workspace,
@@ -114,7 +114,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(Self { queue, functions, gemm, element: PhantomData })
     }
 
-    /// A matrix of whatever was in its memory: for what is written before it is read.
+    /// An uninitialized matrix, which must be written before it is read.
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
         self.matrix(rows, cols, self.slice(rows, cols)?)
     }
@@ -127,9 +127,9 @@ impl<T: Element + DeviceRepr> Cuda<T> {
 
     /// The memory of a matrix.
     fn slice<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<CudaSlice<V>> {
-        // There are no empty allocations.
+        // Allocations cannot be empty.
         let len = (rows * cols).max(1);
-        // SAFETY: for numbers, all of whose bits are values.
+        // SAFETY: the elements are numbers, for which any bits are a valid value.
         let slice = unsafe { self.queue.stream().alloc(len) };
         let megabytes = (len * size_of::<V>()).div_ceil(1_000_000);
         slice.memory_for(format_args!("{megabytes} MB more: {rows} x {cols}"))
@@ -141,7 +141,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(Matrix { rows, cols, data, address })
     }
 
-    /// Waits for all that was enqueued.
+    /// Waits for all enqueued work.
     fn download<V: DeviceRepr + Clone + Default>(&self, matrix: &Matrix<V>) -> Result<Vec<V>> {
         let mut values = vec![V::default(); matrix.rows * matrix.cols];
         matrix.data.read(&mut values)?;
@@ -199,7 +199,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?)
     }
 
-    /// The sum of a token's rows, each times what its route weighs.
+    /// The sum of a token's rows, each times its route's weight.
     fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
         let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
         let mut kernel = self.kernel(&self.functions.combine);
@@ -261,7 +261,7 @@ impl<V> Matrix<V> {
         self.data.slice(0..self.rows * self.cols)
     }
 
-    /// As the library takes it.
+    /// The matrix as the library's operand.
     fn operand(&self) -> Result<cuda::Matrix<'_, V>>
     where
         V: Element,
@@ -277,7 +277,7 @@ impl<V> Matrix<V> {
     }
 }
 
-/// Says what there was no memory for.
+/// Names the allocation that failed.
 trait MemoryFor<V> {
     fn memory_for(self, what: impl Display) -> Result<V>;
 }
@@ -438,7 +438,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, x.cols)?;
         let (bytes, stream) = (x.data.len() * size_of::<T>(), self.queue.stream());
-        // SAFETY: both have so many bytes, and are used on this stream only.
+        // SAFETY: both have this many bytes and are used on this stream only.
         unsafe { memcpy_dtod_async(y.address, x.address, bytes, stream.cu_stream()) }?;
         self.head_norm(&mut y, 0..1, weight, eps)?;
         Ok(y)

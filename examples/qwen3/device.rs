@@ -21,13 +21,13 @@ use crate::{
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
 
-/// The keys and values of one layer: `[rows, kv_features]` each, where every sequence has consecutive rows of its own.
+/// The keys and values of one layer: `[rows, kv_features]` each. Every sequence has consecutive rows.
 pub(crate) struct Cache<D: Device> {
     pub(crate) keys: D::Tensor,
     pub(crate) values: D::Tensor,
 }
 
-/// A token's place: its position in its sequence, and the cache rows of its sequence's first token and of its own.
+/// A token's position in its sequence, the cache row of its sequence's first token, and its own cache row.
 pub(crate) struct Places<D: Device> {
     pub(crate) positions: D::Indices,
     pub(crate) first_rows: D::Indices,
@@ -42,7 +42,7 @@ pub(crate) struct Rope<D: Device> {
 
 /// A device that the forward runs on, computing on one element type.
 pub(crate) trait Device: Sized {
-    /// What activations are rounded to.
+    /// The element type of activations.
     type Elem: Element;
     /// A row-major matrix of `Elem`.
     type Tensor;
@@ -60,7 +60,7 @@ pub(crate) trait Device: Sized {
     fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<Self::Elem>) -> Result<Box<dyn GroupedGemm<Self>>>;
     fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
 
-    // ---- Multi-LoRA: the library's, under its own names.
+    // ---- Multi-LoRA: the library's types and operations, under its names.
 
     /// `aril::{cpu, cuda}::WeightTable`.
     type Adapters;
@@ -74,14 +74,14 @@ pub(crate) trait Device: Sized {
     type Buffers;
     /// `aril::{cpu, cuda}::Step`: which adapter each token of a step has.
     type LoraStep<'a>;
-    /// What holds a layer's routes on the device, grouped by expert and adapter.
+    /// The memory of a layer's routes on the device, grouped by expert and adapter.
     type Grouping;
     /// The routes of a layer and the adapters of their tokens.
     type Grouped<'a>;
 
-    /// A table with room for these, not loaded yet.
+    /// An empty table with room for these adapters.
     fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
-    /// Loads an adapter into a slot, and says how many of its bytes are done.
+    /// Loads an adapter into a slot, and reports the bytes done.
     fn load(
         &self,
         adapters: &Self::Adapters,
@@ -119,7 +119,7 @@ pub(crate) trait Device: Sized {
         y: &mut Self::Tensor,
     ) -> Result<()>;
     fn grouping(&self, capacity: RouteCapacity) -> Result<Self::Grouping>;
-    /// Takes what a layer's router chose.
+    /// Sets the choices of a layer's router.
     fn group<'a>(
         &self,
         grouping: &'a mut Self::Grouping,
@@ -148,7 +148,7 @@ pub(crate) trait Device: Sized {
         down: Self::Tensor,
     ) -> Result<Self::Tensor>;
 
-    // ---- The model: the example's own.
+    // ---- The model: the example's own operations.
 
     /// Row `ids[t]` of the table for each token.
     fn embed(&self, table: &Self::Weight, ids: &Self::Indices) -> Result<Self::Tensor>;
@@ -156,7 +156,7 @@ pub(crate) trait Device: Sized {
     fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight) -> Result<Self::Tensor>;
     /// `x / rms(x)` of each row, rounded, times `weight`, rounded.
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<Self::Tensor>;
-    /// The same in place and of each head apart: `heads` counts them in a row of q, k, v.
+    /// The same in place, for each head separately. `heads` counts the heads of a row of q, k, v.
     fn head_norm(&self, qkv: &mut Self::Tensor, heads: Range<usize>, weight: &Self::Tensor, eps: f32) -> Result<()>;
     /// Rotates the pairs `(i, i + dim / 2)` of each head by its token's angles: both products rounded, then their sum.
     fn rope(&self, qkv: &mut Self::Tensor, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>)
@@ -181,13 +181,13 @@ pub(crate) trait Device: Sized {
     fn rows_of_routes(&self, x: &Self::Tensor, routes: &Self::Routes) -> Result<Self::Tensor>;
     /// `y += x`, rounded.
     fn add(&self, y: &mut Self::Tensor, x: &Self::Tensor) -> Result<()>;
-    /// The rows of `x` with those indices.
+    /// The rows of `x` with these indices.
     fn gather(&self, x: &Self::Tensor, rows: &Self::Indices) -> Result<Self::Tensor>;
 
     // ---- To the host.
 
-    /// The index of each row's largest value, the first of equals, or `None` where a row has a NaN.
+    /// The index of each row's largest value, the first of equals, or `None` if the row has a NaN.
     fn argmax(&self, x: &Self::Tensor) -> Result<Vec<Option<u32>>>;
-    /// All of a matrix, row by row.
+    /// All elements of a matrix, row by row.
     fn read(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
 }

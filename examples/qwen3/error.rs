@@ -4,11 +4,11 @@
 
 use std::{error, fmt, result};
 
-/// Characters that are shown of the beginning of a sentence, and of its end.
+/// The characters shown of a sentence's beginning, and of its end.
 const HEAD: usize = 600;
 const TAIL: usize = 300;
 
-/// A sentence that names what is at fault. Not a [`std::error::Error`], so that it can be made of any.
+/// A sentence that names the cause. Not a [`std::error::Error`], so that any error converts to it.
 #[derive(Debug)]
 pub(crate) struct Error(String);
 
@@ -41,7 +41,7 @@ impl<E: error::Error> From<E> for Error {
     }
 }
 
-/// Says what an error is about.
+/// Adds the subject of an error.
 pub(crate) trait Context<T> {
     fn context(self, subject: impl fmt::Display) -> Result<T>;
 }
@@ -52,7 +52,7 @@ impl<T, E: Into<Error>> Context<T> for result::Result<T, E> {
     }
 }
 
-/// A text on one line: what does not print is escaped, and the middle of a long one is left out.
+/// A text on one line, with unprintable characters escaped and the middle of a long text left out.
 pub(crate) fn shown(text: &str) -> String {
     let escape = |char: char| match char {
         '\'' | '"' | '\\' => char.to_string(),

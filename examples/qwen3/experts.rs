@@ -12,7 +12,7 @@ pub(crate) trait GroupedGemm<D: Device> {
     fn run(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor>;
 }
 
-/// How many experts there are, and the shape of the weight of each.
+/// The number of experts, and the shape of each one's weight.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertsShape {
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU counts them"))]
@@ -32,7 +32,7 @@ pub(crate) enum ExpertWeights<T> {
 /// its group, exactly, as no kernel rounds that product.
 #[derive(Clone, Debug)]
 pub(crate) struct Int4 {
-    /// Neighbours in a row that have one scale; rows are whole groups.
+    /// Consecutive elements of a row that share a scale. Rows are whole groups.
     pub(crate) group: usize,
     /// `[rows, cols / 8]`: the first of eight in the lowest bits, each plus 8.
     pub(crate) words: Vec<u32>,
@@ -52,13 +52,13 @@ impl Int4 {
             .flat_map(|(words, &scale)| words.iter().flat_map(integers).map(move |integer| integer * scale))
     }
 
-    /// The rows of both, this one's first.
+    /// The rows of both matrices, this one's first.
     pub(crate) fn append(&mut self, mut below: Self) {
         self.words.append(&mut below.words);
         self.scales.append(&mut below.scales);
     }
 
-    /// The matrices of so many rows each, and of the rest, that stand one below the other.
+    /// Splits the matrix into matrices of `rows` rows each; the last one has the remaining rows.
     pub(crate) fn split(&self, rows: usize, cols: usize) -> impl Iterator<Item = Self> {
         let words = self.words.chunks(rows * cols / Self::PER_WORD);
         let scales = self.scales.chunks(rows * cols / self.group);

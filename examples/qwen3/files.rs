@@ -11,20 +11,20 @@ use std::{
 
 use crate::error::{Context, Result, bail};
 
-/// Opens a regular file: a pipe may never end, and nor may a device.
+/// Opens a regular file. A pipe or a device may never end.
 pub(crate) fn open(path: &Path) -> Result<File> {
     let regular = |metadata: Metadata| match metadata.is_file() {
         true => Ok(()),
         false => Err(io::Error::other("it is not a regular file")),
     };
-    // Before it is opened, as that alone waits for the other end of a pipe.
+    // Check before opening, because opening a pipe waits for its other end.
     fs::metadata(path).and_then(regular).context(path.display())?;
     let file = File::open(path).context(path.display())?;
     file.metadata().and_then(regular).context(path.display())?;
     Ok(file)
 }
 
-/// Reads a text of at most so many MiB.
+/// Reads a text of at most `max_mib` MiB.
 pub(crate) fn read_text(path: &Path, max_mib: u64) -> Result<String> {
     let file = open(path)?;
     let bytes = file.metadata().context(path.display())?.len();
@@ -36,7 +36,7 @@ pub(crate) fn read_text(path: &Path, max_mib: u64) -> Result<String> {
     Ok(text)
 }
 
-/// Refuses to write where there is anything but a regular file, or one that is read: the files of these folders, and these files.
+/// Refuses to overwrite anything but a regular file, or an input: a file in these folders, or one of these files.
 pub(crate) fn check_output(path: &Path, folders: &[&Path], files: &[&Path]) -> Result<()> {
     let there = match fs::symlink_metadata(path) {
         Ok(there) => there,

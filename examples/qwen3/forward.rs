@@ -3,8 +3,8 @@
 //! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v fused; o;
 //! gate and up fused; down), and the language-model head. In a layer with experts, the calls replace the activation and the
 //! combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation and combine
-//! instead. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has a step of its
-//! own, because it sees only the sampled rows. The rest of the forward does not know about adapters.
+//! instead. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another
+//! step, because it sees only the sampled rows. The rest of the forward does not know about adapters.
 
 use aril::{Element, Slot};
 
@@ -22,20 +22,20 @@ pub(crate) struct Step {
     pub(crate) positions: Vec<u32>,
     /// The cache row of the first token of each token's sequence.
     pub(crate) first_rows: Vec<u32>,
-    /// The adapter of each token: what makes requests of different adapters one batch.
+    /// The adapter of each token, which lets requests of different adapters share a batch.
     pub(crate) slots: Vec<Slot>,
     /// A factor on the adapter's own scaling, for each token.
     pub(crate) scales: Vec<f32>,
-    /// The rows whose next token is wanted.
+    /// The rows whose next token is sampled.
     pub(crate) sampled: Vec<u32>,
 }
 
-/// What is kept from step to step.
+/// The state kept from step to step.
 pub(crate) struct Session<D: Device> {
     caches: Vec<Cache<D>>,
     rope: Rope<D>,
     buffers: D::Buffers,
-    /// Of one layer after the other.
+    /// By layer.
     grouping: D::Grouping,
 }
 
@@ -53,7 +53,7 @@ impl<D: Device> Model<'_, D> {
         })
     }
 
-    /// Runs a step of all requests, and gives the logits of the sampled rows: `[sampled, vocab]`.
+    /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
     pub(crate) fn forward(&self, session: &mut Session<D>, step: &Step) -> Result<D::Tensor> {
         let Self { device, config: Config { heads, eps, .. }, .. } = *self;
         let ids = device.indices(&step.ids)?;
@@ -102,7 +102,7 @@ impl<D: Device> Model<'_, D> {
         Ok(logits)
     }
 
-    /// The base model's GEMM, then every token's adapter on top of it: all that multi-LoRA asks of a linear layer.
+    /// The base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a linear layer.
     fn linear(&self, x: &D::Tensor, layer: &Linear<D>, step: &mut D::LoraStep<'_>) -> Result<D::Tensor> {
         let mut y = self.device.gemm(x, &layer.base)?;
         self.device.add_delta(&layer.lora, step, x, &mut y)?;

@@ -9,7 +9,7 @@ use crate::{
     model::Model,
 };
 
-/// A request as the model sees it.
+/// A request in tokens.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sequence<'a> {
     /// At least one token.
@@ -19,16 +19,16 @@ pub(crate) struct Sequence<'a> {
     pub(crate) scale: f32,
 }
 
-/// What a request got.
+/// The result of a request.
 #[derive(Debug, Default)]
 pub(crate) struct Generation {
     /// Ends with the token that ended the text, if one did.
     pub(crate) tokens: Vec<u32>,
-    /// The logits that chose each token, `[tokens, vocab]`, if they were asked for.
+    /// The logits that chose each token, `[tokens, vocab]`, if requested.
     pub(crate) logits: Vec<f32>,
 }
 
-/// When a request ends, and what is kept of it.
+/// When a request ends, and whether its logits are kept.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits<'a> {
     pub(crate) max_new_tokens: usize,
@@ -36,7 +36,7 @@ pub(crate) struct Limits<'a> {
     pub(crate) keep_logits: bool,
 }
 
-/// Runs all sequences together and chooses the likeliest token each time.
+/// Runs all sequences together with greedy sampling.
 pub(crate) fn generate<D: Device>(
     model: &Model<'_, D>,
     sequences: &[Sequence<'_>],
@@ -50,7 +50,7 @@ pub(crate) fn generate<D: Device>(
     })
 }
 
-/// Runs all sequences through the very steps of an earlier run, and keeps the logits that would choose each of its tokens.
+/// Repeats the steps of an earlier run with its tokens, and keeps the logits of each step.
 pub(crate) fn replay<D: Device>(
     model: &Model<'_, D>,
     sequences: &[Sequence<'_>],
@@ -63,7 +63,7 @@ pub(crate) fn replay<D: Device>(
     })
 }
 
-/// Runs all sequences; `next` says, by request and step, which token follows and whether it is the last.
+/// Runs all sequences. `next` returns the next token of a request at a step, and whether it is the last.
 fn run<D: Device>(
     model: &Model<'_, D>,
     sequences: &[Sequence<'_>],
@@ -114,7 +114,7 @@ fn run<D: Device>(
 }
 
 impl Step {
-    /// Appends tokens of a sequence, of which the last is sampled.
+    /// Appends tokens of a sequence. The last one is sampled.
     fn push(&mut self, sequence: &Sequence<'_>, first_row: u32, position: usize, tokens: &[u32]) -> Result<()> {
         for (position, &token) in (position..).zip(tokens) {
             self.ids.push(token);
@@ -128,7 +128,7 @@ impl Step {
     }
 }
 
-/// A row or position as kernels take it.
+/// A row or position as the kernels' integer.
 fn index(value: usize) -> Result<u32> {
     i32::try_from(value)
         .map(i32::cast_unsigned)

@@ -22,7 +22,7 @@ use crate::{
     verify::{Merge, verify},
 };
 
-/// What is to be done, checked.
+/// The checked arguments of a run.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) device: DeviceArg,
@@ -37,7 +37,7 @@ pub(crate) struct Job {
     pub(crate) verify: bool,
 }
 
-/// What came of it.
+/// The results of a run.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) generations: Vec<Generation>,
@@ -110,7 +110,7 @@ impl Job {
         Ok(Outcome { generations, elapsed, moved, verdicts: verdicts.transpose()? })
     }
 
-    /// Runs the same batch, token by token, on a model that never saw an adapter.
+    /// Runs the same batch, token by token, on a model that never had an adapter.
     fn compare<D: Device>(
         &self,
         device: &D,

@@ -170,7 +170,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What is wrong with the arguments, without the usage behind it.
+/// The error in the arguments, without clap's usage text.
 fn misused(usage: &clap::Error) -> Error {
     let text = usage.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
@@ -178,14 +178,14 @@ fn misused(usage: &clap::Error) -> Error {
     Error::new(first.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// The small models in `tests/fixtures`, each with the folder of its adapters, its default requests and what it is.
+/// The small models in `tests/fixtures`, each with its folder of adapters, default requests and description.
 const SMALL_MODELS: [[&str; 4]; 3] = [
     ["qwen3", "adapters", "prompts.json", "dense"],
     ["qwen3-moe", "adapters-moe", "prompts-moe.json", "8 experts, 2 of them for each token, in every other layer"],
     ["qwen3-moe-int4", "adapters-moe", "prompts-moe.json", "the same in 4 bits"],
 ];
 
-/// Everything; `false` if the outcome is not as it should be.
+/// Runs everything. Returns `false` if a check failed.
 fn run(cli: &Cli) -> Result<bool> {
     if cli.time_experts {
         return time_experts(cli.device.unwrap_or_else(default_device));
@@ -217,17 +217,17 @@ fn run(cli: &Cli) -> Result<bool> {
     Ok(is_as_it_should_be)
 }
 
-/// What one model is asked.
+/// The run of one model.
 struct Given {
-    /// Of a table.
+    /// The title of a table.
     heading: String,
     model: PathBuf,
     adapters: Vec<AdapterArg>,
-    /// Everybody the same question, if there is no file.
+    /// Without a file, the same question to all.
     requests: Option<PathBuf>,
 }
 
-/// Runs one model; `false` if the outcome is not as it should be.
+/// Runs one model. Returns `false` if a check failed.
 fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     let Given { heading, model, adapters, requests } = given;
     let config = Config::read(model)?;
@@ -291,7 +291,7 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     Ok(rows.iter().all(Row::is_as_it_should_be))
 }
 
-/// Adapters by their directory's name.
+/// The adapters, by the names of their directories.
 fn adapters_in(dir: &Path) -> Result<Vec<AdapterArg>> {
     let mut adapters = Vec::new();
     for entry in fs::read_dir(dir).context(dir.display())? {
@@ -303,8 +303,8 @@ fn adapters_in(dir: &Path) -> Result<Vec<AdapterArg>> {
     Ok(adapters)
 }
 
-/// Reads adapters, into memory: whoever made them may change their files. `is_same` says whether a weight of the base model that one
-/// brings is the base model's.
+/// Reads adapters into memory, because their files may change later. `is_same` says whether an adapter's copy of a base weight equals
+/// the base model's.
 fn read(args: &[AdapterArg], is_same: impl Fn(&BaseWeight) -> Result<bool>) -> Result<Vec<(String, Adapter)>> {
     let mut adapters: Vec<(String, Adapter)> = Vec::with_capacity(args.len());
     for AdapterArg { name, dir } in args {

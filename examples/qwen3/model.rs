@@ -25,13 +25,13 @@ pub(crate) struct Model<'d, D: Device> {
     pub(crate) embed_lora: D::LoraEmbedding,
     pub(crate) layers: Vec<Layer<D>>,
     pub(crate) norm: D::Tensor,
-    /// Absent where it is the embedding. Its adapters and those of the embedding are apart either way.
+    /// Absent if it is tied to the embedding. Its adapters and those of the embedding are separate in either case.
     pub(crate) head: Option<D::Weight>,
     pub(crate) head_lora: D::LoraLinear,
     pub(crate) adapters: D::Adapters,
 }
 
-/// A layer of the base model, with what adapters add to it.
+/// A layer of the base model, with its operations for adapters.
 pub(crate) struct Layer<D: Device> {
     pub(crate) input_norm: D::Tensor,
     pub(crate) qkv: Linear<D>,
@@ -42,7 +42,7 @@ pub(crate) struct Layer<D: Device> {
     pub(crate) mlp: Mlp<D>,
 }
 
-/// A linear layer of the base model, and what adapters add to it.
+/// A linear layer of the base model, and its operations for adapters.
 pub(crate) struct Linear<D: Device> {
     pub(crate) base: D::Weight,
     pub(crate) lora: D::LoraLinear,
@@ -53,12 +53,12 @@ pub(crate) enum Mlp<D: Device> {
     Sparse(Experts<D>),
 }
 
-/// The experts of a layer of the base model, and what adapters add to them.
+/// The experts of a layer of the base model, and their operations for adapters.
 pub(crate) struct Experts<D: Device> {
     pub(crate) router: D::Weight,
-    /// Experts of a token.
+    /// Experts per token.
     pub(crate) top_k: usize,
-    /// Whether what they weigh is divided by its sum.
+    /// Whether the weights of the chosen experts are divided by their sum.
     pub(crate) normalized: bool,
     pub(crate) gate_up: Box<dyn GroupedGemm<D>>,
     pub(crate) down: Box<dyn GroupedGemm<D>>,
@@ -66,7 +66,7 @@ pub(crate) struct Experts<D: Device> {
 }
 
 impl<'d, D: Device> Model<'d, D> {
-    /// Builds the base model, and loads the adapters into the slots 0, 1, ..., for steps of at most so many tokens.
+    /// Builds the base model for steps of at most `max_tokens` tokens, and loads the adapters into the slots 0, 1, ...
     pub(crate) fn new<'a>(
         device: &'d D,
         config: &Config,
@@ -81,7 +81,7 @@ impl<'d, D: Device> Model<'d, D> {
             .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
         let images = images.collect::<Result<Vec<_>>>()?;
         let rank = images.iter().map(SlotImage::max_rank).max().unwrap_or(0).max(1);
-        // The library's bounds are 1 at the least.
+        // The library's bounds are at least 1.
         let (experts, top_k) = config.moe.as_ref().map_or((1, 1), |moe| (moe.experts, moe.top_k));
         let capacity = Capacity::tokens(tokens).slots(adapters.len().max(1)).rank(rank);
         let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
@@ -128,7 +128,7 @@ impl<'d, D: Device> Model<'d, D> {
     }
 }
 
-/// What layers are built of.
+/// The inputs from which layers are built.
 struct Builder<'a, 'w, D: Device> {
     device: &'a D,
     config: &'a Config,
@@ -207,14 +207,14 @@ impl<D: Device> Builder<'_, '_, D> {
 const EMBED: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
 
-/// What of the model adapters may change, and where it is.
+/// The layers that adapters may change, and their places.
 #[derive(Debug)]
 pub(crate) struct Described {
     pub(crate) model: model::Model,
     sites: Sites,
 }
 
-/// Where the adapted layers are in the [`model::Model`].
+/// The ids of the adapted layers in the [`model::Model`].
 #[derive(Debug)]
 struct Sites {
     embed: EmbeddingId,
@@ -235,7 +235,7 @@ enum MlpSites {
     Sparse { moe: Moe, experts: ExpertsId },
 }
 
-/// Says which layers the engine adapts, and which of PEFT's modules are fused into them.
+/// Describes the adapted layers and the PEFT modules fused into them.
 pub(crate) fn describe(config: &Config) -> Result<Described> {
     use aril::model::{Experts, Linear};
 

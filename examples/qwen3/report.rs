@@ -16,7 +16,7 @@ use crate::{
     verdict::{Moved, Verdict, is_as_it_should_be},
 };
 
-/// A request with what it got.
+/// A request with its result.
 #[derive(Debug)]
 pub(crate) struct Row<'a> {
     pub(crate) adapter: Option<&'a str>,

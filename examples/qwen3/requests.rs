@@ -12,7 +12,7 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-/// The most MiB of a file of requests.
+/// The largest file of requests in MiB.
 const MAX_MIB: u64 = 64;
 
 /// A request, checked against the model and the adapters.
@@ -35,7 +35,7 @@ pub(crate) struct Written {
     pub(crate) scale: Option<f32>,
 }
 
-/// What requests are checked against.
+/// The limits that requests are checked against.
 pub(crate) struct Checker<'a> {
     pub(crate) config: &'a Config,
     pub(crate) model: &'a Path,

@@ -15,13 +15,13 @@ use crate::{
     files,
 };
 
-/// The most MiB of a `tokenizer.json`; the largest in use have some 35.
+/// The largest `tokenizer.json` in MiB. The largest in use have about 35.
 const MAX_MIB: u64 = 256;
 
 /// A tokenizer.
 pub(crate) struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The most bytes of a prompt that a token can stand for.
+    /// The largest number of bytes of a prompt that one token can represent.
     longest_token: usize,
 }
 
@@ -59,7 +59,7 @@ impl Tokenizer {
         })
     }
 
-    /// The tokens of a text, which are refused before they are looked for if they must be more than so many.
+    /// The tokens of a text. A text that must have more than `max_tokens` is refused before it is tokenized.
     pub(crate) fn encode(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>> {
         if text.len() > max_tokens.saturating_mul(self.longest_token) {
             bail!(
@@ -78,7 +78,7 @@ impl Tokenizer {
     }
 }
 
-/// Whether a normalizer, or one inside it, has a binary table, of which the crate believes the sizes.
+/// Whether a normalizer, or one inside it, has a binary table, whose sizes the crate trusts.
 fn has_charsmap(normalizer: &Value) -> bool {
     match normalizer {
         Value::Object(fields) => fields.contains_key("precompiled_charsmap") || fields.values().any(has_charsmap),
@@ -87,7 +87,7 @@ fn has_charsmap(normalizer: &Value) -> bool {
     }
 }
 
-/// Makes an error of a panic, which then says nothing itself.
+/// Turns a panic into an error, and suppresses the panic's message.
 fn guarded<V>(run: impl FnOnce() -> Result<V>) -> Result<V> {
     let hook = panic::take_hook();
     panic::set_hook(Box::new(|_| {}));

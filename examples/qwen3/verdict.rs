@@ -2,19 +2,19 @@
 
 use aril::DType;
 
-/// What the merged model says of a request.
+/// The comparison of a request with the merged model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Verdict {
     /// The largest difference of any logit of any step.
     pub(crate) difference: f32,
-    /// What it may be.
+    /// The largest allowed difference.
     pub(crate) tolerance: f32,
     /// Whether the merged model chooses the same tokens.
     pub(crate) tokens_agree: bool,
 }
 
 impl Verdict {
-    /// Judges the logits `[steps, vocab]` of a request, by which it chose `tokens`, against those of the merged model.
+    /// Compares the logits `[steps, vocab]` of a request, which chose `tokens`, with those of the merged model.
     pub(crate) fn new(logits: &[f32], merged: &[f32], vocab: usize, tokens: &[u32], roundings: Roundings) -> Self {
         let chosen = merged.chunks_exact(vocab).map(|logits| {
             let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -36,7 +36,7 @@ impl Verdict {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moved {
     pub(crate) difference: f32,
-    /// Whether every logit has the very bits.
+    /// Whether all logits are bit-identical.
     pub(crate) identical: bool,
 }
 
@@ -47,8 +47,7 @@ impl Moved {
     }
 }
 
-/// Whether a request's row is as it should be: without an adapter it has the very bits of a run without adapters, and what was
-/// verified passes.
+/// Whether a request passes: without an adapter it is bit-identical to a run without adapters, and it passes `--verify` if that ran.
 pub(crate) fn is_as_it_should_be(has_adapter: bool, moved: Option<Moved>, verdict: Option<Verdict>) -> bool {
     let base_is_untouched = has_adapter || moved.is_none_or(|moved| moved.identical);
     base_is_untouched && verdict.is_none_or(Verdict::passes)
@@ -66,7 +65,7 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(difference).fold(0.0, f32::max)
 }
 
-/// What a model rounds on the way to its logits.
+/// The sizes that determine a model's rounding errors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Roundings {
     pub(crate) layers: usize,
@@ -76,7 +75,7 @@ pub(crate) struct Roundings {
 }
 
 impl Roundings {
-    /// How far rounding alone takes the logits from the merged model's.
+    /// The difference from the merged model's logits that rounding alone explains.
     ///
     /// A model, not a bound: a worst-case bound would let any adapter pass. Take all roundings as independent, of a root mean square of
     /// under half the unit roundoff `u` of the dtype relative to what is rounded, and what is rounded as no larger than the residual

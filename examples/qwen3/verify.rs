@@ -18,7 +18,7 @@ use crate::{
     verdict::{Roundings, Verdict},
 };
 
-/// What merged models are made of.
+/// The inputs of merged models.
 pub(crate) struct Merge<'a> {
     pub(crate) config: &'a Config,
     pub(crate) described: &'a Described,
@@ -26,7 +26,7 @@ pub(crate) struct Merge<'a> {
     pub(crate) adapters: &'a [(&'a str, &'a Adapter)],
 }
 
-/// Judges what a batch computed in `dtype` gave.
+/// Judges the results of a batch computed in `dtype`.
 pub(crate) fn verify<D: Device<Elem = f32>>(
     device: &D,
     Merge { config, described, checkpoint, adapters }: Merge<'_>,

@@ -156,7 +156,7 @@ impl Config {
         }
         let alpha = first_match(ALPHA_PATTERN, &self.alpha_pattern, module)?.unwrap_or(self.alpha);
         let divisor = if self.rslora { (rank as f64).sqrt() } else { rank as f64 };
-        #[expect(clippy::cast_possible_truncation, reason = "rounded to nearest; what is out of range is refused")]
+        #[expect(clippy::cast_possible_truncation, reason = "rounds to nearest; values out of range are refused")]
         let scaling = (alpha / divisor) as f32;
         if scaling.is_normal() || alpha == 0.0 {
             return Ok(scaling);

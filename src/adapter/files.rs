@@ -124,7 +124,7 @@ fn open(path: &Path) -> Result<(File, u64), AdapterError> {
         true => Ok(metadata.len()),
         false => Err(io::Error::other("it is not a regular file")),
     };
-    // Before it is opened, as that alone waits for the other end of a pipe.
+    // Check before opening, because opening a pipe waits for its other end.
     let opened = fs::metadata(path).and_then(regular).and_then(|_| {
         let file = File::open(path)?;
         let len = file.metadata().and_then(regular)?;
@@ -142,9 +142,9 @@ fn file(path: &Path, access: Access) -> Result<Vec<Stored>, AdapterError> {
     parse(path, &storage)
 }
 
-#[expect(unsafe_code, reason = "weights are read where the system maps them, not copied through the heap")]
+#[expect(unsafe_code, reason = "maps weight files instead of copying them")]
 fn map(file: &File) -> io::Result<Mmap> {
-    // SAFETY: the map is only ever read, as bytes of any value, and `Adapter::open` asks that nobody changes the file meanwhile.
+    // SAFETY: the map is only read, as bytes, which may have any value. `Adapter::open` requires that nobody changes the file.
     unsafe { Mmap::map(file) }
 }
 
@@ -190,7 +190,7 @@ pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, Adapt
         (name, tensor)
     };
     let mut tensors: Vec<_> = metadata.tensors().into_iter().map(tensor).collect();
-    // Not in the order of a hash map, so that what is refused first is the same each time.
+    // Sort, because a hash map has no fixed order: the same file must always give the same error.
     tensors.sort_by(|(a, _), (b, _)| a.key.cmp(&b.key));
     Ok(tensors)
 }

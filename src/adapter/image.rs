@@ -8,14 +8,14 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{error::AdapterError, layout::LANE_FEATURES, rectangle::Rectangle};
+use super::{error::AdapterError, layout::K_TILE, rectangle::Rectangle};
 use crate::{
     DType, Element,
     model::{MAX_RANK, Model},
 };
 
 /// The smallest limit that [`SlotImage::pieces`] accepts, in bytes.
-pub const MIN_STAGING_BYTES: usize = MAX_RANK * LANE_FEATURES * size_of::<f32>();
+pub const MIN_STAGING_BYTES: usize = MAX_RANK * K_TILE * size_of::<f32>();
 
 /// A planned and checked image of an adapter on one tensor-parallel rank. Weights are read when it is written.
 #[derive(Debug)]

@@ -11,8 +11,8 @@ use crate::ffi;
 /// Alignment of every factor in bytes, in a block that is itself aligned to 256 bytes.
 pub const ALIGNMENT_BYTES: usize = ffi::ARIL_FACTOR_ALIGNMENT as usize;
 
-/// Consecutive features of a linear module's A, for 8 ranks.
-pub(crate) const LANE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
+/// Consecutive features of a linear module's A that are stored for 8 ranks.
+pub(crate) const K_TILE: usize = ffi::ARIL_K_TILE as usize;
 /// Rows and columns of a core.
 pub(crate) const CORE: usize = ffi::ARIL_CORE as usize;
 pub(crate) const CORE_ELEMS: usize = CORE * CORE;
@@ -21,9 +21,9 @@ pub(crate) const TILE_RANKS: usize = ffi::ARIL_RANK_TILE as usize;
 pub(crate) const TILE_FEATURES: usize = ffi::ARIL_OUT_TILE as usize;
 pub(crate) const TILE_ELEMS: usize = TILE_RANKS * TILE_FEATURES;
 
-// Whole tiles, of the smallest elements.
+// Tiles are aligned even in the smallest element type.
 const _: () = assert!((TILE_ELEMS * 2).is_multiple_of(ALIGNMENT_BYTES));
-const _: () = assert!(TILE_RANKS == CORE && LANE_FEATURES.is_multiple_of(TILE_FEATURES));
+const _: () = assert!(TILE_RANKS == CORE && K_TILE.is_multiple_of(TILE_FEATURES));
 
 /// A of a linear module: cores `[in_features / 256][rank / 8][32]`, each `[8 ranks][8 features]`.
 ///
@@ -39,14 +39,14 @@ pub struct LinearA {
 impl LinearA {
     /// Size in elements, including padding.
     pub const fn elems(self) -> usize {
-        elems(self.rank, self.in_features.next_multiple_of(LANE_FEATURES))
+        elems(self.rank, self.in_features.next_multiple_of(K_TILE))
     }
 
     /// Offset of an element.
     pub const fn at(self, rank: usize, feature: usize) -> usize {
-        let lane = feature / LANE_FEATURES * elems(self.rank, LANE_FEATURES);
-        let core = rank / CORE * (LANE_FEATURES / CORE) + feature % LANE_FEATURES / CORE;
-        lane + core * CORE_ELEMS + rank % CORE * CORE + feature % CORE
+        let k_tile = feature / K_TILE * elems(self.rank, K_TILE);
+        let core = rank / CORE * (K_TILE / CORE) + feature % K_TILE / CORE;
+        k_tile + core * CORE_ELEMS + rank % CORE * CORE + feature % CORE
     }
 }
 

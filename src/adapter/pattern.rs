@@ -155,12 +155,12 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
     }
     let mut rest = text.as_bytes();
     let mut groups: Vec<Group> = Vec::new();
-    // Numbers and names that may be referred to.
+    // Numbers and names that a back reference may use.
     let mut closed: Vec<(usize, String)> = Vec::new();
     let mut last_group = outer_groups;
     let mut names: Vec<String> = Vec::new();
     let mut backtracks = false;
-    // Whether the item before can be repeated.
+    // Whether the previous item can be repeated.
     let mut repeatable = false;
     while let [byte, after @ ..] = rest {
         rest = after;
@@ -223,7 +223,7 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
                 if *byte == b'{' {
                     rest = counts(rest)?;
                 }
-                // Lazily or not: whether the whole matches is the same.
+                // A lazy repetition matches the same strings.
                 rest = rest.strip_prefix(b"?").unwrap_or(rest);
                 repeatable = false;
             }
@@ -268,7 +268,7 @@ fn class(mut rest: &[u8]) -> Result<&[u8], &'static str> {
     if rest.first() == Some(&b']') {
         return Err("a character class begins with a bracket");
     }
-    // Whether the character before may begin a range.
+    // Whether the previous character may begin a range.
     let mut begins = false;
     let mut first = true;
     loop {

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::{
     error::AdapterError,
-    layout::{self, B, CORE, EmbeddingA, LANE_FEATURES, LinearA, TILE_FEATURES, TILE_RANKS},
+    layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
     tensor::View,
 };
 use crate::{DType, Element};
@@ -65,7 +65,7 @@ impl<'a> Rectangle<'a> {
         /// Large enough to be worth scheduling, small enough that the output stays in cache.
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.shape().0) * size_of::<T>();
-        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(LANE_FEATURES / TILE_FEATURES);
+        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
         let features = stripes * TILE_FEATURES;
         let finite = part
             .par_chunks_mut(stripes * stripe_bytes)
@@ -74,16 +74,16 @@ impl<'a> Rectangle<'a> {
         if finite { Ok(()) } else { self.unrepresentable::<S, T>().map_or(Ok(()), Err) }
     }
 
-    /// Splits the factor into consecutive parts of at most `max_elems` elements, which must be enough for one lane of features.
+    /// Splits the factor into consecutive parts of at most `max_elems` elements, which must hold one K tile.
     pub(super) fn split(&self, max_elems: usize) -> impl Iterator<Item = Self> {
         let (rank, features) = self.shape();
         let stripes = max_elems / layout::stripe_elems(rank);
-        let len = (stripes * TILE_FEATURES / LANE_FEATURES * LANE_FEATURES).max(LANE_FEATURES);
+        let len = (stripes * TILE_FEATURES / K_TILE * K_TILE).max(K_TILE);
         (0..features).step_by(len).map(move |start| self.narrowed(start, len))
     }
 
-    /// Up to `len` features from `start` on. If `start` is at a stripe boundary, their part of the block has the layout of a factor
-    /// of its own.
+    /// Up to `len` features from `start` on. If `start` is at a stripe boundary, their part of the block has the layout of a
+    /// separate factor.
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let range = start..self.shape().1.min(start + len);
         let view = match self.kind {
@@ -122,7 +122,7 @@ impl<'a> Rectangle<'a> {
     ) -> bool {
         let bytes = |elems: usize| elems * size_of::<T>();
         let mut finite = true;
-        // A row, with zeros behind it.
+        // One row, padded with zeros.
         let mut converted = vec![T::default(); self.view.cols.next_multiple_of(RUN)];
         for row in 0..self.view.rows {
             finite &= match self.view.contiguous_row(row) {
@@ -133,7 +133,7 @@ impl<'a> Rectangle<'a> {
                 }
             };
             for (run, values) in converted.chunks_exact(RUN).enumerate() {
-                // So long that no piece needs a check of its own.
+                // One bounds check for the whole run, so that pieces need none.
                 let out = &mut part[bytes(at(row, run * RUN))..][..bytes(at(0, RUN - PIECE) + PIECE)];
                 for (piece, values) in values.chunks_exact(PIECE).enumerate() {
                     let out = &mut out[bytes(at(0, piece * PIECE))..][..bytes(PIECE)];

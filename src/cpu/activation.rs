@@ -4,7 +4,7 @@ use crate::model::Activation;
 
 /// Applies an activation to one feature of gate (if there is one) and up. NaN propagates.
 pub(super) fn apply(activation: Activation, gate: Option<f32>, up: f32) -> f32 {
-    // Without a gate, it is of up alone.
+    // Ungated experts activate `up`.
     let (x, up) = gate.map_or((up, 1.0), |gate| (gate, up));
     match activation {
         Activation::Gelu => 0.5 * x * (1.0 + libm::erff(x * FRAC_1_SQRT_2)) * up,

@@ -38,7 +38,7 @@ use crate::{
 ///     routing::{Batch, TopK},
 /// };
 ///
-/// // Two experts of 2 features inside, in a model of 1; an adapter of rank 1 of the down of the second.
+/// // Two experts with intermediate size 2 and hidden size 1, and an adapter of rank 1 for the second expert's down.
 /// let mut spec = ModelSpec::new();
 /// let id = spec.experts(Experts::new("mlp.experts", 2, 1, 2))?;
 /// let model = spec.shard(TpRank::SINGLE)?;
@@ -51,7 +51,7 @@ use crate::{
 /// let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 20)?;
 /// weights.load(Slot::new(0), &adapter.plan(&model, DType::F32)?)?;
 ///
-/// // A token with the adapter and one without, which both chose both experts.
+/// // A token with the adapter and one without. Both chose both experts.
 /// let slots = [Slot::new(0), Slot::BASE];
 /// let (batch, ids, router) = (Batch::new(&slots), [0, 1, 1, 0], [0.5; 4]);
 /// let top_k = TopK::new(&ids, 2)?.with_weights(&router)?;
@@ -59,14 +59,14 @@ use crate::{
 /// let mut workspace = Workspace::default();
 /// let mut step = weights.step(&batch, &mut workspace)?;
 ///
-/// // In the place of the activation: silu(gate) · up of each route.
+/// // Instead of the activation: silu(gate) · up of each route.
 /// let (x, gate_up) = ([1.0_f32; 2], [100.0, 0.0, 0.01, 7.0].repeat(4));
 /// let (x, gate_up) = (Matrix::new(&x, 2, 1)?, Matrix::new(&gate_up, 4, 4)?);
 /// let mut inter = [0.0; 4 * 2];
 /// experts.activate(&mut step, &top_k, x, gate_up, MatrixMut::new(&mut inter, 4, 2)?, Activation::Silu)?;
 /// assert_eq!(inter, [1.0, 0.0].repeat(4)[..]);
 ///
-/// // In the place of the combine: half of what the base's down made of each route, and of the delta of the second.
+/// // Instead of the combine: half of each route's row of the base model's down, and half of the second route's delta.
 /// let down = [4.0, 8.0, 8.0, 4.0];
 /// let (inter, down) = (Matrix::new(&inter, 4, 2)?, Matrix::new(&down, 4, 1)?);
 /// let mut out = [0.0; 2];

@@ -46,7 +46,7 @@ impl<'a, T: Element> Factors<'a, T> {
     pub(super) fn shrink(&self, x: &[T], v: &mut [f32]) {
         let layout = LinearA { rank: self.rank, in_features: x.len() };
         for (i, v) in v[..self.rank].chunks_mut(TILE_RANKS).enumerate() {
-            // Each in eight interleaved sums, so that it vectorizes.
+            // Eight interleaved sums per rank, so that the loop vectorizes.
             let mut sums = [[0.0; CORE]; TILE_RANKS];
             for (k, x) in x.chunks(CORE).enumerate() {
                 let x = padded(x.iter().map(|x| x.to_f32()));
@@ -77,7 +77,7 @@ impl<'a, T: Element> Factors<'a, T> {
     pub(super) fn product(&self, v: &[f32], out_features: usize, mut put: impl FnMut(usize, f32)) {
         let layout = B { out_features, rank: self.rank };
         for begin in (0..out_features).step_by(TILE_FEATURES) {
-            // In the order of the rows of the cores, each in eight interleaved sums.
+            // Outputs in the order of the cores' rows, with eight interleaved sums each.
             let mut sums = [[0.0; CORE]; TILE_FEATURES];
             for (i, v) in v[..self.rank].chunks(TILE_RANKS).enumerate() {
                 let v = padded(v.iter().copied());

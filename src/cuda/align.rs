@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the raw door")]
+#![expect(unsafe_code, reason = "calls the raw API")]
 
 use cudarc::driver::CudaView;
 
@@ -29,8 +29,8 @@ impl Alignment {
     /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(queue: &Queue, capacity: AlignCapacity) -> Result<Self, LaunchError> {
         let memory = Region::new(queue, raw::Alignment::device_bytes(capacity)?)?;
-        // SAFETY: the memory is zero, this type's own for as long as it lives, and written on its stream alone, in whose order it is
-        // freed.
+        // SAFETY: the memory is zero. This type owns it while it lives, writes it on one stream only, and frees it in that stream's
+        // order.
         let raw = unsafe { raw::Alignment::new(queue.kernels(), capacity, memory.region()) }?;
         Ok(Self { raw, memory })
     }
@@ -49,8 +49,8 @@ impl Alignment {
         let raw = {
             let (top_k, _guards) = top_k.on(&queue);
             let _memory_guard = self.memory.written();
-            // SAFETY: there is a value for each route, and the guards order them, and what reads the memory elsewhere; the stream is
-            // the memory's and the batch's own.
+            // SAFETY: the operands have a value for each route. The guards order their uses, and the reads of the memory on other
+            // streams. The memory and the batch belong to this stream.
             unsafe { self.raw.align(batch.raw, top_k, queue.raw()) }?
         };
         Ok(AlignedRoutes { raw, memory: &self.memory })

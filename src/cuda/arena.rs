@@ -58,7 +58,7 @@ impl Arena {
     pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
         let mut free = FreeList::new(bytes)?;
         let region = Region::new(queue, bytes.next_multiple_of(GRANULE_BYTES))?;
-        // Copies of other streams come behind the allocation.
+        // Copies on other streams wait for the allocation.
         let allocated = Arc::new(queue.stream().record_event(None)?);
         free.pending.push(allocated);
         Ok(Self { queue: queue.clone(), region, free: Mutex::new(free) })
@@ -110,7 +110,7 @@ impl Arena {
     }
 
     fn lock(&self) -> MutexGuard<'_, FreeList> {
-        // A thread that panicked with the lock left it whole: allocating and freeing are one call each.
+        // A panic cannot leave the list half-changed: allocating and freeing are one call each.
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -120,7 +120,7 @@ impl Drop for Arena {
     fn drop(&mut self) {
         for event in &self.free.get_mut().unwrap_or_else(PoisonError::into_inner).pending {
             if self.queue.enter().and_then(|()| Ok(self.queue.stream().wait(event)?)).is_err() {
-                // The stream is being captured, or the context is gone and the copy with it.
+                // The stream is being captured, or the context is gone and with it the copy.
                 let _relaxed = Relaxed::new();
                 let _ = event.synchronize();
             }
@@ -134,7 +134,7 @@ pub(super) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) 
     let (mut total, mut spare) = (0_usize, 0);
     for granules in blocks.into_iter().map(granules) {
         total = total.saturating_add(granules);
-        // The allocator looks for a gap of one of its size classes, so the last block needs a larger gap than itself.
+        // The allocator searches by size class, so the last block needs a gap larger than itself.
         spare = spare.max(gap_for(granules) - granules).max(gap_for(self::granules(beside)));
     }
     total.saturating_add(spare).saturating_mul(GRANULE_BYTES)
@@ -147,7 +147,7 @@ fn granules(bytes: usize) -> usize {
 
 /// The smallest free block in which the allocator finds room for this many granules.
 fn gap_for(granules: usize) -> usize {
-    // Larger ones are in no arena.
+    // Larger blocks fit no arena.
     u32::try_from(granules).map_or(granules, |granules| min_allocator_size(granules) as usize)
 }
 
@@ -208,7 +208,7 @@ mod tests {
                 prop_assert!(row.is_ok(), "{beside} beside {block} of {bytes}");
                 row.into_iter().for_each(|row| free.free(row));
             }
-            // One of the allocator's size classes is an eighth larger than the one before.
+            // Each size class of the allocator is an eighth larger than the previous one.
             let exact: usize = blocks.iter().sum();
             let largest = blocks.iter().copied().max().unwrap_or(0).max(beside * 8);
             prop_assert!(bytes <= exact + largest / 8 + beside + (blocks.len() + 2) * GRANULE_BYTES);

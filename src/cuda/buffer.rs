@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "copies between the host and memory of its own")]
+#![expect(unsafe_code, reason = "copies between the host and memory that it owns")]
 
 use std::{marker::PhantomData, ops::Range, sync::Arc};
 
@@ -61,12 +61,12 @@ impl<T: DeviceRepr> Buffer<T> {
     ///
     /// # Errors
     /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
-    #[expect(clippy::disallowed_methods, reason = "says that it waits")]
+    #[expect(clippy::disallowed_methods, reason = "waits, as documented")]
     pub fn write(&mut self, elements: &[T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
         queue.enter()?;
-        // SAFETY: there is room, nothing else uses the memory unordered, and the source lives until the copy is done.
+        // SAFETY: the buffer is large enough, the stream orders its uses, and the source outlives the copy.
         unsafe { result::memcpy_htod_async(self.device_ptr(), elements, queue.stream().cu_stream()) }?;
         let _relaxed = Relaxed::new();
         Ok(queue.stream().synchronize()?)
@@ -76,12 +76,12 @@ impl<T: DeviceRepr> Buffer<T> {
     ///
     /// # Errors
     /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
-    #[expect(clippy::disallowed_methods, reason = "says that it waits")]
+    #[expect(clippy::disallowed_methods, reason = "waits, as documented")]
     pub fn read(&self, elements: &mut [T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
         queue.enter()?;
-        // SAFETY: the buffer has so many elements, and the target lives until the copy is done.
+        // SAFETY: the buffer is large enough, and the target outlives the copy.
         unsafe { result::memcpy_dtoh_async(elements, self.device_ptr(), queue.stream().cu_stream()) }?;
         let _relaxed = Relaxed::new();
         Ok(queue.stream().synchronize()?)
@@ -94,7 +94,7 @@ impl<T: DeviceRepr> Buffer<T> {
     /// [`LaunchError`] if either has fewer than `len` elements, they belong to different queues, or the stream is being captured.
     pub fn enqueue_write(&mut self, from: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
         let queue = self.enter_copy(from, len)?;
-        // SAFETY: there is room, and nothing else uses the memory unordered; the stream is of the context that is current now.
+        // SAFETY: the buffer is large enough, and the stream orders its uses. The stream belongs to the current context.
         unsafe { from.memory.copy_to(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
 
@@ -169,8 +169,8 @@ impl<T> PinnedBuffer<T> {
     pub fn elements(&mut self) -> Result<&mut [T], LaunchError> {
         self.queue.bind()?;
         let bytes = self.memory.wait_bytes()?;
-        // SAFETY: so many elements that were zero, which is valid, or were copied from elements; page-locked memory begins on a page, and
-        // the borrow is that of the bytes.
+        // SAFETY: the memory holds `len` elements, zeroed (which is valid) or copied from elements. Page-locked memory is page-aligned.
+        // The slice borrows the bytes.
         Ok(unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), self.len) })
     }
 }
@@ -194,8 +194,8 @@ impl Queue {
         let bytes = from.len() * size_of::<T>();
         let (source, _source_guard) = from.on(self);
         let (target, _target_guard) = to.on(self);
-        // SAFETY: both have so many bytes, which do not overlap, as one is borrowed exclusively; buffers are used and freed in the order of
-        // the stream, and guards order the others.
+        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Buffers are used and
+        // freed in stream order; guards order the other operands.
         Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)
     }
 }

@@ -23,7 +23,7 @@ pub(super) struct Relaxed {
 
 impl Relaxed {
     pub(super) fn new() -> Self {
-        // Without a driver the calls fail by themselves.
+        // Without a driver, the calls that follow return the error.
         Self { before: exchange(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).ok(), not_send: PhantomData }
     }
 }
@@ -38,7 +38,7 @@ impl Drop for Relaxed {
 
 /// Sets this thread's capture mode and returns the previous one.
 fn exchange(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptureMode, DriverError> {
-    // SAFETY: the mode may be written.
+    // SAFETY: the pointer is valid for the call, which writes the mode.
     #[expect(unsafe_code, reason = "FFI")]
     unsafe { cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result()?;
     Ok(mode)
@@ -66,7 +66,7 @@ fn is_captured(stream: &CudaStream) -> bool {
     match stream.capture_status() {
         Ok(status) => status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE,
         Err(error) => {
-            // The next call that can return it does.
+            // The next call that can return the error returns it.
             stream.context().record_err::<()>(Err(error));
             false
         }

@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the raw door")]
+#![expect(unsafe_code, reason = "calls the raw API")]
 
 use super::{LaunchError, MatrixMut, Step, View, WeightTable, raw};
 use crate::{
@@ -58,8 +58,8 @@ impl LoraEmbedding {
         let (y, _y_guard) = y.on(queue);
         args.token_ids = token_ids as *const i32;
         args.y = y as *mut std::ffi::c_void;
-        // SAFETY: every operand was found large enough and in the queue's context; the step's table and routing, and buffers, are of
-        // the queue, and guards order the others. What a graph replays is kept.
+        // SAFETY: every operand is large enough and in the queue's context (checked). The step's table and routing, and buffers, belong
+        // to the queue; guards order the other operands. Graphs keep their operands alive.
         unsafe { self.raw.launch(&args, queue.raw()) }
     }
 }

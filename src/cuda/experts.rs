@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the raw door")]
+#![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::ffi::c_void;
 
@@ -203,8 +203,8 @@ impl LoraExperts {
         args.x = x as *const c_void;
         args.y = y as *mut c_void;
         args.out = out as *mut c_void;
-        // SAFETY: every operand was found large enough and in the queue's context; the step's table, routing and workspace, the
-        // routes' memory, and buffers, are of the queue, and guards order the others. What a graph replays is kept.
+        // SAFETY: every operand is large enough and in the queue's context (checked). The step's table, routing and workspace, the
+        // routes' memory, and buffers, belong to the queue; guards order the other operands. Graphs keep their operands alive.
         unsafe { self.raw.launch(&args, &mut routes.raw, queue.raw()) }
     }
 }

@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the raw door")]
+#![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::ffi::c_void;
 
@@ -27,7 +27,7 @@ use crate::{
 /// use aril::{cuda::{Buffer, FusedLinear, LaunchError, Matrix, MatrixMut, Step, WeightTable}, model::LinearId};
 /// use half::bf16;
 ///
-/// // q, k and v in one W, a slice behind the other.
+/// // q, k and v in one W, slice after slice.
 /// fn qkv<'a>(weights: &WeightTable, id: LinearId, w: &'a Buffer<bf16>) -> Result<FusedLinear<'a, bf16>, LaunchError> {
 ///     const HIDDEN: usize = 4096;
 ///     let rows = |first: usize, rows: usize| Matrix::new(w.slice(first * HIDDEN..(first + rows) * HIDDEN), rows, HIDDEN);
@@ -135,20 +135,20 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         let (x, _x_guard) = x.on(queue);
         raw::FusedLinear::check_x(x)?;
         let (y, _y_guard) = y.on(queue);
-        // The raw layer has the addresses of W and the bias.
+        // The raw layer holds the addresses of W and the bias.
         let _w_guards: [_; MAX_SLICES] = std::array::from_fn(|slice| self.slices.get(slice).map(|w| w.on(queue)));
         let _bias_guard = self.bias.as_ref().map(|bias| bias.on(queue));
         let (x, y) = (x as *const c_void, y as *mut c_void);
         let args = ffi::aril_forward_args { x, y, accumulates: accumulates.into(), ..args };
-        // SAFETY: every operand was found large enough and in the queue's context; the step's table, routing and workspace, and
-        // buffers, are of the queue, and guards order the others. W and the bias are borrowed, so that nobody writes them, and were
-        // written before the layer was made. What a graph replays is kept.
+        // SAFETY: every operand is large enough and in the queue's context (checked). The step's table, routing and workspace, and
+        // buffers, belong to the queue; guards order the other operands. W and the bias were written before the layer was created, and
+        // their borrow keeps anybody from writing them. Graphs keep their operands alive.
         unsafe { self.raw.launch(&args, queue.raw()) }
     }
 }
 
 /// Kernels fetch W and the bias before they wait for their predecessors, so no predecessor may write them.
-#[expect(clippy::disallowed_methods, reason = "a layer is made once, and says that it waits")]
+#[expect(clippy::disallowed_methods, reason = "creating a layer waits, as documented")]
 fn wait_for(queue: &Queue) -> Result<(), LaunchError> {
     Ok(queue.stream().synchronize()?)
 }

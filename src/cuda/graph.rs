@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "asks the driver of a graph, and lets any thread replay it")]
+#![expect(unsafe_code, reason = "queries the driver about a graph, and is Send")]
 
 use std::{
     fmt,
@@ -17,7 +17,7 @@ use super::{LaunchError, Queue, capturing, region::Kept};
 /// Adapters, their ranks and the routing may change between replays. Rows beyond the batch of the last
 /// [`Routing::update`](super::Routing::update) are unchanged by a replay.
 pub struct Graph {
-    // Dropped before the memory that it works on.
+    // Dropped before the memory it uses.
     graph: CudaGraph,
     queue: Queue,
     kept: Vec<Kept>,
@@ -67,7 +67,7 @@ pub(super) fn capture<E: From<LaunchError>>(
 
 fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {
     let mut num_nodes = 0;
-    // SAFETY: the graph is alive, and without room for nodes the driver only counts them.
+    // SAFETY: the graph is alive. Given no array of nodes, the driver only counts them.
     unsafe { cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut num_nodes) }.result()?;
     Ok(num_nodes)
 }

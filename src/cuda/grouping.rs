@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the raw door")]
+#![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::sync::Arc;
 
@@ -31,8 +31,8 @@ impl Grouping {
     /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(queue: &Queue, capacity: RouteCapacity) -> Result<Self, LaunchError> {
         let memory = Arc::new(Region::new(queue, raw::Grouping::device_bytes(capacity)?)?);
-        // SAFETY: the memory is zero, this type's own, freed in the order of its stream, and used on that stream alone; graphs that
-        // read it keep it.
+        // SAFETY: the memory is zero. This type owns it, uses it on one stream only, and frees it in that stream's order. Graphs that
+        // read it keep it alive.
         let raw = unsafe { raw::Grouping::new(queue.kernels(), capacity, memory.region()) }?;
         Ok(Self { raw, memory })
     }
@@ -51,8 +51,8 @@ impl Grouping {
         step.keep(top_k.kept().into_iter().chain([Some(self.memory.clone() as Kept)]));
         let raw = {
             let (top_k, _guards) = top_k.on(step.queue());
-            // SAFETY: there is a value for each route, and guards order them; the memory and the batch are of the queue. What a graph
-            // replays is kept.
+            // SAFETY: the operands have a value for each route, and guards order their uses. The memory and the batch belong to the
+            // queue. Graphs keep their operands alive.
             unsafe { self.raw.group(step.batch(), top_k, step.queue().raw()) }?
         };
         Ok(GroupedRoutes { raw, top_k, memory: &self.memory })

@@ -8,8 +8,8 @@ use crate::ffi;
 
 /// Whether a CUDA driver is installed. Without one, everything else in this module fails with an error.
 pub fn driver_is_present() -> bool {
-    // cudarc can tell only where it loads the driver itself, and a dependant may have it linked instead.
-    // SAFETY: the driver's library has no preconditions on being loaded, and stays loaded where anything else uses it.
+    // cudarc knows only if it loads the driver itself; a dependant may link the driver instead.
+    // SAFETY: loading the driver's library has no preconditions, and it stays loaded while anything else uses it.
     #[expect(unsafe_code, reason = "loads a library")]
     ["libcuda.so.1", "libcuda.so"].into_iter().any(|name| unsafe { Library::new(name) }.is_ok())
 }
@@ -67,10 +67,10 @@ pub(super) fn check(status: i32) -> Result<(), LaunchError> {
     if status == 0 {
         return Ok(());
     }
-    // SAFETY: takes any status.
+    // SAFETY: the function takes any status.
     #[expect(unsafe_code, reason = "FFI")]
     let message = unsafe { ffi::aril_status_string(status) };
-    // SAFETY: a string that lives forever.
+    // SAFETY: it returns a static string.
     #[expect(unsafe_code, reason = "FFI")]
     let message = unsafe { CStr::from_ptr(message) };
     Err(LaunchError::Kernel { status, message: message.to_string_lossy().into_owned() })

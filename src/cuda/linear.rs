@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the raw door")]
+#![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::ffi::c_void;
 
@@ -108,8 +108,8 @@ impl LoraLinear {
         args.x = x.unwrap_or(0) as *const c_void;
         args.y = y.unwrap_or(0) as *mut c_void;
         args.overwrites = overwrites.into();
-        // SAFETY: every operand was found large enough and in the queue's context; the step's table, routing and workspace, and
-        // buffers, are of the queue, and guards order the others. What a graph replays is kept.
+        // SAFETY: every operand is large enough and in the queue's context (checked). The step's table, routing and workspace, and
+        // buffers, belong to the queue; guards order the other operands. Graphs keep their operands alive.
         unsafe { self.raw.launch(kernel, &args, queue.raw()) }
     }
 }

@@ -48,7 +48,7 @@ macro_rules! matrix {
                 self.at(0)
             }
 
-            /// What the raw door calls it, at that address.
+            /// The raw matrix at this address.
             pub(super) fn at(&self, address: u64) -> raw::$raw {
                 let Extent { rows, cols, row_stride } = self.extent;
                 raw::$raw::new::<T>(address, rows, cols).row_stride(row_stride)

@@ -13,23 +13,23 @@ pub(super) struct Pinned {
     event: sys::CUevent,
 }
 
-// SAFETY: memory and an event that this type alone owns.
+// SAFETY: it holds memory and an event that nothing else owns.
 unsafe impl Send for Pinned {}
-// SAFETY: behind a shared reference, only the event is asked.
+// SAFETY: a shared reference only queries the event.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// Allocates zeroed memory with `cuMemHostAlloc` flags in the thread's current context.
     pub(super) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
         let _relaxed = Relaxed::new();
-        // SAFETY: the owners check that a context is current; without one the driver refuses.
+        // SAFETY: the owners check that a context is current; without one the driver returns an error.
         let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), flags) }?.cast();
-        // SAFETY: just allocated, so long.
+        // SAFETY: just allocated with this length.
         unsafe { ptr.write_bytes(0, len) };
         match result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING) {
             Ok(event) => Ok(Self { ptr, len, event }),
             Err(error) => {
-                // SAFETY: allocated above, and used by nobody.
+                // SAFETY: allocated above and unused.
                 unsafe { result::free_host(ptr.cast()) }?;
                 Err(error.into())
             }
@@ -70,7 +70,7 @@ impl Pinned {
     /// # Safety
     /// The last copy has finished.
     unsafe fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: initialized when it was made, this type's own, and the caller says that no copy reads it.
+        // SAFETY: initialized at creation and owned by this type. The caller vouches that no copy reads it.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
     }
 
@@ -81,9 +81,9 @@ impl Pinned {
     /// stream order. The stream belongs to the thread's current context.
     pub(super) unsafe fn copy_to(&mut self, to: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
         let stream = stream.as_raw().cast();
-        // SAFETY: initialized, and at least so long.
+        // SAFETY: initialized, and at least this long.
         let bytes = unsafe { std::slice::from_raw_parts(self.ptr, len.min(self.len)) };
-        // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
+        // SAFETY: the caller vouches for the address and the stream. Nothing accesses the memory before the event.
         unsafe { result::memcpy_htod_async(to, bytes, stream) }?;
         // SAFETY: the event is alive, and the caller vouches for the stream.
         Ok(unsafe { result::event::record(self.event, stream) }?)
@@ -95,9 +95,9 @@ impl Pinned {
     /// As for [`copy_to`](Self::copy_to), of what is copied from.
     pub(super) unsafe fn copy_from(&mut self, from: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
         let stream = stream.as_raw().cast();
-        // SAFETY: initialized, at least so long, and read by nobody before the event.
+        // SAFETY: initialized and at least this long. Nothing reads it before the event.
         let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr, len.min(self.len)) };
-        // SAFETY: the caller vouches for the address and the stream; the memory is not touched before the event.
+        // SAFETY: the caller vouches for the address and the stream. Nothing accesses the memory before the event.
         unsafe { result::memcpy_dtoh_async(bytes, from, stream) }?;
         // SAFETY: the event is alive, and the caller vouches for the stream.
         Ok(unsafe { result::event::record(self.event, stream) }?)
@@ -107,12 +107,12 @@ impl Pinned {
 impl Drop for Pinned {
     /// Waits for the last copy.
     fn drop(&mut self) {
-        // Errors mean that the context is gone, and the copy with it.
+        // On an error the context is gone, and with it the copy.
         let _ = self.wait();
         let _relaxed = Relaxed::new();
         // SAFETY: the last copy is done.
         let _ = unsafe { result::free_host(self.ptr.cast()) };
-        // SAFETY: nobody else has the event.
+        // SAFETY: nothing else has the event.
         let _ = unsafe { result::event::destroy(self.event) };
     }
 }

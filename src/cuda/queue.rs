@@ -43,7 +43,7 @@ impl Queue {
     /// Makes the context current on this thread. Rejects a stream that is being captured, because the graph could outlive its
     /// operands.
     pub(super) fn enter(&self) -> Result<(), LaunchError> {
-        // Binds the context, too.
+        // This also binds the context.
         match self.stream.capture_status()? {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
             _ => Err(LaunchError::Capturing),

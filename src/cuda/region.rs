@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "gives memory another element type, and frees it when it chooses")]
+#![expect(unsafe_code, reason = "reinterprets memory as bytes and defers its deallocation")]
 
 use std::{any::Any, marker::PhantomData, mem::ManuallyDrop, sync::Arc};
 
@@ -26,7 +26,7 @@ pub(super) struct Region<T = u8> {
 
 impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
     /// Allocates zeroed memory on the queue's stream: `bytes`, or up to one element more.
-    #[expect(clippy::disallowed_methods, reason = "owners allocate when they are made, never later")]
+    #[expect(clippy::disallowed_methods, reason = "allocates at creation only")]
     pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
         queue.enter()?;
         capturing::free_postponed();
@@ -43,7 +43,7 @@ impl<T> Region<T> {
         queue.check("the slice", &Queue::new(queue.kernels(), elements.stream())?)?;
         let (stream, len, bytes) = (Arc::clone(elements.stream()), elements.len(), elements.num_bytes());
         let _relaxed = Relaxed::new();
-        // SAFETY: the memory that the slice owned, on its stream, which waits for what else used it; every byte is a byte.
+        // SAFETY: the slice gives up its memory, whose stream waits for all other uses. Any byte is a valid `u8`.
         let bytes = unsafe { stream.upgrade_device_ptr(elements.leak(), bytes) };
         Ok(Self::of(queue, bytes, len))
     }
@@ -78,14 +78,14 @@ impl<T: DeviceRepr> Region<T> {
     pub(super) fn view(&self, address: u64, len: usize) -> CudaView<'_, T> {
         let offset = usize::try_from(address - self.ptr).expect("an offset in memory is a usize");
         let bytes = self.bytes.slice(offset..offset + len * size_of::<T>());
-        // SAFETY: the memory holds elements from its beginning on.
+        // SAFETY: the memory starts with these elements.
         unsafe { bytes.transmute(len) }.expect("as many bytes as the elements have")
     }
 }
 
 impl<T> Drop for Region<T> {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it from here on.
+        // SAFETY: nothing uses it afterwards.
         capturing::free(unsafe { ManuallyDrop::take(&mut self.bytes) });
     }
 }

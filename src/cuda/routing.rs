@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the raw door")]
+#![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::sync::Arc;
 
@@ -31,8 +31,8 @@ impl Routing {
     /// [`LaunchError`] if a bound of the capacity is invalid, or memory is exhausted.
     pub fn new(queue: &Queue, capacity: Capacity, steps_in_flight: usize) -> Result<Self, LaunchError> {
         let memory = Arc::new(Region::new(queue, raw::Routing::device_bytes(capacity)?)?);
-        // SAFETY: the memory is this type's own, is freed in the order of its stream, and is used on that stream alone; graphs that
-        // read it keep it.
+        // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs that read it keep
+        // it alive.
         let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
         Ok(Self { raw, memory })
     }
@@ -45,7 +45,7 @@ impl Routing {
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
         self.queue().enter()?;
         let stream = self.queue().raw();
-        // SAFETY: the stream is the memory's own.
+        // SAFETY: the memory belongs to this stream.
         let raw = unsafe { self.raw.update(batch, stream) }?;
         Ok(RoutedBatch { raw, memory: &self.memory })
     }
@@ -95,7 +95,7 @@ impl Routing {
         queue.enter()?;
         let (slots, _slots_guard) = token_slots.on(&queue);
         let (scales, _scales_guard) = token_scales.as_ref().map(|scales| scales.on(&queue)).unzip();
-        // SAFETY: both have `num_tokens` elements, and guards order their uses; the stream is the memory's own.
+        // SAFETY: both have `num_tokens` elements, and guards order their uses. The memory belongs to this stream.
         let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
         Ok(RoutedBatch { raw, memory: &self.memory })
     }

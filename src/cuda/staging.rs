@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "copies on a stream of its own")]
+#![expect(unsafe_code, reason = "copies on a stream that it owns")]
 
 use std::sync::Arc;
 
@@ -18,11 +18,11 @@ use crate::{
 const BUFFER_BYTES: usize = 8 << 20;
 const _: () = assert!(BUFFER_BYTES >= MIN_STAGING_BYTES);
 
-/// Copies adapters to the device through two page-locked buffers of 8 MiB, one of which is filled while the other is copied, on a
-/// stream of its own. Use one per loader thread.
+/// Copies adapters to the device on a stream that it owns, through two page-locked buffers of 8 MiB: one is filled while the other is
+/// copied. Use one per loader thread.
 #[derive(Debug)]
 pub struct Staging {
-    // Dropped, and waited for, before the stream.
+    // Declared before the stream: dropping them waits for their copies.
     buffers: [Pinned; 2],
     next: usize,
     stream: OwnStream,
@@ -35,17 +35,17 @@ struct OwnStream {
     stream: sys::CUstream,
 }
 
-// SAFETY: a handle; the driver's calls that take it are thread-safe.
+// SAFETY: it holds a handle. The driver's calls that take it are thread-safe.
 unsafe impl Send for OwnStream {}
 // SAFETY: as above.
 unsafe impl Sync for OwnStream {}
 
 impl Drop for OwnStream {
     fn drop(&mut self) {
-        // An error means that the context is gone, and the stream with it.
+        // On an error the context is gone, and with it the stream.
         let _ = self.context.bind_to_thread();
         let _relaxed = Relaxed::new();
-        // SAFETY: nobody else has the stream; the driver ends it once its work is done.
+        // SAFETY: nothing else has the stream. The driver destroys it once its work is done.
         let _ = unsafe { result::stream::destroy(self.stream) };
     }
 }
@@ -71,13 +71,13 @@ impl Staging {
     /// Makes later copies wait for an event, on the device.
     pub(super) fn wait_for(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: both are alive.
+        // SAFETY: the stream and the event are alive.
         Ok(unsafe { result::stream::wait_event(self.stream.stream, event.cu_event(), flags) }?)
     }
 
     /// Records an event after the copies so far.
     pub(super) fn record(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
-        // SAFETY: both are alive.
+        // SAFETY: the stream and the event are alive.
         Ok(unsafe { result::event::record(event.cu_event(), self.stream.stream) }?)
     }
 

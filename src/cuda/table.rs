@@ -1,4 +1,4 @@
-#![expect(unsafe_code, reason = "calls the driver on memory of its own")]
+#![expect(unsafe_code, reason = "calls the driver on memory that it owns")]
 
 use std::{
     fmt,
@@ -167,7 +167,7 @@ impl WeightTable {
         let Shared { queue, slots, arena, .. } = &*self.shared;
         let index = slots.index(slot)?;
         queue.enter()?;
-        // The order of the lock is that of the stream.
+        // Updates are enqueued under the lock, so that the stream has them in the lock's order.
         let mut blocks = slots.lock();
         let [block, staged] = reservation.rooms();
         let (staged, bytes) = (arena.address(staged), block.bytes);
@@ -177,7 +177,7 @@ impl WeightTable {
                 queue.stream().wait(written)?;
             }
             let row = self.shared.row(index);
-            // SAFETY: both rows are this table's, and as long; the stream orders their uses.
+            // SAFETY: both rows belong to this table and have the same length. The stream orders their uses.
             unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }?;
             Ok::<_, LaunchError>(done.record(queue.stream())?)
         })?;
@@ -199,7 +199,7 @@ impl WeightTable {
         let done = Arc::new(queue.new_event()?);
         slots.changing(&mut blocks, index, || {
             let row = self.shared.row(index);
-            // SAFETY: the row is this table's, and the stream orders its uses.
+            // SAFETY: the row belongs to this table, and the stream orders its uses.
             unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?;
             Ok::<_, LaunchError>(done.record(queue.stream())?)
         })?;
@@ -279,7 +279,7 @@ impl WeightTable {
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
         let Bounds { model, dtype, capacity } = &self.shared.bounds;
         let linears = model.linears().iter().map(|site| {
-            // A layer that no fused linear takes needs nothing for one.
+            // A layer that the fused linear does not support needs no workspace for it.
             let fused = ForwardPlan::new(site, *dtype, *capacity);
             let fused = fused.map_or_else(|_| WorkspaceBytes::default(), |plan| plan.workspace_bytes());
             Ok(LinearPlan::new(site, *dtype, *capacity)?.workspace_bytes().max(fused))

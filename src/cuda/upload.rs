@@ -1,6 +1,6 @@
 //! Loading an adapter into a weight table: reserve, fill, commit.
 
-#![expect(unsafe_code, reason = "copies to memory of its own")]
+#![expect(unsafe_code, reason = "copies to memory that it owns")]
 
 use std::sync::Arc;
 
@@ -80,8 +80,8 @@ impl Reservation {
         let written = queue.new_event()?;
         let [block, row] = self.rooms().each_ref().map(|room| self.arena.address(room));
         let descriptors = Descriptor::row(image, block);
-        // SAFETY: the rooms are this reservation's, and as large; the staging waits for what used them before, and what uses them
-        // after waits for `written`.
+        // SAFETY: both allocations belong to this reservation and have the copies' sizes. The staging stream waits for their earlier
+        // uses, and later uses wait for `written`.
         let copied = unsafe { staging.copy_image(block, image, progress) }
             // SAFETY: as above.
             .and_then(|()| unsafe { staging.copy_bytes(row, bytemuck::cast_slice(&descriptors)) });

@@ -11,7 +11,7 @@
 //! let qkv = Linear::new("model.layers.0.self_attn", Parallel::Column, 1024).heads("q_proj", 16, 128);
 //! let qkv = spec.linear(qkv.kv_heads("k_proj", 2, 128).kv_heads("v_proj", 2, 128))?;
 //!
-//! // Rank 3 of 4: four of the heads of q, and one of k and of v, which rank 2 holds, too.
+//! // Rank 3 of 4: four of the heads of q, and one of k and v, which rank 2 also holds.
 //! let model = spec.shard(TpRank::new(3, 4)?)?;
 //! let [q, k, v] = model[qkv].slices() else { unreachable!() };
 //! assert_eq!(q.range(), 12 * 128..16 * 128);

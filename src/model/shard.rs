@@ -98,7 +98,7 @@ impl EmbeddingSite {
 /// ```
 /// use aril::model::{Experts, ModelSpec, Shard, TpRank};
 ///
-/// // Qwen3-30B-A3B on the second of four ranks, which share out the experts of a layer whole.
+/// // Qwen3-30B-A3B on the second of four ranks. Each rank has a quarter of a layer's experts.
 /// let mut spec = ModelSpec::new();
 /// let id = spec.experts(Experts::new("model.layers.0.mlp.experts", 128, 2048, 768).top_k(8))?;
 /// let model = spec.shard(Shard::new(TpRank::new(1, 4)?).experts_tp(TpRank::SINGLE).held(id, 32..64))?;

@@ -2,7 +2,7 @@
 
 use super::{
     error::PlanError,
-    thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, has_few_tokens},
+    thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, is_small_m},
 };
 use crate::model::MAX_RANK;
 
@@ -65,7 +65,7 @@ impl Capacity {
     /// `num_slots + 1` tiles empty. The blocks of an empty tile exit after one atomic addition to the mailbox's header, which has to
     /// count every block of the launch.
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
-        if has_few_tokens(num_tokens) { self.max_small_tiles(num_tokens) } else { self.max_wide_tiles(num_tokens) }
+        if is_small_m(num_tokens) { self.max_small_tiles(num_tokens) } else { self.max_wide_tiles(num_tokens) }
     }
 
     /// [`max_tiles`](Self::max_tiles) for small tiles.

@@ -6,14 +6,14 @@ use super::{
     capacity::{Capacity, RouteCapacity},
     error::PlanError,
     thresholds::{
-        FEW_ROUTES, GroupedBy, LANE_FEATURES, LANES_PER_GROUP, MAILBOX_HEADER, RANK_TILE, ROUTES_PER_TILE,
+        GroupedBy, K_TILE, K_TILES_PER_SLAB, MAILBOX_HEADER, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE,
         TOKENS_PER_TILE, WIDE_TILE, WORD_BYTES,
         experts::{
             EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, OUTS_PER_UNIT, SHRINK_PIECES, WIDE_OUTS, max_blocks,
             outs_per_warp,
         },
         is_staged,
-        linear::WIDE_COLUMNS,
+        linear::LARGE_M_RANK_TILES,
     },
     workspace::WorkspaceBytes,
 };
@@ -136,9 +136,10 @@ impl ExpertsPlan {
 impl ProjectionPlan {
     /// Workspace for a batch of `num_tokens` tokens with `top_k` experts each.
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
-        // Sums of routes, and of tokens where these may share them: with a tag, and without, for those operations that have wide tiles.
+        // Rows of sums: one per route, and one per token where the routes of a token may share them. The mailbox tags each sum. The
+        // partials of operations with wide tiles do not.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
-        let sums = self.num_groups() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
+        let sums = self.num_slabs() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
         let partials = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
         WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials }
     }
@@ -162,7 +163,7 @@ impl ProjectionPlan {
         let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
             let tiles = self.max_tiles(WIDE_TILE, num_routes);
             let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
-            let shrink_pieces = rank_tiles.div_ceil(WIDE_COLUMNS) * self.num_groups();
+            let shrink_pieces = rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
             let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
             Blocks {
                 shrink: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
@@ -176,7 +177,7 @@ impl ProjectionPlan {
         } else {
             0
         };
-        let shrink_pieces = rank_tiles * self.num_groups();
+        let shrink_pieces = rank_tiles * self.num_slabs();
         let (expand_tiles, outs, slices) = match by {
             ExpandBy::Slices => (tiles, outs_per_warp(self.capacity.max_rank), self.num_slices),
             ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
@@ -185,9 +186,9 @@ impl ProjectionPlan {
         let expand_pieces = slices * self.out_features.div_ceil(outs);
         let grouped_by = GroupedBy::of(num_routes);
         let max_expand = max_blocks(grouped_by);
-        // One less where one block groups the routes, so that all of shrink begin at once: none waits for that.
+        // If one block groups the routes, shrink gets one block less, so that all blocks of shrink start at once.
         let max_shrink = max_expand - usize::from(grouped_by == GroupedBy::FirstOperation);
-        // All pieces of a tile at the least.
+        // At least all pieces of one tile.
         let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
             (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
         };
@@ -206,8 +207,8 @@ impl ProjectionPlan {
         (num_routes + (size - 1) * groups.min(num_routes)) / size
     }
 
-    fn num_groups(&self) -> usize {
-        self.in_features.div_ceil(LANE_FEATURES * LANES_PER_GROUP)
+    fn num_slabs(&self) -> usize {
+        self.in_features.div_ceil(K_TILE * K_TILES_PER_SLAB)
     }
 }
 
@@ -217,8 +218,8 @@ impl fmt::Display for ExpertsPlan {
         let WorkspaceBytes { mailbox, partials } = self.workspace_bytes();
         let is_wide = |plan: &ProjectionPlan| self.dtype != DType::F32 && plan.is_wide(max_tokens * self.top_k);
         let wide = match (is_wide(&self.gate_up), is_wide(&self.down)) {
-            (true, _) => format!(", three that add or write more than {FEW_ROUTES} routes"),
-            (false, true) => format!(", three that add or write more than {FEW_ROUTES} routes of down"),
+            (true, _) => format!(", three that add or write more than {ONE_BLOCK_ROUTES} routes"),
+            (false, true) => format!(", three that add or write more than {ONE_BLOCK_ROUTES} routes of down"),
             (false, false) => String::new(),
         };
         write!(
@@ -249,7 +250,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the routes are spread over experts and slots, those without a slot and those that are not here among them.
+        /// However the routes are spread over experts and slots, those without a slot and those that are not local among them.
         #[test]
         fn max_tiles_bounds_every_spread_and_is_reached(
             (num_experts, num_slots) in (1..6_usize, 1..6_usize),
@@ -262,7 +263,7 @@ mod tests {
             let tiles = |counts: &[usize]| -> usize { counts.iter().map(|count| count.div_ceil(size)).sum() };
             let routes = &routes[..routes.len().min(groups)];
             prop_assert!(tiles(routes) <= plan.max_tiles(size, routes.iter().sum()));
-            // A route in each group, and the rest in one.
+            // One route in each group, and the rest in one of them.
             let num_routes: usize = routes.iter().sum();
             let groups = groups.min(num_routes);
             let mut worst = vec![1; groups];

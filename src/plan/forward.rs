@@ -97,8 +97,8 @@ impl ForwardPlan {
     }
 }
 
-/// Blocks that share a row, and the units of rows that they have: two blocks unless there are rows enough for one each, and the
-/// fewest units of which every cluster is resident at once.
+/// The blocks that share a row, and their units of rows: two blocks, unless one block each has enough rows; and the fewest units with
+/// which all clusters are resident at once.
 fn share_out(out_features: &[usize]) -> (usize, usize) {
     let units: usize = out_features.iter().map(|&out| slice_units(out)).sum();
     let splits = if units > BLOCKS / 2 * SPLIT_UNITS { 1 } else { 2 };

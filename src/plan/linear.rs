@@ -6,11 +6,11 @@ use super::{
     capacity::Capacity,
     error::PlanError,
     thresholds::{
-        FEW_TOKENS, LANE_FEATURES, LANES_PER_GROUP, LANES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, RANK_TILE,
-        WIDE_TILE, WORD_BYTES, has_few_tokens, is_staged,
+        K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, RANK_TILE, SMALL_M,
+        WIDE_TILE, WORD_BYTES, is_small_m, is_staged,
         linear::{
-            MAX_B_BYTES, MAX_WIDE_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_COLUMNS, SMALL_OUTS, WIDE_COLUMNS,
-            WIDE_OUTS,
+            LARGE_M_OUTS, LARGE_M_RANK_TILES, MAX_B_BYTES, MAX_LARGE_M_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS,
+            SMALL_M_OUTS, SMALL_M_RANK_TILES,
         },
     },
     workspace::WorkspaceBytes,
@@ -37,25 +37,24 @@ impl LinearPlan {
     pub fn new(site: &LinearSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
-        let (value, max) = (site.in_features(), MAX_GRID_Y * LANE_FEATURES);
+        let (value, max) = (site.in_features(), MAX_GRID_Y * K_TILE);
         if value > max {
             return Err(PlanError::Limit { what: "in_features", value, max });
         }
         let plan = Self { dtype, in_features: site.in_features(), out_features, capacity };
-        check_outputs(&plan.out_features, capacity, plan.columns().div_ceil(SMALL_COLUMNS) * plan.num_groups())?;
+        check_outputs(&plan.out_features, capacity, plan.rank_tiles().div_ceil(SMALL_M_RANK_TILES) * plan.num_slabs())?;
         Ok(plan)
     }
 
     /// Whether one launch computes both shrink and expand.
     fn is_one_launch(&self, num_tokens: usize) -> bool {
-        self.dtype != DType::F32 && has_few_tokens(num_tokens)
+        self.dtype != DType::F32 && is_small_m(num_tokens)
     }
 
-    /// Lanes of [`LANE_FEATURES`] input features that one shrink block reduces: a group, or a span of groups. Both are
-    /// bit-identical.
-    pub(crate) fn lanes_per_split(&self, num_tokens: usize) -> usize {
-        let blocks = num_tokens.div_ceil(WIDE_TILE) * self.columns().div_ceil(WIDE_COLUMNS) * self.num_spans();
-        if self.is_one_launch(num_tokens) || blocks < MIN_SPAN_BLOCKS { LANES_PER_GROUP } else { LANES_PER_SPAN }
+    /// K tiles of [`K_TILE`] input features that one shrink block reduces: a slab or a span. Both are bit-identical.
+    pub(crate) fn k_tiles_per_split(&self, num_tokens: usize) -> usize {
+        let blocks = num_tokens.div_ceil(WIDE_TILE) * self.rank_tiles().div_ceil(LARGE_M_RANK_TILES) * self.num_spans();
+        if self.is_one_launch(num_tokens) || blocks < MIN_SPAN_BLOCKS { K_TILES_PER_SLAB } else { K_TILES_PER_SPAN }
     }
 
     /// Outputs of one slice per expand block.
@@ -65,7 +64,7 @@ impl LinearPlan {
 
     /// Shrink blocks that a token's input features are split over.
     pub fn num_splits(&self, num_tokens: usize) -> usize {
-        self.num_lanes().div_ceil(self.lanes_per_split(num_tokens))
+        self.num_k_tiles().div_ceil(self.k_tiles_per_split(num_tokens))
     }
 
     /// Workspace for a batch of `num_tokens` tokens.
@@ -81,14 +80,15 @@ impl LinearPlan {
     /// Workspace for any batch within the capacity.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
         let max_tokens = self.capacity.max_tokens;
-        let few = self.workspace_bytes_for(max_tokens.min(FEW_TOKENS));
+        let small_m = self.workspace_bytes_for(max_tokens.min(SMALL_M));
         if self.is_one_launch(max_tokens) {
-            return few;
+            return small_m;
         }
-        // Groups are apart up to so many tokens, at the fewest ranks: so that more room never needs less.
-        let last_grouped = (MIN_SPAN_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
-        let sums = (self.num_groups() * max_tokens.min(last_grouped)).max(self.num_spans() * max_tokens);
-        few.max(WorkspaceBytes { mailbox: 0, partials: sums * self.sums_per_token() * size_of::<f32>() })
+        // At the lowest rank, splits are slabs up to this many tokens. Higher ranks change to spans earlier, which this bound ignores,
+        // so that a larger capacity never needs less.
+        let last_in_slabs = (MIN_SPAN_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
+        let sums = (self.num_slabs() * max_tokens.min(last_in_slabs)).max(self.num_spans() * max_tokens);
+        small_m.max(WorkspaceBytes { mailbox: 0, partials: sums * self.sums_per_token() * size_of::<f32>() })
     }
 
     fn sums_per_token(&self) -> usize {
@@ -96,7 +96,7 @@ impl LinearPlan {
     }
 
     /// Rank tiles of all slices.
-    fn columns(&self) -> usize {
+    fn rank_tiles(&self) -> usize {
         self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE)
     }
 
@@ -110,16 +110,16 @@ impl LinearPlan {
         self.dtype
     }
 
-    fn num_lanes(&self) -> usize {
-        self.in_features.div_ceil(LANE_FEATURES)
+    fn num_k_tiles(&self) -> usize {
+        self.in_features.div_ceil(K_TILE)
     }
 
-    fn num_groups(&self) -> usize {
-        self.num_lanes().div_ceil(LANES_PER_GROUP)
+    fn num_slabs(&self) -> usize {
+        self.num_k_tiles().div_ceil(K_TILES_PER_SLAB)
     }
 
     fn num_spans(&self) -> usize {
-        self.num_lanes().div_ceil(LANES_PER_SPAN)
+        self.num_k_tiles().div_ceil(K_TILES_PER_SPAN)
     }
 }
 
@@ -133,10 +133,10 @@ impl fmt::Display for LinearPlan {
         write!(
             f,
             "linear {}, up to {max_tokens} tokens of {num_slots} slots, rank {max_rank}: {tiles} tiles, {launches}, shrink {} splits of \
-             {} lanes, expand {} blocks of {outs} outputs, {mailbox} + {partials} bytes of workspace",
+             {} K tiles, expand {} blocks of {outs} outputs, {mailbox} + {partials} bytes of workspace",
             self.dtype,
             self.num_splits(max_tokens),
-            self.num_lanes(),
+            self.num_k_tiles(),
             out_blocks(&self.out_features, outs),
         )
     }
@@ -146,10 +146,10 @@ impl fmt::Display for LinearPlan {
 ///
 /// Large blocks amortise the start of a block; small blocks fill the device.
 pub(crate) fn outs_per_block(out_features: &[usize], max_rank: usize, num_tokens: usize, tiles: usize) -> usize {
-    let wide = !has_few_tokens(num_tokens) && is_staged(max_rank);
-    let unit = if wide { WIDE_OUTS } else { SMALL_OUTS };
+    let wide = !is_small_m(num_tokens) && is_staged(max_rank);
+    let unit = if wide { LARGE_M_OUTS } else { SMALL_M_OUTS };
     let unit_bytes = unit * max_rank.next_multiple_of(RANK_TILE) * DType::BF16.bytes();
-    let mut times = if wide { MAX_WIDE_UNITS } else { (MAX_B_BYTES / unit_bytes).max(1) };
+    let mut times = if wide { MAX_LARGE_M_UNITS } else { (MAX_B_BYTES / unit_bytes).max(1) };
     while times > 1 && out_blocks(out_features, times * unit) * tiles < MIN_EXPAND_BLOCKS {
         times /= 2;
     }
@@ -162,13 +162,13 @@ fn out_blocks(out_features: &[usize], outs_per_block: usize) -> usize {
 
 /// Rejects outputs whose expand blocks, together with `shrink_blocks` per tile, exceed the largest grid.
 pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_blocks: usize) -> Result<(), PlanError> {
-    let [small, wide] = [capacity.max_tokens.min(FEW_TOKENS), capacity.max_tokens].map(|n| capacity.max_tiles(n));
+    let [small, wide] = [capacity.max_tokens.min(SMALL_M), capacity.max_tokens].map(|n| capacity.max_tiles(n));
     let max = (MAX_GRID_X / small.max(wide)).saturating_sub(shrink_blocks);
-    // The smallest blocks are the most.
-    let blocks = out_blocks(out_features, WIDE_OUTS);
+    // The smallest blocks make the largest grid.
+    let blocks = out_blocks(out_features, LARGE_M_OUTS);
     if blocks > max {
-        let value = blocks * WIDE_OUTS;
-        return Err(PlanError::Limit { what: "out_features", value, max: max * WIDE_OUTS });
+        let value = blocks * LARGE_M_OUTS;
+        return Err(PlanError::Limit { what: "out_features", value, max: max * LARGE_M_OUTS });
     }
     Ok(())
 }

@@ -19,10 +19,10 @@ pub(super) const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 pub(super) const WIDE_TILE: usize = ffi::ARIL_WIDE_TILE as usize;
 /// Routes in a small tile of routes.
 pub(super) const ROUTES_PER_TILE: usize = ffi::ARIL_ROUTES_PER_TILE as usize;
-/// Shrink sums `in_features` as a tree of fixed shape: lanes of features, groups of lanes, spans of groups.
-pub(super) const LANE_FEATURES: usize = ffi::ARIL_K_TILE as usize;
-pub(super) const LANES_PER_GROUP: usize = ffi::ARIL_K_TILES_PER_SLAB as usize;
-pub(super) const LANES_PER_SPAN: usize = LANES_PER_GROUP * ffi::ARIL_K_SLABS_PER_SPAN as usize;
+/// Shrink sums `in_features` as a tree of fixed shape: K tiles of features, slabs of K tiles, spans of slabs.
+pub(super) const K_TILE: usize = ffi::ARIL_K_TILE as usize;
+pub(super) const K_TILES_PER_SLAB: usize = ffi::ARIL_K_TILES_PER_SLAB as usize;
+pub(super) const K_TILES_PER_SPAN: usize = K_TILES_PER_SLAB * ffi::ARIL_K_SLABS_PER_SPAN as usize;
 /// Ranks in a tile of a factor.
 pub(super) const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
 /// Bytes of the header of a mailbox, and of one partial sum with its tag.
@@ -37,11 +37,11 @@ const MULTIPROCESSORS: usize = 132;
 /// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles.
 ///
 /// With 512 tokens one launch is 1.4 times faster on average. With 2048 it is faster only at rank 16 in the smallest layer.
-pub(super) const fn has_few_tokens(num_tokens: usize) -> bool {
-    num_tokens <= FEW_TOKENS
+pub(super) const fn is_small_m(num_tokens: usize) -> bool {
+    num_tokens <= SMALL_M
 }
 /// The largest number of tokens in small tiles.
-pub(super) const FEW_TOKENS: usize = ffi::ARIL_SMALL_M as usize;
+pub(super) const SMALL_M: usize = ffi::ARIL_SMALL_M as usize;
 
 /// Whether expand stages all ranks of B in shared memory. Wide tiles require it.
 pub(super) const fn is_staged(max_rank: usize) -> bool {
@@ -55,7 +55,7 @@ pub(crate) enum GroupedBy {
     EachOperation,
     /// The first operation groups the routes for those after it.
     FirstOperation,
-    /// A kernel of its own groups the routes before the first operation.
+    /// A separate kernel groups the routes before the first operation.
     Kernel,
 }
 
@@ -63,7 +63,7 @@ impl GroupedBy {
     pub(crate) const fn of(num_routes: usize) -> Self {
         if num_routes <= ffi::ARIL_EACH_BLOCK_ROUTES as usize {
             Self::EachOperation
-        } else if num_routes <= FEW_ROUTES {
+        } else if num_routes <= ONE_BLOCK_ROUTES {
             Self::FirstOperation
         } else {
             Self::Kernel
@@ -72,24 +72,24 @@ impl GroupedBy {
 }
 
 /// The largest number of routes in small tiles only.
-pub(super) const FEW_ROUTES: usize = ffi::ARIL_ONE_BLOCK_ROUTES as usize;
+pub(super) const ONE_BLOCK_ROUTES: usize = ffi::ARIL_ONE_BLOCK_ROUTES as usize;
 
 /// How a linear layer's launches are sized.
 pub(super) mod linear {
-    use super::{LANES_PER_GROUP, MULTIPROCESSORS, WARPS};
+    use super::{K_TILES_PER_SLAB, MULTIPROCESSORS, WARPS};
     use crate::ffi;
 
-    /// Rank tiles, over all slices, of a shrink block: of small tiles, and of a warpgroup of wide tiles.
-    pub(in crate::plan) const SMALL_COLUMNS: usize = WARPS / LANES_PER_GROUP;
-    pub(in crate::plan) const WIDE_COLUMNS: usize = ffi::ARIL_MAX_RANK_TILES as usize;
-    /// With wide tiles, shrink reduces spans instead of groups from this many blocks on. 500 is faster than 300 in the largest layers.
+    /// Rank tiles, over all slices, of a shrink block (small_m) and of a warpgroup (large_m).
+    pub(in crate::plan) const SMALL_M_RANK_TILES: usize = WARPS / K_TILES_PER_SLAB;
+    pub(in crate::plan) const LARGE_M_RANK_TILES: usize = ffi::ARIL_MAX_RANK_TILES as usize;
+    /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the largest layers.
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
 
     /// An expand block computes a multiple of this many outputs of one slice.
-    pub(in crate::plan) const SMALL_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
-    pub(in crate::plan) const WIDE_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
-    /// The largest multiple of [`WIDE_OUTS`]. Up to 1024 outputs are 2 % faster than up to 2048.
-    pub(in crate::plan) const MAX_WIDE_UNITS: usize = 8;
+    pub(in crate::plan) const SMALL_M_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
+    pub(in crate::plan) const LARGE_M_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
+    /// The largest multiple of [`LARGE_M_OUTS`]. Up to 1024 outputs are 2 % faster than up to 2048.
+    pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 8;
     /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
     pub(in crate::plan) const MAX_B_BYTES: usize = 64 << 10;
     /// Expand blocks shrink until there are this many. 264 has a better mean over all workloads than 132, 400 or 528.
@@ -98,17 +98,20 @@ pub(super) mod linear {
 
 /// How the launches of a projection of experts are sized.
 pub(super) mod experts {
-    use super::{GroupedBy, LANES_PER_GROUP, MULTIPROCESSORS, WARPS};
+    use super::{GroupedBy, K_TILES_PER_SLAB, MULTIPROCESSORS, WARPS};
     use crate::ffi;
 
     /// Pieces (a tile of routes times a rank tile or a range of outputs) that one block of shrink or expand works on at a time.
-    pub(in crate::plan) const SHRINK_PIECES: usize = WARPS / LANES_PER_GROUP;
+    pub(in crate::plan) const SHRINK_PIECES: usize = WARPS / K_TILES_PER_SLAB;
     pub(in crate::plan) const EXPAND_PIECES: usize = WARPS;
 
     /// The fewest outputs of all slices, or of a token, that a warp of expand computes.
     pub(in crate::plan) const OUTS_PER_UNIT: usize = ffi::ARIL_OUT_UNIT as usize;
 
     /// Outputs of one slice that a warp of expand computes. Up to rank 16, 128 are up to 6 % faster than 64.
+    ///
+    /// The launch falls back to one output tile (`on_route_tiles` of `csrc/moe.cu`) if a block may use too little shared memory for
+    /// this many. It depends on the device, and a plan is made without one: on a host without CUDA too.
     pub(in crate::plan) const fn outs_per_warp(max_rank: usize) -> usize {
         if max_rank <= 16 { 128 } else { ffi::ARIL_OUT_TILE as usize }
     }

@@ -3,7 +3,7 @@ use std::num::NonZeroUsize;
 use super::{Batch, Slot, TopK};
 use crate::error::OperandError;
 
-/// The routes of a step in blocks of one slot and one expert, for engines that apply adapters with a grouped GEMM of their own.
+/// The routes of a step in blocks of one slot and one expert, for engines that apply adapters with their own grouped GEMM.
 /// `cuda::Alignment` computes the same on the device.
 ///
 /// Blocks are sorted by expert, then by slot; routes within them by number. The last block of each pair of slot and expert is
@@ -17,7 +17,7 @@ use crate::error::OperandError;
 /// ```
 /// use aril::{Slot, routing::{AlignedRoutes, Batch, TopK}};
 ///
-/// // Three tokens with two of four experts each, of which the second has no adapter.
+/// // Three tokens with two of four experts each. The second token has no adapter.
 /// let (slots, ids) = ([Slot::new(1), Slot::BASE, Slot::new(1)], [3, 0, 0, 3, 3, 2]);
 /// let aligned = AlignedRoutes::new(&TopK::new(&ids, 2)?, &Batch::new(&slots), 4, 2, 2.try_into()?)?;
 /// assert_eq!(aligned.routes(), [1, 6, 5, 6, 0, 4]);

@@ -9,7 +9,7 @@ use crate::error::OperandError;
 /// ```
 /// use aril::routing::TopK;
 ///
-/// // Two tokens with two experts each, one of which is another rank's.
+/// // Two tokens with two experts each. One of the experts is on another rank.
 /// let (ids, weights) = ([5, 0, -1, 2], [0.75, 0.25, 0.5, 0.5]);
 /// let top_k = TopK::new(&ids, 2)?.with_weights(&weights)?.scaled(2.5);
 /// assert_eq!((top_k.num_tokens(), top_k.num_routes()), (2, 4));

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::{CONFIG, load, refused};
 
-/// What PEFT 0.21 writes for a plain adapter.
+/// The configuration of a plain adapter, written by PEFT 0.21.
 fn peft_0_21() -> Value {
     json!({
         "alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
@@ -82,7 +82,7 @@ fn rank_stabilised_scaling() {
     refused!(with("use_rslora", json!("yes")), InvalidField, "`use_rslora`", "\"yes\"");
 }
 
-/// As PEFT's scaling with `rank_pattern`: the module's own rank divides.
+/// PEFT's scaling with `rank_pattern` divides by the module's own rank.
 #[test]
 fn the_rank_is_the_tensors() {
     for config in [
@@ -94,7 +94,7 @@ fn the_rank_is_the_tensors() {
     }
 }
 
-/// PEFT does not load what has another shape than it made.
+/// PEFT refuses tensors of another shape than its own.
 #[test]
 fn ranks_are_those_of_the_configuration() {
     refused!(with("r", json!(4)), RankField, "`q_proj.lora_A.weight` has rank 2", "`r`", "requires 4");
@@ -112,7 +112,7 @@ fn ranks_are_those_of_the_configuration() {
     }
 }
 
-/// The alphas are what Python finds with PEFT's `re.match(rf"(.*\.)?({key})$", path)`, keys in order.
+/// The alphas that Python finds with PEFT's `re.match(rf"(.*\.)?({key})$", path)`, trying keys in order.
 #[test]
 fn alpha_pattern_is_matched_as_in_peft() {
     const PATH: &str = "model.layers.10.self_attn.q_proj";
@@ -181,7 +181,7 @@ fn alpha_patterns_that_take_too_long() {
     refused!(result, Pattern, "(.?){9}", "alpha_pattern");
 }
 
-/// Each may be small enough; what counts is all of them, on all modules.
+/// The limit is on all patterns and all modules together, even if each pattern is small.
 #[test]
 fn all_patterns_have_a_budget() {
     let start = Instant::now();
@@ -210,13 +210,13 @@ fn all_patterns_have_a_budget() {
         let config = fields([("alpha_pattern", alphas), ("rank_pattern", ranks)]);
         refused!(load(&one, &config), Regexes, "regular expressions", "64");
     }
-    // Few enough, but for how many modules there are.
+    // Few patterns, but too many for this number of modules.
     for key in [r"\w{90}\w{90}", "(?=m)(.?){9}(.?){9}x"] {
         let config = fields([("alpha_pattern", keys(key, 30)), ("rank_pattern", keys(key, 30))]);
         refused!(load(&many, &config), Patterns, "60 patterns", "2000 modules");
     }
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
-    // Paths cost nothing to speak of: PEFT has one for each module in some configurations.
+    // Plain paths are cheap: some of PEFT's configurations have one for each module.
     let paths = |value: usize| {
         Value::from(many.iter().map(|path| (path.clone(), value.into())).collect::<serde_json::Map<_, _>>())
     };
@@ -224,7 +224,7 @@ fn all_patterns_have_a_budget() {
     assert!(load(&many, &config).unwrap().modules().iter().all(|module| module.scaling() == 1.5));
 }
 
-/// What Python's `re` refuses or reads otherwise is refused, whether or not our engine knows it.
+/// Patterns that Python's `re` refuses or reads differently are refused, even if our regex engine accepts them.
 #[test]
 fn patterns_that_python_reads_otherwise() {
     for pattern in [
@@ -289,7 +289,7 @@ fn patterns_that_python_reads_otherwise() {
         refused!(with("target_modules", json!(pattern)), Pattern, "target_modules");
         refused!(with("exclude_modules", json!(pattern)), Pattern, "exclude_modules");
     }
-    // Found by Python to match.
+    // Python matches these.
     for pattern in [
         r"[\w-]+",
         r"[a-q]_[^a-o]\w{3}",
@@ -308,7 +308,7 @@ fn patterns_that_python_reads_otherwise() {
     }
 }
 
-/// Whether PEFT 0.21 adapts the module `model.layers.10.mlp.experts.3.up_proj`, or else the field that forbids it.
+/// Whether PEFT 0.21 adapts the module `model.layers.10.mlp.experts.3.up_proj`; if not, the field that excludes it.
 #[test]
 fn modules_are_those_that_peft_adapts() {
     const PATH: &str = "model.layers.10.mlp.experts.3.up_proj";
@@ -343,7 +343,7 @@ fn modules_are_those_that_peft_adapts() {
         (json!(r"^(?!.*visual).*(?:up|down)_proj.*"), None),
         (json!(r"^(?!.*layers).*(?:up|down)_proj.*"), targets),
         (json!(""), targets),
-        // As a trainer writes it that is used a good deal.
+        // A widely used trainer writes this.
         (
             json!(
                 r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:mlp)\.experts\.\d+\.(?:(?:up_proj|down_proj)))"
@@ -383,7 +383,7 @@ fn modules_are_those_that_peft_adapts() {
     }
     // A whole path is a target in any layer.
     check(json!({"target_modules": [PATH], "layers_to_transform": 3}), None);
-    // Without a field, nothing is said.
+    // Without a field, every module may have factors.
     check(json!({}), None);
     // Parameters alone.
     check(json!({"target_modules": null, "target_parameters": ["experts.up_proj"]}), targets);
@@ -422,7 +422,7 @@ fn all_linear_layers_are_neither_the_head_nor_embeddings() {
     };
     let linear = ["lora_A.weight", "lora_B.weight"];
     assert!(load("model.layers.0.self_attn.q_proj", linear).is_ok());
-    // Of trainers that do mean it.
+    // Written by trainers that mean it.
     assert!(load("model.unembed_tokens", linear).is_ok());
     refused!(load("lm_head", linear), NotTargeted, "`lm_head`", "`target_modules`");
     let embedding = load("model.embed_tokens", ["lora_embedding_A", "lora_embedding_B"]);

@@ -1,4 +1,4 @@
-//! The factors of experts: whatever form they come in, they are the same in a block, and what cannot be told is refused.
+//! The factors of experts: every form gives the same block, and ambiguous forms are refused.
 
 use std::ops::Range;
 
@@ -96,7 +96,7 @@ impl Case {
 
     fn model(&self, rank: usize, transposed: bool) -> (Model, ExpertsId) {
         let mut spec = ModelSpec::new();
-        // So that entries do not begin at 0.
+        // A layer before it, so that entries do not begin at 0.
         spec.linear(Linear::new("", Parallel::Replicated, 8).slice("lm_head", 8)).unwrap();
         let mut experts = Experts::new(PATH, self.num_experts, self.hidden, self.inter())
             .halves(self.halves)
@@ -132,7 +132,7 @@ impl Case {
         let has = |module: usize| self.pairs[module].iter().any(Option::is_some);
         let modules: Vec<usize> = (0..3).filter(|module| has(*module)).collect();
         let named = |names: [&'static str; 3], module: usize| match (self.gated, names, module) {
-            // There is only one before the activation, so it is the first.
+            // Only one parameter precedes the activation, so it is the first.
             (false, W_NAMES, UP) => "w1",
             _ => names[module],
         };
@@ -245,7 +245,7 @@ impl Case {
         Some(())
     }
 
-    /// Factors of three dimensions, of which the first may be 1 for what all share.
+    /// Factors with three dimensions. If `once`, the first is 1 for factors that all experts share.
     fn stack(&self, pairs: &[&Pair], [input, output]: [usize; 2], once: bool) -> [(Vec<usize>, Vec<f32>); 2] {
         let rank = pairs[0].rank;
         let factor = |of: fn(&Pair) -> &Vec<f32>, rows, cols| {
@@ -256,7 +256,7 @@ impl Case {
         [factor(|pair| &pair.a, rank, input), factor(|pair| &pair.b, output, rank)]
     }
 
-    /// Gate and up as one, by expert, if they have the same A.
+    /// Gate and up fused, by expert, if they share A.
     fn fused(&self) -> Option<Vec<Pair>> {
         let (gate, up) = (self.whole(GATE)?, self.whole(UP)?);
         let fuse = |(gate, up): (&Pair, &Pair)| {
@@ -265,7 +265,7 @@ impl Case {
         gate.into_iter().zip(up).map(fuse).collect()
     }
 
-    /// Gate and up as one, the A of one after that of the other, the rank of both together.
+    /// Gate and up fused: one A after the other, with the sum of their ranks.
     fn fused_with_two(&self) -> Option<Vec<Pair>> {
         let (gate, up) = (self.whole(GATE)?, self.whole(UP)?);
         let fuse = |(gate, up): (&Pair, &Pair)| {
@@ -290,7 +290,7 @@ impl Case {
         }
     }
 
-    /// Checks an image of it element by element, and that it has nothing else.
+    /// Checks an image element by element, and that it has nothing else.
     fn check(&self, rank: usize, image: &SlotImage<'_>, (model, id): (&Model, ExpertsId)) {
         let block = block(image);
         let site = &model[id];
@@ -314,7 +314,7 @@ impl Case {
                 let same = |of: fn(&Pair) -> &Vec<f32>| {
                     all.len() > 1 && !held.is_empty() && all.iter().all(|pair| of(pair) == of(all[0]))
                 };
-                // Small ranks make different shapes of as many elements.
+                // Factors of different shapes may have equal values, so ranks are compared too.
                 let uniform = all.iter().all(|pair| pair.rank == all[0].rank);
                 let shared = [same(|pair| &pair.a) && uniform, same(|pair| &pair.b) && uniform];
                 let found = image.shared().iter().find(|found| found.entry == projection.shared_entry() + slice);
@@ -356,7 +356,7 @@ fn layouts(rank: usize, projection: &ProjectionSite, slices: usize) -> (LinearA,
     (a, B { out_features: projection.out_features() / slices, rank })
 }
 
-/// Compares a pair of whole factors with what the block has of it.
+/// Compares a pair of whole factors with its part in the block.
 fn check_pair(
     block: &[f32],
     entry: &ImageEntry,
@@ -382,7 +382,7 @@ fn block(image: &SlotImage<'_>) -> Vec<f32> {
     block
 }
 
-/// Each matrix `[rows, cols]` of several, transposed.
+/// Transposes each of several `[rows, cols]` matrices.
 fn transposed_each(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     values
         .chunks(rows * cols)
@@ -390,7 +390,7 @@ fn transposed_each(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
         .collect()
 }
 
-/// What PEFT saves for a parameter of experts that take and give these features: `[E r, in]`, and `[out, r E]` of `[out, r, E]`.
+/// The tensors that PEFT saves for a parameter of experts: `[E r, in]`, and `[out, r, E]` flattened to `[out, r E]`.
 fn parameter(pairs: &[&Pair], [input, output]: [usize; 2], orientation: Orientation) -> [(Vec<usize>, Vec<f32>); 2] {
     let (rank, num) = (pairs[0].rank, pairs.len());
     let (takes, gives, pairs): (_, _, Vec<Pair>) = match orientation {
@@ -428,7 +428,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let halves = || prop_oneof![Just(Halves::GateUp), Just(Halves::UpGate), Just(Halves::Interleaved)];
     let dtypes = prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)];
     let sizes = (1..=5_usize, 1..=40_usize, 1..=20_usize, 1..=2_usize);
-    // Whether all experts have each module, gate and up the same A, and all experts the same A or B.
+    // Whether all experts have each module, gate and up share A, and all experts share A or B.
     let kinds = (any::<bool>(), any::<bool>(), any::<[[bool; 2]; 3]>(), 1..=17_usize, any::<bool>());
     let some = proptest::collection::vec((proptest::bool::weighted(0.8), any::<bool>()), 15);
     (sizes, kinds, halves(), halves(), some, dtypes, any::<u32>()).prop_map(
@@ -471,7 +471,7 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    /// Every form that can express an adapter gives the same block, which is what the adapter says, element by element.
+    /// Every form that can express an adapter gives the same block, which equals the adapter element by element.
     #[test]
     fn all_forms_give_the_same(case in cases()) {
         let Some(first) = plan_all(&case, FORMS[0]) else { return Ok(()) };
@@ -483,7 +483,7 @@ proptest! {
     }
 }
 
-/// An adapter of all modules, of rank 2, whose values are all different.
+/// An adapter of all modules, of rank 2, with distinct values.
 fn plain(num_experts: usize, hidden: usize, inter: usize) -> Case {
     let mut next = 0_u16;
     let mut fill = |len: usize| -> Vec<f32> {
@@ -518,7 +518,7 @@ fn plain(num_experts: usize, hidden: usize, inter: usize) -> Case {
     case
 }
 
-/// Every form is one that some adapter can be in, so none is left out above.
+/// Every form can express some adapter, so the test above covers all forms.
 #[test]
 fn every_form_is_tried() {
     let mut case = plain(3, 8, 6);
@@ -535,7 +535,7 @@ fn every_form_is_tried() {
     }
 }
 
-/// The adapter in a form, its configuration as `edit` leaves it, planned for the model.
+/// The adapter in a form, with its configuration changed by `edit`, planned for the model.
 fn plan(case: &Case, form: Form, edit: impl FnOnce(&mut Value)) -> Result<usize, AdapterError> {
     let (config, tensors) = case.parts(form).unwrap();
     let mut config = serde_json::from_str(&config).unwrap();
@@ -560,12 +560,12 @@ fn shapes_say_how_parameters_stand_if_the_version_does_not() {
     };
     forgetful(&plain(3, 8, 6), Orientation::Forward);
     forgetful(&plain(3, 8, 6), Orientation::Reversed);
-    // Where gate_up says it, down need not.
+    // The shape of gate_up decides for a square down.
     forgetful(&plain(3, 8, 8), Orientation::Forward);
     forgetful(&plain(3, 8, 8), Orientation::Reversed);
-    // And the other way round.
+    // The shape of down decides for a square gate_up.
     forgetful(&plain(3, 8, 4), Orientation::Reversed);
-    // As nobody can tell what a version of the development does.
+    // Development versions of PEFT decide nothing.
     let case = plain(3, 8, 6);
     for version in ["0.18.1.dev0", "0.18.2.dev0@0a1b2c", "unknown", ""] {
         for orientation in [Orientation::Forward, Orientation::Reversed] {
@@ -599,14 +599,14 @@ fn a_version_is_believed() {
 
 #[test]
 fn parameters_that_could_stand_in_two_ways_are_refused() {
-    // All is square but gate_up, and that is not there.
+    // All parameters are square except gate_up, which is missing.
     let case = plain(3, 8, 8);
     let (_, mut tensors) = case.parts(BY_PARAMETER).unwrap();
     tensors.retain(|(key, _)| !key.contains("base_layer"));
     let config = json!({"peft_type": "LORA", "lora_alpha": 4});
     let refusal = plan_tensors(&case, &config, tensors.clone());
     refused!(refusal, AmbiguousExperts, "experts.lora_A", "[6, 8]", "[8, 6]", "peft_version", "Adapter::oriented");
-    // What it asks for helps.
+    // The version that the error asks for decides.
     for version in ["0.18.1", "0.19.1"] {
         let config = json!({"peft_type": "LORA", "lora_alpha": 4, "peft_version": version});
         assert!(plan_tensors(&case, &config, tensors.clone()).is_ok());
@@ -617,7 +617,7 @@ fn parameters_that_could_stand_in_two_ways_are_refused() {
         block(&adapter.plan(&model, DType::F32).unwrap())
     };
     assert_ne!(packed(Orientation::Forward), packed(Orientation::Reversed));
-    // Of transposed experts the version says nothing from 0.19 on.
+    // For transposed experts, versions from 0.19 on decide nothing.
     let (model, _) = case.model(0, true);
     let with_version = |version: &str| {
         let config = json!({"peft_type": "LORA", "lora_alpha": 4, "peft_version": version});
@@ -626,7 +626,7 @@ fn parameters_that_could_stand_in_two_ways_are_refused() {
     };
     assert_eq!(with_version("0.18.1").unwrap(), packed(Orientation::Forward));
     refused!(with_version("0.19.1"), AmbiguousExperts, "experts.lora_A");
-    // Twice inter is hidden.
+    // The hidden size is twice the intermediate size.
     let case = plain(3, 8, 4);
     let (_, mut tensors) = case.parts(BY_PARAMETER).unwrap();
     tensors.retain(|(key, _)| key.contains("base_layer"));
@@ -640,7 +640,7 @@ fn a_single_parameter_is_known_by_its_shape() {
     let mut config: Value = serde_json::from_str(&config).unwrap();
     config.as_object_mut().unwrap().remove("target_parameters");
     for (inner, entries) in [(true, 6), (false, 3)] {
-        // PEFT wraps the only one once.
+        // PEFT wraps a single parameter once.
         let single = tensors.iter().filter(|(key, _)| key.contains("base_layer") == inner);
         let single: Vec<_> = single.map(|(key, tensor)| (key.replace(".base_layer", ""), tensor.clone())).collect();
         let adapter = Adapter::from_tensors(&config.to_string(), single).unwrap();
@@ -670,7 +670,7 @@ fn parameters_are_those_that_were_targets() {
     refused!(targets(json!([1])), InvalidField, "`target_parameters`", "a list of names");
 }
 
-/// As PEFT finds it: by the path of the parameter, less `base_layer`.
+/// PEFT finds a parameter by its path without `base_layer`.
 #[test]
 fn alpha_patterns_of_parameters() {
     let case = plain(2, 8, 6);
@@ -707,7 +707,7 @@ fn experts_have_ranks_and_scalings_of_their_own() {
     assert_eq!([0, 1].map(|local| scaling(model[id].down().expert_entry(local))), [3.0, 2.5]);
 }
 
-/// Whichever experts it holds, a rank refuses what another does, in the same words.
+/// All ranks give the same errors, whichever experts they hold.
 #[test]
 fn experts_that_are_elsewhere_are_checked() {
     let mut case = plain(3, 8, 6);
@@ -751,7 +751,7 @@ fn a_table_of_other_experts_refuses_an_image() {
     }
 }
 
-/// Gate and up have one A in a block only if they do in every expert: that of one expert must not stand for another's.
+/// Gate and up share A in a block only if they do in every expert. One expert's A must not stand for another's.
 #[test]
 fn gate_and_up_of_one_expert_may_have_one_a() {
     let tied = plain(3, 8, 6);
@@ -773,7 +773,7 @@ fn gate_and_up_of_one_expert_may_have_one_a() {
     }
 }
 
-/// An interleaved gate_up has one A: which half of its B would a second one be of?
+/// An interleaved gate_up has one A: a second A would belong to neither half of B.
 #[test]
 fn interleaved_halves_have_one_a() {
     let mut case = plain(3, 8, 6);
@@ -788,7 +788,7 @@ fn interleaved_halves_have_one_a() {
     refused!(planned(two, Halves::Interleaved), RankMismatch, "gate_up_proj");
 }
 
-/// With one expert there is nobody to share with.
+/// A single expert shares no factor.
 #[test]
 fn one_expert_shares_nothing() {
     let case = plain(1, 8, 6);
@@ -802,7 +802,7 @@ fn one_expert_shares_nothing() {
     }
 }
 
-/// Interleaved gate and up of transposed parameters, as GPT-OSS has them: hidden is inter.
+/// Interleaved gate and up of transposed parameters, as in GPT-OSS, where the hidden and the intermediate size are equal.
 #[test]
 fn transposed_interleaved_parameters() {
     let mut case = plain(3, 6, 6);
@@ -869,7 +869,7 @@ fn modules_that_experts_do_not_have() {
     }
     refused!(stacked(&[2, 2, 8], &[2, 6, 3]), RankMismatch, expert("up_proj.lora_A"));
     refused!(stacked(&[2, 513, 8], &[2, 6, 513]), Rank, expert("up_proj.lora_A"), "rank 513");
-    // Two A's where there is one module.
+    // Two A's for one module.
     refused!(stacked(&[2, 4, 8], &[2, 6, 2]), RankMismatch, expert("up_proj.lora_A"));
     refused!(one(&expert("gate_up_proj"), &[2, 8], &[24, 2]), ExpertShapes, "separate gate and up");
     refused!(one(&expert("up_proj"), &[2, 8], &[6, 2]), ExpertShapes, "[experts * out, rank]");
@@ -884,13 +884,13 @@ fn modules_that_experts_do_not_have() {
     assert!(fms(&[2, 2, 8], &[2, 6, 2]).is_ok() && fms(&[2, 8, 2], &[2, 2, 6]).is_ok());
     refused!(fms(&[2, 8, 2], &[2, 6, 2]), ExpertShapes, "w1.lora_A", "[2, 8, rank] and [2, rank, 6], or");
     refused!(fms(&[1, 2, 8], &[2, 6, 2]), ExpertShapes, "w1.lora_A");
-    // Dense layers are no experts.
+    // Dense layers are not experts.
     let dense = "model.layers.0.mlp.gate_proj";
     refused!(one(dense, &[2, 2, 8], &[2, 6, 2]), NoPlace, dense);
     refused!(one("lm_head", &[2, 2, 8], &[2, 8, 2]), NotMatrix, "lm_head.lora_A");
 }
 
-/// As a trainer leaves them that has its parameters elsewhere: they are no sign that there is nothing to serve.
+/// Empty placeholders, as trainers write them that store parameters elsewhere, must not hide missing factors.
 #[test]
 fn factors_without_elements_are_refused() {
     let case = plain(2, 8, 6);
@@ -935,13 +935,13 @@ fn experts_without_a_gate() {
         plan_tensors(&case, &config, tensors.iter().cloned().chain(more).collect())
     };
     let plain = plan_tensors(&case, &config, tensors.clone()).unwrap();
-    // What some write for the module that is not there.
+    // Empty factors that some trainers write for a missing module.
     for (key, shapes) in
         [("0.gate_proj", [&[0, 8][..], &[6, 0]]), ("w3", [&[2, 0, 8], &[2, 0, 0]]), ("1.w3", [&[0], &[0]])]
     {
         assert_eq!(with(key, shapes).unwrap(), plain, "{key}");
     }
-    // Up may go by the first name of two.
+    // In ungated experts, up may be named `w1`.
     let (_, w_tensors) = case.parts(Form::PerExpert { names: W_NAMES }).unwrap();
     let placeholder = |tensors: &[(String, Tensor)], key: &str| {
         let keys = ["A", "B"].map(|factor| (format!("{PATH}.{key}.lora_{factor}.weight"), crate::ones(&[0])));
@@ -955,7 +955,7 @@ fn experts_without_a_gate() {
     refused!(with("0.gate_proj", [&[2, 8], &[6, 2]]), NoPlace, "experts.0.gate_proj");
     refused!(with("gate_up_proj", [&[2, 2, 8], &[2, 12, 2]]), NoPlace, "experts.gate_up_proj");
     refused!(with("0.w1", [&[2, 8], &[6, 2]]), Overlap, "experts.0.up_proj", "experts.0.w1");
-    // Up and down of one shape: their order tells them apart, and a name one alone.
+    // Up and down have one shape. Their order identifies two of them, and a name a single one.
     let mut square = Case { hidden: 6, ..case };
     let pair = |value: f32| Some(Pair { rank: 2, a: vec![value; 12], b: vec![-value; 12] });
     square.pairs = [vec![], vec![pair(1.0), pair(2.0)], vec![pair(3.0), pair(4.0)]];

@@ -42,7 +42,7 @@ fn whole() -> TempDir {
     dir
 }
 
-/// A directory with an adapter in two shards, its index as `edit` leaves it.
+/// A directory with an adapter in two shards and an index changed by `edit`.
 fn sharded(edit: impl FnOnce(&mut Value)) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     write_sharded(dir.path(), &two_modules());
@@ -84,10 +84,10 @@ fn bytes_may_be_anyones() {
     drop(adapter);
     assert_eq!(Arc::strong_count(&shared), 1);
     assert_eq!(weights(&memory), weights(&Adapter::from_safetensors(&config, [lasting]).unwrap()));
-    // Several files, each with some of the tensors.
+    // Several files, each with a part of the tensors.
     let files = tensors.chunks(3).map(safetensors_bytes);
     assert_eq!(weights(&memory), weights(&Adapter::from_safetensors(&config, files).unwrap()));
-    // Tensors that share a buffer, and a handle of an engine's own.
+    // Tensors that share a buffer, and an engine's own handle.
     struct Handle(Vec<u8>);
     impl AsRef<[u8]> for Handle {
         fn as_ref(&self) -> &[u8] {
@@ -118,7 +118,7 @@ fn bytes_that_are_not_a_file_are_named() {
     refused!(Adapter::from_safetensors(&config, [[0; 0]; 0]), Empty, "no factors");
 }
 
-/// Reading what is mapped then would kill the process.
+/// A mapped file that shrinks would kill the process.
 #[test]
 fn a_read_adapter_outlives_what_happens_to_its_files() {
     let dir = whole();
@@ -128,7 +128,7 @@ fn a_read_adapter_outlives_what_happens_to_its_files() {
     assert_eq!(before, weights(&adapter).into_iter().map(|(_, a, b)| (a, b)).collect::<Vec<_>>());
 }
 
-/// The length of a file is nothing that an attacker has to pay for.
+/// An attacker can make a long file at no cost.
 #[test]
 fn nothing_is_allocated_for_a_file_that_its_header_does_not_describe() {
     let dir = whole();
@@ -198,7 +198,7 @@ fn missing_files_are_named() {
         fs::write(empty.path().join(name), "pickle").unwrap();
     }
     refused!(Adapter::open(empty.path()), NoWeights, dir, WEIGHTS);
-    // Shards alone do not say whether all of them are there.
+    // Shards without an index do not show whether any is missing.
     write_weights(&empty.path().join(SHARDS[0]), &two_modules().1);
     refused!(Adapter::open(empty.path()), NoWeights, dir, INDEX);
 }
@@ -258,7 +258,7 @@ fn other_element_types_are_refused() {
     for dtype in [Dtype::F8_E4M3, Dtype::F8_E5M2, Dtype::I8, Dtype::U8, Dtype::F64, Dtype::I64, Dtype::BOOL] {
         write(dir.path(), "q_proj.lora_A.weight", dtype);
         refused!(Adapter::open(dir.path()), DType, "`q_proj.lora_A.weight`", WEIGHTS, format!("{dtype:?}"));
-        // What it is comes first, what it is made of second.
+        // The tensor's name is checked before its type.
         write(dir.path(), "q_proj.quant_state", dtype);
         refused!(Adapter::open(dir.path()), UnknownTensor, "`q_proj.quant_state`", WEIGHTS);
         write(dir.path(), "lm_head.base_layer.weight", dtype);

@@ -1,6 +1,6 @@
-//! Loading adapters: what is served exactly, and that the rest is refused by name.
+//! Loading adapters: each adapter is served exactly or refused by name.
 //!
-//! Mistakes that other loaders made, and the tests that would find them here:
+//! Mistakes of other loaders, and the tests that would find them in this one:
 //!
 //! | mistake | test |
 //! |---|---|
@@ -53,7 +53,7 @@ use aril::{
     adapter::{Adapter, AdapterError, Tensor},
 };
 
-/// Fails unless the result is an error of this variant whose sentence has all the culprits in it.
+/// Fails unless the result is an error of this variant whose message contains all the culprits.
 macro_rules! refused {
     ($result:expr, $variant:ident, $($culprit:expr),+ $(,)?) => {{
         let error = $result.expect_err("this must be refused");
@@ -71,7 +71,7 @@ fn ones(shape: &[usize]) -> Tensor {
     common::adapters::tensor(DType::BF16, shape, &vec![1.0; shape.iter().product()])
 }
 
-/// An adapter in memory, of ones, with these keys.
+/// An adapter in memory with these keys, all ones.
 fn load<'a>(config: &str, tensors: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Result<Adapter, AdapterError> {
     Adapter::from_tensors(config, tensors.into_iter().map(|(key, shape)| (key.to_owned(), ones(shape))))
 }

@@ -58,7 +58,7 @@ fn modules_are_sorted_and_know_their_weights() {
     assert_eq!(adapter.max_rank(), 2);
 }
 
-/// An adapter of q_proj with one more tensor of this key.
+/// An adapter of q_proj with another tensor of this key.
 fn with(key: &str) -> Result<Adapter, AdapterError> {
     let keys = ["A", "B"].map(|factor| format!("base_model.model.{Q}.lora_{factor}.weight"));
     load(CONFIG, [(&*keys[0], &[2, 8][..]), (&*keys[1], &[8, 2]), (key, &[8, 2])])
@@ -229,7 +229,7 @@ fn keys_are_printable_ascii() {
     }
 }
 
-/// Whatever the adapter has for names and values, a sentence stays one: on a line, without what a terminal obeys, and short.
+/// Whatever names and values an adapter has, an error is one short line without control characters.
 #[test]
 fn errors_are_short_lines() {
     let long = "x".repeat(100 << 10);

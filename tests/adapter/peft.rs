@@ -1,4 +1,4 @@
-//! Adapters of experts as PEFT saves them, in both of its conventions, against what PEFT adds to the weights.
+//! Adapters of experts as PEFT saves them, in both of its conventions, against PEFT's own deltas of the weights.
 
 use std::{fs, path::Path};
 
@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 const EXPERTS: usize = 4;
 const HIDDEN: usize = 12;
-/// As `make_experts.py` says, which ran with each.
+/// The versions of PEFT that `make_experts.py` ran with.
 const VERSIONS: [&str; 2] = ["0-18", "0-21"];
 
 /// A model of `make_experts.py`.
@@ -24,10 +24,10 @@ struct Model {
     parent: &'static str,
     inter: usize,
     gated: bool,
-    /// How its parameters stand.
+    /// The orientation of its parameters.
     halves: Halves,
     transposed: bool,
-    /// Whether its adapter has what is before the activation, and down.
+    /// Whether its adapter has gate and up, and down.
     has: [bool; 2],
 }
 
@@ -61,7 +61,7 @@ impl Model {
         format!("model.layers.0.{}.experts", self.parent)
     }
 
-    /// What PEFT adds to a module of an expert, from an input to an output.
+    /// PEFT's delta of one weight of an expert's module.
     fn delta(&self, tensors: &SafeTensors<'_>, module: &str, expert: usize, output: usize, input: usize) -> f32 {
         let read = |key: String, index: &[usize]| {
             let tensor = tensors.tensor(&format!("{}.{key}", self.path())).unwrap();
@@ -146,7 +146,7 @@ fn experts_are_what_peft_adds() {
     }
 }
 
-/// What the versions write differs where an expert's parameters are not transposed, or do not say that they are.
+/// The versions' files differ if an expert's parameters are not transposed, or do not declare it.
 #[test]
 fn the_versions_have_their_conventions() {
     let takes_hidden = |name: &str| {

@@ -1,4 +1,4 @@
-//! Adapters and models: which module goes where, in which shape.
+//! Adapters and models: the entry and the shape of each module.
 
 use aril::{
     DType, Slot,
@@ -34,7 +34,7 @@ fn adapter(modules: &[Lora]) -> Adapter {
     Adapter::from_tensors(&config, tensors).unwrap()
 }
 
-/// The entries that an adapter of these paths takes in a model.
+/// The entries of an adapter with these paths in a model.
 fn entries(model: &Model, paths: &[&str]) -> Result<Vec<usize>, AdapterError> {
     let adapter = load_paths(paths)?;
     let image = adapter.plan(model, DType::F32)?;
@@ -132,7 +132,7 @@ fn fused_modules() {
                 let entry = table[&format!("model.layers.1.self_attn.{slice}")];
                 let entry = image.entries().iter().find(|found| found.entry == entry).unwrap();
                 assert_eq!((entry.rank, entry.scaling), (4, 2.0));
-                // All slices have the one A.
+                // All slices share A.
                 assert_eq!(entry.a_elems, 0);
                 let [a, b] = factors(&block, entry, 8, len);
                 assert_eq!(a, fused.a);
@@ -172,13 +172,13 @@ fn modules_without_a_place() {
         "model.layers.0.self_attn.v_proj",
         "xmodel.layers.0.self_attn.q_proj",
         "encoder.model.layers.0.self_attn.q_proj",
-        // Meta's own names stand for weights in another order.
+        // Under Meta's own names, weights have another order.
         "layers.0.attention.wq",
         "q_proj",
         "lm_head",
     ] {
         refused!(entries(&model, &[path]), NoPlace, format!("`{path}`"));
-        // Not even beside modules that have one.
+        // Nor together with modules that have a place.
         refused!(entries(&model, &[path, "model.layers.1.self_attn.q_proj"]), NoPlace, format!("`{path}`"));
     }
 }
@@ -242,7 +242,7 @@ fn aliases_of_the_head_and_the_embedding() {
     }
 }
 
-/// PEFT gives them to nothing, whatever their shapes.
+/// PEFT applies them to nothing, whatever their shapes.
 #[test]
 fn factors_are_for_modules_of_their_kind() {
     let (model, _) = TOY.model(0, 1);
@@ -281,7 +281,7 @@ fn shapes_are_the_models() {
     refused!(plan(Lora::embedding(embed, 24, 8, 2)), Shape, "embed_tokens.lora_embedding_A", "[2, 24]", "[2, 20]");
     refused!(plan(Lora::embedding(embed, 20, 12, 2)), Shape, "embed_tokens.lora_embedding_B", "[12, 2]", "[8, 2]");
     refused!(plan(Lora::linear("lm_head", 8, 24, 2)), Shape, "lm_head.lora_B", "[24, 2]", "[20, 2]");
-    // The factors of half an input are not those of a rank: files hold whole ones.
+    // A rank's half of the factors is refused: files hold whole factors.
     let (half, _) = TOY.model(1, 2);
     let sharded = adapter(&[Lora::linear(o, 8, 8, 2)]);
     refused!(sharded.plan(&half, DType::F32), Shape, "[2, 8]", "[2, 16]");
@@ -315,7 +315,7 @@ fn weights_must_be_finite() {
     refused!(write("lm_head", DType::F32, DType::BF16, 0, f32::MAX), Unrepresentable, "bf16");
 }
 
-/// However many threads come upon others.
+/// Even if several threads find others.
 #[test]
 fn the_first_weight_that_is_not_finite_is_named() {
     let mut spec = ModelSpec::new();
@@ -329,7 +329,7 @@ fn the_first_weight_that_is_not_finite_is_named() {
         let image = adapter.plan(&model, DType::BF16).unwrap();
         image.write_to(&mut vec![0; image.bytes()])
     };
-    // The first half is another rank's.
+    // The first half belongs to another rank.
     let a = write(Lora::linear("row", 16_384, 1, 2), [8_191, 16_000, 16_384 + 8_192]);
     refused!(a, Unrepresentable, "row.lora_A", "[0, 16000]");
     let b = write(Lora::linear("column", 1, 16_384, 2), [2 * 8_191, 2 * 16_000 + 1, 2 * 16_001]);
@@ -367,7 +367,7 @@ fn ranks_beyond_a_table_are_an_error() {
     assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 9, max_rank: 8 })), "{error}");
 }
 
-/// Whatever fits in a piece, and however large a factor is.
+/// For any limit on a piece and any size of factors.
 #[test]
 fn pieces_are_the_block() {
     let mut spec = ModelSpec::new();
@@ -378,7 +378,7 @@ fn pieces_are_the_block() {
         (300, 40_000, 3),
         (8, 8, 1),
         (700, 500, 512),
-        // Of these a piece has room for other than whole lanes of 256 features.
+        // The limit is not a whole number of K tiles of these.
         (9000, 6200, 24),
         (4096, 6144, 48),
         (4100, 4096, 96),
@@ -398,7 +398,7 @@ fn pieces_are_the_block() {
     }
 }
 
-/// Ranks that, padded, are no power of two do not divide the smallest piece into whole lanes.
+/// If the padded rank is not a power of two, the smallest limit is not a whole number of K tiles.
 #[test]
 fn the_smallest_pieces_of_any_rank_are_the_block() {
     for (inputs, rank) in [4096, 12_300].into_iter().flat_map(|k| [24, 41, 48, 96].map(|rank| (k, rank))) {
@@ -415,7 +415,7 @@ fn the_smallest_pieces_of_any_rank_are_the_block() {
     }
 }
 
-/// With values that every type holds, of which neighbours differ, and so do lanes.
+/// Fills a module with values that every element type represents. Neighbours differ, and so do K tiles.
 fn counting(module: Lora) -> Lora {
     let mut next = 0_u8;
     module.fill(|| {
@@ -424,7 +424,7 @@ fn counting(module: Lora) -> Lora {
     })
 }
 
-/// Holds the pieces against the block: they are its bytes in their order, and no two of them would have fitted in one.
+/// Checks that the pieces are the block's bytes in order, and that no two of them fit in one piece.
 fn check_pieces(image: &SlotImage<'_>, max_bytes: usize) {
     let mut block = vec![0; image.bytes()];
     image.write_to(&mut block).unwrap();

@@ -16,12 +16,12 @@ use crate::{
     toy::{Place, Toy},
 };
 
-/// A model, an adapter of it, and how that one is spelled and stored.
+/// A model, an adapter of it, and the adapter's spelling and storage.
 #[derive(Clone, Debug)]
 struct Case {
     toy: Toy,
     size: usize,
-    /// Module by module; a fused one stands for all slices of its layer.
+    /// By module. A fused module stands for all slices of its layer.
     modules: Vec<Lora>,
     lora_alpha: f64,
     prefix: &'static str,
@@ -41,7 +41,7 @@ fn dtypes() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::BF16), Just(DType::F16), Just(DType::F32)]
 }
 
-/// A model and a size of the group that it is for.
+/// A model and the size of its tensor-parallel group.
 fn models() -> impl Strategy<Value = (Toy, usize)> {
     let size = prop_oneof![Just(1_usize), Just(2), Just(4)];
     let part = || prop_oneof![2 => 1..=3_usize, 1 => 1..=40_usize];
@@ -90,7 +90,7 @@ fn choose(toy: &Toy, choices: &[Choice], fused: &[bool], mut seed: u32) -> Vec<L
     if modules.is_empty() { vec![make(&candidates[0], (2, DType::F32, None))] } else { modules }
 }
 
-/// What an adapter of the model could adapt: a layer's slices, or all of them as one.
+/// The modules that an adapter may have: a layer's slices, or all of them fused.
 fn candidates(mut places: &[Place], fused: &[bool]) -> Vec<Lora> {
     let mut fused = fused.iter();
     let mut candidates = Vec::new();
@@ -116,7 +116,7 @@ fn candidates(mut places: &[Place], fused: &[bool]) -> Vec<Lora> {
     candidates
 }
 
-/// A factor, row by row, as a block has it.
+/// A factor, row by row, as a block stores it.
 type Rows = Vec<Vec<f32>>;
 
 impl Case {
@@ -144,7 +144,7 @@ impl Case {
         Adapter::open(dir.path())
     }
 
-    /// What a rank should hold of every slice: its path, scaling, and factors.
+    /// A rank's expected slices: path, scaling, and factors.
     fn expected(&self, rank: usize) -> BTreeMap<String, (f32, Rows, Rows)> {
         let places = self.toy.places(self.size);
         let mut expected = BTreeMap::new();
@@ -179,7 +179,7 @@ impl Case {
     }
 }
 
-/// Where an element is in a factor of a rank, by its row and column: what kernels go by, worked out without the library.
+/// The place of an element in a rank's factor by row and column, as kernels read it, computed without the library.
 type At = fn(usize, usize, usize) -> usize;
 
 fn linear_a(of_rank: usize, rank: usize, feature: usize) -> usize {
@@ -251,7 +251,7 @@ fn check_all_ranks(case: &Case) {
     }
 }
 
-/// Factors that are too large to be packed by one thread.
+/// Factors too large to be packed by one thread.
 #[test]
 fn large_images_are_naive_packings() {
     let toy = Toy { layers: 1, hidden: 4138, q: 6, kv_heads: 2, kv: 6, inter: 4242, vocab: 5050 };
@@ -263,7 +263,7 @@ fn large_images_are_naive_packings() {
     }
 }
 
-/// A way to break an adapter. The numbers choose a module and a place in it.
+/// A way to damage an adapter. The numbers choose a module and a place in it.
 #[derive(Clone, Debug)]
 enum Break {
     DropTensor(prop::sample::Index),
@@ -381,7 +381,7 @@ proptest! {
         break_and_load(&case, how);
     }
 
-    /// Whatever one rank refuses to plan, all refuse, in the same words.
+    /// If one rank refuses to plan, all ranks give the same error.
     #[test]
     fn ranks_agree_on_what_they_refuse(case in cases(), hidden in 1..=3_usize, kv in 1..=2_usize, layers in 1..=2_usize) {
         let toy = Toy { hidden: 4 * hidden, kv: case.toy.kv_heads * kv, layers, ..case.toy.clone() };

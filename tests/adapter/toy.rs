@@ -1,4 +1,4 @@
-//! A small model with every kind of layer, and what each rank of it should hold, worked out without the library.
+//! A small model with every kind of layer, and each rank's expected part of it, computed without the library.
 
 use std::{collections::HashMap, ops::Range};
 

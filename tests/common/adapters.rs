@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
-/// The text of an `adapter_config.json`, and the tensors that go with it.
+/// The text of an `adapter_config.json`, and its tensors.
 pub(crate) type Parts = (String, Vec<(String, Tensor)>);
 
 /// One module of an adapter, with its values.

@@ -1,4 +1,4 @@
-//! Routes to be put in blocks of one slot and one expert each, and what comes of them.
+//! Routes to be arranged in blocks of one slot and one expert each, and the expected blocks.
 
 use std::num::NonZeroUsize;
 
@@ -14,12 +14,12 @@ use super::{case::indices, experts::rows};
 /// A step.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// By token: a slot, -1, or anything else that is no slot.
+    /// By token: a slot, -1, or any number that is not a slot.
     pub slots: Vec<i32>,
     pub top_k: usize,
-    /// By route: a local expert id, -1, or anything else that is none.
+    /// By route: a local expert id, -1, or any number that is not an expert.
     pub ids: Vec<i32>,
-    /// By route: different rows, or anything that is none.
+    /// By route: distinct rows, or any number that is not a row.
     pub rows: Option<Vec<i32>>,
     pub num_experts: usize,
     pub num_slots: usize,
@@ -31,7 +31,7 @@ impl Case {
         self.slots.len()
     }
 
-    /// The tightest bounds; of no tokens, those of one.
+    /// The tightest bounds, for at least one token.
     pub fn capacity(&self) -> AlignCapacity {
         let Self { top_k, num_experts, num_slots, block_size, .. } = *self;
         let routes = RouteCapacity::tokens(self.num_tokens().max(1)).top_k(top_k).experts(num_experts);
@@ -47,7 +47,7 @@ impl Case {
         self.rows.as_ref().map_or(top_k, |rows| top_k.with_rows(rows).unwrap())
     }
 
-    /// What the host makes of it.
+    /// The host's result.
     pub fn aligned(&self) -> AlignedRoutes {
         let block_size = NonZeroUsize::new(self.block_size).unwrap();
         AlignedRoutes::new(&self.top_k(), &Batch::new(&self.slots()), self.num_experts, self.num_slots, block_size)

@@ -1,11 +1,11 @@
-//! Problems for the operations of one layer, the answers that the reference gives, and how answers are checked.
+//! Problems for the operations of one layer, the reference's results, and the check of results.
 //!
-//! A [`Case`] is a few numbers from which everything else follows, so that a failing one can be printed and run again with
-//! `ARIL_CASE='…'`. What is particular to a kind of layer is behind [`Layer`]: linear layers and embeddings ([`dense`](super::dense)),
+//! A [`Case`] is a few numbers that determine all data, so a failing case can be printed and run again with `ARIL_CASE='…'`. The
+//! parts that depend on the kind of layer implement [`Layer`]: linear layers and embeddings ([`dense`](super::dense)),
 //! and experts ([`experts`](super::experts)).
 //!
-//! What no operation may read is NaN: gaps and guards, rows of `x` whose token has no adapter, and what is only written. What none may
-//! write is compared bit by bit.
+//! Memory that no operation may read is NaN: gaps and guards, rows of `x` whose token has no adapter, and outputs that are only
+//! written. Memory that no operation may write is compared bit by bit.
 
 use std::{
     collections::BTreeMap,
@@ -30,17 +30,17 @@ use super::{
     values::{Dtype, Values},
 };
 
-/// A problem. It has the fields of its layer, too.
+/// A problem. It derefs to its layer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Case<L> {
     pub layer: L,
     pub dtype: Dtype,
     pub values: Values,
-    /// Slots beyond those that are loaded.
+    /// Slots beyond the loaded ones.
     pub empty_slots: usize,
-    /// By token: a slot, -1, or anything else that is no slot.
+    /// By token: a slot, -1, or any number that is not a slot.
     pub slots: Vec<i32>,
-    /// By token, in halves; none for no scales.
+    /// By token, in units of one half; `None` for no scales.
     pub half_scales: Option<Vec<i8>>,
     /// Elements before the first row, and from the end of a row to the next: of x, y and out.
     pub offsets: [usize; 3],
@@ -62,21 +62,21 @@ impl<L> DerefMut for Case<L> {
     }
 }
 
-/// A kind of layer, an operation on it, and what the operation's router chose.
+/// A kind of layer, an operation on it, and the router's choices.
 pub trait Layer: Clone + fmt::Debug + Serialize + DeserializeOwned {
-    /// Names cases of such layers where they are printed.
+    /// The name of the kind in printed cases.
     const KIND: &'static str;
 
-    /// What the model calls it.
+    /// The layer's name in the model.
     type Id: Copy;
 
-    /// An adapter of it, without values.
+    /// An adapter of the layer, without values.
     type Lora;
 
     /// The factors of one adapter.
     type Pairs;
 
-    /// Adds the layer to a model, and gives the shard of it that the operations are on.
+    /// Adds the layer to a model, and returns the shard that the operations run on.
     fn describe(&self, spec: &mut ModelSpec) -> (Self::Id, Shard);
 
     /// The loaded adapters, by slot.
@@ -85,23 +85,23 @@ pub trait Layer: Clone + fmt::Debug + Serialize + DeserializeOwned {
     /// The largest rank of the adapters, at least 1.
     fn max_rank(&self) -> usize;
 
-    /// Rows and columns of `x`, of `y`, and of `out` if the operation writes that and only reads `y`.
+    /// Rows and columns of `x`, of `y`, and of `out` if the operation writes `out` and only reads `y`.
     fn shapes(&self, num_tokens: usize) -> ([[usize; 2]; 2], Option<[usize; 2]>);
 
     /// Values for the factors of an adapter.
     fn pairs_of(&self, values: Values, lora: &Self::Lora, rng: &mut StdRng) -> Self::Pairs;
 
-    /// The adapter of those factors, as PEFT or others would write it.
+    /// An adapter with these factors, as PEFT or another trainer would write it.
     fn load(&self, lora: &Self::Lora, pairs: &Self::Pairs) -> Adapter;
 
-    /// Makes NaN what must not be read.
+    /// Sets elements that must not be read to NaN.
     fn poison<T: Element>(case: &Case<Self>, world: &mut World<T, Self>);
 
-    /// Sets what the reference writes, where `expected` has every element as it was.
+    /// Sets the elements that the reference writes; `expected` holds the initial ones.
     fn expect<T: Element>(case: &Case<Self>, world: &World<T, Self>, expected: &mut [Expected<T>]);
 }
 
-/// What a case stands for.
+/// The data of a case.
 pub struct World<T, L: Layer> {
     pub model: Model,
     pub id: L::Id,
@@ -118,13 +118,13 @@ pub struct World<T, L: Layer> {
     pub out: Vec<T>,
 }
 
-/// What computes the answer to a case: the buffer that the operation writes, as it leaves it.
+/// Computes a case: the whole buffer that the operation writes, afterwards.
 pub trait Subject<L: Layer> {
     fn run<T: Element>(&mut self, case: &Case<L>, world: &World<T, L>) -> Vec<T>;
 }
 
 impl<L: Layer> Case<L> {
-    /// In bf16, rows one behind the other, without tokens.
+    /// In bf16, with contiguous rows, without tokens.
     pub fn of(layer: L, values: Values, seed: u64) -> Self {
         let (slots, half_scales) = (Vec::new(), None);
         Self {
@@ -156,7 +156,7 @@ impl<L: Layer> Case<L> {
         self.layer.max_rank()
     }
 
-    /// The adapter of those factors.
+    /// An adapter with these factors.
     pub fn load(&self, lora: &L::Lora, pairs: &L::Pairs) -> Adapter {
         self.layer.load(lora, pairs)
     }
@@ -171,7 +171,7 @@ impl<L: Layer> Case<L> {
         usize::try_from(self.slots[token]).ok().filter(|&slot| slot < self.loras().len())
     }
 
-    /// What is multiplied with the scaling of a token's adapter.
+    /// The factor on the scaling of a token's adapter.
     pub fn scale(&self, token: usize) -> f64 {
         self.half_scales.as_ref().map_or(1.0, |halves| f64::from(halves[token]) / 2.0)
     }
@@ -184,7 +184,7 @@ impl<L: Layer> Case<L> {
         self.place(1, self.shapes(self.num_tokens()).0[1])
     }
 
-    /// Empty for an operation that writes `y`.
+    /// Empty if the operation writes `y`.
     pub fn out(&self) -> Place {
         self.place(2, self.shapes(self.num_tokens()).1.unwrap_or([0, 0]))
     }
@@ -194,7 +194,7 @@ impl<L: Layer> Case<L> {
         self.shapes(self.num_tokens()).1.is_some()
     }
 
-    /// Where what is written is.
+    /// The place of the written matrix.
     pub fn target(&self) -> Place {
         if self.has_out() { self.out() } else { self.y() }
     }
@@ -203,7 +203,7 @@ impl<L: Layer> Case<L> {
         Place { offset: self.offsets[matrix], rows, cols, stride: cols + self.gaps[matrix] }
     }
 
-    /// The case that `ARIL_CASE` asks for instead of random ones, if it is of this kind.
+    /// The case in `ARIL_CASE`, which replaces the random ones, if it is of this kind.
     pub fn from_environment() -> Option<Self> {
         let text = std::env::var("ARIL_CASE").ok()?;
         let mut cases: BTreeMap<String, serde_json::Value> =
@@ -211,7 +211,7 @@ impl<L: Layer> Case<L> {
         Some(serde_json::from_value(cases.remove(L::KIND)?).expect("ARIL_CASE is a printed case"))
     }
 
-    /// How to run it again.
+    /// The command that runs the case again.
     pub fn replay(&self) -> String {
         let text = serde_json::to_string(&BTreeMap::from([(L::KIND, self)])).expect("a case is plain data");
         format!("ARIL_CASE='{text}'")
@@ -243,7 +243,7 @@ impl<L: Layer> Case<L> {
         World { adapters, ..self.world_of(pairs, &mut rng) }
     }
 
-    /// With those factors, but without the adapters that have them.
+    /// With these factors, but without adapters.
     pub fn world_of<T: Element>(&self, pairs: Vec<L::Pairs>, rng: &mut StdRng) -> World<T, L> {
         let (model, id) = self.model();
         let mut world = World {
@@ -263,7 +263,7 @@ impl<L: Layer> Case<L> {
         world
     }
 
-    /// Runs the case and compares the answer with the reference's.
+    /// Runs the case and compares the result with the reference's.
     pub fn check<T: Element>(&self, subject: &mut impl Subject<L>) -> Result<(), TestCaseError> {
         let world = self.world::<T>();
         compare(self.target(), &subject.run(self, &world), &world.expected(self), &self.replay())
@@ -278,17 +278,17 @@ impl<T: Element, L: Layer> World<T, L> {
         }
     }
 
-    /// The tightest bounds on a batch of so many tokens; of no tokens or slots, those of one.
+    /// The tightest bounds for a batch of `num_tokens` tokens, and at least one token and slot.
     pub fn capacity(&self, max_tokens: usize) -> Capacity {
         Capacity::tokens(max_tokens.max(1)).slots(self.num_slots.max(1)).rank(self.max_rank)
     }
 
-    /// What the operation writes to, as it was.
+    /// The initial contents of the written buffer.
     pub fn target(&self, case: &Case<L>) -> &[T] {
         if case.has_out() { &self.out } else { &self.y }
     }
 
-    /// What the reference makes of it.
+    /// The reference's result.
     pub fn expected(&self, case: &Case<L>) -> Vec<Expected<T>> {
         let mut expected: Vec<_> = self.target(case).iter().map(|&value| Expected::Untouched(value)).collect();
         L::expect(case, self, &mut expected);
@@ -296,7 +296,7 @@ impl<T: Element, L: Layer> World<T, L> {
     }
 }
 
-/// Makes NaN the rows of a matrix that are not read.
+/// Sets the rows of a matrix that are not read to NaN.
 pub fn poison_rows<T: Element>(buffer: &mut [T], place: Place, is_read: impl Fn(usize) -> bool) {
     for row in (0..place.rows).filter(|&row| !is_read(row)) {
         buffer[place.at(row, 0)..][..place.cols].fill(T::from_f32(f32::NAN));
@@ -307,7 +307,7 @@ pub fn halved(halves: &[i8]) -> Vec<f32> {
     halves.iter().map(|&half| f32::from(half) / 2.0).collect()
 }
 
-/// Any case of up to `max_tokens` tokens whose layer is one that `layer` gives for so many tokens and adapters.
+/// Any case of up to `max_tokens` tokens. `layer` chooses a layer for the numbers of tokens and adapters.
 pub fn cases<L: Layer, S: Strategy<Value = L>>(
     max_tokens: usize,
     layer: impl Fn(usize, usize) -> S,
@@ -340,7 +340,7 @@ pub fn features(max: usize) -> impl Strategy<Value = usize> {
     prop_oneof![1..=max, 1..=20_usize, (1..=max / 8).prop_map(|n| n * 8)]
 }
 
-/// What is mostly below `end`, and sometimes -1 or out of range; or always the same; or each another, as far as there are so many.
+/// Ids mostly below `end`, sometimes -1 or out of range; or all equal; or all different, as far as possible.
 pub fn indices(end: usize, len: usize) -> impl Strategy<Value = Vec<i32>> {
     let end = end as i32;
     let stray = prop_oneof![Just(i32::MIN), Just(i32::MAX), Just(end), Just(-2), Just(-1)];

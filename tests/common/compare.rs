@@ -1,4 +1,4 @@
-//! What a buffer must hold after an operation, and whether it does.
+//! The expected contents of a buffer after an operation, and their check.
 
 use aril::{DType, Element, reference};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use rand::rngs::StdRng;
 
 use super::values::Values;
 
-/// Where a matrix is in its buffer.
+/// The place of a matrix in its buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     pub offset: usize,
@@ -16,7 +16,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Of values, and NaN before, between and behind them.
+    /// A buffer of these values, with NaN before, between and after the rows.
     pub fn buffer<T: Element>(&self, values: Values, rng: &mut StdRng) -> Vec<T> {
         const GUARD: usize = 64;
         let mut buffer = vec![T::from_f32(f32::NAN); self.offset + self.rows * self.stride + GUARD];
@@ -26,7 +26,7 @@ impl Place {
         buffer
     }
 
-    /// Where an element is.
+    /// The index of an element.
     pub fn at(&self, row: usize, col: usize) -> usize {
         self.offset + row * self.stride + col
     }
@@ -36,42 +36,42 @@ impl Place {
     }
 }
 
-/// What an element of a buffer must hold.
+/// The expected value of an element.
 #[derive(Clone, Copy, Debug)]
 pub enum Expected<T> {
-    /// These bits, or zero of the other sign: a sum of exact products is of either, depending on the order.
+    /// These bits, or zero of the other sign: the sign of an exact sum of zero depends on the order.
     Exactly(T),
-    /// These bits, which are not to be written.
+    /// These bits; the element must not be written.
     Untouched(T),
-    /// This value, give or take.
+    /// This value, up to an error.
     Within(f64, f64),
 }
 
-/// What `y + delta` must be, after the roundings that whatever computes it may do in f32 and the one of the store.
+/// The expectation for `y + delta`, with the roundings that any implementation may do in f32 and that of the store.
 pub fn expect_sum<T: Element>(values: Values, y: f64, delta: reference::Delta, roundings: usize) -> Expected<T> {
     let sum = y + delta.value;
     if values == Values::Exact {
-        // Exact in f32, so that the only rounding is that of the store.
+        // Exact in f32: only the store rounds.
         assert!(delta.magnitude < f64::from(1 << 24) && f64::from(sum as f32) == sum, "the case is not exact");
         return Expected::Exactly(T::from_f32(sum as f32));
     }
     expect_within(sum, error_of_sum::<T>(reference::Delta { magnitude: y.abs() + delta.magnitude, ..delta }, roundings))
 }
 
-/// How far from it a sum in f32 may be. Of `A x`, kernels of the 16-bit types take two bf16 terms, each of which rounds once.
+/// The largest error of a sum in f32. Kernels of the 16-bit types split `A x` into two bf16 terms, which round once each.
 pub fn error_of_sum<T: Element>(sum: reference::Delta, roundings: usize) -> f64 {
     let terms = if T::DTYPE == DType::F32 { 0.0 } else { DType::BF16.unit_roundoff().powi(2) };
     (roundings as f64 * DType::F32.unit_roundoff() + terms) * sum.magnitude
 }
 
-/// What a value that is off by up to `error` must be, when it is rounded to T: to nearest, perhaps among T's smallest numbers.
+/// The expectation for a value with this error, after rounding to the nearest T (subnormals included).
 pub fn expect_within<T: Element>(value: f64, error: f64) -> Expected<T> {
     let store = T::DTYPE.unit_roundoff() * (value.abs() + error);
     let smallest = if T::DTYPE == DType::F16 { 2.0_f64.powi(-25) } else { 2.0_f64.powi(-134) };
     Expected::Within(value, error + store + smallest)
 }
 
-/// Checks a whole buffer, whose matrix is at a place, against what it must hold.
+/// Checks a whole buffer, whose matrix is at `place`, against the expectation.
 pub fn compare<T: Element>(
     place: Place,
     got: &[T],
@@ -87,7 +87,7 @@ pub fn compare<T: Element>(
             }
             Expected::Untouched(expected) => bits(got) == bits(expected),
             Expected::Within(value, bound) => {
-                // What is next to the largest number may become infinite.
+                // Values near the largest number may round to infinity.
                 let end = T::from_f32((value + bound.copysign(*value)) as f32);
                 (f64::from(got.to_f32()) - value).abs() <= *bound || end.to_f32().is_infinite() && *got == end
             }

@@ -129,7 +129,7 @@ impl Layer for Dense {
                 });
                 for (out, delta) in deltas.into_iter().flatten().enumerate() {
                     let at = place.at(token, first + out);
-                    // Each of the at most K + r products and sums, and a few scalings, rounds once.
+                    // At most K + r products and sums and a few scalings round once each.
                     let roundings = case.in_features() + world.max_rank + 8;
                     expected[at] = expect_sum(case.values, f64::from(world.y[at].to_f32()), delta, roundings);
                 }
@@ -140,15 +140,15 @@ impl Layer for Dense {
 }
 
 impl Case {
-    /// Of a linear layer, in exact bf16, rows one behind the other.
+    /// A linear layer in exact bf16, with contiguous rows.
     pub fn linear(in_features: usize, slices: &[usize], adapters: &[&[usize]], slots: Vec<i32>) -> Self {
         let op = Op::Linear { in_features, slices: slices.to_vec() };
         let layer = Dense { op, adapters: adapters.iter().map(|ranks| ranks.to_vec()).collect() };
         Self { slots, ..Self::of(layer, Values::Exact, 7) }
     }
 
-    /// Layers that take many features, as `down` and `o` of large models do, and one past what a block, a group and a span of the
-    /// kernels' sums have; few tokens and many, in exact bf16 and f16.
+    /// Layers with as many input features as `down` and `o` of large models, and with one more than whole slabs or spans; in exact
+    /// bf16 and f16.
     pub fn of_many_features(tokens: &[usize]) -> Vec<Self> {
         let mut cases = Vec::new();
         for (in_features, dtype) in
@@ -163,7 +163,7 @@ impl Case {
         cases
     }
 
-    /// Layers of five to eight fused modules, each of a rank of its own or absent, in every type.
+    /// Layers of five to eight fused modules, of different ranks or absent, in every type.
     pub fn of_many_slices(tokens: &[usize]) -> Vec<Self> {
         let widths = [24, 7, 130, 1, 64, 300, 9, 256];
         let ranks = [[3, 16, 1, 8, 64, 2, 5, 17], [0, 1, 40, 0, 9, 33, 100, 1], [8; 8], [0, 0, 0, 0, 0, 0, 0, 12]];
@@ -179,14 +179,14 @@ impl Case {
         cases
     }
 
-    /// By token, for an embedding: rows of it, and some before and behind it.
+    /// By token, for an embedding: ids of its rows, and some below and above them.
     pub fn token_ids(&self) -> Vec<i32> {
         let (mut rng, vocab) = (StdRng::seed_from_u64(!self.seed), self.in_features() as i32);
         (0..self.num_tokens()).map(|_| rng.random_range(-1..=vocab)).collect()
     }
 }
 
-/// Compares what overwrites NaN with what adds to zeros, bit by bit. Embeddings have no such operation.
+/// Compares overwritten NaN with deltas added to zeros, bit by bit. Embeddings have no operation that overwrites.
 pub fn check_overwriting<T: Element>(
     adds: &mut impl Subject<Dense>,
     overwrites: &mut impl Subject<Dense>,
@@ -211,7 +211,7 @@ pub fn check_overwriting<T: Element>(
     Ok(())
 }
 
-/// How large the cases are.
+/// The largest sizes of cases.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     pub max_features: usize,
@@ -222,7 +222,7 @@ pub struct Sizes {
 impl Sizes {
     /// Small enough for a debug build on the CPU.
     pub const SMALL: Self = Self { max_features: 300, max_tokens: 40, max_rank: 40 };
-    /// Past every tile of the kernels for few tokens.
+    /// More than one of every tile of the small_m kernels.
     pub const LARGE: Self = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
 }
 

@@ -20,18 +20,18 @@ use super::{
     values::Values,
 };
 
-/// A layer of experts, its adapters, and what the router chose.
+/// A layer of experts, its adapters, and the router's choices.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Moe {
     pub op: Op,
     pub shape: Shape,
     pub adapters: Vec<Lora>,
     pub top_k: usize,
-    /// By route: a local expert id, -1, or anything else that is none.
+    /// By route: a local expert id, -1, or any number that is not an expert.
     pub ids: Vec<i32>,
-    /// By route, in halves; none for no weights.
+    /// By route, in units of one half; `None` for no weights.
     pub half_weights: Option<Vec<i8>>,
-    /// By route: different rows, or anything that is none.
+    /// By route: distinct rows, or any number that is not a row.
     pub rows: Option<Vec<i32>>,
     pub weighed: Weighed,
     pub half_factor: i8,
@@ -89,18 +89,18 @@ pub enum Order {
 /// An adapter.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Lora {
-    /// Gate (of which nothing is used if there is none), up and down.
+    /// Gate (unused if the experts are ungated), up and down.
     pub modules: [Module; 3],
-    /// Modules that all experts have, in one rank, are stacked in one tensor; in one that is not repeated if they are shared.
+    /// If all experts have a module with one rank, its factors are stacked in one tensor; shared factors are not repeated.
     pub stacked: bool,
 }
 
 /// A module of an adapter.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Module {
-    /// By expert; 0 where the adapter has nothing.
+    /// By expert; 0 where the adapter has no such module.
     pub ranks: Vec<usize>,
-    /// Whether all experts have the same A, and B: only in one rank.
+    /// Whether all experts share A, and B. Then all have the same rank.
     pub shared: [bool; 2],
 }
 
@@ -123,31 +123,31 @@ impl Act {
             Self::GeluTanh => Activation::GeluTanh,
             Self::Relu2 => Activation::Relu2,
             Self::Silu => Activation::Silu,
-            // As that of GPT-OSS, but within what values reach.
+            // GPT-OSS's activation, with limits that the values reach.
             Self::SwigluOai => Activation::SwigluOai { alpha: 1.702, limit: 0.75 },
         }
     }
 }
 
 impl Lora {
-    /// Of another rank for each expert, from 1 to `max_rank`.
+    /// With a different rank for each expert, from 1 to `max_rank`.
     pub fn of_own_ranks(num_experts: usize, max_rank: usize) -> Self {
         let ranks: Vec<usize> = (0..num_experts).map(|expert| max_rank - expert * 7 % max_rank).collect();
         let module = Module { ranks, shared: [false; 2] };
         Self { modules: [module.clone(), module.clone(), module], stacked: false }
     }
 
-    /// Of one rank, with factors for each expert but those of gate, up and down that are shared.
+    /// With one rank, and factors for each expert, except the shared ones of gate, up and down.
     pub fn of_one_rank(num_experts: usize, rank: usize, shared: [[bool; 2]; 3]) -> Self {
         Self { modules: shared.map(|shared| Module { ranks: vec![rank; num_experts], shared }), stacked: true }
     }
 
-    /// All experts have the same A of gate and up, and the same B of down.
+    /// All experts share A of gate and up, and B of down.
     pub fn shared_outer(num_experts: usize, rank: usize) -> Self {
         Self::of_one_rank(num_experts, rank, [[true, false], [true, false], [false, true]])
     }
 
-    /// Without anything for any expert.
+    /// Without modules.
     pub fn nothing(num_experts: usize) -> Self {
         Self::of_one_rank(num_experts, 0, [[false; 2]; 3])
     }
@@ -162,12 +162,12 @@ impl Op {
         matches!(self, Self::AddGateUp | Self::WriteGateUp | Self::Activate(_))
     }
 
-    /// Whether it reads `y`, and writes `out`.
+    /// Whether the operation reads `y` and writes `out`.
     pub fn has_out(self) -> bool {
         matches!(self, Self::Activate(_) | Self::Combine)
     }
 
-    /// What adds to what this overwrites.
+    /// The operation that adds where this one overwrites.
     pub fn adding(self) -> Self {
         match self {
             Self::WriteGateUp => Self::AddGateUp,
@@ -207,7 +207,7 @@ impl Shape {
         if module == DOWN { [inter, self.hidden] } else { [self.hidden, inter] }
     }
 
-    /// Where a feature of gate (if there is one) or of up is in the output.
+    /// The output column of a feature of gate (if gated) or of up.
     pub fn column(&self, module: usize, feature: usize) -> usize {
         match self.halves.halves() {
             Some(halves) if module != DOWN => reference::experts::columns(halves, self.inter, feature)[module],
@@ -263,7 +263,7 @@ impl Layer for Moe {
             let ([input, output], Module { ranks, shared }) = (self.shape.features(module), &lora.modules[module]);
             let scaling = scaling(rng);
             let rank = ranks.iter().copied().max().unwrap_or(0);
-            // Exact sums must not become too large.
+            // Keeps exact sums small.
             let density = if values == Values::Exact { (32.0 / input as f64).min(1.0) } else { 1.0 };
             let mut fill = |len, density| fill(values, len, density, rng);
             let common = (fill(rank * input, density), fill(output * rank, 1.0));
@@ -358,7 +358,7 @@ impl Moe {
         self.ids.len()
     }
 
-    /// What a route's input is multiplied by, the row of down, and that row in the combine.
+    /// The weights of a route: on its input, on its row of down, and in the combine.
     pub fn weights(&self, route: usize) -> [f64; 3] {
         let weight = self.half_weights.as_ref().map_or(1.0, |halves| f64::from(halves[route]) / 2.0);
         let factor = f64::from(self.half_factor) / 2.0;
@@ -375,7 +375,7 @@ impl Moe {
         (0..self.num_routes() as i32).contains(&row).then_some(row as usize)
     }
 
-    /// The expert of a route, by its place in the whole layer, if this rank holds it.
+    /// The expert of a route, as an index into the whole layer, if this rank holds it.
     pub fn expert(&self, route: usize) -> Option<usize> {
         let local = usize::try_from(self.ids[route]).ok()?;
         self.shape.held.get(local).copied()
@@ -390,7 +390,7 @@ impl Moe {
         self.half_weights.as_deref().map(halved)
     }
 
-    /// What the router chose, with those weights.
+    /// The router's choices with these weights.
     pub fn top_k<'a>(&'a self, weights: Option<&'a [f32]>) -> TopK<'a> {
         let mut top_k = TopK::new(&self.ids, self.top_k).unwrap();
         if let Some(weights) = weights {
@@ -409,8 +409,7 @@ impl Moe {
 }
 
 impl Case {
-    /// Of a layer that no other rank has a part of, in rounded bf16, rows one behind the other; tokens of the first slot with the first
-    /// expert.
+    /// A layer on a single rank, in rounded bf16, with contiguous rows. All tokens have the first slot and the first expert.
     pub fn new([num_experts, hidden, inter]: [usize; 3], adapters: Vec<Lora>, [num_tokens, top_k]: [usize; 2]) -> Self {
         let held = (0..num_experts).collect();
         let layer = Moe {
@@ -443,7 +442,7 @@ impl Case {
         self.half_weights = Some((0..tokens * top_k).map(|route| (route % 6 - 1) as i8).collect());
     }
 
-    /// The rows of it that are of a token.
+    /// The rows of a token.
     pub fn rows_of(&self, token: usize) -> Vec<usize> {
         match self.op {
             Op::AddCombined | Op::Combine => vec![token],
@@ -476,7 +475,7 @@ impl<T: Element> World<T> {
         for route in (0..case.num_routes()).filter(|&route| case.is_here(route)) {
             let row = case.row(route).unwrap();
             let y = case.y().row(&self.y, row);
-            // What the activation takes of a module.
+            // A module's input to the activation.
             let inputs = |module: usize| -> Vec<Delta> {
                 let deltas = self.deltas(case, route, module);
                 let sum = |feature: usize| {
@@ -493,28 +492,28 @@ impl<T: Element> World<T> {
         }
     }
 
-    /// The activation of what is itself off by a little.
+    /// The activation of inputs with a known error.
     fn expect_activation(&self, case: &Case, activation: Activation, gate: Option<Delta>, up: Delta) -> Expected<T> {
         let value = reference::experts::activation(activation, gate.map(|gate| gate.value), up.value);
         let exact = |value: f64| f64::from(value as f32) == value;
-        // The gate's function, of what it is, and what the result is multiplied by.
+        // The gate's function, its argument, and the factor on its result.
         let (x, factor) = (gate.unwrap_or(up), gate.map(|_| up));
         if case.values == Values::Exact && activation == Activation::Relu2 && exact(x.value.powi(2)) && exact(value) {
             return Expected::Exactly(T::from_f32(value as f32));
         }
-        // How far off each is, and no less than how large.
+        // The error of each, and a bound on its magnitude.
         let error = |sum: Delta| {
             if case.values == Values::Exact { 0.0 } else { error_of_sum::<T>(sum, self.roundings(case)) }
         };
         let x_error = error(x);
         let (factor, factor_error) = factor.map_or((1.0, 0.0), |up| (up.value.abs() + error(up) + 1.0, error(up)));
-        // The functions are no steeper than 1.13, nor larger than what they are of; a square is both.
+        // The functions' slope is at most 1.13, and their magnitude at most the argument's. A square exceeds both.
         let largest = x.value.abs() + x_error;
         let (steepest, result) = match activation {
             Activation::Relu2 => (2.0 * largest, largest.powi(2)),
             _ => (1.13, largest),
         };
-        // A sigmoid has the error of its argument, and it and the rest a few roundings.
+        // The error of the sigmoid's argument, and a few roundings of the sigmoid and the rest.
         let computed = (16.0 + 4.0 * 1.702 * largest) * DType::F32.unit_roundoff() * result * factor;
         expect_within(value, steepest * x_error * factor + result * factor_error + computed)
     }
@@ -548,7 +547,7 @@ impl<T: Element> World<T> {
             };
             for (feature, sum) in sums.into_iter().enumerate() {
                 let at = place.at(token, feature);
-                // So that numbers of this size are multiples of what is left of the halves.
+                // Numbers of this size are then multiples of the remaining halves.
                 assert!(case.values == Values::Rounded || sum.magnitude < f64::from(1 << 20), "the case is not exact");
                 let y = if case.op == Op::Combine { 0.0 } else { f64::from(self.y[at].to_f32()) };
                 expected[at] = expect_sum(case.values, y, sum, self.roundings(case));
@@ -556,7 +555,7 @@ impl<T: Element> World<T> {
         }
     }
 
-    /// What the adapter of a route's token adds to a module of its expert, if it is here and has any.
+    /// The delta that the adapter of a route's token adds to a module of the route's expert, if the expert is local and adapted.
     fn deltas(&self, case: &Case, route: usize, module: usize) -> Option<Vec<Delta>> {
         let (token, row, expert) = (route / case.top_k, case.row(route)?, case.expert(route)?);
         let Pair { rank, scaling, a, b } = self.pairs[case.adapter(token)?][module][expert].as_ref()?;
@@ -573,7 +572,7 @@ impl<T: Element> World<T> {
         Some(here.linear::<T>(&x, case.scale(token) * case.weights(route)[usize::from(module == DOWN)]))
     }
 
-    /// Each of the products and sums over an input, a rank and the routes, and a few scalings, rounds once.
+    /// Bounds the error: each product and sum over an input, a rank and the routes, and a few scalings, rounds once.
     fn roundings(&self, case: &Case) -> usize {
         case.x().cols + self.max_rank + case.top_k + 12
     }
@@ -584,7 +583,7 @@ fn plus(y: f64, delta: Option<Delta>) -> Delta {
     Delta { value: y + value, magnitude: y.abs() + magnitude }
 }
 
-/// How large the cases are.
+/// The largest sizes of cases.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     pub max_features: usize,
@@ -597,7 +596,7 @@ pub struct Sizes {
 impl Sizes {
     /// Small enough for a debug build on the CPU.
     pub const SMALL: Self = Self { max_features: 90, max_tokens: 12, max_rank: 20, max_experts: 6, max_top_k: 4 };
-    /// Past every tile of the kernels.
+    /// More than one of every tile of the kernels.
     pub const LARGE: Self = Self { max_features: 900, max_tokens: 150, max_rank: 64, max_experts: 12, max_top_k: 8 };
 }
 
@@ -649,7 +648,7 @@ fn shapes(sizes: Sizes) -> impl Strategy<Value = Shape> {
     let features = || features(sizes.max_features);
     let halves = prop_oneof![Just(Order::Ungated), Just(Order::GateUp), Just(Order::UpGate), Just(Order::Interleaved)];
     let tp = prop_oneof![2 => Just((0, 1)), 1 => Just((0, 2)), 1 => Just((1, 2))];
-    // All in their order, all in another, or some.
+    // All experts in order, all in another order, or some.
     let held = (1..=sizes.max_experts).prop_flat_map(|num_experts| {
         let all: Vec<usize> = (0..num_experts).collect();
         let some = prop::sample::subsequence(all.clone(), 0..=num_experts).prop_shuffle();
@@ -665,7 +664,7 @@ fn shapes(sizes: Sizes) -> impl Strategy<Value = Shape> {
     })
 }
 
-/// As a router chooses: for each token different ones, as far as there are so many; some are -1 or out of range.
+/// A router's choices: distinct for each token, as far as possible; some are -1 or out of range.
 fn different_indices(end: usize, num_tokens: usize, top_k: usize) -> impl Strategy<Value = Vec<i32>> {
     let end = end as i32;
     let stray = prop_oneof![Just(i32::MIN), Just(i32::MAX), Just(end), Just(-1)];
@@ -683,7 +682,7 @@ fn different_indices(end: usize, num_tokens: usize, top_k: usize) -> impl Strate
     })
 }
 
-/// None, a permutation, or one of which some have no row.
+/// No rows, a permutation, or a permutation where some routes have no row.
 pub fn rows(num_routes: usize) -> impl Strategy<Value = Option<Vec<i32>>> {
     let end = num_routes as i32;
     let permutation = move || Just((0..end).collect::<Vec<_>>()).prop_shuffle();
@@ -698,7 +697,7 @@ pub fn rows(num_routes: usize) -> impl Strategy<Value = Option<Vec<i32>>> {
 fn loras(num_experts: usize, max_rank: usize) -> impl Strategy<Value = Lora> {
     let module = move || {
         let rank = prop_oneof![1 => Just(0), 4 => 1..=max_rank.min(17), 3 => 1..=max_rank];
-        // Whether each expert has a rank of its own, and which of them have any.
+        // Whether ranks differ by expert, and which experts are adapted.
         let own = prop::option::weighted(0.3, prop::collection::vec(1..=max_rank, num_experts));
         let has = prop_oneof![Just(vec![true; num_experts]), prop::collection::vec(any::<bool>(), num_experts)];
         (rank, own, has, any::<[bool; 2]>()).prop_map(|(rank, own, has, shared)| {
@@ -710,7 +709,7 @@ fn loras(num_experts: usize, max_rank: usize) -> impl Strategy<Value = Lora> {
     ([module(), module(), module()], any::<bool>()).prop_map(|(modules, stacked)| Lora { modules, stacked })
 }
 
-/// An operation of the CPU's on `x` and, if it reads and does not write that, `y`.
+/// An operation of the CPU on `x`, and on `y` if it only reads `y`.
 pub fn launch_on_cpu<T: Element>(
     experts: &LoraExperts,
     op: Op,

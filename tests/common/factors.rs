@@ -1,4 +1,4 @@
-//! The factors of modules in cases, and the adapters that have them.
+//! The factors of modules in cases, and adapters with these factors.
 
 use std::fmt::Write as _;
 
@@ -28,7 +28,7 @@ pub fn scaling(rng: &mut StdRng) -> f64 {
     [0.5, 1.0, 2.0][rng.random_range(0..3)]
 }
 
-/// `len` values, of which `density` are not zero.
+/// `len` values; a share of `density` is not zero.
 pub fn fill(values: Values, len: usize, density: f64, rng: &mut StdRng) -> Vec<f64> {
     (0..len).map(|_| if rng.random_bool(density) { f64::from(values.value(rng)) } else { 0.0 }).collect()
 }
@@ -39,13 +39,13 @@ impl Pair {
         values.iter().map(|&value| f64::from(T::from_f32(value as f32).to_f32())).collect()
     }
 
-    /// `scale · scaling · B (A x)` of the factors that a table of `T` holds.
+    /// `scale · scaling · B (A x)` with the factors in a table of `T`.
     pub fn linear<T: Element>(&self, x: &[f64], scale: f64) -> Vec<Delta> {
         let [a, b] = [&self.a, &self.b].map(|values| Self::stored::<T>(values));
         reference::linear(x, reference::Factors { a: &a, b: &b, rank: self.rank, scaling: self.scaling * scale })
     }
 
-    /// `scale · scaling · B A[:, id]` of the factors that a table of `T` holds.
+    /// `scale · scaling · B A[:, id]` with the factors in a table of `T`.
     pub fn embedding<T: Element>(&self, id: usize, vocab: usize, scale: f64) -> Vec<Delta> {
         let [a, b] = [&self.a, &self.b].map(|values| Self::stored::<T>(values));
         let factors = reference::Factors { a: &a, b: &b, rank: self.rank, scaling: self.scaling * scale };
@@ -53,12 +53,12 @@ impl Pair {
     }
 }
 
-/// Layers before and behind that of a case, so that entries have somewhere to go wrong.
+/// Layers before and after a case's layer, so that a wrong entry shows.
 pub fn neighbour(path: &str) -> Linear {
     Linear::new(path, Parallel::Replicated, 3).slice("m0", 5)
 }
 
-/// An adapter in the making: its tensors, and each module's α.
+/// An adapter under construction: its tensors, and each module's α.
 #[derive(Default)]
 pub struct Modules {
     tensors: Vec<(String, Tensor)>,
@@ -79,7 +79,7 @@ impl Modules {
         write!(self.alphas, r#"{}"{path}": {alpha}"#, if self.alphas.is_empty() { "" } else { ", " }).unwrap();
     }
 
-    /// The adapter. The neighbours are always adapted, with weights that would show.
+    /// The adapter. It always adapts the neighbours too, with weights that would show.
     pub fn adapter(mut self) -> Adapter {
         for path in ["before.m0", "behind.m0"] {
             self.put(path, 1.0, Self::LINEAR, (&[1, 3], &[1e4; 3]), (&[5, 1], &[1e4; 5]));

@@ -25,7 +25,7 @@ pub struct Fused {
     pub has_bias: bool,
     /// Elements before W's first row, and from the end of a row to the next.
     pub w_gap: usize,
-    /// Of the values of W and the bias.
+    /// The seed of W and the bias.
     pub w_seed: u64,
     pub accumulates: bool,
 }
@@ -33,7 +33,7 @@ pub struct Fused {
 pub type Case = case::Case<Fused>;
 pub type World<T> = case::World<T, Fused>;
 
-/// W of each slice and the bias, NaN wherever there is no element of them.
+/// W of each slice and the bias, in buffers that are NaN elsewhere.
 pub struct Base<T> {
     pub slices: Vec<(Place, Vec<T>)>,
     pub bias: Option<(Place, Vec<T>)>,
@@ -106,7 +106,7 @@ impl Layer for Fused {
         let rows = |(place, w): &(Place, Vec<T>)| (0..place.rows).map(|row| place.row(w, row)).collect();
         let (slices, bias): (Vec<Vec<Vec<f64>>>, _) =
             (slices.iter().map(rows).collect(), bias.map(|(place, bias)| place.row(&bias, 0)));
-        // Each of the at most 2 K + r products and sums, and a few scalings, the bias and y, rounds once.
+        // At most 2 K + r products and sums, a few scalings, the bias and y round once each.
         let roundings = 2 * case.in_features() + world.max_rank + 12;
         let sums_of = |token: usize| {
             let x = case.x().row(&world.x, token);
@@ -157,7 +157,7 @@ impl Case {
     }
 }
 
-/// Any case that the copy engine can read: of features and rows of x and W that are multiples of 8 elements.
+/// Any case that the copy engine can read: features and row strides of x and W are multiples of 8 elements.
 pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
     let layers = move |_, num_adapters| {
         let base = (any::<bool>(), 0..=2_usize, any::<u64>(), any::<bool>());

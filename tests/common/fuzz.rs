@@ -1,4 +1,4 @@
-//! What must not panic, whatever the bytes: loading, planning and packing an adapter.
+//! The fuzz target: loading, planning and packing an adapter must not panic, whatever the bytes.
 
 use std::fs;
 
@@ -8,14 +8,14 @@ use aril::{
     model::{Experts, Linear, ModelSpec, Parallel, Shard, TpRank},
 };
 
-/// Takes two bytes for the length of the configuration, then the configuration, then the weight file.
+/// Reads two bytes as the length of the configuration, then the configuration, then the weight file.
 pub(crate) fn run(data: &[u8]) {
     let Some((&[low, high], rest)) = data.split_first_chunk() else { return };
     let (config, weights) = rest.split_at(usize::from(u16::from_le_bytes([low, high])).min(rest.len()));
     load(config, weights);
 }
 
-/// Loads an adapter from the bytes of its two files: mapped, copied, and as they are.
+/// Loads an adapter from the bytes of its two files: mapped, copied and from memory.
 pub(crate) fn load(config: &[u8], weights: &[u8]) {
     let Ok(dir) = tempfile::tempdir() else { return };
     let write = |name: &str, bytes| fs::write(dir.path().join(name), bytes).is_ok();
@@ -30,7 +30,7 @@ pub(crate) fn load(config: &[u8], weights: &[u8]) {
     assert_eq!(others, [opened.is_ok(); 2]);
     let Ok(mut adapter) = opened else { return };
     let _ = adapter.compare_base_weights(|_| Ok::<_, AdapterError>(true));
-    // A model that the adapter fits, as far as there can be one.
+    // A model that fits the adapter, if one exists.
     let Ok(rank) = TpRank::new(1, 2) else { return };
     let mut spec = ModelSpec::new();
     for module in adapter.modules() {

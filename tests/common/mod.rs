@@ -1,4 +1,4 @@
-//! What several test binaries share.
+//! Code that several test binaries share.
 #![allow(dead_code, unreachable_pub, reason = "not every binary uses all of it")]
 #![allow(
     clippy::cast_possible_truncation,

@@ -39,7 +39,7 @@ macro_rules! for_dtype {
 impl Values {
     pub fn value(self, rng: &mut StdRng) -> f32 {
         match self {
-            // Zeros are of both signs.
+            // Zeros have both signs.
             Self::Exact => f32::from(rng.random_range(-2..=2_i8)).copysign(if rng.random() { 1.0 } else { -1.0 }),
             // The sum of four uniforms is normal enough.
             Self::Rounded => (0..4).map(|_| rng.random_range(-0.25..0.25_f32)).sum(),

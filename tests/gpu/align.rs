@@ -1,4 +1,4 @@
-//! The device's blocks of routes against the host's.
+//! The kernel that arranges routes in blocks, against the host's result.
 
 use aril::{
     Slot,
@@ -15,7 +15,7 @@ use crate::{
     device::{Buffer, Gpu},
 };
 
-/// What a kernel of the engine's would find.
+/// The arrays as an engine's kernel reads them.
 struct Found {
     routes: Vec<i32>,
     block_experts: Vec<i32>,
@@ -23,7 +23,7 @@ struct Found {
     num_padded: i32,
 }
 
-/// As the host has it, and -1 behind it for as many blocks as there can be.
+/// The host's result, padded with -1 to the largest number of blocks.
 fn check(found: &Found, case: &Case) -> Result<(), TestCaseError> {
     let aligned = case.aligned();
     let routes: Vec<i32> = aligned.routes().iter().map(|&route| route as i32).collect();
@@ -39,7 +39,7 @@ fn check(found: &Found, case: &Case) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Room for all of them, one after the other.
+/// Memory for all of them, one after the other.
 fn capacity(steps: &[Case]) -> AlignCapacity {
     let most = |f: fn(&Case) -> usize| steps.iter().map(f).max().unwrap();
     let first = steps[0].capacity();
@@ -47,13 +47,13 @@ fn capacity(steps: &[Case]) -> AlignCapacity {
     AlignCapacity::new(routes.experts(first.routes.num_experts), first.num_slots, first.block_size)
 }
 
-/// More slots than the alignment has, so that some are none of its.
+/// More slots than the alignment has, so that some are out of its range.
 fn batches(capacity: AlignCapacity) -> Capacity {
     let num_slots = (capacity.num_slots + 3).min(MAX_SLOTS);
     Capacity::tokens(capacity.routes.max_tokens).slots(num_slots).rank(1)
 }
 
-/// The raw door, in memory with a guard behind it.
+/// The raw API, in memory followed by a guard.
 struct Raw<'a> {
     gpu: &'a Gpu,
     routing: raw::Routing,
@@ -85,7 +85,7 @@ impl<'a> Raw<'a> {
         unsafe { self.routing.update(&Batch::new(slots), self.gpu.raw_stream()) }.unwrap();
     }
 
-    /// The choices, which are to outlive what is enqueued.
+    /// The choices, which must outlive the enqueued work.
     fn upload(&self, case: &Case) -> (Buffer, Option<Buffer>) {
         (self.gpu.upload(&case.ids), case.rows.as_ref().map(|rows| self.gpu.upload(rows)))
     }
@@ -93,7 +93,7 @@ impl<'a> Raw<'a> {
     fn align(&mut self, top_k: usize, (ids, rows): &(Buffer, Option<Buffer>), num_tokens: usize) -> raw::AlignedRoutes {
         let top_k = raw::TopK::new(ids.address(), top_k).rows(rows.as_ref().map_or(0, Buffer::address));
         let batch = self.routing.capture_batch(num_tokens).unwrap();
-        // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
         unsafe { self.alignment.align(batch, top_k, self.gpu.raw_stream()) }.unwrap()
     }
 
@@ -126,7 +126,7 @@ fn read(gpu: &Gpu, view: &CudaView<'_, i32>) -> Vec<i32> {
     values
 }
 
-fn run_through_the_safe_door(gpu: &Gpu, steps: &[Case]) -> Result<(), TestCaseError> {
+fn run_through_the_safe_api(gpu: &Gpu, steps: &[Case]) -> Result<(), TestCaseError> {
     let queue = &gpu.queue;
     let mut routing = Routing::new(queue, batches(capacity(steps)), steps.len()).unwrap();
     let mut alignment = Alignment::new(queue, capacity(steps)).unwrap();
@@ -164,10 +164,10 @@ fn blocks_are_those_of_the_host() {
         let mut raw = Raw::new(&gpu, capacity(&steps));
         steps.iter().try_for_each(|case| raw.run(case))
     });
-    property(60, 60, |steps| run_through_the_safe_door(&gpu, &steps));
+    property(60, 60, |steps| run_through_the_safe_api(&gpu, &steps));
 }
 
-/// More than are gone through at a time.
+/// More routes than one pass reads at a time.
 #[test]
 #[ignore = "needs a GPU"]
 fn blocks_of_many_routes_are_those_of_the_host() {
@@ -178,7 +178,7 @@ fn blocks_of_many_routes_are_those_of_the_host() {
     });
 }
 
-/// A graph for some tokens is replayed for fewer, with other slots and experts.
+/// A graph is replayed with fewer tokens and with other slots and experts.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_aligns_what_it_finds() {
@@ -191,7 +191,7 @@ fn a_replay_aligns_what_it_finds() {
         let mut aligned = None;
         let graph = gpu.capture(|| aligned = Some(raw.align(top_k, &choices, max_tokens)));
         for step in &steps {
-            // Rows that were not routed hold what an earlier step left.
+            // Rows that are not routed keep values of an earlier step.
             let ids: Vec<i32> = (0..max_tokens * top_k)
                 .map(|i| step.ids.get(i).copied().unwrap_or(i as i32 % num_experts.max(1)))
                 .collect();
@@ -205,7 +205,7 @@ fn a_replay_aligns_what_it_finds() {
     });
 }
 
-/// A step of `num_tokens` with `top_k` routes each, whose slots and experts are functions of their numbers.
+/// A step of `num_tokens` tokens with `top_k` routes each. Slots and experts are functions of the token and the route.
 fn case(num_tokens: usize, top_k: usize, slot: fn(usize) -> usize, expert: fn(usize) -> usize) -> Case {
     Case {
         slots: (0..num_tokens).map(|token| slot(token) as i32).collect(),
@@ -268,7 +268,7 @@ fn what_there_is_no_room_for_is_refused() {
     let memory = gpu.upload(&vec![0_u8; bytes + 256]);
     for (offset, bytes) in [(0, bytes - 1), (128, bytes)] {
         let region = raw::DeviceRegion { ptr: memory.address() + offset, bytes };
-        // SAFETY: the memory is zero and outlives what is refused.
+        // SAFETY: the memory is zero and outlives the refused calls.
         assert!(unsafe { raw::Alignment::new(kernels, capacity, region) }.is_err());
     }
     let other = Gpu::new();

@@ -1,4 +1,4 @@
-//! Graphs that the safe door captures: what they follow, what they keep, and what is refused while a stream is captured.
+//! Graphs captured through the safe API: changes they follow, memory they keep alive, and calls refused during a capture.
 
 use std::{
     ops::Range,
@@ -28,7 +28,7 @@ use crate::{
     setup::{SLOTS, Setup, Spin, TOKENS, add_deltas},
 };
 
-/// Adapters come, go and change their ranks, and the routing changes, under one graph.
+/// Between replays of one graph, adapters are loaded, unloaded and change their ranks, and the routing changes.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_follows_loads_ranks_and_routing() {
@@ -63,7 +63,7 @@ fn a_replay_follows_loads_ranks_and_routing() {
     }
 }
 
-/// A graph is replayed after everything that it was captured with has been dropped, in memory that would else be another's.
+/// A graph is replayed after all its operands were dropped. It must keep their memory from being reused.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_graph_keeps_what_it_works_on() {
@@ -88,7 +88,7 @@ fn a_graph_keeps_what_it_works_on() {
     let mut graph = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
     routing.update(&Batch::new(&[Slot::new(1); TOKENS])).unwrap();
     gpu.synchronize();
-    // Where the arena was there would be factors of NaN, where the table was descriptors of them.
+    // If the graph did not keep them, the arena would now hold factors of NaN, and the table descriptors of these.
     drop((weights, layers, routing, workspace, x, between));
     gpu.synchronize();
     let sizes = [[LEN; 32].to_vec(), vec![1 << 20; 8], vec![64; 256]].concat();
@@ -99,7 +99,7 @@ fn a_graph_keeps_what_it_works_on() {
     };
     let others: Vec<_> = sizes.into_iter().map(fill).collect();
     let mut got = vec![0.0; LEN];
-    // Between them is 3, then 6: each replay adds that, times 3.
+    // Between the layers x is 3, then 6. Each replay adds 3 times that.
     for expected in [9.0, 27.0] {
         graph.replay().unwrap();
         result.read(&mut got).unwrap();
@@ -148,7 +148,7 @@ fn buffers_are_written_and_read_within_their_ends() {
     assert_eq!(got, [1.0, 2.0, 5.0, 6.0]);
 }
 
-/// Copies that wait for nothing, far ahead of the device, between parts of buffers and slices.
+/// Copies between parts of buffers and slices, enqueued far ahead of the device without waiting.
 #[test]
 #[ignore = "needs a GPU"]
 fn copies_are_in_the_order_of_the_queue() {
@@ -173,7 +173,7 @@ fn copies_are_in_the_order_of_the_queue() {
         let mut expected = vec![value; LEN];
         expected[2..6].fill(3.0);
         expected[LEN - 1] = 0.0;
-        // Waits for the copy from it.
+        // This waits for the copy from the pinned buffer.
         input.elements().unwrap().fill(-1.0);
         assert!(spun.is_complete());
         assert_eq!(output.elements().unwrap()[..LEN], expected);
@@ -195,7 +195,7 @@ fn copies_are_in_the_order_of_the_queue() {
     ] {
         assert!(matches!(refused, Err(LaunchError::WrongStream { .. })), "{refused:?}");
     }
-    // Pinned elements may go before their copy is done.
+    // Pinned elements may be dropped before their copy is done.
     input.elements().unwrap().fill(7.0);
     spin.run(20);
     first.enqueue_write(&mut input, LEN).unwrap();
@@ -206,10 +206,10 @@ fn copies_are_in_the_order_of_the_queue() {
     assert!(Buffer::<f32>::zeros(queue, 0).unwrap().is_empty());
 }
 
-/// What a step records, which may be refused.
+/// Records the operations of a step; recording may fail.
 type Record<'a> = &'a mut dyn FnMut(&mut Step<'_>) -> Result<(), LaunchError>;
 
-/// Captures that, which fails; the queue is as usable as before.
+/// Captures a step that fails. The queue stays usable.
 fn refused(setup: &mut Setup, record: Record<'_>) -> LaunchError {
     let error = setup.weights.capture(&setup.routing, TOKENS, &mut setup.workspace, record).unwrap_err();
     assert_usable(setup);
@@ -268,7 +268,7 @@ fn captures_that_fail_leave_the_queue_as_it_was() {
     assert_usable(&mut setup);
 }
 
-/// A captured step refuses what does not fit as any does, and may go on.
+/// A captured step refuses operands that do not fit, as an eager one does, and the capture may go on.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_captured_step_goes_on_behind_a_refusal() {
@@ -288,7 +288,7 @@ fn a_captured_step_goes_on_behind_a_refusal() {
     assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
 }
 
-/// The graph could not keep borrowed memory: it is refused by the operand's name.
+/// Borrowed memory is refused by the operand's name, because a graph could not keep it alive.
 #[test]
 #[ignore = "needs a GPU"]
 fn borrowed_operands_are_not_captured() {
@@ -373,7 +373,7 @@ fn borrowed_operands_of_embeddings_and_experts_are_not_captured() {
     assert_eq!(stream.clone_dtoh(&target).unwrap(), [7.0; 64]);
 }
 
-/// All that enqueues, allocates or copies on a stream that cudarc is capturing is refused; the capture goes on undisturbed.
+/// Calls that enqueue, allocate or copy on a stream that cudarc is capturing are refused. The capture continues.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_stream_that_somebody_else_captures_is_left_alone() {
@@ -446,7 +446,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         let target = MatrixMut::new(&mut target, rows, cols).unwrap();
         launches.push(("LoraExperts", launch(&experts, op, &mut step, &mut grouped, inputs, target)));
     }
-    // Room may be reserved and filled meanwhile, but not committed.
+    // A reservation may be made and filled during the capture, but not committed.
     let filled = thread::scope(|threads| {
         let fill = || weights.reserve(&image).unwrap().fill(&image, &mut Staging::new(queue).unwrap()).unwrap();
         threads.spawn(fill).join().unwrap()
@@ -465,7 +465,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         assert!(matches!(result, Err(LoadError::Device(LaunchError::Capturing))), "{name}: {result:?}");
     }
 
-    // As it was, and all of it works on.
+    // The table is as before, and all of it still works.
     weights.check([resident]).unwrap();
     assert!(weights.get(Slot::new(1)).is_none());
     assert_eq!(weights.usage().used, weights.loaded()[0].bytes);
@@ -483,11 +483,11 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     assert!(weights.check([resident]).is_err());
 }
 
-/// The modes in which an engine may capture the queue's stream itself.
+/// The modes in which an engine may itself capture the queue's stream.
 const MODES: [CUstreamCaptureMode; 2] =
     [CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL];
 
-/// Does that while the stream is captured, which it must not disturb.
+/// Runs `act` while the stream is captured. It must not disturb the capture.
 fn while_captured(gpu: &Gpu, mode: CUstreamCaptureMode, act: impl FnOnce()) {
     gpu.stream.begin_capture(mode).unwrap();
     act();
@@ -495,7 +495,7 @@ fn while_captured(gpu: &Gpu, mode: CUstreamCaptureMode, act: impl FnOnce()) {
     gpu.stream.end_capture(flags).expect("the capture was disturbed");
 }
 
-/// Loading goes on during a capture, up to the commit, on the thread that captures.
+/// The thread that captures may load during the capture, up to the commit.
 #[test]
 #[ignore = "needs a GPU"]
 fn the_thread_that_captures_reserves_and_fills() {
@@ -506,7 +506,7 @@ fn the_thread_that_captures_reserves_and_fills() {
     let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
     let mut staging = Staging::new(&gpu.queue).unwrap();
     let mut fill = |image| {
-        // Room that was given back, whose last use is asked for.
+        // Freed memory, whose last use is queried.
         let filled = weights.reserve(image).unwrap().fill(image, &mut staging).unwrap();
         drop(weights.reserve(image).unwrap().fill(image, &mut Staging::new(&gpu.queue).unwrap()).unwrap());
         while !filled.is_ready() {
@@ -533,7 +533,7 @@ fn the_thread_that_captures_reserves_and_fills() {
     setup.gpu.context.check_err().unwrap();
 }
 
-/// Nothing that goes while its stream is captured becomes a part of the graph, and its memory is free behind the capture.
+/// Memory dropped during a capture adds no deallocation to the graph, and is freed after the capture.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_is_dropped_during_a_capture_is_freed_behind_it() {
@@ -547,7 +547,7 @@ fn what_is_dropped_during_a_capture_is_freed_behind_it() {
     let make = || {
         let table = WeightTable::new(queue, weights.model(), DType::F32, capacity, BYTES).unwrap();
         table.load(Slot::new(0), &image).unwrap();
-        // A copy that the table's memory waits for.
+        // A copy that the table waits for.
         let mut staging = Staging::new(queue).unwrap();
         drop(table.reserve(&image).unwrap().fill(&image, &mut staging).unwrap());
         let mut routing = Routing::new(queue, capacity, 2).unwrap();
@@ -579,7 +579,7 @@ fn what_is_dropped_during_a_capture_is_freed_behind_it() {
     assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
 }
 
-/// The experts of a layer, and what a step of them works on.
+/// The experts of a layer, and the operands of a step.
 struct ExpertsStep {
     layer: LoraExperts,
     activation: Activation,
@@ -610,7 +610,7 @@ impl ExpertsStep {
         self.layer.combine(step, &mut grouped, x, y, MatrixMut::new(&mut self.out, tokens, HIDDEN)?)
     }
 
-    /// What is in `out`, which is NaN from then on.
+    /// Takes the values of `out` and fills it with NaN.
     fn take(&mut self) -> Vec<bf16> {
         let mut out = vec![bf16::ZERO; self.out.len()];
         self.out.read(&mut out).unwrap();
@@ -619,8 +619,8 @@ impl ExpertsStep {
     }
 }
 
-/// Of routes that every block sorts, that one block does, and that are grouped by a kernel of their own: the bits of eager steps, while
-/// the router's choices, the slots and the adapters change.
+/// Whether every block groups the routes, one block, or a separate kernel: replays have the bits of eager steps, while the router's
+/// choices, the slots and the adapters change.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {

@@ -1,5 +1,5 @@
-//! One operation after another, as an engine enqueues them: what one leaves in memory is there when the next one reads it, though
-//! kernels begin before those enqueued earlier have ended.
+//! Operations in sequence, as an engine enqueues them: each reads what the earlier ones wrote, although kernels start before earlier
+//! kernels have ended.
 
 use aril::{
     DType, Slot,
@@ -16,7 +16,7 @@ use crate::{
     device::{Buffer, Gpu},
 };
 
-/// Layers in bf16 whose adapters are in one table, an embedding that none of them has, and what a step of them needs.
+/// Layers in bf16 with adapters in one table, an embedding without adapters, and the operands of a step.
 pub struct Stack {
     pub gpu: Gpu,
     pub capacity: Capacity,
@@ -27,7 +27,7 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// Layers of so many input features and slices; `rank` says that of an adapter in a layer, 0 where it has no module.
+    /// Layers of these input features and slices. `rank` gives an adapter's rank in a layer, 0 if it has no such module.
     pub fn new(
         layers: &[(usize, &[usize])],
         capacity: Capacity,
@@ -74,14 +74,14 @@ impl Stack {
         raw::LoraLinear::new(&self.gpu.kernels, &self.model, id, DType::BF16, self.capacity).unwrap()
     }
 
-    /// Enough for any of the layers.
+    /// Workspace for any of the layers.
     pub fn workspace(&self) -> Workspace {
         let bytes = (0..self.layers.len()).map(|layer| self.raw_layer(layer).plan().workspace_bytes());
         let bytes = bytes.reduce(aril::plan::WorkspaceBytes::max).unwrap();
         Workspace::with_bytes(&self.gpu.queue, bytes).unwrap()
     }
 
-    /// A routing, and the memory that it is in.
+    /// A routing and its memory.
     pub fn routing(&self) -> (raw::Routing, Buffer) {
         let memory = self.gpu.poisoned(raw::Routing::device_bytes(self.capacity).unwrap());
         // SAFETY: the caller keeps the memory as long as the routing, and uses both on one stream.
@@ -90,7 +90,7 @@ impl Stack {
     }
 
     pub fn route(&self, routing: &mut raw::Routing, slots: u64, tokens: usize) -> raw::RoutedBatch {
-        // SAFETY: the slots and the routing are the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns the slots and the routing and keeps them alive until the stream is synchronized.
         unsafe { routing.update_on_device(slots, None, tokens, self.gpu.raw_stream()) }.unwrap()
     }
 
@@ -107,11 +107,11 @@ impl Stack {
         let x = raw::MatrixRef::new::<bf16>(x, tokens, in_features);
         let y = raw::MatrixMut::new::<bf16>(y, tokens, out_features);
         let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
-        // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
         unsafe { self.raw_layer(layer).add_delta(&step, x, y) }.unwrap();
     }
 
-    /// The first half of adding a layer's deltas.
+    /// The shrink of a layer's deltas.
     fn shrink(&self, layer: usize, x: u64, tokens: usize, batch: raw::RoutedBatch, workspace: raw::Workspace) {
         let x = raw::MatrixRef::new::<bf16>(x, tokens, self.layers[layer].1);
         let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
@@ -119,7 +119,7 @@ impl Stack {
         unsafe { self.raw_layer(layer).shrink(&step, x) }.unwrap();
     }
 
-    /// Adds the deltas of the embedding, which no adapter has.
+    /// Adds the deltas of the embedding, which no adapter has: a launch without work.
     fn launch_embedding(&self, ids: u64, y: u64, tokens: usize, batch: raw::RoutedBatch, workspace: raw::Workspace) {
         let (id, hidden) = self.embedding;
         let kernels = &self.gpu.kernels;
@@ -135,23 +135,23 @@ fn values(rng: &mut StdRng, count: usize) -> Vec<bf16> {
     (0..count).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect()
 }
 
-/// Features in front of each layer of the chain and behind the last one.
+/// Features before each layer of the chain and after the last one.
 const HIDDEN: usize = 2048;
 const INNER: usize = 4096;
-/// The layers of the chain, and those that no adapter has, of which some are launched between any two of the chain.
+/// The layers of the chain, and layers without adapters, some of which are launched between any two of the chain.
 const CHAIN: [(usize, &[usize]); 4] =
     [(HIDDEN, &[1024, 512, 512]), (HIDDEN, &[INNER]), (INNER, &[1500, 548]), (HIDDEN, &[HIDDEN])];
 const IDLE: [(usize, &[usize]); 2] = [(HIDDEN, &[512]), (INNER, &[256, 1024])];
 
-/// One routing, one workspace; `y` of a layer is `x` of the next, and between the two are launches that have nothing to do: they
-/// must not let the next one begin its work before the last one has ended.
+/// All layers share one routing and one workspace, and `y` of a layer is `x` of the next. Between two layers are launches without
+/// work, which must not let the next layer start before the previous one has ended.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_layer_reads_what_the_one_before_wrote() {
     const REPEATS: usize = 3;
     let layers = [&CHAIN[..], &IDLE].concat();
     let capacity = Capacity::tokens(1100).slots(4).rank(64);
-    // In each layer of the chain but the first, one of the adapters has no module.
+    // In each layer of the chain except the first, one adapter has no module.
     let ranks = [16, 64, 7];
     let stack = Stack::new(&layers, capacity, ranks.len(), |adapter, layer| match layer {
         layer if layer >= CHAIN.len() || layer % 4 == adapter + 1 => 0,
@@ -187,7 +187,7 @@ fn a_layer_reads_what_the_one_before_wrote() {
             results
         };
 
-        // Each launch by itself.
+        // Each launch alone.
         let batch = stack.route(&mut routing, slots.address(), tokens);
         gpu.synchronize();
         for layer in 0..CHAIN.len() {
@@ -232,8 +232,8 @@ fn a_layer_reads_what_the_one_before_wrote() {
     }
 }
 
-/// If the second launch of an operation is refused, only shrink runs. It leaves `y` as it was, and the workspace can be used again: by
-/// the one launch for few tokens, which has both halves, and by the two launches for many.
+/// If the second launch of an operation is refused, only shrink runs. It leaves `y` as it was, and the workspace can be used again, by
+/// the one launch of small_m and by the two launches of large_m.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_shrink_without_its_expand_leaves_no_trace() {
@@ -242,7 +242,7 @@ fn a_shrink_without_its_expand_leaves_no_trace() {
     let (gpu, mut rng) = (&stack.gpu, StdRng::seed_from_u64(14));
     let shared = stack.workspace();
     for tokens in [1, 40, 512, 513, 1100] {
-        // Without a slot, too, if there are more tokens than slots.
+        // If there are more tokens than slots, some have no slot.
         let slots: Vec<i32> = (0..tokens as i32).map(|token| (token + 1) % 5 - 1).collect();
         let slots = gpu.upload(&slots);
         let [x, other_x] = [(); 2].map(|()| gpu.upload(&values(&mut rng, tokens * 2100)));
@@ -265,8 +265,8 @@ fn a_shrink_without_its_expand_leaves_no_trace() {
     }
 }
 
-/// Steps of one operation each, right behind their routing, which changes every time: what a step routes is what its operation
-/// reads, though it may begin to read before it has waited, and an earlier step's routing stood in the same place.
+/// Each step is a routing and one operation right after it. The operation reads its own step's routing, although it starts before the
+/// routing has ended, and the memory held an earlier step's routing.
 #[test]
 #[ignore = "needs a GPU"]
 fn an_operation_right_behind_its_routing() {
@@ -277,7 +277,7 @@ fn an_operation_right_behind_its_routing() {
     let mut rng = StdRng::seed_from_u64(13);
     for (layer, in_features, out_features) in [(0, 512, 320), (1, 500, 100)] {
         for tokens in [1, 16, 60, 512, 600] {
-            // All of a step are in one slot, or in any.
+            // All tokens of a step are in one slot, or spread over all.
             let slots: Vec<i32> = (0..STEPS)
                 .flat_map(|step| {
                     let slot = step as i32 % 5 - 1;

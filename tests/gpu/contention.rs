@@ -1,4 +1,4 @@
-//! What runs beside the kernels, and what ran before them in the same workspace: no bit of a result shows it.
+//! Results do not depend, in any bit, on kernels that run at the same time or on earlier contents of the workspace.
 
 mod experts;
 mod fused_linear;
@@ -76,10 +76,10 @@ impl Layers {
     }
 }
 
-/// Launches for a batch: two whole ones, and one in halves.
+/// Launches for a batch: two of `add_delta`, and one of each of its halves.
 const LAUNCHES: usize = 3;
 
-/// One batch after the other, on a layer and a stream: each is routed on the device, and launched for a y of each launch's own.
+/// Successive batches on one layer and stream. Each is routed on the device, and each launch has a separate y.
 struct Steps<'a> {
     gpu: &'a Gpu,
     layer: raw::LoraLinear,
@@ -100,7 +100,7 @@ struct Steps<'a> {
 type Results = Vec<Vec<u16>>;
 
 impl<'a> Steps<'a> {
-    /// Of that layer, on the stream of `gpu`.
+    /// Batches for layer `layer`, on the stream of `gpu`.
     fn new(layers: &'a Layers, layer: usize, gpu: &'a Gpu, tokens: &[usize]) -> Self {
         let mut rng = StdRng::seed_from_u64(layer as u64);
         let (in_features, slices) = LAYERS[layer];
@@ -132,7 +132,7 @@ impl<'a> Steps<'a> {
         steps
     }
 
-    /// Enough for any of the layers.
+    /// Workspace for any of the layers.
     fn workspace(&self, layers: &Layers) -> Workspace {
         let bytes = layers.ids.map(|id| {
             let layer = raw::LoraLinear::new(&self.gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap();
@@ -148,7 +148,7 @@ impl<'a> Steps<'a> {
     fn route(&mut self, step: usize) -> raw::RoutedBatch {
         let slots = self.slots.address() + (self.tokens_before(step) * size_of::<i32>()) as u64;
         let stream = self.gpu.raw_stream();
-        // SAFETY: the slots and the routing are the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns the slots and the routing and keeps them alive until the stream is synchronized.
         unsafe { self.routing.update_on_device(slots, None, self.tokens[step], stream) }.unwrap()
     }
 
@@ -160,7 +160,7 @@ impl<'a> Steps<'a> {
         let y = raw::MatrixMut::new::<bf16>(y, tokens, self.out_features);
         let step = raw::Step::new(self.table, batch, workspace, self.gpu.raw_stream());
         if launch + 1 < LAUNCHES {
-            // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+            // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
             unsafe { self.layer.add_delta(&step, x, y) }.unwrap();
         } else {
             // SAFETY: as above.
@@ -191,7 +191,7 @@ impl<'a> Steps<'a> {
         results
     }
 
-    /// What y is, which is as at first from then on.
+    /// Takes y and restores its initial values.
     fn take_results(&mut self) -> Results {
         let mut all = self.y.read::<u16>().into_iter();
         self.y.write(&self.initial_y);
@@ -206,7 +206,7 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// Nearly all multiprocessors are taken by another kernel as ours come, as under MPS, and once more while ours run.
+/// Another kernel occupies nearly all multiprocessors when the kernels start, as under MPS, and again while they run.
 #[test]
 #[ignore = "needs a GPU to itself"]
 fn beside_a_kernel_that_takes_most_multiprocessors() {
@@ -259,7 +259,7 @@ fn two_streams_at_once() {
     streams.iter_mut().zip(&expected).for_each(|(steps, expected)| steps.check(expected, "captured"));
 }
 
-/// Layers of different shapes, few tokens and many, eager and captured: none takes another's sums for its own.
+/// Layers of different shapes and batch sizes share a workspace, eager and captured. No launch reads sums of another.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_workspace_remembers_nothing() {
@@ -267,7 +267,7 @@ fn a_workspace_remembers_nothing() {
     let layers = Layers::new();
     let tokens = [512, 513, 1, 2048, 17, 1025, 64, 3];
     let mut both = [0, 1].map(|layer| Steps::new(&layers, layer, &layers.gpu, &tokens));
-    // In a round each step is launched forwards, backwards, and twice from the graph.
+    // A round launches the steps in order, in reverse order, and twice from the graph.
     let expected = both.each_mut().map(|steps| steps.alone(&layers, 4 * ROUNDS));
     let workspace = both[0].workspace(&layers);
     let steps: Vec<(usize, usize)> = (0..tokens.len()).flat_map(|step| [(0, step), (1, step)]).collect();
@@ -283,13 +283,13 @@ fn a_workspace_remembers_nothing() {
     both.iter_mut().zip(&expected).for_each(|(steps, expected)| steps.check(expected, "with one workspace"));
 }
 
-/// A kernel of blocks that have a multiprocessor each, for a time; it ends by the clock, whatever happens.
+/// A kernel whose blocks occupy a multiprocessor each for a given time. It always ends, by the clock.
 struct Hog {
     stream: Arc<CudaStream>,
     kernel: CudaFunction,
     shared_bytes: u32,
     blocks: usize,
-    /// `[launch][begin, end][blocks]`, pinned: 1 once a block has come there.
+    /// `[launch][begin, end][blocks]`, pinned: 1 once a block has reached the mark.
     marks: *mut AtomicU32,
 }
 
@@ -297,10 +297,10 @@ impl Hog {
     const FIRST: usize = 0;
     const SECOND: usize = 2;
     const END: usize = 1;
-    /// Multiprocessors that are left to others.
+    /// Multiprocessors left to other kernels.
     const LEFT: usize = 4;
-    /// The longest that the device stood still for a kernel of one thread, of which nothing takes the multiprocessor: of another
-    /// process's time slices it sees each.
+    /// The longest pause of a kernel of one thread. Nothing else takes its multiprocessor, so it sees each time slice of another
+    /// process.
     const LONGEST_PAUSE: &str = r"
         .version 7.0
         .target sm_80
@@ -354,7 +354,7 @@ impl Hog {
         }
     ";
 
-    /// These tests need the GPU to themselves: while another process has it, ours stand still, and outrun nothing.
+    /// These tests need the GPU to themselves: while another process has it, the kernels make no progress.
     fn expect_gpu_to_itself(gpu: &Gpu) {
         const LIMIT: Duration = Duration::from_micros(500);
         let kernel = gpu.context.load_module(Ptx::from_src(Self::LONGEST_PAUSE)).unwrap();
@@ -377,16 +377,16 @@ impl Hog {
         let kernel = gpu.context.load_module(Ptx::from_src(Self::PTX)).unwrap().load_function("hog").unwrap();
         let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         kernel.set_attribute(limit, shared_bytes).unwrap();
-        // Before ours where both wait for a multiprocessor.
+        // Its priority puts it first when both wait for a multiprocessor.
         let (_, highest) = result::stream::get_priority_range().unwrap();
         let kind = result::stream::StreamKind::NonBlocking;
         let stream = result::stream::create_with_priority(kind, highest).unwrap();
-        // SAFETY: just made in this context, and destroyed last.
+        // SAFETY: created in this context and destroyed last.
         let stream = unsafe { gpu.context.wrap_borrowed_stream(stream) };
         let all = 4 * blocks * size_of::<AtomicU32>();
         // SAFETY: a context is current; the memory is written below.
         let marks = unsafe { result::malloc_host(all, sys::CU_MEMHOSTALLOC_DEVICEMAP) }.unwrap().cast::<AtomicU32>();
-        // SAFETY: as large, and nobody else's yet.
+        // SAFETY: just allocated with this size, and unshared.
         unsafe { marks.write_bytes(0, 4 * blocks) };
         Self { stream, kernel, shared_bytes: shared_bytes as u32, blocks, marks }
     }
@@ -404,24 +404,24 @@ impl Hog {
         unsafe { builder.arg(&begin).arg(&end).arg(&nanoseconds).launch(config) }.unwrap();
     }
 
-    /// Blocks that have come to a mark.
+    /// The number of blocks that have reached a mark.
     fn blocks_past(&self, mark: usize) -> usize {
         let marks = self.marks.wrapping_add(mark * self.blocks);
-        // SAFETY: within the marks, which the device stores to as atomics do.
+        // SAFETY: inside the marks, which the device writes atomically.
         let marks = unsafe { std::slice::from_raw_parts(marks, self.blocks) };
         marks.iter().filter(|mark| mark.load(Ordering::Relaxed) != 0).count()
     }
 
-    /// Whether what `try_beside` runs beside kernels of so many microseconds ends before them.
+    /// Whether the work that `try_beside` runs beside kernels of this many microseconds ends before them.
     ///
-    /// Ours never need a multiprocessor that the other has: given time, they end before it. Streams may happen to share a queue of the
-    /// device's, so that there is more than one try.
+    /// The kernels need no multiprocessor that the other kernel occupies, so they end before it. Streams may share a hardware queue,
+    /// so there is more than one try.
     fn is_outrun(mut try_beside: impl FnMut(u64) -> bool) -> bool {
         let tries = [300, 3_000, 30_000, 300_000, 300_000, 300_000];
         tries.into_iter().any(|microseconds| try_beside(microseconds) && microseconds >= 3_000)
     }
 
-    /// Whether what is enqueued ends before the first of two such kernels does, which begins before it.
+    /// Whether the enqueued work ends before the first of two such kernels, which starts before it.
     fn runs_beside(gpu: &Gpu, left: usize, microseconds: u64, enqueue: impl FnOnce()) -> bool {
         let hog = Self::new(gpu, left);
         hog.launch(Self::FIRST, microseconds);
@@ -444,9 +444,9 @@ impl Hog {
 impl Drop for Hog {
     fn drop(&mut self) {
         self.stream.synchronize().unwrap();
-        // SAFETY: the kernels have ended, and nobody else has the stream.
+        // SAFETY: the kernels have ended, and nothing else has the stream.
         unsafe { result::stream::destroy(self.stream.cu_stream()) }.unwrap();
-        // SAFETY: allocated by `new`, and used by nobody now.
+        // SAFETY: allocated by `new` and no longer used.
         unsafe { result::free_host(self.marks.cast()) }.unwrap();
     }
 }

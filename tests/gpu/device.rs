@@ -1,4 +1,4 @@
-//! The device under test, and moving data to it and back.
+//! The device under test, and copies to and from it.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// The first device, on a stream of its own: the default stream cannot be captured.
+    /// The first device, with a new stream: the default stream cannot be captured.
     pub fn new() -> Self {
         assert!(aril::cuda::driver_is_present(), "these tests need a CUDA driver, and found none");
         Self::in_context(CudaContext::new(0).expect("these tests need a CUDA device"))
@@ -26,10 +26,10 @@ impl Gpu {
 
     pub fn in_context(context: Arc<CudaContext>) -> Self {
         let limit = Limit::new();
-        // Not `new_stream`, which would have cudarc wait for events that captures cannot have.
+        // Not `new_stream`: cudarc would then wait for events, which captures do not allow.
         let raw =
             cudarc::driver::result::stream::create(cudarc::driver::result::stream::StreamKind::NonBlocking).unwrap();
-        // SAFETY: just made in this context, and never destroyed.
+        // SAFETY: created in this context and never destroyed.
         let stream = unsafe { context.wrap_borrowed_stream(raw) };
         let kernels = Kernels::load_into(&context).unwrap();
         let queue = Queue::new(&kernels, &stream).unwrap();
@@ -42,21 +42,21 @@ impl Gpu {
 
     pub fn upload<T: Pod>(&self, values: &[T]) -> Buffer {
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        // One more, as there are no empty allocations.
+        // One more element, because allocations cannot be empty.
         let mut device = self.stream.alloc_zeros(bytes.len() + 1).unwrap();
         self.stream.memcpy_htod(bytes, &mut device).unwrap();
         Buffer { bytes: device, stream: self.stream.clone() }
     }
 
-    /// Memory full of ones bits, which are NaN in every type.
+    /// Memory with all bits set, which is NaN in every type.
     pub fn poisoned(&self, bytes: usize) -> Buffer {
         self.upload(&vec![0xff_u8; bytes])
     }
 
-    /// Bytes that are allocated in the order of streams.
+    /// Bytes allocated in stream order.
     pub fn used_bytes(&self) -> u64 {
         let (mut pool, mut bytes) = (std::ptr::null_mut(), 0_u64);
-        // SAFETY: the device exists, and the pool may be written.
+        // SAFETY: the device exists, and the pointer is valid for the call.
         unsafe { sys::cuDeviceGetMemPool(&raw mut pool, self.context.cu_device()) }.result().unwrap();
         let used = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
         // SAFETY: the attribute is of 64 bits.
@@ -68,7 +68,7 @@ impl Gpu {
         self.stream.synchronize().unwrap();
     }
 
-    /// Records what `enqueue` enqueues, refusing everything that a capture cannot have, on any thread.
+    /// Captures what `enqueue` enqueues, in the mode that refuses unsafe calls of all threads.
     pub fn capture(&self, enqueue: impl FnOnce()) -> Graph {
         let stream = self.stream.cu_stream();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
@@ -131,7 +131,7 @@ pub struct Graph {
 
 impl Graph {
     pub fn replay(&self) {
-        // SAFETY: the graph is alive, and what it uses is owned by the test.
+        // SAFETY: the graph is alive, and the test owns what it uses.
         unsafe { sys::cuGraphLaunch(self.executable, self.stream.cu_stream()).result() }.unwrap();
     }
 }

@@ -1,5 +1,5 @@
-//! An engine behind the safe door: adapters by name, a loader thread, and a captured decode step beside eager prefills on one queue.
-//! Every number is a small integer, so that what it answers is what the CPU answers, to the bit but for the signs of zeros.
+//! An engine on the safe API: adapters by name, a loader thread, and a captured decode step beside eager prefills on one queue.
+//! Every number is a small integer, so its results equal the CPU's in every bit except the signs of zeros.
 
 #![forbid(unsafe_code)]
 
@@ -30,10 +30,10 @@ const CAPACITY: Capacity = Capacity::tokens(40).slots(3).rank(16);
 /// Rows of the captured step.
 const DECODE: usize = 8;
 
-/// An adapter as it was loaded, and which of its versions this is.
+/// A loaded adapter and its version.
 type Loaded = (Resident, u16);
 
-/// What every thread shares.
+/// The state that all threads share.
 struct Engine {
     weights: WeightTable,
     layers: [LoraLinear; 2],
@@ -51,7 +51,7 @@ impl Engine {
         self.adapters.lock().expect("a thread that loaded has panicked")
     }
 
-    /// Loads a version of an adapter in place of the one that has the name, or into a free slot. Delays no step.
+    /// Loads a version of an adapter, replacing an adapter of the same name or into a free slot. Delays no step.
     fn load(&self, name: &str, version: u16, adapter: &Adapter, staging: &mut Staging) -> Result<Resident> {
         let image = adapter.plan(self.weights.model(), self.weights.dtype())?;
         let filled = self.weights.reserve(&image)?.fill(&image, staging)?;
@@ -124,7 +124,7 @@ impl Rows {
     }
 }
 
-/// What the stepping thread alone has.
+/// The state of the stepping thread.
 struct Stepper {
     routing: Routing,
     workspace: Workspace,
@@ -161,7 +161,7 @@ impl Stepper {
     }
 }
 
-/// Of all versions at once, by slot.
+/// All versions at once, by slot.
 struct OnCpu {
     weights: cpu::WeightTable,
     layers: [cpu::LoraLinear; 2],
@@ -204,7 +204,7 @@ fn adapter(rng: &mut StdRng, rank: usize) -> Result<Adapter> {
     Ok(Adapter::from_tensors(&config, factors.collect::<Result<Vec<_>>>()?)?)
 }
 
-/// Tokens of requests that are admitted now, and a base one.
+/// Tokens of newly admitted requests, and one of the base model.
 fn admit(engine: &Engine, rng: &mut StdRng, count: usize) -> Tokens {
     let loaded: Vec<Loaded> = engine.adapters().values().copied().collect();
     let mut one_of = |_| loaded.get(rng.random_range(0..=loaded.len())).copied();
@@ -212,7 +212,7 @@ fn admit(engine: &Engine, rng: &mut StdRng, count: usize) -> Tokens {
     Tokens { adapters, x: integers(rng, count * FEATURES) }
 }
 
-/// Compares the rows of those whose adapters were there with the CPU's. How many had an adapter, and how many have lost theirs.
+/// Compares rows whose adapters were resident with the CPU's. Returns how many had an adapter, and how many had lost it.
 fn compare(tokens: &Tokens, answer: &Answer, on_cpu: &OnCpu) -> Result<[usize; 2]> {
     let expected = on_cpu.answer(tokens)?;
     let mut counts = [0; 2];
@@ -265,7 +265,7 @@ fn requests_get_their_own_adapter_while_adapters_come_and_go() -> Result<()> {
             Ok(())
         });
         while !loader.is_finished() {
-            // The requests that are decoded were admitted before the prefill.
+            // The decoded requests were admitted before the prefill.
             let (prompt, live) = (admit(&engine, &mut rng, 30), rng.random_range(1..=DECODE));
             let tokens = admit(&engine, &mut rng, live);
             for (tokens, answer) in
@@ -279,7 +279,7 @@ fn requests_get_their_own_adapter_while_adapters_come_and_go() -> Result<()> {
     })?;
     assert!(counts[0] > 100, "{counts:?}: too few tokens had an adapter");
 
-    // What was admitted before its adapter was replaced is told, and never served with the other.
+    // Requests admitted before their adapter was replaced are reported, and never served with the new adapter.
     let late = admit(&engine, &mut rng, DECODE);
     let mut staging = Staging::new(&gpu.queue)?;
     let replaced = engine.load("poet", 0, &adapters[0], &mut staging)?;

@@ -1,4 +1,4 @@
-//! The kernels for experts against the reference, through both doors.
+//! The kernels for experts against the reference, through the safe and the raw API.
 
 mod limits;
 pub mod steps;
@@ -32,7 +32,7 @@ use crate::{
     operations::{PoisonedTable, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
 };
 
-/// All of them.
+/// All operations.
 pub const OPERATIONS: [Op; 7] = [
     Op::WriteDown,
     Op::AddGateUp,
@@ -58,18 +58,18 @@ pub fn shapes(op: Op, [hidden, inter]: [usize; 2], [tokens, routes]: [usize; 2])
     [x, y, target]
 }
 
-/// The safe door.
+/// The safe API.
 struct Safe<'a> {
     gpu: &'a Gpu,
 }
 
-/// The raw door, in memory where everything that no operand covers is NaN.
+/// The raw API, in memory that is NaN wherever it belongs to no operand.
 struct Raw<'a> {
     gpu: &'a Gpu,
-    /// Tokens that the operation is on beside the routed ones, as in a captured graph; of an earlier step, with adapters. None if the
-    /// case says where its rows are.
+    /// Tokens of the operation beyond the routed ones, as in a captured graph. They belong to an earlier step and have adapters. None
+    /// if the case gives its rows.
     padded_tokens: usize,
-    /// Launch from a graph that was captured, and replayed once, for another step.
+    /// Launch from a graph that was captured for another step and replayed once.
     captured: bool,
 }
 
@@ -141,7 +141,7 @@ pub fn launch<T: Element>(
     }
 }
 
-/// What a case's router chose, in those buffers.
+/// The case's choices of the router, in these buffers.
 fn raw_top_k(case: &Case, ids: &Buffer, router: Option<&Buffer>, rows: Option<&Buffer>) -> raw::TopK {
     let mut top_k = raw::TopK::new(ids.address(), case.top_k).scaled(factor(case));
     top_k = router.map_or(top_k, |router| top_k.weights(router.address()));
@@ -153,7 +153,7 @@ fn raw_top_k(case: &Case, ids: &Buffer, router: Option<&Buffer>, rows: Option<&B
     }
 }
 
-/// An operation at the raw door, and what it is on, as for [`launch`].
+/// An operation of the raw API with its arguments, as for [`launch`].
 #[derive(Clone, Copy)]
 pub struct Operands {
     op: Op,
@@ -163,7 +163,7 @@ pub struct Operands {
 }
 
 impl Operands {
-    /// In those buffers, each with the place where the operand is.
+    /// The operands, each as a buffer and the operand's place in it.
     pub fn new<T: Element>(op: Op, x: (&Buffer, Place), y: (&Buffer, Place), target: (&Buffer, Place)) -> Self {
         let [x, y] = [x, y].map(|(buffer, place)| raw_matrix::<T>(buffer, place));
         let target = raw_matrix_mut::<T>(target.0, target.1);
@@ -173,7 +173,7 @@ impl Operands {
     pub fn launch(self, layer: &raw::LoraExperts, step: &raw::Step, routes: &mut raw::GroupedRoutes) {
         let Self { op, x, y, target } = self;
         let launched = match op {
-            // SAFETY: all operands are a test's own, and alive until the stream is synchronized.
+            // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
             Op::AddGateUp => unsafe { layer.add_gate_up_delta(step, routes, x, target) },
             // SAFETY: as above.
             Op::WriteGateUp => unsafe { layer.write_gate_up_delta(step, routes, x, target) },
@@ -210,7 +210,7 @@ impl Subject<Moe> for Raw<'_> {
         let mut grouping = unsafe { raw::Grouping::new(&gpu.kernels, route_capacity, group_memory.region()) }.unwrap();
 
         let descriptors = PoisonedTable::new(gpu, world, capacity.num_slots);
-        // Padded rows are rows like any other, but hold NaN and must stay as they are.
+        // Padded rows hold NaN and must not change.
         let of_tokens = |rows: usize| rows + padded;
         let of_routes = |rows: usize| rows + padded * case.top_k;
         let grown = |place: Place, is_of_tokens: bool| Place {
@@ -243,11 +243,11 @@ impl Subject<Moe> for Raw<'_> {
         let table = raw::Table::new(model, T::DTYPE, descriptors.address(), capacity.num_slots, capacity.max_rank);
         let step = raw::Step::new(table, batch, region, stream);
         let launch = || {
-            // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+            // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
             let mut routes = unsafe { grouping.group(batch, top_k, stream) }.unwrap();
             operands.launch(&layer, &step, &mut routes);
         };
-        // Every token has the first slot and the first expert, until the step is that of the case.
+        // At first every token has the first slot and the first expert; the case's step comes later.
         let mut begin_step = || {
             ids.write(&chosen);
             target.write(&before);
@@ -273,7 +273,7 @@ impl Subject<Moe> for Raw<'_> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn experts_through_the_safe_door_agree_with_the_reference() {
+fn experts_through_the_safe_api_agree_with_the_reference() {
     let gpu = Gpu::new();
     property(300, cases(Sizes::LARGE), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
 }
@@ -299,7 +299,7 @@ fn many_routes_agree_with_the_reference() {
     });
 }
 
-/// More input features than one group of lanes, and more ranks than one step.
+/// More input features than one slab, and more ranks than one step.
 #[test]
 #[ignore = "needs a GPU"]
 fn wide_experts_agree_with_the_reference() {
@@ -310,7 +310,7 @@ fn wide_experts_agree_with_the_reference() {
     });
 }
 
-/// The same bits twice, captured or not, and as the first of so many routes that these are sorted in other ways.
+/// Results have the same bits when repeated, when captured, and among more routes, which are grouped in another way.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_routes_bits_depend_on_nothing_else() {
@@ -324,7 +324,7 @@ fn a_routes_bits_depend_on_nothing_else() {
         if case.rows.is_some() || case.num_routes() == 0 {
             return Ok(());
         }
-        // Those are sorted by the first block, by a thread for each or for several, and by a kernel of its own.
+        // The first block groups these, with one or several routes for each thread, or a separate kernel does.
         for least in [65, 257, 1025] {
             let times = usize::div_ceil(least, case.num_routes());
             let mut many = case.clone();
@@ -362,7 +362,7 @@ fn a_routes_bits_depend_on_nothing_else() {
     property(80, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
-/// A token's bits are its own: with all others base, and with the tokens in another order.
+/// A token's bits do not depend on other tokens: not when these have no adapter, nor on the order of tokens.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_bits_do_not_depend_on_the_others() {
@@ -378,7 +378,7 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
     }
     fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
         let run = |case: &Case, world: &World<T>| Raw { gpu, padded_tokens: 0, captured: false }.run(case, world);
-        // The routes' rows stay where they are.
+        // The routes keep their rows.
         let identity = || (0..case.num_routes() as i32).collect();
         let case = &case.with(|layer| layer.rows = Some(layer.rows.clone().unwrap_or_else(identity)));
         let world = case.world::<T>();
@@ -439,7 +439,7 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
     property(120, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
-/// More experts of a token than a warp looks at together.
+/// More experts per token than a warp reads at once.
 #[test]
 #[ignore = "needs a GPU"]
 fn tokens_of_many_experts_agree_with_the_reference() {
@@ -495,7 +495,7 @@ fn operands_that_do_not_fit_are_refused() {
             let target = MatrixMut::new(view.slice_mut(..), target[0], target[1]).unwrap();
             let mut step = weights.step(&batch, &mut workspace).unwrap();
             let result = launch(&layer, op, &mut step, &mut routes, inputs, target);
-            // What adds leaves rows of the base alone.
+            // Operations that add leave rows of the base model as they are.
             let writes = op.has_out() || op.adding() != op;
             assert_eq!(result.is_ok() && writes, buffer.read::<f32>() != [7.0; 64], "{op:?}");
             match result {
@@ -554,7 +554,7 @@ fn an_activation_that_needs_a_gate_is_refused_without() {
     assert_eq!(out.read::<f32>(), [1.0; 2]);
 }
 
-/// What is not a number in one token's rows stays there, though others' routes are in the same tiles.
+/// NaN in one token's rows does not reach other tokens, even with routes in the same tile.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_nan_is_its_own() {
@@ -596,7 +596,7 @@ fn a_tokens_nan_is_its_own() {
     }
 }
 
-/// Nor do they depend on which adapter is in which slot.
+/// Results do not depend on which adapter is in which slot.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_bits_do_not_depend_on_the_slots() {
@@ -623,7 +623,7 @@ fn a_tokens_bits_do_not_depend_on_the_slots() {
     });
 }
 
-/// Over the whole range, and beyond it, with an adapter that adds nothing and without, alone and among many.
+/// Activations over the whole range and beyond, with an adapter that adds zero and with none, alone and among many tokens.
 #[test]
 #[ignore = "needs a GPU"]
 fn activations_are_those_of_the_reference() {
@@ -660,7 +660,7 @@ fn activations_are_those_of_the_reference() {
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let mut routes = grouping.update(&mut step, TopK::new(ids.view(), 1).unwrap()).unwrap();
         let mut out = gpu.poisoned(tokens * inter * size_of::<T>());
-        // Of all routes, which have the same row of y.
+        // For all routes: they share one row of y.
         let mut activate = |id, y: &[T], activation| -> Vec<T> {
             let layer = LoraExperts::new(&weights, id).unwrap();
             let rows = gpu.upload(&y.repeat(tokens));
@@ -694,7 +694,7 @@ fn activations_are_those_of_the_reference() {
                     if value.is_infinite() {
                         return Expected::Exactly(T::from_f32(value as f32));
                     }
-                    // As in `World::expect_activation`: the sizes of what is multiplied, by a few roundings and those in an exponent.
+                    // As in `World::expect_activation`: the factors' magnitudes times a few roundings, and those of an exponent.
                     let (x, up) = match activation {
                         Activation::SwigluOai { limit, .. } => {
                             let limit = f64::from(limit);
@@ -714,7 +714,7 @@ fn activations_are_those_of_the_reference() {
         for activation in
             [Activation::Gelu, Activation::GeluTanh, Activation::Relu2, Activation::Silu, Activation::GPT_OSS]
         {
-            // What is past the limit counts as that.
+            // Values past the limit count as the limit.
             let past: &[f32] = match activation {
                 Activation::SwigluOai { .. } => &[-1e4, 1e4, f32::NEG_INFINITY, f32::INFINITY],
                 _ => &[],
@@ -745,7 +745,7 @@ fn activations_are_those_of_the_reference() {
     }
 }
 
-/// Layers of one model, of which experts share different factors in different adapters, agree with the CPU to the bit: all is exact.
+/// Layers of one model, where each adapter's experts share other factors, are bit-identical to the CPU: all sums are exact.
 #[test]
 #[ignore = "needs a GPU"]
 fn layers_of_one_model_have_each_its_own() {

@@ -1,4 +1,4 @@
-//! The fused linear against the reference, through both doors, in memory where everything that no operand covers is NaN.
+//! The fused linear against the reference, through the safe and the raw API, in memory that is NaN outside the operands.
 
 use std::error::Error;
 
@@ -28,7 +28,7 @@ use crate::{
     device::Gpu,
     for_dtype,
     operations::{PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
-    safe_door::{near, take_or_refuse},
+    safe_api::{near, take_or_refuse},
 };
 
 const SIZES: Sizes = Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::LARGE };
@@ -41,21 +41,20 @@ fn cases_of_16_bits(sizes: Sizes) -> impl Strategy<Value = Case> {
     })
 }
 
-/// The safe door, on slices that are borrowed.
+/// The safe API, on borrowed slices.
 struct Safe<'a> {
     gpu: &'a Gpu,
 }
 
-/// The raw door.
+/// The raw API.
 #[derive(Clone, Copy)]
 struct Raw<'a> {
     gpu: &'a Gpu,
-    /// Rows that the batch has room for beside the live ones, as in a captured graph; and slots that the routing has beside the
-    /// table's.
+    /// Rows of the batch beyond the live ones, as in a captured graph; and slots of the routing beyond the table's.
     padded_tokens: usize,
     /// Launch from a captured graph.
     captured: bool,
-    /// Every block computes all that it would otherwise take from others.
+    /// Every block computes all sums itself, instead of taking them from other blocks.
     withholds: bool,
 }
 
@@ -122,7 +121,7 @@ impl Subject<Fused> for Raw<'_> {
         let layer = bias.iter().fold(layer, |layer, bias| layer.with_bias(bias.address()));
         let layer = if self.withholds { layer.withholding() } else { layer };
 
-        // Padded rows are the base layer's: they have NaN, which must stay theirs.
+        // Padded rows belong to the base model and hold NaN, which must not reach other rows.
         let [mut x, mut y] = [&world.x, &world.y].map(|values| values.clone());
         let ends = [case.x(), case.y()].map(|place| (place.at(live, 0), padded * place.stride));
         x.splice(ends[0].0..ends[0].0, vec![T::from_f32(f32::NAN); ends[0].1]);
@@ -135,7 +134,7 @@ impl Subject<Fused> for Raw<'_> {
         let step = raw::Step::new(table, batch, workspace, stream);
         let launch = || {
             if case.accumulates {
-                // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+                // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
                 unsafe { layer.accumulate(&step, x_matrix, y_matrix) }.unwrap();
             } else {
                 // SAFETY: as above.
@@ -172,12 +171,12 @@ fn the_raw_door_agrees_with_the_reference() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn the_safe_door_agrees_with_the_reference() {
+fn the_safe_api_agrees_with_the_reference() {
     let gpu = Gpu::new();
     property(100, cases_of_16_bits(SIZES), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
 }
 
-/// The tile of W, the K of a cluster and the tail of a slice: sums of whole numbers, to the bit.
+/// Boundaries of a tile of W, of a cluster's K and of a slice: exact sums of integers.
 #[test]
 #[ignore = "needs a GPU"]
 fn corners() {
@@ -197,12 +196,12 @@ fn corners() {
         dense::Case { dtype, ..case }
     }));
     corners.extend([
-        // So wide that a block has whole rows of W, and one row past what a cluster of two has.
+        // Wide enough for blocks with whole rows of W, and one row more than a cluster of two has.
         dense::Case::linear(64, &[12_672 + 1], &[&[8], &[3]], many(9)),
         dense::Case::linear(136, &[12_672], &[&[16], &[1]], many(64)),
         dense::Case::linear(8, &[1], &[&[1]], many(1)),
         dense::Case::linear(72, &[15, 16, 17, 31, 32, 33], &[&[4, 0, 1, 9, 16, 17], &[0; 6]], many(17)),
-        // The largest rank, and a rank 1 beside it.
+        // The largest rank beside rank 1.
         dense::Case::linear(96, &[300, 20], &[&[512, 1], &[1, 512]], many(64)),
         // As many adapters as tokens, none with an adapter, no adapters, no tokens.
         dense::Case::linear(256, &[96], &(0..64).map(|_| &[16_usize][..]).collect::<Vec<_>>(), (0..64).rev().collect()),
@@ -221,7 +220,7 @@ fn corners() {
     }
 }
 
-/// The same bits: twice, captured, padded, whoever computes `A x`, through either door, and in whatever company.
+/// Results have the same bits when repeated, captured or padded, through either API, whichever block computes `A x`, and in any batch.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_bits_depend_on_nothing_else() {
@@ -238,7 +237,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         for (name, mut subject) in others {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
         }
-        prop_assert!(bits(&first) == bits(&Safe { gpu }.run(case, &world)), "the safe door differs\n{}", case.replay());
+        prop_assert!(bits(&first) == bits(&Safe { gpu }.run(case, &world)), "the safe API differs\n{}", case.replay());
         for tokens in [1, 8, 9, 16, 17, 32, 33].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
             let (mut fewer, mut world) = (case.clone(), case.world::<T>());
             fewer.slots.truncate(tokens);
@@ -303,7 +302,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
     }
 }
 
-/// What is not a number in one token's rows stays there.
+/// NaN in one token's rows does not reach other tokens.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_nan_is_its_own() {
@@ -328,7 +327,7 @@ fn a_tokens_nan_is_its_own() {
     property(100, cases_of_16_bits(SIZES), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
-/// On whole numbers, the ranks of a layer that is cut by columns have its parts, and those of one cut by rows add up to it.
+/// On integers, the ranks of a column-parallel layer compute its parts, and those of a row-parallel layer add up to it.
 #[test]
 #[ignore = "needs a GPU"]
 fn tensor_parallel_ranks_are_parts_of_the_whole() {
@@ -345,7 +344,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
         let modules = SLICES.iter().enumerate();
         let linear =
             modules.fold(Linear::new("layer", parallel, IN), |layer, (i, out)| layer.slice(format!("m{i}"), *out));
-        // The neighbours of the cases' layers, which every adapter has.
+        // The layers before and after the case's, which every adapter has.
         spec.linear(Linear::new("before", Parallel::Replicated, 3).slice("m0", 5)).unwrap();
         let id = spec.linear(linear).unwrap();
         spec.linear(Linear::new("behind", Parallel::Replicated, 3).slice("m0", 5)).unwrap();
@@ -381,7 +380,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
         for token in 0..tokens {
             let (first, second) = (&first[token], &second[token]);
             if parallel == Parallel::Row {
-                // Each part and the whole rounds once.
+                // Each part rounds once, and so does the whole.
                 for (out, (a, b)) in first.iter().zip(second).enumerate() {
                     let bound = DType::BF16.unit_roundoff() as f32 * (a.abs() + b.abs() + whole[token][out].abs());
                     assert!((a + b - whole[token][out]).abs() <= bound, "token {token}, output {out}");
@@ -395,7 +394,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
     }
 }
 
-/// A captured step follows what its memory holds: adapters of other ranks come and go between replays, to the bit.
+/// A captured step follows its memory, to the bit: adapters of other ranks are loaded and unloaded between replays.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_sees_what_changed() {
@@ -403,7 +402,7 @@ fn a_replay_sees_what_changed() {
         const IN: usize = 1104;
         const SLICES: [usize; 3] = [264, 72, 40];
         let Gpu { kernels, queue, .. } = gpu;
-        // By step: the ranks of each slot's adapter, and the slots of so many live tokens.
+        // By step: the ranks of each slot's adapter, and the slots of the live tokens.
         let case = |seed: u64, adapters: &[&[usize]], live: usize| {
             let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
             let dense = dense::Case::linear(IN, &SLICES, adapters, slots);
@@ -436,7 +435,7 @@ fn a_replay_sees_what_changed() {
         let batch = routing.capture_batch(tokens).unwrap();
         let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
         let graph = gpu.capture(|| {
-            // SAFETY: everything captured is alive until after the last replay.
+            // SAFETY: every captured operand outlives the last replay.
             unsafe { layer.forward(&step, x_matrix, y_matrix) }.unwrap();
         });
         for case in &steps {
@@ -448,7 +447,7 @@ fn a_replay_sees_what_changed() {
                     None => weights.unload(at).unwrap(),
                 }
             }
-            // Rows without a token are the base layer's: of NaN, NaN.
+            // Rows without a token are rows of the base model: NaN gives NaN.
             let live = case.num_tokens();
             let mut padded = vec![T::from_f32(f32::NAN); tokens * IN];
             padded[..live * IN].copy_from_slice(&world.x[..live * IN]);
@@ -552,7 +551,7 @@ fn the_raw_door_refuses_by_name() {
     let workspace = Workspace::with_bytes(&gpu.queue, bytes).unwrap().raw();
     let run = |table: &WeightTable, tokens, x: raw::MatrixRef, y: raw::MatrixMut, workspace| {
         let step = raw::Step::new(table.raw(), routing.capture_batch(tokens).unwrap(), workspace, gpu.raw_stream());
-        // SAFETY: all is the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
         let results = [unsafe { layer.forward(&step, x, y) }, unsafe { layer.accumulate(&step, x, y) }];
         let [first, second] = results.map(|result| result.unwrap_err());
         assert_eq!(first.to_string(), second.to_string());
@@ -591,10 +590,10 @@ fn the_raw_door_refuses_by_name() {
     assert!(y.read::<bf16>().iter().all(|&y| y == bf16::ONE));
 }
 
-/// Of another stream or context, misaligned, too many, or on a stream that somebody else captures.
+/// Operands of another stream or context, misaligned or too large ones, and a stream under capture are refused.
 #[test]
 #[ignore = "needs a GPU"]
-fn the_safe_door_refuses_by_name() {
+fn the_safe_api_refuses_by_name() {
     let gpu = Gpu::new();
     let foreign_context = CudaContext::new_non_primary(0, 0).unwrap();
     foreign_context.bind_to_thread().unwrap();
@@ -678,13 +677,13 @@ fn the_safe_door_refuses_by_name() {
     for result in while_captured {
         assert!(matches!(result, Err(LaunchError::Capturing)), "{result:?}");
     }
-    // Of ones: x Wᵀ is 64, and the bias 1.
+    // All ones: x Wᵀ is 64, and the bias 1.
     layer.forward(&mut step, w(0, 3), MatrixMut::new(y.view_mut(), 3, OUTS).unwrap()).unwrap();
     let y = y.read::<bf16>();
     assert!(y[..3 * OUTS].iter().all(|y| y.to_f32() == 65.0) && y[3 * OUTS..].iter().all(|&y| y == bf16::ONE));
 }
 
-/// A queue's memory, of that value.
+/// Memory of the queue, filled with `value`.
 fn buffer(queue: &Queue, len: usize, value: f32) -> Buffer<bf16> {
     let mut buffer = Buffer::zeros(queue, len).unwrap();
     buffer.write(&vec![bf16::from_f32(value); len]).unwrap();
@@ -697,7 +696,7 @@ fn contents(buffer: &Buffer<bf16>) -> Vec<f32> {
     values.into_iter().map(bf16::to_f32).collect()
 }
 
-/// A graph keeps W and the bias, and refuses those that it cannot keep.
+/// A graph keeps W and the bias alive, and refuses them if it cannot.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_graph_keeps_w_and_the_bias() {
@@ -739,7 +738,7 @@ fn a_graph_keeps_w_and_the_bias() {
     drop((layer, borrowed));
     drop((weights, workspace, x, w, bias));
     gpu.synchronize();
-    // Where they were, others would be by now.
+    // If the graph did not keep them, their memory would now hold other values.
     let others: Vec<_> = [OUT[0] * IN, OUT[1] * IN, OUTS, TOKENS * IN, 1 << 16]
         .into_iter()
         .flat_map(|len| (0..32).map(move |_| len))
@@ -753,7 +752,7 @@ fn a_graph_keeps_w_and_the_bias() {
     assert!(others.iter().all(|other| contents(other).iter().all(|value| value.is_nan())));
 }
 
-/// What is enqueued before a layer is made has written W by then: it is fetched before earlier kernels are waited for.
+/// Work enqueued before a layer is created has written W: the kernel loads W before it waits for earlier kernels.
 #[test]
 #[ignore = "needs a GPU"]
 fn w_may_be_the_result_of_an_operation() {
@@ -771,7 +770,7 @@ fn w_may_be_the_result_of_an_operation() {
     let layer = FusedLinear::new(&weights, id, [rows(&first, 0, OUT[0]), rows(&first, OUT[0], OUT[1])]).unwrap();
     let batch = routing.update(&Batch::new(&[Slot::BASE; 64])).unwrap();
     for _ in 0..50 {
-        // [64, 48], to be taken for [48, 64].
+        // [64, 48], read as [48, 64].
         let (mut second, mut y) = (buffer(queue, 64 * OUTS, f32::NAN), buffer(queue, 64 * OUTS, 0.0));
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let x = || Matrix::new(&x, 64, IN).unwrap();
@@ -779,12 +778,12 @@ fn w_may_be_the_result_of_an_operation() {
         let slices = [rows(&second, 0, OUT[0]), rows(&second, OUT[0], OUT[1])];
         let next = FusedLinear::new(&weights, id, slices).unwrap();
         next.forward(&mut step, x(), MatrixMut::new(&mut y, 64, OUTS).unwrap()).unwrap();
-        // 64 / 4 everywhere in W, 64 of which are a sum.
+        // W is 64 / 4 everywhere, and a sum has 64 terms.
         assert_eq!(contents(&y), [1024.0; 64 * OUTS]);
     }
 }
 
-/// A workspace for every layer of a model is enough for this one, too.
+/// A workspace for all layers of a model is large enough for the fused linear.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tables_workspace_is_enough() {
@@ -825,12 +824,12 @@ fn a_launch_allocates_nothing_on_the_host() {
     assert_eq!(crate::hot_path::allocations(|| (0..20).for_each(|_| step())), 0);
 }
 
-/// A call whose arguments need not fit each other: 5 tokens of 40 features, slices of 17 and 3.
+/// A call whose arguments may not fit each other: 5 tokens, 40 input features, slices of 17 and 3.
 #[derive(Clone, Debug)]
 struct Call {
     in_features: usize,
     ranks: Vec<usize>,
-    /// Tokens that the routing and the table are made for.
+    /// Tokens in the capacity of the routing and of the table.
     max_tokens: [usize; 2],
     mailbox_bytes: usize,
     /// First element, elements, rows, columns and row stride, of W's slices, x and y.
@@ -876,7 +875,7 @@ fn calls() -> impl Strategy<Value = Call> {
     })
 }
 
-/// Makes the call; what comes back is whether it was taken.
+/// Makes the call and returns whether it was accepted.
 fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
     let queue = &gpu.queue;
     let ranks: Vec<_> = call.ranks.iter().map(|&rank| [rank, rank / 2]).collect();
@@ -922,7 +921,7 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
 }
 
 fn mailbox(bytes: usize) -> WorkspaceBytes {
-    crate::safe_door::workspace_bytes([bytes, 0])
+    crate::safe_api::workspace_bytes([bytes, 0])
 }
 
 #[test]
@@ -933,7 +932,7 @@ fn no_safe_call_faults() {
     assert!(taken > cases / 16, "only {taken} of {cases} calls were taken: the test tests refusals alone");
 }
 
-/// In one workspace with the other operations, eager and captured, of other layers and tokens: none takes another's sums for its own.
+/// Shares a workspace with the other operations, eager and captured, of other layers and batches. No launch reads sums of another.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_workspace_remembers_nothing() {
@@ -1026,7 +1025,7 @@ fn a_workspace_remembers_nothing() {
     }
 }
 
-/// Launches of one layer on a batch, through the raw door, each for a y of its own.
+/// Launches of one layer on a batch through the raw API, each with a separate y.
 pub struct Launches {
     layer: raw::FusedLinear,
     table: raw::Table,
@@ -1083,11 +1082,11 @@ impl Launches {
     pub fn launch(&self, number: usize, workspace: raw::Workspace) {
         let step = raw::Step::new(self.table, self.batch, workspace, self.stream);
         let y = raw_matrix_mut::<bf16>(&self.y[number], self.places);
-        // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
         unsafe { self.layer.forward(&step, self.x, y) }.unwrap();
     }
 
-    /// The bits of every y, which is NaN from then on, as what no row covers was before.
+    /// Takes the bits of every y and fills it with NaN.
     pub fn take(&mut self) -> Vec<Vec<u16>> {
         let take = |y: &mut crate::device::Buffer| {
             let bits = y.read::<u16>();
@@ -1098,7 +1097,7 @@ impl Launches {
     }
 }
 
-/// The counter of launches is near its end, and the words are those of earlier launches, with the very tags that come again.
+/// The counter of launches wraps around, while the words of earlier launches hold the tags that are used again.
 #[test]
 #[ignore = "needs a GPU"]
 fn tags_come_again_without_harm() {
@@ -1119,7 +1118,7 @@ fn tags_come_again_without_harm() {
         launches.launch(0, on(&gpu.upload(&vec![0_u8; bytes])));
         launches.take().swap_remove(0)
     });
-    // As a launch of all rows leaves it, but for the number of launches, and the tags.
+    // The state after a launch of all rows, with another epoch and other tags.
     let whole = gpu.upload(&vec![0_u8; bytes]);
     cases[0].launch(0, on(&whole));
     let header = whole.read::<u64>();
@@ -1140,7 +1139,7 @@ fn tags_come_again_without_harm() {
                 let is_right = if number == big { *large == expected[0] } else { *small == expected[1] };
                 assert!(is_right, "launch {number}, the large one {big}, behind words of tag {stale_tag:?}");
             }
-            // None is under way.
+            // No launch is running.
             assert_eq!(mailbox.read::<u64>()[0] as u32, 0);
         }
     }

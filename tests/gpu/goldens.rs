@@ -1,6 +1,6 @@
-//! The example `qwen3` on CUDA against transformers and PEFT, each run judged by `--verify` too.
+//! The example `qwen3` on CUDA against transformers and PEFT. `--verify` also checks each run.
 //!
-//! The example is found as `qwen3::process` says: on a machine without the repository, by `ARIL_QWEN3_BIN` and `ARIL_FIXTURES`.
+//! On a machine without the repository, `ARIL_QWEN3_BIN` and `ARIL_FIXTURES` name the example and its fixtures (`qwen3::process`).
 
 use cudarc::driver::result;
 
@@ -50,7 +50,7 @@ fn every_adapter_changes_what_the_base_model_says() {
     goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
 }
 
-/// Of a batch without adapters only: cuBLASLt's bits depend on the shape of the batch.
+/// For batches without adapters only: cuBLASLt's bits depend on the shape of the batch.
 #[test]
 #[ignore = "needs a GPU"]
 fn base_requests_keep_every_bit_whatever_adapters_are_there() {
@@ -65,7 +65,7 @@ fn a_scale_multiplies_the_adapters_own() {
     goldens::a_scale_multiplies_the_adapters_own(DEVICE);
 }
 
-/// Of batches with adapters, the example runs the same once more on a model that never saw one, and says what is the same.
+/// The example repeats batches with adapters on a model that never had one, and reports what is equal.
 #[test]
 #[ignore = "needs a GPU"]
 fn base_requests_keep_every_bit_beside_adapters() {
@@ -133,14 +133,14 @@ fn a_device_that_is_not_there_is_refused() {
     assert!(stderr.contains("cuda:99: there is no such device"), "{stderr}");
 }
 
-/// Whatever of the run the memory is missing for.
+/// Memory runs out at any point of a run.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_full_gpu_is_refused() {
     let gpu = Gpu::new();
     let (mut held, mut bytes) = (Vec::new(), 1_usize << 36);
     while bytes >= 1 << 20 {
-        // SAFETY: a context is current, and what is allocated is freed below.
+        // SAFETY: a context is current, and the memory is freed below.
         match unsafe { result::malloc_sync(bytes) } {
             Ok(address) => held.push(address),
             Err(_) => bytes /= 2,
@@ -149,7 +149,7 @@ fn a_full_gpu_is_refused() {
     let output = qwen3(["--device", DEVICE, "--model", &fixture("qwen3").display().to_string()]);
     gpu.synchronize();
     for address in held {
-        // SAFETY: allocated above, and used by nobody.
+        // SAFETY: allocated above and unused.
         unsafe { result::free_sync(address) }.unwrap();
     }
     let stderr = String::from_utf8_lossy(&output.stderr);

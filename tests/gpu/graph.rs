@@ -1,4 +1,4 @@
-//! A captured step follows what its memory holds: adapters, ranks, slots and routing change between replays.
+//! A captured step follows its memory: adapters, ranks, slots and routing change between replays.
 
 use aril::{
     DType, Element, Slot,
@@ -61,7 +61,7 @@ fn a_replay_sees_what_changed() {
     let batch = routing.capture_batch(tokens).unwrap();
     let graph = gpu.capture(|| {
         let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
-        // SAFETY: everything captured is alive until after the last replay.
+        // SAFETY: every captured operand outlives the last replay.
         unsafe { linear.add_delta(&step, x_matrix, matrices[0]) }.unwrap();
         // SAFETY: as above.
         unsafe { embedding.add_delta(&step, ids.address(), matrices[1]) }.unwrap();
@@ -106,7 +106,7 @@ fn a_replay_sees_what_changed() {
     }
 }
 
-/// The same of a layer in 16 bits, whose factors are all different: adapters of other ranks come and go between replays, to the bit.
+/// The same for a 16-bit layer with distinct factors, to the bit: adapters of other ranks are loaded and unloaded between replays.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_of_16_bits_sees_what_changed() {
@@ -114,7 +114,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
         const IN: usize = 1100;
         const SLICES: [usize; 3] = [264, 72, 40];
         let Gpu { kernels, queue, .. } = gpu;
-        // By step: the ranks of each slot's adapter, and the slots of so many live tokens.
+        // By step: the ranks of each slot's adapter, and the slots of the live tokens.
         let case = |seed: u64, adapters: &[&[usize]], live: usize| {
             let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
             Case { dtype, seed, ..Case::linear(IN, &SLICES, adapters, slots) }
@@ -141,7 +141,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
         let batch = routing.capture_batch(tokens).unwrap();
         let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
         let graph = gpu.capture(|| {
-            // SAFETY: everything captured is alive until after the last replay.
+            // SAFETY: every captured operand outlives the last replay.
             unsafe { linear.add_delta(&step, x_matrix, y_matrix) }.unwrap();
         });
         for case in &steps {
@@ -153,7 +153,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
                     None => weights.unload(at).unwrap(),
                 }
             }
-            // Rows without a token hold NaN, and stay as they are.
+            // Rows without a token hold NaN and do not change.
             let padded = |values: &[T], cols: usize| {
                 let mut padded = vec![T::from_f32(f32::NAN); tokens * cols];
                 padded[..case.num_tokens() * cols].copy_from_slice(&values[..case.num_tokens() * cols]);
@@ -177,7 +177,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
     }
 }
 
-/// Routing on the device is part of the graph: the slots it reads may change under it.
+/// Routing on the device is part of the graph: the slots it reads may change between replays.
 #[test]
 #[ignore = "needs a GPU"]
 fn routing_on_the_device_is_captured() {
@@ -206,7 +206,7 @@ fn routing_on_the_device_is_captured() {
         (raw::MatrixRef::new::<f32>(x.address(), 4, FEATURES), raw::MatrixMut::new::<f32>(y.address(), 4, FEATURES));
     let graph = gpu.capture(|| {
         let stream = gpu.raw_stream();
-        // SAFETY: everything captured is alive until after the last replay.
+        // SAFETY: every captured operand outlives the last replay.
         let batch = unsafe { routing.update_on_device(slots.address(), Some(scales.address()), 4, stream) }.unwrap();
         let step = raw::Step::new(weights.raw(), batch, workspace.raw(), stream);
         // SAFETY: as above.

@@ -1,4 +1,4 @@
-//! What a launch must not do: allocate on the host, touch the engine's context, mind what else runs.
+//! A launch does not allocate on the host, change the engine's context, or depend on other threads.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -22,7 +22,7 @@ thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: the system's allocator, counted.
+// SAFETY: it forwards to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|count| count.set(count.get() + 1));
@@ -39,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Runs `f` and says how often this thread allocated meanwhile.
+/// Runs `f` and returns how often this thread allocated.
 pub fn allocations(f: impl FnOnce()) -> usize {
     let before = ALLOCATIONS.with(Cell::get);
     f();
@@ -90,7 +90,7 @@ fn a_launch_allocates_nothing_on_the_host() {
     assert_eq!(allocations(|| (0..20).for_each(|_| step())), 0);
 }
 
-/// Nor does one of any operation on experts, or a grouping, of routes that every block sorts, one block, or a kernel of its own.
+/// Nor does an operation on experts or a grouping, whether every block groups the routes, one block, or a separate kernel.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_launch_on_experts_allocates_nothing_on_the_host() {
@@ -148,7 +148,7 @@ fn the_engines_context_is_left_as_it_was() {
     let first = Safe { gpu: &gpu, apart: false }.run(&case, &world);
     assert_eq!(tracking, (gpu.context.is_in_multi_stream_mode(), gpu.context.is_event_tracking()));
     assert_eq!(result::ctx::get_current().unwrap(), Some(gpu.context.cu_ctx()));
-    // cudarc's own use of the context goes on.
+    // cudarc still uses the context.
     let other = gpu.stream.clone_htod(&[1.0_f32, 2.0]).unwrap();
     assert_eq!(gpu.stream.clone_dtoh(&other).unwrap(), [1.0, 2.0]);
     gpu.synchronize();
@@ -156,7 +156,7 @@ fn the_engines_context_is_left_as_it_was() {
     assert_eq!(bytemuck::cast_slice::<_, u8>(&first), bytemuck::cast_slice::<_, u8>(&again));
 }
 
-/// A thread without the kernels' context is refused at the raw door, and nothing runs in another device or context.
+/// The raw API refuses a thread without the kernels' context. Nothing runs on another device or in another context.
 #[test]
 #[ignore = "needs a GPU"]
 fn another_context_is_refused() {
@@ -177,7 +177,7 @@ fn another_context_is_refused() {
     });
 }
 
-/// A raw allocation of the driver's and a context that is not the device's primary one do as well as cudarc's.
+/// Allocations of the driver, and a context that is not the primary one, work as well as cudarc's.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_context_of_the_engines_own() {
@@ -191,7 +191,7 @@ fn a_context_of_the_engines_own() {
     assert_eq!(bytemuck::cast_slice::<_, u8>(&got), bytemuck::cast_slice::<_, u8>(&expected));
 }
 
-/// Two threads, each with a stream and memory of its own, share the kernels, while the caches are swept.
+/// Two threads with separate streams and memory share the kernels, while the caches are swept.
 #[test]
 #[ignore = "needs a GPU"]
 fn threads_and_streams_do_not_meet() {
@@ -209,7 +209,7 @@ fn threads_and_streams_do_not_meet() {
                 let sweep = [gpu.upload(&vec![0_u8; 64 << 20]), gpu.upload(&vec![0_u8; 64 << 20])];
                 let world = case.world::<half::bf16>();
                 for round in 0..30 {
-                    // SAFETY: both are as large, and alive until the stream is synchronized.
+                    // SAFETY: both are large enough and stay alive until the stream is synchronized.
                     unsafe {
                         result::memcpy_dtod_async(
                             sweep[0].address(),

@@ -1,4 +1,4 @@
-//! A time limit for each test: kernels that wait forever end the process, with the name of the test, instead of hanging it.
+//! A time limit for each test: a kernel that never ends terminates the process, which prints the test's name.
 
 use std::{
     env,
@@ -12,7 +12,7 @@ const SECONDS: u64 = 300;
 
 /// The limit on this thread's test, until it is dropped.
 pub struct Limit {
-    /// Only ever dropped, which the watching thread hears.
+    /// Its drop notifies the watching thread.
     _ended: Sender<()>,
 }
 

@@ -1,5 +1,5 @@
-//! Loading beside steps: no step sees a part of an adapter, none waits for the loader, and memory that is given back at any time is no
-//! other adapter's too early.
+//! Loading during steps: no step sees a part of an adapter, none waits for the loader, and freed memory is reused only after its last
+//! use.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -27,15 +27,15 @@ const FEATURES: usize = 1024;
 /// An adapter of rank 64 takes 12 MiB, so that it is copied in two pieces.
 const LAYERS: usize = 24;
 const ADAPTER_BYTES: usize = LAYERS * 2 * 64 * FEATURES * size_of::<f32>();
-/// Enough for one, and for the rows of descriptors on their way, but not for two.
+/// Enough for one adapter and for the staged rows of descriptors, but not for two adapters.
 const ARENA_BYTES: usize = ADAPTER_BYTES * 3 / 2;
 
 fn slots(index: u16) -> [Slot; TOKENS] {
     [Slot::new(index); TOKENS]
 }
 
-/// Another thread loads into one slot over and over, ranks and values in turn. Each step finds the whole of one of them, none that is
-/// older than the one before, and the other slot as it is.
+/// Another thread keeps loading into one slot, with other ranks and values in turn. Each step sees one whole adapter, never an older
+/// one than the step before, and the other slot unchanged.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_step_sees_whole_adapters_while_others_load() {
@@ -75,15 +75,15 @@ fn a_step_sees_whole_adapters_while_others_load() {
     });
 }
 
-/// While the queue is far behind, a slot is emptied, and its room goes to another adapter: the step that was enqueued before still
-/// finds the old one.
+/// While the queue is far behind, a slot is emptied and another adapter gets its memory. The step enqueued before still reads the old
+/// adapter.
 #[test]
 #[ignore = "needs a GPU"]
 fn room_is_not_overwritten_before_what_reads_it_has_run() {
     let mut setup = Setup::new(LAYERS, FEATURES, ARENA_BYTES);
     let spin = Spin::new(&setup.gpu);
     let mut staging = Staging::new(&setup.gpu.queue).unwrap();
-    // Small, so that filling does not wait for a buffer to be copied.
+    // Small, so that filling does not wait for a staging buffer.
     let small = setup.adapter(16, 5.0);
     let small = small.plan(setup.model(), DType::F32).unwrap();
     for round in 0..5 {
@@ -108,7 +108,7 @@ fn room_is_not_overwritten_before_what_reads_it_has_run() {
     }
 }
 
-/// The same where an adapter is replaced: its room is the only one for a third.
+/// The same for a replaced adapter, whose memory is the only room for a third one.
 #[test]
 #[ignore = "needs a GPU"]
 fn replaced_adapters_are_read_to_the_end() {
@@ -130,8 +130,8 @@ fn replaced_adapters_are_read_to_the_end() {
     assert_eq!(setup.step(&slots(0)), [17.0; TOKENS]);
 }
 
-/// A reservation that is dropped, at whatever stage, gives its room back, and what it may still write comes before the next adapter
-/// there; also while the queue is far behind, and through another staging.
+/// A reservation dropped at any stage frees its memory. Its pending copies precede those of the next adapter there, even while the
+/// queue is far behind and through another staging.
 #[test]
 #[ignore = "needs a GPU"]
 fn dropped_reservations_give_their_room_back() {
@@ -139,7 +139,7 @@ fn dropped_reservations_give_their_room_back() {
     enum Stage {
         Reserved,
         Filled,
-        /// So small that its copies are still to come.
+        /// So small that its copies are still pending.
         Pending,
         Failed,
         Late,
@@ -202,7 +202,7 @@ fn dropped_reservations_give_their_room_back() {
     }
 }
 
-/// Nothing is lost if the table goes while copies into it are pending.
+/// The table may be dropped while copies into it are pending.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_table_may_be_dropped_while_it_is_filled() {
@@ -219,7 +219,7 @@ fn a_table_may_be_dropped_while_it_is_filled() {
         let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
         let Setup { gpu, weights, .. } = setup;
         drop((filled, weights));
-        // In the memory that the arena had, unless the copies are still to come there.
+        // Reuses the arena's memory, unless copies into it are still pending.
         let mut other = Buffer::<f32>::zeros(&gpu.queue, ARENA_BYTES / size_of::<f32>()).unwrap();
         let ones = vec![1.0; other.len()];
         other.write(&ones).unwrap();
@@ -241,7 +241,7 @@ const QWEN3_8B: [Shape; 4] = [
 ];
 const QWEN3_8B_LAYERS: usize = 36;
 
-/// Of every module, with weights that change little.
+/// An adapter of every module, with small weights.
 fn qwen3_8b_adapter(rank: usize) -> Adapter {
     let tensor = |shape: [usize; 2]| {
         let values = vec![bf16::from_f32(1.0 / 4096.0); shape[0] * shape[1]];
@@ -260,7 +260,7 @@ fn qwen3_8b_adapter(rank: usize) -> Adapter {
     Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": 16}}"#), tensors).unwrap()
 }
 
-/// Microseconds from the enqueuing of a replay to its end, of so many replays: the median and the 99th percentile.
+/// The median and the 99th percentile of the microseconds from enqueuing a replay to its end.
 fn percentiles(gpu: &Gpu, graph: &mut Graph, replays: usize) -> [f64; 2] {
     let mut times: Vec<f64> = (0..replays)
         .map(|_| {

@@ -1,5 +1,5 @@
-//! What blocks of a launch hand over to each other (csrc/device/mailbox.cuh): tags that come again, and a mailbox that is used
-//! by two launches at once.
+//! The mailbox, through which blocks of a launch pass values (csrc/device/mailbox.cuh): tags that repeat, and two launches that use it
+//! at once.
 
 use aril::{
     cuda::{Kernels, raw},
@@ -30,7 +30,7 @@ struct Launches<'a> {
 }
 
 impl<'a> Launches<'a> {
-    /// For launches of so many tokens each.
+    /// For launches with these numbers of tokens.
     fn new(stack: &'a Stack, tokens: &[usize]) -> Self {
         let gpu = &stack.gpu;
         let slots: Vec<i32> = (0..MOST_TOKENS as i32).map(|token| token % 2).collect();
@@ -58,14 +58,14 @@ impl<'a> Launches<'a> {
         self.stack.launch(0, [self.x.address(), self.y[number].address()], *tokens, *batch, workspace);
     }
 
-    /// The bits of every y, which are as at first from then on.
+    /// Takes the bits of every y and restores its initial values.
     fn take(&mut self) -> Vec<Vec<u16>> {
         let results = self.y.iter().map(Buffer::read::<u16>).collect();
         self.y.iter_mut().for_each(|y| y.write(&self.initial_y));
         results
     }
 
-    /// Of launches with a mailbox each.
+    /// For launches with a mailbox each.
     fn expected(&mut self) -> Vec<Vec<u16>> {
         let bytes = self.mailbox.region().bytes;
         for number in 0..self.batches.len() {
@@ -79,7 +79,7 @@ impl<'a> Launches<'a> {
     }
 }
 
-/// The counter of launches is near its end, and the pairs are those of earlier launches, with the very tags that come again.
+/// The counter of launches wraps around, while the words of earlier launches hold the tags that are used again.
 #[test]
 #[ignore = "needs a GPU"]
 fn tags_come_again_without_harm() {
@@ -87,11 +87,11 @@ fn tags_come_again_without_harm() {
     let stack = stack();
     for stale_tag in [None, Some(1_u32), Some(2), Some(3)] {
         for big in 1..6 {
-            // With the tags 2^32 - 2, 2^32 - 1, 1, 2, 3, 4: small ones leave the pairs of all rows but the first alone.
+            // The tags are 2^32 - 2, 2^32 - 1, 1, 2, 3, 4. Small launches leave the words of all rows but the first as they are.
             let tokens: Vec<usize> = (0..6).map(|number| if number == big { MOST_TOKENS } else { 1 }).collect();
             let mut launches = Launches::new(&stack, &tokens);
             let expected = launches.expected();
-            // As a launch of all rows leaves it, but for the number of launches, and the tags.
+            // The state after a launch of all rows, with another epoch and other tags.
             let whole = Launches::new(&stack, &[MOST_TOKENS]);
             whole.launch(0, &whole.mailbox);
             let mut words = whole.mailbox.read::<u64>();
@@ -108,14 +108,14 @@ fn tags_come_again_without_harm() {
             for (number, (got, expected)) in got.iter().zip(&expected).enumerate() {
                 assert!(got == expected, "launch {number}, the large one {big}, behind pairs of tag {stale_tag:?}");
             }
-            // No launch has the tag 0, and none is under way.
+            // No launch has the tag 0, and no launch is running.
             assert_eq!(launches.mailbox.read::<u64>()[0], 4 << 32);
         }
     }
 }
 
-/// Loading kernels tests the order in which the device begins blocks, on a stream of its own: a capture on another thread, which
-/// forbids much, goes on.
+/// Loading kernels tests the order in which the device starts blocks, on a separate stream. A capture on another thread is not
+/// disturbed.
 #[test]
 #[ignore = "needs a GPU"]
 fn kernels_are_loaded_beside_a_capture() {
@@ -137,7 +137,7 @@ fn kernels_are_loaded_beside_a_capture() {
     assert!(launches.take() == expected);
 }
 
-/// Builds for development find what would hang or corrupt others. The device is lost then, so that each case has a process.
+/// Debug builds detect misuse that would hang a launch or corrupt another. An assertion loses the device, so each case has a process.
 #[cfg(debug_assertions)]
 mod misuse {
     use std::{env, process::Command};
@@ -149,7 +149,7 @@ mod misuse {
     const VARIABLE: &str = "ARIL_MISUSE";
     const DETECTED: i32 = 42;
 
-    /// Runs the test that calls it once more, in a process in which `misuse` is called, and expects an assertion of a kernel there.
+    /// Runs the calling test again in a new process, which calls `misuse`, and expects a kernel's assertion there.
     fn is_detected(test: &str, misuse: impl FnOnce(&mut Launches<'_>), message: &str) {
         if env::var_os(VARIABLE).is_some() {
             let stack = stack();
@@ -157,7 +157,7 @@ mod misuse {
             misuse(&mut launches);
             launches.launch(0, &launches.mailbox);
             let detected = stack.gpu.stream.synchronize().is_err_and(|error| error.0 == CUresult::CUDA_ERROR_ASSERT);
-            // Nothing of the context can be freed.
+            // The context is lost, so nothing in it can be freed.
             std::process::exit(if detected { DETECTED } else { 1 });
         }
         let mut command = Command::new(env::current_exe().unwrap());
@@ -168,7 +168,7 @@ mod misuse {
         assert!(text.contains(message), "{text}");
     }
 
-    /// As the blocks of another launch leave it that are still coming.
+    /// The state while blocks of another launch have yet to start.
     #[test]
     #[ignore = "needs a GPU, and kernels built for development"]
     fn two_launches_at_once_are_detected() {
@@ -177,7 +177,7 @@ mod misuse {
         is_detected("mailbox::misuse::two_launches_at_once_are_detected", of_another, message);
     }
 
-    /// As a launch leaves it that was aborted: the last blocks of the next one have another tag than the first ones.
+    /// The state after an aborted launch: in the next launch, the last blocks get another tag than the first ones.
     #[test]
     #[ignore = "needs a GPU, and kernels built for development"]
     fn a_wait_without_an_end_is_detected() {

@@ -1,4 +1,4 @@
-//! Everything that needs a GPU, in one binary to carry to a machine that has one. All tests are ignored unless asked for:
+//! All tests that need a GPU, in one binary that can be copied to a machine with a GPU. They are ignored by default:
 //! `gpu --include-ignored --test-threads=1` runs them, and fails without a device.
 #![cfg(feature = "cuda")]
 #![expect(clippy::disallowed_methods, reason = "tests allocate and wait")]
@@ -32,6 +32,6 @@ mod operations;
 #[path = "../qwen3/mod.rs"]
 mod qwen3;
 mod routing;
-mod safe_door;
+mod safe_api;
 mod setup;
 mod weights;

@@ -1,4 +1,4 @@
-//! The kernels against the reference, through both doors.
+//! The kernels against the reference, through the safe and the raw API.
 
 use aril::{
     Element, Slot,
@@ -18,17 +18,16 @@ use crate::{
     for_dtype,
 };
 
-/// The safe door: `add_delta`, or its halves apart.
+/// The safe API: `add_delta`, or shrink and expand.
 pub struct Safe<'a> {
     pub gpu: &'a Gpu,
     pub apart: bool,
 }
 
-/// The raw door, in memory where everything that no operand covers is NaN: unused slots, padded rows, workspace, guards.
+/// The raw API, in memory that is NaN outside the operands: unused slots, padded rows, workspace, guards.
 pub struct Raw<'a> {
     pub gpu: &'a Gpu,
-    /// Rows that the batch has room for beside the live ones, as in a captured graph; and slots that the routing has beside the
-    /// table's.
+    /// Rows of the batch beyond the live ones, as in a captured graph; and slots of the routing beyond the table's.
     pub padded_tokens: usize,
     /// Launch from a captured graph.
     pub captured: bool,
@@ -71,7 +70,7 @@ impl Subject<Dense> for Safe<'_> {
     }
 }
 
-/// A descriptor table and blocks of the test's own, NaN wherever no block is.
+/// A descriptor table and blocks that the test owns, in memory that is NaN outside the blocks.
 pub struct PoisonedTable {
     table: Buffer,
     _blocks: Vec<Buffer>,
@@ -88,7 +87,7 @@ impl PoisonedTable {
             let image = adapter.plan(&world.model, T::DTYPE).unwrap();
             let mut block = vec![T::default(); image.bytes() / size_of::<T>()];
             image.write_to(bytemuck::cast_slice_mut(&mut block)).unwrap();
-            // What is behind must not matter.
+            // The contents after it must not matter.
             block.resize(block.len() + 1024, T::from_f32(f32::NAN));
             let block = gpu.upload(&block);
             let row = raw::Descriptor::row(&image, block.address());
@@ -125,14 +124,14 @@ pub fn raw_matrix_mut<T: Element>(buffer: &Buffer, place: Place) -> raw::MatrixM
     raw::MatrixMut::new::<T>(address, place.rows, place.cols).row_stride(place.stride)
 }
 
-/// A workspace's mailbox of so many bytes. Only its header is what it must be: tags of no launch are as good as none.
+/// A workspace's mailbox of `bytes` bytes. Only its header is initialized; tags of no launch are ignored.
 pub fn mailbox_of_garbage(gpu: &Gpu, bytes: usize) -> Buffer {
     let mut mailbox = vec![0xff_u8; bytes];
     mailbox.iter_mut().take(128).for_each(|byte| *byte = 0);
     gpu.upload(&mailbox)
 }
 
-/// The same, with `write_delta` in the place of `add_delta`.
+/// The same with `write_delta` instead of `add_delta`.
 struct Overwriting<'a>(Raw<'a>);
 
 impl Subject<Dense> for Raw<'_> {
@@ -162,7 +161,7 @@ impl Raw<'_> {
         let batch = routing.capture_batch(tokens).unwrap();
         let table = PoisonedTable::new(gpu, world, capacity.num_slots);
 
-        // Padded rows are rows like any other, but hold NaN and must stay as they are.
+        // Padded rows hold NaN and must not change.
         let padding = |stride: usize| vec![T::from_f32(f32::NAN); self.padded_tokens * stride];
         let x = gpu.upload(&[&world.x[..], &padding(case.x().stride)].concat());
         let y = gpu.upload(&[&world.y[..], &padding(case.y().stride)].concat());
@@ -179,7 +178,7 @@ impl Raw<'_> {
                 let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
                 let step = step(raw::Workspace { mailbox: nowhere, partials: nowhere });
                 Box::new(move || {
-                    // SAFETY: all operands are the test's own, and alive until the stream is synchronized.
+                    // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
                     unsafe { embedding.add_delta(&step, ids.address(), y_matrix) }.unwrap();
                 })
             }
@@ -212,7 +211,7 @@ impl Raw<'_> {
     }
 }
 
-/// What equality is judged by, NaN included.
+/// The bits to compare, so that NaN equals NaN.
 pub fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
@@ -242,7 +241,7 @@ pub fn property<L: Layer>(
 
 #[test]
 #[ignore = "needs a GPU"]
-fn the_safe_door_agrees_with_the_reference() {
+fn the_safe_api_agrees_with_the_reference() {
     let gpu = Gpu::new();
     property(200, cases(Sizes::LARGE), |case| {
         let apart = case.seed % 2 == 0;
@@ -260,7 +259,7 @@ fn the_raw_door_agrees_with_the_reference() {
     });
 }
 
-/// More tokens than one launch takes, as the kernels of wide tiles have them, with the scales and strides of all others.
+/// More tokens than one launch takes, in the large_m kernels, with all scales and strides.
 #[test]
 #[ignore = "needs a GPU"]
 fn many_tokens_agree_with_the_reference() {
@@ -270,7 +269,7 @@ fn many_tokens_agree_with_the_reference() {
     });
 }
 
-/// The same bits: twice, captured or not, in whatever company, and however the input is split over blocks.
+/// Results have the same bits when repeated or captured, in any batch, and however the input is split over blocks.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_bits_depend_on_nothing_else() {
@@ -279,7 +278,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         let mut eager = Raw { gpu, padded_tokens: 0, captured: false };
         let first = eager.run(case, &world);
         prop_assert!(bits(&first) == bits(&eager.run(case, &world)), "twice differs\n{}", case.replay());
-        // More than 512 rows are two launches instead of one, and of wide tiles.
+        // More than 512 rows take two launches, on wide tiles.
         let mut others = [
             ("captured", Raw { gpu, padded_tokens: 3, captured: true }),
             ("as one of many", Raw { gpu, padded_tokens: 1100, captured: false }),
@@ -287,7 +286,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         for (name, subject) in &mut others {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
         }
-        // Without those after it, which make 512 rows few and 513 many.
+        // Without the tokens after it: 512 rows run as small_m, and 513 as large_m.
         for tokens in [1, 16, 17, 512].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
             let (mut fewer, mut world) = (case.clone(), case.world::<T>());
             fewer.slots.truncate(tokens);
@@ -321,7 +320,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
     }
 }
 
-/// What is not a number in one token's rows stays there.
+/// NaN in one token's rows does not reach other tokens.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_nan_is_its_own() {
@@ -351,7 +350,7 @@ fn a_tokens_nan_is_its_own() {
     }
 }
 
-/// `write_delta` leaves what `add_delta` leaves on zeros, with few and with many rows.
+/// `write_delta` gives what `add_delta` adds to zeros, in small_m and in large_m.
 #[test]
 #[ignore = "needs a GPU"]
 fn overwriting_is_adding_to_zero() {
@@ -378,11 +377,11 @@ fn corners() {
         Case::linear(2880, &[64], &[&[8], &[16]], repeated(&[(0, 5), (1, 9)])),
         Case::linear(1344, &[7], &[&[3]], repeated(&[(0, 17)])),
         Case::linear(257, &[257], &[&[1]], repeated(&[(0, 1)])),
-        // Skewed segments, as they deadlocked Punica.
+        // Skewed segments like those that deadlocked Punica.
         Case::linear(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(0, 1), (1, 500)])),
         Case::linear(64, &[40, 8, 8], &[&[4, 4, 4], &[5, 0, 7]], repeated(&[(1, 65)])),
         Case::linear(32, &[16], &(0..128).map(|_| &[2_usize][..]).collect::<Vec<_>>(), (0..128).rev().collect()),
-        // The largest rank, and a rank 1 beside it.
+        // The largest rank beside rank 1.
         Case::linear(96, &[300, 20], &[&[512, 1], &[1, 512]], repeated(&[(0, 20), (1, 20), (-1, 3)])),
         // No tokens, none with an adapter, no adapters.
         Case::linear(40, &[40], &[&[4]], vec![]),
@@ -397,7 +396,7 @@ fn corners() {
     }
 }
 
-/// Sums over all of a layer's input, to the bit: features that no block has, or that one has behind those of others.
+/// Exact sums over all of a layer's input, whose last features fill no block or begin another one.
 #[test]
 #[ignore = "needs a GPU"]
 fn many_features_are_all_summed_up() {
@@ -422,7 +421,7 @@ fn every_slice_has_its_delta() {
     }
 }
 
-/// Nearly all tokens in one segment, and a few in one each, of ranks from 1 to the largest.
+/// One segment with nearly all tokens, and small ones with ranks from 1 to the largest.
 #[test]
 #[ignore = "needs a GPU"]
 fn skewed_segments() {
@@ -440,7 +439,7 @@ fn skewed_segments() {
             one_apart[tokens / 3] = 2;
             for (adapters, slots) in [(&up_to_128, &few_apart), (&up_to_128, &one_apart), (&up_to_512, &few_apart)] {
                 let case = Case::linear(64, &[40, 8, 8], adapters, slots.clone());
-                // With padding, 512 tokens are on the other side of the boundary between few and many.
+                // With padding, 512 tokens run as large_m.
                 case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }).unwrap();
                 case.check::<half::f16>(&mut Raw { gpu: &gpu, padded_tokens: 20, captured: true }).unwrap();
                 case.check::<half::bf16>(&mut Safe { gpu: &gpu, apart: true }).unwrap();
@@ -449,7 +448,7 @@ fn skewed_segments() {
     }
 }
 
-/// Whatever x holds, such a batch changes nothing, so that an engine that skips the operations has the same bits.
+/// Whatever x holds, such a batch changes nothing. An engine that skips the operations gets the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_batch_without_adapters_may_be_skipped() {
@@ -478,7 +477,7 @@ fn a_batch_without_adapters_may_be_skipped() {
     }
 }
 
-/// Rows whose offsets pass 2^31 elements.
+/// Rows whose offsets exceed 2^31 elements.
 #[test]
 #[ignore = "needs a GPU with 20 GB"]
 fn offsets_are_64_bits_wide() {
@@ -492,7 +491,7 @@ fn offsets_are_64_bits_wide() {
     let (capacity, model) = (world.capacity(tokens), &world.model);
     let Site::Linear(id) = world.id else { unreachable!() };
     let rows = tokens * STRIDE;
-    // SAFETY: every element that is read is written first.
+    // SAFETY: every element is written before it is read.
     let mut x = unsafe { gpu.stream.alloc::<half::bf16>(rows) }.unwrap();
     // SAFETY: as above.
     let mut y = unsafe { gpu.stream.alloc::<half::bf16>(rows) }.unwrap();

@@ -1,4 +1,4 @@
-//! The device's grouping against the host's.
+//! The device's grouping of tokens against the host's.
 
 use aril::{Slot, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch, routing::Segments};
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[Slot], on_dev
     let indptr = words[at(batch.indptr())..][..capacity.num_slots + 1].to_vec();
     let live = *indptr.last().unwrap() as usize;
     let mut tokens = words[at(batch.tokens())..][..live].to_vec();
-    // Within a slot they may stand in any order.
+    // The order of tokens within a slot is arbitrary.
     indptr.windows(2).for_each(|ends| tokens[ends[0] as usize..ends[1] as usize].sort_unstable());
     (indptr, tokens)
 }
@@ -65,7 +65,7 @@ fn the_most_slots_and_many_tokens() {
     assert_eq!(tokens, expected);
 }
 
-/// With every staging buffer on its way, `update` refuses and does not wait.
+/// While every staging buffer is being copied, `update` returns an error instead of waiting.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_host_that_runs_ahead_is_told() {
@@ -82,7 +82,7 @@ fn a_host_that_runs_ahead_is_told() {
     let busy = gpu.upload(&vec![0_u8; 1 << 28]);
     let target = gpu.upload(&vec![0_u8; 1 << 28]);
     for _ in 0..40 {
-        // SAFETY: both are as large, and alive until the stream is synchronized.
+        // SAFETY: both are large enough and stay alive until the stream is synchronized.
         unsafe {
             cudarc::driver::result::memcpy_dtod_async(target.address(), busy.address(), 1 << 28, gpu.stream.cu_stream())
         }

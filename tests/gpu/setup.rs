@@ -1,4 +1,4 @@
-//! Layers whose adapters add a whole number to every output, so that it shows which adapter a token had, and that it was one.
+//! Layers whose adapters add an integer to every output, which identifies the adapter of each token.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub const TOKENS: usize = 8;
 pub const SLOTS: usize = 4;
 pub const MAX_RANK: usize = 64;
 
-/// Layers of as many inputs as outputs, and what a step of theirs works on.
+/// Layers with as many inputs as outputs, and the operands of a step.
 pub struct Setup {
     pub gpu: Gpu,
     pub weights: WeightTable,
@@ -75,23 +75,23 @@ impl Setup {
         self.weights.load(Slot::new(slot), &self.adapter(rank, value).plan(self.model(), DType::F32).unwrap())
     }
 
-    /// Enqueues a step of the eager kind, on a y of zeros.
+    /// Enqueues an eager step on zeroed y.
     pub fn enqueue(&mut self, slots: &[Slot]) {
         self.y.write(&vec![0.0; self.y.len()]).unwrap();
         self.enqueue_on_y(slots);
     }
 
-    /// The same on the y that is there: nothing is waited for.
+    /// The same without zeroing y, and so without waiting.
     pub fn enqueue_on_y(&mut self, slots: &[Slot]) {
         let batch = self.routing.update(&Batch::new(slots)).unwrap();
         let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
         add_deltas(&self.layers, self.features, &mut step, &self.x, &mut self.y).unwrap();
     }
 
-    /// What every output of each token has had added in every layer, by token.
+    /// What was added to every output of a token in every layer, by token.
     ///
     /// # Panics
-    /// If it is not the same everywhere.
+    /// If a token's outputs differ.
     pub fn added(&self) -> [f32; TOKENS] {
         let mut y = vec![f32::NAN; self.y.len()];
         self.y.read(&mut y).unwrap();
@@ -166,7 +166,7 @@ pub fn of_values(num_layers: usize, features: usize, rank: usize, value: impl Fn
     Adapter::from_tensors(&config, tensors).unwrap()
 }
 
-/// A kernel that keeps a stream busy for a time; it ends by the clock, whatever happens.
+/// A kernel that keeps a stream busy for a given time. It always ends, by the clock.
 pub struct Spin {
     kernel: CudaFunction,
     stream: Arc<CudaStream>,
@@ -195,17 +195,17 @@ impl Spin {
     pub fn new(gpu: &Gpu) -> Self {
         let kernel = gpu.context.load_module(Ptx::from_src(Self::PTX)).unwrap().load_function("spin").unwrap();
         let spin = Self { kernel, stream: gpu.stream.clone() };
-        // Loaded, and run once: the first launch may wait for the device.
+        // Load it and run it once: the first launch may wait for the device.
         spin.run(0);
         gpu.synchronize();
         spin
     }
 
-    /// Enqueues it, and says by an event when it has ended.
+    /// Enqueues the kernel and an event after it.
     pub fn run(&self, milliseconds: u64) -> CudaEvent {
         let nanoseconds = milliseconds * 1_000_000;
         let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
-        // SAFETY: the kernel has this parameter, and touches no memory.
+        // SAFETY: the kernel has this parameter and accesses no memory.
         unsafe { self.stream.launch_builder(&self.kernel).arg(&nanoseconds).launch(config) }.unwrap();
         self.stream.record_event(None).unwrap()
     }

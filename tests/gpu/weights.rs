@@ -1,4 +1,4 @@
-//! The weight table: loading, replacing, running out of room.
+//! The weight table: loading, replacing, running out of memory.
 
 use aril::{
     DType, Slot,
@@ -56,7 +56,7 @@ impl Setup {
         self.weights.load(Slot::new(slot), &adapter.plan(&self.model, DType::F32).unwrap())
     }
 
-    /// What each slot adds for an x of ones, over the number of features.
+    /// What each slot adds for an x of ones, divided by the number of features.
     fn deltas(&self) -> [f32; 4] {
         let Self { gpu: Gpu { queue, .. }, id, weights, .. } = self;
         let slots = [0, 1, 2, 3].map(Slot::new);
@@ -88,7 +88,7 @@ fn a_slot_holds_what_was_loaded_last() {
     assert_eq!(setup.deltas(), [0.0, 7.0, 0.0, 0.0]);
 }
 
-/// The arena that was counted for adapters has room for them in any order, and no room for another as large as the smallest.
+/// An arena sized for adapters holds them in any order, and not one more as large as the smallest.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_counted_arena_holds_its_adapters() {
@@ -112,11 +112,11 @@ fn a_counted_arena_holds_its_adapters() {
     }
 }
 
-/// What the arena hands out again never shows through: neither in another slot, nor where the next adapter is smaller.
+/// Old contents of reused arena memory never show: neither in another slot, nor past a smaller adapter.
 #[test]
 #[ignore = "needs a GPU"]
 fn memory_is_reused_cleanly() {
-    // Room for two of the largest.
+    // Room for two of the largest adapters.
     let setup = Setup::new(2 * 64 * FEATURES * 2 * 4);
     for round in 1..200_u16 {
         let (slot, rank) = (round % 3, usize::from(round * 7 % 64) + 1);
@@ -155,7 +155,7 @@ fn what_does_not_fit_changes_nothing() {
     assert_eq!(setup.deltas(), [0.0, 0.0, 9.0, 0.0]);
 }
 
-/// A slot names whoever is there; a resident is of one load.
+/// A slot names its current adapter; a resident names one load.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_resident_is_valid_until_its_slot_changes() {
@@ -178,11 +178,11 @@ fn a_resident_is_valid_until_its_slot_changes() {
     let third = setup.load(1, 8, 5.0).unwrap();
     [first, second].into_iter().for_each(gone);
     setup.weights.check([third, other]).unwrap();
-    // What fails changes nothing.
+    // A failed call changes nothing.
     assert!(setup.weights.load(Slot::new(1), &adapter(4, 1.0).plan(&setup.model, DType::F16).unwrap()).is_err());
     setup.weights.check([third, other]).unwrap();
     assert_eq!(setup.weights.check([]), Ok(()));
-    // A clone is the same table, also on another thread.
+    // A clone is the same table, even on another thread.
     let weights = setup.weights.clone();
     std::thread::scope(|scope| scope.spawn(|| weights.unload(Slot::new(2)).unwrap()).join().unwrap());
     gone(other);
@@ -218,7 +218,7 @@ fn a_table_says_what_it_holds() {
     assert!(is_full(setup.weights.reserve(&large).unwrap_err()));
     let reservation = setup.weights.reserve(&small).unwrap();
     let row = setup.weights.usage().used - usage.used - small.bytes();
-    // Descriptors on their way.
+    // Staged descriptors.
     assert!(row > 0 && row <= 256, "{row}");
     assert_eq!((setup.weights.loaded().len(), reservation.bytes()), (2, small.bytes()));
     drop(reservation);
@@ -258,7 +258,7 @@ fn room_is_of_one_table_and_one_size() {
     assert_eq!(setup.weights.usage(), before);
     assert!(setup.weights.loaded().is_empty() && same_model.loaded().is_empty());
 
-    // A staging of another queue of the context does; one of another context does not.
+    // A staging of another queue of the same context is accepted; one of another context is refused.
     let mut elsewhere = Staging::new(&other.gpu.queue).unwrap();
     let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut elsewhere).unwrap();
     setup.weights.clone().commit(Slot::new(2), filled).unwrap();
@@ -272,7 +272,7 @@ fn room_is_of_one_table_and_one_size() {
     assert_eq!(setup.deltas(), [0.0, 0.0, 6.0, 0.0]);
 }
 
-/// Progress is of the image's bytes, and ends with all of them.
+/// Progress counts the image's bytes and ends with all of them.
 #[test]
 #[ignore = "needs a GPU"]
 fn progress_ends_with_every_byte() {
@@ -285,7 +285,7 @@ fn progress_ends_with_every_byte() {
     assert_eq!(setup.deltas(), [0.0, 2.0, 0.0, 0.0]);
 }
 
-/// A host that runs ahead is told, and may wait for a buffer.
+/// A host that runs ahead gets an error, and may wait for a buffer.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_busy_routing_may_be_waited_for() {

@@ -1,4 +1,4 @@
-//! Checkpoints and adapters to be tampered with.
+//! Checkpoints and adapters to damage.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Map, Value};
 use tempfile::TempDir;
 
-/// A folder of files to be tampered with.
+/// A folder of files to damage.
 pub(crate) struct Files(pub(crate) TempDir);
 
 impl Files {

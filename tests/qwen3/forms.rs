@@ -1,4 +1,4 @@
-//! The example `qwen3`, on any device, with adapters of experts in every form that these come in.
+//! The example `qwen3`, on any device, with adapters of experts in every form.
 
 use std::{collections::BTreeMap, slice};
 
@@ -6,9 +6,9 @@ use serde_json::{Value, json};
 
 use super::goldens::{Answer, all_in, golden_in, hold_f32, largest_difference, run};
 
-/// The forms that an adapter comes in give what it gives as it was trained, and what PEFT has made of it what PEFT gives.
+/// All forms of an adapter give the result of the trained one, and PEFT's conversions give PEFT's result.
 ///
-/// On the CPU every bit is the same, as is what they become in a slot: there the tolerances, of each type, are 0.
+/// On the CPU, results and images are bit-identical, so the tolerance of each type is 0.
 pub(crate) fn every_form_of_an_adapter_gives_the_same(device: &str, dtypes: &[(&str, f32)]) {
     let folders = [all_in("adapters-moe"), all_in("adapters-moe-forms")].concat();
     let names = folders.iter().map(|folder| folder.file_name().and_then(|name| name.to_str()).expect("it is UTF-8"));

@@ -1,5 +1,5 @@
-//! The example `qwen3`, on any device, against transformers and PEFT: the batches of `tests/fixtures/goldens`, each of which the
-//! other side ran request by request.
+//! The example `qwen3`, on any device, against transformers and PEFT, which ran each batch of `tests/fixtures/goldens` request by
+//! request.
 
 use std::{
     collections::BTreeMap,
@@ -14,13 +14,13 @@ use serde_json::{Value, json};
 
 use super::process::{fixture, qwen3};
 
-/// The most that HF's own f32 logits may differ.
+/// The largest difference from transformers' f32 logits.
 pub(crate) const F32_TOLERANCE: f32 = 1e-3;
 
-/// What an adapter that does anything at all moves the logits by.
+/// The least by which an effective adapter changes the logits.
 pub(crate) const FLOOR: f32 = 0.5;
 
-/// The last two are of a model with experts, and of the same with weights in 4 bits.
+/// The last two are a model with experts, and the same with weights in 4 bits.
 pub(crate) const BATCHES: [&str; 6] = ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4"];
 
 pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
@@ -29,8 +29,8 @@ pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
     }
 }
 
-/// The most that logits in 16 bits may differ from transformers' in the same type. The largest differences seen are 0.19 and 0.023, of
-/// models with experts on the CPU; each side's rounding alone may make as much as these bounds.
+/// The largest difference of 16-bit logits from transformers' in the same type. The largest measured ones are 0.19 and 0.023, for
+/// models with experts on the CPU. Each side's rounding alone may reach these bounds.
 fn most_by_rounding(dtype: &str) -> f32 {
     match dtype {
         "bf16" => 0.4,
@@ -39,14 +39,14 @@ fn most_by_rounding(dtype: &str) -> f32 {
     }
 }
 
-/// A token may be another only where theirs leads by less than both sides' rounding: a tie.
+/// A token may differ only at a tie, where the golden token leads by less than both sides' rounding.
 pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
     for batch in BATCHES {
         hold_rounded(device, batch, dtype, &answers(device, batch, dtype), &golden(batch, dtype));
     }
 }
 
-/// The requests that have no adapter, on a model that never saw one.
+/// The requests without an adapter, on a model that never had one.
 pub(crate) fn base_models_reproduce_the_goldens(device: &'static str) {
     for batch in BATCHES {
         let (places, requests) = base_requests(batch);
@@ -75,7 +75,7 @@ pub(crate) fn hold_f32(device: &str, batch: &str, answers: &[Answer], expected: 
 pub(crate) fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
     assert_eq!(answers.len(), expected.len());
     for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
-        // Each side's rounding takes it from the exact logits by no more than the tolerance of `--verify`.
+        // Each side differs from the exact logits by at most the tolerance of `--verify`.
         let bound = most_by_rounding(dtype).min(2.0 * answer.tolerance);
         let mut steps = answer.logits.chunks_exact(answer.vocab);
         let mut is_tied = false;
@@ -91,7 +91,7 @@ pub(crate) fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[An
                 let lead = lead(theirs);
                 assert!(lead <= 2.0 * bound, "{batch}.{dtype}, request {index}, step {step}: a lead of {lead} lost");
                 println!("{batch}.{dtype} on {device}, request {index}: a tie at step {step}, {lead} apart");
-                // What follows was asked of another text.
+                // Later tokens belong to another text.
                 is_tied = true;
                 break;
             }
@@ -146,12 +146,12 @@ pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
     assert!(largest_difference(&one.logits[..one.vocab], &two.logits[..two.vocab]) > FLOOR);
 }
 
-/// What a request got, or should.
+/// The result of a request, or the expected one.
 pub(crate) struct Answer {
     pub(crate) tokens: Vec<u32>,
     pub(crate) logits: Vec<f32>,
     pub(crate) vocab: usize,
-    /// Of `--verify`, if it ran.
+    /// The report of `--verify`, if it ran.
     pub(crate) tolerance: f32,
 }
 
@@ -167,7 +167,7 @@ pub(crate) fn requests(batch: &str) -> Vec<Value> {
     serde_json::from_str(&text).expect("the batch is JSON")
 }
 
-/// The requests of a batch that have no adapter, and their places in it.
+/// The requests of a batch without an adapter, and their places in it.
 fn base_requests(batch: &str) -> (Vec<usize>, Vec<Value>) {
     requests(batch).into_iter().enumerate().filter(|(_, request)| request["adapter"].is_null()).unzip()
 }
@@ -182,7 +182,7 @@ pub(crate) fn models(batch: &str) -> (&'static str, &'static str) {
     }
 }
 
-/// What the example answers to a batch, verified. Each is run once, for all tests.
+/// The example's verified results of a batch. Each batch runs once, for all tests.
 pub(crate) fn answers(device: &'static str, batch: &'static str, dtype: &'static str) -> Arc<Vec<Answer>> {
     type Run = Arc<OnceLock<Arc<Vec<Answer>>>>;
     static RUNS: Mutex<BTreeMap<(&str, &str, &str), Run>> = Mutex::new(BTreeMap::new());
@@ -273,14 +273,14 @@ pub(crate) fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// How far the largest logit leads.
+/// The lead of the largest logit.
 fn lead(logits: &[f32]) -> f32 {
     let mut sorted = logits.to_vec();
     sorted.sort_by(|a, b| b.total_cmp(a));
     sorted[0] - sorted[1]
 }
 
-/// Seen with `--nocapture`.
+/// Visible with `--nocapture`.
 fn report(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
     let difference = answers
         .iter()

@@ -1,4 +1,4 @@
-//! What the tests of the example `qwen3` share.
+//! Code that the tests of the example `qwen3` share.
 #![allow(dead_code, reason = "not every binary uses all of it")]
 
 pub(crate) mod files;

@@ -1,4 +1,4 @@
-//! The example `qwen3` on experts, on any device: weights in 4 bits against what they unpack to, and models of odd sizes.
+//! The example `qwen3` on experts, on any device: 4-bit weights against their unpacked values, and models of odd sizes.
 
 use std::{
     fs,
@@ -17,10 +17,10 @@ use super::{
     process::fixture,
 };
 
-/// What adapters add to the logits of the model in 4 bits is what they add to those of the weights that it unpacks to: the two
-/// bases differ by nothing, so that from the model that was rounded to 4 bits it differs by this rounding alone.
+/// Adapters change the logits of a model in 4 bits as they change those of its unpacked weights. The two bases are equal, so the
+/// rounding to 4 bits is the only difference from the original model.
 ///
-/// On the CPU every bit is the same, as both multiply with the same numbers in the same order: there the tolerance is 0.
+/// On the CPU they are bit-identical, because both multiply the same numbers in the same order: the tolerance is 0.
 pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, tolerance: f32) {
     let files = Files::new();
     let model = fixture("qwen3-moe-int4");
@@ -57,7 +57,7 @@ pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, to
     );
 }
 
-/// Groups as large models have them: several steps of a kernel each. Without an adapter, and with one of all experts.
+/// Groups of large models' sizes, several steps of a kernel each. Without an adapter, and with one of all experts.
 pub(crate) fn groups_of_128_are_what_they_unpack_to(device: &str, tolerance: f32) {
     let files = Files::new();
     let sizes = Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 };
@@ -84,8 +84,8 @@ pub(crate) fn groups_of_128_are_what_they_unpack_to(device: &str, tolerance: f32
     }
 }
 
-/// Random models, whose sizes are no multiples of what kernels compute at a time, or large enough that they compute it several
-/// times. In 16 bits every token has all experts, as rounding would send it elsewhere otherwise.
+/// Random models whose sizes are not multiples of the kernels' tiles, or several tiles large. In 16 bits every token has all experts,
+/// because rounding could otherwise change the router's choice.
 pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
     let cases = [
         (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),
@@ -102,7 +102,7 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
             let model = files.random_model("model", sizes, group);
             let [here, cpu] = [device, "cpu"].map(|device| run(device, &model, &[], dtype, &questions(), true));
             for (index, (here, cpu)) in here.iter().zip(&cpu).enumerate() {
-                // Greedily, a random model soon says something else.
+                // A random model's greedy tokens soon diverge.
                 let [a, b] = [here, cpu].map(|answer| &answer.logits[..answer.vocab]);
                 let difference = largest_difference(a, b);
                 let bound = if dtype == "f32" { F32_TOLERANCE } else { 2.0 * here.tolerance };
@@ -134,7 +134,7 @@ struct Sizes {
 }
 
 impl Files {
-    /// A random model of two layers with experts, whose linear layers are in groups of 4 bits if it is to have any.
+    /// A random model of two layers with experts. If a group size is given, its linear layers are in 4 bits.
     fn random_model(&self, name: &str, sizes: Sizes, group: Option<usize>) -> String {
         let Sizes { hidden, inter, experts, top_k } = sizes;
         let dir = self.copy(&fixture("qwen3-moe-int4"), name);

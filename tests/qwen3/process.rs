@@ -1,4 +1,4 @@
-//! Runs the example `qwen3` as its users do: as a process.
+//! Runs the example `qwen3` as a process, like its users.
 
 use std::{
     env,
@@ -21,8 +21,8 @@ pub(crate) fn qwen3<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> Out
     Command::new(&*EXAMPLE).args(device).args(args).output().expect("the example starts")
 }
 
-/// The example: the file that `ARIL_QWEN3_BIN` names, or else what cargo builds of the sources as they are now. (`cargo test --test`
-/// builds no examples, and would leave a stale one.)
+/// The example: the file that `ARIL_QWEN3_BIN` names, or else a new build. (`cargo test --test` builds no examples, and would use a
+/// stale one.)
 pub(crate) static EXAMPLE: LazyLock<PathBuf> =
     LazyLock::new(|| env::var_os("ARIL_QWEN3_BIN").map_or_else(build, PathBuf::from));
 

@@ -1,4 +1,4 @@
-//! What the example `qwen3` says of input that it does not take.
+//! The errors of the example `qwen3`.
 
 use std::{
     ffi::OsStr,
@@ -7,7 +7,7 @@ use std::{
 
 use super::process::EXAMPLE;
 
-/// The example on the CPU, with so many KiB of address space and so many seconds of processor time.
+/// The example on the CPU, with limits on address space (KiB) and processor time (seconds).
 pub(crate) fn limited<A: AsRef<OsStr>>(kib: usize, seconds: usize, args: &[A]) -> Command {
     let mut shell = Command::new("sh");
     shell.arg("-c").arg(format!(r#"ulimit -v {kib} && ulimit -t {seconds} && exec "$0" --device cpu "$@""#));
@@ -15,7 +15,7 @@ pub(crate) fn limited<A: AsRef<OsStr>>(kib: usize, seconds: usize, args: &[A]) -
     shell
 }
 
-/// The sentence that the example has refused something with; an error if it has done anything else.
+/// The sentence with which the example refused its input. An error if it did anything else.
 pub(crate) fn refusal(output: &Output) -> Result<String, String> {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     let status = output.status;

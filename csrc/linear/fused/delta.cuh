@@ -21,8 +21,8 @@ namespace aril::detail {
 
 #if __CUDA_ARCH__ >= 900
 
-// Where the words of a part of the input features are in the mailbox. Two words, of neighbouring
-// ranks, are stored and loaded together.
+// The place of a part's words in the mailbox. Two words, of neighbouring ranks, are stored and
+// loaded together.
 struct FusedMailbox {
   char* first;
   int64_t slice_bytes, token_bytes, part_bytes;
@@ -105,7 +105,7 @@ struct Delta {
       int slot = -1;
       float scale = 0.0f;
       if (token < args.num_tokens) {
-        // Independent loads: rows beyond the routed ones are read, too.
+        // Independent loads: rows beyond the routed ones are also read.
         const int routed = *args.routing.num_tokens;
         slot = args.routing.slots[token];
         scale = args.routing.scales[token];
@@ -333,7 +333,7 @@ struct Delta {
     const unsigned char* a = own_places() + place * kPairBytes + q * 128 + g * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      // Keeps the loads apart where registers are few.
+      // Keeps the loads apart if registers are scarce.
       if constexpr (kRounds > 1) __syncwarp();
       const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
       uint4 high = make_uint4(0, 0, 0, 0);
@@ -426,7 +426,7 @@ struct Delta {
     return load_first_a(min(last - first, DeltaShared::kUnits));
   }
 
-  // Computes units [first, last), of which begin_units() was called.
+  // Computes units [first, last), after begin_units() on them.
   __device__ __forceinline__ void shrink_all(int first, int last, Step ahead) {
 #pragma unroll 1
     while (first < last) {
@@ -437,7 +437,7 @@ struct Delta {
   }
 
   // Gathers v of ranks [begin, begin + ranks) in shared memory, scaled, as two bf16 terms.
-  // Returns a unit that did not come in time, or -1.
+  // Returns a unit that did not arrive in time, or -1.
   __device__ __forceinline__ int gather(int begin, int ranks) {
     const FusedMailbox mailbox(args);
     const int per_token = ranks / 2, parts = p.num_parts;
@@ -629,7 +629,7 @@ struct Delta {
                      chunk.rank + q * ARIL_RANK_TILE < module_of_item(task, chunk.item).rank,
                      batch.tokens[chunk.item / task.count][g], chunk.rank - task.begin);
       const Chunk following = next(task, chunk);
-      // The same sums however many ranks fit at once.
+      // The sums do not depend on how many ranks fit at once.
       if (following.item != chunk.item || following.rank % kSumRanks == 0) {
         add_deltas(task, chunk.item, sums);
       }
@@ -661,8 +661,8 @@ struct Delta {
     int first, begin;
   };
 
-  // Computes the deltas, pass after pass, until a unit does not come in time. Returns that unit, or
-  // -1.
+  // Computes the deltas, pass after pass, until a unit does not arrive in time. Returns that unit,
+  // or -1.
   __device__ __forceinline__ int make_deltas(Progress& at) {
     sync_warps();
     while (at.first < p.grid.units) {
@@ -675,7 +675,7 @@ struct Delta {
         load_first_b(task);
         const int missing = gather(task.begin, task.end - task.begin);
         if (missing >= 0) {
-          // A takes the buffers of B.
+          // A reuses the buffers of B.
           while (taken < issued) wait_for_chunk();
           sync_warps();
           if (thread == 0) {

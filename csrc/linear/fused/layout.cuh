@@ -11,13 +11,13 @@
 // blocks a range of the input features. The warps of a block have three roles:
 // - Producers fill the ring: one thread with W, which waits for no predecessor, one with x.
 // - Multipliers compute x W^T by mma.sync, W's rows as M and the tokens as N (multiply.cuh).
-// - The delta's warps compute their share of v, hand it over through the mailbox, gather all of v,
+// - The delta's warps compute their share of v, pass it through the mailbox, gather all of v,
 //   and leave scaling * B v of the block's own rows for the multipliers to add before the only
 //   store of y (delta.cuh).
 //
-// Two forms. The large one has a multiprocessor for itself, with a ring of up to 200 KB. The small
-// one leaves room for a second block, which is the next launch's: its ring fills and its adapters
-// arrive while this launch drains. That wins while the delta is short (few tokens, low ranks); the
+// Two forms. The large one occupies a multiprocessor, with a ring of up to 200 KB. The small one
+// leaves room for a second block, of the next launch: its ring fills and its adapters arrive while
+// this launch drains. That wins while the delta is short (few tokens, low ranks); the
 // sums are the same.
 //
 // Words: a *unit* is 16 rows of W; a *box* 64 input features of some rows, 128 bytes a row; a
@@ -56,11 +56,11 @@ constexpr int kHalves = 8;               // 128 features each, of a step of A; e
 constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
 constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
 constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
-constexpr int kMaxChunkPlaces = kMaxAPlaces * kPairBytes / kChunkBytes;  // B takes A's place
+constexpr int kMaxChunkPlaces = kMaxAPlaces * kPairBytes / kChunkBytes;  // B reuses A's memory
 constexpr int kSumRanks = 64;  // ranks whose products are added up before others join them
 constexpr int kMaxStages = 24;
 
-// How the launch is shared out.
+// How the launch divides the work.
 struct FusedGrid {
   int first_cluster[ARIL_MAX_SLICES + 1];  // of each slice; then the number of clusters
   int units;                               // of a cluster
@@ -80,7 +80,7 @@ __host__ __device__ __forceinline__ constexpr int units_per_warp(int token_tiles
   return teams(token_tiles);
 }
 
-// Groups of tokens, which have warps of their own: more than 32 tokens need more tensor cores.
+// Groups of tokens, each with separate warps: more than 32 tokens need more tensor cores.
 __host__ __device__ __forceinline__ constexpr int token_groups(int token_tiles) {
   return token_tiles > 4 ? kMaxTokenGroups : 1;
 }
@@ -94,7 +94,7 @@ __host__ __device__ __forceinline__ constexpr int multiplier_warps(int pass_unit
   return teams(token_tiles) * team_warps(pass_units, token_tiles);
 }
 
-// Fewer where multipliers are many, or two blocks share the registers of a multiprocessor.
+// Fewer if there are many multipliers, or if two blocks share the registers of a multiprocessor.
 __host__ __device__ __forceinline__ constexpr int delta_warps(int token_tiles, bool small) {
   return small || token_groups(token_tiles) > 1 ? kMaxDeltaWarps / 2 : kMaxDeltaWarps;
 }
@@ -117,7 +117,7 @@ struct DeltaUnit {
   int part, segment, slice, first_rank, rank;
 };
 
-// The batch as this launch sees it: its segments and their modules.
+// The batch in this launch: its segments and their modules.
 struct DeltaShared {
   static constexpr int kPitch = 20;  // floats of a token's sums: spreads tokens over the banks
   static constexpr int kUnits = 8;   // looked up at a time
@@ -125,14 +125,14 @@ struct DeltaShared {
 
   int32_t slots[ARIL_FORWARD_TOKENS];
   float scales[ARIL_FORWARD_TOKENS];
-  int8_t segment_of[ARIL_FORWARD_TOKENS];                 // -1: none
-  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];     // -1: none
-  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];             // a bit for each first token of a segment
-  int32_t num_segments, num_units;                        // num_units: of all blocks
-  int32_t slice_rank;                                     // the largest of this block's slice
-  int32_t missing;                                        // a unit that did not come in time, or -1
-  int32_t polls;                                          // left for the next one
-  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];      // a warp's buffers of A, and
+  int8_t segment_of[ARIL_FORWARD_TOKENS];              // -1: none
+  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];  // -1: none
+  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];          // a bit for each first token of a segment
+  int32_t num_segments, num_units;                     // num_units: of all blocks
+  int32_t slice_rank;                                  // the largest of this block's slice
+  int32_t missing;                                     // a unit that did not arrive in time, or -1
+  int32_t polls;                                       // left for the next one
+  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];   // a warp's buffers of A, and
   TransactionBarrier b[kMaxDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
   DeltaUnit units[kUnits];
 };
@@ -186,7 +186,7 @@ struct FusedParams {
   int num_k_tiles, part_k_tiles, num_parts;  // of A
 };
 
-// What a thread block has of W.
+// A thread block's part of W.
 struct Share {
   int split, slice;
   int begin, end;            // units of the slice
@@ -209,7 +209,7 @@ struct Share {
     return ceil_div(ceil_div(boxes, kStepBoxes), splits) * kStepBoxes;
   }
 
-  // Of whole blocks of 32 rows.
+  // Units of a slice, padded to whole blocks of 32 rows.
   __host__ __device__ __forceinline__ static int slice_units(int out_features) {
     return ceil_div(out_features, kBlockRows) * (kBlockRows / kUnitRows);
   }
@@ -226,7 +226,7 @@ struct OwnBlocks {
   __device__ __forceinline__ int index_of(int block) const { return (block - first) / splits; }
 };
 
-// What the roles of a thread block share beside the dynamic memory.
+// The state that a block's roles share, beside the dynamic shared memory.
 struct FusedShared {
   TransactionBarrier full[kMaxStages], empty[kMaxStages];  // of the ring's stages
   TransactionBarrier handover[kMaxTeams * kMaxUnits];  // the other team's sums of a warp's unit are

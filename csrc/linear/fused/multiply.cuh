@@ -84,7 +84,7 @@ __device__ __forceinline__ void produce_weights(const FusedParams& p, FusedShare
   const int ahead = min(total, p.grid.stages);
 #pragma unroll 1
   for (int item = 0; item < ahead; ++item) producer.copy(shared);
-  // Before dependents may begin, which count themselves in, too.
+  // Before dependents may begin, because they count their blocks too.
   if (p.args.weights.table != nullptr) {
     shared.epoch = next_epoch(p.args.mailbox);
     arrive(shared.tagged);
@@ -207,7 +207,7 @@ __device__ __forceinline__ void add_teams(UnitSums<kTiles> (&sums)[2], int team,
   if (pass > 0) shared.taken[warp].wait((pass - 1) % 2);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const float(&first)[4] = sums[0][tile], (&second)[4] = sums[1][tile];
+    const float (&first)[4] = sums[0][tile], (&second)[4] = sums[1][tile];
     handover[(other * kTiles + tile) * 32 + lane] =
         team == 0 ? make_float4(second[0], second[1], second[2], second[3])
                   : make_float4(first[0], first[1], first[2], first[3]);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // aril_align: arranges routes with a slot in blocks of one slot and one expert, for a grouped GEMM
-// that takes the pair for its expert.
+// that treats each such pair as an expert.
 //
-// One thread block for each expert reads all routes twice: to find each of its own a place among
-// those of its slot, and to put it there. In between it publishes how many blocks of routes it has
-// and reads those of all earlier experts from the mailbox. Places are deterministic: one warp
-// counts the routes in the order of their numbers, 32 at a time.
+// One thread block for each expert reads all routes twice: to find the place of each of its own
+// among those of its slot, and to write it there. In between it publishes how many blocks of routes
+// it has and reads those of all earlier experts from the mailbox. Places are deterministic: one
+// warp counts the routes in the order of their numbers, 32 at a time.
 //
 // Shared memory: a counter of 4 bytes per slot (at most 32 KB), and lists of 32 KB. Bound: latency;
 // every block reads every id, from L2.
@@ -25,8 +25,8 @@ namespace aril::detail {
 
 constexpr int kAlignThreads = 512;
 
-// Gives the `num_own` routes of a chunk, which begins with route `first`, their places among those
-// of their slots. In order: routes of one slot that are together in a warp are counted by their
+// Finds the places of a chunk's `num_own` routes among those of their slots. The chunk begins with
+// route `first`. In order: routes of one slot that are together in a warp are counted by their
 // first one; one warp turns the counts into places; every route adds its own position.
 template <int kChunk, typename SlotOf>
 __device__ __forceinline__ void place_routes(int first, int num_own, const SlotOf& slot_of,
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
     align_kernel(const __grid_constant__ aril_align_args p) {
   using Scan = cub::BlockScan<int, kAlignThreads>;
   constexpr int kWarps = kAlignThreads / 32, kPerThread = 8;
-  constexpr int kChunk = kAlignThreads * kPerThread;  // routes that are gone through at a time
+  constexpr int kChunk = kAlignThreads * kPerThread;  // routes read at a time
   constexpr unsigned kAll = 0xffffffffu;
   static_assert(ARIL_MAX_EXPERTS <= 2 * kAlignThreads, "a thread waits for two blocks");
   __shared__ typename Scan::TempStorage scan;

@@ -33,12 +33,12 @@ struct GroupCounts {
   }
 };
 
-constexpr int kGroupPart = 64 * kGroupThreads;  // routes that a block looks at together
+constexpr int kGroupPart = 64 * kGroupThreads;  // routes that a block reads at a time
 constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
 static_assert(kGroupSmemBytes <= 97 << 10, "the smallest devices have 99 KB");
 
-// Which of a thread's kAtOnce times four adjacent routes may belong to group `mine`, a bit each:
-// whether they have a row is not looked at. route_of(j) is the first route of the j-th four.
+// A bit for each of a thread's kAtOnce times four adjacent routes: whether it may belong to group
+// `mine`. Rows are not checked. route_of(j) is the first route of the j-th four.
 template <int kAtOnce, typename RouteOf>
 __device__ __forceinline__ unsigned find_candidates(const int32_t* ids_of_routes,
                                                     const RouteOf& route_of, int num_routes,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Local grouping: the route tiles of up to ARIL_ONE_BLOCK_ROUTES routes with a slot, as every block
-// of shrink finds them for itself, so that shrink need not wait for the block that sorts for all.
+// Local grouping: every block of shrink finds the route tiles of up to ARIL_ONE_BLOCK_ROUTES routes
+// with a slot by itself, so that it does not wait for the block that sorts for all.
 //
 // Each expert has a bitmap of tokens, in the order of their slots, so the place of a route among
 // its expert's, and among its slot's, is a population count: every block finds the same tiles. A
@@ -35,8 +35,8 @@ class LocalTiles {
     uint32_t* const begins = bits + num_experts * words;
     uint32_t* const spans = begins + num_experts;
     const int bytes = (num_bits + num_experts + p.num_tokens) * static_cast<int>(sizeof(uint32_t));
-    // If the batch has more tokens than the operation, the operation's may be anywhere in its
-    // order.
+    // If the batch has more tokens than the operation, the operation's tokens may be anywhere in
+    // the batch's order.
     if (live_tokens > p.num_tokens || bytes > scratch_bytes) return -1;
 
     // The loads of all parts are issued before the first use.

@@ -52,8 +52,8 @@ class OneBlockSort {
         reinterpret_cast<aril_route_entry*>(keys + ARIL_ONE_BLOCK_ROUTES);
     uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_ONE_BLOCK_ROUTES);
 
-    // If the batch has more tokens than the operation, the operation's may be anywhere in its
-    // order.
+    // If the batch has more tokens than the operation, the operation's tokens may be anywhere in
+    // the batch's order.
     const int live_tokens = *routing.num_tokens;
     const bool by_slot = live_tokens <= num_tokens;
     const int num_routes = min(live_tokens, num_tokens) * top_k.top_k;

@@ -1,4 +1,4 @@
-//! Greedy decoding of many sequences, each with an adapter of its own or none.
+//! Greedy decoding of many sequences, each with any adapter or none.
 
 use candle_core::{Result, Tensor, bail};
 
@@ -7,27 +7,27 @@ use crate::{
     qwen3::{Cache, Qwen3, Row},
 };
 
-/// A text as far as it is written.
+/// A sequence during decoding.
 #[derive(Clone, Debug)]
 pub struct Sequence {
     pub adapter: Option<String>,
-    /// The prompt, and what was generated behind it.
+    /// The prompt, followed by the generated tokens.
     pub tokens: Vec<u32>,
-    /// How many of the tokens the cache has.
+    /// The number of tokens in the cache.
     cached: usize,
     cache: Cache,
 }
 
 impl Sequence {
-    /// A prompt that nothing was computed of yet.
+    /// A new sequence, with an empty cache.
     pub fn new(model: &Qwen3, adapter: Option<&str>, prompt: &[u32]) -> Self {
         Self { adapter: adapter.map(str::to_owned), tokens: prompt.to_vec(), cached: 0, cache: model.cache() }
     }
 }
 
-/// Brings every sequence up to its last token in one forward, and gives the logits of its next: `[sequences, vocab]`.
+/// Runs all tokens of every sequence that are not in its cache in one forward, and returns the next logits: `[sequences, vocab]`.
 ///
-/// A new sequence has its whole prompt in the step, one that is being decoded a token: both run together.
+/// A new sequence runs its whole prompt, and a decoding sequence one token, in the same step.
 pub fn step(model: &Qwen3, adapters: &mut Adapters, sequences: &mut [&mut Sequence]) -> Result<Tensor> {
     if sequences.iter().any(|sequence| sequence.cached == sequence.tokens.len()) {
         bail!("a sequence has no new token")
@@ -48,7 +48,7 @@ pub fn step(model: &Qwen3, adapters: &mut Adapters, sequences: &mut [&mut Sequen
     Ok(logits)
 }
 
-/// Appends to every sequence what the model says, until it ends the text or has said `max_new_tokens`.
+/// Appends the model's tokens to every sequence until it ends the text or has `max_new_tokens` new tokens.
 pub fn generate(
     model: &Qwen3,
     adapters: &mut Adapters,

@@ -1,6 +1,6 @@
 //! A Qwen3 on candle that serves many LoRA adapters at once.
 //!
-//! - One forward runs a batch in which every sequence names an adapter of its own, or none, whether it is at its prompt or at its
+//! - One forward runs a batch in which every sequence names any adapter or none, whether it is at its prompt or at its
 //!   next token ([`generate::step`]).
 //! - Adapters are registered, replaced and removed while the model stays loaded ([`lora::Adapters`]).
 //! - Sequences without an adapter get the base model's logits, bit for bit.

@@ -1,4 +1,4 @@
-//! Every call of aril: the adapted layers, the adapters in their slots, and the delta behind a linear layer.
+//! Every call of aril: the adapted layers, the adapters in their slots, and the delta after a linear layer.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -34,7 +34,7 @@ impl Sites {
     }
 }
 
-/// A linear layer of the base model, and behind it the adapters of a step.
+/// A linear layer of the base model, followed by the deltas of a step's adapters.
 #[derive(Debug)]
 pub struct LoraLinear {
     base: Linear,
@@ -47,7 +47,7 @@ impl LoraLinear {
         self.add_delta(x, step, Rows::Tokens)
     }
 
-    /// The same of `x` `[sequences, in_features]`, the last token of every sequence.
+    /// The same for `x` `[sequences, in_features]`, the last token of every sequence.
     pub fn forward_last(&self, x: &Tensor, step: &Step<'_>) -> Result<Tensor> {
         self.add_delta(x, step, Rows::LastTokens)
     }
@@ -59,12 +59,12 @@ impl LoraLinear {
     }
 }
 
-/// How much there shall be room for.
+/// The capacity.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Tokens of all sequences in a step.
     pub max_tokens: usize,
-    /// Adapters at once.
+    /// Adapters registered at the same time.
     pub max_adapters: usize,
     pub max_rank: usize,
     /// Memory for the factors of all adapters, in bytes.
@@ -150,12 +150,12 @@ fn index(slot: usize) -> Result<Slot> {
     Ok(Slot::new(u16::try_from(slot).map_err(Error::wrap)?))
 }
 
-/// The sequences of a step, and with which adapter each runs.
+/// The sequences of a step, and the adapter of each.
 pub struct Step<'a> {
     adapters: &'a Adapters,
 }
 
-/// Which tokens a matrix has a row for.
+/// The tokens that have a row in a matrix.
 #[derive(Clone, Copy, Debug)]
 enum Rows {
     Tokens,
@@ -166,7 +166,7 @@ enum Rows {
 trait Backend: Send {
     fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<()>;
     fn unload(&self, slot: Slot) -> Result<()>;
-    /// Says which slot each row of later deltas has.
+    /// Sets the slot of each row of the following deltas.
     fn route(&mut self, rows: Rows, slots: Vec<Slot>) -> Result<()>;
 
     fn add_delta_cpu(
@@ -190,7 +190,7 @@ trait Backend: Send {
     }
 }
 
-/// candle's in-place operation: adds to `y`, the base layer's output, the delta of its input `x`.
+/// A candle in-place operation: adds the delta of the input `x` to `y`, the base layer's output.
 struct Delta<'a> {
     backend: &'a dyn Backend,
     site: usize,
@@ -211,7 +211,7 @@ impl InplaceOp2 for Delta<'_> {
     }
 }
 
-/// Where a row-major matrix begins in its storage, its rows and its columns.
+/// A row-major matrix's offset in its storage, its rows and its columns.
 fn matrix(layout: &Layout) -> Result<(usize, usize, usize)> {
     let (rows, cols) = layout.shape().dims2()?;
     let Some((start, _)) = layout.contiguous_offsets() else { bail!("a matrix is not contiguous") };

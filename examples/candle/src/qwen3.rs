@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::lora::{LoraLinear, Sites, Step};
 
-/// What of `config.json` the forward depends on.
+/// The fields of `config.json` that the forward needs.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Config {
     pub model_type: String,
@@ -46,7 +46,7 @@ impl Config {
     }
 }
 
-/// The base model: its weights are loaded once, whatever becomes of the adapters.
+/// The base model. Its weights are loaded once and do not depend on the adapters.
 #[derive(Debug)]
 pub struct Qwen3 {
     config: Config,
@@ -74,7 +74,7 @@ struct Layer {
 #[derive(Clone, Debug)]
 pub struct Cache(Vec<ConcatKvCache>);
 
-/// What a sequence has in a step: the tokens that its cache does not have yet.
+/// A sequence's part of a step: the tokens that are not in its cache.
 #[derive(Debug)]
 pub struct Row<'a> {
     pub tokens: &'a [u32],
@@ -89,7 +89,7 @@ impl Qwen3 {
         let files = fs::read_dir(directory)?.map(|file| Ok(file?.path())).collect::<Result<Vec<_>>>()?;
         let files: Vec<_> =
             files.into_iter().filter(|file| file.extension().is_some_and(|it| it == "safetensors")).collect();
-        // SAFETY: nobody changes the files while they are read, and nothing is mapped when this returns.
+        // SAFETY: nobody changes the files while they are read. Nothing stays mapped on return.
         let weights = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, device) }?;
         Self::load(config, weights)
     }
@@ -124,7 +124,7 @@ impl Qwen3 {
         &self.config
     }
 
-    /// One forward for all sequences of the step, in its order: the logits behind the last token of each, `[sequences, vocab]`.
+    /// One forward for all sequences of the step, in order. Returns the logits after each one's last token: `[sequences, vocab]`.
     pub fn forward(&self, rows: &mut [Row<'_>], step: &Step<'_>) -> Result<Tensor> {
         let tokens: Vec<u32> = rows.iter().flat_map(|row| row.tokens).copied().collect();
         let tokens = Tensor::new(tokens, self.embed.embeddings().device())?;
@@ -152,7 +152,7 @@ impl Qwen3 {
         self.head.forward_last(&self.norm.forward(&h.index_select(&lasts, 0)?)?, step)
     }
 
-    /// Attention of one sequence's new tokens, `qkv` `[tokens, q + k + v features]`, to all it has: `[tokens, q features]`.
+    /// Attention of one sequence's new tokens, `qkv` `[tokens, q + k + v features]`, to all its tokens: `[tokens, q features]`.
     fn attention(&self, layer: &Layer, qkv: &Tensor, cache: &mut ConcatKvCache) -> Result<Tensor> {
         let Config { num_attention_heads: heads, num_key_value_heads: kv_heads, head_dim, .. } = self.config;
         let (num_tokens, past) = (qkv.dim(0)?, cache.current_seq_len());
@@ -165,7 +165,7 @@ impl Qwen3 {
         let k = rope(&layer.k_norm.forward(&heads_from(heads, kv_heads)?)?, &cos, &sin)?;
         let (k, v) = cache.append(&k, &heads_from(heads + kv_heads, kv_heads)?)?;
 
-        // The query heads of a key head are neighbours.
+        // The query heads of a key head are adjacent.
         let q = q.reshape((kv_heads, heads / kv_heads * num_tokens, head_dim))?;
         let (k, v) = (k.squeeze(0)?, v.squeeze(0)?);
         let scores = (q.matmul(&k.t()?)? * (head_dim as f64).powf(-0.5))?;
@@ -212,7 +212,7 @@ fn rope_tables(config: &Config, dtype: DType, device: &Device) -> Result<(Tensor
     Ok((angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?))
 }
 
-/// `[num_tokens, past + num_tokens]`: nothing up to a token's own position, minus infinity behind it.
+/// `[num_tokens, past + num_tokens]`: 0 up to a token's own position, minus infinity after it.
 fn causal_mask(num_tokens: usize, past: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let mask = (0..num_tokens).flat_map(|token| {
         (0..past + num_tokens).map(move |position| if position > past + token { f32::NEG_INFINITY } else { 0.0 })

@@ -15,7 +15,7 @@ use candle_lora::{
 };
 use tokenizers::Tokenizer;
 
-/// The most that logits in f32 may differ, of the batch and one sequence alone or of this and transformers.
+/// The largest difference of f32 logits between the batch and a sequence alone, and from transformers.
 const TOLERANCE: f32 = 1e-3;
 const MAX_NEW_TOKENS: usize = 12;
 
@@ -27,7 +27,7 @@ fn adapter(name: &str) -> PathBuf {
     fixtures().join("adapters").join(name)
 }
 
-/// The model, and room for `max_adapters`.
+/// The model, and a table for `max_adapters` adapters.
 fn open(max_adapters: usize) -> (Qwen3, Adapters) {
     let device = if cfg!(feature = "cuda") { Device::new_cuda(0).unwrap() } else { Device::Cpu };
     let (model, sites) = Qwen3::open(&fixtures().join("qwen3"), DType::F32, &device).unwrap();
@@ -40,7 +40,7 @@ fn tokenize(text: &str) -> Vec<u32> {
     tokenizer.encode(text, true).unwrap().get_ids().to_vec()
 }
 
-/// What the tokens behind a prompt say.
+/// The text of the tokens after a prompt.
 fn answer(sequence: &Sequence, prompt: &[u32]) -> String {
     let tokenizer = Tokenizer::from_file(fixtures().join("qwen3/tokenizer.json")).unwrap();
     tokenizer.decode(&sequence.tokens[prompt.len()..], true).unwrap()
@@ -71,7 +71,7 @@ fn difference(a: &Tensor, b: &Tensor) -> f32 {
     difference.unwrap().to_scalar().unwrap()
 }
 
-/// A request, and what transformers and PEFT answer.
+/// A request, and the result of transformers and PEFT.
 struct Golden {
     adapter: Option<String>,
     prompt: Vec<u32>,
@@ -86,7 +86,7 @@ impl Golden {
     }
 }
 
-/// Those of a batch that name no adapter of the embedding and no scale of their own.
+/// The requests of a batch without an adapter of the embedding and without a scale.
 fn goldens(batch: &str) -> Vec<Golden> {
     let file = |name: &str| fixtures().join("goldens").join(name);
     let requests = fs::read(file(&format!("{batch}.json"))).unwrap();
@@ -158,7 +158,7 @@ fn prompts_join_sequences_that_are_decoded() {
     let mut first = Sequence::new(&model, Some("r8-all"), &prompt);
     let next = step(&model, &mut adapters, &mut [&mut first]).unwrap().argmax(1).unwrap();
     first.tokens.push(next.to_vec1::<u32>().unwrap()[0]);
-    // An adapter that is registered while a text is written, and the prompt that wants it in the same step as that text.
+    // An adapter is registered during decoding, and its first prompt runs in the same step as the decoding text.
     adapters.register("r16-rslora", &adapter("r16-rslora")).unwrap();
     let mut sequences = [first, Sequence::new(&model, Some("r16-rslora"), &prompt)];
     generate(&model, &mut adapters, &mut sequences, MAX_NEW_TOKENS).unwrap();
@@ -186,7 +186,7 @@ fn adapters_change_on_a_loaded_model() {
     assert_eq!(ask(&mut adapters, Some("a")).unwrap(), " cobalt.");
     assert_eq!(ask(&mut adapters, Some("b")).unwrap(), " pomegranate.");
 
-    // What does not fit is refused, and nothing has changed.
+    // An adapter that does not fit is refused, and nothing changes.
     let full = adapters.register("c", &adapter("kv-only")).unwrap_err().to_string();
     assert!(full.contains("no room for the adapter `c`"), "{full}");
     let embed = adapters.register("a", &adapter("embed")).unwrap_err().to_string();

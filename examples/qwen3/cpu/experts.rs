@@ -11,7 +11,7 @@ use crate::{
     experts::{ExpertWeights, ExpertsShape, GroupedGemm, Int4},
 };
 
-/// The experts that each token has chosen, and the routes in the order of experts.
+/// The experts that each token chose, and the routes sorted by expert.
 #[derive(Debug)]
 pub(crate) struct Routes {
     top_k: usize,
@@ -48,7 +48,7 @@ impl Routes {
         &self.tokens
     }
 
-    /// As the library takes them.
+    /// The routes as the library's operand.
     pub(super) fn top_k(&self) -> Result<TopK<'_>> {
         Ok(TopK::new(&self.ids, self.top_k)?.with_weights(&self.weights)?.with_rows(&self.row_of_route)?)
     }

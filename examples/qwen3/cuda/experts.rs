@@ -14,9 +14,9 @@ use crate::{
 const TILE_ROWS: usize = 32;
 const TILE_OUTS: usize = 64;
 
-/// The experts that each token has chosen, and the routes in the order of experts.
+/// The experts that each token chose, and the routes sorted by expert.
 pub(crate) struct Routes {
-    /// `[tokens, top_k]`, -1 where a score is not a number.
+    /// `[tokens, top_k]`, -1 if a score is NaN.
     ids: Matrix<i32>,
     /// `[tokens, top_k]`
     pub(super) weights: Matrix<f32>,
@@ -29,7 +29,7 @@ pub(crate) struct Routes {
 }
 
 impl Routes {
-    /// Room for what so many tokens choose of so many experts.
+    /// Buffers for the choices of `tokens` tokens.
     pub(super) fn new<T: Element + DeviceRepr>(
         device: &Cuda<T>,
         tokens: usize,
@@ -64,14 +64,14 @@ impl Routes {
         launch(kernel, experts + 1, 1)
     }
 
-    /// As the library takes them.
+    /// The routes as the library's operand.
     pub(super) fn top_k(&self) -> Result<cuda::TopK<'_>> {
         let top_k = cuda::TopK::new(self.ids.view(), self.ids.cols)?.with_weights(self.weights.view())?;
         Ok(top_k.with_rows(self.row_of_route.view())?)
     }
 }
 
-/// The routes and, for the library, the routes grouped.
+/// The routes, and the library's grouping of them.
 pub(crate) struct Grouped<'a> {
     pub(super) routes: &'a Routes,
     pub(super) grouped: cuda::GroupedRoutes<'a>,
@@ -135,14 +135,14 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
     }
 }
 
-/// Enqueues a grouped GEMM that has its factors.
+/// Enqueues a grouped GEMM whose factors are already arguments.
 fn multiply<T: Element + DeviceRepr>(
     kernel: LaunchArgs<'_>,
     ExpertsShape { experts, out_features, in_features }: ExpertsShape,
     routes: &Routes,
     y: &mut Matrix<T>,
 ) -> Result<()> {
-    // Only the last tile of an expert is not full.
+    // Only an expert's last tile may be partly filled.
     let tiles = y.rows / TILE_ROWS + y.rows.min(experts);
     let mut kernel = kernel;
     kernel.arg(&routes.bounds.address).arg(&y.address).arg(&experts).arg(&out_features).arg(&in_features);

@@ -26,7 +26,7 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 /// Partial sums of a split `k` stay `f32`, so that the result is rounded once.
 const REDUCTION_SCHEMES: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
-/// A `cublasOperation_t`, which cudarc has no part of here.
+/// A value of `cublasOperation_t`, which cudarc's bindings of cuBLASLt lack.
 const CUBLAS_OP_T: i32 = 1;
 
 /// `x Wᵀ` on one stream.
@@ -41,7 +41,7 @@ pub(super) struct Gemm {
 
 impl Gemm {
     pub(super) fn new(dtype: DType, queue: &Queue) -> Result<Self> {
-        // SAFETY: looks for a library and loads it, which has no preconditions.
+        // SAFETY: loading the library has no preconditions.
         if !unsafe { sys::is_culib_present() } {
             bail!("cuBLASLt was not found: add the folder of the CUDA toolkit's `libcublasLt.so` to LD_LIBRARY_PATH");
         }
@@ -84,11 +84,11 @@ impl Gemm {
         if tokens == 0 {
             return Ok(());
         }
-        // cuBLASLt's matrices are column-major, so ours are their transposes: yᵀ = W xᵀ.
+        // cuBLASLt's matrices are column-major, so row-major ones are their transposes: yᵀ = W xᵀ.
         let weight_layout = self.layout(weight)?;
         let x_layout = self.layout(x)?;
         let y_layout = self.layout(y)?;
-        // SAFETY: all of these are alive.
+        // SAFETY: all handles are alive.
         let chosen = unsafe {
             result::get_matmul_algo_heuristic(
                 self.library.0,
@@ -136,12 +136,12 @@ impl Gemm {
     }
 }
 
-/// A handle of cuBLASLt's, and what destroys it.
+/// A handle of cuBLASLt, and its destructor.
 struct Owned<H: Copy>(H, unsafe fn(H) -> std::result::Result<(), CublasError>);
 
 impl<H: Copy> Drop for Owned<H> {
     fn drop(&mut self) {
-        // SAFETY: the handle is alive, and nobody else destroys it. It fails only where there is nothing left to destroy.
+        // SAFETY: the handle is alive, and nothing else destroys it. The call fails only if the handle is already gone.
         let _ = unsafe { self.1(self.0) };
     }
 }

@@ -49,7 +49,7 @@ const TURNS: usize = 8;
 const WARM_UPS: usize = 3;
 const REPLAYS: usize = 20;
 
-/// Times the layer; a table to read.
+/// Times the layer and returns a table.
 pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
     let context = context(ordinal)?;
     // The default stream cannot be captured.
@@ -85,7 +85,7 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
         let mut graphs = Vec::new();
         let mut outputs = Vec::new();
         for (adapters, adapted) in [(&per_expert, false), (&per_expert, true), (&shared_outer, true)] {
-            // What is loaded when it is first used is loaded here, as it cannot be in a capture.
+            // A first run loads what is loaded lazily, which a capture does not allow.
             let batch = routing.update(&Batch::new(&slots))?;
             let mut step = adapters.step(&batch, &mut workspace)?;
             layer.enqueue(&mut step, &mut grouping, &inputs[0], &mut values, adapted)?;
@@ -115,7 +115,7 @@ struct Layer<'a> {
     lora: LoraExperts,
 }
 
-/// What a step of some tokens computes. Each is written before it is read.
+/// The buffers of a step. Each is written before it is read.
 struct Values {
     scores: Matrix<bf16>,
     routes: Routes,
@@ -173,7 +173,7 @@ impl Layer<'_> {
 }
 
 impl Cuda<bf16> {
-    /// Random weights of a linear layer, which keep the size of what they multiply.
+    /// Random weights of a linear layer that preserve the magnitude of their input.
     fn noise(&self, rows: usize, cols: usize) -> Result<Matrix<bf16>> {
         let mut slice = self.slice(rows, cols)?;
         let noise = noise(0, (cols as f32).powf(-0.5));
@@ -253,7 +253,7 @@ impl Cuda<bf16> {
     }
 }
 
-/// Random numbers of that standard deviation. Their number is a prime, so that no two rows of a matrix that repeats them are alike.
+/// Random numbers with this standard deviation. Their number is prime, so a matrix that repeats them has no equal rows.
 fn noise(seed: u64, deviation: f32) -> Vec<bf16> {
     const LEN: usize = 1_048_573;
     let limit = deviation * 3.0_f32.sqrt();
@@ -261,7 +261,7 @@ fn noise(seed: u64, deviation: f32) -> Vec<bf16> {
     (0..LEN).map(|_| bf16::from_f32(rng.random_range(-limit..limit))).collect()
 }
 
-/// Of `with`, relative to `without`; NaN if one is not a number.
+/// The norm of `with - without`, relative to that of `without`. NaN if an element is NaN.
 fn difference(with: &[f32], without: &[f32]) -> f64 {
     let norm = |squares: &mut dyn Iterator<Item = f64>| squares.map(|value| value * value).sum::<f64>().sqrt();
     let differences = &mut with.iter().zip(without).map(|(a, b)| f64::from(a - b));

@@ -7,7 +7,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=experts.cuh");
     println!("cargo::rerun-if-changed=../../../csrc/ptx/mma.cuh");
     let image = Path::new(&env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?).join("kernels.fatbin");
-    // Neither is set without the feature `cuda`, nor when aril was built without its kernels, to be checked only.
+    // Neither is set without the feature `cuda`, or if aril was built without kernels for type-checking.
     let (Some(nvcc), Ok(flags)) = (env::var_os("DEP_ARIL_KERNELS_NVCC"), env::var("DEP_ARIL_KERNELS_NVCC_FLAGS"))
     else {
         return Ok(fs::write(image, [])?);

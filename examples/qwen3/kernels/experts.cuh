@@ -73,7 +73,7 @@ __device__ void choose_experts(const T* scores,  // [tokens, experts]
     last = warp_first(next);
     chosen += last.weight;
     if (lane == 0) {
-      // Where a score is not a number, none comes next.
+      // With a NaN among the scores, no expert comes next.
       const bool is_none = last.expert == INT_MAX;
       ids[k] = is_none ? -1 : last.expert;
       weights[k] = is_none ? NAN : last.weight;
@@ -94,7 +94,7 @@ __device__ void sort_routes(const int32_t* ids,     // [routes]
                             int64_t routes, int64_t experts, int64_t top_k) {
   __shared__ int32_t counts[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // As an unsigned number, -1 is behind all experts.
+  // As an unsigned number, -1 is greater than all experts.
   const uint32_t expert = blockIdx.x;
   const auto group_of = [&](int64_t route) {
     return min(static_cast<uint32_t>(ids[route]), static_cast<uint32_t>(experts));
@@ -114,7 +114,7 @@ __device__ void sort_routes(const int32_t* ids,     // [routes]
     const int64_t route = first + threadIdx.x;
     const bool is_mine = route < routes && group_of(route) == expert;
     const uint32_t mine = __ballot_sync(0xffffffffu, is_mine);
-    // Nobody reads the counts of the round before any more.
+    // All threads are done with the counts of the previous round.
     __syncthreads();
     if (lane == 0) counts[warp] = __popc(mine);
     __syncthreads();
@@ -130,7 +130,7 @@ __device__ void sort_routes(const int32_t* ids,     // [routes]
   }
 }
 
-// The sum of what a token's experts gave, each times its weight, rounded once.
+// The sum of a token's expert outputs, each times its weight, rounded once.
 template <typename T>
 __device__ void combine(const T* x,                   // [routes, cols]
                         const float* weights,         // [tokens, top_k]
@@ -148,7 +148,7 @@ __device__ void combine(const T* x,                   // [routes, cols]
   }
 }
 
-// The tile of a block of the grouped GEMM, and what it takes of the factors at a time.
+// The tile of a block of the grouped GEMM, and the depth of a step.
 constexpr int kTileRows = 32;
 constexpr int kTileOuts = 64;
 constexpr int kDepth = 32;
@@ -164,7 +164,7 @@ static_assert(kTileRows / 16 * (kTileOuts / 16) == kWarps, "each warp has 16 row
 template <typename T>
 constexpr int kStride = kDepth + 16 / static_cast<int>(sizeof(T));
 
-// Copies a chunk of a row of so many columns to shared memory, with zeros behind its end.
+// Copies a chunk of a row of `cols` columns to shared memory, padded with zeros.
 template <typename T>
 __device__ __forceinline__ void copy_chunk(T* shared, const T* row, int64_t col, int64_t cols) {
   constexpr int kVector = 16 / sizeof(T);
@@ -227,7 +227,7 @@ struct TileRows {
   int count;
 };
 
-// Finds the tile of that number, of all experts' tiles one after the other.
+// Finds a tile by its number among all experts' tiles, in order.
 __device__ __forceinline__ TileRows find_tile(const int32_t* bounds, int64_t experts, int32_t tile) {
   const int lane = threadIdx.x % 32;
   for (int64_t base = 0; base < experts; base += 32) {

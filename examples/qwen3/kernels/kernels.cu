@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// What a Qwen3 needs beside GEMMs and the library: simple kernels for the example, not tuned ones.
+// The operations of a Qwen3 beside GEMMs and the library: simple kernels for the example, not tuned ones.
 //
 // Every kernel has a block of kThreads for each row of its output, blockIdx.x, and, where it works
 // on heads apart, for each head of it, blockIdx.y. Matrices are row-major and dense. All compute in
@@ -16,7 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// The value that T holds for it.
+// The value rounded to T.
 template <typename T>
 __device__ __forceinline__ float round_to(float x) {
   return static_cast<float>(static_cast<T>(x));

@@ -102,7 +102,7 @@ impl<'a> Source<'a> {
         if !is_stack(a_stack) || !is_stack(b_stack) || [a_in, b_out] != [input, output] {
             return Err(self.misshapen(want()));
         }
-        // An A for gate and another for up, in the order of B's halves.
+        // One A for gate and one for up, in the order of B's halves.
         let two = part == Part::GateUp && a_rank == 2 * b_rank && site.stored().halves != Halves::Interleaved;
         if a_rank != b_rank && !two {
             let (tensor, a_cols, b_rows) = (self.a.name.clone(), a_in, b_out);

@@ -18,12 +18,12 @@ impl<'a> Layer<'a, '_> {
                     &[Orientation::Forward]
                 }
                 (Some(Orientation::Reversed), ..) | (None, false, Some(false)) => &[Orientation::Reversed],
-                // PEFT asks the module whether it is transposed, and not all that are say so.
+                // PEFT reads the module's `is_transposed`, which not every transposed module sets.
                 (None, ..) => &[Orientation::Forward, Orientation::Reversed],
             };
         let [first, down] = Part::parameters(self.site);
         let sources = std::mem::take(&mut self.parameters);
-        // By path, so that of two the last has been wrapped first, which PEFT does in the order in which the model has them.
+        // Ordered by path: the last of two was wrapped first, because PEFT wraps parameters in the order of the model.
         let orders: &[&[(Part, &str)]] = match sources[..] {
             [] => return Ok(()),
             [_] => &[&[first], &[down]],

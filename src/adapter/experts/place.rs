@@ -50,7 +50,7 @@ impl<'a> Layer<'a, '_> {
 
     fn place_projection(&self, projection: &ProjectionSite, image: &mut SlotImage<'a>) {
         let (slices, input, one_a) = (projection.slices(), projection.input().range(), self.gate_and_up_have_one_a());
-        // `first` is the A that was placed for a slice before.
+        // `first` is the A placed for an earlier slice.
         let place_a = |image: &mut SlotImage<'a>, first: &mut Option<usize>, a: View<'a>| {
             let placed = first.filter(|_| one_a);
             let elems = placed.unwrap_or_else(|| image.place(Rectangle::linear_a(a.columns(input.clone()))));

@@ -356,7 +356,7 @@ impl LoraExperts {
         }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         check(unsafe { ffi::aril_experts(args, stream.as_raw()) })?;
-        // Those in f32 go without.
+        // Operations in f32 do not group routes.
         routes.grouped |= self.plan.dtype() != DType::F32;
         Ok(())
     }

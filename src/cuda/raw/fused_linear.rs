@@ -87,7 +87,7 @@ impl FusedLinear {
             strides,
         };
         let mut map = ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0 };
-        // SAFETY: both are alive; the addresses of W are not followed.
+        // SAFETY: both pointers are valid for the call. The call does not dereference the addresses of W.
         check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
         let (kernels, model) = (kernels.clone(), model.id());
         Ok(Self { kernels, model, site, plan, out_features, map, bias: 0, withholds: false })

@@ -23,7 +23,7 @@ pub struct Grouping {
     groups: ffi::aril_groups,
 }
 
-// SAFETY: device addresses, which are data.
+// SAFETY: it holds device addresses, which are plain data.
 unsafe impl Send for Grouping {}
 // SAFETY: as above.
 unsafe impl Sync for Grouping {}
@@ -123,7 +123,7 @@ pub struct GroupedRoutes {
     pub(super) grouped: bool,
 }
 
-// SAFETY: device addresses, which are data.
+// SAFETY: it holds device addresses, which are plain data.
 unsafe impl Send for GroupedRoutes {}
 // SAFETY: as above.
 unsafe impl Sync for GroupedRoutes {}

@@ -152,7 +152,7 @@ impl LoraLinear {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
-            k_tiles_per_split: int(self.plan.lanes_per_split(num_tokens))?,
+            k_tiles_per_split: int(self.plan.k_tiles_per_split(num_tokens))?,
             outs_per_block: int(self.plan.outs_per_block(num_tokens, batch.max_tiles))?,
             overwrites: 0,
             in_features: int(self.site.in_features())?,

@@ -62,7 +62,7 @@ impl RawMatrix {
         }
         let addressable = isize::MAX as usize / dtype.bytes();
         Extent::new(operand, addressable, self.rows, self.cols, self.row_stride)?.expect(operand, rows, cols)?;
-        // A stride that no row takes may be of any size.
+        // With fewer than two rows, the stride is unused and may have any value.
         let row_stride = i64::try_from(self.row_stride).unwrap_or(i64::MAX);
         Ok((self.ptr as *mut c_void, row_stride))
     }
@@ -79,10 +79,10 @@ impl RawMatrix {
         let (ptr, row_stride) = self.expect(operand, dtype, rows, cols)?;
         check_alignment(operand, self.ptr, alignment)?;
         if rows < 2 {
-            // A stride that no row takes may be of any size.
+            // The stride is unused and may have any value.
             return Ok((ptr, i64::try_from(cols).unwrap_or(i64::MAX)));
         }
-        // Rows fit in memory, which is counted in bytes.
+        // Cannot overflow: the rows fit in memory.
         let stride_bytes = self.row_stride * dtype.bytes();
         if !stride_bytes.is_multiple_of(alignment) {
             return Err(LaunchError::MisalignedRows { operand, alignment, stride_bytes });

@@ -9,7 +9,7 @@ use crate::error::LaunchError;
 #[repr(transparent)]
 pub struct Stream(*mut c_void);
 
-// SAFETY: a handle; the driver's calls that take it are thread-safe.
+// SAFETY: it holds a handle. The driver's calls that take it are thread-safe.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}

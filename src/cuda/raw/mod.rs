@@ -8,7 +8,7 @@
 //! not until the call returns. For a captured call it means as long as the graph may be replayed.
 //!
 #![doc = include_str!("../../docs/graphs.md")]
-#![expect(unsafe_code, reason = "launches on memory that somebody else owns")]
+#![expect(unsafe_code, reason = "launches on memory that the caller owns")]
 
 mod abi;
 mod align;

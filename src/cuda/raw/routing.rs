@@ -27,9 +27,9 @@ pub struct Routing {
     next: usize,
 }
 
-// SAFETY: device addresses, and pinned memory and events that this type alone owns.
+// SAFETY: it holds device addresses, and pinned memory and events that nothing else owns.
 unsafe impl Send for Routing {}
-// SAFETY: nothing changes behind a shared reference.
+// SAFETY: a shared reference changes nothing.
 unsafe impl Sync for Routing {}
 
 /// The staged batch and the arrays of a routing in memory at `start`, and the number of bytes they take.
@@ -112,13 +112,13 @@ impl Routing {
         let len = slots.len() + scales.len();
         buffer[..slots.len()].copy_from_slice(slots);
         buffer[slots.len()..len].copy_from_slice(scales);
-        // SAFETY: `staged` has room for as many bytes as the staging buffer; the caller vouches for the stream.
+        // SAFETY: `staged` is as large as the staging buffer. The caller vouches for the stream.
         unsafe { staging.copy_to(self.staged, len, stream) }?;
         self.next = (self.next + 1) % steps_in_flight;
 
         let scales = self.staged + (batch.num_tokens() * size_of::<Slot>()) as u64;
         let token_scales = batch.scales().map_or(std::ptr::null(), |_| scales as *const f32);
-        // SAFETY: both lie in this routing's memory.
+        // SAFETY: both are in this routing's memory.
         unsafe { self.route(self.staged as *const i32, token_scales, batch.num_tokens(), stream) }?;
         Ok(routed)
     }
@@ -207,7 +207,7 @@ pub struct RoutedBatch {
     pub(super) max_small_tiles: usize,
 }
 
-// SAFETY: device addresses, which are data.
+// SAFETY: it holds device addresses, which are plain data.
 unsafe impl Send for RoutedBatch {}
 // SAFETY: as above.
 unsafe impl Sync for RoutedBatch {}

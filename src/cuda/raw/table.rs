@@ -39,7 +39,7 @@ impl Descriptor {
     /// let mut spec = ModelSpec::new();
     /// let id = spec.experts(Experts::new("mlp.experts", 2, 8, 4))?;
     /// let model = spec.shard(Shard::new(TpRank::SINGLE).held(id, [1]))?;
-    /// // Both experts have the one A.
+    /// // Both experts share A.
     /// let tensor = |shape: [usize; 3], values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
     /// let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 6}"#, [
     ///     ("mlp.experts.up_proj.lora_A.weight".to_owned(), tensor([1, 3, 8], &[0.5; 24])?),

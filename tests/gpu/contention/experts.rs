@@ -1,4 +1,4 @@
-//! The same of the operations on experts, and of the grouping that layers share.
+//! The same for the operations on experts, and for the grouping that layers share.
 
 use aril::{
     DType, Slot,
@@ -24,12 +24,12 @@ use crate::{
 /// The last two slots stay empty.
 const CAPACITY: Capacity = Capacity::tokens(640).slots(8).rank(64);
 const EXPERTS: usize = 40;
-/// Hidden and inner features of each layer, and experts that a token chooses: the second's rows are not aligned.
+/// Hidden size, intermediate size and experts per token of each layer. Rows of the second are not aligned.
 const LAYERS: [([usize; 2], usize, Order); 2] = [([1152, 264], 4, Order::GateUp), ([300, 100], 2, Order::UpGate)];
 const MAX_TOP_K: usize = 4;
-/// Tokens with which each layer has a few routes, as many as every block sorts, one more, as many as one block sorts, and more.
+/// Tokens with which each layer has few routes, as many as every block groups, one more, as many as one block groups, and more.
 const TOKENS: [[usize; 6]; 2] = [[1, 16, 17, 256, 257, 400], [1, 32, 33, 512, 513, 640]];
-/// On the same routes, for a target of each one's own.
+/// Operations on the same routes, each with a separate target.
 const LAUNCHES: [Op; 4] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::AddDown, Op::Combine];
 
 /// Layers whose adapters are in one table.
@@ -52,7 +52,7 @@ impl Layers {
         });
         let model = spec.shard(TpRank::SINGLE).unwrap();
         let weights = WeightTable::new(&gpu.queue, &model, DType::BF16, CAPACITY, 256 << 20).unwrap();
-        // Ranks, and in which layers the experts share the outer factors.
+        // Ranks, and whether the experts share the outer factors, by layer.
         let adapters = [
             (16, [false, true]),
             (1, [false, false]),
@@ -74,7 +74,7 @@ impl Layers {
     }
 }
 
-/// Of all modules.
+/// In all modules.
 fn adapter(rank: usize, shared: [bool; 2], rng: &mut StdRng) -> Adapter {
     let mut tensors = Vec::new();
     let mut put = |path: String, [num_a, num_b]: [usize; 2], rank: usize, [input, output]: [usize; 2]| {
@@ -98,7 +98,7 @@ fn adapter(rank: usize, shared: [bool; 2], rng: &mut StdRng) -> Adapter {
     Adapter::from_tensors(config, tensors).unwrap()
 }
 
-/// What launches leave for others behind them: enough for any of the layers.
+/// Memory that launches share, large enough for any of the layers.
 struct Scratch {
     workspace: Workspace,
     grouping: raw::Grouping,
@@ -119,7 +119,7 @@ impl Scratch {
     }
 }
 
-/// One batch after the other, on a layer and a stream: each is routed on the device, then grouped, then comes every launch.
+/// Successive batches on one layer and stream. Each is routed on the device and grouped, and all operations run on it.
 struct Steps<'a> {
     gpu: &'a Gpu,
     number: usize,
@@ -132,19 +132,19 @@ struct Steps<'a> {
     slots: Buffer,
     ids: Buffer,
     router: Buffer,
-    /// x, and y where it is not written, of every step, by launch.
+    /// x, and y if it is only read, of every step, by launch.
     inputs: [[Buffer; 2]; LAUNCHES.len()],
     targets: [Buffer; LAUNCHES.len()],
     initial: [Vec<bf16>; LAUNCHES.len()],
 }
 
 impl<'a> Steps<'a> {
-    /// Of that layer, on the stream of `gpu`.
+    /// Batches for layer `layer`, on the stream of `gpu`.
     fn new(layers: &'a Layers, layer: usize, gpu: &'a Gpu, tokens: &[usize]) -> Self {
         let mut rng = StdRng::seed_from_u64(layer as u64);
         let top_k = LAYERS[layer].1;
         let (total, most): (usize, usize) = (tokens.iter().sum(), *tokens.iter().max().unwrap());
-        // In the first layer one slot has half of the tokens, and three experts have most of them; in the second all have few.
+        // In the first layer, one slot has half of the tokens and three experts have most of them. In the second, all have few.
         let (is_large, end) = (layer == 0, CAPACITY.num_slots as i32);
         let slots: Vec<i32> =
             (0..total).map(|_| if is_large && rng.random() { 2 } else { rng.random_range(-1..end) }).collect();
@@ -206,9 +206,9 @@ impl<'a> Steps<'a> {
         let slots = behind(&self.slots, before);
         let top_k =
             raw::TopK::new(behind(&self.ids, before * top_k), top_k).weights(behind(&self.router, before * top_k));
-        // SAFETY: the slots and the routing are the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns the slots and the routing and keeps them alive until the stream is synchronized.
         let batch = unsafe { self.routing.update_on_device(slots, None, tokens, stream) }.unwrap();
-        // SAFETY: as above, what the router chose and the grouping.
+        // SAFETY: the test also owns the choices and the grouping, and keeps them alive as long.
         let routes = unsafe { scratch.grouping.group(batch, top_k, stream) }.unwrap();
         (raw::Step::new(self.table, batch, scratch.workspace.raw(), stream), routes)
     }
@@ -247,7 +247,7 @@ impl<'a> Steps<'a> {
         results
     }
 
-    /// What the targets are by launch and step, which are as at first from then on.
+    /// Takes the targets, by launch and step, and restores their initial values.
     fn take_results(&mut self) -> Results {
         let mut results = Vec::new();
         for (target, initial) in self.targets.iter_mut().zip(&self.initial) {
@@ -268,14 +268,14 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// Says where the operands are of an operation on so many tokens.
+/// The operands' places for an operation on `tokens` tokens.
 fn case_of(layer: usize, op: Op, tokens: usize) -> Case {
     let ([hidden, inter], top_k, halves) = LAYERS[layer];
     let case = Case::new([EXPERTS, hidden, inter], Vec::new(), [tokens, top_k]);
     case.with(|layer| (layer.op, layer.shape.halves) = (op, halves))
 }
 
-/// Nearly all multiprocessors are taken by another kernel as ours come, and once more while ours run.
+/// Another kernel occupies nearly all multiprocessors when the kernels start, and again while they run.
 #[test]
 #[ignore = "needs a GPU to itself"]
 fn beside_a_kernel_that_takes_most_multiprocessors() {
@@ -327,7 +327,7 @@ fn two_streams_at_once() {
     streams.iter_mut().zip(&expected).for_each(|(steps, expected)| steps.check(expected, "captured"));
 }
 
-/// Layers of different shapes, few routes and many, eager and captured: none takes another's sums or routes for its own.
+/// Layers of different shapes and route counts share a workspace, eager and captured. No launch reads sums or routes of another.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_workspace_and_a_grouping_remember_nothing() {
@@ -335,7 +335,7 @@ fn a_workspace_and_a_grouping_remember_nothing() {
     let layers = Layers::new();
     let tokens = TOKENS.map(|[few, fewest, more, many, most, last]| [many, most, few, last, fewest, most, more, 3]);
     let mut both = [0, 1].map(|layer| Steps::new(&layers, layer, &layers.gpu, &tokens[layer]));
-    // In a round each step is launched forwards, backwards, and twice from the graph.
+    // A round launches the steps in order, in reverse order, and twice from the graph.
     let expected = both.each_mut().map(|steps| steps.alone(&layers, 4 * ROUNDS));
     let mut scratch = Scratch::new(&layers, &layers.gpu);
     let steps: Vec<(usize, usize)> = (0..tokens[0].len()).flat_map(|step| [(0, step), (1, step)]).collect();

@@ -1,4 +1,4 @@
-//! The same of the fused linear, whose blocks wait for the sums of others for a time, and then compute them.
+//! The same for the fused linear, whose blocks wait for sums of other blocks for a limited time and then compute them.
 
 use aril::cuda::Workspace;
 
@@ -11,17 +11,16 @@ use crate::{
 
 const LAUNCHES: usize = 6;
 
-/// Multiprocessors that the other kernel leaves: a cluster of two blocks needs two in one group of the device's (GPC), of which an
-/// H200 has eight.
+/// Multiprocessors that the other kernel leaves. A cluster of two blocks needs two in one GPC, and an H200 has eight GPCs.
 const LEFT: usize = 16;
 
-/// Nearly all multiprocessors are taken by another kernel as ours come, and once more while ours run.
+/// Another kernel occupies nearly all multiprocessors when the kernels start, and again while they run.
 #[test]
 #[ignore = "needs a GPU to itself"]
 fn beside_a_kernel_that_takes_most_multiprocessors() {
     let gpu = Gpu::new();
     Hog::expect_gpu_to_itself(&gpu);
-    // Two blocks to a row, and one.
+    // Two blocks for each row, and one.
     type Shape<'a> = (usize, &'a [usize], [&'a [usize]; 3]);
     let shapes: [Shape<'_>; 2] = [
         (2048, &[1024, 256, 128], [&[16, 16, 1], &[128, 64, 8], &[1, 0, 33]]),

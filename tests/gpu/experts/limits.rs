@@ -1,4 +1,4 @@
-//! As many slots, experts, routes, adapters and ranks as there may be, or as no block has at a time, with data.
+//! The largest numbers of slots, experts, routes, adapters and ranks, and more of them than a block handles at a time, with data.
 
 use aril::{Element, plan::MAX_SLOTS};
 
@@ -36,7 +36,7 @@ fn adapters_in_any_slot_of_the_largest_table() {
         adapters[slot] = Lora::of_own_ranks(3, rank);
     }
     adapters[MAX_SLOTS - 1] = Lora::shared_outer(3, 9);
-    // One of the table's that is empty, one past its end, and none.
+    // An empty slot of the table, a slot past its end, and none.
     let slots = [0, 511, 512, 8191, 4095, 4096, 8190, 8192, -1, 8191, i32::MAX];
     for tokens in [16, 200, 320] {
         let case = Case { empty_slots: 0, ..Case::new([3, 40, 24], adapters.clone(), [tokens, 4]) };
@@ -50,7 +50,7 @@ fn adapters_in_any_slot_of_the_largest_table() {
     }
 }
 
-/// Of many routes there are more groups than the device has blocks at a time.
+/// With many routes, more groups than blocks that are resident at once.
 #[test]
 #[ignore = "needs a GPU"]
 fn as_many_experts_as_a_rank_can_hold() {
@@ -69,7 +69,7 @@ fn as_many_experts_as_a_rank_can_hold() {
             spread.choose(tokens, |token| token % 5 - 1, |token, k| (token * 797 + k * 131) % (end + 2) - 1);
             at_the_ends.choose(tokens, |token| token % 3, |_, k| [0, 1, end / 2, end - 1][k as usize % 4]);
             for_dtype!(case, check(&gpu, &case, &[spread.clone(), at_the_ends.clone()]));
-            // The other types of many routes, and tiles of both sizes.
+            // Many routes in the other types, and tiles of both sizes.
             if tokens == 400 {
                 assert_eq!([&spread, &at_the_ends].map(goes_wide), [false, true]);
                 for dtype in [Dtype::BF16, Dtype::F16] {
@@ -81,7 +81,7 @@ fn as_many_experts_as_a_rank_can_hold() {
     }
 }
 
-/// More routes than a block of the grouping looks at together.
+/// More routes than a block of the grouping reads at once.
 #[test]
 #[ignore = "needs a GPU"]
 fn tens_of_thousands_of_routes() {
@@ -117,7 +117,7 @@ fn every_token_has_an_adapter_of_its_own() {
     }
 }
 
-/// Those of many routes, which no wide tile takes.
+/// Many routes at ranks that wide tiles do not support.
 #[test]
 #[ignore = "needs a GPU"]
 fn ranks_of_many_routes_past_those_of_wide_tiles() {

@@ -1,4 +1,4 @@
-//! Operations on the experts of a layer in memory that stays, while routes, adapters and what these share change, as under a captured
+//! Operations on a layer's experts in fixed memory, while routes, adapters and shared factors change, as in replays of a captured
 //! graph.
 
 use std::{collections::BTreeMap, marker::PhantomData};
@@ -23,10 +23,10 @@ use crate::{
     for_dtype,
 };
 
-/// Operations whose rows are those of routes.
+/// Operations whose rows are rows of routes.
 const OF_ROUTES: [Op; 5] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::WriteGateUp, Op::AddDown, Op::WriteDown];
 
-/// A layer, and operations that are launched on the same routes, one behind the other.
+/// A layer, and operations launched on the same routes, one after the other.
 pub struct Layer<'a, T> {
     gpu: &'a Gpu,
     model: Model,
@@ -45,7 +45,7 @@ pub struct Layer<'a, T> {
     of_type: PhantomData<T>,
 }
 
-/// What an operation is on.
+/// The operands of an operation.
 struct Operation {
     operands: Operands,
     x: Buffer,
@@ -54,7 +54,7 @@ struct Operation {
 }
 
 impl<'a, T: Element> Layer<'a, T> {
-    /// With room for the steps that are as `case`, but for what they are of and that they may have fewer tokens. No adapter is loaded.
+    /// Allocates for steps shaped like `case`, with up to as many tokens and any operations. No adapter is loaded.
     pub fn new(gpu: &'a Gpu, case: &Case, ops: &[Op]) -> Self {
         let Gpu { kernels, queue, .. } = gpu;
         let (model, id) = case.model();
@@ -96,7 +96,7 @@ impl<'a, T: Element> Layer<'a, T> {
         }
     }
 
-    /// Has a slot hold that adapter, and none if it has nothing.
+    /// Loads an adapter into a slot, or empties the slot if the adapter has no module.
     pub fn load(&mut self, slot: usize, case: &Case, lora: &Lora, pairs: &Pairs) {
         let slot = Slot::new(slot as u16);
         if lora.is_nothing() {
@@ -120,15 +120,15 @@ impl<'a, T: Element> Layer<'a, T> {
     pub fn launch(&mut self) {
         let stream = self.gpu.raw_stream();
         let step = raw::Step::new(self.weights.raw(), self.batch, self.workspace.raw(), stream);
-        // SAFETY: all that is used is the layer's own, and alive until the stream is synchronized.
+        // SAFETY: the layer owns all operands and keeps them alive until the stream is synchronized.
         let mut routes = unsafe { self.grouping.group(self.batch, self.top_k, stream) }.unwrap();
         for Operation { operands, .. } in &self.operations {
             operands.launch(&self.layer, &step, &mut routes);
         }
     }
 
-    /// Writes what a step is on, whose first `live` tokens are routed, has it launched, and compares what each operation leaves with
-    /// what the reference makes of adapters with those factors. No route of the other tokens may have a row.
+    /// Writes the operands of a step whose first `live` tokens are routed, launches it, and compares the result of each operation with
+    /// the reference for adapters with these factors. No route of the other tokens may have a row.
     pub fn check(&mut self, step: &Case, live: usize, pairs: &[Pairs], what: &str, launch: impl FnOnce(&mut Self)) {
         fn padded<V: Clone>(values: &[V], live: usize, len: usize, padding: V) -> Vec<V> {
             let mut values = values[..live].to_vec();
@@ -142,7 +142,7 @@ impl<'a, T: Element> Layer<'a, T> {
             .map(|case| case.world_of::<T>(pairs.to_vec(), &mut StdRng::seed_from_u64(step.seed)))
             .collect();
         let routes = live * step.top_k;
-        // What is not live would be routes of the first row to the first expert.
+        // Otherwise, rows without a live token would be routes of the first row to the first expert.
         let all = self.ids.region().bytes / size_of::<i32>();
         self.ids.write(&padded(&step.ids, routes, all, 0));
         if let Some(rows) = &mut self.rows {
@@ -175,7 +175,7 @@ impl<'a, T: Element> Layer<'a, T> {
     }
 }
 
-/// Whether the device goes by wide tiles where it may, and each route has a row: as `takes_large_m` of `csrc/moe/route_tiles.cuh` says.
+/// Whether the device chooses wide tiles if it may and each route has a row (`takes_large_m` in `csrc/moe/route_tiles.cuh`).
 pub fn routes_go_wide(slots: &[i32], ids: &[i32], [num_slots, num_experts, max_rank]: [usize; 3]) -> bool {
     let top_k = ids.len() / slots.len().max(1);
     let mut groups = BTreeMap::<_, usize>::new();
@@ -190,12 +190,12 @@ pub fn routes_go_wide(slots: &[i32], ids: &[i32], [num_slots, num_experts, max_r
     tiles * max_rank > 28 * wide_tiles && 4 * tiles > 5 * wide_tiles
 }
 
-/// The same of a case.
+/// The same for a case.
 pub fn goes_wide(case: &Case) -> bool {
     routes_go_wide(&case.slots, &case.ids, [case.num_slots(), case.shape.held.len(), case.max_rank()])
 }
 
-/// One graph of more than 1024 routes, which the device takes by small tiles in some replays and by wide ones in others.
+/// One graph with more than 1024 routes: the device chooses small tiles in some replays and wide ones in others.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_goes_by_the_tiles_that_its_routes_make() {
@@ -206,10 +206,10 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
         let steps: [Choice; 10] = [
             // Four routes of each slot to each expert.
             (TOKENS, |token| token % 8, |token, k| (token / 8 * 4 + k) % 40),
-            // All of one slot, to four experts.
+            // One slot, four experts.
             (TOKENS, |_| 1, |_, k| [3, 7, 11, 39][k as usize]),
             (TOKENS, |token| token / 40, |token, k| (token * 7 + k * 11) % 40),
-            // With base tokens, a slot without an adapter, and routes that are not here.
+            // With base tokens, a slot without an adapter, and routes that are not local.
             (
                 TOKENS,
                 |token| token % 10 - 1,
@@ -219,7 +219,7 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
             (37, |token| token % 8, |token, k| (token * 4 + k) % 40),
             (200, |_| 0, |_, k| 9 + k),
             (0, |_| 0, |_, _| 0),
-            // Large groups and small ones: by wide tiles if ranks are large.
+            // Large and small groups: wide tiles if ranks are high.
             (
                 TOKENS,
                 |token| if token < 256 { 2 } else { token % 8 },
@@ -249,10 +249,10 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
     let variants = [
         (Dtype::BF16, Values::Exact, [136, 72], Order::GateUp, 40, Weighed::Combine),
         (Dtype::F16, Values::Rounded, [136, 72], Order::UpGate, 40, Weighed::Input),
-        // More than one group of lanes, before and behind the activation.
+        // More than one slab, before and after the activation.
         (Dtype::F16, Values::Exact, [1100, 40], Order::GateUp, 12, Weighed::Rows),
         (Dtype::BF16, Values::Rounded, [72, 1032], Order::UpGate, 16, Weighed::Rows),
-        // The largest that wide tiles take.
+        // The highest rank of wide tiles.
         (Dtype::BF16, Values::Rounded, [72, 40], Order::GateUp, 128, Weighed::Input),
         (Dtype::F16, Values::Rounded, [40, 72], Order::GateUp, 128, Weighed::Combine),
     ];
@@ -278,24 +278,24 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
     }
 }
 
-/// Adapters come, go, and change their ranks and what their experts share, under one graph of few routes, of more, and of many.
+/// Between replays of a graph, adapters are loaded, unloaded, and change ranks and shared factors, for each way of grouping routes.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_sees_what_became_of_the_adapters() {
     const EXPERTS: usize = 6;
     fn run<T: Element>(gpu: &Gpu, case: &Case) {
         let nothing = || Lora::nothing(EXPERTS);
-        // What slots hold from a step on, and the tokens that it has.
+        // The adapters that a step loads, and its tokens.
         let tokens = case.num_tokens();
         let steps = [
             (vec![], tokens),
             (vec![(0, Lora::of_own_ranks(EXPERTS, 40)), (1, Lora::shared_outer(EXPERTS, 16))], tokens),
-            // Shared what was each expert's own, and the other way round.
+            // Shares the factors that each expert had, and the other way round.
             (vec![(0, Lora::shared_outer(EXPERTS, 33)), (1, Lora::of_own_ranks(EXPERTS, 5))], tokens),
             (vec![(2, Lora::of_one_rank(EXPERTS, 8, [[true; 2]; 3])), (1, Lora::shared_outer(EXPERTS, 7))], tokens - 3),
             (vec![(0, Lora::shared_outer(EXPERTS, 2))], tokens),
             (vec![(1, nothing()), (2, Lora::of_one_rank(EXPERTS, 40, [[false; 2]; 3]))], 1),
-            // All that is left shares.
+            // All remaining adapters share factors.
             (vec![(2, nothing())], tokens),
             (vec![(0, nothing())], tokens),
             (vec![(2, Lora::of_own_ranks(EXPERTS, 40))], tokens),
@@ -333,7 +333,7 @@ fn a_replay_sees_what_became_of_the_adapters() {
     }
 }
 
-/// Rows of routes anywhere among those that were captured, of which there are more than live routes.
+/// Rows of routes anywhere among the captured rows, of which there are more than live routes.
 #[test]
 #[ignore = "needs a GPU"]
 fn live_routes_have_any_of_the_captured_rows() {

@@ -1,4 +1,4 @@
-//! A tensor of candle's as an operand: aril takes the address in its storage, and candle's stream.
+//! A candle tensor as an operand: aril takes the address of its storage, and candle's stream.
 
 use aril::cuda::{Kernels, raw};
 use candle_core::{DType, Device, Storage, Tensor, cuda::cudarc::driver::DevicePtr};

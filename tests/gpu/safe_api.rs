@@ -1,4 +1,4 @@
-//! Whatever is thrown at the safe door, it is refused or computed: never a fault. Run it under compute-sanitizer.
+//! Random calls to the safe API are refused or computed, and never fault. Run this under compute-sanitizer.
 
 use std::{error::Error, sync::Arc};
 
@@ -26,7 +26,7 @@ use crate::{
     experts::{OPERATIONS, launch, shapes},
 };
 
-/// A call whose arguments need not fit each other.
+/// A call whose arguments may not fit each other.
 #[derive(Clone, Debug)]
 struct Call {
     embedding: bool,
@@ -46,7 +46,7 @@ struct Call {
     another_model: bool,
 }
 
-/// Mostly what fits.
+/// Mostly arguments that fit.
 pub fn near(value: usize) -> impl Strategy<Value = usize> + Clone {
     prop_oneof![80 => Just(value), 1 => Just(0), 1 => Just(value + 1), 1 => 0..2 * value + 2, 1 => Just(usize::MAX)]
 }
@@ -109,7 +109,7 @@ pub fn workspace_bytes([mailbox, partials]: [usize; 2]) -> WorkspaceBytes {
     bytes
 }
 
-/// Makes the call; what comes back is whether it was taken.
+/// Makes the call and returns whether it was accepted.
 fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
     let queue = &gpu.queue;
     let [in_features, out_features] = call.layer;
@@ -175,7 +175,7 @@ fn no_safe_call_faults() {
     assert!(taken > cases / 8, "only {taken} of {cases} calls were taken: the test tests refusals alone");
 }
 
-/// Whether it is one of the driver's or the kernels' own, which would mean that a call got further than it should.
+/// Whether the error came from the driver or a kernel, so that a call passed a check that it should not have.
 fn is_of_device(error: &(dyn Error + 'static)) -> bool {
     let load = error.downcast_ref();
     let launch = load.and_then(|error| match error {
@@ -189,14 +189,14 @@ fn is_of_device(error: &(dyn Error + 'static)) -> bool {
     }
 }
 
-/// Makes so many calls, of which none may fault. How many there were, and how many were taken.
+/// Makes random calls, none of which may fault. Returns how many there were and how many were accepted.
 pub fn take_or_refuse<S: Strategy>(
     gpu: &Gpu,
     cases_wanted: u32,
     calls: &S,
     make: impl Fn(&Gpu, &S::Value) -> Result<(), Box<dyn Error>>,
 ) -> (u32, u32) {
-    // Never so few that the share of calls that were taken says nothing.
+    // Enough calls for the share of accepted ones to be meaningful.
     let cases = std::env::var("PROPTEST_CASES").map_or(cases_wanted, |cases| cases.parse().unwrap()).max(200);
     let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
     let taken = std::cell::Cell::new(0_u32);
@@ -213,23 +213,23 @@ pub fn take_or_refuse<S: Strategy>(
     (cases, taken.get())
 }
 
-/// As [`Call`], of an operation on experts: 5 tokens with 2 of 3 experts each, 33 hidden features, 17 inside.
+/// Like [`Call`], for operations on experts: 5 tokens with 2 of 3 experts each, hidden size 33, intermediate size 17.
 #[derive(Clone, Debug)]
 struct ExpertsCall {
     op: ExpertsOp,
     ranks: Vec<usize>,
     /// Tokens, slots and rank that the layer's own table, the routing and the table are made for.
     capacities: [Capacity; 3],
-    /// What the grouping is made for.
+    /// The capacity of the grouping.
     routes: [usize; 3],
-    /// Experts of a token that the layer is made for, and that are chosen.
+    /// Experts per token: in the layer's capacity, and chosen.
     top_k: [usize; 2],
     workspace_bytes: [usize; 2],
     /// Elements, rows, columns and row stride of x, y and what is written, where they do not fit.
     matrices: [[Option<usize>; 4]; 3],
     slots: Vec<i32>,
     ids: Vec<i32>,
-    /// Of how many routes.
+    /// The number of routes.
     weights: Option<usize>,
     rows: Option<Vec<i32>>,
     another_model: bool,
@@ -346,7 +346,7 @@ fn no_safe_call_on_experts_faults() {
     assert!(taken > cases / 16, "only {taken} of {cases} calls were taken: the test tests refusals alone");
 }
 
-/// A table is as wide as the model it was made for: a layer of another model would read past its adapters.
+/// Layers of another model are refused: they would read past the table's rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn weights_of_another_model_are_refused() {
@@ -457,7 +457,7 @@ fn foreign_operands_are_refused() {
     assert_eq!(y.read::<f32>(), [1.0; 64]);
 }
 
-/// As of linear layers, and what is only of experts: the router's choices, and routes that were grouped on another stream.
+/// The refusals of linear layers, and those of experts alone: the router's choices, and routes grouped on another stream.
 #[test]
 #[ignore = "needs a GPU"]
 fn foreign_operands_of_experts_are_refused() {
@@ -557,11 +557,11 @@ fn foreign_operands_of_experts_are_refused() {
     assert_ne!(written.read::<f32>(), [7.0; 64]);
 }
 
-/// Each bound by name, of the grouping, of the layer and of what it works in.
+/// Exceeding a bound of the grouping, of the layer or of the workspace is refused by the bound's name.
 #[test]
 #[ignore = "needs a GPU"]
 fn routes_past_what_there_is_room_for_are_refused() {
-    // So many that sums go by way of the partials, too.
+    // So many that sums also pass through the partials.
     const TOKENS: usize = 600;
     let gpu = Gpu::new();
     let queue = &gpu.queue;
@@ -661,7 +661,7 @@ fn routes_past_what_there_is_room_for_are_refused() {
     }
 }
 
-/// The raw door looks at what it can: sizes, alignments, element types, and the context of the thread.
+/// The raw API checks what it can: sizes, alignments, element types, and the thread's context.
 #[test]
 #[ignore = "needs a GPU"]
 fn raw_memory_that_experts_cannot_use_is_refused() {
@@ -694,7 +694,7 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
     let (ids, values, target) = (gpu.upload(&[0_i32; 4]), gpu.upload(&[1.0_f32; 64]), gpu.upload(&[7.0_f32; 64]));
     let mut group = |top_k| {
         let top_k = raw::TopK::new(ids.address(), top_k);
-        // SAFETY: all is the test's own, and alive until the stream is synchronized.
+        // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
         unsafe { grouping.group(batch, top_k, stream) }
     };
     let error = group(0).unwrap_err();
