@@ -380,6 +380,46 @@ fn plans_are_those_that_were_measured() {
     }
 }
 
+/// One block to a row where there are rows enough, else two; and as few rows to a cluster as 132 blocks can have.
+#[test]
+fn the_rows_of_a_fused_linear_are_spread_over_blocks() {
+    let shown = |max_tokens, max_rank, slices: &[usize]| {
+        let capacity = Capacity::tokens(max_tokens).slots(4).rank(max_rank);
+        plan_forward(4096, slices, DType::BF16, capacity).unwrap().to_string()
+    };
+    assert_eq!(
+        shown(8, 17, &[4096]),
+        "fused linear bf16, up to 8 tokens, rank 17: 128 blocks, 2 to a row, 64 rows to a cluster, 8320 bytes of workspace"
+    );
+    let blocks =
+        |slices: &[usize]| shown(1, 1, slices).split_once(": ").unwrap().1.rsplit_once(", ").unwrap().0.to_owned();
+    for (slices, expected) in [
+        (&[4096, 1024, 1024][..], "130 blocks, 2 to a row, 96 rows to a cluster"),
+        (&[12_672], "132 blocks, 2 to a row, 192 rows to a cluster"),
+        (&[12_640, 32], "134 blocks, 2 to a row, 192 rows to a cluster"),
+        (&[12_673], "114 blocks, 1 to a row, 112 rows to a cluster"),
+        (&[151_936], "132 blocks, 1 to a row, 1152 rows to a cluster"),
+        (&[151_936, 32], "132 blocks, 1 to a row, 1168 rows to a cluster"),
+    ] {
+        assert_eq!(blocks(slices), expected, "{slices:?}");
+    }
+    assert_eq!([(8, 9), (9, 0), (10, 3)].map(ForwardPlan::is_for), [false, true, true]);
+}
+
+#[test]
+fn layers_without_a_fused_linear_are_refused_by_name() {
+    let capacity = Capacity::tokens(1).slots(1).rank(1);
+    let refused = |in_features, out_features, dtype| plan_forward(in_features, &[out_features], dtype, capacity);
+    assert_eq!(refused(8, 1, DType::F32), Err(PlanError::FusedDType { got: DType::F32 }));
+    assert_eq!(refused(12, 1, DType::BF16), Err(PlanError::Multiple { what: "in_features", value: 12, of: 8 }));
+    // Bytes of a row, and features, are counted by an `i32`.
+    let max = i32::MAX as usize / 4;
+    let limit = |what| Err(PlanError::Limit { what, value: max + 1, max });
+    assert_eq!(refused(max + 1, 1, DType::F16), limit("in_features"));
+    assert_eq!(refused(8, max + 1, DType::F16), limit("out_features"));
+    assert!(refused(max - max % 8, max, DType::F16).is_ok());
+}
+
 /// Shrink and expand have separate launches only if wide tiles are possible.
 #[test]
 fn a_plan_of_experts_says_how_many_launches_there_are() {

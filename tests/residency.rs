@@ -7,7 +7,7 @@
 
 use std::{
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -354,13 +354,18 @@ fn adapters_come_and_go_while_steps_run() {
     let weights = table(&model, SLOTS.into(), (2 * usize::from(SLOTS) + 1) * images[0].bytes());
     // By generation: the adapter's value.
     let loaded = Mutex::new(vec![0.0]);
+    // Dropped when loading ends or fails.
+    let loading = Arc::new(());
+    let is_loading = Arc::downgrade(&loading);
     thread::scope(|scope| {
+        let _loading = loading;
         let steps = scope.spawn(|| {
             let slots = [slot(1), slot(0), Slot::BASE, slot(0)];
             let layers: Vec<_> = ids.iter().map(|&id| LoraLinear::new(&weights, id).unwrap()).collect();
             let (batch, mut workspace, mut last) = (Batch::new(&slots), Workspace::default(), Vec::new());
             let mut changes = 0;
             while changes < CHANGES {
+                assert!(is_loading.strong_count() > 0, "the other thread failed");
                 let known = weights.loaded();
                 let mut step = weights.step(&batch, &mut workspace).unwrap();
                 let valid: Vec<_> = known.iter().filter(|info| weights.check([info.resident]).is_ok()).collect();
