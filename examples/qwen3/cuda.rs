@@ -228,8 +228,8 @@ fn launch(mut kernel: LaunchArgs<'_>, rows: usize, heads: usize) -> Result<()> {
     }
     let grid_dim = (u32::try_from(rows)?, u32::try_from(heads)?, 1);
     let config = LaunchConfig { grid_dim, block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-    // SAFETY: below, each kernel gets the arguments that it declares: matrices of the type it was loaded for and of the shapes it
-    // documents, and sizes in 8 bytes. Shapes and indices are the forward's, which keeps them in bounds.
+    // SAFETY: below, each kernel gets the arguments that it declares: matrices of its element type and documented shapes, and sizes of
+    // 8 bytes. The forward keeps shapes and indices in bounds.
     unsafe { kernel.launch(config) }.map_err(LaunchError::from)?;
     Ok(())
 }

@@ -50,8 +50,8 @@ pub(crate) trait Device: Sized {
     type Weight;
     /// Positions, rows or token ids.
     type Indices;
-    /// The experts that each token of a step has chosen in a layer, and the routes, of a token to an expert, in the order of
-    /// experts: the rows of matrices that have one for each route.
+    /// The experts that each token of a step chose in a layer, and the routes sorted by expert, which is the order of rows in matrices
+    /// of routes.
     type Routes;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
@@ -126,9 +126,9 @@ pub(crate) trait Device: Sized {
         step: &mut Self::LoraStep<'_>,
         routes: &'a Self::Routes,
     ) -> Result<Self::Grouped<'a>>;
-    /// `silu(gate) · up` of every route, where gate and up are the base's of `gate_up` and what its token's adapter adds:
-    /// `scale · scaling · B (A x[t])` of its expert. Rounded once, by an operation of the library that does all of it; but where the
-    /// GPU has many routes, the delta is added first, and the rest is [`silu_mul`](Self::silu_mul).
+    /// `silu(gate) · up` of every route. Gate and up are the base model's `gate_up` plus the adapter's delta for the expert,
+    /// `scale · scaling · B (A x[t])`. One operation of the library does all of it and rounds once. With many routes, the GPU adds the
+    /// delta first and then runs [`silu_mul`](Self::silu_mul).
     fn activate(
         &self,
         layer: &Self::LoraExperts,
@@ -137,8 +137,8 @@ pub(crate) trait Device: Sized {
         x: &Self::Tensor,
         gate_up: Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// The sum over a token's routes of what each weighs times the base's `down` and what its token's adapter adds:
-    /// `scale · scaling · B (A x[route])` of its expert. Rounded once, but where the GPU has many routes, also where the delta is added.
+    /// The weighted sum over a token's routes of the base model's `down` plus the adapter's delta for the expert,
+    /// `scale · scaling · B (A x[route])`. Rounded once; with many routes, the GPU also rounds after adding the delta.
     fn combine(
         &self,
         layer: &Self::LoraExperts,
@@ -174,8 +174,8 @@ pub(crate) trait Device: Sized {
     ) -> Result<Self::Tensor>;
     /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
     fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
-    /// The `top_k` experts of the largest scores of each token, the first of equals, and what they weigh: their softmax (in `f32`,
-    /// over all experts), divided by its sum over the chosen if `normalized`, rounded.
+    /// The `top_k` experts with the largest scores of each token, the first of equals, and their weights: the softmax (in `f32`, over
+    /// all experts), divided by its sum over the chosen experts if `normalized`, rounded.
     fn choose_experts(&self, scores: &Self::Tensor, top_k: usize, normalized: bool) -> Result<Self::Routes>;
     /// The row of `x` of each route's token, in the order of the routes' rows.
     fn rows_of_routes(&self, x: &Self::Tensor, routes: &Self::Routes) -> Result<Self::Tensor>;

@@ -7,8 +7,7 @@ use crate::{device::Device, error::Result};
 
 /// One projection of all experts.
 pub(crate) trait GroupedGemm<D: Device> {
-    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each, in the order of the routes' rows: those
-    /// of an expert together.
+    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert.
     fn run(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor>;
 }
 

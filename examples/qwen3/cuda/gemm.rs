@@ -103,8 +103,8 @@ impl Gemm {
         let chosen = chosen.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))?;
 
         let (one, zero) = (1.0_f32, 0.0_f32);
-        // SAFETY: the layouts are those of the matrices, whose memory is whole allocations, so aligned as the heuristic assumes;
-        // the workspace is as large as it was told, and used on this stream only.
+        // SAFETY: the layouts describe the matrices. Each matrix starts an allocation, so it is aligned as the heuristic assumes. The
+        // workspace has the size given to the heuristic and is used on this stream only.
         let launched = unsafe {
             result::matmul(
                 self.library.0,

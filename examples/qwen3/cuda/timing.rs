@@ -39,8 +39,8 @@ const TOP_K: usize = 8;
 const ADAPTERS: usize = 8;
 const RANK: usize = 16;
 
-/// Tokens of a step. Up to 128 they have the adapters in turn, as in decoding, and more than that one after the other, as requests of
-/// a prefill.
+/// Tokens of a step. Up to 128 tokens take the adapters in turn, as in decoding. More tokens are divided among the adapters in order,
+/// as in a prefill.
 const TOKENS: [usize; 5] = [1, 8, 32, 128, 4096];
 const MAX_TOKENS: usize = 4096;
 
@@ -195,7 +195,7 @@ impl Cuda<bf16> {
         self.upload(tokens, HIDDEN, &values)
     }
 
-    /// All slots full. Of A and B of gate and up, and of A and B of down: how many there are, one for each expert or one for all.
+    /// A table with all slots full. The numbers of A's and B's of gate and up, and of down, are one for each expert or one for all.
     fn random_adapters(
         &self,
         model: &Model,

@@ -333,7 +333,7 @@ fn a_replay_sees_what_became_of_the_adapters() {
     }
 }
 
-/// Rows of routes anywhere among the captured rows, of which there are more than live routes.
+/// Rows of routes anywhere among the captured rows, which outnumber the live routes.
 #[test]
 #[ignore = "needs a GPU"]
 fn live_routes_have_any_of_the_captured_rows() {

@@ -84,8 +84,8 @@ impl Cuda {
         let address = |begin: u64, elems: usize| begin + (elems * size_of::<T>()) as u64;
         let x = MatrixRef::new::<T>(address(x, x_start), x_rows, x_cols);
         let y = MatrixMut::new::<T>(address(y, y_start), y_rows, y_cols);
-        // SAFETY: candle's layouts are within its storage, which is used and freed on this stream alone. Table, workspace and routing are
-        // aril's own and order themselves against it; `route` has routed the batch.
+        // SAFETY: candle's layouts are within its storage, which is used and freed on this stream only. aril owns the table, workspace
+        // and routing and orders their uses with the stream. `route` has routed the batch.
         unsafe { self.layers[site].add_delta(&step, x, y) }.map_err(Error::wrap)
     }
 }
