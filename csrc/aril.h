@@ -243,6 +243,16 @@ typedef struct aril_forward_args {
   aril_routing routing;    // of which the tiles are not read
 } aril_forward_args;
 
+// out[t] = silu(gate) * up, where gate and up are the two slices of y[t] + scales[t] * scaling * B
+// v, with v of the last aril_linear_shrink; for all routed tokens, in f32 with one rounding.
+typedef struct aril_silu_mul_args {
+  // Two slices of equal size. y is read, x is not. outs_per_block is of each slice, a multiple of
+  // ARIL_OUTS_LARGE_M; the choice does not change the bits.
+  aril_linear_args layer;
+  void* out;  // [num_tokens, out_features of a slice]
+  int64_t out_stride;
+} aril_silu_mul_args;
+
 // y[t] += scales[t] * scaling * B A[token_ids[t]]
 typedef struct aril_embedding_args {
   int32_t dtype;
@@ -413,6 +423,7 @@ int32_t aril_route(const aril_route_args* args, void* stream);
 int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
+int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream);
 // Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.
 // ARIL_ERR_SHARED_MEMORY if the device has too little for the layer.
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);

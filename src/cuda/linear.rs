@@ -88,6 +88,36 @@ impl LoraLinear {
         self.enqueue(ffi::aril_linear_expand, false, step, None, Some(y))
     }
 
+    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of `y[t] + scaling · B v`, with `v` from the last
+    /// [`shrink`](Self::shrink) of this layer in the step. For every token, with or without an adapter, in `f32` with one rounding.
+    /// Replaces [`expand`](Self::expand) and the base's activation, and saves a pass over `y`.
+    ///
+    /// The layer has two slices of equal size, gate and up. `y` is `[tokens, out_features]`, `out` is `[tokens, out_features / 2]`.
+    /// In a captured step, rows beyond the batch of the last update are unchanged. A batch without adapters needs no `shrink`;
+    /// otherwise, without one, the result is unspecified.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
+    /// enqueued.
+    #[doc(alias = "silu_and_mul")]
+    pub fn silu_mul<T: Element>(
+        &self,
+        step: &mut Step<'_>,
+        y: Matrix<'_, T>,
+        mut out: MatrixMut<'_, T>,
+    ) -> Result<(), LaunchError> {
+        let mut args = self.raw.silu_mul_args(&step.raw(), y.shape(), out.shape())?;
+        y.check_as("y", step)?;
+        out.check_as("out", step)?;
+        step.enter()?;
+        step.keep([y.kept(), out.kept()]);
+        let queue = step.queue();
+        let ((y, _y_guard), (out, _out_guard)) = (y.on(queue), out.on(queue));
+        (args.layer.y, args.out) = (y as *mut c_void, out as *mut c_void);
+        // SAFETY: as in `enqueue`.
+        unsafe { self.raw.launch_silu_mul(&args, queue.raw()) }
+    }
+
     fn enqueue<T: Element>(
         &self,
         kernel: Kernel,

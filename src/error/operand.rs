@@ -1,4 +1,7 @@
-use crate::{DType, model::Activation};
+use crate::{
+    DType,
+    model::{Activation, LinearSite, SliceSite},
+};
 
 /// An operand that does not match the layer or the step. Nothing was computed or enqueued.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -41,6 +44,14 @@ pub enum OperandError {
         row_stride: usize,
         /// Length of the buffer, in elements.
         len: usize,
+    },
+    /// The layer is not a gate and an up of equal size.
+    #[error(
+        "an activation needs a layer of two slices of equal size, gate and up, but the slices have {outputs:?} outputs"
+    )]
+    GateUp {
+        /// Outputs of each slice.
+        outputs: Vec<usize>,
     },
     /// An operand does not have one element per token.
     #[error("`{operand}` has {got} elements, but the batch has {want} tokens")]
@@ -113,4 +124,15 @@ pub enum OperandError {
         /// Experts per token.
         top_k: usize,
     },
+}
+
+impl OperandError {
+    /// Features of gate and of up, if these are the layer's slices.
+    pub(crate) fn gate_up(site: &LinearSite) -> Result<usize, Self> {
+        let outputs: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
+        match outputs[..] {
+            [gate, up] if gate == up => Ok(gate),
+            _ => Err(Self::GateUp { outputs }),
+        }
+    }
 }

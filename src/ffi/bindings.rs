@@ -449,6 +449,31 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_silu_mul_args {
+    pub layer: aril_linear_args,
+    pub out: *mut ::core::ffi::c_void,
+    pub out_stride: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of aril_silu_mul_args",
+    ][::core::mem::size_of::<aril_silu_mul_args>() - 232usize];
+    [
+        "Alignment of aril_silu_mul_args",
+    ][::core::mem::align_of::<aril_silu_mul_args>() - 8usize];
+    [
+        "Offset of field: aril_silu_mul_args::layer",
+    ][::core::mem::offset_of!(aril_silu_mul_args, layer) - 0usize];
+    [
+        "Offset of field: aril_silu_mul_args::out",
+    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 216usize];
+    [
+        "Offset of field: aril_silu_mul_args::out_stride",
+    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 224usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_embedding_args {
     pub dtype: i32,
     pub num_tokens: i32,
@@ -910,6 +935,12 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_linear_expand(
         args: *const aril_linear_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_silu_mul(
+        args: *const aril_silu_mul_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

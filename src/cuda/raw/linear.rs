@@ -7,7 +7,7 @@ use super::{
 use crate::{
     DType,
     cuda::{Kernels, kernels::check},
-    error::LaunchError,
+    error::{LaunchError, OperandError},
     ffi,
     model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
     plan::{Capacity, LinearPlan, PlanError},
@@ -122,6 +122,54 @@ impl LoraLinear {
         let args = self.args(step, None, Some(y))?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_linear_expand, &args, step.stream) }
+    }
+
+    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of `y[t] + scaling · B v`, with `v` from
+    /// [`shrink`](Self::shrink) of the same layer and step. For every routed token, with or without an adapter, in `f32` with one
+    /// rounding. Replaces [`expand`](Self::expand) and the base's activation, and saves a pass over `y`.
+    ///
+    /// The layer has two slices of equal size, gate and up. `y` is `[tokens, out_features]`, `out` is `[tokens, out_features / 2]`.
+    /// Rows of tokens beyond the last update are unchanged. A batch without adapters needs no `shrink`.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
+    /// enqueued.
+    ///
+    /// # Safety
+    /// As for `expand`, with `out` in the place of `y`, and `y` as an input like `x`.
+    #[doc(alias = "silu_and_mul")]
+    pub unsafe fn silu_mul(&self, step: &Step, y: MatrixRef, out: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.silu_mul_args(step, y, out)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch_silu_mul(&args, step.stream) }
+    }
+
+    /// Checks the operands of `silu_mul` and returns the arguments of the C ABI.
+    pub(in crate::cuda) fn silu_mul_args(
+        &self,
+        step: &Step,
+        MatrixRef(y): MatrixRef,
+        MatrixMut(out): MatrixMut,
+    ) -> Result<ffi::aril_silu_mul_args, LaunchError> {
+        let features = OperandError::gate_up(&self.site)?;
+        let batch = &step.batch;
+        let layer = self.args(step, None, Some(MatrixMut(y)))?;
+        let (out, out_stride) = out.expect("out", self.plan.dtype(), batch.num_tokens, features)?;
+        let outs_per_block = int(self.plan.silu_mul_outs_per_block(batch.num_tokens, batch.max_tiles))?;
+        Ok(ffi::aril_silu_mul_args { layer: ffi::aril_linear_args { outs_per_block, ..layer }, out, out_stride })
+    }
+
+    pub(in crate::cuda) unsafe fn launch_silu_mul(
+        &self,
+        args: &ffi::aril_silu_mul_args,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        self.kernels.check_thread()?;
+        if args.layer.num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
+        check(unsafe { ffi::aril_silu_mul(args, stream.as_raw()) })
     }
 
     /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.
