@@ -74,18 +74,6 @@ struct GateUp {
   }
 };
 
-// The delta of a row without a module, which keeps the sign of a zero.
-constexpr float kNoDelta = -0.0f;
-
-template <int kCount>
-__device__ __forceinline__ void set_none(float (&sums)[kCount][4]) {
-#pragma unroll
-  for (int c = 0; c < kCount; ++c) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums[c][e] = kNoDelta;
-  }
-}
-
 // Shared memory of a block with a token tile: B of both slices if staged, then the terms of v.
 inline int small_m_silu_mul_smem_bytes(const aril_linear_args& layer, bool staged) {
   return 2 * small_m_expand_smem_bytes(layer.weights, layer.outs_per_block, staged);
@@ -173,29 +161,10 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
 #pragma unroll
       for (int slice = 0; slice < 2; ++slice) {
         const int rank_tiles = gate_up.rank_tiles(slice);
-        const uint4* const terms_of = operands + slice * gate_steps * kTerms * 32;
         const char* const b = kStaged ? reinterpret_cast<const char*>(shared) + slice * b_bytes[0]
                                       : gate_up.b(slice, first);
-        const char* const unit_b = unit_at(b, unit * ARIL_OUT_UNIT, rank_tiles, 0);
-        if (rank_tiles == 0) {
-          set_none(deltas[slice]);
-          continue;
-        }
-        set_zero(deltas[slice]);
-#pragma unroll 1
-        for (int step = 0; 2 * step < rank_tiles; ++step) {
-          uint4 terms[kTerms];
-#pragma unroll
-          for (int term = 0; term < kTerms; ++term) {
-            terms[term] = terms_of[(step * kTerms + term) * 32 + lane];
-          }
-          const uint4 b0 = unit_cores<kStaged>(unit_b + 2 * step * kBTileBytes);
-          uint4 b1 = make_uint4(0, 0, 0, 0);
-          if (2 * step + 1 < rank_tiles) {
-            b1 = unit_cores<kStaged>(unit_b + (2 * step + 1) * kBTileBytes);
-          }
-          multiply_unit<T>(deltas[slice], terms, b0, b1);
-        }
+        multiply_small_m<T, kStaged>(deltas[slice], operands + slice * gate_steps * kTerms * 32,
+                                     unit_at(b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
       }
       for_rows(unit, [&](int half, const T* y, T* out, int valid) {
         const bool whole = OutVec<T>::whole(valid, aligned);
@@ -420,7 +389,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
 #pragma unroll
     for (int slice = 0; slice < 2; ++slice) {
       if (tile_bytes[slice] == 0) {
-        set_none(deltas[slice]);
+        fill(deltas[slice], kNoDelta);
       } else {
         multiply_out_tile<T>(
             deltas[slice], stages_shared + slice * gate_steps * kTerms * kTermBytes,

@@ -42,6 +42,29 @@ __device__ __forceinline__ uint4 unit_cores(const char* rank_tile) {
   }
 }
 
+// The delta of a row without a module: added to a zero, it keeps its sign.
+constexpr float kNoDelta = -0.0f;
+
+// deltas = B v of a unit, whose first rank tile is at `b`. `operands` are the terms of v.
+template <typename T, bool kStaged>
+__device__ __forceinline__ void multiply_small_m(float (&deltas)[4][4], const uint4* operands,
+                                                 const char* b, int rank_tiles) {
+  const int lane = threadIdx.x % 32;
+  fill(deltas, rank_tiles == 0 ? kNoDelta : 0.0f);
+#pragma unroll 1
+  for (int step = 0; 2 * step < rank_tiles; ++step) {
+    uint4 terms[kTerms];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      terms[term] = operands[(step * kTerms + term) * 32 + lane];
+    }
+    const uint4 b0 = unit_cores<kStaged>(b + 2 * step * kBTileBytes);
+    uint4 b1 = make_uint4(0, 0, 0, 0);
+    if (2 * step + 1 < rank_tiles) b1 = unit_cores<kStaged>(b + (2 * step + 1) * kBTileBytes);
+    multiply_unit<T>(deltas, terms, b0, b1);
+  }
+}
+
 // What a step of a row multiplies: ranks [first, first + count) of a row of v, up to kRanksPerStep.
 struct StepRanks {
   int row;  // -1: none
@@ -142,22 +165,10 @@ __device__ __forceinline__ void small_m_expand(int count, const MakeRow& make_ro
     for (int i = 0; i < kAhead; ++i) {
       const int unit = first + i * kSmallMWarps;
       if (unit >= units) break;
-      const char* unit_b = (kStaged ? reinterpret_cast<const char*>(shared) : b) +
-                           int64_t{unit / 2} * out_tile_bytes + unit % 2 * kUnitBytes;
-      float deltas[4][4] = {};
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        uint4 terms[kTerms];
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          terms[term] = operands[(step * kTerms + term) * 32 + lane];
-        }
-        const uint4 b0 = unit_cores<kStaged>(unit_b + 2 * step * kBTileBytes);
-        uint4 b1 = make_uint4(0, 0, 0, 0);
-        if (2 * step + 1 < rank_tiles)
-          b1 = unit_cores<kStaged>(unit_b + (2 * step + 1) * kBTileBytes);
-        multiply_unit<T>(deltas, terms, b0, b1);
-      }
+      const char* const block_b = kStaged ? reinterpret_cast<const char*>(shared) : b;
+      float deltas[4][4];
+      multiply_small_m<T, kStaged>(
+          deltas, operands, unit_at(block_b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
       for_rows(unit, [&](int half, T* y, int valid, int v_row) {
         if (!v.lacks(v_row)) {
           bases[i][half].add(y, outs.step, deltas, half, valid, aligned, outs.overwrites);

@@ -133,6 +133,58 @@ impl LoraLinear {
         Ok(())
     }
 
+    /// `residual[t] += y[t] + scaling · B v`, then `out[t] = weight · residual[t] / √(mean(residual[t]²) + eps)`, with `v`
+    /// from the step's last
+    /// [`shrink`](Self::shrink). For every token, with or without an adapter.
+    /// Replaces [`expand`](Self::expand), the base's residual addition and its RMSNorm.
+    ///
+    /// Formula and roundings are those of Qwen3 in Hugging Face's transformers (`Qwen3DecoderLayer`, `Qwen3RMSNorm`): the residual is
+    /// summed in `f32` and rounded to the element type; the quotient is computed in `f32` from the rounded residual, and rounded
+    /// before its product with the weight is.
+    ///
+    /// The layer has one slice. `y`, `residual` and `out` are `[tokens, out_features]`, `weight` is `[out_features]`. In a
+    /// row-parallel layer an all-reduce stands between `y` and the residual, so only a model on one rank can use this.
+    /// A batch without adapters needs no `shrink`.
+    ///
+    /// # Errors
+    /// [`OperandError`] if an operand does not match the layer and the step, the layer has several slices, or the step has no
+    /// shrink. `residual` and `out` are then unchanged.
+    #[doc(alias = "fused_add_rms_norm")]
+    pub fn add_rms_norm<T: Element>(
+        &self,
+        step: &mut Step<'_>,
+        y: Matrix<'_, T>,
+        mut residual: MatrixMut<'_, T>,
+        weight: &[T],
+        eps: f32,
+        mut out: MatrixMut<'_, T>,
+    ) -> Result<(), OperandError> {
+        let features = OperandError::norm(&self.site, weight.len())?;
+        y.check_as("y", step.num_tokens(), features)?;
+        residual.check_as("residual", step.num_tokens(), features)?;
+        out.check_as("out", step.num_tokens(), features)?;
+        step.check::<T>("y", self.model)?;
+        if step.batch.has_adapters() {
+            self.check_shrink(step)?;
+        }
+        let round = |value: f32| T::from_f32(value).to_f32();
+        residual.rows_mut().zip(out.rows_mut()).enumerate().for_each(|(token, (residual, out))| {
+            let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
+            self.deltas::<T>(step, token, |column, delta| sums[column] += delta);
+            let mut squares = 0.0;
+            for (residual, sum) in residual.iter_mut().zip(&sums) {
+                *residual = T::from_f32(residual.to_f32() + sum);
+                squares += residual.to_f32().powi(2);
+            }
+            #[expect(clippy::cast_precision_loss, reason = "rounded like any f32")]
+            let scale = 1.0 / (squares / features as f32 + eps).sqrt();
+            for ((out, residual), weight) in out.iter_mut().zip(&*residual).zip(weight) {
+                *out = T::from_f32(weight.to_f32() * round(residual.to_f32() * scale));
+            }
+        });
+        Ok(())
+    }
+
     /// Rejects a step without a shrink of as many sums as this layer has.
     fn check_shrink(&self, step: &Step<'_>) -> Result<(), OperandError> {
         let (v_stride, len) = (self.v_stride(step), step.workspace.v.len());

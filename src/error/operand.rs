@@ -63,6 +63,20 @@ pub enum OperandError {
         /// Tokens in the batch.
         want: usize,
     },
+    /// The norm's weight does not have one element for each output of the layer.
+    #[error("the norm's weight has {got} elements, but the layer has {want} outputs")]
+    NormWeight {
+        /// Its length.
+        got: usize,
+        /// Outputs of the layer.
+        want: usize,
+    },
+    /// The layer has several slices, and a norm is of one.
+    #[error("a norm needs a layer of one slice, but this one has {slices}")]
+    NormSlices {
+        /// Number of slices.
+        slices: usize,
+    },
     /// The layer and the weights belong to different models.
     #[error("the layer and the weights belong to different models or tensor-parallel ranks")]
     Model,
@@ -133,6 +147,16 @@ impl OperandError {
         match outputs[..] {
             [gate, up] if gate == up => Ok(gate),
             _ => Err(Self::GateUp { outputs }),
+        }
+    }
+
+    /// Features of a norm behind the layer, if it has one slice and the weight as many elements.
+    pub(crate) fn norm(site: &LinearSite, weight_len: usize) -> Result<usize, Self> {
+        let want = site.out_features();
+        match site.slices().len() {
+            1 if weight_len == want => Ok(want),
+            1 => Err(Self::NormWeight { got: weight_len, want }),
+            slices => Err(Self::NormSlices { slices }),
         }
     }
 }
