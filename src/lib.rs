@@ -10,6 +10,7 @@
 //! - [`routing`]: the adapter and the experts of each token.
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
 //! - [`pool`]: the life of an adapter between its files and a slot. Depends on `residency`.
+//! - [`registry`]: the names that requests use for adapters. Depends on `pool`.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
@@ -90,6 +91,7 @@ pub mod model;
 pub mod plan;
 pub mod pool;
 pub mod reference;
+pub mod registry;
 pub mod residency;
 pub mod routing;
 mod slot;

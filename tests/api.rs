@@ -16,6 +16,7 @@ use aril::{
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     reference,
+    registry::{Listed, Registry, RegistryError, Reservation, Served, Unloaded},
     residency::{Resident, SlotInfo, Usage},
     routing::{AlignedRoutes, Batch, Segments, TopK},
 };
@@ -35,6 +36,7 @@ fn types_may_be_shared_between_threads() {
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::FusedLinear<'_, f32>, cpu::Workspace)>();
     shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
     shared::<(Resident, SlotInfo, Usage)>();
+    shared::<(Registry, Reservation, Listed, Served, Unloaded)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
 }
@@ -45,6 +47,7 @@ fn errors_go_anywhere() {
     error::<LoadError>();
     error::<OperandError>();
     error::<PlanError>();
+    error::<RegistryError>();
     error::<SlotError>();
     error::<SpecError>();
 }
