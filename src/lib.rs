@@ -11,6 +11,7 @@
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
 //! - [`pool`]: the life of an adapter between its files and a slot. Depends on `residency`.
 //! - [`registry`]: the names that requests use for adapters. Depends on `pool`.
+//! - [`admission`]: which waiting requests join the running batch. Depends on nothing.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
@@ -79,6 +80,7 @@
 #![deny(unsafe_code)]
 
 pub mod adapter;
+pub mod admission;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
