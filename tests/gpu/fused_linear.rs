@@ -645,7 +645,7 @@ fn the_safe_api_refuses_by_name() {
     assert!(matches!(error, LaunchError::WrongStream { operand: "bias" }), "{error}");
 
     let layer = layer().with_bias(view.slice(1..=OUTS)).unwrap();
-    let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
+    let mut routing = Routing::new(queue, weights.capacity(), 8).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
     let mut y = gpu.upload(&[bf16::ONE; 100 * OUTS]);
     let mut run = |tokens: usize, x: Matrix<'_, bf16>| {
