@@ -9,6 +9,9 @@
 //! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
 //! - [`routing`]: the adapter and the experts of each token.
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
+//! - [`pool`]: the life of an adapter between its files and a slot. Depends on `residency`.
+//! - [`registry`]: the names that requests use for adapters. Depends on `pool`.
+//! - [`admission`]: which waiting requests join the running batch. Depends on nothing.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
@@ -77,6 +80,7 @@
 #![deny(unsafe_code)]
 
 pub mod adapter;
+pub mod admission;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
@@ -87,7 +91,9 @@ mod extent;
 mod ffi;
 pub mod model;
 pub mod plan;
+pub mod pool;
 pub mod reference;
+pub mod registry;
 pub mod residency;
 pub mod routing;
 mod slot;

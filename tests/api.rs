@@ -8,6 +8,7 @@ use aril::{
         Adapter, AdapterError, ImageEntry, Module, Orientation, Piece, SharedEntry, SlotImage, Stack, Tensor,
         TensorName,
     },
+    admission::{Admission, AdmissionError, Answer, Limits, Request},
     cpu,
     error::{LoadError, OperandError, SlotError},
     model::{
@@ -15,7 +16,9 @@ use aril::{
         Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
+    pool::AdapterId,
     reference,
+    registry::{Listed, Registry, RegistryError, Reservation, Served, Unloaded},
     residency::{Resident, SlotInfo, Usage},
     routing::{AlignedRoutes, Batch, Segments, TopK},
 };
@@ -35,6 +38,8 @@ fn types_may_be_shared_between_threads() {
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::FusedLinear<'_, f32>, cpu::Workspace)>();
     shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
     shared::<(Resident, SlotInfo, Usage)>();
+    shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
+    shared::<(Registry, Reservation, Listed, Served, Unloaded)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
 }
@@ -42,9 +47,11 @@ fn types_may_be_shared_between_threads() {
 #[test]
 fn errors_go_anywhere() {
     error::<AdapterError>();
+    error::<AdmissionError>();
     error::<LoadError>();
     error::<OperandError>();
     error::<PlanError>();
+    error::<RegistryError>();
     error::<SlotError>();
     error::<SpecError>();
 }

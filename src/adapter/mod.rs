@@ -83,6 +83,7 @@ mod rectangle;
 mod shown;
 mod tensor;
 
+pub(crate) use self::shown::Shown;
 pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,
