@@ -359,7 +359,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
             let views: Vec<CudaView<'_, bf16>> = w.iter().map(|w| w.view()).collect();
             let slices = site.slices().iter().zip(&base.slices).zip(&views).map(|((slice, (place, _)), w)| {
-                let offset = place.at(slice.range().start, columns.start);
+                let offset = place.at(slice.ranges()[0].start, columns.start);
                 matrix(w, Place { offset, rows: slice.out_features(), cols: columns.len(), ..*place })
             });
             let layer = FusedLinear::new(&weights, id, slices).unwrap();
