@@ -78,6 +78,7 @@
 #![deny(unsafe_code)]
 
 pub mod adapter;
+mod blocks;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
