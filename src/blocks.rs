@@ -75,6 +75,11 @@ impl Blocks {
         Some(Block { allocation, bytes })
     }
 
+    /// Whether a block of this size fits if no other is used.
+    pub(crate) fn can_hold(&self, bytes: usize) -> bool {
+        gap_for(granules(bytes)).saturating_mul(GRANULE_BYTES) <= self.capacity
+    }
+
     pub(crate) fn free(&mut self, block: Block) {
         self.used -= block.bytes;
         self.allocator.free(block.allocation);
