@@ -96,6 +96,7 @@ impl Blocks {
 
 /// Size of a new arena in bytes that has room for blocks of these sizes, allocated one at a time in any order, each together with
 /// `beside` further bytes that are free again before the next one.
+#[cfg(any(test, feature = "cuda"))]
 pub(crate) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) -> usize {
     let (mut total, mut spare) = (0_usize, 0);
     for granules in blocks.into_iter().map(granules) {

@@ -75,7 +75,7 @@ impl WeightTable {
         let table = Region::new(queue, table_bytes)?;
         let shared = Shared {
             queue: queue.clone(),
-            bounds: Bounds { model: model.clone(), dtype, capacity },
+            bounds: Bounds { model: model.clone(), dtype, capacity, is_pooled: false },
             arena,
             table,
             slots: Slots::new(capacity.num_slots),
@@ -141,7 +141,7 @@ impl WeightTable {
     /// [`LoadError`] if the image does not match the table or the arena is full.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
-        bounds.check(image)?;
+        bounds.check_image(image)?;
         queue.bind()?;
         let (rooms, waits) = arena.take(self.shared.rooms_of(image))?;
         Ok(Reservation {

@@ -63,7 +63,7 @@ impl Reservation {
         staging: &mut Staging,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
-        self.bounds.check(image)?;
+        self.bounds.check_image(image)?;
         if image.bytes() != self.image_bytes {
             return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.image_bytes }.into());
         }

@@ -1,15 +1,20 @@
 use std::sync::Arc;
 
 use super::{AdapterId, StreamId};
-use crate::{error::LoadError, plan::PlanError};
+use crate::{
+    error::{LoadError, SlotError},
+    plan::PlanError,
+};
 
-/// A request that the pool refuses. It has no effect, except as [`Loading`](Self::Loading) says.
-#[derive(Clone, Debug, thiserror::Error)]
+/// A request that the pool refuses. Nothing is leased.
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// A lease could not be enqueued on its stream, or the device refused the pool's memory.
+    /// The CUDA driver or a launch failed.
+    #[cfg(feature = "cuda")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
     #[error(transparent)]
-    Device(Arc<LoadError>),
+    Device(#[from] crate::error::LaunchError),
     /// The last load of the adapter failed. Other adapters are not affected; a prefetch tries again.
     #[error("{id} could not be loaded: {error}")]
     Failed {
@@ -44,6 +49,12 @@ pub enum PoolError {
     /// A bound of the pool is invalid.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// The adapter does not match the pool's table.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The loader threads could not be started.
+    #[error("the loader threads could not be started: {0}")]
+    Threads(#[from] rayon::ThreadPoolBuildError),
     /// The adapters never fit together, whatever else is released.
     #[error("{adapters} adapters of {bytes} bytes do not fit beside the pinned ones: the {what} is {max}")]
     TooLarge {

@@ -27,8 +27,10 @@ pub(crate) trait Transfer {
 pub(crate) struct Copy {
     pub(crate) id: AdapterId,
     /// Where the adapter is in host memory.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
     pub(crate) from: Range<usize>,
     /// Where its block is in the device's arena.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
     pub(crate) to: Range<usize>,
     pub(crate) slot: usize,
     /// Number of the copy. No two copies of a pool have the same.

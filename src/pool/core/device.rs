@@ -59,6 +59,7 @@ struct Use {
 pub(crate) struct Granted {
     pub(crate) slot: usize,
     /// Number of the copy that brought the adapter.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
     pub(crate) number: u64,
     /// Whether the copy has not ended yet.
     pub(crate) is_copying: bool,
@@ -67,7 +68,6 @@ pub(crate) struct Granted {
 /// The content of a slot, for reports.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Occupied {
-    pub(crate) slot: usize,
     pub(crate) id: AdapterId,
     pub(crate) is_copying: bool,
     pub(crate) leases: usize,
@@ -213,10 +213,7 @@ impl Device {
 
     /// The contents of the slots.
     pub(super) fn occupied(&self) -> impl Iterator<Item = Occupied> {
-        let places = self.slots.iter().enumerate();
-        places.filter_map(|(slot, place)| {
-            let &Content { id, is_copying, leases, .. } = place.content.as_ref()?;
-            Some(Occupied { slot, id, is_copying, leases })
-        })
+        let contents = self.slots.iter().filter_map(|place| place.content.as_ref());
+        contents.map(|&Content { id, is_copying, leases, .. }| Occupied { id, is_copying, leases })
     }
 }

@@ -216,6 +216,11 @@ impl Core {
         Ok(missing)
     }
 
+    /// Reads that have not ended.
+    pub(crate) fn reads(&self) -> usize {
+        self.reads
+    }
+
     /// Ends a lease.
     pub(crate) fn release(&mut self, slot: usize) {
         self.device.release(slot);

@@ -1,6 +1,8 @@
 //! No kernel reads a wrong adapter, whatever the host does and in whatever legal order the device runs: random hosts and devices,
 //! and the same with each rule broken.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::{collections::BTreeMap, time::Duration};
 
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IteratorRandom};

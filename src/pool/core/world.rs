@@ -1,5 +1,7 @@
 //! A device for tests: streams whose work runs in any legal order, and memory that knows whose bytes it has.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::{collections::VecDeque, ops::Range};
 
 use crate::{
