@@ -9,7 +9,7 @@
 //! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
 //! - [`routing`]: the adapter and the experts of each token.
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
-//! - [`pool`]: the life of an adapter between its files and a slot. Depends on `residency`.
+//! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` of either backend. Depends on `residency`.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.

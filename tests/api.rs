@@ -15,6 +15,9 @@ use aril::{
         Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
+    pool::{
+        AdapterId, CacheNamespace, Counters, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId, Tier,
+    },
     reference,
     residency::{Resident, SlotInfo, Usage},
     routing::{AlignedRoutes, Batch, Segments, TopK},
@@ -35,8 +38,16 @@ fn types_may_be_shared_between_threads() {
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::FusedLinear<'_, f32>, cpu::Workspace)>();
     shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
     shared::<(Resident, SlotInfo, Usage)>();
+    shared::<(AdapterId, CacheNamespace, Counters, Lease, PoolConfig, Residency, Snapshot, Source, StreamId, Tier)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
+}
+
+/// One thread at a time owns a pool.
+#[test]
+fn pools_may_be_sent_to_another_thread() {
+    fn sent<T: Send>() {}
+    sent::<cpu::AdapterPool>();
 }
 
 #[test]
@@ -45,6 +56,7 @@ fn errors_go_anywhere() {
     error::<LoadError>();
     error::<OperandError>();
     error::<PlanError>();
+    error::<PoolError>();
     error::<SlotError>();
     error::<SpecError>();
 }

@@ -1,4 +1,6 @@
 //! The life of an adapter between its files and a slot.
+//!
+#![doc = include_str!("../docs/pool.md")]
 
 mod api;
 mod backend;
