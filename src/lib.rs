@@ -9,7 +9,7 @@
 //! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
 //! - [`routing`]: the adapter and the experts of each token.
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
-//! - [`pool`]: the life of an adapter between its files and a slot. Depends on `residency`.
+//! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` of either backend. Depends on `residency`.
 //! - [`registry`]: the names that requests use for adapters. Depends on `pool`.
 //! - [`admission`]: which waiting requests join the running batch. Depends on nothing.
 //! - [`error`]: errors that both backends share.
@@ -81,6 +81,7 @@
 
 pub mod adapter;
 pub mod admission;
+mod blocks;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]

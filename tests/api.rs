@@ -16,7 +16,9 @@ use aril::{
         Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
-    pool::AdapterId,
+    pool::{
+        AdapterId, CacheNamespace, Counters, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId, Tier,
+    },
     reference,
     registry::{Listed, Registry, RegistryError, Reservation, Served, Unloaded},
     residency::{Resident, SlotInfo, Usage},
@@ -40,8 +42,16 @@ fn types_may_be_shared_between_threads() {
     shared::<(Resident, SlotInfo, Usage)>();
     shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
     shared::<(Registry, Reservation, Listed, Served, Unloaded)>();
+    shared::<(AdapterId, CacheNamespace, Counters, Lease, PoolConfig, Residency, Snapshot, Source, StreamId, Tier)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
+}
+
+/// One thread at a time owns a pool.
+#[test]
+fn pools_may_be_sent_to_another_thread() {
+    fn sent<T: Send>() {}
+    sent::<cpu::AdapterPool>();
 }
 
 #[test]
@@ -52,6 +62,7 @@ fn errors_go_anywhere() {
     error::<OperandError>();
     error::<PlanError>();
     error::<RegistryError>();
+    error::<PoolError>();
     error::<SlotError>();
     error::<SpecError>();
 }
