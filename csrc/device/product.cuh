@@ -138,12 +138,17 @@ __device__ __forceinline__ const char* unit_at(const char* b, int out, int rank_
 }
 
 template <int kCount>
-__device__ __forceinline__ void set_zero(float (&sums)[kCount][4]) {
+__device__ __forceinline__ void fill(float (&sums)[kCount][4], float value) {
 #pragma unroll
   for (int c = 0; c < kCount; ++c) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sums[c][e] = 0.0f;
+    for (int e = 0; e < 4; ++e) sums[c][e] = value;
   }
+}
+
+template <int kCount>
+__device__ __forceinline__ void set_zero(float (&sums)[kCount][4]) {
+  fill(sums, 0.0f);
 }
 
 // deltas = B v of a wide tile and an output tile, by a warpgroup: wgmma on sm_90a in bf16,

@@ -66,22 +66,44 @@ template <typename... Kernels>
   return status;
 }
 
-// Enqueues a kernel that may start while its predecessor drains (ptx/pdl.cuh). Returns this
-// launch's own status; an error that the caller has pending stays pending.
+// Enqueues a kernel that may start while its predecessor drains (ptx/pdl.cuh), in clusters of so
+// many blocks. Returns this launch's own status; an error that the caller has pending stays
+// pending.
 template <typename... Params>
-[[nodiscard]] inline int32_t launch(const Kernel<Params...>& kernel, dim3 grid, dim3 block,
-                                    size_t smem_bytes, void* stream, const Params&... params) {
+[[nodiscard]] inline int32_t launch_clusters(const Kernel<Params...>& kernel, int cluster,
+                                             dim3 grid, dim3 block, size_t smem_bytes, void* stream,
+                                             const Params&... params) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel.entry, params...);
+}
+
+// The same without clusters.
+template <typename... Params>
+[[nodiscard]] inline int32_t launch(const Kernel<Params...>& kernel, dim3 grid, dim3 block,
+                                    size_t smem_bytes, void* stream, const Params&... params) {
+  return launch_clusters(kernel, 1, grid, block, smem_bytes, stream, params...);
+}
+
+// Whether the kernel's code for the current device was compiled for sm_90 or later, as clusters
+// need.
+template <typename... Params>
+[[nodiscard]] inline int32_t has_clusters(const Kernel<Params...>& kernel, bool& has) {
+  cudaFuncAttributes attributes;
+  ARIL_TRY(cudaFuncGetAttributes(&attributes, kernel.entry));
+  has = attributes.ptxVersion >= 90;
+  return 0;
 }
 
 // Calls `f` with a value of the element type that `dtype` names.

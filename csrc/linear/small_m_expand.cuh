@@ -30,12 +30,54 @@ __host__ __device__ __forceinline__ int small_m_expand_smem_bytes(const aril_wei
   return (staged ? b : 0) + rank_steps(weights) * kTerms * 32 * 16;
 }
 
+// The cores of a unit's rank tile, in shared memory if kStaged, otherwise in place.
+template <bool kStaged>
+__device__ __forceinline__ uint4 unit_cores(const char* rank_tile) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kStaged) {
+    return ldmatrix_x4(rank_tile + lane * 16);
+  } else {
+    const auto* words = reinterpret_cast<const uint32_t*>(rank_tile) + lane;
+    return make_uint4(words[0], words[32], words[64], words[96]);
+  }
+}
+
+// The delta of a row without a module: added to a zero, it keeps its sign.
+constexpr float kNoDelta = -0.0f;
+
+// deltas = B v of a unit, whose first rank tile is at `b`. `operands` are the terms of v.
+template <typename T, bool kStaged>
+__device__ __forceinline__ void multiply_small_m(float (&deltas)[4][4], const uint4* operands,
+                                                 const char* b, int rank_tiles) {
+  const int lane = threadIdx.x % 32;
+  fill(deltas, rank_tiles == 0 ? kNoDelta : 0.0f);
+#pragma unroll 1
+  for (int step = 0; 2 * step < rank_tiles; ++step) {
+    uint4 terms[kTerms];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      terms[term] = operands[(step * kTerms + term) * 32 + lane];
+    }
+    const uint4 b0 = unit_cores<kStaged>(b + 2 * step * kBTileBytes);
+    uint4 b1 = make_uint4(0, 0, 0, 0);
+    if (2 * step + 1 < rank_tiles) b1 = unit_cores<kStaged>(b + (2 * step + 1) * kBTileBytes);
+    multiply_unit<T>(deltas, terms, b0, b1);
+  }
+}
+
+// What a step of a row multiplies: ranks [first, first + count) of a row of v, up to kRanksPerStep.
+struct StepRanks {
+  int row;  // -1: none
+  int first, count;
+  float factor;
+};
+
 // Gathers v of `count` rows, scales it, and stores its terms as operands [steps][kTerms][32 lanes].
-// Eight pairs of ranks make a step; four threads gather a pair if there are enough, otherwise one.
-template <typename V>
-__device__ __forceinline__ void gather_terms(uint4* operands, int count,
-                                             const ExpandRow (&rows)[ARIL_TOKENS_PER_TILE],
-                                             int rank_tiles, int steps, const V& v, int warp,
+// ranks_of(t, step) gives what v.load2() is asked for. Eight pairs of ranks make a step; four
+// threads gather a pair if there are enough, otherwise one.
+template <typename V, typename RanksOf>
+__device__ __forceinline__ void gather_terms(uint4* operands, int count, int steps,
+                                             const RanksOf& ranks_of, const V& v, int warp,
                                              int lane) {
   constexpr int kTeam = 4, kPairs = kRanksPerStep / 2;
   const auto gather = [&](auto team_size) {
@@ -46,11 +88,11 @@ __device__ __forceinline__ void gather_terms(uint4* operands, int count,
       const int i = first + lane / (kPairs * kMembers);
       const bool valid = i < count * steps;
       const int t = valid ? i / steps : 0, step = valid ? i - t * steps : 0;
-      const int r = step * kRanksPerStep + pair;
-      const bool has = valid && r < rank_tiles * ARIL_RANK_TILE;
-      float2 v_pair = v.template load2<kMembers>(has ? rows[t].v : -1, r);
+      const StepRanks ranks = ranks_of(t, step);
+      const bool has = valid && pair < ranks.count;
+      float2 v_pair = v.template load2<kMembers>(has ? ranks.row : -1, ranks.first + pair);
       if (valid && threadIdx.x % kMembers == 0) {
-        v_pair = make_float2(v_pair.x * rows[t].factor, v_pair.y * rows[t].factor);
+        v_pair = make_float2(v_pair.x * ranks.factor, v_pair.y * ranks.factor);
         store_terms(operands + step * kTerms * 32, t, pair, v_pair);
       }
     }
@@ -110,39 +152,23 @@ __device__ __forceinline__ void small_m_expand(int count, const MakeRow& make_ro
   for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kSmallMWarps);
 
   const auto v = make_v();
-  gather_terms(operands, count, rows, rank_tiles, steps, v, warp, lane);
+  const auto ranks_of = [&](int t, int step) {
+    const int first = step * kRanksPerStep;
+    return StepRanks{rows[t].v, first, rank_tiles * ARIL_RANK_TILE - first, rows[t].factor};
+  };
+  gather_terms(operands, count, steps, ranks_of, v, warp, lane);
   if constexpr (kStaged) wait_for_copies<0>();
   __syncthreads();
   if constexpr (kStaged) barrier.wait(0);
-  const auto cores_of = [&](const auto* rank_tile) {
-    if constexpr (kStaged) {
-      return ldmatrix_x4(rank_tile + lane * 16);
-    } else {
-      const auto* words = reinterpret_cast<const uint32_t*>(rank_tile) + lane;
-      return make_uint4(words[0], words[32], words[64], words[96]);
-    }
-  };
-
   for (int first = warp; first < units; first += kAhead * kSmallMWarps) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int unit = first + i * kSmallMWarps;
       if (unit >= units) break;
-      const char* unit_b = (kStaged ? reinterpret_cast<const char*>(shared) : b) +
-                           int64_t{unit / 2} * out_tile_bytes + unit % 2 * kUnitBytes;
-      float deltas[4][4] = {};
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        uint4 terms[kTerms];
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          terms[term] = operands[(step * kTerms + term) * 32 + lane];
-        }
-        const uint4 b0 = cores_of(unit_b + 2 * step * kBTileBytes);
-        uint4 b1 = make_uint4(0, 0, 0, 0);
-        if (2 * step + 1 < rank_tiles) b1 = cores_of(unit_b + (2 * step + 1) * kBTileBytes);
-        multiply_unit<T>(deltas, terms, b0, b1);
-      }
+      const char* const block_b = kStaged ? reinterpret_cast<const char*>(shared) : b;
+      float deltas[4][4];
+      multiply_small_m<T, kStaged>(
+          deltas, operands, unit_at(block_b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
       for_rows(unit, [&](int half, T* y, int valid, int v_row) {
         if (!v.lacks(v_row)) {
           bases[i][half].add(y, outs.step, deltas, half, valid, aligned, outs.overwrites);

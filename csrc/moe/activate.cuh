@@ -10,14 +10,13 @@
 // Bound: the bytes of B of the (slot, expert) pairs that occur, y, and out.
 #pragma once
 
+#include "../device/activation.cuh"
 #include "../device/product.cuh"
 #include "../device/reduction.cuh"
 #include "block.cuh"
 #include "tile_queue.cuh"
 
 namespace aril::detail {
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / __fadd_rn(1.0f, expf(-x)); }
 
 // activation(gate, up), or activation(up, 1) without a gate. NaN gives NaN. Explicit roundings keep
 // the compiler from contracting differently in different kernels, so that all give the same bits.

@@ -1,4 +1,7 @@
-use crate::{DType, model::Activation};
+use crate::{
+    DType,
+    model::{Activation, LinearSite, SliceSite},
+};
 
 /// An operand that does not match the layer or the step. Nothing was computed or enqueued.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -42,6 +45,14 @@ pub enum OperandError {
         /// Length of the buffer, in elements.
         len: usize,
     },
+    /// The layer is not a gate and an up of equal size.
+    #[error(
+        "an activation needs a layer of two slices of equal size, gate and up, but the slices have {outputs:?} outputs"
+    )]
+    GateUp {
+        /// Outputs of each slice.
+        outputs: Vec<usize>,
+    },
     /// An operand does not have one element per token.
     #[error("`{operand}` has {got} elements, but the batch has {want} tokens")]
     Length {
@@ -51,6 +62,20 @@ pub enum OperandError {
         got: usize,
         /// Tokens in the batch.
         want: usize,
+    },
+    /// The norm's weight does not have one element for each output of the layer.
+    #[error("the norm's weight has {got} elements, but the layer has {want} outputs")]
+    NormWeight {
+        /// Its length.
+        got: usize,
+        /// Outputs of the layer.
+        want: usize,
+    },
+    /// The layer has several slices, and a norm is of one.
+    #[error("a norm needs a layer of one slice, but this one has {slices}")]
+    NormSlices {
+        /// Number of slices.
+        slices: usize,
     },
     /// The layer and the weights belong to different models.
     #[error("the layer and the weights belong to different models or tensor-parallel ranks")]
@@ -113,4 +138,25 @@ pub enum OperandError {
         /// Experts per token.
         top_k: usize,
     },
+}
+
+impl OperandError {
+    /// Features of gate and of up, if these are the layer's slices.
+    pub(crate) fn gate_up(site: &LinearSite) -> Result<usize, Self> {
+        let outputs: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
+        match outputs[..] {
+            [gate, up] if gate == up => Ok(gate),
+            _ => Err(Self::GateUp { outputs }),
+        }
+    }
+
+    /// Features of a norm behind the layer, if it has one slice and the weight as many elements.
+    pub(crate) fn norm(site: &LinearSite, weight_len: usize) -> Result<usize, Self> {
+        let want = site.out_features();
+        match site.slices().len() {
+            1 if weight_len == want => Ok(want),
+            1 => Err(Self::NormWeight { got: weight_len, want }),
+            slices => Err(Self::NormSlices { slices }),
+        }
+    }
 }

@@ -449,6 +449,72 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_silu_mul_args {
+    pub layer: aril_linear_args,
+    pub out: *mut ::core::ffi::c_void,
+    pub out_stride: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of aril_silu_mul_args",
+    ][::core::mem::size_of::<aril_silu_mul_args>() - 232usize];
+    [
+        "Alignment of aril_silu_mul_args",
+    ][::core::mem::align_of::<aril_silu_mul_args>() - 8usize];
+    [
+        "Offset of field: aril_silu_mul_args::layer",
+    ][::core::mem::offset_of!(aril_silu_mul_args, layer) - 0usize];
+    [
+        "Offset of field: aril_silu_mul_args::out",
+    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 216usize];
+    [
+        "Offset of field: aril_silu_mul_args::out_stride",
+    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 224usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_add_rms_norm_args {
+    pub layer: aril_linear_args,
+    pub weight: *const ::core::ffi::c_void,
+    pub eps: f32,
+    pub residual: *mut ::core::ffi::c_void,
+    pub residual_stride: i64,
+    pub out: *mut ::core::ffi::c_void,
+    pub out_stride: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of aril_add_rms_norm_args",
+    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 264usize];
+    [
+        "Alignment of aril_add_rms_norm_args",
+    ][::core::mem::align_of::<aril_add_rms_norm_args>() - 8usize];
+    [
+        "Offset of field: aril_add_rms_norm_args::layer",
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, layer) - 0usize];
+    [
+        "Offset of field: aril_add_rms_norm_args::weight",
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 216usize];
+    [
+        "Offset of field: aril_add_rms_norm_args::eps",
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 224usize];
+    [
+        "Offset of field: aril_add_rms_norm_args::residual",
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 232usize];
+    [
+        "Offset of field: aril_add_rms_norm_args::residual_stride",
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 240usize];
+    [
+        "Offset of field: aril_add_rms_norm_args::out",
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 248usize];
+    [
+        "Offset of field: aril_add_rms_norm_args::out_stride",
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 256usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_embedding_args {
     pub dtype: i32,
     pub num_tokens: i32,
@@ -910,6 +976,18 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_linear_expand(
         args: *const aril_linear_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_silu_mul(
+        args: *const aril_silu_mul_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_add_rms_norm(
+        args: *const aril_add_rms_norm_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

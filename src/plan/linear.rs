@@ -62,6 +62,15 @@ impl LinearPlan {
         outs_per_block(&self.out_features, self.capacity.max_rank, num_tokens, max_tiles)
     }
 
+    /// Features of both slices per block that expands a layer of gate and up within its activation. All choices are bit-identical.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn silu_mul_outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
+        let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
+        let wide = !is_small_m(num_tokens) && is_staged(max_rank);
+        let unit_bytes = b_bytes(2 * LARGE_M_OUTS, max_rank);
+        LARGE_M_OUTS * units_per_block(features, LARGE_M_OUTS, wide, unit_bytes, max_tiles)
+    }
+
     /// Shrink blocks that a token's input features are split over.
     pub fn num_splits(&self, num_tokens: usize) -> usize {
         self.num_k_tiles().div_ceil(self.k_tiles_per_split(num_tokens))
@@ -148,12 +157,21 @@ impl fmt::Display for LinearPlan {
 pub(crate) fn outs_per_block(out_features: &[usize], max_rank: usize, num_tokens: usize, tiles: usize) -> usize {
     let wide = !is_small_m(num_tokens) && is_staged(max_rank);
     let unit = if wide { LARGE_M_OUTS } else { SMALL_M_OUTS };
-    let unit_bytes = unit * max_rank.next_multiple_of(RANK_TILE) * DType::BF16.bytes();
-    let mut times = if wide { MAX_LARGE_M_UNITS } else { (MAX_B_BYTES / unit_bytes).max(1) };
-    while times > 1 && out_blocks(out_features, times * unit) * tiles < MIN_EXPAND_BLOCKS {
-        times /= 2;
+    unit * units_per_block(out_features, unit, wide, b_bytes(unit, max_rank), tiles)
+}
+
+/// Units of `unit` outputs, with `unit_bytes` of B each, per expand block.
+fn units_per_block(out_features: &[usize], unit: usize, wide: bool, unit_bytes: usize, tiles: usize) -> usize {
+    let mut units = if wide { MAX_LARGE_M_UNITS } else { (MAX_B_BYTES / unit_bytes).max(1) };
+    while units > 1 && out_blocks(out_features, units * unit) * tiles < MIN_EXPAND_BLOCKS {
+        units /= 2;
     }
-    times * unit
+    units
+}
+
+/// Bytes of B for so many outputs.
+fn b_bytes(outs: usize, max_rank: usize) -> usize {
+    outs * max_rank.next_multiple_of(RANK_TILE) * DType::BF16.bytes()
 }
 
 fn out_blocks(out_features: &[usize], outs_per_block: usize) -> usize {

@@ -1,6 +1,10 @@
 //! The expected contents of a buffer after an operation, and their check.
 
-use aril::{DType, Element, reference};
+use aril::{
+    DType, Element,
+    model::Activation,
+    reference::{self, Delta},
+};
 use proptest::prelude::*;
 use rand::rngs::StdRng;
 
@@ -48,18 +52,18 @@ pub enum Expected<T> {
 }
 
 /// The expectation for `y + delta`, with the roundings that any implementation may do in f32 and that of the store.
-pub fn expect_sum<T: Element>(values: Values, y: f64, delta: reference::Delta, roundings: usize) -> Expected<T> {
+pub fn expect_sum<T: Element>(values: Values, y: f64, delta: Delta, roundings: usize) -> Expected<T> {
     let sum = y + delta.value;
     if values == Values::Exact {
         // Exact in f32: only the store rounds.
         assert!(delta.magnitude < f64::from(1 << 24) && f64::from(sum as f32) == sum, "the case is not exact");
         return Expected::Exactly(T::from_f32(sum as f32));
     }
-    expect_within(sum, error_of_sum::<T>(reference::Delta { magnitude: y.abs() + delta.magnitude, ..delta }, roundings))
+    expect_within(sum, error_of_sum::<T>(Delta { magnitude: y.abs() + delta.magnitude, ..delta }, roundings))
 }
 
 /// The largest error of a sum in f32. Kernels of the 16-bit types split `A x` into two bf16 terms, which round once each.
-pub fn error_of_sum<T: Element>(sum: reference::Delta, roundings: usize) -> f64 {
+pub fn error_of_sum<T: Element>(sum: Delta, roundings: usize) -> f64 {
     let terms = if T::DTYPE == DType::F32 { 0.0 } else { DType::BF16.unit_roundoff().powi(2) };
     (roundings as f64 * DType::F32.unit_roundoff() + terms) * sum.magnitude
 }
@@ -69,6 +73,46 @@ pub fn expect_within<T: Element>(value: f64, error: f64) -> Expected<T> {
     let store = T::DTYPE.unit_roundoff() * (value.abs() + error);
     let smallest = if T::DTYPE == DType::F16 { 2.0_f64.powi(-25) } else { 2.0_f64.powi(-134) };
     Expected::Within(value, error + store + smallest)
+}
+
+/// The expectation for an activation of gate, if there is one, and up: sums that had `roundings` each.
+pub fn expect_activation<T: Element>(
+    values: Values,
+    activation: Activation,
+    gate: Option<Delta>,
+    up: Delta,
+    roundings: usize,
+) -> Expected<T> {
+    let exact = |value: f64| f64::from(value as f32) == value;
+    // The gate's function, its argument, and the factor on its result.
+    let (x, factor) = (gate.unwrap_or(up), gate.map(|_| up));
+    // From here on the sigmoid is 1 in f32, and up to there 0.
+    const ONE: f64 = 20.0;
+    const ZERO: f64 = -128.0;
+    let exact_value = match activation {
+        Activation::Relu2 if exact(x.value.powi(2)) => Some(x.value.max(0.0).powi(2)),
+        Activation::Silu if x.value >= ONE => Some(x.value),
+        Activation::Silu if x.value <= ZERO => Some(0.0),
+        _ => None,
+    };
+    let exact_value = exact_value.map(|value| value * factor.map_or(1.0, |up| up.value)).filter(|&value| exact(value));
+    if let (Values::Exact, Some(value)) = (values, exact_value) {
+        return Expected::Exactly(T::from_f32(value as f32));
+    }
+    let value = reference::experts::activation(activation, gate.map(|gate| gate.value), up.value);
+    // The error of each, and a bound on its magnitude.
+    let error = |sum: Delta| if values == Values::Exact { 0.0 } else { error_of_sum::<T>(sum, roundings) };
+    let x_error = error(x);
+    let (factor, factor_error) = factor.map_or((1.0, 0.0), |up| (up.value.abs() + error(up) + 1.0, error(up)));
+    // The functions' slope is at most 1.13, and their magnitude at most the argument's. A square exceeds both.
+    let largest = x.value.abs() + x_error;
+    let (steepest, result) = match activation {
+        Activation::Relu2 => (2.0 * largest, largest.powi(2)),
+        _ => (1.13, largest),
+    };
+    // The error of the sigmoid's argument, and a few roundings of the sigmoid and the rest.
+    let computed = (16.0 + 4.0 * 1.702 * largest) * DType::F32.unit_roundoff() * result * factor;
+    expect_within(value, steepest * x_error * factor + result * factor_error + computed)
 }
 
 /// Checks a whole buffer, whose matrix is at `place`, against the expectation.

@@ -1,7 +1,7 @@
 //! Cases of experts.
 
 use aril::{
-    DType, Element,
+    Element,
     adapter::Adapter,
     cpu::{LoraExperts, Matrix, MatrixMut, Step},
     error::OperandError,
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     case::{self, Layer, features, halved, indices, poison_rows},
-    compare::{Expected, error_of_sum, expect_sum, expect_within},
+    compare::{Expected, expect_activation, expect_sum},
     factors::{Modules, Pair, fill, scaling},
     values::Values,
 };
@@ -487,35 +487,9 @@ impl<T: Element> World<T> {
             for feature in 0..inter {
                 let gate = gate.as_ref().map(|gate| gate[feature]);
                 let at = case.out().at(row, feature);
-                expected[at] = self.expect_activation(case, activation, gate, up[feature]);
+                expected[at] = expect_activation(case.values, activation, gate, up[feature], self.roundings(case));
             }
         }
-    }
-
-    /// The activation of inputs with a known error.
-    fn expect_activation(&self, case: &Case, activation: Activation, gate: Option<Delta>, up: Delta) -> Expected<T> {
-        let value = reference::experts::activation(activation, gate.map(|gate| gate.value), up.value);
-        let exact = |value: f64| f64::from(value as f32) == value;
-        // The gate's function, its argument, and the factor on its result.
-        let (x, factor) = (gate.unwrap_or(up), gate.map(|_| up));
-        if case.values == Values::Exact && activation == Activation::Relu2 && exact(x.value.powi(2)) && exact(value) {
-            return Expected::Exactly(T::from_f32(value as f32));
-        }
-        // The error of each, and a bound on its magnitude.
-        let error = |sum: Delta| {
-            if case.values == Values::Exact { 0.0 } else { error_of_sum::<T>(sum, self.roundings(case)) }
-        };
-        let x_error = error(x);
-        let (factor, factor_error) = factor.map_or((1.0, 0.0), |up| (up.value.abs() + error(up) + 1.0, error(up)));
-        // The functions' slope is at most 1.13, and their magnitude at most the argument's. A square exceeds both.
-        let largest = x.value.abs() + x_error;
-        let (steepest, result) = match activation {
-            Activation::Relu2 => (2.0 * largest, largest.powi(2)),
-            _ => (1.13, largest),
-        };
-        // The error of the sigmoid's argument, and a few roundings of the sigmoid and the rest.
-        let computed = (16.0 + 4.0 * 1.702 * largest) * DType::F32.unit_roundoff() * result * factor;
-        expect_within(value, steepest * x_error * factor + result * factor_error + computed)
     }
 
     fn expect_combined(&self, case: &Case, expected: &mut [Expected<T>]) {

@@ -13,6 +13,7 @@ pub mod adapters;
 pub mod align;
 pub mod case;
 pub mod compare;
+pub mod consumers;
 pub mod cpu;
 pub mod dense;
 pub mod experts;

@@ -17,6 +17,7 @@ mod capture;
 mod chain;
 #[path = "../common/mod.rs"]
 mod common;
+mod consumers;
 mod contention;
 mod device;
 mod engine;

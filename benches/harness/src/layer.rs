@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, iter::repeat_n};
 
 use aril::{
-    DType,
+    DType, Slot,
     cuda::{Workspace, raw},
     model::{LinearId, Model},
     plan::{ForwardPlan, WorkspaceBytes},
@@ -88,6 +88,14 @@ pub fn elem_bytes(elems: usize) -> usize {
     elems * size_of::<bf16>()
 }
 
+/// What an operation behind the layer needs: a batch of base tokens, and its output.
+struct Consumer {
+    base_batch: raw::RoutedBatch,
+    _routing: raw::Routing,
+    _routing_memory: Memory,
+    out: Memory,
+}
+
 /// A workload's layer with `num_sets` sets of adapters.
 pub struct Layer<'a> {
     stage: &'a Stage,
@@ -98,6 +106,7 @@ pub struct Layer<'a> {
     batch: raw::RoutedBatch,
     routing: raw::Routing,
     _routing_memory: Memory,
+    consumer: Option<Consumer>,
     tables: Memory,
     layout: SetLayout,
     num_sets: usize,
@@ -153,12 +162,14 @@ impl<'a> Layer<'a> {
         }
         let tables = gpu.upload(&tables)?;
 
-        let capacity = workload.capacity();
-        let routing_memory = gpu.alloc(raw::Routing::device_bytes(capacity)?)?;
-        // SAFETY: the memory lives as long as the routing, and is its own.
-        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }?;
-        // SAFETY: the stream is alive and not capturing.
-        let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
+        let (routing, routing_memory, batch) = route(gpu, workload, &workload.slots)?;
+        let consumer = consumer_features(workload)
+            .map(|features| {
+                let (routing, memory, base_batch) = route(gpu, workload, &vec![Slot::BASE; workload.num_tokens()])?;
+                let out = gpu.alloc(elem_bytes(workload.num_tokens() * features))?;
+                Result::Ok(Consumer { base_batch, _routing: routing, _routing_memory: memory, out })
+            })
+            .transpose()?;
         Ok(Self {
             stage,
             workload,
@@ -168,6 +179,7 @@ impl<'a> Layer<'a> {
             batch,
             routing,
             _routing_memory: routing_memory,
+            consumer,
             tables,
             layout,
             num_sets,
@@ -263,6 +275,39 @@ impl<'a> Layer<'a> {
         Ok(unsafe { self.linear()?.expand(&step, y) }?)
     }
 
+    /// Enqueues the operation behind the layer with its expand, or alone on a batch of base tokens.
+    pub fn consume(&self, set: usize, is_base: bool) -> Result<()> {
+        let (consumer, num_tokens) = (self.consumer()?, self.workload.num_tokens());
+        let batch = if is_base { consumer.base_batch } else { self.batch };
+        let step = self.step(set, batch, self.stage.gpu.raw_stream());
+        let y = raw::MatrixRef::new::<bf16>(self.stage.y.address, num_tokens, self.workload.out_features());
+        let out = raw::MatrixMut::new::<bf16>(consumer.out.address, num_tokens, self.workload.out_slices[0]);
+        // SAFETY: as above.
+        Ok(unsafe { self.linear()?.silu_mul(&step, y, out) }?)
+    }
+
+    /// Whether `consume` supports the layer: one of gate and up.
+    pub fn is_consumed(&self) -> bool {
+        self.consumer.is_some()
+    }
+
+    /// A token's row of the output of `consume`.
+    pub fn consumed_row(&self, token: usize) -> Result<Vec<bf16>> {
+        let cols = self.workload.out_slices[0];
+        self.stage.gpu.read(self.consumer()?.out.address + elem_bytes(token * cols) as u64, cols)
+    }
+
+    /// What `consume` makes of a token's row of y, computed here.
+    pub fn expected_row(&self, token: usize) -> Result<Vec<f64>> {
+        let y: Vec<f64> = self.row(token)?.into_iter().map(f64::from).collect();
+        let (gate, up) = y.split_at(self.workload.out_slices[0]);
+        Ok(gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect())
+    }
+
+    fn consumer(&self) -> Result<&Consumer> {
+        self.consumer.as_ref().ok_or_else(|| "no operation behind the layer is fused with its expand".into())
+    }
+
     fn linear(&self) -> Result<&raw::LoraLinear> {
         match &self.kernel {
             Kernel::Embedding { .. } => Err("an embedding is one kernel".into()),
@@ -328,6 +373,25 @@ impl<'a> Layer<'a> {
         let us = (self.workload.bytes().total() as f64 / 2.5e6 + 4.0).max(eager - 150.0);
         Ok(repetitions(num_sets, us))
     }
+}
+
+/// Outputs of the operation behind a layer of gate and up.
+fn consumer_features(workload: &Workload) -> Option<usize> {
+    match workload.out_slices[..] {
+        [gate, up] if workload.operation == Operation::Linear && gate == up => Some(gate),
+        _ => None,
+    }
+}
+
+/// Routes a batch of these slots.
+fn route(gpu: &Gpu, workload: &Workload, slots: &[Slot]) -> Result<(raw::Routing, Memory, raw::RoutedBatch)> {
+    let capacity = workload.capacity();
+    let memory = gpu.alloc(raw::Routing::device_bytes(capacity)?)?;
+    // SAFETY: the memory lives as long as the routing, and is its own.
+    let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }?;
+    // SAFETY: the stream is alive and not capturing.
+    let batch = unsafe { routing.update(&Batch::new(slots), gpu.raw_stream()) }?;
+    Ok((routing, memory, batch))
 }
 
 impl Kernel {

@@ -7,11 +7,14 @@ use super::{
 use crate::{
     DType,
     cuda::{Kernels, kernels::check},
-    error::LaunchError,
+    error::{LaunchError, OperandError},
     ffi,
     model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
     plan::{Capacity, LinearPlan, PlanError},
 };
+
+/// The most tiles of a norm's launch, whose grid has up to 32 blocks per tile.
+const MAX_NORM_TILES: usize = i32::MAX as usize / 32;
 
 /// The LoRA operations of one linear layer.
 #[derive(Clone, Debug)]
@@ -122,6 +125,121 @@ impl LoraLinear {
         let args = self.args(step, None, Some(y))?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_linear_expand, &args, step.stream) }
+    }
+
+    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of `y[t] + scaling · B v`, with `v` from
+    /// [`shrink`](Self::shrink) of the same layer and step. For every routed token, with or without an adapter, in `f32` with one
+    /// rounding. Replaces [`expand`](Self::expand) and the base's activation, and saves a pass over `y`.
+    ///
+    /// The layer has two slices of equal size, gate and up. `y` is `[tokens, out_features]`, `out` is `[tokens, out_features / 2]`.
+    /// Rows of tokens beyond the last update are unchanged. A batch without adapters needs no `shrink`.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
+    /// enqueued.
+    ///
+    /// # Safety
+    /// As for `expand`, with `out` in the place of `y`, and `y` as an input like `x`.
+    #[doc(alias = "silu_and_mul")]
+    pub unsafe fn silu_mul(&self, step: &Step, y: MatrixRef, out: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.silu_mul_args(step, y, out)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch_silu_mul(&args, step.stream) }
+    }
+
+    /// Checks the operands of `silu_mul` and returns the arguments of the C ABI.
+    pub(in crate::cuda) fn silu_mul_args(
+        &self,
+        step: &Step,
+        MatrixRef(y): MatrixRef,
+        MatrixMut(out): MatrixMut,
+    ) -> Result<ffi::aril_silu_mul_args, LaunchError> {
+        let features = OperandError::gate_up(&self.site)?;
+        let batch = &step.batch;
+        let layer = self.args(step, None, Some(MatrixMut(y)))?;
+        let (out, out_stride) = out.expect("out", self.plan.dtype(), batch.num_tokens, features)?;
+        let outs_per_block = int(self.plan.silu_mul_outs_per_block(batch.num_tokens, batch.max_tiles))?;
+        Ok(ffi::aril_silu_mul_args { layer: ffi::aril_linear_args { outs_per_block, ..layer }, out, out_stride })
+    }
+
+    pub(in crate::cuda) unsafe fn launch_silu_mul(
+        &self,
+        args: &ffi::aril_silu_mul_args,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        self.kernels.check_thread()?;
+        if args.layer.num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
+        check(unsafe { ffi::aril_silu_mul(args, stream.as_raw()) })
+    }
+
+    /// Enqueues `residual[t] += y[t] + scaling · B v`, then `out[t] = weight · residual[t] / √(mean(residual[t]²) + eps)`, with `v`
+    /// from [`shrink`](Self::shrink) of the same layer and step. For every routed token, with or without an adapter.
+    /// Replaces [`expand`](Self::expand), the base's residual addition and its RMSNorm, and saves a pass over `y`.
+    ///
+    /// Formula and roundings are those of Qwen3 in Hugging Face's transformers (`Qwen3DecoderLayer`, `Qwen3RMSNorm`): the residual is
+    /// summed in `f32` and rounded to the element type; the quotient is computed in `f32` from the rounded residual, and rounded
+    /// before its product with the weight is.
+    ///
+    /// The layer has one slice. `y`, `residual` and `out` are `[tokens, out_features]`, `weight` is `[out_features]`. In a
+    /// row-parallel layer an all-reduce stands between `y` and the residual, so only a model on one rank can use this.
+    /// Rows of tokens beyond the last update are unchanged. A batch without adapters needs no `shrink`.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the layer has several slices. Nothing was enqueued.
+    ///
+    /// # Safety
+    /// As for `expand`, with `residual` and `out` in the place of `y`, and `y` and `weight` as inputs like `x`. `weight` is the
+    /// address of `out_features` elements.
+    #[doc(alias = "fused_add_rms_norm")]
+    pub unsafe fn add_rms_norm(
+        &self,
+        step: &Step,
+        y: MatrixRef,
+        residual: MatrixMut,
+        weight: u64,
+        eps: f32,
+        out: MatrixMut,
+    ) -> Result<(), LaunchError> {
+        let args = self.add_rms_norm_args(step, y, residual, self.site.out_features(), eps, out)?;
+        let args = ffi::aril_add_rms_norm_args { weight: weight as *const std::ffi::c_void, ..args };
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch_add_rms_norm(&args, step.stream) }
+    }
+
+    /// Checks the operands of `add_rms_norm` and returns the arguments of the C ABI, without the weight's address.
+    pub(in crate::cuda) fn add_rms_norm_args(
+        &self,
+        step: &Step,
+        MatrixRef(y): MatrixRef,
+        MatrixMut(residual): MatrixMut,
+        weight_len: usize,
+        eps: f32,
+        MatrixMut(out): MatrixMut,
+    ) -> Result<ffi::aril_add_rms_norm_args, LaunchError> {
+        let features = OperandError::norm(&self.site, weight_len)?;
+        let (dtype, num_tokens) = (self.plan.dtype(), step.batch.num_tokens);
+        let layer = self.args(step, None, Some(MatrixMut(y)))?;
+        let (residual, residual_stride) = residual.expect("residual", dtype, num_tokens, features)?;
+        let (out, out_stride) = out.expect("out", dtype, num_tokens, features)?;
+        LaunchError::within("the batch's tiles", step.batch.max_tiles, MAX_NORM_TILES)?;
+        let weight = std::ptr::null();
+        Ok(ffi::aril_add_rms_norm_args { layer, weight, eps, residual, residual_stride, out, out_stride })
+    }
+
+    pub(in crate::cuda) unsafe fn launch_add_rms_norm(
+        &self,
+        args: &ffi::aril_add_rms_norm_args,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
+        self.kernels.check_thread()?;
+        if args.layer.num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
+        check(unsafe { ffi::aril_add_rms_norm(args, stream.as_raw()) })
     }
 
     /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.

@@ -1,7 +1,7 @@
 //! What LoRA adds to a layer: the time of the base layer's GEMM with LoRA minus its time alone, each in a CUDA graph with base weights
 //! and adapters that no cache holds.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use aril::{
     cuda::raw::{FusedLinear, Stream},
@@ -31,6 +31,9 @@ const MODES: [(&str, Mode); 3] = [("after", after), ("side", side), ("first", fi
 /// The mode of batches that the fused linear supports.
 const FUSED: (&str, Mode) = ("fused", fused);
 
+/// The modes of layers whose expand is part of an operation behind them. They are compared with `plain`.
+const WITHIN: [(&str, Mode); 2] = [("within", within), ("within_first", within_first)];
+
 /// LoRA after the GEMM.
 fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     alone(adapted, i)?;
@@ -39,6 +42,30 @@ fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
 
 /// Shrink beside the GEMM on a second stream, and expand after both.
 fn side(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    shrink_beside(adapted, i)?;
+    adapted.layer.expand(i)
+}
+
+/// Shrink beside the GEMM, and expand within the operation behind the layer.
+fn within(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    shrink_beside(adapted, i)?;
+    adapted.layer.consume(i, false)
+}
+
+/// Shrink before the GEMM, and expand within the operation behind the layer.
+fn within_first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    adapted.layer.shrink(i, adapted.stage.gpu.raw_stream())?;
+    alone(adapted, i)?;
+    adapted.layer.consume(i, false)
+}
+
+/// The GEMM and the operation behind the layer, without LoRA.
+fn plain(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    alone(adapted, i)?;
+    adapted.layer.consume(i, true)
+}
+
+fn shrink_beside(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     let Base { side, forked, joined, .. } = adapted.base;
     let stream = &adapted.stage.gpu.stream;
     forked.record(stream)?;
@@ -46,8 +73,7 @@ fn side(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     adapted.layer.shrink(i, Stream::from(&**side))?;
     alone(adapted, i)?;
     joined.record(side)?;
-    joined.hold(stream)?;
-    adapted.layer.expand(i)
+    joined.hold(stream)
 }
 
 /// LoRA before the GEMM, which accumulates.
@@ -114,11 +140,19 @@ impl Base {
             return Ok(());
         }
         let count = adapted.repetitions();
-        let (mut names, mut graphs) = (Vec::new(), vec![adapted.capture(count, alone)?]);
-        for (name, mode) in MODES.into_iter().chain((!adapted.fused.is_empty()).then_some(FUSED)) {
-            match adapted.check(mode).and_then(|()| adapted.capture(count, mode)) {
+        // Each mode with its graph and that of what it is compared with.
+        let mut graphs = vec![adapted.capture(count, alone)?];
+        let mut modes = Vec::new();
+        let within = if adapted.layer.is_consumed() { &WITHIN[..] } else { &[] };
+        if !within.is_empty() {
+            graphs.push(adapted.capture(count, plain)?);
+        }
+        let after_gemm = MODES.iter().chain((!adapted.fused.is_empty()).then_some(&FUSED)).map(|mode| (mode, 0));
+        for (&(name, mode), base) in after_gemm.chain(within.iter().map(|mode| (mode, 1))) {
+            let checked = if base == 0 { adapted.check(mode) } else { adapted.check_within(mode) };
+            match checked.and_then(|()| adapted.capture(count, mode)) {
                 Ok(graph) => {
-                    names.push(name.to_owned());
+                    modes.push((name.to_owned(), graphs.len(), base));
                     graphs.push(graph);
                 }
                 Err(error) => results.fail(&workload.id, "error", format!("{name}: {error}")),
@@ -128,9 +162,9 @@ impl Base {
             return Ok(());
         }
         let times = stage.gpu.time_in_turn(&graphs, REPLAYS)?;
-        let mut us = times.into_iter().map(|mut us| median(&mut us) / count as f64);
-        let gemm_us = us.next().unwrap_or(f64::NAN);
-        let added_us: BTreeMap<String, f64> = names.into_iter().zip(us.map(|us| us - gemm_us)).collect();
+        let us: Vec<f64> = times.into_iter().map(|mut us| median(&mut us) / count as f64).collect();
+        let gemm_us = us[0];
+        let added_us = modes.into_iter().map(|(name, graph, base)| (name, us[graph] - us[base])).collect();
         results.layer.push(Added { id: workload.id.clone(), gemm_us, added_us });
         Ok(())
     }
@@ -159,7 +193,21 @@ impl Adapted<'_> {
         let expected = rows()?.concat();
         self.capture(1, mode)?.replay()?;
         let difference = difference(&rows()?.concat(), expected.into_iter().map(f64::from));
-        if difference < MAX_DIFFERENCE { Ok(()) } else { Err(format!("off by {difference:.3e}").into()) }
+        agree(difference)
+    }
+
+    /// Compares a captured operation behind the layer with what it makes of the outputs of `after`, and `plain` likewise.
+    fn check_within(&self, mode: Mode) -> Result<()> {
+        let tokens = checked_tokens(&self.workload.slots);
+        for (want, got) in [(after as Mode, mode), (alone, plain)] {
+            want(self, 0)?;
+            let expected = tokens.iter().map(|&token| self.layer.expected_row(token)).collect::<Result<Vec<_>>>()?;
+            self.capture(1, got)?.replay()?;
+            let rows = tokens.iter().map(|&token| self.layer.consumed_row(token)).collect::<Result<Vec<_>>>()?;
+            let difference = difference(&rows.concat(), expected.into_iter().flatten());
+            agree(difference)?;
+        }
+        Ok(())
     }
 
     /// The relative error of a few products.
@@ -205,6 +253,11 @@ fn base_elems(workload: &Workload) -> usize {
 /// Enough that base weights and adapters are cold at each turn.
 fn num_base_sets(workload: &Workload) -> usize {
     COLD_BYTES.div_ceil(elem_bytes(base_elems(workload))).max(2)
+}
+
+/// Refuses outputs that differ by more than roundings.
+fn agree(difference: f64) -> Result<()> {
+    if difference < MAX_DIFFERENCE { Ok(()) } else { Err(format!("off by {difference:.3e}").into()) }
 }
 
 /// The relative difference of two vectors.

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// aril_silu_mul and aril_add_rms_norm: operations that read the y of a linear layer, fused with the
+// layer's expand. Which kernel an operation launches, with which grid.
+#include "host/launch.cuh"
+#include "linear/add_rms_norm.cuh"
+#include "linear/silu_mul.cuh"
+
+namespace aril {
+namespace {
+
+using detail::ceil_div;
+
+// All kernels for elements of T.
+template <typename T>
+struct Kernels {
+  // By is_staged().
+  Kernel<aril_silu_mul_args, int, int> small_m_silu_mul[2] = {
+      {detail::small_m_silu_mul_kernel<T, false>, kMaxSmem},
+      {detail::small_m_silu_mul_kernel<T, true>, kMaxSmem}};
+  Kernel<aril_silu_mul_args, int, int> large_m_silu_mul = {detail::large_m_silu_mul_kernel<T>,
+                                                           kMaxSmem};
+  Kernel<aril_silu_mul_args, int> high_rank_silu_mul = {detail::high_rank_silu_mul_kernel<T>,
+                                                        kMaxSmem};
+
+  // By whether B is staged, and by is_large_m().
+  Kernel<aril_add_rms_norm_args, int, int> add_rms_norm[2][2] = {
+      {{detail::add_rms_norm_kernel<T, false, false>, kMaxSmem},
+       {detail::add_rms_norm_kernel<T, false, true>, kMaxSmem}},
+      {{detail::add_rms_norm_kernel<T, true, false>, kMaxSmem},
+       {detail::add_rms_norm_kernel<T, true, true>, kMaxSmem}}};
+
+  int32_t load() const {
+    const auto& [a, b, c, d] = *this;
+    return load_table(a, b, c, d);
+  }
+};
+
+template <>
+struct Kernels<float> {
+  Kernel<aril_silu_mul_args, int> silu_mul = {detail::silu_mul_f32_kernel, 0};
+
+  Kernel<aril_add_rms_norm_args> add_rms_norm = {detail::add_rms_norm_f32_kernel, 0};
+
+  int32_t load() const {
+    const auto& [a, b] = *this;
+    return load_table(a, b);
+  }
+};
+
+template <typename T>
+int32_t silu_mul(const aril_silu_mul_args& args, void* stream) {
+  const aril_linear_args& layer = args.layer;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const int blocks = ceil_div(layer.out_features[0], detail::kF32Threads);
+    return launch(Kernels<T>().silu_mul, dim3(layer.max_tiles * blocks), detail::kF32Threads, 0,
+                  stream, args, blocks);
+  } else {
+    const Kernels<T> kernels;
+    const int blocks = ceil_div(layer.out_features[0], layer.outs_per_block);
+    const dim3 grid(layer.max_tiles * blocks);
+    const bool staged = detail::is_staged(layer.weights);
+    if (!detail::is_large_m(layer.num_tokens)) {
+      const int slabs = ceil_div(layer.in_features, detail::kSlabFeatures);
+      return launch(kernels.small_m_silu_mul[staged], grid, detail::kSmallMThreads,
+                    detail::small_m_silu_mul_smem_bytes(layer, staged), stream, args, blocks,
+                    slabs);
+    }
+    int max_bytes, ring_bytes, smem_bytes;
+    ARIL_TRY(max_smem_bytes(max_bytes));
+    if (staged && detail::large_m_silu_mul_smem(layer.weights, max_bytes, ring_bytes, smem_bytes)) {
+      return launch(kernels.large_m_silu_mul, grid, detail::kExpandThreads, smem_bytes, stream,
+                    args, blocks, ring_bytes);
+    }
+    return launch(kernels.high_rank_silu_mul, grid, detail::kSmallMThreads,
+                  detail::small_m_silu_mul_smem_bytes(layer, false), stream, args, blocks);
+  }
+}
+
+template <typename T>
+int32_t add_rms_norm(const aril_add_rms_norm_args& args, void* stream) {
+  const Kernels<T> kernels;
+  const aril_linear_args& layer = args.layer;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return launch(kernels.add_rms_norm, dim3(layer.max_tiles), detail::kF32Threads, 0, stream,
+                  args);
+  } else {
+    const bool wide = detail::is_large_m(layer.num_tokens);
+    const int parts = wide ? ARIL_WIDE_TILE / ARIL_TOKENS_PER_TILE : 1;
+    const int slabs = ceil_div(layer.in_features, detail::kSlabFeatures);
+    bool has;
+    ARIL_TRY(has_clusters(kernels.add_rms_norm[0][wide], has));
+    const int blocks = has ? detail::kNormBlocks : 1;
+    int max_bytes;
+    ARIL_TRY(max_smem_bytes(max_bytes));
+    const bool staged = detail::is_staged(layer.weights) &&
+                        detail::add_rms_norm_smem_bytes(layer, blocks, true) <= max_bytes;
+    return launch_clusters(kernels.add_rms_norm[staged][wide], blocks,
+                           dim3(layer.max_tiles * parts * blocks), detail::kSmallMThreads,
+                           detail::add_rms_norm_smem_bytes(layer, blocks, staged), stream, args,
+                           blocks, slabs);
+  }
+}
+
+}  // namespace
+
+int32_t load_consumers() {
+  ARIL_TRY(Kernels<__nv_bfloat16>().load());
+  ARIL_TRY(Kernels<__half>().load());
+  return Kernels<float>().load();
+}
+
+}  // namespace aril
+
+extern "C" int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream) {
+  return aril::dispatch(args->layer.dtype, [&](auto element) {
+    return aril::silu_mul<decltype(element)>(*args, stream);
+  });
+}
+
+extern "C" int32_t aril_add_rms_norm(const aril_add_rms_norm_args* args, void* stream) {
+  return aril::dispatch(args->layer.dtype, [&](auto element) {
+    return aril::add_rms_norm<decltype(element)>(*args, stream);
+  });
+}

@@ -1,0 +1,469 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// SiLU and product of a gate_up layer, with the layer's expand: out = silu(gate) * up of y + B v.
+// Base rows take the same path without a product, so they have the same bits whether or not other
+// rows have adapters.
+//
+// Few tokens, and ranks above ARIL_STAGED_RANK: a block has a token tile and a range of features of
+// both slices; a warp takes 32 features of both at a time, which stay in registers from y to out.
+// Many tokens: the pipeline of large_m_expand.cuh, with chunks of 128 features of both slices; a
+// warpgroup multiplies 64 of each, and bulk copies move y and out in pieces of 256 bytes per row.
+// B is requested before the wait for predecessors, y and v after it.
+//
+// Bound: the bytes of B, y and out. An expand apart would move y twice more.
+#pragma once
+
+#include "../device/activation.cuh"
+#include "../device/descriptor.cuh"
+#include "../device/f32.cuh"
+#include "../device/product.cuh"
+#include "../device/reduction.cuh"
+#include "../device/token_tile.cuh"
+#include "../device/vec.cuh"
+#include "../host/launch.cuh"
+#include "../ptx/async.cuh"
+#include "../ptx/pdl.cuh"
+#include "large_m_expand.cuh"
+#include "small_m_expand.cuh"
+
+namespace aril::detail {
+
+template <typename T>
+__device__ __forceinline__ float silu_mul(float gate, float up) {
+  if constexpr (std::is_same_v<T, float>) {
+    return gate * sigmoid(gate) * up;
+  } else {
+    return gate * approximate_sigmoid(gate) * up;
+  }
+}
+
+// The modules of gate and up that a token tile has.
+struct GateUp {
+  aril_descriptor modules[2];
+
+  __device__ __forceinline__ GateUp(const aril_weights& weights, int slot)
+      : modules{module_of(weights, slot, 0), module_of(weights, slot, 1)} {}
+
+  __device__ __forceinline__ int rank_tiles(int slice) const {
+    return ceil_div(modules[slice].rank, ARIL_RANK_TILE);
+  }
+
+  // Of gate alone, and of both.
+  __device__ __forceinline__ int gate_steps() const { return steps(0); }
+  __device__ __forceinline__ int steps() const { return steps(0) + steps(1); }
+
+  // What a step of both multiplies, of which `row` and scale are given.
+  __device__ __forceinline__ StepRanks ranks(int row, float scale, int step,
+                                             const PartialLayout& layout) const {
+    const bool is_up = step >= steps(0);
+    const int first = (is_up ? step - steps(0) : step) * kRanksPerStep;
+    return {row, (is_up ? layout.slice_stride : 0) + first,
+            (is_up ? rank_tiles(1) : rank_tiles(0)) * ARIL_RANK_TILE - first,
+            (is_up ? modules[1] : modules[0]).scaling * scale};
+  }
+
+  // Where B of a slice begins for output `out`, the first of an output tile.
+  __device__ __forceinline__ const char* b(int slice, int out) const {
+    return static_cast<const char*>(modules[slice].b) +
+           int64_t{out / ARIL_OUT_TILE} * rank_tiles(slice) * kBTileBytes;
+  }
+
+ private:
+  __device__ __forceinline__ int steps(int slice) const {
+    return ceil_div(modules[slice].rank, kRanksPerStep);
+  }
+};
+
+// Shared memory of a block with a token tile: B of both slices if staged, then the terms of v.
+inline int small_m_silu_mul_smem_bytes(const aril_linear_args& layer, bool staged) {
+  return 2 * small_m_expand_smem_bytes(layer.weights, layer.outs_per_block, staged);
+}
+
+// Features [first, first + outs_per_block) of a token tile. make_v() is called after the wait for
+// predecessors; its load2(row, r) gives ranks r and r + 1 of the row's sums of both slices.
+template <typename T, bool kStaged, typename MakeV>
+__device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, const TokenTile& tile,
+                                                 const GateUp& gate_up, int first,
+                                                 unsigned char* shared, const MakeV& make_v) {
+  constexpr int kAhead = kStaged ? 2 : 1;  // units of a warp whose y is in flight
+  __shared__ TransactionBarrier barriers[2];
+  __shared__ int rows[ARIL_TOKENS_PER_TILE];  // -1: none
+  __shared__ float scales[ARIL_TOKENS_PER_TILE];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int features = p.layer.out_features[0];
+  const int outs = min(p.layer.outs_per_block, features - first);
+  const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
+  int b_bytes[2];
+#pragma unroll
+  for (int slice = 0; slice < 2; ++slice) {
+    b_bytes[slice] =
+        kStaged ? ceil_div(outs, ARIL_OUT_TILE) * gate_up.rank_tiles(slice) * kBTileBytes : 0;
+    if constexpr (kStaged) {
+      bulk_load(barriers[slice], shared + slice * b_bytes[0], gate_up.b(slice, first),
+                b_bytes[slice], threadIdx.x, kSmallMThreads);
+    }
+  }
+  uint4* const operands = reinterpret_cast<uint4*>(shared + b_bytes[0] + b_bytes[1]);
+  if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
+    const int row = tile.token(threadIdx.x, p.layer.num_tokens);
+    rows[threadIdx.x] = row;
+    scales[threadIdx.x] = row < 0 ? 0.0f : p.layer.routing.scales[row];
+  }
+  __syncthreads();
+  wait_for_predecessors();
+
+  const int units = ceil_div(outs, ARIL_OUT_UNIT);
+  const T* const y = static_cast<const T*>(p.layer.y) + first;
+  T* const out = static_cast<T*>(p.out) + first;
+  const bool aligned = features % Vec<T>::kSize == 0 && is_aligned(y, p.layer.y_stride) &&
+                       is_aligned(out, p.out_stride);
+  // Calls f for the lane's rows g and g + 8 of a unit.
+  const auto for_rows = [&](int unit, auto f) {
+    const int feature = unit * ARIL_OUT_UNIT + 8 * q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = unit < units ? rows[g + 8 * half] : -1;
+      if (row >= 0) {
+        f(half, y + row * p.layer.y_stride + feature, out + row * p.out_stride + feature,
+          outs - feature);
+      }
+    }
+  };
+  OutVec<T> bases[kAhead][2][2];  // of a half and a slice
+  const auto load_bases = [&](OutVec<T>(&bases)[2][2], int unit) {
+    for_rows(unit, [&](int half, const T* y, T*, int valid) {
+      bases[half][0].load(y, valid, aligned);
+      bases[half][1].load(y + features, valid, aligned);
+    });
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kSmallMWarps);
+
+  if (steps > 0) {
+    const PartialLayout layout(p.layer);
+    const auto ranks_of = [&](int t, int step) {
+      return gate_up.ranks(rows[t], scales[t], step, layout);
+    };
+    gather_terms(operands, tile.count, steps, ranks_of, make_v(), warp, lane);
+    if constexpr (kStaged) wait_for_copies<0>();
+    __syncthreads();
+    if constexpr (kStaged) {
+      barriers[0].wait(0);
+      barriers[1].wait(0);
+    }
+  }
+  for (int begin = warp; begin < units; begin += kAhead * kSmallMWarps) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int unit = begin + i * kSmallMWarps;
+      if (unit >= units) break;
+      float deltas[2][4][4];
+#pragma unroll
+      for (int slice = 0; slice < 2; ++slice) {
+        const int rank_tiles = gate_up.rank_tiles(slice);
+        const char* const b = kStaged ? reinterpret_cast<const char*>(shared) + slice * b_bytes[0]
+                                      : gate_up.b(slice, first);
+        multiply_small_m<T, kStaged>(deltas[slice], operands + slice * gate_steps * kTerms * 32,
+                                     unit_at(b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
+      }
+      for_rows(unit, [&](int half, const T* y, T* out, int valid) {
+        const bool whole = OutVec<T>::whole(valid, aligned);
+        Vec<T> gate{bases[i][half][0].bits}, up{bases[i][half][1].bits};
+        if (__builtin_expect(!whole, false)) {
+          gate = Vec<T>::load_from_anywhere(y, valid, false);
+          up = Vec<T>::load_from_anywhere(y + features, valid, false);
+        }
+        T values[Vec<T>::kSize];
+#pragma unroll
+        for (int e = 0; e < Vec<T>::kSize; ++e) {
+          values[e] = from_float<T>(silu_mul<T>(gate[e] + deltas[0][e / 2][2 * half + e % 2],
+                                                up[e] + deltas[1][e / 2][2 * half + e % 2]));
+        }
+        if (__builtin_expect(whole, true)) {
+          uint4 bits;
+          memcpy(&bits, values, sizeof(bits));
+          *reinterpret_cast<uint4*>(out) = bits;
+          return;
+        }
+#pragma unroll
+        for (int e = 0; e < Vec<T>::kSize; ++e) {
+          if (e < valid) out[e] = values[e];
+        }
+      });
+      load_bases(bases[i], unit + kAhead * kSmallMWarps);
+    }
+  }
+}
+
+// Grid: token tiles x blocks of features.
+template <typename T, bool kStaged>
+__global__ void __launch_bounds__(kSmallMThreads, 2)
+    small_m_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks,
+                            int slabs) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  launch_dependents();
+  const TokenTile tile(p.layer, blockIdx.x / out_blocks);
+  if (tile.count == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const GateUp gate_up(p.layer.weights, tile.slot);
+  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
+  small_m_silu_mul<T, kStaged>(p, tile, gate_up, first, shared, [&] {
+    return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
+  });
+}
+
+// The same on wide tiles, 16 tokens at a time.
+template <typename T>
+__global__ void __launch_bounds__(kSmallMThreads, 2)
+    high_rank_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  launch_dependents();
+  TokenTile tile(p.layer, blockIdx.x / out_blocks);
+  if (tile.count == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const GateUp gate_up(p.layer.weights, tile.slot);
+  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
+  const int count = tile.count;
+  const int32_t* const tokens = tile.tokens;
+  for (int done = 0; done < count; done += ARIL_TOKENS_PER_TILE) {
+    if (done > 0) __syncthreads();
+    tile.tokens = tokens + done;
+    tile.count = min(count - done, ARIL_TOKENS_PER_TILE);
+    small_m_silu_mul<T, false>(p, tile, gate_up, first, shared,
+                               [&] { return PartialSums(p.layer, 0); });
+  }
+}
+
+constexpr int kSiluMulRowBytes = 2 * kChunkOuts * 2 + 64;  // padded so that 2 rows hit all banks
+
+// Shared memory of a block with a wide tile, as large_m_expand_smem() has it, of both slices.
+// Returns false if not even one stage fits.
+inline bool large_m_silu_mul_smem(const aril_weights& weights, int max_bytes, int& ring_bytes,
+                                  int& smem_bytes) {
+  const int v = 2 * rank_steps(weights) * kTerms * kTermBytes;
+  const int stage = ARIL_WIDE_TILE * kSiluMulRowBytes + 2 * kChunkOuts * rank_tiles(weights) * 16;
+  ring_bytes = v + 2 * stage <= max_bytes ? 2 * stage : stage;
+  smem_bytes = v + ring_bytes;
+  return smem_bytes <= max_bytes;
+}
+
+// Grid: wide tiles x blocks of features.
+template <typename T>
+__global__ void __launch_bounds__(kExpandThreads, 2)
+    large_m_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks,
+                            int ring_bytes) {
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
+  __shared__ int rows[ARIL_WIDE_TILE];
+  launch_dependents();
+  const TokenTile tile(p.layer, blockIdx.x / out_blocks);
+  if (tile.count == 0) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  const GateUp gate_up(p.layer.weights, tile.slot);
+  if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.token(threadIdx.x, p.layer.num_tokens);
+  ExpandBarriers barriers(barriers_shared);
+
+  const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
+  const int features = p.layer.out_features[0];
+  const int outs = min(p.layer.outs_per_block, features - first);
+  const int chunks = ceil_div(outs, kChunkOuts);
+  const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
+  const int tile_bytes[2] = {gate_up.rank_tiles(0) * kBTileBytes,
+                             gate_up.rank_tiles(1) * kBTileBytes};
+  // The terms of v as cores [steps][kTerms][2][8], then the stages: y of both slices, B of gate, B
+  // of up.
+  unsigned char* const ring = stages_shared + steps * kTerms * kTermBytes;
+  const int rows_bytes = ceil_div(tile.count, 16) * 16 * kSiluMulRowBytes;  // a warp has 16 rows
+  const int stage_bytes = rows_bytes + 2 * (tile_bytes[0] + tile_bytes[1]);
+  const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
+  // The first lanes of each warp copy a row each, in the order of large_m_expand(). The last thread
+  // copies B.
+  constexpr int kWarps = kExpandThreads / 32;
+  const int own_row = lane < ARIL_WIDE_TILE / kWarps
+                          ? lane * kWarps + static_cast<int>(threadIdx.x) / 32
+                          : ARIL_WIDE_TILE;
+  const int own = own_row < ARIL_WIDE_TILE ? rows[own_row] : -1;
+  const bool vectors = features % Vec<T>::kSize == 0;
+  const bool y_whole = vectors && is_aligned(static_cast<const T*>(p.layer.y), p.layer.y_stride);
+  const bool out_whole = vectors && is_aligned(static_cast<const T*>(p.out), p.out_stride);
+  const auto outs_of = [&](int chunk) { return min(outs - chunk * kChunkOuts, kChunkOuts); };
+  const auto fetch_weights = [&](int chunk, int stage) {
+    if (chunk >= chunks) return;
+    const int out_tiles = ceil_div(outs_of(chunk), ARIL_OUT_TILE);
+    unsigned char* to = ring + stage * stage_bytes + rows_bytes;
+    if (kBulk && threadIdx.x == kExpandThreads - 1) {
+      barriers[stage].expect(out_tiles * (tile_bytes[0] + tile_bytes[1]));
+    }
+#pragma unroll
+    for (int slice = 0; slice < 2; ++slice) {
+      const int bytes = out_tiles * tile_bytes[slice];
+      const char* from = gate_up.b(slice, first + chunk * kChunkOuts);
+      if constexpr (kBulk) {
+        if (threadIdx.x == kExpandThreads - 1 && bytes > 0) barriers[stage].copy(to, from, bytes);
+      } else {
+        for (int at = threadIdx.x * 16; at < bytes; at += kExpandThreads * 16) {
+          copy_async(to + at, from + at);
+        }
+      }
+      to += 2 * tile_bytes[slice];
+    }
+    if constexpr (!kBulk) commit_copies();
+  };
+  const auto fetch_rows = [&](int chunk, int stage) {
+    if (own_row >= ARIL_WIDE_TILE || chunk >= chunks) return;
+    T* to = reinterpret_cast<T*>(ring + stage * stage_bytes + own_row * kSiluMulRowBytes);
+    const T* from =
+        static_cast<const T*>(p.layer.y) + own * p.layer.y_stride + first + chunk * kChunkOuts;
+    const int count = outs_of(chunk);
+    const bool bulk = kBulk && y_whole && own >= 0;
+    if (!bulk && own >= 0) {
+      copy_outs(to, from, count, y_whole);
+      copy_outs(to + kChunkOuts, from + features, count, y_whole);
+    }
+    TransactionBarrier& barrier = barriers[stage];
+    barrier.expect(bulk ? count * 4 : 0);
+    if (bulk) {
+      barrier.copy(to, from, count * 2);
+      barrier.copy(to + kChunkOuts, from + features, count * 2);
+    }
+  };
+  const auto store_rows = [&](int chunk, int stage) {
+    if (own < 0) return;
+    const T* from =
+        reinterpret_cast<const T*>(ring + stage * stage_bytes + own_row * kSiluMulRowBytes);
+    T* out = static_cast<T*>(p.out) + own * p.out_stride + first + chunk * kChunkOuts;
+    if (kBulk && out_whole) {
+      bulk_store(out, from, outs_of(chunk) * 2);
+    } else {
+      copy_outs(out, from, outs_of(chunk), out_whole);
+    }
+  };
+  for (int i = 0; i < stages - 1; ++i) fetch_weights(i, i);
+  wait_for_predecessors();
+  for (int i = 0; i < stages - 1; ++i) fetch_rows(i, i);
+
+  // A thread gathers four ranks of a row, scales them, and stores their terms.
+  constexpr int kQuads = kRanksPerStep / 4;
+  const PartialLayout layout(p.layer);
+  const PartialSums v(p.layer, 0);
+#pragma unroll 2
+  for (int i = threadIdx.x; i < tile.count * steps * kQuads; i += kExpandThreads) {
+    const int quad = i % kQuads * 4, t = i / kQuads / steps, step = i / kQuads - t * steps;
+    const int row = rows[t];
+    const StepRanks ranks =
+        gate_up.ranks(row, row < 0 ? 0.0f : p.layer.routing.scales[row], step, layout);
+    float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (row >= 0 && quad < ranks.count) sums = v.load4(row, ranks.first + quad) * ranks.factor;
+    uint2* const words = reinterpret_cast<uint2*>(stages_shared + step * kTerms * kTermBytes +
+                                                  quad / 8 * 1024 + t * 16 + quad % 8 * 2);
+    uint2 high, low;
+    to_bf16_terms(sums.x, sums.y, high.x, low.x);
+    to_bf16_terms(sums.z, sums.w, high.y, low.y);
+    words[0] = high;
+    words[kTermBytes / 8] = low;
+  }
+  fence_async_proxy();
+  __syncthreads();
+
+  const auto next_of = [&](int stage) { return stage + 1 < stages ? stage + 1 : 0; };
+  int at = 0, ahead = stages - 1;
+  for (int chunk = 0; chunk < chunks; ++chunk, at = next_of(at), ahead = next_of(ahead)) {
+    unsigned char* const stage = ring + at * stage_bytes;
+    wait_for_bulk_store_reads();
+    fetch_weights(chunk + stages - 1, ahead);
+    fetch_rows(chunk + stages - 1, ahead);
+    barriers.wait(at);
+    if constexpr (!kBulk) {
+      wait_for_copies<0>();
+      __syncthreads();
+    }
+    float deltas[2][8][4];
+#pragma unroll
+    for (int slice = 0; slice < 2; ++slice) {
+      if (tile_bytes[slice] == 0) {
+        fill(deltas[slice], kNoDelta);
+      } else {
+        multiply_out_tile<T>(
+            deltas[slice], stages_shared + slice * gate_steps * kTerms * kTermBytes,
+            stage + rows_bytes + slice * 2 * tile_bytes[0] + warpgroup * tile_bytes[slice],
+            gate_up.rank_tiles(slice));
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2 && warp * 16 < tile.count; ++half) {
+      unsigned char* const row_at = stage + (warp * 16 + g + half * 8) * kSiluMulRowBytes +
+                                    warpgroup * ARIL_OUT_TILE * 2 + q * 16;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint4* const eight = reinterpret_cast<uint4*>(row_at + i * 64);
+        const Vec<T> gate{*eight}, up{*(eight + kChunkOuts / Vec<T>::kSize)};
+        T values[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const int c = i * 4 + e / 2, r = 2 * half + e % 2;
+          values[e] =
+              from_float<T>(silu_mul<T>(gate[e] + deltas[0][c][r], up[e] + deltas[1][c][r]));
+        }
+        uint4 bits;
+        memcpy(&bits, values, sizeof(bits));
+        *eight = bits;
+      }
+    }
+    fence_async_proxy();
+    __syncthreads();
+    store_rows(chunk, at);
+  }
+  wait_for_bulk_stores();
+}
+
+// In f32. Grid: tiles x blocks of kF32Threads features.
+__global__ void __launch_bounds__(kF32Threads)
+    silu_mul_f32_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks) {
+  __shared__ float2 v[2][ARIL_MAX_RANK / 2];
+  launch_dependents();
+  wait_for_predecessors();
+  const TokenTile tile(p.layer, blockIdx.x / out_blocks);
+  const GateUp gate_up(p.layer.weights, tile.slot);
+  const int features = p.layer.out_features[0];
+  const int feature = blockIdx.x % out_blocks * kF32Threads + static_cast<int>(threadIdx.x);
+  for (int t = 0; t < tile.count; ++t) {
+    const int token = tile.token(t, p.layer.num_tokens);
+    if (token < 0) continue;
+    __syncthreads();
+    for (int slice = 0; slice < 2; ++slice) {
+      const PartialSums sums(p.layer, slice);
+      for (int i = threadIdx.x; i < gate_up.rank_tiles(slice) * 4; i += kF32Threads) {
+        v[slice][i] = sums.load2(token, i * 2);
+      }
+    }
+    __syncthreads();
+    if (feature >= features) continue;
+    float values[2];
+    for (int slice = 0; slice < 2; ++slice) {
+      const aril_descriptor& module = gate_up.modules[slice];
+      values[slice] = static_cast<const float*>(
+          p.layer.y)[token * p.layer.y_stride + slice * features + feature];
+      if (module.rank == 0) continue;
+      const float* b = f32_b_row(module.b, gate_up.rank_tiles(slice), feature);
+      float delta = 0.0f;
+      for (int i = 0; i < gate_up.rank_tiles(slice) * 4; ++i) {
+        const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kBTileElems + i % 4 * 2);
+        delta += pair.x * v[slice][i].x;
+        delta += pair.y * v[slice][i].y;
+      }
+      values[slice] += module.scaling * p.layer.routing.scales[token] * delta;
+    }
+    static_cast<float*>(p.out)[token * p.out_stride + feature] =
+        silu_mul<float>(values[0], values[1]);
+  }
+}
+
+}  // namespace aril::detail

@@ -1,0 +1,117 @@
+//! The CPU's operations behind a linear layer, against the reference.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+mod common;
+
+use aril::{
+    DType, Element,
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    error::OperandError,
+    model::{Linear, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    routing::Batch,
+};
+use common::{
+    case::Subject,
+    consumers::{Case, Consumed, World, cases},
+    cpu::{matrix, matrix_mut, table},
+    dense::Sizes,
+};
+use proptest::prelude::*;
+
+struct Cpu;
+
+impl Subject<Consumed> for Cpu {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        let mut out = world.out.clone();
+        let weights = table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
+        let (batch, mut workspace) = (world.batch(), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let layer = LoraLinear::new(&weights, world.id).unwrap();
+        if batch.has_adapters() {
+            layer.shrink(&mut step, matrix(&world.x, case.x())).unwrap();
+        }
+        layer.silu_mul(&mut step, matrix(&world.y, case.y()), matrix_mut(&mut out, case.out())).unwrap();
+        out
+    }
+}
+
+proptest! {
+    #[test]
+    fn silu_mul_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
+        let case = Case::from_environment().unwrap_or(case);
+        for_dtype!(case.check(&mut Cpu))?;
+    }
+
+    /// A token's result has the same bits alone as in any batch, and a base token's as in a batch without adapters.
+    #[test]
+    fn silu_mul_is_batch_invariant(case in cases(Sizes { max_tokens: 8, ..Sizes::SMALL })) {
+        fn run<T: Element>(case: &Case) -> Result<(), TestCaseError> {
+            let world = case.world::<T>();
+            let together = Cpu.run(case, &world);
+            for token in 0..case.num_tokens() {
+                let mut alone = case.world::<T>();
+                alone.slots.fill(aril::Slot::BASE);
+                alone.slots[token] = world.slots[token];
+                let alone = Cpu.run(case, &alone);
+                let row = case.out().at(token, 0)..case.out().at(token, 0) + case.out().cols;
+                let bits = |out: &[T]| bytemuck::cast_slice::<T, u8>(&out[row.clone()]).to_vec();
+                prop_assert!(bits(&together) == bits(&alone), "token {token}\n{}", case.replay());
+            }
+            Ok(())
+        }
+        for_dtype!(case, run(&case))?;
+    }
+}
+
+/// Integers whose sigmoid is 1 or 0 agree bit for bit.
+#[test]
+fn exact_gates_give_exact_products() {
+    let case = Case::gate_up(24, 40, &[[2, 3], [0, 1], [1, 0]], vec![0, 1, -1, 2, 0]);
+    let exact = case.world::<f32>().expected(&case);
+    let exact = exact.iter().filter(|value| matches!(value, common::compare::Expected::Exactly(_))).count();
+    assert!(exact > 100, "only {exact} of 200 results are exact");
+    case.check::<f32>(&mut Cpu).unwrap();
+    case.check::<half::bf16>(&mut Cpu).unwrap();
+    case.check::<half::f16>(&mut Cpu).unwrap();
+}
+
+#[test]
+fn silu_mul_refuses_other_layers_and_operands() {
+    let mut spec = ModelSpec::new();
+    let layer = |name: &str, outputs: &[usize]| {
+        let layer = Linear::new(name, Parallel::Replicated, 8);
+        outputs.iter().enumerate().fold(layer, |layer, (i, &out)| layer.slice(format!("m{i}"), out))
+    };
+    let [pair, uneven, single] = [("pair", &[4, 4][..]), ("uneven", &[4, 5]), ("single", &[8])]
+        .map(|(name, outputs)| spec.linear(layer(name, outputs)).unwrap());
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 10).unwrap();
+    let slots = [aril::Slot::BASE; 2];
+    let run = |id, y_cols: usize, out_cols: usize, slots: &[aril::Slot]| {
+        let (batch, mut workspace) = (Batch::new(slots), Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let (y, mut out) = (vec![1.0_f32; 2 * y_cols], vec![7.0_f32; 2 * out_cols]);
+        let out_matrix = MatrixMut::new(&mut out, 2, out_cols).unwrap();
+        let result =
+            LoraLinear::new(&weights, id).unwrap().silu_mul(&mut step, Matrix::new(&y, 2, y_cols).unwrap(), out_matrix);
+        assert!(result.is_ok() || out.iter().all(|&value| value == 7.0), "a refused call has written");
+        result
+    };
+    assert_eq!(run(pair, 8, 4, &slots), Ok(()));
+    let refused = |outputs: &[usize]| Err(OperandError::GateUp { outputs: outputs.to_vec() });
+    assert_eq!(run(uneven, 9, 4, &slots), refused(&[4, 5]));
+    assert_eq!(run(single, 8, 4, &slots), refused(&[8]));
+    let shape = |operand, cols, want_cols| Err(OperandError::Shape { operand, rows: 2, cols, want_rows: 2, want_cols });
+    assert_eq!(run(pair, 7, 4, &slots), shape("y", 7, 8));
+    assert_eq!(run(pair, 8, 3, &slots), shape("out", 3, 4));
+    let adapted = [aril::Slot::new(0); 2];
+    assert_eq!(run(pair, 8, 4, &adapted), Err(OperandError::Length { operand: "workspace", got: 0, want: 2 }));
+}
