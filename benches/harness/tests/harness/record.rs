@@ -6,6 +6,7 @@ use aril_bench::{
     documents,
     plots::{self, Axis, Line, Plot},
     record::{Record, repository},
+    report::geometric_mean,
     results::WithBase,
     selection::Chosen,
     workload::BUILT_IN,
@@ -164,6 +165,44 @@ fn the_plot_of_tokens_has_the_means_of_the_record() {
         assert!(is_near(&line(&plot, 0, name).points, expected), "{name}: {plot:?} {expected:?}");
     }
     is_drawn(&plot);
+}
+
+/// README.md has the means of whole layers: the GEMM, and what the best arrangement and the best other library add to it.
+#[test]
+fn the_summary_has_base_gemms_with_lora() {
+    for record in RECORDS {
+        let (layer, others) = (raw_layer(record), raw(record, "others.json"));
+        let (mut ours, mut floors, mut of_others) = (Vec::new(), Vec::new(), Vec::new());
+        for (group, rank, tokens) in GROUPS.into_iter().flat_map(|group| {
+            [16, 64].into_iter().flat_map(move |rank| [1, 8, 64, 256].map(|tokens| (group, rank, tokens)))
+        }) {
+            let entry = with_gemm(&layer, group, rank, tokens);
+            let (gemm_us, added_us) = (entry["gemm_us"].as_f64().unwrap(), entry["added_us"].as_object().unwrap());
+            ours.push(gemm_us + added_us.values().map(|us| us.as_f64().unwrap()).fold(f64::INFINITY, f64::min));
+            of_others.push(least_of_others(&others, group, rank, tokens).map(|us| gemm_us + us));
+            let (inputs, slices) = shape(group);
+            let outputs = slices.iter().sum::<usize>();
+            let factors = tokens.min(8) * rank * (slices.len() * inputs + outputs);
+            let elems = inputs * outputs + factors + tokens * (inputs + outputs);
+            floors.push((2.0 * elems as f64 / rate(&layer) / 1e3).max(0.9));
+        }
+        let (us, floor_us) = (geometric_mean(ours.iter().copied()), geometric_mean(floors));
+        let of_others: Option<Vec<f64>> = of_others.into_iter().collect();
+        assert_eq!(of_others.is_some(), record == "h200");
+        let of_others = of_others.map_or_else(
+            || "not measured |  |  |".to_owned(),
+            |of_others| {
+                let faster = ours.iter().zip(&of_others).filter(|(ours, other)| other < ours).count();
+                let mean = geometric_mean(of_others);
+                format!("{mean:.1} | {:.2} | {faster} |", mean / us)
+            },
+        );
+        let row = format!("| base GEMM with LoRA, 1 to 256 tokens | 32 | {us:.1} | {floor_us:.1} | {of_others}\n");
+        let root = repository();
+        let files = documents::of(&root, &Record::load(&root, record).unwrap()).unwrap();
+        let (_, readme) = files.iter().find(|(path, _)| path == Path::new("README.md")).unwrap();
+        assert!(readme.contains(&row), "{record}: {row} is not in {readme}");
+    }
 }
 
 #[test]
