@@ -268,7 +268,7 @@ impl WeightTable {
 
     /// The table in the raw API.
     pub fn raw(&self) -> raw::Table {
-        let Bounds { model, dtype, capacity } = &self.shared.bounds;
+        let Bounds { model, dtype, capacity, .. } = &self.shared.bounds;
         raw::Table::new(model, *dtype, self.shared.table.region().ptr, capacity.num_slots, capacity.max_rank)
     }
 
@@ -278,7 +278,7 @@ impl WeightTable {
     /// [`PlanError`] if the kernels do not support a layer. Experts without [`Experts::top_k`](crate::model::Experts::top_k) are
     /// ignored.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
-        let Bounds { model, dtype, capacity } = &self.shared.bounds;
+        let Bounds { model, dtype, capacity, .. } = &self.shared.bounds;
         let linears = model.linears().iter().map(|site| {
             // A layer that the fused linear does not support needs no workspace for it.
             let fused = ForwardPlan::new(site, *dtype, *capacity);
