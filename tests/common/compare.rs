@@ -49,6 +49,8 @@ pub enum Expected<T> {
     Untouched(T),
     /// This value, up to an error.
     Within(f64, f64),
+    /// Any NaN.
+    Nan,
 }
 
 /// The expectation for `y + delta`, with the roundings that any implementation may do in f32 and that of the store.
@@ -130,6 +132,7 @@ pub fn compare<T: Element>(
                 bits(got) == bits(expected) || [got, expected].map(|v| v.to_f32()) == [0.0; 2]
             }
             Expected::Untouched(expected) => bits(got) == bits(expected),
+            Expected::Nan => got.to_f32().is_nan(),
             Expected::Within(value, bound) => {
                 // Values near the largest number may round to infinity.
                 let end = T::from_f32((value + bound.copysign(*value)) as f32);
@@ -144,6 +147,7 @@ pub fn compare<T: Element>(
                 Expected::Exactly(value) => format!("exactly {}", value.to_f32()),
                 Expected::Untouched(value) => format!("{} as it was", value.to_f32()),
                 Expected::Within(value, bound) => format!("{value} ± {bound}"),
+                Expected::Nan => "NaN".to_owned(),
             };
             return Err(TestCaseError::fail(format!("[{row}, {col}] is {got}, not {expected}\n{replay}")));
         }
