@@ -41,11 +41,11 @@ fn integers(seed: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| [-2.0, -1.0, 0.0, 1.0, 2.0][integer(i) % 5]).collect()
 }
 
-/// A rectangle of a module's base weight `[out, in]`.
-fn base(module: usize, rows: Range<usize>, cols: Range<usize>) -> Vec<f32> {
+/// Rows and columns of a module's base weight `[out, in]`.
+fn base(module: usize, rows: &[Range<usize>], cols: Range<usize>) -> Vec<f32> {
     let (_, inputs, outputs) = MODULES[module];
     let whole = integers(module, outputs * inputs);
-    rows.flat_map(|row| whole[row * inputs..][cols.clone()].to_vec()).collect()
+    rows.iter().cloned().flatten().flat_map(|row| whole[row * inputs..][cols.clone()].to_vec()).collect()
 }
 
 fn adapter() -> Result<Adapter> {
@@ -66,9 +66,9 @@ fn gemm(x: &[f32], w: &[f32], cols: usize) -> Vec<f32> {
     x.chunks(cols).flat_map(|x| w.chunks(cols).map(|w| dot(x, w)).collect::<Vec<_>>()).collect()
 }
 
-/// The results of one rank: each slice of q, k and v with its range of the whole output, and the partial sum of o.
+/// The results of one rank: each slice of q, k and v with its ranges of the whole output, and the partial sum of o.
 struct Outputs {
-    qkv: Vec<(Range<usize>, Vec<f32>)>,
+    qkv: Vec<(Vec<Range<usize>>, Vec<f32>)>,
     o: Vec<f32>,
 }
 
@@ -84,7 +84,7 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs>
         let site = &model[id];
         let (inputs, outputs) = (site.in_features(), site.out_features());
         let slices = site.slices().iter().zip(first_module..);
-        let w: Vec<_> = slices.flat_map(|(slice, module)| base(module, slice.range(), site.in_range())).collect();
+        let w: Vec<_> = slices.flat_map(|(slice, module)| base(module, slice.ranges(), site.in_range())).collect();
         let mut y = gemm(x, &w, inputs);
         let (x, y_matrix) = (Matrix::new(x, TOKENS, inputs)?, MatrixMut::new(&mut y, TOKENS, outputs)?);
         LoraLinear::new(&weights, id)?.add_delta(&mut step, x, y_matrix)?;
@@ -96,9 +96,9 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs>
     let slices = model[qkv].slices().iter().map(|slice| {
         let columns = first..first + slice.out_features();
         first = columns.end;
-        (slice.range(), y.chunks(width).flat_map(|row| row[columns.clone()].to_vec()).collect())
+        (slice.ranges().to_vec(), y.chunks(width).flat_map(|row| row[columns.clone()].to_vec()).collect())
     });
-    let slices: Vec<(Range<usize>, Vec<f32>)> = slices.collect();
+    let slices: Vec<(Vec<Range<usize>>, Vec<f32>)> = slices.collect();
     // The attention is left out: o takes the rank's heads of q.
     let o = layer(o, 3, &slices[0].1)?;
     Ok(Outputs { qkv: slices, o })
@@ -115,8 +115,9 @@ fn main() -> Result<()> {
         let mut all_reduced = vec![0.0; TOKENS * HIDDEN];
         for rank in 0..size {
             let outputs = run(&spec, [qkv, o], TpRank::new(rank, size)?)?;
-            for ((range, part), (_, whole)) in outputs.qkv.iter().zip(&single.qkv) {
-                let columns = whole.chunks(whole.len() / TOKENS).flat_map(|row| row[range.clone()].to_vec());
+            for ((ranges, part), (_, whole)) in outputs.qkv.iter().zip(&single.qkv) {
+                let of = |row: &[f32]| ranges.iter().flat_map(|range| row[range.clone()].to_vec()).collect::<Vec<_>>();
+                let columns = whole.chunks(whole.len() / TOKENS).flat_map(of);
                 assert!(columns.eq(part.iter().copied()), "rank {rank} of {size}");
             }
             all_reduced.iter_mut().zip(outputs.o).for_each(|(sum, partial)| *sum += partial);

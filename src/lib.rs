@@ -9,7 +9,9 @@
 //! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
 //! - [`routing`]: the adapter and the experts of each token.
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
-//! - [`pool`]: the life of an adapter between its files and a slot. Depends on `residency`.
+//! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` of either backend. Depends on `residency`.
+//! - [`registry`]: the names that requests use for adapters. Depends on `pool`.
+//! - [`admission`]: which waiting requests join the running batch. Depends on nothing.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
@@ -78,6 +80,8 @@
 #![deny(unsafe_code)]
 
 pub mod adapter;
+pub mod admission;
+mod blocks;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
@@ -90,6 +94,7 @@ pub mod model;
 pub mod plan;
 pub mod pool;
 pub mod reference;
+pub mod registry;
 pub mod residency;
 pub mod routing;
 mod slot;

@@ -59,6 +59,13 @@ impl Usage {
     pub const fn free(&self) -> usize {
         self.capacity - self.used
     }
+
+    /// The part of the free bytes outside the largest free block, from 0 to 1. The allocator counts a block by its size class, so
+    /// an empty arena may have a fragmentation of up to an eighth.
+    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+    pub fn fragmentation(&self) -> f64 {
+        if self.free() == 0 { 0.0 } else { 1.0 - self.largest_gap as f64 / self.free() as f64 }
+    }
 }
 
 /// The bounds that every adapter in a table must meet.
@@ -67,18 +74,31 @@ pub(crate) struct Bounds {
     pub(crate) model: Model,
     pub(crate) dtype: DType,
     pub(crate) capacity: Capacity,
+    /// Whether a pool decides what is in the slots.
+    pub(crate) is_pooled: bool,
 }
 
 impl Bounds {
-    /// Rejects an image for another model or element type, or of too large a rank.
-    pub(crate) fn check(&self, image: &SlotImage<'_>) -> Result<(), SlotError> {
-        if *image.model() != self.model {
+    /// Rejects an image for another model or element type, or of too large a rank. Rejects every image if a pool has the slots.
+    pub(crate) fn check_image(&self, image: &SlotImage<'_>) -> Result<(), SlotError> {
+        self.check_owner()?;
+        self.check(image.model(), image.dtype(), image.max_rank())
+    }
+
+    /// Rejects changes of slots that belong to a pool.
+    pub(crate) fn check_owner(&self) -> Result<(), SlotError> {
+        if self.is_pooled { Err(SlotError::Pooled) } else { Ok(()) }
+    }
+
+    /// Rejects another model or element type, or too large a rank.
+    pub(crate) fn check(&self, model: &Model, dtype: DType, rank: usize) -> Result<(), SlotError> {
+        if *model != self.model {
             return Err(SlotError::Model);
         }
-        if image.dtype() != self.dtype {
-            return Err(SlotError::DType { got: image.dtype(), want: self.dtype });
+        if dtype != self.dtype {
+            return Err(SlotError::DType { got: dtype, want: self.dtype });
         }
-        let (rank, max_rank) = (image.max_rank(), self.capacity.max_rank);
+        let max_rank = self.capacity.max_rank;
         if rank > max_rank { Err(SlotError::Rank { rank, max_rank }) } else { Ok(()) }
     }
 }

@@ -8,6 +8,7 @@ use aril::{
         Adapter, AdapterError, ImageEntry, Module, Orientation, Piece, SharedEntry, SlotImage, Stack, Tensor,
         TensorName,
     },
+    admission::{Admission, AdmissionError, Answer, Limits, Request},
     cpu,
     error::{LoadError, OperandError, SlotError},
     model::{
@@ -15,7 +16,11 @@ use aril::{
         Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
+    pool::{
+        AdapterId, CacheNamespace, Counters, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId, Tier,
+    },
     reference,
+    registry::{Listed, Registry, RegistryError, Reservation, Served, Unloaded},
     residency::{Resident, SlotInfo, Usage},
     routing::{AlignedRoutes, Batch, Segments, TopK},
 };
@@ -35,16 +40,29 @@ fn types_may_be_shared_between_threads() {
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::FusedLinear<'_, f32>, cpu::Workspace)>();
     shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
     shared::<(Resident, SlotInfo, Usage)>();
+    shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
+    shared::<(Registry, Reservation, Listed, Served, Unloaded)>();
+    shared::<(AdapterId, CacheNamespace, Counters, Lease, PoolConfig, Residency, Snapshot, Source, StreamId, Tier)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
+}
+
+/// One thread at a time owns a pool.
+#[test]
+fn pools_may_be_sent_to_another_thread() {
+    fn sent<T: Send>() {}
+    sent::<cpu::AdapterPool>();
 }
 
 #[test]
 fn errors_go_anywhere() {
     error::<AdapterError>();
+    error::<AdmissionError>();
     error::<LoadError>();
     error::<OperandError>();
     error::<PlanError>();
+    error::<RegistryError>();
+    error::<PoolError>();
     error::<SlotError>();
     error::<SpecError>();
 }

@@ -119,14 +119,14 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             let site = &weights.model()[id];
             let (columns, outs) = (site.in_range(), site.out_features());
             let slices = site.slices().iter().zip(&w).map(|(slice, w)| {
-                let first = slice.range().start * IN + columns.start;
+                let first = slice.ranges()[0].start * IN + columns.start;
                 Matrix::strided(&w[first..], slice.out_features(), columns.len(), IN).unwrap()
             });
             let layer = FusedLinear::new(&weights, id, slices).unwrap();
             let own_bias: Vec<f32> = [0, Q]
                 .into_iter()
                 .zip(site.slices())
-                .flat_map(|(first, slice)| bias[first..][slice.range()].to_vec())
+                .flat_map(|(first, slice)| bias[first..][slice.ranges()[0].clone()].to_vec())
                 .collect();
             let layer = if parallel == Parallel::Column || tp == TpRank::SINGLE || columns.start == 0 {
                 layer.with_bias(&own_bias).unwrap()

@@ -24,6 +24,12 @@ pub enum AdapterError {
         /// The system's error.
         source: io::Error,
     },
+    /// A file is not the one that was checked before: it was replaced, or modified.
+    #[error("{path} has changed since it was checked", path = Shown(path.display()))]
+    Changed {
+        /// The file.
+        path: PathBuf,
+    },
     /// The directory has no safetensors weights.
     #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = Shown(dir.display()))]
     NoWeights {

@@ -9,12 +9,17 @@ use std::{
     ffi::OsStr,
     fs::{self, File},
     io::{self, Read as _},
+    ops::Range,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::Metadata};
+use safetensors::{
+    Dtype, SafeTensorError, SafeTensors,
+    tensor::{Metadata, TensorInfo},
+};
 use serde::Deserialize;
 
 use super::{
@@ -41,25 +46,139 @@ pub(super) type Stored = (TensorName, Result<Tensor, AdapterError>);
 pub(super) enum Access {
     Map,
     Copy,
+    /// The headers alone: the tensors have no bytes.
+    Headers,
 }
 
-pub(super) fn config(dir: &Path) -> Result<String, AdapterError> {
-    text(&dir.join(super::config::FILE), MAX_CONFIG_BYTES)
+/// The state of a file when it was opened.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Stamp {
+    pub(super) path: PathBuf,
+    device: u64,
+    inode: u64,
+    len: u64,
+    /// Seconds and nanoseconds.
+    modified: (i64, i64),
 }
 
-/// All tensors of the weight files in `dir`.
-pub(super) fn tensors(dir: &Path, access: Access) -> Result<Vec<Stored>, AdapterError> {
-    let [weights, index] = [WEIGHTS, INDEX].map(|name| dir.join(name));
-    if weights.exists() {
-        return file(&weights, access);
+impl Stamp {
+    fn new(path: &Path, metadata: &fs::Metadata) -> Self {
+        Self {
+            path: path.to_owned(),
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            len: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+        }
     }
-    if index.exists() {
-        return sharded(dir, index, access);
+}
+
+/// Reads the files of a directory.
+pub(super) struct Files<'a> {
+    dir: &'a Path,
+    access: Access,
+    /// The files opened so far.
+    pub(super) opened: Vec<Stamp>,
+}
+
+impl<'a> Files<'a> {
+    pub(super) fn new(dir: &'a Path, access: Access) -> Self {
+        Self { dir, access, opened: Vec::new() }
     }
-    let entries = fs::read_dir(dir).map_err(|source| AdapterError::Read { path: dir.to_owned(), source })?;
-    match entries.flatten().map(|entry| entry.path()).filter(|path| is_pickle(path)).min() {
-        Some(path) => Err(AdapterError::Pickle { path }),
-        None => Err(AdapterError::NoWeights { dir: dir.to_owned() }),
+
+    pub(super) fn config(&mut self) -> Result<String, AdapterError> {
+        self.text(&self.dir.join(super::config::FILE), MAX_CONFIG_BYTES)
+    }
+
+    /// All tensors of the weight files.
+    pub(super) fn tensors(&mut self) -> Result<Vec<Stored>, AdapterError> {
+        let dir = self.dir;
+        let [weights, index] = [WEIGHTS, INDEX].map(|name| dir.join(name));
+        if weights.exists() {
+            return self.file(&weights);
+        }
+        if index.exists() {
+            return self.sharded(index);
+        }
+        let entries = fs::read_dir(dir).map_err(|source| AdapterError::Read { path: dir.to_owned(), source })?;
+        match entries.flatten().map(|entry| entry.path()).filter(|path| is_pickle(path)).min() {
+            Some(path) => Err(AdapterError::Pickle { path }),
+            None => Err(AdapterError::NoWeights { dir: dir.to_owned() }),
+        }
+    }
+    fn sharded(&mut self, index: PathBuf) -> Result<Vec<Stored>, AdapterError> {
+        let Index { mut weight_map } = serde_json::from_str(&self.text(&index, MAX_INDEX_BYTES)?)
+            .map_err(|source| AdapterError::json(index.clone(), &source))?;
+        let mut tensors = Vec::new();
+        for shard in weight_map.values().cloned().collect::<BTreeSet<_>>() {
+            if Path::new(&shard).file_name() != Some(shard.as_ref()) {
+                return Err(AdapterError::ShardName { index, shard });
+            }
+            for (name, tensor) in self.file(&self.dir.join(&shard))? {
+                let indexed = weight_map.remove(&name.key);
+                if indexed.as_ref() != Some(&shard) {
+                    let indexed = indexed.map_or("nowhere".to_owned(), |other| format!("in {other}"));
+                    return Err(AdapterError::Index { index, tensor: name.key, indexed, found: format!("in {shard}") });
+                }
+                tensors.push((name, tensor));
+            }
+        }
+        match weight_map.pop_first() {
+            None => Ok(tensors),
+            Some((tensor, shard)) => {
+                Err(AdapterError::Index { index, tensor, indexed: format!("in {shard}"), found: "nowhere".to_owned() })
+            }
+        }
+    }
+
+    /// Reads a text file of at most `max_bytes` bytes.
+    fn text(&mut self, path: &Path, max_bytes: u64) -> Result<String, AdapterError> {
+        let (file, len) = self.open(path)?;
+        let mut text = String::new();
+        let read = if len > max_bytes {
+            Err(io::Error::other(format!("it has {len} bytes, but must have at most {max_bytes}")))
+        } else {
+            file.take(max_bytes).read_to_string(&mut text)
+        };
+        read.map_err(|source| AdapterError::Read { path: path.to_owned(), source })?;
+        Ok(text)
+    }
+
+    /// Opens a regular file, takes note of it and returns its length. A pipe or a device might never end.
+    fn open(&mut self, path: &Path) -> Result<(File, u64), AdapterError> {
+        let regular = |metadata: fs::Metadata| match metadata.is_file() {
+            true => Ok(metadata),
+            false => Err(io::Error::other("it is not a regular file")),
+        };
+        // Check before opening, because opening a pipe waits for its other end.
+        let opened = fs::metadata(path).and_then(regular).and_then(|_| {
+            let file = File::open(path)?;
+            let metadata = file.metadata().and_then(regular)?;
+            Ok((file, metadata))
+        });
+        let (file, metadata) = opened.map_err(|source| AdapterError::Read { path: path.to_owned(), source })?;
+        self.opened.push(Stamp::new(path, &metadata));
+        Ok((file, metadata.len()))
+    }
+
+    fn file(&mut self, path: &Path) -> Result<Vec<Stored>, AdapterError> {
+        let (mut file, len) = self.open(path)?;
+        let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
+        match self.access {
+            Access::Map => parse(path, &(Arc::new(map(&file).map_err(unreadable)?) as Storage)),
+            Access::Headers => {
+                let (_, metadata) = header(path, &mut file, len)?;
+                Ok(stored(path, &metadata, |dtype, shape, bytes| Tensor::absent(dtype, shape, bytes.len())))
+            }
+            Access::Copy => {
+                let bytes = copy(path, &mut file, len)?;
+                let stamp = Stamp::new(path, &file.metadata().map_err(unreadable)?);
+                if self.opened.last() != Some(&stamp) {
+                    return Err(AdapterError::Changed { path: path.to_owned() });
+                }
+                parse(path, &(Arc::new(bytes) as Storage))
+            }
+        }
     }
 }
 
@@ -80,68 +199,6 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-fn sharded(dir: &Path, index: PathBuf, access: Access) -> Result<Vec<Stored>, AdapterError> {
-    let Index { mut weight_map } = serde_json::from_str(&text(&index, MAX_INDEX_BYTES)?)
-        .map_err(|source| AdapterError::json(index.clone(), &source))?;
-    let mut tensors = Vec::new();
-    for shard in weight_map.values().cloned().collect::<BTreeSet<_>>() {
-        if Path::new(&shard).file_name() != Some(shard.as_ref()) {
-            return Err(AdapterError::ShardName { index, shard });
-        }
-        for (name, tensor) in file(&dir.join(&shard), access)? {
-            let indexed = weight_map.remove(&name.key);
-            if indexed.as_ref() != Some(&shard) {
-                let indexed = indexed.map_or("nowhere".to_owned(), |other| format!("in {other}"));
-                return Err(AdapterError::Index { index, tensor: name.key, indexed, found: format!("in {shard}") });
-            }
-            tensors.push((name, tensor));
-        }
-    }
-    match weight_map.pop_first() {
-        None => Ok(tensors),
-        Some((tensor, shard)) => {
-            Err(AdapterError::Index { index, tensor, indexed: format!("in {shard}"), found: "nowhere".to_owned() })
-        }
-    }
-}
-
-/// Reads a text file of at most `max_bytes` bytes.
-fn text(path: &Path, max_bytes: u64) -> Result<String, AdapterError> {
-    let (file, len) = open(path)?;
-    let mut text = String::new();
-    let read = if len > max_bytes {
-        Err(io::Error::other(format!("it has {len} bytes, but must have at most {max_bytes}")))
-    } else {
-        file.take(max_bytes).read_to_string(&mut text)
-    };
-    read.map_err(|source| AdapterError::Read { path: path.to_owned(), source })?;
-    Ok(text)
-}
-
-/// Opens a regular file and returns its length. A pipe or a device might never end.
-fn open(path: &Path) -> Result<(File, u64), AdapterError> {
-    let regular = |metadata: fs::Metadata| match metadata.is_file() {
-        true => Ok(metadata.len()),
-        false => Err(io::Error::other("it is not a regular file")),
-    };
-    // Check before opening, because opening a pipe waits for its other end.
-    let opened = fs::metadata(path).and_then(regular).and_then(|_| {
-        let file = File::open(path)?;
-        let len = file.metadata().and_then(regular)?;
-        Ok((file, len))
-    });
-    opened.map_err(|source| AdapterError::Read { path: path.to_owned(), source })
-}
-
-fn file(path: &Path, access: Access) -> Result<Vec<Stored>, AdapterError> {
-    let (file, len) = open(path)?;
-    let storage: Storage = match access {
-        Access::Map => Arc::new(map(&file).map_err(|source| AdapterError::Read { path: path.to_owned(), source })?),
-        Access::Copy => Arc::new(copy(path, file, len)?),
-    };
-    parse(path, &storage)
-}
-
 #[expect(unsafe_code, reason = "maps weight files instead of copying them")]
 fn map(file: &File) -> io::Result<Mmap> {
     // SAFETY: the map is only read, as bytes, which may have any value. `Adapter::open` requires that nobody changes the file.
@@ -149,32 +206,39 @@ fn map(file: &File) -> io::Result<Mmap> {
 }
 
 /// Reads a safetensors file after checking its length against its header.
-fn copy(path: &Path, mut file: File, len: u64) -> Result<Vec<u8>, AdapterError> {
+fn copy(path: &Path, file: &mut File, len: u64) -> Result<Vec<u8>, AdapterError> {
+    let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
+    let (mut bytes, metadata) = header(path, file, len)?;
+    let data_len = metadata.data_len();
+    bytes.try_reserve_exact(data_len).map_err(|error| unreadable(io::Error::other(error)))?;
+    file.take(data_len as u64).read_to_end(&mut bytes).map_err(unreadable)?;
+    Ok(bytes)
+}
+
+/// Reads the header of a safetensors file of `len` bytes, with its length before it, and checks `len` against it.
+fn header(path: &Path, file: &mut File, len: u64) -> Result<(Vec<u8>, Metadata), AdapterError> {
     let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
     let malformed = |source| AdapterError::safetensors(path, &source);
     let mut bytes = Vec::new();
     let prefix = size_of::<u64>() as u64;
-    file.by_ref().take(prefix).read_to_end(&mut bytes).map_err(unreadable)?;
+    file.take(prefix).read_to_end(&mut bytes).map_err(unreadable)?;
     let Ok(header_len) = bytes[..].try_into().map(u64::from_le_bytes) else {
         return Err(malformed(SafeTensorError::HeaderTooSmall));
     };
     if header_len > MAX_HEADER_BYTES {
         return Err(malformed(SafeTensorError::HeaderTooLarge));
     }
-    file.by_ref().take(header_len).read_to_end(&mut bytes).map_err(unreadable)?;
+    file.take(header_len).read_to_end(&mut bytes).map_err(unreadable)?;
     let header = &bytes[size_of::<u64>()..];
     if header.len() as u64 != header_len {
         return Err(malformed(SafeTensorError::InvalidHeaderLength));
     }
     let metadata: Metadata = serde_json::from_slice(header)
         .map_err(|source| malformed(SafeTensorError::InvalidHeaderDeserialization(source)))?;
-    let data_len = metadata.data_len();
-    if (bytes.len() as u64).checked_add(data_len as u64) != Some(len) {
+    if (bytes.len() as u64).checked_add(metadata.data_len() as u64) != Some(len) {
         return Err(malformed(SafeTensorError::MetadataIncompleteBuffer));
     }
-    bytes.try_reserve_exact(data_len).map_err(|error| unreadable(io::Error::other(error)))?;
-    file.take(data_len as u64).read_to_end(&mut bytes).map_err(unreadable)?;
-    Ok(bytes)
+    Ok((bytes, metadata))
 }
 
 /// The tensors of a complete safetensors file. Errors name it `path`.
@@ -182,17 +246,28 @@ pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, Adapt
     let (header, metadata) =
         SafeTensors::read_metadata((**storage).as_ref()).map_err(|source| AdapterError::safetensors(path, &source))?;
     let data = size_of::<u64>() + header;
-    let tensor = |(key, info): (String, &safetensors::tensor::TensorInfo)| {
+    let part = |dtype, shape, bytes: Range<usize>| {
+        Tensor::part(dtype, shape, Arc::clone(storage), data + bytes.start..data + bytes.end)
+    };
+    Ok(stored(path, &metadata, part))
+}
+
+/// The tensors of a file. `tensor` makes one from its element type, shape and range in the file's data.
+fn stored(
+    path: &Path,
+    metadata: &Metadata,
+    tensor: impl Fn(DType, Vec<usize>, Range<usize>) -> Result<Tensor, AdapterError>,
+) -> Vec<Stored> {
+    let stored = |(key, info): (String, &TensorInfo)| {
         let name = TensorName { key, file: Some(path.to_owned()) };
         let (start, end) = info.data_offsets;
-        let tensor = dtype(&name, info.dtype)
-            .and_then(|dtype| Tensor::part(dtype, info.shape.clone(), Arc::clone(storage), data + start..data + end));
+        let tensor = dtype(&name, info.dtype).and_then(|dtype| tensor(dtype, info.shape.clone(), start..end));
         (name, tensor)
     };
-    let mut tensors: Vec<_> = metadata.tensors().into_iter().map(tensor).collect();
+    let mut tensors: Vec<_> = metadata.tensors().into_iter().map(stored).collect();
     // Sort, because a hash map has no fixed order: the same file must always give the same error.
     tensors.sort_by(|(a, _), (b, _)| a.key.cmp(&b.key));
-    Ok(tensors)
+    tensors
 }
 
 fn dtype(tensor: &TensorName, dtype: Dtype) -> Result<DType, AdapterError> {

@@ -69,6 +69,7 @@
 //! on this rank.
 
 mod config;
+mod directory;
 mod error;
 mod experts;
 mod files;
@@ -83,6 +84,8 @@ mod rectangle;
 mod shown;
 mod tensor;
 
+pub(crate) use self::directory::Directory;
+pub(crate) use self::shown::Shown;
 pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,

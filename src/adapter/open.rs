@@ -10,7 +10,7 @@ use super::{
     config::Config,
     error::{AdapterError, TensorName},
     experts::Orientation,
-    files::{self, Access},
+    files::{self, Access, Files, Stamp},
     module::{BaseWeight, Module, ModuleKind, Stack},
     names::{self, Named, Side},
     tensor::{Factor, Storage, Tensor},
@@ -41,7 +41,7 @@ impl Adapter {
     /// # Errors
     /// [`AdapterError`] if a file is missing, unreadable or malformed, or has anything unsupported in it.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
-        Self::load(dir.as_ref(), Access::Map)
+        Ok(Self::load(dir.as_ref(), Access::Map)?.0)
     }
 
     /// Like [`open`](Self::open), but reads the weight files into memory, so that later changes to them have no effect. Use it for
@@ -50,12 +50,15 @@ impl Adapter {
     /// # Errors
     /// As for [`open`](Self::open), or if memory is exhausted.
     pub fn read(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
-        Self::load(dir.as_ref(), Access::Copy)
+        Ok(Self::load(dir.as_ref(), Access::Copy)?.0)
     }
 
-    fn load(dir: &Path, access: Access) -> Result<Self, AdapterError> {
-        let config = Config::parse(&files::config(dir)?)?;
-        Self::assemble(config, files::tensors(dir, access)?)
+    /// The adapter in a directory, and the files that it was read from.
+    pub(super) fn load(dir: &Path, access: Access) -> Result<(Self, Vec<Stamp>), AdapterError> {
+        let mut files = Files::new(dir, access);
+        let config = Config::parse(&files.config()?)?;
+        let adapter = Self::assemble(config, files.tensors()?)?;
+        Ok((adapter, files.opened))
     }
 
     /// Opens an adapter from the bytes of one or more safetensors files and the text of its `adapter_config.json`.

@@ -1,6 +1,6 @@
 //! Places an adapter in a model: matches its factors to modules, and selects what one rank needs.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 use super::{
     error::AdapterError,
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     DType,
-    model::{ExpertsId, Model, Target},
+    model::{EmbeddingSite, ExpertsId, LinearSite, Model, SliceSite, Target},
 };
 
 impl Adapter {
@@ -78,40 +78,44 @@ impl Module {
     /// Places this rank's part of the factors in the image. Their required shapes depend on the target alone.
     fn place<'a>(&'a self, target: Target, model: &Model, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
         self.expect_kind(match target {
-            Target::Linear { .. } | Target::Fused(_) => ModuleKind::Linear,
-            Target::Embedding { .. } => ModuleKind::Embedding,
+            Target::Slice(..) | Target::Fused(_) => ModuleKind::Linear,
+            Target::Embedding(_) => ModuleKind::Embedding,
         })?;
-        let rank = self.rank();
         match target {
-            Target::Linear { entry, input, output } => {
-                self.a.expect_shape(rank, input.whole)?;
-                self.b.expect_shape(output.whole, rank)?;
-                let a = image.place(Rectangle::linear_a(self.a.view().columns(input.range())));
-                let b = image.place(Rectangle::b(self.b.view().rows(output.range())));
-                image.push(entry, rank, self.scaling, a, b);
-            }
-            Target::Embedding { entry, vocab, hidden } => {
-                self.a.expect_shape(rank, vocab)?;
-                self.b.expect_shape(hidden, rank)?;
-                let a = image.place(Rectangle::embedding_a(self.a.view()));
-                let b = image.place(Rectangle::b(self.b.view()));
-                image.push(entry, rank, self.scaling, a, b);
-            }
-            Target::Fused(layer) => {
-                let slices: Vec<_> = model.fused(layer).collect();
-                let [(_, input, _), ..] = slices[..] else { return Ok(()) };
-                self.a.expect_shape(rank, input.whole)?;
-                self.b.expect_shape(slices.iter().map(|(_, _, output)| output.whole).sum(), rank)?;
-                let a = image.place(Rectangle::linear_a(self.a.view().columns(input.range())));
-                let mut first_row = 0;
-                for (entry, _, output) in slices {
-                    let rows = first_row + output.start..first_row + output.start + output.len;
-                    let b = image.place(Rectangle::b(self.b.view().rows(rows)));
-                    image.push(entry, rank, self.scaling, a, b);
-                    first_row += output.whole;
-                }
-            }
+            Target::Slice(layer, slice) => self.place_slices(&model[layer], slice..slice + 1, image),
+            Target::Fused(layer) => self.place_slices(&model[layer], 0..model[layer].slices().len(), image),
+            Target::Embedding(embedding) => self.place_embedding(&model[embedding], image),
         }
+    }
+
+    /// Places one A, and a part of B for each of these slices.
+    fn place_slices<'a>(
+        &'a self,
+        site: &LinearSite,
+        slices: Range<usize>,
+        image: &mut SlotImage<'a>,
+    ) -> Result<(), AdapterError> {
+        let rank = self.rank();
+        let rows = || site.slices()[slices.clone()].iter().map(SliceSite::rows);
+        self.a.expect_shape(rank, site.whole_in_features())?;
+        self.b.expect_shape(rows().map(|rows| rows.whole).sum(), rank)?;
+        let a = image.place(Rectangle::linear_a(self.a.view().columns(site.in_range())));
+        let mut first = 0;
+        for (entry, rows) in (site.first_entry() + slices.start..).zip(rows()) {
+            let b = image.place(Rectangle::rows_of_b(self.b.view(), first, rows));
+            image.push(entry, rank, self.scaling, a, b);
+            first += rows.whole;
+        }
+        Ok(())
+    }
+
+    fn place_embedding<'a>(&'a self, site: &EmbeddingSite, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
+        let rank = self.rank();
+        self.a.expect_shape(rank, site.whole_vocab())?;
+        self.b.expect_shape(site.hidden(), rank)?;
+        let a = image.place(Rectangle::embedding_a(self.a.view().columns(site.range())));
+        let b = image.place(Rectangle::b(self.b.view()));
+        image.push(site.entry(), rank, self.scaling, a, b);
         Ok(())
     }
 }

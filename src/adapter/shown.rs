@@ -7,7 +7,7 @@ const HEAD: usize = 120;
 const TAIL: usize = 60;
 
 /// Displays a value on one line. Unprintable characters are escaped, and the middle of a long text is omitted.
-pub(super) struct Shown<T>(pub(super) T);
+pub(crate) struct Shown<T>(pub(crate) T);
 
 impl<T: fmt::Display> fmt::Display for Shown<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -58,6 +58,20 @@ impl Tensor {
         }
     }
 
+    /// A tensor of `len` bytes that are elsewhere: [`bytes`](Self::bytes) is empty.
+    pub(super) fn absent(dtype: DType, shape: Vec<usize>, len: usize) -> Result<Self, AdapterError> {
+        let want = shape.iter().try_fold(dtype.bytes(), |bytes, &dim| bytes.checked_mul(dim));
+        if want == Some(len) {
+            Ok(Self { dtype, shape, storage: Arc::new([]), bytes: 0..0 })
+        } else {
+            Err(AdapterError::Bytes { dtype, shape, got: len })
+        }
+    }
+
+    fn is_absent(&self) -> bool {
+        self.bytes.is_empty() && !self.shape.contains(&0)
+    }
+
     /// The element type.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -223,14 +237,18 @@ impl<'a> View<'a> {
         &self.tensor.bytes()[index * size..][..size]
     }
 
-    /// Whether both have the same shape, element type and bits.
+    /// Whether both have the same shape, element type and bits. Different tensors without bytes differ.
     pub(super) fn same(&self, other: &Self) -> bool {
         if (self.rows, self.cols, self.tensor.dtype) != (other.rows, other.cols, other.tensor.dtype) {
             return false;
         }
         let place = |view: &Self| (std::ptr::from_ref(view.tensor), view.start, view.row_stride, view.col_stride);
-        place(self) == place(other)
-            || (0..self.rows).all(|row| match (self.contiguous_row(row), other.contiguous_row(row)) {
+        if place(self) == place(other) {
+            return true;
+        }
+        let is_absent = self.tensor.is_absent() || other.tensor.is_absent();
+        !is_absent
+            && (0..self.rows).all(|row| match (self.contiguous_row(row), other.contiguous_row(row)) {
                 (Some(a), Some(b)) => a == b,
                 _ => (0..self.cols).all(|col| self.element(self.at(row, col)) == other.element(other.at(row, col))),
             })

@@ -10,6 +10,7 @@ mod factors;
 mod fused_linear;
 mod linear;
 mod matrix;
+mod pool;
 mod step;
 mod table;
 mod upload;
@@ -21,6 +22,7 @@ pub use self::{
     fused_linear::FusedLinear,
     linear::LoraLinear,
     matrix::{Matrix, MatrixMut},
+    pool::AdapterPool,
     step::Step,
     table::WeightTable,
     upload::{Filled, Reservation},

@@ -36,7 +36,7 @@ impl Step<'_> {
 
     /// The factors of a slot at a descriptor-table entry.
     pub(super) fn factors<T: Element>(&self, slot: Slot, entry: usize) -> Option<Factors<'_, T>> {
-        self.adapters.get(slot.index()?)?.as_ref()?.factors(entry)
+        self.adapters.get(slot.index()?)?.as_ref()?.packed.factors(entry)
     }
 }
 

@@ -30,11 +30,25 @@ impl WeightTable {
     /// [`PlanError::Limit`] if a bound of the capacity is invalid.
     #[doc(alias = "max_lora_rank")]
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, arena_bytes: usize) -> Result<Self, PlanError> {
-        let capacity = capacity.checked()?;
+        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()?, is_pooled: false };
+        Ok(Self::with(bounds, arena_bytes))
+    }
+
+    /// A table whose slots a pool fills and empties.
+    pub(super) fn pooled(
+        model: &Model,
+        dtype: DType,
+        capacity: Capacity,
+        arena_bytes: usize,
+    ) -> Result<Self, PlanError> {
+        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()?, is_pooled: true };
+        Ok(Self::with(bounds, arena_bytes))
+    }
+
+    fn with(bounds: Bounds, arena_bytes: usize) -> Self {
         let arena = Arena { bytes: arena_bytes, used: 0.into() };
-        let slots = Arc::new(Slots::new(capacity.num_slots));
-        let bounds = Bounds { model: model.clone(), dtype, capacity };
-        Ok(Self { shared: Arc::new(Shared { bounds, arena }), slots })
+        let slots = Arc::new(Slots::new(bounds.capacity.num_slots));
+        Self { shared: Arc::new(Shared { bounds, arena }), slots }
     }
 
     /// Size of an arena in bytes that has room for all these adapters.
@@ -81,22 +95,33 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError::Slot`] if the slot does not exist, or the room was reserved in another table.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
-        let Filled { adapter, max_rank } = filled;
+        let Filled { adapter } = filled;
         if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
             return Err(SlotError::OtherTable.into());
         }
-        let (bytes, adapter) = (adapter.room.bytes, Arc::new(adapter));
-        let (resident, _old) = self.slots.replace(&mut self.slots.lock(), slot, bytes, max_rank, adapter)?;
+        Ok(self.put(slot, adapter)?)
+    }
+
+    /// Puts an adapter into a slot.
+    pub(super) fn put(&self, slot: Slot, adapter: Adapter) -> Result<Resident, SlotError> {
+        let (bytes, max_rank) = (adapter.packed.bytes(), adapter.packed.max_rank());
+        let (resident, _old) = self.slots.replace(&mut self.slots.lock(), slot, bytes, max_rank, Arc::new(adapter))?;
         Ok(resident)
     }
 
     /// Empties a slot. Its tokens are base tokens in steps that start from now on.
     ///
     /// # Errors
-    /// [`LoadError::Slot`] if the slot does not exist.
+    /// [`LoadError::Slot`] if the slot does not exist, or belongs to a pool.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+        self.shared.bounds.check_owner()?;
+        Ok(self.empty(slot)?)
+    }
+
+    /// Empties a slot.
+    pub(super) fn empty(&self, slot: Slot) -> Result<(), SlotError> {
         let old = self.slots.take(&mut self.slots.lock(), slot);
-        Ok(old.map(drop)?)
+        old.map(drop)
     }
 
     /// Rejects adapters that have been unloaded or replaced.
@@ -127,6 +152,15 @@ impl WeightTable {
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
         image.bytes() <= self.usage().largest_gap
+    }
+
+    pub(super) fn bounds(&self) -> &Bounds {
+        &self.shared.bounds
+    }
+
+    /// The part that adapters refer to.
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
     /// The adapters of `batch` that are loaded now, by slot.

@@ -47,14 +47,21 @@ pub struct Reservation {
 #[must_use]
 pub struct Filled {
     pub(super) adapter: Adapter,
-    pub(super) max_rank: usize,
 }
 
-/// An adapter's block. The last step that uses it frees the room.
-pub(super) struct Adapter {
+/// A written adapter, in a slot or not.
+pub(crate) struct Packed {
     /// Elements of the table's type. `f32` gives sufficient alignment for all of them.
     block: Vec<f32>,
     entries: Vec<Option<ImageEntry>>,
+    image_bytes: usize,
+    max_rank: usize,
+}
+
+/// An adapter in a slot. The last step that uses it frees the room.
+#[derive(Debug)]
+pub(super) struct Adapter {
+    pub(super) packed: Arc<Packed>,
     pub(super) room: Reservation,
 }
 
@@ -67,17 +74,23 @@ impl Arena {
 
     pub(super) fn usage(&self) -> Usage {
         let used = self.used.load(Ordering::Relaxed);
-        Usage { capacity: self.bytes, used, largest_gap: self.bytes - used }
+        Usage { capacity: self.bytes, used, largest_gap: self.bytes.saturating_sub(used) }
     }
 }
 
 impl Reservation {
     /// Reserves room for an image that matches the table.
     pub(super) fn new(shared: &Arc<Shared>, image: &SlotImage<'_>) -> Result<Self, LoadError> {
-        shared.bounds.check(image)?;
+        shared.bounds.check_image(image)?;
         let bytes = image.bytes();
         shared.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
         Ok(Self { shared: Arc::clone(shared), bytes })
+    }
+
+    /// Room in a table whose pool has counted the bytes. A step may still have the adapter that was there before.
+    pub(super) fn uncounted(shared: &Arc<Shared>, bytes: usize) -> Self {
+        shared.arena.used.fetch_add(bytes, Ordering::Relaxed);
+        Self { shared: Arc::clone(shared), bytes }
     }
 
     /// Size of the room, in bytes.
@@ -98,15 +111,31 @@ impl Reservation {
     ///
     /// # Errors
     /// As for `fill`.
-    pub fn fill_with_progress(
-        self,
-        image: &SlotImage<'_>,
-        mut progress: impl FnMut(usize),
-    ) -> Result<Filled, LoadError> {
-        self.shared.bounds.check(image)?;
+    pub fn fill_with_progress(self, image: &SlotImage<'_>, progress: impl FnMut(usize)) -> Result<Filled, LoadError> {
+        self.shared.bounds.check_image(image)?;
         if image.bytes() != self.bytes {
             return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.bytes }.into());
         }
+        let packed = Arc::new(Packed::new(image, progress)?);
+        Ok(Filled { adapter: Adapter { packed, room: self } })
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.shared.arena.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for Packed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Packed").field("bytes", &self.image_bytes).finish_non_exhaustive()
+    }
+}
+
+impl Packed {
+    /// Writes an image, and calls `progress` with the number of bytes written so far.
+    pub(super) fn new(image: &SlotImage<'_>, mut progress: impl FnMut(usize)) -> Result<Self, LoadError> {
         let mut block = vec![0.0_f32; image.bytes().div_ceil(size_of::<f32>())];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
         for piece in image.pieces(PROGRESS_BYTES) {
@@ -117,23 +146,19 @@ impl Reservation {
         for entry in image.entries() {
             entries[entry.entry] = Some(*entry);
         }
-        Ok(Filled { adapter: Adapter { block, entries, room: self }, max_rank: image.max_rank() })
+        Ok(Self { block, entries, image_bytes: image.bytes(), max_rank: image.max_rank() })
     }
-}
 
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        self.shared.arena.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    /// Size of the image, in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.image_bytes
     }
-}
 
-impl fmt::Debug for Adapter {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Adapter").field("bytes", &self.room.bytes).finish_non_exhaustive()
+    /// The largest rank.
+    pub(super) fn max_rank(&self) -> usize {
+        self.max_rank
     }
-}
 
-impl Adapter {
     /// The factors at a descriptor-table entry.
     pub(super) fn factors<T: Element>(&self, entry: usize) -> Option<Factors<'_, T>> {
         Some(Factors::new(bytemuck::cast_slice(&self.block), self.entries[entry].as_ref()?))

@@ -9,13 +9,14 @@ use cudarc::driver::result;
 
 use super::{
     Filled, LaunchError, Queue, Reservation, Staging,
-    arena::{self, Arena, Room},
+    arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
     region::{Kept, Region},
 };
 use crate::{
     DType, Slot,
     adapter::SlotImage,
+    blocks::{self, Block},
     error::{LoadError, SlotError},
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
@@ -39,7 +40,7 @@ struct Shared {
     bounds: Bounds,
     arena: Arc<Arena>,
     table: Region,
-    slots: Slots<Room>,
+    slots: Slots<Block>,
     /// For [`WeightTable::load`].
     staging: Mutex<Option<Staging>>,
 }
@@ -74,7 +75,7 @@ impl WeightTable {
         let table = Region::new(queue, table_bytes)?;
         let shared = Shared {
             queue: queue.clone(),
-            bounds: Bounds { model: model.clone(), dtype, capacity },
+            bounds: Bounds { model: model.clone(), dtype, capacity, is_pooled: false },
             arena,
             table,
             slots: Slots::new(capacity.num_slots),
@@ -92,7 +93,7 @@ impl WeightTable {
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
         let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
-        arena::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
+        blocks::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
     }
 
     /// Loads an adapter into a slot and replaces the previous one: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
@@ -140,7 +141,7 @@ impl WeightTable {
     /// [`LoadError`] if the image does not match the table or the arena is full.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
-        bounds.check(image)?;
+        bounds.check_image(image)?;
         queue.bind()?;
         let (rooms, waits) = arena.take(self.shared.rooms_of(image))?;
         Ok(Reservation {
@@ -170,7 +171,7 @@ impl WeightTable {
         // Updates are enqueued under the lock, so that the stream has them in the lock's order.
         let mut blocks = slots.lock();
         let [block, staged] = reservation.rooms();
-        let (staged, bytes) = (arena.address(staged), block.bytes);
+        let (staged, bytes) = (arena.address(staged), block.bytes());
         let done = Arc::new(queue.new_event()?);
         slots.changing(&mut blocks, index, || {
             if let Some(written) = &reservation.written {
@@ -267,7 +268,7 @@ impl WeightTable {
 
     /// The table in the raw API.
     pub fn raw(&self) -> raw::Table {
-        let Bounds { model, dtype, capacity } = &self.shared.bounds;
+        let Bounds { model, dtype, capacity, .. } = &self.shared.bounds;
         raw::Table::new(model, *dtype, self.shared.table.region().ptr, capacity.num_slots, capacity.max_rank)
     }
 
@@ -277,7 +278,7 @@ impl WeightTable {
     /// [`PlanError`] if the kernels do not support a layer. Experts without [`Experts::top_k`](crate::model::Experts::top_k) are
     /// ignored.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
-        let Bounds { model, dtype, capacity } = &self.shared.bounds;
+        let Bounds { model, dtype, capacity, .. } = &self.shared.bounds;
         let linears = model.linears().iter().map(|site| {
             // A layer that the fused linear does not support needs no workspace for it.
             let fused = ForwardPlan::new(site, *dtype, *capacity);

@@ -6,14 +6,10 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 
-use super::{
-    LaunchError, Staging,
-    arena::{Arena, Room},
-    capturing::Relaxed,
-    raw::Descriptor,
-};
+use super::{LaunchError, Staging, arena::Arena, capturing::Relaxed, raw::Descriptor};
 use crate::{
     adapter::SlotImage,
+    blocks::Block,
     error::{LoadError, SlotError},
     residency::Bounds,
 };
@@ -25,7 +21,7 @@ pub struct Reservation {
     pub(super) arena: Arc<Arena>,
     pub(super) bounds: Bounds,
     /// For the factors, and for the descriptors on their way to the table. `None` once they belong to a slot.
-    pub(super) rooms: Option<[Room; 2]>,
+    pub(super) rooms: Option<[Block; 2]>,
     pub(super) image_bytes: usize,
     /// Work that may still use the room.
     pub(super) waits: Vec<Arc<CudaEvent>>,
@@ -67,7 +63,7 @@ impl Reservation {
         staging: &mut Staging,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
-        self.bounds.check(image)?;
+        self.bounds.check_image(image)?;
         if image.bytes() != self.image_bytes {
             return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.image_bytes }.into());
         }
@@ -94,11 +90,11 @@ impl Reservation {
 }
 
 impl Reservation {
-    pub(super) fn rooms(&self) -> &[Room; 2] {
+    pub(super) fn rooms(&self) -> &[Block; 2] {
         self.rooms.as_ref().expect("a reservation has its rooms until it is committed")
     }
 
-    pub(super) fn take_rooms(&mut self) -> [Room; 2] {
+    pub(super) fn take_rooms(&mut self) -> [Block; 2] {
         self.rooms.take().expect("a reservation has its rooms until it is committed")
     }
 }

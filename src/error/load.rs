@@ -23,6 +23,12 @@ pub enum LoadError {
         /// Size of the largest free block, in bytes.
         largest_gap: usize,
     },
+    /// The thread that read the adapter panicked.
+    #[error("the thread that read the adapter panicked: {message}")]
+    Panicked {
+        /// The panic's message.
+        message: String,
+    },
     /// The kernels do not support the table or a layer. For engines that create them while they load.
     #[error(transparent)]
     Plan(#[from] PlanError),

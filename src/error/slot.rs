@@ -31,6 +31,9 @@ pub enum SlotError {
     /// The reservation was made in another table.
     #[error("the adapter was loaded into memory reserved in another table")]
     OtherTable,
+    /// The table belongs to an adapter pool, which alone loads and unloads.
+    #[error("the table belongs to an adapter pool, which alone loads and unloads adapters")]
+    Pooled,
     /// The adapter was planned for another model, or for another tensor-parallel rank.
     #[error("the adapter was planned for another model or tensor-parallel rank than the table's")]
     Model,

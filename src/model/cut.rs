@@ -57,6 +57,36 @@ impl Cut {
     }
 }
 
+/// Rows of a matrix with `whole` rows that one rank holds: these ranges, one after the other, and rows of zeros up to `len`.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Rows {
+    pub(crate) whole: usize,
+    /// Ascending and not adjacent.
+    pub(crate) ranges: Vec<Range<usize>>,
+    pub(crate) len: usize,
+}
+
+impl Rows {
+    /// Appends the rows of another matrix below this one.
+    pub(super) fn append(&mut self, below: Self) {
+        for range in below.ranges {
+            let range = self.whole + range.start..self.whole + range.end;
+            match self.ranges.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => self.ranges.push(range),
+            }
+        }
+        self.whole += below.whole;
+        self.len += below.len;
+    }
+}
+
+impl From<Cut> for Rows {
+    fn from(cut: Cut) -> Self {
+        Self { whole: cut.whole, ranges: Vec::from_iter((cut.len > 0).then(|| cut.range())), len: cut.len }
+    }
+}
+
 /// Rejects zero features and more than `i32::MAX`.
 pub(super) fn check_size(path: &str, features: usize) -> Result<(), SpecError> {
     if features == 0 || i32::try_from(features).is_err() {
@@ -75,4 +105,17 @@ pub(super) fn cut(TpRank { rank, size }: TpRank, path: &str, whole: usize, shard
         return Err(SpecError::Uneven { path: path.to_owned(), features: whole, shards, size });
     }
     Ok(Cut::shard(whole, rank / (size / shards), shards))
+}
+
+/// Rejects a padded vocabulary that is smaller than the vocabulary, or too large.
+pub(super) fn check_padding(path: &str, vocab: usize, padded: usize) -> Result<(), SpecError> {
+    check_size(path, padded)?;
+    if padded < vocab { Err(SpecError::Padding { module: path.to_owned(), vocab, padded }) } else { Ok(()) }
+}
+
+/// The range of `whole` that this rank holds when the dimension is padded to `padded` and then split evenly, without padding.
+pub(super) fn cut_padded(tp: TpRank, path: &str, whole: usize, padded: usize) -> Result<Cut, SpecError> {
+    let Cut { start, len, .. } = cut(tp, path, padded, tp.size)?;
+    let start = start.min(whole);
+    Ok(Cut { whole, start, len: len.min(whole - start) })
 }

@@ -49,11 +49,21 @@ pub enum SpecError {
         /// Ranks in the group.
         size: usize,
     },
-    /// A module with heads is in a layer that is not column-parallel.
-    #[error("`{module}` has heads, but its layer is not column-parallel")]
+    /// A module with heads, replicated features or a padded vocabulary is in a layer that is not column-parallel.
+    #[error("`{module}` has heads, replicated features or padding, but its layer is not column-parallel")]
     NotColumn {
         /// Path of the module.
         module: String,
+    },
+    /// The padded vocabulary is smaller than the vocabulary.
+    #[error("`{module}` has a vocabulary of {vocab}, which cannot be padded to {padded}")]
+    Padding {
+        /// Path of the module.
+        module: String,
+        /// Rows of the vocabulary.
+        vocab: usize,
+        /// Rows given, with padding.
+        padded: usize,
     },
     /// The layer has no slices, or more than [`MAX_SLICES`].
     #[error("the layer at `{path}` has {slices} slices, but must have 1 to {MAX_SLICES}")]

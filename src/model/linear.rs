@@ -3,8 +3,10 @@
 use std::ops::Range;
 
 use super::{
-    cut::{Cut, TpRank, cut},
+    MAX_SLICES,
+    cut::{Cut, Rows, TpRank, check_size, cut},
     error::SpecError,
+    part::Part,
 };
 
 /// How tensor parallelism shards a linear layer.
@@ -47,16 +49,8 @@ pub struct Linear {
 /// One unsharded module of a linear layer.
 #[derive(Clone, Debug)]
 pub(super) struct Slice {
-    pub(super) module: String,
-    pub(super) out_features: usize,
-    /// Number of attention heads, which sharding must keep whole, and whether ranks may hold the same head.
-    pub(super) heads: Option<(usize, Sharing)>,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Sharing {
-    None,
-    Replicated,
+    module: String,
+    parts: Vec<Part>,
 }
 
 impl Linear {
@@ -67,18 +61,69 @@ impl Linear {
 
     /// Appends a module with `out_features` unsharded output features. Its columns follow those of the previous module.
     pub fn slice(self, module: impl Into<String>, out_features: usize) -> Self {
-        self.push(module, out_features, None)
+        self.merged(module, [Part::even(out_features)])
     }
 
     /// Appends a column-parallel module of `num_heads` heads with `head_dim` features each, such as q. Each rank holds whole heads.
+    ///
+    /// A q with an output gate (Qwen3-Next, Qwen3.5) has the features of each head's gate behind those of its query: its heads have
+    /// twice the dimension.
     pub fn heads(self, module: impl Into<String>, num_heads: usize, head_dim: usize) -> Self {
-        self.push(module, num_heads.saturating_mul(head_dim), Some((num_heads, Sharing::None)))
+        self.merged(module, [Part::heads(num_heads, head_dim)])
     }
 
     /// Appends a column-parallel module of key-value heads, such as k or v. With fewer heads than ranks, consecutive ranks hold the
     /// same head.
     pub fn kv_heads(self, module: impl Into<String>, num_heads: usize, head_dim: usize) -> Self {
-        self.push(module, num_heads.saturating_mul(head_dim), Some((num_heads, Sharing::Replicated)))
+        self.merged(module, [Part::kv_heads(num_heads, head_dim)])
+    }
+
+    /// Appends a module that every rank holds whole to a column-parallel layer, such as a low-rank projection or a gate that is
+    /// computed together with sharded modules.
+    pub fn replicated(self, module: impl Into<String>, out_features: usize) -> Self {
+        self.merged(module, [Part::replicated(out_features)])
+    }
+
+    /// Appends a column-parallel module with one output for each of `vocab` token ids, such as `lm_head`, on ranks that split
+    /// `padded` outputs evenly. Adapters have `vocab` rows, and the delta of the other outputs is zero.
+    ///
+    /// ```
+    /// use aril::model::{Linear, ModelSpec, Parallel, TpRank};
+    ///
+    /// let mut spec = ModelSpec::new();
+    /// let head = spec.linear(Linear::new("", Parallel::Column, 64).vocab("lm_head", 1000, 1024))?;
+    /// let model = spec.shard(TpRank::new(3, 4)?)?;
+    /// let last = &model[head].slices()[0];
+    /// assert_eq!((last.out_features(), last.ranges()), (256, &[768..1000][..]));
+    /// # Ok::<(), aril::model::SpecError>(())
+    /// ```
+    #[doc(alias = "VocabParallelEmbedding")]
+    #[doc(alias = "ParallelLMHead")]
+    pub fn vocab(self, module: impl Into<String>, vocab: usize, padded: usize) -> Self {
+        self.merged(module, [Part::padded(vocab, padded)])
+    }
+
+    /// Appends a module whose output features are these parts, one after the other. Each part is sharded by its own rule, so that a
+    /// rank's columns are its part of the first, then of the second, and so on.
+    ///
+    /// ```
+    /// use aril::model::{Linear, ModelSpec, Parallel, Part, TpRank};
+    ///
+    /// // The gated delta net of Qwen3.5-35B-A3B, where one module has the heads of q, k and v.
+    /// let mut spec = ModelSpec::new();
+    /// let layer = Linear::new("model.layers.0.linear_attn", Parallel::Column, 2048)
+    ///     .merged("in_proj_qkv", [Part::heads(16, 128), Part::heads(16, 128), Part::heads(32, 128)])
+    ///     .heads("in_proj_z", 32, 128);
+    /// let id = spec.linear(layer)?;
+    /// let model = spec.shard(TpRank::new(1, 4)?)?;
+    /// assert_eq!(model[id].slices()[0].ranges(), [512..1024, 2560..3072, 5120..6144]);
+    /// assert_eq!(model[id].out_features(), 512 + 512 + 1024 + 1024);
+    /// # Ok::<(), aril::model::SpecError>(())
+    /// ```
+    #[doc(alias = "MergedColumnParallelLinear")]
+    pub fn merged(mut self, module: impl Into<String>, parts: impl IntoIterator<Item = Part>) -> Self {
+        self.slices.push(Slice { module: module.into(), parts: parts.into_iter().collect() });
+        self
     }
 
     /// Accepts adapters trained on the fused module of this name: one A for all slices, and one B whose rows are those of the
@@ -88,14 +133,26 @@ impl Linear {
         self
     }
 
-    fn push(mut self, module: impl Into<String>, out_features: usize, heads: Option<(usize, Sharing)>) -> Self {
-        self.slices.push(Slice { module: module.into(), out_features, heads });
-        self
-    }
-
     /// The full path of the module `name`.
     pub(super) fn module(&self, name: &str) -> String {
         if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
+    }
+
+    /// Checks everything that does not depend on the rank, and returns the paths of all modules.
+    pub(super) fn check(&self) -> Result<Vec<String>, SpecError> {
+        let Self { path, parallel, in_features, slices, fused } = self;
+        if slices.is_empty() || slices.len() > MAX_SLICES {
+            return Err(SpecError::Slices { path: path.clone(), slices: slices.len() });
+        }
+        check_size(path, *in_features)?;
+        let mut modules = Vec::with_capacity(slices.len() + 1);
+        for slice in slices {
+            let module = self.module(&slice.module);
+            Part::check_all(&slice.parts, *parallel, &module)?;
+            modules.push(module);
+        }
+        modules.extend(fused.as_ref().map(|name| self.module(name)));
+        Ok(modules)
     }
 
     /// The layer on rank `tp`.
@@ -103,8 +160,8 @@ impl Linear {
         let input = if self.parallel == Parallel::Row { tp.size } else { 1 };
         let slices = self.slices.iter().map(|slice| {
             let module = self.module(&slice.module);
-            let out_features = slice.cut(self.parallel, tp, &module)?;
-            Ok(SliceSite { module, out_features })
+            let rows = Part::rows(&slice.parts, self.parallel, tp, &module)?;
+            Ok(SliceSite { module, rows })
         });
         Ok(LinearSite {
             in_features: cut(tp, &self.path, self.in_features, input)?,
@@ -114,29 +171,12 @@ impl Linear {
     }
 }
 
-impl Slice {
-    fn cut(&self, parallel: Parallel, tp: TpRank, module: &str) -> Result<Cut, SpecError> {
-        let shards = match (parallel, self.heads) {
-            (Parallel::Row | Parallel::Replicated, _) => 1,
-            (Parallel::Column, None) => tp.size,
-            (Parallel::Column, Some((heads, Sharing::Replicated))) if tp.size.is_multiple_of(heads) => {
-                tp.size.min(heads)
-            }
-            (Parallel::Column, Some((heads, _))) if heads.is_multiple_of(tp.size) => tp.size,
-            (Parallel::Column, Some((heads, _))) => {
-                return Err(SpecError::Heads { module: module.to_owned(), heads, size: tp.size });
-            }
-        };
-        cut(tp, module, self.out_features, shards)
-    }
-}
-
 /// A linear layer on one rank.
 #[derive(Clone, Debug)]
 pub struct LinearSite {
-    pub(super) in_features: Cut,
-    pub(super) slices: Vec<SliceSite>,
-    pub(super) first_entry: usize,
+    in_features: Cut,
+    slices: Vec<SliceSite>,
+    first_entry: usize,
 }
 
 impl LinearSite {
@@ -148,6 +188,11 @@ impl LinearSite {
     /// The columns of the unsharded base weight `[out, in]` that this rank holds.
     pub fn in_range(&self) -> Range<usize> {
         self.in_features.range()
+    }
+
+    /// Input features of the unsharded layer.
+    pub(crate) fn whole_in_features(&self) -> usize {
+        self.in_features.whole
     }
 
     /// Output features on this rank, summed over all slices.
@@ -169,8 +214,8 @@ impl LinearSite {
 /// One module of a linear layer on one rank.
 #[derive(Clone, Debug)]
 pub struct SliceSite {
-    pub(super) module: String,
-    pub(super) out_features: Cut,
+    module: String,
+    rows: Rows,
 }
 
 impl SliceSite {
@@ -179,13 +224,18 @@ impl SliceSite {
         &self.module
     }
 
-    /// Output features on this rank.
+    /// Output features on this rank, with any padding.
     pub fn out_features(&self) -> usize {
-        self.out_features.len
+        self.rows.len
     }
 
-    /// The rows of the module's unsharded base weight `[out, in]` that this rank holds.
-    pub fn range(&self) -> Range<usize> {
-        self.out_features.range()
+    /// The rows of the module's unsharded base weight `[out, in]` that this rank holds, in output order. The ranges ascend and are
+    /// not adjacent. Padding follows them.
+    pub fn ranges(&self) -> &[Range<usize>] {
+        &self.rows.ranges
+    }
+
+    pub(crate) fn rows(&self) -> &Rows {
+        &self.rows
     }
 }

@@ -14,31 +14,36 @@
 //! // Rank 3 of 4: four of the heads of q, and one of k and v, which rank 2 also holds.
 //! let model = spec.shard(TpRank::new(3, 4)?)?;
 //! let [q, k, v] = model[qkv].slices() else { unreachable!() };
-//! assert_eq!(q.range(), 12 * 128..16 * 128);
-//! assert_eq!((k.range(), v.range()), (128..256, 128..256));
+//! assert_eq!(q.ranges(), [12 * 128..16 * 128]);
+//! assert_eq!((k.ranges(), v.ranges()), (&[128..256][..], &[128..256][..]));
 //! # Ok::<(), aril::model::SpecError>(())
 //! ```
 //!
 //! Invariant: each entry belongs to one module, or to the factors that a layer's experts share, and each module has its own entry.
 
 mod cut;
+mod embedding;
 mod error;
 mod experts;
 mod linear;
+mod part;
 mod shard;
 mod spec;
 
+pub(crate) use self::{
+    cut::Rows,
+    experts::{ExpertModule, ExpertSlice},
+    shard::{ModelId, Target},
+};
 pub use self::{
     cut::TpRank,
+    embedding::EmbeddingSite,
     error::SpecError,
     experts::{Activation, Experts, ExpertsSite, Halves, ProjectionSite},
     linear::{Linear, LinearSite, Parallel, SliceSite},
-    shard::{EmbeddingId, EmbeddingSite, ExpertsId, LinearId, Model, Shard},
+    part::Part,
+    shard::{EmbeddingId, ExpertsId, LinearId, Model, Shard},
     spec::ModelSpec,
-};
-pub(crate) use self::{
-    experts::{ExpertModule, ExpertSlice},
-    shard::{ModelId, Target},
 };
 use crate::ffi;
 

@@ -6,11 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{
-    cut::{Cut, TpRank},
-    experts::ExpertsSite,
-    linear::LinearSite,
-};
+use super::{cut::TpRank, embedding::EmbeddingSite, experts::ExpertsSite, linear::LinearSite};
 
 /// Identifies a [`ModelSpec`](super::ModelSpec). Ids of layers are valid only for models sharded from it.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -58,37 +54,6 @@ id! {
 id! {
     /// Identifies the experts of one layer of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
     ExpertsId, ExpertsSite, experts, expert_layers, "experts'"
-}
-
-/// An embedding on one rank. Embeddings are never sharded.
-#[derive(Clone, Debug)]
-pub struct EmbeddingSite {
-    pub(super) module: String,
-    pub(super) vocab: usize,
-    pub(super) hidden: usize,
-    pub(super) entry: usize,
-}
-
-impl EmbeddingSite {
-    /// Full path of the module, such as `model.embed_tokens`.
-    pub fn module(&self) -> &str {
-        &self.module
-    }
-
-    /// Rows of the embedding. Token ids outside `0..vocab` get no delta.
-    pub fn vocab(&self) -> usize {
-        self.vocab
-    }
-
-    /// Features of one embedding row.
-    pub fn hidden(&self) -> usize {
-        self.hidden
-    }
-
-    /// Descriptor-table entry of the embedding.
-    pub fn entry(&self) -> usize {
-        self.entry
-    }
 }
 
 /// The part of a model that one rank holds, for [`ModelSpec::shard`](super::ModelSpec::shard).
@@ -142,13 +107,12 @@ impl From<TpRank> for Shard {
     }
 }
 
-/// The descriptor-table entry of an adapted module, and the ranges of its factors that this rank needs.
+/// What the factors of a module are for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Target {
-    /// A `[rank, input]`, B `[output, rank]`.
-    Linear { entry: usize, input: Cut, output: Cut },
-    /// A `[rank, vocab]`, B `[hidden, rank]`.
-    Embedding { entry: usize, vocab: usize, hidden: usize },
+    /// One slice of a layer.
+    Slice(LinearId, usize),
+    Embedding(EmbeddingId),
     /// One A for all slices of the layer, and one B with the rows of all slices.
     Fused(LinearId),
 }
@@ -231,30 +195,5 @@ impl Model {
 
     pub(crate) fn experts_at(&self, path: &str) -> Option<ExpertsId> {
         self.0.experts_at.get(path).copied()
-    }
-
-    /// Entry, input range and output range of each slice of a layer that accepts fused adapters.
-    pub(crate) fn fused(&self, id: LinearId) -> impl Iterator<Item = (usize, Cut, Cut)> {
-        let site = &self[id];
-        site.slices.iter().enumerate().map(|(i, slice)| (site.first_entry + i, site.in_features, slice.out_features))
-    }
-}
-
-#[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-mod tests {
-    use crate::model::{Linear, ModelSpec, Parallel, TpRank};
-
-    /// A fused module has the entries of its slices, each with its own part of the output.
-    #[test]
-    fn a_fused_module_is_its_slices() {
-        let mut spec = ModelSpec::new();
-        spec.embedding("embed", 3, 4).unwrap();
-        let layer = Linear::new("l", Parallel::Column, 4).slice("q", 8).slice("k", 4).slice("v", 4);
-        let id = spec.linear(layer.fused("qkv")).unwrap();
-        let model = spec.shard(TpRank::new(1, 2).unwrap()).unwrap();
-        let fused: Vec<_> =
-            model.fused(id).map(|(entry, input, output)| (entry, input.range(), output.range())).collect();
-        assert_eq!(fused, [(1, 0..4, 4..8), (2, 0..4, 2..4), (3, 0..4, 2..4)]);
     }
 }

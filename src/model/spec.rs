@@ -9,12 +9,11 @@ use std::{
 };
 
 use super::{
-    MAX_SLICES,
-    cut::check_size,
+    embedding::Embedding,
     error::SpecError,
     experts::Experts,
-    linear::{Linear, Parallel},
-    shard::{EmbeddingId, EmbeddingSite, ExpertsId, Inner, LinearId, Model, ModelId, Shard, SpecId, Target},
+    linear::Linear,
+    shard::{EmbeddingId, ExpertsId, Inner, LinearId, Model, ModelId, Shard, SpecId, Target},
 };
 
 /// The adapted layers of a whole, unsharded model. [`shard`](Self::shard) makes the [`Model`] of one rank.
@@ -39,7 +38,7 @@ struct Counts {
 #[derive(Debug)]
 enum Described {
     Linear(Linear),
-    Embedding { module: String, vocab: usize, hidden: usize },
+    Embedding(Embedding),
     Experts(Experts),
 }
 
@@ -65,25 +64,10 @@ impl ModelSpec {
     /// Adds a linear layer.
     ///
     /// # Errors
-    /// [`SpecError`] if the layer has no slices or more than [`MAX_SLICES`], a size is zero or exceeds `i32::MAX`, a slice with
-    /// heads is in a layer that is not column-parallel, or a module was added before.
+    /// [`SpecError`] if the layer has no slices or more than [`MAX_SLICES`](super::MAX_SLICES), a size is zero or exceeds `i32::MAX`, a
+    /// module with heads, replicated features or padding is in a layer that is not column-parallel, or a module was added before.
     pub fn linear(&mut self, layer: Linear) -> Result<LinearId, SpecError> {
-        let Linear { path, parallel, in_features, slices, fused } = &layer;
-        if slices.is_empty() || slices.len() > MAX_SLICES {
-            return Err(SpecError::Slices { path: path.clone(), slices: slices.len() });
-        }
-        check_size(path, *in_features)?;
-        let mut modules = Vec::with_capacity(slices.len() + 1);
-        for slice in slices {
-            let module = layer.module(&slice.module);
-            if slice.heads.is_some() && *parallel != Parallel::Column {
-                return Err(SpecError::NotColumn { module });
-            }
-            check_size(&module, slice.out_features)?;
-            modules.push(module);
-        }
-        modules.extend(fused.as_ref().map(|name| layer.module(name)));
-        self.claim(modules)?;
+        self.claim(layer.check()?)?;
         self.layers.push(Described::Linear(layer));
         self.counts.linears += 1;
         Ok(LinearId { spec: self.id, index: self.counts.linears - 1 })
@@ -99,11 +83,30 @@ impl ModelSpec {
         vocab: usize,
         hidden: usize,
     ) -> Result<EmbeddingId, SpecError> {
-        let module = module.into();
-        check_size(&module, vocab)?;
-        check_size(&module, hidden)?;
-        self.claim(vec![module.clone()])?;
-        self.layers.push(Described::Embedding { module, vocab, hidden });
+        self.add_embedding(Embedding { module: module.into(), vocab, padded: None, hidden })
+    }
+
+    /// Adds an embedding of `vocab` rows with `hidden` features each, on ranks that split `padded` rows evenly. Each rank adds the
+    /// delta of its own tokens to its partial sum, before the engine's all-reduce. Token ids are
+    /// [relative to the rank's first row](super::EmbeddingSite::range).
+    ///
+    /// # Errors
+    /// [`SpecError`] if a size is zero or exceeds `i32::MAX`, `padded` is less than `vocab`, or the module was added before.
+    #[doc(alias = "VocabParallelEmbedding")]
+    pub fn vocab_parallel_embedding(
+        &mut self,
+        module: impl Into<String>,
+        vocab: usize,
+        padded: usize,
+        hidden: usize,
+    ) -> Result<EmbeddingId, SpecError> {
+        self.add_embedding(Embedding { module: module.into(), vocab, padded: Some(padded), hidden })
+    }
+
+    fn add_embedding(&mut self, layer: Embedding) -> Result<EmbeddingId, SpecError> {
+        layer.check()?;
+        self.claim(vec![layer.module.clone()])?;
+        self.layers.push(Described::Embedding(layer));
         self.counts.embeddings += 1;
         Ok(EmbeddingId { spec: self.id, index: self.counts.embeddings - 1 })
     }
@@ -147,20 +150,20 @@ impl ModelSpec {
                 Described::Linear(layer) => {
                     let id = LinearId { spec: self.id, index: model.linears.len() };
                     let site = layer.shard(tp, first_entry)?;
-                    for (i, slice) in site.slices.iter().enumerate() {
-                        let (entry, input, output) = (first_entry + i, site.in_features, slice.out_features);
-                        model.targets.insert(slice.module.clone(), Target::Linear { entry, input, output });
+                    for (i, slice) in site.slices().iter().enumerate() {
+                        model.targets.insert(slice.module().to_owned(), Target::Slice(id, i));
                     }
                     if let Some(name) = &layer.fused {
                         model.targets.insert(layer.module(name), Target::Fused(id));
                     }
-                    let num_slices = site.slices.len();
+                    let num_slices = site.slices().len();
                     model.linears.push(site);
                     num_slices
                 }
-                &Described::Embedding { ref module, vocab, hidden } => {
-                    model.targets.insert(module.clone(), Target::Embedding { entry: first_entry, vocab, hidden });
-                    model.embeddings.push(EmbeddingSite { module: module.clone(), vocab, hidden, entry: first_entry });
+                Described::Embedding(layer) => {
+                    let id = EmbeddingId { spec: self.id, index: model.embeddings.len() };
+                    model.targets.insert(layer.module.clone(), Target::Embedding(id));
+                    model.embeddings.push(layer.shard(tp, first_entry)?);
                     1
                 }
                 Described::Experts(layer) => {

@@ -1,5 +1,34 @@
 //! The life of an adapter between its files and a slot.
+//!
+#![doc = include_str!("../docs/pool.md")]
 
+mod api;
+mod backend;
+mod config;
+mod core;
+mod counters;
+mod error;
 mod id;
+mod lease;
+mod loaders;
+mod pooled;
+mod source;
+mod stream;
+mod transfer;
 
-pub use id::{AdapterId, CacheNamespace};
+pub(crate) use self::{
+    api::adapter_pool,
+    backend::Backend,
+    core::Granted,
+    pooled::{Pool, slot_at},
+    transfer::{Commit, Copy},
+};
+pub use self::{
+    config::PoolConfig,
+    counters::{Counters, Residency, Snapshot, Tier},
+    error::PoolError,
+    id::{AdapterId, CacheNamespace},
+    lease::Lease,
+    source::Source,
+    stream::StreamId,
+};

@@ -8,7 +8,7 @@ use aril::{
     },
     cpu::WeightTable,
     error::{LoadError, SlotError},
-    model::{Experts, Linear, Model, ModelSpec, Parallel, TpRank},
+    model::{Experts, Linear, Model, ModelSpec, Parallel, Part, TpRank},
     plan::Capacity,
 };
 use half::{bf16, f16};
@@ -396,6 +396,60 @@ fn pieces_are_the_block() {
     for max_bytes in [MIN_STAGING_BYTES, MIN_STAGING_BYTES + 4_000, 2 * MIN_STAGING_BYTES + 3, usize::MAX] {
         check_pieces(&adapter(&modules).plan(&model, DType::F32).unwrap(), max_bytes);
     }
+}
+
+/// Also of a module whose part of B is several ranges of rows, which pieces and tasks cut anywhere, or ends in padding.
+#[test]
+fn pieces_of_ranges_are_the_block() {
+    const PARTS: [usize; 3] = [12_000, 5, 9_000];
+    let mut spec = ModelSpec::new();
+    let merged = [Part::even(PARTS[0]), Part::replicated(PARTS[1]), Part::heads(2, PARTS[2] / 2)];
+    let merged = spec.linear(Linear::new("", Parallel::Column, 8).merged("merged", merged)).unwrap();
+    let head = spec.linear(Linear::new("", Parallel::Column, 8).vocab("head", 20_001, 40_000)).unwrap();
+    let outputs = PARTS.iter().sum();
+    let modules = [("merged", outputs), ("head", 20_001)].map(|(path, out)| counting(Lora::linear(path, 8, out, 24)));
+    let adapter = adapter(&modules);
+    for rank in 0..2 {
+        let model = spec.shard(TpRank::new(rank, 2).unwrap()).unwrap();
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        for max_bytes in [MIN_STAGING_BYTES, MIN_STAGING_BYTES + 4_000, usize::MAX] {
+            check_pieces(&image, max_bytes);
+        }
+        let block = block(&image);
+        let second = PARTS[0] + PARTS[1];
+        let rows =
+            [rank * 6_000..(rank + 1) * 6_000, PARTS[0]..second, second + rank * 4_500..second + (rank + 1) * 4_500];
+        let head_rows = rank * 20_000..if rank == 0 { 20_000 } else { 20_001 };
+        for ((site, rows), lora) in
+            [(&model[merged], &rows[..]), (&model[head], &[head_rows])].into_iter().zip(&modules)
+        {
+            let entry = image.entries().iter().find(|entry| entry.entry == site.first_entry()).unwrap();
+            let out = site.out_features();
+            let [a, b] = factors(&block, entry, 8, out);
+            let mut expected: Vec<f32> =
+                rows.iter().flat_map(|rows| lora.b[rows.start * 24..rows.end * 24].to_vec()).collect();
+            expected.resize(out * 24, 0.0);
+            assert!(a == lora.a && b == expected, "{} of rank {rank}", lora.path);
+        }
+    }
+}
+
+/// The first in the order of the tensor, also in a later range of rows.
+#[test]
+fn a_weight_of_a_later_range_that_is_not_finite_is_named() {
+    let mut spec = ModelSpec::new();
+    let merged = [Part::even(4), Part::even(4)];
+    spec.linear(Linear::new("", Parallel::Column, 8).merged("m", merged)).unwrap();
+    let model = spec.shard(TpRank::new(1, 2).unwrap()).unwrap();
+    let mut module = Lora::linear("m", 8, 8, 2);
+    // Row 5 is of the other rank.
+    for (row, column) in [(5, 0), (6, 1), (7, 0)] {
+        module.b[row * 2 + column] = f32::NAN;
+    }
+    let adapter = adapter(&[module]);
+    let image = adapter.plan(&model, DType::BF16).unwrap();
+    let result = image.write_to(&mut vec![0; image.bytes()]);
+    refused!(result, Unrepresentable, "m.lora_B", "[6, 1]");
 }
 
 /// If the padded rank is not a power of two, the smallest limit is not a whole number of K tiles.

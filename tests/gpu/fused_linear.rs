@@ -359,7 +359,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
             let views: Vec<CudaView<'_, bf16>> = w.iter().map(|w| w.view()).collect();
             let slices = site.slices().iter().zip(&base.slices).zip(&views).map(|((slice, (place, _)), w)| {
-                let offset = place.at(slice.range().start, columns.start);
+                let offset = place.at(slice.ranges()[0].start, columns.start);
                 matrix(w, Place { offset, rows: slice.out_features(), cols: columns.len(), ..*place })
             });
             let layer = FusedLinear::new(&weights, id, slices).unwrap();
@@ -645,7 +645,7 @@ fn the_safe_api_refuses_by_name() {
     assert!(matches!(error, LaunchError::WrongStream { operand: "bias" }), "{error}");
 
     let layer = layer().with_bias(view.slice(1..=OUTS)).unwrap();
-    let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
+    let mut routing = Routing::new(queue, weights.capacity(), 8).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
     let mut y = gpu.upload(&[bf16::ONE; 100 * OUTS]);
     let mut run = |tokens: usize, x: Matrix<'_, bf16>| {

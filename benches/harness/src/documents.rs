@@ -72,11 +72,12 @@ fn summary(record: &Record, chosen: &Chosen) -> Result<String> {
         in_layer(record, chosen).into_iter().filter(|(workload, _)| workload.num_tokens() <= MAX_DECODE_TOKENS);
     let rows: Vec<_> = in_layer
         .map(|(workload, added)| {
-            let other = record.others.least_added(workload).map(|(_, us)| us);
-            [added.added_us.get("after").copied(), Some(workload.bytes().floor_us(rate)), other]
+            let with_gemm = |us: f64| added.gemm_us + us;
+            let other = record.others.least_added(workload).map(|(_, us)| with_gemm(us));
+            [added.least_us().map(with_gemm), Some(workload.bytes_with_base().floor_us(rate)), other]
         })
         .collect();
-    table.row(row(&format!("added to a base GEMM, 1 to {MAX_DECODE_TOKENS} tokens"), &rows)?);
+    table.row(row(&format!("base GEMM with LoRA, 1 to {MAX_DECODE_TOKENS} tokens"), &rows)?);
     Ok(format!(
         "{}\n{}",
         table.markdown(),

@@ -3,9 +3,11 @@
 use std::{collections::BTreeMap, fmt::Write as _};
 
 use plotters::{
+    coord::{Shift, ranged1d::ValueFormatter},
     prelude::{
-        ChartBuilder, Circle, Color as _, DashedLineSeries, IntoDrawingArea as _, IntoLogRange as _, LineSeries,
-        PathElement, RGBColor, SVGBackend, SeriesLabelPosition, ShapeStyle, WHITE,
+        Cartesian2d, ChartBuilder, ChartContext, Circle, Color as _, DashedLineSeries, DrawingArea,
+        IntoDrawingArea as _, IntoLogRange as _, LineSeries, LogCoord, PathElement, RGBColor, Ranged, SVGBackend,
+        SeriesLabelPosition, ShapeStyle, WHITE,
     },
     style::{BLACK, IntoFont as _},
 };
@@ -29,14 +31,48 @@ const LAYERS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
 const RANK: usize = 16;
 const ADAPTERS: usize = 8;
 
-/// A plot of one or more panels, each of times in µs over numbers of tokens.
+/// A plot of one or more panels, each of figures over numbers of tokens.
 #[derive(Debug)]
 pub struct Plot {
     pub file: &'static str,
     pub title: String,
+    pub axis: Axis,
     /// The GPU and the commit.
     pub source: String,
     pub panels: Vec<Panel>,
+}
+
+/// What the y axis shows. The x axis is logarithmic.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Axis {
+    /// Times in µs, which are positive. Logarithmic.
+    Time,
+    /// LoRA's part of the time of the base GEMMs, in percent. Linear, from the least figure or 0.
+    Percent,
+}
+
+impl Axis {
+    fn unit(self) -> &'static str {
+        match self {
+            Self::Time => "µs",
+            Self::Percent => "percent",
+        }
+    }
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Time => "µs",
+            Self::Percent => "% of the base GEMMs",
+        }
+    }
+
+    /// Where no line is: above the lines, or on the side of many tokens.
+    fn legend(self) -> SeriesLabelPosition {
+        match self {
+            Self::Time => SeriesLabelPosition::UpperLeft,
+            Self::Percent => SeriesLabelPosition::UpperRight,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -45,7 +81,7 @@ pub struct Panel {
     pub lines: Vec<Line>,
 }
 
-/// A line of points: numbers of tokens and µs.
+/// A line of points: numbers of tokens and figures in the unit of the plot's axis.
 #[derive(Debug)]
 pub struct Line {
     pub name: String,
@@ -66,6 +102,8 @@ pub enum Kind {
     OursSide,
     /// LoRA before the GEMM.
     OursFirst,
+    /// The fused linear in place of the GEMM.
+    OursFused,
     Other,
     /// Another library that only writes deltas.
     OtherDeltas,
@@ -78,6 +116,7 @@ impl Kind {
             Self::Ours => RGBColor(0, 90, 181),
             Self::OursSide => RGBColor(86, 160, 211),
             Self::OursFirst => RGBColor(120, 94, 190),
+            Self::OursFused => RGBColor(0, 130, 95),
             Self::Other => RGBColor(213, 94, 0),
             Self::OtherDeltas => RGBColor(230, 159, 0),
             Self::Floor => RGBColor(110, 110, 110),
@@ -115,38 +154,44 @@ fn tokens(record: &Record, chosen: &Chosen) -> Result<Plot> {
     Ok(Plot {
         file: "tokens.svg",
         title: format!("LoRA of one linear layer of Qwen3-8B, rank {RANK}, up to {ADAPTERS} adapters"),
+        axis: Axis::Time,
         source: source(record, &record.linear),
         panels: vec![Panel { caption: "Mean of qkv, o, gate_up and down".to_owned(), lines }],
     })
 }
 
-/// What LoRA adds to the base GEMMs of a decoder layer.
+/// What LoRA adds to the base GEMMs of a decoder layer, in percent of their time.
 fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
     let results = record.layer();
     let rate = results.rate()?;
     let added = record.added(chosen);
     let panel = |rank: usize| -> Result<Panel> {
         let plotted: Vec<_> = added.iter().filter(|(workload, _)| is_plotted(workload, rank)).collect();
-        let sums = |of: &dyn Fn(&Workload, &Added) -> Option<f64>| {
-            sums(plotted.iter().map(|(workload, added)| (*workload, of(workload, added))))
+        let percent = |of: &dyn Fn(&Workload, &Added) -> Option<f64>| {
+            percentages(plotted.iter().map(|(workload, added)| (*workload, of(workload, added), added.gemm_us)))
         };
-        let mode = |name: &str| sums(&|_, added| added.added_us.get(name).copied());
-        let mut lines = vec![
-            Line::new("aril, behind the GEMM", Kind::Ours, mode("after")?),
-            Line::new("aril, shrink beside the GEMM", Kind::OursSide, mode("side")?),
-            Line::new("aril, before the GEMM", Kind::OursFirst, mode("first")?),
+        let mode = |name: &str| percent(&|_, added| added.added_us.get(name).copied());
+        let lines = [
+            ("aril, behind the GEMM", Kind::Ours, mode("after")?),
+            ("aril, shrink beside the GEMM", Kind::OursSide, mode("side")?),
+            ("aril, before the GEMM", Kind::OursFirst, mode("first")?),
+            ("aril, fused linear", Kind::OursFused, mode("fused")?),
+            (
+                "fastest other library",
+                Kind::Other,
+                percent(&|workload, _| record.others.least_added(workload).map(|(_, us)| us))?,
+            ),
+            ("floor of bytes", Kind::Floor, percent(&|workload, _| Some(workload.bytes().floor_us(rate)))?),
         ];
-        let points = sums(&|workload, _| record.others.least_added(workload).map(|(_, us)| us))?;
-        if !points.is_empty() {
-            lines.push(Line::new("fastest other library", Kind::Other, points));
-        }
-        let points = sums(&|workload, _| Some(workload.bytes().floor_us(rate)))?;
-        lines.push(Line::new("floor of bytes", Kind::Floor, points));
+        // The fused linear and other libraries are not in every record.
+        let lines = lines.into_iter().filter(|(.., points)| !points.is_empty());
+        let lines = lines.map(|(name, kind, points)| Line::new(name, kind, points)).collect();
         Ok(Panel { caption: format!("Rank {rank}"), lines })
     };
     Ok(Plot {
         file: "layer.svg",
-        title: format!("Time that LoRA adds to qkv, o, gate_up and down of Qwen3-8B, up to {ADAPTERS} adapters"),
+        title: format!("What LoRA adds to qkv, o, gate_up and down of Qwen3-8B, up to {ADAPTERS} adapters"),
+        axis: Axis::Percent,
         source: source(record, results),
         panels: vec![panel(16)?, panel(64)?],
     })
@@ -173,8 +218,8 @@ fn experts(record: &Record, chosen: &Chosen) -> Result<Plot> {
         Ok(Panel {
             caption: caption.to_owned(),
             lines: vec![
-                Line::new("fastest other library that adds", Kind::Other, other),
-                Line::new("fastest other that only writes deltas", Kind::OtherDeltas, less),
+                Line::new("fastest other that adds", Kind::Other, other),
+                Line::new("fastest other, deltas only", Kind::OtherDeltas, less),
                 Line::new("aril", Kind::Ours, points(|of| Some(of.us))?),
                 Line::new("floor of bytes", Kind::Floor, points(|of| Some(of.floor_us))?),
             ],
@@ -183,6 +228,7 @@ fn experts(record: &Record, chosen: &Chosen) -> Result<Plot> {
     Ok(Plot {
         file: "experts.svg",
         title: format!("LoRA of the experts of a layer of Qwen3-30B-A3B, rank {RANK}, up to {ADAPTERS} adapters"),
+        axis: Axis::Time,
         source: source(record, &record.moe),
         panels: vec![
             panel("per_expert", "A and B for each expert")?,
@@ -215,30 +261,40 @@ fn source(record: &Record, results: &Results) -> String {
 
 /// Geometric means by number of tokens; where some lack a figure there is no point.
 fn means(figures: &[&(Subject<'_>, Figures)], of: fn(&Figures) -> Option<f64>) -> Result<Vec<(f64, f64)>> {
-    let figures = figures.iter().map(|(subject, figures)| (subject.num_tokens(), of(figures)));
-    by_tokens(figures, |us| geometric_mean(us.iter().copied()))
+    let points = by_tokens(figures.iter().map(|(subject, figures)| (subject.num_tokens(), of(figures))), |us| {
+        geometric_mean(us.iter().copied())
+    });
+    match points.iter().find(|(_, us)| us.is_nan() || *us <= 0.0) {
+        Some((tokens, us)) => Err(format!("{us} µs with {tokens} tokens cannot be drawn on a logarithmic axis").into()),
+        None => Ok(points),
+    }
 }
 
-/// Sums over the layers of a decoder layer, by number of tokens; where one lacks a figure there is no point.
-fn sums<'a>(figures: impl Iterator<Item = (&'a Workload, Option<f64>)>) -> Result<Vec<(f64, f64)>> {
-    by_tokens(figures.map(|(workload, us)| (workload.num_tokens(), us)), |us| us.iter().sum())
+/// Sums of the times that LoRA adds to the layers of a decoder layer, in percent of the sums of their GEMMs' times, by number of
+/// tokens; where a layer lacks a figure there is no point.
+fn percentages<'a>(figures: impl Iterator<Item = (&'a Workload, Option<f64>, f64)>) -> Result<Vec<(f64, f64)>> {
+    let figures = figures
+        .map(|(workload, added_us, gemm_us)| (workload.num_tokens(), added_us.map(|added_us| (added_us, gemm_us))));
+    let points = by_tokens(figures, |us| {
+        let (added_us, gemm_us) = us.iter().fold((0.0, 0.0), |sums, us| (sums.0 + us.0, sums.1 + us.1));
+        100.0 * added_us / gemm_us
+    });
+    match points.iter().find(|(_, percent)| !percent.is_finite()) {
+        Some((tokens, percent)) => Err(format!("{percent} % with {tokens} tokens cannot be drawn").into()),
+        None => Ok(points),
+    }
 }
 
-fn by_tokens(figures: impl Iterator<Item = (usize, Option<f64>)>, of: fn(&[f64]) -> f64) -> Result<Vec<(f64, f64)>> {
-    let mut by_tokens: BTreeMap<usize, Vec<Option<f64>>> = BTreeMap::new();
-    for (tokens, us) in figures {
-        by_tokens.entry(tokens).or_default().push(us);
+fn by_tokens<T>(figures: impl Iterator<Item = (usize, Option<T>)>, of: impl Fn(&[T]) -> f64) -> Vec<(f64, f64)> {
+    let mut by_tokens: BTreeMap<usize, Vec<Option<T>>> = BTreeMap::new();
+    for (tokens, figure) in figures {
+        by_tokens.entry(tokens).or_default().push(figure);
     }
-    let mut points = Vec::new();
-    for (tokens, us) in by_tokens {
-        let Some(us) = us.into_iter().collect::<Option<Vec<f64>>>() else { continue };
-        let us = of(&us);
-        if us.is_nan() || us <= 0.0 {
-            return Err(format!("{us} µs with {tokens} tokens cannot be drawn on a logarithmic axis").into());
-        }
-        points.push((tokens as f64, us));
-    }
-    Ok(points)
+    let complete = by_tokens.into_iter().filter_map(|(tokens, figures)| {
+        let figures: Vec<T> = figures.into_iter().collect::<Option<_>>()?;
+        Some((tokens as f64, of(&figures)))
+    });
+    complete.collect()
 }
 
 impl Plot {
@@ -254,7 +310,7 @@ impl Plot {
             head.draw_text(&self.title, &(FONT, 19).into_font().into(), (12, 10))?;
             head.draw_text(&self.source, &(FONT, 14).into_font().color(&Kind::Floor.color()), (12, 34))?;
             for (panel, area) in self.panels.iter().zip(body.split_evenly((1, self.panels.len()))) {
-                panel.draw(&area)?;
+                panel.draw(self.axis, &area)?;
             }
             root.present()?;
         }
@@ -262,8 +318,9 @@ impl Plot {
         let mut desc = String::from("<desc>\n");
         for Panel { caption, lines } in &self.panels {
             for Line { name, points, .. } in lines {
-                let points: Vec<String> = points.iter().map(|(tokens, us)| format!("{tokens}: {us:.2}")).collect();
-                writeln!(desc, "{caption}; {name}; µs by tokens: {}", points.join(", "))?;
+                let points: Vec<String> =
+                    points.iter().map(|(tokens, figure)| format!("{tokens}: {figure:.2}")).collect();
+                writeln!(desc, "{caption}; {name}; {} by tokens: {}", self.axis.unit(), points.join(", "))?;
             }
         }
         desc.push_str("</desc>\n");
@@ -273,28 +330,49 @@ impl Plot {
     }
 }
 
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
 impl Panel {
-    fn draw(&self, area: &plotters::drawing::DrawingArea<SVGBackend<'_>, plotters::coord::Shift>) -> Result<()> {
+    fn draw(&self, axis: Axis, area: &Area<'_>) -> Result<()> {
         let points = || self.lines.iter().flat_map(|line| &line.points);
         let bounds = |of: fn(&(f64, f64)) -> f64| {
             points().map(of).fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)))
         };
         let ((left, right), (low, high)) = (bounds(|point| point.0), bounds(|point| point.1));
-        let mut chart = ChartBuilder::on(area)
+        let mut chart = ChartBuilder::on(area);
+        chart
             .caption(&self.caption, (FONT, 16))
             .margin(10)
             .margin_right(20)
             .x_label_area_size(44)
-            .y_label_area_size(60)
-            // Room for the legend above the lines.
-            .build_cartesian_2d((left..right).log_scale().base(2.0), (low * 0.8..high * 3.0).log_scale())?;
+            .y_label_area_size(60);
+        let tokens = (left..right).log_scale().base(2.0);
+        // Room for the legend above the lines.
+        match axis {
+            Axis::Time => self.draw_lines(axis, chart.build_cartesian_2d(tokens, (low * 0.8..high * 3.0).log_scale())?),
+            Axis::Percent => {
+                let mut chart = chart.build_cartesian_2d(tokens, low.min(0.0) * 1.2..high * 1.55)?;
+                chart.draw_series([PathElement::new([(left, 0.0), (right, 0.0)], BLACK.stroke_width(1))])?;
+                self.draw_lines(axis, chart)
+            }
+        }
+    }
+
+    fn draw_lines<'a, 'b: 'a, Y>(
+        &self,
+        axis: Axis,
+        mut chart: ChartContext<'a, SVGBackend<'b>, Cartesian2d<LogCoord<f64>, Y>>,
+    ) -> Result<()>
+    where
+        Y: Ranged<ValueType = f64> + ValueFormatter<f64>,
+    {
         chart
             .configure_mesh()
             .x_desc("tokens")
             .label_style((FONT, 14))
-            .y_desc("µs")
+            .y_desc(axis.label())
             .x_label_formatter(&|tokens| format!("{tokens:.0}"))
-            .y_label_formatter(&|us| format!("{us}"))
+            .y_label_formatter(&|figure| format!("{figure}"))
             .light_line_style(WHITE.mix(0.0))
             .draw()?;
         for Line { name, kind, points } in &self.lines {
@@ -311,7 +389,7 @@ impl Panel {
         }
         chart
             .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
+            .position(axis.legend())
             .label_font((FONT, 14))
             .background_style(WHITE.mix(0.9))
             .border_style(BLACK.mix(0.2))

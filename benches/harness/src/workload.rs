@@ -22,6 +22,9 @@ pub const COLD_BYTES: usize = 128 << 20;
 /// The least time of a launch, in µs: the lower bound of every floor.
 pub const LAUNCH_US: f64 = 0.9;
 
+/// The bytes of an element.
+const BF16: usize = 2;
+
 /// One layer, its tokens and their adapters.
 #[derive(Clone, Debug)]
 pub struct Workload {
@@ -76,7 +79,7 @@ pub struct Bytes {
     pub weights: usize,
     #[serde(rename = "x_bytes")]
     pub x: usize,
-    /// Read and written.
+    /// Read and written; with the base GEMM only written.
     #[serde(rename = "y_bytes")]
     pub y: usize,
 }
@@ -134,7 +137,6 @@ impl Workload {
     }
 
     pub fn bytes(&self) -> Bytes {
-        const BF16: usize = 2;
         const ID: usize = 4;
         let adapters: BTreeSet<usize> = self.adapted_tokens().collect();
         let ranks: usize = adapters.into_iter().map(|slot| self.ranks[slot]).sum();
@@ -145,6 +147,17 @@ impl Workload {
         };
         let y = tokens * self.out_features() * BF16 * 2;
         Bytes { weights: (a + ranks * self.out_features()) * BF16, x, y }
+    }
+
+    /// The bytes that its base GEMM and LoRA must move together: W and the factors of each adapter in use once, x read once and y
+    /// written once.
+    pub fn bytes_with_base(&self) -> Bytes {
+        let (tokens, outputs) = (self.num_tokens(), self.out_features());
+        Bytes {
+            weights: self.bytes().weights + self.in_features * outputs * BF16,
+            x: tokens * self.in_features * BF16,
+            y: tokens * outputs * BF16,
+        }
     }
 
     pub fn flops(&self) -> usize {

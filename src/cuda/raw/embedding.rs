@@ -49,7 +49,9 @@ impl LoraEmbedding {
     /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` whose slot has an adapter of this embedding and whose
     /// id is in the vocabulary. All other rows of `y` keep every bit.
     ///
-    /// `token_ids` is the address of `i32 [tokens]`, `y` is `[tokens, hidden]`. Neither allocates nor waits. May be captured in a
+    /// `token_ids` is the address of `i32 [tokens]`, relative to the rank's first row
+    /// ([`EmbeddingSite::range`](crate::model::EmbeddingSite::range)). `y` is `[tokens, hidden]`; of a vocabulary-parallel embedding it is
+    /// this rank's partial sum. Neither allocates nor waits. May be captured in a
     /// CUDA graph.
     ///
     /// # Errors

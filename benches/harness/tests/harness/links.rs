@@ -4,13 +4,14 @@ use std::{fs, path::Path};
 
 use aril_bench::record::repository;
 
-const DOCUMENTS: [&str; 8] = [
+const DOCUMENTS: [&str; 9] = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
     "benches/README.md",
     "benches/record/designs.md",
     "benches/record/h100/README.md",
+    "benches/record/h200/README.md",
     "examples/qwen3/README.md",
     "tests/fixtures/README.md",
 ];

@@ -4,12 +4,18 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use aril_bench::{
     documents,
-    plots::{self, Line, Plot},
+    plots::{self, Axis, Line, Plot},
     record::{Record, repository},
+    report::geometric_mean,
     results::WithBase,
     selection::Chosen,
+    workload::BUILT_IN,
 };
 use serde_json::Value;
+
+/// Those of which the tests take the figures themselves.
+const RECORDS: [&str; 2] = ["h100", "h200"];
+const GROUPS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
 
 #[test]
 fn the_documents_show_the_newest_record() {
@@ -61,10 +67,48 @@ fn the_newest_gpu_is_shown_once_it_has_a_record() {
     assert!(text_of("benches/plots/layer.svg").contains("commit abcdef0"));
 }
 
-/// A file of the record, as it is.
-fn raw(file: &str) -> Value {
-    let path = repository().join("benches/record/h100").join(file);
+/// A file of a record, as it is.
+fn raw(record: &str, file: &str) -> Value {
+    let path = repository().join("benches/record").join(record).join(file);
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// The file that has the layers with their GEMM.
+fn raw_layer(record: &str) -> Value {
+    raw(record, if record == "h100" { "linear.json" } else { "layer.json" })
+}
+
+fn entry<'a>(list: &'a Value, id: &str) -> Option<&'a Value> {
+    list.as_array()?.iter().find(|entry| entry["id"] == id)
+}
+
+/// A layer of Qwen3-8B with its GEMM.
+fn with_gemm<'a>(layer: &'a Value, group: &str, rank: usize, tokens: usize) -> &'a Value {
+    entry(&layer["layer"], &format!("layer/qwen3-8b/{group}/r{rank}/t{tokens}/uniform{}", tokens.min(8))).unwrap()
+}
+
+/// The least that another library adds to a layer of Qwen3-8B with as many adapters.
+fn least_of_others(others: &Value, group: &str, rank: usize, tokens: usize) -> Option<f64> {
+    let mapping = if tokens <= 8 { "distinct" } else { "uniform8" };
+    let times = entry(&others["overlap"], &format!("dec/qwen3-8b/{group}/r{rank}/t{tokens}/{mapping}"))?;
+    let times = times.as_object()?.iter().filter(|(name, _)| name.ends_with("_us"));
+    let (base, others): (Vec<_>, Vec<_>) = times.partition(|(name, _)| *name == "base_us");
+    let us = |(_, us): &(&String, &Value)| us.as_f64().unwrap();
+    Some(others.iter().map(us).fold(f64::INFINITY, f64::min) - us(&base[0]))
+}
+
+fn rate(results: &Value) -> f64 {
+    let rate = |name: &str| results["ceilings"][name].as_f64().unwrap();
+    rate("hbm_read_GBps").max(rate("hbm_copy_GBps"))
+}
+
+/// The features and the slices of a layer of Qwen3-8B.
+fn shape(group: &str) -> (usize, Vec<usize>) {
+    let list: Value = serde_json::from_str(BUILT_IN).unwrap();
+    let entries = list["dense_decode"].as_array().unwrap();
+    let of = entries.iter().find(|entry| entry["model"] == "qwen3-8b" && entry["layer"] == group).unwrap();
+    let usize = |value: &Value| usize::try_from(value.as_u64().unwrap()).unwrap();
+    (usize(&of["in_features"]), of["out_slices"].as_array().unwrap().iter().map(usize).collect())
 }
 
 /// The figures of a list's entries with this id, by the name of the library.
@@ -74,10 +118,9 @@ fn us_of<'a>(list: &'a Value, id: &str) -> Vec<(&'a str, f64)> {
 }
 
 fn floor_us(results: &Value, id: &str) -> f64 {
-    let rate = |name: &str| results["ceilings"][name].as_f64().unwrap();
     let bytes: f64 =
         ["w_bytes", "x_bytes", "y_bytes"].iter().map(|key| results["info"][id][key].as_f64().unwrap()).sum();
-    (bytes / rate("hbm_read_GBps").max(rate("hbm_copy_GBps")) / 1e3).max(0.9)
+    (bytes / rate(results) / 1e3).max(0.9)
 }
 
 fn is_near(points: &[(f64, f64)], expected: &[(f64, f64)]) -> bool {
@@ -89,17 +132,16 @@ fn line<'a>(plot: &'a Plot, panel: usize, name: &str) -> &'a Line {
     plot.panels[panel].lines.iter().find(|line| line.name == name).unwrap()
 }
 
-const GROUPS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
-
-fn of_h100(edit: impl FnOnce(&mut Record)) -> [Plot; 3] {
-    let mut record = Record::load(&repository(), "h100").unwrap();
+fn plots_of(record: &str, edit: impl FnOnce(&mut Record)) -> [Plot; 3] {
+    let mut record = Record::load(&repository(), record).unwrap();
     edit(&mut record);
     plots::of(&record, &Chosen::all().unwrap()).unwrap().try_into().unwrap()
 }
 
 #[test]
 fn the_plot_of_tokens_has_the_means_of_the_record() {
-    let ([plot, ..], linear, others) = (of_h100(|_| ()), raw("linear.json"), raw("others.json"));
+    let ([plot, ..], linear, others) =
+        (plots_of("h100", |_| ()), raw("h100", "linear.json"), raw("h100", "others.json"));
     let batches =
         [(1, "distinct"), (4, "distinct"), (8, "distinct"), (16, "uniform8"), (32, "uniform8"), (64, "uniform8")];
     let batches = batches.into_iter().chain([
@@ -125,30 +167,96 @@ fn the_plot_of_tokens_has_the_means_of_the_record() {
     is_drawn(&plot);
 }
 
+/// README.md has the means of whole layers: the GEMM, and what the best arrangement and the best other library add to it.
 #[test]
-fn the_plot_of_layers_has_the_sums_of_the_record() {
-    let ([_, plot, _], linear) = (of_h100(|_| ()), raw("linear.json"));
-    for (panel, rank) in [16, 64].into_iter().enumerate() {
-        for (mode, name) in [
-            ("after", "aril, behind the GEMM"),
-            ("side", "aril, shrink beside the GEMM"),
-            ("first", "aril, before the GEMM"),
-        ] {
-            let of = |tokens: u16| {
-                let ids =
-                    GROUPS.map(|group| format!("layer/qwen3-8b/{group}/r{rank}/t{tokens}/uniform{}", tokens.min(8)));
-                let us = |id: &String| {
-                    let layers = linear["layer"].as_array().unwrap();
-                    layers.iter().find(|layer| layer["id"] == **id).unwrap()["added_us"][mode].as_f64().unwrap()
-                };
-                (f64::from(tokens), ids.iter().map(us).sum())
-            };
-            let expected = [1, 8, 32, 64, 128, 256, 512, 2048, 4096, 8192].map(of);
-            assert!(is_near(&line(&plot, panel, name).points, &expected), "{name} {rank}");
+fn the_summary_has_base_gemms_with_lora() {
+    for record in RECORDS {
+        let (layer, others) = (raw_layer(record), raw(record, "others.json"));
+        let (mut ours, mut floors, mut of_others) = (Vec::new(), Vec::new(), Vec::new());
+        for (group, rank, tokens) in GROUPS.into_iter().flat_map(|group| {
+            [16, 64].into_iter().flat_map(move |rank| [1, 8, 64, 256].map(|tokens| (group, rank, tokens)))
+        }) {
+            let entry = with_gemm(&layer, group, rank, tokens);
+            let (gemm_us, added_us) = (entry["gemm_us"].as_f64().unwrap(), entry["added_us"].as_object().unwrap());
+            ours.push(gemm_us + added_us.values().map(|us| us.as_f64().unwrap()).fold(f64::INFINITY, f64::min));
+            of_others.push(least_of_others(&others, group, rank, tokens).map(|us| gemm_us + us));
+            let (inputs, slices) = shape(group);
+            let outputs = slices.iter().sum::<usize>();
+            let factors = tokens.min(8) * rank * (slices.len() * inputs + outputs);
+            let elems = inputs * outputs + factors + tokens * (inputs + outputs);
+            floors.push((2.0 * elems as f64 / rate(&layer) / 1e3).max(0.9));
         }
+        let (us, floor_us) = (geometric_mean(ours.iter().copied()), geometric_mean(floors));
+        let of_others: Option<Vec<f64>> = of_others.into_iter().collect();
+        assert_eq!(of_others.is_some(), record == "h200");
+        let of_others = of_others.map_or_else(
+            || "not measured |  |  |".to_owned(),
+            |of_others| {
+                let faster = ours.iter().zip(&of_others).filter(|(ours, other)| other < ours).count();
+                let mean = geometric_mean(of_others);
+                format!("{mean:.1} | {:.2} | {faster} |", mean / us)
+            },
+        );
+        let row = format!("| base GEMM with LoRA, 1 to 256 tokens | 32 | {us:.1} | {floor_us:.1} | {of_others}\n");
+        let root = repository();
+        let files = documents::of(&root, &Record::load(&root, record).unwrap()).unwrap();
+        let (_, readme) = files.iter().find(|(path, _)| path == Path::new("README.md")).unwrap();
+        assert!(readme.contains(&row), "{record}: {row} is not in {readme}");
     }
-    assert!(plot.panels.iter().all(|panel| panel.lines.iter().all(|line| line.name != "fastest other library")));
-    is_drawn(&plot);
+}
+
+#[test]
+fn the_plot_of_layers_has_the_percentages_of_the_record() {
+    for record in RECORDS {
+        let ([_, plot, _], layer, others) = (plots_of(record, |_| ()), raw_layer(record), raw(record, "others.json"));
+        assert_eq!(plot.axis, Axis::Percent);
+        for (panel, rank) in [16, 64].into_iter().enumerate() {
+            // Sums over the groups, where all have a figure.
+            let percentages = |of: &dyn Fn(&str, usize) -> Option<f64>| -> Vec<(f64, f64)> {
+                let percent = |tokens: usize| {
+                    let added_us: f64 = GROUPS.iter().map(|group| of(group, tokens)).sum::<Option<f64>>()?;
+                    let gemm_us = |group: &&str| with_gemm(&layer, group, rank, tokens)["gemm_us"].as_f64().unwrap();
+                    Some((tokens as f64, 100.0 * added_us / GROUPS.iter().map(gemm_us).sum::<f64>()))
+                };
+                [1, 8, 32, 64, 128, 256, 512, 2048, 4096, 8192].into_iter().filter_map(percent).collect()
+            };
+            let floor_us = |group: &str, tokens: usize| {
+                let (inputs, slices) = shape(group);
+                let outputs = slices.iter().sum::<usize>();
+                let factors = tokens.min(8) * rank * (slices.len() * inputs + outputs);
+                Some((2.0 * (factors + tokens * (inputs + 2 * outputs)) as f64 / rate(&layer) / 1e3).max(0.9))
+            };
+            let mode = |mode: &str| {
+                percentages(&|group, tokens| with_gemm(&layer, group, rank, tokens)["added_us"].get(mode)?.as_f64())
+            };
+            let is_at = |points: &[(f64, f64)], tokens: [f64; 4]| points.iter().map(|point| point.0).eq(tokens);
+            let (fused, other) =
+                (mode("fused"), percentages(&|group, tokens| least_of_others(&others, group, rank, tokens)));
+            if record == "h200" {
+                assert!(is_at(&fused, [1.0, 8.0, 32.0, 64.0]) && is_at(&other, [1.0, 8.0, 64.0, 256.0]));
+                assert!(fused[0].1 < 0.0 && fused[3].1 > 50.0, "{fused:?}");
+            } else {
+                assert!(fused.is_empty() && other.is_empty());
+            }
+            let expected = [
+                ("aril, behind the GEMM", mode("after")),
+                ("aril, shrink beside the GEMM", mode("side")),
+                ("aril, before the GEMM", mode("first")),
+                ("aril, fused linear", fused),
+                ("fastest other library", other),
+                ("floor of bytes", percentages(&floor_us)),
+            ];
+            let expected: Vec<_> = expected.into_iter().filter(|(_, points)| !points.is_empty()).collect();
+            assert!(
+                plot.panels[panel].lines.iter().map(|line| &line.name).eq(expected.iter().map(|(name, _)| name)),
+                "{record} {rank}"
+            );
+            for (name, expected) in &expected {
+                assert!(is_near(&line(&plot, panel, name).points, expected), "{record} {name} {rank}: {expected:?}");
+            }
+        }
+        is_drawn(&plot);
+    }
 
     // What another library adds has a point where all four groups have a figure.
     let overlap: Vec<WithBase> = GROUPS
@@ -163,15 +271,17 @@ fn the_plot_of_layers_has_the_sums_of_the_record() {
     let one =
         [serde_json::from_str(r#"{"id": "dec/qwen3-8b/o/r16/t64/uniform8", "base_us": 10.0, "x_us": 12.0}"#).unwrap()];
     let [_, plot, _] =
-        of_h100(|record| [&overlap[..], &one].iter().for_each(|of| record.others.add_overlap(of).unwrap()));
-    assert!(is_near(&line(&plot, 0, "fastest other library").points, &[(8.0, 10.0)]));
+        plots_of("h100", |record| [&overlap[..], &one].iter().for_each(|of| record.others.add_overlap(of).unwrap()));
+    let layer = raw_layer("h100");
+    let gemm_us: f64 = GROUPS.iter().map(|group| with_gemm(&layer, group, 16, 8)["gemm_us"].as_f64().unwrap()).sum();
+    assert!(is_near(&line(&plot, 0, "fastest other library").points, &[(8.0, 100.0 * 10.0 / gemm_us)]));
     assert!(plot.panels[1].lines.iter().all(|line| line.name != "fastest other library"));
     is_drawn(&plot);
 }
 
 #[test]
 fn the_plot_of_experts_has_the_figures_of_the_record() {
-    let ([_, _, plot], moe, others) = (of_h100(|_| ()), raw("moe.json"), raw("others.json"));
+    let ([_, _, plot], moe, others) = (plots_of("h100", |_| ()), raw("h100", "moe.json"), raw("h100", "others.json"));
     for (panel, layout) in ["per_expert", "shared_outer"].into_iter().enumerate() {
         let mut expected = [const { Vec::new() }; 4];
         for tokens in [1, 8, 32, 128, 1024, 4096] {
@@ -184,8 +294,7 @@ fn the_plot_of_experts_has_the_figures_of_the_record() {
             let us = [us_of(&moe["moe"], &id)[0].1, other(false), other(true), floor_us(&moe, &id)];
             expected.iter_mut().zip(us).for_each(|(points, us)| points.push((f64::from(tokens), us)));
         }
-        let names =
-            ["aril", "fastest other library that adds", "fastest other that only writes deltas", "floor of bytes"];
+        let names = ["aril", "fastest other that adds", "fastest other, deltas only", "floor of bytes"];
         for (name, expected) in names.into_iter().zip(&expected) {
             assert!(is_near(&line(&plot, panel, name).points, expected), "{name}: {plot:?} {expected:?}");
         }
@@ -193,7 +302,7 @@ fn the_plot_of_experts_has_the_figures_of_the_record() {
     is_drawn(&plot);
 }
 
-/// The SVG draws each point where its logarithms belong, within a pixel, and names its figure.
+/// The SVG draws each point where its figures belong, within a pixel, names its figure, and has no line below a legend.
 fn is_drawn(plot: &Plot) {
     let svg = plot.svg().unwrap();
     let attribute = |element: &str, name: &str| -> f64 {
@@ -202,27 +311,61 @@ fn is_drawn(plot: &Plot) {
     };
     let circles = svg.split("<circle").skip(1).map(|element| (attribute(element, "cx"), attribute(element, "cy")));
     let circles: Vec<(f64, f64)> = circles.collect();
+    let legends: Vec<[f64; 4]> = svg
+        .split("<rect")
+        .filter(|element| element.contains(" opacity=\"0.9\""))
+        .map(|element| ["x", "y", "width", "height"].map(|name| attribute(element, name)))
+        .collect();
+    assert_eq!(legends.len(), plot.panels.len(), "{}", plot.file);
     let mut drawn = circles.as_slice();
-    for panel in &plot.panels {
+    for (panel, [x, y, width, height]) in plot.panels.iter().zip(legends) {
         let points: Vec<(f64, f64)> = panel.lines.iter().flat_map(|line| &line.points).copied().collect();
         let (of_panel, rest) = drawn.split_at(points.len());
         drawn = rest;
-        let logs: Vec<(f64, f64)> = points.iter().map(|(tokens, us)| (tokens.ln(), us.ln())).collect();
-        for axis in [|point: &(f64, f64)| point.0, |point: &(f64, f64)| point.1] {
+        let (scaled, least_scale): (fn(f64) -> f64, f64) = match plot.axis {
+            Axis::Time => (f64::ln, 10.0),
+            Axis::Percent => (|percent| percent, 1.0),
+        };
+        let scaled: Vec<(f64, f64)> = points.iter().map(|(tokens, figure)| (tokens.ln(), scaled(*figure))).collect();
+        let axes = [|point: &(f64, f64)| point.0, |point: &(f64, f64)| point.1];
+        let mut zero = 0.0;
+        for (axis, least_scale) in axes.into_iter().zip([10.0, least_scale]) {
             let (values, pixels): (Vec<f64>, Vec<f64>) =
-                (logs.iter().map(axis).collect(), of_panel.iter().map(axis).collect());
+                (scaled.iter().map(axis).collect(), of_panel.iter().map(axis).collect());
             let by = |a: &usize, b: &usize| values[*a].total_cmp(&values[*b]);
             let (low, high) = ((0..values.len()).min_by(by).unwrap(), (0..values.len()).max_by(by).unwrap());
             let scale = (pixels[high] - pixels[low]) / (values[high] - values[low]);
-            assert!(scale.abs() > 10.0, "{}: the axis is {scale} pixels for each factor of e", plot.file);
+            assert!(
+                scale.abs() > least_scale,
+                "{}: the axis is {scale} pixels for each factor of e or percent",
+                plot.file
+            );
             for (value, pixel) in values.iter().zip(&pixels) {
                 let expected = pixels[low] + (value - values[low]) * scale;
                 assert!((pixel - expected).abs() <= 2.0, "{}: {pixel}, not {expected}", plot.file);
             }
+            zero = pixels[low] - values[low] * scale;
         }
+        if plot.axis == Axis::Percent {
+            let [left, right] = [f64::min, f64::max].map(|of| of_panel.iter().map(|point| point.0).reduce(of).unwrap());
+            let is_zero = |pixel: i32| svg.contains(&format!("points=\"{left},{pixel} {right},{pixel} \""));
+            let pixel = zero.round() as i32;
+            assert!((pixel - 2..=pixel + 2).any(is_zero), "{} has no line at 0, {zero}", plot.file);
+        }
+        let mut of_panel = of_panel;
         for Line { name, points, .. } in &panel.lines {
+            let (of_line, rest) = of_panel.split_at(points.len());
+            of_panel = rest;
+            for (from, to) in of_line.iter().zip(of_line.iter().skip(1)) {
+                for part in (0..=20).map(|part| f64::from(part) / 20.0) {
+                    let (px, py) = (from.0 + (to.0 - from.0) * part, from.1 + (to.1 - from.1) * part);
+                    let is_covered = (x..=x + width).contains(&px) && (y..=y + height).contains(&py);
+                    assert!(!is_covered, "{}: the legend covers {name} at {px}, {py}", plot.file);
+                }
+            }
             assert!(svg.contains(&format!("\n{name}\n")), "{} has no legend for {name}", plot.file);
-            let figures: BTreeSet<String> = points.iter().map(|(tokens, us)| format!("{tokens}: {us:.2}")).collect();
+            let figures: BTreeSet<String> =
+                points.iter().map(|(tokens, figure)| format!("{tokens}: {figure:.2}")).collect();
             let row = svg.lines().find(|row| row.starts_with(&format!("{}; {name};", panel.caption))).unwrap();
             assert!(figures.iter().all(|figure| row.contains(figure.as_str())), "{row} lacks one of {figures:?}");
         }

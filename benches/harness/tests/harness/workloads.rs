@@ -39,9 +39,12 @@ fn bytes_count_what_is_in_use_once() {
     assert_eq!(qkv.flops(), 2 * 16 * 16 * (3 * 4096 + 6144));
     assert_eq!(qkv.class(), "decode T<=16 few adapters");
 
-    // Base tokens move nothing; resident adapters that nobody uses are not read.
-    let none = of("dec/qwen3-8b/o/r16/t16/uniform8_none25").bytes();
-    assert_eq!(none.x, 12 * 4096 * 2);
+    // Base tokens move nothing, unless with the base GEMM; resident adapters that nobody uses are not read.
+    let none = of("dec/qwen3-8b/o/r16/t16/uniform8_none25");
+    assert_eq!(none.bytes().x, 12 * 4096 * 2);
+    let with_base = none.bytes_with_base();
+    assert_eq!((with_base.x, with_base.y), (16 * 4096 * 2, 16 * 4096 * 2));
+    assert_eq!(with_base.weights, 4096 * 4096 * 2 + none.bytes().weights);
     let pool = of("dec/qwen3-8b/o/r16/t1/one_pool64");
     assert_eq!((pool.num_slots(), pool.bytes().weights), (64, 16 * 8192 * 2));
 

@@ -1,0 +1,39 @@
+use std::{fmt, ops::Range};
+
+use super::{
+    PoolError, StreamId,
+    core::Granted,
+    transfer::{Commit, Copy},
+};
+use crate::{adapter::SlotImage, error::LoadError};
+
+/// The memory and the streams of a pool.
+pub(crate) trait Backend: fmt::Debug {
+    /// An adapter in the host tier.
+    type Packed: fmt::Debug + Send + 'static;
+    /// Writes adapters to the host tier, on loader threads.
+    type Packer: Clone + Send + 'static;
+
+    /// What a slot's block has beside the image, in bytes.
+    fn row_bytes(&self) -> usize;
+
+    fn packer(&self) -> Self::Packer;
+
+    /// Writes an image to its place in the host tier, which has the size of its block. Nothing else uses the place meanwhile.
+    fn pack(packer: &Self::Packer, image: &SlotImage<'_>, to: Range<usize>) -> Result<Self::Packed, LoadError>;
+
+    /// As [`Transfer::copy`](super::transfer::Transfer::copy).
+    fn copy(&mut self, packed: &mut Self::Packed, copy: &Copy, waits: &[Commit]) -> Result<(), LoadError>;
+
+    /// The number of a copy that has ended since the last call.
+    fn next_copied(&mut self) -> Option<u64>;
+
+    /// Makes the adapter of a slot visible to later launches on a stream.
+    fn lease(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError>;
+
+    /// Marks the end of a step's launches on a stream.
+    fn commit(&mut self, commit: Commit) -> Result<(), PoolError>;
+
+    /// The slot is empty.
+    fn evict(&mut self, slot: usize);
+}

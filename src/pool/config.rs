@@ -1,0 +1,37 @@
+/// Memory and threads of a pool.
+///
+/// ```
+/// use aril::pool::PoolConfig;
+///
+/// let config = PoolConfig::arena_bytes(8 << 30).host_bytes(64 << 30).loaders(4);
+/// # let _ = config;
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PoolConfig {
+    /// Device memory for adapters, in bytes.
+    pub arena_bytes: usize,
+    /// Host memory for adapters, in bytes. On CUDA it is page-locked and allocated at once.
+    pub host_bytes: usize,
+    /// Threads that read adapters, at least 1. Each reads one adapter at a time.
+    pub loaders: usize,
+}
+
+impl PoolConfig {
+    /// An arena of `arena_bytes` bytes, as much host memory, and two loader threads.
+    pub const fn arena_bytes(arena_bytes: usize) -> Self {
+        Self { arena_bytes, host_bytes: arena_bytes, loaders: 2 }
+    }
+
+    /// Sets the size of the host tier.
+    #[must_use]
+    pub const fn host_bytes(self, host_bytes: usize) -> Self {
+        Self { host_bytes, ..self }
+    }
+
+    /// Sets the number of loader threads.
+    #[must_use]
+    pub const fn loaders(self, loaders: usize) -> Self {
+        Self { loaders, ..self }
+    }
+}

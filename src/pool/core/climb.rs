@@ -1,0 +1,222 @@
+//! The way up: from the source to host memory, and from there to the device.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use super::{Core, HostPlace, Rule};
+use crate::{
+    blocks::Block,
+    error::LoadError,
+    pool::{
+        AdapterId, PoolError,
+        transfer::{Copy, Transfer},
+    },
+};
+
+/// What came of an attempt to copy an adapter to the device.
+enum Placed {
+    /// It is being copied, or the copy failed.
+    Done,
+    /// It would evict adapters that were used after it was asked for. It stays in host memory.
+    Outranked,
+    /// There is no room until something is released.
+    Blocked,
+}
+
+impl Core {
+    /// Brings the missing adapters of the current batch to the device, or says why they cannot all be there.
+    pub(super) fn bring(&mut self, missing: &[AdapterId], transfer: &mut impl Transfer) -> Result<(), PoolError> {
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let needed: usize = missing.iter().map(|id| self.adapters[id].bytes).sum();
+        let (slots, bytes) = self.device.reclaimable(|id| self.rank(id));
+        if slots < missing.len() || bytes < needed {
+            self.counters.full += 1;
+            return Err(PoolError::Full);
+        }
+        for &id in missing.iter().rev() {
+            self.enqueue(id, VecDeque::push_front);
+        }
+        self.advance(transfer);
+        let mut refusal = None;
+        for &id in missing {
+            let entry = &self.adapters[&id];
+            if let Some(error) = &entry.failure {
+                return Err(PoolError::Failed { id, error: Arc::clone(error) });
+            }
+            if entry.slot.is_none() && !matches!(refusal, Some(PoolError::Loading { .. })) {
+                refusal = Some(if entry.host.is_ready() { PoolError::Full } else { PoolError::Loading { id } });
+            }
+        }
+        match &refusal {
+            Some(PoolError::Loading { .. }) => self.counters.loading += 1,
+            Some(_) => self.counters.full += 1,
+            None => {}
+        }
+        refusal.map_or(Ok(()), Err)
+    }
+
+    /// Puts an adapter that is not on the device into the queue.
+    pub(super) fn enqueue(&mut self, id: AdapterId, push: fn(&mut VecDeque<AdapterId>, AdapterId)) {
+        let Some(entry) = self.adapters.get_mut(&id).filter(|entry| entry.slot.is_none()) else { return };
+        if std::mem::replace(&mut entry.is_waiting, true) {
+            self.queue.retain(|&other| other != id);
+        }
+        push(&mut self.queue, id);
+    }
+
+    /// Starts the reads and copies for which there is room, in the queue's order. An adapter does not overtake another one that
+    /// waits for the same memory.
+    pub(super) fn advance(&mut self, transfer: &mut impl Transfer) {
+        let (mut no_device, mut no_host) = (false, false);
+        let mut queue = std::mem::take(&mut self.queue);
+        queue.retain(|&id| {
+            let Some(entry) = self.adapters.get_mut(&id) else { return false };
+            match &entry.host {
+                HostPlace::Reading(_) => {}
+                HostPlace::Absent => no_host = no_host || !self.read(id, transfer),
+                HostPlace::Ready { .. } if no_device => {}
+                HostPlace::Ready { .. } => match self.place(id, transfer) {
+                    Placed::Done => return false,
+                    Placed::Outranked => {
+                        self.adapters.entry(id).and_modify(|entry| entry.is_waiting = false);
+                        return false;
+                    }
+                    Placed::Blocked => no_device = true,
+                },
+            }
+            true
+        });
+        self.queue = queue;
+    }
+
+    /// Starts to read an adapter, if there is room in the host tier.
+    fn read(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> bool {
+        if self.reads == self.max_reads {
+            return false;
+        }
+        let Some(block) = self.host_block(id, transfer) else { return false };
+        let to = block.range();
+        if let Some(entry) = self.adapters.get_mut(&id) {
+            entry.host = HostPlace::Reading(block);
+        }
+        self.reads += 1;
+        transfer.read(id, to);
+        true
+    }
+
+    /// Host memory for an adapter. Evicts others, and adapters in the queue only for the current batch.
+    fn host_block(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Option<Block> {
+        let bytes = self.adapters[&id].bytes;
+        let is_urgent = self.adapters[&id].batch == self.batch;
+        loop {
+            if let Some(block) = self.host.blocks.allocate(bytes) {
+                return Some(block);
+            }
+            let is_free = |other| self.may_leave_host(other) && !self.adapters[&other].is_waiting;
+            let is_less_urgent =
+                |other| is_urgent && self.may_leave_host(other) && self.adapters[&other].batch != self.batch;
+            let victim = self.host.victim(is_free).or_else(|| self.host.victim(is_less_urgent))?;
+            self.forget(victim, transfer);
+            self.counters.host_evictions += 1;
+        }
+    }
+
+    /// Whether an adapter is in host memory, and nothing reads it there.
+    pub(super) fn may_leave_host(&self, id: AdapterId) -> bool {
+        let Some(entry) = self.adapters.get(&id) else { return false };
+        let is_copying = entry.slot.is_some_and(|slot| self.device.is_copying(slot));
+        entry.host.is_ready() && (!is_copying || !self.device.rules.holds(Rule::Source))
+    }
+
+    /// The last use of an adapter that may be evicted from the device: neither pinned nor in the current batch.
+    fn rank(&self, id: AdapterId) -> Option<u64> {
+        let entry = self.adapters.get(&id)?;
+        (!entry.is_pinned && entry.batch != self.batch).then_some(entry.last_use)
+    }
+
+    /// Copies an adapter from host memory to the device. Evicts the least recently used others.
+    fn place(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Placed {
+        let Some(entry) = self.adapters.get(&id) else { return Placed::Done };
+        let HostPlace::Ready { block, bytes } = &entry.host else { return Placed::Blocked };
+        let (from, bytes) = (block.offset()..block.offset() + bytes, *bytes);
+        let last_use = entry.last_use;
+        let is_enough = |(slots, free): (usize, usize)| slots > 0 && free >= bytes;
+        let older = |core: &Self, id| core.rank(id).filter(|&rank| rank < last_use);
+        if !is_enough(self.device.reclaimable(|id| older(self, id))) {
+            let is_outranked = is_enough(self.device.reclaimable(|id| self.rank(id)));
+            return if is_outranked { Placed::Outranked } else { Placed::Blocked };
+        }
+        let copy = loop {
+            if let Some(copy) = self.device.take(id, bytes) {
+                break Copy { from, ..copy };
+            }
+            let Some(victim) = self.device.victim(|id| older(self, id)) else {
+                // Enough is free, but in pieces.
+                let is_outranked = self.device.victim(|id| self.rank(id)).is_some();
+                return if is_outranked { Placed::Outranked } else { Placed::Blocked };
+            };
+            self.evict(victim, transfer);
+            self.counters.evictions += 1;
+        };
+        let waits = self.device.waits(copy.slot);
+        match transfer.copy(&copy, &waits) {
+            Ok(()) => {
+                self.counters.copies += 1;
+                self.counters.copied_bytes += bytes as u64;
+                self.adapters.entry(id).and_modify(|entry| {
+                    entry.slot = Some(copy.slot);
+                    entry.is_waiting = false;
+                });
+            }
+            Err(error) => {
+                self.device.evict(copy.slot);
+                self.fail(id, error);
+            }
+        }
+        Placed::Done
+    }
+
+    /// Takes the result of a read: the adapter's size in bytes, at most the one registered.
+    pub(crate) fn has_read(
+        &mut self,
+        id: AdapterId,
+        time: Duration,
+        result: Result<usize, LoadError>,
+        transfer: &mut impl Transfer,
+    ) {
+        self.reads -= 1;
+        self.counters.read_time += time;
+        let Some(entry) = self.adapters.get_mut(&id) else { return };
+        let HostPlace::Reading(block) = std::mem::take(&mut entry.host) else { return };
+        match result {
+            Ok(bytes) => {
+                entry.bytes = bytes;
+                entry.host = HostPlace::Ready { block, bytes };
+                self.host.insert(entry.last_use, id);
+                self.counters.reads += 1;
+                self.counters.read_bytes += bytes as u64;
+            }
+            Err(error) => {
+                self.host.blocks.free(block);
+                self.fail(id, error);
+                self.queue.retain(|&other| other != id);
+            }
+        }
+        self.poll(transfer);
+    }
+
+    /// Takes note of the end of a copy.
+    pub(crate) fn has_copied(&mut self, number: u64) {
+        self.device.has_copied(number);
+    }
+
+    /// Takes note of an adapter that could not be loaded.
+    fn fail(&mut self, id: AdapterId, error: LoadError) {
+        self.counters.failures += 1;
+        if let Some(entry) = self.adapters.get_mut(&id) {
+            entry.failure = Some(Arc::new(error));
+            entry.is_waiting = false;
+        }
+    }
+}

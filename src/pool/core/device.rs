@@ -1,0 +1,219 @@
+//! The device tier: slots and blocks, and when they may be overwritten.
+
+use super::{Rule, rules::Rules};
+use crate::{
+    blocks::{Block, Blocks},
+    plan::PlanError,
+    pool::{
+        AdapterId, StreamId,
+        transfer::{Commit, Copy},
+    },
+};
+
+/// The slots and the arena of the device.
+///
+/// Memory may be overwritten after a commit, on every stream that it was leased for, since its last lease ended. A slot that meets
+/// this condition is *idle*. The commits have been enqueued then, but may not have run: the copy waits for them.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(super) blocks: Blocks,
+    slots: Vec<Place>,
+    /// Commits so far, by stream.
+    commits: Vec<u64>,
+    /// The last commit, by stream, that free memory was leased for; 0 if none.
+    fence: Vec<u64>,
+    copies: u64,
+    pub(super) rules: Rules,
+}
+
+/// A slot.
+#[derive(Debug, Default)]
+struct Place {
+    content: Option<Content>,
+    /// By stream.
+    uses: Vec<Use>,
+}
+
+/// What is in a slot.
+#[derive(Debug)]
+struct Content {
+    id: AdapterId,
+    block: Block,
+    /// Number of the copy that brought it.
+    number: u64,
+    is_copying: bool,
+    leases: usize,
+}
+
+/// The use of a slot on one stream.
+#[derive(Clone, Copy, Debug, Default)]
+struct Use {
+    /// Whether it has been leased since the slot was idle.
+    leased: bool,
+    /// The commit that ends its last use; 0 if it was not used.
+    commit: u64,
+}
+
+/// A lease that was granted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Granted {
+    pub(crate) slot: usize,
+    /// Number of the copy that brought the adapter.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
+    pub(crate) number: u64,
+    /// Whether the copy has not ended yet.
+    pub(crate) is_copying: bool,
+}
+
+/// The content of a slot, for reports.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Occupied {
+    pub(crate) id: AdapterId,
+    pub(crate) is_copying: bool,
+    pub(crate) leases: usize,
+}
+
+impl Device {
+    pub(super) fn new(num_slots: usize, arena_bytes: usize) -> Result<Self, PlanError> {
+        Ok(Self {
+            blocks: Blocks::new("the arena's bytes", arena_bytes)?,
+            slots: (0..num_slots).map(|_| Place::default()).collect(),
+            commits: Vec::new(),
+            fence: Vec::new(),
+            copies: 0,
+            rules: Rules::default(),
+        })
+    }
+
+    pub(super) fn add_stream(&mut self) -> StreamId {
+        let stream = StreamId(self.commits.len());
+        self.commits.push(0);
+        self.fence.push(0);
+        self.slots.iter_mut().for_each(|place| place.uses.push(Use::default()));
+        stream
+    }
+
+    pub(super) fn has_stream(&self, stream: StreamId) -> bool {
+        stream.0 < self.commits.len()
+    }
+
+    pub(super) fn num_slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Takes note of the end of a step's launches.
+    pub(super) fn commit(&mut self, stream: StreamId) {
+        self.commits[stream.0] += 1;
+    }
+
+    /// The number of a stream's next commit.
+    pub(super) fn next_commit(&self, stream: StreamId) -> Option<u64> {
+        self.commits.get(stream.0).map(|commits| commits + 1)
+    }
+
+    /// Leases of a slot.
+    pub(super) fn leases(&self, slot: usize) -> usize {
+        self.slots[slot].content.as_ref().map_or(0, |content| content.leases)
+    }
+
+    pub(super) fn lease(&mut self, slot: usize, stream: StreamId) -> Option<Granted> {
+        let is_idle = self.is_idle(slot);
+        let place = &mut self.slots[slot];
+        let content = place.content.as_mut()?;
+        if is_idle {
+            place.uses.iter_mut().for_each(|usage| usage.leased = false);
+        }
+        place.uses[stream.0].leased = true;
+        content.leases += 1;
+        Some(Granted { slot, number: content.number, is_copying: content.is_copying })
+    }
+
+    /// Ends one lease.
+    pub(super) fn release(&mut self, slot: usize) {
+        let place = &mut self.slots[slot];
+        let Some(content) = &mut place.content else { return };
+        content.leases -= 1;
+        if content.leases == 0 {
+            let next = u64::from(self.rules.holds(Rule::Commit));
+            let streams = if self.rules.holds(Rule::EveryStream) { usize::MAX } else { 1 };
+            let leased = place.uses.iter_mut().zip(&self.commits).filter(|(usage, _)| usage.leased);
+            leased.take(streams).for_each(|(usage, commits)| usage.commit = commits + next);
+        }
+    }
+
+    /// Whether an adapter is in the slot, and may be evicted.
+    pub(super) fn is_idle(&self, slot: usize) -> bool {
+        let Place { content: Some(content), uses } = &self.slots[slot] else { return false };
+        let is_copied = !content.is_copying || !self.rules.holds(Rule::Copying);
+        let is_released = content.leases == 0 || !self.rules.holds(Rule::Leases);
+        is_copied && is_released && uses.iter().zip(&self.commits).all(|(usage, &commits)| commits >= usage.commit)
+    }
+
+    /// The idle adapters for which `rank` returns a number.
+    fn victims(&self, rank: impl Fn(AdapterId) -> Option<u64>) -> impl Iterator<Item = (u64, &Content)> {
+        let idle = (0..self.slots.len()).filter(|&slot| self.is_idle(slot));
+        let contents = idle.filter_map(|slot| self.slots[slot].content.as_ref());
+        contents.filter_map(move |content| Some((rank(content.id)?, content)))
+    }
+
+    /// The idle adapter of the lowest rank.
+    pub(super) fn victim(&self, rank: impl Fn(AdapterId) -> Option<u64>) -> Option<AdapterId> {
+        self.victims(rank).min_by_key(|(rank, _)| *rank).map(|(_, content)| content.id)
+    }
+
+    /// Slots and bytes that are free or could be evicted.
+    pub(super) fn reclaimable(&self, rank: impl Fn(AdapterId) -> Option<u64>) -> (usize, usize) {
+        let free = self.slots.iter().filter(|place| place.content.is_none()).count();
+        let sum = |(slots, bytes), (_, content): (u64, &Content)| (slots + 1, bytes + content.block.bytes());
+        self.victims(rank).fold((free, self.blocks.usage().free()), sum)
+    }
+
+    /// Takes a free slot and block for an adapter, if there are any. Returns its copy without the source.
+    pub(super) fn take(&mut self, id: AdapterId, bytes: usize) -> Option<Copy> {
+        let slot = self.slots.iter().position(|place| place.content.is_none())?;
+        let block = self.blocks.allocate(bytes)?;
+        self.copies += 1;
+        let (to, number) = (block.range(), self.copies);
+        self.slots[slot].content = Some(Content { id, block, number, is_copying: true, leases: 0 });
+        Some(Copy { id, from: 0..0, to, slot, number })
+    }
+
+    /// The commits that a copy into free memory waits for.
+    pub(super) fn waits(&self, slot: usize) -> Vec<Commit> {
+        let of_slot = |stream: usize| self.slots[slot].uses[stream].commit;
+        let number = |(stream, &fence): (usize, &u64)| {
+            let number = if self.rules.holds(Rule::Memory) { fence } else { of_slot(stream) };
+            Commit { stream: StreamId(stream), number }
+        };
+        self.fence.iter().enumerate().map(number).filter(|commit| commit.number > 0).collect()
+    }
+
+    pub(super) fn has_copied(&mut self, number: u64) -> Option<AdapterId> {
+        let mut contents = self.slots.iter_mut().filter_map(|place| place.content.as_mut());
+        let content = contents.find(|content| content.number == number)?;
+        content.is_copying = false;
+        Some(content.id)
+    }
+
+    pub(super) fn is_copying(&self, slot: usize) -> bool {
+        self.slots[slot].content.as_ref().is_some_and(|content| content.is_copying)
+    }
+
+    /// Empties a slot. Later copies wait for its last use.
+    pub(super) fn evict(&mut self, slot: usize) {
+        let place = &mut self.slots[slot];
+        for (usage, fence) in place.uses.iter_mut().zip(&mut self.fence) {
+            *fence = usage.commit.max(*fence);
+            usage.leased = false;
+        }
+        if let Some(content) = place.content.take() {
+            self.blocks.free(content.block);
+        }
+    }
+
+    /// The contents of the slots.
+    pub(super) fn occupied(&self) -> impl Iterator<Item = Occupied> {
+        let contents = self.slots.iter().filter_map(|place| place.content.as_ref());
+        contents.map(|&Content { id, is_copying, leases, .. }| Occupied { id, is_copying, leases })
+    }
+}

@@ -1,0 +1,300 @@
+//! The pool's decisions, without memory, threads or a device: a [`Transfer`] carries them out.
+
+mod climb;
+mod device;
+mod host;
+mod report;
+mod rules;
+#[cfg(test)]
+mod schedules;
+#[cfg(test)]
+mod world;
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
+
+use self::{device::Device, host::HostPlace};
+pub(crate) use self::{device::Granted, host::Host, rules::Rule};
+use super::{AdapterId, Counters, PoolError, StreamId, transfer::Transfer};
+use crate::{error::LoadError, plan::PlanError};
+
+/// Which adapters are where, and what happens next.
+#[derive(Debug)]
+pub(crate) struct Core {
+    device: Device,
+    host: Host,
+    adapters: HashMap<AdapterId, Entry>,
+    /// Adapters on their way up, the most urgent ones first.
+    queue: VecDeque<AdapterId>,
+    /// Unregistered adapters that still have memory.
+    gone: Vec<AdapterId>,
+    reads: usize,
+    max_reads: usize,
+    /// Number of the last use. It orders adapters by use.
+    uses: u64,
+    /// Number of the batch that is being prepared, or of the next one.
+    batch: u64,
+    pins: usize,
+    pub(crate) counters: Counters,
+}
+
+/// Bounds of a pool.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) num_slots: usize,
+    pub(crate) arena_bytes: usize,
+    pub(crate) host_bytes: usize,
+    /// Reads at the same time.
+    pub(crate) max_reads: usize,
+}
+
+/// An adapter.
+#[derive(Debug, Default)]
+struct Entry {
+    /// Size of its block. Before the first read, an upper bound.
+    bytes: usize,
+    last_use: u64,
+    /// Number of the last batch that it was in.
+    batch: u64,
+    host: HostPlace,
+    slot: Option<usize>,
+    is_pinned: bool,
+    is_gone: bool,
+    /// Whether it is in the queue.
+    is_waiting: bool,
+    /// Whether it was not on the device when it was last asked for.
+    is_missed: bool,
+    failure: Option<Arc<LoadError>>,
+}
+
+impl Core {
+    pub(crate) fn new(limits: Limits) -> Result<Self, PlanError> {
+        let mut device = Device::new(limits.num_slots, limits.arena_bytes)?;
+        device.add_stream();
+        Ok(Self {
+            device,
+            host: Host::new(limits.host_bytes)?,
+            adapters: HashMap::new(),
+            queue: VecDeque::new(),
+            gone: Vec::new(),
+            reads: 0,
+            max_reads: limits.max_reads,
+            uses: 0,
+            // No adapter has been in it.
+            batch: 1,
+            pins: 0,
+            counters: Counters::default(),
+        })
+    }
+
+    pub(crate) fn add_stream(&mut self) -> StreamId {
+        self.device.add_stream()
+    }
+
+    /// Makes an adapter of at most `bytes` bytes known.
+    pub(crate) fn register(&mut self, bytes: usize) -> Result<AdapterId, PoolError> {
+        for (what, blocks) in [("arena", &self.device.blocks), ("host tier", &self.host.blocks)] {
+            if !blocks.can_hold(bytes) {
+                let max = blocks.usage().capacity;
+                return Err(PoolError::TooLarge { adapters: 1, bytes, what, max });
+            }
+        }
+        let id = AdapterId::next();
+        self.adapters.insert(id, Entry { bytes, ..Entry::default() });
+        Ok(id)
+    }
+
+    /// Forgets an adapter: at once for new requests, and its memory once nothing uses it.
+    pub(crate) fn unregister(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+        self.set_pinned(id, false)?;
+        let entry = self.registered(id)?;
+        entry.is_gone = true;
+        if std::mem::take(&mut entry.is_waiting) {
+            self.queue.retain(|&other| other != id);
+        }
+        self.gone.push(id);
+        self.sweep(transfer);
+        Ok(())
+    }
+
+    /// Starts the way up to the device.
+    pub(crate) fn prefetch(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+        let entry = self.registered(id)?;
+        entry.failure = None;
+        self.touch(id);
+        self.enqueue(id, VecDeque::push_back);
+        self.advance(transfer);
+        Ok(())
+    }
+
+    /// Keeps an adapter on the device once it is there, or no longer. At least one slot, and room for the largest of the other
+    /// adapters, is never pinned.
+    pub(crate) fn set_pinned(&mut self, id: AdapterId, is_pinned: bool) -> Result<(), PoolError> {
+        let entry = self.registered(id)?;
+        if entry.is_pinned == is_pinned {
+            return Ok(());
+        }
+        if is_pinned {
+            let others = self.adapters.iter().filter(|(other, entry)| **other != id && !entry.is_gone);
+            let (pinned, free): (Vec<_>, Vec<_>) = others.map(|(_, entry)| entry).partition(|entry| entry.is_pinned);
+            let pinned: usize = pinned.iter().map(|entry| entry.bytes).sum();
+            let largest = free.iter().map(|entry| entry.bytes).max().unwrap_or(0);
+            let needed = pinned + self.adapters[&id].bytes + largest;
+            if self.pins + 1 >= self.device.num_slots() || needed > self.device.blocks.usage().capacity {
+                return Err(PoolError::Pinned { id });
+            }
+        }
+        self.registered(id)?.is_pinned = is_pinned;
+        self.pins = if is_pinned { self.pins + 1 } else { self.pins - 1 };
+        Ok(())
+    }
+
+    /// Leases all adapters of a batch for a step on `stream`, or none. No adapter of the batch is evicted for another one.
+    pub(crate) fn prepare(
+        &mut self,
+        ids: &[AdapterId],
+        stream: StreamId,
+        transfer: &mut impl Transfer,
+    ) -> Result<Vec<Granted>, PoolError> {
+        if !self.device.has_stream(stream) {
+            return Err(PoolError::NoSuchStream { stream });
+        }
+        let missing = self.missing(ids);
+        let brought = missing.and_then(|missing| self.bring(&missing, transfer));
+        // From here on, its adapters are merely the most recently used ones.
+        self.batch += 1;
+        brought?;
+        let mut granted = Vec::with_capacity(ids.len());
+        for &id in ids {
+            let entry = self.registered(id)?;
+            let was_missed = std::mem::take(&mut entry.is_missed);
+            let slot = entry.slot;
+            let lease = slot.and_then(|slot| self.device.lease(slot, stream)).ok_or(PoolError::Full)?;
+            self.counters.hits += u64::from(!was_missed);
+            self.counters.misses += u64::from(was_missed);
+            self.counters.waits += u64::from(lease.is_copying);
+            granted.push(lease);
+        }
+        Ok(granted)
+    }
+
+    /// The adapters of a batch that are not on the device. They become the most recently used ones.
+    fn missing(&mut self, ids: &[AdapterId]) -> Result<Vec<AdapterId>, PoolError> {
+        for &id in ids {
+            let entry = self.registered(id)?;
+            if let Some(error) = &entry.failure {
+                return Err(PoolError::Failed { id, error: Arc::clone(error) });
+            }
+        }
+        let (mut adapters, mut bytes, mut missing) = (0, 0, Vec::new());
+        for &id in ids {
+            let batch = self.batch;
+            let entry = self.registered(id)?;
+            if std::mem::replace(&mut entry.batch, batch) == batch {
+                continue;
+            }
+            (adapters, bytes) = (adapters + 1, bytes + entry.bytes);
+            if entry.slot.is_none() {
+                entry.is_missed = true;
+                missing.push(id);
+            }
+            self.touch(id);
+        }
+        let pinned = self.device.occupied().filter_map(|place| self.adapters.get(&place.id));
+        let pinned = pinned.filter(|entry| entry.is_pinned && entry.batch != self.batch);
+        let pinned = pinned.fold((0, 0), |(slots, bytes), entry| (slots + 1, bytes + entry.bytes));
+        let (num_slots, capacity) = (self.device.num_slots(), self.device.blocks.usage().capacity);
+        for (what, max, needed) in
+            [("number of slots", num_slots, adapters + pinned.0), ("arena", capacity, bytes + pinned.1)]
+        {
+            if needed > max {
+                return Err(PoolError::TooLarge { adapters, bytes, what, max });
+            }
+        }
+        Ok(missing)
+    }
+
+    /// Reads that have not ended.
+    pub(crate) fn reads(&self) -> usize {
+        self.reads
+    }
+
+    /// Ends a lease.
+    pub(crate) fn release(&mut self, slot: usize) {
+        self.device.release(slot);
+    }
+
+    /// Takes note of the end of a step's launches on a stream.
+    pub(crate) fn commit(&mut self, stream: StreamId, transfer: &mut impl Transfer) {
+        self.device.commit(stream);
+        self.poll(transfer);
+    }
+
+    /// The number of a stream's next commit.
+    pub(crate) fn next_commit(&self, stream: StreamId) -> Result<u64, PoolError> {
+        self.device.next_commit(stream).ok_or(PoolError::NoSuchStream { stream })
+    }
+
+    /// Frees what is no longer used, and continues what waits for room.
+    pub(crate) fn poll(&mut self, transfer: &mut impl Transfer) {
+        self.sweep(transfer);
+        self.advance(transfer);
+    }
+
+    fn registered(&mut self, id: AdapterId) -> Result<&mut Entry, PoolError> {
+        self.adapters.get_mut(&id).filter(|entry| !entry.is_gone).ok_or(PoolError::Unknown { id })
+    }
+
+    /// Makes an adapter the most recently used one.
+    fn touch(&mut self, id: AdapterId) {
+        self.uses += 1;
+        if let Some(entry) = self.adapters.get_mut(&id) {
+            let last_use = std::mem::replace(&mut entry.last_use, self.uses);
+            self.host.touch(last_use, self.uses);
+        }
+    }
+
+    /// Frees the memory of unregistered adapters that nothing uses.
+    fn sweep(&mut self, transfer: &mut impl Transfer) {
+        let mut gone = std::mem::take(&mut self.gone);
+        gone.retain(|&id| !self.remove(id, transfer));
+        self.gone = gone;
+    }
+
+    /// Frees what nothing uses of an adapter's memory. Returns whether it had no other.
+    fn remove(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> bool {
+        let Some(entry) = self.adapters.get(&id) else { return true };
+        if entry.slot.is_some_and(|slot| self.device.is_idle(slot)) {
+            self.evict(id, transfer);
+        }
+        if self.may_leave_host(id) {
+            self.forget(id, transfer);
+        }
+        let entry = &self.adapters[&id];
+        let is_empty = entry.slot.is_none() && matches!(entry.host, HostPlace::Absent);
+        if is_empty {
+            self.adapters.remove(&id);
+        }
+        is_empty
+    }
+
+    /// Empties the slot of an idle adapter.
+    fn evict(&mut self, id: AdapterId, transfer: &mut impl Transfer) {
+        if let Some(slot) = self.adapters.get_mut(&id).and_then(|entry| entry.slot.take()) {
+            self.device.evict(slot);
+            transfer.evict(slot);
+        }
+    }
+
+    /// Frees the host memory of an adapter that is not being copied.
+    fn forget(&mut self, id: AdapterId, transfer: &mut impl Transfer) {
+        let Some(entry) = self.adapters.get_mut(&id) else { return };
+        if let HostPlace::Ready { block, .. } = std::mem::take(&mut entry.host) {
+            self.host.remove(entry.last_use);
+            self.host.blocks.free(block);
+            transfer.forget(id);
+        }
+    }
+}

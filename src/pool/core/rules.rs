@@ -1,0 +1,37 @@
+//! The rules for overwriting memory. Tests break each of them to show that its violation is seen.
+
+/// A rule for overwriting memory.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Rule {
+    /// A leased slot is not overwritten.
+    Leases,
+    /// Launches may follow the end of a lease until the next commit.
+    Commit,
+    /// So they may on every stream that the slot was leased for.
+    EveryStream,
+    /// A copy waits for the commits of the memory that it overwrites, whichever slot it belonged to.
+    Memory,
+    /// A block is not overwritten while it is being copied to.
+    Copying,
+    /// A host block is not overwritten while it is being copied from.
+    Source,
+}
+
+/// The rules that hold: all of them, except in tests.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rules {
+    #[cfg(test)]
+    pub(crate) broken: Option<Rule>,
+}
+
+impl Rules {
+    #[cfg(test)]
+    pub(super) fn holds(self, rule: Rule) -> bool {
+        self.broken != Some(rule)
+    }
+
+    #[cfg(not(test))]
+    pub(super) const fn holds(self, _rule: Rule) -> bool {
+        true
+    }
+}

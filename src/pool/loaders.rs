@@ -1,0 +1,73 @@
+//! The threads that read adapters and pack them into host memory.
+
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        mpsc::{Receiver, Sender, channel},
+    },
+    time::{Duration, Instant},
+};
+
+use rayon::ThreadPoolBuildError;
+
+use super::{AdapterId, Source};
+use crate::{adapter::SlotImage, error::LoadError};
+
+/// Loader threads. They are apart from rayon's other ones, which the engine may use.
+#[derive(Debug)]
+pub(super) struct Loaders<P> {
+    threads: rayon::ThreadPool,
+    sender: Sender<Loaded<P>>,
+    results: Receiver<Loaded<P>>,
+}
+
+/// The end of a read.
+#[derive(Debug)]
+pub(super) struct Loaded<P> {
+    pub(super) id: AdapterId,
+    pub(super) time: Duration,
+    pub(super) result: Result<P, LoadError>,
+}
+
+impl<P: Send + 'static> Loaders<P> {
+    pub(super) fn new(threads: usize) -> Result<Self, ThreadPoolBuildError> {
+        let threads =
+            rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("aril-loader-{i}")).build()?;
+        let (sender, results) = channel();
+        Ok(Self { threads, sender, results })
+    }
+
+    /// Starts to read an adapter. A panic is an error of this adapter.
+    pub(super) fn start(
+        &self,
+        id: AdapterId,
+        source: Arc<Source>,
+        pack: impl FnOnce(&SlotImage<'_>) -> Result<P, LoadError> + Send + 'static,
+    ) {
+        let sender = self.sender.clone();
+        self.threads.spawn(move || {
+            let start = Instant::now();
+            let result = catch_unwind(AssertUnwindSafe(|| source.read(pack)));
+            let result = result.unwrap_or_else(|panic| Err(LoadError::Panicked { message: message(&*panic) }));
+            // Without a receiver, the pool is gone, and what was packed is dropped.
+            let _ = sender.send(Loaded { id, time: start.elapsed(), result });
+        });
+    }
+
+    /// A read that has ended.
+    pub(super) fn next(&self) -> Option<Loaded<P>> {
+        self.results.try_recv().ok()
+    }
+
+    /// Blocks this thread until a read ends, or for `timeout`.
+    pub(super) fn wait(&self, timeout: Duration) -> Option<Loaded<P>> {
+        self.results.recv_timeout(timeout).ok()
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+}

@@ -1,0 +1,202 @@
+//! A pool of either backend: the state machine, the loader threads and the leases.
+
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{
+        Arc,
+        mpsc::{Receiver, Sender, channel},
+    },
+    time::Duration,
+};
+
+use super::{
+    AdapterId, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
+    backend::Backend,
+    core::{Core, Limits},
+    loaders::{Loaded, Loaders},
+    transfer::{Commit, Copy, Transfer},
+};
+use crate::{
+    Slot,
+    adapter::layout::ALIGNMENT_BYTES,
+    error::{LoadError, SlotError},
+    residency::Bounds,
+};
+
+/// A pool on a backend.
+#[derive(Debug)]
+pub(crate) struct Pool<B: Backend> {
+    core: Core,
+    tiers: Tiers<B>,
+    bounds: Bounds,
+    releases: Receiver<Slot>,
+    releaser: Sender<Slot>,
+}
+
+/// What the state machine decides about.
+#[derive(Debug)]
+struct Tiers<B: Backend> {
+    backend: B,
+    sources: HashMap<AdapterId, Arc<Source>>,
+    /// The adapters in the host tier.
+    packed: HashMap<AdapterId, B::Packed>,
+    loaders: Loaders<(B::Packed, usize)>,
+}
+
+impl<B: Backend> Pool<B> {
+    pub(crate) fn new(backend: B, bounds: Bounds, config: PoolConfig) -> Result<Self, PoolError> {
+        let limits = Limits {
+            num_slots: bounds.capacity.num_slots,
+            arena_bytes: config.arena_bytes,
+            host_bytes: config.host_bytes,
+            max_reads: config.loaders.max(1),
+        };
+        let (releaser, releases) = channel();
+        let loaders = Loaders::new(limits.max_reads)?;
+        let tiers = Tiers { backend, sources: HashMap::new(), packed: HashMap::new(), loaders };
+        Ok(Self { core: Core::new(limits)?, tiers, bounds, releases, releaser })
+    }
+
+    pub(crate) fn backend(&self) -> &B {
+        &self.tiers.backend
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn backend_mut(&mut self) -> &mut B {
+        &mut self.tiers.backend
+    }
+
+    pub(crate) fn add_stream(&mut self) -> StreamId {
+        self.core.add_stream()
+    }
+
+    pub(crate) fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
+        source.check(&self.bounds)?;
+        let id = self.core.register(block_bytes(source.bytes(), self.tiers.backend.row_bytes()))?;
+        self.tiers.sources.insert(id, Arc::new(source));
+        Ok(id)
+    }
+
+    pub(crate) fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.notice();
+        self.core.unregister(id, &mut self.tiers)?;
+        self.tiers.sources.remove(&id);
+        Ok(())
+    }
+
+    pub(crate) fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.notice();
+        self.core.prefetch(id, &mut self.tiers)
+    }
+
+    pub(crate) fn set_pinned(&mut self, id: AdapterId, is_pinned: bool) -> Result<(), PoolError> {
+        self.core.set_pinned(id, is_pinned)
+    }
+
+    pub(crate) fn prepare(&mut self, ids: &[AdapterId], stream: StreamId) -> Result<Vec<Lease>, PoolError> {
+        self.poll();
+        let granted = self.core.prepare(ids, stream, &mut self.tiers)?;
+        // All leases exist before the first is enqueued, so that an error ends them all.
+        let lease = |(&id, slot): (&AdapterId, Slot)| Lease { id, slot, stream, releases: self.releaser.clone() };
+        let leases = ids.iter().zip(granted.iter().map(|granted| slot_at(granted.slot))).map(lease).collect();
+        granted.into_iter().try_for_each(|granted| self.tiers.backend.lease(granted, stream))?;
+        Ok(leases)
+    }
+
+    pub(crate) fn commit(&mut self, stream: StreamId) -> Result<(), PoolError> {
+        self.notice();
+        let number = self.core.next_commit(stream)?;
+        self.tiers.backend.commit(Commit { stream, number })?;
+        self.core.commit(stream, &mut self.tiers);
+        Ok(())
+    }
+
+    pub(crate) fn poll(&mut self) {
+        self.notice();
+        self.core.poll(&mut self.tiers);
+    }
+
+    /// Blocks this thread until a read ends, or for `timeout`. Returns whether one has ended.
+    pub(crate) fn wait(&mut self, timeout: Duration) -> bool {
+        if self.core.reads() == 0 {
+            return false;
+        }
+        let loaded = self.tiers.loaders.wait(timeout);
+        let has_ended = loaded.is_some();
+        loaded.into_iter().for_each(|loaded| self.take(loaded));
+        self.poll();
+        has_ended
+    }
+
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        self.core.snapshot()
+    }
+
+    pub(crate) fn residency(&self, id: AdapterId) -> Option<Residency> {
+        self.core.residency_of(id)
+    }
+
+    pub(crate) fn residencies(&self) -> Vec<Residency> {
+        self.core.residencies()
+    }
+
+    /// Takes note of leases, reads and copies that have ended.
+    fn notice(&mut self) {
+        while let Ok(slot) = self.releases.try_recv() {
+            slot.index().into_iter().for_each(|slot| self.core.release(slot));
+        }
+        while let Some(number) = self.tiers.backend.next_copied() {
+            self.core.has_copied(number);
+        }
+        while let Some(loaded) = self.tiers.loaders.next() {
+            self.take(loaded);
+        }
+    }
+
+    fn take(&mut self, Loaded { id, time, result }: Loaded<(B::Packed, usize)>) {
+        let result = result.map(|(packed, bytes)| {
+            self.tiers.packed.insert(id, packed);
+            bytes
+        });
+        self.core.has_read(id, time, result, &mut self.tiers);
+    }
+}
+
+impl<B: Backend> Transfer for Tiers<B> {
+    fn read(&mut self, id: AdapterId, to: Range<usize>) {
+        let source = self.sources.get(&id).expect("a registered adapter has a source");
+        let (packer, reserved, row_bytes) = (self.backend.packer(), source.bytes(), self.backend.row_bytes());
+        self.loaders.start(id, Arc::clone(source), move |image| {
+            let bytes = image.bytes();
+            if bytes > reserved {
+                return Err(SlotError::OtherImage { bytes, reserved }.into());
+            }
+            let block_bytes = block_bytes(bytes, row_bytes);
+            Ok((B::pack(&packer, image, to.start..to.start + block_bytes)?, block_bytes))
+        });
+    }
+
+    fn copy(&mut self, copy: &Copy, waits: &[Commit]) -> Result<(), LoadError> {
+        let packed = self.packed.get_mut(&copy.id).expect("an adapter in the host tier is packed");
+        self.backend.copy(packed, copy, waits)
+    }
+
+    fn evict(&mut self, slot: usize) {
+        self.backend.evict(slot);
+    }
+
+    fn forget(&mut self, id: AdapterId) {
+        self.packed.remove(&id);
+    }
+}
+
+/// Size of the block of an image of `image_bytes` bytes, which are followed by an aligned row.
+fn block_bytes(image_bytes: usize, row_bytes: usize) -> usize {
+    image_bytes.next_multiple_of(ALIGNMENT_BYTES) + row_bytes
+}
+
+/// The slot of an index that is within a table.
+pub(crate) fn slot_at(index: usize) -> Slot {
+    Slot::new(u16::try_from(index).expect("a table has no more slots than this"))
+}

@@ -1,0 +1,72 @@
+use std::sync::Arc;
+
+use super::NameError;
+use crate::{adapter::Shown, pool::AdapterId};
+
+/// A name that cannot be used as asked. No call that returns an error has changed anything.
+///
+/// Messages show names escaped and shortened, so that they fit on one line of a log.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegistryError {
+    /// The name breaks a [rule](super#names).
+    #[error("\"{}\" cannot be a name: {reason}", Shown(name))]
+    Name {
+        /// The name given.
+        name: Arc<str>,
+        /// The rule.
+        reason: NameError,
+    },
+    /// Nothing has this name. vLLM answers a request for it with 404.
+    #[error("no model or adapter is named \"{}\"", Shown(name))]
+    Unknown {
+        /// The name given.
+        name: Arc<str>,
+    },
+    /// The name is the base model's own.
+    #[error("\"{}\" is a name of the base model", Shown(name))]
+    Base {
+        /// The name given.
+        name: Arc<str>,
+    },
+    /// An adapter has the name, and is not to be replaced.
+    #[error("an adapter named \"{}\" is loaded already; unload it first, or replace it in place", Shown(name))]
+    Loaded {
+        /// The name given.
+        name: Arc<str>,
+    },
+    /// The first adapter of this name, or one to replace it, is being loaded. It can be retried.
+    #[error("an adapter named \"{}\" is being loaded", Shown(name))]
+    Loading {
+        /// The name given.
+        name: Arc<str>,
+    },
+    /// The name is an alias, and an adapter's own name is needed; or the alias exists, and is not to be replaced.
+    #[error("\"{}\" is an alias of \"{}\"", Shown(alias), Shown(target))]
+    Alias {
+        /// The name given.
+        alias: Arc<str>,
+        /// The adapter that it stands for.
+        target: Arc<str>,
+    },
+    /// The name is an adapter's own, and an alias is needed.
+    #[error("\"{}\" is the name of an adapter, not an alias", Shown(name))]
+    NotAlias {
+        /// The name given.
+        name: Arc<str>,
+    },
+    /// The name was unloaded while its adapter was being loaded.
+    #[error("\"{}\" was unloaded while its adapter was being loaded", Shown(name))]
+    Unloaded {
+        /// The name that was reserved.
+        name: Arc<str>,
+    },
+    /// The version is served under a name already. Another name for it is an alias.
+    #[error("{id} is served as \"{}\" already", Shown(name))]
+    Id {
+        /// The version given.
+        id: AdapterId,
+        /// Its name.
+        name: Arc<str>,
+    },
+}

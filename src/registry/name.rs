@@ -1,0 +1,57 @@
+use super::RegistryError;
+
+/// Largest size of a name, in bytes of UTF-8.
+pub const MAX_NAME_BYTES: usize = 256;
+
+/// The rule that a name breaks.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NameError {
+    /// It is empty.
+    #[error("it is empty")]
+    Empty,
+    /// It has more than [`MAX_NAME_BYTES`] bytes.
+    #[error("it has {bytes} bytes, and at most {MAX_NAME_BYTES} are allowed")]
+    Long {
+        /// Size of the name, in bytes.
+        bytes: usize,
+    },
+    /// It has a control character, a backslash, or white space that is not a single-byte space.
+    #[error("it contains {char:?}")]
+    Char {
+        /// The first such character.
+        char: char,
+    },
+    /// It begins or ends with a space.
+    #[error("it begins or ends with a space")]
+    Space,
+    /// A part between slashes is empty, `.` or `..`.
+    #[error("its part {part:?} between slashes is not allowed")]
+    Part {
+        /// The part.
+        part: &'static str,
+    },
+}
+
+/// Checks a name of an adapter or an alias.
+pub(super) fn check(name: &str) -> Result<(), RegistryError> {
+    broken_rule(name).map_or(Ok(()), |reason| Err(RegistryError::Name { name: name.into(), reason }))
+}
+
+fn broken_rule(name: &str) -> Option<NameError> {
+    if name.is_empty() {
+        return Some(NameError::Empty);
+    }
+    if name.len() > MAX_NAME_BYTES {
+        return Some(NameError::Long { bytes: name.len() });
+    }
+    let is_refused = |char: &char| char.is_control() || *char == '\\' || (char.is_whitespace() && *char != ' ');
+    if let Some(char) = name.chars().find(is_refused) {
+        return Some(NameError::Char { char });
+    }
+    if name.starts_with(' ') || name.ends_with(' ') {
+        return Some(NameError::Space);
+    }
+    let part = ["", ".", ".."].into_iter().find(|part| name.split('/').any(|of_name| of_name == *part))?;
+    Some(NameError::Part { part })
+}

@@ -1,0 +1,263 @@
+//! The registry's locks are shuttle's in these tests, so each runs under its scheduler.
+#![expect(clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod concurrent;
+mod model;
+
+use super::{Listed, MAX_NAME_BYTES, NameError, OnDuplicate, Registry, RegistryError, Served, Unloaded};
+use crate::pool::{AdapterId, CacheNamespace};
+
+use OnDuplicate::{Refuse, Replace};
+
+/// Runs a test on one thread.
+fn alone(test: impl Fn() + Send + Sync + 'static) {
+    shuttle::check_random(test, 1);
+}
+
+fn load(registry: &Registry, name: &str) -> AdapterId {
+    let id = AdapterId::next();
+    registry.reserve(name, Replace).and_then(|reservation| reservation.commit(id)).expect("nothing else has the name");
+    id
+}
+
+fn of(name: &str) -> RegistryError {
+    RegistryError::Unknown { name: name.into() }
+}
+
+fn base(name: &str) -> RegistryError {
+    RegistryError::Base { name: name.into() }
+}
+
+fn loading(name: &str) -> RegistryError {
+    RegistryError::Loading { name: name.into() }
+}
+
+fn loaded(name: &str) -> RegistryError {
+    RegistryError::Loaded { name: name.into() }
+}
+
+fn alias(alias: &str, target: &str) -> RegistryError {
+    RegistryError::Alias { alias: alias.into(), target: target.into() }
+}
+
+#[test]
+fn a_name_stands_for_each_of_its_versions_in_turn() {
+    alone(|| {
+        let registry = Registry::new(["qwen3-8b", "default"]);
+        let first = load(&registry, "org/pirate");
+        assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)));
+        assert_eq!(registry.name_of(first).as_deref(), Some("org/pirate"));
+
+        let (second, reservation) = (AdapterId::next(), registry.reserve("org/pirate", Replace).unwrap());
+        assert_eq!(reservation.name(), "org/pirate");
+        assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)), "the old version until the commit");
+        assert_eq!(reservation.commit(second), Ok(Some(first)), "the caller unregisters the old version");
+        assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(second)));
+        assert_eq!((registry.name_of(first), registry.name_of(second).as_deref()), (None, Some("org/pirate")));
+
+        assert_eq!(registry.unload("org/pirate"), Ok(Unloaded { id: Some(second), aliases: vec![] }));
+        assert_eq!(registry.resolve("org/pirate"), Err(of("org/pirate")), "never the base model");
+        assert_eq!(registry.name_of(second), None);
+        assert_eq!(registry.unload("org/pirate"), Err(of("org/pirate")));
+    });
+}
+
+#[test]
+fn the_base_model_keeps_its_names() {
+    alone(|| {
+        let registry = Registry::new(["/models/qwen3", "default", "default"]);
+        assert_eq!(registry.base_names().iter().map(AsRef::as_ref).collect::<Vec<_>>(), ["/models/qwen3", "default"]);
+        for name in ["/models/qwen3", "default"] {
+            let served = registry.resolve(name).unwrap();
+            assert_eq!(
+                (served, served.adapter(), served.cache_namespace()),
+                (Served::Base, None, CacheNamespace::BASE)
+            );
+        }
+        let id = load(&registry, "a");
+        let served = registry.resolve("a").unwrap();
+        assert_eq!((served.adapter(), served.cache_namespace()), (Some(id), id.cache_namespace()));
+        assert_eq!(registry.reserve("default", Replace).err(), Some(base("default")));
+        assert_eq!(registry.unload("default"), Err(base("default")));
+        assert_eq!(registry.alias("default", "a", Replace), Err(base("default")));
+        assert_eq!(registry.alias("b", "default", Replace), Err(base("default")));
+        assert_eq!(registry.remove_alias("default"), Err(base("default")));
+    });
+}
+
+#[test]
+fn a_failed_load_leaves_everything_as_it_was() {
+    alone(|| {
+        let registry = Registry::new(["base"]);
+        let reservation = registry.reserve("a", Refuse).unwrap();
+        assert_eq!(registry.resolve("a"), Err(loading("a")));
+        assert_eq!(registry.list(), []);
+        drop(reservation);
+        assert_eq!(registry.resolve("a"), Err(of("a")));
+
+        let id = load(&registry, "a");
+        drop(registry.reserve("a", Replace).unwrap());
+        assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
+        assert_eq!(registry.reserve("a", Refuse).err(), Some(loaded("a")));
+    });
+}
+
+#[test]
+fn a_name_is_loaded_by_one_caller_at_a_time() {
+    alone(|| {
+        let registry = Registry::new(["base"]);
+        let (first, id) = (registry.reserve("a", Refuse).unwrap(), AdapterId::next());
+        for on_duplicate in [Refuse, Replace] {
+            assert_eq!(registry.reserve("a", on_duplicate).err(), Some(loading("a")));
+        }
+        assert_eq!(registry.alias("a", "a", Replace), Err(loading("a")));
+        assert_eq!(registry.alias("b", "a", Replace), Err(loading("a")));
+        assert_eq!(first.commit(id), Ok(None));
+        let replacement = registry.reserve("a", Replace).unwrap();
+        assert_eq!(registry.reserve("a", Replace).err(), Some(loading("a")));
+        assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
+        drop(replacement);
+    });
+}
+
+#[test]
+fn unloading_cancels_a_load() {
+    alone(|| {
+        let registry = Registry::new(["base"]);
+        let unloaded = |name: &str| Err(RegistryError::Unloaded { name: name.into() });
+        let cancelled = registry.reserve("a", Refuse).unwrap();
+        assert_eq!(registry.unload("a"), Ok(Unloaded { id: None, aliases: vec![] }));
+        assert_eq!(registry.resolve("a"), Err(of("a")));
+        // A later load of the name is another load.
+        let later = registry.reserve("a", Refuse).unwrap();
+        assert_eq!(cancelled.commit(AdapterId::next()), unloaded("a"));
+        let id = AdapterId::next();
+        assert_eq!(later.commit(id), Ok(None));
+
+        let cancelled = registry.reserve("a", Replace).unwrap();
+        assert_eq!(registry.unload("a"), Ok(Unloaded { id: Some(id), aliases: vec![] }));
+        assert_eq!(cancelled.commit(AdapterId::next()), unloaded("a"));
+        let cancelled = registry.reserve("a", Replace).unwrap();
+        assert_eq!(registry.unload("a"), Ok(Unloaded { id: None, aliases: vec![] }));
+        let later = registry.reserve("a", Refuse).unwrap();
+        drop(cancelled);
+        assert_eq!(registry.resolve("a"), Err(loading("a")), "a cancelled reservation gives back nothing");
+        drop(later);
+    });
+}
+
+#[test]
+fn a_version_has_one_name() {
+    alone(|| {
+        let registry = Registry::new(["base"]);
+        let id = load(&registry, "a");
+        let taken = Err(RegistryError::Id { id, name: "a".into() });
+        assert_eq!(registry.reserve("b", Refuse).unwrap().commit(id), taken);
+        assert_eq!(registry.reserve("a", Replace).unwrap().commit(id), taken);
+        assert_eq!((registry.resolve("a"), registry.resolve("b")), (Ok(Served::Adapter(id)), Err(of("b"))));
+        assert!(registry.reserve("a", Replace).is_ok(), "the failed commits gave the names back");
+    });
+}
+
+#[test]
+fn aliases_follow_their_adapter() {
+    alone(|| {
+        let registry = Registry::new(["base"]);
+        let [a, b] = ["a", "b"].map(|name| load(&registry, name));
+        assert_eq!(registry.alias("prod", "a", Refuse), Ok(()));
+        assert_eq!(registry.resolve("prod"), Ok(Served::Adapter(a)));
+        assert_eq!(registry.alias("prod", "b", Refuse), Err(alias("prod", "a")));
+        assert_eq!(registry.alias("prod", "b", Replace), Ok(()));
+        assert_eq!(registry.resolve("prod"), Ok(Served::Adapter(b)));
+        let newer = load(&registry, "b");
+        assert_eq!(registry.resolve("prod"), Ok(Served::Adapter(newer)), "an alias follows a replacement");
+
+        assert_eq!(registry.alias("other", "prod", Refuse), Err(alias("prod", "b")));
+        assert_eq!(registry.alias("prod", "prod", Replace), Err(alias("prod", "b")));
+        assert_eq!(registry.alias("a", "b", Replace), Err(loaded("a")));
+        assert_eq!(registry.alias("other", "missing", Refuse), Err(of("missing")));
+        assert_eq!(registry.reserve("prod", Replace).err(), Some(alias("prod", "b")));
+        assert_eq!(registry.unload("prod"), Err(alias("prod", "b")));
+        assert_eq!(registry.remove_alias("a"), Err(RegistryError::NotAlias { name: "a".into() }));
+        assert_eq!(registry.remove_alias("missing"), Err(of("missing")));
+
+        registry.alias("beta", "b", Refuse).unwrap();
+        let listed = |name: &str, id, aliases: &[&str]| {
+            let aliases = aliases.iter().map(|&alias| alias.into()).collect();
+            Listed { name: name.into(), id, aliases }
+        };
+        assert_eq!(registry.list(), [listed("a", a, &[]), listed("b", newer, &["beta", "prod"])]);
+        registry.remove_alias("beta").unwrap();
+        assert_eq!(registry.resolve("beta"), Err(of("beta")));
+        assert_eq!(registry.unload("b"), Ok(Unloaded { id: Some(newer), aliases: vec!["prod".into()] }));
+        assert_eq!(registry.resolve("prod"), Err(of("prod")), "no alias leads nowhere");
+        assert_eq!(registry.list(), [listed("a", a, &[])]);
+    });
+}
+
+#[test]
+fn names_are_checked() {
+    alone(|| {
+        let registry = Registry::new(["base"]);
+        load(&registry, "target");
+        let longest = "é".repeat(MAX_NAME_BYTES / 2);
+        for name in ["a", "org/a", "a b", "llama:latest", "名前", "...", "a..b", "~", longest.as_str()] {
+            assert!(registry.reserve(name, Refuse).is_ok(), "{name}");
+            assert_eq!(registry.alias(name, "target", Refuse), Ok(()), "{name}");
+        }
+        let long = "a".repeat(MAX_NAME_BYTES + 1);
+        let char = |char| NameError::Char { char };
+        let part = |part| NameError::Part { part };
+        for (name, reason) in [
+            ("", NameError::Empty),
+            (&long, NameError::Long { bytes: MAX_NAME_BYTES + 1 }),
+            ("a\nb", char('\n')),
+            ("a\0", char('\0')),
+            ("\u{1b}[2J", char('\u{1b}')),
+            ("a\u{2028}b", char('\u{2028}')),
+            ("a\u{a0}b", char('\u{a0}')),
+            ("\\\\host\\share", char('\\')),
+            (" a", NameError::Space),
+            ("a ", NameError::Space),
+            ("/etc/passwd", part("")),
+            ("a/", part("")),
+            ("a//b", part("")),
+            (".", part(".")),
+            ("a/./b", part(".")),
+            ("../secret", part("..")),
+            ("a/..", part("..")),
+        ] {
+            let error = RegistryError::Name { name: name.into(), reason };
+            assert_eq!(registry.reserve(name, Replace).err(), Some(error.clone()), "{name:?}");
+            assert_eq!(registry.alias(name, "target", Replace), Err(error.clone()), "{name:?}");
+            assert_eq!(registry.resolve(name), Err(of(name)), "{name:?}");
+            let message = error.to_string();
+            assert!(!message.chars().any(char::is_control) && message.len() < 300, "{message:?}");
+        }
+    });
+}
+
+#[test]
+fn errors_name_what_they_are_about() {
+    let id = AdapterId::next();
+    let name = |name: &str| name.into();
+    for (error, message) in [
+        (
+            RegistryError::Name { name: name("a/../b"), reason: NameError::Part { part: ".." } },
+            r#""a/../b" cannot be a name: its part ".." between slashes is not allowed"#.to_owned(),
+        ),
+        (of("x\ny"), r#"no model or adapter is named "x\ny""#.to_owned()),
+        (base("qwen3"), r#""qwen3" is a name of the base model"#.to_owned()),
+        (loaded("a"), r#"an adapter named "a" is loaded already; unload it first, or replace it in place"#.to_owned()),
+        (loading("a"), r#"an adapter named "a" is being loaded"#.to_owned()),
+        (alias("prod", "a"), r#""prod" is an alias of "a""#.to_owned()),
+        (RegistryError::NotAlias { name: name("a") }, r#""a" is the name of an adapter, not an alias"#.to_owned()),
+        (
+            RegistryError::Unloaded { name: name("a") },
+            r#""a" was unloaded while its adapter was being loaded"#.to_owned(),
+        ),
+        (RegistryError::Id { id, name: name("a") }, format!(r#"{id} is served as "a" already"#)),
+    ] {
+        assert_eq!(error.to_string(), message);
+    }
+}

@@ -1,0 +1,265 @@
+//! A registry against a list of facts that is searched from the start each time.
+
+use std::{collections::BTreeMap, sync::Mutex};
+
+use proptest::{collection::vec, prelude::*, sample::select};
+
+use super::super::{Listed, OnDuplicate, Registry, RegistryError, Reservation, Served, Unloaded};
+use crate::pool::AdapterId;
+
+/// A call. Each caller has at most one reservation.
+#[derive(Clone, Debug)]
+pub(super) enum Call {
+    Reserve { caller: usize, name: &'static str, on_duplicate: OnDuplicate },
+    Commit { caller: usize, id: AdapterId },
+    Release { caller: usize },
+    Unload { name: &'static str },
+    Alias { alias: &'static str, target: &'static str, on_duplicate: OnDuplicate },
+    RemoveAlias { alias: &'static str },
+    Resolve { name: &'static str },
+    List,
+}
+
+/// What a call returned.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Outcome {
+    Done(Result<(), RegistryError>),
+    Committed(Result<Option<AdapterId>, RegistryError>),
+    Unloaded(Result<Unloaded, RegistryError>),
+    Resolved(Result<Served, RegistryError>),
+    Listed(Vec<Listed>),
+}
+
+pub(super) const BASE: &str = "base";
+/// Names and aliases of adapters, the base model's, and one that breaks the rules.
+pub(super) const NAMES: [&str; 6] = ["a", "b", "c", "d", BASE, "../x"];
+
+/// The facts that calls establish, in the order in which they were established.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Model {
+    served: Vec<(&'static str, AdapterId)>,
+    loading: Vec<(&'static str, usize)>,
+    aliases: Vec<(&'static str, &'static str)>,
+    /// The names that callers reserved, whether or not the load was cancelled.
+    reserved: BTreeMap<usize, &'static str>,
+}
+
+impl Model {
+    pub(super) fn apply(&mut self, call: &Call) -> Outcome {
+        match *call {
+            Call::Reserve { caller, name, on_duplicate } => Outcome::Done(self.reserve(caller, name, on_duplicate)),
+            Call::Commit { caller, id } => Outcome::Committed(self.commit(caller, id)),
+            Call::Release { caller } => {
+                if let Some(name) = self.reserved.remove(&caller) {
+                    self.loading.retain(|&load| load != (name, caller));
+                }
+                Outcome::Done(Ok(()))
+            }
+            Call::Unload { name } => Outcome::Unloaded(self.unload(name)),
+            Call::Alias { alias, target, on_duplicate } => Outcome::Done(self.alias(alias, target, on_duplicate)),
+            Call::RemoveAlias { alias } => Outcome::Done(match (alias, self.target(alias), self.is_adapter(alias)) {
+                (BASE, ..) => Err(super::base(alias)),
+                (_, Some(_), _) => {
+                    self.aliases.retain(|&(of, _)| of != alias);
+                    Ok(())
+                }
+                (.., true) => Err(RegistryError::NotAlias { name: alias.into() }),
+                _ => Err(super::of(alias)),
+            }),
+            Call::Resolve { name } => {
+                let own = self.target(name).unwrap_or(name);
+                Outcome::Resolved(match self.id(own) {
+                    _ if name == BASE => Ok(Served::Base),
+                    Some(id) => Ok(Served::Adapter(id)),
+                    None if self.is_loading(own) => Err(super::loading(name)),
+                    None => Err(super::of(name)),
+                })
+            }
+            Call::List => {
+                let mut all: Vec<_> = self.served.clone();
+                all.sort_unstable();
+                let listed =
+                    |(name, id): (&'static str, _)| Listed { name: name.into(), id, aliases: self.aliases(name) };
+                Outcome::Listed(all.into_iter().map(listed).collect())
+            }
+        }
+    }
+
+    fn reserve(&mut self, caller: usize, name: &'static str, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
+        allowed(name)?;
+        if let Some(target) = self.target(name) {
+            return Err(super::alias(name, target));
+        }
+        if self.is_loading(name) {
+            return Err(super::loading(name));
+        }
+        if self.id(name).is_some() && on_duplicate == OnDuplicate::Refuse {
+            return Err(super::loaded(name));
+        }
+        self.loading.push((name, caller));
+        self.reserved.insert(caller, name);
+        Ok(())
+    }
+
+    fn commit(&mut self, caller: usize, id: AdapterId) -> Result<Option<AdapterId>, RegistryError> {
+        let Some(name) = self.reserved.remove(&caller) else { return Ok(None) };
+        if !self.loading.contains(&(name, caller)) {
+            return Err(RegistryError::Unloaded { name: name.into() });
+        }
+        self.loading.retain(|&(of, _)| of != name);
+        if let Some((owner, _)) = self.served.iter().find(|(_, known)| *known == id) {
+            return Err(RegistryError::Id { id, name: (*owner).into() });
+        }
+        let replaced = self.id(name);
+        self.served.retain(|&(of, _)| of != name);
+        self.served.push((name, id));
+        Ok(replaced)
+    }
+
+    fn unload(&mut self, name: &'static str) -> Result<Unloaded, RegistryError> {
+        if name == BASE {
+            return Err(super::base(name));
+        }
+        if let Some(target) = self.target(name) {
+            return Err(super::alias(name, target));
+        }
+        if !self.is_adapter(name) {
+            return Err(super::of(name));
+        }
+        let unloaded = Unloaded { id: self.id(name), aliases: self.aliases(name) };
+        self.served.retain(|&(of, _)| of != name);
+        self.loading.retain(|&(of, _)| of != name);
+        self.aliases.retain(|&(_, target)| target != name);
+        Ok(unloaded)
+    }
+
+    fn alias(
+        &mut self,
+        alias: &'static str,
+        target: &'static str,
+        on_duplicate: OnDuplicate,
+    ) -> Result<(), RegistryError> {
+        allowed(alias)?;
+        match self.target(alias) {
+            _ if self.id(alias).is_some() => return Err(super::loaded(alias)),
+            _ if self.is_loading(alias) => return Err(super::loading(alias)),
+            Some(old) if on_duplicate == OnDuplicate::Refuse => return Err(super::alias(alias, old)),
+            _ => {}
+        }
+        match self.target(target) {
+            _ if target == BASE => return Err(super::base(target)),
+            Some(of_target) => return Err(super::alias(target, of_target)),
+            None if self.id(target).is_some() => {}
+            None if self.is_loading(target) => return Err(super::loading(target)),
+            None => return Err(super::of(target)),
+        }
+        self.aliases.retain(|&(of, _)| of != alias);
+        self.aliases.push((alias, target));
+        Ok(())
+    }
+
+    fn id(&self, name: &str) -> Option<AdapterId> {
+        self.served.iter().find(|(of, _)| *of == name).map(|&(_, id)| id)
+    }
+
+    fn is_loading(&self, name: &str) -> bool {
+        self.loading.iter().any(|(of, _)| *of == name)
+    }
+
+    fn is_adapter(&self, name: &str) -> bool {
+        self.id(name).is_some() || self.is_loading(name)
+    }
+
+    fn target(&self, alias: &str) -> Option<&'static str> {
+        self.aliases.iter().find(|(of, _)| *of == alias).map(|&(_, target)| target)
+    }
+
+    fn aliases(&self, target: &str) -> Vec<std::sync::Arc<str>> {
+        let mut aliases: Vec<_> =
+            self.aliases.iter().filter(|(_, of)| *of == target).map(|&(alias, _)| alias.into()).collect();
+        aliases.sort_unstable();
+        aliases
+    }
+}
+
+/// The base model's name and the bad name of [`NAMES`] are refused.
+fn allowed(name: &str) -> Result<(), RegistryError> {
+    match name {
+        BASE => Err(super::base(name)),
+        "../x" => Err(RegistryError::Name { name: name.into(), reason: super::NameError::Part { part: ".." } }),
+        _ => Ok(()),
+    }
+}
+
+/// Runs a call on a registry, with the reservation of its caller.
+pub(super) fn run(registry: &Registry, held: &mut Option<Reservation>, call: &Call) -> Outcome {
+    match *call {
+        Call::Reserve { name, on_duplicate, .. } => {
+            Outcome::Done(registry.reserve(name, on_duplicate).map(|reservation| *held = Some(reservation)))
+        }
+        Call::Commit { id, .. } => {
+            Outcome::Committed(held.take().map_or(Ok(None), |reservation| reservation.commit(id)))
+        }
+        Call::Release { .. } => {
+            *held = None;
+            Outcome::Done(Ok(()))
+        }
+        Call::Unload { name } => Outcome::Unloaded(registry.unload(name)),
+        Call::Alias { alias, target, on_duplicate } => Outcome::Done(registry.alias(alias, target, on_duplicate)),
+        Call::RemoveAlias { alias } => Outcome::Done(registry.remove_alias(alias)),
+        Call::Resolve { name } => Outcome::Resolved(registry.resolve(name)),
+        Call::List => Outcome::Listed(registry.list()),
+    }
+}
+
+const CALLERS: usize = 3;
+
+fn call() -> impl Strategy<Value = Call> {
+    let name = || select(&NAMES[..]);
+    let on_duplicate = || select(&[OnDuplicate::Refuse, OnDuplicate::Replace][..]);
+    let caller = 0..CALLERS;
+    prop_oneof![
+        4 => (caller.clone(), name(), on_duplicate())
+            .prop_map(|(caller, name, on_duplicate)| Call::Reserve { caller, name, on_duplicate }),
+        4 => caller.clone().prop_map(|caller| Call::Commit { caller, id: AdapterId::next() }),
+        1 => caller.prop_map(|caller| Call::Release { caller }),
+        1 => name().prop_map(|name| Call::Unload { name }),
+        2 => (name(), name(), on_duplicate())
+            .prop_map(|(alias, target, on_duplicate)| Call::Alias { alias, target, on_duplicate }),
+        1 => name().prop_map(|alias| Call::RemoveAlias { alias }),
+        2 => name().prop_map(|name| Call::Resolve { name }),
+        1 => Just(Call::List),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn calls_return_what_the_facts_say(calls in vec(call(), 1..60)) {
+        // A failure leaves shuttle's scheduler by a value: a panic inside it would be reported as a failed schedule.
+        let failure = std::sync::Arc::new(Mutex::new(None));
+        let found = failure.clone();
+        super::alone(move || {
+            let (registry, mut model) = (Registry::new([BASE]), Model::default());
+            let mut held: [Option<Reservation>; CALLERS] = Default::default();
+            for (number, call) in calls.iter().enumerate() {
+                let mut calls = vec![call.clone()];
+                if let Call::Reserve { caller, .. } = *call {
+                    calls.insert(0, Call::Release { caller });
+                }
+                for call in calls {
+                    let caller = match call {
+                        Call::Reserve { caller, .. } | Call::Commit { caller, .. } | Call::Release { caller } => caller,
+                        _ => 0,
+                    };
+                    let (is, expected) = (run(&registry, &mut held[caller], &call), model.apply(&call));
+                    if is != expected {
+                        *found.lock().unwrap() = Some(format!("call {number}, {call:?}: {is:?}, not {expected:?}"));
+                        return;
+                    }
+                }
+            }
+        });
+        let failure = failure.lock().unwrap().take();
+        prop_assert!(failure.is_none(), "{}", failure.unwrap_or_default());
+    }
+}

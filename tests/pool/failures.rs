@@ -1,0 +1,175 @@
+//! What cannot be loaded is an error of that adapter alone.
+
+use std::{
+    fs::{self, OpenOptions},
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use aril::{
+    DType,
+    adapter::AdapterError,
+    error::LoadError,
+    pool::{AdapterId, PoolError, Source},
+};
+
+use crate::{
+    common::adapters::{tensor, write, write_sharded},
+    setup::{FEATURES, Setup, adding, from_handle},
+};
+
+const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// The error of an adapter that cannot be loaded.
+fn failure(setup: &mut Setup, id: AdapterId) -> Arc<LoadError> {
+    match setup.prepare(&[id]) {
+        Err(PoolError::Failed { id: failed, error }) if failed == id => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn is_changed(error: &LoadError, file: &str) -> bool {
+    matches!(error, LoadError::Adapter(AdapterError::Changed { path }) if path.ends_with(file))
+}
+
+/// An adapter in a directory beside a good one, which `damage` must not affect.
+fn damaged(damage: impl FnOnce(&Path)) -> (Setup, AdapterId, tempfile::TempDir) {
+    let mut setup = Setup::new(2, 2);
+    let (good, dir) = (setup.adding(1.0), tempfile::tempdir().unwrap());
+    let id = setup.directory(dir.path(), 2.0);
+    damage(dir.path());
+    assert_eq!(setup.use_once(good), 1.0);
+    failure(&mut setup, id);
+    let batch = setup.prepare(&[good, id]);
+    assert!(matches!(batch, Err(PoolError::Failed { id: failed, .. }) if failed == id));
+    assert_eq!(setup.pool.snapshot().leases, 0, "a refused batch holds leases");
+    assert_eq!(setup.use_once(good), 1.0);
+    let snapshot = setup.pool.snapshot();
+    assert_eq!((snapshot.counters.failures, snapshot.waiting, snapshot.reading), (1, 0, 0));
+    assert!(setup.pool.residency(id).unwrap().has_failed);
+    (setup, id, dir)
+}
+
+#[test]
+fn a_file_that_vanished_is_tried_again_by_a_prefetch() {
+    let (mut setup, id, dir) = damaged(|dir| fs::rename(dir.join(WEIGHTS), dir.join("away")).unwrap());
+    let error = failure(&mut setup, id);
+    assert!(matches!(&*error, LoadError::Adapter(AdapterError::NoWeights { .. })), "{error}");
+    fs::rename(dir.path().join("away"), dir.path().join(WEIGHTS)).unwrap();
+    failure(&mut setup, id);
+    setup.pool.prefetch(id).unwrap();
+    assert_eq!(setup.use_once(id), 2.0);
+    setup.finish();
+}
+
+#[test]
+fn a_truncated_file() {
+    let (mut setup, id, _dir) = damaged(|dir| {
+        let file = OpenOptions::new().write(true).open(dir.join(WEIGHTS)).unwrap();
+        file.set_len(file.metadata().unwrap().len() - 4).unwrap();
+    });
+    let error = failure(&mut setup, id);
+    assert!(matches!(&*error, LoadError::Adapter(AdapterError::Safetensors { .. })), "{error}");
+    setup.finish();
+}
+
+#[test]
+fn another_adapter_in_the_same_file() {
+    // Replaced by renaming, and overwritten in place: the same shapes, and other weights.
+    let (mut setup, id, dir) = damaged(|dir| {
+        let other = tempfile::tempdir().unwrap();
+        write(other.path(), &adding(8, 3.0));
+        fs::copy(other.path().join(WEIGHTS), dir.join("other")).unwrap();
+        fs::rename(dir.join("other"), dir.join(WEIGHTS)).unwrap();
+    });
+    assert!(is_changed(&failure(&mut setup, id), WEIGHTS));
+    // Under an id of its own, it is served.
+    let source = Source::directory(dir.path(), &setup.model, DType::F32).unwrap();
+    let new = setup.pool.register(source).unwrap();
+    assert_eq!(setup.use_once(new), 3.0);
+    setup.finish();
+    let (mut setup, id, _dir) = damaged(|dir| {
+        let file = OpenOptions::new().write(true).open(dir.join(WEIGHTS)).unwrap();
+        let time = file.metadata().unwrap().modified().unwrap();
+        file.set_modified(time + std::time::Duration::from_millis(1)).unwrap();
+    });
+    assert!(is_changed(&failure(&mut setup, id), WEIGHTS));
+    setup.finish();
+}
+
+#[test]
+fn another_configuration() {
+    let (mut setup, id, _dir) = damaged(|dir| {
+        let config = fs::read_to_string(dir.join("adapter_config.json")).unwrap();
+        fs::write(dir.join("adapter_config.json"), config.replace("\"lora_alpha\":8", "\"lora_alpha\":16")).unwrap();
+    });
+    assert!(is_changed(&failure(&mut setup, id), "adapter_config.json"));
+    setup.finish();
+}
+
+#[test]
+fn shards_are_read() {
+    let (mut setup, dir) = (Setup::new(1, 1), tempfile::tempdir().unwrap());
+    write_sharded(dir.path(), &adding(8, 6.0));
+    let source = Source::directory(dir.path(), &setup.model, DType::F32).unwrap();
+    let id = setup.pool.register(source).unwrap();
+    assert_eq!(setup.use_once(id), 6.0);
+    setup.finish();
+}
+
+#[test]
+fn what_cannot_be_an_adapter_has_no_source() {
+    let (setup, dir) = (Setup::new(1, 1), tempfile::tempdir().unwrap());
+    let source = || Source::directory(dir.path(), &setup.model, DType::F32);
+    assert!(matches!(source(), Err(AdapterError::Read { .. })));
+    write(dir.path(), &adding(8, 1.0));
+    let file = OpenOptions::new().write(true).open(dir.path().join(WEIGHTS)).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+    assert!(matches!(source(), Err(AdapterError::Safetensors { .. })));
+}
+
+/// Weights that cannot be read once it is set.
+struct Panicking(Vec<u8>, Arc<AtomicBool>);
+
+impl AsRef<[u8]> for Panicking {
+    fn as_ref(&self) -> &[u8] {
+        assert!(!self.1.load(Ordering::SeqCst), "no weights today");
+        &self.0
+    }
+}
+
+#[test]
+fn a_loader_that_panics_fails_one_adapter() {
+    let mut setup = Setup::new(2, 2);
+    let panics = Arc::new(AtomicBool::new(false));
+    let ones = bytemuck::cast_slice(&[1.0_f32; FEATURES]).to_vec();
+    let id = setup.memory(from_handle(Panicking(ones, Arc::clone(&panics))));
+    let good = setup.adding(1.0);
+    panics.store(true, Ordering::SeqCst);
+    for _ in 0..4 {
+        let error = failure(&mut setup, id);
+        assert!(matches!(&*error, LoadError::Panicked { message } if message.contains("no weights today")), "{error}");
+        assert_eq!(setup.use_once(good), 1.0);
+        setup.pool.prefetch(id).unwrap();
+        setup.settle();
+    }
+    panics.store(false, Ordering::SeqCst);
+    setup.pool.prefetch(id).unwrap();
+    assert_eq!(setup.use_once(id), FEATURES as f32);
+    setup.finish();
+}
+
+#[test]
+fn weights_without_a_finite_value() {
+    let mut setup = Setup::new(1, 1);
+    let mut values = [1.0_f32; FEATURES];
+    values[3] = f32::NAN;
+    let id = setup.memory(from_handle(tensor(DType::F32, &[FEATURES], &values).bytes().to_vec()));
+    let error = failure(&mut setup, id);
+    assert!(matches!(&*error, LoadError::Adapter(AdapterError::Unrepresentable { .. })), "{error}");
+    assert_eq!(setup.pool.snapshot().host_memory.used, 0);
+    setup.finish();
+}

@@ -1,0 +1,150 @@
+//! Leases, batches, and adapters that are forgotten or replaced while requests use them.
+
+use std::time::Duration;
+
+use aril::pool::{CacheNamespace, PoolError, StreamId, Tier};
+
+use crate::setup::{BYTES, Setup};
+
+const STREAM: StreamId = StreamId::FIRST;
+
+fn is_full<T>(result: &Result<T, PoolError>) -> bool {
+    matches!(result, Err(PoolError::Full))
+}
+
+#[test]
+fn no_adapter_of_a_batch_is_evicted_for_another() {
+    let mut setup = Setup::new(2, 3);
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    // The first is the least recently used, and in the batch.
+    setup.use_once(ids[0]);
+    setup.use_once(ids[1]);
+    let leases = setup.prepare(&[ids[2], ids[0], ids[2]]).unwrap();
+    assert_eq!(setup.step(&leases.iter().collect::<Vec<_>>()), [3.0, 1.0, 3.0]);
+    assert_eq!((leases[0].slot(), leases[1].id()), (leases[2].slot(), ids[0]));
+    assert_eq!(setup.pool.residency(ids[1]).unwrap().tier, Tier::Host);
+    drop(leases);
+    setup.pool.commit(STREAM).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn a_batch_that_does_not_fit_is_refused_as_a_whole() {
+    let mut setup = Setup::new(2, 3);
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    for id in ids {
+        setup.use_once(id);
+    }
+    let held = setup.lease(ids[1]);
+    let before = setup.pool.residencies().iter().map(|r| (r.tier, r.leases)).collect::<Vec<_>>();
+    let evictions = setup.pool.snapshot().counters.evictions;
+    assert!(is_full(&setup.pool.prepare(&[ids[2], ids[0]], STREAM)));
+    let after = setup.pool.residencies().iter().map(|r| (r.tier, r.leases)).collect::<Vec<_>>();
+    assert_eq!((before, evictions), (after, setup.pool.snapshot().counters.evictions), "something was half done");
+    // One that never fits is not worth a retry.
+    let refused = setup.pool.prepare(&ids, STREAM).unwrap_err();
+    assert!(matches!(refused, PoolError::TooLarge { adapters: 3, max: 2, .. }), "{refused}");
+    assert_eq!(setup.step(&[&held]), [2.0]);
+    drop(held);
+    assert!(is_full(&setup.pool.prepare(&[ids[2], ids[0]], STREAM)), "the lease was not committed");
+    setup.pool.commit(STREAM).unwrap();
+    let leases = setup.prepare(&[ids[2], ids[0]]).unwrap();
+    assert_eq!(setup.step(&[&leases[0], &leases[1]]), [3.0, 1.0]);
+    assert_eq!(setup.pool.snapshot().counters.full, 2);
+    drop(leases);
+    setup.pool.commit(STREAM).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn a_slot_waits_for_a_commit_of_every_stream_that_it_was_leased_for() {
+    let mut setup = Setup::new(1, 2);
+    let other = setup.pool.add_stream();
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    let leases = [setup.lease(ids[0]), setup.pool.acquire(ids[0], other).unwrap()];
+    assert_eq!(leases.each_ref().map(|lease| lease.stream()), [STREAM, other]);
+    setup.pool.prefetch(ids[1]).unwrap();
+    setup.settle();
+    let refused = |setup: &mut Setup| is_full(&setup.pool.acquire(ids[1], STREAM));
+    assert!(refused(&mut setup));
+    setup.pool.commit(STREAM).unwrap();
+    drop(leases);
+    setup.pool.commit(other).unwrap();
+    assert!(refused(&mut setup));
+    setup.pool.commit(STREAM).unwrap();
+    assert_eq!(setup.use_once(ids[1]), 2.0);
+    // Streams that no longer step do not hold what others use.
+    setup.pool.commit(STREAM).unwrap();
+    assert_eq!(setup.use_once(ids[0]), 1.0);
+    assert_eq!(setup.use_once(ids[1]), 2.0);
+    let elsewhere = { Setup::new(1, 1).pool }.add_stream();
+    assert_eq!(elsewhere, other, "streams are numbered");
+    let unknown = setup.pool.add_stream();
+    let mut fresh = Setup::new(1, 1);
+    let id = fresh.adding(1.0);
+    assert!(matches!(fresh.pool.acquire(id, unknown), Err(PoolError::NoSuchStream { stream }) if stream == unknown));
+    assert!(matches!(fresh.pool.commit(unknown), Err(PoolError::NoSuchStream { .. })));
+    fresh.finish();
+    setup.finish();
+}
+
+#[test]
+fn an_adapter_is_forgotten_at_once_and_its_memory_returns_with_the_last_lease() {
+    let mut setup = Setup::new(2, 2);
+    let id = setup.adding(7.0);
+    let leases = [setup.lease(id), setup.lease(id)];
+    setup.pool.unregister(id).unwrap();
+    let is_unknown = |error: PoolError| matches!(error, PoolError::Unknown { id: other } if other == id);
+    assert!(is_unknown(setup.pool.acquire(id, STREAM).unwrap_err()));
+    assert!(is_unknown(setup.pool.prefetch(id).unwrap_err()));
+    assert!(is_unknown(setup.pool.pin(id).unwrap_err()));
+    assert!(is_unknown(setup.pool.unregister(id).unwrap_err()));
+    assert!(setup.pool.residency(id).is_none() && setup.pool.residencies().is_empty());
+    let [first, second] = leases;
+    drop(first);
+    setup.pool.commit(STREAM).unwrap();
+    assert_eq!(setup.step(&[&second]), [7.0]);
+    assert_eq!(setup.pool.snapshot().device_memory.used, BYTES);
+    drop(second);
+    setup.pool.poll();
+    assert_eq!(setup.pool.snapshot().device_memory.used, BYTES, "launches may follow until the commit");
+    // No other batch has to come.
+    setup.pool.commit(STREAM).unwrap();
+    setup.pool.poll();
+    let snapshot = setup.pool.snapshot();
+    assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used, snapshot.resident), (0, 0, 0));
+    setup.finish();
+}
+
+#[test]
+fn a_new_version_is_loaded_beside_the_old_one() {
+    let mut setup = Setup::new(2, 4);
+    let old = setup.adding(1.0);
+    let running = setup.lease(old);
+    let new = setup.adding(2.0);
+    assert_ne!(old.cache_namespace(), new.cache_namespace());
+    assert!([old, new].iter().all(|id| id.cache_namespace() != CacheNamespace::BASE));
+    let next = setup.lease(new);
+    setup.pool.unregister(old).unwrap();
+    assert_eq!(setup.step(&[&running, &next]), [1.0, 2.0]);
+    assert_eq!([running.cache_namespace(), next.cache_namespace()], [old, new].map(|id| id.cache_namespace()));
+    drop(running);
+    setup.pool.commit(STREAM).unwrap();
+    assert_eq!(setup.pool.snapshot().resident, 1);
+    assert_eq!(setup.step(&[&next]), [2.0]);
+    drop(next);
+    setup.pool.commit(STREAM).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn what_is_being_read_can_be_forgotten() {
+    let mut setup = Setup::new(2, 2);
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    for id in ids {
+        setup.pool.prefetch(id).unwrap();
+        setup.pool.unregister(id).unwrap();
+    }
+    assert!(!setup.pool.wait(Duration::ZERO) || setup.pool.snapshot().reading < 2);
+    setup.finish();
+}

@@ -1,0 +1,16 @@
+//! The adapter pool on the CPU: who is on the device, what is refused, and what fails.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+#![allow(unreachable_pub, reason = "a binary has no outside")]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod failures;
+mod leases;
+mod residency;
+mod setup;
+mod threads;

@@ -1,0 +1,195 @@
+//! Which adapters are on the device and in host memory.
+
+use aril::{
+    DType, Slot,
+    error::{LoadError, SlotError},
+    pool::{PoolConfig, PoolError, Source, StreamId, Tier},
+};
+
+use crate::setup::{BYTES, Setup, adapter, model};
+
+#[test]
+fn an_adapter_is_read_once_while_it_is_in_host_memory() {
+    let mut setup = Setup::new(1, 3);
+    let dirs = [1.0, 2.0, 3.0].map(|value| (tempfile::tempdir().unwrap(), value));
+    let ids = dirs.each_ref().map(|(dir, value)| setup.directory(dir.path(), *value));
+    assert!(matches!(setup.pool.acquire(ids[0], StreamId::FIRST), Err(PoolError::Loading { id }) if id == ids[0]));
+    for round in 0..3 {
+        for (&id, (_, value)) in ids.iter().zip(&dirs) {
+            assert_eq!(setup.use_once(id), *value, "round {round}");
+        }
+    }
+    let counters = setup.pool.snapshot().counters;
+    assert_eq!((counters.reads, counters.read_bytes), (3, 3 * BYTES as u64));
+    assert_eq!((counters.copies, counters.evictions, counters.host_evictions), (9, 8, 0));
+    assert_eq!((counters.hits, counters.misses, counters.failures), (0, 9, 0));
+    // Where it is on the device already, it is a hit.
+    assert_eq!(setup.use_once(ids[2]), 3.0);
+    assert_eq!(setup.pool.snapshot().counters.hits, 1);
+    setup.finish();
+}
+
+#[test]
+fn the_least_recently_used_adapter_is_evicted() {
+    let mut setup = Setup::new(3, 4);
+    let ids = [1.0, 2.0, 3.0, 4.0].map(|value| setup.adding(value));
+    for id in [ids[0], ids[1], ids[2], ids[0]] {
+        setup.use_once(id);
+    }
+    setup.use_once(ids[3]);
+    let tiers = ids.map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers, [Tier::Device, Tier::Host, Tier::Device, Tier::Device]);
+    // A prefetch counts as a use.
+    setup.pool.prefetch(ids[2]).unwrap();
+    setup.use_once(ids[1]);
+    let tiers = ids.map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers, [Tier::Host, Tier::Device, Tier::Device, Tier::Device]);
+    setup.finish();
+}
+
+#[test]
+fn host_memory_has_a_budget() {
+    let mut setup = Setup::new(1, 2);
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    for (id, value) in [(0, 1.0), (1, 2.0), (2, 3.0), (0, 1.0)] {
+        assert_eq!(setup.use_once(ids[id]), value);
+    }
+    let snapshot = setup.pool.snapshot();
+    assert_eq!((snapshot.counters.reads, snapshot.counters.host_evictions, snapshot.host), (4, 2, 2));
+    assert_eq!(ids.map(|id| setup.pool.residency(id).unwrap().in_host), [true, false, true]);
+    setup.finish();
+}
+
+#[test]
+fn a_prefetch_brings_an_adapter_up() {
+    let mut setup = Setup::new(2, 2);
+    let id = setup.adding(5.0);
+    setup.pool.prefetch(id).unwrap();
+    setup.settle();
+    assert_eq!(setup.pool.residency(id).unwrap().tier, Tier::Device);
+    let lease = setup.pool.acquire(id, StreamId::FIRST).unwrap();
+    assert_eq!(setup.step(&[&lease]), [5.0]);
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn an_older_prefetch_evicts_no_newer_adapter() {
+    let mut setup = Setup::with(1, PoolConfig::arena_bytes(BYTES).host_bytes(2 * BYTES).loaders(1));
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    ids.iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    setup.pool.prefetch(ids[0]).unwrap();
+    setup.settle();
+    let tiers = ids.map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!((tiers, setup.pool.snapshot().waiting), ([Tier::Device, Tier::Host], 0));
+    setup.finish();
+}
+
+#[test]
+fn not_everything_can_be_pinned() {
+    let mut setup = Setup::new(3, 4);
+    let ids = [1.0, 2.0, 3.0, 4.0].map(|value| setup.adding(value));
+    setup.pool.pin(ids[0]).unwrap();
+    setup.pool.pin(ids[1]).unwrap();
+    setup.pool.pin(ids[1]).unwrap();
+    assert!(matches!(setup.pool.pin(ids[2]), Err(PoolError::Pinned { id }) if id == ids[2]));
+    for id in ids {
+        setup.use_once(id);
+    }
+    let tiers = ids.map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers, [Tier::Device, Tier::Device, Tier::Host, Tier::Device]);
+    // A batch for which the pinned ones leave no room says so.
+    let refused = setup.prepare(&[ids[2], ids[3]]).unwrap_err();
+    assert!(matches!(refused, PoolError::TooLarge { adapters: 2, max: 3, .. }), "{refused}");
+    setup.pool.unpin(ids[0]).unwrap();
+    setup.pool.pin(ids[2]).unwrap();
+    // Who is forgotten is no longer pinned.
+    setup.pool.unregister(ids[2]).unwrap();
+    assert_eq!(setup.pool.snapshot().pinned, 1);
+    // Bytes count, too.
+    let mut setup_of_bytes = Setup::with(4, PoolConfig::arena_bytes(5 * BYTES));
+    let (small, large) = (setup_of_bytes.adding(1.0), setup_of_bytes.memory(adapter(32, 2.0)));
+    setup_of_bytes.pool.pin(small).unwrap();
+    let other = setup_of_bytes.adding(3.0);
+    assert!(matches!(setup_of_bytes.pool.pin(other), Err(PoolError::Pinned { .. })));
+    setup_of_bytes.pool.unregister(large).unwrap();
+    setup_of_bytes.pool.pin(other).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn ranks_share_an_arena() {
+    // Rank 32 takes four times the bytes of rank 8.
+    let mut setup = Setup::with(8, PoolConfig::arena_bytes(5 * BYTES).host_bytes(16 * BYTES));
+    let (small, large) = ([1.0, 2.0].map(|value| setup.adding(value)), setup.memory(adapter(32, 3.0)));
+    assert_eq!((setup.use_once(small[0]), setup.use_once(small[1])), (1.0, 2.0));
+    assert_eq!(setup.use_once(large), 3.0);
+    let snapshot = setup.pool.snapshot();
+    assert_eq!((snapshot.resident, snapshot.counters.evictions), (1, 2), "{snapshot:?}");
+    assert_eq!(snapshot.device_memory.used, 4 * BYTES);
+    assert!((0.0..=1.0).contains(&snapshot.device_memory.fragmentation()));
+    assert_eq!(setup.use_once(small[0]), 1.0);
+    assert_eq!(setup.pool.snapshot().resident, 2);
+    setup.finish();
+}
+
+#[test]
+fn what_does_not_fit_the_pool_is_refused_when_it_is_registered() {
+    let mut setup = Setup::with(2, PoolConfig::arena_bytes(2 * BYTES).host_bytes(8 * BYTES));
+    let source = |adapter, model: &_, dtype| Source::memory(adapter, model, dtype).unwrap();
+    let large = source(adapter(32, 1.0), &setup.model, DType::F32);
+    let refused = setup.pool.register(large).unwrap_err();
+    assert!(matches!(refused, PoolError::TooLarge { what: "arena", bytes, .. } if bytes == 4 * BYTES), "{refused}");
+    let half = source(adapter(8, 1.0), &setup.model, DType::BF16);
+    let refused = setup.pool.register(half).unwrap_err();
+    assert!(matches!(refused, PoolError::Slot(SlotError::DType { .. })), "{refused}");
+    let other = source(adapter(8, 1.0), &model().0, DType::F32);
+    assert!(matches!(setup.pool.register(other).unwrap_err(), PoolError::Slot(SlotError::Model)));
+    let mut small_host = Setup::with(2, PoolConfig::arena_bytes(8 * BYTES).host_bytes(2 * BYTES));
+    let large = source(adapter(32, 1.0), &small_host.model, DType::F32);
+    let refused = small_host.pool.register(large).unwrap_err();
+    assert!(matches!(refused, PoolError::TooLarge { what: "host tier", .. }), "{refused}");
+    setup.finish();
+}
+
+#[test]
+fn the_pool_alone_changes_its_table() {
+    let mut setup = Setup::new(2, 2);
+    let id = setup.adding(1.0);
+    let lease = setup.lease(id);
+    let adapter = adapter(8, 9.0);
+    let image = adapter.plan(&setup.model, DType::F32).unwrap();
+    let weights = setup.pool.weights().clone();
+    let is_refused = |error: LoadError| matches!(error, LoadError::Slot(SlotError::Pooled));
+    assert!(is_refused(weights.load(Slot::new(1), &image).unwrap_err()));
+    assert!(is_refused(weights.reserve(&image).unwrap_err()));
+    assert!(is_refused(weights.unload(lease.slot()).unwrap_err()));
+    assert_eq!(setup.step(&[&lease]), [1.0]);
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn one_call_says_where_the_adapters_are() {
+    let mut setup = Setup::new(2, 4);
+    let ids = [1.0, 2.0, 3.0, 4.0].map(|value| setup.adding(value));
+    for &id in &ids[..3] {
+        setup.use_once(id);
+    }
+    setup.pool.pin(ids[1]).unwrap();
+    let lease = setup.lease(ids[2]);
+    let seen: Vec<_> = setup.pool.residencies().iter().map(|r| (r.id, r.tier, r.leases, r.is_pinned)).collect();
+    let tiers = [Tier::Host, Tier::Device, Tier::Device, Tier::Source];
+    let want: Vec<_> = (0..4).map(|i| (ids[i], tiers[i], usize::from(i == 2), i == 1)).collect();
+    assert_eq!(seen, want);
+    assert_eq!(setup.pool.residency(ids[2]).unwrap().slot, Some(lease.slot()));
+    let snapshot = setup.pool.snapshot();
+    assert_eq!((snapshot.adapters, snapshot.resident, snapshot.host, snapshot.reading), (4, 2, 3, 0));
+    assert_eq!((snapshot.leased, snapshot.leases, snapshot.pinned, snapshot.copying), (1, 1, 1, 0));
+    assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (2 * BYTES, 3 * BYTES));
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}

@@ -1,0 +1,60 @@
+//! Small integers, whose sums are exact in `f32`, and the reference's deltas of whole layers.
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, ModuleKind},
+    cpu::WeightTable,
+    model::{Model, ModelSpec, TpRank},
+    plan::Capacity,
+    reference::{self, Factors},
+};
+
+use crate::common::adapters::{Lora, parts};
+
+pub(crate) const TOKENS: usize = 3;
+pub(crate) const RANK: usize = 3;
+/// The first and the last token have the adapter.
+pub(crate) const SLOTS: [Slot; TOKENS] = [Slot::new(0), Slot::BASE, Slot::new(0)];
+
+/// Integers from -2 to 2 that look random.
+pub(crate) fn integers(seed: usize, len: usize) -> Vec<f32> {
+    let mixed = |i: usize| (i + seed * 7919).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+    (0..len).map(|i| [-2.0, -1.0, 0.0, 1.0, 2.0][mixed(i + 1) % 5]).collect()
+}
+
+/// A module with factors of integers, scaled by 2.
+pub(crate) fn module(kind: ModuleKind, path: &str, inputs: usize, outputs: usize) -> Lora {
+    let mut values = integers(path.len() + outputs, RANK * (inputs + outputs)).into_iter();
+    let zeros = match kind {
+        ModuleKind::Linear => Lora::linear(path, inputs, outputs, RANK),
+        ModuleKind::Embedding => Lora::embedding(path, inputs, outputs, RANK),
+    };
+    zeros.alpha(2.0 * RANK as f64).fill(|| values.next().unwrap())
+}
+
+pub(crate) fn adapter(modules: &[Lora]) -> Adapter {
+    let (config, tensors) = parts(1.0, modules);
+    Adapter::from_tensors(&config, tensors).unwrap()
+}
+
+/// The unsharded delta of one token, by the reference.
+pub(crate) fn delta(lora: &Lora, x: &[f32]) -> Vec<f32> {
+    let wide = |values: &[f32]| values.iter().map(|&value| f64::from(value)).collect::<Vec<_>>();
+    let (a, b, x) = (wide(&lora.a), wide(&lora.b), wide(x));
+    let factors = Factors { a: &a, b: &b, rank: lora.rank, scaling: 2.0 };
+    reference::linear(&x, factors).iter().map(|delta| delta.value as f32).collect()
+}
+
+/// The model and a table with the adapter in slot 0, for each rank.
+pub(crate) fn group(spec: &ModelSpec, size: usize, adapter: &Adapter) -> Vec<WeightTable> {
+    let models = (0..size).map(|rank| spec.shard(TpRank::new(rank, size).unwrap()).unwrap());
+    models.map(|model| table(&model, adapter)).collect()
+}
+
+pub(crate) fn table(model: &Model, adapter: &Adapter) -> WeightTable {
+    let image = adapter.plan(model, DType::F32).unwrap();
+    let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
+    let weights = WeightTable::new(model, DType::F32, capacity, WeightTable::arena_bytes([&image])).unwrap();
+    weights.load(Slot::new(0), &image).unwrap();
+    weights
+}
