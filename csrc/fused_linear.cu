@@ -190,19 +190,23 @@ int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* st
   const int num_warps = detail::fused_warps(params.grid.pass_units, kTokenTiles, kSmall);
   const int idle_warps =
       params.args.weights.table == nullptr ? detail::delta_warps(kTokenTiles, kSmall) : 0;
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = params.splits;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  // The default policy starts no cluster beside a kernel that occupies most multiprocessors, if two
+  // of its blocks fit on one.
+  attributes[2].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+  attributes[2].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
   cudaLaunchConfig_t config = {};
   config.gridDim = params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits;
   config.blockDim = 32 * (num_warps - idle_warps);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  config.numAttrs = params.splits > 1 ? 2 : 1;
+  config.numAttrs = params.splits > 1 ? 3 : 1;
   return cudaLaunchKernelEx(&config, detail::fused_linear_kernel<T, kTokenTiles, kSmall>, params);
 }
 
@@ -211,7 +215,7 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   detail::FusedParams params;
   ARIL_TRY(fill_params(args, kTokenTiles, params));
   int smem_bytes;
-  if constexpr (kTokenTiles == 1) {
+  if constexpr (kTokenTiles <= detail::kSmallTiles) {
     if (is_small(args)) {
       ARIL_TRY(make_ring(args, kTokenTiles, true, params, smem_bytes));
       if (smem_bytes > 0) return launch_fused<T, kTokenTiles, true>(params, smem_bytes, stream);
@@ -259,9 +263,12 @@ int32_t load_kernels() {
   ARIL_TRY(smem_budget(false, bytes));
   ARIL_TRY(smem_budget(true, small_bytes));
   using FusedKernel = Kernel<detail::FusedParams>;
-  ARIL_TRY(load(FusedKernel{detail::fused_linear_kernel<T, 1, true>, small_bytes}));
   for (const int num_tokens : {8, 16, 32, 64}) {
     ARIL_TRY(with_tiles(num_tokens, [&](auto tiles) {
+      if constexpr (decltype(tiles)::value <= detail::kSmallTiles) {
+        const auto small = detail::fused_linear_kernel<T, decltype(tiles)::value, true>;
+        ARIL_TRY(load(FusedKernel{small, small_bytes}));
+      }
       const auto kernel = detail::fused_linear_kernel<T, decltype(tiles)::value, false>;
       return load(FusedKernel{kernel, bytes});
     }));

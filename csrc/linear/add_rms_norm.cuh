@@ -71,8 +71,8 @@ class RowSquares {
 
   struct Shared {
     TransactionBarrier arrival;
-    float of_warps[kSmallMWarps][kRows];
-    float of_blocks[kNormBlocks][kRows];
+    alignas(16) float of_warps[kSmallMWarps][kRows];
+    alignas(16) float of_blocks[kNormBlocks][kRows];
   };
 
   // All threads call it, at the beginning.
@@ -133,9 +133,10 @@ class RowSquares {
   int block_, blocks_;
 };
 
+// Shared memory of a block: the norm's weight, then B if staged, then the terms of v.
 inline int add_rms_norm_smem_bytes(const aril_linear_args& layer, int blocks, bool staged) {
   const int features = norm_features(layer.out_features[0], blocks);
-  return small_m_expand_smem_bytes(layer.weights, features, staged);
+  return features * 2 + small_m_expand_smem_bytes(layer.weights, features, staged);
 }
 
 // Grid: token tiles (kWide: wide tiles, 16 tokens at a time) x `blocks`, the size of a cluster.
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ TransactionBarrier b_arrival;
   __shared__ ExpandRow rows[ARIL_TOKENS_PER_TILE];
-  __shared__ alignas(16) RowSquares::Shared squares_shared;
+  __shared__ RowSquares::Shared squares_shared;
   launch_dependents();
   constexpr int kHeld = kStaged ? 3 : 2;  // units of a warp whose sums stay in registers
   constexpr int kParts = kWide ? ARIL_WIDE_TILE / ARIL_TOKENS_PER_TILE : 1;
@@ -159,16 +160,18 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int num_features = p.layer.out_features[0];
-  const int first = block * norm_features(num_features, blocks);
-  const int features = max(min(num_features - first, norm_features(num_features, blocks)), 0);
+  const int block_features = norm_features(num_features, blocks), first = block * block_features;
+  const int features = max(min(num_features - first, block_features), 0);
   const aril_descriptor module = module_of(p.layer.weights, tile.slot, 0);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
   const char* const b = static_cast<const char*>(module.b) +
                         int64_t{first / ARIL_OUT_TILE} * rank_tiles * kBTileBytes;
   const int b_bytes = kStaged ? ceil_div(features, ARIL_OUT_TILE) * rank_tiles * kBTileBytes : 0;
-  uint4* const operands = reinterpret_cast<uint4*>(shared + b_bytes);
-  if constexpr (kStaged) bulk_load(b_arrival, shared, b, b_bytes, threadIdx.x, kSmallMThreads);
+  const T* const weights = reinterpret_cast<const T*>(shared);
+  unsigned char* const staged_b = shared + block_features * sizeof(T);
+  uint4* const operands = reinterpret_cast<uint4*>(staged_b + b_bytes);
+  if constexpr (kStaged) bulk_load(b_arrival, staged_b, b, b_bytes, threadIdx.x, kSmallMThreads);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
     rows[threadIdx.x] = tile.expand_rows(module, p.layer)(threadIdx.x);
   }
@@ -180,9 +183,8 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   const T* const y = static_cast<const T*>(p.layer.y) + first;
   T* const residual = static_cast<T*>(p.residual) + first;
   T* const out = static_cast<T*>(p.out) + first;
-  const T* const weight = static_cast<const T*>(p.weight) + first;
   const bool aligned = is_aligned(y, p.layer.y_stride) && is_aligned(residual, p.residual_stride) &&
-                       is_aligned(out, p.out_stride) && is_aligned(weight, 0);
+                       is_aligned(out, p.out_stride);
   // Calls f for the lane's rows g and g + 8 of a unit.
   const auto for_rows = [&](int unit, auto f) {
     const int feature = unit * ARIL_OUT_UNIT + 8 * q;
@@ -207,6 +209,14 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   Unit held[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) load(held[i], warp + i * kSmallMWarps);
+  {
+    const T* const weight = static_cast<const T*>(p.weight) + first;
+    const bool weight_aligned = is_aligned(weight, 0);
+    for (int i = threadIdx.x * Vec<T>::kSize; i < features; i += kSmallMThreads * Vec<T>::kSize) {
+      copy_vec_async(shared + i * sizeof(T), weight, i, features, weight_aligned);
+    }
+    commit_copies();
+  }
 
   if (steps > 0) {
     const auto ranks_of = [&](int t, int step) {
@@ -219,7 +229,8 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
       const MailboxSums v(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
       gather_terms(operands, tile.count, steps, ranks_of, v, warp, lane);
     }
-    if constexpr (kStaged) wait_for_copies<0>();
+    // Before sm_90, B.
+    wait_for_copies<0>();
     __syncthreads();
     if constexpr (kStaged) b_arrival.wait(0);
   }
@@ -228,7 +239,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   float row_squares[2] = {};
   const auto add = [&](Unit& held, int unit) {
     float deltas[4][4];
-    const char* const block_b = kStaged ? reinterpret_cast<const char*>(shared) : b;
+    const char* const block_b = kStaged ? reinterpret_cast<const char*>(staged_b) : b;
     multiply_small_m<T, kStaged>(deltas, operands,
                                  unit_at(block_b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
     for_rows(unit, [&](int half, int row, int feature, int valid) {
@@ -261,6 +272,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     load(more, unit);
     add(more, unit);
   }
+  wait_for_copies<0>();
   squares.add(row_squares);
 
   float scales[2];
@@ -270,11 +282,11 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   }
   const auto normalize = [&](const Vec<T>& sums, float scale, int row, int feature, int valid) {
     const bool whole = OutVec<T>::whole(valid, aligned);
-    const Vec<T> weights = Vec<T>::load_from_anywhere(weight + feature, valid, whole);
+    const Vec<T> weight{*reinterpret_cast<const uint4*>(weights + feature)};
     T values[Vec<T>::kSize];
 #pragma unroll
     for (int e = 0; e < Vec<T>::kSize; ++e) {
-      values[e] = normalized<T>(sums[e], scale, weights[e]);
+      values[e] = normalized<T>(sums[e], scale, weight[e]);
     }
     Vec<T> result;
     memcpy(&result.bits, values, sizeof(values));

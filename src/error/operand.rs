@@ -143,10 +143,9 @@ pub enum OperandError {
 impl OperandError {
     /// Features of gate and of up, if these are the layer's slices.
     pub(crate) fn gate_up(site: &LinearSite) -> Result<usize, Self> {
-        let outputs: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
-        match outputs[..] {
-            [gate, up] if gate == up => Ok(gate),
-            _ => Err(Self::GateUp { outputs }),
+        match site.slices() {
+            [gate, up] if gate.out_features() == up.out_features() => Ok(gate.out_features()),
+            slices => Err(Self::GateUp { outputs: slices.iter().map(SliceSite::out_features).collect() }),
         }
     }
 

@@ -1,8 +1,10 @@
 //! The operations that read a linear layer's `y`, fused with its expand: against the reference, through the safe and the raw API.
 
 use aril::{
-    Element, Slot,
-    cuda::{self, LoraLinear, Routing, WeightTable, Workspace, raw},
+    DType, Element, Slot,
+    cuda::{self, LaunchError, LoraLinear, Routing, Step, View, ViewMut, WeightTable, Workspace, raw},
+    error::OperandError,
+    model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
 };
@@ -19,6 +21,7 @@ use crate::{
     },
     device::{Buffer, Gpu},
     for_dtype,
+    hot_path::allocations,
     operations::{PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
 };
 
@@ -397,4 +400,100 @@ fn a_consumers_replay_sees_what_changed() {
             run::<f32>(&gpu, by, Dtype::F32, tokens);
         }
     }
+}
+
+/// Launches of both operations allocate nothing on the host, and refuse operands that do not fit by name.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
+    const TOKENS: usize = 8;
+    const FEATURES: usize = 64;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let gate_up = Linear::new("gate_up", Parallel::Replicated, 8).slice("gate", FEATURES).slice("up", FEATURES);
+    let ids =
+        [gate_up, Linear::new("o", Parallel::Replicated, 8).slice("o", FEATURES)].map(|linear| spec.linear(linear));
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(TOKENS).slots(1).rank(8);
+    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 12).unwrap();
+    let [gate_up, o] = ids.map(|id| LoraLinear::new(&weights, id.unwrap()).unwrap());
+    let mut routing = Routing::new(queue, capacity, 32).unwrap();
+    let [mut workspace, mut captured] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
+
+    // Buffers, and slices that a graph cannot keep.
+    type Bf16 = half::bf16;
+    let zeros = |len: usize| cuda::Buffer::<Bf16>::zeros(queue, len).unwrap();
+    let (y, wide, weight) = (zeros(TOKENS * FEATURES), zeros(TOKENS * 2 * FEATURES), zeros(FEATURES));
+    let [mut residual, mut out] = [(); 2].map(|()| zeros(TOKENS * FEATURES));
+    let slice = gpu.stream.alloc_zeros::<Bf16>(TOKENS * 2 * FEATURES).unwrap();
+    let mut slice_mut = gpu.stream.alloc_zeros::<Bf16>(TOKENS * FEATURES).unwrap();
+    fn input(view: View<'_, half::bf16>, cols: usize) -> cuda::Matrix<'_, half::bf16> {
+        cuda::Matrix::new(view, TOKENS, cols).unwrap()
+    }
+    fn output<'a>(view: impl Into<ViewMut<'a, half::bf16>>) -> cuda::MatrixMut<'a, half::bf16> {
+        cuda::MatrixMut::new(view, TOKENS, FEATURES).unwrap()
+    }
+
+    let slots = [Slot::new(0); TOKENS];
+    let mut step = |routing: &mut Routing| {
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        gate_up.silu_mul(&mut step, input((&wide).into(), 2 * FEATURES), output(&mut out)).unwrap();
+        let (y, residual, out) = (input((&y).into(), FEATURES), output(&mut residual), output(&mut out));
+        o.add_rms_norm(&mut step, y, residual, &weight, EPS, out).unwrap();
+    };
+    step(&mut routing);
+    assert_eq!(allocations(|| (0..10).for_each(|_| step(&mut routing))), 0);
+
+    let mut refused = |record: &mut dyn FnMut(&mut Step<'_>) -> Result<(), LaunchError>| {
+        weights.capture(&routing, TOKENS, &mut captured, |step| record(step)).unwrap_err()
+    };
+    let is_not_kept = |error: LaunchError, name: &str| {
+        assert!(matches!(error, LaunchError::NotKept { operand } if operand == name), "{name}: {error}");
+    };
+    let error = refused(&mut |step| gate_up.silu_mul(step, input((&slice).into(), 2 * FEATURES), output(&mut out)));
+    is_not_kept(error, "y");
+    let error =
+        refused(&mut |step| gate_up.silu_mul(step, input((&wide).into(), 2 * FEATURES), output(&mut slice_mut)));
+    is_not_kept(error, "out");
+    let narrow = || input((&y).into(), FEATURES);
+    let error = refused(&mut |step| {
+        let y = input(slice.slice(0..TOKENS * FEATURES).into(), FEATURES);
+        o.add_rms_norm(step, y, output(&mut residual), &weight, EPS, output(&mut out))
+    });
+    is_not_kept(error, "y");
+    let error =
+        refused(&mut |step| o.add_rms_norm(step, narrow(), output(&mut slice_mut), &weight, EPS, output(&mut out)));
+    is_not_kept(error, "residual");
+    let error = refused(&mut |step| {
+        o.add_rms_norm(step, narrow(), output(&mut residual), slice.slice(0..FEATURES), EPS, output(&mut out))
+    });
+    is_not_kept(error, "weight");
+    let error = refused(&mut |step| {
+        o.add_rms_norm(step, narrow(), output(&mut residual), &weight, EPS, output(&mut slice_mut))
+    });
+    is_not_kept(error, "out");
+    // Layers of other slices, a weight of another length, and an output of another type.
+    let operand = |error: LaunchError| match error {
+        LaunchError::Operand(error) => error,
+        error => panic!("{error}"),
+    };
+    let error = operand(refused(&mut |step| o.silu_mul(step, narrow(), output(&mut out))));
+    assert_eq!(error, OperandError::GateUp { outputs: vec![FEATURES] });
+    let error = operand(refused(&mut |step| {
+        gate_up.add_rms_norm(step, narrow(), output(&mut residual), &weight, EPS, output(&mut out))
+    }));
+    assert_eq!(error, OperandError::NormSlices { slices: 2 });
+    let error = operand(refused(&mut |step| {
+        o.add_rms_norm(step, narrow(), output(&mut residual), weight.slice(0..8), EPS, output(&mut out))
+    }));
+    assert_eq!(error, OperandError::NormWeight { got: 8, want: FEATURES });
+    let mut halves = cuda::Buffer::<half::f16>::zeros(queue, TOKENS * FEATURES).unwrap();
+    let inputs = cuda::Buffer::<half::f16>::zeros(queue, TOKENS * 2 * FEATURES).unwrap();
+    let error = operand(refused(&mut |step| {
+        let y = cuda::Matrix::new(&inputs, TOKENS, 2 * FEATURES)?;
+        gate_up.silu_mul(step, y, cuda::MatrixMut::new(&mut halves, TOKENS, FEATURES)?)
+    }));
+    assert_eq!(error, OperandError::DType { operand: "y", got: DType::F16, want: DType::BF16 });
 }

@@ -98,58 +98,74 @@ struct Delta {
                                       kTokens * args.num_slices * sizeof(aril_descriptor))[entry];
   }
 
-  // Groups the tokens by slot, in their order, into segments.
-  __device__ __forceinline__ void make_segments() {
-    const int token = thread;
-    if (token < ARIL_FORWARD_TOKENS) {
-      int slot = -1;
-      float scale = 0.0f;
-      if (token < args.num_tokens) {
-        // Independent loads: rows beyond the routed ones are also read.
-        const int routed = *args.routing.num_tokens;
-        slot = args.routing.slots[token];
-        scale = args.routing.scales[token];
-        if (token >= routed || slot >= args.weights.num_slots) slot = -1;
-      }
-      batch.slots[token] = slot;
-      batch.scales[token] = scale;
-      reinterpret_cast<uint64_t*>(batch.tokens)[token] = ~uint64_t{0};
+  // The routing of a token: its slot, or -1, and its factor.
+  struct Routed {
+    int slot;
+    float scale;
+  };
+
+  __device__ __forceinline__ Routed routed(int token) const {
+    Routed of = {-1, 0.0f};
+    if (token < args.num_tokens) {
+      // Independent loads: rows beyond the routed ones are also read.
+      const int num_routed = *args.routing.num_tokens;
+      of = {args.routing.slots[token], args.routing.scales[token]};
+      if (token >= num_routed || of.slot >= args.weights.num_slots) of.slot = -1;
     }
-    if (thread == 0) {
+    return of;
+  }
+
+  // The tokens before this lane's, of its slot: those among these 32, and `before` further ones.
+  // Returns the lanes whose tokens begin a segment.
+  struct Peers {
+    uint32_t mask;
+    int before;
+
+    __device__ __forceinline__ Peers(int slot, int lane, int before)
+        : mask(__match_any_sync(0xffffffffu, slot)),
+          before(before + __popc(mask & ((1u << lane) - 1))) {}
+
+    __device__ __forceinline__ uint32_t leaders(int slot) const {
+      return __ballot_sync(0xffffffffu, slot >= 0 && before % kSegmentTokens == 0);
+    }
+  };
+
+  // Groups the tokens by slot, in their order, into segments. A warp has 32 tokens; the second one
+  // also looks at those of the first.
+  __device__ __forceinline__ void make_segments() {
+    static_assert(ARIL_FORWARD_TOKENS == 64 && kWarps >= 2);
+    if (warp < 2) {
+      const bool second = warp == 1;
+      const int token = thread;
+      const Routed own = routed(token), other = second ? routed(lane) : Routed{-1, 0.0f};
+      uint32_t first_leaders = 0, first_peers = 0;
+      if (second) {
+        first_leaders = Peers(other.slot, lane, 0).leaders(other.slot);
+#pragma unroll 4
+        for (int i = 0; i < 32; ++i) {
+          if (__shfl_sync(0xffffffffu, other.slot, i) == own.slot) first_peers |= 1u << i;
+        }
+      }
+      const Peers peers(own.slot, lane, __popc(first_peers));
+      const uint32_t leaders = peers.leaders(own.slot);
+      int segment = -1;
+      if (own.slot >= 0) {
+        // The last leader among its peers up to the token itself.
+        const uint32_t mine = leaders & peers.mask & (2u << lane) - 1;
+        const uint32_t in = mine != 0 ? leaders : first_leaders;
+        const int leader = 31 - __clz(mine != 0 ? mine : first_leaders & first_peers);
+        segment = __popc(in & ((1u << leader) - 1)) + (mine != 0 ? __popc(first_leaders) : 0);
+        batch.tokens[segment][peers.before % kSegmentTokens] = static_cast<int8_t>(token);
+      }
+      batch.slots[token] = own.slot;
+      batch.scales[token] = own.scale;
+      batch.segment_of[token] = static_cast<int8_t>(segment);
+      if (lane == 0 && second) batch.num_segments = __popc(first_leaders) + __popc(leaders);
+    }
+    if (thread == kThreads - 1) {
       batch.slice_rank = 0;
       batch.missing = -1;
       batch.polls = args.polls;
-    }
-    sync_warps();
-    int leader = token, position = 0;
-    const bool live = token < args.num_tokens && batch.slots[token] >= 0;
-    if (live) {
-      int before = 0;
-#pragma unroll 1
-      for (int other = 0; other < token; ++other) {
-        if (batch.slots[other] != batch.slots[token]) continue;
-        if (before % kSegmentTokens == 0) leader = other;
-        ++before;
-      }
-      position = before % kSegmentTokens;
-      if (position == 0) leader = token;
-    }
-    if (warp < ARIL_FORWARD_TOKENS / 32) {
-      const uint32_t leaders = __ballot_sync(0xffffffffu, live && leader == token);
-      if (lane == 0) batch.leaders[warp] = leaders;
-    }
-    sync_warps();
-    if (thread == 0) {
-      batch.num_segments = __popc(batch.leaders[0]) + __popc(batch.leaders[1]);
-    }
-    if (token < ARIL_FORWARD_TOKENS) {
-      int segment = -1;
-      if (live) {
-        segment = __popc(batch.leaders[leader / 32] & ((1u << leader % 32) - 1)) +
-                  (leader < 32 ? 0 : __popc(batch.leaders[0]));
-        batch.tokens[segment][position] = static_cast<int8_t>(token);
-      }
-      batch.segment_of[token] = static_cast<int8_t>(segment);
     }
   }
 
@@ -436,55 +452,121 @@ struct Delta {
     }
   }
 
+  // Two neighbouring ranks of a token's v: its words in each part.
+  struct Pair {
+    int token, entry, rank;  // token: -1 if there is nothing to gather
+    TaggedPair parts[kParts];
+
+    __device__ __forceinline__ void load(const FusedMailbox& mailbox, int slice, int num_parts) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (token >= 0 && part < num_parts) {
+          parts[part] = load_tagged(mailbox.at(part, token, slice, rank));
+        }
+      }
+    }
+
+    // A part that has not arrived, or -1.
+    __device__ __forceinline__ int missing(uint32_t epoch, int num_parts) const {
+      int part = -1;
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const bool came = parts[i].epoch0 == epoch && parts[i].epoch1 == epoch;
+        if (token >= 0 && i < num_parts && !came) part = i;
+      }
+      return part;
+    }
+  };
+
+  __device__ __forceinline__ Pair pair_at(int index, int count, int per_token, int begin) const {
+    Pair pair;
+    pair.token = -1;
+    if (index >= count) return pair;
+    const int token = index / per_token;
+    pair.rank = begin + (index - token * per_token) * 2;
+    const int segment = batch.segment_of[token];
+    pair.entry = segment * args.num_slices + share.slice;
+    if (segment >= 0 && pair.rank < ceil_div(module_at(pair.entry).rank, kPairRanks) * kPairRanks) {
+      pair.token = token;
+    }
+    return pair;
+  }
+
+  __device__ __forceinline__ unsigned char* gathered(int token) const {
+    return dynamic + p.smem.v + token * p.smem.v_pitch;
+  }
+
+  // Expand reads chunks of 32 ranks: clears those beyond the last pair of tiles.
+  __device__ __forceinline__ void clear_padding(int begin, int ranks) const {
+    constexpr int kStores = kPairRanks * 2 / 16;
+#pragma unroll 1
+    for (int i = thread; i < args.num_tokens * kStores; i += kThreads) {
+      const int token = i / kStores, segment = batch.segment_of[token];
+      if (segment < 0) continue;
+      const int pairs =
+          ceil_div(module_at(segment * args.num_slices + share.slice).rank, kPairRanks);
+      const int at = pairs * kPairRanks - begin;
+      if (pairs % 2 == 0 || at < 0 || at >= ranks) continue;
+      unsigned char* const to = gathered(token) + at * 2 + i % kStores * 16;
+      *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(to + kTokens * p.smem.v_pitch) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
   // Gathers v of ranks [begin, begin + ranks) in shared memory, scaled, as two bf16 terms.
   // Returns a unit that did not arrive in time, or -1.
   __device__ __forceinline__ int gather(int begin, int ranks) {
+    constexpr int kAtOnce = kTokenTiles > 2 ? 2 : 1;  // loads of all parts in flight
     const FusedMailbox mailbox(args);
-    const int per_token = ranks / 2, parts = p.num_parts;
-    unsigned char* const v = dynamic + p.smem.v;
+    const int padded = ceil_div(batch.slice_rank, kPairRanks) * kPairRanks - begin;
+    const int per_token = min(ranks, padded) / 2, count = args.num_tokens * per_token;
+    clear_padding(begin, ranks);
 #pragma unroll 1
-    for (int i = thread; i < args.num_tokens * per_token; i += kThreads) {
-      const int token = i / per_token, rank = begin + (i - token * per_token) * 2;
-      const int segment = batch.segment_of[token];
-      if (segment < 0) continue;
-      const int entry = segment * args.num_slices + share.slice;
-      const aril_descriptor& module = module_at(entry);
-      if (rank >= ceil_div(module.rank, kChunkRanks) * kChunkRanks) continue;
-      float2 sum = make_float2(0.0f, 0.0f);
-      if (rank < ceil_div(module.rank, kPairRanks) * kPairRanks) {
-        TaggedPair pair[kParts];
-        int missing;
+    for (int first = thread; first < count; first += kAtOnce * kThreads) {
+      Pair pairs[kAtOnce];
+      int missing[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        pairs[i] = pair_at(first + i * kThreads, count, per_token, begin);
+      }
+      bool came;
 #pragma unroll 1
-        for (int poll = 0;; ++poll) {
-          missing = -1;
+      for (int poll = 0;; ++poll) {
+        came = true;
 #pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            if (part < parts) pair[part] = load_tagged(mailbox.at(part, token, share.slice, rank));
-          }
+        for (int i = 0; i < kAtOnce; ++i) pairs[i].load(mailbox, share.slice, p.num_parts);
 #pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            const bool came =
-                pair[part].epoch0 == shared.epoch && pair[part].epoch1 == shared.epoch;
-            if (part < parts && !came) missing = part;
-          }
-          if (missing < 0 || poll >= batch.polls) break;
-          __nanosleep(40);
+        for (int i = 0; i < kAtOnce; ++i) {
+          missing[i] = pairs[i].missing(shared.epoch, p.num_parts);
+          came = came && missing[i] < 0;
         }
-        if (missing >= 0) {
-          batch.missing = missing * all_pairs() + pairs_before(entry) + rank / kPairRanks;
-          break;
+        if (came || poll >= batch.polls) break;
+        __nanosleep(40);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const Pair& pair = pairs[i];
+        if (pair.token < 0) continue;
+        if (missing[i] >= 0) {
+          batch.missing =
+              missing[i] * all_pairs() + pairs_before(pair.entry) + pair.rank / kPairRanks;
+          continue;
         }
+        float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          if (part < parts) sum = sum + make_float2(pair[part].value0, pair[part].value1);
+          if (part < p.num_parts) {
+            sum = sum + make_float2(pair.parts[part].value0, pair.parts[part].value1);
+          }
         }
+        const float factor = module_at(pair.entry).scaling * batch.scales[pair.token];
+        uint32_t high, low;
+        to_bf16_terms(sum.x * factor, sum.y * factor, high, low);
+        unsigned char* to = gathered(pair.token) + (pair.rank - begin) * 2;
+        *reinterpret_cast<uint32_t*>(to) = high;
+        *reinterpret_cast<uint32_t*>(to + kTokens * p.smem.v_pitch) = low;
       }
-      const float factor = module.scaling * batch.scales[token];
-      uint32_t high, low;
-      to_bf16_terms(sum.x * factor, sum.y * factor, high, low);
-      unsigned char* to = v + token * p.smem.v_pitch + (rank - begin) * 2;
-      *reinterpret_cast<uint32_t*>(to) = high;
-      *reinterpret_cast<uint32_t*>(to + kTokens * p.smem.v_pitch) = low;
+      if (!came) break;
     }
     sync_warps();
     return batch.missing;

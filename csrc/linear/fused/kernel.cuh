@@ -34,9 +34,13 @@ __device__ __forceinline__ void init_handovers(const FusedParams& p, FusedShared
     shared.deltas_full.init(32 * delta_warps);
     shared.deltas_empty.init(32 * multipliers);
   }
-  if (p.args.weights.table != nullptr && lane < delta_warps) {
-    for (auto& pair : batch.a[lane]) pair.init();
-    for (auto& chunk : batch.b[lane]) chunk.init();
+  if (p.args.weights.table != nullptr) {
+    static_assert(sizeof(batch.tokens) == 32 * sizeof(uint4));
+    reinterpret_cast<uint4*>(batch.tokens)[lane] = make_uint4(~0u, ~0u, ~0u, ~0u);  // -1
+    if (lane < delta_warps) {
+      for (auto& pair : batch.a[lane]) pair.init();
+      for (auto& chunk : batch.b[lane]) chunk.init();
+    }
   }
   fence_async_proxy();
 }

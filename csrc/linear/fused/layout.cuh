@@ -43,7 +43,8 @@ constexpr int kStepBoxes = 2;  // splits share the features in steps of two boxe
 constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
 constexpr int kTokenTile = 8;  // mma.sync's N
 constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
-constexpr int kMaxTeams = 2;  // of multipliers
+constexpr int kSmallTiles = 2;  // of tokens: the small form is for up to 16 tokens
+constexpr int kMaxTeams = 2;    // of multipliers
 constexpr int kProducers = 2;
 constexpr int kMaxTokenGroups = 2;
 constexpr int kMaxDeltaWarps = 8;
@@ -125,14 +126,13 @@ struct DeltaShared {
 
   int32_t slots[ARIL_FORWARD_TOKENS];
   float scales[ARIL_FORWARD_TOKENS];
-  int8_t segment_of[ARIL_FORWARD_TOKENS];              // -1: none
-  int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];  // -1: none
-  uint32_t leaders[ARIL_FORWARD_TOKENS / 32];          // a bit for each first token of a segment
-  int32_t num_segments, num_units;                     // num_units: of all blocks
-  int32_t slice_rank;                                  // the largest of this block's slice
-  int32_t missing;                                     // a unit that did not arrive in time, or -1
-  int32_t polls;                                       // left for the next one
-  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];   // a warp's buffers of A, and
+  int8_t segment_of[ARIL_FORWARD_TOKENS];                          // -1: none
+  alignas(16) int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];  // -1: none
+  int32_t num_segments, num_units;                                 // num_units: of all blocks
+  int32_t slice_rank;                                 // the largest of this block's slice
+  int32_t missing;                                    // a unit that did not arrive in time, or -1
+  int32_t polls;                                      // left for the next one
+  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];  // a warp's buffers of A, and
   TransactionBarrier b[kMaxDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
   DeltaUnit units[kUnits];
 };
@@ -155,7 +155,7 @@ struct FusedSmem {
     inbox = handover + (teams(token_tiles) > 1 ? ceil_div(grid.pass_units, 2) * 2 * unit_sums : 0);
     deltas = inbox + (splits > 1 ? grid.units * unit_sums : 0);
     // An odd number of token tiles spreads a warp's rows over all banks.
-    delta_pitch = kTokenTile * (token_tiles == 1 ? 1 : token_tiles <= 4 ? 5 : 9);
+    delta_pitch = kTokenTile * (token_tiles | 1);
     v_ranks = v_pitch = 0;
     if (max_rank == 0) {
       v = a = sums = batch = modules = total = deltas;
