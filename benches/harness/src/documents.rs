@@ -11,6 +11,7 @@ use crate::{
     report::{self, Table, geometric_mean},
     results::{Added, Results},
     selection::{Chosen, Subject},
+    serving,
     workload::{Suite, Workload},
 };
 
@@ -29,8 +30,10 @@ pub fn of(root: &Path, record: &Record) -> Result<Vec<(PathBuf, String)>> {
     for (name, body) in blocks(record, &chosen) {
         benches = fill(&benches, name, &body)?;
     }
+    let serving = serving::Record::load(root)?;
+    benches = fill(&benches, "serving", &serving::shown(&serving))?;
     let mut files = vec![("README.md".into(), readme), ("benches/README.md".into(), benches)];
-    for plot in plots::of(record, &chosen)? {
+    for plot in plots::of(record, &chosen)?.into_iter().chain([serving::plot(&serving)]) {
         files.push((Path::new("benches/plots").join(plot.file), plot.svg()?));
     }
     Ok(files)

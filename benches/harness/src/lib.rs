@@ -9,6 +9,7 @@
 //! | `device`, `layer`, `gemm`, `ceilings` (feature `cuda`) | a workload on the GPU, its base GEMM, and the limits of the device |
 //! | [`results`] | the JSON of measured figures, ours and other libraries' |
 //! | [`record`] | the files in `benches/record` |
+//! | [`serving`] | a simulation of policies of admission |
 //! | [`report`], [`plots`], [`documents`] | tables, plots, and the documents that show them |
 #![expect(
     missing_debug_implementations,
@@ -35,6 +36,7 @@ pub mod record;
 pub mod report;
 pub mod results;
 pub mod selection;
+pub mod serving;
 pub mod workload;
 
 /// Benchmarks stop at the first error.

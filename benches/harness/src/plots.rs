@@ -31,7 +31,7 @@ const LAYERS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
 const RANK: usize = 16;
 const ADAPTERS: usize = 8;
 
-/// A plot of one or more panels, each of figures over numbers of tokens.
+/// A plot of one or more panels, each of figures over numbers of tokens or rates of requests.
 #[derive(Debug)]
 pub struct Plot {
     pub file: &'static str,
@@ -42,12 +42,14 @@ pub struct Plot {
     pub panels: Vec<Panel>,
 }
 
-/// What the y axis shows. The x axis is logarithmic.
+/// What the axes show. The x axis is logarithmic.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Axis {
-    /// Times in µs, which are positive. Logarithmic.
+    /// Times in µs, which are positive, over tokens. Logarithmic.
     Time,
-    /// LoRA's part of the time of the base GEMMs, in percent. Linear, from the least figure or 0.
+    /// Times in ms, which are positive, over requests per second. Logarithmic.
+    Latency,
+    /// LoRA's part of the time of the base GEMMs, in percent, over tokens. Linear, from the least figure or 0.
     Percent,
 }
 
@@ -55,6 +57,7 @@ impl Axis {
     fn unit(self) -> &'static str {
         match self {
             Self::Time => "µs",
+            Self::Latency => "ms",
             Self::Percent => "percent",
         }
     }
@@ -62,14 +65,22 @@ impl Axis {
     fn label(self) -> &'static str {
         match self {
             Self::Time => "µs",
+            Self::Latency => "ms",
             Self::Percent => "% of the base GEMMs",
+        }
+    }
+
+    fn x_label(self) -> &'static str {
+        match self {
+            Self::Time | Self::Percent => "tokens",
+            Self::Latency => "requests/s",
         }
     }
 
     /// Where no line is: above the lines, or on the side of many tokens.
     fn legend(self) -> SeriesLabelPosition {
         match self {
-            Self::Time => SeriesLabelPosition::UpperLeft,
+            Self::Time | Self::Latency => SeriesLabelPosition::UpperLeft,
             Self::Percent => SeriesLabelPosition::UpperRight,
         }
     }
@@ -81,7 +92,7 @@ pub struct Panel {
     pub lines: Vec<Line>,
 }
 
-/// A line of points: numbers of tokens and figures in the unit of the plot's axis.
+/// A line of points: places on the x axis, and figures in the unit of the plot's axis.
 #[derive(Debug)]
 pub struct Line {
     pub name: String,
@@ -90,7 +101,7 @@ pub struct Line {
 }
 
 impl Line {
-    fn new(name: &str, kind: Kind, points: Vec<(f64, f64)>) -> Self {
+    pub fn new(name: &str, kind: Kind, points: Vec<(f64, f64)>) -> Self {
         Self { name: name.to_owned(), kind, points }
     }
 }
@@ -107,6 +118,9 @@ pub enum Kind {
     Other,
     /// Another library that only writes deltas.
     OtherDeltas,
+    /// Another policy of admission, and a variant of it.
+    OtherPolicy,
+    OtherVariant,
     Floor,
 }
 
@@ -119,6 +133,8 @@ impl Kind {
             Self::OursFused => RGBColor(0, 130, 95),
             Self::Other => RGBColor(213, 94, 0),
             Self::OtherDeltas => RGBColor(230, 159, 0),
+            Self::OtherPolicy => RGBColor(0, 158, 115),
+            Self::OtherVariant => RGBColor(204, 121, 167),
             Self::Floor => RGBColor(110, 110, 110),
         }
     }
@@ -318,9 +334,14 @@ impl Plot {
         let mut desc = String::from("<desc>\n");
         for Panel { caption, lines } in &self.panels {
             for Line { name, points, .. } in lines {
-                let points: Vec<String> =
-                    points.iter().map(|(tokens, figure)| format!("{tokens}: {figure:.2}")).collect();
-                writeln!(desc, "{caption}; {name}; {} by tokens: {}", self.axis.unit(), points.join(", "))?;
+                let points: Vec<String> = points.iter().map(|(x, figure)| format!("{x}: {figure:.2}")).collect();
+                writeln!(
+                    desc,
+                    "{caption}; {name}; {} by {}: {}",
+                    self.axis.unit(),
+                    self.axis.x_label(),
+                    points.join(", ")
+                )?;
             }
         }
         desc.push_str("</desc>\n");
@@ -346,12 +367,14 @@ impl Panel {
             .margin_right(20)
             .x_label_area_size(44)
             .y_label_area_size(60);
-        let tokens = (left..right).log_scale().base(2.0);
+        let x = (left..right).log_scale().base(2.0);
         // Room for the legend above the lines.
         match axis {
-            Axis::Time => self.draw_lines(axis, chart.build_cartesian_2d(tokens, (low * 0.8..high * 3.0).log_scale())?),
+            Axis::Time | Axis::Latency => {
+                self.draw_lines(axis, chart.build_cartesian_2d(x, (low * 0.8..high * 3.0).log_scale())?)
+            }
             Axis::Percent => {
-                let mut chart = chart.build_cartesian_2d(tokens, low.min(0.0) * 1.2..high * 1.55)?;
+                let mut chart = chart.build_cartesian_2d(x, low.min(0.0) * 1.2..high * 1.55)?;
                 chart.draw_series([PathElement::new([(left, 0.0), (right, 0.0)], BLACK.stroke_width(1))])?;
                 self.draw_lines(axis, chart)
             }
@@ -368,10 +391,10 @@ impl Panel {
     {
         chart
             .configure_mesh()
-            .x_desc("tokens")
+            .x_desc(axis.x_label())
             .label_style((FONT, 14))
             .y_desc(axis.label())
-            .x_label_formatter(&|tokens| format!("{tokens:.0}"))
+            .x_label_formatter(&|x| format!("{x:.0}"))
             .y_label_formatter(&|figure| format!("{figure}"))
             .light_line_style(WHITE.mix(0.0))
             .draw()?;

@@ -7,6 +7,7 @@ use aril_bench::{
     record::{self, Record},
     results::{self, Others, Results},
     selection::{Chosen, Selection},
+    serving,
     workload::Suite,
 };
 use clap::{Parser, Subcommand, ValueEnum as _};
@@ -43,6 +44,8 @@ enum Command {
         #[command(flatten)]
         selection: Selection,
     },
+    /// Simulates policies of admission and writes benches/record/serving.json
+    Serving,
     /// Reduces results of other libraries to the fastest at each workload
     Others {
         /// What their runner wrote. The first file that has a figure counts
@@ -77,6 +80,11 @@ fn main() -> Result<()> {
                     println!("{}", if markdown { table.markdown() } else { table.to_string() });
                 }
             }
+        }
+        Command::Serving => {
+            let record = serving::Record::run()?;
+            println!("{}", serving::table(&record.runs));
+            results::save(&record, &record::repository().join(serving::FILE))?;
         }
         Command::Others { results, out, about } => results::save(&Others::reduced(&results, &about)?, &out)?,
     }

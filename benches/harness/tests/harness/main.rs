@@ -5,4 +5,5 @@ mod check;
 mod links;
 mod record;
 mod report;
+mod serving;
 mod workloads;

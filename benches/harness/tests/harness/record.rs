@@ -9,6 +9,7 @@ use aril_bench::{
     report::geometric_mean,
     results::WithBase,
     selection::Chosen,
+    serving,
     workload::BUILT_IN,
 };
 use serde_json::Value;
@@ -41,7 +42,7 @@ fn the_newest_gpu_is_shown_once_it_has_a_record() {
         fs::create_dir_all(to.parent().unwrap()).unwrap();
         fs::write(to, edit(fs::read_to_string(root.join(from)).unwrap())).unwrap();
     };
-    for file in ["README.md", "benches/README.md"] {
+    for file in ["README.md", "benches/README.md", "benches/record/serving.json"] {
         copied(file, file, &|text| text);
     }
     for file in ["linear.json", "moe.json", "others.json"] {
@@ -302,6 +303,21 @@ fn the_plot_of_experts_has_the_figures_of_the_record() {
     is_drawn(&plot);
 }
 
+#[test]
+fn the_plot_of_policies_has_the_figures_of_the_simulation() {
+    let record = serving::Record::load(&repository()).unwrap();
+    let plot = serving::plot(&record);
+    for (panel, adapters) in [1000, 100_000].into_iter().enumerate() {
+        for policy in serving::Kind::ALL {
+            let runs = record.runs.iter().filter(|run| run.trace.adapters == adapters && run.policy == policy);
+            let points: Vec<_> =
+                runs.filter_map(|run| Some((run.trace.rate?, run.figures.first_token_p99_ms))).collect();
+            assert!(points.len() > 5 && is_near(&line(&plot, panel, policy.name()).points, &points), "{plot:?}");
+        }
+    }
+    is_drawn(&plot);
+}
+
 /// The SVG draws each point where its figures belong, within a pixel, names its figure, and has no line below a legend.
 fn is_drawn(plot: &Plot) {
     let svg = plot.svg().unwrap();
@@ -323,7 +339,7 @@ fn is_drawn(plot: &Plot) {
         let (of_panel, rest) = drawn.split_at(points.len());
         drawn = rest;
         let (scaled, least_scale): (fn(f64) -> f64, f64) = match plot.axis {
-            Axis::Time => (f64::ln, 10.0),
+            Axis::Time | Axis::Latency => (f64::ln, 10.0),
             Axis::Percent => (|percent| percent, 1.0),
         };
         let scaled: Vec<(f64, f64)> = points.iter().map(|(tokens, figure)| (tokens.ln(), scaled(*figure))).collect();
