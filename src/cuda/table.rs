@@ -120,9 +120,19 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
-        self.shared.slots.index(slot)?;
+        self.check_slot(slot)?;
         self.shared.queue.enter()?;
-        let reservation = self.reserve(image)?;
+        let filled = self.fill_with_progress(self.reserve(image)?, image, progress)?;
+        self.commit(slot, filled)
+    }
+
+    /// Fills a reservation with the table's own staging, and waits for the copies.
+    pub(crate) fn fill_with_progress(
+        &self,
+        reservation: Reservation,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<Filled, LoadError> {
         let filled = {
             let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
             let staging = match &mut *staging {
@@ -132,7 +142,12 @@ impl WeightTable {
             reservation.fill_with_progress(image, staging, progress)?
         };
         filled.wait()?;
-        self.commit(slot, filled)
+        Ok(filled)
+    }
+
+    /// Rejects a slot that does not exist.
+    pub(crate) fn check_slot(&self, slot: Slot) -> Result<(), SlotError> {
+        self.shared.slots.index(slot).map(drop)
     }
 
     /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being captured.

@@ -25,6 +25,7 @@ mod experts;
 mod fused_linear;
 mod goldens;
 mod graph;
+mod group;
 mod hot_path;
 mod limit;
 mod loading;
