@@ -29,6 +29,7 @@ mod limit;
 mod loading;
 mod mailbox;
 mod operations;
+mod pool;
 #[path = "../qwen3/mod.rs"]
 mod qwen3;
 mod routing;
