@@ -82,8 +82,8 @@ impl Core {
             reads: 0,
             max_reads: limits.max_reads,
             uses: 0,
-            // No adapter has been in it.
-            batch: 1,
+            // No adapter has been in it, or in the one before.
+            batch: 2,
             pins: 0,
             counters: Counters::default(),
         })
