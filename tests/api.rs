@@ -85,9 +85,9 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        AlignedRoutes, Alignment, Buffer, Filled, FusedLinear, Graph, GroupedRoutes, Grouping, Kernels, LaunchError,
-        LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation, RoutedBatch,
-        Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
+        AdapterPool, AlignedRoutes, Alignment, Buffer, Filled, FusedLinear, Graph, GroupedRoutes, Grouping, Kernels,
+        LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation,
+        RoutedBatch, Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}
@@ -115,8 +115,9 @@ mod cuda {
     }
 
     #[test]
-    fn a_graph_may_be_sent_to_another_thread() {
+    fn graphs_and_pools_may_be_sent_to_another_thread() {
         sent::<Graph>();
+        sent::<AdapterPool>();
     }
 
     #[test]

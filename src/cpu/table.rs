@@ -151,7 +151,7 @@ impl WeightTable {
 
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        image.bytes() <= self.usage().largest_gap
+        !self.shared.bounds.is_pooled && image.bytes() <= self.usage().largest_gap
     }
 
     pub(super) fn bounds(&self) -> &Bounds {

@@ -31,6 +31,7 @@ mod limit;
 mod loading;
 mod mailbox;
 mod operations;
+mod pool;
 #[path = "../qwen3/mod.rs"]
 mod qwen3;
 mod routing;
