@@ -215,7 +215,7 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   detail::FusedParams params;
   ARIL_TRY(fill_params(args, kTokenTiles, params));
   int smem_bytes;
-  if constexpr (kTokenTiles <= detail::kSmallTiles) {
+  if constexpr (kTokenTiles == 1) {
     if (is_small(args)) {
       ARIL_TRY(make_ring(args, kTokenTiles, true, params, smem_bytes));
       if (smem_bytes > 0) return launch_fused<T, kTokenTiles, true>(params, smem_bytes, stream);
@@ -263,12 +263,9 @@ int32_t load_kernels() {
   ARIL_TRY(smem_budget(false, bytes));
   ARIL_TRY(smem_budget(true, small_bytes));
   using FusedKernel = Kernel<detail::FusedParams>;
+  ARIL_TRY(load(FusedKernel{detail::fused_linear_kernel<T, 1, true>, small_bytes}));
   for (const int num_tokens : {8, 16, 32, 64}) {
     ARIL_TRY(with_tiles(num_tokens, [&](auto tiles) {
-      if constexpr (decltype(tiles)::value <= detail::kSmallTiles) {
-        const auto small = detail::fused_linear_kernel<T, decltype(tiles)::value, true>;
-        ARIL_TRY(load(FusedKernel{small, small_bytes}));
-      }
       const auto kernel = detail::fused_linear_kernel<T, decltype(tiles)::value, false>;
       return load(FusedKernel{kernel, bytes});
     }));

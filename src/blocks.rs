@@ -77,7 +77,7 @@ impl Blocks {
 
     /// Whether a block of this size fits if no other is used.
     pub(crate) fn can_hold(&self, bytes: usize) -> bool {
-        gap_for(granules(bytes)).saturating_mul(GRANULE_BYTES) <= self.capacity
+        fits(bytes, self.capacity)
     }
 
     pub(crate) fn free(&mut self, block: Block) {
@@ -96,15 +96,23 @@ impl Blocks {
 
 /// Size of a new arena in bytes that has room for blocks of these sizes, allocated one at a time in any order, each together with
 /// `beside` further bytes that are free again before the next one.
-#[cfg(any(test, feature = "cuda"))]
 pub(crate) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) -> usize {
     let (mut total, mut spare) = (0_usize, 0);
     for granules in blocks.into_iter().map(granules) {
         total = total.saturating_add(granules);
         // The allocator searches by size class, so the last block needs a gap larger than itself.
-        spare = spare.max(gap_for(granules) - granules).max(gap_for(self::granules(beside)));
+        spare = spare.max(gap_for(granules) - granules);
+        if beside > 0 {
+            spare = spare.max(gap_for(self::granules(beside)));
+        }
     }
     total.saturating_add(spare).saturating_mul(GRANULE_BYTES)
+}
+
+/// Whether the allocator finds room for a block in a free one of `gap_bytes` bytes.
+pub(crate) fn fits(bytes: usize, gap_bytes: usize) -> bool {
+    // It rounds free blocks down to a size class, and requests up.
+    gap_for(granules(bytes)).saturating_mul(GRANULE_BYTES) <= gap_bytes
 }
 
 /// Granules of a block. An empty block takes one, so that every block has its own offset.

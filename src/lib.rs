@@ -14,6 +14,7 @@
 //! - [`admission`]: which waiting requests join the running batch. Depends on nothing.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
+//! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none. Depends on both backends.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
 //!
 //! # Example
@@ -90,6 +91,7 @@ mod dtype;
 pub mod error;
 mod extent;
 mod ffi;
+pub mod group;
 pub mod model;
 pub mod plan;
 pub mod pool;

@@ -11,9 +11,10 @@ use aril::{
     admission::{Admission, AdmissionError, Answer, Limits, Request},
     cpu,
     error::{LoadError, OperandError, SlotError},
+    group::{ChannelError, Group, GroupError, InProcess, Message, Phase, Prepared, RankFailure},
     model::{
         Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Halves, Linear, LinearId, LinearSite,
-        Model, ModelSpec, Parallel, ProjectionSite, Shard, SpecError, TpRank,
+        Model, ModelSpec, Parallel, Part, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     pool::{
@@ -33,7 +34,8 @@ fn types_may_be_shared_between_threads() {
     shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
     shared::<(Activation, Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite)>();
     shared::<(SlotImage<'_>, Piece<'_>)>();
-    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Shard, TpRank)>();
+    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Part, Shard, TpRank)>(
+    );
     shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
     shared::<(ExpertsPlan, ForwardPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();
@@ -45,6 +47,8 @@ fn types_may_be_shared_between_threads() {
     shared::<(AdapterId, CacheNamespace, Counters, Lease, PoolConfig, Residency, Snapshot, Source, StreamId, Tier)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
+    shared::<(Group<InProcess, cpu::WeightTable>, Prepared<cpu::WeightTable>, InProcess, Message, Phase, RankFailure)>(
+    );
 }
 
 /// One thread at a time owns a pool.
@@ -58,6 +62,8 @@ fn pools_may_be_sent_to_another_thread() {
 fn errors_go_anywhere() {
     error::<AdapterError>();
     error::<AdmissionError>();
+    error::<ChannelError>();
+    error::<GroupError>();
     error::<LoadError>();
     error::<OperandError>();
     error::<PlanError>();
@@ -79,9 +85,9 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        AlignedRoutes, Alignment, Buffer, Filled, FusedLinear, Graph, GroupedRoutes, Grouping, Kernels, LaunchError,
-        LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation, RoutedBatch,
-        Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
+        AdapterPool, AlignedRoutes, Alignment, Buffer, Filled, FusedLinear, Graph, GroupedRoutes, Grouping, Kernels,
+        LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation,
+        RoutedBatch, Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}
@@ -109,8 +115,9 @@ mod cuda {
     }
 
     #[test]
-    fn a_graph_may_be_sent_to_another_thread() {
+    fn graphs_and_pools_may_be_sent_to_another_thread() {
         sent::<Graph>();
+        sent::<AdapterPool>();
     }
 
     #[test]

@@ -77,7 +77,7 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
-        self.slots.index(slot)?;
+        self.check_slot(slot)?;
         let filled = self.reserve(image)?.fill_with_progress(image, progress)?;
         self.commit(slot, filled)
     }
@@ -151,7 +151,7 @@ impl WeightTable {
 
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        image.bytes() <= self.usage().largest_gap
+        !self.shared.bounds.is_pooled && image.bytes() <= self.usage().largest_gap
     }
 
     pub(super) fn bounds(&self) -> &Bounds {
@@ -161,6 +161,11 @@ impl WeightTable {
     /// The part that adapters refer to.
     pub(super) fn shared(&self) -> &Arc<Shared> {
         &self.shared
+    }
+
+    /// Rejects a slot that does not exist.
+    pub(crate) fn check_slot(&self, slot: Slot) -> Result<(), SlotError> {
+        self.slots.index(slot).map(drop)
     }
 
     /// The adapters of `batch` that are loaded now, by slot.

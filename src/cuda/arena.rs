@@ -50,7 +50,17 @@ impl Arena {
 
     /// Address of a block.
     pub(super) fn address(&self, block: &Block) -> u64 {
-        self.region.region().ptr + block.offset() as u64
+        self.base() + block.offset() as u64
+    }
+
+    /// Address of the memory.
+    pub(super) fn base(&self) -> u64 {
+        self.region.region().ptr
+    }
+
+    /// Work that precedes the first use of the memory.
+    pub(super) fn pending(&self) -> Vec<Arc<CudaEvent>> {
+        self.lock().pending.clone()
     }
 
     /// Allocates two blocks or none. Also returns the work that may still use them.

@@ -27,17 +27,22 @@ mod align;
 mod arena;
 mod buffer;
 mod capturing;
+mod commits;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;
 mod experts;
+mod flip;
 mod fused_linear;
 mod graph;
 mod grouping;
+mod host_arena;
 mod kernels;
 mod linear;
 mod matrix;
+mod own_stream;
 mod pinned;
+mod pool;
 mod queue;
 pub mod raw;
 mod region;
@@ -61,6 +66,7 @@ pub use self::{
     kernels::{Kernels, driver_is_present},
     linear::LoraLinear,
     matrix::{Matrix, MatrixMut},
+    pool::AdapterPool,
     queue::Queue,
     routing::{RoutedBatch, Routing},
     staging::Staging,

@@ -2,13 +2,9 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{
-    CudaContext, CudaEvent,
-    result::{self, stream::StreamKind},
-    sys,
-};
+use cudarc::driver::{CudaContext, CudaEvent};
 
-use super::{LaunchError, Queue, capturing::Relaxed, pinned::Pinned, raw::Stream};
+use super::{LaunchError, Queue, own_stream::OwnStream, pinned::Pinned};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
     error::LoadError,
@@ -28,28 +24,6 @@ pub struct Staging {
     stream: OwnStream,
 }
 
-/// A stream that cudarc does not know, so that it does not turn on multi-stream event tracking in the engine's context.
-#[derive(Debug)]
-struct OwnStream {
-    context: Arc<CudaContext>,
-    stream: sys::CUstream,
-}
-
-// SAFETY: it holds a handle. The driver's calls that take it are thread-safe.
-unsafe impl Send for OwnStream {}
-// SAFETY: as above.
-unsafe impl Sync for OwnStream {}
-
-impl Drop for OwnStream {
-    fn drop(&mut self) {
-        // On an error the context is gone, and with it the stream.
-        let _ = self.context.bind_to_thread();
-        let _relaxed = Relaxed::new();
-        // SAFETY: nothing else has the stream. The driver destroys it once its work is done.
-        let _ = unsafe { result::stream::destroy(self.stream) };
-    }
-}
-
 impl Staging {
     /// Allocates the buffers in the context of `queue`.
     ///
@@ -58,27 +32,22 @@ impl Staging {
     pub fn new(queue: &Queue) -> Result<Self, LaunchError> {
         queue.bind()?;
         let buffer = || Pinned::new(BUFFER_BYTES, 0);
-        let _relaxed = Relaxed::new();
-        let context = Arc::clone(queue.stream().context());
-        let stream = OwnStream { context, stream: result::stream::create(StreamKind::NonBlocking)? };
+        let stream = OwnStream::new(queue)?;
         Ok(Self { buffers: [buffer()?, buffer()?], next: 0, stream })
     }
 
     pub(super) fn context(&self) -> &Arc<CudaContext> {
-        &self.stream.context
+        self.stream.context()
     }
 
     /// Makes later copies wait for an event, on the device.
     pub(super) fn wait_for(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: the stream and the event are alive.
-        Ok(unsafe { result::stream::wait_event(self.stream.stream, event.cu_event(), flags) }?)
+        self.stream.wait_for(event)
     }
 
     /// Records an event after the copies so far.
     pub(super) fn record(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
-        // SAFETY: the stream and the event are alive.
-        Ok(unsafe { result::event::record(event.cu_event(), self.stream.stream) }?)
+        self.stream.record(event)
     }
 
     /// Writes an image piece by piece and enqueues the copies, so that the host never holds all of it. Blocks this thread while
@@ -126,7 +95,7 @@ impl Staging {
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), LoadError>,
     ) -> Result<(), LoadError> {
-        let stream = Stream::from_raw(self.stream.stream.cast());
+        let stream = self.stream.raw();
         let buffer = &mut self.buffers[self.next];
         fill(&mut buffer.wait_bytes()?[..len])?;
         // SAFETY: the caller's obligations.

@@ -32,15 +32,16 @@ use crate::{
 #[doc(alias = "max_loras")]
 #[doc(alias = "lora_a_stacked")]
 pub struct WeightTable {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
 }
 
-struct Shared {
-    queue: Queue,
+pub(super) struct Shared {
+    pub(super) queue: Queue,
     bounds: Bounds,
-    arena: Arc<Arena>,
+    pub(super) arena: Arc<Arena>,
     table: Region,
-    slots: Slots<Block>,
+    /// `None` for blocks that belong to a pool.
+    pub(super) slots: Slots<Option<Block>>,
     /// For [`WeightTable::load`].
     staging: Mutex<Option<Staging>>,
 }
@@ -69,18 +70,16 @@ impl WeightTable {
         capacity: Capacity,
         arena_bytes: usize,
     ) -> Result<Self, LaunchError> {
-        let capacity = capacity.checked()?;
-        let table_bytes = capacity.num_slots * row_bytes(model.num_entries());
-        let arena = Arc::new(Arena::new(queue, arena_bytes)?);
-        let table = Region::new(queue, table_bytes)?;
-        let shared = Shared {
-            queue: queue.clone(),
-            bounds: Bounds { model: model.clone(), dtype, capacity, is_pooled: false },
-            arena,
-            table,
-            slots: Slots::new(capacity.num_slots),
-            staging: Mutex::new(None),
-        };
+        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()?, is_pooled: false };
+        Self::with(queue, bounds, Arc::new(Arena::new(queue, arena_bytes)?))
+    }
+
+    /// A table with its factors in `arena`, which may belong to another queue of the same context.
+    pub(super) fn with(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
+        let num_slots = bounds.capacity.num_slots;
+        let table = Region::new(queue, num_slots * row_bytes(bounds.model.num_entries()))?;
+        let slots = Slots::new(num_slots);
+        let shared = Shared { queue: queue.clone(), bounds, arena, table, slots, staging: Mutex::new(None) };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -120,9 +119,19 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
-        self.shared.slots.index(slot)?;
+        self.check_slot(slot)?;
         self.shared.queue.enter()?;
-        let reservation = self.reserve(image)?;
+        let filled = self.fill_with_progress(self.reserve(image)?, image, progress)?;
+        self.commit(slot, filled)
+    }
+
+    /// Fills a reservation with the table's own staging, and waits for the copies.
+    pub(crate) fn fill_with_progress(
+        &self,
+        reservation: Reservation,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<Filled, LoadError> {
         let filled = {
             let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
             let staging = match &mut *staging {
@@ -132,7 +141,12 @@ impl WeightTable {
             reservation.fill_with_progress(image, staging, progress)?
         };
         filled.wait()?;
-        self.commit(slot, filled)
+        Ok(filled)
+    }
+
+    /// Rejects a slot that does not exist.
+    pub(crate) fn check_slot(&self, slot: Slot) -> Result<(), SlotError> {
+        self.shared.slots.index(slot).map(drop)
     }
 
     /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being captured.
@@ -183,8 +197,8 @@ impl WeightTable {
             Ok::<_, LaunchError>(done.record(queue.stream())?)
         })?;
         let [block, staged] = reservation.take_rooms();
-        let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, block)?;
-        arena.give_back([Some(staged), old].into_iter().flatten(), Some(done));
+        let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, Some(block))?;
+        arena.give_back([Some(staged), old.flatten()].into_iter().flatten(), Some(done));
         Ok(resident)
     }
 
@@ -193,7 +207,8 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError`] if the slot does not exist, or the stream is being captured.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
-        let Shared { queue, slots, arena, .. } = &*self.shared;
+        let Shared { queue, bounds, slots, arena, .. } = &*self.shared;
+        bounds.check_owner()?;
         let index = slots.index(slot)?;
         queue.enter()?;
         let mut blocks = slots.lock();
@@ -205,7 +220,7 @@ impl WeightTable {
             Ok::<_, LaunchError>(done.record(queue.stream())?)
         })?;
         let old = slots.take(&mut blocks, slot)?;
-        if let Some(old) = old {
+        if let Some(old) = old.flatten() {
             arena.give_back([old], Some(done));
         }
         Ok(())
@@ -233,13 +248,21 @@ impl WeightTable {
     }
 
     /// Memory use of the arena. Besides the factors, a load in progress uses the size of one slot's descriptors.
+    ///
+    /// Of a pool's table, the factors in its slots. The pool has all other memory.
     pub fn usage(&self) -> Usage {
-        self.shared.arena.usage()
+        let usage = self.shared.arena.usage();
+        if self.shared.bounds.is_pooled {
+            let used = self.loaded().iter().map(|info| info.bytes).sum();
+            Usage { used, largest_gap: 0, ..usage }
+        } else {
+            usage
+        }
     }
 
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        self.shared.arena.fits(self.shared.rooms_of(image))
+        !self.shared.bounds.is_pooled && self.shared.arena.fits(self.shared.rooms_of(image))
     }
 
     /// The model of the adapters.
@@ -297,12 +320,12 @@ impl Shared {
         [image.bytes(), self.row_bytes()]
     }
 
-    fn row_bytes(&self) -> usize {
+    pub(super) fn row_bytes(&self) -> usize {
         row_bytes(self.bounds.model.num_entries())
     }
 
     /// The descriptors of a slot.
-    fn row(&self, index: usize) -> DeviceRegion {
+    pub(super) fn row(&self, index: usize) -> DeviceRegion {
         let bytes = self.row_bytes();
         DeviceRegion { ptr: self.table.region().ptr + (index * bytes) as u64, bytes }
     }

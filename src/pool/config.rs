@@ -15,12 +15,14 @@ pub struct PoolConfig {
     pub host_bytes: usize,
     /// Threads that read adapters, at least 1. Each reads one adapter at a time.
     pub loaders: usize,
+    /// Whether blocks on the GPU are filled with NaN before an adapter is copied into them.
+    pub is_poisoning: bool,
 }
 
 impl PoolConfig {
     /// An arena of `arena_bytes` bytes, as much host memory, and two loader threads.
     pub const fn arena_bytes(arena_bytes: usize) -> Self {
-        Self { arena_bytes, host_bytes: arena_bytes, loaders: 2 }
+        Self { arena_bytes, host_bytes: arena_bytes, loaders: 2, is_poisoning: false }
     }
 
     /// Sets the size of the host tier.
@@ -33,5 +35,12 @@ impl PoolConfig {
     #[must_use]
     pub const fn loaders(self, loaders: usize) -> Self {
         Self { loaders, ..self }
+    }
+
+    /// Fills blocks on the GPU with NaN before an adapter is copied into them. For tests of an engine: a launch on a slot that it
+    /// does not lease then gives NaN, rather than what another adapter gives.
+    #[must_use]
+    pub const fn poisoning(self) -> Self {
+        Self { is_poisoning: true, ..self }
     }
 }

@@ -19,6 +19,8 @@ pub struct Counters {
     pub full: u64,
     /// Adapters evicted from the device for others.
     pub evictions: u64,
+    /// Adapters copied to the device anew because the free memory was in pieces.
+    pub moves: u64,
     /// Adapters evicted from the host tier for others.
     pub host_evictions: u64,
     /// Adapters read and packed into the host tier.

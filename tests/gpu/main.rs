@@ -25,11 +25,13 @@ mod experts;
 mod fused_linear;
 mod goldens;
 mod graph;
+mod group;
 mod hot_path;
 mod limit;
 mod loading;
 mod mailbox;
 mod operations;
+mod pool;
 #[path = "../qwen3/mod.rs"]
 mod qwen3;
 mod routing;

@@ -16,7 +16,7 @@ use crate::{
     data::{Data, LARGE, SetLayout, checked_tokens},
     device::{Gpu, Graph, Memory},
     report::median,
-    workload::{COLD_BYTES, Operation, Workload},
+    workload::{COLD_BYTES, Operation, Suite, Workload},
 };
 
 const MAX_SETS: usize = 1024;
@@ -399,7 +399,7 @@ impl<'a> Layer<'a> {
 impl Consumer {
     fn new(gpu: &Gpu, workload: &Workload) -> Result<Option<Self>> {
         let (features, is_norm) = match workload.out_slices[..] {
-            _ if workload.operation != Operation::Linear => return Ok(None),
+            _ if workload.suite != Suite::Layer => return Ok(None),
             [gate, up] if gate == up => (gate, false),
             [features] if features <= workload.in_features => (features, true),
             _ => return Ok(None),

@@ -56,7 +56,7 @@ template <typename T, int kTokenTiles, bool kSmall>
 struct Delta {
   static constexpr int kTokens = kTokenTiles * kTokenTile;
   static constexpr int kWarps = delta_warps(kTokenTiles, kSmall), kThreads = 32 * kWarps;
-  static constexpr int kAPlaces = a_places(kSmall);
+  static constexpr int kAPlaces = a_places(kTokenTiles, kSmall);
   static constexpr int kChunkPlaces = kAPlaces * kPairBytes / kChunkBytes;
   static constexpr int kRounds = kHalves / kWarps;  // of a step
 

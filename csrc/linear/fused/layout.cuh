@@ -43,8 +43,7 @@ constexpr int kStepBoxes = 2;  // splits share the features in steps of two boxe
 constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
 constexpr int kTokenTile = 8;  // mma.sync's N
 constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
-constexpr int kSmallTiles = 2;  // of tokens: the small form is for up to 16 tokens
-constexpr int kMaxTeams = 2;    // of multipliers
+constexpr int kMaxTeams = 2;  // of multipliers
 constexpr int kProducers = 2;
 constexpr int kMaxTokenGroups = 2;
 constexpr int kMaxDeltaWarps = 8;
@@ -100,8 +99,9 @@ __host__ __device__ __forceinline__ constexpr int delta_warps(int token_tiles, b
   return small || token_groups(token_tiles) > 1 ? kMaxDeltaWarps / 2 : kMaxDeltaWarps;
 }
 
-__host__ __device__ __forceinline__ constexpr int a_places(bool small) {
-  return small ? 1 : kMaxAPlaces;
+// One place where the ring needs the memory more.
+__host__ __device__ __forceinline__ constexpr int a_places(int token_tiles, bool small) {
+  return small || token_groups(token_tiles) > 1 ? 1 : kMaxAPlaces;
 }
 
 __host__ __device__ __forceinline__ constexpr int fused_warps(int pass_units, int token_tiles,
@@ -169,7 +169,7 @@ struct FusedSmem {
     v_ranks = padded < most ? padded : most;
     v_pitch = v_ranks * 2 + 16;
     a = v + 2 * tokens * v_pitch;
-    sums = a + delta_warps(token_tiles, small) * a_places(small) * kPairBytes;
+    sums = a + delta_warps(token_tiles, small) * a_places(token_tiles, small) * kPairBytes;
     batch = sums + (small ? 1 : 2) * DeltaShared::kSums * 4;
     modules = batch + static_cast<int>(sizeof(DeltaShared));
     total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;

@@ -70,6 +70,12 @@ impl Descriptor {
         }
         row
     }
+
+    /// The descriptor once the block is at `to` instead of `from`, which is not null.
+    pub(in crate::cuda) fn moved(self, from: u64, to: u64) -> Self {
+        let moved = |address: u64| if address == 0 { 0 } else { address - from + to };
+        Self { a: moved(self.a), b: moved(self.b), ..self }
+    }
 }
 
 const _: () = assert!(size_of::<Descriptor>() == size_of::<ffi::aril_descriptor>());

@@ -23,8 +23,13 @@ enum Placed {
 }
 
 impl Core {
-    /// Brings the missing adapters of the current batch to the device, or says why they cannot all be there.
-    pub(super) fn bring(&mut self, missing: &[AdapterId], transfer: &mut impl Transfer) -> Result<(), PoolError> {
+    /// Brings the missing adapters of the current batch `ids` to the device, or says why they cannot all be there.
+    pub(super) fn bring(
+        &mut self,
+        ids: &[AdapterId],
+        missing: &[AdapterId],
+        transfer: &mut impl Transfer,
+    ) -> Result<(), PoolError> {
         if missing.is_empty() {
             return Ok(());
         }
@@ -38,22 +43,45 @@ impl Core {
             self.enqueue(id, VecDeque::push_front);
         }
         self.advance(transfer);
+        let is_stuck = |id: &AdapterId| self.adapters[id].slot.is_none() && self.adapters[id].host.is_ready();
+        if self.reads == 0 && self.device.is_idle_all() && ids.iter().any(is_stuck) {
+            self.rearrange(transfer);
+        }
+        let refusal = self.refusal(ids);
+        match &refusal {
+            Some(PoolError::Loading { .. }) => self.counters.loading += 1,
+            Some(PoolError::Full) => self.counters.full += 1,
+            _ => {}
+        }
+        refusal.map_or(Ok(()), Err)
+    }
+
+    /// Why a batch cannot be leased now.
+    fn refusal(&self, ids: &[AdapterId]) -> Option<PoolError> {
         let mut refusal = None;
-        for &id in missing {
+        for &id in ids {
             let entry = &self.adapters[&id];
             if let Some(error) = &entry.failure {
-                return Err(PoolError::Failed { id, error: Arc::clone(error) });
+                return Some(PoolError::Failed { id, error: Arc::clone(error) });
             }
             if entry.slot.is_none() && !matches!(refusal, Some(PoolError::Loading { .. })) {
                 refusal = Some(if entry.host.is_ready() { PoolError::Full } else { PoolError::Loading { id } });
             }
         }
-        match &refusal {
-            Some(PoolError::Loading { .. }) => self.counters.loading += 1,
-            Some(_) => self.counters.full += 1,
-            None => {}
+        refusal
+    }
+
+    /// Copies everything to the device anew, because the free memory is in pieces and nothing is in use.
+    fn rearrange(&mut self, transfer: &mut impl Transfer) {
+        let ids: Vec<_> = self.device.occupied().map(|place| place.id).collect();
+        for id in ids {
+            self.evict(id, transfer);
+            self.counters.moves += 1;
+            if self.adapters[&id].is_pinned || self.adapters[&id].batch == self.batch {
+                self.enqueue(id, VecDeque::push_front);
+            }
         }
-        refusal.map_or(Ok(()), Err)
+        self.advance(transfer);
     }
 
     /// Puts an adapter that is not on the device into the queue.
@@ -141,21 +169,18 @@ impl Core {
         let HostPlace::Ready { block, bytes } = &entry.host else { return Placed::Blocked };
         let (from, bytes) = (block.offset()..block.offset() + bytes, *bytes);
         let last_use = entry.last_use;
-        let is_enough = |(slots, free): (usize, usize)| slots > 0 && free >= bytes;
         let older = |core: &Self, id| core.rank(id).filter(|&rank| rank < last_use);
-        if !is_enough(self.device.reclaimable(|id| older(self, id))) {
-            let is_outranked = is_enough(self.device.reclaimable(|id| self.rank(id)));
+        if !self.device.could_hold(bytes, |id| older(self, id).is_some()) {
+            // The last batch is asked for again, even if one of its adapters stands in the way of another.
+            let is_last_batch = entry.batch + 1 >= self.batch;
+            let is_outranked = !is_last_batch && self.device.could_hold(bytes, |id| self.rank(id).is_some());
             return if is_outranked { Placed::Outranked } else { Placed::Blocked };
         }
         let copy = loop {
             if let Some(copy) = self.device.take(id, bytes) {
                 break Copy { from, ..copy };
             }
-            let Some(victim) = self.device.victim(|id| older(self, id)) else {
-                // Enough is free, but in pieces.
-                let is_outranked = self.device.victim(|id| self.rank(id)).is_some();
-                return if is_outranked { Placed::Outranked } else { Placed::Blocked };
-            };
+            let Some(victim) = self.device.victim(|id| older(self, id)) else { return Placed::Blocked };
             self.evict(victim, transfer);
             self.counters.evictions += 1;
         };

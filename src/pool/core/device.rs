@@ -2,7 +2,7 @@
 
 use super::{Rule, rules::Rules};
 use crate::{
-    blocks::{Block, Blocks},
+    blocks::{self, Block, Blocks},
     plan::PlanError,
     pool::{
         AdapterId, StreamId,
@@ -149,6 +149,11 @@ impl Device {
         is_copied && is_released && uses.iter().zip(&self.commits).all(|(usage, &commits)| commits >= usage.commit)
     }
 
+    /// Whether nothing on the device is in use.
+    pub(super) fn is_idle_all(&self) -> bool {
+        (0..self.slots.len()).all(|slot| self.slots[slot].content.is_none() || self.is_idle(slot))
+    }
+
     /// The idle adapters for which `rank` returns a number.
     fn victims(&self, rank: impl Fn(AdapterId) -> Option<u64>) -> impl Iterator<Item = (u64, &Content)> {
         let idle = (0..self.slots.len()).filter(|&slot| self.is_idle(slot));
@@ -166,6 +171,22 @@ impl Device {
         let free = self.slots.iter().filter(|place| place.content.is_none()).count();
         let sum = |(slots, bytes), (_, content): (u64, &Content)| (slots + 1, bytes + content.block.bytes());
         self.victims(rank).fold((free, self.blocks.usage().free()), sum)
+    }
+
+    /// Whether a slot and a block of this size would be free without the idle adapters that `may_evict` accepts.
+    pub(super) fn could_hold(&self, bytes: usize, may_evict: impl Fn(AdapterId) -> bool) -> bool {
+        let kept = |slot: usize| {
+            let content = self.slots[slot].content.as_ref()?;
+            (!self.is_idle(slot) || !may_evict(content.id)).then(|| content.block.range())
+        };
+        let mut kept: Vec<_> = (0..self.slots.len()).filter_map(kept).collect();
+        if kept.len() == self.slots.len() {
+            return false;
+        }
+        kept.sort_unstable_by_key(|range| range.start);
+        let starts = kept.iter().map(|range| range.start).chain([self.blocks.usage().capacity]);
+        let ends = [0].into_iter().chain(kept.iter().map(|range| range.end));
+        starts.zip(ends).any(|(start, end)| blocks::fits(bytes, start - end))
     }
 
     /// Takes a free slot and block for an adapter, if there are any. Returns its copy without the source.

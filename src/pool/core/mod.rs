@@ -18,7 +18,7 @@ use std::{
 use self::{device::Device, host::HostPlace};
 pub(crate) use self::{device::Granted, host::Host, rules::Rule};
 use super::{AdapterId, Counters, PoolError, StreamId, transfer::Transfer};
-use crate::{error::LoadError, plan::PlanError};
+use crate::{blocks, error::LoadError, plan::PlanError};
 
 /// Which adapters are where, and what happens next.
 #[derive(Debug)]
@@ -82,8 +82,8 @@ impl Core {
             reads: 0,
             max_reads: limits.max_reads,
             uses: 0,
-            // No adapter has been in it.
-            batch: 1,
+            // No adapter has been in it, or in the one before.
+            batch: 2,
             pins: 0,
             counters: Counters::default(),
         })
@@ -162,7 +162,7 @@ impl Core {
             return Err(PoolError::NoSuchStream { stream });
         }
         let missing = self.missing(ids);
-        let brought = missing.and_then(|missing| self.bring(&missing, transfer));
+        let brought = missing.and_then(|missing| self.bring(ids, &missing, transfer));
         // From here on, its adapters are merely the most recently used ones.
         self.batch += 1;
         brought?;
@@ -188,32 +188,41 @@ impl Core {
                 return Err(PoolError::Failed { id, error: Arc::clone(error) });
             }
         }
-        let (mut adapters, mut bytes, mut missing) = (0, 0, Vec::new());
+        let (mut sizes, mut missing) = (Vec::with_capacity(ids.len()), Vec::new());
         for &id in ids {
             let batch = self.batch;
             let entry = self.registered(id)?;
             if std::mem::replace(&mut entry.batch, batch) == batch {
                 continue;
             }
-            (adapters, bytes) = (adapters + 1, bytes + entry.bytes);
+            sizes.push(entry.bytes);
             if entry.slot.is_none() {
                 entry.is_missed = true;
                 missing.push(id);
             }
             self.touch(id);
         }
+        if !missing.is_empty() {
+            self.check_size(&sizes)?;
+        }
+        Ok(missing)
+    }
+
+    /// Rejects a batch of adapters of these sizes that never fits beside the pinned ones.
+    fn check_size(&self, sizes: &[usize]) -> Result<(), PoolError> {
+        let (adapters, bytes) = (sizes.len(), sizes.iter().sum());
         let pinned = self.device.occupied().filter_map(|place| self.adapters.get(&place.id));
-        let pinned = pinned.filter(|entry| entry.is_pinned && entry.batch != self.batch);
-        let pinned = pinned.fold((0, 0), |(slots, bytes), entry| (slots + 1, bytes + entry.bytes));
+        let pinned = pinned.filter(|entry| entry.is_pinned && entry.batch != self.batch).map(|entry| entry.bytes);
+        let all: Vec<_> = pinned.chain(sizes.iter().copied()).collect();
         let (num_slots, capacity) = (self.device.num_slots(), self.device.blocks.usage().capacity);
-        for (what, max, needed) in
-            [("number of slots", num_slots, adapters + pinned.0), ("arena", capacity, bytes + pinned.1)]
-        {
+        let bounds =
+            [("number of slots", num_slots, all.len()), ("arena", capacity, blocks::bytes_for(all.iter().copied(), 0))];
+        for (what, max, needed) in bounds {
             if needed > max {
                 return Err(PoolError::TooLarge { adapters, bytes, what, max });
             }
         }
-        Ok(missing)
+        Ok(())
     }
 
     /// Reads that have not ended.

@@ -219,25 +219,35 @@ impl Schedule {
         }
     }
 
-    /// Ends all leases, reads and copies. Then any adapter can be leased, and every byte and slot comes back.
+    /// Ends all leases, reads and copies. Then any batch that fits can be leased, and every byte and slot comes back.
     fn finish(mut self) -> Result<(), String> {
         self.world.refuses_copies = false;
         while !self.held.is_empty() {
             self.end_lease();
         }
         self.settle()?;
-        let ids: Vec<_> = self.adapters.keys().copied().collect();
-        for &id in &ids {
-            self.core.set_pinned(id, false).unwrap();
-        }
-        if let Some(&id) = ids.first() {
+        let size = self.rng.random_range(1..4);
+        let batch: Vec<_> = (0..size).filter_map(|_| self.any_adapter()).collect();
+        for &id in &batch {
             self.core.prefetch(id, &mut self.world).unwrap();
-            self.settle()?;
-            let granted = self.core.prepare(&[id], StreamId::FIRST, &mut self.world);
-            let granted = granted.map_err(|error| format!("an idle pool refuses {id}: {error}"))?;
-            self.core.release(granted[0].slot);
-            self.commit(StreamId::FIRST);
         }
+        self.settle()?;
+        let mut refusal = None;
+        for _ in 0..16 {
+            refusal = match self.core.prepare(&batch, StreamId::FIRST, &mut self.world) {
+                Ok(granted) => {
+                    granted.into_iter().for_each(|granted| self.core.release(granted.slot));
+                    None
+                }
+                Err(PoolError::TooLarge { .. }) => None,
+                Err(error) => Some(format!("an idle pool refuses {batch:?}: {error}")),
+            };
+            self.settle()?;
+        }
+        if let Some(refusal) = refusal {
+            return Err(refusal);
+        }
+        let ids: Vec<_> = self.adapters.keys().copied().collect();
         for id in ids {
             self.core.unregister(id, &mut self.world).unwrap();
         }

@@ -1,0 +1,70 @@
+//! The table of a pool, which decides what is in the slots.
+
+#![expect(unsafe_code, reason = "copies between memory that it owns")]
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaEvent, result};
+
+use super::{LaunchError, WeightTable, table::Shared};
+use crate::Slot;
+
+impl WeightTable {
+    /// Points a slot to the block and the descriptors of an adapter, in stream order, after `copied`.
+    pub(super) fn flip(&self, slot: Slot, flip: &Flip<'_>) -> Result<(), LaunchError> {
+        let Shared { queue, slots, .. } = &*self.shared;
+        let Some(index) = slot.index() else { return Ok(()) };
+        queue.enter()?;
+        let mut blocks = slots.lock();
+        slots.changing(&mut blocks, index, || {
+            queue.stream().wait(flip.copied)?;
+            let row = self.shared.row(index);
+            // SAFETY: the block ends with a row of this table's length, and is not overwritten before a commit of the stream.
+            unsafe { result::memcpy_dtod_async(row.ptr, flip.row, row.bytes, queue.stream().cu_stream()) }?;
+            Ok::<_, LaunchError>(())
+        })?;
+        let replaced = slots.replace(&mut blocks, slot, flip.bytes, flip.max_rank, None);
+        replaced.map(drop).map_err(|_| LaunchError::Capacity { what: "the slot", got: index, max: slots.len() })
+    }
+
+    /// Takes note that a slot has no adapter. Its row is as it was.
+    pub(super) fn forget(&self, slot: Slot) {
+        let Shared { slots, .. } = &*self.shared;
+        // Every slot of the pool is one of the table.
+        let _ = slots.take(&mut slots.lock(), slot);
+    }
+
+    pub(super) fn row_bytes(&self) -> usize {
+        self.shared.row_bytes()
+    }
+}
+
+/// What a slot is pointed to.
+pub(super) struct Flip<'a> {
+    /// The end of the copy of block and row.
+    pub(super) copied: &'a CudaEvent,
+    /// Address of the descriptors.
+    pub(super) row: u64,
+    /// Size of the image.
+    pub(super) bytes: usize,
+    pub(super) max_rank: usize,
+}
+
+impl Drop for Shared {
+    /// Makes the deallocation of another queue's arena wait for the work of this queue.
+    fn drop(&mut self) {
+        if self.queue.stream().cu_stream() == self.arena.queue().stream().cu_stream() {
+            return;
+        }
+        let done = self.queue.new_event().and_then(|done| {
+            self.queue.enter()?;
+            done.record(self.queue.stream())?;
+            Ok(Arc::new(done))
+        });
+        match done {
+            Ok(done) => self.arena.give_back([], Some(done)),
+            // Without the event, the memory can never be freed.
+            Err(_) => std::mem::forget(Arc::clone(&self.arena)),
+        }
+    }
+}

@@ -1,0 +1,71 @@
+#![expect(unsafe_code, reason = "creates and destroys a stream")]
+
+use std::sync::Arc;
+
+use cudarc::driver::{
+    CudaContext, CudaEvent,
+    result::{self, stream::StreamKind},
+    sys,
+};
+
+use super::{LaunchError, Queue, capturing::Relaxed, raw::Stream};
+
+/// A stream that cudarc does not know, so that it does not turn on multi-stream event tracking in the engine's context.
+#[derive(Debug)]
+pub(super) struct OwnStream {
+    context: Arc<CudaContext>,
+    stream: sys::CUstream,
+}
+
+// SAFETY: it holds a handle. The driver's calls that take it are thread-safe.
+unsafe impl Send for OwnStream {}
+// SAFETY: as above.
+unsafe impl Sync for OwnStream {}
+
+impl OwnStream {
+    /// A stream in the queue's context.
+    pub(super) fn new(queue: &Queue) -> Result<Self, LaunchError> {
+        queue.bind()?;
+        let _relaxed = Relaxed::new();
+        let context = Arc::clone(queue.stream().context());
+        Ok(Self { context, stream: result::stream::create(StreamKind::NonBlocking)? })
+    }
+
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    pub(super) fn raw(&self) -> Stream {
+        Stream::from_raw(self.stream.cast())
+    }
+
+    /// Makes later work wait for an event, on the device.
+    pub(super) fn wait_for(&self, event: &CudaEvent) -> Result<(), LaunchError> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the stream and the event are alive.
+        Ok(unsafe { result::stream::wait_event(self.stream, event.cu_event(), flags) }?)
+    }
+
+    /// Blocks this thread until the work so far has run.
+    pub(super) fn synchronize(&self) -> Result<(), LaunchError> {
+        let _relaxed = Relaxed::new();
+        // SAFETY: the stream is alive.
+        Ok(unsafe { result::stream::synchronize(self.stream) }?)
+    }
+
+    /// Records an event after the work so far.
+    pub(super) fn record(&self, event: &CudaEvent) -> Result<(), LaunchError> {
+        // SAFETY: the stream and the event are alive.
+        Ok(unsafe { result::event::record(event.cu_event(), self.stream) }?)
+    }
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        // On an error the context is gone, and with it the stream.
+        let _ = self.context.bind_to_thread();
+        let _relaxed = Relaxed::new();
+        // SAFETY: nothing else has the stream. The driver destroys it once its work is done.
+        let _ = unsafe { result::stream::destroy(self.stream) };
+    }
+}

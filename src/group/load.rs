@@ -1,0 +1,255 @@
+use std::{
+    any::Any,
+    borrow::Borrow,
+    panic::{self, AssertUnwindSafe},
+};
+
+use super::{
+    channel::{ChannelError, Ranks},
+    error::{GroupError, Phase, RankFailure},
+    table::Table,
+    verdict::Verdict,
+};
+use crate::{
+    Slot,
+    adapter::{Adapter, AdapterError},
+    error::LoadError,
+    residency::Resident,
+};
+
+/// One rank's view of a tensor-parallel group: its channel to the other ranks, and its weight table.
+///
+/// All ranks call the same operations in the same order. Each blocks until all ranks have called it, or the channel fails.
+#[derive(Debug)]
+pub struct Group<R, T> {
+    ranks: R,
+    table: T,
+    broken: Option<ChannelError>,
+}
+
+/// An adapter that all ranks of a group are ready to commit. Dropping it frees its memory; then all ranks must drop theirs.
+#[derive(Debug)]
+#[must_use]
+pub struct Prepared<T: Table> {
+    slot: Slot,
+    filled: T::Filled,
+}
+
+impl<T: Table> Prepared<T> {
+    /// The slot that the adapter was prepared for.
+    pub fn slot(&self) -> Slot {
+        self.slot
+    }
+}
+
+/// Why this rank failed.
+enum Failure {
+    Error(LoadError),
+    Panic(Box<dyn Any + Send>),
+}
+
+impl<R: Ranks, T: Table> Group<R, T> {
+    /// The group of these ranks.
+    ///
+    /// # Errors
+    /// [`GroupError::OtherRank`] if the table's model was sharded for another rank.
+    pub fn new(ranks: R, table: T) -> Result<Self, GroupError> {
+        let (channel, own) = (ranks.tp(), table.model().tp());
+        if channel != own {
+            return Err(GroupError::OtherRank { channel, table: own });
+        }
+        Ok(Self { ranks, table, broken: None })
+    }
+
+    /// The table of this rank.
+    pub fn table(&self) -> &T {
+        &self.table
+    }
+
+    /// The lowest slot that is empty on all ranks. Nothing keeps it empty: the slot is for the group's next load.
+    ///
+    /// # Errors
+    /// [`GroupError::NoFreeSlot`], [`GroupError::Disagreement`] or [`GroupError::Channel`].
+    pub fn free_slot(&mut self) -> Result<Slot, GroupError> {
+        let mut first = 0;
+        loop {
+            let index = |slot: Slot| u16::try_from(slot.index()?).ok();
+            let verdicts = self.exchange(&Verdict::Free(self.table.free_slot(first).and_then(index)))?;
+            let free = |verdict: &Verdict| if let Verdict::Free(free) = verdict { Some(*free) } else { None };
+            let Some(free) = verdicts.iter().map(free).collect::<Option<Vec<_>>>() else {
+                return Err(disagreement(&verdicts));
+            };
+            let Some(free) = free.into_iter().collect::<Option<Vec<u16>>>() else {
+                return Err(GroupError::NoFreeSlot);
+            };
+            // Each round raises `first`, until all ranks have the same slot or one has none.
+            first = free.iter().fold(first, |first, &free| first.max(free));
+            if free.iter().all(|&free| free == first) {
+                return Ok(Slot::new(first));
+            }
+        }
+    }
+
+    /// Opens an adapter, plans this rank's part, reserves its memory and writes it. Returns when all ranks have done so. The slot is
+    /// unchanged until [`commit`](Self::commit), and may hold an adapter, which keeps serving.
+    ///
+    /// `version` is a number by which all ranks know the adapter, such as a hash of its name and revision. An
+    /// [`AdapterId`](crate::pool::AdapterId) is none, because processes count them separately.
+    ///
+    /// # Errors
+    /// [`GroupError::Refused`] if any rank failed, [`GroupError::Disagreement`] if the ranks gave different slots or versions, or
+    /// [`GroupError::Channel`].
+    ///
+    /// # Panics
+    /// If `open` panics. The other ranks get [`GroupError::Refused`], and the group can be used again.
+    pub fn prepare<A: Borrow<Adapter>>(
+        &mut self,
+        slot: Slot,
+        version: u64,
+        open: impl FnOnce() -> Result<A, AdapterError>,
+    ) -> Result<Prepared<T>, GroupError> {
+        if let Some(broken) = &self.broken {
+            return Err(broken.clone().into());
+        }
+        let mut phase = Phase::Plan;
+        let own = attempt(|| {
+            let adapter = open()?;
+            let image = adapter.borrow().plan(self.table.model(), self.table.dtype())?;
+            phase = Phase::Reserve;
+            let reservation = self.table.reserve(slot, &image)?;
+            phase = Phase::Fill;
+            self.table.fill(reservation, &image)
+        });
+        let ready = Verdict::ready(slot, version);
+        let verdicts = self.exchange(&own.as_ref().map_or_else(|failure| failure.verdict(phase), |_| ready.clone()));
+        let own = match own {
+            Err(Failure::Panic(payload)) => panic::resume_unwind(payload),
+            Err(Failure::Error(error)) => Err(error),
+            Ok(filled) => Ok(filled),
+        };
+        let verdicts = verdicts?;
+        let failures = failures(&verdicts);
+        match own {
+            Ok(filled) if verdicts.iter().all(|verdict| *verdict == ready) => Ok(Prepared { slot, filled }),
+            own if !failures.is_empty() => Err(GroupError::Refused { failures, own: own.err().map(Box::new) }),
+            _ => Err(disagreement(&verdicts)),
+        }
+    }
+
+    /// Puts the adapter into the slot on all ranks and replaces the previous one. If a rank calls this, all must, between the same two
+    /// steps and on the thread that steps.
+    ///
+    /// # Errors
+    /// [`GroupError::Torn`] if a rank did not commit, or [`GroupError::Channel`] if the group was broken before.
+    ///
+    /// # Panics
+    /// If the table panics. The other ranks get [`GroupError::Torn`].
+    pub fn commit(&mut self, prepared: Prepared<T>) -> Result<Resident, GroupError> {
+        if let Some(broken) = &self.broken {
+            return Err(broken.clone().into());
+        }
+        let Prepared { slot, filled } = prepared;
+        let own = attempt(|| self.table.commit(slot, filled));
+        let verdict = own.as_ref().map_or_else(|failure| failure.verdict(Phase::Commit), |_| Verdict::Committed);
+        let (verdicts, channel) = match self.exchange(&verdict) {
+            Ok(verdicts) => (verdicts, None),
+            Err(error) => (Vec::new(), Some(error)),
+        };
+        if let (Ok(resident), None) = (&own, &channel)
+            && verdicts.iter().all(|verdict| *verdict == Verdict::Committed)
+        {
+            return Ok(*resident);
+        }
+        let not_emptied = self.table.unload(slot).err().map(Box::new);
+        if let Err(Failure::Panic(payload)) = own {
+            panic::resume_unwind(payload);
+        }
+        let failures = match &channel {
+            None => verdicts.iter().enumerate().filter_map(|(rank, verdict)| not_committed(rank, verdict)).collect(),
+            Some(_) => not_committed(self.ranks.tp().rank(), &verdict).into_iter().collect(),
+        };
+        Err(GroupError::Torn { slot, failures, channel, not_emptied })
+    }
+
+    /// [`prepare`](Self::prepare) and [`commit`](Self::commit), for engines that load between steps.
+    ///
+    /// # Errors
+    /// As for `prepare` and `commit`.
+    pub fn load<A: Borrow<Adapter>>(
+        &mut self,
+        slot: Slot,
+        version: u64,
+        open: impl FnOnce() -> Result<A, AdapterError>,
+    ) -> Result<Resident, GroupError> {
+        let prepared = self.prepare(slot, version, open)?;
+        self.commit(prepared)
+    }
+
+    /// The verdicts of all ranks.
+    fn exchange(&mut self, verdict: &Verdict) -> Result<Vec<Verdict>, ChannelError> {
+        if let Some(broken) = &self.broken {
+            return Err(broken.clone());
+        }
+        let size = self.ranks.tp().size();
+        let verdicts = self.ranks.all_gather(&verdict.to_message()).and_then(|messages| {
+            let verdicts: Vec<_> = messages.iter().map(Verdict::from_message).collect();
+            let unread: Vec<_> = (0..size).filter(|&rank| !matches!(verdicts.get(rank), Some(Some(_)))).collect();
+            if unread.is_empty() && verdicts.len() == size {
+                return Ok(verdicts.into_iter().flatten().collect());
+            }
+            let reason = format!("{} messages arrived, which are not the verdicts of {size} ranks", verdicts.len());
+            Err(ChannelError { ranks: unread, reason })
+        });
+        verdicts.inspect_err(|error| self.broken = Some(error.clone()))
+    }
+}
+
+impl Failure {
+    fn verdict(&self, phase: Phase) -> Verdict {
+        let panicked = |text: &str| format!("panicked: {text}");
+        Verdict::failed(
+            phase,
+            &match self {
+                Self::Error(error) => error.to_string(),
+                Self::Panic(payload) => match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
+                    (Some(text), _) => panicked(text),
+                    (None, Some(text)) => panicked(text),
+                    (None, None) => "panicked".to_owned(),
+                },
+            },
+        )
+    }
+}
+
+/// Calls `f`, and catches a panic, so that the other ranks hear of it.
+fn attempt<O>(f: impl FnOnce() -> Result<O, LoadError>) -> Result<O, Failure> {
+    // The caller resumes the panic, or drops what it left.
+    match panic::catch_unwind(AssertUnwindSafe(f)) {
+        Ok(result) => result.map_err(Failure::Error),
+        Err(payload) => Err(Failure::Panic(payload)),
+    }
+}
+
+/// The failures before a commit.
+fn failures(verdicts: &[Verdict]) -> Vec<RankFailure> {
+    let failure = |(rank, verdict): (usize, &Verdict)| match verdict {
+        Verdict::Failed { phase, reason } => Some(RankFailure { rank, phase: *phase, reason: reason.clone() }),
+        _ => None,
+    };
+    verdicts.iter().enumerate().filter_map(failure).collect()
+}
+
+/// The failure of a rank that all others expect to have committed.
+fn not_committed(rank: usize, verdict: &Verdict) -> Option<RankFailure> {
+    let reason = match verdict {
+        Verdict::Committed => return None,
+        Verdict::Failed { phase: Phase::Commit, reason } => reason.clone(),
+        other => format!("it {other}"),
+    };
+    Some(RankFailure { rank, phase: Phase::Commit, reason })
+}
+
+fn disagreement(verdicts: &[Verdict]) -> GroupError {
+    let ranks = verdicts.iter().enumerate().map(|(rank, verdict)| format!("rank {rank} {verdict}"));
+    GroupError::Disagreement { ranks: ranks.collect() }
+}

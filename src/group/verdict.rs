@@ -1,0 +1,110 @@
+//! What the ranks tell each other, and its bytes: JSON, padded with zeros.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::{channel::Message, error::Phase};
+use crate::Slot;
+
+/// Characters of a reason. Each takes up to 6 bytes in JSON.
+const MAX_REASON: usize = 299;
+const _: () = assert!((MAX_REASON + 1) * 6 + 100 <= Message::BYTES);
+
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Verdict {
+    /// The lowest empty slot from some slot on.
+    Free(Option<u16>),
+    /// The adapter is ready to be committed.
+    Ready {
+        slot: i32,
+        version: u64,
+    },
+    Committed,
+    Failed {
+        phase: Phase,
+        reason: String,
+    },
+}
+
+impl Verdict {
+    pub(super) fn ready(slot: Slot, version: u64) -> Self {
+        Self::Ready { slot: bytemuck::cast(slot), version }
+    }
+
+    /// A failure. A long reason is cut off.
+    pub(super) fn failed(phase: Phase, reason: &str) -> Self {
+        let mut reason: String = reason.chars().take(MAX_REASON + 1).collect();
+        if let Some((cut, _)) = reason.char_indices().nth(MAX_REASON) {
+            reason.truncate(cut);
+            reason.push('…');
+        }
+        Self::Failed { phase, reason }
+    }
+
+    pub(super) fn to_message(&self) -> Message {
+        let json = serde_json::to_vec(self).expect("numbers and strings have a JSON form");
+        let mut bytes = [0; Message::BYTES];
+        bytes[..json.len()].copy_from_slice(&json);
+        Message::from_bytes(bytes)
+    }
+
+    /// The verdict in a message of another rank, or `None` if it is not one.
+    pub(super) fn from_message(message: &Message) -> Option<Self> {
+        let bytes = message.as_bytes();
+        let end = bytes.iter().rposition(|&byte| byte != 0)? + 1;
+        serde_json::from_slice(&bytes[..end]).ok()
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Free(_) => f.write_str("chooses a slot"),
+            Self::Ready { slot, version } => {
+                write!(f, "loads version {version} into {}", bytemuck::cast::<i32, Slot>(*slot))
+            }
+            Self::Committed => f.write_str("has committed"),
+            Self::Failed { phase, reason } => write!(f, "could not {phase}: {reason}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_verdicts() {
+        for verdict in [
+            Verdict::Free(None),
+            Verdict::Free(Some(u16::MAX)),
+            Verdict::ready(Slot::new(u16::MAX), u64::MAX),
+            Verdict::ready(Slot::BASE, 0),
+            Verdict::Committed,
+            Verdict::failed(Phase::Fill, ""),
+            Verdict::failed(Phase::Fill, "\"ä\" \u{0}\n"),
+        ] {
+            assert_eq!(Verdict::from_message(&verdict.to_message()), Some(verdict));
+        }
+        for bytes in [[0; Message::BYTES], [b'x'; Message::BYTES], [0xff; Message::BYTES]] {
+            assert_eq!(Verdict::from_message(&Message::from_bytes(bytes)), None);
+        }
+    }
+
+    /// Whatever its characters take in JSON.
+    #[test]
+    fn long_reasons_are_cut_off() {
+        for text in ["x", "ä", "\u{1}", "\"", "🦀", "x\u{1}ä"] {
+            for times in [99, 100, 101, 299, 300, 301, 10_000] {
+                let whole: String = text.chars().cycle().take(times).collect();
+                let verdict = Verdict::failed(Phase::Reserve, &whole);
+                let received = Verdict::from_message(&verdict.to_message());
+                assert_eq!(received.as_ref(), Some(&verdict));
+                let Some(Verdict::Failed { phase: Phase::Reserve, reason }) = received else { unreachable!() };
+                let expected = if times < 300 { whole } else { whole.chars().take(299).chain(['…']).collect() };
+                assert_eq!(reason, expected);
+            }
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! The adapter pool: real copies beside steps on two streams. Blocks are filled with NaN before they are overwritten, so a kernel that
+//! reads a wrong or unfinished adapter is seen.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use aril::{
+    DType, Slot,
+    cuda::{AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Routing, WeightTable, Workspace},
+    error::{LoadError, SlotError},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId, Tier},
+    routing::Batch,
+};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+use crate::{
+    device::Gpu,
+    setup::{self, Spin, TOKENS, add_deltas},
+};
+
+const LAYERS: usize = 4;
+const FEATURES: usize = 512;
+/// Size of an adapter of rank 16, and of its descriptors.
+const ADAPTER_BYTES: usize = LAYERS * 2 * 16 * FEATURES * size_of::<f32>() + 256;
+/// Steps that are enqueued before the host looks at the first one.
+const DEPTH: usize = 6;
+
+fn model() -> (Model, Vec<LinearId>) {
+    let mut spec = ModelSpec::new();
+    let layer = |i| Linear::new(format!("layers.{i}"), Parallel::Replicated, FEATURES).slice("m", FEATURES);
+    let ids = (0..LAYERS).map(|i| spec.linear(layer(i)).unwrap()).collect();
+    (spec.shard(TpRank::SINGLE).unwrap(), ids)
+}
+
+/// A compute stream with a pool's table, and the operands of its steps.
+struct Lane {
+    gpu: Gpu,
+    stream: StreamId,
+    weights: WeightTable,
+    layers: Vec<LoraLinear>,
+    routing: Routing,
+    workspace: Workspace,
+    x: Buffer<f32>,
+    /// One for each step that may be in flight.
+    y: Vec<Buffer<f32>>,
+    spin: Spin,
+}
+
+impl Lane {
+    fn new(pool: &AdapterPool, gpu: Gpu, stream: StreamId, ids: &[LinearId]) -> Self {
+        let weights = pool.weights(stream).unwrap().clone();
+        let mut x = Buffer::zeros(&gpu.queue, TOKENS * FEATURES).unwrap();
+        x.write(&vec![1.0; TOKENS * FEATURES]).unwrap();
+        let y = || Buffer::zeros(&gpu.queue, LAYERS * TOKENS * FEATURES).unwrap();
+        Self {
+            layers: ids.iter().map(|&id| LoraLinear::new(&weights, id).unwrap()).collect(),
+            routing: Routing::new(&gpu.queue, weights.capacity(), DEPTH).unwrap(),
+            workspace: Workspace::new(&weights).unwrap(),
+            x,
+            y: (0..DEPTH).map(|_| y()).collect(),
+            spin: Spin::new(&gpu),
+            stream,
+            weights,
+            gpu,
+        }
+    }
+
+    /// Enqueues a step whose tokens have these slots in turn.
+    fn enqueue(&mut self, at: usize, slots: &[Slot]) {
+        let slots: Vec<_> = slots.iter().copied().cycle().take(TOKENS).collect();
+        let batch = self.routing.update(&Batch::new(&slots)).unwrap();
+        let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
+        add_deltas(&self.layers, FEATURES, &mut step, &self.x, &mut self.y[at]).unwrap();
+    }
+
+    fn capture(&mut self) -> Graph {
+        let Self { weights, layers, routing, workspace, x, y, .. } = self;
+        weights.capture(routing, TOKENS, workspace, |step| add_deltas(layers, FEATURES, step, x, &mut y[0])).unwrap()
+    }
+
+    /// What a step added for each of `values`, after a check that it is the same in all layers. Zeroes its output.
+    fn check(&mut self, at: usize, values: &[f32], what: &str) {
+        let mut y = vec![f32::NAN; LAYERS * TOKENS * FEATURES];
+        self.y[at].read(&mut y).unwrap();
+        for (row, outputs) in y.chunks(FEATURES).enumerate() {
+            let value = values[row % TOKENS % values.len()];
+            let wrong = outputs.iter().find(|&&output| output != value);
+            assert!(wrong.is_none(), "{what}, row {row}: {wrong:?} instead of {value}");
+        }
+        self.y[at].write(&vec![0.0; LAYERS * TOKENS * FEATURES]).unwrap();
+    }
+}
+
+struct Setup {
+    pool: AdapterPool,
+    lanes: Vec<Lane>,
+    model: Model,
+}
+
+impl Setup {
+    /// A pool with two streams, and room for `arena` adapters of rank 16 on the device and `host` in host memory.
+    fn new(slots: usize, arena: usize, host: usize) -> Self {
+        let first = Gpu::new();
+        let second = Gpu::in_context(Arc::clone(&first.context));
+        let (model, ids) = model();
+        let capacity = Capacity::tokens(TOKENS).slots(slots).rank(64);
+        let config = PoolConfig::arena_bytes(arena * ADAPTER_BYTES).host_bytes(host * ADAPTER_BYTES).poisoning();
+        let mut pool = AdapterPool::new(&first.queue, &model, DType::F32, capacity, config).unwrap();
+        let other = pool.add_queue(&second.queue).unwrap();
+        let lanes = [(first, StreamId::FIRST), (second, other)];
+        let lanes = lanes.into_iter().map(|(gpu, stream)| Lane::new(&pool, gpu, stream, &ids)).collect();
+        Self { pool, lanes, model }
+    }
+
+    fn adding(&mut self, rank: usize, value: f32) -> AdapterId {
+        let adapter = Arc::new(setup::adapter(LAYERS, FEATURES, rank, value));
+        self.pool.register(Source::memory(adapter, &self.model, DType::F32).unwrap()).unwrap()
+    }
+
+    /// Leases a batch, once there is room for it and its adapters are in host memory.
+    fn prepare(&mut self, ids: &[AdapterId], lane: usize) -> Vec<Lease> {
+        let start = Instant::now();
+        loop {
+            match self.pool.prepare(ids, self.lanes[lane].stream) {
+                Err(PoolError::Loading { .. }) => drop(self.pool.wait(Duration::from_millis(100))),
+                Err(PoolError::Full) => self.commit_all(),
+                leases => return leases.unwrap(),
+            }
+            assert!(start.elapsed() < Duration::from_secs(60), "{:?}", self.pool.snapshot());
+        }
+    }
+
+    fn commit_all(&mut self) {
+        for lane in &self.lanes {
+            self.pool.commit(lane.stream).unwrap();
+        }
+    }
+
+    /// Loads an adapter and leases it.
+    fn lease(&mut self, id: AdapterId, lane: usize) -> Lease {
+        self.prepare(&[id], lane).pop().unwrap()
+    }
+}
+
+/// 48 adapters of four ranks over four slots, batches on two streams that are behind the host, versions that are replaced. Every output
+/// of every step is checked.
+#[test]
+#[ignore = "needs a GPU"]
+fn many_adapters_share_few_slots_on_two_streams() {
+    const ADAPTERS: usize = 48;
+    const ROUNDS: usize = 250;
+    let mut setup = Setup::new(4, 6, 24);
+    let mut rng = StdRng::seed_from_u64(11);
+    let rank = |number: usize| [16, 8, 32, 16][number % 4];
+    let mut adapters: Vec<(AdapterId, f32)> =
+        (0..ADAPTERS).map(|i| (setup.adding(rank(i), 1.0 + i as f32), 1.0 + i as f32)).collect();
+    let mut running: Vec<Lease> = Vec::new();
+    for round in 0..ROUNDS {
+        let mut steps = Vec::new();
+        for at in 0..DEPTH {
+            let lane = rng.random_range(0..2);
+            // A Zipf-like choice: half of the batches use the first few adapters.
+            let most = if rng.random_ratio(1, 2) { 6 } else { ADAPTERS };
+            let batch: Vec<_> = (0..rng.random_range(1..3)).map(|_| adapters[rng.random_range(0..most)]).collect();
+            let ids: Vec<_> = batch.iter().map(|(id, _)| *id).collect();
+            // A request that runs longer than its step would leave room for no other batch.
+            running.clear();
+            let leases = setup.prepare(&ids, lane);
+            if rng.random_ratio(1, 3) {
+                setup.lanes[lane].spin.run(rng.random_range(0..4));
+            }
+            let slots: Vec<_> = leases.iter().map(Lease::slot).collect();
+            setup.lanes[lane].enqueue(at, &slots);
+            if rng.random_ratio(1, 2) {
+                // Kept over the commit.
+                running.extend(leases);
+            } else {
+                drop(leases);
+            }
+            setup.pool.commit(setup.lanes[lane].stream).unwrap();
+            steps.push((lane, at, batch.iter().map(|(_, value)| *value).collect::<Vec<_>>()));
+            let next = adapters[rng.random_range(0..ADAPTERS)].0;
+            setup.pool.prefetch(next).unwrap();
+        }
+        for (lane, at, values) in steps {
+            setup.lanes[lane].check(at, &values, &format!("round {round}, step {at}"));
+        }
+        let (number, value) = (rng.random_range(0..ADAPTERS), 1000.0 + round as f32);
+        let new = setup.adding(rank(number), value);
+        setup.pool.unregister(std::mem::replace(&mut adapters[number], (new, value)).0).unwrap();
+    }
+    drop(running);
+    let counters = setup.pool.snapshot().counters;
+    println!("{counters:?}");
+    assert!(counters.evictions > ROUNDS as u64 && counters.hits > 50, "{counters:?}");
+    for (id, _) in adapters {
+        setup.pool.unregister(id).unwrap();
+    }
+    setup.commit_all();
+    while setup.pool.wait(Duration::from_secs(10)) {}
+    setup.lanes.iter().for_each(|lane| lane.gpu.synchronize());
+    let end = Instant::now();
+    while setup.pool.snapshot().device_memory.used > 0 && end.elapsed() < Duration::from_secs(10) {
+        setup.pool.poll();
+    }
+    let end = setup.pool.snapshot();
+    assert_eq!((end.device_memory.used, end.host_memory.used, end.resident, end.adapters), (0, 0, 0, 0));
+}
+
+/// Nothing waits on the host: with one stream far behind, another adapter takes its slot. Its copy runs when the stream has left it.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_slot_is_overwritten_after_the_last_step_that_reads_it() {
+    let mut setup = Setup::new(1, 2, 4);
+    let ids = [1.0, 2.0].map(|value| setup.adding(16, value));
+    for round in 0..5 {
+        for id in ids {
+            setup.pool.prefetch(id).unwrap();
+            while setup.pool.wait(Duration::from_secs(10)) {}
+        }
+        let old = setup.lease(ids[0], 0);
+        setup.lanes[0].gpu.synchronize();
+        let spun = setup.lanes[0].spin.run(200);
+        setup.lanes[0].enqueue(0, &[old.slot()]);
+        drop(old);
+        setup.pool.commit(StreamId::FIRST).unwrap();
+        let new = setup.pool.acquire(ids[1], setup.lanes[1].stream).unwrap();
+        setup.lanes[1].enqueue(1, &[new.slot()]);
+        setup.pool.commit(setup.lanes[1].stream).unwrap();
+        assert!(!spun.is_complete(), "round {round}: the host waited");
+        assert_eq!(setup.pool.snapshot().copying, 1, "round {round}: the copy waited for nothing");
+        setup.lanes[0].check(0, &[1.0], &format!("round {round}, old"));
+        setup.lanes[1].check(1, &[2.0], &format!("round {round}, new"));
+        drop(new);
+        setup.commit_all();
+    }
+    assert!(setup.pool.snapshot().counters.waits >= 5);
+}
+
+/// Graphs on both streams follow the slots, while adapters come and go.
+#[test]
+#[ignore = "needs a GPU"]
+fn graphs_follow_the_pool() {
+    let mut setup = Setup::new(3, 4, 8);
+    let ids: Vec<_> = (1..=12).map(|i| (setup.adding(16, i as f32), i as f32)).collect();
+    let mut graphs: Vec<_> = setup.lanes.iter_mut().map(Lane::capture).collect();
+    for round in 0..60 {
+        let lane = round % 2;
+        let batch = [ids[(round * 5) % 12], ids[(round * 7 + 3) % 12]];
+        let leases = setup.prepare(&batch.map(|(id, _)| id), lane);
+        let slots: Vec<_> = leases.iter().map(Lease::slot).cycle().take(TOKENS).collect();
+        setup.lanes[lane].routing.update(&Batch::new(&slots)).unwrap();
+        graphs[lane].replay().unwrap();
+        drop(leases);
+        setup.pool.commit(setup.lanes[lane].stream).unwrap();
+        setup.lanes[lane].check(0, &batch.map(|(_, value)| value), &format!("round {round}"));
+    }
+    assert!(setup.pool.snapshot().counters.evictions > 20);
+}
+
+/// A captured stream refuses what would add work to it, and nothing is lost. Another thread's tables refuse what the pool alone does.
+#[test]
+#[ignore = "needs a GPU"]
+fn what_cannot_be_enqueued_is_refused() {
+    let mut setup = Setup::new(2, 3, 4);
+    let ids = [1.0, 2.0].map(|value| setup.adding(16, value));
+    drop(setup.lease(ids[0], 0));
+    setup.pool.prefetch(ids[1]).unwrap();
+    while setup.pool.wait(Duration::from_secs(10)) {}
+    let Setup { pool, lanes, .. } = &mut setup;
+    lanes[0].gpu.capture(|| {
+        let refused = pool.acquire(ids[1], StreamId::FIRST).unwrap_err();
+        assert!(matches!(refused, PoolError::Device(LaunchError::Capturing)), "{refused}");
+        assert!(matches!(pool.commit(StreamId::FIRST), Err(PoolError::Device(LaunchError::Capturing))));
+        pool.poll();
+    });
+    assert_eq!(setup.pool.snapshot().leases, 0);
+    let lease = setup.lease(ids[1], 0);
+    setup.lanes[0].enqueue(0, &[lease.slot()]);
+    setup.lanes[0].check(0, &[2.0], "after a capture");
+    assert_eq!(setup.pool.residency(ids[1]).unwrap().tier, Tier::Device);
+    let weights = &setup.lanes[0].weights;
+    assert!(matches!(weights.unload(lease.slot()), Err(LoadError::Slot(SlotError::Pooled))));
+    let adapter = setup::adapter(LAYERS, FEATURES, 8, 9.0);
+    let image = adapter.plan(&setup.model, DType::F32).unwrap();
+    assert!(matches!(weights.load(lease.slot(), &image), Err(LoadError::Slot(SlotError::Pooled))));
+    assert!(!weights.fits(&image));
+}
+
+/// A pool is dropped while copies and steps are pending. Its memory returns after them.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_pool_may_be_dropped_at_any_time() {
+    let gpu = Gpu::new();
+    gpu.synchronize();
+    let used = gpu.used_bytes();
+    for round in 0..4 {
+        let mut setup = Setup::new(2, 3, 8);
+        let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(16, value));
+        let leases = setup.prepare(&ids[..2], 1);
+        setup.lanes[1].spin.run(20);
+        setup.lanes[1].enqueue(0, &[leases[0].slot(), leases[1].slot()]);
+        setup.pool.prefetch(ids[2]).unwrap();
+        let Setup { pool, mut lanes, .. } = setup;
+        drop(pool);
+        drop(leases);
+        lanes[1].check(0, &[1.0, 2.0], &format!("round {round}"));
+        drop(lanes);
+    }
+    gpu.synchronize();
+    assert_eq!(gpu.used_bytes(), used);
+}

@@ -1,0 +1,23 @@
+//! Loading an adapter on all ranks of a group, or on none.
+//!
+//! Mistakes of other engines, and the tests that would find them in this one:
+//!
+//! | mistake | test |
+//! |---|---|
+//! | one rank loads, another fails, and the group computes with both or hangs | `faults::*`, `refusals::*` |
+//! | ranks choose different slots | `refusals::slots_and_versions_that_differ`, `slots::*` |
+//! | a failed reload leaves no adapter | `faults::all_or_nothing` |
+//! | a dead rank blocks the others for ever | `channel::*` |
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+mod channel;
+mod faults;
+mod refusals;
+mod slots;
+mod sockets;
+mod world;

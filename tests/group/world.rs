@@ -1,0 +1,109 @@
+//! A model of one column-parallel layer, its adapters, and the threads of its ranks.
+
+use std::{panic, thread, time::Duration};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    group::{Group, GroupError, InProcess, Phase, Ranks, Table},
+    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    routing::Batch,
+};
+
+/// Long enough that no test reaches it.
+pub(crate) const NEVER: Duration = Duration::from_secs(3_600);
+const INPUTS: usize = 4;
+/// Outputs of each rank.
+pub(crate) const OUTPUTS: usize = 3;
+
+pub(crate) struct World {
+    spec: ModelSpec,
+    id: LinearId,
+    pub(crate) size: usize,
+}
+
+impl World {
+    pub(crate) fn new(size: usize) -> Self {
+        let mut spec = ModelSpec::new();
+        let id = spec.linear(Linear::new("m", Parallel::Column, INPUTS).slice("q", size * OUTPUTS)).unwrap();
+        Self { spec, id, size }
+    }
+
+    /// An adapter that adds `values` to the outputs of the ranks.
+    pub(crate) fn adapter(&self, values: impl Fn(usize) -> f32) -> Adapter {
+        self.adapter_of(self.size * OUTPUTS, values)
+    }
+
+    /// The same with another number of outputs.
+    pub(crate) fn adapter_of(&self, outputs: usize, values: impl Fn(usize) -> f32) -> Adapter {
+        let tensor = |shape: [usize; 2], values: &[f32]| {
+            Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec()).unwrap()
+        };
+        let b: Vec<f32> = (0..outputs).map(|output| values(output / OUTPUTS)).collect();
+        let tensors = [("A", [1, INPUTS], &[1.0; INPUTS][..]), ("B", [outputs, 1], &b)];
+        let tensors = tensors.map(|(side, shape, values)| (format!("m.q.lora_{side}.weight"), tensor(shape, values)));
+        Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "lora_alpha": {}}}"#, 1.0 / INPUTS as f32), tensors)
+            .unwrap()
+    }
+
+    /// A table of a rank, of two slots, with room for `adapters` adapters.
+    pub(crate) fn table(&self, rank: usize, adapters: usize) -> WeightTable {
+        let model = self.spec.shard(TpRank::new(rank, self.size).unwrap()).unwrap();
+        let adapter = self.adapter(|_| 1.0);
+        let bytes = adapter.plan(&model, DType::F32).unwrap().bytes();
+        WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(2).rank(1), adapters * bytes).unwrap()
+    }
+
+    /// Tables of all ranks with room for two adapters. Slot 1 has one that adds 7.
+    pub(crate) fn serving(&self) -> Vec<WeightTable> {
+        let tables = (0..self.size).map(|rank| self.table(rank, 2));
+        let old = self.adapter(|_| 7.0);
+        tables.inspect(|table| load(table, Slot::new(1), &old)).collect()
+    }
+
+    /// What a rank's table adds to each output with the adapter of a slot.
+    pub(crate) fn delta(&self, table: &WeightTable, slot: Slot) -> f32 {
+        let (slots, mut workspace) = ([slot], Workspace::default());
+        let mut step = table.step(&Batch::new(&slots), &mut workspace).unwrap();
+        let (x, mut y) = ([1.0_f32; INPUTS], [0.0; OUTPUTS]);
+        let (x, y_matrix) = (Matrix::new(&x, 1, INPUTS).unwrap(), MatrixMut::new(&mut y, 1, OUTPUTS).unwrap());
+        LoraLinear::new(table, self.id).unwrap().add_delta(&mut step, x, y_matrix).unwrap();
+        assert_eq!(y, [y[0]; OUTPUTS]);
+        y[0]
+    }
+}
+
+pub(crate) fn load(table: &WeightTable, slot: Slot, adapter: &Adapter) {
+    table.load(slot, &adapter.plan(table.model(), DType::F32).unwrap()).unwrap();
+}
+
+/// Runs each rank on a thread of its own. A panic of one is passed on.
+pub(crate) fn each<R: Ranks + Send, O: Send>(ranks: Vec<R>, run: impl Fn(usize, R) -> O + Sync) -> Vec<O> {
+    thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || run(rank.tp().rank(), rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| panic::resume_unwind(panic))).collect()
+    })
+}
+
+/// Runs each rank of an in-process group with its table.
+pub(crate) fn each_group<T: Table + Clone + Sync + Send, O: Send>(
+    tables: &[T],
+    run: impl Fn(usize, Group<InProcess, T>) -> O + Sync,
+) -> Vec<O> {
+    each(InProcess::group(tables.len(), NEVER), |rank, ranks| {
+        run(rank, Group::new(ranks, tables[rank].clone()).unwrap())
+    })
+}
+
+/// Rank and phase of all failures in an error that no rank loaded an adapter.
+pub(crate) fn refused(error: &GroupError) -> Vec<(usize, Phase)> {
+    let GroupError::Refused { failures, .. } = error else { panic!("{error}") };
+    for failure in failures {
+        let text = format!("rank {} could not {}: {}", failure.rank, failure.phase, failure.reason);
+        assert!(error.to_string().contains(&text), "{error}");
+    }
+    failures.iter().map(|failure| (failure.rank, failure.phase)).collect()
+}
