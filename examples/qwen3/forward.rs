@@ -1,10 +1,11 @@
 //! The reference forward: where the multi-LoRA calls go in a Qwen3.
 //!
 //! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v fused; o;
-//! gate and up fused; down), and the language-model head. In a layer with experts, the calls replace the activation and the
-//! combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation and combine
-//! instead. On the GPU, a layer's GEMM and its deltas are one call in steps of few tokens. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another
-//! step, because it sees only the sampled rows. The rest of the forward does not know about adapters.
+//! gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM and its deltas are one
+//! call. In a layer with experts, the calls replace the activation and the combine, after two grouped GEMMs of any base. With many
+//! routes on the GPU they come before the base's activation and combine instead. All calls of a step share one
+//! [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another step, because it sees only the sampled rows.
+//! The rest of the forward does not know about adapters.
 
 use aril::{Element, Slot};
 
