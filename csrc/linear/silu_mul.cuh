@@ -259,6 +259,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
   __shared__ int rows[ARIL_WIDE_TILE];
+  __shared__ const char* block_b[2];  // spares registers: few threads copy B
   launch_dependents();
   const TokenTile tile(p.layer, blockIdx.x / out_blocks);
   if (tile.count == 0) {
@@ -266,12 +267,16 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
     return;
   }
   const GateUp gate_up(p.layer.weights, tile.slot);
+  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
   if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.token(threadIdx.x, p.layer.num_tokens);
+  if (threadIdx.x == 0) {
+    block_b[0] = gate_up.b(0, first);
+    block_b[1] = gate_up.b(1, first);
+  }
   ExpandBarriers barriers(barriers_shared);
 
   const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
   const int features = p.layer.out_features[0];
   const int outs = min(p.layer.outs_per_block, features - first);
   const int chunks = ceil_div(outs, kChunkOuts);
@@ -290,10 +295,9 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   const int own_row = lane < ARIL_WIDE_TILE / kWarps
                           ? lane * kWarps + static_cast<int>(threadIdx.x) / 32
                           : ARIL_WIDE_TILE;
-  const int own = own_row < ARIL_WIDE_TILE ? rows[own_row] : -1;
-  const bool vectors = features % Vec<T>::kSize == 0;
-  const bool y_whole = vectors && is_aligned(static_cast<const T*>(p.layer.y), p.layer.y_stride);
-  const bool out_whole = vectors && is_aligned(static_cast<const T*>(p.out), p.out_stride);
+  const bool whole = features % Vec<T>::kSize == 0 &&
+                     is_aligned(static_cast<const T*>(p.layer.y), p.layer.y_stride) &&
+                     is_aligned(static_cast<const T*>(p.out), p.out_stride);
   const auto outs_of = [&](int chunk) { return min(outs - chunk * kChunkOuts, kChunkOuts); };
   const auto fetch_weights = [&](int chunk, int stage) {
     if (chunk >= chunks) return;
@@ -305,7 +309,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
 #pragma unroll
     for (int slice = 0; slice < 2; ++slice) {
       const int bytes = out_tiles * tile_bytes[slice];
-      const char* from = gate_up.b(slice, first + chunk * kChunkOuts);
+      const char* from = block_b[slice] + int64_t{chunk} * 2 * tile_bytes[slice];
       if constexpr (kBulk) {
         if (threadIdx.x == kExpandThreads - 1 && bytes > 0) barriers[stage].copy(to, from, bytes);
       } else {
@@ -320,13 +324,14 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   const auto fetch_rows = [&](int chunk, int stage) {
     if (own_row >= ARIL_WIDE_TILE || chunk >= chunks) return;
     T* to = reinterpret_cast<T*>(ring + stage * stage_bytes + own_row * kSiluMulRowBytes);
+    const int own = rows[own_row];
     const T* from =
         static_cast<const T*>(p.layer.y) + own * p.layer.y_stride + first + chunk * kChunkOuts;
     const int count = outs_of(chunk);
-    const bool bulk = kBulk && y_whole && own >= 0;
+    const bool bulk = kBulk && whole && own >= 0;
     if (!bulk && own >= 0) {
-      copy_outs(to, from, count, y_whole);
-      copy_outs(to + kChunkOuts, from + features, count, y_whole);
+      copy_outs(to, from, count, whole);
+      copy_outs(to + kChunkOuts, from + features, count, whole);
     }
     TransactionBarrier& barrier = barriers[stage];
     barrier.expect(bulk ? count * 4 : 0);
@@ -336,14 +341,15 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
     }
   };
   const auto store_rows = [&](int chunk, int stage) {
+    const int own = own_row < ARIL_WIDE_TILE ? rows[own_row] : -1;
     if (own < 0) return;
     const T* from =
         reinterpret_cast<const T*>(ring + stage * stage_bytes + own_row * kSiluMulRowBytes);
     T* out = static_cast<T*>(p.out) + own * p.out_stride + first + chunk * kChunkOuts;
-    if (kBulk && out_whole) {
+    if (kBulk && whole) {
       bulk_store(out, from, outs_of(chunk) * 2);
     } else {
-      copy_outs(out, from, outs_of(chunk), out_whole);
+      copy_outs(out, from, outs_of(chunk), whole);
     }
   };
   for (int i = 0; i < stages - 1; ++i) fetch_weights(i, i);

@@ -10,6 +10,7 @@ use aril::{
 };
 use cudarc::driver::{DeviceRepr, ValidAsZeroBits};
 use proptest::prelude::*;
+use rand::{SeedableRng, rngs::StdRng};
 
 use crate::{
     common::{
@@ -17,6 +18,7 @@ use crate::{
         compare::{Place, compare},
         consumers::{By, Case, Consumed, EPS, World, cases},
         dense::Sizes,
+        factors::{Modules, fill},
         values::{Dtype, Values},
     },
     device::{Buffer, Gpu},
@@ -502,4 +504,91 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
         gate_up.silu_mul(step, y, cuda::MatrixMut::new(&mut halves, TOKENS, FEATURES)?)
     }));
     assert_eq!(error, OperandError::DType { operand: "y", got: DType::F16, want: DType::BF16 });
+}
+
+/// Operations behind one another, each of which starts while the one before ends, give the bits of operations that wait.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_chain_of_consumers_reads_what_was_written_before() {
+    const HIDDEN: usize = 512;
+    const INTER: usize = 384;
+    const LAYERS: usize = 24;
+    const SLOTS: u16 = 5;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let mut rng = StdRng::seed_from_u64(3);
+    let mut spec = ModelSpec::new();
+    let gate_up = Linear::new("gate_up", Parallel::Replicated, HIDDEN).slice("gate", INTER).slice("up", INTER);
+    let gate_up = spec.linear(gate_up).unwrap();
+    let down = spec.linear(Linear::new("down", Parallel::Replicated, INTER).slice("down", HIDDEN)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    for tokens in [1, 40, 512, 700] {
+        let capacity = Capacity::tokens(tokens).slots(SLOTS.into()).rank(32);
+        let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 22).unwrap();
+        for slot in 0..SLOTS {
+            let rank = 8 + 5 * usize::from(slot);
+            let mut modules = Modules::default();
+            for (path, [input, output]) in
+                [("gate_up.gate", [HIDDEN, INTER]), ("gate_up.up", [HIDDEN, INTER]), ("down.down", [INTER, HIDDEN])]
+            {
+                let [a, b] = [rank * input, output * rank].map(|len| fill(Values::Rounded, len, 1.0, &mut rng));
+                modules.put(path, 1.0, Modules::LINEAR, (&[rank, input], &a), (&[output, rank], &b));
+            }
+            weights.load(Slot::new(slot), &modules.adapter().plan(&model, DType::BF16).unwrap()).unwrap();
+        }
+        let [gate_up, down] = [gate_up, down].map(|id| LoraLinear::new(&weights, id).unwrap());
+        let mut workspace = Workspace::new(&weights).unwrap();
+        let mut routing = Routing::new(queue, capacity, 2).unwrap();
+        let mut buffer = |rows: usize, cols: usize| {
+            let values: Vec<half::bf16> =
+                (0..rows * cols).map(|_| half::bf16::from_f32(Values::Rounded.value(&mut rng))).collect();
+            let mut buffer = cuda::Buffer::zeros(queue, rows * cols).unwrap();
+            buffer.write(&values).unwrap();
+            buffer
+        };
+        // The base's outputs stay the same; the residual and what is normalized or activated are passed on.
+        let (wide, narrow, weight) = (buffer(tokens, 2 * INTER), buffer(tokens, HIDDEN), buffer(1, HIDDEN));
+        let (x, sums) = (buffer(tokens, HIDDEN), buffer(tokens, HIDDEN));
+        let slots: Vec<Slot> = (0..tokens as i32).map(|token| bytemuck::cast(token * 7 % 6 - 1)).collect();
+        let mut run = |waits: bool| {
+            let [mut normed, mut residual] = [&x, &sums].map(|from| {
+                let mut copy = cuda::Buffer::<half::bf16>::zeros(queue, tokens * HIDDEN).unwrap();
+                queue.copy(from, &mut copy).unwrap();
+                copy
+            });
+            let mut active = cuda::Buffer::<half::bf16>::zeros(queue, tokens * INTER).unwrap();
+            let batch = routing.update(&Batch::new(&slots)).unwrap();
+            let mut step = weights.step(&batch, &mut workspace).unwrap();
+            let wait = || {
+                if waits {
+                    gpu.synchronize()
+                }
+            };
+            for _ in 0..LAYERS {
+                gate_up.shrink(&mut step, cuda::Matrix::new(&normed, tokens, HIDDEN).unwrap()).unwrap();
+                wait();
+                let y = cuda::Matrix::new(&wide, tokens, 2 * INTER).unwrap();
+                let out = cuda::MatrixMut::new(&mut active, tokens, INTER).unwrap();
+                gate_up.silu_mul(&mut step, y, out).unwrap();
+                wait();
+                down.shrink(&mut step, cuda::Matrix::new(&active, tokens, INTER).unwrap()).unwrap();
+                wait();
+                let y = cuda::Matrix::new(&narrow, tokens, HIDDEN).unwrap();
+                let [residual, out] =
+                    [&mut residual, &mut normed].map(|buffer| cuda::MatrixMut::new(buffer, tokens, HIDDEN).unwrap());
+                down.add_rms_norm(&mut step, y, residual, &weight, EPS, out).unwrap();
+                wait();
+            }
+            let mut got = vec![half::bf16::ZERO; 2 * tokens * HIDDEN];
+            let (sums, rows) = got.split_at_mut(tokens * HIDDEN);
+            residual.read(sums).unwrap();
+            normed.read(rows).unwrap();
+            got
+        };
+        let expected = run(true);
+        assert!(expected.iter().all(|value| value.is_finite()), "the chain has left the range of numbers");
+        for round in 0..10 {
+            assert!(bits(&run(false)) == bits(&expected), "{tokens} tokens, round {round}");
+        }
+    }
 }
