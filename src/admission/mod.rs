@@ -312,7 +312,7 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
     /// The next calls choose the same ones, as far as they are still needed, because only the others start requests.
     fn leaving_for(&self, blocked: &A, kept: &[A]) -> Vec<A> {
         let mut batch = self.queue.batch().to_vec();
-        batch.sort_by_key(|adapter| self.queue.last_start(adapter));
+        batch.sort_by_cached_key(|adapter| self.queue.last_start(adapter));
         let needed = (0..batch.len()).find(|&needed| self.fits(blocked, kept, &batch[..needed]));
         batch.truncate(needed.unwrap_or(batch.len()));
         batch

@@ -28,7 +28,7 @@
 //! Names are compared byte for byte. A name of an adapter, or an alias,
 //!
 //! - has 1 to [`MAX_NAME_BYTES`] bytes of UTF-8;
-//! - contains no control character, no `\`, and no white space but single-byte spaces, which neither begin nor end it;
+//! - contains no control character, no `\`, and no white space except U+0020, which neither begins nor ends it;
 //! - may have several parts separated by `/` (`org/adapter`), none of which is empty, `.` or `..`.
 //!
 //! So a name fits on one line of a log, and on Unix a folder joined with a name is a path below that folder. The base model's names are
