@@ -78,14 +78,18 @@ template <typename... Params>
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = cluster;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  // The default policy starts no cluster beside a kernel that occupies most multiprocessors, if two
+  // of its blocks fit on one.
+  attributes[2].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+  attributes[2].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
   config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
+  config.numAttrs = cluster > 1 ? 3 : 1;
   return cudaLaunchKernelEx(&config, kernel.entry, params...);
 }
 
