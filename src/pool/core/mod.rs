@@ -166,17 +166,18 @@ impl Core {
         // From here on, its adapters are merely the most recently used ones.
         self.batch += 1;
         brought?;
-        let mut granted = Vec::with_capacity(ids.len());
-        for &id in ids {
-            let entry = self.registered(id)?;
-            let was_missed = std::mem::take(&mut entry.is_missed);
-            let slot = entry.slot;
-            let lease = slot.and_then(|slot| self.device.lease(slot, stream)).ok_or(PoolError::Full)?;
-            self.counters.hits += u64::from(!was_missed);
-            self.counters.misses += u64::from(was_missed);
-            self.counters.waits += u64::from(lease.is_copying);
-            granted.push(lease);
-        }
+        ids.iter().map(|&id| self.lease(id, stream)).collect()
+    }
+
+    /// Leases an adapter that is on the device.
+    fn lease(&mut self, id: AdapterId, stream: StreamId) -> Result<Granted, PoolError> {
+        let entry = self.registered(id)?;
+        let was_missed = std::mem::take(&mut entry.is_missed);
+        let slot = entry.slot;
+        let granted = slot.and_then(|slot| self.device.lease(slot, stream)).ok_or(PoolError::Full)?;
+        self.counters.hits += u64::from(!was_missed);
+        self.counters.misses += u64::from(was_missed);
+        self.counters.waits += u64::from(granted.is_copying);
         Ok(granted)
     }
 
