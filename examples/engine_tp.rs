@@ -1,4 +1,6 @@
-//! Tensor parallelism: groups of 2, 4 and 8 ranks, simulated in one process, compute what a single rank computes.
+//! Tensor parallelism: groups of 2, 4 and 8 ranks, each a thread of one process, compute what a single rank computes.
+//!
+//! The ranks load the adapter as a group: all of them, or none.
 //!
 //! The model is the projections of an attention layer. q, k and v are column-parallel; where a group has more ranks than key-value
 //! heads, neighbouring ranks hold the same head. o is row-parallel: each rank adds its delta to its partial sum, and the all-reduce adds
@@ -7,18 +9,20 @@
 
 #![forbid(unsafe_code)]
 
-use std::{error::Error, ops::Range};
+use std::{ops::Range, thread, time::Duration};
 
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+    group::{Group, InProcess, Ranks},
+    model::{Linear, LinearId, ModelSpec, Parallel},
     plan::Capacity,
     routing::Batch,
 };
 
-type Result<T> = std::result::Result<T, Box<dyn Error>>;
+type Error = Box<dyn std::error::Error + Send + Sync>;
+type Result<T> = std::result::Result<T, Error>;
 
 const HIDDEN: usize = 12;
 const HEAD_DIM: usize = 3;
@@ -72,12 +76,15 @@ struct Outputs {
     o: Vec<f32>,
 }
 
-fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs> {
-    let (model, adapter) = (spec.shard(tp)?, adapter()?);
-    let image = adapter.plan(&model, DType::F32)?;
+/// Computes the layers on one rank.
+fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], ranks: InProcess) -> Result<Outputs> {
+    let (model, adapter) = (spec.shard(ranks.tp())?, adapter()?);
+    let arena_bytes = WeightTable::arena_bytes([&adapter.plan(&model, DType::F32)?]);
     let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
-    let weights = WeightTable::new(&model, DType::F32, capacity, WeightTable::arena_bytes([&image]))?;
-    let slots = [weights.load(Slot::new(0), &image)?.slot(), Slot::BASE, Slot::new(0)];
+    let weights = WeightTable::new(&model, DType::F32, capacity, arena_bytes)?;
+    let mut group = Group::new(ranks, weights.clone())?;
+    let slot = group.free_slot()?;
+    let slots = [group.load(slot, 1, || Ok(&adapter))?.slot(), Slot::BASE, slot];
     let mut workspace = Workspace::default();
     let mut step = weights.step(&Batch::new(&slots), &mut workspace)?;
     let mut layer = |id: LinearId, first_module: usize, x: &[f32]| {
@@ -88,7 +95,7 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs>
         let mut y = gemm(x, &w, inputs);
         let (x, y_matrix) = (Matrix::new(x, TOKENS, inputs)?, MatrixMut::new(&mut y, TOKENS, outputs)?);
         LoraLinear::new(&weights, id)?.add_delta(&mut step, x, y_matrix)?;
-        Ok::<_, Box<dyn Error>>(y)
+        Ok::<_, Error>(y)
     };
 
     let y = layer(qkv, 0, &integers(30, TOKENS * HIDDEN))?;
@@ -104,17 +111,25 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], tp: TpRank) -> Result<Outputs>
     Ok(Outputs { qkv: slices, o })
 }
 
+/// The outputs of all ranks of a group.
+fn run_group(spec: &ModelSpec, layers: [LinearId; 2], size: usize) -> Result<Vec<Outputs>> {
+    let ranks = InProcess::group(size, Duration::from_secs(60));
+    thread::scope(|scope| {
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || run(spec, layers, rank))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
+    })
+}
+
 fn main() -> Result<()> {
     let mut spec = ModelSpec::new();
     let qkv = Linear::new("attn", Parallel::Column, HIDDEN).heads("q_proj", Q_HEADS, HEAD_DIM);
     let qkv = spec.linear(qkv.kv_heads("k_proj", KV_HEADS, HEAD_DIM).kv_heads("v_proj", KV_HEADS, HEAD_DIM))?;
     let o = spec.linear(Linear::new("attn", Parallel::Row, Q_HEADS * HEAD_DIM).slice("o_proj", HIDDEN))?;
 
-    let single = run(&spec, [qkv, o], TpRank::SINGLE)?;
+    let single = run_group(&spec, [qkv, o], 1)?.remove(0);
     for size in [2, 4, 8] {
         let mut all_reduced = vec![0.0; TOKENS * HIDDEN];
-        for rank in 0..size {
-            let outputs = run(&spec, [qkv, o], TpRank::new(rank, size)?)?;
+        for (rank, outputs) in run_group(&spec, [qkv, o], size)?.into_iter().enumerate() {
             for ((ranges, part), (_, whole)) in outputs.qkv.iter().zip(&single.qkv) {
                 let of = |row: &[f32]| ranges.iter().flat_map(|range| row[range.clone()].to_vec()).collect::<Vec<_>>();
                 let columns = whole.chunks(whole.len() / TOKENS).flat_map(of);

@@ -13,8 +13,8 @@ use aril::{
     error::{LoadError, OperandError, SlotError},
     group::{ChannelError, Group, GroupError, InProcess, Message, Phase, Prepared, RankFailure},
     model::{
-        Activation, EmbeddingId, EmbeddingSite, Experts, ExpertsId, ExpertsSite, Halves, Linear, LinearId, LinearSite,
-        Model, ModelSpec, Parallel, Part, ProjectionSite, Shard, SpecError, TpRank,
+        Activation, Collective, EmbeddingId, EmbeddingSite, Exchange, Experts, ExpertsId, ExpertsSite, Halves, Linear,
+        LinearId, LinearSite, Model, ModelSpec, Parallel, Part, ProjectionSite, Shard, SpecError, TpRank,
     },
     plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     pool::{
@@ -32,7 +32,17 @@ fn error<T: Error + Send + Sync + 'static>() {}
 #[test]
 fn types_may_be_shared_between_threads() {
     shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
-    shared::<(Activation, Experts, ExpertsId, ExpertsSite, Halves, ProjectionSite)>();
+    shared::<(
+        Activation,
+        Collective,
+        cpu::FullyShardedLinear,
+        Exchange,
+        Experts,
+        ExpertsId,
+        ExpertsSite,
+        Halves,
+        ProjectionSite,
+    )>();
     shared::<(SlotImage<'_>, Piece<'_>)>();
     shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Part, Shard, TpRank)>(
     );

@@ -5,7 +5,7 @@
 
 mod experts;
 
-use std::{borrow::Cow, iter, marker::PhantomData, ops::Range};
+use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData, ops::Range};
 
 use aril::{
     Element, Slot,
@@ -98,6 +98,7 @@ impl<T: Element> Device for Cpu<T> {
 
     type Adapters = cpu::WeightTable;
     type LoraLinear = cpu::LoraLinear;
+    type FusedLinear<'a> = Infallible;
     type LoraEmbedding = cpu::LoraEmbedding;
     type LoraExperts = cpu::LoraExperts;
     type Buffers = cpu::Workspace;
@@ -122,6 +123,10 @@ impl<T: Element> Device for Cpu<T> {
 
     fn lora_linear(&self, adapters: &cpu::WeightTable, id: LinearId) -> Result<cpu::LoraLinear> {
         Ok(cpu::LoraLinear::new(adapters, id)?)
+    }
+
+    fn fused_linear(&self, _: &cpu::WeightTable, _: LinearId, _: &Weight) -> Result<Option<Infallible>> {
+        Ok(None)
     }
 
     fn lora_embedding(&self, adapters: &cpu::WeightTable, id: EmbeddingId) -> Result<cpu::LoraEmbedding> {
@@ -154,6 +159,10 @@ impl<T: Element> Device for Cpu<T> {
         y: &mut Tensor<T>,
     ) -> Result<()> {
         Ok(layer.add_delta(step, x.view()?, y.view_mut()?)?)
+    }
+
+    fn forward(&self, layer: &Infallible, _: &mut cpu::Step<'_>, _: &Tensor<T>) -> Result<Tensor<T>> {
+        match *layer {}
     }
 
     fn add_embedding_delta(

@@ -3,9 +3,9 @@
 //! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/kernels.cu`, `kernels/experts.cuh`)
 //! and of cuBLASLt (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
-//! A request's last bits may depend on the number of tokens in its batch, for two reasons: cuBLASLt chooses kernels by shape, and
-//! with many routes deltas are added before the activation and the combine instead of fused with them. The library's own operations
-//! are bit-identical in any batch.
+//! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
+//! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
+//! instead of fused with them. Each of the library's operations is bit-identical in any batch.
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
@@ -19,17 +19,17 @@ use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
     cuda::{
-        self, Buffer, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Queue, Routing,
-        WeightTable, Workspace,
+        self, Buffer, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Queue,
+        Routing, WeightTable, Workspace,
     },
     model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
-    plan::{Capacity, RouteCapacity},
+    plan::{Capacity, ForwardPlan, RouteCapacity},
     routing::Batch,
 };
 use cudarc::{
     driver::{
         CudaContext, CudaFunction, CudaSlice, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
-        PushKernelArg as _, result::memcpy_dtod_async,
+        PushKernelArg as _, result::memcpy_dtod_async, sys::CUdevice_attribute,
     },
     nvrtc::Ptx,
 };
@@ -92,6 +92,12 @@ pub(crate) struct Matrix<T> {
     data: Buffer<T>,
     /// For the example's own kernels.
     address: u64,
+}
+
+/// A linear layer with its base weight, and the number of its output features.
+pub(crate) struct Fused<'a, T> {
+    layer: FusedLinear<'a, T>,
+    outputs: usize,
 }
 
 /// The state that a step's operations share.
@@ -320,6 +326,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     type Adapters = WeightTable;
     type LoraLinear = LoraLinear;
+    type FusedLinear<'a> = Fused<'a, T>;
     type LoraEmbedding = LoraEmbedding;
     type LoraExperts = LoraExperts;
     type Buffers = Buffers;
@@ -348,6 +355,32 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(LoraLinear::new(adapters, id)?)
     }
 
+    fn fused_linear<'a>(
+        &self,
+        adapters: &WeightTable,
+        id: LinearId,
+        base: &'a Matrix<T>,
+    ) -> Result<Option<Fused<'a, T>>> {
+        let attribute = |attribute| self.queue.stream().context().attribute(attribute);
+        let capability = (
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let site = &adapters.model()[id];
+        if !ForwardPlan::is_for(capability) || ForwardPlan::new(site, T::DTYPE, adapters.capacity()).is_err() {
+            return Ok(None);
+        }
+        let mut first = 0;
+        let slices = site.slices().iter().map(|slice| {
+            let rows = slice.out_features();
+            let values = base.data.slice(first * base.cols..(first + rows) * base.cols);
+            first += rows;
+            cuda::Matrix::new(values, rows, base.cols)
+        });
+        let slices = slices.collect::<result::Result<Vec<_>, _>>()?;
+        Ok(Some(Fused { layer: FusedLinear::new(adapters, id, slices)?, outputs: base.rows }))
+    }
+
     fn lora_embedding(&self, adapters: &WeightTable, id: EmbeddingId) -> Result<LoraEmbedding> {
         Ok(LoraEmbedding::new(adapters, id)?)
     }
@@ -374,6 +407,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn add_delta(&self, layer: &LoraLinear, step: &mut cuda::Step<'_>, x: &Matrix<T>, y: &mut Matrix<T>) -> Result<()> {
         Ok(layer.add_delta(step, x.operand()?, y.operand_mut()?)?)
+    }
+
+    fn forward(&self, fused: &Fused<'_, T>, step: &mut cuda::Step<'_>, x: &Matrix<T>) -> Result<Matrix<T>> {
+        let mut y = self.alloc(x.rows, fused.outputs)?;
+        fused.layer.forward(step, x.operand()?, y.operand_mut()?)?;
+        Ok(y)
     }
 
     fn add_embedding_delta(

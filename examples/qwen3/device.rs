@@ -66,6 +66,10 @@ pub(crate) trait Device: Sized {
     type Adapters;
     /// `aril::{cpu, cuda}::LoraLinear`.
     type LoraLinear;
+    /// `aril::cuda::FusedLinear`.
+    type FusedLinear<'a>
+    where
+        Self: 'a;
     /// `aril::{cpu, cuda}::LoraEmbedding`.
     type LoraEmbedding;
     /// `aril::{cpu, cuda}::LoraExperts`.
@@ -90,6 +94,13 @@ pub(crate) trait Device: Sized {
         progress: impl FnMut(usize),
     ) -> Result<()>;
     fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
+    /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel for it.
+    fn fused_linear<'a>(
+        &self,
+        adapters: &Self::Adapters,
+        id: LinearId,
+        base: &'a Self::Weight,
+    ) -> Result<Option<Self::FusedLinear<'a>>>;
     fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
     fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
     /// Buffers for any step on these adapters.
@@ -110,6 +121,13 @@ pub(crate) trait Device: Sized {
         x: &Self::Tensor,
         y: &mut Self::Tensor,
     ) -> Result<()>;
+    /// `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`, rounded once.
+    fn forward(
+        &self,
+        layer: &Self::FusedLinear<'_>,
+        step: &mut Self::LoraStep<'_>,
+        x: &Self::Tensor,
+    ) -> Result<Self::Tensor>;
     /// `y[t] += scale · scaling · B A[:, ids[t]]`, rounded once.
     fn add_embedding_delta(
         &self,

@@ -1,10 +1,11 @@
 //! The reference forward: where the multi-LoRA calls go in a Qwen3.
 //!
 //! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v fused; o;
-//! gate and up fused; down), and the language-model head. In a layer with experts, the calls replace the activation and the
-//! combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation and combine
-//! instead. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another
-//! step, because it sees only the sampled rows. The rest of the forward does not know about adapters.
+//! gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM and its deltas are one
+//! call. In a layer with experts, the calls replace the activation and the combine, after two grouped GEMMs of any base. With many
+//! routes on the GPU they come before the base's activation and combine instead. All calls of a step share one
+//! [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another step, because it sees only the sampled rows.
+//! The rest of the forward does not know about adapters.
 
 use aril::{Element, Slot};
 
@@ -12,7 +13,7 @@ use crate::{
     config::{Config, Heads},
     device::{Cache, Device, Places, Rope},
     error::Result,
-    model::{Experts, Linear, Mlp, Model},
+    model::{Experts, Layer, Linear, Mlp, Model},
 };
 
 /// The tokens of all requests that run in one pass, packed without padding.
@@ -30,8 +31,22 @@ pub(crate) struct Step {
     pub(crate) sampled: Vec<u32>,
 }
 
+/// Steps of up to this many tokens run base weights and adapters in one launch. With more, the GPU's own GEMM and a launch for the
+/// adapters are as fast or faster, depending on how many adapters there are.
+const FUSED_TOKENS: usize = 16;
+
+/// The linear layers of a layer with their base weights, for steps of few tokens.
+struct FusedLayer<'m, D: Device + 'm> {
+    qkv: Option<D::FusedLinear<'m>>,
+    o: Option<D::FusedLinear<'m>>,
+    /// Of a dense layer.
+    gate_up: Option<D::FusedLinear<'m>>,
+    down: Option<D::FusedLinear<'m>>,
+}
+
 /// The state kept from step to step.
-pub(crate) struct Session<D: Device> {
+pub(crate) struct Session<'m, D: Device + 'm> {
+    fused: Vec<FusedLayer<'m, D>>,
     caches: Vec<Cache<D>>,
     rope: Rope<D>,
     buffers: D::Buffers,
@@ -41,11 +56,20 @@ pub(crate) struct Session<D: Device> {
 
 impl<D: Device> Model<'_, D> {
     /// Sets up a run of sequences that take `rows` rows of the cache together, the longest of them `positions`.
-    pub(crate) fn session(&self, rows: usize, positions: usize) -> Result<Session<D>> {
-        let Self { device, config, routes, adapters, .. } = self;
+    pub(crate) fn session<'m>(&'m self, rows: usize, positions: usize) -> Result<Session<'m, D>> {
+        let Self { device, config, routes, adapters, layers, .. } = self;
         let features = config.heads.kv_features();
         let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
+        let fused = |layer: &'m Linear<D>| device.fused_linear(adapters, layer.id, &layer.base);
+        let fused_layer = |layer: &'m Layer<D>| {
+            let (gate_up, down) = match &layer.mlp {
+                Mlp::Dense { gate_up, down } => (fused(gate_up)?, fused(down)?),
+                Mlp::Sparse(_) => (None, None),
+            };
+            Ok(FusedLayer { qkv: fused(&layer.qkv)?, o: fused(&layer.o)?, gate_up, down })
+        };
         Ok(Session {
+            fused: layers.iter().map(fused_layer).collect::<Result<_>>()?,
             caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
             rope: self.rope(positions)?,
             buffers: device.buffers(adapters)?,
@@ -54,7 +78,7 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
-    pub(crate) fn forward(&self, session: &mut Session<D>, step: &Step) -> Result<D::Tensor> {
+    pub(crate) fn forward(&self, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
         let Self { device, config: Config { heads, eps, .. }, .. } = *self;
         let ids = device.indices(&step.ids)?;
         let rows: Vec<u32> = step.first_rows.iter().zip(&step.positions).map(|(first, at)| first + at).collect();
@@ -68,22 +92,30 @@ impl<D: Device> Model<'_, D> {
         let mut h = device.embed(&self.embed, &ids)?;
         device.add_embedding_delta(&self.embed_lora, &mut lora, &ids, &mut h)?;
 
-        for (layer, cache) in self.layers.iter().zip(&mut session.caches) {
+        let is_fused = step.ids.len() <= FUSED_TOKENS;
+        for ((layer, fused), cache) in self.layers.iter().zip(&session.fused).zip(&mut session.caches) {
+            let fused = is_fused.then_some(fused);
             let x = device.rms_norm(&h, &layer.input_norm, eps)?;
-            let mut qkv = self.linear(&x, &layer.qkv, &mut lora)?;
+            let mut qkv = self.linear(&x, &layer.qkv, fused.and_then(|fused| fused.qkv.as_ref()), &mut lora)?;
             device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
             device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
             device.rope(&mut qkv, heads.queries().start..heads.keys().end, &session.rope, &places)?;
             device.append(&qkv, heads, &places, cache)?;
             let x = device.attention(&qkv, heads, &places, cache)?;
-            let y = self.linear(&x, &layer.o, &mut lora)?;
+            let y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), &mut lora)?;
             device.add(&mut h, &y)?;
 
             let x = device.rms_norm(&h, &layer.post_norm, eps)?;
             let y = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
-                    let gate_up = self.linear(&x, gate_up, &mut lora)?;
-                    self.linear(&device.silu_mul(&gate_up)?, down, &mut lora)?
+                    let gate_up =
+                        self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), &mut lora)?;
+                    self.linear(
+                        &device.silu_mul(&gate_up)?,
+                        down,
+                        fused.and_then(|fused| fused.down.as_ref()),
+                        &mut lora,
+                    )?
                 }
                 Mlp::Sparse(experts) => self.experts(&x, experts, &mut session.grouping, &mut lora)?,
             };
@@ -102,8 +134,18 @@ impl<D: Device> Model<'_, D> {
         Ok(logits)
     }
 
-    /// The base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a linear layer.
-    fn linear(&self, x: &D::Tensor, layer: &Linear<D>, step: &mut D::LoraStep<'_>) -> Result<D::Tensor> {
+    /// The base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a linear layer. With few tokens,
+    /// one operation of the library does both.
+    fn linear(
+        &self,
+        x: &D::Tensor,
+        layer: &Linear<D>,
+        fused: Option<&D::FusedLinear<'_>>,
+        step: &mut D::LoraStep<'_>,
+    ) -> Result<D::Tensor> {
+        if let Some(fused) = fused {
+            return self.device.forward(fused, step, x);
+        }
         let mut y = self.device.gemm(x, &layer.base)?;
         self.device.add_delta(&layer.lora, step, x, &mut y)?;
         Ok(y)

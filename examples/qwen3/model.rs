@@ -44,6 +44,7 @@ pub(crate) struct Layer<D: Device> {
 
 /// A linear layer of the base model, and its operations for adapters.
 pub(crate) struct Linear<D: Device> {
+    pub(crate) id: LinearId,
     pub(crate) base: D::Weight,
     pub(crate) lora: D::LoraLinear,
 }
@@ -196,7 +197,7 @@ impl<D: Device> Builder<'_, '_, D> {
             values.append(&mut self.weights.module(&format!("{path}.{module}"), out_features, in_features)?);
         }
         let base = self.device.weight(values.len() / in_features, in_features, values)?;
-        Ok(Linear { base, lora: self.device.lora_linear(self.adapters, id)? })
+        Ok(Linear { id, base, lora: self.device.lora_linear(self.adapters, id)? })
     }
 
     fn norm(&mut self, path: String, len: usize) -> Result<D::Tensor> {

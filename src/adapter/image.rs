@@ -37,6 +37,8 @@ pub struct ImageEntry {
     pub entry: usize,
     /// Offset of A in the block, in elements.
     pub a_elems: usize,
+    /// Rows of A in the block: the rank, or, in a [fully sharded](crate::model::Shard::fully_sharded) layer, fewer or none.
+    pub a_rank: usize,
     /// Offset of B in the block, in elements.
     pub b_elems: usize,
     /// The rank, at least 1.
@@ -65,17 +67,19 @@ impl<'a> SlotImage<'a> {
         Self { dtype, model: model.clone(), entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
     }
 
-    /// Appends a factor to the block and returns its offset in elements.
+    /// Appends a factor, or a part without elements, to the block, and returns its offset in elements.
     pub(super) fn place(&mut self, source: Rectangle<'a>) -> usize {
-        let elems = self.elems;
-        self.elems += source.block_elems();
-        self.parts.push(source);
-        elems
+        let (begin, elems) = (self.elems, source.block_elems());
+        if elems > 0 {
+            self.elems += elems;
+            self.parts.push(source);
+        }
+        begin
     }
 
     /// Adds a module whose factors are at these offsets. Modules may share a factor.
-    pub(super) fn push(&mut self, entry: usize, rank: usize, scaling: f32, a_elems: usize, b_elems: usize) {
-        self.entries.push(ImageEntry { entry, a_elems, b_elems, rank, scaling });
+    pub(super) fn push(&mut self, entry: ImageEntry) {
+        self.entries.push(entry);
     }
 
     /// Adds the shared factors of a module. The experts' own entries do not depend on it.

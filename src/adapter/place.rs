@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, ops::Range};
 use super::{
     error::AdapterError,
     experts::{Layer, Source},
-    image::SlotImage,
+    image::{ImageEntry, SlotImage},
     module::{Module, ModuleKind, Stack},
     names::{self, InExperts},
     open::Adapter,
@@ -96,15 +96,18 @@ impl Module {
         image: &mut SlotImage<'a>,
     ) -> Result<(), AdapterError> {
         let rank = self.rank();
-        let rows = || site.slices()[slices.clone()].iter().map(SliceSite::rows);
+        let whole = || site.slices()[slices.clone()].iter().map(SliceSite::whole_out_features);
         self.a.expect_shape(rank, site.whole_in_features())?;
-        self.b.expect_shape(rows().map(|rows| rows.whole).sum(), rank)?;
-        let a = image.place(Rectangle::linear_a(self.a.view().columns(site.in_range())));
+        self.b.expect_shape(whole().sum(), rank)?;
+        let a_rows = site.a_rows(rank);
+        let a_rank = a_rows.len();
+        let a_elems = image.place(Rectangle::linear_a(self.a.view().rows(a_rows).columns(site.in_range())));
         let mut first = 0;
-        for (entry, rows) in (site.first_entry() + slices.start..).zip(rows()) {
-            let b = image.place(Rectangle::rows_of_b(self.b.view(), first, rows));
-            image.push(entry, rank, self.scaling, a, b);
-            first += rows.whole;
+        for (slice, whole) in slices.clone().zip(whole()) {
+            let b_elems = image.place(Rectangle::rows_of_b(self.b.view(), first, &site.slices()[slice].b_rows()));
+            let entry = site.first_entry() + slice;
+            image.push(ImageEntry { entry, a_elems, a_rank, b_elems, rank, scaling: self.scaling });
+            first += whole;
         }
         Ok(())
     }
@@ -113,9 +116,10 @@ impl Module {
         let rank = self.rank();
         self.a.expect_shape(rank, site.whole_vocab())?;
         self.b.expect_shape(site.hidden(), rank)?;
-        let a = image.place(Rectangle::embedding_a(self.a.view().columns(site.range())));
-        let b = image.place(Rectangle::b(self.b.view()));
-        image.push(site.entry(), rank, self.scaling, a, b);
+        let a_elems = image.place(Rectangle::embedding_a(self.a.view().columns(site.range())));
+        let b_elems = image.place(Rectangle::b(self.b.view()));
+        let entry = site.entry();
+        image.push(ImageEntry { entry, a_elems, a_rank: rank, b_elems, rank, scaling: self.scaling });
         Ok(())
     }
 }

@@ -98,14 +98,14 @@ pub struct Request<R, A> {
     pub id: R,
     /// Its adapter; `None` for the base model.
     pub adapter: Option<A>,
-    /// Size of its adapter, in bytes.
+    /// Size of its adapter, in bytes. The same in all requests of the adapter.
     pub bytes: usize,
     /// When it arrived, since any moment that the engine chooses.
     pub arrival: Duration,
 }
 
 impl<R, A> Request<R, A> {
-    /// A request for an adapter of `bytes` bytes. `arrival` counts from any moment, the same one for all requests.
+    /// A request for an adapter of `bytes` bytes, which is the size of its [`Source`](crate::pool::Source::bytes). `arrival` counts from any moment, the same one for all requests.
     pub const fn new(id: R, adapter: A, bytes: usize, arrival: Duration) -> Self {
         Self { id, adapter: Some(adapter), bytes, arrival }
     }
@@ -129,6 +129,50 @@ pub enum Answer {
 }
 
 /// Decides which waiting requests join the running batch. See the [module](self).
+///
+/// With a pool, before each step:
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use aril::{admission::{Admission, Answer}, cpu::AdapterPool, pool::{AdapterId, Lease, PoolError, StreamId}};
+///
+/// /// The requests that start, with their leases, and those that fail.
+/// type Started = (Vec<(u64, Option<Lease>)>, Vec<(u64, PoolError)>);
+///
+/// fn start(
+///     admission: &mut Admission<u64, AdapterId>,
+///     pool: &mut AdapterPool,
+///     now: Duration,
+///     has_room: &mut dyn FnMut(u64) -> bool, // the step's tokens and the KV cache
+/// ) -> Result<Started, Box<dyn std::error::Error>> {
+///     for adapter in admission.prefetch().take(4) {
+///         // Of an adapter that was unregistered, the requests fail below.
+///         let _ = pool.prefetch(adapter);
+///     }
+///     let (mut started, mut failed) = (vec![], vec![]);
+///     admission.admit(now, |request| {
+///         let lease = match request.adapter.map(|adapter| pool.acquire(adapter, StreamId::FIRST)).transpose() {
+///             Ok(lease) => lease,
+///             Err(PoolError::Loading { .. } | PoolError::Full) => return Answer::Skip,
+///             Err(error) => {
+///                 failed.push((request.id, error));
+///                 return Answer::Skip;
+///             }
+///         };
+///         if !has_room(request.id) {
+///             return Answer::Stop;
+///         }
+///         started.push((request.id, lease));
+///         Answer::Take
+///     });
+///     for (id, _) in &failed {
+///         admission.cancel(id)?;
+///     }
+///     Ok((started, failed))
+/// }
+/// # let _: fn(_, _, _, _) -> _ = start;
+/// ```
 #[derive(Clone, Debug)]
 #[doc(alias = "max_loras")]
 pub struct Admission<R, A> {
@@ -268,7 +312,7 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
     /// The next calls choose the same ones, as far as they are still needed, because only the others start requests.
     fn leaving_for(&self, blocked: &A, kept: &[A]) -> Vec<A> {
         let mut batch = self.queue.batch().to_vec();
-        batch.sort_by_key(|adapter| self.queue.last_start(adapter));
+        batch.sort_by_cached_key(|adapter| self.queue.last_start(adapter));
         let needed = (0..batch.len()).find(|&needed| self.fits(blocked, kept, &batch[..needed]));
         batch.truncate(needed.unwrap_or(batch.len()));
         batch

@@ -13,6 +13,8 @@ use crate::{
 pub(super) struct Factors<'a, T> {
     a: &'a [T],
     b: &'a [T],
+    /// Rows of A on this tensor-parallel rank.
+    a_rank: usize,
     rank: usize,
     scaling: f32,
 }
@@ -20,8 +22,8 @@ pub(super) struct Factors<'a, T> {
 impl<'a, T: Element> Factors<'a, T> {
     /// The factors of an entry.
     pub(super) fn new(block: &'a [T], entry: &ImageEntry) -> Self {
-        let &ImageEntry { a_elems, b_elems, rank, scaling, .. } = entry;
-        Self { a: &block[a_elems..], b: &block[b_elems..], rank, scaling }
+        let &ImageEntry { a_elems, a_rank, b_elems, rank, scaling, .. } = entry;
+        Self { a: &block[a_elems..], b: &block[b_elems..], a_rank, rank, scaling }
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -42,10 +44,10 @@ impl<'a, T: Element> Factors<'a, T> {
         std::ptr::eq(self.b, other.b)
     }
 
-    /// Writes `A x` to `v[..rank]`.
+    /// Writes `A x`, one element for each row of A on this rank.
     pub(super) fn shrink(&self, x: &[T], v: &mut [f32]) {
-        let layout = LinearA { rank: self.rank, in_features: x.len() };
-        for (i, v) in v[..self.rank].chunks_mut(TILE_RANKS).enumerate() {
+        let layout = LinearA { rank: self.a_rank, in_features: x.len() };
+        for (i, v) in v[..self.a_rank].chunks_mut(TILE_RANKS).enumerate() {
             // Eight interleaved sums per rank, so that the loop vectorizes.
             let mut sums = [[0.0; CORE]; TILE_RANKS];
             for (k, x) in x.chunks(CORE).enumerate() {

@@ -23,13 +23,16 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     ///
     /// # Errors
     /// [`PlanError::Foreign`](crate::plan::PlanError::Foreign) if the id belongs to another model, or an [`OperandError`] if the
-    /// table has another element type or there is not one W of the right shape per slice.
+    /// table has another element type, the layer is fully sharded or there is not one W of the right shape per slice.
     pub fn new(
         weights: &WeightTable,
         id: LinearId,
         slices: impl IntoIterator<Item = Matrix<'a, T>>,
     ) -> Result<Self, OperandError> {
         let site = weights.model().linear(id).ok_or(OperandError::Model)?.clone();
+        if site.exchange().is_some() {
+            return Err(OperandError::FullySharded);
+        }
         if T::DTYPE != weights.dtype() {
             return Err(OperandError::DType { operand: "W", got: T::DTYPE, want: weights.dtype() });
         }

@@ -19,9 +19,12 @@ impl LoraLinear {
     /// The layer `id` of the table's model.
     ///
     /// # Errors
-    /// [`PlanError::Foreign`] if the id belongs to another model.
+    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::FullySharded`] if the layer is fully sharded.
     pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
         let site = weights.model().linear(id).ok_or(PlanError::Foreign)?.clone();
+        if site.exchange().is_some() {
+            return Err(PlanError::FullySharded);
+        }
         Ok(Self { model: weights.model().id(), site })
     }
 

@@ -7,6 +7,7 @@ mod activation;
 mod embedding;
 mod experts;
 mod factors;
+mod fully_sharded;
 mod fused_linear;
 mod linear;
 mod matrix;
@@ -19,6 +20,7 @@ mod workspace;
 pub use self::{
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
     linear::LoraLinear,
     matrix::{Matrix, MatrixMut},

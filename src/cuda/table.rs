@@ -62,7 +62,7 @@ impl WeightTable {
     /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size.
     ///
     /// # Errors
-    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
+    /// [`LaunchError`] if a bound of the capacity is invalid, the model has a fully sharded layer, or device memory is exhausted.
     pub fn new(
         queue: &Queue,
         model: &Model,
@@ -76,6 +76,9 @@ impl WeightTable {
 
     /// A table with its factors in `arena`, which may belong to another queue of the same context.
     pub(super) fn with(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
+        if bounds.model.linears().iter().any(|site| site.exchange().is_some()) {
+            return Err(PlanError::FullySharded.into());
+        }
         let num_slots = bounds.capacity.num_slots;
         let table = Region::new(queue, num_slots * row_bytes(bounds.model.num_entries()))?;
         let slots = Slots::new(num_slots);

@@ -53,6 +53,9 @@ pub enum OperandError {
         /// Outputs of each slice.
         outputs: Vec<usize>,
     },
+    /// The layer is fully sharded, and the operation does not exchange `v` between the ranks.
+    #[error("the layer is fully sharded over the ranks, which only `FullyShardedLinear` supports")]
+    FullySharded,
     /// An operand does not have one element per token.
     #[error("`{operand}` has {got} elements, but the batch has {want} tokens")]
     Length {

@@ -6,6 +6,7 @@ use super::{
     MAX_SLICES,
     cut::{Cut, Rows, TpRank, check_size, cut},
     error::SpecError,
+    exchange::{Collective, Exchange},
     part::Part,
 };
 
@@ -156,16 +157,30 @@ impl Linear {
     }
 
     /// The layer on rank `tp`.
-    pub(super) fn shard(&self, tp: TpRank, first_entry: usize) -> Result<LinearSite, SpecError> {
+    pub(super) fn shard(
+        &self,
+        tp: TpRank,
+        is_fully_sharded: bool,
+        first_entry: usize,
+    ) -> Result<LinearSite, SpecError> {
         let input = if self.parallel == Parallel::Row { tp.size } else { 1 };
+        let collective = match self.parallel {
+            Parallel::Column => Some(Collective::AllGather),
+            Parallel::Replicated => None,
+            Parallel::Row => Some(Collective::AllReduce),
+        };
+        let collective = collective.filter(|_| is_fully_sharded && tp.size > 1);
         let slices = self.slices.iter().map(|slice| {
             let module = self.module(&slice.module);
             let rows = Part::rows(&slice.parts, self.parallel, tp, &module)?;
-            Ok(SliceSite { module, rows })
+            let deltas = if collective == Some(Collective::AllReduce) { tp.size } else { 1 };
+            let delta = cut(tp, &module, rows.len, deltas)?;
+            Ok(SliceSite { module, rows, delta })
         });
         Ok(LinearSite {
             in_features: cut(tp, &self.path, self.in_features, input)?,
             slices: slices.collect::<Result<_, _>>()?,
+            exchange: collective.map(|collective| Exchange::new(collective, tp, self.slices.len())),
             first_entry,
         })
     }
@@ -176,6 +191,7 @@ impl Linear {
 pub struct LinearSite {
     in_features: Cut,
     slices: Vec<SliceSite>,
+    exchange: Option<Exchange>,
     first_entry: usize,
 }
 
@@ -188,6 +204,16 @@ impl LinearSite {
     /// The columns of the unsharded base weight `[out, in]` that this rank holds.
     pub fn in_range(&self) -> Range<usize> {
         self.in_features.range()
+    }
+
+    /// The exchange between shrink and expand, if the layer is [fully sharded](super::Shard::fully_sharded).
+    pub fn exchange(&self) -> Option<Exchange> {
+        self.exchange
+    }
+
+    /// The rows of A on this rank, for an adapter of rank `rank`.
+    pub(crate) fn a_rows(&self, rank: usize) -> Range<usize> {
+        self.exchange.map_or(0..rank, |exchange| exchange.a_rows(rank))
     }
 
     /// Input features of the unsharded layer.
@@ -216,6 +242,7 @@ impl LinearSite {
 pub struct SliceSite {
     module: String,
     rows: Rows,
+    delta: Cut,
 }
 
 impl SliceSite {
@@ -235,7 +262,20 @@ impl SliceSite {
         &self.rows.ranges
     }
 
-    pub(crate) fn rows(&self) -> &Rows {
-        &self.rows
+    /// The outputs on this rank that its delta is added to: all of them, except in a [fully sharded](super::Shard::fully_sharded)
+    /// row-parallel layer.
+    pub fn delta_range(&self) -> Range<usize> {
+        self.delta.range()
+    }
+
+    /// Output features of the unsharded module, without padding.
+    pub(crate) fn whole_out_features(&self) -> usize {
+        self.rows.whole
+    }
+
+    /// The rows of B on this rank.
+    pub(crate) fn b_rows(&self) -> Rows {
+        // Only in a row-parallel layer, where the rows are all outputs, is the delta's range a part of them.
+        if self.delta.len == self.rows.len { self.rows.clone() } else { self.delta.into() }
     }
 }

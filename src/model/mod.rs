@@ -24,6 +24,7 @@
 mod cut;
 mod embedding;
 mod error;
+mod exchange;
 mod experts;
 mod linear;
 mod part;
@@ -39,6 +40,7 @@ pub use self::{
     cut::TpRank,
     embedding::EmbeddingSite,
     error::SpecError,
+    exchange::{Collective, Exchange},
     experts::{Activation, Experts, ExpertsSite, Halves, ProjectionSite},
     linear::{Linear, LinearSite, Parallel, SliceSite},
     part::Part,

@@ -75,6 +75,7 @@ id! {
 #[must_use]
 pub struct Shard {
     pub(super) tp: TpRank,
+    pub(super) is_fully_sharded: bool,
     pub(super) experts_tp: TpRank,
     pub(super) held: BTreeMap<ExpertsId, Vec<usize>>,
 }
@@ -82,7 +83,17 @@ pub struct Shard {
 impl Shard {
     /// The shard of a tensor-parallel rank. It holds all experts, sharded like the other layers.
     pub fn new(tp: TpRank) -> Self {
-        Self { tp, experts_tp: tp, held: BTreeMap::new() }
+        Self { tp, is_fully_sharded: false, experts_tp: tp, held: BTreeMap::new() }
+    }
+
+    /// Shards both factors of every column-parallel and row-parallel linear layer, as in S-LoRA. Each rank then holds and reads only its
+    /// share of A and B, but must [exchange](super::LinearSite::exchange) `v = A x` between shrink and expand
+    /// ([`FullyShardedLinear`](crate::cpu::FullyShardedLinear); there are no GPU kernels for it yet). Experts, embeddings and replicated
+    /// layers are sharded as without it.
+    #[doc(alias = "fully_sharded_loras")]
+    pub fn fully_sharded(mut self) -> Self {
+        self.is_fully_sharded = true;
+        self
     }
 
     /// Sets the tensor-parallel group that shards `inter` of the experts, if it is not the model's.

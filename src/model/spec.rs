@@ -149,7 +149,7 @@ impl ModelSpec {
             model.id.num_entries += match layer {
                 Described::Linear(layer) => {
                     let id = LinearId { spec: self.id, index: model.linears.len() };
-                    let site = layer.shard(tp, first_entry)?;
+                    let site = layer.shard(tp, shard.is_fully_sharded, first_entry)?;
                     for (i, slice) in site.slices().iter().enumerate() {
                         model.targets.insert(slice.module().to_owned(), Target::Slice(id, i));
                     }

@@ -7,12 +7,18 @@ pub enum PlanError {
     /// The layer id belongs to another model than the weights.
     #[error("the layer and the weights belong to different models")]
     Foreign,
+    /// The layer is fully sharded, and the operations do not exchange `v` between the ranks.
+    #[error("the layer is fully sharded over the ranks, which only `FullyShardedLinear` supports")]
+    FullySharded,
     /// The fused linear does not support the element type.
     #[error("the fused linear supports bf16 and f16, not {got}")]
     FusedDType {
         /// The element type given.
         got: DType,
     },
+    /// The layer is not fully sharded, so that its ranks have nothing to exchange between shrink and expand.
+    #[error("the layer is not fully sharded")]
+    NotFullySharded,
     /// A size is outside its limits.
     #[error("{what} is {value}, but must be 1 to {max}")]
     Limit {

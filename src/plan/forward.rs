@@ -30,8 +30,12 @@ impl ForwardPlan {
     /// Plans a layer for batches within `capacity`, of up to [`max_tokens`](Self::max_tokens) tokens.
     ///
     /// # Errors
-    /// If no kernel takes the element type, the shape or the bounds: `f32`, or `in_features` that are not a multiple of 8.
+    /// If no kernel takes the element type, the shape or the bounds: `f32`, `in_features` that are not a multiple of 8, or a fully
+    /// sharded layer.
     pub fn new(site: &LinearSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
+        if site.exchange().is_some() {
+            return Err(PlanError::FullySharded);
+        }
         let capacity = capacity.checked()?;
         if dtype == DType::F32 {
             return Err(PlanError::FusedDType { got: dtype });

@@ -33,8 +33,11 @@ impl LinearPlan {
     /// Plans a layer for batches within `capacity`.
     ///
     /// # Errors
-    /// [`PlanError::Limit`] if the kernels do not support a size or a bound.
+    /// [`PlanError::Limit`] if the kernels do not support a size or a bound, [`PlanError::FullySharded`] if the layer is fully sharded.
     pub fn new(site: &LinearSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
+        if site.exchange().is_some() {
+            return Err(PlanError::FullySharded);
+        }
         let capacity = capacity.checked()?;
         let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
         let (value, max) = (site.in_features(), MAX_GRID_Y * K_TILE);

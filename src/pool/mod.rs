@@ -11,6 +11,8 @@ mod error;
 mod id;
 mod lease;
 mod loaders;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod pooled;
 mod source;
 mod stream;

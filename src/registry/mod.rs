@@ -28,7 +28,7 @@
 //! Names are compared byte for byte. A name of an adapter, or an alias,
 //!
 //! - has 1 to [`MAX_NAME_BYTES`] bytes of UTF-8;
-//! - contains no control character, no `\`, and no white space but single-byte spaces, which neither begin nor end it;
+//! - contains no control character, no `\`, and no white space except U+0020, which neither begins nor ends it;
 //! - may have several parts separated by `/` (`org/adapter`), none of which is empty, `.` or `..`.
 //!
 //! So a name fits on one line of a log, and on Unix a folder joined with a name is a path below that folder. The base model's names are
@@ -62,22 +62,19 @@ use crate::pool::{AdapterId, CacheNamespace};
 /// ```
 /// use std::{error::Error, path::Path};
 ///
-/// use aril::{pool::AdapterId, registry::{OnDuplicate, Registry, RegistryError, Served}};
+/// use aril::{cpu::AdapterPool, pool::Source, registry::{OnDuplicate, Registry, RegistryError, Served}};
 ///
-/// /// Serves an adapter under a name, or another version of it. `register` and `unregister` are the pool's.
-/// fn load(
-///     registry: &Registry,
-///     name: &str,
-///     dir: &Path,
-///     register: impl Fn(&Path) -> Result<AdapterId, Box<dyn Error>>,
-///     unregister: impl Fn(AdapterId),
-/// ) -> Result<(), Box<dyn Error>> {
+/// /// Serves an adapter under a name, or another version of it.
+/// fn load(registry: &Registry, pool: &mut AdapterPool, name: &str, dir: &Path) -> Result<(), Box<dyn Error>> {
 ///     let reservation = registry.reserve(name, OnDuplicate::Replace)?;
-///     let id = register(dir)?; // may take seconds: the old version is served
+///     // Meanwhile the old version is served. An error drops the reservation, and the old version stays.
+///     let source = Source::directory(dir, pool.weights().model(), pool.weights().dtype())?;
+///     let id = pool.register(source)?;
 ///     match reservation.commit(id) {
-///         Ok(replaced) => replaced.into_iter().for_each(unregister),
+///         Ok(Some(old)) => pool.unregister(old)?,
+///         Ok(None) => {}
 ///         Err(error) => {
-///             unregister(id);
+///             pool.unregister(id)?;
 ///             return Err(error.into());
 ///         }
 ///     }
@@ -88,10 +85,12 @@ use crate::pool::{AdapterId, CacheNamespace};
 /// assert_eq!(registry.resolve("qwen3-8b"), Ok(Served::Base));
 /// assert!(matches!(registry.resolve("pirate"), Err(RegistryError::Unknown { .. })));
 ///
-/// // A load that fails gives the name back.
-/// let failed = load(&registry, "pirate", Path::new("missing"), |_| Err("no such folder".into()), |_| ());
-/// assert_eq!(failed.unwrap_err().to_string(), "no such folder");
-/// assert!(registry.reserve("pirate", OnDuplicate::Refuse).is_ok());
+/// let reservation = registry.reserve("pirate", OnDuplicate::Refuse)?;
+/// assert!(matches!(registry.resolve("pirate"), Err(RegistryError::Loading { .. })));
+/// drop(reservation); // the load failed
+/// assert!(matches!(registry.resolve("pirate"), Err(RegistryError::Unknown { .. })));
+/// # let _ = load;
+/// # Ok::<(), RegistryError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Registry {

@@ -16,7 +16,7 @@ pub enum NameError {
         /// Size of the name, in bytes.
         bytes: usize,
     },
-    /// It has a control character, a backslash, or white space that is not a single-byte space.
+    /// It has a control character, a backslash, or white space other than U+0020.
     #[error("it contains {char:?}")]
     Char {
         /// The first such character.

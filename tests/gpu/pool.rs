@@ -309,8 +309,9 @@ fn a_pool_may_be_dropped_at_any_time() {
         drop(pool);
         drop(leases);
         lanes[1].check(0, &[1.0, 2.0], &format!("round {round}"));
+        let streams: Vec<_> = lanes.iter().map(|lane| Arc::clone(&lane.gpu.stream)).collect();
         drop(lanes);
+        streams.iter().for_each(|stream| stream.synchronize().unwrap());
     }
-    gpu.synchronize();
     assert_eq!(gpu.used_bytes(), used);
 }

@@ -55,7 +55,7 @@ fn check(parts: usize, size: usize, inter: usize) -> bool {
     // By route: gate and up, and the sum of down over all ranks.
     let (mut gate_up, mut sums) = (vec![0.0; ROUTES * 2 * inter], vec![0.0; ROUTES * HIDDEN]);
     for (part, rank) in (0..parts).flat_map(|part| (0..size).map(move |rank| (part, rank))) {
-        let weights = table(&shard(part, rank).unwrap(), &all);
+        let weights = table(&shard(part, rank).unwrap(), std::slice::from_ref(&all));
         let site = &weights.model()[id];
         let (range, width) = (site.inter_range(), site.inter_range().len());
         assert_eq!(width, inter / size);

@@ -10,6 +10,8 @@
 mod common;
 mod embeddings;
 mod experts;
+mod fully_sharded;
+mod layout;
 mod linears;
 mod models;
 mod numbers;

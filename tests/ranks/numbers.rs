@@ -2,7 +2,7 @@
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, ModuleKind},
+    adapter::{Adapter, ModuleKind, SlotImage},
     cpu::WeightTable,
     model::{Model, ModelSpec, TpRank},
     plan::Capacity,
@@ -24,12 +24,16 @@ pub(crate) fn integers(seed: usize, len: usize) -> Vec<f32> {
 
 /// A module with factors of integers, scaled by 2.
 pub(crate) fn module(kind: ModuleKind, path: &str, inputs: usize, outputs: usize) -> Lora {
-    let mut values = integers(path.len() + outputs, RANK * (inputs + outputs)).into_iter();
+    module_of_rank(RANK, kind, path, inputs, outputs)
+}
+
+pub(crate) fn module_of_rank(rank: usize, kind: ModuleKind, path: &str, inputs: usize, outputs: usize) -> Lora {
+    let mut values = integers(path.len() + outputs + rank, rank * (inputs + outputs)).into_iter();
     let zeros = match kind {
-        ModuleKind::Linear => Lora::linear(path, inputs, outputs, RANK),
-        ModuleKind::Embedding => Lora::embedding(path, inputs, outputs, RANK),
+        ModuleKind::Linear => Lora::linear(path, inputs, outputs, rank),
+        ModuleKind::Embedding => Lora::embedding(path, inputs, outputs, rank),
     };
-    zeros.alpha(2.0 * RANK as f64).fill(|| values.next().unwrap())
+    zeros.alpha(2.0 * rank as f64).fill(|| values.next().unwrap())
 }
 
 pub(crate) fn adapter(modules: &[Lora]) -> Adapter {
@@ -48,13 +52,17 @@ pub(crate) fn delta(lora: &Lora, x: &[f32]) -> Vec<f32> {
 /// The model and a table with the adapter in slot 0, for each rank.
 pub(crate) fn group(spec: &ModelSpec, size: usize, adapter: &Adapter) -> Vec<WeightTable> {
     let models = (0..size).map(|rank| spec.shard(TpRank::new(rank, size).unwrap()).unwrap());
-    models.map(|model| table(&model, adapter)).collect()
+    models.map(|model| table(&model, std::slice::from_ref(adapter))).collect()
 }
 
-pub(crate) fn table(model: &Model, adapter: &Adapter) -> WeightTable {
-    let image = adapter.plan(model, DType::F32).unwrap();
-    let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
-    let weights = WeightTable::new(model, DType::F32, capacity, WeightTable::arena_bytes([&image])).unwrap();
-    weights.load(Slot::new(0), &image).unwrap();
+/// A table with the adapters in its first slots, for no higher ranks than theirs.
+pub(crate) fn table(model: &Model, adapters: &[Adapter]) -> WeightTable {
+    let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(model, DType::F32).unwrap()).collect();
+    let max_rank = images.iter().map(SlotImage::max_rank).max().unwrap();
+    let capacity = Capacity::tokens(TOKENS).slots(images.len()).rank(max_rank);
+    let weights = WeightTable::new(model, DType::F32, capacity, WeightTable::arena_bytes(&images)).unwrap();
+    for (slot, image) in images.iter().enumerate() {
+        weights.load(Slot::new(slot as u16), image).unwrap();
+    }
     weights
 }

@@ -1,11 +1,16 @@
-//! Work on the host: planning, packing an adapter, grouping a batch, and the operations of the CPU.
+//! Work on the host: planning, packing an adapter, grouping a batch, admitting requests, and the operations of the CPU.
 #![expect(clippy::cast_possible_truncation, reason = "its numbers are small")]
 
-use std::{collections::BTreeMap, hint::black_box, time::Duration};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    hint::black_box,
+    time::Duration,
+};
 
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
+    admission::{Admission, Answer, Limits, Request},
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{Linear, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, LinearPlan},
@@ -65,6 +70,44 @@ fn segments(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(tokens as u64));
         group.bench_function(format!("t{tokens}/s{num_slots}"), |bencher| {
             bencher.iter(|| Segments::new(black_box(&slots), num_slots));
+        });
+    }
+}
+
+/// A step of an engine with a full batch and a long queue: a request ends, another one arrives, and one is admitted.
+fn admission(criterion: &mut Criterion) {
+    const ADAPTERS: usize = 1000;
+    const MAX_REQUESTS: usize = 64;
+    let mut group = criterion.benchmark_group("admission");
+    for (name, max_wait) in [("young", Duration::MAX), ("overdue", Duration::ZERO)] {
+        let mut admission = Admission::new(Limits::new(32, max_wait));
+        let arrive = |admission: &mut Admission<usize, usize>, id: usize| {
+            // Adapters with small numbers are asked for most.
+            let adapter = (id * 7919 % ADAPTERS) * (id * 104_729 % ADAPTERS) / ADAPTERS;
+            admission.enqueue(Request::new(id, adapter, 1, Duration::from_micros(id as u64))).expect("the id is new");
+        };
+        let admit = |admission: &mut Admission<usize, usize>, running: &mut VecDeque<usize>| {
+            let now = Duration::from_secs(10);
+            admission.admit(now, |request| {
+                if running.len() == MAX_REQUESTS {
+                    return Answer::Stop;
+                }
+                running.push_back(request.id);
+                Answer::Take
+            });
+        };
+        let (mut running, mut next) = (VecDeque::new(), 10_000);
+        (0..next).for_each(|id| arrive(&mut admission, id));
+        admit(&mut admission, &mut running);
+        assert!(running.len() > 30, "the batch is nearly full");
+        group.bench_function(format!("step/{name}"), |bencher| {
+            bencher.iter(|| {
+                let done = running.pop_front().expect("a request runs");
+                admission.finish(&done).expect("it runs");
+                arrive(&mut admission, next);
+                next += 1;
+                admit(&mut admission, &mut running);
+            });
         });
     }
 }
@@ -156,5 +199,5 @@ fn config() -> Criterion {
     Criterion::default().warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2))
 }
 
-criterion_group!(name = benches; config = config(); targets = plan, pack, segments, cpu);
+criterion_group!(name = benches; config = config(); targets = plan, pack, segments, admission, cpu);
 criterion_main!(benches);

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     adapter::{
         error::AdapterError,
-        image::SlotImage,
+        image::{ImageEntry, SlotImage},
         names::{InExperts, Item},
         rectangle::Rectangle,
         tensor::View,
@@ -82,8 +82,9 @@ impl<'a> Layer<'a, '_> {
             let a: Vec<_> = a.collect();
             for (i, pair) in pairs.into_iter().enumerate() {
                 let (Some(pair), Some(a)) = (pair, a[i]) else { continue };
-                let b = shared_b[i].unwrap_or_else(|| place_b(image, &slices[i], pair.b));
-                image.push(projection.expert_entry(local) + i, pair.b.cols, pair.scaling, a, b);
+                let b_elems = shared_b[i].unwrap_or_else(|| place_b(image, &slices[i], pair.b));
+                let (entry, rank) = (projection.expert_entry(local) + i, pair.b.cols);
+                image.push(ImageEntry { entry, a_elems: a, a_rank: rank, b_elems, rank, scaling: pair.scaling });
             }
         }
     }

@@ -1,0 +1,233 @@
+//! The CPU or the GPU: a pool, its layers, and the operands of a step.
+
+use std::time::Duration;
+
+use aril::{
+    DType, Slot,
+    adapter::Adapter,
+    cpu,
+    model::{LinearId, Model},
+    plan::Capacity,
+    pool::{AdapterId, Lease, PoolConfig, PoolError, Snapshot, Source, StreamId},
+    routing::Batch,
+};
+use half::bf16;
+
+use super::{
+    Result,
+    adapters::{self, HIDDEN, LAYERS, MAX_RANK, OUTPUTS},
+};
+
+type PoolResult<T> = std::result::Result<T, PoolError>;
+
+/// Outputs of a token in one layer.
+const WIDTH: usize = OUTPUTS / LAYERS;
+/// Enough for one adapter.
+const ALONE_BYTES: usize = 8 << 20;
+
+/// A pool, and steps on it.
+pub(crate) trait Device {
+    fn name(&self) -> &'static str;
+    fn model(&self) -> Model;
+    fn register(&mut self, source: Source) -> PoolResult<AdapterId>;
+    fn prefetch(&mut self, id: AdapterId) -> PoolResult<()>;
+    fn acquire(&mut self, id: AdapterId) -> PoolResult<Lease>;
+    fn commit(&mut self) -> PoolResult<()>;
+    fn wait(&mut self, timeout: Duration) -> bool;
+    fn snapshot(&self) -> Snapshot;
+
+    /// The deltas of one token for each slot: `x` is `[tokens, HIDDEN]`, the result `[tokens, OUTPUTS]`.
+    fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>>;
+
+    /// The deltas of a token in a table that has this adapter alone.
+    fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>>;
+}
+
+/// What a pool of either backend does.
+macro_rules! pooled {
+    () => {
+        fn model(&self) -> Model {
+            self.model.clone()
+        }
+
+        fn register(&mut self, source: Source) -> PoolResult<AdapterId> {
+            self.pool.register(source)
+        }
+
+        fn prefetch(&mut self, id: AdapterId) -> PoolResult<()> {
+            self.pool.prefetch(id)
+        }
+
+        fn acquire(&mut self, id: AdapterId) -> PoolResult<Lease> {
+            self.pool.acquire(id, StreamId::FIRST)
+        }
+
+        fn commit(&mut self) -> PoolResult<()> {
+            self.pool.commit(StreamId::FIRST)
+        }
+
+        fn wait(&mut self, timeout: Duration) -> bool {
+            self.pool.wait(timeout)
+        }
+
+        fn snapshot(&self) -> Snapshot {
+            self.pool.snapshot()
+        }
+    };
+}
+
+/// The GPU if there is one and the feature `cuda` is on, or else the CPU.
+pub(crate) fn open(slots: usize, max_tokens: usize, config: PoolConfig, cpu_only: bool) -> Result<Box<dyn Device>> {
+    let capacity = Capacity::tokens(max_tokens).slots(slots).rank(MAX_RANK);
+    #[cfg(feature = "cuda")]
+    if !cpu_only && aril::cuda::driver_is_present() {
+        return Ok(Box::new(gpu::Gpu::new(capacity, config)?));
+    }
+    let _ = cpu_only;
+    Ok(Box::new(Cpu::new(capacity, config)?))
+}
+
+struct Cpu {
+    model: Model,
+    ids: Vec<LinearId>,
+    pool: cpu::AdapterPool,
+}
+
+impl Cpu {
+    fn new(capacity: Capacity, config: PoolConfig) -> Result<Self> {
+        let (model, ids) = adapters::model()?;
+        let pool = cpu::AdapterPool::new(&model, DType::BF16, capacity, config)?;
+        Ok(Self { model, ids, pool })
+    }
+
+    fn step_on(&self, weights: &cpu::WeightTable, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
+        let tokens = slots.len();
+        let (batch, mut workspace) = (Batch::new(slots), cpu::Workspace::default());
+        let mut step = weights.step(&batch, &mut workspace)?;
+        let x = cpu::Matrix::new(x, tokens, HIDDEN)?;
+        let mut y = vec![bf16::ZERO; LAYERS * tokens * WIDTH];
+        for (&id, y) in self.ids.iter().zip(y.chunks_mut(tokens * WIDTH)) {
+            let layer = cpu::LoraLinear::new(weights, id)?;
+            layer.add_delta(&mut step, x, cpu::MatrixMut::new(y, tokens, WIDTH)?)?;
+        }
+        Ok(by_token(&y, tokens))
+    }
+}
+
+impl Device for Cpu {
+    pooled!();
+
+    fn name(&self) -> &'static str {
+        "the CPU"
+    }
+
+    fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
+        self.step_on(self.pool.weights(), slots, x)
+    }
+
+    fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>> {
+        let capacity = Capacity::tokens(1).slots(1).rank(MAX_RANK);
+        let weights = cpu::WeightTable::new(&self.model, DType::BF16, capacity, ALONE_BYTES)?;
+        weights.load(Slot::new(0), &adapter.plan(&self.model, DType::BF16)?)?;
+        self.step_on(&weights, &[Slot::new(0)], x)
+    }
+}
+
+/// `[LAYERS, tokens, WIDTH]` as `[tokens, LAYERS, WIDTH]`.
+fn by_token(y: &[bf16], tokens: usize) -> Vec<bf16> {
+    let rows = (0..tokens).flat_map(|token| (0..LAYERS).map(move |layer| layer * tokens + token));
+    rows.flat_map(|row| y[row * WIDTH..][..WIDTH].iter().copied()).collect()
+}
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use aril::cuda::{
+        AdapterPool, Buffer, Kernels, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace,
+    };
+    use cudarc::driver::CudaContext;
+
+    use super::*;
+
+    pub(crate) struct Gpu {
+        model: Model,
+        pool: AdapterPool,
+        steps: Steps,
+        alone: Steps,
+    }
+
+    /// A table, and what its steps need.
+    struct Steps {
+        weights: WeightTable,
+        layers: Vec<LoraLinear>,
+        operands: std::cell::RefCell<Operands>,
+    }
+
+    struct Operands {
+        routing: Routing,
+        workspace: Workspace,
+        x: Buffer<bf16>,
+        y: Buffer<bf16>,
+    }
+
+    impl Gpu {
+        pub(crate) fn new(capacity: Capacity, config: PoolConfig) -> Result<Self> {
+            let context = CudaContext::new(0)?;
+            let queue = Queue::new(&Kernels::load_into(&context)?, &context.default_stream())?;
+            let (model, ids) = adapters::model()?;
+            let pool = AdapterPool::new(&queue, &model, DType::BF16, capacity, config)?;
+            let weights = pool.weights(StreamId::FIRST).ok_or("the pool has its first stream")?.clone();
+            let one = Capacity::tokens(1).slots(1).rank(MAX_RANK);
+            let alone = WeightTable::new(&queue, &model, DType::BF16, one, ALONE_BYTES)?;
+            Ok(Self { steps: Steps::new(weights, &ids)?, alone: Steps::new(alone, &ids)?, model, pool })
+        }
+    }
+
+    impl Steps {
+        fn new(weights: WeightTable, ids: &[LinearId]) -> Result<Self> {
+            let (queue, capacity) = (weights.queue(), weights.capacity());
+            let operands = Operands {
+                routing: Routing::new(queue, capacity, 2)?,
+                workspace: Workspace::new(&weights)?,
+                x: Buffer::zeros(queue, capacity.max_tokens * HIDDEN)?,
+                y: Buffer::zeros(queue, capacity.max_tokens * OUTPUTS)?,
+            };
+            let layers = ids.iter().map(|&id| LoraLinear::new(&weights, id)).collect::<std::result::Result<_, _>>()?;
+            Ok(Self { layers, operands: operands.into(), weights })
+        }
+
+        fn run(&self, slots: &[Slot], inputs: &[bf16]) -> Result<Vec<bf16>> {
+            let Operands { routing, workspace, x, y } = &mut *self.operands.borrow_mut();
+            let tokens = slots.len();
+            x.write(inputs)?;
+            let mut outputs = vec![bf16::ZERO; tokens * OUTPUTS];
+            y.write(&outputs)?;
+            let batch = routing.update(&Batch::new(slots))?;
+            let mut step = self.weights.step(&batch, workspace)?;
+            for (i, layer) in self.layers.iter().enumerate() {
+                let x = Matrix::new(x.slice(0..tokens * HIDDEN), tokens, HIDDEN)?;
+                let range = i * tokens * WIDTH..(i + 1) * tokens * WIDTH;
+                layer.add_delta(&mut step, x, MatrixMut::new(y.slice_mut(range), tokens, WIDTH)?)?;
+            }
+            drop(step);
+            y.read(&mut outputs)?;
+            Ok(by_token(&outputs, tokens))
+        }
+    }
+
+    impl Device for Gpu {
+        pooled!();
+
+        fn name(&self) -> &'static str {
+            "the GPU"
+        }
+
+        fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
+            self.steps.run(slots, x)
+        }
+
+        fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>> {
+            self.alone.weights.load(Slot::new(0), &adapter.plan(&self.model, DType::BF16)?)?;
+            self.alone.run(&[Slot::new(0)], x)
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! A registry, an admission and a pool together: every request runs on the version that its name stood for when it arrived, or is
+//! refused.
+#![expect(clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::Duration,
+};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    admission::{Admission, Answer, Limits, Request},
+    cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Workspace},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
+    registry::{OnDuplicate, Registry, RegistryError, Served},
+    routing::Batch,
+};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+const FEATURES: usize = 8;
+const STREAM: StreamId = StreamId::FIRST;
+const BASE: &str = "base";
+const NAMES: [&str; 6] = ["a", "b", "c", "d", "e", "f"];
+const ALIAS: &str = "prod";
+/// Slots of the pool, adapters of a batch, and its requests.
+const SLOTS: usize = 3;
+const MAX_ADAPTERS: usize = 2;
+const MAX_REQUESTS: usize = 6;
+const STEPS: usize = 2000;
+
+fn model() -> (Model, LinearId) {
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
+    (spec.shard(TpRank::SINGLE).unwrap(), id)
+}
+
+/// An adapter of rank 1 that adds `value` to every output where x is ones.
+fn adapter(value: f32) -> Arc<Adapter> {
+    let tensor = |shape: [usize; 2], value: f32| {
+        let values = vec![value; shape[0] * shape[1]];
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let tensors = [
+        ("m.q.lora_A.weight".to_owned(), tensor([1, FEATURES], 1.0)),
+        ("m.q.lora_B.weight".to_owned(), tensor([FEATURES, 1], value / FEATURES as f32)),
+    ];
+    Arc::new(Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors).unwrap())
+}
+
+/// A request between its arrival and its end.
+struct Live {
+    served: Served,
+    lease: Option<Lease>,
+    is_running: bool,
+    /// Steps that it still needs.
+    steps: usize,
+}
+
+struct Engine {
+    registry: Registry,
+    pool: AdapterPool,
+    admission: Admission<u32, AdapterId>,
+    layer: LoraLinear,
+    model: Model,
+    bytes: usize,
+    /// What each version adds.
+    values: HashMap<AdapterId, f32>,
+    live: BTreeMap<u32, Live>,
+    next: u32,
+    now: Duration,
+    served: usize,
+    refused: usize,
+}
+
+impl Engine {
+    fn new() -> Self {
+        let (model, id) = model();
+        let bytes = adapter(1.0).plan(&model, DType::F32).unwrap().bytes();
+        let capacity = Capacity::tokens(MAX_REQUESTS).slots(SLOTS).rank(8);
+        let config = PoolConfig::arena_bytes(SLOTS * bytes).host_bytes(4 * bytes);
+        let pool = AdapterPool::new(&model, DType::F32, capacity, config).unwrap();
+        let layer = LoraLinear::new(pool.weights(), id).unwrap();
+        let limits = Limits::new(MAX_ADAPTERS, Duration::from_millis(20)).bytes(MAX_ADAPTERS * bytes);
+        Self {
+            registry: Registry::new([BASE]),
+            admission: Admission::new(limits),
+            pool,
+            layer,
+            model,
+            bytes,
+            values: HashMap::new(),
+            live: BTreeMap::new(),
+            next: 0,
+            now: Duration::ZERO,
+            served: 0,
+            refused: 0,
+        }
+    }
+
+    /// Loads an adapter, or its next version.
+    fn load(&mut self, name: &str) {
+        let reservation = self.registry.reserve(name, OnDuplicate::Replace).unwrap();
+        let value = (self.values.len() + 1) as f32;
+        let id = self.pool.register(Source::memory(adapter(value), &self.model, DType::F32).unwrap()).unwrap();
+        self.values.insert(id, value);
+        if let Some(old) = reservation.commit(id).unwrap() {
+            self.pool.unregister(old).unwrap();
+        }
+    }
+
+    fn unload(&mut self, name: &str) {
+        match self.registry.unload(name) {
+            Ok(unloaded) => self.pool.unregister(unloaded.id.unwrap()).unwrap(),
+            Err(error) => assert_eq!(error, RegistryError::Unknown { name: name.into() }),
+        }
+    }
+
+    fn arrive(&mut self, name: &str, steps: usize) {
+        let (id, now) = (self.next, self.now);
+        let served = match self.registry.resolve(name) {
+            Ok(served) => served,
+            Err(error) => {
+                assert_eq!(error, RegistryError::Unknown { name: name.into() });
+                self.refused += 1;
+                return;
+            }
+        };
+        let request =
+            served.adapter().map_or(Request::base(id, now), |adapter| Request::new(id, adapter, self.bytes, now));
+        self.admission.enqueue(request).unwrap();
+        self.live.insert(id, Live { served, lease: None, is_running: false, steps });
+        self.next += 1;
+    }
+
+    /// Admits requests, with leases on their adapters. Refuses those whose version is gone.
+    fn admit(&mut self) {
+        for adapter in self.admission.prefetch().take(SLOTS - MAX_ADAPTERS) {
+            match self.pool.prefetch(adapter) {
+                Ok(()) | Err(PoolError::Unknown { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+        let (mut room, mut gone) = (MAX_REQUESTS - self.admission.num_running(), Vec::new());
+        self.admission.admit(self.now, |request| {
+            if room == 0 {
+                return Answer::Stop;
+            }
+            let live = self.live.get_mut(&request.id).unwrap();
+            if let Some(adapter) = request.adapter {
+                match self.pool.acquire(adapter, STREAM) {
+                    Ok(lease) => live.lease = Some(lease),
+                    Err(PoolError::Loading { .. } | PoolError::Full) => return Answer::Skip,
+                    Err(PoolError::Unknown { id }) => {
+                        assert_eq!(id, adapter);
+                        gone.push(request.id);
+                        return Answer::Skip;
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            live.is_running = true;
+            room -= 1;
+            Answer::Take
+        });
+        if self.admission.num_running() == 0 {
+            self.pool.wait(Duration::from_millis(10));
+        }
+        for id in gone {
+            self.admission.cancel(&id).unwrap();
+            self.live.remove(&id);
+            self.refused += 1;
+        }
+    }
+
+    /// Computes a token of each running request and checks it.
+    fn step(&mut self, preempt: impl Fn(u32) -> bool) {
+        let running: Vec<u32> = self.live.iter().filter(|(_, live)| live.is_running).map(|(id, _)| *id).collect();
+        assert_eq!(running.len(), self.admission.num_running());
+        let slot = |id: &u32| self.live[id].lease.as_ref().map_or(Slot::BASE, Lease::slot);
+        let slots: Vec<Slot> = running.iter().map(slot).collect();
+        let (rows, mut workspace) = (slots.len(), Workspace::default());
+        if rows > 0 {
+            let (x, mut y) = (vec![1.0_f32; rows * FEATURES], vec![0.0_f32; rows * FEATURES]);
+            let batch = Batch::new(&slots);
+            let mut step = self.pool.weights().step(&batch, &mut workspace).unwrap();
+            let y_matrix = MatrixMut::new(&mut y, rows, FEATURES).unwrap();
+            self.layer.add_delta(&mut step, Matrix::new(&x, rows, FEATURES).unwrap(), y_matrix).unwrap();
+            for (row, id) in y.chunks(FEATURES).zip(&running) {
+                let expected = self.live[id].served.adapter().map_or(0.0, |adapter| self.values[&adapter]);
+                assert_eq!(row, [expected; FEATURES], "request {id} ran on another version");
+            }
+        }
+        for id in running {
+            let live = self.live.get_mut(&id).unwrap();
+            live.steps -= 1;
+            if live.steps == 0 {
+                self.live.remove(&id);
+                self.admission.finish(&id).unwrap();
+                self.served += 1;
+            } else if preempt(id) {
+                (live.lease, live.is_running) = (None, false);
+                self.admission.preempt(&id).unwrap();
+            }
+        }
+        self.pool.commit(STREAM).unwrap();
+        self.now += Duration::from_millis(1);
+    }
+}
+
+#[test]
+fn every_request_runs_on_its_own_version_or_is_refused() {
+    let (mut engine, mut rng) = (Engine::new(), StdRng::seed_from_u64(3));
+    for name in NAMES {
+        engine.load(name);
+    }
+    for _ in 0..STEPS {
+        match rng.random_range(0..100) {
+            0..3 => engine.load(NAMES[rng.random_range(0..NAMES.len())]),
+            3 => engine.unload(NAMES[rng.random_range(0..NAMES.len())]),
+            4 => {
+                let target = NAMES[rng.random_range(0..NAMES.len())];
+                // The target may be unloaded.
+                let _ = engine.registry.alias(ALIAS, target, OnDuplicate::Replace);
+            }
+            _ => {}
+        }
+        if rng.random_range(0..3) == 0 {
+            let names = [&NAMES[..], &[ALIAS, BASE]].concat();
+            engine.arrive(names[rng.random_range(0..names.len())], rng.random_range(1..8));
+        }
+        engine.admit();
+        let preempted = rng.random_range(0..20);
+        engine.step(|id| id % 20 == preempted);
+    }
+    // Without arrivals, all that is left is served.
+    let mut left = 0;
+    while !engine.live.is_empty() {
+        left += 1;
+        assert!(left < 2000, "{} requests are never served", engine.live.len());
+        engine.admit();
+        engine.step(|_| false);
+    }
+    assert!(engine.served > 300 && engine.refused > 20, "{} served, {} refused", engine.served, engine.refused);
+    assert_eq!(
+        (engine.admission.num_running(), engine.admission.num_waiting(), engine.admission.batch_bytes()),
+        (0, 0, 0)
+    );
+    assert!(engine.values.len() > 2 * NAMES.len() && engine.pool.snapshot().counters.evictions > 20);
+}
