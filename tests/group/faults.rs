@@ -26,9 +26,13 @@ enum Fault {
     Panic(Phase),
     /// The rank goes before it loads, or before it commits.
     Gone(Phase),
+    /// The rank can neither commit nor empty the slot.
+    Stuck,
 }
 
 const FAULT: &str = "fault of the test";
+/// An error that these tables do not have otherwise.
+const ERROR: SlotError = SlotError::OtherImage { bytes: 1, reserved: 2 };
 
 /// A table whose fault happens once.
 #[derive(Clone)]
@@ -39,13 +43,16 @@ struct Faulty {
 
 impl Faulty {
     fn enter(&self, phase: Phase) -> Result<(), SlotError> {
+        if phase == Phase::Commit && *self.fault.lock().unwrap() == Some(Fault::Stuck) {
+            return Err(ERROR);
+        }
         let fault = self
             .fault
             .lock()
             .unwrap()
             .take_if(|fault| matches!(fault, Fault::Error(at) | Fault::Panic(at) if *at == phase));
         match fault {
-            Some(Fault::Error(_)) => Err(SlotError::OtherImage { bytes: 1, reserved: 2 }),
+            Some(Fault::Error(_)) => Err(ERROR),
             Some(_) => panic::panic_any(FAULT),
             None => Ok(()),
         }
@@ -84,6 +91,7 @@ impl Table for Faulty {
     }
 
     fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+        self.enter(Phase::Commit)?;
         Table::unload(&self.table, slot)
     }
 }
@@ -240,6 +248,23 @@ fn all_or_nothing() {
             check_group(&faults);
         }
     }
+}
+
+/// Its own rank hears that the slot is not empty.
+#[test]
+fn a_slot_that_cannot_be_emptied() {
+    let world = World::new(2);
+    let tables = world.serving();
+    each(InProcess::group(2, NEVER), |rank, ranks| {
+        let fault = Arc::new(Mutex::new((rank == 0).then_some(Fault::Stuck)));
+        let mut group = Group::new(ranks, Faulty { table: tables[rank].clone(), fault }).unwrap();
+        let error = group.load(SLOT, 1, || Ok(world.adapter(|_| 9.0))).unwrap_err();
+        assert_eq!(error.to_string().contains("slot 1, which must not be used"), rank == 0, "{error}");
+        let GroupError::Torn { failures, channel: None, not_emptied, .. } = error else { panic!("{error}") };
+        assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [0]);
+        assert_eq!(not_emptied.is_some(), rank == 0);
+        check(&world, &tables[rank], if rank == 0 { 7.0 } else { 0.0 });
+    });
 }
 
 /// Each pair of faults on two ranks of three.

@@ -172,9 +172,12 @@ fn a_commit_beside_another_operation() {
     each_group(&tables, |rank, mut group| {
         let prepared = group.prepare(SLOT, 1, || Ok(&adapter)).unwrap();
         if rank == 0 {
-            let Err(GroupError::Torn { slot, failures, channel: None, not_emptied: None }) = group.commit(prepared)
-            else {
-                panic!("it committed alone")
+            let error = group.commit(prepared).unwrap_err();
+            let text = "not all ranks of the group committed the adapter to slot 1, which is now empty: rank 1 could not commit: \
+                        it chooses a slot";
+            assert_eq!(error.to_string(), text);
+            let GroupError::Torn { slot, failures, channel: None, not_emptied: None } = error else {
+                panic!("{error}")
             };
             assert_eq!((slot, failures.len(), failures[0].rank, failures[0].phase), (SLOT, 1, 1, Phase::Commit));
             assert_eq!(failures[0].reason, "it chooses a slot");
