@@ -9,6 +9,7 @@
 #   run.sh record DIR [ARGUMENTS...] [-- FILE...]
 #                                   the files of a record: linear.json, moe.json, layer.json, and others.json by the folder DIR, with
 #                                   earlier results of other libraries (FILE) for the workloads that DIR does not reach
+#   run.sh pool                     the adapter pool: loads, the cost of steps on the host, a decode step beside loads; pool.json
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
 set -euo pipefail
@@ -118,6 +119,9 @@ record)
     others "${runner[@]}" || status=$?
     "$bundle/record" others "$OUT/peers.json" "${@:2}" --out "$OUT/others.json"
     exit "$status"
+    ;;
+pool)
+    ./pool --out "$OUT/pool.json" "$@" 2>&1 | tee "$OUT/pool.log"
     ;;
 criterion)
     export CRITERION_HOME=$OUT/criterion

@@ -67,8 +67,11 @@ fn torn(
 ) -> String {
     let mut reasons: Vec<_> = failures.iter().map(ToString::to_string).collect();
     reasons.extend(channel.map(|error| format!("the ranks are not connected: {error}")));
-    reasons.extend(not_emptied.map(|error| format!("{slot} cannot be emptied: {error}")));
-    format!("not all ranks of the group committed the adapter to {slot}, which is now empty: {}", List(&reasons))
+    let state = match not_emptied {
+        None => "is now empty".to_owned(),
+        Some(error) => format!("must not be used, because it cannot be emptied ({error})"),
+    };
+    format!("not all ranks of the group committed the adapter to {slot}, which {state}: {}", List(&reasons))
 }
 
 /// The failure of one rank.

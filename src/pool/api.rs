@@ -10,10 +10,15 @@ macro_rules! adapter_pool {
         /// [`commit`](Self::commit) its stream. No call waits for a file or for the device, except [`wait`](Self::wait). [`pool`](crate::pool) has the
         /// whole story.
         $(#[$docs])*
-        #[derive(Debug)]
         #[doc(alias = "LoRAModelManager")]
         pub struct AdapterPool {
             pool: Pool<$backend>,
+        }
+
+        impl std::fmt::Debug for AdapterPool {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.debug_struct("AdapterPool").field("snapshot", &self.snapshot()).finish_non_exhaustive()
+            }
         }
 
         impl AdapterPool {

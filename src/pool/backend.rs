@@ -1,4 +1,4 @@
-use std::{fmt, ops::Range};
+use std::ops::Range;
 
 use super::{
     PoolError, StreamId,
@@ -8,9 +8,9 @@ use super::{
 use crate::{adapter::SlotImage, error::LoadError};
 
 /// The memory and the streams of a pool.
-pub(crate) trait Backend: fmt::Debug {
+pub(crate) trait Backend {
     /// An adapter in the host tier.
-    type Packed: fmt::Debug + Send + 'static;
+    type Packed: Send + 'static;
     /// Writes adapters to the host tier, on loader threads.
     type Packer: Clone + Send + 'static;
 

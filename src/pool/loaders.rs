@@ -16,7 +16,6 @@ use super::{AdapterId, Source};
 use crate::{adapter::SlotImage, error::LoadError};
 
 /// Loader threads. They are apart from rayon's other ones, which the engine may use.
-#[derive(Debug)]
 pub(super) struct Loaders<P> {
     threads: rayon::ThreadPool,
     sender: Sender<Loaded<P>>,
@@ -24,7 +23,6 @@ pub(super) struct Loaders<P> {
 }
 
 /// The end of a read.
-#[derive(Debug)]
 pub(super) struct Loaded<P> {
     pub(super) id: AdapterId,
     pub(super) time: Duration,

@@ -25,7 +25,6 @@ use crate::{
 };
 
 /// A pool on a backend.
-#[derive(Debug)]
 pub(crate) struct Pool<B: Backend> {
     core: Core,
     tiers: Tiers<B>,
@@ -35,7 +34,6 @@ pub(crate) struct Pool<B: Backend> {
 }
 
 /// What the state machine decides about.
-#[derive(Debug)]
 struct Tiers<B: Backend> {
     backend: B,
     sources: HashMap<AdapterId, Arc<Source>>,

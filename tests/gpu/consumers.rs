@@ -18,7 +18,7 @@ use crate::{
         compare::{Place, compare},
         consumers::{By, Case, Consumed, EPS, World, cases},
         dense::Sizes,
-        factors::{Modules, fill},
+        factors::{Modules, fill, neighbour},
         values::{Dtype, Values},
     },
     device::{Buffer, Gpu},
@@ -521,6 +521,9 @@ fn a_chain_of_consumers_reads_what_was_written_before() {
     let gate_up = Linear::new("gate_up", Parallel::Replicated, HIDDEN).slice("gate", INTER).slice("up", INTER);
     let gate_up = spec.linear(gate_up).unwrap();
     let down = spec.linear(Linear::new("down", Parallel::Replicated, INTER).slice("down", HIDDEN)).unwrap();
+    for path in ["before", "behind"] {
+        spec.linear(neighbour(path)).unwrap();
+    }
     let model = spec.shard(TpRank::SINGLE).unwrap();
     for tokens in [1, 40, 512, 700] {
         let capacity = Capacity::tokens(tokens).slots(SLOTS.into()).rank(32);

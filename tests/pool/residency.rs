@@ -134,6 +134,29 @@ fn ranks_share_an_arena() {
     setup.finish();
 }
 
+/// Two free blocks of one adapter each are no room for one of twice the size, but nothing is in use.
+#[test]
+fn the_device_is_rearranged_for_a_batch_that_fits() {
+    let mut setup = Setup::with(4, PoolConfig::arena_bytes(3 * BYTES).host_bytes(8 * BYTES));
+    let small = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    let large = setup.memory(adapter(16, 4.0));
+    for (&id, value) in small.iter().zip([1.0, 2.0, 3.0]) {
+        assert_eq!(setup.use_once(id), value);
+    }
+    // While the one in the middle is leased, it cannot be moved.
+    let held = setup.lease(small[1]);
+    assert!(matches!(setup.prepare(&[large, small[1]]), Err(PoolError::Full)));
+    assert_eq!(setup.step(&[&held]), [2.0]);
+    drop(held);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    let leases = setup.prepare(&[large, small[1]]).unwrap();
+    assert_eq!(setup.step(&[&leases[0], &leases[1]]), [4.0, 2.0]);
+    assert!(setup.pool.snapshot().counters.moves > 0);
+    drop(leases);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
 #[test]
 fn what_does_not_fit_the_pool_is_refused_when_it_is_registered() {
     let mut setup = Setup::with(2, PoolConfig::arena_bytes(2 * BYTES).host_bytes(8 * BYTES));

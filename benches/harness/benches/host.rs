@@ -1,9 +1,11 @@
-//! Work on the host: planning, packing an adapter, grouping a batch, admitting requests, and the operations of the CPU.
+//! Work on the host: planning, packing an adapter, a step of a pool, grouping a batch, admitting requests, and the operations of the
+//! CPU.
 #![expect(clippy::cast_possible_truncation, reason = "its numbers are small")]
 
 use std::{
     collections::{BTreeMap, VecDeque},
     hint::black_box,
+    sync::Arc,
     time::Duration,
 };
 
@@ -11,9 +13,10 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
     admission::{Admission, Answer, Limits, Request},
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{Linear, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, LinearPlan},
+    pool::{AdapterId, PoolConfig, Source, StreamId},
     routing::{Batch, Segments},
 };
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
@@ -56,6 +59,50 @@ fn pack(criterion: &mut Criterion) {
         group.throughput(Throughput::Bytes(block.len() as u64));
         group.bench_function(format!("bf16-to-{dtype}"), |bencher| {
             bencher.iter(|| image.write_to(black_box(&mut block)).expect("its weights are finite"));
+        });
+    }
+}
+
+/// A step's calls of a pool whose adapters are all on the device: `prepare` a batch, drop its leases, `commit`.
+fn pool(criterion: &mut Criterion) {
+    const FEATURES: usize = 64;
+    const BATCH: usize = 8;
+    let mut spec = ModelSpec::new();
+    let layer = Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES);
+    spec.linear(layer).expect("it is a layer");
+    let model = spec.shard(TpRank::SINGLE).expect("one rank has all of it");
+    let factor =
+        |shape: [usize; 2]| Tensor::new(DType::BF16, shape, vec![0; 2 * shape[0] * shape[1]]).expect("a tensor");
+    let tensors = [("A", [1, FEATURES]), ("B", [FEATURES, 1])]
+        .map(|(side, shape)| (format!("m.q.lora_{side}.weight"), factor(shape)));
+    let config = r#"{"peft_type": "LORA", "lora_alpha": 1}"#;
+    let adapter = Arc::new(Adapter::from_tensors(config, tensors).expect("it is an adapter"));
+    let mut group = criterion.benchmark_group("pool");
+    for resident in [1, 64, 1000] {
+        let capacity = Capacity::tokens(BATCH).slots(resident).rank(8);
+        let mut pool =
+            AdapterPool::new(&model, DType::BF16, capacity, PoolConfig::arena_bytes(64 << 20)).expect("a pool");
+        let ids: Vec<AdapterId> = (0..resident)
+            .map(|_| {
+                let source = Source::memory(Arc::clone(&adapter), &model, DType::BF16).expect("it fits the model");
+                let id = pool.register(source).expect("it fits the pool");
+                pool.prefetch(id).expect("it is registered");
+                id
+            })
+            .collect();
+        while pool.wait(Duration::from_secs(10)) {}
+        assert_eq!(pool.snapshot().resident, resident);
+        let mut batches = ids.chunks(BATCH.min(resident)).cycle();
+        group.bench_function(format!("step/{resident}-resident"), |bencher| {
+            bencher.iter(|| {
+                let leases = pool.prepare(black_box(batches.next().unwrap_or_default()), StreamId::FIRST);
+                drop(leases.expect("all are on the device"));
+                pool.commit(StreamId::FIRST).expect("the stream exists");
+            });
+        });
+        assert_eq!(pool.snapshot().counters.misses, 0);
+        group.bench_function(format!("snapshot/{resident}-resident"), |bencher| {
+            bencher.iter(|| black_box(pool.snapshot()));
         });
     }
 }
@@ -199,5 +246,5 @@ fn config() -> Criterion {
     Criterion::default().warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2))
 }
 
-criterion_group!(name = benches; config = config(); targets = plan, pack, segments, admission, cpu);
+criterion_group!(name = benches; config = config(); targets = plan, pack, pool, segments, admission, cpu);
 criterion_main!(benches);

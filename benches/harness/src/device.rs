@@ -151,6 +151,22 @@ impl Gpu {
         events.into_iter().map(us).collect()
     }
 
+    /// The time of each of `count` runs, in µs. The host is at most a few runs ahead of the device, as an engine is.
+    pub fn time_each(&self, count: usize, mut enqueue: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+        const AHEAD: usize = 4;
+        let events = (0..count).map(|_| Ok([Event::new()?, Event::new()?])).collect::<Result<Vec<_>>>()?;
+        for (run, [start, end]) in events.iter().enumerate() {
+            if let Some([_, earlier]) = run.checked_sub(AHEAD).map(|earlier| &events[earlier]) {
+                earlier.wait()?;
+            }
+            start.record(&self.stream)?;
+            enqueue()?;
+            end.record(&self.stream)?;
+        }
+        self.synchronize()?;
+        events.iter().map(|[start, end]| start.us_until(end)).collect()
+    }
+
     /// The time of `count` operations, of which a replay runs `per_replay`.
     pub fn time_operations(&self, graph: &Graph, per_replay: usize, count: u64) -> Result<Duration> {
         let replays = count.div_ceil(per_replay as u64);
@@ -228,6 +244,12 @@ impl Event {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are alive.
         Ok(unsafe { result::stream::wait_event(stream.cu_stream(), self.0, flags) }?)
+    }
+
+    /// Blocks this thread until the recorded work has run.
+    fn wait(&self) -> Result<()> {
+        // SAFETY: it is alive.
+        Ok(unsafe { result::event::synchronize(self.0) }?)
     }
 
     fn us_until(&self, end: &Self) -> Result<f64> {

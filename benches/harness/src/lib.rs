@@ -9,6 +9,7 @@
 //! | `device`, `layer`, `gemm`, `ceilings` (feature `cuda`) | a workload on the GPU, its base GEMM, and the limits of the device |
 //! | [`results`] | the JSON of measured figures, ours and other libraries' |
 //! | [`record`] | the files in `benches/record` |
+//! | [`pool`] | the adapters that an adapter pool is measured with, and the JSON of its figures |
 //! | [`serving`] | a simulation of policies of admission |
 //! | [`report`], [`plots`], [`documents`] | tables, plots, and the documents that show them |
 #![expect(
@@ -32,6 +33,7 @@ pub mod layer;
 pub mod noise;
 pub mod own;
 pub mod plots;
+pub mod pool;
 pub mod record;
 pub mod report;
 pub mod results;

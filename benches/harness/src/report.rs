@@ -22,6 +22,14 @@ pub fn median(values: &mut [f64]) -> f64 {
     }
 }
 
+/// The smallest of the sorted values that `percent` of them do not exceed.
+///
+/// # Panics
+/// If there are none.
+pub fn percentile<T: Copy>(sorted: &[T], percent: usize) -> T {
+    sorted[(sorted.len() * percent).div_ceil(100).max(1) - 1]
+}
+
 pub fn geometric_mean(values: impl IntoIterator<Item = f64>) -> f64 {
     let (mut logs, mut count) = (0.0, 0.0);
     for value in values {

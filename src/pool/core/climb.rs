@@ -7,7 +7,7 @@ use crate::{
     blocks::Block,
     error::LoadError,
     pool::{
-        AdapterId, PoolError,
+        AdapterId,
         transfer::{Copy, Transfer},
     },
 };
@@ -23,67 +23,6 @@ enum Placed {
 }
 
 impl Core {
-    /// Brings the missing adapters of the current batch `ids` to the device, or says why they cannot all be there.
-    pub(super) fn bring(
-        &mut self,
-        ids: &[AdapterId],
-        missing: &[AdapterId],
-        transfer: &mut impl Transfer,
-    ) -> Result<(), PoolError> {
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let needed: usize = missing.iter().map(|id| self.adapters[id].bytes).sum();
-        let (slots, bytes) = self.device.reclaimable(|id| self.rank(id));
-        if slots < missing.len() || bytes < needed {
-            self.counters.full += 1;
-            return Err(PoolError::Full);
-        }
-        for &id in missing.iter().rev() {
-            self.enqueue(id, VecDeque::push_front);
-        }
-        self.advance(transfer);
-        let is_stuck = |id: &AdapterId| self.adapters[id].slot.is_none() && self.adapters[id].host.is_ready();
-        if self.reads == 0 && self.device.is_idle_all() && ids.iter().any(is_stuck) {
-            self.rearrange(transfer);
-        }
-        let refusal = self.refusal(ids);
-        match &refusal {
-            Some(PoolError::Loading { .. }) => self.counters.loading += 1,
-            Some(PoolError::Full) => self.counters.full += 1,
-            _ => {}
-        }
-        refusal.map_or(Ok(()), Err)
-    }
-
-    /// Why a batch cannot be leased now.
-    fn refusal(&self, ids: &[AdapterId]) -> Option<PoolError> {
-        let mut refusal = None;
-        for &id in ids {
-            let entry = &self.adapters[&id];
-            if let Some(error) = &entry.failure {
-                return Some(PoolError::Failed { id, error: Arc::clone(error) });
-            }
-            if entry.slot.is_none() && !matches!(refusal, Some(PoolError::Loading { .. })) {
-                refusal = Some(if entry.host.is_ready() { PoolError::Full } else { PoolError::Loading { id } });
-            }
-        }
-        refusal
-    }
-
-    /// Copies everything to the device anew, because the free memory is in pieces and nothing is in use.
-    fn rearrange(&mut self, transfer: &mut impl Transfer) {
-        let ids: Vec<_> = self.device.occupied().map(|place| place.id).collect();
-        for id in ids {
-            self.evict(id, transfer);
-            self.counters.moves += 1;
-            if self.adapters[&id].is_pinned || self.adapters[&id].batch == self.batch {
-                self.enqueue(id, VecDeque::push_front);
-            }
-        }
-        self.advance(transfer);
-    }
-
     /// Puts an adapter that is not on the device into the queue.
     pub(super) fn enqueue(&mut self, id: AdapterId, push: fn(&mut VecDeque<AdapterId>, AdapterId)) {
         let Some(entry) = self.adapters.get_mut(&id).filter(|entry| entry.slot.is_none()) else { return };
@@ -158,7 +97,7 @@ impl Core {
     }
 
     /// The last use of an adapter that may be evicted from the device: neither pinned nor in the current batch.
-    fn rank(&self, id: AdapterId) -> Option<u64> {
+    pub(super) fn rank(&self, id: AdapterId) -> Option<u64> {
         let entry = self.adapters.get(&id)?;
         (!entry.is_pinned && entry.batch != self.batch).then_some(entry.last_use)
     }

@@ -1,5 +1,6 @@
 //! The pool's decisions, without memory, threads or a device: a [`Transfer`] carries them out.
 
+mod batch;
 mod climb;
 mod device;
 mod host;
@@ -18,7 +19,7 @@ use std::{
 use self::{device::Device, host::HostPlace};
 pub(crate) use self::{device::Granted, host::Host, rules::Rule};
 use super::{AdapterId, Counters, PoolError, StreamId, transfer::Transfer};
-use crate::{blocks, error::LoadError, plan::PlanError};
+use crate::{error::LoadError, plan::PlanError};
 
 /// Which adapters are where, and what happens next.
 #[derive(Debug)]
@@ -148,80 +149,6 @@ impl Core {
         }
         self.registered(id)?.is_pinned = is_pinned;
         self.pins = if is_pinned { self.pins + 1 } else { self.pins - 1 };
-        Ok(())
-    }
-
-    /// Leases all adapters of a batch for a step on `stream`, or none. No adapter of the batch is evicted for another one.
-    pub(crate) fn prepare(
-        &mut self,
-        ids: &[AdapterId],
-        stream: StreamId,
-        transfer: &mut impl Transfer,
-    ) -> Result<Vec<Granted>, PoolError> {
-        if !self.device.has_stream(stream) {
-            return Err(PoolError::NoSuchStream { stream });
-        }
-        let missing = self.missing(ids);
-        let brought = missing.and_then(|missing| self.bring(ids, &missing, transfer));
-        // From here on, its adapters are merely the most recently used ones.
-        self.batch += 1;
-        brought?;
-        let mut granted = Vec::with_capacity(ids.len());
-        for &id in ids {
-            let entry = self.registered(id)?;
-            let was_missed = std::mem::take(&mut entry.is_missed);
-            let slot = entry.slot;
-            let lease = slot.and_then(|slot| self.device.lease(slot, stream)).ok_or(PoolError::Full)?;
-            self.counters.hits += u64::from(!was_missed);
-            self.counters.misses += u64::from(was_missed);
-            self.counters.waits += u64::from(lease.is_copying);
-            granted.push(lease);
-        }
-        Ok(granted)
-    }
-
-    /// The adapters of a batch that are not on the device. They become the most recently used ones.
-    fn missing(&mut self, ids: &[AdapterId]) -> Result<Vec<AdapterId>, PoolError> {
-        for &id in ids {
-            let entry = self.registered(id)?;
-            if let Some(error) = &entry.failure {
-                return Err(PoolError::Failed { id, error: Arc::clone(error) });
-            }
-        }
-        let (mut sizes, mut missing) = (Vec::with_capacity(ids.len()), Vec::new());
-        for &id in ids {
-            let batch = self.batch;
-            let entry = self.registered(id)?;
-            if std::mem::replace(&mut entry.batch, batch) == batch {
-                continue;
-            }
-            sizes.push(entry.bytes);
-            if entry.slot.is_none() {
-                entry.is_missed = true;
-                missing.push(id);
-            }
-            self.touch(id);
-        }
-        if !missing.is_empty() {
-            self.check_size(&sizes)?;
-        }
-        Ok(missing)
-    }
-
-    /// Rejects a batch of adapters of these sizes that never fits beside the pinned ones.
-    fn check_size(&self, sizes: &[usize]) -> Result<(), PoolError> {
-        let (adapters, bytes) = (sizes.len(), sizes.iter().sum());
-        let pinned = self.device.occupied().filter_map(|place| self.adapters.get(&place.id));
-        let pinned = pinned.filter(|entry| entry.is_pinned && entry.batch != self.batch).map(|entry| entry.bytes);
-        let all: Vec<_> = pinned.chain(sizes.iter().copied()).collect();
-        let (num_slots, capacity) = (self.device.num_slots(), self.device.blocks.usage().capacity);
-        let bounds =
-            [("number of slots", num_slots, all.len()), ("arena", capacity, blocks::bytes_for(all.iter().copied(), 0))];
-        for (what, max, needed) in bounds {
-            if needed > max {
-                return Err(PoolError::TooLarge { adapters, bytes, what, max });
-            }
-        }
         Ok(())
     }
 

@@ -298,7 +298,8 @@ fn no_kernel_reads_a_wrong_adapter() {
 
 #[test]
 fn every_rule_is_needed() {
-    for rule in [Rule::Leases, Rule::Commit, Rule::EveryStream, Rule::Memory, Rule::Copying, Rule::Source] {
+    let rules = [Rule::Leases, Rule::Commit, Rule::EveryStream, Rule::Memory, Rule::Copying, Rule::Source];
+    for rule in rules {
         let wrong = first_wrong(BROKEN, Some(rule), None);
         assert!(wrong.is_some(), "without {rule:?}, nothing went wrong");
     }

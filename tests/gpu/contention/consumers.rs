@@ -14,7 +14,7 @@ use super::Hog;
 use crate::{
     common::{
         consumers::EPS,
-        factors::{Modules, fill},
+        factors::{Modules, fill, neighbour},
         values::Values,
     },
     device::Gpu,
@@ -37,6 +37,9 @@ fn a_norm_beside_a_kernel_that_takes_most_multiprocessors() {
     let mut rng = StdRng::seed_from_u64(5);
     let mut spec = ModelSpec::new();
     let id = spec.linear(Linear::new("o", Parallel::Replicated, IN).slice("o", FEATURES)).unwrap();
+    for path in ["before", "behind"] {
+        spec.linear(neighbour(path)).unwrap();
+    }
     let model = spec.shard(TpRank::SINGLE).unwrap();
     for tokens in [1, 8, 600] {
         let capacity = Capacity::tokens(tokens).slots(SLOTS.into()).rank(64);

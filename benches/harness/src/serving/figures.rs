@@ -4,7 +4,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::{Aril, FILE, Fifo, Hardware, Outcome, Policy, SLora, Trace, Vllm, run};
-use crate::Result;
+use crate::{Result, report::percentile};
 
 const SEED: u64 = 1;
 const REQUESTS: usize = 10_000;
@@ -137,11 +137,6 @@ impl Figures {
 /// To four decimals, which a file keeps exactly.
 fn rounded(value: f64) -> f64 {
     (value * 1e4).round() / 1e4
-}
-
-/// The smallest of the sorted values that `percent` of them do not exceed.
-pub fn percentile(sorted: &[u64], percent: usize) -> u64 {
-    sorted[(sorted.len() * percent).div_ceil(100).max(1) - 1]
 }
 
 impl Record {

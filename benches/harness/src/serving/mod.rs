@@ -39,7 +39,7 @@ mod trace;
 
 pub use self::{
     engine::{Outcome, Room, run},
-    figures::{Figures, Kind, Record, Run, Settings, percentile},
+    figures::{Figures, Kind, Record, Run, Settings},
     memory::Memory,
     policy::{Aril, Fifo, Policy, SLora, Vllm},
     show::{plot, shown, table},

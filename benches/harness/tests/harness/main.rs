@@ -3,6 +3,7 @@
 
 mod check;
 mod links;
+mod pool;
 mod record;
 mod report;
 mod serving;

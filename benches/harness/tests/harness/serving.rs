@@ -4,9 +4,10 @@ use std::{collections::HashSet, time::Duration};
 
 use aril_bench::{
     record::repository,
+    report::percentile,
     serving::{
-        Adapter, Aril, Fifo, Hardware, Kind, Memory, Outcome, Policy, Record, Request, SLora, Time, Trace, Vllm,
-        percentile, run, shown,
+        Adapter, Aril, Fifo, Hardware, Kind, Memory, Outcome, Policy, Record, Request, SLora, Time, Trace, Vllm, run,
+        shown,
     },
 };
 
@@ -226,7 +227,7 @@ fn every_policy_serves_every_request_within_its_slots() {
 fn percentiles_are_values() {
     let values: Vec<Time> = (1..=200).collect();
     assert_eq!([0, 1, 50, 99, 100].map(|percent| percentile(&values, percent)), [1, 2, 100, 198, 200]);
-    assert_eq!(percentile(&[7], 99), 7);
+    assert_eq!(percentile(&[7.5], 99), 7.5);
 }
 
 /// The record is of this code: its shortest runs are run again.

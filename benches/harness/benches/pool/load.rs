@@ -1,0 +1,116 @@
+//! The time from a prefetch until the copy of the adapter's lease has run on the device.
+
+use std::{sync::Arc, time::Instant};
+
+use aril::{
+    DType,
+    cuda::{AdapterPool, Buffer, PinnedBuffer},
+    plan::Capacity,
+    pool::{AdapterId, PoolConfig, Source, StreamId},
+};
+use aril_bench::{
+    Result,
+    data::SMALL,
+    device::Gpu,
+    noise::Noise,
+    pool::{Figures, LAYERS, Layers, Load},
+    report::median,
+};
+
+use crate::{lease, room};
+
+const RANK: usize = 16;
+const COPIES: usize = 40;
+const READS: usize = 10;
+
+/// Adapters of rank 16 of Qwen3-8B. The pool's device holds one, so that each load evicts the one before.
+pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
+    let (layers, noise) = (Layers::qwen3_8b(LAYERS), Noise::new(1, SMALL, 0.02));
+    let (model, _) = layers.model()?;
+    let dir = tempfile::tempdir()?;
+    layers.write(RANK, &noise, dir.path())?;
+    let memory = Source::memory(Arc::new(layers.adapter(RANK, &noise)?), &model, DType::BF16)?;
+    // Just written, and read once before the timed loads: the files are in the page cache.
+    let disk = Source::directory(dir.path(), &model, DType::BF16)?;
+
+    let capacity = Capacity::tokens(1).slots(1).rank(RANK);
+    let config = PoolConfig::arena_bytes(room(&model, &memory, 1)).host_bytes(room(&model, &memory, 4));
+    let queue = gpu.queue()?;
+    let mut pool = AdapterPool::new(&queue, &model, DType::BF16, capacity, config)?;
+    let mut plain = PlainCopy {
+        from: PinnedBuffer::zeros(&queue, memory.bytes())?,
+        to: Buffer::zeros(&queue, memory.bytes())?,
+        bytes: memory.bytes(),
+    };
+    plain.time(gpu)?;
+
+    let pair = [pool.register(memory.clone())?, pool.register(memory.clone())?];
+    for id in pair {
+        time(gpu, &mut pool, id)?;
+    }
+    let reads = pool.snapshot().counters.reads;
+    let (mut us, mut copy_us) = (Vec::new(), Vec::new());
+    for copy in 0..COPIES {
+        copy_us.push(plain.time(gpu)?);
+        us.push(time(gpu, &mut pool, pair[copy % 2])?);
+    }
+    if pool.snapshot().counters.reads != reads {
+        return Err("an adapter was not in the host tier".into());
+    }
+    figures.load.push(plain.compare("host", us, copy_us));
+
+    for (from, source) in [("memory", &memory), ("disk", &disk)] {
+        let (mut us, mut copy_us) = (Vec::new(), Vec::new());
+        time_unread(gpu, &mut pool, source)?;
+        for _ in 0..READS {
+            copy_us.push(plain.time(gpu)?);
+            us.push(time_unread(gpu, &mut pool, source)?);
+        }
+        figures.load.push(plain.compare(from, us, copy_us));
+    }
+    Ok(())
+}
+
+/// The time of a load in µs.
+fn time(gpu: &Gpu, pool: &mut AdapterPool, id: AdapterId) -> Result<f64> {
+    gpu.synchronize()?;
+    let start = Instant::now();
+    pool.prefetch(id)?;
+    let leases = lease(pool, &[id])?;
+    gpu.synchronize()?;
+    let us = start.elapsed().as_secs_f64() * 1e6;
+    drop(leases);
+    pool.commit(StreamId::FIRST)?;
+    Ok(us)
+}
+
+/// The time of a load of an adapter that the host tier does not have, in µs.
+fn time_unread(gpu: &Gpu, pool: &mut AdapterPool, source: &Source) -> Result<f64> {
+    let id = pool.register(source.clone())?;
+    let us = time(gpu, pool, id)?;
+    pool.unregister(id)?;
+    Ok(us)
+}
+
+/// A copy of an adapter's size from page-locked memory to the device.
+struct PlainCopy {
+    from: PinnedBuffer<u8>,
+    to: Buffer<u8>,
+    bytes: usize,
+}
+
+impl PlainCopy {
+    /// The time of a copy on the host, in µs.
+    fn time(&mut self, gpu: &Gpu) -> Result<f64> {
+        gpu.synchronize()?;
+        let start = Instant::now();
+        self.to.enqueue_write(&mut self.from, self.bytes)?;
+        gpu.synchronize()?;
+        Ok(start.elapsed().as_secs_f64() * 1e6)
+    }
+
+    fn compare(&self, from: &str, mut us: Vec<f64>, mut copy_us: Vec<f64>) -> Load {
+        let (loads, us, copy_us) = (us.len(), median(&mut us), median(&mut copy_us));
+        Load { from: from.to_owned(), bytes: self.bytes, loads, us, copy_us }
+    }
+}

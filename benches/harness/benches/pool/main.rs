@@ -1,0 +1,96 @@
+//! Measures the adapter pool on a GPU.
+//!
+//! Writes the figures as JSON and prints them as tables. Each measurement has a pool of its own, and one that fails leaves the others'
+//! figures. All of them take less than a minute.
+//!
+//! | module | measures |
+//! |---|---|
+//! | [`load`] | the time of a load to the device, from the host tier, from tensors in memory and from files, against a plain copy |
+//! | [`steps`] | the time on the host of a step's leases and commit, by the number of resident adapters |
+//! | [`neighbours`] | replays of a decode step, alone and beside loads |
+//!
+//! The memory of adapters of many ranks against padded slots ([`Memory`]) is computed.
+
+mod load;
+mod neighbours;
+mod steps;
+
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use aril::{
+    cuda::{AdapterPool, raw::Descriptor},
+    model::Model,
+    pool::{AdapterId, Lease, PoolError, Source, StreamId},
+};
+use aril_bench::{
+    Result,
+    device::Gpu,
+    pool::{Figures, Memory},
+};
+use clap::Parser;
+
+#[derive(Debug, Parser)]
+#[command(about = "Measures the adapter pool on the first GPU")]
+struct Cli {
+    /// Where the figures go
+    #[arg(long, default_value = "pool.json")]
+    out: PathBuf,
+    /// What cargo passes
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// The longest wait for a load.
+const LIMIT: Duration = Duration::from_secs(20);
+
+type Measurement = fn(&Gpu, &mut Figures) -> Result<()>;
+
+const MEASUREMENTS: [(&str, Measurement); 4] =
+    [("memory", memory), ("load", load::measure), ("steps", steps::measure), ("neighbours", neighbours::measure)];
+
+fn main() -> Result<ExitCode> {
+    let cli = Cli::parse();
+    let (start, gpu, mut figures) = (Instant::now(), Gpu::new()?, Figures::default());
+    figures.meta.gpu = gpu.context.name()?;
+    figures.meta.aril = env!("CARGO_PKG_VERSION").to_owned();
+    figures.meta.commit = option_env!("ARIL_COMMIT").map(str::to_owned);
+    println!("{}\n", figures.meta.gpu);
+    for (name, measure) in MEASUREMENTS {
+        if let Err(error) = measure(&gpu, &mut figures) {
+            figures.fail(name, error.to_string());
+        }
+        figures.meta.seconds = start.elapsed().as_secs_f64();
+        figures.save(&cli.out)?;
+    }
+    figures.tables().iter().for_each(|table| println!("{table}"));
+    println!("{:.0} s, {} failed", figures.meta.seconds, figures.failures.len());
+    Ok(if figures.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn memory(_: &Gpu, figures: &mut Figures) -> Result<()> {
+    figures.memory = Some(Memory::of_qwen3_8b()?);
+    Ok(())
+}
+
+/// Bytes of a tier with room for `count` adapters of the source's size.
+fn room(model: &Model, source: &Source, count: usize) -> usize {
+    const GRANULE: usize = 1024;
+    let block = source.bytes() + model.num_entries() * size_of::<Descriptor>() + GRANULE;
+    // The allocator finds a block only in a gap that is up to an eighth larger.
+    block * count + block / 8
+}
+
+/// Leases adapters on the first stream once they are in host memory.
+fn lease(pool: &mut AdapterPool, ids: &[AdapterId]) -> Result<Vec<Lease>> {
+    let start = Instant::now();
+    loop {
+        match pool.prepare(ids, StreamId::FIRST) {
+            Err(PoolError::Loading { .. }) if start.elapsed() < LIMIT => drop(pool.wait(Duration::from_millis(100))),
+            leases => return Ok(leases?),
+        }
+    }
+}

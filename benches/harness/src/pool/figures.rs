@@ -1,0 +1,211 @@
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::Memory;
+use crate::{
+    Result,
+    report::{Table, percentile},
+    results::{self, Failure, PEER},
+};
+
+/// The targets of the tables.
+const MIN_OF_COPY: f64 = 0.9;
+const MAX_STEP_US: f64 = 5.0;
+const MAX_SLOWDOWN: f64 = 1.03;
+
+/// The figures of an adapter pool.
+#[derive(Debug, Default, Deserialize, Serialize)]
+pub struct Figures {
+    pub meta: Meta,
+    pub memory: Option<Memory>,
+    pub load: Vec<Load>,
+    pub steps: Vec<StepCost>,
+    pub replays: Vec<Replays>,
+    pub failures: Vec<Failure>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+pub struct Meta {
+    pub gpu: String,
+    pub aril: String,
+    /// The commit of the build, if its environment named one (`ARIL_COMMIT`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+    pub seconds: f64,
+}
+
+/// Loads of one adapter: from the prefetch until the copy of its lease has run.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct Load {
+    /// Where the adapter is before.
+    pub from: String,
+    pub bytes: usize,
+    pub loads: usize,
+    /// The median time of a load.
+    pub us: f64,
+    /// The median time of a plain copy of as many bytes from page-locked memory, in turn with the loads.
+    pub copy_us: f64,
+}
+
+impl Load {
+    pub fn gb_per_s(&self) -> f64 {
+        self.bytes as f64 / self.us / 1e3
+    }
+
+    /// The load's rate over that of the plain copy.
+    pub fn of_copy(&self) -> f64 {
+        self.copy_us / self.us
+    }
+}
+
+/// The median and the 99th percentile, in µs.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Times {
+    pub p50_us: f64,
+    pub p99_us: f64,
+}
+
+impl Times {
+    /// # Panics
+    /// If there are no times.
+    pub fn new(mut us: Vec<f64>) -> Self {
+        us.sort_by(f64::total_cmp);
+        let [p50_us, p99_us] = [50, 99].map(|percent| percentile(&us, percent));
+        Self { p50_us, p99_us }
+    }
+}
+
+/// Time on the host of one step's leases and commit.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct StepCost {
+    /// Adapters on the device.
+    pub resident: usize,
+    /// Adapters that a step leases.
+    pub leased: usize,
+    pub steps: usize,
+    #[serde(flatten)]
+    pub times: Times,
+}
+
+/// What the pool brings to the device meanwhile.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Neighbours {
+    None,
+    /// Adapters of the host tier.
+    Host,
+    /// Adapters of a directory.
+    Disk,
+}
+
+impl Neighbours {
+    pub const ALL: [Self; 3] = [Self::None, Self::Host, Self::Disk];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::None => "alone",
+            Self::Host => "beside loads from host memory",
+            Self::Disk => "beside loads from disk",
+        }
+    }
+}
+
+/// Replays of a decode step.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct Replays {
+    pub beside: Neighbours,
+    pub replays: usize,
+    /// Between events around each replay, with replays enqueued ahead.
+    pub device: Times,
+    /// On the host, from the launch of a replay until it has ended.
+    pub host: Times,
+    /// Copies to the device meanwhile.
+    pub copies: u64,
+    pub copied_bytes: u64,
+    /// The time of the replays, in seconds.
+    pub seconds: f64,
+}
+
+impl Figures {
+    pub fn save(&self, path: &Path) -> Result<()> {
+        results::save(self, path)
+    }
+
+    pub fn fail(&mut self, id: &str, msg: String) {
+        println!("error: {id}: {msg}");
+        self.failures.push(Failure { id: id.to_owned(), peer: PEER.to_owned(), kind: "error".to_owned(), msg });
+    }
+
+    /// A table for each measurement that succeeded.
+    pub fn tables(&self) -> Vec<Table> {
+        let tables = [self.load_table(), self.step_table(), self.replay_table(), self.memory_table()];
+        tables.into_iter().filter(|table| !table.is_empty()).collect()
+    }
+
+    fn load_table(&self) -> Table {
+        let mut table = Table::new(&["load from", "MB", "µs", "GB/s", "plain copy, µs", "of its rate", "target"]);
+        for load in &self.load {
+            let target = if load.from == "host" { format!("at least {MIN_OF_COPY}") } else { String::new() };
+            let megabytes = format!("{:.1}", load.bytes as f64 / 1e6);
+            let [us, copy_us] = [load.us, load.copy_us].map(|us| format!("{us:.0}"));
+            let [rate, of_copy] = [load.gb_per_s(), load.of_copy()].map(|value| format!("{value:.2}"));
+            table.row(vec![load.from.clone(), megabytes, us, rate, copy_us, of_copy, target]);
+        }
+        table
+    }
+
+    fn step_table(&self) -> Table {
+        let mut table = Table::new(&["resident", "leased per step", "p50, µs", "p99, µs", "target"]);
+        for &StepCost { resident, leased, times, .. } in &self.steps {
+            let target = if leased == 1 { format!("at most {MAX_STEP_US}") } else { String::new() };
+            let [p50, p99] = [times.p50_us, times.p99_us].map(|us| format!("{us:.2}"));
+            table.row(vec![resident.to_string(), leased.to_string(), p50, p99, target]);
+        }
+        table
+    }
+
+    fn replay_table(&self) -> Table {
+        let mut table = Table::new(&[
+            "decode graph",
+            "p50, µs",
+            "p99, µs",
+            "p99 over alone",
+            "host p50, µs",
+            "p99, µs",
+            "p99 over alone",
+            "copies",
+            "GB/s",
+            "target",
+        ]);
+        let alone = self.replays.iter().find(|replays| replays.beside == Neighbours::None);
+        for replays in &self.replays {
+            let times = |of: fn(&Replays) -> Times| {
+                let Times { p50_us, p99_us } = of(replays);
+                let over = alone.map_or_else(String::new, |alone| format!("{:.3}", p99_us / of(alone).p99_us));
+                [format!("{p50_us:.1}"), format!("{p99_us:.1}"), over]
+            };
+            let mut row = vec![replays.beside.name().to_owned()];
+            row.extend(times(|replays| replays.device));
+            row.extend(times(|replays| replays.host));
+            row.push(replays.copies.to_string());
+            row.push(format!("{:.1}", replays.copied_bytes as f64 / replays.seconds / 1e9));
+            let is_beside = replays.beside != Neighbours::None;
+            row.push(if is_beside { format!("at most {MAX_SLOWDOWN}") } else { String::new() });
+            table.row(row);
+        }
+        table
+    }
+
+    fn memory_table(&self) -> Table {
+        let mut table = Table::new(&["adapters", "ranks", "exact, GB", "padded, GB", "padded/exact"]);
+        if let Some(memory) = &self.memory {
+            let Memory { adapters, ranks: [min, max], exact_bytes, padded_bytes } = memory;
+            let gigabytes = |bytes: &usize| format!("{:.2}", *bytes as f64 / 1e9);
+            let ratio = format!("{:.2}", memory.ratio());
+            let sizes = [exact_bytes, padded_bytes].map(gigabytes);
+            table.row([vec![adapters.to_string(), format!("{min}..{max}")], sizes.to_vec(), vec![ratio]].concat());
+        }
+        table
+    }
+}

@@ -1,0 +1,11 @@
+//! What `benches/pool` measures an adapter pool with, and the figures that it writes.
+
+mod adapters;
+mod figures;
+mod memory;
+
+pub use self::{
+    adapters::{LAYERS, Layers},
+    figures::{Figures, Load, Meta, Neighbours, Replays, StepCost, Times},
+    memory::Memory,
+};
