@@ -486,7 +486,9 @@ struct Delta {
     pair.rank = begin + (index - token * per_token) * 2;
     const int segment = batch.segment_of[token];
     pair.entry = segment * args.num_slices + share.slice;
-    if (segment >= 0 && pair.rank < ceil_div(module_at(pair.entry).rank, kPairRanks) * kPairRanks) {
+    // CUDA 12.8 takes `pair.rank <` for the beginning of a template argument list.
+    if (segment >= 0 &&
+        (pair.rank) < ceil_div(module_at(pair.entry).rank, kPairRanks) * kPairRanks) {
       pair.token = token;
     }
     return pair;
