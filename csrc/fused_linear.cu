@@ -190,24 +190,11 @@ int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* st
   const int num_warps = detail::fused_warps(params.grid.pass_units, kTokenTiles, kSmall);
   const int idle_warps =
       params.args.weights.table == nullptr ? detail::delta_warps(kTokenTiles, kSmall) : 0;
-  cudaLaunchAttribute attributes[3] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = params.splits;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  // The default policy starts no cluster beside a kernel that occupies most multiprocessors, if two
-  // of its blocks fit on one.
-  attributes[2].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
-  attributes[2].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits;
-  config.blockDim = 32 * (num_warps - idle_warps);
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = params.splits > 1 ? 3 : 1;
-  return cudaLaunchKernelEx(&config, detail::fused_linear_kernel<T, kTokenTiles, kSmall>, params);
+  const Kernel<detail::FusedParams> kernel = {detail::fused_linear_kernel<T, kTokenTiles, kSmall>,
+                                              smem_bytes};
+  return launch_clusters(kernel, params.splits,
+                         params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits,
+                         32 * (num_warps - idle_warps), smem_bytes, stream, params);
 }
 
 template <typename T, int kTokenTiles>

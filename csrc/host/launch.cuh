@@ -5,8 +5,8 @@
 // A kernel that was not loaded is loaded by its first launch, which fails during a capture. So each
 // .cu file keeps its kernels in tables (structs of Kernel), launches only from them, and loads
 // whole tables with load_table(). A table's members are bound by name there: forgetting one does
-// not compile. The exception is fused_linear.cu, whose launches need a cluster: it loads the
-// instances that its dispatch by tokens chooses from.
+// not compile. The exception is fused_linear.cu: it loads the instances that its dispatch by tokens
+// chooses from.
 #pragma once
 
 #include <cuda_bf16.h>
