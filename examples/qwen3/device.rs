@@ -13,12 +13,14 @@ use aril::{
     adapter::SlotImage,
     model::{EmbeddingId, ExpertsId, LinearId, Model},
     plan::{Capacity, RouteCapacity},
+    pool::PoolConfig,
 };
 
 use crate::{
     config::Heads,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    pool::AdapterPool,
 };
 
 /// The keys and values of one layer: `[rows, kv_features]` each. Every sequence has consecutive rows.
@@ -64,6 +66,8 @@ pub(crate) trait Device: Sized {
 
     /// `aril::{cpu, cuda}::WeightTable`.
     type Adapters;
+    /// `aril::{cpu, cuda}::AdapterPool`.
+    type Pool: AdapterPool;
     /// `aril::{cpu, cuda}::LoraLinear`.
     type LoraLinear;
     /// `aril::cuda::FusedLinear`.
@@ -93,6 +97,8 @@ pub(crate) trait Device: Sized {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<()>;
+    /// An empty pool, and the table whose slots it fills.
+    fn pool(&self, model: &Model, capacity: Capacity, config: PoolConfig) -> Result<(Self::Pool, Self::Adapters)>;
     fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
     /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel for it.
     fn fused_linear<'a>(

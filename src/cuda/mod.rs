@@ -27,7 +27,6 @@ mod align;
 mod arena;
 mod buffer;
 mod capturing;
-mod commits;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;

@@ -18,6 +18,9 @@ pub trait Table {
     /// The lowest empty slot from the index `first` on.
     fn free_slot(&self, first: u16) -> Option<Slot>;
 
+    /// Whether an image would fit if no adapter was loaded.
+    fn can_hold(&self, image: &SlotImage<'_>) -> bool;
+
     /// Reserves memory for an adapter that will be put into `slot`.
     ///
     /// # Errors
@@ -65,6 +68,10 @@ impl Table for cpu::WeightTable {
         free_slot(first, self.capacity().num_slots, |slot| self.get(slot).is_some())
     }
 
+    fn can_hold(&self, image: &SlotImage<'_>) -> bool {
+        Self::arena_bytes([image]) <= self.usage().capacity
+    }
+
     fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<cpu::Reservation, LoadError> {
         self.check_slot(slot)?;
         self.reserve(image)
@@ -102,6 +109,10 @@ mod on_device {
 
         fn free_slot(&self, first: u16) -> Option<Slot> {
             free_slot(first, self.capacity().num_slots, |slot| self.get(slot).is_some())
+        }
+
+        fn can_hold(&self, image: &SlotImage<'_>) -> bool {
+            Self::arena_bytes([image]) <= self.usage().capacity
         }
 
         fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<cuda::Reservation, LoadError> {
