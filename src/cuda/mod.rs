@@ -22,6 +22,8 @@
 #![doc = include_str!("../docs/threads.md")]
 //!
 #![doc = include_str!("../docs/graphs.md")]
+//!
+#![doc = include_str!("../docs/building.md")]
 
 mod align;
 mod arena;

@@ -1,7 +1,5 @@
 //! The command line of the example `qwen3`: its output, and its errors for invalid input.
 
-mod qwen3;
-
 use std::{
     ffi::OsString,
     fs,
@@ -9,12 +7,12 @@ use std::{
     process::Command,
 };
 
-use half::bf16;
-use qwen3::{
+use super::{
     files::{Files, Tensors, edit, read, write},
     process::{self, fixture, qwen3},
     refusals,
 };
+use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value, json};
 

@@ -1,8 +1,6 @@
 //! The example `qwen3` on the CPU against transformers and PEFT.
 
-mod qwen3;
-
-use qwen3::{
+use super::{
     files::{Files, edit},
     forms,
     goldens::{self, BATCHES, POOL, all_in, answers, models, requests, run, run_with},
