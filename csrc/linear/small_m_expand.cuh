@@ -87,7 +87,7 @@ __device__ __forceinline__ void gather_terms(uint4* operands, int count, int ste
     for (int first = warp * kInWarp; first < count * steps; first += kSmallMWarps * kInWarp) {
       const int i = first + lane / (kPairs * kMembers);
       const bool valid = i < count * steps;
-      const int t = valid ? i / steps : 0, step = valid ? i - t * steps : 0;
+      const int t = !valid ? 0 : steps == 1 ? i : i / steps, step = valid ? i - t * steps : 0;
       const StepRanks ranks = ranks_of(t, step);
       const bool has = valid && pair < ranks.count;
       float2 v_pair = v.template load2<kMembers>(has ? ranks.row : -1, ranks.first + pair);

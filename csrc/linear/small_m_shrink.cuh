@@ -11,6 +11,7 @@
 
 #include "../device/descriptor.cuh"
 #include "../device/mailbox.cuh"
+#include "../device/math.cuh"
 #include "../device/reduction.cuh"
 #include "../device/token_tile.cuh"
 #include "../device/vec.cuh"
@@ -27,11 +28,12 @@ constexpr int kSlabRowBytes = kSlabFeatures * 2 + 16;  // of x; padded so that 8
 
 // A grid of small_m_kernel: `shrink` blocks, then those of expand.
 struct SmallMGrid {
-  int rank_blocks;  // blocks of shrink for a token tile and slab
-  int slabs;
+  Divisor rank_blocks;  // blocks of shrink for a token tile and slab
+  Divisor slabs;
   int shrink;
-  int out_blocks;  // blocks of expand for a token tile
-  bool apart;      // expand alone: shrink was an earlier launch
+  Divisor out_blocks;  // blocks of expand for a token tile
+  Divisor outs_per_block;
+  bool apart;  // expand alone: shrink was an earlier launch
 };
 
 // Shared memory of a block of shrink: A, and up to `rows` rows of x.
@@ -71,9 +73,12 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
   if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first_rank_tile = blockIdx.x % grid.rank_blocks * kSmallMRankTiles;
-  const int slab = blockIdx.x / grid.rank_blocks % grid.slabs;
-  const TokenTile tile(p, blockIdx.x / grid.rank_blocks / grid.slabs);
+  const int slabs_before = grid.rank_blocks.quotient(blockIdx.x);
+  const int tile_index = grid.slabs.quotient(slabs_before);
+  const int first_rank_tile =
+      (static_cast<int>(blockIdx.x) - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
+  const int slab = slabs_before - tile_index * grid.slabs;
+  const TokenTile tile(p, tile_index);
   const RankTile rank_tile(module_of_lane(p.weights, tile.slot, p.num_slices),
                            first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
   if (first_rank_tile >= rank_tile.count) {
