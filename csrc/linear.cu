@@ -78,6 +78,7 @@ int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
   grid.slabs = detail::Divisor(slabs);
   grid.out_blocks = detail::Divisor(out_blocks);
   grid.outs_per_block = detail::Divisor(args.outs_per_block);
+  grid.num_slices = detail::Divisor(args.num_slices);
   grid.shrink = parts & kShrink ? args.max_tiles * rank_blocks * slabs : 0;
   grid.apart = parts == kExpand;
   const int expand = parts & kExpand ? args.max_tiles * out_blocks : 0;

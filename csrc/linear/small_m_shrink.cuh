@@ -33,6 +33,7 @@ struct SmallMGrid {
   int shrink;
   Divisor out_blocks;  // blocks of expand for a token tile
   Divisor outs_per_block;
+  Divisor num_slices;
   bool apart;  // expand alone: shrink was an earlier launch
 };
 
@@ -73,13 +74,14 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
   if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const EarlyModules modules(p.weights, grid.num_slices);
   const int slabs_before = grid.rank_blocks.quotient(blockIdx.x);
   const int tile_index = grid.slabs.quotient(slabs_before);
   const int first_rank_tile =
       (static_cast<int>(blockIdx.x) - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
   const int slab = slabs_before - tile_index * grid.slabs;
   const TokenTile tile(p, tile_index);
-  const RankTile rank_tile(module_of_lane(p.weights, tile.slot, p.num_slices),
+  const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                            first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
   if (first_rank_tile >= rank_tile.count) {
     if (is_first_block()) wait_for_predecessors();
