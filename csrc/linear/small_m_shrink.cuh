@@ -70,7 +70,6 @@ template <typename T>
 __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const SmallMGrid& grid,
                                                uint32_t& epoch, unsigned char* shared) {
   __shared__ TransactionBarrier barriers[kSmallMWarps];
-  __shared__ float2 k_tile_sums[kSmallMWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
   if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -127,19 +126,22 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     barriers[warp].wait(0);
     multiply_k_tile<T>(sums, x_row, a_row);
   }
-  k_tile_sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
-  k_tile_sums[warp][32 + lane] = make_float2(sums[0][2], sums[0][3]);
+  // In place of its A, which the warp has read.
+  __syncwarp();
+  float2* const k_tile_sums = reinterpret_cast<float2*>(a);
+  k_tile_sums[lane] = make_float2(sums[0][0], sums[0][1]);
+  k_tile_sums[32 + lane] = make_float2(sums[0][2], sums[0][3]);
   __syncthreads();
   // One thread for each token and rank.
   constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
-  static_assert(kSmallMRankTiles * kSums == kSmallMThreads);
+  static_assert(kSmallMRankTiles * kSums == kSmallMThreads && kSums * sizeof(float) <= kATileBytes);
   const int i = threadIdx.x % kSums, token = tokens[i / ARIL_RANK_TILE];
   if (rank_tile.a == nullptr || token < 0) return;
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < ARIL_K_TILES_PER_SLAB; ++k) {
-    sum += reinterpret_cast<const float*>(
-        k_tile_sums[threadIdx.x / kSums * ARIL_K_TILES_PER_SLAB + k])[i];
+    const int of_warp = threadIdx.x / kSums * ARIL_K_TILES_PER_SLAB + k;
+    sum += reinterpret_cast<const float*>(shared + of_warp * kATileBytes)[i];
   }
   const int rank = rank_tile.first_rank + i % ARIL_RANK_TILE;
   const PartialLayout layout(p);
