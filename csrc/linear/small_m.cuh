@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   }
   if (grid.apart) {
     launch_dependents();
-  } else if (threadIdx.x == 0) {
+  } else if (threadIdx.x == kSmallMThreads - 1) {
+    // Not the thread that requests B.
     epoch = begin_epoch(p.mailbox);
   }
   const int index = blockIdx.x - grid.shrink;

@@ -71,7 +71,8 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
                                                uint32_t& epoch, unsigned char* shared) {
   __shared__ TransactionBarrier barriers[kSmallMWarps];
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
-  if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
+  unsigned long long before = 0;
+  if (threadIdx.x == 0) before = count_block(p.mailbox);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const EarlyModules modules(p.weights, grid.num_slices);
   const int slabs_before = grid.rank_blocks.quotient(blockIdx.x);
@@ -82,15 +83,20 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   const TokenTile tile(p, tile_index);
   const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                            first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
-  if (first_rank_tile >= rank_tile.count) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
+  const bool is_idle = first_rank_tile >= rank_tile.count;
   const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
   const bool active = rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
   unsigned char* const a = shared + warp * kATileBytes;
   bulk_load(barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
             active ? kATileBytes : 0, lane, 32);
+  if (threadIdx.x == 0) {
+    epoch = epoch_of(p.mailbox, before);
+    launch_dependents();
+  }
+  if (is_idle) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
     tokens[threadIdx.x] = tile.token(threadIdx.x, p.num_tokens);
   }
