@@ -70,13 +70,18 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
 template <typename T>
 int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
+  const int rank_blocks = ceil_div(rank_tiles, detail::kSmallMRankTiles);
+  const int slabs = ceil_div(args.in_features, detail::kSlabFeatures);
+  const int out_blocks = aril::out_blocks(args, args.outs_per_block);
   detail::SmallMGrid grid = {};
-  grid.rank_blocks = ceil_div(rank_tiles, detail::kSmallMRankTiles);
-  grid.slabs = ceil_div(args.in_features, detail::kSlabFeatures);
-  grid.out_blocks = out_blocks(args, args.outs_per_block);
-  grid.shrink = parts & kShrink ? args.max_tiles * grid.rank_blocks * grid.slabs : 0;
+  grid.rank_blocks = detail::Divisor(rank_blocks);
+  grid.slabs = detail::Divisor(slabs);
+  grid.out_blocks = detail::Divisor(out_blocks);
+  grid.outs_per_block = detail::Divisor(args.outs_per_block);
+  grid.num_slices = detail::Divisor(args.num_slices);
+  grid.shrink = parts & kShrink ? args.max_tiles * rank_blocks * slabs : 0;
   grid.apart = parts == kExpand;
-  const int expand = parts & kExpand ? args.max_tiles * grid.out_blocks : 0;
+  const int expand = parts & kExpand ? args.max_tiles * out_blocks : 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
   const bool staged = detail::is_staged(args.weights);
   const int smem_bytes =

@@ -37,13 +37,15 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   }
   if (grid.apart) {
     launch_dependents();
-  } else if (threadIdx.x == 0) {
+  } else if (threadIdx.x == kSmallMThreads - 1) {
+    // Not the thread that requests B.
     epoch = begin_epoch(p.mailbox);
   }
   const int index = blockIdx.x - grid.shrink;
-  const TokenTile tile(p, index / grid.out_blocks);
+  const int tile_index = grid.out_blocks.quotient(index);
+  const TokenTile tile(p, tile_index);
   int slice;
-  const BlockOuts<T> outs(p, index % grid.out_blocks, p.outs_per_block, slice);
+  const BlockOuts<T> outs(p, index - tile_index * grid.out_blocks, grid.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   small_m_expand<T, kStaged>(tile.count, tile.expand_rows(module, p), module, outs, shared, [&] {

@@ -11,6 +11,7 @@
 
 #include "../device/descriptor.cuh"
 #include "../device/mailbox.cuh"
+#include "../device/math.cuh"
 #include "../device/reduction.cuh"
 #include "../device/token_tile.cuh"
 #include "../device/vec.cuh"
@@ -27,11 +28,13 @@ constexpr int kSlabRowBytes = kSlabFeatures * 2 + 16;  // of x; padded so that 8
 
 // A grid of small_m_kernel: `shrink` blocks, then those of expand.
 struct SmallMGrid {
-  int rank_blocks;  // blocks of shrink for a token tile and slab
-  int slabs;
+  Divisor rank_blocks;  // blocks of shrink for a token tile and slab
+  Divisor slabs;
   int shrink;
-  int out_blocks;  // blocks of expand for a token tile
-  bool apart;      // expand alone: shrink was an earlier launch
+  Divisor out_blocks;  // blocks of expand for a token tile
+  Divisor outs_per_block;
+  Divisor num_slices;
+  bool apart;  // expand alone: shrink was an earlier launch
 };
 
 // Shared memory of a block of shrink: A, and up to `rows` rows of x.
@@ -67,24 +70,33 @@ template <typename T>
 __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const SmallMGrid& grid,
                                                uint32_t& epoch, unsigned char* shared) {
   __shared__ TransactionBarrier barriers[kSmallMWarps];
-  __shared__ float2 k_tile_sums[kSmallMWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
   __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
-  if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
+  unsigned long long before = 0;
+  if (threadIdx.x == 0) before = count_block(p.mailbox);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first_rank_tile = blockIdx.x % grid.rank_blocks * kSmallMRankTiles;
-  const int slab = blockIdx.x / grid.rank_blocks % grid.slabs;
-  const TokenTile tile(p, blockIdx.x / grid.rank_blocks / grid.slabs);
-  const RankTile rank_tile(module_of_lane(p.weights, tile.slot, p.num_slices),
+  const EarlyModules modules(p.weights, grid.num_slices);
+  const int slabs_before = grid.rank_blocks.quotient(blockIdx.x);
+  const int tile_index = grid.slabs.quotient(slabs_before);
+  const int first_rank_tile =
+      (static_cast<int>(blockIdx.x) - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
+  const int slab = slabs_before - tile_index * grid.slabs;
+  const TokenTile tile(p, tile_index);
+  const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                            first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
-  if (first_rank_tile >= rank_tile.count) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
+  const bool is_idle = first_rank_tile >= rank_tile.count;
   const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
   const bool active = rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
   unsigned char* const a = shared + warp * kATileBytes;
   bulk_load(barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
             active ? kATileBytes : 0, lane, 32);
+  if (threadIdx.x == 0) {
+    epoch = epoch_of(p.mailbox, before);
+    launch_dependents();
+  }
+  if (is_idle) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
     tokens[threadIdx.x] = tile.token(threadIdx.x, p.num_tokens);
   }
@@ -120,19 +132,22 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     barriers[warp].wait(0);
     multiply_k_tile<T>(sums, x_row, a_row);
   }
-  k_tile_sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
-  k_tile_sums[warp][32 + lane] = make_float2(sums[0][2], sums[0][3]);
+  // In place of its A, which the warp has read.
+  __syncwarp();
+  float2* const k_tile_sums = reinterpret_cast<float2*>(a);
+  k_tile_sums[lane] = make_float2(sums[0][0], sums[0][1]);
+  k_tile_sums[32 + lane] = make_float2(sums[0][2], sums[0][3]);
   __syncthreads();
   // One thread for each token and rank.
   constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
-  static_assert(kSmallMRankTiles * kSums == kSmallMThreads);
+  static_assert(kSmallMRankTiles * kSums == kSmallMThreads && kSums * sizeof(float) <= kATileBytes);
   const int i = threadIdx.x % kSums, token = tokens[i / ARIL_RANK_TILE];
   if (rank_tile.a == nullptr || token < 0) return;
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < ARIL_K_TILES_PER_SLAB; ++k) {
-    sum += reinterpret_cast<const float*>(
-        k_tile_sums[threadIdx.x / kSums * ARIL_K_TILES_PER_SLAB + k])[i];
+    const int of_warp = threadIdx.x / kSums * ARIL_K_TILES_PER_SLAB + k;
+    sum += reinterpret_cast<const float*>(shared + of_warp * kATileBytes)[i];
   }
   const int rank = rank_tile.first_rank + i % ARIL_RANK_TILE;
   const PartialLayout layout(p);
