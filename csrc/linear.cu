@@ -28,6 +28,8 @@ struct Kernels {
   // By is_staged().
   Kernel<aril_linear_args, detail::SmallMGrid> small_m[2] = {
       {detail::small_m_kernel<T, false>, kMaxSmem}, {detail::small_m_kernel<T, true>, kMaxSmem}};
+  Kernel<aril_linear_args, detail::SmallMGrid, int> small_m_shrink = {
+      detail::small_m_shrink_kernel<T>, kMaxSmem};
   // Of 2, 4 and kMaxRankTiles rank tiles for a warpgroup.
   LargeM shrink2 = {detail::large_m_shrink_kernel<T, 2>, kMaxSmem};
   LargeM shrink4 = {detail::large_m_shrink_kernel<T, 4>, kMaxSmem};
@@ -42,8 +44,8 @@ struct Kernels {
       {detail::embedding_kernel<T, EmbeddingPath::kLargeMHighRank>, kMaxSmem}};
 
   int32_t load() const {
-    const auto& [a, b, c, d, e, f, g] = *this;
-    return load_table(a, b, c, d, e, f, g);
+    const auto& [a, b, c, d, e, f, g, h] = *this;
+    return load_table(a, b, c, d, e, f, g, h);
   }
 };
 
@@ -83,6 +85,15 @@ int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
   grid.apart = parts == kExpand;
   const int expand = parts & kExpand ? args.max_tiles * out_blocks : 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
+  if (parts == kShrink) {
+    const int team_bytes = ceil_div(detail::small_m_shrink_smem_bytes(rows), 128) * 128;
+    int max_bytes;
+    ARIL_TRY(max_smem_bytes(max_bytes));
+    const int teams = min(min(max_bytes / team_bytes, detail::kSmallMTeams), grid.shrink);
+    return launch(Kernels<T>().small_m_shrink, dim3(ceil_div(grid.shrink, teams)),
+                  teams * detail::kSmallMThreads, teams * team_bytes, stream, args, grid,
+                  team_bytes);
+  }
   const bool staged = detail::is_staged(args.weights);
   const int smem_bytes =
       max(detail::small_m_shrink_smem_bytes(rows),
