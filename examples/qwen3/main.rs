@@ -20,6 +20,7 @@ mod job;
 mod model;
 mod report;
 mod requests;
+mod stderr;
 mod tokenizer;
 mod verdict;
 mod verify;
@@ -45,8 +46,9 @@ use self::{
     config::Config,
     error::{Context, Error, Result, bail},
     job::Job,
-    report::{Row, say},
+    report::Row,
     requests::{Checker, Written},
+    stderr::say,
     tokenizer::Tokenizer,
 };
 

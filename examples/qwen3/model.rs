@@ -13,7 +13,7 @@ use crate::{
     device::Device,
     error::{Context, Result},
     experts::GroupedGemm,
-    report::progress,
+    stderr::progress,
 };
 
 /// A base model and the adapters that run on it.
@@ -71,23 +71,40 @@ impl<'d, D: Device> Model<'d, D> {
     pub(crate) fn new<'a>(
         device: &'d D,
         config: &Config,
-        Described { model, sites }: &Described,
-        mut weights: Weights<'_>,
+        described: &Described,
+        weights: Weights<'_>,
         adapters: impl IntoIterator<Item = (&'a str, &'a Adapter)>,
         tokens: usize,
     ) -> Result<Self> {
+        let model = &described.model;
         let adapters: Vec<_> = adapters.into_iter().collect();
         let images = adapters
             .iter()
             .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
         let images = images.collect::<Result<Vec<_>>>()?;
         let rank = images.iter().map(SlotImage::max_rank).max().unwrap_or(0).max(1);
+        let capacity = Capacity::tokens(tokens).slots(adapters.len().max(1)).rank(rank);
+        let table = device.adapters(model, capacity, &images)?;
+        for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
+            let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
+            let progress = progress(name, image.bytes());
+            device.load(&table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
+        }
+        Self::on(device, config, described, weights, table, tokens)
+    }
+
+    /// Builds the base model for steps of at most `max_tokens` tokens, on a table of adapters.
+    pub(crate) fn on(
+        device: &'d D,
+        config: &Config,
+        Described { model, sites }: &Described,
+        mut weights: Weights<'_>,
+        table: D::Adapters,
+        tokens: usize,
+    ) -> Result<Self> {
         // The library's bounds are at least 1.
         let (experts, top_k) = config.moe.as_ref().map_or((1, 1), |moe| (moe.experts, moe.top_k));
-        let capacity = Capacity::tokens(tokens).slots(adapters.len().max(1)).rank(rank);
         let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
-        let table = device.adapters(model, capacity, &images)?;
-
         let Config { vocab, hidden, .. } = *config;
         let embed = device.weight(vocab, hidden, weights.module(EMBED, vocab, hidden)?)?;
         let mut builder = Builder { device, config, model, adapters: &table, weights: &mut weights };
@@ -107,12 +124,6 @@ impl<'d, D: Device> Model<'d, D> {
             weights.ignore("lm_head.weight");
         }
         weights.finish()?;
-
-        for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
-            let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
-            let progress = progress(name, image.bytes());
-            device.load(&table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
-        }
 
         Ok(Self {
             device,
