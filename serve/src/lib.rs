@@ -1,0 +1,25 @@
+//! A reference engine and server: Qwen3 and many LoRA adapters, with the OpenAI API.
+//!
+//! The model is that of the example `qwen3`: this crate compiles the same files.
+
+mod engine;
+
+/// The model. Its modules name each other from the root of the crate, as in the example.
+#[path = "../../examples/qwen3"]
+#[expect(dead_code, unexpected_cfgs, reason = "the example alone merges adapters, and runs on a GPU")]
+mod qwen3 {
+    pub(crate) mod checkpoint;
+    pub(crate) mod config;
+    pub(crate) mod cpu;
+    pub(crate) mod device;
+    pub(crate) mod error;
+    pub(crate) mod experts;
+    pub(crate) mod files;
+    pub(crate) mod forward;
+    pub(crate) mod model;
+    pub(crate) mod stderr;
+    pub(crate) mod tokenizer;
+}
+mod worker;
+
+use qwen3::{checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
