@@ -37,7 +37,7 @@ const WAIT: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) config: Config,
-    pub(crate) described: Described,
+    pub(crate) described: Arc<Described>,
     pub(crate) sizes: Sizes,
     pub(crate) max_rank: usize,
     pub(crate) slots: usize,
@@ -70,7 +70,8 @@ pub(crate) struct Submission {
 /// A loaded version of an adapter. Dropping it unloads the version, unless it is [kept](Self::keep).
 #[derive(Debug)]
 pub(crate) struct Version {
-    id: Option<AdapterId>,
+    id: AdapterId,
+    is_kept: bool,
     handle: Handle,
 }
 
@@ -88,20 +89,20 @@ impl Drop for Submission {
 }
 
 impl Version {
-    pub(crate) fn id(&self) -> Option<AdapterId> {
+    pub(crate) fn id(&self) -> AdapterId {
         self.id
     }
 
     /// Leaves the version loaded.
     pub(crate) fn keep(mut self) {
-        self.id = None;
+        self.is_kept = true;
     }
 }
 
 impl Drop for Version {
     fn drop(&mut self) {
-        if let Some(id) = self.id {
-            self.handle.unload(id);
+        if !self.is_kept {
+            self.handle.unload(self.id);
         }
     }
 }
@@ -210,7 +211,10 @@ impl Worker {
                 None => return Ok(true),
                 Some(Command::Stop) => return Ok(false),
                 Some(Command::Load(source, reply)) => match engine.add_adapter(source) {
-                    Ok(id) => self.loading.push((Version { id: Some(id), handle: self.handle.clone() }, reply)),
+                    Ok(id) => {
+                        let handle = self.handle.clone();
+                        self.loading.push((Version { id, is_kept: false, handle }, reply));
+                    }
                     Err(error) => drop(reply.send(Err(error))),
                 },
                 Some(Command::Unload(id)) => engine.remove_adapter(id),
@@ -230,7 +234,7 @@ impl Worker {
     /// Answers the loads that have ended. A version that could not be loaded is dropped, which unloads it.
     fn answer_loads<T: Element>(&mut self, engine: &mut Engine<'_, T>) {
         for (version, reply) in std::mem::take(&mut self.loading) {
-            match version.id.map_or(Ok(true), |id| engine.is_loaded(id)) {
+            match engine.is_loaded(version.id) {
                 Ok(false) => self.loading.push((version, reply)),
                 Ok(true) => drop(reply.send(Ok(version))),
                 Err(error) => drop(reply.send(Err(error))),
