@@ -404,7 +404,7 @@ fn an_adapter_that_vanishes_fails_its_requests_alone() {
         let id = world.engine.add_adapter(source).expect("there is room");
         world.adapters.insert("vanished".into(), id);
         let prompt = files.prompt("What is the password?");
-        let mut ask = |world: &mut World<'_, f32>| {
+        let ask = |world: &mut World<'_, f32>| {
             let requests = [Some("vanished"), None].map(|name| world.request(name, prompt.clone(), 12, GREEDY));
             let mut answers = requests.map(|request| world.submit(request));
             world.drain();
@@ -517,7 +517,7 @@ proptest! {
                         let expected = alone.answer(adapter, prompt, max_tokens, seed);
                         submitted.push((world.submit(request), expected, false));
                     }
-                    Action::Cancel(index) if submitted.is_empty() => drop(index),
+                    Action::Cancel(_) if submitted.is_empty() => {}
                     Action::Cancel(index) => {
                         let index = index % submitted.len();
                         let (submitted, _, is_cancelled) = &mut submitted[index];

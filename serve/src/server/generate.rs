@@ -51,6 +51,8 @@ struct Common {
     #[serde(default)]
     stop_token_ids: Option<Vec<u32>>,
     ignore_eos: Option<bool>,
+    /// Adds the chosen tokens to each choice.
+    return_token_ids: Option<bool>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     #[serde(flatten)]
@@ -128,6 +130,7 @@ struct Job {
     sampling: Sampling,
     stream: bool,
     include_usage: bool,
+    return_token_ids: bool,
 }
 
 /// `POST /v1/completions`
@@ -271,6 +274,7 @@ impl Server {
             sampling: Sampling { temperature, top_p, top_k, seed: seed.map(i64::cast_unsigned), logprobs },
             stream: common.stream.unwrap_or(false),
             include_usage: common.stream_options.is_some_and(|options| options.include_usage),
+            return_token_ids: common.return_token_ids.unwrap_or(false),
         })
     }
 
@@ -359,18 +363,20 @@ impl Answer {
     async fn whole(mut self, choices: Vec<Choice>) -> ApiResult<Response> {
         let mut done = Vec::with_capacity(choices.len());
         for mut choice in choices {
-            let (mut text, mut logprobs) = (std::mem::take(&mut choice.echo), TokenLogprobs::default());
+            let (mut text, mut tokens) = (std::mem::take(&mut choice.echo), Vec::new());
+            let mut logprobs = TokenLogprobs::default();
             let finish = loop {
                 let piece = choice.next(&self.server).await?;
                 self.note(&piece);
                 logprobs.push(&self.server, &piece, text.chars().count())?;
                 text.push_str(&piece.text);
+                tokens.push(piece.token);
                 if let Some(finish) = piece.finish {
                     break finish;
                 }
             };
             let logprobs = self.job.sampling.logprobs.map(|_| logprobs.json(self.job.format));
-            done.push(match self.job.format {
+            let mut whole = match self.job.format {
                 Format::Completion => {
                     json!({ "index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish })
                 }
@@ -380,7 +386,11 @@ impl Answer {
                     "logprobs": logprobs,
                     "finish_reason": finish,
                 }),
-            });
+            };
+            if self.job.return_token_ids {
+                whole["token_ids"] = json!(tokens);
+            }
+            done.push(whole);
         }
         let object = match self.job.format {
             Format::Completion => "text_completion",
@@ -438,7 +448,10 @@ impl Answer {
             offsets[index] += piece.text.chars().count();
             left -= usize::from(piece.finish.is_some());
             let logprobs = self.job.sampling.logprobs.map(|_| logprobs.json(self.job.format));
-            let chunk = self.chunk(index, &piece.text, logprobs, piece.finish, false);
+            let mut chunk = self.chunk(index, &piece.text, logprobs, piece.finish, false);
+            if self.job.return_token_ids {
+                chunk["choices"][0]["token_ids"] = json!([piece.token]);
+            }
             if chunks.send(event(&chunk)).await.is_err() {
                 return;
             }
