@@ -95,6 +95,7 @@ extern "C" {
 #define ARIL_FORWARD_SPLIT_UNITS 12  // that a cluster of two thread blocks has at most
 #define ARIL_FORWARD_PARTS 4         // of the input features, whose sums of A x are handed over
 #define ARIL_FORWARD_ALIGNMENT 16    // bytes, of the rows of W and x
+#define ARIL_SEGMENT_TOKENS 8        // of a segment
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
@@ -133,6 +134,15 @@ typedef struct aril_tiles {
   int32_t* count;  // [1]
 } aril_tiles;
 
+// The first ARIL_FORWARD_TOKENS tokens of a batch in segments, up to ARIL_SEGMENT_TOKENS tokens of
+// one slot. Segments are in the order of their first tokens.
+typedef struct aril_segments {
+  int8_t tokens[ARIL_FORWARD_TOKENS][ARIL_SEGMENT_TOKENS];  // of a segment; -1: none
+  int32_t slots[ARIL_FORWARD_TOKENS];                       // of a segment
+  int8_t segment_of[ARIL_FORWARD_TOKENS];                   // by token; -1: the base
+  int8_t begun[ARIL_FORWARD_TOKENS];                        // by token: segments up to it
+} aril_segments;
+
 // A batch grouped by slot, in device memory at fixed addresses. aril_route writes it, every
 // operation reads it.
 typedef struct aril_routing {
@@ -143,6 +153,7 @@ typedef struct aril_routing {
   int32_t* indptr;      // [num_slots + 1] where each slot's tokens begin in `tokens`
   aril_tiles tiles;     // token tiles
   aril_tiles wide_tiles;
+  aril_segments* segments;  // [1], aligned to 16 bytes
 } aril_routing;
 
 typedef struct aril_route_args {

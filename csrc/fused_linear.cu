@@ -61,28 +61,12 @@ constexpr int kMinStages = 2;
 // loads of A and B.
 constexpr int kMaxRingShare = 4;
 
-// The small form is for up to this many tokens times ranks. (H200, 8 tokens of 8 adapters: 4 %
-// faster at rank 16, 16 % slower at rank 64; 1 token, rank 64: 4 % faster.)
-constexpr int kSmallTokenRanks = 256;
-// And for blocks that multiply at most this many units by boxes: over a longer stream the smaller
-// ring costs more than the launches save. (H200: with 1.5 MB of W a block, 1 to 4 % slower alone,
-// and faster by 5 % in a chain of layers; with 4 MB, 13 % slower.)
-constexpr int kSmallUnitBoxes = 768;
-
 // Dynamic shared memory that a block may have.
-int32_t smem_budget(bool small, int& bytes) {
+int32_t smem_budget(int& bytes) {
   constexpr int kOwnBytes = 1 << 10;
   static_assert(sizeof(detail::FusedShared) <= kOwnBytes);
-  if (!small) {
-    ARIL_TRY(max_smem_bytes(bytes));
-    bytes += kStaticBytes - kOwnBytes;
-    return 0;
-  }
-  int device, all, reserved;
-  ARIL_TRY(cudaGetDevice(&device));
-  ARIL_TRY(cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  ARIL_TRY(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
-  bytes = all / 2 - reserved - kOwnBytes;
+  ARIL_TRY(max_smem_bytes(bytes));
+  bytes += kStaticBytes - kOwnBytes;
   return 0;
 }
 
@@ -103,48 +87,38 @@ int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
   }
   grid.units = args.map->units;
   grid.pass_units = pass_units_of(grid.units);
+  grid.passes = passes_of(grid.units);
+  constexpr int kStep = detail::kStepBoxes;
+  grid.boxes = ceil_div(args.in_features, detail::kBoxFeatures);
+  grid.split_boxes = ceil_div(ceil_div(grid.boxes, kStep), args.map->splits) * kStep;
   params.num_k_tiles = ceil_div(args.in_features, ARIL_K_TILE);
   params.part_k_tiles = ceil_div(params.num_k_tiles, detail::kParts);
   params.num_parts = ceil_div(params.num_k_tiles, params.part_k_tiles);
   return 0;
 }
 
-int boxes_of_split(const aril_forward_args& args) {
-  return detail::Share::split_boxes(ceil_div(args.in_features, detail::kBoxFeatures),
-                                    args.map->splits);
-}
-
-// Whether the small form is faster.
-bool is_small(const aril_forward_args& args) {
-  return args.weights.table != nullptr &&
-         args.num_tokens * args.weights.max_rank <= kSmallTokenRanks &&
-         int64_t{args.map->units} * boxes_of_split(args) <= kSmallUnitBoxes;
-}
-
-// Divides a block's shared memory: as many stages as fit, of two boxes or, if these are too few or
-// the form is small, of one. `smem_bytes` is 0 if the form does not fit.
-int32_t make_ring(const aril_forward_args& args, int token_tiles, bool small,
-                  detail::FusedParams& params, int& smem_bytes) {
+// Divides a block's shared memory: as many stages as fit, of two boxes or, if these are too few of
+// one. `smem_bytes` is 0 if the form does not fit.
+int32_t make_ring(const aril_forward_args& args, int token_tiles, detail::FusedParams& params,
+                  int& smem_bytes) {
   constexpr int kAlignmentBytes = 1024;
   detail::FusedGrid& grid = params.grid;
   const int max_rank = args.weights.table == nullptr ? 0 : args.weights.max_rank;
-  const int boxes = boxes_of_split(args);
   int budget;
-  ARIL_TRY(smem_budget(small, budget));
+  ARIL_TRY(smem_budget(budget));
   smem_bytes = 0;
-  for (grid.stage_boxes = small ? 1 : detail::kStepBoxes; grid.stage_boxes > 0;
-       --grid.stage_boxes) {
+  for (grid.stage_boxes = detail::kStepBoxes; grid.stage_boxes > 0; --grid.stage_boxes) {
     const auto smem = [&] {
-      return detail::FusedSmem(token_tiles, grid, params.splits, args.num_slices, max_rank, small);
+      return detail::FusedSmem(token_tiles, grid, params.splits, args.num_slices, max_rank);
     };
     grid.stages = 0;
     const int room = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
-    const int items = passes_of(grid.units) * ceil_div(boxes, grid.stage_boxes);
+    const int items = grid.passes * ceil_div(grid.split_boxes, grid.stage_boxes);
     const bool is_short = items < kMaxRingShare * kGoodStages;
     const int wanted = max_rank == 0 || is_short ? items : items / kMaxRingShare;
     const int most = wanted < detail::kMaxStages ? wanted : detail::kMaxStages;
     grid.stages = most < room ? most : room;
-    const int fewest = !small && grid.stage_boxes == 1 ? kMinStages : kGoodStages;
+    const int fewest = grid.stage_boxes == 1 ? kMinStages : kGoodStages;
     if (grid.stages < fewest && grid.stages < items) continue;
     grid.trigger = kTriggerBoxes / grid.stage_boxes;
     params.smem = smem();
@@ -185,12 +159,12 @@ int32_t fill_params(const aril_forward_args& args, int token_tiles, detail::Fuse
   return share_out(args, params);
 }
 
-template <typename T, int kTokenTiles, bool kSmall>
+template <typename T, int kTokenTiles>
 int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* stream) {
-  const int num_warps = detail::fused_warps(params.grid.pass_units, kTokenTiles, kSmall);
+  const int num_warps = detail::fused_warps(params.grid.pass_units, kTokenTiles);
   const int idle_warps =
-      params.args.weights.table == nullptr ? detail::delta_warps(kTokenTiles, kSmall) : 0;
-  const Kernel<detail::FusedParams> kernel = {detail::fused_linear_kernel<T, kTokenTiles, kSmall>,
+      params.args.weights.table == nullptr ? detail::delta_warps(kTokenTiles) : 0;
+  const Kernel<detail::FusedParams> kernel = {detail::fused_linear_kernel<T, kTokenTiles>,
                                               smem_bytes};
   return launch_clusters(kernel, params.splits,
                          params.grid.first_cluster[ARIL_MAX_SLICES] * params.splits,
@@ -202,15 +176,9 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   detail::FusedParams params;
   ARIL_TRY(fill_params(args, kTokenTiles, params));
   int smem_bytes;
-  if constexpr (kTokenTiles == 1) {
-    if (is_small(args)) {
-      ARIL_TRY(make_ring(args, kTokenTiles, true, params, smem_bytes));
-      if (smem_bytes > 0) return launch_fused<T, kTokenTiles, true>(params, smem_bytes, stream);
-    }
-  }
-  ARIL_TRY(make_ring(args, kTokenTiles, false, params, smem_bytes));
+  ARIL_TRY(make_ring(args, kTokenTiles, params, smem_bytes));
   if (smem_bytes == 0) return ARIL_ERR_SHARED_MEMORY;
-  return launch_fused<T, kTokenTiles, false>(params, smem_bytes, stream);
+  return launch_fused<T, kTokenTiles>(params, smem_bytes, stream);
 }
 
 // ARIL_ERR_SHARED_MEMORY if the device has too little for some batch within the bounds.
@@ -228,7 +196,7 @@ int32_t check_fit(const aril_base_weights& weights, const aril_forward_map& map)
   ARIL_TRY(share_out(args, params));
   for (int tiles = 1; tiles * detail::kTokenTile < 2 * weights.max_tokens; tiles *= 2) {
     int smem_bytes;
-    ARIL_TRY(make_ring(args, tiles, false, params, smem_bytes));
+    ARIL_TRY(make_ring(args, tiles, params, smem_bytes));
     if (smem_bytes == 0) return ARIL_ERR_SHARED_MEMORY;
   }
   return 0;
@@ -246,14 +214,12 @@ int32_t with_tiles(int num_tokens, F&& f) {
 
 template <typename T>
 int32_t load_kernels() {
-  int bytes, small_bytes;
-  ARIL_TRY(smem_budget(false, bytes));
-  ARIL_TRY(smem_budget(true, small_bytes));
+  int bytes;
+  ARIL_TRY(smem_budget(bytes));
   using FusedKernel = Kernel<detail::FusedParams>;
-  ARIL_TRY(load(FusedKernel{detail::fused_linear_kernel<T, 1, true>, small_bytes}));
   for (const int num_tokens : {8, 16, 32, 64}) {
     ARIL_TRY(with_tiles(num_tokens, [&](auto tiles) {
-      const auto kernel = detail::fused_linear_kernel<T, decltype(tiles)::value, false>;
+      const auto kernel = detail::fused_linear_kernel<T, decltype(tiles)::value>;
       return load(FusedKernel{kernel, bytes});
     }));
   }

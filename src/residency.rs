@@ -2,10 +2,16 @@
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use crate::{DType, Slot, adapter::SlotImage, error::SlotError, model::Model, plan::Capacity};
+use crate::{
+    DType, Slot,
+    adapter::SlotImage,
+    error::{OperandError, SlotError},
+    model::Model,
+    plan::Capacity,
+};
 
 /// A loaded adapter: its slot and the generation of the slot's content.
 ///
@@ -109,6 +115,8 @@ pub(crate) struct Slots<B> {
     blocks: Mutex<Blocks<B>>,
     /// The generation of each slot; 0 if it is empty.
     generations: Box<[AtomicU64]>,
+    /// Of a pool's table: whether a step may use each slot.
+    leased: Option<Box<[AtomicBool]>>,
 }
 
 /// The content of the slots.
@@ -119,10 +127,11 @@ pub(crate) struct Blocks<B> {
 }
 
 impl<B> Slots<B> {
-    pub(crate) fn new(num_slots: usize) -> Self {
+    pub(crate) fn new(num_slots: usize, is_pooled: bool) -> Self {
         Self {
             blocks: Mutex::new(Blocks { all: (0..num_slots).map(|_| None).collect(), last_generation: 0 }),
             generations: (0..num_slots).map(|_| AtomicU64::new(0)).collect(),
+            leased: is_pooled.then(|| (0..num_slots).map(|_| AtomicBool::new(false)).collect()),
         }
     }
 
@@ -177,6 +186,21 @@ impl<B> Slots<B> {
         let index = self.index(slot)?;
         self.generations[index].store(0, Ordering::SeqCst);
         Ok(blocks.all[index].take().map(|(_, block)| block))
+    }
+
+    /// Sets whether a step may use a slot of a pool's table.
+    pub(crate) fn set_leased(&self, index: usize, is_leased: bool) {
+        if let Some(leased) = &self.leased {
+            leased[index].store(is_leased, Ordering::SeqCst);
+        }
+    }
+
+    /// Rejects slots of a pool's table that a step may not use. Accepts all slots of other tables.
+    pub(crate) fn check_leased(&self, slots: &[Slot]) -> Result<(), OperandError> {
+        let Some(leased) = &self.leased else { return Ok(()) };
+        let is_leased = |index: usize| leased.get(index).is_some_and(|leased| leased.load(Ordering::SeqCst));
+        let stale = slots.iter().find(|slot| slot.index().is_some_and(|index| !is_leased(index)));
+        stale.map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
     }
 
     /// Rejects adapters that are no longer in their slots.

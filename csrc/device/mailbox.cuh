@@ -85,9 +85,10 @@ __device__ __forceinline__ TaggedPair load_tagged(const void* words) {
           __uint_as_float(static_cast<uint32_t>(second)), static_cast<uint32_t>(second >> 32)};
 }
 
-// Counts a block in, and returns the launch's epoch. One thread of every block of the grid calls
-// it, before the block allows dependents to launch.
-__device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
+// Counts a block in. One thread of every block of the grid calls it and passes the result to
+// epoch_of(), before the block allows dependents to launch. What the thread does in between does
+// not wait for the count.
+__device__ __forceinline__ unsigned long long count_block(void* mailbox) {
   MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
 #ifdef ARIL_DEBUG
   unsigned long long grid;
@@ -95,7 +96,12 @@ __device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
   const unsigned long long coming = atomicCAS(&header->grid, 0ull, grid + 1);
   assert((coming == 0 || coming == grid + 1) && "one mailbox is used by two launches at once");
 #endif
-  const unsigned long long before = atomicAdd(&header->epochs, 1ull);
+  return atomicAdd(&header->epochs, 1ull);
+}
+
+// The launch's epoch. The last block makes room for the next launch.
+__device__ __forceinline__ uint32_t epoch_of(void* mailbox, unsigned long long before) {
+  MailboxHeader* const header = static_cast<MailboxHeader*>(mailbox);
   const uint32_t epoch = static_cast<uint32_t>(before >> 32) + 1;
   if (static_cast<uint32_t>(before) == gridDim.x - 1) {
 #ifdef ARIL_DEBUG
@@ -106,6 +112,11 @@ __device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
     __threadfence();
   }
   return epoch;
+}
+
+// Both at once.
+__device__ __forceinline__ uint32_t next_epoch(void* mailbox) {
+  return epoch_of(mailbox, count_block(mailbox));
 }
 
 // The same, then allows dependents to launch.

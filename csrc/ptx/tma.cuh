@@ -78,6 +78,10 @@ __device__ __forceinline__ void wait_cluster(const TransactionBarrier& arrival, 
 __device__ __forceinline__ void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// For threads that wrote nothing that the other block uses.
+__device__ __forceinline__ void arrive_at_cluster_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -12,6 +12,7 @@
 #include "../aril.h"
 #include "../device/math.cuh"
 #include "../ptx/pdl.cuh"
+#include "segments.cuh"
 
 namespace aril::detail {
 
@@ -36,7 +37,14 @@ __global__ void __launch_bounds__(kRouteThreads)
 
   wait_for_predecessors();
   for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
+  constexpr int kWords = sizeof(aril_segments) / sizeof(int32_t);
+  if (threadIdx.x < kWords) reinterpret_cast<int32_t*>(p.routing.segments)[threadIdx.x] = -1;
   __syncthreads();
+  if (threadIdx.x < ARIL_FORWARD_TOKENS) {
+    const int token = threadIdx.x;
+    make_segments(*p.routing.segments, token / kWarpSize, slot_of(p, token),
+                  slot_of(p, token % kWarpSize));
+  }
   for (int token = threadIdx.x; token < p.num_tokens; token += kRouteThreads) {
     const int slot = slot_of(p, token);
     if (slot >= 0) atomicAdd(&next[slot], 1);

@@ -13,6 +13,7 @@ use aril::{
     cpu,
     model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
     plan::{Capacity, RouteCapacity},
+    pool::PoolConfig,
     routing::{Batch, TopK},
 };
 use rayon::prelude::*;
@@ -97,6 +98,7 @@ impl<T: Element> Device for Cpu<T> {
     }
 
     type Adapters = cpu::WeightTable;
+    type Pool = cpu::AdapterPool;
     type LoraLinear = cpu::LoraLinear;
     type FusedLinear<'a> = Infallible;
     type LoraEmbedding = cpu::LoraEmbedding;
@@ -119,6 +121,17 @@ impl<T: Element> Device for Cpu<T> {
     ) -> Result<()> {
         adapters.load_with_progress(slot, image, progress)?;
         Ok(())
+    }
+
+    fn pool(
+        &self,
+        model: &Model,
+        capacity: Capacity,
+        config: PoolConfig,
+    ) -> Result<(cpu::AdapterPool, cpu::WeightTable)> {
+        let pool = cpu::AdapterPool::new(model, T::DTYPE, capacity, config)?;
+        let weights = pool.weights().clone();
+        Ok((pool, weights))
     }
 
     fn lora_linear(&self, adapters: &cpu::WeightTable, id: LinearId) -> Result<cpu::LoraLinear> {

@@ -19,11 +19,12 @@ use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
     cuda::{
-        self, Buffer, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Queue,
-        Routing, WeightTable, Workspace,
+        self, AdapterPool, Buffer, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear,
+        Queue, Routing, WeightTable, Workspace,
     },
     model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
     plan::{Capacity, ForwardPlan, RouteCapacity},
+    pool::{PoolConfig, StreamId},
     routing::Batch,
 };
 use cudarc::{
@@ -325,6 +326,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     type Adapters = WeightTable;
+    type Pool = AdapterPool;
     type LoraLinear = LoraLinear;
     type FusedLinear<'a> = Fused<'a, T>;
     type LoraEmbedding = LoraEmbedding;
@@ -349,6 +351,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     ) -> Result<()> {
         adapters.load_with_progress(slot, image, progress)?;
         Ok(())
+    }
+
+    fn pool(&self, model: &Model, capacity: Capacity, config: PoolConfig) -> Result<(AdapterPool, WeightTable)> {
+        let pool = AdapterPool::new(&self.queue, model, T::DTYPE, capacity, config)?;
+        let weights = pool.weights(StreamId::FIRST).cloned();
+        Ok((pool, weights.ok_or_else(|| Error::new("the pool has no stream"))?))
     }
 
     fn lora_linear(&self, adapters: &WeightTable, id: LinearId) -> Result<LoraLinear> {

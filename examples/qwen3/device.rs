@@ -13,9 +13,11 @@ use aril::{
     adapter::SlotImage,
     model::{EmbeddingId, ExpertsId, LinearId, Model},
     plan::{Capacity, RouteCapacity},
+    pool::PoolConfig,
 };
 
 use crate::{
+    adapter_pool::AdapterPool,
     config::Heads,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
@@ -84,6 +86,8 @@ pub(crate) trait Device: Sized {
 
     /// `aril::{cpu, cuda}::WeightTable`.
     type Adapters;
+    /// `aril::{cpu, cuda}::AdapterPool`.
+    type Pool: AdapterPool;
     /// `aril::{cpu, cuda}::LoraLinear`.
     type LoraLinear;
     /// `aril::cuda::FusedLinear`.
@@ -113,6 +117,8 @@ pub(crate) trait Device: Sized {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<()>;
+    /// An empty pool, and the table whose slots it fills.
+    fn pool(&self, model: &Model, capacity: Capacity, config: PoolConfig) -> Result<(Self::Pool, Self::Adapters)>;
     fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
     /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel for it.
     fn fused_linear<'a>(

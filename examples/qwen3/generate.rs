@@ -12,6 +12,8 @@ use crate::{
 /// A request in tokens.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sequence<'a> {
+    /// Index of the request, for errors.
+    pub(crate) request: usize,
     /// At least one token.
     pub(crate) prompt: &'a [u32],
     pub(crate) slot: Slot,
@@ -42,8 +44,9 @@ pub(crate) fn generate<D: Device>(
     sequences: &[Sequence<'_>],
     limits: Limits<'_>,
 ) -> Result<Vec<Generation>> {
-    run(model, sequences, limits.max_new_tokens, limits.keep_logits, |request, _, argmax| {
+    run(model, sequences, limits.max_new_tokens, limits.keep_logits, |index, _, argmax| {
         let Some(token) = argmax else {
+            let request = sequences[index].request;
             bail!("request {request}: the logits are not numbers; activations overflow {}", D::Elem::DTYPE)
         };
         Ok((token, limits.eos.contains(&token)))

@@ -5,6 +5,7 @@
 //! README.md in this folder is the manual. Start with `forward.rs`, which has the multi-LoRA calls, and `generate.rs`, which makes
 //! one batch of all requests.
 
+mod adapter_pool;
 mod checkpoint;
 mod config;
 mod cpu;
@@ -18,6 +19,7 @@ mod forward;
 mod generate;
 mod job;
 mod model;
+mod pool;
 mod report;
 mod requests;
 mod stderr;
@@ -32,11 +34,13 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
     str::FromStr,
+    sync::Arc,
 };
 
 use aril::{
     DType,
     adapter::{Adapter, BaseWeight},
+    pool::PoolConfig,
 };
 use clap::{Parser, ValueEnum};
 use half::{bf16, f16};
@@ -81,6 +85,13 @@ struct Cli {
     /// The most tokens, prompts and answers of all requests together, that the cache has room for
     #[arg(long, value_name = "N", default_value_t = 65_536)]
     max_batch_total_tokens: usize,
+    /// Holds the adapters in a pool with an arena of this size on the device. Requests whose adapters do not fit in it together run
+    /// in several batches [default: all adapters on the device]
+    #[arg(long, value_name = "N")]
+    arena_mib: Option<usize>,
+    /// Host memory for adapters [default: that of the arena]
+    #[arg(long, value_name = "N", requires = "arena_mib")]
+    host_mib: Option<usize>,
     /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32. Replaces a regular file, unless it
     /// is one of those that are read
     #[arg(long, value_name = "FILE")]
@@ -90,8 +101,16 @@ struct Cli {
     #[arg(long)]
     verify: bool,
     /// Times a layer of experts of the sizes of Qwen3-30B-A3B, of random weights, on a GPU: without adapters, and with 8 of rank 16
-    #[arg(long, conflicts_with_all = ["model", "adapters", "requests", "dtype", "logits", "verify"])]
+    #[arg(long, conflicts_with_all = ["model", "adapters", "requests", "dtype", "arena_mib", "logits", "verify"])]
     time_experts: bool,
+}
+
+impl Cli {
+    fn pool(&self) -> Option<PoolConfig> {
+        let bytes = |mib: usize| mib.saturating_mul(1 << 20);
+        let arena = self.arena_mib.map(bytes)?;
+        Some(PoolConfig::arena_bytes(arena).host_bytes(self.host_mib.map_or(arena, bytes)))
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -264,6 +283,7 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
         checkpoint,
         config,
         adapters,
+        pool: cli.pool(),
         requests,
         max_new_tokens,
         compare_with_base: cli.requests.is_none(),
@@ -307,8 +327,8 @@ fn adapters_in(dir: &Path) -> Result<Vec<AdapterArg>> {
 
 /// Reads adapters into memory, because their files may change later. `is_same` says whether an adapter's copy of a base weight equals
 /// the base model's.
-fn read(args: &[AdapterArg], is_same: impl Fn(&BaseWeight) -> Result<bool>) -> Result<Vec<(String, Adapter)>> {
-    let mut adapters: Vec<(String, Adapter)> = Vec::with_capacity(args.len());
+fn read(args: &[AdapterArg], is_same: impl Fn(&BaseWeight) -> Result<bool>) -> Result<Vec<(String, Arc<Adapter>)>> {
+    let mut adapters: Vec<(String, Arc<Adapter>)> = Vec::with_capacity(args.len());
     for AdapterArg { name, dir } in args {
         if adapters.iter().any(|(other, _)| other == name) {
             bail!("two adapters are named `{name}`");
@@ -318,7 +338,8 @@ fn read(args: &[AdapterArg], is_same: impl Fn(&BaseWeight) -> Result<bool>) -> R
             adapter.compare_base_weights(&is_same)?;
             Ok(adapter)
         };
-        adapters.push((name.clone(), checked().context(format_args!("adapter `{name}` in {}", dir.display()))?));
+        adapters
+            .push((name.clone(), Arc::new(checked().context(format_args!("adapter `{name}` in {}", dir.display()))?)));
     }
     Ok(adapters)
 }

@@ -1,5 +1,7 @@
 //! The model: the base weights on the device, the layers that adapters may change, and the adapters in their slots.
 
+use std::sync::Arc;
+
 use aril::{
     Element, Slot,
     adapter::{Adapter, SlotImage},
@@ -67,34 +69,8 @@ pub(crate) struct Experts<D: Device> {
 }
 
 impl<'d, D: Device> Model<'d, D> {
-    /// Builds the base model for steps of at most `max_tokens` tokens, and loads the adapters into the slots 0, 1, ...
-    pub(crate) fn new<'a>(
-        device: &'d D,
-        config: &Config,
-        described: &Described,
-        weights: Weights<'_>,
-        adapters: impl IntoIterator<Item = (&'a str, &'a Adapter)>,
-        tokens: usize,
-    ) -> Result<Self> {
-        let model = &described.model;
-        let adapters: Vec<_> = adapters.into_iter().collect();
-        let images = adapters
-            .iter()
-            .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
-        let images = images.collect::<Result<Vec<_>>>()?;
-        let rank = images.iter().map(SlotImage::max_rank).max().unwrap_or(0).max(1);
-        let capacity = Capacity::tokens(tokens).slots(adapters.len().max(1)).rank(rank);
-        let table = device.adapters(model, capacity, &images)?;
-        for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
-            let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
-            let progress = progress(name, image.bytes());
-            device.load(&table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
-        }
-        Self::on(device, config, described, weights, table, tokens)
-    }
-
-    /// Builds the base model for steps of at most `max_tokens` tokens, on a table of adapters.
-    pub(crate) fn on(
+    /// Builds the base model for steps of at most `tokens` tokens, whose adapters are in `table`.
+    pub(crate) fn new(
         device: &'d D,
         config: &Config,
         Described { model, sites }: &Described,
@@ -105,6 +81,7 @@ impl<'d, D: Device> Model<'d, D> {
         // The library's bounds are at least 1.
         let (experts, top_k) = config.moe.as_ref().map_or((1, 1), |moe| (moe.experts, moe.top_k));
         let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
+
         let Config { vocab, hidden, .. } = *config;
         let embed = device.weight(vocab, hidden, weights.module(EMBED, vocab, hidden)?)?;
         let mut builder = Builder { device, config, model, adapters: &table, weights: &mut weights };
@@ -138,6 +115,33 @@ impl<'d, D: Device> Model<'d, D> {
             adapters: table,
         })
     }
+}
+
+/// A table with these adapters in the slots 0, 1, ..., for steps of at most `tokens` tokens.
+pub(crate) fn load<D: Device>(
+    device: &D,
+    model: &model::Model,
+    adapters: &[(String, Arc<Adapter>)],
+    tokens: usize,
+) -> Result<D::Adapters> {
+    let images = adapters
+        .iter()
+        .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
+    let images = images.collect::<Result<Vec<_>>>()?;
+    let table = device.adapters(model, capacity(tokens, images.iter().map(SlotImage::max_rank)), &images)?;
+    for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
+        let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
+        let progress = progress(name, image.bytes());
+        device.load(&table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
+    }
+    Ok(table)
+}
+
+/// The bounds of a table for adapters of these ranks.
+pub(crate) fn capacity(tokens: usize, ranks: impl ExactSizeIterator<Item = usize>) -> Capacity {
+    // The library's bounds are at least 1.
+    let slots = ranks.len().max(1);
+    Capacity::tokens(tokens).slots(slots).rank(ranks.max().unwrap_or(0).max(1))
 }
 
 /// The inputs from which layers are built.

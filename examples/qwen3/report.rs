@@ -18,6 +18,8 @@ pub(crate) struct Row<'a> {
     pub(crate) adapter: Option<&'a str>,
     pub(crate) scale: f32,
     pub(crate) prompt: &'a [u32],
+    /// Index of its batch, if the adapters are in a pool.
+    pub(crate) batch: Option<usize>,
     pub(crate) generation: &'a Generation,
     /// How far its logits are from the base model's, if that was asked for.
     pub(crate) moved: Option<Moved>,
@@ -42,6 +44,9 @@ pub(crate) fn json_lines(rows: &[Row<'_>], tokenizer: Option<&Tokenizer>) -> Res
             "generated_tokens": row.generation.tokens,
             "text": tokenizer.map(|tokenizer| tokenizer.decode(&row.generation.tokens)).transpose()?,
         });
+        if let Some(batch) = row.batch {
+            line["batch"] = json!(batch);
+        }
         if let Some(Verdict { difference, tolerance, tokens_agree }) = row.verdict {
             line["verify"] = json!({ "difference": difference, "tolerance": tolerance, "tokens_agree": tokens_agree });
         }

@@ -3,7 +3,7 @@
 //! This run has no multi-LoRA and no other requests. It follows the tokens that the batch chose, so that logits are compared step
 //! by step even after a near tie.
 
-use std::iter;
+use std::sync::Arc;
 
 use aril::{DType, Slot, adapter::Adapter};
 
@@ -13,7 +13,7 @@ use crate::{
     device::Device,
     error::{Context, Result},
     generate::{Generation, Sequence, replay},
-    model::{Described, Model},
+    model::{Described, Model, load},
     requests::Request,
     verdict::{Roundings, Verdict},
 };
@@ -23,7 +23,7 @@ pub(crate) struct Merge<'a> {
     pub(crate) config: &'a Config,
     pub(crate) described: &'a Described,
     pub(crate) checkpoint: &'a Checkpoint,
-    pub(crate) adapters: &'a [(&'a str, &'a Adapter)],
+    pub(crate) adapters: &'a [(String, Arc<Adapter>)],
 }
 
 /// Judges the results of a batch computed in `dtype`.
@@ -47,14 +47,16 @@ pub(crate) fn verify<D: Device<Elem = f32>>(
         let (name, weights) = match request.adapter {
             None => ("", Ok(weights)),
             Some(adapter) => {
-                let (name, adapter) = adapters[adapter];
-                (name, weights.merged(adapter, &described.model, request.scale))
+                let (name, adapter) = &adapters[adapter];
+                (name.as_str(), weights.merged(adapter, &described.model, request.scale))
             }
         };
-        let model = weights.and_then(|weights| Model::new(device, config, described, weights, iter::empty(), tokens));
-        let model = model.context(format_args!("merging adapter `{name}`"))?;
+        let build = |weights| {
+            Model::new(device, config, described, weights, load(device, &described.model, &[], tokens)?, tokens)
+        };
+        let model = weights.and_then(build).context(format_args!("merging adapter `{name}`"))?;
         for index in alike {
-            let sequence = Sequence { prompt: &requests[index].prompt, slot: Slot::BASE, scale: 1.0 };
+            let sequence = Sequence { request: index, prompt: &requests[index].prompt, slot: Slot::BASE, scale: 1.0 };
             let merged = replay(&model, &[sequence], &[&generations[index].tokens])?;
             let Generation { tokens, logits } = &generations[index];
             verdicts[index] = Some(Verdict::new(logits, &merged[0].logits, config.vocab, tokens, roundings));

@@ -12,6 +12,7 @@ mod options;
 #[path = "../../examples/qwen3"]
 #[expect(dead_code, reason = "the example alone merges adapters and follows tokens")]
 mod qwen3 {
+    pub(crate) mod adapter_pool;
     pub(crate) mod checkpoint;
     pub(crate) mod config;
     pub(crate) mod cpu;
@@ -27,7 +28,7 @@ mod qwen3 {
 mod server;
 mod worker;
 
-use qwen3::{checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
+use qwen3::{adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
 
 pub use self::{
     options::{Dtype, LoraModule, Options},

@@ -186,7 +186,7 @@ impl Worker {
         let pool = AdapterPool::new(&described.model, T::DTYPE, capacity, pool)?;
         let (device, table) = (Cpu::<T>::default(), pool.weights().clone());
         let weights = Weights::new(checkpoint, config.int4_group);
-        let model = Model::on(&device, &config, &described, weights, table, tokens)?;
+        let model = Model::new(&device, &config, &described, weights, table, tokens)?;
         let mut engine = Engine::new(&model, pool, sizes)?;
         ready.send(Ok(())).context("the server has ended")?;
         while self.take_commands(&mut engine)? {

@@ -25,11 +25,7 @@ impl LoraEmbedding {
         Ok(Self { model: weights.model().id(), site })
     }
 
-    /// `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` whose slot has an adapter of this embedding and whose id is in
-    /// the vocabulary. All other rows of `y` keep every bit.
-    ///
-    /// `token_ids` is `[tokens]`, relative to the rank's first row ([`EmbeddingSite::range`](crate::model::EmbeddingSite::range)). `y` is
-    /// `[tokens, hidden]`; of a vocabulary-parallel embedding it is this rank's partial sum.
+    #[doc = include_str!("../docs/operations/embedding_add_delta.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the embedding and the step. `y` is then unchanged.

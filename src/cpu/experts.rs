@@ -118,11 +118,7 @@ impl LoraExperts {
         Ok(Self { model: weights.model().id(), site })
     }
 
-    /// Adds the deltas of gate and up to the rows of local routes. Rows without an adapter keep every bit.
-    ///
-    /// `x` is `[tokens, hidden]`. `y` is `[routes, gate_up]`, with gate and up in the order of
-    /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves). With [`TopK::on_input`], `x` is not multiplied by the router's
-    /// weights; the deltas are.
+    #[doc = include_str!("../docs/operations/experts_add_gate_up_delta.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
@@ -136,9 +132,7 @@ impl LoraExperts {
         self.add(&self.gate_up(step, top_k, x)?, y, false)
     }
 
-    /// Like [`add_gate_up_delta`](Self::add_gate_up_delta), but overwrites `y`: with the delta, or with zero for routes and slices
-    /// that have no adapter or are not local. For a base GEMM that accumulates into `y`. Rows that belong to no route are
-    /// unchanged.
+    #[doc = include_str!("../docs/operations/experts_write_gate_up_delta.md")]
     ///
     /// # Errors
     /// As for `add_gate_up_delta`.
@@ -152,11 +146,7 @@ impl LoraExperts {
         self.add(&self.gate_up(step, top_k, x)?, y, true)
     }
 
-    /// Computes `out[row] = activation(y[row] + delta)` for all local routes, with or without an adapter, in `f32` with one
-    /// rounding. Replaces the base's activation and saves a pass over `y`.
-    ///
-    /// `x` is `[tokens, hidden]`. `y` is the output `[routes, gate_up]` of the base's gate-up, as for
-    /// [`add_gate_up_delta`](Self::add_gate_up_delta). `out` is `[routes, inter]`.
+    #[doc = include_str!("../docs/operations/experts_activate.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes, or the activation requires a gate that
@@ -192,10 +182,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    /// Adds the deltas of down to the rows of local routes, before the combine. Rows without an adapter keep every bit.
-    ///
-    /// `x` is the activated input `[routes, inter]`. `y` is `[routes, hidden]`, without the router's weights. With
-    /// [`TopK::on_rows`], `y` includes the weights, and the deltas are multiplied by them.
+    #[doc = include_str!("../docs/operations/experts_add_down_delta.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
@@ -209,8 +196,7 @@ impl LoraExperts {
         self.add(&self.down(step, top_k, x)?, y, false)
     }
 
-    /// Like [`add_down_delta`](Self::add_down_delta), but overwrites `y`: with the delta, or with zero for routes that have no
-    /// adapter or are not local. For a base GEMM that accumulates into `y`. Rows that belong to no route are unchanged.
+    #[doc = include_str!("../docs/operations/experts_write_down_delta.md")]
     ///
     /// # Errors
     /// As for `add_down_delta`.
@@ -224,10 +210,7 @@ impl LoraExperts {
         self.add(&self.down(step, top_k, x)?, y, true)
     }
 
-    /// Adds the deltas of down after the base's combine: `y[t]` gets the sum over the local routes of token `t`, each multiplied by
-    /// [`output_weight`](TopK::output_weight) · [`row_weight`](TopK::row_weight). Rows without an adapter keep every bit.
-    ///
-    /// `x` is the activated input `[routes, inter]`, `y` is `[tokens, hidden]`.
+    #[doc = include_str!("../docs/operations/experts_add_combined_delta.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
@@ -254,12 +237,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    /// Computes `out[t] = Σ output_weight · (y[row] + delta)` over the local routes of token `t`, or zero if there are none, for
-    /// every token with or without an adapter, in `f32` with one rounding. Replaces the base's combine. See
-    /// [`TopK::output_weight`].
-    ///
-    /// `x` is the activated input `[routes, inter]`. `y` is the output `[routes, hidden]` of the base's down, without the router's
-    /// weights; with [`TopK::on_rows`], it includes them, and the deltas are multiplied by them. `out` is `[tokens, hidden]`.
+    #[doc = include_str!("../docs/operations/experts_combine.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `out` is then unchanged.

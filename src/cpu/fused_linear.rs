@@ -58,10 +58,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         Ok(Self { bias: Some(bias), ..self })
     }
 
-    /// `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])`. The last term is omitted for tokens without an adapter. Does not read `y`.
-    ///
-    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. Sums are `f32`, rounded once. In a row-parallel layer, `y`
-    /// is this rank's partial sum; only one rank may have the bias.
+    #[doc = include_str!("../docs/operations/fused_linear_forward.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.

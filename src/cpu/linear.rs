@@ -28,11 +28,7 @@ impl LoraLinear {
         Ok(Self { model: weights.model().id(), site })
     }
 
-    /// `y[t] += scaling · B (A x[t])`, for every token `t` whose slot has an adapter of this layer. All other rows of `y` keep
-    /// every bit.
-    ///
-    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. In a row-parallel layer, `y` is this rank's partial sum:
-    /// call this before the all-reduce.
+    #[doc = include_str!("../docs/operations/linear_add_delta.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
@@ -48,7 +44,7 @@ impl LoraLinear {
         self.expand(step, y)
     }
 
-    /// `y[t] = scaling · B (A x[t])`, or zero for tokens and slices without an adapter. For a base GEMM that accumulates into `y`.
+    #[doc = include_str!("../docs/operations/linear_write_delta.md")]
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
@@ -101,12 +97,7 @@ impl LoraLinear {
         Ok(())
     }
 
-    /// `out[t] = silu(gate) · up`, where gate and up are the slices of `y[t] + scaling · B v`, with `v` from the step's last
-    /// [`shrink`](Self::shrink). For every token, with or without an adapter, in `f32` with one rounding. Replaces
-    /// [`expand`](Self::expand) and the base's activation.
-    ///
-    /// The layer has two slices of equal size, gate and up. `y` is `[tokens, out_features]`, `out` is `[tokens, out_features / 2]`.
-    /// A batch without adapters needs no `shrink`.
+    #[doc = include_str!("../docs/operations/linear_silu_mul.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step, the slices are not gate and up, or the step has no
@@ -136,18 +127,7 @@ impl LoraLinear {
         Ok(())
     }
 
-    /// `residual[t] += y[t] + scaling · B v`, then `out[t] = weight · residual[t] / √(mean(residual[t]²) + eps)`, with `v`
-    /// from the step's last
-    /// [`shrink`](Self::shrink). For every token, with or without an adapter.
-    /// Replaces [`expand`](Self::expand), the base's residual addition and its RMSNorm.
-    ///
-    /// Formula and roundings are those of Qwen3 in Hugging Face's transformers (`Qwen3DecoderLayer`, `Qwen3RMSNorm`): the residual is
-    /// summed in `f32` and rounded to the element type; the quotient is computed in `f32` from the rounded residual, and rounded
-    /// before its product with the weight is.
-    ///
-    /// The layer has one slice. `y`, `residual` and `out` are `[tokens, out_features]`, `weight` is `[out_features]`. In a
-    /// row-parallel layer an all-reduce stands between `y` and the residual, so only a model on one rank can use this.
-    /// A batch without adapters needs no `shrink`.
+    #[doc = include_str!("../docs/operations/linear_add_rms_norm.md")]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step, the layer has several slices, or the step has no

@@ -1,6 +1,11 @@
 //! The adapter pool of the CPU, whose device is host memory.
 
-use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
+use std::{
+    collections::{HashSet, VecDeque},
+    ops::Range,
+    sync::Arc,
+    time::Duration,
+};
 
 use super::{
     WeightTable,
@@ -13,8 +18,8 @@ use crate::{
     model::Model,
     plan::Capacity,
     pool::{
-        AdapterId, Backend, Commit, Copy, Granted, Lease, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
-        StreamId, adapter_pool, slot_at,
+        AdapterId, Backend, Copy, Granted, Lease, Pool, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
+        adapter_pool, slot_at,
     },
 };
 
@@ -30,6 +35,8 @@ adapter_pool! {
 pub(crate) struct Host {
     weights: WeightTable,
     copied: VecDeque<u64>,
+    /// Slots that steps of each stream may use.
+    leased: HashSet<(usize, StreamId)>,
 }
 
 impl AdapterPool {
@@ -40,7 +47,7 @@ impl AdapterPool {
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, config: PoolConfig) -> Result<Self, PoolError> {
         let weights = WeightTable::pooled(model, dtype, capacity, config.arena_bytes)?;
         let bounds = weights.bounds().clone();
-        Ok(Self { pool: Pool::new(Host { weights, copied: VecDeque::new() }, bounds, config)? })
+        Ok(Self { pool: Pool::new(Host { weights, copied: VecDeque::new(), leased: HashSet::new() }, bounds, config)? })
     }
 
     /// The slots, to make layers of and to step with. The pool alone loads and unloads.
@@ -68,7 +75,7 @@ impl Backend for Host {
         Ok(Arc::new(Packed::new(image, |_| ())?))
     }
 
-    fn copy(&mut self, packed: &mut Arc<Packed>, copy: &Copy, _waits: &[Commit]) -> Result<(), LoadError> {
+    fn copy(&mut self, packed: &mut Arc<Packed>, copy: &Copy) -> Result<(), LoadError> {
         let room = Reservation::uncounted(self.weights.shared(), packed.bytes());
         self.weights.put(slot_at(copy.slot), Adapter { packed: Arc::clone(packed), room })?;
         self.copied.push_back(copy.number);
@@ -79,12 +86,20 @@ impl Backend for Host {
         self.copied.pop_front()
     }
 
-    fn lease(&mut self, _granted: Granted, _stream: StreamId) -> Result<(), PoolError> {
+    fn lease(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError> {
+        if self.leased.insert((granted.slot, stream)) {
+            self.weights.set_leased(granted.slot, true);
+        }
         Ok(())
     }
 
-    fn commit(&mut self, _commit: Commit) -> Result<(), PoolError> {
-        Ok(())
+    fn close(&mut self, slot: usize, stream: StreamId) {
+        self.leased.remove(&(slot, stream));
+        self.weights.set_leased(slot, self.leased.iter().any(|&(leased, _)| leased == slot));
+    }
+
+    fn may_evict(&self) -> bool {
+        true
     }
 
     fn evict(&mut self, slot: usize) {

@@ -44,8 +44,9 @@ impl WeightTable {
     /// Starts a step of `batch` with the adapters that are loaded now.
     ///
     /// # Errors
-    /// None. `cuda::WeightTable::step` has errors.
+    /// [`OperandError::NotLeased`] if the table belongs to a pool, and no [lease](crate::pool::Lease) holds a slot of the batch.
     pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
+        self.check_leased(batch)?;
         workspace.clear();
         Ok(Step {
             model: self.model().id(),

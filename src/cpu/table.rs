@@ -4,7 +4,7 @@ use super::upload::{Adapter, Arena, Filled, Reservation, Shared};
 use crate::{
     DType, Slot,
     adapter::SlotImage,
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     model::Model,
     plan::{Capacity, PlanError},
     residency::{Bounds, Resident, SlotInfo, Slots, Usage},
@@ -47,7 +47,7 @@ impl WeightTable {
 
     fn with(bounds: Bounds, arena_bytes: usize) -> Self {
         let arena = Arena { bytes: arena_bytes, used: 0.into() };
-        let slots = Arc::new(Slots::new(bounds.capacity.num_slots));
+        let slots = Arc::new(Slots::new(bounds.capacity.num_slots, bounds.is_pooled));
         Self { shared: Arc::new(Shared { bounds, arena }), slots }
     }
 
@@ -116,6 +116,16 @@ impl WeightTable {
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
         self.shared.bounds.check_owner()?;
         Ok(self.empty(slot)?)
+    }
+
+    /// Sets whether a step may use a slot of a pool.
+    pub(super) fn set_leased(&self, index: usize, is_leased: bool) {
+        self.slots.set_leased(index, is_leased);
+    }
+
+    /// Rejects slots of a pool that no lease holds.
+    pub(super) fn check_leased(&self, batch: &Batch<'_>) -> Result<(), OperandError> {
+        self.slots.check_leased(batch.slots())
     }
 
     /// Empties a slot.

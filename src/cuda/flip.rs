@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaEvent, result};
 
 use super::{LaunchError, WeightTable, table::Shared};
-use crate::Slot;
+use crate::{Slot, error::OperandError};
 
 impl WeightTable {
     /// Points a slot to the block and the descriptors of an adapter, in stream order, after `copied`.
@@ -25,6 +25,30 @@ impl WeightTable {
         })?;
         let replaced = slots.replace(&mut blocks, slot, flip.bytes, flip.max_rank, None);
         replaced.map(drop).map_err(|_| LaunchError::Capacity { what: "the slot", got: index, max: slots.len() })
+    }
+
+    /// Makes the rows of slots empty, in stream order. The event is recorded after it.
+    pub(super) fn clear(&self, slots: &[usize]) -> Result<CudaEvent, LaunchError> {
+        let queue = &self.shared.queue;
+        queue.enter()?;
+        let cleared = queue.new_event()?;
+        for &slot in slots {
+            let row = self.shared.row(slot);
+            // SAFETY: the row belongs to this table, and the stream orders its uses.
+            unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?;
+        }
+        cleared.record(queue.stream())?;
+        Ok(cleared)
+    }
+
+    /// Sets whether a step may use a slot of a pool.
+    pub(super) fn set_leased(&self, slot: usize, is_leased: bool) {
+        self.shared.slots.set_leased(slot, is_leased);
+    }
+
+    /// Rejects slots of a pool that no lease holds.
+    pub(super) fn check_leased(&self, slots: &[Slot]) -> Result<(), OperandError> {
+        self.shared.slots.check_leased(slots)
     }
 
     /// Takes note that a slot has no adapter. Its row is as it was.

@@ -95,11 +95,10 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         self.raw.plan()
     }
 
-    /// Enqueues `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])` for every row of the step. The last term is omitted for tokens
-    /// without an adapter, and for rows of a captured step beyond the last update. Does not read `y`.
+    #[doc = include_str!("../docs/operations/fused_linear_forward.md")]
     ///
-    /// `x` is `[tokens, in_features]`, with rows aligned to 16 bytes, and `y` is `[tokens, out_features]`. In a row-parallel layer,
-    /// `y` is this rank's partial sum; only one rank may have the bias. Neither allocates nor waits.
+    /// The rows of `x` are aligned to 16 bytes. In a captured step, rows beyond the last update have no adapter. Enqueues the work,
+    /// and neither allocates nor waits.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the step has more than

@@ -10,7 +10,7 @@ use cudarc::driver::{
     sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
-use super::{LaunchError, Queue, capturing, region::Kept};
+use super::{LaunchError, Queue, WeightTable, capturing, region::Kept, routing::HostSlots};
 
 /// A captured step, to replay on its queue. It keeps the memory of its operands alive.
 ///
@@ -21,6 +21,8 @@ pub struct Graph {
     graph: CudaGraph,
     queue: Queue,
     kept: Vec<Kept>,
+    /// The table, and the batch of a replay.
+    batch: (WeightTable, HostSlots),
 }
 
 // SAFETY: the driver's graphs belong to no thread, but are not synchronized: `replay` borrows the graph exclusively.
@@ -37,7 +39,11 @@ impl Graph {
     ///
     /// # Errors
     /// [`LaunchError`] if the stream is being captured, or the driver returns an error.
+    /// [`OperandError::NotLeased`](crate::error::OperandError::NotLeased) if the table belongs to a pool, and no
+    /// [lease](crate::pool::Lease) of its stream holds a slot of the routing's batch.
     pub fn replay(&mut self) -> Result<(), LaunchError> {
+        let (weights, slots) = &self.batch;
+        weights.check_batch(slots)?;
         self.queue.enter()?;
         Ok(self.graph.launch()?)
     }
@@ -47,6 +53,7 @@ impl Graph {
 pub(super) fn capture<E: From<LaunchError>>(
     queue: &Queue,
     kept: Vec<Kept>,
+    batch: (WeightTable, HostSlots),
     record: impl FnOnce(&Mutex<Vec<Kept>>) -> Result<(), E>,
 ) -> Result<Graph, E> {
     queue.enter()?;
@@ -62,7 +69,7 @@ pub(super) fn capture<E: From<LaunchError>>(
         return Err(LaunchError::NothingCaptured.into());
     }
     let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok(Graph { graph, queue: queue.clone(), kept })
+    Ok(Graph { graph, queue: queue.clone(), kept, batch })
 }
 
 fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {

@@ -35,11 +35,9 @@ impl LoraLinear {
         self.raw.plan()
     }
 
-    /// Enqueues `y[t] += scaling · B (A x[t])`, for every token `t` whose slot has an adapter of this layer. All other rows of `y`
-    /// keep every bit.
+    #[doc = include_str!("../docs/operations/linear_add_delta.md")]
     ///
-    /// `x` is `[tokens, in_features]`, `y` is `[tokens, out_features]`. In a row-parallel layer, `y` is this rank's partial sum:
-    /// call this before the all-reduce. Neither allocates nor waits.
+    /// Enqueues the work, and neither allocates nor waits.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
@@ -55,8 +53,7 @@ impl LoraLinear {
         self.enqueue(ffi::aril_linear, false, step, Some(x), Some(y))
     }
 
-    /// Enqueues `y[t] = scaling · B (A x[t])`, or zero for tokens and slices without an adapter. For a base GEMM that accumulates
-    /// into `y` (`beta = 1`). Does not read `y`.
+    #[doc = include_str!("../docs/operations/linear_write_delta.md")]
     ///
     /// In a captured step, rows beyond the batch of the last update are unchanged.
     ///
@@ -88,13 +85,10 @@ impl LoraLinear {
         self.enqueue(ffi::aril_linear_expand, false, step, None, Some(y))
     }
 
-    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of `y[t] + scaling · B v`, with `v` from the last
-    /// [`shrink`](Self::shrink) of this layer in the step. For every token, with or without an adapter, in `f32` with one rounding.
-    /// Replaces [`expand`](Self::expand) and the base's activation, and saves a pass over `y`.
+    #[doc = include_str!("../docs/operations/linear_silu_mul.md")]
     ///
-    /// The layer has two slices of equal size, gate and up. `y` is `[tokens, out_features]`, `out` is `[tokens, out_features / 2]`.
-    /// In a captured step, rows beyond the batch of the last update are unchanged. A batch without adapters needs no `shrink`;
-    /// otherwise, without one, the result is unspecified.
+    /// In a captured step, rows beyond the batch of the last update are unchanged. With adapters and without a `shrink`, the
+    /// result is unspecified.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
@@ -118,19 +112,10 @@ impl LoraLinear {
         unsafe { self.raw.launch_silu_mul(&args, queue.raw()) }
     }
 
-    /// Enqueues `residual[t] += y[t] + scaling · B v`, then `out[t] = weight · residual[t] / √(mean(residual[t]²) + eps)`, with `v`
-    /// from the last
-    /// [`shrink`](Self::shrink) of this layer in the step. For every token, with or without an adapter.
-    /// Replaces [`expand`](Self::expand), the base's residual addition and its RMSNorm, and saves a pass over `y`.
+    #[doc = include_str!("../docs/operations/linear_add_rms_norm.md")]
     ///
-    /// Formula and roundings are those of Qwen3 in Hugging Face's transformers (`Qwen3DecoderLayer`, `Qwen3RMSNorm`): the residual is
-    /// summed in `f32` and rounded to the element type; the quotient is computed in `f32` from the rounded residual, and rounded
-    /// before its product with the weight is.
-    ///
-    /// The layer has one slice. `y`, `residual` and `out` are `[tokens, out_features]`, `weight` is `[out_features]`. In a
-    /// row-parallel layer an all-reduce stands between `y` and the residual, so only a model on one rank can use this.
-    /// In a captured step, rows beyond the batch of the last update are unchanged. A batch without adapters needs no `shrink`;
-    /// otherwise, without one, the result is unspecified.
+    /// In a captured step, rows beyond the batch of the last update are unchanged. With adapters and without a `shrink`, the
+    /// result is unspecified.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the layer has several slices. Nothing was enqueued.

@@ -22,12 +22,13 @@
 #![doc = include_str!("../docs/threads.md")]
 //!
 #![doc = include_str!("../docs/graphs.md")]
+//!
+#![doc = include_str!("../docs/building.md")]
 
 mod align;
 mod arena;
 mod buffer;
 mod capturing;
-mod commits;
 #[cfg(doctest)]
 mod doctests;
 mod embedding;

@@ -7,8 +7,8 @@ use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, commits::Commits, flip::Flip,
-    host_arena::HostArena, own_stream::OwnStream, raw::Descriptor,
+    LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, flip::Flip, host_arena::HostArena,
+    own_stream::OwnStream, raw::Descriptor,
 };
 use crate::{
     DType,
@@ -17,8 +17,8 @@ use crate::{
     model::Model,
     plan::Capacity,
     pool::{
-        AdapterId, Backend, Commit, Copy, Granted, Lease, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
-        StreamId, adapter_pool, slot_at,
+        AdapterId, Backend, Copy, Granted, Lease, Pool, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
+        adapter_pool, slot_at,
     },
     residency::Bounds,
 };
@@ -29,8 +29,8 @@ adapter_pool! {
     /// [table](Self::weights) of descriptors over one arena: the first lease of an adapter on a queue points the slot of that table
     /// to the adapter, in stream order. Table addresses never change, so graphs follow the current slots.
     ///
-    /// A call that has to enqueue work on a stream that is being captured returns
-    /// [`LaunchError::Capturing`]. Dropping a pool waits for its copies.
+    /// A lease that has to enqueue work on a stream that is being captured is refused with
+    /// [`LaunchError::Capturing`]. While any stream is, no adapter is evicted. Dropping a pool waits for its copies.
     Device
 }
 
@@ -58,9 +58,10 @@ pub(crate) struct Device {
 #[derive(Debug)]
 struct Lane {
     weights: WeightTable,
-    commits: Commits,
-    /// The copy that each slot of the table was pointed to last.
+    /// The copy that each slot of the table was pointed to last; 0 if the slot has no adapter.
     flipped: Vec<u64>,
+    /// Slots whose rows still point to adapters that were evicted, because they could not be emptied.
+    stale: Vec<usize>,
 }
 
 /// The block of a slot.
@@ -139,17 +140,21 @@ impl Device {
     fn add_lane(&mut self, queue: &Queue) -> Result<(), LaunchError> {
         queue.kernels().check_context("the pool", self.arena.queue().stream().context())?;
         let weights = WeightTable::with(queue, self.bounds.clone(), Arc::clone(&self.arena))?;
-        self.lanes.push(Lane { weights, commits: Commits::default(), flipped: vec![0; self.contents.len()] });
+        self.lanes.push(Lane { weights, flipped: vec![0; self.contents.len()], stale: vec![] });
+        Ok(())
+    }
+
+    /// Empties the rows of adapters that were evicted, and makes later copies wait for all launches that may have read them.
+    fn clear_rows(&mut self) -> Result<(), LaunchError> {
+        for Lane { weights, stale, .. } in self.lanes.iter_mut().filter(|lane| !lane.stale.is_empty()) {
+            self.stream.wait_for(&weights.clear(stale)?)?;
+            stale.clear();
+        }
         Ok(())
     }
 
     /// Enqueues the copy of a block.
-    fn enqueue(&self, copy: &Copy, waits: &[Commit], copied: &CudaEvent) -> Result<(), LaunchError> {
-        for &Commit { stream, number } in waits {
-            if let Some(event) = self.lanes[stream.0].commits.event(number) {
-                self.stream.wait_for(event)?;
-            }
-        }
+    fn enqueue(&self, copy: &Copy, copied: &CudaEvent) -> Result<(), LaunchError> {
         let to = self.arena.base() + copy.to.start as u64;
         if self.is_poisoning {
             // SAFETY: the block is in the arena, and the stream waits for its earlier uses.
@@ -184,7 +189,8 @@ impl Backend for Device {
         Ok(Packed { bytes, max_rank: image.max_rank(), row: Descriptor::row(image, NOWHERE) })
     }
 
-    fn copy(&mut self, packed: &mut Packed, copy: &Copy, waits: &[Commit]) -> Result<(), LoadError> {
+    fn copy(&mut self, packed: &mut Packed, copy: &Copy) -> Result<(), LoadError> {
+        self.clear_rows()?;
         let queue = self.arena.queue();
         queue.bind().map_err(LoadError::from)?;
         let block = self.arena.base() + copy.to.start as u64;
@@ -195,7 +201,7 @@ impl Backend for Device {
         // SAFETY: the adapter is in host memory, and neither its read nor a copy of it is under way.
         unsafe { self.host.part(row_start..row_start + row_bytes.len()) }.copy_from_slice(row_bytes);
         let copied = Arc::new(queue.new_event()?);
-        self.enqueue(copy, waits, &copied)?;
+        self.enqueue(copy, &copied)?;
         self.copying.push_back((copy.number, Arc::clone(&copied)));
         self.contents[copy.slot] =
             Some(Content { copied, row: block + row_at as u64, bytes: packed.bytes, max_rank: packed.max_rank });
@@ -217,17 +223,29 @@ impl Backend for Device {
             lane.weights.flip(slot_at(slot), &Flip { copied, row, bytes, max_rank })?;
             lane.flipped[slot] = number;
         }
+        lane.weights.set_leased(slot, true);
         Ok(())
     }
 
-    fn commit(&mut self, Commit { stream, number }: Commit) -> Result<(), PoolError> {
-        let lane = &mut self.lanes[stream.0];
-        Ok(lane.commits.record(number, lane.weights.queue())?)
+    fn close(&mut self, slot: usize, stream: StreamId) {
+        self.lanes[stream.0].weights.set_leased(slot, false);
+    }
+
+    /// Not while a stream is being captured, which could not empty its row.
+    fn may_evict(&self) -> bool {
+        self.lanes.iter().all(|lane| lane.weights.queue().enter().is_ok())
     }
 
     fn evict(&mut self, slot: usize) {
-        self.lanes.iter().for_each(|lane| lane.weights.forget(slot_at(slot)));
+        for lane in &mut self.lanes {
+            lane.weights.forget(slot_at(slot));
+            if std::mem::take(&mut lane.flipped[slot]) != 0 {
+                lane.stale.push(slot);
+            }
+        }
         self.contents[slot] = None;
+        // After an error, the next copy tries again and returns it.
+        let _ = self.clear_rows();
     }
 }
 

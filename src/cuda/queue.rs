@@ -4,6 +4,9 @@ use cudarc::driver::{CudaEvent, CudaStream, sys::CUstreamCaptureStatus};
 
 use super::{Kernels, LaunchError, capturing::Relaxed, raw};
 
+/// The handle in CUDA's headers, which cudarc does not name.
+const CU_STREAM_PER_THREAD: usize = 2;
+
 /// A CUDA stream and the kernels of its context. Objects created on a queue run on its stream, in order. Clones are the same queue.
 #[derive(Clone, Debug)]
 pub struct Queue {
@@ -15,9 +18,13 @@ impl Queue {
     /// The queue of `stream`.
     ///
     /// # Errors
-    /// [`LaunchError::WrongContext`] if the kernels were loaded into another context.
+    /// [`LaunchError::WrongContext`] if the kernels were loaded into another context, [`LaunchError::PerThreadStream`] if the stream
+    /// is the calling thread's default stream.
     pub fn new(kernels: &Kernels, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
         kernels.check_context("the stream", stream.context())?;
+        if stream.cu_stream().addr() == CU_STREAM_PER_THREAD {
+            return Err(LaunchError::PerThreadStream);
+        }
         Ok(Self { kernels: kernels.clone(), stream: Arc::clone(stream) })
     }
 

@@ -1,12 +1,12 @@
 #![expect(unsafe_code, reason = "calls the raw API")]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{
     LaunchError, Queue, View, raw,
     region::{Kept, Region},
 };
-use crate::{error::OperandError, plan::Capacity, routing::Batch};
+use crate::{Slot, error::OperandError, plan::Capacity, routing::Batch};
 
 /// The routing of a step on the device. It is updated once per step, for all layers.
 #[derive(Debug)]
@@ -14,13 +14,17 @@ pub struct Routing {
     // Dropped before the memory it writes.
     raw: raw::Routing,
     memory: Arc<Region>,
+    slots: HostSlots,
 }
+
+/// The slots of a routing's last update; empty if they were in device memory.
+pub(super) type HostSlots = Arc<Mutex<Vec<Slot>>>;
 
 /// The batch of the last update of a [`Routing`]. Borrows the routing, so that it cannot be updated meanwhile.
 #[derive(Debug)]
 pub struct RoutedBatch<'a> {
     pub(super) raw: raw::RoutedBatch,
-    memory: &'a Region,
+    routing: &'a Routing,
 }
 
 impl Routing {
@@ -34,7 +38,8 @@ impl Routing {
         // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs that read it keep
         // it alive.
         let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
-        Ok(Self { raw, memory })
+        let slots = Arc::new(Mutex::new(Vec::with_capacity(capacity.max_tokens)));
+        Ok(Self { raw, memory, slots })
     }
 
     /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
@@ -47,7 +52,8 @@ impl Routing {
         let stream = self.queue().raw();
         // SAFETY: the memory belongs to this stream.
         let raw = unsafe { self.raw.update(batch, stream) }?;
-        Ok(RoutedBatch { raw, memory: &self.memory })
+        self.set_slots(batch.slots());
+        Ok(RoutedBatch { raw, routing: self })
     }
 
     /// Whether [`update`](Self::update) has a free staging buffer.
@@ -71,6 +77,9 @@ impl Routing {
 
     /// Like [`update`](Self::update), with slots and scales in device memory. `token_slots` is `[tokens]`; -1 or any value that is
     /// not a slot is the base model. `token_scales` is `[tokens]`.
+    ///
+    /// The host does not see the slots. On a pool's table, one that no lease holds gives what was in it, the base model, or the adapter
+    /// for which the slot was leased since then.
     ///
     /// # Errors
     /// [`LaunchError::Capacity`] if the batch is too large, [`LaunchError::Operand`] if there is not one scale per slot,
@@ -97,7 +106,8 @@ impl Routing {
         let (scales, _scales_guard) = token_scales.as_ref().map(|scales| scales.on(&queue)).unzip();
         // SAFETY: both have `num_tokens` elements, and guards order their uses. The memory belongs to this stream.
         let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
-        Ok(RoutedBatch { raw, memory: &self.memory })
+        self.set_slots(&[]);
+        Ok(RoutedBatch { raw, routing: self })
     }
 
     /// A batch of up to `num_tokens` tokens to capture a CUDA graph with, in the raw API. See [`raw::Routing::capture_batch`].
@@ -116,6 +126,16 @@ impl Routing {
     pub(super) fn kept(&self) -> Kept {
         self.memory.clone()
     }
+
+    pub(super) fn slots(&self) -> &HostSlots {
+        &self.slots
+    }
+
+    fn set_slots(&self, slots: &[Slot]) {
+        let mut last = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        last.clear();
+        last.extend_from_slice(slots);
+    }
 }
 
 impl RoutedBatch<'_> {
@@ -125,6 +145,10 @@ impl RoutedBatch<'_> {
     }
 
     pub(super) fn queue(&self) -> &Queue {
-        self.memory.queue()
+        self.routing.queue()
+    }
+
+    pub(super) fn slots(&self) -> &HostSlots {
+        &self.routing.slots
     }
 }

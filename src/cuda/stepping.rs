@@ -1,16 +1,21 @@
 //! Starts steps, and captures them as graphs.
 
-use super::{Graph, LaunchError, RoutedBatch, Routing, Step, WeightTable, Workspace, graph, raw};
+use std::sync::{Arc, PoisonError};
+
+use super::{Graph, LaunchError, RoutedBatch, Routing, Step, WeightTable, Workspace, graph, raw, routing::HostSlots};
 
 impl WeightTable {
     /// Starts a step.
     ///
     /// # Errors
     /// [`LaunchError`] if the table, batch and workspace belong to different queues, or the stream is being captured.
+    /// [`OperandError::NotLeased`](crate::error::OperandError::NotLeased) if the table belongs to a pool, and no
+    /// [lease](crate::pool::Lease) of its stream holds a slot of the batch.
     pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
         let queue = self.queue();
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;
+        self.check_batch(batch.slots())?;
         queue.enter()?;
         Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
     }
@@ -36,8 +41,15 @@ impl WeightTable {
         queue.check("the workspace", workspace.queue())?;
         let batch = routing.capture_batch(num_tokens)?;
         let [mailbox, partials] = workspace.kept();
-        let kept = vec![self.kept(), routing.kept(), mailbox, partials];
+        let kept = vec![routing.kept(), mailbox, partials];
         let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-        graph::capture(queue, kept, |kept| record(&mut Step::new(queue, raw, Some(kept))))
+        let batch = (self.clone(), Arc::clone(routing.slots()));
+        graph::capture(queue, kept, batch, |kept| record(&mut Step::new(queue, raw, Some(kept))))
+    }
+
+    /// Rejects a batch with a slot of a pool that no lease holds.
+    pub(super) fn check_batch(&self, slots: &HostSlots) -> Result<(), LaunchError> {
+        let slots = slots.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(self.check_leased(&slots)?)
     }
 }

@@ -11,7 +11,7 @@ use super::{
     Filled, LaunchError, Queue, Reservation, Staging,
     arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
-    region::{Kept, Region},
+    region::Region,
 };
 use crate::{
     DType, Slot,
@@ -81,7 +81,7 @@ impl WeightTable {
         }
         let num_slots = bounds.capacity.num_slots;
         let table = Region::new(queue, num_slots * row_bytes(bounds.model.num_entries()))?;
-        let slots = Slots::new(num_slots);
+        let slots = Slots::new(num_slots, bounds.is_pooled);
         let shared = Shared { queue: queue.clone(), bounds, arena, table, slots, staging: Mutex::new(None) };
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -286,10 +286,6 @@ impl WeightTable {
     /// The queue of the table.
     pub fn queue(&self) -> &Queue {
         &self.shared.queue
-    }
-
-    pub(super) fn kept(&self) -> Kept {
-        self.shared.clone()
     }
 
     /// The table in the raw API.

@@ -90,6 +90,12 @@ pub enum LaunchError {
         /// Name of the operand.
         operand: &'static str,
     },
+    /// The stream is `CU_STREAM_PER_THREAD`, which names another stream on each thread. Its order would not cover the uses of an
+    /// object on two threads.
+    #[error(
+        "the per-thread default stream is another stream on each thread; create one with `CudaContext::new_stream`"
+    )]
+    PerThreadStream,
     /// The kernels do not support the layer or the capacity.
     #[error(transparent)]
     Plan(#[from] PlanError),

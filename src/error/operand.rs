@@ -1,5 +1,5 @@
 use crate::{
-    DType,
+    DType, Slot,
     model::{Activation, LinearSite, SliceSite},
 };
 
@@ -65,6 +65,12 @@ pub enum OperandError {
         got: usize,
         /// Tokens in the batch.
         want: usize,
+    },
+    /// The table belongs to an adapter pool, and the batch names a slot that no lease holds. Another adapter may be in it by now.
+    #[error("the batch names {slot} of an adapter pool, which no lease holds")]
+    NotLeased {
+        /// The slot.
+        slot: Slot,
     },
     /// The norm's weight does not have one element for each output of the layer.
     #[error("the norm's weight has {got} elements, but the layer has {want} outputs")]

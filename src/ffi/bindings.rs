@@ -33,6 +33,7 @@ pub const ARIL_FORWARD_UNITS: i32 = 6;
 pub const ARIL_FORWARD_SPLIT_UNITS: i32 = 12;
 pub const ARIL_FORWARD_PARTS: i32 = 4;
 pub const ARIL_FORWARD_ALIGNMENT: i32 = 16;
+pub const ARIL_SEGMENT_TOKENS: i32 = 8;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
 pub const ARIL_ERR_BLOCK_ORDER: i32 = -3;
@@ -112,6 +113,31 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_segments {
+    pub tokens: [[i8; 8usize]; 64usize],
+    pub slots: [i32; 64usize],
+    pub segment_of: [i8; 64usize],
+    pub begun: [i8; 64usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_segments"][::core::mem::size_of::<aril_segments>() - 896usize];
+    ["Alignment of aril_segments"][::core::mem::align_of::<aril_segments>() - 4usize];
+    [
+        "Offset of field: aril_segments::tokens",
+    ][::core::mem::offset_of!(aril_segments, tokens) - 0usize];
+    [
+        "Offset of field: aril_segments::slots",
+    ][::core::mem::offset_of!(aril_segments, slots) - 512usize];
+    [
+        "Offset of field: aril_segments::segment_of",
+    ][::core::mem::offset_of!(aril_segments, segment_of) - 768usize];
+    [
+        "Offset of field: aril_segments::begun",
+    ][::core::mem::offset_of!(aril_segments, begun) - 832usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_routing {
     pub tokens: *mut i32,
     pub scales: *mut f32,
@@ -120,10 +146,11 @@ pub struct aril_routing {
     pub indptr: *mut i32,
     pub tiles: aril_tiles,
     pub wide_tiles: aril_tiles,
+    pub segments: *mut aril_segments,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 72usize];
+    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 80usize];
     ["Alignment of aril_routing"][::core::mem::align_of::<aril_routing>() - 8usize];
     [
         "Offset of field: aril_routing::tokens",
@@ -146,6 +173,9 @@ const _: () = {
     [
         "Offset of field: aril_routing::wide_tiles",
     ][::core::mem::offset_of!(aril_routing, wide_tiles) - 56usize];
+    [
+        "Offset of field: aril_routing::segments",
+    ][::core::mem::offset_of!(aril_routing, segments) - 72usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -158,7 +188,7 @@ pub struct aril_route_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 96usize];
+    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 104usize];
     [
         "Alignment of aril_route_args",
     ][::core::mem::align_of::<aril_route_args>() - 8usize];
@@ -227,7 +257,7 @@ pub struct aril_linear_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 216usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 224usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -388,7 +418,7 @@ pub struct aril_forward_args {
 const _: () = {
     [
         "Size of aril_forward_args",
-    ][::core::mem::size_of::<aril_forward_args>() - 224usize];
+    ][::core::mem::size_of::<aril_forward_args>() - 232usize];
     [
         "Alignment of aril_forward_args",
     ][::core::mem::align_of::<aril_forward_args>() - 8usize];
@@ -458,7 +488,7 @@ pub struct aril_silu_mul_args {
 const _: () = {
     [
         "Size of aril_silu_mul_args",
-    ][::core::mem::size_of::<aril_silu_mul_args>() - 232usize];
+    ][::core::mem::size_of::<aril_silu_mul_args>() - 240usize];
     [
         "Alignment of aril_silu_mul_args",
     ][::core::mem::align_of::<aril_silu_mul_args>() - 8usize];
@@ -467,10 +497,10 @@ const _: () = {
     ][::core::mem::offset_of!(aril_silu_mul_args, layer) - 0usize];
     [
         "Offset of field: aril_silu_mul_args::out",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 216usize];
+    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 224usize];
     [
         "Offset of field: aril_silu_mul_args::out_stride",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 224usize];
+    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 232usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -487,7 +517,7 @@ pub struct aril_add_rms_norm_args {
 const _: () = {
     [
         "Size of aril_add_rms_norm_args",
-    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 264usize];
+    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 272usize];
     [
         "Alignment of aril_add_rms_norm_args",
     ][::core::mem::align_of::<aril_add_rms_norm_args>() - 8usize];
@@ -496,22 +526,22 @@ const _: () = {
     ][::core::mem::offset_of!(aril_add_rms_norm_args, layer) - 0usize];
     [
         "Offset of field: aril_add_rms_norm_args::weight",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 216usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 224usize];
     [
         "Offset of field: aril_add_rms_norm_args::eps",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 224usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 232usize];
     [
         "Offset of field: aril_add_rms_norm_args::residual",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 232usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 240usize];
     [
         "Offset of field: aril_add_rms_norm_args::residual_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 240usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 248usize];
     [
         "Offset of field: aril_add_rms_norm_args::out",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 248usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 256usize];
     [
         "Offset of field: aril_add_rms_norm_args::out_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 256usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 264usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -532,7 +562,7 @@ pub struct aril_embedding_args {
 const _: () = {
     [
         "Size of aril_embedding_args",
-    ][::core::mem::size_of::<aril_embedding_args>() - 144usize];
+    ][::core::mem::size_of::<aril_embedding_args>() - 152usize];
     [
         "Alignment of aril_embedding_args",
     ][::core::mem::align_of::<aril_embedding_args>() - 8usize];
@@ -696,7 +726,7 @@ pub struct aril_group_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 160usize];
+    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 168usize];
     [
         "Alignment of aril_group_args",
     ][::core::mem::align_of::<aril_group_args>() - 8usize];
@@ -711,7 +741,7 @@ const _: () = {
     ][::core::mem::offset_of!(aril_group_args, routing) - 40usize];
     [
         "Offset of field: aril_group_args::groups",
-    ][::core::mem::offset_of!(aril_group_args, groups) - 112usize];
+    ][::core::mem::offset_of!(aril_group_args, groups) - 120usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -731,7 +761,7 @@ pub struct aril_align_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 168usize];
+    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 176usize];
     [
         "Alignment of aril_align_args",
     ][::core::mem::align_of::<aril_align_args>() - 8usize];
@@ -755,22 +785,22 @@ const _: () = {
     ][::core::mem::offset_of!(aril_align_args, routing) - 48usize];
     [
         "Offset of field: aril_align_args::sorted_routes",
-    ][::core::mem::offset_of!(aril_align_args, sorted_routes) - 120usize];
+    ][::core::mem::offset_of!(aril_align_args, sorted_routes) - 128usize];
     [
         "Offset of field: aril_align_args::block_experts",
-    ][::core::mem::offset_of!(aril_align_args, block_experts) - 128usize];
+    ][::core::mem::offset_of!(aril_align_args, block_experts) - 136usize];
     [
         "Offset of field: aril_align_args::block_slots",
-    ][::core::mem::offset_of!(aril_align_args, block_slots) - 136usize];
+    ][::core::mem::offset_of!(aril_align_args, block_slots) - 144usize];
     [
         "Offset of field: aril_align_args::num_padded",
-    ][::core::mem::offset_of!(aril_align_args, num_padded) - 144usize];
+    ][::core::mem::offset_of!(aril_align_args, num_padded) - 152usize];
     [
         "Offset of field: aril_align_args::places",
-    ][::core::mem::offset_of!(aril_align_args, places) - 152usize];
+    ][::core::mem::offset_of!(aril_align_args, places) - 160usize];
     [
         "Offset of field: aril_align_args::mailbox",
-    ][::core::mem::offset_of!(aril_align_args, mailbox) - 160usize];
+    ][::core::mem::offset_of!(aril_align_args, mailbox) - 168usize];
 };
 impl aril_experts_form {
     pub const ARIL_ADD: aril_experts_form = aril_experts_form(0);
@@ -836,7 +866,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 344usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 352usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -944,10 +974,10 @@ const _: () = {
     ][::core::mem::offset_of!(aril_experts_args, routing) - 192usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 264usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 272usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 296usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 304usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

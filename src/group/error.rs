@@ -22,6 +22,12 @@ pub enum GroupError {
     /// No slot is empty on all ranks.
     #[error("no slot is empty on all ranks of the group")]
     NoFreeSlot,
+    /// The adapter has no lease to end.
+    #[error("version {version} has no lease in the group's pool")]
+    NotLeased {
+        /// The adapter.
+        version: u64,
+    },
     /// The channel is of another rank than the table's model.
     #[error(
         "the channel is of rank {} of {}, but the table's model is of rank {} of {}",
@@ -84,6 +90,8 @@ pub struct RankFailure {
     pub phase: Phase,
     /// The message of its error, of at most 300 characters.
     pub reason: String,
+    /// Whether its arena had no room, but would have without the adapters that are loaded.
+    pub is_full: bool,
 }
 
 /// A part of loading an adapter.
@@ -113,7 +121,7 @@ impl fmt::Display for Phase {
 
 impl fmt::Display for RankFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, phase, reason } = self;
+        let Self { rank, phase, reason, .. } = self;
         write!(f, "rank {rank} could not {phase}: {reason}")
     }
 }

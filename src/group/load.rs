@@ -111,17 +111,18 @@ impl<R: Ranks, T: Table> Group<R, T> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone().into());
         }
-        let mut phase = Phase::Plan;
+        let (mut phase, mut can_hold) = (Phase::Plan, false);
         let own = attempt(|| {
             let adapter = open()?;
             let image = adapter.borrow().plan(self.table.model(), self.table.dtype())?;
-            phase = Phase::Reserve;
+            (phase, can_hold) = (Phase::Reserve, self.table.can_hold(&image));
             let reservation = self.table.reserve(slot, &image)?;
             phase = Phase::Fill;
             self.table.fill(reservation, &image)
         });
         let ready = Verdict::ready(slot, version);
-        let verdicts = self.exchange(&own.as_ref().map_or_else(|failure| failure.verdict(phase), |_| ready.clone()));
+        let verdicts =
+            self.exchange(&own.as_ref().map_or_else(|failure| failure.verdict(phase, can_hold), |_| ready.clone()));
         let own = match own {
             Err(Failure::Panic(payload)) => panic::resume_unwind(payload),
             Err(Failure::Error(error)) => Err(error),
@@ -150,7 +151,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
         }
         let Prepared { slot, filled } = prepared;
         let own = attempt(|| self.table.commit(slot, filled));
-        let verdict = own.as_ref().map_or_else(|failure| failure.verdict(Phase::Commit), |_| Verdict::Committed);
+        let verdict = own.as_ref().map_or_else(|failure| failure.verdict(Phase::Commit, false), |_| Verdict::Committed);
         let (verdicts, channel) = match self.exchange(&verdict) {
             Ok(verdicts) => (verdicts, None),
             Err(error) => (Vec::new(), Some(error)),
@@ -205,8 +206,9 @@ impl<R: Ranks, T: Table> Group<R, T> {
 }
 
 impl Failure {
-    fn verdict(&self, phase: Phase) -> Verdict {
+    fn verdict(&self, phase: Phase, can_hold: bool) -> Verdict {
         let panicked = |text: &str| format!("panicked: {text}");
+        let is_full = can_hold && matches!(self, Self::Error(LoadError::Full { .. }));
         Verdict::failed(
             phase,
             &match self {
@@ -217,6 +219,7 @@ impl Failure {
                     (None, None) => "panicked".to_owned(),
                 },
             },
+            is_full,
         )
     }
 }
@@ -233,7 +236,9 @@ fn attempt<O>(f: impl FnOnce() -> Result<O, LoadError>) -> Result<O, Failure> {
 /// The failures before a commit.
 fn failures(verdicts: &[Verdict]) -> Vec<RankFailure> {
     let failure = |(rank, verdict): (usize, &Verdict)| match verdict {
-        Verdict::Failed { phase, reason } => Some(RankFailure { rank, phase: *phase, reason: reason.clone() }),
+        Verdict::Failed { phase, reason, is_full } => {
+            Some(RankFailure { rank, phase: *phase, reason: reason.clone(), is_full: *is_full })
+        }
         _ => None,
     };
     verdicts.iter().enumerate().filter_map(failure).collect()
@@ -243,10 +248,10 @@ fn failures(verdicts: &[Verdict]) -> Vec<RankFailure> {
 fn not_committed(rank: usize, verdict: &Verdict) -> Option<RankFailure> {
     let reason = match verdict {
         Verdict::Committed => return None,
-        Verdict::Failed { phase: Phase::Commit, reason } => reason.clone(),
+        Verdict::Failed { phase: Phase::Commit, reason, .. } => reason.clone(),
         other => format!("it {other}"),
     };
-    Some(RankFailure { rank, phase: Phase::Commit, reason })
+    Some(RankFailure { rank, phase: Phase::Commit, reason, is_full: false })
 }
 
 fn disagreement(verdicts: &[Verdict]) -> GroupError {

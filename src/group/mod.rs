@@ -8,6 +8,8 @@
 //! The ranks must commit between the same two steps, because the ranks of a step must use the same adapter. `prepare` may run on
 //! another thread, beside steps.
 //!
+//! A [`GroupPool`] shares the slots among more adapters than fit.
+//!
 //! The messages go over a channel of the engine's ([`Ranks`]). [`InProcess`] connects the threads of one process.
 //!
 //! ```
@@ -52,6 +54,7 @@ mod channel;
 mod error;
 mod in_process;
 mod load;
+mod pool;
 mod table;
 mod verdict;
 
@@ -60,5 +63,6 @@ pub use self::{
     error::{GroupError, Phase, RankFailure},
     in_process::InProcess,
     load::{Group, Prepared},
+    pool::GroupPool,
     table::Table,
 };

@@ -1,3 +1,5 @@
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::{DType, Slot, adapter::SlotImage, cpu, error::LoadError, model::Model, residency::Resident};
 
 /// A weight table that a [`Group`](super::Group) loads into.
@@ -17,6 +19,9 @@ pub trait Table {
 
     /// The lowest empty slot from the index `first` on.
     fn free_slot(&self, first: u16) -> Option<Slot>;
+
+    /// Whether an image would fit if no adapter was loaded.
+    fn can_hold(&self, image: &SlotImage<'_>) -> bool;
 
     /// Reserves memory for an adapter that will be put into `slot`.
     ///
@@ -44,81 +49,51 @@ pub trait Table {
     fn unload(&self, slot: Slot) -> Result<(), LoadError>;
 }
 
-/// The lowest slot of `num_slots` from `first` on that `is_loaded` rejects.
-fn free_slot(first: u16, num_slots: usize, is_loaded: impl Fn(Slot) -> bool) -> Option<Slot> {
-    (first..=u16::MAX).take_while(|&index| usize::from(index) < num_slots).map(Slot::new).find(|&slot| !is_loaded(slot))
+/// Implements [`Table`] for a backend's table. `fill` is the way that the backend writes an adapter.
+macro_rules! table {
+    ($backend:ident, $fill:expr) => {
+        impl Table for $backend::WeightTable {
+            type Reservation = $backend::Reservation;
+            type Filled = $backend::Filled;
+
+            fn model(&self) -> &Model {
+                self.model()
+            }
+
+            fn dtype(&self) -> DType {
+                self.dtype()
+            }
+
+            fn free_slot(&self, first: u16) -> Option<Slot> {
+                let slots = (first..=u16::MAX).take_while(|&index| usize::from(index) < self.capacity().num_slots);
+                slots.map(Slot::new).find(|&slot| self.get(slot).is_none())
+            }
+
+            fn can_hold(&self, image: &SlotImage<'_>) -> bool {
+                Self::arena_bytes([image]) <= self.usage().capacity
+            }
+
+            fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Self::Reservation, LoadError> {
+                self.check_slot(slot)?;
+                self.reserve(image)
+            }
+
+            fn fill(&self, reservation: Self::Reservation, image: &SlotImage<'_>) -> Result<Self::Filled, LoadError> {
+                let fill: fn(&Self, Self::Reservation, &SlotImage<'_>) -> Result<Self::Filled, LoadError> = $fill;
+                fill(self, reservation, image)
+            }
+
+            fn commit(&self, slot: Slot, filled: Self::Filled) -> Result<Resident, LoadError> {
+                self.commit(slot, filled)
+            }
+
+            fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+                self.unload(slot)
+            }
+        }
+    };
 }
 
-impl Table for cpu::WeightTable {
-    type Reservation = cpu::Reservation;
-    type Filled = cpu::Filled;
-
-    fn model(&self) -> &Model {
-        self.model()
-    }
-
-    fn dtype(&self) -> DType {
-        self.dtype()
-    }
-
-    fn free_slot(&self, first: u16) -> Option<Slot> {
-        free_slot(first, self.capacity().num_slots, |slot| self.get(slot).is_some())
-    }
-
-    fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<cpu::Reservation, LoadError> {
-        self.check_slot(slot)?;
-        self.reserve(image)
-    }
-
-    fn fill(&self, reservation: cpu::Reservation, image: &SlotImage<'_>) -> Result<cpu::Filled, LoadError> {
-        reservation.fill(image)
-    }
-
-    fn commit(&self, slot: Slot, filled: cpu::Filled) -> Result<Resident, LoadError> {
-        self.commit(slot, filled)
-    }
-
-    fn unload(&self, slot: Slot) -> Result<(), LoadError> {
-        self.unload(slot)
-    }
-}
-
+table!(cpu, |_, reservation, image| reservation.fill(image));
 #[cfg(feature = "cuda")]
-mod on_device {
-    use super::*;
-    use crate::cuda;
-
-    impl Table for cuda::WeightTable {
-        type Reservation = cuda::Reservation;
-        type Filled = cuda::Filled;
-
-        fn model(&self) -> &Model {
-            self.model()
-        }
-
-        fn dtype(&self) -> DType {
-            self.dtype()
-        }
-
-        fn free_slot(&self, first: u16) -> Option<Slot> {
-            free_slot(first, self.capacity().num_slots, |slot| self.get(slot).is_some())
-        }
-
-        fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<cuda::Reservation, LoadError> {
-            self.check_slot(slot)?;
-            self.reserve(image)
-        }
-
-        fn fill(&self, reservation: cuda::Reservation, image: &SlotImage<'_>) -> Result<cuda::Filled, LoadError> {
-            self.fill_with_progress(reservation, image, |_| ())
-        }
-
-        fn commit(&self, slot: Slot, filled: cuda::Filled) -> Result<Resident, LoadError> {
-            self.commit(slot, filled)
-        }
-
-        fn unload(&self, slot: Slot) -> Result<(), LoadError> {
-            self.unload(slot)
-        }
-    }
-}
+table!(cuda, |table, reservation, image| table.fill_with_progress(reservation, image, |_| ()));

@@ -24,6 +24,7 @@ pub(super) enum Verdict {
     Failed {
         phase: Phase,
         reason: String,
+        is_full: bool,
     },
 }
 
@@ -33,13 +34,13 @@ impl Verdict {
     }
 
     /// A failure. A long reason is cut off.
-    pub(super) fn failed(phase: Phase, reason: &str) -> Self {
+    pub(super) fn failed(phase: Phase, reason: &str, is_full: bool) -> Self {
         let mut reason: String = reason.chars().take(MAX_REASON + 1).collect();
         if let Some((cut, _)) = reason.char_indices().nth(MAX_REASON) {
             reason.truncate(cut);
             reason.push('…');
         }
-        Self::Failed { phase, reason }
+        Self::Failed { phase, reason, is_full }
     }
 
     pub(super) fn to_message(&self) -> Message {
@@ -65,7 +66,7 @@ impl fmt::Display for Verdict {
                 write!(f, "loads version {version} into {}", bytemuck::cast::<i32, Slot>(*slot))
             }
             Self::Committed => f.write_str("has committed"),
-            Self::Failed { phase, reason } => write!(f, "could not {phase}: {reason}"),
+            Self::Failed { phase, reason, .. } => write!(f, "could not {phase}: {reason}"),
         }
     }
 }
@@ -82,8 +83,8 @@ mod tests {
             Verdict::ready(Slot::new(u16::MAX), u64::MAX),
             Verdict::ready(Slot::BASE, 0),
             Verdict::Committed,
-            Verdict::failed(Phase::Fill, ""),
-            Verdict::failed(Phase::Fill, "\"ä\" \u{0}\n"),
+            Verdict::failed(Phase::Fill, "", false),
+            Verdict::failed(Phase::Reserve, "\"ä\" \u{0}\n", true),
         ] {
             assert_eq!(Verdict::from_message(&verdict.to_message()), Some(verdict));
         }
@@ -98,10 +99,12 @@ mod tests {
         for text in ["x", "ä", "\u{1}", "\"", "🦀", "x\u{1}ä"] {
             for times in [99, 100, 101, 299, 300, 301, 10_000] {
                 let whole: String = text.chars().cycle().take(times).collect();
-                let verdict = Verdict::failed(Phase::Reserve, &whole);
+                let verdict = Verdict::failed(Phase::Reserve, &whole, false);
                 let received = Verdict::from_message(&verdict.to_message());
                 assert_eq!(received.as_ref(), Some(&verdict));
-                let Some(Verdict::Failed { phase: Phase::Reserve, reason }) = received else { unreachable!() };
+                let Some(Verdict::Failed { phase: Phase::Reserve, reason, is_full: false }) = received else {
+                    unreachable!()
+                };
                 let expected = if times < 300 { whole } else { whole.chars().take(299).chain(['…']).collect() };
                 assert_eq!(reason, expected);
             }

@@ -85,12 +85,13 @@ macro_rules! adapter_pool {
                 leases.pop().ok_or(PoolError::Unknown { id })
             }
 
-            /// Marks the end of a step's launches on `stream`. Slots whose last lease ended before may be overwritten after it.
+            /// Marks the end of a step's launches on `stream`. Slots whose last lease ended before may be overwritten after it, and later
+            /// steps of the stream refuse them. Enqueues nothing.
             ///
             /// An engine that drops leases after its last step commits once more, so that their memory can be used.
             ///
             /// # Errors
-            /// [`PoolError::NoSuchStream`], or the driver's error.
+            /// [`PoolError::NoSuchStream`].
             pub fn commit(&mut self, stream: StreamId) -> Result<(), PoolError> {
                 self.pool.commit(stream)
             }

@@ -1,10 +1,6 @@
 use std::ops::Range;
 
-use super::{
-    PoolError, StreamId,
-    core::Granted,
-    transfer::{Commit, Copy},
-};
+use super::{PoolError, StreamId, core::Granted, transfer::Copy};
 use crate::{adapter::SlotImage, error::LoadError};
 
 /// The memory and the streams of a pool.
@@ -23,16 +19,20 @@ pub(crate) trait Backend {
     fn pack(packer: &Self::Packer, image: &SlotImage<'_>, to: Range<usize>) -> Result<Self::Packed, LoadError>;
 
     /// As [`Transfer::copy`](super::transfer::Transfer::copy).
-    fn copy(&mut self, packed: &mut Self::Packed, copy: &Copy, waits: &[Commit]) -> Result<(), LoadError>;
+    fn copy(&mut self, packed: &mut Self::Packed, copy: &Copy) -> Result<(), LoadError>;
 
     /// The number of a copy that has ended since the last call.
     fn next_copied(&mut self) -> Option<u64>;
 
-    /// Makes the adapter of a slot visible to later launches on a stream.
+    /// Makes the adapter of a slot visible to later launches on a stream. Steps of the stream may use the slot until it is
+    /// [closed](Self::close).
     fn lease(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError>;
 
-    /// Marks the end of a step's launches on a stream.
-    fn commit(&mut self, commit: Commit) -> Result<(), PoolError>;
+    /// As [`Transfer::close`](super::transfer::Transfer::close).
+    fn close(&mut self, slot: usize, stream: StreamId);
+
+    /// As [`Transfer::may_evict`](super::transfer::Transfer::may_evict).
+    fn may_evict(&self) -> bool;
 
     /// The slot is empty.
     fn evict(&mut self, slot: usize);

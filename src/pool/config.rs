@@ -37,8 +37,8 @@ impl PoolConfig {
         Self { loaders, ..self }
     }
 
-    /// Fills blocks on the GPU with NaN before an adapter is copied into them. For tests of an engine: a launch on a slot that it
-    /// does not lease then gives NaN, rather than what another adapter gives.
+    /// Fills blocks on the GPU with NaN before an adapter is copied into them. For tests: a kernel that reads a block while it is
+    /// overwritten then gives NaN.
     #[must_use]
     pub const fn poisoning(self) -> Self {
         Self { is_poisoning: true, ..self }

@@ -6,14 +6,16 @@ use crate::Slot;
 /// A request's hold on an adapter in its slot, for launches on one stream. Dropping it ends the hold; it never blocks, and any
 /// thread may do so.
 ///
-/// The slot is valid for launches until the next commit of the stream after the lease was dropped.
+/// The slot is valid for launches until the next commit of the stream after the lease was dropped. After that, a step refuses it
+/// ([`OperandError::NotLeased`](crate::error::OperandError::NotLeased)), unless another lease holds it, whose adapter may be another.
+/// So take the slots of each step from its leases.
 #[derive(Debug)]
 #[must_use]
 pub struct Lease {
     pub(super) id: AdapterId,
     pub(super) slot: Slot,
     pub(super) stream: StreamId,
-    pub(super) releases: Sender<Slot>,
+    pub(super) releases: Sender<(Slot, StreamId)>,
 }
 
 impl Lease {
@@ -41,6 +43,6 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         // Without a receiver, the pool is gone.
-        let _ = self.releases.send(self.slot);
+        let _ = self.releases.send((self.slot, self.stream));
     }
 }

@@ -23,7 +23,7 @@ pub(crate) use self::{
     backend::Backend,
     core::Granted,
     pooled::{Pool, slot_at},
-    transfer::{Commit, Copy},
+    transfer::Copy,
 };
 pub use self::{
     config::PoolConfig,

@@ -15,7 +15,7 @@ use super::{
     backend::Backend,
     core::{Core, Limits},
     loaders::{Loaded, Loaders},
-    transfer::{Commit, Copy, Transfer},
+    transfer::{Copy, Transfer},
 };
 use crate::{
     Slot,
@@ -29,8 +29,8 @@ pub(crate) struct Pool<B: Backend> {
     core: Core,
     tiers: Tiers<B>,
     bounds: Bounds,
-    releases: Receiver<Slot>,
-    releaser: Sender<Slot>,
+    releases: Receiver<(Slot, StreamId)>,
+    releaser: Sender<(Slot, StreamId)>,
 }
 
 /// What the state machine decides about.
@@ -104,10 +104,7 @@ impl<B: Backend> Pool<B> {
 
     pub(crate) fn commit(&mut self, stream: StreamId) -> Result<(), PoolError> {
         self.notice();
-        let number = self.core.next_commit(stream)?;
-        self.tiers.backend.commit(Commit { stream, number })?;
-        self.core.commit(stream, &mut self.tiers);
-        Ok(())
+        self.core.commit(stream, &mut self.tiers)
     }
 
     pub(crate) fn poll(&mut self) {
@@ -141,8 +138,8 @@ impl<B: Backend> Pool<B> {
 
     /// Takes note of leases, reads and copies that have ended.
     fn notice(&mut self) {
-        while let Ok(slot) = self.releases.try_recv() {
-            slot.index().into_iter().for_each(|slot| self.core.release(slot));
+        while let Ok((slot, stream)) = self.releases.try_recv() {
+            slot.index().into_iter().for_each(|slot| self.core.release(slot, stream));
         }
         while let Some(number) = self.tiers.backend.next_copied() {
             self.core.has_copied(number);
@@ -175,9 +172,17 @@ impl<B: Backend> Transfer for Tiers<B> {
         });
     }
 
-    fn copy(&mut self, copy: &Copy, waits: &[Commit]) -> Result<(), LoadError> {
+    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
         let packed = self.packed.get_mut(&copy.id).expect("an adapter in the host tier is packed");
-        self.backend.copy(packed, copy, waits)
+        self.backend.copy(packed, copy)
+    }
+
+    fn close(&mut self, slot: usize, stream: StreamId) {
+        self.backend.close(slot, stream);
+    }
+
+    fn may_evict(&self) -> bool {
+        self.backend.may_evict()
     }
 
     fn evict(&mut self, slot: usize) {

@@ -8,14 +8,21 @@ pub(crate) trait Transfer {
     /// Starts to read an adapter into host memory. [`Core::has_read`](super::Core::has_read) takes the result.
     fn read(&mut self, id: AdapterId, to: Range<usize>);
 
-    /// Enqueues a copy on the transfer stream, which first waits for these commits.
+    /// Enqueues a copy on the transfer stream, after all launches that may read memory of [evicted](Self::evict) adapters.
     /// [`Core::has_copied`](super::Core::has_copied) takes note of its end.
     ///
     /// # Errors
     /// [`LoadError`] if the copy cannot be enqueued. Nothing may be enqueued that writes to device memory.
-    fn copy(&mut self, copy: &Copy, waits: &[Commit]) -> Result<(), LoadError>;
+    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError>;
 
-    /// The slot is empty, and its memory may be overwritten by later copies.
+    /// Steps of a stream may no longer use a slot.
+    fn close(&mut self, slot: usize, stream: StreamId);
+
+    /// Whether slots can be emptied now.
+    fn may_evict(&self) -> bool;
+
+    /// The slot is empty, and its memory may be overwritten by later copies. Launches on it that were enqueued without a lease read
+    /// the memory as it was, and later ones find no adapter.
     fn evict(&mut self, slot: usize);
 
     /// The adapter has left host memory.
@@ -34,12 +41,5 @@ pub(crate) struct Copy {
     pub(crate) to: Range<usize>,
     pub(crate) slot: usize,
     /// Number of the copy. No two copies of a pool have the same.
-    pub(crate) number: u64,
-}
-
-/// The end of a step's launches on a stream: the `number`-th of that stream, from 1.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Commit {
-    pub(crate) stream: StreamId,
     pub(crate) number: u64,
 }

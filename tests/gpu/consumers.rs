@@ -24,7 +24,10 @@ use crate::{
     device::{Buffer, Gpu},
     for_dtype,
     hot_path::allocations,
-    operations::{PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
+    operations::{
+        PoisonedRouting, PoisonedTable, Raw, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix,
+        raw_matrix_mut, table,
+    },
 };
 
 /// The safe API.
@@ -32,24 +35,12 @@ struct Safe<'a> {
     gpu: &'a Gpu,
 }
 
-/// The raw API, in memory that is NaN outside the operands.
-struct Raw<'a> {
-    gpu: &'a Gpu,
-    /// Rows of the batch beyond the live ones, as in a captured graph; and slots of the routing beyond the table's.
-    padded_tokens: usize,
-    /// Launch from a captured graph.
-    captured: bool,
-}
-
 impl Subject<Consumed> for Safe<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let queue = &self.gpu.queue;
         let (tokens, model) = (case.num_tokens(), &world.model);
         let capacity = world.capacity(tokens);
-        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 26).unwrap();
-        for (slot, adapter) in world.adapters.iter().enumerate() {
-            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
-        }
+        let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
         let batch = routing.update(&world.batch()).unwrap();
         let [x, y, weight] = [&world.x, &world.y, &case.weight()].map(|values: &Vec<T>| self.gpu.upload(values));
@@ -94,13 +85,8 @@ impl Subject<Consumed> for Raw<'_> {
         let (model, stream) = (&world.model, gpu.raw_stream());
         let tokens = case.num_tokens() + self.padded_tokens;
         let capacity = world.capacity(tokens);
-        let routed = capacity.slots(capacity.num_slots + self.padded_tokens);
-        let memory = gpu.poisoned(raw::Routing::device_bytes(routed).unwrap());
-        // SAFETY: the memory outlives the routing and is used on one stream.
-        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, routed, 1, memory.region()) }.unwrap();
-        // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(&world.batch(), stream) }.unwrap();
-        let batch = routing.capture_batch(tokens).unwrap();
+        let routed = PoisonedRouting::new(gpu, capacity.slots(capacity.num_slots + self.padded_tokens), &world.batch());
+        let batch = routed.routing.capture_batch(tokens).unwrap();
         let table = PoisonedTable::new(gpu, world, capacity.num_slots);
 
         // Padded rows hold NaN, and must not change.

@@ -29,7 +29,10 @@ use crate::{
     },
     device::{Buffer, Gpu},
     for_dtype,
-    operations::{PoisonedTable, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
+    operations::{
+        PoisonedRouting, PoisonedTable, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut,
+        table,
+    },
 };
 
 /// All operations.
@@ -85,10 +88,7 @@ impl Subject<Moe> for Safe<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let queue = &self.gpu.queue;
         let (model, capacity) = (&world.model, world.capacity(case.num_tokens()));
-        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 26).unwrap();
-        for (slot, adapter) in world.adapters.iter().enumerate() {
-            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
-        }
+        let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
         let batch = routing.update(&world.batch()).unwrap();
         let mut grouping = Grouping::new(queue, route_capacity(case)).unwrap();
@@ -199,12 +199,8 @@ impl Subject<Moe> for Raw<'_> {
         let tokens = case.num_tokens() + padded;
         let capacity = world.capacity(tokens);
         let route_capacity = RouteCapacity::tokens(tokens.max(1)).top_k(case.top_k).experts(case.shape.held.len());
-        let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
-        // SAFETY: the memory outlives the routing and is used on one stream.
-        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
-        // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(&Batch::new(&vec![Slot::new(0); tokens]), stream) }.unwrap();
-        let batch = routing.capture_batch(tokens).unwrap();
+        let mut routed = PoisonedRouting::new(gpu, capacity, &Batch::new(&vec![Slot::new(0); tokens]));
+        let batch = routed.routing.capture_batch(tokens).unwrap();
         let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity).unwrap()]);
         // SAFETY: the memory is zero, outlives the grouping and is used on one stream.
         let mut grouping = unsafe { raw::Grouping::new(&gpu.kernels, route_capacity, group_memory.region()) }.unwrap();
@@ -252,7 +248,7 @@ impl Subject<Moe> for Raw<'_> {
             ids.write(&chosen);
             target.write(&before);
             // SAFETY: as above.
-            unsafe { routing.update(&world.batch(), stream) }.unwrap();
+            unsafe { routed.routing.update(&world.batch(), stream) }.unwrap();
         };
         if self.captured {
             let graph = gpu.capture(launch);

@@ -65,6 +65,13 @@ fn a_scale_multiplies_the_adapters_own() {
     goldens::a_scale_multiplies_the_adapters_own(DEVICE);
 }
 
+#[test]
+#[ignore = "needs a GPU"]
+fn a_pool_reproduces_the_goldens() {
+    let _limit = Limit::new();
+    goldens::a_pool_reproduces_the_goldens(DEVICE);
+}
+
 /// The example repeats batches with adapters on a model that never had one, and reports what is equal.
 #[test]
 #[ignore = "needs a GPU"]

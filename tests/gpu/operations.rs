@@ -1,8 +1,12 @@
 //! The kernels against the reference, through the safe and the raw API.
 
 use aril::{
-    Element, Slot,
-    cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, raw},
+    DType, Element, Slot,
+    adapter::Adapter,
+    cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, raw},
+    model::Model,
+    plan::Capacity,
+    routing::Batch,
 };
 use cudarc::driver::{CudaView, CudaViewMut};
 use proptest::prelude::*;
@@ -38,10 +42,7 @@ impl Subject<Dense> for Safe<'_> {
         let queue = &self.gpu.queue;
         let (tokens, model) = (case.num_tokens(), &world.model);
         let capacity = world.capacity(tokens);
-        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 26).unwrap();
-        for (slot, adapter) in world.adapters.iter().enumerate() {
-            weights.load(Slot::new(slot as u16), &adapter.plan(model, T::DTYPE).unwrap()).unwrap();
-        }
+        let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
         let batch = routing.update(&world.batch()).unwrap();
 
@@ -106,6 +107,32 @@ impl PoisonedTable {
     }
 }
 
+/// A routing of a batch, in memory that was NaN before.
+pub struct PoisonedRouting {
+    pub routing: raw::Routing,
+    _memory: Buffer,
+}
+
+impl PoisonedRouting {
+    pub fn new(gpu: &Gpu, capacity: Capacity, batch: &Batch<'_>) -> Self {
+        let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        // SAFETY: the memory outlives the routing and is used on one stream.
+        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
+        // SAFETY: the stream is alive and not capturing.
+        unsafe { routing.update(batch, gpu.raw_stream()) }.unwrap();
+        Self { routing, _memory: memory }
+    }
+}
+
+/// A table with these adapters in its first slots.
+pub fn table(queue: &Queue, model: &Model, dtype: DType, capacity: Capacity, adapters: &[Adapter]) -> WeightTable {
+    let weights = WeightTable::new(queue, model, dtype, capacity, 1 << 26).unwrap();
+    for (slot, adapter) in adapters.iter().enumerate() {
+        weights.load(Slot::new(slot as u16), &adapter.plan(model, dtype).unwrap()).unwrap();
+    }
+    weights
+}
+
 pub fn matrix<'a, T: Element>(buffer: &CudaView<'a, T>, place: Place) -> Matrix<'a, T> {
     Matrix::strided(buffer.slice(place.offset..), place.rows, place.cols, place.stride).unwrap()
 }
@@ -152,13 +179,8 @@ impl Raw<'_> {
         let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
         let tokens = live + self.padded_tokens;
         let capacity = world.capacity(tokens);
-        let routed = capacity.slots(capacity.num_slots + self.padded_tokens);
-        let memory = gpu.poisoned(raw::Routing::device_bytes(routed).unwrap());
-        // SAFETY: the memory outlives the routing and is used on one stream.
-        let mut routing = unsafe { raw::Routing::new(&gpu.kernels, routed, 1, memory.region()) }.unwrap();
-        // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(&world.batch(), stream) }.unwrap();
-        let batch = routing.capture_batch(tokens).unwrap();
+        let routed = PoisonedRouting::new(gpu, capacity.slots(capacity.num_slots + self.padded_tokens), &world.batch());
+        let batch = routed.routing.capture_batch(tokens).unwrap();
         let table = PoisonedTable::new(gpu, world, capacity.num_slots);
 
         // Padded rows hold NaN and must not change.

@@ -9,7 +9,7 @@ use std::{
 use aril::{
     DType, Slot,
     cuda::{AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Routing, WeightTable, Workspace},
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId, Tier},
@@ -73,6 +73,13 @@ impl Lane {
     fn enqueue(&mut self, at: usize, slots: &[Slot]) {
         let slots: Vec<_> = slots.iter().copied().cycle().take(TOKENS).collect();
         let batch = self.routing.update(&Batch::new(&slots)).unwrap();
+        let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
+        add_deltas(&self.layers, FEATURES, &mut step, &self.x, &mut self.y[at]).unwrap();
+    }
+
+    /// Enqueues a step with slots in device memory.
+    fn enqueue_on_device(&mut self, at: usize, slots: &Buffer<i32>) {
+        let batch = self.routing.update_on_device(slots.slice(0..TOKENS), None).unwrap();
         let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
         add_deltas(&self.layers, FEATURES, &mut step, &self.x, &mut self.y[at]).unwrap();
     }
@@ -267,15 +274,20 @@ fn graphs_follow_the_pool() {
 #[ignore = "needs a GPU"]
 fn what_cannot_be_enqueued_is_refused() {
     let mut setup = Setup::new(2, 3, 4);
-    let ids = [1.0, 2.0].map(|value| setup.adding(16, value));
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(16, value));
     drop(setup.lease(ids[0], 0));
-    setup.pool.prefetch(ids[1]).unwrap();
+    setup.commit_all();
+    ids[1..].iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
     while setup.pool.wait(Duration::from_secs(10)) {}
     let Setup { pool, lanes, .. } = &mut setup;
     lanes[0].gpu.capture(|| {
         let refused = pool.acquire(ids[1], StreamId::FIRST).unwrap_err();
         assert!(matches!(refused, PoolError::Device(LaunchError::Capturing)), "{refused}");
-        assert!(matches!(pool.commit(StreamId::FIRST), Err(PoolError::Device(LaunchError::Capturing))));
+        // The row of an evicted adapter could not be emptied.
+        let evictions = pool.snapshot().counters.evictions;
+        assert!(matches!(pool.acquire(ids[0], StreamId::FIRST), Err(PoolError::Full)));
+        assert_eq!(pool.snapshot().counters.evictions, evictions);
+        pool.commit(StreamId::FIRST).unwrap();
         pool.poll();
     });
     assert_eq!(setup.pool.snapshot().leases, 0);
@@ -289,6 +301,71 @@ fn what_cannot_be_enqueued_is_refused() {
     let image = adapter.plan(&setup.model, DType::F32).unwrap();
     assert!(matches!(weights.load(lease.slot(), &image), Err(LoadError::Slot(SlotError::Pooled))));
     assert!(!weights.fits(&image));
+}
+
+/// Steps and graphs refuse slots that no lease of their stream holds.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_step_refuses_slots_that_no_lease_holds() {
+    let mut setup = Setup::new(2, 3, 4);
+    let id = setup.adding(16, 1.0);
+    let lease = setup.lease(id, 0);
+    let slots = [lease.slot(); TOKENS];
+    let mut graph = setup.lanes[0].capture();
+    setup.lanes[0].routing.update(&Batch::new(&slots)).unwrap();
+    graph.replay().unwrap();
+    setup.lanes[0].check(0, &[1.0], "with a lease");
+    let is_refused = |error: LaunchError| {
+        assert!(matches!(error, LaunchError::Operand(OperandError::NotLeased { slot }) if slot == slots[0]), "{error}");
+    };
+    let step = |lane: &mut Lane| {
+        let batch = lane.routing.update(&Batch::new(&slots)).unwrap();
+        lane.weights.step(&batch, &mut lane.workspace).map(drop)
+    };
+    is_refused(step(&mut setup.lanes[1]).unwrap_err());
+    step(&mut setup.lanes[0]).unwrap();
+    drop(lease);
+    step(&mut setup.lanes[0]).unwrap();
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    is_refused(step(&mut setup.lanes[0]).unwrap_err());
+    is_refused(graph.replay().unwrap_err());
+    setup.lanes[0].check(0, &[0.0], "after a refusal");
+    let _lease = setup.lease(id, 0);
+    setup.lanes[0].routing.update(&Batch::new(&slots)).unwrap();
+    graph.replay().unwrap();
+    setup.lanes[0].check(0, &[1.0], "with a lease again");
+}
+
+/// Slots in device memory are not checked. Without a lease, they give their old adapter as a whole, and then the base model.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_slot_without_a_lease_never_reads_another_adapter() {
+    let mut setup = Setup::new(1, 2, 4);
+    let ids = [1.0, 2.0].map(|value| setup.adding(16, value));
+    for round in 0..20 {
+        let old = setup.lease(ids[0], 0);
+        let slots = Buffer::from_slice(&setup.lanes[0].gpu.queue, {
+            let index = i32::try_from(old.slot().index().unwrap()).unwrap();
+            setup.lanes[0].gpu.stream.clone_htod(&[index; TOKENS]).unwrap()
+        });
+        let slots = slots.unwrap();
+        drop(old);
+        setup.pool.commit(StreamId::FIRST).unwrap();
+        let late = round % 2 == 0;
+        if late {
+            setup.lanes[0].spin.run(20);
+        }
+        setup.lanes[0].enqueue_on_device(0, &slots);
+        // Its copy overwrites the block, after the step above.
+        let new = setup.lease(ids[1], 1);
+        setup.lanes[0].enqueue_on_device(1, &slots);
+        setup.lanes[1].enqueue(2, &[new.slot()]);
+        setup.lanes[0].check(0, &[1.0], &format!("round {round}, before the eviction"));
+        setup.lanes[0].check(1, &[0.0], &format!("round {round}, after the eviction"));
+        setup.lanes[1].check(2, &[2.0], &format!("round {round}, the new adapter"));
+        drop(new);
+        setup.commit_all();
+    }
 }
 
 /// A pool is dropped while copies and steps are pending. Its memory returns after them.

@@ -442,6 +442,8 @@ fn foreign_operands_are_refused() {
     assert!(matches!(error, LaunchError::WrongContext { operand: "the stream" }), "{error}");
     let error = Queue::new(&foreign_kernels, queue.stream()).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "the stream" }), "{error}");
+    let error = Queue::new(kernels, &gpu.context.per_thread_stream()).unwrap_err();
+    assert!(matches!(error, LaunchError::PerThreadStream), "{error}");
     let capture = |routing: &Routing, workspace: &mut Workspace| {
         weights.capture(routing, 1, workspace, |_| Ok::<_, LaunchError>(())).unwrap_err()
     };

@@ -21,7 +21,7 @@ use crate::world::{NEVER, World, each, refused};
 const SLOT: Slot = Slot::new(1);
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Fault {
+pub(crate) enum Fault {
     Error(Phase),
     Panic(Phase),
     /// The rank goes before it loads, or before it commits.
@@ -36,13 +36,13 @@ const ERROR: SlotError = SlotError::OtherImage { bytes: 1, reserved: 2 };
 
 /// A table whose fault happens once.
 #[derive(Clone)]
-struct Faulty {
-    table: WeightTable,
-    fault: Arc<Mutex<Option<Fault>>>,
+pub(crate) struct Faulty {
+    pub(crate) table: WeightTable,
+    pub(crate) fault: Arc<Mutex<Option<Fault>>>,
 }
 
 impl Faulty {
-    fn enter(&self, phase: Phase) -> Result<(), SlotError> {
+    pub(crate) fn enter(&self, phase: Phase) -> Result<(), SlotError> {
         if phase == Phase::Commit && *self.fault.lock().unwrap() == Some(Fault::Stuck) {
             return Err(ERROR);
         }
@@ -73,6 +73,10 @@ impl Table for Faulty {
 
     fn free_slot(&self, first: u16) -> Option<Slot> {
         Table::free_slot(&self.table, first)
+    }
+
+    fn can_hold(&self, image: &SlotImage<'_>) -> bool {
+        Table::can_hold(&self.table, image)
     }
 
     fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
@@ -289,7 +293,7 @@ proptest! {
 }
 
 /// Prints no panic of this test's faults.
-fn silence() {
+pub(crate) fn silence() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let print = panic::take_hook();

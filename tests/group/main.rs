@@ -6,6 +6,7 @@
 //! |---|---|
 //! | one rank loads, another fails, and the group computes with both or hangs | `faults::*`, `refusals::*` |
 //! | ranks choose different slots | `refusals::slots_and_versions_that_differ`, `slots::*` |
+//! | ranks evict different adapters, or one evicts what another's requests use | `pool::*` |
 //! | a failed reload leaves no adapter | `faults::all_or_nothing` |
 //! | a dead rank blocks the others for ever | `channel::*` |
 #![allow(
@@ -17,6 +18,7 @@
 
 mod channel;
 mod faults;
+mod pool;
 mod refusals;
 mod slots;
 mod sockets;

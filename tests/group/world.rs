@@ -15,6 +15,8 @@ use aril::{
 /// Long enough that no test reaches it.
 pub(crate) const NEVER: Duration = Duration::from_secs(3_600);
 const INPUTS: usize = 4;
+/// Factors are padded to a multiple of 8 ranks.
+const MAX_RANK: usize = 16;
 /// Outputs of each rank.
 pub(crate) const OUTPUTS: usize = 3;
 
@@ -48,12 +50,24 @@ impl World {
             .unwrap()
     }
 
+    /// An adapter of twice as many bytes.
+    pub(crate) fn twice_as_large(&self) -> Adapter {
+        let outputs = self.size * OUTPUTS;
+        let ones = |shape: [usize; 2]| {
+            Tensor::new(DType::F32, shape, bytemuck::cast_slice(&vec![1.0_f32; shape[0] * shape[1]]).to_vec()).unwrap()
+        };
+        let tensors = [("A", ones([MAX_RANK, INPUTS])), ("B", ones([outputs, MAX_RANK]))];
+        let tensors = tensors.map(|(side, tensor)| (format!("m.q.lora_{side}.weight"), tensor));
+        Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {MAX_RANK}, "lora_alpha": 1}}"#), tensors)
+            .unwrap()
+    }
+
     /// A table of a rank, of two slots, with room for `adapters` adapters.
     pub(crate) fn table(&self, rank: usize, adapters: usize) -> WeightTable {
         let model = self.spec.shard(TpRank::new(rank, self.size).unwrap()).unwrap();
         let adapter = self.adapter(|_| 1.0);
         let bytes = adapter.plan(&model, DType::F32).unwrap().bytes();
-        WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(2).rank(1), adapters * bytes).unwrap()
+        WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(2).rank(MAX_RANK), adapters * bytes).unwrap()
     }
 
     /// Tables of all ranks with room for two adapters. Slot 1 has one that adds 7.

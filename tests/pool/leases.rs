@@ -2,7 +2,13 @@
 
 use std::time::Duration;
 
-use aril::pool::{CacheNamespace, PoolError, StreamId, Tier};
+use aril::{
+    Slot,
+    cpu::Workspace,
+    error::OperandError,
+    pool::{CacheNamespace, PoolError, StreamId, Tier},
+    routing::Batch,
+};
 
 use crate::setup::{BYTES, Setup};
 
@@ -85,6 +91,61 @@ fn a_slot_waits_for_a_commit_of_every_stream_that_it_was_leased_for() {
     assert!(matches!(fresh.pool.acquire(id, unknown), Err(PoolError::NoSuchStream { stream }) if stream == unknown));
     assert!(matches!(fresh.pool.commit(unknown), Err(PoolError::NoSuchStream { .. })));
     fresh.finish();
+    setup.finish();
+}
+
+/// Whether a step with this slot is refused, by its name.
+fn is_refused(setup: &Setup, slot: Slot) -> bool {
+    let (slots, mut workspace) = ([Slot::BASE, slot], Workspace::default());
+    match setup.pool.weights().step(&Batch::new(&slots), &mut workspace) {
+        Ok(_) => false,
+        Err(error) => {
+            assert_eq!(error, OperandError::NotLeased { slot });
+            true
+        }
+    }
+}
+
+#[test]
+fn a_step_refuses_slots_that_no_lease_holds() {
+    let mut setup = Setup::new(2, 3);
+    let other = setup.pool.add_stream();
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    for slot in [0, 1, 2, 8191].map(Slot::new) {
+        assert!(is_refused(&setup, slot));
+    }
+    assert!(!is_refused(&setup, Slot::BASE));
+    // On the device, but not leased.
+    setup.pool.prefetch(ids[1]).unwrap();
+    setup.settle();
+    let prefetched = setup.pool.residency(ids[1]).unwrap().slot.unwrap();
+    assert!(is_refused(&setup, prefetched));
+
+    let leases = [setup.lease(ids[0]), setup.lease(ids[0])];
+    let slot = leases[0].slot();
+    assert!(!is_refused(&setup, slot) && is_refused(&setup, prefetched));
+    let [first, second] = leases;
+    drop(first);
+    setup.pool.commit(STREAM).unwrap();
+    assert_eq!(setup.step(&[&second]), [1.0]);
+    drop(second);
+    // The step may go on until its commit, and another stream's is none.
+    setup.pool.commit(other).unwrap();
+    assert!(!is_refused(&setup, slot));
+    setup.pool.commit(STREAM).unwrap();
+    assert!(is_refused(&setup, slot));
+
+    // A lease of any stream will do, because streams share the CPU's table.
+    let lease = setup.pool.acquire(ids[0], other).unwrap();
+    setup.pool.commit(STREAM).unwrap();
+    assert!(!is_refused(&setup, slot));
+    drop(lease);
+    setup.pool.commit(other).unwrap();
+    assert!(is_refused(&setup, slot));
+
+    // A request that kept its slot across an eviction is refused, and not served by the base model.
+    setup.pool.unregister(ids[0]).unwrap();
+    assert!(setup.pool.weights().get(slot).is_none() && is_refused(&setup, slot));
     setup.finish();
 }
 

@@ -128,6 +128,17 @@ pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &
     }
 }
 
+/// Arguments for a pool in which the adapters of the batch `mixed` do not fit together, in f32.
+pub(crate) const POOL: [&str; 2] = ["--arena-mib", "4"];
+
+pub(crate) fn a_pool_reproduces_the_goldens(device: &'static str) {
+    for batch in ["mixed", "moe"] {
+        let (model, adapters) = models(batch);
+        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &POOL);
+        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+    }
+}
+
 pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
     let ask =
         |adapter: Option<&str>, scale: f32| json!({ "adapter": adapter, "prompt": "Name a fruit.", "scale": scale });
@@ -206,12 +217,24 @@ pub(crate) fn run(
     requests: &[Value],
     verify: bool,
 ) -> Vec<Answer> {
+    run_with(device, model, adapters, dtype, requests, if verify { &["--verify"] } else { &[] })
+}
+
+/// As [`run`], with further arguments.
+pub(crate) fn run_with(
+    device: &str,
+    model: &str,
+    adapters: &[PathBuf],
+    dtype: &str,
+    requests: &[Value],
+    further: &[&str],
+) -> Vec<Answer> {
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
     let [requests_file, logits_file] = ["requests.json", "logits.safetensors"].map(|name| dir.path().join(name));
     fs::write(&requests_file, Value::from(requests).to_string()).expect("the requests can be written");
     let mut args: Vec<String> =
         vec!["--device".into(), device.into(), "--model".into(), fixture(model).display().to_string()];
-    args.extend(verify.then(|| "--verify".into()));
+    args.extend(further.iter().map(|&arg| arg.into()));
     args.extend(["--dtype", dtype, "--max-new-tokens", "12", "--requests"].map(String::from));
     args.extend([requests_file.display().to_string(), "--logits".into(), logits_file.display().to_string()]);
     for adapter in adapters {

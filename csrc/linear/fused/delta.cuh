@@ -52,11 +52,17 @@ __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
   return bits;
 }
 
-template <typename T, int kTokenTiles, bool kSmall>
+// Brings a line to L2.
+__device__ __forceinline__ void touch_line(const char* line) {
+  uint32_t unused;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(unused) : "l"(line));
+}
+
+template <typename T, int kTokenTiles>
 struct Delta {
   static constexpr int kTokens = kTokenTiles * kTokenTile;
-  static constexpr int kWarps = delta_warps(kTokenTiles, kSmall), kThreads = 32 * kWarps;
-  static constexpr int kAPlaces = a_places(kTokenTiles, kSmall);
+  static constexpr int kWarps = delta_warps(kTokenTiles), kThreads = 32 * kWarps;
+  static constexpr int kAPlaces = a_places(kTokenTiles);
   static constexpr int kChunkPlaces = kAPlaces * kPairBytes / kChunkBytes;
   static constexpr int kRounds = kHalves / kWarps;  // of a step
 
@@ -98,71 +104,26 @@ struct Delta {
                                       kTokens * args.num_slices * sizeof(aril_descriptor))[entry];
   }
 
-  // The routing of a token: its slot, or -1, and its factor.
-  struct Routed {
-    int slot;
-    float scale;
-  };
-
-  __device__ __forceinline__ Routed routed(int token) const {
-    Routed of = {-1, 0.0f};
-    if (token < args.num_tokens) {
-      // Independent loads: rows beyond the routed ones are also read.
-      const int num_routed = *args.routing.num_tokens;
-      of = {args.routing.slots[token], args.routing.scales[token]};
-      if (token >= num_routed || of.slot >= args.weights.num_slots) of.slot = -1;
-    }
-    return of;
-  }
-
-  // The tokens before this lane's, of its slot: those among these 32, and `before` further ones.
-  // Returns the lanes whose tokens begin a segment.
-  struct Peers {
-    uint32_t mask;
-    int before;
-
-    __device__ __forceinline__ Peers(int slot, int lane, int before)
-        : mask(__match_any_sync(0xffffffffu, slot)),
-          before(before + __popc(mask & ((1u << lane) - 1))) {}
-
-    __device__ __forceinline__ uint32_t leaders(int slot) const {
-      return __ballot_sync(0xffffffffu, slot >= 0 && before % kSegmentTokens == 0);
-    }
-  };
-
-  // Groups the tokens by slot, in their order, into segments. A warp has 32 tokens; the second one
-  // also looks at those of the first.
-  __device__ __forceinline__ void make_segments() {
-    static_assert(ARIL_FORWARD_TOKENS == 64 && kWarps >= 2);
-    if (warp < 2) {
-      const bool second = warp == 1;
-      const int token = thread;
-      const Routed own = routed(token), other = second ? routed(lane) : Routed{-1, 0.0f};
-      uint32_t first_leaders = 0, first_peers = 0;
-      if (second) {
-        first_leaders = Peers(other.slot, lane, 0).leaders(other.slot);
-#pragma unroll 4
-        for (int i = 0; i < 32; ++i) {
-          if (__shfl_sync(0xffffffffu, other.slot, i) == own.slot) first_peers |= 1u << i;
-        }
+  // Copies the batch's segments to shared memory, without the tokens that this launch lacks.
+  __device__ __forceinline__ void load_segments() {
+    constexpr int kPieces = sizeof(aril_segments) / sizeof(uint4);
+    constexpr int kTokenPieces = sizeof(aril_segments::tokens) / sizeof(uint4);
+    static_assert(kPieces <= ARIL_FORWARD_TOKENS && 2 * ARIL_FORWARD_TOKENS <= kThreads);
+    uint4 piece;
+    if (thread < kPieces) piece = reinterpret_cast<const uint4*>(args.routing.segments)[thread];
+    clear_deltas();
+    if (thread < kPieces) {
+      if (thread < kTokenPieces) {
+        const unsigned end = args.num_tokens * 0x01010101u;
+        piece = make_uint4(piece.x | __vcmpges4(piece.x, end), piece.y | __vcmpges4(piece.y, end),
+                           piece.z | __vcmpges4(piece.z, end), piece.w | __vcmpges4(piece.w, end));
       }
-      const Peers peers(own.slot, lane, __popc(first_peers));
-      const uint32_t leaders = peers.leaders(own.slot);
-      int segment = -1;
-      if (own.slot >= 0) {
-        // The last leader among its peers up to the token itself.
-        const uint32_t mine = leaders & peers.mask & (2u << lane) - 1;
-        const uint32_t in = mine != 0 ? leaders : first_leaders;
-        const int leader = 31 - __clz(mine != 0 ? mine : first_leaders & first_peers);
-        segment = __popc(in & ((1u << leader) - 1)) + (mine != 0 ? __popc(first_leaders) : 0);
-        batch.tokens[segment][peers.before % kSegmentTokens] = static_cast<int8_t>(token);
-      }
-      batch.slots[token] = own.slot;
-      batch.scales[token] = own.scale;
-      batch.segment_of[token] = static_cast<int8_t>(segment);
-      if (lane == 0 && second) batch.num_segments = __popc(first_leaders) + __popc(leaders);
+      reinterpret_cast<uint4*>(&batch.segments)[thread] = piece;
     }
-    if (thread == kThreads - 1) {
+    const int token = thread - (kThreads - ARIL_FORWARD_TOKENS);
+    if (token >= 0 && token < args.num_tokens) batch.scales[token] = args.routing.scales[token];
+    if (thread == 0) {
+      batch.num_segments = args.routing.segments->begun[args.num_tokens - 1];
       batch.slice_rank = 0;
       batch.missing = -1;
       batch.polls = args.polls;
@@ -174,11 +135,13 @@ struct Delta {
     sync_warps();
     const int entries = batch.num_segments * args.num_slices;
 #pragma unroll 1
-    for (int i = thread; i < entries; i += kThreads) {
-      const int slice = i % args.num_slices;
-      const int token = batch.tokens[i / args.num_slices][0];
-      const aril_descriptor module = module_of(args.weights, batch.slots[token], slice);
-      module_at(i) = module;
+    for (int i = thread; i < batch.num_segments * ARIL_MAX_SLICES; i += kThreads) {
+      const int slice = i % ARIL_MAX_SLICES, segment = i / ARIL_MAX_SLICES;
+      if (slice >= args.num_slices) continue;
+      const int slot = batch.segments.slots[segment];
+      aril_descriptor module = {};
+      if (slot < args.weights.num_slots) module = detail::module_of(args.weights, slot, slice);
+      module_at(segment * args.num_slices + slice) = module;
       if (slice == share.slice && module.rank > 0) atomicMax(&batch.slice_rank, module.rank);
     }
     sync_warps();
@@ -205,9 +168,12 @@ struct Delta {
   __device__ __forceinline__ int all_pairs() const {
     return pairs_before(batch.num_segments * args.num_slices);
   }
-  // A block has the units from first_unit(its index) to first_unit(the next index).
-  __device__ __forceinline__ int first_unit(int block) const {
-    return static_cast<int>(static_cast<unsigned>(batch.num_units) * block / gridDim.x);
+  // Blocks take units in the order in which they start, the first ones one more than the last: all
+  // wait for the sums of the latest. A block has those from first_unit(its turn) to
+  // first_unit(its turn + 1).
+  __device__ __forceinline__ int first_unit(unsigned turn) const {
+    const unsigned units = batch.num_units, each = units / gridDim.x;
+    return static_cast<int>(turn * each + min(turn, units - each * gridDim.x));
   }
 
   __device__ __forceinline__ DeltaUnit unit_at(int index) const {
@@ -248,29 +214,63 @@ struct Delta {
     sync_warps();
   }
 
-  // Prefetches to L2: A of this block's first units, and B of its rows.
-  __device__ __forceinline__ void prefetch(int units, int first_block, int end_block) {
+  // Prefetches to L2: A of this block's first units, and B of its rows. By plain loads, because
+  // a warp issues the bulk copies of its lanes one after the other.
+  __device__ __forceinline__ void prefetch(int units) {
+    constexpr int kTileLines = kATileBytes / kLineBytes;
 #pragma unroll 1
-    for (int i = thread; i < min(units, DeltaShared::kUnits) * p.part_k_tiles; i += kThreads) {
-      const DeltaUnit& unit = batch.units[i / p.part_k_tiles];
-      const int lane = i % p.part_k_tiles;
-      if (lane < unit.num_k_tiles) {
-        prefetch_bytes(unit.a + int64_t{lane} * unit.k_tile_bytes,
-                       (unit.two ? 2 : 1) * kATileBytes);
+    for (int i = warp; i < units * kParts; i += kWarps) {
+      const DeltaUnit& unit = batch.units[i / kParts];
+#pragma unroll 1
+      for (int tile = i % kParts; tile < unit.num_k_tiles; tile += kParts) {
+        const char* const a = unit.a + int64_t{tile} * unit.k_tile_bytes;
+        touch_line(a + lane * kLineBytes);
+        if (unit.two) touch_line(a + (lane + kTileLines) * kLineBytes);
       }
     }
-    constexpr int kTiles = 8;  // 64 ranks of B
-    const OwnBlocks own(first_block, p.splits, share.split);
-    const int count = ceil_div(max(0, end_block - own.first), p.splits);
+    const OwnBlocks own(first_block(0), p.splits, share.split);
+    const int count = own.count(end_block(0));
+    if (count == 0) return;
 #pragma unroll 1
-    for (int i = thread; i < count * batch.num_segments * kTiles; i += kThreads) {
-      const int tile = i % kTiles, segment = i / kTiles % batch.num_segments;
-      const int block = own.first + i / kTiles / batch.num_segments * p.splits;
-      const aril_descriptor& module = module_at(segment * args.num_slices + share.slice);
-      if (tile * ARIL_RANK_TILE < module.rank) {
-        prefetch_bytes(b_tile(module, block * kBlockRows, tile), 512);
+    for (Item item = first_item(count); item.segment < batch.num_segments; step(item, count)) {
+      const aril_descriptor& module = module_of(item);
+      const int row = (own.first + item.block * p.splits) * kBlockRows;
+      const int tile = lane / (kChunkTileBytes / kLineBytes);
+      constexpr int kTiles = 32 / (kChunkTileBytes / kLineBytes);
+#pragma unroll 1
+      for (int first = 0; first * ARIL_RANK_TILE < module.rank; first += kTiles) {
+        if ((first + tile) * ARIL_RANK_TILE < module.rank) {
+          touch_line(b_tile(module, row, first + tile) +
+                     lane % (kChunkTileBytes / kLineBytes) * kLineBytes);
+        }
       }
     }
+  }
+
+  // A block of 32 outputs, by its number among the task's, for a segment. Warps take items in turn.
+  struct Item {
+    int segment, block;
+  };
+
+  __device__ __forceinline__ Item first_item(int count) const {
+    Item item = {0, warp};
+    return settle(item, count);
+  }
+  __device__ __forceinline__ void step(Item& item, int count) const {
+    item.block += kWarps;
+    settle(item, count);
+  }
+  // Carries blocks beyond the last one over to the next segments.
+  __device__ __forceinline__ Item& settle(Item& item, int count) const {
+#pragma unroll 1
+    while (item.block >= count) {
+      item.block -= count;
+      ++item.segment;
+    }
+    return item;
+  }
+  __device__ __forceinline__ const aril_descriptor& module_of(const Item& item) const {
+    return module_at(item.segment * args.num_slices + share.slice);
   }
 
   // Four cores of B: 32 outputs of 8 ranks.
@@ -326,7 +326,7 @@ struct Delta {
     const DeltaUnit& unit = batch.units[at.unit];
     const int feature = (unit.first_k_tile + k_tile_of(at)) * ARIL_K_TILE +
                         half_of(at) % 2 * (ARIL_K_TILE / 2) + 8 * q;
-    const int token = batch.tokens[unit.segment][g];
+    const int token = batch.segments.tokens[unit.segment][g];
     const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
     const int left =
         token >= 0 && k_tile_of(at) < unit.num_k_tiles ? args.in_features - feature : 0;
@@ -376,10 +376,10 @@ struct Delta {
   // Adds up the sums of a unit, and stores them in the mailbox.
   __device__ __forceinline__ void publish(const DeltaUnit& unit) {
     sync_warps();
-    static_assert(kSegmentTokens * kPairRanks / 2 <= kThreads);
-    if (thread < kSegmentTokens * kPairRanks / 2) {
+    static_assert(ARIL_SEGMENT_TOKENS * kPairRanks / 2 <= kThreads);
+    if (thread < ARIL_SEGMENT_TOKENS * kPairRanks / 2) {
       const int position = thread / (kPairRanks / 2), rank = thread % (kPairRanks / 2) * 2;
-      const int token = batch.tokens[unit.segment][position];
+      const int token = batch.segments.tokens[unit.segment][position];
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
@@ -392,15 +392,11 @@ struct Delta {
       if (at + 1 >= unit.rank) sum.y = 0.0f;
       if (token >= 0) {
         store_tagged2(FusedMailbox(args).at(unit.part, token, unit.slice, at), sum.x, sum.y,
-                      shared.epoch);
+                      batch.epoch);
       }
     }
     // The next unit takes the other buffer. Its barrier comes after all reads of this one.
-    if constexpr (kSmall) {
-      sync_warps();
-    } else {
-      buffer ^= 1;
-    }
+    buffer ^= 1;
   }
 
   // Starts loading A of the first steps. Returns the first step that was not started.
@@ -415,7 +411,7 @@ struct Delta {
   }
 
   // Computes the first `count` units that were looked up, whose first steps of A are being loaded.
-  __device__ __forceinline__ void shrink(int count, Step ahead) {
+  __device__ __forceinline__ void shrink(int count, Step ahead, bool begins) {
     Step at = {0, 0, 0};
     uint4 x[kLoads];
     if (count > 0) load_x(x, at);
@@ -430,6 +426,8 @@ struct Delta {
       }
       const Step following = next(at);
       if (following.unit < count) load_x(x, following);
+      if (begins) prefetch(count);
+      begins = false;
       if (following.round != at.round || following.unit != at.unit) store_sums(at, sums);
       if (following.unit != at.unit) publish(batch.units[at.unit]);
       at = following;
@@ -443,13 +441,14 @@ struct Delta {
   }
 
   // Computes units [first, last), after begin_units() on them.
-  __device__ __forceinline__ void shrink_all(int first, int last, Step ahead) {
+  __device__ __forceinline__ void shrink_all(int first, int last, Step ahead, bool begins) {
 #pragma unroll 1
-    while (first < last) {
-      shrink(min(last - first, DeltaShared::kUnits), ahead);
+    do {
+      shrink(max(0, min(last - first, DeltaShared::kUnits)), ahead, begins);
+      begins = false;
       first += DeltaShared::kUnits;
       if (first < last) ahead = begin_units(first, last);
-    }
+    } while (first < last);
   }
 
   // Two neighbouring ranks of a token's v: its words in each part.
@@ -484,7 +483,7 @@ struct Delta {
     if (index >= count) return pair;
     const int token = index / per_token;
     pair.rank = begin + (index - token * per_token) * 2;
-    const int segment = batch.segment_of[token];
+    const int segment = batch.segments.segment_of[token];
     pair.entry = segment * args.num_slices + share.slice;
     // CUDA 12.8 takes `pair.rank <` for the beginning of a template argument list.
     if (segment >= 0 &&
@@ -503,7 +502,7 @@ struct Delta {
     constexpr int kStores = kPairRanks * 2 / 16;
 #pragma unroll 1
     for (int i = thread; i < args.num_tokens * kStores; i += kThreads) {
-      const int token = i / kStores, segment = batch.segment_of[token];
+      const int token = i / kStores, segment = batch.segments.segment_of[token];
       if (segment < 0) continue;
       const int pairs =
           ceil_div(module_at(segment * args.num_slices + share.slice).rank, kPairRanks);
@@ -539,7 +538,7 @@ struct Delta {
         for (int i = 0; i < kAtOnce; ++i) pairs[i].load(mailbox, share.slice, p.num_parts);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          missing[i] = pairs[i].missing(shared.epoch, p.num_parts);
+          missing[i] = pairs[i].missing(batch.epoch, p.num_parts);
           came = came && missing[i] < 0;
         }
         if (came || poll >= batch.polls) break;
@@ -574,32 +573,28 @@ struct Delta {
     return batch.missing;
   }
 
-  // 32 ranks of B of an item; an item is a block of 32 outputs for a segment.
-  struct Chunk {
-    int item, rank;
-  };
-
   // What a call of expand() computes: `count` blocks of 32 outputs from `first` on, for ranks
   // [begin, end).
   struct Task {
     int first, count, begin, end;
   };
 
-  __device__ __forceinline__ const aril_descriptor& module_of_item(const Task& task,
-                                                                   int item) const {
-    return module_at(item / task.count * args.num_slices + share.slice);
-  }
+  // 32 ranks of B of an item.
+  struct Chunk {
+    Item item;
+    int rank;
+  };
 
-  __device__ __forceinline__ int end_of_item(const Task& task, int item) const {
-    const int rank = module_of_item(task, item).rank;
+  __device__ __forceinline__ int end_of_item(const Task& task, const Item& item) const {
+    const int rank = module_of(item).rank;
     return rank > task.begin ? min(task.end, rank) : 0;
   }
 
   // The warp's first chunk from an item on; items without ranks are skipped.
-  __device__ __forceinline__ Chunk chunk_from(const Task& task, int item) const {
+  __device__ __forceinline__ Chunk chunk_from(const Task& task, Item item) const {
 #pragma unroll 1
-    while (item < task.count * batch.num_segments && end_of_item(task, item) == 0) {
-      item += kWarps;
+    while (item.segment < batch.num_segments && end_of_item(task, item) == 0) {
+      step(item, task.count);
     }
     return {item, task.begin};
   }
@@ -607,23 +602,25 @@ struct Delta {
   __device__ __forceinline__ Chunk next(const Task& task, const Chunk& chunk) const {
     const int rank = chunk.rank + kChunkRanks;
     if (rank < end_of_item(task, chunk.item)) return {chunk.item, rank};
-    return chunk_from(task, chunk.item + kWarps);
+    Item item = chunk.item;
+    step(item, task.count);
+    return chunk_from(task, item);
   }
 
-  __device__ __forceinline__ bool has(const Task& task, const Chunk& chunk) const {
-    return chunk.item < task.count * batch.num_segments;
+  __device__ __forceinline__ bool has(const Chunk& chunk) const {
+    return chunk.item.segment < batch.num_segments;
   }
 
   // Starts loading a chunk into the warp's next buffer, a tile of 8 ranks by each of four lanes.
   __device__ __forceinline__ void load_b(const Task& task, const Chunk& chunk) {
     const int place = issued++ % kChunkPlaces;
-    const aril_descriptor& module = module_of_item(task, chunk.item);
+    const aril_descriptor& module = module_of(chunk.item);
     const int tile = chunk.rank / ARIL_RANK_TILE;
     const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
     TransactionBarrier& arrival = batch.b[warp][place];
     if (lane == 0) arrival.expect(tiles * kChunkTileBytes);
     if (lane < tiles) {
-      const int row = (task.first + chunk.item % task.count * p.splits) * kBlockRows;
+      const int row = (task.first + chunk.item.block * p.splits) * kBlockRows;
       arrival.copy(own_places() + place * kChunkBytes + lane * kChunkTileBytes,
                    b_tile(module, row, tile + lane), kChunkTileBytes);
     }
@@ -636,9 +633,9 @@ struct Delta {
 
   // One buffer stays free: the one read last is overwritten a chunk later.
   __device__ __forceinline__ void load_first_b(const Task& task) {
-    Chunk chunk = chunk_from(task, warp);
+    Chunk chunk = chunk_from(task, first_item(task.count));
 #pragma unroll 1
-    for (int i = 0; i + 1 < kChunkPlaces && has(task, chunk); ++i) {
+    for (int i = 0; i + 1 < kChunkPlaces && has(chunk); ++i) {
       load_b(task, chunk);
       chunk = next(task, chunk);
     }
@@ -696,44 +693,49 @@ struct Delta {
 
   // Adds B v of a task to its deltas. Its first chunks are being loaded.
   __device__ __forceinline__ void expand(const Task& task) {
-    Chunk chunk = chunk_from(task, warp), ahead = chunk;
+    Chunk chunk = chunk_from(task, first_item(task.count)), ahead = chunk;
     for (int i = taken; i < issued; ++i) ahead = next(task, ahead);
     float sums[2][4] = {};
 #pragma unroll 1
-    while (has(task, chunk)) {
+    while (has(chunk)) {
       const unsigned char* b =
           own_places() + taken % kChunkPlaces * kChunkBytes + q * kChunkTileBytes + g * 16;
       wait_for_chunk();
       __syncwarp();
-      if (has(task, ahead)) {
+      if (has(ahead)) {
         load_b(task, ahead);
         ahead = next(task, ahead);
       }
-      multiply_chunk(sums, b,
-                     chunk.rank + q * ARIL_RANK_TILE < module_of_item(task, chunk.item).rank,
-                     batch.tokens[chunk.item / task.count][g], chunk.rank - task.begin);
+      multiply_chunk(sums, b, chunk.rank + q * ARIL_RANK_TILE < module_of(chunk.item).rank,
+                     batch.segments.tokens[chunk.item.segment][g], chunk.rank - task.begin);
       const Chunk following = next(task, chunk);
       // The sums do not depend on how many ranks fit at once.
-      if (following.item != chunk.item || following.rank % kSumRanks == 0) {
-        add_deltas(task, chunk.item, sums);
+      if (following.rank == task.begin || following.rank % kSumRanks == 0) {
+        add_deltas(chunk.item, sums, chunk.rank < kSumRanks);
       }
       chunk = following;
     }
   }
 
-  // Row n of core c is output 8 (n / 2) + 2 c + n % 2.
-  __device__ __forceinline__ void add_deltas(const Task& task, int item,
-                                             float (&sums)[2][4]) const {
+  // Row n of core c is output 8 (n / 2) + 2 c + n % 2. The first sums of an item find -0 there.
+  __device__ __forceinline__ void add_deltas(const Item& item, float (&sums)[2][4],
+                                             bool first) const {
     float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
-    const int first_row = item % task.count * kBlockRows + g / 2 * 8 + g % 2;
+    const int first_row = item.block * kBlockRows + g / 2 * 8 + g % 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = batch.tokens[item / task.count][2 * q + i];
+      const int token = batch.segments.tokens[item.segment][2 * q + i];
       if (token < 0) continue;
+      float* to[4];
+      float before[4];
 #pragma unroll
       for (int core = 0; core < 4; ++core) {
-        deltas[(first_row + 2 * core) * p.smem.delta_pitch + token] +=
-            sums[core / 2][core % 2 * 2 + i];
+        to[core] = deltas + (first_row + 2 * core) * p.smem.delta_pitch + token;
+        before[core] = first ? -0.0f : *to[core];
+      }
+#pragma unroll
+      for (int core = 0; core < 4; ++core) {
+        *to[core] = before[core] + sums[core / 2][core % 2 * 2 + i];
       }
     }
 #pragma unroll
@@ -750,12 +752,12 @@ struct Delta {
   __device__ __forceinline__ int make_deltas(Progress& at) {
     sync_warps();
     while (at.first < p.grid.units) {
-      const int first = OwnBlocks(first_block(at.first), p.splits, share.split).first;
-      const int count = ceil_div(max(0, end_block(at.first) - first), p.splits);
+      const OwnBlocks own(first_block(at.first), p.splits, share.split);
+      const int count = own.count(end_block(at.first));
       const int all = count == 0 ? 0 : ceil_div(batch.slice_rank, kChunkRanks) * kChunkRanks;
 #pragma unroll 1
       while (at.begin < all) {
-        const Task task = {first, count, at.begin, min(at.begin + p.smem.v_ranks, all)};
+        const Task task = {own.first, count, at.begin, min(at.begin + p.smem.v_ranks, all)};
         load_first_b(task);
         const int missing = gather(task.begin, task.end - task.begin);
         if (missing >= 0) {
@@ -794,26 +796,44 @@ struct Delta {
     for (int i = thread; i < count; i += kThreads) deltas[i] = -0.0f;
   }
 
+  // A warp's barriers are its own.
+  __device__ __forceinline__ void init_barriers() {
+    if (lane < kAPlaces) batch.a[warp][lane].init();
+    if (lane < kChunkPlaces) batch.b[warp][lane].init();
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  // What needs no other role of the block.
+  __device__ __forceinline__ void prepare() {
+    constexpr int kCounter = kThreads - 1;
+    unsigned long long count = 0;
+    if (thread == kCounter) count = count_block(args.mailbox);
+    load_segments();
+    init_barriers();
+    if (thread == kCounter) {
+      batch.turn = static_cast<uint32_t>(count);
+      batch.epoch = epoch_of(args.mailbox, count);
+    }
+  }
+
   __device__ __forceinline__ void run() {
-    make_segments();
+    if (thread == kThreads - 1) arrive(shared.counted);
     share_out();
     sync_warps();
-    int first = first_unit(blockIdx.x);
-    int last = args.withholds ? first : first_unit(blockIdx.x + 1);
+    int first = first_unit(batch.turn);
+    int last = args.withholds ? first : first_unit(batch.turn + 1);
     Step ahead = {0, 0, 0};
     if (batch.num_units > 0) {
       ahead = begin_units(first, last);
-      prefetch(last - first, first_block(0), end_block(0));
     }
-    clear_deltas();
-    shared.tagged.wait(0);
     if (is_first_block()) {
-      clear_stale_words(args.mailbox, args.mailbox_bytes, shared.epoch, thread, kThreads);
+      clear_stale_words(args.mailbox, args.mailbox_bytes, batch.epoch, thread, kThreads);
     }
     wait_for_predecessors();
     Progress at = {0, 0};
-    for (;;) {
-      shrink_all(first, last, ahead);
+    for (bool begins = true;; begins = false) {
+      shrink_all(first, last, ahead, begins);
       first = make_deltas(at);
       if (first < 0) break;
       last = first + 1;

@@ -15,10 +15,9 @@
 //   and leave scaling * B v of the block's own rows for the multipliers to add before the only
 //   store of y (delta.cuh).
 //
-// Two forms. The large one occupies a multiprocessor, with a ring of up to 200 KB. The small one
-// leaves room for a second block, of the next launch: its ring fills and its adapters arrive while
-// this launch drains. That wins while the delta is short (few tokens, low ranks); the
-// sums are the same.
+// A block occupies a multiprocessor, with a ring of up to 200 KB, and starts when one of the launch
+// before exits. So the time from a block's start to its first load of W counts: that thread waits
+// for nobody.
 //
 // Words: a *unit* is 16 rows of W; a *box* 64 input features of some rows, 128 bytes a row; a
 // *pass* the units that a block multiplies at a time; a *segment* up to eight tokens of one slot; a
@@ -48,7 +47,6 @@ constexpr int kProducers = 2;
 constexpr int kMaxTokenGroups = 2;
 constexpr int kMaxDeltaWarps = 8;
 constexpr int kParts = ARIL_FORWARD_PARTS;
-constexpr int kSegmentTokens = 8;
 constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
 constexpr int kPairBytes = kATileBytes;  // of 128 features of a pair
 constexpr int kMaxAPlaces = 2;           // buffers of A of a warp
@@ -57,6 +55,7 @@ constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
 constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
 constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
 constexpr int kMaxChunkPlaces = kMaxAPlaces * kPairBytes / kChunkBytes;  // B reuses A's memory
+constexpr int kLineBytes = 128;                                          // of L2
 constexpr int kSumRanks = 64;  // ranks whose products are added up before others join them
 constexpr int kMaxStages = 24;
 
@@ -64,8 +63,9 @@ constexpr int kMaxStages = 24;
 struct FusedGrid {
   int first_cluster[ARIL_MAX_SLICES + 1];  // of each slice; then the number of clusters
   int units;                               // of a cluster
-  int pass_units;
-  int stage_boxes;  // of a stage of the ring, along the features
+  int pass_units, passes;
+  int boxes, split_boxes;  // along the features: of a row of W, and of a split
+  int stage_boxes;         // of a stage of the ring, along the features
   int stages;
   int trigger;  // stages before its last at which a block lets dependents begin
 };
@@ -94,19 +94,18 @@ __host__ __device__ __forceinline__ constexpr int multiplier_warps(int pass_unit
   return teams(token_tiles) * team_warps(pass_units, token_tiles);
 }
 
-// Fewer if there are many multipliers, or if two blocks share the registers of a multiprocessor.
-__host__ __device__ __forceinline__ constexpr int delta_warps(int token_tiles, bool small) {
-  return small || token_groups(token_tiles) > 1 ? kMaxDeltaWarps / 2 : kMaxDeltaWarps;
+// Fewer if there are many multipliers.
+__host__ __device__ __forceinline__ constexpr int delta_warps(int token_tiles) {
+  return token_groups(token_tiles) > 1 ? kMaxDeltaWarps / 2 : kMaxDeltaWarps;
 }
 
 // One place where the ring needs the memory more.
-__host__ __device__ __forceinline__ constexpr int a_places(int token_tiles, bool small) {
-  return small || token_groups(token_tiles) > 1 ? 1 : kMaxAPlaces;
+__host__ __device__ __forceinline__ constexpr int a_places(int token_tiles) {
+  return token_groups(token_tiles) > 1 ? 1 : kMaxAPlaces;
 }
 
-__host__ __device__ __forceinline__ constexpr int fused_warps(int pass_units, int token_tiles,
-                                                              bool small) {
-  return multiplier_warps(pass_units, token_tiles) + kProducers + delta_warps(token_tiles, small);
+__host__ __device__ __forceinline__ constexpr int fused_warps(int pass_units, int token_tiles) {
+  return multiplier_warps(pass_units, token_tiles) + kProducers + delta_warps(token_tiles);
 }
 
 // A share of v: 16 ranks of a module over a part of the input features, for a segment.
@@ -122,16 +121,17 @@ struct DeltaUnit {
 struct DeltaShared {
   static constexpr int kPitch = 20;  // floats of a token's sums: spreads tokens over the banks
   static constexpr int kUnits = 8;   // looked up at a time
-  static constexpr int kSums = kHalves * kSegmentTokens * kPitch;  // floats of a unit's sums
+  static constexpr int kSums = kHalves * ARIL_SEGMENT_TOKENS * kPitch;  // floats of a unit's sums
 
-  int32_t slots[ARIL_FORWARD_TOKENS];
+  alignas(16) aril_segments segments;
   float scales[ARIL_FORWARD_TOKENS];
-  int8_t segment_of[ARIL_FORWARD_TOKENS];                          // -1: none
-  alignas(16) int8_t tokens[ARIL_FORWARD_TOKENS][kSegmentTokens];  // -1: none
-  int32_t num_segments, num_units;                                 // num_units: of all blocks
-  int32_t slice_rank;                                 // the largest of this block's slice
-  int32_t missing;                                    // a unit that did not arrive in time, or -1
-  int32_t polls;                                      // left for the next one
+  int32_t num_segments;  // of this launch's tokens
+  int32_t num_units;     // of all blocks
+  int32_t slice_rank;    // the largest of this block's slice
+  int32_t missing;       // a unit that did not arrive in time, or -1
+  int32_t polls;         // left for the next one
+  uint32_t epoch;
+  uint32_t turn;                                      // of this block among those that have started
   TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];  // a warp's buffers of A, and
   TransactionBarrier b[kMaxDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
   DeltaUnit units[kUnits];
@@ -146,8 +146,7 @@ struct FusedSmem {
 
   FusedSmem() = default;
 
-  FusedSmem(int token_tiles, const FusedGrid& grid, int splits, int num_slices, int max_rank,
-            bool small) {
+  FusedSmem(int token_tiles, const FusedGrid& grid, int splits, int num_slices, int max_rank) {
     const int tokens = token_tiles * kTokenTile, unit_sums = token_tiles * 32 * 16;
     stage_bytes =
         grid.stage_boxes * (grid.pass_units * kUnitBoxBytes + token_tiles * kTokenBoxBytes);
@@ -169,8 +168,8 @@ struct FusedSmem {
     v_ranks = padded < most ? padded : most;
     v_pitch = v_ranks * 2 + 16;
     a = v + 2 * tokens * v_pitch;
-    sums = a + delta_warps(token_tiles, small) * a_places(token_tiles, small) * kPairBytes;
-    batch = sums + (small ? 1 : 2) * DeltaShared::kSums * 4;
+    sums = a + delta_warps(token_tiles) * a_places(token_tiles) * kPairBytes;
+    batch = sums + 2 * DeltaShared::kSums * 4;
     modules = batch + static_cast<int>(sizeof(DeltaShared));
     total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
   }
@@ -189,24 +188,28 @@ struct FusedParams {
 // A thread block's part of W.
 struct Share {
   int split, slice;
+  int first_out;             // of the slice, in y
   int begin, end;            // units of the slice
   int first_box, num_boxes;  // of the features
 
   __device__ __forceinline__ void init(const FusedParams& p) {
     slice = 0;
+    first_out = 0;
     split = p.splits == 1 ? 0 : blockIdx.x % 2;
-    const int cluster = blockIdx.x / p.splits;
-    while (slice + 1 < p.args.num_slices && cluster >= p.grid.first_cluster[slice + 1]) ++slice;
+    const int cluster = p.splits == 1 ? blockIdx.x : blockIdx.x / 2;
+    while (slice + 1 < p.args.num_slices && cluster >= p.grid.first_cluster[slice + 1]) {
+      first_out += p.args.out_features[slice++];
+    }
     begin = (cluster - p.grid.first_cluster[slice]) * p.grid.units;
     end = min(begin + p.grid.units, slice_units(p.args.out_features[slice]));
-    const int boxes = ceil_div(p.args.in_features, kBoxFeatures);
-    const int share = split_boxes(boxes, p.splits);
-    first_box = split * share;
-    num_boxes = max(0, min(boxes - first_box, share));
+    first_box = split * p.grid.split_boxes;
+    num_boxes = max(0, min(p.grid.boxes - first_box, p.grid.split_boxes));
   }
 
-  __host__ __device__ __forceinline__ static int split_boxes(int boxes, int splits) {
-    return ceil_div(ceil_div(boxes, kStepBoxes), splits) * kStepBoxes;
+  // Stages of a pass.
+  __device__ __forceinline__ int num_items(const FusedGrid& grid) const {
+    static_assert(kStepBoxes == 2);
+    return grid.stage_boxes == kStepBoxes ? ceil_div(num_boxes, kStepBoxes) : num_boxes;
   }
 
   // Units of a slice, padded to whole blocks of 32 rows.
@@ -223,7 +226,15 @@ struct OwnBlocks {
   __device__ __forceinline__ OwnBlocks(int first_block, int splits, int split)
       : first(first_block + (splits == 1 ? 0 : (first_block % 2) ^ split)), splits(splits) {}
 
-  __device__ __forceinline__ int index_of(int block) const { return (block - first) / splits; }
+  // How many are before `end`.
+  __device__ __forceinline__ int count(int end) const {
+    const int blocks = max(0, end - first);
+    return splits == 1 ? blocks : ceil_div(blocks, 2);
+  }
+
+  __device__ __forceinline__ int index_of(int block) const {
+    return splits == 1 ? block - first : (block - first) / 2;
+  }
 };
 
 // The state that a block's roles share, beside the dynamic shared memory.
@@ -233,9 +244,8 @@ struct FusedShared {
   TransactionBarrier taken[kMaxTeams * kMaxUnits];     // there, and have been read
   TransactionBarrier
       inbox[kMaxTokenGroups * kMaxSplitUnits];  // the other block's sums of a unit and group
-  TransactionBarrier tagged;                    // `epoch` is known
+  TransactionBarrier counted;                   // the block is, in its launch's epoch
   TransactionBarrier deltas_full, deltas_empty;
-  uint32_t epoch;
   Share share;
 };
 

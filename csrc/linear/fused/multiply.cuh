@@ -14,7 +14,7 @@ namespace aril::detail {
 // Fills the ring with boxes of one matrix, stage by stage. W and x have a thread each, so that no
 // load of W waits for x.
 struct Producer {
-  const CUtensorMap& map;
+  const CUtensorMap* map;
   uint64_t policy;
   int boxes, box_bytes, stages, stage_bytes;  // of a stage
   int first_box, num_boxes, first_row, pass_rows;
@@ -24,7 +24,7 @@ struct Producer {
 
   __device__ __forceinline__ static Producer of_weights(const FusedParams& p, const Share& share,
                                                         unsigned char* ring) {
-    return {p.w[share.slice],
+    return {&p.w[share.slice],
             kEvictFirst,
             p.grid.stage_boxes,
             p.grid.pass_units * kUnitBoxBytes,
@@ -39,7 +39,7 @@ struct Producer {
 
   __device__ __forceinline__ static Producer of_input(const FusedParams& p, const Share& share,
                                                       int token_tiles, unsigned char* ring) {
-    return {p.x,
+    return {&p.x,
             kEvictLast,
             p.grid.stage_boxes,
             token_tiles * kTokenBoxBytes,
@@ -58,9 +58,9 @@ struct Producer {
     TransactionBarrier& full = shared.full[stage];
     full.expect(boxes * box_bytes);
     unsigned char* to = place + stage * stage_bytes;
-    copy_box(to, map, (first_box + box) * kBoxFeatures, first_row + row, full, policy);
+    copy_box(to, *map, (first_box + box) * kBoxFeatures, first_row + row, full, policy);
     if (boxes > 1) {
-      copy_box(to + box_bytes, map, (first_box + box + 1) * kBoxFeatures, first_row + row, full,
+      copy_box(to + box_bytes, *map, (first_box + box + 1) * kBoxFeatures, first_row + row, full,
                policy);
     }
     box += boxes;
@@ -76,19 +76,17 @@ struct Producer {
 };
 
 __device__ __forceinline__ int num_items(const FusedParams& p, const Share& share) {
-  return ceil_div(p.grid.units, p.grid.pass_units) * ceil_div(share.num_boxes, p.grid.stage_boxes);
+  return p.grid.passes * share.num_items(p.grid);
 }
 
 __device__ __forceinline__ void produce_weights(const FusedParams& p, FusedShared& shared,
-                                                Producer producer, int total) {
-  const int ahead = min(total, p.grid.stages);
+                                                unsigned char* ring) {
+  Producer producer = Producer::of_weights(p, shared.share, ring);
+  const int total = num_items(p, shared.share), ahead = min(total, p.grid.stages);
 #pragma unroll 1
   for (int item = 0; item < ahead; ++item) producer.copy(shared);
-  // Before dependents may begin, because they count their blocks too.
-  if (p.args.weights.table != nullptr) {
-    shared.epoch = next_epoch(p.args.mailbox);
-    arrive(shared.tagged);
-  }
+  // Dependents count their blocks too.
+  if (p.args.weights.table != nullptr) shared.counted.wait(0);
   const int last_call = max(total - p.grid.trigger, ahead);
 #pragma unroll 1
   for (int item = ahead; item < total; ++item) {
@@ -98,7 +96,10 @@ __device__ __forceinline__ void produce_weights(const FusedParams& p, FusedShare
   if (last_call >= total) launch_dependents();
 }
 
-__device__ __forceinline__ void produce_input(FusedShared& shared, Producer producer, int total) {
+__device__ __forceinline__ void produce_input(const FusedParams& p, FusedShared& shared,
+                                              int token_tiles, unsigned char* ring) {
+  Producer producer = Producer::of_input(p, shared.share, token_tiles, ring);
+  const int total = num_items(p, shared.share);
   wait_for_predecessors();
 #pragma unroll 1
   for (int item = 0; item < total; ++item) producer.copy(shared);
@@ -167,17 +168,16 @@ __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool sto
 // `deltas` begin at the unit's first row and the first token; null if there are none.
 template <typename T, int kTiles>
 __device__ __forceinline__ void store_unit(const aril_forward_args& args,
-                                           const float (&sums)[kTiles][4], int slice, int unit,
-                                           int first_token, const float* deltas, int delta_pitch) {
+                                           const float (&sums)[kTiles][4], const Share& share,
+                                           int unit, int first_token, const float* deltas,
+                                           int delta_pitch) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  int slice_begin = 0;
-#pragma unroll 1
-  for (int before = 0; before < slice; ++before) slice_begin += args.out_features[before];
+  const int num_rows = args.out_features[share.slice];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = unit * kUnitRows + g + 8 * half;
-    if (row >= args.out_features[slice]) continue;
-    const int out = slice_begin + row;
+    if (row >= num_rows) continue;
+    const int out = share.first_out + row;
     const float bias =
         args.bias == nullptr ? 0.0f : to_float(static_cast<const T*>(args.bias)[out]);
     T* y = static_cast<T*>(args.y) + out;
@@ -240,9 +240,9 @@ struct Multiplier {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     const int in_team = team_warps(pass_units, kTokenTiles);
     warp = thread / 32;
-    team = warp / in_team;
+    team = teams(kTokenTiles) > 1 && warp >= in_team ? 1 : 0;
     other = team == 0 ? warp + in_team : warp - in_team;
-    first_unit = warp % in_team / kGroups * units_per_warp(kTokenTiles);
+    first_unit = (warp - team * in_team) / kGroups * units_per_warp(kTokenTiles);
     group = warp % kGroups;
     first_tile = group * kTiles;
   }
@@ -257,7 +257,7 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
   using Place = Multiplier<kTokenTiles>;
   constexpr int kGroups = Place::kGroups, kTiles = Place::kTiles, kTeams = teams(kTokenTiles);
   const bool has_deltas = p.args.weights.table != nullptr;
-  const int items = ceil_div(share.num_boxes, boxes);
+  const int items = share.num_items(p.grid);
   int stage = 0;
   uint32_t parity = 0;
   // A stage is released one stage late. Only the products order an arrival behind the loads of
@@ -325,7 +325,7 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
                self.first_tile * kTokenTile;
     }
     if (stores && live && unit < share.end) {
-      store_unit<T>(p.args, sums[0], share.slice, unit, self.first_tile * kTokenTile, deltas,
+      store_unit<T>(p.args, sums[0], share, unit, self.first_tile * kTokenTile, deltas,
                     p.smem.delta_pitch);
     }
     if (has_deltas) arrive(shared.deltas_empty);

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, utils::cuda_is_available};
 use candle_lora::{
     generate::{Sequence, generate},
     lora::{Adapters, Limits},
@@ -26,7 +26,7 @@ struct Arguments {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let Arguments { model: directory, adapters: named, prompt } = Arguments::parse()?;
-    let device = Device::cuda_if_available(0)?;
+    let device = if cuda_is_available() { Device::new_cuda_with_stream(0)? } else { Device::Cpu };
     let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
     let tokenizer = Tokenizer::from_file(directory.join("tokenizer.json")).map_err(|error| error.to_string())?;
     let prompt = tokenizer.encode(prompt, true).map_err(|error| error.to_string())?.get_ids().to_vec();

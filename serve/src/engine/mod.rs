@@ -142,7 +142,12 @@ impl<'m, T: Element> Engine<'m, T> {
             None => Err(PoolError::Unknown { id }),
             // A lease is refused with the error.
             Some(residency) if residency.has_failed => self.pool.acquire(id, StreamId::FIRST).map(drop).map(|()| true),
-            Some(residency) => Ok(residency.tier != Tier::Source),
+            Some(residency) if residency.tier == Tier::Source => {
+                // Others may have taken its memory since it was read. A prefetch of one that is being read changes nothing.
+                self.pool.prefetch(id)?;
+                Ok(false)
+            }
+            Some(_) => Ok(true),
         }
     }
 

@@ -9,11 +9,11 @@ use std::{
 };
 
 use aril::{
-    DType, Element,
+    DType, Element, Slot,
     cpu::AdapterPool,
     model,
     plan::Capacity,
-    pool::{AdapterId, CacheNamespace, PoolConfig, Source},
+    pool::{AdapterId, CacheNamespace, PoolConfig, Source, StreamId},
 };
 use half::{bf16, f16};
 use proptest::{prelude::*, test_runner::TestCaseError};
@@ -93,7 +93,7 @@ impl Files {
         let pool = pool.expect("the capacity is valid");
         let (device, table) = (Cpu::<T>::default(), pool.weights().clone());
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let model = Model::on(&device, &self.config, &self.described, weights, table, sizes.limits.step_tokens);
+        let model = Model::new(&device, &self.config, &self.described, weights, table, sizes.limits.step_tokens);
         let model = model.expect("the checkpoint is whole");
         let engine = Engine::new(&model, pool, sizes).expect("the sizes are valid");
         test(&mut World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() })
@@ -263,8 +263,8 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
     files.run::<bf16, _>(LARGE, 4, |world| {
         let ids = ["r8-all", "embed"].map(|name| world.add("adapters", name));
         world.answers(ids.map(|id| Request { adapter: Some(id), ..world.request(None, vec![1], 1, GREEDY) }).into());
-        let slot = |id| world.engine.residency(id).and_then(|residency| residency.slot).expect("it was just used");
-        let slots = [aril::Slot::BASE, slot(ids[0]), slot(ids[1])];
+        let leases = world.engine.pool.prepare(&ids, StreamId::FIRST).expect("they were just used");
+        let slots = [Slot::BASE, leases[0].slot(), leases[1].slot()];
         let prompt = files.prompt("What is the password? Name a fruit. The capital of France is");
         assert!(prompt.len() > 12);
         let block_rows = 4;

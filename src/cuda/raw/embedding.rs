@@ -46,13 +46,9 @@ impl LoraEmbedding {
         self.capacity
     }
 
-    /// Enqueues `y[t] += scaling · B A[:, token_ids[t]]`, for every token `t` whose slot has an adapter of this embedding and whose
-    /// id is in the vocabulary. All other rows of `y` keep every bit.
+    #[doc = include_str!("../../docs/operations/embedding_add_delta.md")]
     ///
-    /// `token_ids` is the address of `i32 [tokens]`, relative to the rank's first row
-    /// ([`EmbeddingSite::range`](crate::model::EmbeddingSite::range)). `y` is `[tokens, hidden]`; of a vocabulary-parallel embedding it is
-    /// this rank's partial sum. Neither allocates nor waits. May be captured in a
-    /// CUDA graph.
+    /// `token_ids` is an address of `i32`. Enqueues the work, and neither allocates nor waits. May be captured in a CUDA graph.
     ///
     /// # Errors
     /// [`LaunchError`] if `y` does not match the embedding and the step. Nothing was enqueued.

@@ -133,12 +133,10 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues the addition of the deltas of gate and up to the rows of local routes. Rows without an adapter keep every bit.
+        #[doc = include_str!("../../docs/operations/experts_add_gate_up_delta.md")]
         ///
-        /// `x` is `[tokens, hidden]`. `y` is `[routes, gate_up]`, with gate and up in the order of
-        /// [`ExpertsSite::halves`](crate::model::ExpertsSite::halves). The step's workspace has at least
-        /// [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Neither allocates nor waits. May be captured in a CUDA
-        /// graph.
+        /// The step's workspace has at least [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Enqueues the work, and
+        /// neither allocates nor waits. May be captured in a CUDA graph.
         ///
         /// # Errors
         /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
@@ -150,8 +148,7 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Like [`add_gate_up_delta`](Self::add_gate_up_delta), but overwrites `y`: with the delta, or with zero for routes and
-        /// slices that have no adapter or are not local. Rows that belong to no route are unchanged.
+        #[doc = include_str!("../../docs/operations/experts_write_gate_up_delta.md")]
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -161,11 +158,9 @@ impl LoraExperts {
         write_gate_up_delta, WriteGateUp
     }
 
-    /// Enqueues `out[row] = activation(y[row] + delta)` for all local routes, with or without an adapter, computed in `f32` with
-    /// one rounding. Replaces the base's activation and saves a pass over `y`.
+    #[doc = include_str!("../../docs/operations/experts_activate.md")]
     ///
-    /// `x` is `[tokens, hidden]`. `y` is the output `[routes, gate_up]` of the base's gate-up. `out` is `[routes, inter]`. Rows of
-    /// other routes, and of tokens beyond the last update, are unchanged.
+    /// Rows of other routes, and of tokens beyond the last update, are unchanged.
     ///
     /// # Errors
     /// As for `add_gate_up_delta`, and [`OperandError::Activation`] if the activation requires a gate that the experts lack.
@@ -188,10 +183,7 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues the addition of the deltas of down to the rows of local routes, before the combine. The deltas are multiplied
-        /// by the router's weights only with [`TopK::on_rows`](super::TopK::on_rows).
-        ///
-        /// `x` is the activated input `[routes, inter]`, `y` is `[routes, hidden]`.
+        #[doc = include_str!("../../docs/operations/experts_add_down_delta.md")]
         ///
         /// # Errors
         /// As for [`add_gate_up_delta`](Self::add_gate_up_delta).
@@ -202,8 +194,7 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Like [`add_down_delta`](Self::add_down_delta), but overwrites `y`: with the delta, or with zero for routes that have no
-        /// adapter or are not local. Rows that belong to no route are unchanged.
+        #[doc = include_str!("../../docs/operations/experts_write_down_delta.md")]
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -214,11 +205,7 @@ impl LoraExperts {
     }
 
     operation! {
-        /// Enqueues the addition of the deltas of down after the base's combine: `y[t]` gets the sum over the local routes of token
-        /// `t`, each multiplied by its [`output_weight`](crate::routing::TopK::output_weight). Rows without an adapter keep every
-        /// bit.
-        ///
-        /// `x` is the activated input `[routes, inter]`, `y` is `[tokens, hidden]`.
+        #[doc = include_str!("../../docs/operations/experts_add_combined_delta.md")]
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -228,12 +215,9 @@ impl LoraExperts {
         add_combined_delta, AddCombined
     }
 
-    /// Enqueues `out[t] = Σ output_weight · (y[row] + delta)` over the local routes of token `t`, or zero if there are none, for
-    /// every token with or without an adapter, computed in `f32` with one rounding. Replaces the base's combine. See
-    /// [`output_weight`](crate::routing::TopK::output_weight).
+    #[doc = include_str!("../../docs/operations/experts_combine.md")]
     ///
-    /// `x` is the activated input `[routes, inter]`. `y` is the output `[routes, hidden]` of the base's down, without the router's
-    /// weights. `out` is `[tokens, hidden]`. Rows of tokens beyond the last update are unchanged.
+    /// Rows of tokens beyond the last update are unchanged.
     ///
     /// # Errors
     /// As for `add_gate_up_delta`.

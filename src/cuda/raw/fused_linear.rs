@@ -111,12 +111,11 @@ impl FusedLinear {
         &self.plan
     }
 
-    /// Enqueues `y[t] = x[t] Wᵀ + bias + scaling · B (A x[t])` for every row of the batch. The last term is omitted for tokens
-    /// without an adapter, and for rows of a captured batch beyond the last update. Does not read `y`.
+    #[doc = include_str!("../../docs/operations/fused_linear_forward.md")]
     ///
-    /// `x` is `[tokens, in_features]`, with rows aligned to 16 bytes, and `y` is `[tokens, out_features]`. The step's workspace has
-    /// at least [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). In a row-parallel layer, `y` is this rank's partial
-    /// sum; only one rank may have the bias. Neither allocates nor waits. May be captured in a CUDA graph.
+    /// The rows of `x` are aligned to 16 bytes, and the step's workspace has at least
+    /// [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). Rows of a captured batch beyond the last update have no adapter.
+    /// Enqueues the work, and neither allocates nor waits. May be captured in a CUDA graph.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.

@@ -15,7 +15,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// Wraps a `CUstream` or `cudaStream_t`.
+    /// Wraps a `CUstream` or `cudaStream_t`. `CU_STREAM_PER_THREAD` names another stream on each thread.
     pub const fn from_raw(stream: *mut c_void) -> Self {
         Self(stream)
     }

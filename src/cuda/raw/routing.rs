@@ -45,6 +45,7 @@ fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
         indptr: arrays.push::<i32>(num_slots + 1) as *mut _,
         tiles: tiles(&mut arrays, capacity.max_small_tiles(max_tokens)),
         wide_tiles: tiles(&mut arrays, capacity.max_wide_tiles(max_tokens)),
+        segments: arrays.push::<ffi::aril_segments>(1) as *mut _,
     };
     (staged, routing, arrays.bytes())
 }

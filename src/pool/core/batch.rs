@@ -105,7 +105,7 @@ impl Core {
         }
         self.advance(transfer);
         let is_stuck = |id: &AdapterId| self.adapters[id].slot.is_none() && self.adapters[id].host.is_ready();
-        if self.reads == 0 && self.device.is_idle_all() && ids.iter().any(is_stuck) {
+        if self.reads == 0 && self.device.is_idle_all() && ids.iter().any(is_stuck) && transfer.may_evict() {
             self.rearrange(transfer);
         }
         let refusal = self.refusal(ids);

@@ -119,12 +119,12 @@ impl Core {
             if let Some(copy) = self.device.take(id, bytes) {
                 break Copy { from, ..copy };
             }
-            let Some(victim) = self.device.victim(|id| older(self, id)) else { return Placed::Blocked };
+            let victim = self.device.victim(|id| older(self, id)).filter(|_| transfer.may_evict());
+            let Some(victim) = victim else { return Placed::Blocked };
             self.evict(victim, transfer);
             self.counters.evictions += 1;
         };
-        let waits = self.device.waits(copy.slot);
-        match transfer.copy(&copy, &waits) {
+        match transfer.copy(&copy) {
             Ok(()) => {
                 self.counters.copies += 1;
                 self.counters.copied_bytes += bytes as u64;

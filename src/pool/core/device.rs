@@ -4,24 +4,21 @@ use super::{Rule, rules::Rules};
 use crate::{
     blocks::{self, Block, Blocks},
     plan::PlanError,
-    pool::{
-        AdapterId, StreamId,
-        transfer::{Commit, Copy},
-    },
+    pool::{AdapterId, StreamId, transfer::Copy},
 };
 
 /// The slots and the arena of the device.
 ///
 /// Memory may be overwritten after a commit, on every stream that it was leased for, since its last lease ended. A slot that meets
-/// this condition is *idle*. The commits have been enqueued then, but may not have run: the copy waits for them.
+/// this condition is *idle*. Its launches have been enqueued then, but may not have run: the copy waits for them.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(super) blocks: Blocks,
     slots: Vec<Place>,
     /// Commits so far, by stream.
     commits: Vec<u64>,
-    /// The last commit, by stream, that free memory was leased for; 0 if none.
-    fence: Vec<u64>,
+    /// Slots that steps may use, by stream: those that have a lease of the stream, or had one after its last commit.
+    open: Vec<Vec<usize>>,
     copies: u64,
     pub(super) rules: Rules,
 }
@@ -48,6 +45,7 @@ struct Content {
 /// The use of a slot on one stream.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
+    leases: usize,
     /// Whether it has been leased since the slot was idle.
     leased: bool,
     /// The commit that ends its last use; 0 if it was not used.
@@ -79,7 +77,7 @@ impl Device {
             blocks: Blocks::new("the arena's bytes", arena_bytes)?,
             slots: (0..num_slots).map(|_| Place::default()).collect(),
             commits: Vec::new(),
-            fence: Vec::new(),
+            open: Vec::new(),
             copies: 0,
             rules: Rules::default(),
         })
@@ -88,7 +86,7 @@ impl Device {
     pub(super) fn add_stream(&mut self) -> StreamId {
         let stream = StreamId(self.commits.len());
         self.commits.push(0);
-        self.fence.push(0);
+        self.open.push(Vec::new());
         self.slots.iter_mut().for_each(|place| place.uses.push(Use::default()));
         stream
     }
@@ -101,14 +99,12 @@ impl Device {
         self.slots.len()
     }
 
-    /// Takes note of the end of a step's launches.
-    pub(super) fn commit(&mut self, stream: StreamId) {
+    /// Takes note of the end of a step's launches. Returns the slots that later steps of the stream may not use.
+    pub(super) fn commit(&mut self, stream: StreamId) -> Vec<usize> {
         self.commits[stream.0] += 1;
-    }
-
-    /// The number of a stream's next commit.
-    pub(super) fn next_commit(&self, stream: StreamId) -> Option<u64> {
-        self.commits.get(stream.0).map(|commits| commits + 1)
+        let Self { open, slots, .. } = self;
+        let is_closed = |slot: &mut usize| slots[*slot].uses[stream.0].leases == 0;
+        if self.rules.holds(Rule::Close) { open[stream.0].extract_if(.., is_closed).collect() } else { Vec::new() }
     }
 
     /// Leases of a slot.
@@ -123,16 +119,22 @@ impl Device {
         if is_idle {
             place.uses.iter_mut().for_each(|usage| usage.leased = false);
         }
-        place.uses[stream.0].leased = true;
+        let (usage, open) = (&mut place.uses[stream.0], &mut self.open[stream.0]);
+        usage.leased = true;
+        usage.leases += 1;
         content.leases += 1;
+        if usage.leases == 1 && !open.contains(&slot) {
+            open.push(slot);
+        }
         Some(Granted { slot, number: content.number, is_copying: content.is_copying })
     }
 
-    /// Ends one lease.
-    pub(super) fn release(&mut self, slot: usize) {
+    /// Ends one lease for a stream.
+    pub(super) fn release(&mut self, slot: usize, stream: StreamId) {
         let place = &mut self.slots[slot];
         let Some(content) = &mut place.content else { return };
         content.leases -= 1;
+        place.uses[stream.0].leases -= 1;
         if content.leases == 0 {
             let next = u64::from(self.rules.holds(Rule::Commit));
             let streams = if self.rules.holds(Rule::EveryStream) { usize::MAX } else { 1 };
@@ -199,16 +201,6 @@ impl Device {
         Some(Copy { id, from: 0..0, to, slot, number })
     }
 
-    /// The commits that a copy into free memory waits for.
-    pub(super) fn waits(&self, slot: usize) -> Vec<Commit> {
-        let of_slot = |stream: usize| self.slots[slot].uses[stream].commit;
-        let number = |(stream, &fence): (usize, &u64)| {
-            let number = if self.rules.holds(Rule::Memory) { fence } else { of_slot(stream) };
-            Commit { stream: StreamId(stream), number }
-        };
-        self.fence.iter().enumerate().map(number).filter(|commit| commit.number > 0).collect()
-    }
-
     pub(super) fn has_copied(&mut self, number: u64) -> Option<AdapterId> {
         let mut contents = self.slots.iter_mut().filter_map(|place| place.content.as_mut());
         let content = contents.find(|content| content.number == number)?;
@@ -220,13 +212,10 @@ impl Device {
         self.slots[slot].content.as_ref().is_some_and(|content| content.is_copying)
     }
 
-    /// Empties a slot. Later copies wait for its last use.
+    /// Empties a slot.
     pub(super) fn evict(&mut self, slot: usize) {
         let place = &mut self.slots[slot];
-        for (usage, fence) in place.uses.iter_mut().zip(&mut self.fence) {
-            *fence = usage.commit.max(*fence);
-            usage.leased = false;
-        }
+        place.uses.iter_mut().for_each(|usage| usage.leased = false);
         if let Some(content) = place.content.take() {
             self.blocks.free(content.block);
         }

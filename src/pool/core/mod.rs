@@ -158,19 +158,18 @@ impl Core {
     }
 
     /// Ends a lease.
-    pub(crate) fn release(&mut self, slot: usize) {
-        self.device.release(slot);
+    pub(crate) fn release(&mut self, slot: usize, stream: StreamId) {
+        self.device.release(slot, stream);
     }
 
     /// Takes note of the end of a step's launches on a stream.
-    pub(crate) fn commit(&mut self, stream: StreamId, transfer: &mut impl Transfer) {
-        self.device.commit(stream);
+    pub(crate) fn commit(&mut self, stream: StreamId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+        if !self.device.has_stream(stream) {
+            return Err(PoolError::NoSuchStream { stream });
+        }
+        self.device.commit(stream).into_iter().for_each(|slot| transfer.close(slot, stream));
         self.poll(transfer);
-    }
-
-    /// The number of a stream's next commit.
-    pub(crate) fn next_commit(&self, stream: StreamId) -> Result<u64, PoolError> {
-        self.device.next_commit(stream).ok_or(PoolError::NoSuchStream { stream })
+        Ok(())
     }
 
     /// Frees what is no longer used, and continues what waits for room.
@@ -202,7 +201,7 @@ impl Core {
     /// Frees what nothing uses of an adapter's memory. Returns whether it had no other.
     fn remove(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> bool {
         let Some(entry) = self.adapters.get(&id) else { return true };
-        if entry.slot.is_some_and(|slot| self.device.is_idle(slot)) {
+        if entry.slot.is_some_and(|slot| self.device.is_idle(slot)) && transfer.may_evict() {
             self.evict(id, transfer);
         }
         if self.may_leave_host(id) {

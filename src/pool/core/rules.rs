@@ -9,10 +9,10 @@ pub(crate) enum Rule {
     Commit,
     /// So they may on every stream that the slot was leased for.
     EveryStream,
-    /// A copy waits for the commits of the memory that it overwrites, whichever slot it belonged to.
-    Memory,
     /// A block is not overwritten while it is being copied to.
     Copying,
+    /// Steps may not use a slot after the commit that follows the last lease of their stream.
+    Close,
     /// A host block is not overwritten while it is being copied from.
     Source,
 }

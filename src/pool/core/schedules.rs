@@ -99,10 +99,11 @@ impl Schedule {
             0..20 => self.request(),
             20..36 => self.launch(),
             36..52 => self.end_lease(),
-            52..70 => {
+            52..67 => {
                 let stream = self.any_stream();
                 self.commit(stream);
             }
+            67..70 => self.launch_without_lease(),
             70..78 => self.end_read(),
             78..86 => self.notice(),
             86..92 => {
@@ -112,7 +113,8 @@ impl Schedule {
             }
             92..94 => self.register(),
             94..97 => self.pin(),
-            97..99 => {
+            97 => self.world.is_capturing = !self.world.is_capturing,
+            98 => {
                 if let Some(id) = self.any_adapter() {
                     self.adapters.remove(&id);
                     self.core.unregister(id, &mut self.world).unwrap();
@@ -151,18 +153,24 @@ impl Schedule {
         }
     }
 
+    /// Launches a kernel on any slot, with which no safe step could be made.
+    fn launch_without_lease(&mut self) {
+        let (stream, slot) = (self.any_stream(), self.rng.random_range(0..self.limits.num_slots));
+        if !self.world.open[stream.0][slot] {
+            self.world.launch_without_lease(stream, slot);
+        }
+    }
+
     fn end_lease(&mut self) {
         if let Some(index) = (0..self.held.len()).choose(&mut self.rng) {
             let held = self.held.swap_remove(index);
-            self.core.release(held.slot);
+            self.core.release(held.slot, held.stream);
             self.ended.push(held);
         }
     }
 
     fn commit(&mut self, stream: StreamId) {
-        let number = self.core.next_commit(stream).unwrap();
-        self.world.commit(stream, number);
-        self.core.commit(stream, &mut self.world);
+        self.core.commit(stream, &mut self.world).unwrap();
         self.ended.retain(|held| held.stream != stream);
     }
 
@@ -197,6 +205,15 @@ impl Schedule {
         if let Some(held) = self.held.iter().find(is_lost) {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
+        // Steps may use the slots of leases, and of those that ended since the last commit of their stream. No others.
+        for (stream, open) in self.world.open.iter().enumerate() {
+            let may_use = |slot| {
+                self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (StreamId(stream), slot))
+            };
+            if let Some(slot) = (0..open.len()).find(|&slot| open[slot] != may_use(slot)) {
+                return Err(format!("stream {stream} may use slot {slot}: {}", open[slot]));
+            }
+        }
         let snapshot = self.core.snapshot();
         let pins = self.adapters.values().filter(|is_pinned| **is_pinned).count();
         let is_right = snapshot.adapters == self.adapters.len()
@@ -222,6 +239,7 @@ impl Schedule {
     /// Ends all leases, reads and copies. Then any batch that fits can be leased, and every byte and slot comes back.
     fn finish(mut self) -> Result<(), String> {
         self.world.refuses_copies = false;
+        self.world.is_capturing = false;
         while !self.held.is_empty() {
             self.end_lease();
         }
@@ -236,7 +254,7 @@ impl Schedule {
         for _ in 0..16 {
             refusal = match self.core.prepare(&batch, StreamId::FIRST, &mut self.world) {
                 Ok(granted) => {
-                    granted.into_iter().for_each(|granted| self.core.release(granted.slot));
+                    granted.into_iter().for_each(|granted| self.core.release(granted.slot, StreamId::FIRST));
                     None
                 }
                 Err(PoolError::TooLarge { .. }) => None,
@@ -298,7 +316,7 @@ fn no_kernel_reads_a_wrong_adapter() {
 
 #[test]
 fn every_rule_is_needed() {
-    let rules = [Rule::Leases, Rule::Commit, Rule::EveryStream, Rule::Memory, Rule::Copying, Rule::Source];
+    let rules = [Rule::Leases, Rule::Commit, Rule::EveryStream, Rule::Copying, Rule::Source, Rule::Close];
     for rule in rules {
         let wrong = first_wrong(BROKEN, Some(rule), None);
         assert!(wrong.is_some(), "without {rule:?}, nothing went wrong");
@@ -307,7 +325,8 @@ fn every_rule_is_needed() {
 
 #[test]
 fn every_obligation_of_a_backend_is_needed() {
-    for obligation in [Obligation::CommitsFirst, Obligation::CopyFirst, Obligation::RowOfStream] {
+    let obligations = [Obligation::CopyFirst, Obligation::RowOfStream, Obligation::ClearFirst];
+    for obligation in obligations {
         let wrong = first_wrong(BROKEN, None, Some(obligation));
         assert!(wrong.is_some(), "without {obligation:?}, nothing went wrong");
     }

@@ -23,8 +23,6 @@ const RESIDENT: [usize; 3] = [1, 64, 1000];
 const LEASED: [usize; 2] = [1, 8];
 const WARM_UP: usize = 500;
 const STEPS: usize = 5000;
-/// Few enough for the stream to accept their commits without waiting for the device.
-const STEPS_PER_ROUND: usize = 32;
 
 pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     let (layers, noise) = (Layers::small(), Noise::new(1, SMALL, 0.02));
@@ -48,7 +46,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
             return Err(format!("{on_device} of {resident} adapters are on the device").into());
         }
         for leased in LEASED.into_iter().filter(|&leased| leased <= resident) {
-            let times = Times::new(time(gpu, &mut pool, &ids, leased)?);
+            let times = Times::new(time(&mut pool, &ids, leased)?);
             figures.steps.push(StepCost { resident, leased, steps: STEPS, times });
         }
     }
@@ -56,13 +54,10 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
 }
 
 /// The times of steps that lease `leased` adapters in turn, in µs.
-fn time(gpu: &Gpu, pool: &mut AdapterPool, ids: &[AdapterId], leased: usize) -> Result<Vec<f64>> {
+fn time(pool: &mut AdapterPool, ids: &[AdapterId], leased: usize) -> Result<Vec<f64>> {
     let mut us = Vec::with_capacity(STEPS);
     let mut turn = ids.iter().copied().cycle();
     for number in 0..WARM_UP + STEPS {
-        if number % STEPS_PER_ROUND == 0 {
-            gpu.synchronize()?;
-        }
         let batch: Vec<AdapterId> = turn.by_ref().take(leased).collect();
         let start = Instant::now();
         step(pool, &batch)?;
@@ -71,7 +66,6 @@ fn time(gpu: &Gpu, pool: &mut AdapterPool, ids: &[AdapterId], leased: usize) -> 
             us.push(time.as_secs_f64() * 1e6);
         }
     }
-    gpu.synchronize()?;
     Ok(us)
 }
 

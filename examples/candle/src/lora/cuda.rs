@@ -1,4 +1,5 @@
-//! Adapters in device memory, on the addresses in candle's storage and on candle's stream.
+//! Adapters in device memory, on the addresses in candle's storage and on candle's stream. The device is one of
+//! `Device::new_cuda_with_stream`: aril rejects the per-thread default stream of `Device::new_cuda`.
 
 use aril::{
     DType, Slot,

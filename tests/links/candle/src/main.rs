@@ -4,7 +4,7 @@ use aril::cuda::{Kernels, raw};
 use candle_core::{DType, Device, Storage, Tensor, cuda::cudarc::driver::DevicePtr};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let device = Device::new_cuda(0)?;
+    let device = Device::new_cuda_with_stream(0)?;
     let stream = device.as_cuda_device()?.cuda_stream();
     let kernels = Kernels::load_into(stream.context())?;
     let x = Tensor::zeros((2, 64), DType::F32, &device)?;

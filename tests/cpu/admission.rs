@@ -1,5 +1,4 @@
 //! Admission: its limits, its order and its bound on waiting, against random requests and engines.
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},

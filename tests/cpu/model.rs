@@ -1,11 +1,5 @@
 //! Sharding: the ranks of a tensor-parallel group together hold the whole model, and nothing twice.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    clippy::single_range_in_vec_init,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, its numbers are small, and a slice may hold one range of rows"
-)]
+#![expect(clippy::single_range_in_vec_init, reason = "a slice may hold one range of rows")]
 
 use aril::{
     DType, Slot,

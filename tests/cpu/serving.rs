@@ -1,6 +1,5 @@
 //! A registry, an admission and a pool together: every request runs on the version that its name stood for when it arrived, or is
 //! refused.
-#![expect(clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
     collections::{BTreeMap, HashMap},

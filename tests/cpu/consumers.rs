@@ -1,15 +1,16 @@
 //! The CPU's operations behind a linear layer, against the reference.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    clippy::panic,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, and its numbers are small"
-)]
 
-mod common;
-
+use crate::{
+    common::{
+        case::Subject,
+        compare::{Expected, Place},
+        consumers::{By, Case, Consumed, EPS, World, cases},
+        cpu::{matrix, matrix_mut, table},
+        dense::Sizes,
+        values::Values,
+    },
+    for_dtype,
+};
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
@@ -18,14 +19,6 @@ use aril::{
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-};
-use common::{
-    case::Subject,
-    compare::{Expected, Place},
-    consumers::{By, Case, Consumed, EPS, World, cases},
-    cpu::{matrix, matrix_mut, table},
-    dense::Sizes,
-    values::Values,
 };
 use proptest::prelude::*;
 

@@ -1,7 +1,5 @@
 //! The command line of the example `qwen3`: its output, and its errors for invalid input.
 
-mod qwen3;
-
 use std::{
     ffi::OsString,
     fs,
@@ -9,12 +7,12 @@ use std::{
     process::Command,
 };
 
-use half::bf16;
-use qwen3::{
+use super::{
     files::{Files, Tensors, edit, read, write},
     process::{self, fixture, qwen3},
     refusals,
 };
+use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value, json};
 
@@ -97,6 +95,39 @@ fn with_requests_each_has_its_line_of_json_and_its_logits() {
             assert!(row.iter().all(|logit| *logit <= row[*token]), "request {index}: {token} is not the likeliest");
         }
     }
+}
+
+#[test]
+fn requests_whose_adapters_do_not_fit_together_run_in_several_batches() {
+    let files = Files::new();
+    let ask = |adapter: Option<&str>| json!({ "adapter": adapter, "prompt": QUESTION });
+    let asked = ["patterns", "r64-all", "r8-all", "embed", "r16-rslora", "kv-only", "patterns"];
+    let asked = asked.map(|adapter| ask(Some(adapter)));
+    let requests = files.requests(&Value::from([&[ask(None)], &asked[..]].concat()));
+    let run = |pool: &[&str]| -> Vec<Map<String, Value>> {
+        let lines = succeeds([&["--requests", &requests, "--max-new-tokens", "4"], pool].concat());
+        lines.lines().map(|line| serde_json::from_str(line).expect("each line is a JSON object")).collect()
+    };
+    let plain = run(&[]);
+    for (pool, batches) in [(["--arena-mib", "2"], [0, 0, 0, 0, 0, 0, 1, 0]), (["--arena-mib", "4"], [0; 8])] {
+        let pooled = run(&pool);
+        for ((mut line, plain), batch) in pooled.into_iter().zip(&plain).zip(batches) {
+            assert_eq!(line.remove("batch"), Some(json!(batch)));
+            assert_eq!(&line, plain);
+        }
+    }
+    let table = succeeds(["--device", "cpu", "--arena-mib", "2", "--host-mib", "8"]);
+    assert!(table.contains("\n2 batches of 13 requests, 9 adapters and the base model"), "{table}");
+    assert!(table.contains("\nPool: an arena of 2 MiB; copies to it: 9; evictions: "), "{table}");
+    assert!(table.contains("Base model: 2 of 2 requests have the very bits"), "{table}");
+}
+
+#[test]
+fn adapters_that_a_pool_cannot_hold_are_named() {
+    refuses(["--arena-mib", "1"], &["`r64-all`", "the arena is 1048576"]);
+    refuses(["--arena-mib", "2", "--host-mib", "1"], &["`r64-all`", "the host tier is 1048576"]);
+    refuses(["--arena-mib", "99999999999999"], &["the arena's bytes"]);
+    refuses(["--host-mib", "1"], &["--arena-mib"]);
 }
 
 #[test]

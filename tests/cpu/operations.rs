@@ -1,15 +1,13 @@
 //! The CPU's operations against the reference.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    clippy::panic,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, and its numbers are small"
-)]
 
-mod common;
-
+use crate::{
+    common::{
+        case::Subject,
+        cpu::{matrix, matrix_mut, table},
+        dense::{Case, Dense, Site, Sizes, World, cases, check_overwriting},
+    },
+    for_dtype,
+};
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, AdapterError, Tensor},
@@ -18,11 +16,6 @@ use aril::{
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, PlanError},
     routing::{Batch, Segments},
-};
-use common::{
-    case::Subject,
-    cpu::{matrix, matrix_mut, table},
-    dense::{Case, Dense, Site, Sizes, World, cases, check_overwriting},
 };
 use proptest::prelude::*;
 

@@ -1,9 +1,4 @@
 //! The CPU's weight table: loaded adapters, free memory, and the adapters of a step while others are loaded and unloaded.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, and its numbers are small"
-)]
 
 use std::{
     sync::{

@@ -1,11 +1,6 @@
 //! Laws of the reference, which judges all other code, and of shards computed by the CPU's operations.
 //!
 //! All numbers are small integers, so that every sum is exact and laws are equations.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, and its numbers are small"
-)]
 
 use aril::{
     DType, Slot,

@@ -1,6 +1,6 @@
 //! The example's check of its results: wrong results must not pass.
 
-#[path = "../examples/qwen3/verdict.rs"]
+#[path = "../../examples/qwen3/verdict.rs"]
 mod verdict;
 
 use aril::DType;

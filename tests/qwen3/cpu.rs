@@ -1,11 +1,9 @@
 //! The example `qwen3` on the CPU against transformers and PEFT.
 
-mod qwen3;
-
-use qwen3::{
+use super::{
     files::{Files, edit},
     forms,
-    goldens::{self, BATCHES, all_in, answers, models, requests, run},
+    goldens::{self, BATCHES, POOL, all_in, answers, models, requests, run, run_with},
     moe,
     process::fixture,
 };
@@ -106,6 +104,22 @@ fn what_experts_weigh_need_not_be_normalized() {
 #[test]
 fn experts_of_any_size_verify() {
     moe::experts_are_those_of_the_cpu(DEVICE);
+}
+
+#[test]
+fn a_pool_reproduces_the_goldens() {
+    goldens::a_pool_reproduces_the_goldens(DEVICE);
+}
+
+#[test]
+fn a_request_gets_from_a_pool_what_it_gets_from_a_table() {
+    for batch in ["mixed", "untied", "moe-int4"] {
+        let (model, adapters) = models(batch);
+        let pooled = run_with(DEVICE, model, &all_in(adapters), "f32", &requests(batch), &POOL);
+        for (index, (pooled, answer)) in pooled.iter().zip(answers(DEVICE, batch, "f32").iter()).enumerate() {
+            assert!(pooled.is_identical(answer), "{batch}, request {index}");
+        }
+    }
 }
 
 #[test]

@@ -6,12 +6,12 @@ use aril::{
     plan::{Capacity, ForwardPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError, RouteCapacity},
 };
 
-const README: &str = include_str!("../README.md");
-const MANIFEST: &str = include_str!("../Cargo.toml");
+const README: &str = include_str!("../../README.md");
+const MANIFEST: &str = include_str!("../../Cargo.toml");
 
 /// The architectures that `build.rs` compiles for by default.
 fn archs() -> &'static str {
-    let default = include_str!("../build.rs").split_once(r#"env::var("ARIL_CUDA_ARCHS").unwrap_or_else(|_| ""#);
+    let default = include_str!("../../build.rs").split_once(r#"env::var("ARIL_CUDA_ARCHS").unwrap_or_else(|_| ""#);
     let (archs, _) = default.and_then(|(_, rest)| rest.split_once('"')).expect("build.rs has default architectures");
     archs
 }
@@ -71,10 +71,11 @@ fn the_requirements_are_those_of_the_manifest() {
 
 #[test]
 fn build_script_readme_and_ci_name_the_same_wheels() {
-    let (_, rest) = include_str!("../build.rs").split_once("const WHEELS: &str = \"").expect("build.rs names wheels");
+    let (_, rest) =
+        include_str!("../../build.rs").split_once("const WHEELS: &str = \"").expect("build.rs names wheels");
     let (wheels, _) = rest.split_once('"').expect("in a string");
     assert!(README.contains(&format!("`pip install {wheels}`")), "README.md must name {wheels}");
-    assert!(include_str!("../.ci/run").contains(&format!("WHEELS=({wheels})")), ".ci/run must install {wheels}");
+    assert!(include_str!("../../.ci/run").contains(&format!("WHEELS=({wheels})")), ".ci/run must install {wheels}");
 }
 
 #[test]

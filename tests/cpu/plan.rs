@@ -1,5 +1,4 @@
 //! Plans: bounds for every batch, checked against brute force.
-#![allow(clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use aril::{
     DType,

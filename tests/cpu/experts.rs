@@ -1,15 +1,14 @@
 //! The CPU's operations on experts against the reference, and laws that relate them.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    clippy::panic,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, and its numbers are small"
-)]
 
-mod common;
-
+use crate::{
+    common::{
+        case::Subject,
+        cpu::{self, matrix, matrix_mut},
+        experts::{Act, Case, DOWN, GATE, Moe, Op, Order, Pairs, Shape, Sizes, UP, World, cases, launch_on_cpu},
+        values::Values,
+    },
+    for_dtype,
+};
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
@@ -19,12 +18,6 @@ use aril::{
     plan::Capacity,
     reference::experts::activation as activated,
     routing::{Batch, TopK},
-};
-use common::{
-    case::Subject,
-    cpu::{self, matrix, matrix_mut},
-    experts::{Act, Case, DOWN, GATE, Moe, Op, Order, Pairs, Shape, Sizes, UP, World, cases, launch_on_cpu},
-    values::Values,
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};

@@ -1,22 +1,12 @@
 //! Routes in blocks of one slot and one expert each, on the host, and the bounds on their number.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    clippy::panic,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, and its numbers are small"
-)]
 
-mod common;
-
+use crate::common::align::{Case, steps};
 use aril::{
     Slot,
     error::OperandError,
     plan::{AlignCapacity, MAX_SLOTS, PlanError, RouteCapacity},
     routing::{AlignedRoutes, Batch, TopK},
 };
-use common::align::{Case, steps};
 use proptest::prelude::*;
 
 /// The blocks by brute force: for each slot and expert, a pass over all routes.

@@ -1,5 +1,4 @@
 //! Tokens and routes as described by a batch and by a router's choices.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use aril::{
     Slot,

@@ -4,8 +4,6 @@
 //! sentence with status 2. It does not panic, is not killed, and stays within limits of memory and time. A case depends only on its
 //! number, so runs repeat the same cases. `ARIL_MUTATIONS` sets how many there are.
 
-mod qwen3;
-
 use std::{
     env, fs,
     path::{Path, PathBuf},
@@ -13,7 +11,7 @@ use std::{
     thread,
 };
 
-use qwen3::{
+use super::{
     files::{Files, Tensors, edit, read, write},
     process::{fixture, qwen3},
     refusals,

@@ -1,15 +1,17 @@
 //! The fused linear on the CPU against the reference.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    clippy::panic,
-    clippy::unwrap_used,
-    reason = "a test fails by panicking, and its numbers are small"
-)]
 
-mod common;
-
+use crate::{
+    common::{
+        adapters::{Lora, parts},
+        case::Subject,
+        compare::Place,
+        cpu::{matrix, matrix_mut, table},
+        dense::Sizes,
+        fused_linear::{Case, Fused, World, cases},
+        values::Values,
+    },
+    for_dtype,
+};
 use aril::{
     DType, Element, Slot,
     adapter::Adapter,
@@ -18,15 +20,6 @@ use aril::{
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-};
-use common::{
-    adapters::{Lora, parts},
-    case::Subject,
-    compare::Place,
-    cpu::{matrix, matrix_mut, table},
-    dense::Sizes,
-    fused_linear::{Case, Fused, World, cases},
-    values::Values,
 };
 use proptest::prelude::*;
 use rand::{SeedableRng, rngs::StdRng};
@@ -156,7 +149,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
 /// Adding to zeros equals writing, and equals `add_delta` after a base layer computed by the engine.
 #[test]
 fn it_is_the_base_layer_and_its_delta() {
-    let dense = common::dense::Case::linear(24, &[5, 8], &[&[3, 2], &[0, 4]], vec![0, 1, -1, 0]);
+    let dense = crate::common::dense::Case::linear(24, &[5, 8], &[&[3, 2], &[0, 4]], vec![0, 1, -1, 0]);
     let case = Case::fused(dense, false);
     let world = case.world::<f32>();
     let written = Cpu.run(&case, &world);

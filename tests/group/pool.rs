@@ -1,0 +1,224 @@
+//! A pool of a group: all ranks load into the same slots and evict the same adapters, whatever happens to one of them.
+
+use std::{
+    panic::{self, AssertUnwindSafe},
+    sync::{Arc, Mutex},
+};
+
+use aril::{
+    Slot,
+    adapter::{Adapter, AdapterError},
+    cpu::WeightTable,
+    group::{Group, GroupError, GroupPool, InProcess, Phase, Table},
+};
+use proptest::prelude::*;
+
+use crate::{
+    faults::{Fault, Faulty, silence},
+    world::{NEVER, World, each, refused},
+};
+
+/// Slots of the tables.
+const SLOTS: usize = 2;
+
+/// Runs a pool on each rank, with these tables.
+fn each_pool<T: Table + Clone + Sync + Send, O: Send>(
+    tables: &[T],
+    run: impl Fn(usize, GroupPool<InProcess, T>) -> O + Sync,
+) -> Vec<O> {
+    each(InProcess::group(tables.len(), NEVER), |rank, ranks| {
+        run(rank, GroupPool::new(Group::new(ranks, tables[rank].clone()).unwrap()))
+    })
+}
+
+/// The adapter of a version, which adds its number.
+fn version(world: &World, version: u64) -> Result<Adapter, AdapterError> {
+    Ok(world.adapter(|_| number(version)))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a small number")]
+fn number(version: u64) -> f32 {
+    version as f32
+}
+
+/// Leases a version, and checks that its slot adds its number.
+fn acquire(world: &World, pool: &mut GroupPool<InProcess, WeightTable>, number_: u64) -> Result<Slot, GroupError> {
+    let slot = pool.acquire(number_, || version(world, number_))?;
+    assert_eq!(world.delta(pool.table(), slot), number(number_));
+    Ok(slot)
+}
+
+/// The one value of all ranks.
+fn same<T: PartialEq + std::fmt::Debug>(of_ranks: Vec<T>) -> T {
+    of_ranks
+        .into_iter()
+        .reduce(|first, other| {
+            assert_eq!(first, other);
+            first
+        })
+        .unwrap()
+}
+
+#[test]
+fn the_least_recently_used_adapter_is_replaced() {
+    let world = World::new(3);
+    let tables: Vec<_> = (0..3).map(|rank| world.table(rank, SLOTS + 1)).collect();
+    let slots = each_pool(&tables, |_, mut pool| {
+        let slots = [1, 2].map(|version| acquire(&world, &mut pool, version).unwrap());
+        (1..3).for_each(|version| pool.release(version).unwrap());
+        // Version 1 is used last, so that version 2 goes.
+        assert_eq!(acquire(&world, &mut pool, 1).unwrap(), slots[0]);
+        assert_eq!(acquire(&world, &mut pool, 3).unwrap(), slots[1]);
+        assert_eq!([1, 2, 3].map(|version| pool.slot(version)), [Some(slots[0]), None, Some(slots[1])]);
+        // What is leased is not replaced.
+        assert!(matches!(acquire(&world, &mut pool, 2), Err(GroupError::NoFreeSlot)));
+        assert_eq!([1, 3].map(|version| acquire(&world, &mut pool, version).unwrap()), slots);
+        // Leases are counted.
+        pool.release(3).unwrap();
+        assert!(matches!(acquire(&world, &mut pool, 2), Err(GroupError::NoFreeSlot)));
+        pool.release(3).unwrap();
+        assert!(matches!(pool.release(3), Err(GroupError::NotLeased { version: 3 })));
+        assert!(matches!(pool.release(9), Err(GroupError::NotLeased { version: 9 })));
+        assert_eq!(acquire(&world, &mut pool, 2).unwrap(), slots[1]);
+        slots
+    });
+    assert_eq!(same(slots), [Slot::new(0), Slot::new(1)]);
+}
+
+/// One rank has room for a single adapter. All ranks evict for it, and it alone says that its arena is full.
+#[test]
+fn a_rank_whose_arena_is_fuller_decides_for_all() {
+    let world = World::new(3);
+    let tables: Vec<_> = [3, 1, 3].iter().enumerate().map(|(rank, &room)| world.table(rank, room)).collect();
+    let slots = each_pool(&tables, |_, mut pool| {
+        let first = acquire(&world, &mut pool, 1).unwrap();
+        let error = acquire(&world, &mut pool, 2).unwrap_err();
+        assert_eq!(refused(&error), [(1, Phase::Reserve)]);
+        assert_eq!(world.delta(pool.table(), first), 1.0);
+        pool.release(1).unwrap();
+        let second = acquire(&world, &mut pool, 2).unwrap();
+        assert_eq!((pool.slot(1), pool.table().loaded().len()), (None, 1));
+        [first, second]
+    });
+    assert_eq!(same(slots), [Slot::new(0), Slot::new(1)]);
+}
+
+/// It could never be loaded, so that nothing is evicted for it.
+#[test]
+fn an_adapter_too_large_for_one_rank_evicts_nothing() {
+    let world = World::new(2);
+    let tables = [world.table(0, 2), world.table(1, 0)];
+    each_pool(&tables, |_, mut pool| {
+        assert_eq!(refused(&acquire(&world, &mut pool, 1).unwrap_err()), [(1, Phase::Reserve)]);
+    });
+    let tables = [world.table(0, 4), world.table(1, 1)];
+    each_pool(&tables, |_, mut pool| {
+        let first = acquire(&world, &mut pool, 1).unwrap();
+        pool.release(1).unwrap();
+        let error = pool.acquire(2, || Ok(world.twice_as_large())).unwrap_err();
+        assert_eq!(refused(&error), [(1, Phase::Reserve)]);
+        assert_eq!((pool.slot(1), world.delta(pool.table(), first)), (Some(first), 1.0));
+    });
+}
+
+/// A rank fails in each phase, by an error or a panic. The adapters that all ranks have stay the same, and the next load succeeds.
+#[test]
+fn a_rank_that_fails_fails_all() {
+    silence();
+    let world = World::new(3);
+    let phases = [Phase::Plan, Phase::Reserve, Phase::Fill, Phase::Commit];
+    for fault in phases.map(Fault::Error).into_iter().chain(phases.map(Fault::Panic)) {
+        let fault_of = |rank: usize| Arc::new(Mutex::new((rank == 1).then_some(fault)));
+        let later = |rank| (Arc::new(Mutex::new(None)), fault_of(rank));
+        let tables: Vec<_> = (0..3).map(|rank| (world.table(rank, SLOTS + 1), later(rank))).collect();
+        each(InProcess::group(3, NEVER), |rank, ranks| {
+            let (table, (now, later)) = &tables[rank];
+            let faulty = Faulty { table: table.clone(), fault: Arc::clone(now) };
+            let mut pool = GroupPool::new(Group::new(ranks, faulty.clone()).unwrap());
+            let slots = [1, 2].map(|number| pool.acquire(number, || version(&world, number)).unwrap());
+            pool.release(1).unwrap();
+            // The slot of version 1 is to be replaced.
+            *now.lock().unwrap() = later.lock().unwrap().take();
+            let open = || faulty.enter(Phase::Plan).map_err(|_| AdapterError::Empty).and_then(|()| version(&world, 3));
+            let failed = panic::catch_unwind(AssertUnwindSafe(|| pool.acquire(3, open)));
+            let is_torn = matches!(fault, Fault::Error(Phase::Commit) | Fault::Panic(Phase::Commit));
+            match failed {
+                Err(_) => assert!(rank == 1 && matches!(fault, Fault::Panic(_))),
+                Ok(Err(GroupError::Torn { slot, .. })) => assert!(is_torn && slot == slots[0]),
+                Ok(Err(error)) => assert_eq!(refused(&error).iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1]),
+                Ok(Ok(slot)) => panic!("{slot} after {fault:?}"),
+            }
+            // The previous adapter is lost if a rank did not commit, and serves otherwise.
+            assert_eq!(pool.slot(1), (!is_torn).then_some(slots[0]), "{fault:?}");
+            assert_eq!([0, 1].map(|slot| world.delta(table, slots[slot])), [if is_torn { 0.0 } else { 1.0 }, 2.0]);
+            assert_eq!(pool.acquire(3, || version(&world, 3)).unwrap(), slots[0]);
+            assert_eq!(slots.map(|slot| world.delta(table, slot)), [3.0, 2.0]);
+            assert_eq!([1, 2, 3].map(|number| pool.slot(number)), [None, Some(slots[1]), Some(slots[0])]);
+        });
+    }
+}
+
+/// A call on all ranks: a request for a version, or the end of one.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Acquire(u64),
+    Release(u64),
+}
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let call = prop_oneof![(1..6_u64).prop_map(Call::Acquire), (1..6_u64).prop_map(Call::Release)];
+    prop::collection::vec(call, 1..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Any calls on ranks of any room, against a list of versions by use. A rank that is late makes no difference.
+    #[test]
+    fn all_ranks_decide_the_same(calls in calls(), rooms in prop::collection::vec(1..4_usize, 2..5)) {
+        let world = World::new(rooms.len());
+        let tables: Vec<_> = rooms.iter().enumerate().map(|(rank, &room)| world.table(rank, room)).collect();
+        let room = rooms.iter().copied().min().unwrap().min(SLOTS);
+        let slots = each_pool(&tables, |rank, mut pool| {
+            // From the least recently used one on: version and leases.
+            let mut expected: Vec<(u64, usize)> = Vec::new();
+            let mut slots = Vec::new();
+            for (index, &call) in calls.iter().enumerate() {
+                if (index + rank) % 7 == 0 {
+                    std::thread::yield_now();
+                }
+                match call {
+                    Call::Acquire(number) => {
+                        let there = expected.iter().position(|(there, _)| *there == number);
+                        let is_idle = |(_, leases): &(u64, usize)| *leases == 0;
+                        let victim = expected.iter().position(is_idle);
+                        let leases = match (there, victim) {
+                            (Some(there), _) => expected.remove(there).1,
+                            (None, _) if expected.len() < room => 0,
+                            (None, Some(victim)) => expected.remove(victim).1,
+                            (None, None) => {
+                                acquire(&world, &mut pool, number).unwrap_err();
+                                continue;
+                            }
+                        };
+                        slots.push(acquire(&world, &mut pool, number).unwrap());
+                        expected.push((number, leases + 1));
+                    }
+                    Call::Release(number) => {
+                        let lease = expected.iter_mut().find(|(there, leases)| *there == number && *leases > 0);
+                        assert_eq!(pool.release(number).is_ok(), lease.is_some());
+                        lease.into_iter().for_each(|(_, leases)| *leases -= 1);
+                    }
+                }
+                let loaded = (1..6).filter(|&number| pool.slot(number).is_some()).count();
+                assert_eq!(loaded, expected.len());
+                for &(number_, _) in &expected {
+                    let slot = pool.slot(number_).unwrap();
+                    assert_eq!(world.delta(pool.table(), slot), number(number_));
+                }
+            }
+            slots
+        });
+        same(slots);
+    }
+}

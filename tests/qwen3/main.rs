@@ -1,0 +1,12 @@
+//! The example `qwen3` as a process on the CPU: its results, its command line, and damaged input.
+
+mod cli;
+mod cpu;
+mod files;
+mod forms;
+mod goldens;
+mod moe;
+mod mutations;
+mod process;
+mod refusals;
+mod verdicts;
