@@ -203,7 +203,8 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let Some(tokenizer) = tokenizer else { bail!("{}: it is missing", model.join("tokenizer.json").display()) };
     let template = Template::read(&model, options.chat_template.as_deref())?;
     let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
-    if !options.enable_lora && !(options.lora_modules.is_empty() && options.lora_root.is_none()) {
+    let has_adapters = !options.lora_modules.is_empty() || options.lora_root.is_some();
+    if has_adapters && !options.enable_lora {
         bail!("--lora-modules and --lora-root need --enable-lora");
     }
     let lora_root = options.lora_root.as_ref().map(|root| root.canonicalize().context(root.display())).transpose()?;
