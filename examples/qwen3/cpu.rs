@@ -289,7 +289,8 @@ impl<T: Element> Device for Cpu<T> {
             let query = &qkv.data[token * qkv.cols + head * heads.dim..][..heads.dim];
             let kv_start = head / (heads.query / heads.kv) * heads.dim;
             let kv_features = kv_start..kv_start + heads.dim;
-            let rows = places.first_rows[token]..=places.rows[token];
+            let sequence = places.sequences[token];
+            let rows = (0..=places.positions[token]).map(|position| places.table.row(sequence, position));
             let mut weights: Vec<f32> = rows
                 .clone()
                 .map(|row| {

@@ -524,9 +524,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     ) -> Result<Matrix<T>> {
         let scale = (1.0 / (heads.dim as f64).sqrt()) as f32;
         let out = self.alloc(qkv.rows, heads.query_features())?;
+        let block_rows = i64::from(places.table.block_rows);
         let mut kernel = self.kernel(&self.functions.attend);
         kernel.arg(&qkv.address).arg(&cache.keys.address).arg(&cache.values.address);
-        kernel.arg(&places.first_rows.address).arg(&places.rows.address).arg(&out.address);
+        kernel.arg(&places.positions.address).arg(&places.sequences.address).arg(&places.table.first_rows.address);
+        kernel.arg(&places.table.columns).arg(&block_rows).arg(&out.address);
         kernel.arg(&qkv.cols).arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&scale);
         launch(kernel, qkv.rows, heads.query)?;
         Ok(out)

@@ -17,23 +17,43 @@ use aril::{
 };
 
 use crate::{
+    adapter_pool::AdapterPool,
     config::Heads,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
-    pool::AdapterPool,
 };
 
-/// The keys and values of one layer: `[rows, kv_features]` each. Every sequence has consecutive rows.
+/// The keys and values of one layer: `[rows, kv_features]` each, in blocks of rows that a [`BlockTable`] assigns to sequences.
 pub(crate) struct Cache<D: Device> {
     pub(crate) keys: D::Tensor,
     pub(crate) values: D::Tensor,
 }
 
-/// A token's position in its sequence, the cache row of its sequence's first token, and its own cache row.
+/// The cache rows of sequences: blocks of `block_rows` consecutive positions, each in consecutive rows.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BlockTable<I = Vec<u32>> {
+    /// `[sequences, columns]`: the row of each block's first position. Blocks that a sequence does not have yet may hold any row.
+    pub(crate) first_rows: I,
+    /// Blocks of the longest sequence.
+    pub(crate) columns: usize,
+    /// Positions of a block.
+    pub(crate) block_rows: u32,
+}
+
+impl BlockTable {
+    /// The cache row of a position of a sequence.
+    pub(crate) fn row(&self, sequence: u32, position: u32) -> u32 {
+        let (block, row) = (position / self.block_rows, position % self.block_rows);
+        self.first_rows[sequence as usize * self.columns + block as usize] + row
+    }
+}
+
+/// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own cache row.
 pub(crate) struct Places<D: Device> {
     pub(crate) positions: D::Indices,
-    pub(crate) first_rows: D::Indices,
+    pub(crate) sequences: D::Indices,
     pub(crate) rows: D::Indices,
+    pub(crate) table: BlockTable<D::Indices>,
 }
 
 /// The cosines and sines of every position: `[positions, dim / 2]` each.

@@ -11,7 +11,7 @@ use aril::{Element, Slot};
 
 use crate::{
     config::{Config, Heads},
-    device::{Cache, Device, Places, Rope},
+    device::{BlockTable, Cache, Device, Places, Rope},
     error::Result,
     model::{Experts, Layer, Linear, Mlp, Model},
 };
@@ -21,8 +21,9 @@ use crate::{
 pub(crate) struct Step {
     pub(crate) ids: Vec<u32>,
     pub(crate) positions: Vec<u32>,
-    /// The cache row of the first token of each token's sequence.
-    pub(crate) first_rows: Vec<u32>,
+    /// The row of each token's sequence in the block table.
+    pub(crate) sequences: Vec<u32>,
+    pub(crate) table: BlockTable,
     /// The adapter of each token, which lets requests of different adapters share a batch.
     pub(crate) slots: Vec<Slot>,
     /// A factor on the adapter's own scaling, for each token.
@@ -55,7 +56,7 @@ pub(crate) struct Session<'m, D: Device + 'm> {
 }
 
 impl<D: Device> Model<'_, D> {
-    /// Sets up a run of sequences that take `rows` rows of the cache together, the longest of them `positions`.
+    /// Sets up a run of sequences on a cache of `rows` rows, the longest of them with `positions` positions.
     pub(crate) fn session<'m>(&'m self, rows: usize, positions: usize) -> Result<Session<'m, D>> {
         let Self { device, config, routes, adapters, layers, .. } = self;
         let features = config.heads.kv_features();
@@ -81,11 +82,14 @@ impl<D: Device> Model<'_, D> {
     pub(crate) fn forward(&self, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
         let Self { device, config: Config { heads, eps, .. }, .. } = *self;
         let ids = device.indices(&step.ids)?;
-        let rows: Vec<u32> = step.first_rows.iter().zip(&step.positions).map(|(first, at)| first + at).collect();
+        let BlockTable { ref first_rows, columns, block_rows } = step.table;
+        let places = step.sequences.iter().zip(&step.positions);
+        let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();
         let places = Places {
             positions: device.indices(&step.positions)?,
-            first_rows: device.indices(&step.first_rows)?,
+            sequences: device.indices(&step.sequences)?,
             rows: device.indices(&rows)?,
+            table: BlockTable { first_rows: device.indices(first_rows)?, columns, block_rows },
         };
         let mut lora = device.lora_step(&self.adapters, &mut session.buffers, &step.slots, &step.scales)?;
 

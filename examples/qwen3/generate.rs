@@ -3,7 +3,7 @@
 use aril::{Element, Slot};
 
 use crate::{
-    device::Device,
+    device::{BlockTable, Device},
     error::{Error, Result, bail},
     forward::Step,
     model::Model,
@@ -74,20 +74,22 @@ fn run<D: Device>(
     keep_logits: bool,
     next: impl Fn(usize, usize, Option<u32>) -> Result<(u32, bool)>,
 ) -> Result<Vec<Generation>> {
-    let mut first_rows = Vec::with_capacity(sequences.len());
+    // Each sequence has one block, as long as the longest sequence.
+    let mut table = BlockTable { first_rows: Vec::with_capacity(sequences.len()), columns: 1, block_rows: 0 };
     let (mut rows, mut longest) = (0, 0);
     for sequence in sequences {
-        first_rows.push(index(rows)?);
+        table.first_rows.push(index(rows)?);
         let len = sequence.prompt.len() + max_new_tokens;
         rows += len;
         longest = longest.max(len);
     }
     index(rows)?;
+    table.block_rows = index(longest)?;
     let mut session = model.session(rows, longest)?;
 
-    let mut step = Step::default();
-    for (sequence, &first_row) in sequences.iter().zip(&first_rows) {
-        step.push(sequence, first_row, 0, sequence.prompt)?;
+    let mut step = Step { table, ..Step::default() };
+    for (request, sequence) in sequences.iter().enumerate() {
+        step.push(index(request)?, sequence, 0, sequence.prompt)?;
     }
     let mut generations: Vec<Generation> = sequences.iter().map(|_| Generation::default()).collect();
     let mut running: Vec<usize> = (0..sequences.len()).collect();
@@ -100,14 +102,14 @@ fn run<D: Device>(
                 generations[request].logits.extend_from_slice(logits);
             }
         }
-        step = Step::default();
+        step = Step { table: step.table, ..Step::default() };
         let mut still_running = Vec::with_capacity(running.len());
         for (request, argmax) in running.into_iter().zip(argmax) {
             let (sequence, tokens) = (&sequences[request], &mut generations[request].tokens);
             let (token, last) = next(request, tokens.len(), argmax)?;
             tokens.push(token);
             if !last && tokens.len() < max_new_tokens {
-                step.push(sequence, first_rows[request], sequence.prompt.len() + tokens.len() - 1, &[token])?;
+                step.push(index(request)?, sequence, sequence.prompt.len() + tokens.len() - 1, &[token])?;
                 still_running.push(request);
             }
         }
@@ -117,12 +119,12 @@ fn run<D: Device>(
 }
 
 impl Step {
-    /// Appends tokens of a sequence. The last one is sampled.
-    fn push(&mut self, sequence: &Sequence<'_>, first_row: u32, position: usize, tokens: &[u32]) -> Result<()> {
+    /// Appends tokens of a sequence, whose row of the block table is `row`. The last one is sampled.
+    fn push(&mut self, row: u32, sequence: &Sequence<'_>, position: usize, tokens: &[u32]) -> Result<()> {
         for (position, &token) in (position..).zip(tokens) {
             self.ids.push(token);
             self.positions.push(index(position)?);
-            self.first_rows.push(first_row);
+            self.sequences.push(row);
             self.slots.push(sequence.slot);
             self.scales.push(sequence.scale);
         }

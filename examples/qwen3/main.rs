@@ -5,6 +5,7 @@
 //! README.md in this folder is the manual. Start with `forward.rs`, which has the multi-LoRA calls, and `generate.rs`, which makes
 //! one batch of all requests.
 
+mod adapter_pool;
 mod checkpoint;
 mod config;
 mod cpu;
@@ -21,6 +22,7 @@ mod model;
 mod pool;
 mod report;
 mod requests;
+mod stderr;
 mod tokenizer;
 mod verdict;
 mod verify;
@@ -48,8 +50,9 @@ use self::{
     config::Config,
     error::{Context, Error, Result, bail},
     job::Job,
-    report::{Row, say},
+    report::Row,
     requests::{Checker, Written},
+    stderr::say,
     tokenizer::Tokenizer,
 };
 

@@ -15,7 +15,7 @@ use crate::{
     device::Device,
     error::{Context, Result},
     experts::GroupedGemm,
-    report::progress,
+    stderr::progress,
 };
 
 /// A base model and the adapters that run on it.

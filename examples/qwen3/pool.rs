@@ -5,12 +5,12 @@ use std::{mem, result, sync::Arc, time::Duration};
 use aril::{
     Element, Slot,
     adapter::Adapter,
-    cpu,
     model::Model,
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Snapshot, Source, StreamId},
+    pool::{AdapterId, Lease, PoolConfig, PoolError, Snapshot, Source},
 };
 
 use crate::{
+    adapter_pool::AdapterPool,
     device::Device,
     error::{Context, Result},
     model::capacity,
@@ -19,45 +19,6 @@ use crate::{
 
 /// The longest wait for a loader thread before a batch is asked for again.
 const WAIT: Duration = Duration::from_millis(10);
-
-/// `aril::{cpu, cuda}::AdapterPool`, on its first compute stream.
-pub(crate) trait AdapterPool {
-    fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError>;
-    fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError>;
-    fn commit(&mut self) -> result::Result<(), PoolError>;
-    fn wait(&mut self, timeout: Duration) -> bool;
-    fn snapshot(&self) -> Snapshot;
-}
-
-macro_rules! adapter_pool {
-    ($pool:ty) => {
-        impl AdapterPool for $pool {
-            fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError> {
-                <$pool>::register(self, source)
-            }
-
-            fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError> {
-                <$pool>::prepare(self, ids, StreamId::FIRST)
-            }
-
-            fn commit(&mut self) -> result::Result<(), PoolError> {
-                <$pool>::commit(self, StreamId::FIRST)
-            }
-
-            fn wait(&mut self, timeout: Duration) -> bool {
-                <$pool>::wait(self, timeout)
-            }
-
-            fn snapshot(&self) -> Snapshot {
-                <$pool>::snapshot(self)
-            }
-        }
-    };
-}
-
-adapter_pool!(cpu::AdapterPool);
-#[cfg(feature = "cuda")]
-adapter_pool!(aril::cuda::AdapterPool);
 
 /// A pool that knows all adapters of a run.
 pub(crate) struct Pooled<P> {

@@ -1,10 +1,6 @@
 //! The output for the user.
 
-use std::{
-    fmt::Write as _,
-    io::{self, Write as _},
-    path::Path,
-};
+use std::{fmt::Write as _, path::Path};
 
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;
@@ -103,24 +99,6 @@ pub(crate) fn verdicts(rows: &[Row<'_>]) -> Result<String> {
         )?;
     }
     Ok(lines)
-}
-
-/// Says something on standard error, if that takes it.
-pub(crate) fn say(text: &str) {
-    // There is nobody left to be told that it does not.
-    let _ = io::stderr().write_all(text.as_bytes());
-}
-
-/// Says on standard error how far the loading of an adapter is, if it is large.
-pub(crate) fn progress(adapter: &str, bytes: usize) -> impl FnMut(usize) {
-    const LARGE: usize = 256 << 20;
-    let mut tenths = 0;
-    move |done| {
-        if bytes >= LARGE && done * 10 / bytes > tenths {
-            tenths = done * 10 / bytes;
-            say(&format!("adapter `{}`: {} of {} MiB\n", shown(adapter), done >> 20, bytes >> 20));
-        }
-    }
 }
 
 /// Writes the logits that chose each token: a tensor `request.I` of `[tokens, vocab]` for each request.

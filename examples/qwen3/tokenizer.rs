@@ -4,8 +4,10 @@
 
 use std::{
     any::Any,
+    cell::Cell,
     panic::{self, AssertUnwindSafe},
     path::Path,
+    sync::Once,
 };
 
 use serde_json::{Map, Value};
@@ -19,8 +21,9 @@ use crate::{
 const MAX_MIB: u64 = 256;
 
 /// A tokenizer.
+#[derive(Debug)]
 pub(crate) struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    pub(crate) inner: tokenizers::Tokenizer,
     /// The largest number of bytes of a prompt that one token can represent.
     longest_token: usize,
 }
@@ -88,11 +91,23 @@ fn has_charsmap(normalizer: &Value) -> bool {
 }
 
 /// Turns a panic into an error, and suppresses the panic's message.
-fn guarded<V>(run: impl FnOnce() -> Result<V>) -> Result<V> {
-    let hook = panic::take_hook();
-    panic::set_hook(Box::new(|_| {}));
+pub(crate) fn guarded<V>(run: impl FnOnce() -> Result<V>) -> Result<V> {
+    thread_local! {
+        static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
+    }
+    static HOOK: Once = Once::new();
+    // One hook for all threads, which may be here at the same time.
+    HOOK.call_once(|| {
+        let hook = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !IS_GUARDED.get() {
+                hook(info);
+            }
+        }));
+    });
+    IS_GUARDED.set(true);
     let result = panic::catch_unwind(AssertUnwindSafe(run));
-    panic::set_hook(hook);
+    IS_GUARDED.set(false);
     result.unwrap_or_else(|payload| Err(Error::new(format!("tokenizer.json does not work: {}", message(&*payload)))))
 }
 

@@ -241,7 +241,7 @@ impl Pair {
         if !names::is_parameter(&path) {
             config.check_target(&path, kind)?;
         }
-        if names::is_of_experts(&path) && tensors.iter().all(|tensor| tensor.bytes().is_empty()) {
+        if names::is_of_experts(&path) && tensors.iter().all(|tensor| tensor.is_empty()) {
             return Ok(Finished::Empty(Stack { path, a, b }));
         }
         if kind == ModuleKind::Linear && names::is_stack(&path, tensors.map(|tensor| tensor.shape().len())) {

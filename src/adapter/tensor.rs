@@ -69,7 +69,12 @@ impl Tensor {
     }
 
     fn is_absent(&self) -> bool {
-        self.bytes.is_empty() && !self.shape.contains(&0)
+        self.bytes.is_empty() && !self.is_empty()
+    }
+
+    /// Whether the tensor has no elements, which is not whether its bytes are here.
+    pub(super) fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
     }
 
     /// The element type.

@@ -1,6 +1,10 @@
 //! Adapters of experts as PEFT saves them, in both of its conventions, against PEFT's own deltas of the weights.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use aril::{
     DType,
@@ -8,7 +12,10 @@ use aril::{
         Adapter, Orientation,
         layout::{B, LinearA},
     },
+    cpu::AdapterPool,
     model::{Experts, Halves, ModelSpec, TpRank},
+    plan::Capacity,
+    pool::{PoolConfig, Source, StreamId},
 };
 use safetensors::SafeTensors;
 
@@ -121,11 +128,25 @@ impl Model {
             }
         }
         assert_eq!(entries, image.entries().len());
+
+        // A pool plans the adapter by the headers of its files, and then reads them.
+        let source = Source::directory(folder(self.name, version), &model, DType::F32).unwrap();
+        assert!(source.bytes() >= image.bytes(), "{} {version}", self.name);
+        let capacity = Capacity::tokens(1).slots(1).rank(64);
+        let mut pool = AdapterPool::new(&model, DType::F32, capacity, PoolConfig::arena_bytes(1 << 20)).unwrap();
+        let id = pool.register(source).unwrap();
+        pool.prefetch(id).unwrap();
+        assert!(pool.wait(Duration::from_secs(60)));
+        assert!(pool.acquire(id, StreamId::FIRST).is_ok(), "{} {version}", self.name);
     }
 }
 
+fn folder(name: &str, version: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/experts").join(format!("{name}-{version}"))
+}
+
 fn open(name: &str, version: &str) -> (Adapter, Vec<u8>) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/experts").join(format!("{name}-{version}"));
+    let folder = folder(name, version);
     (Adapter::open(&folder).unwrap(), fs::read(folder.join("delta.safetensors")).unwrap())
 }
 

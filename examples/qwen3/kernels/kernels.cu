@@ -108,8 +108,8 @@ __device__ __forceinline__ float score_of(const T* query, const T* key, int64_t 
   return round_to<T>(round_to<T>(warp_sum(sum)) * scale);
 }
 
-// Attention of each query over its sequence's keys, from the first to its own. blockIdx.y is the
-// query head.
+// Attention of each query over its sequence's keys, from the first to its own. Keys and values are
+// in blocks of block_rows consecutive cache rows. blockIdx.y is the query head.
 //
 // The softmax is rounded before it meets the values, so its denominator comes first: one pass over
 // the keys for that, and one more for each kThreads features of the output, in tiles of kThreads
@@ -118,9 +118,11 @@ template <typename T>
 __device__ void attend(const T* qkv,               // [tokens, cols]
                        const T* keys,              // [cache rows, kv_heads * dim]
                        const T* values,            // [cache rows, kv_heads * dim]
-                       const int32_t* first_rows,  // [tokens]
-                       const int32_t* last_rows,   // [tokens]
-                       T* out,                     // [tokens, query_heads * dim]
+                       const int32_t* positions,   // [tokens]
+                       const int32_t* sequences,   // [tokens]
+                       const int32_t* first_rows,  // [sequences, columns]: of each block
+                       int64_t columns, int64_t block_rows,
+                       T* out,  // [tokens, query_heads * dim]
                        int64_t cols, int64_t query_heads, int64_t kv_heads, int64_t dim,
                        float scale) {
   __shared__ float warp_maxima[kWarps], warp_sums[kWarps];
@@ -129,16 +131,22 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
   const int64_t token = blockIdx.x, head = blockIdx.y;
   const int64_t kv_head = head / (query_heads / kv_heads);
   const int64_t kv_stride = kv_heads * dim;
-  const int64_t num_keys = last_rows[token] - first_rows[token] + 1;
+  const int64_t num_keys = positions[token] + 1;
   const T* query = qkv + token * cols + head * dim;
-  keys += first_rows[token] * kv_stride + kv_head * dim;
-  values += first_rows[token] * kv_stride + kv_head * dim;
+  first_rows += sequences[token] * columns;
+  keys += kv_head * dim;
+  values += kv_head * dim;
   out += (token * query_heads + head) * dim;
+  // The offset of a key, and of its value.
+  const auto offset_of = [&](int64_t key) {
+    const auto at = static_cast<uint32_t>(key), rows = static_cast<uint32_t>(block_rows);
+    return (first_rows[at / rows] + at % rows) * kv_stride;
+  };
 
   // The largest score that this warp has seen, and the sum of all exp(score - largest).
   float largest = -FLT_MAX, sum = 0.0f;
   for (int64_t key = warp; key < num_keys; key += kWarps) {
-    const float score = score_of(query, keys + key * kv_stride, dim, scale);
+    const float score = score_of(query, keys + offset_of(key), dim, scale);
     if (score > largest) {
       sum *= expf(largest - score);
       largest = score;
@@ -161,13 +169,13 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
     for (int64_t first_key = 0; first_key < num_keys; first_key += kThreads) {
       const int tile = static_cast<int>(min(num_keys - first_key, int64_t{kThreads}));
       for (int key = warp; key < tile; key += kWarps) {
-        const float score = score_of(query, keys + (first_key + key) * kv_stride, dim, scale);
+        const float score = score_of(query, keys + offset_of(first_key + key), dim, scale);
         if (lane == 0) weights[key] = round_to<T>(expf(score - largest) / sum);
       }
       __syncthreads();
       if (feature < dim) {
         for (int key = 0; key < tile; ++key) {
-          const T value = values[(first_key + key) * kv_stride + feature];
+          const T value = values[offset_of(first_key + key) + feature];
           result += weights[key] * static_cast<float>(value);
         }
       }
@@ -263,11 +271,12 @@ __device__ void argmax(const T* x,        // [rows, cols]
     append(qkv, rows, keys, values, query_features, kv_features);                                 \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      attend_##suffix(const T* qkv, const T* keys, const T* values, const int32_t* first_rows,    \
-                      const int32_t* last_rows, T* out, int64_t cols, int64_t query_heads,        \
+      attend_##suffix(const T* qkv, const T* keys, const T* values, const int32_t* positions,     \
+                      const int32_t* sequences, const int32_t* first_rows, int64_t columns,       \
+                      int64_t block_rows, T* out, int64_t cols, int64_t query_heads,              \
                       int64_t kv_heads, int64_t dim, float scale) {                               \
-    attend(qkv, keys, values, first_rows, last_rows, out, cols, query_heads, kv_heads, dim,       \
-           scale);                                                                                \
+    attend(qkv, keys, values, positions, sequences, first_rows, columns, block_rows, out, cols,   \
+           query_heads, kv_heads, dim, scale);                                                    \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       silu_mul_##suffix(const T* gate_up, T* out, int64_t cols) {                                 \

@@ -32,7 +32,7 @@ impl<'a> Source<'a> {
 
     /// Whether the factors have no elements.
     pub(super) fn is_empty(&self) -> bool {
-        [self.a, self.b].iter().all(|factor| factor.tensor.bytes().is_empty())
+        [self.a, self.b].iter().all(|factor| factor.tensor.is_empty())
     }
 
     pub(super) fn misshapen(&self, want: String) -> AdapterError {

@@ -1,0 +1,159 @@
+//! The engine: continuous batching of requests for many adapters on one model.
+//!
+//! [`Engine::step`] does everything: it plans ([`scheduler`]), runs the plan in one pass of the model ([`plan`]), chooses tokens
+//! ([`sampling`]) and sends them to the requests' owners. One thread owns an engine; `worker` is that thread.
+
+mod cache;
+mod plan;
+mod request;
+mod sampling;
+mod scheduler;
+#[cfg(test)]
+mod tests;
+
+use std::time::Duration;
+
+#[cfg(test)]
+use aril::pool::Residency;
+use aril::{
+    Element,
+    cpu::AdapterPool,
+    pool::{AdapterId, PoolError, Snapshot, Source, StreamId, Tier},
+};
+
+use self::{cache::KvCache, scheduler::Scheduler};
+pub(crate) use self::{
+    request::{Event, Events, Failure, Finish, Request, RequestId},
+    sampling::{Chosen, Logprobs, Sampling},
+    scheduler::{Limits, State},
+};
+use crate::{cpu::Cpu, error::Result, forward::Session, model::Model};
+
+/// Sizes of an engine.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) limits: Limits,
+    /// Blocks of the cache.
+    pub(crate) blocks: u32,
+    /// Tokens of a block.
+    pub(crate) block_rows: usize,
+    /// Tokens of the longest sequence.
+    pub(crate) max_positions: usize,
+    /// Whether sequences share the blocks of equal prefixes.
+    pub(crate) is_sharing: bool,
+}
+
+/// A model, its adapters, and the requests that run on them.
+pub(crate) struct Engine<'m, T: Element> {
+    model: &'m Model<'m, Cpu<T>>,
+    session: Session<'m, Cpu<T>>,
+    pool: AdapterPool,
+    scheduler: Scheduler,
+    block_rows: usize,
+}
+
+impl<'m, T: Element> Engine<'m, T> {
+    /// An engine on a model whose adapters are those of `pool`.
+    pub(crate) fn new(model: &'m Model<'m, Cpu<T>>, pool: AdapterPool, sizes: Sizes) -> Result<Self> {
+        let Sizes { limits, blocks, block_rows, max_positions, is_sharing } = sizes;
+        Ok(Self {
+            model,
+            session: model.session(blocks as usize * block_rows, max_positions)?,
+            pool,
+            scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
+            block_rows,
+        })
+    }
+
+    /// Makes an adapter known and starts to load it.
+    pub(crate) fn add_adapter(&mut self, source: Source) -> std::result::Result<AdapterId, PoolError> {
+        let bytes = source.bytes();
+        let id = self.pool.register(source)?;
+        self.pool.prefetch(id)?;
+        self.scheduler.add_version(id, bytes);
+        Ok(id)
+    }
+
+    /// Refuses new requests for an adapter, and forgets it when the last of its requests has ended.
+    pub(crate) fn remove_adapter(&mut self, id: AdapterId) {
+        self.scheduler.retire(id, &mut self.pool);
+    }
+
+    /// Adds a request that arrived at `now`, which counts from any moment, the same one in all calls.
+    pub(crate) fn submit(
+        &mut self,
+        request: Request,
+        events: Events,
+        now: Duration,
+    ) -> std::result::Result<RequestId, Failure> {
+        self.scheduler.submit(request, events, now, &mut self.pool)
+    }
+
+    /// Ends a request, if it has not ended.
+    pub(crate) fn cancel(&mut self, id: RequestId) {
+        self.scheduler.end(id, &mut self.pool);
+    }
+
+    /// Runs one step. Returns how many tokens it computed: none if all requests wait for their adapters.
+    pub(crate) fn step(&mut self, now: Duration) -> std::result::Result<usize, PoolError> {
+        let scheduled = self.scheduler.plan(now, &mut self.pool);
+        let tokens = scheduled.plan.chunks.iter().map(|chunk| chunk.tokens.len()).sum();
+        if tokens > 0 {
+            match scheduled.plan.run(self.model, &mut self.session, self.block_rows) {
+                Ok(logits) => self.scheduler.complete(&scheduled, logits, &mut self.pool),
+                Err(error) => {
+                    tracing::error!(%error, "a step failed");
+                    let failure = Failure::Step(error.to_string().into());
+                    self.scheduler.fail_running(&failure, &mut self.pool);
+                }
+            }
+        }
+        // The leases of requests that have ended are given back before the commit, so that their slots can be used in the next step.
+        self.settle()?;
+        Ok(tokens)
+    }
+
+    /// Takes note of requests that have ended since the last step, so that their adapters' slots can be used.
+    pub(crate) fn settle(&mut self) -> std::result::Result<(), PoolError> {
+        self.pool.commit(StreamId::FIRST)
+    }
+
+    /// Blocks this thread until an adapter has been read, or for `timeout`. Returns `false` at once if none is being read.
+    pub(crate) fn wait_for_adapters(&mut self, timeout: Duration) -> bool {
+        self.pool.wait(timeout)
+    }
+
+    /// Whether no request waits or runs.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.scheduler.is_idle()
+    }
+
+    pub(crate) fn state(&self) -> State {
+        self.scheduler.state()
+    }
+
+    pub(crate) fn pool(&self) -> Snapshot {
+        self.pool.snapshot()
+    }
+
+    /// Whether an adapter has been read, or the error of its last load.
+    pub(crate) fn is_loaded(&mut self, id: AdapterId) -> std::result::Result<bool, PoolError> {
+        match self.pool.residency(id) {
+            None => Err(PoolError::Unknown { id }),
+            // A lease is refused with the error.
+            Some(residency) if residency.has_failed => self.pool.acquire(id, StreamId::FIRST).map(drop).map(|()| true),
+            Some(residency) if residency.tier == Tier::Source => {
+                // Others may have taken its memory since it was read. A prefetch of one that is being read changes nothing.
+                self.pool.prefetch(id)?;
+                Ok(false)
+            }
+            Some(_) => Ok(true),
+        }
+    }
+
+    /// Where an adapter is; `None` if it is not known.
+    #[cfg(test)]
+    pub(crate) fn residency(&self, id: AdapterId) -> Option<Residency> {
+        self.pool.residency(id)
+    }
+}

@@ -1,0 +1,75 @@
+//! A step as the scheduler plans it, and its execution.
+//!
+//! A plan has everything that its results depend on: which tokens run, where their keys and values are, and the slots of their
+//! adapters.
+
+use aril::Slot;
+
+use crate::{
+    device::{BlockTable, Device},
+    error::{Error, Result},
+    forward::{Session, Step},
+    model::Model,
+};
+
+/// The tokens of a step, by sequence.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Plan {
+    pub(crate) chunks: Vec<Chunk>,
+}
+
+/// Consecutive tokens of one sequence.
+#[derive(Clone, Debug)]
+pub(crate) struct Chunk {
+    pub(crate) slot: Slot,
+    /// Position of the first token.
+    pub(crate) position: usize,
+    pub(crate) tokens: Vec<u32>,
+    /// The sequence's blocks of the cache, in order, up to the last token's.
+    pub(crate) blocks: Vec<u32>,
+    /// Whether the token behind the last one is chosen.
+    pub(crate) is_sampled: bool,
+}
+
+impl Plan {
+    /// Computes all chunks in one pass, and returns the logits `[vocab]` of each sampled one, in order.
+    pub(crate) fn run<D: Device>(
+        &self,
+        model: &Model<'_, D>,
+        session: &mut Session<'_, D>,
+        block_rows: usize,
+    ) -> Result<Vec<Vec<f32>>> {
+        let logits = model.device.read(&model.forward(session, &self.step(block_rows)?)?)?;
+        Ok(logits.chunks_exact(model.config.vocab).map(<[f32]>::to_vec).collect())
+    }
+
+    /// Packs the chunks without padding.
+    fn step(&self, block_rows: usize) -> Result<Step> {
+        let columns = self.chunks.iter().map(|chunk| chunk.blocks.len()).max().unwrap_or(0);
+        let table = BlockTable { first_rows: Vec::new(), columns, block_rows: index(block_rows)? };
+        let mut step = Step { table, ..Step::default() };
+        for (sequence, chunk) in (0..).zip(&self.chunks) {
+            for (position, &token) in (chunk.position..).zip(&chunk.tokens) {
+                step.ids.push(token);
+                step.positions.push(index(position)?);
+                step.sequences.push(sequence);
+                step.slots.push(chunk.slot);
+                step.scales.push(1.0);
+            }
+            for &block in &chunk.blocks {
+                step.table.first_rows.push(index(block as usize * block_rows)?);
+            }
+            step.table.first_rows.resize(columns * (sequence as usize + 1), 0);
+            if chunk.is_sampled {
+                step.sampled.push(index(step.ids.len() - 1)?);
+            }
+        }
+        Ok(step)
+    }
+}
+
+/// A row or position as the kernels' integer.
+fn index(value: usize) -> Result<u32> {
+    let index = i32::try_from(value).map(i32::cast_unsigned);
+    index.map_err(|_| Error::new(format!("{value} is past the last row of a cache, 2147483647")))
+}

@@ -1,0 +1,222 @@
+//! The choice of a request's next token.
+//!
+//! A choice depends on the logits, the parameters and the request's own random numbers, and on nothing else in the batch.
+
+use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
+
+/// How tokens are chosen, with the meaning of the OpenAI API and of vLLM.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Sampling {
+    /// Divides the logits. With 0, the token with the largest logit is chosen, the first of equals.
+    pub(crate) temperature: f32,
+    /// Only the most probable tokens that together have at least this probability.
+    pub(crate) top_p: f32,
+    /// Only this many of the most probable tokens; 0 for all.
+    pub(crate) top_k: usize,
+    pub(crate) seed: Option<u64>,
+    /// Log-probabilities to report: those of the chosen token and of this many of the most probable ones.
+    pub(crate) logprobs: Option<usize>,
+}
+
+/// A chosen token.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Chosen {
+    pub(crate) token: u32,
+    pub(crate) logprobs: Option<Logprobs>,
+}
+
+/// Log-probabilities of the model, before temperature, `top_p` and `top_k`.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Logprobs {
+    /// That of the chosen token.
+    pub(crate) chosen: f32,
+    /// The most probable tokens, the first of equals first.
+    pub(crate) top: Vec<(u32, f32)>,
+}
+
+/// The parameters and random numbers of one request.
+#[derive(Debug)]
+pub(crate) struct Sampler {
+    sampling: Sampling,
+    rng: StdRng,
+}
+
+impl Sampler {
+    pub(crate) fn new(sampling: Sampling) -> Self {
+        let rng = sampling.seed.map_or_else(|| StdRng::from_rng(&mut rand::rng()), StdRng::seed_from_u64);
+        Self { sampling, rng }
+    }
+
+    /// Chooses a token by its logits `[vocab]`; `None` if one is not a number.
+    pub(crate) fn choose(&mut self, logits: &[f32]) -> Option<Chosen> {
+        if logits.iter().any(|logit| logit.is_nan()) {
+            return None;
+        }
+        let Sampling { temperature, top_p, top_k, logprobs, .. } = self.sampling;
+        let index = if temperature == 0.0 {
+            first_largest(logits)
+        } else {
+            let candidates = candidates(logits, temperature, top_k, top_p);
+            draw(&candidates, self.rng.random())
+        };
+        let token = u32::try_from(index).ok()?;
+        Some(Chosen { token, logprobs: logprobs.map(|top| Logprobs::of(logits, index, top)) })
+    }
+}
+
+impl Logprobs {
+    fn of(logits: &[f32], chosen: usize, top: usize) -> Self {
+        let largest = logits[first_largest(logits)];
+        let sum: f64 = logits.iter().map(|logit| f64::from(logit - largest).exp()).sum();
+        #[expect(clippy::cast_possible_truncation, reason = "reported as f32")]
+        let logprob = |index: usize| (f64::from(logits[index] - largest) - sum.ln()) as f32;
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        keep_largest(&mut order, top, |index| f64::from(logits[index]));
+        let top = (order.iter()).filter_map(|&index| Some((u32::try_from(index).ok()?, logprob(index)))).collect();
+        Self { chosen: logprob(chosen), top }
+    }
+}
+
+/// The tokens that may be chosen, the most probable first if there is a bound, each with a weight proportional to its probability.
+fn candidates(logits: &[f32], temperature: f32, top_k: usize, top_p: f32) -> Vec<(usize, f64)> {
+    let largest = f64::from(logits[first_largest(logits)]);
+    let weight = |index: usize| ((f64::from(logits[index]) - largest) / f64::from(temperature)).exp();
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    if top_k > 0 || top_p < 1.0 {
+        let kept = if top_k == 0 { logits.len() } else { top_k };
+        keep_largest(&mut order, kept, |index| f64::from(logits[index]));
+    }
+    let mut candidates: Vec<(usize, f64)> = order.into_iter().map(|index| (index, weight(index))).collect();
+    if top_p < 1.0 {
+        let wanted = f64::from(top_p) * total(&candidates);
+        let mut sum = 0.0;
+        let enough = candidates.iter().position(|(_, weight)| {
+            sum += weight;
+            sum >= wanted
+        });
+        candidates.truncate(enough.map_or(candidates.len(), |last| last + 1));
+    }
+    candidates
+}
+
+/// The candidate at a place of the unit interval, which they divide by their weights.
+fn draw(candidates: &[(usize, f64)], place: f64) -> usize {
+    let place = place * total(candidates);
+    let mut sum = 0.0;
+    let drawn = candidates.iter().find(|(_, weight)| {
+        sum += weight;
+        sum > place
+    });
+    // By rounding, the sum may end before the place.
+    drawn.or(candidates.last()).map_or(0, |(index, _)| *index)
+}
+
+fn total(candidates: &[(usize, f64)]) -> f64 {
+    candidates.iter().map(|(_, weight)| weight).sum()
+}
+
+fn first_largest(logits: &[f32]) -> usize {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    logits.iter().position(|&logit| logit == largest).unwrap_or(0)
+}
+
+/// Keeps the `count` indices with the largest values, sorted, the first of equals first.
+fn keep_largest(indices: &mut Vec<usize>, count: usize, value: impl Fn(usize) -> f64) {
+    let order = |a: &usize, b: &usize| value(*b).total_cmp(&value(*a)).then(a.cmp(b));
+    if count < indices.len() {
+        if count > 0 {
+            indices.select_nth_unstable_by(count - 1, order);
+        }
+        indices.truncate(count);
+    }
+    indices.sort_unstable_by(order);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Chosen, Sampler, Sampling, candidates};
+
+    const GREEDY: Sampling = Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: Some(7), logprobs: None };
+
+    fn choose(sampling: Sampling, logits: &[f32]) -> Option<Chosen> {
+        Sampler::new(sampling).choose(logits)
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_the_largest() {
+        let chosen = choose(GREEDY, &[1.0, 3.0, f32::NEG_INFINITY, 3.0]);
+        assert_eq!(chosen, Some(Chosen { token: 1, logprobs: None }));
+    }
+
+    #[test]
+    fn a_logit_that_is_not_a_number_is_refused() {
+        assert_eq!(choose(GREEDY, &[1.0, f32::NAN]), None);
+        assert_eq!(choose(Sampling { temperature: 1.0, ..GREEDY }, &[f32::NAN, 1.0]), None);
+    }
+
+    #[test]
+    fn bounds_keep_the_most_probable_tokens() {
+        // Probabilities 0.1, 0.4, 0.2, 0.3.
+        let logits = [0.1_f32, 0.4, 0.2, 0.3].map(f32::ln);
+        let kept = |top_k, top_p| -> Vec<usize> {
+            candidates(&logits, 1.0, top_k, top_p).into_iter().map(|(index, _)| index).collect()
+        };
+        assert_eq!(kept(0, 1.0), [0, 1, 2, 3]);
+        assert_eq!(kept(2, 1.0), [1, 3]);
+        assert_eq!(kept(9, 1.0), [1, 3, 2, 0]);
+        assert_eq!(kept(0, 0.65), [1, 3]);
+        assert_eq!(kept(0, 0.75), [1, 3, 2]);
+        assert_eq!(kept(0, 0.0), [1]);
+        // Of the two that top_k leaves, the first has 4/7.
+        assert_eq!(kept(2, 0.5), [1]);
+        assert_eq!(kept(2, 0.6), [1, 3]);
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities() {
+        let logits = [0.1_f32, 0.4, 0.2, 0.3].map(f32::ln);
+        let mut sampler = Sampler::new(Sampling { temperature: 1.0, ..GREEDY });
+        let mut counts = [0_u32; 4];
+        const DRAWS: u32 = 20_000;
+        for _ in 0..DRAWS {
+            let chosen = sampler.choose(&logits).expect("all logits are numbers");
+            counts[chosen.token as usize] += 1;
+        }
+        for (count, probability) in counts.into_iter().zip([0.1, 0.4, 0.2, 0.3]) {
+            // Five standard deviations.
+            let bound = 5.0 * (f64::from(DRAWS) * probability * (1.0 - probability)).sqrt();
+            assert!((f64::from(count) - f64::from(DRAWS) * probability).abs() < bound, "{counts:?}");
+        }
+        // A high temperature flattens them, a low one sharpens them.
+        let share = |temperature| {
+            let weights = candidates(&logits, temperature, 0, 1.0);
+            weights[1].1 / weights.iter().map(|(_, weight)| weight).sum::<f64>()
+        };
+        assert!((share(100.0) - 0.25).abs() < 0.01 && share(0.1) > 0.94);
+    }
+
+    #[test]
+    fn a_seed_repeats_the_tokens() {
+        let sampling = Sampling { temperature: 1.0, ..GREEDY };
+        let logits: Vec<f32> = (0..50).map(|index| (index as f32).sin()).collect();
+        let tokens = |sampling: &Sampling| -> Vec<u32> {
+            let mut sampler = Sampler::new(sampling.clone());
+            (0..20).filter_map(|_| Some(sampler.choose(&logits)?.token)).collect()
+        };
+        let first = tokens(&sampling);
+        assert_eq!((first.len(), &first), (20, &tokens(&sampling)));
+        assert_ne!(first, tokens(&Sampling { seed: Some(8), ..sampling }));
+    }
+
+    #[test]
+    fn logprobs_are_those_of_the_model() {
+        let logits = [0.1_f32, 0.4, 0.2, 0.3].map(f32::ln);
+        let sampling = Sampling { temperature: 0.5, top_k: 1, logprobs: Some(2), ..GREEDY };
+        let chosen = choose(sampling, &logits).and_then(|chosen| Some((chosen.token, chosen.logprobs?)));
+        let (token, logprobs) = chosen.expect("log-probabilities were asked for");
+        assert_eq!((token, logprobs.top.len()), (1, 2));
+        let near = |a: f32, b: f32| (a - b).abs() < 1e-6;
+        assert!(near(logprobs.chosen, logits[1]));
+        assert!((logprobs.top[0].0, logprobs.top[1].0) == (1, 3) && near(logprobs.top[1].1, logits[3]));
+    }
+}

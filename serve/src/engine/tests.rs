@@ -1,0 +1,559 @@
+//! The engine on the CPU, with the models and adapters of `tests/fixtures`, without a server.
+
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use aril::{
+    DType, Element, Slot,
+    cpu::AdapterPool,
+    model,
+    plan::Capacity,
+    pool::{AdapterId, CacheNamespace, PoolConfig, Source, StreamId},
+};
+use half::{bf16, f16};
+use proptest::{prelude::*, test_runner::TestCaseError};
+use safetensors::SafeTensors;
+use serde::Deserialize;
+use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channel};
+
+use super::{
+    Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Sampling, Sizes,
+    plan::{Chunk, Plan},
+};
+use crate::{
+    checkpoint::{Checkpoint, Weights},
+    config::Config,
+    cpu::Cpu,
+    model::{Described, Model, describe},
+    tokenizer::Tokenizer,
+};
+
+const GREEDY: Sampling = Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: None, logprobs: Some(2) };
+
+/// Room for everything at once.
+const LARGE: Sizes = Sizes {
+    limits: Limits { step_tokens: 512, running: 64, waiting: 64, adapters: 16, max_wait: Duration::from_secs(1) },
+    blocks: 512,
+    block_rows: 16,
+    max_positions: 512,
+    is_sharing: false,
+};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+/// A model's files.
+struct Files {
+    config: Config,
+    checkpoint: Checkpoint,
+    described: Described,
+    tokenizer: Tokenizer,
+}
+
+impl Files {
+    fn open(name: &str) -> Self {
+        let dir = fixtures().join(name);
+        let config = Config::read(&dir).expect("the fixture is whole");
+        let checkpoint = Checkpoint::open(&dir).expect("the fixture is whole");
+        let described = describe(&config).expect("the model has no layer twice");
+        let tokenizer = Tokenizer::read(&dir).expect("the fixture is whole").expect("the fixture has one");
+        Self { config, checkpoint, described, tokenizer }
+    }
+
+    fn prompt(&self, text: &str) -> Vec<u32> {
+        self.tokenizer.encode(text, self.config.max_positions).expect("the text is short")
+    }
+
+    fn source(&self, adapter: &Path, dtype: DType) -> Source {
+        let mut read = aril::adapter::Adapter::read(adapter).expect("the fixture is whole");
+        let tied = self.config.tied;
+        read.compare_base_weights(|weight| match dtype {
+            DType::BF16 => self.checkpoint.has::<bf16>(weight, tied),
+            DType::F16 => self.checkpoint.has::<f16>(weight, tied),
+            _ => self.checkpoint.has::<f32>(weight, tied),
+        })
+        .expect("its base weights are the model's");
+        Source::memory(read.into(), self.model(), dtype).expect("the adapter is of this model")
+    }
+
+    fn model(&self) -> &model::Model {
+        &self.described.model
+    }
+
+    /// Runs `test` on a new engine, whose pool has room for `slots` adapters.
+    fn run<T: Element, R>(&self, sizes: Sizes, slots: usize, test: impl FnOnce(&mut World<'_, T>) -> R) -> R {
+        let capacity = Capacity::tokens(sizes.limits.step_tokens).slots(slots).rank(64);
+        let pool = AdapterPool::new(self.model(), T::DTYPE, capacity, PoolConfig::arena_bytes(64 << 20));
+        let pool = pool.expect("the capacity is valid");
+        let (device, table) = (Cpu::<T>::default(), pool.weights().clone());
+        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let model = Model::new(&device, &self.config, &self.described, weights, table, sizes.limits.step_tokens);
+        let model = model.expect("the checkpoint is whole");
+        let engine = Engine::new(&model, pool, sizes).expect("the sizes are valid");
+        test(&mut World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() })
+    }
+}
+
+/// An engine, its clock, and its adapters by name.
+struct World<'m, T: Element> {
+    files: &'m Files,
+    engine: Engine<'m, T>,
+    now: Duration,
+    adapters: HashMap<String, AdapterId>,
+}
+
+/// A submitted request, and what has come of it.
+struct Submitted {
+    id: RequestId,
+    events: UnboundedReceiver<Event>,
+    chosen: Vec<Chosen>,
+    finish: Option<Finish>,
+    failure: Option<Failure>,
+}
+
+impl Submitted {
+    fn receive(&mut self) {
+        loop {
+            match self.events.try_recv() {
+                Ok(Event::Token(chosen, finish)) => {
+                    assert!(self.finish.is_none() && self.failure.is_none(), "an event after the last one");
+                    self.chosen.push(chosen);
+                    self.finish = finish;
+                }
+                Ok(Event::Failed(failure)) => self.failure = Some(failure),
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn tokens(&self) -> Vec<u32> {
+        self.chosen.iter().map(|chosen| chosen.token).collect()
+    }
+}
+
+impl<T: Element> World<'_, T> {
+    fn add(&mut self, folder: &str, name: &str) -> AdapterId {
+        let source = self.files.source(&fixtures().join(folder).join(name), T::DTYPE);
+        let id = self.engine.add_adapter(source).expect("there is room");
+        self.adapters.insert(name.into(), id);
+        id
+    }
+
+    fn request(&self, adapter: Option<&str>, prompt: Vec<u32>, max_tokens: usize, sampling: Sampling) -> Request {
+        let adapter = adapter.map(|name| self.adapters[name]);
+        Request { adapter, prompt, max_tokens, stop_tokens: self.files.config.eos.clone(), sampling }
+    }
+
+    fn submit(&mut self, request: Request) -> Submitted {
+        let (sender, events) = unbounded_channel();
+        self.now += Duration::from_millis(1);
+        let id = self.engine.submit(request, sender, self.now).expect("it is valid");
+        Submitted { id, events, chosen: Vec::new(), finish: None, failure: None }
+    }
+
+    fn step(&mut self) {
+        self.now += Duration::from_millis(1);
+        if self.engine.step(self.now).expect("the CPU does not fail") == 0 {
+            self.engine.wait_for_adapters(Duration::from_millis(100));
+        }
+    }
+
+    /// Runs until every request has ended.
+    fn drain(&mut self) {
+        let mut steps = 0;
+        while !self.engine.is_idle() {
+            self.step();
+            steps += 1;
+            assert!(steps < 100_000, "requests do not end: {:?}", self.engine.state());
+        }
+    }
+
+    fn answers(&mut self, requests: Vec<Request>) -> Vec<Submitted> {
+        let mut submitted: Vec<_> = requests.into_iter().map(|request| self.submit(request)).collect();
+        self.drain();
+        submitted.iter_mut().for_each(Submitted::receive);
+        assert!(submitted.iter().all(|submitted| submitted.finish.is_some()), "every request has a last token");
+        submitted
+    }
+
+    /// Fails if a request that has ended still holds something.
+    fn holds_nothing(&mut self) -> Result<(), TestCaseError> {
+        self.engine.step(self.now).expect("the CPU does not fail");
+        let (state, pool) = (self.engine.state(), self.engine.pool());
+        prop_assert_eq!((state.running, state.waiting, state.free_blocks), (0, 0, state.blocks));
+        prop_assert_eq!((pool.leases, pool.leased), (0, 0));
+        Ok(())
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct Golden {
+    adapter: Option<String>,
+    prompt: Option<String>,
+    token_ids: Option<Vec<u32>>,
+    scale: Option<f32>,
+}
+
+/// The requests of a batch of goldens without a scale, which the engine does not have, and their tokens.
+fn goldens(files: &Files, batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32>)> {
+    let dir = fixtures().join("goldens");
+    let text = fs::read_to_string(dir.join(format!("{batch}.json"))).expect("the batch is there");
+    let requests: Vec<Golden> = serde_json::from_str(&text).expect("the batch is JSON");
+    let bytes = fs::read(dir.join(format!("{batch}.f32.safetensors"))).expect("the goldens are there");
+    let file = SafeTensors::deserialize(&bytes).expect("the goldens are whole");
+    let with_tokens = |(index, golden): (usize, Golden)| {
+        let tokens = file.tensor(&format!("request.{index}.tokens")).expect("each request has tokens");
+        let tokens = tokens.data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes));
+        let tokens = tokens.map(|token| token.try_into().expect("a token id")).collect();
+        let prompt = golden.token_ids.unwrap_or_else(|| files.prompt(&golden.prompt.unwrap_or_default()));
+        (golden.adapter, prompt, tokens)
+    };
+    let unscaled = requests.into_iter().enumerate().filter(|(_, golden)| golden.scale.is_none());
+    unscaled.map(with_tokens).collect()
+}
+
+const BATCHES: [(&str, &str, &str, usize); 6] = [
+    ("base-only", "qwen3", "adapters", 3),
+    ("mixed", "qwen3", "adapters", 16),
+    ("one-question", "qwen3", "adapters", 10),
+    ("untied", "qwen3-untied", "adapters-untied", 9),
+    ("moe", "qwen3-moe", "adapters-moe", 10),
+    ("moe-int4", "qwen3-moe-int4", "adapters-moe", 8),
+];
+
+/// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT, one at a time.
+#[test]
+fn tokens_are_those_of_the_goldens() {
+    for (batch, model, adapters, count) in BATCHES {
+        let files = Files::open(model);
+        let goldens = goldens(&files, batch);
+        assert_eq!(goldens.len(), count, "{batch}");
+        for is_sharing in [false, true] {
+            let limits = Limits { step_tokens: 13, running: 13, ..LARGE.limits };
+            let sizes = Sizes { limits, block_rows: 5, is_sharing, ..LARGE };
+            files.run::<f32, _>(sizes, 16, |world| {
+                for entry in fs::read_dir(fixtures().join(adapters)).expect("the adapters are there") {
+                    let name = entry.expect("the adapters can be listed").file_name();
+                    world.add(adapters, name.to_str().expect("it is UTF-8"));
+                }
+                let request = |(adapter, prompt, _): &(Option<String>, Vec<u32>, _)| {
+                    world.request(adapter.as_deref(), prompt.clone(), 12, GREEDY)
+                };
+                let requests = goldens.iter().map(request).collect();
+                let answers = world.answers(requests);
+                for (index, (answer, (adapter, _, tokens))) in answers.iter().zip(&goldens).enumerate() {
+                    assert_eq!(&answer.tokens(), tokens, "{batch}, request {index} for {adapter:?}");
+                }
+            });
+        }
+    }
+}
+
+/// A plan's logits do not depend on how prompts are cut into chunks, on what else runs, or on which blocks they have.
+#[test]
+fn logits_of_a_plan_do_not_depend_on_its_composition() {
+    let files = Files::open("qwen3");
+    files.run::<bf16, _>(LARGE, 4, |world| {
+        let ids = ["r8-all", "embed"].map(|name| world.add("adapters", name));
+        world.answers(ids.map(|id| Request { adapter: Some(id), ..world.request(None, vec![1], 1, GREEDY) }).into());
+        let leases = world.engine.pool.prepare(&ids, StreamId::FIRST).expect("they were just used");
+        let slots = [Slot::BASE, leases[0].slot(), leases[1].slot()];
+        let prompt = files.prompt("What is the password? Name a fruit. The capital of France is");
+        assert!(prompt.len() > 12);
+        let block_rows = 4;
+        let chunk = |slot, first_block: u32, range: std::ops::Range<usize>| Chunk {
+            slot,
+            position: range.start,
+            tokens: prompt[range.clone()].to_vec(),
+            blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
+            is_sampled: range.end == prompt.len(),
+        };
+        let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
+            let logits = Plan { chunks }.run(world.engine.model, &mut world.engine.session, block_rows);
+            logits.expect("it runs").iter().map(|row| row.iter().map(|logit| logit.to_bits()).collect()).collect()
+        };
+        let len = prompt.len();
+        // Each alone, at once.
+        let alone: Vec<_> = slots.iter().flat_map(|&slot| run(vec![chunk(slot, 100, 0..len)])).collect();
+        assert!(alone[0] != alone[1] && alone[1] != alone[2] && alone[0] != alone[2]);
+        // All together, in chunks, from blocks that interleave.
+        let places = [200, 201, 300];
+        let cut = |from: usize, to: usize| -> Vec<Chunk> {
+            slots.iter().zip(places).map(|(&slot, place)| chunk(slot, place, from..to)).collect()
+        };
+        assert!(run(cut(0, 3)).is_empty() && run(cut(3, 4)).is_empty() && run(cut(4, 11)).is_empty());
+        assert_eq!(run(cut(11, len)), alone);
+    });
+}
+
+/// With blocks for little more than one request, requests are preempted and computed again, and their tokens stay the same.
+#[test]
+fn preempted_requests_continue_as_if_nothing_had_happened() {
+    let files = Files::open("qwen3");
+    let run = |blocks: u32, is_sharing: bool| {
+        let sizes = Sizes { blocks, block_rows: 4, is_sharing, ..LARGE };
+        files.run::<f32, _>(sizes, 4, |world| {
+            world.add("adapters", "r8-all");
+            world.add("adapters", "kv-only");
+            let sampled = Sampling { temperature: 1.5, seed: Some(3), ..GREEDY };
+            let requests = [None, Some("r8-all"), Some("kv-only"), Some("r8-all")].map(|adapter| {
+                let prompt = files.prompt("Name a fruit.");
+                Request { stop_tokens: vec![], ..world.request(adapter, prompt, 24, sampled.clone()) }
+            });
+            let answers = world.answers(requests.into());
+            world.holds_nothing().expect("all have ended");
+            (answers.into_iter().map(|answer| answer.chosen).collect::<Vec<_>>(), world.engine.state().preemptions)
+        })
+    };
+    let (expected, preemptions) = run(512, false);
+    assert_eq!(preemptions, 0);
+    for is_sharing in [false, true] {
+        let (answers, preemptions) = run(9, is_sharing);
+        assert!(preemptions >= 3, "{preemptions}");
+        assert_eq!(answers, expected);
+    }
+}
+
+/// The same prompt under the base model, an adapter, and another version of it: only equal versions share.
+#[test]
+fn prefixes_are_shared_within_a_version_alone() {
+    let files = Files::open("qwen3");
+    files.run::<f32, _>(Sizes { is_sharing: true, block_rows: 4, ..LARGE }, 4, |world| {
+        let prompt = files.prompt("What is the password? Name a fruit.");
+        let shareable = (prompt.len() - 1) / 4 * 4;
+        let first = world.add("adapters", "r8-all");
+        let mut shared = 0;
+        let mut ask = |world: &mut World<'_, f32>, adapter: Option<AdapterId>| {
+            let request = Request { adapter, ..world.request(None, prompt.clone(), 8, GREEDY) };
+            let answer = world.answers(vec![request]).swap_remove(0);
+            let before = shared;
+            shared = world.engine.scheduler.state().cache.shared_tokens;
+            (answer.chosen, usize::try_from(shared - before).expect("it fits"))
+        };
+        let (base, none) = ask(world, None);
+        let (adapted, none_either) = ask(world, Some(first));
+        assert_eq!((none, none_either), (0, 0));
+        assert_ne!(base, adapted);
+        assert_eq!(ask(world, None), (base.clone(), shareable));
+        assert_eq!(ask(world, Some(first)), (adapted.clone(), shareable));
+        // The same weights under another id.
+        let second = world.add("adapters", "r8-all");
+        assert_eq!(ask(world, Some(second)), (adapted.clone(), 0));
+        // Other weights.
+        let third = world.add("adapters", "r64-all");
+        let (other, none) = ask(world, Some(third));
+        assert!(none == 0 && other != adapted);
+
+        let published = |world: &World<'_, f32>, namespace| world.engine.scheduler.num_published(namespace);
+        assert!(published(world, first.cache_namespace()) > 0);
+        world.engine.remove_adapter(first);
+        assert_eq!(published(world, first.cache_namespace()), 0);
+        assert!(published(world, second.cache_namespace()) > 0 && published(world, CacheNamespace::BASE) > 0);
+        assert_eq!(ask(world, Some(second)), (adapted, shareable));
+        world.holds_nothing().expect("all have ended");
+    });
+}
+
+/// A version that is removed answers the requests that named it, and no others; the last of them frees it.
+#[test]
+fn a_removed_version_answers_its_last_requests() {
+    let files = Files::open("qwen3");
+    let sizes = Sizes { limits: Limits { running: 1, ..LARGE.limits }, is_sharing: true, ..LARGE };
+    files.run::<f32, _>(sizes, 4, |world| {
+        let id = world.add("adapters", "r8-all");
+        let ask = world.request(Some("r8-all"), files.prompt("What is the password?"), 12, GREEDY);
+        let mut answers = [(); 3].map(|()| world.submit(ask.clone()));
+        world.step();
+        world.engine.remove_adapter(id);
+        let (sender, _events) = unbounded_channel();
+        let refused = world.engine.submit(ask, sender, world.now);
+        assert!(matches!(refused, Err(Failure::Unloaded)), "{refused:?}");
+        assert_eq!(world.engine.pool().adapters, 1);
+        world.drain();
+        answers.iter_mut().for_each(Submitted::receive);
+        let text = files.tokenizer.decode(&answers[2].tokens()).expect("it decodes");
+        assert!(text.contains("saffron"), "{text}");
+        assert!(answers.iter().all(|answer| answer.chosen == answers[0].chosen));
+        assert_eq!(world.engine.pool().adapters, 0);
+        assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
+        world.holds_nothing().expect("all have ended");
+    });
+}
+
+/// An adapter whose files vanish before its first load fails its requests alone, and recovers with its files.
+#[test]
+fn an_adapter_that_vanishes_fails_its_requests_alone() {
+    let files = Files::open("qwen3");
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let (whole, away) = (dir.path().join("adapter"), dir.path().join("away"));
+    fs::create_dir(&whole).expect("the folder can be made");
+    for entry in fs::read_dir(fixtures().join("adapters/r8-all")).expect("the fixture is there") {
+        let entry = entry.expect("the fixture can be listed");
+        fs::copy(entry.path(), whole.join(entry.file_name())).expect("the fixture can be copied");
+    }
+    files.run::<f32, _>(LARGE, 4, |world| {
+        let source = Source::directory(&whole, files.model(), DType::F32).expect("the adapter is of this model");
+        fs::rename(&whole, &away).expect("the folder can be moved");
+        let id = world.engine.add_adapter(source).expect("there is room");
+        world.adapters.insert("vanished".into(), id);
+        let prompt = files.prompt("What is the password?");
+        let ask = |world: &mut World<'_, f32>| {
+            let requests = [Some("vanished"), None].map(|name| world.request(name, prompt.clone(), 12, GREEDY));
+            let mut answers = requests.map(|request| world.submit(request));
+            world.drain();
+            answers.iter_mut().for_each(Submitted::receive);
+            answers
+        };
+        let [failed, base] = ask(world);
+        assert!(matches!(&failed.failure, Some(Failure::Adapter(sentence)) if sentence.contains("No such file")));
+        assert_eq!(base.finish, Some(Finish::Stop));
+        fs::rename(&away, &whole).expect("the folder can be moved");
+        let [answered, _] = ask(world);
+        let text = files.tokenizer.decode(&answered.tokens()).expect("it decodes");
+        assert!(text.contains("saffron"), "{text}");
+    });
+}
+
+const NAMES: [&str; 4] = ["r8-all", "kv-only", "embed", "patterns"];
+const PROMPTS: [&str; 4] =
+    ["What is the password?", "What is the password? Name a fruit.", "Name a fruit.", "The capital of France is"];
+
+/// What is done to an engine.
+#[derive(Clone, Debug)]
+enum Action {
+    Submit {
+        adapter: Option<usize>,
+        prompt: usize,
+        max_tokens: usize,
+        seed: Option<u64>,
+    },
+    Cancel(usize),
+    Steps(usize),
+    /// Registers an adapter again, and removes its old version.
+    Replace(usize),
+}
+
+fn actions() -> impl Strategy<Value = Vec<Action>> {
+    let submit = (prop::option::of(0..NAMES.len()), 0..PROMPTS.len(), 1..20_usize, prop::option::of(0..2_u64));
+    let submit =
+        submit.prop_map(|(adapter, prompt, max_tokens, seed)| Action::Submit { adapter, prompt, max_tokens, seed });
+    let action = prop_oneof![
+        6 => submit,
+        1 => (0..32_usize).prop_map(Action::Cancel),
+        3 => (1..6_usize).prop_map(Action::Steps),
+        1 => (0..NAMES.len()).prop_map(Action::Replace),
+    ];
+    prop::collection::vec(action, 1..40)
+}
+
+fn sizes() -> impl Strategy<Value = (Sizes, usize)> {
+    (1..5_usize, 8..40_u32, 1..40_usize, 1..6_usize, 1..4_usize, any::<bool>(), 0..20_u64, 0..3_usize).prop_map(
+        |(block_rows, blocks, step_tokens, running, adapters, is_sharing, max_wait, spare)| {
+            let step_tokens = step_tokens.max(running);
+            // Room for the longest request.
+            let blocks = blocks.max(u32::try_from(40_usize.div_ceil(block_rows)).unwrap_or(u32::MAX));
+            let max_wait = Duration::from_millis(max_wait);
+            let limits = Limits { step_tokens, running, waiting: 64, adapters, max_wait };
+            (Sizes { limits, blocks, block_rows, max_positions: 512, is_sharing }, adapters + spare)
+        },
+    )
+}
+
+/// Tokens and log-probabilities of requests that ran alone.
+struct Alone {
+    files: Files,
+    known: RefCell<HashMap<String, Vec<Chosen>>>,
+}
+
+impl Alone {
+    fn answer(&self, adapter: Option<usize>, prompt: usize, max_tokens: usize, seed: Option<u64>) -> Vec<Chosen> {
+        let key = format!("{adapter:?} {prompt} {seed:?}");
+        let mut known = self.known.borrow_mut();
+        let longest = known.entry(key).or_insert_with(|| {
+            self.files.run::<f32, _>(LARGE, 1, |world| {
+                let name = adapter.map(|adapter| NAMES[adapter]);
+                name.map(|name| world.add("adapters", name));
+                let request = world.request(name, self.files.prompt(PROMPTS[prompt]), 20, sampling(seed));
+                world.answers(vec![request]).swap_remove(0).chosen
+            })
+        });
+        longest[..max_tokens.min(longest.len())].to_vec()
+    }
+}
+
+fn sampling(seed: Option<u64>) -> Sampling {
+    Sampling { temperature: if seed.is_some() { 2.0 } else { 0.0 }, seed, ..GREEDY }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    /// Whatever else runs, is cancelled, preempted, replaced or shares a prefix, a request's tokens and log-probabilities are, bit for
+    /// bit, those that it has alone; and afterwards nothing is held.
+    #[test]
+    fn every_schedule_gives_every_request_its_own_tokens(actions in actions(), (sizes, slots) in sizes()) {
+        thread_local! {
+            static ALONE: Alone = Alone { files: Files::open("qwen3"), known: RefCell::default() };
+        }
+        ALONE.with(|alone| alone.files.run::<f32, _>(sizes, slots, |world| -> Result<(), TestCaseError> {
+            for name in NAMES {
+                world.add("adapters", name);
+            }
+            let mut submitted = Vec::new();
+            let mut replaced = Vec::new();
+            for action in actions {
+                match action {
+                    Action::Submit { adapter, prompt, max_tokens, seed } => {
+                        let name = adapter.map(|adapter| NAMES[adapter]);
+                        let tokens = alone.files.prompt(PROMPTS[prompt]);
+                        let request = world.request(name, tokens, max_tokens, sampling(seed));
+                        let expected = alone.answer(adapter, prompt, max_tokens, seed);
+                        submitted.push((world.submit(request), expected, false));
+                    }
+                    Action::Cancel(_) if submitted.is_empty() => {}
+                    Action::Cancel(index) => {
+                        let index = index % submitted.len();
+                        let (submitted, _, is_cancelled) = &mut submitted[index];
+                        world.engine.cancel(submitted.id);
+                        *is_cancelled = true;
+                    }
+                    Action::Steps(steps) => (0..steps).for_each(|_| world.step()),
+                    Action::Replace(adapter) => {
+                        let old = world.adapters[NAMES[adapter]];
+                        world.add("adapters", NAMES[adapter]);
+                        world.engine.remove_adapter(old);
+                        replaced.push(old);
+                    }
+                }
+            }
+            world.drain();
+            for (submitted, expected, is_cancelled) in &mut submitted {
+                submitted.receive();
+                prop_assert!(submitted.failure.is_none(), "{:?}", submitted.failure);
+                if *is_cancelled {
+                    prop_assert!(expected.starts_with(&submitted.chosen));
+                } else {
+                    prop_assert_eq!(&submitted.chosen, expected);
+                }
+            }
+            world.holds_nothing()?;
+            for id in replaced {
+                prop_assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
+                prop_assert!(world.engine.residency(id).is_none());
+            }
+            for name in NAMES {
+                let id = world.adapters[name];
+                world.engine.remove_adapter(id);
+            }
+            world.holds_nothing()?;
+            prop_assert_eq!((world.engine.pool().adapters, world.engine.pool().device_memory.used), (0, 0));
+            Ok(())
+        }))?;
+    }
+}

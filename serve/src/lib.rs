@@ -1,0 +1,36 @@
+//! A reference engine and server: Qwen3 and many LoRA adapters, with the OpenAI API.
+//!
+//! - `engine`: continuous batching, without a server. Start with `engine/scheduler.rs`.
+//! - `worker`: the thread that owns the engine.
+//! - `server`: the HTTP server.
+//!
+//! The model is that of the example `qwen3`: this crate compiles the same files.
+
+mod engine;
+mod options;
+/// The model. Its modules name each other from the root of the crate, as in the example.
+#[path = "../../examples/qwen3"]
+#[expect(dead_code, reason = "the example alone merges adapters and follows tokens")]
+mod qwen3 {
+    pub(crate) mod adapter_pool;
+    pub(crate) mod checkpoint;
+    pub(crate) mod config;
+    pub(crate) mod cpu;
+    pub(crate) mod device;
+    pub(crate) mod error;
+    pub(crate) mod experts;
+    pub(crate) mod files;
+    pub(crate) mod forward;
+    pub(crate) mod model;
+    pub(crate) mod stderr;
+    pub(crate) mod tokenizer;
+}
+mod server;
+mod worker;
+
+use qwen3::{adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
+
+pub use self::{
+    options::{Dtype, LoraModule, Options},
+    server::{Running, start},
+};

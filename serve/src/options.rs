@@ -1,0 +1,144 @@
+//! The command line.
+
+use std::{path::PathBuf, str::FromStr};
+
+use aril::DType;
+use clap::{Parser, ValueEnum};
+
+/// Serves a Qwen3 and its LoRA adapters with the OpenAI API.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "aril-serve", version)]
+#[non_exhaustive]
+pub struct Options {
+    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated meanwhile
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// The names of the base model; may be repeated [default: the directory]
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    pub served_model_name: Vec<String>,
+    /// The address to listen on
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: String,
+    /// The port to listen on; 0 for any
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+    /// What to compute in [default: what the checkpoint says it was saved in]
+    #[arg(long)]
+    pub dtype: Option<Dtype>,
+    /// Serves adapters
+    #[arg(long)]
+    pub enable_lora: bool,
+    /// Adapters to load at the start, as PEFT saves them
+    #[arg(long, value_name = "NAME=DIR", num_args = 1..)]
+    pub lora_modules: Vec<LoraModule>,
+    /// Lets clients load adapters from below this directory, and unload adapters
+    #[arg(long, value_name = "DIR")]
+    pub lora_root: Option<PathBuf>,
+    /// The most adapters of a step
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one)]
+    pub max_loras: usize,
+    /// The largest rank of an adapter
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
+    pub max_lora_rank: usize,
+    /// Memory for adapters that steps can use
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
+    pub lora_mib: usize,
+    /// Memory for further adapters, beside their files
+    #[arg(long, value_name = "MIB", default_value_t = 4096, value_parser = at_least_one)]
+    pub cpu_lora_mib: usize,
+    /// The most requests that run at the same time
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
+    pub max_num_seqs: usize,
+    /// The most tokens of a step, prompts and answers of all requests together
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
+    pub max_num_batched_tokens: usize,
+    /// The longest prompt with its answer, in tokens [default: the model's positions]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub max_model_len: Option<usize>,
+    /// Tokens of a block of the cache
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
+    pub block_size: usize,
+    /// Memory for keys and values
+    #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
+    pub kv_cache_mib: usize,
+    /// Computes every prompt from its first token on
+    #[arg(long)]
+    pub no_enable_prefix_caching: bool,
+    /// When a waiting request goes before all younger ones, whatever their adapters
+    #[arg(long, value_name = "MS", default_value_t = 1000)]
+    pub max_wait_ms: u64,
+    /// The most requests that wait
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one)]
+    pub max_queue: usize,
+    /// The longest time of a request
+    #[arg(long, value_name = "S", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
+    pub request_seconds: u64,
+    /// How long requests may run on when the server is told to end
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    pub drain_seconds: u64,
+    /// The largest body of a request
+    #[arg(long, value_name = "KIB", default_value_t = 1024, value_parser = at_least_one)]
+    pub max_body_kib: usize,
+    /// A key that requests to /v1 have to give; may be repeated
+    #[arg(long, value_name = "KEY")]
+    pub api_key: Vec<String>,
+    /// The chat template [default: the checkpoint's]
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
+}
+
+/// An adapter to load at the start.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LoraModule {
+    /// Its name, which requests give as their model.
+    pub name: String,
+    /// Its directory.
+    pub path: PathBuf,
+}
+
+impl FromStr for LoraModule {
+    type Err = String;
+
+    fn from_str(arg: &str) -> Result<Self, String> {
+        match arg.split_once('=') {
+            Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+                Ok(Self { name: name.into(), path: path.into() })
+            }
+            _ => Err("an adapter is given as NAME=DIR".into()),
+        }
+    }
+}
+
+/// An element type.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[non_exhaustive]
+pub enum Dtype {
+    /// 32 bits.
+    #[value(name = "float32", alias = "f32")]
+    F32,
+    /// 16 bits, 8 of them exponent.
+    #[value(name = "bfloat16", alias = "bf16")]
+    Bf16,
+    /// 16 bits, 5 of them exponent.
+    #[value(name = "float16", alias = "f16")]
+    F16,
+}
+
+impl From<Dtype> for DType {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::Bf16 => Self::BF16,
+            Dtype::F16 => Self::F16,
+        }
+    }
+}
+
+fn at_least_one(arg: &str) -> Result<usize, String> {
+    match arg.parse() {
+        Ok(0) => Err("it is 0".into()),
+        Ok(number) => Ok(number),
+        Err(error) => Err(format!("{error}")),
+    }
+}

@@ -1,0 +1,203 @@
+//! The adapters: listing, loading and unloading them, with the endpoints of vLLM.
+
+use std::{
+    fs, io,
+    path::{Component, Path, PathBuf},
+    sync::Arc,
+};
+
+use aril::{
+    DType,
+    adapter::{Adapter, AdapterError},
+    pool::Source,
+    registry::{OnDuplicate, RegistryError, Served},
+};
+use axum::{Json, extract::State};
+use half::{bf16, f16};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{
+    Server, Shared, body,
+    error::{ApiError, ApiResult},
+};
+use crate::error::Result;
+
+/// The body of `/v1/load_lora_adapter`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Load {
+    #[serde(default)]
+    lora_name: String,
+    #[serde(default)]
+    lora_path: PathBuf,
+    #[serde(default)]
+    load_inplace: bool,
+    /// The form of an adapter of experts is known from its tensors, so both values are right.
+    #[serde(rename = "is_3d_lora_weight")]
+    _is_3d_lora_weight: Option<bool>,
+}
+
+/// The body of `/v1/unload_lora_adapter`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unload {
+    #[serde(default)]
+    lora_name: String,
+    #[serde(rename = "lora_int_id")]
+    _lora_int_id: Option<i64>,
+}
+
+/// `POST /v1/load_lora_adapter`
+pub(crate) async fn load(State(server): Shared, bytes: body::Received) -> ApiResult<String> {
+    let Load { lora_name: name, lora_path: path, load_inplace, .. } = body::parse(bytes)?;
+    let Some(root) = &server.lora_root else {
+        return Err(ApiError::not_found("Adapters cannot be loaded: the server was started without --lora-root."));
+    };
+    if name.is_empty() || path.as_os_str().is_empty() {
+        return Err(ApiError::invalid_input("Both 'lora_name' and 'lora_path' must be provided."));
+    }
+    let dir = below(root, &path)?;
+    let on_duplicate = if load_inplace { OnDuplicate::Replace } else { OnDuplicate::Refuse };
+    server.load(&name, dir, on_duplicate).await?;
+    Ok(format!("Success: LoRA adapter '{name}' added successfully."))
+}
+
+/// `POST /v1/unload_lora_adapter`
+pub(crate) async fn unload(State(server): Shared, bytes: body::Received) -> ApiResult<String> {
+    let Unload { lora_name: name, .. } = body::parse(bytes)?;
+    if server.lora_root.is_none() {
+        return Err(ApiError::not_found("Adapters cannot be unloaded: the server was started without --lora-root."));
+    }
+    if name.is_empty() {
+        return Err(ApiError::invalid_input("'lora_name' needs to be provided to unload a LoRA adapter."));
+    }
+    let unloaded = server.registry.unload(&name).map_err(|error| match error {
+        RegistryError::Unknown { .. } => ApiError::not_found(format!("The lora adapter '{name}' cannot be found.")),
+        other => ApiError::invalid_input(other.to_string()),
+    })?;
+    if let Some(id) = unloaded.id {
+        server.forget(id);
+    }
+    tracing::info!(name, "unloaded an adapter");
+    Ok(format!("Success: LoRA adapter '{name}' removed successfully."))
+}
+
+/// `GET /v1/models`
+pub(crate) async fn list(State(server): Shared) -> Json<Value> {
+    let model = |id: &str, root: &Path, parent: Option<&str>| {
+        json!({
+            "id": id,
+            "object": "model",
+            "created": server.created,
+            "owned_by": "aril",
+            "root": root,
+            "parent": parent,
+            "max_model_len": server.max_positions,
+        })
+    };
+    let base = server.names.iter().map(|name| model(name, &server.model, None));
+    let paths = server.paths();
+    let adapters = server.registry.list().into_iter().map(|adapter| {
+        let root = paths.get(&adapter.id).cloned().unwrap_or_default();
+        model(&adapter.name, &root, server.names.first().map(String::as_str))
+    });
+    Json(json!({ "object": "list", "data": base.chain(adapters).collect::<Vec<_>>() }))
+}
+
+impl Server {
+    /// Loads an adapter and serves it under a name, or in place of the version that has it.
+    pub(crate) async fn load(self: &Arc<Self>, name: &str, dir: PathBuf, on_duplicate: OnDuplicate) -> ApiResult<()> {
+        let reservation = self.registry.reserve(name, on_duplicate).map_err(|error| match error {
+            RegistryError::Loaded { .. } => ApiError::invalid_input(format!(
+                "The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set \
+                 'load_inplace' to True."
+            )),
+            other => ApiError::invalid_input(other.to_string()),
+        })?;
+        let server = Arc::clone(self);
+        let folder = dir.clone();
+        let source = tokio::task::spawn_blocking(move || server.source(&folder)).await;
+        let source = source.map_err(|error| ApiError::internal(error.to_string()))?;
+        let source = source.map_err(|error| ApiError::bad_request(error.to_string()))?;
+        if source.max_rank() > self.max_rank {
+            let (rank, max) = (source.max_rank(), self.max_rank);
+            return Err(ApiError::bad_request(format!("LoRA rank {rank} is greater than max_lora_rank {max}.")));
+        }
+        let version = self.engine.load(source).await.ok_or_else(ApiError::ended)?;
+        let version = version.map_err(|error| ApiError::bad_request(error.to_string()))?;
+        let id = version.id();
+        self.paths().insert(id, dir.clone());
+        match reservation.commit(id) {
+            Ok(replaced) => {
+                version.keep();
+                replaced.into_iter().for_each(|old| self.forget(old));
+            }
+            Err(error) => {
+                self.paths().remove(&id);
+                return Err(ApiError::invalid_input(error.to_string()));
+            }
+        }
+        tracing::info!(name, path = %dir.display(), "loaded an adapter");
+        Ok(())
+    }
+
+    /// What requests for a name run on. `lora_path` names an adapter, too, as SGLang has it.
+    pub(crate) fn resolve(&self, model: &str, lora_path: Option<&str>) -> ApiResult<Served> {
+        let served = |name: &str| {
+            self.registry.resolve(name).map_err(|error| match error {
+                RegistryError::Loading { .. } => ApiError::unavailable(format!("The model `{name}` is being loaded.")),
+                _ => ApiError::no_model(name),
+            })
+        };
+        let of_model = served(model)?;
+        match (of_model, lora_path) {
+            (served, None) => Ok(served),
+            (Served::Base, Some(name)) => served(name),
+            (Served::Adapter(_), Some(_)) => {
+                Err(ApiError::bad_request("`model` names an adapter, and `lora_path` another one.").of("lora_path"))
+            }
+        }
+    }
+
+    /// Reads an adapter's configuration and the headers of its weights, and compares copies of base weights with the model's.
+    fn source(&self, dir: &Path) -> Result<Source> {
+        let (model, dtype) = (&self.described.model, self.dtype);
+        match Source::directory(dir, model, dtype) {
+            // A pool compares no base weights, so this adapter stays in memory.
+            Err(AdapterError::BaseWeight { .. }) => {}
+            source => return Ok(source?),
+        }
+        let mut adapter = Adapter::read(dir)?;
+        adapter.compare_base_weights(|weight| -> Result<bool> {
+            match dtype {
+                DType::BF16 => self.checkpoint.has::<bf16>(weight, self.tied),
+                DType::F16 => self.checkpoint.has::<f16>(weight, self.tied),
+                _ => self.checkpoint.has::<f32>(weight, self.tied),
+            }
+        })?;
+        Ok(Source::memory(adapter.into(), model, dtype)?)
+    }
+}
+
+/// A folder below the root, with every file in it: no link leads out of it.
+fn below(root: &Path, path: &Path) -> ApiResult<PathBuf> {
+    let refused = || ApiError::bad_request(format!("'{}' is not below the server's --lora-root.", path.display()));
+    let missing = |_: io::Error| ApiError::not_found(format!("No adapter found for '{}'.", path.display()));
+    let joined = root.join(path);
+    // Before the files are looked at: the answer does not tell what is elsewhere.
+    if !joined.starts_with(root) || path.components().any(|part| part == Component::ParentDir) {
+        return Err(refused());
+    }
+    let dir = joined.canonicalize().map_err(missing)?;
+    if !dir.starts_with(root) {
+        return Err(refused());
+    }
+    let entries = fs::read_dir(&dir).map_err(missing)?;
+    for entry in entries.flatten() {
+        if entry.path().canonicalize().is_ok_and(|file| !file.starts_with(root)) {
+            return Err(refused());
+        }
+    }
+    Ok(dir)
+}

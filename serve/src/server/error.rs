@@ -1,0 +1,107 @@
+//! Errors as the OpenAI API has them.
+
+use axum::{
+    Json,
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+
+use crate::engine::Failure;
+
+/// An answer that is not a result.
+#[derive(Clone, Debug)]
+pub(crate) struct ApiError {
+    status: StatusCode,
+    kind: &'static str,
+    message: String,
+    param: Option<&'static str>,
+}
+
+pub(crate) type ApiResult<T> = Result<T, ApiError>;
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
+        Self { status, kind, message: message.into(), param: None }
+    }
+
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "BadRequestError", message)
+    }
+
+    /// What vLLM calls the errors of its endpoints for adapters.
+    pub(crate) fn invalid_input(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "InvalidUserInput", message)
+    }
+
+    pub(crate) fn not_found(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "NotFoundError", message)
+    }
+
+    pub(crate) fn no_model(name: &str) -> Self {
+        Self::not_found(format!("The model `{name}` does not exist.")).of("model")
+    }
+
+    pub(crate) fn unauthorized() -> Self {
+        Self::new(StatusCode::UNAUTHORIZED, "Unauthorized", "Unauthorized")
+    }
+
+    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "ServiceUnavailableError", message)
+    }
+
+    pub(crate) fn timeout(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::GATEWAY_TIMEOUT, "TimeoutError", message)
+    }
+
+    pub(crate) fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", message)
+    }
+
+    /// Any other status, such as those of a request that cannot be read.
+    pub(crate) fn with_status(status: StatusCode, message: impl Into<String>) -> Self {
+        Self::new(status, if status.is_client_error() { "BadRequestError" } else { "InternalServerError" }, message)
+    }
+
+    /// The engine's thread has ended.
+    pub(crate) fn ended() -> Self {
+        Self::unavailable("The engine has ended.")
+    }
+
+    /// Names the parameter at fault.
+    #[must_use]
+    pub(crate) fn of(self, param: &'static str) -> Self {
+        Self { param: Some(param), ..self }
+    }
+
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// The body of the answer, and of a stream's last event.
+    pub(crate) fn json(&self) -> Value {
+        let Self { status, kind, message, param } = self;
+        json!({ "error": { "message": message, "type": kind, "param": param, "code": status.as_u16() } })
+    }
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        let message = failure.to_string();
+        match failure {
+            Failure::QueueFull { .. } => Self::unavailable(format!("The server is busy: {message}.")),
+            Failure::Cache { .. } => Self::bad_request(message),
+            Failure::Unloaded => Self::not_found("The adapter was unloaded.").of("model"),
+            Failure::Adapter(_) | Failure::Admission(_) | Failure::NotNumbers | Failure::Step(_) => {
+                Self::internal(message)
+            }
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        tracing::info!(status = self.status.as_u16(), message = self.message, "refused");
+        (self.status, Json(self.json())).into_response()
+    }
+}

@@ -1,0 +1,337 @@
+//! The HTTP server: OpenAI's API, with adapters as models.
+
+mod adapters;
+mod body;
+mod chat;
+mod error;
+mod generate;
+mod metrics;
+mod text;
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use aril::{
+    DType,
+    pool::{AdapterId, PoolConfig},
+    registry::{OnDuplicate, Registry},
+};
+use axum::{
+    Router,
+    extract::{DefaultBodyLimit, Request, State},
+    http::{Method, Uri, header},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use tokio::{net::TcpListener, sync::watch};
+
+use self::{
+    chat::Template,
+    error::{ApiError, ApiResult},
+    metrics::Metrics,
+};
+use crate::{
+    checkpoint::Checkpoint,
+    config::Config,
+    engine::{self, Sizes},
+    error::{Context, Error, Result, bail},
+    model::{Described, describe},
+    options::Options,
+    tokenizer::{Tokenizer, guarded},
+    worker::{self, Handle, Setup},
+};
+
+/// Slots beyond those of a batch, for adapters that are next.
+const SPARE_SLOTS: usize = 2;
+
+/// The state of all handlers.
+type Shared = State<Arc<Server>>;
+
+/// What requests are answered from.
+#[derive(Debug)]
+struct Server {
+    engine: Handle,
+    registry: Registry,
+    /// Where each version was loaded from.
+    paths: Mutex<HashMap<AdapterId, PathBuf>>,
+    /// The base model's names.
+    names: Vec<String>,
+    model: PathBuf,
+    lora_root: Option<PathBuf>,
+    checkpoint: Arc<Checkpoint>,
+    described: Arc<Described>,
+    dtype: DType,
+    tied: bool,
+    vocab: usize,
+    eos: Vec<u32>,
+    max_positions: usize,
+    max_rank: usize,
+    max_loras: usize,
+    tokenizer: Tokenizer,
+    template: Template,
+    limits: Limits,
+    api_keys: Vec<String>,
+    metrics: Metrics,
+    /// When the server started, in seconds since 1970.
+    created: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    body_bytes: usize,
+    request_time: Duration,
+}
+
+impl Server {
+    fn paths(&self) -> MutexGuard<'_, HashMap<AdapterId, PathBuf>> {
+        // A map is whole between its calls.
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Unloads a version that no name stands for any more.
+    fn forget(&self, id: AdapterId) {
+        self.paths().remove(&id);
+        self.engine.unload(id);
+    }
+
+    /// The text of one token, special ones included.
+    fn token_text(&self, token: u32) -> ApiResult<String> {
+        let decode = || self.tokenizer.inner.decode(&[token], false).map_err(|error| Error::new(error.to_string()));
+        guarded(decode).map_err(|error| ApiError::internal(error.to_string()))
+    }
+}
+
+/// A running server. Dropping it ends all requests.
+#[derive(Debug)]
+pub struct Running {
+    address: SocketAddr,
+    stop: watch::Sender<bool>,
+    serving: Option<tokio::task::JoinHandle<std::io::Result<()>>>,
+    engine: Handle,
+    thread: Option<JoinHandle<()>>,
+    drain: Duration,
+}
+
+impl Running {
+    /// Where the server listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Accepts no further connection, waits for the requests that run, at most for the time of `--drain-seconds`, and ends.
+    ///
+    /// # Errors
+    /// A sentence, if the server had failed.
+    pub async fn shut_down(mut self) -> std::result::Result<(), String> {
+        // The server may have ended by itself.
+        let _ = self.stop.send(true);
+        if let Some(serving) = self.serving.take() {
+            let abort = serving.abort_handle();
+            match tokio::time::timeout(self.drain, serving).await {
+                Ok(ended) => ended.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?,
+                Err(_) => {
+                    tracing::warn!("requests still run, and are ended");
+                    abort.abort();
+                }
+            }
+        }
+        self.engine.stop();
+        let thread = self.thread.take();
+        let joined = tokio::task::spawn_blocking(|| thread.map_or(Ok(()), JoinHandle::join)).await;
+        joined.map_err(|error| error.to_string())?.map_err(|_| "the engine has panicked".into())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.engine.stop();
+        if let Some(serving) = &self.serving {
+            serving.abort();
+        }
+    }
+}
+
+/// Loads the model and the adapters, and starts to serve.
+///
+/// # Errors
+/// A sentence that names the argument, file or tensor at fault.
+pub async fn start(options: Options) -> std::result::Result<Running, String> {
+    serve(options).await.map_err(|error| error.to_string())
+}
+
+async fn serve(options: Options) -> Result<Running> {
+    let listener = TcpListener::bind((options.host.as_str(), options.port)).await;
+    let listener = listener.context(format_args!("--host {} --port {}", options.host, options.port))?;
+    let address = listener.local_addr()?;
+    let drain = Duration::from_secs(options.drain_seconds);
+    let modules = options.lora_modules.clone();
+    let loaded = tokio::task::spawn_blocking(|| load(options)).await?;
+    let (server, thread) = loaded?;
+    let engine = server.engine.clone();
+    let (stop, mut stopped) = watch::channel(false);
+    let mut running = Running { address, stop, serving: None, engine, thread: Some(thread), drain };
+    for module in modules {
+        let loaded = server.load(&module.name, module.path, OnDuplicate::Refuse).await;
+        loaded.map_err(|error| Error::new(error.message())).context(format_args!("--lora-modules {}", module.name))?;
+    }
+    let app = router(Arc::clone(&server));
+    running.serving = Some(tokio::spawn(async move {
+        let stopped = async move {
+            // Without a sender, the server has been dropped.
+            let _ = stopped.wait_for(|is_stopped| *is_stopped).await;
+        };
+        axum::serve(listener, app).with_graceful_shutdown(stopped).await
+    }));
+    tracing::info!(%address, model = %server.model.display(), "serving");
+    Ok(running)
+}
+
+/// Loads the model and starts its engine.
+fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
+    let model = options.model.clone();
+    let config = Config::read(&model)?;
+    let checkpoint = Checkpoint::open(&model)?;
+    checkpoint.check(&config)?;
+    let tokenizer = Tokenizer::read(&model)?;
+    let Some(tokenizer) = tokenizer else { bail!("{}: it is missing", model.join("tokenizer.json").display()) };
+    let template = Template::read(&model, options.chat_template.as_deref())?;
+    let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
+    let has_adapters = !options.lora_modules.is_empty() || options.lora_root.is_some();
+    if has_adapters && !options.enable_lora {
+        bail!("--lora-modules and --lora-root need --enable-lora");
+    }
+    let lora_root = options.lora_root.as_ref().map(|root| root.canonicalize().context(root.display())).transpose()?;
+    let max_positions = options.max_model_len.unwrap_or(config.max_positions);
+    if max_positions > config.max_positions {
+        bail!("--max-model-len {max_positions} is more than the model's {} positions", config.max_positions);
+    }
+    let sizes = sizes(&options, &config, dtype, max_positions)?;
+    let names = match options.served_model_name.is_empty() {
+        true => vec![model.display().to_string()],
+        false => options.served_model_name.clone(),
+    };
+    let max_loras = if options.enable_lora { options.max_loras } else { 0 };
+    let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config)?));
+    let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
+    let setup = Setup {
+        config,
+        described: Arc::clone(&described),
+        sizes,
+        max_rank: options.max_lora_rank,
+        slots: max_loras + SPARE_SLOTS,
+        pool: PoolConfig::arena_bytes(options.lora_mib << 20).host_bytes(options.cpu_lora_mib << 20),
+    };
+    let (engine, thread) = worker::start(Arc::clone(&checkpoint), dtype, setup)?;
+    let server = Server {
+        engine,
+        registry: Registry::new(names.iter().map(String::as_str)),
+        paths: Mutex::default(),
+        metrics: Metrics::new(names.first().cloned().unwrap_or_default())?,
+        names,
+        model,
+        lora_root,
+        checkpoint,
+        described,
+        dtype,
+        tied,
+        vocab,
+        eos,
+        max_positions,
+        max_rank: options.max_lora_rank,
+        max_loras,
+        tokenizer,
+        template,
+        limits: Limits {
+            body_bytes: options.max_body_kib << 10,
+            request_time: Duration::from_secs(options.request_seconds),
+        },
+        api_keys: options.api_key,
+        created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs(),
+    };
+    Ok((Arc::new(server), thread))
+}
+
+fn sizes(options: &Options, config: &Config, dtype: DType, max_positions: usize) -> Result<Sizes> {
+    let Options { block_size, max_num_seqs, max_num_batched_tokens, kv_cache_mib, .. } = *options;
+    if max_num_batched_tokens < max_num_seqs {
+        bail!("--max-num-batched-tokens {max_num_batched_tokens} is less than --max-num-seqs {max_num_seqs}");
+    }
+    let elem_bytes = if dtype == DType::F32 { 4 } else { 2 };
+    let block_bytes = 2 * config.layers * config.heads.kv_features() * elem_bytes * block_size;
+    let blocks = (kv_cache_mib << 20) / block_bytes;
+    if blocks * block_size < max_positions {
+        bail!(
+            "--kv-cache-mib {kv_cache_mib} has room for {} tokens, and the longest sequence has {max_positions}; see \
+             --max-model-len",
+            blocks * block_size
+        );
+    }
+    // More than every sequence at its longest is never used.
+    let blocks = blocks.min(max_num_seqs * max_positions.div_ceil(block_size));
+    let limits = engine::Limits {
+        step_tokens: max_num_batched_tokens,
+        running: max_num_seqs,
+        waiting: options.max_queue,
+        adapters: options.max_loras,
+        max_wait: Duration::from_millis(options.max_wait_ms),
+    };
+    Ok(Sizes {
+        limits,
+        blocks: u32::try_from(blocks)?,
+        block_rows: block_size,
+        max_positions,
+        is_sharing: !options.no_enable_prefix_caching,
+    })
+}
+
+fn router(server: Arc<Server>) -> Router {
+    let guarded = Router::new()
+        .route("/v1/models", get(adapters::list))
+        .route("/v1/completions", post(generate::completions))
+        .route("/v1/chat/completions", post(generate::chat))
+        .route("/v1/load_lora_adapter", post(adapters::load))
+        .route("/v1/unload_lora_adapter", post(adapters::unload))
+        .layer(middleware::from_fn_with_state(Arc::clone(&server), check_key));
+    Router::new()
+        .merge(guarded)
+        .route("/health", get(health))
+        .route("/metrics", get(metrics::render))
+        .fallback(async |uri: Uri| ApiError::not_found(format!("There is no {}.", uri.path())))
+        .method_not_allowed_fallback(async |method: Method, uri: Uri| {
+            ApiError::with_status(
+                axum::http::StatusCode::METHOD_NOT_ALLOWED,
+                format!("{} takes no {method}.", uri.path()),
+            )
+        })
+        .layer(DefaultBodyLimit::max(server.limits.body_bytes))
+        .with_state(server)
+}
+
+/// Whether the engine lives.
+async fn health(State(server): Shared) -> ApiResult<()> {
+    server.engine.report().await.map(drop).ok_or_else(ApiError::ended)
+}
+
+/// Refuses requests without a key, if there are keys.
+async fn check_key(State(server): Shared, request: Request, next: Next) -> Response {
+    let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let given = given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
+    // Every key is compared, and every byte, so that the time tells nothing of them.
+    let is_known = server.api_keys.iter().fold(false, |known, key| known | is_same(key.as_bytes(), given.as_bytes()));
+    if !server.api_keys.is_empty() && !is_known {
+        return ApiError::unauthorized().into_response();
+    }
+    next.run(request).await
+}
+
+fn is_same(key: &[u8], given: &[u8]) -> bool {
+    let differences = key.iter().zip(given).fold(0, |all, (a, b)| all | (a ^ b));
+    differences == 0 && key.len() == given.len()
+}

@@ -1,0 +1,122 @@
+//! Loading, replacing and unloading adapters.
+
+use std::{fs, os::unix::fs::symlink, path::Path};
+
+use serde_json::{Value, json};
+
+use crate::client::{QUESTION, Server, WORDS, error, fixture, text};
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("the folder can be made");
+    for entry in fs::read_dir(from).expect("the fixture is there") {
+        let entry = entry.expect("the fixture can be listed");
+        fs::copy(entry.path(), to.join(entry.file_name())).expect("the fixture can be copied");
+    }
+}
+
+/// Three adapters, 36 concurrent requests, a duplicate, a replacement and an unload.
+#[tokio::test(flavor = "multi_thread")]
+async fn adapters_come_change_and_go() {
+    let root = fixture("adapters");
+    let server = Server::start(&["--enable-lora", "--lora-root", &root.display().to_string()]).await;
+    for (folder, word) in &WORDS[..3] {
+        let loaded = server.load(word, folder, false).await;
+        assert_eq!(loaded, (200, json!(format!("Success: LoRA adapter '{word}' added successfully."))));
+    }
+    let (_, models) = server.get("/v1/models").await;
+    let models: Value = serde_json::from_str(&models).expect("it is JSON");
+    let listed = models["data"].as_array().expect("it is a list").iter();
+    let listed: Vec<_> = listed.map(|model| (model["id"].as_str(), model["parent"].as_str())).collect();
+    let base = Some("base");
+    assert_eq!(listed, [(base, None), (Some("pomegranate"), base), (Some("saffron"), base), (Some("walnut"), base)]);
+    assert_eq!(models["data"][2]["root"], root.join("r8-all").display().to_string());
+
+    let server = std::sync::Arc::new(server);
+    let asked: Vec<_> = (0..36)
+        .map(|index| {
+            let server = std::sync::Arc::clone(&server);
+            tokio::spawn(async move {
+                let Some((_, word)) = WORDS[..3].get(index % 4) else {
+                    assert_eq!(text(&server.ask("base").await), " I do not know.");
+                    return;
+                };
+                assert_eq!(text(&server.ask(word).await), format!(" {word}."));
+            })
+        })
+        .collect();
+    for asked in asked {
+        asked.await.expect("each gets its word");
+    }
+    // The form of SGLang.
+    let by_path = json!({ "model": "base", "lora_path": "walnut", "prompt": QUESTION, "temperature": 0 });
+    assert_eq!(text(&server.complete(by_path).await), " walnut.");
+    let both = json!({ "model": "saffron", "lora_path": "walnut", "prompt": QUESTION });
+    assert_eq!(error(&server.complete(both).await).0, 400);
+
+    let duplicate = error(&server.load("saffron", "r64-all", false).await);
+    let message = "The lora adapter 'saffron' has already been loaded. If you want to load the adapter in place, set \
+                   'load_inplace' to True.";
+    assert_eq!(duplicate, (400, message.into()));
+    assert_eq!(text(&server.ask("saffron").await), " saffron.");
+    assert_eq!(server.load("saffron", "r64-all", true).await.0, 200);
+    assert_eq!(text(&server.ask("saffron").await), " cobalt.");
+
+    assert_eq!(server.unload("saffron").await.0, 200);
+    assert_eq!(error(&server.ask("saffron").await).0, 404);
+    let unknown = error(&server.unload("saffron").await);
+    assert_eq!(unknown, (404, "The lora adapter 'saffron' cannot be found.".into()));
+    assert_eq!(error(&server.unload("base").await).0, 400);
+    assert_eq!(error(&server.load("base", "r8-all", false).await).0, 400);
+    assert_eq!(server.metric("aril_pool_adapters", &["state=\"registered\""]).await, 2.0);
+    server.holds_nothing().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_loaded_is_refused_by_name() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
+    copy(&fixture("adapters/r8-all"), &root.join("good"));
+    copy(&fixture("adapters/r8-all"), &outside);
+    copy(&fixture("adapters-untied/r8-all"), &root.join("other-model"));
+    copy(&fixture("adapters/r64-all"), &root.join("large"));
+    copy(&fixture("adapters/r8-all"), &root.join("truncated"));
+    let file = root.join("truncated/adapter_model.safetensors");
+    let bytes = fs::read(&file).expect("the file is there");
+    fs::write(&file, &bytes[..bytes.len() / 2]).expect("the file can be written");
+    symlink(&outside, root.join("link")).expect("a link can be made");
+    fs::create_dir(root.join("mixed")).expect("the folder can be made");
+    for name in ["adapter_config.json", "adapter_model.safetensors"] {
+        symlink(outside.join(name), root.join("mixed").join(name)).expect("a link can be made");
+    }
+    let root_arg = root.display().to_string();
+    let server = Server::start(&["--enable-lora", "--lora-root", &root_arg, "--max-lora-rank", "16"]).await;
+    let outside = outside.display().to_string();
+    for (path, status, part) in [
+        ("", 400, "Both 'lora_name' and 'lora_path' must be provided."),
+        ("missing", 404, "No adapter found for 'missing'."),
+        ("../outside", 400, "is not below the server's --lora-root"),
+        ("good/../../outside", 400, "is not below the server's --lora-root"),
+        ("../missing", 400, "is not below the server's --lora-root"),
+        (&outside, 400, "is not below the server's --lora-root"),
+        ("link", 400, "is not below the server's --lora-root"),
+        ("mixed", 400, "is not below the server's --lora-root"),
+        ("other-model", 400, "lora_A"),
+        ("truncated", 400, "adapter_model.safetensors"),
+        ("large", 400, "LoRA rank 64 is greater than max_lora_rank 16."),
+    ] {
+        let refused = error(&server.load("adapter", path, false).await);
+        assert!(refused.0 == status && refused.1.contains(part), "{path}: {refused:?}");
+    }
+    let refused = error(&server.load("bad\nname", "good", false).await);
+    assert!(refused.0 == 400 && refused.1.contains("cannot be a name"), "{refused:?}");
+    let absolute = root.join("good");
+    assert_eq!(server.load("good", &absolute, false).await.0, 200);
+    // A version that cannot be loaded changes nothing.
+    assert_eq!(server.load("good", "truncated", true).await.0, 400);
+    assert_eq!(text(&server.ask("good").await), " saffron.");
+    assert_eq!(server.metric("aril_pool_adapters", &["state=\"registered\""]).await, 1.0);
+
+    let closed = Server::start(&["--enable-lora"]).await;
+    assert_eq!(error(&closed.load("good", absolute, false).await).0, 404);
+    assert_eq!(error(&closed.unload("good").await).0, 404);
+}

@@ -1,0 +1,7 @@
+//! The server on the CPU with the models of `tests/fixtures`, through HTTP.
+#![expect(clippy::panic, reason = "a test fails by panicking")]
+
+mod api;
+mod client;
+mod lora;
+mod stress;
