@@ -95,6 +95,22 @@ struct BlockOuts {
         count(min(outs_per_block, num_outs - first)),
         overwrites(false) {}
 
+  // Block `block` of this rank's outputs of a fully sharded layer. Sets `slice`.
+  __device__ __forceinline__ BlockOuts(const aril_sharded_args& p, int block, int outs_per_block,
+                                       int& slice)
+      : y(static_cast<T*>(p.y)), y_stride(p.y_stride), overwrites(false) {
+    for (slice = 0; slice < p.num_slices - 1; ++slice) {
+      const int blocks = ceil_div(p.num_outs[slice], outs_per_block);
+      if (block < blocks) break;
+      block -= blocks;
+      y += p.out_features[slice];
+    }
+    y += p.first_outs[slice];
+    num_outs = p.num_outs[slice];
+    first = block * outs_per_block;
+    count = min(outs_per_block, num_outs - first);
+  }
+
   // Block `block` of the outputs of a projection of experts. Sets `slice`.
   __device__ __forceinline__ BlockOuts(const aril_experts_args& p, int block, int outs_per_block,
                                        int& slice)
