@@ -202,6 +202,37 @@ typedef struct aril_linear_args {
   aril_routing routing;
 } aril_linear_args;
 
+// The halves of the delta of a fully sharded layer. Between them, the engine exchanges v with the
+// other tensor-parallel ranks.
+//
+// Shrink: v[t, slice] = A x[t] for this rank's part of A, and zero beyond the adapter's rank and for
+// tokens of the base. Expand: y[t, slice] += scales[t] * scaling * B v in this rank's part of the
+// outputs. A row's bits depend on its x, v and y and its slot's factors alone.
+typedef struct aril_sharded_args {
+  int32_t dtype;
+  int32_t num_tokens;  // rows of x and y
+  int32_t max_tiles;   // of token tiles, the most that the routing can have
+  // The ranks that share A's rows: of an adapter of rank r, each has ceil(r / tp_size) of them. 1 if
+  // every rank has all rows, for a part of the input features.
+  int32_t tp_size;
+  int32_t tp_rank;
+  int32_t width;  // ranks of a slice in a row of v: ceil(max_rank / tp_size)
+  int32_t in_features;
+  int32_t num_slices;
+  int32_t out_features[ARIL_MAX_SLICES];  // of y
+  int32_t first_outs[ARIL_MAX_SLICES];    // the first that B has a row for
+  int32_t num_outs[ARIL_MAX_SLICES];      // B's rows
+  const void* x;                          // [num_tokens, in_features]
+  int64_t x_stride;
+  // Of shrink [num_tokens, num_slices, width]; of expand [tp_size, num_tokens, num_slices, width].
+  float* v;
+  int64_t v_stride;  // from a token to the next
+  void* y;           // [num_tokens, sum of out_features]
+  int64_t y_stride;
+  aril_weights weights;
+  aril_routing routing;
+} aril_sharded_args;
+
 // Where W's slices are, as the copy engine reads them, and how thread blocks share them out.
 // Written by aril_forward_maps.
 typedef struct aril_forward_map {
@@ -448,6 +479,8 @@ int32_t aril_route(const aril_route_args* args, void* stream);
 int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
+int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream);
+int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream);
 int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream);
 int32_t aril_add_rms_norm(const aril_add_rms_norm_args* args, void* stream);
 // Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.

@@ -28,6 +28,8 @@ struct Kernels {
   // By is_staged().
   Kernel<aril_linear_args, detail::SmallMGrid> small_m[2] = {
       {detail::small_m_kernel<T, false>, kMaxSmem}, {detail::small_m_kernel<T, true>, kMaxSmem}};
+  Kernel<aril_linear_args, detail::SmallMGrid, int> small_m_shrink = {
+      detail::small_m_shrink_kernel<T>, kMaxSmem};
   // Of 2, 4 and kMaxRankTiles rank tiles for a warpgroup.
   LargeM shrink2 = {detail::large_m_shrink_kernel<T, 2>, kMaxSmem};
   LargeM shrink4 = {detail::large_m_shrink_kernel<T, 4>, kMaxSmem};
@@ -42,8 +44,8 @@ struct Kernels {
       {detail::embedding_kernel<T, EmbeddingPath::kLargeMHighRank>, kMaxSmem}};
 
   int32_t load() const {
-    const auto& [a, b, c, d, e, f, g] = *this;
-    return load_table(a, b, c, d, e, f, g);
+    const auto& [a, b, c, d, e, f, g, h] = *this;
+    return load_table(a, b, c, d, e, f, g, h);
   }
 };
 
@@ -70,14 +72,28 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
 template <typename T>
 int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
+  const int rank_blocks = ceil_div(rank_tiles, detail::kSmallMRankTiles);
+  const int slabs = ceil_div(args.in_features, detail::kSlabFeatures);
+  const int out_blocks = aril::out_blocks(args, args.outs_per_block);
   detail::SmallMGrid grid = {};
-  grid.rank_blocks = ceil_div(rank_tiles, detail::kSmallMRankTiles);
-  grid.slabs = ceil_div(args.in_features, detail::kSlabFeatures);
-  grid.out_blocks = out_blocks(args, args.outs_per_block);
-  grid.shrink = parts & kShrink ? args.max_tiles * grid.rank_blocks * grid.slabs : 0;
+  grid.rank_blocks = detail::Divisor(rank_blocks);
+  grid.slabs = detail::Divisor(slabs);
+  grid.out_blocks = detail::Divisor(out_blocks);
+  grid.outs_per_block = detail::Divisor(args.outs_per_block);
+  grid.num_slices = detail::Divisor(args.num_slices);
+  grid.shrink = parts & kShrink ? args.max_tiles * rank_blocks * slabs : 0;
   grid.apart = parts == kExpand;
-  const int expand = parts & kExpand ? args.max_tiles * grid.out_blocks : 0;
+  const int expand = parts & kExpand ? args.max_tiles * out_blocks : 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
+  if (parts == kShrink) {
+    const int team_bytes = ceil_div(detail::small_m_shrink_smem_bytes(rows), 128) * 128;
+    int max_bytes;
+    ARIL_TRY(max_smem_bytes(max_bytes));
+    const int teams = min(min(max_bytes / team_bytes, detail::kSmallMTeams), grid.shrink);
+    return launch(Kernels<T>().small_m_shrink, dim3(ceil_div(grid.shrink, teams)),
+                  teams * detail::kSmallMThreads, teams * team_bytes, stream, args, grid,
+                  team_bytes);
+  }
   const bool staged = detail::is_staged(args.weights);
   const int smem_bytes =
       max(detail::small_m_shrink_smem_bytes(rows),

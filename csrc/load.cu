@@ -8,6 +8,7 @@ namespace aril {
 
 int32_t load_routing();
 int32_t load_linear();
+int32_t load_sharded();
 int32_t load_fused_linear();
 int32_t load_consumers();
 int32_t load_moe();
@@ -17,6 +18,7 @@ namespace {
 int32_t load_all() {
   ARIL_TRY(load_routing());
   ARIL_TRY(load_linear());
+  ARIL_TRY(load_sharded());
   ARIL_TRY(load_fused_linear());
   ARIL_TRY(load_consumers());
   return load_moe();

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Gathers in .bundle what runs on a machine that has a GPU and no Rust. Needs nvcc (build.rs says how it is found), and cargo.
 #
-#   tests/bundle.sh [PART...]    tests: the GPU tests; bench: the benchmarks; example: qwen3; by default all of them
+#   tests/bundle.sh [PART...]    tests: the GPU tests; bench: the benchmarks; example: qwen3; by default these three
+#                                candle: the tests of examples/candle, which link the libraries of the toolkit in CUDA_HOME. Its nvcc,
+#                                on the PATH, compiles candle's kernels for CUDA_COMPUTE_CAP (90) in a quarter of an hour.
 #
 # run.sh is in every bundle, and the fixtures are in those that have tests or the example.
 set -euo pipefail
@@ -48,8 +50,14 @@ for part in "$@"; do
         gather build -p aril --release --example qwen3
         fixtures
         ;;
+    candle)
+        # Compressed, candle's kernels take less than half of the bytes.
+        CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-90} NVCC_APPEND_FLAGS=-Xfatbin=-compress-all CARGO_TARGET_DIR=target/dependants \
+            gather test --locked --manifest-path examples/candle/Cargo.toml --release --test sequential --no-run
+        fixtures
+        ;;
     *)
-        echo "there is no part $part: tests, bench, example" >&2
+        echo "there is no part $part: tests, bench, example, candle" >&2
         exit 2
         ;;
     esac

@@ -12,6 +12,7 @@
 #   run.sh pool                     the adapter pool: loads, the cost of steps on the host, a decode step beside loads; pool.json
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
+#   run.sh candle [FILTER...]       the tests of examples/candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
 set -euo pipefail
 
 usage() {
@@ -132,6 +133,10 @@ criterion)
 example)
     [ $# -gt 0 ] || set -- --device cuda --verify
     ./qwen3 "$@" 2>&1 | tee "$OUT/example.log"
+    ;;
+candle)
+    export LD_LIBRARY_PATH=${CUDA_HOME:-/usr/local/cuda}/targets/x86_64-linux/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    ./sequential --test-threads=1 "$@" 2>&1 | tee "$OUT/candle.log"
     ;;
 *)
     usage

@@ -41,6 +41,52 @@ __device__ __forceinline__ aril_descriptor module_of_lane(const aril_weights& we
   return module_of(weights, lane < num_slices ? slot : -1, lane);
 }
 
+// The modules of few slots at a layer, loaded beside the routing. A block that waits for its slot
+// first asks memory twice in turn: in an engine, the base weights have pushed both out of L2.
+class EarlyModules {
+ public:
+  // A whole warp calls it. Lane i loads the i-th, the (i + 32)-th, ... module; no branch makes the
+  // compiler wait for them. There is at least one slot.
+  __device__ __forceinline__ EarlyModules(const aril_weights& weights, const Divisor& num_slices)
+      : few_(int64_t{weights.num_slots} * num_slices <= kMost) {
+    const int last = few_ ? weights.num_slots * num_slices - 1 : 0;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int index = min(static_cast<int>(threadIdx.x) % 32 + 32 * i, last);
+      const int slot = num_slices.quotient(index);
+      const aril_descriptor* const module =
+          weights.table + int64_t{slot} * weights.num_entries + (index - slot * num_slices);
+      a_[i] = reinterpret_cast<uintptr_t>(module->a);
+      rank_[i] = module->rank;
+    }
+  }
+
+  // Lane i gets A and the rank of slice i of a slot.
+  __device__ __forceinline__ aril_descriptor of_lane(const aril_weights& weights, int slot,
+                                                     int num_slices) const {
+    if (!few_) return module_of_lane(weights, slot, num_slices);
+    const int lane = threadIdx.x % 32, index = slot * num_slices + lane;
+    aril_descriptor module = {};
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const uintptr_t a = __shfl_sync(0xffffffffu, a_[i], index % 32);
+      const int rank = __shfl_sync(0xffffffffu, rank_[i], index % 32);
+      if (slot >= 0 && lane < num_slices && index / 32 == i) {
+        module.a = reinterpret_cast<const void*>(a);
+        module.rank = rank;
+      }
+    }
+    if (module.rank < 0 || module.rank > weights.max_rank) module.rank = 0;
+    return module;
+  }
+
+ private:
+  static constexpr int kOfLane = 2, kMost = 32 * kOfLane;
+  bool few_;
+  uintptr_t a_[kOfLane];
+  int rank_[kOfLane];
+};
+
 // One rank tile of A, among those of all slices of a slot, numbered slice by slice.
 struct RankTile {
   const char* a;     // its first K tile; null if the slot has fewer rank tiles

@@ -9,6 +9,33 @@ namespace aril::detail {
 
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A divisor that the host prepares, for dividends in [0, 2^31). A division on the device takes 40
+// dependent instructions, and a block's first load waits for those that its index needs.
+// T. Granlund, P. L. Montgomery: Division by Invariant Integers using Multiplication, PLDI 1994.
+struct Divisor {
+  int value;
+  uint32_t multiplier;
+  int shift;
+
+  Divisor() = default;
+  explicit Divisor(int divisor) : value(divisor), multiplier(0), shift(0) {
+    int bits = 31;
+    for (; int64_t{1} << (bits - 31) < divisor; ++bits) {}
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << bits) + divisor - 1) / divisor);
+    shift = bits - 32;
+  }
+
+  __device__ __forceinline__ operator int() const { return value; }
+
+  __device__ __forceinline__ int quotient(int dividend) const {
+    return value == 1 ? dividend : static_cast<int>(__umulhi(dividend, multiplier) >> shift);
+  }
+};
+
+__device__ __forceinline__ int ceil_div(int a, const Divisor& b) {
+  return b.quotient(a + b.value - 1);
+}
+
 // Whether every row of a matrix starts at a multiple of 16 bytes.
 template <typename T>
 __device__ __forceinline__ bool is_aligned(const T* rows, int64_t stride) {

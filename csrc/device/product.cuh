@@ -34,8 +34,12 @@ __device__ __forceinline__ void to_bf16_terms(float v0, float v1, uint32_t& high
   const __nv_bfloat162 rounded = __floats2bfloat162_rn(v0, v1);
   const float2 back = __bfloat1622float2(rounded);
   const __nv_bfloat162 rest = __floats2bfloat162_rn(v0 - back.x, v1 - back.y);
-  memcpy(&high, &rounded, sizeof(high));
-  memcpy(&low, &rest, sizeof(low));
+  // Copies to variables, not to memory whose alignment memcpy would not know.
+  uint32_t bits[2];
+  memcpy(&bits[0], &rounded, sizeof(rounded));
+  memcpy(&bits[1], &rest, sizeof(rest));
+  high = bits[0];
+  low = bits[1];
 }
 
 // Both terms of up to 8 rows of v as one operand of mma_m16n8k16: rows 0 to 7 hold the high terms,

@@ -71,9 +71,10 @@ struct BlockOuts {
   bool overwrites;
   int step = 1;  // elements from an output to the next
 
-  // Block `block` of a linear layer's outputs. Sets `slice`.
-  __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block, int outs_per_block,
-                                       int& slice)
+  // Block `block` of a linear layer's outputs. Sets `slice`. `outs_per_block` is an int or a Divisor.
+  template <typename Outs>
+  __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block,
+                                       Outs outs_per_block, int& slice)
       : y(static_cast<T*>(p.y)), y_stride(p.y_stride), overwrites(p.overwrites != 0) {
     for (slice = 0; slice < p.num_slices - 1; ++slice) {
       const int blocks = ceil_div(p.out_features[slice], outs_per_block);
@@ -83,7 +84,7 @@ struct BlockOuts {
     }
     num_outs = p.out_features[slice];
     first = block * outs_per_block;
-    count = min(outs_per_block, num_outs - first);
+    count = min(static_cast<int>(outs_per_block), num_outs - first);
   }
 
   __device__ __forceinline__ BlockOuts(const aril_embedding_args& p, int block, int outs_per_block)
@@ -93,6 +94,22 @@ struct BlockOuts {
         first(block * outs_per_block),
         count(min(outs_per_block, num_outs - first)),
         overwrites(false) {}
+
+  // Block `block` of this rank's outputs of a fully sharded layer. Sets `slice`.
+  __device__ __forceinline__ BlockOuts(const aril_sharded_args& p, int block, int outs_per_block,
+                                       int& slice)
+      : y(static_cast<T*>(p.y)), y_stride(p.y_stride), overwrites(false) {
+    for (slice = 0; slice < p.num_slices - 1; ++slice) {
+      const int blocks = ceil_div(p.num_outs[slice], outs_per_block);
+      if (block < blocks) break;
+      block -= blocks;
+      y += p.out_features[slice];
+    }
+    y += p.first_outs[slice];
+    num_outs = p.num_outs[slice];
+    first = block * outs_per_block;
+    count = min(outs_per_block, num_outs - first);
+  }
 
   // Block `block` of the outputs of a projection of experts. Sets `slice`.
   __device__ __forceinline__ BlockOuts(const aril_experts_args& p, int block, int outs_per_block,

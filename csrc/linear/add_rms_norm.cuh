@@ -185,30 +185,33 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   T* const out = static_cast<T*>(p.out) + first;
   const bool aligned = is_aligned(y, p.layer.y_stride) && is_aligned(residual, p.residual_stride) &&
                        is_aligned(out, p.out_stride);
+  // The first units of a warp are held in registers, unless some elements move one by one.
+  const bool holds = aligned && features % ARIL_OUT_UNIT == 0;
+  const int first_unheld = warp + (holds ? kHeld * kSmallMWarps : 0);
   // Calls f for the lane's rows g and g + 8 of a unit.
   const auto for_rows = [&](int unit, auto f) {
     const int feature = unit * ARIL_OUT_UNIT + 8 * q;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = unit < units ? rows[g + 8 * half].y : -1;
+      const int row = rows[g + 8 * half].y;
       if (row >= 0) f(half, row, feature, features - feature);
     }
   };
   struct Unit {
     Vec<T> y[2], sums[2];
   };
-  const auto load = [&](Unit& held, int unit) {
-    for_rows(unit, [&](int half, int row, int feature, int valid) {
-      if (!OutVec<T>::whole(valid, aligned)) return;
-      const T* const at = y + row * p.layer.y_stride + feature;
-      held.y[half].bits = *reinterpret_cast<const uint4*>(at);
-      const T* const sums_at = residual + row * p.residual_stride + feature;
-      held.sums[half].bits = *reinterpret_cast<const uint4*>(sums_at);
-    });
-  };
   Unit held[kHeld];
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) load(held[i], warp + i * kSmallMWarps);
+  for (int i = 0; i < kHeld; ++i) {
+    const int unit = warp + i * kSmallMWarps;
+    if (!holds || unit >= units) continue;
+    for_rows(unit, [&](int half, int row, int feature, int) {
+      const T* const at = y + row * p.layer.y_stride + feature;
+      held[i].y[half].bits = *reinterpret_cast<const uint4*>(at);
+      const T* const sums_at = residual + row * p.residual_stride + feature;
+      held[i].sums[half].bits = *reinterpret_cast<const uint4*>(sums_at);
+    });
+  }
   {
     const T* const weight = static_cast<const T*>(p.weight) + first;
     const bool weight_aligned = is_aligned(weight, 0);
@@ -237,40 +240,39 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
 
   // Adds y and the delta to a unit's residual, stores it, and adds its squares.
   float row_squares[2] = {};
-  const auto add = [&](Unit& held, int unit) {
+  const auto add = [&](Unit& unit_of, int unit, bool holds) {
     float deltas[4][4];
     const char* const block_b = kStaged ? reinterpret_cast<const char*>(staged_b) : b;
     multiply_small_m<T, kStaged>(deltas, operands,
                                  unit_at(block_b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
     for_rows(unit, [&](int half, int row, int feature, int valid) {
-      const bool whole = OutVec<T>::whole(valid, aligned);
-      T* const at = residual + row * p.residual_stride + feature;
-      if (__builtin_expect(!whole, false)) {
-        held.y[half] =
-            Vec<T>::load_from_anywhere(y + row * p.layer.y_stride + feature, valid, false);
-        held.sums[half] = Vec<T>::load_from_anywhere(at, valid, false);
-      }
       T sums[Vec<T>::kSize];
 #pragma unroll
       for (int e = 0; e < Vec<T>::kSize; ++e) {
         const float delta = deltas[e / 2][2 * half + e % 2];
-        sums[e] = from_float<T>(held.sums[half][e] + (held.y[half][e] + delta));
+        sums[e] = from_float<T>(unit_of.sums[half][e] + (unit_of.y[half][e] + delta));
         // Elements that do not exist are zero, as B's padding is.
         row_squares[half] = fmaf(to_float(sums[e]), to_float(sums[e]), row_squares[half]);
       }
-      memcpy(&held.sums[half].bits, sums, sizeof(sums));
-      store_vec(at, held.sums[half], valid, whole);
+      memcpy(&unit_of.sums[half].bits, sums, sizeof(sums));
+      store_vec(residual + row * p.residual_stride + feature, unit_of.sums[half], valid, holds);
     });
   };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    if (warp + i * kSmallMWarps < units) add(held[i], warp + i * kSmallMWarps);
+    const int unit = warp + i * kSmallMWarps;
+    if (holds && unit < units) add(held[i], unit, true);
   }
 #pragma unroll 1
-  for (int unit = warp + kHeld * kSmallMWarps; unit < units; unit += kSmallMWarps) {
+  for (int unit = first_unheld; unit < units; unit += kSmallMWarps) {
     Unit more;
-    load(more, unit);
-    add(more, unit);
+    for_rows(unit, [&](int half, int row, int feature, int valid) {
+      more.y[half] =
+          Vec<T>::load_from_anywhere(y + row * p.layer.y_stride + feature, valid, aligned);
+      more.sums[half] =
+          Vec<T>::load_from_anywhere(residual + row * p.residual_stride + feature, valid, aligned);
+    });
+    add(more, unit, holds);
   }
   wait_for_copies<0>();
   squares.add(row_squares);
@@ -280,32 +282,33 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   for (int half = 0; half < 2; ++half) {
     scales[half] = norm_scale(squares.of_row(g + 8 * half), num_features, p.eps);
   }
-  const auto normalize = [&](const Vec<T>& sums, float scale, int row, int feature, int valid) {
-    const bool whole = OutVec<T>::whole(valid, aligned);
-    const Vec<T> weight{*reinterpret_cast<const uint4*>(weights + feature)};
-    T values[Vec<T>::kSize];
+  const auto normalize = [&](const Unit& unit_of, int unit, bool holds) {
+    for_rows(unit, [&](int half, int row, int feature, int valid) {
+      const Vec<T> weight{*reinterpret_cast<const uint4*>(weights + feature)};
+      T values[Vec<T>::kSize];
 #pragma unroll
-    for (int e = 0; e < Vec<T>::kSize; ++e) {
-      values[e] = normalized<T>(sums[e], scale, weight[e]);
-    }
-    Vec<T> result;
-    memcpy(&result.bits, values, sizeof(values));
-    store_vec(out + row * p.out_stride + feature, result, valid, whole);
+      for (int e = 0; e < Vec<T>::kSize; ++e) {
+        values[e] = normalized<T>(unit_of.sums[half][e], scales[half], weight[e]);
+      }
+      Vec<T> result;
+      memcpy(&result.bits, values, sizeof(values));
+      store_vec(out + row * p.out_stride + feature, result, valid, holds);
+    });
   };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    for_rows(warp + i * kSmallMWarps, [&](int half, int row, int feature, int valid) {
-      normalize(held[i].sums[half], scales[half], row, feature, valid);
-    });
+    const int unit = warp + i * kSmallMWarps;
+    if (holds && unit < units) normalize(held[i], unit, true);
   }
 #pragma unroll 1
-  for (int unit = warp + kHeld * kSmallMWarps; unit < units; unit += kSmallMWarps) {
+  for (int unit = first_unheld; unit < units; unit += kSmallMWarps) {
+    Unit more;
     for_rows(unit, [&](int half, int row, int feature, int valid) {
       // What this thread has stored.
-      const Vec<T> sums = Vec<T>::load_from_anywhere(residual + row * p.residual_stride + feature,
-                                                     valid, OutVec<T>::whole(valid, aligned));
-      normalize(sums, scales[half], row, feature, valid);
+      more.sums[half] =
+          Vec<T>::load_from_anywhere(residual + row * p.residual_stride + feature, valid, aligned);
     });
+    normalize(more, unit, holds);
   }
 }
 

@@ -23,6 +23,26 @@ constexpr int small_m_blocks(bool staged) {
 #endif
 }
 
+// Blocks of shrink that a thread block has side by side, at most, if shrink is launched alone.
+constexpr int kSmallMTeams = 4;
+
+// Shrink alone, which may run beside a GEMM: its thread blocks occupy few multiprocessors, so that
+// the GEMM's find room on the others. Each has `team_bytes` of shared memory for a team.
+template <typename T>
+__global__ void __launch_bounds__(kSmallMTeams* kSmallMThreads, 1)
+    small_m_shrink_kernel(const __grid_constant__ aril_linear_args p,
+                          const __grid_constant__ SmallMGrid grid, int team_bytes) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ SmallMShrinkShared teams[kSmallMTeams];
+  __shared__ uint32_t epoch;
+  const int team = threadIdx.x / kSmallMThreads;
+  small_m_shrink<T, false>(p, grid, blockIdx.x * (blockDim.x / kSmallMThreads) + team, epoch,
+                           teams[team], shared + team * team_bytes);
+  if (!is_first_block()) return;
+  __syncthreads();
+  clear_stale_words(p.mailbox, p.mailbox_bytes, epoch);
+}
+
 template <typename T, bool kStaged>
 __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     small_m_kernel(const __grid_constant__ aril_linear_args p,
@@ -30,20 +50,23 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ uint32_t epoch;
   if (static_cast<int>(blockIdx.x) < grid.shrink) {
-    small_m_shrink<T>(p, grid, epoch, shared);
+    __shared__ SmallMShrinkShared team;
+    small_m_shrink<T, true>(p, grid, blockIdx.x, epoch, team, shared);
     if (!is_first_block()) return;
     __syncthreads();
     return clear_stale_words(p.mailbox, p.mailbox_bytes, epoch);
   }
   if (grid.apart) {
     launch_dependents();
-  } else if (threadIdx.x == 0) {
+  } else if (threadIdx.x == kSmallMThreads - 1) {
+    // Not the thread that requests B.
     epoch = begin_epoch(p.mailbox);
   }
   const int index = blockIdx.x - grid.shrink;
-  const TokenTile tile(p, index / grid.out_blocks);
+  const int tile_index = grid.out_blocks.quotient(index);
+  const TokenTile tile(p, tile_index);
   int slice;
-  const BlockOuts<T> outs(p, index % grid.out_blocks, p.outs_per_block, slice);
+  const BlockOuts<T> outs(p, index - tile_index * grid.out_blocks, grid.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   small_m_expand<T, kStaged>(tile.count, tile.expand_rows(module, p), module, outs, shared, [&] {

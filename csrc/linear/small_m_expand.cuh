@@ -87,12 +87,13 @@ __device__ __forceinline__ void gather_terms(uint4* operands, int count, int ste
     for (int first = warp * kInWarp; first < count * steps; first += kSmallMWarps * kInWarp) {
       const int i = first + lane / (kPairs * kMembers);
       const bool valid = i < count * steps;
-      const int t = valid ? i / steps : 0, step = valid ? i - t * steps : 0;
+      const int t = !valid ? 0 : steps == 1 ? i : i / steps, step = valid ? i - t * steps : 0;
       const StepRanks ranks = ranks_of(t, step);
       const bool has = valid && pair < ranks.count;
       float2 v_pair = v.template load2<kMembers>(has ? ranks.row : -1, ranks.first + pair);
       if (valid && threadIdx.x % kMembers == 0) {
-        v_pair = make_float2(v_pair.x * ranks.factor, v_pair.y * ranks.factor);
+        // Rounded: the compiler may not fuse it with the subtraction that gives the second term.
+        v_pair = make_float2(__fmul_rn(v_pair.x, ranks.factor), __fmul_rn(v_pair.y, ranks.factor));
         store_terms(operands + step * kTerms * 32, t, pair, v_pair);
       }
     }

@@ -11,6 +11,7 @@
 
 #include "../device/descriptor.cuh"
 #include "../device/mailbox.cuh"
+#include "../device/math.cuh"
 #include "../device/reduction.cuh"
 #include "../device/token_tile.cuh"
 #include "../device/vec.cuh"
@@ -27,11 +28,13 @@ constexpr int kSlabRowBytes = kSlabFeatures * 2 + 16;  // of x; padded so that 8
 
 // A grid of small_m_kernel: `shrink` blocks, then those of expand.
 struct SmallMGrid {
-  int rank_blocks;  // blocks of shrink for a token tile and slab
-  int slabs;
+  Divisor rank_blocks;  // blocks of shrink for a token tile and slab
+  Divisor slabs;
   int shrink;
-  int out_blocks;  // blocks of expand for a token tile
-  bool apart;      // expand alone: shrink was an earlier launch
+  Divisor out_blocks;  // blocks of expand for a token tile
+  Divisor outs_per_block;
+  Divisor num_slices;
+  bool apart;  // expand alone: shrink was an earlier launch
 };
 
 // Shared memory of a block of shrink: A, and up to `rows` rows of x.
@@ -62,54 +65,77 @@ __device__ __forceinline__ void multiply_k_tile(float (&sums)[4][4], const unsig
   }
 }
 
-// Sets `epoch` for all threads, unless the block exits early.
-template <typename T>
+// What a team of kSmallMThreads threads needs of static shared memory.
+struct SmallMShrinkShared {
+  TransactionBarrier barriers[kSmallMWarps];
+  int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
+};
+
+// Shrink block `block` of a grid, by one team; a thread block has one, or several side by side.
+// Sets `epoch` for all threads, unless all of them exit early.
+template <typename T, bool kOneTeam>
 __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const SmallMGrid& grid,
-                                               uint32_t& epoch, unsigned char* shared) {
-  __shared__ TransactionBarrier barriers[kSmallMWarps];
-  __shared__ float2 k_tile_sums[kSmallMWarps][ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE / 2];
-  __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
-  if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first_rank_tile = blockIdx.x % grid.rank_blocks * kSmallMRankTiles;
-  const int slab = blockIdx.x / grid.rank_blocks % grid.slabs;
-  const TokenTile tile(p, blockIdx.x / grid.rank_blocks / grid.slabs);
-  const RankTile rank_tile(module_of_lane(p.weights, tile.slot, p.num_slices),
+                                               int block, uint32_t& epoch, SmallMShrinkShared& team,
+                                               unsigned char* shared) {
+  const int thread = static_cast<int>(threadIdx.x) % kSmallMThreads;
+  const auto sync_team = [] {
+    if constexpr (kOneTeam) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / kSmallMThreads), "n"(kSmallMThreads)
+                   : "memory");
+    }
+  };
+  unsigned long long before = 0;
+  if (threadIdx.x == 0) before = count_block(p.mailbox);
+  const int warp = thread / 32, lane = thread % 32;
+  const EarlyModules modules(p.weights, grid.num_slices);
+  const int slabs_before = grid.rank_blocks.quotient(block);
+  const int tile_index = grid.slabs.quotient(slabs_before);
+  const int first_rank_tile = (block - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
+  const int slab = slabs_before - tile_index * grid.slabs;
+  const TokenTile tile(p, tile_index);
+  const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                            first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
-  if (first_rank_tile >= rank_tile.count) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
+  const bool is_idle = first_rank_tile >= rank_tile.count;
   const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
   const bool active = rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
   unsigned char* const a = shared + warp * kATileBytes;
-  bulk_load(barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
+  bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
             active ? kATileBytes : 0, lane, 32);
-  if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
-    tokens[threadIdx.x] = tile.token(threadIdx.x, p.num_tokens);
+  if (threadIdx.x == 0) {
+    epoch = epoch_of(p.mailbox, before);
+    launch_dependents();
   }
+  if (kOneTeam && is_idle) {
+    if (is_first_block()) wait_for_predecessors();
+    return;
+  }
+  if (thread < ARIL_TOKENS_PER_TILE) team.tokens[thread] = tile.token(thread, p.num_tokens);
   __syncthreads();
+  if (is_idle && !is_first_block()) return;
   wait_for_predecessors();
+  if (is_idle) return;
 
   unsigned char* const x = shared + kSmallMWarps * kATileBytes;
   {
     constexpr int kVecs = kSlabFeatures / Vec<T>::kSize, kRowsAtOnce = kSmallMThreads / kVecs;
     const T* input = static_cast<const T*>(p.x);
     const bool aligned = is_aligned(input, p.x_stride);
-    const int vec = threadIdx.x % kVecs;
+    const int vec = thread % kVecs;
 #pragma unroll
     for (int i = 0; i < ARIL_TOKENS_PER_TILE / kRowsAtOnce; ++i) {
-      const int row = threadIdx.x / kVecs + i * kRowsAtOnce;
+      const int row = thread / kVecs + i * kRowsAtOnce;
       if (row >= tile.count) break;
-      if (tokens[row] >= 0) {
-        copy_vec_async(x + row * kSlabRowBytes + vec * 16, input + tokens[row] * p.x_stride,
+      if (team.tokens[row] >= 0) {
+        copy_vec_async(x + row * kSlabRowBytes + vec * 16, input + team.tokens[row] * p.x_stride,
                        slab * kSlabFeatures + vec * Vec<T>::kSize, p.in_features, aligned);
       }
     }
     commit_copies();
     wait_for_copies<0>();
   }
-  __syncthreads();
+  sync_team();
   float sums[4][4] = {};
   if (active) {
     // Rows of x without a token are uninitialised. Their sums are dropped.
@@ -117,22 +143,25 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     const unsigned char* const x_row =
         x + row * kSlabRowBytes + warp % ARIL_K_TILES_PER_SLAB * ARIL_K_TILE * 2 + lane / 16 * 16;
     const unsigned char* const a_row = a + lane * 16;
-    barriers[warp].wait(0);
+    team.barriers[warp].wait(0);
     multiply_k_tile<T>(sums, x_row, a_row);
   }
-  k_tile_sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
-  k_tile_sums[warp][32 + lane] = make_float2(sums[0][2], sums[0][3]);
-  __syncthreads();
+  // In place of its A, which the warp has read.
+  __syncwarp();
+  float2* const k_tile_sums = reinterpret_cast<float2*>(a);
+  k_tile_sums[lane] = make_float2(sums[0][0], sums[0][1]);
+  k_tile_sums[32 + lane] = make_float2(sums[0][2], sums[0][3]);
+  sync_team();
   // One thread for each token and rank.
   constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
-  static_assert(kSmallMRankTiles * kSums == kSmallMThreads);
-  const int i = threadIdx.x % kSums, token = tokens[i / ARIL_RANK_TILE];
+  static_assert(kSmallMRankTiles * kSums == kSmallMThreads && kSums * sizeof(float) <= kATileBytes);
+  const int i = thread % kSums, token = team.tokens[i / ARIL_RANK_TILE];
   if (rank_tile.a == nullptr || token < 0) return;
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < ARIL_K_TILES_PER_SLAB; ++k) {
-    sum += reinterpret_cast<const float*>(
-        k_tile_sums[threadIdx.x / kSums * ARIL_K_TILES_PER_SLAB + k])[i];
+    const int of_warp = thread / kSums * ARIL_K_TILES_PER_SLAB + k;
+    sum += reinterpret_cast<const float*>(shared + of_warp * kATileBytes)[i];
   }
   const int rank = rank_tile.first_rank + i % ARIL_RANK_TILE;
   const PartialLayout layout(p);

@@ -28,11 +28,6 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& map, i
       : "memory");
 }
 
-// Prefetches bytes to L2; the address and `bytes` are multiples of 16.
-__device__ __forceinline__ void prefetch_bytes(const void* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
-
 // Counts this thread's arrival.
 __device__ __forceinline__ void arrive(TransactionBarrier& arrival) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&arrival.barrier))

@@ -11,6 +11,7 @@
 //! | [`Routing`], [`Workspace`] | for a capacity | [`update`](Routing::update) | |
 //! | [`LoraLinear`], [`LoraEmbedding`], [`LoraExperts`] | for a layer of a table | | its operations |
 //! | [`FusedLinear`] | for a layer of a table and its base weights | | its operations |
+//! | [`FullyShardedLinear`] | for a fully sharded layer of a table | | its operations |
 //!
 //! Every object belongs to a [`Queue`] and is rejected on any other, so that stream order protects what kernels read. Kernels run only
 //! in the context that [`Kernels`] were loaded into. Each call makes it current on its thread, as cudarc does.
@@ -34,6 +35,7 @@ mod doctests;
 mod embedding;
 mod experts;
 mod flip;
+mod fully_sharded;
 mod fused_linear;
 mod graph;
 mod grouping;
@@ -61,6 +63,7 @@ pub use self::{
     buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
     graph::Graph,
     grouping::{GroupedRoutes, Grouping},

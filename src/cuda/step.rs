@@ -49,7 +49,7 @@ impl<'a> Step<'a> {
     }
 
     /// Keeps the memory of operands alive for the graph.
-    pub(super) fn keep(&mut self, operands: impl IntoIterator<Item = Option<Kept>>) {
+    pub(super) fn keep(&self, operands: impl IntoIterator<Item = Option<Kept>>) {
         if let Some(kept) = self.kept {
             kept.lock().unwrap_or_else(PoisonError::into_inner).extend(operands.into_iter().flatten());
         }

@@ -62,7 +62,7 @@ impl WeightTable {
     /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size.
     ///
     /// # Errors
-    /// [`LaunchError`] if a bound of the capacity is invalid, the model has a fully sharded layer, or device memory is exhausted.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(
         queue: &Queue,
         model: &Model,
@@ -76,9 +76,6 @@ impl WeightTable {
 
     /// A table with its factors in `arena`, which may belong to another queue of the same context.
     pub(super) fn with(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
-        if bounds.model.linears().iter().any(|site| site.exchange().is_some()) {
-            return Err(PlanError::FullySharded.into());
-        }
         let num_slots = bounds.capacity.num_slots;
         let table = Region::new(queue, num_slots * row_bytes(bounds.model.num_entries()))?;
         let slots = Slots::new(num_slots, bounds.is_pooled);
@@ -294,14 +291,14 @@ impl WeightTable {
         raw::Table::new(model, *dtype, self.shared.table.region().ptr, capacity.num_slots, capacity.max_rank)
     }
 
-    /// Workspace for any layer of the model.
+    /// Workspace for any layer of the model. Fully sharded layers need none.
     ///
     /// # Errors
     /// [`PlanError`] if the kernels do not support a layer. Experts without [`Experts::top_k`](crate::model::Experts::top_k) are
     /// ignored.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
         let Bounds { model, dtype, capacity, .. } = &self.shared.bounds;
-        let linears = model.linears().iter().map(|site| {
+        let linears = model.linears().iter().filter(|site| site.exchange().is_none()).map(|site| {
             // A layer that the fused linear does not support needs no workspace for it.
             let fused = ForwardPlan::new(site, *dtype, *capacity);
             let fused = fused.map_or_else(|_| WorkspaceBytes::default(), |plan| plan.workspace_bytes());

@@ -318,6 +318,95 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_sharded_args {
+    pub dtype: i32,
+    pub num_tokens: i32,
+    pub max_tiles: i32,
+    pub tp_size: i32,
+    pub tp_rank: i32,
+    pub width: i32,
+    pub in_features: i32,
+    pub num_slices: i32,
+    pub out_features: [i32; 8usize],
+    pub first_outs: [i32; 8usize],
+    pub num_outs: [i32; 8usize],
+    pub x: *const ::core::ffi::c_void,
+    pub x_stride: i64,
+    pub v: *mut f32,
+    pub v_stride: i64,
+    pub y: *mut ::core::ffi::c_void,
+    pub y_stride: i64,
+    pub weights: aril_weights,
+    pub routing: aril_routing,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of aril_sharded_args",
+    ][::core::mem::size_of::<aril_sharded_args>() - 280usize];
+    [
+        "Alignment of aril_sharded_args",
+    ][::core::mem::align_of::<aril_sharded_args>() - 8usize];
+    [
+        "Offset of field: aril_sharded_args::dtype",
+    ][::core::mem::offset_of!(aril_sharded_args, dtype) - 0usize];
+    [
+        "Offset of field: aril_sharded_args::num_tokens",
+    ][::core::mem::offset_of!(aril_sharded_args, num_tokens) - 4usize];
+    [
+        "Offset of field: aril_sharded_args::max_tiles",
+    ][::core::mem::offset_of!(aril_sharded_args, max_tiles) - 8usize];
+    [
+        "Offset of field: aril_sharded_args::tp_size",
+    ][::core::mem::offset_of!(aril_sharded_args, tp_size) - 12usize];
+    [
+        "Offset of field: aril_sharded_args::tp_rank",
+    ][::core::mem::offset_of!(aril_sharded_args, tp_rank) - 16usize];
+    [
+        "Offset of field: aril_sharded_args::width",
+    ][::core::mem::offset_of!(aril_sharded_args, width) - 20usize];
+    [
+        "Offset of field: aril_sharded_args::in_features",
+    ][::core::mem::offset_of!(aril_sharded_args, in_features) - 24usize];
+    [
+        "Offset of field: aril_sharded_args::num_slices",
+    ][::core::mem::offset_of!(aril_sharded_args, num_slices) - 28usize];
+    [
+        "Offset of field: aril_sharded_args::out_features",
+    ][::core::mem::offset_of!(aril_sharded_args, out_features) - 32usize];
+    [
+        "Offset of field: aril_sharded_args::first_outs",
+    ][::core::mem::offset_of!(aril_sharded_args, first_outs) - 64usize];
+    [
+        "Offset of field: aril_sharded_args::num_outs",
+    ][::core::mem::offset_of!(aril_sharded_args, num_outs) - 96usize];
+    [
+        "Offset of field: aril_sharded_args::x",
+    ][::core::mem::offset_of!(aril_sharded_args, x) - 128usize];
+    [
+        "Offset of field: aril_sharded_args::x_stride",
+    ][::core::mem::offset_of!(aril_sharded_args, x_stride) - 136usize];
+    [
+        "Offset of field: aril_sharded_args::v",
+    ][::core::mem::offset_of!(aril_sharded_args, v) - 144usize];
+    [
+        "Offset of field: aril_sharded_args::v_stride",
+    ][::core::mem::offset_of!(aril_sharded_args, v_stride) - 152usize];
+    [
+        "Offset of field: aril_sharded_args::y",
+    ][::core::mem::offset_of!(aril_sharded_args, y) - 160usize];
+    [
+        "Offset of field: aril_sharded_args::y_stride",
+    ][::core::mem::offset_of!(aril_sharded_args, y_stride) - 168usize];
+    [
+        "Offset of field: aril_sharded_args::weights",
+    ][::core::mem::offset_of!(aril_sharded_args, weights) - 176usize];
+    [
+        "Offset of field: aril_sharded_args::routing",
+    ][::core::mem::offset_of!(aril_sharded_args, routing) - 200usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_forward_map {
     pub tensor_maps: [[u64; 16usize]; 8usize],
     pub splits: i32,
@@ -1006,6 +1095,18 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_linear_expand(
         args: *const aril_linear_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_sharded_shrink(
+        args: *const aril_sharded_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_sharded_expand(
+        args: *const aril_sharded_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

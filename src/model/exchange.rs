@@ -61,6 +61,12 @@ impl Exchange {
         }
     }
 
+    /// This rank.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn tp(&self) -> TpRank {
+        self.tp
+    }
+
     /// Elements of `v` that one rank computes for an adapter of rank `rank`.
     pub(crate) fn width(&self, rank: usize) -> usize {
         match self.collective {

@@ -112,6 +112,15 @@ impl LinearPlan {
         self.out_features.len() * self.capacity.max_rank.div_ceil(RANK_TILE)
     }
 
+    pub(super) fn in_features(&self) -> usize {
+        self.in_features
+    }
+
+    /// Of each slice.
+    pub(super) fn out_features(&self) -> &[usize] {
+        &self.out_features
+    }
+
     /// The capacity of the plan.
     pub fn capacity(&self) -> Capacity {
         self.capacity

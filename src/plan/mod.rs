@@ -8,6 +8,7 @@ mod error;
 mod experts;
 mod forward;
 mod linear;
+mod mode;
 mod thresholds;
 mod workspace;
 
@@ -17,6 +18,7 @@ pub use self::{
     experts::{ExpertsPlan, ProjectionPlan},
     forward::ForwardPlan,
     linear::LinearPlan,
+    mode::Mode,
     thresholds::{MAX_FORWARD_TOKENS, MAX_SLOTS},
     workspace::WorkspaceBytes,
 };

@@ -136,6 +136,16 @@ pub(super) mod experts {
 /// The largest number of tokens of a fused linear.
 pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
 
+/// Which mode adds least to a layer on an H200 (`benches/record/h200/layer.json`, layers of Qwen3-8B and 32B with up to 8 adapters).
+pub(super) mod mode {
+    /// Up to this many tokens fused adds least in 31 of 32 layers.
+    pub(in crate::plan) const FUSED_TOKENS: usize = 8;
+    /// Up to this many it adds least if the base weights have this many times the bytes of the adapters' factors. With a quarter of the
+    /// bytes, fused takes 15 % longer than `after` (qkv of Qwen3-32B, rank 64, 32 tokens).
+    pub(in crate::plan) const FUSED_TOKENS_OF_FEW_FACTORS: usize = 32;
+    pub(in crate::plan) const BASE_TO_FACTORS: usize = 5;
+}
+
 /// How a fused linear is launched.
 pub(super) mod forward {
     use super::MULTIPROCESSORS;

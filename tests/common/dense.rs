@@ -90,7 +90,7 @@ impl Layer for Dense {
     fn pairs_of(&self, values: Values, ranks: &Vec<usize>, rng: &mut StdRng) -> Self::Pairs {
         let mut pair = |(&rank, out): (&usize, usize)| {
             let [a, b] = [rank * self.in_features(), out * rank].map(|len| fill(values, len, 1.0, rng));
-            (rank > 0).then(|| Pair { rank, scaling: scaling(rng), a, b })
+            (rank > 0).then(|| Pair { rank, scaling: scaling(values, rng), a, b })
         };
         ranks.iter().zip(self.slices()).map(&mut pair).collect()
     }

@@ -261,7 +261,7 @@ impl Layer for Moe {
     fn pairs_of(&self, values: Values, lora: &Lora, rng: &mut StdRng) -> Pairs {
         [GATE, UP, DOWN].map(|module| {
             let ([input, output], Module { ranks, shared }) = (self.shape.features(module), &lora.modules[module]);
-            let scaling = scaling(rng);
+            let scaling = scaling(values, rng);
             let rank = ranks.iter().copied().max().unwrap_or(0);
             // Keeps exact sums small.
             let density = if values == Values::Exact { (32.0 / input as f64).min(1.0) } else { 1.0 };

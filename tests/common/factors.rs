@@ -23,9 +23,12 @@ pub struct Pair {
     pub b: Vec<f64>,
 }
 
-/// A scaling that is a power of two, so that exact cases stay exact.
-pub fn scaling(rng: &mut StdRng) -> f64 {
-    [0.5, 1.0, 2.0][rng.random_range(0..3)]
+/// A scaling. In exact cases it is a power of two, so that they stay exact.
+pub fn scaling(values: Values, rng: &mut StdRng) -> f64 {
+    match values {
+        Values::Exact => [0.5, 1.0, 2.0][rng.random_range(0..3)],
+        Values::Rounded => [0.7, 1.0, 1.9][rng.random_range(0..3)],
+    }
 }
 
 /// `len` values; a share of `density` is not zero.

@@ -95,9 +95,10 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        AdapterPool, AlignedRoutes, Alignment, Buffer, Filled, FusedLinear, Graph, GroupedRoutes, Grouping, Kernels,
-        LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation,
-        RoutedBatch, Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present, raw,
+        AdapterPool, AlignedRoutes, Alignment, Buffer, Filled, FullyShardedLinear, FusedLinear, Graph, GroupedRoutes,
+        Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue,
+        Reservation, RoutedBatch, Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace,
+        driver_is_present, raw,
     };
 
     fn sent<T: Send>() {}
@@ -106,6 +107,7 @@ mod cuda {
     #[test]
     fn types_may_be_shared_between_threads() {
         super::shared::<(Kernels, Queue, LoraLinear, LoraEmbedding, LoraExperts, FusedLinear<'_, f32>)>();
+        super::shared::<(FullyShardedLinear, raw::FullyShardedLinear)>();
         super::shared::<(WeightTable, Reservation, Filled, Staging)>();
         super::shared::<(Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
         super::shared::<(Grouping, Alignment, AlignedRoutes<'_>, GroupedRoutes<'_>, TopK<'_>)>();

@@ -22,6 +22,7 @@ mod contention;
 mod device;
 mod engine;
 mod experts;
+mod fully_sharded;
 mod fused_linear;
 mod goldens;
 mod graph;

@@ -52,12 +52,6 @@ __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
   return bits;
 }
 
-// Brings a line to L2.
-__device__ __forceinline__ void touch_line(const char* line) {
-  uint32_t unused;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(unused) : "l"(line));
-}
-
 template <typename T, int kTokenTiles>
 struct Delta {
   static constexpr int kTokens = kTokenTiles * kTokenTile;
@@ -212,39 +206,6 @@ struct Delta {
     if (thread < min(last - first, DeltaShared::kUnits))
       batch.units[thread] = unit_at(first + thread);
     sync_warps();
-  }
-
-  // Prefetches to L2: A of this block's first units, and B of its rows. By plain loads, because
-  // a warp issues the bulk copies of its lanes one after the other.
-  __device__ __forceinline__ void prefetch(int units) {
-    constexpr int kTileLines = kATileBytes / kLineBytes;
-#pragma unroll 1
-    for (int i = warp; i < units * kParts; i += kWarps) {
-      const DeltaUnit& unit = batch.units[i / kParts];
-#pragma unroll 1
-      for (int tile = i % kParts; tile < unit.num_k_tiles; tile += kParts) {
-        const char* const a = unit.a + int64_t{tile} * unit.k_tile_bytes;
-        touch_line(a + lane * kLineBytes);
-        if (unit.two) touch_line(a + (lane + kTileLines) * kLineBytes);
-      }
-    }
-    const OwnBlocks own(first_block(0), p.splits, share.split);
-    const int count = own.count(end_block(0));
-    if (count == 0) return;
-#pragma unroll 1
-    for (Item item = first_item(count); item.segment < batch.num_segments; step(item, count)) {
-      const aril_descriptor& module = module_of(item);
-      const int row = (own.first + item.block * p.splits) * kBlockRows;
-      const int tile = lane / (kChunkTileBytes / kLineBytes);
-      constexpr int kTiles = 32 / (kChunkTileBytes / kLineBytes);
-#pragma unroll 1
-      for (int first = 0; first * ARIL_RANK_TILE < module.rank; first += kTiles) {
-        if ((first + tile) * ARIL_RANK_TILE < module.rank) {
-          touch_line(b_tile(module, row, first + tile) +
-                     lane % (kChunkTileBytes / kLineBytes) * kLineBytes);
-        }
-      }
-    }
   }
 
   // A block of 32 outputs, by its number among the task's, for a segment. Warps take items in turn.
@@ -411,7 +372,7 @@ struct Delta {
   }
 
   // Computes the first `count` units that were looked up, whose first steps of A are being loaded.
-  __device__ __forceinline__ void shrink(int count, Step ahead, bool begins) {
+  __device__ __forceinline__ void shrink(int count, Step ahead) {
     Step at = {0, 0, 0};
     uint4 x[kLoads];
     if (count > 0) load_x(x, at);
@@ -426,8 +387,6 @@ struct Delta {
       }
       const Step following = next(at);
       if (following.unit < count) load_x(x, following);
-      if (begins) prefetch(count);
-      begins = false;
       if (following.round != at.round || following.unit != at.unit) store_sums(at, sums);
       if (following.unit != at.unit) publish(batch.units[at.unit]);
       at = following;
@@ -441,14 +400,13 @@ struct Delta {
   }
 
   // Computes units [first, last), after begin_units() on them.
-  __device__ __forceinline__ void shrink_all(int first, int last, Step ahead, bool begins) {
+  __device__ __forceinline__ void shrink_all(int first, int last, Step ahead) {
 #pragma unroll 1
-    do {
-      shrink(max(0, min(last - first, DeltaShared::kUnits)), ahead, begins);
-      begins = false;
+    while (first < last) {
+      shrink(min(last - first, DeltaShared::kUnits), ahead);
       first += DeltaShared::kUnits;
       if (first < last) ahead = begin_units(first, last);
-    } while (first < last);
+    }
   }
 
   // Two neighbouring ranks of a token's v: its words in each part.
@@ -832,8 +790,8 @@ struct Delta {
     }
     wait_for_predecessors();
     Progress at = {0, 0};
-    for (bool begins = true;; begins = false) {
-      shrink_all(first, last, ahead, begins);
+    for (;;) {
+      shrink_all(first, last, ahead);
       first = make_deltas(at);
       if (first < 0) break;
       last = first + 1;

@@ -55,7 +55,6 @@ constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
 constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
 constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
 constexpr int kMaxChunkPlaces = kMaxAPlaces * kPairBytes / kChunkBytes;  // B reuses A's memory
-constexpr int kLineBytes = 128;                                          // of L2
 constexpr int kSumRanks = 64;  // ranks whose products are added up before others join them
 constexpr int kMaxStages = 24;
 

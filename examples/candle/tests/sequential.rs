@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    fs,
+    env, fs,
     path::PathBuf,
 };
 
@@ -19,8 +19,10 @@ use tokenizers::Tokenizer;
 const TOLERANCE: f32 = 1e-3;
 const MAX_NEW_TOKENS: usize = 12;
 
+/// `tests/fixtures`, or the copy of it that `ARIL_FIXTURES` names.
 fn fixtures() -> PathBuf {
-    [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures"].iter().collect()
+    let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
+    copy.unwrap_or_else(|| [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures"].iter().collect())
 }
 
 fn adapter(name: &str) -> PathBuf {
@@ -29,7 +31,7 @@ fn adapter(name: &str) -> PathBuf {
 
 /// The model, and a table for `max_adapters` adapters.
 fn open(max_adapters: usize) -> (Qwen3, Adapters) {
-    let device = if cfg!(feature = "cuda") { Device::new_cuda(0).unwrap() } else { Device::Cpu };
+    let device = if cfg!(feature = "cuda") { Device::new_cuda_with_stream(0).unwrap() } else { Device::Cpu };
     let (model, sites) = Qwen3::open(&fixtures().join("qwen3"), DType::F32, &device).unwrap();
     let limits = Limits { max_tokens: 512, max_adapters, max_rank: 64, bytes: 64 << 20 };
     (model, Adapters::new(sites, DType::F32, &device, limits).unwrap())

@@ -14,6 +14,7 @@ mod abi;
 mod align;
 mod embedding;
 mod experts;
+mod fully_sharded;
 mod fused_linear;
 mod grouping;
 mod linear;
@@ -28,6 +29,7 @@ pub use self::{
     align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
     experts::LoraExperts,
+    fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping},
     linear::LoraLinear,

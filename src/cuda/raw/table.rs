@@ -17,7 +17,8 @@ use crate::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Descriptor {
-    /// Address of A `[rank, in_features]`, or of an embedding's A, transposed: `[vocab, rank]`.
+    /// Address of A `[rank, in_features]`, or of an embedding's A, transposed: `[vocab, rank]`. Of a fully sharded layer, this rank's
+    /// part of A.
     pub a: u64,
     /// Address of B `[out_features, rank]`.
     pub b: u64,
@@ -96,6 +97,10 @@ impl Table {
     /// per slot and factors in `dtype`. Descriptors with a rank above `max_rank` count as empty.
     pub fn new(model: &Model, dtype: DType, ptr: u64, num_slots: usize, max_rank: usize) -> Self {
         Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
+    }
+
+    pub(super) fn max_rank(&self) -> usize {
+        self.max_rank
     }
 
     /// The descriptors from `first_entry` on, for a layer of this model, element type and capacity.

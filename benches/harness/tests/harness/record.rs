@@ -2,6 +2,10 @@
 
 use std::{collections::BTreeSet, fs, path::Path};
 
+use aril::{
+    DType,
+    plan::{ForwardPlan, LinearPlan},
+};
 use aril_bench::{
     documents,
     plots::{self, Axis, Line, Plot},
@@ -166,6 +170,28 @@ fn the_plot_of_tokens_has_the_means_of_the_record() {
         assert!(is_near(&line(&plot, 0, name).points, expected), "{name}: {plot:?} {expected:?}");
     }
     is_drawn(&plot);
+}
+
+/// No measured mode of a layer is more than 5 % faster than the one that the library names.
+#[test]
+fn the_mode_that_is_called_fastest_is_near_the_best() {
+    let (record, chosen) = (Record::load(&repository(), "h200").unwrap(), Chosen::all().unwrap());
+    let mut modes = BTreeSet::new();
+    for (workload, added) in record.added(&chosen) {
+        let (model, id) = workload.linear_model().unwrap();
+        let (site, capacity) = (&model[id], workload.capacity());
+        let fused = ForwardPlan::new(site, DType::BF16, capacity).unwrap();
+        let plan = LinearPlan::new(site, DType::BF16, capacity).unwrap();
+        // All adapters are in the batch.
+        let mode = plan.fastest_mode(workload.num_tokens(), workload.ranks.iter().sum(), Some(&fused));
+        let name = format!("{mode:?}").to_lowercase();
+        let beside_gemm = added.added_us.iter().filter(|(name, _)| !name.starts_with("within"));
+        let least = beside_gemm.map(|(_, us)| *us).fold(f64::INFINITY, f64::min);
+        let share = (added.gemm_us + added.added_us[&name]) / (added.gemm_us + least);
+        assert!(share <= 1.05, "{}: {name} takes {share:.3} of the time of the best, {:?}", added.id, added.added_us);
+        modes.insert(name);
+    }
+    assert_eq!(modes.len(), 3, "{modes:?}");
 }
 
 /// README.md has the means of whole layers: the GEMM, and what the best arrangement and the best other library add to it.

@@ -1,0 +1,187 @@
+use std::ffi::c_void;
+
+use super::{
+    abi::{dtype_code, int},
+    matrix::{MatrixMut, MatrixRef},
+    step::Step,
+};
+use crate::{
+    DType,
+    cuda::{Kernels, kernels::check},
+    error::LaunchError,
+    ffi,
+    model::{Collective, Exchange, LinearId, LinearSite, MAX_SLICES, Model, ModelId, SliceSite},
+    plan::{Capacity, PlanError, check_outputs},
+};
+
+/// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
+/// with the other ranks, as [`Exchange`] says.
+#[derive(Clone, Debug)]
+#[doc(alias = "S-LoRA")]
+pub struct FullyShardedLinear {
+    kernels: Kernels,
+    model: ModelId,
+    site: LinearSite,
+    exchange: Exchange,
+    dtype: DType,
+    capacity: Capacity,
+}
+
+/// An operation of the C ABI.
+type Kernel = unsafe extern "C" fn(*const ffi::aril_sharded_args, *mut c_void) -> i32;
+
+impl FullyShardedLinear {
+    /// Plans the layer `id` of `model` for batches within `capacity`.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the id belongs to another model, the layer has no [exchange](LinearSite::exchange), or the kernels do not
+    /// support a size or the capacity.
+    pub fn new(
+        kernels: &Kernels,
+        model: &Model,
+        id: LinearId,
+        dtype: DType,
+        capacity: Capacity,
+    ) -> Result<Self, PlanError> {
+        let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
+        let exchange = site.exchange().ok_or(PlanError::NotFullySharded)?;
+        let capacity = capacity.checked()?;
+        let outs: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
+        // Shrink has a block for each rank tile, which are no more than the ranks.
+        check_outputs(&outs, capacity, site.slices().len() * exchange.width(capacity.max_rank))?;
+        Ok(Self { kernels: kernels.clone(), model: model.id(), site, exchange, dtype, capacity })
+    }
+
+    /// Enqueues this rank's part of `v = A x[t]` for every routed token `t`: its rows of `v`, or its partial sum. Elements beyond the
+    /// rank of the token's adapter are zero.
+    ///
+    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`] with the table's `max_rank`. May be captured in a CUDA graph.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
+    ///
+    /// # Safety
+    /// From this call until the work has run:
+    /// - **Validity.** `x`, `v`, the table and the factors that it points to are device memory of the kernels' context, in their whole
+    ///   extent. The batch's routing has been updated. The stream belongs to that context.
+    /// - **Liveness.** That memory stays mapped.
+    /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses `v`.
+    /// - **Order.** As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta).
+    /// - **Context.** The kernels' context is current on this thread. (This is checked.)
+    pub unsafe fn shrink(&self, step: &Step, x: MatrixRef, v: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.shrink_args(step, x, v)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_sharded_shrink, &args, step) }
+    }
+
+    /// Enqueues `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows
+    /// of B. All other elements of `y` keep every bit.
+    ///
+    /// `v` is [`Exchange::received`] with the table's `max_rank`, the result of the exchange. `y` is `[tokens, out_features]`. May be
+    /// captured in a CUDA graph.
+    ///
+    /// # Errors
+    /// As for [`shrink`](Self::shrink).
+    ///
+    /// # Safety
+    /// As for `shrink`, with `v` in place of `x`, and `y` in place of `v`.
+    pub unsafe fn expand(&self, step: &Step, v: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+        let args = self.expand_args(step, v, y)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_sharded_expand, &args, step) }
+    }
+
+    /// Checks the operands of [`shrink`](Self::shrink), and returns the arguments of the C ABI.
+    pub(in crate::cuda) fn shrink_args(
+        &self,
+        step: &Step,
+        MatrixRef(x): MatrixRef,
+        MatrixMut(v): MatrixMut,
+    ) -> Result<ffi::aril_sharded_args, LaunchError> {
+        let args = self.args(step)?;
+        let (x, x_stride) = x.expect("x", self.dtype, step.batch.num_tokens, self.site.in_features())?;
+        let [rows, cols] = self.exchange.sent(step.batch.num_tokens, step.table.max_rank());
+        let (v, v_stride) = v.expect("v", DType::F32, rows, cols)?;
+        Ok(ffi::aril_sharded_args { x, x_stride, v: v.cast(), v_stride, ..args })
+    }
+
+    /// Checks the operands of [`expand`](Self::expand), and returns the arguments of the C ABI.
+    pub(in crate::cuda) fn expand_args(
+        &self,
+        step: &Step,
+        MatrixRef(v): MatrixRef,
+        MatrixMut(y): MatrixMut,
+    ) -> Result<ffi::aril_sharded_args, LaunchError> {
+        let args = self.args(step)?;
+        let [rows, cols] = self.exchange.received(step.batch.num_tokens, step.table.max_rank());
+        let (v, v_stride) = v.expect("v", DType::F32, rows, cols)?;
+        let (y, y_stride) = y.expect("y", self.dtype, step.batch.num_tokens, self.site.out_features())?;
+        Ok(ffi::aril_sharded_args { v: v.cast(), v_stride, y, y_stride, ..args })
+    }
+
+    /// The arguments without operands.
+    fn args(&self, step: &Step) -> Result<ffi::aril_sharded_args, LaunchError> {
+        let Step { table, batch, .. } = step;
+        LaunchError::within("the batch's tokens", batch.num_tokens, self.capacity.max_tokens)?;
+        let (mut out_features, mut first_outs, mut num_outs) = ([0; MAX_SLICES], [0; MAX_SLICES], [0; MAX_SLICES]);
+        for (i, slice) in self.site.slices().iter().enumerate() {
+            let outs = slice.delta_range();
+            out_features[i] = int(slice.out_features())?;
+            first_outs[i] = int(outs.start)?;
+            num_outs[i] = int(outs.len())?;
+        }
+        let tp = self.exchange.tp();
+        let (tp_size, tp_rank) = match self.exchange.collective() {
+            Collective::AllGather => (tp.size(), tp.rank()),
+            Collective::AllReduce => (1, 0),
+        };
+        Ok(ffi::aril_sharded_args {
+            dtype: dtype_code(self.dtype),
+            num_tokens: int(batch.num_tokens)?,
+            max_tiles: int(batch.max_small_tiles)?,
+            tp_size: int(tp_size)?,
+            tp_rank: int(tp_rank)?,
+            width: int(self.exchange.width(table.max_rank()))?,
+            in_features: int(self.site.in_features())?,
+            num_slices: int(self.site.slices().len())?,
+            out_features,
+            first_outs,
+            num_outs,
+            x: std::ptr::null(),
+            x_stride: 0,
+            v: std::ptr::null_mut(),
+            v_stride: 0,
+            y: std::ptr::null_mut(),
+            y_stride: 0,
+            weights: table.expect(self.model, self.dtype, &self.capacity, self.site.first_entry())?,
+            routing: batch.routing,
+        })
+    }
+
+    pub(in crate::cuda) unsafe fn launch_shrink(
+        &self,
+        args: &ffi::aril_sharded_args,
+        step: &Step,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_sharded_shrink, args, step) }
+    }
+
+    pub(in crate::cuda) unsafe fn launch_expand(
+        &self,
+        args: &ffi::aril_sharded_args,
+        step: &Step,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_sharded_expand, args, step) }
+    }
+
+    unsafe fn launch(&self, kernel: Kernel, args: &ffi::aril_sharded_args, step: &Step) -> Result<(), LaunchError> {
+        self.kernels.check_thread()?;
+        if args.num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the operands fit the layer, and the caller vouches for their memory.
+        check(unsafe { kernel(args, step.stream.as_raw()) })
+    }
+}
