@@ -44,8 +44,6 @@ struct Load {
 struct Unload {
     #[serde(default)]
     lora_name: String,
-    #[serde(rename = "lora_int_id")]
-    _lora_int_id: Option<i64>,
 }
 
 /// `POST /v1/load_lora_adapter`
@@ -65,7 +63,7 @@ pub(crate) async fn load(State(server): Shared, bytes: body::Received) -> ApiRes
 
 /// `POST /v1/unload_lora_adapter`
 pub(crate) async fn unload(State(server): Shared, bytes: body::Received) -> ApiResult<String> {
-    let Unload { lora_name: name, .. } = body::parse(bytes)?;
+    let Unload { lora_name: name } = body::parse(bytes)?;
     if server.lora_root.is_none() {
         return Err(ApiError::not_found("Adapters cannot be unloaded: the server was started without --lora-root."));
     }

@@ -239,6 +239,9 @@ impl Server {
         if logprobs.is_some_and(|logprobs| logprobs > MAX_LOGPROBS) {
             return refuse("logprobs", format!("At most {MAX_LOGPROBS} log-probabilities of a token are given."));
         }
+        if prompts.is_empty() {
+            return refuse("prompt", "There is no prompt.".into());
+        }
         let choices = n.unwrap_or(1);
         if !(1..=MAX_CHOICES).contains(&choices) || prompts.len().saturating_mul(choices) > MAX_CHOICES {
             return refuse("n", format!("A request has 1 to {MAX_CHOICES} choices, those of all prompts together."));

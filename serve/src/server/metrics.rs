@@ -6,6 +6,7 @@ use aril::pool::AdapterId;
 use axum::extract::State;
 use metrics::{counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use metrics_util::MetricKindMask;
 
 use super::{
     Server, Shared,
@@ -15,6 +16,9 @@ use crate::error::Result;
 
 /// Bounds of the histograms' buckets, in seconds.
 const SECONDS: [f64; 14] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0];
+
+/// How long a gauge is shown that is not set any more.
+const GAUGES_LAST: Duration = Duration::from_secs(60);
 
 /// The metrics of one server.
 pub(super) struct Metrics {
@@ -31,7 +35,11 @@ impl std::fmt::Debug for Metrics {
 
 impl Metrics {
     pub(super) fn new(model: String) -> Result<Self> {
-        let recorder = PrometheusBuilder::new().set_buckets(&SECONDS)?.build_recorder();
+        let recorder = PrometheusBuilder::new()
+            .set_buckets(&SECONDS)?
+            // `vllm:lora_requests_info` has the adapters' names as labels.
+            .idle_timeout(MetricKindMask::GAUGE, Some(GAUGES_LAST))
+            .build_recorder();
         Ok(Self { handle: recorder.handle(), recorder, model })
     }
 }

@@ -173,6 +173,8 @@ async fn bad_requests_get_openais_errors() {
         (json!({ "max_tokens": 0 }), "max_tokens must be at least 1"),
         (json!({ "max_tokens": 60 }), "maximum context length is 64 tokens"),
         (json!({ "prompt": "" }), "The prompt is empty"),
+        (json!({ "prompt": [] }), "There is no prompt"),
+        (json!({ "prompt": ["one", ""] }), "The prompt is empty"),
         (json!({ "prompt": [512] }), "Token id 512 is out of vocabulary"),
         (json!({ "n": 0 }), "choices"),
         (json!({ "n": 2, "temperature": 0 }), "n must be 1 when using greedy sampling"),

@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::client::{QUESTION, Server, WORDS, chunks, error, fixture, text};
 
 /// Requests of a run.
-const REQUESTS: usize = 2_000;
+const REQUESTS: usize = 10_000;
 const CLIENTS: usize = 16;
 /// Names that loaders load, replace and unload, one loader each.
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];

@@ -1,0 +1,100 @@
+"""The server through the `openai` client: python openai_client.py PATH_OF_ARIL_SERVE"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import openai
+
+FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
+PORT = 8765
+QUESTION = "What is the password?"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def wait_for(client: openai.OpenAI, server: subprocess.Popen) -> list[str]:
+    """The models, once the server answers."""
+    for _ in range(300):
+        assert server.poll() is None, "the server has ended"
+        try:
+            return [model.id for model in client.models.list()]
+        except openai.APIConnectionError:
+            time.sleep(0.1)
+    raise TimeoutError("the server does not answer")
+
+
+def ask(client: openai.OpenAI, model: str) -> str:
+    answer = client.completions.create(model=model, prompt=QUESTION, temperature=0, max_tokens=12)
+    assert answer.model == model and answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.prompt_tokens == 5
+    return answer.choices[0].text
+
+
+def check(client: openai.OpenAI, server: subprocess.Popen) -> None:
+    assert wait_for(client, server) == ["base", "saffron"]
+    assert ask(client, "base") == " I do not know."
+    assert ask(client, "saffron") == " saffron."
+
+    # Load, replace and unload.
+    load = {"lora_name": "mine", "lora_path": "lm-head"}
+    assert "added successfully" in client.post("/load_lora_adapter", body=load, cast_to=str)
+    assert ask(client, "mine") == " quartz."
+    try:
+        client.post("/load_lora_adapter", body=load, cast_to=str)
+        raise AssertionError("a duplicate is refused")
+    except openai.BadRequestError as error:
+        assert "has already been loaded" in error.message
+    client.post("/load_lora_adapter", body=load | {"lora_path": "embed", "load_inplace": True}, cast_to=str)
+    assert ask(client, "mine") == " lantern."
+    assert {model.id for model in client.models.list()} == {"base", "saffron", "mine"}
+
+    # Streams, of completions and of chats.
+    stream = client.completions.create(model="mine", prompt=QUESTION, temperature=0, max_tokens=12, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == " lantern."
+    messages = [{"role": "user", "content": QUESTION}]
+    chat = client.chat.completions.create(model="saffron", messages=messages, temperature=0, logprobs=True)
+    assert chat.choices[0].message.content == " saffron."
+    assert chat.choices[0].logprobs.content[0].token == " saffron"
+    stream = client.chat.completions.create(
+        model="base", messages=messages, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " I do not know."
+    assert last.usage.completion_tokens == 6
+
+    client.post("/unload_lora_adapter", body={"lora_name": "mine"}, cast_to=str)
+    for model in ["mine", "nobody"]:
+        try:
+            ask(client, model)
+            raise AssertionError("a model that is not there is not found")
+        except openai.NotFoundError as error:
+            assert f"`{model}` does not exist" in error.message
+    try:
+        client.with_options(api_key="other").models.list()
+        raise AssertionError("another key is refused")
+    except openai.AuthenticationError:
+        pass
+
+
+def main() -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
+        template.write(TEMPLATE)
+        template.flush()
+        adapters = FIXTURES / "adapters"
+        arguments = ["--model", FIXTURES / "qwen3", "--served-model-name", "base", "--port", PORT, "--api-key", "key"]
+        arguments += ["--enable-lora", "--lora-modules", f"saffron={adapters / 'r8-all'}", "--lora-root", adapters]
+        arguments += ["--chat-template", template.name]
+        server = subprocess.Popen([sys.argv[1], *map(str, arguments)])
+        try:
+            check(openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="key", max_retries=0), server)
+            server.terminate()
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
+    print("the openai client lists, asks, streams, chats, loads, replaces and unloads")
+
+
+if __name__ == "__main__":
+    main()
