@@ -41,12 +41,15 @@ __device__ __forceinline__ aril_descriptor module_of_lane(const aril_weights& we
   return module_of(weights, lane < num_slices ? slot : -1, lane);
 }
 
+// What stands for the modules of a table without slots.
+static __device__ const aril_descriptor kNoModule = {};
+
 // The modules of few slots at a layer, loaded beside the routing. A block that waits for its slot
 // first asks memory twice in turn: in an engine, the base weights have pushed both out of L2.
 class EarlyModules {
  public:
   // A whole warp calls it. Lane i loads the i-th, the (i + 32)-th, ... module; no branch makes the
-  // compiler wait for them. There is at least one slot.
+  // compiler wait for them.
   __device__ __forceinline__ EarlyModules(const aril_weights& weights, const Divisor& num_slices)
       : few_(int64_t{weights.num_slots} * num_slices <= kMost) {
     const int last = few_ ? weights.num_slots * num_slices - 1 : 0;
@@ -55,7 +58,9 @@ class EarlyModules {
       const int index = min(static_cast<int>(threadIdx.x) % 32 + 32 * i, last);
       const int slot = num_slices.quotient(index);
       const aril_descriptor* const module =
-          weights.table + int64_t{slot} * weights.num_entries + (index - slot * num_slices);
+          weights.num_slots > 0
+              ? weights.table + int64_t{slot} * weights.num_entries + (index - slot * num_slices)
+              : &kNoModule;
       a_[i] = reinterpret_cast<uintptr_t>(module->a);
       rank_[i] = module->rank;
     }

@@ -12,6 +12,7 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, result, sys}
 
 use crate::{Result, noise::Noise};
 
+#[derive(Clone)]
 pub struct Gpu {
     pub context: Arc<CudaContext>,
     pub stream: Arc<CudaStream>,

@@ -1,6 +1,6 @@
 //! A workload on the device, with so many sets of its adapters that no cache holds the next one.
 
-use std::{collections::BTreeMap, iter::repeat_n};
+use std::{collections::BTreeMap, iter::repeat_n, sync::Arc};
 
 use aril::{
     DType, Slot,
@@ -27,7 +27,7 @@ pub const MAX_ERROR: f64 = 2e-2;
 /// The data of all workloads, generated once.
 pub struct Stage {
     pub gpu: Gpu,
-    pub data: Data,
+    pub data: Arc<Data>,
     pub weights: Memory,
     pub inputs: Memory,
     bases: Memory,
@@ -60,7 +60,15 @@ impl Room {
 impl Stage {
     /// Makes room for the largest.
     pub fn new(rooms: impl IntoIterator<Item = Room>) -> Result<Self> {
-        let (gpu, data) = (Gpu::new()?, Data::new(LARGE));
+        Self::with(Gpu::new()?, Arc::new(Data::new(LARGE)), rooms)
+    }
+
+    /// Another stage on the same stream, with memory of its own.
+    pub fn beside(&self, rooms: impl IntoIterator<Item = Room>) -> Result<Self> {
+        Self::with(self.gpu.clone(), Arc::clone(&self.data), rooms)
+    }
+
+    fn with(gpu: Gpu, data: Arc<Data>, rooms: impl IntoIterator<Item = Room>) -> Result<Self> {
         let room = rooms.into_iter().fold(Room::default(), Room::max);
         let weights = gpu.fill(&data.weights, room.weights)?;
         let inputs = gpu.fill(&data.inputs, room.inputs)?;

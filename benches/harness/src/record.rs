@@ -125,7 +125,12 @@ pub fn host(results: &Results, chosen: &Chosen) -> Table {
 /// Every table of one file of results that has a row.
 pub fn tables(results: &Results, chosen: &Chosen, others: &Others, by_layer: bool) -> Vec<Table> {
     let of = |entries| classes(figures(results, entries, chosen, others), by_layer);
-    let tables =
-        [of(&results.dense), of(&results.moe), report::added(&added(results, chosen), others), host(results, chosen)];
+    let tables = [
+        of(&results.dense),
+        of(&results.moe),
+        report::added(&added(results, chosen), others),
+        report::chain(&results.chain),
+        host(results, chosen),
+    ];
     tables.into_iter().filter(|table| !table.is_empty()).collect()
 }

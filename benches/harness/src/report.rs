@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    results::{Added, HostCost, Others},
+    results::{Added, Chain, HostCost, Others},
     workload::{Suite, Workload},
 };
 
@@ -166,6 +166,23 @@ pub fn added(layers: &[(&Workload, &Added)], others: &Others) -> Table {
                 None => Default::default(),
             });
         }
+        table.row(row);
+    }
+    table
+}
+
+/// Chains of decoder layers, one row each: the time of the GEMMs alone, and that of each arrangement over it.
+pub fn chain(chains: &[Chain]) -> Table {
+    let modes: BTreeSet<&str> = chains.iter().flat_map(|chain| chain.us.keys()).map(String::as_str).collect();
+    let mut table = Table::new(
+        &[&["model", "T", "adapters", "rank", "GEMMs, µs"], &*Vec::from_iter(modes.iter().copied())].concat(),
+    );
+    for Chain { model, rank, tokens, adapters, gemms_us, us } in chains {
+        let mut row = vec![model.clone(), tokens.to_string(), adapters.to_string(), rank.to_string()];
+        row.push(format!("{gemms_us:.1}"));
+        row.extend(
+            modes.iter().map(|mode| us.get(*mode).map_or_else(String::new, |us| format!("{:.3}", us / gemms_us))),
+        );
         table.row(row);
     }
     table

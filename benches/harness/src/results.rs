@@ -32,6 +32,8 @@ pub struct Results {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer: Vec<Added>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub chain: Vec<Chain>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub host: Vec<HostCost>,
 }
 
@@ -103,6 +105,18 @@ impl Added {
     pub fn least_us(&self) -> Option<f64> {
         self.added_us.values().copied().min_by(f64::total_cmp)
     }
+}
+
+/// Times of the GEMMs of a decoder layer in a chain of such layers, alone and by arrangement with LoRA, in µs.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct Chain {
+    pub model: String,
+    pub rank: usize,
+    pub tokens: usize,
+    /// Of the batch.
+    pub adapters: usize,
+    pub gemms_us: f64,
+    pub us: BTreeMap<String, f64>,
 }
 
 /// Time on the host, in µs: to plan a layer once, to check the operands of a call, and to check and launch.

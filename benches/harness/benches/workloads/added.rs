@@ -24,7 +24,7 @@ use aril_bench::{
 use crate::REPLAYS;
 
 /// An arrangement of GEMM and LoRA: enqueues both for the `i`th time.
-type Mode = fn(&Adapted<'_>, usize) -> Result<()>;
+pub(crate) type Mode = fn(&Adapted<'_>, usize) -> Result<()>;
 
 const MODES: [(&str, Mode); 3] = [("after", after), ("side", side), ("first", first)];
 
@@ -35,7 +35,7 @@ const FUSED: (&str, Mode) = ("fused", fused);
 const WITHIN: [(&str, Mode); 2] = [("within", within), ("within_first", within_first)];
 
 /// LoRA after the GEMM.
-fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+pub(crate) fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     alone(adapted, i)?;
     adapted.layer.add_delta(i)
 }
@@ -83,13 +83,13 @@ fn first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
 }
 
 /// The fused linear in place of GEMM and LoRA.
-fn fused(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+pub(crate) fn fused(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     let Adapted { workload, layer, fused, .. } = adapted;
     layer.forward(&fused[i % num_base_sets(workload)], i)
 }
 
 /// The GEMM without LoRA.
-fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+pub(crate) fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     multiply(adapted, i, 0.0)
 }
 
@@ -126,14 +126,13 @@ impl Base {
         no_time: bool,
         results: &mut Results,
     ) -> Result<()> {
-        let layer = Layer::new(stage, workload)?;
-        let supported = if workload.num_tokens() <= MAX_FORWARD_TOKENS { num_base_sets(workload) } else { 0 };
-        let fused = (0..supported).map(|i| layer.fused(base_address(stage, workload, i))).collect::<Result<Vec<_>>>();
-        let fused = fused.unwrap_or_else(|error| {
+        let mut adapted =
+            Adapted { base: self, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
+        if workload.num_tokens() <= MAX_FORWARD_TOKENS
+            && let Err(error) = adapted.fuse()
+        {
             results.fail(&workload.id, "error", format!("fused: {error}"));
-            Vec::new()
-        });
-        let adapted = Adapted { base: self, stage, workload, layer, fused };
+        }
         let (err, gemm_err) = (adapted.layer.check()?, adapted.check_gemm()?);
         if !(err < MAX_ERROR && gemm_err < MAX_DIFFERENCE) {
             results.fail(&workload.id, "wrong", format!("relative errors {err:.3e}, of the GEMM {gemm_err:.3e}"));
@@ -171,7 +170,7 @@ impl Base {
 }
 
 /// Adapters and base weights of one layer, in sets that take turns.
-struct Adapted<'a> {
+pub(crate) struct Adapted<'a> {
     base: &'a Base,
     stage: &'a Stage,
     workload: &'a Workload,
@@ -180,7 +179,21 @@ struct Adapted<'a> {
     fused: Vec<FusedLinear>,
 }
 
-impl Adapted<'_> {
+impl<'a> Adapted<'a> {
+    /// With the fused linear.
+    pub(crate) fn fused(base: &'a Base, stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
+        let mut adapted = Self { base, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
+        adapted.fuse()?;
+        Ok(adapted)
+    }
+
+    fn fuse(&mut self) -> Result<()> {
+        let Self { stage, workload, layer, .. } = self;
+        let sets = 0..num_base_sets(workload);
+        self.fused = sets.map(|i| layer.fused(base_address(stage, workload, i))).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     fn capture(&self, count: usize, mode: Mode) -> Result<Graph> {
         self.stage.gpu.capture(|| (0..count).try_for_each(|i| mode(self, i)))
     }

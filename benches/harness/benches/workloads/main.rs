@@ -13,9 +13,11 @@
 //! | this one | `decode`, `prefill`, `own` |
 //! | [`experts`] | `moe`, `moe-own` |
 //! | [`added`] | `layer`: what LoRA adds to the base GEMM |
+//! | [`chain`] | `layer`, too: decoder layers in a chain |
 //! | [`host`] | `host`: what a layer costs the host |
 
 mod added;
+mod chain;
 mod experts;
 mod host;
 
@@ -144,6 +146,15 @@ fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
         if saved.elapsed() > Duration::from_secs(20) {
             results.save(&cli.out)?;
             saved = Instant::now();
+        }
+    }
+    if let Some(base) = base.filter(|_| !cli.no_time && results.meta.not_reached.is_empty()) {
+        let layers = subjects.iter().filter_map(|subject| match subject {
+            Subject::Layer(workload) => Some(*workload),
+            Subject::Experts(_) => None,
+        });
+        if let Err(error) = chain::measure(&base, &stage, &layers.collect::<Vec<_>>(), &mut results) {
+            results.fail("chain", "error", error.to_string());
         }
     }
     results.meta.seconds = start.elapsed().as_secs_f64();
