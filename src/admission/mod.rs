@@ -147,8 +147,11 @@ pub enum Answer {
 ///     has_room: &mut dyn FnMut(u64) -> bool, // the step's tokens and the KV cache
 /// ) -> Result<Started, Box<dyn std::error::Error>> {
 ///     for adapter in admission.prefetch().take(4) {
-///         // Of an adapter that was unregistered, the requests fail below.
-///         let _ = pool.prefetch(adapter);
+///         // Of an adapter that was unregistered, or could not be loaded, the requests fail below. A prefetch would try the load
+///         // again, and forget that it failed.
+///         if pool.residency(adapter).is_some_and(|residency| !residency.has_failed) {
+///             pool.prefetch(adapter)?;
+///         }
 ///     }
 ///     let (mut started, mut failed) = (vec![], vec![]);
 ///     admission.admit(now, |request| {
