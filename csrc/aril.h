@@ -205,15 +205,15 @@ typedef struct aril_linear_args {
 // The halves of the delta of a fully sharded layer. Between them, the engine exchanges v with the
 // other tensor-parallel ranks.
 //
-// Shrink: v[t, slice] = A x[t] for this rank's part of A, and zero beyond the adapter's rank and for
-// tokens of the base. Expand: y[t, slice] += scales[t] * scaling * B v in this rank's part of the
-// outputs. A row's bits depend on its x, v and y and its slot's factors alone.
+// Shrink: v[t, slice] = A x[t] for this rank's part of A, and zero beyond the adapter's rank and
+// for tokens of the base. Expand: y[t, slice] += scales[t] * scaling * B v in this rank's part of
+// the outputs. A row's bits depend on its x, v and y and its slot's factors alone.
 typedef struct aril_sharded_args {
   int32_t dtype;
   int32_t num_tokens;  // rows of x and y
   int32_t max_tiles;   // of token tiles, the most that the routing can have
-  // The ranks that share A's rows: of an adapter of rank r, each has ceil(r / tp_size) of them. 1 if
-  // every rank has all rows, for a part of the input features.
+  // The ranks that share A's rows: of an adapter of rank r, each has ceil(r / tp_size) of them. 1
+  // if every rank has all rows, for a part of the input features.
   int32_t tp_size;
   int32_t tp_rank;
   int32_t width;  // ranks of a slice in a row of v: ceil(max_rank / tp_size)
@@ -478,6 +478,8 @@ int32_t aril_load(void);
 int32_t aril_route(const aril_route_args* args, void* stream);
 int32_t aril_linear(const aril_linear_args* args, void* stream);
 int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
+// The same bits, by few multiprocessors, for a stream beside that of a GEMM.
+int32_t aril_linear_shrink_beside(const aril_linear_args* args, void* stream);
 int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream);
 int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream);

@@ -17,7 +17,8 @@ using detail::ceil_div;
 using detail::EmbeddingPath;
 using detail::kMaxRankTiles;
 
-enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
+// kBeside: shrink on few multiprocessors, beside a GEMM.
+enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand, kBeside = 4 };
 
 // All kernels for elements of T.
 template <typename T>
@@ -85,7 +86,7 @@ int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
   grid.apart = parts == kExpand;
   const int expand = parts & kExpand ? args.max_tiles * out_blocks : 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
-  if (parts == kShrink) {
+  if (parts & kBeside) {
     const int team_bytes = ceil_div(detail::small_m_shrink_smem_bytes(rows), 128) * 128;
     int max_bytes;
     ARIL_TRY(max_smem_bytes(max_bytes));
@@ -199,6 +200,10 @@ extern "C" int32_t aril_linear(const aril_linear_args* args, void* stream) {
 
 extern "C" int32_t aril_linear_shrink(const aril_linear_args* args, void* stream) {
   return aril::linear(*args, aril::kShrink, stream);
+}
+
+extern "C" int32_t aril_linear_shrink_beside(const aril_linear_args* args, void* stream) {
+  return aril::linear(*args, aril::kShrink | aril::kBeside, stream);
 }
 
 extern "C" int32_t aril_linear_expand(const aril_linear_args* args, void* stream) {

@@ -23,11 +23,11 @@ constexpr int small_m_blocks(bool staged) {
 #endif
 }
 
-// Blocks of shrink that a thread block has side by side, at most, if shrink is launched alone.
+// Blocks of shrink that a thread block has side by side, at most, in small_m_shrink_kernel.
 constexpr int kSmallMTeams = 4;
 
-// Shrink alone, which may run beside a GEMM: its thread blocks occupy few multiprocessors, so that
-// the GEMM's find room on the others. Each has `team_bytes` of shared memory for a team.
+// Shrink beside a GEMM: its thread blocks occupy few multiprocessors, so that the GEMM's find room
+// on the others. Each has `team_bytes` of shared memory for a team.
 template <typename T>
 __global__ void __launch_bounds__(kSmallMTeams* kSmallMThreads, 1)
     small_m_shrink_kernel(const __grid_constant__ aril_linear_args p,

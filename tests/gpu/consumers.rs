@@ -101,10 +101,12 @@ impl Subject<Consumed> for Raw<'_> {
             outputs.each_ref().map(|(place, _, buffer)| raw_matrix_mut::<T>(buffer, grown(*place)));
         let linear = raw::LoraLinear::new(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
         let bytes = linear.plan().workspace_bytes();
-        let workspace = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
-        let [mailbox, partials] = workspace.each_ref().map(Buffer::region);
+        let buffers = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
+        let [mailbox, partials] = buffers.each_ref().map(Buffer::region);
         let weights = raw::Table::new(model, T::DTYPE, table.address(), capacity.num_slots, capacity.max_rank);
-        let step = raw::Step::new(weights, batch, raw::Workspace { mailbox, partials }, stream);
+        let workspace = raw::Workspace { mailbox, partials };
+        let step = raw::Step::new(weights, batch, workspace, stream);
+        let step = if case.seed % 4 < 2 { step.beside(workspace, stream) } else { step };
         let launch = || {
             // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
             unsafe { linear.shrink(&step, x_matrix) }.unwrap();

@@ -520,7 +520,7 @@ struct Delta {
         }
         const float factor = module_at(pair.entry).scaling * batch.scales[pair.token];
         uint32_t high, low;
-        to_bf16_terms(sum.x * factor, sum.y * factor, high, low);
+        to_bf16_terms(__fmul_rn(sum.x, factor), __fmul_rn(sum.y, factor), high, low);
         unsigned char* to = gathered(pair.token) + (pair.rank - begin) * 2;
         *reinterpret_cast<uint32_t*>(to) = high;
         *reinterpret_cast<uint32_t*>(to + kTokens * p.smem.v_pitch) = low;

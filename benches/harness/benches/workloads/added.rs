@@ -54,7 +54,7 @@ fn within(adapted: &Adapted<'_>, i: usize) -> Result<()> {
 
 /// Shrink before the GEMM, and expand within the operation behind the layer.
 fn within_first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
-    adapted.layer.shrink(i, adapted.stage.gpu.raw_stream())?;
+    adapted.layer.shrink(i)?;
     alone(adapted, i)?;
     adapted.layer.consume(i, false)
 }
@@ -70,7 +70,7 @@ fn shrink_beside(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     let stream = &adapted.stage.gpu.stream;
     forked.record(stream)?;
     forked.hold(side)?;
-    adapted.layer.shrink(i, Stream::from(&**side))?;
+    adapted.layer.shrink_beside(i, Stream::from(&**side))?;
     alone(adapted, i)?;
     joined.record(side)?;
     joined.hold(stream)

@@ -148,7 +148,7 @@ fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
             saved = Instant::now();
         }
     }
-    if let Some(base) = base.filter(|_| !cli.no_time && results.meta.not_reached.is_empty()) {
+    if let Some(base) = base.filter(|_| !cli.no_time && start.elapsed() < budget) {
         let layers = subjects.iter().filter_map(|subject| match subject {
             Subject::Layer(workload) => Some(*workload),
             Subject::Experts(_) => None,
