@@ -2,11 +2,11 @@
 //
 // The fused linear's delta, computed by some warps of each thread block beside the stream of W.
 //
-// v = A x is divided into units (DeltaUnit), shared evenly over all thread blocks. A block
-// publishes the sums of its units in the mailbox, gathers the sums of all parts for the slice of
-// its own rows, and leaves scaling * B v of these rows in shared memory. It polls for a sum a
-// bounded number of times; then it computes the sum itself, in the same order. So no block depends
-// on another one running.
+// v = A x is divided into units (DeltaUnit), which thread blocks take in the order in which they
+// start. A block publishes the sums of its units in the mailbox, gathers the sums of all parts for
+// the slice of its own rows, and leaves scaling * B v of these rows in shared memory. It polls for
+// a sum a bounded number of times; then it computes the sum itself, in the same order. So no block
+// depends on another one running.
 //
 // Fragments of A, B and x are loaded 16 bytes per lane in memory order: features, or ranks, are
 // permuted within a product, alike in both operands.
@@ -105,7 +105,7 @@ struct Delta {
     static_assert(kPieces <= ARIL_FORWARD_TOKENS && 2 * ARIL_FORWARD_TOKENS <= kThreads);
     uint4 piece;
     if (thread < kPieces) piece = reinterpret_cast<const uint4*>(args.routing.segments)[thread];
-    clear_deltas();
+    clear_deltas();  // While the segments are on their way.
     if (thread < kPieces) {
       if (thread < kTokenPieces) {
         const unsigned end = args.num_tokens * 0x01010101u;
