@@ -669,7 +669,8 @@ struct Delta {
       const Chunk following = next(task, chunk);
       // The sums do not depend on how many ranks fit at once.
       if (following.rank == task.begin || following.rank % kSumRanks == 0) {
-        add_deltas(chunk.item, sums, chunk.rank < kSumRanks);
+        // CUDA 12.8 takes `chunk.rank <` for the beginning of a template argument list.
+        add_deltas(chunk.item, sums, kSumRanks > chunk.rank);
       }
       chunk = following;
     }
