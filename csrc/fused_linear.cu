@@ -97,8 +97,8 @@ int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
   return 0;
 }
 
-// Divides a block's shared memory: as many stages as fit, of two boxes or, if these are too few of
-// one. `smem_bytes` is 0 if the form does not fit.
+// Divides a block's shared memory: as many stages as fit, of two boxes or, if these are too few, of
+// one. `smem_bytes` is 0 if the device has too little.
 int32_t make_ring(const aril_forward_args& args, int token_tiles, detail::FusedParams& params,
                   int& smem_bytes) {
   constexpr int kAlignmentBytes = 1024;

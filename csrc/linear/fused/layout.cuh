@@ -4,8 +4,8 @@
 // blocks share the work, and their shared memory.
 //
 // Bound: the bytes of W, once, and of A and B of each adapter of the batch, once; x and v = A x
-// come from L2. So every load is issued before anything waits: W through a ring of stages that the
-// copy engine fills, A and B through L2.
+// come from L2. So the first loads are issued before anything waits: W into a ring of stages that
+// the copy engine fills, and A of a block's first units. B comes while a block waits for v.
 //
 // A cluster of `splits` thread blocks owns some units of 16 rows of a slice of W, and each of its
 // blocks a range of the input features. The warps of a block have three roles:
