@@ -27,6 +27,7 @@ pub struct SlotImage<'a> {
     /// The factors, in order.
     parts: Vec<Rectangle<'a>>,
     elems: usize,
+    has_experts: bool,
 }
 
 /// The place of one module in an image.
@@ -64,7 +65,15 @@ pub struct SharedEntry {
 impl<'a> SlotImage<'a> {
     /// An image without modules.
     pub(super) fn new(dtype: DType, model: &Model) -> Self {
-        Self { dtype, model: model.clone(), entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
+        Self {
+            dtype,
+            model: model.clone(),
+            entries: Vec::new(),
+            shared: Vec::new(),
+            parts: Vec::new(),
+            elems: 0,
+            has_experts: false,
+        }
     }
 
     /// Appends a factor, or a part without elements, to the block, and returns its offset in elements.
@@ -85,6 +94,16 @@ impl<'a> SlotImage<'a> {
     /// Adds the shared factors of a module. The experts' own entries do not depend on it.
     pub(super) fn share(&mut self, entry: usize, rank: usize, a_elems: Option<usize>, b_elems: Option<usize>) {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
+    }
+
+    /// Takes note of factors of experts.
+    pub(super) fn set_has_experts(&mut self) {
+        self.has_experts = true;
+    }
+
+    /// Whether it has factors of experts.
+    pub(crate) fn has_experts(&self) -> bool {
+        self.has_experts
     }
 
     pub(crate) fn model(&self) -> &Model {

@@ -10,14 +10,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rayon::ThreadPoolBuildError;
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 use super::{AdapterId, Source};
 use crate::{adapter::SlotImage, error::LoadError};
 
-/// Loader threads. They are apart from rayon's other ones, which the engine may use.
+/// Loader threads, each of which reads one adapter at a time, and the threads that pack for all of them. They are apart from rayon's
+/// other ones, which the engine may use.
 pub(super) struct Loaders<P> {
-    threads: rayon::ThreadPool,
+    threads: ThreadPool,
+    packers: Arc<ThreadPool>,
     sender: Sender<Loaded<P>>,
     results: Receiver<Loaded<P>>,
 }
@@ -30,11 +32,12 @@ pub(super) struct Loaded<P> {
 }
 
 impl<P: Send + 'static> Loaders<P> {
-    pub(super) fn new(threads: usize) -> Result<Self, ThreadPoolBuildError> {
-        let threads =
-            rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("aril-loader-{i}")).build()?;
+    pub(super) fn new(loaders: usize, packers: usize) -> Result<Self, ThreadPoolBuildError> {
+        let pool = |threads: usize, name: &'static str| {
+            ThreadPoolBuilder::new().num_threads(threads).thread_name(move |i| format!("aril-{name}-{i}")).build()
+        };
         let (sender, results) = channel();
-        Ok(Self { threads, sender, results })
+        Ok(Self { threads: pool(loaders, "loader")?, packers: Arc::new(pool(packers, "packer")?), sender, results })
     }
 
     /// Starts to read an adapter. A panic is an error of this adapter.
@@ -44,9 +47,10 @@ impl<P: Send + 'static> Loaders<P> {
         source: Arc<Source>,
         pack: impl FnOnce(&SlotImage<'_>) -> Result<P, LoadError> + Send + 'static,
     ) {
-        let sender = self.sender.clone();
+        let (sender, packers) = (self.sender.clone(), Arc::clone(&self.packers));
         self.threads.spawn(move || {
             let start = Instant::now();
+            let pack = |image: &SlotImage<'_>| packers.install(|| pack(image));
             let result = catch_unwind(AssertUnwindSafe(|| source.read(pack)));
             let result = result.unwrap_or_else(|panic| Err(LoadError::Panicked { message: message(&*panic) }));
             // Without a receiver, the pool is gone, and what was packed is dropped.

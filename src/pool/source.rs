@@ -16,6 +16,7 @@ pub struct Source {
     dtype: DType,
     bytes: usize,
     max_rank: usize,
+    has_experts: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -48,7 +49,14 @@ impl Source {
 
     fn planned(kind: Kind, image: &SlotImage<'_>) -> Result<Self, AdapterError> {
         let (model, dtype) = (image.model().clone(), image.dtype());
-        Ok(Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank() })
+        Ok(Self {
+            kind,
+            model,
+            dtype,
+            bytes: image.bytes(),
+            max_rank: image.max_rank(),
+            has_experts: image.has_experts(),
+        })
     }
 
     /// Size of the adapter's [image](SlotImage::bytes) in bytes. For a directory, an upper bound: factors of experts that turn out
@@ -69,14 +77,11 @@ impl Source {
 
     /// Reads the adapter and plans its image.
     pub(super) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
-        let read;
-        let adapter = match &self.kind {
-            Kind::Memory(adapter) => adapter,
-            Kind::Directory(directory) => {
-                read = directory.read()?;
-                &read
-            }
-        };
-        pack(&adapter.plan(&self.model, self.dtype)?)
+        let pack = |adapter: &Adapter| pack(&adapter.plan(&self.model, self.dtype)?);
+        match &self.kind {
+            Kind::Memory(adapter) => pack(adapter),
+            // The plan compares the factors of experts.
+            Kind::Directory(directory) => directory.read(self.has_experts, pack),
+        }
     }
 }
