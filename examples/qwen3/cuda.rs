@@ -9,11 +9,12 @@
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
+mod arena;
 mod experts;
 mod gemm;
-mod timing;
+pub(crate) mod timing;
 
-use std::{fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
@@ -29,14 +30,14 @@ use aril::{
 };
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaSlice, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
-        PushKernelArg as _, result::memcpy_dtod_async, sys::CUdevice_attribute,
+        CudaContext, CudaFunction, CudaSlice, DeviceRepr, DriverError, LaunchArgs, LaunchConfig, PushKernelArg as _,
+        result::memcpy_dtod_async, sys::CUdevice_attribute,
     },
     nvrtc::Ptx,
 };
 
-pub(crate) use self::timing::time_experts;
 use self::{
+    arena::{Arena, Memory},
     experts::{Grouped, Routes},
     gemm::Gemm,
 };
@@ -57,9 +58,11 @@ pub(crate) fn device_count() -> usize {
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
-    queue: Queue,
+    pub(crate) queue: Queue,
     functions: Functions,
     gemm: Gemm,
+    /// Where new matrices have their memory, if not of their own.
+    pub(crate) arena: RefCell<Option<Arena>>,
     element: PhantomData<T>,
 }
 
@@ -87,12 +90,12 @@ const THREADS: u32 = 256;
 const STEPS_IN_FLIGHT: usize = 2;
 
 /// A row-major matrix in device memory, at the start of an allocation. All its uses are on one stream.
-pub(crate) struct Matrix<T> {
+pub(crate) struct Matrix<T: 'static> {
     rows: usize,
     cols: usize,
-    data: Buffer<T>,
+    data: Memory<T>,
     /// For the example's own kernels.
-    address: u64,
+    pub(crate) address: u64,
 }
 
 /// A linear layer with its base weight, and the number of its output features.
@@ -103,27 +106,31 @@ pub(crate) struct Fused<'a, T> {
 
 /// The state that a step's operations share.
 pub(crate) struct Buffers {
-    routing: Routing,
-    workspace: Workspace,
+    pub(crate) routing: Routing,
+    pub(crate) workspace: Workspace,
 }
 
 impl<T: Element + DeviceRepr> Cuda<T> {
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
-        Self::on(context(ordinal)?.default_stream())
-    }
-
-    fn on(stream: Arc<CudaStream>) -> Result<Self> {
-        let context = stream.context();
-        let kernels = Kernels::load_into(context).memory_for("the library's kernels")?;
-        let functions = Functions::load(T::DTYPE, context).memory_for("the example's kernels")?;
-        let queue = Queue::new(&kernels, &stream)?;
+        let context = context(ordinal)?;
+        let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
+        let functions = Functions::load(T::DTYPE, &context).memory_for("the example's kernels")?;
+        // The default stream cannot be captured.
+        let queue = Queue::new(&kernels, &context.new_stream()?)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
-        Ok(Self { queue, functions, gemm, element: PhantomData })
+        Ok(Self { queue, functions, gemm, arena: RefCell::default(), element: PhantomData })
     }
 
     /// An uninitialized matrix, which must be written before it is read.
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
-        self.matrix(rows, cols, self.slice(rows, cols)?)
+        let Some(arena) = &*self.arena.borrow() else { return self.matrix(rows, cols, self.slice(rows, cols)?) };
+        let len = (rows * cols).max(1);
+        let data = match arena.take(len) {
+            Some(data) => data,
+            None => arena.own(Buffer::from_slice(&self.queue, self.slice(rows, cols)?)?, len),
+        };
+        let address = data.device_ptr();
+        Ok(Matrix { rows, cols, data, address })
     }
 
     fn upload<V: DeviceRepr>(&self, rows: usize, cols: usize, values: &[V]) -> Result<Matrix<V>> {
@@ -145,7 +152,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     fn matrix<V: DeviceRepr>(&self, rows: usize, cols: usize, slice: CudaSlice<V>) -> Result<Matrix<V>> {
         let data = Buffer::from_slice(&self.queue, slice)?;
         let address = data.device_ptr();
-        Ok(Matrix { rows, cols, data, address })
+        Ok(Matrix { rows, cols, data: data.into(), address })
     }
 
     /// Waits for all enqueued work.
@@ -280,7 +287,7 @@ impl<V> Matrix<V> {
     where
         V: Element,
     {
-        Ok(cuda::MatrixMut::new(&mut self.data, self.rows, self.cols)?)
+        Ok(cuda::MatrixMut::new(&mut *self.data, self.rows, self.cols)?)
     }
 }
 
@@ -484,7 +491,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, x.cols)?;
-        let (bytes, stream) = (x.data.len() * size_of::<T>(), self.queue.stream());
+        let (bytes, stream) = (x.rows * x.cols * size_of::<T>(), self.queue.stream());
         // SAFETY: both have this many bytes and are used on this stream only.
         unsafe { memcpy_dtod_async(y.address, x.address, bytes, stream.cu_stream()) }?;
         self.head_norm(&mut y, 0..1, weight, eps)?;

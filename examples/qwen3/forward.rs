@@ -36,6 +36,12 @@ pub(crate) struct Step {
 /// adapters are as fast or faster, depending on how many adapters there are.
 const FUSED_TOKENS: usize = 16;
 
+/// The indices of a step on the device.
+pub(crate) struct Inputs<D: Device> {
+    pub(crate) ids: D::Indices,
+    pub(crate) places: Places<D>,
+}
+
 /// The linear layers of a layer with their base weights, for steps of few tokens.
 struct FusedLayer<'m, D: Device + 'm> {
     qkv: Option<D::FusedLinear<'m>>,
@@ -47,11 +53,15 @@ struct FusedLayer<'m, D: Device + 'm> {
 
 /// The state kept from step to step.
 pub(crate) struct Session<'m, D: Device + 'm> {
+    pub(crate) state: State<'m, D>,
+    pub(crate) buffers: D::Buffers,
+}
+
+/// What the layers keep.
+pub(crate) struct State<'m, D: Device + 'm> {
     fused: Vec<FusedLayer<'m, D>>,
     caches: Vec<Cache<D>>,
     rope: Rope<D>,
-    buffers: D::Buffers,
-    /// By layer.
     grouping: D::Grouping,
 }
 
@@ -69,72 +79,90 @@ impl<D: Device> Model<'_, D> {
             };
             Ok(FusedLayer { qkv: fused(&layer.qkv)?, o: fused(&layer.o)?, gate_up, down })
         };
-        Ok(Session {
+        let state = State {
             fused: layers.iter().map(fused_layer).collect::<Result<_>>()?,
             caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
             rope: self.rope(positions)?,
-            buffers: device.buffers(adapters)?,
             grouping: device.grouping(*routes)?,
-        })
+        };
+        Ok(Session { state, buffers: device.buffers(adapters)? })
     }
 
     /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
     pub(crate) fn forward(&self, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
-        let Self { device, config: Config { heads, eps, .. }, .. } = *self;
-        let ids = device.indices(&step.ids)?;
-        let BlockTable { ref first_rows, columns, block_rows } = step.table;
-        let places = step.sequences.iter().zip(&step.positions);
-        let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();
-        let places = Places {
-            positions: device.indices(&step.positions)?,
-            sequences: device.indices(&step.sequences)?,
-            rows: device.indices(&rows)?,
-            table: BlockTable { first_rows: device.indices(first_rows)?, columns, block_rows },
-        };
-        let mut lora = device.lora_step(&self.adapters, &mut session.buffers, &step.slots, &step.scales)?;
-
-        let mut h = device.embed(&self.embed, &ids)?;
-        device.add_embedding_delta(&self.embed_lora, &mut lora, &ids, &mut h)?;
-
-        let is_fused = step.ids.len() <= FUSED_TOKENS;
-        for ((layer, fused), cache) in self.layers.iter().zip(&session.fused).zip(&mut session.caches) {
-            let fused = is_fused.then_some(fused);
-            let x = device.rms_norm(&h, &layer.input_norm, eps)?;
-            let mut qkv = self.linear(&x, &layer.qkv, fused.and_then(|fused| fused.qkv.as_ref()), &mut lora)?;
-            device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
-            device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
-            device.rope(&mut qkv, heads.queries().start..heads.keys().end, &session.rope, &places)?;
-            device.append(&qkv, heads, &places, cache)?;
-            let x = device.attention(&qkv, heads, &places, cache)?;
-            let y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), &mut lora)?;
-            device.add(&mut h, &y)?;
-
-            let x = device.rms_norm(&h, &layer.post_norm, eps)?;
-            let y = match &layer.mlp {
-                Mlp::Dense { gate_up, down } => {
-                    let gate_up =
-                        self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), &mut lora)?;
-                    self.linear(
-                        &device.silu_mul(&gate_up)?,
-                        down,
-                        fused.and_then(|fused| fused.down.as_ref()),
-                        &mut lora,
-                    )?
-                }
-                Mlp::Sparse(experts) => self.experts(&x, experts, &mut session.grouping, &mut lora)?,
-            };
-            device.add(&mut h, &y)?;
-        }
+        let Self { device, adapters, .. } = self;
+        let Session { state, buffers } = session;
+        let inputs = self.inputs(step)?;
+        let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
+        let h = self.hidden(state, &inputs, step.ids.len(), &mut lora)?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
         let slots: Vec<Slot> = sampled.clone().map(|row| step.slots[row]).collect();
         let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
-        let mut lora = device.lora_step(&self.adapters, &mut session.buffers, &slots, &scales)?;
+        let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
-        let x = device.rms_norm(&h, &self.norm, eps)?;
-        let mut logits = device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
-        device.add_delta(&self.head_lora, &mut lora, &x, &mut logits)?;
+        self.logits(&h, &mut lora)
+    }
+
+    /// Uploads the indices of a step.
+    fn inputs(&self, step: &Step) -> Result<Inputs<D>> {
+        let BlockTable { ref first_rows, columns, block_rows } = step.table;
+        let places = step.sequences.iter().zip(&step.positions);
+        let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();
+        let indices = |values: &[u32]| self.device.indices(values);
+        let places = Places {
+            positions: indices(&step.positions)?,
+            sequences: indices(&step.sequences)?,
+            rows: indices(&rows)?,
+            table: BlockTable { first_rows: indices(first_rows)?, columns, block_rows },
+        };
+        Ok(Inputs { ids: indices(&step.ids)?, places })
+    }
+
+    /// Runs the layers on `tokens` tokens, and returns their hidden states: `[tokens, hidden]`.
+    pub(crate) fn hidden(
+        &self,
+        State { fused, caches, rope, grouping }: &mut State<'_, D>,
+        Inputs { ids, places }: &Inputs<D>,
+        tokens: usize,
+        lora: &mut D::LoraStep<'_>,
+    ) -> Result<D::Tensor> {
+        let Self { device, config: Config { heads, eps, .. }, .. } = *self;
+        let mut h = device.embed(&self.embed, ids)?;
+        device.add_embedding_delta(&self.embed_lora, lora, ids, &mut h)?;
+
+        let is_fused = tokens <= FUSED_TOKENS;
+        for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
+            let fused = is_fused.then_some(fused);
+            let x = device.rms_norm(&h, &layer.input_norm, eps)?;
+            let mut qkv = self.linear(&x, &layer.qkv, fused.and_then(|fused| fused.qkv.as_ref()), lora)?;
+            device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
+            device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
+            device.rope(&mut qkv, heads.queries().start..heads.keys().end, rope, places)?;
+            device.append(&qkv, heads, places, cache)?;
+            let x = device.attention(&qkv, heads, places, cache)?;
+            let y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), lora)?;
+            device.add(&mut h, &y)?;
+
+            let x = device.rms_norm(&h, &layer.post_norm, eps)?;
+            let y = match &layer.mlp {
+                Mlp::Dense { gate_up, down } => {
+                    let gate_up = self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), lora)?;
+                    self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
+                }
+                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora)?,
+            };
+            device.add(&mut h, &y)?;
+        }
+        Ok(h)
+    }
+
+    /// The logits of hidden states: `[tokens, vocab]`.
+    pub(crate) fn logits(&self, h: &D::Tensor, lora: &mut D::LoraStep<'_>) -> Result<D::Tensor> {
+        let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
+        let mut logits = self.device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
+        self.device.add_delta(&self.head_lora, lora, &x, &mut logits)?;
         Ok(logits)
     }
 
