@@ -14,7 +14,7 @@ mod experts;
 mod gemm;
 pub(crate) mod timing;
 
-use std::{cell::RefCell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+use std::{cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
@@ -61,8 +61,9 @@ pub(crate) struct Cuda<T> {
     pub(crate) queue: Queue,
     functions: Functions,
     gemm: Gemm,
-    /// Where new matrices have their memory, if not of their own.
-    pub(crate) arena: RefCell<Option<Arena>>,
+    arena: Arena,
+    /// Whether new matrices are in the arena.
+    is_on_arena: Cell<bool>,
     element: PhantomData<T>,
 }
 
@@ -118,16 +119,33 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         // The default stream cannot be captured.
         let queue = Queue::new(&kernels, &context.new_stream()?)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
-        Ok(Self { queue, functions, gemm, arena: RefCell::default(), element: PhantomData })
+        Ok(Self {
+            queue,
+            functions,
+            gemm,
+            arena: Arena::default(),
+            is_on_arena: Cell::new(false),
+            element: PhantomData,
+        })
+    }
+
+    /// Runs a step whose matrices are in the arena. A second run of the same step allocates nothing, so that it can be captured.
+    pub(crate) fn on_arena<R>(&self, run: impl FnOnce() -> R) -> R {
+        self.is_on_arena.set(true);
+        let result = run();
+        self.is_on_arena.set(false);
+        result
     }
 
     /// An uninitialized matrix, which must be written before it is read.
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
-        let Some(arena) = &*self.arena.borrow() else { return self.matrix(rows, cols, self.slice(rows, cols)?) };
+        if !self.is_on_arena.get() {
+            return self.matrix(rows, cols, self.slice(rows, cols)?);
+        }
         let len = (rows * cols).max(1);
-        let data = match arena.take(len) {
+        let data = match self.arena.take(len) {
             Some(data) => data,
-            None => arena.own(Buffer::from_slice(&self.queue, self.slice(rows, cols)?)?, len),
+            None => self.arena.own(Buffer::from_slice(&self.queue, self.slice(rows, cols)?)?, len),
         };
         let address = data.device_ptr();
         Ok(Matrix { rows, cols, data, address })
@@ -271,8 +289,13 @@ impl Functions {
 }
 
 impl<V> Matrix<V> {
+    /// Elements.
+    pub(crate) fn len(&self) -> usize {
+        self.rows * self.cols
+    }
+
     fn view(&self) -> cuda::View<'_, V> {
-        self.data.slice(0..self.rows * self.cols)
+        self.data.slice(0..self.len())
     }
 
     /// The matrix as the library's operand.

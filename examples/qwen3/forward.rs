@@ -42,6 +42,13 @@ pub(crate) struct Inputs<D: Device> {
     pub(crate) places: Places<D>,
 }
 
+/// The adapters of a step.
+pub(crate) struct Lora<'a, 's, D: Device> {
+    pub(crate) step: &'a mut D::LoraStep<'s>,
+    /// Whether a token has one. If not, no operation runs that only adds deltas.
+    pub(crate) has_adapters: bool,
+}
+
 /// The linear layers of a layer with their base weights, for steps of few tokens.
 struct FusedLayer<'m, D: Device + 'm> {
     qkv: Option<D::FusedLinear<'m>>,
@@ -94,7 +101,8 @@ impl<D: Device> Model<'_, D> {
         let Session { state, buffers } = session;
         let inputs = self.inputs(step)?;
         let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
-        let h = self.hidden(state, &inputs, step.ids.len(), &mut lora)?;
+        let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
+        let h = self.hidden(state, &inputs, step.ids.len(), &mut Lora { step: &mut lora, has_adapters })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
@@ -102,7 +110,7 @@ impl<D: Device> Model<'_, D> {
         let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
         let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
-        self.logits(&h, &mut lora)
+        self.logits(&h, &mut Lora { step: &mut lora, has_adapters })
     }
 
     /// Uploads the indices of a step.
@@ -120,17 +128,19 @@ impl<D: Device> Model<'_, D> {
         Ok(Inputs { ids: indices(&step.ids)?, places })
     }
 
-    /// Runs the layers on `tokens` tokens, and returns their hidden states: `[tokens, hidden]`.
+    /// Runs the layers, and returns the hidden states of all tokens: `[tokens, hidden]`.
     pub(crate) fn hidden(
         &self,
         State { fused, caches, rope, grouping }: &mut State<'_, D>,
         Inputs { ids, places }: &Inputs<D>,
         tokens: usize,
-        lora: &mut D::LoraStep<'_>,
+        lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, config: Config { heads, eps, .. }, .. } = *self;
         let mut h = device.embed(&self.embed, ids)?;
-        device.add_embedding_delta(&self.embed_lora, lora, ids, &mut h)?;
+        if lora.has_adapters {
+            device.add_embedding_delta(&self.embed_lora, lora.step, ids, &mut h)?;
+        }
 
         let is_fused = tokens <= FUSED_TOKENS;
         for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
@@ -151,7 +161,7 @@ impl<D: Device> Model<'_, D> {
                     let gate_up = self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), lora)?;
                     self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
                 }
-                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora)?,
+                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,
             };
             device.add(&mut h, &y)?;
         }
@@ -159,10 +169,12 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// The logits of hidden states: `[tokens, vocab]`.
-    pub(crate) fn logits(&self, h: &D::Tensor, lora: &mut D::LoraStep<'_>) -> Result<D::Tensor> {
+    pub(crate) fn logits(&self, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
         let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
         let mut logits = self.device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
-        self.device.add_delta(&self.head_lora, lora, &x, &mut logits)?;
+        if lora.has_adapters {
+            self.device.add_delta(&self.head_lora, lora.step, &x, &mut logits)?;
+        }
         Ok(logits)
     }
 
@@ -173,13 +185,15 @@ impl<D: Device> Model<'_, D> {
         x: &D::Tensor,
         layer: &Linear<D>,
         fused: Option<&D::FusedLinear<'_>>,
-        step: &mut D::LoraStep<'_>,
+        lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         if let Some(fused) = fused {
-            return self.device.forward(fused, step, x);
+            return self.device.forward(fused, lora.step, x);
         }
         let mut y = self.device.gemm(x, &layer.base)?;
-        self.device.add_delta(&layer.lora, step, x, &mut y)?;
+        if lora.has_adapters {
+            self.device.add_delta(&layer.lora, lora.step, x, &mut y)?;
+        }
         Ok(y)
     }
 

@@ -16,6 +16,8 @@ mod qwen3 {
     pub(crate) mod checkpoint;
     pub(crate) mod config;
     pub(crate) mod cpu;
+    #[cfg(feature = "cuda")]
+    pub(crate) mod cuda;
     pub(crate) mod device;
     pub(crate) mod error;
     pub(crate) mod experts;
@@ -28,9 +30,11 @@ mod qwen3 {
 mod server;
 mod worker;
 
+#[cfg(feature = "cuda")]
+use qwen3::cuda;
 use qwen3::{adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
 
 pub use self::{
-    options::{Dtype, LoraModule, Options},
+    options::{DeviceArg, Dtype, LoraModule, Options},
     server::{Running, start},
 };

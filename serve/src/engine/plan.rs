@@ -5,8 +5,9 @@
 
 use aril::Slot;
 
+use super::graph::{Capture, Decoder};
 use crate::{
-    device::{BlockTable, Device},
+    device::BlockTable,
     error::{Error, Result},
     forward::{Session, Step},
     model::Model,
@@ -33,14 +34,19 @@ pub(crate) struct Chunk {
 
 impl Plan {
     /// Computes all chunks in one pass, and returns the logits `[vocab]` of each sampled one, in order.
-    pub(crate) fn run<D: Device>(
+    pub(crate) fn run<D: Capture>(
         &self,
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
+        decoder: &mut Decoder<D>,
         block_rows: usize,
     ) -> Result<Vec<Vec<f32>>> {
-        let logits = model.device.read(&model.forward(session, &self.step(block_rows)?)?)?;
-        Ok(logits.chunks_exact(model.config.vocab).map(<[f32]>::to_vec).collect())
+        let step = self.step(block_rows)?;
+        let logits = match decoder.run(model, session, &step)? {
+            Some(logits) => model.device.read(logits)?,
+            None => model.device.read(&model.forward(session, &step)?)?,
+        };
+        Ok(logits.chunks_exact(model.config.vocab).take(step.sampled.len()).map(<[f32]>::to_vec).collect())
     }
 
     /// Packs the chunks without padding.
@@ -69,7 +75,7 @@ impl Plan {
 }
 
 /// A row or position as the kernels' integer.
-fn index(value: usize) -> Result<u32> {
+pub(crate) fn index(value: usize) -> Result<u32> {
     let index = i32::try_from(value).map(i32::cast_unsigned);
     index.map_err(|_| Error::new(format!("{value} is past the last row of a cache, 2147483647")))
 }

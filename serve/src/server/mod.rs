@@ -221,14 +221,16 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config)?));
     let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
     let setup = Setup {
+        device: options.device,
+        dtype,
         config,
         described: Arc::clone(&described),
         sizes,
         max_rank: options.max_lora_rank,
         slots: max_loras + SPARE_SLOTS,
-        pool: PoolConfig::arena_bytes(options.lora_mib << 20).host_bytes(options.cpu_lora_mib << 20),
+        pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(options.host_mib << 20),
     };
-    let (engine, thread) = worker::start(Arc::clone(&checkpoint), dtype, setup)?;
+    let (engine, thread) = worker::start(Arc::clone(&checkpoint), setup)?;
     let server = Server {
         engine,
         registry: Registry::new(names.iter().map(String::as_str)),
