@@ -31,7 +31,8 @@ use aril::{
 use cudarc::{
     driver::{
         CudaContext, CudaFunction, CudaSlice, DeviceRepr, DriverError, LaunchArgs, LaunchConfig, PushKernelArg as _,
-        result::memcpy_dtod_async, sys::CUdevice_attribute,
+        result::{memcpy_dtod_async, memset_d8_async},
+        sys::CUdevice_attribute,
     },
     nvrtc::Ptx,
 };
@@ -340,7 +341,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn zeros(&self, rows: usize, cols: usize) -> Result<Matrix<T>> {
-        self.upload(rows, cols, &vec![T::default(); rows * cols])
+        let zeros = self.matrix(rows, cols, self.slice::<T>(rows, cols)?)?;
+        let (bytes, stream) = (zeros.len() * size_of::<T>(), self.queue.stream());
+        // SAFETY: the memory has this many bytes and is used on this stream only. Zeros are a valid value.
+        unsafe { memset_d8_async(zeros.address, 0, bytes, stream.cu_stream()) }?;
+        Ok(zeros)
     }
 
     fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Matrix<T>> {

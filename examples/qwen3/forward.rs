@@ -34,7 +34,7 @@ pub(crate) struct Step {
 
 /// Steps of up to this many tokens run base weights and adapters in one launch. With more, the GPU's own GEMM and a launch for the
 /// adapters are as fast or faster, depending on how many adapters there are.
-const FUSED_TOKENS: usize = 16;
+pub(crate) const FUSED_TOKENS: usize = 16;
 
 /// The indices of a step on the device.
 pub(crate) struct Inputs<D: Device> {
@@ -102,7 +102,8 @@ impl<D: Device> Model<'_, D> {
         let inputs = self.inputs(step)?;
         let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
-        let h = self.hidden(state, &inputs, step.ids.len(), &mut Lora { step: &mut lora, has_adapters })?;
+        let h =
+            self.hidden(state, &inputs, step.ids.len() <= FUSED_TOKENS, &mut Lora { step: &mut lora, has_adapters })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
@@ -133,7 +134,7 @@ impl<D: Device> Model<'_, D> {
         &self,
         State { fused, caches, rope, grouping }: &mut State<'_, D>,
         Inputs { ids, places }: &Inputs<D>,
-        tokens: usize,
+        is_fused: bool,
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, config: Config { heads, eps, .. }, .. } = *self;
@@ -142,7 +143,6 @@ impl<D: Device> Model<'_, D> {
             device.add_embedding_delta(&self.embed_lora, lora.step, ids, &mut h)?;
         }
 
-        let is_fused = tokens <= FUSED_TOKENS;
         for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
             let fused = is_fused.then_some(fused);
             let x = device.rms_norm(&h, &layer.input_norm, eps)?;

@@ -3,10 +3,14 @@
 //! - `engine`: continuous batching, without a server. Start with `engine/scheduler.rs`.
 //! - `worker`: the thread that owns the engine.
 //! - `server`: the HTTP server.
+//! - `figures`: the time of decode steps on a GPU.
 //!
 //! The model is that of the example `qwen3`: this crate compiles the same files.
 
+mod dummy;
 mod engine;
+#[cfg(feature = "cuda")]
+pub mod figures;
 mod options;
 /// The model. Its modules name each other from the root of the crate, as in the example.
 #[path = "../../examples/qwen3"]
@@ -35,6 +39,6 @@ use qwen3::cuda;
 use qwen3::{adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
 
 pub use self::{
-    options::{DeviceArg, Dtype, LoraModule, Options},
+    options::{DeviceArg, Dtype, LoadFormat, LoraModule, Options},
     server::{Running, start},
 };

@@ -25,6 +25,9 @@ pub struct Options {
     /// cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cpu)]
     pub device: DeviceArg,
+    /// Where the weights come from
+    #[arg(long, value_enum, default_value_t = LoadFormat::Safetensors)]
+    pub load_format: LoadFormat,
     /// What to compute in [default: what the checkpoint says it was saved in]
     #[arg(long)]
     pub dtype: Option<Dtype>,
@@ -143,6 +146,16 @@ impl FromStr for LoraModule {
             _ => Err("an adapter is given as NAME=DIR".into()),
         }
     }
+}
+
+/// Where the base model's weights come from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+#[non_exhaustive]
+pub enum LoadFormat {
+    /// The checkpoint's files.
+    Safetensors,
+    /// Random numbers, to measure a model without its files.
+    Dummy,
 }
 
 /// An element type.

@@ -11,7 +11,7 @@ use crate::{
     cpu::Cpu,
     device::{BlockTable, Device, Places},
     error::Result,
-    forward::{Inputs, Lora, Session, Step},
+    forward::{FUSED_TOKENS, Inputs, Lora, Session, Step},
     model::Model,
 };
 
@@ -40,51 +40,68 @@ pub(crate) trait Capture: Device {
 /// The graphs of a session.
 pub(crate) struct Decoder<D: Capture> {
     /// By size, the smallest first.
-    batches: Vec<Batch<D>>,
+    batches: Vec<Graphs<D>>,
 }
 
-/// The graphs for up to `tokens` sequences, and their operands.
-struct Batch<D: Capture> {
+/// The graphs of one size.
+struct Graphs<D: Capture> {
+    batch: Batch<D>,
+    with_adapters: Captured<D>,
+    without: Captured<D>,
+}
+
+/// The operands of the graphs for up to `tokens` sequences.
+pub(crate) struct Batch<D: Capture> {
     tokens: usize,
     /// The cache row of the block that no sequence has.
     spare_row: u32,
     inputs: Inputs<D>,
     /// The block table as the device has it.
     first_rows: Vec<u32>,
-    with_adapters: Captured<D>,
-    without: Captured<D>,
+}
+
+/// The block tables of graphs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tables {
+    /// Blocks of the longest sequence.
+    pub(crate) columns: usize,
+    pub(crate) block_rows: u32,
+    /// The first cache row of a block that no sequence has.
+    pub(crate) spare_row: u32,
+}
+
+/// What a captured step runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Variant {
+    /// Whether a token may have an adapter.
+    pub(crate) has_adapters: bool,
+    /// Whether layers run base weights and adapters in one launch where the device can.
+    pub(crate) is_fused: bool,
 }
 
 /// A graph, and the logits that it computes: `[tokens, vocab]`.
-struct Captured<D: Capture> {
-    graph: D::Graph,
+pub(crate) struct Captured<D: Capture> {
+    pub(crate) graph: D::Graph,
     logits: D::Tensor,
 }
 
 impl<D: Capture> Decoder<D> {
-    /// Captures steps of up to `max_tokens` sequences of up to `columns` blocks each. Unused rows write to the block at the row
-    /// `spare_row`. Without graphs on the device, the decoder takes no step.
+    /// Captures steps of up to `max_tokens` sequences. Without graphs on the device, the decoder takes no step.
     pub(crate) fn new(
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
         max_tokens: usize,
-        (columns, block_rows, spare_row): (usize, u32, u32),
+        tables: Tables,
     ) -> Result<Self> {
         let mut batches = Vec::new();
         for tokens in sizes(max_tokens) {
-            let first_rows = vec![spare_row; tokens * columns];
-            let indices = |values: &[u32]| model.device.indices(values);
-            let sequences: Vec<u32> = (0..).take(tokens).collect();
-            let places = Places {
-                positions: indices(&vec![0; tokens])?,
-                sequences: indices(&sequences)?,
-                rows: indices(&vec![spare_row; tokens])?,
-                table: BlockTable { first_rows: indices(&first_rows)?, columns, block_rows },
+            let batch = Batch::new(model.device, tokens, tables)?;
+            let mut capture = |has_adapters| {
+                let variant = Variant { has_adapters, is_fused: tokens <= FUSED_TOKENS };
+                Captured::new(model, session, &batch, variant)
             };
-            let inputs = Inputs { ids: indices(&vec![0; tokens])?, places };
-            let Some(with_adapters) = Captured::new(model, session, &inputs, tokens, true)? else { break };
-            let Some(without) = Captured::new(model, session, &inputs, tokens, false)? else { break };
-            batches.push(Batch { tokens, spare_row, inputs, first_rows, with_adapters, without });
+            let (Some(with_adapters), Some(without)) = (capture(true)?, capture(false)?) else { break };
+            batches.push(Graphs { batch, with_adapters, without });
         }
         Ok(Self { batches })
     }
@@ -99,20 +116,34 @@ impl<D: Capture> Decoder<D> {
     ) -> Result<Option<&D::Tensor>> {
         let tokens = step.ids.len();
         let is_decode = step.sampled.len() == tokens && step.table.first_rows.len() == tokens * step.table.columns;
-        let Some(batch) = self.batches.iter_mut().find(|batch| is_decode && batch.tokens >= tokens) else {
+        let Some(graphs) = self.batches.iter_mut().find(|graphs| is_decode && graphs.batch.tokens >= tokens) else {
             return Ok(None);
         };
-        batch.set(model.device, step)?;
+        graphs.batch.set(model.device, step)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
-        let captured = if has_adapters { &mut batch.with_adapters } else { &mut batch.without };
+        let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
         model.device.replay(&mut captured.graph, &mut session.buffers, &step.slots)?;
         Ok(Some(&captured.logits))
     }
 }
 
 impl<D: Capture> Batch<D> {
+    pub(crate) fn new(device: &D, tokens: usize, tables: Tables) -> Result<Self> {
+        let Tables { columns, block_rows, spare_row } = tables;
+        let first_rows = vec![spare_row; tokens * columns];
+        let sequences: Vec<u32> = (0..).take(tokens).collect();
+        let places = Places {
+            positions: device.indices(&vec![0; tokens])?,
+            sequences: device.indices(&sequences)?,
+            rows: device.indices(&vec![spare_row; tokens])?,
+            table: BlockTable { first_rows: device.indices(&first_rows)?, columns, block_rows },
+        };
+        let inputs = Inputs { ids: device.indices(&vec![0; tokens])?, places };
+        Ok(Self { tokens, spare_row, inputs, first_rows })
+    }
+
     /// Copies the indices of a step over those of the graphs.
-    fn set(&mut self, device: &D, step: &Step) -> Result<()> {
+    pub(crate) fn set(&mut self, device: &D, step: &Step) -> Result<()> {
         let &mut Self { tokens, spare_row, inputs: Inputs { ref mut ids, ref mut places }, ref mut first_rows, .. } =
             self;
         let columns = places.table.columns;
@@ -137,16 +168,16 @@ impl<D: Capture> Batch<D> {
 }
 
 impl<D: Capture> Captured<D> {
-    fn new(
+    /// Captures a step on these operands; `None` on a device without graphs.
+    pub(crate) fn new(
         model: &Model<'_, D>,
         Session { state, buffers }: &mut Session<'_, D>,
-        inputs: &Inputs<D>,
-        tokens: usize,
-        has_adapters: bool,
+        batch: &Batch<D>,
+        Variant { has_adapters, is_fused }: Variant,
     ) -> Result<Option<Self>> {
-        let captured = model.device.capture(&model.adapters, buffers, tokens, |step| {
+        let captured = model.device.capture(&model.adapters, buffers, batch.tokens, |step| {
             let mut lora = Lora { step, has_adapters };
-            let h = model.hidden(state, inputs, tokens, &mut lora)?;
+            let h = model.hidden(state, &batch.inputs, is_fused, &mut lora)?;
             model.logits(&h, &mut lora)
         })?;
         Ok(captured.map(|(graph, logits)| Self { graph, logits }))

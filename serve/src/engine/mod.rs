@@ -6,7 +6,7 @@
 mod cache;
 #[cfg(feature = "cuda")]
 mod cuda_graph;
-mod graph;
+pub(crate) mod graph;
 mod plan;
 mod request;
 mod sampling;
@@ -20,7 +20,11 @@ use std::time::Duration;
 use aril::pool::Residency;
 use aril::pool::{AdapterId, PoolError, Snapshot, Source, Tier};
 
-use self::{cache::KvCache, graph::Decoder, scheduler::Scheduler};
+use self::{
+    cache::KvCache,
+    graph::{Decoder, Tables},
+    scheduler::Scheduler,
+};
 pub(crate) use self::{
     graph::Capture,
     request::{Event, Events, Failure, Finish, Request, RequestId},
@@ -60,10 +64,14 @@ impl<'m, D: Capture> Engine<'m, D> {
         // Graphs have a block of their own.
         let rows = blocks as usize * block_rows;
         let mut session = model.session(rows + block_rows, max_positions)?;
-        let table = (max_positions.div_ceil(block_rows), plan::index(block_rows)?, plan::index(rows)?);
+        let tables = Tables {
+            columns: max_positions.div_ceil(block_rows),
+            block_rows: plan::index(block_rows)?,
+            spare_row: plan::index(rows)?,
+        };
         Ok(Self {
             model,
-            decoder: Decoder::new(model, &mut session, limits.running, table)?,
+            decoder: Decoder::new(model, &mut session, limits.running, tables)?,
             session,
             pool,
             scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
@@ -107,7 +115,7 @@ impl<'m, D: Capture> Engine<'m, D> {
         if tokens > 0 {
             let Self { model, session, decoder, .. } = self;
             match scheduled.plan.run(model, session, decoder, self.block_rows) {
-                Ok(logits) => self.scheduler.complete(&scheduled, logits, &mut self.pool),
+                Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut self.pool),
                 Err(error) => {
                     tracing::error!(%error, "a step failed");
                     let failure = Failure::Step(error.to_string().into());

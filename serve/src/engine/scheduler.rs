@@ -22,7 +22,7 @@ use aril::{
 
 use super::{
     cache::{Chain, Counters, KvCache},
-    plan::{Chunk, Plan},
+    plan::{Chunk, Plan, Scores},
     request::{Event, Events, Failure, Finish, Request, RequestId},
     sampling::Sampler,
 };
@@ -291,9 +291,9 @@ impl Scheduler {
         }
     }
 
-    /// Takes note of a step's results: the logits of each sampled chunk.
-    pub(crate) fn complete(&mut self, scheduled: &Scheduled, logits: Vec<Vec<f32>>, pool: &mut impl AdapterPool) {
-        let mut logits = logits.into_iter();
+    /// Takes note of a step's results: those of each sampled chunk.
+    pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>, pool: &mut impl AdapterPool) {
+        let mut scores = scores.into_iter();
         for (&id, chunk) in scheduled.requests.iter().zip(&scheduled.plan.chunks) {
             let sequence = self.sequences.get_mut(&id).expect("a request ends between steps");
             let held = sequence.held.as_mut().expect("a scheduled request runs");
@@ -302,8 +302,8 @@ impl Scheduler {
             if !chunk.is_sampled {
                 continue;
             }
-            let logits = logits.next().expect("a sampled chunk has logits");
-            let Some(chosen) = sequence.sampler.choose(&logits) else {
+            let scores = scores.next().expect("a sampled chunk has a result");
+            let Some(chosen) = sequence.sampler.choose_from(&scores) else {
                 self.fail(id, Failure::NotNumbers, pool);
                 continue;
             };
@@ -381,6 +381,7 @@ impl Sequence {
             tokens: self.tokens[*computed..end].to_vec(),
             blocks: chain.blocks()[..end.div_ceil(cache.block_rows())].to_vec(),
             is_sampled: end == self.tokens.len(),
+            is_greedy: self.sampler.is_greedy(),
         })
     }
 

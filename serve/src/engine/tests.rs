@@ -23,7 +23,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channe
 
 use super::{
     Capture, Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Sampling, Sizes,
-    plan::{Chunk, Plan},
+    plan::{Chunk, Plan, Scores},
 };
 use crate::{
     checkpoint::{Checkpoint, Weights},
@@ -274,7 +274,9 @@ fn tokens_are_those_of_the_goldens<D: Platform<Elem = f32>>() {
                     world.add(adapters, name.to_str().expect("it is UTF-8"));
                 }
                 let request = |(adapter, prompt, _): &(Option<String>, Vec<u32>, _)| {
-                    world.request(adapter.as_deref(), prompt.clone(), 12, GREEDY)
+                    // With and without the logits on the host.
+                    let logprobs = is_sharing.then_some(2);
+                    world.request(adapter.as_deref(), prompt.clone(), 12, Sampling { logprobs, ..GREEDY })
                 };
                 let requests = goldens.iter().map(request).collect();
                 let answers = world.answers(requests);
@@ -304,11 +306,16 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             tokens: prompt[range.clone()].to_vec(),
             blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
             is_sampled: range.end == prompt.len(),
+            is_greedy: false,
         };
         let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
             let Engine { model, session, decoder, .. } = &mut world.engine;
             let logits = Plan { chunks }.run(model, session, decoder, block_rows);
-            logits.expect("it runs").iter().map(|row| row.iter().map(|logit| logit.to_bits()).collect()).collect()
+            let bits = |scores: Scores| match scores {
+                Scores::Logits(logits) => logits.into_iter().map(f32::to_bits).collect(),
+                Scores::Largest(_) => panic!("logits were asked for"),
+            };
+            logits.expect("it runs").into_iter().map(bits).collect()
         };
         let len = prompt.len();
         // Each alone, at once.

@@ -40,10 +40,11 @@ use self::{
 use crate::{
     checkpoint::Checkpoint,
     config::Config,
+    dummy,
     engine::{self, Sizes},
     error::{Context, Error, Result, bail},
     model::{Described, describe},
-    options::Options,
+    options::{LoadFormat, Options},
     tokenizer::{Tokenizer, guarded},
     worker::{self, Handle, Setup},
 };
@@ -197,12 +198,15 @@ async fn serve(options: Options) -> Result<Running> {
 fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let model = options.model.clone();
     let config = Config::read(&model)?;
-    let checkpoint = Checkpoint::open(&model)?;
+    let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
+    let checkpoint = match options.load_format {
+        LoadFormat::Safetensors => Checkpoint::open(&model)?,
+        LoadFormat::Dummy => dummy::checkpoint(&config, dtype)?,
+    };
     checkpoint.check(&config)?;
     let tokenizer = Tokenizer::read(&model)?;
     let Some(tokenizer) = tokenizer else { bail!("{}: it is missing", model.join("tokenizer.json").display()) };
     let template = Template::read(&model, options.chat_template.as_deref())?;
-    let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
     let has_adapters = !options.lora_modules.is_empty() || options.lora_root.is_some();
     if has_adapters && !options.enable_lora {
         bail!("--lora-modules and --lora-root need --enable-lora");
