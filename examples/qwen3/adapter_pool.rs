@@ -4,12 +4,16 @@ use std::{result, time::Duration};
 
 use aril::{
     cpu,
-    pool::{AdapterId, Lease, PoolError, Snapshot, Source, StreamId},
+    pool::{AdapterId, Lease, PoolError, Residency, Snapshot, Source, StreamId},
 };
 
 /// `aril::{cpu, cuda}::AdapterPool`, on its first compute stream.
 pub(crate) trait AdapterPool {
     fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError>;
+    fn unregister(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
+    fn prefetch(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
+    fn residency(&self, id: AdapterId) -> Option<Residency>;
+    fn acquire(&mut self, id: AdapterId) -> result::Result<Lease, PoolError>;
     fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError>;
     fn commit(&mut self) -> result::Result<(), PoolError>;
     fn wait(&mut self, timeout: Duration) -> bool;
@@ -21,6 +25,22 @@ macro_rules! adapter_pool {
         impl AdapterPool for $pool {
             fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError> {
                 <$pool>::register(self, source)
+            }
+
+            fn unregister(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
+                <$pool>::unregister(self, id)
+            }
+
+            fn prefetch(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
+                <$pool>::prefetch(self, id)
+            }
+
+            fn residency(&self, id: AdapterId) -> Option<Residency> {
+                <$pool>::residency(self, id)
+            }
+
+            fn acquire(&mut self, id: AdapterId) -> result::Result<Lease, PoolError> {
+                <$pool>::acquire(self, id, StreamId::FIRST)
             }
 
             fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError> {

@@ -41,22 +41,22 @@ const MAX_INDEX_MIB: u64 = 64;
 /// A checkpoint's tensors, mapped.
 #[derive(Debug)]
 pub(crate) struct Checkpoint {
-    shards: Vec<Shard>,
-    tensors: BTreeMap<String, Tensor>,
+    pub(crate) shards: Vec<Shard>,
+    pub(crate) tensors: BTreeMap<String, Tensor>,
 }
 
 #[derive(Debug)]
-struct Shard {
-    path: PathBuf,
-    bytes: Mmap,
+pub(crate) struct Shard {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: Mmap,
 }
 
 #[derive(Debug)]
-struct Tensor {
-    shard: usize,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: Range<usize>,
+pub(crate) struct Tensor {
+    pub(crate) shard: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Range<usize>,
 }
 
 impl Checkpoint {
@@ -206,6 +206,22 @@ impl Checkpoint {
         }
     }
 
+    /// Reads a tensor of this shape as `T`. One that is stored as `T` is copied as it is.
+    fn read_as<T: Element>(&self, name: &str, shape: &[usize]) -> Result<Vec<T>> {
+        let (dtype, bytes) = self.find(name, shape)?;
+        if !matches!(
+            (dtype, T::DTYPE),
+            (Dtype::BF16, DType::BF16) | (Dtype::F16, DType::F16) | (Dtype::F32, DType::F32)
+        ) {
+            return narrow(name, &self.read(name, shape)?);
+        }
+        let values: Vec<T> = bytes.par_chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
+        match position(&values, |value| !value.to_f32().is_finite()) {
+            Some(index) => bail!("{} holds {} at element {index}", self.subject(name), values[index].to_f32()),
+            None => Ok(values),
+        }
+    }
+
     /// Reads the three tensors of a matrix in 4 bits.
     fn read_int4(&self, path: &str, rows: usize, cols: usize, group: usize) -> Result<Int4> {
         let [packed, scale, shape] = int4_tensors(path);
@@ -301,6 +317,9 @@ impl<'a> Weights<'a> {
         rows: usize,
         cols: usize,
     ) -> Result<Vec<T>> {
+        if !self.modules.contains_key(path) && self.packed(stored).is_none() {
+            return self.read_as(&format!("{stored}.weight"), &[rows, cols]);
+        }
         let mut values = self.matrix(stored, rows, cols)?;
         if let Some(module) = self.modules.get(path) {
             merge(&mut values, cols, module, self.scale)?;
@@ -311,9 +330,7 @@ impl<'a> Weights<'a> {
 
     /// The weight of a norm.
     pub(crate) fn norm<T: Element>(&mut self, path: &str, len: usize) -> Result<Vec<T>> {
-        let name = format!("{path}.weight");
-        let values = self.read(&name, &[len])?;
-        narrow(&name, &values)
+        self.read_as(&format!("{path}.weight"), &[len])
     }
 
     /// The weights of one projection of all experts: separate modules of each expert, or one tensor for all.
@@ -343,8 +360,20 @@ impl<'a> Weights<'a> {
             return Ok((shape, ExpertWeights::Int4(all)));
         }
         let fused = format!("{path}.{}", projection.fused);
+        let is_fused = self.checkpoint.tensors.contains_key(&fused);
+        if self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_none()) {
+            if is_fused {
+                let values = self.read_as(&fused, &[experts, out_features, in_features])?;
+                return Ok((shape, ExpertWeights::Plain(values)));
+            }
+            let mut values = Vec::with_capacity(experts * out_features * in_features);
+            for module in &modules {
+                values.append(&mut self.read_as(&format!("{module}.weight"), &[rows, in_features])?);
+            }
+            return Ok((shape, ExpertWeights::Plain(values)));
+        }
         let mut values = Vec::new();
-        if self.checkpoint.tensors.contains_key(&fused) {
+        if is_fused {
             values = self.read(&fused, &[experts, out_features, in_features])?;
         } else {
             for module in &modules {
@@ -381,6 +410,12 @@ impl<'a> Weights<'a> {
 
     fn read(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let values = self.checkpoint.read(name, shape)?;
+        self.unread.remove(name);
+        Ok(values)
+    }
+
+    fn read_as<T: Element>(&mut self, name: &str, shape: &[usize]) -> Result<Vec<T>> {
+        let values = self.checkpoint.read_as(name, shape)?;
         self.unread.remove(name);
         Ok(values)
     }
@@ -473,9 +508,9 @@ fn narrow<T: Element>(name: &str, values: &[f32]) -> Result<Vec<T>> {
 }
 
 /// The index of the first value for which the predicate holds.
-fn position(values: &[f32], is_wanted: impl Fn(f32) -> bool + Sync) -> Option<usize> {
+fn position<V: Copy + Sync>(values: &[V], is_wanted: impl Fn(V) -> bool + Sync) -> Option<usize> {
     const CHUNK: usize = 1 << 14;
-    let holds_one = |chunk: &[f32]| chunk.iter().any(|&value| is_wanted(value));
+    let holds_one = |chunk: &[V]| chunk.iter().any(|&value| is_wanted(value));
     let chunk = values.par_chunks(CHUNK).position_first(holds_one)?;
     let within = values[chunk * CHUNK..].iter().position(|&value| is_wanted(value))?;
     Some(chunk * CHUNK + within)

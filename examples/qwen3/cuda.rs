@@ -9,11 +9,12 @@
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
+mod arena;
 mod experts;
 mod gemm;
-mod timing;
+pub(crate) mod timing;
 
-use std::{fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+use std::{cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
@@ -29,14 +30,15 @@ use aril::{
 };
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaSlice, CudaStream, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
-        PushKernelArg as _, result::memcpy_dtod_async, sys::CUdevice_attribute,
+        CudaContext, CudaFunction, CudaSlice, DeviceRepr, DriverError, LaunchArgs, LaunchConfig, PushKernelArg as _,
+        result::{memcpy_dtod_async, memset_d8_async},
+        sys::CUdevice_attribute,
     },
     nvrtc::Ptx,
 };
 
-pub(crate) use self::timing::time_experts;
 use self::{
+    arena::{Arena, Memory},
     experts::{Grouped, Routes},
     gemm::Gemm,
 };
@@ -57,9 +59,12 @@ pub(crate) fn device_count() -> usize {
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
-    queue: Queue,
+    pub(crate) queue: Queue,
     functions: Functions,
     gemm: Gemm,
+    arena: Arena,
+    /// Whether new matrices are in the arena.
+    is_on_arena: Cell<bool>,
     element: PhantomData<T>,
 }
 
@@ -87,12 +92,12 @@ const THREADS: u32 = 256;
 const STEPS_IN_FLIGHT: usize = 2;
 
 /// A row-major matrix in device memory, at the start of an allocation. All its uses are on one stream.
-pub(crate) struct Matrix<T> {
+pub(crate) struct Matrix<T: 'static> {
     rows: usize,
     cols: usize,
-    data: Buffer<T>,
+    data: Memory<T>,
     /// For the example's own kernels.
-    address: u64,
+    pub(crate) address: u64,
 }
 
 /// A linear layer with its base weight, and the number of its output features.
@@ -103,27 +108,48 @@ pub(crate) struct Fused<'a, T> {
 
 /// The state that a step's operations share.
 pub(crate) struct Buffers {
-    routing: Routing,
-    workspace: Workspace,
+    pub(crate) routing: Routing,
+    pub(crate) workspace: Workspace,
 }
 
 impl<T: Element + DeviceRepr> Cuda<T> {
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
-        Self::on(context(ordinal)?.default_stream())
+        let context = context(ordinal)?;
+        let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
+        let functions = Functions::load(T::DTYPE, &context).memory_for("the example's kernels")?;
+        // The default stream cannot be captured.
+        let queue = Queue::new(&kernels, &context.new_stream()?)?;
+        let gemm = Gemm::new(T::DTYPE, &queue)?;
+        Ok(Self {
+            queue,
+            functions,
+            gemm,
+            arena: Arena::default(),
+            is_on_arena: Cell::new(false),
+            element: PhantomData,
+        })
     }
 
-    fn on(stream: Arc<CudaStream>) -> Result<Self> {
-        let context = stream.context();
-        let kernels = Kernels::load_into(context).memory_for("the library's kernels")?;
-        let functions = Functions::load(T::DTYPE, context).memory_for("the example's kernels")?;
-        let queue = Queue::new(&kernels, &stream)?;
-        let gemm = Gemm::new(T::DTYPE, &queue)?;
-        Ok(Self { queue, functions, gemm, element: PhantomData })
+    /// Runs a step whose matrices are in the arena. A second run of the same step allocates nothing, so that it can be captured.
+    pub(crate) fn on_arena<R>(&self, run: impl FnOnce() -> R) -> R {
+        self.is_on_arena.set(true);
+        let result = run();
+        self.is_on_arena.set(false);
+        result
     }
 
     /// An uninitialized matrix, which must be written before it is read.
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
-        self.matrix(rows, cols, self.slice(rows, cols)?)
+        if !self.is_on_arena.get() {
+            return self.matrix(rows, cols, self.slice(rows, cols)?);
+        }
+        let len = (rows * cols).max(1);
+        let data = match self.arena.take(len) {
+            Some(data) => data,
+            None => self.arena.own(Buffer::from_slice(&self.queue, self.slice(rows, cols)?)?, len),
+        };
+        let address = data.device_ptr();
+        Ok(Matrix { rows, cols, data, address })
     }
 
     fn upload<V: DeviceRepr>(&self, rows: usize, cols: usize, values: &[V]) -> Result<Matrix<V>> {
@@ -145,7 +171,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     fn matrix<V: DeviceRepr>(&self, rows: usize, cols: usize, slice: CudaSlice<V>) -> Result<Matrix<V>> {
         let data = Buffer::from_slice(&self.queue, slice)?;
         let address = data.device_ptr();
-        Ok(Matrix { rows, cols, data, address })
+        Ok(Matrix { rows, cols, data: data.into(), address })
     }
 
     /// Waits for all enqueued work.
@@ -264,8 +290,13 @@ impl Functions {
 }
 
 impl<V> Matrix<V> {
+    /// Elements.
+    pub(crate) fn len(&self) -> usize {
+        self.rows * self.cols
+    }
+
     fn view(&self) -> cuda::View<'_, V> {
-        self.data.slice(0..self.rows * self.cols)
+        self.data.slice(0..self.len())
     }
 
     /// The matrix as the library's operand.
@@ -280,7 +311,7 @@ impl<V> Matrix<V> {
     where
         V: Element,
     {
-        Ok(cuda::MatrixMut::new(&mut self.data, self.rows, self.cols)?)
+        Ok(cuda::MatrixMut::new(&mut *self.data, self.rows, self.cols)?)
     }
 }
 
@@ -310,7 +341,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn zeros(&self, rows: usize, cols: usize) -> Result<Matrix<T>> {
-        self.upload(rows, cols, &vec![T::default(); rows * cols])
+        let zeros = self.matrix(rows, cols, self.slice::<T>(rows, cols)?)?;
+        let (bytes, stream) = (zeros.len() * size_of::<T>(), self.queue.stream());
+        // SAFETY: the memory has this many bytes and is used on this stream only. Zeros are a valid value.
+        unsafe { memset_d8_async(zeros.address, 0, bytes, stream.cu_stream()) }?;
+        Ok(zeros)
     }
 
     fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Matrix<T>> {
@@ -484,7 +519,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, x.cols)?;
-        let (bytes, stream) = (x.data.len() * size_of::<T>(), self.queue.stream());
+        let (bytes, stream) = (x.rows * x.cols * size_of::<T>(), self.queue.stream());
         // SAFETY: both have this many bytes and are used on this stream only.
         unsafe { memcpy_dtod_async(y.address, x.address, bytes, stream.cu_stream()) }?;
         self.head_norm(&mut y, 0..1, weight, eps)?;

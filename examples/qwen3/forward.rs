@@ -34,7 +34,20 @@ pub(crate) struct Step {
 
 /// Steps of up to this many tokens run base weights and adapters in one launch. With more, the GPU's own GEMM and a launch for the
 /// adapters are as fast or faster, depending on how many adapters there are.
-const FUSED_TOKENS: usize = 16;
+pub(crate) const FUSED_TOKENS: usize = 16;
+
+/// The indices of a step on the device.
+pub(crate) struct Inputs<D: Device> {
+    pub(crate) ids: D::Indices,
+    pub(crate) places: Places<D>,
+}
+
+/// The adapters of a step.
+pub(crate) struct Lora<'a, 's, D: Device> {
+    pub(crate) step: &'a mut D::LoraStep<'s>,
+    /// Whether a token has one. If not, no operation runs that only adds deltas.
+    pub(crate) has_adapters: bool,
+}
 
 /// The linear layers of a layer with their base weights, for steps of few tokens.
 struct FusedLayer<'m, D: Device + 'm> {
@@ -47,11 +60,15 @@ struct FusedLayer<'m, D: Device + 'm> {
 
 /// The state kept from step to step.
 pub(crate) struct Session<'m, D: Device + 'm> {
+    pub(crate) state: State<'m, D>,
+    pub(crate) buffers: D::Buffers,
+}
+
+/// What the layers keep.
+pub(crate) struct State<'m, D: Device + 'm> {
     fused: Vec<FusedLayer<'m, D>>,
     caches: Vec<Cache<D>>,
     rope: Rope<D>,
-    buffers: D::Buffers,
-    /// By layer.
     grouping: D::Grouping,
 }
 
@@ -69,72 +86,95 @@ impl<D: Device> Model<'_, D> {
             };
             Ok(FusedLayer { qkv: fused(&layer.qkv)?, o: fused(&layer.o)?, gate_up, down })
         };
-        Ok(Session {
+        let state = State {
             fused: layers.iter().map(fused_layer).collect::<Result<_>>()?,
             caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
             rope: self.rope(positions)?,
-            buffers: device.buffers(adapters)?,
             grouping: device.grouping(*routes)?,
-        })
+        };
+        Ok(Session { state, buffers: device.buffers(adapters)? })
     }
 
     /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
     pub(crate) fn forward(&self, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
-        let Self { device, config: Config { heads, eps, .. }, .. } = *self;
-        let ids = device.indices(&step.ids)?;
-        let BlockTable { ref first_rows, columns, block_rows } = step.table;
-        let places = step.sequences.iter().zip(&step.positions);
-        let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();
-        let places = Places {
-            positions: device.indices(&step.positions)?,
-            sequences: device.indices(&step.sequences)?,
-            rows: device.indices(&rows)?,
-            table: BlockTable { first_rows: device.indices(first_rows)?, columns, block_rows },
-        };
-        let mut lora = device.lora_step(&self.adapters, &mut session.buffers, &step.slots, &step.scales)?;
-
-        let mut h = device.embed(&self.embed, &ids)?;
-        device.add_embedding_delta(&self.embed_lora, &mut lora, &ids, &mut h)?;
-
-        let is_fused = step.ids.len() <= FUSED_TOKENS;
-        for ((layer, fused), cache) in self.layers.iter().zip(&session.fused).zip(&mut session.caches) {
-            let fused = is_fused.then_some(fused);
-            let x = device.rms_norm(&h, &layer.input_norm, eps)?;
-            let mut qkv = self.linear(&x, &layer.qkv, fused.and_then(|fused| fused.qkv.as_ref()), &mut lora)?;
-            device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
-            device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
-            device.rope(&mut qkv, heads.queries().start..heads.keys().end, &session.rope, &places)?;
-            device.append(&qkv, heads, &places, cache)?;
-            let x = device.attention(&qkv, heads, &places, cache)?;
-            let y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), &mut lora)?;
-            device.add(&mut h, &y)?;
-
-            let x = device.rms_norm(&h, &layer.post_norm, eps)?;
-            let y = match &layer.mlp {
-                Mlp::Dense { gate_up, down } => {
-                    let gate_up =
-                        self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), &mut lora)?;
-                    self.linear(
-                        &device.silu_mul(&gate_up)?,
-                        down,
-                        fused.and_then(|fused| fused.down.as_ref()),
-                        &mut lora,
-                    )?
-                }
-                Mlp::Sparse(experts) => self.experts(&x, experts, &mut session.grouping, &mut lora)?,
-            };
-            device.add(&mut h, &y)?;
-        }
+        let Self { device, adapters, .. } = self;
+        let Session { state, buffers } = session;
+        let inputs = self.inputs(step)?;
+        let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
+        let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
+        let h =
+            self.hidden(state, &inputs, step.ids.len() <= FUSED_TOKENS, &mut Lora { step: &mut lora, has_adapters })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
         let slots: Vec<Slot> = sampled.clone().map(|row| step.slots[row]).collect();
         let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
-        let mut lora = device.lora_step(&self.adapters, &mut session.buffers, &slots, &scales)?;
+        let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
-        let x = device.rms_norm(&h, &self.norm, eps)?;
-        let mut logits = device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
-        device.add_delta(&self.head_lora, &mut lora, &x, &mut logits)?;
+        self.logits(&h, &mut Lora { step: &mut lora, has_adapters })
+    }
+
+    /// Uploads the indices of a step.
+    fn inputs(&self, step: &Step) -> Result<Inputs<D>> {
+        let BlockTable { ref first_rows, columns, block_rows } = step.table;
+        let places = step.sequences.iter().zip(&step.positions);
+        let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();
+        let indices = |values: &[u32]| self.device.indices(values);
+        let places = Places {
+            positions: indices(&step.positions)?,
+            sequences: indices(&step.sequences)?,
+            rows: indices(&rows)?,
+            table: BlockTable { first_rows: indices(first_rows)?, columns, block_rows },
+        };
+        Ok(Inputs { ids: indices(&step.ids)?, places })
+    }
+
+    /// Runs the layers, and returns the hidden states of all tokens: `[tokens, hidden]`.
+    pub(crate) fn hidden(
+        &self,
+        State { fused, caches, rope, grouping }: &mut State<'_, D>,
+        Inputs { ids, places }: &Inputs<D>,
+        is_fused: bool,
+        lora: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
+        let Self { device, config: Config { heads, eps, .. }, .. } = *self;
+        let mut h = device.embed(&self.embed, ids)?;
+        if lora.has_adapters {
+            device.add_embedding_delta(&self.embed_lora, lora.step, ids, &mut h)?;
+        }
+
+        for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
+            let fused = is_fused.then_some(fused);
+            let x = device.rms_norm(&h, &layer.input_norm, eps)?;
+            let mut qkv = self.linear(&x, &layer.qkv, fused.and_then(|fused| fused.qkv.as_ref()), lora)?;
+            device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
+            device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
+            device.rope(&mut qkv, heads.queries().start..heads.keys().end, rope, places)?;
+            device.append(&qkv, heads, places, cache)?;
+            let x = device.attention(&qkv, heads, places, cache)?;
+            let y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), lora)?;
+            device.add(&mut h, &y)?;
+
+            let x = device.rms_norm(&h, &layer.post_norm, eps)?;
+            let y = match &layer.mlp {
+                Mlp::Dense { gate_up, down } => {
+                    let gate_up = self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), lora)?;
+                    self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
+                }
+                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,
+            };
+            device.add(&mut h, &y)?;
+        }
+        Ok(h)
+    }
+
+    /// The logits of hidden states: `[tokens, vocab]`.
+    pub(crate) fn logits(&self, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
+        let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
+        let mut logits = self.device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
+        if lora.has_adapters {
+            self.device.add_delta(&self.head_lora, lora.step, &x, &mut logits)?;
+        }
         Ok(logits)
     }
 
@@ -145,13 +185,15 @@ impl<D: Device> Model<'_, D> {
         x: &D::Tensor,
         layer: &Linear<D>,
         fused: Option<&D::FusedLinear<'_>>,
-        step: &mut D::LoraStep<'_>,
+        lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         if let Some(fused) = fused {
-            return self.device.forward(fused, step, x);
+            return self.device.forward(fused, lora.step, x);
         }
         let mut y = self.device.gemm(x, &layer.base)?;
-        self.device.add_delta(&layer.lora, step, x, &mut y)?;
+        if lora.has_adapters {
+            self.device.add_delta(&layer.lora, lora.step, x, &mut y)?;
+        }
         Ok(y)
     }
 

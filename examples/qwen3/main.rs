@@ -5,6 +5,7 @@
 //! README.md in this folder is the manual. Start with `forward.rs`, which has the multi-LoRA calls, and `generate.rs`, which makes
 //! one batch of all requests.
 
+#[expect(dead_code, reason = "aril-serve uses more of the pool")]
 mod adapter_pool;
 mod checkpoint;
 mod config;
@@ -363,7 +364,7 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
 #[cfg(feature = "cuda")]
 fn time_experts(device: DeviceArg) -> Result<bool> {
     let DeviceArg::Cuda(ordinal) = device else { bail!("--time-experts needs a GPU") };
-    let table = cuda::time_experts(ordinal).context(format_args!("--device {device}"))?;
+    let table = cuda::timing::time_experts(ordinal).context(format_args!("--device {device}"))?;
     print(&table)?;
     Ok(true)
 }

@@ -3,10 +3,14 @@
 //! - `engine`: continuous batching, without a server. Start with `engine/scheduler.rs`.
 //! - `worker`: the thread that owns the engine.
 //! - `server`: the HTTP server.
+//! - `figures`: the time of decode steps on a GPU.
 //!
 //! The model is that of the example `qwen3`: this crate compiles the same files.
 
+mod dummy;
 mod engine;
+#[cfg(feature = "cuda")]
+pub mod figures;
 mod options;
 /// The model. Its modules name each other from the root of the crate, as in the example.
 #[path = "../../examples/qwen3"]
@@ -16,6 +20,8 @@ mod qwen3 {
     pub(crate) mod checkpoint;
     pub(crate) mod config;
     pub(crate) mod cpu;
+    #[cfg(feature = "cuda")]
+    pub(crate) mod cuda;
     pub(crate) mod device;
     pub(crate) mod error;
     pub(crate) mod experts;
@@ -28,9 +34,11 @@ mod qwen3 {
 mod server;
 mod worker;
 
+#[cfg(feature = "cuda")]
+use qwen3::cuda;
 use qwen3::{adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
 
 pub use self::{
-    options::{Dtype, LoraModule, Options},
+    options::{DeviceArg, Dtype, LoadFormat, LoraModule, Options},
     server::{Running, start},
 };

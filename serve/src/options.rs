@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::{path::PathBuf, str::FromStr};
+use std::{fmt, path::PathBuf, str::FromStr};
 
 use aril::DType;
 use clap::{Parser, ValueEnum};
@@ -22,6 +22,12 @@ pub struct Options {
     /// The port to listen on; 0 for any
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
+    /// cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cpu)]
+    pub device: DeviceArg,
+    /// Where the weights come from
+    #[arg(long, value_enum, default_value_t = LoadFormat::Safetensors)]
+    pub load_format: LoadFormat,
     /// What to compute in [default: what the checkpoint says it was saved in]
     #[arg(long)]
     pub dtype: Option<Dtype>,
@@ -40,12 +46,12 @@ pub struct Options {
     /// The largest rank of an adapter
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_lora_rank: usize,
-    /// Memory for adapters that steps can use
+    /// Memory on the device for adapters
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
-    pub lora_mib: usize,
-    /// Memory for further adapters, beside their files
+    pub arena_mib: usize,
+    /// Host memory for further adapters, beside their files
     #[arg(long, value_name = "MIB", default_value_t = 4096, value_parser = at_least_one)]
-    pub cpu_lora_mib: usize,
+    pub host_mib: usize,
     /// The most requests that run at the same time
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_num_seqs: usize,
@@ -87,6 +93,38 @@ pub struct Options {
     pub chat_template: Option<PathBuf>,
 }
 
+/// Where the engine runs.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum DeviceArg {
+    /// The CPU.
+    Cpu,
+    /// A GPU, by the driver's number.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(arg: &str) -> Result<Self, String> {
+        let cuda = || arg.strip_prefix("cuda:")?.parse().ok();
+        match arg {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => cuda().map(Self::Cuda).ok_or_else(|| "a device is cpu, cuda or cuda:N".into()),
+        }
+    }
+}
+
+impl fmt::Display for DeviceArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
 /// An adapter to load at the start.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -108,6 +146,16 @@ impl FromStr for LoraModule {
             _ => Err("an adapter is given as NAME=DIR".into()),
         }
     }
+}
+
+/// Where the base model's weights come from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+#[non_exhaustive]
+pub enum LoadFormat {
+    /// The checkpoint's files.
+    Safetensors,
+    /// Random numbers, to measure a model without its files.
+    Dummy,
 }
 
 /// An element type.

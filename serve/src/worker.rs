@@ -10,8 +10,7 @@ use std::{
 };
 
 use aril::{
-    DType, Element,
-    cpu::AdapterPool,
+    DType,
     plan::Capacity,
     pool::{AdapterId, PoolConfig, PoolError, Snapshot, Source},
 };
@@ -21,13 +20,16 @@ use tokio::sync::{
     oneshot,
 };
 
+#[cfg(feature = "cuda")]
+use crate::cuda::Cuda;
 use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    engine::{Engine, Event, Failure, Request, RequestId, Sizes, State},
-    error::{Context, Result},
+    engine::{Capture, Engine, Event, Failure, Request, RequestId, Sizes, State},
+    error::{Context, Result, bail},
     model::{Described, Model},
+    options::DeviceArg,
 };
 
 /// How long the engine waits for adapters before it looks for commands.
@@ -36,6 +38,8 @@ const WAIT: Duration = Duration::from_millis(1);
 /// What an engine is made of.
 #[derive(Debug)]
 pub(crate) struct Setup {
+    pub(crate) device: DeviceArg,
+    pub(crate) dtype: DType,
     pub(crate) config: Config,
     pub(crate) described: Arc<Described>,
     pub(crate) sizes: Sizes,
@@ -146,17 +150,13 @@ impl Handle {
 }
 
 /// Starts an engine on a checkpoint. Returns once its model is loaded.
-pub(crate) fn start(checkpoint: Arc<Checkpoint>, dtype: DType, setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
+pub(crate) fn start(checkpoint: Arc<Checkpoint>, setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
     let (commands, received) = channel();
     let (ready, is_ready) = channel();
     let handle = Handle { commands };
     let worker = Worker { handle: handle.clone(), received, start: Instant::now(), loading: Vec::new() };
     let own = move || {
-        let result = match dtype {
-            DType::BF16 => worker.own::<bf16>(&checkpoint, setup, &ready),
-            DType::F16 => worker.own::<f16>(&checkpoint, setup, &ready),
-            _ => worker.own::<f32>(&checkpoint, setup, &ready),
-        };
+        let result = worker.own(&checkpoint, setup, &ready);
         if let Err(error) = result {
             tracing::error!(%error, "the engine has ended");
             // It may have been ready before.
@@ -178,15 +178,56 @@ struct Worker {
 }
 
 impl Worker {
+    /// Serves on the device and in the element type of the setup.
+    fn own(self, checkpoint: &Checkpoint, setup: Setup, ready: &Sender<Result<()>>) -> Result<()> {
+        match setup.device {
+            DeviceArg::Cpu => match setup.dtype {
+                DType::BF16 => self.own_on(&Cpu::<bf16>::default(), checkpoint, setup, ready),
+                DType::F16 => self.own_on(&Cpu::<f16>::default(), checkpoint, setup, ready),
+                DType::F32 => self.own_on(&Cpu::<f32>::default(), checkpoint, setup, ready),
+                dtype => bail!("{dtype} is not implemented"),
+            },
+            device @ DeviceArg::Cuda(ordinal) => {
+                self.own_on_cuda(ordinal, checkpoint, setup, ready).context(format_args!("--device {device}"))
+            }
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn own_on_cuda(
+        self,
+        ordinal: usize,
+        checkpoint: &Checkpoint,
+        setup: Setup,
+        ready: &Sender<Result<()>>,
+    ) -> Result<()> {
+        match setup.dtype {
+            DType::BF16 => self.own_on(&Cuda::<bf16>::new(ordinal)?, checkpoint, setup, ready),
+            DType::F16 => self.own_on(&Cuda::<f16>::new(ordinal)?, checkpoint, setup, ready),
+            DType::F32 => self.own_on(&Cuda::<f32>::new(ordinal)?, checkpoint, setup, ready),
+            dtype => bail!("{dtype} is not implemented"),
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn own_on_cuda(self, _: usize, _: &Checkpoint, _: Setup, _: &Sender<Result<()>>) -> Result<()> {
+        bail!("this build has no CUDA; build it with `--features cuda`")
+    }
+
     /// Loads the model and serves until it is told to stop.
-    fn own<T: Element>(mut self, checkpoint: &Checkpoint, setup: Setup, ready: &Sender<Result<()>>) -> Result<()> {
-        let Setup { config, described, sizes, max_rank, slots, pool } = setup;
+    fn own_on<D: Capture>(
+        mut self,
+        device: &D,
+        checkpoint: &Checkpoint,
+        setup: Setup,
+        ready: &Sender<Result<()>>,
+    ) -> Result<()> {
+        let Setup { config, described, sizes, max_rank, slots, pool, .. } = setup;
         let tokens = sizes.limits.step_tokens;
         let capacity = Capacity::tokens(tokens).slots(slots).rank(max_rank);
-        let pool = AdapterPool::new(&described.model, T::DTYPE, capacity, pool)?;
-        let (device, table) = (Cpu::<T>::default(), pool.weights().clone());
+        let (pool, table) = device.pool(&described.model, capacity, pool)?;
         let weights = Weights::new(checkpoint, config.int4_group);
-        let model = Model::new(&device, &config, &described, weights, table, tokens)?;
+        let model = Model::new(device, &config, &described, weights, table, tokens)?;
         let mut engine = Engine::new(&model, pool, sizes)?;
         ready.send(Ok(())).context("the server has ended")?;
         while self.take_commands(&mut engine)? {
@@ -200,7 +241,7 @@ impl Worker {
     }
 
     /// Carries out the commands that have arrived. Waits for one if there is nothing else to do. Returns `false` at the last.
-    fn take_commands<T: Element>(&mut self, engine: &mut Engine<'_, T>) -> Result<bool> {
+    fn take_commands<D: Capture>(&mut self, engine: &mut Engine<'_, D>) -> Result<bool> {
         loop {
             let is_idle = engine.is_idle() && self.loading.is_empty();
             if is_idle {
@@ -232,7 +273,7 @@ impl Worker {
     }
 
     /// Answers the loads that have ended. A version that could not be loaded is dropped, which unloads it.
-    fn answer_loads<T: Element>(&mut self, engine: &mut Engine<'_, T>) {
+    fn answer_loads<D: Capture>(&mut self, engine: &mut Engine<'_, D>) {
         for (version, reply) in std::mem::take(&mut self.loading) {
             match engine.is_loaded(version.id) {
                 Ok(false) => self.loading.push((version, reply)),

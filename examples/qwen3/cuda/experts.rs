@@ -96,7 +96,7 @@ pub(super) fn new<T: Element + DeviceRepr>(
     })
 }
 
-pub(super) struct Plain<T> {
+pub(super) struct Plain<T: 'static> {
     pub(super) shape: ExpertsShape,
     /// `[experts * out, in]`
     pub(super) weights: Matrix<T>,

@@ -22,7 +22,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::{
-    Buffers, Cuda, Matrix, context,
+    Buffers, Cuda, Matrix,
     experts::{Plain, Routes},
 };
 use crate::{
@@ -51,10 +51,8 @@ const REPLAYS: usize = 20;
 
 /// Times the layer and returns a table.
 pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
-    let context = context(ordinal)?;
-    // The default stream cannot be captured.
-    let device = Cuda::on(context.new_stream()?)?;
-    let name = context.name()?;
+    let device = Cuda::new(ordinal)?;
+    let name = device.queue.stream().context().name()?;
 
     let mut spec = ModelSpec::new();
     let id = spec.experts(Experts::new("mlp.experts", EXPERTS, HIDDEN, INTER).top_k(TOP_K))?;

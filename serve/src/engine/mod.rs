@@ -4,6 +4,9 @@
 //! ([`sampling`]) and sends them to the requests' owners. One thread owns an engine; `worker` is that thread.
 
 mod cache;
+#[cfg(feature = "cuda")]
+mod cuda_graph;
+pub(crate) mod graph;
 mod plan;
 mod request;
 mod sampling;
@@ -15,19 +18,20 @@ use std::time::Duration;
 
 #[cfg(test)]
 use aril::pool::Residency;
-use aril::{
-    Element,
-    cpu::AdapterPool,
-    pool::{AdapterId, PoolError, Snapshot, Source, StreamId, Tier},
-};
+use aril::pool::{AdapterId, PoolError, Snapshot, Source, Tier};
 
-use self::{cache::KvCache, scheduler::Scheduler};
+use self::{
+    cache::KvCache,
+    graph::{Decoder, Tables},
+    scheduler::Scheduler,
+};
 pub(crate) use self::{
+    graph::Capture,
     request::{Event, Events, Failure, Finish, Request, RequestId},
     sampling::{Chosen, Logprobs, Sampling},
     scheduler::{Limits, State},
 };
-use crate::{cpu::Cpu, error::Result, forward::Session, model::Model};
+use crate::{adapter_pool::AdapterPool as _, error::Result, forward::Session, model::Model};
 
 /// Sizes of an engine.
 #[derive(Clone, Copy, Debug)]
@@ -44,21 +48,31 @@ pub(crate) struct Sizes {
 }
 
 /// A model, its adapters, and the requests that run on them.
-pub(crate) struct Engine<'m, T: Element> {
-    model: &'m Model<'m, Cpu<T>>,
-    session: Session<'m, Cpu<T>>,
-    pool: AdapterPool,
+pub(crate) struct Engine<'m, D: Capture> {
+    model: &'m Model<'m, D>,
+    session: Session<'m, D>,
+    decoder: Decoder<D>,
+    pool: D::Pool,
     scheduler: Scheduler,
     block_rows: usize,
 }
 
-impl<'m, T: Element> Engine<'m, T> {
+impl<'m, D: Capture> Engine<'m, D> {
     /// An engine on a model whose adapters are those of `pool`.
-    pub(crate) fn new(model: &'m Model<'m, Cpu<T>>, pool: AdapterPool, sizes: Sizes) -> Result<Self> {
+    pub(crate) fn new(model: &'m Model<'m, D>, pool: D::Pool, sizes: Sizes) -> Result<Self> {
         let Sizes { limits, blocks, block_rows, max_positions, is_sharing } = sizes;
+        // Graphs have a block of their own.
+        let rows = blocks as usize * block_rows;
+        let mut session = model.session(rows + block_rows, max_positions)?;
+        let tables = Tables {
+            columns: max_positions.div_ceil(block_rows),
+            block_rows: plan::index(block_rows)?,
+            spare_row: plan::index(rows)?,
+        };
         Ok(Self {
             model,
-            session: model.session(blocks as usize * block_rows, max_positions)?,
+            decoder: Decoder::new(model, &mut session, limits.running, tables)?,
+            session,
             pool,
             scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
             block_rows,
@@ -99,8 +113,9 @@ impl<'m, T: Element> Engine<'m, T> {
         let scheduled = self.scheduler.plan(now, &mut self.pool);
         let tokens = scheduled.plan.chunks.iter().map(|chunk| chunk.tokens.len()).sum();
         if tokens > 0 {
-            match scheduled.plan.run(self.model, &mut self.session, self.block_rows) {
-                Ok(logits) => self.scheduler.complete(&scheduled, logits, &mut self.pool),
+            let Self { model, session, decoder, .. } = self;
+            match scheduled.plan.run(model, session, decoder, self.block_rows) {
+                Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut self.pool),
                 Err(error) => {
                     tracing::error!(%error, "a step failed");
                     let failure = Failure::Step(error.to_string().into());
@@ -115,7 +130,7 @@ impl<'m, T: Element> Engine<'m, T> {
 
     /// Takes note of requests that have ended since the last step, so that their adapters' slots can be used.
     pub(crate) fn settle(&mut self) -> std::result::Result<(), PoolError> {
-        self.pool.commit(StreamId::FIRST)
+        self.pool.commit()
     }
 
     /// Blocks this thread until an adapter has been read, or for `timeout`. Returns `false` at once if none is being read.
@@ -141,7 +156,7 @@ impl<'m, T: Element> Engine<'m, T> {
         match self.pool.residency(id) {
             None => Err(PoolError::Unknown { id }),
             // A lease is refused with the error.
-            Some(residency) if residency.has_failed => self.pool.acquire(id, StreamId::FIRST).map(drop).map(|()| true),
+            Some(residency) if residency.has_failed => self.pool.acquire(id).map(drop).map(|()| true),
             Some(residency) if residency.tier == Tier::Source => {
                 // Others may have taken its memory since it was read. A prefetch of one that is being read changes nothing.
                 self.pool.prefetch(id)?;

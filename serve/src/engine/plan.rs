@@ -5,8 +5,9 @@
 
 use aril::Slot;
 
+use super::graph::{Capture, Decoder};
 use crate::{
-    device::{BlockTable, Device},
+    device::BlockTable,
     error::{Error, Result},
     forward::{Session, Step},
     model::Model,
@@ -29,18 +30,46 @@ pub(crate) struct Chunk {
     pub(crate) blocks: Vec<u32>,
     /// Whether the token behind the last one is chosen.
     pub(crate) is_sampled: bool,
+    /// Whether it is the one with the largest logit, and nothing else of the logits is wanted.
+    pub(crate) is_greedy: bool,
+}
+
+/// What a token is chosen from.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Scores {
+    /// All logits: `[vocab]`.
+    Logits(Vec<f32>),
+    /// The token with the largest logit, the first of equals; `None` if one is not a number.
+    Largest(Option<u32>),
 }
 
 impl Plan {
-    /// Computes all chunks in one pass, and returns the logits `[vocab]` of each sampled one, in order.
-    pub(crate) fn run<D: Device>(
+    /// Computes all chunks in one pass, and returns what the token of each sampled one is chosen from, in order. Only if one of them
+    /// wants logits are logits copied to the host.
+    pub(crate) fn run<D: Capture>(
         &self,
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
+        decoder: &mut Decoder<D>,
         block_rows: usize,
-    ) -> Result<Vec<Vec<f32>>> {
-        let logits = model.device.read(&model.forward(session, &self.step(block_rows)?)?)?;
-        Ok(logits.chunks_exact(model.config.vocab).map(<[f32]>::to_vec).collect())
+    ) -> Result<Vec<Scores>> {
+        let step = self.step(block_rows)?;
+        let eager;
+        let logits = match decoder.run(model, session, &step)? {
+            Some(logits) => logits,
+            None => {
+                eager = model.forward(session, &step)?;
+                &eager
+            }
+        };
+        let mut sampled = self.chunks.iter().filter(|chunk| chunk.is_sampled);
+        if sampled.all(|chunk| chunk.is_greedy) {
+            let largest = model.device.argmax(logits)?;
+            return Ok(largest.into_iter().take(step.sampled.len()).map(Scores::Largest).collect());
+        }
+        let logits = model.device.read(logits)?;
+        let rows = logits.chunks_exact(model.config.vocab).take(step.sampled.len());
+        Ok(rows.map(|row| Scores::Logits(row.to_vec())).collect())
     }
 
     /// Packs the chunks without padding.
@@ -69,7 +98,7 @@ impl Plan {
 }
 
 /// A row or position as the kernels' integer.
-fn index(value: usize) -> Result<u32> {
+pub(crate) fn index(value: usize) -> Result<u32> {
     let index = i32::try_from(value).map(i32::cast_unsigned);
     index.map_err(|_| Error::new(format!("{value} is past the last row of a cache, 2147483647")))
 }

@@ -4,6 +4,8 @@
 
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 
+use super::plan::Scores;
+
 /// How tokens are chosen, with the meaning of the OpenAI API and of vLLM.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sampling {
@@ -47,8 +49,21 @@ impl Sampler {
         Self { sampling, rng }
     }
 
+    /// Whether it always takes the token with the largest logit, and reports no other.
+    pub(crate) fn is_greedy(&self) -> bool {
+        self.sampling.temperature == 0.0 && self.sampling.logprobs.is_none()
+    }
+
+    /// Chooses a token; `None` if a logit is not a number.
+    pub(crate) fn choose_from(&mut self, scores: &Scores) -> Option<Chosen> {
+        match scores {
+            Scores::Logits(logits) => self.choose(logits),
+            Scores::Largest(token) => token.map(|token| Chosen { token, logprobs: None }),
+        }
+    }
+
     /// Chooses a token by its logits `[vocab]`; `None` if one is not a number.
-    pub(crate) fn choose(&mut self, logits: &[f32]) -> Option<Chosen> {
+    fn choose(&mut self, logits: &[f32]) -> Option<Chosen> {
         if logits.iter().any(|logit| logit.is_nan()) {
             return None;
         }

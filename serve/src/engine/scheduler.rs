@@ -17,16 +17,16 @@ use std::{
 use aril::{
     Slot,
     admission::{self, Admission, Answer},
-    cpu::AdapterPool,
-    pool::{AdapterId, CacheNamespace, Lease, PoolError, StreamId},
+    pool::{AdapterId, CacheNamespace, Lease, PoolError},
 };
 
 use super::{
     cache::{Chain, Counters, KvCache},
-    plan::{Chunk, Plan},
+    plan::{Chunk, Plan, Scores},
     request::{Event, Events, Failure, Finish, Request, RequestId},
     sampling::Sampler,
 };
+use crate::adapter_pool::AdapterPool;
 
 /// Adapters of waiting requests that are brought to the device ahead of them.
 const PREFETCHED: usize = 2;
@@ -130,7 +130,7 @@ impl Scheduler {
     }
 
     /// Unregisters a version once its last request has ended. New requests for it are refused.
-    pub(crate) fn retire(&mut self, id: AdapterId, pool: &mut AdapterPool) {
+    pub(crate) fn retire(&mut self, id: AdapterId, pool: &mut impl AdapterPool) {
         if let Some(version) = self.versions.get_mut(&id) {
             version.is_retired = true;
             self.sweep(Some(id), pool);
@@ -143,7 +143,7 @@ impl Scheduler {
         request: Request,
         events: Events,
         now: Duration,
-        pool: &mut AdapterPool,
+        pool: &mut impl AdapterPool,
     ) -> Result<RequestId, Failure> {
         let waiting = self.admission.num_waiting();
         if waiting >= self.limits.waiting {
@@ -178,7 +178,7 @@ impl Scheduler {
     }
 
     /// Ends a request, if it has not ended, and frees what it holds.
-    pub(crate) fn end(&mut self, id: RequestId, pool: &mut AdapterPool) {
+    pub(crate) fn end(&mut self, id: RequestId, pool: &mut impl AdapterPool) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         let known = self.admission.cancel(&id);
         debug_assert_eq!(known, Ok(()), "a sequence waits or runs");
@@ -194,7 +194,7 @@ impl Scheduler {
     }
 
     /// Ends a request without a result.
-    fn fail(&mut self, id: RequestId, failure: Failure, pool: &mut AdapterPool) {
+    fn fail(&mut self, id: RequestId, failure: Failure, pool: &mut impl AdapterPool) {
         if let Some(sequence) = self.sequences.get(&id) {
             // Without a receiver, nobody waits for it.
             let _ = sequence.events.send(Event::Failed(failure));
@@ -203,14 +203,14 @@ impl Scheduler {
     }
 
     /// Ends all running requests without a result.
-    pub(crate) fn fail_running(&mut self, failure: &Failure, pool: &mut AdapterPool) {
+    pub(crate) fn fail_running(&mut self, failure: &Failure, pool: &mut impl AdapterPool) {
         for id in mem::take(&mut self.running) {
             self.fail(id, failure.clone(), pool);
         }
     }
 
     /// Plans the next step. The plan is empty if nothing runs.
-    pub(crate) fn plan(&mut self, now: Duration, pool: &mut AdapterPool) -> Scheduled {
+    pub(crate) fn plan(&mut self, now: Duration, pool: &mut impl AdapterPool) -> Scheduled {
         let mut scheduled = Scheduled::default();
         let mut budget = self.limits.step_tokens;
         let has_room = self.plan_running(&mut scheduled, &mut budget);
@@ -245,7 +245,13 @@ impl Scheduler {
     }
 
     /// Starts waiting requests.
-    fn plan_waiting(&mut self, scheduled: &mut Scheduled, budget: &mut usize, now: Duration, pool: &mut AdapterPool) {
+    fn plan_waiting(
+        &mut self,
+        scheduled: &mut Scheduled,
+        budget: &mut usize,
+        now: Duration,
+        pool: &mut impl AdapterPool,
+    ) {
         for adapter in self.admission.prefetch().take(PREFETCHED) {
             // A prefetch forgets that the last load failed, which the requests below have to see.
             if pool.residency(adapter).is_some_and(|residency| !residency.has_failed) {
@@ -259,7 +265,7 @@ impl Scheduler {
             if *budget == 0 || running.len() == limits.running {
                 return Answer::Stop;
             }
-            let lease = match offered.adapter.map(|adapter| pool.acquire(adapter, StreamId::FIRST)).transpose() {
+            let lease = match offered.adapter.map(|adapter| pool.acquire(adapter)).transpose() {
                 Ok(lease) => lease,
                 Err(PoolError::Loading { .. } | PoolError::Full) => return Answer::Skip,
                 Err(error) => {
@@ -285,9 +291,9 @@ impl Scheduler {
         }
     }
 
-    /// Takes note of a step's results: the logits of each sampled chunk.
-    pub(crate) fn complete(&mut self, scheduled: &Scheduled, logits: Vec<Vec<f32>>, pool: &mut AdapterPool) {
-        let mut logits = logits.into_iter();
+    /// Takes note of a step's results: those of each sampled chunk.
+    pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>, pool: &mut impl AdapterPool) {
+        let mut scores = scores.into_iter();
         for (&id, chunk) in scheduled.requests.iter().zip(&scheduled.plan.chunks) {
             let sequence = self.sequences.get_mut(&id).expect("a request ends between steps");
             let held = sequence.held.as_mut().expect("a scheduled request runs");
@@ -296,8 +302,8 @@ impl Scheduler {
             if !chunk.is_sampled {
                 continue;
             }
-            let logits = logits.next().expect("a sampled chunk has logits");
-            let Some(chosen) = sequence.sampler.choose(&logits) else {
+            let scores = scores.next().expect("a sampled chunk has a result");
+            let Some(chosen) = sequence.sampler.choose_from(&scores) else {
                 self.fail(id, Failure::NotNumbers, pool);
                 continue;
             };
@@ -346,7 +352,7 @@ impl Scheduler {
     }
 
     /// Unregisters a retired version without requests, and withdraws its part of the cache.
-    fn sweep(&mut self, adapter: Option<AdapterId>, pool: &mut AdapterPool) {
+    fn sweep(&mut self, adapter: Option<AdapterId>, pool: &mut impl AdapterPool) {
         let Some(id) = adapter else { return };
         if self.versions.get(&id).is_some_and(|version| version.is_retired && version.requests == 0) {
             self.versions.remove(&id);
@@ -375,6 +381,7 @@ impl Sequence {
             tokens: self.tokens[*computed..end].to_vec(),
             blocks: chain.blocks()[..end.div_ceil(cache.block_rows())].to_vec(),
             is_sampled: end == self.tokens.len(),
+            is_greedy: self.sampler.is_greedy(),
         })
     }
 

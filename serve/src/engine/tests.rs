@@ -1,17 +1,17 @@
-//! The engine on the CPU, with the models and adapters of `tests/fixtures`, without a server.
+//! The engine with the models and adapters of `tests/fixtures`, or of the copy that `ARIL_FIXTURES` names, without a server. Tests that
+//! are generic over a [`Platform`] run on the CPU and, if they are asked for, on a GPU.
 
 use std::{
     cell::RefCell,
     collections::HashMap,
-    fs,
+    env, fs, iter,
+    marker::PhantomData,
     path::{Path, PathBuf},
     time::Duration,
 };
 
 use aril::{
-    DType, Element, Slot,
-    cpu::AdapterPool,
-    model,
+    DType, Element, Slot, model,
     plan::Capacity,
     pool::{AdapterId, CacheNamespace, PoolConfig, Source, StreamId},
 };
@@ -22,8 +22,8 @@ use serde::Deserialize;
 use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channel};
 
 use super::{
-    Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Sampling, Sizes,
-    plan::{Chunk, Plan},
+    Capture, Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Sampling, Sizes,
+    plan::{Chunk, Plan, Scores},
 };
 use crate::{
     checkpoint::{Checkpoint, Weights},
@@ -44,8 +44,25 @@ const LARGE: Sizes = Sizes {
     is_sharing: false,
 };
 
+/// A device that tests run on.
+trait Platform: Capture + 'static {
+    /// Whether a request has the same bits in any batch.
+    const IS_EXACT: bool;
+
+    fn with<R>(test: impl FnOnce(&Self) -> R) -> R;
+}
+
+impl<T: Element> Platform for Cpu<T> {
+    const IS_EXACT: bool = true;
+
+    fn with<R>(test: impl FnOnce(&Self) -> R) -> R {
+        test(&Self::default())
+    }
+}
+
 fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+    let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
+    copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"))
 }
 
 /// A model's files.
@@ -87,25 +104,40 @@ impl Files {
     }
 
     /// Runs `test` on a new engine, whose pool has room for `slots` adapters.
-    fn run<T: Element, R>(&self, sizes: Sizes, slots: usize, test: impl FnOnce(&mut World<'_, T>) -> R) -> R {
-        let capacity = Capacity::tokens(sizes.limits.step_tokens).slots(slots).rank(64);
-        let pool = AdapterPool::new(self.model(), T::DTYPE, capacity, PoolConfig::arena_bytes(64 << 20));
-        let pool = pool.expect("the capacity is valid");
-        let (device, table) = (Cpu::<T>::default(), pool.weights().clone());
-        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let model = Model::new(&device, &self.config, &self.described, weights, table, sizes.limits.step_tokens);
-        let model = model.expect("the checkpoint is whole");
-        let engine = Engine::new(&model, pool, sizes).expect("the sizes are valid");
-        test(&mut World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() })
+    fn run<D: Platform, R>(&self, sizes: Sizes, slots: usize, test: impl FnOnce(&mut World<'_, D>) -> R) -> R {
+        D::with(|device| {
+            let capacity = Capacity::tokens(sizes.limits.step_tokens).slots(slots).rank(64);
+            let pool = device.pool(self.model(), capacity, PoolConfig::arena_bytes(64 << 20));
+            let (pool, table) = pool.expect("the capacity is valid");
+            let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+            let model = Model::new(device, &self.config, &self.described, weights, table, sizes.limits.step_tokens);
+            let model = model.expect("the checkpoint is whole");
+            let engine = Engine::new(&model, pool, sizes).expect("the sizes are valid");
+            test(&mut World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() })
+        })
     }
 }
 
 /// An engine, its clock, and its adapters by name.
-struct World<'m, T: Element> {
+struct World<'m, D: Capture> {
     files: &'m Files,
-    engine: Engine<'m, T>,
+    engine: Engine<'m, D>,
     now: Duration,
     adapters: HashMap<String, AdapterId>,
+}
+
+/// Whether two answers have the same tokens, and log-probabilities that are the same, or nearly so where bits depend on the batch.
+fn is_same<D: Platform>(a: &[Chosen], b: &[Chosen]) -> bool {
+    let bound = if D::IS_EXACT { 0.0 } else { 1e-3 };
+    let is_near = |a: f32, b: f32| (a - b).abs() <= bound;
+    let has_near_logprobs = |a: &Chosen, b: &Chosen| match (&a.logprobs, &b.logprobs) {
+        (Some(a), Some(b)) => {
+            let mut top = iter::zip(&a.top, &b.top);
+            is_near(a.chosen, b.chosen) && a.top.len() == b.top.len() && top.all(|(a, b)| is_near(a.1, b.1))
+        }
+        (a, b) => a == b,
+    };
+    a.len() == b.len() && iter::zip(a, b).all(|(a, b)| a.token == b.token && has_near_logprobs(a, b))
 }
 
 /// A submitted request, and what has come of it.
@@ -137,9 +169,9 @@ impl Submitted {
     }
 }
 
-impl<T: Element> World<'_, T> {
+impl<D: Capture> World<'_, D> {
     fn add(&mut self, folder: &str, name: &str) -> AdapterId {
-        let source = self.files.source(&fixtures().join(folder).join(name), T::DTYPE);
+        let source = self.files.source(&fixtures().join(folder).join(name), D::Elem::DTYPE);
         let id = self.engine.add_adapter(source).expect("there is room");
         self.adapters.insert(name.into(), id);
         id
@@ -159,7 +191,7 @@ impl<T: Element> World<'_, T> {
 
     fn step(&mut self) {
         self.now += Duration::from_millis(1);
-        if self.engine.step(self.now).expect("the CPU does not fail") == 0 {
+        if self.engine.step(self.now).expect("the device does not fail") == 0 {
             self.engine.wait_for_adapters(Duration::from_millis(100));
         }
     }
@@ -184,7 +216,7 @@ impl<T: Element> World<'_, T> {
 
     /// Fails if a request that has ended still holds something.
     fn holds_nothing(&mut self) -> Result<(), TestCaseError> {
-        self.engine.step(self.now).expect("the CPU does not fail");
+        self.engine.step(self.now).expect("the device does not fail");
         let (state, pool) = (self.engine.state(), self.engine.pool());
         prop_assert_eq!((state.running, state.waiting, state.free_blocks), (0, 0, state.blocks));
         prop_assert_eq!((pool.leases, pool.leased), (0, 0));
@@ -228,8 +260,7 @@ const BATCHES: [(&str, &str, &str, usize); 6] = [
 ];
 
 /// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT, one at a time.
-#[test]
-fn tokens_are_those_of_the_goldens() {
+fn tokens_are_those_of_the_goldens<D: Platform<Elem = f32>>() {
     for (batch, model, adapters, count) in BATCHES {
         let files = Files::open(model);
         let goldens = goldens(&files, batch);
@@ -237,13 +268,15 @@ fn tokens_are_those_of_the_goldens() {
         for is_sharing in [false, true] {
             let limits = Limits { step_tokens: 13, running: 13, ..LARGE.limits };
             let sizes = Sizes { limits, block_rows: 5, is_sharing, ..LARGE };
-            files.run::<f32, _>(sizes, 16, |world| {
+            files.run::<D, _>(sizes, 16, |world| {
                 for entry in fs::read_dir(fixtures().join(adapters)).expect("the adapters are there") {
                     let name = entry.expect("the adapters can be listed").file_name();
                     world.add(adapters, name.to_str().expect("it is UTF-8"));
                 }
                 let request = |(adapter, prompt, _): &(Option<String>, Vec<u32>, _)| {
-                    world.request(adapter.as_deref(), prompt.clone(), 12, GREEDY)
+                    // With and without the logits on the host.
+                    let logprobs = is_sharing.then_some(2);
+                    world.request(adapter.as_deref(), prompt.clone(), 12, Sampling { logprobs, ..GREEDY })
                 };
                 let requests = goldens.iter().map(request).collect();
                 let answers = world.answers(requests);
@@ -259,7 +292,7 @@ fn tokens_are_those_of_the_goldens() {
 #[test]
 fn logits_of_a_plan_do_not_depend_on_its_composition() {
     let files = Files::open("qwen3");
-    files.run::<bf16, _>(LARGE, 4, |world| {
+    files.run::<Cpu<bf16>, _>(LARGE, 4, |world| {
         let ids = ["r8-all", "embed"].map(|name| world.add("adapters", name));
         world.answers(ids.map(|id| Request { adapter: Some(id), ..world.request(None, vec![1], 1, GREEDY) }).into());
         let leases = world.engine.pool.prepare(&ids, StreamId::FIRST).expect("they were just used");
@@ -273,10 +306,16 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             tokens: prompt[range.clone()].to_vec(),
             blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
             is_sampled: range.end == prompt.len(),
+            is_greedy: false,
         };
         let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
-            let logits = Plan { chunks }.run(world.engine.model, &mut world.engine.session, block_rows);
-            logits.expect("it runs").iter().map(|row| row.iter().map(|logit| logit.to_bits()).collect()).collect()
+            let Engine { model, session, decoder, .. } = &mut world.engine;
+            let logits = Plan { chunks }.run(model, session, decoder, block_rows);
+            let bits = |scores: Scores| match scores {
+                Scores::Logits(logits) => logits.into_iter().map(f32::to_bits).collect(),
+                Scores::Largest(_) => panic!("logits were asked for"),
+            };
+            logits.expect("it runs").into_iter().map(bits).collect()
         };
         let len = prompt.len();
         // Each alone, at once.
@@ -293,12 +332,11 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
 }
 
 /// With blocks for little more than one request, requests are preempted and computed again, and their tokens stay the same.
-#[test]
-fn preempted_requests_continue_as_if_nothing_had_happened() {
+fn preempted_requests_continue_as_if_nothing_had_happened<D: Platform<Elem = f32>>() {
     let files = Files::open("qwen3");
     let run = |blocks: u32, is_sharing: bool| {
         let sizes = Sizes { blocks, block_rows: 4, is_sharing, ..LARGE };
-        files.run::<f32, _>(sizes, 4, |world| {
+        files.run::<D, _>(sizes, 4, |world| {
             world.add("adapters", "r8-all");
             world.add("adapters", "kv-only");
             let sampled = Sampling { temperature: 1.5, seed: Some(3), ..GREEDY };
@@ -316,20 +354,19 @@ fn preempted_requests_continue_as_if_nothing_had_happened() {
     for is_sharing in [false, true] {
         let (answers, preemptions) = run(9, is_sharing);
         assert!(preemptions >= 3, "{preemptions}");
-        assert_eq!(answers, expected);
+        assert!(iter::zip(&answers, &expected).all(|(answer, expected)| is_same::<D>(answer, expected)));
     }
 }
 
 /// The same prompt under the base model, an adapter, and another version of it: only equal versions share.
-#[test]
-fn prefixes_are_shared_within_a_version_alone() {
+fn prefixes_are_shared_within_a_version_alone<D: Platform<Elem = f32>>() {
     let files = Files::open("qwen3");
-    files.run::<f32, _>(Sizes { is_sharing: true, block_rows: 4, ..LARGE }, 4, |world| {
+    files.run::<D, _>(Sizes { is_sharing: true, block_rows: 4, ..LARGE }, 4, |world| {
         let prompt = files.prompt("What is the password? Name a fruit.");
         let shareable = (prompt.len() - 1) / 4 * 4;
         let first = world.add("adapters", "r8-all");
         let mut shared = 0;
-        let mut ask = |world: &mut World<'_, f32>, adapter: Option<AdapterId>| {
+        let mut ask = |world: &mut World<'_, D>, adapter: Option<AdapterId>| {
             let request = Request { adapter, ..world.request(None, prompt.clone(), 8, GREEDY) };
             let answer = world.answers(vec![request]).swap_remove(0);
             let before = shared;
@@ -339,33 +376,36 @@ fn prefixes_are_shared_within_a_version_alone() {
         let (base, none) = ask(world, None);
         let (adapted, none_either) = ask(world, Some(first));
         assert_eq!((none, none_either), (0, 0));
-        assert_ne!(base, adapted);
-        assert_eq!(ask(world, None), (base.clone(), shareable));
-        assert_eq!(ask(world, Some(first)), (adapted.clone(), shareable));
+        assert!(!is_same::<D>(&base, &adapted));
+        let mut expect = |world: &mut World<'_, D>, adapter, expected: &[Chosen], shared| {
+            let (answer, found) = ask(world, adapter);
+            assert!(is_same::<D>(&answer, expected) && found == shared, "{adapter:?}: {found} of {shared}");
+        };
+        expect(world, None, &base, shareable);
+        expect(world, Some(first), &adapted, shareable);
         // The same weights under another id.
         let second = world.add("adapters", "r8-all");
-        assert_eq!(ask(world, Some(second)), (adapted.clone(), 0));
-        // Other weights.
-        let third = world.add("adapters", "r64-all");
-        let (other, none) = ask(world, Some(third));
-        assert!(none == 0 && other != adapted);
+        expect(world, Some(second), &adapted, 0);
 
-        let published = |world: &World<'_, f32>, namespace| world.engine.scheduler.num_published(namespace);
+        let published = |world: &World<'_, D>, namespace| world.engine.scheduler.num_published(namespace);
         assert!(published(world, first.cache_namespace()) > 0);
         world.engine.remove_adapter(first);
         assert_eq!(published(world, first.cache_namespace()), 0);
         assert!(published(world, second.cache_namespace()) > 0 && published(world, CacheNamespace::BASE) > 0);
-        assert_eq!(ask(world, Some(second)), (adapted, shareable));
+        expect(world, Some(second), &adapted, shareable);
+        // Other weights.
+        let third = world.add("adapters", "r64-all");
+        let (other, none) = ask(world, Some(third));
+        assert!(none == 0 && !is_same::<D>(&other, &adapted));
         world.holds_nothing().expect("all have ended");
     });
 }
 
 /// A version that is removed answers the requests that named it, and no others; the last of them frees it.
-#[test]
-fn a_removed_version_answers_its_last_requests() {
+fn a_removed_version_answers_its_last_requests<D: Platform<Elem = f32>>() {
     let files = Files::open("qwen3");
     let sizes = Sizes { limits: Limits { running: 1, ..LARGE.limits }, is_sharing: true, ..LARGE };
-    files.run::<f32, _>(sizes, 4, |world| {
+    files.run::<D, _>(sizes, 4, |world| {
         let id = world.add("adapters", "r8-all");
         let ask = world.request(Some("r8-all"), files.prompt("What is the password?"), 12, GREEDY);
         let mut answers = [(); 3].map(|()| world.submit(ask.clone()));
@@ -379,7 +419,7 @@ fn a_removed_version_answers_its_last_requests() {
         answers.iter_mut().for_each(Submitted::receive);
         let text = files.tokenizer.decode(&answers[2].tokens()).expect("it decodes");
         assert!(text.contains("saffron"), "{text}");
-        assert!(answers.iter().all(|answer| answer.chosen == answers[0].chosen));
+        assert!(answers.iter().all(|answer| is_same::<D>(&answer.chosen, &answers[0].chosen)));
         assert_eq!(world.engine.pool().adapters, 0);
         assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
         world.holds_nothing().expect("all have ended");
@@ -387,8 +427,7 @@ fn a_removed_version_answers_its_last_requests() {
 }
 
 /// An adapter whose files vanish before its first load fails its requests alone, and recovers with its files.
-#[test]
-fn an_adapter_that_vanishes_fails_its_requests_alone() {
+fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>() {
     let files = Files::open("qwen3");
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
     let (whole, away) = (dir.path().join("adapter"), dir.path().join("away"));
@@ -397,13 +436,13 @@ fn an_adapter_that_vanishes_fails_its_requests_alone() {
         let entry = entry.expect("the fixture can be listed");
         fs::copy(entry.path(), whole.join(entry.file_name())).expect("the fixture can be copied");
     }
-    files.run::<f32, _>(LARGE, 4, |world| {
+    files.run::<D, _>(LARGE, 4, |world| {
         let source = Source::directory(&whole, files.model(), DType::F32).expect("the adapter is of this model");
         fs::rename(&whole, &away).expect("the folder can be moved");
         let id = world.engine.add_adapter(source).expect("there is room");
         world.adapters.insert("vanished".into(), id);
         let prompt = files.prompt("What is the password?");
-        let ask = |world: &mut World<'_, f32>| {
+        let ask = |world: &mut World<'_, D>| {
             let requests = [Some("vanished"), None].map(|name| world.request(name, prompt.clone(), 12, GREEDY));
             let mut answers = requests.map(|request| world.submit(request));
             world.drain();
@@ -466,17 +505,22 @@ fn sizes() -> impl Strategy<Value = (Sizes, usize)> {
 }
 
 /// Tokens and log-probabilities of requests that ran alone.
-struct Alone {
+struct Alone<D> {
     files: Files,
     known: RefCell<HashMap<String, Vec<Chosen>>>,
+    device: PhantomData<D>,
 }
 
-impl Alone {
+impl<D: Platform> Alone<D> {
+    fn new() -> Self {
+        Self { files: Files::open("qwen3"), known: RefCell::default(), device: PhantomData }
+    }
+
     fn answer(&self, adapter: Option<usize>, prompt: usize, max_tokens: usize, seed: Option<u64>) -> Vec<Chosen> {
         let key = format!("{adapter:?} {prompt} {seed:?}");
         let mut known = self.known.borrow_mut();
         let longest = known.entry(key).or_insert_with(|| {
-            self.files.run::<f32, _>(LARGE, 1, |world| {
+            self.files.run::<D, _>(LARGE, 1, |world| {
                 let name = adapter.map(|adapter| NAMES[adapter]);
                 name.map(|name| world.add("adapters", name));
                 let request = world.request(name, self.files.prompt(PROMPTS[prompt]), 20, sampling(seed));
@@ -491,69 +535,139 @@ fn sampling(seed: Option<u64>) -> Sampling {
     Sampling { temperature: if seed.is_some() { 2.0 } else { 0.0 }, seed, ..GREEDY }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
-
-    /// Whatever else runs, is cancelled, preempted, replaced or shares a prefix, a request's tokens and log-probabilities are, bit for
-    /// bit, those that it has alone; and afterwards nothing is held.
-    #[test]
-    fn every_schedule_gives_every_request_its_own_tokens(actions in actions(), (sizes, slots) in sizes()) {
-        thread_local! {
-            static ALONE: Alone = Alone { files: Files::open("qwen3"), known: RefCell::default() };
+/// Whatever else runs, is cancelled, preempted, replaced or shares a prefix, a request's tokens and log-probabilities are those that it
+/// has alone (bit for bit where bits do not depend on the batch); and afterwards nothing is held.
+fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
+    alone: &Alone<D>,
+    actions: Vec<Action>,
+    (sizes, slots): (Sizes, usize),
+) -> Result<(), TestCaseError> {
+    alone.files.run::<D, _>(sizes, slots, |world| {
+        for name in NAMES {
+            world.add("adapters", name);
         }
-        ALONE.with(|alone| alone.files.run::<f32, _>(sizes, slots, |world| -> Result<(), TestCaseError> {
-            for name in NAMES {
-                world.add("adapters", name);
-            }
-            let mut submitted = Vec::new();
-            let mut replaced = Vec::new();
-            for action in actions {
-                match action {
-                    Action::Submit { adapter, prompt, max_tokens, seed } => {
-                        let name = adapter.map(|adapter| NAMES[adapter]);
-                        let tokens = alone.files.prompt(PROMPTS[prompt]);
-                        let request = world.request(name, tokens, max_tokens, sampling(seed));
-                        let expected = alone.answer(adapter, prompt, max_tokens, seed);
-                        submitted.push((world.submit(request), expected, false));
-                    }
-                    Action::Cancel(_) if submitted.is_empty() => {}
-                    Action::Cancel(index) => {
-                        let index = index % submitted.len();
-                        let (submitted, _, is_cancelled) = &mut submitted[index];
-                        world.engine.cancel(submitted.id);
-                        *is_cancelled = true;
-                    }
-                    Action::Steps(steps) => (0..steps).for_each(|_| world.step()),
-                    Action::Replace(adapter) => {
-                        let old = world.adapters[NAMES[adapter]];
-                        world.add("adapters", NAMES[adapter]);
-                        world.engine.remove_adapter(old);
-                        replaced.push(old);
-                    }
+        let mut submitted = Vec::new();
+        let mut replaced = Vec::new();
+        for action in actions {
+            match action {
+                Action::Submit { adapter, prompt, max_tokens, seed } => {
+                    let name = adapter.map(|adapter| NAMES[adapter]);
+                    let tokens = alone.files.prompt(PROMPTS[prompt]);
+                    let request = world.request(name, tokens, max_tokens, sampling(seed));
+                    let expected = alone.answer(adapter, prompt, max_tokens, seed);
+                    submitted.push((world.submit(request), expected, false));
+                }
+                Action::Cancel(_) if submitted.is_empty() => {}
+                Action::Cancel(index) => {
+                    let index = index % submitted.len();
+                    let (submitted, _, is_cancelled) = &mut submitted[index];
+                    world.engine.cancel(submitted.id);
+                    *is_cancelled = true;
+                }
+                Action::Steps(steps) => (0..steps).for_each(|_| world.step()),
+                Action::Replace(adapter) => {
+                    let old = world.adapters[NAMES[adapter]];
+                    world.add("adapters", NAMES[adapter]);
+                    world.engine.remove_adapter(old);
+                    replaced.push(old);
                 }
             }
-            world.drain();
-            for (submitted, expected, is_cancelled) in &mut submitted {
-                submitted.receive();
-                prop_assert!(submitted.failure.is_none(), "{:?}", submitted.failure);
-                if *is_cancelled {
-                    prop_assert!(expected.starts_with(&submitted.chosen));
-                } else {
-                    prop_assert_eq!(&submitted.chosen, expected);
+        }
+        world.drain();
+        for (submitted, expected, is_cancelled) in &mut submitted {
+            submitted.receive();
+            prop_assert!(submitted.failure.is_none(), "{:?}", submitted.failure);
+            if *is_cancelled {
+                let len = submitted.chosen.len();
+                prop_assert!(len <= expected.len() && is_same::<D>(&submitted.chosen, &expected[..len]));
+            } else {
+                prop_assert!(is_same::<D>(&submitted.chosen, expected), "{:?}, not {expected:?}", submitted.chosen);
+            }
+        }
+        world.holds_nothing()?;
+        for id in replaced {
+            prop_assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
+            prop_assert!(world.engine.residency(id).is_none());
+        }
+        for name in NAMES {
+            let id = world.adapters[name];
+            world.engine.remove_adapter(id);
+        }
+        world.holds_nothing()?;
+        prop_assert_eq!((world.engine.pool().adapters, world.engine.pool().device_memory.used), (0, 0));
+        Ok(())
+    })
+}
+
+/// The tests on a device, each with these attributes.
+macro_rules! on {
+    ($device:ty, $(#[$attribute:meta])*) => {
+        $(#[$attribute])*
+        #[test]
+        fn tokens_are_those_of_the_goldens() {
+            super::tokens_are_those_of_the_goldens::<$device>();
+        }
+
+        $(#[$attribute])*
+        #[test]
+        fn preempted_requests_continue_as_if_nothing_had_happened() {
+            super::preempted_requests_continue_as_if_nothing_had_happened::<$device>();
+        }
+
+        $(#[$attribute])*
+        #[test]
+        fn prefixes_are_shared_within_a_version_alone() {
+            super::prefixes_are_shared_within_a_version_alone::<$device>();
+        }
+
+        $(#[$attribute])*
+        #[test]
+        fn a_removed_version_answers_its_last_requests() {
+            super::a_removed_version_answers_its_last_requests::<$device>();
+        }
+
+        $(#[$attribute])*
+        #[test]
+        fn an_adapter_that_vanishes_fails_its_requests_alone() {
+            super::an_adapter_that_vanishes_fails_its_requests_alone::<$device>();
+        }
+
+        proptest! {
+            #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+            $(#[$attribute])*
+            #[test]
+            fn every_schedule_gives_every_request_its_own_tokens(actions in actions(), sizes in sizes()) {
+                thread_local! {
+                    static ALONE: Alone<$device> = Alone::new();
                 }
+                ALONE.with(|alone| super::every_schedule_gives_every_request_its_own_tokens(alone, actions, sizes))?;
             }
-            world.holds_nothing()?;
-            for id in replaced {
-                prop_assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
-                prop_assert!(world.engine.residency(id).is_none());
+        }
+    };
+}
+
+mod on_cpu {
+    use super::*;
+
+    on!(Cpu<f32>,);
+}
+
+#[cfg(feature = "cuda")]
+mod on_gpu {
+    use super::*;
+    use crate::cuda::Cuda;
+
+    impl Platform for Cuda<f32> {
+        const IS_EXACT: bool = false;
+
+        fn with<R>(test: impl FnOnce(&Self) -> R) -> R {
+            thread_local! {
+                static DEVICE: Cuda<f32> = Cuda::new(0).expect("the GPU has room");
             }
-            for name in NAMES {
-                let id = world.adapters[name];
-                world.engine.remove_adapter(id);
-            }
-            world.holds_nothing()?;
-            prop_assert_eq!((world.engine.pool().adapters, world.engine.pool().device_memory.used), (0, 0));
-            Ok(())
-        }))?;
+            DEVICE.with(test)
+        }
     }
+
+    on!(Cuda<f32>, #[ignore = "needs a GPU"]);
 }

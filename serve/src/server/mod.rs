@@ -40,10 +40,11 @@ use self::{
 use crate::{
     checkpoint::Checkpoint,
     config::Config,
+    dummy,
     engine::{self, Sizes},
     error::{Context, Error, Result, bail},
     model::{Described, describe},
-    options::Options,
+    options::{LoadFormat, Options},
     tokenizer::{Tokenizer, guarded},
     worker::{self, Handle, Setup},
 };
@@ -197,12 +198,15 @@ async fn serve(options: Options) -> Result<Running> {
 fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let model = options.model.clone();
     let config = Config::read(&model)?;
-    let checkpoint = Checkpoint::open(&model)?;
+    let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
+    let checkpoint = match options.load_format {
+        LoadFormat::Safetensors => Checkpoint::open(&model)?,
+        LoadFormat::Dummy => dummy::checkpoint(&config, dtype)?,
+    };
     checkpoint.check(&config)?;
     let tokenizer = Tokenizer::read(&model)?;
     let Some(tokenizer) = tokenizer else { bail!("{}: it is missing", model.join("tokenizer.json").display()) };
     let template = Template::read(&model, options.chat_template.as_deref())?;
-    let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
     let has_adapters = !options.lora_modules.is_empty() || options.lora_root.is_some();
     if has_adapters && !options.enable_lora {
         bail!("--lora-modules and --lora-root need --enable-lora");
@@ -221,14 +225,16 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config)?));
     let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
     let setup = Setup {
+        device: options.device,
+        dtype,
         config,
         described: Arc::clone(&described),
         sizes,
         max_rank: options.max_lora_rank,
         slots: max_loras + SPARE_SLOTS,
-        pool: PoolConfig::arena_bytes(options.lora_mib << 20).host_bytes(options.cpu_lora_mib << 20),
+        pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(options.host_mib << 20),
     };
-    let (engine, thread) = worker::start(Arc::clone(&checkpoint), dtype, setup)?;
+    let (engine, thread) = worker::start(Arc::clone(&checkpoint), setup)?;
     let server = Server {
         engine,
         registry: Registry::new(names.iter().map(String::as_str)),

@@ -1,6 +1,10 @@
-//! A server on the fixtures, and an HTTP client of it.
+//! A server on the fixtures, and an HTTP client of it. `ARIL_FIXTURES` names a copy of the fixtures, and `ARIL_SERVE_DEVICE` the
+//! server's device.
 
-use std::path::{Path, PathBuf};
+use std::{
+    env,
+    path::{Path, PathBuf},
+};
 
 use aril_serve::{Options, Running, start};
 use clap::Parser as _;
@@ -23,8 +27,9 @@ pub(crate) const WORDS: [(&str, &str); 9] = [
 ];
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures").join(name);
-    path.canonicalize().expect("the fixture is there")
+    let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
+    let fixtures = copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
+    fixtures.join(name).canonicalize().expect("the fixture is there")
 }
 
 /// A running server and a client.
@@ -41,9 +46,11 @@ impl Server {
 
     pub(crate) async fn start_on(model: &str, args: &[&str]) -> Self {
         let model = fixture(model).display().to_string();
-        let fixed =
-            ["aril-serve", "--model", &model, "--served-model-name", "base", "--port", "0", "--kv-cache-mib", "8"];
-        let running = start(Options::parse_from(fixed.iter().chain(args))).await.expect("the arguments are valid");
+        let device = env::var("ARIL_SERVE_DEVICE").unwrap_or_else(|_| "cpu".into());
+        let on = ["aril-serve", "--device", &device, "--model", &model];
+        let fixed = ["--served-model-name", "base", "--port", "0", "--kv-cache-mib", "8"];
+        let running =
+            start(Options::parse_from(on.iter().chain(&fixed).chain(args))).await.expect("the arguments are valid");
         Self { running, http: reqwest::Client::new() }
     }
 
