@@ -79,7 +79,10 @@ class RowSquares {
   __device__ __forceinline__ RowSquares(Shared& shared, int block, int blocks)
       : shared_(shared), block_(block), blocks_(blocks) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) shared.arrival.init(kNormBlocks * kQuads);
+    if (threadIdx.x == 0) {
+      shared.arrival.init();
+      shared.arrival.expect(sizeof(shared.of_blocks));
+    }
     arrive_at_cluster();
 #endif
   }
@@ -107,14 +110,14 @@ class RowSquares {
         sum = sum + *reinterpret_cast<const float4*>(&shared_.of_warps[w][row]);
       }
 #if __CUDA_ARCH__ >= 900
-      store_cluster(cluster_address(&shared_.of_blocks[block_][row], to), sum);
-      arrive_cluster(cluster_address(&shared_.arrival, to));
+      store_cluster(cluster_address(&shared_.of_blocks[block_][row], to), sum,
+                    cluster_address(&shared_.arrival, to));
 #else
       *reinterpret_cast<float4*>(&shared_.of_blocks[block_][row]) = sum;
 #endif
     }
 #if __CUDA_ARCH__ >= 900
-    wait_cluster(shared_.arrival, 0);
+    shared_.arrival.wait(0);
 #else
     __syncthreads();
 #endif
