@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   constexpr int kHeld = kStaged ? 3 : 2;  // units of a warp whose sums stay in registers
   constexpr int kParts = kWide ? ARIL_WIDE_TILE / ARIL_TOKENS_PER_TILE : 1;
   const int block = blockIdx.x % blocks, part = blockIdx.x / blocks % kParts;
+  const EarlyModule early(p.layer.weights, 0);
   TokenTile tile(p.layer, blockIdx.x / blocks / kParts);
   tile.tokens += part * ARIL_TOKENS_PER_TILE;
   tile.count = min(tile.count - part * ARIL_TOKENS_PER_TILE, ARIL_TOKENS_PER_TILE);
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   const int num_features = p.layer.out_features[0];
   const int block_features = norm_features(num_features, blocks), first = block * block_features;
   const int features = max(min(num_features - first, block_features), 0);
-  const aril_descriptor module = module_of(p.layer.weights, tile.slot, 0);
+  const aril_descriptor module = early.of(p.layer.weights, tile.slot);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
   const char* const b = static_cast<const char*>(module.b) +

@@ -44,6 +44,10 @@ struct GateUp {
   __device__ __forceinline__ GateUp(const aril_weights& weights, int slot)
       : modules{module_of(weights, slot, 0), module_of(weights, slot, 1)} {}
 
+  __device__ __forceinline__ GateUp(const aril_weights& weights, int slot, const EarlyModule& gate,
+                                    const EarlyModule& up)
+      : modules{gate.of(weights, slot), up.of(weights, slot)} {}
+
   __device__ __forceinline__ int rank_tiles(int slice) const {
     return ceil_div(modules[slice].rank, ARIL_RANK_TILE);
   }
@@ -202,12 +206,13 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
                             int slabs) {
   extern __shared__ __align__(128) unsigned char shared[];
   launch_dependents();
+  const EarlyModule gate(p.layer.weights, 0), up(p.layer.weights, 1);
   const TokenTile tile(p.layer, blockIdx.x / out_blocks);
   if (tile.count == 0) {
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const GateUp gate_up(p.layer.weights, tile.slot);
+  const GateUp gate_up(p.layer.weights, tile.slot, gate, up);
   const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
   small_m_silu_mul<T, kStaged>(p, tile, gate_up, first, shared, [&] {
     return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
