@@ -70,7 +70,6 @@ struct Delta {
   int buffer = 0;
   int a_issued = 0, a_taken = 0;  // steps of A
   int issued = 0, taken = 0;      // chunks of B
-  int place_bits;                 // of the number of a buffer of B
 
   __device__ __forceinline__ Delta(const FusedParams& p, FusedShared& shared, DeltaShared& batch,
                                    unsigned char* dynamic, int thread)
@@ -156,18 +155,20 @@ struct Delta {
       if (lane == 0) pairs_before(0) = 0;
     }
     sync_warps();
-    if (thread == 0) batch.num_units = pairs_before(entries) * p.num_parts;
-    static_assert(kMaxChunkPlaces == 8 && kPairBytes == 8 * kChunkTileBytes);
-    const int tiles = ceil_div(batch.slice_rank, ARIL_RANK_TILE);
-    place_bits = min((tiles <= 1 ? 3 : tiles == 2 ? 2 : 1) + kAPlaces - 1, 3);
+    if (thread == 0) {
+      batch.num_units = pairs_before(entries) * p.num_parts;
+      static_assert(kMaxChunkPlaces == 8 && kPairBytes == 8 * kChunkTileBytes);
+      const int tiles = ceil_div(batch.slice_rank, ARIL_RANK_TILE);
+      batch.place_bits = min((tiles <= 1 ? 3 : tiles == 2 ? 2 : 1) + kAPlaces - 1, 3);
+    }
   }
 
   // B's buffers, in the memory of A's, are as large as the chunks of this block's slice.
   __device__ __forceinline__ int index_of(int chunk) const {
-    return chunk & ((1 << place_bits) - 1);
+    return chunk & ((1 << batch.place_bits) - 1);
   }
   __device__ __forceinline__ unsigned char* place_of(int chunk) const {
-    return own_places() + (index_of(chunk) * (kAPlaces * kPairBytes) >> place_bits);
+    return own_places() + (index_of(chunk) * (kAPlaces * kPairBytes) >> batch.place_bits);
   }
 
   __device__ __forceinline__ int all_pairs() const {
@@ -594,7 +595,7 @@ struct Delta {
   }
 
   __device__ __forceinline__ void wait_for_chunk() {
-    batch.b[warp][index_of(taken)].wait(taken >> place_bits & 1);
+    batch.b[warp][index_of(taken)].wait(taken >> batch.place_bits & 1);
     ++taken;
   }
 
@@ -602,7 +603,7 @@ struct Delta {
   __device__ __forceinline__ void load_first_b(const Task& task) {
     Chunk chunk = chunk_from(task, first_item(task.count));
 #pragma unroll 1
-    for (int i = 1; i < 1 << place_bits && has(chunk); ++i) {
+    for (int i = 1; i < 1 << batch.place_bits && has(chunk); ++i) {
       load_b(task, chunk);
       chunk = next(task, chunk);
     }

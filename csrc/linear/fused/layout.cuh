@@ -122,6 +122,7 @@ struct DeltaShared {
   int32_t num_segments;  // of this launch's tokens
   int32_t num_units;     // of all blocks
   int32_t slice_rank;    // the largest of this block's slice
+  int32_t place_bits;    // of the number of a buffer of B
   int32_t missing;       // a unit that did not arrive in time, or -1
   int32_t polls;         // left for the next one
   uint32_t epoch;
