@@ -332,9 +332,7 @@ __global__ void __launch_bounds__(kF32Threads)
     const int token = tile.token(t, p.layer.num_tokens);
     if (token < 0) continue;
     __syncthreads();
-    for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) {
-      v[i] = partials.load2(token, i * 2);
-    }
+    load_v_f32(v, rank_tiles, partials, token);
     __syncthreads();
     const float* const y = static_cast<const float*>(p.layer.y) + token * p.layer.y_stride;
     float* const residual = static_cast<float*>(p.residual) + token * p.residual_stride;
@@ -345,13 +343,7 @@ __global__ void __launch_bounds__(kF32Threads)
       float base = y[feature];
       if (rank_tiles > 0) {
         const float* b = f32_b_row(module.b, rank_tiles, feature);
-        float delta = 0.0f;
-        for (int i = 0; i < rank_tiles * 4; ++i) {
-          const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kBTileElems + i % 4 * 2);
-          delta += pair.x * v[i].x;
-          delta += pair.y * v[i].y;
-        }
-        base += scaling * delta;
+        base += scaling * delta_f32(b, rank_tiles, v);
       }
       const float total = residual[feature] + base;
       residual[feature] = total;

@@ -450,10 +450,7 @@ __global__ void __launch_bounds__(kF32Threads)
     if (token < 0) continue;
     __syncthreads();
     for (int slice = 0; slice < 2; ++slice) {
-      const PartialSums sums(p.layer, slice);
-      for (int i = threadIdx.x; i < gate_up.rank_tiles(slice) * 4; i += kF32Threads) {
-        v[slice][i] = sums.load2(token, i * 2);
-      }
+      load_v_f32(v[slice], gate_up.rank_tiles(slice), PartialSums(p.layer, slice), token);
     }
     __syncthreads();
     if (feature >= features) continue;
@@ -463,14 +460,10 @@ __global__ void __launch_bounds__(kF32Threads)
       values[slice] = static_cast<const float*>(
           p.layer.y)[token * p.layer.y_stride + slice * features + feature];
       if (module.rank == 0) continue;
-      const float* b = f32_b_row(module.b, gate_up.rank_tiles(slice), feature);
-      float delta = 0.0f;
-      for (int i = 0; i < gate_up.rank_tiles(slice) * 4; ++i) {
-        const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kBTileElems + i % 4 * 2);
-        delta += pair.x * v[slice][i].x;
-        delta += pair.y * v[slice][i].y;
-      }
-      values[slice] += module.scaling * p.layer.routing.scales[token] * delta;
+      const int rank_tiles = gate_up.rank_tiles(slice);
+      const float* b = f32_b_row(module.b, rank_tiles, feature);
+      values[slice] +=
+          module.scaling * p.layer.routing.scales[token] * delta_f32(b, rank_tiles, v[slice]);
     }
     static_cast<float*>(p.out)[token * p.out_stride + feature] =
         silu_mul<float>(values[0], values[1]);
