@@ -92,6 +92,17 @@ fn an_adapter_is_skipped_with_all_of_its_requests() {
 }
 
 #[test]
+fn a_call_ends_after_one_refused_adapter_more_than_a_batch_has() {
+    let mut admission = waiting(Limits::new(2, FOREVER), &[1, 2, 3, 4, 5, 6].map(Some));
+    let mut offered = Vec::new();
+    admission.admit(ms(10), |request| {
+        offered.push(request.id);
+        Answer::Skip
+    });
+    assert_eq!(offered, [0, 1, 2]);
+}
+
+#[test]
 fn an_overdue_request_drains_the_batch() {
     let mut admission = waiting(Limits::new(1, ms(100)), &[Some(1), Some(2), Some(1)]);
     assert_eq!(admit(&mut admission, 50), [0, 2]);
@@ -106,6 +117,22 @@ fn an_overdue_request_drains_the_batch() {
         admission.finish(&id).unwrap();
     }
     assert_eq!(admit(&mut admission, 110), [1]);
+}
+
+#[test]
+fn a_drain_takes_the_adapter_that_started_first_and_no_more() {
+    for limits in [Limits::new(2, ms(100)), Limits::new(9, ms(100)).bytes(100)] {
+        let mut admission = waiting(limits, &[Some(1), Some(2)]);
+        assert_eq!(admit(&mut admission, 1), [0, 1]);
+        admission.enqueue(request(2, Some(3), ms(2))).unwrap();
+        admission.enqueue(request(3, Some(1), ms(3))).unwrap();
+        assert_eq!(admit(&mut admission, 3), [3]);
+        admission.enqueue(request(4, Some(1), ms(100))).unwrap();
+        admission.enqueue(request(5, Some(2), ms(100))).unwrap();
+        assert_eq!(admit(&mut admission, 102), [4], "the place of adapter 2 is enough");
+        admission.finish(&1).unwrap();
+        assert_eq!(admit(&mut admission, 103), [2]);
+    }
 }
 
 #[test]
