@@ -8,7 +8,11 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{error::AdapterError, layout::K_TILE, rectangle::Rectangle};
+use super::{
+    error::AdapterError,
+    layout::{B, EmbeddingA, K_TILE, LinearA},
+    rectangle::Rectangle,
+};
 use crate::{
     DType, Element,
     model::{MAX_RANK, Model},
@@ -108,6 +112,29 @@ impl<'a> SlotImage<'a> {
 
     pub(crate) fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// The largest size of an image in bytes, of adapters of ranks up to `max_rank` that have factors for all modules of this rank's
+    /// model.
+    pub fn max_bytes(model: &Model, dtype: DType, max_rank: usize) -> usize {
+        let factors = |a_rank, in_features, out_features| {
+            LinearA { rank: a_rank, in_features }.elems() + B { out_features, rank: max_rank }.elems()
+        };
+        let linear = model.linears().iter().flat_map(|site| {
+            let a_rank = site.a_rows(max_rank).len();
+            site.slices().iter().map(move |slice| factors(a_rank, site.in_features(), slice.b_rows().len))
+        });
+        let embeddings = model.embeddings().iter().map(|site| {
+            let a = EmbeddingA { vocab: site.range().len(), rank: max_rank };
+            a.elems() + B { out_features: site.hidden(), rank: max_rank }.elems()
+        });
+        let experts = model.expert_layers().iter().flat_map(|site| {
+            [site.gate_up(), site.down()].into_iter().flat_map(|projection| {
+                let slices = projection.slices().iter();
+                slices.map(|slice| site.held().len() * factors(max_rank, projection.in_features(), slice.output.len))
+            })
+        });
+        linear.chain(embeddings).chain(experts).sum::<usize>() * dtype.bytes()
     }
 
     /// Element type of the block.

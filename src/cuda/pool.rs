@@ -8,7 +8,7 @@ use cudarc::driver::{CudaEvent, result};
 
 use super::{
     LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, flip::Flip, host_arena::HostArena,
-    own_stream::OwnStream, raw::Descriptor,
+    own_stream::OwnStream, raw::Descriptor, table::row_bytes,
 };
 use crate::{
     DType,
@@ -17,8 +17,8 @@ use crate::{
     model::Model,
     plan::Capacity,
     pool::{
-        AdapterId, Backend, Copy, Granted, Lease, Pool, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
-        adapter_pool, slot_at,
+        AdapterId, Backend, Copy, Granted, Lease, Outcome, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
+        StreamId, adapter_pool, arena_bytes, slot_at,
     },
     residency::Bounds,
 };
@@ -174,8 +174,8 @@ impl Backend for Device {
     type Packed = Packed;
     type Packer = Arc<HostArena>;
 
-    fn row_bytes(&self) -> usize {
-        self.lanes[0].weights.row_bytes()
+    fn row_bytes(model: &Model) -> usize {
+        row_bytes(model.num_entries())
     }
 
     fn packer(&self) -> Arc<HostArena> {

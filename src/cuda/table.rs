@@ -328,6 +328,6 @@ impl Shared {
 }
 
 /// The bytes of a slot's descriptors.
-fn row_bytes(num_entries: usize) -> usize {
+pub(super) fn row_bytes(num_entries: usize) -> usize {
     num_entries * size_of::<Descriptor>()
 }

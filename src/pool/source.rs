@@ -70,6 +70,10 @@ impl Source {
         self.max_rank
     }
 
+    pub(super) fn model(&self) -> &Model {
+        &self.model
+    }
+
     /// Rejects a source for another table.
     pub(super) fn check(&self, bounds: &Bounds) -> Result<(), SlotError> {
         bounds.check(&self.model, self.dtype, self.max_rank)
