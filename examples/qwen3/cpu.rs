@@ -85,11 +85,11 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols, data })
     }
 
-    fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Weight> {
-        Ok(Weight::new(rows, cols, &values))
+    fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [T]>]) -> Result<Weight> {
+        Ok(Weight::new(rows, cols, &parts.concat()))
     }
 
-    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<'_, T>) -> Result<Box<dyn GroupedGemm<Self>>> {
         Ok(experts::new(shape, weights))
     }
 

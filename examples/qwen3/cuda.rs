@@ -14,7 +14,7 @@ mod experts;
 mod gemm;
 pub(crate) mod timing;
 
-use std::{cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
@@ -348,11 +348,17 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(zeros)
     }
 
-    fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Matrix<T>> {
-        self.upload(rows, cols, &values)
+    fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [T]>]) -> Result<Matrix<T>> {
+        let mut slice = self.slice(rows, cols)?;
+        let mut first = 0;
+        for part in parts {
+            self.queue.stream().memcpy_htod(&**part, &mut slice.slice_mut(first..first + part.len()))?;
+            first += part.len();
+        }
+        self.matrix(rows, cols, slice)
     }
 
-    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<'_, T>) -> Result<Box<dyn GroupedGemm<Self>>> {
         experts::new(self, shape, weights)
     }
 

@@ -6,7 +6,7 @@
 //! Every operation computes in `f32` and rounds to the element type at its end, and at the intermediate steps where transformers
 //! does; each one documents these. Indices come from the forward and are in bounds.
 
-use std::ops::Range;
+use std::{borrow::Cow, ops::Range};
 
 use aril::{
     Element, Slot,
@@ -78,8 +78,13 @@ pub(crate) trait Device: Sized {
 
     fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
     fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor>;
-    fn weight(&self, rows: usize, cols: usize, values: Vec<Self::Elem>) -> Result<Self::Weight>;
-    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<Self::Elem>) -> Result<Box<dyn GroupedGemm<Self>>>;
+    /// Takes a weight in parts that follow each other.
+    fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [Self::Elem]>]) -> Result<Self::Weight>;
+    fn experts(
+        &self,
+        shape: ExpertsShape,
+        weights: ExpertWeights<'_, Self::Elem>,
+    ) -> Result<Box<dyn GroupedGemm<Self>>>;
     fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
 
     // ---- Multi-LoRA: the library's types and operations, under its names.

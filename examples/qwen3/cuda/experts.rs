@@ -6,6 +6,7 @@ use cudarc::driver::{DeviceRepr, LaunchArgs, PushKernelArg as _};
 
 use super::{Cuda, Matrix, launch};
 use crate::{
+    device::Device as _,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
@@ -80,12 +81,12 @@ pub(crate) struct Grouped<'a> {
 pub(super) fn new<T: Element + DeviceRepr>(
     device: &Cuda<T>,
     shape: ExpertsShape,
-    weights: ExpertWeights<T>,
+    weights: ExpertWeights<'_, T>,
 ) -> Result<Box<dyn GroupedGemm<Cuda<T>>>> {
     let rows = shape.experts * shape.out_features;
     Ok(match weights {
-        ExpertWeights::Plain(values) => {
-            Box::new(Plain { shape, weights: device.upload(rows, shape.in_features, &values)? })
+        ExpertWeights::Plain(parts) => {
+            Box::new(Plain { shape, weights: device.weight(rows, shape.in_features, &parts)? })
         }
         ExpertWeights::Int4(int4) => Box::new(Int4 {
             shape,

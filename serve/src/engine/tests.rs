@@ -313,7 +313,7 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             let logits = Plan { chunks }.run(model, session, decoder, block_rows);
             let bits = |scores: Scores| match scores {
                 Scores::Logits(logits) => logits.into_iter().map(f32::to_bits).collect(),
-                Scores::Largest(_) => panic!("logits were asked for"),
+                Scores::Largest(_) => unreachable!("logits were asked for"),
             };
             logits.expect("it runs").into_iter().map(bits).collect()
         };
