@@ -4,6 +4,7 @@
 //! fixed shape. Weights are stored as `f32`, the GEMM's input type, after rounding to the element type.
 
 mod experts;
+mod sampling;
 
 use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData};
 
@@ -21,7 +22,7 @@ use rayon::prelude::*;
 use self::experts::Routes;
 use crate::{
     config::Heads,
-    device::{Cache, Device, HeadNorms, Places, Rope},
+    device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
@@ -333,8 +334,13 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols: x.cols, data: rows.iter().flat_map(|&row| x.row(row)).copied().collect() })
     }
 
-    fn argmax(&self, x: &Tensor<T>) -> Result<Vec<Option<u32>>> {
-        Ok(x.data.chunks_exact(x.cols).map(largest).collect())
+    fn draw(&self, logits: &Tensor<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
+        let rows = logits.data.par_chunks_exact(logits.cols).zip(draws);
+        let choose = |(row, draw): (&[T], _)| {
+            let row: Vec<f32> = row.iter().map(|logit| logit.to_f32()).collect();
+            sampling::choose(&row, draw)
+        };
+        Ok(rows.map(choose).collect())
     }
 
     fn read(&self, x: &Tensor<T>) -> Result<Vec<f32>> {
@@ -498,18 +504,4 @@ fn softmax(scores: &mut [f32]) {
     scores.iter_mut().for_each(|score| *score = (*score - max).exp());
     let sum: f32 = scores.iter().sum();
     scores.iter_mut().for_each(|score| *score /= sum);
-}
-
-fn largest<T: Element>(row: &[T]) -> Option<u32> {
-    let mut best = (0, f32::NEG_INFINITY);
-    for (index, value) in (0..).zip(row) {
-        let value = value.to_f32();
-        if value.is_nan() {
-            return None;
-        }
-        if value > best.1 {
-            best = (index, value);
-        }
-    }
-    Some(best.0)
 }

@@ -36,7 +36,7 @@ use cudarc::{
     },
     nvrtc::Ptx,
 };
-use qwen3_kernels::{THREADS, WARPS, argmax_parts, grouped_gemm, parts};
+use qwen3_kernels::{HEADS, THREADS, grouped_gemm, parts, sampling};
 
 pub(crate) use self::timing::time_experts;
 use self::{
@@ -46,7 +46,7 @@ use self::{
 };
 use crate::{
     config::Heads,
-    device::{Cache, Device, HeadNorms, Places, Rope},
+    device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
@@ -75,8 +75,7 @@ struct Functions {
     silu_mul: CudaFunction,
     add: CudaFunction,
     gather: CudaFunction,
-    largest_of_parts: CudaFunction,
-    argmax: CudaFunction,
+    draw: CudaFunction,
     choose_experts: CudaFunction,
     sort_routes: CudaFunction,
     grouped_gemm: GroupedGemms,
@@ -249,7 +248,7 @@ fn launch(kernel: LaunchArgs<'_>, rows: usize, parts: usize) -> Result<()> {
 
 /// Enqueues a kernel with a grid, the threads of a block and the bytes of its dynamic shared memory.
 fn launch_blocks(mut kernel: LaunchArgs<'_>, grid: (usize, usize), threads: u32, shared_bytes: usize) -> Result<()> {
-    if grid.0 == 0 {
+    if grid.0 * grid.1 == 0 {
         return Ok(());
     }
     let grid_dim = (u32::try_from(grid.0)?, u32::try_from(grid.1)?, 1);
@@ -277,8 +276,7 @@ impl Functions {
             silu_mul: function("silu_mul")?,
             add: function("add")?,
             gather: function("gather")?,
-            largest_of_parts: function("largest_of_parts")?,
-            argmax: function("argmax")?,
+            draw: function("draw")?,
             choose_experts: function("choose_experts")?,
             sort_routes: function("sort_routes")?,
             grouped_gemm: GroupedGemms::load(dtype, module)?,
@@ -308,6 +306,9 @@ impl<V> Matrix<V> {
         Ok(cuda::MatrixMut::new(&mut self.data, self.rows, self.cols)?)
     }
 }
+
+// SAFETY: numbers without padding, laid out as in C.
+unsafe impl DeviceRepr for Draw {}
 
 /// Names the allocation that failed.
 trait MemoryFor<V> {
@@ -529,8 +530,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
         kernel.arg(&cache.keys.address).arg(&cache.values.address);
         kernel.arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&norms.eps);
-        // A warp has a head.
-        launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(WARPS))
+        launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS))
     }
 
     fn attention(
@@ -573,16 +573,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn argmax(&self, x: &Matrix<T>) -> Result<Vec<Option<u32>>> {
-        let num_parts = argmax_parts(x.rows, x.cols * size_of::<T>());
-        let (parts, indices) = (self.alloc::<u64>(x.rows, num_parts)?, self.alloc::<i32>(x.rows, 1)?);
-        let mut kernel = self.kernel(&self.functions.largest_of_parts);
-        kernel.arg(&x.address).arg(&parts.address).arg(&x.cols);
-        launch(kernel, x.rows, num_parts)?;
-        let mut kernel = self.kernel(&self.functions.argmax);
-        kernel.arg(&parts.address).arg(&indices.address).arg(&num_parts);
-        launch(kernel, x.rows, 1)?;
-        Ok(self.download(&indices)?.into_iter().map(|index| u32::try_from(index).ok()).collect())
+    fn draw(&self, logits: &Matrix<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
+        let draws = self.upload(draws.len(), 1, draws)?;
+        let (tokens, logprobs) = (self.alloc::<i32>(logits.rows, 1)?, self.alloc::<f32>(logits.rows, 1)?);
+        let mut kernel = self.kernel(&self.functions.draw);
+        kernel.arg(&logits.address).arg(&draws.address).arg(&tokens.address).arg(&logprobs.address).arg(&logits.cols);
+        launch_blocks(kernel, (sampling::BLOCKS, logits.rows), sampling::THREADS, 0)?;
+        let tokens = self.download(&tokens)?.into_iter().map(|token| u32::try_from(token).ok());
+        Ok(tokens.zip(self.download(&logprobs)?).collect())
     }
 
     fn read(&self, x: &Matrix<T>) -> Result<Vec<f32>> {

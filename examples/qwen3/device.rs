@@ -64,6 +64,26 @@ pub(crate) struct HeadNorms<'a, D: Device> {
     pub(crate) eps: f32,
 }
 
+/// How a token is chosen from logits: `Draw` of `kernels/sampling.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(crate) struct Draw {
+    /// Divides the logits. With 0, the token with the largest logit is chosen, the first of equals.
+    pub(crate) temperature: f32,
+    /// Only the most probable tokens that together have at least this probability.
+    pub(crate) top_p: f32,
+    /// Only this many of the most probable tokens, the first of equals; 0 for all.
+    pub(crate) top_k: u64,
+    /// In the unit interval without 1, which the tokens divide by their probabilities: the most probable first if `top_p` or `top_k` is
+    /// a bound, in their order otherwise.
+    pub(crate) place: f64,
+}
+
+impl Draw {
+    /// The token with the largest logit.
+    pub(crate) const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: 0, place: 0.0 };
+}
+
 /// The cosines and sines of every position: `[positions, dim / 2]` each.
 pub(crate) struct Rope<D: Device> {
     pub(crate) cos: D::Tensor,
@@ -254,8 +274,9 @@ pub(crate) trait Device: Sized {
 
     // ---- To the host.
 
-    /// The index of each row's largest value, the first of equals, or `None` if the row has a NaN.
-    fn argmax(&self, x: &Self::Tensor) -> Result<Vec<Option<u32>>>;
+    /// The token that each row of logits chooses, `None` if a logit is NaN; and its log-probability in the model, without temperature
+    /// and bounds. Probabilities are in `f64` on the CPU and in `f32` on the GPU, where their sums are exact.
+    fn draw(&self, logits: &Self::Tensor, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>>;
     /// All elements of a matrix, row by row.
     fn read(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
 }

@@ -3,13 +3,16 @@
 use std::{fmt::Debug, sync::Arc, thread};
 
 use aril::Element;
-use bytemuck::{NoUninit, Pod};
+use bytemuck::{NoUninit, Pod, Zeroable};
 use cudarc::{
     driver::{CudaFunction, CudaModule, LaunchArgs, LaunchConfig, PushKernelArg as _, sys::CUfunction_attribute_enum},
     nvrtc::Ptx,
 };
 use half::{bf16, f16};
-use qwen3_kernels::{attention, grouped_gemm};
+use qwen3_kernels::{
+    attention::{self, Kernel},
+    grouped_gemm, sampling,
+};
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom as _};
 
 use crate::device::{Buffer, Gpu};
@@ -222,11 +225,11 @@ impl<T: Float> Paged<T> {
     }
 }
 
-/// Both kernels of attention for heads of one size, or the simple one.
+/// The kernels of attention for heads of one size, in the order of `Kernel::ALL`, and the simple one.
 struct Attention<'k> {
     kernels: &'k Kernels,
     simple: CudaFunction,
-    fast: Option<[CudaFunction; 2]>,
+    fast: Option<[CudaFunction; 3]>,
     arrivals: Buffer,
 }
 
@@ -235,18 +238,18 @@ const ARRIVALS: usize = 1024;
 impl<'k> Attention<'k> {
     fn new<T: Float>(kernels: &'k Kernels, dim: usize) -> Self {
         let dtype = T::DTYPE;
-        let load = |name| kernels.function(&format!("{name}_{dim}_{dtype}"), attention::shared_bytes(dim));
+        let load =
+            |kernel: Kernel| kernels.function(&format!("{}_{dtype}", kernel.name(dim)), kernel.shared_bytes(dim));
         Self {
             simple: kernels.function(&format!("attend_{dtype}"), 0),
-            fast: attention::DIMS.contains(&dim).then(|| ["attend_decode", "attend_prefill"].map(load)),
+            fast: attention::DIMS.contains(&dim).then(|| Kernel::ALL.map(load)),
             arrivals: kernels.gpu.upload(&[0_i32; ARRIVALS]),
             kernels,
         }
     }
 
-    /// Runs the fast kernels as the example does, with `splits` blocks for each head instead of its own choice if given; or the simple
-    /// one.
-    fn run<T: Float>(&self, paged: &Paged<T>, is_fast: bool, splits: Option<usize>) -> Vec<T> {
+    /// Runs the fast kernels as the example does, or with this decode kernel and this many blocks for each head; or the simple one.
+    fn run<T: Float>(&self, paged: &Paged<T>, is_fast: bool, decode: Option<(Kernel, usize)>) -> Vec<T> {
         let gpu = &self.kernels.gpu;
         let alone: Vec<i32> =
             paged.runs().iter().filter(|(_, len)| *len == 1).map(|&(first, _)| first as i32).collect();
@@ -279,12 +282,13 @@ impl<'k> Attention<'k> {
             });
             return out.read();
         }
-        let [decode, prefill] = self.fast.as_ref().unwrap();
-        let shared_bytes = attention::shared_bytes(paged.dim);
-        let mut grid = attention::decode_grid(alone.len(), paged.kv_heads, max_splits);
-        grid.1 = splits.unwrap_or(grid.1);
+        let fast = self.fast.as_ref().unwrap();
+        let own_grid = attention::decode_grid(alone.len(), paged.kv_heads, max_splits);
+        let (decode, splits) = decode.unwrap_or((Kernel::for_decode(own_grid), own_grid.1));
+        let shared_bytes = decode.shared_bytes(paged.dim);
+        let grid = (own_grid.0, splits);
         if !alone.is_empty() {
-            self.kernels.launch(decode, grid, attention::THREADS, shared_bytes, |kernel| {
+            self.kernels.launch(&fast[decode as usize], grid, attention::THREADS, shared_bytes, |kernel| {
                 push!(kernel);
                 kernel.arg(&singles_address);
                 push_all(kernel, &scratch);
@@ -293,6 +297,8 @@ impl<'k> Attention<'k> {
         }
         if !are_all_alone {
             let grid = attention::prefill_grid(tokens, paged.kv_heads, paged.group);
+            let shared_bytes = Kernel::Prefill.shared_bytes(paged.dim);
+            let prefill = &fast[Kernel::Prefill as usize];
             self.kernels.launch(prefill, grid, attention::THREADS, shared_bytes, |kernel| {
                 push!(kernel);
                 kernel.arg(&tokens);
@@ -328,12 +334,9 @@ fn attention_holds<T: Float>(seed: u64) {
                 let out = attention.run(&paged, true, None);
                 paged.check(&what, &out, false);
                 paged.check(&format!("simple, {what}"), &attention.run(&paged, false, None), true);
-                for splits in [1, 3] {
-                    assert_eq!(
-                        bytes(&attention.run(&paged, true, Some(splits))),
-                        bytes(&out),
-                        "{splits} blocks, {what}"
-                    );
+                for decode in [(Kernel::Decode, 1), (Kernel::DeepDecode, 3)] {
+                    let again = attention.run(&paged, true, Some(decode));
+                    assert_eq!(bytes(&again), bytes(&out), "{decode:?}, {what}");
                 }
             }
         }
@@ -506,7 +509,7 @@ fn rotations_hold<T: Float>(seed: u64) {
         let cache_bytes = cache_rows as usize * kv_heads * dim * size_of::<T>();
         let caches = [(); 2].map(|()| gpu.poisoned(cache_bytes));
         let addresses: Vec<u64> = inputs.iter().chain(&indices).chain(&caches).map(Buffer::address).collect();
-        let parts = (query_heads + 2 * kv_heads).div_ceil(qwen3_kernels::WARPS);
+        let parts = (query_heads + 2 * kv_heads).div_ceil(qwen3_kernels::HEADS);
         kernels.launch(&function, (tokens, parts), qwen3_kernels::THREADS, 0, |kernel| {
             push_all(kernel, &addresses);
             kernel.arg(&query_heads).arg(&kv_heads).arg(&dim).arg(&EPS);
@@ -560,43 +563,139 @@ fn rotations_are_those_of_the_cpu() {
     rotations_hold::<f16>(10);
 }
 
+/// `Draw` of the kernel.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Draw {
+    temperature: f32,
+    top_p: f32,
+    top_k: u64,
+    place: f64,
+}
+
+const GREEDY: Draw = Draw { temperature: 0.0, top_p: 1.0, top_k: 0, place: 0.0 };
+
+/// The tokens that rows of logits choose, -1 if there is none, and their log-probabilities.
+fn draw<T: Float>(kernels: &Kernels, logits: &[T], vocab: usize, draws: &[Draw]) -> Vec<(i32, f32)> {
+    let gpu = &kernels.gpu;
+    let rows = draws.len();
+    let (logits, draws) = (gpu.upload(logits), gpu.upload(draws));
+    let (tokens, logprobs) = (gpu.poisoned(rows * 4), gpu.poisoned(rows * 4));
+    let addresses = [&logits, &draws, &tokens, &logprobs].map(Buffer::address);
+    let function = kernels.function(&format!("draw_{}", T::DTYPE), 0);
+    kernels.launch(&function, (sampling::BLOCKS, rows), sampling::THREADS, 0, |kernel| {
+        push_all(kernel, &addresses);
+        kernel.arg(&vocab);
+    });
+    tokens.read::<i32>().into_iter().zip(logprobs.read::<f32>()).collect()
+}
+
 #[test]
 #[ignore = "needs a GPU"]
-fn argmax_takes_the_first_of_the_largest_and_tells_nan() {
-    let kernels = Kernels::new();
-    let gpu = &kernels.gpu;
-    let cols = 151_936;
-    let mut rng = StdRng::seed_from_u64(11);
-    let noise = noise::<f32>(&mut rng, cols, 1.0);
-    let with = |changes: &[(usize, f32)]| {
-        let mut row = noise.clone();
-        changes.iter().for_each(|&(at, value)| row[at] = value);
-        row
-    };
-    let rows = [
-        (with(&[(77, 2.0)]), 77),
-        (with(&[(151_935, 2.0), (151_934, 2.0)]), 151_934),
-        (with(&[(5, f32::INFINITY), (9, f32::INFINITY)]), 5),
-        (with(&[(5, f32::INFINITY), (100_000, f32::NAN)]), -1),
-        (with(&[(151_935, -f32::NAN)]), -1),
-        (vec![f32::NEG_INFINITY; cols], 0),
-        ([vec![-1.0, -0.0, 0.0], vec![-2.0; cols - 3]].concat(), 1),
-    ];
-    let x: Vec<f32> = rows.iter().flat_map(|(row, _)| row.clone()).collect();
-    let [largest, argmax] = ["largest_of_parts_f32", "argmax_f32"].map(|name| kernels.function(name, 0));
-    for num_parts in [1, 2, qwen3_kernels::argmax_parts(rows.len(), cols * 4)] {
-        let (x, parts) = (gpu.upload(&x), gpu.poisoned(rows.len() * num_parts * 8));
-        let indices = gpu.poisoned(rows.len() * 4);
-        let [x, to, out] = [&x, &parts, &indices].map(Buffer::address);
-        kernels.launch(&largest, (rows.len(), num_parts), qwen3_kernels::THREADS, 0, |kernel| {
-            kernel.arg(&x).arg(&to).arg(&cols);
-        });
-        kernels.launch(&argmax, (rows.len(), 1), qwen3_kernels::THREADS, 0, |kernel| {
-            kernel.arg(&to).arg(&out).arg(&num_parts);
-        });
-        let expected: Vec<i32> = rows.iter().map(|&(_, index)| index).collect();
-        assert_eq!(indices.read::<i32>(), expected, "{num_parts} parts");
+fn a_greedy_draw_takes_the_first_of_the_largest_and_tells_nan() {
+    let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(11));
+    for vocab in [151_936, 4097] {
+        let noise = noise::<f32>(&mut rng, vocab, 1.0);
+        let with = |changes: &[(usize, f32)]| {
+            let mut row = noise.clone();
+            changes.iter().for_each(|&(at, value)| row[at] = value);
+            row
+        };
+        let rows = [
+            (with(&[(77, 2.0)]), 77),
+            (with(&[(vocab - 1, 2.0), (vocab - 2, 2.0)]), vocab as i32 - 2),
+            (with(&[(5, f32::INFINITY), (9, f32::INFINITY)]), 5),
+            (with(&[(5, f32::INFINITY), (4000, f32::NAN)]), -1),
+            (with(&[(vocab - 1, -f32::NAN)]), -1),
+            (vec![f32::NEG_INFINITY; vocab], 0),
+            ([vec![-1.0, -0.0, 0.0], vec![-2.0; vocab - 3]].concat(), 1),
+        ];
+        let logits: Vec<f32> = rows.iter().flat_map(|(row, _)| row.clone()).collect();
+        let drawn = draw(&kernels, &logits, vocab, &[GREEDY; 7]);
+        let tokens: Vec<i32> = drawn.iter().map(|(token, _)| *token).collect();
+        assert_eq!(tokens, rows.iter().map(|(_, token)| *token).collect::<Vec<_>>());
+        assert!(drawn[3].1.is_nan());
+        let sum: f64 = rows[0].0.iter().map(|&logit| f64::from(logit - 2.0).exp()).sum();
+        assert!((f64::from(drawn[0].1) + sum.ln()).abs() < 1e-5, "{:?}", drawn[0]);
     }
+}
+
+/// The token of a draw in f64, and how near its place is to a boundary between tokens, as a part of the interval.
+fn expected_draw<T: Float>(logits: &[T], draw: &Draw) -> (usize, f64) {
+    let logits: Vec<f64> = logits.iter().map(|logit| f64::from(logit.to_f32())).collect();
+    let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut tokens: Vec<usize> = (0..logits.len()).collect();
+    if draw.top_k > 0 || draw.top_p < 1.0 {
+        tokens.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    }
+    if draw.top_k > 0 {
+        tokens.truncate(draw.top_k as usize);
+    }
+    let weight = |&token: &usize| ((logits[token] - largest) / f64::from(draw.temperature)).exp();
+    let mut near = f64::INFINITY;
+    if draw.top_p < 1.0 {
+        let total: f64 = tokens.iter().map(weight).sum();
+        let (mut sum, mut kept) = (0.0, 0);
+        while sum < f64::from(draw.top_p) * total && kept < tokens.len() {
+            near = (f64::from(draw.top_p) - sum / total).abs();
+            sum += weight(&tokens[kept]);
+            kept += 1;
+        }
+        near = near.min((sum / total - f64::from(draw.top_p)).abs());
+        tokens.truncate(kept.max(1));
+    }
+    let total: f64 = tokens.iter().map(weight).sum();
+    let mut sum = 0.0;
+    for token in &tokens {
+        let before = sum;
+        sum += weight(token);
+        if sum > draw.place * total {
+            return (*token, near.min(sum / total - draw.place).min(draw.place - before / total));
+        }
+    }
+    (*tokens.last().unwrap(), 0.0)
+}
+
+fn draws_hold<T: Float>(seed: u64) {
+    let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
+    let (mut compared, mut total) = (0, 0);
+    for vocab in [8, 389, 4096, 151_936] {
+        let mut draws = Vec::new();
+        for top_k in [0, 1, 40, 5000] {
+            for top_p in [1.0, 0.9, 0.1, 0.0] {
+                let temperature = rng.random_range(0.2..2.0);
+                draws.push(Draw { temperature, top_p, top_k, place: rng.random() });
+            }
+        }
+        let logits = noise::<T>(&mut rng, draws.len() * vocab, 12.0);
+        let drawn = draw(&kernels, &logits, vocab, &draws);
+        for ((draw, row), (token, logprob)) in draws.iter().zip(logits.chunks_exact(vocab)).zip(&drawn) {
+            let (expected, near) = expected_draw(row, draw);
+            total += 1;
+            // Weights of the kernel are within 1e-5 of the exact ones.
+            if near > 1e-4 {
+                compared += 1;
+                assert_eq!(*token, expected as i32, "{draw:?} of {vocab}, {near} from a boundary");
+            }
+            let values = row.iter().map(|logit| f64::from(logit.to_f32()));
+            let sum: f64 = values.map(f64::exp).sum();
+            let expected = f64::from(row[*token as usize].to_f32()) - sum.ln();
+            assert!((f64::from(*logprob) - expected).abs() < 1e-4, "{draw:?} of {vocab}: {logprob}, not {expected}");
+        }
+        // The same alone as in the batch.
+        for (index, row) in logits.chunks_exact(vocab).enumerate().step_by(5) {
+            assert_eq!(self::draw(&kernels, row, vocab, &draws[index..=index]), drawn[index..=index], "{vocab}");
+        }
+    }
+    assert!(compared * 10 > total * 6, "{compared} of {total} draws are far enough from a boundary");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn draws_are_those_of_the_cpu() {
+    draws_hold::<bf16>(14);
+    draws_hold::<f16>(15);
+    draws_hold::<f32>(16);
 }
 
 fn grouped_gemms_hold<T: Float>(seed: u64) {

@@ -4,14 +4,14 @@
 //! `kernels/attention.cuh`. In `f32`, and with heads or groups of other sizes, all take `attend` of `kernels.cu`, which rounds as
 //! transformers' `eager` does.
 
-use std::sync::Arc;
+use std::{result, sync::Arc};
 
 use aril::{
     DType, Element,
     cuda::{Buffer, Queue},
 };
 use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, LaunchArgs, PushKernelArg as _};
-use qwen3_kernels::attention::{DIMS, MAX_GROUP, THREADS, decode_grid, max_splits, prefill_grid, shared_bytes};
+use qwen3_kernels::attention::{DIMS, Kernel, MAX_GROUP, THREADS, decode_grid, max_splits, prefill_grid};
 
 use super::{Cuda, Matrix, MemoryFor as _, launch, launch_blocks, load_with_shared};
 use crate::{
@@ -30,21 +30,27 @@ pub(super) struct Attention {
     arrivals: Buffer<i32>,
 }
 
-/// The kernels for heads of `dim` features.
+/// The kernels for heads of `dim` features, in the order of `Kernel::ALL`.
 struct Fast {
     dim: usize,
-    decode: CudaFunction,
-    prefill: CudaFunction,
+    functions: Vec<CudaFunction>,
+}
+
+impl Fast {
+    fn get(&self, kernel: Kernel) -> (&CudaFunction, usize) {
+        (&self.functions[kernel as usize], kernel.shared_bytes(self.dim))
+    }
 }
 
 impl Attention {
     pub(super) fn new(dtype: DType, module: &Arc<CudaModule>, queue: &Queue) -> Result<Self> {
         let dims = if dtype == DType::F32 { &[][..] } else { &DIMS };
         let fast = dims.iter().map(|&dim| {
-            let load = |name| load_with_shared(module, &format!("{name}_{dim}_{dtype}"), shared_bytes(dim));
-            let [decode, prefill] = ["attend_decode", "attend_prefill"].map(load);
-            let what = "the example's kernels";
-            Ok(Fast { dim, decode: decode.memory_for(what)?, prefill: prefill.memory_for(what)? })
+            let load = |kernel: Kernel| {
+                load_with_shared(module, &format!("{}_{dtype}", kernel.name(dim)), kernel.shared_bytes(dim))
+            };
+            let functions = Kernel::ALL.into_iter().map(load).collect::<result::Result<_, _>>();
+            Ok(Fast { dim, functions: functions.memory_for("the example's kernels")? })
         });
         Ok(Self {
             simple: module.load_function(&format!("attend_{dtype}")).memory_for("the example's kernels")?,
@@ -77,11 +83,12 @@ impl Attention {
         if places.alone.is_none() {
             return Ok(());
         }
-        let mut kernel = device.kernel(&fast.prefill);
+        let (function, shared_bytes) = fast.get(Kernel::Prefill);
+        let mut kernel = device.kernel(function);
         call.push(&mut kernel);
         kernel.arg(&qkv.rows);
         let grid = prefill_grid(qkv.rows, heads.kv, group);
-        launch_blocks(kernel, grid, THREADS, shared_bytes(heads.dim))
+        launch_blocks(kernel, grid, THREADS, shared_bytes)
     }
 
     /// The tokens that are alone.
@@ -103,11 +110,12 @@ impl Attention {
         let partials = device.alloc::<f32>(rows, heads.dim)?;
         let stats = device.alloc::<f32>(rows, 2)?;
         let arrivals = self.arrivals.device_ptr();
-        let mut kernel = device.kernel(&fast.decode);
+        let grid = decode_grid(tokens, heads.kv, max_splits);
+        let (function, shared_bytes) = fast.get(Kernel::for_decode(grid));
+        let mut kernel = device.kernel(function);
         call.push(&mut kernel);
         kernel.arg(&alone).arg(&partials.address).arg(&stats.address).arg(&arrivals).arg(&max_splits);
-        let grid = decode_grid(tokens, heads.kv, max_splits);
-        launch_blocks(kernel, grid, THREADS, shared_bytes(heads.dim))
+        launch_blocks(kernel, grid, THREADS, shared_bytes)
     }
 }
 

@@ -170,9 +170,12 @@ struct OnlineSoftmax {
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kDecodeKeys = 16;  // of a warp at a time
-constexpr int kDecodeStages = 3;
-constexpr int kMaxSplits = 32;
-constexpr int kMinSplitKeys = 256;
+// Copies in flight: enough for a multiprocessor together with those of the other blocks on it, or of
+// a block that is alone there.
+constexpr int kDecodeStages = 2;
+constexpr int kDeepDecodeStages = 5;
+constexpr int kMaxSplits = 32;  // one for each lane of a warp
+constexpr int kMinSplitKeys = 512;
 
 // Keys of a split.
 __device__ __forceinline__ int split_keys(int num_keys) {
@@ -180,12 +183,12 @@ __device__ __forceinline__ int split_keys(int num_keys) {
   return max((keys + 63) / 64 * 64, kMinSplitKeys);
 }
 
-template <typename T, int kDim>
-constexpr int kDecodeSharedBytes = kDecodeWarps * kDecodeStages * 2 * kDecodeKeys * kDim *
+template <typename T, int kDim, int kStages>
+constexpr int kDecodeSharedBytes = kDecodeWarps * kStages * 2 * kDecodeKeys * kDim *
                                    static_cast<int>(sizeof(T));
 
 // The sums of a warp's keys, in tiles of kDecodeKeys that the warps take in turns.
-template <typename T, int kDim>
+template <typename T, int kDim, int kStages>
 __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const Attention<T>& a,
                                             const uint4 (&query)[kDim / 16], T* stages,
                                             int sequence, int kv_head, int first, int end) {
@@ -202,30 +205,34 @@ __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const
   const auto find_row = [&](int tile) {
     return tile < end ? a.row_of(sequence, min(tile + lane % kDecodeKeys, end - 1)) : 0;
   };
-  int next_row = find_row(first);
+  int rows[kStages];  // of the next tiles to load
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) rows[i] = find_row(first + i * kStep);
   const auto load = [&](int tile, int stage) {
     if (tile < end) {
       const Rows key_rows{stages + stage * 2 * kTile}, value_rows{key_rows.data + kTile};
 #pragma unroll
       for (int i = lane; i < kDecodeKeys * Rows::kChunks; i += 32) {
         const int at = i / Rows::kChunks, chunk = i % Rows::kChunks;
-        const int64_t row = __shfl_sync(0xffffffffu, next_row, at);
+        const int64_t row = __shfl_sync(0xffffffffu, rows[0], at);
         const int valid = tile + at < end ? 16 : 0;
         aril::copy_async(key_rows.chunk(at, chunk), keys + row * kv_stride + chunk * 8, valid);
         aril::copy_async(value_rows.chunk(at, chunk), values + row * kv_stride + chunk * 8, valid);
       }
     }
     aril::commit_copies();
-    next_row = find_row(tile + kStep);
+#pragma unroll
+    for (int i = 1; i < kStages; ++i) rows[i - 1] = rows[i];
+    rows[kStages - 1] = find_row(tile + kStages * kStep);
   };
 #pragma unroll
-  for (int stage = 0; stage < kDecodeStages - 1; ++stage) load(first + stage * kStep, stage);
+  for (int stage = 0; stage < kStages - 1; ++stage) load(first + stage * kStep, stage);
 
   const float scale = a.exponent_scale();
   int stage = 0;
   for (int tile = first; tile < end; tile += kStep) {
-    load(tile + (kDecodeStages - 1) * kStep, stage == 0 ? kDecodeStages - 1 : stage - 1);
-    aril::wait_for_copies<kDecodeStages - 1>();
+    load(tile + (kStages - 1) * kStep, stage == 0 ? kStages - 1 : stage - 1);
+    aril::wait_for_copies<kStages - 1>();
     __syncwarp();
     const Rows key_rows{stages + stage * 2 * kTile}, value_rows{key_rows.data + kTile};
     float scores[2][4] = {};
@@ -251,7 +258,7 @@ __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const
       aril::mma_m16n8k16<T>(state.out[2 * n + 1], weights, b.z, b.w);
     }
     __syncwarp();
-    stage = stage + 1 == kDecodeStages ? 0 : stage + 1;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   aril::wait_for_copies<0>();
 }
@@ -262,8 +269,8 @@ struct SplitStats {
   float largest, sum;
 };
 
-// Grid: (tokens * kv_heads, splits at a time).
-template <typename T, int kDim>
+// Grid: (tokens * kv_heads, splits at a time). Neither the grid nor the stages change a bit.
+template <typename T, int kDim, int kStages>
 __device__ void attend_decode(const Attention<T>& a,
                               const int32_t* alone,  // the tokens, or null for 0, 1, 2, ..
                               float* partials,    // [sequences, kv_heads, max_splits, group, kDim]
@@ -272,17 +279,16 @@ __device__ void attend_decode(const Attention<T>& a,
                               int64_t max_splits) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ float warp_largest[kDecodeWarps][kMaxGroup], warp_sums[kDecodeWarps][kMaxGroup];
-  __shared__ float factors[kMaxSplits][kMaxGroup], totals[kMaxGroup];
+  __shared__ float factors[kMaxSplits][kMaxGroup], totals[kMaxGroup];  // 1 / sum of weights
   __shared__ bool is_last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int kv_heads = static_cast<int>(a.kv_heads), group = a.group();
   const int index = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
   const int token = alone == nullptr ? index : alone[index];
-  const int num_keys = a.positions[token] + 1;
+  const int num_keys = a.positions[token] + 1, sequence = a.sequences[token];
   const int keys = split_keys(num_keys);
   const int splits = (num_keys + keys - 1) / keys;
   if (static_cast<int>(blockIdx.y) >= splits) return;
-  const int sequence = a.sequences[token];
 
   const int64_t first_head = static_cast<int64_t>(kv_head) * group;
   const T* const queries = a.qkv + token * a.cols + first_head * kDim;
@@ -297,11 +303,11 @@ __device__ void attend_decode(const Attention<T>& a,
     query[k] = {pair(g, col), pair(g + 8, col), pair(g, col + 8), pair(g + 8, col + 8)};
   }
 
-  T* const stages = reinterpret_cast<T*>(shared) + warp * kDecodeStages * 2 * kDecodeKeys * kDim;
+  T* const stages = reinterpret_cast<T*>(shared) + warp * kStages * 2 * kDecodeKeys * kDim;
   // Behind the keys, the sums of each warp.
   float* const sums = reinterpret_cast<float*>(shared);
   constexpr int kSums = kMaxGroup * kDim;
-  static_assert(kDecodeWarps * kSums * static_cast<int>(sizeof(float)) <= kDecodeSharedBytes<T, kDim>,
+  static_assert(kDecodeWarps * kSums * static_cast<int>(sizeof(float)) <= kDecodeSharedBytes<T, kDim, kStages>,
                 "the sums have room");
   const int64_t pair = static_cast<int64_t>(sequence) * kv_heads + kv_head;
   partials += pair * max_splits * group * kDim;
@@ -309,7 +315,7 @@ __device__ void attend_decode(const Attention<T>& a,
   int done = 0;
   for (int split = blockIdx.y; split < splits; split += gridDim.y, ++done) {
     OnlineSoftmax<T, kDim> state;
-    attend_keys(state, a, query, stages, sequence, kv_head, split * keys,
+    attend_keys<T, kDim, kStages>(state, a, query, stages, sequence, kv_head, split * keys,
                 min(split * keys + keys, num_keys));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -336,7 +342,7 @@ __device__ void attend_decode(const Attention<T>& a,
             sum += warp_sums[w][head] *
                    aril::approximate_exp2((warp_largest[w][head] - largest) * a.exponent_scale());
           }
-          totals[head] = sum;
+          totals[head] = 1.0f / sum;
           if (splits > 1) stats[split * group + head] = {largest, sum};
         }
 #pragma unroll
@@ -356,8 +362,8 @@ __device__ void attend_decode(const Attention<T>& a,
         sum.y += of_warp.y;
       }
       if (splits == 1) {
-        const float total = totals[i / kDim];
-        *reinterpret_cast<uint32_t*>(out + i) = pack<T>(sum.x / total, sum.y / total);
+        const float factor = totals[i / kDim];
+        *reinterpret_cast<uint32_t*>(out + i) = pack<T>(sum.x * factor, sum.y * factor);
       } else {
         *reinterpret_cast<float2*>(partials + split * group * kDim + i) = sum;
       }
@@ -367,47 +373,63 @@ __device__ void attend_decode(const Attention<T>& a,
   if (splits == 1) return;
 
   // The block that arrives last has all splits.
-  __threadfence();
-  __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     is_last = atomicAdd(arrivals + pair, done) + done == splits;
     if (is_last) arrivals[pair] = 0;
+    __threadfence();
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
-  for (int head = warp; head < group; head += kDecodeWarps) {
-    SplitStats own = {-INFINITY, 0.0f};
-    if (lane < splits) {
-      own.largest = __ldcg(&stats[lane * group + head].largest);
-      own.sum = __ldcg(&stats[lane * group + head].sum);
-    }
-    float largest = own.largest;
+  for (int first = threadIdx.x * 4; first - static_cast<int>(threadIdx.x) * 4 < group * kDim;
+       first += kDecodeThreads * 4) {
+    // Splits that are loaded before it is known what they weigh.
+    constexpr int kEarly = 16;
+    const int i = min(first, group * kDim - 4), head = i / kDim;
+    const auto part = [&](int split) {
+      return __ldcg(reinterpret_cast<const float4*>(partials + split * group * kDim + i));
+    };
+    float4 parts[kEarly];
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    for (int split = 0; split < kEarly; ++split) parts[split] = part(min(split, splits - 1));
+    if (first < kDecodeThreads * 4) {
+      for (int head = warp; head < group; head += kDecodeWarps) {
+        SplitStats own = {-INFINITY, 0.0f};
+        if (lane < splits) {
+          own.largest = __ldcg(&stats[lane * group + head].largest);
+          own.sum = __ldcg(&stats[lane * group + head].sum);
+        }
+        float largest = own.largest;
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+        }
+        const float factor = aril::approximate_exp2((own.largest - largest) * a.exponent_scale());
+        const float total = warp_sum(factor * own.sum);
+        factors[lane][head] = factor;
+        if (lane == 0) totals[head] = 1.0f / total;
+      }
+      __syncthreads();
     }
-    const float factor = aril::approximate_exp2((own.largest - largest) * a.exponent_scale());
-    const float total = warp_sum(factor * own.sum);
-    if (lane < splits) factors[lane][head] = factor;
-    if (lane == 0) totals[head] = total;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x * 4; i < group * kDim; i += kDecodeThreads * 4) {
-    const int head = i / kDim;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int split = 0; split < splits; ++split) {
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(partials + split * group * kDim + i));
+    const auto add = [&](int split, const float4& part) {
       const float factor = factors[split][head];
       sum.x = fmaf(factor, part.x, sum.x);
       sum.y = fmaf(factor, part.y, sum.y);
       sum.z = fmaf(factor, part.z, sum.z);
       sum.w = fmaf(factor, part.w, sum.w);
+    };
+#pragma unroll
+    for (int split = 0; split < kEarly; ++split) {
+      if (split < splits) add(split, parts[split]);
     }
-    const float total = totals[head];
-    *reinterpret_cast<uint2*>(out + i) =
-        make_uint2(pack<T>(sum.x / total, sum.y / total), pack<T>(sum.z / total, sum.w / total));
+#pragma unroll 4
+    for (int split = kEarly; split < splits; ++split) add(split, part(split));
+    const float factor = totals[head];
+    if (first == i) {
+      *reinterpret_cast<uint2*>(out + i) = make_uint2(pack<T>(sum.x * factor, sum.y * factor),
+                                                      pack<T>(sum.z * factor, sum.w * factor));
+    }
   }
 }
 
@@ -436,7 +458,7 @@ __device__ __forceinline__ int end_of_run(const int32_t* sequences, int start, i
   return last;
 }
 
-// Grid: (tiles of kPrefillRows / group tokens, kv_heads). Tokens that are alone are left to
+// Grid: (kv_heads, tiles of kPrefillRows / group tokens). Tokens that are alone are left to
 // attend_decode.
 template <typename T, int kDim>
 __device__ void attend_prefill(const Attention<T>& a, int64_t tokens) {
@@ -446,14 +468,14 @@ __device__ void attend_prefill(const Attention<T>& a, int64_t tokens) {
   T* const stages = query_rows.data + kPrefillRows * kDim;
   constexpr int kTile = kPrefillKeys * kDim;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int group = a.group(), kv_head = blockIdx.y;
+  const int group = a.group(), kv_head = blockIdx.x;
   const int64_t kv_stride = a.kv_heads * kDim;
   const T* const keys = a.keys + kv_head * kDim;
   const T* const values = a.values + kv_head * kDim;
   const float scale = a.exponent_scale();
   const int tile_tokens = kPrefillRows / group;
   // The last tiles of a sequence have the most keys, so they come first.
-  const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x) * tile_tokens;
+  const int first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * tile_tokens;
   const int last = min(first + tile_tokens, static_cast<int>(tokens));
 
   for (int start = first, stop; start < last; start = stop) {
@@ -565,7 +587,7 @@ __device__ void attend_prefill(const Attention<T>& a, int64_t tokens) {
     for (int i = 0; i < kWarpTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float sum = quad_sum(states[i].sum[half]);
+        const float factor = 1.0f / quad_sum(states[i].sum[half]);
         const int row = (warp * kWarpTiles + i) * 16 + half * 8 + g;
         if (row >= num_rows) continue;
         const int64_t token = start + row / group, head = kv_head * group + row % group;
@@ -573,7 +595,7 @@ __device__ void attend_prefill(const Attention<T>& a, int64_t tokens) {
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           *reinterpret_cast<uint32_t*>(out + n * 8) =
-              pack<T>(states[i].out[n][2 * half] / sum, states[i].out[n][2 * half + 1] / sum);
+              pack<T>(states[i].out[n][2 * half] * factor, states[i].out[n][2 * half + 1] * factor);
         }
       }
     }

@@ -15,6 +15,8 @@
 
 #include <type_traits>
 
+#include "../../../csrc/device/activation.cuh"
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -144,9 +146,85 @@ __device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t 
   }
 }
 
-// Of each token: the norm of each head of q and k, rounded, times its weight, rounded; their
-// rotation, whose products and sums are rounded; and the copy of k and v to the token's row of the
-// cache. q stays where it is. A warp has a head; blockIdx.y is a part of kWarps heads.
+// The norm of a head, rounded, times its weight, rounded; then the rotation of its pairs
+// (i, i + dim / 2). kHeadLanes lanes do it, of which each has kWidth pairs at a time. Lanes without a
+// head take part in the exchange.
+constexpr int kHeadLanes = 8;
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void rotate(const T* x,     // [dim]
+                                       const T* norm,  // [dim]
+                                       const T* cos,   // [dim / 2]
+                                       const T* sin,   // [dim / 2]
+                                       T* to,          // [dim], may be x
+                                       int64_t dim, float eps, bool has_head) {
+  using Vec = Vector<T, kWidth>;
+  const int half = has_head ? static_cast<int>(dim / 2) : 0;
+  const int first = threadIdx.x % kHeadLanes * kWidth;
+  const auto at = [](const T* from, int i) { return *reinterpret_cast<const Vec*>(from + i); };
+  // The first pairs of a lane stay in registers: in heads of 128 features all of them, if they are
+  // loaded as vectors.
+  constexpr int kHeld = 16 / sizeof(T) == kWidth ? sizeof(T) / 2 : 4;
+  constexpr int kStep = kHeadLanes * kWidth;
+  Vec low[kHeld] = {}, high[kHeld] = {};
+  float squares = 0.0f;
+  const auto add = [&](const Vec& vec) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float value = static_cast<float>(vec.elements[i]);
+      squares += value * value;
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (first + i * kStep < half) {
+      low[i] = at(x, first + i * kStep);
+      high[i] = at(x + half, first + i * kStep);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    add(low[i]);
+    add(high[i]);
+  }
+  for (int i = first + kHeld * kStep; i < half; i += kStep) {
+    add(at(x, i));
+    add(at(x + half, i));
+  }
+#pragma unroll
+  for (int distance = kHeadLanes / 2; distance > 0; distance /= 2) {
+    squares += __shfl_xor_sync(0xffffffffu, squares, distance);
+  }
+  const float scale = 1.0f / sqrtf(squares / static_cast<float>(dim) + eps);
+  const auto rotate_at = [&](int place, Vec low, Vec high) {
+    const Vec low_norm = at(norm, place), high_norm = at(norm + half, place);
+    const Vec cosines = at(cos, place), sines = at(sin, place);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const auto normalized = [&](const Vec& vec, const Vec& weights) {
+        const float value = round_to<T>(static_cast<float>(vec.elements[i]) * scale);
+        return round_to<T>(value * static_cast<float>(weights.elements[i]));
+      };
+      const float l = normalized(low, low_norm), h = normalized(high, high_norm);
+      const float c = static_cast<float>(cosines.elements[i]);
+      const float s = static_cast<float>(sines.elements[i]);
+      // __fmul_rn, as a fused multiply-add would skip the rounding of the product in f32.
+      low.elements[i] = static_cast<T>(round_to<T>(__fmul_rn(l, c)) - round_to<T>(__fmul_rn(h, s)));
+      high.elements[i] =
+          static_cast<T>(round_to<T>(__fmul_rn(h, c)) + round_to<T>(__fmul_rn(l, s)));
+    }
+    *reinterpret_cast<Vec*>(to + place) = low;
+    *reinterpret_cast<Vec*>(to + half + place) = high;
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (first + i * kStep < half) rotate_at(first + i * kStep, low[i], high[i]);
+  }
+  for (int i = first + kHeld * kStep; i < half; i += kStep) rotate_at(i, at(x, i), at(x + half, i));
+}
+
+// Of each token: the norms and rotations of the heads of q and k, and the copy of k and v to the
+// token's row of the cache. q stays where it is. blockIdx.y is a part of kThreads / kHeadLanes heads.
 template <typename T>
 __device__ void rotate_and_append(T* qkv,               // [tokens, (query_heads + 2 kv_heads) * dim]
                                   const T* q_norm,      // [dim]
@@ -158,50 +236,29 @@ __device__ void rotate_and_append(T* qkv,               // [tokens, (query_heads
                                   T* keys,                   // [cache rows, kv_heads * dim]
                                   T* values,                 // [cache rows, kv_heads * dim]
                                   int64_t query_heads, int64_t kv_heads, int64_t dim, float eps) {
-  const int64_t head = int64_t{blockIdx.y} * kWarps + threadIdx.x / 32;
-  const int64_t token = blockIdx.x, lane = threadIdx.x % 32;
-  if (head >= query_heads + 2 * kv_heads) return;
-  T* const x = qkv + (token * (query_heads + 2 * kv_heads) + head) * dim;
-  const bool is_query = head < query_heads;
-  const int64_t row = is_query ? 0 : rows[token] * kv_heads * dim;
-  if (head >= query_heads + kv_heads) {
+  const int64_t token = blockIdx.x, heads = query_heads + 2 * kv_heads;
+  const int64_t head = int64_t{blockIdx.y} * (kThreads / kHeadLanes) + threadIdx.x / kHeadLanes;
+  T* const x = qkv + (token * heads + min(head, heads - 1)) * dim;
+  const bool is_query = head < query_heads, is_value = head >= query_heads + kv_heads;
+  const int64_t row = rows[token] * kv_heads * dim;
+  if (is_value && head < heads) {
     T* const to = values + row + (head - query_heads - kv_heads) * dim;
-    for (int64_t i = lane; i < dim; i += 32) to[i] = x[i];
-    return;
-  }
-  constexpr int kHeld = 2;  // pairs of a lane that stay in registers: all of 128 features
-  const int64_t half = dim / 2, angles = positions[token] * half;
-  const T* const norm = is_query ? q_norm : k_norm;
-  T* const to = is_query ? x : keys + row + (head - query_heads) * dim;
-  float low[kHeld] = {}, high[kHeld] = {}, squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int64_t at = lane + i * 32;
-    if (at < half) {
-      low[i] = static_cast<float>(x[at]);
-      high[i] = static_cast<float>(x[at + half]);
-      squares += low[i] * low[i] + high[i] * high[i];
+    if (dim % kWide<T> == 0) {
+      using Vec = Vector<T, kWide<T>>;
+      for (int64_t i = threadIdx.x % kHeadLanes; i < dim / kWide<T>; i += kHeadLanes) {
+        reinterpret_cast<Vec*>(to)[i] = reinterpret_cast<const Vec*>(x)[i];
+      }
+    } else {
+      for (int64_t i = threadIdx.x % kHeadLanes; i < dim; i += kHeadLanes) to[i] = x[i];
     }
   }
-  for (int64_t at = lane + kHeld * 32; at < half; at += 32) {
-    const float l = static_cast<float>(x[at]), h = static_cast<float>(x[at + half]);
-    squares += l * l + h * h;
-  }
-  const float scale = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(dim) + eps);
-  const auto rotate = [&](int64_t at, float l, float h) {
-    l = round_to<T>(round_to<T>(l * scale) * static_cast<float>(norm[at]));
-    h = round_to<T>(round_to<T>(h * scale) * static_cast<float>(norm[at + half]));
-    const float c = static_cast<float>(cos[angles + at]), s = static_cast<float>(sin[angles + at]);
-    // __fmul_rn, as a fused multiply-add would skip the rounding of the product in f32.
-    to[at] = static_cast<T>(round_to<T>(__fmul_rn(l, c)) - round_to<T>(__fmul_rn(h, s)));
-    to[at + half] = static_cast<T>(round_to<T>(__fmul_rn(h, c)) + round_to<T>(__fmul_rn(l, s)));
-  };
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    if (lane + i * 32 < half) rotate(lane + i * 32, low[i], high[i]);
-  }
-  for (int64_t at = lane + kHeld * 32; at < half; at += 32) {
-    rotate(at, static_cast<float>(x[at]), static_cast<float>(x[at + half]));
+  const int64_t angles = positions[token] * (dim / 2);
+  const T* const norm = is_query ? q_norm : k_norm;
+  T* const to = is_query || is_value ? x : keys + row + (head - query_heads) * dim;
+  if (dim / 2 % kWide<T> == 0) {
+    rotate<T, kWide<T>>(x, norm, cos + angles, sin + angles, to, dim, eps, !is_value);
+  } else {
+    rotate<T, 1>(x, norm, cos + angles, sin + angles, to, dim, eps, !is_value);
   }
 }
 
@@ -293,6 +350,16 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
   }
 }
 
+// In 16 bits, approximations far below their roundings: the exact functions take longer than the bytes.
+template <typename T>
+__device__ __forceinline__ float sigmoid(float x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return 1.0f / (1.0f + expf(-x));
+  } else {
+    return aril::detail::approximate_sigmoid(x);
+  }
+}
+
 // silu(gate), rounded, times up, rounded.
 template <typename T>
 __device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
@@ -306,7 +373,7 @@ __device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
 #pragma unroll
     for (int i = 0; i < decltype(width)::value; ++i) {
       const float gate = static_cast<float>(vec.elements[i]);
-      const float silu = round_to<T>(gate / (1.0f + expf(-gate)));
+      const float silu = round_to<T>(gate * sigmoid<T>(gate));
       vec.elements[i] = static_cast<T>(silu * static_cast<float>(up.elements[i]));
     }
     *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) = vec;
@@ -354,52 +421,11 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
   return uint64_t{isnan(value) ? UINT32_MAX : key} << 32 | (UINT32_MAX - place);
 }
 
-__device__ __forceinline__ uint64_t block_max(uint64_t value) {
-  __shared__ uint64_t largest[kWarps];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
-  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = value;
-  __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) value = max(value, largest[warp]);
-  return value;
-}
-
-// The ordered largest value of each part of each row; gridDim.y is the number of parts.
-template <typename T>
-__device__ void largest_of_parts(const T* x,       // [rows, cols]
-                                 uint64_t* parts,  // [rows, parts]
-                                 int64_t cols) {
-  uint64_t largest = 0;
-  for (int64_t i = int64_t{blockIdx.y} * kThreads + threadIdx.x; i < cols;
-       i += int64_t{gridDim.y} * kThreads) {
-    const float value = static_cast<float>(x[blockIdx.x * cols + i]);
-    largest = max(largest, ordered(value, static_cast<uint32_t>(i)));
-  }
-  largest = block_max(largest);
-  if (threadIdx.x == 0) parts[int64_t{blockIdx.x} * gridDim.y + blockIdx.y] = largest;
-}
-
-// The index of each row's largest value, the first of equals; -1 where a row has a NaN.
-__device__ void argmax(const uint64_t* parts,  // [rows, parts]
-                       int32_t* indices,       // [rows]
-                       int64_t num_parts) {
-  uint64_t largest = 0;
-  for (int64_t i = threadIdx.x; i < num_parts; i += kThreads) {
-    largest = max(largest, parts[blockIdx.x * num_parts + i]);
-  }
-  largest = block_max(largest);
-  if (threadIdx.x != 0) return;
-  const bool has_nan = largest >> 32 == UINT32_MAX;
-  indices[blockIdx.x] = has_nan ? -1 : static_cast<int32_t>(UINT32_MAX - static_cast<uint32_t>(largest));
-}
-
 }  // namespace
 
 #include "attention.cuh"
 #include "experts.cuh"
+#include "sampling.cuh"
 
 // The kernels of an element type, by the names they are loaded by.
 #define KERNELS(T, suffix)                                                                        \
@@ -434,13 +460,10 @@ __device__ void argmax(const uint64_t* parts,  // [rows, parts]
       gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t cols) {                \
     gather(table, rows, out, cols);                                                               \
   }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      largest_of_parts_##suffix(const T* x, uint64_t* parts, int64_t cols) {                      \
-    largest_of_parts(x, parts, cols);                                                             \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      argmax_##suffix(const uint64_t* parts, int32_t* indices, int64_t num_parts) {               \
-    argmax(parts, indices, num_parts);                                                            \
+  extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads)                         \
+      draw_##suffix(const T* logits, const Draw* draws, int32_t* tokens, float* logprobs,         \
+                    int64_t vocab) {                                                              \
+    draw(logits, draws, tokens, logprobs, vocab);                                                 \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       choose_experts_##suffix(const T* scores, int32_t* ids, float* weights, int64_t experts,     \
@@ -474,18 +497,20 @@ KERNELS(__half, f16)
 KERNELS(float, f32)
 
 // Attention on tensor cores, for an element type of 16 bits and a number of features of a head.
-#define ATTENTION(T, suffix, dim)                                                                 \
+#define ATTEND_DECODE(name, T, dim, stages)                                                       \
   extern "C" __global__ void __launch_bounds__(kDecodeThreads)                                    \
-      attend_decode_##dim##_##suffix(                                                             \
-          const T* qkv, const T* keys, const T* values, const int32_t* positions,                 \
-          const int32_t* sequences, const int32_t* first_rows, int64_t columns, int64_t block_rows,\
-          T* out, int64_t cols, int64_t query_heads, int64_t kv_heads, float scale,               \
-          const int32_t* alone, float* partials, SplitStats* stats, int32_t* arrivals,            \
-          int64_t max_splits) {                                                                   \
-    attend_decode<T, dim>({qkv, keys, values, positions, sequences, first_rows, columns,          \
-                           block_rows, out, cols, query_heads, kv_heads, scale},                  \
-                          alone, partials, stats, arrivals, max_splits);                          \
-  }                                                                                               \
+      name(const T* qkv, const T* keys, const T* values, const int32_t* positions,                \
+           const int32_t* sequences, const int32_t* first_rows, int64_t columns,                  \
+           int64_t block_rows, T* out, int64_t cols, int64_t query_heads, int64_t kv_heads,       \
+           float scale, const int32_t* alone, float* partials, SplitStats* stats,                 \
+           int32_t* arrivals, int64_t max_splits) {                                               \
+    attend_decode<T, dim, stages>({qkv, keys, values, positions, sequences, first_rows, columns,  \
+                                   block_rows, out, cols, query_heads, kv_heads, scale},          \
+                                  alone, partials, stats, arrivals, max_splits);                  \
+  }
+#define ATTENTION(T, suffix, dim)                                                                 \
+  ATTEND_DECODE(attend_decode_##dim##_##suffix, T, dim, kDecodeStages)                            \
+  ATTEND_DECODE(attend_deep_decode_##dim##_##suffix, T, dim, kDeepDecodeStages)                   \
   extern "C" __global__ void __launch_bounds__(kPrefillThreads)                                   \
       attend_prefill_##dim##_##suffix(                                                            \
           const T* qkv, const T* keys, const T* values, const int32_t* positions,                 \

@@ -6,18 +6,12 @@ pub const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbi
 /// Threads of a block of `kernels.cu`.
 pub const THREADS: u32 = 256;
 
-/// Warps of such a block.
-pub const WARPS: usize = THREADS as usize / 32;
+/// Heads of a block of `rotate_and_append`: `kThreads / kHeadLanes`.
+pub const HEADS: usize = THREADS as usize / 8;
 
 /// Blocks of `kernels.cu` for a row of `bytes` bytes: each thread has 16.
 pub fn parts(bytes: usize) -> usize {
     bytes.div_ceil(THREADS as usize * 16)
-}
-
-/// Blocks of `largest_of_parts` for each of `rows` rows of `bytes` bytes.
-pub fn argmax_parts(rows: usize, bytes: usize) -> usize {
-    const BLOCKS: usize = 512;
-    parts(bytes).min((BLOCKS / rows.max(1)).max(1))
 }
 
 /// Launches of `attention.cuh`, for elements of 16 bits.
@@ -36,11 +30,48 @@ pub mod attention {
 
     /// Splits of a sequence and keys of a split: `kMaxSplits` and `kMinSplitKeys`.
     const MAX_SPLITS: usize = 32;
-    const MIN_SPLIT_KEYS: usize = 256;
+    const MIN_SPLIT_KEYS: usize = 512;
 
-    /// Dynamic shared memory of a block: `kDecodeSharedBytes` and `kPrefillSharedBytes`.
-    pub fn shared_bytes(dim: usize) -> usize {
-        768 * dim
+    /// A kernel for heads of `dim` features.
+    #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+    pub enum Kernel {
+        /// For tokens that are the only ones of their sequence in a step.
+        Decode,
+        /// The same with more copies in flight, for so few blocks that one has a multiprocessor for itself.
+        DeepDecode,
+        /// For all other tokens.
+        Prefill,
+    }
+
+    impl Kernel {
+        /// All kernels.
+        pub const ALL: [Self; 3] = [Self::Decode, Self::DeepDecode, Self::Prefill];
+
+        /// Its name in `IMAGE`, without the element type.
+        pub fn name(self, dim: usize) -> String {
+            let name = match self {
+                Self::Decode => "attend_decode",
+                Self::DeepDecode => "attend_deep_decode",
+                Self::Prefill => "attend_prefill",
+            };
+            format!("{name}_{dim}")
+        }
+
+        /// Dynamic shared memory of a block: `kDecodeSharedBytes` and `kPrefillSharedBytes`.
+        pub fn shared_bytes(self, dim: usize) -> usize {
+            dim * match self {
+                Self::Decode => 512,
+                Self::DeepDecode => 1280,
+                Self::Prefill => 768,
+            }
+        }
+
+        /// The decode kernel for a grid. Both give the same bits.
+        pub fn for_decode((heads, splits): (usize, usize)) -> Self {
+            // Two for each multiprocessor of an H200 or less.
+            const FEW_BLOCKS: usize = 264;
+            if heads * splits <= FEW_BLOCKS { Self::DeepDecode } else { Self::Decode }
+        }
     }
 
     /// The most splits of a sequence of up to so many positions.
@@ -58,8 +89,17 @@ pub mod attention {
 
     /// The grid of `attend_prefill`.
     pub fn prefill_grid(tokens: usize, kv_heads: usize, group: usize) -> (usize, usize) {
-        (tokens.div_ceil(PREFILL_ROWS / group), kv_heads)
+        (kv_heads, tokens.div_ceil(PREFILL_ROWS / group))
     }
+}
+
+/// Launches of `draw` of `sampling.cuh`.
+pub mod sampling {
+    /// Threads of a block: `kDrawThreads`.
+    pub const THREADS: u32 = 512;
+
+    /// Blocks of a row: `kDrawBlocks`.
+    pub const BLOCKS: usize = 8;
 }
 
 /// Launches of the grouped GEMMs of `experts.cuh`.
