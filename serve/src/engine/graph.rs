@@ -108,14 +108,14 @@ impl<D: Capture> Decoder<D> {
         Ok(Self { batches, enqueued: None })
     }
 
-    /// Enqueues a step, and returns its logits `[tokens or more, vocab]`, which the next step overwrites; `None` if it is not one of
-    /// one sampled token of each sequence, or has too many.
+    /// Enqueues a step, and returns its logits and the number of their rows, which may be more than the tokens. The next step overwrites
+    /// them. Returns `None` if the step is not one of one sampled token of each sequence, or has too many.
     pub(crate) fn run(
         &mut self,
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
         step: &Step,
-    ) -> Result<Option<&D::Tensor>> {
+    ) -> Result<Option<(&D::Tensor, usize)>> {
         let tokens = step.ids.len();
         let is_decode = step.sampled.len() == tokens && step.table.first_rows.len() == tokens * step.table.columns;
         let Some(graphs) = self.batches.iter_mut().find(|graphs| is_decode && graphs.batch.tokens >= tokens) else {
@@ -126,7 +126,7 @@ impl<D: Capture> Decoder<D> {
         let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
         model.device.replay(&mut captured.graph, &mut session.buffers, &step.slots)?;
         self.enqueued = Some(Instant::now());
-        Ok(Some(&captured.logits))
+        Ok(Some((&captured.logits, graphs.batch.tokens)))
     }
 
     /// When the last step was enqueued, if it was since the last call.
@@ -145,6 +145,7 @@ impl<D: Capture> Batch<D> {
             sequences: device.indices(&sequences)?,
             rows: device.indices(&vec![spare_row; tokens])?,
             table: BlockTable { first_rows: device.indices(&first_rows)?, columns, block_rows },
+            alone: None,
         };
         let inputs = Inputs { ids: device.indices(&vec![0; tokens])?, places };
         Ok(Self { tokens, spare_row, inputs, first_rows })
