@@ -2,6 +2,7 @@
 # Gathers in .bundle what runs on a machine that has a GPU and no Rust. Needs nvcc (build.rs says how it is found), and cargo.
 #
 #   tests/bundle.sh [PART...]    tests: the GPU tests; bench: the benchmarks; example: qwen3; by default these three
+#                                serve: the tests of aril-serve, and its figures
 #                                candle: the tests of examples/candle, which link the libraries of the toolkit in CUDA_HOME. Its nvcc,
 #                                on the PATH, compiles candle's kernels for CUDA_COMPUTE_CAP (90) in a quarter of an hour.
 #
@@ -20,14 +21,14 @@ ARIL_COMMIT=$(git rev-parse --short=7 HEAD)
 git diff --quiet HEAD || ARIL_COMMIT+=-dirty
 export ARIL_COMMIT
 
-# Builds what the arguments name, and puts the stripped executables in the bundle without cargo's hashes.
+# Builds what the arguments name, and puts the stripped executables in the bundle without cargo's hashes, of 16 digits.
 gather() {
     local path name
     cargo "$@" --features cuda --message-format=json |
         sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' |
         while read -r path; do
             name=$(basename "$path")
-            strip -o "$bundle/${name%-*}" "$path"
+            strip -o "$bundle/${name%-????????????????}" "$path"
         done
 }
 
@@ -50,6 +51,12 @@ for part in "$@"; do
         gather build -p aril --release --example qwen3
         fixtures
         ;;
+    serve)
+        # cargo builds the figures for the tests of the server.
+        gather test -p aril-serve --release --lib --test server --no-run
+        cp -r serve/models "$bundle/"
+        fixtures
+        ;;
     candle)
         # Compressed, candle's kernels take less than half of the bytes.
         CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-90} NVCC_APPEND_FLAGS=-Xfatbin=-compress-all CARGO_TARGET_DIR=target/dependants \
@@ -57,7 +64,7 @@ for part in "$@"; do
         fixtures
         ;;
     *)
-        echo "there is no part $part: tests, bench, example, candle" >&2
+        echo "there is no part $part: tests, bench, example, serve, candle" >&2
         exit 2
         ;;
     esac

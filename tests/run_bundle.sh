@@ -12,6 +12,8 @@
 #   run.sh pool                     the adapter pool: loads, the cost of steps on the host, a decode step beside loads; pool.json
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
+#   run.sh serve [FILTER...]        the tests of aril-serve: the engine's that need a GPU, and those of the server with its engine on the GPU
+#   run.sh figures [ARGUMENTS...]   decode steps of Qwen3-8B, 32B and 30B-A3B in graphs, on random weights; serve.json
 #   run.sh candle [FILTER...]       the tests of examples/candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
 set -euo pipefail
 
@@ -133,6 +135,17 @@ criterion)
 example)
     [ $# -gt 0 ] || set -- --device cuda --verify
     ./qwen3 "$@" 2>&1 | tee "$OUT/example.log"
+    ;;
+serve)
+    export ARIL_SERVE_DEVICE=cuda
+    {
+        ./aril_serve on_gpu --include-ignored --test-threads=1
+        ./server --test-threads=1 "$@"
+    } 2>&1 | tee "$OUT/serve.log"
+    ;;
+figures)
+    [ $# -gt 0 ] || set -- models/Qwen3-8B models/Qwen3-32B models/Qwen3-30B-A3B
+    ./figures --out "$OUT/serve.json" "$@" 2>&1 | tee "$OUT/figures.log"
     ;;
 candle)
     export LD_LIBRARY_PATH=${CUDA_HOME:-/usr/local/cuda}/targets/x86_64-linux/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

@@ -8,6 +8,7 @@
 //! tensors contradict.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
     ops::Range,
@@ -206,19 +207,19 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a tensor of this shape as `T`. One that is stored as `T` is copied as it is.
-    fn read_as<T: Element>(&self, name: &str, shape: &[usize]) -> Result<Vec<T>> {
+    /// Reads a tensor of this shape as `T`. One that is stored as `T` is not copied.
+    fn read_as<T: Element>(&self, name: &str, shape: &[usize]) -> Result<Cow<'_, [T]>> {
         let (dtype, bytes) = self.find(name, shape)?;
-        if !matches!(
+        let is_stored_so = matches!(
             (dtype, T::DTYPE),
             (Dtype::BF16, DType::BF16) | (Dtype::F16, DType::F16) | (Dtype::F32, DType::F32)
-        ) {
-            return narrow(name, &self.read(name, shape)?);
-        }
-        let values: Vec<T> = bytes.par_chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
-        match position(&values, |value| !value.to_f32().is_finite()) {
+        );
+        // Files may have tensors at odd addresses.
+        let stored = bytemuck::try_cast_slice::<u8, T>(bytes).ok().filter(|_| is_stored_so);
+        let Some(values) = stored else { return narrow(name, &self.read(name, shape)?).map(Cow::Owned) };
+        match position(values, |value| !value.to_f32().is_finite()) {
             Some(index) => bail!("{} holds {} at element {index}", self.subject(name), values[index].to_f32()),
-            None => Ok(values),
+            None => Ok(Cow::Borrowed(values)),
         }
     }
 
@@ -305,7 +306,7 @@ impl<'a> Weights<'a> {
     }
 
     /// The weight `[out, in]` of a linear module, or `[vocab, hidden]` of an embedding.
-    pub(crate) fn module<T: Element>(&mut self, path: &str, rows: usize, cols: usize) -> Result<Vec<T>> {
+    pub(crate) fn module<T: Element>(&mut self, path: &str, rows: usize, cols: usize) -> Result<Cow<'a, [T]>> {
         self.module_from(path, path, rows, cols)
     }
 
@@ -316,7 +317,7 @@ impl<'a> Weights<'a> {
         stored: &str,
         rows: usize,
         cols: usize,
-    ) -> Result<Vec<T>> {
+    ) -> Result<Cow<'a, [T]>> {
         if !self.modules.contains_key(path) && self.packed(stored).is_none() {
             return self.read_as(&format!("{stored}.weight"), &[rows, cols]);
         }
@@ -325,11 +326,11 @@ impl<'a> Weights<'a> {
             merge(&mut values, cols, module, self.scale)?;
             self.unmerged.remove(path);
         }
-        narrow(&format!("{stored}.weight"), &values)
+        narrow(&format!("{stored}.weight"), &values).map(Cow::Owned)
     }
 
     /// The weight of a norm.
-    pub(crate) fn norm<T: Element>(&mut self, path: &str, len: usize) -> Result<Vec<T>> {
+    pub(crate) fn norm<T: Element>(&mut self, path: &str, len: usize) -> Result<Cow<'a, [T]>> {
         self.read_as(&format!("{path}.weight"), &[len])
     }
 
@@ -342,7 +343,7 @@ impl<'a> Weights<'a> {
         projection: ExpertsProjection<'_>,
         model: &Model,
         id: ExpertsId,
-    ) -> Result<(ExpertsShape, ExpertWeights<T>)> {
+    ) -> Result<(ExpertsShape, ExpertWeights<'a, T>)> {
         let site = projection.site(model, id);
         let (in_features, out_features) = (site.in_features(), site.out_features());
         let experts = model[id].num_experts();
@@ -362,15 +363,13 @@ impl<'a> Weights<'a> {
         let fused = format!("{path}.{}", projection.fused);
         let is_fused = self.checkpoint.tensors.contains_key(&fused);
         if self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_none()) {
-            if is_fused {
-                let values = self.read_as(&fused, &[experts, out_features, in_features])?;
-                return Ok((shape, ExpertWeights::Plain(values)));
-            }
-            let mut values = Vec::with_capacity(experts * out_features * in_features);
-            for module in &modules {
-                values.append(&mut self.read_as(&format!("{module}.weight"), &[rows, in_features])?);
-            }
-            return Ok((shape, ExpertWeights::Plain(values)));
+            let parts = if is_fused {
+                vec![self.read_as(&fused, &[experts, out_features, in_features])?]
+            } else {
+                let read = |module: &String| self.read_as(&format!("{module}.weight"), &[rows, in_features]);
+                modules.iter().map(read).collect::<Result<_>>()?
+            };
+            return Ok((shape, ExpertWeights::Plain(parts)));
         }
         let mut values = Vec::new();
         if is_fused {
@@ -383,7 +382,7 @@ impl<'a> Weights<'a> {
         if let Some(factors) = &self.factors {
             factors.merge(&mut values, site, self.scale);
         }
-        Ok((shape, ExpertWeights::Plain(narrow(&fused, &values)?)))
+        Ok((shape, ExpertWeights::Plain(vec![Cow::Owned(narrow(&fused, &values)?)])))
     }
 
     /// Whether the merged adapter has this module.
@@ -414,7 +413,7 @@ impl<'a> Weights<'a> {
         Ok(values)
     }
 
-    fn read_as<T: Element>(&mut self, name: &str, shape: &[usize]) -> Result<Vec<T>> {
+    fn read_as<T: Element>(&mut self, name: &str, shape: &[usize]) -> Result<Cow<'a, [T]>> {
         let values = self.checkpoint.read_as(name, shape)?;
         self.unread.remove(name);
         Ok(values)

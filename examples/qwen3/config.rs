@@ -3,7 +3,7 @@
 //!
 //! Invariant: a [`Config`] describes a model that the forward computes exactly. Unsupported fields are rejected by name.
 
-use std::{collections::BTreeSet, ops::Range, path::Path};
+use std::{collections::BTreeSet, path::Path};
 
 use aril::DType;
 use serde::de::DeserializeOwned;
@@ -80,16 +80,6 @@ impl Heads {
     /// Features of all keys, or of all values, which is the size of a row of the cache.
     pub(crate) fn kv_features(self) -> usize {
         self.kv * self.dim
-    }
-
-    /// Which heads of a row are queries.
-    pub(crate) fn queries(self) -> Range<usize> {
-        0..self.query
-    }
-
-    /// Which heads of a row are keys.
-    pub(crate) fn keys(self) -> Range<usize> {
-        self.query..self.query + self.kv
     }
 }
 

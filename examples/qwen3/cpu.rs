@@ -4,8 +4,9 @@
 //! fixed shape. Weights are stored as `f32`, the GEMM's input type, after rounding to the element type.
 
 mod experts;
+mod sampling;
 
-use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData, ops::Range};
+use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData};
 
 use aril::{
     Element, Slot,
@@ -21,7 +22,7 @@ use rayon::prelude::*;
 use self::experts::Routes;
 use crate::{
     config::Heads,
-    device::{Cache, Device, Places, Rope},
+    device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
@@ -85,11 +86,11 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols, data })
     }
 
-    fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Weight> {
-        Ok(Weight::new(rows, cols, &values))
+    fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [T]>]) -> Result<Weight> {
+        Ok(Weight::new(rows, cols, &parts.concat()))
     }
 
-    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<'_, T>) -> Result<Box<dyn GroupedGemm<Self>>> {
         Ok(experts::new(shape, weights))
     }
 
@@ -238,36 +239,32 @@ impl<T: Element> Device for Cpu<T> {
         }))
     }
 
-    fn head_norm(&self, qkv: &mut Tensor<T>, heads: Range<usize>, weight: &Tensor<T>, eps: f32) -> Result<()> {
-        let dim = weight.cols;
-        qkv.data.par_chunks_mut(qkv.cols).for_each(|row| {
-            for head in row[heads.start * dim..heads.end * dim].chunks_exact_mut(dim) {
-                normalize(head, &weight.data, eps);
-            }
-        });
-        Ok(())
+    fn add_rms_norm(&self, x: &mut Tensor<T>, y: &Tensor<T>, weight: &Tensor<T>, eps: f32) -> Result<Tensor<T>> {
+        self.add(x, y)?;
+        self.rms_norm(x, weight, eps)
     }
 
-    fn rope(&self, qkv: &mut Tensor<T>, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>) -> Result<()> {
-        let dim = 2 * rope.cos.cols;
+    fn rotate_and_append(
+        &self,
+        qkv: &mut Tensor<T>,
+        heads: Heads,
+        norms: HeadNorms<'_, Self>,
+        rope: &Rope<Self>,
+        places: &Places<Self>,
+        cache: &mut Cache<Self>,
+    ) -> Result<()> {
+        let (query_features, kv_features) = (heads.query_features(), heads.kv_features());
         qkv.data.par_chunks_mut(qkv.cols).zip(&places.positions).for_each(|(row, &position)| {
-            let (cos, sin) = (rope.cos.row(position), rope.sin.row(position));
-            for head in row[heads.start * dim..heads.end * dim].chunks_exact_mut(dim) {
-                let (low, high) = head.split_at_mut(dim / 2);
-                for pair in 0..dim / 2 {
-                    let (l, h) = (low[pair].to_f32(), high[pair].to_f32());
-                    let (c, s) = (cos[pair].to_f32(), sin[pair].to_f32());
-                    low[pair] = T::from_f32(round::<T>(l * c) - round::<T>(h * s));
-                    high[pair] = T::from_f32(round::<T>(h * c) + round::<T>(l * s));
+            let (queries, row) = row.split_at_mut(query_features);
+            for (features, norm) in [(queries, norms.q), (&mut row[..kv_features], norms.k)] {
+                for head in features.chunks_exact_mut(heads.dim) {
+                    normalize(head, &norm.data, norms.eps);
+                    rotate(head, rope.cos.row(position), rope.sin.row(position));
                 }
             }
         });
-        Ok(())
-    }
-
-    fn append(&self, qkv: &Tensor<T>, heads: Heads, places: &Places<Self>, cache: &mut Cache<Self>) -> Result<()> {
         for (qkv, &row) in qkv.data.chunks_exact(qkv.cols).zip(&places.rows) {
-            let (keys, values) = qkv[heads.query_features()..].split_at(heads.kv_features());
+            let (keys, values) = qkv[query_features..].split_at(kv_features);
             cache.keys.row_mut(row).copy_from_slice(keys);
             cache.values.row_mut(row).copy_from_slice(values);
         }
@@ -337,8 +334,13 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols: x.cols, data: rows.iter().flat_map(|&row| x.row(row)).copied().collect() })
     }
 
-    fn argmax(&self, x: &Tensor<T>) -> Result<Vec<Option<u32>>> {
-        Ok(x.data.chunks_exact(x.cols).map(largest).collect())
+    fn draw(&self, logits: &Tensor<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
+        let rows = logits.data.par_chunks_exact(logits.cols).zip(draws);
+        let choose = |(row, draw): (&[T], _)| {
+            let row: Vec<f32> = row.iter().map(|logit| logit.to_f32()).collect();
+            sampling::choose(&row, draw)
+        };
+        Ok(rows.map(choose).collect())
     }
 
     fn read(&self, x: &Tensor<T>) -> Result<Vec<f32>> {
@@ -486,23 +488,20 @@ fn normalize<T: Element>(x: &mut [T], weight: &[T], eps: f32) {
     }
 }
 
+/// Rotates the pairs `(i, i + dim / 2)` of a head.
+fn rotate<T: Element>(head: &mut [T], cos: &[T], sin: &[T]) {
+    let (low, high) = head.split_at_mut(cos.len());
+    for pair in 0..cos.len() {
+        let (l, h) = (low[pair].to_f32(), high[pair].to_f32());
+        let (c, s) = (cos[pair].to_f32(), sin[pair].to_f32());
+        low[pair] = T::from_f32(round::<T>(l * c) - round::<T>(h * s));
+        high[pair] = T::from_f32(round::<T>(h * c) + round::<T>(l * s));
+    }
+}
+
 fn softmax(scores: &mut [f32]) {
     let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     scores.iter_mut().for_each(|score| *score = (*score - max).exp());
     let sum: f32 = scores.iter().sum();
     scores.iter_mut().for_each(|score| *score /= sum);
-}
-
-fn largest<T: Element>(row: &[T]) -> Option<u32> {
-    let mut best = (0, f32::NEG_INFINITY);
-    for (index, value) in (0..).zip(row) {
-        let value = value.to_f32();
-        if value.is_nan() {
-            return None;
-        }
-        if value > best.1 {
-            best = (index, value);
-        }
-    }
-    Some(best.0)
 }

@@ -1,7 +1,7 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/kernels.cu`, `kernels/experts.cuh`)
-//! and of cuBLASLt (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
+//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`) and of cuBLASLt
+//! (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
 //! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
@@ -10,11 +10,12 @@
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
 mod arena;
+mod attention;
 mod experts;
 mod gemm;
 pub(crate) mod timing;
 
-use std::{cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
@@ -30,21 +31,24 @@ use aril::{
 };
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaSlice, DeviceRepr, DriverError, LaunchArgs, LaunchConfig, PushKernelArg as _,
-        result::{memcpy_dtod_async, memset_d8_async},
-        sys::CUdevice_attribute,
+        CudaContext, CudaFunction, CudaModule, CudaSlice, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
+        PushKernelArg as _,
+        result::memset_d8_async,
+        sys::{CUdevice_attribute, CUfunction_attribute_enum},
     },
     nvrtc::Ptx,
 };
+use qwen3_kernels::{HEADS, THREADS, grouped_gemm, parts, sampling};
 
 use self::{
     arena::{Arena, Memory},
-    experts::{Grouped, Routes},
+    attention::Attention,
+    experts::{Grouped, GroupedGemms, Routes, Tiled},
     gemm::Gemm,
 };
 use crate::{
     config::Heads,
-    device::{Cache, Device, Places, Rope},
+    device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
@@ -61,6 +65,7 @@ pub(crate) fn device_count() -> usize {
 pub(crate) struct Cuda<T> {
     pub(crate) queue: Queue,
     functions: Functions,
+    attention: Attention,
     gemm: Gemm,
     arena: Arena,
     /// Whether new matrices are in the arena.
@@ -70,23 +75,18 @@ pub(crate) struct Cuda<T> {
 
 /// The example's kernels in `kernels.cu` for an element type, under their names there.
 struct Functions {
-    normalize: CudaFunction,
-    rotate: CudaFunction,
-    append: CudaFunction,
-    attend: CudaFunction,
+    add_rms_norm: CudaFunction,
+    rotate_and_append: CudaFunction,
     silu_mul: CudaFunction,
     add: CudaFunction,
     gather: CudaFunction,
-    argmax: CudaFunction,
+    draw: CudaFunction,
     choose_experts: CudaFunction,
     sort_routes: CudaFunction,
-    grouped_gemm: CudaFunction,
-    grouped_gemm_int4: CudaFunction,
+    grouped_gemm: GroupedGemms,
+    grouped_gemm_int4: Tiled,
     combine: CudaFunction,
 }
-
-/// Threads of a block of every kernel: `kThreads` of `kernels.cu`.
-const THREADS: u32 = 256;
 
 /// For the layers and for the head, after which values are copied to the host.
 const STEPS_IN_FLIGHT: usize = 2;
@@ -116,13 +116,17 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
         let context = context(ordinal)?;
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
-        let functions = Functions::load(T::DTYPE, &context).memory_for("the example's kernels")?;
+        let module = context.load_module(Ptx::from_binary(qwen3_kernels::IMAGE.to_vec()));
+        let module = module.memory_for("the example's kernels")?;
+        let functions = Functions::load(T::DTYPE, &module).memory_for("the example's kernels")?;
         // The default stream cannot be captured.
         let queue = Queue::new(&kernels, &context.new_stream()?)?;
+        let attention = Attention::new(T::DTYPE, &module, &queue)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
         Ok(Self {
             queue,
             functions,
+            attention,
             gemm,
             arena: Arena::default(),
             is_on_arena: Cell::new(false),
@@ -188,13 +192,23 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.gather);
         kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&out.cols);
-        launch(kernel, rows.rows, 1)
+        launch(kernel, rows.rows, parts(out.cols * size_of::<T>()))
     }
 
     fn silu_mul_into(&self, gate_up: &Matrix<T>, out: &mut Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.silu_mul);
         kernel.arg(&gate_up.address).arg(&out.address).arg(&out.cols);
-        launch(kernel, gate_up.rows, 1)
+        launch(kernel, gate_up.rows, parts(out.cols * size_of::<T>()))
+    }
+
+    /// Adds `y` to `x`, and normalizes the sum.
+    fn normalize(&self, x: &Matrix<T>, y: Option<&Matrix<T>>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
+        let out = self.alloc(x.rows, x.cols)?;
+        let y = y.map_or(0, |y| y.address);
+        let mut kernel = self.kernel(&self.functions.add_rms_norm);
+        kernel.arg(&x.address).arg(&y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&eps);
+        launch(kernel, x.rows, 1)?;
+        Ok(out)
     }
 
     /// Adds the deltas of gate_up and applies the activation, in one kernel where that is faster.
@@ -254,36 +268,46 @@ fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
     CudaContext::new(ordinal).memory_for("a context")
 }
 
-/// Enqueues a kernel of `kernels.cu`, with a block for each row and head.
-fn launch(mut kernel: LaunchArgs<'_>, rows: usize, heads: usize) -> Result<()> {
-    if rows == 0 {
+/// Enqueues a kernel of `THREADS` threads, with a block for each row and part of a row.
+fn launch(kernel: LaunchArgs<'_>, rows: usize, parts: usize) -> Result<()> {
+    launch_blocks(kernel, (rows, parts), THREADS, 0)
+}
+
+/// Enqueues a kernel with a grid, the threads of a block and the bytes of its dynamic shared memory.
+fn launch_blocks(mut kernel: LaunchArgs<'_>, grid: (usize, usize), threads: u32, shared_bytes: usize) -> Result<()> {
+    if grid.0 * grid.1 == 0 {
         return Ok(());
     }
-    let grid_dim = (u32::try_from(rows)?, u32::try_from(heads)?, 1);
-    let config = LaunchConfig { grid_dim, block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-    // SAFETY: below, each kernel gets the arguments that it declares: matrices of its element type and documented shapes, and sizes of
-    // 8 bytes. The forward keeps shapes and indices in bounds.
+    let grid_dim = (u32::try_from(grid.0)?, u32::try_from(grid.1)?, 1);
+    let config = LaunchConfig { grid_dim, block_dim: (threads, 1, 1), shared_mem_bytes: u32::try_from(shared_bytes)? };
+    // SAFETY: each kernel gets the arguments that it declares: matrices of its element type and documented shapes, and sizes of 8 bytes.
+    // The forward keeps shapes and indices in bounds.
     unsafe { kernel.launch(config) }.map_err(LaunchError::from)?;
     Ok(())
 }
 
+/// Loads a kernel that uses this much dynamic shared memory.
+fn load_with_shared(module: &Arc<CudaModule>, name: &str, bytes: usize) -> result::Result<CudaFunction, DriverError> {
+    let function = module.load_function(name)?;
+    let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    function.set_attribute(attribute, i32::try_from(bytes).unwrap_or(i32::MAX))?;
+    Ok(function)
+}
+
 impl Functions {
-    fn load(dtype: DType, context: &Arc<CudaContext>) -> result::Result<Self, DriverError> {
-        let module = context.load_module(Ptx::from_binary(qwen3_kernels::IMAGE.to_vec()))?;
+    fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
         let function = |name: &str| module.load_function(&format!("{name}_{dtype}"));
         Ok(Self {
-            normalize: function("normalize")?,
-            rotate: function("rotate")?,
-            append: function("append")?,
-            attend: function("attend")?,
+            add_rms_norm: function("add_rms_norm")?,
+            rotate_and_append: function("rotate_and_append")?,
             silu_mul: function("silu_mul")?,
             add: function("add")?,
             gather: function("gather")?,
-            argmax: function("argmax")?,
+            draw: function("draw")?,
             choose_experts: function("choose_experts")?,
             sort_routes: function("sort_routes")?,
-            grouped_gemm: function("grouped_gemm")?,
-            grouped_gemm_int4: function("grouped_gemm_int4")?,
+            grouped_gemm: GroupedGemms::load(dtype, module)?,
+            grouped_gemm_int4: Tiled { function: function("grouped_gemm_int4")?, tile: grouped_gemm::SIMPLE },
             combine: function("combine")?,
         })
     }
@@ -314,6 +338,9 @@ impl<V> Matrix<V> {
         Ok(cuda::MatrixMut::new(&mut *self.data, self.rows, self.cols)?)
     }
 }
+
+// SAFETY: numbers without padding, laid out as in C.
+unsafe impl DeviceRepr for Draw {}
 
 /// Names the allocation that failed.
 trait MemoryFor<V> {
@@ -348,11 +375,17 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(zeros)
     }
 
-    fn weight(&self, rows: usize, cols: usize, values: Vec<T>) -> Result<Matrix<T>> {
-        self.upload(rows, cols, &values)
+    fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [T]>]) -> Result<Matrix<T>> {
+        let mut slice = self.slice(rows, cols)?;
+        let mut first = 0;
+        for part in parts {
+            self.queue.stream().memcpy_htod(&**part, &mut slice.slice_mut(first..first + part.len()))?;
+            first += part.len();
+        }
+        self.matrix(rows, cols, slice)
     }
 
-    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<T>) -> Result<Box<dyn GroupedGemm<Self>>> {
+    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<'_, T>) -> Result<Box<dyn GroupedGemm<Self>>> {
         experts::new(self, shape, weights)
     }
 
@@ -518,38 +551,30 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
-        let mut y = self.alloc(x.rows, x.cols)?;
-        let (bytes, stream) = (x.rows * x.cols * size_of::<T>(), self.queue.stream());
-        // SAFETY: both have this many bytes and are used on this stream only.
-        unsafe { memcpy_dtod_async(y.address, x.address, bytes, stream.cu_stream()) }?;
-        self.head_norm(&mut y, 0..1, weight, eps)?;
-        Ok(y)
+        self.normalize(x, None, weight, eps)
     }
 
-    fn head_norm(&self, qkv: &mut Matrix<T>, heads: Range<usize>, weight: &Matrix<T>, eps: f32) -> Result<()> {
-        let mut kernel = self.kernel(&self.functions.normalize);
-        kernel.arg(&qkv.address).arg(&weight.address);
-        kernel.arg(&qkv.cols).arg(&heads.start).arg(&weight.cols).arg(&eps);
-        launch(kernel, qkv.rows, heads.len())
+    fn add_rms_norm(&self, x: &mut Matrix<T>, y: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
+        self.normalize(x, Some(y), weight, eps)
     }
 
-    fn rope(&self, qkv: &mut Matrix<T>, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>) -> Result<()> {
-        let dim = 2 * rope.cos.cols;
-        let mut kernel = self.kernel(&self.functions.rotate);
-        kernel.arg(&qkv.address).arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address);
-        kernel.arg(&qkv.cols).arg(&heads.start).arg(&dim);
-        launch(kernel, qkv.rows, heads.len())
+    fn rotate_and_append(
+        &self,
+        qkv: &mut Matrix<T>,
+        heads: Heads,
+        norms: HeadNorms<'_, Self>,
+        rope: &Rope<Self>,
+        places: &Places<Self>,
+        cache: &mut Cache<Self>,
+    ) -> Result<()> {
+        let mut kernel = self.kernel(&self.functions.rotate_and_append);
+        kernel.arg(&qkv.address).arg(&norms.q.address).arg(&norms.k.address);
+        kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
+        kernel.arg(&cache.keys.address).arg(&cache.values.address);
+        kernel.arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&norms.eps);
+        launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS))
     }
 
-    fn append(&self, qkv: &Matrix<T>, heads: Heads, places: &Places<Self>, cache: &mut Cache<Self>) -> Result<()> {
-        let (query_features, kv_features) = (heads.query_features(), heads.kv_features());
-        let mut kernel = self.kernel(&self.functions.append);
-        kernel.arg(&qkv.address).arg(&places.rows.address).arg(&cache.keys.address).arg(&cache.values.address);
-        kernel.arg(&query_features).arg(&kv_features);
-        launch(kernel, qkv.rows, 1)
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "rounded as transformers does")]
     fn attention(
         &self,
         qkv: &Matrix<T>,
@@ -557,15 +582,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         places: &Places<Self>,
         cache: &Cache<Self>,
     ) -> Result<Matrix<T>> {
-        let scale = (1.0 / (heads.dim as f64).sqrt()) as f32;
-        let out = self.alloc(qkv.rows, heads.query_features())?;
-        let block_rows = i64::from(places.table.block_rows);
-        let mut kernel = self.kernel(&self.functions.attend);
-        kernel.arg(&qkv.address).arg(&cache.keys.address).arg(&cache.values.address);
-        kernel.arg(&places.positions.address).arg(&places.sequences.address).arg(&places.table.first_rows.address);
-        kernel.arg(&places.table.columns).arg(&block_rows).arg(&out.address);
-        kernel.arg(&qkv.cols).arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&scale);
-        launch(kernel, qkv.rows, heads.query)?;
+        let mut out = self.alloc(qkv.rows, heads.query_features())?;
+        self.attention.run(self, qkv, heads, places, cache, &mut out)?;
         Ok(out)
     }
 
@@ -588,7 +606,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn add(&self, y: &mut Matrix<T>, x: &Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.add);
         kernel.arg(&y.address).arg(&x.address).arg(&y.cols);
-        launch(kernel, y.rows, 1)
+        launch(kernel, y.rows, parts(y.cols * size_of::<T>()))
     }
 
     fn gather(&self, x: &Matrix<T>, rows: &Matrix<i32>) -> Result<Matrix<T>> {
@@ -597,12 +615,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn argmax(&self, x: &Matrix<T>) -> Result<Vec<Option<u32>>> {
-        let indices = self.alloc::<i32>(x.rows, 1)?;
-        let mut kernel = self.kernel(&self.functions.argmax);
-        kernel.arg(&x.address).arg(&indices.address).arg(&x.cols);
-        launch(kernel, x.rows, 1)?;
-        Ok(self.download(&indices)?.into_iter().map(|index| u32::try_from(index).ok()).collect())
+    fn draw(&self, logits: &Matrix<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
+        let draws = self.upload(draws.len(), 1, draws)?;
+        let (tokens, logprobs) = (self.alloc::<i32>(logits.rows, 1)?, self.alloc::<f32>(logits.rows, 1)?);
+        let mut kernel = self.kernel(&self.functions.draw);
+        kernel.arg(&logits.address).arg(&draws.address).arg(&tokens.address).arg(&logprobs.address).arg(&logits.cols);
+        launch_blocks(kernel, (sampling::BLOCKS, logits.rows), sampling::THREADS, 0)?;
+        let tokens = self.download(&tokens)?.into_iter().map(|token| u32::try_from(token).ok());
+        Ok(tokens.zip(self.download(&logprobs)?).collect())
     }
 
     fn read(&self, x: &Matrix<T>) -> Result<Vec<f32>> {

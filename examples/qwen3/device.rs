@@ -6,7 +6,7 @@
 //! Every operation computes in `f32` and rounds to the element type at its end, and at the intermediate steps where transformers
 //! does; each one documents these. Indices come from the forward and are in bounds.
 
-use std::ops::Range;
+use std::borrow::Cow;
 
 use aril::{
     Element, Slot,
@@ -48,12 +48,42 @@ impl BlockTable {
     }
 }
 
-/// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own cache row.
+/// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own cache row. The
+/// tokens of a sequence follow each other, in the order of their positions.
 pub(crate) struct Places<D: Device> {
     pub(crate) positions: D::Indices,
     pub(crate) sequences: D::Indices,
     pub(crate) rows: D::Indices,
     pub(crate) table: BlockTable<D::Indices>,
+    /// The tokens that are the only ones of their sequences, as in decoding; `None` if all are.
+    pub(crate) alone: Option<D::Indices>,
+}
+
+/// The weights of the norms of the heads of q and k, `[1, dim]` each.
+pub(crate) struct HeadNorms<'a, D: Device> {
+    pub(crate) q: &'a D::Tensor,
+    pub(crate) k: &'a D::Tensor,
+    pub(crate) eps: f32,
+}
+
+/// How a token is chosen from logits: `Draw` of `kernels/sampling.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(crate) struct Draw {
+    /// Divides the logits. With 0, the token with the largest logit is chosen, the first of equals.
+    pub(crate) temperature: f32,
+    /// Only the most probable tokens that together have at least this probability.
+    pub(crate) top_p: f32,
+    /// Only this many of the most probable tokens, the first of equals; 0 for all.
+    pub(crate) top_k: u64,
+    /// In the unit interval without 1, which the tokens divide by their probabilities: the most probable first if `top_p` or `top_k` is
+    /// a bound, in their order otherwise.
+    pub(crate) place: f64,
+}
+
+impl Draw {
+    /// The token with the largest logit.
+    pub(crate) const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: 0, place: 0.0 };
 }
 
 /// The cosines and sines of every position: `[positions, dim / 2]` each.
@@ -78,8 +108,13 @@ pub(crate) trait Device: Sized {
 
     fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
     fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor>;
-    fn weight(&self, rows: usize, cols: usize, values: Vec<Self::Elem>) -> Result<Self::Weight>;
-    fn experts(&self, shape: ExpertsShape, weights: ExpertWeights<Self::Elem>) -> Result<Box<dyn GroupedGemm<Self>>>;
+    /// Takes a weight in parts that follow each other.
+    fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [Self::Elem]>]) -> Result<Self::Weight>;
+    fn experts(
+        &self,
+        shape: ExpertsShape,
+        weights: ExpertWeights<'_, Self::Elem>,
+    ) -> Result<Box<dyn GroupedGemm<Self>>>;
     fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
 
     // ---- Multi-LoRA: the library's types and operations, under its names.
@@ -200,15 +235,31 @@ pub(crate) trait Device: Sized {
     fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight) -> Result<Self::Tensor>;
     /// `x / rms(x)` of each row, rounded, times `weight`, rounded.
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<Self::Tensor>;
-    /// The same in place, for each head separately. `heads` counts the heads of a row of q, k, v.
-    fn head_norm(&self, qkv: &mut Self::Tensor, heads: Range<usize>, weight: &Self::Tensor, eps: f32) -> Result<()>;
-    /// Rotates the pairs `(i, i + dim / 2)` of each head by its token's angles: both products rounded, then their sum.
-    fn rope(&self, qkv: &mut Self::Tensor, heads: Range<usize>, rope: &Rope<Self>, places: &Places<Self>)
-    -> Result<()>;
-    /// Copies each token's k and v to its row of the cache.
-    fn append(&self, qkv: &Self::Tensor, heads: Heads, places: &Places<Self>, cache: &mut Cache<Self>) -> Result<()>;
-    /// Each query's attention over the cache, from its sequence's first token to its own. `q·k` is rounded, times `1/√dim` is
-    /// rounded, their softmax (in `f32`) is rounded, and so is the sum of the values.
+    /// `x += y`, rounded, and [`rms_norm`](Self::rms_norm) of it.
+    fn add_rms_norm(
+        &self,
+        x: &mut Self::Tensor,
+        y: &Self::Tensor,
+        weight: &Self::Tensor,
+        eps: f32,
+    ) -> Result<Self::Tensor>;
+    /// [`rms_norm`](Self::rms_norm) of each head of q and k; then the rotation of its pairs `(i, i + dim / 2)` by its token's angles,
+    /// both products rounded, then their sum; then the copy of k and v to the token's row of the cache. Of `qkv`, only q is used
+    /// afterwards.
+    fn rotate_and_append(
+        &self,
+        qkv: &mut Self::Tensor,
+        heads: Heads,
+        norms: HeadNorms<'_, Self>,
+        rope: &Rope<Self>,
+        places: &Places<Self>,
+        cache: &mut Cache<Self>,
+    ) -> Result<()>;
+    /// Each query's attention over the cache, from its sequence's first token to its own, as transformers' `eager` computes it: `q·k` is
+    /// rounded, times `1/√dim` is rounded, their softmax (in `f32`) is rounded, and so is the sum of the values.
+    ///
+    /// The GPU computes it as transformers' `flash_attention_2` does, in 16 bits with heads of 32, 64 or 128 features and groups of up
+    /// to 16 queries: only the powers of the softmax are rounded, before they meet the values, and the result.
     fn attention(
         &self,
         qkv: &Self::Tensor,
@@ -230,8 +281,9 @@ pub(crate) trait Device: Sized {
 
     // ---- To the host.
 
-    /// The index of each row's largest value, the first of equals, or `None` if the row has a NaN.
-    fn argmax(&self, x: &Self::Tensor) -> Result<Vec<Option<u32>>>;
+    /// The token that each row of logits chooses, `None` if a logit is NaN; and its log-probability in the model, without temperature
+    /// and bounds. Probabilities are in `f64` on the CPU and in `f32` on the GPU, where their sums are exact.
+    fn draw(&self, logits: &Self::Tensor, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>>;
     /// All elements of a matrix, row by row.
     fn read(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
 }

@@ -3,6 +3,8 @@
 //! LoRA does not depend on the format. Both bases get the same deltas, so their results differ only by the rounding of the weights
 //! to 4 bits.
 
+use std::borrow::Cow;
+
 use crate::{device::Device, error::Result};
 
 /// One projection of all experts.
@@ -22,8 +24,9 @@ pub(crate) struct ExpertsShape {
 
 /// The weights of one projection of all experts, `[experts, out, in]`.
 #[derive(Debug)]
-pub(crate) enum ExpertWeights<T> {
-    Plain(Vec<T>),
+pub(crate) enum ExpertWeights<'a, T: Clone> {
+    /// In parts that follow each other.
+    Plain(Vec<Cow<'a, [T]>>),
     Int4(Int4),
 }
 

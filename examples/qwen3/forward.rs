@@ -11,7 +11,7 @@ use aril::{Element, Slot};
 
 use crate::{
     config::{Config, Heads},
-    device::{BlockTable, Cache, Device, Places, Rope},
+    device::{BlockTable, Cache, Device, HeadNorms, Places, Rope},
     error::Result,
     model::{Experts, Layer, Linear, Mlp, Model},
 };
@@ -30,6 +30,25 @@ pub(crate) struct Step {
     pub(crate) scales: Vec<f32>,
     /// The rows whose next token is sampled.
     pub(crate) sampled: Vec<u32>,
+}
+
+impl Step {
+    /// The tokens without a neighbour of their sequence; `None` if no token has one.
+    fn alone(&self) -> Option<Vec<u32>> {
+        let mut runs = self.sequences.chunk_by(|a, b| a == b);
+        if runs.clone().all(|run| run.len() == 1) {
+            return None;
+        }
+        let mut end = 0;
+        let mut alone = Vec::new();
+        for run in runs.by_ref() {
+            if run.len() == 1 {
+                alone.push(end);
+            }
+            end += u32::try_from(run.len()).unwrap_or(u32::MAX);
+        }
+        Some(alone)
+    }
 }
 
 /// Steps of up to this many tokens run base weights and adapters in one launch. With more, the GPU's own GEMM and a launch for the
@@ -125,6 +144,7 @@ impl<D: Device> Model<'_, D> {
             sequences: indices(&step.sequences)?,
             rows: indices(&rows)?,
             table: BlockTable { first_rows: indices(first_rows)?, columns, block_rows },
+            alone: step.alone().map(|tokens| indices(&tokens)).transpose()?,
         };
         Ok(Inputs { ids: indices(&step.ids)?, places })
     }
@@ -143,26 +163,30 @@ impl<D: Device> Model<'_, D> {
             device.add_embedding_delta(&self.embed_lora, lora.step, ids, &mut h)?;
         }
 
+        // What the layer before adds to h.
+        let mut added: Option<D::Tensor> = None;
         for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
             let fused = is_fused.then_some(fused);
-            let x = device.rms_norm(&h, &layer.input_norm, eps)?;
+            let x = match &added {
+                None => device.rms_norm(&h, &layer.input_norm, eps)?,
+                Some(y) => device.add_rms_norm(&mut h, y, &layer.input_norm, eps)?,
+            };
             let mut qkv = self.linear(&x, &layer.qkv, fused.and_then(|fused| fused.qkv.as_ref()), lora)?;
-            device.head_norm(&mut qkv, heads.queries(), &layer.q_norm, eps)?;
-            device.head_norm(&mut qkv, heads.keys(), &layer.k_norm, eps)?;
-            device.rope(&mut qkv, heads.queries().start..heads.keys().end, rope, places)?;
-            device.append(&qkv, heads, places, cache)?;
+            let norms = HeadNorms { q: &layer.q_norm, k: &layer.k_norm, eps };
+            device.rotate_and_append(&mut qkv, heads, norms, rope, places, cache)?;
             let x = device.attention(&qkv, heads, places, cache)?;
             let y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), lora)?;
-            device.add(&mut h, &y)?;
 
-            let x = device.rms_norm(&h, &layer.post_norm, eps)?;
-            let y = match &layer.mlp {
+            let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
+            added = Some(match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
                     let gate_up = self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), lora)?;
                     self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
                 }
                 Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,
-            };
+            });
+        }
+        if let Some(y) = added {
             device.add(&mut h, &y)?;
         }
         Ok(h)

@@ -3,7 +3,7 @@
 use aril::{Element, Slot};
 
 use crate::{
-    device::{BlockTable, Device},
+    device::{BlockTable, Device, Draw},
     error::{Error, Result, bail},
     forward::Step,
     model::Model,
@@ -44,8 +44,8 @@ pub(crate) fn generate<D: Device>(
     sequences: &[Sequence<'_>],
     limits: Limits<'_>,
 ) -> Result<Vec<Generation>> {
-    run(model, sequences, limits.max_new_tokens, limits.keep_logits, |index, _, argmax| {
-        let Some(token) = argmax else {
+    run(model, sequences, limits.max_new_tokens, limits.keep_logits, |index, _, largest| {
+        let Some(token) = largest else {
             let request = sequences[index].request;
             bail!("request {request}: the logits are not numbers; activations overflow {}", D::Elem::DTYPE)
         };
@@ -95,7 +95,7 @@ fn run<D: Device>(
     let mut running: Vec<usize> = (0..sequences.len()).collect();
     while !running.is_empty() {
         let logits = model.forward(&mut session, &step)?;
-        let argmax = model.device.argmax(&logits)?;
+        let drawn = model.device.draw(&logits, &vec![Draw::GREEDY; running.len()])?;
         if keep_logits {
             let logits = model.device.read(&logits)?;
             for (logits, &request) in logits.chunks_exact(logits.len() / running.len()).zip(&running) {
@@ -104,9 +104,9 @@ fn run<D: Device>(
         }
         step = Step { table: step.table, ..Step::default() };
         let mut still_running = Vec::with_capacity(running.len());
-        for (request, argmax) in running.into_iter().zip(argmax) {
+        for (request, (largest, _)) in running.into_iter().zip(drawn) {
             let (sequence, tokens) = (&sequences[request], &mut generations[request].tokens);
-            let (token, last) = next(request, tokens.len(), argmax)?;
+            let (token, last) = next(request, tokens.len(), largest)?;
             tokens.push(token);
             if !last && tokens.len() < max_new_tokens {
                 step.push(index(request)?, sequence, sequence.prompt.len() + tokens.len() - 1, &[token])?;

@@ -83,7 +83,7 @@ impl<'d, D: Device> Model<'d, D> {
         let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
 
         let Config { vocab, hidden, .. } = *config;
-        let embed = device.weight(vocab, hidden, weights.module(EMBED, vocab, hidden)?)?;
+        let embed = device.weight(vocab, hidden, &[weights.module(EMBED, vocab, hidden)?])?;
         let mut builder = Builder { device, config, model, adapters: &table, weights: &mut weights };
         let layers = sites.layers.iter().enumerate().map(|(layer, sites)| builder.layer(layer, sites));
         let layers = layers.collect::<Result<_>>()?;
@@ -95,7 +95,7 @@ impl<'d, D: Device> Model<'d, D> {
         } else {
             None
         };
-        let head = head.map(|values| device.weight(vocab, hidden, values)).transpose()?;
+        let head = head.map(|values| device.weight(vocab, hidden, &[values])).transpose()?;
         if config.tied {
             // Some savers store the tied head a second time; transformers does not read it either.
             weights.ignore("lm_head.weight");
@@ -185,7 +185,7 @@ impl<D: Device> Builder<'_, '_, D> {
             MlpSites::Sparse { ref moe, experts } => {
                 let router = self.weights.module(&format!("{path}.gate"), moe.experts, hidden)?;
                 Ok(Mlp::Sparse(Experts {
-                    router: self.device.weight(moe.experts, hidden, router)?,
+                    router: self.device.weight(moe.experts, hidden, &[router])?,
                     top_k: moe.top_k,
                     normalized: moe.normalized,
                     gate_up: self.experts(path, ExpertsProjection::GATE_UP, experts)?,
@@ -207,11 +207,11 @@ impl<D: Device> Builder<'_, '_, D> {
     }
 
     fn linear(&mut self, path: &str, in_features: usize, slices: &[(&str, usize)], id: LinearId) -> Result<Linear<D>> {
-        let mut values: Vec<D::Elem> = Vec::new();
-        for &(module, out_features) in slices {
-            values.append(&mut self.weights.module(&format!("{path}.{module}"), out_features, in_features)?);
-        }
-        let base = self.device.weight(values.len() / in_features, in_features, values)?;
+        let module = |&(module, out_features): &(&str, usize)| {
+            self.weights.module(&format!("{path}.{module}"), out_features, in_features)
+        };
+        let parts = slices.iter().map(module).collect::<Result<Vec<_>>>()?;
+        let base = self.device.weight(slices.iter().map(|(_, rows)| rows).sum(), in_features, &parts)?;
         Ok(Linear { id, base, lora: self.device.lora_linear(self.adapters, id)? })
     }
 

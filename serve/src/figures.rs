@@ -3,6 +3,8 @@
 //!
 //! A figure is the median over replays, each between two events on the stream. A replay includes the update of the step's routing. The
 //! host stays ahead of the device, so that none of its time is in a figure.
+//!
+//! The host's time between steps is the engine's own: from the tokens of a step on the host to the next graph on the stream.
 
 use std::{
     fs,
@@ -22,6 +24,7 @@ use cudarc::driver::sys::CUevent_flags;
 use half::bf16;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use serde::Serialize;
+use tokio::sync::mpsc::unbounded_channel;
 
 use crate::{
     adapter_pool::AdapterPool,
@@ -31,7 +34,7 @@ use crate::{
     device::{BlockTable, Device as _},
     dummy,
     engine::{
-        Capture as _,
+        Capture as _, Engine, Limits, Request, Sampling, Sizes,
         graph::{Batch, Captured, Tables, Variant},
     },
     error::{Context as _, Error, Result, bail},
@@ -44,6 +47,15 @@ const BLOCK_ROWS: usize = 16;
 
 /// The longest wait for an adapter before it is asked for again.
 const WAIT: Duration = Duration::from_millis(10);
+
+/// Sequences, steps and adapters of the figure of the host, and the tokens of its prompts.
+const HOST_BATCH: usize = 64;
+const HOST_STEPS: usize = 100;
+const HOST_ADAPTERS: usize = 8;
+const PROMPT: usize = 16;
+
+/// The longest time for these prompts.
+const HOST_LIMIT: Duration = Duration::from_secs(20);
 
 /// Replays before the first that counts.
 const WARM_UPS: usize = 3;
@@ -90,6 +102,7 @@ pub struct Arguments {
 struct Record {
     meta: Meta,
     steps: Vec<Figure>,
+    host: Vec<HostFigure>,
     /// What was left out, and why.
     failures: Vec<String>,
 }
@@ -119,6 +132,20 @@ struct Figure {
     p90_us: f64,
 }
 
+/// The time of the engine's steps of one token of each sequence, whose contexts are short.
+#[derive(Debug, Serialize)]
+struct HostFigure {
+    model: String,
+    batch: usize,
+    adapters: usize,
+    rank: usize,
+    steps: u64,
+    /// Mean time between steps.
+    host_us: f64,
+    /// Mean time of a step, that before it included.
+    step_us: f64,
+}
+
 /// Measures, prints a table for each model, and writes the record.
 ///
 /// # Errors
@@ -132,7 +159,7 @@ fn measure(arguments: &Arguments) -> Result<()> {
     let device = Cuda::<bf16>::new(arguments.device)?;
     let gpu = device.queue.stream().context().name()?;
     let meta = Meta { gpu, aril: env!("CARGO_PKG_VERSION"), commit: option_env!("ARIL_COMMIT"), seconds: 0.0 };
-    let mut record = Record { meta, steps: Vec::new(), failures: Vec::new() };
+    let mut record = Record { meta, steps: Vec::new(), host: Vec::new(), failures: Vec::new() };
     for model in &arguments.models {
         measure_model(&device, arguments, model, &mut record).context(model.display())?;
     }
@@ -201,6 +228,71 @@ fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record:
         let mut timer = Timer { device, arguments, model: &model, session: &mut session, name: &name, batch, context };
         timer.measure(&mut pool, &adapters, record)?;
     }
+    drop(session);
+    let sources = (0..HOST_ADAPTERS).map(|_| sources.first().map(|(_, adapter)| source(adapter, &described)));
+    let sources = sources.flatten().collect::<Result<Vec<_>>>()?;
+    let rank = arguments.ranks.first().copied().unwrap_or(0);
+    measure_host(&model, pool, sources, (max_batch.min(HOST_BATCH), rank, &name), record)
+}
+
+/// Measures the host's time between steps of the engine.
+fn measure_host(
+    model: &Model<'_, Cuda<bf16>>,
+    pool: aril::cuda::AdapterPool,
+    sources: Vec<Source>,
+    (batch, rank, name): (usize, usize, &str),
+    record: &mut Record,
+) -> Result<()> {
+    let max_positions = PROMPT + WARM_UPS + HOST_STEPS + batch + 1;
+    let limits = Limits {
+        step_tokens: model.adapters.capacity().max_tokens,
+        running: batch,
+        waiting: batch,
+        adapters: sources.len().max(1),
+        max_wait: Duration::from_secs(1),
+    };
+    let blocks = u32::try_from(batch * max_positions.div_ceil(BLOCK_ROWS))?;
+    let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false };
+    let mut engine = Engine::new(model, pool, sizes)?;
+    let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
+    let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
+    let start = Instant::now();
+    let mut receivers = Vec::new();
+    for index in 0..batch {
+        let request = Request {
+            adapter: adapters.get(index % adapters.len().max(1)).copied(),
+            prompt: vec![u32::try_from(index)?; PROMPT],
+            max_tokens: max_positions - PROMPT,
+            stop_tokens: Vec::new(),
+            sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: None, logprobs: None },
+        };
+        let (events, receiver) = unbounded_channel();
+        engine.submit(request, events, start.elapsed()).context("a request")?;
+        receivers.push(receiver);
+    }
+    // Until all prompts are computed.
+    let mut computed = 0;
+    while computed < batch * (PROMPT + WARM_UPS) {
+        let tokens = engine.step(start.elapsed())?;
+        computed += tokens;
+        if tokens == 0 {
+            engine.wait_for_adapters(WAIT);
+        }
+        if start.elapsed() > HOST_LIMIT {
+            bail!("the prompts of {batch} requests took more than {HOST_LIMIT:?}");
+        }
+    }
+    let (before, timed) = (engine.host_time(), Instant::now());
+    for _ in 0..HOST_STEPS {
+        engine.step(start.elapsed())?;
+    }
+    let (after, elapsed) = (engine.host_time(), timed.elapsed());
+    let steps = after.steps - before.steps;
+    let host_us = (after.total - before.total).as_secs_f64() * 1e6 / steps as f64;
+    let step_us = elapsed.as_secs_f64() * 1e6 / HOST_STEPS as f64;
+    println!("the engine, {batch} sequences: {host_us:.1} us between steps, {step_us:.1} us a step");
+    let adapters = adapters.len();
+    record.host.push(HostFigure { model: name.to_owned(), batch, adapters, rank, steps, host_us, step_us });
     Ok(())
 }
 

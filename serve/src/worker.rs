@@ -26,7 +26,7 @@ use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    engine::{Capture, Engine, Event, Failure, Request, RequestId, Sizes, State},
+    engine::{Capture, Engine, Event, Failure, HostTime, Request, RequestId, Sizes, State},
     error::{Context, Result, bail},
     model::{Described, Model},
     options::DeviceArg,
@@ -53,8 +53,16 @@ enum Command {
     Unload(AdapterId),
     Submit(Request, oneshot::Sender<std::result::Result<Submission, Failure>>),
     Cancel(RequestId),
-    Report(oneshot::Sender<(State, Snapshot)>),
+    Report(oneshot::Sender<Report>),
     Stop,
+}
+
+/// What an engine reports of itself.
+#[derive(Debug)]
+pub(crate) struct Report {
+    pub(crate) state: State,
+    pub(crate) pool: Snapshot,
+    pub(crate) host_time: HostTime,
 }
 
 /// A handle to an engine's thread.
@@ -132,7 +140,7 @@ impl Handle {
     }
 
     /// The state of the engine and of its pool. `None` if the engine has ended.
-    pub(crate) async fn report(&self) -> Option<(State, Snapshot)> {
+    pub(crate) async fn report(&self) -> Option<Report> {
         let (reply, result) = oneshot::channel();
         self.send(Command::Report(reply));
         result.await.ok()
@@ -267,7 +275,11 @@ impl Worker {
                     drop(reply.send(id.map(|id| Submission { id, events, handle })));
                 }
                 Some(Command::Cancel(id)) => engine.cancel(id),
-                Some(Command::Report(reply)) => drop(reply.send((engine.state(), engine.pool()))),
+                Some(Command::Report(reply)) => drop(reply.send(Report {
+                    state: engine.state(),
+                    pool: engine.pool(),
+                    host_time: engine.host_time(),
+                })),
             }
         }
     }

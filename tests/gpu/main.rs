@@ -35,6 +35,7 @@ mod operations;
 mod pool;
 #[path = "../qwen3/mod.rs"]
 mod qwen3;
+mod qwen3_kernels;
 mod routing;
 mod safe_api;
 mod setup;

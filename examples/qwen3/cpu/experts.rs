@@ -64,10 +64,11 @@ fn choose<T: Element>(scores: &[T], top_k: usize, normalized: bool) -> impl Iter
     experts.into_iter().map(move |(expert, weight)| (expert, round::<T>(weight / sum)))
 }
 
-pub(super) fn new<T: Element>(shape: ExpertsShape, weights: ExpertWeights<T>) -> Box<dyn GroupedGemm<Cpu<T>>> {
+pub(super) fn new<T: Element>(shape: ExpertsShape, weights: ExpertWeights<'_, T>) -> Box<dyn GroupedGemm<Cpu<T>>> {
     let ExpertsShape { out_features, in_features, .. } = shape;
     match weights {
-        ExpertWeights::Plain(values) => {
+        ExpertWeights::Plain(parts) => {
+            let values = parts.concat();
             let experts = values.chunks_exact(out_features * in_features);
             Box::new(Vec::from_iter(experts.map(|values| Weight::new(out_features, in_features, values))))
         }

@@ -1,18 +1,56 @@
 //! The experts of the base model on the GPU: the router's choice, and one launch for the products of all experts. The host does not
 //! know the number of rows of an expert.
 
-use aril::{Element, cuda};
-use cudarc::driver::{DeviceRepr, LaunchArgs, PushKernelArg as _};
+use std::{result, sync::Arc};
 
-use super::{Cuda, Matrix, launch};
+use aril::{DType, Element, cuda};
+use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _};
+
+use qwen3_kernels::grouped_gemm::{SIMPLE, TENSOR, Tile, VECTOR};
+
+use super::{Cuda, Matrix, launch, launch_blocks, load_with_shared};
 use crate::{
+    device::Device as _,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
 };
 
-/// Rows and outputs of a tile: `kTileRows` and `kTileOuts` of `experts.cuh`.
-const TILE_ROWS: usize = 32;
-const TILE_OUTS: usize = 64;
+/// A grouped GEMM of `experts.cuh`.
+pub(super) struct Tiled {
+    pub(super) function: CudaFunction,
+    pub(super) tile: Tile,
+}
+
+/// The grouped GEMMs of an element type for weights of the same type.
+pub(super) struct GroupedGemms {
+    /// Of any sizes.
+    any: Tiled,
+    /// For 16 bits and rows of whole vectors, by the rows of a tile.
+    tensor: Vec<Tiled>,
+}
+
+impl GroupedGemms {
+    pub(super) fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
+        let tiles = if dtype == DType::F32 { &[][..] } else { &TENSOR };
+        let tensor = tiles.iter().map(|&tile| {
+            let name = format!("grouped_gemm_{}_{dtype}", tile.rows);
+            Ok(Tiled { function: load_with_shared(module, &name, tile.shared_bytes)?, tile })
+        });
+        let any = module.load_function(&format!("grouped_gemm_{dtype}"))?;
+        Ok(Self {
+            any: Tiled { function: any, tile: SIMPLE },
+            tensor: tensor.collect::<result::Result<_, DriverError>>()?,
+        })
+    }
+
+    /// The kernel for rows of `cols` elements: the one with the fewest rows of a tile that has room for the routes of an expert, if
+    /// they are spread evenly. Those of `tensor` have the same bits.
+    fn get(&self, cols: usize, routes: usize, experts: usize) -> &Tiled {
+        let fits = |tiled: &&Tiled| routes <= tiled.tile.rows * experts;
+        let tensor = self.tensor.iter().find(fits).or(self.tensor.last());
+        tensor.filter(|_| cols.is_multiple_of(VECTOR)).unwrap_or(&self.any)
+    }
+}
 
 /// The experts that each token chose, and the routes sorted by expert.
 pub(crate) struct Routes {
@@ -80,12 +118,12 @@ pub(crate) struct Grouped<'a> {
 pub(super) fn new<T: Element + DeviceRepr>(
     device: &Cuda<T>,
     shape: ExpertsShape,
-    weights: ExpertWeights<T>,
+    weights: ExpertWeights<'_, T>,
 ) -> Result<Box<dyn GroupedGemm<Cuda<T>>>> {
     let rows = shape.experts * shape.out_features;
     Ok(match weights {
-        ExpertWeights::Plain(values) => {
-            Box::new(Plain { shape, weights: device.upload(rows, shape.in_features, &values)? })
+        ExpertWeights::Plain(parts) => {
+            Box::new(Plain { shape, weights: device.weight(rows, shape.in_features, &parts)? })
         }
         ExpertWeights::Int4(int4) => Box::new(Int4 {
             shape,
@@ -104,9 +142,10 @@ pub(super) struct Plain<T: 'static> {
 
 impl<T: Element + DeviceRepr> Plain<T> {
     pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
-        let mut kernel = device.kernel(&device.functions.grouped_gemm);
+        let tiled = device.functions.grouped_gemm.get(x.cols, x.rows, self.shape.experts);
+        let mut kernel = device.kernel(&tiled.function);
         kernel.arg(&x.address).arg(&self.weights.address);
-        multiply(kernel, self.shape, routes, y)
+        multiply(tiled, kernel, self.shape, routes, y)
     }
 }
 
@@ -128,23 +167,25 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
 impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
     fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
         let mut y = device.alloc(x.rows, self.shape.out_features)?;
-        let mut kernel = device.kernel(&device.functions.grouped_gemm_int4);
+        let tiled = &device.functions.grouped_gemm_int4;
+        let mut kernel = device.kernel(&tiled.function);
         kernel.arg(&x.address).arg(&self.words.address).arg(&self.scales.address).arg(&self.group);
-        multiply(kernel, self.shape, routes, &mut y)?;
+        multiply(tiled, kernel, self.shape, routes, &mut y)?;
         Ok(y)
     }
 }
 
 /// Enqueues a grouped GEMM whose factors are already arguments.
 fn multiply<T: Element + DeviceRepr>(
+    tiled: &Tiled,
     kernel: LaunchArgs<'_>,
     ExpertsShape { experts, out_features, in_features }: ExpertsShape,
     routes: &Routes,
     y: &mut Matrix<T>,
 ) -> Result<()> {
-    // Only an expert's last tile may be partly filled.
-    let tiles = y.rows / TILE_ROWS + y.rows.min(experts);
+    let Tile { threads, shared_bytes, .. } = tiled.tile;
+    let grid = tiled.tile.grid(y.rows, experts, out_features);
     let mut kernel = kernel;
     kernel.arg(&routes.bounds.address).arg(&y.address).arg(&experts).arg(&out_features).arg(&in_features);
-    launch(kernel, tiles, out_features.div_ceil(TILE_OUTS))
+    launch_blocks(kernel, grid, threads, shared_bytes)
 }

@@ -3,9 +3,9 @@
 use std::{env, error::Error, fs, path::Path, process::Command};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo::rerun-if-changed=kernels.cu");
-    println!("cargo::rerun-if-changed=experts.cuh");
-    println!("cargo::rerun-if-changed=../../../csrc/ptx/mma.cuh");
+    for source in ["kernels.cu", "attention.cuh", "experts.cuh", "../../../csrc/ptx"] {
+        println!("cargo::rerun-if-changed={source}");
+    }
     let image = Path::new(&env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?).join("kernels.fatbin");
     // Neither is set without the feature `cuda`, or if aril was built without kernels for type-checking.
     let (Some(nvcc), Ok(flags)) = (env::var_os("DEP_ARIL_KERNELS_NVCC"), env::var("DEP_ARIL_KERNELS_NVCC_FLAGS"))

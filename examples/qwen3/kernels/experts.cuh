@@ -227,16 +227,20 @@ struct TileRows {
   int count;
 };
 
-// Finds a tile by its number among all experts' tiles, in order.
-__device__ __forceinline__ TileRows find_tile(const int32_t* bounds, int64_t experts, int32_t tile) {
+// Finds a tile of `tile_rows` rows by its number among all experts' tiles, in order.
+__device__ __forceinline__ TileRows find_tile(const int32_t* bounds, int64_t experts,
+                                              int tile_rows, int32_t tile) {
+  constexpr int kEach = 4;  // experts of a lane
   const int lane = threadIdx.x % 32;
-  for (int64_t base = 0; base < experts; base += 32) {
-    const int64_t expert = base + lane;
-    const int32_t first = bounds[min(expert, experts)];
-    const int32_t end = bounds[min(expert + 1, experts)];
-    // The tiles of this expert and of the lanes' before.
-    int32_t tiles = (end - first + kTileRows - 1) / kTileRows;
-    const int32_t own = tiles;
+  for (int64_t base = 0; base < experts; base += 32 * kEach) {
+    int32_t firsts[kEach + 1];
+#pragma unroll
+    for (int i = 0; i <= kEach; ++i) firsts[i] = bounds[min(base + lane * kEach + i, experts)];
+    // The tiles of the lane's experts, and of all before.
+    int32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) own += (firsts[i + 1] - firsts[i] + tile_rows - 1) / tile_rows;
+    int32_t tiles = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int32_t others = __shfl_up_sync(0xffffffffu, tiles, distance);
@@ -244,11 +248,28 @@ __device__ __forceinline__ TileRows find_tile(const int32_t* bounds, int64_t exp
     }
     const uint32_t reached = __ballot_sync(0xffffffffu, tile < tiles);
     if (reached != 0) {
+      int32_t skipped = tile - tiles + own, expert = 0;
+#pragma unroll
+      for (int i = 0; i < kEach - 1; ++i) {
+        const int32_t count = (firsts[i + 1] - firsts[i] + tile_rows - 1) / tile_rows;
+        if (expert == i && skipped >= count) {
+          skipped -= count;
+          ++expert;
+        }
+      }
+      int32_t first = firsts[0], end = firsts[1];
+#pragma unroll
+      for (int i = 1; i < kEach; ++i) {
+        if (expert == i) {
+          first = firsts[i];
+          end = firsts[i + 1];
+        }
+      }
+      first += skipped * tile_rows;
       const int source = __ffs(reached) - 1;
-      const int32_t skipped = (tile - tiles + own) * kTileRows;
-      const int32_t tile_first = __shfl_sync(0xffffffffu, first + skipped, source);
-      const int32_t left = __shfl_sync(0xffffffffu, end - first - skipped, source);
-      return {base + source, tile_first, min(left, kTileRows)};
+      const int32_t left = __shfl_sync(0xffffffffu, end - first, source);
+      return {base + source * kEach + __shfl_sync(0xffffffffu, expert, source),
+              __shfl_sync(0xffffffffu, first, source), min(left, tile_rows)};
     }
     tile -= __shfl_sync(0xffffffffu, tiles, 31);
   }
@@ -330,7 +351,7 @@ __device__ void grouped_gemm(const T* x,  // [routes, cols]
   __shared__ __align__(16) T x_tile[kTileRows * kStride<T>];
   __shared__ __align__(16) T w_tile[kTileOuts * kStride<T>];
   __shared__ float scales[kTileOuts];
-  const TileRows rows = find_tile(bounds, experts, static_cast<int32_t>(blockIdx.x));
+  const TileRows rows = find_tile(bounds, experts, kTileRows, static_cast<int32_t>(blockIdx.x));
   if (rows.expert < 0) return;
   const int64_t first_out = static_cast<int64_t>(blockIdx.y) * kTileOuts;
   const int chunk_row = threadIdx.x / kChunks, chunk_col = threadIdx.x % kChunks * kChunk;
@@ -367,5 +388,110 @@ __device__ void grouped_gemm(const T* x,  // [routes, cols]
     }
   });
 }
+
+// The same on tensor cores with copies in flight, for weights of 16 bits and rows that are multiples
+// of 16 bytes. A block has kRows rows and kOuts outputs, a warp kWarpRows and kWarpOuts of them.
+// All sums are in the order of the columns, so that the shape of a block changes no bit.
+//
+// Bound with few rows for an expert: the bytes of the weights.
+template <typename T, int kRows, int kOuts, int kWarpRows, int kWarpOuts, int kStages>
+struct GroupedGemm {
+  static constexpr int kColsPerStage = 64;
+  using Rows = SharedRows<T, kColsPerStage>;
+  static constexpr int kThreadsPerBlock = 32 * (kRows / kWarpRows) * (kOuts / kWarpOuts);
+  static constexpr int kStageElems = (kRows + kOuts) * kColsPerStage;
+  static constexpr int kSharedBytes = kStages * kStageElems * static_cast<int>(sizeof(T));
+
+  static __device__ __forceinline__ void run(const T* x,             // [routes, cols]
+                                             const T* weights,       // [experts, outs, cols]
+                                             const int32_t* bounds,  // [experts + 1]
+                                             T* y,                   // [routes, outs]
+                                             int64_t experts, int64_t outs, int64_t cols) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const TileRows tile = find_tile(bounds, experts, kRows, static_cast<int32_t>(blockIdx.x));
+    if (tile.expert < 0) return;
+    const int64_t first_out = int64_t{blockIdx.y} * kOuts;
+    const int num_outs = static_cast<int>(min(outs - first_out, int64_t{kOuts}));
+    x += tile.first * cols;
+    weights += (tile.expert * outs + first_out) * cols;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp_row = warp % (kRows / kWarpRows) * kWarpRows;
+    const int warp_out = warp / (kRows / kWarpRows) * kWarpOuts;
+
+    // A thread copies the same chunk of every kRowsAtOnce-th row.
+    constexpr int kRowsAtOnce = kThreadsPerBlock / Rows::kChunks;
+    static_assert(kRows % kRowsAtOnce == 0 && kOuts % kRowsAtOnce == 0, "all threads copy");
+    const int chunk = threadIdx.x % Rows::kChunks, copied_row = threadIdx.x / Rows::kChunks;
+    const auto copy_rows = [&](const Rows& to, const T* from, int rows, int count, int64_t col) {
+      const bool has_col = col < cols;
+      for (int row = copied_row; row < rows; row += kRowsAtOnce) {
+        const int64_t offset = min(row, count - 1) * cols + (has_col ? col : 0);
+        aril::copy_async(to.chunk(row, chunk), from + offset, has_col && row < count ? 16 : 0);
+      }
+    };
+    T* const stages = reinterpret_cast<T*>(shared);
+    const auto load = [&](int64_t col, int stage) {
+      if (col < cols) {
+        const Rows x_rows{stages + stage * kStageElems};
+        copy_rows(x_rows, x, kRows, tile.count, col + chunk * 8);
+        copy_rows({x_rows.data + kRows * kColsPerStage}, weights, kOuts, num_outs, col + chunk * 8);
+      }
+      aril::commit_copies();
+    };
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) load(stage * kColsPerStage, stage);
+
+    float sums[kWarpRows / 16][kWarpOuts / 8][4] = {};
+    int stage = 0;
+    for (int64_t col = 0; col < cols; col += kColsPerStage) {
+      aril::wait_for_copies<kStages - 2>();
+      // What is copied next takes the place of what all have multiplied.
+      __syncthreads();
+      load(col + (kStages - 1) * kColsPerStage, stage == 0 ? kStages - 1 : stage - 1);
+      const Rows x_rows{stages + stage * kStageElems};
+      const Rows w_rows{x_rows.data + kRows * kColsPerStage};
+#pragma unroll
+      for (int k = 0; k < kColsPerStage / 16; ++k) {
+        uint4 a[kWarpRows / 16];
+#pragma unroll
+        for (int i = 0; i < kWarpRows / 16; ++i) a[i] = x_rows.a(warp_row + i * 16, k);
+#pragma unroll
+        for (int n = 0; n < kWarpOuts / 16; ++n) {
+          const uint4 b = w_rows.b(warp_out + n * 16, k);
+#pragma unroll
+          for (int i = 0; i < kWarpRows / 16; ++i) {
+            aril::mma_m16n8k16<T>(sums[i][2 * n], a[i], b.x, b.y);
+            aril::mma_m16n8k16<T>(sums[i][2 * n + 1], a[i], b.z, b.w);
+          }
+        }
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    aril::wait_for_copies<0>();
+
+#pragma unroll
+    for (int i = 0; i < kWarpRows / 16; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + i * 16 + half * 8 + lane / 4;
+        if (row >= tile.count) continue;
+        T* const to = y + (tile.first + row) * outs + first_out;
+#pragma unroll
+        for (int n = 0; n < kWarpOuts / 8; ++n) {
+          const int out = warp_out + n * 8 + lane % 4 * 2;
+          if (out < num_outs) to[out] = static_cast<T>(sums[i][n][2 * half]);
+          if (out + 1 < num_outs) to[out + 1] = static_cast<T>(sums[i][n][2 * half + 1]);
+        }
+      }
+    }
+  }
+};
+
+template <typename T>
+using NarrowGemm = GroupedGemm<T, 16, 64, 16, 16, 5>;
+template <typename T>
+using MiddleGemm = GroupedGemm<T, 64, 128, 32, 64, 3>;
+template <typename T>
+using WideGemm = GroupedGemm<T, 128, 128, 32, 64, 3>;
 
 }  // namespace

@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The operations of a Qwen3 beside GEMMs and the library: simple kernels for the example, not tuned ones.
+// The operations of a Qwen3 beside GEMMs and the library. attention.cuh has attention on tensor
+// cores; experts.cuh has what only a model with experts needs.
 //
-// Every kernel has a block of kThreads for each row of its output, blockIdx.x, and, where it works
-// on heads apart, for each head of it, blockIdx.y. Matrices are row-major and dense. All compute in
-// f32 and round where device.rs says. Indices are the caller's to keep in bounds.
+// Here, every kernel has blocks of kThreads. blockIdx.x is a row of its output; blockIdx.y, where
+// there is one, is a part of the row. Matrices are row-major and dense, and start at multiples of 16
+// bytes. All compute in f32 and round where device.rs says. Indices are the caller's to keep in
+// bounds.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <float.h>
 #include <stdint.h>
+
+#include <type_traits>
+
+#include "../../../csrc/device/activation.cuh"
 
 namespace {
 
@@ -43,58 +49,216 @@ __device__ __forceinline__ float block_sum(float value) {
   return sum;
 }
 
-// x / rms(x), rounded, times weight, rounded: of the heads that follow first_head, each apart. A
-// whole row is one head.
+// Consecutive elements of a row, which move in one instruction.
+template <typename T, int kWidth>
+struct alignas(sizeof(T) * kWidth) Vector {
+  T elements[kWidth];
+};
+
+// Elements of 16 bytes.
 template <typename T>
-__device__ void normalize(T* x,             // [rows, cols]
-                          const T* weight,  // [dim]
-                          int64_t cols, int64_t first_head, int64_t dim, float eps) {
-  T* head = x + blockIdx.x * cols + (first_head + blockIdx.y) * dim;
+constexpr int kWide = 16 / sizeof(T);
+
+// Calls f with the first column of each vector of the block's part of a row that is this thread's,
+// and with the vector's width: that of 16 bytes, or 1 in rows that do not start at multiples of it.
+template <typename T, typename F>
+__device__ __forceinline__ void for_part(int64_t cols, F f) {
+  if (cols % kWide<T> == 0) {
+    const int64_t col = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kWide<T>;
+    if (col < cols) f(col, std::integral_constant<int, kWide<T>>());
+  } else {
+    for (int i = 0; i < kWide<T>; ++i) {
+      const int64_t col = (int64_t{blockIdx.y} * kWide<T> + i) * kThreads + threadIdx.x;
+      if (col < cols) f(col, std::integral_constant<int, 1>());
+    }
+  }
+}
+
+// x += y, rounded, if there is a y; out = x / rms(x), rounded, times weight, rounded.
+template <typename T, int kWidth>
+__device__ void add_rms_norm_of(T* x,             // [rows, cols]
+                                const T* y,       // [rows, cols], or null
+                                const T* weight,  // [cols]
+                                T* out,           // [rows, cols]
+                                int64_t cols, float eps) {
+  using Vec = Vector<T, kWidth>;
+  constexpr int kHeld = 4;  // sums of a thread that stay in registers
+  Vec* const sums = reinterpret_cast<Vec*>(x + blockIdx.x * cols);
+  const Vec* const added = reinterpret_cast<const Vec*>(y + blockIdx.x * cols);
+  const Vec* const weights = reinterpret_cast<const Vec*>(weight);
+  Vec* const results = reinterpret_cast<Vec*>(out + blockIdx.x * cols);
+  const int64_t vectors = cols / kWidth;
+
   float squares = 0.0f;
-  for (int64_t i = threadIdx.x; i < dim; i += kThreads) {
-    const float value = static_cast<float>(head[i]);
-    squares += value * value;
+  const auto add = [&](int64_t at) {
+    Vec sum = sums[at];
+    if (y != nullptr) {
+      const Vec more = added[at];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        sum.elements[i] = static_cast<T>(static_cast<float>(sum.elements[i]) +
+                                         static_cast<float>(more.elements[i]));
+      }
+      sums[at] = sum;
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float value = static_cast<float>(sum.elements[i]);
+      squares += value * value;
+    }
+    return sum;
+  };
+  Vec held[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int64_t at = threadIdx.x + i * kThreads;
+    if (at < vectors) held[i] = add(at);
   }
-  const float scale = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
-  for (int64_t i = threadIdx.x; i < dim; i += kThreads) {
-    const float value = round_to<T>(static_cast<float>(head[i]) * scale);
-    head[i] = static_cast<T>(value * static_cast<float>(weight[i]));
+  for (int64_t at = threadIdx.x + kHeld * kThreads; at < vectors; at += kThreads) add(at);
+
+  const float scale = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(cols) + eps);
+  const auto normalize = [&](int64_t at, const Vec& sum) {
+    const Vec factors = weights[at];
+    Vec result;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float value = round_to<T>(static_cast<float>(sum.elements[i]) * scale);
+      result.elements[i] = static_cast<T>(value * static_cast<float>(factors.elements[i]));
+    }
+    results[at] = result;
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int64_t at = threadIdx.x + i * kThreads;
+    if (at < vectors) normalize(at, held[i]);
+  }
+  for (int64_t at = threadIdx.x + kHeld * kThreads; at < vectors; at += kThreads) {
+    normalize(at, sums[at]);
   }
 }
 
-// Rotates the pairs (i, i + dim / 2) of the heads that follow first_head.
 template <typename T>
-__device__ void rotate(T* qkv,                    // [tokens, cols]
-                       const T* cos,              // [positions, dim / 2]
-                       const T* sin,              // [positions, dim / 2]
-                       const int32_t* positions,  // [tokens]
-                       int64_t cols, int64_t first_head, int64_t dim) {
-  const int64_t half = dim / 2;
-  const int64_t angles = positions[blockIdx.x] * half;
-  T* low = qkv + blockIdx.x * cols + (first_head + blockIdx.y) * dim;
-  T* high = low + half;
-  for (int64_t i = threadIdx.x; i < half; i += kThreads) {
-    const float l = static_cast<float>(low[i]), h = static_cast<float>(high[i]);
-    const float c = static_cast<float>(cos[angles + i]), s = static_cast<float>(sin[angles + i]);
-    // __fmul_rn, as a fused multiply-add would skip the rounding of the product in f32.
-    low[i] = static_cast<T>(round_to<T>(__fmul_rn(l, c)) - round_to<T>(__fmul_rn(h, s)));
-    high[i] = static_cast<T>(round_to<T>(__fmul_rn(h, c)) + round_to<T>(__fmul_rn(l, s)));
+__device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) {
+  if (cols % kWide<T> == 0) {
+    add_rms_norm_of<T, kWide<T>>(x, y, weight, out, cols, eps);
+  } else {
+    add_rms_norm_of<T, 1>(x, y, weight, out, cols, eps);
   }
 }
 
-// Copies each token's k and v to its row of the cache.
+// The norm of a head, rounded, times its weight, rounded; then the rotation of its pairs
+// (i, i + dim / 2). kHeadLanes lanes do it, of which each has kWidth pairs at a time. Lanes without a
+// head take part in the exchange.
+constexpr int kHeadLanes = 8;
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void rotate(const T* x,     // [dim]
+                                       const T* norm,  // [dim]
+                                       const T* cos,   // [dim / 2]
+                                       const T* sin,   // [dim / 2]
+                                       T* to,          // [dim], may be x
+                                       int64_t dim, float eps, bool has_head) {
+  using Vec = Vector<T, kWidth>;
+  const int half = has_head ? static_cast<int>(dim / 2) : 0;
+  const int first = threadIdx.x % kHeadLanes * kWidth;
+  const auto at = [](const T* from, int i) { return *reinterpret_cast<const Vec*>(from + i); };
+  // The first pairs of a lane stay in registers: in heads of 128 features all of them, if they are
+  // loaded as vectors.
+  constexpr int kHeld = 16 / sizeof(T) == kWidth ? sizeof(T) / 2 : 4;
+  constexpr int kStep = kHeadLanes * kWidth;
+  Vec low[kHeld] = {}, high[kHeld] = {};
+  float squares = 0.0f;
+  const auto add = [&](const Vec& vec) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float value = static_cast<float>(vec.elements[i]);
+      squares += value * value;
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (first + i * kStep < half) {
+      low[i] = at(x, first + i * kStep);
+      high[i] = at(x + half, first + i * kStep);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    add(low[i]);
+    add(high[i]);
+  }
+  for (int i = first + kHeld * kStep; i < half; i += kStep) {
+    add(at(x, i));
+    add(at(x + half, i));
+  }
+#pragma unroll
+  for (int distance = kHeadLanes / 2; distance > 0; distance /= 2) {
+    squares += __shfl_xor_sync(0xffffffffu, squares, distance);
+  }
+  const float scale = 1.0f / sqrtf(squares / static_cast<float>(dim) + eps);
+  const auto rotate_at = [&](int place, Vec low, Vec high) {
+    const Vec low_norm = at(norm, place), high_norm = at(norm + half, place);
+    const Vec cosines = at(cos, place), sines = at(sin, place);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const auto normalized = [&](const Vec& vec, const Vec& weights) {
+        const float value = round_to<T>(static_cast<float>(vec.elements[i]) * scale);
+        return round_to<T>(value * static_cast<float>(weights.elements[i]));
+      };
+      const float l = normalized(low, low_norm), h = normalized(high, high_norm);
+      const float c = static_cast<float>(cosines.elements[i]);
+      const float s = static_cast<float>(sines.elements[i]);
+      // __fmul_rn, as a fused multiply-add would skip the rounding of the product in f32.
+      low.elements[i] = static_cast<T>(round_to<T>(__fmul_rn(l, c)) - round_to<T>(__fmul_rn(h, s)));
+      high.elements[i] =
+          static_cast<T>(round_to<T>(__fmul_rn(h, c)) + round_to<T>(__fmul_rn(l, s)));
+    }
+    *reinterpret_cast<Vec*>(to + place) = low;
+    *reinterpret_cast<Vec*>(to + half + place) = high;
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (first + i * kStep < half) rotate_at(first + i * kStep, low[i], high[i]);
+  }
+  for (int i = first + kHeld * kStep; i < half; i += kStep) rotate_at(i, at(x, i), at(x + half, i));
+}
+
+// Of each token: the norms and rotations of the heads of q and k, and the copy of k and v to the
+// token's row of the cache. q stays where it is. blockIdx.y is a part of kThreads / kHeadLanes heads.
 template <typename T>
-__device__ void append(const T* qkv,         // [tokens, query_features + 2 * kv_features]
-                       const int32_t* rows,  // [tokens]
-                       T* keys,              // [cache rows, kv_features]
-                       T* values,            // [cache rows, kv_features]
-                       int64_t query_features, int64_t kv_features) {
-  const T* k = qkv + blockIdx.x * (query_features + 2 * kv_features) + query_features;
-  const T* v = k + kv_features;
-  const int64_t row = rows[blockIdx.x] * kv_features;
-  for (int64_t i = threadIdx.x; i < kv_features; i += kThreads) {
-    keys[row + i] = k[i];
-    values[row + i] = v[i];
+__device__ void rotate_and_append(T* qkv,               // [tokens, (query_heads + 2 kv_heads) * dim]
+                                  const T* q_norm,      // [dim]
+                                  const T* k_norm,      // [dim]
+                                  const T* cos,         // [positions, dim / 2]
+                                  const T* sin,         // [positions, dim / 2]
+                                  const int32_t* positions,  // [tokens]
+                                  const int32_t* rows,       // [tokens]
+                                  T* keys,                   // [cache rows, kv_heads * dim]
+                                  T* values,                 // [cache rows, kv_heads * dim]
+                                  int64_t query_heads, int64_t kv_heads, int64_t dim, float eps) {
+  const int64_t token = blockIdx.x, heads = query_heads + 2 * kv_heads;
+  const int64_t head = int64_t{blockIdx.y} * (kThreads / kHeadLanes) + threadIdx.x / kHeadLanes;
+  T* const x = qkv + (token * heads + min(head, heads - 1)) * dim;
+  const bool is_query = head < query_heads, is_value = head >= query_heads + kv_heads;
+  const int64_t row = rows[token] * kv_heads * dim;
+  if (is_value && head < heads) {
+    T* const to = values + row + (head - query_heads - kv_heads) * dim;
+    if (dim % kWide<T> == 0) {
+      using Vec = Vector<T, kWide<T>>;
+      for (int64_t i = threadIdx.x % kHeadLanes; i < dim / kWide<T>; i += kHeadLanes) {
+        reinterpret_cast<Vec*>(to)[i] = reinterpret_cast<const Vec*>(x)[i];
+      }
+    } else {
+      for (int64_t i = threadIdx.x % kHeadLanes; i < dim; i += kHeadLanes) to[i] = x[i];
+    }
+  }
+  const int64_t angles = positions[token] * (dim / 2);
+  const T* const norm = is_query ? q_norm : k_norm;
+  T* const to = is_query || is_value ? x : keys + row + (head - query_heads) * dim;
+  if (dim / 2 % kWide<T> == 0) {
+    rotate<T, kWide<T>>(x, norm, cos + angles, sin + angles, to, dim, eps, !is_value);
+  } else {
+    rotate<T, 1>(x, norm, cos + angles, sin + angles, to, dim, eps, !is_value);
   }
 }
 
@@ -109,7 +273,8 @@ __device__ __forceinline__ float score_of(const T* query, const T* key, int64_t 
 }
 
 // Attention of each query over its sequence's keys, from the first to its own. Keys and values are
-// in blocks of block_rows consecutive cache rows. blockIdx.y is the query head.
+// in blocks of block_rows consecutive cache rows. blockIdx.y is the query head. The reference that
+// attention.cuh is compared with, for any type and any number of features.
 //
 // The softmax is rounded before it meets the values, so its denominator comes first: one pass over
 // the keys for that, and one more for each kThreads features of the output, in tiles of kThreads
@@ -123,8 +288,8 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
                        const int32_t* first_rows,  // [sequences, columns]: of each block
                        int64_t columns, int64_t block_rows,
                        T* out,  // [tokens, query_heads * dim]
-                       int64_t cols, int64_t query_heads, int64_t kv_heads, int64_t dim,
-                       float scale) {
+                       int64_t cols, int64_t query_heads, int64_t kv_heads, float scale,
+                       int64_t dim) {
   __shared__ float warp_maxima[kWarps], warp_sums[kWarps];
   __shared__ float weights[kThreads];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -185,18 +350,34 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
   }
 }
 
+// In 16 bits, approximations far below their roundings: the exact functions take longer than the bytes.
+template <typename T>
+__device__ __forceinline__ float sigmoid(float x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return 1.0f / (1.0f + expf(-x));
+  } else {
+    return aril::detail::approximate_sigmoid(x);
+  }
+}
+
 // silu(gate), rounded, times up, rounded.
 template <typename T>
 __device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
                          T* out,            // [rows, cols]
                          int64_t cols) {
-  const T* gates = gate_up + blockIdx.x * 2 * cols;
-  const T* ups = gates + cols;
-  for (int64_t i = threadIdx.x; i < cols; i += kThreads) {
-    const float gate = static_cast<float>(gates[i]);
-    const float silu = round_to<T>(gate / (1.0f + expf(-gate)));
-    out[blockIdx.x * cols + i] = static_cast<T>(silu * static_cast<float>(ups[i]));
-  }
+  const T* const gates = gate_up + blockIdx.x * 2 * cols;
+  for_part<T>(cols, [&](int64_t col, auto width) {
+    using Vec = Vector<T, decltype(width)::value>;
+    Vec vec = *reinterpret_cast<const Vec*>(gates + col);
+    const Vec up = *reinterpret_cast<const Vec*>(gates + cols + col);
+#pragma unroll
+    for (int i = 0; i < decltype(width)::value; ++i) {
+      const float gate = static_cast<float>(vec.elements[i]);
+      const float silu = round_to<T>(gate * sigmoid<T>(gate));
+      vec.elements[i] = static_cast<T>(silu * static_cast<float>(up.elements[i]));
+    }
+    *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) = vec;
+  });
 }
 
 // y += x, rounded.
@@ -204,9 +385,18 @@ template <typename T>
 __device__ void add(T* y,        // [rows, cols]
                     const T* x,  // [rows, cols]
                     int64_t cols) {
-  for (int64_t i = blockIdx.x * cols + threadIdx.x; i < (blockIdx.x + 1) * cols; i += kThreads) {
-    y[i] = static_cast<T>(static_cast<float>(y[i]) + static_cast<float>(x[i]));
-  }
+  for_part<T>(cols, [&](int64_t col, auto width) {
+    using Vec = Vector<T, decltype(width)::value>;
+    Vec* const sums = reinterpret_cast<Vec*>(y + blockIdx.x * cols + col);
+    const Vec more = *reinterpret_cast<const Vec*>(x + blockIdx.x * cols + col);
+    Vec vec = *sums;
+#pragma unroll
+    for (int i = 0; i < decltype(width)::value; ++i) {
+      vec.elements[i] = static_cast<T>(static_cast<float>(vec.elements[i]) +
+                                       static_cast<float>(more.elements[i]));
+    }
+    *sums = vec;
+  });
 }
 
 template <typename T>
@@ -214,69 +404,49 @@ __device__ void gather(const T* table,       // [.., cols]
                        const int32_t* rows,  // [blocks]
                        T* out,               // [blocks, cols]
                        int64_t cols) {
-  const T* row = table + rows[blockIdx.x] * cols;
-  for (int64_t i = threadIdx.x; i < cols; i += kThreads) out[blockIdx.x * cols + i] = row[i];
+  const T* const row = table + rows[blockIdx.x] * cols;
+  for_part<T>(cols, [&](int64_t col, auto width) {
+    using Vec = Vector<T, decltype(width)::value>;
+    *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) =
+        *reinterpret_cast<const Vec*>(row + col);
+  });
 }
 
-// The index of each row's largest value, the first of equals; -1 where a row has a NaN.
-template <typename T>
-__device__ void argmax(const T* x,        // [rows, cols]
-                       int32_t* indices,  // [rows]
-                       int64_t cols) {
-  __shared__ float values[kThreads];
-  __shared__ int32_t places[kThreads];
-  float largest = -INFINITY;
-  int32_t place = 0;
-  bool has_nan = false;
-  for (int64_t i = threadIdx.x; i < cols; i += kThreads) {
-    const float value = static_cast<float>(x[blockIdx.x * cols + i]);
-    has_nan |= isnan(value);
-    if (value > largest) {
-      largest = value;
-      place = static_cast<int32_t>(i);
-    }
-  }
-  values[threadIdx.x] = largest;
-  places[threadIdx.x] = place;
-  has_nan = __syncthreads_or(has_nan);
-  if (threadIdx.x != 0) return;
-  for (int thread = 1; thread < kThreads; ++thread) {
-    const bool is_first = values[thread] == largest && places[thread] < place;
-    if (values[thread] > largest || is_first) {
-      largest = values[thread];
-      place = places[thread];
-    }
-  }
-  indices[blockIdx.x] = has_nan ? -1 : place;
+// Orders values as their numbers do: a value, then its place, the first of equals above the others.
+// A NaN is above all.
+__device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
+  // Adding zero makes the two zeros equal.
+  const uint32_t bits = __float_as_uint(value + 0.0f);
+  const uint32_t key = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return uint64_t{isnan(value) ? UINT32_MAX : key} << 32 | (UINT32_MAX - place);
 }
 
 }  // namespace
 
+#include "attention.cuh"
 #include "experts.cuh"
+#include "sampling.cuh"
 
 // The kernels of an element type, by the names they are loaded by.
 #define KERNELS(T, suffix)                                                                        \
-  extern "C" __global__ void __launch_bounds__(kThreads) normalize_##suffix(                      \
-      T* x, const T* weight, int64_t cols, int64_t first_head, int64_t dim, float eps) {          \
-    normalize(x, weight, cols, first_head, dim, eps);                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads) add_rms_norm_##suffix(                   \
+      T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) {                       \
+    add_rms_norm(x, y, weight, out, cols, eps);                                                   \
   }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      rotate_##suffix(T* qkv, const T* cos, const T* sin, const int32_t* positions, int64_t cols, \
-                      int64_t first_head, int64_t dim) {                                          \
-    rotate(qkv, cos, sin, positions, cols, first_head, dim);                                      \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      append_##suffix(const T* qkv, const int32_t* rows, T* keys, T* values,                      \
-                      int64_t query_features, int64_t kv_features) {                              \
-    append(qkv, rows, keys, values, query_features, kv_features);                                 \
+  extern "C" __global__ void __launch_bounds__(kThreads) rotate_and_append_##suffix(              \
+      T* qkv, const T* q_norm, const T* k_norm, const T* cos, const T* sin,                       \
+      const int32_t* positions, const int32_t* rows, T* keys, T* values, int64_t query_heads,     \
+      int64_t kv_heads, int64_t dim, float eps) {                                                 \
+    rotate_and_append(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, query_heads,  \
+                      kv_heads, dim, eps);                                                        \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       attend_##suffix(const T* qkv, const T* keys, const T* values, const int32_t* positions,     \
                       const int32_t* sequences, const int32_t* first_rows, int64_t columns,       \
                       int64_t block_rows, T* out, int64_t cols, int64_t query_heads,              \
-                      int64_t kv_heads, int64_t dim, float scale) {                               \
+                      int64_t kv_heads, float scale, int64_t dim) {                               \
     attend(qkv, keys, values, positions, sequences, first_rows, columns, block_rows, out, cols,   \
-           query_heads, kv_heads, dim, scale);                                                    \
+           query_heads, kv_heads, scale, dim);                                                    \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       silu_mul_##suffix(const T* gate_up, T* out, int64_t cols) {                                 \
@@ -290,9 +460,10 @@ __device__ void argmax(const T* x,        // [rows, cols]
       gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t cols) {                \
     gather(table, rows, out, cols);                                                               \
   }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      argmax_##suffix(const T* x, int32_t* indices, int64_t cols) {                               \
-    argmax(x, indices, cols);                                                                     \
+  extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads)                         \
+      draw_##suffix(const T* logits, const Draw* draws, int32_t* tokens, float* logprobs,         \
+                    int64_t vocab) {                                                              \
+    draw(logits, draws, tokens, logprobs, vocab);                                                 \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       choose_experts_##suffix(const T* scores, int32_t* ids, float* weights, int64_t experts,     \
@@ -324,3 +495,51 @@ __device__ void argmax(const T* x,        // [rows, cols]
 KERNELS(__nv_bfloat16, bf16)
 KERNELS(__half, f16)
 KERNELS(float, f32)
+
+// Attention on tensor cores, for an element type of 16 bits and a number of features of a head.
+#define ATTEND_DECODE(name, T, dim, stages)                                                       \
+  extern "C" __global__ void __launch_bounds__(kDecodeThreads)                                    \
+      name(const T* qkv, const T* keys, const T* values, const int32_t* positions,                \
+           const int32_t* sequences, const int32_t* first_rows, int64_t columns,                  \
+           int64_t block_rows, T* out, int64_t cols, int64_t query_heads, int64_t kv_heads,       \
+           float scale, const int32_t* alone, float* partials, SplitStats* stats,                 \
+           int32_t* arrivals, int64_t max_splits) {                                               \
+    attend_decode<T, dim, stages>({qkv, keys, values, positions, sequences, first_rows, columns,  \
+                                   block_rows, out, cols, query_heads, kv_heads, scale},          \
+                                  alone, partials, stats, arrivals, max_splits);                  \
+  }
+#define ATTENTION(T, suffix, dim)                                                                 \
+  ATTEND_DECODE(attend_decode_##dim##_##suffix, T, dim, kDecodeStages)                            \
+  ATTEND_DECODE(attend_deep_decode_##dim##_##suffix, T, dim, kDeepDecodeStages)                   \
+  extern "C" __global__ void __launch_bounds__(kPrefillThreads)                                   \
+      attend_prefill_##dim##_##suffix(                                                            \
+          const T* qkv, const T* keys, const T* values, const int32_t* positions,                 \
+          const int32_t* sequences, const int32_t* first_rows, int64_t columns, int64_t block_rows,\
+          T* out, int64_t cols, int64_t query_heads, int64_t kv_heads, float scale,               \
+          int64_t tokens) {                                                                       \
+    attend_prefill<T, dim>({qkv, keys, values, positions, sequences, first_rows, columns,         \
+                            block_rows, out, cols, query_heads, kv_heads, scale},                 \
+                           tokens);                                                               \
+  }
+
+// Grouped GEMMs of weights of 16 bits, by the rows of a block.
+#define GROUPED_GEMM(T, suffix, rows, Gemm)                                                       \
+  extern "C" __global__ void __launch_bounds__(Gemm<T>::kThreadsPerBlock)                         \
+      grouped_gemm_##rows##_##suffix(const T* x, const T* weights, const int32_t* bounds, T* y,   \
+                                     int64_t experts, int64_t outs, int64_t cols) {               \
+    Gemm<T>::run(x, weights, bounds, y, experts, outs, cols);                                     \
+  }
+
+ATTENTION(__nv_bfloat16, bf16, 32)
+ATTENTION(__nv_bfloat16, bf16, 64)
+ATTENTION(__nv_bfloat16, bf16, 128)
+ATTENTION(__half, f16, 32)
+ATTENTION(__half, f16, 64)
+ATTENTION(__half, f16, 128)
+
+GROUPED_GEMM(__nv_bfloat16, bf16, 16, NarrowGemm)
+GROUPED_GEMM(__nv_bfloat16, bf16, 64, MiddleGemm)
+GROUPED_GEMM(__nv_bfloat16, bf16, 128, WideGemm)
+GROUPED_GEMM(__half, f16, 16, NarrowGemm)
+GROUPED_GEMM(__half, f16, 64, MiddleGemm)
+GROUPED_GEMM(__half, f16, 128, WideGemm)

@@ -3,7 +3,7 @@
 //! A graph's operands stay where they are. A step copies its indices over those of the smallest graph that has room for it. The rows
 //! that it does not use are of the base model, and write to a block of the cache that no sequence has.
 
-use std::{convert::Infallible, iter};
+use std::{convert::Infallible, iter, time::Instant};
 
 use aril::{Element, Slot};
 
@@ -41,6 +41,8 @@ pub(crate) trait Capture: Device {
 pub(crate) struct Decoder<D: Capture> {
     /// By size, the smallest first.
     batches: Vec<Graphs<D>>,
+    /// When the last step was enqueued.
+    enqueued: Option<Instant>,
 }
 
 /// The graphs of one size.
@@ -103,17 +105,17 @@ impl<D: Capture> Decoder<D> {
             let (Some(with_adapters), Some(without)) = (capture(true)?, capture(false)?) else { break };
             batches.push(Graphs { batch, with_adapters, without });
         }
-        Ok(Self { batches })
+        Ok(Self { batches, enqueued: None })
     }
 
-    /// Enqueues a step, and returns its logits `[tokens or more, vocab]`, which the next step overwrites; `None` if it is not one of
-    /// one sampled token of each sequence, or has too many.
+    /// Enqueues a step, and returns its logits and the number of their rows, which may be more than the tokens. The next step overwrites
+    /// them. Returns `None` if the step is not one of one sampled token of each sequence, or has too many.
     pub(crate) fn run(
         &mut self,
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
         step: &Step,
-    ) -> Result<Option<&D::Tensor>> {
+    ) -> Result<Option<(&D::Tensor, usize)>> {
         let tokens = step.ids.len();
         let is_decode = step.sampled.len() == tokens && step.table.first_rows.len() == tokens * step.table.columns;
         let Some(graphs) = self.batches.iter_mut().find(|graphs| is_decode && graphs.batch.tokens >= tokens) else {
@@ -123,7 +125,13 @@ impl<D: Capture> Decoder<D> {
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
         let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
         model.device.replay(&mut captured.graph, &mut session.buffers, &step.slots)?;
-        Ok(Some(&captured.logits))
+        self.enqueued = Some(Instant::now());
+        Ok(Some((&captured.logits, graphs.batch.tokens)))
+    }
+
+    /// When the last step was enqueued, if it was since the last call.
+    pub(crate) fn take_enqueued(&mut self) -> Option<Instant> {
+        self.enqueued.take()
     }
 }
 
@@ -137,6 +145,7 @@ impl<D: Capture> Batch<D> {
             sequences: device.indices(&sequences)?,
             rows: device.indices(&vec![spare_row; tokens])?,
             table: BlockTable { first_rows: device.indices(&first_rows)?, columns, block_rows },
+            alone: None,
         };
         let inputs = Inputs { ids: device.indices(&vec![0; tokens])?, places };
         Ok(Self { tokens, spare_row, inputs, first_rows })

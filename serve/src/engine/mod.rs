@@ -14,7 +14,7 @@ mod scheduler;
 #[cfg(test)]
 mod tests;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aril::pool::{AdapterId, PoolError, Residency, Snapshot, Source, Tier};
 
@@ -53,6 +53,17 @@ pub(crate) struct Engine<'m, D: Capture> {
     pool: D::Pool,
     scheduler: Scheduler,
     block_rows: usize,
+    /// When the results of the last step were on the host.
+    read: Option<Instant>,
+    host_time: HostTime,
+}
+
+/// For how long the device waited for the host between the results of a step and a graph that followed at once.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct HostTime {
+    pub(crate) total: Duration,
+    /// Steps that this is the total of.
+    pub(crate) steps: u64,
 }
 
 impl<'m, D: Capture> Engine<'m, D> {
@@ -74,6 +85,8 @@ impl<'m, D: Capture> Engine<'m, D> {
             pool,
             scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
             block_rows,
+            read: None,
+            host_time: HostTime::default(),
         })
     }
 
@@ -112,7 +125,13 @@ impl<'m, D: Capture> Engine<'m, D> {
         let tokens = scheduled.plan.chunks.iter().map(|chunk| chunk.tokens.len()).sum();
         if tokens > 0 {
             let Self { model, session, decoder, .. } = self;
-            match scheduled.plan.run(model, session, decoder, self.block_rows) {
+            let scores = scheduled.plan.run(model, session, decoder, self.block_rows);
+            if let (Some(enqueued), Some(read)) = (decoder.take_enqueued(), self.read) {
+                self.host_time.total += enqueued.duration_since(read);
+                self.host_time.steps += 1;
+            }
+            self.read = Some(Instant::now());
+            match scores {
                 Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut self.pool),
                 Err(error) => {
                     tracing::error!(%error, "a step failed");
@@ -120,6 +139,9 @@ impl<'m, D: Capture> Engine<'m, D> {
                     self.scheduler.fail_running(&failure, &mut self.pool);
                 }
             }
+        }
+        if tokens == 0 || self.is_idle() {
+            self.read = None;
         }
         // The leases of requests that have ended are given back before the commit, so that their slots can be used in the next step.
         self.settle()?;
@@ -143,6 +165,10 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     pub(crate) fn state(&self) -> State {
         self.scheduler.state()
+    }
+
+    pub(crate) fn host_time(&self) -> HostTime {
+        self.host_time
     }
 
     pub(crate) fn pool(&self) -> Snapshot {

@@ -7,7 +7,7 @@ use aril::Slot;
 
 use super::graph::{Capture, Decoder};
 use crate::{
-    device::BlockTable,
+    device::{BlockTable, Draw},
     error::{Error, Result},
     forward::{Session, Step},
     model::Model,
@@ -30,8 +30,8 @@ pub(crate) struct Chunk {
     pub(crate) blocks: Vec<u32>,
     /// Whether the token behind the last one is chosen.
     pub(crate) is_sampled: bool,
-    /// Whether it is the one with the largest logit, and nothing else of the logits is wanted.
-    pub(crate) is_greedy: bool,
+    /// How the device chooses it; `None` if its logits are wanted on the host.
+    pub(crate) draw: Option<Draw>,
 }
 
 /// What a token is chosen from.
@@ -39,8 +39,8 @@ pub(crate) struct Chunk {
 pub(crate) enum Scores {
     /// All logits: `[vocab]`.
     Logits(Vec<f32>),
-    /// The token with the largest logit, the first of equals; `None` if one is not a number.
-    Largest(Option<u32>),
+    /// The token that the device chose, `None` if a logit is not a number, and its log-probability.
+    Drawn(Option<u32>, f32),
 }
 
 impl Plan {
@@ -55,21 +55,26 @@ impl Plan {
     ) -> Result<Vec<Scores>> {
         let step = self.step(block_rows)?;
         let eager;
-        let logits = match decoder.run(model, session, &step)? {
-            Some(logits) => logits,
+        let (logits, rows) = match decoder.run(model, session, &step)? {
+            Some(of_graph) => of_graph,
             None => {
                 eager = model.forward(session, &step)?;
-                &eager
+                (&eager, step.sampled.len())
             }
         };
-        let mut sampled = self.chunks.iter().filter(|chunk| chunk.is_sampled);
-        if sampled.all(|chunk| chunk.is_greedy) {
-            let largest = model.device.argmax(logits)?;
-            return Ok(largest.into_iter().take(step.sampled.len()).map(Scores::Largest).collect());
-        }
-        let logits = model.device.read(logits)?;
-        let rows = logits.chunks_exact(model.config.vocab).take(step.sampled.len());
-        Ok(rows.map(|row| Scores::Logits(row.to_vec())).collect())
+        let sampled = || self.chunks.iter().filter(|chunk| chunk.is_sampled);
+        let mut draws: Vec<Draw> = sampled().map(|chunk| chunk.draw.unwrap_or(Draw::GREEDY)).collect();
+        draws.resize(rows, Draw::GREEDY);
+        let drawn = model.device.draw(logits, &draws)?;
+        let logits = match sampled().all(|chunk| chunk.draw.is_some()) {
+            true => Vec::new(),
+            false => model.device.read(logits)?,
+        };
+        let scores = sampled().zip(drawn).enumerate().map(|(row, (chunk, (token, logprob)))| match chunk.draw {
+            Some(_) => Scores::Drawn(token, logprob),
+            None => Scores::Logits(logits[row * model.config.vocab..][..model.config.vocab].to_vec()),
+        });
+        Ok(scores.collect())
     }
 
     /// Packs the chunks without padding.

@@ -5,6 +5,7 @@
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 
 use super::plan::Scores;
+use crate::device::Draw;
 
 /// How tokens are chosen, with the meaning of the OpenAI API and of vLLM.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,16 +50,25 @@ impl Sampler {
         Self { sampling, rng }
     }
 
-    /// Whether it always takes the token with the largest logit, and reports no other.
-    pub(crate) fn is_greedy(&self) -> bool {
-        self.sampling.temperature == 0.0 && self.sampling.logprobs.is_none()
+    /// How the device chooses the next token; `None` if more than its log-probability is to be reported. Takes the request's next
+    /// random number.
+    pub(crate) fn draw(&mut self) -> Option<Draw> {
+        let Sampling { temperature, top_p, top_k, logprobs, .. } = self.sampling;
+        if logprobs.is_some_and(|top| top > 0) {
+            return None;
+        }
+        let place = if temperature == 0.0 { 0.0 } else { self.rng.random() };
+        Some(Draw { temperature, top_p, top_k: top_k as u64, place })
     }
 
     /// Chooses a token; `None` if a logit is not a number.
     pub(crate) fn choose_from(&mut self, scores: &Scores) -> Option<Chosen> {
-        match scores {
-            Scores::Logits(logits) => self.choose(logits),
-            Scores::Largest(token) => token.map(|token| Chosen { token, logprobs: None }),
+        match *scores {
+            Scores::Logits(ref logits) => self.choose(logits),
+            Scores::Drawn(token, chosen) => {
+                let logprobs = self.sampling.logprobs.map(|_| Logprobs { chosen, top: Vec::new() });
+                token.map(|token| Chosen { token, logprobs })
+            }
         }
     }
 

@@ -372,13 +372,14 @@ impl Sequence {
     fn next_chunk(&mut self, cache: &mut KvCache, budget: usize) -> Option<Chunk> {
         let Held { lease, chain, computed } = self.held.as_mut()?;
         let end = self.tokens.len().min(*computed + budget);
+        let is_sampled = end == self.tokens.len();
         cache.grow(chain, end).then(|| Chunk {
             slot: lease.as_ref().map_or(Slot::BASE, Lease::slot),
             position: *computed,
             tokens: self.tokens[*computed..end].to_vec(),
             blocks: chain.blocks()[..end.div_ceil(cache.block_rows())].to_vec(),
-            is_sampled: end == self.tokens.len(),
-            is_greedy: self.sampler.is_greedy(),
+            is_sampled,
+            draw: if is_sampled { self.sampler.draw() } else { None },
         })
     }
 

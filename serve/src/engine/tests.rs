@@ -306,14 +306,14 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             tokens: prompt[range.clone()].to_vec(),
             blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
             is_sampled: range.end == prompt.len(),
-            is_greedy: false,
+            draw: None,
         };
         let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
             let Engine { model, session, decoder, .. } = &mut world.engine;
             let logits = Plan { chunks }.run(model, session, decoder, block_rows);
             let bits = |scores: Scores| match scores {
                 Scores::Logits(logits) => logits.into_iter().map(f32::to_bits).collect(),
-                Scores::Largest(_) => panic!("logits were asked for"),
+                Scores::Drawn(..) => unreachable!("logits were asked for"),
             };
             logits.expect("it runs").into_iter().map(bits).collect()
         };
@@ -532,7 +532,9 @@ impl<D: Platform> Alone<D> {
 }
 
 fn sampling(seed: Option<u64>) -> Sampling {
-    Sampling { temperature: if seed.is_some() { 2.0 } else { 0.0 }, seed, ..GREEDY }
+    // One seed's tokens are drawn by the device.
+    let logprobs = if seed == Some(1) { Some(0) } else { Some(2) };
+    Sampling { temperature: if seed.is_some() { 2.0 } else { 0.0 }, seed, logprobs, ..GREEDY }
 }
 
 /// Whatever else runs, is cancelled, preempted, replaced or shares a prefix, a request's tokens and log-probabilities are those that it

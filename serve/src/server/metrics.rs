@@ -12,7 +12,7 @@ use super::{
     Server, Shared,
     error::{ApiError, ApiResult},
 };
-use crate::error::Result;
+use crate::{error::Result, worker::Report};
 
 /// Bounds of the histograms' buckets, in seconds.
 const SECONDS: [f64; 14] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0];
@@ -69,7 +69,7 @@ impl Server {
 
 /// `GET /metrics`
 pub(super) async fn render(State(server): Shared) -> ApiResult<String> {
-    let (state, pool) = server.engine.report().await.ok_or_else(ApiError::ended)?;
+    let Report { state, pool, host_time } = server.engine.report().await.ok_or_else(ApiError::ended)?;
     let Metrics { recorder, handle, model } = &server.metrics;
     let names = |adapters: &[AdapterId]| {
         let names = adapters.iter().filter_map(|&id| server.registry.name_of(id));
@@ -94,6 +94,8 @@ pub(super) async fn render(State(server): Shared) -> ApiResult<String> {
             ("vllm:num_preemptions_total", state.preemptions),
             ("vllm:prefix_cache_queries_total", state.cache.queried_tokens),
             ("vllm:prefix_cache_hits_total", state.cache.shared_tokens),
+            ("aril_serve:host_microseconds_total", u64::try_from(host_time.total.as_micros()).unwrap_or(u64::MAX)),
+            ("aril_serve:graph_steps_total", host_time.steps),
         ] {
             counter!(name, &label()).absolute(value);
         }
