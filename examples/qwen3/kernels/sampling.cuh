@@ -75,9 +75,18 @@ class Cluster {
   };
 
   __device__ __forceinline__ explicit Cluster(Shared& shared) : shared_(shared) {
+    synchronize();
+  }
+
+  // Waits for all threads of the row, and makes what they wrote visible.
+  static __device__ __forceinline__ void synchronize() {
 #if __CUDA_ARCH__ >= 900
+    // The barrier of a cluster is for warps whose lanes have converged.
+    __syncwarp();
     aril::arrive_at_cluster();
     aril::wait_for_cluster();
+#else
+    __syncthreads();
 #endif
   }
 
@@ -116,12 +125,7 @@ class Cluster {
       shared_.of_blocks[turn_][to][i] = value;
 #endif
     }
-#if __CUDA_ARCH__ >= 900
-    aril::arrive_at_cluster();
-    aril::wait_for_cluster();
-#else
-    __syncthreads();
-#endif
+    synchronize();
     return shared_.of_blocks[turn_];
   }
 
@@ -363,12 +367,7 @@ __device__ void draw(const T* logits,    // [rows, vocab]
     find_index(cluster, own, count(rank, target), is_equal, token);
   }
   // The token may be another block's.
-#if __CUDA_ARCH__ >= 900
-  aril::arrive_at_cluster();
-  aril::wait_for_cluster();
-#else
-  __syncthreads();
-#endif
+  Cluster::synchronize();
   if (!is_first_thread) return;
   const float chosen = static_cast<float>(row[*reinterpret_cast<volatile int32_t*>(token)]);
   const float distance = chosen == largest ? 0.0f : chosen - largest;
