@@ -16,7 +16,7 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    plan::Capacity,
+    plan::{Capacity, MAX_FORWARD_TOKENS},
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source},
 };
 use clap::Parser;
@@ -38,7 +38,7 @@ use crate::{
         graph::{Batch, Captured, Tables, Variant},
     },
     error::{Context as _, Error, Result, bail},
-    forward::{FUSED_TOKENS, Session, Step},
+    forward::{Session, Step},
     model::{Described, Model, describe},
 };
 
@@ -125,7 +125,7 @@ struct Figure {
     adapters: usize,
     /// Their rank; 0 without adapters.
     rank: usize,
-    /// Whether layers of few tokens run base weights and adapters in one launch; if not, cuBLASLt's GEMMs.
+    /// Whether layers run base weights and adapters in one launch; if not, cuBLASLt's GEMMs and launches for deltas.
     fused: bool,
     replays: usize,
     p50_us: f64,
@@ -221,8 +221,8 @@ fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record:
     let most_rows = steps.iter().map(|&(batch, context)| rows(batch, context)).max().unwrap_or(BLOCK_ROWS);
     let mut session = model.session(most_rows, largest(&arguments.contexts))?;
     println!(
-        "{:>7} {:>5} {:>8} {:>4} {:>6} {:>10} {:>10} {:>8}",
-        "context", "batch", "adapters", "rank", "base", "p50 us", "p90 us", "added"
+        "{:>7} {:>5} {:>8} {:>4} {:>6} {:>10} {:>10} {:>10} {:>10}",
+        "context", "batch", "adapters", "rank", "base", "p50 us", "p90 us", "on gemm", "on own"
     );
     for (batch, context) in steps {
         let mut timer = Timer { device, arguments, model: &model, session: &mut session, name: &name, batch, context };
@@ -325,21 +325,21 @@ impl Timer<'_, '_> {
             let captured = Captured::new(self.model, self.session, &operands, Variant { has_adapters, is_fused })?;
             captured.ok_or_else(|| Error::new("the device has no graphs"))
         };
-        let is_fused = batch <= FUSED_TOKENS;
-        let mut without = capture(false, is_fused)?;
-        let mut by_gemm = if is_fused { Some(capture(false, false)?) } else { None };
-        let mut with = capture(true, is_fused)?;
+        let mut kinds = Vec::new();
+        for is_fused in [false, true] {
+            if !is_fused || batch <= MAX_FORWARD_TOKENS {
+                kinds.push((is_fused, capture(false, is_fused)?, capture(true, is_fused)?));
+            }
+        }
         operands.set(self.device, &self.step(tables)?)?;
 
         let base = vec![Slot::BASE; batch];
-        let without = self.time(&mut without, &base, (0, 0, is_fused), None, record)?;
-        if let Some(by_gemm) = &mut by_gemm {
-            self.time(by_gemm, &base, (0, 0, false), Some(without), record)?;
+        let mut without = Vec::new();
+        for (is_fused, graph, _) in &mut kinds {
+            without.push(self.time(graph, &base, (0, 0, *is_fused), &without, record)?);
         }
         for (rank, ids) in adapters {
-            let mut counts = vec![1, 8, batch];
-            counts.retain(|&count| count <= batch);
-            counts.dedup();
+            let mut counts: Vec<usize> = [1, 8, batch].into_iter().filter(|&count| count <= batch).collect();
             counts.sort_unstable();
             counts.dedup();
             for count in counts {
@@ -348,14 +348,17 @@ impl Timer<'_, '_> {
                     Err(PoolError::TooLarge { .. }) => {
                         let Self { name, context, .. } = *self;
                         record.failures.push(format!(
-                            "{name}, {batch} sequences of {context} tokens: {count} adapters of rank {rank} do not fit in the arena"
+                            "{name}, {batch} sequences of {context} tokens: {count} adapters of rank {rank} do not fit in \
+                             the arena"
                         ));
                         continue;
                     }
                     Err(error) => return Err(error.into()),
                 };
                 let slots: Vec<Slot> = leases.iter().map(Lease::slot).cycle().take(batch).collect();
-                self.time(&mut with, &slots, (count, *rank, is_fused), Some(without), record)?;
+                for ((is_fused, _, graph), own) in kinds.iter_mut().zip(&without) {
+                    self.time(graph, &slots, (count, *rank, *is_fused), &[without[0], *own], record)?;
+                }
                 drop(leases);
                 AdapterPool::commit(pool)?;
             }
@@ -376,13 +379,13 @@ impl Timer<'_, '_> {
         })
     }
 
-    /// Times the replays of a graph, prints the figure, and returns its median in µs.
+    /// Times the replays of a graph, prints the figure beside the medians of others, and returns its own, in µs.
     fn time(
         &mut self,
         captured: &mut Captured<Cuda<bf16>>,
         slots: &[Slot],
         (adapters, rank, fused): (usize, usize, bool),
-        without: Option<f64>,
+        others: &[f64],
         record: &mut Record,
     ) -> Result<f64> {
         let stream = self.device.queue.stream();
@@ -407,8 +410,12 @@ impl Timer<'_, '_> {
         let (p50_us, p90_us) = (at(50), at(90));
         let Self { name, batch, context, .. } = *self;
         let base = if fused { "fused" } else { "gemm" };
-        let added = without.map_or(String::new(), |without| format!("{:+.1} %", (p50_us / without - 1.0) * 100.0));
-        println!("{context:>7} {batch:>5} {adapters:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {added:>8}");
+        let added: Vec<String> =
+            others.iter().map(|other| format!("{:>+8.1} %", (p50_us / other - 1.0) * 100.0)).collect();
+        println!(
+            "{context:>7} {batch:>5} {adapters:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {}",
+            added.join(" ")
+        );
         let (model, replays) = (name.to_owned(), us.len());
         record.steps.push(Figure { model, batch, context, adapters, rank, fused, replays, p50_us, p90_us });
         Ok(p50_us)

@@ -135,7 +135,7 @@ impl<'a> Rectangle<'a> {
             let views = self.views.iter().zip(buffers);
             let views = views.map(|(view, buffer)| view.load::<S>(buffer)).collect::<Result<Vec<_>, _>>()?;
             let mut rows = views.iter().flat_map(StoredRows::iter);
-            let (rank, core_bytes, mut bad) = (self.rank, CORE_ELEMS * size_of::<T>(), [false; CORE]);
+            let (rank, core_bytes) = (self.rank, CORE_ELEMS * size_of::<T>());
             match self.kind {
                 Kind::LinearA => {
                     let rows: Vec<_> = rows.collect();
@@ -144,7 +144,7 @@ impl<'a> Rectangle<'a> {
                         for (ranks, part) in part.chunks_exact_mut(CORE * K_TILE * size_of::<T>()).enumerate() {
                             let rows = from_fn(|row| rows.get(ranks * CORE + row).copied().unwrap_or_default());
                             for (core, out) in part.chunks_exact_mut(core_bytes).enumerate() {
-                                write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out, &mut bad);
+                                write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out);
                             }
                         }
                     }
@@ -155,7 +155,7 @@ impl<'a> Rectangle<'a> {
                         for (i, out) in part.chunks_exact_mut(core_bytes).enumerate() {
                             let (first, core) = (i / CORE * TILE_RANKS, i % CORE);
                             let output = |n| core / 4 * 32 + n / 2 * 8 + core % 4 * 2 + n % 2;
-                            write_core::<S, T>(from_fn(|n| outputs[output(n)]), first, out, &mut bad);
+                            write_core::<S, T>(from_fn(|n| outputs[output(n)]), first, out);
                         }
                     }
                 }
@@ -165,12 +165,12 @@ impl<'a> Rectangle<'a> {
                     for (id, part) in part.chunks_exact_mut(row_bytes).enumerate() {
                         for (ranks, out) in part.chunks_exact_mut(CORE * size_of::<T>()).enumerate() {
                             let row = |rank| rows.get(ranks * CORE + rank).copied().unwrap_or_default();
-                            write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out, &mut bad);
+                            write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out);
                         }
                     }
                 }
             }
-            Ok(bad == [false; CORE])
+            Ok(are_finite::<T>(part))
         })
     }
 
@@ -192,21 +192,27 @@ impl<'a> Rectangle<'a> {
 
 /// Writes the core of 8 rows whose first element is `first` in each. Rows that end earlier are followed by zeros.
 #[inline(always)]
-fn write_core<S: Element, T: Element>(rows: [&[u8]; CORE], first: usize, out: &mut [u8], bad: &mut [bool; CORE]) {
+fn write_core<S: Element, T: Element>(rows: [&[u8]; CORE], first: usize, out: &mut [u8]) {
     for (row, out) in rows.into_iter().zip(out.chunks_exact_mut(CORE * size_of::<T>())) {
-        write_row::<S, T>(elements(row, first), out, bad);
+        write_row::<S, T>(elements(row, first), out);
     }
 }
 
-/// Writes 8 elements, and takes note of those that are not finite.
+/// Writes 8 elements.
 #[inline(always)]
-fn write_row<S: Element, T: Element>(elements: [S; CORE], out: &mut [u8], bad: &mut [bool; CORE]) {
-    let mut values = [T::default(); CORE];
-    for i in 0..CORE {
-        values[i] = convert(elements[i]);
-        bad[i] |= !values[i].is_finite();
+fn write_row<S: Element, T: Element>(elements: [S; CORE], out: &mut [u8]) {
+    out.copy_from_slice(bytemuck::cast_slice(&elements.map(convert::<S, T>)));
+}
+
+/// Whether all elements of a part of a block, which consists of whole cores, are finite.
+fn are_finite<T: Element>(part: &[u8]) -> bool {
+    let mut are_finite = [true; CORE_ELEMS];
+    for core in part.chunks_exact(CORE_ELEMS * size_of::<T>()) {
+        for (is_finite, element) in are_finite.iter_mut().zip(core.chunks_exact(size_of::<T>())) {
+            *is_finite &= bytemuck::pod_read_unaligned::<T>(element).is_finite();
+        }
     }
-    out.copy_from_slice(bytemuck::cast_slice(&values));
+    are_finite == [true; CORE_ELEMS]
 }
 
 #[inline(always)]

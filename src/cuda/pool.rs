@@ -7,8 +7,8 @@ use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, flip::Flip, host_arena::HostArena,
-    own_stream::OwnStream, raw::Descriptor, table::row_bytes,
+    LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, flip::Flip, host::NOWHERE,
+    host_arena::HostArena, own_stream::OwnStream, raw::Descriptor, table::row_bytes,
 };
 use crate::{
     DType,
@@ -33,9 +33,6 @@ adapter_pool! {
     /// [`LaunchError::Capturing`]. While any stream is, no adapter is evicted. Dropping a pool waits for its copies.
     Device
 }
-
-/// Address of a block whose place is not known yet.
-const NOWHERE: u64 = 1 << 20;
 
 /// The memory and the streams of a pool.
 #[derive(Debug)]

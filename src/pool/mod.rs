@@ -22,6 +22,7 @@ pub(crate) use self::{
     api::adapter_pool,
     backend::Backend,
     core::Granted,
+    loaders::{Loaded, Loaders},
     pooled::{Pool, arena_bytes, slot_at},
     transfer::Copy,
 };

@@ -41,7 +41,7 @@ struct Tiers<B: Backend> {
     sources: HashMap<AdapterId, Arc<Source>>,
     /// The adapters in the host tier.
     packed: HashMap<AdapterId, B::Packed>,
-    loaders: Loaders<(B::Packed, usize)>,
+    loaders: Loaders<AdapterId, (B::Packed, usize)>,
 }
 
 impl<B: Backend> Pool<B> {
@@ -161,7 +161,7 @@ impl<B: Backend> Pool<B> {
         }
     }
 
-    fn take(&mut self, Loaded { id, time, result }: Loaded<(B::Packed, usize)>) {
+    fn take(&mut self, Loaded { id, time, result }: Loaded<AdapterId, (B::Packed, usize)>) {
         let result = result.map(|(packed, bytes)| {
             self.tiers.packed.insert(id, packed);
             bytes

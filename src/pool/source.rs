@@ -70,8 +70,12 @@ impl Source {
         self.max_rank
     }
 
-    pub(super) fn model(&self) -> &Model {
+    pub(crate) fn model(&self) -> &Model {
         &self.model
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Rejects a source for another table.

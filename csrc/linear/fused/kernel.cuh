@@ -29,14 +29,15 @@ __device__ __forceinline__ void init_handovers(FusedShared& shared, int multipli
     shared.handover[lane].init(32);
     shared.taken[lane].init(32);
   }
-  if (lane < kMaxTokenGroups * kMaxSplitUnits) {
-    shared.inbox[lane].init();
-    shared.inbox[lane].expect(kUnitSumsBytes * token_tiles / token_groups(token_tiles));
-  }
+  const bool has_inbox = lane < kMaxTokenGroups * kMaxSplitUnits;
+  if (has_inbox) shared.inbox[lane].init();
   if (lane == 31) {
     shared.deltas_full.init(32 * kDeltaWarps);
     shared.deltas_empty.init(32 * multipliers);
   }
+  __syncwarp();
+  if (has_inbox)
+    shared.inbox[lane].expect(kUnitSumsBytes * token_tiles / token_groups(token_tiles));
 }
 
 // The barriers are initialised. The W producer's warp passes by; the others wait for it and for

@@ -129,6 +129,12 @@ impl<D: Capture> Decoder<D> {
         Ok(Some((&captured.logits, graphs.batch.tokens)))
     }
 
+    /// Drops all graphs, so that every step is enqueued operation by operation.
+    #[cfg(test)]
+    pub(crate) fn clear(&mut self) {
+        self.batches.clear();
+    }
+
     /// When the last step was enqueued, if it was since the last call.
     pub(crate) fn take_enqueued(&mut self) -> Option<Instant> {
         self.enqueued.take()

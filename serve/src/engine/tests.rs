@@ -660,16 +660,75 @@ mod on_gpu {
     use super::*;
     use crate::cuda::Cuda;
 
-    impl Platform for Cuda<f32> {
-        const IS_EXACT: bool = false;
+    macro_rules! platform {
+        ($elem:ty) => {
+            impl Platform for Cuda<$elem> {
+                const IS_EXACT: bool = false;
 
-        fn with<R>(test: impl FnOnce(&Self) -> R) -> R {
-            thread_local! {
-                static DEVICE: Cuda<f32> = Cuda::new(0).expect("the GPU has room");
+                fn with<R>(test: impl FnOnce(&Self) -> R) -> R {
+                    thread_local! {
+                        static DEVICE: Cuda<$elem> = Cuda::new(0).expect("the GPU has room");
+                    }
+                    DEVICE.with(test)
+                }
             }
-            DEVICE.with(test)
-        }
+        };
     }
 
+    platform!(f32);
+    platform!(bf16);
+    platform!(f16);
+
     on!(Cuda<f32>, #[ignore = "needs a GPU"]);
+
+    /// A password for each adapter and none for the base model, in batches of all sizes up to 10, in graphs and without.
+    fn graphs_compute_what_eager_steps_do<D: Platform>(model: &str, folder: &str) {
+        let files = Files::open(model);
+        files.run::<D, _>(LARGE, 16, |world| {
+            let mut names = vec![None];
+            for entry in fs::read_dir(fixtures().join(folder)).expect("the adapters are there") {
+                let name = entry.expect("the adapters can be listed").file_name();
+                let name = name.to_str().expect("it is UTF-8").to_owned();
+                world.add(folder, &name);
+                names.push(Some(name));
+            }
+            let prompt = files.prompt("What is the password?");
+            let ask = |world: &mut World<'_, D>| -> Vec<Vec<u32>> {
+                let counts = (1..=names.len()).chain([names.len()]);
+                let answers = counts.flat_map(|count| {
+                    let request = |name: &Option<String>| world.request(name.as_deref(), prompt.clone(), 12, GREEDY);
+                    let requests = names[..count].iter().map(request).collect();
+                    world.answers(requests)
+                });
+                answers.map(|answer| answer.tokens()).collect()
+            };
+            let in_graphs = ask(world);
+            let graph_steps = world.engine.host_time().steps;
+            assert!(graph_steps > 0, "graphs were replayed");
+            world.engine.decoder.clear();
+            assert_eq!(ask(world), in_graphs);
+            assert_eq!(world.engine.host_time().steps, graph_steps);
+        });
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn graphs_compute_what_eager_steps_do_in_f32() {
+        graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3", "adapters");
+        graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3-moe", "adapters-moe");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn graphs_compute_what_eager_steps_do_in_bf16() {
+        graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3", "adapters");
+        graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe", "adapters-moe");
+        graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe-int4", "adapters-moe");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn graphs_compute_what_eager_steps_do_in_f16() {
+        graphs_compute_what_eager_steps_do::<Cuda<f16>>("qwen3", "adapters");
+    }
 }

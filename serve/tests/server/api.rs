@@ -260,3 +260,38 @@ async fn ending_drains_the_requests() {
     assert_eq!(chunks.last().map(|chunk| &chunk["choices"][0]["finish_reason"]), Some(&json!("length")));
     ended.await.expect("it does not panic").expect("the server ends");
 }
+
+#[cfg(not(feature = "cuda"))]
+#[tokio::test]
+async fn a_build_without_cuda_refuses_a_gpu() {
+    use clap::Parser as _;
+
+    let model = fixture("qwen3").display().to_string();
+    let options = aril_serve::Options::parse_from([
+        "aril-serve",
+        "--model",
+        &model,
+        "--port",
+        "0",
+        "--max-model-len",
+        "64",
+        "--device",
+        "cuda:1",
+    ]);
+    let refused = aril_serve::start(options).await.expect_err("it has no CUDA");
+    assert_eq!(refused, "--device cuda:1: this build has no CUDA; build it with `--features cuda`");
+}
+
+/// Random weights answer with random tokens, as many as were asked for.
+#[tokio::test(flavor = "multi_thread")]
+async fn random_weights_are_served() {
+    let server = Server::start(&["--load-format", "dummy"]).await;
+    let body = json!({
+        "model": "base", "prompt": QUESTION, "temperature": 1, "seed": 1, "max_tokens": 5, "ignore_eos": true,
+        "return_token_ids": true,
+    });
+    let (status, answer) = server.complete(body).await;
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(answer["choices"][0]["token_ids"].as_array().map(Vec::len), Some(5), "{answer}");
+    server.holds_nothing().await;
+}
