@@ -2,6 +2,7 @@
 //
 // aril_forward_maps and aril_linear_forward: how a fused linear is divided into thread blocks, and
 // a block's shared memory into a ring of stages and the rest.
+#include <algorithm>
 #include <type_traits>
 
 #include "host/launch.cuh"
@@ -52,14 +53,17 @@ int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* m
 // layers: 6 to 9 % slower with 8, 3 to 5 % with 32.)
 constexpr int kTriggerBoxes = 16;
 
-// Stages that a ring needs to load ahead of the multipliers, and those that it needs to make
-// progress: a stage is released when the next one is being multiplied.
+// Stages that a ring needs to load ahead of the multipliers, and the fewest.
 constexpr int kGoodStages = 4;
 constexpr int kMinStages = 2;
 
 // With adapters, a ring holds at most this part of a block's stream: its loads in flight delay
 // loads of A and B.
 constexpr int kMaxRingShare = 4;
+
+// A larger ring delays the last loads of the launch before. (H200, chain of layers without
+// adapters: 1 % slower with all of shared memory.)
+constexpr int kMaxRingBytes = 176 << 10;
 
 // Dynamic shared memory that a block may have.
 int32_t smem_budget(int& bytes) {
@@ -116,8 +120,8 @@ int32_t make_ring(const aril_forward_args& args, int token_tiles, detail::FusedP
     const int items = grid.passes * ceil_div(grid.split_boxes, grid.stage_boxes);
     const bool is_short = items < kMaxRingShare * kGoodStages;
     const int wanted = max_rank == 0 || is_short ? items : items / kMaxRingShare;
-    const int most = wanted < detail::kMaxStages ? wanted : detail::kMaxStages;
-    grid.stages = most < room ? most : room;
+    const int most = kMaxRingBytes / smem().stage_bytes;
+    grid.stages = std::min({detail::kMaxStages, wanted, most, room});
     const int fewest = grid.stage_boxes == 1 ? kMinStages : kGoodStages;
     if (grid.stages < fewest && grid.stages < items) continue;
     grid.trigger = kTriggerBoxes / grid.stage_boxes;
@@ -162,8 +166,7 @@ int32_t fill_params(const aril_forward_args& args, int token_tiles, detail::Fuse
 template <typename T, int kTokenTiles>
 int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* stream) {
   const int num_warps = detail::fused_warps(params.grid.pass_units, kTokenTiles);
-  const int idle_warps =
-      params.args.weights.table == nullptr ? detail::delta_warps(kTokenTiles) : 0;
+  const int idle_warps = params.args.weights.table == nullptr ? detail::kDeltaWarps : 0;
   const Kernel<detail::FusedParams> kernel = {detail::fused_linear_kernel<T, kTokenTiles>,
                                               smem_bytes};
   return launch_clusters(kernel, params.splits,

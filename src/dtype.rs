@@ -53,6 +53,9 @@ pub trait Element: sealed::Sealed + bytemuck::Pod + Default + PartialEq + Send +
 
     /// Rounds to nearest, ties to even. Values out of range become infinite.
     fn from_f32(value: f32) -> Self;
+
+    /// Whether the value is neither infinite nor NaN.
+    fn is_finite(self) -> bool;
 }
 
 #[expect(unnameable_types, reason = "seals `Element`")]
@@ -66,12 +69,19 @@ macro_rules! element {
         impl Element for $type {
             const DTYPE: DType = DType::$dtype;
 
+            #[inline]
             fn to_f32(self) -> f32 {
                 $to(self)
             }
 
+            #[inline]
             fn from_f32(value: f32) -> Self {
                 $from(value)
+            }
+
+            #[inline]
+            fn is_finite(self) -> bool {
+                self.is_finite()
             }
         }
     };

@@ -45,6 +45,10 @@ struct TokenTile {
       : TokenTile(p.routing, is_large_m(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles,
                   p.max_tiles, p.weights.num_slots, index) {}
 
+  // Of a fully sharded layer, which has no wide tiles.
+  __device__ __forceinline__ TokenTile(const aril_sharded_args& p, int index)
+      : TokenTile(p.routing, p.routing.tiles, p.max_tiles, p.weights.num_slots, index) {}
+
   // The tile's t-th token; -1 if there is none below `num_tokens`.
   __device__ __forceinline__ int token(int t, int num_tokens) const {
     const int token = t < count ? tokens[t] : -1;

@@ -79,7 +79,10 @@ class RowSquares {
   __device__ __forceinline__ RowSquares(Shared& shared, int block, int blocks)
       : shared_(shared), block_(block), blocks_(blocks) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) shared.arrival.init(kNormBlocks * kQuads);
+    if (threadIdx.x == 0) {
+      shared.arrival.init();
+      shared.arrival.expect(sizeof(shared.of_blocks));
+    }
     arrive_at_cluster();
 #endif
   }
@@ -107,14 +110,14 @@ class RowSquares {
         sum = sum + *reinterpret_cast<const float4*>(&shared_.of_warps[w][row]);
       }
 #if __CUDA_ARCH__ >= 900
-      store_cluster(cluster_address(&shared_.of_blocks[block_][row], to), sum);
-      arrive_cluster(cluster_address(&shared_.arrival, to));
+      store_cluster(cluster_address(&shared_.of_blocks[block_][row], to), sum,
+                    cluster_address(&shared_.arrival, to));
 #else
       *reinterpret_cast<float4*>(&shared_.of_blocks[block_][row]) = sum;
 #endif
     }
 #if __CUDA_ARCH__ >= 900
-    wait_cluster(shared_.arrival, 0);
+    shared_.arrival.wait(0);
 #else
     __syncthreads();
 #endif
@@ -151,6 +154,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   constexpr int kHeld = kStaged ? 3 : 2;  // units of a warp whose sums stay in registers
   constexpr int kParts = kWide ? ARIL_WIDE_TILE / ARIL_TOKENS_PER_TILE : 1;
   const int block = blockIdx.x % blocks, part = blockIdx.x / blocks % kParts;
+  const EarlyModule early(p.layer.weights, 0);
   TokenTile tile(p.layer, blockIdx.x / blocks / kParts);
   tile.tokens += part * ARIL_TOKENS_PER_TILE;
   tile.count = min(tile.count - part * ARIL_TOKENS_PER_TILE, ARIL_TOKENS_PER_TILE);
@@ -162,7 +166,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   const int num_features = p.layer.out_features[0];
   const int block_features = norm_features(num_features, blocks), first = block * block_features;
   const int features = max(min(num_features - first, block_features), 0);
-  const aril_descriptor module = module_of(p.layer.weights, tile.slot, 0);
+  const aril_descriptor module = early.of(p.layer.weights, tile.slot);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
   const int steps = ceil_div(module.rank, kRanksPerStep);
   const char* const b = static_cast<const char*>(module.b) +
@@ -328,9 +332,7 @@ __global__ void __launch_bounds__(kF32Threads)
     const int token = tile.token(t, p.layer.num_tokens);
     if (token < 0) continue;
     __syncthreads();
-    for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) {
-      v[i] = partials.load2(token, i * 2);
-    }
+    load_v_f32(v, rank_tiles, partials, token);
     __syncthreads();
     const float* const y = static_cast<const float*>(p.layer.y) + token * p.layer.y_stride;
     float* const residual = static_cast<float*>(p.residual) + token * p.residual_stride;
@@ -341,13 +343,7 @@ __global__ void __launch_bounds__(kF32Threads)
       float base = y[feature];
       if (rank_tiles > 0) {
         const float* b = f32_b_row(module.b, rank_tiles, feature);
-        float delta = 0.0f;
-        for (int i = 0; i < rank_tiles * 4; ++i) {
-          const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kBTileElems + i % 4 * 2);
-          delta += pair.x * v[i].x;
-          delta += pair.y * v[i].y;
-        }
-        base += scaling * delta;
+        base += scaling * delta_f32(b, rank_tiles, v);
       }
       const float total = residual[feature] + base;
       residual[feature] = total;

@@ -23,16 +23,11 @@ __device__ __forceinline__ void expand_f32(const TokenTile& tile, const aril_des
     const int token = tile.token(t, num_tokens);
     if (token < 0 || rows.lacks(token)) continue;
     __syncthreads();
-    for (int i = threadIdx.x; i < rank_tiles * 4; i += kF32Threads) v[i] = rows.load2(token, i * 2);
+    load_v_f32(v, rank_tiles, rows, token);
     __syncthreads();
     if (out >= outs.num_outs) continue;
     const float scale = module.scaling * scales[token];
-    float delta = 0.0f;
-    for (int i = 0; i < rank_tiles * 4; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kBTileElems + i % 4 * 2);
-      delta += pair.x * v[i].x;
-      delta += pair.y * v[i].y;
-    }
+    const float delta = delta_f32(b, rank_tiles, v);
     float& y = outs.y[token * outs.y_stride + out];
     y = (outs.overwrites ? 0.0f : y) + scale * delta;
   }

@@ -88,6 +88,22 @@ class ExpandBarriers {
   uint32_t phases_ = 0;
 };
 
+// The row of a wide tile that a thread copies: the first lanes of each warp copy one each. Adjacent
+// rows belong to different warps, since a warp issues its bulk copies one after the other.
+// ARIL_WIDE_TILE: none. The last thread, which has no row, copies B.
+__device__ __forceinline__ int copied_row(int lane) {
+  constexpr int kWarps = kExpandThreads / 32;
+  return lane < ARIL_WIDE_TILE / kWarps ? lane * kWarps + static_cast<int>(threadIdx.x) / 32
+                                        : ARIL_WIDE_TILE;
+}
+
+// Where the terms of v have ranks [quad, quad + 4) of a step of row t. Terms are cores
+// [steps][kTerms][2][8].
+__device__ __forceinline__ uint2* wide_terms_at(unsigned char* terms, int step, int t, int quad) {
+  return reinterpret_cast<uint2*>(terms + step * kTerms * kTermBytes + quad / 8 * 1024 + t * 16 +
+                                  quad % 8 * 2);
+}
+
 // Adds B v to the outputs `outs` of `rows`; those from `count` on are -1. v.load4(row, r) gives
 // ranks [r, r + 4), unscaled; v.lacks(row) says that y of a row must stay as it is. As many stages
 // as fit in `ring_bytes` are in flight.
@@ -103,19 +119,14 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
   const int steps = ceil_div(module.rank, kRanksPerStep);
   const int out_tile_bytes = rank_tiles * kBTileBytes;
   const int chunks = ceil_div(outs.count, kChunkOuts);
-  // The terms of v as cores [steps][kTerms][2][8], then the stages: y, B.
+  // The terms of v, then the stages: y, B.
   unsigned char* const ring = shared + steps * kTerms * kTermBytes;
   const int outs_bytes = ceil_div(count, 16) * 16 * kChunkRowBytes;  // a warp has 16 rows
   const int stage_bytes = outs_bytes + 2 * out_tile_bytes;
   const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
   const char* b =
       static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
-  // The first lanes of each warp copy a row of y each. Adjacent rows belong to different warps,
-  // since a warp issues its bulk copies one after the other. The last thread copies B.
-  constexpr int kWarps = kExpandThreads / 32;
-  const int own_row = lane < ARIL_WIDE_TILE / kWarps
-                          ? lane * kWarps + static_cast<int>(threadIdx.x) / 32
-                          : ARIL_WIDE_TILE;
+  const int own_row = copied_row(lane);
   const ExpandRow own = own_row < ARIL_WIDE_TILE ? rows[own_row] : ExpandRow{-1, -1, 0.0f};
   const bool whole = is_aligned(outs.y, outs.y_stride) && outs.num_outs % Vec<T>::kSize == 0;
   T* row = own.y < 0 ? nullptr : outs.y + own.y * outs.y_stride + outs.first;
@@ -173,8 +184,7 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
     const ExpandRow row = rows[t];
     float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (row.v >= 0 && r < rank_tiles * ARIL_RANK_TILE) sums = v.load4(row.v, r) * row.factor;
-    uint2* const words = reinterpret_cast<uint2*>(shared + step * kTerms * kTermBytes +
-                                                  quad / 8 * 1024 + t * 16 + quad % 8 * 2);
+    uint2* const words = wide_terms_at(shared, step, t, quad);
     uint2 high, low;
     to_bf16_terms(sums.x, sums.y, high.x, low.x);
     to_bf16_terms(sums.z, sums.w, high.y, low.y);

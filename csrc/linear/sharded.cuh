@@ -40,8 +40,7 @@ struct ShrinkTile {
   aril_descriptor module;
 
   __device__ __forceinline__ explicit ShrinkTile(const aril_sharded_args& p, int rank_tiles)
-      : tokens(p.routing, p.routing.tiles, p.max_tiles, p.weights.num_slots,
-               blockIdx.x / (p.num_slices * rank_tiles)),
+      : tokens(p, blockIdx.x / (p.num_slices * rank_tiles)),
         slice(blockIdx.x / rank_tiles % p.num_slices),
         rank_tile(blockIdx.x % rank_tiles),
         module(module_of(p.weights, tokens.slot, slice)) {}
@@ -122,25 +121,18 @@ __global__ void __launch_bounds__(kF32Threads)
   const ShrinkTile tile(p, rank_tiles);
   const SharedRanks ranks(p, tile.module.rank);
   const int own_tiles = ceil_div(ranks.count, ARIL_RANK_TILE);
-  // A warp for each rank: its lanes take the features in turn.
-  const int lane = threadIdx.x % 32, rank = tile.rank_tile * ARIL_RANK_TILE + threadIdx.x / 32;
+  // A warp for each rank.
+  const int rank = tile.rank_tile * ARIL_RANK_TILE + threadIdx.x / 32;
   static_assert(kF32Threads == 32 * ARIL_RANK_TILE);
-  const float* a = f32_a_row(tile.module.a, rank);
   for (int t = 0; t < tile.tokens.count; ++t) {
     const int token = tile.tokens.token(t, p.num_tokens);
     if (token < 0 || rank >= p.width) continue;
     const float* x = static_cast<const float*>(p.x) + token * p.x_stride;
     float sum = 0.0f;
-    for (int k = lane; rank < ranks.count && k < p.in_features; k += 32) {
-      const int64_t core = int64_t{k / ARIL_K_TILE} * own_tiles * kATileElems +
-                           k % ARIL_K_TILE / ARIL_CORE * kCoreElems;
-      sum += a[core + k % ARIL_CORE] * x[k];
+    if (rank < ranks.count) {
+      sum = multiply_a_row_f32(tile.module.a, own_tiles, rank, x, p.in_features);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    }
-    if (lane == 0) p.v[token * p.v_stride + tile.slice * p.width + rank] = sum;
+    if (threadIdx.x % 32 == 0) p.v[token * p.v_stride + tile.slice * p.width + rank] = sum;
   }
 }
 
@@ -177,8 +169,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     sharded_expand_kernel(const __grid_constant__ aril_sharded_args p, int out_blocks) {
   extern __shared__ __align__(128) unsigned char shared[];
   launch_dependents();
-  const TokenTile tile(p.routing, p.routing.tiles, p.max_tiles, p.weights.num_slots,
-                       blockIdx.x / out_blocks);
+  const TokenTile tile(p, blockIdx.x / out_blocks);
   int slice;
   const BlockOuts<T> outs(p, blockIdx.x % out_blocks, ARIL_OUTS_SMALL_M, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
@@ -191,8 +182,7 @@ __global__ void __launch_bounds__(kF32Threads)
     sharded_expand_f32_kernel(const __grid_constant__ aril_sharded_args p, int out_blocks) {
   launch_dependents();
   wait_for_predecessors();
-  const TokenTile tile(p.routing, p.routing.tiles, p.max_tiles, p.weights.num_slots,
-                       blockIdx.x / out_blocks);
+  const TokenTile tile(p, blockIdx.x / out_blocks);
   int slice;
   const BlockOuts<float> outs(p, blockIdx.x % out_blocks, kF32Threads, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);

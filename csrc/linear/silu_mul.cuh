@@ -44,6 +44,10 @@ struct GateUp {
   __device__ __forceinline__ GateUp(const aril_weights& weights, int slot)
       : modules{module_of(weights, slot, 0), module_of(weights, slot, 1)} {}
 
+  __device__ __forceinline__ GateUp(const aril_weights& weights, int slot, const EarlyModule& gate,
+                                    const EarlyModule& up)
+      : modules{gate.of(weights, slot), up.of(weights, slot)} {}
+
   __device__ __forceinline__ int rank_tiles(int slice) const {
     return ceil_div(modules[slice].rank, ARIL_RANK_TILE);
   }
@@ -202,12 +206,13 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
                             int slabs) {
   extern __shared__ __align__(128) unsigned char shared[];
   launch_dependents();
+  const EarlyModule gate(p.layer.weights, 0), up(p.layer.weights, 1);
   const TokenTile tile(p.layer, blockIdx.x / out_blocks);
   if (tile.count == 0) {
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const GateUp gate_up(p.layer.weights, tile.slot);
+  const GateUp gate_up(p.layer.weights, tile.slot, gate, up);
   const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
   small_m_silu_mul<T, kStaged>(p, tile, gate_up, first, shared, [&] {
     return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
@@ -283,18 +288,12 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
   const int tile_bytes[2] = {gate_up.rank_tiles(0) * kBTileBytes,
                              gate_up.rank_tiles(1) * kBTileBytes};
-  // The terms of v as cores [steps][kTerms][2][8], then the stages: y of both slices, B of gate, B
-  // of up.
+  // The terms of v, then the stages: y of both slices, B of gate, B of up.
   unsigned char* const ring = stages_shared + steps * kTerms * kTermBytes;
   const int rows_bytes = ceil_div(tile.count, 16) * 16 * kSiluMulRowBytes;  // a warp has 16 rows
   const int stage_bytes = rows_bytes + 2 * (tile_bytes[0] + tile_bytes[1]);
   const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
-  // The first lanes of each warp copy a row each, in the order of large_m_expand(). The last thread
-  // copies B.
-  constexpr int kWarps = kExpandThreads / 32;
-  const int own_row = lane < ARIL_WIDE_TILE / kWarps
-                          ? lane * kWarps + static_cast<int>(threadIdx.x) / 32
-                          : ARIL_WIDE_TILE;
+  const int own_row = copied_row(lane);
   const bool whole = features % Vec<T>::kSize == 0 &&
                      is_aligned(static_cast<const T*>(p.layer.y), p.layer.y_stride) &&
                      is_aligned(static_cast<const T*>(p.out), p.out_stride);
@@ -356,10 +355,10 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   wait_for_predecessors();
   for (int i = 0; i < stages - 1; ++i) fetch_rows(i, i);
 
-  // A thread gathers four ranks of a row, scales them, and stores their terms.
-  constexpr int kQuads = kRanksPerStep / 4;
   const PartialLayout layout(p.layer);
   const PartialSums v(p.layer, 0);
+  // A thread gathers four ranks of a row, scales them, and stores their terms.
+  constexpr int kQuads = kRanksPerStep / 4;
 #pragma unroll 2
   for (int i = threadIdx.x; i < tile.count * steps * kQuads; i += kExpandThreads) {
     const int quad = i % kQuads * 4, t = i / kQuads / steps, step = i / kQuads - t * steps;
@@ -368,8 +367,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
         gate_up.ranks(row, row < 0 ? 0.0f : p.layer.routing.scales[row], step, layout);
     float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (row >= 0 && quad < ranks.count) sums = v.load4(row, ranks.first + quad) * ranks.factor;
-    uint2* const words = reinterpret_cast<uint2*>(stages_shared + step * kTerms * kTermBytes +
-                                                  quad / 8 * 1024 + t * 16 + quad % 8 * 2);
+    uint2* const words = wide_terms_at(stages_shared, step, t, quad);
     uint2 high, low;
     to_bf16_terms(sums.x, sums.y, high.x, low.x);
     to_bf16_terms(sums.z, sums.w, high.y, low.y);
@@ -445,10 +443,7 @@ __global__ void __launch_bounds__(kF32Threads)
     if (token < 0) continue;
     __syncthreads();
     for (int slice = 0; slice < 2; ++slice) {
-      const PartialSums sums(p.layer, slice);
-      for (int i = threadIdx.x; i < gate_up.rank_tiles(slice) * 4; i += kF32Threads) {
-        v[slice][i] = sums.load2(token, i * 2);
-      }
+      load_v_f32(v[slice], gate_up.rank_tiles(slice), PartialSums(p.layer, slice), token);
     }
     __syncthreads();
     if (feature >= features) continue;
@@ -458,14 +453,10 @@ __global__ void __launch_bounds__(kF32Threads)
       values[slice] = static_cast<const float*>(
           p.layer.y)[token * p.layer.y_stride + slice * features + feature];
       if (module.rank == 0) continue;
-      const float* b = f32_b_row(module.b, gate_up.rank_tiles(slice), feature);
-      float delta = 0.0f;
-      for (int i = 0; i < gate_up.rank_tiles(slice) * 4; ++i) {
-        const float2 pair = *reinterpret_cast<const float2*>(b + i / 4 * kBTileElems + i % 4 * 2);
-        delta += pair.x * v[slice][i].x;
-        delta += pair.y * v[slice][i].y;
-      }
-      values[slice] += module.scaling * p.layer.routing.scales[token] * delta;
+      const int rank_tiles = gate_up.rank_tiles(slice);
+      const float* b = f32_b_row(module.b, rank_tiles, feature);
+      values[slice] +=
+          module.scaling * p.layer.routing.scales[token] * delta_f32(b, rank_tiles, v[slice]);
     }
     static_cast<float*>(p.out)[token * p.out_stride + feature] =
         silu_mul<float>(values[0], values[1]);

@@ -14,36 +14,22 @@
 
 namespace aril::detail {
 
-// v = A x of a row, by a block.
+// v = A x of a row, by a block, in pairs of ranks, with zeros to the end of the last rank tile.
 __device__ __forceinline__ void shrink_f32(const aril_descriptor& module, const float* x,
-                                           int in_features, float* v) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+                                           int in_features, float2* v) {
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  for (int rank = warp; rank < module.rank; rank += kF32Threads / 32) {
-    const float* a = f32_a_row(module.a, rank);
+  for (int rank = threadIdx.x / 32; rank < rank_tiles * ARIL_RANK_TILE; rank += kF32Threads / 32) {
     float sum = 0.0f;
-    for (int k = lane; k < in_features; k += 32) {
-      const int64_t core = int64_t{k / ARIL_K_TILE} * rank_tiles * kATileElems +
-                           k % ARIL_K_TILE / ARIL_CORE * kCoreElems;
-      sum += a[core + k % ARIL_CORE] * x[k];
-    }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    }
-    if (lane == 0) v[rank] = sum;
+    if (rank < module.rank) sum = multiply_a_row_f32(module.a, rank_tiles, rank, x, in_features);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(v)[rank] = sum;
   }
 }
 
 // Output `out` of B v.
-__device__ __forceinline__ float delta_f32(const aril_descriptor& module, const float* v, int out) {
+__device__ __forceinline__ float delta_f32(const aril_descriptor& module, const float2* v,
+                                           int out) {
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const float* b = f32_b_row(module.b, rank_tiles, out);
-  float delta = 0.0f;
-  for (int rank = 0; rank < module.rank; ++rank) {
-    delta += b[rank / ARIL_RANK_TILE * kBTileElems + rank % ARIL_RANK_TILE] * v[rank];
-  }
-  return delta;
+  return delta_f32(f32_b_row(module.b, rank_tiles, out), rank_tiles, v);
 }
 
 // The factor on a route's delta; 0 without a module.
@@ -90,7 +76,7 @@ __device__ __forceinline__ int column_f32(const aril_experts_args& p, int slice,
 
 __global__ void __launch_bounds__(kF32Threads, 2)
     experts_f32_kernel(const __grid_constant__ aril_experts_args p) {
-  __shared__ float v[ARIL_MAX_RANK];
+  __shared__ float2 v[ARIL_MAX_RANK / 2];
   launch_dependents();
   wait_for_predecessors();
   const bool overwrites = p.form == ARIL_WRITE;
@@ -115,7 +101,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
 
 __global__ void __launch_bounds__(kF32Threads, 2)
     activate_f32_kernel(const __grid_constant__ aril_experts_args p) {
-  __shared__ float v[2][ARIL_MAX_RANK];
+  __shared__ float2 v[2][ARIL_MAX_RANK / 2];
   launch_dependents();
   wait_for_predecessors();
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * p.top_k.top_k;
@@ -145,7 +131,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
 // Sums of a token's routes are accumulated in the output itself.
 __global__ void __launch_bounds__(kF32Threads, 2)
     combine_f32_kernel(const __grid_constant__ aril_experts_args p) {
-  __shared__ float v[ARIL_MAX_RANK];
+  __shared__ float2 v[ARIL_MAX_RANK / 2];
   launch_dependents();
   wait_for_predecessors();
   const bool combines = p.form == ARIL_COMBINE;

@@ -43,38 +43,19 @@ __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t
   return address;
 }
 
-__device__ __forceinline__ void store_cluster(uint32_t address, float4 values) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values.x),
-               "f"(values.y), "f"(values.z), "f"(values.w)
-               : "memory");
-}
-
-// Counts an arrival at a barrier of the cluster, behind what this thread wrote or saw.
-__device__ __forceinline__ void arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-               : "memory");
-}
-
-// Waits for arrivals from the cluster.
-__device__ __forceinline__ void wait_cluster(const TransactionBarrier& arrival, uint32_t parity) {
+// Stores to a variable of the cluster, and counts the 16 bytes at a barrier of the same block. An
+// arrival that releases a store to the cluster would wait for all stores of its thread.
+__device__ __forceinline__ void store_cluster(uint32_t address, float4 values, uint32_t barrier) {
   asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(&arrival.barrier)),
-      "r"(parity)
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(barrier)
       : "memory");
 }
 
 // The two halves of a barrier of all threads of a cluster. A block that has passed it knows that
-// the other one runs, and that its barriers are initialised.
+// the other ones run, and that their barriers are initialised.
 __device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-// For threads that wrote nothing that the other block uses.
-__device__ __forceinline__ void arrive_at_cluster_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_cluster() {

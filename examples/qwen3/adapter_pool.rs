@@ -12,6 +12,7 @@ pub(crate) trait AdapterPool {
     fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError>;
     fn unregister(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
     fn prefetch(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
+    fn retry(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
     fn residency(&self, id: AdapterId) -> Option<Residency>;
     fn acquire(&mut self, id: AdapterId) -> result::Result<Lease, PoolError>;
     fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError>;
@@ -33,6 +34,10 @@ macro_rules! adapter_pool {
 
             fn prefetch(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
                 <$pool>::prefetch(self, id)
+            }
+
+            fn retry(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
+                <$pool>::retry(self, id)
             }
 
             fn residency(&self, id: AdapterId) -> Option<Residency> {

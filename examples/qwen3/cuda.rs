@@ -5,7 +5,9 @@
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
 //! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
-//! instead of fused with them. Each of the library's operations is bit-identical in any batch.
+//! instead of fused with them. Each of the library's operations is bit-identical in any batch, and so are the example's own kernels.
+//! But how a prompt is divided into steps may change its last bits: attention has a kernel for a sequence's only token in a step, and
+//! another for several (`attention.rs`).
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 

@@ -53,7 +53,7 @@ impl Step {
 
 /// Steps of up to this many tokens run base weights and adapters in one launch. With more, the GPU's own GEMM and a launch for the
 /// adapters are as fast or faster, depending on how many adapters there are.
-pub(crate) const FUSED_TOKENS: usize = 16;
+pub(crate) const FUSED_TOKENS: usize = 32;
 
 /// The indices of a step on the device.
 pub(crate) struct Inputs<D: Device> {

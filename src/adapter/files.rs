@@ -24,7 +24,7 @@ use serde::Deserialize;
 
 use super::{
     error::{AdapterError, TensorName},
-    tensor::{Storage, Tensor},
+    tensor::{Storage, Tensor, WeightFile},
 };
 use crate::DType;
 
@@ -46,8 +46,8 @@ pub(super) type Stored = (TensorName, Result<Tensor, AdapterError>);
 pub(super) enum Access {
     Map,
     Copy,
-    /// The headers alone: the tensors have no bytes.
-    Headers,
+    /// The headers now, and each tensor when it is packed.
+    InPlace,
 }
 
 /// The state of a file when it was opened.
@@ -73,12 +73,33 @@ impl Stamp {
     }
 }
 
+/// A file that was opened.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) stamp: Stamp,
+    /// The file, if tensors are read from it later.
+    file: Option<Arc<WeightFile>>,
+}
+
+impl Opened {
+    /// Rejects a file that has been modified since it was opened.
+    pub(super) fn check(&self) -> Result<(), AdapterError> {
+        let Some(WeightFile { path, file }) = self.file.as_deref() else { return Ok(()) };
+        let metadata = file.metadata().map_err(|source| AdapterError::Read { path: path.clone(), source })?;
+        if Stamp::new(path, &metadata) == self.stamp {
+            Ok(())
+        } else {
+            Err(AdapterError::Changed { path: path.clone() })
+        }
+    }
+}
+
 /// Reads the files of a directory.
 pub(super) struct Files<'a> {
     dir: &'a Path,
     access: Access,
     /// The files opened so far.
-    pub(super) opened: Vec<Stamp>,
+    pub(super) opened: Vec<Opened>,
 }
 
 impl<'a> Files<'a> {
@@ -157,7 +178,7 @@ impl<'a> Files<'a> {
             Ok((file, metadata))
         });
         let (file, metadata) = opened.map_err(|source| AdapterError::Read { path: path.to_owned(), source })?;
-        self.opened.push(Stamp::new(path, &metadata));
+        self.opened.push(Opened { stamp: Stamp::new(path, &metadata), file: None });
         Ok((file, metadata.len()))
     }
 
@@ -166,14 +187,20 @@ impl<'a> Files<'a> {
         let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
         match self.access {
             Access::Map => parse(path, &(Arc::new(map(&file).map_err(unreadable)?) as Storage)),
-            Access::Headers => {
-                let (_, metadata) = header(path, &mut file, len)?;
-                Ok(stored(path, &metadata, |dtype, shape, bytes| Tensor::absent(dtype, shape, bytes.len())))
+            Access::InPlace => {
+                let (header, metadata) = header(path, &mut file, len)?;
+                let file = Arc::new(WeightFile { path: path.to_owned(), file });
+                self.opened.iter_mut().last().into_iter().for_each(|opened| opened.file = Some(Arc::clone(&file)));
+                let tensor = |dtype, shape, bytes: Range<usize>| {
+                    let range = header.len() + bytes.start..header.len() + bytes.end;
+                    Tensor::in_file(dtype, shape, Arc::clone(&file), range)
+                };
+                Ok(stored(path, &metadata, tensor))
             }
             Access::Copy => {
                 let bytes = copy(path, &mut file, len)?;
                 let stamp = Stamp::new(path, &file.metadata().map_err(unreadable)?);
-                if self.opened.last() != Some(&stamp) {
+                if self.opened.last().map(|opened| &opened.stamp) != Some(&stamp) {
                     return Err(AdapterError::Changed { path: path.to_owned() });
                 }
                 parse(path, &(Arc::new(bytes) as Storage))

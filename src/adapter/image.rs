@@ -8,7 +8,11 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::{error::AdapterError, layout::K_TILE, rectangle::Rectangle};
+use super::{
+    error::AdapterError,
+    layout::{B, EmbeddingA, K_TILE, LinearA},
+    rectangle::Rectangle,
+};
 use crate::{
     DType, Element,
     model::{MAX_RANK, Model},
@@ -27,6 +31,7 @@ pub struct SlotImage<'a> {
     /// The factors, in order.
     parts: Vec<Rectangle<'a>>,
     elems: usize,
+    has_experts: bool,
 }
 
 /// The place of one module in an image.
@@ -64,7 +69,15 @@ pub struct SharedEntry {
 impl<'a> SlotImage<'a> {
     /// An image without modules.
     pub(super) fn new(dtype: DType, model: &Model) -> Self {
-        Self { dtype, model: model.clone(), entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
+        Self {
+            dtype,
+            model: model.clone(),
+            entries: Vec::new(),
+            shared: Vec::new(),
+            parts: Vec::new(),
+            elems: 0,
+            has_experts: false,
+        }
     }
 
     /// Appends a factor, or a part without elements, to the block, and returns its offset in elements.
@@ -87,8 +100,41 @@ impl<'a> SlotImage<'a> {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
     }
 
+    /// Takes note of factors of experts.
+    pub(super) fn set_has_experts(&mut self) {
+        self.has_experts = true;
+    }
+
+    /// Whether it has factors of experts.
+    pub(crate) fn has_experts(&self) -> bool {
+        self.has_experts
+    }
+
     pub(crate) fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// The largest size of an image in bytes, of adapters of ranks up to `max_rank` that have factors for all modules of this rank's
+    /// model.
+    pub fn max_bytes(model: &Model, dtype: DType, max_rank: usize) -> usize {
+        let factors = |a_rank, in_features, out_features| {
+            LinearA { rank: a_rank, in_features }.elems() + B { out_features, rank: max_rank }.elems()
+        };
+        let linear = model.linears().iter().flat_map(|site| {
+            let a_rank = site.a_rows(max_rank).len();
+            site.slices().iter().map(move |slice| factors(a_rank, site.in_features(), slice.b_rows().len))
+        });
+        let embeddings = model.embeddings().iter().map(|site| {
+            let a = EmbeddingA { vocab: site.range().len(), rank: max_rank };
+            a.elems() + B { out_features: site.hidden(), rank: max_rank }.elems()
+        });
+        let experts = model.expert_layers().iter().flat_map(|site| {
+            [site.gate_up(), site.down()].into_iter().flat_map(|projection| {
+                let slices = projection.slices().iter();
+                slices.map(|slice| site.held().len() * factors(max_rank, projection.in_features(), slice.output.len))
+            })
+        });
+        linear.chain(embeddings).chain(experts).sum::<usize>() * dtype.bytes()
     }
 
     /// Element type of the block.

@@ -10,7 +10,7 @@ use super::{
     config::Config,
     error::{AdapterError, TensorName},
     experts::Orientation,
-    files::{self, Access, Files, Stamp},
+    files::{self, Access, Files, Opened},
     module::{BaseWeight, Module, ModuleKind, Stack},
     names::{self, Named, Side},
     tensor::{Factor, Storage, Tensor},
@@ -54,7 +54,7 @@ impl Adapter {
     }
 
     /// The adapter in a directory, and the files that it was read from.
-    pub(super) fn load(dir: &Path, access: Access) -> Result<(Self, Vec<Stamp>), AdapterError> {
+    pub(super) fn load(dir: &Path, access: Access) -> Result<(Self, Vec<Opened>), AdapterError> {
         let mut files = Files::new(dir, access);
         let config = Config::parse(&files.config()?)?;
         let adapter = Self::assemble(config, files.tensors()?)?;

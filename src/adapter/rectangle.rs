@@ -2,13 +2,15 @@
 //!
 //! Invariant: its views lie inside their tensor.
 
+use std::{array::from_fn, cell::RefCell};
+
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::{
     error::AdapterError,
-    layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
-    tensor::View,
+    layout::{self, B, CORE, CORE_ELEMS, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
+    tensor::{Rows as StoredRows, View},
 };
 use crate::{DType, Element, model::Rows};
 
@@ -78,13 +80,17 @@ impl<'a> Rectangle<'a> {
         /// Large enough to be worth scheduling, small enough that the output stays in cache.
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.rank) * size_of::<T>();
-        let stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
+        let mut stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
+        // Some features of A are a piece of each row. A file is read in few pieces.
+        if !matches!(self.kind, Kind::B) && self.views.iter().any(|view| view.tensor.is_in_file()) {
+            stripes = stripes.max(part.len().div_ceil(stripe_bytes));
+        }
         let features = stripes * TILE_FEATURES;
-        let finite = part
-            .par_chunks_mut(stripes * stripe_bytes)
-            .enumerate()
-            .all(|(task, part)| self.narrowed(task * features, features).pack::<S, T>(part));
-        if finite { Ok(()) } else { self.unrepresentable::<S, T>().map_or(Ok(()), Err) }
+        let tasks = part.par_chunks_mut(stripes * stripe_bytes).enumerate();
+        let is_finite = tasks
+            .map(|(task, part)| self.narrowed(task * features, features).pack::<S, T>(part))
+            .try_reduce(|| true, |a, b| Ok(a && b))?;
+        if is_finite { Ok(()) } else { self.unrepresentable::<S, T>() }
     }
 
     /// Splits the factor into consecutive parts of at most `max_elems` elements, which must hold one K tile.
@@ -120,87 +126,110 @@ impl<'a> Rectangle<'a> {
     }
 
     /// Writes the factor and returns whether every element is finite.
-    fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> bool {
-        let Self { rank, features, .. } = *self;
-        part.fill(0);
-        let (mut finite, mut first) = (true, 0);
-        for view in &self.views {
-            finite &= match self.kind {
+    fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
+        thread_local! {
+            static BUFFERS: RefCell<Vec<Vec<u8>>> = const { RefCell::new(Vec::new()) };
+        }
+        BUFFERS.with_borrow_mut(|buffers| {
+            buffers.resize_with(self.views.len().max(buffers.len()), Vec::new);
+            let views = self.views.iter().zip(buffers);
+            let views = views.map(|(view, buffer)| view.load::<S>(buffer)).collect::<Result<Vec<_>, _>>()?;
+            let mut rows = views.iter().flat_map(StoredRows::iter);
+            let (rank, core_bytes) = (self.rank, CORE_ELEMS * size_of::<T>());
+            match self.kind {
                 Kind::LinearA => {
-                    let layout = LinearA { rank, in_features: features };
-                    scatter::<S, T, TILE_FEATURES, CORE>(view, part, |row, col| layout.at(row, first + col))
-                }
-                Kind::EmbeddingA => {
-                    let layout = EmbeddingA { vocab: features, rank };
-                    scatter::<S, T, 1, 1>(view, part, |row, col| layout.at(first + col, row))
+                    let rows: Vec<_> = rows.collect();
+                    let tile_elems = layout::stripe_elems(rank) * (K_TILE / TILE_FEATURES);
+                    for (k_tile, part) in part.chunks_exact_mut(tile_elems * size_of::<T>()).enumerate() {
+                        for (ranks, part) in part.chunks_exact_mut(CORE * K_TILE * size_of::<T>()).enumerate() {
+                            let rows = from_fn(|row| rows.get(ranks * CORE + row).copied().unwrap_or_default());
+                            for (core, out) in part.chunks_exact_mut(core_bytes).enumerate() {
+                                write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out);
+                            }
+                        }
+                    }
                 }
                 Kind::B => {
-                    let layout = B { out_features: features, rank };
-                    scatter::<S, T, TILE_RANKS, CORE>(view, part, |row, col| layout.at(first + row, col))
+                    for part in part.chunks_exact_mut(layout::stripe_elems(rank) * size_of::<T>()) {
+                        let outputs: [_; TILE_FEATURES] = from_fn(|_| rows.next().unwrap_or_default());
+                        for (i, out) in part.chunks_exact_mut(core_bytes).enumerate() {
+                            let (first, core) = (i / CORE * TILE_RANKS, i % CORE);
+                            let output = |n| core / 4 * 32 + n / 2 * 8 + core % 4 * 2 + n % 2;
+                            write_core::<S, T>(from_fn(|n| outputs[output(n)]), first, out);
+                        }
+                    }
                 }
-            };
-            first += self.features_of(view);
-        }
-        finite
+                Kind::EmbeddingA => {
+                    let rows: Vec<_> = rows.collect();
+                    let row_bytes = rank.next_multiple_of(TILE_RANKS) * size_of::<T>();
+                    for (id, part) in part.chunks_exact_mut(row_bytes).enumerate() {
+                        for (ranks, out) in part.chunks_exact_mut(CORE * size_of::<T>()).enumerate() {
+                            let row = |rank| rows.get(ranks * CORE + rank).copied().unwrap_or_default();
+                            write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out);
+                        }
+                    }
+                }
+            }
+            Ok(are_finite::<T>(part))
+        })
     }
 
-    /// The error for the first weight that is not finite in `T`.
-    fn unrepresentable<S: Element, T: Element>(&self) -> Option<AdapterError> {
+    /// Returns the error for the first weight that is not finite in `T`.
+    fn unrepresentable<S: Element, T: Element>(&self) -> Result<(), AdapterError> {
+        let mut buffer = Vec::new();
         for view in &self.views {
-            let View { name, tensor, rows, cols, .. } = *view;
-            for place in (0..rows).flat_map(|row| (0..cols).map(move |col| view.at(row, col))) {
-                let value = read::<S>(view.element(place));
-                if !T::from_f32(value).to_f32().is_finite() {
-                    let (tensor, index) = (name.clone(), tensor.index(place));
-                    return Some(AdapterError::Unrepresentable { tensor, index, value, dtype: T::DTYPE });
+            for (row, elements_of_row) in view.load::<S>(&mut buffer)?.iter().enumerate() {
+                let values = (0..view.cols).map(|col| element::<S>(elements_of_row, col).to_f32());
+                if let Some((col, value)) = values.enumerate().find(|(_, value)| !T::from_f32(*value).is_finite()) {
+                    let (tensor, index) = (view.name.clone(), view.tensor.index(view.at(row, col)));
+                    return Err(AdapterError::Unrepresentable { tensor, index, value, dtype: T::DTYPE });
                 }
             }
         }
-        None
+        Ok(())
     }
 }
 
-/// Writes the elements of a view row by row to the offsets `at`. Each `RUN` elements of a row have the same relative offsets, and each
-/// `PIECE` of them are contiguous. Returns whether every element is finite.
-fn scatter<S: Element, T: Element, const RUN: usize, const PIECE: usize>(
-    view: &View<'_>,
-    part: &mut [u8],
-    at: impl Fn(usize, usize) -> usize,
-) -> bool {
-    let bytes = |elems: usize| elems * size_of::<T>();
-    let mut finite = true;
-    // One row, padded with zeros.
-    let mut converted = vec![T::default(); view.cols.next_multiple_of(RUN)];
-    for row in 0..view.rows {
-        finite &= match view.contiguous_row(row) {
-            Some(elements) => convert::<S, T>(elements.chunks_exact(size_of::<S>()), &mut converted),
-            None => {
-                let elements = (0..view.cols).map(|col| view.element(view.at(row, col)));
-                convert::<S, T>(elements, &mut converted)
-            }
-        };
-        for (run, values) in converted.chunks_exact(RUN).enumerate() {
-            // One bounds check for the whole run, so that pieces need none.
-            let out = &mut part[bytes(at(row, run * RUN))..][..bytes(at(0, RUN - PIECE) - at(0, 0) + PIECE)];
-            for (piece, values) in values.chunks_exact(PIECE).enumerate() {
-                let out = &mut out[bytes(at(0, piece * PIECE) - at(0, 0))..][..bytes(PIECE)];
-                out.copy_from_slice(bytemuck::cast_slice(values));
-            }
+/// Writes the core of 8 rows whose first element is `first` in each. Rows that end earlier are followed by zeros.
+#[inline(always)]
+fn write_core<S: Element, T: Element>(rows: [&[u8]; CORE], first: usize, out: &mut [u8]) {
+    for (row, out) in rows.into_iter().zip(out.chunks_exact_mut(CORE * size_of::<T>())) {
+        write_row::<S, T>(elements(row, first), out);
+    }
+}
+
+/// Writes 8 elements.
+#[inline(always)]
+fn write_row<S: Element, T: Element>(elements: [S; CORE], out: &mut [u8]) {
+    out.copy_from_slice(bytemuck::cast_slice(&elements.map(convert::<S, T>)));
+}
+
+/// Whether all elements of a part of a block, which consists of whole cores, are finite.
+fn are_finite<T: Element>(part: &[u8]) -> bool {
+    let mut are_finite = [true; CORE_ELEMS];
+    for core in part.chunks_exact(CORE_ELEMS * size_of::<T>()) {
+        for (is_finite, element) in are_finite.iter_mut().zip(core.chunks_exact(size_of::<T>())) {
+            *is_finite &= bytemuck::pod_read_unaligned::<T>(element).is_finite();
         }
     }
-    finite
+    are_finite == [true; CORE_ELEMS]
 }
 
-/// Converts elements and returns whether every one is finite.
-fn convert<'a, S: Element, T: Element>(elements: impl Iterator<Item = &'a [u8]>, out: &mut [T]) -> bool {
-    let mut finite = true;
-    for (element, out) in elements.zip(out) {
-        *out = T::from_f32(read::<S>(element));
-        finite &= out.to_f32().is_finite();
+#[inline(always)]
+fn convert<S: Element, T: Element>(value: S) -> T {
+    if S::DTYPE == T::DTYPE { bytemuck::cast(value) } else { T::from_f32(value.to_f32()) }
+}
+
+/// The 8 elements of a row from `first` on, and zeros after its end.
+#[inline(always)]
+fn elements<S: Element>(row: &[u8], first: usize) -> [S; CORE] {
+    match row.get(first * size_of::<S>()..(first + CORE) * size_of::<S>()) {
+        Some(elements) => bytemuck::pod_read_unaligned(elements),
+        None => from_fn(|i| element(row, first + i)),
     }
-    finite
 }
 
-fn read<S: Element>(element: &[u8]) -> f32 {
-    bytemuck::pod_read_unaligned::<S>(element).to_f32()
+/// One element of a row, or zero after its end.
+fn element<S: Element>(row: &[u8], index: usize) -> S {
+    row.get(index * size_of::<S>()..(index + 1) * size_of::<S>()).map_or(S::default(), bytemuck::pod_read_unaligned)
 }

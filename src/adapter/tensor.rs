@@ -2,7 +2,7 @@
 //!
 //! Invariant: a tensor has exactly as many bytes as its shape and element type require.
 
-use std::{fmt, ops::Range, sync::Arc};
+use std::{fmt, fs::File, ops::Range, os::unix::fs::FileExt as _, path::PathBuf, sync::Arc};
 
 use half::{bf16, f16};
 
@@ -12,13 +12,27 @@ use crate::{DType, Element};
 /// The owner of a tensor's bytes: a vector, a shared slice, a memory map, a static slice or any other handle.
 pub(super) type Storage = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
+/// A file that tensors are read from when they are needed.
+#[derive(Debug)]
+pub(super) struct WeightFile {
+    pub(super) path: PathBuf,
+    pub(super) file: File,
+}
+
 /// A tensor of an adapter. Clones share its bytes.
 #[derive(Clone)]
 pub struct Tensor {
     dtype: DType,
     shape: Vec<usize>,
-    storage: Storage,
+    place: Place,
     bytes: Range<usize>,
+}
+
+/// Where a tensor's bytes are.
+#[derive(Clone)]
+enum Place {
+    Memory(Storage),
+    File(Arc<WeightFile>),
 }
 
 impl Tensor {
@@ -52,24 +66,45 @@ impl Tensor {
         let want = shape.iter().try_fold(dtype.bytes(), |bytes, &dim| bytes.checked_mul(dim));
         let got = (*storage).as_ref().get(bytes.clone()).map_or(0, <[u8]>::len);
         if want == Some(bytes.len()) && got == bytes.len() {
-            Ok(Self { dtype, shape, storage, bytes })
+            Ok(Self { dtype, shape, place: Place::Memory(storage), bytes })
         } else {
             Err(AdapterError::Bytes { dtype, shape, got })
         }
     }
 
-    /// A tensor of `len` bytes that are elsewhere: [`bytes`](Self::bytes) is empty.
-    pub(super) fn absent(dtype: DType, shape: Vec<usize>, len: usize) -> Result<Self, AdapterError> {
+    /// A tensor that is read from a range of a file. [`bytes`](Self::bytes) is empty.
+    pub(super) fn in_file(
+        dtype: DType,
+        shape: Vec<usize>,
+        file: Arc<WeightFile>,
+        bytes: Range<usize>,
+    ) -> Result<Self, AdapterError> {
         let want = shape.iter().try_fold(dtype.bytes(), |bytes, &dim| bytes.checked_mul(dim));
-        if want == Some(len) {
-            Ok(Self { dtype, shape, storage: Arc::new([]), bytes: 0..0 })
+        if want == Some(bytes.len()) {
+            Ok(Self { dtype, shape, place: Place::File(file), bytes })
         } else {
-            Err(AdapterError::Bytes { dtype, shape, got: len })
+            Err(AdapterError::Bytes { dtype, shape, got: bytes.len() })
         }
     }
 
-    fn is_absent(&self) -> bool {
-        self.bytes.is_empty() && !self.is_empty()
+    pub(super) fn is_in_file(&self) -> bool {
+        matches!(self.place, Place::File(_))
+    }
+
+    /// A range of the tensor's bytes, which are read into `buffer` if they are in a file.
+    fn read<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], AdapterError> {
+        match &self.place {
+            Place::Memory(_) => Ok(&self.bytes()[range]),
+            Place::File(stored) => {
+                let WeightFile { path, file } = &**stored;
+                // Only what is new is cleared.
+                buffer.resize(range.len().max(buffer.len()), 0);
+                let bytes = &mut buffer[..range.len()];
+                let read = file.read_exact_at(bytes, (self.bytes.start + range.start) as u64);
+                read.map_err(|source| AdapterError::Read { path: path.clone(), source })?;
+                Ok(bytes)
+            }
+        }
     }
 
     /// Whether the tensor has no elements, which is not whether its bytes are here.
@@ -89,7 +124,10 @@ impl Tensor {
 
     /// The elements: row-major, little-endian.
     pub fn bytes(&self) -> &[u8] {
-        &(*self.storage).as_ref()[self.bytes.clone()]
+        match &self.place {
+            Place::Memory(storage) => &(**storage).as_ref()[self.bytes.clone()],
+            Place::File(_) => &[],
+        }
     }
 
     /// The index of the element at a linear offset.
@@ -230,19 +268,43 @@ impl<'a> View<'a> {
         self.start + row * self.row_stride + col * self.col_stride
     }
 
+    /// The matrix with the elements of each row contiguous. What is in a file, or has a column stride, is in `buffer`.
+    pub(super) fn load<'b, S: Element>(&'b self, buffer: &'b mut Vec<u8>) -> Result<Rows<'b>, AdapterError> {
+        let Self { tensor, rows, cols, .. } = *self;
+        if rows == 0 || cols == 0 {
+            return Ok(Rows { bytes: &[], stride: 0, len: 0, rows });
+        }
+        let size = size_of::<S>();
+        let span = self.start * size..(self.at(rows - 1, cols - 1) + 1) * size;
+        if self.col_stride == 1 {
+            let bytes = tensor.read(span, buffer)?;
+            return Ok(Rows { bytes, stride: self.row_stride * size, len: cols * size, rows });
+        }
+        let mut read = Vec::new();
+        let bytes = tensor.read(span, &mut read)?;
+        buffer.clear();
+        for row in 0..rows {
+            for col in 0..cols {
+                let first = (row * self.row_stride + col * self.col_stride) * size;
+                buffer.extend_from_slice(&bytes[first..first + size]);
+            }
+        }
+        Ok(Rows { bytes: buffer, stride: cols * size, len: cols * size, rows })
+    }
+
     /// The elements of a row, if they are contiguous.
-    pub(super) fn contiguous_row(&self, row: usize) -> Option<&'a [u8]> {
+    fn contiguous_row(&self, row: usize) -> Option<&'a [u8]> {
         let size = self.tensor.dtype.bytes();
         (self.col_stride == 1).then(|| &self.tensor.bytes()[self.at(row, 0) * size..][..self.cols * size])
     }
 
     /// The element at a linear offset.
-    pub(super) fn element(&self, index: usize) -> &'a [u8] {
+    fn element(&self, index: usize) -> &'a [u8] {
         let size = self.tensor.dtype.bytes();
         &self.tensor.bytes()[index * size..][..size]
     }
 
-    /// Whether both have the same shape, element type and bits. Different tensors without bytes differ.
+    /// Whether both have the same shape, element type and bits. Different tensors in files count as different.
     pub(super) fn same(&self, other: &Self) -> bool {
         if (self.rows, self.cols, self.tensor.dtype) != (other.rows, other.cols, other.tensor.dtype) {
             return false;
@@ -251,11 +313,29 @@ impl<'a> View<'a> {
         if place(self) == place(other) {
             return true;
         }
-        let is_absent = self.tensor.is_absent() || other.tensor.is_absent();
-        !is_absent
+        let is_in_file = self.tensor.is_in_file() || other.tensor.is_in_file();
+        !is_in_file
             && (0..self.rows).all(|row| match (self.contiguous_row(row), other.contiguous_row(row)) {
                 (Some(a), Some(b)) => a == b,
                 _ => (0..self.cols).all(|col| self.element(self.at(row, col)) == other.element(other.at(row, col))),
             })
+    }
+}
+
+/// The rows of a matrix, each contiguous.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows<'a> {
+    bytes: &'a [u8],
+    /// Bytes from one row to the next.
+    stride: usize,
+    /// Bytes of a row.
+    len: usize,
+    rows: usize,
+}
+
+impl<'a> Rows<'a> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &'a [u8]> {
+        let Self { bytes, stride, len, rows } = *self;
+        (0..rows).map(move |row| &bytes[row * stride..][..len])
     }
 }

@@ -124,6 +124,8 @@ pub enum Answer {
     /// Not now, nor the other requests of its adapter: the adapter is being loaded, for example. If the request is overdue, the room
     /// for its adapter is kept.
     Skip,
+    /// The request cannot run: its adapter could not be loaded, for example. It is forgotten.
+    Fail,
     /// Nothing more in this call: the step's tokens or the KV cache are used up, for example.
     Stop,
 }
@@ -145,13 +147,10 @@ pub enum Answer {
 ///     pool: &mut AdapterPool,
 ///     now: Duration,
 ///     has_room: &mut dyn FnMut(u64) -> bool, // the step's tokens and the KV cache
-/// ) -> Result<Started, Box<dyn std::error::Error>> {
+/// ) -> Started {
 ///     for adapter in admission.prefetch().take(4) {
-///         // Of an adapter that was unregistered, or could not be loaded, the requests fail below. A prefetch would try the load
-///         // again, and forget that it failed.
-///         if pool.residency(adapter).is_some_and(|residency| !residency.has_failed) {
-///             pool.prefetch(adapter)?;
-///         }
+///         // Of an adapter that was unregistered, or could not be loaded, the requests fail below.
+///         let _ = pool.prefetch(adapter);
 ///     }
 ///     let (mut started, mut failed) = (vec![], vec![]);
 ///     admission.admit(now, |request| {
@@ -160,7 +159,7 @@ pub enum Answer {
 ///             Err(PoolError::Loading { .. } | PoolError::Full) => return Answer::Skip,
 ///             Err(error) => {
 ///                 failed.push((request.id, error));
-///                 return Answer::Skip;
+///                 return Answer::Fail;
 ///             }
 ///         };
 ///         if !has_room(request.id) {
@@ -169,10 +168,7 @@ pub enum Answer {
 ///         started.push((request.id, lease));
 ///         Answer::Take
 ///     });
-///     for (id, _) in &failed {
-///         admission.cancel(id)?;
-///     }
-///     Ok((started, failed))
+///     (started, failed)
 /// }
 /// # let _: fn(_, _, _, _) -> _ = start;
 /// ```
@@ -196,6 +192,14 @@ struct Call<A> {
 /// [`Answer::Stop`].
 struct Stopped;
 
+/// The other answers.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Offered {
+    Taken,
+    Skipped,
+    Failed,
+}
+
 impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
     /// An admission without requests.
     pub fn new(limits: Limits) -> Self {
@@ -217,8 +221,8 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
     /// Offers waiting requests that fit, in the [order](self#order) of the module, until none is left or the engine answers
     /// [`Answer::Stop`]. `now` counts from the same moment as the arrivals.
     ///
-    /// The time is that of the offers, each with at most a search among the adapters of a batch. Besides those that it takes, an engine
-    /// is offered at most `2 * max_adapters + 3` requests, however many are waiting.
+    /// The time is that of the offers, each with at most a search among the adapters of a batch. Besides those that it takes or fails,
+    /// an engine is offered at most `2 * max_adapters + 3` requests, however many are waiting.
     pub fn admit(&mut self, now: Duration, mut offer: impl FnMut(&Request<R, A>) -> Answer) {
         let mut call = Call { skipped: Vec::new(), kept: Vec::new(), draining: Vec::new() };
         // Stopped is one of the ways in which a call ends.
@@ -303,7 +307,7 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
             if let Some(new) = new.filter(|new| !self.fits(new, &call.kept, &[])) {
                 return Ok(Some(new));
             }
-            if !self.offer(key, adapter, call, offer)? {
+            if self.offer(key, adapter, call, offer)? == Offered::Skipped {
                 call.kept.extend(new);
             }
         }
@@ -352,32 +356,42 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
             else {
                 continue;
             };
-            let mut is_taken = self.fits(&new, &call.kept, &[]) && self.offer(key, adapter, call, offer)?;
-            passed_over += usize::from(!is_taken);
-            while is_taken {
+            let mut offered = Offered::Skipped;
+            if self.fits(&new, &call.kept, &[]) {
+                offered = self.offer(key, adapter, call, offer)?;
+            }
+            passed_over += usize::from(offered == Offered::Skipped);
+            while offered != Offered::Skipped {
                 let Some(next) = self.queue.head_of(adapter) else { break };
-                is_taken = self.offer(next, adapter, call, offer)?;
+                offered = self.offer(next, adapter, call, offer)?;
             }
         }
         Ok(())
     }
 
-    /// Offers the oldest waiting request of an adapter, and returns whether it was taken.
+    /// Offers the oldest waiting request of an adapter.
     fn offer(
         &mut self,
         key: Key,
         adapter: Option<A>,
         call: &mut Call<A>,
         offer: &mut impl FnMut(&Request<R, A>) -> Answer,
-    ) -> Result<bool, Stopped> {
-        match offer(self.queue.request(key, adapter)) {
+    ) -> Result<Offered, Stopped> {
+        let request = self.queue.request(key, adapter);
+        match offer(request) {
             Answer::Take => {
                 self.queue.start(key, adapter);
-                Ok(true)
+                Ok(Offered::Taken)
             }
             Answer::Skip => {
                 call.skipped.push(adapter);
-                Ok(false)
+                Ok(Offered::Skipped)
+            }
+            Answer::Fail => {
+                let id = request.id.clone();
+                let known = self.queue.remove(&id);
+                debug_assert_eq!(known, Ok(()), "an offered request waits");
+                Ok(Offered::Failed)
             }
             Answer::Stop => Err(Stopped),
         }

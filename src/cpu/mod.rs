@@ -9,6 +9,7 @@ mod experts;
 mod factors;
 mod fully_sharded;
 mod fused_linear;
+mod host;
 mod linear;
 mod matrix;
 mod pool;
@@ -22,6 +23,7 @@ pub use self::{
     experts::LoraExperts,
     fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
+    host::{HostAdapter, HostMemory},
     linear::LoraLinear,
     matrix::{Matrix, MatrixMut},
     pool::AdapterPool,

@@ -18,8 +18,8 @@ use crate::{
     model::Model,
     plan::Capacity,
     pool::{
-        AdapterId, Backend, Copy, Granted, Lease, Pool, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
-        adapter_pool, slot_at,
+        AdapterId, Backend, Copy, Granted, Lease, Outcome, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
+        StreamId, adapter_pool, arena_bytes, slot_at,
     },
 };
 
@@ -65,7 +65,7 @@ impl Backend for Host {
     type Packed = Arc<Packed>;
     type Packer = ();
 
-    fn row_bytes(&self) -> usize {
+    fn row_bytes(_: &Model) -> usize {
         0
     }
 

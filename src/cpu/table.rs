@@ -46,7 +46,7 @@ impl WeightTable {
     }
 
     fn with(bounds: Bounds, arena_bytes: usize) -> Self {
-        let arena = Arena { bytes: arena_bytes, used: 0.into() };
+        let arena = Arena::new(arena_bytes);
         let slots = Arc::new(Slots::new(bounds.capacity.num_slots, bounds.is_pooled));
         Self { shared: Arc::new(Shared { bounds, arena }), slots }
     }

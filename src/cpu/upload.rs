@@ -66,8 +66,17 @@ pub(super) struct Adapter {
 }
 
 impl Arena {
+    pub(super) fn new(bytes: usize) -> Self {
+        Self { bytes, used: 0.into() }
+    }
+
+    /// Gives back `bytes`.
+    pub(super) fn free(&self, bytes: usize) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
     /// Takes `bytes`, or returns how many are free.
-    fn take(&self, bytes: usize) -> Result<(), usize> {
+    pub(super) fn take(&self, bytes: usize) -> Result<(), usize> {
         let taken = |used: usize| Some(used + bytes).filter(|&used| used <= self.bytes);
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).map(drop).map_err(|used| self.bytes - used)
     }
@@ -82,7 +91,11 @@ impl Reservation {
     /// Reserves room for an image that matches the table.
     pub(super) fn new(shared: &Arc<Shared>, image: &SlotImage<'_>) -> Result<Self, LoadError> {
         shared.bounds.check_image(image)?;
-        let bytes = image.bytes();
+        Self::of(shared, image.bytes())
+    }
+
+    /// Reserves room for `bytes` bytes.
+    pub(super) fn of(shared: &Arc<Shared>, bytes: usize) -> Result<Self, LoadError> {
         shared.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
         Ok(Self { shared: Arc::clone(shared), bytes })
     }
@@ -123,7 +136,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.shared.arena.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.shared.arena.free(self.bytes);
     }
 }
 

@@ -57,10 +57,6 @@ impl WeightTable {
         // Every slot of the pool is one of the table.
         let _ = slots.take(&mut slots.lock(), slot);
     }
-
-    pub(super) fn row_bytes(&self) -> usize {
-        self.shared.row_bytes()
-    }
 }
 
 /// What a slot is pointed to.

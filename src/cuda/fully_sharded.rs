@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use super::{LaunchError, Matrix, MatrixMut, Step, WeightTable, raw};
-use crate::{Element, model::LinearId, plan::PlanError};
+use crate::{Element, ffi, model::LinearId, plan::PlanError};
 
 /// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
 /// with the other ranks, as [`Exchange`](crate::model::Exchange) says. [`cpu::FullyShardedLinear`](crate::cpu::FullyShardedLinear) has
@@ -50,7 +50,7 @@ impl FullyShardedLinear {
         (args.x, args.v) = (x as *const c_void, v as *mut f32);
         // SAFETY: every operand is large enough and in the queue's context (checked). The step's table and routing, and buffers, belong
         // to the queue; guards order the other operands. Graphs keep their operands alive.
-        unsafe { self.raw.launch_shrink(&args, &step.raw()) }
+        unsafe { self.raw.launch(ffi::aril_sharded_shrink, &args, &step.raw()) }
     }
 
     /// Enqueues `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows
@@ -76,6 +76,6 @@ impl FullyShardedLinear {
         let ((v, _v_guard), (y, _y_guard)) = (v.on(queue), y.on(queue));
         (args.v, args.y) = (v as *mut f32, y as *mut c_void);
         // SAFETY: as in `shrink`. Expand does not write `v`.
-        unsafe { self.raw.launch_expand(&args, &step.raw()) }
+        unsafe { self.raw.launch(ffi::aril_sharded_expand, &args, &step.raw()) }
     }
 }

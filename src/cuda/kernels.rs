@@ -1,4 +1,4 @@
-use std::ffi::CStr;
+use std::ffi::{CStr, c_void};
 
 use cudarc::driver::{CudaContext, result};
 use libloading::Library;
@@ -13,6 +13,9 @@ pub fn driver_is_present() -> bool {
     #[expect(unsafe_code, reason = "loads a library")]
     ["libcuda.so.1", "libcuda.so"].into_iter().any(|name| unsafe { Library::new(name) }.is_ok())
 }
+
+/// An operation of the C ABI, with its arguments and the stream.
+pub(super) type Operation<Args> = unsafe extern "C" fn(*const Args, *mut c_void) -> i32;
 
 /// The kernels, loaded into one CUDA context.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -54,6 +57,26 @@ impl Kernels {
             Some(context) if context as usize == self.context => Ok(()),
             _ => Err(LaunchError::WrongContext { operand: "the thread" }),
         }
+    }
+
+    /// Enqueues an operation on `num_tokens` tokens, if there are any.
+    ///
+    /// # Safety
+    /// The arguments and their memory are as the operation requires.
+    #[expect(unsafe_code, reason = "FFI")]
+    pub(super) unsafe fn launch<Args>(
+        &self,
+        operation: Operation<Args>,
+        args: &Args,
+        num_tokens: i32,
+        stream: *mut c_void,
+    ) -> Result<(), LaunchError> {
+        self.check_thread()?;
+        if num_tokens == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's obligations.
+        check(unsafe { operation(args, stream) })
     }
 
     /// Rejects an operand of another context.

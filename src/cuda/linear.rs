@@ -2,10 +2,7 @@
 
 use std::ffi::c_void;
 
-use super::{
-    LaunchError, Matrix, MatrixMut, Step, View, WeightTable,
-    raw::{self, Kernel},
-};
+use super::{LaunchError, Matrix, MatrixMut, Step, View, WeightTable, kernels::Operation, raw};
 use crate::{
     Element, ffi,
     model::LinearId,
@@ -149,7 +146,7 @@ impl LoraLinear {
 
     fn enqueue<T: Element>(
         &self,
-        kernel: Kernel,
+        operation: Operation<ffi::aril_linear_args>,
         overwrites: bool,
         step: &mut Step<'_>,
         x: Option<Matrix<'_, T>>,
@@ -169,6 +166,6 @@ impl LoraLinear {
         args.overwrites = overwrites.into();
         // SAFETY: every operand is large enough and in the queue's context (checked). The step's table, routing and workspace, and
         // buffers, belong to the queue; guards order the other operands. Graphs keep their operands alive.
-        unsafe { self.raw.launch(kernel, &args, queue.raw()) }
+        unsafe { self.raw.launch(operation, &args, queue.raw()) }
     }
 }

@@ -39,6 +39,7 @@ mod fully_sharded;
 mod fused_linear;
 mod graph;
 mod grouping;
+mod host;
 mod host_arena;
 mod kernels;
 mod linear;
@@ -67,6 +68,7 @@ pub use self::{
     fused_linear::FusedLinear,
     graph::Graph,
     grouping::{GroupedRoutes, Grouping},
+    host::{HostAdapter, HostMemory},
     kernels::{Kernels, driver_is_present},
     linear::LoraLinear,
     matrix::{Matrix, MatrixMut},

@@ -7,8 +7,8 @@ use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, flip::Flip, host_arena::HostArena,
-    own_stream::OwnStream, raw::Descriptor,
+    LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, flip::Flip, host::NOWHERE,
+    host_arena::HostArena, own_stream::OwnStream, raw::Descriptor, table::row_bytes,
 };
 use crate::{
     DType,
@@ -17,8 +17,8 @@ use crate::{
     model::Model,
     plan::Capacity,
     pool::{
-        AdapterId, Backend, Copy, Granted, Lease, Pool, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
-        adapter_pool, slot_at,
+        AdapterId, Backend, Copy, Granted, Lease, Outcome, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
+        StreamId, adapter_pool, arena_bytes, slot_at,
     },
     residency::Bounds,
 };
@@ -33,9 +33,6 @@ adapter_pool! {
     /// [`LaunchError::Capturing`]. While any stream is, no adapter is evicted. Dropping a pool waits for its copies.
     Device
 }
-
-/// Address of a block whose place is not known yet.
-const NOWHERE: u64 = 1 << 20;
 
 /// The memory and the streams of a pool.
 #[derive(Debug)]
@@ -174,8 +171,8 @@ impl Backend for Device {
     type Packed = Packed;
     type Packer = Arc<HostArena>;
 
-    fn row_bytes(&self) -> usize {
-        self.lanes[0].weights.row_bytes()
+    fn row_bytes(model: &Model) -> usize {
+        row_bytes(model.num_entries())
     }
 
     fn packer(&self) -> Arc<HostArena> {

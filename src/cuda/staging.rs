@@ -1,10 +1,10 @@
 #![expect(unsafe_code, reason = "copies on a stream that it owns")]
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use cudarc::driver::{CudaContext, CudaEvent};
 
-use super::{LaunchError, Queue, own_stream::OwnStream, pinned::Pinned};
+use super::{LaunchError, Queue, host_arena::HostArena, own_stream::OwnStream, pinned::Pinned};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
     error::LoadError,
@@ -69,6 +69,20 @@ impl Staging {
             progress(range.end);
         }
         Ok(())
+    }
+
+    /// Enqueues a copy of a part of page-locked memory.
+    ///
+    /// # Safety
+    /// As for [`copy_image`](Self::copy_image). Nothing writes to the part until the copy has run, and the memory stays allocated.
+    pub(super) unsafe fn copy_part(
+        &mut self,
+        to: u64,
+        arena: &HostArena,
+        range: Range<usize>,
+    ) -> Result<(), LoadError> {
+        // SAFETY: the caller's obligations.
+        Ok(unsafe { arena.copy_to(range, to, self.stream.raw()) }?)
     }
 
     /// Enqueues a copy of `bytes`, through the buffers.

@@ -8,7 +8,7 @@ use std::{
 use cudarc::driver::result;
 
 use super::{
-    Filled, LaunchError, Queue, Reservation, Staging,
+    Filled, HostAdapter, HostMemory, LaunchError, Queue, Reservation, Staging,
     arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
     region::Region,
@@ -20,6 +20,7 @@ use crate::{
     error::{LoadError, SlotError},
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
+    pool::PoolError,
     residency::{Bounds, Resident, SlotInfo, Slots, Usage},
 };
 
@@ -132,16 +133,43 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
+        self.fill_by(|staging| reservation.fill_with_progress(image, staging, progress))
+    }
+
+    /// Fills a reservation from page-locked memory, and waits for the copy.
+    pub(crate) fn fill_packed(&self, reservation: Reservation, packed: &HostAdapter) -> Result<Filled, LoadError> {
+        self.fill_by(|staging| reservation.fill_packed(packed, staging))
+    }
+
+    fn fill_by(&self, fill: impl FnOnce(&mut Staging) -> Result<Filled, LoadError>) -> Result<Filled, LoadError> {
         let filled = {
             let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
             let staging = match &mut *staging {
                 Some(staging) => staging,
                 none => none.insert(Staging::new(&self.shared.queue)?),
             };
-            reservation.fill_with_progress(image, staging, progress)?
+            fill(staging)?
         };
         filled.wait()?;
         Ok(filled)
+    }
+
+    /// Page-locked memory for adapters of the table.
+    pub(crate) fn host_memory(&self, bytes: usize) -> Result<HostMemory, PoolError> {
+        HostMemory::new(&self.shared.queue, bytes)
+    }
+
+    /// As [`arena_bytes`](Self::arena_bytes).
+    pub(crate) fn arena_bytes_of(&self, packed: &HostAdapter) -> usize {
+        blocks::bytes_for([packed.bytes], self.shared.row_bytes())
+    }
+
+    /// As [`reserve`](Self::reserve).
+    pub(crate) fn reserve_packed(&self, packed: &HostAdapter) -> Result<Reservation, LoadError> {
+        let bounds = &self.shared.bounds;
+        bounds.check_owner()?;
+        bounds.check(&packed.model, packed.dtype, packed.max_rank)?;
+        self.reserve_bytes(packed.bytes)
     }
 
     /// Rejects a slot that does not exist.
@@ -154,15 +182,19 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError`] if the image does not match the table or the arena is full.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
+        self.shared.bounds.check_image(image)?;
+        self.reserve_bytes(image.bytes())
+    }
+
+    fn reserve_bytes(&self, image_bytes: usize) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
-        bounds.check_image(image)?;
         queue.bind()?;
-        let (rooms, waits) = arena.take(self.shared.rooms_of(image))?;
+        let (rooms, waits) = arena.take(self.shared.rooms_of(image_bytes))?;
         Ok(Reservation {
             arena: Arc::clone(arena),
             bounds: bounds.clone(),
             rooms: Some(rooms),
-            image_bytes: image.bytes(),
+            image_bytes,
             waits,
             written: None,
         })
@@ -262,7 +294,7 @@ impl WeightTable {
 
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        !self.shared.bounds.is_pooled && self.shared.arena.fits(self.shared.rooms_of(image))
+        !self.shared.bounds.is_pooled && self.shared.arena.fits(self.shared.rooms_of(image.bytes()))
     }
 
     /// The model of the adapters.
@@ -312,8 +344,8 @@ impl WeightTable {
 
 impl Shared {
     /// Sizes of the rooms that an image needs: for its factors, and for its descriptors on the way to the table.
-    fn rooms_of(&self, image: &SlotImage<'_>) -> [usize; 2] {
-        [image.bytes(), self.row_bytes()]
+    fn rooms_of(&self, image_bytes: usize) -> [usize; 2] {
+        [image_bytes, self.row_bytes()]
     }
 
     pub(super) fn row_bytes(&self) -> usize {
@@ -328,6 +360,6 @@ impl Shared {
 }
 
 /// The bytes of a slot's descriptors.
-fn row_bytes(num_entries: usize) -> usize {
+pub(super) fn row_bytes(num_entries: usize) -> usize {
     num_entries * size_of::<Descriptor>()
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 
-use super::{LaunchError, Staging, arena::Arena, capturing::Relaxed, raw::Descriptor};
+use super::{HostAdapter, LaunchError, Staging, arena::Arena, capturing::Relaxed, raw::Descriptor};
 use crate::{
     adapter::SlotImage,
     blocks::Block,
@@ -58,15 +58,50 @@ impl Reservation {
     /// # Errors
     /// As for `fill`.
     pub fn fill_with_progress(
-        mut self,
+        self,
         image: &SlotImage<'_>,
         staging: &mut Staging,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
         self.bounds.check_image(image)?;
-        if image.bytes() != self.image_bytes {
-            return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.image_bytes }.into());
-        }
+        self.expect_size(image.bytes())?;
+        self.fill_by(
+            image.max_rank(),
+            staging,
+            // SAFETY: the obligations of `fill_by`.
+            |staging, block| unsafe { staging.copy_image(block, image, progress) },
+            |block| Descriptor::row(image, block),
+        )
+    }
+
+    /// Enqueues the copy of an adapter in page-locked memory, which the caller keeps until it has [waited](Filled::wait) for it.
+    pub(super) fn fill_packed(self, packed: &HostAdapter, staging: &mut Staging) -> Result<Filled, LoadError> {
+        self.expect_size(packed.bytes)?;
+        let (memory, range) = packed.place();
+        self.fill_by(
+            packed.max_rank,
+            staging,
+            // SAFETY: the obligations of `fill_by`. The caller keeps the adapter, which nothing writes to.
+            |staging, block| unsafe { staging.copy_part(block, memory, range) },
+            |block| packed.row(block),
+        )
+    }
+
+    /// Rejects an image that the room was not reserved for.
+    fn expect_size(&self, bytes: usize) -> Result<(), SlotError> {
+        let reserved = self.image_bytes;
+        if bytes == reserved { Ok(()) } else { Err(SlotError::OtherImage { bytes, reserved }) }
+    }
+
+    /// Enqueues the copies of factors, which `copy` enqueues on the staging's stream, and of descriptors. `copy` has the address of the
+    /// block, which has the size of the image, and which nothing else uses until the copies have run.
+    fn fill_by(
+        mut self,
+        max_rank: usize,
+        staging: &mut Staging,
+        copy: impl FnOnce(&mut Staging, u64) -> Result<(), LoadError>,
+        row: impl FnOnce(u64) -> Vec<Descriptor>,
+    ) -> Result<Filled, LoadError> {
         let queue = self.arena.queue();
         queue.kernels().check_context("the staging", staging.context())?;
         queue.bind()?;
@@ -74,18 +109,17 @@ impl Reservation {
             staging.wait_for(&event)?;
         }
         let written = queue.new_event()?;
-        let [block, row] = self.rooms().each_ref().map(|room| self.arena.address(room));
-        let descriptors = Descriptor::row(image, block);
-        // SAFETY: both allocations belong to this reservation and have the copies' sizes. The staging stream waits for their earlier
-        // uses, and later uses wait for `written`.
-        let copied = unsafe { staging.copy_image(block, image, progress) }
-            // SAFETY: as above.
-            .and_then(|()| unsafe { staging.copy_bytes(row, bytemuck::cast_slice(&descriptors)) });
+        let [block, row_at] = self.rooms().each_ref().map(|room| self.arena.address(room));
+        let descriptors = row(block);
+        let copied = copy(staging, block)
+            // SAFETY: the allocation belongs to this reservation and has the copy's size. The staging stream waits for its earlier uses,
+            // and later uses wait for `written`.
+            .and_then(|()| unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&descriptors)) });
         let recorded = staging.record(&written);
         self.written = Some(Arc::new(written));
         copied?;
         recorded?;
-        Ok(Filled { reservation: self, max_rank: image.max_rank() })
+        Ok(Filled { reservation: self, max_rank })
     }
 }
 

@@ -42,6 +42,13 @@ impl<T: Table> Prepared<T> {
     }
 }
 
+/// How far this rank has come with an adapter.
+pub(super) struct Progress {
+    pub(super) phase: Phase,
+    /// Whether it would fit if no adapter was loaded.
+    pub(super) can_hold: bool,
+}
+
 /// Why this rank failed.
 enum Failure {
     Error(LoadError),
@@ -108,18 +115,29 @@ impl<R: Ranks, T: Table> Group<R, T> {
         version: u64,
         open: impl FnOnce() -> Result<A, AdapterError>,
     ) -> Result<Prepared<T>, GroupError> {
+        self.prepare_by(slot, version, |table, progress| {
+            let adapter = open()?;
+            let image = adapter.borrow().plan(table.model(), table.dtype())?;
+            *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(&image) };
+            let reservation = table.reserve(slot, &image)?;
+            progress.phase = Phase::Fill;
+            table.fill(reservation, &image)
+        })
+    }
+
+    /// As [`prepare`](Self::prepare). `fill` writes the adapter, and says how far it has come.
+    pub(super) fn prepare_by(
+        &mut self,
+        slot: Slot,
+        version: u64,
+        fill: impl FnOnce(&T, &mut Progress) -> Result<T::Filled, LoadError>,
+    ) -> Result<Prepared<T>, GroupError> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone().into());
         }
-        let (mut phase, mut can_hold) = (Phase::Plan, false);
-        let own = attempt(|| {
-            let adapter = open()?;
-            let image = adapter.borrow().plan(self.table.model(), self.table.dtype())?;
-            (phase, can_hold) = (Phase::Reserve, self.table.can_hold(&image));
-            let reservation = self.table.reserve(slot, &image)?;
-            phase = Phase::Fill;
-            self.table.fill(reservation, &image)
-        });
+        let mut progress = Progress { phase: Phase::Plan, can_hold: false };
+        let own = attempt(|| fill(&self.table, &mut progress));
+        let Progress { phase, can_hold } = progress;
         let ready = Verdict::ready(slot, version);
         let verdicts =
             self.exchange(&own.as_ref().map_or_else(|failure| failure.verdict(phase, can_hold), |_| ready.clone()));

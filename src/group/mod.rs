@@ -8,7 +8,7 @@
 //! The ranks must commit between the same two steps, because the ranks of a step must use the same adapter. `prepare` may run on
 //! another thread, beside steps.
 //!
-//! A [`GroupPool`] shares the slots among more adapters than fit.
+//! A [`GroupPool`] shares the slots among more adapters than fit, and keeps others packed in host memory.
 //!
 //! The messages go over a channel of the engine's ([`Ranks`]). [`InProcess`] connects the threads of one process.
 //!
@@ -52,6 +52,7 @@
 
 mod channel;
 mod error;
+mod host;
 mod in_process;
 mod load;
 mod pool;
@@ -64,5 +65,5 @@ pub use self::{
     in_process::InProcess,
     load::{Group, Prepared},
     pool::GroupPool,
-    table::Table,
+    table::{HostTable, Table},
 };

@@ -1,9 +1,12 @@
 use std::{borrow::Borrow, collections::HashMap};
 
-use super::{channel::Ranks, error::GroupError, load::Group, table::Table};
+use super::{channel::Ranks, error::GroupError, host::HostTier, load::Group, table::HostTable};
 use crate::{
     Slot,
     adapter::{Adapter, AdapterError},
+    error::LoadError,
+    pool::{PoolError, Source, Tier},
+    residency::Usage,
 };
 
 /// The slots of a group's tables, shared by more adapters than fit: an adapter is loaded into the same slot on all ranks, or on none.
@@ -12,9 +15,13 @@ use crate::{
 /// alone, so all evict the same adapters. The pool alone loads into the tables and unloads.
 ///
 /// A load blocks until all ranks have made it. Requests for adapters that are loaded exchange nothing.
+///
+/// With a [host tier](Self::with_host_tier), each rank keeps its parts of adapters packed in host memory, page-locked on CUDA, and a
+/// [`prefetch`](Self::prefetch) brings them there beside steps. A rank reads what its tier lacks, so the ranks' tiers may differ.
 #[derive(Debug)]
-pub struct GroupPool<R, T> {
+pub struct GroupPool<R, T: HostTable> {
     group: Group<R, T>,
+    host: Option<HostTier<T>>,
     /// By version.
     loaded: HashMap<u64, Loaded>,
     /// Number of the last use. It orders adapters by use.
@@ -28,10 +35,20 @@ struct Loaded {
     last_use: u64,
 }
 
-impl<R: Ranks, T: Table> GroupPool<R, T> {
-    /// A pool of a group whose tables are empty.
+impl<R: Ranks, T: HostTable> GroupPool<R, T> {
+    /// A pool of a group whose tables are empty, without a host tier.
     pub fn new(group: Group<R, T>) -> Self {
-        Self { group, loaded: HashMap::new(), uses: 0 }
+        Self { group, host: None, loaded: HashMap::new(), uses: 0 }
+    }
+
+    /// Gives this rank a host tier of `host_bytes` bytes, all of which are allocated now on CUDA. Up to `packers` threads read and
+    /// convert weights.
+    ///
+    /// # Errors
+    /// [`PoolError`] if the bytes are beyond a limit, memory is exhausted, or threads cannot be started.
+    pub fn with_host_tier(self, host_bytes: usize, packers: usize) -> Result<Self, PoolError> {
+        let host = HostTier::new(self.group.table(), host_bytes, packers)?;
+        Ok(Self { host: Some(host), ..self })
     }
 
     /// The table of this rank.
@@ -39,10 +56,35 @@ impl<R: Ranks, T: Table> GroupPool<R, T> {
         self.group.table()
     }
 
+    /// Starts to read this rank's part of an adapter into its host tier, and counts as a use there. Needs no other rank, and does nothing
+    /// without a host tier. If the read fails, the next [`acquire`](Self::acquire) fails on all ranks and says why; the one after it
+    /// opens the adapter again.
+    ///
+    /// # Errors
+    /// [`LoadError::Slot`] if the source is of another model or element type.
+    pub fn prefetch(&mut self, version: u64, source: Source) -> Result<(), LoadError> {
+        self.host.as_mut().map_or(Ok(()), |host| host.prefetch(self.group.table(), version, source))
+    }
+
+    /// The fastest tier that an adapter is in on this rank.
+    pub fn tier(&self, version: u64) -> Tier {
+        match &self.host {
+            _ if self.loaded.contains_key(&version) => Tier::Device,
+            Some(host) if host.has(version) => Tier::Host,
+            _ => Tier::Source,
+        }
+    }
+
+    /// Memory use of this rank's host tier.
+    pub fn host_usage(&self) -> Option<Usage> {
+        self.host.as_ref().map(HostTier::usage)
+    }
+
     /// Leases an adapter for steps of all ranks, until [`release`](Self::release), and returns its slot, which is the same on all ranks.
     /// Leases of an adapter are counted.
     ///
-    /// An adapter that is not loaded is [loaded](Group::load) from `open`, which may be called several times. Where no slot is empty, it
+    /// An adapter that is not loaded is [loaded](Group::load) from this rank's host tier, or from `open`, which may be called several
+    /// times, and leaves it in the host tier. Where no slot is empty, it
     /// replaces the least recently used adapter without a lease. Where the arena of any rank is full, all ranks evict such adapters, one
     /// at a time, until it fits on all. Call this between the same two steps on all ranks.
     ///
@@ -70,7 +112,13 @@ impl<R: Ranks, T: Table> GroupPool<R, T> {
             (slot, _) => slot?,
         };
         let prepared = loop {
-            match (self.group.prepare(slot, version, &open), self.victim()) {
+            let prepared = match &mut self.host {
+                None => self.group.prepare(slot, version, &open),
+                Some(host) => self
+                    .group
+                    .prepare_by(slot, version, |table, progress| host.fill(table, (slot, version), &open, progress)),
+            };
+            match (prepared, self.victim()) {
                 (Err(GroupError::Refused { failures, .. }), Some(victim))
                     if failures.iter().all(|failure| failure.is_full) =>
                 {

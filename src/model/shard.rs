@@ -185,6 +185,10 @@ impl Model {
         &self.0.linears
     }
 
+    pub(crate) fn embeddings(&self) -> &[EmbeddingSite] {
+        &self.0.embeddings
+    }
+
     /// The expert layers, in the order of the calls of [`ModelSpec::experts`](super::ModelSpec::experts).
     pub fn expert_layers(&self) -> &[ExpertsSite] {
         &self.0.expert_layers

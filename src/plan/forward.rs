@@ -7,7 +7,9 @@ use super::{
     error::PlanError,
     thresholds::{
         MAILBOX_HEADER, MAX_FORWARD_TOKENS, WORD_BYTES,
-        forward::{ALIGNED_FEATURES, BLOCK_ROWS, BLOCKS, MAX_FEATURES, PARTS, RANK_TILE, SPLIT_UNITS, UNIT_ROWS},
+        forward::{
+            ALIGNED_FEATURES, BLOCK_ROWS, BLOCKS, MAX_FEATURES, PARTS, RANK_TILE, SPLIT_UNITS, UNIT_ROWS, UNITS,
+        },
     },
     workspace::WorkspaceBytes,
 };
@@ -82,6 +84,11 @@ impl ForwardPlan {
     /// Blocks of the launch.
     pub fn blocks(&self) -> usize {
         clusters(&self.out_features, self.units) * self.splits
+    }
+
+    /// Whether two blocks share the features of a row, and load x once for all rows that they have.
+    pub(super) fn reads_input_once(&self) -> bool {
+        self.splits == 2 && self.units <= UNITS
     }
 
     /// Units of rows of W that a cluster of blocks has. The bits of the result do not depend on it.

@@ -3,7 +3,7 @@
 use super::{
     forward::ForwardPlan,
     linear::LinearPlan,
-    thresholds::mode::{BASE_TO_FACTORS, FUSED_TOKENS, FUSED_TOKENS_OF_FEW_FACTORS},
+    thresholds::mode::{BASE_TO_FACTORS, FUSED_TOKENS},
 };
 
 /// How the delta of a linear layer is computed beside its base GEMM. The documentation of `cuda` describes the modes.
@@ -30,8 +30,11 @@ impl LinearPlan {
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());
         let factors = ranks * (self.out_features().len() * in_features + out_features);
         let has_few_factors = factors * BASE_TO_FACTORS <= in_features * out_features;
-        let most = if has_few_factors { FUSED_TOKENS_OF_FEW_FACTORS } else { FUSED_TOKENS };
-        if fused.is_some_and(|fused| num_tokens <= fused.max_tokens().min(most)) {
+        let is_fastest_fused = |fused: &ForwardPlan| {
+            let is_for_many = fused.reads_input_once() && (has_few_factors || in_features > out_features);
+            num_tokens <= if is_for_many { fused.max_tokens() } else { fused.max_tokens().min(FUSED_TOKENS) }
+        };
+        if fused.is_some_and(is_fastest_fused) {
             Mode::Fused
         } else if out_features > in_features {
             // y is the larger operand. The GEMM reads it; `add_delta` would read and write it.

@@ -138,12 +138,11 @@ pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
 
 /// Which mode adds least to a layer on an H200 (`benches/record/h200/layer.json`, layers of Qwen3-8B and 32B with up to 8 adapters).
 pub(super) mod mode {
-    /// Up to this many tokens fused adds least in 31 of 32 layers.
-    pub(in crate::plan) const FUSED_TOKENS: usize = 8;
-    /// Up to this many it adds least if the base weights have this many times the bytes of the adapters' factors. With a quarter of the
-    /// bytes, fused takes 15 % longer than `after` (qkv of Qwen3-32B, rank 64, 32 tokens).
-    pub(in crate::plan) const FUSED_TOKENS_OF_FEW_FACTORS: usize = 32;
-    pub(in crate::plan) const BASE_TO_FACTORS: usize = 5;
+    /// Up to this many tokens fused adds least in 47 of 48 layers.
+    pub(in crate::plan) const FUSED_TOKENS: usize = 32;
+    /// With more, it adds least where two thread blocks share the features of a row and read x once, if there are more input than output
+    /// features (down), or the base weights have this many times the bytes of the adapters' factors (rank 16 of 8 adapters).
+    pub(in crate::plan) const BASE_TO_FACTORS: usize = 8;
 }
 
 /// How a fused linear is launched.
@@ -154,6 +153,8 @@ pub(super) mod forward {
     /// Rows of W that a warp multiplies at once, and that the rows of a slice are padded to.
     pub(in crate::plan) const UNIT_ROWS: usize = ffi::ARIL_FORWARD_UNIT_ROWS as usize;
     pub(in crate::plan) const BLOCK_ROWS: usize = ffi::ARIL_FORWARD_BLOCK_ROWS as usize;
+    /// Units that a block multiplies at a time.
+    pub(in crate::plan) const UNITS: usize = ffi::ARIL_FORWARD_UNITS as usize;
     /// Units of a cluster of two blocks, at most.
     pub(in crate::plan) const SPLIT_UNITS: usize = ffi::ARIL_FORWARD_SPLIT_UNITS as usize;
     /// Parts of the input features, whose sums of `A x` are handed over; and ranks that are handed over together.

@@ -39,14 +39,34 @@ macro_rules! adapter_pool {
                 self.pool.unregister(id)
             }
 
-            /// Starts to bring an adapter to the device, and counts as a use. Tries again if the last load failed.
+            /// Size of an arena in bytes in which `count` adapters of ranks up to `max_rank` fit, even if they have factors for all
+            /// modules of the model: for [`PoolConfig::arena_bytes`], or for the host tier.
+            pub fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize) -> usize {
+                arena_bytes::<$backend>(model, dtype, max_rank, count)
+            }
+
+            /// Starts to bring an adapter to the device, and counts as a use.
             ///
             /// A prefetch evicts only adapters that were used before it. If later ones fill the device, it ends in the host tier.
             ///
             /// # Errors
-            /// [`PoolError::Unknown`].
+            /// [`PoolError::Failed`] if the last load failed: [`retry`](Self::retry) tries again. [`PoolError::Unknown`].
             pub fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
                 self.pool.prefetch(id)
+            }
+
+            /// Like [`prefetch`](Self::prefetch), and forgets that the last load failed.
+            ///
+            /// # Errors
+            /// [`PoolError::Unknown`].
+            pub fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
+                self.pool.retry(id)
+            }
+
+            /// How a load ended, once for each: of registered adapters, in the order in which they ended. If an adapter is loaded again
+            /// meanwhile, only its last load is reported. Nobody has to ask.
+            pub fn next_outcome(&mut self) -> Option<Outcome> {
+                self.pool.next_outcome()
             }
 
             /// Keeps an adapter on the device once it is there. Does not load it.
@@ -69,7 +89,8 @@ macro_rules! adapter_pool {
             /// No adapter is evicted for another one of the batch. Launches wait on the device for adapters that are being copied.
             ///
             /// # Errors
-            /// [`PoolError::Loading`] and [`PoolError::Full`]: retry later. [`PoolError::Failed`]: prefetch the adapter to retry.
+            /// [`PoolError::Loading`] and [`PoolError::Full`]: retry later. [`PoolError::Failed`]: [`retry`](Self::retry)
+            /// the adapter.
             /// [`PoolError::TooLarge`]: the batch never fits. [`PoolError::Unknown`], [`PoolError::NoSuchStream`].
             pub fn prepare(&mut self, ids: &[AdapterId], stream: StreamId) -> Result<Vec<Lease>, PoolError> {
                 self.pool.prepare(ids, stream)

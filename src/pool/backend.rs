@@ -1,7 +1,7 @@
 use std::ops::Range;
 
 use super::{PoolError, StreamId, core::Granted, transfer::Copy};
-use crate::{adapter::SlotImage, error::LoadError};
+use crate::{adapter::SlotImage, error::LoadError, model::Model};
 
 /// The memory and the streams of a pool.
 pub(crate) trait Backend {
@@ -10,8 +10,8 @@ pub(crate) trait Backend {
     /// Writes adapters to the host tier, on loader threads.
     type Packer: Clone + Send + 'static;
 
-    /// What a slot's block has beside the image, in bytes.
-    fn row_bytes(&self) -> usize;
+    /// What the block of an adapter has beside the image, in bytes.
+    fn row_bytes(model: &Model) -> usize;
 
     fn packer(&self) -> Self::Packer;
 

@@ -13,16 +13,18 @@ pub struct PoolConfig {
     pub arena_bytes: usize,
     /// Host memory for adapters, in bytes. On CUDA it is page-locked and allocated at once.
     pub host_bytes: usize,
-    /// Threads that read adapters, at least 1. Each reads one adapter at a time.
+    /// Adapters that are read at the same time, at least 1.
     pub loaders: usize,
+    /// Threads that read and convert weights, for all of these adapters together, at least 1. One thread packs a few GB/s.
+    pub packers: usize,
     /// Whether blocks on the GPU are filled with NaN before an adapter is copied into them.
     pub is_poisoning: bool,
 }
 
 impl PoolConfig {
-    /// An arena of `arena_bytes` bytes, as much host memory, and two loader threads.
+    /// An arena of `arena_bytes` bytes, as much host memory, two adapters that are read at the same time, and eight threads to pack them.
     pub const fn arena_bytes(arena_bytes: usize) -> Self {
-        Self { arena_bytes, host_bytes: arena_bytes, loaders: 2, is_poisoning: false }
+        Self { arena_bytes, host_bytes: arena_bytes, loaders: 2, packers: 8, is_poisoning: false }
     }
 
     /// Sets the size of the host tier.
@@ -31,10 +33,16 @@ impl PoolConfig {
         Self { host_bytes, ..self }
     }
 
-    /// Sets the number of loader threads.
+    /// Sets the number of adapters that are read at the same time.
     #[must_use]
     pub const fn loaders(self, loaders: usize) -> Self {
         Self { loaders, ..self }
+    }
+
+    /// Sets the number of threads that read and convert weights.
+    #[must_use]
+    pub const fn packers(self, packers: usize) -> Self {
+        Self { packers, ..self }
     }
 
     /// Fills blocks on the GPU with NaN before an adapter is copied into them. For tests: a kernel that reads a block while it is

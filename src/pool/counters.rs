@@ -1,7 +1,7 @@
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use super::AdapterId;
-use crate::{Slot, residency::Usage};
+use crate::{Slot, error::LoadError, residency::Usage};
 
 /// What a pool has done since it was created. A lease of an adapter that is on the device at the first request is a hit.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -80,7 +80,7 @@ pub enum Tier {
 }
 
 /// Where an adapter is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Residency {
     /// The adapter.
@@ -97,6 +97,16 @@ pub struct Residency {
     pub leases: usize,
     /// Whether it is pinned.
     pub is_pinned: bool,
-    /// Whether its last load failed.
-    pub has_failed: bool,
+    /// Why its last load failed, if it did. [`retry`](crate::cpu::AdapterPool::retry) forgets it.
+    pub failure: Option<Arc<LoadError>>,
+}
+
+/// How a load of an adapter ended.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// The adapter.
+    pub id: AdapterId,
+    /// Nothing, once the adapter is in the host tier; why it could not be read, or not be copied to the device.
+    pub result: Result<(), Arc<LoadError>>,
 }

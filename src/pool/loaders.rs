@@ -10,43 +10,47 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rayon::ThreadPoolBuildError;
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-use super::{AdapterId, Source};
+use super::Source;
 use crate::{adapter::SlotImage, error::LoadError};
 
-/// Loader threads. They are apart from rayon's other ones, which the engine may use.
-pub(super) struct Loaders<P> {
-    threads: rayon::ThreadPool,
-    sender: Sender<Loaded<P>>,
-    results: Receiver<Loaded<P>>,
+/// Loader threads, each of which reads one adapter at a time, and the threads that pack for all of them. They are apart from rayon's
+/// other ones, which the engine may use.
+pub(crate) struct Loaders<K, P> {
+    threads: ThreadPool,
+    packers: Arc<ThreadPool>,
+    sender: Sender<Loaded<K, P>>,
+    results: Receiver<Loaded<K, P>>,
 }
 
 /// The end of a read.
-pub(super) struct Loaded<P> {
-    pub(super) id: AdapterId,
-    pub(super) time: Duration,
-    pub(super) result: Result<P, LoadError>,
+pub(crate) struct Loaded<K, P> {
+    pub(crate) id: K,
+    pub(crate) time: Duration,
+    pub(crate) result: Result<P, LoadError>,
 }
 
-impl<P: Send + 'static> Loaders<P> {
-    pub(super) fn new(threads: usize) -> Result<Self, ThreadPoolBuildError> {
-        let threads =
-            rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("aril-loader-{i}")).build()?;
+impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
+    pub(crate) fn new(loaders: usize, packers: usize) -> Result<Self, ThreadPoolBuildError> {
+        let pool = |threads: usize, name: &'static str| {
+            ThreadPoolBuilder::new().num_threads(threads).thread_name(move |i| format!("aril-{name}-{i}")).build()
+        };
         let (sender, results) = channel();
-        Ok(Self { threads, sender, results })
+        Ok(Self { threads: pool(loaders, "loader")?, packers: Arc::new(pool(packers, "packer")?), sender, results })
     }
 
     /// Starts to read an adapter. A panic is an error of this adapter.
-    pub(super) fn start(
+    pub(crate) fn start(
         &self,
-        id: AdapterId,
+        id: K,
         source: Arc<Source>,
         pack: impl FnOnce(&SlotImage<'_>) -> Result<P, LoadError> + Send + 'static,
     ) {
-        let sender = self.sender.clone();
+        let (sender, packers) = (self.sender.clone(), Arc::clone(&self.packers));
         self.threads.spawn(move || {
             let start = Instant::now();
+            let pack = |image: &SlotImage<'_>| packers.install(|| pack(image));
             let result = catch_unwind(AssertUnwindSafe(|| source.read(pack)));
             let result = result.unwrap_or_else(|panic| Err(LoadError::Panicked { message: message(&*panic) }));
             // Without a receiver, the pool is gone, and what was packed is dropped.
@@ -54,13 +58,18 @@ impl<P: Send + 'static> Loaders<P> {
         });
     }
 
+    /// Calls `pack` on the packing threads, and blocks this thread meanwhile.
+    pub(crate) fn install<R: Send>(&self, pack: impl FnOnce() -> R + Send) -> R {
+        self.packers.install(pack)
+    }
+
     /// A read that has ended.
-    pub(super) fn next(&self) -> Option<Loaded<P>> {
+    pub(crate) fn next(&self) -> Option<Loaded<K, P>> {
         self.results.try_recv().ok()
     }
 
     /// Blocks this thread until a read ends, or for `timeout`.
-    pub(super) fn wait(&self, timeout: Duration) -> Option<Loaded<P>> {
+    pub(crate) fn wait(&self, timeout: Duration) -> Option<Loaded<K, P>> {
         self.results.recv_timeout(timeout).ok()
     }
 }

@@ -22,12 +22,13 @@ pub(crate) use self::{
     api::adapter_pool,
     backend::Backend,
     core::Granted,
-    pooled::{Pool, slot_at},
+    loaders::{Loaded, Loaders},
+    pooled::{Pool, arena_bytes, slot_at},
     transfer::Copy,
 };
 pub use self::{
     config::PoolConfig,
-    counters::{Counters, Residency, Snapshot, Tier},
+    counters::{Counters, Outcome, Residency, Snapshot, Tier},
     error::PoolError,
     id::{AdapterId, CacheNamespace},
     lease::Lease,

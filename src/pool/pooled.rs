@@ -11,16 +11,18 @@ use std::{
 };
 
 use super::{
-    AdapterId, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
+    AdapterId, Lease, Outcome, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId,
     backend::Backend,
     core::{Core, Limits},
     loaders::{Loaded, Loaders},
     transfer::{Copy, Transfer},
 };
 use crate::{
-    Slot,
-    adapter::layout::ALIGNMENT_BYTES,
+    DType, Slot,
+    adapter::{SlotImage, layout::ALIGNMENT_BYTES},
+    blocks,
     error::{LoadError, SlotError},
+    model::Model,
     residency::Bounds,
 };
 
@@ -39,7 +41,7 @@ struct Tiers<B: Backend> {
     sources: HashMap<AdapterId, Arc<Source>>,
     /// The adapters in the host tier.
     packed: HashMap<AdapterId, B::Packed>,
-    loaders: Loaders<(B::Packed, usize)>,
+    loaders: Loaders<AdapterId, (B::Packed, usize)>,
 }
 
 impl<B: Backend> Pool<B> {
@@ -51,7 +53,7 @@ impl<B: Backend> Pool<B> {
             max_reads: config.loaders.max(1),
         };
         let (releaser, releases) = channel();
-        let loaders = Loaders::new(limits.max_reads)?;
+        let loaders = Loaders::new(limits.max_reads, config.packers.max(1))?;
         let tiers = Tiers { backend, sources: HashMap::new(), packed: HashMap::new(), loaders };
         Ok(Self { core: Core::new(limits)?, tiers, bounds, releases, releaser })
     }
@@ -71,7 +73,7 @@ impl<B: Backend> Pool<B> {
 
     pub(crate) fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
         source.check(&self.bounds)?;
-        let id = self.core.register(block_bytes(source.bytes(), self.tiers.backend.row_bytes()))?;
+        let id = self.core.register(block_bytes(source.bytes(), B::row_bytes(&self.bounds.model)))?;
         self.tiers.sources.insert(id, Arc::new(source));
         Ok(id)
     }
@@ -86,6 +88,16 @@ impl<B: Backend> Pool<B> {
     pub(crate) fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
         self.notice();
         self.core.prefetch(id, &mut self.tiers)
+    }
+
+    pub(crate) fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.notice();
+        self.core.retry(id, &mut self.tiers)
+    }
+
+    pub(crate) fn next_outcome(&mut self) -> Option<Outcome> {
+        self.poll();
+        self.core.next_outcome()
     }
 
     pub(crate) fn set_pinned(&mut self, id: AdapterId, is_pinned: bool) -> Result<(), PoolError> {
@@ -149,7 +161,7 @@ impl<B: Backend> Pool<B> {
         }
     }
 
-    fn take(&mut self, Loaded { id, time, result }: Loaded<(B::Packed, usize)>) {
+    fn take(&mut self, Loaded { id, time, result }: Loaded<AdapterId, (B::Packed, usize)>) {
         let result = result.map(|(packed, bytes)| {
             self.tiers.packed.insert(id, packed);
             bytes
@@ -161,7 +173,7 @@ impl<B: Backend> Pool<B> {
 impl<B: Backend> Transfer for Tiers<B> {
     fn read(&mut self, id: AdapterId, to: Range<usize>) {
         let source = self.sources.get(&id).expect("a registered adapter has a source");
-        let (packer, reserved, row_bytes) = (self.backend.packer(), source.bytes(), self.backend.row_bytes());
+        let (packer, reserved, row_bytes) = (self.backend.packer(), source.bytes(), B::row_bytes(source.model()));
         self.loaders.start(id, Arc::clone(source), move |image| {
             let bytes = image.bytes();
             if bytes > reserved {
@@ -192,6 +204,12 @@ impl<B: Backend> Transfer for Tiers<B> {
     fn forget(&mut self, id: AdapterId) {
         self.packed.remove(&id);
     }
+}
+
+/// Size of an arena in which `count` adapters of rank `max_rank` fit, whatever modules they have.
+pub(crate) fn arena_bytes<B: Backend>(model: &Model, dtype: DType, max_rank: usize, count: usize) -> usize {
+    let block = block_bytes(SlotImage::max_bytes(model, dtype, max_rank), B::row_bytes(model));
+    blocks::bytes_for(std::iter::repeat_n(block, count), 0)
 }
 
 /// Size of the block of an image of `image_bytes` bytes, which are followed by an aligned row.

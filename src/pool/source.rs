@@ -16,6 +16,7 @@ pub struct Source {
     dtype: DType,
     bytes: usize,
     max_rank: usize,
+    has_experts: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -48,7 +49,14 @@ impl Source {
 
     fn planned(kind: Kind, image: &SlotImage<'_>) -> Result<Self, AdapterError> {
         let (model, dtype) = (image.model().clone(), image.dtype());
-        Ok(Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank() })
+        Ok(Self {
+            kind,
+            model,
+            dtype,
+            bytes: image.bytes(),
+            max_rank: image.max_rank(),
+            has_experts: image.has_experts(),
+        })
     }
 
     /// Size of the adapter's [image](SlotImage::bytes) in bytes. For a directory, an upper bound: factors of experts that turn out
@@ -62,6 +70,14 @@ impl Source {
         self.max_rank
     }
 
+    pub(crate) fn model(&self) -> &Model {
+        &self.model
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     /// Rejects a source for another table.
     pub(super) fn check(&self, bounds: &Bounds) -> Result<(), SlotError> {
         bounds.check(&self.model, self.dtype, self.max_rank)
@@ -69,14 +85,124 @@ impl Source {
 
     /// Reads the adapter and plans its image.
     pub(super) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
-        let read;
-        let adapter = match &self.kind {
-            Kind::Memory(adapter) => adapter,
-            Kind::Directory(directory) => {
-                read = directory.read()?;
-                &read
+        let pack = |adapter: &Adapter| pack(&adapter.plan(&self.model, self.dtype)?);
+        match &self.kind {
+            Kind::Memory(adapter) => pack(adapter),
+            // The plan compares the factors of experts.
+            Kind::Directory(directory) => directory.read(self.has_experts, pack),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::{self, OpenOptions},
+        path::Path,
+        time::Duration,
+    };
+
+    use half::f16;
+    use rayon::ThreadPoolBuilder;
+    use safetensors::{Dtype, tensor::TensorView};
+
+    use super::*;
+    use crate::model::{Linear, ModelSpec, Parallel, TpRank};
+
+    const WEIGHTS: &str = "adapter_model.safetensors";
+    const HIDDEN: usize = 700;
+    const HEADS: usize = 520;
+    const VOCAB: usize = 1000;
+
+    /// A rank of a layer with three merged modules, a row-parallel one and an embedding.
+    fn model(rank: usize, size: usize) -> Model {
+        let mut spec = ModelSpec::new();
+        let qkv = ["q", "k", "v"]
+            .iter()
+            .fold(Linear::new("m", Parallel::Column, HIDDEN), |linear, &name| linear.slice(name, HEADS));
+        spec.linear(qkv).unwrap();
+        spec.linear(Linear::new("m", Parallel::Row, HEADS).slice("o", HIDDEN)).unwrap();
+        spec.embedding("e", VOCAB, HIDDEN).unwrap();
+        spec.shard(TpRank::new(rank, size).unwrap()).unwrap()
+    }
+
+    /// Writes an adapter of all these modules, whose ranks and element types differ.
+    fn write(dir: &Path) {
+        let modules = [("m.q", HIDDEN, HEADS), ("m.k", HIDDEN, HEADS), ("m.v", HIDDEN, HEADS), ("m.o", HEADS, HIDDEN)];
+        let linear = modules.iter().zip([1, 16, 20, 256]).flat_map(|(&(name, input, output), rank)| {
+            [(format!("{name}.lora_A.weight"), [rank, input]), (format!("{name}.lora_B.weight"), [output, rank])]
+        });
+        let embedding = [("e.lora_embedding_A", [12, VOCAB]), ("e.lora_embedding_B", [HIDDEN, 12])];
+        let shapes = linear.chain(embedding.map(|(name, shape)| (name.to_owned(), shape)));
+        let tensors = shapes.enumerate().map(|(number, (name, shape))| {
+            let values = (0..shape[0] * shape[1]).map(|i| ((i * 31 + number * 7) % 1009) as f32 / 64.0 - 7.0);
+            let (dtype, bytes) = match number / 2 % 3 {
+                0 => (Dtype::BF16, values.flat_map(|value| half::bf16::from_f32(value).to_le_bytes()).collect()),
+                1 => (Dtype::F16, values.flat_map(|value| f16::from_f32(value).to_le_bytes()).collect()),
+                _ => (Dtype::F32, values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()),
+            };
+            (name, dtype, shape, bytes)
+        });
+        let tensors: Vec<_> = tensors.collect();
+        let views = tensors
+            .iter()
+            .map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.to_vec(), bytes).unwrap()));
+        safetensors::serialize_to_file(views, None, &dir.join(WEIGHTS)).unwrap();
+        fs::write(dir.join("adapter_config.json"), r#"{"peft_type": "LORA", "lora_alpha": 1}"#).unwrap();
+    }
+
+    /// Whatever the number of threads, and whether the weights are in memory or read while they are packed.
+    #[test]
+    fn every_way_gives_the_same_bytes() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path());
+        let adapter = Adapter::read(dir.path()).unwrap();
+        for (rank, size) in [(0, 1), (0, 4), (3, 4)] {
+            let model = model(rank, size);
+            for dtype in [DType::BF16, DType::F16, DType::F32] {
+                let image = adapter.plan(&model, dtype).unwrap();
+                let mut whole = vec![0xee; image.bytes()];
+                image.write_to(&mut whole).unwrap();
+                let mut pieces = vec![0xee; image.bytes()];
+                for piece in image.pieces(crate::adapter::MIN_STAGING_BYTES) {
+                    piece.write_to(&mut pieces[piece.range()]).unwrap();
+                }
+                assert!(whole == pieces);
+                let source = Source::directory(dir.path(), &model, dtype).unwrap();
+                for threads in [1, 5] {
+                    let threads = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                    let packed = source.read(|image| {
+                        let mut block = vec![0xee; image.bytes()];
+                        threads.install(|| image.write_to(&mut block))?;
+                        Ok(block)
+                    });
+                    assert!(packed.unwrap() == whole, "rank {rank} of {size}, {dtype}");
+                }
             }
+        }
+    }
+
+    /// A file that changes while it is packed is an error, even if what was read of it fits together.
+    #[test]
+    fn files_that_change_while_they_are_packed_are_refused() {
+        let modified = |path: &Path| {
+            let file = OpenOptions::new().write(true).open(path).unwrap();
+            file.set_modified(file.metadata().unwrap().modified().unwrap() + Duration::from_millis(1)).unwrap();
         };
-        pack(&adapter.plan(&self.model, self.dtype)?)
+        let truncated = |path: &Path| OpenOptions::new().write(true).open(path).unwrap().set_len(20_000).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        for (damage, fails) in [(&modified as &dyn Fn(&Path), false), (&truncated, true)] {
+            write(dir.path());
+            let source = Source::directory(dir.path(), &model(0, 1), DType::F32).unwrap();
+            let mut packed = None;
+            let result = source.read(|image| {
+                damage(&dir.path().join(WEIGHTS));
+                let mut block = vec![0; image.bytes()];
+                Ok(packed.insert(image.write_to(&mut block)).is_ok())
+            });
+            let LoadError::Adapter(AdapterError::Changed { path }) = result.unwrap_err() else { unreachable!() };
+            assert!(path.ends_with(WEIGHTS));
+            assert_eq!(matches!(packed, Some(Err(AdapterError::Read { .. }))), fails);
+        }
     }
 }

@@ -418,6 +418,7 @@ fn plan_all(case: &Case, form: Form) -> Option<Vec<(Vec<f32>, Vec<ImageEntry>)>>
     let ranks = (0..case.size).map(|rank| {
         let (model, id) = case.model(rank, transposed);
         let image = adapter.plan(&model, DType::F32).map_err(|error| (form, error)).unwrap();
+        assert!(image.bytes() <= SlotImage::max_bytes(&model, DType::F32, image.max_rank()), "{form:?}");
         case.check(rank, &image, (&model, id));
         (block(&image), image.entries().to_vec())
     });

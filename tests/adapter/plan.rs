@@ -8,7 +8,7 @@ use aril::{
     },
     cpu::WeightTable,
     error::{LoadError, SlotError},
-    model::{Experts, Linear, Model, ModelSpec, Parallel, Part, TpRank},
+    model::{Experts, Linear, Model, ModelSpec, Parallel, Part, Shard, TpRank},
     plan::Capacity,
 };
 use half::{bf16, f16};
@@ -365,6 +365,33 @@ fn ranks_beyond_a_table_are_an_error() {
     let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(1).rank(8), image.bytes()).unwrap();
     let error = weights.load(Slot::new(0), &image).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 9, max_rank: 8 })), "{error}");
+}
+
+/// An adapter of all modules has the largest image of its rank.
+#[test]
+fn the_largest_image_has_all_modules() {
+    let mut spec = ModelSpec::new();
+    let qkv = Linear::new("m", Parallel::Column, 300).slice("q", 400).slice("k", 40).slice("v", 40);
+    spec.linear(qkv).unwrap();
+    spec.linear(Linear::new("m", Parallel::Row, 400).slice("o", 300)).unwrap();
+    spec.embedding("e", 1000, 300).unwrap();
+    let linear = [("m.q", 300, 400), ("m.k", 300, 40), ("m.v", 300, 40), ("m.o", 400, 300)];
+    for (rank, smaller) in [(1, 1), (20, 9), (256, 248)] {
+        let all = |rank| {
+            let linear = linear.iter().map(|&(path, input, output)| Lora::linear(path, input, output, rank));
+            adapter(&linear.chain([Lora::embedding("e", 1000, 300, rank)]).collect::<Vec<_>>())
+        };
+        for tp in [TpRank::SINGLE, TpRank::new(0, 4).unwrap(), TpRank::new(3, 4).unwrap()] {
+            let shards = [Shard::new(tp), Shard::new(tp).fully_sharded()];
+            for model in shards.map(|shard| spec.shard(shard).unwrap()) {
+                for dtype in [DType::BF16, DType::F32] {
+                    let max = SlotImage::max_bytes(&model, dtype, rank);
+                    assert_eq!(all(rank).plan(&model, dtype).unwrap().bytes(), max, "rank {rank}, {model:?}");
+                    assert!(all(smaller).plan(&model, dtype).unwrap().bytes() <= max);
+                }
+            }
+        }
+    }
 }
 
 /// For any limit on a piece and any size of factors.

@@ -243,6 +243,7 @@ fn check_all_ranks(case: &Case) {
     for rank in 0..case.size {
         let (model, _) = case.toy.model(rank, case.size);
         let image = adapter.plan(&model, case.dtype).unwrap();
+        assert!(image.bytes() <= SlotImage::max_bytes(&model, case.dtype, image.max_rank()));
         match case.dtype {
             DType::BF16 => check::<bf16>(case, rank, &image),
             DType::F16 => check::<f16>(case, rank, &image),

@@ -58,6 +58,23 @@ fn requests_of_the_batch_come_first_and_adapters_stay_together() {
     assert_eq!((admission.batch(), admission.batch_bytes()), (&[2, 3][..], 120));
 }
 
+/// Whether it is overdue or not, the next request of its adapter is offered, and its room is not kept.
+#[test]
+fn a_request_that_fails_is_forgotten() {
+    for max_wait in [FOREVER, Duration::ZERO] {
+        let mut admission = waiting(Limits::new(1, max_wait), &[Some(1), Some(1), Some(2), None]);
+        let mut offered = Vec::new();
+        admission.admit(ms(10), |request| {
+            offered.push(request.id);
+            if request.adapter == Some(1) { Answer::Fail } else { Answer::Take }
+        });
+        offered.sort_unstable();
+        assert_eq!((offered, admission.batch()), (vec![0, 1, 2, 3], &[2][..]));
+        assert_eq!((admission.num_running(), admission.num_waiting()), (2, 0));
+        assert_eq!(admission.cancel(&0), Err(AdmissionError::Unknown));
+    }
+}
+
 #[test]
 fn adapters_share_bytes() {
     // 80, 10, 80 and 20 bytes.
@@ -92,6 +109,17 @@ fn an_adapter_is_skipped_with_all_of_its_requests() {
 }
 
 #[test]
+fn a_call_ends_after_one_refused_adapter_more_than_a_batch_has() {
+    let mut admission = waiting(Limits::new(2, FOREVER), &[1, 2, 3, 4, 5, 6].map(Some));
+    let mut offered = Vec::new();
+    admission.admit(ms(10), |request| {
+        offered.push(request.id);
+        Answer::Skip
+    });
+    assert_eq!(offered, [0, 1, 2]);
+}
+
+#[test]
 fn an_overdue_request_drains_the_batch() {
     let mut admission = waiting(Limits::new(1, ms(100)), &[Some(1), Some(2), Some(1)]);
     assert_eq!(admit(&mut admission, 50), [0, 2]);
@@ -106,6 +134,22 @@ fn an_overdue_request_drains_the_batch() {
         admission.finish(&id).unwrap();
     }
     assert_eq!(admit(&mut admission, 110), [1]);
+}
+
+#[test]
+fn a_drain_takes_the_adapter_that_started_first_and_no_more() {
+    for limits in [Limits::new(2, ms(100)), Limits::new(9, ms(100)).bytes(100)] {
+        let mut admission = waiting(limits, &[Some(1), Some(2)]);
+        assert_eq!(admit(&mut admission, 1), [0, 1]);
+        admission.enqueue(request(2, Some(3), ms(2))).unwrap();
+        admission.enqueue(request(3, Some(1), ms(3))).unwrap();
+        assert_eq!(admit(&mut admission, 3), [3]);
+        admission.enqueue(request(4, Some(1), ms(100))).unwrap();
+        admission.enqueue(request(5, Some(2), ms(100))).unwrap();
+        assert_eq!(admit(&mut admission, 102), [4], "the place of adapter 2 is enough");
+        admission.finish(&1).unwrap();
+        assert_eq!(admit(&mut admission, 103), [2]);
+    }
 }
 
 #[test]
@@ -184,7 +228,8 @@ enum Event {
 }
 
 fn event() -> impl Strategy<Value = Event> {
-    let answer = prop_oneof![6 => Just(Answer::Take), 2 => Just(Answer::Skip), 1 => Just(Answer::Stop)];
+    let answer =
+        prop_oneof![6 => Just(Answer::Take), 2 => Just(Answer::Skip), 1 => Just(Answer::Fail), 1 => Just(Answer::Stop)];
     prop_oneof![
         6 => (prop::option::weighted(0.9, 0..12_u32), 0..30_u64).prop_map(|(adapter, age)| Event::Arrive { adapter, age }),
         3 => vec(answer, 1..20).prop_map(|answers| Event::Admit { answers }),
@@ -239,7 +284,7 @@ proptest! {
                         if !is_fit || !is_waiting || is_stopped || skipped.contains(&request.adapter) {
                             wrong = Some(format!("{request:?} beside {:?}, {answer:?}", known.running));
                         }
-                        rejected += usize::from(answer != Answer::Take);
+                        rejected += usize::from(matches!(answer, Answer::Skip | Answer::Stop));
                         match answer {
                             Answer::Take => {
                                 known.waiting.remove(&request.id);
@@ -247,6 +292,9 @@ proptest! {
                             }
                             Answer::Skip => {
                                 skipped.insert(request.adapter);
+                            }
+                            Answer::Fail => {
+                                known.waiting.remove(&request.id);
                             }
                             Answer::Stop => is_stopped = true,
                         }

@@ -143,7 +143,7 @@ impl Engine {
                 Err(error) => panic!("{error}"),
             }
         }
-        let (mut room, mut gone) = (MAX_REQUESTS - self.admission.num_running(), Vec::new());
+        let mut room = MAX_REQUESTS - self.admission.num_running();
         self.admission.admit(self.now, |request| {
             if room == 0 {
                 return Answer::Stop;
@@ -155,8 +155,9 @@ impl Engine {
                     Err(PoolError::Loading { .. } | PoolError::Full) => return Answer::Skip,
                     Err(PoolError::Unknown { id }) => {
                         assert_eq!(id, adapter);
-                        gone.push(request.id);
-                        return Answer::Skip;
+                        self.live.remove(&request.id);
+                        self.refused += 1;
+                        return Answer::Fail;
                     }
                     Err(error) => panic!("{error}"),
                 }
@@ -167,11 +168,6 @@ impl Engine {
         });
         if self.admission.num_running() == 0 {
             self.pool.wait(Duration::from_millis(10));
-        }
-        for id in gone {
-            self.admission.cancel(&id).unwrap();
-            self.live.remove(&id);
-            self.refused += 1;
         }
     }
 

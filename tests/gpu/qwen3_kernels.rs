@@ -641,7 +641,10 @@ fn expected_draw<T: Float>(logits: &[T], draw: &Draw) -> (usize, f64) {
             sum += weight(&tokens[kept]);
             kept += 1;
         }
-        near = near.min((sum / total - f64::from(draw.top_p)).abs());
+        // Without a probability to reach, the first token is enough.
+        if draw.top_p > 0.0 {
+            near = near.min((sum / total - f64::from(draw.top_p)).abs());
+        }
         tokens.truncate(kept.max(1));
     }
     let total: f64 = tokens.iter().map(weight).sum();

@@ -8,11 +8,12 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{AdapterError, SlotImage},
-    cpu::{Filled, Reservation, WeightTable},
+    cpu::{Filled, HostAdapter, HostMemory, Reservation, WeightTable},
     error::{LoadError, SlotError},
-    group::{Group, GroupError, InProcess, Phase, Ranks, Table},
+    group::{Group, GroupError, HostTable, InProcess, Phase, Ranks, Table},
     model::Model,
-    residency::Resident,
+    pool::PoolError,
+    residency::{Resident, Usage},
 };
 use proptest::prelude::*;
 
@@ -97,6 +98,37 @@ impl Table for Faulty {
     fn unload(&self, slot: Slot) -> Result<(), LoadError> {
         self.enter(Phase::Commit)?;
         Table::unload(&self.table, slot)
+    }
+}
+
+impl HostTable for Faulty {
+    type Host = HostMemory;
+    type Packed = HostAdapter;
+
+    fn host(&self, bytes: usize) -> Result<Arc<HostMemory>, PoolError> {
+        HostTable::host(&self.table, bytes)
+    }
+
+    fn host_usage(host: &HostMemory) -> Usage {
+        WeightTable::host_usage(host)
+    }
+
+    fn pack(host: &Arc<HostMemory>, image: &SlotImage<'_>) -> Result<Option<HostAdapter>, LoadError> {
+        WeightTable::pack(host, image)
+    }
+
+    fn can_hold_packed(&self, packed: &HostAdapter) -> bool {
+        self.table.can_hold_packed(packed)
+    }
+
+    fn reserve_packed(&self, slot: Slot, packed: &HostAdapter) -> Result<Reservation, LoadError> {
+        self.enter(Phase::Reserve)?;
+        HostTable::reserve_packed(&self.table, slot, packed)
+    }
+
+    fn fill_packed(&self, reservation: Reservation, packed: &HostAdapter) -> Result<Filled, LoadError> {
+        self.enter(Phase::Fill)?;
+        HostTable::fill_packed(&self.table, reservation, packed)
     }
 }
 

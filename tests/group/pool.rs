@@ -9,7 +9,9 @@ use aril::{
     Slot,
     adapter::{Adapter, AdapterError},
     cpu::WeightTable,
-    group::{Group, GroupError, GroupPool, InProcess, Phase, Table},
+    group::{ChannelError, Group, GroupError, GroupPool, HostTable, InProcess, Message, Phase, Ranks},
+    model::TpRank,
+    pool::{Source, Tier},
 };
 use proptest::prelude::*;
 
@@ -22,7 +24,7 @@ use crate::{
 const SLOTS: usize = 2;
 
 /// Runs a pool on each rank, with these tables.
-fn each_pool<T: Table + Clone + Sync + Send, O: Send>(
+fn each_pool<T: HostTable + Clone + Sync + Send, O: Send>(
     tables: &[T],
     run: impl Fn(usize, GroupPool<InProcess, T>) -> O + Sync,
 ) -> Vec<O> {
@@ -121,9 +123,128 @@ fn an_adapter_too_large_for_one_rank_evicts_nothing() {
     });
 }
 
+/// An adapter is opened once while it is in host memory, on each rank by itself. The least recently used one leaves first.
+#[test]
+fn an_adapter_in_host_memory_is_not_opened_again() {
+    let world = World::new(2);
+    let tables: Vec<_> = (0..2).map(|rank| world.table(rank, 1)).collect();
+    each_pool(&tables, |rank, pool| {
+        // The second rank has room for two adapters, and the first one for three.
+        let mut pool = pool.with_host_tier((3 - rank) * world.adapter_bytes(rank), 2).unwrap();
+        let opened = Mutex::new(Vec::new());
+        let use_once = |pool: &mut GroupPool<InProcess, WeightTable>, number_: u64| {
+            let open = || {
+                opened.lock().unwrap().push(number_);
+                version(&world, number_)
+            };
+            let slot = pool.acquire(number_, open).unwrap();
+            assert_eq!(world.delta(pool.table(), slot), number(number_));
+            pool.release(number_).unwrap();
+        };
+        for number_ in [1, 2, 1, 2, 3, 1] {
+            use_once(&mut pool, number_);
+        }
+        // With room for two, version 1 left for version 3.
+        assert_eq!(*opened.lock().unwrap(), if rank == 0 { vec![1, 2, 3] } else { vec![1, 2, 3, 1] });
+        let tiers = [1, 2, 3, 4].map(|number_| pool.tier(number_));
+        let second = if rank == 0 { Tier::Host } else { Tier::Source };
+        assert_eq!(tiers, [Tier::Device, second, Tier::Host, Tier::Source]);
+        assert_eq!(pool.host_usage().unwrap().largest_gap, 0);
+    });
+}
+
+/// A prefetch reads beside steps, and needs no other rank. What it could not read fails the next load on all ranks, once.
+#[test]
+fn a_prefetch_fills_the_host_tier() {
+    let world = World::new(2);
+    let tables: Vec<_> = (0..2).map(|rank| world.table(rank, SLOTS)).collect();
+    each_pool(&tables, |rank, pool| {
+        let mut pool = pool.with_host_tier(4 * world.adapter_bytes(rank), 2).unwrap();
+        let (model, dtype) = (pool.table().model().clone(), pool.table().dtype());
+        let source = |adapter: Adapter| Source::memory(Arc::new(adapter), &model, dtype).unwrap();
+        pool.prefetch(1, source(version(&world, 1).unwrap())).unwrap();
+        let slot = pool.acquire(1, || -> Result<Adapter, AdapterError> { unreachable!("it was prefetched") }).unwrap();
+        assert_eq!(world.delta(pool.table(), slot), 1.0);
+        pool.release(1).unwrap();
+        // Of the second rank alone.
+        if rank == 1 {
+            pool.prefetch(2, source(world.adapter(|_| f32::NAN))).unwrap();
+        }
+        assert_eq!(refused(&acquire(&world, &mut pool, 2).unwrap_err()), [(1, Phase::Plan)]);
+        assert_eq!(world.delta(pool.table(), slot), 1.0);
+        assert_ne!(acquire(&world, &mut pool, 2).unwrap(), slot);
+        assert_eq!(world.delta(pool.table(), slot), 1.0);
+        let other = World::new(2).table(rank, 1);
+        let other = Source::memory(Arc::new(version(&world, 3).unwrap()), other.model(), dtype).unwrap();
+        assert!(pool.prefetch(3, other).is_err());
+    });
+}
+
+/// A channel whose rank leaves the group instead of some exchange.
+struct Leaving {
+    tp: TpRank,
+    channel: Option<InProcess>,
+    exchanges: usize,
+}
+
+impl Ranks for Leaving {
+    fn tp(&self) -> TpRank {
+        self.tp
+    }
+
+    fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
+        let gone = || ChannelError { ranks: vec![self.tp.rank()], reason: "it has left".to_owned() };
+        let left = self.exchanges == 0;
+        self.exchanges = self.exchanges.saturating_sub(1);
+        if left {
+            self.channel = None;
+        }
+        self.channel.as_mut().map_or_else(|| Err(gone()), |channel| channel.all_gather(message))
+    }
+}
+
+/// A rank vanishes while the slot is chosen, before the vote, or before the commit. No rank has the new adapter.
+#[test]
+fn a_rank_that_vanishes_leaves_nobody_with_half_an_adapter() {
+    let world = World::new(3);
+    for (exchanges, has_host) in (0..3).flat_map(|exchanges| [(exchanges, false), (exchanges, true)]) {
+        let tables: Vec<_> = (0..3).map(|rank| world.table(rank, SLOTS)).collect();
+        // The first load takes three exchanges.
+        let leaving = |rank| if rank == 1 { 3 + exchanges } else { usize::MAX };
+        let ranks = InProcess::group(3, NEVER).into_iter().map(|channel| Leaving {
+            tp: channel.tp(),
+            exchanges: leaving(channel.tp().rank()),
+            channel: Some(channel),
+        });
+        each(ranks.collect(), |rank, ranks| {
+            let mut pool = GroupPool::new(Group::new(ranks, tables[rank].clone()).unwrap());
+            if has_host {
+                pool = pool.with_host_tier(4 * world.adapter_bytes(rank), 2).unwrap();
+            }
+            let first = pool.acquire(1, || version(&world, 1)).unwrap();
+            let error = pool.acquire(2, || version(&world, 2)).unwrap_err();
+            let is_expected = match exchanges {
+                0 | 1 => matches!(error, GroupError::Channel(_)),
+                _ => matches!(error, GroupError::Torn { not_emptied: None, .. }),
+            };
+            assert!(is_expected, "{error}");
+            let other = Slot::new(u16::from(first == Slot::new(0)));
+            assert_eq!([first, other].map(|slot| world.delta(pool.table(), slot)), [1.0, 0.0]);
+            assert_eq!((pool.slot(1), pool.slot(2)), (Some(first), None));
+            assert!(matches!(pool.acquire(2, || version(&world, 2)), Err(GroupError::Channel(_))));
+            // What is loaded needs no exchange.
+            assert_eq!(pool.acquire(1, || version(&world, 1)).unwrap(), first);
+        });
+    }
+}
+
 /// A rank fails in each phase, by an error or a panic. The adapters that all ranks have stay the same, and the next load succeeds.
 #[test]
 fn a_rank_that_fails_fails_all() {
+    [false, true].into_iter().for_each(each_fault_fails_all);
+}
+
+fn each_fault_fails_all(has_host: bool) {
     silence();
     let world = World::new(3);
     let phases = [Phase::Plan, Phase::Reserve, Phase::Fill, Phase::Commit];
@@ -135,6 +256,9 @@ fn a_rank_that_fails_fails_all() {
             let (table, (now, later)) = &tables[rank];
             let faulty = Faulty { table: table.clone(), fault: Arc::clone(now) };
             let mut pool = GroupPool::new(Group::new(ranks, faulty.clone()).unwrap());
+            if has_host {
+                pool = pool.with_host_tier(3 * world.adapter_bytes(rank), 2).unwrap();
+            }
             let slots = [1, 2].map(|number| pool.acquire(number, || version(&world, number)).unwrap());
             pool.release(1).unwrap();
             // The slot of version 1 is to be replaced.
@@ -163,23 +287,38 @@ fn a_rank_that_fails_fails_all() {
 enum Call {
     Acquire(u64),
     Release(u64),
+    /// On some ranks alone.
+    Prefetch(u64),
 }
 
 fn calls() -> impl Strategy<Value = Vec<Call>> {
-    let call = prop_oneof![(1..6_u64).prop_map(Call::Acquire), (1..6_u64).prop_map(Call::Release)];
+    let version = || 1..6_u64;
+    let call = prop_oneof![
+        3 => version().prop_map(Call::Acquire),
+        3 => version().prop_map(Call::Release),
+        1 => version().prop_map(Call::Prefetch),
+    ];
     prop::collection::vec(call, 1..60)
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Any calls on ranks of any room, against a list of versions by use. A rank that is late makes no difference.
+    /// Any calls on ranks of any room and any host tier, against a list of versions by use. A rank that is late makes no difference,
+    /// nor what its host tier holds.
     #[test]
-    fn all_ranks_decide_the_same(calls in calls(), rooms in prop::collection::vec(1..4_usize, 2..5)) {
+    fn all_ranks_decide_the_same(
+        calls in calls(),
+        rooms in prop::collection::vec(1..4_usize, 2..5),
+        hosts in prop::collection::vec(prop::option::of(0..4_usize), 4),
+    ) {
         let world = World::new(rooms.len());
         let tables: Vec<_> = rooms.iter().enumerate().map(|(rank, &room)| world.table(rank, room)).collect();
         let room = rooms.iter().copied().min().unwrap().min(SLOTS);
         let slots = each_pool(&tables, |rank, mut pool| {
+            if let Some(room) = hosts[rank] {
+                pool = pool.with_host_tier(room * world.adapter_bytes(rank), 1).unwrap();
+            }
             // From the least recently used one on: version and leases.
             let mut expected: Vec<(u64, usize)> = Vec::new();
             let mut slots = Vec::new();
@@ -204,6 +343,12 @@ proptest! {
                         slots.push(acquire(&world, &mut pool, number).unwrap());
                         expected.push((number, leases + 1));
                     }
+                    Call::Prefetch(number) => if (index + rank) % 2 == 0 {
+                        let table = pool.table();
+                        let adapter = Arc::new(version(&world, number).unwrap());
+                        let source = Source::memory(adapter, table.model(), table.dtype()).unwrap();
+                        pool.prefetch(number, source).unwrap();
+                    },
                     Call::Release(number) => {
                         let lease = expected.iter_mut().find(|(there, leases)| *there == number && *leases > 0);
                         assert_eq!(pool.release(number).is_ok(), lease.is_some());

@@ -62,12 +62,17 @@ impl World {
             .unwrap()
     }
 
+    /// Size of an adapter on a rank.
+    pub(crate) fn adapter_bytes(&self, rank: usize) -> usize {
+        let model = self.spec.shard(TpRank::new(rank, self.size).unwrap()).unwrap();
+        self.adapter(|_| 1.0).plan(&model, DType::F32).unwrap().bytes()
+    }
+
     /// A table of a rank, of two slots, with room for `adapters` adapters.
     pub(crate) fn table(&self, rank: usize, adapters: usize) -> WeightTable {
         let model = self.spec.shard(TpRank::new(rank, self.size).unwrap()).unwrap();
-        let adapter = self.adapter(|_| 1.0);
-        let bytes = adapter.plan(&model, DType::F32).unwrap().bytes();
-        WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(2).rank(MAX_RANK), adapters * bytes).unwrap()
+        let bytes = adapters * self.adapter_bytes(rank);
+        WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(2).rank(MAX_RANK), bytes).unwrap()
     }
 
     /// Tables of all ranks with room for two adapters. Slot 1 has one that adds 7.

@@ -13,7 +13,7 @@ use aril::{
     DType,
     adapter::AdapterError,
     error::LoadError,
-    pool::{AdapterId, PoolError, Source},
+    pool::{AdapterId, PoolError, Source, StreamId},
 };
 
 use crate::{
@@ -49,19 +49,27 @@ fn damaged(damage: impl FnOnce(&Path)) -> (Setup, AdapterId, tempfile::TempDir) 
     assert_eq!(setup.use_once(good), 1.0);
     let snapshot = setup.pool.snapshot();
     assert_eq!((snapshot.counters.failures, snapshot.waiting, snapshot.reading), (1, 0, 0));
-    assert!(setup.pool.residency(id).unwrap().has_failed);
+    // A prefetch does not forget it.
+    let failed = |error: Option<PoolError>| matches!(error, Some(PoolError::Failed { id: failed, .. }) if failed == id);
+    assert!(failed(setup.pool.prefetch(id).err()) && failed(setup.pool.prepare(&[id], StreamId::FIRST).err()));
+    let failure = setup.pool.residency(id).unwrap().failure.unwrap();
+    let outcomes: Vec<_> = std::iter::from_fn(|| setup.pool.next_outcome()).collect();
+    assert_eq!(outcomes.iter().map(|outcome| outcome.id).collect::<Vec<_>>(), [good, id]);
+    assert!(outcomes[0].result.is_ok() && outcomes[1].result.as_ref().is_err_and(|error| Arc::ptr_eq(error, &failure)));
     (setup, id, dir)
 }
 
 #[test]
-fn a_file_that_vanished_is_tried_again_by_a_prefetch() {
+fn a_file_that_vanished_is_tried_again_by_a_retry() {
     let (mut setup, id, dir) = damaged(|dir| fs::rename(dir.join(WEIGHTS), dir.join("away")).unwrap());
     let error = failure(&mut setup, id);
     assert!(matches!(&*error, LoadError::Adapter(AdapterError::NoWeights { .. })), "{error}");
     fs::rename(dir.path().join("away"), dir.path().join(WEIGHTS)).unwrap();
     failure(&mut setup, id);
-    setup.pool.prefetch(id).unwrap();
+    setup.pool.retry(id).unwrap();
     assert_eq!(setup.use_once(id), 2.0);
+    assert!(setup.pool.next_outcome().is_some_and(|outcome| outcome.id == id && outcome.result.is_ok()));
+    assert!(setup.pool.next_outcome().is_none() && setup.pool.residency(id).unwrap().failure.is_none());
     setup.finish();
 }
 
@@ -153,11 +161,11 @@ fn a_loader_that_panics_fails_one_adapter() {
         let error = failure(&mut setup, id);
         assert!(matches!(&*error, LoadError::Panicked { message } if message.contains("no weights today")), "{error}");
         assert_eq!(setup.use_once(good), 1.0);
-        setup.pool.prefetch(id).unwrap();
+        setup.pool.retry(id).unwrap();
         setup.settle();
     }
     panics.store(false, Ordering::SeqCst);
-    setup.pool.prefetch(id).unwrap();
+    setup.pool.retry(id).unwrap();
     assert_eq!(setup.use_once(id), FEATURES as f32);
     setup.finish();
 }

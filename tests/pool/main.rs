@@ -10,6 +10,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod failures;
+mod ids;
 mod leases;
 mod residency;
 mod setup;

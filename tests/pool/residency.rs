@@ -2,6 +2,7 @@
 
 use aril::{
     DType, Slot,
+    cpu::AdapterPool,
     error::{LoadError, SlotError},
     pool::{PoolConfig, PoolError, Source, StreamId, Tier},
 };
@@ -58,6 +59,22 @@ fn host_memory_has_a_budget() {
     assert_eq!((snapshot.counters.reads, snapshot.counters.host_evictions, snapshot.host), (4, 2, 2));
     assert_eq!(ids.map(|id| setup.pool.residency(id).unwrap().in_host), [true, false, true]);
     setup.finish();
+}
+
+/// In any order, and each beside the others.
+#[test]
+fn an_arena_of_a_rank_holds_as_many_adapters() {
+    let (model, _) = model();
+    for (rank, count) in [(8, 1), (8, 5), (64, 3)] {
+        let bytes = AdapterPool::arena_bytes(&model, DType::F32, rank, count);
+        let mut setup = Setup::with(count, PoolConfig::arena_bytes(bytes));
+        let ids: Vec<_> = (1..=count).map(|value| setup.memory(adapter(rank, value as f32))).collect();
+        let leases = setup.prepare(&ids).unwrap();
+        let values = setup.step(&leases.iter().collect::<Vec<_>>());
+        assert_eq!(values, (1..=count).map(|value| value as f32).collect::<Vec<_>>());
+        drop(leases);
+        setup.finish();
+    }
 }
 
 #[test]

@@ -25,6 +25,8 @@ use half::bf16;
 use aril_bench::{
     Result,
     data::{Data, SMALL, checked_tokens},
+    noise::Noise,
+    pool::{LAYERS as QWEN3_LAYERS, Layers},
     workload::{self, Workload},
 };
 
@@ -48,19 +50,52 @@ fn plan(criterion: &mut Criterion) {
     });
 }
 
+/// Packs adapters of rank 16 of a decoder layer of Qwen3-8B, which is in the cache, and of all layers, on rayon's threads.
+/// `RAYON_NUM_THREADS=1` gives the rate of one thread.
 fn pack(criterion: &mut Criterion) {
-    let (model, adapter) = (layers(1).expect("it is a model"), adapter(1).expect("it is an adapter"));
     let mut group = criterion.benchmark_group("pack");
-    for dtype in [DType::BF16, DType::F16] {
-        let image = adapter.plan(&model, dtype).expect("it fits the model");
-        let mut block = vec![0xff; image.bytes()];
-        image.write_to(&mut block).expect("its weights are finite");
-        assert!(block.chunks(2).all(|value| value != [0xff, 0xff]), "something was not written");
-        group.throughput(Throughput::Bytes(block.len() as u64));
-        group.bench_function(format!("bf16-to-{dtype}"), |bencher| {
-            bencher.iter(|| image.write_to(black_box(&mut block)).expect("its weights are finite"));
-        });
+    for num_layers in [1, QWEN3_LAYERS] {
+        let layers = Layers::qwen3_8b(num_layers);
+        let (model, _) = layers.model().expect("it is a model");
+        let adapter = layers.adapter(RANK, &Noise::new(1, SMALL, 0.02)).expect("it is an adapter");
+        for dtype in [DType::BF16, DType::F16] {
+            let image = adapter.plan(&model, dtype).expect("it fits the model");
+            let mut block = vec![0xff; image.bytes()];
+            image.write_to(&mut block).expect("its weights are finite");
+            assert!(block.chunks(2).all(|value| value != [0xff, 0xff]), "something was not written");
+            group.throughput(Throughput::Bytes(block.len() as u64));
+            group.bench_function(format!("{num_layers}-layers/bf16-to-{dtype}"), |bencher| {
+                bencher.iter(|| image.write_to(black_box(&mut block)).expect("its weights are finite"));
+            });
+        }
     }
+}
+
+/// An adapter of all layers from a directory in the page cache to the host tier of a pool, whose memory is allocated for each load: checking
+/// the directory, and reading and packing it.
+fn directory(criterion: &mut Criterion) {
+    let layers = Layers::qwen3_8b(QWEN3_LAYERS);
+    let (model, _) = layers.model().expect("it is a model");
+    let dir = tempfile::tempdir().expect("there is a temporary folder");
+    layers.write(RANK, &Noise::new(1, SMALL, 0.02), dir.path()).expect("the folder can be written");
+    let check = || Source::directory(dir.path(), &model, DType::BF16).expect("it is an adapter");
+    let mut group = criterion.benchmark_group("directory");
+    group.bench_function("check", |bencher| bencher.iter(check));
+    let source = check();
+    let bytes = source.bytes();
+    let config = PoolConfig::arena_bytes(2 * bytes).packers(std::thread::available_parallelism().map_or(1, Into::into));
+    let capacity = Capacity::tokens(1).slots(1).rank(RANK);
+    let mut pool = AdapterPool::new(&model, DType::BF16, capacity, config).expect("a pool");
+    group.throughput(Throughput::Bytes(bytes as u64));
+    group.bench_function("load", |bencher| {
+        bencher.iter(|| {
+            let id = pool.register(source.clone()).expect("it fits the pool");
+            pool.prefetch(id).expect("it is registered");
+            while pool.wait(Duration::from_secs(10)) {}
+            assert!(pool.residency(id).is_some_and(|residency| residency.in_host));
+            pool.unregister(id).expect("it is registered");
+        });
+    });
 }
 
 /// A step's calls of a pool whose adapters are all on the device: `prepare` a batch, drop its leases, `commit`.
@@ -246,5 +281,5 @@ fn config() -> Criterion {
     Criterion::default().warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2))
 }
 
-criterion_group!(name = benches; config = config(); targets = plan, pack, pool, segments, admission, cpu);
+criterion_group!(name = benches; config = config(); targets = plan, pack, directory, pool, segments, admission, cpu);
 criterion_main!(benches);

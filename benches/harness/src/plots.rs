@@ -374,7 +374,7 @@ impl Panel {
                 self.draw_lines(axis, chart.build_cartesian_2d(x, (low * 0.8..high * 3.0).log_scale())?)
             }
             Axis::Percent => {
-                let mut chart = chart.build_cartesian_2d(x, low.min(0.0) * 1.2..high * 1.55)?;
+                let mut chart = chart.build_cartesian_2d(x, low.min(0.0) * 1.2..high * 1.9)?;
                 chart.draw_series([PathElement::new([(left, 0.0), (right, 0.0)], BLACK.stroke_width(1))])?;
                 self.draw_lines(axis, chart)
             }

@@ -55,10 +55,9 @@ __device__ __forceinline__ uint4 load_input(const char* from, bool valid) {
 template <typename T, int kTokenTiles>
 struct Delta {
   static constexpr int kTokens = kTokenTiles * kTokenTile;
-  static constexpr int kWarps = delta_warps(kTokenTiles), kThreads = 32 * kWarps;
+  static constexpr int kWarps = kDeltaWarps, kThreads = 32 * kWarps;
   static constexpr int kAPlaces = a_places(kTokenTiles);
-  static constexpr int kChunkPlaces = kAPlaces * kPairBytes / kChunkBytes;
-  static constexpr int kRounds = kHalves / kWarps;  // of a step
+  static constexpr bool kLoadsAhead = token_groups(kTokenTiles) == 1;  // x; takes 16 registers
 
   const FusedParams& p;
   const aril_forward_args& args;
@@ -156,7 +155,20 @@ struct Delta {
       if (lane == 0) pairs_before(0) = 0;
     }
     sync_warps();
-    if (thread == 0) batch.num_units = pairs_before(entries) * p.num_parts;
+    if (thread == 0) {
+      batch.num_units = pairs_before(entries) * p.num_parts;
+      static_assert(kMaxChunkPlaces == 8 && kPairBytes == 8 * kChunkTileBytes);
+      const int tiles = ceil_div(batch.slice_rank, ARIL_RANK_TILE);
+      batch.place_bits = min((tiles <= 1 ? 3 : tiles == 2 ? 2 : 1) + kAPlaces - 1, 3);
+    }
+  }
+
+  // B's buffers, in the memory of A's, are as large as the chunks of this block's slice.
+  __device__ __forceinline__ int index_of(int chunk) const {
+    return chunk & ((1 << batch.place_bits) - 1);
+  }
+  __device__ __forceinline__ unsigned char* place_of(int chunk) const {
+    return own_places() + (index_of(chunk) * (kAPlaces * kPairBytes) >> batch.place_bits);
   }
 
   __device__ __forceinline__ int all_pairs() const {
@@ -243,21 +255,18 @@ struct Delta {
            row % ARIL_OUT_TILE / kBlockRows * 512;
   }
 
-  // A step of a unit that was looked up: 128 features for each of kHalves sums. A warp computes
-  // kRounds of these sums, one after the other.
+  // A step of a unit that was looked up: 128 features for each warp.
   struct Step {
-    int unit, round, step;
+    int unit, step;
   };
 
   __device__ __forceinline__ Step next(const Step& at) const {
-    if (at.step + 1 < ceil_div(p.part_k_tiles, kHalves / 2))
-      return {at.unit, at.round, at.step + 1};
-    return at.round + 1 < kRounds ? Step{at.unit, at.round + 1, 0} : Step{at.unit + 1, 0, 0};
+    const bool is_last = at.step + 1 == ceil_div(p.part_k_tiles, kHalves / 2);
+    return is_last ? Step{at.unit + 1, 0} : Step{at.unit, at.step + 1};
   }
 
-  __device__ __forceinline__ int half_of(const Step& at) const { return at.round * kWarps + warp; }
   __device__ __forceinline__ int k_tile_of(const Step& at) const {
-    return at.step * (kHalves / 2) + half_of(at) / 2;
+    return at.step * (kHalves / 2) + warp / 2;
   }
 
   // Starts loading a step's A into this warp's next buffer. A step without features takes one, too.
@@ -272,7 +281,7 @@ struct Delta {
     if (lane < tiles) {
       arrival.copy(own_places() + place * kPairBytes + lane * kHalfBytes,
                    unit.a + int64_t{k_tile_of(at)} * unit.k_tile_bytes + lane * kATileBytes +
-                       half_of(at) % 2 * kHalfBytes,
+                       warp % 2 * kHalfBytes,
                    kHalfBytes);
     }
   }
@@ -285,8 +294,8 @@ struct Delta {
 
   __device__ __forceinline__ void load_x(uint4 (&x)[kLoads], const Step& at) const {
     const DeltaUnit& unit = batch.units[at.unit];
-    const int feature = (unit.first_k_tile + k_tile_of(at)) * ARIL_K_TILE +
-                        half_of(at) % 2 * (ARIL_K_TILE / 2) + 8 * q;
+    const int feature =
+        (unit.first_k_tile + k_tile_of(at)) * ARIL_K_TILE + warp % 2 * (ARIL_K_TILE / 2) + 8 * q;
     const int token = batch.segments.tokens[unit.segment][g];
     const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
     const int left =
@@ -310,8 +319,6 @@ struct Delta {
     const unsigned char* a = own_places() + place * kPairBytes + q * 128 + g * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      // Keeps the loads apart if registers are scarce.
-      if constexpr (kRounds > 1) __syncwarp();
       const uint4 low = *reinterpret_cast<const uint4*>(a + i * 512);
       uint4 high = make_uint4(0, 0, 0, 0);
       if (two) high = *reinterpret_cast<const uint4*>(a + i * 512 + kATileBytes / 2);
@@ -324,9 +331,9 @@ struct Delta {
     return reinterpret_cast<float*>(dynamic + p.smem.sums) + buffer * DeltaShared::kSums;
   }
 
-  // Stores a round's sums for publish(), and clears them.
-  __device__ __forceinline__ void store_sums(const Step& at, float (&sums)[2][4]) {
-    float* own = unit_sums() + half_of(at) * (DeltaShared::kSums / kHalves);
+  // Stores a unit's sums for publish(), and clears them.
+  __device__ __forceinline__ void store_sums(float (&sums)[2][4]) {
+    float* own = unit_sums() + warp * (DeltaShared::kSums / kHalves);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       own[(2 * q + e % 2) * DeltaShared::kPitch + g + e / 2 * 8] = sums[0][e] + sums[1][e];
@@ -362,7 +369,7 @@ struct Delta {
 
   // Starts loading A of the first steps. Returns the first step that was not started.
   __device__ __forceinline__ Step load_first_a(int count) {
-    Step at = {0, 0, 0};
+    Step at = {0, 0};
 #pragma unroll 1
     for (int i = 0; i < kAPlaces && at.unit < count; ++i) {
       load_a(at);
@@ -373,12 +380,13 @@ struct Delta {
 
   // Computes the first `count` units that were looked up, whose first steps of A are being loaded.
   __device__ __forceinline__ void shrink(int count, Step ahead) {
-    Step at = {0, 0, 0};
+    Step at = {0, 0};
     uint4 x[kLoads];
-    if (count > 0) load_x(x, at);
+    if (kLoadsAhead && count > 0) load_x(x, at);
     float sums[2][4] = {};
 #pragma unroll 1
     while (at.unit < count) {
+      if (!kLoadsAhead) load_x(x, at);
       multiply_step(sums, x, at);
       __syncwarp();
       if (ahead.unit < count) {
@@ -386,9 +394,11 @@ struct Delta {
         ahead = next(ahead);
       }
       const Step following = next(at);
-      if (following.unit < count) load_x(x, following);
-      if (following.round != at.round || following.unit != at.unit) store_sums(at, sums);
-      if (following.unit != at.unit) publish(batch.units[at.unit]);
+      if (kLoadsAhead && following.unit < count) load_x(x, following);
+      if (following.unit != at.unit) {
+        store_sums(sums);
+        publish(batch.units[at.unit]);
+      }
       at = following;
     }
   }
@@ -571,21 +581,21 @@ struct Delta {
 
   // Starts loading a chunk into the warp's next buffer, a tile of 8 ranks by each of four lanes.
   __device__ __forceinline__ void load_b(const Task& task, const Chunk& chunk) {
-    const int place = issued++ % kChunkPlaces;
     const aril_descriptor& module = module_of(chunk.item);
     const int tile = chunk.rank / ARIL_RANK_TILE;
     const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
-    TransactionBarrier& arrival = batch.b[warp][place];
+    TransactionBarrier& arrival = batch.b[warp][index_of(issued)];
     if (lane == 0) arrival.expect(tiles * kChunkTileBytes);
     if (lane < tiles) {
       const int row = (task.first + chunk.item.block * p.splits) * kBlockRows;
-      arrival.copy(own_places() + place * kChunkBytes + lane * kChunkTileBytes,
-                   b_tile(module, row, tile + lane), kChunkTileBytes);
+      arrival.copy(place_of(issued) + lane * kChunkTileBytes, b_tile(module, row, tile + lane),
+                   kChunkTileBytes);
     }
+    ++issued;
   }
 
   __device__ __forceinline__ void wait_for_chunk() {
-    batch.b[warp][taken % kChunkPlaces].wait(taken / kChunkPlaces % 2);
+    batch.b[warp][index_of(taken)].wait(taken >> batch.place_bits & 1);
     ++taken;
   }
 
@@ -593,7 +603,7 @@ struct Delta {
   __device__ __forceinline__ void load_first_b(const Task& task) {
     Chunk chunk = chunk_from(task, first_item(task.count));
 #pragma unroll 1
-    for (int i = 0; i + 1 < kChunkPlaces && has(chunk); ++i) {
+    for (int i = 1; i < 1 << batch.place_bits && has(chunk); ++i) {
       load_b(task, chunk);
       chunk = next(task, chunk);
     }
@@ -656,8 +666,7 @@ struct Delta {
     float sums[2][4] = {};
 #pragma unroll 1
     while (has(chunk)) {
-      const unsigned char* b =
-          own_places() + taken % kChunkPlaces * kChunkBytes + q * kChunkTileBytes + g * 16;
+      const unsigned char* b = place_of(taken) + q * kChunkTileBytes + g * 16;
       wait_for_chunk();
       __syncwarp();
       if (has(ahead)) {
@@ -758,7 +767,7 @@ struct Delta {
   // A warp's barriers are its own.
   __device__ __forceinline__ void init_barriers() {
     if (lane < kAPlaces) batch.a[warp][lane].init();
-    if (lane < kChunkPlaces) batch.b[warp][lane].init();
+    if (lane < kMaxChunkPlaces) batch.b[warp][lane].init();
     fence_async_proxy();
     __syncwarp();
   }
@@ -782,7 +791,7 @@ struct Delta {
     sync_warps();
     int first = first_unit(batch.turn);
     int last = args.withholds ? first : first_unit(batch.turn + 1);
-    Step ahead = {0, 0, 0};
+    Step ahead = {0, 0};
     if (batch.num_units > 0) {
       ahead = begin_units(first, last);
     }

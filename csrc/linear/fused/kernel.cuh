@@ -24,16 +24,20 @@ __device__ __forceinline__ void init_ring(const FusedParams& p, FusedShared& sha
 
 // Initialises the barriers between the other roles, by one warp.
 __device__ __forceinline__ void init_handovers(FusedShared& shared, int multipliers,
-                                               int delta_warps, int lane) {
+                                               int token_tiles, int lane) {
   if (lane < kMaxTeams * kMaxUnits) {
     shared.handover[lane].init(32);
     shared.taken[lane].init(32);
   }
-  if (lane < kMaxTokenGroups * kMaxSplitUnits) shared.inbox[lane].init(32);
+  const bool has_inbox = lane < kMaxTokenGroups * kMaxSplitUnits;
+  if (has_inbox) shared.inbox[lane].init();
   if (lane == 31) {
-    shared.deltas_full.init(32 * delta_warps);
+    shared.deltas_full.init(32 * kDeltaWarps);
     shared.deltas_empty.init(32 * multipliers);
   }
+  __syncwarp();
+  if (has_inbox)
+    shared.inbox[lane].expect(kUnitSumsBytes * token_tiles / token_groups(token_tiles));
 }
 
 // The barriers are initialised. The W producer's warp passes by; the others wait for it and for
@@ -59,7 +63,7 @@ __global__ void __launch_bounds__(32 * fused_warps(kMaxUnits, kTokenTiles), 1)
   if (warp == multipliers) {
     init_ring(p, shared, multipliers, lane);
     arrive_at_start();
-    if (p.splits > 1) arrive_at_cluster_relaxed();
+    if (p.splits > 1) arrive_at_cluster();
     if (lane == 0) produce_weights(p, shared, dynamic);
     __syncwarp();
     if (p.splits > 1) wait_for_cluster();
@@ -68,7 +72,7 @@ __global__ void __launch_bounds__(32 * fused_warps(kMaxUnits, kTokenTiles), 1)
   auto& batch = *reinterpret_cast<DeltaShared*>(dynamic + p.smem.batch);
   Delta<T, kTokenTiles> delta(p, shared, batch, dynamic,
                               threadIdx.x - 32 * (multipliers + kProducers));
-  if (warp == 0) init_handovers(shared, multipliers, delta_warps(kTokenTiles), lane);
+  if (warp == 0) init_handovers(shared, multipliers, kTokenTiles, lane);
   if (warp >= multipliers + kProducers) delta.prepare();
   wait_for_start();
   if (p.splits > 1) arrive_at_cluster();

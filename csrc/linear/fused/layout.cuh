@@ -42,20 +42,20 @@ constexpr int kStepBoxes = 2;  // splits share the features in steps of two boxe
 constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
 constexpr int kTokenTile = 8;  // mma.sync's N
 constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
+constexpr int kUnitSumsBytes = kUnitRows * kTokenTile * 4;
 constexpr int kMaxTeams = 2;  // of multipliers
 constexpr int kProducers = 2;
 constexpr int kMaxTokenGroups = 2;
-constexpr int kMaxDeltaWarps = 8;
+constexpr int kDeltaWarps = 8;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
 constexpr int kPairBytes = kATileBytes;  // of 128 features of a pair
 constexpr int kMaxAPlaces = 2;           // buffers of A of a warp
-constexpr int kHalves = 8;               // 128 features each, of a step of A; each has its own sums
+constexpr int kHalves = kDeltaWarps;     // of a step of A: a warp sums 128 features
 constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
 constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
-constexpr int kChunkBytes = kChunkRanks / ARIL_RANK_TILE * kChunkTileBytes;
-constexpr int kMaxChunkPlaces = kMaxAPlaces * kPairBytes / kChunkBytes;  // B reuses A's memory
-constexpr int kSumRanks = 64;  // ranks whose products are added up before others join them
+constexpr int kMaxChunkPlaces = 8;  // buffers of B of a warp, in the memory of A
+constexpr int kSumRanks = 64;       // ranks whose products are added up before others join them
 constexpr int kMaxStages = 24;
 
 // How the launch divides the work.
@@ -93,18 +93,13 @@ __host__ __device__ __forceinline__ constexpr int multiplier_warps(int pass_unit
   return teams(token_tiles) * team_warps(pass_units, token_tiles);
 }
 
-// Fewer if there are many multipliers.
-__host__ __device__ __forceinline__ constexpr int delta_warps(int token_tiles) {
-  return token_groups(token_tiles) > 1 ? kMaxDeltaWarps / 2 : kMaxDeltaWarps;
-}
-
 // One place where the ring needs the memory more.
 __host__ __device__ __forceinline__ constexpr int a_places(int token_tiles) {
-  return token_groups(token_tiles) > 1 ? 1 : kMaxAPlaces;
+  return token_tiles > 4 ? 1 : kMaxAPlaces;
 }
 
 __host__ __device__ __forceinline__ constexpr int fused_warps(int pass_units, int token_tiles) {
-  return multiplier_warps(pass_units, token_tiles) + kProducers + delta_warps(token_tiles);
+  return multiplier_warps(pass_units, token_tiles) + kProducers + kDeltaWarps;
 }
 
 // A share of v: 16 ranks of a module over a part of the input features, for a segment.
@@ -127,12 +122,13 @@ struct DeltaShared {
   int32_t num_segments;  // of this launch's tokens
   int32_t num_units;     // of all blocks
   int32_t slice_rank;    // the largest of this block's slice
+  int32_t place_bits;    // of the number of a buffer of B
   int32_t missing;       // a unit that did not arrive in time, or -1
   int32_t polls;         // left for the next one
   uint32_t epoch;
-  uint32_t turn;                                      // of this block among those that have started
-  TransactionBarrier a[kMaxDeltaWarps][kMaxAPlaces];  // a warp's buffers of A, and
-  TransactionBarrier b[kMaxDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
+  uint32_t turn;                                   // of this block among those that have started
+  TransactionBarrier a[kDeltaWarps][kMaxAPlaces];  // a warp's buffers of A, and
+  TransactionBarrier b[kDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
   DeltaUnit units[kUnits];
 };
 
@@ -146,31 +142,43 @@ struct FusedSmem {
   FusedSmem() = default;
 
   FusedSmem(int token_tiles, const FusedGrid& grid, int splits, int num_slices, int max_rank) {
-    const int tokens = token_tiles * kTokenTile, unit_sums = token_tiles * 32 * 16;
+    const int tokens = token_tiles * kTokenTile, unit_sums = token_tiles * kUnitSumsBytes;
     stage_bytes =
         grid.stage_boxes * (grid.pass_units * kUnitBoxBytes + token_tiles * kTokenBoxBytes);
-    handover = grid.stages * stage_bytes;
-    inbox = handover + (teams(token_tiles) > 1 ? ceil_div(grid.pass_units, 2) * 2 * unit_sums : 0);
-    deltas = inbox + (splits > 1 ? grid.units * unit_sums : 0);
+    inbox = grid.stages * stage_bytes;
+    deltas = inbox + (splits > 1 ? own_blocks(grid, grid.units, splits) * 2 * unit_sums : 0);
+    const int handover_bytes =
+        teams(token_tiles) > 1 ? ceil_div(grid.pass_units, 2) * 2 * unit_sums : 0;
     // An odd number of token tiles spreads a warp's rows over all banks.
     delta_pitch = kTokenTile * (token_tiles | 1);
     v_ranks = v_pitch = 0;
     if (max_rank == 0) {
-      v = a = sums = batch = modules = total = deltas;
+      v = a = sums = batch = modules = handover = deltas;
+      total = handover + handover_bytes;
       return;
     }
-    const int blocks = ceil_div(grid.pass_units / 2 + 1, splits);
-    v = deltas + blocks * kBlockRows * delta_pitch * 4;
+    // Sums of units, v, and the sums that the teams hand over follow each other.
+    const int blocks = own_blocks(grid, grid.pass_units, splits);
+    v = sums = handover = deltas + blocks * kBlockRows * delta_pitch * 4;
     constexpr int kMaxV = 16 << 10;
     const int padded = ceil_div(max_rank, kChunkRanks) * kChunkRanks;
     const int most = kMaxV / (tokens * 2 * 2) / kSumRanks * kSumRanks;
     v_ranks = padded < most ? padded : most;
     v_pitch = v_ranks * 2 + 16;
-    a = v + 2 * tokens * v_pitch;
-    sums = a + delta_warps(token_tiles) * a_places(token_tiles) * kPairBytes;
-    batch = sums + 2 * DeltaShared::kSums * 4;
+    a = v + greater(2 * tokens * v_pitch, 2 * DeltaShared::kSums * 4);
+    batch =
+        greater(a + kDeltaWarps * a_places(token_tiles) * kPairBytes, handover + handover_bytes);
     modules = batch + static_cast<int>(sizeof(DeltaShared));
     total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
+  }
+
+ private:
+  __host__ __device__ static int greater(int a, int b) { return a > b ? a : b; }
+
+  // The most blocks of 32 rows that a thread block stores, of `units` units.
+  __host__ __device__ static int own_blocks(const FusedGrid& grid, int units, int splits) {
+    const bool begins_even = grid.units % 2 == 0 && grid.pass_units % 2 == 0;
+    return ceil_div(begins_even ? ceil_div(units, 2) : units / 2 + 1, splits);
   }
 };
 

@@ -110,31 +110,62 @@ __device__ __forceinline__ void produce_input(const FusedParams& p, FusedShared&
 template <int kTiles>
 using UnitSums = float[kTiles][4];
 
-// Adds the products of half a box of features with kUnits units.
-template <typename T, int kTiles, int kUnits>
-__device__ __forceinline__ void multiply_half(UnitSums<kTiles>* sums, const unsigned char* w,
-                                              const unsigned char* x, int half) {
-  const int lane = threadIdx.x % 32, row = lane % 16, token = lane % 8;
-  uint4 columns[kTiles];
+// A warp's operands in a box of features, in registers: two units and its team's half of the
+// features, or one unit and both halves.
+template <typename T, int kTokenTiles>
+struct Operands {
+  static constexpr int kTiles = kTokenTiles / token_groups(kTokenTiles);
+  static constexpr bool kOneHalf = teams(kTokenTiles) > 1;
+  uint4 w[2][2];                      // by unit or half, and by 16 features
+  uint4 x[kOneHalf ? 1 : 2][kTiles];  // by half, and by token tile
+
+  __device__ __forceinline__ void load(const unsigned char* units, const unsigned char* tokens,
+                                       int team) {
+    const int lane = threadIdx.x % 32, row = lane % 16, token = lane % 8;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    columns[tile] = ldmatrix_x4(x + tile * kTokenBoxBytes + token * 128 +
-                                (((half * 4 + lane / 8) ^ token) << 4));
-  }
-#pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint4 rows = ldmatrix_x4(w + unit * kUnitBoxBytes + row * 128 +
-                                     (((half * 4 + k * 2 + lane / 16) ^ (row % 8)) << 4));
+    for (int half = 0; half < (kOneHalf ? 1 : 2); ++half) {
+      const int piece = (kOneHalf ? team : half) * 4 + lane / 8;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const uint4& b = columns[tile];
-        mma_m16n8k16<T>(sums[unit][tile], rows, k == 0 ? b.x : b.z, k == 0 ? b.y : b.w);
+        x[half][tile] =
+            ldmatrix_x4(tokens + tile * kTokenBoxBytes + token * 128 + ((piece ^ token) << 4));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int sum = 0; sum < 2; ++sum) {
+        const int piece = (kOneHalf ? team : sum) * 4 + k * 2 + lane / 16;
+        w[sum][k] = ldmatrix_x4(units + (kOneHalf ? sum * kUnitBoxBytes : 0) + row * 128 +
+                                ((piece ^ (row % 8)) << 4));
       }
     }
   }
-}
+
+  __device__ __forceinline__ void multiply(UnitSums<kTiles>* sums) const {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int sum = 0; sum < 2; ++sum) {
+          const uint4& b = x[kOneHalf ? 0 : sum][tile];
+          mma_m16n8k16<T>(sums[sum][tile], w[sum][k], k == 0 ? b.x : b.z, k == 0 ? b.y : b.w);
+        }
+      }
+    }
+  }
+
+  // A bit of each load.
+  __device__ __forceinline__ uint32_t bits() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits |= w[i / 2][i % 2].x;
+#pragma unroll
+    for (int i = 0; i < (kOneHalf ? 1 : 2) * kTiles; ++i) bits |= x[i / kTiles][i % kTiles].x;
+    return bits;
+  }
+};
 
 // Adds the other block's sums of a unit if this block stores it, and sends its own otherwise.
 // Either way the two blocks' sums are the first to be added to each other. A block waits for every
@@ -144,7 +175,7 @@ __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool sto
                                               float4* inbox, TransactionBarrier& arrival) {
   const int lane = threadIdx.x % 32;
   if (stores) {
-    wait_cluster(arrival, 0);
+    arrival.wait(0);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const float4 others = inbox[tile * 32 + lane];
@@ -156,12 +187,12 @@ __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool sto
     return;
   }
   const uint32_t to = cluster_address(inbox + lane, other);
+  const uint32_t barrier = cluster_address(&arrival, other);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    store_cluster(to + tile * 32 * 16,
-                  make_float4(sums[tile][0], sums[tile][1], sums[tile][2], sums[tile][3]));
+    store_cluster(to + tile * kUnitSumsBytes,
+                  make_float4(sums[tile][0], sums[tile][1], sums[tile][2], sums[tile][3]), barrier);
   }
-  arrive_cluster(cluster_address(&arrival, other));
 }
 
 // Adds the bias, the deltas and, if it accumulates, y to a unit's sums, rounds once, and stores.
@@ -258,11 +289,9 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
   constexpr int kGroups = Place::kGroups, kTiles = Place::kTiles, kTeams = teams(kTokenTiles);
   const bool has_deltas = p.args.weights.table != nullptr;
   const int items = share.num_items(p.grid);
+  const uint32_t zero = p.splits >> 8;  // which the compiler does not know
   int stage = 0;
   uint32_t parity = 0;
-  // A stage is released one stage late. Only the products order an arrival behind the loads of
-  // fragments, and these products have begun once the next stage is being waited for.
-  TransactionBarrier* done = nullptr;
   for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
     float sums[2][kTiles][4] = {};
     const Place in_loop(units);
@@ -270,26 +299,24 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
     for (int item = 0; item < items; ++item) {
       shared.full[stage].wait(parity);
       __syncwarp();
-      if (lane == 0 && done != nullptr) arrive(*done);
-      done = &shared.empty[stage];
       const unsigned char* w =
           dynamic + stage * p.smem.stage_bytes + in_loop.first_unit * kUnitBoxBytes;
       const unsigned char* x = dynamic + stage * p.smem.stage_bytes +
                                boxes * units * kUnitBoxBytes + in_loop.first_tile * kTokenBoxBytes;
-      const auto multiply = [&] {
-        if constexpr (kTeams > 1) {
-          multiply_half<T, kTiles, 2>(sums, w, x, in_loop.team);
-        } else {
-          multiply_half<T, kTiles, 1>(sums, w, x, 0);
-          multiply_half<T, kTiles, 1>(sums + 1, w, x, 1);
-        }
-      };
-      multiply();
+      Operands<T, kTokenTiles> box;
+      box.load(w, x, in_loop.team);
+      uint32_t bits = box.bits();
       if (boxes > 1) {
+        box.multiply(sums);
         w += units * kUnitBoxBytes;
         x += kTokenTiles * kTokenBoxBytes;
-        multiply();
+        box.load(w, x, in_loop.team);
+        bits |= box.bits();
       }
+      // Releases the stage. The barrier's address depends on the operands: without that, the
+      // arrival overtakes their loads.
+      if (lane == 0) arrive(shared.empty[stage + (bits & zero)]);
+      box.multiply(sums);
       if (++stage == p.grid.stages) {
         stage = 0;
         parity ^= 1;
@@ -297,14 +324,14 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
     }
     const Place self(units);
     if constexpr (kTeams > 1) {
+      // The delta's warps have used this memory.
+      if (has_deltas) shared.deltas_full.wait(pass % 2);
       add_teams<kTiles>(sums, self.team, self.warp, self.other, shared,
                         reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
     } else {
 #pragma unroll
       for (int e = 0; e < 4 * kTiles; ++e) sums[0][e / 4][e % 4] += sums[1][e / 4][e % 4];
     }
-    if (lane == 0 && done != nullptr) arrive(*done);
-    done = nullptr;
     if (p.splits > 1 && first == 0) wait_for_cluster();
     wait_for_predecessors();
     const int in_pass = self.first_unit + self.team, in_cluster = first + in_pass;
@@ -312,9 +339,12 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
     const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
     const bool live = in_pass < units && in_cluster < p.grid.units;
     if (p.splits > 1 && live) {
-      const int index = in_cluster * kGroups + self.group;
-      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) + index * kTiles * 32;
-      exchange_sums(sums[0], stores, share.split ^ 1, inbox, shared.inbox[index]);
+      const OwnBlocks storing(share.begin / 2, p.splits, unit / 2 % 2);
+      const int place = storing.index_of(unit / 2) * 2 + unit % 2;
+      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) +
+                      (place * kGroups + self.group) * kTiles * 32;
+      exchange_sums(sums[0], stores, share.split ^ 1, inbox,
+                    shared.inbox[in_cluster * kGroups + self.group]);
     }
     const float* deltas = nullptr;
     if (has_deltas) {
@@ -328,7 +358,11 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
       store_unit<T>(p.args, sums[0], share, unit, self.first_tile * kTokenTile, deltas,
                     p.smem.delta_pitch);
     }
-    if (has_deltas) arrive(shared.deltas_empty);
+    if (has_deltas) {
+      // The teams' sums may be overwritten by bulk copies.
+      if constexpr (kTeams > 1) fence_async_proxy();
+      arrive(shared.deltas_empty);
+    }
   }
 }
 

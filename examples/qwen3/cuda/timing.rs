@@ -1,8 +1,8 @@
 //! `--time-experts`: the time of a whole layer of experts, with and without adapters.
 //!
 //! The layer has the sizes of Qwen3-30B-A3B and random weights and tokens in bf16. It consists of the router, the sorting of
-//! routes, both grouped GEMMs, the activation and the combine. These kernels are the example's own and simple. An engine's kernels
-//! are faster, so the adapters' share of its layer is larger. With adapters, activation and combine are the library's.
+//! routes, both grouped GEMMs, the activation and the combine. These kernels are the example's own. With adapters, activation and
+//! combine are the library's.
 //!
 //! A figure is the median over replays of a CUDA graph of several layers, per layer. Each layer of a graph has its own tokens, so
 //! that other experts are used and weights come from memory. All buffers are allocated before, as in an engine.

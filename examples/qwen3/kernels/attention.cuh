@@ -23,6 +23,7 @@
 #include "../../../csrc/ptx/approximate.cuh"
 #include "../../../csrc/ptx/async.cuh"
 #include "../../../csrc/ptx/mma.cuh"
+#include "../../../csrc/ptx/pdl.cuh"
 
 namespace {
 
@@ -170,8 +171,8 @@ struct OnlineSoftmax {
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kDecodeKeys = 16;  // of a warp at a time
-// Copies in flight: enough for a multiprocessor together with those of the other blocks on it, or of
-// a block that is alone there.
+// Copies in flight: enough for a multiprocessor together with those of the other blocks on it, or
+// of a block that is alone there.
 constexpr int kDecodeStages = 2;
 constexpr int kDeepDecodeStages = 5;
 constexpr int kMaxSplits = 32;  // one for each lane of a warp
@@ -184,8 +185,8 @@ __device__ __forceinline__ int split_keys(int num_keys) {
 }
 
 template <typename T, int kDim, int kStages>
-constexpr int kDecodeSharedBytes = kDecodeWarps * kStages * 2 * kDecodeKeys * kDim *
-                                   static_cast<int>(sizeof(T));
+constexpr int kDecodeSharedBytes =
+    kDecodeWarps * kStages * 2 * kDecodeKeys * kDim * static_cast<int>(sizeof(T));
 
 // The sums of a warp's keys, in tiles of kDecodeKeys that the warps take in turns.
 template <typename T, int kDim, int kStages>
@@ -250,7 +251,8 @@ __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const
     }
     state.weigh(scores, scale);
     const uint4 weights = {pack<T>(scores[0][0], scores[0][1]), pack<T>(scores[0][2], scores[0][3]),
-                           pack<T>(scores[1][0], scores[1][1]), pack<T>(scores[1][2], scores[1][3])};
+                           pack<T>(scores[1][0], scores[1][1]),
+                           pack<T>(scores[1][2], scores[1][3])};
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       const uint4 b = value_rows.b_transposed(0, n);
@@ -281,6 +283,7 @@ __device__ void attend_decode(const Attention<T>& a,
   __shared__ float warp_largest[kDecodeWarps][kMaxGroup], warp_sums[kDecodeWarps][kMaxGroup];
   __shared__ float factors[kMaxSplits][kMaxGroup], totals[kMaxGroup];  // 1 / sum of weights
   __shared__ bool is_last;
+  aril::launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int kv_heads = static_cast<int>(a.kv_heads), group = a.group();
   const int index = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
@@ -307,7 +310,8 @@ __device__ void attend_decode(const Attention<T>& a,
   // Behind the keys, the sums of each warp.
   float* const sums = reinterpret_cast<float*>(shared);
   constexpr int kSums = kMaxGroup * kDim;
-  static_assert(kDecodeWarps * kSums * static_cast<int>(sizeof(float)) <= kDecodeSharedBytes<T, kDim, kStages>,
+  static_assert(kDecodeWarps * kSums * static_cast<int>(sizeof(float)) <=
+                    kDecodeSharedBytes<T, kDim, kStages>,
                 "the sums have room");
   const int64_t pair = static_cast<int64_t>(sequence) * kv_heads + kv_head;
   partials += pair * max_splits * group * kDim;
@@ -316,7 +320,7 @@ __device__ void attend_decode(const Attention<T>& a,
   for (int split = blockIdx.y; split < splits; split += gridDim.y, ++done) {
     OnlineSoftmax<T, kDim> state;
     attend_keys<T, kDim, kStages>(state, a, query, stages, sequence, kv_head, split * keys,
-                min(split * keys + keys, num_keys));
+                                  min(split * keys + keys, num_keys));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(state.sum[half]);
@@ -464,6 +468,7 @@ template <typename T, int kDim>
 __device__ void attend_prefill(const Attention<T>& a, int64_t tokens) {
   using Rows = SharedRows<T, kDim>;
   extern __shared__ __align__(128) unsigned char shared[];
+  aril::launch_dependents();
   const Rows query_rows{reinterpret_cast<T*>(shared)};
   T* const stages = query_rows.data + kPrefillRows * kDim;
   constexpr int kTile = kPrefillKeys * kDim;
@@ -505,7 +510,8 @@ __device__ void attend_prefill(const Attention<T>& a, int64_t tokens) {
           const int64_t row = a.row_of(sequence, min(tile + at, num_keys - 1));
           const int valid = tile + at < num_keys ? 16 : 0;
           aril::copy_async(key_rows.chunk(at, chunk), keys + row * kv_stride + chunk * 8, valid);
-          aril::copy_async(value_rows.chunk(at, chunk), values + row * kv_stride + chunk * 8, valid);
+          aril::copy_async(value_rows.chunk(at, chunk), values + row * kv_stride + chunk * 8,
+                           valid);
         }
       }
       aril::commit_copies();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // The part of kernels.cu that a Qwen3 with experts needs: the router's choice, the order of routes
-// by expert, and a GEMM over all experts in one launch, whose sizes nothing on the host has to know.
+// by expert, and a GEMM over all experts in one launch, whose sizes nothing on the host has to
+// know.
 //
 // A route is a (token, expert) pair, numbered token * top_k + k. Matrices of routes have a row for
 // each, the rows of an expert together: bounds[e] is the first of expert e.
@@ -37,7 +38,8 @@ __device__ __forceinline__ Choice warp_first(Choice first) {
 }
 
 // The experts of the top_k largest scores of a token and what they weigh: their softmax over all
-// experts, divided by its sum over the chosen if normalized, rounded. One warp of the block does it.
+// experts, divided by its sum over the chosen if normalized, rounded. One warp of the block does
+// it.
 template <typename T>
 __device__ void choose_experts(const T* scores,  // [tokens, experts]
                                int32_t* ids,     // [tokens, top_k]
@@ -228,8 +230,8 @@ struct TileRows {
 };
 
 // Finds a tile of `tile_rows` rows by its number among all experts' tiles, in order.
-__device__ __forceinline__ TileRows find_tile(const int32_t* bounds, int64_t experts,
-                                              int tile_rows, int32_t tile) {
+__device__ __forceinline__ TileRows find_tile(const int32_t* bounds, int64_t experts, int tile_rows,
+                                              int32_t tile) {
   constexpr int kEach = 4;  // experts of a lane
   const int lane = threadIdx.x % 32;
   for (int64_t base = 0; base < experts; base += 32 * kEach) {
@@ -284,7 +286,8 @@ struct Products {
   __device__ void add(const T* x_tile, const T* w_tile) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const T* x_row = x_tile + (warp % 2 * 16 + lane % 16) * kStride<T> + lane / 16 * 8;
-    const T* w_row = w_tile + (warp / 2 * 16 + lane / 16 * 8 + lane % 8) * kStride<T> + lane / 8 % 2 * 8;
+    const T* w_row =
+        w_tile + (warp / 2 * 16 + lane / 16 * 8 + lane % 8) * kStride<T> + lane / 8 % 2 * 8;
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
       const uint4 a = aril::ldmatrix_x4(x_row + k);
@@ -302,7 +305,8 @@ struct Products {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) visit(row + i / 2 * 8, out + n * 8 + i % 2, sums[n][i], n * 4 + i);
+      for (int i = 0; i < 4; ++i)
+        visit(row + i / 2 * 8, out + n * 8 + i % 2, sums[n][i], n * 4 + i);
     }
   }
 };
@@ -389,9 +393,9 @@ __device__ void grouped_gemm(const T* x,  // [routes, cols]
   });
 }
 
-// The same on tensor cores with copies in flight, for weights of 16 bits and rows that are multiples
-// of 16 bytes. A block has kRows rows and kOuts outputs, a warp kWarpRows and kWarpOuts of them.
-// All sums are in the order of the columns, so that the shape of a block changes no bit.
+// The same on tensor cores with copies in flight, for weights of 16 bits and rows that are
+// multiples of 16 bytes. A block has kRows rows and kOuts outputs, a warp kWarpRows and kWarpOuts
+// of them. All sums are in the order of the columns, so that the shape of a block changes no bit.
 //
 // Bound with few rows for an expert: the bytes of the weights.
 template <typename T, int kRows, int kOuts, int kWarpRows, int kWarpOuts, int kStages>

@@ -4,9 +4,12 @@
 // cores; experts.cuh has what only a model with experts needs.
 //
 // Here, every kernel has blocks of kThreads. blockIdx.x is a row of its output; blockIdx.y, where
-// there is one, is a part of the row. Matrices are row-major and dense, and start at multiples of 16
-// bytes. All compute in f32 and round where device.rs says. Indices are the caller's to keep in
+// there is one, is a part of the row. Matrices are row-major and dense, and start at multiples of
+// 16 bytes. All compute in f32 and round where device.rs says. Indices are the caller's to keep in
 // bounds.
+//
+// A kernel whose result a linear layer of the library reads lets it start early: until the kernel
+// has completed, the layer loads weights.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,6 +19,7 @@
 #include <type_traits>
 
 #include "../../../csrc/device/activation.cuh"
+#include "../../../csrc/ptx/pdl.cuh"
 
 namespace {
 
@@ -139,6 +143,7 @@ __device__ void add_rms_norm_of(T* x,             // [rows, cols]
 
 template <typename T>
 __device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) {
+  aril::launch_dependents();
   if (cols % kWide<T> == 0) {
     add_rms_norm_of<T, kWide<T>>(x, y, weight, out, cols, eps);
   } else {
@@ -147,8 +152,8 @@ __device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t 
 }
 
 // The norm of a head, rounded, times its weight, rounded; then the rotation of its pairs
-// (i, i + dim / 2). kHeadLanes lanes do it, of which each has kWidth pairs at a time. Lanes without a
-// head take part in the exchange.
+// (i, i + dim / 2). kHeadLanes lanes do it, of which each has kWidth pairs at a time. Lanes without
+// a head take part in the exchange.
 constexpr int kHeadLanes = 8;
 
 template <typename T, int kWidth>
@@ -224,13 +229,14 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
 }
 
 // Of each token: the norms and rotations of the heads of q and k, and the copy of k and v to the
-// token's row of the cache. q stays where it is. blockIdx.y is a part of kThreads / kHeadLanes heads.
+// token's row of the cache. q stays where it is. blockIdx.y is a part of kThreads / kHeadLanes
+// heads.
 template <typename T>
-__device__ void rotate_and_append(T* qkv,               // [tokens, (query_heads + 2 kv_heads) * dim]
-                                  const T* q_norm,      // [dim]
-                                  const T* k_norm,      // [dim]
-                                  const T* cos,         // [positions, dim / 2]
-                                  const T* sin,         // [positions, dim / 2]
+__device__ void rotate_and_append(T* qkv,           // [tokens, (query_heads + 2 kv_heads) * dim]
+                                  const T* q_norm,  // [dim]
+                                  const T* k_norm,  // [dim]
+                                  const T* cos,     // [positions, dim / 2]
+                                  const T* sin,     // [positions, dim / 2]
                                   const int32_t* positions,  // [tokens]
                                   const int32_t* rows,       // [tokens]
                                   T* keys,                   // [cache rows, kv_heads * dim]
@@ -350,7 +356,8 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
   }
 }
 
-// In 16 bits, approximations far below their roundings: the exact functions take longer than the bytes.
+// In 16 bits, approximations far below their roundings: the exact functions take longer than the
+// bytes.
 template <typename T>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -365,6 +372,7 @@ template <typename T>
 __device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
                          T* out,            // [rows, cols]
                          int64_t cols) {
+  aril::launch_dependents();
   const T* const gates = gate_up + blockIdx.x * 2 * cols;
   for_part<T>(cols, [&](int64_t col, auto width) {
     using Vec = Vector<T, decltype(width)::value>;
@@ -429,8 +437,8 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
 
 // The kernels of an element type, by the names they are loaded by.
 #define KERNELS(T, suffix)                                                                        \
-  extern "C" __global__ void __launch_bounds__(kThreads) add_rms_norm_##suffix(                   \
-      T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) {                       \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
+      add_rms_norm_##suffix(T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) { \
     add_rms_norm(x, y, weight, out, cols, eps);                                                   \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads) rotate_and_append_##suffix(              \
@@ -440,11 +448,10 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
     rotate_and_append(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, query_heads,  \
                       kv_heads, dim, eps);                                                        \
   }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      attend_##suffix(const T* qkv, const T* keys, const T* values, const int32_t* positions,     \
-                      const int32_t* sequences, const int32_t* first_rows, int64_t columns,       \
-                      int64_t block_rows, T* out, int64_t cols, int64_t query_heads,              \
-                      int64_t kv_heads, float scale, int64_t dim) {                               \
+  extern "C" __global__ void __launch_bounds__(kThreads) attend_##suffix(                         \
+      const T* qkv, const T* keys, const T* values, const int32_t* positions,                     \
+      const int32_t* sequences, const int32_t* first_rows, int64_t columns, int64_t block_rows,   \
+      T* out, int64_t cols, int64_t query_heads, int64_t kv_heads, float scale, int64_t dim) {    \
     attend(qkv, keys, values, positions, sequences, first_rows, columns, block_rows, out, cols,   \
            query_heads, kv_heads, scale, dim);                                                    \
   }                                                                                               \
@@ -460,9 +467,8 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
       gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t cols) {                \
     gather(table, rows, out, cols);                                                               \
   }                                                                                               \
-  extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads)                         \
-      draw_##suffix(const T* logits, const Draw* draws, int32_t* tokens, float* logprobs,         \
-                    int64_t vocab) {                                                              \
+  extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads) draw_##suffix(          \
+      const T* logits, const Draw* draws, int32_t* tokens, float* logprobs, int64_t vocab) {      \
     draw(logits, draws, tokens, logprobs, vocab);                                                 \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
@@ -485,10 +491,9 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
                             int64_t experts, int64_t outs, int64_t cols) {                        \
     grouped_gemm(x, Plain<T>{weights}, bounds, y, experts, outs, cols);                           \
   }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      grouped_gemm_int4_##suffix(const T* x, const uint32_t* words, const float* scales,          \
-                                 int64_t group, const int32_t* bounds, T* y, int64_t experts,     \
-                                 int64_t outs, int64_t cols) {                                    \
+  extern "C" __global__ void __launch_bounds__(kThreads) grouped_gemm_int4_##suffix(              \
+      const T* x, const uint32_t* words, const float* scales, int64_t group,                      \
+      const int32_t* bounds, T* y, int64_t experts, int64_t outs, int64_t cols) {                 \
     grouped_gemm(x, Int4<T>{words, scales, group}, bounds, y, experts, outs, cols);               \
   }
 
@@ -497,37 +502,35 @@ KERNELS(__half, f16)
 KERNELS(float, f32)
 
 // Attention on tensor cores, for an element type of 16 bits and a number of features of a head.
-#define ATTEND_DECODE(name, T, dim, stages)                                                       \
-  extern "C" __global__ void __launch_bounds__(kDecodeThreads)                                    \
-      name(const T* qkv, const T* keys, const T* values, const int32_t* positions,                \
-           const int32_t* sequences, const int32_t* first_rows, int64_t columns,                  \
-           int64_t block_rows, T* out, int64_t cols, int64_t query_heads, int64_t kv_heads,       \
-           float scale, const int32_t* alone, float* partials, SplitStats* stats,                 \
-           int32_t* arrivals, int64_t max_splits) {                                               \
-    attend_decode<T, dim, stages>({qkv, keys, values, positions, sequences, first_rows, columns,  \
-                                   block_rows, out, cols, query_heads, kv_heads, scale},          \
-                                  alone, partials, stats, arrivals, max_splits);                  \
+#define ATTEND_DECODE(name, T, dim, stages)                                                      \
+  extern "C" __global__ void __launch_bounds__(kDecodeThreads)                                   \
+      name(const T* qkv, const T* keys, const T* values, const int32_t* positions,               \
+           const int32_t* sequences, const int32_t* first_rows, int64_t columns,                 \
+           int64_t block_rows, T* out, int64_t cols, int64_t query_heads, int64_t kv_heads,      \
+           float scale, const int32_t* alone, float* partials, SplitStats* stats,                \
+           int32_t* arrivals, int64_t max_splits) {                                              \
+    attend_decode<T, dim, stages>({qkv, keys, values, positions, sequences, first_rows, columns, \
+                                   block_rows, out, cols, query_heads, kv_heads, scale},         \
+                                  alone, partials, stats, arrivals, max_splits);                 \
   }
 #define ATTENTION(T, suffix, dim)                                                                 \
   ATTEND_DECODE(attend_decode_##dim##_##suffix, T, dim, kDecodeStages)                            \
   ATTEND_DECODE(attend_deep_decode_##dim##_##suffix, T, dim, kDeepDecodeStages)                   \
-  extern "C" __global__ void __launch_bounds__(kPrefillThreads)                                   \
-      attend_prefill_##dim##_##suffix(                                                            \
-          const T* qkv, const T* keys, const T* values, const int32_t* positions,                 \
-          const int32_t* sequences, const int32_t* first_rows, int64_t columns, int64_t block_rows,\
-          T* out, int64_t cols, int64_t query_heads, int64_t kv_heads, float scale,               \
-          int64_t tokens) {                                                                       \
+  extern "C" __global__ void __launch_bounds__(kPrefillThreads) attend_prefill_##dim##_##suffix(  \
+      const T* qkv, const T* keys, const T* values, const int32_t* positions,                     \
+      const int32_t* sequences, const int32_t* first_rows, int64_t columns, int64_t block_rows,   \
+      T* out, int64_t cols, int64_t query_heads, int64_t kv_heads, float scale, int64_t tokens) { \
     attend_prefill<T, dim>({qkv, keys, values, positions, sequences, first_rows, columns,         \
                             block_rows, out, cols, query_heads, kv_heads, scale},                 \
                            tokens);                                                               \
   }
 
 // Grouped GEMMs of weights of 16 bits, by the rows of a block.
-#define GROUPED_GEMM(T, suffix, rows, Gemm)                                                       \
-  extern "C" __global__ void __launch_bounds__(Gemm<T>::kThreadsPerBlock)                         \
-      grouped_gemm_##rows##_##suffix(const T* x, const T* weights, const int32_t* bounds, T* y,   \
-                                     int64_t experts, int64_t outs, int64_t cols) {               \
-    Gemm<T>::run(x, weights, bounds, y, experts, outs, cols);                                     \
+#define GROUPED_GEMM(T, suffix, rows, Gemm)                                                     \
+  extern "C" __global__ void __launch_bounds__(Gemm<T>::kThreadsPerBlock)                       \
+      grouped_gemm_##rows##_##suffix(const T* x, const T* weights, const int32_t* bounds, T* y, \
+                                     int64_t experts, int64_t outs, int64_t cols) {             \
+    Gemm<T>::run(x, weights, bounds, y, experts, outs, cols);                                   \
   }
 
 ATTENTION(__nv_bfloat16, bf16, 32)

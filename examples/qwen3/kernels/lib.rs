@@ -68,8 +68,8 @@ pub mod attention {
 
         /// The decode kernel for a grid. Both give the same bits.
         pub fn for_decode((heads, splits): (usize, usize)) -> Self {
-            // Two for each multiprocessor of an H200 or less.
-            const FEW_BLOCKS: usize = 264;
+            // One for each multiprocessor of an H200.
+            const FEW_BLOCKS: usize = 132;
             if heads * splits <= FEW_BLOCKS { Self::DeepDecode } else { Self::Decode }
         }
     }

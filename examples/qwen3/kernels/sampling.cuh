@@ -4,9 +4,9 @@
 // unit interval that the host draws: the tokens that may be chosen divide the interval by their
 // probabilities, the most probable first if there is a bound, in their own order otherwise.
 //
-// Nothing is sorted. The token at a place is found by its logit's bits, three of them in a pass over
-// the row: how much do the tokens weigh that have at least this logit? Weights are integers, in
-// units of 2^-40 of the largest, so that a sum does not depend on its order.
+// Nothing is sorted. The token at a place is found by its logit's bits, three of them in a pass
+// over the row: how much do the tokens weigh that have at least this logit? Weights are integers,
+// in units of 2^-40 of the largest, so that a sum does not depend on its order.
 //
 // A row has a cluster of blocks (one block before sm_90). A warp has consecutive logits.
 // Bound: passes over the row, from L2, 4 to 20 of them.
@@ -36,7 +36,7 @@ struct Draw {
   float temperature;  // 0: the largest logit
   float top_p;
   uint64_t top_k;  // 0: all
-  double place;  // in [0, 1)
+  double place;    // in [0, 1)
 };
 
 // Logits as integers in the same order, equal for the two zeros.
@@ -75,9 +75,18 @@ class Cluster {
   };
 
   __device__ __forceinline__ explicit Cluster(Shared& shared) : shared_(shared) {
+    synchronize();
+  }
+
+  // Waits for all threads of the row, and makes what they wrote visible.
+  static __device__ __forceinline__ void synchronize() {
 #if __CUDA_ARCH__ >= 900
+    // The barrier of a cluster is for warps whose lanes have converged.
+    __syncwarp();
     aril::arrive_at_cluster();
     aril::wait_for_cluster();
+#else
+    __syncthreads();
 #endif
   }
 
@@ -91,7 +100,8 @@ class Cluster {
   // Combines kCount values of all threads; returns those of each block, which the next call but one
   // overwrites.
   template <int kCount, typename F>
-  __device__ __forceinline__ const uint64_t (*exchange(uint64_t (&values)[kCount], F combine))[kThresholds] {
+  __device__ __forceinline__ const uint64_t (*exchange(uint64_t (&values)[kCount],
+                                                       F combine))[kThresholds] {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -115,12 +125,7 @@ class Cluster {
       shared_.of_blocks[turn_][to][i] = value;
 #endif
     }
-#if __CUDA_ARCH__ >= 900
-    aril::arrive_at_cluster();
-    aril::wait_for_cluster();
-#else
-    __syncthreads();
-#endif
+    synchronize();
     return shared_.of_blocks[turn_];
   }
 
@@ -142,8 +147,8 @@ class Cluster {
     return value;
   }
 
-  // The sum of the blocks before this one and of the warps before this one. `value` is the thread's,
-  // `own` becomes the warp's.
+  // The sum of the blocks before this one and of the warps before this one. `value` is the
+  // thread's, `own` becomes the warp's.
   __device__ __forceinline__ uint64_t before(uint64_t value, uint64_t& own) {
     uint64_t values[1] = {value};
     const auto blocks = exchange(values, [](uint64_t a, uint64_t b) { return a + b; });
@@ -176,8 +181,8 @@ class Logits {
     end_ = min(first_ + each, count);
   }
 
-  // Calls f for each of the lane's vectors, with its elements, how many of them exist, and the index
-  // of the first. All lanes call f equally often.
+  // Calls f for each of the lane's vectors, with its elements, how many of them exist, and the
+  // index of the first. All lanes call f equally often.
   template <typename F>
   __device__ __forceinline__ void each_vector(F f) const {
     const int lane = threadIdx.x % 32;
@@ -195,7 +200,7 @@ class Logits {
 
   template <typename F>
   __device__ __forceinline__ void each(F f) const {
-    each_vector([&](const T (&elements)[kWide<T>], int count, int at) {
+    each_vector([&](const T(&elements)[kWide<T>], int count, int at) {
 #pragma unroll
       for (int i = 0; i < kWide<T>; ++i) {
         if (i < count) f(elements[i], at + i);
@@ -217,7 +222,8 @@ struct Rank {
 
 // The largest key with which the tokens of at least this key weigh `target`, or more.
 template <typename T, typename Weight>
-__device__ Rank find_key(Cluster& cluster, const Logits<T>& logits, uint64_t target, Weight weight) {
+__device__ Rank find_key(Cluster& cluster, const Logits<T>& logits, uint64_t target,
+                         Weight weight) {
   Rank rank = {0, 0};
   for (int left = Keys<T>::kBits; left > 0;) {
     const int bits = min(left, kDrawBits);
@@ -249,14 +255,14 @@ __device__ Rank find_key(Cluster& cluster, const Logits<T>& logits, uint64_t tar
 
 // Sets `index` to the first token with which the tokens up to it weigh `target`, or more.
 template <typename T, typename Weight>
-__device__ void find_index(Cluster& cluster, const Logits<T>& logits, uint64_t target, Weight weight,
-                           int32_t* index) {
+__device__ void find_index(Cluster& cluster, const Logits<T>& logits, uint64_t target,
+                           Weight weight, int32_t* index) {
   uint64_t sum = 0, own;
   logits.each([&](T logit, int) { sum += weight(logit, Keys<T>::of(logit)); });
   uint64_t before = cluster.before(sum, own);
   if (before >= target || before + own < target) return;
   const int lane = threadIdx.x % 32;
-  logits.each_vector([&](const T (&elements)[kWide<T>], int count, int at) {
+  logits.each_vector([&](const T(&elements)[kWide<T>], int count, int at) {
     uint64_t weights[kWide<T>], sum = 0;
 #pragma unroll
     for (int i = 0; i < kWide<T>; ++i) {
@@ -349,7 +355,8 @@ __device__ void draw(const T* logits,    // [rows, vocab]
       total = above[0] + (how.top_k - rank.above) * weigh(Keys<T>::value(rank.key), factor);
     }
     if (how.top_p < 1.0f) {
-      const auto part = static_cast<uint64_t>(static_cast<double>(how.top_p) * static_cast<double>(total));
+      const auto part =
+          static_cast<uint64_t>(static_cast<double>(how.top_p) * static_cast<double>(total));
       const uint64_t wanted = max(part, uint64_t{1});
       const Rank rank = find_key(cluster, own, wanted, weight);
       total = rank.above + count(rank, wanted) * weigh(Keys<T>::value(rank.key), factor);
@@ -360,12 +367,7 @@ __device__ void draw(const T* logits,    // [rows, vocab]
     find_index(cluster, own, count(rank, target), is_equal, token);
   }
   // The token may be another block's.
-#if __CUDA_ARCH__ >= 900
-  aril::arrive_at_cluster();
-  aril::wait_for_cluster();
-#else
-  __syncthreads();
-#endif
+  Cluster::synchronize();
   if (!is_first_thread) return;
   const float chosen = static_cast<float>(row[*reinterpret_cast<volatile int32_t*>(token)]);
   const float distance = chosen == largest ? 0.0f : chosen - largest;

@@ -16,9 +16,7 @@ mod tests;
 
 use std::time::{Duration, Instant};
 
-#[cfg(test)]
-use aril::pool::Residency;
-use aril::pool::{AdapterId, PoolError, Snapshot, Source, Tier};
+use aril::pool::{AdapterId, PoolError, Residency, Snapshot, Source, Tier};
 
 use self::{
     cache::KvCache,
@@ -181,8 +179,7 @@ impl<'m, D: Capture> Engine<'m, D> {
     pub(crate) fn is_loaded(&mut self, id: AdapterId) -> std::result::Result<bool, PoolError> {
         match self.pool.residency(id) {
             None => Err(PoolError::Unknown { id }),
-            // A lease is refused with the error.
-            Some(residency) if residency.has_failed => self.pool.acquire(id).map(drop).map(|()| true),
+            Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
             Some(residency) if residency.tier == Tier::Source => {
                 // Others may have taken its memory since it was read. A prefetch of one that is being read changes nothing.
                 self.pool.prefetch(id)?;

@@ -160,9 +160,9 @@ impl Scheduler {
             Some(adapter) => {
                 let version = self.versions.get_mut(&adapter).filter(|version| !version.is_retired);
                 let version = version.ok_or(Failure::Unloaded)?;
-                if pool.residency(adapter).is_some_and(|residency| residency.has_failed) {
+                if pool.residency(adapter).is_some_and(|residency| residency.failure.is_some()) {
                     // Its files may be whole again.
-                    pool.prefetch(adapter).map_err(|error| failure(&error))?;
+                    pool.retry(adapter).map_err(|error| failure(&error))?;
                 }
                 admission::Request::new(id, adapter, version.bytes, now)
             }
@@ -253,11 +253,8 @@ impl Scheduler {
         pool: &mut impl AdapterPool,
     ) {
         for adapter in self.admission.prefetch().take(PREFETCHED) {
-            // A prefetch forgets that the last load failed, which the requests below have to see.
-            if pool.residency(adapter).is_some_and(|residency| !residency.has_failed) {
-                let known = pool.prefetch(adapter);
-                debug_assert!(known.is_ok(), "a version with requests is registered");
-            }
+            // If its last load failed, its requests fail below.
+            let _ = pool.prefetch(adapter);
         }
         let Self { limits, admission, cache, sequences, running, .. } = self;
         let mut failed = Vec::new();

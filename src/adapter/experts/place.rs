@@ -25,6 +25,7 @@ impl<'a> Layer<'a, '_> {
         orientation: Option<Orientation>,
         image: &mut SlotImage<'a>,
     ) -> Result<(), AdapterError> {
+        image.set_has_experts();
         self.add_parameters(orientation)?;
         if let Some((source, _)) = self.empty.iter().find(|(_, at)| !self.is_placeholder(at)) {
             let what = "an empty factor of a module that the model has";

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     DType,
-    cuda::{Kernels, kernels::check},
+    cuda::Kernels,
     error::LaunchError,
     ffi,
     model::{EmbeddingId, EmbeddingSite, Model, ModelId},
@@ -66,12 +66,8 @@ impl LoraEmbedding {
         args: &ffi::aril_embedding_args,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_thread()?;
-        if args.num_tokens == 0 {
-            return Ok(());
-        }
         // SAFETY: the operands fit, and the caller vouches for their memory.
-        check(unsafe { ffi::aril_embedding(args, stream.as_raw()) })
+        unsafe { self.kernels.launch(ffi::aril_embedding, args, args.num_tokens, stream.as_raw()) }
     }
 
     pub(in crate::cuda) fn args(

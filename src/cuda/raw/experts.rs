@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     DType,
-    cuda::{Kernels, kernels::check},
+    cuda::Kernels,
     error::{LaunchError, OperandError},
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ModelId, ProjectionSite},
@@ -334,12 +334,8 @@ impl LoraExperts {
         routes: &mut GroupedRoutes,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_thread()?;
-        if args.num_tokens == 0 {
-            return Ok(());
-        }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        check(unsafe { ffi::aril_experts(args, stream.as_raw()) })?;
+        unsafe { self.kernels.launch(ffi::aril_experts, args, args.num_tokens, stream.as_raw()) }?;
         // Operations in f32 do not group routes.
         routes.grouped |= self.plan.dtype() != DType::F32;
         Ok(())

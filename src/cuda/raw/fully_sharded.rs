@@ -1,5 +1,3 @@
-use std::ffi::c_void;
-
 use super::{
     abi::{dtype_code, int},
     matrix::{MatrixMut, MatrixRef},
@@ -7,7 +5,7 @@ use super::{
 };
 use crate::{
     DType,
-    cuda::{Kernels, kernels::check},
+    cuda::{Kernels, kernels::Operation},
     error::LaunchError,
     ffi,
     model::{Collective, Exchange, LinearId, LinearSite, MAX_SLICES, Model, ModelId, SliceSite},
@@ -26,9 +24,6 @@ pub struct FullyShardedLinear {
     dtype: DType,
     capacity: Capacity,
 }
-
-/// An operation of the C ABI.
-type Kernel = unsafe extern "C" fn(*const ffi::aril_sharded_args, *mut c_void) -> i32;
 
 impl FullyShardedLinear {
     /// Plans the layer `id` of `model` for batches within `capacity`.
@@ -158,30 +153,13 @@ impl FullyShardedLinear {
         })
     }
 
-    pub(in crate::cuda) unsafe fn launch_shrink(
+    pub(in crate::cuda) unsafe fn launch(
         &self,
+        operation: Operation<ffi::aril_sharded_args>,
         args: &ffi::aril_sharded_args,
         step: &Step,
     ) -> Result<(), LaunchError> {
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_sharded_shrink, args, step) }
-    }
-
-    pub(in crate::cuda) unsafe fn launch_expand(
-        &self,
-        args: &ffi::aril_sharded_args,
-        step: &Step,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_sharded_expand, args, step) }
-    }
-
-    unsafe fn launch(&self, kernel: Kernel, args: &ffi::aril_sharded_args, step: &Step) -> Result<(), LaunchError> {
-        self.kernels.check_thread()?;
-        if args.num_tokens == 0 {
-            return Ok(());
-        }
         // SAFETY: the operands fit the layer, and the caller vouches for their memory.
-        check(unsafe { kernel(args, step.stream.as_raw()) })
+        unsafe { self.kernels.launch(operation, args, args.num_tokens, step.stream.as_raw()) }
     }
 }

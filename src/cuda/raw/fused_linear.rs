@@ -192,12 +192,8 @@ impl FusedLinear {
         args: &ffi::aril_forward_args,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_thread()?;
-        if args.num_tokens == 0 {
-            return Ok(());
-        }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        check(unsafe { ffi::aril_linear_forward(args, stream.as_raw()) })
+        unsafe { self.kernels.launch(ffi::aril_linear_forward, args, args.num_tokens, stream.as_raw()) }
     }
 }
 

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     DType,
-    cuda::{Kernels, kernels::check},
+    cuda::{Kernels, kernels::Operation},
     error::{LaunchError, OperandError},
     ffi,
     model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
@@ -24,9 +24,6 @@ pub struct LoraLinear {
     site: LinearSite,
     plan: LinearPlan,
 }
-
-/// An operation of the C ABI.
-pub(in crate::cuda) type Kernel = unsafe extern "C" fn(*const ffi::aril_linear_args, *mut std::ffi::c_void) -> i32;
 
 impl LoraLinear {
     /// Plans the layer `id` of `model` for batches within `capacity`.
@@ -162,12 +159,8 @@ impl LoraLinear {
         args: &ffi::aril_silu_mul_args,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_thread()?;
-        if args.layer.num_tokens == 0 {
-            return Ok(());
-        }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        check(unsafe { ffi::aril_silu_mul(args, stream.as_raw()) })
+        unsafe { self.kernels.launch(ffi::aril_silu_mul, args, args.layer.num_tokens, stream.as_raw()) }
     }
 
     #[doc = include_str!("../../docs/operations/linear_add_rms_norm.md")]
@@ -221,12 +214,8 @@ impl LoraLinear {
         args: &ffi::aril_add_rms_norm_args,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_thread()?;
-        if args.layer.num_tokens == 0 {
-            return Ok(());
-        }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        check(unsafe { ffi::aril_add_rms_norm(args, stream.as_raw()) })
+        unsafe { self.kernels.launch(ffi::aril_add_rms_norm, args, args.layer.num_tokens, stream.as_raw()) }
     }
 
     /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.
@@ -277,15 +266,11 @@ impl LoraLinear {
 
     pub(in crate::cuda) unsafe fn launch(
         &self,
-        kernel: Kernel,
+        operation: Operation<ffi::aril_linear_args>,
         args: &ffi::aril_linear_args,
         stream: Stream,
     ) -> Result<(), LaunchError> {
-        self.kernels.check_thread()?;
-        if args.num_tokens == 0 {
-            return Ok(());
-        }
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        check(unsafe { kernel(args, stream.as_raw()) })
+        unsafe { self.kernels.launch(operation, args, args.num_tokens, stream.as_raw()) }
     }
 }

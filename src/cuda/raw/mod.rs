@@ -25,6 +25,7 @@ mod step;
 mod table;
 mod top_k;
 
+pub(in crate::cuda) use self::experts::Form;
 pub use self::{
     align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
@@ -40,4 +41,3 @@ pub use self::{
     table::{Descriptor, Table},
     top_k::TopK,
 };
-pub(in crate::cuda) use self::{experts::Form, linear::Kernel};

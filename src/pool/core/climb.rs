@@ -7,7 +7,7 @@ use crate::{
     blocks::Block,
     error::LoadError,
     pool::{
-        AdapterId,
+        AdapterId, Outcome,
         transfer::{Copy, Transfer},
     },
 };
@@ -160,6 +160,7 @@ impl Core {
                 self.host.insert(entry.last_use, id);
                 self.counters.reads += 1;
                 self.counters.read_bytes += bytes as u64;
+                self.report(id, Ok(()));
             }
             Err(error) => {
                 self.host.blocks.free(block);
@@ -178,9 +179,26 @@ impl Core {
     /// Takes note of an adapter that could not be loaded.
     fn fail(&mut self, id: AdapterId, error: LoadError) {
         self.counters.failures += 1;
+        let error = Arc::new(error);
         if let Some(entry) = self.adapters.get_mut(&id) {
-            entry.failure = Some(Arc::new(error));
+            entry.failure = Some(Arc::clone(&error));
             entry.is_waiting = false;
         }
+        self.report(id, Err(error));
+    }
+
+    /// Takes note of how a load ended. One that has not been reported yet is replaced, so that there is at most one per adapter.
+    fn report(&mut self, id: AdapterId, outcome: Result<(), Arc<LoadError>>) {
+        let Some(entry) = self.adapters.get_mut(&id).filter(|entry| !entry.is_gone) else { return };
+        if entry.outcome.replace(outcome).is_none() {
+            self.outcomes.push_back(id);
+        }
+    }
+
+    /// How a load ended that has not been reported yet.
+    pub(crate) fn next_outcome(&mut self) -> Option<Outcome> {
+        let id = self.outcomes.pop_front()?;
+        let result = self.adapters.get_mut(&id)?.outcome.take()?;
+        Some(Outcome { id, result })
     }
 }

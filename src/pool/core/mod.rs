@@ -29,6 +29,8 @@ pub(crate) struct Core {
     adapters: HashMap<AdapterId, Entry>,
     /// Adapters on their way up, the most urgent ones first.
     queue: VecDeque<AdapterId>,
+    /// Adapters with an [outcome](Entry::outcome), in order.
+    outcomes: VecDeque<AdapterId>,
     /// Unregistered adapters that still have memory.
     gone: Vec<AdapterId>,
     reads: usize,
@@ -68,6 +70,8 @@ struct Entry {
     /// Whether it was not on the device when it was last asked for.
     is_missed: bool,
     failure: Option<Arc<LoadError>>,
+    /// How its last load ended, until this has been reported.
+    outcome: Option<Result<(), Arc<LoadError>>>,
 }
 
 impl Core {
@@ -79,6 +83,7 @@ impl Core {
             host: Host::new(limits.host_bytes)?,
             adapters: HashMap::new(),
             queue: VecDeque::new(),
+            outcomes: VecDeque::new(),
             gone: Vec::new(),
             reads: 0,
             max_reads: limits.max_reads,
@@ -112,18 +117,29 @@ impl Core {
         self.set_pinned(id, false)?;
         let entry = self.registered(id)?;
         entry.is_gone = true;
-        if std::mem::take(&mut entry.is_waiting) {
+        let (was_waiting, outcome) = (std::mem::take(&mut entry.is_waiting), entry.outcome.take());
+        if was_waiting {
             self.queue.retain(|&other| other != id);
+        }
+        if outcome.is_some() {
+            self.outcomes.retain(|&other| other != id);
         }
         self.gone.push(id);
         self.sweep(transfer);
         Ok(())
     }
 
-    /// Starts the way up to the device.
+    /// Starts the way up to the device, unless the last load failed.
     pub(crate) fn prefetch(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
-        let entry = self.registered(id)?;
-        entry.failure = None;
+        match &self.registered(id)?.failure {
+            Some(error) => Err(PoolError::Failed { id, error: Arc::clone(error) }),
+            None => self.retry(id, transfer),
+        }
+    }
+
+    /// Starts the way up to the device. A failure of the last load is forgotten.
+    pub(crate) fn retry(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+        self.registered(id)?.failure = None;
         self.touch(id);
         self.enqueue(id, VecDeque::push_back);
         self.advance(transfer);

@@ -62,7 +62,7 @@ impl Core {
             bytes: entry.bytes,
             leases: entry.slot.map_or(0, |slot| self.device.leases(slot)),
             is_pinned: entry.is_pinned,
-            has_failed: entry.failure.is_some(),
+            failure: entry.failure.clone(),
         }
     }
 }

@@ -108,7 +108,7 @@ impl Schedule {
             78..86 => self.notice(),
             86..92 => {
                 if let Some(id) = self.any_adapter() {
-                    self.core.prefetch(id, &mut self.world).unwrap();
+                    self.core.retry(id, &mut self.world).unwrap();
                 }
             }
             92..94 => self.register(),
@@ -139,7 +139,7 @@ impl Schedule {
                     self.held.push(Held { id, slot: granted.slot, stream });
                 }
             }
-            Err(PoolError::Failed { id, .. }) => self.core.prefetch(id, &mut self.world).unwrap(),
+            Err(PoolError::Failed { id, .. }) => self.core.retry(id, &mut self.world).unwrap(),
             Err(PoolError::Full | PoolError::Loading { .. } | PoolError::TooLarge { .. }) => {}
             Err(error) => unreachable!("{error}"),
         }
@@ -247,7 +247,7 @@ impl Schedule {
         let size = self.rng.random_range(1..4);
         let batch: Vec<_> = (0..size).filter_map(|_| self.any_adapter()).collect();
         for &id in &batch {
-            self.core.prefetch(id, &mut self.world).unwrap();
+            self.core.retry(id, &mut self.world).unwrap();
         }
         self.settle()?;
         let mut refusal = None;

@@ -9,5 +9,6 @@
 mod align;
 mod layers;
 mod routing;
+mod sharded;
 
-criterion::criterion_main!(align::benches, layers::benches, routing::benches);
+criterion::criterion_main!(align::benches, layers::benches, routing::benches, sharded::benches);

@@ -17,7 +17,7 @@ use aril_bench::{
     report::median,
 };
 
-use crate::{lease, room};
+use crate::{lease, packers, room};
 
 const RANK: usize = 16;
 const COPIES: usize = 40;
@@ -34,7 +34,8 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     let disk = Source::directory(dir.path(), &model, DType::BF16)?;
 
     let capacity = Capacity::tokens(1).slots(1).rank(RANK);
-    let config = PoolConfig::arena_bytes(room(&model, &memory, 1)).host_bytes(room(&model, &memory, 4));
+    let config =
+        PoolConfig::arena_bytes(room(&model, &memory, 1)).host_bytes(room(&model, &memory, 4)).packers(packers());
     let queue = gpu.queue()?;
     let mut pool = AdapterPool::new(&queue, &model, DType::BF16, capacity, config)?;
     let mut plain = PlainCopy {

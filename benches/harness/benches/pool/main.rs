@@ -18,6 +18,7 @@ mod steps;
 use std::{
     path::PathBuf,
     process::ExitCode,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -82,6 +83,11 @@ fn room(model: &Model, source: &Source, count: usize) -> usize {
     let block = source.bytes() + model.num_entries() * size_of::<Descriptor>() + GRANULE;
     // The allocator finds a block only in a gap that is up to an eighth larger.
     block * count + block / 8
+}
+
+/// As many packing threads as the machine has cores, and at most 16.
+fn packers() -> usize {
+    thread::available_parallelism().map_or(1, Into::into).min(16)
 }
 
 /// Leases adapters on the first stream once they are in host memory.

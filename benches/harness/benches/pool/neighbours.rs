@@ -215,10 +215,12 @@ fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> 
         }
         pool.poll();
         while let Some(residency) = on_way.front().and_then(|&id| pool.residency(id)) {
-            if residency.has_failed {
-                return pool.acquire(residency.id, StreamId::FIRST).map(drop);
+            if let Some(error) = residency.failure {
+                return Err(PoolError::Failed { id: residency.id, error });
             }
             if residency.tier != Tier::Device {
+                // A later one may have evicted it.
+                pool.prefetch(residency.id)?;
                 break;
             }
             on_way.pop_front();

@@ -261,7 +261,7 @@ fn the_plot_of_layers_has_the_percentages_of_the_record() {
                 (mode("fused"), percentages(&|group, tokens| least_of_others(&others, group, rank, tokens)));
             if record == "h200" {
                 assert!(is_at(&fused, [1.0, 8.0, 32.0, 64.0]) && is_at(&other, [1.0, 8.0, 64.0, 256.0]));
-                assert!(fused[0].1 < 0.0 && fused[3].1 > 50.0, "{fused:?}");
+                assert!(fused[0].1 < 0.0 && fused[3].1 > fused[2].1, "{fused:?}");
             } else {
                 assert!(fused.is_empty() && other.is_empty());
             }

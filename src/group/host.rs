@@ -1,0 +1,173 @@
+//! The host tier of a group's pool on one rank: packed adapters, of which the least recently used ones leave first.
+
+use std::{borrow::Borrow, collections::HashMap, fmt, sync::Arc, time::Duration};
+
+use super::{error::Phase, load::Progress, table::HostTable};
+use crate::{
+    Slot,
+    adapter::{Adapter, AdapterError},
+    error::{LoadError, SlotError},
+    pool::{Loaded, Loaders, PoolError, Source},
+    residency::Usage,
+};
+
+/// Prefetches that are read at the same time.
+const LOADERS: usize = 2;
+/// How long this thread waits for a read before it looks again.
+const WAIT: Duration = Duration::from_secs(1);
+
+/// The adapters of one rank in host memory. Other ranks may hold other ones: what a rank lacks, it reads.
+pub(super) struct HostTier<T: HostTable> {
+    memory: Arc<T::Host>,
+    /// By version.
+    entries: HashMap<u64, Entry<T::Packed>>,
+    loaders: Loaders<u64, Option<T::Packed>>,
+    /// Number of the last use. It orders adapters by use.
+    uses: u64,
+}
+
+struct Entry<P> {
+    last_use: u64,
+    state: State<P>,
+}
+
+enum State<P> {
+    Reading,
+    Ready(P),
+    Failed(LoadError),
+}
+
+impl<T: HostTable> fmt::Debug for HostTier<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostTier").field("usage", &self.usage()).finish_non_exhaustive()
+    }
+}
+
+impl<T: HostTable> HostTier<T> {
+    /// An empty tier of `bytes` bytes, whose adapters `packers` threads pack.
+    pub(super) fn new(table: &T, bytes: usize, packers: usize) -> Result<Self, PoolError> {
+        let loaders = Loaders::new(LOADERS, packers.max(1))?;
+        Ok(Self { memory: table.host(bytes)?, entries: HashMap::new(), loaders, uses: 0 })
+    }
+
+    pub(super) fn usage(&self) -> Usage {
+        T::host_usage(&self.memory)
+    }
+
+    /// Whether an adapter is in the tier.
+    pub(super) fn has(&self, version: u64) -> bool {
+        self.entries.get(&version).is_some_and(|entry| matches!(entry.state, State::Ready(_)))
+    }
+
+    /// Starts to read an adapter, unless it is there, is being read or could not be read.
+    pub(super) fn prefetch(&mut self, table: &T, version: u64, source: Source) -> Result<(), LoadError> {
+        if *source.model() != *table.model() {
+            return Err(SlotError::Model.into());
+        }
+        if source.dtype() != table.dtype() {
+            return Err(SlotError::DType { got: source.dtype(), want: table.dtype() }.into());
+        }
+        self.notice();
+        self.uses += 1;
+        if let Some(entry) = self.entries.get_mut(&version) {
+            entry.last_use = self.uses;
+            return Ok(());
+        }
+        self.make_room(source.bytes());
+        self.entries.insert(version, Entry { last_use: self.uses, state: State::Reading });
+        let memory = Arc::clone(&self.memory);
+        self.loaders.start(version, Arc::new(source), move |image| T::pack(&memory, image));
+        Ok(())
+    }
+
+    /// Fills the memory of a slot with an adapter: from this tier, or from `open`, which leaves it in this tier if it fits. The error of
+    /// a failed prefetch is returned, and forgotten.
+    pub(super) fn fill<A: Borrow<Adapter>>(
+        &mut self,
+        table: &T,
+        (slot, version): (Slot, u64),
+        open: impl FnOnce() -> Result<A, AdapterError>,
+        progress: &mut Progress,
+    ) -> Result<T::Filled, LoadError> {
+        self.wait_for(version);
+        if self.entries.get(&version).is_some_and(|entry| matches!(entry.state, State::Failed(_)))
+            && let Some(Entry { state: State::Failed(error), .. }) = self.entries.remove(&version)
+        {
+            return Err(error);
+        }
+        self.uses += 1;
+        if let Some(Entry { last_use, state: State::Ready(packed) }) = self.entries.get_mut(&version) {
+            *last_use = self.uses;
+            *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold_packed(packed) };
+            let reservation = table.reserve_packed(slot, packed)?;
+            progress.phase = Phase::Fill;
+            return table.fill_packed(reservation, packed);
+        }
+        let adapter = open()?;
+        let image = adapter.borrow().plan(table.model(), table.dtype())?;
+        *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(&image) };
+        let reservation = match table.reserve(slot, &image) {
+            Err(error) if !progress.can_hold || !matches!(error, LoadError::Full { .. }) => return Err(error),
+            // Of one that waits for room, the next attempt finds it packed.
+            reservation => reservation,
+        };
+        progress.phase = Phase::Fill;
+        self.make_room(image.bytes());
+        let memory = &self.memory;
+        let packed = self.loaders.install(|| T::pack(memory, &image))?;
+        let filled = match (reservation, &packed) {
+            (Err(error), _) => {
+                progress.phase = Phase::Reserve;
+                Err(error)
+            }
+            (Ok(reservation), None) => table.fill(reservation, &image),
+            (Ok(reservation), Some(packed)) => table.fill_packed(reservation, packed),
+        };
+        if let Some(packed) = packed {
+            self.entries.insert(version, Entry { last_use: self.uses, state: State::Ready(packed) });
+        }
+        filled
+    }
+
+    /// Evicts the least recently used adapters until one of `bytes` bytes fits, if it can fit at all.
+    fn make_room(&mut self, bytes: usize) {
+        while bytes <= self.usage().capacity && bytes > self.usage().largest_gap {
+            let ready = self.entries.iter().filter(|(_, entry)| matches!(entry.state, State::Ready(_)));
+            let Some(victim) = ready.min_by_key(|(_, entry)| entry.last_use).map(|(&version, _)| version) else {
+                break;
+            };
+            self.entries.remove(&victim);
+        }
+    }
+
+    /// Blocks this thread while an adapter is being read.
+    fn wait_for(&mut self, version: u64) {
+        self.notice();
+        while self.entries.get(&version).is_some_and(|entry| matches!(entry.state, State::Reading)) {
+            let loaded = self.loaders.wait(WAIT);
+            loaded.into_iter().for_each(|loaded| self.take(loaded));
+        }
+    }
+
+    /// Takes note of reads that have ended.
+    fn notice(&mut self) {
+        while let Some(loaded) = self.loaders.next() {
+            self.take(loaded);
+        }
+    }
+
+    fn take(&mut self, Loaded { id, result, .. }: Loaded<u64, Option<T::Packed>>) {
+        let state = match result {
+            Ok(Some(packed)) => State::Ready(packed),
+            Err(error) => State::Failed(error),
+            // Other reads were there first.
+            Ok(None) => {
+                self.entries.remove(&id);
+                return;
+            }
+        };
+        if let Some(entry) = self.entries.get_mut(&id) {
+            entry.state = state;
+        }
+    }
+}
