@@ -52,8 +52,9 @@ for part in "$@"; do
         fixtures
         ;;
     serve)
-        # cargo builds the figures for the tests of the server.
+        # For the tests of the server, cargo also builds the figures, and the server itself, which nothing here runs.
         gather test -p aril-serve --release --lib --test server --no-run
+        rm "$bundle/aril-serve"
         cp -r serve/models "$bundle/"
         fixtures
         ;;

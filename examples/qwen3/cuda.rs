@@ -70,8 +70,8 @@ pub(crate) struct Cuda<T> {
     attention: Attention,
     gemm: Gemm,
     arena: Arena,
-    /// Whether new matrices are in the arena.
-    is_on_arena: Cell<bool>,
+    /// Whether new matrices are in the arena, as those of a step that is captured.
+    pub(crate) is_on_arena: Cell<bool>,
     element: PhantomData<T>,
 }
 
@@ -134,14 +134,6 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             is_on_arena: Cell::new(false),
             element: PhantomData,
         })
-    }
-
-    /// Runs a step whose matrices are in the arena. A second run of the same step allocates nothing, so that it can be captured.
-    pub(crate) fn on_arena<R>(&self, run: impl FnOnce() -> R) -> R {
-        self.is_on_arena.set(true);
-        let result = run();
-        self.is_on_arena.set(false);
-        result
     }
 
     /// An uninitialized matrix, which must be written before it is read.

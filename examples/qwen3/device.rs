@@ -56,6 +56,7 @@ pub(crate) struct Places<D: Device> {
     pub(crate) rows: D::Indices,
     pub(crate) table: BlockTable<D::Indices>,
     /// The tokens that are the only ones of their sequences, as in decoding; `None` if all are.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU has one attention"))]
     pub(crate) alone: Option<D::Indices>,
 }
 

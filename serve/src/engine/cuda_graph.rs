@@ -23,7 +23,7 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
         tokens: usize,
         mut record: impl FnMut(&mut Step<'_>) -> Result<R>,
     ) -> Result<Option<(Graph, R)>> {
-        self.on_arena(|| {
+        on_arena(self, || {
             // The first run loads what is loaded lazily, and leaves in the arena all memory that the second one needs.
             let slots = vec![Slot::BASE; tokens];
             routing.wait()?;
@@ -54,4 +54,12 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
         // it returns.
         Ok(unsafe { memcpy_htod_async(address, values, stream.cu_stream()) }.map_err(LaunchError::from)?)
     }
+}
+
+/// Runs a step whose matrices are in the device's arena. A second run of the same step allocates nothing, so that it can be captured.
+fn on_arena<T, R>(device: &Cuda<T>, run: impl FnOnce() -> R) -> R {
+    device.is_on_arena.set(true);
+    let result = run();
+    device.is_on_arena.set(false);
+    result
 }

@@ -130,7 +130,7 @@ impl<D: Capture> Decoder<D> {
     }
 
     /// Drops all graphs, so that every step is enqueued operation by operation.
-    #[cfg(test)]
+    #[cfg(all(test, feature = "cuda"))]
     pub(crate) fn clear(&mut self) {
         self.batches.clear();
     }
