@@ -1,5 +1,3 @@
-use rayon::iter::{IndexedParallelIterator, ParallelIterator};
-
 use super::{MatrixMut, Step, WeightTable};
 use crate::{
     Element,
@@ -40,7 +38,7 @@ impl LoraEmbedding {
         }
         y.check(step.num_tokens(), self.site.hidden())?;
         step.check::<T>("y", self.model)?;
-        y.rows_mut().enumerate().for_each(|(token, y)| {
+        y.for_rows(&|token, y| {
             let Some(id) = usize::try_from(token_ids[token]).ok().filter(|&id| id < self.site.vocab()) else { return };
             let Some(factors) = step.factors(step.batch.slots()[token], self.site.entry()) else { return };
             factors.expand(&factors.look_up(self.site.vocab(), id), step.batch.scale(token), y);

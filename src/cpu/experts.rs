@@ -1,4 +1,4 @@
-use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::{Matrix, MatrixMut, Step, WeightTable, activation, factors::Factors};
 use crate::{
@@ -170,8 +170,9 @@ impl LoraExperts {
         let (gate, up) = self.site.gate_and_up();
         let place = |slice| self.site.gate_up().columns(slice);
         let (gate, up) = (gate.map(place), place(up));
-        out.rows_mut().zip(self.by_row(top_k)).for_each(|(out, route)| {
-            let Some(route) = route.filter(|route| route.expert.is_some()) else { return };
+        let routes = self.by_row(top_k);
+        out.for_rows(&|row, out| {
+            let Some(route) = routes[row].filter(|route| route.expert.is_some()) else { return };
             let mut sums: Vec<f32> = y.row(route.row).iter().map(|y| y.to_f32()).collect();
             deltas.each(route, |column, delta| sums[column] += delta);
             for (feature, out) in out.iter_mut().enumerate() {
@@ -223,7 +224,7 @@ impl LoraExperts {
     ) -> Result<(), OperandError> {
         let deltas = self.down(step, top_k, x)?;
         y.check(top_k.num_tokens(), self.site.down().out_features())?;
-        y.rows_mut().enumerate().for_each(|(token, y)| {
+        y.for_rows(&|token, y| {
             let mut sums = vec![0.0; y.len()];
             let mut has_any = false;
             deltas.each_combined(self.of_token(top_k, token), |column, delta| {
@@ -254,7 +255,7 @@ impl LoraExperts {
         let deltas = self.down(step, top_k, x)?;
         y.check_as("y", top_k.num_routes(), self.site.down().out_features())?;
         out.check_as("out", top_k.num_tokens(), self.site.down().out_features())?;
-        out.rows_mut().enumerate().for_each(|(token, out)| {
+        out.for_rows(&|token, out| {
             let mut sums = vec![0.0; out.len()];
             for route in self.of_token(top_k, token).filter(|route| route.expert.is_some()) {
                 let weight = top_k.output_weight(route.number);
@@ -338,8 +339,9 @@ impl LoraExperts {
         overwrites: bool,
     ) -> Result<(), OperandError> {
         y.check(deltas.top_k.num_routes(), deltas.projection.out_features())?;
-        y.rows_mut().zip(self.by_row(deltas.top_k)).for_each(|(y, route)| {
-            let Some(route) = route else { return };
+        let routes = self.by_row(deltas.top_k);
+        y.for_rows(&|row, y| {
+            let Some(route) = routes[row] else { return };
             if overwrites {
                 y.fill(T::default());
             }

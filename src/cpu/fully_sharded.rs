@@ -1,5 +1,3 @@
-use rayon::iter::{IndexedParallelIterator, ParallelIterator};
-
 use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{
     Element,
@@ -99,7 +97,7 @@ impl FullyShardedLinear {
         let [rows, cols] = self.exchange.sent(step.num_tokens(), step.max_rank);
         v.check_as("v", rows, cols)?;
         step.check::<T>("x", self.model)?;
-        v.rows_mut().enumerate().for_each(|(token, v)| {
+        v.for_rows(&|token, v| {
             v.fill(0.0);
             for (slice, v) in v.chunks_mut(self.exchange.width(step.max_rank)).enumerate() {
                 if let Some(factors) = step.factors(step.batch.slots()[token], self.site.first_entry() + slice) {
@@ -127,7 +125,7 @@ impl FullyShardedLinear {
         v.check_as("v", rows, cols)?;
         y.check(step.num_tokens(), self.site.out_features())?;
         step.check::<T>("y", self.model)?;
-        y.rows_mut().enumerate().for_each(|(token, mut y)| {
+        y.for_rows(&|token, mut y| {
             for (slice, site) in self.site.slices().iter().enumerate() {
                 let (y_slice, rest) = y.split_at_mut(site.out_features());
                 y = rest;

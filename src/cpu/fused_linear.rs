@@ -1,5 +1,3 @@
-use rayon::iter::{IndexedParallelIterator, ParallelIterator};
-
 use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{
     Element,
@@ -85,7 +83,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         x.check(step.num_tokens(), self.site.in_features())?;
         y.check(step.num_tokens(), self.site.out_features())?;
         step.check::<T>("x", self.model)?;
-        y.rows_mut().enumerate().for_each(|(token, y)| {
+        y.for_rows(&|token, y| {
             for (y, sum) in y.iter_mut().zip(self.sums(step, token, x.row(token))) {
                 *y = T::from_f32(put(*y, sum));
             }

@@ -91,7 +91,7 @@ impl LoraLinear {
         y.check(step.num_tokens(), self.site.out_features())?;
         step.check::<T>("y", self.model)?;
         self.check_shrink(step)?;
-        y.rows_mut().enumerate().for_each(|(token, y)| {
+        y.for_rows(&|token, y| {
             self.deltas::<T>(step, token, |out, delta| y[out] = T::from_f32(y[out].to_f32() + delta));
         });
         Ok(())
@@ -116,7 +116,7 @@ impl LoraLinear {
         if step.batch.has_adapters() {
             self.check_shrink(step)?;
         }
-        out.rows_mut().enumerate().for_each(|(token, out)| {
+        out.for_rows(&|token, out| {
             let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
             self.deltas::<T>(step, token, |column, delta| sums[column] += delta);
             let (gate, up) = sums.split_at(features);

@@ -71,8 +71,14 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         self.data.par_chunks_mut(row_stride.max(1)).take(rows).map(move |row| &mut row[..cols])
     }
 
+    /// Calls `compute` with the index of each row and the row, on rayon's threads. It is `dyn`, since operations are compiled in
+    /// every crate that uses them, for each `T`: a parallel iterator of each would be most of that.
+    pub(super) fn for_rows(&mut self, compute: &(dyn Fn(usize, &mut [T]) + Sync)) {
+        self.rows_mut().enumerate().for_each(|(index, row)| compute(index, row));
+    }
+
     pub(super) fn clear(&mut self) {
-        self.rows_mut().for_each(|row| row.fill(T::default()));
+        self.for_rows(&|_, row| row.fill(T::default()));
     }
 
     pub(super) fn check(&self, rows: usize, cols: usize) -> Result<(), OperandError> {

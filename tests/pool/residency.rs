@@ -1,5 +1,10 @@
 //! Which adapters are on the device and in host memory.
 
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
 use aril::{
     DType, Slot,
     cpu::AdapterPool,
@@ -132,6 +137,46 @@ fn not_everything_can_be_pinned() {
     assert!(matches!(setup_of_bytes.pool.pin(other), Err(PoolError::Pinned { .. })));
     setup_of_bytes.pool.unregister(large).unwrap();
     setup_of_bytes.pool.pin(other).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn pins_leave_a_slot_and_room_for_the_largest_of_the_others() {
+    let mut setup = Setup::with(2, PoolConfig::arena_bytes(9 * BYTES).host_bytes(9 * BYTES));
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    setup.pool.pin(ids[0]).unwrap();
+    assert!(matches!(setup.pool.pin(ids[1]), Err(PoolError::Pinned { .. })), "a slot is left");
+    setup.finish();
+    let mut setup = Setup::with(4, PoolConfig::arena_bytes(5 * BYTES).host_bytes(9 * BYTES));
+    let (_small, large) = (setup.adding(1.0), setup.memory(adapter(32, 2.0)));
+    setup.pool.pin(large).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn a_poll_notices_the_end_of_a_read() {
+    let mut setup = Setup::new(1, 1);
+    let id = setup.adding(1.0);
+    setup.pool.prefetch(id).unwrap();
+    let end = Instant::now() + Duration::from_secs(30);
+    while setup.pool.residency(id).unwrap().tier != Tier::Device {
+        assert!(Instant::now() < end, "nothing was noticed");
+        thread::yield_now();
+        setup.pool.poll();
+    }
+    setup.finish();
+}
+
+#[test]
+fn others_keep_waiting_when_a_waiting_adapter_is_forgotten() {
+    // One host block, so that one adapter is read at a time.
+    let mut setup = Setup::with(3, PoolConfig::arena_bytes(3 * BYTES).host_bytes(BYTES));
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    ids.iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    setup.pool.unregister(ids[1]).unwrap();
+    setup.settle();
+    let tiers = [ids[0], ids[2]].map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers, [Tier::Device, Tier::Device]);
     setup.finish();
 }
 
