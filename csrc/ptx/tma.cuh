@@ -53,8 +53,15 @@ __device__ __forceinline__ void store_cluster(uint32_t address, float4 values, u
       : "memory");
 }
 
+// Waits for all threads of a cluster, and makes what they wrote visible to each other.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // The two halves of a barrier of all threads of a cluster. A block that has passed it knows that
-// the other ones run, and that their barriers are initialised.
+// the other ones run, and that their barriers are initialised. It may not have seen anything else
+// that they wrote.
 __device__ __forceinline__ void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

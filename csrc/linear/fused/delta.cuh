@@ -517,8 +517,8 @@ struct Delta {
         const Pair& pair = pairs[i];
         if (pair.token < 0) continue;
         if (missing[i] >= 0) {
-          batch.missing =
-              missing[i] * all_pairs() + pairs_before(pair.entry) + pair.rank / kPairRanks;
+          atomicMax(&batch.missing,
+                    missing[i] * all_pairs() + pairs_before(pair.entry) + pair.rank / kPairRanks);
           continue;
         }
         float2 sum = make_float2(0.0f, 0.0f);

@@ -83,8 +83,7 @@ class Cluster {
 #if __CUDA_ARCH__ >= 900
     // The barrier of a cluster is for warps whose lanes have converged.
     __syncwarp();
-    aril::arrive_at_cluster();
-    aril::wait_for_cluster();
+    aril::sync_cluster();
 #else
     __syncthreads();
 #endif
@@ -188,8 +187,9 @@ class Logits {
     const int lane = threadIdx.x % 32;
     for (int at = first_ + lane * kWide<T>; at - lane * kWide<T> < end_; at += 32 * kWide<T>) {
       Vector<T, kWide<T>> vec = {};
-      const int count = max(min(end_ - at, kWide<T>), 0);
-      if (count == kWide<T> && has_vectors_) {
+      // With `count == kWide<T>`, nvcc 13.0 takes the first branch where nothing is left, too.
+      const int left = end_ - at, count = max(min(left, kWide<T>), 0);
+      if (left >= kWide<T> && has_vectors_) {
         vec = *reinterpret_cast<const Vector<T, kWide<T>>*>(row_ + at);
       } else {
         for (int i = 0; i < count; ++i) vec.elements[i] = row_[at + i];
