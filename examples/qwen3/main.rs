@@ -11,7 +11,6 @@ mod checkpoint;
 mod config;
 mod cpu;
 #[cfg(feature = "cuda")]
-#[expect(dead_code, reason = "aril-serve captures steps")]
 mod cuda;
 mod device;
 mod error;
