@@ -95,6 +95,7 @@ impl Source {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use std::{
         fs::{self, OpenOptions},
