@@ -68,7 +68,7 @@ sanitize)
         [ "$tool" != synccheck ] || options=(--num-cuda-barriers 16384)
         # initcheck has every copy wait, so that none is ever on its way.
         [ "$tool" != initcheck ] || skipped+=(--skip a_host_that_runs_ahead_is_told --skip a_busy_routing_may_be_waited_for
-            --skip copies_are_in_the_order_of_the_queue)
+            --skip copies_are_in_the_order_of_the_queue --skip a_slot_is_overwritten_after_the_last_step_that_reads_it)
         PROPTEST_CASES=16 check ./gpu --include-ignored --test-threads=1 "${skipped[@]}"
         # initcheck does not see what cuBLASLt stores, and takes every product for uninitialized.
         [ "$tool" != initcheck ] || continue

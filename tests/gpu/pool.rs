@@ -277,8 +277,16 @@ fn what_cannot_be_enqueued_is_refused() {
     let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(16, value));
     drop(setup.lease(ids[0], 0));
     setup.commit_all();
-    ids[1..].iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
-    while setup.pool.wait(Duration::from_secs(10)) {}
+    // One after the other, so that the second is on the device, and the third where the first was.
+    for &id in &ids[1..] {
+        setup.pool.prefetch(id).unwrap();
+        while setup.pool.wait(Duration::from_secs(10)) {}
+        let start = Instant::now();
+        while setup.pool.residency(id).unwrap().tier != Tier::Device || setup.pool.snapshot().copying > 0 {
+            assert!(start.elapsed() < Duration::from_secs(10), "no copy ends");
+            setup.pool.poll();
+        }
+    }
     let Setup { pool, lanes, .. } = &mut setup;
     lanes[0].gpu.capture(|| {
         let refused = pool.acquire(ids[1], StreamId::FIRST).unwrap_err();
