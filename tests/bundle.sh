@@ -54,7 +54,7 @@ for part in "$@"; do
     serve)
         # For the tests of the server, cargo also builds the figures, and the server itself, which nothing here runs.
         gather test -p aril-serve --release --lib --test server --no-run
-        rm "$bundle/aril-serve"
+        rm -f "$bundle/aril-serve"
         cp -r serve/models "$bundle/"
         fixtures
         ;;
