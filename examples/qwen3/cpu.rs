@@ -63,9 +63,15 @@ impl<T: Element> Tensor<T> {
     /// A matrix computed row by row from this one.
     fn map_rows(&self, cols: usize, compute: impl Fn(&[T], &mut [T]) + Sync) -> Self {
         let mut data = vec![T::default(); self.rows() * cols];
-        data.par_chunks_mut(cols).zip(self.data.par_chunks(self.cols)).for_each(|(out, row)| compute(row, out));
+        for_rows(&mut data, cols, &|index, out| compute(&self.data[index * self.cols..][..self.cols], out));
         Self { cols, data }
     }
+}
+
+/// Calls `compute` with the index of each row and the row, on rayon's threads. It is `dyn`, so that one parallel iterator for each `T`
+/// is compiled, and not one for each caller.
+fn for_rows<T: Send>(data: &mut [T], cols: usize, compute: &(dyn Fn(usize, &mut [T]) + Sync)) {
+    data.par_chunks_mut(cols).enumerate().for_each(|(index, row)| compute(index, row));
 }
 
 impl<T: Element> Device for Cpu<T> {
@@ -254,7 +260,8 @@ impl<T: Element> Device for Cpu<T> {
         cache: &mut Cache<Self>,
     ) -> Result<()> {
         let (query_features, kv_features) = (heads.query_features(), heads.kv_features());
-        qkv.data.par_chunks_mut(qkv.cols).zip(&places.positions).for_each(|(row, &position)| {
+        for_rows(&mut qkv.data, qkv.cols, &|token, row| {
+            let position = places.positions[token];
             let (queries, row) = row.split_at_mut(query_features);
             for (features, norm) in [(queries, norms.q), (&mut row[..kv_features], norms.k)] {
                 for head in features.chunks_exact_mut(heads.dim) {
@@ -281,7 +288,7 @@ impl<T: Element> Device for Cpu<T> {
         let scale = (heads.dim as f32).sqrt().recip();
         let cols = heads.query_features();
         let mut data = vec![T::default(); qkv.rows() * cols];
-        data.par_chunks_mut(heads.dim).enumerate().for_each(|(index, out)| {
+        for_rows(&mut data, heads.dim, &|index, out| {
             let (token, head) = (index / heads.query, index % heads.query);
             let query = &qkv.data[token * qkv.cols + head * heads.dim..][..heads.dim];
             let kv_start = head / (heads.query / heads.kv) * heads.dim;
@@ -326,7 +333,10 @@ impl<T: Element> Device for Cpu<T> {
     }
 
     fn add(&self, y: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {
-        y.data.par_iter_mut().zip(&x.data).for_each(|(y, x)| *y = T::from_f32(y.to_f32() + x.to_f32()));
+        for_rows(&mut y.data, y.cols, &|index, y| {
+            let x = &x.data[index * x.cols..];
+            y.iter_mut().zip(x).for_each(|(y, x)| *y = T::from_f32(y.to_f32() + x.to_f32()));
+        });
         Ok(())
     }
 
@@ -374,10 +384,10 @@ impl Weight {
     fn new<T: Element>(rows: usize, cols: usize, values: &[T]) -> Self {
         let mut panels = vec![0.0; rows.next_multiple_of(PANEL_ROWS) * cols];
         let panel_elems = PANEL_ROWS * cols;
-        panels
-            .par_chunks_exact_mut(panel_elems)
-            .zip(values.par_chunks(panel_elems))
-            .for_each(|(panel, values)| fill(panel, cols, values.iter().map(|value| value.to_f32())));
+        for_rows(&mut panels, panel_elems, &|index, panel| {
+            let values = values[index * panel_elems..].iter().take(panel_elems);
+            fill(panel, cols, values.map(|value| value.to_f32()));
+        });
         Self { rows, cols, panels }
     }
 
@@ -410,10 +420,12 @@ fn product<T: Element>(x: &[T], weight: &impl Panels) -> Vec<T> {
     let tokens = x.len() / cols;
     let rows = tokens.next_multiple_of(TILE_ROWS);
     let mut wide = vec![0.0; rows * cols];
-    wide.par_iter_mut().zip(x).for_each(|(wide, value)| *wide = value.to_f32());
+    for_rows(&mut wide, cols, &|token, wide| {
+        wide.iter_mut().zip(x.iter().skip(token * cols)).for_each(|(wide, value)| *wide = value.to_f32());
+    });
     // A separate [rows, PANEL_ROWS] for each panel.
     let mut y = vec![0.0; outputs.div_ceil(PANEL_ROWS) * rows * PANEL_ROWS];
-    y.par_chunks_mut((rows * PANEL_ROWS).max(1)).enumerate().for_each(|(index, y)| {
+    for_rows(&mut y, (rows * PANEL_ROWS).max(1), &|index, y| {
         let panel = weight.panel(index);
         let tiles = wide.chunks_exact(TILE_ROWS * cols);
         for (x_tile, y_tile) in tiles.zip(y.chunks_exact_mut(TILE_ROWS * PANEL_ROWS)) {
@@ -421,7 +433,7 @@ fn product<T: Element>(x: &[T], weight: &impl Panels) -> Vec<T> {
         }
     });
     let mut data = vec![T::default(); tokens * outputs];
-    data.par_chunks_exact_mut(outputs).enumerate().for_each(|(row, data)| {
+    for_rows(&mut data, outputs, &|row, data| {
         for (panel, data) in data.chunks_mut(PANEL_ROWS).enumerate() {
             let y = &y[(panel * rows + row) * PANEL_ROWS..];
             data.iter_mut().zip(y).for_each(|(data, &y)| *data = T::from_f32(y));
