@@ -4,7 +4,7 @@
 //! fixed shape. Weights are stored as `f32`, the GEMM's input type, after rounding to the element type.
 
 mod experts;
-mod sampling;
+pub(crate) mod sampling;
 
 use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData};
 

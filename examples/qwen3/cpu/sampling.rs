@@ -3,17 +3,15 @@
 use crate::device::Draw;
 
 /// The token that a draw chooses, and its log-probability; no token if a logit is NaN.
-pub(super) fn choose(logits: &[f32], draw: &Draw) -> (Option<u32>, f32) {
+pub(crate) fn choose(logits: &[f32], draw: &Draw) -> (Option<u32>, f32) {
     if logits.iter().any(|logit| logit.is_nan()) {
         return (None, f32::NAN);
     }
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    // If the largest is infinite, it has all the weight.
-    let distance = |index: usize| if logits[index] == largest { 0.0 } else { f64::from(logits[index] - largest) };
+    let distance = distances(logits);
     let index = if draw.temperature == 0.0 {
-        logits.iter().position(|&logit| logit == largest).unwrap_or(0)
+        (0..logits.len()).find(|&index| distance(index) == 0.0).unwrap_or(0)
     } else {
-        place(&candidates(logits, draw, distance), draw.place)
+        place(&candidates(logits, draw), draw.place)
     };
     let sum: f64 = (0..logits.len()).map(|index| distance(index).exp()).sum();
     #[expect(clippy::cast_possible_truncation, reason = "reported as f32")]
@@ -21,8 +19,15 @@ pub(super) fn choose(logits: &[f32], draw: &Draw) -> (Option<u32>, f32) {
     (u32::try_from(index).ok(), logprob)
 }
 
+/// How far each logit is below the largest. If that is infinite, it has all the weight.
+fn distances(logits: &[f32]) -> impl Fn(usize) -> f64 {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    move |index| if logits[index] == largest { 0.0 } else { f64::from(logits[index] - largest) }
+}
+
 /// The tokens that may be chosen, the most probable first if there is a bound, and how much each weighs.
-fn candidates(logits: &[f32], draw: &Draw, distance: impl Fn(usize) -> f64) -> Vec<(usize, f64)> {
+pub(crate) fn candidates(logits: &[f32], draw: &Draw) -> Vec<(usize, f64)> {
+    let distance = distances(logits);
     let mut order: Vec<usize> = (0..logits.len()).collect();
     if draw.top_k > 0 || draw.top_p < 1.0 {
         order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap_or(std::cmp::Ordering::Equal));

@@ -5,7 +5,7 @@
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 
 use super::plan::Scores;
-use crate::device::Draw;
+use crate::{cpu::sampling::choose, device::Draw};
 
 /// How tokens are chosen, with the meaning of the OpenAI API and of vLLM.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,12 +53,14 @@ impl Sampler {
     /// How the device chooses the next token; `None` if more than its log-probability is to be reported. Takes the request's next
     /// random number.
     pub(crate) fn draw(&mut self) -> Option<Draw> {
-        let Sampling { temperature, top_p, top_k, logprobs, .. } = self.sampling;
-        if logprobs.is_some_and(|top| top > 0) {
-            return None;
-        }
+        let is_for_device = self.sampling.logprobs.is_none_or(|top| top == 0);
+        is_for_device.then(|| self.next_draw())
+    }
+
+    fn next_draw(&mut self) -> Draw {
+        let Sampling { temperature, top_p, top_k, .. } = self.sampling;
         let place = if temperature == 0.0 { 0.0 } else { self.rng.random() };
-        Some(Draw { temperature, top_p, top_k: top_k as u64, place })
+        Draw { temperature, top_p, top_k: top_k as u64, place }
     }
 
     /// Chooses a token; `None` if a logit is not a number.
@@ -74,18 +76,10 @@ impl Sampler {
 
     /// Chooses a token by its logits `[vocab]`; `None` if one is not a number.
     fn choose(&mut self, logits: &[f32]) -> Option<Chosen> {
-        if logits.iter().any(|logit| logit.is_nan()) {
-            return None;
-        }
-        let Sampling { temperature, top_p, top_k, logprobs, .. } = self.sampling;
-        let index = if temperature == 0.0 {
-            first_largest(logits)
-        } else {
-            let candidates = candidates(logits, temperature, top_k, top_p);
-            draw(&candidates, self.rng.random())
-        };
-        let token = u32::try_from(index).ok()?;
-        Some(Chosen { token, logprobs: logprobs.map(|top| Logprobs::of(logits, index, top)) })
+        let draw = self.next_draw();
+        let token = choose(logits, &draw).0?;
+        let logprobs = self.sampling.logprobs.map(|top| Logprobs::of(logits, token as usize, top));
+        Some(Chosen { token, logprobs })
     }
 }
 
@@ -100,44 +94,6 @@ impl Logprobs {
         let top = (order.iter()).filter_map(|&index| Some((u32::try_from(index).ok()?, logprob(index)))).collect();
         Self { chosen: logprob(chosen), top }
     }
-}
-
-/// The tokens that may be chosen, the most probable first if there is a bound, each with a weight proportional to its probability.
-fn candidates(logits: &[f32], temperature: f32, top_k: usize, top_p: f32) -> Vec<(usize, f64)> {
-    let largest = f64::from(logits[first_largest(logits)]);
-    let weight = |index: usize| ((f64::from(logits[index]) - largest) / f64::from(temperature)).exp();
-    let mut order: Vec<usize> = (0..logits.len()).collect();
-    if top_k > 0 || top_p < 1.0 {
-        let kept = if top_k == 0 { logits.len() } else { top_k };
-        keep_largest(&mut order, kept, |index| f64::from(logits[index]));
-    }
-    let mut candidates: Vec<(usize, f64)> = order.into_iter().map(|index| (index, weight(index))).collect();
-    if top_p < 1.0 {
-        let wanted = f64::from(top_p) * total(&candidates);
-        let mut sum = 0.0;
-        let enough = candidates.iter().position(|(_, weight)| {
-            sum += weight;
-            sum >= wanted
-        });
-        candidates.truncate(enough.map_or(candidates.len(), |last| last + 1));
-    }
-    candidates
-}
-
-/// The candidate at a place of the unit interval, which they divide by their weights.
-fn draw(candidates: &[(usize, f64)], place: f64) -> usize {
-    let place = place * total(candidates);
-    let mut sum = 0.0;
-    let drawn = candidates.iter().find(|(_, weight)| {
-        sum += weight;
-        sum > place
-    });
-    // By rounding, the sum may end before the place.
-    drawn.or(candidates.last()).map_or(0, |(index, _)| *index)
-}
-
-fn total(candidates: &[(usize, f64)]) -> f64 {
-    candidates.iter().map(|(_, weight)| weight).sum()
 }
 
 fn first_largest(logits: &[f32]) -> usize {
@@ -159,7 +115,8 @@ fn keep_largest(indices: &mut Vec<usize>, count: usize, value: impl Fn(usize) ->
 
 #[cfg(test)]
 mod tests {
-    use super::{Chosen, Sampler, Sampling, candidates};
+    use super::{Chosen, Sampler, Sampling};
+    use crate::{cpu::sampling::candidates, device::Draw};
 
     const GREEDY: Sampling = Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: Some(7), logprobs: None };
 
@@ -184,7 +141,8 @@ mod tests {
         // Probabilities 0.1, 0.4, 0.2, 0.3.
         let logits = [0.1_f32, 0.4, 0.2, 0.3].map(f32::ln);
         let kept = |top_k, top_p| -> Vec<usize> {
-            candidates(&logits, 1.0, top_k, top_p).into_iter().map(|(index, _)| index).collect()
+            let draw = Draw { temperature: 1.0, top_p, top_k, place: 0.0 };
+            candidates(&logits, &draw).into_iter().map(|(index, _)| index).collect()
         };
         assert_eq!(kept(0, 1.0), [0, 1, 2, 3]);
         assert_eq!(kept(2, 1.0), [1, 3]);
@@ -214,7 +172,7 @@ mod tests {
         }
         // A high temperature flattens them, a low one sharpens them.
         let share = |temperature| {
-            let weights = candidates(&logits, temperature, 0, 1.0);
+            let weights = candidates(&logits, &Draw { temperature, top_p: 1.0, top_k: 0, place: 0.0 });
             weights[1].1 / weights.iter().map(|(_, weight)| weight).sum::<f64>()
         };
         assert!((share(100.0) - 0.25).abs() < 0.01 && share(0.1) > 0.94);
