@@ -70,6 +70,11 @@ impl Source {
         self.max_rank
     }
 
+    /// Whether the size is exact, and not an upper bound.
+    pub(super) fn is_exact(&self) -> bool {
+        matches!(self.kind, Kind::Memory(_)) || !self.has_experts
+    }
+
     pub(crate) fn model(&self) -> &Model {
         &self.model
     }
@@ -100,6 +105,7 @@ mod tests {
     use std::{
         fs::{self, OpenOptions},
         path::Path,
+        sync::Mutex,
         time::Duration,
     };
 
@@ -178,6 +184,29 @@ mod tests {
                         Ok(block)
                     });
                     assert!(packed.unwrap() == whole, "rank {rank} of {size}, {dtype}");
+                    // In parts of one factor, of some, and of all of them.
+                    for part_bytes in [1, 20_000, usize::MAX] {
+                        let parts = Mutex::new(Vec::new());
+                        let written = |at, part: &[u8]| {
+                            parts.lock().unwrap().push((at, part.to_vec()));
+                            Ok(())
+                        };
+                        let packed = source.read(|image| {
+                            let mut block = vec![0xee; image.bytes()];
+                            threads.install(|| image.write_in_parts(&mut block, part_bytes, written))?;
+                            Ok(block)
+                        });
+                        assert!(packed.unwrap() == whole, "rank {rank} of {size}, {dtype}");
+                        let mut parts = parts.into_inner().unwrap();
+                        parts.sort_unstable();
+                        assert_eq!(parts.len() == 1, part_bytes == usize::MAX);
+                        let mut end = 0;
+                        for (at, part) in parts {
+                            assert!(at == end && whole[at..].starts_with(&part));
+                            end += part.len();
+                        }
+                        assert_eq!(end, whole.len());
+                    }
                 }
             }
         }
