@@ -35,8 +35,14 @@ impl Source {
     /// # Errors
     /// As for [`Adapter::open`] and [`Adapter::plan`], except for the values of weights.
     pub fn directory(dir: impl AsRef<Path>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        let (directory, adapter) = Directory::open(dir.as_ref())?;
-        Self::planned(Kind::Directory(directory), &adapter.plan(model, dtype)?)
+        let (directory, parsed) = Directory::open(dir.as_ref())?;
+        let source = Self::planned(Kind::Directory(directory), &parsed.adapter.plan(model, dtype)?)?;
+        if let Kind::Directory(directory) = &source.kind
+            && !source.has_experts
+        {
+            directory.keep(&parsed);
+        }
+        Ok(source)
     }
 
     /// An adapter in memory, such as a trainer sends. It stays there.
