@@ -86,7 +86,7 @@ pub(crate) struct Session<'m, D: Device + 'm> {
 /// What the layers keep.
 pub(crate) struct State<'m, D: Device + 'm> {
     fused: Vec<FusedLayer<'m, D>>,
-    caches: Vec<Cache<D>>,
+    pub(crate) caches: Vec<Cache<D>>,
     rope: Rope<D>,
     grouping: D::Grouping,
 }

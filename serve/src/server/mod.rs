@@ -201,7 +201,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
     let checkpoint = match options.load_format {
         LoadFormat::Safetensors => Checkpoint::open(&model)?,
-        LoadFormat::Dummy => dummy::checkpoint(&config, dtype)?,
+        LoadFormat::Dummy => dummy::checkpoint(&config, dtype, |_| Ok(()))?,
     };
     checkpoint.check(&config)?;
     let tokenizer = Tokenizer::read(&model)?;
