@@ -4,7 +4,8 @@
 //! A figure is the median over runs, each between two events on the stream. A replay of a graph includes the update of the step's
 //! routing. The host stays ahead of the device, so that none of its time is in a figure.
 //!
-//! The host's time between steps is the engine's own: from the tokens of a step on the host to the next graph on the stream.
+//! The host's time between steps is the engine's own: from the tokens of a step on the host to the next graph on the stream. Meanwhile
+//! the device waits, or has the step in flight if the engine runs ahead.
 //!
 //! The floor of a decode step is the time to read its weights and its keys and values at the rate at which a kernel reads memory, which
 //! is measured before. Of experts, it counts those that the step's tokens choose if all choices are equally likely.
@@ -47,7 +48,7 @@ use crate::{
     dummy,
     engine::{
         Capture as _, Engine, Limits, Request, Sampling, Sizes,
-        graph::{Batch, Captured, Tables, Variant},
+        graph::{Batch, Captured, Drawn, Tables, Variant},
     },
     error::{Context as _, Error, Result, bail},
     forward::{Session, Step},
@@ -64,6 +65,7 @@ const WAIT: Duration = Duration::from_millis(10);
 const HOST_BATCH: usize = 64;
 const HOST_STEPS: usize = 100;
 const HOST_ADAPTERS: usize = 8;
+const HOST_POSITIONS: usize = 4096;
 const PROMPT: usize = 16;
 
 /// The longest time for these prompts.
@@ -188,8 +190,10 @@ struct HostFigure {
     batch: usize,
     adapters: usize,
     rank: usize,
+    /// Whether the next step is enqueued while one runs.
+    ahead: bool,
     steps: u64,
-    /// Mean time between steps.
+    /// Mean time between the tokens of a step and the next graph.
     host_us: f64,
     /// Mean time of a step, that before it included.
     step_us: f64,
@@ -577,7 +581,7 @@ fn measure_host(
     (batch, rank, name): (usize, usize, &str),
     record: &mut Record,
 ) -> Result<()> {
-    let max_positions = PROMPT + WARM_UPS + HOST_STEPS + batch + 1;
+    let max_tokens = 4 * (WARM_UPS + HOST_STEPS) + batch;
     let limits = Limits {
         step_tokens: model.adapters.capacity().max_tokens,
         running: batch,
@@ -585,8 +589,9 @@ fn measure_host(
         adapters: sources.len().max(1),
         max_wait: Duration::from_secs(1),
     };
-    let blocks = u32::try_from(batch * max_positions.div_ceil(BLOCK_ROWS))?;
-    let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false };
+    let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
+    let max_positions = HOST_POSITIONS.min(model.config.max_positions);
+    let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
     let mut engine = Engine::new(model, pool, sizes)?;
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -596,7 +601,7 @@ fn measure_host(
         let request = Request {
             adapter: adapters.get(index % adapters.len().max(1)).copied(),
             prompt: vec![u32::try_from(index)?; PROMPT],
-            max_tokens: max_positions - PROMPT,
+            max_tokens,
             stop_tokens: Vec::new(),
             sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: None, logprobs: None },
         };
@@ -604,29 +609,36 @@ fn measure_host(
         engine.submit(request, events, start.elapsed()).context("a request")?;
         receivers.push(receiver);
     }
-    // Until all prompts are computed.
-    let mut computed = 0;
-    while computed < batch * (PROMPT + WARM_UPS) {
-        let tokens = engine.step(start.elapsed())?;
-        computed += tokens;
-        if tokens == 0 {
-            engine.wait_for_adapters(WAIT);
+    for ahead in [false, true] {
+        engine.run_ahead(ahead);
+        // Until all prompts are computed.
+        let mut warm_ups = vec![0; batch];
+        while warm_ups.iter().any(|&tokens| tokens < WARM_UPS) {
+            if !engine.step(start.elapsed())? {
+                engine.wait_for_adapters(WAIT);
+            }
+            for (tokens, receiver) in warm_ups.iter_mut().zip(&mut receivers) {
+                while receiver.try_recv().is_ok() {
+                    *tokens += 1;
+                }
+            }
+            if start.elapsed() > HOST_LIMIT {
+                bail!("the prompts of {batch} requests took more than {HOST_LIMIT:?}");
+            }
         }
-        if start.elapsed() > HOST_LIMIT {
-            bail!("the prompts of {batch} requests took more than {HOST_LIMIT:?}");
+        let (before, timed) = (engine.host_time(), Instant::now());
+        for _ in 0..HOST_STEPS {
+            engine.step(start.elapsed())?;
         }
+        let (after, elapsed) = (engine.host_time(), timed.elapsed());
+        let steps = after.steps - before.steps;
+        let host_us = (after.total - before.total).as_secs_f64() * 1e6 / steps as f64;
+        let step_us = elapsed.as_secs_f64() * 1e6 / HOST_STEPS as f64;
+        let how = if ahead { "running ahead" } else { "waiting for each step" };
+        println!("the engine, {batch} sequences, {how}: {host_us:.1} us between steps, {step_us:.1} us a step");
+        let (model, adapters) = (name.to_owned(), adapters.len());
+        record.host.push(HostFigure { model, batch, adapters, rank, ahead, steps, host_us, step_us });
     }
-    let (before, timed) = (engine.host_time(), Instant::now());
-    for _ in 0..HOST_STEPS {
-        engine.step(start.elapsed())?;
-    }
-    let (after, elapsed) = (engine.host_time(), timed.elapsed());
-    let steps = after.steps - before.steps;
-    let host_us = (after.total - before.total).as_secs_f64() * 1e6 / steps as f64;
-    let step_us = elapsed.as_secs_f64() * 1e6 / HOST_STEPS as f64;
-    println!("the engine, {batch} sequences: {host_us:.1} us between steps, {step_us:.1} us a step");
-    let adapters = adapters.len();
-    record.host.push(HostFigure { model: name.to_owned(), batch, adapters, rank, steps, host_us, step_us });
     Ok(())
 }
 
@@ -661,7 +673,7 @@ impl Timer<'_, '_> {
                 kinds.push((is_fused, capture(false, is_fused)?, capture(true, is_fused)?));
             }
         }
-        operands.set(self.device, &self.step(tables)?)?;
+        operands.set(self.device, &self.step(tables)?, &Drawn { last: None, sources: &[] })?;
 
         let base = vec![Slot::BASE; batch];
         let mut without = Vec::new();
