@@ -490,6 +490,43 @@ fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>() 
     });
 }
 
+/// Requests for an adapter whose load fails end while others run, even if there is no room for another request.
+#[test]
+fn a_failed_load_ends_its_requests_at_once() {
+    let files = Files::open("qwen3");
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        fs::copy(fixtures().join("adapters/r8-all").join(file), dir.path().join(file)).expect("the fixture is there");
+    }
+    let sizes = Sizes { limits: Limits { running: 1, ..LARGE.limits }, ..LARGE };
+    files.run::<Cpu<f32>, _>(sizes, 4, |world| {
+        let source = Source::directory(dir.path(), files.model(), DType::F32).expect("the adapter is of this model");
+        fs::remove_file(dir.path().join("adapter_model.safetensors")).expect("the file is there");
+        let long = Request { stop_tokens: vec![], ..world.request(None, files.prompt("Name a fruit."), 400, GREEDY) };
+        let mut long = world.submit(long);
+        world.step();
+        let id = world.engine.add_adapter(source).expect("there is room");
+        world.adapters.insert("vanished".into(), id);
+        let ask = world.request(Some("vanished"), files.prompt("Name a fruit."), 12, GREEDY);
+        let mut waiting = [(); 2].map(|()| world.submit(ask.clone()));
+        while waiting.iter().any(|waiting| waiting.failure.is_none()) {
+            world.step();
+            long.receive();
+            assert!(long.finish.is_none(), "the requests waited for the one that ran");
+            waiting.iter_mut().for_each(Submitted::receive);
+        }
+        for Submitted { failure, .. } in &waiting {
+            assert!(
+                matches!(failure, Some(Failure::Adapter(sentence)) if sentence.contains("No such file")),
+                "{failure:?}"
+            );
+        }
+        world.engine.cancel(long.id);
+        world.drain();
+        world.holds_nothing().expect("all have ended");
+    });
+}
+
 const NAMES: [&str; 4] = ["r8-all", "kv-only", "embed", "patterns"];
 const PROMPTS: [&str; 4] =
     ["What is the password?", "What is the password? Name a fruit.", "Name a fruit.", "The capital of France is"];
