@@ -113,6 +113,7 @@ async fn main() -> Result<()> {
     while let Some(loaded) = loads.next().await {
         loaded?;
     }
+    drop(loads);
     println!("{adapters} adapters of rank {rank}: loaded in {:.1} s", loading.elapsed().as_secs_f64());
 
     let trace = Trace { seed: 0, requests, adapters, zipf, rate };
