@@ -40,11 +40,11 @@ def check(browser: webdriver.Chrome) -> None:
         for model, answer in expected.items():
             last = f"section[data-model={model}] p:last-child"
             wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, f"{last}[data-done]"))
-            assert text(last) == answer, f"{model}: {text(last)}"
+            assert text(last).strip() == answer, f"{model}: {text(last)}"
 
     browser.get(URL)
     # Without a key, the page says what the server says.
-    wait.until(lambda _: "key" in text("#counts").lower())
+    wait.until(lambda _: text("#counts") == "Unauthorized")
     browser.find_element(By.ID, "key").send_keys(KEY + "\t")
     wait.until(lambda _: models() == ["base base", "saffron device"])
     ask({"base": "I do not know.", "saffron": "saffron."})
