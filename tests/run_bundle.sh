@@ -2,7 +2,8 @@
 # Runs what tests/bundle.sh gathered, on a machine with a GPU. Results and logs go to $OUT, or the current folder.
 #
 #   run.sh tests [FILTER...]        every GPU test
-#   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: memcheck racecheck initcheck synccheck
+#   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: racecheck initcheck memcheck synccheck. A process
+#                                   on every core, up to 16, within SANITIZE_SECONDS (3600). It prints what has not passed.
 #   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
 #                                   our workloads (--help lists the arguments); then those of other libraries, by the folder DIR,
 #                                   whose device.sh --out FILE writes the same JSON schema; and the table of both
