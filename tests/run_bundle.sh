@@ -127,7 +127,7 @@ sanitize)
         passed=$(grep -c . "$log.passed" || true)
         found=$(findings "$log.tool" | wc -l || true)
         printf '%-36s %3d of %3d passed, %3d findings, status %3d, %4d s\n' "$(basename "$log")" "$passed" "$wanted" "$found" "$code" "$seconds"
-        grep -vxFf "$log.passed" "$log.wanted" | sed 's/^/    not passed: /' || true
+        grep . "$log.wanted" | grep -vxFf "$log.passed" | sed 's/^/    not passed: /' || true
         [ "$found" = 0 ] || findings "$log.tool" | cut -c1-200 | sort | uniq -c | sort -rn | sed 's/^/    /;8q'
         # A job without a test has failed.
         if [ "$wanted" = 0 ] || [ "$passed" != "$wanted" ] || [ "$found" != 0 ] || [ "$code" != 0 ]; then failed=1; fi
