@@ -9,10 +9,15 @@ use aril::{
     DType, Slot,
     cpu::AdapterPool,
     error::{LoadError, SlotError},
+    model::{Experts, ModelSpec, TpRank},
+    plan::Capacity,
     pool::{PoolConfig, PoolError, Source, StreamId, Tier},
 };
 
-use crate::setup::{BYTES, Setup, adapter, model};
+use crate::{
+    common::adapters::{Lora, parts, write},
+    setup::{BYTES, Setup, adapter, model},
+};
 
 #[test]
 fn an_adapter_is_read_once_while_it_is_in_host_memory() {
@@ -193,6 +198,48 @@ fn ranks_share_an_arena() {
     assert!((0.0..=1.0).contains(&snapshot.device_memory.fragmentation()));
     assert_eq!(setup.use_once(small[0]), 1.0);
     assert_eq!(setup.pool.snapshot().resident, 2);
+    setup.finish();
+}
+
+/// Factors of experts that turn out equal are stored once, so that the adapter is smaller than what was reserved for it.
+#[test]
+fn an_adapter_may_be_smaller_than_its_bound() {
+    const WIDTH: usize = 256;
+    let mut spec = ModelSpec::new();
+    spec.experts(Experts::new("m.experts", 2, WIDTH, WIDTH).ungated().top_k(1)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let module = |expert: usize| {
+        let mut module = Lora::linear(format!("m.experts.{expert}.up_proj"), WIDTH, WIDTH, 8).dtype(DType::F32);
+        module.a.fill(1.0);
+        module.b.fill(1.0 + expert as f32);
+        module
+    };
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &parts(8.0, &[module(0), module(1)]));
+    let source = Source::directory(dir.path(), &model, DType::F32).unwrap();
+    let bound = source.bytes();
+    let config = PoolConfig::arena_bytes(bound).host_bytes(bound);
+    let mut pool = AdapterPool::new(&model, DType::F32, Capacity::tokens(1).slots(1).rank(8), config).unwrap();
+    let id = pool.register(source).unwrap();
+    pool.prefetch(id).unwrap();
+    while pool.wait(Duration::from_secs(30)) {}
+    let outcome = pool.next_outcome().unwrap();
+    assert!(outcome.id == id && outcome.result.is_ok(), "{outcome:?}");
+    // Of four factors of one size, two are the same.
+    assert_eq!(pool.snapshot().device_memory.used, bound / 4 * 3);
+}
+
+#[test]
+fn an_unregistered_adapter_has_no_outcome() {
+    let mut setup = Setup::new(2, 2);
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    for id in ids {
+        setup.pool.prefetch(id).unwrap();
+        setup.settle();
+    }
+    setup.pool.unregister(ids[0]).unwrap();
+    assert_eq!(setup.pool.next_outcome().map(|outcome| outcome.id), Some(ids[1]));
+    assert!(setup.pool.next_outcome().is_none());
     setup.finish();
 }
 
