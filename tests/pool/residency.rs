@@ -34,10 +34,29 @@ fn an_adapter_is_read_once_while_it_is_in_host_memory() {
     assert_eq!((counters.reads, counters.read_bytes), (3, 3 * BYTES as u64));
     assert_eq!((counters.copies, counters.evictions, counters.host_evictions), (9, 8, 0));
     assert_eq!((counters.hits, counters.misses, counters.failures), (0, 9, 0));
+    // In the first round, they were leased behind their copies; later, while those were on their way.
+    assert_eq!((counters.loading, counters.waits), (4, 6));
     // Where it is on the device already, it is a hit.
     assert_eq!(setup.use_once(ids[2]), 3.0);
-    assert_eq!(setup.pool.snapshot().counters.hits, 1);
+    let counters = setup.pool.snapshot().counters;
+    assert_eq!((counters.hits, counters.waits), (1, 6));
     setup.finish();
+}
+
+/// Nothing is read for a batch that has no slot, or no memory.
+#[test]
+fn a_batch_without_a_slot_or_memory_is_not_read() {
+    for (slots, room) in [(1, 4), (4, 1)] {
+        let mut setup = Setup::with(slots, PoolConfig::arena_bytes(room * BYTES).host_bytes(4 * BYTES));
+        let ids = [1.0, 2.0].map(|value| setup.adding(value));
+        let lease = setup.lease(ids[0]);
+        assert!(matches!(setup.pool.acquire(ids[1], StreamId::FIRST), Err(PoolError::Full)));
+        let snapshot = setup.pool.snapshot();
+        assert_eq!((snapshot.waiting, snapshot.reading, snapshot.counters.full), (0, 0, 1));
+        drop(lease);
+        setup.pool.commit(StreamId::FIRST).unwrap();
+        setup.finish();
+    }
 }
 
 #[test]
