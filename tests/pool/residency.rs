@@ -32,6 +32,7 @@ fn an_adapter_is_read_once_while_it_is_in_host_memory() {
     }
     let counters = setup.pool.snapshot().counters;
     assert_eq!((counters.reads, counters.read_bytes), (3, 3 * BYTES as u64));
+    assert_eq!(counters.copied_bytes, 9 * BYTES as u64);
     assert_eq!((counters.copies, counters.evictions, counters.host_evictions), (9, 8, 0));
     assert_eq!((counters.hits, counters.misses, counters.failures), (0, 9, 0));
     // In the first round, they were leased behind their copies; later, while those were on their way.
@@ -220,6 +221,55 @@ fn ranks_share_an_arena() {
     setup.finish();
 }
 
+/// A large adapter that waits for room is not overtaken by a small one, for which there would be room.
+#[test]
+fn an_adapter_that_waits_is_not_overtaken() {
+    let mut setup = Setup::with(4, PoolConfig::arena_bytes(5 * BYTES).host_bytes(16 * BYTES));
+    let [held, large] = [(16, 1.0), (32, 2.0)].map(|(rank, value)| setup.memory(adapter(rank, value)));
+    let small = setup.adding(3.0);
+    let lease = setup.lease(held);
+    for id in [large, small] {
+        setup.pool.prefetch(id).unwrap();
+        setup.settle();
+    }
+    let tiers = |setup: &Setup| [large, small].map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers(&setup), [Tier::Host, Tier::Host]);
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    assert_eq!(tiers(&setup), [Tier::Device, Tier::Device]);
+    setup.finish();
+}
+
+/// It waits for the next call, although an adapter of its own batch, which was used after it, is in the way.
+#[test]
+fn an_adapter_of_the_last_batch_goes_on_waiting() {
+    let mut setup = Setup::with(4, PoolConfig::arena_bytes(3 * BYTES).host_bytes(8 * BYTES));
+    let small = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    let large = setup.memory(adapter(16, 4.0));
+    for id in small {
+        setup.use_once(id);
+    }
+    let batch = [large, small[1]];
+    assert!(matches!(setup.pool.prepare(&batch, StreamId::FIRST), Err(PoolError::Loading { id }) if id == large));
+    setup.settle();
+    assert_eq!((setup.pool.residency(large).unwrap().tier, setup.pool.snapshot().waiting), (Tier::Host, 1));
+    drop(setup.prepare(&batch).unwrap());
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
+/// As many adapters of a batch as there are loaders are read at once.
+#[test]
+fn a_batch_is_read_by_all_loaders() {
+    let mut setup = Setup::with(3, PoolConfig::arena_bytes(4 * BYTES).host_bytes(4 * BYTES).loaders(2));
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    assert!(matches!(setup.pool.prepare(&ids, StreamId::FIRST), Err(PoolError::Loading { .. })));
+    let snapshot = setup.pool.snapshot();
+    assert_eq!((snapshot.reading, snapshot.waiting), (2, 3));
+    setup.settle();
+    setup.finish();
+}
+
 /// Factors of experts that turn out equal are stored once, so that the adapter is smaller than what was reserved for it.
 #[test]
 fn an_adapter_may_be_smaller_than_its_bound() {
@@ -274,6 +324,8 @@ fn the_device_is_rearranged_for_a_batch_that_fits() {
     // While the one in the middle is leased, it cannot be moved.
     let held = setup.lease(small[1]);
     assert!(matches!(setup.prepare(&[large, small[1]]), Err(PoolError::Full)));
+    let counters = setup.pool.snapshot().counters;
+    assert_eq!((counters.full, counters.moves), (1, 0));
     assert_eq!(setup.step(&[&held]), [2.0]);
     drop(held);
     setup.pool.commit(StreamId::FIRST).unwrap();
