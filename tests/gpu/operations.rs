@@ -16,6 +16,7 @@ use crate::{
         case::{self, Layer, Subject},
         compare::Place,
         dense::{Case, Dense, Op, Site, Sizes, World, cases, check_overwriting},
+        small::{self, choose},
         values::{Dtype, Values},
     },
     device::{Buffer, Gpu},
@@ -238,9 +239,8 @@ pub fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
-pub fn config(cases: u32) -> ProptestConfig {
-    let cases =
-        std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().expect("PROPTEST_CASES is a number"));
+pub fn config(cases_wanted: u32) -> ProptestConfig {
+    let cases = small::random_cases(cases_wanted);
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
@@ -265,7 +265,7 @@ pub fn property<L: Layer>(
 #[ignore = "needs a GPU"]
 fn the_safe_api_agrees_with_the_reference() {
     let gpu = Gpu::new();
-    property(200, cases(Sizes::LARGE), |case| {
+    property(200, cases(Sizes::large()), |case| {
         let apart = case.seed % 2 == 0;
         for_dtype!(case.check(&mut Safe { gpu: &gpu, apart }))
     });
@@ -275,7 +275,7 @@ fn the_safe_api_agrees_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn the_raw_door_agrees_with_the_reference() {
     let gpu = Gpu::new();
-    property(200, cases(Sizes::LARGE), |case| {
+    property(200, cases(Sizes::large()), |case| {
         let (padded_tokens, captured) = ((case.seed % 5) as usize * 7, case.seed % 2 == 0);
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured }))
     });
@@ -286,7 +286,7 @@ fn the_raw_door_agrees_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn many_tokens_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(40, cases(Sizes { max_tokens: 1500, max_features: 500, max_rank: 200 }), |case| {
+    property(40, cases(Sizes::of_many_tokens()), |case| {
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
 }
@@ -303,7 +303,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         // More than 512 rows take two launches, on wide tiles.
         let mut others = [
             ("captured", Raw { gpu, padded_tokens: 3, captured: true }),
-            ("as one of many", Raw { gpu, padded_tokens: 1100, captured: false }),
+            ("as one of many", Raw { gpu, padded_tokens: choose(1100, 520), captured: false }),
         ];
         for (name, subject) in &mut others {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
@@ -333,11 +333,12 @@ fn a_tokens_bits_depend_on_nothing_else() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(60, cases(Sizes { max_tokens: 80, ..Sizes::LARGE }), |case| for_dtype!(case, run(&gpu, &case)));
+    property(60, cases(Sizes { max_tokens: 80, ..Sizes::large() }), |case| for_dtype!(case, run(&gpu, &case)));
     for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
         let slots = (0..513).map(|token| token % 7 - 1).collect();
         let adapters: [&[usize]; 5] = [&[16, 8], &[1, 128], &[64, 0], &[33, 7], &[100, 3]];
-        let case = Case { dtype, values: Values::Rounded, ..Case::linear(1300, &[72, 40], &adapters, slots) };
+        let linear = Case::linear(choose(1300, 264), &[72, 40], &adapters, slots);
+        let case = Case { dtype, values: Values::Rounded, ..linear };
         for_dtype!(case, run(&gpu, &case)).unwrap();
     }
 }
@@ -366,8 +367,8 @@ fn a_tokens_nan_is_its_own() {
         Ok(())
     }
     let gpu = Gpu::new();
-    let sizes = Sizes { max_tokens: 80, ..Sizes::LARGE };
-    for padded_tokens in [0, 1100] {
+    let sizes = Sizes { max_tokens: 80, ..Sizes::large() };
+    for padded_tokens in [0, choose(1100, 520)] {
         property(80, cases(sizes), |case| for_dtype!(case, run(&gpu, &case, padded_tokens)));
     }
 }
@@ -377,8 +378,8 @@ fn a_tokens_nan_is_its_own() {
 #[ignore = "needs a GPU"]
 fn overwriting_is_adding_to_zero() {
     let gpu = Gpu::new();
-    let sizes = Sizes { max_tokens: 80, ..Sizes::LARGE };
-    for padded_tokens in [3, 1100] {
+    let sizes = Sizes { max_tokens: 80, ..Sizes::large() };
+    for padded_tokens in [3, choose(1100, 520)] {
         let adds = || Raw { gpu: &gpu, padded_tokens, captured: false };
         property(40, cases(sizes), |case| {
             for_dtype!(case, check_overwriting(&mut adds(), &mut Overwriting(adds()), &case))
@@ -423,7 +424,7 @@ fn corners() {
 #[ignore = "needs a GPU"]
 fn many_features_are_all_summed_up() {
     let gpu = Gpu::new();
-    for case in Case::of_many_features(&[1, 16, 40, 512, 600]) {
+    for case in Case::of_many_features(choose(&[1, 16, 40, 512, 600], &[16, 520])) {
         for (padded_tokens, captured) in [(0, false), (20, true)] {
             for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured })).unwrap();
         }
@@ -435,7 +436,7 @@ fn many_features_are_all_summed_up() {
 #[ignore = "needs a GPU"]
 fn every_slice_has_its_delta() {
     let gpu = Gpu::new();
-    for case in Case::of_many_slices(&[1, 19, 300, 520, 64]) {
+    for case in Case::of_many_slices(choose(&[1, 19, 300, 520, 64], &[19, 520])) {
         for (padded_tokens, captured) in [(0, false), (20, true)] {
             for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured })).unwrap();
         }
@@ -450,8 +451,8 @@ fn skewed_segments() {
     let gpu = Gpu::new();
     let up_to_128: [&[usize]; 4] = [&[128, 1, 17], &[1, 128, 64], &[33, 2, 100], &[8, 0, 5]];
     let up_to_512: [&[usize]; 4] = [&[3, 512, 16], &[512, 1, 300], &[1, 0, 512], &[128, 129, 2]];
-    for tokens in [17, 512, 513, 1025] {
-        for largest in [0, 1] {
+    for &tokens in choose(&[17, 512, 513, 1025][..], &[17, 513]) {
+        for &largest in choose(&[0, 1][..], &[1]) {
             // Single tokens at the beginning, in the middle and at the end.
             let mut few_apart = vec![largest; tokens];
             for (slot, token) in (0..4).filter(|&slot| slot != largest).zip([0, tokens / 2, tokens - 1]) {
