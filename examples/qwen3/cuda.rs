@@ -1,7 +1,7 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`) and of cuBLASLt
-//! (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
+//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt
+//! (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
 //! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
@@ -15,6 +15,7 @@ mod arena;
 mod attention;
 mod experts;
 mod gemm;
+mod nccl;
 pub(crate) mod timing;
 
 use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, result, sync::Arc};
@@ -26,7 +27,7 @@ use aril::{
         self, AdapterPool, Buffer, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear,
         Queue, Routing, WeightTable, Workspace,
     },
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, ForwardPlan, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
@@ -47,12 +48,14 @@ use self::{
     attention::Attention,
     experts::{Grouped, GroupedGemms, Routes, Tiled},
     gemm::Gemm,
+    nccl::Nccl,
 };
 use crate::{
     config::Heads,
     device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    group::Rank,
 };
 
 /// The driver's devices; none without a driver.
@@ -65,6 +68,8 @@ pub(crate) fn device_count() -> usize {
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
+    /// Of several ranks.
+    nccl: Option<Nccl>,
     pub(crate) queue: Queue,
     functions: Functions,
     attention: Attention,
@@ -115,6 +120,15 @@ pub(crate) struct Buffers {
 }
 
 impl<T: Element + DeviceRepr> Cuda<T> {
+    /// A GPU for one rank of a group. Waits for those of the others.
+    pub(crate) fn of_rank(ordinal: usize, rank: &Rank) -> Result<Self> {
+        let mut device = Self::new(ordinal)?;
+        if rank.tp().size() > 1 {
+            device.nccl = Some(Nccl::new(T::DTYPE, &device.queue, rank)?);
+        }
+        Ok(device)
+    }
+
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
         let context = context(ordinal)?;
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
@@ -126,6 +140,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let attention = Attention::new(T::DTYPE, &module, &queue)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
         Ok(Self {
+            nccl: None,
             queue,
             functions,
             attention,
@@ -174,6 +189,9 @@ impl<T: Element + DeviceRepr> Cuda<T> {
 
     /// Waits for all enqueued work.
     fn download<V: DeviceRepr + Clone + Default>(&self, matrix: &Matrix<V>) -> Result<Vec<V>> {
+        if let Some(nccl) = &self.nccl {
+            nccl.wait()?;
+        }
         let mut values = vec![V::default(); matrix.rows * matrix.cols];
         matrix.data.read(&mut values)?;
         Ok(values)
@@ -185,7 +203,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
 
     fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.gather);
-        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&out.cols);
+        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&x.rows).arg(&out.cols);
         launch(kernel, rows.rows, parts(out.cols * size_of::<T>()))
     }
 
@@ -606,6 +624,22 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn gather(&self, x: &Matrix<T>, rows: &Matrix<i32>) -> Result<Matrix<T>> {
         let mut out = self.alloc(rows.rows, x.cols)?;
         self.gather_into(x, rows, &mut out)?;
+        Ok(out)
+    }
+
+    fn tp(&self) -> TpRank {
+        self.nccl.as_ref().map_or(TpRank::SINGLE, Nccl::tp)
+    }
+
+    fn all_reduce(&self, y: &mut Matrix<T>) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_reduce(y))
+    }
+
+    fn all_gather(&self, x: Matrix<T>, cols: usize) -> Result<Matrix<T>> {
+        let Some(nccl) = &self.nccl else { return Ok(x) };
+        let mut parts = self.alloc(nccl.tp().size() * x.rows, x.cols)?;
+        let mut out = self.alloc(x.rows, cols)?;
+        nccl.all_gather(&x, &mut parts, &mut out)?;
         Ok(out)
     }
 

@@ -11,7 +11,8 @@ use std::borrow::Cow;
 use aril::{
     Element, Slot,
     adapter::SlotImage,
-    model::{EmbeddingId, ExpertsId, LinearId, Model},
+    group::HostTable,
+    model::{EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::PoolConfig,
 };
@@ -121,7 +122,7 @@ pub(crate) trait Device: Sized {
     // ---- Multi-LoRA: the library's types and operations, under its names.
 
     /// `aril::{cpu, cuda}::WeightTable`.
-    type Adapters;
+    type Adapters: HostTable + Clone;
     /// `aril::{cpu, cuda}::AdapterPool`.
     type Pool: AdapterPool;
     /// `aril::{cpu, cuda}::LoraLinear`.
@@ -230,7 +231,7 @@ pub(crate) trait Device: Sized {
 
     // ---- The model: the example's own operations.
 
-    /// Row `ids[t]` of the table for each token.
+    /// Row `ids[t]` of the table for each token; zeros if it has no such row.
     fn embed(&self, table: &Self::Weight, ids: &Self::Indices) -> Result<Self::Tensor>;
     /// `x Wᵀ`, rounded once.
     fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight) -> Result<Self::Tensor>;
@@ -279,6 +280,15 @@ pub(crate) trait Device: Sized {
     fn add(&self, y: &mut Self::Tensor, x: &Self::Tensor) -> Result<()>;
     /// The rows of `x` with these indices.
     fn gather(&self, x: &Self::Tensor, rows: &Self::Indices) -> Result<Self::Tensor>;
+
+    // ---- Between the ranks of a tensor-parallel group, which call the same operations in the same order. A single rank changes nothing.
+
+    /// The device's rank.
+    fn tp(&self) -> TpRank;
+    /// The sum of `y` over all ranks, rounded once for each rank at most. It is bit-identical on all ranks.
+    fn all_reduce(&self, y: &mut Self::Tensor) -> Result<()>;
+    /// The first `cols` of the columns of all ranks, which have equally many, side by side.
+    fn all_gather(&self, x: Self::Tensor, cols: usize) -> Result<Self::Tensor>;
 
     // ---- To the host.
 

@@ -16,6 +16,7 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
+    model::TpRank,
     plan::{Capacity, MAX_FORWARD_TOKENS},
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source},
 };
@@ -174,7 +175,7 @@ fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record:
     let name = dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let start = Instant::now();
     let config = Config::read(dir)?;
-    let described = describe(&config)?;
+    let described = describe(&config, TpRank::SINGLE)?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
     let capacity = Capacity::tokens(max_batch).slots(max_batch).rank(max_rank);
@@ -331,7 +332,7 @@ impl Timer<'_, '_> {
                 kinds.push((is_fused, capture(false, is_fused)?, capture(true, is_fused)?));
             }
         }
-        operands.set(self.device, &self.step(tables)?)?;
+        operands.set(self.model, &self.step(tables)?)?;
 
         let base = vec![Slot::BASE; batch];
         let mut without = Vec::new();

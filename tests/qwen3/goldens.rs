@@ -39,6 +39,29 @@ fn most_by_rounding(dtype: &str) -> f32 {
     }
 }
 
+/// The batches, and the ranks of groups that their models' heads can be split over. Of 4 or 5 ranks, several have the same kv head.
+const RANKS: [(&str, usize); 9] = [
+    ("base-only", 2),
+    ("mixed", 2),
+    ("one-question", 2),
+    ("moe", 2),
+    ("moe-int4", 2),
+    ("mixed", 4),
+    ("moe", 4),
+    ("moe-int4", 4),
+    ("untied", 5),
+];
+
+/// The goldens, on groups of up to so many ranks.
+pub(crate) fn ranks_reproduce_the_goldens(device: &'static str, most: usize) {
+    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks <= most) {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", &ranks.to_string()];
+        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
+        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+    }
+}
+
 /// A token may differ only at a tie, where the golden token leads by less than both sides' rounding.
 pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
     for batch in BATCHES {

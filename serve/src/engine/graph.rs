@@ -121,7 +121,7 @@ impl<D: Capture> Decoder<D> {
         let Some(graphs) = self.batches.iter_mut().find(|graphs| is_decode && graphs.batch.tokens >= tokens) else {
             return Ok(None);
         };
-        graphs.batch.set(model.device, step)?;
+        graphs.batch.set(model, step)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
         let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
         model.device.replay(&mut captured.graph, &mut session.buffers, &step.slots)?;
@@ -158,14 +158,15 @@ impl<D: Capture> Batch<D> {
     }
 
     /// Copies the indices of a step over those of the graphs.
-    pub(crate) fn set(&mut self, device: &D, step: &Step) -> Result<()> {
+    pub(crate) fn set(&mut self, model: &Model<'_, D>, step: &Step) -> Result<()> {
+        let device = model.device;
         let &mut Self { tokens, spare_row, inputs: Inputs { ref mut ids, ref mut places }, ref mut first_rows, .. } =
             self;
         let columns = places.table.columns;
         let unused = tokens - step.ids.len();
         let padded = |values: &[u32], value| [values, &vec![value; unused]].concat();
         let rows = (0..).zip(&step.positions).map(|(sequence, &position)| step.table.row(sequence, position));
-        device.overwrite(ids, 0, &padded(&step.ids, 0))?;
+        device.overwrite(ids, 0, &model.local_ids(&padded(&step.ids, 0)))?;
         device.overwrite(&mut places.positions, 0, &padded(&step.positions, 0))?;
         device.overwrite(&mut places.rows, 0, &padded(&rows.collect::<Vec<_>>(), spare_row))?;
         // Most steps begin no block.
