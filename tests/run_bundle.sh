@@ -2,6 +2,7 @@
 # Runs what tests/bundle.sh gathered, on a machine with a GPU. Results and logs go to $OUT, or the current folder.
 #
 #   run.sh tests [FILTER...]        every GPU test
+#   run.sh ranks                    the tests that need two GPUs or more, with `libnccl.so` in LD_LIBRARY_PATH
 #   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: memcheck racecheck initcheck synccheck
 #   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
 #                                   our workloads (--help lists the arguments); then those of other libraries, by the folder DIR,
@@ -46,7 +47,10 @@ others() {
 
 case $command in
 tests)
-    ./gpu --include-ignored --test-threads=1 "$@" 2>&1 | tee "$OUT/tests.log"
+    ./gpu --include-ignored --test-threads=1 --skip ranks:: "$@" 2>&1 | tee "$OUT/tests.log"
+    ;;
+ranks)
+    ./gpu --include-ignored --test-threads=1 --nocapture ranks:: 2>&1 | tee "$OUT/ranks.log"
     ;;
 sanitize)
     [ $# -gt 0 ] || set -- memcheck racecheck initcheck synccheck
@@ -60,7 +64,7 @@ sanitize)
     for tool in "$@"; do
         echo "== $tool"
         rm -f "$OUT/sanitize-$tool.log"
-        skipped=(--skip goldens:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide --skip experts::limits:: --skip experts::steps::
+        skipped=(--skip goldens:: --skip ranks:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide --skip experts::limits:: --skip experts::steps::
             --skip a_launch_on_experts_allocates_nothing)
         options=()
         export ARIL_TEST_SECONDS=7200

@@ -2,7 +2,11 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, mpsc::channel},
+    process,
+    sync::{
+        Arc,
+        mpsc::{RecvTimeoutError, channel},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -30,6 +34,7 @@ use crate::{
     pool::{Batch, Pooled},
     report::Row,
     requests::Request,
+    stderr::say,
     verdict::{Moved, Verdict},
     verify::{Merge, verify},
 };
@@ -116,14 +121,19 @@ impl Job {
         for _ in 0..self.tp {
             // The others learn of the first error, but a GPU may not let go of a rank.
             let next = match errors.is_empty() {
-                true => results.recv().ok(),
-                false => results.recv_timeout(self.tp_limit).ok(),
+                true => results.recv().map_err(Into::into),
+                false => results.recv_timeout(self.tp_limit),
             };
             match next {
-                Some((0, Ok(ran))) => first = Some(ran),
-                Some((_, Ok(_))) => {}
-                Some((rank, Err(error))) => drop(errors.insert(rank, error.to_string())),
-                None => break,
+                Ok((0, Ok(ran))) => first = Some(ran),
+                Ok((_, Ok(_))) => {}
+                Ok((rank, Err(error))) => drop(errors.insert(rank, error.to_string())),
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    say(&format!("error: {}\n", of_ranks(&errors)));
+                    // An orderly end would wait for the GPUs.
+                    process::abort()
+                }
             }
         }
         if let (Some(ran), true) = (first, errors.is_empty()) {
@@ -131,15 +141,11 @@ impl Job {
         }
         // All ranks refuse what none can run with the same error.
         let distinct: BTreeSet<&String> = errors.values().collect();
-        let of_rank = |(rank, error): (&usize, &String)| format!("rank {rank}: {error}");
-        bail!(
-            "{}",
-            match Vec::from_iter(distinct)[..] {
-                [] => "a rank panicked".to_owned(),
-                [error] if errors.len() == self.tp => error.clone(),
-                _ => errors.iter().map(of_rank).collect::<Vec<_>>().join("; "),
-            }
-        )
+        match Vec::from_iter(distinct)[..] {
+            [] => bail!("a rank panicked"),
+            [error] if errors.len() == self.tp => bail!("{error}"),
+            _ => bail!("{}", of_ranks(&errors)),
+        }
     }
 
     fn run_rank(&self, rank: &Rank, dtype: DType) -> Result<Ran> {
@@ -338,4 +344,10 @@ impl Job {
             base.count(),
         )
     }
+}
+
+/// The errors of ranks, by rank.
+fn of_ranks(errors: &BTreeMap<usize, String>) -> String {
+    let errors: Vec<String> = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect();
+    errors.join("; ")
 }

@@ -62,6 +62,16 @@ pub(crate) fn ranks_reproduce_the_goldens(device: &'static str, most: usize) {
     }
 }
 
+/// The goldens in 16 bits, on two ranks.
+pub(crate) fn ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
+    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks == 2) {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", &ranks.to_string(), "--verify"];
+        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
+        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
+    }
+}
+
 /// A token may differ only at a tie, where the golden token leads by less than both sides' rounding.
 pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
     for batch in BATCHES {

@@ -4,8 +4,8 @@
 
 use std::{
     io::{Read as _, Write as _},
-    net::{TcpListener, TcpStream},
-    process::{Child, Command, Stdio},
+    net::TcpStream,
+    process::Child,
     thread,
     time::{Duration, Instant},
 };
@@ -15,15 +15,17 @@ use safetensors::Dtype;
 use super::{
     files::{self, Files},
     goldens,
-    process::{EXAMPLE, fixture, qwen3},
+    process::{END_LIMIT, end, fixture, free_port, qwen3, start_rank},
 };
-
-/// The longest that a rank may take to see that another has failed. Tests that wait for a time limit set one of a second.
-const LIMIT: Duration = Duration::from_secs(30);
 
 #[test]
 fn ranks_reproduce_the_goldens() {
     goldens::ranks_reproduce_the_goldens("cpu", 5);
+}
+
+#[test]
+fn ranks_reproduce_the_goldens_within_rounding() {
+    goldens::ranks_reproduce_within_rounding("cpu", "bf16");
 }
 
 #[test]
@@ -142,26 +144,9 @@ fn exchange(second: &mut TcpStream) {
 
 /// Starts a process as a rank of two.
 fn start(rank: usize, port: u16, further: &[&str]) -> Child {
-    let mut command = Command::new(&*EXAMPLE);
-    command.args(["--device", "cpu", "--tp", "2", "--max-new-tokens", "2", "--model"]).arg(fixture("qwen3"));
-    command.args(further).env("WORLD_SIZE", "2").env("RANK", rank.to_string());
-    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the example starts")
-}
-
-/// Waits for a process. Returns its status and what it has said.
-fn end(mut process: Child) -> (Option<i32>, String, String) {
-    let start = Instant::now();
-    while process.try_wait().expect("it is a child").is_none() {
-        if start.elapsed() > LIMIT {
-            process.kill().expect("it is a child");
-            panic!("it hangs");
-        }
-        thread::sleep(Duration::from_millis(10));
-    }
-    let output = process.wait_with_output().expect("it has ended");
-    let [text, error] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    (output.status.code(), text, error)
+    let model = fixture("qwen3").display().to_string();
+    let args = ["--device", "cpu", "--tp", "2", "--max-new-tokens", "2", "--model", &model];
+    start_rank((rank, 2), port, &[&args[..], further].concat())
 }
 
 /// Comes to rank 0 as a rank.
@@ -170,16 +155,10 @@ fn come(port: u16, rank: u64, size: u64) -> TcpStream {
     let mut stream = loop {
         match TcpStream::connect(("127.0.0.1", port)) {
             Ok(stream) => break stream,
-            Err(error) => assert!(start.elapsed() < LIMIT, "rank 0 does not listen: {error}"),
+            Err(error) => assert!(start.elapsed() < END_LIMIT, "rank 0 does not listen: {error}"),
         }
         thread::sleep(Duration::from_millis(10));
     };
     stream.write_all(&[rank.to_le_bytes(), size.to_le_bytes()].concat()).expect("rank 0 listens");
     stream
-}
-
-/// A port that was free a moment ago.
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-    listener.local_addr().expect("it is bound").port()
 }
