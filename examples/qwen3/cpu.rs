@@ -126,8 +126,12 @@ impl<T: Element> Device for Cpu<T> {
     type Grouping = ();
     type Grouped<'a> = TopK<'a>;
 
-    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<cpu::WeightTable> {
-        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, cpu::WeightTable::arena_bytes(images))?)
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize {
+        cpu::WeightTable::arena_bytes(images)
+    }
+
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<cpu::WeightTable> {
+        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, arena_bytes)?)
     }
 
     fn load(

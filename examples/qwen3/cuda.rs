@@ -416,8 +416,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Grouping = Grouping;
     type Grouped<'a> = Grouped<'a>;
 
-    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable> {
-        let arena_bytes = WeightTable::arena_bytes(images);
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize {
+        WeightTable::arena_bytes(images)
+    }
+
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<WeightTable> {
         WeightTable::new(&self.queue, model, T::DTYPE, capacity, arena_bytes)
             .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
     }

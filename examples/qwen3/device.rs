@@ -124,7 +124,7 @@ pub(crate) trait Device: Sized {
     /// `aril::{cpu, cuda}::WeightTable`.
     type Adapters: HostTable + Clone;
     /// `aril::{cpu, cuda}::AdapterPool`.
-    type Pool: AdapterPool;
+    type Pool: AdapterPool + 'static;
     /// `aril::{cpu, cuda}::LoraLinear`.
     type LoraLinear;
     /// `aril::cuda::FusedLinear`.
@@ -144,8 +144,10 @@ pub(crate) trait Device: Sized {
     /// The routes of a layer and the adapters of their tokens.
     type Grouped<'a>;
 
-    /// An empty table with room for these adapters.
-    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
+    /// The bytes of an arena with room for these adapters.
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize;
+    /// An empty table with an arena of this size.
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<Self::Adapters>;
     /// Loads an adapter into a slot, and reports the bytes done.
     fn load(
         &self,

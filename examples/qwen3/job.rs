@@ -31,7 +31,7 @@ use crate::{
     generate::{Generation, Limits, Sequence, generate, replay},
     group::Rank,
     model::{Described, Model, describe, load},
-    pool::{Batch, Pooled},
+    pool::{Batch, Batches, Pooled, PooledOnRanks},
     report::Row,
     requests::Request,
     stderr::say,
@@ -65,7 +65,7 @@ pub(crate) struct Outcome {
     pub(crate) generations: Vec<Generation>,
     /// The requests of each batch.
     pub(crate) batches: Vec<Vec<usize>>,
-    /// The pool's state after the last batch.
+    /// The state after the last batch of the pool of a single rank.
     pub(crate) pool: Option<Snapshot>,
     pub(crate) elapsed: Duration,
     pub(crate) moved: Option<Vec<Moved>>,
@@ -187,11 +187,15 @@ impl Job {
 
         let described = describe(&self.config, rank.tp())?;
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let (mut pool, table) = match self.pool {
+        let (mut pool, table): (Option<Box<dyn Batches>>, _) = match self.pool {
             None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),
-            Some(config) => {
+            Some(config) if self.tp == 1 => {
                 let (pool, table) = Pooled::new(device, &described.model, &self.adapters, tokens, config)?;
-                (Some(pool), table)
+                (Some(Box::new(pool)), table)
+            }
+            Some(config) => {
+                let (pool, table) = PooledOnRanks::new(device, &described.model, &self.adapters, tokens, config, rank)?;
+                (Some(Box::new(pool)), table)
             }
         };
         let model = Model::new(device, &self.config, &described, weights, table, tokens)?;
@@ -199,7 +203,7 @@ impl Job {
         let (generations, batches) = self.serve(&model, pool.as_mut(), limits)?;
         let elapsed = start.elapsed();
         drop(model);
-        let pool = pool.map(|pool| pool.snapshot());
+        let pool = pool.and_then(|pool| pool.snapshot());
 
         let compare = || self.compare(device, rank, &described, &batches, &generations);
         let moved = self.compare_with_base.then(compare).transpose()?;
@@ -243,7 +247,7 @@ impl Job {
     fn serve<D: Device>(
         &self,
         model: &Model<'_, D>,
-        mut pool: Option<&mut Pooled<D::Pool>>,
+        mut pool: Option<&mut Box<dyn Batches>>,
         limits: Limits<'_>,
     ) -> Result<(Vec<Generation>, Vec<Vec<usize>>)> {
         let mut generations: Vec<Generation> = self.requests.iter().map(|_| Generation::default()).collect();
@@ -302,7 +306,7 @@ impl Job {
                 adapter: adapter.map(|adapter| self.adapters[adapter].0.as_str()),
                 scale: *scale,
                 prompt,
-                batch: outcome.pool.and(outcome.batches.iter().position(|batch| batch.contains(&index))),
+                batch: self.pool.and(outcome.batches.iter().position(|batch| batch.contains(&index))),
                 generation,
                 moved: outcome.moved.as_ref().map(|moved| moved[index]),
                 verdict: outcome.verdicts.as_ref().map(|verdicts| verdicts[index]),

@@ -147,7 +147,8 @@ pub(crate) fn load<D: Device>(
         .iter()
         .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
     let images = images.collect::<Result<Vec<_>>>()?;
-    let table = device.adapters(model, capacity(tokens, images.iter().map(SlotImage::max_rank)), &images)?;
+    let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank));
+    let table = device.adapters(model, capacity, D::arena_bytes(&images))?;
     let mut group = Group::new(rank.clone(), table.clone())?;
     for (index, ((name, adapter), image)) in (0..).zip(adapters.iter().zip(&images)) {
         let slot = Slot::new(u16::try_from(index).context("too many adapters")?);

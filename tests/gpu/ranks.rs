@@ -43,6 +43,14 @@ fn ranks_reproduce_the_goldens_within_rounding() {
 
 #[test]
 #[ignore = "needs two GPUs"]
+fn pools_of_ranks_reproduce_the_goldens() {
+    let _limit = Limit::new();
+    gpus();
+    goldens::pools_of_ranks_reproduce_the_goldens("cuda");
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
 fn ranks_keep_every_bit_of_the_base_model() {
     let _limit = Limit::new();
     gpus();

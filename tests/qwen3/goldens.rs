@@ -172,6 +172,16 @@ pub(crate) fn a_pool_reproduces_the_goldens(device: &'static str) {
     }
 }
 
+/// The same on two ranks, each with a pool that they do not fit in together either.
+pub(crate) fn pools_of_ranks_reproduce_the_goldens(device: &'static str) {
+    for batch in ["mixed", "moe"] {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", "2", "--arena-mib", "3"];
+        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
+        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+    }
+}
+
 pub(crate) fn a_scale_multiplies_the_adapters_own(device: &'static str) {
     let ask =
         |adapter: Option<&str>, scale: f32| json!({ "adapter": adapter, "prompt": "Name a fruit.", "scale": scale });

@@ -29,6 +29,31 @@ fn ranks_reproduce_the_goldens_within_rounding() {
 }
 
 #[test]
+fn pools_of_ranks_reproduce_the_goldens() {
+    goldens::pools_of_ranks_reproduce_the_goldens("cpu");
+}
+
+/// Adapters that do not fit together are swapped on all ranks, and one that fits on none is refused.
+#[test]
+fn pools_of_ranks_have_an_arena_each() {
+    let [model, adapters] = ["qwen3", "adapters"].map(fixture);
+    let mut args: Vec<String> = ["--tp", "2", "--dtype", "f32", "--model"].map(String::from).to_vec();
+    args.push(model.display().to_string());
+    for name in ["r64-all", "r16-rslora", "r8-all", "patterns"] {
+        args.extend(["--adapter".into(), format!("{name}={}", adapters.join(name).display())]);
+    }
+    args.push("--arena-mib".into());
+    let output = qwen3(args.iter().cloned().chain(["3".into()]));
+    let (text, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && text.contains("2 batches of 5 requests"), "{text}{error}");
+    let output = qwen3(args.into_iter().chain(["1".into()]));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2));
+    let refusal = "adapter `r64-all`: no rank of the group loaded the adapter: rank 0 could not reserve";
+    assert!(error.contains(refusal) && error.contains("rank 1 could not reserve"), "{error}");
+}
+
+#[test]
 fn ranks_keep_every_bit_of_the_base_model() {
     let [model, adapter] = ["qwen3", "adapters/r8-all"].map(|path| fixture(path).display().to_string());
     let output = qwen3(["--tp", "2", "--model", &model, "--adapter", &format!("a={adapter}"), "--verify"]);
