@@ -91,6 +91,7 @@ impl<T: Element> Device for Cpu<T> {
     type Weight = Weight;
     type Indices = Vec<u32>;
     type Routes = Routes;
+    type Draws = Vec<(Option<u32>, f32)>;
 
     fn tensor(&self, _rows: usize, cols: usize, values: &[T]) -> Result<Tensor<T>> {
         Ok(Tensor { cols, data: values.to_vec() })
@@ -244,6 +245,10 @@ impl<T: Element> Device for Cpu<T> {
         Ok(out)
     }
 
+    fn subtract(&self, indices: &Vec<u32>, first: u32) -> Result<Vec<u32>> {
+        Ok(indices.iter().map(|index| index.wrapping_sub(first)).collect())
+    }
+
     fn embed(&self, table: &Weight, ids: &Vec<u32>) -> Result<Tensor<T>> {
         let zeros = vec![0.0; table.cols];
         let row = |&id: &u32| match (id as usize) < table.rows {
@@ -390,13 +395,31 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols, data: (0..x.rows()).flat_map(row).copied().collect() })
     }
 
-    fn draw(&self, logits: &Tensor<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
+    fn draws(&self, _: usize) -> Result<Self::Draws> {
+        Ok(Vec::new())
+    }
+
+    fn draw(&self, logits: &Tensor<T>, draws: &[Draw], drawn: &mut Self::Draws) -> Result<()> {
         let rows = logits.data.par_chunks_exact(logits.cols).zip(draws);
         let choose = |(row, draw): (&[T], _)| {
             let row: Vec<f32> = row.iter().map(|logit| logit.to_f32()).collect();
             sampling::choose(&row, draw)
         };
-        Ok(rows.map(choose).collect())
+        *drawn = rows.map(choose).collect();
+        Ok(())
+    }
+
+    fn take_drawn(&self, ids: &mut Vec<u32>, sources: &[i32], drawn: &Self::Draws) -> Result<()> {
+        for (id, &source) in ids.iter_mut().zip(sources) {
+            if let Ok(row) = usize::try_from(source) {
+                *id = drawn[row].0.unwrap_or(0);
+            }
+        }
+        Ok(())
+    }
+
+    fn drawn(&self, drawn: &mut Self::Draws) -> Result<Vec<(Option<u32>, f32)>> {
+        Ok(std::mem::take(drawn))
     }
 
     fn read(&self, x: &Tensor<T>) -> Result<Vec<f32>> {

@@ -102,6 +102,11 @@ impl Lane {
     }
 }
 
+/// The number of a test's rounds, of which the tools of compute-sanitizer need fewer.
+fn cases(rounds: u64) -> u64 {
+    std::env::var("PROPTEST_CASES").map_or(rounds, |cases| cases.parse().expect("PROPTEST_CASES is a number"))
+}
+
 struct Setup {
     pool: AdapterPool,
     lanes: Vec<Lane>,
@@ -159,14 +164,14 @@ impl Setup {
 #[ignore = "needs a GPU"]
 fn many_adapters_share_few_slots_on_two_streams() {
     const ADAPTERS: usize = 48;
-    const ROUNDS: usize = 250;
+    let rounds = cases(250);
     let mut setup = Setup::new(4, 6, 24);
     let mut rng = StdRng::seed_from_u64(11);
     let rank = |number: usize| [16, 8, 32, 16][number % 4];
     let mut adapters: Vec<(AdapterId, f32)> =
         (0..ADAPTERS).map(|i| (setup.adding(rank(i), 1.0 + i as f32), 1.0 + i as f32)).collect();
     let mut running: Vec<Lease> = Vec::new();
-    for round in 0..ROUNDS {
+    for round in 0..rounds {
         let mut steps = Vec::new();
         for at in 0..DEPTH {
             let lane = rng.random_range(0..2);
@@ -203,7 +208,7 @@ fn many_adapters_share_few_slots_on_two_streams() {
     drop(running);
     let counters = setup.pool.snapshot().counters;
     println!("{counters:?}");
-    assert!(counters.evictions > ROUNDS as u64 && counters.hits > 50, "{counters:?}");
+    assert!(counters.evictions > rounds && counters.hits > rounds / 5, "{counters:?}");
     for (id, _) in adapters {
         setup.pool.unregister(id).unwrap();
     }

@@ -43,6 +43,7 @@ const LARGE: Sizes = Sizes {
     block_rows: 16,
     max_positions: 512,
     is_sharing: false,
+    runs_ahead: true,
 };
 
 /// A device that tests run on.
@@ -192,7 +193,7 @@ impl<D: Capture> World<'_, D> {
 
     fn step(&mut self) {
         self.now += Duration::from_millis(1);
-        if self.engine.step(self.now).expect("the device does not fail") == 0 {
+        if !self.engine.step(self.now).expect("the device does not fail") {
             self.engine.wait_for_adapters(Duration::from_millis(100));
         }
     }
@@ -266,9 +267,9 @@ fn tokens_are_those_of_the_goldens<D: Platform<Elem = f32>>() {
         let files = Files::open(model);
         let goldens = goldens(&files, batch);
         assert_eq!(goldens.len(), count, "{batch}");
-        for is_sharing in [false, true] {
+        for (is_sharing, runs_ahead) in [(false, false), (true, true), (false, true)] {
             let limits = Limits { step_tokens: 13, running: 13, ..LARGE.limits };
-            let sizes = Sizes { limits, block_rows: 5, is_sharing, ..LARGE };
+            let sizes = Sizes { limits, block_rows: 5, is_sharing, runs_ahead, ..LARGE };
             files.run::<D, _>(sizes, 16, |world| {
                 for entry in fs::read_dir(fixtures().join(adapters)).expect("the adapters are there") {
                     let name = entry.expect("the adapters can be listed").file_name();
@@ -306,17 +307,20 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             position: range.start,
             tokens: prompt[range.clone()].to_vec(),
             blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
+            source: None,
             is_sampled: range.end == prompt.len(),
             draw: None,
         };
         let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
-            let Engine { model, session, decoder, .. } = &mut world.engine;
-            let logits = Plan { chunks }.run(model, session, decoder, block_rows);
+            let Engine { model, session, decoder, draws: [_, draws], .. } = &mut world.engine;
+            let plan = Plan { chunks };
+            let enqueued = plan.enqueue(model, session, decoder, block_rows, None, draws).expect("it runs");
+            let scores = plan.scores(model, &enqueued, draws).expect("it runs");
             let bits = |scores: Scores| match scores {
                 Scores::Logits(logits) => logits.into_iter().map(f32::to_bits).collect(),
                 Scores::Drawn(..) => unreachable!("logits were asked for"),
             };
-            logits.expect("it runs").into_iter().map(bits).collect()
+            scores.into_iter().map(bits).collect()
         };
         let len = prompt.len();
         // Each alone, at once.
@@ -493,14 +497,15 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 }
 
 fn sizes() -> impl Strategy<Value = (Sizes, usize)> {
-    (1..5_usize, 8..40_u32, 1..40_usize, 1..6_usize, 1..4_usize, any::<bool>(), 0..20_u64, 0..3_usize).prop_map(
-        |(block_rows, blocks, step_tokens, running, adapters, is_sharing, max_wait, spare)| {
+    let numbers = (1..5_usize, 8..40_u32, 1..40_usize, 1..6_usize, 1..4_usize, 0..20_u64, 0..3_usize);
+    (numbers, any::<bool>(), any::<bool>()).prop_map(
+        |((block_rows, blocks, step_tokens, running, adapters, max_wait, spare), is_sharing, runs_ahead)| {
             let step_tokens = step_tokens.max(running);
             // Room for the longest request.
             let blocks = blocks.max(u32::try_from(40_usize.div_ceil(block_rows)).unwrap_or(u32::MAX));
             let max_wait = Duration::from_millis(max_wait);
             let limits = Limits { step_tokens, running, waiting: 64, adapters, max_wait };
-            (Sizes { limits, blocks, block_rows, max_positions: 512, is_sharing }, adapters + spare)
+            (Sizes { limits, blocks, block_rows, max_positions: 512, is_sharing, runs_ahead }, adapters + spare)
         },
     )
 }
