@@ -217,9 +217,10 @@ fn measure(arguments: &Arguments) -> Result<()> {
     let commit = option_env!("ARIL_COMMIT");
     let meta = Meta { gpu, aril: env!("CARGO_PKG_VERSION"), commit, seconds: 0.0, read_gb_per_s };
     let mut record = Record { meta, prefills: Vec::new(), steps: Vec::new(), host: Vec::new(), failures: Vec::new() };
-    for model in &arguments.models {
-        measure_model(&device, arguments, model, &mut record).context(model.display())?;
-    }
+    let models = arguments.models.iter();
+    let measured = models.map(|model| measure_model(&device, arguments, model, &mut record).context(model.display()));
+    // What was measured before an error is written all the same.
+    let measured: Result<()> = measured.collect();
     record.meta.seconds = start.elapsed().as_secs_f64();
     for failure in &record.failures {
         println!("left out: {failure}");
@@ -233,7 +234,7 @@ fn measure(arguments: &Arguments) -> Result<()> {
         records.runs.push(serde_json::to_value(&record)?);
         fs::write(path, serde_json::to_string(&records)?).context(path.display())?;
     }
-    Ok(())
+    measured
 }
 
 /// The rate at which a kernel reads memory, in GB/s: the best of a few grids.

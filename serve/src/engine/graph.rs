@@ -5,7 +5,7 @@
 
 use std::{convert::Infallible, iter, time::Instant};
 
-use aril::{Element, Slot};
+use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
 use crate::{
     cpu::Cpu,
@@ -14,6 +14,10 @@ use crate::{
     forward::{FUSED_TOKENS, Inputs, Lora, Session, Step},
     model::Model,
 };
+
+/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, as far
+/// as it can: 64 tokens of 8 adapters of rank 16 take 7.2 ms for 8.1, and without adapters 6.6 ms for 6.1 (Qwen3-8B on an H200).
+const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
 pub(crate) trait Capture: Device {
@@ -120,18 +124,20 @@ pub(crate) struct Captured<D: Capture> {
 }
 
 impl<D: Capture> Decoder<D> {
-    /// Captures steps of up to `max_tokens` sequences. Without graphs on the device, the decoder takes no step.
+    /// Captures steps of up to `max_tokens` sequences of up to `max_adapters` adapters at a time. Without graphs on the device, the decoder takes no step.
     pub(crate) fn new(
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
-        max_tokens: usize,
+        (max_tokens, max_adapters): (usize, usize),
         tables: Tables,
     ) -> Result<Self> {
         let mut batches = Vec::new();
         for tokens in sizes(max_tokens) {
             let batch = Batch::new(model.device, tokens, tables)?;
             let mut capture = |has_adapters| {
-                let variant = Variant { has_adapters, is_fused: tokens <= FUSED_TOKENS };
+                let are_few = has_adapters && max_adapters <= FEW_ADAPTERS;
+                let is_fused = tokens <= if are_few { MAX_FORWARD_TOKENS } else { FUSED_TOKENS };
+                let variant = Variant { has_adapters, is_fused };
                 Captured::new(model, session, &batch, variant)
             };
             let (Some(with_adapters), Some(without)) = (capture(true)?, capture(false)?) else { break };

@@ -106,7 +106,7 @@ impl<'m, D: Capture> Engine<'m, D> {
         };
         Ok(Self {
             model,
-            decoder: Decoder::new(model, &mut session, limits.running, tables)?,
+            decoder: Decoder::new(model, &mut session, (limits.running, limits.adapters), tables)?,
             session,
             pool,
             scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
