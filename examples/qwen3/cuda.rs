@@ -1,7 +1,7 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`) and of cuBLASLt
-//! (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
+//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt
+//! (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
 //! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
@@ -13,8 +13,10 @@
 
 mod arena;
 mod attention;
+mod draws;
 mod experts;
 mod gemm;
+mod nccl;
 pub(crate) mod timing;
 
 use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, result, sync::Arc};
@@ -26,7 +28,7 @@ use aril::{
         self, AdapterPool, Buffer, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear,
         Queue, Routing, WeightTable, Workspace,
     },
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, ForwardPlan, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
@@ -40,19 +42,23 @@ use cudarc::{
     },
     nvrtc::Ptx,
 };
-use qwen3_kernels::{HEADS, THREADS, grouped_gemm, parts, sampling};
+use qwen3_kernels::{HEADS, THREADS, grouped_gemm, parts};
 
+pub(crate) use self::draws::Draws;
 use self::{
     arena::{Arena, Memory},
     attention::Attention,
     experts::{Grouped, GroupedGemms, Routes, Tiled},
     gemm::Gemm,
+    nccl::Nccl,
 };
 use crate::{
     config::Heads,
     device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    forward::Inputs,
+    group::Rank,
 };
 
 /// The driver's devices; none without a driver.
@@ -65,6 +71,8 @@ pub(crate) fn device_count() -> usize {
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
+    /// Of several ranks.
+    nccl: Option<Nccl>,
     pub(crate) queue: Queue,
     functions: Functions,
     attention: Attention,
@@ -83,6 +91,9 @@ struct Functions {
     add: CudaFunction,
     gather: CudaFunction,
     draw: CudaFunction,
+    subtract: CudaFunction,
+    take_drawn: CudaFunction,
+    set_inputs: CudaFunction,
     choose_experts: CudaFunction,
     sort_routes: CudaFunction,
     grouped_gemm: GroupedGemms,
@@ -115,6 +126,15 @@ pub(crate) struct Buffers {
 }
 
 impl<T: Element + DeviceRepr> Cuda<T> {
+    /// A GPU for one rank of a group. Waits for those of the others.
+    pub(crate) fn of_rank(ordinal: usize, rank: &Rank) -> Result<Self> {
+        let mut device = Self::new(ordinal)?;
+        if rank.tp().size() > 1 {
+            device.nccl = Some(Nccl::new(T::DTYPE, &device.queue, rank)?);
+        }
+        Ok(device)
+    }
+
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
         let context = context(ordinal)?;
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
@@ -126,6 +146,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let attention = Attention::new(T::DTYPE, &module, &queue)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
         Ok(Self {
+            nccl: None,
             queue,
             functions,
             attention,
@@ -172,8 +193,14 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(Matrix { rows, cols, data: data.into(), address })
     }
 
+    /// Waits for all enqueued work if other ranks take part in it, so that no later wait is for a rank that has ended.
+    fn wait(&self) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), Nccl::wait)
+    }
+
     /// Waits for all enqueued work.
     fn download<V: DeviceRepr + Clone + Default>(&self, matrix: &Matrix<V>) -> Result<Vec<V>> {
+        self.wait()?;
         let mut values = vec![V::default(); matrix.rows * matrix.cols];
         matrix.data.read(&mut values)?;
         Ok(values)
@@ -183,9 +210,24 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         self.queue.stream().launch_builder(function)
     }
 
+    /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the kernel has it.
+    pub(crate) fn copy_inputs(
+        &self,
+        Inputs { ids, places }: &mut Inputs<Self>,
+        staged: u64,
+        (tokens, changes): (usize, usize),
+        last: Option<&Draws>,
+    ) -> Result<()> {
+        let drawn = last.map_or(0, Draws::address);
+        let mut kernel = self.kernel(&self.functions.set_inputs);
+        kernel.arg(&staged).arg(&drawn).arg(&ids.address).arg(&places.positions.address).arg(&places.rows.address);
+        kernel.arg(&places.table.first_rows.address).arg(&tokens).arg(&changes);
+        launch(kernel, tokens.max(changes).div_ceil(THREADS as usize), 1)
+    }
+
     fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.gather);
-        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&out.cols);
+        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&x.rows).arg(&out.cols);
         launch(kernel, rows.rows, parts(out.cols * size_of::<T>()))
     }
 
@@ -298,6 +340,9 @@ impl Functions {
             add: function("add")?,
             gather: function("gather")?,
             draw: function("draw")?,
+            subtract: module.load_function("subtract")?,
+            take_drawn: module.load_function("take_drawn")?,
+            set_inputs: module.load_function("set_inputs")?,
             choose_experts: function("choose_experts")?,
             sort_routes: function("sort_routes")?,
             grouped_gemm: GroupedGemms::load(dtype, module)?,
@@ -333,9 +378,6 @@ impl<V> Matrix<V> {
     }
 }
 
-// SAFETY: numbers without padding, laid out as in C.
-unsafe impl DeviceRepr for Draw {}
-
 /// Names the allocation that failed.
 trait MemoryFor<V> {
     fn memory_for(self, what: impl Display) -> Result<V>;
@@ -356,6 +398,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Weight = Matrix<T>;
     type Indices = Matrix<i32>;
     type Routes = Routes;
+    type Draws = Draws;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[T]) -> Result<Matrix<T>> {
         self.upload(rows, cols, values)
@@ -398,8 +441,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Grouping = Grouping;
     type Grouped<'a> = Grouped<'a>;
 
-    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable> {
-        let arena_bytes = WeightTable::arena_bytes(images);
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize {
+        WeightTable::arena_bytes(images)
+    }
+
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<WeightTable> {
         WeightTable::new(&self.queue, model, T::DTYPE, capacity, arena_bytes)
             .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
     }
@@ -471,6 +517,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<cuda::Step<'a>> {
+        // An engine may enqueue a step before the last one has run.
+        routing.wait()?;
         let batch = routing.update(&Batch::new(slots).with_scales(scales)?)?;
         Ok(adapters.step(&batch, workspace)?)
     }
@@ -531,6 +579,15 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     ) -> Result<Matrix<T>> {
         let mut out = self.alloc(grouped.routes.weights.rows, down.cols)?;
         self.combine_adapted_into(layer, step, grouped, x, &mut down, &mut out)?;
+        Ok(out)
+    }
+
+    fn subtract(&self, indices: &Matrix<i32>, first: u32) -> Result<Matrix<i32>> {
+        let out = self.alloc(indices.rows, indices.cols)?;
+        let mut kernel = self.kernel(&self.functions.subtract);
+        let count = indices.len();
+        kernel.arg(&indices.address).arg(&out.address).arg(&count).arg(&first);
+        launch(kernel, count.div_ceil(THREADS as usize), 1)?;
         Ok(out)
     }
 
@@ -609,14 +666,42 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn draw(&self, logits: &Matrix<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
-        let draws = self.upload(draws.len(), 1, draws)?;
-        let (tokens, logprobs) = (self.alloc::<i32>(logits.rows, 1)?, self.alloc::<f32>(logits.rows, 1)?);
-        let mut kernel = self.kernel(&self.functions.draw);
-        kernel.arg(&logits.address).arg(&draws.address).arg(&tokens.address).arg(&logprobs.address).arg(&logits.cols);
-        launch_blocks(kernel, (sampling::BLOCKS, logits.rows), sampling::THREADS, 0)?;
-        let tokens = self.download(&tokens)?.into_iter().map(|token| u32::try_from(token).ok());
-        Ok(tokens.zip(self.download(&logprobs)?).collect())
+    fn tp(&self) -> TpRank {
+        self.nccl.as_ref().map_or(TpRank::SINGLE, Nccl::tp)
+    }
+
+    fn all_reduce(&self, y: &mut Matrix<T>) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_reduce(y))
+    }
+
+    fn all_gather(&self, x: Matrix<T>, cols: usize) -> Result<Matrix<T>> {
+        let Some(nccl) = &self.nccl else { return Ok(x) };
+        let mut parts = self.alloc(nccl.tp().size() * x.rows, x.cols)?;
+        let mut out = self.alloc(x.rows, cols)?;
+        nccl.all_gather(&x, &mut parts, &mut out)?;
+        Ok(out)
+    }
+
+    fn draws(&self, rows: usize) -> Result<Draws> {
+        Draws::new(&self.queue, rows)
+    }
+
+    fn draw(&self, logits: &Matrix<T>, draws: &[Draw], drawn: &mut Draws) -> Result<()> {
+        drawn.draw(self, logits, draws)
+    }
+
+    fn take_drawn(&self, ids: &mut Matrix<i32>, sources: &[i32], drawn: &Draws) -> Result<()> {
+        assert_eq!(ids.len(), sources.len(), "each id has a source or none");
+        let sources = self.upload(sources.len(), 1, sources)?;
+        let (tokens, address) = (sources.rows, drawn.address());
+        let mut kernel = self.kernel(&self.functions.take_drawn);
+        kernel.arg(&sources.address).arg(&address).arg(&ids.address).arg(&tokens);
+        launch(kernel, tokens.div_ceil(THREADS as usize), 1)
+    }
+
+    fn drawn(&self, drawn: &mut Draws) -> Result<Vec<(Option<u32>, f32)>> {
+        self.wait()?;
+        drawn.read()
     }
 
     fn read(&self, x: &Matrix<T>) -> Result<Vec<f32>> {

@@ -408,15 +408,16 @@ __device__ void add(T* y,        // [rows, cols]
 }
 
 template <typename T>
-__device__ void gather(const T* table,       // [.., cols]
+__device__ void gather(const T* table,       // [table_rows, cols]
                        const int32_t* rows,  // [blocks]
-                       T* out,               // [blocks, cols]
-                       int64_t cols) {
-  const T* const row = table + rows[blockIdx.x] * cols;
+                       T* out,               // [blocks, cols]; zeros for rows that the table lacks
+                       int64_t table_rows, int64_t cols) {
+  const int64_t index = rows[blockIdx.x];
+  const bool is_there = index >= 0 && index < table_rows;
   for_part<T>(cols, [&](int64_t col, auto width) {
     using Vec = Vector<T, decltype(width)::value>;
     *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) =
-        *reinterpret_cast<const Vec*>(row + col);
+        is_there ? *reinterpret_cast<const Vec*>(table + index * cols + col) : Vec{};
   });
 }
 
@@ -430,6 +431,43 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
 }
 
 }  // namespace
+
+// Indices that are lower by `first`.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    subtract(const int32_t* indices, int32_t* out, int64_t count, int32_t first) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at < count) out[at] = indices[at] - first;
+}
+
+// Overwrites each id that has a source, a row of logits, with the token that was drawn there, or
+// with 0 if none was.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    take_drawn(const int32_t* sources, const int32_t* drawn, int32_t* ids, int64_t tokens) {
+  const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (token >= tokens) return;
+  const int32_t source = sources[token];
+  if (source >= 0) ids[token] = max(drawn[source], 0);
+}
+
+// Copies what the host staged over the inputs of a captured step: for each token its id, its source
+// as for `take_drawn`, its position and its cache row; then the places and the values of what has
+// changed in the block table.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    set_inputs(const int32_t* staged,  // [4, tokens], then [2, changes]
+               const int32_t* drawn, int32_t* ids, int32_t* positions, int32_t* rows,
+               int32_t* table, int64_t tokens, int64_t changes) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at < tokens) {
+    const int32_t source = staged[tokens + at];
+    ids[at] = source < 0 ? staged[at] : max(drawn[source], 0);
+    positions[at] = staged[2 * tokens + at];
+    rows[at] = staged[3 * tokens + at];
+  }
+  if (at < changes) {
+    const int32_t* const places = staged + 4 * tokens;
+    table[places[at]] = places[changes + at];
+  }
+}
 
 #include "attention.cuh"
 #include "experts.cuh"
@@ -464,8 +502,9 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
     add(y, x, cols);                                                                              \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t cols) {                \
-    gather(table, rows, out, cols);                                                               \
+      gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t table_rows,            \
+                      int64_t cols) {                                                             \
+    gather(table, rows, out, table_rows, cols);                                                   \
   }                                                                                               \
   extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads) draw_##suffix(          \
       const T* logits, const Draw* draws, int32_t* tokens, float* logprobs, int64_t vocab) {      \
