@@ -2,7 +2,7 @@
 # Gathers in .bundle what runs on a machine that has a GPU and no Rust. Needs nvcc (build.rs says how it is found), and cargo.
 #
 #   tests/bundle.sh [PART...]    tests: the GPU tests; bench: the benchmarks; example: qwen3; by default these three
-#                                serve: the tests of aril-serve, and its figures
+#                                serve: the tests of aril-serve, its figures and its load
 #                                candle: the tests of examples/candle, which link the libraries of the toolkit in CUDA_HOME. Its nvcc,
 #                                on the PATH, compiles candle's kernels for CUDA_COMPUTE_CAP (90) in a quarter of an hour.
 #
@@ -55,6 +55,7 @@ for part in "$@"; do
         # For the tests of the server, cargo also builds the figures, and the server itself, which nothing here runs.
         gather test -p aril-serve --release --lib --test server --no-run
         rm -f "$bundle/aril-serve"
+        gather build -p aril-serve --release --example load
         cp -r serve/models "$bundle/"
         fixtures
         ;;

@@ -14,7 +14,8 @@
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
 #   run.sh serve [FILTER...]        the tests of aril-serve: the engine's that need a GPU, and those of the server with its engine on the GPU
-#   run.sh figures [ARGUMENTS...]   decode steps of Qwen3-8B, 32B and 30B-A3B in graphs, on random weights; serve.json
+#   run.sh figures [ARGUMENTS...]   steps of Qwen3-8B, 32B and 30B-A3B, on random weights; adds to serve.json
+#   run.sh load ARGUMENTS...        the server under a trace of requests; adds to serve.json
 #   run.sh candle [FILTER...]       the tests of examples/candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
 set -euo pipefail
 
@@ -196,6 +197,9 @@ serve)
 figures)
     [ $# -gt 0 ] || set -- models/Qwen3-8B models/Qwen3-32B models/Qwen3-30B-A3B
     ./figures --out "$OUT/serve.json" "$@" 2>&1 | tee "$OUT/figures.log"
+    ;;
+load)
+    ./load --out "$OUT/serve.json" "$@" 2>&1 | tee "$OUT/load.log"
     ;;
 candle)
     export LD_LIBRARY_PATH=${CUDA_HOME:-/usr/local/cuda}/targets/x86_64-linux/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

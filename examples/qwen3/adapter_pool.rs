@@ -4,7 +4,7 @@ use std::{result, time::Duration};
 
 use aril::{
     cpu,
-    pool::{AdapterId, Lease, PoolError, Residency, Snapshot, Source, StreamId},
+    pool::{AdapterId, Lease, Outcome, PoolError, Residency, Snapshot, Source, StreamId},
 };
 
 /// `aril::{cpu, cuda}::AdapterPool`, on its first compute stream.
@@ -13,6 +13,7 @@ pub(crate) trait AdapterPool {
     fn unregister(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
     fn prefetch(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
     fn retry(&mut self, id: AdapterId) -> result::Result<(), PoolError>;
+    fn next_outcome(&mut self) -> Option<Outcome>;
     fn residency(&self, id: AdapterId) -> Option<Residency>;
     fn acquire(&mut self, id: AdapterId) -> result::Result<Lease, PoolError>;
     fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError>;
@@ -38,6 +39,10 @@ macro_rules! adapter_pool {
 
             fn retry(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
                 <$pool>::retry(self, id)
+            }
+
+            fn next_outcome(&mut self) -> Option<Outcome> {
+                <$pool>::next_outcome(self)
             }
 
             fn residency(&self, id: AdapterId) -> Option<Residency> {

@@ -80,6 +80,7 @@ impl<T: Element> Device for Cpu<T> {
     type Weight = Weight;
     type Indices = Vec<u32>;
     type Routes = Routes;
+    type Draws = Vec<(Option<u32>, f32)>;
 
     fn tensor(&self, _rows: usize, cols: usize, values: &[T]) -> Result<Tensor<T>> {
         Ok(Tensor { cols, data: values.to_vec() })
@@ -344,13 +345,31 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols: x.cols, data: rows.iter().flat_map(|&row| x.row(row)).copied().collect() })
     }
 
-    fn draw(&self, logits: &Tensor<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
+    fn draws(&self, _: usize) -> Result<Self::Draws> {
+        Ok(Vec::new())
+    }
+
+    fn draw(&self, logits: &Tensor<T>, draws: &[Draw], drawn: &mut Self::Draws) -> Result<()> {
         let rows = logits.data.par_chunks_exact(logits.cols).zip(draws);
         let choose = |(row, draw): (&[T], _)| {
             let row: Vec<f32> = row.iter().map(|logit| logit.to_f32()).collect();
             sampling::choose(&row, draw)
         };
-        Ok(rows.map(choose).collect())
+        *drawn = rows.map(choose).collect();
+        Ok(())
+    }
+
+    fn take_drawn(&self, ids: &mut Vec<u32>, sources: &[i32], drawn: &Self::Draws) -> Result<()> {
+        for (id, &source) in ids.iter_mut().zip(sources) {
+            if let Ok(row) = usize::try_from(source) {
+                *id = drawn[row].0.unwrap_or(0);
+            }
+        }
+        Ok(())
+    }
+
+    fn drawn(&self, drawn: &mut Self::Draws) -> Result<Vec<(Option<u32>, f32)>> {
+        Ok(std::mem::take(drawn))
     }
 
     fn read(&self, x: &Tensor<T>) -> Result<Vec<f32>> {

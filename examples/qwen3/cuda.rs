@@ -13,6 +13,7 @@
 
 mod arena;
 mod attention;
+mod draws;
 mod experts;
 mod gemm;
 pub(crate) mod timing;
@@ -40,8 +41,9 @@ use cudarc::{
     },
     nvrtc::Ptx,
 };
-use qwen3_kernels::{HEADS, THREADS, grouped_gemm, parts, sampling};
+use qwen3_kernels::{HEADS, THREADS, grouped_gemm, parts};
 
+pub(crate) use self::draws::Draws;
 use self::{
     arena::{Arena, Memory},
     attention::Attention,
@@ -53,6 +55,7 @@ use crate::{
     device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    forward::Inputs,
 };
 
 /// The driver's devices; none without a driver.
@@ -83,6 +86,8 @@ struct Functions {
     add: CudaFunction,
     gather: CudaFunction,
     draw: CudaFunction,
+    take_drawn: CudaFunction,
+    set_inputs: CudaFunction,
     choose_experts: CudaFunction,
     sort_routes: CudaFunction,
     grouped_gemm: GroupedGemms,
@@ -181,6 +186,21 @@ impl<T: Element + DeviceRepr> Cuda<T> {
 
     fn kernel<'a>(&'a self, function: &'a CudaFunction) -> LaunchArgs<'a> {
         self.queue.stream().launch_builder(function)
+    }
+
+    /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the kernel has it.
+    pub(crate) fn copy_inputs(
+        &self,
+        Inputs { ids, places }: &mut Inputs<Self>,
+        staged: u64,
+        (tokens, changes): (usize, usize),
+        last: Option<&Draws>,
+    ) -> Result<()> {
+        let drawn = last.map_or(0, Draws::address);
+        let mut kernel = self.kernel(&self.functions.set_inputs);
+        kernel.arg(&staged).arg(&drawn).arg(&ids.address).arg(&places.positions.address).arg(&places.rows.address);
+        kernel.arg(&places.table.first_rows.address).arg(&tokens).arg(&changes);
+        launch(kernel, tokens.max(changes).div_ceil(THREADS as usize), 1)
     }
 
     fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
@@ -298,6 +318,8 @@ impl Functions {
             add: function("add")?,
             gather: function("gather")?,
             draw: function("draw")?,
+            take_drawn: module.load_function("take_drawn")?,
+            set_inputs: module.load_function("set_inputs")?,
             choose_experts: function("choose_experts")?,
             sort_routes: function("sort_routes")?,
             grouped_gemm: GroupedGemms::load(dtype, module)?,
@@ -333,9 +355,6 @@ impl<V> Matrix<V> {
     }
 }
 
-// SAFETY: numbers without padding, laid out as in C.
-unsafe impl DeviceRepr for Draw {}
-
 /// Names the allocation that failed.
 trait MemoryFor<V> {
     fn memory_for(self, what: impl Display) -> Result<V>;
@@ -356,6 +375,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Weight = Matrix<T>;
     type Indices = Matrix<i32>;
     type Routes = Routes;
+    type Draws = Draws;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[T]) -> Result<Matrix<T>> {
         self.upload(rows, cols, values)
@@ -471,6 +491,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<cuda::Step<'a>> {
+        // An engine may enqueue a step before the last one has run.
+        routing.wait()?;
         let batch = routing.update(&Batch::new(slots).with_scales(scales)?)?;
         Ok(adapters.step(&batch, workspace)?)
     }
@@ -609,14 +631,25 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn draw(&self, logits: &Matrix<T>, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>> {
-        let draws = self.upload(draws.len(), 1, draws)?;
-        let (tokens, logprobs) = (self.alloc::<i32>(logits.rows, 1)?, self.alloc::<f32>(logits.rows, 1)?);
-        let mut kernel = self.kernel(&self.functions.draw);
-        kernel.arg(&logits.address).arg(&draws.address).arg(&tokens.address).arg(&logprobs.address).arg(&logits.cols);
-        launch_blocks(kernel, (sampling::BLOCKS, logits.rows), sampling::THREADS, 0)?;
-        let tokens = self.download(&tokens)?.into_iter().map(|token| u32::try_from(token).ok());
-        Ok(tokens.zip(self.download(&logprobs)?).collect())
+    fn draws(&self, rows: usize) -> Result<Draws> {
+        Draws::new(&self.queue, rows)
+    }
+
+    fn draw(&self, logits: &Matrix<T>, draws: &[Draw], drawn: &mut Draws) -> Result<()> {
+        drawn.draw(self, logits, draws)
+    }
+
+    fn take_drawn(&self, ids: &mut Matrix<i32>, sources: &[i32], drawn: &Draws) -> Result<()> {
+        assert_eq!(ids.len(), sources.len(), "each id has a source or none");
+        let sources = self.upload(sources.len(), 1, sources)?;
+        let (tokens, address) = (sources.rows, drawn.address());
+        let mut kernel = self.kernel(&self.functions.take_drawn);
+        kernel.arg(&sources.address).arg(&address).arg(&ids.address).arg(&tokens);
+        launch(kernel, tokens.div_ceil(THREADS as usize), 1)
+    }
+
+    fn drawn(&self, drawn: &mut Draws) -> Result<Vec<(Option<u32>, f32)>> {
+        drawn.read()
     }
 
     fn read(&self, x: &Matrix<T>) -> Result<Vec<f32>> {

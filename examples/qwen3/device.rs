@@ -106,6 +106,8 @@ pub(crate) trait Device: Sized {
     /// The experts that each token of a step chose in a layer, and the routes sorted by expert, which is the order of rows in matrices
     /// of routes.
     type Routes;
+    /// The tokens that a step chose, on the device and on their way to the host.
+    type Draws;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
     fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor>;
@@ -280,11 +282,19 @@ pub(crate) trait Device: Sized {
     /// The rows of `x` with these indices.
     fn gather(&self, x: &Self::Tensor, rows: &Self::Indices) -> Result<Self::Tensor>;
 
+    /// Room for the tokens of up to `rows` rows of logits.
+    fn draws(&self, rows: usize) -> Result<Self::Draws>;
+    /// Chooses a token by each row of logits. Probabilities are in `f64` on the CPU and in `f32` on the GPU, where their sums are exact.
+    fn draw(&self, logits: &Self::Tensor, draws: &[Draw], drawn: &mut Self::Draws) -> Result<()>;
+    /// Overwrites each id that has a source, a row of logits, with the token chosen there, or with 0 if none was. A source is negative
+    /// for ids that stay.
+    fn take_drawn(&self, ids: &mut Self::Indices, sources: &[i32], drawn: &Self::Draws) -> Result<()>;
+
     // ---- To the host.
 
-    /// The token that each row of logits chooses, `None` if a logit is NaN; and its log-probability in the model, without temperature
-    /// and bounds. Probabilities are in `f64` on the CPU and in `f32` on the GPU, where their sums are exact.
-    fn draw(&self, logits: &Self::Tensor, draws: &[Draw]) -> Result<Vec<(Option<u32>, f32)>>;
+    /// The token chosen by each row of logits, `None` if one is NaN; and its log-probability in the model, without temperature and
+    /// bounds. Does not wait for work that was enqueued after the draw.
+    fn drawn(&self, drawn: &mut Self::Draws) -> Result<Vec<(Option<u32>, f32)>>;
     /// All elements of a matrix, row by row.
     fn read(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
 }

@@ -86,7 +86,7 @@ pub(crate) struct Session<'m, D: Device + 'm> {
 /// What the layers keep.
 pub(crate) struct State<'m, D: Device + 'm> {
     fused: Vec<FusedLayer<'m, D>>,
-    caches: Vec<Cache<D>>,
+    pub(crate) caches: Vec<Cache<D>>,
     rope: Rope<D>,
     grouping: D::Grouping,
 }
@@ -116,13 +116,22 @@ impl<D: Device> Model<'_, D> {
 
     /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
     pub(crate) fn forward(&self, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
+        self.forward_on(session, step, &self.inputs(step)?)
+    }
+
+    /// [`forward`](Self::forward), of indices on the device.
+    pub(crate) fn forward_on(
+        &self,
+        session: &mut Session<'_, D>,
+        step: &Step,
+        inputs: &Inputs<D>,
+    ) -> Result<D::Tensor> {
         let Self { device, adapters, .. } = self;
         let Session { state, buffers } = session;
-        let inputs = self.inputs(step)?;
         let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
         let h =
-            self.hidden(state, &inputs, step.ids.len() <= FUSED_TOKENS, &mut Lora { step: &mut lora, has_adapters })?;
+            self.hidden(state, inputs, step.ids.len() <= FUSED_TOKENS, &mut Lora { step: &mut lora, has_adapters })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
@@ -134,7 +143,7 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// Uploads the indices of a step.
-    fn inputs(&self, step: &Step) -> Result<Inputs<D>> {
+    pub(crate) fn inputs(&self, step: &Step) -> Result<Inputs<D>> {
         let BlockTable { ref first_rows, columns, block_rows } = step.table;
         let places = step.sequences.iter().zip(&step.positions);
         let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();

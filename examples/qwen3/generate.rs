@@ -86,6 +86,7 @@ fn run<D: Device>(
     index(rows)?;
     table.block_rows = index(longest)?;
     let mut session = model.session(rows, longest)?;
+    let mut drawn = model.device.draws(sequences.len())?;
 
     let mut step = Step { table, ..Step::default() };
     for (request, sequence) in sequences.iter().enumerate() {
@@ -95,7 +96,7 @@ fn run<D: Device>(
     let mut running: Vec<usize> = (0..sequences.len()).collect();
     while !running.is_empty() {
         let logits = model.forward(&mut session, &step)?;
-        let drawn = model.device.draw(&logits, &vec![Draw::GREEDY; running.len()])?;
+        model.device.draw(&logits, &vec![Draw::GREEDY; running.len()], &mut drawn)?;
         if keep_logits {
             let logits = model.device.read(&logits)?;
             for (logits, &request) in logits.chunks_exact(logits.len() / running.len()).zip(&running) {
@@ -104,7 +105,7 @@ fn run<D: Device>(
         }
         step = Step { table: step.table, ..Step::default() };
         let mut still_running = Vec::with_capacity(running.len());
-        for (request, (largest, _)) in running.into_iter().zip(drawn) {
+        for (request, (largest, _)) in running.into_iter().zip(model.device.drawn(&mut drawn)?) {
             let (sequence, tokens) = (&sequences[request], &mut generations[request].tokens);
             let (token, last) = next(request, tokens.len(), largest)?;
             tokens.push(token);

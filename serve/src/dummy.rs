@@ -27,17 +27,25 @@ const NUMBERS: usize = 1_048_573;
 /// Distance between the beginnings of tensors in the block, in elements.
 const STRIDE: usize = 4_096;
 
-/// A checkpoint of random weights for this configuration, in `dtype`.
-pub(crate) fn checkpoint(config: &Config, dtype: DType) -> Result<Checkpoint> {
-    match dtype {
-        DType::BF16 => of::<bf16>(config, Dtype::BF16),
-        DType::F16 => of::<f16>(config, Dtype::F16),
-        DType::F32 => of::<f32>(config, Dtype::F32),
+/// A checkpoint of random weights for this configuration, in `dtype`. `lock` gets the block, which stays where it is.
+pub(crate) fn checkpoint(
+    config: &Config,
+    dtype: DType,
+    lock: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<Checkpoint> {
+    let (mut block, checkpoint) = match dtype {
+        DType::BF16 => of::<bf16>(config, Dtype::BF16)?,
+        DType::F16 => of::<f16>(config, Dtype::F16)?,
+        DType::F32 => of::<f32>(config, Dtype::F32)?,
         _ => bail!("{dtype} is not implemented"),
-    }
+    };
+    lock(&mut block)?;
+    let shard = Shard { path: PathBuf::from("random weights"), bytes: block.make_read_only()? };
+    Ok(Checkpoint { shards: vec![shard], ..checkpoint })
 }
 
-fn of<T: Element>(config: &Config, dtype: Dtype) -> Result<Checkpoint> {
+/// The block, and a checkpoint that names its parts.
+fn of<T: Element>(config: &Config, dtype: Dtype) -> Result<(MmapMut, Checkpoint)> {
     let shapes = shapes(config);
     let len = |shape: &[usize]| shape.iter().product::<usize>();
     let is_norm = |shape: &[usize]| shape.len() == 1;
@@ -60,8 +68,7 @@ fn of<T: Element>(config: &Config, dtype: Dtype) -> Result<Checkpoint> {
         let bytes = first * size_of::<T>()..(first + len(&shape)) * size_of::<T>();
         tensors.insert(name, Tensor { shard: 0, dtype, shape, bytes });
     }
-    let shard = Shard { path: PathBuf::from("random weights"), bytes: block.make_read_only()? };
-    Ok(Checkpoint { shards: vec![shard], tensors })
+    Ok((block, Checkpoint { shards: Vec::new(), tensors }))
 }
 
 /// The names and shapes of all tensors.
@@ -118,7 +125,7 @@ mod tests {
         for name in ["qwen3", "qwen3-untied", "qwen3-moe"] {
             let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
             let config = Config::read(&fixtures.join(name)).expect("the fixture is whole");
-            let checkpoint = checkpoint(&config, DType::BF16).expect("there is memory");
+            let checkpoint = checkpoint(&config, DType::BF16, |_| Ok(())).expect("there is memory");
             checkpoint.check(&config).expect("the sizes are those of the configuration");
             let described = describe(&config).expect("the model has no layer twice");
             let device = Cpu::<bf16>::default();

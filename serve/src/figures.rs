@@ -1,12 +1,17 @@
-//! The time of decode steps in graphs on a GPU, in bf16 and on random weights: without adapters, and with 1, 8 and as many adapters as
-//! sequences.
+//! The time of steps on a GPU, in bf16 and on random weights: prefills without and with 8 adapters, and decode steps in graphs without
+//! adapters and with 1, 8 and as many as sequences.
 //!
-//! A figure is the median over replays, each between two events on the stream. A replay includes the update of the step's routing. The
-//! host stays ahead of the device, so that none of its time is in a figure.
+//! A figure is the median over runs, each between two events on the stream. A replay of a graph includes the update of the step's
+//! routing. The host stays ahead of the device, so that none of its time is in a figure.
 //!
-//! The host's time between steps is the engine's own: from the tokens of a step on the host to the next graph on the stream.
+//! The host's time between steps is the engine's own: from the tokens of a step on the host to the next graph on the stream. Meanwhile
+//! the device waits, or has the step in flight if the engine runs ahead.
+//!
+//! The floor of a decode step is the time to read its weights and its keys and values at the rate at which a kernel reads memory, which
+//! is measured before. Of experts, it counts those that the step's tokens choose if all choices are equally likely.
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::Arc,
@@ -20,10 +25,18 @@ use aril::{
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source},
 };
 use clap::Parser;
-use cudarc::driver::sys::CUevent_flags;
+use cudarc::{
+    driver::{
+        CudaEvent, LaunchConfig, PushKernelArg as _,
+        result::memcpy_dtod_async,
+        sys::{self, CUdevice_attribute, CUevent_flags},
+    },
+    nvrtc::Ptx,
+};
 use half::bf16;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
-use serde::Serialize;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc::unbounded_channel;
 
 use crate::{
@@ -35,7 +48,7 @@ use crate::{
     dummy,
     engine::{
         Capture as _, Engine, Limits, Request, Sampling, Sizes,
-        graph::{Batch, Captured, Tables, Variant},
+        graph::{Batch, Captured, Drawn, Tables, Variant},
     },
     error::{Context as _, Error, Result, bail},
     forward::{Session, Step},
@@ -52,6 +65,7 @@ const WAIT: Duration = Duration::from_millis(10);
 const HOST_BATCH: usize = 64;
 const HOST_STEPS: usize = 100;
 const HOST_ADAPTERS: usize = 8;
+const HOST_POSITIONS: usize = 4096;
 const PROMPT: usize = 16;
 
 /// The longest time for these prompts.
@@ -60,7 +74,14 @@ const HOST_LIMIT: Duration = Duration::from_secs(20);
 /// Replays before the first that counts.
 const WARM_UPS: usize = 3;
 
-/// Measures decode steps of models, each given by the directory of its config.json, on random weights.
+/// Sequences of a prefill, each with an adapter of its own or none, and its timed runs.
+const PREFILL_SEQUENCES: usize = 8;
+const PREFILLS: usize = 3;
+
+/// Bytes that no cache holds, which a kernel reads to measure the rate.
+const READ_BYTES: usize = 4 << 30;
+
+/// Measures prefills and decode steps of models, each given by the directory of its config.json, on random weights.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "figures", version)]
 #[non_exhaustive]
@@ -77,7 +98,10 @@ pub struct Arguments {
     /// Tokens of each sequence, the step's own among them
     #[arg(long, value_delimiter = ',', default_values_t = [512, 8192])]
     pub contexts: Vec<usize>,
-    /// The ranks of adapters, which change all linear layers of a layer
+    /// Tokens of a prefill, of 8 sequences together
+    #[arg(long, value_delimiter = ',', default_values_t = [4096, 32768])]
+    pub prefills: Vec<usize>,
+    /// The ranks of adapters, which change all linear layers of a layer. Prefills have the first
     #[arg(long, value_delimiter = ',', default_values_t = [16, 64])]
     pub ranks: Vec<usize>,
     /// Memory for keys and values. A step that needs more is left out, and named
@@ -87,20 +111,30 @@ pub struct Arguments {
     #[arg(long, value_name = "GIB", default_value_t = 24)]
     pub arena_gib: usize,
     /// The most replays of a figure
-    #[arg(long, default_value_t = 40)]
+    #[arg(long, default_value_t = 20)]
     pub replays: usize,
     /// The longest time for the replays of a figure
-    #[arg(long, value_name = "MS", default_value_t = 500)]
+    #[arg(long, value_name = "MS", default_value_t = 300)]
     pub figure_ms: u64,
-    /// Writes the figures as JSON
+    /// The time for a model. Decode steps that would begin later are left out, and named
+    #[arg(long, value_name = "S", default_value_t = 600)]
+    pub budget: u64,
+    /// Adds the figures to a record, as JSON
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
+}
+
+/// Runs of this program, and of others that write to the same record.
+#[derive(Default, Deserialize, Serialize)]
+struct Records {
+    runs: Vec<serde_json::Value>,
 }
 
 /// The figures of a run.
 #[derive(Debug, Serialize)]
 struct Record {
     meta: Meta,
+    prefills: Vec<Prefill>,
     steps: Vec<Figure>,
     host: Vec<HostFigure>,
     /// What was left out, and why.
@@ -113,6 +147,21 @@ struct Meta {
     aril: &'static str,
     commit: Option<&'static str>,
     seconds: f64,
+    /// The rate at which a kernel reads memory.
+    read_gb_per_s: f64,
+}
+
+/// The time of a step that computes prompts of equal lengths.
+#[derive(Debug, Serialize)]
+struct Prefill {
+    model: String,
+    /// Of all sequences.
+    tokens: usize,
+    sequences: usize,
+    adapters: usize,
+    rank: usize,
+    runs: usize,
+    p50_us: f64,
 }
 
 /// The time of a step.
@@ -127,6 +176,8 @@ struct Figure {
     rank: usize,
     /// Whether layers run base weights and adapters in one launch; if not, cuBLASLt's GEMMs and launches for deltas.
     fused: bool,
+    /// The fewest bytes that the step reads without adapters: base weights, and keys and values.
+    bytes: u64,
     replays: usize,
     p50_us: f64,
     p90_us: f64,
@@ -139,8 +190,10 @@ struct HostFigure {
     batch: usize,
     adapters: usize,
     rank: usize,
+    /// Whether the next step is enqueued while one runs.
+    ahead: bool,
     steps: u64,
-    /// Mean time between steps.
+    /// Mean time between the tokens of a step and the next graph.
     host_us: f64,
     /// Mean time of a step, that before it included.
     step_us: f64,
@@ -158,16 +211,92 @@ fn measure(arguments: &Arguments) -> Result<()> {
     let start = Instant::now();
     let device = Cuda::<bf16>::new(arguments.device)?;
     let gpu = device.queue.stream().context().name()?;
-    let meta = Meta { gpu, aril: env!("CARGO_PKG_VERSION"), commit: option_env!("ARIL_COMMIT"), seconds: 0.0 };
-    let mut record = Record { meta, steps: Vec::new(), host: Vec::new(), failures: Vec::new() };
-    for model in &arguments.models {
-        measure_model(&device, arguments, model, &mut record).context(model.display())?;
-    }
+    let read_gb_per_s = read_rate(&device)?;
+    println!("{gpu}: a kernel reads {read_gb_per_s:.0} GB/s");
+    let commit = option_env!("ARIL_COMMIT");
+    let meta = Meta { gpu, aril: env!("CARGO_PKG_VERSION"), commit, seconds: 0.0, read_gb_per_s };
+    let mut record = Record { meta, prefills: Vec::new(), steps: Vec::new(), host: Vec::new(), failures: Vec::new() };
+    let models = arguments.models.iter();
+    let measured = models.map(|model| measure_model(&device, arguments, model, &mut record).context(model.display()));
+    // What was measured before an error is written all the same.
+    let measured: Result<()> = measured.collect();
     record.meta.seconds = start.elapsed().as_secs_f64();
-    if let Some(path) = &arguments.out {
-        fs::write(path, serde_json::to_string(&record)?).context(path.display())?;
+    for failure in &record.failures {
+        println!("left out: {failure}");
     }
-    Ok(())
+    println!("{:.0} s", record.meta.seconds);
+    if let Some(path) = &arguments.out {
+        let mut records = match fs::read(path) {
+            Ok(text) => serde_json::from_slice(&text).context(path.display())?,
+            Err(_) => Records::default(),
+        };
+        records.runs.push(serde_json::to_value(&record)?);
+        fs::write(path, serde_json::to_string(&records)?).context(path.display())?;
+    }
+    measured
+}
+
+/// The rate at which a kernel reads memory, in GB/s: the best of a few grids.
+fn read_rate(device: &Cuda<bf16>) -> Result<f64> {
+    let stream = device.queue.stream();
+    let context = stream.context();
+    let kernels = Ptx::from_src(include_str!("../../benches/harness/src/ceilings.ptx"));
+    let read = context.load_module(kernels)?.load_function("read")?;
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let multiprocessors = usize::try_from(context.attribute(attribute)?)?;
+    let source = stream.alloc_zeros::<u8>(READ_BYTES)?;
+    let mut best = 0.0_f64;
+    for (blocks_per_multiprocessor, threads) in [(8, 256), (4, 512), (16, 128), (32, 256)] {
+        let blocks = multiprocessors * blocks_per_multiprocessor;
+        // A thread reads four vectors of 16 bytes a round, and writes a sum at the end.
+        let (round, mut sums) = (blocks * threads * 64, stream.alloc_zeros::<u32>(blocks * threads)?);
+        let rounds = READ_BYTES / round;
+        let config = LaunchConfig {
+            grid_dim: (u32::try_from(blocks)?, 1, 1),
+            block_dim: (u32::try_from(threads)?, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let times = measure_runs(device, 4, Duration::MAX, || {
+            let mut kernel = stream.launch_builder(&read);
+            kernel.arg(&source).arg(&rounds).arg(&mut sums);
+            // SAFETY: the rounds end within the source, and there is a sum for each thread.
+            unsafe { kernel.launch(config) }?;
+            Ok(())
+        })?;
+        best = times.iter().map(|us| (rounds * round) as f64 / us / 1e3).fold(best, f64::max);
+    }
+    Ok(best)
+}
+
+/// The times of runs in µs, each between two events, without the first ones. Stops after `limit`.
+fn measure_runs(
+    device: &Cuda<bf16>,
+    runs: usize,
+    limit: Duration,
+    mut enqueue: impl FnMut() -> Result<()>,
+) -> Result<Vec<f64>> {
+    let stream = device.queue.stream();
+    let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+    let mut events: Vec<[CudaEvent; 2]> = Vec::new();
+    let start = Instant::now();
+    for run in 0..WARM_UPS + runs.max(1) {
+        if run > WARM_UPS && start.elapsed() > limit {
+            break;
+        }
+        let [before, after] = [event()?, event()?];
+        before.record(stream)?;
+        enqueue()?;
+        after.record(stream)?;
+        events.push([before, after]);
+    }
+    let us = |[before, after]: &[CudaEvent; 2]| Ok(f64::from(before.elapsed_ms(after)?) * 1e3);
+    events.iter().skip(WARM_UPS).map(us).collect()
+}
+
+/// The value at a share of the sorted values, in percent.
+fn percentile(values: &mut [f64], percent: usize) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[(values.len() - 1) * percent / 100]
 }
 
 fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record: &mut Record) -> Result<()> {
@@ -177,24 +306,22 @@ fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record:
     let described = describe(&config)?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
-    let capacity = Capacity::tokens(max_batch).slots(max_batch).rank(max_rank);
-    let sources = arguments.ranks.iter().map(|&rank| random_adapter(&config, rank).map(|adapter| (rank, adapter)));
-    let sources = sources.collect::<Result<Vec<_>>>()?;
-    let bytes = sources.iter().map(|(_, adapter)| source(adapter, &described).map(|source| source.bytes()));
-    let most_bytes = bytes.collect::<Result<Vec<_>>>()?.into_iter().max().unwrap_or(0);
-    // Two adapters are read ahead; the files are in memory.
-    let pool = PoolConfig::arena_bytes(arguments.arena_gib << 30).host_bytes(4 * most_bytes.max(1 << 20));
-    let (mut pool, table) = device.pool(&described.model, capacity, pool)?;
-    let mut adapters = Vec::new();
-    for (rank, adapter) in &sources {
-        let ids = (0..max_batch).map(|_| Ok(pool.register(source(adapter, &described)?)?));
-        adapters.push((*rank, ids.collect::<Result<Vec<AdapterId>>>()?));
-    }
-    let checkpoint = dummy::checkpoint(&config, DType::BF16)?;
-    let model = Model::new(device, &config, &described, Weights::new(&checkpoint, None), table, max_batch)?;
-    drop(checkpoint);
+    let max_tokens = max_batch.max(largest(&arguments.prefills));
+    let slots = max_batch.max(PREFILL_SEQUENCES);
+    let capacity = Capacity::tokens(max_tokens).slots(slots).rank(max_rank);
+    let source = |&rank: &usize| {
+        let adapter = random_adapter(&config, rank)?;
+        Ok((rank, Source::memory(adapter, &described.model, DType::BF16)?))
+    };
+    let sources = arguments.ranks.iter().map(source).collect::<Result<Vec<_>>>()?;
+    let most_bytes = sources.iter().map(|(_, source)| source.bytes()).max().unwrap_or(0);
+    // Two adapters are read at a time; the files are in memory.
+    let arena_bytes = arguments.arena_gib << 30;
+    let pool = PoolConfig::arena_bytes(arena_bytes).host_bytes(2 * most_bytes.max(1 << 20)).packers(16);
+    let (pool, table) = device.pool(&described.model, capacity, pool)?;
+    let model = random_model(device, &config, &described, table, max_tokens)?;
     println!(
-        "\n{name}: random weights in {:.1} s; an adapter of rank {max_rank} has {} MB",
+        "\n{name}: random weights and adapters in {:.1} s; an adapter of rank {max_rank} has {} MB",
         start.elapsed().as_secs_f64(),
         most_bytes / 1_000_000
     );
@@ -202,37 +329,249 @@ fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record:
     let row_bytes = 2 * config.layers * config.heads.kv_features() * size_of::<bf16>();
     let max_rows = (arguments.kv_gib << 30) / row_bytes;
     let rows = |batch: usize, context: usize| (batch * context.div_ceil(BLOCK_ROWS) + 1) * BLOCK_ROWS;
-    let mut steps = Vec::new();
+    let fits = |batch: usize, context: usize, record: &mut Record| {
+        if context == 0 || batch == 0 || context > config.max_positions {
+            bail!("there is no step of {batch} sequences of {context} tokens");
+        }
+        let gib = (rows(batch, context) * row_bytes) >> 30;
+        let fits = rows(batch, context) <= max_rows;
+        if !fits {
+            let sentence = format!("{name}, {batch} sequences of {context} tokens: {gib} GiB of keys and values");
+            record.failures.push(sentence);
+        }
+        Ok(fits)
+    };
+    let (mut steps, mut prefills) = (Vec::new(), Vec::new());
     for &context in &arguments.contexts {
         for &batch in &arguments.batches {
-            if context == 0 || batch == 0 || context > config.max_positions {
-                bail!("there is no step of {batch} sequences of {context} tokens");
-            }
-            if rows(batch, context) <= max_rows {
+            if fits(batch, context, record)? {
                 steps.push((batch, context));
-            } else {
-                let gib = (rows(batch, context) * row_bytes) >> 30;
-                record
-                    .failures
-                    .push(format!("{name}, {batch} sequences of {context} tokens: {gib} GiB of keys and values"));
             }
         }
     }
-    let most_rows = steps.iter().map(|&(batch, context)| rows(batch, context)).max().unwrap_or(BLOCK_ROWS);
-    let mut session = model.session(most_rows, largest(&arguments.contexts))?;
+    for &tokens in &arguments.prefills {
+        if fits(PREFILL_SEQUENCES, tokens / PREFILL_SEQUENCES, record)? {
+            prefills.push((PREFILL_SEQUENCES, tokens / PREFILL_SEQUENCES));
+        }
+    }
+    let sizes = || steps.iter().chain(&prefills).copied();
+    let most_rows = sizes().map(|(batch, context)| rows(batch, context)).max().unwrap_or(BLOCK_ROWS);
+    let longest = sizes().map(|(_, context)| context).max().unwrap_or(1);
+    let mut session = model.session(most_rows, longest)?;
+    fill_caches(device, &model, &mut session)?;
+    let mut adapters = Adapters { pool, arena_bytes, sources, ids: BTreeMap::new() };
+    for (_, context) in prefills {
+        measure_prefill(&model, &mut session, &mut adapters, (&name, context), record)?;
+    }
     println!(
         "{:>7} {:>5} {:>8} {:>4} {:>6} {:>10} {:>10} {:>10} {:>10}",
         "context", "batch", "adapters", "rank", "base", "p50 us", "p90 us", "on gemm", "on own"
     );
     for (batch, context) in steps {
-        let mut timer = Timer { device, arguments, model: &model, session: &mut session, name: &name, batch, context };
-        timer.measure(&mut pool, &adapters, record)?;
+        if start.elapsed() > Duration::from_secs(arguments.budget) {
+            record.failures.push(format!("{name}, {batch} sequences of {context} tokens: no time was left"));
+            continue;
+        }
+        let bytes = step_bytes(&config, batch, context);
+        let mut timer =
+            Timer { device, arguments, model: &model, session: &mut session, name: &name, batch, context, bytes };
+        timer.measure(&mut adapters, record)?;
     }
     drop(session);
-    let sources = (0..HOST_ADAPTERS).map(|_| sources.first().map(|(_, adapter)| source(adapter, &described)));
-    let sources = sources.flatten().collect::<Result<Vec<_>>>()?;
-    let rank = arguments.ranks.first().copied().unwrap_or(0);
+    let Adapters { pool, sources, .. } = adapters;
+    let rank = sources.first().map_or(0, |(rank, _)| *rank);
+    let num_adapters = HOST_ADAPTERS.min(arena_bytes / most_bytes.max(1));
+    let sources = sources.iter().take(1).flat_map(|(_, source)| vec![source.clone(); num_adapters]).collect();
     measure_host(&model, pool, sources, (max_batch.min(HOST_BATCH), rank, &name), record)
+}
+
+/// A model of random weights. They are one block of memory, which is page-locked while it is copied to the device over and over.
+fn random_model<'d>(
+    device: &'d Cuda<bf16>,
+    config: &Config,
+    described: &Described,
+    table: aril::cuda::WeightTable,
+    tokens: usize,
+) -> Result<Model<'d, Cuda<bf16>>> {
+    let mut locked = std::ptr::null_mut();
+    let checkpoint = dummy::checkpoint(config, DType::BF16, |block| {
+        locked = block.as_mut_ptr().cast();
+        // SAFETY: the block is mapped, and is unlocked before it is unmapped.
+        unsafe { sys::cuMemHostRegister_v2(locked, block.len(), 0) }.result()?;
+        Ok(())
+    })?;
+    let model = Model::new(device, config, described, Weights::new(&checkpoint, None), table, tokens)?;
+    device.queue.stream().synchronize()?;
+    // SAFETY: it was locked above, and no copy reads it any more.
+    unsafe { sys::cuMemHostUnregister(locked) }.result()?;
+    Ok(model)
+}
+
+/// Fills the cache with the embedding's random numbers.
+fn fill_caches(
+    device: &Cuda<bf16>,
+    model: &Model<'_, Cuda<bf16>>,
+    session: &mut Session<'_, Cuda<bf16>>,
+) -> Result<()> {
+    let stream = device.queue.stream().cu_stream();
+    let numbers = &model.embed;
+    for cache in &session.state.caches {
+        for values in [&cache.keys, &cache.values] {
+            for first in (0..values.len()).step_by(numbers.len()) {
+                let bytes = numbers.len().min(values.len() - first) * size_of::<bf16>();
+                let to = values.address + (first * size_of::<bf16>()) as u64;
+                // SAFETY: both matrices have this many bytes, and are used on this stream alone.
+                unsafe { memcpy_dtod_async(to, numbers.address, bytes, stream) }?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The fewest bytes that a decode step without adapters reads: weights of layers and head, and keys and values.
+fn step_bytes(config: &Config, batch: usize, context: usize) -> u64 {
+    let Config { vocab, hidden, intermediate, heads, .. } = *config;
+    let (query, kv) = (heads.query_features() as f64, heads.kv_features() as f64);
+    let [vocab, hidden, intermediate] = [vocab, hidden, intermediate].map(|size| size as f64);
+    let mut elems = vocab * hidden + 2.0 * kv * (batch * context * config.layers) as f64;
+    for layer in 0..config.layers {
+        elems += hidden * (2.0 * query + 2.0 * kv);
+        elems += match config.experts_in(layer) {
+            None => 3.0 * hidden * intermediate,
+            Some(moe) => {
+                let experts = moe.experts as f64;
+                let not_chosen = (1.0 - moe.top_k as f64 / experts).powf(batch as f64);
+                let chosen = experts * (1.0 - not_chosen);
+                experts * hidden + 3.0 * hidden * moe.intermediate as f64 * chosen
+            }
+        };
+    }
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a number of bytes of some GPU")]
+    let bytes = (elems * size_of::<bf16>() as f64) as u64;
+    bytes
+}
+
+/// A pool that has as many copies of each adapter as steps ask for.
+struct Adapters {
+    pool: aril::cuda::AdapterPool,
+    arena_bytes: usize,
+    /// By rank.
+    sources: Vec<(usize, Source)>,
+    ids: BTreeMap<usize, Vec<AdapterId>>,
+}
+
+impl Adapters {
+    /// Leases `count` adapters of a rank together, and waits until they are there; `None` if they do not fit in the arena.
+    fn lease(&mut self, rank: usize, count: usize) -> Result<Option<Vec<Lease>>> {
+        let source = self.sources.iter().find(|source| source.0 == rank);
+        let (_, source) = source.ok_or_else(|| Error::new(format!("no adapter has rank {rank}")))?;
+        if source.bytes() * count > self.arena_bytes {
+            return Ok(None);
+        }
+        let ids = self.ids.entry(rank).or_default();
+        while ids.len() < count {
+            ids.push(self.pool.register(source.clone())?);
+        }
+        loop {
+            match AdapterPool::prepare(&mut self.pool, &ids[..count]) {
+                Err(PoolError::Loading { .. } | PoolError::Full) => {
+                    AdapterPool::commit(&mut self.pool)?;
+                    self.pool.wait(WAIT);
+                }
+                Err(PoolError::TooLarge { .. }) => return Ok(None),
+                leases => return Ok(Some(leases?)),
+            }
+        }
+    }
+
+    fn give_back(&mut self, leases: Vec<Lease>) -> Result<()> {
+        drop(leases);
+        Ok(AdapterPool::commit(&mut self.pool)?)
+    }
+}
+
+/// Measures a step of prompts of `len` tokens, without adapters and with one for each sequence.
+fn measure_prefill(
+    model: &Model<'_, Cuda<bf16>>,
+    session: &mut Session<'_, Cuda<bf16>>,
+    adapters: &mut Adapters,
+    (name, len): (&str, usize),
+    record: &mut Record,
+) -> Result<()> {
+    let rank = adapters.sources.first().map_or(0, |(rank, _)| *rank);
+    let Some(leases) = adapters.lease(rank, PREFILL_SEQUENCES)? else {
+        let sentence =
+            format!("{name}, a prefill: {PREFILL_SEQUENCES} adapters of rank {rank} do not fit in the arena");
+        record.failures.push(sentence);
+        return Ok(());
+    };
+    let mut without = 0.0;
+    for count in [0, PREFILL_SEQUENCES] {
+        let slots: Vec<Slot> = match count {
+            0 => vec![Slot::BASE; PREFILL_SEQUENCES],
+            _ => leases.iter().map(Lease::slot).collect(),
+        };
+        let step = prefill(&model.config, &slots, len)?;
+        let mut times = Vec::new();
+        for run in 0..=PREFILLS {
+            let us = measure_forward(model, session, &step)?;
+            // The first run loads what is loaded lazily.
+            if run > 0 {
+                times.push(us);
+            }
+        }
+        let p50_us = percentile(&mut times, 50);
+        let tokens = step.ids.len();
+        let added = if count == 0 { String::new() } else { format!("{:+.1} %", (p50_us / without - 1.0) * 100.0) };
+        println!("prefill of {tokens} tokens, {count} adapters: {:.2} ms {added}", p50_us / 1e3);
+        if count == 0 {
+            without = p50_us;
+        }
+        record.prefills.push(Prefill {
+            model: name.to_owned(),
+            tokens,
+            sequences: PREFILL_SEQUENCES,
+            adapters: count,
+            rank: if count == 0 { 0 } else { rank },
+            runs: times.len(),
+            p50_us,
+        });
+    }
+    adapters.give_back(leases)
+}
+
+/// The time of a step that is enqueued operation by operation, in µs.
+fn measure_forward(model: &Model<'_, Cuda<bf16>>, session: &mut Session<'_, Cuda<bf16>>, step: &Step) -> Result<f64> {
+    let stream = model.device.queue.stream();
+    let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+    stream.synchronize()?;
+    let [before, after] = [event()?, event()?];
+    before.record(stream)?;
+    drop(model.forward(session, step)?);
+    after.record(stream)?;
+    Ok(f64::from(before.elapsed_ms(&after)?) * 1e3)
+}
+
+/// A step of prompts of `len` tokens, one for each slot.
+fn prefill(config: &Config, slots: &[Slot], len: usize) -> Result<Step> {
+    let columns = len.div_ceil(BLOCK_ROWS);
+    let mut rng = StdRng::seed_from_u64(0);
+    let vocab = u32::try_from(config.vocab)?;
+    let first_rows = (0..slots.len() * columns).map(|block| u32::try_from(block * BLOCK_ROWS));
+    let first_rows = first_rows.collect::<std::result::Result<_, _>>()?;
+    let mut step = Step {
+        ids: (0..slots.len() * len).map(|_| rng.random_range(0..vocab)).collect(),
+        scales: vec![1.0; slots.len() * len],
+        table: BlockTable { first_rows, columns, block_rows: u32::try_from(BLOCK_ROWS)? },
+        ..Step::default()
+    };
+    for (sequence, &slot) in (0..).zip(slots) {
+        step.positions.extend((0..).take(len));
+        step.sequences.extend(std::iter::repeat_n(sequence, len));
+        step.slots.extend(std::iter::repeat_n(slot, len));
+        step.sampled.push(u32::try_from(step.slots.len() - 1)?);
+    }
+    Ok(step)
 }
 
 /// Measures the host's time between steps of the engine.
@@ -243,7 +582,7 @@ fn measure_host(
     (batch, rank, name): (usize, usize, &str),
     record: &mut Record,
 ) -> Result<()> {
-    let max_positions = PROMPT + WARM_UPS + HOST_STEPS + batch + 1;
+    let max_tokens = 4 * (WARM_UPS + HOST_STEPS) + batch;
     let limits = Limits {
         step_tokens: model.adapters.capacity().max_tokens,
         running: batch,
@@ -251,8 +590,9 @@ fn measure_host(
         adapters: sources.len().max(1),
         max_wait: Duration::from_secs(1),
     };
-    let blocks = u32::try_from(batch * max_positions.div_ceil(BLOCK_ROWS))?;
-    let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false };
+    let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
+    let max_positions = HOST_POSITIONS.min(model.config.max_positions);
+    let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
     let mut engine = Engine::new(model, pool, sizes)?;
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -262,7 +602,7 @@ fn measure_host(
         let request = Request {
             adapter: adapters.get(index % adapters.len().max(1)).copied(),
             prompt: vec![u32::try_from(index)?; PROMPT],
-            max_tokens: max_positions - PROMPT,
+            max_tokens,
             stop_tokens: Vec::new(),
             sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: None, logprobs: None },
         };
@@ -270,29 +610,36 @@ fn measure_host(
         engine.submit(request, events, start.elapsed()).context("a request")?;
         receivers.push(receiver);
     }
-    // Until all prompts are computed.
-    let mut computed = 0;
-    while computed < batch * (PROMPT + WARM_UPS) {
-        let tokens = engine.step(start.elapsed())?;
-        computed += tokens;
-        if tokens == 0 {
-            engine.wait_for_adapters(WAIT);
+    for ahead in [false, true] {
+        engine.run_ahead(ahead);
+        // Until all prompts are computed.
+        let mut warm_ups = vec![0; batch];
+        while warm_ups.iter().any(|&tokens| tokens < WARM_UPS) {
+            if !engine.step(start.elapsed())? {
+                engine.wait_for_adapters(WAIT);
+            }
+            for (tokens, receiver) in warm_ups.iter_mut().zip(&mut receivers) {
+                while receiver.try_recv().is_ok() {
+                    *tokens += 1;
+                }
+            }
+            if start.elapsed() > HOST_LIMIT {
+                bail!("the prompts of {batch} requests took more than {HOST_LIMIT:?}");
+            }
         }
-        if start.elapsed() > HOST_LIMIT {
-            bail!("the prompts of {batch} requests took more than {HOST_LIMIT:?}");
+        let (before, timed) = (engine.host_time(), Instant::now());
+        for _ in 0..HOST_STEPS {
+            engine.step(start.elapsed())?;
         }
+        let (after, elapsed) = (engine.host_time(), timed.elapsed());
+        let steps = after.steps - before.steps;
+        let host_us = (after.total - before.total).as_secs_f64() * 1e6 / steps as f64;
+        let step_us = elapsed.as_secs_f64() * 1e6 / HOST_STEPS as f64;
+        let how = if ahead { "running ahead" } else { "waiting for each step" };
+        println!("the engine, {batch} sequences, {how}: {host_us:.1} us between steps, {step_us:.1} us a step");
+        let (model, adapters) = (name.to_owned(), adapters.len());
+        record.host.push(HostFigure { model, batch, adapters, rank, ahead, steps, host_us, step_us });
     }
-    let (before, timed) = (engine.host_time(), Instant::now());
-    for _ in 0..HOST_STEPS {
-        engine.step(start.elapsed())?;
-    }
-    let (after, elapsed) = (engine.host_time(), timed.elapsed());
-    let steps = after.steps - before.steps;
-    let host_us = (after.total - before.total).as_secs_f64() * 1e6 / steps as f64;
-    let step_us = elapsed.as_secs_f64() * 1e6 / HOST_STEPS as f64;
-    println!("the engine, {batch} sequences: {host_us:.1} us between steps, {step_us:.1} us a step");
-    let adapters = adapters.len();
-    record.host.push(HostFigure { model: name.to_owned(), batch, adapters, rank, steps, host_us, step_us });
     Ok(())
 }
 
@@ -305,15 +652,11 @@ struct Timer<'a, 'm> {
     name: &'a str,
     batch: usize,
     context: usize,
+    bytes: u64,
 }
 
 impl Timer<'_, '_> {
-    fn measure(
-        &mut self,
-        pool: &mut aril::cuda::AdapterPool,
-        adapters: &[(usize, Vec<AdapterId>)],
-        record: &mut Record,
-    ) -> Result<()> {
+    fn measure(&mut self, adapters: &mut Adapters, record: &mut Record) -> Result<()> {
         let (batch, columns) = (self.batch, self.context.div_ceil(BLOCK_ROWS));
         let tables = Tables {
             columns,
@@ -331,36 +674,30 @@ impl Timer<'_, '_> {
                 kinds.push((is_fused, capture(false, is_fused)?, capture(true, is_fused)?));
             }
         }
-        operands.set(self.device, &self.step(tables)?)?;
+        operands.set(self.device, &self.step(tables)?, &Drawn { last: None, sources: &[] })?;
 
         let base = vec![Slot::BASE; batch];
         let mut without = Vec::new();
         for (is_fused, graph, _) in &mut kinds {
             without.push(self.time(graph, &base, (0, 0, *is_fused), &without, record)?);
         }
-        for (rank, ids) in adapters {
+        for &rank in &self.arguments.ranks {
             let mut counts: Vec<usize> = [1, 8, batch].into_iter().filter(|&count| count <= batch).collect();
             counts.sort_unstable();
             counts.dedup();
             for count in counts {
-                let leases = match lease(pool, &ids[..count]) {
-                    Ok(leases) => leases,
-                    Err(PoolError::TooLarge { .. }) => {
-                        let Self { name, context, .. } = *self;
-                        record.failures.push(format!(
-                            "{name}, {batch} sequences of {context} tokens: {count} adapters of rank {rank} do not fit in \
-                             the arena"
-                        ));
-                        continue;
-                    }
-                    Err(error) => return Err(error.into()),
+                let Some(leases) = adapters.lease(rank, count)? else {
+                    record.failures.push(format!(
+                        "{}, {batch} sequences of {} tokens: {count} adapters of rank {rank} do not fit in the arena",
+                        self.name, self.context
+                    ));
+                    continue;
                 };
                 let slots: Vec<Slot> = leases.iter().map(Lease::slot).cycle().take(batch).collect();
                 for ((is_fused, _, graph), own) in kinds.iter_mut().zip(&without) {
-                    self.time(graph, &slots, (count, *rank, *is_fused), &[without[0], *own], record)?;
+                    self.time(graph, &slots, (count, rank, *is_fused), &[without[0], *own], record)?;
                 }
-                drop(leases);
-                AdapterPool::commit(pool)?;
+                adapters.give_back(leases)?;
             }
         }
         Ok(())
@@ -388,79 +725,44 @@ impl Timer<'_, '_> {
         others: &[f64],
         record: &mut Record,
     ) -> Result<f64> {
-        let stream = self.device.queue.stream();
-        let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        let (device, buffers) = (self.device, &mut self.session.buffers);
         let limit = Duration::from_millis(self.arguments.figure_ms);
-        let mut times = Vec::new();
-        let start = Instant::now();
-        for replay in 0..WARM_UPS + self.arguments.replays.max(1) {
-            if replay > WARM_UPS && start.elapsed() > limit {
-                break;
-            }
-            let (before, after) = (event()?, event()?);
-            before.record(stream)?;
-            self.device.replay(&mut captured.graph, &mut self.session.buffers, slots)?;
-            after.record(stream)?;
-            times.push((before, after));
-        }
-        let us = times.iter().skip(WARM_UPS).map(|(before, after)| Ok(f64::from(before.elapsed_ms(after)?) * 1e3));
-        let mut us = us.collect::<Result<Vec<_>>>()?;
-        us.sort_by(f64::total_cmp);
-        let at = |share: usize| us[(us.len() - 1) * share / 100];
-        let (p50_us, p90_us) = (at(50), at(90));
-        let Self { name, batch, context, .. } = *self;
+        let mut us =
+            measure_runs(device, self.arguments.replays, limit, || device.replay(&mut captured.graph, buffers, slots))?;
+        let [p50_us, p90_us] = [50, 90].map(|percent| percentile(&mut us, percent));
+        let Self { name, batch, context, bytes, .. } = *self;
         let base = if fused { "fused" } else { "gemm" };
-        let added: Vec<String> =
-            others.iter().map(|other| format!("{:>+8.1} %", (p50_us / other - 1.0) * 100.0)).collect();
+        let floor_us = bytes as f64 / record.meta.read_gb_per_s / 1e3;
+        let added: Vec<String> = match adapters {
+            0 => vec![format!("{:.2} of the floor", floor_us / p50_us)],
+            _ => others.iter().map(|other| format!("{:>+8.1} %", (p50_us / other - 1.0) * 100.0)).collect(),
+        };
         println!(
             "{context:>7} {batch:>5} {adapters:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {}",
             added.join(" ")
         );
         let (model, replays) = (name.to_owned(), us.len());
-        record.steps.push(Figure { model, batch, context, adapters, rank, fused, replays, p50_us, p90_us });
+        record.steps.push(Figure { model, batch, context, adapters, rank, fused, bytes, replays, p50_us, p90_us });
         Ok(p50_us)
     }
-}
-
-/// Leases adapters together. Waits until they are there.
-fn lease(pool: &mut aril::cuda::AdapterPool, ids: &[AdapterId]) -> std::result::Result<Vec<Lease>, PoolError> {
-    loop {
-        match AdapterPool::prepare(pool, ids) {
-            Err(PoolError::Loading { .. } | PoolError::Full) => {
-                AdapterPool::commit(pool)?;
-                pool.wait(WAIT);
-            }
-            leases => return leases,
-        }
-    }
-}
-
-fn source(adapter: &Arc<Adapter>, described: &Described) -> Result<Source> {
-    Ok(Source::memory(Arc::clone(adapter), &described.model, DType::BF16)?)
 }
 
 /// An adapter of random factors for all linear layers of every layer, experts included.
 fn random_adapter(config: &Config, rank: usize) -> Result<Arc<Adapter>> {
     let Config { hidden, intermediate, heads, .. } = *config;
     let (query, kv) = (heads.query_features(), heads.kv_features());
-    let mut rng = StdRng::seed_from_u64(rank as u64);
-    let noise: Vec<bf16> = (0..65_521).map(|_| bf16::from_f32(rng.random_range(-0.02..0.02))).collect();
-    let mut tensors = Vec::new();
+    let mut factors = Vec::new();
     for layer in 0..config.layers {
-        let mut add = |module: &str, count: Option<usize>, in_features: usize, out_features: usize| -> Result<()> {
+        let mut add = |module: &str, count: Option<usize>, in_features: usize, out_features: usize| {
             for (factor, rows, cols) in [("A", rank, in_features), ("B", out_features, rank)] {
                 let shape: Vec<usize> = count.into_iter().chain([rows, cols]).collect();
-                let len = shape.iter().product();
-                let values: Vec<bf16> = noise.iter().copied().cycle().take(len).collect();
-                let tensor = Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec())?;
-                tensors.push((format!("model.layers.{layer}.{module}.lora_{factor}.weight"), tensor));
+                factors.push((format!("model.layers.{layer}.{module}.lora_{factor}.weight"), shape));
             }
-            Ok(())
         };
         for (module, in_features, out_features) in
             [("q_proj", hidden, query), ("k_proj", hidden, kv), ("v_proj", hidden, kv), ("o_proj", query, hidden)]
         {
-            add(&format!("self_attn.{module}"), None, in_features, out_features)?;
+            add(&format!("self_attn.{module}"), None, in_features, out_features);
         }
         let (path, count, inter) = match config.experts_in(layer) {
             Some(moe) => ("mlp.experts", Some(moe.experts), moe.intermediate),
@@ -469,9 +771,19 @@ fn random_adapter(config: &Config, rank: usize) -> Result<Arc<Adapter>> {
         for (module, in_features, out_features) in
             [("gate_proj", hidden, inter), ("up_proj", hidden, inter), ("down_proj", inter, hidden)]
         {
-            add(&format!("{path}.{module}"), count, in_features, out_features)?;
+            add(&format!("{path}.{module}"), count, in_features, out_features);
         }
     }
+    let mut rng = StdRng::seed_from_u64(rank as u64);
+    let noise: Vec<bf16> = (0..65_521).map(|_| bf16::from_f32(rng.random_range(-0.02..0.02))).collect();
+    let noise: &[u8] = bytemuck::cast_slice(&noise);
+    let tensor = |(name, shape): (String, Vec<usize>)| {
+        let bytes = shape.iter().product::<usize>() * size_of::<bf16>();
+        let mut values = noise.repeat(bytes.div_ceil(noise.len()));
+        values.truncate(bytes);
+        Ok((name, Tensor::new(DType::BF16, shape, values)?))
+    };
+    let tensors = factors.into_par_iter().map(tensor).collect::<Result<Vec<_>>>()?;
     let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
     Ok(Arc::new(Adapter::from_tensors(&config, tensors)?))
 }

@@ -52,6 +52,9 @@ pub struct Options {
     /// Host memory for further adapters, beside their files
     #[arg(long, value_name = "MIB", default_value_t = 4096, value_parser = at_least_one)]
     pub host_mib: usize,
+    /// The same as a number of adapters of the largest rank, at least --max-loras
+    #[arg(long, value_name = "N", conflicts_with = "host_mib", value_parser = at_least_one)]
+    pub max_cpu_loras: Option<usize>,
     /// The most requests that run at the same time
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_num_seqs: usize,

@@ -1,6 +1,7 @@
 //! The thread that owns the engine, and the handle through which the server talks to it.
 
 use std::{
+    collections::HashMap,
     sync::{
         Arc,
         mpsc::{Receiver, Sender, channel},
@@ -12,7 +13,7 @@ use std::{
 use aril::{
     DType,
     plan::Capacity,
-    pool::{AdapterId, PoolConfig, PoolError, Snapshot, Source},
+    pool::{AdapterId, PoolConfig, PoolError, Snapshot, Source, Tier},
 };
 use half::{bf16, f16};
 use tokio::sync::{
@@ -63,6 +64,8 @@ pub(crate) struct Report {
     pub(crate) state: State,
     pub(crate) pool: Snapshot,
     pub(crate) host_time: HostTime,
+    /// Where the weights of each adapter are.
+    pub(crate) tiers: HashMap<AdapterId, Tier>,
 }
 
 /// A handle to an engine's thread.
@@ -239,7 +242,7 @@ impl Worker {
         let mut engine = Engine::new(&model, pool, sizes)?;
         ready.send(Ok(())).context("the server has ended")?;
         while self.take_commands(&mut engine)? {
-            if engine.step(self.start.elapsed())? == 0 && !engine.wait_for_adapters(WAIT) {
+            if !engine.step(self.start.elapsed())? && !engine.wait_for_adapters(WAIT) {
                 // Nothing is being read, and nothing can run: room for an adapter is on its way.
                 thread::sleep(WAIT);
             }
@@ -279,6 +282,7 @@ impl Worker {
                     state: engine.state(),
                     pool: engine.pool(),
                     host_time: engine.host_time(),
+                    tiers: engine.tiers(),
                 })),
             }
         }

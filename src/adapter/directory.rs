@@ -1,26 +1,47 @@
-use std::path::{Path, PathBuf};
+use std::{
+    collections::VecDeque,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+};
 
 use super::{
     error::AdapterError,
-    files::{Access, Stamp},
+    files::{Access, Opened, Stamp},
     open::Adapter,
 };
 use crate::error::LoadError;
+
+/// Directories that stay parsed, of the whole process. Of 250 modules, each takes some 250 KB, and all of them one open file each.
+const KEPT: usize = 64;
+
+/// The directories that stay parsed, from the least recently used one on.
+static RECENT: Mutex<VecDeque<Weak<Kept>>> = Mutex::new(VecDeque::new());
+
+/// What is left of a directory that was parsed.
+type Kept = Mutex<Option<Arc<Parsed>>>;
 
 /// A directory whose adapter has been checked, and is read later.
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
     files: Vec<Stamp>,
+    kept: Arc<Kept>,
+}
+
+/// An adapter whose weights are read from open files, and all files of its directory.
+#[derive(Debug)]
+pub(crate) struct Parsed {
+    pub(crate) adapter: Adapter,
+    files: Vec<Opened>,
 }
 
 impl Directory {
     /// Reads the configuration and the headers of the weight files. Returns the adapter without its weights, to be planned. The
     /// size of its image is an upper bound, because equal factors of experts are not found.
-    pub(crate) fn open(path: &Path) -> Result<(Self, Adapter), AdapterError> {
-        let (adapter, files) = Adapter::load(path, Access::InPlace)?;
-        let files = files.into_iter().map(|file| file.stamp).collect();
-        Ok((Self { path: path.to_owned(), files }, adapter))
+    pub(crate) fn open(path: &Path) -> Result<(Self, Arc<Parsed>), AdapterError> {
+        let parsed = Parsed::load(path, Access::InPlace)?;
+        let files = parsed.files.iter().map(|file| file.stamp.clone()).collect();
+        Ok((Self { path: path.to_owned(), files, kept: Arc::default() }, parsed))
     }
 
     /// Calls `pack` with the adapter. Rejects files that are not those that were checked, or are modified meanwhile.
@@ -31,12 +52,140 @@ impl Directory {
         whole: bool,
         pack: impl FnOnce(&Adapter) -> Result<R, LoadError>,
     ) -> Result<R, LoadError> {
-        let (adapter, files) = Adapter::load(&self.path, if whole { Access::Copy } else { Access::InPlace })?;
-        if let Some(file) = files.iter().find(|file| !self.files.contains(&file.stamp)) {
-            return Err(AdapterError::Changed { path: file.stamp.path.clone() }.into());
+        let parsed = self.parsed(whole)?;
+        if !whole {
+            self.keep(&parsed);
         }
-        let packed = pack(&adapter);
-        files.iter().try_for_each(|file| file.check())?;
+        let packed = pack(&parsed.adapter);
+        parsed.files.iter().try_for_each(Opened::check)?;
         packed
+    }
+
+    /// The adapter of the files that were checked.
+    fn parsed(&self, whole: bool) -> Result<Arc<Parsed>, AdapterError> {
+        if let Some(parsed) = lock(&self.kept).take().filter(|_| !whole) {
+            parsed.files.iter().try_for_each(Opened::check_path)?;
+            return Ok(parsed);
+        }
+        let parsed = Parsed::load(&self.path, if whole { Access::Copy } else { Access::InPlace })?;
+        match parsed.files.iter().find(|file| !self.files.contains(&file.stamp)) {
+            Some(file) => Err(AdapterError::Changed { path: file.stamp.path.clone() }),
+            None => Ok(parsed),
+        }
+    }
+
+    /// Keeps what was parsed for the next read, in place of the least recently used directory.
+    pub(crate) fn keep(&self, parsed: &Arc<Parsed>) {
+        // With an index, another file may take its place.
+        if parsed.files.len() > 2 {
+            return;
+        }
+        *lock(&self.kept) = Some(Arc::clone(parsed));
+        let kept = Arc::downgrade(&self.kept);
+        let mut recent = lock(&RECENT);
+        recent.retain(|other| !other.ptr_eq(&kept) && other.strong_count() > 0);
+        recent.push_back(kept);
+        let oldest = if recent.len() > KEPT { recent.pop_front() } else { None };
+        drop(recent);
+        oldest.and_then(|oldest| oldest.upgrade()).into_iter().for_each(|oldest| drop(lock(&oldest).take()));
+    }
+}
+
+impl Parsed {
+    fn load(path: &Path, access: Access) -> Result<Arc<Self>, AdapterError> {
+        let (adapter, files) = Adapter::load(path, access)?;
+        Ok(Arc::new(Self { adapter, files }))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic cannot leave what they hold half-changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use std::{
+        fs::{self, File},
+        time::Duration,
+    };
+
+    use super::*;
+
+    const CONFIG: &str = "adapter_config.json";
+    const WEIGHTS: &str = "adapter_model.safetensors";
+
+    fn write(dir: &Path) {
+        fs::write(dir.join(CONFIG), r#"{"peft_type": "LORA", "lora_alpha": 1}"#).unwrap();
+        let ones = bytemuck::cast_slice(&[1.0_f32; 16]);
+        let view = |shape| safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, ones).unwrap();
+        let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
+        safetensors::serialize_to_file(views, None, &dir.join(WEIGHTS)).unwrap();
+    }
+
+    fn is_kept(directory: &Directory) -> bool {
+        lock(&directory.kept).is_some()
+    }
+
+    /// A file that is changed, replaced or gone is an error of the next read, whether or not the directory is parsed anew for it.
+    #[test]
+    fn changes_between_reads_are_refused() {
+        let touch = |path: &Path| {
+            let file = File::options().write(true).open(path).unwrap();
+            file.set_modified(file.metadata().unwrap().modified().unwrap() + Duration::from_millis(1)).unwrap();
+        };
+        let replace = |path: &Path| {
+            fs::copy(path, path.with_extension("new")).unwrap();
+            fs::rename(path.with_extension("new"), path).unwrap();
+        };
+        let remove = |path: &Path| fs::remove_file(path).unwrap();
+        let changes: [&dyn Fn(&Path); 3] = [&touch, &replace, &remove];
+        for (file, change, keeps) in [CONFIG, WEIGHTS]
+            .iter()
+            .flat_map(|file| changes.iter().flat_map(move |change| [true, false].map(|keeps| (file, change, keeps))))
+        {
+            let dir = tempfile::tempdir().unwrap();
+            write(dir.path());
+            let (directory, parsed) = Directory::open(dir.path()).unwrap();
+            if keeps {
+                directory.keep(&parsed);
+            }
+            assert_eq!(is_kept(&directory), keeps);
+            directory.read(false, |_| Ok(())).unwrap();
+            assert!(is_kept(&directory));
+            if !keeps {
+                lock(&directory.kept).take();
+            }
+            change(&dir.path().join(file));
+            for _ in 0..2 {
+                let error = directory.read(false, |_| Ok(())).unwrap_err();
+                let LoadError::Adapter(
+                    AdapterError::Changed { .. } | AdapterError::Read { .. } | AdapterError::NoWeights { .. },
+                ) = error
+                else {
+                    unreachable!("{error}")
+                };
+                assert!(!is_kept(&directory));
+            }
+        }
+    }
+
+    /// However many directories there are, few of them stay parsed, and the others are parsed again.
+    #[test]
+    fn few_directories_stay_parsed() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path());
+        let directories: Vec<_> = (0..KEPT + 10)
+            .map(|_| {
+                let (directory, parsed) = Directory::open(dir.path()).unwrap();
+                directory.keep(&parsed);
+                directory
+            })
+            .collect();
+        assert!(directories.iter().filter(|directory| is_kept(directory)).count() <= KEPT);
+        assert!(!is_kept(&directories[0]));
+        directories[0].read(false, |_| Ok(())).unwrap();
+        assert!(directories.iter().filter(|directory| is_kept(directory)).count() <= KEPT);
     }
 }

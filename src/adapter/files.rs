@@ -82,6 +82,17 @@ pub(super) struct Opened {
 }
 
 impl Opened {
+    /// Rejects a path that no longer leads to the file as it was opened.
+    pub(super) fn check_path(&self) -> Result<(), AdapterError> {
+        let path = &self.stamp.path;
+        let metadata = fs::metadata(path).map_err(|source| AdapterError::Read { path: path.clone(), source })?;
+        if Stamp::new(path, &metadata) == self.stamp {
+            Ok(())
+        } else {
+            Err(AdapterError::Changed { path: path.clone() })
+        }
+    }
+
     /// Rejects a file that has been modified since it was opened.
     pub(super) fn check(&self) -> Result<(), AdapterError> {
         let Some(WeightFile { path, file }) = self.file.as_deref() else { return Ok(()) };

@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{
     DType, Element,
+    error::LoadError,
     model::{MAX_RANK, Model},
 };
 
@@ -178,6 +179,37 @@ impl<'a> SlotImage<'a> {
     pub fn write_to(&self, block: &mut [u8]) -> Result<(), AdapterError> {
         assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
         write_parts(self.dtype, &self.parts, block)
+    }
+
+    /// Writes the block as [`write_to`](Self::write_to) does, and calls `written` with the offset and the bytes of each consecutive part
+    /// of whole factors, of some `part_bytes` bytes, on the thread that has written it.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
+    pub(crate) fn write_in_parts(
+        &self,
+        block: &mut [u8],
+        part_bytes: usize,
+        written: impl Fn(usize, &[u8]) -> Result<(), LoadError> + Sync,
+    ) -> Result<(), LoadError> {
+        assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
+        let size =
+            |sources: &[Rectangle<'_>]| sources.iter().map(Rectangle::block_elems).sum::<usize>() * self.dtype.bytes();
+        let (mut parts, mut rest, mut first, mut offset) = (Vec::new(), block, 0, 0);
+        for next in 1..=self.parts.len() {
+            let sources = &self.parts[first..next];
+            let bytes = size(sources);
+            if bytes >= part_bytes || next == self.parts.len() {
+                let part;
+                (part, rest) = rest.split_at_mut(bytes);
+                parts.push((offset, sources, part));
+                (first, offset) = (next, offset + bytes);
+            }
+        }
+        let write = |(offset, sources, part): (usize, &[Rectangle<'_>], &mut [u8])| {
+            write_parts(self.dtype, sources, part)?;
+            written(offset, part)
+        };
+        let error = parts.into_par_iter().find_map_first(|part| write(part).err());
+        error.map_or(Ok(()), Err)
     }
 
     /// Splits the block into consecutive pieces of at most `max_bytes` bytes, so that it can be copied to a device without ever

@@ -69,11 +69,28 @@ impl Backend for Host {
         0
     }
 
-    fn packer(&self) {}
+    /// A copy takes no time.
+    fn copies_parts(&self) -> bool {
+        false
+    }
 
-    fn pack((): &(), image: &SlotImage<'_>, _to: Range<usize>) -> Result<Arc<Packed>, LoadError> {
+    fn packer(&mut self, _copy: Option<&Copy>) -> ((), bool) {
+        ((), false)
+    }
+
+    fn pack((): (), image: &SlotImage<'_>, _to: Range<usize>) -> Result<Arc<Packed>, LoadError> {
         Ok(Arc::new(Packed::new(image, |_| ())?))
     }
+
+    fn seal(packed: Arc<Packed>) -> Result<Arc<Packed>, LoadError> {
+        Ok(packed)
+    }
+
+    fn revoke(&mut self, _copy: &Copy) -> bool {
+        false
+    }
+
+    fn finish(&mut self, _packed: &Arc<Packed>, _copy: &Copy) {}
 
     fn copy(&mut self, packed: &mut Arc<Packed>, copy: &Copy) -> Result<(), LoadError> {
         let room = Reservation::uncounted(self.weights.shared(), packed.bytes());

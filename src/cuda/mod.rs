@@ -45,6 +45,7 @@ mod kernels;
 mod linear;
 mod matrix;
 mod own_stream;
+mod parts;
 mod pinned;
 mod pool;
 mod queue;

@@ -7,8 +7,16 @@ use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    LaunchError, Queue, WeightTable, arena::Arena, capturing::Relaxed, flip::Flip, host::NOWHERE,
-    host_arena::HostArena, own_stream::OwnStream, raw::Descriptor, table::row_bytes,
+    LaunchError, Queue, WeightTable,
+    arena::Arena,
+    capturing::Relaxed,
+    flip::Flip,
+    host::NOWHERE,
+    host_arena::HostArena,
+    own_stream::OwnStream,
+    parts::{Parts, Unsealed},
+    raw::Descriptor,
+    table::row_bytes,
 };
 use crate::{
     DType,
@@ -43,13 +51,19 @@ pub(crate) struct Device {
     arena: Arc<Arena>,
     host: Arc<HostArena>,
     /// For the copies.
-    stream: OwnStream,
+    stream: Arc<OwnStream>,
     is_poisoning: bool,
     /// What was copied to a slot last, by slot.
     contents: Vec<Option<Content>>,
     /// Copies that may not have run yet: their numbers and events, in order.
     copying: VecDeque<(u64, Arc<CudaEvent>)>,
+    /// Copies that reads make, by number. Those that have failed or were revoked stay until the next read.
+    parts: Vec<(u64, Arc<Parts>)>,
 }
+
+/// Bytes of a part of an adapter that is copied while others are packed. Smaller ones take more calls of the driver, and of larger ones
+/// more are left when the last factor is packed.
+const PART_BYTES: usize = 1 << 20;
 
 /// A compute stream.
 #[derive(Debug)]
@@ -78,6 +92,16 @@ pub(crate) struct Packed {
     max_rank: usize,
     /// The descriptors of a block at [`NOWHERE`].
     row: Vec<Descriptor>,
+    /// The copy that its read makes.
+    unsealed: Option<Unsealed>,
+}
+
+/// Writes an adapter to page-locked memory, and copies it to the device meanwhile.
+#[derive(Debug)]
+pub(crate) struct Packer {
+    // Declared first: dropping it waits for copies from the memory.
+    unsealed: Unsealed,
+    host: Arc<HostArena>,
 }
 
 impl AdapterPool {
@@ -118,7 +142,7 @@ impl Device {
     fn new(queue: &Queue, bounds: Bounds, config: PoolConfig) -> Result<Self, LaunchError> {
         let num_slots = bounds.capacity.num_slots;
         let arena = Arc::new(Arena::new(queue, config.arena_bytes)?);
-        let stream = OwnStream::new(queue)?;
+        let stream = Arc::new(OwnStream::new(queue)?);
         arena.pending().iter().try_for_each(|event| stream.wait_for(event))?;
         let mut device = Self {
             bounds,
@@ -129,6 +153,7 @@ impl Device {
             is_poisoning: config.is_poisoning,
             contents: (0..num_slots).map(|_| None).collect(),
             copying: VecDeque::new(),
+            parts: Vec::new(),
         };
         device.add_lane(queue)?;
         Ok(device)
@@ -150,13 +175,36 @@ impl Device {
         Ok(())
     }
 
-    /// Enqueues the copy of a block.
-    fn enqueue(&self, copy: &Copy, copied: &CudaEvent) -> Result<(), LaunchError> {
-        let to = self.arena.base() + copy.to.start as u64;
+    /// Makes the stream wait for the earlier uses of a block, and returns its address.
+    fn take_block(&mut self, copy: &Copy) -> Result<u64, LaunchError> {
+        self.clear_rows()?;
+        self.arena.queue().bind()?;
+        let block = self.arena.base() + copy.to.start as u64;
         if self.is_poisoning {
             // SAFETY: the block is in the arena, and the stream waits for its earlier uses.
-            unsafe { result::memset_d8_async(to, 0xff, copy.to.len(), self.stream.raw().as_raw().cast()) }?;
+            unsafe { result::memset_d8_async(block, 0xff, copy.to.len(), self.stream.raw().as_raw().cast()) }?;
         }
+        Ok(block)
+    }
+
+    /// Makes room for the parts of a copy.
+    fn begin(&mut self, copy: &Copy) -> Result<Arc<Parts>, LaunchError> {
+        let block = self.take_block(copy)?;
+        let parts = Arc::new(Parts::new(self.arena.queue(), &self.stream, block)?);
+        self.parts.retain(|(_, parts)| Arc::strong_count(parts) > 1 || parts.is_complete());
+        self.parts.push((copy.number, Arc::clone(&parts)));
+        Ok(parts)
+    }
+
+    /// Takes note of a copy that has been enqueued, of an adapter to this block.
+    fn has_enqueued(&mut self, packed: &Packed, copy: &Copy, block: u64, copied: Arc<CudaEvent>) {
+        self.copying.push_back((copy.number, Arc::clone(&copied)));
+        let &Packed { bytes, max_rank, .. } = packed;
+        self.contents[copy.slot] = Some(Content { copied, row: block + row_at(bytes) as u64, bytes, max_rank });
+    }
+
+    /// Enqueues the copy of a block.
+    fn enqueue(&self, copy: &Copy, to: u64, copied: &CudaEvent) -> Result<(), LaunchError> {
         // SAFETY: the pool does not change the part before the copy has ended, and the memory lives until `drop` has waited for
         // it. The block is as large, and the stream waits for its earlier uses; later ones wait for `copied`.
         unsafe { self.host.copy_to(copy.from.clone(), to, self.stream.raw()) }?;
@@ -169,39 +217,66 @@ impl Device {
 
 impl Backend for Device {
     type Packed = Packed;
-    type Packer = Arc<HostArena>;
+    type Packer = Packer;
 
     fn row_bytes(model: &Model) -> usize {
         row_bytes(model.num_entries())
     }
 
-    fn packer(&self) -> Arc<HostArena> {
-        Arc::clone(&self.host)
+    fn copies_parts(&self) -> bool {
+        true
     }
 
-    fn pack(host: &Arc<HostArena>, image: &SlotImage<'_>, to: Range<usize>) -> Result<Packed, LoadError> {
-        let bytes = image.bytes();
+    fn packer(&mut self, copy: Option<&Copy>) -> (Packer, bool) {
+        // After an error, the copy of the whole adapter returns it.
+        let parts = copy.and_then(|copy| self.begin(copy).ok());
+        let is_copied = parts.is_some();
+        (Packer { unsealed: Unsealed(parts), host: Arc::clone(&self.host) }, is_copied)
+    }
+
+    fn pack(packer: Packer, image: &SlotImage<'_>, to: Range<usize>) -> Result<Packed, LoadError> {
+        let Packer { host, unsealed } = packer;
+        let (bytes, row) = (image.bytes(), Descriptor::row(image, NOWHERE));
         // SAFETY: the pool has given the place to this read alone.
-        image.write_to(unsafe { host.part(to.start..to.start + bytes) })?;
-        Ok(Packed { bytes, max_rank: image.max_rank(), row: Descriptor::row(image, NOWHERE) })
+        let block = unsafe { host.part(to.start..to.start + bytes) };
+        match unsealed.parts() {
+            None => image.write_to(block)?,
+            Some(parts) => {
+                // SAFETY: nothing writes to the memory before the read has ended, and it ends after the copy or is sealed. The pool keeps
+                // the memory until it has waited for its copies. The block is of this size, and `begin` has made the stream wait.
+                image.write_in_parts(block, PART_BYTES, |at, part| Ok(unsafe { parts.copy(at, part) }?))?;
+                // SAFETY: as above.
+                let row = unsafe { write_row(&host, &row, to.start + row_at(bytes), parts.block()) };
+                // SAFETY: as above.
+                unsafe { parts.copy(row_at(bytes), row) }?;
+            }
+        }
+        Ok(Packed { bytes, max_rank: image.max_rank(), row, unsealed: Some(unsealed) })
+    }
+
+    fn seal(mut packed: Packed) -> Result<Packed, LoadError> {
+        packed.unsealed.take().map_or(Ok(()), Unsealed::seal)?;
+        Ok(packed)
+    }
+
+    fn revoke(&mut self, copy: &Copy) -> bool {
+        let parts = self.parts.iter().find(|(number, _)| *number == copy.number);
+        parts.is_some_and(|(_, parts)| parts.revoke())
+    }
+
+    fn finish(&mut self, packed: &Packed, copy: &Copy) {
+        let place = self.parts.iter().position(|(number, _)| *number == copy.number);
+        let (_, parts) = self.parts.swap_remove(place.expect("a read that is sealed has its parts"));
+        self.has_enqueued(packed, copy, parts.block(), Arc::clone(parts.copied()));
     }
 
     fn copy(&mut self, packed: &mut Packed, copy: &Copy) -> Result<(), LoadError> {
-        self.clear_rows()?;
-        let queue = self.arena.queue();
-        queue.bind().map_err(LoadError::from)?;
-        let block = self.arena.base() + copy.to.start as u64;
-        let row: Vec<_> = packed.row.iter().map(|descriptor| descriptor.moved(NOWHERE, block)).collect();
-        let row_bytes: &[u8] = bytemuck::cast_slice(&row);
-        let row_at = packed.bytes.next_multiple_of(ALIGNMENT_BYTES);
-        let row_start = copy.from.start + row_at;
+        let block = self.take_block(copy)?;
         // SAFETY: the adapter is in host memory, and neither its read nor a copy of it is under way.
-        unsafe { self.host.part(row_start..row_start + row_bytes.len()) }.copy_from_slice(row_bytes);
-        let copied = Arc::new(queue.new_event()?);
-        self.enqueue(copy, &copied)?;
-        self.copying.push_back((copy.number, Arc::clone(&copied)));
-        self.contents[copy.slot] =
-            Some(Content { copied, row: block + row_at as u64, bytes: packed.bytes, max_rank: packed.max_rank });
+        unsafe { write_row(&self.host, &packed.row, copy.from.start + row_at(packed.bytes), block) };
+        let copied = Arc::new(self.arena.queue().new_event()?);
+        self.enqueue(copy, block, &copied)?;
+        self.has_enqueued(packed, copy, block, copied);
         Ok(())
     }
 
@@ -247,12 +322,34 @@ impl Backend for Device {
 }
 
 impl Drop for Device {
-    /// Waits for the copies, which read host memory and write to the arena.
+    /// Waits for the copies, which read host memory and write to the arena. Reads copy nothing more.
     fn drop(&mut self) {
+        for (_, parts) in self.parts.drain(..) {
+            parts.revoke();
+            parts.wait();
+        }
         let _relaxed = Relaxed::new();
         for (_, copied) in self.copying.drain(..) {
             // On an error the context is gone, and with it the copy.
             let _ = copied.synchronize();
         }
     }
+}
+
+/// Where the descriptors are in the block of an image of `image_bytes` bytes.
+fn row_at(image_bytes: usize) -> usize {
+    image_bytes.next_multiple_of(ALIGNMENT_BYTES)
+}
+
+/// Writes the descriptors of an adapter whose block is at this address to host memory, and returns their bytes.
+///
+/// # Safety
+/// Neither another thread nor a copy uses this memory.
+unsafe fn write_row<'a>(host: &'a HostArena, row: &[Descriptor], at: usize, block: u64) -> &'a [u8] {
+    let row: Vec<_> = row.iter().map(|descriptor| descriptor.moved(NOWHERE, block)).collect();
+    let bytes: &[u8] = bytemuck::cast_slice(&row);
+    // SAFETY: the caller's obligation.
+    let written = unsafe { host.part(at..at + bytes.len()) };
+    written.copy_from_slice(bytes);
+    written
 }

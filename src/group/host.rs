@@ -76,7 +76,7 @@ impl<T: HostTable> HostTier<T> {
         self.make_room(source.bytes());
         self.entries.insert(version, Entry { last_use: self.uses, state: State::Reading });
         let memory = Arc::clone(&self.memory);
-        self.loaders.start(version, Arc::new(source), move |image| T::pack(&memory, image));
+        self.loaders.start(version, Arc::new(source), move |image| T::pack(&memory, image), Ok);
         Ok(())
     }
 

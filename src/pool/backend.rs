@@ -7,16 +7,31 @@ use crate::{adapter::SlotImage, error::LoadError, model::Model};
 pub(crate) trait Backend {
     /// An adapter in the host tier.
     type Packed: Send + 'static;
-    /// Writes adapters to the host tier, on loader threads.
-    type Packer: Clone + Send + 'static;
+    /// Writes an adapter to the host tier, on loader threads.
+    type Packer: Send + 'static;
 
     /// What the block of an adapter has beside the image, in bytes.
     fn row_bytes(model: &Model) -> usize;
 
-    fn packer(&self) -> Self::Packer;
+    /// As [`Transfer::copies_parts`](super::transfer::Transfer::copies_parts).
+    fn copies_parts(&self) -> bool;
+
+    /// The packer of a read, which makes this copy. Returns whether it does.
+    fn packer(&mut self, copy: Option<&Copy>) -> (Self::Packer, bool);
 
     /// Writes an image to its place in the host tier, which has the size of its block. Nothing else uses the place meanwhile.
-    fn pack(packer: &Self::Packer, image: &SlotImage<'_>, to: Range<usize>) -> Result<Self::Packed, LoadError>;
+    ///
+    /// If it fails, or what it returns is dropped before it is [sealed](Self::seal), no part of the copy is on its way any more.
+    fn pack(packer: Self::Packer, image: &SlotImage<'_>, to: Range<usize>) -> Result<Self::Packed, LoadError>;
+
+    /// The adapter is the one that was asked for, on the loader thread. If its copy was revoked, waits for its parts.
+    fn seal(packed: Self::Packed) -> Result<Self::Packed, LoadError>;
+
+    /// As [`Transfer::revoke`](super::transfer::Transfer::revoke).
+    fn revoke(&mut self, copy: &Copy) -> bool;
+
+    /// As [`Transfer::finish`](super::transfer::Transfer::finish).
+    fn finish(&mut self, packed: &Self::Packed, copy: &Copy);
 
     /// As [`Transfer::copy`](super::transfer::Transfer::copy).
     fn copy(&mut self, packed: &mut Self::Packed, copy: &Copy) -> Result<(), LoadError>;

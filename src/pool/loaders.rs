@@ -40,18 +40,20 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
         Ok(Self { threads: pool(loaders, "loader")?, packers: Arc::new(pool(packers, "packer")?), sender, results })
     }
 
-    /// Starts to read an adapter. A panic is an error of this adapter.
+    /// Starts to read an adapter. `end` is called with what `pack` returned, once the source is known not to have changed meanwhile. A
+    /// panic is an error of this adapter.
     pub(crate) fn start(
         &self,
         id: K,
         source: Arc<Source>,
         pack: impl FnOnce(&SlotImage<'_>) -> Result<P, LoadError> + Send + 'static,
+        end: impl FnOnce(P) -> Result<P, LoadError> + Send + 'static,
     ) {
         let (sender, packers) = (self.sender.clone(), Arc::clone(&self.packers));
         self.threads.spawn(move || {
             let start = Instant::now();
             let pack = |image: &SlotImage<'_>| packers.install(|| pack(image));
-            let result = catch_unwind(AssertUnwindSafe(|| source.read(pack)));
+            let result = catch_unwind(AssertUnwindSafe(|| source.read(pack).and_then(end)));
             let result = result.unwrap_or_else(|panic| Err(LoadError::Panicked { message: message(&*panic) }));
             // Without a receiver, the pool is gone, and what was packed is dropped.
             let _ = sender.send(Loaded { id, time: start.elapsed(), result });

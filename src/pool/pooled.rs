@@ -73,7 +73,8 @@ impl<B: Backend> Pool<B> {
 
     pub(crate) fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
         source.check(&self.bounds)?;
-        let id = self.core.register(block_bytes(source.bytes(), B::row_bytes(&self.bounds.model)))?;
+        let bytes = block_bytes(source.bytes(), B::row_bytes(&self.bounds.model));
+        let id = self.core.register(bytes, source.is_exact())?;
         self.tiers.sources.insert(id, Arc::new(source));
         Ok(id)
     }
@@ -171,17 +172,32 @@ impl<B: Backend> Pool<B> {
 }
 
 impl<B: Backend> Transfer for Tiers<B> {
-    fn read(&mut self, id: AdapterId, to: Range<usize>) {
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
         let source = self.sources.get(&id).expect("a registered adapter has a source");
-        let (packer, reserved, row_bytes) = (self.backend.packer(), source.bytes(), B::row_bytes(source.model()));
-        self.loaders.start(id, Arc::clone(source), move |image| {
+        let (reserved, row_bytes) = (source.bytes(), B::row_bytes(source.model()));
+        let (packer, is_copied) = self.backend.packer(copy);
+        let pack = move |image: &SlotImage<'_>| {
             let bytes = image.bytes();
             if bytes > reserved {
                 return Err(SlotError::OtherImage { bytes, reserved }.into());
             }
             let block_bytes = block_bytes(bytes, row_bytes);
-            Ok((B::pack(&packer, image, to.start..to.start + block_bytes)?, block_bytes))
-        });
+            Ok((B::pack(packer, image, to.start..to.start + block_bytes)?, block_bytes))
+        };
+        self.loaders.start(id, Arc::clone(source), pack, |(packed, bytes)| Ok((B::seal(packed)?, bytes)));
+        is_copied
+    }
+
+    fn copies_parts(&self) -> bool {
+        self.backend.copies_parts()
+    }
+
+    fn revoke(&mut self, copy: &Copy) -> bool {
+        self.backend.revoke(copy)
+    }
+
+    fn finish(&mut self, copy: &Copy) {
+        self.backend.finish(&self.packed[&copy.id], copy);
     }
 
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {

@@ -35,8 +35,14 @@ impl Source {
     /// # Errors
     /// As for [`Adapter::open`] and [`Adapter::plan`], except for the values of weights.
     pub fn directory(dir: impl AsRef<Path>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        let (directory, adapter) = Directory::open(dir.as_ref())?;
-        Self::planned(Kind::Directory(directory), &adapter.plan(model, dtype)?)
+        let (directory, parsed) = Directory::open(dir.as_ref())?;
+        let source = Self::planned(Kind::Directory(directory), &parsed.adapter.plan(model, dtype)?)?;
+        if let Kind::Directory(directory) = &source.kind
+            && !source.has_experts
+        {
+            directory.keep(&parsed);
+        }
+        Ok(source)
     }
 
     /// An adapter in memory, such as a trainer sends. It stays there.
@@ -70,6 +76,11 @@ impl Source {
         self.max_rank
     }
 
+    /// Whether the size is exact, and not an upper bound.
+    pub(super) fn is_exact(&self) -> bool {
+        matches!(self.kind, Kind::Memory(_)) || !self.has_experts
+    }
+
     pub(crate) fn model(&self) -> &Model {
         &self.model
     }
@@ -100,6 +111,7 @@ mod tests {
     use std::{
         fs::{self, OpenOptions},
         path::Path,
+        sync::Mutex,
         time::Duration,
     };
 
@@ -178,6 +190,29 @@ mod tests {
                         Ok(block)
                     });
                     assert!(packed.unwrap() == whole, "rank {rank} of {size}, {dtype}");
+                    // In parts of one factor, of some, and of all of them.
+                    for part_bytes in [1, 20_000, usize::MAX] {
+                        let parts = Mutex::new(Vec::new());
+                        let written = |at, part: &[u8]| {
+                            parts.lock().unwrap().push((at, part.to_vec()));
+                            Ok(())
+                        };
+                        let packed = source.read(|image| {
+                            let mut block = vec![0xee; image.bytes()];
+                            threads.install(|| image.write_in_parts(&mut block, part_bytes, written))?;
+                            Ok(block)
+                        });
+                        assert!(packed.unwrap() == whole, "rank {rank} of {size}, {dtype}");
+                        let mut parts = parts.into_inner().unwrap();
+                        parts.sort_unstable();
+                        assert_eq!(parts.len() == 1, part_bytes == usize::MAX);
+                        let mut end = 0;
+                        for (at, part) in parts {
+                            assert!(at == end && whole[at..].starts_with(&part));
+                            end += part.len();
+                        }
+                        assert_eq!(end, whole.len());
+                    }
                 }
             }
         }

@@ -6,7 +6,21 @@ use crate::error::LoadError;
 /// What a pool decides and a backend does. No call waits.
 pub(crate) trait Transfer {
     /// Starts to read an adapter into host memory. [`Core::has_read`](super::Core::has_read) takes the result.
-    fn read(&mut self, id: AdapterId, to: Range<usize>);
+    ///
+    /// With a copy, each part of the adapter is enqueued as for [`copy`](Self::copy) once it is packed, until the copy is
+    /// [revoked](Self::revoke). A read that fails or whose copy was revoked ends when the parts have run. Returns whether parts will be
+    /// copied.
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool;
+
+    /// Whether a read can copy an adapter part by part.
+    fn copies_parts(&self) -> bool;
+
+    /// Enqueues no further part of a copy that a read makes. Does nothing and returns `false` if all of them are.
+    fn revoke(&mut self, copy: &Copy) -> bool;
+
+    /// The read that makes this copy has ended well: all of its parts are enqueued.
+    /// [`Core::has_copied`](super::Core::has_copied) takes note of their end.
+    fn finish(&mut self, copy: &Copy);
 
     /// Enqueues a copy on the transfer stream, after all launches that may read memory of [evicted](Self::evict) adapters.
     /// [`Core::has_copied`](super::Core::has_copied) takes note of its end.

@@ -1,6 +1,6 @@
 //! Two ranks on one GPU: they load on both or on neither.
 
-use std::{thread, time::Duration};
+use std::{cell::RefCell, sync::Arc, thread, time::Duration};
 
 use aril::{
     DType, Slot,
@@ -9,6 +9,7 @@ use aril::{
     group::{Group, GroupError, GroupPool, InProcess, Phase, Ranks},
     model::{Linear, LinearId, ModelSpec, Parallel},
     plan::Capacity,
+    pool::{Source, Tier},
     routing::Batch,
 };
 
@@ -111,6 +112,82 @@ fn two_ranks_share_their_slots() {
             pool.release(version).unwrap();
             slots.push(slot);
         }
+        slots
+    };
+    let slots: Vec<Vec<Slot>> = thread::scope(|scope| {
+        let ranks = InProcess::group(RANKS, Duration::from_secs(60));
+        let threads: Vec<_> = ranks.into_iter().map(|ranks| scope.spawn(|| run(ranks))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(slots[0], slots[1]);
+}
+
+/// Five adapters in two slots, which come back from page-locked memory. The first rank's has room for all of them, the second rank's
+/// for two. One rank that cannot load an adapter changes neither rank.
+#[test]
+#[ignore = "needs a GPU"]
+fn two_ranks_bring_adapters_back_from_host_memory() {
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", RANKS * FEATURES)).unwrap();
+    let values = |version: u64| [version as f32, 10.0 + version as f32];
+    let run = |ranks: InProcess| {
+        let rank = ranks.tp().rank();
+        let gpu = Gpu::new();
+        let model = spec.shard(ranks.tp()).unwrap();
+        let one = adapter(values(1));
+        let image = one.plan(&model, DType::F32).unwrap();
+        let capacity = Capacity::tokens(1).slots(2).rank(1);
+        let arena_bytes = WeightTable::arena_bytes([&image; 3]);
+        let table = WeightTable::new(&gpu.queue, &model, DType::F32, capacity, arena_bytes).unwrap();
+        let host_bytes = WeightTable::arena_bytes([&image]) * [8, 2][rank];
+        let pool = GroupPool::new(Group::new(ranks, table.clone()).unwrap());
+        let mut pool = pool.with_host_tier(host_bytes, 2).unwrap();
+        let opened = RefCell::new(Vec::new());
+        let open = |version| {
+            opened.borrow_mut().push(version);
+            Ok(adapter(values(version)))
+        };
+        let kept = pool.acquire(1, || open(1)).unwrap();
+        let mut slots = vec![kept];
+        for version in (2..=5).chain(2..=5).chain(2..=5) {
+            let slot = pool.acquire(version, || open(version)).unwrap();
+            assert_eq!(delta(&gpu, &table, id, slot), values(version)[rank], "version {version}");
+            assert_eq!(delta(&gpu, &table, id, kept), values(1)[rank], "beside version {version}");
+            pool.release(version).unwrap();
+            slots.push(slot);
+        }
+        assert!(pool.host_usage().unwrap().used > 0);
+        let again = opened.borrow().len() - 5;
+        assert_eq!(again, [0, 8][rank], "{opened:?}");
+        assert_eq!(pool.tier(2), [Tier::Host, Tier::Source][rank]);
+
+        // Prefetched beside a step, and opened by no rank.
+        let source = |adapter| Source::memory(Arc::new(adapter), &model, DType::F32).unwrap();
+        pool.prefetch(6, source(adapter(values(6)))).unwrap();
+        let slot = pool.acquire(6, || -> Result<Adapter, _> { unreachable!("it was prefetched") }).unwrap();
+        assert_eq!(delta(&gpu, &table, id, slot), values(6)[rank]);
+        pool.release(6).unwrap();
+
+        // The second rank cannot pack it: while it is loaded, and in a prefetch of this rank alone.
+        let (used, bad) = (table.usage().used, |version| adapter([values(version)[0], f32::NAN]));
+        for (version, phase) in [(9, Phase::Fill), (10, Phase::Plan)] {
+            if phase == Phase::Plan && rank == 1 {
+                pool.prefetch(version, source(bad(version))).unwrap();
+            }
+            let Err(GroupError::Refused { failures, own }) = pool.acquire(version, || Ok(bad(version))) else {
+                unreachable!()
+            };
+            let failures: Vec<_> = failures.iter().map(|failure| (failure.rank, failure.phase)).collect();
+            assert_eq!((failures, own.is_some()), (vec![(1, phase)], rank == 1));
+            assert_eq!(table.usage().used, used);
+            assert_eq!([1, 6, version].map(|version| pool.slot(version)), [Some(kept), Some(slot), None]);
+            assert_eq!(
+                [kept, slot].map(|slot| delta(&gpu, &table, id, slot)),
+                [1, 6].map(|version| values(version)[rank])
+            );
+        }
+        slots.push(pool.acquire(10, || open(10)).unwrap());
+        assert_eq!(delta(&gpu, &table, id, slot), values(10)[rank]);
         slots
     };
     let slots: Vec<Vec<Slot>> = thread::scope(|scope| {

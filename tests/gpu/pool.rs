@@ -2,12 +2,13 @@
 //! reads a wrong or unfinished adapter is seen.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Condvar, Mutex},
     time::{Duration, Instant},
 };
 
 use aril::{
     DType, Slot,
+    adapter::{Adapter, Tensor},
     cuda::{AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Routing, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -30,10 +31,10 @@ const ADAPTER_BYTES: usize = LAYERS * 2 * 16 * FEATURES * size_of::<f32>() + 256
 /// Steps that are enqueued before the host looks at the first one.
 const DEPTH: usize = 6;
 
-fn model() -> (Model, Vec<LinearId>) {
+fn model(layers: usize) -> (Model, Vec<LinearId>) {
     let mut spec = ModelSpec::new();
     let layer = |i| Linear::new(format!("layers.{i}"), Parallel::Replicated, FEATURES).slice("m", FEATURES);
-    let ids = (0..LAYERS).map(|i| spec.linear(layer(i)).unwrap()).collect();
+    let ids = (0..layers).map(|i| spec.linear(layer(i)).unwrap()).collect();
     (spec.shard(TpRank::SINGLE).unwrap(), ids)
 }
 
@@ -56,7 +57,7 @@ impl Lane {
         let weights = pool.weights(stream).unwrap().clone();
         let mut x = Buffer::zeros(&gpu.queue, TOKENS * FEATURES).unwrap();
         x.write(&vec![1.0; TOKENS * FEATURES]).unwrap();
-        let y = || Buffer::zeros(&gpu.queue, LAYERS * TOKENS * FEATURES).unwrap();
+        let y = || Buffer::zeros(&gpu.queue, ids.len() * TOKENS * FEATURES).unwrap();
         Self {
             layers: ids.iter().map(|&id| LoraLinear::new(&weights, id).unwrap()).collect(),
             routing: Routing::new(&gpu.queue, weights.capacity(), DEPTH).unwrap(),
@@ -92,14 +93,15 @@ impl Lane {
 
     /// What a step added for each of `values`, after a check that it is the same in all layers. Zeroes its output.
     fn check(&mut self, at: usize, values: &[f32], what: &str) {
-        let mut y = vec![f32::NAN; LAYERS * TOKENS * FEATURES];
+        let mut y = vec![f32::NAN; self.y[at].len()];
         self.y[at].read(&mut y).unwrap();
         for (row, outputs) in y.chunks(FEATURES).enumerate() {
             let value = values[row % TOKENS % values.len()];
             let wrong = outputs.iter().find(|&&output| output != value);
             assert!(wrong.is_none(), "{what}, row {row}: {wrong:?} instead of {value}");
         }
-        self.y[at].write(&vec![0.0; LAYERS * TOKENS * FEATURES]).unwrap();
+        y.fill(0.0);
+        self.y[at].write(&y).unwrap();
     }
 }
 
@@ -112,11 +114,16 @@ struct Setup {
 impl Setup {
     /// A pool with two streams, and room for `arena` adapters of rank 16 on the device and `host` in host memory.
     fn new(slots: usize, arena: usize, host: usize) -> Self {
+        Self::of(LAYERS, slots, [arena, host].map(|adapters| adapters * ADAPTER_BYTES))
+    }
+
+    /// The same for a model of this many layers, with bytes on the device and in host memory.
+    fn of(layers: usize, slots: usize, [arena, host]: [usize; 2]) -> Self {
         let first = Gpu::new();
         let second = Gpu::in_context(Arc::clone(&first.context));
-        let (model, ids) = model();
+        let (model, ids) = model(layers);
         let capacity = Capacity::tokens(TOKENS).slots(slots).rank(64);
-        let config = PoolConfig::arena_bytes(arena * ADAPTER_BYTES).host_bytes(host * ADAPTER_BYTES).poisoning();
+        let config = PoolConfig::arena_bytes(arena).host_bytes(host).poisoning();
         let mut pool = AdapterPool::new(&first.queue, &model, DType::F32, capacity, config).unwrap();
         let other = pool.add_queue(&second.queue).unwrap();
         let lanes = [(first, StreamId::FIRST), (second, other)];
@@ -402,4 +409,153 @@ fn a_pool_may_be_dropped_at_any_time() {
         streams.iter().for_each(|stream| stream.synchronize().unwrap());
     }
     assert_eq!(gpu.used_bytes(), used);
+}
+
+/// Whether weights can be read.
+#[derive(Default)]
+struct Gate {
+    is_open: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn set(&self, is_open: bool) {
+        *self.is_open.lock().unwrap() = is_open;
+        self.changed.notify_all();
+    }
+}
+
+/// Weights behind a gate.
+struct Gated(Vec<u8>, Arc<Gate>);
+
+impl AsRef<[u8]> for Gated {
+    fn as_ref(&self) -> &[u8] {
+        let is_open = self.1.is_open.lock().unwrap();
+        drop(self.1.changed.wait_while(is_open, |is_open| !*is_open).unwrap());
+        &self.0
+    }
+}
+
+/// Layers and rank of an adapter of 6 MiB, which is copied in several parts.
+const MANY_LAYERS: usize = 24;
+const MAX_RANK: usize = 64;
+const LARGE_BYTES: usize = MANY_LAYERS * 2 * MAX_RANK * FEATURES * size_of::<f32>() + 1024;
+
+/// A large adapter that adds `value`, and `last` in its last layer, whose B is behind the gate.
+fn gated(value: f32, last: f32, gate: &Arc<Gate>) -> Adapter {
+    let tensors = (0..MANY_LAYERS).flat_map(|layer| {
+        let is_last = layer + 1 == MANY_LAYERS;
+        let b = if is_last { last } else { value } / (MAX_RANK * FEATURES) as f32;
+        [("A", [MAX_RANK, FEATURES], 1.0), ("B", [FEATURES, MAX_RANK], b)].map(|(side, shape, value)| {
+            let bytes: Vec<u8> = bytemuck::cast_slice(&vec![value; MAX_RANK * FEATURES]).to_vec();
+            let tensor = match (is_last, side) {
+                (true, "B") => Tensor::new(DType::F32, shape, Gated(bytes, Arc::clone(gate))),
+                _ => Tensor::new(DType::F32, shape, bytes),
+            };
+            (format!("layers.{layer}.m.lora_{side}.weight"), tensor.unwrap())
+        })
+    });
+    Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 64, "lora_alpha": 64}"#, tensors).unwrap()
+}
+
+impl Setup {
+    /// Registers a large adapter and starts to read all of it but its last factor, if the device has room. The gate is closed then.
+    fn reading(&mut self, value: f32, last: f32, gate: &Arc<Gate>) -> AdapterId {
+        gate.set(true);
+        let source = Source::memory(Arc::new(gated(value, last, gate)), &self.model, DType::F32).unwrap();
+        gate.set(false);
+        let id = self.pool.register(source).unwrap();
+        self.pool.prefetch(id).unwrap();
+        id
+    }
+
+    /// A step with all of these adapters adds the value of each.
+    fn serves(&mut self, adapters: &[(AdapterId, f32)], what: &str) {
+        let (ids, values): (Vec<_>, Vec<_>) = adapters.iter().copied().unzip();
+        let leases = self.prepare(&ids, 0);
+        let slots: Vec<_> = leases.iter().map(Lease::slot).collect();
+        self.lanes[0].enqueue(0, &slots);
+        drop(leases);
+        self.commit_all();
+        self.lanes[0].check(0, &values, what);
+    }
+}
+
+/// An adapter takes its room on the device when its read starts, and is leased when it has ended. A batch that needs the room gets it, a
+/// read that fails gives it back, and no step sees a part of an adapter.
+#[test]
+#[ignore = "needs a GPU"]
+fn adapters_are_copied_while_they_are_read() {
+    let mut setup = Setup::of(MANY_LAYERS, 2, [5 * LARGE_BYTES, 8 * LARGE_BYTES]);
+    let gate = Arc::new(Gate::default());
+    let plain = [1.0, 2.0].map(|value| {
+        let adapter = Arc::new(setup::adapter(MANY_LAYERS, FEATURES, MAX_RANK, value));
+        (setup.pool.register(Source::memory(adapter, &setup.model, DType::F32).unwrap()).unwrap(), value)
+    });
+    for round in 0..choose(10, 4) {
+        let what = |when| format!("round {round}, {when}");
+        // The batch of both takes its room.
+        let id = setup.reading(5.0, 5.0, &gate);
+        let snapshot = setup.pool.snapshot();
+        assert_eq!((snapshot.reading, snapshot.copying), (1, 1), "{}", what("an adapter is being read"));
+        assert_eq!(setup.pool.residency(id).unwrap().tier, Tier::Source);
+        assert!(matches!(setup.pool.acquire(id, StreamId::FIRST), Err(PoolError::Loading { .. })));
+        setup.serves(&plain[..1], &what("beside the read"));
+        setup.serves(&plain, &what("in its place"));
+        gate.set(true);
+        while setup.pool.wait(Duration::from_secs(10)) {}
+        setup.serves(&[(id, 5.0)], &what("after the read"));
+        setup.pool.unregister(id).unwrap();
+
+        // It keeps its room.
+        let id = setup.reading(6.0, 6.0, &gate);
+        setup.serves(&plain[1..], &what("beside the next read"));
+        gate.set(true);
+        while setup.pool.wait(Duration::from_secs(10)) {}
+        assert_eq!(setup.pool.residency(id).unwrap().tier, Tier::Device);
+        setup.serves(&[plain[1], (id, 6.0)], &what("after the next read"));
+        setup.pool.unregister(id).unwrap();
+
+        // Its last part fails.
+        let id = setup.reading(7.0, f32::NAN, &gate);
+        setup.serves(&plain[..1], &what("beside a read that fails"));
+        gate.set(true);
+        while setup.pool.wait(Duration::from_secs(10)) {}
+        assert!(setup.pool.residency(id).unwrap().failure.is_some());
+        setup.serves(&plain, &what("after a read that failed"));
+        setup.pool.unregister(id).unwrap();
+    }
+    for (id, _) in plain {
+        setup.pool.unregister(id).unwrap();
+    }
+    setup.commit_all();
+    setup.lanes.iter().for_each(|lane| lane.gpu.synchronize());
+    let end = Instant::now();
+    while setup.pool.snapshot().resident > 0 && end.elapsed() < Duration::from_secs(10) {
+        setup.pool.poll();
+    }
+    let end = setup.pool.snapshot();
+    assert_eq!((end.device_memory.used, end.host_memory.used, end.resident, end.adapters), (0, 0, 0, 0));
+}
+
+/// A pool that is dropped while an adapter is read and copied does not wait for the read, and its memory comes back.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_pool_may_be_dropped_while_an_adapter_is_copied() {
+    let gpu = Gpu::new();
+    gpu.synchronize();
+    let (used, gate) = (gpu.used_bytes(), Arc::new(Gate::default()));
+    for _ in 0..4 {
+        let mut setup = Setup::of(MANY_LAYERS, 2, [5 * LARGE_BYTES, 8 * LARGE_BYTES]);
+        setup.reading(5.0, 5.0, &gate);
+        assert_eq!(setup.pool.snapshot().copying, 1);
+        std::thread::sleep(Duration::from_millis(20));
+        let Setup { pool, lanes, .. } = setup;
+        drop(pool);
+        let streams: Vec<_> = lanes.iter().map(|lane| Arc::clone(&lane.gpu.stream)).collect();
+        drop(lanes);
+        streams.iter().for_each(|stream| stream.synchronize().unwrap());
+        assert_eq!(gpu.used_bytes(), used);
+        gate.set(true);
+    }
 }

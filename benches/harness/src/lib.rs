@@ -11,6 +11,7 @@
 //! | [`record`] | the files in `benches/record` |
 //! | [`pool`] | the adapters that an adapter pool is measured with, and the JSON of its figures |
 //! | [`serving`] | a simulation of policies of admission |
+//! | [`engine`] | the figures of the reference engine |
 //! | [`report`], [`plots`], [`documents`] | tables, plots, and the documents that show them |
 #![expect(
     missing_debug_implementations,
@@ -25,6 +26,7 @@ pub mod data;
 #[cfg(feature = "cuda")]
 pub mod device;
 pub mod documents;
+pub mod engine;
 pub mod experts;
 #[cfg(feature = "cuda")]
 pub mod gemm;

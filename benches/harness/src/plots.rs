@@ -51,6 +51,8 @@ pub enum Axis {
     Latency,
     /// LoRA's part of the time of the base GEMMs, in percent, over tokens. Linear, from the least figure or 0.
     Percent,
+    /// LoRA's part of the time of a step, in percent, over sequences. Linear, from the least figure or 0.
+    Overhead,
 }
 
 impl Axis {
@@ -58,7 +60,7 @@ impl Axis {
         match self {
             Self::Time => "µs",
             Self::Latency => "ms",
-            Self::Percent => "percent",
+            Self::Percent | Self::Overhead => "percent",
         }
     }
 
@@ -67,6 +69,7 @@ impl Axis {
             Self::Time => "µs",
             Self::Latency => "ms",
             Self::Percent => "% of the base GEMMs",
+            Self::Overhead => "% of the step without adapters",
         }
     }
 
@@ -74,13 +77,14 @@ impl Axis {
         match self {
             Self::Time | Self::Percent => "tokens",
             Self::Latency => "requests/s",
+            Self::Overhead => "sequences",
         }
     }
 
     /// Where no line is: above the lines, or on the side of many tokens.
     fn legend(self) -> SeriesLabelPosition {
         match self {
-            Self::Time | Self::Latency => SeriesLabelPosition::UpperLeft,
+            Self::Time | Self::Latency | Self::Overhead => SeriesLabelPosition::UpperLeft,
             Self::Percent => SeriesLabelPosition::UpperRight,
         }
     }
@@ -373,7 +377,7 @@ impl Panel {
             Axis::Time | Axis::Latency => {
                 self.draw_lines(axis, chart.build_cartesian_2d(x, (low * 0.8..high * 3.0).log_scale())?)
             }
-            Axis::Percent => {
+            Axis::Percent | Axis::Overhead => {
                 let mut chart = chart.build_cartesian_2d(x, low.min(0.0) * 1.2..high * 1.9)?;
                 chart.draw_series([PathElement::new([(left, 0.0), (right, 0.0)], BLACK.stroke_width(1))])?;
                 self.draw_lines(axis, chart)

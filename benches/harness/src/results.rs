@@ -317,7 +317,7 @@ impl Others {
 }
 
 /// Reads a file of figures.
-fn load<T: DeserializeOwned>(path: &Path) -> Result<T> {
+pub(crate) fn load<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let error = |error: &dyn Error| format!("{}: {error}", path.display());
     let bytes = fs::read(path).map_err(|cause| error(&cause))?;
     Ok(serde_json::from_slice(&bytes).map_err(|cause| error(&cause))?)

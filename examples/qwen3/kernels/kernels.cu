@@ -431,6 +431,36 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
 
 }  // namespace
 
+// Overwrites each id that has a source, a row of logits, with the token that was drawn there, or
+// with 0 if none was.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    take_drawn(const int32_t* sources, const int32_t* drawn, int32_t* ids, int64_t tokens) {
+  const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (token >= tokens) return;
+  const int32_t source = sources[token];
+  if (source >= 0) ids[token] = max(drawn[source], 0);
+}
+
+// Copies what the host staged over the inputs of a captured step: for each token its id, its source
+// as for `take_drawn`, its position and its cache row; then the places and the values of what has
+// changed in the block table.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    set_inputs(const int32_t* staged,  // [4, tokens], then [2, changes]
+               const int32_t* drawn, int32_t* ids, int32_t* positions, int32_t* rows,
+               int32_t* table, int64_t tokens, int64_t changes) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at < tokens) {
+    const int32_t source = staged[tokens + at];
+    ids[at] = source < 0 ? staged[at] : max(drawn[source], 0);
+    positions[at] = staged[2 * tokens + at];
+    rows[at] = staged[3 * tokens + at];
+  }
+  if (at < changes) {
+    const int32_t* const places = staged + 4 * tokens;
+    table[places[at]] = places[changes + at];
+  }
+}
+
 #include "attention.cuh"
 #include "experts.cuh"
 #include "sampling.cuh"

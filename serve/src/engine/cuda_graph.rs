@@ -2,15 +2,16 @@
 
 use aril::{
     Element, Slot,
-    cuda::{Graph, LaunchError, Step},
+    cuda::{Buffer, Graph, PinnedBuffer, Step},
     routing::Batch,
 };
-use cudarc::driver::{DeviceRepr, result::memcpy_htod_async};
+use cudarc::driver::DeviceRepr;
 
-use super::graph::Capture;
+use super::graph::{Capture, InputValues};
 use crate::{
-    cuda::{Buffers, Cuda},
+    cuda::{Buffers, Cuda, Draws},
     error::Result,
+    forward::Inputs,
 };
 
 impl<T: Element + DeviceRepr> Capture for Cuda<T> {
@@ -44,16 +45,31 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
         Ok(graph.replay()?)
     }
 
-    fn overwrite(&self, indices: &mut Self::Indices, first: usize, values: &[u32]) -> Result<()> {
-        let (len, values) = (indices.len(), bytemuck::cast_slice::<u32, i32>(values));
-        assert!(first + values.len() <= len, "the indices have {len} places, not {first} and {}", values.len());
-        let address = indices.address + (first * size_of::<i32>()) as u64;
-        let stream = self.queue.stream();
-        stream.context().bind_to_thread().map_err(LaunchError::from)?;
-        // SAFETY: the values fit in (asserted), and the stream orders all uses of the memory. The driver copies pageable values before
-        // it returns.
-        Ok(unsafe { memcpy_htod_async(address, values, stream.cu_stream()) }.map_err(LaunchError::from)?)
+    type Staging = Staging;
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        Ok(Staging { host: PinnedBuffer::zeros(&self.queue, len)?, device: Buffer::zeros(&self.queue, len)? })
     }
+
+    fn set_inputs(
+        &self,
+        inputs: &mut Inputs<Self>,
+        values: &InputValues,
+        Staging { host, device }: &mut Staging,
+        last: Option<&Draws>,
+    ) -> Result<()> {
+        let len = values.values.len();
+        // Waits for the copy of the step before the last.
+        host.elements()?[..len].copy_from_slice(&values.values);
+        device.enqueue_write(host, len)?;
+        self.copy_inputs(inputs, device.device_ptr(), (values.tokens, values.changes()), last)
+    }
+}
+
+/// A step's inputs in page-locked memory, and on the device.
+pub(crate) struct Staging {
+    host: PinnedBuffer<i32>,
+    device: Buffer<i32>,
 }
 
 /// Runs a step whose matrices are in the device's arena. A second run of the same step allocates nothing, so that it can be captured.

@@ -2,6 +2,9 @@
 //!
 //! [`Engine::step`] does everything: it plans ([`scheduler`]), runs the plan in one pass of the model ([`plan`]), chooses tokens
 //! ([`sampling`]) and sends them to the requests' owners. One thread owns an engine; `worker` is that thread.
+//!
+//! An engine that runs ahead enqueues a step before it reads the tokens of the last one, which the device takes from where it has chosen
+//! them. So the device does not wait for the host. The tokens are the same.
 
 mod cache;
 #[cfg(feature = "cuda")]
@@ -14,14 +17,18 @@ mod scheduler;
 #[cfg(test)]
 mod tests;
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use aril::pool::{AdapterId, PoolError, Residency, Snapshot, Source, Tier};
 
 use self::{
     cache::KvCache,
     graph::{Decoder, Tables},
-    scheduler::Scheduler,
+    plan::Enqueued,
+    scheduler::{Scheduled, Scheduler},
 };
 pub(crate) use self::{
     graph::Capture,
@@ -29,7 +36,12 @@ pub(crate) use self::{
     sampling::{Chosen, Logprobs, Sampling},
     scheduler::{Limits, State},
 };
-use crate::{adapter_pool::AdapterPool as _, error::Result, forward::Session, model::Model};
+use crate::{
+    adapter_pool::AdapterPool as _,
+    error::{Error, Result},
+    forward::Session,
+    model::Model,
+};
 
 /// Sizes of an engine.
 #[derive(Clone, Copy, Debug)]
@@ -43,6 +55,8 @@ pub(crate) struct Sizes {
     pub(crate) max_positions: usize,
     /// Whether sequences share the blocks of equal prefixes.
     pub(crate) is_sharing: bool,
+    /// Whether a step is enqueued while the last one runs.
+    pub(crate) runs_ahead: bool,
 }
 
 /// A model, its adapters, and the requests that run on them.
@@ -53,12 +67,24 @@ pub(crate) struct Engine<'m, D: Capture> {
     pool: D::Pool,
     scheduler: Scheduler,
     block_rows: usize,
+    runs_ahead: bool,
+    /// Of the last step, then those of the next one.
+    draws: [D::Draws; 2],
+    /// The last step, if its results have not been read.
+    in_flight: Option<InFlight>,
     /// When the results of the last step were on the host.
     read: Option<Instant>,
     host_time: HostTime,
 }
 
-/// For how long the device waited for the host between the results of a step and a graph that followed at once.
+/// A step that has been enqueued.
+struct InFlight {
+    scheduled: Scheduled,
+    enqueued: Enqueued,
+}
+
+/// The host's time between the results of a step and a graph that followed at once. Meanwhile the device waits, unless the engine runs
+/// ahead.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct HostTime {
     pub(crate) total: Duration,
@@ -69,7 +95,7 @@ pub(crate) struct HostTime {
 impl<'m, D: Capture> Engine<'m, D> {
     /// An engine on a model whose adapters are those of `pool`.
     pub(crate) fn new(model: &'m Model<'m, D>, pool: D::Pool, sizes: Sizes) -> Result<Self> {
-        let Sizes { limits, blocks, block_rows, max_positions, is_sharing } = sizes;
+        let Sizes { limits, blocks, block_rows, max_positions, is_sharing, runs_ahead } = sizes;
         // Graphs have a block of their own.
         let rows = blocks as usize * block_rows;
         let mut session = model.session(rows + block_rows, max_positions)?;
@@ -80,11 +106,14 @@ impl<'m, D: Capture> Engine<'m, D> {
         };
         Ok(Self {
             model,
-            decoder: Decoder::new(model, &mut session, limits.running, tables)?,
+            decoder: Decoder::new(model, &mut session, (limits.running, limits.adapters), tables)?,
             session,
             pool,
             scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
             block_rows,
+            runs_ahead,
+            draws: [model.device.draws(limits.running)?, model.device.draws(limits.running)?],
+            in_flight: None,
             read: None,
             host_time: HostTime::default(),
         })
@@ -119,33 +148,73 @@ impl<'m, D: Capture> Engine<'m, D> {
         self.scheduler.end(id, &mut self.pool);
     }
 
-    /// Runs one step. Returns how many tokens it computed: none if all requests wait for their adapters.
-    pub(crate) fn step(&mut self, now: Duration) -> std::result::Result<usize, PoolError> {
-        let scheduled = self.scheduler.plan(now, &mut self.pool);
-        let tokens = scheduled.plan.chunks.iter().map(|chunk| chunk.tokens.len()).sum();
-        if tokens > 0 {
-            let Self { model, session, decoder, .. } = self;
-            let scores = scheduled.plan.run(model, session, decoder, self.block_rows);
-            if let (Some(enqueued), Some(read)) = (decoder.take_enqueued(), self.read) {
-                self.host_time.total += enqueued.duration_since(read);
-                self.host_time.steps += 1;
-            }
-            self.read = Some(Instant::now());
-            match scores {
-                Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut self.pool),
-                Err(error) => {
-                    tracing::error!(%error, "a step failed");
-                    let failure = Failure::Step(error.to_string().into());
-                    self.scheduler.fail_running(&failure, &mut self.pool);
-                }
-            }
+    /// Enqueues a step, and ends the last one or, unless the engine runs ahead, this one. Returns `false` if there was neither: all
+    /// requests wait for their adapters.
+    pub(crate) fn step(&mut self, now: Duration) -> std::result::Result<bool, PoolError> {
+        let mut last = self.in_flight.take();
+        if let Some(chosen_on_the_host) = last.take_if(|last| !last.scheduled.plan.is_drawn()) {
+            self.end(chosen_on_the_host);
         }
-        if tokens == 0 || self.is_idle() {
+        let scheduled = self.scheduler.plan(now, &mut self.pool);
+        let has_tokens = scheduled.plan.num_tokens() > 0;
+        let is_working = has_tokens || last.is_some();
+        if has_tokens {
+            self.enqueue(scheduled, last.is_some());
+        }
+        if let Some(last) = last {
+            self.end(last);
+        }
+        if let Some(this) = self.in_flight.take_if(|_| !self.runs_ahead) {
+            self.end(this);
+        }
+        if !has_tokens || self.is_idle() {
             self.read = None;
         }
         // The leases of requests that have ended are given back before the commit, so that their slots can be used in the next step.
         self.settle()?;
-        Ok(tokens)
+        Ok(is_working)
+    }
+
+    /// Enqueues a step behind the last one, whose tokens may be its own.
+    fn enqueue(&mut self, scheduled: Scheduled, is_behind: bool) {
+        let Self { model, session, decoder, draws: [last, next], .. } = self;
+        let last = if is_behind { Some(&*last) } else { None };
+        let enqueued = scheduled.plan.enqueue(model, session, decoder, self.block_rows, last, next);
+        if let (Some(enqueued), Some(read)) = (decoder.take_enqueued(), self.read) {
+            self.host_time.total += enqueued.duration_since(read);
+            self.host_time.steps += 1;
+        }
+        match enqueued {
+            Ok(enqueued) => {
+                self.draws.swap(0, 1);
+                self.in_flight = Some(InFlight { scheduled, enqueued });
+            }
+            Err(error) => self.fail(&scheduled, &error),
+        }
+    }
+
+    /// Reads the results of a step.
+    fn end(&mut self, InFlight { scheduled, enqueued }: InFlight) {
+        // A step that was enqueued since has the other draws.
+        let draws = &mut self.draws[usize::from(self.in_flight.is_some())];
+        let scores = scheduled.plan.scores(self.model, &enqueued, draws);
+        self.read = Some(Instant::now());
+        match scores {
+            Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut self.pool),
+            Err(error) => self.fail(&scheduled, &error),
+        }
+    }
+
+    fn fail(&mut self, scheduled: &Scheduled, error: &Error) {
+        tracing::error!(%error, "a step failed");
+        let failure = Failure::Step(error.to_string().into());
+        self.scheduler.fail_step(scheduled, &failure, &mut self.pool);
+    }
+
+    /// Whether steps are enqueued while the last one runs, from the next step on.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn run_ahead(&mut self, runs_ahead: bool) {
+        self.runs_ahead = runs_ahead;
     }
 
     /// Takes note of requests that have ended since the last step, so that their adapters' slots can be used.
@@ -160,7 +229,7 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Whether no request waits or runs.
     pub(crate) fn is_idle(&self) -> bool {
-        self.scheduler.is_idle()
+        self.scheduler.is_idle() && self.in_flight.is_none()
     }
 
     pub(crate) fn state(&self) -> State {
@@ -173,6 +242,12 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     pub(crate) fn pool(&self) -> Snapshot {
         self.pool.snapshot()
+    }
+
+    /// The fastest memory that each adapter is in.
+    pub(crate) fn tiers(&self) -> HashMap<AdapterId, Tier> {
+        let residency = |id| Some((id, self.pool.residency(id)?.tier));
+        self.scheduler.versions().filter_map(residency).collect()
     }
 
     /// Whether an adapter has been read, or the error of its last load.

@@ -1,11 +1,11 @@
 //! A step as the scheduler plans it, and its execution.
 //!
 //! A plan has everything that its results depend on: which tokens run, where their keys and values are, and the slots of their
-//! adapters.
+//! adapters. A token may be one that the step before chooses, and that the host does not know yet.
 
 use aril::Slot;
 
-use super::graph::{Capture, Decoder};
+use super::graph::{Capture, Decoder, Drawn};
 use crate::{
     device::{BlockTable, Draw},
     error::{Error, Result},
@@ -26,6 +26,8 @@ pub(crate) struct Chunk {
     /// Position of the first token.
     pub(crate) position: usize,
     pub(crate) tokens: Vec<u32>,
+    /// The sampled chunk of the step before that chooses the last of these tokens, if it is not known yet.
+    pub(crate) source: Option<usize>,
     /// The sequence's blocks of the cache, in order, up to the last token's.
     pub(crate) blocks: Vec<u32>,
     /// Whether the token behind the last one is chosen.
@@ -43,45 +45,81 @@ pub(crate) enum Scores {
     Drawn(Option<u32>, f32),
 }
 
+/// A step that has been enqueued.
+#[derive(Debug)]
+pub(crate) struct Enqueued {
+    /// All logits, if a token is chosen on the host.
+    logits: Option<Vec<f32>>,
+}
+
 impl Plan {
-    /// Computes all chunks in one pass, and returns what the token of each sampled one is chosen from, in order. Only if one of them
-    /// wants logits are logits copied to the host.
-    pub(crate) fn run<D: Capture>(
+    /// Enqueues all chunks in one pass. Tokens of `last` continue the sequences that have a source there; those that are chosen now
+    /// will be in `draws`. Only if a chunk wants its logits on the host, this waits for them.
+    pub(crate) fn enqueue<D: Capture>(
         &self,
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
         decoder: &mut Decoder<D>,
         block_rows: usize,
-    ) -> Result<Vec<Scores>> {
-        let step = self.step(block_rows)?;
+        last: Option<&D::Draws>,
+        draws: &mut D::Draws,
+    ) -> Result<Enqueued> {
+        let (step, sources) = self.step(block_rows)?;
         let eager;
-        let (logits, rows) = match decoder.run(model, session, &step)? {
+        let (logits, rows) = match decoder.run(model, session, &step, &Drawn { last, sources: &sources })? {
             Some(of_graph) => of_graph,
             None => {
-                eager = model.forward(session, &step)?;
+                let mut inputs = model.inputs(&step)?;
+                if let Some(last) = last.filter(|_| sources.iter().any(|&source| source >= 0)) {
+                    model.device.take_drawn(&mut inputs.ids, &sources, last)?;
+                }
+                eager = model.forward_on(session, &step, &inputs)?;
                 (&eager, step.sampled.len())
             }
         };
-        let sampled = || self.chunks.iter().filter(|chunk| chunk.is_sampled);
-        let mut draws: Vec<Draw> = sampled().map(|chunk| chunk.draw.unwrap_or(Draw::GREEDY)).collect();
-        draws.resize(rows, Draw::GREEDY);
-        let drawn = model.device.draw(logits, &draws)?;
-        let logits = match sampled().all(|chunk| chunk.draw.is_some()) {
-            true => Vec::new(),
-            false => model.device.read(logits)?,
-        };
-        let scores = sampled().zip(drawn).enumerate().map(|(row, (chunk, (token, logprob)))| match chunk.draw {
-            Some(_) => Scores::Drawn(token, logprob),
-            None => Scores::Logits(logits[row * model.config.vocab..][..model.config.vocab].to_vec()),
-        });
-        Ok(scores.collect())
+        let mut how: Vec<Draw> = self.sampled().map(|chunk| chunk.draw.unwrap_or(Draw::GREEDY)).collect();
+        how.resize(rows, Draw::GREEDY);
+        model.device.draw(logits, &how, draws)?;
+        let logits = if self.is_drawn() { None } else { Some(model.device.read(logits)?) };
+        Ok(Enqueued { logits })
     }
 
-    /// Packs the chunks without padding.
-    fn step(&self, block_rows: usize) -> Result<Step> {
+    /// What the token of each sampled chunk is chosen from, in order. Waits for the step, and not for one that was enqueued later.
+    pub(crate) fn scores<D: Capture>(
+        &self,
+        model: &Model<'_, D>,
+        enqueued: &Enqueued,
+        draws: &mut D::Draws,
+    ) -> Result<Vec<Scores>> {
+        let vocab = model.config.vocab;
+        let drawn = model.device.drawn(draws)?;
+        let of_chunk = |(row, (chunk, (token, logprob))): (usize, (&Chunk, _))| match &enqueued.logits {
+            Some(logits) if chunk.draw.is_none() => Scores::Logits(logits[row * vocab..][..vocab].to_vec()),
+            _ => Scores::Drawn(token, logprob),
+        };
+        Ok(self.sampled().zip(drawn).enumerate().map(of_chunk).collect())
+    }
+
+    /// Whether the device chooses all tokens, so that the next step can be enqueued before the host knows them.
+    pub(crate) fn is_drawn(&self) -> bool {
+        self.sampled().all(|chunk| chunk.draw.is_some())
+    }
+
+    /// Tokens that are computed.
+    pub(crate) fn num_tokens(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.tokens.len()).sum()
+    }
+
+    fn sampled(&self) -> impl Iterator<Item = &Chunk> {
+        self.chunks.iter().filter(|chunk| chunk.is_sampled)
+    }
+
+    /// Packs the chunks without padding. Also returns each token's source, as for [`Device::take_drawn`](crate::device::Device).
+    fn step(&self, block_rows: usize) -> Result<(Step, Vec<i32>)> {
         let columns = self.chunks.iter().map(|chunk| chunk.blocks.len()).max().unwrap_or(0);
         let table = BlockTable { first_rows: Vec::new(), columns, block_rows: index(block_rows)? };
         let mut step = Step { table, ..Step::default() };
+        let mut sources = Vec::new();
         for (sequence, chunk) in (0..).zip(&self.chunks) {
             for (position, &token) in (chunk.position..).zip(&chunk.tokens) {
                 step.ids.push(token);
@@ -89,6 +127,10 @@ impl Plan {
                 step.sequences.push(sequence);
                 step.slots.push(chunk.slot);
                 step.scales.push(1.0);
+            }
+            sources.resize(step.ids.len(), -1);
+            if let (Some(source), Some(last)) = (chunk.source, sources.last_mut()) {
+                *last = i32::try_from(source)?;
             }
             for &block in &chunk.blocks {
                 step.table.first_rows.push(index(block as usize * block_rows)?);
@@ -98,7 +140,7 @@ impl Plan {
                 step.sampled.push(index(step.ids.len() - 1)?);
             }
         }
-        Ok(step)
+        Ok((step, sources))
     }
 }
 

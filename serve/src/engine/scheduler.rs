@@ -4,8 +4,12 @@
 //! adapters of the running requests ([`Admission`]) and the blocks of the cache. A prompt may take several steps. If blocks run out,
 //! the youngest running request gives up its own and waits; later, its tokens are computed again.
 //!
-//! Invariants: a running request holds a lease on its adapter's version and the blocks of its computed tokens; a waiting request holds
-//! neither. A version stays registered while a request for it waits or runs, even if it was unloaded.
+//! A step may be planned while the last one runs, whose tokens are not known yet. A request that turns out to have ended has a chunk too
+//! many then, whose result is dropped.
+//!
+//! Invariants: a running request holds a lease on its adapter's version and the blocks of its planned tokens; a waiting request holds
+//! neither. A version stays registered while a request for it waits or runs, even if it was unloaded. The device runs steps in the order
+//! of their plans, so what a plan takes from another request is used after the steps planned before.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -17,7 +21,7 @@ use std::{
 use aril::{
     Slot,
     admission::{self, Admission, Answer},
-    pool::{AdapterId, CacheNamespace, Lease, PoolError},
+    pool::{AdapterId, CacheNamespace, Lease, Outcome, PoolError},
 };
 
 use super::{
@@ -56,6 +60,7 @@ pub(crate) struct Scheduler {
     running: BTreeSet<RequestId>,
     versions: HashMap<AdapterId, Version>,
     last_request: u64,
+    last_step: u64,
     preemptions: u64,
 }
 
@@ -65,10 +70,19 @@ struct Sequence {
     request: Request,
     /// The prompt and the chosen tokens.
     tokens: Vec<u32>,
+    /// Where the token after these is being chosen.
+    next: Option<Place>,
     sampler: Sampler,
     events: Events,
     /// Present while it runs.
     held: Option<Held>,
+}
+
+/// A sampled chunk of a step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Place {
+    step: u64,
+    row: usize,
 }
 
 /// What a running request holds.
@@ -76,7 +90,7 @@ struct Sequence {
 struct Held {
     lease: Option<Lease>,
     chain: Chain,
-    /// Tokens whose keys and values are in the cache.
+    /// Tokens whose keys and values are in the cache when all planned steps have run.
     computed: usize,
 }
 
@@ -95,6 +109,9 @@ struct Version {
 pub(crate) struct Scheduled {
     pub(crate) plan: Plan,
     requests: Vec<RequestId>,
+    /// Counts plans.
+    step: u64,
+    sampled: usize,
 }
 
 /// The state of a scheduler, for metrics.
@@ -120,6 +137,7 @@ impl Scheduler {
             running: BTreeSet::new(),
             versions: HashMap::new(),
             last_request: 0,
+            last_step: 0,
             preemptions: 0,
         }
     }
@@ -127,6 +145,11 @@ impl Scheduler {
     /// Adds a version of an adapter that the pool has registered, of `bytes` bytes.
     pub(crate) fn add_version(&mut self, id: AdapterId, bytes: usize) {
         self.versions.insert(id, Version { bytes, requests: 0, is_retired: false });
+    }
+
+    /// The versions that the pool knows.
+    pub(crate) fn versions(&self) -> impl Iterator<Item = AdapterId> {
+        self.versions.keys().copied()
     }
 
     /// Unregisters a version once its last request has ended. New requests for it are refused.
@@ -173,15 +196,22 @@ impl Scheduler {
         }
         self.last_request = id.0;
         let (tokens, sampler) = (request.prompt.clone(), Sampler::new(request.sampling.clone()));
-        self.sequences.insert(id, Sequence { request, tokens, sampler, events, held: None });
+        self.sequences.insert(id, Sequence { request, tokens, next: None, sampler, events, held: None });
         Ok(id)
     }
 
     /// Ends a request, if it has not ended, and frees what it holds.
     pub(crate) fn end(&mut self, id: RequestId, pool: &mut impl AdapterPool) {
+        if self.sequences.contains_key(&id) {
+            let known = self.admission.cancel(&id);
+            debug_assert_eq!(known, Ok(()), "a sequence waits or runs");
+            self.forget(id, pool);
+        }
+    }
+
+    /// Frees what a request holds that admission does not know any more.
+    fn forget(&mut self, id: RequestId, pool: &mut impl AdapterPool) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
-        let known = self.admission.cancel(&id);
-        debug_assert_eq!(known, Ok(()), "a sequence waits or runs");
         self.running.remove(&id);
         if let Some(held) = sequence.held {
             self.cache.release(held.chain);
@@ -195,23 +225,42 @@ impl Scheduler {
 
     /// Ends a request without a result.
     fn fail(&mut self, id: RequestId, failure: Failure, pool: &mut impl AdapterPool) {
+        self.tell(id, failure);
+        self.end(id, pool);
+    }
+
+    fn tell(&self, id: RequestId, failure: Failure) {
         if let Some(sequence) = self.sequences.get(&id) {
             // Without a receiver, nobody waits for it.
             let _ = sequence.events.send(Event::Failed(failure));
         }
-        self.end(id, pool);
     }
 
-    /// Ends all running requests without a result.
-    pub(crate) fn fail_running(&mut self, failure: &Failure, pool: &mut impl AdapterPool) {
-        for id in mem::take(&mut self.running) {
+    /// Ends the waiting requests of adapters whose loads have failed.
+    fn fail_loads(&mut self, pool: &mut impl AdapterPool) {
+        while let Some(Outcome { id: adapter, result, .. }) = pool.next_outcome() {
+            let Err(error) = result else { continue };
+            let failure = failure(&PoolError::Failed { id: adapter, error });
+            let waits = |sequence: &Sequence| sequence.request.adapter == Some(adapter) && sequence.held.is_none();
+            let waiting = self.sequences.iter().filter(|(_, sequence)| waits(sequence));
+            for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
+                self.fail(id, failure.clone(), pool);
+            }
+        }
+    }
+
+    /// Ends all running requests, and those of a step that failed, without a result.
+    pub(crate) fn fail_step(&mut self, step: &Scheduled, failure: &Failure, pool: &mut impl AdapterPool) {
+        for id in mem::take(&mut self.running).into_iter().chain(step.requests.iter().copied()) {
             self.fail(id, failure.clone(), pool);
         }
     }
 
     /// Plans the next step. The plan is empty if nothing runs.
     pub(crate) fn plan(&mut self, now: Duration, pool: &mut impl AdapterPool) -> Scheduled {
-        let mut scheduled = Scheduled::default();
+        self.fail_loads(pool);
+        self.last_step += 1;
+        let mut scheduled = Scheduled { step: self.last_step, ..Scheduled::default() };
         let mut budget = self.limits.step_tokens;
         let has_room = self.plan_running(&mut scheduled, &mut budget);
         if has_room {
@@ -227,9 +276,12 @@ impl Scheduler {
         while let Some(id) = next.filter(|_| *budget > 0) {
             loop {
                 let sequence = self.sequences.get_mut(&id).expect("a running request is known");
+                if sequence.is_ending() {
+                    break;
+                }
                 if let Some(chunk) = sequence.next_chunk(&mut self.cache, *budget) {
                     *budget -= chunk.tokens.len();
-                    scheduled.push(id, chunk);
+                    scheduled.push(id, sequence, chunk);
                     break;
                 }
                 has_room = false;
@@ -253,7 +305,7 @@ impl Scheduler {
         pool: &mut impl AdapterPool,
     ) {
         for adapter in self.admission.prefetch().take(PREFETCHED) {
-            // If its last load failed, its requests fail below.
+            // If its last load failed, its requests fail when they are offered.
             let _ = pool.prefetch(adapter);
         }
         let Self { limits, admission, cache, sequences, running, .. } = self;
@@ -267,7 +319,7 @@ impl Scheduler {
                 Err(PoolError::Loading { .. } | PoolError::Full) => return Answer::Skip,
                 Err(error) => {
                     failed.push((offered.id, failure(&error)));
-                    return Answer::Skip;
+                    return Answer::Fail;
                 }
             };
             let sequence = sequences.get_mut(&offered.id).expect("a waiting request is known");
@@ -279,12 +331,13 @@ impl Scheduler {
                 return Answer::Stop;
             };
             *budget -= chunk.tokens.len();
-            scheduled.push(offered.id, chunk);
+            scheduled.push(offered.id, sequence, chunk);
             running.insert(offered.id);
             Answer::Take
         });
         for (id, failure) in failed {
-            self.fail(id, failure, pool);
+            self.tell(id, failure);
+            self.forget(id, pool);
         }
     }
 
@@ -292,14 +345,16 @@ impl Scheduler {
     pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>, pool: &mut impl AdapterPool) {
         let mut scores = scores.into_iter();
         for (&id, chunk) in scheduled.requests.iter().zip(&scheduled.plan.chunks) {
-            let sequence = self.sequences.get_mut(&id).expect("a request ends between steps");
-            let held = sequence.held.as_mut().expect("a scheduled request runs");
-            held.computed = chunk.position + chunk.tokens.len();
-            self.cache.publish(&mut held.chain, &sequence.tokens[..held.computed]);
-            if !chunk.is_sampled {
-                continue;
+            let scores = chunk.is_sampled.then(|| scores.next().expect("a sampled chunk has a result"));
+            // The request may have ended since.
+            let Some(sequence) = self.sequences.get_mut(&id) else { continue };
+            // It may have been preempted since.
+            if let Some(held) = &mut sequence.held {
+                let computed = chunk.position + chunk.tokens.len();
+                self.cache.publish(&mut held.chain, &sequence.tokens[..computed]);
             }
-            let scores = scores.next().expect("a sampled chunk has a result");
+            let Some(scores) = scores else { continue };
+            sequence.next = sequence.next.filter(|next| next.step != scheduled.step);
             let Some(chosen) = sequence.sampler.choose_from(&scores) else {
                 self.fail(id, Failure::NotNumbers, pool);
                 continue;
@@ -361,7 +416,11 @@ impl Scheduler {
 }
 
 impl Scheduled {
-    fn push(&mut self, id: RequestId, chunk: Chunk) {
+    fn push(&mut self, id: RequestId, sequence: &mut Sequence, chunk: Chunk) {
+        if chunk.is_sampled {
+            sequence.next = Some(Place { step: self.step, row: self.sampled });
+            self.sampled += 1;
+        }
         self.requests.push(id);
         self.plan.chunks.push(chunk);
     }
@@ -371,16 +430,33 @@ impl Sequence {
     /// The next tokens, up to `budget` of them, with blocks for their keys and values; `None` if the cache is full.
     fn next_chunk(&mut self, cache: &mut KvCache, budget: usize) -> Option<Chunk> {
         let Held { lease, chain, computed } = self.held.as_mut()?;
-        let end = self.tokens.len().min(*computed + budget);
-        let is_sampled = end == self.tokens.len();
-        cache.grow(chain, end).then(|| Chunk {
+        let known = self.tokens.len();
+        let len = known + usize::from(self.next.is_some());
+        let (position, end) = (*computed, len.min(*computed + budget));
+        if !cache.grow(chain, end) {
+            return None;
+        }
+        *computed = end;
+        let mut tokens = self.tokens[position..end.min(known)].to_vec();
+        let source = self.next.filter(|_| end > known).map(|next| next.row);
+        // A token that is not known yet.
+        tokens.resize(end - position, 0);
+        let is_sampled = end == len;
+        Some(Chunk {
             slot: lease.as_ref().map_or(Slot::BASE, Lease::slot),
-            position: *computed,
-            tokens: self.tokens[*computed..end].to_vec(),
+            position,
+            tokens,
+            source,
             blocks: chain.blocks()[..end.div_ceil(cache.block_rows())].to_vec(),
             is_sampled,
             draw: if is_sampled { self.sampler.draw() } else { None },
         })
+    }
+
+    /// Whether the token that is being chosen is the last one, whatever it is.
+    fn is_ending(&self) -> bool {
+        let chosen = self.tokens.len() - self.request.prompt.len();
+        self.next.is_some() && chosen + 1 == self.request.max_tokens
     }
 
     /// Gives up the lease and the blocks.

@@ -9,7 +9,7 @@ use std::{
 use aril::{
     DType,
     adapter::{Adapter, AdapterError},
-    pool::Source,
+    pool::{Source, Tier},
     registry::{OnDuplicate, RegistryError, Served},
 };
 use axum::{Json, extract::State};
@@ -82,7 +82,8 @@ pub(crate) async fn unload(State(server): Shared, bytes: body::Received) -> ApiR
 }
 
 /// `GET /v1/models`
-pub(crate) async fn list(State(server): Shared) -> Json<Value> {
+pub(crate) async fn list(State(server): Shared) -> ApiResult<Json<Value>> {
+    let tiers = server.engine.report().await.ok_or_else(ApiError::ended)?.tiers;
     let model = |id: &str, root: &Path, parent: Option<&str>| {
         json!({
             "id": id,
@@ -98,9 +99,16 @@ pub(crate) async fn list(State(server): Shared) -> Json<Value> {
     let paths = server.paths();
     let adapters = server.registry.list().into_iter().map(|adapter| {
         let root = paths.get(&adapter.id).cloned().unwrap_or_default();
-        model(&adapter.name, &root, server.names.first().map(String::as_str))
+        let mut model = model(&adapter.name, &root, server.names.first().map(String::as_str));
+        // Not in OpenAI's API: the fastest memory that the adapter is in.
+        model["tier"] = match tiers.get(&adapter.id) {
+            Some(Tier::Device) => "device".into(),
+            Some(Tier::Host) => "host".into(),
+            _ => "source".into(),
+        };
+        model
     });
-    Json(json!({ "object": "list", "data": base.chain(adapters).collect::<Vec<_>>() }))
+    Ok(Json(json!({ "object": "list", "data": base.chain(adapters).collect::<Vec<_>>() })))
 }
 
 impl Server {

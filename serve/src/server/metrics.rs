@@ -69,7 +69,7 @@ impl Server {
 
 /// `GET /metrics`
 pub(super) async fn render(State(server): Shared) -> ApiResult<String> {
-    let Report { state, pool, host_time } = server.engine.report().await.ok_or_else(ApiError::ended)?;
+    let Report { state, pool, host_time, .. } = server.engine.report().await.ok_or_else(ApiError::ended)?;
     let Metrics { recorder, handle, model } = &server.metrics;
     let names = |adapters: &[AdapterId]| {
         let names = adapters.iter().filter_map(|&id| server.registry.name_of(id));

@@ -19,6 +19,7 @@ use std::{
 
 use aril::{
     DType,
+    cpu::AdapterPool,
     pool::{AdapterId, PoolConfig},
     registry::{OnDuplicate, Registry},
 };
@@ -44,7 +45,7 @@ use crate::{
     engine::{self, Sizes},
     error::{Context, Error, Result, bail},
     model::{Described, describe},
-    options::{LoadFormat, Options},
+    options::{DeviceArg, LoadFormat, Options},
     tokenizer::{Tokenizer, guarded},
     worker::{self, Handle, Setup},
 };
@@ -201,7 +202,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
     let checkpoint = match options.load_format {
         LoadFormat::Safetensors => Checkpoint::open(&model)?,
-        LoadFormat::Dummy => dummy::checkpoint(&config, dtype)?,
+        LoadFormat::Dummy => dummy::checkpoint(&config, dtype, |_| Ok(()))?,
     };
     checkpoint.check(&config)?;
     let tokenizer = Tokenizer::read(&model)?;
@@ -224,6 +225,13 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let max_loras = if options.enable_lora { options.max_loras } else { 0 };
     let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config)?));
     let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
+    let host_bytes = match options.max_cpu_loras {
+        None => options.host_mib << 20,
+        Some(count) if count < options.max_loras => {
+            bail!("--max-cpu-loras {count} is less than --max-loras {}", options.max_loras)
+        }
+        Some(count) => AdapterPool::arena_bytes(&described.model, dtype, options.max_lora_rank, count),
+    };
     let setup = Setup {
         device: options.device,
         dtype,
@@ -232,7 +240,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         sizes,
         max_rank: options.max_lora_rank,
         slots: max_loras + SPARE_SLOTS,
-        pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(options.host_mib << 20),
+        pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(host_bytes),
     };
     let (engine, thread) = worker::start(Arc::clone(&checkpoint), setup)?;
     let server = Server {
@@ -294,6 +302,8 @@ fn sizes(options: &Options, config: &Config, dtype: DType, max_positions: usize)
         block_rows: block_size,
         max_positions,
         is_sharing: !options.no_enable_prefix_caching,
+        // The CPU computes a step before it is enqueued.
+        runs_ahead: matches!(options.device, DeviceArg::Cuda(_)),
     })
 }
 
@@ -307,6 +317,7 @@ fn router(server: Arc<Server>) -> Router {
         .layer(middleware::from_fn_with_state(Arc::clone(&server), check_key));
     Router::new()
         .merge(guarded)
+        .route("/", get(page))
         .route("/health", get(health))
         .route("/metrics", get(metrics::render))
         .fallback(async |uri: Uri| ApiError::not_found(format!("There is no {}.", uri.path())))
@@ -318,6 +329,14 @@ fn router(server: Arc<Server>) -> Router {
         })
         .layer(DefaultBodyLimit::max(server.limits.body_bytes))
         .with_state(server)
+}
+
+/// The page: a chat with several models side by side. It loads nothing else, and asks this server alone.
+async fn page() -> impl IntoResponse {
+    const POLICY: &str = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
+                          form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
+    let headers = [(header::CONTENT_TYPE, "text/html; charset=utf-8"), (header::CONTENT_SECURITY_POLICY, POLICY)];
+    (headers, include_str!("page.html"))
 }
 
 /// Whether the engine lives.

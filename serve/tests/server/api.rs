@@ -282,6 +282,15 @@ async fn a_build_without_cuda_refuses_a_gpu() {
     assert_eq!(refused, "--device cuda:1: this build has no CUDA; build it with `--features cuda`");
 }
 
+/// The page has no part elsewhere, and needs no key.
+#[tokio::test]
+async fn the_page_is_one_file() {
+    let server = Server::start(&["--api-key", "secret"]).await;
+    let (status, page) = server.get("/").await;
+    assert_eq!(status, 200);
+    assert!(page.starts_with("<!doctype html>") && !page.contains("http://") && !page.contains("https://"), "{page}");
+}
+
 /// Random weights answer with random tokens, as many as were asked for.
 #[tokio::test(flavor = "multi_thread")]
 async fn random_weights_are_served() {

@@ -2,6 +2,8 @@
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
+use aril_serve::{Options, start};
+use clap::Parser as _;
 use serde_json::{Value, json};
 
 use crate::client::{QUESTION, Server, WORDS, error, fixture, text};
@@ -30,6 +32,7 @@ async fn adapters_come_change_and_go() {
     let base = Some("base");
     assert_eq!(listed, [(base, None), (Some("pomegranate"), base), (Some("saffron"), base), (Some("walnut"), base)]);
     assert_eq!(models["data"][2]["root"], root.join("r8-all").display().to_string());
+    assert_eq!((&models["data"][2]["tier"], &models["data"][0]["tier"]), (&json!("device"), &Value::Null));
 
     let server = std::sync::Arc::new(server);
     let asked: Vec<_> = (0..36)
@@ -119,4 +122,24 @@ async fn what_cannot_be_loaded_is_refused_by_name() {
     let closed = Server::start(&["--enable-lora"]).await;
     assert_eq!(error(&closed.load("good", absolute, false).await).0, 404);
     assert_eq!(error(&closed.unload("good").await).0, 404);
+}
+
+/// `--max-cpu-loras` is host memory for as many adapters of the largest rank.
+#[tokio::test]
+async fn host_memory_is_for_a_number_of_adapters() {
+    let mut rooms = Vec::new();
+    for (count, rank) in [("8", "16"), ("16", "16"), ("8", "32")] {
+        let server = Server::start(&["--enable-lora", "--max-cpu-loras", count, "--max-lora-rank", rank]).await;
+        rooms.push(server.metric("aril_pool_memory_bytes", &["tier=\"host\"", "state=\"free\""]).await);
+    }
+    let [few, more, larger] = rooms[..] else { unreachable!("three servers") };
+    // An adapter has a part that does not depend on its rank.
+    assert!(more == 2.0 * few && larger > 1.9 * few && larger <= 2.0 * few, "{few} {more} {larger}");
+
+    let model = fixture("qwen3").display().to_string();
+    let arguments = ["aril-serve", "--model", &model, "--port", "0", "--max-loras", "8", "--max-cpu-loras", "7"];
+    let refused = start(Options::parse_from(arguments)).await.expect_err("there are too few");
+    assert_eq!(refused, "--max-cpu-loras 7 is less than --max-loras 8");
+    let both = arguments.into_iter().chain(["--host-mib", "1"]);
+    assert!(Options::try_parse_from(both).is_err());
 }

@@ -94,11 +94,14 @@ impl Core {
         if missing.is_empty() {
             return Ok(());
         }
-        let needed: usize = missing.iter().map(|id| self.adapters[id].bytes).sum();
-        let (slots, bytes) = self.device.reclaimable(|id| self.rank(id));
-        if slots < missing.len() || bytes < needed {
-            self.counters.full += 1;
-            return Err(PoolError::Full);
+        if !self.could_bring(missing) {
+            // Other adapters that are being read have room that they do not need yet.
+            let others: Vec<_> = self.queue.iter().copied().filter(|id| !missing.contains(id)).collect();
+            others.into_iter().for_each(|id| self.revoke(id, transfer));
+            if !self.could_bring(missing) {
+                self.counters.full += 1;
+                return Err(PoolError::Full);
+            }
         }
         for &id in missing.iter().rev() {
             self.enqueue(id, VecDeque::push_front);
@@ -115,6 +118,14 @@ impl Core {
             _ => {}
         }
         refusal.map_or(Ok(()), Err)
+    }
+
+    /// Whether there are slots and bytes for the missing adapters of the current batch that have none yet.
+    fn could_bring(&self, missing: &[AdapterId]) -> bool {
+        let missing = missing.iter().map(|id| &self.adapters[id]).filter(|entry| !entry.host.is_copied_meanwhile());
+        let (needed, bytes) = missing.fold((0, 0), |(slots, bytes), entry| (slots + 1, bytes + entry.bytes));
+        let (slots, room) = self.device.reclaimable(|id| self.rank(id));
+        needed <= slots && bytes <= room
     }
 
     /// Why a batch cannot be leased now.

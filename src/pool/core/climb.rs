@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
-use super::{Core, HostPlace, Rule};
+use super::{Core, Entry, HostPlace, Rule};
 use crate::{
     blocks::Block,
     error::LoadError,
@@ -36,12 +36,14 @@ impl Core {
     /// waits for the same memory.
     pub(super) fn advance(&mut self, transfer: &mut impl Transfer) {
         let (mut no_device, mut no_host) = (false, false);
+        // Whether all adapters so far have room on the device, so that a read may take some for the next one.
+        let mut may_copy = true;
         let mut queue = std::mem::take(&mut self.queue);
         queue.retain(|&id| {
             let Some(entry) = self.adapters.get_mut(&id) else { return false };
             match &entry.host {
-                HostPlace::Reading(_) => {}
-                HostPlace::Absent => no_host = no_host || !self.read(id, transfer),
+                HostPlace::Reading { .. } => {}
+                HostPlace::Absent => no_host = no_host || !self.read(id, may_copy, transfer),
                 HostPlace::Ready { .. } if no_device => {}
                 HostPlace::Ready { .. } => match self.place(id, transfer) {
                     Placed::Done => return false,
@@ -52,24 +54,43 @@ impl Core {
                     Placed::Blocked => no_device = true,
                 },
             }
+            may_copy &= self.adapters[&id].host.is_copied_meanwhile();
             true
         });
         self.queue = queue;
     }
 
-    /// Starts to read an adapter, if there is room in the host tier.
-    fn read(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> bool {
+    /// Starts to read an adapter, if there is room in the host tier. If it `may_copy` and there is room on the device, too, the read also
+    /// copies it there.
+    fn read(&mut self, id: AdapterId, may_copy: bool, transfer: &mut impl Transfer) -> bool {
         if self.reads == self.max_reads {
             return false;
         }
         let Some(block) = self.host_block(id, transfer) else { return false };
-        let to = block.range();
+        let (to, &Entry { bytes, is_exact, .. }) = (block.range(), &self.adapters[&id]);
+        let may_copy = may_copy && is_exact && transfer.copies_parts();
+        let room = if may_copy { self.make_room(id, bytes, transfer).ok() } else { None };
+        let mut copy = room.map(|copy| Copy { from: to.start..to.start + bytes, ..copy });
+        if !transfer.read(id, to, copy.as_ref()) {
+            copy.take().into_iter().for_each(|copy| self.device.evict(copy.slot));
+        }
         if let Some(entry) = self.adapters.get_mut(&id) {
-            entry.host = HostPlace::Reading(block);
+            if !self.device.rules.holds(Rule::Whole) {
+                entry.slot = copy.as_ref().map(|copy| copy.slot);
+            }
+            entry.host = HostPlace::Reading { block, copy };
         }
         self.reads += 1;
-        transfer.read(id, to);
         true
+    }
+
+    /// Takes back the room on the device of an adapter that is being read, unless all of it has been enqueued.
+    pub(super) fn revoke(&mut self, id: AdapterId, transfer: &mut impl Transfer) {
+        let Some(Entry { host: HostPlace::Reading { copy, .. }, .. }) = self.adapters.get_mut(&id) else { return };
+        let rules = self.device.rules;
+        if let Some(copy) = copy.take_if(|copy| transfer.revoke(copy) || !rules.holds(Rule::Revoke)) {
+            self.device.evict(copy.slot);
+        }
     }
 
     /// Host memory for an adapter. Evicts others, and adapters in the queue only for the current batch.
@@ -96,49 +117,61 @@ impl Core {
         entry.host.is_ready() && (!is_copying || !self.device.rules.holds(Rule::Source))
     }
 
-    /// The last use of an adapter that may be evicted from the device: neither pinned nor in the current batch.
+    /// The last use of an adapter that may be evicted from the device: neither being read, nor pinned, nor in the current batch.
     pub(super) fn rank(&self, id: AdapterId) -> Option<u64> {
         let entry = self.adapters.get(&id)?;
-        (!entry.is_pinned && entry.batch != self.batch).then_some(entry.last_use)
+        (entry.slot.is_some() && !entry.is_pinned && entry.batch != self.batch).then_some(entry.last_use)
     }
 
-    /// Copies an adapter from host memory to the device. Evicts the least recently used others.
-    fn place(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Placed {
-        let Some(entry) = self.adapters.get(&id) else { return Placed::Done };
-        let HostPlace::Ready { block, bytes } = &entry.host else { return Placed::Blocked };
-        let (from, bytes) = (block.offset()..block.offset() + bytes, *bytes);
+    /// Takes a slot and a block on the device for an adapter. Evicts the least recently used others. Returns its copy without the source.
+    fn make_room(&mut self, id: AdapterId, bytes: usize, transfer: &mut impl Transfer) -> Result<Copy, Placed> {
+        let entry = &self.adapters[&id];
         let last_use = entry.last_use;
         let older = |core: &Self, id| core.rank(id).filter(|&rank| rank < last_use);
         if !self.device.could_hold(bytes, |id| older(self, id).is_some()) {
             // The last batch is asked for again, even if one of its adapters stands in the way of another.
             let is_last_batch = entry.batch + 1 >= self.batch;
             let is_outranked = !is_last_batch && self.device.could_hold(bytes, |id| self.rank(id).is_some());
-            return if is_outranked { Placed::Outranked } else { Placed::Blocked };
+            return Err(if is_outranked { Placed::Outranked } else { Placed::Blocked });
         }
-        let copy = loop {
+        loop {
             if let Some(copy) = self.device.take(id, bytes) {
-                break Copy { from, ..copy };
+                return Ok(copy);
             }
             let victim = self.device.victim(|id| older(self, id)).filter(|_| transfer.may_evict());
-            let Some(victim) = victim else { return Placed::Blocked };
+            let Some(victim) = victim else { return Err(Placed::Blocked) };
             self.evict(victim, transfer);
             self.counters.evictions += 1;
+        }
+    }
+
+    /// Copies an adapter from host memory to the device, if there is room.
+    fn place(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Placed {
+        let Some(entry) = self.adapters.get(&id) else { return Placed::Done };
+        let HostPlace::Ready { block, bytes } = &entry.host else { return Placed::Blocked };
+        let (from, bytes) = (block.offset()..block.offset() + bytes, *bytes);
+        let copy = match self.make_room(id, bytes, transfer) {
+            Ok(copy) => Copy { from, ..copy },
+            Err(placed) => return placed,
         };
         match transfer.copy(&copy) {
-            Ok(()) => {
-                self.counters.copies += 1;
-                self.counters.copied_bytes += bytes as u64;
-                self.adapters.entry(id).and_modify(|entry| {
-                    entry.slot = Some(copy.slot);
-                    entry.is_waiting = false;
-                });
-            }
+            Ok(()) => self.has_placed(id, &copy),
             Err(error) => {
                 self.device.evict(copy.slot);
                 self.fail(id, error);
             }
         }
         Placed::Done
+    }
+
+    /// Takes note of a copy that has been enqueued.
+    fn has_placed(&mut self, id: AdapterId, copy: &Copy) {
+        self.counters.copies += 1;
+        self.counters.copied_bytes += copy.from.len() as u64;
+        if let Some(entry) = self.adapters.get_mut(&id) {
+            entry.slot = Some(copy.slot);
+            entry.is_waiting = false;
+        }
     }
 
     /// Takes the result of a read: the adapter's size in bytes, at most the one registered.
@@ -152,17 +185,23 @@ impl Core {
         self.reads -= 1;
         self.counters.read_time += time;
         let Some(entry) = self.adapters.get_mut(&id) else { return };
-        let HostPlace::Reading(block) = std::mem::take(&mut entry.host) else { return };
+        let HostPlace::Reading { block, copy } = std::mem::take(&mut entry.host) else { return };
         match result {
             Ok(bytes) => {
-                entry.bytes = bytes;
+                (entry.bytes, entry.is_exact) = (bytes, true);
                 entry.host = HostPlace::Ready { block, bytes };
                 self.host.insert(entry.last_use, id);
                 self.counters.reads += 1;
                 self.counters.read_bytes += bytes as u64;
+                if let Some(copy) = copy {
+                    transfer.finish(&copy);
+                    self.has_placed(id, &copy);
+                    self.queue.retain(|&other| other != id);
+                }
                 self.report(id, Ok(()));
             }
             Err(error) => {
+                copy.into_iter().for_each(|copy| self.device.evict(copy.slot));
                 self.host.blocks.free(block);
                 self.fail(id, error);
                 self.queue.retain(|&other| other != id);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::{
     blocks::{Block, Blocks},
     plan::PlanError,
-    pool::AdapterId,
+    pool::{AdapterId, transfer::Copy},
 };
 
 /// The host's arena, and its adapters by their last use.
@@ -20,7 +20,11 @@ pub(crate) struct Host {
 pub(super) enum HostPlace {
     #[default]
     Absent,
-    Reading(Block),
+    Reading {
+        block: Block,
+        /// The copy that the read makes meanwhile. Its slot has no leases yet.
+        copy: Option<Copy>,
+    },
     Ready {
         block: Block,
         /// Size of the adapter.
@@ -31,6 +35,11 @@ pub(super) enum HostPlace {
 impl HostPlace {
     pub(super) fn is_ready(&self) -> bool {
         matches!(self, Self::Ready { .. })
+    }
+
+    /// Whether it is being read, and has room on the device.
+    pub(super) fn is_copied_meanwhile(&self) -> bool {
+        matches!(self, Self::Reading { copy: Some(_), .. })
     }
 }
 

@@ -4,6 +4,8 @@ mod batch;
 mod climb;
 mod device;
 mod host;
+#[cfg(test)]
+mod meanwhile;
 mod report;
 mod rules;
 #[cfg(test)]
@@ -56,8 +58,10 @@ pub(crate) struct Limits {
 /// An adapter.
 #[derive(Debug, Default)]
 struct Entry {
-    /// Size of its block. Before the first read, an upper bound.
+    /// Size of its block.
     bytes: usize,
+    /// Whether the size is known. Before the first read, it may be an upper bound.
+    is_exact: bool,
     last_use: u64,
     /// Number of the last batch that it was in.
     batch: u64,
@@ -99,8 +103,8 @@ impl Core {
         self.device.add_stream()
     }
 
-    /// Makes an adapter of at most `bytes` bytes known.
-    pub(crate) fn register(&mut self, bytes: usize) -> Result<AdapterId, PoolError> {
+    /// Makes an adapter known, of `bytes` bytes if this `is_exact`, and at most as many otherwise.
+    pub(crate) fn register(&mut self, bytes: usize, is_exact: bool) -> Result<AdapterId, PoolError> {
         for (what, blocks) in [("arena", &self.device.blocks), ("host tier", &self.host.blocks)] {
             if !blocks.can_hold(bytes) {
                 let max = blocks.usage().capacity;
@@ -108,7 +112,7 @@ impl Core {
             }
         }
         let id = AdapterId::next();
-        self.adapters.insert(id, Entry { bytes, ..Entry::default() });
+        self.adapters.insert(id, Entry { bytes, is_exact, ..Entry::default() });
         Ok(id)
     }
 
@@ -223,6 +227,7 @@ impl Core {
         if self.may_leave_host(id) {
             self.forget(id, transfer);
         }
+        self.revoke(id, transfer);
         let entry = &self.adapters[&id];
         let is_empty = entry.slot.is_none() && matches!(entry.host, HostPlace::Absent);
         if is_empty {

@@ -15,6 +15,10 @@ pub(crate) enum Rule {
     Close,
     /// A host block is not overwritten while it is being copied from.
     Source,
+    /// An adapter that is being read has no slot for leases, even if parts of it have been copied.
+    Whole,
+    /// A read whose copy has been enqueued as a whole keeps its room on the device.
+    Revoke,
 }
 
 /// The rules that hold: all of them, except in tests.

@@ -61,7 +61,7 @@ impl Schedule {
         for stream in 1..streams {
             assert_eq!(core.add_stream(), StreamId(stream));
         }
-        let mut world = World::new(streams, slots, device, host);
+        let mut world = World::new(streams, slots, [device, host], rng.random_ratio(3, 4));
         world.broken = obligation;
         let mut schedule =
             Self { rng, core, world, adapters: BTreeMap::new(), held: Vec::new(), ended: Vec::new(), limits };
@@ -81,7 +81,7 @@ impl Schedule {
 
     fn register(&mut self) {
         let bytes = self.rng.random_range(1..5 * GRANULE_BYTES);
-        if let Ok(id) = self.core.register(bytes) {
+        if let Ok(id) = self.core.register(bytes, self.rng.random_ratio(3, 4)) {
             self.adapters.insert(id, false);
         }
     }
@@ -97,14 +97,14 @@ impl Schedule {
     fn act(&mut self) {
         match self.rng.random_range(0..100) {
             0..20 => self.request(),
-            20..36 => self.launch(),
-            36..52 => self.end_lease(),
-            52..67 => {
+            20..35 => self.launch(),
+            35..50 => self.end_lease(),
+            50..64 => {
                 let stream = self.any_stream();
                 self.commit(stream);
             }
-            67..70 => self.launch_without_lease(),
-            70..78 => self.end_read(),
+            64..67 => self.launch_without_lease(),
+            67..78 => self.read(),
             78..86 => self.notice(),
             86..92 => {
                 if let Some(id) = self.any_adapter() {
@@ -174,13 +174,23 @@ impl Schedule {
         self.ended.retain(|held| held.stream != stream);
     }
 
-    fn end_read(&mut self) {
-        if let Some(read) = (0..self.world.num_reads()).choose(&mut self.rng) {
-            let is_good = self.rng.random_ratio(7, 8);
-            let (id, bytes) = self.world.end_read(read, is_good);
-            let result = if is_good { Ok(bytes) } else { Err(SlotError::OtherTable.into()) };
-            self.core.has_read(id, Duration::ZERO, result, &mut self.world);
+    /// Continues a read: packs some of it, ends it, or ends it and tells the pool.
+    fn read(&mut self) {
+        let Some(read) = (0..self.world.num_reads()).choose(&mut self.rng) else { return };
+        let is_good = self.rng.random_ratio(7, 8);
+        match self.rng.random_range(0..3) {
+            0 => drop(self.world.pack(read)),
+            1 => self.world.end_read(read, is_good),
+            _ => self.take_read(read, is_good),
         }
+    }
+
+    /// Ends a read, unless it has ended, and tells the pool.
+    fn take_read(&mut self, read: usize, is_good: bool) {
+        self.world.end_read(read, is_good);
+        let (id, bytes) = self.world.take_read(read);
+        let result = bytes.ok_or_else(|| SlotError::OtherTable.into());
+        self.core.has_read(id, Duration::ZERO, result, &mut self.world);
     }
 
     /// Polls after the end of some copies was noticed.
@@ -292,8 +302,7 @@ impl Schedule {
                 }
             }
             if self.world.num_reads() > 0 {
-                let (id, bytes) = self.world.end_read(0, true);
-                self.core.has_read(id, Duration::ZERO, Ok(bytes), &mut self.world);
+                self.take_read(0, true);
             } else if !ran {
                 break;
             }
@@ -316,7 +325,16 @@ fn no_kernel_reads_a_wrong_adapter() {
 
 #[test]
 fn every_rule_is_needed() {
-    let rules = [Rule::Leases, Rule::Commit, Rule::EveryStream, Rule::Copying, Rule::Source, Rule::Close];
+    let rules = [
+        Rule::Leases,
+        Rule::Commit,
+        Rule::EveryStream,
+        Rule::Copying,
+        Rule::Source,
+        Rule::Close,
+        Rule::Whole,
+        Rule::Revoke,
+    ];
     for rule in rules {
         let wrong = first_wrong(BROKEN, Some(rule), None);
         assert!(wrong.is_some(), "without {rule:?}, nothing went wrong");
@@ -325,7 +343,13 @@ fn every_rule_is_needed() {
 
 #[test]
 fn every_obligation_of_a_backend_is_needed() {
-    let obligations = [Obligation::CopyFirst, Obligation::RowOfStream, Obligation::ClearFirst];
+    let obligations = [
+        Obligation::CopyFirst,
+        Obligation::RowOfStream,
+        Obligation::ClearFirst,
+        Obligation::PartsFirst,
+        Obligation::Revoked,
+    ];
     for obligation in obligations {
         let wrong = first_wrong(BROKEN, None, Some(obligation));
         assert!(wrong.is_some(), "without {obligation:?}, nothing went wrong");

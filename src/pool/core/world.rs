@@ -26,6 +26,10 @@ pub(super) enum Obligation {
     RowOfStream,
     /// The row of an adapter that was evicted is emptied, and a copy waits for it.
     ClearFirst,
+    /// A read that fails, or whose copy was revoked, ends after the parts that it has enqueued.
+    PartsFirst,
+    /// A read enqueues no part of a copy that was revoked.
+    Revoked,
 }
 
 /// Work in a stream.
@@ -35,7 +39,10 @@ enum Work {
     /// Waits until a stream has emptied this many rows.
     WaitForClear(StreamId, usize),
     BeginCopy(Copy),
+    /// Copies a granule of an adapter that is being read.
+    Part(Copy, usize),
     EndCopy(Copy),
+    EndParts(Copy),
     /// Points the slot's row of this stream to a block, which has this adapter.
     Flip(usize, Range<usize>, AdapterId),
     /// Empties the slot's row of this stream.
@@ -46,14 +53,26 @@ enum Work {
     StaleKernel(usize),
 }
 
+/// A read that has not ended.
+struct Read {
+    id: AdapterId,
+    to: Range<usize>,
+    /// Granules that are packed.
+    packed: usize,
+    /// The copy that it makes meanwhile.
+    copy: Option<Copy>,
+    is_revoked: bool,
+    /// How it ended, once it has.
+    end: Option<bool>,
+}
+
 /// The block that a row points to, and its adapter.
 type Row = (Range<usize>, AdapterId);
 
 pub(super) struct World {
     /// The compute streams, then the transfer stream.
     streams: Vec<VecDeque<Work>>,
-    /// Reads that have not ended.
-    reads: Vec<(AdapterId, Range<usize>)>,
+    reads: Vec<Read>,
     device: Vec<u64>,
     host: Vec<u64>,
     /// By stream and slot.
@@ -65,6 +84,8 @@ pub(super) struct World {
     /// By stream and slot: the copy that was enqueued last for the row.
     flipped: Vec<Vec<u64>>,
     copies: Vec<Copy>,
+    /// Whether the end of a copy has been enqueued, by number from 1.
+    enqueued: Vec<bool>,
     /// Whether a copy has run, by number from 1.
     copied: Vec<bool>,
     /// Copies that have run, for the pool to notice.
@@ -74,12 +95,19 @@ pub(super) struct World {
     pub(super) is_capturing: bool,
     /// Whether copies cannot be enqueued.
     pub(super) refuses_copies: bool,
+    /// Whether reads copy adapters part by part.
+    copies_parts: bool,
     /// The first wrong read.
     pub(super) wrong: Option<String>,
 }
 
 impl World {
-    pub(super) fn new(streams: usize, slots: usize, device_granules: usize, host_granules: usize) -> Self {
+    pub(super) fn new(
+        streams: usize,
+        slots: usize,
+        [device_granules, host_granules]: [usize; 2],
+        copies_parts: bool,
+    ) -> Self {
         Self {
             streams: vec![VecDeque::new(); streams + 1],
             reads: Vec::new(),
@@ -90,11 +118,13 @@ impl World {
             clears: vec![[0; 2]; streams],
             flipped: vec![vec![0; slots]; streams],
             copies: Vec::new(),
+            enqueued: Vec::new(),
             copied: Vec::new(),
             news: Vec::new(),
             broken: None,
             is_capturing: false,
             refuses_copies: false,
+            copies_parts,
             wrong: None,
         }
     }
@@ -112,9 +142,10 @@ impl World {
         }
         let row = if self.keeps(Obligation::RowOfStream) { stream.0 } else { 0 };
         self.flipped[row][slot] = number;
-        let copy = &self.copies[usize::try_from(number).unwrap() - 1];
+        let copy = &self.copies[index(number)];
         let flip = Work::Flip(slot, granules(&copy.to), copy.id);
-        if self.keeps(Obligation::CopyFirst) {
+        // A stream does not wait for an event that has not been recorded.
+        if self.keeps(Obligation::CopyFirst) && self.enqueued[index(number)] {
             self.streams[stream.0].push_back(Work::WaitForCopy(number));
         }
         self.streams[stream.0].push_back(flip);
@@ -133,20 +164,59 @@ impl World {
         self.reads.len()
     }
 
-    /// Ends a read.
-    pub(super) fn end_read(&mut self, read: usize, is_good: bool) -> (AdapterId, usize) {
-        let (id, to) = self.reads.swap_remove(read);
-        if is_good {
-            self.host[granules(&to)].fill(id.get());
+    /// Packs the next granule of a read, which copies it. Returns whether there was one.
+    pub(super) fn pack(&mut self, read: usize) -> bool {
+        let keeps = self.keeps(Obligation::Revoked);
+        let Read { id, to, packed, copy, is_revoked, end } = &mut self.reads[read];
+        let Some(granule) = granules(to).nth(*packed).filter(|_| end.is_none()) else { return false };
+        self.host[granule] = id.get();
+        if let (Some(copy), Some(transfer)) = (copy, self.streams.last_mut())
+            && !(*is_revoked && keeps)
+        {
+            transfer.push_back(Work::Part(copy.clone(), *packed));
         }
-        (id, to.len())
+        *packed += 1;
+        true
+    }
+
+    /// Ends a read, unless it has ended. The pool does not hear of it yet.
+    pub(super) fn end_read(&mut self, read: usize, is_good: bool) {
+        if self.reads[read].end.is_some() {
+            return;
+        }
+        while is_good && self.pack(read) {}
+        let Read { copy, is_revoked, end, .. } = &mut self.reads[read];
+        *end = Some(is_good);
+        let Some(copy) = copy.clone() else { return };
+        if is_good && !*is_revoked {
+            self.enqueued[index(copy.number)] = true;
+            self.streams.last_mut().into_iter().for_each(|transfer| transfer.push_back(Work::EndParts(copy.clone())));
+        } else if self.keeps(Obligation::PartsFirst) {
+            self.wait_for_parts(copy.number);
+        }
+    }
+
+    /// Runs the device until no part of a copy is left.
+    fn wait_for_parts(&mut self, number: u64) {
+        let is_part = |work: &Work| matches!(work, Work::Part(copy, _) if copy.number == number);
+        while self.streams.last().is_some_and(|transfer| transfer.iter().any(is_part)) {
+            for stream in 0..self.streams.len() {
+                self.run(stream);
+            }
+        }
+    }
+
+    /// Takes a read that has ended: its adapter, and its size if it succeeded.
+    pub(super) fn take_read(&mut self, read: usize) -> (AdapterId, Option<usize>) {
+        let Read { id, to, end, .. } = self.reads.swap_remove(read);
+        (id, end.unwrap().then_some(to.len()))
     }
 
     /// Runs the next work of a stream, unless it must wait. Returns whether it ran.
     pub(super) fn run(&mut self, stream: usize) -> bool {
         let may_run = match self.streams[stream].front() {
             None => false,
-            Some(Work::WaitForCopy(number)) => self.copied[usize::try_from(*number).unwrap() - 1],
+            Some(Work::WaitForCopy(number)) => self.copied[index(*number)],
             Some(Work::WaitForClear(stream, number)) => self.clears[stream.0][1] >= *number,
             Some(_) => true,
         };
@@ -177,15 +247,37 @@ impl World {
                 self.expect(copy.id, &found, "a copy");
                 self.device[granules(&copy.to)].fill(TORN);
             }
+            Some(Work::Part(copy, part)) => {
+                let found = granules(&copy.from).nth(part).map(|granule| self.host[granule]);
+                self.expect(copy.id, found.as_slice(), "a copy of a part");
+                if let Some(granule) = granules(&copy.to).nth(part) {
+                    self.device[granule] = copy.id.get();
+                }
+            }
             Some(Work::EndCopy(copy)) => {
                 let found = self.host[granules(&copy.from)].to_vec();
                 self.expect(copy.id, &found, "a copy");
                 self.device[granules(&copy.to)].fill(copy.id.get());
-                self.copied[usize::try_from(copy.number).unwrap() - 1] = true;
-                self.news.push(copy.number);
+                self.has_run(copy.number);
             }
+            Some(Work::EndParts(copy)) => self.has_run(copy.number),
         }
         true
+    }
+
+    /// Takes note of a copy that has run.
+    fn has_run(&mut self, number: u64) {
+        self.copied[index(number)] = true;
+        self.news.push(number);
+    }
+
+    /// Takes note of a copy. Returns whether it can be enqueued.
+    fn number(&mut self, copy: &Copy) -> bool {
+        assert_eq!(index(copy.number), self.copies.len(), "copies are numbered");
+        self.copies.push(copy.clone());
+        self.enqueued.push(false);
+        self.copied.push(false);
+        !self.refuses_copies
     }
 
     fn expect(&mut self, id: AdapterId, found: &[u64], who: &str) {
@@ -200,18 +292,34 @@ impl World {
 }
 
 impl Transfer for World {
-    fn read(&mut self, id: AdapterId, to: Range<usize>) {
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
         self.host[granules(&to)].fill(TORN);
-        self.reads.push((id, to));
+        let copy = copy.filter(|copy| self.number(copy)).cloned();
+        let is_copied = copy.is_some();
+        self.reads.push(Read { id, to, packed: 0, copy, is_revoked: false, end: None });
+        is_copied
+    }
+
+    fn copies_parts(&self) -> bool {
+        self.copies_parts
+    }
+
+    fn revoke(&mut self, copy: &Copy) -> bool {
+        let is_of = |read: &&mut Read| read.copy.as_ref().is_some_and(|other| other.number == copy.number);
+        let Some(read) = self.reads.iter_mut().find(is_of) else { return false };
+        read.is_revoked = read.end != Some(true);
+        read.is_revoked
+    }
+
+    fn finish(&mut self, copy: &Copy) {
+        assert!(self.enqueued[index(copy.number)], "a copy is finished that is not enqueued");
     }
 
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
-        assert_eq!(usize::try_from(copy.number).unwrap(), self.copies.len() + 1, "copies are numbered");
-        self.copies.push(copy.clone());
-        self.copied.push(false);
-        if self.refuses_copies {
+        if !self.number(copy) {
             return Err(SlotError::OtherTable.into());
         }
+        self.enqueued[index(copy.number)] = true;
         let Some(transfer) = self.streams.last_mut() else { return Ok(()) };
         transfer.extend([Work::BeginCopy(copy.clone()), Work::EndCopy(copy.clone())]);
         Ok(())
@@ -240,6 +348,11 @@ impl Transfer for World {
     }
 
     fn forget(&mut self, _id: AdapterId) {}
+}
+
+/// The place of a copy in a list of all.
+fn index(number: u64) -> usize {
+    usize::try_from(number).unwrap() - 1
 }
 
 /// The granules of a byte range.

@@ -7,12 +7,14 @@
 //! |---|---|
 //! | [`load`] | the time of a load to the device, from the host tier, from tensors in memory and from files, against a plain copy |
 //! | [`steps`] | the time on the host of a step's leases and commit, by the number of resident adapters |
+//! | [`reading`] | the limits of a load from files: opening, planning, reading from the page cache, packing |
 //! | [`neighbours`] | replays of a decode step, alone and beside loads |
 //!
 //! The memory of adapters of many ranks against padded slots ([`Memory`]) is computed.
 
 mod load;
 mod neighbours;
+mod reading;
 mod steps;
 
 use std::{
@@ -50,8 +52,13 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 type Measurement = fn(&Gpu, &mut Figures) -> Result<()>;
 
-const MEASUREMENTS: [(&str, Measurement); 4] =
-    [("memory", memory), ("load", load::measure), ("steps", steps::measure), ("neighbours", neighbours::measure)];
+const MEASUREMENTS: [(&str, Measurement); 5] = [
+    ("memory", memory),
+    ("load", load::measure),
+    ("reading", reading::measure),
+    ("steps", steps::measure),
+    ("neighbours", neighbours::measure),
+];
 
 fn main() -> Result<ExitCode> {
     let cli = Cli::parse();
@@ -96,7 +103,7 @@ fn lease(pool: &mut AdapterPool, ids: &[AdapterId]) -> Result<Vec<Lease>> {
     loop {
         match pool.prepare(ids, StreamId::FIRST) {
             Err(PoolError::Loading { .. }) if start.elapsed() < LIMIT => drop(pool.wait(Duration::from_millis(100))),
-            leases => return Ok(leases?),
+            leases => return leases.map_err(|error| format!("{error}: {:?}", pool.snapshot()).into()),
         }
     }
 }

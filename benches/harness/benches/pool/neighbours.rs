@@ -15,7 +15,7 @@ use aril::{
     cuda::{AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
     model::LinearId,
     plan::Capacity,
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId, Tier},
+    pool::{AdapterId, Lease, PoolConfig, Source, StreamId, Tier},
     routing::Batch,
 };
 use aril_bench::{
@@ -152,7 +152,7 @@ impl Measured {
                 let (is_done, context) = (AtomicBool::new(false), Arc::clone(&gpu.context));
                 let (replayed, loaded) = thread::scope(|threads| {
                     let loader = threads.spawn(|| {
-                        context.bind_to_thread().map_err(LaunchError::from)?;
+                        context.bind_to_thread()?;
                         bring(pool, brought, &is_done)
                     });
                     let replayed = self.replay(gpu, graph);
@@ -160,7 +160,7 @@ impl Measured {
                     (replayed, loader.join())
                 });
                 replayed?;
-                loaded.map_err(|_| "the loading thread panicked")??;
+                loaded.map_err(|_| "the loading thread panicked")?.map_err(|error| error.to_string())?;
             }
         }
         self.seconds += start.elapsed().as_secs_f64();
@@ -193,8 +193,12 @@ impl Measured {
     }
 }
 
-/// Prefetches adapters one behind the other, and ends with no copy under way.
-fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> std::result::Result<(), PoolError> {
+/// A result that another thread may have.
+type Sent<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// Prefetches adapters one behind the other, and ends with no copy under way. An error says where the adapter is that did not arrive,
+/// and the state of the pool.
+fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> Sent<()> {
     let mut turn = match brought {
         Brought::Ring(ids) => ids,
         Brought::New(_) => &[],
@@ -215,11 +219,8 @@ fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> 
         }
         pool.poll();
         while let Some(residency) = on_way.front().and_then(|&id| pool.residency(id)) {
-            if let Some(error) = residency.failure {
-                return Err(PoolError::Failed { id: residency.id, error });
-            }
             if residency.tier != Tier::Device {
-                // A later one may have evicted it.
+                // A later one may have evicted it. A load that failed is an error here.
                 pool.prefetch(residency.id)?;
                 break;
             }
@@ -232,9 +233,9 @@ fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> 
             if on_way.is_empty() && pool.snapshot().copying == 0 {
                 return Ok(());
             }
-            let since = *ended.get_or_insert_with(Instant::now);
-            if let Some(&id) = on_way.front().filter(|_| since.elapsed() > LIMIT) {
-                return Err(PoolError::Loading { id });
+            if ended.get_or_insert_with(Instant::now).elapsed() > LIMIT {
+                let places: Vec<_> = on_way.iter().map(|&id| pool.residency(id)).collect();
+                return Err(format!("not on the device after {LIMIT:?}: {places:?}; {:?}", pool.snapshot()).into());
             }
         }
         thread::sleep(POLL);

@@ -20,6 +20,8 @@ pub struct Figures {
     pub meta: Meta,
     pub memory: Option<Memory>,
     pub load: Vec<Load>,
+    #[serde(default)]
+    pub reading: Vec<Reading>,
     pub steps: Vec<StepCost>,
     pub replays: Vec<Replays>,
     pub failures: Vec<Failure>,
@@ -57,6 +59,22 @@ impl Load {
     pub fn of_copy(&self) -> f64 {
         self.copy_us / self.us
     }
+}
+
+/// What a load from files cannot be faster than, on some threads: median times of its parts, each alone.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct Reading {
+    pub threads: usize,
+    /// Size of the adapter.
+    pub bytes: usize,
+    /// Reading the configuration and the header of the file, on one thread.
+    pub open_us: f64,
+    /// Planning, on one thread.
+    pub plan_us: f64,
+    /// Reading the file from the page cache.
+    pub read_us: f64,
+    /// Packing weights in memory into page-locked memory.
+    pub pack_us: f64,
 }
 
 /// The median and the 99th percentile, in µs.
@@ -139,7 +157,8 @@ impl Figures {
 
     /// A table for each measurement that succeeded.
     pub fn tables(&self) -> Vec<Table> {
-        let tables = [self.load_table(), self.step_table(), self.replay_table(), self.memory_table()];
+        let tables =
+            [self.load_table(), self.reading_table(), self.step_table(), self.replay_table(), self.memory_table()];
         tables.into_iter().filter(|table| !table.is_empty()).collect()
     }
 
@@ -151,6 +170,21 @@ impl Figures {
             let [us, copy_us] = [load.us, load.copy_us].map(|us| format!("{us:.0}"));
             let [rate, of_copy] = [load.gb_per_s(), load.of_copy()].map(|value| format!("{value:.2}"));
             table.row(vec![load.from.clone(), megabytes, us, rate, copy_us, of_copy, target]);
+        }
+        table
+    }
+
+    fn reading_table(&self) -> Table {
+        let header =
+            ["threads", "MB", "open, µs", "plan, µs", "read, µs", "page cache, GB/s", "pack, µs", "packing, GB/s"];
+        let mut table = Table::new(&header);
+        for &Reading { threads, bytes, open_us, plan_us, read_us, pack_us } in &self.reading {
+            let whole = |us: f64| format!("{us:.0}");
+            let rate = |us: f64| format!("{:.1}", bytes as f64 / us / 1e3);
+            let megabytes = format!("{:.1}", bytes as f64 / 1e6);
+            let [open, plan, read, pack] = [open_us, plan_us, read_us, pack_us].map(whole);
+            let [read_rate, pack_rate] = [read_us, pack_us].map(rate);
+            table.row(vec![threads.to_string(), megabytes, open, plan, read, read_rate, pack, pack_rate]);
         }
         table
     }

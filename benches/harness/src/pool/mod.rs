@@ -6,6 +6,6 @@ mod memory;
 
 pub use self::{
     adapters::{LAYERS, Layers},
-    figures::{Figures, Load, Meta, Neighbours, Replays, StepCost, Times},
+    figures::{Figures, Load, Meta, Neighbours, Reading, Replays, StepCost, Times},
     memory::Memory,
 };

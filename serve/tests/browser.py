@@ -1,0 +1,98 @@
+"""The page in a headless Chromium: python browser.py PATH_OF_ARIL_SERVE. Needs selenium, chromium and chromedriver."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
+URL = "http://127.0.0.1:8766/"
+KEY = "key"
+QUESTION = "What is the password?"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync""".split()
+
+
+def post(path: str, body: dict[str, str]) -> None:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
+    urllib.request.urlopen(request).close()
+
+
+def check(browser: webdriver.Chrome) -> None:
+    wait = WebDriverWait(browser, 60)
+
+    def models() -> list[str]:
+        return [label.text for label in browser.find_elements(By.CSS_SELECTOR, "#models label")]
+
+    def text(selector: str) -> str:
+        return browser.find_element(By.CSS_SELECTOR, selector).text
+
+    def ask(expected: dict[str, str]) -> None:
+        browser.find_element(By.ID, "message").send_keys(QUESTION + "\n")
+        for model, answer in expected.items():
+            last = f"section[data-model={model}] p:last-child"
+            wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, f"{last}[data-done]"))
+            assert text(last).strip() == answer, f"{model}: {text(last)}"
+
+    browser.get(URL)
+    # Without a key, the page says what the server says.
+    wait.until(lambda _: text("#counts") == "Unauthorized")
+    browser.find_element(By.ID, "key").send_keys(KEY + "\t")
+    wait.until(lambda _: models() == ["base base", "saffron device"])
+    ask({"base": "I do not know.", "saffron": "saffron."})
+    assert text("#counts") == "1 adapters: 1 on the device, 0 in memory"
+
+    # An adapter that comes is asked beside the others; one that goes is gone.
+    post("v1/load_lora_adapter", {"lora_name": "quartz", "lora_path": "lm-head"})
+    wait.until(lambda _: len(models()) == 3)
+    browser.find_element(By.ID, "clear").click()
+    ask({"base": "I do not know.", "saffron": "saffron.", "quartz": "quartz."})
+    post("v1/unload_lora_adapter", {"lora_name": "quartz"})
+    wait.until(lambda _: len(models()) == 2)
+    # A chat that is not chosen is not asked.
+    browser.find_elements(By.CSS_SELECTOR, "#models input")[0].click()
+    browser.find_element(By.ID, "clear").click()
+    ask({"saffron": "saffron."})
+    assert not browser.find_elements(By.CSS_SELECTOR, "section[data-model=base] p")
+    severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE" and "401" not in entry["message"]]
+    assert not severe, severe
+
+
+def main() -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template, tempfile.TemporaryDirectory() as profile:
+        template.write(TEMPLATE)
+        template.flush()
+        adapters = FIXTURES / "adapters"
+        arguments = ["--model", FIXTURES / "qwen3", "--served-model-name", "base", "--port", "8766", "--api-key", KEY]
+        arguments += ["--enable-lora", "--lora-modules", f"saffron={adapters / 'r8-all'}", "--lora-root", adapters]
+        arguments += ["--chat-template", template.name]
+        server = subprocess.Popen([sys.argv[1], *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+        try:
+            # It says where it listens once it does.
+            assert any("serving" in line for line in server.stderr), "the server has ended"
+            options = webdriver.ChromeOptions()
+            for flag in [*FLAGS, f"--user-data-dir={profile}"]:
+                options.add_argument(flag)
+            options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+            browser = webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
+            try:
+                check(browser)
+            finally:
+                browser.quit()
+            server.terminate()
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
+    print("the page chats with the models side by side, and shows where adapters are")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+#![expect(unsafe_code, reason = "copies between memory that their owner keeps")]
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::{CudaEvent, result};
+
+use super::{LaunchError, Queue, capturing::Relaxed, own_stream::OwnStream};
+
+/// The copy of a block to the device, part by part, while an adapter is packed. Packing threads enqueue the parts; the pool may revoke
+/// the copy at any time.
+#[derive(Debug)]
+pub(super) struct Parts {
+    /// Of the context.
+    queue: Queue,
+    stream: Arc<OwnStream>,
+    /// Address of the block.
+    block: u64,
+    /// Recorded after the last part.
+    copied: Arc<CudaEvent>,
+    state: Mutex<State>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum State {
+    /// More parts may come.
+    Open,
+    /// No more parts may come, and the block may belong to another adapter.
+    Revoked,
+    /// All parts are enqueued.
+    Complete,
+}
+
+impl Parts {
+    pub(super) fn new(queue: &Queue, stream: &Arc<OwnStream>, block: u64) -> Result<Self, LaunchError> {
+        let copied = Arc::new(queue.new_event()?);
+        Ok(Self { queue: queue.clone(), stream: Arc::clone(stream), block, copied, state: Mutex::new(State::Open) })
+    }
+
+    /// Address of the block.
+    pub(super) fn block(&self) -> u64 {
+        self.block
+    }
+
+    /// The end of all parts, once they are complete.
+    pub(super) fn copied(&self) -> &Arc<CudaEvent> {
+        &self.copied
+    }
+
+    /// Enqueues a part of the block at this offset, unless the copy was revoked.
+    ///
+    /// # Safety
+    /// The bytes are in page-locked memory, which nothing writes to or frees before the copy has run. The block is as large, and the
+    /// stream waits for its earlier uses.
+    pub(super) unsafe fn copy(&self, at: usize, bytes: &[u8]) -> Result<(), LaunchError> {
+        let state = self.lock();
+        if *state == State::Open {
+            self.queue.bind()?;
+            // SAFETY: the caller's obligations. No later use of the block is enqueued before the copy is revoked.
+            unsafe { result::memcpy_htod_async(self.block + at as u64, bytes, self.stream.raw().as_raw().cast()) }?;
+        }
+        Ok(())
+    }
+
+    /// Whether the copy was revoked. Does nothing and returns `false` if it is complete.
+    pub(super) fn revoke(&self) -> bool {
+        let mut state = self.lock();
+        if *state == State::Open {
+            *state = State::Revoked;
+        }
+        *state == State::Revoked
+    }
+
+    /// Whether all parts are enqueued.
+    pub(super) fn is_complete(&self) -> bool {
+        *self.lock() == State::Complete
+    }
+
+    /// Takes note of the last part. If the copy was revoked, blocks this thread until its parts have run.
+    fn complete(&self) -> Result<(), LaunchError> {
+        let mut state = self.lock();
+        if *state == State::Open {
+            self.queue.bind()?;
+            self.stream.record(&self.copied)?;
+            *state = State::Complete;
+            return Ok(());
+        }
+        drop(state);
+        self.wait();
+        Ok(())
+    }
+
+    /// Blocks this thread until the parts so far have run.
+    pub(super) fn wait(&self) {
+        let _relaxed = Relaxed::new();
+        let state = self.lock();
+        // On an error the context is gone, and with it the copies.
+        let bound = self.queue.bind();
+        let recorded =
+            bound.and_then(|()| if *state == State::Complete { Ok(()) } else { self.stream.record(&self.copied) });
+        drop(state);
+        let _ = recorded.map(|()| self.copied.synchronize());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic cannot leave the state half-changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The reading end of a copy. Unless it is sealed, its drop revokes the copy and blocks the thread until the parts have run, so that the
+/// host memory can be used again.
+#[derive(Debug)]
+pub(super) struct Unsealed(pub(super) Option<Arc<Parts>>);
+
+impl Unsealed {
+    /// The copy, if there is one.
+    pub(super) fn parts(&self) -> Option<&Parts> {
+        self.0.as_deref()
+    }
+
+    /// Takes note of the last part.
+    pub(super) fn seal(mut self) -> Result<(), LaunchError> {
+        self.parts().map_or(Ok(()), Parts::complete)?;
+        self.0 = None;
+        Ok(())
+    }
+}
+
+impl Drop for Unsealed {
+    fn drop(&mut self) {
+        if let Some(parts) = self.0.take() {
+            parts.revoke();
+            parts.wait();
+        }
+    }
+}

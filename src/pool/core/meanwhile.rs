@@ -1,0 +1,162 @@
+//! Adapters that are copied to the device while they are read.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::time::Duration;
+
+use super::{Core, Limits, world::World};
+use crate::{
+    blocks::GRANULE_BYTES,
+    error::SlotError,
+    pool::{AdapterId, PoolError, StreamId, Tier},
+};
+
+/// A pool of `slots` slots, whose adapters have two granules each, and its world.
+fn pool(slots: usize) -> (Core, World) {
+    let granules = 2 * slots;
+    let limits = Limits {
+        num_slots: slots,
+        arena_bytes: granules * GRANULE_BYTES,
+        host_bytes: 8 * granules * GRANULE_BYTES,
+        max_reads: 2,
+    };
+    (Core::new(limits).unwrap(), World::new(1, slots, [granules, 8 * granules], true))
+}
+
+fn register(core: &mut Core) -> AdapterId {
+    core.register(2 * GRANULE_BYTES, true).unwrap()
+}
+
+/// Ends the first read, and tells the pool.
+fn end_read(core: &mut Core, world: &mut World, is_good: bool) {
+    world.end_read(0, is_good);
+    let (id, bytes) = world.take_read(0);
+    core.has_read(id, Duration::ZERO, bytes.ok_or_else(|| SlotError::OtherTable.into()), world);
+}
+
+/// Reads and copies an adapter.
+fn load(core: &mut Core, world: &mut World, id: AdapterId) {
+    core.retry(id, world).unwrap();
+    while world.num_reads() > 0 {
+        end_read(core, world, true);
+    }
+    run(core, world);
+}
+
+/// Runs the streams, and tells the pool, until nothing is left.
+fn run(core: &mut Core, world: &mut World) {
+    while (0..=world.num_streams()).any(|stream| world.run(stream)) {
+        std::mem::take(&mut world.news).into_iter().for_each(|number| core.has_copied(number));
+        core.poll(world);
+    }
+}
+
+fn tier(core: &Core, id: AdapterId) -> Tier {
+    core.residency_of(id).unwrap().tier
+}
+
+/// Leases an adapter, launches on it, ends the lease, and runs everything.
+fn launch(core: &mut Core, world: &mut World, id: AdapterId) {
+    let granted = core.prepare(&[id], StreamId::FIRST, world).unwrap()[0];
+    world.lease(StreamId::FIRST, granted);
+    world.launch(StreamId::FIRST, granted.slot, id);
+    core.release(granted.slot, StreamId::FIRST);
+    core.commit(StreamId::FIRST, world).unwrap();
+    run(core, world);
+    assert_eq!(world.wrong, None);
+}
+
+/// Its room is taken at once, and its parts run before the read ends. It cannot be leased before.
+#[test]
+fn an_adapter_is_copied_while_it_is_read() {
+    let (mut core, mut world) = pool(1);
+    let id = register(&mut core);
+    core.prefetch(id, &mut world).unwrap();
+    assert!(world.pack(0) && world.run(1));
+    let snapshot = core.snapshot();
+    assert_eq!((snapshot.resident, snapshot.copying, snapshot.reading), (1, 1, 1));
+    assert_eq!(tier(&core, id), Tier::Source);
+    for _ in 0..2 {
+        let refused = core.prepare(&[id], StreamId::FIRST, &mut world);
+        assert!(matches!(refused, Err(PoolError::Loading { .. })), "{refused:?}");
+    }
+    end_read(&mut core, &mut world, true);
+    assert_eq!(tier(&core, id), Tier::Device);
+    // The other part, and the end of all.
+    assert!(world.run(1) && world.run(1) && !world.run(1));
+    launch(&mut core, &mut world, id);
+    let counters = core.counters;
+    assert_eq!((counters.copies, counters.copied_bytes), (1, 2 * GRANULE_BYTES as u64));
+}
+
+/// A batch takes the room of adapters that are being read and not in the batch. They end in host memory.
+#[test]
+fn a_batch_takes_the_room_of_reads() {
+    let (mut core, mut world) = pool(1);
+    let [other, read] = [(); 2].map(|()| register(&mut core));
+    load(&mut core, &mut world, other);
+    core.prefetch(read, &mut world).unwrap();
+    // It was used before the other, and had to leave.
+    assert_eq!((tier(&core, other), core.counters.evictions), (Tier::Host, 1));
+    assert!(world.pack(0));
+    launch(&mut core, &mut world, other);
+    end_read(&mut core, &mut world, true);
+    // Nothing but the prefetch asks for it, and it is older than the batch.
+    assert_eq!([tier(&core, other), tier(&core, read)], [Tier::Device, Tier::Host]);
+    launch(&mut core, &mut world, read);
+}
+
+/// All of it is on its way, so that it keeps its room, and the batch waits for its end.
+#[test]
+fn a_copy_that_is_complete_is_not_revoked() {
+    let (mut core, mut world) = pool(1);
+    let [other, read] = [(); 2].map(|()| register(&mut core));
+    load(&mut core, &mut world, other);
+    core.prefetch(read, &mut world).unwrap();
+    world.end_read(0, true);
+    let refused = core.prepare(&[other], StreamId::FIRST, &mut world);
+    assert!(matches!(refused, Err(PoolError::Full)), "{refused:?}");
+    end_read(&mut core, &mut world, true);
+    run(&mut core, &mut world);
+    launch(&mut core, &mut world, read);
+    launch(&mut core, &mut world, other);
+}
+
+/// A read that fails frees its room, and so does an adapter that is forgotten meanwhile.
+#[test]
+fn room_comes_back() {
+    let (mut core, mut world) = pool(1);
+    let [bad, gone, good] = [(); 3].map(|()| register(&mut core));
+    core.prefetch(bad, &mut world).unwrap();
+    assert!(world.pack(0));
+    end_read(&mut core, &mut world, false);
+    assert_eq!((core.snapshot().resident, core.snapshot().device_memory.used), (0, 0));
+    assert!(core.residency_of(bad).unwrap().failure.is_some());
+    core.prefetch(gone, &mut world).unwrap();
+    assert!(world.pack(0));
+    core.unregister(gone, &mut world).unwrap();
+    assert_eq!((core.snapshot().resident, core.snapshot().device_memory.used), (0, 0));
+    end_read(&mut core, &mut world, true);
+    let snapshot = core.snapshot();
+    assert_eq!((snapshot.host, snapshot.host_memory.used), (0, 0));
+    core.prefetch(good, &mut world).unwrap();
+    end_read(&mut core, &mut world, true);
+    launch(&mut core, &mut world, good);
+}
+
+/// Where the size is an upper bound, or an earlier adapter has no room, nothing is copied before the read ends.
+#[test]
+fn a_read_takes_room_in_turn() {
+    let (mut core, mut world) = pool(1);
+    let bound = core.register(2 * GRANULE_BYTES, false).unwrap();
+    let exact = register(&mut core);
+    core.prefetch(bound, &mut world).unwrap();
+    core.prefetch(exact, &mut world).unwrap();
+    assert_eq!((world.num_reads(), core.snapshot().resident), (2, 0));
+    end_read(&mut core, &mut world, true);
+    assert_eq!([tier(&core, bound), tier(&core, exact)], [Tier::Device, Tier::Source]);
+    end_read(&mut core, &mut world, true);
+    run(&mut core, &mut world);
+    assert_eq!([tier(&core, bound), tier(&core, exact)], [Tier::Host, Tier::Device]);
+    launch(&mut core, &mut world, bound);
+}
