@@ -7,14 +7,16 @@ use std::{
     io::{BufWriter, Write},
     path::Path,
     sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
 };
 
 use aril::{
     DType, Slot,
     adapter::{Adapter, MIN_STAGING_BYTES},
-    cpu::WeightTable,
+    cpu::{AdapterPool, WeightTable},
     model::{Experts, ModelSpec, TpRank},
     plan::Capacity,
+    pool::{PoolConfig, Source},
 };
 use half::bf16;
 use serde_json::json;
@@ -141,9 +143,30 @@ fn assert_peaks(tensors: &[(String, [usize; 2])]) {
     assert!(left < bytes / 100, "{left} bytes are left of an adapter of {bytes}");
 }
 
+/// What a pool has packed is freed with its place in host memory.
+fn assert_pool_frees() {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = write(dir.path(), &per_expert());
+    let mut spec = ModelSpec::new();
+    spec.experts(Experts::new(PATH, EXPERTS, HIDDEN, INTER)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(1).slots(1).rank(RANK);
+    let mut pool = AdapterPool::new(&model, DType::BF16, capacity, PoolConfig::arena_bytes(2 * bytes)).unwrap();
+    let before = LIVE.load(Ordering::Relaxed);
+    let live = || LIVE.load(Ordering::Relaxed).saturating_sub(before);
+    let id = pool.register(Source::directory(dir.path(), &model, DType::BF16).unwrap()).unwrap();
+    pool.prefetch(id).unwrap();
+    while pool.wait(Duration::from_secs(30)) {}
+    assert!(pool.next_outcome().is_some_and(|outcome| outcome.result.is_ok()));
+    assert!(live() >= bytes, "{} bytes for an adapter of {bytes}", live());
+    pool.unregister(id).unwrap();
+    assert!(live() < bytes / 10, "{} bytes are left of an adapter of {bytes}", live());
+}
+
 /// A single test, because the counter includes all threads.
 #[test]
 fn packing_takes_little_more_than_the_block() {
     assert_peaks(&per_expert());
     assert_peaks(&parameters());
+    assert_pool_frees();
 }

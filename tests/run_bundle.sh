@@ -2,7 +2,9 @@
 # Runs what tests/bundle.sh gathered, on a machine with a GPU. Results and logs go to $OUT, or the current folder.
 #
 #   run.sh tests [FILTER...]        every GPU test
-#   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: memcheck racecheck initcheck synccheck
+#   run.sh ranks                    the tests that need two GPUs or more, with `libnccl.so` in LD_LIBRARY_PATH
+#   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: racecheck initcheck memcheck synccheck. A process
+#                                   on every core, up to 16, within SANITIZE_SECONDS (3600). It prints what has not passed.
 #   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
 #                                   our workloads (--help lists the arguments); then those of other libraries, by the folder DIR,
 #                                   whose device.sh --out FILE writes the same JSON schema; and the table of both
@@ -47,44 +49,96 @@ others() {
 
 case $command in
 tests)
-    ./gpu --include-ignored --test-threads=1 "$@" 2>&1 | tee "$OUT/tests.log"
+    ./gpu --include-ignored --test-threads=1 --skip ranks:: "$@" 2>&1 | tee "$OUT/tests.log"
+    ;;
+ranks)
+    ./gpu --include-ignored --test-threads=1 --nocapture ranks:: 2>&1 | tee "$OUT/ranks.log"
     ;;
 sanitize)
-    [ $# -gt 0 ] || set -- memcheck racecheck initcheck synccheck
-    failed=()
-    # The library's tests, without those whose point is their size or what runs at once, which the tools change, and the one that has
-    # more launches on their way than they have memory for; then the example in one dtype.
+    [ $# -gt 0 ] || set -- racecheck initcheck memcheck synccheck
+    export ARIL_SMALL_CASES=1 ARIL_TEST_SECONDS=7200 RAYON_NUM_THREADS=2
+    sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
+    end=$((SECONDS + ${SANITIZE_SECONDS:-3600}))
+    at_once=$(($(nproc) < 16 ? $(nproc) : 16))
+    # The tests of a process, by the beginnings of their names. The last has those of no other.
+    shards=(consumers::c consumers::a experts::a_ experts:: fused_linear::a_ fused_linear:: operations:: fully_sharded:: qwen3_kernels:: "")
+    rm -f "$OUT"/sanitize-*
+
+    # Runs a command under a tool, as its job $2. start_job has the names of its tests on stdin; a program without tests is one.
     check() {
-        "${COMPUTE_SANITIZER:-compute-sanitizer}" --tool "$tool" "${options[@]}" --error-exitcode 86 "$@" 2>&1 |
-            tee -a "$OUT/sanitize-$tool.log" || failed+=("$tool")
+        local tool=$1 log=$OUT/sanitize-$1-$2 begin=$SECONDS status=124 options=() line
+        shift 2
+        set +e
+        : > "$log.log"
+        # The most barriers of a thread block.
+        [ "$tool" != synccheck ] || options=(--num-cuda-barriers "${SYNCCHECK_BARRIERS:-256}")
+        if [ "$SECONDS" -lt "$end" ]; then
+            timeout -k 5 $((end - SECONDS)) "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 86 \
+                --log-file "$log.tool" "$@" 2>&1 |
+                while IFS= read -r line || [ -n "$line" ]; do echo "$((SECONDS - begin)) s: $line"; done > "$log.log"
+            status=${PIPESTATUS[0]}
+        fi
+        if [ "$1" = ./gpu ]; then
+            sed -nE 's/^[0-9]+ s: test ([^ ]+) \.\.\. (.*[^a-z])?ok$/\1/p' "$log.log" > "$log.passed"
+        elif [ "$status" = 0 ]; then
+            cp "$log.wanted" "$log.passed"
+        fi
+        echo "$status $((SECONDS - begin))" > "$log.status"
+    }
+    start_job() {
+        cat > "$OUT/sanitize-$1-$2.wanted"
+        while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n || true; done
+        check "$@" &
     }
     for tool in "$@"; do
-        echo "== $tool"
-        rm -f "$OUT/sanitize-$tool.log"
-        skipped=(--skip goldens:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide --skip experts::limits:: --skip experts::steps::
-            --skip a_launch_on_experts_allocates_nothing)
-        options=()
-        export ARIL_TEST_SECONDS=7200
-        # As many as the blocks of the largest grid have between them.
-        [ "$tool" != synccheck ] || options=(--num-cuda-barriers 16384)
+        # The library's tests, without those whose point is their size or what runs at once, which the tools change, and the one that
+        # has more launches on their way than they have memory for.
+        skipped=(--skip goldens:: --skip ranks:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide
+            --skip experts::limits:: --skip experts::steps:: --skip a_launch_on_experts_allocates_nothing)
         # initcheck has every copy wait, so that none is ever on its way.
         [ "$tool" != initcheck ] || skipped+=(--skip a_host_that_runs_ahead_is_told --skip a_busy_routing_may_be_waited_for
             --skip copies_are_in_the_order_of_the_queue --skip a_slot_is_overwritten_after_the_last_step_that_reads_it)
-        PROPTEST_CASES=16 check ./gpu --include-ignored --test-threads=1 "${skipped[@]}"
+        left=$(./gpu --list "${skipped[@]}" | sed -n 's/: test$//p')
+        for shard in "${shards[@]}"; do
+            tests=$(grep "^$shard" <<< "$left" || true)
+            left=$(grep -v "^$shard" <<< "$left" || true)
+            name=${shard//::/-}
+            name=${name%-}
+            mapfile -t names <<< "$tests"
+            start_job "$tool" "${name:-others}" ./gpu --include-ignored --test-threads=1 --exact "${names[@]}" <<< "$tests"
+        done
         # initcheck does not see what cuBLASLt stores, and takes every product for uninitialized.
         [ "$tool" != initcheck ] || continue
-        check ./qwen3 --device cuda --dtype bf16 --max-new-tokens 3 \
-            --model tests/fixtures/qwen3 --requests tests/fixtures/goldens/mixed.json "${adapters[@]}"
-        for batch in moe moe-int4; do
-            check ./qwen3 --device cuda --dtype bf16 --max-new-tokens 3 \
-                --model "tests/fixtures/qwen3-$batch" --requests "tests/fixtures/goldens/$batch.json" \
-                "${expert_adapters[@]}"
+        forward=(./qwen3 --device cuda --dtype bf16 --max-new-tokens 3)
+        start_job "$tool" qwen3 "${forward[@]}" --model tests/fixtures/qwen3 \
+            --requests tests/fixtures/goldens/mixed.json "${adapters[@]}" <<< qwen3
+        for model in moe moe-int4; do
+            start_job "$tool" "qwen3-$model" "${forward[@]}" --model "tests/fixtures/qwen3-$model" \
+                --requests "tests/fixtures/goldens/$model.json" "${expert_adapters[@]}" <<< "qwen3-$model"
         done
     done
-    if [ ${#failed[@]} -gt 0 ]; then
-        echo "failed: ${failed[*]}" >&2
-        exit 1
-    fi
+    wait
+
+    # A finding begins with a line that is not indented. Others of these lines frame them.
+    findings() {
+        cat "$1" 2> /dev/null | grep -E '^=+ [^ ]' | grep -vE 'COMPUTE-SANITIZER|SUMMARY|Target application returned|were not printed'
+    }
+    failed=0
+    for status in "$OUT"/sanitize-*.status; do
+        log=${status%.status}
+        touch "$log.passed"
+        read -r code seconds < "$status"
+        wanted=$(grep -c . "$log.wanted" || true)
+        passed=$(grep -c . "$log.passed" || true)
+        found=$(findings "$log.tool" | wc -l || true)
+        printf '%-36s %3d of %3d passed, %3d findings, status %3d, %4d s\n' "$(basename "$log")" "$passed" "$wanted" "$found" "$code" "$seconds"
+        grep . "$log.wanted" | grep -vxFf "$log.passed" | sed 's/^/    not passed: /' || true
+        [ "$found" = 0 ] || findings "$log.tool" | cut -c1-200 | sort | uniq -c | sort -rn | sed 's/^/    /;8q'
+        # A job without a test has failed.
+        if [ "$wanted" = 0 ] || [ "$passed" != "$wanted" ] || [ "$found" != 0 ] || [ "$code" != 0 ]; then failed=1; fi
+    done > "$OUT/sanitize.log"
+    cat "$OUT/sanitize.log"
+    exit "$failed"
     ;;
 bench)
     bundle=$PWD

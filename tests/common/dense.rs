@@ -13,6 +13,7 @@ use super::{
     case::{self, Layer, Subject, features, poison_rows},
     compare::{Expected, expect_sum},
     factors::{Modules, Pair, fill, scaling},
+    small,
     values::{Dtype, Values},
 };
 
@@ -151,9 +152,9 @@ impl Case {
     /// bf16 and f16.
     pub fn of_many_features(tokens: &[usize]) -> Vec<Self> {
         let mut cases = Vec::new();
-        for (in_features, dtype) in
-            [(6144, Dtype::BF16), (8193, Dtype::F16), (9000, Dtype::BF16), (12_288, Dtype::F16), (14_336, Dtype::BF16)]
-        {
+        let all =
+            [(6144, Dtype::BF16), (8193, Dtype::F16), (9000, Dtype::BF16), (12_288, Dtype::F16), (14_336, Dtype::BF16)];
+        for &(in_features, dtype) in small::choose(&all[..], &[(4097, Dtype::F16), (4104, Dtype::BF16)]) {
             for &tokens in tokens {
                 let slots = (0..tokens as i32).map(|token| token % 4 - 1).collect();
                 let case = Self::linear(in_features, &[40, 72], &[&[16, 3], &[1, 64], &[33, 0]], slots);
@@ -168,7 +169,7 @@ impl Case {
         let widths = [24, 7, 130, 1, 64, 300, 9, 256];
         let ranks = [[3, 16, 1, 8, 64, 2, 5, 17], [0, 1, 40, 0, 9, 33, 100, 1], [8; 8], [0, 0, 0, 0, 0, 0, 0, 12]];
         let mut cases = Vec::new();
-        for slices in 5..=MAX_SLICES {
+        for slices in (5..=MAX_SLICES).step_by(small::choose(1, 3)) {
             for (dtype, &tokens) in [Dtype::BF16, Dtype::F16, Dtype::F32].into_iter().cycle().skip(slices).zip(tokens) {
                 let slots = (0..tokens as i32).map(|token| (token * 3 + token / 7) % 5 - 1).collect();
                 let adapters = ranks.each_ref().map(|ranks| &ranks[..slices]);
@@ -222,8 +223,18 @@ pub struct Sizes {
 impl Sizes {
     /// Small enough for a debug build on the CPU.
     pub const SMALL: Self = Self { max_features: 300, max_tokens: 40, max_rank: 40 };
+
     /// More than one of every tile of the small_m kernels.
-    pub const LARGE: Self = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
+    pub fn large() -> Self {
+        let large = Self { max_features: 1500, max_tokens: 300, max_rank: 512 };
+        small::choose(large, Self { max_features: 300, max_tokens: 40, max_rank: 144 })
+    }
+
+    /// More tokens than the small_m kernels take.
+    pub fn of_many_tokens() -> Self {
+        let many = Self { max_tokens: 1500, max_features: 500, max_rank: 200 };
+        small::choose(many, Self { max_tokens: 700, max_features: 72, max_rank: 40 })
+    }
 }
 
 /// Any case.

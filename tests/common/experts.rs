@@ -17,6 +17,7 @@ use super::{
     case::{self, Layer, features, halved, indices, poison_rows},
     compare::{Expected, expect_activation, expect_sum},
     factors::{Modules, Pair, fill, scaling},
+    small,
     values::Values,
 };
 
@@ -570,8 +571,12 @@ pub struct Sizes {
 impl Sizes {
     /// Small enough for a debug build on the CPU.
     pub const SMALL: Self = Self { max_features: 90, max_tokens: 12, max_rank: 20, max_experts: 6, max_top_k: 4 };
+
     /// More than one of every tile of the kernels.
-    pub const LARGE: Self = Self { max_features: 900, max_tokens: 150, max_rank: 64, max_experts: 12, max_top_k: 8 };
+    pub fn large() -> Self {
+        let large = Self { max_features: 900, max_tokens: 150, max_rank: 64, max_experts: 12, max_top_k: 8 };
+        small::choose(large, Self { max_features: 136, max_tokens: 24, max_rank: 40, max_experts: 6, max_top_k: 4 })
+    }
 }
 
 /// Any case.

@@ -20,4 +20,5 @@ pub mod experts;
 pub mod factors;
 pub mod fused_linear;
 pub mod fuzz;
+pub mod small;
 pub mod values;

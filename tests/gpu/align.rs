@@ -11,7 +11,10 @@ use cudarc::driver::CudaView;
 use proptest::prelude::*;
 
 use crate::{
-    common::align::{Case, steps},
+    common::{
+        align::{Case, steps},
+        small::choose,
+    },
     device::{Buffer, Gpu},
 };
 
@@ -172,7 +175,7 @@ fn blocks_are_those_of_the_host() {
 #[ignore = "needs a GPU"]
 fn blocks_of_many_routes_are_those_of_the_host() {
     let gpu = Gpu::new();
-    property(40, 3000, |steps| {
+    property(40, choose(3000, 700), |steps| {
         let mut raw = Raw::new(&gpu, capacity(&steps));
         steps.iter().try_for_each(|case| raw.run(case))
     });
@@ -226,13 +229,14 @@ fn scatter(i: usize) -> usize {
 #[ignore = "needs a GPU"]
 fn the_most_experts_slots_and_many_routes() {
     let gpu = Gpu::new();
+    let tokens = choose(5000, 600);
     let steps = [
-        case(5000, 8, |_| 0, |_| 0),
-        case(5000, 8, |token| token, |_| 1023),
-        case(5000, 8, |token| scatter(token) % MAX_SLOTS, |route| scatter(route) % 1024),
-        case(5000, 8, |_| MAX_SLOTS - 1, |route| route % 1024),
+        case(tokens, 8, |_| 0, |_| 0),
+        case(tokens, 8, |token| token, |_| 1023),
+        case(tokens, 8, |token| scatter(token) % MAX_SLOTS, |route| scatter(route) % 1024),
+        case(tokens, 8, |_| MAX_SLOTS - 1, |route| route % 1024),
         case(1, 8, |_| MAX_SLOTS - 1, |route| 1023 - route),
-        case(5000, 8, |_| MAX_SLOTS, |route| route % 1024),
+        case(tokens, 8, |_| MAX_SLOTS, |route| route % 1024),
         case(0, 1, |_| 0, |_| 0),
     ];
     let mut raw = Raw::new(&gpu, capacity(&steps));

@@ -19,6 +19,7 @@ use crate::{
         consumers::{By, Case, Consumed, EPS, World, cases},
         dense::Sizes,
         factors::{Modules, fill, neighbour},
+        small::choose,
         values::{Dtype, Values},
     },
     device::{Buffer, Gpu},
@@ -139,19 +140,20 @@ impl Subject<Consumed> for Raw<'_> {
 }
 
 const BOTH: [By; 2] = [By::SiluMul, By::AddRmsNorm];
+const DTYPES: [Dtype; 3] = [Dtype::BF16, Dtype::F16, Dtype::F32];
 
 #[test]
 #[ignore = "needs a GPU"]
 fn consumers_of_the_safe_api_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(150, cases(Sizes::LARGE), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
+    property(150, cases(Sizes::large()), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn consumers_of_the_raw_api_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(200, cases(Sizes::LARGE), |case| {
+    property(200, cases(Sizes::large()), |case| {
         let (padded_tokens, captured) = ((case.seed % 5) as usize * 7, case.seed % 2 == 0);
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured }))
     });
@@ -162,13 +164,13 @@ fn consumers_of_the_raw_api_agree_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn consumers_of_many_tokens_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(60, cases(Sizes { max_tokens: 1500, max_features: 500, max_rank: 200 }), |case| {
+    property(60, cases(Sizes::of_many_tokens()), |case| {
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
     // Of every rank, with aligned rows.
-    property(80, cases(Sizes { max_tokens: 40, max_features: 900, max_rank: 128 }), |mut case| {
+    property(80, cases(Sizes { max_tokens: 40, max_features: choose(900, 300), max_rank: 128 }), |mut case| {
         (case.offsets, case.gaps) = ([0; 3], [0; 3]);
-        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 600, captured: false }))
+        for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: choose(600, 520), captured: false }))
     });
 }
 
@@ -178,17 +180,20 @@ fn consumers_of_many_tokens_agree_with_the_reference() {
 fn consumers_of_corners() {
     let gpu = Gpu::new();
     let adapters = [[16, 8], [1, 128], [0, 64], [33, 0], [64, 64], [128, 128], [24, 96]];
-    let high = [[512, 1], [0, 512], [129, 300]];
+    let high = choose([[512, 1], [0, 512], [129, 300]], [[136, 1], [0, 144], [129, 130]]);
     let spread = |tokens: i32, adapters: i32| (0..tokens).map(|token| token % (adapters + 1) - 1).collect();
     for by in BOTH {
         // A norm of 6,144 features is held in registers; that of 8,200 is not, nor is its B at the highest rank in shared memory.
         let widest = [if by == By::SiluMul { 2112 } else { 6144 }, 8200];
-        for features in [1, 7, 64, 96, 128, 136, 1000].into_iter().chain(widest) {
+        let narrow = choose(&[1, 7, 64, 96, 128, 136, 1000][..], &[7, 136]);
+        for features in narrow.iter().copied().chain(widest) {
             // The reference of wide layers is slow.
             let most = if features < 1000 { 1040 } else { 20 };
-            for tokens in [1, 8, 17, 100, 512, 513, 1040].into_iter().filter(|&tokens| tokens <= most) {
+            let tokens = choose(&[1, 8, 17, 100, 512, 513, 1040][..], &[17, 520]);
+            for &tokens in tokens.iter().filter(|&&tokens| tokens <= most) {
                 for (adapters, slots) in [(&adapters[..], 7), (&high[..], 3)] {
-                    for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+                    let few = if features < 1000 { &DTYPES[..] } else { &DTYPES[..1] };
+                    for &dtype in choose(&DTYPES[..], few) {
                         let case = Case::consumed(by, 72, features, adapters, spread(tokens, slots));
                         let case = Case { dtype, ..case };
                         // With padding, the few tokens of wide layers are on wide tiles, too.
@@ -219,7 +224,7 @@ fn a_consumers_token_depends_on_nothing_else() {
         let mut others = [
             ("twice", Raw { gpu, padded_tokens: 0, captured: false }),
             ("captured", Raw { gpu, padded_tokens: 3, captured: true }),
-            ("as one of many", Raw { gpu, padded_tokens: 1100, captured: false }),
+            ("as one of many", Raw { gpu, padded_tokens: choose(1100, 520), captured: false }),
         ];
         for (name, subject) in &mut others {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
@@ -245,12 +250,12 @@ fn a_consumers_token_depends_on_nothing_else() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(100, cases(Sizes { max_tokens: 80, ..Sizes::LARGE }), |case| for_dtype!(case, run(&gpu, &case)));
+    property(100, cases(Sizes { max_tokens: 80, ..Sizes::large() }), |case| for_dtype!(case, run(&gpu, &case)));
     for by in BOTH {
-        for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+        for &dtype in choose(&DTYPES[..], &[Dtype::F16, Dtype::F32]) {
             let slots = (0..513).map(|token| token % 7 - 1).collect();
             let adapters = [[16, 8], [1, 128], [64, 0], [33, 7], [100, 3]];
-            let case = Case::consumed(by, 1300, 200, &adapters, slots);
+            let case = Case::consumed(by, choose(1300, 264), choose(200, 72), &adapters, slots);
             for_dtype!(case, run(&gpu, &Case { dtype, values: Values::Rounded, ..case.clone() })).unwrap();
         }
     }
@@ -261,17 +266,19 @@ fn a_consumers_token_depends_on_nothing_else() {
 #[ignore = "needs a GPU"]
 fn consumers_of_thousands_of_tokens_agree_with_themselves() {
     let gpu = Gpu::new();
-    for (by, features) in [(By::SiluMul, 3072), (By::AddRmsNorm, 4096), (By::AddRmsNorm, 5120)] {
-        let slots: Vec<i32> = (0..4096).map(|token| token * 7 % 34 - 1).collect();
+    let all = [(By::SiluMul, 3072), (By::AddRmsNorm, 4096), (By::AddRmsNorm, 5120)];
+    let (tokens, at_a_time) = choose((4096, 512), (576, 64));
+    for &(by, features) in choose(&all[..], &[(By::SiluMul, 136), (By::AddRmsNorm, 264)]) {
+        let slots: Vec<i32> = (0..tokens as i32).map(|token| token * 7 % 34 - 1).collect();
         let adapters: Vec<[usize; 2]> = (0..32).map(|i| [16, 8 + 2 * i]).collect();
-        let case = Case { values: Values::Rounded, ..Case::consumed(by, 512, features, &adapters, slots) };
+        let case = Case { values: Values::Rounded, ..Case::consumed(by, choose(512, 72), features, &adapters, slots) };
         let world = case.world::<half::bf16>();
         let mut subject = Raw { gpu: &gpu, padded_tokens: 0, captured: false };
         let all = subject.run(&case, &world);
-        for first in (0..4096).step_by(512) {
-            let (part, some) = case.part(&world, first..first + 512);
+        for first in (0..tokens).step_by(at_a_time) {
+            let (part, some) = case.part(&world, first..first + at_a_time);
             let some = subject.run(&part, &some);
-            for at in 0..512 {
+            for at in 0..at_a_time {
                 assert!(case.written(&all, first + at) == part.written(&some, at), "{by:?}, token {}", first + at);
             }
         }
@@ -303,8 +310,8 @@ fn a_consumers_nan_is_its_own() {
         Ok(())
     }
     let gpu = Gpu::new();
-    for padded_tokens in [0, 1100] {
-        property(80, cases(Sizes { max_tokens: 80, ..Sizes::LARGE }), |case| {
+    for padded_tokens in [0, choose(1100, 520)] {
+        property(80, cases(Sizes { max_tokens: 80, ..Sizes::large() }), |case| {
             for_dtype!(case, run(&gpu, &case, padded_tokens))
         });
     }
@@ -315,12 +322,11 @@ fn a_consumers_nan_is_its_own() {
 #[ignore = "needs a GPU"]
 fn a_consumers_replay_sees_what_changed() {
     fn run<T: Element + DeviceRepr + ValidAsZeroBits>(gpu: &Gpu, by: By, dtype: Dtype, tokens: usize) {
-        const IN: usize = 1100;
-        const FEATURES: usize = 200;
+        let (inputs, features) = choose((1100, 200), (264, 72));
         // By step: the ranks of each slot's adapter, and the slots of the live tokens.
         let case = |seed: u64, adapters: &[[usize; 2]], live: usize| {
             let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
-            Case { dtype, seed, ..Case::consumed(by, IN, FEATURES, adapters, slots) }
+            Case { dtype, seed, ..Case::consumed(by, inputs, features, adapters, slots) }
         };
         let steps = [
             case(1, &[[16, 8], [1, 0], [64, 64]], tokens),
@@ -338,14 +344,14 @@ fn a_consumers_replay_sees_what_changed() {
         let mut workspace = Workspace::new(&weights).unwrap();
         let layer = LoraLinear::new(&weights, first.id).unwrap();
         let [mut x, mut y, mut residual, mut out] =
-            [IN, y_cols, FEATURES, FEATURES].map(|cols| cuda::Buffer::<T>::zeros(queue, tokens * cols).unwrap());
-        let mut weight = cuda::Buffer::<T>::zeros(queue, FEATURES).unwrap();
+            [inputs, y_cols, features, features].map(|cols| cuda::Buffer::<T>::zeros(queue, tokens * cols).unwrap());
+        let mut weight = cuda::Buffer::<T>::zeros(queue, features).unwrap();
         let mut graph = weights
             .capture(&routing, tokens, &mut workspace, |step| {
-                layer.shrink(step, cuda::Matrix::new(&x, tokens, IN)?)?;
+                layer.shrink(step, cuda::Matrix::new(&x, tokens, inputs)?)?;
                 let y = cuda::Matrix::new(&y, tokens, y_cols)?;
-                let residual = cuda::MatrixMut::new(&mut residual, tokens, FEATURES)?;
-                let out = cuda::MatrixMut::new(&mut out, tokens, FEATURES)?;
+                let residual = cuda::MatrixMut::new(&mut residual, tokens, features)?;
+                let out = cuda::MatrixMut::new(&mut out, tokens, features)?;
                 match by {
                     By::SiluMul => layer.silu_mul(step, y, out),
                     By::AddRmsNorm => layer.add_rms_norm(step, y, residual, &weight, EPS, out),
@@ -368,19 +374,19 @@ fn a_consumers_replay_sees_what_changed() {
                 padded[..live * cols].copy_from_slice(&values[..live * cols]);
                 padded
             };
-            x.write(&padded(&world.x, IN)).unwrap();
+            x.write(&padded(&world.x, inputs)).unwrap();
             y.write(&padded(&world.y, y_cols)).unwrap();
             weight.write(&case.weight()).unwrap();
-            residual.write(&padded(&world.out, FEATURES)).unwrap();
-            out.write(&vec![T::from_f32(f32::NAN); tokens * FEATURES]).unwrap();
+            residual.write(&padded(&world.out, features)).unwrap();
+            out.write(&vec![T::from_f32(f32::NAN); tokens * features]).unwrap();
             routing.update(&Batch::new(&world.slots)).unwrap();
             graph.replay().unwrap();
             let mut expected = world.expected(case);
             let mut got = Vec::new();
             for output in [&residual, &out].into_iter().skip(2 - case.outputs()) {
-                let mut rows = vec![T::default(); tokens * FEATURES];
+                let mut rows = vec![T::default(); tokens * features];
                 output.read(&mut rows).unwrap();
-                let behind = rows.split_off(live * FEATURES);
+                let behind = rows.split_off(live * features);
                 assert!(behind.iter().all(|value| value.to_f32().is_nan()), "a row without a token was written");
                 got.extend(rows);
             }
@@ -390,7 +396,7 @@ fn a_consumers_replay_sees_what_changed() {
     }
     let gpu = Gpu::new();
     for by in BOTH {
-        for tokens in [16, 40, 512, 600] {
+        for &tokens in choose(&[16, 40, 512, 600][..], &[40, 520]) {
             run::<half::bf16>(&gpu, by, Dtype::BF16, tokens);
             run::<half::f16>(&gpu, by, Dtype::F16, tokens);
             run::<f32>(&gpu, by, Dtype::F32, tokens);
@@ -498,29 +504,27 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_chain_of_consumers_reads_what_was_written_before() {
-    const HIDDEN: usize = 512;
-    const INTER: usize = 384;
-    const LAYERS: usize = 24;
     const SLOTS: u16 = 5;
+    let (hidden, inter, layers, rounds) = choose((512, 384, 24, 10), (128, 96, 2, 1));
     let gpu = Gpu::new();
     let queue = &gpu.queue;
     let mut rng = StdRng::seed_from_u64(3);
     let mut spec = ModelSpec::new();
-    let gate_up = Linear::new("gate_up", Parallel::Replicated, HIDDEN).slice("gate", INTER).slice("up", INTER);
+    let gate_up = Linear::new("gate_up", Parallel::Replicated, hidden).slice("gate", inter).slice("up", inter);
     let gate_up = spec.linear(gate_up).unwrap();
-    let down = spec.linear(Linear::new("down", Parallel::Replicated, INTER).slice("down", HIDDEN)).unwrap();
+    let down = spec.linear(Linear::new("down", Parallel::Replicated, inter).slice("down", hidden)).unwrap();
     for path in ["before", "behind"] {
         spec.linear(neighbour(path)).unwrap();
     }
     let model = spec.shard(TpRank::SINGLE).unwrap();
-    for tokens in [1, 40, 512, 700] {
+    for &tokens in choose(&[1, 40, 512, 700][..], &[40, 520]) {
         let capacity = Capacity::tokens(tokens).slots(SLOTS.into()).rank(32);
         let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 22).unwrap();
         for slot in 0..SLOTS {
             let rank = 8 + 5 * usize::from(slot);
             let mut modules = Modules::default();
             for (path, [input, output]) in
-                [("gate_up.gate", [HIDDEN, INTER]), ("gate_up.up", [HIDDEN, INTER]), ("down.down", [INTER, HIDDEN])]
+                [("gate_up.gate", [hidden, inter]), ("gate_up.up", [hidden, inter]), ("down.down", [inter, hidden])]
             {
                 let [a, b] = [rank * input, output * rank].map(|len| fill(Values::Rounded, len, 1.0, &mut rng));
                 modules.put(path, 1.0, Modules::LINEAR, (&[rank, input], &a), (&[output, rank], &b));
@@ -538,16 +542,16 @@ fn a_chain_of_consumers_reads_what_was_written_before() {
             buffer
         };
         // The base's outputs stay the same; the residual and what is normalized or activated are passed on.
-        let (wide, narrow, weight) = (buffer(tokens, 2 * INTER), buffer(tokens, HIDDEN), buffer(1, HIDDEN));
-        let (x, sums) = (buffer(tokens, HIDDEN), buffer(tokens, HIDDEN));
+        let (wide, narrow, weight) = (buffer(tokens, 2 * inter), buffer(tokens, hidden), buffer(1, hidden));
+        let (x, sums) = (buffer(tokens, hidden), buffer(tokens, hidden));
         let slots: Vec<Slot> = (0..tokens as i32).map(|token| bytemuck::cast(token * 7 % 6 - 1)).collect();
         let mut run = |waits: bool| {
             let [mut normed, mut residual] = [&x, &sums].map(|from| {
-                let mut copy = cuda::Buffer::<half::bf16>::zeros(queue, tokens * HIDDEN).unwrap();
+                let mut copy = cuda::Buffer::<half::bf16>::zeros(queue, tokens * hidden).unwrap();
                 queue.copy(from, &mut copy).unwrap();
                 copy
             });
-            let mut active = cuda::Buffer::<half::bf16>::zeros(queue, tokens * INTER).unwrap();
+            let mut active = cuda::Buffer::<half::bf16>::zeros(queue, tokens * inter).unwrap();
             let batch = routing.update(&Batch::new(&slots)).unwrap();
             let mut step = weights.step(&batch, &mut workspace).unwrap();
             let wait = || {
@@ -555,30 +559,30 @@ fn a_chain_of_consumers_reads_what_was_written_before() {
                     gpu.synchronize()
                 }
             };
-            for _ in 0..LAYERS {
-                gate_up.shrink(&mut step, cuda::Matrix::new(&normed, tokens, HIDDEN).unwrap()).unwrap();
+            for _ in 0..layers {
+                gate_up.shrink(&mut step, cuda::Matrix::new(&normed, tokens, hidden).unwrap()).unwrap();
                 wait();
-                let y = cuda::Matrix::new(&wide, tokens, 2 * INTER).unwrap();
-                let out = cuda::MatrixMut::new(&mut active, tokens, INTER).unwrap();
+                let y = cuda::Matrix::new(&wide, tokens, 2 * inter).unwrap();
+                let out = cuda::MatrixMut::new(&mut active, tokens, inter).unwrap();
                 gate_up.silu_mul(&mut step, y, out).unwrap();
                 wait();
-                down.shrink(&mut step, cuda::Matrix::new(&active, tokens, INTER).unwrap()).unwrap();
+                down.shrink(&mut step, cuda::Matrix::new(&active, tokens, inter).unwrap()).unwrap();
                 wait();
-                let y = cuda::Matrix::new(&narrow, tokens, HIDDEN).unwrap();
+                let y = cuda::Matrix::new(&narrow, tokens, hidden).unwrap();
                 let [residual, out] =
-                    [&mut residual, &mut normed].map(|buffer| cuda::MatrixMut::new(buffer, tokens, HIDDEN).unwrap());
+                    [&mut residual, &mut normed].map(|buffer| cuda::MatrixMut::new(buffer, tokens, hidden).unwrap());
                 down.add_rms_norm(&mut step, y, residual, &weight, EPS, out).unwrap();
                 wait();
             }
-            let mut got = vec![half::bf16::ZERO; 2 * tokens * HIDDEN];
-            let (sums, rows) = got.split_at_mut(tokens * HIDDEN);
+            let mut got = vec![half::bf16::ZERO; 2 * tokens * hidden];
+            let (sums, rows) = got.split_at_mut(tokens * hidden);
             residual.read(sums).unwrap();
             normed.read(rows).unwrap();
             got
         };
         let expected = run(true);
         assert!(expected.iter().all(|value| value.is_finite()), "the chain has left the range of numbers");
-        for round in 0..10 {
+        for round in 0..rounds {
             assert!(bits(&run(false)) == bits(&expected), "{tokens} tokens, round {round}");
         }
     }

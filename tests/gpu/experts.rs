@@ -25,6 +25,7 @@ use crate::{
         case::Subject,
         compare::{Expected, Place, compare, expect_within},
         experts::{Act, Case, Lora, Moe, Op, Sizes, Weighed, World, cases, launch_on_cpu},
+        small::choose,
         values::Dtype,
     },
     device::{Buffer, Gpu},
@@ -271,14 +272,14 @@ impl Subject<Moe> for Raw<'_> {
 #[ignore = "needs a GPU"]
 fn experts_through_the_safe_api_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(300, cases(Sizes::LARGE), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
+    property(300, cases(Sizes::large()), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn experts_through_the_raw_door_agree_with_the_reference() {
     let gpu = Gpu::new();
-    property(300, cases(Sizes::LARGE), |case| {
+    property(300, cases(Sizes::large()), |case| {
         let captured = case.seed % 2 == 0;
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: (case.seed % 3) as usize * 7, captured }))
     });
@@ -289,7 +290,13 @@ fn experts_through_the_raw_door_agree_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn many_routes_agree_with_the_reference() {
     let gpu = Gpu::new();
-    let sizes = Sizes { max_tokens: 700, ..Sizes::LARGE };
+    let sizes = Sizes {
+        max_tokens: 700,
+        max_features: choose(900, 40),
+        max_rank: choose(64, 17),
+        max_top_k: 8,
+        ..Sizes::large()
+    };
     property(60, cases(sizes), |case| {
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
@@ -300,7 +307,8 @@ fn many_routes_agree_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn wide_experts_agree_with_the_reference() {
     let gpu = Gpu::new();
-    let sizes = Sizes { max_features: 3000, max_tokens: 20, max_rank: 512, max_experts: 4, max_top_k: 3 };
+    let (max_features, max_rank) = choose((3000, 512), (1100, 144));
+    let sizes = Sizes { max_features, max_tokens: 20, max_rank, max_experts: 4, max_top_k: 3 };
     property(60, cases(sizes), |case| {
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
@@ -355,7 +363,7 @@ fn a_routes_bits_depend_on_nothing_else() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(80, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
+    property(80, cases(Sizes::large()), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
 /// A token's bits do not depend on other tokens: not when these have no adapter, nor on the order of tokens.
@@ -432,7 +440,7 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(120, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
+    property(120, cases(Sizes::large()), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
 /// More experts per token than a warp reads at once.
@@ -440,7 +448,8 @@ fn a_tokens_bits_do_not_depend_on_the_others() {
 #[ignore = "needs a GPU"]
 fn tokens_of_many_experts_agree_with_the_reference() {
     let gpu = Gpu::new();
-    let sizes = Sizes { max_features: 200, max_tokens: 12, max_rank: 40, max_experts: 50, max_top_k: 70 };
+    let (max_features, max_tokens) = choose((200, 12), (72, 5));
+    let sizes = Sizes { max_features, max_tokens, max_rank: 40, max_experts: 50, max_top_k: 70 };
     property(60, cases(sizes), |case| {
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
@@ -579,10 +588,12 @@ fn a_tokens_nan_is_its_own() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(100, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
+    property(100, cases(Sizes::large()), |case| for_dtype!(case, run(&gpu, &case)));
     for tokens in [16, 100, 320] {
-        let mut case = Case::new([2, 136, 72], vec![Lora::of_own_ranks(2, 20), Lora::shared_outer(2, 24)], [tokens, 4]);
-        for (slot, op) in [0, 1].into_iter().flat_map(|slot| OPERATIONS.map(|op| (slot, op))) {
+        let shape = choose([2, 136, 72], [2, 72, 40]);
+        let mut case = Case::new(shape, vec![Lora::of_own_ranks(2, 20), Lora::shared_outer(2, 24)], [tokens, 4]);
+        let slots = choose(&[0, 1][..], &[1]);
+        for (slot, op) in slots.iter().flat_map(|&slot| OPERATIONS.map(|op| (slot, op))) {
             case.choose(tokens, |_| slot, |_, k| k % 2);
             for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
                 let case = Case { dtype, ..case.with(|layer| layer.op = op) };
@@ -613,8 +624,8 @@ fn a_tokens_bits_do_not_depend_on_the_slots() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(60, cases(Sizes::LARGE), |case| for_dtype!(case, run(&gpu, &case)));
-    property(20, cases(Sizes { max_tokens: 500, max_features: 200, ..Sizes::LARGE }), |case| {
+    property(60, cases(Sizes::large()), |case| for_dtype!(case, run(&gpu, &case)));
+    property(20, cases(Sizes { max_tokens: 500, max_features: choose(200, 40), ..Sizes::large() }), |case| {
         for_dtype!(case, run(&gpu, &case))
     });
 }
@@ -627,6 +638,7 @@ fn activations_are_those_of_the_reference() {
         let queue = &gpu.queue;
         let of = |values: &[f32]| values.iter().map(|&value| T::from_f32(value)).collect::<Vec<_>>();
         let gates: Vec<f32> = (-500..=500_i16)
+            .step_by(choose(1, 25))
             .map(|step| f32::from(step) / 16.0)
             .chain([-1e4, -100.0, 100.0, 1e4, f32::INFINITY, f32::NEG_INFINITY])
             .collect();
@@ -715,7 +727,7 @@ fn activations_are_those_of_the_reference() {
                 Activation::SwigluOai { .. } => &[-1e4, 1e4, f32::NEG_INFINITY, f32::INFINITY],
                 _ => &[],
             };
-            for up in of(&[&[-9.0, -0.3, 0.0, 2.5, 11.0], past].concat()) {
+            for up in of(&[choose(&[-9.0, -0.3, 0.0, 2.5, 11.0][..], &[-0.3]), past].concat()) {
                 let y = [gates.clone(), vec![up; inter]].concat();
                 check(activation, activate(gated, &y, activation), Some(up.to_f32().into()));
             }
@@ -734,7 +746,7 @@ fn activations_are_those_of_the_reference() {
         }
     }
     let gpu = Gpu::new();
-    for tokens in [1, 70, 1030] {
+    for &tokens in choose(&[1, 70, 1030][..], &[16, 1030]) {
         run::<half::bf16>(&gpu, tokens);
         run::<half::f16>(&gpu, tokens);
         run::<f32>(&gpu, tokens);

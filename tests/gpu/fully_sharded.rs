@@ -20,6 +20,7 @@ use crate::{
     common::{
         adapters::{Lora, parts, round},
         compare::{Expected, expect_sum},
+        small::choose,
         values::Values,
     },
     device::Gpu,
@@ -275,6 +276,12 @@ fn bits<T: Element>(values: &[T]) -> Vec<u32> {
 /// How a layer is sharded; the number of ranks, and of inputs; the outputs of its modules; and the ranks of two adapters.
 type Layer = (Parallel, [usize; 2], &'static [usize], [usize; 2]);
 
+const SMALL_LAYERS: [Layer; 3] = [
+    (Parallel::Column, [3, 300], &[96, 48, 48], [17, 2]),
+    (Parallel::Row, [2, 264], &[72], [1, 33]),
+    (Parallel::Column, [3, 72], &[264], [140, 7]),
+];
+
 /// The last one has ranks too high to stage B, which are no multiple of the number of tensor-parallel ranks.
 const LAYERS: [Layer; 6] = [
     (Parallel::Column, [2, 256], &[512], [16, 8]),
@@ -291,11 +298,11 @@ const TOKENS: [usize; 5] = [1, 6, 17, 70, 600];
 /// was.
 fn exact<T: Float>() {
     let gpu = Gpu::new();
-    for (parallel, sizes, outputs, ranks) in LAYERS {
+    for &(parallel, sizes, outputs, ranks) in choose(&LAYERS[..], &SMALL_LAYERS) {
         let mut rng = StdRng::seed_from_u64(3);
         let mut integer = || f32::from(rng.random_range(-2_i8..=2));
         let world = World::new(parallel, sizes, outputs, ranks, T::DTYPE, &mut integer);
-        for tokens in TOKENS {
+        for &tokens in choose(&TOKENS[..], &[6, 520]) {
             let batch = Tokens::<T>::new(&world, tokens, &mut integer);
             let y = before(&world, tokens, &mut integer);
             let (gpu, cpu) = (on_gpu(&gpu, &world, &batch, &y), on_cpu(&world, &batch, &y));
@@ -329,7 +336,7 @@ fn integers_are_exact_in_f16() {
 /// Random values are within the rounding of the unsharded layer's reference.
 fn random<T: Float>() {
     let gpu = Gpu::new();
-    for (parallel, sizes, outputs, ranks) in LAYERS {
+    for &(parallel, sizes, outputs, ranks) in choose(&LAYERS[..], &SMALL_LAYERS) {
         let mut rng = StdRng::seed_from_u64(4);
         let mut value = || round(rng.random_range(-1.0_f32..1.0), T::DTYPE);
         let world = World::new(parallel, sizes, outputs, ranks, T::DTYPE, &mut value);
@@ -396,7 +403,7 @@ fn random_values_are_within_their_rounding() {
 #[ignore = "needs a GPU"]
 fn a_token_gets_in_any_batch_and_in_a_graph_what_it_gets_alone() {
     let gpu = Gpu::new();
-    for (parallel, sizes, outputs, ranks) in LAYERS {
+    for &(parallel, sizes, outputs, ranks) in choose(&LAYERS[..], &SMALL_LAYERS) {
         let mut rng = StdRng::seed_from_u64(5);
         let mut value = || rng.random_range(-1.0_f32..1.0);
         let world = World::new(parallel, sizes, outputs, ranks, DType::BF16, &mut value);
@@ -405,7 +412,7 @@ fn a_token_gets_in_any_batch_and_in_a_graph_what_it_gets_alone() {
         let y = before::<bf16>(&world, tokens, &mut value);
         let (parts, added) = on_gpu(&gpu, &world, &batch, &y);
         let v = world.exchanged(&parts);
-        for token in [0, 2, 3, 517] {
+        for &token in choose(&[0, 2, 3, 517][..], &[2, 517]) {
             let alone = batch.alone(token, world.inputs);
             let row = |rank: usize| {
                 let outputs = y[rank].len() / tokens;

@@ -9,7 +9,7 @@ use aril::{DType, Slot, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capac
 use cudarc::driver::result;
 
 use crate::{
-    common::{case::Subject, dense::Case, values::Values},
+    common::{case::Subject, dense::Case, small::choose, values::Values},
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
     operations::{Raw, Safe},
@@ -208,7 +208,7 @@ fn threads_and_streams_do_not_meet() {
                 let gpu = Gpu::new();
                 let sweep = [gpu.upload(&vec![0_u8; 64 << 20]), gpu.upload(&vec![0_u8; 64 << 20])];
                 let world = case.world::<half::bf16>();
-                for round in 0..30 {
+                for round in 0..choose(30, 5) {
                     // SAFETY: both are large enough and stay alive until the stream is synchronized.
                     unsafe {
                         result::memcpy_dtod_async(

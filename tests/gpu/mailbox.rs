@@ -7,7 +7,7 @@ use aril::{
 };
 use half::bf16;
 
-use crate::{chain::Stack, device::Buffer};
+use crate::{chain::Stack, common::small::choose, device::Buffer};
 
 const IN: usize = 2048;
 const OUT: usize = 320;
@@ -85,8 +85,8 @@ impl<'a> Launches<'a> {
 fn tags_come_again_without_harm() {
     const HEADER_WORDS: usize = 16;
     let stack = stack();
-    for stale_tag in [None, Some(1_u32), Some(2), Some(3)] {
-        for big in 1..6 {
+    for &stale_tag in choose(&[None, Some(1_u32), Some(2), Some(3)][..], &[None, Some(2)]) {
+        for big in (1..6).step_by(choose(1, 3)) {
             // The tags are 2^32 - 2, 2^32 - 1, 1, 2, 3, 4. Small launches leave the words of all rows but the first as they are.
             let tokens: Vec<usize> = (0..6).map(|number| if number == big { MOST_TOKENS } else { 1 }).collect();
             let mut launches = Launches::new(&stack, &tokens);

@@ -19,6 +19,7 @@ use aril::{
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
+    common::small::choose,
     device::Gpu,
     setup::{self, Spin, TOKENS, add_deltas},
 };
@@ -104,11 +105,6 @@ impl Lane {
     }
 }
 
-/// The number of a test's rounds, of which the tools of compute-sanitizer need fewer.
-fn cases(rounds: u64) -> u64 {
-    std::env::var("PROPTEST_CASES").map_or(rounds, |cases| cases.parse().expect("PROPTEST_CASES is a number"))
-}
-
 struct Setup {
     pool: AdapterPool,
     lanes: Vec<Lane>,
@@ -171,7 +167,7 @@ impl Setup {
 #[ignore = "needs a GPU"]
 fn many_adapters_share_few_slots_on_two_streams() {
     const ADAPTERS: usize = 48;
-    let rounds = cases(250);
+    let rounds = choose(250, 25);
     let mut setup = Setup::new(4, 6, 24);
     let mut rng = StdRng::seed_from_u64(11);
     let rank = |number: usize| [16, 8, 32, 16][number % 4];
@@ -267,7 +263,7 @@ fn graphs_follow_the_pool() {
     let mut setup = Setup::new(3, 4, 8);
     let ids: Vec<_> = (1..=12).map(|i| (setup.adding(16, i as f32), i as f32)).collect();
     let mut graphs: Vec<_> = setup.lanes.iter_mut().map(Lane::capture).collect();
-    for round in 0..60 {
+    for round in 0..choose(60, 20) {
         let lane = round % 2;
         let batch = [ids[(round * 5) % 12], ids[(round * 7 + 3) % 12]];
         let leases = setup.prepare(&batch.map(|(id, _)| id), lane);
@@ -278,7 +274,7 @@ fn graphs_follow_the_pool() {
         setup.pool.commit(setup.lanes[lane].stream).unwrap();
         setup.lanes[lane].check(0, &batch.map(|(_, value)| value), &format!("round {round}"));
     }
-    assert!(setup.pool.snapshot().counters.evictions > 20);
+    assert!(setup.pool.snapshot().counters.evictions > choose(20, 5));
 }
 
 /// A captured stream refuses what would add work to it, and nothing is lost. Another thread's tables refuse what the pool alone does.
@@ -496,7 +492,7 @@ fn adapters_are_copied_while_they_are_read() {
         let adapter = Arc::new(setup::adapter(MANY_LAYERS, FEATURES, MAX_RANK, value));
         (setup.pool.register(Source::memory(adapter, &setup.model, DType::F32).unwrap()).unwrap(), value)
     });
-    for round in 0..cases(10).min(10) {
+    for round in 0..choose(10, 4) {
         let what = |when| format!("round {round}, {when}");
         // The batch of both takes its room.
         let id = setup.reading(5.0, 5.0, &gate);

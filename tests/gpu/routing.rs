@@ -3,7 +3,10 @@
 use aril::{Slot, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch, routing::Segments};
 use proptest::prelude::*;
 
-use crate::device::{Buffer, Gpu};
+use crate::{
+    device::{Buffer, Gpu},
+    operations::config,
+};
 
 fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[Slot], on_device: bool) -> (Vec<i32>, Vec<i32>) {
     // SAFETY: the memory outlives the routing and is used on one stream.
@@ -32,8 +35,7 @@ fn the_device_groups_as_the_host_does() {
     let gpu = Gpu::new();
     let slots = |max: usize| prop::collection::vec(prop_oneof![6 => 0..40_i32, 1 => -2..9000_i32], 0..max);
     let strategy = (prop_oneof![slots(50), slots(5000)], 1..=60_usize, any::<bool>());
-    let config = ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() };
-    let run = proptest::test_runner::TestRunner::new(config).run(&strategy, |(slots, num_slots, on_device)| {
+    let run = proptest::test_runner::TestRunner::new(config(60)).run(&strategy, |(slots, num_slots, on_device)| {
         let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
         let capacity = Capacity::tokens(slots.len() + 3).slots(num_slots).rank(1);
         let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());

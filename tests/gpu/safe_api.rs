@@ -20,6 +20,7 @@ use crate::{
     common::{
         dense::{Case, Dense, Op, Site},
         experts::{Case as ExpertsCase, Lora, Op as ExpertsOp},
+        small,
         values::{Dtype, Values},
     },
     device::Gpu,
@@ -197,7 +198,7 @@ pub fn take_or_refuse<S: Strategy>(
     make: impl Fn(&Gpu, &S::Value) -> Result<(), Box<dyn Error>>,
 ) -> (u32, u32) {
     // Enough calls for the share of accepted ones to be meaningful.
-    let cases = std::env::var("PROPTEST_CASES").map_or(cases_wanted, |cases| cases.parse().unwrap()).max(200);
+    let cases = small::random_cases(cases_wanted).max(200);
     let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
     let taken = std::cell::Cell::new(0_u32);
     let run = proptest::test_runner::TestRunner::new(config).run(calls, |call| {

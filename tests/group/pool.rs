@@ -3,6 +3,8 @@
 use std::{
     panic::{self, AssertUnwindSafe},
     sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
 };
 
 use aril::{
@@ -153,6 +155,53 @@ fn an_adapter_in_host_memory_is_not_opened_again() {
     });
 }
 
+/// A prefetch of an adapter in host memory is a use of it.
+#[test]
+fn what_was_prefetched_last_leaves_host_memory_last() {
+    const ROOM: u64 = 6;
+    let world = World::new(1);
+    each_pool(&[world.table(0, SLOTS)], |rank, pool| {
+        let bytes = world.adapter_bytes(rank);
+        let mut pool = pool.with_host_tier(usize::try_from(ROOM).unwrap() * bytes, 1).unwrap();
+        let prefetch = |pool: &mut GroupPool<InProcess, WeightTable>, number_: u64| {
+            let (adapter, table) = (Arc::new(version(&world, number_).unwrap()), pool.table());
+            let source = Source::memory(adapter, table.model(), table.dtype()).unwrap();
+            pool.prefetch(number_, source).unwrap();
+        };
+        let use_once = |pool: &mut GroupPool<InProcess, WeightTable>, number_: u64| {
+            acquire(&world, pool, number_).unwrap();
+            pool.release(number_).unwrap();
+        };
+        (1..=ROOM).for_each(|number_| use_once(&mut pool, number_));
+        (1..=ROOM).rev().for_each(|number_| prefetch(&mut pool, number_));
+        for more in 1..ROOM {
+            prefetch(&mut pool, ROOM + more);
+            use_once(&mut pool, ROOM + more);
+            // The first ones' slots have been used again by then.
+            for number_ in (1..=ROOM).filter(|_| more > 1) {
+                let expected = if number_ > ROOM - more { Tier::Source } else { Tier::Host };
+                assert_eq!(pool.tier(number_), expected, "version {number_} behind {more} more");
+            }
+        }
+    });
+}
+
+/// An adapter that waits for room in the arena is kept in host memory, and one that never has room is not.
+#[test]
+fn a_refused_adapter_is_packed_if_it_may_fit_later() {
+    let world = World::new(2);
+    let tables = [world.table(0, 4), world.table(1, 1)];
+    each_pool(&tables, |rank, pool| {
+        let mut pool = pool.with_host_tier(8 * world.adapter_bytes(rank), 1).unwrap();
+        acquire(&world, &mut pool, 1).unwrap();
+        assert_eq!(refused(&acquire(&world, &mut pool, 2).unwrap_err()), [(1, Phase::Reserve)]);
+        assert_eq!(pool.tier(2), Tier::Host);
+        let error = pool.acquire(3, || Ok(world.twice_as_large())).unwrap_err();
+        assert_eq!(refused(&error), [(1, Phase::Reserve)]);
+        assert_eq!(pool.tier(3), [Tier::Host, Tier::Source][rank]);
+    });
+}
+
 /// A prefetch reads beside steps, and needs no other rank. What it could not read fails the next load on all ranks, once.
 #[test]
 fn a_prefetch_fills_the_host_tier() {
@@ -162,7 +211,12 @@ fn a_prefetch_fills_the_host_tier() {
         let mut pool = pool.with_host_tier(4 * world.adapter_bytes(rank), 2).unwrap();
         let (model, dtype) = (pool.table().model().clone(), pool.table().dtype());
         let source = |adapter: Adapter| Source::memory(Arc::new(adapter), &model, dtype).unwrap();
-        pool.prefetch(1, source(version(&world, 1).unwrap())).unwrap();
+        let end = Instant::now() + Duration::from_secs(30);
+        while pool.tier(1) != Tier::Host {
+            assert!(Instant::now() < end, "no prefetch takes note of the end of another");
+            pool.prefetch(1, source(version(&world, 1).unwrap())).unwrap();
+            thread::yield_now();
+        }
         let slot = pool.acquire(1, || -> Result<Adapter, AdapterError> { unreachable!("it was prefetched") }).unwrap();
         assert_eq!(world.delta(pool.table(), slot), 1.0);
         pool.release(1).unwrap();
@@ -324,7 +378,7 @@ proptest! {
             let mut slots = Vec::new();
             for (index, &call) in calls.iter().enumerate() {
                 if (index + rank) % 7 == 0 {
-                    std::thread::yield_now();
+                    thread::yield_now();
                 }
                 match call {
                     Call::Acquire(number) => {

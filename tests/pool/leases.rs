@@ -88,8 +88,12 @@ fn a_slot_waits_for_a_commit_of_every_stream_that_it_was_leased_for() {
     let unknown = setup.pool.add_stream();
     let mut fresh = Setup::new(1, 1);
     let id = fresh.adding(1.0);
-    assert!(matches!(fresh.pool.acquire(id, unknown), Err(PoolError::NoSuchStream { stream }) if stream == unknown));
-    assert!(matches!(fresh.pool.commit(unknown), Err(PoolError::NoSuchStream { .. })));
+    // One behind the last stream, and one far behind.
+    for unknown in [other, unknown] {
+        let refused = fresh.pool.acquire(id, unknown);
+        assert!(matches!(refused, Err(PoolError::NoSuchStream { stream }) if stream == unknown));
+        assert!(matches!(fresh.pool.commit(unknown), Err(PoolError::NoSuchStream { .. })));
+    }
     fresh.finish();
     setup.finish();
 }

@@ -9,10 +9,15 @@ use aril::{
     DType, Slot,
     cpu::AdapterPool,
     error::{LoadError, SlotError},
+    model::{Experts, ModelSpec, TpRank},
+    plan::Capacity,
     pool::{PoolConfig, PoolError, Source, StreamId, Tier},
 };
 
-use crate::setup::{BYTES, Setup, adapter, model};
+use crate::{
+    common::adapters::{Lora, parts, write},
+    setup::{BYTES, Setup, adapter, model},
+};
 
 #[test]
 fn an_adapter_is_read_once_while_it_is_in_host_memory() {
@@ -27,12 +32,32 @@ fn an_adapter_is_read_once_while_it_is_in_host_memory() {
     }
     let counters = setup.pool.snapshot().counters;
     assert_eq!((counters.reads, counters.read_bytes), (3, 3 * BYTES as u64));
+    assert_eq!(counters.copied_bytes, 9 * BYTES as u64);
     assert_eq!((counters.copies, counters.evictions, counters.host_evictions), (9, 8, 0));
     assert_eq!((counters.hits, counters.misses, counters.failures), (0, 9, 0));
+    // In the first round, they were leased behind their copies; later, while those were on their way.
+    assert_eq!((counters.loading, counters.waits), (4, 6));
     // Where it is on the device already, it is a hit.
     assert_eq!(setup.use_once(ids[2]), 3.0);
-    assert_eq!(setup.pool.snapshot().counters.hits, 1);
+    let counters = setup.pool.snapshot().counters;
+    assert_eq!((counters.hits, counters.waits), (1, 6));
     setup.finish();
+}
+
+/// Nothing is read for a batch that has no slot, or no memory.
+#[test]
+fn a_batch_without_a_slot_or_memory_is_not_read() {
+    for (slots, room) in [(1, 4), (4, 1)] {
+        let mut setup = Setup::with(slots, PoolConfig::arena_bytes(room * BYTES).host_bytes(4 * BYTES));
+        let ids = [1.0, 2.0].map(|value| setup.adding(value));
+        let lease = setup.lease(ids[0]);
+        assert!(matches!(setup.pool.acquire(ids[1], StreamId::FIRST), Err(PoolError::Full)));
+        let snapshot = setup.pool.snapshot();
+        assert_eq!((snapshot.waiting, snapshot.reading, snapshot.counters.full), (0, 0, 1));
+        drop(lease);
+        setup.pool.commit(StreamId::FIRST).unwrap();
+        setup.finish();
+    }
 }
 
 #[test]
@@ -196,6 +221,97 @@ fn ranks_share_an_arena() {
     setup.finish();
 }
 
+/// A large adapter that waits for room is not overtaken by a small one, for which there would be room.
+#[test]
+fn an_adapter_that_waits_is_not_overtaken() {
+    let mut setup = Setup::with(4, PoolConfig::arena_bytes(5 * BYTES).host_bytes(16 * BYTES));
+    let [held, large] = [(16, 1.0), (32, 2.0)].map(|(rank, value)| setup.memory(adapter(rank, value)));
+    let small = setup.adding(3.0);
+    let lease = setup.lease(held);
+    for id in [large, small] {
+        setup.pool.prefetch(id).unwrap();
+        setup.settle();
+    }
+    let tiers = |setup: &Setup| [large, small].map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers(&setup), [Tier::Host, Tier::Host]);
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    assert_eq!(tiers(&setup), [Tier::Device, Tier::Device]);
+    setup.finish();
+}
+
+/// It waits for the next call, although an adapter of its own batch, which was used after it, is in the way.
+#[test]
+fn an_adapter_of_the_last_batch_goes_on_waiting() {
+    let mut setup = Setup::with(4, PoolConfig::arena_bytes(3 * BYTES).host_bytes(8 * BYTES));
+    let small = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    let large = setup.memory(adapter(16, 4.0));
+    for id in small {
+        setup.use_once(id);
+    }
+    let batch = [large, small[1]];
+    assert!(matches!(setup.pool.prepare(&batch, StreamId::FIRST), Err(PoolError::Loading { id }) if id == large));
+    setup.settle();
+    assert_eq!((setup.pool.residency(large).unwrap().tier, setup.pool.snapshot().waiting), (Tier::Host, 1));
+    drop(setup.prepare(&batch).unwrap());
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
+/// As many adapters of a batch as there are loaders are read at once.
+#[test]
+fn a_batch_is_read_by_all_loaders() {
+    let mut setup = Setup::with(3, PoolConfig::arena_bytes(4 * BYTES).host_bytes(4 * BYTES).loaders(2));
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    assert!(matches!(setup.pool.prepare(&ids, StreamId::FIRST), Err(PoolError::Loading { .. })));
+    let snapshot = setup.pool.snapshot();
+    assert_eq!((snapshot.reading, snapshot.waiting), (2, 3));
+    setup.settle();
+    setup.finish();
+}
+
+/// Factors of experts that turn out equal are stored once, so that the adapter is smaller than what was reserved for it.
+#[test]
+fn an_adapter_may_be_smaller_than_its_bound() {
+    const WIDTH: usize = 256;
+    let mut spec = ModelSpec::new();
+    spec.experts(Experts::new("m.experts", 2, WIDTH, WIDTH).ungated().top_k(1)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let module = |expert: usize| {
+        let mut module = Lora::linear(format!("m.experts.{expert}.up_proj"), WIDTH, WIDTH, 8).dtype(DType::F32);
+        module.a.fill(1.0);
+        module.b.fill(1.0 + expert as f32);
+        module
+    };
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &parts(8.0, &[module(0), module(1)]));
+    let source = Source::directory(dir.path(), &model, DType::F32).unwrap();
+    let bound = source.bytes();
+    let config = PoolConfig::arena_bytes(bound).host_bytes(bound);
+    let mut pool = AdapterPool::new(&model, DType::F32, Capacity::tokens(1).slots(1).rank(8), config).unwrap();
+    let id = pool.register(source).unwrap();
+    pool.prefetch(id).unwrap();
+    while pool.wait(Duration::from_secs(30)) {}
+    let outcome = pool.next_outcome().unwrap();
+    assert!(outcome.id == id && outcome.result.is_ok(), "{outcome:?}");
+    // Of four factors of one size, two are the same.
+    assert_eq!(pool.snapshot().device_memory.used, bound / 4 * 3);
+}
+
+#[test]
+fn an_unregistered_adapter_has_no_outcome() {
+    let mut setup = Setup::new(2, 2);
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    for id in ids {
+        setup.pool.prefetch(id).unwrap();
+        setup.settle();
+    }
+    setup.pool.unregister(ids[0]).unwrap();
+    assert_eq!(setup.pool.next_outcome().map(|outcome| outcome.id), Some(ids[1]));
+    assert!(setup.pool.next_outcome().is_none());
+    setup.finish();
+}
+
 /// Two free blocks of one adapter each are no room for one of twice the size, but nothing is in use.
 #[test]
 fn the_device_is_rearranged_for_a_batch_that_fits() {
@@ -208,6 +324,8 @@ fn the_device_is_rearranged_for_a_batch_that_fits() {
     // While the one in the middle is leased, it cannot be moved.
     let held = setup.lease(small[1]);
     assert!(matches!(setup.prepare(&[large, small[1]]), Err(PoolError::Full)));
+    let counters = setup.pool.snapshot().counters;
+    assert_eq!((counters.full, counters.moves), (1, 0));
     assert_eq!(setup.step(&[&held]), [2.0]);
     drop(held);
     setup.pool.commit(StreamId::FIRST).unwrap();
