@@ -39,7 +39,7 @@
 // Every function returns 0, a positive cudaError_t, or a negative ARIL_ERR_*. On an ARIL_ERR_* it
 // has enqueued nothing. On a cudaError_t the driver refused a launch: an operation of one launch
 // has enqueued nothing, and an operation of several leaves y either complete or untouched. (Linear
-// layers in f32 or on more than ARIL_SMALL_M tokens write y in their last launch only. Experts with
+// layers in f32 or in large_m write y in their last launch only. Experts with
 // wide_shrink_blocks write y in their second launch or in their third, never in both.) Partials and
 // mailbox may be used again in all cases.
 //
@@ -178,11 +178,16 @@ typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;  // rows of x and y
   int32_t max_tiles;   // the most that the routing can have: token tiles, or wide tiles for large_m
+  int32_t large_m;     // 0 or 1; 1 above ARIL_SMALL_M tokens. The choice does not change the bits.
   // Of shrink in large_m and f32: a slab or a span. The choice does not change the bits.
   int32_t k_tiles_per_split;
   // Of expand: a multiple of ARIL_OUTS_SMALL_M or ARIL_OUTS_LARGE_M. The choice does not change the
   // bits.
   int32_t outs_per_block;
+  // Of small_m, where the routing turns out to have up to so many tiles; at most max_tiles, and not
+  // more than outs_per_block. The choice does not change the bits.
+  int32_t max_few_tiles;
+  int32_t outs_per_block_of_few;
   int32_t overwrites;  // 0 or 1
   int32_t in_features;
   int32_t num_slices;

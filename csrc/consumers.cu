@@ -60,7 +60,7 @@ int32_t silu_mul(const aril_silu_mul_args& args, void* stream) {
     const int blocks = ceil_div(layer.out_features[0], layer.outs_per_block);
     const dim3 grid(layer.max_tiles * blocks);
     const bool staged = detail::is_staged(layer.weights);
-    if (!detail::is_large_m(layer.num_tokens)) {
+    if (!detail::is_large_m(layer)) {
       const int slabs = ceil_div(layer.in_features, detail::kSlabFeatures);
       return launch(kernels.small_m_silu_mul[staged], grid, detail::kSmallMThreads,
                     detail::small_m_silu_mul_smem_bytes(layer, staged), stream, args, blocks,
@@ -85,7 +85,7 @@ int32_t add_rms_norm(const aril_add_rms_norm_args& args, void* stream) {
     return launch(kernels.add_rms_norm, dim3(layer.max_tiles), detail::kF32Threads, 0, stream,
                   args);
   } else {
-    const bool wide = detail::is_large_m(layer.num_tokens);
+    const bool wide = detail::is_large_m(layer);
     const int parts = wide ? ARIL_WIDE_TILE / ARIL_TOKENS_PER_TILE : 1;
     const int slabs = ceil_div(layer.in_features, detail::kSlabFeatures);
     bool has;

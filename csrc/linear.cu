@@ -26,9 +26,12 @@ struct Kernels {
   using LargeM = Kernel<aril_linear_args, int>;
   using Embedding = Kernel<aril_embedding_args, int, int>;
 
-  // By is_staged().
-  Kernel<aril_linear_args, detail::SmallMGrid> small_m[2] = {
-      {detail::small_m_kernel<T, false>, kMaxSmem}, {detail::small_m_kernel<T, true>, kMaxSmem}};
+  // By whether the grid takes turns, and by is_staged().
+  Kernel<aril_linear_args, detail::SmallMGrid> small_m[2][2] = {
+      {{detail::small_m_kernel<T, false, false>, kMaxSmem},
+       {detail::small_m_kernel<T, true, false>, kMaxSmem}},
+      {{detail::small_m_kernel<T, false, true>, kMaxSmem},
+       {detail::small_m_kernel<T, true, true>, kMaxSmem}}};
   Kernel<aril_linear_args, detail::SmallMGrid, int> small_m_shrink = {
       detail::small_m_shrink_kernel<T>, kMaxSmem};
   // Of 2, 4 and kMaxRankTiles rank tiles for a warpgroup.
@@ -70,21 +73,45 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
   return blocks;
 }
 
+// Grids of more blocks take turns. Measured on an H200 (designs.md).
+constexpr int kMostBlocks = 1584;
+constexpr int kMultiprocessors = 132;  // of an H200; a grid fits others less well
+
 template <typename T>
 int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
+  const bool staged = detail::is_staged(args.weights);
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
   const int rank_blocks = ceil_div(rank_tiles, detail::kSmallMRankTiles);
   const int slabs = ceil_div(args.in_features, detail::kSlabFeatures);
-  const int out_blocks = aril::out_blocks(args, args.outs_per_block);
+  const int shrink_blocks = rank_blocks * slabs;  // for a tile
   detail::SmallMGrid grid = {};
   grid.rank_blocks = detail::Divisor(rank_blocks);
   grid.slabs = detail::Divisor(slabs);
-  grid.out_blocks = detail::Divisor(out_blocks);
-  grid.outs_per_block = detail::Divisor(args.outs_per_block);
   grid.num_slices = detail::Divisor(args.num_slices);
-  grid.shrink = parts & kShrink ? args.max_tiles * rank_blocks * slabs : 0;
   grid.apart = parts == kExpand;
-  const int expand = parts & kExpand ? args.max_tiles * out_blocks : 0;
+  const auto shares = [&](int outs_per_block) {
+    detail::TileShares shares;
+    shares.shrink_tiles = shares.expand_tiles = args.max_tiles;
+    shares.outs_per_block = detail::Divisor(outs_per_block);
+    shares.out_blocks = detail::Divisor(out_blocks(args, outs_per_block));
+    return shares;
+  };
+  grid.few_tiles = args.max_tiles;
+  grid.few = grid.many = shares(args.outs_per_block);
+  const bool takes_turns =
+      args.max_few_tiles < args.max_tiles &&
+      int64_t{args.max_tiles} * (shrink_blocks + grid.many.out_blocks) > kMostBlocks;
+  if (takes_turns) {
+    const int resident = kMultiprocessors * detail::small_m_blocks<T>(staged);
+    grid.few_tiles = args.max_few_tiles;
+    grid.few = shares(args.outs_per_block_of_few);
+    grid.few.shrink_tiles = grid.few.expand_tiles = grid.few_tiles;
+    const auto tiles = [&](int blocks) { return min(max(resident / blocks, 1), grid.few_tiles); };
+    grid.many.shrink_tiles = tiles(shrink_blocks);
+    grid.many.expand_tiles = tiles(grid.many.out_blocks);
+  }
+  grid.shrink = parts & kShrink ? grid.few.shrink_tiles * shrink_blocks : 0;
+  const int expand = parts & kExpand ? grid.few.expand_tiles * grid.few.out_blocks : 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
   if (parts & kBeside) {
     const int team_bytes = ceil_div(detail::small_m_shrink_smem_bytes(rows), 128) * 128;
@@ -95,12 +122,11 @@ int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
                   teams * detail::kSmallMThreads, teams * team_bytes, stream, args, grid,
                   team_bytes);
   }
-  const bool staged = detail::is_staged(args.weights);
   const int smem_bytes =
       max(detail::small_m_shrink_smem_bytes(rows),
           detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged));
-  return launch(Kernels<T>().small_m[staged], dim3(grid.shrink + expand), detail::kSmallMThreads,
-                smem_bytes, stream, args, grid);
+  return launch(Kernels<T>().small_m[takes_turns][staged], dim3(grid.shrink + expand),
+                detail::kSmallMThreads, smem_bytes, stream, args, grid);
 }
 
 template <int kRankTiles>
@@ -156,7 +182,7 @@ int32_t linear(const aril_linear_args& args, int parts, void* stream) {
     if constexpr (sizeof(T) == sizeof(float)) {
       return f32(args, parts, stream);
     } else {
-      if (!detail::is_large_m(args.num_tokens)) return small_m<T>(args, parts, stream);
+      if (!detail::is_large_m(args)) return small_m<T>(args, parts, stream);
       if (parts & kShrink) ARIL_TRY(large_m_shrink<T>(args, stream));
       return parts & kExpand ? large_m_expand<T>(args, stream) : 0;
     }
@@ -171,7 +197,7 @@ int32_t embedding(const aril_embedding_args& args, void* stream) {
                   stream, args, blocks);
   } else {
     const bool staged = detail::is_staged(args.weights);
-    const bool is_large_m = detail::is_large_m(args.num_tokens);
+    const bool is_large_m = detail::is_large_m(args);
     const int path = (is_large_m ? static_cast<int>(EmbeddingPath::kLargeM) : 0) + !staged;
     const int blocks = ceil_div(args.hidden, args.outs_per_block);
     int ring_bytes = 0;

@@ -2,6 +2,7 @@
 # Runs what tests/bundle.sh gathered, on a machine with a GPU. Results and logs go to $OUT, or the current folder.
 #
 #   run.sh tests [FILTER...]        every GPU test
+#   run.sh ranks                    the tests that need two GPUs or more, with `libnccl.so` in LD_LIBRARY_PATH
 #   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: racecheck initcheck memcheck synccheck. A process
 #                                   on every core, up to 16, within SANITIZE_SECONDS (3600). It prints what has not passed.
 #   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
@@ -48,7 +49,10 @@ others() {
 
 case $command in
 tests)
-    ./gpu --include-ignored --test-threads=1 "$@" 2>&1 | tee "$OUT/tests.log"
+    ./gpu --include-ignored --test-threads=1 --skip ranks:: "$@" 2>&1 | tee "$OUT/tests.log"
+    ;;
+ranks)
+    ./gpu --include-ignored --test-threads=1 --nocapture ranks:: 2>&1 | tee "$OUT/ranks.log"
     ;;
 sanitize)
     [ $# -gt 0 ] || set -- racecheck initcheck memcheck synccheck
@@ -89,7 +93,7 @@ sanitize)
     for tool in "$@"; do
         # The library's tests, without those whose point is their size or what runs at once, which the tools change, and the one that
         # has more launches on their way than they have memory for.
-        skipped=(--skip goldens:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide
+        skipped=(--skip goldens:: --skip ranks:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide
             --skip experts::limits:: --skip experts::steps:: --skip a_launch_on_experts_allocates_nothing)
         # initcheck has every copy wait, so that none is ever on its way.
         [ "$tool" != initcheck ] || skipped+=(--skip a_host_that_runs_ahead_is_told --skip a_busy_routing_may_be_waited_for

@@ -25,7 +25,7 @@ struct Divisor {
     shift = bits - 32;
   }
 
-  __device__ __forceinline__ operator int() const { return value; }
+  __host__ __device__ __forceinline__ operator int() const { return value; }
 
   __device__ __forceinline__ int quotient(int dividend) const {
     return value == 1 ? dividend : static_cast<int>(__umulhi(dividend, multiplier) >> shift);

@@ -11,9 +11,13 @@
 
 namespace aril::detail {
 
-// Whether an operation works on wide tiles. See "large_m" in aril.h.
-__host__ __device__ __forceinline__ constexpr bool is_large_m(int num_tokens) {
-  return num_tokens > ARIL_SMALL_M;
+// Whether an operation works on wide tiles.
+__host__ __device__ __forceinline__ bool is_large_m(const aril_linear_args& p) {
+  return p.large_m != 0;
+}
+
+__host__ __device__ __forceinline__ bool is_large_m(const aril_embedding_args& p) {
+  return p.num_tokens > ARIL_SMALL_M;
 }
 
 // A row of an expand: y[y] += B (factor * v[v]).
@@ -24,17 +28,18 @@ struct ExpandRow {
 };
 
 struct TokenTile {
-  int slot;  // -1: the base model alone, or a slot outside the table
+  int slot;  // -1: the base model alone, or a slot outside the table, as in all later tiles
   int count;
   const int32_t* tokens;
+  int num_tiles;  // of the routing
 
   // Empty beyond the routing's tiles. Count and tile are loaded independently, so an entry beyond
   // the count is read and discarded.
   __device__ __forceinline__ TokenTile(const aril_routing& routing, const aril_tiles& tiles,
                                        int max_tiles, int num_slots, int index) {
-    const int num_tiles = *tiles.count;
+    num_tiles = min(*tiles.count, max_tiles);
     const aril_tile tile = tiles.all[index < max_tiles ? index : 0];
-    const bool live = index < num_tiles && index < max_tiles;
+    const bool live = index < num_tiles;
     slot = live && tile.slot < num_slots ? tile.slot : -1;
     count = live ? tile.count : 0;
     tokens = routing.tokens + (live ? tile.begin : 0);
@@ -42,7 +47,7 @@ struct TokenTile {
 
   template <typename Args>
   __device__ __forceinline__ TokenTile(const Args& p, int index)
-      : TokenTile(p.routing, is_large_m(p.num_tokens) ? p.routing.wide_tiles : p.routing.tiles,
+      : TokenTile(p.routing, is_large_m(p) ? p.routing.wide_tiles : p.routing.tiles,
                   p.max_tiles, p.weights.num_slots, index) {}
 
   // Of a fully sharded layer, which has no wide tiles.

@@ -36,14 +36,14 @@ __global__ void __launch_bounds__(kSmallMTeams* kSmallMThreads, 1)
   __shared__ SmallMShrinkShared teams[kSmallMTeams];
   __shared__ uint32_t epoch;
   const int team = threadIdx.x / kSmallMThreads;
-  small_m_shrink<T, false>(p, grid, blockIdx.x * (blockDim.x / kSmallMThreads) + team, epoch,
-                           teams[team], shared + team * team_bytes);
+  small_m_shrink<T, false, true>(p, grid, blockIdx.x * (blockDim.x / kSmallMThreads) + team, epoch,
+                                 teams[team], shared + team * team_bytes);
   if (!is_first_block()) return;
   __syncthreads();
   clear_stale_words(p.mailbox, p.mailbox_bytes, epoch);
 }
 
-template <typename T, bool kStaged>
+template <typename T, bool kStaged, bool kTakesTurns>
 __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     small_m_kernel(const __grid_constant__ aril_linear_args p,
                    const __grid_constant__ SmallMGrid grid) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   __shared__ uint32_t epoch;
   if (static_cast<int>(blockIdx.x) < grid.shrink) {
     __shared__ SmallMShrinkShared team;
-    small_m_shrink<T, true>(p, grid, blockIdx.x, epoch, team, shared);
+    small_m_shrink<T, true, kTakesTurns>(p, grid, blockIdx.x, epoch, team, shared);
     if (!is_first_block()) return;
     __syncthreads();
     return clear_stale_words(p.mailbox, p.mailbox_bytes, epoch);
@@ -63,15 +63,40 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     epoch = begin_epoch(p.mailbox);
   }
   const int index = blockIdx.x - grid.shrink;
-  const int tile_index = grid.out_blocks.quotient(index);
-  const TokenTile tile(p, tile_index);
+  const TileShares* shares = &grid.few;
+  int tile_index = shares->out_blocks.quotient(index);
+  TokenTile tile(p, tile_index);
+  if constexpr (kTakesTurns) {
+    const int of_many = grid.many.out_blocks.quotient(index);
+    const TokenTile tile_of_many(p, of_many);
+    if (tile.num_tiles > grid.few_tiles) {
+      shares = &grid.many;
+      tile_index = of_many;
+      tile = tile_of_many;
+    }
+    // The grid may have more blocks.
+    if (tile_index >= shares->expand_tiles) return;
+  }
   int slice;
-  const BlockOuts<T> outs(p, index - tile_index * grid.out_blocks, grid.outs_per_block, slice);
-  const aril_descriptor module = module_of(p.weights, tile.slot, slice);
-  if (!outs.begin(tile, module, p.num_tokens)) return;
-  small_m_expand<T, kStaged>(tile.count, tile.expand_rows(module, p), module, outs, shared, [&] {
-    return MailboxSums(p.mailbox, PartialLayout(p), grid.slabs, grid.apart, slice, epoch);
-  });
+  const BlockOuts<T> outs(p, index - tile_index * shares->out_blocks, shares->outs_per_block,
+                          slice);
+  for (int turn = 0;;) {
+    const aril_descriptor module = module_of(p.weights, tile.slot, slice);
+    if (outs.begin(tile, module, p.num_tokens)) {
+      // The last turn's B and v have been read.
+      if (turn > 0) __syncthreads();
+      small_m_expand<T, kStaged>(
+          tile.count, tile.expand_rows(module, p), module, outs, shared,
+          [&] {
+            return MailboxSums(p.mailbox, PartialLayout(p), grid.slabs, grid.apart, slice, epoch);
+          },
+          turn);
+      ++turn;
+    }
+    tile_index += shares->expand_tiles;
+    if (!kTakesTurns || tile_index >= tile.num_tiles) return;
+    tile = TokenTile(p, tile_index);
+  }
 }
 
 }  // namespace aril::detail

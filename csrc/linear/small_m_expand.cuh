@@ -107,12 +107,13 @@ __device__ __forceinline__ void gather_terms(uint4* operands, int count, int ste
 
 // Adds B v to the outputs `outs` of `count` rows: make_row(t) gives the t-th. make_v(), called
 // after the wait for predecessors, gives an object whose load2(row, r) returns ranks r and r + 1 of
-// v, unscaled, and whose lacks(row) says that y of a row must stay as it is.
+// v, unscaled, and whose lacks(row) says that y of a row must stay as it is. `turn` counts the
+// block's calls.
 template <typename T, bool kStaged, typename MakeRow, typename MakeV>
 __device__ __forceinline__ void small_m_expand(int count, const MakeRow& make_row,
                                                const aril_descriptor& module,
                                                const BlockOuts<T>& outs, unsigned char* shared,
-                                               const MakeV& make_v) {
+                                               const MakeV& make_v, int turn = 0) {
   constexpr int kAhead = 2;  // units of a warp whose y is in flight
   __shared__ TransactionBarrier barrier;
   __shared__ ExpandRow rows[ARIL_TOKENS_PER_TILE];
@@ -124,7 +125,9 @@ __device__ __forceinline__ void small_m_expand(int count, const MakeRow& make_ro
   uint4* const operands = reinterpret_cast<uint4*>(shared + b_bytes);
   const char* const b =
       static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
-  if constexpr (kStaged) bulk_load(barrier, shared, b, b_bytes, threadIdx.x, kSmallMThreads);
+  if constexpr (kStaged) {
+    bulk_load(barrier, shared, b, b_bytes, threadIdx.x, kSmallMThreads, turn == 0);
+  }
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) rows[threadIdx.x] = make_row(threadIdx.x);
   __syncthreads();
   wait_for_predecessors();
@@ -160,7 +163,7 @@ __device__ __forceinline__ void small_m_expand(int count, const MakeRow& make_ro
   gather_terms(operands, count, steps, ranks_of, v, warp, lane);
   if constexpr (kStaged) wait_for_copies<0>();
   __syncthreads();
-  if constexpr (kStaged) barrier.wait(0);
+  if constexpr (kStaged) barrier.wait(turn % 2);
   for (int first = warp; first < units; first += kAhead * kSmallMWarps) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {

@@ -26,15 +26,31 @@ constexpr int kSmallMThreads = 32 * kSmallMWarps;
 constexpr int kSmallMRankTiles = kSmallMWarps / ARIL_K_TILES_PER_SLAB;  // of a block of shrink
 constexpr int kSlabRowBytes = kSlabFeatures * 2 + 16;  // of x; padded so that 8 rows hit all banks
 
+// How blocks share out the tiles of a routing.
+struct TileShares {
+  int shrink_tiles, expand_tiles;  // that a grid has blocks for; a block takes further ones in turn
+  Divisor out_blocks;              // of expand for a tile
+  Divisor outs_per_block;
+};
+
 // A grid of small_m_kernel: `shrink` blocks, then those of expand.
+//
+// A routing has as many tiles as the table has slots, at most, and mostly few. Where blocks for
+// all of them would be many, nearly all idle, a grid has blocks for `few_tiles`. A routing of more
+// has as many blocks at work as are resident at once, with more outputs each.
 struct SmallMGrid {
   Divisor rank_blocks;  // blocks of shrink for a token tile and slab
   Divisor slabs;
   int shrink;
-  Divisor out_blocks;  // blocks of expand for a token tile
-  Divisor outs_per_block;
+  int few_tiles;
+  TileShares few, many;
   Divisor num_slices;
   bool apart;  // expand alone: shrink was an earlier launch
+
+  // Those of a routing.
+  __device__ __forceinline__ const TileShares& shares(int num_tiles) const {
+    return num_tiles <= few_tiles ? few : many;
+  }
 };
 
 // Shared memory of a block of shrink: A, and up to `rows` rows of x.
@@ -73,7 +89,7 @@ struct SmallMShrinkShared {
 
 // Shrink block `block` of a grid, by one team; a thread block has one, or several side by side.
 // Sets `epoch` for all threads, unless all of them exit early.
-template <typename T, bool kOneTeam>
+template <typename T, bool kOneTeam, bool kTakesTurns>
 __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const SmallMGrid& grid,
                                                int block, uint32_t& epoch, SmallMShrinkShared& team,
                                                unsigned char* shared) {
@@ -91,83 +107,118 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   const int warp = thread / 32, lane = thread % 32;
   const EarlyModules modules(p.weights, grid.num_slices);
   const int slabs_before = grid.rank_blocks.quotient(block);
-  const int tile_index = grid.slabs.quotient(slabs_before);
+  int tile_index = grid.slabs.quotient(slabs_before);
   const int first_rank_tile = (block - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
   const int slab = slabs_before - tile_index * grid.slabs;
-  const TokenTile tile(p, tile_index);
-  const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
-                           first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
-  const bool is_idle = first_rank_tile >= rank_tile.count;
-  const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
-  const bool active = rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
   unsigned char* const a = shared + warp * kATileBytes;
-  bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
-            active ? kATileBytes : 0, lane, 32);
-  if (threadIdx.x == 0) {
-    epoch = epoch_of(p.mailbox, before);
-    launch_dependents();
-  }
-  if (kOneTeam && is_idle) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
-  if (thread < ARIL_TOKENS_PER_TILE) team.tokens[thread] = tile.token(thread, p.num_tokens);
-  __syncthreads();
-  if (is_idle && !is_first_block()) return;
-  wait_for_predecessors();
-  if (is_idle) return;
-
-  unsigned char* const x = shared + kSmallMWarps * kATileBytes;
-  {
-    constexpr int kVecs = kSlabFeatures / Vec<T>::kSize, kRowsAtOnce = kSmallMThreads / kVecs;
-    const T* input = static_cast<const T*>(p.x);
-    const bool aligned = is_aligned(input, p.x_stride);
-    const int vec = thread % kVecs;
-#pragma unroll
-    for (int i = 0; i < ARIL_TOKENS_PER_TILE / kRowsAtOnce; ++i) {
-      const int row = thread / kVecs + i * kRowsAtOnce;
-      if (row >= tile.count) break;
-      if (team.tokens[row] >= 0) {
-        copy_vec_async(x + row * kSlabRowBytes + vec * 16, input + team.tokens[row] * p.x_stride,
-                       slab * kSlabFeatures + vec * Vec<T>::kSize, p.in_features, aligned);
+  for (int turn = 0;;) {
+    const TokenTile tile(p, tile_index);
+    const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
+                             first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
+    const int tiles = grid.shares(tile.num_tiles).shrink_tiles;
+    // The grid may have more blocks, and its last thread block more teams.
+    const bool is_none =
+        kTakesTurns && (block >= grid.shrink || (turn == 0 && tile_index >= tiles));
+    const bool is_idle = is_none || first_rank_tile >= rank_tile.count;
+    const bool is_last =
+        !kTakesTurns || is_none || tile.slot < 0 || tile_index + tiles >= tile.num_tiles;
+    if (turn > 0) {
+      if (is_idle) {
+        if (is_last) return;
+        tile_index += tiles;
+        continue;
       }
+      // The team has read what it shares, and wrote where A comes to.
+      fence_async_proxy();
+      sync_team();
     }
-    commit_copies();
-    wait_for_copies<0>();
-  }
-  sync_team();
-  float sums[4][4] = {};
-  if (active) {
-    // Rows of x without a token are uninitialised. Their sums are dropped.
-    const int row = min(lane % 16, min(p.num_tokens, ARIL_TOKENS_PER_TILE) - 1);
-    const unsigned char* const x_row =
-        x + row * kSlabRowBytes + warp % ARIL_K_TILES_PER_SLAB * ARIL_K_TILE * 2 + lane / 16 * 16;
-    const unsigned char* const a_row = a + lane * 16;
-    team.barriers[warp].wait(0);
-    multiply_k_tile<T>(sums, x_row, a_row);
-  }
-  // In place of its A, which the warp has read.
-  __syncwarp();
-  float2* const k_tile_sums = reinterpret_cast<float2*>(a);
-  k_tile_sums[lane] = make_float2(sums[0][0], sums[0][1]);
-  k_tile_sums[32 + lane] = make_float2(sums[0][2], sums[0][3]);
-  sync_team();
-  // One thread for each token and rank.
-  constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
-  static_assert(kSmallMRankTiles * kSums == kSmallMThreads && kSums * sizeof(float) <= kATileBytes);
-  const int i = thread % kSums, token = team.tokens[i / ARIL_RANK_TILE];
-  if (rank_tile.a == nullptr || token < 0) return;
-  float sum = 0.0f;
+    const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
+    const bool active = !is_none && rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
+    bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
+              active ? kATileBytes : 0, lane, 32, turn == 0);
+    if (turn == 0 && threadIdx.x == 0) {
+      epoch = epoch_of(p.mailbox, before);
+      launch_dependents();
+    }
+    const bool waits = turn == 0 && is_first_block();
+    if (kOneTeam && is_idle) {
+      if (waits) wait_for_predecessors();
+      if (is_last) return;
+      ++turn;
+      tile_index += tiles;
+      continue;
+    }
+    if (thread < ARIL_TOKENS_PER_TILE) team.tokens[thread] = tile.token(thread, p.num_tokens);
+    if (kOneTeam || turn > 0) {
+      sync_team();
+    } else {
+      __syncthreads();
+    }
+    if (!is_idle || waits) wait_for_predecessors();
+    if (is_idle) {
+      if (is_last) return;
+      ++turn;
+      tile_index += tiles;
+      continue;
+    }
+
+    unsigned char* const x = shared + kSmallMWarps * kATileBytes;
+    {
+      constexpr int kVecs = kSlabFeatures / Vec<T>::kSize, kRowsAtOnce = kSmallMThreads / kVecs;
+      const T* input = static_cast<const T*>(p.x);
+      const bool aligned = is_aligned(input, p.x_stride);
+      const int vec = thread % kVecs;
 #pragma unroll
-  for (int k = 0; k < ARIL_K_TILES_PER_SLAB; ++k) {
-    const int of_warp = thread / kSums * ARIL_K_TILES_PER_SLAB + k;
-    sum += reinterpret_cast<const float*>(shared + of_warp * kATileBytes)[i];
+      for (int i = 0; i < ARIL_TOKENS_PER_TILE / kRowsAtOnce; ++i) {
+        const int row = thread / kVecs + i * kRowsAtOnce;
+        if (row >= tile.count) break;
+        if (team.tokens[row] >= 0) {
+          copy_vec_async(x + row * kSlabRowBytes + vec * 16, input + team.tokens[row] * p.x_stride,
+                         slab * kSlabFeatures + vec * Vec<T>::kSize, p.in_features, aligned);
+        }
+      }
+      commit_copies();
+      wait_for_copies<0>();
+    }
+    sync_team();
+    float sums[4][4] = {};
+    if (active) {
+      // Rows of x without a token are uninitialised. Their sums are dropped.
+      const int row = min(lane % 16, min(p.num_tokens, ARIL_TOKENS_PER_TILE) - 1);
+      const unsigned char* const x_row =
+          x + row * kSlabRowBytes + warp % ARIL_K_TILES_PER_SLAB * ARIL_K_TILE * 2 + lane / 16 * 16;
+      const unsigned char* const a_row = a + lane * 16;
+      team.barriers[warp].wait(turn % 2);
+      multiply_k_tile<T>(sums, x_row, a_row);
+    }
+    // In place of its A, which the warp has read.
+    __syncwarp();
+    float2* const k_tile_sums = reinterpret_cast<float2*>(a);
+    k_tile_sums[lane] = make_float2(sums[0][0], sums[0][1]);
+    k_tile_sums[32 + lane] = make_float2(sums[0][2], sums[0][3]);
+    sync_team();
+    // One thread for each token and rank.
+    constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
+    static_assert(kSmallMRankTiles * kSums == kSmallMThreads &&
+                  kSums * sizeof(float) <= kATileBytes);
+    const int i = thread % kSums, token = team.tokens[i / ARIL_RANK_TILE];
+    if (rank_tile.a != nullptr && token >= 0) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int k = 0; k < ARIL_K_TILES_PER_SLAB; ++k) {
+        const int of_warp = thread / kSums * ARIL_K_TILES_PER_SLAB + k;
+        sum += reinterpret_cast<const float*>(shared + of_warp * kATileBytes)[i];
+      }
+      const int rank = rank_tile.first_rank + i % ARIL_RANK_TILE;
+      const PartialLayout layout(p);
+      store_tagged(tagged_words(p.mailbox) + slab * layout.partial_stride +
+                       token * layout.row_stride + rank_tile.slice * layout.slice_stride + rank,
+                   rank < rank_tile.rank ? sum : 0.0f, epoch);
+    }
+    if (is_last) return;
+    ++turn;
+    tile_index += tiles;
   }
-  const int rank = rank_tile.first_rank + i % ARIL_RANK_TILE;
-  const PartialLayout layout(p);
-  store_tagged(tagged_words(p.mailbox) + slab * layout.partial_stride + token * layout.row_stride +
-                   rank_tile.slice * layout.slice_stride + rank,
-               rank < rank_tile.rank ? sum : 0.0f, epoch);
 }
 
 }  // namespace aril::detail

@@ -117,13 +117,14 @@ __device__ __forceinline__ void wait_for_bulk_stores() {
 }
 
 // Starts a load of `bytes` into shared memory: one bulk copy by thread 0 of the `threads` that call
-// it, or cp.async by all of them before sm_90. `thread` is the caller's number.
+// it, or cp.async by all of them before sm_90. `thread` is the caller's number. The `first` load
+// initializes the barrier; each completes a phase of it.
 __device__ __forceinline__ void bulk_load(TransactionBarrier& barrier, void* shared,
                                           const void* global, uint32_t bytes, int thread,
-                                          int threads) {
+                                          int threads, bool first = true) {
 #if __CUDA_ARCH__ >= 900
   if (thread != 0) return;
-  barrier.init();
+  if (first) barrier.init();
   barrier.expect(bytes);
   if (bytes > 0) barrier.copy(shared, global, bytes);
 #else

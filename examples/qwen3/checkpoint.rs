@@ -11,6 +11,7 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
+    iter,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -168,7 +169,8 @@ impl Checkpoint {
         if self.tensors.get(name).is_none_or(|stored| stored.shape != weight.tensor().shape()) {
             return Ok(false);
         }
-        let (theirs, ours) = (weight.tensor().to_f32(), self.read(name, weight.tensor().shape())?);
+        let shape = weight.tensor().shape();
+        let (theirs, ours) = (weight.tensor().to_f32(), self.read(name, shape, &Block::whole(shape))?);
         let round = |value: &f32| T::from_f32(*value).to_f32();
         Ok(theirs.iter().map(round).eq(ours.iter().map(round)))
     }
@@ -192,23 +194,26 @@ impl Checkpoint {
         Ok((tensor.dtype, self.bytes(tensor)))
     }
 
-    /// Reads a tensor of this shape.
-    fn read(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+    /// Reads a block of a tensor of this shape.
+    fn read(&self, name: &str, shape: &[usize], block: &Block) -> Result<Vec<f32>> {
         let (dtype, bytes) = self.find(name, shape)?;
+        let width = last(shape);
         let values = match dtype {
-            Dtype::BF16 => widen::<bf16>(bytes),
-            Dtype::F16 => widen::<f16>(bytes),
-            Dtype::F32 => widen::<f32>(bytes),
+            Dtype::BF16 => widen::<bf16>(bytes, width, block),
+            Dtype::F16 => widen::<f16>(bytes, width, block),
+            Dtype::F32 => widen::<f32>(bytes, width, block),
             other => bail!("{} is {other:?}; BF16, F16 and F32 are implemented", self.subject(name)),
         };
         match position(&values, |value| !value.is_finite()) {
-            Some(index) => bail!("{} holds {} at element {index}", self.subject(name), values[index]),
+            Some(at) => {
+                bail!("{} holds {} at element {}", self.subject(name), values[at], block.place(at, width))
+            }
             None => Ok(values),
         }
     }
 
-    /// Reads a tensor of this shape as `T`. One that is stored as `T` is not copied.
-    fn read_as<T: Element>(&self, name: &str, shape: &[usize]) -> Result<Cow<'_, [T]>> {
+    /// Reads a block of a tensor of this shape as `T`. Consecutive elements that are stored as `T` are not copied.
+    fn read_as<T: Element>(&self, name: &str, shape: &[usize], block: &Block) -> Result<Cow<'_, [T]>> {
         let (dtype, bytes) = self.find(name, shape)?;
         let is_stored_so = matches!(
             (dtype, T::DTYPE),
@@ -216,21 +221,30 @@ impl Checkpoint {
         );
         // Files may have tensors at odd addresses.
         let stored = bytemuck::try_cast_slice::<u8, T>(bytes).ok().filter(|_| is_stored_so);
-        let Some(values) = stored else { return narrow(name, &self.read(name, shape)?).map(Cow::Owned) };
-        match position(values, |value| !value.to_f32().is_finite()) {
-            Some(index) => bail!("{} holds {} at element {index}", self.subject(name), values[index].to_f32()),
-            None => Ok(Cow::Borrowed(values)),
+        let Some(values) = stored else { return narrow(name, &self.read(name, shape, block)?).map(Cow::Owned) };
+        let width = last(shape);
+        let values = block.of(values, width);
+        match position(&values, |value| !value.to_f32().is_finite()) {
+            Some(at) => {
+                let (value, place) = (values[at].to_f32(), block.place(at, width));
+                bail!("{} holds {value} at element {place}", self.subject(name))
+            }
+            None => Ok(values),
         }
     }
 
-    /// Reads the three tensors of a matrix in 4 bits.
-    fn read_int4(&self, path: &str, rows: usize, cols: usize, group: usize) -> Result<Int4> {
+    /// Reads a block of the three tensors of a matrix in 4 bits. Its columns are whole groups.
+    fn read_int4(&self, path: &str, [rows, cols]: [usize; 2], group: usize, block: &Block) -> Result<Int4> {
         let [packed, scale, shape] = int4_tensors(path);
         if !cols.is_multiple_of(group) {
             bail!("{} has {cols} columns, which are not whole groups of {group}", self.subject(&packed));
         }
-        let words = match self.find(&packed, &[rows, cols / Int4::PER_WORD])? {
-            (Dtype::I32, bytes) => integers(bytes, u32::from_le_bytes),
+        let width = cols / Int4::PER_WORD;
+        let words = match self.find(&packed, &[rows, width])? {
+            (Dtype::I32, bytes) => {
+                let block = block.packed(Int4::PER_WORD).scaled(size_of::<u32>());
+                integers(&block.of(bytes, width * size_of::<u32>()), u32::from_le_bytes)
+            }
             (other, _) => bail!("{} is {other:?}, not I32", self.subject(&packed)),
         };
         let stored: Vec<i64> = match self.find(&shape, &[2])? {
@@ -241,7 +255,7 @@ impl Checkpoint {
         if stored != [i64::try_from(rows)?, i64::try_from(cols)?] {
             bail!("{} holds {stored:?}, but config.json asks for [{rows}, {cols}]", self.subject(&shape));
         }
-        Ok(Int4 { group, words, scales: self.read(&scale, &[rows, cols / group])? })
+        Ok(Int4 { group, words, scales: self.read(&scale, &[rows, cols / group], &block.packed(group))? })
     }
 
     /// An existing tensor, and its file.
@@ -259,8 +273,65 @@ fn integers<V, const BYTES: usize>(bytes: &[u8], from_bytes: impl Fn([u8; BYTES]
     bytes.as_chunks().0.iter().map(|bytes| from_bytes(*bytes)).collect()
 }
 
-fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
+/// A block of a matrix of `width` columns, in any alignment.
+fn widen<T: Element>(bytes: &[u8], width: usize, block: &Block) -> Vec<f32> {
+    let bytes = block.scaled(size_of::<T>()).of(bytes, width * size_of::<T>());
     bytes.par_chunks_exact(size_of::<T>()).map(|bytes| bytemuck::pod_read_unaligned::<T>(bytes).to_f32()).collect()
+}
+
+/// The last dimension: the columns of a tensor as a matrix.
+fn last(shape: &[usize]) -> usize {
+    shape.last().copied().unwrap_or(1)
+}
+
+/// The rows of a matrix, and the columns of each, that a rank holds. The matrix of a tensor has its last dimension as columns.
+#[derive(Clone, Debug)]
+pub(crate) struct Block {
+    pub(crate) rows: Vec<Range<usize>>,
+    pub(crate) cols: Range<usize>,
+}
+
+impl Block {
+    fn whole(shape: &[usize]) -> Self {
+        let (rows, cols) = shape.split_at(shape.len().saturating_sub(1));
+        Self { rows: iter::once(0..rows.iter().product()).collect(), cols: 0..cols.iter().product() }
+    }
+
+    /// The block of a row-major matrix of `width` columns. Consecutive elements are not copied.
+    fn of<'a, V: Clone>(&self, values: &'a [V], width: usize) -> Cow<'a, [V]> {
+        match &self.rows[..] {
+            [rows] if self.cols == (0..width) => values[rows.start * width..rows.end * width].into(),
+            rows => {
+                let mut block = Vec::with_capacity(rows.iter().map(Range::len).sum::<usize>() * self.cols.len());
+                for row in rows.iter().cloned().flatten() {
+                    block.extend_from_slice(&values[row * width..][self.cols.clone()]);
+                }
+                block.into()
+            }
+        }
+    }
+
+    /// The index in the matrix of an element of the block.
+    fn place(&self, at: usize, width: usize) -> usize {
+        let (row, col) = (at / self.cols.len(), at % self.cols.len());
+        self.rows.iter().cloned().flatten().nth(row).unwrap_or(0) * width + self.cols.start + col
+    }
+
+    /// The block of a matrix each of whose elements takes `parts` elements.
+    fn scaled(&self, parts: usize) -> Self {
+        Self { rows: self.rows.clone(), cols: self.cols.start * parts..self.cols.end * parts }
+    }
+
+    /// The block of a matrix each of whose elements is for `of` consecutive columns, which the block's columns are whole numbers of.
+    fn packed(&self, of: usize) -> Self {
+        Self { rows: self.rows.clone(), cols: self.cols.start / of..self.cols.end / of }
+    }
+
+    /// The block with as many more columns as make them whole groups.
+    fn widened(&self, group: usize) -> Self {
+        let Range { start, end } = self.cols;
+        Self { rows: self.rows.clone(), cols: start / group * group..end.next_multiple_of(group) }
+    }
 }
 
 #[derive(Deserialize)]
@@ -305,42 +376,51 @@ impl<'a> Weights<'a> {
         Ok(Self { modules, unmerged, factors: Some(Factors::new(adapter, model)?), scale, ..self })
     }
 
-    /// The weight `[out, in]` of a linear module, or `[vocab, hidden]` of an embedding.
-    pub(crate) fn module<T: Element>(&mut self, path: &str, rows: usize, cols: usize) -> Result<Cow<'a, [T]>> {
-        self.module_from(path, path, rows, cols)
+    /// A block of the weight `[out, in]` of a linear module, or `[vocab, hidden]` of an embedding.
+    pub(crate) fn module<T: Element>(&mut self, path: &str, shape: [usize; 2], block: &Block) -> Result<Cow<'a, [T]>> {
+        self.module_from(path, path, shape, block)
     }
 
-    /// The weight of a module that is tied to another and stored under its name. Only the module's own delta is merged.
+    /// A block of the weight of a module that is tied to another and stored under its name. Only the module's own delta is merged.
     pub(crate) fn module_from<T: Element>(
         &mut self,
         path: &str,
         stored: &str,
-        rows: usize,
-        cols: usize,
+        shape: [usize; 2],
+        block: &Block,
     ) -> Result<Cow<'a, [T]>> {
-        if !self.modules.contains_key(path) && self.packed(stored).is_none() {
-            return self.read_as(&format!("{stored}.weight"), &[rows, cols]);
-        }
-        let mut values = self.matrix(stored, rows, cols)?;
-        if let Some(module) = self.modules.get(path) {
-            merge(&mut values, cols, module, self.scale)?;
-            self.unmerged.remove(path);
-        }
-        narrow(&format!("{stored}.weight"), &values).map(Cow::Owned)
+        let name = format!("{stored}.weight");
+        let Some(&module) = self.modules.get(path) else {
+            return match self.packed(stored) {
+                None => self.read_as(&name, &shape, block),
+                Some(_) => narrow(&name, &self.matrix(stored, shape, block)?).map(Cow::Owned),
+            };
+        };
+        let mut values = self.matrix(stored, shape, &Block::whole(&shape))?;
+        merge(&mut values, shape[1], module, self.scale)?;
+        self.unmerged.remove(path);
+        narrow(&name, &block.of(&values, shape[1])).map(Cow::Owned)
+    }
+
+    /// The whole weight of a module that every rank holds.
+    pub(crate) fn replicated<T: Element>(&mut self, path: &str, shape: [usize; 2]) -> Result<Cow<'a, [T]>> {
+        self.module(path, shape, &Block::whole(&shape))
     }
 
     /// The weight of a norm.
     pub(crate) fn norm<T: Element>(&mut self, path: &str, len: usize) -> Result<Cow<'a, [T]>> {
-        self.read_as(&format!("{path}.weight"), &[len])
+        self.read_as(&format!("{path}.weight"), &[len], &Block::whole(&[len]))
     }
 
-    /// The weights of one projection of all experts: separate modules of each expert, or one tensor for all.
+    /// The rank's part of the weights of one projection of all experts: separate modules of each expert, each of this shape, or one
+    /// tensor for all.
     ///
-    /// They stay in 4 bits if all are stored in 4 bits and no adapter is merged.
+    /// They stay in 4 bits if all are stored in 4 bits, no adapter is merged and the rank's columns are whole groups.
     pub(crate) fn experts<T: Element>(
         &mut self,
         path: &str,
         projection: ExpertsProjection<'_>,
+        whole: [usize; 2],
         model: &Model,
         id: ExpertsId,
     ) -> Result<(ExpertsShape, ExpertWeights<'a, T>)> {
@@ -348,35 +428,42 @@ impl<'a> Weights<'a> {
         let (in_features, out_features) = (site.in_features(), site.out_features());
         let experts = model[id].num_experts();
         let shape = ExpertsShape { experts, out_features, in_features };
-        let rows = out_features / projection.modules.len();
+        let block = projection.block(whole, model, id);
         let modules: Vec<String> = (0..experts)
             .flat_map(|expert| projection.modules.iter().map(move |module| format!("{path}.{expert}.{module}")))
             .collect();
         let stay = self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_some());
-        if let Some(group) = self.int4_group.filter(|_| stay) {
+        if let Some(group) = self.int4_group.filter(|&group| stay && block.cols == block.widened(group).cols) {
             let mut all = Int4 { group, words: Vec::new(), scales: Vec::new() };
             for module in &modules {
-                all.append(self.read_int4(module, rows, in_features, group)?);
+                all.append(self.read_int4(module, whole, group, &block)?);
             }
             return Ok((shape, ExpertWeights::Int4(all)));
         }
         let fused = format!("{path}.{}", projection.fused);
         let is_fused = self.checkpoint.tensors.contains_key(&fused);
+        let [rows, cols] = whole;
+        let fused_shape = [experts, projection.modules.len() * rows, cols];
+        let of_all = || {
+            let firsts = (0..modules.len()).map(|module| module * rows);
+            let of_one = |first: usize| block.rows.iter().map(move |rows| first + rows.start..first + rows.end);
+            Block { rows: firsts.flat_map(of_one).collect(), cols: block.cols.clone() }
+        };
         if self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_none()) {
             let parts = if is_fused {
-                vec![self.read_as(&fused, &[experts, out_features, in_features])?]
+                vec![self.read_as(&fused, &fused_shape, &of_all())?]
             } else {
-                let read = |module: &String| self.read_as(&format!("{module}.weight"), &[rows, in_features]);
+                let read = |module: &String| self.read_as(&format!("{module}.weight"), &whole, &block);
                 modules.iter().map(read).collect::<Result<_>>()?
             };
             return Ok((shape, ExpertWeights::Plain(parts)));
         }
         let mut values = Vec::new();
         if is_fused {
-            values = self.read(&fused, &[experts, out_features, in_features])?;
+            values = self.read(&fused, &fused_shape, &of_all())?;
         } else {
             for module in &modules {
-                values.append(&mut self.matrix(module, rows, in_features)?);
+                values.append(&mut self.matrix(module, whole, &block)?);
             }
         }
         if let Some(factors) = &self.factors {
@@ -407,28 +494,30 @@ impl<'a> Weights<'a> {
         Ok(())
     }
 
-    fn read(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        let values = self.checkpoint.read(name, shape)?;
+    fn read(&mut self, name: &str, shape: &[usize], block: &Block) -> Result<Vec<f32>> {
+        let values = self.checkpoint.read(name, shape, block)?;
         self.unread.remove(name);
         Ok(values)
     }
 
-    fn read_as<T: Element>(&mut self, name: &str, shape: &[usize]) -> Result<Cow<'a, [T]>> {
-        let values = self.checkpoint.read_as(name, shape)?;
+    fn read_as<T: Element>(&mut self, name: &str, shape: &[usize], block: &Block) -> Result<Cow<'a, [T]>> {
+        let values = self.checkpoint.read_as(name, shape, block)?;
         self.unread.remove(name);
         Ok(values)
     }
 
-    /// A module's weight in any stored form.
-    fn matrix(&mut self, path: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
-        match self.packed(path) {
-            Some(group) => Ok(self.read_int4(path, rows, cols, group)?.values().collect()),
-            None => self.read(&format!("{path}.weight"), &[rows, cols]),
-        }
+    /// A block of a module's weight in any stored form.
+    fn matrix(&mut self, path: &str, shape: [usize; 2], block: &Block) -> Result<Vec<f32>> {
+        let Some(group) = self.packed(path) else { return self.read(&format!("{path}.weight"), &shape, block) };
+        let groups = block.widened(group);
+        let values: Vec<f32> = self.read_int4(path, shape, group, &groups)?.values().collect();
+        let width = groups.cols.len();
+        let cols = block.cols.start - groups.cols.start..block.cols.end - groups.cols.start;
+        Ok(Block { rows: iter::once(0..values.len() / width).collect(), cols }.of(&values, width).into_owned())
     }
 
-    fn read_int4(&mut self, path: &str, rows: usize, cols: usize, group: usize) -> Result<Int4> {
-        let values = self.checkpoint.read_int4(path, rows, cols, group)?;
+    fn read_int4(&mut self, path: &str, shape: [usize; 2], group: usize, block: &Block) -> Result<Int4> {
+        let values = self.checkpoint.read_int4(path, shape, group, block)?;
         for name in int4_tensors(path) {
             self.unread.remove(name.as_str());
         }
@@ -458,6 +547,13 @@ impl ExpertsProjection<'_> {
 
     fn site(self, model: &Model, id: ExpertsId) -> &ProjectionSite {
         if self.is_down { model[id].down() } else { model[id].gate_up() }
+    }
+
+    /// The block of each module's weight that a rank holds.
+    fn block(self, [rows, cols]: [usize; 2], model: &Model, id: ExpertsId) -> Block {
+        let inter = model[id].inter_range();
+        let (rows, cols) = if self.is_down { (0..rows, inter) } else { (inter, 0..cols) };
+        Block { rows: vec![rows], cols }
     }
 }
 

@@ -12,7 +12,7 @@ use aril::{
     Element, Slot,
     adapter::SlotImage,
     cpu,
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::PoolConfig,
     routing::{Batch, TopK},
@@ -25,11 +25,22 @@ use crate::{
     device::{Cache, Device, Draw, HeadNorms, Places, Rope},
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    group::Rank,
 };
 
 /// The CPU, computing on `T`.
 #[derive(Debug, Default)]
-pub(crate) struct Cpu<T>(PhantomData<T>);
+pub(crate) struct Cpu<T> {
+    rank: Rank,
+    element: PhantomData<T>,
+}
+
+impl<T> Cpu<T> {
+    /// The CPU for one rank of a group.
+    pub(crate) fn new(rank: &Rank) -> Self {
+        Self { rank: rank.clone(), element: PhantomData }
+    }
+}
 
 /// A row-major matrix.
 #[derive(Debug)]
@@ -116,8 +127,12 @@ impl<T: Element> Device for Cpu<T> {
     type Grouping = ();
     type Grouped<'a> = TopK<'a>;
 
-    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<cpu::WeightTable> {
-        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, cpu::WeightTable::arena_bytes(images))?)
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize {
+        cpu::WeightTable::arena_bytes(images)
+    }
+
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<cpu::WeightTable> {
+        Ok(cpu::WeightTable::new(model, T::DTYPE, capacity, arena_bytes)?)
     }
 
     fn load(
@@ -230,8 +245,17 @@ impl<T: Element> Device for Cpu<T> {
         Ok(out)
     }
 
+    fn subtract(&self, indices: &Vec<u32>, first: u32) -> Result<Vec<u32>> {
+        Ok(indices.iter().map(|index| index.wrapping_sub(first)).collect())
+    }
+
     fn embed(&self, table: &Weight, ids: &Vec<u32>) -> Result<Tensor<T>> {
-        let data = ids.iter().flat_map(|&id| table.row(id)).map(T::from_f32).collect();
+        let zeros = vec![0.0; table.cols];
+        let row = |&id: &u32| match (id as usize) < table.rows {
+            true => table.row(id).collect(),
+            false => zeros.clone(),
+        };
+        let data = ids.iter().flat_map(row).map(T::from_f32).collect();
         Ok(Tensor { cols: table.cols, data })
     }
 
@@ -345,6 +369,32 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols: x.cols, data: rows.iter().flat_map(|&row| x.row(row)).copied().collect() })
     }
 
+    fn tp(&self) -> TpRank {
+        self.rank.tp()
+    }
+
+    fn all_reduce(&self, y: &mut Tensor<T>) -> Result<()> {
+        if self.tp().size() == 1 {
+            return Ok(());
+        }
+        let of_ranks = self.rank.gather(bytemuck::cast_slice(&y.data))?;
+        let of_ranks = of_ranks.iter().map(|bytes| elements::<T>(bytes)).collect::<Vec<_>>();
+        for (index, y) in y.data.iter_mut().enumerate() {
+            *y = T::from_f32(of_ranks.iter().map(|values| values[index].to_f32()).sum());
+        }
+        Ok(())
+    }
+
+    fn all_gather(&self, x: Tensor<T>, cols: usize) -> Result<Tensor<T>> {
+        if self.tp().size() == 1 {
+            return Ok(x);
+        }
+        let of_ranks = self.rank.gather(bytemuck::cast_slice(&x.data))?;
+        let of_ranks = of_ranks.iter().map(|bytes| elements::<T>(bytes)).collect::<Vec<_>>();
+        let row = |row: usize| of_ranks.iter().flat_map(move |values| &values[row * x.cols..][..x.cols]).take(cols);
+        Ok(Tensor { cols, data: (0..x.rows()).flat_map(row).copied().collect() })
+    }
+
     fn draws(&self, _: usize) -> Result<Self::Draws> {
         Ok(Vec::new())
     }
@@ -375,6 +425,11 @@ impl<T: Element> Device for Cpu<T> {
     fn read(&self, x: &Tensor<T>) -> Result<Vec<f32>> {
         Ok(x.data.iter().map(|value| value.to_f32()).collect())
     }
+}
+
+/// The elements of another rank's matrix.
+fn elements<T: Element>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
 }
 
 /// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so a fixed shape makes a token's

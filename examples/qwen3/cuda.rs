@@ -1,7 +1,7 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`) and of cuBLASLt
-//! (`gemm.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
+//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt
+//! (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
 //! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
@@ -16,6 +16,7 @@ mod attention;
 mod draws;
 mod experts;
 mod gemm;
+mod nccl;
 pub(crate) mod timing;
 
 use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, result, sync::Arc};
@@ -27,7 +28,7 @@ use aril::{
         self, AdapterPool, Buffer, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear,
         Queue, Routing, WeightTable, Workspace,
     },
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model},
+    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, ForwardPlan, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
@@ -49,6 +50,7 @@ use self::{
     attention::Attention,
     experts::{Grouped, GroupedGemms, Routes, Tiled},
     gemm::Gemm,
+    nccl::Nccl,
 };
 use crate::{
     config::Heads,
@@ -56,6 +58,7 @@ use crate::{
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
     forward::Inputs,
+    group::Rank,
 };
 
 /// The driver's devices; none without a driver.
@@ -68,6 +71,8 @@ pub(crate) fn device_count() -> usize {
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
+    /// Of several ranks.
+    nccl: Option<Nccl>,
     pub(crate) queue: Queue,
     functions: Functions,
     attention: Attention,
@@ -86,6 +91,7 @@ struct Functions {
     add: CudaFunction,
     gather: CudaFunction,
     draw: CudaFunction,
+    subtract: CudaFunction,
     take_drawn: CudaFunction,
     set_inputs: CudaFunction,
     choose_experts: CudaFunction,
@@ -120,6 +126,15 @@ pub(crate) struct Buffers {
 }
 
 impl<T: Element + DeviceRepr> Cuda<T> {
+    /// A GPU for one rank of a group. Waits for those of the others.
+    pub(crate) fn of_rank(ordinal: usize, rank: &Rank) -> Result<Self> {
+        let mut device = Self::new(ordinal)?;
+        if rank.tp().size() > 1 {
+            device.nccl = Some(Nccl::new(T::DTYPE, &device.queue, rank)?);
+        }
+        Ok(device)
+    }
+
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
         let context = context(ordinal)?;
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
@@ -131,6 +146,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let attention = Attention::new(T::DTYPE, &module, &queue)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
         Ok(Self {
+            nccl: None,
             queue,
             functions,
             attention,
@@ -177,8 +193,14 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(Matrix { rows, cols, data: data.into(), address })
     }
 
+    /// Waits for all enqueued work if other ranks take part in it, so that no later wait is for a rank that has ended.
+    fn wait(&self) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), Nccl::wait)
+    }
+
     /// Waits for all enqueued work.
     fn download<V: DeviceRepr + Clone + Default>(&self, matrix: &Matrix<V>) -> Result<Vec<V>> {
+        self.wait()?;
         let mut values = vec![V::default(); matrix.rows * matrix.cols];
         matrix.data.read(&mut values)?;
         Ok(values)
@@ -205,7 +227,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
 
     fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.gather);
-        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&out.cols);
+        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&x.rows).arg(&out.cols);
         launch(kernel, rows.rows, parts(out.cols * size_of::<T>()))
     }
 
@@ -318,6 +340,7 @@ impl Functions {
             add: function("add")?,
             gather: function("gather")?,
             draw: function("draw")?,
+            subtract: module.load_function("subtract")?,
             take_drawn: module.load_function("take_drawn")?,
             set_inputs: module.load_function("set_inputs")?,
             choose_experts: function("choose_experts")?,
@@ -418,8 +441,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Grouping = Grouping;
     type Grouped<'a> = Grouped<'a>;
 
-    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<WeightTable> {
-        let arena_bytes = WeightTable::arena_bytes(images);
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize {
+        WeightTable::arena_bytes(images)
+    }
+
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<WeightTable> {
         WeightTable::new(&self.queue, model, T::DTYPE, capacity, arena_bytes)
             .memory_for(format_args!("{} MB of adapters", arena_bytes.div_ceil(1_000_000)))
     }
@@ -556,6 +582,15 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
+    fn subtract(&self, indices: &Matrix<i32>, first: u32) -> Result<Matrix<i32>> {
+        let out = self.alloc(indices.rows, indices.cols)?;
+        let mut kernel = self.kernel(&self.functions.subtract);
+        let count = indices.len();
+        kernel.arg(&indices.address).arg(&out.address).arg(&count).arg(&first);
+        launch(kernel, count.div_ceil(THREADS as usize), 1)?;
+        Ok(out)
+    }
+
     fn embed(&self, table: &Matrix<T>, ids: &Matrix<i32>) -> Result<Matrix<T>> {
         self.gather(table, ids)
     }
@@ -631,6 +666,22 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
+    fn tp(&self) -> TpRank {
+        self.nccl.as_ref().map_or(TpRank::SINGLE, Nccl::tp)
+    }
+
+    fn all_reduce(&self, y: &mut Matrix<T>) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_reduce(y))
+    }
+
+    fn all_gather(&self, x: Matrix<T>, cols: usize) -> Result<Matrix<T>> {
+        let Some(nccl) = &self.nccl else { return Ok(x) };
+        let mut parts = self.alloc(nccl.tp().size() * x.rows, x.cols)?;
+        let mut out = self.alloc(x.rows, cols)?;
+        nccl.all_gather(&x, &mut parts, &mut out)?;
+        Ok(out)
+    }
+
     fn draws(&self, rows: usize) -> Result<Draws> {
         Draws::new(&self.queue, rows)
     }
@@ -649,6 +700,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn drawn(&self, drawn: &mut Draws) -> Result<Vec<(Option<u32>, f32)>> {
+        self.wait()?;
         drawn.read()
     }
 

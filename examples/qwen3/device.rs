@@ -11,7 +11,8 @@ use std::borrow::Cow;
 use aril::{
     Element, Slot,
     adapter::SlotImage,
-    model::{EmbeddingId, ExpertsId, LinearId, Model},
+    group::HostTable,
+    model::{EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::PoolConfig,
 };
@@ -123,9 +124,9 @@ pub(crate) trait Device: Sized {
     // ---- Multi-LoRA: the library's types and operations, under its names.
 
     /// `aril::{cpu, cuda}::WeightTable`.
-    type Adapters;
+    type Adapters: HostTable + Clone;
     /// `aril::{cpu, cuda}::AdapterPool`.
-    type Pool: AdapterPool;
+    type Pool: AdapterPool + 'static;
     /// `aril::{cpu, cuda}::LoraLinear`.
     type LoraLinear;
     /// `aril::cuda::FusedLinear`.
@@ -145,8 +146,10 @@ pub(crate) trait Device: Sized {
     /// The routes of a layer and the adapters of their tokens.
     type Grouped<'a>;
 
-    /// An empty table with room for these adapters.
-    fn adapters(&self, model: &Model, capacity: Capacity, images: &[SlotImage<'_>]) -> Result<Self::Adapters>;
+    /// The bytes of an arena with room for these adapters.
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize;
+    /// An empty table with an arena of this size.
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<Self::Adapters>;
     /// Loads an adapter into a slot, and reports the bytes done.
     fn load(
         &self,
@@ -232,7 +235,9 @@ pub(crate) trait Device: Sized {
 
     // ---- The model: the example's own operations.
 
-    /// Row `ids[t]` of the table for each token.
+    /// Indices that are lower by `first`. They may be negative, in two's complement.
+    fn subtract(&self, indices: &Self::Indices, first: u32) -> Result<Self::Indices>;
+    /// Row `ids[t]` of the table for each token; zeros if it has no such row.
     fn embed(&self, table: &Self::Weight, ids: &Self::Indices) -> Result<Self::Tensor>;
     /// `x Wᵀ`, rounded once.
     fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight) -> Result<Self::Tensor>;
@@ -289,6 +294,15 @@ pub(crate) trait Device: Sized {
     /// Overwrites each id that has a source, a row of logits, with the token chosen there, or with 0 if none was. A source is negative
     /// for ids that stay.
     fn take_drawn(&self, ids: &mut Self::Indices, sources: &[i32], drawn: &Self::Draws) -> Result<()>;
+
+    // ---- Between the ranks of a tensor-parallel group, which call the same operations in the same order. A single rank changes nothing.
+
+    /// The device's rank.
+    fn tp(&self) -> TpRank;
+    /// The sum of `y` over all ranks, rounded once for each rank at most. It is bit-identical on all ranks.
+    fn all_reduce(&self, y: &mut Self::Tensor) -> Result<()>;
+    /// The first `cols` of the columns of all ranks, which have equally many, side by side.
+    fn all_gather(&self, x: Self::Tensor, cols: usize) -> Result<Self::Tensor>;
 
     // ---- To the host.
 

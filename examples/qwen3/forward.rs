@@ -6,6 +6,9 @@
 //! routes on the GPU they come before the base's activation and combine instead. All calls of a step share one
 //! [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another step, because it sees only the sampled rows.
 //! The rest of the forward does not know about adapters.
+//!
+//! On several ranks, each has some of the heads, of the intermediate features and of the vocabulary. The layers in front of an
+//! all-reduce compute partial sums, to which each rank adds the delta of its part of A.
 
 use aril::{Element, Slot};
 
@@ -94,8 +97,8 @@ pub(crate) struct State<'m, D: Device + 'm> {
 impl<D: Device> Model<'_, D> {
     /// Sets up a run of sequences on a cache of `rows` rows, the longest of them with `positions` positions.
     pub(crate) fn session<'m>(&'m self, rows: usize, positions: usize) -> Result<Session<'m, D>> {
-        let Self { device, config, routes, adapters, layers, .. } = self;
-        let features = config.heads.kv_features();
+        let Self { device, config, heads, routes, adapters, layers, .. } = self;
+        let features = heads.kv_features();
         let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
         let fused = |layer: &'m Linear<D>| device.fused_linear(adapters, layer.id, &layer.base);
         let fused_layer = |layer: &'m Layer<D>| {
@@ -166,11 +169,20 @@ impl<D: Device> Model<'_, D> {
         is_fused: bool,
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
-        let Self { device, config: Config { heads, eps, .. }, .. } = *self;
+        let Self { device, heads, config: Config { eps, .. }, .. } = *self;
+        let of_rank;
+        let ids = match self.first_token {
+            0 => ids,
+            first => {
+                of_rank = device.subtract(ids, first)?;
+                &of_rank
+            }
+        };
         let mut h = device.embed(&self.embed, ids)?;
         if lora.has_adapters {
             device.add_embedding_delta(&self.embed_lora, lora.step, ids, &mut h)?;
         }
+        device.all_reduce(&mut h)?;
 
         // What the layer before adds to h.
         let mut added: Option<D::Tensor> = None;
@@ -184,16 +196,19 @@ impl<D: Device> Model<'_, D> {
             let norms = HeadNorms { q: &layer.q_norm, k: &layer.k_norm, eps };
             device.rotate_and_append(&mut qkv, heads, norms, rope, places, cache)?;
             let x = device.attention(&qkv, heads, places, cache)?;
-            let y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), lora)?;
+            let mut y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), lora)?;
+            device.all_reduce(&mut y)?;
 
             let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
-            added = Some(match &layer.mlp {
+            let mut y = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
                     let gate_up = self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), lora)?;
                     self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
                 }
                 Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,
-            });
+            };
+            device.all_reduce(&mut y)?;
+            added = Some(y);
         }
         if let Some(y) = added {
             device.add(&mut h, &y)?;
@@ -208,10 +223,10 @@ impl<D: Device> Model<'_, D> {
         if lora.has_adapters {
             self.device.add_delta(&self.head_lora, lora.step, &x, &mut logits)?;
         }
-        Ok(logits)
+        self.device.all_gather(logits, self.config.vocab)
     }
 
-    /// The base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a linear layer. With few tokens,
+    /// On the rank's part of a layer, the base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a linear layer. With few tokens,
     /// one operation of the library does both.
     fn linear(
         &self,

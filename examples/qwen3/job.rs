@@ -1,13 +1,20 @@
 //! One run of the example on any device and in any element type: the batch, and the checks of its results.
 
 use std::{
-    sync::Arc,
+    collections::{BTreeMap, BTreeSet},
+    process,
+    sync::{
+        Arc,
+        mpsc::{RecvTimeoutError, channel},
+    },
+    thread,
     time::{Duration, Instant},
 };
 
 use aril::{
-    DType, Element, Slot,
+    DType, Slot,
     adapter::Adapter,
+    model::TpRank,
     pool::{PoolConfig, Snapshot},
 };
 use half::{bf16, f16};
@@ -22,10 +29,12 @@ use crate::{
     device::Device,
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
+    group::Rank,
     model::{Described, Model, describe, load},
-    pool::{Batch, Pooled},
+    pool::{Batch, Batches, Pooled, PooledOnRanks},
     report::Row,
     requests::Request,
+    stderr::say,
     verdict::{Moved, Verdict},
     verify::{Merge, verify},
 };
@@ -34,6 +43,9 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) device: DeviceArg,
+    /// The ranks of the tensor-parallel group, and how long they wait for each other.
+    pub(crate) tp: usize,
+    pub(crate) tp_limit: Duration,
     pub(crate) config: Config,
     pub(crate) checkpoint: Checkpoint,
     pub(crate) adapters: Vec<(String, Arc<Adapter>)>,
@@ -53,45 +65,119 @@ pub(crate) struct Outcome {
     pub(crate) generations: Vec<Generation>,
     /// The requests of each batch.
     pub(crate) batches: Vec<Vec<usize>>,
-    /// The pool's state after the last batch.
+    /// The state after the last batch of the pool of a single rank.
     pub(crate) pool: Option<Snapshot>,
     pub(crate) elapsed: Duration,
     pub(crate) moved: Option<Vec<Moved>>,
     pub(crate) verdicts: Option<Vec<Verdict>>,
 }
 
+/// What a rank has run. All ranks of a group have the same generations.
+#[derive(Debug)]
+struct Ran {
+    generations: Vec<Generation>,
+    batches: Vec<Vec<usize>>,
+    pool: Option<Snapshot>,
+    elapsed: Duration,
+    moved: Option<Vec<Moved>>,
+}
+
 impl Job {
-    pub(crate) fn run(&self, dtype: DType) -> Result<Outcome> {
+    /// Runs the job on the ranks of this process. Returns the results of rank 0; `None` in a process of another rank.
+    pub(crate) fn run(self: &Arc<Self>, dtype: DType) -> Result<Option<Outcome>> {
+        let process = if self.tp > 1 { Rank::process(self.tp, self.tp_limit).context("--tp")? } else { None };
+        let ran = match process {
+            None if self.tp > 1 => self.run_threads(dtype)?,
+            rank => {
+                let rank = rank.unwrap_or_default();
+                let (tp, ran) = (rank.tp(), self.run_rank(&rank, dtype)?);
+                if tp.rank() > 0 {
+                    return Ok(None);
+                }
+                ran
+            }
+        };
+        let Ran { generations, batches, pool, elapsed, moved } = ran;
+        let verdicts = self.verify.then(|| self.verify(&generations, dtype)).transpose()?;
+        Ok(Some(Outcome { generations, batches, pool, elapsed, moved, verdicts }))
+    }
+
+    /// Runs all ranks, each on a thread, and returns what the first has run.
+    fn run_threads(self: &Arc<Self>, dtype: DType) -> Result<Ran> {
+        let (sender, results) = channel();
+        for rank in Rank::threads(self.tp, self.tp_limit).context("--tp")? {
+            let (job, sender) = (Arc::clone(self), sender.clone());
+            let run = move || {
+                let index = rank.tp().rank();
+                let ran = job.run_rank(&rank, dtype);
+                drop(rank);
+                // The receiver is there until all ranks have answered, or one has failed.
+                let _ = sender.send((index, ran));
+            };
+            thread::Builder::new().name("rank".into()).spawn(run)?;
+        }
+        drop(sender);
+        let (mut first, mut errors) = (None, BTreeMap::new());
+        for _ in 0..self.tp {
+            // The others learn of the first error, but a GPU may not let go of a rank.
+            let next = match errors.is_empty() {
+                true => results.recv().map_err(Into::into),
+                false => results.recv_timeout(self.tp_limit),
+            };
+            match next {
+                Ok((0, Ok(ran))) => first = Some(ran),
+                Ok((_, Ok(_))) => {}
+                Ok((rank, Err(error))) => drop(errors.insert(rank, error.to_string())),
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    say(&format!("error: {}\n", of_ranks(&errors)));
+                    // An orderly end would wait for the GPUs.
+                    process::abort()
+                }
+            }
+        }
+        if let (Some(ran), true) = (first, errors.is_empty()) {
+            return Ok(ran);
+        }
+        // All ranks refuse what none can run with the same error.
+        let distinct: BTreeSet<&String> = errors.values().collect();
+        match Vec::from_iter(distinct)[..] {
+            [] => bail!("a rank panicked"),
+            [error] if errors.len() == self.tp => bail!("{error}"),
+            _ => bail!("{}", of_ranks(&errors)),
+        }
+    }
+
+    fn run_rank(&self, rank: &Rank, dtype: DType) -> Result<Ran> {
         match self.device {
             DeviceArg::Cpu => match dtype {
-                DType::BF16 => self.run_on(&Cpu::<bf16>::default(), &Cpu::default()),
-                DType::F16 => self.run_on(&Cpu::<f16>::default(), &Cpu::default()),
-                DType::F32 => self.run_on(&Cpu::<f32>::default(), &Cpu::default()),
+                DType::BF16 => self.run_on(&Cpu::<bf16>::new(rank), rank),
+                DType::F16 => self.run_on(&Cpu::<f16>::new(rank), rank),
+                DType::F32 => self.run_on(&Cpu::<f32>::new(rank), rank),
                 _ => bail!("{dtype} is not implemented"),
             },
-            device @ DeviceArg::Cuda(ordinal) => {
-                self.run_on_cuda(ordinal, dtype).context(format_args!("--device {device}"))
+            device @ DeviceArg::Cuda(first) => {
+                self.run_on_cuda(first + rank.local(), rank, dtype).context(format_args!("--device {device}"))
             }
         }
     }
 
     #[cfg(feature = "cuda")]
-    fn run_on_cuda(&self, ordinal: usize, dtype: DType) -> Result<Outcome> {
-        let reference = Cuda::<f32>::new(ordinal)?;
+    fn run_on_cuda(&self, ordinal: usize, rank: &Rank, dtype: DType) -> Result<Ran> {
         match dtype {
-            DType::BF16 => self.run_on(&Cuda::<bf16>::new(ordinal)?, &reference),
-            DType::F16 => self.run_on(&Cuda::<f16>::new(ordinal)?, &reference),
-            DType::F32 => self.run_on(&reference, &reference),
+            DType::BF16 => self.run_on(&Cuda::<bf16>::of_rank(ordinal, rank)?, rank),
+            DType::F16 => self.run_on(&Cuda::<f16>::of_rank(ordinal, rank)?, rank),
+            DType::F32 => self.run_on(&Cuda::<f32>::of_rank(ordinal, rank)?, rank),
             _ => bail!("{dtype} is not implemented"),
         }
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn run_on_cuda(&self, _: usize, _: DType) -> Result<Outcome> {
+    fn run_on_cuda(&self, _: usize, _: &Rank, _: DType) -> Result<Ran> {
         bail!("this build has no CUDA; build it with `--features cuda`")
     }
 
-    fn run_on<D: Device, R: Device<Elem = f32>>(&self, device: &D, reference: &R) -> Result<Outcome> {
+    fn run_on<D: Device>(&self, device: &D, rank: &Rank) -> Result<Ran> {
         let tokens = self.requests.iter().map(|request| request.prompt.len()).sum();
         let limits = Limits {
             max_new_tokens: self.max_new_tokens,
@@ -99,13 +185,17 @@ impl Job {
             keep_logits: self.keep_logits || self.verify || self.compare_with_base,
         };
 
-        let described = describe(&self.config)?;
+        let described = describe(&self.config, rank.tp())?;
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let (mut pool, table) = match self.pool {
-            None => (None, load(device, &described.model, &self.adapters, tokens)?),
-            Some(config) => {
+        let (mut pool, table): (Option<Box<dyn Batches>>, _) = match self.pool {
+            None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),
+            Some(config) if self.tp == 1 => {
                 let (pool, table) = Pooled::new(device, &described.model, &self.adapters, tokens, config)?;
-                (Some(pool), table)
+                (Some(Box::new(pool)), table)
+            }
+            Some(config) => {
+                let (pool, table) = PooledOnRanks::new(device, &described.model, &self.adapters, tokens, config, rank)?;
+                (Some(Box::new(pool)), table)
             }
         };
         let model = Model::new(device, &self.config, &described, weights, table, tokens)?;
@@ -113,24 +203,51 @@ impl Job {
         let (generations, batches) = self.serve(&model, pool.as_mut(), limits)?;
         let elapsed = start.elapsed();
         drop(model);
-        let pool = pool.map(|pool| pool.snapshot());
+        let pool = pool.and_then(|pool| pool.snapshot());
 
-        let compare = || self.compare(device, &described, &batches, &generations);
+        let compare = || self.compare(device, rank, &described, &batches, &generations);
         let moved = self.compare_with_base.then(compare).transpose()?;
-        let verdicts = self.verify.then(|| {
-            let Self { config, checkpoint, adapters, requests, .. } = self;
-            let merge = Merge { config, described: &described, checkpoint, adapters };
-            verify(reference, merge, requests, &generations, D::Elem::DTYPE)
-        });
-        let verdicts = verdicts.transpose()?;
-        Ok(Outcome { generations, batches, pool, elapsed, moved, verdicts })
+        rank.finish()?;
+        Ok(Ran { generations, batches, pool, elapsed, moved })
+    }
+
+    /// Checks the results on a single rank.
+    fn verify(&self, generations: &[Generation], dtype: DType) -> Result<Vec<Verdict>> {
+        match self.device {
+            DeviceArg::Cpu => self.verify_on(&Cpu::default(), generations, dtype),
+            device @ DeviceArg::Cuda(ordinal) => {
+                self.verify_on_cuda(ordinal, generations, dtype).context(format_args!("--device {device}"))
+            }
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn verify_on_cuda(&self, ordinal: usize, generations: &[Generation], dtype: DType) -> Result<Vec<Verdict>> {
+        self.verify_on(&Cuda::new(ordinal)?, generations, dtype)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn verify_on_cuda(&self, _: usize, _: &[Generation], _: DType) -> Result<Vec<Verdict>> {
+        bail!("this build has no CUDA; build it with `--features cuda`")
+    }
+
+    fn verify_on<D: Device<Elem = f32>>(
+        &self,
+        device: &D,
+        generations: &[Generation],
+        dtype: DType,
+    ) -> Result<Vec<Verdict>> {
+        let Self { config, checkpoint, adapters, requests, .. } = self;
+        let described = describe(config, TpRank::SINGLE)?;
+        let merge = Merge { config, described: &described, checkpoint, adapters };
+        verify(device, merge, requests, generations, dtype)
     }
 
     /// Runs all requests: in one batch, or in those that fit in a pool. Returns their results, and the requests of each batch.
     fn serve<D: Device>(
         &self,
         model: &Model<'_, D>,
-        mut pool: Option<&mut Pooled<D::Pool>>,
+        mut pool: Option<&mut Box<dyn Batches>>,
         limits: Limits<'_>,
     ) -> Result<(Vec<Generation>, Vec<Vec<usize>>)> {
         let mut generations: Vec<Generation> = self.requests.iter().map(|_| Generation::default()).collect();
@@ -162,13 +279,14 @@ impl Job {
     fn compare<D: Device>(
         &self,
         device: &D,
+        rank: &Rank,
         described: &Described,
         batches: &[Vec<usize>],
         generations: &[Generation],
     ) -> Result<Vec<Moved>> {
         let tokens = self.requests.iter().map(|request| request.prompt.len()).sum();
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let table = load(device, &described.model, &[], tokens)?;
+        let table = load(device, &described.model, &[], tokens, rank)?;
         let model = Model::new(device, &self.config, described, weights, table, tokens)?;
         let mut moved: Vec<Option<Moved>> = vec![None; generations.len()];
         for batch in batches {
@@ -188,7 +306,7 @@ impl Job {
                 adapter: adapter.map(|adapter| self.adapters[adapter].0.as_str()),
                 scale: *scale,
                 prompt,
-                batch: outcome.pool.and(outcome.batches.iter().position(|batch| batch.contains(&index))),
+                batch: self.pool.and(outcome.batches.iter().position(|batch| batch.contains(&index))),
                 generation,
                 moved: outcome.moved.as_ref().map(|moved| moved[index]),
                 verdict: outcome.verdicts.as_ref().map(|verdicts| verdicts[index]),
@@ -216,12 +334,13 @@ impl Job {
             )
         });
         format!(
-            "{batches} of {} requests, {} adapters and the base model, {dtype} on {}: a prefill of {prompts} tokens, then {} \
+            "{batches} of {} requests, {} adapters and the base model, {dtype} on {}{}: a prefill of {prompts} tokens, then {} \
              decode steps, in {:.3} s.\n{}\
              Base model: {} of {} requests have the very bits of a run in which no adapter was ever loaded.\n",
             rows.len(),
             self.adapters.len(),
             self.device,
+            if self.tp > 1 { format!(" and {} ranks", self.tp) } else { String::new() },
             steps,
             outcome.elapsed.as_secs_f64(),
             pool.unwrap_or_default(),
@@ -229,4 +348,10 @@ impl Job {
             base.count(),
         )
     }
+}
+
+/// The errors of ranks, by rank.
+fn of_ranks(errors: &BTreeMap<usize, String>) -> String {
+    let errors: Vec<String> = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect();
+    errors.join("; ")
 }

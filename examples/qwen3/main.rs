@@ -18,6 +18,7 @@ mod experts;
 mod files;
 mod forward;
 mod generate;
+mod group;
 mod job;
 mod model;
 mod pool;
@@ -36,6 +37,7 @@ use std::{
     process::ExitCode,
     str::FromStr,
     sync::Arc,
+    time::Duration,
 };
 
 use aril::{
@@ -80,17 +82,25 @@ struct Cli {
     /// cpu, cuda or cuda:N [default: cuda if built in and a driver is present, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<DeviceArg>,
+    /// The ranks of a tensor-parallel group, each on a device of its own, from that of --device on. They are threads of this process or,
+    /// if WORLD_SIZE is set, one of them is this process, as NCCL's programs are started: with RANK, MASTER_ADDR and MASTER_PORT, and
+    /// LOCAL_RANK on several hosts
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    tp: u16,
+    /// How long a rank waits for another, which may be loading
+    #[arg(long, value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    tp_seconds: u64,
     /// What to compute in [default: what the checkpoint says it was saved in]
     #[arg(long)]
     dtype: Option<DTypeArg>,
     /// The most tokens, prompts and answers of all requests together, that the cache has room for
     #[arg(long, value_name = "N", default_value_t = 65_536)]
     max_batch_total_tokens: usize,
-    /// Holds the adapters in a pool with an arena of this size on the device. Requests whose adapters do not fit in it together run
+    /// Holds the adapters in a pool with an arena of this size on the device of each rank. Requests whose adapters do not fit in it together run
     /// in several batches [default: all adapters on the device]
     #[arg(long, value_name = "N")]
     arena_mib: Option<usize>,
-    /// Host memory for adapters [default: that of the arena]
+    /// Host memory of each rank for adapters [default: that of the arena]
     #[arg(long, value_name = "N", requires = "arena_mib")]
     host_mib: Option<usize>,
     /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32. Replaces a regular file, unless it
@@ -281,6 +291,8 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
 
     let job = Job {
         device: cli.device.unwrap_or_else(default_device),
+        tp: cli.tp.into(),
+        tp_limit: Duration::from_secs(cli.tp_seconds),
         checkpoint,
         config,
         adapters,
@@ -291,7 +303,8 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
         keep_logits: cli.logits.is_some(),
         verify: cli.verify,
     };
-    let outcome = job.run(dtype)?;
+    let job = Arc::new(job);
+    let Some(outcome) = job.run(dtype)? else { return Ok(true) };
 
     let rows = job.rows(&outcome);
     if let Some(path) = &cli.logits {

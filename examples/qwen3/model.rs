@@ -1,20 +1,22 @@
 //! The model: the base weights on the device, the layers that adapters may change, and the adapters in their slots.
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 use aril::{
     Element, Slot,
     adapter::{Adapter, SlotImage},
-    model::{self, EmbeddingId, ExpertsId, LinearId, ModelSpec, Parallel, TpRank},
+    group::Group,
+    model::{self, EmbeddingId, ExpertsId, LinearId, LinearSite, ModelSpec, Parallel, TpRank},
     plan::{Capacity, RouteCapacity},
 };
 
 use crate::{
-    checkpoint::{ExpertsProjection, Weights},
-    config::{Config, Moe},
+    checkpoint::{Block, ExpertsProjection, Weights},
+    config::{Config, Heads, Moe},
     device::Device,
-    error::{Context, Result},
+    error::{Context, Result, bail},
     experts::GroupedGemm,
+    group::Rank,
     stderr::progress,
 };
 
@@ -22,6 +24,10 @@ use crate::{
 pub(crate) struct Model<'d, D: Device> {
     pub(crate) device: &'d D,
     pub(crate) config: Config,
+    /// The heads on this rank.
+    pub(crate) heads: Heads,
+    /// The first token id whose row of the embedding is on this rank.
+    pub(crate) first_token: u32,
     pub(crate) routes: RouteCapacity,
     pub(crate) embed: D::Weight,
     pub(crate) embed_lora: D::LoraEmbedding,
@@ -69,7 +75,7 @@ pub(crate) struct Experts<D: Device> {
 }
 
 impl<'d, D: Device> Model<'d, D> {
-    /// Builds the base model for steps of at most `tokens` tokens, whose adapters are in `table`.
+    /// Builds the device's part of the base model for steps of at most `tokens` tokens, whose adapters are in `table`.
     pub(crate) fn new(
         device: &'d D,
         config: &Config,
@@ -78,24 +84,34 @@ impl<'d, D: Device> Model<'d, D> {
         table: D::Adapters,
         tokens: usize,
     ) -> Result<Self> {
+        if device.tp() != model.tp() {
+            bail!("a device of {:?} cannot run the model of {:?}", device.tp(), model.tp());
+        }
         // The library's bounds are at least 1.
         let (experts, top_k) = config.moe.as_ref().map_or((1, 1), |moe| (moe.experts, moe.top_k));
         let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
 
-        let Config { vocab, hidden, .. } = *config;
-        let embed = device.weight(vocab, hidden, &[weights.module(EMBED, vocab, hidden)?])?;
+        let Config { vocab, hidden, heads, .. } = *config;
+        let whole = [vocab, hidden];
+        // The embedding and the head have the same rows, and zeros below the last one of the vocabulary.
+        let (site, of_vocab) = (&model[sites.head], Block::of_outputs(&model[sites.head], 0));
+        let padded = |values: Cow<'_, [D::Elem]>| {
+            let zeros = vec![D::Elem::default(); site.out_features() * hidden - values.len()];
+            device.weight(site.out_features(), hidden, &[values, zeros.into()])
+        };
+        let embed = padded(weights.module(EMBED, whole, &of_vocab)?)?;
         let mut builder = Builder { device, config, model, adapters: &table, weights: &mut weights };
         let layers = sites.layers.iter().enumerate().map(|(layer, sites)| builder.layer(layer, sites));
         let layers = layers.collect::<Result<_>>()?;
         let norm = device.tensor(1, hidden, &weights.norm("model.norm", hidden)?)?;
         let head = if !config.tied {
-            Some(weights.module(HEAD, vocab, hidden)?)
+            Some(weights.module(HEAD, whole, &of_vocab)?)
         } else if weights.adapts(EMBED) || weights.adapts(HEAD) {
-            Some(weights.module_from(HEAD, EMBED, vocab, hidden)?)
+            Some(weights.module_from(HEAD, EMBED, whole, &of_vocab)?)
         } else {
             None
         };
-        let head = head.map(|values| device.weight(vocab, hidden, &[values])).transpose()?;
+        let head = head.map(padded).transpose()?;
         if config.tied {
             // Some savers store the tied head a second time; transformers does not read it either.
             weights.ignore("lm_head.weight");
@@ -105,6 +121,8 @@ impl<'d, D: Device> Model<'d, D> {
         Ok(Self {
             device,
             config: config.clone(),
+            heads: local_heads(&model[sites.layers[0].qkv], heads),
+            first_token: u32::try_from(model[sites.embed].range().start)?,
             routes,
             embed,
             embed_lora: device.lora_embedding(&table, sites.embed)?,
@@ -117,22 +135,29 @@ impl<'d, D: Device> Model<'d, D> {
     }
 }
 
-/// A table with these adapters in the slots 0, 1, ..., for steps of at most `tokens` tokens.
+/// A table with these adapters in the slots 0, 1, ..., for steps of at most `tokens` tokens. All ranks load each of them, or none.
 pub(crate) fn load<D: Device>(
     device: &D,
     model: &model::Model,
     adapters: &[(String, Arc<Adapter>)],
     tokens: usize,
+    rank: &Rank,
 ) -> Result<D::Adapters> {
     let images = adapters
         .iter()
         .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
     let images = images.collect::<Result<Vec<_>>>()?;
-    let table = device.adapters(model, capacity(tokens, images.iter().map(SlotImage::max_rank)), &images)?;
-    for (index, ((name, _), image)) in adapters.iter().zip(&images).enumerate() {
+    let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank));
+    let table = device.adapters(model, capacity, D::arena_bytes(&images))?;
+    let mut group = Group::new(rank.clone(), table.clone())?;
+    for (index, ((name, adapter), image)) in (0..).zip(adapters.iter().zip(&images)) {
         let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
-        let progress = progress(name, image.bytes());
-        device.load(&table, slot, image, progress).context(format_args!("adapter `{name}`"))?;
+        let loaded = if device.tp().size() == 1 {
+            device.load(&table, slot, image, progress(name, image.bytes()))
+        } else {
+            group.load(slot, index, || Ok(&**adapter)).map(drop).map_err(Into::into)
+        };
+        loaded.context(format_args!("adapter `{name}`"))?;
     }
     Ok(table)
 }
@@ -161,10 +186,10 @@ impl<D: Device> Builder<'_, '_, D> {
         let attention = format!("{path}.self_attn");
         Ok(Layer {
             input_norm: self.norm(format!("{path}.input_layernorm"), hidden)?,
-            qkv: self.linear(&attention, hidden, &[("q_proj", query), ("k_proj", kv), ("v_proj", kv)], sites.qkv)?,
+            qkv: self.linear(hidden, &[query, kv, kv], sites.qkv)?,
             q_norm: self.norm(format!("{attention}.q_norm"), heads.dim)?,
             k_norm: self.norm(format!("{attention}.k_norm"), heads.dim)?,
-            o: self.linear(&attention, query, &[("o_proj", hidden)], sites.o)?,
+            o: self.linear(query, &[hidden], sites.o)?,
             post_norm: self.norm(format!("{path}.post_attention_layernorm"), hidden)?,
             mlp: self.mlp(&format!("{path}.mlp"), &sites.mlp)?,
         })
@@ -174,22 +199,17 @@ impl<D: Device> Builder<'_, '_, D> {
         let Config { hidden, intermediate, .. } = *self.config;
         match *sites {
             MlpSites::Dense { gate_up, down } => Ok(Mlp::Dense {
-                gate_up: self.linear(
-                    path,
-                    hidden,
-                    &[("gate_proj", intermediate), ("up_proj", intermediate)],
-                    gate_up,
-                )?,
-                down: self.linear(path, intermediate, &[("down_proj", hidden)], down)?,
+                gate_up: self.linear(hidden, &[intermediate, intermediate], gate_up)?,
+                down: self.linear(intermediate, &[hidden], down)?,
             }),
             MlpSites::Sparse { ref moe, experts } => {
-                let router = self.weights.module(&format!("{path}.gate"), moe.experts, hidden)?;
+                let router = self.weights.replicated(&format!("{path}.gate"), [moe.experts, hidden])?;
                 Ok(Mlp::Sparse(Experts {
                     router: self.device.weight(moe.experts, hidden, &[router])?,
                     top_k: moe.top_k,
                     normalized: moe.normalized,
-                    gate_up: self.experts(path, ExpertsProjection::GATE_UP, experts)?,
-                    down: self.experts(path, ExpertsProjection::DOWN, experts)?,
+                    gate_up: self.experts(path, ExpertsProjection::GATE_UP, [moe.intermediate, hidden], experts)?,
+                    down: self.experts(path, ExpertsProjection::DOWN, [hidden, moe.intermediate], experts)?,
                     lora: self.device.lora_experts(self.adapters, experts)?,
                 }))
             }
@@ -200,24 +220,41 @@ impl<D: Device> Builder<'_, '_, D> {
         &mut self,
         path: &str,
         projection: ExpertsProjection<'_>,
+        whole: [usize; 2],
         id: ExpertsId,
     ) -> Result<Box<dyn GroupedGemm<D>>> {
-        let (shape, weights) = self.weights.experts(&format!("{path}.experts"), projection, self.model, id)?;
+        let (shape, weights) = self.weights.experts(&format!("{path}.experts"), projection, whole, self.model, id)?;
         self.device.experts(shape, weights)
     }
 
-    fn linear(&mut self, path: &str, in_features: usize, slices: &[(&str, usize)], id: LinearId) -> Result<Linear<D>> {
-        let module = |&(module, out_features): &(&str, usize)| {
-            self.weights.module(&format!("{path}.{module}"), out_features, in_features)
+    /// Reads the rank's part of the modules of a layer, which has these sizes before it is cut.
+    fn linear(&mut self, in_features: usize, out_features: &[usize], id: LinearId) -> Result<Linear<D>> {
+        let site = &self.model[id];
+        let module = |(index, &rows): (usize, &usize)| {
+            let module = site.slices()[index].module();
+            self.weights.module(module, [rows, in_features], &Block::of_outputs(site, index))
         };
-        let parts = slices.iter().map(module).collect::<Result<Vec<_>>>()?;
-        let base = self.device.weight(slices.iter().map(|(_, rows)| rows).sum(), in_features, &parts)?;
+        let parts = out_features.iter().enumerate().map(module).collect::<Result<Vec<_>>>()?;
+        let base = self.device.weight(site.out_features(), site.in_features(), &parts)?;
         Ok(Linear { id, base, lora: self.device.lora_linear(self.adapters, id)? })
     }
 
     fn norm(&mut self, path: String, len: usize) -> Result<D::Tensor> {
         self.device.tensor(1, len, &self.weights.norm(&path, len)?)
     }
+}
+
+impl Block {
+    /// The part of a module's weight that the rank of a layer holds.
+    fn of_outputs(site: &LinearSite, slice: usize) -> Self {
+        Self { rows: site.slices()[slice].ranges().to_vec(), cols: site.in_range() }
+    }
+}
+
+/// The heads of q, k and v on the rank of a layer.
+fn local_heads(qkv: &LinearSite, Heads { dim, .. }: Heads) -> Heads {
+    let heads = |slice: usize| qkv.slices()[slice].out_features() / dim;
+    Heads { query: heads(0), kv: heads(1), dim }
 }
 
 const EMBED: &str = "model.embed_tokens";
@@ -251,13 +288,14 @@ enum MlpSites {
     Sparse { moe: Moe, experts: ExpertsId },
 }
 
-/// Describes the adapted layers and the PEFT modules fused into them.
-pub(crate) fn describe(config: &Config) -> Result<Described> {
+/// Describes the adapted layers and the PEFT modules fused into them, as a rank holds them.
+pub(crate) fn describe(config: &Config, tp: TpRank) -> Result<Described> {
     use aril::model::{Experts, Linear};
 
     let Config { vocab, hidden, intermediate, heads, .. } = *config;
     let mut spec = ModelSpec::new();
-    let embed = spec.embedding(EMBED, vocab, hidden)?;
+    let padded = vocab.next_multiple_of(tp.size());
+    let embed = spec.vocab_parallel_embedding(EMBED, vocab, padded, hidden)?;
     let mut layers = Vec::with_capacity(config.layers);
     for layer in 0..config.layers {
         let attention = format!("model.layers.{layer}.self_attn");
@@ -279,6 +317,6 @@ pub(crate) fn describe(config: &Config) -> Result<Described> {
         };
         layers.push(LayerSites { qkv, o, mlp });
     }
-    let head = spec.linear(Linear::new("", Parallel::Column, hidden).slice(HEAD, vocab))?;
-    Ok(Described { model: spec.shard(TpRank::SINGLE)?, sites: Sites { embed, layers, head } })
+    let head = spec.linear(Linear::new("", Parallel::Column, hidden).vocab(HEAD, vocab, padded))?;
+    Ok(Described { model: spec.shard(tp)?, sites: Sites { embed, layers, head } })
 }

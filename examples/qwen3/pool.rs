@@ -1,10 +1,12 @@
-//! `--arena-mib`: the adapters in a pool of the library's, and the batches of requests whose adapters fit in it together.
+//! `--arena-mib`: the adapters in a pool of the library's, on one device or on all ranks of a group, and the batches of requests whose
+//! adapters fit in it together.
 
 use std::{mem, result, sync::Arc, time::Duration};
 
 use aril::{
     Element, Slot,
     adapter::Adapter,
+    group::{Group, GroupError, GroupPool, HostTable},
     model::Model,
     pool::{AdapterId, Lease, PoolConfig, PoolError, Snapshot, Source},
 };
@@ -13,12 +15,23 @@ use crate::{
     adapter_pool::AdapterPool,
     device::Device,
     error::{Context, Result},
+    group::Rank,
     model::capacity,
     requests::Request,
 };
 
 /// The longest wait for a loader thread before a batch is asked for again.
 const WAIT: Duration = Duration::from_millis(10);
+
+/// Forms batches of requests.
+pub(crate) trait Batches {
+    /// Takes the first of the waiting requests, and all behind it whose adapters fit beside those taken.
+    fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch>;
+    /// Ends a batch. Its adapters may be evicted from now on.
+    fn finish(&mut self, batch: Batch) -> Result<()>;
+    /// The state of the pool; `None` if there are several.
+    fn snapshot(&self) -> Option<Snapshot>;
+}
 
 /// A pool that knows all adapters of a run.
 pub(crate) struct Pooled<P> {
@@ -65,28 +78,6 @@ impl<P: AdapterPool> Pooled<P> {
         Ok((Self { pool, adapters }, table))
     }
 
-    /// Takes the first of the waiting requests, and all behind it whose adapters fit beside those taken.
-    pub(crate) fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
-        let (mut ids, mut taken) = (Vec::new(), Vec::new());
-        for request in mem::take(waiting) {
-            let place = match requests[request].adapter {
-                None => None,
-                Some(adapter) => match self.place(adapter, &mut ids)? {
-                    None => {
-                        waiting.push(request);
-                        continue;
-                    }
-                    place => place,
-                },
-            };
-            taken.push((request, place));
-        }
-        let leases = self.lease(&ids)?;
-        let slot = |place: Option<usize>| place.map_or(Slot::BASE, |place| leases[place].slot());
-        let requests = taken.into_iter().map(|(request, place)| (request, slot(place))).collect();
-        Ok(Batch { requests, leases })
-    }
-
     /// The place of an adapter among those of a batch, which it joins unless it is there; `None` if it does not fit beside them.
     fn place(&mut self, adapter: usize, ids: &mut Vec<AdapterId>) -> Result<Option<usize>> {
         let (name, id) = self.adapters[adapter].clone();
@@ -117,14 +108,106 @@ impl<P: AdapterPool> Pooled<P> {
             }
         }
     }
+}
 
-    /// Ends a batch. Its adapters may be evicted from now on.
-    pub(crate) fn finish(&mut self, batch: Batch) -> Result<()> {
+impl<P: AdapterPool> Batches for Pooled<P> {
+    fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
+        let (mut ids, mut taken) = (Vec::new(), Vec::new());
+        for request in mem::take(waiting) {
+            let place = match requests[request].adapter {
+                None => None,
+                Some(adapter) => match self.place(adapter, &mut ids)? {
+                    None => {
+                        waiting.push(request);
+                        continue;
+                    }
+                    place => place,
+                },
+            };
+            taken.push((request, place));
+        }
+        let leases = self.lease(&ids)?;
+        let slot = |place: Option<usize>| place.map_or(Slot::BASE, |place| leases[place].slot());
+        let requests = taken.into_iter().map(|(request, place)| (request, slot(place))).collect();
+        Ok(Batch { requests, leases })
+    }
+
+    fn finish(&mut self, batch: Batch) -> Result<()> {
         drop(batch.leases);
         Ok(self.pool.commit()?)
     }
 
-    pub(crate) fn snapshot(&self) -> Snapshot {
-        self.pool.snapshot()
+    fn snapshot(&self) -> Option<Snapshot> {
+        Some(self.pool.snapshot())
+    }
+}
+
+/// The pools of all ranks of a group. Every rank makes the same calls, and has each adapter in the same slot.
+pub(crate) struct PooledOnRanks<T: HostTable> {
+    pool: GroupPool<Rank, T>,
+    /// With their names. Their places are their versions.
+    adapters: Vec<(String, Arc<Adapter>)>,
+    /// The adapters of the batch, one for each of its requests.
+    leased: Vec<u64>,
+}
+
+impl<T: HostTable + Clone> PooledOnRanks<T> {
+    /// Pools for steps of at most `tokens` tokens, and this rank's table.
+    pub(crate) fn new<D: Device<Adapters = T>>(
+        device: &D,
+        model: &Model,
+        adapters: &[(String, Arc<Adapter>)],
+        tokens: usize,
+        config: PoolConfig,
+        rank: &Rank,
+    ) -> Result<(Self, T)> {
+        let max_rank = |(name, adapter): &(String, Arc<Adapter>)| {
+            let image = adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`"))?;
+            Ok(image.max_rank())
+        };
+        let ranks = adapters.iter().map(max_rank).collect::<Result<Vec<_>>>()?;
+        let table = device.adapters(model, capacity(tokens, ranks.into_iter()), config.arena_bytes)?;
+        let pool = GroupPool::new(Group::new(rank.clone(), table.clone())?);
+        let pool = pool.with_host_tier(config.host_bytes, config.packers)?;
+        Ok((Self { pool, adapters: adapters.to_vec(), leased: Vec::new() }, table))
+    }
+}
+
+impl<T: HostTable> Batches for PooledOnRanks<T> {
+    fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
+        let mut taken = Vec::new();
+        for request in mem::take(waiting) {
+            let Some(index) = requests[request].adapter else {
+                taken.push((request, Slot::BASE));
+                continue;
+            };
+            let ((name, adapter), version) = (&self.adapters[index], index as u64);
+            match self.pool.acquire(version, || Ok(Arc::clone(adapter))) {
+                Ok(slot) => {
+                    self.leased.push(version);
+                    taken.push((request, slot));
+                }
+                Err(error) if is_full(&error) && !self.leased.is_empty() => waiting.push(request),
+                Err(error) => return Err(error).context(format_args!("adapter `{name}`")),
+            }
+        }
+        Ok(Batch { requests: taken, leases: Vec::new() })
+    }
+
+    fn finish(&mut self, _: Batch) -> Result<()> {
+        Ok(self.leased.drain(..).try_for_each(|version| self.pool.release(version))?)
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        None
+    }
+}
+
+/// Whether an adapter may be loaded when others are released.
+fn is_full(error: &GroupError) -> bool {
+    match error {
+        GroupError::NoFreeSlot => true,
+        GroupError::Refused { failures, .. } => failures.iter().all(|failure| failure.is_full),
+        _ => false,
     }
 }

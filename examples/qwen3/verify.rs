@@ -13,6 +13,7 @@ use crate::{
     device::Device,
     error::{Context, Result},
     generate::{Generation, Sequence, replay},
+    group::Rank,
     model::{Described, Model, load},
     requests::Request,
     verdict::{Roundings, Verdict},
@@ -52,7 +53,8 @@ pub(crate) fn verify<D: Device<Elem = f32>>(
             }
         };
         let build = |weights| {
-            Model::new(device, config, described, weights, load(device, &described.model, &[], tokens)?, tokens)
+            let table = load(device, &described.model, &[], tokens, &Rank::default())?;
+            Model::new(device, config, described, weights, table, tokens)
         };
         let model = weights.and_then(build).context(format_args!("merging adapter `{name}`"))?;
         for index in alike {

@@ -110,12 +110,15 @@ fn shapes(config: &Config) -> Vec<(String, Vec<usize>)> {
 mod tests {
     use std::path::Path;
 
+    use aril::model::TpRank;
+
     use super::*;
     use crate::{
         checkpoint::Weights,
         cpu::Cpu,
         device::Device as _,
         forward::Step,
+        group::Rank,
         model::{Model, describe, load},
     };
 
@@ -127,9 +130,9 @@ mod tests {
             let config = Config::read(&fixtures.join(name)).expect("the fixture is whole");
             let checkpoint = checkpoint(&config, DType::BF16, |_| Ok(())).expect("there is memory");
             checkpoint.check(&config).expect("the sizes are those of the configuration");
-            let described = describe(&config).expect("the model has no layer twice");
+            let described = describe(&config, TpRank::SINGLE).expect("the model has no layer twice");
             let device = Cpu::<bf16>::default();
-            let table = load(&device, &described.model, &[], 4).expect("the capacity is valid");
+            let table = load(&device, &described.model, &[], 4, &Rank::default()).expect("the capacity is valid");
             let weights = Weights::new(&checkpoint, None);
             let model = Model::new(&device, &config, &described, weights, table, 4).expect("all tensors are there");
             let mut session = model.session(16, 16).expect("there is memory");

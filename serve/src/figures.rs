@@ -8,13 +8,15 @@
 //! the device waits, or has the step in flight if the engine runs ahead.
 //!
 //! The floor of a decode step is the time to read its weights and its keys and values at the rate at which a kernel reads memory, which
-//! is measured before. Of experts, it counts those that the step's tokens choose if all choices are equally likely.
+//! is measured before; with several ranks, a rank reads its share of them. Of experts, it counts those that the step's tokens choose if all choices are equally likely.
 
 use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
+    process,
     sync::Arc,
+    thread::{self, ScopedJoinHandle},
     time::{Duration, Instant},
 };
 
@@ -52,7 +54,9 @@ use crate::{
     },
     error::{Context as _, Error, Result, bail},
     forward::{Session, Step},
+    group::Rank,
     model::{Described, Model, describe},
+    stderr::say,
 };
 
 /// Tokens of a block of the cache.
@@ -78,6 +82,9 @@ const WARM_UPS: usize = 3;
 const PREFILL_SEQUENCES: usize = 8;
 const PREFILLS: usize = 3;
 
+/// How long a rank waits for another.
+const RANK_LIMIT: Duration = Duration::from_secs(120);
+
 /// Bytes that no cache holds, which a kernel reads to measure the rate.
 const READ_BYTES: usize = 4 << 30;
 
@@ -92,6 +99,9 @@ pub struct Arguments {
     /// The GPU, by the driver's number
     #[arg(long, default_value_t = 0)]
     pub device: usize,
+    /// The GPUs of a tensor-parallel group, from --device on
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub tp: usize,
     /// Sequences of a step
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 32, 64, 128, 256])]
     pub batches: Vec<usize>,
@@ -139,11 +149,25 @@ struct Record {
     host: Vec<HostFigure>,
     /// What was left out, and why.
     failures: Vec<String>,
+    /// Whether it is printed: that of the first rank.
+    #[serde(skip)]
+    is_printed: bool,
+}
+
+impl Record {
+    /// Prints a line.
+    fn print(&self, line: &str) {
+        if self.is_printed {
+            println!("{line}");
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
 struct Meta {
     gpu: String,
+    /// GPUs of the group.
+    tp: usize,
     aril: &'static str,
     commit: Option<&'static str>,
     seconds: f64,
@@ -208,23 +232,10 @@ pub fn run(arguments: &Arguments) -> std::result::Result<(), String> {
 }
 
 fn measure(arguments: &Arguments) -> Result<()> {
-    let start = Instant::now();
-    let device = Cuda::<bf16>::new(arguments.device)?;
-    let gpu = device.queue.stream().context().name()?;
-    let read_gb_per_s = read_rate(&device)?;
-    println!("{gpu}: a kernel reads {read_gb_per_s:.0} GB/s");
-    let commit = option_env!("ARIL_COMMIT");
-    let meta = Meta { gpu, aril: env!("CARGO_PKG_VERSION"), commit, seconds: 0.0, read_gb_per_s };
-    let mut record = Record { meta, prefills: Vec::new(), steps: Vec::new(), host: Vec::new(), failures: Vec::new() };
-    let models = arguments.models.iter();
-    let measured = models.map(|model| measure_model(&device, arguments, model, &mut record).context(model.display()));
-    // What was measured before an error is written all the same.
-    let measured: Result<()> = measured.collect();
-    record.meta.seconds = start.elapsed().as_secs_f64();
-    for failure in &record.failures {
-        println!("left out: {failure}");
-    }
-    println!("{:.0} s", record.meta.seconds);
+    let (record, measured) = match arguments.tp {
+        0 | 1 => measure_rank(arguments, &Rank::default())?,
+        size => (measure_ranks(arguments, &Rank::threads(size, RANK_LIMIT)?)?, Ok(())),
+    };
     if let Some(path) = &arguments.out {
         let mut records = match fs::read(path) {
             Ok(text) => serde_json::from_slice(&text).context(path.display())?,
@@ -234,6 +245,53 @@ fn measure(arguments: &Arguments) -> Result<()> {
         fs::write(path, serde_json::to_string(&records)?).context(path.display())?;
     }
     measured
+}
+
+/// Measures on all ranks of a group, and returns the record of the first.
+fn measure_ranks(arguments: &Arguments, ranks: &[Rank]) -> Result<Record> {
+    let measure = |rank: &Rank| {
+        let measured = measure_rank(arguments, rank).and_then(|(record, measured)| measured.map(|()| record));
+        measured.unwrap_or_else(|error| {
+            say(&format!("rank {}: {error}\n", rank.tp().rank()));
+            // An orderly end would wait for the GPUs, which wait for this rank.
+            process::abort()
+        })
+    };
+    let records = thread::scope(|scope| {
+        let threads: Vec<_> = ranks.iter().map(|rank| scope.spawn(move || measure(rank))).collect();
+        threads.into_iter().map(ScopedJoinHandle::join).collect::<std::result::Result<Vec<_>, _>>()
+    });
+    let records = records.map_err(|_| Error::new("a rank panicked"))?;
+    records.into_iter().next().ok_or_else(|| Error::new("the group has no rank"))
+}
+
+/// Measures on one rank. Returns what was measured before an error, too.
+fn measure_rank(arguments: &Arguments, rank: &Rank) -> Result<(Record, Result<()>)> {
+    let start = Instant::now();
+    let device = Cuda::<bf16>::of_rank(arguments.device + rank.local(), rank)?;
+    let gpu = device.queue.stream().context().name()?;
+    let read_gb_per_s = read_rate(&device)?;
+    let (commit, tp) = (option_env!("ARIL_COMMIT"), rank.tp().size());
+    let meta = Meta { gpu, tp, aril: env!("CARGO_PKG_VERSION"), commit, seconds: 0.0, read_gb_per_s };
+    let mut record = Record {
+        meta,
+        prefills: Vec::new(),
+        steps: Vec::new(),
+        host: Vec::new(),
+        failures: Vec::new(),
+        is_printed: rank.tp().rank() == 0,
+    };
+    record.print(&format!("{} x {}: a kernel reads {read_gb_per_s:.0} GB/s", record.meta.tp, record.meta.gpu));
+    let models = arguments.models.iter();
+    let measured =
+        models.map(|model| measure_model(&device, rank, arguments, model, &mut record).context(model.display()));
+    let measured: Result<()> = measured.collect();
+    record.meta.seconds = start.elapsed().as_secs_f64();
+    for failure in &record.failures {
+        record.print(&format!("left out: {failure}"));
+    }
+    record.print(&format!("{:.0} s", record.meta.seconds));
+    Ok((record, measured.and_then(|()| rank.finish())))
 }
 
 /// The rate at which a kernel reads memory, in GB/s: the best of a few grids.
@@ -277,6 +335,8 @@ fn measure_runs(
 ) -> Result<Vec<f64>> {
     let stream = device.queue.stream();
     let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+    // All ranks run equally often.
+    let limit = if device.tp().size() > 1 { Duration::MAX } else { limit };
     let mut events: Vec<[CudaEvent; 2]> = Vec::new();
     let start = Instant::now();
     for run in 0..WARM_UPS + runs.max(1) {
@@ -299,11 +359,17 @@ fn percentile(values: &mut [f64], percent: usize) -> f64 {
     values[(values.len() - 1) * percent / 100]
 }
 
-fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record: &mut Record) -> Result<()> {
+fn measure_model(
+    device: &Cuda<bf16>,
+    rank: &Rank,
+    arguments: &Arguments,
+    dir: &Path,
+    record: &mut Record,
+) -> Result<()> {
     let name = dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let start = Instant::now();
     let config = Config::read(dir)?;
-    let described = describe(&config)?;
+    let described = describe(&config, rank.tp())?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
     let max_tokens = max_batch.max(largest(&arguments.prefills));
@@ -320,13 +386,13 @@ fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record:
     let pool = PoolConfig::arena_bytes(arena_bytes).host_bytes(2 * most_bytes.max(1 << 20)).packers(16);
     let (pool, table) = device.pool(&described.model, capacity, pool)?;
     let model = random_model(device, &config, &described, table, max_tokens)?;
-    println!(
+    record.print(&format!(
         "\n{name}: random weights and adapters in {:.1} s; an adapter of rank {max_rank} has {} MB",
         start.elapsed().as_secs_f64(),
         most_bytes / 1_000_000
-    );
+    ));
 
-    let row_bytes = 2 * config.layers * config.heads.kv_features() * size_of::<bf16>();
+    let row_bytes = 2 * config.layers * model.heads.kv_features() * size_of::<bf16>();
     let max_rows = (arguments.kv_gib << 30) / row_bytes;
     let rows = |batch: usize, context: usize| (batch * context.div_ceil(BLOCK_ROWS) + 1) * BLOCK_ROWS;
     let fits = |batch: usize, context: usize, record: &mut Record| {
@@ -363,21 +429,26 @@ fn measure_model(device: &Cuda<bf16>, arguments: &Arguments, dir: &Path, record:
     for (_, context) in prefills {
         measure_prefill(&model, &mut session, &mut adapters, (&name, context), record)?;
     }
-    println!(
+    record.print(&format!(
         "{:>7} {:>5} {:>8} {:>4} {:>6} {:>10} {:>10} {:>10} {:>10}",
         "context", "batch", "adapters", "rank", "base", "p50 us", "p90 us", "on gemm", "on own"
-    );
+    ));
     for (batch, context) in steps {
-        if start.elapsed() > Duration::from_secs(arguments.budget) {
+        // All ranks measure the same steps.
+        let is_late = start.elapsed() > Duration::from_secs(arguments.budget);
+        if rank.gather(&[u8::from(is_late)])?.iter().any(|late| late == &[1]) {
             record.failures.push(format!("{name}, {batch} sequences of {context} tokens: no time was left"));
             continue;
         }
-        let bytes = step_bytes(&config, batch, context);
+        let bytes = step_bytes(&config, batch, context) / rank.tp().size() as u64;
         let mut timer =
             Timer { device, arguments, model: &model, session: &mut session, name: &name, batch, context, bytes };
         timer.measure(&mut adapters, record)?;
     }
     drop(session);
+    if rank.tp().size() > 1 {
+        return Ok(());
+    }
     let Adapters { pool, sources, .. } = adapters;
     let rank = sources.first().map_or(0, |(rank, _)| *rank);
     let num_adapters = HOST_ADAPTERS.min(arena_bytes / most_bytes.max(1));
@@ -523,7 +594,7 @@ fn measure_prefill(
         let p50_us = percentile(&mut times, 50);
         let tokens = step.ids.len();
         let added = if count == 0 { String::new() } else { format!("{:+.1} %", (p50_us / without - 1.0) * 100.0) };
-        println!("prefill of {tokens} tokens, {count} adapters: {:.2} ms {added}", p50_us / 1e3);
+        record.print(&format!("prefill of {tokens} tokens, {count} adapters: {:.2} ms {added}", p50_us / 1e3));
         if count == 0 {
             without = p50_us;
         }
@@ -636,7 +707,9 @@ fn measure_host(
         let host_us = (after.total - before.total).as_secs_f64() * 1e6 / steps as f64;
         let step_us = elapsed.as_secs_f64() * 1e6 / HOST_STEPS as f64;
         let how = if ahead { "running ahead" } else { "waiting for each step" };
-        println!("the engine, {batch} sequences, {how}: {host_us:.1} us between steps, {step_us:.1} us a step");
+        record.print(&format!(
+            "the engine, {batch} sequences, {how}: {host_us:.1} us between steps, {step_us:.1} us a step"
+        ));
         let (model, adapters) = (name.to_owned(), adapters.len());
         record.host.push(HostFigure { model, batch, adapters, rank, ahead, steps, host_us, step_us });
     }
@@ -737,10 +810,10 @@ impl Timer<'_, '_> {
             0 => vec![format!("{:.2} of the floor", floor_us / p50_us)],
             _ => others.iter().map(|other| format!("{:>+8.1} %", (p50_us / other - 1.0) * 100.0)).collect(),
         };
-        println!(
+        record.print(&format!(
             "{context:>7} {batch:>5} {adapters:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {}",
             added.join(" ")
-        );
+        ));
         let (model, replays) = (name.to_owned(), us.len());
         record.steps.push(Figure { model, batch, context, adapters, rank, fused, bytes, replays, p50_us, p90_us });
         Ok(p50_us)

@@ -27,6 +27,7 @@ mod qwen3 {
     pub(crate) mod experts;
     pub(crate) mod files;
     pub(crate) mod forward;
+    pub(crate) mod group;
     pub(crate) mod model;
     pub(crate) mod stderr;
     pub(crate) mod tokenizer;
@@ -36,7 +37,9 @@ mod worker;
 
 #[cfg(feature = "cuda")]
 use qwen3::cuda;
-use qwen3::{adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, model, stderr, tokenizer};
+use qwen3::{
+    adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, group, model, stderr, tokenizer,
+};
 
 pub use self::{
     options::{DeviceArg, Dtype, LoadFormat, LoraModule, Options},

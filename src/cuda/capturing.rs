@@ -2,11 +2,11 @@
 
 use std::{
     marker::PhantomData,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use cudarc::driver::{
-    CudaSlice, CudaStream, DriverError,
+    CudaContext, CudaSlice, CudaStream, DriverError,
     sys::{CUstreamCaptureMode, CUstreamCaptureStatus, cuThreadExchangeStreamCaptureMode},
 };
 
@@ -49,14 +49,17 @@ static POSTPONED: Mutex<Vec<CudaSlice<u8>>> = Mutex::new(Vec::new());
 
 /// Frees memory in stream order, or, while its stream is being captured, at a later call of this function or of [`free_postponed`].
 pub(super) fn free(memory: CudaSlice<u8>) {
+    let context = Arc::clone(memory.stream().context());
     POSTPONED.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
-    free_postponed();
+    free_postponed(&context);
 }
 
-/// Frees postponed memory whose stream is no longer being captured.
-pub(super) fn free_postponed() {
+/// Frees postponed memory of a context whose stream is no longer being captured. That of other contexts, which other threads may have
+/// current, is left to them.
+pub(super) fn free_postponed(context: &Arc<CudaContext>) {
     let mut postponed = POSTPONED.lock().unwrap_or_else(PoisonError::into_inner);
-    let free: Vec<_> = postponed.extract_if(.., |memory| !is_captured(memory.stream())).collect();
+    let is_free = |memory: &mut CudaSlice<u8>| memory.stream().context() == context && !is_captured(memory.stream());
+    let free: Vec<_> = postponed.extract_if(.., is_free).collect();
     drop(postponed);
     let _relaxed = Relaxed::new();
     drop(free);

@@ -90,7 +90,7 @@ impl Capture<'_> {
         self.open = false;
         let stream = Arc::clone(self.queue.stream());
         let graph = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
-        capturing::free_postponed();
+        capturing::free_postponed(stream.context());
         Ok(graph?)
     }
 }

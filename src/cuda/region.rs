@@ -29,7 +29,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
     #[expect(clippy::disallowed_methods, reason = "allocates at creation only")]
     pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
         queue.enter()?;
-        capturing::free_postponed();
+        capturing::free_postponed(queue.stream().context());
         let len = bytes.div_ceil(size_of::<T>());
         let _relaxed = Relaxed::new();
         let bytes = queue.stream().alloc_zeros((len * size_of::<T>()).max(1))?;

@@ -239,8 +239,11 @@ pub struct aril_linear_args {
     pub dtype: i32,
     pub num_tokens: i32,
     pub max_tiles: i32,
+    pub large_m: i32,
     pub k_tiles_per_split: i32,
     pub outs_per_block: i32,
+    pub max_few_tiles: i32,
+    pub outs_per_block_of_few: i32,
     pub overwrites: i32,
     pub in_features: i32,
     pub num_slices: i32,
@@ -257,7 +260,7 @@ pub struct aril_linear_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 224usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 240usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -271,50 +274,59 @@ const _: () = {
         "Offset of field: aril_linear_args::max_tiles",
     ][::core::mem::offset_of!(aril_linear_args, max_tiles) - 8usize];
     [
+        "Offset of field: aril_linear_args::large_m",
+    ][::core::mem::offset_of!(aril_linear_args, large_m) - 12usize];
+    [
         "Offset of field: aril_linear_args::k_tiles_per_split",
-    ][::core::mem::offset_of!(aril_linear_args, k_tiles_per_split) - 12usize];
+    ][::core::mem::offset_of!(aril_linear_args, k_tiles_per_split) - 16usize];
     [
         "Offset of field: aril_linear_args::outs_per_block",
-    ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 16usize];
+    ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 20usize];
+    [
+        "Offset of field: aril_linear_args::max_few_tiles",
+    ][::core::mem::offset_of!(aril_linear_args, max_few_tiles) - 24usize];
+    [
+        "Offset of field: aril_linear_args::outs_per_block_of_few",
+    ][::core::mem::offset_of!(aril_linear_args, outs_per_block_of_few) - 28usize];
     [
         "Offset of field: aril_linear_args::overwrites",
-    ][::core::mem::offset_of!(aril_linear_args, overwrites) - 20usize];
+    ][::core::mem::offset_of!(aril_linear_args, overwrites) - 32usize];
     [
         "Offset of field: aril_linear_args::in_features",
-    ][::core::mem::offset_of!(aril_linear_args, in_features) - 24usize];
+    ][::core::mem::offset_of!(aril_linear_args, in_features) - 36usize];
     [
         "Offset of field: aril_linear_args::num_slices",
-    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 28usize];
+    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 40usize];
     [
         "Offset of field: aril_linear_args::out_features",
-    ][::core::mem::offset_of!(aril_linear_args, out_features) - 32usize];
+    ][::core::mem::offset_of!(aril_linear_args, out_features) - 44usize];
     [
         "Offset of field: aril_linear_args::x",
-    ][::core::mem::offset_of!(aril_linear_args, x) - 64usize];
+    ][::core::mem::offset_of!(aril_linear_args, x) - 80usize];
     [
         "Offset of field: aril_linear_args::x_stride",
-    ][::core::mem::offset_of!(aril_linear_args, x_stride) - 72usize];
+    ][::core::mem::offset_of!(aril_linear_args, x_stride) - 88usize];
     [
         "Offset of field: aril_linear_args::y",
-    ][::core::mem::offset_of!(aril_linear_args, y) - 80usize];
+    ][::core::mem::offset_of!(aril_linear_args, y) - 96usize];
     [
         "Offset of field: aril_linear_args::y_stride",
-    ][::core::mem::offset_of!(aril_linear_args, y_stride) - 88usize];
+    ][::core::mem::offset_of!(aril_linear_args, y_stride) - 104usize];
     [
         "Offset of field: aril_linear_args::mailbox",
-    ][::core::mem::offset_of!(aril_linear_args, mailbox) - 96usize];
+    ][::core::mem::offset_of!(aril_linear_args, mailbox) - 112usize];
     [
         "Offset of field: aril_linear_args::mailbox_bytes",
-    ][::core::mem::offset_of!(aril_linear_args, mailbox_bytes) - 104usize];
+    ][::core::mem::offset_of!(aril_linear_args, mailbox_bytes) - 120usize];
     [
         "Offset of field: aril_linear_args::partials",
-    ][::core::mem::offset_of!(aril_linear_args, partials) - 112usize];
+    ][::core::mem::offset_of!(aril_linear_args, partials) - 128usize];
     [
         "Offset of field: aril_linear_args::weights",
-    ][::core::mem::offset_of!(aril_linear_args, weights) - 120usize];
+    ][::core::mem::offset_of!(aril_linear_args, weights) - 136usize];
     [
         "Offset of field: aril_linear_args::routing",
-    ][::core::mem::offset_of!(aril_linear_args, routing) - 144usize];
+    ][::core::mem::offset_of!(aril_linear_args, routing) - 160usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -577,7 +589,7 @@ pub struct aril_silu_mul_args {
 const _: () = {
     [
         "Size of aril_silu_mul_args",
-    ][::core::mem::size_of::<aril_silu_mul_args>() - 240usize];
+    ][::core::mem::size_of::<aril_silu_mul_args>() - 256usize];
     [
         "Alignment of aril_silu_mul_args",
     ][::core::mem::align_of::<aril_silu_mul_args>() - 8usize];
@@ -586,10 +598,10 @@ const _: () = {
     ][::core::mem::offset_of!(aril_silu_mul_args, layer) - 0usize];
     [
         "Offset of field: aril_silu_mul_args::out",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 224usize];
+    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 240usize];
     [
         "Offset of field: aril_silu_mul_args::out_stride",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 232usize];
+    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 248usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -606,7 +618,7 @@ pub struct aril_add_rms_norm_args {
 const _: () = {
     [
         "Size of aril_add_rms_norm_args",
-    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 272usize];
+    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 288usize];
     [
         "Alignment of aril_add_rms_norm_args",
     ][::core::mem::align_of::<aril_add_rms_norm_args>() - 8usize];
@@ -615,22 +627,22 @@ const _: () = {
     ][::core::mem::offset_of!(aril_add_rms_norm_args, layer) - 0usize];
     [
         "Offset of field: aril_add_rms_norm_args::weight",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 224usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 240usize];
     [
         "Offset of field: aril_add_rms_norm_args::eps",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 232usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 248usize];
     [
         "Offset of field: aril_add_rms_norm_args::residual",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 240usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 256usize];
     [
         "Offset of field: aril_add_rms_norm_args::residual_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 248usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 264usize];
     [
         "Offset of field: aril_add_rms_norm_args::out",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 256usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 272usize];
     [
         "Offset of field: aril_add_rms_norm_args::out_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 264usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 280usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

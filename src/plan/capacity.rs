@@ -61,9 +61,8 @@ impl Capacity {
     /// The largest number of tiles in an operation on `num_tokens` tokens. A tile holds tokens of one slot, so each slot can leave
     /// one tile partly filled, as can the tokens without a slot.
     ///
-    /// A launch has blocks for all of them, because a captured launch is replayed with any spread of tokens. A batch leaves at most
-    /// `num_slots + 1` tiles empty. The blocks of an empty tile exit after one atomic addition to the mailbox's header, which has to
-    /// count every block of the launch.
+    /// A captured launch is replayed with any spread of tokens. It has blocks for all of these tiles, or, where they would be many,
+    /// for some, which then take turns.
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
         if is_small_m(num_tokens) { self.max_small_tiles(num_tokens) } else { self.max_wide_tiles(num_tokens) }
     }

@@ -2,15 +2,17 @@
 
 use std::fmt;
 
+#[cfg(feature = "cuda")]
+use super::thresholds::{TOKENS_PER_TILE, linear::FEW_TILES};
 use super::{
     capacity::Capacity,
     error::PlanError,
     thresholds::{
         K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, RANK_TILE, SMALL_M,
-        WIDE_TILE, WORD_BYTES, is_small_m, is_staged,
+        WIDE_TILE, WORD_BYTES, is_staged,
         linear::{
-            LARGE_M_OUTS, LARGE_M_RANK_TILES, MAX_B_BYTES, MAX_LARGE_M_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS,
-            SMALL_M_OUTS, SMALL_M_RANK_TILES,
+            LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES, MAX_LARGE_M_UNITS,
+            MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES,
         },
     },
     workspace::WorkspaceBytes,
@@ -49,9 +51,25 @@ impl LinearPlan {
         Ok(plan)
     }
 
+    /// Whether the layer works on wide tiles. Both ways are bit-identical.
+    pub(crate) fn is_large_m(&self, num_tokens: usize) -> bool {
+        num_tokens > self.small_m_tokens()
+    }
+
+    /// The largest number of tokens that the layer works on in small tiles.
+    fn small_m_tokens(&self) -> usize {
+        let features = 2 * self.in_features * self.out_features.len() + self.out_features.iter().sum::<usize>();
+        let has_much_work = self.capacity.max_rank * features >= LARGE_M_WORK;
+        if self.dtype != DType::F32 && is_staged(self.capacity.max_rank) && has_much_work {
+            LARGE_M_TOKENS - 1
+        } else {
+            SMALL_M
+        }
+    }
+
     /// Whether one launch computes both shrink and expand.
     fn is_one_launch(&self, num_tokens: usize) -> bool {
-        self.dtype != DType::F32 && is_small_m(num_tokens)
+        self.dtype != DType::F32 && !self.is_large_m(num_tokens)
     }
 
     /// K tiles of [`K_TILE`] input features that one shrink block reduces: a slab or a span. Both are bit-identical.
@@ -62,14 +80,28 @@ impl LinearPlan {
 
     /// Outputs of one slice per expand block.
     pub(crate) fn outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
-        outs_per_block(&self.out_features, self.capacity.max_rank, num_tokens, max_tiles)
+        let large_m = self.is_large_m(num_tokens);
+        outs_per_block(&self.out_features, self.capacity.max_rank, large_m, max_tiles)
+    }
+
+    /// The most small tiles of a batch of few slots, of at most `max_tiles`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn max_few_tiles(&self, num_tokens: usize, max_tiles: usize) -> usize {
+        max_tiles.min(num_tokens.div_ceil(TOKENS_PER_TILE) + FEW_TILES)
+    }
+
+    /// [`outs_per_block`](Self::outs_per_block) for that many tiles.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn outs_per_block_of_few(&self, num_tokens: usize, max_tiles: usize) -> usize {
+        let tiles = self.max_few_tiles(num_tokens, max_tiles);
+        outs_per_block(&self.out_features, self.capacity.max_rank, self.is_large_m(num_tokens), tiles)
     }
 
     /// Features of both slices per block that expands a layer of gate and up within its activation. All choices are bit-identical.
     #[cfg(feature = "cuda")]
     pub(crate) fn silu_mul_outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
         let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
-        let wide = !is_small_m(num_tokens) && is_staged(max_rank);
+        let wide = self.is_large_m(num_tokens) && is_staged(max_rank);
         let unit_bytes = b_bytes(2 * LARGE_M_OUTS, max_rank);
         LARGE_M_OUTS * units_per_block(features, LARGE_M_OUTS, wide, unit_bytes, max_tiles)
     }
@@ -92,15 +124,16 @@ impl LinearPlan {
     /// Workspace for any batch within the capacity.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
         let max_tokens = self.capacity.max_tokens;
-        let small_m = self.workspace_bytes_for(max_tokens.min(SMALL_M));
-        if self.is_one_launch(max_tokens) {
-            return small_m;
+        let sums = self.num_slabs() * max_tokens.min(SMALL_M) * self.sums_per_token();
+        let mailbox = if self.dtype == DType::F32 { 0 } else { MAILBOX_HEADER + sums * WORD_BYTES };
+        if self.dtype != DType::F32 && max_tokens < LARGE_M_TOKENS {
+            return WorkspaceBytes { mailbox, partials: 0 };
         }
-        // At the lowest rank, splits are slabs up to this many tokens. Higher ranks change to spans earlier, which this bound ignores,
-        // so that a larger capacity never needs less.
+        // At the lowest rank, splits are slabs up to this many tokens. Higher ranks change to spans earlier, and may have wide tiles from
+        // fewer tokens on, which these bounds ignore, so that a larger capacity never needs less.
         let last_in_slabs = (MIN_SPAN_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
         let sums = (self.num_slabs() * max_tokens.min(last_in_slabs)).max(self.num_spans() * max_tokens);
-        small_m.max(WorkspaceBytes { mailbox: 0, partials: sums * self.sums_per_token() * size_of::<f32>() })
+        WorkspaceBytes { mailbox, partials: sums * self.sums_per_token() * size_of::<f32>() }
     }
 
     fn sums_per_token(&self) -> usize {
@@ -147,7 +180,9 @@ impl LinearPlan {
 impl fmt::Display for LinearPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Capacity { max_tokens, num_slots, max_rank } = self.capacity;
-        let tiles = self.capacity.max_tiles(max_tokens);
+        let large_m = self.is_large_m(max_tokens);
+        let tiles =
+            if large_m { self.capacity.max_wide_tiles(max_tokens) } else { self.capacity.max_small_tiles(max_tokens) };
         let outs = self.outs_per_block(max_tokens, tiles);
         let launches = if self.is_one_launch(max_tokens) { "one launch" } else { "two launches" };
         let WorkspaceBytes { mailbox, partials } = self.workspace_bytes();
@@ -163,11 +198,11 @@ impl fmt::Display for LinearPlan {
     }
 }
 
-/// Outputs of one slice per expand block, in a batch of `num_tokens` tokens in up to `tiles` tiles. All choices are bit-identical.
+/// Outputs of one slice per expand block, in a batch in up to `tiles` tiles. All choices are bit-identical.
 ///
 /// Large blocks amortise the start of a block; small blocks fill the device.
-pub(crate) fn outs_per_block(out_features: &[usize], max_rank: usize, num_tokens: usize, tiles: usize) -> usize {
-    let wide = !is_small_m(num_tokens) && is_staged(max_rank);
+pub(crate) fn outs_per_block(out_features: &[usize], max_rank: usize, large_m: bool, tiles: usize) -> usize {
+    let wide = large_m && is_staged(max_rank);
     let unit = if wide { LARGE_M_OUTS } else { SMALL_M_OUTS };
     unit * units_per_block(out_features, unit, wide, b_bytes(unit, max_rank), tiles)
 }

@@ -26,5 +26,5 @@ pub use self::{
 pub(crate) use self::{
     experts::ExpandBy,
     linear::{check_outputs, outs_per_block},
-    thresholds::GroupedBy,
+    thresholds::{GroupedBy, is_small_m},
 };

@@ -37,7 +37,7 @@ const MULTIPROCESSORS: usize = 132;
 /// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles.
 ///
 /// With 512 tokens one launch is 1.4 times faster on average. With 2048 it is faster only at rank 16 in the smallest layer.
-pub(super) const fn is_small_m(num_tokens: usize) -> bool {
+pub(crate) const fn is_small_m(num_tokens: usize) -> bool {
     num_tokens <= SMALL_M
 }
 /// The largest number of tokens in small tiles.
@@ -90,6 +90,15 @@ pub(super) mod linear {
     pub(in crate::plan) const LARGE_M_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
     /// The largest multiple of [`LARGE_M_OUTS`]. Up to 1024 outputs are 2 % faster than up to 2048.
     pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 8;
+    /// Small tiles of a batch that uses few of its table's slots, beyond those of a batch of one slot: the grid of a large table has
+    /// thread blocks for so many tiles, and takes turns with more.
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const FEW_TILES: usize = 8;
+    /// Wide tiles are faster from this many tokens on if a token has at least so much work: the ranks times (twice the input features of
+    /// all slices, and the output features). At 384 and 512 tokens of 2 or 8 adapters, layers above take 0.48 to 1.09 of the time of
+    /// small tiles, and layers below 0.88 to 2.0; at 256 tokens some of either are slower.
+    pub(in crate::plan) const LARGE_M_TOKENS: usize = 320;
+    pub(in crate::plan) const LARGE_M_WORK: usize = 1_700_000;
     /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
     pub(in crate::plan) const MAX_B_BYTES: usize = 64 << 10;
     /// Expand blocks shrink until there are this many. 264 has a better mean over all workloads than 132, 400 or 528.

@@ -36,6 +36,7 @@ mod pool;
 #[path = "../qwen3/mod.rs"]
 mod qwen3;
 mod qwen3_kernels;
+mod ranks;
 mod routing;
 mod safe_api;
 mod setup;

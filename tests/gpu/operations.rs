@@ -162,20 +162,37 @@ pub fn mailbox_of_garbage(gpu: &Gpu, bytes: usize) -> Buffer {
 /// The same with `write_delta` instead of `add_delta`.
 struct Overwriting<'a>(Raw<'a>);
 
+/// The same with a shrink for another stream, and expand.
+struct Beside<'a>(Raw<'a>);
+
+/// What a launch does with the delta of a linear layer.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Adds,
+    Overwrites,
+    Apart,
+}
+
 impl Subject<Dense> for Raw<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        self.launch(case, world, false)
+        self.launch(case, world, Form::Adds)
     }
 }
 
 impl Subject<Dense> for Overwriting<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        self.0.launch(case, world, true)
+        self.0.launch(case, world, Form::Overwrites)
+    }
+}
+
+impl Subject<Dense> for Beside<'_> {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        self.0.launch(case, world, Form::Apart)
     }
 }
 
 impl Raw<'_> {
-    fn launch<T: Element>(&self, case: &Case, world: &World<T>, overwrites: bool) -> Vec<T> {
+    fn launch<T: Element>(&self, case: &Case, world: &World<T>, form: Form) -> Vec<T> {
         let gpu = self.gpu;
         let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
         let tokens = live + self.padded_tokens;
@@ -212,13 +229,17 @@ impl Raw<'_> {
                 let [mailbox, partials] = workspace.each_ref().map(Buffer::region);
                 let step = step(raw::Workspace { mailbox, partials });
                 Box::new(move || {
-                    if overwrites {
-                        // SAFETY: as above.
-                        unsafe { linear.write_delta(&step, x_matrix, y_matrix) }.unwrap();
-                    } else {
-                        // SAFETY: as above.
-                        unsafe { linear.add_delta(&step, x_matrix, y_matrix) }.unwrap();
+                    // SAFETY: as above.
+                    unsafe {
+                        match form {
+                            Form::Adds => linear.add_delta(&step, x_matrix, y_matrix),
+                            Form::Overwrites => linear.write_delta(&step, x_matrix, y_matrix),
+                            Form::Apart => linear
+                                .shrink(&step.beside(raw::Workspace { mailbox, partials }, stream), x_matrix)
+                                .and_then(|()| linear.expand(&step, y_matrix)),
+                        }
                     }
+                    .unwrap();
                 })
             }
         };
@@ -416,6 +437,54 @@ fn corners() {
             case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens, captured }).unwrap();
             case.check::<f32>(&mut Safe { gpu: &gpu, apart: captured }).unwrap();
         }
+    }
+}
+
+/// Where a table has many slots, a launch has blocks for some of the tiles that a routing may have, and they take turns.
+#[test]
+#[ignore = "needs a GPU"]
+fn tables_of_many_slots() {
+    let gpu = Gpu::new();
+    // Room for rank 64, which makes a launch for 100 tokens on tiles of their own several thousand blocks.
+    let ranks: Vec<[usize; 3]> = (0..130).map(|slot| [3 + slot % 11, slot % 5 * 4, 8]).chain([[64, 64, 64]]).collect();
+    let adapters: Vec<&[usize]> = ranks.iter().map(<[usize; 3]>::as_slice).collect();
+    let of = |tokens: i32, slot: fn(i32) -> i32| (0..tokens).map(slot).collect::<Vec<_>>();
+    let batches = [
+        of(100, |token| token),
+        of(100, |token| 130 - token % 8),
+        // The most tiles that count as few, and one more; a base row in between.
+        of(100, |token| token % 15 * 7),
+        of(100, |token| token % 16 * 7),
+        of(130, |token| if token % 3 == 0 { -1 } else { token }),
+        of(300, |token| token * token % 131),
+        of(300, |_| 130),
+        of(300, |_| -1),
+    ];
+    for slots in batches {
+        let case = Case::linear(1100, &[600, 40, 300], &adapters, slots);
+        let raw = |padded_tokens, captured| Raw { gpu: &gpu, padded_tokens, captured };
+        case.check::<half::bf16>(&mut raw(0, false)).unwrap();
+        case.check::<half::f16>(&mut raw(20, true)).unwrap();
+        case.check::<half::bf16>(&mut Beside(raw(3, true))).unwrap();
+        case.check::<half::f16>(&mut Safe { gpu: &gpu, apart: true }).unwrap();
+        check_overwriting::<half::bf16>(&mut raw(3, false), &mut Overwriting(raw(3, false)), &case).unwrap();
+    }
+    // B in place.
+    let high: Vec<&[usize]> = vec![&[200, 130]; 60];
+    let case = Case::linear(600, &[300, 40], &high, of(60, |token| token));
+    case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: true }).unwrap();
+}
+
+/// Layers with much work on 320 to 512 tokens have wide tiles, as those of more tokens.
+#[test]
+#[ignore = "needs a GPU"]
+fn wide_tiles_of_few_tokens() {
+    let gpu = Gpu::new();
+    for tokens in [319, 320, 512] {
+        let slots = (0..tokens).map(|token| token % 7 * (token % 3) - 1).collect();
+        let case = Case::linear(4000, &[3000, 4000], &[&[128, 60], &[5, 128], &[0, 64]], slots);
+        case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }).unwrap();
+        case.check::<half::f16>(&mut Beside(Raw { gpu: &gpu, padded_tokens: 7, captured: true })).unwrap();
     }
 }
 

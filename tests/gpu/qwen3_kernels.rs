@@ -463,16 +463,21 @@ fn rows_hold<T: Float>(seed: u64) {
         let silu = |(gate, up): (&f32, &f32)| round::<T>(gate / (1.0 + (-gate).exp())) * up;
         assert_near::<T>(&out.read(), &gates.iter().zip(&ups).map(silu).collect::<Vec<_>>(), &what);
 
-        let indices: Vec<i32> = (0..9).map(|_| rng.random_range(0..rows as i32)).collect();
+        let mut indices: Vec<i32> = (0..9).map(|_| rng.random_range(0..rows as i32)).collect();
+        indices.extend([-1, rows as i32, i32::MIN, i32::MAX]);
         let (table, index_buffer) = (gpu.upload(&x), gpu.upload(&indices));
         let out = gpu.poisoned(indices.len() * cols * size_of::<T>());
         let addresses = [table.address(), index_buffer.address(), out.address()];
         let gather = kernels.function(&format!("gather_{dtype}"), 0);
         kernels.launch(&gather, (indices.len(), parts), qwen3_kernels::THREADS, 0, |kernel| {
             push_all(kernel, &addresses);
-            kernel.arg(&cols);
+            kernel.arg(&rows).arg(&cols);
         });
-        let gathered: Vec<T> = indices.iter().flat_map(|&row| x[row as usize * cols..][..cols].to_vec()).collect();
+        let row = |&row: &i32| match usize::try_from(row) {
+            Ok(row) if row < rows => x[row * cols..][..cols].to_vec(),
+            _ => vec![T::default(); cols],
+        };
+        let gathered: Vec<T> = indices.iter().flat_map(row).collect();
         assert_eq!(bytes(&out.read::<T>()), bytes(&gathered), "gathered {what}");
 
         let (y_buffer, x_buffer) = (gpu.upload(&y), gpu.upload(&x));

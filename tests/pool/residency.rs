@@ -375,6 +375,26 @@ fn the_pool_alone_changes_its_table() {
 }
 
 #[test]
+fn a_snapshot_counts_leased_slots_and_copies() {
+    let mut setup = Setup::new(3, 4);
+    let ids = [1.0, 2.0, 3.0, 4.0].map(|value| setup.adding(value));
+    for id in ids {
+        setup.use_once(id);
+    }
+    let lease = setup.lease(ids[0]);
+    let counts = |setup: &Setup| {
+        let snapshot = setup.pool.snapshot();
+        (snapshot.resident, snapshot.leased, snapshot.leases, snapshot.copying)
+    };
+    assert_eq!(counts(&setup), (3, 1, 1, 1));
+    setup.pool.poll();
+    assert_eq!(counts(&setup), (3, 1, 1, 0));
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
+#[test]
 fn one_call_says_where_the_adapters_are() {
     let mut setup = Setup::new(2, 4);
     let ids = [1.0, 2.0, 3.0, 4.0].map(|value| setup.adding(value));

@@ -39,6 +39,39 @@ fn most_by_rounding(dtype: &str) -> f32 {
     }
 }
 
+/// The batches, and the ranks of groups that their models' heads can be split over. Of 4 or 5 ranks, several have the same kv head.
+const RANKS: [(&str, usize); 9] = [
+    ("base-only", 2),
+    ("mixed", 2),
+    ("one-question", 2),
+    ("moe", 2),
+    ("moe-int4", 2),
+    ("mixed", 4),
+    ("moe", 4),
+    ("moe-int4", 4),
+    ("untied", 5),
+];
+
+/// The goldens, on groups of up to so many ranks.
+pub(crate) fn ranks_reproduce_the_goldens(device: &'static str, most: usize) {
+    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks <= most) {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", &ranks.to_string()];
+        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
+        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+    }
+}
+
+/// The goldens in 16 bits, on two ranks.
+pub(crate) fn ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
+    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks == 2) {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", &ranks.to_string(), "--verify"];
+        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
+        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
+    }
+}
+
 /// A token may differ only at a tie, where the golden token leads by less than both sides' rounding.
 pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
     for batch in BATCHES {
@@ -135,6 +168,16 @@ pub(crate) fn a_pool_reproduces_the_goldens(device: &'static str) {
     for batch in ["mixed", "moe"] {
         let (model, adapters) = models(batch);
         let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &POOL);
+        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+    }
+}
+
+/// The same on two ranks, each with a pool that they do not fit in together either.
+pub(crate) fn pools_of_ranks_reproduce_the_goldens(device: &'static str) {
+    for batch in ["mixed", "moe"] {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", "2", "--arena-mib", "3"];
+        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
         hold_f32(device, batch, &answers, &golden(batch, "f32"));
     }
 }

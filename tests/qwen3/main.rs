@@ -8,5 +8,6 @@ mod goldens;
 mod moe;
 mod mutations;
 mod process;
+mod ranks;
 mod refusals;
 mod verdicts;

@@ -3,9 +3,12 @@
 use std::{
     env,
     ffi::OsString,
+    net::TcpListener,
     path::{Path, PathBuf},
-    process::{Command, Output},
+    process::{Child, Command, Output, Stdio},
     sync::LazyLock,
+    thread,
+    time::{Duration, Instant},
 };
 
 /// A path in `tests/fixtures`, or in the copy of it that `ARIL_FIXTURES` names.
@@ -19,6 +22,38 @@ pub(crate) fn qwen3<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> Out
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
     let device: &[&str] = if args.iter().any(|arg| arg == "--device") { &[] } else { &["--device", "cpu"] };
     Command::new(&*EXAMPLE).args(device).args(args).output().expect("the example starts")
+}
+
+/// The longest that a process may run. Ranks that see the end of another are much quicker.
+pub(crate) const END_LIMIT: Duration = Duration::from_secs(100);
+
+/// Starts the example as a rank of a group of processes.
+pub(crate) fn start_rank((rank, size): (usize, usize), port: u16, args: &[&str]) -> Child {
+    let mut command = Command::new(&*EXAMPLE);
+    command.args(args).env("WORLD_SIZE", size.to_string()).env("RANK", rank.to_string());
+    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the example starts")
+}
+
+/// Waits for a process. Returns its status and what it has said.
+pub(crate) fn end(mut process: Child) -> (Option<i32>, String, String) {
+    let start = Instant::now();
+    while process.try_wait().expect("it is a child").is_none() {
+        if start.elapsed() > END_LIMIT {
+            process.kill().expect("it is a child");
+            panic!("it hangs");
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    let output = process.wait_with_output().expect("it has ended");
+    let [text, error] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    (output.status.code(), text, error)
+}
+
+/// A port that was free a moment ago.
+pub(crate) fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+    listener.local_addr().expect("it is bound").port()
 }
 
 /// The example: the file that `ARIL_QWEN3_BIN` names, or else a new build. (`cargo test --test` builds no examples, and would use a

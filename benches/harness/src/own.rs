@@ -18,7 +18,7 @@ const MIXED_RANKS: [usize; 5] = [8, 16, 32, 64, 128];
 pub fn own() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
     let layer = |layer| find(&list, "qwen3-8b", layer);
-    let (qkv, o, gate_up) = (layer("qkv")?, layer("o")?, layer("gate_up")?);
+    let (qkv, o, gate_up, down) = (layer("qkv")?, layer("o")?, layer("gate_up")?, layer("down")?);
     let lm_head = Workload { layer: "lm_head".to_owned(), in_features: HIDDEN, out_slices: vec![VOCAB], ..o.clone() };
     let embedding = Workload {
         layer: "embedding".to_owned(),
@@ -27,8 +27,9 @@ pub fn own() -> Result<Vec<Workload>> {
         out_slices: vec![HIDDEN],
         ..o.clone()
     };
-    let mut workloads = mixed_ranks(&[qkv.clone(), gate_up]);
+    let mut workloads = mixed_ranks(&[qkv.clone(), gate_up.clone()]);
     workloads.extend(resident(&o));
+    workloads.extend(engine(&[qkv.clone(), o, gate_up, down]));
     workloads.extend(vocabulary(&lm_head, &embedding));
     workloads.extend(idle(&qkv));
     Ok(workloads)
@@ -151,6 +152,25 @@ fn resident(layer: &Workload) -> Vec<Workload> {
             let slots = scattered(tokens, (5..64).step_by(8));
             let (class, id) = (format!("8 of {num_slots} adapters"), format!("r16/t{tokens}/uniform8_pool{num_slots}"));
             workloads.push(workload(layer, &class, &id, vec![16; num_slots], slots));
+        }
+    }
+    workloads
+}
+
+/// The table of an engine that is ready for more than a batch has: 8 adapters of rank 16 in use, of 256 slots and up to rank 64.
+fn engine(layers: &[Workload]) -> Vec<Workload> {
+    let mut workloads = Vec::new();
+    for layer in layers {
+        for tokens in [8, 64, 256] {
+            let ranks = [vec![16; 8], vec![8; 247], vec![64]].concat();
+            let id = format!("engine/t{tokens}/uniform8_pool256");
+            workloads.push(workload(
+                layer,
+                "8 adapters of rank 16, room for 256 of rank 64",
+                &id,
+                ranks,
+                scattered(tokens, 0..8),
+            ));
         }
     }
     workloads

@@ -219,7 +219,7 @@ impl Cuda<bf16> {
         let images = (0..ADAPTERS).map(|_| adapter.plan(model, DType::BF16));
         let images = images.collect::<std::result::Result<Vec<_>, _>>()?;
         let capacity = Capacity::tokens(MAX_TOKENS).slots(ADAPTERS).rank(RANK);
-        let table = self.adapters(model, capacity, &images)?;
+        let table = self.adapters(model, capacity, WeightTable::arena_bytes(&images))?;
         for (slot, image) in (0..).zip(&images) {
             self.load(&table, Slot::new(slot), image, |_| ())?;
         }

@@ -408,15 +408,16 @@ __device__ void add(T* y,        // [rows, cols]
 }
 
 template <typename T>
-__device__ void gather(const T* table,       // [.., cols]
+__device__ void gather(const T* table,       // [table_rows, cols]
                        const int32_t* rows,  // [blocks]
-                       T* out,               // [blocks, cols]
-                       int64_t cols) {
-  const T* const row = table + rows[blockIdx.x] * cols;
+                       T* out,               // [blocks, cols]; zeros for rows that the table lacks
+                       int64_t table_rows, int64_t cols) {
+  const int64_t index = rows[blockIdx.x];
+  const bool is_there = index >= 0 && index < table_rows;
   for_part<T>(cols, [&](int64_t col, auto width) {
     using Vec = Vector<T, decltype(width)::value>;
     *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) =
-        *reinterpret_cast<const Vec*>(row + col);
+        is_there ? *reinterpret_cast<const Vec*>(table + index * cols + col) : Vec{};
   });
 }
 
@@ -430,6 +431,13 @@ __device__ __forceinline__ uint64_t ordered(float value, uint32_t place) {
 }
 
 }  // namespace
+
+// Indices that are lower by `first`.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    subtract(const int32_t* indices, int32_t* out, int64_t count, int32_t first) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at < count) out[at] = indices[at] - first;
+}
 
 // Overwrites each id that has a source, a row of logits, with the token that was drawn there, or
 // with 0 if none was.
@@ -494,8 +502,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     add(y, x, cols);                                                                              \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t cols) {                \
-    gather(table, rows, out, cols);                                                               \
+      gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t table_rows,            \
+                      int64_t cols) {                                                             \
+    gather(table, rows, out, table_rows, cols);                                                   \
   }                                                                                               \
   extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads) draw_##suffix(          \
       const T* logits, const Draw* draws, int32_t* tokens, float* logprobs, int64_t vocab) {      \

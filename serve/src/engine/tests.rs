@@ -11,7 +11,8 @@ use std::{
 };
 
 use aril::{
-    DType, Element, Slot, model,
+    DType, Element, Slot,
+    model::{self, TpRank},
     plan::Capacity,
     pool::{AdapterId, CacheNamespace, PoolConfig, Source, StreamId},
 };
@@ -79,7 +80,7 @@ impl Files {
         let dir = fixtures().join(name);
         let config = Config::read(&dir).expect("the fixture is whole");
         let checkpoint = Checkpoint::open(&dir).expect("the fixture is whole");
-        let described = describe(&config).expect("the model has no layer twice");
+        let described = describe(&config, TpRank::SINGLE).expect("the model has no layer twice");
         let tokenizer = Tokenizer::read(&dir).expect("the fixture is whole").expect("the fixture has one");
         Self { config, checkpoint, described, tokenizer }
     }

@@ -20,6 +20,7 @@ use std::{
 use aril::{
     DType,
     cpu::AdapterPool,
+    model::TpRank,
     pool::{AdapterId, PoolConfig},
     registry::{OnDuplicate, Registry},
 };
@@ -223,7 +224,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         false => options.served_model_name.clone(),
     };
     let max_loras = if options.enable_lora { options.max_loras } else { 0 };
-    let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config)?));
+    let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config, TpRank::SINGLE)?));
     let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
     let host_bytes = match options.max_cpu_loras {
         None => options.host_mib << 20,

@@ -2,6 +2,7 @@ use super::{
     abi::{dtype_code, int},
     matrix::{MatrixMut, MatrixRef},
     memory::Stream,
+    routing::RoutedBatch,
     step::Step,
 };
 use crate::{
@@ -150,7 +151,7 @@ impl LoraLinear {
         let batch = &step.batch;
         let layer = self.args(step, None, Some(MatrixMut(y)))?;
         let (out, out_stride) = out.expect("out", self.plan.dtype(), batch.num_tokens, features)?;
-        let outs_per_block = int(self.plan.silu_mul_outs_per_block(batch.num_tokens, batch.max_tiles))?;
+        let outs_per_block = int(self.plan.silu_mul_outs_per_block(batch.num_tokens, self.max_tiles(batch)))?;
         Ok(ffi::aril_silu_mul_args { layer: ffi::aril_linear_args { outs_per_block, ..layer }, out, out_stride })
     }
 
@@ -204,7 +205,7 @@ impl LoraLinear {
         let layer = self.args(step, None, Some(MatrixMut(y)))?;
         let (residual, residual_stride) = residual.expect("residual", dtype, num_tokens, features)?;
         let (out, out_stride) = out.expect("out", dtype, num_tokens, features)?;
-        LaunchError::within("the batch's tiles", step.batch.max_tiles, MAX_NORM_TILES)?;
+        LaunchError::within("the batch's tiles", self.max_tiles(&step.batch), MAX_NORM_TILES)?;
         let weight = std::ptr::null();
         Ok(ffi::aril_add_rms_norm_args { layer, weight, eps, residual, residual_stride, out, out_stride })
     }
@@ -216,6 +217,11 @@ impl LoraLinear {
     ) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         unsafe { self.kernels.launch(ffi::aril_add_rms_norm, args, args.layer.num_tokens, stream.as_raw()) }
+    }
+
+    /// The most tiles of a batch, of the size that the layer works on.
+    fn max_tiles(&self, batch: &RoutedBatch) -> usize {
+        if self.plan.is_large_m(batch.num_tokens) { batch.max_wide_tiles } else { batch.max_small_tiles }
     }
 
     /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.
@@ -238,6 +244,7 @@ impl LoraLinear {
         };
         workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
         LaunchError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        let max_tiles = self.max_tiles(batch);
         let mut out_features = [0; MAX_SLICES];
         for (out, slice) in out_features.iter_mut().zip(self.site.slices()) {
             *out = int(slice.out_features())?;
@@ -245,9 +252,12 @@ impl LoraLinear {
         Ok(ffi::aril_linear_args {
             dtype: dtype_code(dtype),
             num_tokens: int(num_tokens)?,
-            max_tiles: int(batch.max_tiles)?,
+            max_tiles: int(max_tiles)?,
+            large_m: self.plan.is_large_m(num_tokens).into(),
             k_tiles_per_split: int(self.plan.k_tiles_per_split(num_tokens))?,
-            outs_per_block: int(self.plan.outs_per_block(num_tokens, batch.max_tiles))?,
+            outs_per_block: int(self.plan.outs_per_block(num_tokens, max_tiles))?,
+            max_few_tiles: int(self.plan.max_few_tiles(num_tokens, max_tiles))?,
+            outs_per_block_of_few: int(self.plan.outs_per_block_of_few(num_tokens, max_tiles))?,
             overwrites: 0,
             in_features: int(self.site.in_features())?,
             num_slices: int(self.site.slices().len())?,

@@ -177,7 +177,8 @@ impl Routing {
         LaunchError::within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
         let max_tiles = self.capacity.max_tiles(num_tokens);
         let max_small_tiles = self.capacity.max_small_tiles(num_tokens);
-        Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles, max_small_tiles })
+        let max_wide_tiles = self.capacity.max_wide_tiles(num_tokens);
+        Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles, max_small_tiles, max_wide_tiles })
     }
 
     unsafe fn route(
@@ -206,6 +207,7 @@ pub struct RoutedBatch {
     pub(super) num_tokens: usize,
     pub(super) max_tiles: usize,
     pub(super) max_small_tiles: usize,
+    pub(super) max_wide_tiles: usize,
 }
 
 // SAFETY: it holds device addresses, which are plain data.

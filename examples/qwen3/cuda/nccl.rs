@@ -1,0 +1,197 @@
+//! The collectives of a tensor-parallel group, by NCCL. They are enqueued on the device's stream and can be captured.
+//!
+//! A rank that ends leaves the others in a kernel that waits for it. So the host waits for its results only in [`Nccl::wait`], which
+//! aborts the communicator then.
+
+use std::{
+    cell::Cell,
+    ffi::{CStr, c_char, c_void},
+    mem::MaybeUninit,
+    time::{Duration, Instant},
+};
+
+use aril::{
+    DType, Element,
+    cuda::{LaunchError, Queue},
+    model::TpRank,
+};
+use cudarc::{
+    driver::sys::{CUDA_MEMCPY2D_st, CUmemorytype, cuMemcpy2DAsync_v2},
+    nccl::{
+        result::{self, NcclError},
+        sys,
+    },
+};
+
+use super::Matrix;
+use crate::{
+    error::{Error, Result, bail},
+    group::Rank,
+};
+
+/// Between two looks at the other ranks.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// A communicator of a group of several ranks.
+pub(super) struct Nccl {
+    communicator: sys::ncclComm_t,
+    is_aborted: Cell<bool>,
+    element: sys::ncclDataType_t,
+    rank: Rank,
+    queue: Queue,
+}
+
+impl Nccl {
+    /// Waits for the other ranks, which must start theirs.
+    pub(super) fn new(dtype: DType, queue: &Queue, rank: &Rank) -> Result<Self> {
+        // SAFETY: loading the library has no preconditions.
+        if !unsafe { sys::is_culib_present() } {
+            bail!(
+                "NCCL was not found: add a folder with `libnccl.so` to LD_LIBRARY_PATH (a link to `libnccl.so.2` will do)"
+            );
+        }
+        let element = match dtype {
+            DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
+            DType::F16 => sys::ncclDataType_t::ncclFloat16,
+            DType::F32 => sys::ncclDataType_t::ncclFloat32,
+            _ => bail!("{dtype} is not implemented"),
+        };
+        let (tp, mut id) = (rank.tp(), sys::ncclUniqueId { internal: [0; 128] });
+        if tp.rank() == 0 {
+            id = result::get_uniqueid().map_err(failed)?;
+        }
+        // That of rank 0. All ranks are alive now, so that the communicator does not wait for one.
+        let of_ranks = rank.gather(bytemuck::cast_slice::<c_char, u8>(&id.internal))?;
+        id.internal.copy_from_slice(bytemuck::cast_slice(&of_ranks[0]));
+        queue.stream().context().bind_to_thread().map_err(LaunchError::from)?;
+        let mut communicator = MaybeUninit::uninit();
+        let (size, index) = (i32::try_from(tp.size())?, i32::try_from(tp.rank())?);
+        // SAFETY: the pointer is valid for the call, which writes the communicator. The context is current.
+        unsafe { result::comm_init_rank(communicator.as_mut_ptr(), size, id, index) }.map_err(failed)?;
+        // SAFETY: it was written.
+        let communicator = unsafe { communicator.assume_init() };
+        Ok(Self { communicator, is_aborted: Cell::new(false), element, rank: rank.clone(), queue: queue.clone() })
+    }
+
+    pub(super) fn tp(&self) -> TpRank {
+        self.rank.tp()
+    }
+
+    /// Enqueues `y += ` those of the other ranks.
+    pub(super) fn all_reduce<T: Element>(&self, y: &mut Matrix<T>) -> Result<()> {
+        let (stream, at) = (self.enter()?, y.address as *mut c_void);
+        // SAFETY: the matrix has as many elements of this type, and the stream orders its uses. The communicator is alive.
+        let enqueued = unsafe {
+            let sum = sys::ncclRedOp_t::ncclSum;
+            result::all_reduce(at, at, y.len(), self.element, sum, self.communicator, stream)
+        };
+        enqueued.map(drop).map_err(failed)
+    }
+
+    /// Enqueues the copy of the matrices of all ranks to `parts`, one below the other, and then of their first columns to `out`, side by
+    /// side.
+    pub(super) fn all_gather<T: Element>(
+        &self,
+        x: &Matrix<T>,
+        parts: &mut Matrix<T>,
+        out: &mut Matrix<T>,
+    ) -> Result<()> {
+        assert_eq!((parts.len(), out.rows), (self.rank.tp().size() * x.len(), x.rows));
+        let stream = self.enter()?;
+        let (from, to) = (x.address as *const c_void, parts.address as *mut c_void);
+        // SAFETY: the matrices have as many elements of this type (asserted), and the stream orders their uses. The communicator is
+        // alive.
+        unsafe { result::all_gather(from, to, x.len(), self.element, self.communicator, stream) }.map_err(failed)?;
+        let bytes = |elements: usize| elements * size_of::<T>();
+        for first in (0..out.cols).step_by(x.cols) {
+            let cols = x.cols.min(out.cols - first);
+            let copy = CUDA_MEMCPY2D_st {
+                srcXInBytes: 0,
+                srcY: 0,
+                srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                srcHost: std::ptr::null(),
+                // The columns of a rank begin where as many rows of the others end.
+                srcDevice: parts.address + bytes(first * x.rows) as u64,
+                srcArray: std::ptr::null_mut(),
+                srcPitch: bytes(x.cols),
+                dstXInBytes: bytes(first),
+                dstY: 0,
+                dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                dstHost: std::ptr::null_mut(),
+                dstDevice: out.address,
+                dstArray: std::ptr::null_mut(),
+                dstPitch: bytes(out.cols),
+                WidthInBytes: bytes(cols),
+                Height: x.rows,
+            };
+            // SAFETY: both rectangles are inside of their matrices, whose uses the stream orders.
+            unsafe { cuMemcpy2DAsync_v2(&raw const copy, stream.cast()) }.result().map_err(LaunchError::from)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all enqueued work, for as long as the other ranks are there. The communicator is of no use after an error.
+    pub(super) fn wait(&self) -> Result<()> {
+        let end = self.queue.stream().record_event(None).map_err(LaunchError::from)?;
+        let (start, mut next_look) = (Instant::now(), LOOK);
+        while !end.try_is_complete().map_err(LaunchError::from)? {
+            if start.elapsed() < next_look {
+                std::hint::spin_loop();
+                continue;
+            }
+            next_look += LOOK;
+            if let Err(error) = self.rank.check() {
+                self.abort();
+                return Err(error.into());
+            }
+            if start.elapsed() > self.rank.limit() {
+                self.abort();
+                bail!("a step has not ended within {:?}: another rank does nothing", self.rank.limit());
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the context current, and returns the stream.
+    fn enter(&self) -> Result<sys::cudaStream_t> {
+        if self.is_aborted.get() {
+            bail!("the group has ended");
+        }
+        let stream = self.queue.stream();
+        stream.context().bind_to_thread().map_err(LaunchError::from)?;
+        Ok(stream.cu_stream().cast())
+    }
+
+    /// Ends all collectives that are enqueued.
+    fn abort(&self) {
+        if !self.is_aborted.replace(true) {
+            // SAFETY: the communicator is alive, and not used again.
+            let _ = unsafe { result::comm_abort(self.communicator) };
+        }
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        if !self.rank.is_finished() {
+            // Enqueued collectives may wait for a rank that has ended, or that waits for this one.
+            self.abort();
+        }
+        if !self.is_aborted.get() {
+            // SAFETY: the communicator is alive, and not used again. Graphs with its collectives are dropped before the device.
+            let _ = unsafe { result::comm_destroy(self.communicator) };
+        }
+    }
+}
+
+/// NCCL's error, and its last message.
+fn failed(error: NcclError) -> Error {
+    // SAFETY: without a communicator, the call returns the last message of this thread.
+    let message = unsafe { sys::ncclGetLastError(std::ptr::null_mut()) };
+    if message.is_null() {
+        return Error::new(format!("NCCL: {:?}", error.0));
+    }
+    // SAFETY: it is a string that ends with a zero.
+    let message = unsafe { CStr::from_ptr(message) };
+    Error::new(format!("NCCL: {:?}: {}", error.0, message.to_string_lossy()))
+}

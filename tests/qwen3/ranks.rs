@@ -1,0 +1,189 @@
+//! The example `qwen3` on the ranks of a tensor-parallel group on the CPU: threads of one process, and processes.
+//!
+//! Where a test needs a rank that fails, the test itself is rank 1.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    process::Child,
+    thread,
+    time::{Duration, Instant},
+};
+
+use safetensors::Dtype;
+
+use super::{
+    files::{self, Files},
+    goldens,
+    process::{END_LIMIT, end, fixture, free_port, qwen3, start_rank},
+};
+
+#[test]
+fn ranks_reproduce_the_goldens() {
+    goldens::ranks_reproduce_the_goldens("cpu", 5);
+}
+
+#[test]
+fn ranks_reproduce_the_goldens_within_rounding() {
+    goldens::ranks_reproduce_within_rounding("cpu", "bf16");
+}
+
+#[test]
+fn pools_of_ranks_reproduce_the_goldens() {
+    goldens::pools_of_ranks_reproduce_the_goldens("cpu");
+}
+
+/// Adapters that do not fit together are swapped on all ranks, and one that fits on none is refused.
+#[test]
+fn pools_of_ranks_have_an_arena_each() {
+    let [model, adapters] = ["qwen3", "adapters"].map(fixture);
+    let mut args: Vec<String> = ["--tp", "2", "--dtype", "f32", "--model"].map(String::from).to_vec();
+    args.push(model.display().to_string());
+    for name in ["r64-all", "r16-rslora", "r8-all", "patterns"] {
+        args.extend(["--adapter".into(), format!("{name}={}", adapters.join(name).display())]);
+    }
+    args.push("--arena-mib".into());
+    let output = qwen3(args.iter().cloned().chain(["3".into()]));
+    let (text, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && text.contains("2 batches of 5 requests"), "{text}{error}");
+    let output = qwen3(args.into_iter().chain(["1".into()]));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2));
+    let refusal = "adapter `r64-all`: no rank of the group loaded the adapter: rank 0 could not reserve";
+    assert!(error.contains(refusal) && error.contains("rank 1 could not reserve"), "{error}");
+}
+
+#[test]
+fn ranks_keep_every_bit_of_the_base_model() {
+    let [model, adapter] = ["qwen3", "adapters/r8-all"].map(|path| fixture(path).display().to_string());
+    let output = qwen3(["--tp", "2", "--model", &model, "--adapter", &format!("a={adapter}"), "--verify"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("bf16 on cpu and 2 ranks"), "{text}");
+    assert!(text.contains("1 of 1 requests have the very bits"), "{text}");
+}
+
+#[test]
+fn a_model_that_cannot_be_split_is_refused_once() {
+    let output = qwen3(["--tp", "3", "--model", &fixture("qwen3").display().to_string()]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2));
+    assert_eq!(stderr.matches("4 heads, which cannot be split over 3 ranks").count(), 1, "{stderr}");
+}
+
+/// Only the second rank's rows of B have a value that is too large for f16.
+#[test]
+fn an_adapter_that_one_rank_cannot_load_is_loaded_by_none() {
+    let files = Files::new();
+    let adapter = files.copy(&fixture("adapters/r4-qv"), "adapter");
+    let path = adapter.join("adapter_model.safetensors");
+    let mut tensors = files::read(&path);
+    let (_, (dtype, _, bytes)) = tensors.iter_mut().find(|(name, _)| name.contains("q_proj.lora_B")).expect("there is");
+    assert_eq!(*dtype, Dtype::F32);
+    let last = bytes.len() - size_of::<f32>();
+    bytes[last..].copy_from_slice(&1e6_f32.to_le_bytes());
+    files::write(&path, &tensors);
+    let [model, adapter] = [fixture("qwen3"), adapter].map(|path| path.display().to_string());
+    let output = qwen3(["--tp", "2", "--dtype", "f16", "--model", &model, "--adapter", &format!("damaged={adapter}")]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        stderr.contains("adapter `damaged`: no rank of the group loaded the adapter: rank 1 could not"),
+        "{stderr}"
+    );
+    assert!(!stderr.contains("rank 0"), "{stderr}");
+}
+
+#[test]
+fn processes_are_ranks() {
+    let port = free_port();
+    let ranks: Vec<Child> = (0..2).map(|rank| start(rank, port, &["--verify"])).collect();
+    let outputs: Vec<(Option<i32>, String, String)> = ranks.into_iter().map(end).collect();
+    let [(first, text, first_error), (second, nothing, second_error)] = &outputs[..] else { unreachable!("two ranks") };
+    assert_eq!((first, second), (&Some(0), &Some(0)), "{first_error}{second_error}");
+    assert!(text.contains("2 ranks") && text.contains("passes"), "{text}");
+    assert_eq!(nothing, "");
+}
+
+#[test]
+fn a_rank_that_does_not_come_ends_the_others() {
+    let (code, _, error) = end(start(0, free_port(), &["--tp-seconds", "1"]));
+    assert_eq!(code, Some(2));
+    assert!(error.contains("rank 1 has not come within 1s"), "{error}");
+}
+
+#[test]
+fn a_rank_of_another_group_is_refused() {
+    let port = free_port();
+    let first = start(0, port, &[]);
+    let _stranger = come(port, 1, 3);
+    let (code, _, error) = end(first);
+    assert_eq!(code, Some(2));
+    assert!(error.contains("a process came as rank 1 of 3"), "{error}");
+}
+
+/// In the middle of a step: after it has sent its part of an all-reduce, and before it has taken the sum.
+#[test]
+fn a_rank_that_dies_ends_the_others() {
+    let port = free_port();
+    let first = start(0, port, &[]);
+    let mut second = come(port, 1, 2);
+    exchange(&mut second);
+    drop(second);
+    let (code, _, error) = end(first);
+    assert_eq!(code, Some(2));
+    assert!(error.contains("rank 1: left the group"), "{error}");
+}
+
+#[test]
+fn a_rank_that_hangs_ends_the_others() {
+    let port = free_port();
+    let first = start(0, port, &["--tp-seconds", "1"]);
+    let mut second = come(port, 1, 2);
+    exchange(&mut second);
+    let (code, _, error) = end(first);
+    assert_eq!(code, Some(2));
+    assert!(error.contains("rank 1: no answer within the time limit"), "{error}");
+}
+
+#[test]
+fn ranks_that_do_different_things_are_told() {
+    let port = free_port();
+    let first = start(0, port, &[]);
+    let mut second = come(port, 1, 2);
+    second.write_all(&[3_u64.to_le_bytes().as_slice(), b"abc"].concat()).expect("rank 0 listens");
+    let (code, _, error) = end(first);
+    assert_eq!(code, Some(2));
+    assert!(error.contains("rank 1: of another size than"), "{error}");
+}
+
+/// Sends the zeros that rank 1 has as its part of the embedding of the first prompt, and drops the sum.
+fn exchange(second: &mut TcpStream) {
+    // The tokens of the default request, each of 64 features in bf16.
+    let prompt = 7 * 64 * 2;
+    second.write_all(&(prompt as u64).to_le_bytes()).expect("rank 0 listens");
+    second.write_all(&vec![0; prompt]).expect("rank 0 listens");
+    let mut sums = vec![0; 2 * (8 + prompt)];
+    second.read_exact(&mut sums).expect("rank 0 answers");
+}
+
+/// Starts a process as a rank of two.
+fn start(rank: usize, port: u16, further: &[&str]) -> Child {
+    let model = fixture("qwen3").display().to_string();
+    let args = ["--device", "cpu", "--tp", "2", "--max-new-tokens", "2", "--model", &model];
+    start_rank((rank, 2), port, &[&args[..], further].concat())
+}
+
+/// Comes to rank 0 as a rank.
+fn come(port: u16, rank: u64, size: u64) -> TcpStream {
+    let start = Instant::now();
+    let mut stream = loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(error) => assert!(start.elapsed() < END_LIMIT, "rank 0 does not listen: {error}"),
+        }
+        thread::sleep(Duration::from_millis(10));
+    };
+    stream.write_all(&[rank.to_le_bytes(), size.to_le_bytes()].concat()).expect("rank 0 listens");
+    stream
+}
