@@ -73,9 +73,10 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
   return blocks;
 }
 
-// Grids of more blocks take turns. Measured on an H200 (designs.md).
-constexpr int kMostBlocks = 1584;
-constexpr int kMultiprocessors = 132;  // of an H200; a grid fits others less well
+// A grid of more blocks than the first takes turns: it has blocks of shrink, and of expand, for
+// as many tiles as make the second. Measured on an H200 (benches/record/designs.md).
+constexpr int kMostBlocks = 3000;
+constexpr int kTurnsBlocks = 594;
 
 template <typename T>
 int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
@@ -90,28 +91,28 @@ int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
   grid.num_slices = detail::Divisor(args.num_slices);
   grid.apart = parts == kExpand;
   const auto shares = [&](int outs_per_block) {
-    detail::TileShares shares;
-    shares.shrink_tiles = shares.expand_tiles = args.max_tiles;
-    shares.outs_per_block = detail::Divisor(outs_per_block);
-    shares.out_blocks = detail::Divisor(out_blocks(args, outs_per_block));
-    return shares;
+    const detail::Divisor out_blocks(aril::out_blocks(args, outs_per_block));
+    return detail::ExpandShares{args.max_tiles, out_blocks, detail::Divisor(outs_per_block)};
   };
-  grid.few_tiles = args.max_tiles;
   grid.few = grid.many = shares(args.outs_per_block);
+  grid.few_tiles = grid.shrink_tiles = args.max_tiles;
+  int expand = args.max_tiles * grid.many.out_blocks;
   const bool takes_turns =
-      args.max_few_tiles < args.max_tiles &&
-      int64_t{args.max_tiles} * (shrink_blocks + grid.many.out_blocks) > kMostBlocks;
+      args.max_few_tiles < args.max_tiles && args.max_tiles * shrink_blocks + expand > kMostBlocks;
   if (takes_turns) {
-    const int resident = kMultiprocessors * detail::small_m_blocks<T>(staged);
+    const auto tiles = [&](int blocks) {
+      return min(max(args.max_few_tiles, ceil_div(kTurnsBlocks, blocks)), args.max_tiles);
+    };
     grid.few_tiles = args.max_few_tiles;
+    grid.shrink_tiles = tiles(shrink_blocks);
     grid.few = shares(args.outs_per_block_of_few);
-    grid.few.shrink_tiles = grid.few.expand_tiles = grid.few_tiles;
-    const auto tiles = [&](int blocks) { return min(max(resident / blocks, 1), grid.few_tiles); };
-    grid.many.shrink_tiles = tiles(shrink_blocks);
-    grid.many.expand_tiles = tiles(grid.many.out_blocks);
+    expand = max(grid.few_tiles * grid.few.out_blocks,
+                 tiles(grid.many.out_blocks) * grid.many.out_blocks);
+    grid.few.tiles = expand / grid.few.out_blocks;
+    grid.many.tiles = expand / grid.many.out_blocks;
   }
-  grid.shrink = parts & kShrink ? grid.few.shrink_tiles * shrink_blocks : 0;
-  const int expand = parts & kExpand ? grid.few.expand_tiles * grid.few.out_blocks : 0;
+  grid.shrink = parts & kShrink ? grid.shrink_tiles * shrink_blocks : 0;
+  if (!(parts & kExpand)) expand = 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
   if (parts & kBeside) {
     const int team_bytes = ceil_div(detail::small_m_shrink_smem_bytes(rows), 128) * 128;

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     epoch = begin_epoch(p.mailbox);
   }
   const int index = blockIdx.x - grid.shrink;
-  const TileShares* shares = &grid.few;
+  const ExpandShares* shares = &grid.few;
   int tile_index = shares->out_blocks.quotient(index);
   TokenTile tile(p, tile_index);
   if constexpr (kTakesTurns) {
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
       tile_index = of_many;
       tile = tile_of_many;
     }
-    // The grid may have more blocks.
-    if (tile_index >= shares->expand_tiles) return;
+    // The last blocks may be too few for another tile.
+    if (tile_index >= shares->tiles) return;
   }
   int slice;
   const BlockOuts<T> outs(p, index - tile_index * shares->out_blocks, shares->outs_per_block,
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
           turn);
       ++turn;
     }
-    tile_index += shares->expand_tiles;
+    tile_index += shares->tiles;
     if (!kTakesTurns || tile_index >= tile.num_tiles) return;
     tile = TokenTile(p, tile_index);
   }

@@ -26,31 +26,28 @@ constexpr int kSmallMThreads = 32 * kSmallMWarps;
 constexpr int kSmallMRankTiles = kSmallMWarps / ARIL_K_TILES_PER_SLAB;  // of a block of shrink
 constexpr int kSlabRowBytes = kSlabFeatures * 2 + 16;  // of x; padded so that 8 rows hit all banks
 
-// How blocks share out the tiles of a routing.
-struct TileShares {
-  int shrink_tiles, expand_tiles;  // that a grid has blocks for; a block takes further ones in turn
-  Divisor out_blocks;              // of expand for a tile
+// How blocks of expand share out tiles and outputs.
+struct ExpandShares {
+  int tiles;           // that a grid has blocks for
+  Divisor out_blocks;  // for a tile
   Divisor outs_per_block;
 };
 
 // A grid of small_m_kernel: `shrink` blocks, then those of expand.
 //
 // A routing has as many tiles as the table has slots, at most, and mostly few. Where blocks for
-// all of them would be many, nearly all idle, a grid has blocks for `few_tiles`. A routing of more
-// has as many blocks at work as are resident at once, with more outputs each.
+// all of them would be many, nearly all idle, a grid has blocks for some, which take further tiles
+// in turn. Expand then has small blocks for a routing of up to `few_tiles`, so that they fill the
+// device, and larger ones for others, so that turns are few.
 struct SmallMGrid {
   Divisor rank_blocks;  // blocks of shrink for a token tile and slab
   Divisor slabs;
   int shrink;
+  int shrink_tiles;  // that the grid has blocks for
   int few_tiles;
-  TileShares few, many;
+  ExpandShares few, many;
   Divisor num_slices;
   bool apart;  // expand alone: shrink was an earlier launch
-
-  // Those of a routing.
-  __device__ __forceinline__ const TileShares& shares(int num_tiles) const {
-    return num_tiles <= few_tiles ? few : many;
-  }
 };
 
 // Shared memory of a block of shrink: A, and up to `rows` rows of x.
@@ -111,21 +108,17 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   const int first_rank_tile = (block - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
   const int slab = slabs_before - tile_index * grid.slabs;
   unsigned char* const a = shared + warp * kATileBytes;
-  for (int turn = 0;;) {
+  for (int turn = 0;; tile_index += grid.shrink_tiles) {
     const TokenTile tile(p, tile_index);
     const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                              first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
-    const int tiles = grid.shares(tile.num_tiles).shrink_tiles;
-    // The grid may have more blocks, and its last thread block more teams.
-    const bool is_none =
-        kTakesTurns && (block >= grid.shrink || (turn == 0 && tile_index >= tiles));
+    const bool is_none = !kOneTeam && block >= grid.shrink;  // of the last thread block
     const bool is_idle = is_none || first_rank_tile >= rank_tile.count;
-    const bool is_last =
-        !kTakesTurns || is_none || tile.slot < 0 || tile_index + tiles >= tile.num_tiles;
+    const bool is_last = !kTakesTurns || is_none || tile.slot < 0 ||
+                         tile_index + grid.shrink_tiles >= tile.num_tiles;
     if (turn > 0) {
       if (is_idle) {
         if (is_last) return;
-        tile_index += tiles;
         continue;
       }
       // The team has read what it shares, and wrote where A comes to.
@@ -145,7 +138,6 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
       if (waits) wait_for_predecessors();
       if (is_last) return;
       ++turn;
-      tile_index += tiles;
       continue;
     }
     if (thread < ARIL_TOKENS_PER_TILE) team.tokens[thread] = tile.token(thread, p.num_tokens);
@@ -158,7 +150,6 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     if (is_idle) {
       if (is_last) return;
       ++turn;
-      tile_index += tiles;
       continue;
     }
 
@@ -217,7 +208,6 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     }
     if (is_last) return;
     ++turn;
-    tile_index += tiles;
   }
 }
 

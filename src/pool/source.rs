@@ -28,8 +28,9 @@ enum Kind {
 impl Source {
     /// A directory, as for [`Adapter::open`]. Reads the configuration and the headers of the weight files.
     ///
-    /// Each load reads the files again, into memory, so that nothing done to them can stop the process. Files that have been
-    /// modified or replaced since are an error of the load. Adapters with [base weights](Adapter::base_weights), or with a given
+    /// Each load reads the weights again, into memory, so that nothing done to the files can stop the process. Files that have been
+    /// modified or replaced since are an error of the load. The last 64 directories of the process that were checked or loaded stay
+    /// parsed, each with its weight file open. Adapters with [base weights](Adapter::base_weights), or with a given
     /// [orientation](Adapter::oriented), must come from [memory](Self::memory).
     ///
     /// # Errors

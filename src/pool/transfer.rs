@@ -48,7 +48,6 @@ pub(crate) trait Transfer {
 pub(crate) struct Copy {
     pub(crate) id: AdapterId,
     /// Where the adapter is in host memory.
-    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
     pub(crate) from: Range<usize>,
     /// Where its block is in the device's arena.
     #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]

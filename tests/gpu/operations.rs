@@ -461,7 +461,7 @@ fn tables_of_many_slots() {
         of(300, |_| -1),
     ];
     for slots in batches {
-        let case = Case::linear(1100, &[600, 40, 300], &adapters, slots);
+        let case = Case::linear(2100, &[600, 40, 300], &adapters, slots);
         let raw = |padded_tokens, captured| Raw { gpu: &gpu, padded_tokens, captured };
         case.check::<half::bf16>(&mut raw(0, false)).unwrap();
         case.check::<half::f16>(&mut raw(20, true)).unwrap();
@@ -471,7 +471,7 @@ fn tables_of_many_slots() {
     }
     // B in place.
     let high: Vec<&[usize]> = vec![&[200, 130]; 60];
-    let case = Case::linear(600, &[300, 40], &high, of(60, |token| token));
+    let case = Case::linear(1500, &[300, 40], &high, of(60, |token| token));
     case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: true }).unwrap();
 }
 

@@ -492,7 +492,7 @@ fn adapters_are_copied_while_they_are_read() {
         let adapter = Arc::new(setup::adapter(MANY_LAYERS, FEATURES, MAX_RANK, value));
         (setup.pool.register(Source::memory(adapter, &setup.model, DType::F32).unwrap()).unwrap(), value)
     });
-    for round in 0..choose(10, 3) {
+    for round in 0..choose(10, 4) {
         let what = |when| format!("round {round}, {when}");
         // The batch of both takes its room.
         let id = setup.reading(5.0, 5.0, &gate);

@@ -2,7 +2,7 @@
 
 use std::{fmt::Debug, sync::Arc, thread};
 
-use aril::Element;
+use aril::{DType, Element};
 use bytemuck::{NoUninit, Pod, Zeroable};
 use cudarc::{
     driver::{CudaFunction, CudaModule, LaunchArgs, LaunchConfig, PushKernelArg as _, sys::CUfunction_attribute_enum},
@@ -245,7 +245,7 @@ impl<'k> Attention<'k> {
             |kernel: Kernel| kernels.function(&format!("{}_{dtype}", kernel.name(dim)), kernel.shared_bytes(dim));
         Self {
             simple: kernels.function(&format!("attend_{dtype}"), 0),
-            fast: attention::DIMS.contains(&dim).then(|| Kernel::ALL.map(load)),
+            fast: (dtype != DType::F32 && attention::DIMS.contains(&dim)).then(|| Kernel::ALL.map(load)),
             arrivals: kernels.gpu.upload(&[0_i32; ARRIVALS]),
             kernels,
         }

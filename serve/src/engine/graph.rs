@@ -124,7 +124,8 @@ pub(crate) struct Captured<D: Capture> {
 }
 
 impl<D: Capture> Decoder<D> {
-    /// Captures steps of up to `max_tokens` sequences of up to `max_adapters` adapters at a time. Without graphs on the device, the decoder takes no step.
+    /// Captures steps of up to `max_tokens` sequences of up to `max_adapters` adapters at a time. Without graphs on the device, the
+    /// decoder takes no step.
     pub(crate) fn new(
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
