@@ -342,6 +342,7 @@ fn what_does_not_fit_the_pool_is_refused_when_it_is_registered() {
     let mut setup = Setup::with(2, PoolConfig::arena_bytes(2 * BYTES).host_bytes(8 * BYTES));
     let source = |adapter, model: &_, dtype| Source::memory(adapter, model, dtype).unwrap();
     let large = source(adapter(32, 1.0), &setup.model, DType::F32);
+    assert_eq!((large.bytes(), large.max_rank()), (4 * BYTES, 32));
     let refused = setup.pool.register(large).unwrap_err();
     assert!(matches!(refused, PoolError::TooLarge { what: "arena", bytes, .. } if bytes == 4 * BYTES), "{refused}");
     let half = source(adapter(8, 1.0), &setup.model, DType::BF16);
