@@ -105,14 +105,18 @@ fn a_killed_rank_ends_the_others() {
         let port = free_port();
         [0, 1].map(|rank| start_rank((rank, 2), port, &args))
     };
-    let start = Instant::now();
-    for rank in start_all() {
-        let (code, _, error) = end(rank);
-        assert_eq!(code, Some(0), "{error}");
-    }
-    let whole = start.elapsed();
+    // The first processes also bring files to the page cache.
+    let runs = [(); 3].map(|()| {
+        let start = Instant::now();
+        for rank in start_all() {
+            let (code, _, error) = end(rank);
+            assert_eq!(code, Some(0), "{error}");
+        }
+        start.elapsed()
+    });
+    let whole = runs.into_iter().min().expect("there are three");
     println!("processes take {whole:?}");
-    for share in [0.3, 0.6, 0.75, 0.85, 0.93] {
+    for share in [0.3, 0.5, 0.65, 0.75, 0.85] {
         let [first, mut second] = start_all();
         thread::sleep(whole.mul_f64(share));
         second.kill().expect("it is a child");

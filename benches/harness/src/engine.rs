@@ -45,10 +45,27 @@ pub struct Run {
     pub failures: Vec<String>,
 }
 
+impl Run {
+    /// Tells the models of a tensor-parallel group from those on one GPU.
+    fn name_ranks(&mut self) {
+        let Meta { tp, .. } = self.meta;
+        if tp > 1 {
+            let models = self.prefills.iter_mut().map(|prefill| &mut prefill.model);
+            let models = models.chain(self.steps.iter_mut().map(|step| &mut step.model));
+            let models = models.chain(self.host.iter_mut().map(|host| &mut host.model));
+            let models = models.chain(self.traces.iter_mut().map(|trace| &mut trace.model));
+            models.for_each(|model| model.push_str(&format!(", tp {tp}")));
+        }
+    }
+}
+
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Meta {
     pub gpu: String,
+    /// GPUs that a model was split over; 0 if the program knows of one alone.
+    #[serde(default)]
+    pub tp: usize,
     pub aril: String,
     /// The commit of the build, if its environment named one (`ARIL_COMMIT`).
     pub commit: Option<String>,
@@ -132,7 +149,9 @@ impl Record {
     /// The record in a folder, if it has one.
     pub fn load(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(FILE);
-        path.exists().then(|| results::load(&path)).transpose()
+        let mut record: Option<Self> = path.exists().then(|| results::load(&path)).transpose()?;
+        record.iter_mut().flat_map(|record| &mut record.runs).for_each(Run::name_ranks);
+        Ok(record)
     }
 
     /// The block of benches/README.md.

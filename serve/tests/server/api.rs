@@ -243,7 +243,7 @@ async fn limits_are_errors_that_lose_nothing() {
     assert_eq!(text(&server.ask("base").await), " I do not know.");
 
     let slow = Server::start(&["--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--request-seconds", "1"]).await;
-    let body = json!({ "model": "base", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "n": 20 });
+    let body = json!({ "model": "base", "prompt": vec![1; 10], "max_tokens": 480, "ignore_eos": true, "n": 40 });
     let (status, message) = error(&slow.complete(body).await);
     assert_eq!((status, message.as_str()), (504, "The request took too long."));
     slow.holds_nothing().await;
