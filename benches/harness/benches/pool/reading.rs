@@ -31,8 +31,8 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     let image = adapter.plan(&model, DType::BF16)?;
     let queue = gpu.queue()?;
     let mut packed = PinnedBuffer::<u8>::zeros(&queue, image.bytes())?;
-    let open_us = time(|| Ok(drop(Adapter::open(dir.path())?)))?;
-    let plan_us = time(|| Ok(drop(adapter.plan(&model, DType::BF16)?)))?;
+    let open_us = time(|| Ok(Adapter::open(dir.path()).map(drop)?))?;
+    let plan_us = time(|| Ok(adapter.plan(&model, DType::BF16).map(drop)?))?;
     let mut threads: Vec<usize> = [1, 4, 8].into_iter().filter(|&threads| threads < packers()).collect();
     threads.push(packers());
     for threads in threads {
