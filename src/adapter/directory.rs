@@ -63,8 +63,9 @@ impl Directory {
 
     /// The adapter of the files that were checked.
     fn parsed(&self, whole: bool) -> Result<Arc<Parsed>, AdapterError> {
-        if let Some(parsed) = lock(&self.kept).take().filter(|_| !whole) {
-            parsed.files.iter().try_for_each(Opened::check_path)?;
+        let kept = lock(&self.kept).take().filter(|_| !whole);
+        // What was changed gives the errors of any other damage.
+        if let Some(parsed) = kept.filter(|parsed| parsed.files.iter().all(Opened::is_in_place)) {
             return Ok(parsed);
         }
         let parsed = Parsed::load(&self.path, if whole { Access::Copy } else { Access::InPlace })?;

@@ -82,15 +82,10 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Rejects a path that no longer leads to the file as it was opened.
-    pub(super) fn check_path(&self) -> Result<(), AdapterError> {
+    /// Whether its path still leads to the file as it was opened.
+    pub(super) fn is_in_place(&self) -> bool {
         let path = &self.stamp.path;
-        let metadata = fs::metadata(path).map_err(|source| AdapterError::Read { path: path.clone(), source })?;
-        if Stamp::new(path, &metadata) == self.stamp {
-            Ok(())
-        } else {
-            Err(AdapterError::Changed { path: path.clone() })
-        }
+        fs::metadata(path).is_ok_and(|metadata| Stamp::new(path, &metadata) == self.stamp)
     }
 
     /// Rejects a file that has been modified since it was opened.

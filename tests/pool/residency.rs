@@ -342,6 +342,7 @@ fn what_does_not_fit_the_pool_is_refused_when_it_is_registered() {
     let mut setup = Setup::with(2, PoolConfig::arena_bytes(2 * BYTES).host_bytes(8 * BYTES));
     let source = |adapter, model: &_, dtype| Source::memory(adapter, model, dtype).unwrap();
     let large = source(adapter(32, 1.0), &setup.model, DType::F32);
+    assert_eq!((large.bytes(), large.max_rank()), (4 * BYTES, 32));
     let refused = setup.pool.register(large).unwrap_err();
     assert!(matches!(refused, PoolError::TooLarge { what: "arena", bytes, .. } if bytes == 4 * BYTES), "{refused}");
     let half = source(adapter(8, 1.0), &setup.model, DType::BF16);
@@ -369,6 +370,26 @@ fn the_pool_alone_changes_its_table() {
     assert!(is_refused(weights.reserve(&image).unwrap_err()));
     assert!(is_refused(weights.unload(lease.slot()).unwrap_err()));
     assert_eq!(setup.step(&[&lease]), [1.0]);
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
+#[test]
+fn a_snapshot_counts_leased_slots_and_copies() {
+    let mut setup = Setup::new(3, 4);
+    let ids = [1.0, 2.0, 3.0, 4.0].map(|value| setup.adding(value));
+    for id in ids {
+        setup.use_once(id);
+    }
+    let lease = setup.lease(ids[0]);
+    let counts = |setup: &Setup| {
+        let snapshot = setup.pool.snapshot();
+        (snapshot.resident, snapshot.leased, snapshot.leases, snapshot.copying)
+    };
+    assert_eq!(counts(&setup), (3, 1, 1, 1));
+    setup.pool.poll();
+    assert_eq!(counts(&setup), (3, 1, 1, 0));
     drop(lease);
     setup.pool.commit(StreamId::FIRST).unwrap();
     setup.finish();

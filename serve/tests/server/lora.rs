@@ -133,8 +133,8 @@ async fn host_memory_is_for_a_number_of_adapters() {
         rooms.push(server.metric("aril_pool_memory_bytes", &["tier=\"host\"", "state=\"free\""]).await);
     }
     let [few, more, larger] = rooms[..] else { unreachable!("three servers") };
-    // An adapter has a part that does not depend on its rank.
-    assert!(more == 2.0 * few && larger > 1.9 * few && larger <= 2.0 * few, "{few} {more} {larger}");
+    // Blocks have sizes of their own.
+    assert!([more, larger].iter().all(|room| (1.9..=2.0).contains(&(room / few))), "{few} {more} {larger}");
 
     let model = fixture("qwen3").display().to_string();
     let arguments = ["aril-serve", "--model", &model, "--port", "0", "--max-loras", "8", "--max-cpu-loras", "7"];

@@ -366,7 +366,7 @@ fn is_drawn(plot: &Plot) {
         drawn = rest;
         let (scaled, least_scale): (fn(f64) -> f64, f64) = match plot.axis {
             Axis::Time | Axis::Latency => (f64::ln, 10.0),
-            Axis::Percent => (|percent| percent, 1.0),
+            Axis::Percent | Axis::Overhead => (|percent| percent, 1.0),
         };
         let scaled: Vec<(f64, f64)> = points.iter().map(|(tokens, figure)| (tokens.ln(), scaled(*figure))).collect();
         let axes = [|point: &(f64, f64)| point.0, |point: &(f64, f64)| point.1];
