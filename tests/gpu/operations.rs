@@ -229,14 +229,17 @@ impl Raw<'_> {
                 let [mailbox, partials] = workspace.each_ref().map(Buffer::region);
                 let step = step(raw::Workspace { mailbox, partials });
                 Box::new(move || {
-                    // SAFETY: as above.
-                    unsafe {
-                        match form {
-                            Form::Adds => linear.add_delta(&step, x_matrix, y_matrix),
-                            Form::Overwrites => linear.write_delta(&step, x_matrix, y_matrix),
-                            Form::Apart => linear
-                                .shrink(&step.beside(raw::Workspace { mailbox, partials }, stream), x_matrix)
-                                .and_then(|()| linear.expand(&step, y_matrix)),
+                    match form {
+                        // SAFETY: as above.
+                        Form::Adds => unsafe { linear.add_delta(&step, x_matrix, y_matrix) },
+                        // SAFETY: as above.
+                        Form::Overwrites => unsafe { linear.write_delta(&step, x_matrix, y_matrix) },
+                        Form::Apart => {
+                            let beside = step.beside(raw::Workspace { mailbox, partials }, stream);
+                            // SAFETY: as above.
+                            unsafe { linear.shrink(&beside, x_matrix) }.unwrap();
+                            // SAFETY: as above.
+                            unsafe { linear.expand(&step, y_matrix) }
                         }
                     }
                     .unwrap();

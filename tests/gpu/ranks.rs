@@ -105,18 +105,19 @@ fn a_killed_rank_ends_the_others() {
         let port = free_port();
         [0, 1].map(|rank| start_rank((rank, 2), port, &args))
     };
-    // The first processes also bring files to the page cache.
-    let runs = [(); 3].map(|()| {
+    // The first run also warms caches.
+    let mut whole = Duration::MAX;
+    for _ in 0..2 {
         let start = Instant::now();
         for rank in start_all() {
             let (code, _, error) = end(rank);
             assert_eq!(code, Some(0), "{error}");
         }
-        start.elapsed()
-    });
-    let whole = runs.into_iter().min().expect("there are three");
+        whole = start.elapsed();
+    }
     println!("processes take {whole:?}");
-    for share in [0.3, 0.5, 0.65, 0.75, 0.85] {
+    let mut ended = 0;
+    for share in [0.3, 0.5, 0.6, 0.7, 0.8, 0.9] {
         let [first, mut second] = start_all();
         thread::sleep(whole.mul_f64(share));
         second.kill().expect("it is a child");
@@ -125,7 +126,10 @@ fn a_killed_rank_ends_the_others() {
         let (code, _, error) = end(first);
         let took = killed.elapsed();
         println!("killed after {share} of the time: {code:?} after {took:?}: {error}");
-        assert_eq!(code, Some(2), "{error}");
+        // A run may be quicker than the one before.
+        assert!(code == Some(2) || code == Some(0) && share > 0.75, "{code:?}: {error}");
         assert!(took < Duration::from_secs(10), "it took {took:?}");
+        ended += usize::from(code == Some(2));
     }
+    assert!(ended >= 4, "{ended} runs were killed in time");
 }
