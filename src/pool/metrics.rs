@@ -129,7 +129,7 @@ mod tests {
     fn counters_and_gauges_are_those_of_the_snapshot() {
         let limits = Limits { num_slots: 2, arena_bytes: 1 << 20, host_bytes: 1 << 21, max_reads: 1 };
         let mut core = Core::new(limits).unwrap();
-        let id = core.register(1000).unwrap();
+        let id = core.register(1000, true).unwrap();
         core.set_pinned(id, true).unwrap();
         core.counters.hits = 7;
         core.counters.full = 3;
