@@ -51,7 +51,7 @@ use crate::{
     device::{BlockTable, Device as _},
     dummy,
     engine::{
-        Capture as _, Engine, Limits, Request, Sampling, Sizes,
+        Capture as _, Engine, HostTime, Limits, Request, Sampling, Sizes,
         graph::{Batch, Captured, Drawn, Tables, Variant},
     },
     error::{Context as _, Error, Result, bail},
@@ -67,9 +67,10 @@ const BLOCK_ROWS: usize = 16;
 /// The longest wait for an adapter before it is asked for again.
 const WAIT: Duration = Duration::from_millis(10);
 
-/// Sequences, steps and adapters of the figure of the host, and the tokens of its prompts.
+/// Sequences, steps of a round, rounds and adapters of the figure of the host, and the tokens of its prompts.
 const HOST_BATCH: usize = 64;
-const HOST_STEPS: usize = 100;
+const HOST_STEPS: usize = 25;
+const HOST_ROUNDS: usize = 4;
 const HOST_ADAPTERS: usize = 8;
 const HOST_POSITIONS: usize = 4096;
 const PROMPT: usize = 16;
@@ -655,7 +656,7 @@ fn measure_host(
     (batch, rank, name): (usize, usize, &str),
     record: &mut Record,
 ) -> Result<()> {
-    let max_tokens = 4 * (WARM_UPS + HOST_STEPS) + batch;
+    let max_tokens = WARM_UPS + 2 * HOST_ROUNDS * (WARM_UPS + HOST_STEPS) + batch + 1;
     let limits = Limits {
         step_tokens: model.adapters.capacity().max_tokens,
         running: batch,
@@ -683,31 +684,42 @@ fn measure_host(
         engine.submit(request, events, start.elapsed()).context("a request")?;
         receivers.push(receiver);
     }
-    for ahead in [false, true] {
-        engine.run_ahead(ahead);
-        // Until all prompts are computed.
-        let mut warm_ups = vec![0; batch];
-        while warm_ups.iter().any(|&tokens| tokens < WARM_UPS) {
-            if !engine.step(start.elapsed())? {
-                engine.wait_for_adapters(WAIT);
-            }
-            for (tokens, receiver) in warm_ups.iter_mut().zip(&mut receivers) {
-                while receiver.try_recv().is_ok() {
-                    *tokens += 1;
-                }
-            }
-            if start.elapsed() > HOST_LIMIT {
-                bail!("the prompts of {batch} requests took more than {HOST_LIMIT:?}");
+    // Until all prompts are computed.
+    let mut warm_ups = vec![0; batch];
+    while warm_ups.iter().any(|&tokens| tokens < WARM_UPS) {
+        if !engine.step(start.elapsed())? {
+            engine.wait_for_adapters(WAIT);
+        }
+        for (tokens, receiver) in warm_ups.iter_mut().zip(&mut receivers) {
+            while receiver.try_recv().is_ok() {
+                *tokens += 1;
             }
         }
-        let (before, timed) = (engine.host_time(), Instant::now());
-        for _ in 0..HOST_STEPS {
-            engine.step(start.elapsed())?;
+        if start.elapsed() > HOST_LIMIT {
+            bail!("the prompts of {batch} requests took more than {HOST_LIMIT:?}");
         }
-        let (after, elapsed) = (engine.host_time(), timed.elapsed());
-        let steps = after.steps - before.steps;
-        let host_us = (after.total - before.total).as_secs_f64() * 1e6 / steps as f64;
-        let step_us = elapsed.as_secs_f64() * 1e6 / HOST_STEPS as f64;
+    }
+    // In turn, because contexts grow.
+    let mut sums = [(false, HostTime::default(), Duration::ZERO), (true, HostTime::default(), Duration::ZERO)];
+    for _ in 0..HOST_ROUNDS {
+        for (ahead, host, elapsed) in &mut sums {
+            engine.run_ahead(*ahead);
+            for _ in 0..WARM_UPS {
+                engine.step(start.elapsed())?;
+            }
+            let (before, timed) = (engine.host_time(), Instant::now());
+            for _ in 0..HOST_STEPS {
+                engine.step(start.elapsed())?;
+            }
+            *elapsed += timed.elapsed();
+            let after = engine.host_time();
+            host.total += after.total - before.total;
+            host.steps += after.steps - before.steps;
+        }
+    }
+    for (ahead, HostTime { total, steps }, elapsed) in sums {
+        let host_us = total.as_secs_f64() * 1e6 / steps as f64;
+        let step_us = elapsed.as_secs_f64() * 1e6 / (HOST_ROUNDS * HOST_STEPS) as f64;
         let how = if ahead { "running ahead" } else { "waiting for each step" };
         record.print(&format!(
             "the engine, {batch} sequences, {how}: {host_us:.1} us between steps, {step_us:.1} us a step"
