@@ -40,7 +40,7 @@ pub enum LaunchError {
     Driver(#[from] DriverError),
     /// The CUDA runtime or the kernel's launcher returned an error.
     ///
-    /// A linear layer in `f32` or on more than 512 tokens, and experts with more than 1024 routes, take several launches. The
+    /// A linear layer in `f32` or on more than 319 tokens, and experts with more than 1024 routes, may take several launches. The
     /// earlier ones may be enqueued. Then `y` gets the whole result or stays as it was, and the workspace can be used again.
     #[error("the kernel launch failed with status {status}: {message}")]
     Kernel {

@@ -34,7 +34,8 @@ const WARPS: usize = ffi::ARIL_WARPS as usize;
 /// Multiprocessors of the H100 SXM.
 const MULTIPROCESSORS: usize = 132;
 
-/// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles.
+/// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles. Layers with
+/// much work have wide tiles from fewer tokens on ([`linear::LARGE_M_TOKENS`]).
 ///
 /// With 512 tokens one launch is 1.4 times faster on average. With 2048 it is faster only at rank 16 in the smallest layer.
 pub(crate) const fn is_small_m(num_tokens: usize) -> bool {
@@ -90,13 +91,13 @@ pub(super) mod linear {
     pub(in crate::plan) const LARGE_M_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
     /// The largest multiple of [`LARGE_M_OUTS`]. Up to 1024 outputs are 2 % faster than up to 2048.
     pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 8;
-    /// Small tiles of a batch that uses few of its table's slots, beyond those of a batch of one slot: the grid of a large table has
-    /// thread blocks for so many tiles, and takes turns with more.
+    /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many slots has thread
+    /// blocks for a batch of few, which take turns on more tiles.
     #[cfg(feature = "cuda")]
     pub(in crate::plan) const FEW_TILES: usize = 8;
-    /// Wide tiles are faster from this many tokens on if a token has at least so much work: the ranks times (twice the input features of
-    /// all slices, and the output features). At 384 and 512 tokens of 2 or 8 adapters, layers above take 0.48 to 1.09 of the time of
-    /// small tiles, and layers below 0.88 to 2.0; at 256 tokens some of either are slower.
+    /// A layer has wide tiles from this many tokens on if a token has at least so much work: the largest rank times the sum of twice the
+    /// input features of each slice and the output features. With 384 and 512 tokens of 2 or 8 adapters, layers with that much take 0.48
+    /// to 1.09 of their time on small tiles, and layers with less 0.88 to 2.0. With 256 tokens, it depends on the number of adapters.
     pub(in crate::plan) const LARGE_M_TOKENS: usize = 320;
     pub(in crate::plan) const LARGE_M_WORK: usize = 1_700_000;
     /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
