@@ -185,7 +185,8 @@ typedef struct aril_linear_args {
   // bits.
   int32_t outs_per_block;
   // Of small_m: with a routing of up to max_few_tiles tiles (at most max_tiles), a block of expand
-  // has outs_per_block_of_few outputs (at most outs_per_block). The choice does not change the bits.
+  // has outs_per_block_of_few outputs (at most outs_per_block). The choice does not change the
+  // bits.
   int32_t max_few_tiles;
   int32_t outs_per_block_of_few;
   int32_t overwrites;  // 0 or 1

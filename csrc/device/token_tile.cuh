@@ -47,8 +47,8 @@ struct TokenTile {
 
   template <typename Args>
   __device__ __forceinline__ TokenTile(const Args& p, int index)
-      : TokenTile(p.routing, is_large_m(p) ? p.routing.wide_tiles : p.routing.tiles,
-                  p.max_tiles, p.weights.num_slots, index) {}
+      : TokenTile(p.routing, is_large_m(p) ? p.routing.wide_tiles : p.routing.tiles, p.max_tiles,
+                  p.weights.num_slots, index) {}
 
   // Of a fully sharded layer, which has no wide tiles.
   __device__ __forceinline__ TokenTile(const aril_sharded_args& p, int index)
@@ -80,10 +80,11 @@ struct BlockOuts {
   bool overwrites;
   int step = 1;  // elements from an output to the next
 
-  // Block `block` of a linear layer's outputs. Sets `slice`. `outs_per_block` is an int or a Divisor.
+  // Block `block` of a linear layer's outputs. Sets `slice`. `outs_per_block` is an int or a
+  // Divisor.
   template <typename Outs>
-  __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block,
-                                       Outs outs_per_block, int& slice)
+  __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block, Outs outs_per_block,
+                                       int& slice)
       : y(static_cast<T*>(p.y)), y_stride(p.y_stride), overwrites(p.overwrites != 0) {
     for (slice = 0; slice < p.num_slices - 1; ++slice) {
       const int blocks = ceil_div(p.out_features[slice], outs_per_block);

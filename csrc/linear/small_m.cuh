@@ -5,8 +5,8 @@
 // Blocks of shrink come first in the grid and wait for nobody; blocks of expand take v from the
 // mailbox (device/mailbox.cuh). Both request their weights before they wait for predecessors, so
 // what remains on the critical path is x, two short products with a round trip through L2 between
-// them, and y. Either half can also be launched alone. Where the routing may have many tiles, blocks
-// take turns on them (SmallMGrid).
+// them, and y. Either half can also be launched alone. Where the routing may have many tiles,
+// blocks take turns on them (SmallMGrid).
 #pragma once
 
 #include "small_m_expand.cuh"
