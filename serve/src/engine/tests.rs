@@ -518,7 +518,7 @@ fn a_failed_load_ends_its_requests_at_once() {
         }
         for Submitted { failure, .. } in &waiting {
             assert!(
-                matches!(failure, Some(Failure::Adapter(sentence)) if sentence.contains("No such file")),
+                matches!(failure, Some(Failure::Adapter(sentence)) if sentence.contains("has neither adapter_model.safetensors")),
                 "{failure:?}"
             );
         }
