@@ -377,7 +377,7 @@ fn plans_are_those_that_were_measured() {
         ),
         (
             shown(512, 1, 16, 1024, &[8192]),
-            "33 tiles, one launch, shrink 1 splits of 4 K tiles, expand 8 blocks of 1024 outputs, 65664 + 0",
+            "33 tiles, one launch, shrink 1 splits of 4 K tiles, expand 8 blocks of 1024 outputs, 65664 + 32768",
         ),
     ];
     for (number, (shown, expected)) in plans.into_iter().enumerate() {
