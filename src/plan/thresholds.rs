@@ -97,7 +97,7 @@ pub(super) mod linear {
     pub(in crate::plan) const FEW_TILES: usize = 8;
     /// A layer has wide tiles from this many tokens on if a token has at least so much work: the largest rank times the sum of twice the
     /// input features of each slice and the output features. With 384 and 512 tokens of 2 or 8 adapters, layers with that much take 0.48
-    /// to 1.09 of their time on small tiles, and layers with less 0.88 to 2.0. With 256 tokens, it depends on the number of adapters.
+    /// to 1.03 of their time on small tiles, and layers with less 0.83 to 2.0. With 256 tokens, it depends on the number of adapters.
     pub(in crate::plan) const LARGE_M_TOKENS: usize = 320;
     pub(in crate::plan) const LARGE_M_WORK: usize = 1_700_000;
     /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
