@@ -6,7 +6,7 @@
 mod experts;
 pub(crate) mod sampling;
 
-use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData};
+use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData, ops::Range};
 
 use aril::{
     Element, Slot,
@@ -349,12 +349,14 @@ impl<T: Element> Device for Cpu<T> {
         }))
     }
 
-    fn choose_experts(&self, scores: &Tensor<T>, top_k: usize, normalized: bool) -> Result<Routes> {
-        Ok(Routes::new(scores, top_k, normalized))
+    fn choose_experts(&self, scores: &Tensor<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
+        Routes::new(scores, top_k, normalized, held)
     }
 
     fn rows_of_routes(&self, x: &Tensor<T>, routes: &Routes) -> Result<Tensor<T>> {
-        self.gather(x, routes.tokens())
+        let mut rows = self.gather(x, routes.tokens())?;
+        rows.data.resize(routes.len() * x.cols, T::default());
+        Ok(rows)
     }
 
     fn add(&self, y: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {

@@ -19,7 +19,7 @@ mod gemm;
 mod nccl;
 pub(crate) mod timing;
 
-use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, result, sync::Arc};
+use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
@@ -644,8 +644,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool) -> Result<Routes> {
-        let mut routes = Routes::new(self, scores.rows, scores.cols, top_k)?;
+    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
+        let mut routes = Routes::new(self, scores.rows, held, top_k)?;
         routes.choose(self, scores, normalized)?;
         Ok(routes)
     }

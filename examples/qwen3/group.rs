@@ -119,6 +119,18 @@ impl Rank {
         Ok(of_ranks)
     }
 
+    /// Fails if only some of the ranks were started with a switch.
+    pub(crate) fn agree(&self, switch: &str, is_set: bool) -> Result<()> {
+        let of_ranks = self.gather(&[u8::from(is_set)])?;
+        match of_ranks.iter().position(|other| *other != [u8::from(is_set)]) {
+            None => Ok(()),
+            Some(other) => {
+                let (with, without) = if is_set { (self.tp.rank(), other) } else { (other, self.tp.rank()) };
+                bail!("rank {with} was started with {switch}, and rank {without} without it")
+            }
+        }
+    }
+
     /// Waits until no rank needs another one any more.
     pub(crate) fn finish(&self) -> Result<()> {
         self.gather(&[])?;
