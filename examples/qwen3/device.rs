@@ -127,7 +127,7 @@ pub(crate) trait Device: Sized {
     type Adapters: HostTable + Clone;
     /// `aril::{cpu, cuda}::AdapterPool`.
     type Pool: AdapterPool + 'static;
-    /// `aril::{cpu, cuda}::LoraLinear`.
+    /// `aril::{cpu, cuda}::LoraLinear`, or `FullyShardedLinear` with what the ranks exchange between its halves.
     type LoraLinear;
     /// `aril::cuda::FusedLinear`.
     type FusedLinear<'a>
@@ -180,7 +180,7 @@ pub(crate) trait Device: Sized {
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<Self::LoraStep<'a>>;
-    /// `y[t] += scale · scaling · B (A x[t])`, rounded once.
+    /// `y[t] += scale · scaling · B (A x[t])`, rounded once. All ranks take part if the layer is fully sharded.
     fn add_delta(
         &self,
         layer: &Self::LoraLinear,

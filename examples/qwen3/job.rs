@@ -46,6 +46,7 @@ pub(crate) struct Job {
     /// The ranks of the tensor-parallel group, and how long they wait for each other.
     pub(crate) tp: usize,
     pub(crate) expert_parallel: bool,
+    pub(crate) fully_sharded: bool,
     pub(crate) tp_limit: Duration,
     pub(crate) config: Config,
     pub(crate) checkpoint: Checkpoint,
@@ -186,9 +187,9 @@ impl Job {
             keep_logits: self.keep_logits || self.verify || self.compare_with_base,
         };
 
-        let (tp, expert_parallel) = (rank.tp(), self.expert_parallel);
-        rank.agree("--ep", expert_parallel)?;
-        let described = describe(&self.config, Split { tp, expert_parallel })?;
+        let Self { expert_parallel, fully_sharded, .. } = *self;
+        rank.agree(&[("--ep", expert_parallel), ("--fully-sharded-loras", fully_sharded)])?;
+        let described = describe(&self.config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
         let (mut pool, table): (Option<Box<dyn Batches>>, _) = match self.pool {
             None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),

@@ -94,6 +94,10 @@ struct Cli {
     /// of the model is split as without it
     #[arg(long, requires = "tp")]
     ep: bool,
+    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the other. The ranks exchange
+    /// what is between the factors
+    #[arg(long, requires = "tp")]
+    fully_sharded_loras: bool,
     /// How long a rank waits for another, which may be loading
     #[arg(long, value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     tp_seconds: u64,
@@ -305,6 +309,7 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
         device: cli.device.unwrap_or_else(default_device),
         tp: cli.tp.into(),
         expert_parallel: cli.ep,
+        fully_sharded: cli.fully_sharded_loras,
         tp_limit: Duration::from_secs(cli.tp_seconds),
         checkpoint,
         config,

@@ -150,7 +150,7 @@ pub(crate) fn load<D: Device>(
         .iter()
         .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
     let images = images.collect::<Result<Vec<_>>>()?;
-    let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank));
+    let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank), rank)?;
     let table = device.adapters(model, capacity, D::arena_bytes(&images))?;
     let mut group = Group::new(rank.clone(), table.clone())?;
     for (index, ((name, adapter), image)) in (0..).zip(adapters.iter().zip(&images)) {
@@ -165,11 +165,12 @@ pub(crate) fn load<D: Device>(
     Ok(table)
 }
 
-/// The bounds of a table for adapters of these ranks.
-pub(crate) fn capacity(tokens: usize, ranks: impl ExactSizeIterator<Item = usize>) -> Capacity {
+/// The bounds of a table for adapters whose factors on this rank have these ranks. They are equal on all ranks of the group, which
+/// exchange matrices of such sizes.
+pub(crate) fn capacity(tokens: usize, ranks: impl ExactSizeIterator<Item = usize>, rank: &Rank) -> Result<Capacity> {
     // The library's bounds are at least 1.
     let slots = ranks.len().max(1);
-    Capacity::tokens(tokens).slots(slots).rank(ranks.max().unwrap_or(0).max(1))
+    Ok(Capacity::tokens(tokens).slots(slots).rank(rank.largest(ranks.max().unwrap_or(0).max(1))?))
 }
 
 /// The inputs from which layers are built.
@@ -304,12 +305,14 @@ pub(crate) struct Split {
     pub(crate) tp: TpRank,
     /// Whether each rank has some of the experts of a layer, instead of a part of each expert.
     pub(crate) expert_parallel: bool,
+    /// Whether each rank has a part of both factors of a linear layer, instead of a part of one and all of the other.
+    pub(crate) fully_sharded: bool,
 }
 
 impl From<TpRank> for Split {
     /// Tensor parallelism alone.
     fn from(tp: TpRank) -> Self {
-        Self { tp, expert_parallel: false }
+        Self { tp, expert_parallel: false, fully_sharded: false }
     }
 }
 
@@ -317,7 +320,7 @@ impl From<TpRank> for Split {
 pub(crate) fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
     use aril::model::{Experts, Linear};
 
-    let Split { tp, expert_parallel } = split.into();
+    let Split { tp, expert_parallel, fully_sharded } = split.into();
 
     let Config { vocab, hidden, intermediate, heads, .. } = *config;
     let mut spec = ModelSpec::new();
@@ -345,7 +348,7 @@ pub(crate) fn describe(config: &Config, split: impl Into<Split>) -> Result<Descr
         layers.push(LayerSites { qkv, o, mlp });
     }
     let head = spec.linear(Linear::new("", Parallel::Column, hidden).vocab(HEAD, vocab, padded))?;
-    let mut shard = Shard::new(tp);
+    let mut shard = if fully_sharded { Shard::new(tp).fully_sharded() } else { Shard::new(tp) };
     if expert_parallel {
         shard = shard.experts_tp(TpRank::SINGLE);
         for (layer, sites) in layers.iter().enumerate() {

@@ -58,6 +58,23 @@ fn ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding() {
     }
 }
 
+#[test]
+#[ignore = "needs two GPUs"]
+fn fully_sharded_ranks_reproduce_the_goldens() {
+    let _limit = Limit::new();
+    goldens::fully_sharded_ranks_reproduce_the_goldens("cuda", gpus());
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn fully_sharded_ranks_reproduce_the_goldens_within_rounding() {
+    let _limit = Limit::new();
+    gpus();
+    for dtype in ["bf16", "f16"] {
+        goldens::fully_sharded_ranks_reproduce_within_rounding("cuda", dtype);
+    }
+}
+
 /// Also with so many routes that deltas are added before the activation and the combine.
 #[test]
 #[ignore = "needs two GPUs"]

@@ -75,6 +75,29 @@ pub(crate) fn ranks_reproduce_within_rounding(device: &'static str, dtype: &'sta
     }
 }
 
+/// The goldens, on ranks that have a part of both factors of each linear layer.
+pub(crate) fn fully_sharded_ranks_reproduce_the_goldens(device: &'static str, most: usize) {
+    let ranks = RANKS.into_iter().map(|(batch, ranks)| (batch, ranks, &[][..]));
+    let further: [(&str, usize, &[&str]); 3] =
+        [("moe", 2, &["--ep"]), ("mixed", 2, &["--arena-mib", "3"]), ("moe", 2, &["--ep", "--arena-mib", "3"])];
+    for (batch, ranks, further) in ranks.chain(further).filter(|&(_, ranks, _)| ranks <= most) {
+        let ((model, adapters), ranks) = (models(batch), ranks.to_string());
+        let further = [&["--tp", &ranks, "--fully-sharded-loras"], further].concat();
+        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
+        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+    }
+}
+
+/// The same in 16 bits, on two ranks.
+pub(crate) fn fully_sharded_ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
+    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks == 2) {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", &ranks.to_string(), "--fully-sharded-loras", "--verify"];
+        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
+        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
+    }
+}
+
 /// The goldens of models with experts, on ranks that have some of the experts each.
 pub(crate) fn expert_parallel_ranks_reproduce_the_goldens(device: &'static str, most: usize) {
     for (batch, ranks) in EXPERT_PARALLEL.into_iter().filter(|&(_, ranks)| ranks <= most) {

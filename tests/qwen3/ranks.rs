@@ -116,6 +116,28 @@ fn ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding() {
 }
 
 #[test]
+fn fully_sharded_ranks_reproduce_the_goldens() {
+    goldens::fully_sharded_ranks_reproduce_the_goldens("cpu", 5);
+}
+
+/// An arena that is too small for a rank's part of one factor and all of the other.
+#[test]
+fn fully_sharded_ranks_hold_a_part_of_both_factors() {
+    let [model, adapter] = ["qwen3", "adapters/r64-all"].map(|path| fixture(path).display().to_string());
+    let adapter = format!("a={adapter}");
+    let args = ["--tp", "2", "--dtype", "f32", "--arena-mib", "2", "--model", &model, "--adapter", &adapter];
+    refuse(&args, "adapter `a`: no rank of the group loaded the adapter", "of the weight table has 2097152");
+    let output = qwen3(args.into_iter().chain(["--fully-sharded-loras"]));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+}
+
+#[test]
+fn fully_sharded_ranks_reproduce_the_goldens_within_rounding() {
+    goldens::fully_sharded_ranks_reproduce_within_rounding("cpu", "bf16");
+}
+
+#[test]
 fn ranks_with_experts_of_their_own_serve_every_form_of_an_adapter() {
     for ranks in ["2", "4"] {
         forms::every_form_of_an_adapter_gives_the_same_with("cpu", &[("f32", 0.0)], &["--tp", ranks, "--ep"]);
@@ -138,10 +160,12 @@ fn the_small_models_with_experts_run_with_experts_on_their_ranks() {
 }
 
 #[test]
-fn experts_that_cannot_be_spread_are_refused() {
+fn splits_that_cannot_be_are_refused() {
     let model = fixture("qwen3").display().to_string();
     refuse(&["--tp", "2", "--ep", "--model", &model], "--ep: ", "has no experts");
-    refuse(&["--ep"], "--tp", "");
+    for switch in ["--ep", "--fully-sharded-loras"] {
+        refuse(&[switch], "the following required arguments were not provided: --tp <N>", "");
+    }
     moe::fewer_experts_than_ranks_are_refused();
 }
 
@@ -154,13 +178,17 @@ fn refuse(args: &[&str], beginning: &str, end: &str) {
 
 #[test]
 fn ranks_that_split_the_model_differently_are_refused() {
-    let (port, model) = (free_port(), fixture("qwen3-moe").display().to_string());
+    let model = fixture("qwen3-moe").display().to_string();
     let args = ["--device", "cpu", "--tp", "2", "--max-new-tokens", "2", "--model", &model];
-    let ranks = [vec![], vec!["--ep"]];
-    let ranks = ranks.iter().enumerate().map(|(rank, ep)| start_rank((rank, 2), port, &[&args[..], ep].concat()));
-    for (code, _, error) in ranks.collect::<Vec<_>>().into_iter().map(end) {
-        assert_eq!(code, Some(2));
-        assert!(error.contains("rank 1 was started with --ep, and rank 0 without it"), "{error}");
+    for switch in ["--ep", "--fully-sharded-loras"] {
+        let (port, of_ranks) = (free_port(), [vec![], vec![switch]]);
+        let start = |(rank, own): (usize, &Vec<&str>)| start_rank((rank, 2), port, &[&args[..], own].concat());
+        let ranks: Vec<Child> = of_ranks.iter().enumerate().map(start).collect();
+        for (code, _, error) in ranks.into_iter().map(end) {
+            assert_eq!(code, Some(2));
+            let refusal = format!("rank 1 was started with {switch}, and rank 0 without it");
+            assert!(error.contains(&refusal), "{error}");
+        }
     }
 }
 
@@ -216,11 +244,12 @@ fn ranks_that_do_different_things_are_told() {
     assert!(error.contains("rank 1: of another size than"), "{error}");
 }
 
-/// Sends the zeros that rank 1 has as its arguments and as its part of the embedding of the first prompt, and drops the answers.
+/// Sends the zeros that rank 1 has as its switches, as the rank of its adapters and as its part of the embedding of the first prompt, and
+/// drops the answers.
 fn exchange(second: &mut TcpStream) {
     // The tokens of the default request, each of 64 features in bf16.
     let prompt = 7 * 64 * 2;
-    for len in [1, prompt] {
+    for len in [2, 8, prompt] {
         second.write_all(&(len as u64).to_le_bytes()).expect("rank 0 listens");
         second.write_all(&vec![0; len]).expect("rank 0 listens");
         let mut answer = vec![0; 2 * (8 + len)];
