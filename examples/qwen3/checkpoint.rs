@@ -298,6 +298,18 @@ impl Block {
         Self { rows: iter::once(0..rows.iter().product()).collect(), cols: 0..cols.iter().product() }
     }
 
+    /// The block of these rows. Ranges that follow each other are one.
+    fn joining(rows: impl Iterator<Item = Range<usize>>, cols: Range<usize>) -> Self {
+        let mut joined: Vec<Range<usize>> = Vec::new();
+        for rows in rows {
+            match joined.last_mut() {
+                Some(last) if last.end == rows.start => last.end = rows.end,
+                _ => joined.push(rows),
+            }
+        }
+        Self { rows: joined, cols }
+    }
+
     /// The block of a row-major matrix of `width` columns. Consecutive elements are not copied.
     fn of<'a, V: Clone>(&self, values: &'a [V], width: usize) -> Cow<'a, [V]> {
         match &self.rows[..] {
@@ -455,7 +467,7 @@ impl<'a> Weights<'a> {
         let of_all = || {
             let firsts = (0..modules.len()).map(|module| (held.start * projection.modules.len() + module) * rows);
             let of_one = |first: usize| block.rows.iter().map(move |rows| first + rows.start..first + rows.end);
-            Block { rows: firsts.flat_map(of_one).collect(), cols: block.cols.clone() }
+            Block::joining(firsts.flat_map(of_one), block.cols.clone())
         };
         if self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_none()) {
             let parts = if is_fused {
