@@ -72,7 +72,7 @@ sanitize)
         set +e
         : > "$log.log"
         # The most barriers of a thread block.
-        [ "$tool" != synccheck ] || options=(--num-cuda-barriers "${SYNCCHECK_BARRIERS:-256}")
+        [ "$tool" != synccheck ] || options=(--num-cuda-barriers "${SYNCCHECK_BARRIERS:-1024}")
         if [ "$SECONDS" -lt "$end" ]; then
             timeout -k 5 $((end - SECONDS)) "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 86 \
                 --log-file "$log.tool" "$@" 2>&1 |
