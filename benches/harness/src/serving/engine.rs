@@ -79,10 +79,10 @@ pub struct Engine<S> {
     decoding: BinaryHeap<Reverse<(u64, u64, usize)>>,
     /// The adapters of running requests, each with their number.
     adapters: HashMap<Adapter, usize>,
-    steps: u64,
     starts: u64,
     arrived: usize,
-    finishes: VecDeque<Time>,
+    /// The requests that have ended, and when, until they are asked for.
+    ends: VecDeque<(Time, usize)>,
     finished: usize,
     pub stalled: Time,
     /// The end of the last step.
@@ -91,6 +91,9 @@ pub struct Engine<S> {
     pub max_adapters: usize,
     /// Output tokens that were computed.
     pub tokens: u64,
+    pub steps: u64,
+    /// The distinct adapters of all steps, added up.
+    pub step_adapters: u64,
 }
 
 /// A request between its start and its first token.
@@ -112,21 +115,17 @@ impl<S: Server> Engine<S> {
             prefilling: Vec::new(),
             decoding: BinaryHeap::new(),
             adapters: HashMap::new(),
-            steps: 0,
             starts: 0,
             arrived: 0,
-            finishes: VecDeque::new(),
+            ends: VecDeque::new(),
             finished: 0,
             stalled: 0,
             end: 0,
             max_adapters: 0,
             tokens: 0,
+            steps: 0,
+            step_adapters: 0,
         }
-    }
-
-    /// When the next step may begin.
-    pub fn now(&self) -> Time {
-        self.now
     }
 
     /// Requests that have arrived and not ended.
@@ -134,10 +133,10 @@ impl<S: Server> Engine<S> {
         self.arrived - self.finished
     }
 
-    /// Forgets the requests that have ended until `now`, and returns their number.
-    pub fn ended(&mut self, now: Time) -> usize {
-        let ended = self.finishes.iter().take_while(|end| **end <= now).count();
-        self.finishes.drain(..ended).count()
+    /// The next request that has ended until `now`, once for each.
+    pub fn next_end(&mut self, now: Time) -> Option<usize> {
+        self.ends.front().filter(|(end, _)| *end <= now)?;
+        self.ends.pop_front().map(|(_, number)| number)
     }
 
     /// A request arrives for the next step.
@@ -198,6 +197,7 @@ impl<S: Server> Engine<S> {
         self.now += self.hardware.step(prefill, self.decoding.len(), self.adapters.len());
         self.end = self.now;
         self.steps += 1;
+        self.step_adapters += self.adapters.len() as u64;
         true
     }
 
@@ -211,7 +211,9 @@ impl<S: Server> Engine<S> {
             let gives_token = request.chunk > 0 && request.prompt == 0;
             if gives_token {
                 self.tokens += 1;
-                times.first_token[request.number] = *now;
+                // A request that begins anew has had its first token.
+                let first = &mut times.first_token[request.number];
+                *first = if *first == 0 { *now } else { *first };
                 let last = *steps + trace[request.number].output as u64 - 1;
                 decoding.push(Reverse((last, request.start, request.number)));
             }
@@ -230,7 +232,7 @@ impl<S: Server> Engine<S> {
                 self.adapters.remove(&adapter);
             }
             self.server.finish(number, adapter);
-            self.finishes.push_back(self.now);
+            self.ends.push_back((self.now, number));
             self.finished += 1;
         }
         self.server.end_step();

@@ -105,6 +105,21 @@ impl Hardware {
         max_tokens: 2048,
     };
 
+    /// One H200 with Qwen3-8B and adapters of 87 MB, measured: loads are those of `benches/record/h200/pool.json` (commit 9ef02ab), and
+    /// steps are fitted to the decode steps and the prefill with adapters of rank 16 in `serve.json` (commit cd661ad).
+    pub const MEASURED: Self = Self {
+        slots: 32,
+        host_adapters: 256,
+        copy_us: 1603,
+        read_us: 4086,
+        step_us: 4250,
+        adapter_us: 50,
+        thousand_tokens_us: 25_500,
+        thousand_decodes_us: 39_000,
+        max_requests: 64,
+        max_tokens: 2048,
+    };
+
     /// Time of a step in µs: `prefill` tokens of prompts, and a token each of `decodes` requests.
     pub fn step(&self, prefill: usize, decodes: usize, adapters: usize) -> Time {
         let tokens = self.thousand_tokens_us * prefill as Time + self.thousand_decodes_us * decodes as Time;
