@@ -61,7 +61,8 @@ sanitize)
     end=$((SECONDS + ${SANITIZE_SECONDS:-3600}))
     at_once=$(($(nproc) < 16 ? $(nproc) : 16))
     # The tests of a process, by the beginnings of their names. The last has those of no other.
-    shards=(consumers::c consumers::a experts::a_ experts:: fused_linear::a_ fused_linear:: operations:: fully_sharded:: qwen3_kernels:: "")
+    shards=(consumers::c consumers::a experts::a_ experts:: fused_linear::a_ fused_linear:: operations::t operations:: fully_sharded::
+        qwen3_kernels:: pool:: safe_api:: "")
     rm -f "$OUT"/sanitize-*
 
     # Runs a command under a tool, as its job $2. start_job has the names of its tests on stdin; a program without tests is one.
@@ -71,7 +72,7 @@ sanitize)
         set +e
         : > "$log.log"
         # The most barriers of a thread block.
-        [ "$tool" != synccheck ] || options=(--num-cuda-barriers "${SYNCCHECK_BARRIERS:-256}")
+        [ "$tool" != synccheck ] || options=(--num-cuda-barriers "${SYNCCHECK_BARRIERS:-1024}")
         if [ "$SECONDS" -lt "$end" ]; then
             timeout -k 5 $((end - SECONDS)) "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 86 \
                 --log-file "$log.tool" "$@" 2>&1 |
