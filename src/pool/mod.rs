@@ -14,6 +14,7 @@ mod loaders;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod pooled;
+mod simulated;
 mod source;
 mod stream;
 mod transfer;
@@ -32,6 +33,7 @@ pub use self::{
     error::PoolError,
     id::{AdapterId, CacheNamespace},
     lease::Lease,
+    simulated::{SimulatedPool, Work},
     source::Source,
     stream::StreamId,
 };

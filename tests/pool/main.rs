@@ -14,4 +14,5 @@ mod ids;
 mod leases;
 mod residency;
 mod setup;
+mod simulated;
 mod threads;

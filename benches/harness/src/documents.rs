@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    Result, engine, plots,
+    Result, engine, fleet, plots,
     record::{self, Record},
     report::{self, Table, geometric_mean},
     results::{Added, Results},
@@ -32,12 +32,17 @@ pub fn of(root: &Path, record: &Record) -> Result<Vec<(PathBuf, String)>> {
     }
     let serving = serving::Record::load(root)?;
     benches = fill(&benches, "serving", &serving::shown(&serving))?;
+    let fleet = fleet::Record::load(root)?;
+    for (name, body) in fleet::shown(&fleet) {
+        benches = fill(&benches, name, &body)?;
+    }
     let engine = engine::Record::load(&root.join(&record.path))?;
     let shown = engine.as_ref().map_or_else(|| "Not measured.\n".to_owned(), |engine| engine.shown(&record.path));
     benches = fill(&benches, "engine", &shown)?;
     let mut files = vec![("README.md".into(), readme), ("benches/README.md".into(), benches)];
     let engine = engine.map(|engine| engine.plot(&record.path));
-    for plot in plots::of(record, &chosen)?.into_iter().chain([serving::plot(&serving)]).chain(engine) {
+    let simulated = [serving::plot(&serving), fleet::plot(&fleet)];
+    for plot in plots::of(record, &chosen)?.into_iter().chain(simulated).chain(engine) {
         files.push((Path::new("benches/plots").join(plot.file), plot.svg()?));
     }
     Ok(files)

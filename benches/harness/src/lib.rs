@@ -11,6 +11,7 @@
 //! | [`record`] | the files in `benches/record` |
 //! | [`pool`] | the adapters that an adapter pool is measured with, and the JSON of its figures |
 //! | [`serving`] | a simulation of policies of admission |
+//! | [`fleet`] | a simulation of routers of many replicas |
 //! | [`engine`] | the figures of the reference engine |
 //! | [`report`], [`plots`], [`documents`] | tables, plots, and the documents that show them |
 #![expect(
@@ -28,6 +29,7 @@ pub mod device;
 pub mod documents;
 pub mod engine;
 pub mod experts;
+pub mod fleet;
 #[cfg(feature = "cuda")]
 pub mod gemm;
 #[cfg(feature = "cuda")]

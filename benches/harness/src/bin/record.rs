@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf};
 
 use aril_bench::{
-    Result, documents,
+    Result, documents, fleet,
     record::{self, Record},
     results::{self, Others, Results},
     selection::{Chosen, Selection},
@@ -46,6 +46,8 @@ enum Command {
     },
     /// Simulates policies of admission and writes benches/record/serving.json
     Serving,
+    /// Simulates routers of many replicas and writes benches/record/fleet.json
+    Fleet,
     /// Reduces results of other libraries to the fastest at each workload
     Others {
         /// What their runner wrote. The first file that has a figure counts
@@ -85,6 +87,11 @@ fn main() -> Result<()> {
             let record = serving::Record::run()?;
             println!("{}", serving::table(&record.runs));
             results::save(&record, &record::repository().join(serving::FILE))?;
+        }
+        Command::Fleet => {
+            let record = fleet::Record::run()?;
+            println!("{}\n{}", fleet::table(&record.runs), fleet::events(&record.runs));
+            results::save(&record, &record::repository().join(fleet::FILE))?;
         }
         Command::Others { results, out, about } => results::save(&Others::reduced(&results, &about)?, &out)?,
     }

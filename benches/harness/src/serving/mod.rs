@@ -38,7 +38,7 @@ mod show;
 mod trace;
 
 pub use self::{
-    engine::{Outcome, Room, run},
+    engine::{Engine, Outcome, Room, Server, Times, run},
     figures::{Figures, Kind, Record, Run, Settings},
     memory::Memory,
     policy::{Aril, Fifo, Policy, SLora, Vllm},

@@ -79,8 +79,10 @@ pub struct Hardware {
     pub step_us: Time,
     /// Part of a step for each distinct adapter.
     pub adapter_us: Time,
-    /// Part of a step for 1000 tokens.
+    /// Part of a step for 1000 tokens of prompts.
     pub thousand_tokens_us: Time,
+    /// Part of a step for 1000 requests that decode.
+    pub thousand_decodes_us: Time,
     /// Running requests, at most.
     pub max_requests: usize,
     /// Tokens of a step, at most.
@@ -98,12 +100,29 @@ impl Hardware {
         step_us: 5000,
         adapter_us: 20,
         thousand_tokens_us: 27_000,
+        thousand_decodes_us: 27_000,
         max_requests: 64,
         max_tokens: 2048,
     };
 
-    /// Time of a step, in µs.
-    pub fn step(&self, tokens: usize, adapters: usize) -> Time {
-        self.step_us + self.adapter_us * adapters as Time + self.thousand_tokens_us * tokens as Time / 1000
+    /// One H200 with Qwen3-8B and adapters of 87 MB, measured: loads are those of `benches/record/h200/pool.json` (commit 9ef02ab), and
+    /// steps are fitted to the decode steps and the prefill with adapters of rank 16 in `serve.json` (commit cd661ad).
+    pub const MEASURED: Self = Self {
+        slots: 32,
+        host_adapters: 256,
+        copy_us: 1603,
+        read_us: 4086,
+        step_us: 4250,
+        adapter_us: 50,
+        thousand_tokens_us: 25_500,
+        thousand_decodes_us: 39_000,
+        max_requests: 64,
+        max_tokens: 2048,
+    };
+
+    /// Time of a step in µs: `prefill` tokens of prompts, and a token each of `decodes` requests.
+    pub fn step(&self, prefill: usize, decodes: usize, adapters: usize) -> Time {
+        let tokens = self.thousand_tokens_us * prefill as Time + self.thousand_decodes_us * decodes as Time;
+        self.step_us + self.adapter_us * adapters as Time + tokens / 1000
     }
 }

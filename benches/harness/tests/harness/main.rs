@@ -2,6 +2,7 @@
 #![expect(clippy::cast_possible_truncation, clippy::unwrap_used, reason = "tests")]
 
 mod check;
+mod fleet;
 mod links;
 mod pool;
 mod record;

@@ -46,7 +46,7 @@ fn the_newest_gpu_is_shown_once_it_has_a_record() {
         fs::create_dir_all(to.parent().unwrap()).unwrap();
         fs::write(to, edit(fs::read_to_string(root.join(from)).unwrap())).unwrap();
     };
-    for file in ["README.md", "benches/README.md", "benches/record/serving.json"] {
+    for file in ["README.md", "benches/README.md", "benches/record/serving.json", "benches/record/fleet.json"] {
         copied(file, file, &|text| text);
     }
     for file in ["linear.json", "moe.json", "others.json"] {

@@ -20,6 +20,7 @@ const HARDWARE: Hardware = Hardware {
     step_us: 100,
     adapter_us: 10,
     thousand_tokens_us: 1000,
+    thousand_decodes_us: 1000,
     max_requests: 8,
     max_tokens: 100,
 };
@@ -171,7 +172,7 @@ fn ours_alone_bounds_the_wait_for_a_slot() {
     let mut requests: Vec<Request> = (0..200).map(|number| request(500 * number, 1, 10, 20)).collect();
     requests.insert(3, request(1500, 2, 10, 20));
     let wait = |policy: &mut dyn Policy| run(&requests, hardware, policy).first_token[3];
-    let longest = 20 * hardware.step(4, 1) + hardware.step(40, 1);
+    let longest = 20 * hardware.step(0, 4, 1) + hardware.step(40, 0, 1);
     let max_wait = 5000;
     // Beside the bound of admission: the load, and the steps that begin before the adapter is there and compute the first token.
     let bound = max_wait + 4 * (longest + 200) + 1050 + 400;
@@ -211,9 +212,9 @@ fn every_policy_serves_every_request_within_its_slots() {
             assert!(outcome.max_adapters <= max_adapters);
             for (number, request) in requests.iter().enumerate() {
                 let (first, last) = (outcome.first_token[number], outcome.last_token[number]);
-                let fastest = hardware.step(request.prompt.min(hardware.max_tokens), 1);
+                let fastest = hardware.step(request.prompt.min(hardware.max_tokens), 0, 1);
                 assert!(first >= fastest, "{request:?}: {first} µs is too soon");
-                assert!(last >= first + hardware.step(1, 1) * (request.output as Time - 1), "{request:?}");
+                assert!(last >= first + hardware.step(0, 1, 1) * (request.output as Time - 1), "{request:?}");
             }
             let distinct: HashSet<Adapter> = requests.iter().map(|request| request.adapter).collect();
             assert!(outcome.loads >= distinct.len() as u64 && outcome.stalled < outcome.end);
