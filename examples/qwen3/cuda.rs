@@ -683,7 +683,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
-        let mut routes = Routes::new(self, scores.rows, held, top_k)?;
+        let mut routes = Routes::new(self, scores.rows, (scores.cols, held), top_k)?;
         routes.choose(self, scores, normalized)?;
         Ok(routes)
     }

@@ -57,7 +57,7 @@ use crate::{
     error::{Context as _, Error, Result, bail},
     forward::{Session, Step},
     group::Rank,
-    model::{Described, Model, describe},
+    model::{Described, Model, Split, describe},
     stderr::say,
 };
 
@@ -105,6 +105,12 @@ pub struct Arguments {
     /// The GPUs of a tensor-parallel group, from --device on
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub tp: usize,
+    /// Each GPU of the group has some of the experts, instead of a part of each. Such figures are printed alone
+    #[arg(long, requires = "tp", conflicts_with = "out")]
+    pub ep: bool,
+    /// Each GPU of the group has a part of both factors of linear layers. Such figures are printed alone
+    #[arg(long, requires = "tp", conflicts_with = "out")]
+    pub fully_sharded_loras: bool,
     /// Sequences of a step
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 32, 64, 128, 256])]
     pub batches: Vec<usize>,
@@ -372,7 +378,11 @@ fn measure_model(
     let name = dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let start = Instant::now();
     let config = Config::read(dir)?;
-    let described = describe(&config, rank.tp())?;
+    let (expert_parallel, fully_sharded) = (arguments.ep, arguments.fully_sharded_loras);
+    if expert_parallel && config.moe.is_none() {
+        bail!("--ep: the model has no experts");
+    }
+    let described = describe(&config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
     let max_tokens = max_batch.max(largest(&arguments.prefills));
