@@ -667,7 +667,7 @@ fn measure_host(
     let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
     let max_positions = HOST_POSITIONS.min(model.config.max_positions);
     let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
-    let mut engine = Engine::new(model, pool, sizes)?;
+    let mut engine = Engine::new(Runner::new(model, &sizes)?, Box::new(pool), Others::default(), sizes);
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
     let start = Instant::now();
