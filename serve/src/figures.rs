@@ -51,8 +51,9 @@ use crate::{
     device::{BlockTable, Device as _},
     dummy,
     engine::{
-        Capture as _, Engine, HostTime, Limits, Request, Sampling, Sizes,
+        Capture as _, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
         graph::{Batch, Captured, Drawn, Tables, Variant},
+        ranks::Others,
     },
     error::{Context as _, Error, Result, bail},
     forward::{Session, Step},

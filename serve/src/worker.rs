@@ -299,7 +299,7 @@ impl Task for First {
         let Self { mut worker, others } = self;
         let described = describe(&setup.config, rank.tp())?;
         let (pool, table): (Box<dyn Pool + '_>, _) = if others.is_empty() {
-            let (pool, table) = device.pool(&described.model, setup.capacity(), setup.pool.clone())?;
+            let (pool, table) = device.pool(&described.model, setup.capacity(), setup.pool)?;
             (Box::new(pool), table)
         } else {
             let (pool, table) = setup.rank_pool(device, &described, rank)?;

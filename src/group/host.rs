@@ -89,6 +89,9 @@ struct Entry<P> {
     state: State<P>,
 }
 
+/// An adapter in its slot's memory, unless that has no room, and in host memory, if that has room.
+type Packed<T> = (Result<<T as Table>::Filled, LoadError>, Option<<T as HostTable>::Packed>);
+
 enum State<P> {
     Reading,
     Ready(P),
@@ -210,7 +213,7 @@ impl<T: HostTable> HostTier<T> {
         slot: Slot,
         image: &SlotImage<'_>,
         progress: &mut Progress,
-    ) -> Result<(Result<T::Filled, LoadError>, Option<T::Packed>), LoadError> {
+    ) -> Result<Packed<T>, LoadError> {
         *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(image) };
         let reservation = match table.reserve(slot, image) {
             Err(error) if !progress.can_hold || !matches!(error, LoadError::Full { .. }) => return Err(error),

@@ -33,7 +33,7 @@ use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    error::Result,
+    error::{Error, Result},
     group::Rank,
     model::{Described, Model, describe},
     tokenizer::Tokenizer,
@@ -638,17 +638,18 @@ fn a_failed_load_ends_its_requests_at_once() {
 /// that names it, and no request is answered from a part of the ranks.
 fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
     for (hangs, orders_carried_out) in [(false, 0), (false, 1), (false, 3), (false, 4), (true, 1), (true, 3)] {
-        let limit = if hangs { Duration::from_millis(300) } else { LIMIT };
+        let limit = if hangs { Duration::from_secs(3) } else { LIMIT };
         let files = Files { limit, ..Files::on_ranks("qwen3", 2) };
         let fail = |runner: &mut Runner<'_, D>, pool: &mut RankPool<'_, D>, orders: &Receiver<Order>| {
-            let (relay, relayed) = channel();
-            for order in orders.iter().take(orders_carried_out) {
-                relay.send(order).expect("it is received below");
+            for _ in 0..orders_carried_out {
+                let (relay, relayed) = channel();
+                relay.send(orders.recv()?)?;
+                drop(relay);
+                // Without the last order, it ends with an error.
+                let _ = follow(runner, pool, &relayed);
             }
-            drop(relay);
-            let ended = follow(runner, pool, &relayed);
             while hangs && orders.recv().is_ok() {}
-            ended
+            Err(Error::new("it ends here"))
         };
         files.run_ranks::<D, _>(LARGE, 4, fail, |world| {
             let start = Instant::now();
@@ -890,7 +891,12 @@ macro_rules! on {
         fn an_adapter_that_vanishes_fails_its_requests_alone() {
             super::an_adapter_that_vanishes_fails_its_requests_alone::<$device>($tp);
         }
+    };
+}
 
+/// Any schedule on a number of ranks of a device, with these attributes.
+macro_rules! schedules_on {
+    ($device:ty, $tp:expr, $(#[$attribute:meta])*) => {
         proptest! {
             #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
@@ -910,12 +916,14 @@ mod on_cpu {
     use super::*;
 
     on!(Cpu<f32>, 1,);
+    schedules_on!(Cpu<f32>, 1,);
 }
 
 mod on_ranks_of_the_cpu {
     use super::*;
 
     on!(Cpu<f32>, 2,);
+    schedules_on!(Cpu<f32>, 2,);
 
     /// The heads of the untied model are 5.
     #[test]
@@ -963,6 +971,7 @@ mod on_gpu {
     platform!(f16, 0.03);
 
     on!(Cuda<f32>, 1, #[ignore = "needs a GPU"]);
+    schedules_on!(Cuda<f32>, 1, #[ignore = "needs a GPU"]);
 
     /// Schedules of greedy requests for passwords, which are certain enough for 16 bits.
     fn passwords() -> impl Strategy<Value = Vec<Action>> {
@@ -993,32 +1002,37 @@ mod on_gpu {
     schedules!(every_schedule_gives_every_request_its_own_tokens_in_bf16, bf16);
     schedules!(every_schedule_gives_every_request_its_own_tokens_in_f16, f16);
 
-    /// A password for each adapter and none for the base model, in batches of all sizes up to 10, in graphs and without.
+    /// The answers of the base model and of all adapters in a folder, in batches of all sizes up to 10.
+    pub(super) fn ask_everyone<D: Platform>(world: &mut World<'_, D>, folder: &str) -> Vec<Vec<u32>> {
+        let mut names = vec![None];
+        for entry in fs::read_dir(fixtures().join(folder)).expect("the adapters are there") {
+            let name = entry.expect("the adapters can be listed").file_name();
+            let name = name.to_str().expect("it is UTF-8").to_owned();
+            if !world.adapters.contains_key(&name) {
+                world.add(folder, &name);
+            }
+            names.push(Some(name));
+        }
+        names.sort();
+        let prompt = world.files.prompt("What is the password?");
+        let counts = (1..=names.len()).chain([names.len()]);
+        let answers = counts.flat_map(|count| {
+            let request = |name: &Option<String>| world.request(name.as_deref(), prompt.clone(), 12, GREEDY);
+            let requests = names[..count].iter().map(request).collect();
+            world.answers(requests)
+        });
+        answers.map(|answer| answer.tokens()).collect()
+    }
+
+    /// A password for each adapter and none for the base model, in graphs and without.
     fn graphs_compute_what_eager_steps_do<D: Platform>(model: &str, folder: &str) {
         let files = Files::open(model);
         files.run::<D, _>(LARGE, 16, |world| {
-            let mut names = vec![None];
-            for entry in fs::read_dir(fixtures().join(folder)).expect("the adapters are there") {
-                let name = entry.expect("the adapters can be listed").file_name();
-                let name = name.to_str().expect("it is UTF-8").to_owned();
-                world.add(folder, &name);
-                names.push(Some(name));
-            }
-            let prompt = files.prompt("What is the password?");
-            let ask = |world: &mut World<'_, D>| -> Vec<Vec<u32>> {
-                let counts = (1..=names.len()).chain([names.len()]);
-                let answers = counts.flat_map(|count| {
-                    let request = |name: &Option<String>| world.request(name.as_deref(), prompt.clone(), 12, GREEDY);
-                    let requests = names[..count].iter().map(request).collect();
-                    world.answers(requests)
-                });
-                answers.map(|answer| answer.tokens()).collect()
-            };
-            let in_graphs = ask(world);
+            let in_graphs = ask_everyone(world, folder);
             let graph_steps = world.engine.host_time().steps;
             assert!(graph_steps > 0, "graphs were replayed");
             world.engine.runner.decoder.clear();
-            assert_eq!(ask(world), in_graphs);
+            assert_eq!(ask_everyone(world, folder), in_graphs);
             assert_eq!(world.engine.host_time().steps, graph_steps);
         });
     }
@@ -1042,5 +1056,43 @@ mod on_gpu {
     #[ignore = "needs a GPU"]
     fn graphs_compute_what_eager_steps_do_in_f16() {
         graphs_compute_what_eager_steps_do::<Cuda<f16>>("qwen3", "adapters");
+    }
+}
+
+/// The first two GPUs.
+#[cfg(feature = "cuda")]
+mod on_ranks_of_gpus {
+    use super::*;
+    use crate::cuda::Cuda;
+
+    on!(Cuda<f32>, 2, #[ignore = "needs two GPUs and NCCL"]);
+
+    #[test]
+    #[ignore = "needs two GPUs and NCCL"]
+    fn a_rank_that_ends_or_hangs_ends_the_engine() {
+        super::a_rank_that_ends_or_hangs_ends_the_engine::<Cuda<f32>>();
+    }
+
+    #[test]
+    #[ignore = "needs two GPUs and NCCL"]
+    fn an_adapter_that_one_rank_refuses_is_loaded_by_none() {
+        super::an_adapter_that_one_rank_refuses_is_loaded_by_none::<Cuda<f32>>();
+    }
+
+    #[test]
+    #[ignore = "needs two GPUs and NCCL"]
+    fn graphs_of_ranks_give_the_tokens_of_one() {
+        for (model, folder) in
+            [("qwen3", "adapters"), ("qwen3-moe", "adapters-moe"), ("qwen3-moe-int4", "adapters-moe")]
+        {
+            let [one, two] = [1, 2].map(|tp| {
+                Files::on_ranks(model, tp).run::<Cuda<bf16>, _>(LARGE, 16, |world| {
+                    let answers = super::on_gpu::ask_everyone(world, folder);
+                    assert!(world.engine.host_time().steps > 0, "graphs were replayed");
+                    answers
+                })
+            });
+            assert_eq!(one, two, "{model}");
+        }
     }
 }

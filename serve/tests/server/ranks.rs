@@ -83,7 +83,8 @@ async fn experts_are_served_on_ranks() {
         let mut names = vec!["base".to_owned()];
         for entry in fs::read_dir(fixture("adapters-moe")).expect("the fixtures are there") {
             let name = entry.expect("the fixtures can be listed").file_name().display().to_string();
-            assert_eq!(server.load(&name, &name, false).await.0, 200, "{name}");
+            let loaded = server.load(&name, &name, false).await;
+            assert_eq!(loaded.0, 200, "{loaded:?}");
             names.push(name);
         }
         names.sort();
