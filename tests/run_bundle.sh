@@ -62,7 +62,8 @@ sanitize)
     end=$((SECONDS + ${SANITIZE_SECONDS:-3600}))
     at_once=$(($(nproc) < 16 ? $(nproc) : 16))
     # The tests of a process, by the beginnings of their names. The last has those of no other.
-    shards=(consumers::c consumers::a experts::a_ experts:: fused_linear::a_ fused_linear:: operations:: fully_sharded:: qwen3_kernels:: "")
+    shards=(consumers::c consumers::a experts::a_ experts:: fused_linear::a_ fused_linear:: operations::t operations:: fully_sharded::
+        qwen3_kernels:: pool:: safe_api:: "")
     rm -f "$OUT"/sanitize-*
 
     # Runs a command under a tool, as its job $2. start_job has the names of its tests on stdin; a program without tests is one.

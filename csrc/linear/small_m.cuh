@@ -84,8 +84,11 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   for (int turn = 0;;) {
     const aril_descriptor module = module_of(p.weights, tile.slot, slice);
     if (outs.begin(tile, module, p.num_tokens)) {
-      // The last turn's B and v have been read.
-      if (turn > 0) __syncthreads();
+      if (turn > 0) {
+        // The last turn's B and v have been read. This turn's B may come where v was.
+        fence_async_proxy();
+        __syncthreads();
+      }
       small_m_expand<T, kStaged>(
           tile.count, tile.expand_rows(module, p), module, outs, shared,
           [&] {

@@ -35,6 +35,7 @@ use crate::{
     error::{Context, Result, bail},
     experts::{ExpertWeights, ExpertsShape, Int4},
     files,
+    model::held,
 };
 
 /// The largest index in MiB.
@@ -297,6 +298,18 @@ impl Block {
         Self { rows: iter::once(0..rows.iter().product()).collect(), cols: 0..cols.iter().product() }
     }
 
+    /// The block of these rows. Ranges that follow each other are one.
+    fn joining(rows: impl Iterator<Item = Range<usize>>, cols: Range<usize>) -> Self {
+        let mut joined: Vec<Range<usize>> = Vec::new();
+        for rows in rows {
+            match joined.last_mut() {
+                Some(last) if last.end == rows.start => last.end = rows.end,
+                _ => joined.push(rows),
+            }
+        }
+        Self { rows: joined, cols }
+    }
+
     /// The block of a row-major matrix of `width` columns. Consecutive elements are not copied.
     fn of<'a, V: Clone>(&self, values: &'a [V], width: usize) -> Cow<'a, [V]> {
         match &self.rows[..] {
@@ -413,7 +426,7 @@ impl<'a> Weights<'a> {
     }
 
     /// The rank's part of the weights of one projection of all experts: separate modules of each expert, each of this shape, or one
-    /// tensor for all.
+    /// tensor for all. The experts of other ranks are theirs to read.
     ///
     /// They stay in 4 bits if all are stored in 4 bits, no adapter is merged and the rank's columns are whole groups.
     pub(crate) fn experts<T: Element>(
@@ -426,12 +439,19 @@ impl<'a> Weights<'a> {
     ) -> Result<(ExpertsShape, ExpertWeights<'a, T>)> {
         let site = projection.site(model, id);
         let (in_features, out_features) = (site.in_features(), site.out_features());
-        let experts = model[id].num_experts();
-        let shape = ExpertsShape { experts, out_features, in_features };
+        let (experts, held) = (model[id].num_experts(), held(&model[id]));
+        let shape = ExpertsShape { experts: held.len(), out_features, in_features };
         let block = projection.block(whole, model, id);
-        let modules: Vec<String> = (0..experts)
-            .flat_map(|expert| projection.modules.iter().map(move |module| format!("{path}.{expert}.{module}")))
-            .collect();
+        let modules_of = |experts: Range<usize>| {
+            let of_one =
+                |expert: usize| projection.modules.iter().map(move |module| format!("{path}.{expert}.{module}"));
+            experts.flat_map(of_one).collect::<Vec<_>>()
+        };
+        for module in [modules_of(0..held.start), modules_of(held.end..experts)].concat() {
+            self.ignore(&format!("{module}.weight"));
+            int4_tensors(&module).iter().for_each(|name| self.ignore(name));
+        }
+        let modules = modules_of(held.clone());
         let stay = self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_some());
         if let Some(group) = self.int4_group.filter(|&group| stay && block.cols == block.widened(group).cols) {
             let mut all = Int4 { group, words: Vec::new(), scales: Vec::new() };
@@ -445,9 +465,9 @@ impl<'a> Weights<'a> {
         let [rows, cols] = whole;
         let fused_shape = [experts, projection.modules.len() * rows, cols];
         let of_all = || {
-            let firsts = (0..modules.len()).map(|module| module * rows);
+            let firsts = (0..modules.len()).map(|module| (held.start * projection.modules.len() + module) * rows);
             let of_one = |first: usize| block.rows.iter().map(move |rows| first + rows.start..first + rows.end);
-            Block { rows: firsts.flat_map(of_one).collect(), cols: block.cols.clone() }
+            Block::joining(firsts.flat_map(of_one), block.cols.clone())
         };
         if self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_none()) {
             let parts = if is_fused {

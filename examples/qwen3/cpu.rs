@@ -6,13 +6,13 @@
 mod experts;
 pub(crate) mod sampling;
 
-use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData};
+use std::{borrow::Cow, convert::Infallible, iter, marker::PhantomData, ops::Range};
 
 use aril::{
     Element, Slot,
     adapter::SlotImage,
     cpu,
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model, TpRank},
+    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::PoolConfig,
     routing::{Batch, TopK},
@@ -39,6 +39,13 @@ impl<T> Cpu<T> {
     /// The CPU for one rank of a group.
     pub(crate) fn new(rank: &Rank) -> Self {
         Self { rank: rank.clone(), element: PhantomData }
+    }
+
+    /// The elements of the matrices of all ranks, by rank.
+    fn of_ranks<V: Element>(&self, values: &[V]) -> Result<Vec<Vec<V>>> {
+        let of_ranks = self.rank.gather(bytemuck::cast_slice(values))?;
+        let elements = |bytes: &Vec<u8>| bytes.chunks_exact(size_of::<V>()).map(bytemuck::pod_read_unaligned).collect();
+        Ok(of_ranks.iter().map(elements).collect())
     }
 }
 
@@ -118,7 +125,7 @@ impl<T: Element> Device for Cpu<T> {
 
     type Adapters = cpu::WeightTable;
     type Pool = cpu::AdapterPool;
-    type LoraLinear = cpu::LoraLinear;
+    type LoraLinear = LoraLinear;
     type FusedLinear<'a> = Infallible;
     type LoraEmbedding = cpu::LoraEmbedding;
     type LoraExperts = cpu::LoraExperts;
@@ -157,8 +164,15 @@ impl<T: Element> Device for Cpu<T> {
         Ok((pool, weights))
     }
 
-    fn lora_linear(&self, adapters: &cpu::WeightTable, id: LinearId) -> Result<cpu::LoraLinear> {
-        Ok(cpu::LoraLinear::new(adapters, id)?)
+    fn lora_linear(&self, adapters: &cpu::WeightTable, id: LinearId) -> Result<LoraLinear> {
+        Ok(match adapters.model()[id].exchange() {
+            None => LoraLinear::Whole(cpu::LoraLinear::new(adapters, id)?),
+            Some(exchange) => LoraLinear::FullySharded {
+                layer: cpu::FullyShardedLinear::new(adapters, id)?,
+                exchange,
+                max_rank: adapters.capacity().max_rank,
+            },
+        })
     }
 
     fn fused_linear(&self, _: &cpu::WeightTable, _: LinearId, _: &Weight) -> Result<Option<Infallible>> {
@@ -187,14 +201,21 @@ impl<T: Element> Device for Cpu<T> {
         Ok(adapters.step(&Batch::new(slots).with_scales(scales)?, workspace)?)
     }
 
-    fn add_delta(
-        &self,
-        layer: &cpu::LoraLinear,
-        step: &mut cpu::Step<'_>,
-        x: &Tensor<T>,
-        y: &mut Tensor<T>,
-    ) -> Result<()> {
-        Ok(layer.add_delta(step, x.view()?, y.view_mut()?)?)
+    fn add_delta(&self, layer: &LoraLinear, step: &mut cpu::Step<'_>, x: &Tensor<T>, y: &mut Tensor<T>) -> Result<()> {
+        let (layer, exchange, max_rank) = match layer {
+            LoraLinear::Whole(layer) => return Ok(layer.add_delta(step, x.view()?, y.view_mut()?)?),
+            LoraLinear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
+        };
+        let [rows, cols] = exchange.sent(x.rows(), max_rank);
+        let mut v = vec![0.0; rows * cols];
+        layer.shrink(step, x.view()?, cpu::MatrixMut::new(&mut v, rows, cols)?)?;
+        let of_ranks = self.of_ranks(&v)?;
+        let v = match exchange.collective() {
+            Collective::AllGather => of_ranks.concat(),
+            Collective::AllReduce => sum(&of_ranks),
+        };
+        let [rows, cols] = exchange.received(x.rows(), max_rank);
+        Ok(layer.expand(step, cpu::Matrix::new(&v, rows, cols)?, y.view_mut()?)?)
     }
 
     fn forward(&self, layer: &Infallible, _: &mut cpu::Step<'_>, _: &Tensor<T>) -> Result<Tensor<T>> {
@@ -349,12 +370,14 @@ impl<T: Element> Device for Cpu<T> {
         }))
     }
 
-    fn choose_experts(&self, scores: &Tensor<T>, top_k: usize, normalized: bool) -> Result<Routes> {
-        Ok(Routes::new(scores, top_k, normalized))
+    fn choose_experts(&self, scores: &Tensor<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
+        Routes::new(scores, top_k, normalized, held)
     }
 
     fn rows_of_routes(&self, x: &Tensor<T>, routes: &Routes) -> Result<Tensor<T>> {
-        self.gather(x, routes.tokens())
+        let mut rows = self.gather(x, routes.tokens())?;
+        rows.data.resize(routes.len() * x.cols, T::default());
+        Ok(rows)
     }
 
     fn add(&self, y: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {
@@ -377,11 +400,7 @@ impl<T: Element> Device for Cpu<T> {
         if self.tp().size() == 1 {
             return Ok(());
         }
-        let of_ranks = self.rank.gather(bytemuck::cast_slice(&y.data))?;
-        let of_ranks = of_ranks.iter().map(|bytes| elements::<T>(bytes)).collect::<Vec<_>>();
-        for (index, y) in y.data.iter_mut().enumerate() {
-            *y = T::from_f32(of_ranks.iter().map(|values| values[index].to_f32()).sum());
-        }
+        y.data = sum(&self.of_ranks(&y.data)?);
         Ok(())
     }
 
@@ -389,8 +408,7 @@ impl<T: Element> Device for Cpu<T> {
         if self.tp().size() == 1 {
             return Ok(x);
         }
-        let of_ranks = self.rank.gather(bytemuck::cast_slice(&x.data))?;
-        let of_ranks = of_ranks.iter().map(|bytes| elements::<T>(bytes)).collect::<Vec<_>>();
+        let of_ranks = self.of_ranks(&x.data)?;
         let row = |row: usize| of_ranks.iter().flat_map(move |values| &values[row * x.cols..][..x.cols]).take(cols);
         Ok(Tensor { cols, data: (0..x.rows()).flat_map(row).copied().collect() })
     }
@@ -427,9 +445,22 @@ impl<T: Element> Device for Cpu<T> {
     }
 }
 
-/// The elements of another rank's matrix.
-fn elements<T: Element>(bytes: &[u8]) -> Vec<T> {
-    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+/// A linear layer of adapters.
+#[derive(Debug)]
+pub(crate) enum LoraLinear {
+    Whole(cpu::LoraLinear),
+    FullySharded {
+        layer: cpu::FullyShardedLinear,
+        exchange: Exchange,
+        /// The table's.
+        max_rank: usize,
+    },
+}
+
+/// The sum of the matrices of all ranks, rounded once.
+fn sum<T: Element>(of_ranks: &[Vec<T>]) -> Vec<T> {
+    let element = |index: usize| T::from_f32(of_ranks.iter().map(|values| values[index].to_f32()).sum());
+    (0..of_ranks[0].len()).map(element).collect()
 }
 
 /// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so a fixed shape makes a token's

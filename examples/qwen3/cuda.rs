@@ -19,16 +19,16 @@ mod gemm;
 mod nccl;
 pub(crate) mod timing;
 
-use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, result, sync::Arc};
+use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
 
 use aril::{
     DType, Element, Slot,
     adapter::SlotImage,
     cuda::{
-        self, AdapterPool, Buffer, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear,
-        Queue, Routing, WeightTable, Workspace,
+        self, AdapterPool, Buffer, FullyShardedLinear, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding,
+        LoraExperts, LoraLinear, Queue, Routing, WeightTable, Workspace,
     },
-    model::{Activation, EmbeddingId, ExpertsId, LinearId, Model, TpRank},
+    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, ForwardPlan, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
@@ -113,6 +113,17 @@ pub(crate) struct Matrix<T: 'static> {
     pub(crate) address: u64,
 }
 
+/// A linear layer of adapters.
+pub(crate) enum Linear {
+    Whole(LoraLinear),
+    FullySharded {
+        layer: FullyShardedLinear,
+        exchange: Exchange,
+        /// The table's.
+        max_rank: usize,
+    },
+}
+
 /// A linear layer with its base weight, and the number of its output features.
 pub(crate) struct Fused<'a, T> {
     layer: FusedLinear<'a, T>,
@@ -130,7 +141,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     pub(crate) fn of_rank(ordinal: usize, rank: &Rank) -> Result<Self> {
         let mut device = Self::new(ordinal)?;
         if rank.tp().size() > 1 {
-            device.nccl = Some(Nccl::new(T::DTYPE, &device.queue, rank)?);
+            device.nccl = Some(Nccl::new(&device.queue, rank)?);
         }
         Ok(device)
     }
@@ -432,7 +443,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     type Adapters = WeightTable;
     type Pool = AdapterPool;
-    type LoraLinear = LoraLinear;
+    type LoraLinear = Linear;
     type FusedLinear<'a> = Fused<'a, T>;
     type LoraEmbedding = LoraEmbedding;
     type LoraExperts = LoraExperts;
@@ -467,8 +478,15 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok((pool, weights.ok_or_else(|| Error::new("the pool has no stream"))?))
     }
 
-    fn lora_linear(&self, adapters: &WeightTable, id: LinearId) -> Result<LoraLinear> {
-        Ok(LoraLinear::new(adapters, id)?)
+    fn lora_linear(&self, adapters: &WeightTable, id: LinearId) -> Result<Linear> {
+        Ok(match adapters.model()[id].exchange() {
+            None => Linear::Whole(LoraLinear::new(adapters, id)?),
+            Some(exchange) => Linear::FullySharded {
+                layer: FullyShardedLinear::new(adapters, id)?,
+                exchange,
+                max_rank: adapters.capacity().max_rank,
+            },
+        })
     }
 
     fn fused_linear<'a>(
@@ -523,8 +541,28 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(adapters.step(&batch, workspace)?)
     }
 
-    fn add_delta(&self, layer: &LoraLinear, step: &mut cuda::Step<'_>, x: &Matrix<T>, y: &mut Matrix<T>) -> Result<()> {
-        Ok(layer.add_delta(step, x.operand()?, y.operand_mut()?)?)
+    fn add_delta(&self, layer: &Linear, step: &mut cuda::Step<'_>, x: &Matrix<T>, y: &mut Matrix<T>) -> Result<()> {
+        let (layer, exchange, max_rank) = match layer {
+            Linear::Whole(layer) => return Ok(layer.add_delta(step, x.operand()?, y.operand_mut()?)?),
+            Linear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
+        };
+        let Some(nccl) = &self.nccl else { bail!("a fully sharded layer is for a group of ranks") };
+        let [rows, cols] = exchange.sent(x.rows, max_rank);
+        let mut v = self.alloc::<f32>(rows, cols)?;
+        layer.shrink(step, x.operand()?, v.operand_mut()?)?;
+        let [rows, cols] = exchange.received(x.rows, max_rank);
+        let v = match exchange.collective() {
+            Collective::AllGather => {
+                let mut all = self.alloc(rows, cols)?;
+                nccl.gather(&v, &mut all)?;
+                all
+            }
+            Collective::AllReduce => {
+                nccl.all_reduce(&mut v)?;
+                v
+            }
+        };
+        Ok(layer.expand(step, v.operand()?, y.operand_mut()?)?)
     }
 
     fn forward(&self, fused: &Fused<'_, T>, step: &mut cuda::Step<'_>, x: &Matrix<T>) -> Result<Matrix<T>> {
@@ -644,8 +682,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool) -> Result<Routes> {
-        let mut routes = Routes::new(self, scores.rows, scores.cols, top_k)?;
+    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
+        let mut routes = Routes::new(self, scores.rows, held, top_k)?;
         routes.choose(self, scores, normalized)?;
         Ok(routes)
     }

@@ -6,7 +6,7 @@
 //! Every operation computes in `f32` and rounds to the element type at its end, and at the intermediate steps where transformers
 //! does; each one documents these. Indices come from the forward and are in bounds.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, ops::Range};
 
 use aril::{
     Element, Slot,
@@ -105,7 +105,7 @@ pub(crate) trait Device: Sized {
     /// Positions, rows or token ids.
     type Indices;
     /// The experts that each token of a step chose in a layer, and the routes sorted by expert, which is the order of rows in matrices
-    /// of routes.
+    /// of routes. Routes to experts of other ranks have no rows; as many rows at the end belong to none.
     type Routes;
     /// The tokens that a step chose, on the device and on their way to the host.
     type Draws;
@@ -127,7 +127,7 @@ pub(crate) trait Device: Sized {
     type Adapters: HostTable + Clone;
     /// `aril::{cpu, cuda}::AdapterPool`.
     type Pool: AdapterPool + 'static;
-    /// `aril::{cpu, cuda}::LoraLinear`.
+    /// `aril::{cpu, cuda}::LoraLinear`, or `FullyShardedLinear` with what the ranks exchange between its halves.
     type LoraLinear;
     /// `aril::cuda::FusedLinear`.
     type FusedLinear<'a>
@@ -180,7 +180,7 @@ pub(crate) trait Device: Sized {
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<Self::LoraStep<'a>>;
-    /// `y[t] += scale · scaling · B (A x[t])`, rounded once.
+    /// `y[t] += scale · scaling · B (A x[t])`, rounded once. All ranks take part if the layer is fully sharded.
     fn add_delta(
         &self,
         layer: &Self::LoraLinear,
@@ -278,9 +278,15 @@ pub(crate) trait Device: Sized {
     /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
     fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
     /// The `top_k` experts with the largest scores of each token, the first of equals, and their weights: the softmax (in `f32`, over
-    /// all experts), divided by its sum over the chosen experts if `normalized`, rounded.
-    fn choose_experts(&self, scores: &Self::Tensor, top_k: usize, normalized: bool) -> Result<Self::Routes>;
-    /// The row of `x` of each route's token, in the order of the routes' rows.
+    /// all experts), divided by its sum over the chosen experts if `normalized`, rounded. Only routes to experts in `held` have rows.
+    fn choose_experts(
+        &self,
+        scores: &Self::Tensor,
+        top_k: usize,
+        normalized: bool,
+        held: Range<usize>,
+    ) -> Result<Self::Routes>;
+    /// The row of `x` of each route's token, in the order of the routes' rows, and rows of zeros for the routes that have none.
     fn rows_of_routes(&self, x: &Self::Tensor, routes: &Self::Routes) -> Result<Self::Tensor>;
     /// `y += x`, rounded.
     fn add(&self, y: &mut Self::Tensor, x: &Self::Tensor) -> Result<()>;

@@ -7,13 +7,14 @@ use std::borrow::Cow;
 
 use crate::{device::Device, error::Result};
 
-/// One projection of all experts.
+/// One projection of all experts on this rank.
 pub(crate) trait GroupedGemm<D: Device> {
-    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert.
+    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert. Rows of the result
+    /// that belong to no route have any value.
     fn run(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor>;
 }
 
-/// The number of experts, and the shape of each one's weight.
+/// The number of experts on this rank, and the shape of each one's weight.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertsShape {
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU counts them"))]
@@ -22,7 +23,7 @@ pub(crate) struct ExpertsShape {
     pub(crate) in_features: usize,
 }
 
-/// The weights of one projection of all experts, `[experts, out, in]`.
+/// The weights of one projection of all experts on this rank, `[experts, out, in]`.
 #[derive(Debug)]
 pub(crate) enum ExpertWeights<'a, T: Clone> {
     /// In parts that follow each other.

@@ -8,7 +8,8 @@
 //! The rest of the forward does not know about adapters.
 //!
 //! On several ranks, each has some of the heads, of the intermediate features and of the vocabulary. The layers in front of an
-//! all-reduce compute partial sums, to which each rank adds the delta of its part of A.
+//! all-reduce compute partial sums, to which each rank adds the delta of its part of A. With expert parallelism, each rank has some of
+//! the experts instead of a part of each. It has all tokens, and adds up the routes to its own experts.
 
 use aril::{Element, Slot};
 
@@ -255,8 +256,8 @@ impl<D: Device> Model<'_, D> {
         step: &mut D::LoraStep<'_>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
-        let Experts { router, top_k, normalized, gate_up, down, lora } = layer;
-        let routes = device.choose_experts(&device.gemm(x, router)?, *top_k, *normalized)?;
+        let Experts { router, top_k, normalized, held, gate_up, down, lora } = layer;
+        let routes = device.choose_experts(&device.gemm(x, router)?, *top_k, *normalized, held.clone())?;
         let mut grouped = device.group(grouping, step, &routes)?;
         let gate_up = gate_up.run(device, &device.rows_of_routes(x, &routes)?, &routes)?;
         let inter = device.activate(lora, step, &mut grouped, x, gate_up)?;

@@ -120,6 +120,25 @@ impl Rank {
         Ok(of_ranks)
     }
 
+    /// Fails if only some of the ranks were started with one of these switches.
+    pub(crate) fn agree(&self, switches: &[(&str, bool)]) -> Result<()> {
+        let own: Vec<u8> = switches.iter().map(|&(_, is_set)| is_set.into()).collect();
+        for (other, set) in self.gather(&own)?.iter().enumerate() {
+            if let Some(at) = (0..own.len()).find(|&at| set[at] != own[at]) {
+                let (switch, is_set) = switches[at];
+                let (with, without) = if is_set { (self.tp.rank(), other) } else { (other, self.tp.rank()) };
+                bail!("rank {with} was started with {switch}, and rank {without} without it");
+            }
+        }
+        Ok(())
+    }
+
+    /// The largest value of all ranks.
+    pub(crate) fn largest(&self, value: usize) -> Result<usize> {
+        let of_ranks = self.gather(bytemuck::bytes_of(&value))?;
+        Ok(of_ranks.iter().map(|bytes| bytemuck::pod_read_unaligned(bytes)).fold(value, usize::max))
+    }
+
     /// Waits until no rank needs another one any more.
     pub(crate) fn finish(&self) -> Result<()> {
         self.gather(&[])?;

@@ -30,7 +30,7 @@ use crate::{
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
     group::{Rank, errors_of_ranks},
-    model::{Described, Model, describe, load},
+    model::{Described, Model, Split, describe, load},
     pool::{Batch, Batches, Pooled, PooledOnRanks},
     report::Row,
     requests::Request,
@@ -45,6 +45,8 @@ pub(crate) struct Job {
     pub(crate) device: DeviceArg,
     /// The ranks of the tensor-parallel group, and how long they wait for each other.
     pub(crate) tp: usize,
+    pub(crate) expert_parallel: bool,
+    pub(crate) fully_sharded: bool,
     pub(crate) tp_limit: Duration,
     pub(crate) config: Config,
     pub(crate) checkpoint: Checkpoint,
@@ -182,7 +184,9 @@ impl Job {
             keep_logits: self.keep_logits || self.verify || self.compare_with_base,
         };
 
-        let described = describe(&self.config, rank.tp())?;
+        let Self { expert_parallel, fully_sharded, .. } = *self;
+        rank.agree(&[("--ep", expert_parallel), ("--fully-sharded-loras", fully_sharded)])?;
+        let described = describe(&self.config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
         let (mut pool, table): (Option<Box<dyn Batches>>, _) = match self.pool {
             None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),
@@ -337,7 +341,11 @@ impl Job {
             rows.len(),
             self.adapters.len(),
             self.device,
-            if self.tp > 1 { format!(" and {} ranks", self.tp) } else { String::new() },
+            match self.tp {
+                1 => String::new(),
+                ranks if self.expert_parallel => format!(" and {ranks} ranks, each with some of the experts"),
+                ranks => format!(" and {ranks} ranks"),
+            },
             steps,
             outcome.elapsed.as_secs_f64(),
             pool.unwrap_or_default(),

@@ -63,7 +63,8 @@ use self::{
 /// Runs a Qwen3, dense or with experts, and its LoRA adapters, all requests in one batch.
 ///
 /// Without --model, it runs the small dense model in tests/fixtures, and without --adapter all of its adapters too. Without
-/// --requests and --logits as well, it then runs the small model with experts there, and that with weights in 4 bits.
+/// --requests and --logits as well, it then runs the small model with experts there, and that with weights in 4 bits; with --ep,
+/// these alone.
 #[derive(Debug, Parser)]
 struct Cli {
     /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated meanwhile
@@ -88,6 +89,14 @@ struct Cli {
     /// LOCAL_RANK on several hosts
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     tp: u16,
+    /// Each rank has some of the experts of a layer, with their adapters, instead of a part of each expert (expert parallelism). The rest
+    /// of the model is split as without it
+    #[arg(long, requires = "tp")]
+    ep: bool,
+    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the other. The ranks exchange
+    /// what is between the factors
+    #[arg(long, requires = "tp")]
+    fully_sharded_loras: bool,
     /// How long a rank waits for another, which may be loading
     #[arg(long, value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     tp_seconds: u64,
@@ -211,7 +220,8 @@ fn misused(usage: &clap::Error) -> Error {
     Error::new(first.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// The small models in `tests/fixtures`, each with its folder of adapters, default requests and description.
+/// The small models in `tests/fixtures`, each with its folder of adapters, default requests and description. Only the first is without
+/// experts.
 const SMALL_MODELS: [[&str; 4]; 3] = [
     ["qwen3", "adapters", "prompts.json", "dense"],
     ["qwen3-moe", "adapters-moe", "prompts-moe.json", "8 experts, 2 of them for each token, in every other layer"],
@@ -242,7 +252,8 @@ fn run(cli: &Cli) -> Result<bool> {
         return run_one(cli, &small(String::new(), SMALL_MODELS[0])?);
     }
     let mut is_as_it_should_be = true;
-    for (index, model) in SMALL_MODELS.into_iter().enumerate() {
+    let models = if cli.ep { &SMALL_MODELS[1..] } else { &SMALL_MODELS };
+    for (index, &model) in models.iter().enumerate() {
         let [name, .., what] = model;
         let heading = format!("{}{name}: {what}\n\n", if index == 0 { "" } else { "\n" });
         is_as_it_should_be &= run_one(cli, &small(heading, model)?)?;
@@ -264,6 +275,9 @@ struct Given {
 fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     let Given { heading, model, adapters, requests } = given;
     let config = Config::read(model)?;
+    if cli.ep && config.moe.is_none() {
+        bail!("--ep: {} has no experts", model.display());
+    }
     let checkpoint = Checkpoint::open(model)?;
     checkpoint.check(&config)?;
     let dtype = cli.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
@@ -293,6 +307,8 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     let job = Job {
         device: cli.device.unwrap_or_else(default_device),
         tp: cli.tp.into(),
+        expert_parallel: cli.ep,
+        fully_sharded: cli.fully_sharded_loras,
         tp_limit: Duration::from_secs(cli.tp_seconds),
         checkpoint,
         config,

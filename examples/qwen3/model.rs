@@ -1,12 +1,12 @@
 //! The model: the base weights on the device, the layers that adapters may change, and the adapters in their slots.
 
-use std::{borrow::Cow, sync::Arc};
+use std::{borrow::Cow, ops::Range, sync::Arc};
 
 use aril::{
     Element, Slot,
     adapter::{Adapter, SlotImage},
     group::Group,
-    model::{self, EmbeddingId, ExpertsId, LinearId, LinearSite, ModelSpec, Parallel, TpRank},
+    model::{self, EmbeddingId, ExpertsId, ExpertsSite, LinearId, LinearSite, ModelSpec, Parallel, Shard, TpRank},
     plan::{Capacity, RouteCapacity},
 };
 
@@ -69,6 +69,8 @@ pub(crate) struct Experts<D: Device> {
     pub(crate) top_k: usize,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub(crate) normalized: bool,
+    /// The experts on this rank.
+    pub(crate) held: Range<usize>,
     pub(crate) gate_up: Box<dyn GroupedGemm<D>>,
     pub(crate) down: Box<dyn GroupedGemm<D>>,
     pub(crate) lora: D::LoraExperts,
@@ -87,8 +89,9 @@ impl<'d, D: Device> Model<'d, D> {
         if device.tp() != model.tp() {
             bail!("a device of {:?} cannot run the model of {:?}", device.tp(), model.tp());
         }
-        // The library's bounds are at least 1.
-        let (experts, top_k) = config.moe.as_ref().map_or((1, 1), |moe| (moe.experts, moe.top_k));
+        // All layers with experts have equally many. The library's bounds are at least 1.
+        let experts = model.expert_layers().first();
+        let (experts, top_k) = experts.map_or((1, 1), |site| (site.held().len(), site.top_k()));
         let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
 
         let Config { vocab, hidden, heads, .. } = *config;
@@ -147,7 +150,7 @@ pub(crate) fn load<D: Device>(
         .iter()
         .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
     let images = images.collect::<Result<Vec<_>>>()?;
-    let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank));
+    let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank), rank)?;
     let table = device.adapters(model, capacity, D::arena_bytes(&images))?;
     let mut group = Group::new(rank.clone(), table.clone())?;
     for (index, ((name, adapter), image)) in (0..).zip(adapters.iter().zip(&images)) {
@@ -162,11 +165,12 @@ pub(crate) fn load<D: Device>(
     Ok(table)
 }
 
-/// The bounds of a table for adapters of these ranks.
-pub(crate) fn capacity(tokens: usize, ranks: impl ExactSizeIterator<Item = usize>) -> Capacity {
+/// The bounds of a table for adapters whose factors on this rank have these ranks. They are equal on all ranks of the group, which
+/// exchange matrices of such sizes.
+pub(crate) fn capacity(tokens: usize, ranks: impl ExactSizeIterator<Item = usize>, rank: &Rank) -> Result<Capacity> {
     // The library's bounds are at least 1.
     let slots = ranks.len().max(1);
-    Capacity::tokens(tokens).slots(slots).rank(ranks.max().unwrap_or(0).max(1))
+    Ok(Capacity::tokens(tokens).slots(slots).rank(rank.largest(ranks.max().unwrap_or(0).max(1))?))
 }
 
 /// The inputs from which layers are built.
@@ -208,6 +212,7 @@ impl<D: Device> Builder<'_, '_, D> {
                     router: self.device.weight(moe.experts, hidden, &[router])?,
                     top_k: moe.top_k,
                     normalized: moe.normalized,
+                    held: held(&self.model[experts]),
                     gate_up: self.experts(path, ExpertsProjection::GATE_UP, [moe.intermediate, hidden], experts)?,
                     down: self.experts(path, ExpertsProjection::DOWN, [hidden, moe.intermediate], experts)?,
                     lora: self.device.lora_experts(self.adapters, experts)?,
@@ -251,6 +256,12 @@ impl Block {
     }
 }
 
+/// The experts of a layer on its rank, which [`describe`] has made one range.
+pub(crate) fn held(site: &ExpertsSite) -> Range<usize> {
+    let first = site.held().first().copied().unwrap_or(0);
+    first..first + site.held().len()
+}
+
 /// The heads of q, k and v on the rank of a layer.
 fn local_heads(qkv: &LinearSite, Heads { dim, .. }: Heads) -> Heads {
     let heads = |slice: usize| qkv.slices()[slice].out_features() / dim;
@@ -288,9 +299,28 @@ enum MlpSites {
     Sparse { moe: Moe, experts: ExpertsId },
 }
 
+/// A rank, and how the ranks of its group split the model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Split {
+    pub(crate) tp: TpRank,
+    /// Whether each rank has some of the experts of a layer, instead of a part of each expert.
+    pub(crate) expert_parallel: bool,
+    /// Whether each rank has a part of both factors of a linear layer, instead of a part of one and all of the other.
+    pub(crate) fully_sharded: bool,
+}
+
+impl From<TpRank> for Split {
+    /// Tensor parallelism alone.
+    fn from(tp: TpRank) -> Self {
+        Self { tp, expert_parallel: false, fully_sharded: false }
+    }
+}
+
 /// Describes the adapted layers and the PEFT modules fused into them, as a rank holds them.
-pub(crate) fn describe(config: &Config, tp: TpRank) -> Result<Described> {
+pub(crate) fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
     use aril::model::{Experts, Linear};
+
+    let Split { tp, expert_parallel, fully_sharded } = split.into();
 
     let Config { vocab, hidden, intermediate, heads, .. } = *config;
     let mut spec = ModelSpec::new();
@@ -318,5 +348,26 @@ pub(crate) fn describe(config: &Config, tp: TpRank) -> Result<Described> {
         layers.push(LayerSites { qkv, o, mlp });
     }
     let head = spec.linear(Linear::new("", Parallel::Column, hidden).vocab(HEAD, vocab, padded))?;
-    Ok(Described { model: spec.shard(tp)?, sites: Sites { embed, layers, head } })
+    let mut shard = if fully_sharded { Shard::new(tp).fully_sharded() } else { Shard::new(tp) };
+    if expert_parallel {
+        shard = shard.experts_tp(TpRank::SINGLE);
+        for (layer, sites) in layers.iter().enumerate() {
+            if let MlpSites::Sparse { moe, experts } = &sites.mlp {
+                let held = share(moe.experts, tp).context(format_args!("model.layers.{layer}.mlp.experts"))?;
+                shard = shard.held(*experts, held);
+            }
+        }
+    }
+    Ok(Described { model: spec.shard(shard)?, sites: Sites { embed, layers, head } })
+}
+
+/// The experts of a rank: consecutive ones, of which the first ranks have one more if they cannot be divided evenly.
+fn share(experts: usize, tp: TpRank) -> Result<Range<usize>> {
+    let (rank, ranks) = (tp.rank(), tp.size());
+    if experts < ranks {
+        bail!("{experts} experts cannot be spread over {ranks} ranks, each of which needs one");
+    }
+    let (each, more) = (experts / ranks, experts % ranks);
+    let first = rank * each + rank.min(more);
+    Ok(first..first + each + usize::from(rank < more))
 }

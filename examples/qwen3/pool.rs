@@ -69,7 +69,8 @@ impl<P: AdapterPool> Pooled<P> {
             Source::memory(Arc::clone(adapter), model, D::Elem::DTYPE).context(format_args!("adapter `{name}`"))
         };
         let sources = adapters.iter().map(source).collect::<Result<Vec<_>>>()?;
-        let (mut pool, table) = device.pool(model, capacity(tokens, sources.iter().map(Source::max_rank)), config)?;
+        let (mut pool, table) =
+            device.pool(model, capacity(tokens, sources.iter().map(Source::max_rank), &Rank::default())?, config)?;
         let register = |(source, (name, _)): (Source, &(String, Arc<Adapter>))| {
             let id = pool.register(source).context(format_args!("adapter `{name}`"))?;
             Ok((name.clone(), id))
@@ -166,7 +167,8 @@ impl<T: HostTable + Clone> PooledOnRanks<T> {
             Ok(image.max_rank())
         };
         let ranks = adapters.iter().map(max_rank).collect::<Result<Vec<_>>>()?;
-        let table = device.adapters(model, capacity(tokens, ranks.into_iter()), config.arena_bytes)?;
+        let capacity = capacity(tokens, ranks.into_iter(), rank)?;
+        let table = device.adapters(model, capacity, config.arena_bytes)?;
         let pool = GroupPool::new(Group::new(rank.clone(), table.clone())?);
         let pool = pool.with_host_tier(config.host_bytes, config.packers)?;
         Ok((Self { pool, adapters: adapters.to_vec(), leased: Vec::new() }, table))

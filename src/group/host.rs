@@ -107,7 +107,7 @@ impl<T: HostTable> fmt::Debug for HostTier<T> {
 impl<T: HostTable> HostTier<T> {
     /// An empty tier of `bytes` bytes, whose adapters `packers` threads pack.
     pub(super) fn new(table: &T, bytes: usize, packers: usize) -> Result<Self, PoolError> {
-        let loaders = Loaders::new(LOADERS, packers.max(1))?;
+        let loaders = Loaders::new(LOADERS, packers.max(1)).map_err(PoolError::Threads)?;
         Ok(Self {
             memory: table.host(bytes)?,
             entries: HashMap::new(),

@@ -15,14 +15,14 @@ pub struct PoolConfig {
     pub host_bytes: usize,
     /// Adapters that are read at the same time, at least 1.
     pub loaders: usize,
-    /// Threads that read and convert weights, for all of these adapters together, at least 1. One thread packs a few GB/s.
+    /// Threads that read and convert weights, for each of these adapters, at least 1. One thread packs a few GB/s.
     pub packers: usize,
     /// Whether blocks on the GPU are filled with NaN before an adapter is copied into them.
     pub is_poisoning: bool,
 }
 
 impl PoolConfig {
-    /// An arena of `arena_bytes` bytes, as much host memory, two adapters that are read at the same time, and eight threads to pack them.
+    /// An arena of `arena_bytes` bytes, as much host memory, two adapters that are read at the same time, and eight threads to pack each.
     pub const fn arena_bytes(arena_bytes: usize) -> Self {
         Self { arena_bytes, host_bytes: arena_bytes, loaders: 2, packers: 8, is_poisoning: false }
     }
@@ -39,7 +39,7 @@ impl PoolConfig {
         Self { loaders, ..self }
     }
 
-    /// Sets the number of threads that read and convert weights.
+    /// Sets the number of threads that read and convert the weights of an adapter.
     #[must_use]
     pub const fn packers(self, packers: usize) -> Self {
         Self { packers, ..self }

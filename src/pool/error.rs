@@ -54,7 +54,7 @@ pub enum PoolError {
     Slot(#[from] SlotError),
     /// The loader threads could not be started.
     #[error("the loader threads could not be started: {0}")]
-    Threads(#[from] rayon::ThreadPoolBuildError),
+    Threads(#[source] std::io::Error),
     /// The adapters never fit together, whatever else is released.
     #[error("{adapters} adapters of {bytes} bytes do not fit beside the pinned ones: the {what} is {max}")]
     TooLarge {

@@ -2,24 +2,29 @@
 
 use std::{
     any::Any,
+    io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         mpsc::{Receiver, Sender, channel},
     },
+    thread,
     time::{Duration, Instant},
 };
 
-use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::Source;
 use crate::{adapter::SlotImage, error::LoadError};
 
-/// Loader threads, each of which reads one adapter at a time, and the threads that pack for all of them. They are apart from rayon's
-/// other ones, which the engine may use.
+type Read = Box<dyn FnOnce(&ThreadPool) + Send>;
+
+/// Loader threads, each of which reads one adapter at a time with threads of its own that pack, so that a slow read delays no other
+/// loader. Loaders are not threads of rayon, which would take up another read while they wait for their packers.
 pub(crate) struct Loaders<K, P> {
-    threads: ThreadPool,
-    packers: Arc<ThreadPool>,
+    reads: Sender<Read>,
+    /// For each loader.
+    packers: Vec<Arc<ThreadPool>>,
     sender: Sender<Loaded<K, P>>,
     results: Receiver<Loaded<K, P>>,
 }
@@ -32,12 +37,28 @@ pub(crate) struct Loaded<K, P> {
 }
 
 impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
-    pub(crate) fn new(loaders: usize, packers: usize) -> Result<Self, ThreadPoolBuildError> {
-        let pool = |threads: usize, name: &'static str| {
-            ThreadPoolBuilder::new().num_threads(threads).thread_name(move |i| format!("aril-{name}-{i}")).build()
-        };
+    pub(crate) fn new(loaders: usize, packers: usize) -> io::Result<Self> {
+        let (reads, queue) = channel::<Read>();
+        let queue = Arc::new(Mutex::new(queue));
+        let packers: Vec<_> = (0..loaders)
+            .map(|loader| {
+                let name = move |packer| format!("aril-packer-{loader}-{packer}");
+                let threads = ThreadPoolBuilder::new().num_threads(packers).thread_name(name).build();
+                threads.map(Arc::new).map_err(io::Error::other)
+            })
+            .collect::<io::Result<_>>()?;
+        for (loader, packers) in packers.iter().enumerate() {
+            let (queue, packers) = (Arc::clone(&queue), Arc::clone(packers));
+            thread::Builder::new().name(format!("aril-loader-{loader}")).spawn(move || {
+                let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                // Ends when the pool is gone.
+                while let Ok(read) = next() {
+                    read(&packers);
+                }
+            })?;
+        }
         let (sender, results) = channel();
-        Ok(Self { threads: pool(loaders, "loader")?, packers: Arc::new(pool(packers, "packer")?), sender, results })
+        Ok(Self { reads, packers, sender, results })
     }
 
     /// Starts to read an adapter. `end` is called with what `pack` returned, once the source is known not to have changed meanwhile. A
@@ -49,20 +70,21 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
         pack: impl FnOnce(&SlotImage<'_>) -> Result<P, LoadError> + Send + 'static,
         end: impl FnOnce(P) -> Result<P, LoadError> + Send + 'static,
     ) {
-        let (sender, packers) = (self.sender.clone(), Arc::clone(&self.packers));
-        self.threads.spawn(move || {
+        let sender = self.sender.clone();
+        let read = move |packers: &ThreadPool| {
             let start = Instant::now();
             let pack = |image: &SlotImage<'_>| packers.install(|| pack(image));
             let result = catch_unwind(AssertUnwindSafe(|| source.read(pack).and_then(end)));
             let result = result.unwrap_or_else(|panic| Err(LoadError::Panicked { message: message(&*panic) }));
             // Without a receiver, the pool is gone, and what was packed is dropped.
             let _ = sender.send(Loaded { id, time: start.elapsed(), result });
-        });
+        };
+        self.reads.send(Box::new(read)).expect("loaders end after this");
     }
 
-    /// Calls `pack` on the packing threads, and blocks this thread meanwhile.
+    /// Calls `pack` on the packing threads of the first loader, and blocks this thread meanwhile.
     pub(crate) fn install<R: Send>(&self, pack: impl FnOnce() -> R + Send) -> R {
-        self.packers.install(pack)
+        self.packers[0].install(pack)
     }
 
     /// A read that has ended.

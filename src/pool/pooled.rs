@@ -53,7 +53,7 @@ impl<B: Backend> Pool<B> {
             max_reads: config.loaders.max(1),
         };
         let (releaser, releases) = channel();
-        let loaders = Loaders::new(limits.max_reads, config.packers.max(1))?;
+        let loaders = Loaders::new(limits.max_reads, config.packers.max(1)).map_err(PoolError::Threads)?;
         let tiers = Tiers { backend, sources: HashMap::new(), packed: HashMap::new(), loaders };
         Ok(Self { core: Core::new(limits)?, tiers, bounds, releases, releaser })
     }

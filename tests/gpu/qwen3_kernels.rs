@@ -770,3 +770,111 @@ fn grouped_gemms_are_those_of_the_cpu() {
     grouped_gemms_hold::<bf16>(12);
     grouped_gemms_hold::<f16>(13);
 }
+
+/// The routes to the experts of a rank: all of them, some in the middle, and the last one alone.
+fn routes_hold<T: Float>(seed: u64) {
+    const EXPERTS: usize = 11;
+    const TOP_K: usize = 4;
+    const COLS: usize = 40;
+    /// Its scores have a NaN.
+    const UNKNOWN: usize = 5;
+    let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
+    let (gpu, dtype, tokens) = (&kernels.gpu, T::DTYPE, choose(150, 70));
+    let routes = tokens * TOP_K;
+    let mut scores: Vec<T> = (0..tokens)
+        .flat_map(|_| {
+            // A token's scores are distinct.
+            let mut scores: Vec<T> = (0..EXPERTS).map(|place| T::from_f32(0.5 * place as f32 - 2.0)).collect();
+            scores.shuffle(&mut rng);
+            scores
+        })
+        .collect();
+    scores[UNKNOWN * EXPERTS + 3] = T::from_f32(f32::NAN);
+    let chosen: Vec<(usize, f64)> = scores
+        .chunks_exact(EXPERTS)
+        .flat_map(|scores| {
+            let weights: Vec<f64> = scores.iter().map(|score| f64::from(score.to_f32()).exp()).collect();
+            let mut chosen: Vec<(usize, f64)> = weights.into_iter().enumerate().collect();
+            let is_known = chosen.iter().all(|(_, weight)| !weight.is_nan());
+            chosen.sort_by(|a, b| if is_known { b.1.total_cmp(&a.1) } else { a.0.cmp(&b.0) });
+            let sum: f64 = chosen[..TOP_K].iter().map(|(_, weight)| weight).sum();
+            chosen
+                .into_iter()
+                .take(TOP_K)
+                .map(move |(expert, weight)| (expert, if is_known { weight / sum } else { f64::NAN }))
+        })
+        .collect();
+    let scores = gpu.upload(&scores);
+    for held in [0..EXPERTS, 3..7, EXPERTS - 1..EXPERTS] {
+        let (first, count, normalized) = (held.start, held.len(), 1_i32);
+        let [ids, weights, rows, tokens_of_rows] = [(); 4].map(|()| gpu.poisoned(routes * 4));
+        let bounds = gpu.poisoned((count + 1) * 4);
+        let addresses = [scores.address(), ids.address(), weights.address()];
+        let function = kernels.function(&format!("choose_experts_{dtype}"), 0);
+        kernels.launch(&function, (tokens, 1), qwen3_kernels::THREADS, 0, |kernel| {
+            push_all(kernel, &addresses);
+            kernel.arg(&EXPERTS).arg(&first).arg(&count).arg(&TOP_K).arg(&normalized);
+        });
+        let addresses = [ids.address(), rows.address(), tokens_of_rows.address(), bounds.address()];
+        let function = kernels.function(&format!("sort_routes_{dtype}"), 0);
+        kernels.launch(&function, (count + 1, 1), qwen3_kernels::THREADS, 0, |kernel| {
+            push_all(kernel, &addresses);
+            kernel.arg(&routes).arg(&count).arg(&TOP_K);
+        });
+        let place = |expert: usize| if held.contains(&expert) { (expert - first) as i32 } else { -1 };
+        let expected_ids: Vec<i32> = chosen.iter().map(|&(expert, _)| place(expert)).collect();
+        assert_eq!(ids.read::<i32>(), expected_ids, "{held:?}");
+        for (route, (weight, &(_, expected))) in weights.read::<f32>().into_iter().zip(&chosen).enumerate() {
+            let is_near = (f64::from(weight) - expected).abs() <= (T::UNIT + 1e-5) * expected;
+            assert!(
+                is_near || weight.is_nan() && expected.is_nan(),
+                "{held:?}, route {route}: {weight}, not {expected}"
+            );
+        }
+        let mut sorted: Vec<usize> = (0..routes).filter(|&route| expected_ids[route] >= 0).collect();
+        sorted.sort_by_key(|&route| expected_ids[route]);
+        let (mut expected_rows, mut expected_tokens) = (vec![-1; routes], vec![-1; routes]);
+        for (row, &route) in sorted.iter().enumerate() {
+            (expected_rows[route], expected_tokens[row]) = (row as i32, (route / TOP_K) as i32);
+        }
+        assert_eq!(rows.read::<i32>(), expected_rows, "{held:?}");
+        assert_eq!(tokens_of_rows.read::<i32>(), expected_tokens, "{held:?}");
+        let before = |expert: i32| sorted.iter().filter(|&&route| expected_ids[route] < expert).count() as i32;
+        assert_eq!(bounds.read::<i32>(), (0..=count as i32).map(before).collect::<Vec<_>>(), "{held:?}");
+
+        let mut x = noise::<T>(&mut rng, routes * COLS, 1.0);
+        x[sorted.len() * COLS..].fill(T::from_f32(f32::NAN));
+        let (from, out) = (gpu.upload(&x), gpu.poisoned(tokens * COLS * size_of::<T>()));
+        let addresses = [from.address(), weights.address(), rows.address(), out.address()];
+        let function = kernels.function(&format!("combine_{dtype}"), 0);
+        kernels.launch(&function, (tokens, 1), qwen3_kernels::THREADS, 0, |kernel| {
+            push_all(kernel, &addresses);
+            kernel.arg(&COLS).arg(&TOP_K);
+        });
+        let mut has_unknown = false;
+        for (token, out) in out.read::<T>().chunks_exact(COLS).enumerate() {
+            let here = (token * TOP_K..(token + 1) * TOP_K).filter(|&route| expected_rows[route] >= 0);
+            for (col, out) in out.iter().enumerate() {
+                let product =
+                    |route: usize| chosen[route].1 * f64::from(x[expected_rows[route] as usize * COLS + col].to_f32());
+                let sum: f64 = here.clone().map(product).sum();
+                let got = f64::from(out.to_f32());
+                has_unknown |= sum.is_nan();
+                assert!(
+                    (got - sum).abs() <= 3.0 * T::UNIT + 1e-5 || got.is_nan() && sum.is_nan() && token == UNKNOWN,
+                    "{held:?}, token {token}, column {col}: {got}, not {sum}"
+                );
+            }
+        }
+        // Any experts do for the unknown token, and some rank has the first ones.
+        assert_eq!(has_unknown, first < TOP_K, "{held:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn routes_of_a_rank_are_those_of_the_cpu() {
+    routes_hold::<bf16>(17);
+    routes_hold::<f16>(18);
+    routes_hold::<f32>(19);
+}

@@ -12,7 +12,7 @@ use crate::{
     limit::Limit,
     qwen3::{
         files::{self, Files, edit},
-        goldens,
+        goldens, moe,
         process::{end, fixture, free_port, qwen3, start_rank},
     },
 };
@@ -43,6 +43,49 @@ fn ranks_reproduce_the_goldens_within_rounding() {
 
 #[test]
 #[ignore = "needs two GPUs"]
+fn ranks_with_experts_of_their_own_reproduce_the_goldens() {
+    let _limit = Limit::new();
+    goldens::expert_parallel_ranks_reproduce_the_goldens("cuda", gpus());
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding() {
+    let _limit = Limit::new();
+    gpus();
+    for dtype in ["bf16", "f16"] {
+        goldens::expert_parallel_ranks_reproduce_within_rounding("cuda", dtype);
+    }
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn fully_sharded_ranks_reproduce_the_goldens() {
+    let _limit = Limit::new();
+    goldens::fully_sharded_ranks_reproduce_the_goldens("cuda", gpus());
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn fully_sharded_ranks_reproduce_the_goldens_within_rounding() {
+    let _limit = Limit::new();
+    gpus();
+    for dtype in ["bf16", "f16"] {
+        goldens::fully_sharded_ranks_reproduce_within_rounding("cuda", dtype);
+    }
+}
+
+/// Also with so many routes that deltas are added before the activation and the combine.
+#[test]
+#[ignore = "needs two GPUs"]
+fn ranks_with_different_numbers_of_experts_are_one_rank() {
+    let _limit = Limit::new();
+    gpus();
+    moe::expert_parallel_ranks_are_one_rank("cuda");
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
 fn pools_of_ranks_reproduce_the_goldens() {
     let _limit = Limit::new();
     gpus();
@@ -54,10 +97,12 @@ fn pools_of_ranks_reproduce_the_goldens() {
 fn ranks_keep_every_bit_of_the_base_model() {
     let _limit = Limit::new();
     gpus();
-    for (model, adapter) in [("qwen3", "adapters/r8-all"), ("qwen3-moe", "adapters-moe/per-expert")] {
+    let moe = ("qwen3-moe", "adapters-moe/per-expert");
+    for ((model, adapter), ep) in [(("qwen3", "adapters/r8-all"), None), (moe, None), (moe, Some("--ep"))] {
         let [model, adapter] = [model, adapter].map(|path| fixture(path).display().to_string());
         let adapter = format!("adapter={adapter}");
-        let output = qwen3(["--device", "cuda", "--tp", "2", "--model", &model, "--adapter", &adapter]);
+        let args = ["--device", "cuda", "--tp", "2", "--model", &model, "--adapter", &adapter];
+        let output = qwen3(args.into_iter().chain(ep));
         let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "{stderr}");
         assert!(stdout.contains("Base model: 1 of 1 requests have the very bits"), "{stdout}");

@@ -4,7 +4,7 @@ use std::{
     fs::{self, OpenOptions},
     path::Path,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -13,12 +13,12 @@ use aril::{
     DType,
     adapter::AdapterError,
     error::LoadError,
-    pool::{AdapterId, PoolError, Source, StreamId},
+    pool::{AdapterId, PoolConfig, PoolError, Source, StreamId},
 };
 
 use crate::{
     common::adapters::{tensor, write, write_sharded},
-    setup::{FEATURES, Setup, adding, from_handle},
+    setup::{BYTES, FEATURES, Setup, adding, from_handle},
 };
 
 const WEIGHTS: &str = "adapter_model.safetensors";
@@ -167,6 +167,35 @@ fn a_loader_that_panics_fails_one_adapter() {
     panics.store(false, Ordering::SeqCst);
     setup.pool.retry(id).unwrap();
     assert_eq!(setup.use_once(id), FEATURES as f32);
+    setup.finish();
+}
+
+/// Weights that are only there once a lock is free.
+struct Slow(Vec<u8>, Arc<Mutex<()>>);
+
+impl AsRef<[u8]> for Slow {
+    fn as_ref(&self) -> &[u8] {
+        drop(self.1.lock().unwrap());
+        &self.0
+    }
+}
+
+/// An adapter whose read takes long does not delay those of the other loader, whatever threads wait for it.
+#[test]
+fn a_slow_read_delays_no_other() {
+    let mut setup = Setup::with(3, PoolConfig::arena_bytes(3 * BYTES).loaders(2).packers(1));
+    let lock = Arc::new(Mutex::new(()));
+    let ones = bytemuck::cast_slice(&[1.0_f32; FEATURES]).to_vec();
+    let slow = setup.memory(from_handle(Slow(ones, Arc::clone(&lock))));
+    let others = [1.0, 2.0].map(|value| setup.adding(value));
+    let held = lock.lock().unwrap();
+    setup.pool.prefetch(slow).unwrap();
+    for (id, value) in others.into_iter().zip([1.0, 2.0]) {
+        assert_eq!(setup.use_once(id), value);
+    }
+    assert_eq!(setup.pool.snapshot().reading, 1);
+    drop(held);
+    assert_eq!(setup.use_once(slow), FEATURES as f32);
     setup.finish();
 }
 

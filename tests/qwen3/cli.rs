@@ -205,7 +205,10 @@ fn experts_in_one_tensor_are_the_same_model_as_a_tensor_each() {
         }
     }
     write(&path, &tensors);
-    assert_eq!(files.asks_experts(&apart), files.asks_experts(&fused));
+    for further in [&[][..], &["--tp", "2"], &["--tp", "2", "--ep"], &["--tp", "4", "--ep"]] {
+        let [apart, fused] = [&apart, &fused].map(|model| files.asks_experts_with(model, further));
+        assert_eq!(apart, fused, "{further:?}");
+    }
     edit(&Path::new(&fused).join("config.json"), |config| {
         config.insert("moe_intermediate_size".into(), json!(10_000_000));
     });
@@ -1080,8 +1083,14 @@ impl Files {
 
     /// The output of a model with experts in `f32`, and its logits.
     fn asks_experts(&self, model: &str) -> (String, Vec<u8>) {
+        self.asks_experts_with(model, &[])
+    }
+
+    /// The same, with further arguments.
+    fn asks_experts_with(&self, model: &str, further: &[&str]) -> (String, Vec<u8>) {
         let (requests, logits) = (self.requests(&json!([{ "prompt": QUESTION }])), self.path("logits"));
-        let answer = succeeds(["--model", model, "--dtype", "f32", "--requests", &requests, "--logits", &logits]);
+        let args = ["--model", model, "--dtype", "f32", "--requests", &requests, "--logits", &logits];
+        let answer = succeeds(args.iter().chain(further));
         (answer, fs::read(logits).expect("the logits are there"))
     }
 

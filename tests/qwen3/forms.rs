@@ -4,19 +4,24 @@ use std::{collections::BTreeMap, slice};
 
 use serde_json::{Value, json};
 
-use super::goldens::{Answer, all_in, golden_in, hold_f32, largest_difference, run};
+use super::goldens::{Answer, all_in, golden_in, hold_f32, largest_difference, run_with};
 
 /// All forms of an adapter give the result of the trained one, and PEFT's conversions give PEFT's result.
 ///
 /// On the CPU, results and images are bit-identical, so the tolerance of each type is 0.
 pub(crate) fn every_form_of_an_adapter_gives_the_same(device: &str, dtypes: &[(&str, f32)]) {
+    every_form_of_an_adapter_gives_the_same_with(device, dtypes, &[]);
+}
+
+/// The same, with further arguments.
+pub(crate) fn every_form_of_an_adapter_gives_the_same_with(device: &str, dtypes: &[(&str, f32)], further: &[&str]) {
     let folders = [all_in("adapters-moe"), all_in("adapters-moe-forms")].concat();
     let names = folders.iter().map(|folder| folder.file_name().and_then(|name| name.to_str()).expect("it is UTF-8"));
     let names: Vec<&str> = names.collect();
     let ask = |name: &&str| json!({ "adapter": name, "prompt": "What is the password?" });
     let requests: Vec<Value> = names.iter().map(ask).collect();
     for &(dtype, tolerance) in dtypes {
-        let answers = run(device, "qwen3-moe", &folders, dtype, &requests, false);
+        let answers = run_with(device, "qwen3-moe", &folders, dtype, &requests, further);
         let mut forms: BTreeMap<&str, Vec<&Answer>> = BTreeMap::new();
         let mut goldens = 0;
         for ((name, folder), answer) in names.iter().zip(&folders).zip(&answers) {

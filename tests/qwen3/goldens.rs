@@ -52,6 +52,9 @@ const RANKS: [(&str, usize); 9] = [
     ("untied", 5),
 ];
 
+/// The batches of models with 8 experts, and the ranks that these are spread over.
+const EXPERT_PARALLEL: [(&str, usize); 4] = [("moe", 2), ("moe-int4", 2), ("moe", 4), ("moe-int4", 4)];
+
 /// The goldens, on groups of up to so many ranks.
 pub(crate) fn ranks_reproduce_the_goldens(device: &'static str, most: usize) {
     for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks <= most) {
@@ -67,6 +70,52 @@ pub(crate) fn ranks_reproduce_within_rounding(device: &'static str, dtype: &'sta
     for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks == 2) {
         let (model, adapters) = models(batch);
         let further = ["--tp", &ranks.to_string(), "--verify"];
+        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
+        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
+    }
+}
+
+/// The goldens, on ranks that have a part of both factors of each linear layer.
+pub(crate) fn fully_sharded_ranks_reproduce_the_goldens(device: &'static str, most: usize) {
+    let ranks = RANKS.into_iter().map(|(batch, ranks)| (batch, ranks, &[][..]));
+    let further: [(&str, usize, &[&str]); 3] =
+        [("moe", 2, &["--ep"]), ("mixed", 2, &["--arena-mib", "3"]), ("moe", 2, &["--ep", "--arena-mib", "3"])];
+    for (batch, ranks, further) in ranks.chain(further).filter(|&(_, ranks, _)| ranks <= most) {
+        let ((model, adapters), ranks) = (models(batch), ranks.to_string());
+        let further = [&["--tp", &ranks, "--fully-sharded-loras"], further].concat();
+        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
+        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+    }
+}
+
+/// The same in 16 bits, on two ranks.
+pub(crate) fn fully_sharded_ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
+    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks == 2) {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", &ranks.to_string(), "--fully-sharded-loras", "--verify"];
+        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
+        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
+    }
+}
+
+/// The goldens of models with experts, on ranks that have some of the experts each.
+pub(crate) fn expert_parallel_ranks_reproduce_the_goldens(device: &'static str, most: usize) {
+    for (batch, ranks) in EXPERT_PARALLEL.into_iter().filter(|&(_, ranks)| ranks <= most) {
+        let (model, adapters) = models(batch);
+        for pool in [&[][..], &["--arena-mib", "3"]] {
+            let ranks = ranks.to_string();
+            let further = [&["--tp", &ranks, "--ep"], pool].concat();
+            let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
+            hold_f32(device, batch, &answers, &golden(batch, "f32"));
+        }
+    }
+}
+
+/// The same in 16 bits, on two ranks.
+pub(crate) fn expert_parallel_ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
+    for (batch, _) in EXPERT_PARALLEL.into_iter().filter(|&(_, ranks)| ranks == 2) {
+        let (model, adapters) = models(batch);
+        let further = ["--tp", "2", "--ep", "--verify"];
         let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
         hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
     }

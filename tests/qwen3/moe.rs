@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 
 use super::{
     files::{Files, Tensors, edit, read, write},
-    goldens::{F32_TOLERANCE, FLOOR, all_in, largest_difference, requests, run},
-    process::fixture,
+    goldens::{F32_TOLERANCE, FLOOR, all_in, largest_difference, requests, run, run_with},
+    process::{fixture, qwen3},
 };
 
 /// Adapters change the logits of a model in 4 bits as they change those of its unpacked weights. The two bases are equal, so the
@@ -110,6 +110,54 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
             }
         }
     }
+}
+
+/// Models whose experts two ranks cannot share evenly, with an adapter of all experts: the logits of one rank. Also where a rank has a
+/// single expert, and in 4 bits.
+pub(crate) fn expert_parallel_ranks_are_one_rank(device: &str) {
+    let cases = [
+        (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),
+        (Sizes { hidden: 64, inter: 17, experts: 2, top_k: 1 }, None),
+        (Sizes { hidden: 64, inter: 96, experts: 131, top_k: 8 }, None),
+        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(32)),
+    ];
+    for (sizes, group) in cases {
+        let files = Files::new();
+        let (model, adapter) = (files.random_model("model", sizes, group), files.adapter("adapter", sizes));
+        let requests: Vec<Value> = questions().into_iter().flat_map(|request| both(&request)).collect();
+        let [ranks, one] = [&["--tp", "2", "--ep"][..], &[]]
+            .map(|further| run_with(device, &model, slice::from_ref(&adapter), "f32", &requests, further));
+        for (index, (ranks, one)) in ranks.iter().zip(&one).enumerate() {
+            // A random model's greedy tokens soon diverge.
+            let [a, b] = [ranks, one].map(|answer| &answer.logits[..answer.vocab]);
+            let difference = largest_difference(a, b);
+            assert!(difference <= F32_TOLERANCE, "{sizes:?} {group:?}, request {index}: {difference}");
+        }
+        for answers in ranks.chunks_exact(2) {
+            let [base, adapted] = [&answers[0], &answers[1]].map(|answer| &answer.logits[..answer.vocab]);
+            let moved = largest_difference(base, adapted);
+            assert!(moved > 10.0 * F32_TOLERANCE, "{sizes:?}: the adapter moves the logits by {moved} only");
+        }
+    }
+}
+
+/// A request without and with the adapter.
+fn both(request: &Value) -> [Value; 2] {
+    let mut adapted = request.clone();
+    adapted["adapter"] = json!("adapter");
+    [request.clone(), adapted]
+}
+
+pub(crate) fn fewer_experts_than_ranks_are_refused() {
+    let files = Files::new();
+    let model = files.random_model("model", Sizes { hidden: 64, inter: 32, experts: 1, top_k: 1 }, None);
+    let requests = files.0.path().join("requests.json");
+    fs::write(&requests, r#"[{"token_ids": [1]}]"#).expect("the requests can be written");
+    let output = qwen3(["--tp", "2", "--ep", "--model", &model, "--requests", &requests.display().to_string()]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    let refusal = "model.layers.0.mlp.experts: 1 experts cannot be spread over 2 ranks, each of which needs one";
+    assert_eq!(stderr.matches(refusal).count(), 1, "{stderr}");
 }
 
 fn without_adapter(request: &Value) -> Value {

@@ -14,7 +14,7 @@ use safetensors::Dtype;
 
 use super::{
     files::{self, Files},
-    goldens,
+    forms, goldens, moe,
     process::{END_LIMIT, end, fixture, free_port, qwen3, start_rank},
 };
 
@@ -106,6 +106,93 @@ fn processes_are_ranks() {
 }
 
 #[test]
+fn ranks_with_experts_of_their_own_reproduce_the_goldens() {
+    goldens::expert_parallel_ranks_reproduce_the_goldens("cpu", 4);
+}
+
+#[test]
+fn ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding() {
+    goldens::expert_parallel_ranks_reproduce_within_rounding("cpu", "bf16");
+}
+
+#[test]
+fn fully_sharded_ranks_reproduce_the_goldens() {
+    goldens::fully_sharded_ranks_reproduce_the_goldens("cpu", 5);
+}
+
+/// An arena that is too small for a rank's part of one factor and all of the other.
+#[test]
+fn fully_sharded_ranks_hold_a_part_of_both_factors() {
+    let [model, adapter] = ["qwen3", "adapters/r64-all"].map(|path| fixture(path).display().to_string());
+    let adapter = format!("a={adapter}");
+    let args = ["--tp", "2", "--dtype", "f32", "--arena-mib", "2", "--model", &model, "--adapter", &adapter];
+    refuse(&args, "adapter `a`: no rank of the group loaded the adapter", "of the weight table has 2097152");
+    let output = qwen3(args.into_iter().chain(["--fully-sharded-loras"]));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+}
+
+#[test]
+fn fully_sharded_ranks_reproduce_the_goldens_within_rounding() {
+    goldens::fully_sharded_ranks_reproduce_within_rounding("cpu", "bf16");
+}
+
+#[test]
+fn ranks_with_experts_of_their_own_serve_every_form_of_an_adapter() {
+    for ranks in ["2", "4"] {
+        forms::every_form_of_an_adapter_gives_the_same_with("cpu", &[("f32", 0.0)], &["--tp", ranks, "--ep"]);
+    }
+}
+
+#[test]
+fn ranks_with_different_numbers_of_experts_are_one_rank() {
+    moe::expert_parallel_ranks_are_one_rank("cpu");
+}
+
+#[test]
+fn the_small_models_with_experts_run_with_experts_on_their_ranks() {
+    let output = qwen3(["--tp", "2", "--ep", "--verify"]);
+    let (text, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{text}{error}");
+    assert!(text.starts_with("qwen3-moe: ") && text.contains("\nqwen3-moe-int4: "), "{text}");
+    assert_eq!(text.matches("bf16 on cpu and 2 ranks, each with some of the experts").count(), 2, "{text}");
+    assert_eq!(text.matches("2 of 2 requests have the very bits").count(), 2, "{text}");
+}
+
+#[test]
+fn splits_that_cannot_be_are_refused() {
+    let model = fixture("qwen3").display().to_string();
+    refuse(&["--tp", "2", "--ep", "--model", &model], "--ep: ", "has no experts");
+    for switch in ["--ep", "--fully-sharded-loras"] {
+        refuse(&[switch], "the following required arguments were not provided: --tp <N>", "");
+    }
+    moe::fewer_experts_than_ranks_are_refused();
+}
+
+fn refuse(args: &[&str], beginning: &str, end: &str) {
+    let output = qwen3(args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains(beginning) && stderr.trim_end().ends_with(end), "{stderr}");
+}
+
+#[test]
+fn ranks_that_split_the_model_differently_are_refused() {
+    let model = fixture("qwen3-moe").display().to_string();
+    let args = ["--device", "cpu", "--tp", "2", "--max-new-tokens", "2", "--model", &model];
+    for switch in ["--ep", "--fully-sharded-loras"] {
+        let (port, of_ranks) = (free_port(), [vec![], vec![switch]]);
+        let start = |(rank, own): (usize, &Vec<&str>)| start_rank((rank, 2), port, &[&args[..], own].concat());
+        let ranks: Vec<Child> = of_ranks.iter().enumerate().map(start).collect();
+        for (code, _, error) in ranks.into_iter().map(end) {
+            assert_eq!(code, Some(2));
+            let refusal = format!("rank 1 was started with {switch}, and rank 0 without it");
+            assert!(error.contains(&refusal), "{error}");
+        }
+    }
+}
+
+#[test]
 fn a_rank_that_does_not_come_ends_the_others() {
     let (code, _, error) = end(start(0, free_port(), &["--tp-seconds", "1"]));
     assert_eq!(code, Some(2));
@@ -157,14 +244,17 @@ fn ranks_that_do_different_things_are_told() {
     assert!(error.contains("rank 1: of another size than"), "{error}");
 }
 
-/// Sends the zeros that rank 1 has as its part of the embedding of the first prompt, and drops the sum.
+/// Sends the zeros that rank 1 has as its switches, as the rank of its adapters and as its part of the embedding of the first prompt, and
+/// drops the answers.
 fn exchange(second: &mut TcpStream) {
     // The tokens of the default request, each of 64 features in bf16.
     let prompt = 7 * 64 * 2;
-    second.write_all(&(prompt as u64).to_le_bytes()).expect("rank 0 listens");
-    second.write_all(&vec![0; prompt]).expect("rank 0 listens");
-    let mut sums = vec![0; 2 * (8 + prompt)];
-    second.read_exact(&mut sums).expect("rank 0 answers");
+    for len in [2, 8, prompt] {
+        second.write_all(&(len as u64).to_le_bytes()).expect("rank 0 listens");
+        second.write_all(&vec![0; len]).expect("rank 0 listens");
+        let mut answer = vec![0; 2 * (8 + len)];
+        second.read_exact(&mut answer).expect("rank 0 answers");
+    }
 }
 
 /// Starts a process as a rank of two.

@@ -9,7 +9,7 @@ use aril::{
 
 use crate::{
     common::adapters::Lora,
-    numbers::{SLOTS, TOKENS, adapter, delta, integers, module, table},
+    numbers::{RANK, SLOTS, TOKENS, adapter, delta, integers, module, table},
 };
 
 const HIDDEN: usize = 6;
@@ -23,23 +23,41 @@ struct Adapted {
     down: Vec<Lora>,
 }
 
-fn adapted(num_experts: usize, inter: usize) -> Adapted {
-    let all = |name: &str, inputs, outputs| {
-        let one = |expert| module(ModuleKind::Linear, &format!("experts.{expert}.{name}"), inputs, outputs);
-        (0..num_experts).map(one).collect()
-    };
-    let [gate, up] = ["gate_proj", "up_proj"].map(|name| all(name, HIDDEN, inter));
-    Adapted { gate, up, down: all("down_proj", inter, HIDDEN) }
+/// The factors that all experts of an adapter share.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Shared {
+    Nothing,
+    /// A of gate and up, and B of down.
+    Outer,
 }
 
-/// Checks `parts` groups of experts, each sharded over `size` ranks. Returns whether the intermediate features can be divided.
-fn check(parts: usize, size: usize, inter: usize) -> bool {
-    let num_experts = 2 * parts;
+fn adapted(num_experts: usize, inter: usize, shared: Shared) -> Adapted {
+    let all = |name: &str, inputs, outputs| {
+        let one = |expert| module(ModuleKind::Linear, &format!("experts.{expert}.{name}"), inputs, outputs);
+        (0..num_experts).map(one).collect::<Vec<_>>()
+    };
+    let [mut gate, mut up] = ["gate_proj", "up_proj"].map(|name| all(name, HIDDEN, inter));
+    let mut down = all("down_proj", inter, HIDDEN);
+    for (expert, (gate, (up, down))) in gate.iter_mut().zip(up.iter_mut().zip(&mut down)).enumerate() {
+        for (lora, is_down) in [(gate, false), (up, false), (down, true)] {
+            let (inputs, outputs) = if is_down { (inter, HIDDEN) } else { (HIDDEN, inter) };
+            let seed = |own: usize, is_shared| if is_shared && shared == Shared::Outer { 0 } else { own };
+            lora.a = integers(seed(1 + 2 * expert, !is_down), RANK * inputs);
+            lora.b = integers(seed(2 + 2 * expert, is_down), RANK * outputs);
+        }
+    }
+    Adapted { gate, up, down }
+}
+
+/// Checks groups of so many experts each, every group sharded over `size` ranks. Returns whether the intermediate features can be divided.
+fn check(groups: &[usize], size: usize, inter: usize, shared: Shared) -> bool {
+    let (parts, num_experts) = (groups.len(), groups.iter().sum());
     let mut spec = ModelSpec::new();
     let id = spec.experts(Experts::new("experts", num_experts, HIDDEN, inter).top_k(TOP_K)).unwrap();
     let shard = |part: usize, rank: usize| {
         let (tp, own) = (TpRank::new(part * size + rank, parts * size).unwrap(), TpRank::new(rank, size).unwrap());
-        spec.shard(Shard::new(tp).experts_tp(own).held(id, 2 * part..2 * part + 2))
+        let first = groups[..part].iter().sum();
+        spec.shard(Shard::new(tp).experts_tp(own).held(id, first..first + groups[part]))
     };
     if !inter.is_multiple_of(size) {
         let error = SpecError::Uneven { path: "experts".into(), features: inter, shards: size, size };
@@ -47,13 +65,16 @@ fn check(parts: usize, size: usize, inter: usize) -> bool {
         (0..parts).for_each(|part| (0..size).for_each(|rank| assert_eq!(shard(part, rank).unwrap_err(), error)));
         return false;
     }
-    let Adapted { gate, up, down } = adapted(num_experts, inter);
+    let Adapted { gate, up, down } = adapted(num_experts, inter, shared);
     let all = adapter(&[&gate[..], &up, &down].concat());
     let ids: Vec<usize> = (0..ROUTES).map(|route| (5 * route + 1) % num_experts).collect();
+    let router: Vec<f32> = (1..=ROUTES).map(|route| route as f32).collect();
     let (x, activated) = (integers(3, TOKENS * HIDDEN), integers(4, ROUTES * inter));
     let mut held_by = vec![vec![0; inter]; num_experts];
     // By route: gate and up, and the sum of down over all ranks.
     let (mut gate_up, mut sums) = (vec![0.0; ROUTES * 2 * inter], vec![0.0; ROUTES * HIDDEN]);
+    // By token: the sum of all routes on all ranks.
+    let mut combined = vec![0.0; TOKENS * HIDDEN];
     for (part, rank) in (0..parts).flat_map(|part| (0..size).map(move |rank| (part, rank))) {
         let weights = table(&shard(part, rank).unwrap(), std::slice::from_ref(&all));
         let site = &weights.model()[id];
@@ -63,7 +84,7 @@ fn check(parts: usize, size: usize, inter: usize) -> bool {
         let local =
             |expert: &usize| site.held().iter().position(|held| held == expert).map_or(-1, |local| local as i32);
         let local: Vec<i32> = ids.iter().map(local).collect();
-        let top_k = TopK::new(&local, TOP_K).unwrap();
+        let top_k = TopK::new(&local, TOP_K).unwrap().with_weights(&router).unwrap();
         let mut workspace = Workspace::default();
         let mut step = weights.step(&Batch::new(&SLOTS), &mut workspace).unwrap();
         let experts = LoraExperts::new(&weights, id).unwrap();
@@ -84,6 +105,11 @@ fn check(parts: usize, size: usize, inter: usize) -> bool {
             (Matrix::new(&own, ROUTES, width).unwrap(), MatrixMut::new(&mut y, ROUTES, HIDDEN).unwrap());
         experts.add_down_delta(&mut step, &top_k, own, y_matrix).unwrap();
         sums.iter_mut().zip(y).for_each(|(sum, y)| *sum += y);
+
+        let mut y = vec![0.0; TOKENS * HIDDEN];
+        let y_matrix = MatrixMut::new(&mut y, TOKENS, HIDDEN).unwrap();
+        experts.add_combined_delta(&mut step, &top_k, own, y_matrix).unwrap();
+        combined.iter_mut().zip(y).for_each(|(sum, y)| *sum += y);
     }
     // Every feature of every expert is on one rank.
     assert!(held_by.iter().flatten().all(|&ranks| ranks == 1));
@@ -98,7 +124,10 @@ fn check(parts: usize, size: usize, inter: usize) -> bool {
         assert_eq!(gate_up[route * 2 * inter..][..2 * inter], both);
         let down = expected(&down[expert], &activated[route * inter..][..inter]);
         assert_eq!(sums[route * HIDDEN..][..HIDDEN], down);
+        let combined = &mut combined[token * HIDDEN..][..HIDDEN];
+        combined.iter_mut().zip(down).for_each(|(sum, down)| *sum -= router[route] * down);
     }
+    assert!(combined.iter().all(|&left| left == 0.0), "{groups:?} {size} {shared:?}: {combined:?}");
     true
 }
 
@@ -107,7 +136,7 @@ fn tensor_parallel() {
     let (mut even, mut uneven) = (0, 0);
     for size in 1..=16 {
         for inter in [12, 70, 5 * size] {
-            if check(1, size, inter) { even += 1 } else { uneven += 1 }
+            if check(&[2], size, inter, Shared::Nothing) { even += 1 } else { uneven += 1 }
         }
     }
     assert!(even >= 16 && uneven >= 16, "{even} even, {uneven} uneven");
@@ -119,7 +148,20 @@ fn expert_parallel() {
     for (parts, size) in
         (1..=16).flat_map(|ranks| (1..=ranks).filter(move |parts| ranks % parts == 0).map(move |p| (p, ranks / p)))
     {
-        assert!(check(parts, size, 5 * size));
-        assert_eq!(check(parts, size, 5 * size + 1), size == 1);
+        let groups = vec![2; parts];
+        for shared in [Shared::Nothing, Shared::Outer] {
+            assert!(check(&groups, size, 5 * size, shared));
+        }
+        assert_eq!(check(&groups, size, 5 * size + 1, Shared::Nothing), size == 1);
+    }
+}
+
+/// Ranks with different numbers of experts, also without any.
+#[test]
+fn uneven_expert_parallel() {
+    for groups in [&[3, 2][..], &[1, 1, 2], &[0, 4], &[5, 0, 1, 0], &[4, 3, 3, 3]] {
+        for (size, shared) in [1, 2].into_iter().flat_map(|size| [(size, Shared::Nothing), (size, Shared::Outer)]) {
+            assert!(check(groups, size, 5 * size, shared));
+        }
     }
 }

@@ -55,10 +55,10 @@ pub(crate) fn group(spec: &ModelSpec, size: usize, adapter: &Adapter) -> Vec<Wei
     models.map(|model| table(&model, std::slice::from_ref(adapter))).collect()
 }
 
-/// A table with the adapters in its first slots, for no higher ranks than theirs.
+/// A table with the adapters in its first slots, for no higher ranks than theirs, or than 1 where they have no factors.
 pub(crate) fn table(model: &Model, adapters: &[Adapter]) -> WeightTable {
     let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(model, DType::F32).unwrap()).collect();
-    let max_rank = images.iter().map(SlotImage::max_rank).max().unwrap();
+    let max_rank = images.iter().map(SlotImage::max_rank).max().unwrap().max(1);
     let capacity = Capacity::tokens(TOKENS).slots(images.len()).rank(max_rank);
     let weights = WeightTable::new(model, DType::F32, capacity, WeightTable::arena_bytes(&images)).unwrap();
     for (slot, image) in images.iter().enumerate() {

@@ -1,6 +1,6 @@
 //! The experts of the base model on the CPU: the router's choice, and one product per expert with the rows that chose it.
 
-use std::{borrow::Cow, iter};
+use std::{borrow::Cow, ops::Range};
 
 use aril::{Element, routing::TopK};
 use rayon::prelude::*;
@@ -11,37 +11,49 @@ use crate::{
     experts::{ExpertWeights, ExpertsShape, GroupedGemm, Int4},
 };
 
-/// The experts that each token chose, and the routes sorted by expert.
+/// The experts that each token chose, and the routes to those of this rank, sorted by expert.
 #[derive(Debug)]
 pub(crate) struct Routes {
     top_k: usize,
-    /// `[tokens, top_k]`
+    /// `[tokens, top_k]`: the expert's place among those of this rank, -1 if it is on another.
     ids: Vec<i32>,
     weights: Vec<f32>,
+    /// -1 for routes to other ranks.
     row_of_route: Vec<i32>,
     /// The token of each row.
     tokens: Vec<u32>,
-    /// Each expert that has rows, and how many.
+    /// Each expert that has rows, by its place, and how many.
     groups: Vec<(usize, usize)>,
 }
 
 impl Routes {
-    pub(super) fn new<T: Element>(scores: &Tensor<T>, top_k: usize, normalized: bool) -> Self {
-        let chosen: Vec<(i32, f32)> =
+    pub(super) fn new<T: Element>(
+        scores: &Tensor<T>,
+        top_k: usize,
+        normalized: bool,
+        held: Range<usize>,
+    ) -> Result<Self> {
+        let chosen: Vec<(usize, f32)> =
             scores.data.par_chunks(scores.cols).flat_map_iter(|scores| choose(scores, top_k, normalized)).collect();
-        let (ids, weights): (Vec<i32>, Vec<f32>) = chosen.into_iter().unzip();
+        let (experts, weights): (Vec<usize>, Vec<f32>) = chosen.into_iter().unzip();
         // The sort is stable, so an expert's rows are in the order of tokens.
-        let mut routes: Vec<usize> = (0..ids.len()).collect();
-        routes.sort_by_key(|&route| ids[route]);
-        let mut row_of_route = vec![0; ids.len()];
-        for (row, &route) in (0..).zip(&routes) {
-            row_of_route[route] = row;
+        let mut routes: Vec<usize> = (0..experts.len()).filter(|&route| held.contains(&experts[route])).collect();
+        routes.sort_by_key(|&route| experts[route]);
+        let (mut ids, mut row_of_route) = (vec![-1; experts.len()], vec![-1; experts.len()]);
+        for (row, &route) in routes.iter().enumerate() {
+            ids[route] = i32::try_from(experts[route] - held.start)?;
+            row_of_route[route] = i32::try_from(row)?;
         }
-        let token_of_route: Vec<u32> = (0..).flat_map(|token| iter::repeat_n(token, top_k)).take(ids.len()).collect();
-        let tokens = routes.iter().map(|&route| token_of_route[route]).collect();
-        let groups = routes.chunk_by(|a, b| ids[*a] == ids[*b]);
-        let groups = groups.map(|group| (ids[group[0]].cast_unsigned() as usize, group.len())).collect();
-        Self { top_k, ids, weights, row_of_route, tokens, groups }
+        let token = |&route: &usize| u32::try_from(route / top_k);
+        let tokens = routes.iter().map(token).collect::<std::result::Result<_, _>>()?;
+        let groups = routes.chunk_by(|a, b| experts[*a] == experts[*b]);
+        let groups = groups.map(|group| (experts[group[0]] - held.start, group.len())).collect();
+        Ok(Self { top_k, ids, weights, row_of_route, tokens, groups })
+    }
+
+    /// The routes to all ranks, which is the number of rows of matrices of routes.
+    pub(super) fn len(&self) -> usize {
+        self.ids.len()
     }
 
     pub(super) fn tokens(&self) -> &Vec<u32> {
@@ -54,10 +66,10 @@ impl Routes {
     }
 }
 
-fn choose<T: Element>(scores: &[T], top_k: usize, normalized: bool) -> impl Iterator<Item = (i32, f32)> {
+fn choose<T: Element>(scores: &[T], top_k: usize, normalized: bool) -> impl Iterator<Item = (usize, f32)> {
     let mut weights: Vec<f32> = scores.iter().map(|score| score.to_f32()).collect();
     softmax(&mut weights);
-    let mut experts: Vec<(i32, f32)> = (0..).zip(weights).collect();
+    let mut experts: Vec<(usize, f32)> = weights.into_iter().enumerate().collect();
     experts.sort_by(|a, b| b.1.total_cmp(&a.1));
     experts.truncate(top_k);
     let sum = if normalized { experts.iter().map(|(_, weight)| weight).sum() } else { 1.0 };
@@ -89,7 +101,9 @@ impl<T: Element, W: Panels> GroupedGemm<Cpu<T>> for Vec<W> {
         });
         let groups: Vec<_> = groups.collect();
         let products: Vec<Vec<T>> = groups.into_par_iter().map(|(weight, x)| product(x, weight)).collect();
-        Ok(Tensor { cols: self[0].shape().0, data: products.concat() })
+        let (cols, mut data) = (self[0].shape().0, products.concat());
+        data.resize(routes.len() * cols, T::default());
+        Ok(Tensor { cols, data })
     }
 }
 

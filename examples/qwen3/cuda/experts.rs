@@ -1,7 +1,7 @@
 //! The experts of the base model on the GPU: the router's choice, and one launch for the products of all experts. The host does not
 //! know the number of rows of an expert.
 
-use std::{result, sync::Arc};
+use std::{ops::Range, result, sync::Arc};
 
 use aril::{DType, Element, cuda};
 use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _};
@@ -52,15 +52,17 @@ impl GroupedGemms {
     }
 }
 
-/// The experts that each token chose, and the routes sorted by expert.
+/// The experts that each token chose, and the routes to those of this rank, sorted by expert.
 pub(crate) struct Routes {
-    /// `[tokens, top_k]`, -1 if a score is NaN.
+    /// The experts on this rank.
+    held: Range<usize>,
+    /// `[tokens, top_k]`: the expert's place among those of this rank, -1 if it is on another.
     ids: Matrix<i32>,
     /// `[tokens, top_k]`
     pub(super) weights: Matrix<f32>,
-    /// `[tokens, top_k]`
+    /// `[tokens, top_k]`, -1 for routes to other ranks.
     pub(super) row_of_route: Matrix<i32>,
-    /// The token of each row.
+    /// The token of each row, -1 for the rows that belong to no route.
     pub(super) tokens: Matrix<i32>,
     /// The first row of each expert, and the end of the last one's.
     bounds: Matrix<i32>,
@@ -71,15 +73,17 @@ impl Routes {
     pub(super) fn new<T: Element + DeviceRepr>(
         device: &Cuda<T>,
         tokens: usize,
-        experts: usize,
+        held: Range<usize>,
         top_k: usize,
     ) -> Result<Self> {
+        let experts = held.len();
         Ok(Self {
             ids: device.alloc(tokens, top_k)?,
             weights: device.alloc(tokens, top_k)?,
             row_of_route: device.alloc(tokens, top_k)?,
             tokens: device.alloc(tokens * top_k, 1)?,
             bounds: device.alloc(experts + 1, 1)?,
+            held,
         })
     }
 
@@ -89,17 +93,18 @@ impl Routes {
         scores: &Matrix<T>,
         normalized: bool,
     ) -> Result<()> {
-        let Self { ids, weights, row_of_route, tokens, bounds } = self;
+        let Self { held, ids, weights, row_of_route, tokens, bounds } = self;
         let (experts, top_k, normalized) = (scores.cols, ids.cols, i32::from(normalized));
+        let (first_held, num_held) = (held.start, held.len());
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
-        kernel.arg(&experts).arg(&top_k).arg(&normalized);
+        kernel.arg(&experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
         launch(kernel, scores.rows, 1)?;
 
         let mut kernel = device.kernel(&device.functions.sort_routes);
         kernel.arg(&ids.address).arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address);
-        kernel.arg(&tokens.rows).arg(&experts).arg(&top_k);
-        launch(kernel, experts + 1, 1)
+        kernel.arg(&tokens.rows).arg(&num_held).arg(&top_k);
+        launch(kernel, num_held + 1, 1)
     }
 
     /// The routes as the library's operand.

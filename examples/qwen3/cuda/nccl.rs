@@ -39,26 +39,19 @@ const LOOK: Duration = Duration::from_millis(5);
 pub(super) struct Nccl {
     communicator: sys::ncclComm_t,
     is_aborted: Cell<bool>,
-    element: sys::ncclDataType_t,
     rank: Rank,
     queue: Queue,
 }
 
 impl Nccl {
     /// Waits for the other ranks, which must start theirs.
-    pub(super) fn new(dtype: DType, queue: &Queue, rank: &Rank) -> Result<Self> {
+    pub(super) fn new(queue: &Queue, rank: &Rank) -> Result<Self> {
         // SAFETY: loading the library has no preconditions.
         if !unsafe { sys::is_culib_present() } {
             bail!(
                 "NCCL was not found: add a folder with `libnccl.so` to LD_LIBRARY_PATH (a link to `libnccl.so.2` will do)"
             );
         }
-        let element = match dtype {
-            DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
-            DType::F16 => sys::ncclDataType_t::ncclFloat16,
-            DType::F32 => sys::ncclDataType_t::ncclFloat32,
-            _ => bail!("{dtype} is not implemented"),
-        };
         let (tp, mut id) = (rank.tp(), sys::ncclUniqueId { internal: [0; 128] });
         if tp.rank() == 0 {
             id = result::get_uniqueid().map_err(failed)?;
@@ -73,7 +66,7 @@ impl Nccl {
         unsafe { result::comm_init_rank(communicator.as_mut_ptr(), size, id, index) }.map_err(failed)?;
         // SAFETY: it was written.
         let communicator = unsafe { communicator.assume_init() };
-        Ok(Self { communicator, is_aborted: Cell::new(false), element, rank: rank.clone(), queue: queue.clone() })
+        Ok(Self { communicator, is_aborted: Cell::new(false), rank: rank.clone(), queue: queue.clone() })
     }
 
     pub(super) fn tp(&self) -> TpRank {
@@ -82,29 +75,36 @@ impl Nccl {
 
     /// Enqueues `y += ` those of the other ranks.
     pub(super) fn all_reduce<T: Element>(&self, y: &mut Matrix<T>) -> Result<()> {
-        let (stream, at) = (self.enter()?, y.address as *mut c_void);
+        let (stream, at, element) = (self.enter()?, y.address as *mut c_void, element::<T>()?);
         // SAFETY: the matrix has as many elements of this type, and the stream orders its uses. The communicator is alive.
         let enqueued = unsafe {
             let sum = sys::ncclRedOp_t::ncclSum;
-            result::all_reduce(at, at, y.len(), self.element, sum, self.communicator, stream)
+            result::all_reduce(at, at, y.len(), element, sum, self.communicator, stream)
         };
         enqueued.map(drop).map_err(failed)
     }
 
-    /// Enqueues the copy of the matrices of all ranks to `parts`, one below the other, and then of their first columns to `out`, side by
-    /// side.
+    /// Enqueues the copy of the matrices of all ranks to `parts`, one below the other.
+    pub(super) fn gather<T: Element>(&self, x: &Matrix<T>, parts: &mut Matrix<T>) -> Result<()> {
+        assert_eq!(parts.len(), self.rank.tp().size() * x.len());
+        let (stream, element) = (self.enter()?, element::<T>()?);
+        let (from, to) = (x.address as *const c_void, parts.address as *mut c_void);
+        // SAFETY: the matrices have as many elements of this type (asserted), and the stream orders their uses. The communicator is
+        // alive.
+        unsafe { result::all_gather(from, to, x.len(), element, self.communicator, stream) }.map_err(failed)?;
+        Ok(())
+    }
+
+    /// [`gather`](Self::gather), and then the copy of the first columns of all ranks to `out`, side by side.
     pub(super) fn all_gather<T: Element>(
         &self,
         x: &Matrix<T>,
         parts: &mut Matrix<T>,
         out: &mut Matrix<T>,
     ) -> Result<()> {
-        assert_eq!((parts.len(), out.rows), (self.rank.tp().size() * x.len(), x.rows));
+        assert_eq!(out.rows, x.rows);
+        self.gather(x, parts)?;
         let stream = self.enter()?;
-        let (from, to) = (x.address as *const c_void, parts.address as *mut c_void);
-        // SAFETY: the matrices have as many elements of this type (asserted), and the stream orders their uses. The communicator is
-        // alive.
-        unsafe { result::all_gather(from, to, x.len(), self.element, self.communicator, stream) }.map_err(failed)?;
         let bytes = |elements: usize| elements * size_of::<T>();
         for first in (0..out.cols).step_by(x.cols) {
             let cols = x.cols.min(out.cols - first);
@@ -194,6 +194,16 @@ impl Drop for Nccl {
             let _ = unsafe { result::comm_destroy(self.communicator) };
         }
     }
+}
+
+/// NCCL's name of an element type.
+fn element<T: Element>() -> Result<sys::ncclDataType_t> {
+    Ok(match T::DTYPE {
+        DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
+        DType::F16 => sys::ncclDataType_t::ncclFloat16,
+        DType::F32 => sys::ncclDataType_t::ncclFloat32,
+        other => bail!("{other} is not implemented"),
+    })
 }
 
 /// NCCL's error, and its last message.

@@ -4,8 +4,9 @@
 // by expert, and a GEMM over all experts in one launch, whose sizes nothing on the host has to
 // know.
 //
-// A route is a (token, expert) pair, numbered token * top_k + k. Matrices of routes have a row for
-// each, the rows of an expert together: bounds[e] is the first of expert e.
+// A route is a (token, expert) pair, numbered token * top_k + k. Matrices of routes have as many
+// rows, the rows of an expert together: bounds[e] is the first of expert e. With expert
+// parallelism, `experts` are those of this rank; routes to others have no row.
 #pragma once
 
 #include <float.h>
@@ -38,13 +39,14 @@ __device__ __forceinline__ Choice warp_first(Choice first) {
 }
 
 // The experts of the top_k largest scores of a token and what they weigh: their softmax over all
-// experts, divided by its sum over the chosen if normalized, rounded. One warp of the block does
-// it.
+// experts, divided by its sum over the chosen if normalized, rounded. An id is relative to the
+// first of the held experts, and -1 for all others. One warp of the block does it.
 template <typename T>
 __device__ void choose_experts(const T* scores,  // [tokens, experts]
                                int32_t* ids,     // [tokens, top_k]
                                float* weights,   // [tokens, top_k]
-                               int64_t experts, int64_t top_k, int32_t normalized) {
+                               int64_t experts, int64_t first_held, int64_t num_held, int64_t top_k,
+                               int32_t normalized) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x;
   scores += blockIdx.x * experts;
@@ -75,9 +77,10 @@ __device__ void choose_experts(const T* scores,  // [tokens, experts]
     last = warp_first(next);
     chosen += last.weight;
     if (lane == 0) {
-      // With a NaN among the scores, no expert comes next.
+      // With a NaN among the scores, no expert comes next. Any will do to make the output NaN, too.
       const bool is_none = last.expert == INT_MAX;
-      ids[k] = is_none ? -1 : last.expert;
+      const int64_t place = (is_none ? k : last.expert) - first_held;
+      ids[k] = 0 <= place && place < num_held ? static_cast<int32_t>(place) : -1;
       weights[k] = is_none ? NAN : last.weight;
     }
   }
@@ -88,7 +91,8 @@ __device__ void choose_experts(const T* scores,  // [tokens, experts]
 }
 
 // The rows of an expert's routes: in the order of their numbers, behind those of the experts before
-// it. A block for each expert, and one more for the routes that have none, whose rows come last.
+// it. A block for each expert, and one more for the routes whose experts are not here. These have
+// row -1, and as many rows at the end have token -1.
 __device__ void sort_routes(const int32_t* ids,     // [routes]
                             int32_t* row_of_route,  // [routes]
                             int32_t* token_of_row,  // [routes]
@@ -126,17 +130,18 @@ __device__ void sort_routes(const int32_t* ids,     // [routes]
       row += counts[w];
     }
     if (is_mine) {
-      row_of_route[route] = place;
-      token_of_row[place] = static_cast<int32_t>(route / top_k);
+      const bool is_here = expert < experts;
+      row_of_route[route] = is_here ? place : -1;
+      token_of_row[place] = is_here ? static_cast<int32_t>(route / top_k) : -1;
     }
   }
 }
 
-// The sum of a token's expert outputs, each times its weight, rounded once.
+// The sum of the outputs of a token's experts that are here, each times its weight, rounded once.
 template <typename T>
 __device__ void combine(const T* x,                   // [routes, cols]
                         const float* weights,         // [tokens, top_k]
-                        const int32_t* row_of_route,  // [tokens, top_k]
+                        const int32_t* row_of_route,  // [tokens, top_k]; -1 for experts elsewhere
                         T* out,                       // [tokens, cols]
                         int64_t cols, int64_t top_k) {
   weights += blockIdx.x * top_k;
@@ -144,7 +149,8 @@ __device__ void combine(const T* x,                   // [routes, cols]
   for (int64_t i = threadIdx.x; i < cols; i += kThreads) {
     float sum = 0.0f;
     for (int64_t k = 0; k < top_k; ++k) {
-      sum += weights[k] * static_cast<float>(x[row_of_route[k] * cols + i]);
+      const int64_t row = row_of_route[k];
+      if (row >= 0) sum += weights[k] * static_cast<float>(x[row * cols + i]);
     }
     out[blockIdx.x * cols + i] = static_cast<T>(sum);
   }

@@ -501,19 +501,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       add_##suffix(T* y, const T* x, int64_t cols) {                                              \
     add(y, x, cols);                                                                              \
   }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      gather_##suffix(const T* table, const int32_t* rows, T* out, int64_t table_rows,            \
-                      int64_t cols) {                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads) gather_##suffix(                         \
+      const T* table, const int32_t* rows, T* out, int64_t table_rows, int64_t cols) {            \
     gather(table, rows, out, table_rows, cols);                                                   \
   }                                                                                               \
   extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads) draw_##suffix(          \
       const T* logits, const Draw* draws, int32_t* tokens, float* logprobs, int64_t vocab) {      \
     draw(logits, draws, tokens, logprobs, vocab);                                                 \
   }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      choose_experts_##suffix(const T* scores, int32_t* ids, float* weights, int64_t experts,     \
-                              int64_t top_k, int32_t normalized) {                                \
-    choose_experts(scores, ids, weights, experts, top_k, normalized);                             \
+  extern "C" __global__ void __launch_bounds__(kThreads) choose_experts_##suffix(                 \
+      const T* scores, int32_t* ids, float* weights, int64_t experts, int64_t first_held,         \
+      int64_t num_held, int64_t top_k, int32_t normalized) {                                      \
+    choose_experts(scores, ids, weights, experts, first_held, num_held, top_k, normalized);       \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       sort_routes_##suffix(const int32_t* ids, int32_t* row_of_route, int32_t* token_of_row,      \

@@ -111,7 +111,7 @@ impl Server {
     }
 }
 
-/// A running server. Dropping it ends all requests.
+/// A running server. Dropping it ends all requests and waits for the engine's thread, so that a process never ends beside its work.
 #[derive(Debug)]
 pub struct Running {
     address: SocketAddr,
@@ -158,6 +158,8 @@ impl Drop for Running {
         if let Some(serving) = &self.serving {
             serving.abort();
         }
+        // A panic has been reported on the thread.
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
