@@ -52,6 +52,8 @@ pub(crate) struct Setup {
     pub(crate) dtype: DType,
     pub(crate) checkpoint: Arc<Checkpoint>,
     pub(crate) config: Config,
+    /// The model as the first rank has it, which the sources of adapters name.
+    pub(crate) described: Arc<Described>,
     pub(crate) sizes: Sizes,
     pub(crate) max_rank: usize,
     pub(crate) slots: usize,
@@ -297,15 +299,15 @@ impl Task for First {
     /// Loads the model and serves until it is told to stop.
     fn run<D: Capture>(self, device: &D, rank: &Rank, setup: &Setup) -> Result<()> {
         let Self { mut worker, others } = self;
-        let described = describe(&setup.config, rank.tp())?;
+        let described = &setup.described;
         let (pool, table): (Box<dyn Pool + '_>, _) = if others.is_empty() {
             let (pool, table) = device.pool(&described.model, setup.capacity(), setup.pool)?;
             (Box::new(pool), table)
         } else {
-            let (pool, table) = setup.rank_pool(device, &described, rank)?;
+            let (pool, table) = setup.rank_pool(device, described, rank)?;
             (Box::new(PoolOfRanks::new(pool, others.clone())), table)
         };
-        let model = setup.model(device, &described, table)?;
+        let model = setup.model(device, described, table)?;
         let mut engine = Engine::new(Runner::new(&model, &setup.sizes)?, pool, others, setup.sizes);
         // All ranks have loaded theirs.
         rank.gather(&[])?;

@@ -242,6 +242,7 @@ impl<'d, D: Capture> PoolOfRanks<'d, D> {
                 return Err(PoolError::Full);
             }
         };
+        let is_leasing = self.versions.values().any(|version| version.leases > 0);
         let Some(version) = self.versions.get_mut(&id) else { return Err(PoolError::Unknown { id }) };
         version.is_read = false;
         match leased {
@@ -250,7 +251,8 @@ impl<'d, D: Capture> PoolOfRanks<'d, D> {
                 version.state = State::Whole;
                 Ok(slot)
             }
-            Err(error) if error.is_full() => {
+            // Another lease will end, and make room.
+            Err(error) if error.is_full() && is_leasing => {
                 self.is_full = true;
                 Err(PoolError::Full)
             }

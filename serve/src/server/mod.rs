@@ -250,6 +250,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         dtype,
         checkpoint: Arc::clone(&checkpoint),
         config,
+        described: Arc::clone(&described),
         sizes,
         max_rank: options.max_lora_rank,
         slots: max_loras + SPARE_SLOTS,
