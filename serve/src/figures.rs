@@ -51,8 +51,9 @@ use crate::{
     device::{BlockTable, Device as _},
     dummy,
     engine::{
-        Capture as _, Engine, HostTime, Limits, Request, Sampling, Sizes,
+        Capture as _, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
         graph::{Batch, Captured, Drawn, Tables, Variant},
+        ranks::Others,
     },
     error::{Context as _, Error, Result, bail},
     forward::{Session, Step},
@@ -677,7 +678,7 @@ fn measure_host(
     let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
     let max_positions = HOST_POSITIONS.min(model.config.max_positions);
     let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
-    let mut engine = Engine::new(model, pool, sizes)?;
+    let mut engine = Engine::new(Runner::new(model, &sizes)?, Box::new(pool), Others::default(), sizes);
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
     let start = Instant::now();

@@ -7,6 +7,7 @@ use std::{convert::Infallible, iter, time::Instant};
 
 use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
+use super::pool::Pool;
 use crate::{
     cpu::Cpu,
     device::{BlockTable, Device, Places},
@@ -20,7 +21,7 @@ use crate::{
 const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
-pub(crate) trait Capture: Device {
+pub(crate) trait Capture: Device<Pool: Pool> {
     /// A captured step.
     type Graph;
 
@@ -36,6 +37,9 @@ pub(crate) trait Capture: Device {
 
     /// Enqueues a captured step whose first tokens have these slots. The others have no adapter.
     fn replay(&self, graph: &mut Self::Graph, buffers: &mut Self::Buffers, slots: &[Slot]) -> Result<()>;
+
+    /// Waits for all enqueued work that other ranks take part in, and fails if one of them has ended. Without other ranks, it does nothing.
+    fn wait(&self) -> Result<()>;
 
     /// Where the host leaves the inputs of a step.
     type Staging;
@@ -286,6 +290,10 @@ impl<T: Element> Capture for Cpu<T> {
 
     fn replay(&self, graph: &mut Infallible, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
         match *graph {}
+    }
+
+    fn wait(&self) -> Result<()> {
+        Ok(())
     }
 
     type Staging = ();
