@@ -173,6 +173,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   const EarlyModule early(p.layer.weights, 0);
   int tile_index = blockIdx.x / blocks / kParts;
   TokenTile tile(p.layer, tile_index);
+  TileRow row_of_thread(p.layer, kWide ? 0 : tile_index);
   tile.tokens += part * ARIL_TOKENS_PER_TILE;
   tile.count = min(tile.count - part * ARIL_TOKENS_PER_TILE, ARIL_TOKENS_PER_TILE);
   if (tile.count <= 0) {
@@ -203,7 +204,8 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
       bulk_load(b_arrival, staged_b, b, b_bytes, threadIdx.x, kSmallMThreads, turn == 0);
     }
     if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
-      rows[threadIdx.x] = tile.expand_rows(module, p.layer)(threadIdx.x);
+      rows[threadIdx.x] = kWide ? tile.expand_rows(module, p.layer)(threadIdx.x)
+                                : row_of_thread.expand_row(tile, module, p.layer);
     }
     __syncthreads();
     wait_for_predecessors();
@@ -343,6 +345,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     tile_index += tiles;
     if (!kTakesTurns || tile_index >= tile.num_tiles) return;
     tile = TokenTile(p.layer, tile_index);
+    row_of_thread = TileRow(p.layer, tile_index);
   }
 }
 

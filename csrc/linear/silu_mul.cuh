@@ -86,11 +86,12 @@ inline int small_m_silu_mul_smem_bytes(const aril_linear_args& layer, bool stage
 // Features [first, first + outs_per_block) of a token tile. make_v() is called after the wait for
 // predecessors; its load2(row, r) gives ranks r and r + 1 of the row's sums of both slices. `turn`
 // counts the block's calls.
-template <typename T, bool kStaged, typename MakeV>
+template <typename T, bool kStaged, typename MakeRow, typename MakeV>
 __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, const TokenTile& tile,
                                                  const GateUp& gate_up, int first,
-                                                 int outs_per_block, unsigned char* shared,
-                                                 const MakeV& make_v, int turn = 0) {
+                                                 int outs_per_block, const MakeRow& make_row,
+                                                 unsigned char* shared, const MakeV& make_v,
+                                                 int turn = 0) {
   constexpr int kAhead = kStaged ? 2 : 1;  // units of a warp whose y is in flight
   __shared__ TransactionBarrier barriers[2];
   __shared__ int rows[ARIL_TOKENS_PER_TILE];  // -1: none
@@ -111,9 +112,9 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
   }
   uint4* const operands = reinterpret_cast<uint4*>(shared + b_bytes[0] + b_bytes[1]);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
-    const int row = tile.token(threadIdx.x, p.layer.num_tokens);
-    rows[threadIdx.x] = row;
-    scales[threadIdx.x] = row < 0 ? 0.0f : p.layer.routing.scales[row];
+    const aril_row row = make_row(threadIdx.x);
+    rows[threadIdx.x] = row.token;
+    scales[threadIdx.x] = row.scale;
   }
   __syncthreads();
   wait_for_predecessors();
@@ -219,13 +220,16 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   const ExpandShares* shares = &grid.few;
   int tile_index = shares->out_blocks.quotient(index);
   TokenTile tile(p.layer, tile_index);
+  TileRow row(p.layer, tile_index);
   if constexpr (kTakesTurns) {
     const int of_many = grid.many.out_blocks.quotient(index);
     const TokenTile tile_of_many(p.layer, of_many);
+    const TileRow row_of_many(p.layer, of_many);
     if (tile.num_tiles > grid.few_tiles) {
       shares = &grid.many;
       tile_index = of_many;
       tile = tile_of_many;
+      row = row_of_many;
     }
     // The last blocks may be too few for another tile.
     if (tile_index >= shares->tiles) return;
@@ -244,7 +248,8 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
       __syncthreads();
     }
     small_m_silu_mul<T, kStaged>(
-        p, tile, gate_up, first, outs_per_block, shared,
+        p, tile, gate_up, first, outs_per_block,
+        [&](int) { return aril_row{row.token(tile, p.layer.num_tokens), row.scale()}; }, shared,
         [&] {
           return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), grid.slabs, true, 0, 0);
         },
@@ -252,6 +257,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     tile_index += shares->tiles;
     if (!kTakesTurns || tile_index >= tile.num_tiles) return;
     tile = TokenTile(p.layer, tile_index);
+    row = TileRow(p.layer, tile_index);
   }
 }
 
@@ -274,7 +280,11 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     if (done > 0) __syncthreads();
     tile.tokens = tokens + done;
     tile.count = min(count - done, ARIL_TOKENS_PER_TILE);
-    small_m_silu_mul<T, false>(p, tile, gate_up, first, p.layer.outs_per_block, shared,
+    const auto make_row = [&](int t) {
+      const int token = tile.token(t, p.layer.num_tokens);
+      return aril_row{token, token < 0 ? 0.0f : p.layer.routing.scales[token]};
+    };
+    small_m_silu_mul<T, false>(p, tile, gate_up, first, p.layer.outs_per_block, make_row, shared,
                                [&] { return PartialSums(p.layer, 0); });
   }
 }
