@@ -17,8 +17,7 @@ use crate::{
 };
 
 /// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, but
-/// for gate and up: 64 tokens of 8 adapters of rank 16 take 7.0 ms. They take 7.5 with GEMMs and deltas apart in all layers, and 7.2
-/// with all layers in one launch (Qwen3-8B on an H200).
+/// for gate and up: cuBLASLt's GEMM is faster for so many outputs (`benches/record/designs.md`, "A layer of the engine").
 const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
