@@ -108,6 +108,12 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   const int first_rank_tile = (block - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
   const int slab = slabs_before - tile_index * grid.slabs;
   unsigned char* const a = shared + warp * kATileBytes;
+  if constexpr (kTakesTurns) {
+    // racecheck follows a barrier that is used again only if a barrier of the block is behind its
+    // initialization.
+    if (lane == 0) team.barriers[warp].init();
+    __syncthreads();
+  }
   for (int turn = 0;; tile_index += grid.shrink_tiles) {
     const TokenTile tile(p, tile_index);
     const TileRow row_of_thread(p, tile_index);
@@ -129,7 +135,7 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
     const bool active = !is_none && rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
     bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
-              active ? kATileBytes : 0, lane, 32, turn == 0);
+              active ? kATileBytes : 0, lane, 32, !kTakesTurns);
     if (turn == 0 && threadIdx.x == 0) {
       epoch = epoch_of(p.mailbox, before);
       launch_dependents();
