@@ -110,6 +110,7 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   unsigned char* const a = shared + warp * kATileBytes;
   for (int turn = 0;; tile_index += grid.shrink_tiles) {
     const TokenTile tile(p, tile_index);
+    const TileRow row_of_thread(p, tile_index);
     const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                              first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
     const bool is_none = !kOneTeam && block >= grid.shrink;  // of the last thread block
@@ -140,7 +141,9 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
       ++turn;
       continue;
     }
-    if (thread < ARIL_TOKENS_PER_TILE) team.tokens[thread] = tile.token(thread, p.num_tokens);
+    if (thread < ARIL_TOKENS_PER_TILE) {
+      team.tokens[thread] = row_of_thread.token(tile, p.num_tokens);
+    }
     if (kOneTeam || turn > 0) {
       sync_team();
     } else {

@@ -38,7 +38,10 @@ use cudarc::{
         CudaContext, CudaFunction, CudaModule, CudaSlice, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
         PushKernelArg as _,
         result::memset_d8_async,
-        sys::{CUdevice_attribute, CUfunction_attribute_enum},
+        sys::{
+            CUdevice_attribute, CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID,
+            CUlaunchAttributeValue, CUlaunchConfig, cuLaunchKernelEx,
+        },
     },
     nvrtc::Ptx,
 };
@@ -243,18 +246,57 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     fn silu_mul_into(&self, gate_up: &Matrix<T>, out: &mut Matrix<T>) -> Result<()> {
-        let mut kernel = self.kernel(&self.functions.silu_mul);
-        kernel.arg(&gate_up.address).arg(&out.address).arg(&out.cols);
-        launch(kernel, gate_up.rows, parts(out.cols * size_of::<T>()))
+        let mut arguments = [argument(&gate_up.address), argument(&out.address), argument(&out.cols)];
+        let grid = (gate_up.rows, parts(out.cols * size_of::<T>()));
+        self.launch_early(&self.functions.silu_mul, grid, &mut arguments)
+    }
+
+    /// Enqueues a kernel of `THREADS` threads that waits for its predecessors itself. On a single rank, it starts while the one before
+    /// ends, if that one allows it, as those of the library do.
+    fn launch_early(
+        &self,
+        function: &CudaFunction,
+        grid: (usize, usize),
+        arguments: &mut [*mut std::ffi::c_void],
+    ) -> Result<()> {
+        if grid.0 * grid.1 == 0 {
+            return Ok(());
+        }
+        let stream = self.queue.stream();
+        stream.context().bind_to_thread().map_err(LaunchError::from)?;
+        let mut attribute = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: u32::try_from(grid.0)?,
+            gridDimY: u32::try_from(grid.1)?,
+            gridDimZ: 1,
+            blockDimX: THREADS,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream.cu_stream(),
+            attrs: &raw mut attribute,
+            numAttrs: self.nccl.is_none().into(),
+        };
+        let extra = std::ptr::null_mut();
+        // SAFETY: as in `launch_blocks`; the kernel waits before it reads or writes memory.
+        unsafe { cuLaunchKernelEx(&raw const config, function.cu_function(), arguments.as_mut_ptr(), extra) }
+            .result()
+            .map_err(LaunchError::from)?;
+        Ok(())
     }
 
     /// Adds `y` to `x`, and normalizes the sum.
     fn normalize(&self, x: &Matrix<T>, y: Option<&Matrix<T>>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let out = self.alloc(x.rows, x.cols)?;
         let y = y.map_or(0, |y| y.address);
-        let mut kernel = self.kernel(&self.functions.add_rms_norm);
-        kernel.arg(&x.address).arg(&y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&eps);
-        launch(kernel, x.rows, 1)?;
+        let addresses = [x.address, y, weight.address, out.address];
+        let [x_at, y, weight, out_at] = addresses.each_ref().map(argument);
+        let mut arguments = [x_at, y, weight, out_at, argument(&x.cols), argument(&eps)];
+        self.launch_early(&self.functions.add_rms_norm, (x.rows, 1), &mut arguments)?;
         Ok(out)
     }
 
@@ -313,6 +355,11 @@ fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
         bail!("there is no such device; those of the CUDA driver are {count}, counted from 0");
     }
     CudaContext::new(ordinal).memory_for("a context")
+}
+
+/// A kernel's argument, as the driver takes it.
+fn argument<V>(value: &V) -> *mut std::ffi::c_void {
+    std::ptr::from_ref(value).cast_mut().cast()
 }
 
 /// Enqueues a kernel of `THREADS` threads, with a block for each row and part of a row.
@@ -656,12 +703,22 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         places: &Places<Self>,
         cache: &mut Cache<Self>,
     ) -> Result<()> {
-        let mut kernel = self.kernel(&self.functions.rotate_and_append);
-        kernel.arg(&qkv.address).arg(&norms.q.address).arg(&norms.k.address);
-        kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
-        kernel.arg(&cache.keys.address).arg(&cache.values.address);
-        kernel.arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&norms.eps);
-        launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS))
+        let addresses = [
+            qkv.address,
+            norms.q.address,
+            norms.k.address,
+            rope.cos.address,
+            rope.sin.address,
+            places.positions.address,
+            places.rows.address,
+            cache.keys.address,
+            cache.values.address,
+        ];
+        let sizes = [heads.query, heads.kv, heads.dim];
+        let arguments = addresses.iter().map(argument).chain(sizes.iter().map(argument));
+        let mut arguments: Vec<_> = arguments.chain([argument(&norms.eps)]).collect();
+        let grid = (qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS));
+        self.launch_early(&self.functions.rotate_and_append, grid, &mut arguments)
     }
 
     fn attention(
