@@ -55,8 +55,8 @@ impl Step {
     }
 }
 
-/// Steps of up to this many tokens run base weights and adapters in one launch. With more, the GPU's own GEMM and a launch for the
-/// adapters are as fast or faster, depending on how many adapters there are.
+/// Steps of up to this many tokens run base weights and adapters in one launch, in all layers. With more, the GPU's own GEMM and a launch
+/// for the adapters are as fast or faster, depending on the layer and on how many adapters there are.
 pub(crate) const FUSED_TOKENS: usize = 32;
 
 /// Which linear layers of a step run base weights and adapters in one launch.
