@@ -31,7 +31,7 @@ use crate::{
 /// The CPU, computing on `T`.
 #[derive(Debug, Default)]
 pub(crate) struct Cpu<T> {
-    rank: Rank,
+    pub(crate) rank: Rank,
     element: PhantomData<T>,
 }
 

@@ -204,6 +204,11 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(Matrix { rows, cols, data: data.into(), address })
     }
 
+    /// Waits until all ranks have come this far.
+    pub(crate) fn meet(&self) -> Result<()> {
+        self.nccl.as_ref().map_or(Ok(()), Nccl::meet)
+    }
+
     /// Waits for all enqueued work if other ranks take part in it, so that no later wait is for a rank that has ended.
     pub(crate) fn wait(&self) -> Result<()> {
         self.nccl.as_ref().map_or(Ok(()), Nccl::wait)

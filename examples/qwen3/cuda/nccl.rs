@@ -73,6 +73,12 @@ impl Nccl {
         self.rank.tp()
     }
 
+    /// Waits until all ranks have come this far.
+    pub(super) fn meet(&self) -> Result<()> {
+        self.rank.gather(&[])?;
+        Ok(())
+    }
+
     /// Enqueues `y += ` those of the other ranks.
     pub(super) fn all_reduce<T: Element>(&self, y: &mut Matrix<T>) -> Result<()> {
         let (stream, at, element) = (self.enter()?, y.address as *mut c_void, element::<T>()?);

@@ -45,6 +45,10 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
         Ok(graph.replay()?)
     }
 
+    fn meet(&self) -> Result<()> {
+        self.meet()
+    }
+
     fn wait(&self) -> Result<()> {
         self.wait()
     }

@@ -38,6 +38,9 @@ pub(crate) trait Capture: Device<Pool: Pool> {
     /// Enqueues a captured step whose first tokens have these slots. The others have no adapter.
     fn replay(&self, graph: &mut Self::Graph, buffers: &mut Self::Buffers, slots: &[Slot]) -> Result<()>;
 
+    /// Waits until all ranks have come this far.
+    fn meet(&self) -> Result<()>;
+
     /// Waits for all enqueued work that other ranks take part in, and fails if one of them has ended. Without other ranks, it does nothing.
     fn wait(&self) -> Result<()>;
 
@@ -130,15 +133,21 @@ pub(crate) struct Captured<D: Capture> {
 impl<D: Capture> Decoder<D> {
     /// Captures steps of up to `max_tokens` sequences of up to `max_adapters` adapters at a time. Without graphs on the device, the
     /// decoder takes no step.
+    ///
+    /// The driver may let an allocation wait for all devices. So all ranks have allocated before one of them runs a step, which waits for
+    /// the others.
     pub(crate) fn new(
         model: &Model<'_, D>,
         session: &mut Session<'_, D>,
         (max_tokens, max_adapters): (usize, usize),
         tables: Tables,
     ) -> Result<Self> {
+        let operands = sizes(max_tokens).into_iter().map(|tokens| Batch::new(model.device, tokens, tables));
+        let operands = operands.collect::<Result<Vec<_>>>()?;
+        model.device.meet()?;
         let mut batches = Vec::new();
-        for tokens in sizes(max_tokens) {
-            let batch = Batch::new(model.device, tokens, tables)?;
+        for batch in operands {
+            let tokens = batch.tokens;
             let mut capture = |has_adapters| {
                 let are_few = has_adapters && max_adapters <= FEW_ADAPTERS;
                 let is_fused = tokens <= if are_few { MAX_FORWARD_TOKENS } else { FUSED_TOKENS };
@@ -290,6 +299,11 @@ impl<T: Element> Capture for Cpu<T> {
 
     fn replay(&self, graph: &mut Infallible, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
         match *graph {}
+    }
+
+    fn meet(&self) -> Result<()> {
+        self.rank.gather(&[])?;
+        Ok(())
     }
 
     fn wait(&self) -> Result<()> {

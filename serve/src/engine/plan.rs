@@ -69,6 +69,8 @@ impl Plan {
         let (logits, rows) = match decoder.run(model, session, &step, &Drawn { last, sources: &sources })? {
             Some(of_graph) => of_graph,
             None => {
+                // Copies from the host may wait for the last step, which waits for the other ranks.
+                model.device.wait()?;
                 let mut inputs = model.inputs(&step)?;
                 if let Some(last) = last.filter(|_| sources.iter().any(|&source| source >= 0)) {
                     model.device.take_drawn(&mut inputs.ids, &sources, last)?;

@@ -30,13 +30,10 @@ impl<'m, D: Capture> Runner<'m, D> {
             block_rows: index(block_rows)?,
             spare_row: index(rows)?,
         };
-        Ok(Self {
-            model,
-            decoder: Decoder::new(model, &mut session, (limits.running, limits.adapters), tables)?,
-            session,
-            block_rows,
-            draws: [model.device.draws(limits.running)?, model.device.draws(limits.running)?],
-        })
+        // What is allocated comes before the first step, as `Decoder` says.
+        let draws = [model.device.draws(limits.running)?, model.device.draws(limits.running)?];
+        let decoder = Decoder::new(model, &mut session, (limits.running, limits.adapters), tables)?;
+        Ok(Self { model, decoder, session, block_rows, draws })
     }
 
     /// Enqueues a step. If it is behind the last one, its tokens may be those that the last one chooses.
