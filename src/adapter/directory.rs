@@ -93,6 +93,12 @@ impl Directory {
         drop(recent);
         oldest.and_then(|oldest| oldest.upgrade()).into_iter().for_each(|oldest| drop(lock(&oldest).take()));
     }
+
+    /// Whether the directory stays parsed.
+    #[cfg(test)]
+    pub(crate) fn is_kept(&self) -> bool {
+        lock(&self.kept).is_some()
+    }
 }
 
 impl Parsed {
@@ -128,10 +134,6 @@ mod tests {
         safetensors::serialize_to_file(views, None, &dir.join(WEIGHTS)).unwrap();
     }
 
-    fn is_kept(directory: &Directory) -> bool {
-        lock(&directory.kept).is_some()
-    }
-
     /// A file that is changed, replaced or gone is an error of the next read, whether or not the directory is parsed anew for it.
     #[test]
     fn changes_between_reads_are_refused() {
@@ -155,9 +157,9 @@ mod tests {
             if keeps {
                 directory.keep(&parsed);
             }
-            assert_eq!(is_kept(&directory), keeps);
+            assert_eq!(directory.is_kept(), keeps);
             directory.read(false, |_| Ok(())).unwrap();
-            assert!(is_kept(&directory));
+            assert!(directory.is_kept());
             if !keeps {
                 lock(&directory.kept).take();
             }
@@ -170,7 +172,7 @@ mod tests {
                 else {
                     unreachable!("{error}")
                 };
-                assert!(!is_kept(&directory));
+                assert!(!directory.is_kept());
             }
         }
     }
@@ -187,9 +189,9 @@ mod tests {
                 directory
             })
             .collect();
-        assert!(directories.iter().filter(|directory| is_kept(directory)).count() <= KEPT);
-        assert!(!is_kept(&directories[0]));
+        assert!(directories.iter().filter(|directory| directory.is_kept()).count() <= KEPT);
+        assert!(!directories[0].is_kept());
         directories[0].read(false, |_| Ok(())).unwrap();
-        assert!(directories.iter().filter(|directory| is_kept(directory)).count() <= KEPT);
+        assert!(directories.iter().filter(|directory| directory.is_kept()).count() <= KEPT);
     }
 }

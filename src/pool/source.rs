@@ -189,12 +189,19 @@ mod tests {
         fs::write(dir.join("adapter_config.json"), r#"{"peft_type": "LORA", "lora_alpha": 1}"#).unwrap();
     }
 
+    fn is_kept(source: &Source) -> bool {
+        matches!(&source.kind, Kind::Directory(directory) if directory.is_kept())
+    }
+
     /// Whatever the number of threads, and whether the weights are in memory or read while they are packed.
     #[test]
     fn every_way_gives_the_same_bytes() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path());
         let adapter = Adapter::read(dir.path()).unwrap();
+        // Other tests keep directories, too, in place of this one.
+        let keeps = |_| is_kept(&Source::directory(dir.path(), &model(0, 1), DType::F32).unwrap());
+        assert!((0..100).any(keeps));
         for (rank, size) in [(0, 1), (0, 4), (3, 4)] {
             let model = model(rank, size);
             for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -207,6 +214,7 @@ mod tests {
                 }
                 assert!(whole == pieces);
                 let source = Source::directory(dir.path(), &model, dtype).unwrap();
+                assert!(source.is_exact());
                 for threads in [1, 5] {
                     let threads = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                     let packed = source.read(|image| {
@@ -268,9 +276,13 @@ mod tests {
             let adapter = Adapter::read(dir.path()).unwrap().oriented(orientation);
             let whole = pack(&adapter.plan(&model, DType::F32).unwrap()).unwrap();
             let source = Source::oriented_directory(dir.path(), orientation, &model, DType::F32).unwrap();
+            assert!(!is_kept(&source), "each load reads all of it again");
             for _ in 0..2 {
                 assert!(source.read(pack).unwrap() == whole, "{orientation:?}");
             }
+            // Equal factors are found in memory alone.
+            let memory = Source::memory(Arc::new(adapter), &model, DType::F32).unwrap();
+            assert!(!source.is_exact() && memory.is_exact());
             whole
         });
         assert!(forward != reversed);
