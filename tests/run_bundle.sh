@@ -15,6 +15,7 @@
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
 #   run.sh serve [FILTER...]        the tests of aril-serve: the engine's that need a GPU, and those of the server with its engine on the GPU
+#   run.sh serve-ranks              those of aril-serve that need two GPUs, with `libnccl.so` in LD_LIBRARY_PATH
 #   run.sh figures [ARGUMENTS...]   steps of Qwen3-8B, 32B and 30B-A3B, on random weights; adds to serve.json
 #   run.sh load ARGUMENTS...        the server under a trace of requests; adds to serve.json
 #   run.sh candle [FILTER...]       the tests of examples/candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
@@ -196,8 +197,15 @@ serve)
     export ARIL_SERVE_DEVICE=cuda
     {
         ./aril_serve on_gpu --include-ignored --test-threads=1
-        ./server --test-threads=1 "$@"
+        ./server --test-threads=1 --skip ranks "$@"
     } 2>&1 | tee "$OUT/serve.log"
+    ;;
+serve-ranks)
+    export ARIL_SERVE_DEVICE=cuda
+    {
+        ./aril_serve on_ranks_of_gpus --include-ignored --test-threads=1
+        ./server --test-threads=1 ranks
+    } 2>&1 | tee "$OUT/serve-ranks.log"
     ;;
 figures)
     [ $# -gt 0 ] || set -- models/Qwen3-8B models/Qwen3-32B models/Qwen3-30B-A3B

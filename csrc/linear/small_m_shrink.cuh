@@ -108,9 +108,15 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   const int first_rank_tile = (block - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
   const int slab = slabs_before - tile_index * grid.slabs;
   unsigned char* const a = shared + warp * kATileBytes;
-  int loads = 0;  // phases of the warp's barrier
+  if constexpr (kTakesTurns) {
+    // racecheck follows a barrier that is used again only if a barrier of the block is behind its
+    // initialization.
+    if (lane == 0) team.barriers[warp].init();
+    __syncthreads();
+  }
   for (int turn = 0;; tile_index += grid.shrink_tiles) {
     const TokenTile tile(p, tile_index);
+    const TileRow row_of_thread(p, tile_index);
     const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                              first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
     const bool is_none = !kOneTeam && block >= grid.shrink;  // of the last thread block
@@ -128,10 +134,8 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     }
     const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
     const bool active = !is_none && rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
-    if (!is_idle) {
-      bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
-                active ? kATileBytes : 0, lane, 32, loads == 0);
-    }
+    bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
+              active ? kATileBytes : 0, lane, 32, !kTakesTurns);
     if (turn == 0 && threadIdx.x == 0) {
       epoch = epoch_of(p.mailbox, before);
       launch_dependents();
@@ -143,7 +147,9 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
       ++turn;
       continue;
     }
-    if (thread < ARIL_TOKENS_PER_TILE) team.tokens[thread] = tile.token(thread, p.num_tokens);
+    if (thread < ARIL_TOKENS_PER_TILE) {
+      team.tokens[thread] = row_of_thread.token(tile, p.num_tokens);
+    }
     if (kOneTeam || turn > 0) {
       sync_team();
     } else {
@@ -176,15 +182,13 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     }
     sync_team();
     float sums[4][4] = {};
-    // Every phase is waited for, also one without a copy: racecheck follows them so.
-    team.barriers[warp].wait(loads % 2);
-    ++loads;
     if (active) {
       // Rows of x without a token are uninitialised. Their sums are dropped.
       const int row = min(lane % 16, min(p.num_tokens, ARIL_TOKENS_PER_TILE) - 1);
       const unsigned char* const x_row =
           x + row * kSlabRowBytes + warp % ARIL_K_TILES_PER_SLAB * ARIL_K_TILE * 2 + lane / 16 * 16;
       const unsigned char* const a_row = a + lane * 16;
+      team.barriers[warp].wait(turn % 2);
       multiply_k_tile<T>(sums, x_row, a_row);
     }
     // In place of its A, which the warp has read.

@@ -205,7 +205,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     /// Waits for all enqueued work if other ranks take part in it, so that no later wait is for a rank that has ended.
-    fn wait(&self) -> Result<()> {
+    pub(crate) fn wait(&self) -> Result<()> {
         self.nccl.as_ref().map_or(Ok(()), Nccl::wait)
     }
 
@@ -683,7 +683,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
-        let mut routes = Routes::new(self, scores.rows, held, top_k)?;
+        let mut routes = Routes::new(self, scores.rows, (scores.cols, held), top_k)?;
         routes.choose(self, scores, normalized)?;
         Ok(routes)
     }
@@ -738,7 +738,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn drawn(&self, drawn: &mut Draws) -> Result<Vec<(Option<u32>, f32)>> {
-        self.wait()?;
+        if let Some(nccl) = &self.nccl {
+            drawn.wait(nccl)?;
+        }
         drawn.read()
     }
 

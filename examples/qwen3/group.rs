@@ -10,6 +10,7 @@ mod sockets;
 mod threads;
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     env, fmt,
     str::FromStr,
     sync::{
@@ -166,6 +167,18 @@ impl Ranks for Rank {
     fn all_gather(&mut self, message: &Message) -> std::result::Result<Vec<Message>, ChannelError> {
         let of_ranks = self.gather(message.as_bytes())?;
         Ok(of_ranks.iter().map(|bytes| bytemuck::pod_read_unaligned(bytes)).collect())
+    }
+}
+
+/// The errors of the ranks of a group, by rank. All ranks refuse what none can run with the same error, which is given once.
+pub(crate) fn errors_of_ranks(errors: &BTreeMap<usize, String>, size: usize) -> String {
+    let distinct: BTreeSet<&String> = errors.values().collect();
+    match Vec::from_iter(distinct)[..] {
+        [error] if errors.len() == size => error.clone(),
+        _ => {
+            let errors: Vec<String> = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect();
+            errors.join("; ")
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! One run of the example on any device and in any element type: the batch, and the checks of its results.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     process,
     sync::{
         Arc,
@@ -29,7 +29,7 @@ use crate::{
     device::Device,
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
-    group::Rank,
+    group::{Rank, errors_of_ranks},
     model::{Described, Model, Split, describe, load},
     pool::{Batch, Batches, Pooled, PooledOnRanks},
     report::Row,
@@ -132,7 +132,7 @@ impl Job {
                 Ok((rank, Err(error))) => drop(errors.insert(rank, error.to_string())),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    say(&format!("error: {}\n", of_ranks(&errors)));
+                    say(&format!("error: {}\n", errors_of_ranks(&errors, self.tp)));
                     // An orderly end would wait for the GPUs.
                     process::abort()
                 }
@@ -141,12 +141,9 @@ impl Job {
         if let (Some(ran), true) = (first, errors.is_empty()) {
             return Ok(ran);
         }
-        // All ranks refuse what none can run with the same error.
-        let distinct: BTreeSet<&String> = errors.values().collect();
-        match Vec::from_iter(distinct)[..] {
-            [] => bail!("a rank panicked"),
-            [error] if errors.len() == self.tp => bail!("{error}"),
-            _ => bail!("{}", of_ranks(&errors)),
+        match errors.is_empty() {
+            true => bail!("a rank panicked"),
+            false => bail!("{}", errors_of_ranks(&errors, self.tp)),
         }
     }
 
@@ -356,10 +353,4 @@ impl Job {
             base.count(),
         )
     }
-}
-
-/// The errors of ranks, by rank.
-fn of_ranks(errors: &BTreeMap<usize, String>) -> String {
-    let errors: Vec<String> = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect();
-    errors.join("; ")
 }

@@ -5,7 +5,6 @@
 //! README.md in this folder is the manual. Start with `forward.rs`, which has the multi-LoRA calls, and `generate.rs`, which makes
 //! one batch of all requests.
 
-#[expect(dead_code, reason = "aril-serve uses more of the pool")]
 mod adapter_pool;
 mod checkpoint;
 mod config;

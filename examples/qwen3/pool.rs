@@ -6,7 +6,7 @@ use std::{mem, result, sync::Arc, time::Duration};
 use aril::{
     Element, Slot,
     adapter::Adapter,
-    group::{Group, GroupError, GroupPool, HostTable},
+    group::{Group, GroupPool, HostTable},
     model::Model,
     pool::{AdapterId, Lease, PoolConfig, PoolError, Snapshot, Source},
 };
@@ -189,7 +189,7 @@ impl<T: HostTable> Batches for PooledOnRanks<T> {
                     self.leased.push(version);
                     taken.push((request, slot));
                 }
-                Err(error) if is_full(&error) && !self.leased.is_empty() => waiting.push(request),
+                Err(error) if error.is_full() && !self.leased.is_empty() => waiting.push(request),
                 Err(error) => return Err(error).context(format_args!("adapter `{name}`")),
             }
         }
@@ -202,14 +202,5 @@ impl<T: HostTable> Batches for PooledOnRanks<T> {
 
     fn snapshot(&self) -> Option<Snapshot> {
         None
-    }
-}
-
-/// Whether an adapter may be loaded when others are released.
-fn is_full(error: &GroupError) -> bool {
-    match error {
-        GroupError::NoFreeSlot => true,
-        GroupError::Refused { failures, .. } => failures.iter().all(|failure| failure.is_full),
-        _ => false,
     }
 }

@@ -51,13 +51,14 @@ use crate::{
     device::{BlockTable, Device as _},
     dummy,
     engine::{
-        Capture as _, Engine, HostTime, Limits, Request, Sampling, Sizes,
+        Capture as _, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
         graph::{Batch, Captured, Drawn, Tables, Variant},
+        ranks::Others,
     },
     error::{Context as _, Error, Result, bail},
     forward::{Session, Step},
     group::Rank,
-    model::{Described, Model, describe},
+    model::{Described, Model, Split, describe},
     stderr::say,
 };
 
@@ -105,6 +106,12 @@ pub struct Arguments {
     /// The GPUs of a tensor-parallel group, from --device on
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub tp: usize,
+    /// Each GPU of the group has some of the experts, instead of a part of each. Such figures are printed alone
+    #[arg(long, requires = "tp", conflicts_with = "out")]
+    pub ep: bool,
+    /// Each GPU of the group has a part of both factors of linear layers. Such figures are printed alone
+    #[arg(long, requires = "tp", conflicts_with = "out")]
+    pub fully_sharded_loras: bool,
     /// Sequences of a step
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 32, 64, 128, 256])]
     pub batches: Vec<usize>,
@@ -372,7 +379,11 @@ fn measure_model(
     let name = dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let start = Instant::now();
     let config = Config::read(dir)?;
-    let described = describe(&config, rank.tp())?;
+    let (expert_parallel, fully_sharded) = (arguments.ep, arguments.fully_sharded_loras);
+    if expert_parallel && config.moe.is_none() {
+        bail!("--ep: the model has no experts");
+    }
+    let described = describe(&config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
     let max_tokens = max_batch.max(largest(&arguments.prefills));
@@ -667,7 +678,7 @@ fn measure_host(
     let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
     let max_positions = HOST_POSITIONS.min(model.config.max_positions);
     let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
-    let mut engine = Engine::new(model, pool, sizes)?;
+    let mut engine = Engine::new(Runner::new(model, &sizes)?, Box::new(pool), Others::default(), sizes);
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
     let start = Instant::now();

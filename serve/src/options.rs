@@ -25,6 +25,18 @@ pub struct Options {
     /// cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cpu)]
     pub device: DeviceArg,
+    /// The ranks of a tensor-parallel group, each on a device of its own, from that of --device on
+    #[arg(long, alias = "tensor-parallel-size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    pub tp: usize,
+    /// Each rank has some of the experts of a layer, with their adapters, instead of a part of each expert
+    #[arg(long, alias = "enable-expert-parallel", requires = "tp")]
+    pub ep: bool,
+    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the other
+    #[arg(long, requires = "tp")]
+    pub fully_sharded_loras: bool,
+    /// How long a rank waits for another, which may be loading
+    #[arg(long, value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    pub tp_seconds: u64,
     /// Where the weights come from
     #[arg(long, value_enum, default_value_t = LoadFormat::Safetensors)]
     pub load_format: LoadFormat,
@@ -46,10 +58,10 @@ pub struct Options {
     /// The largest rank of an adapter
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_lora_rank: usize,
-    /// Memory on the device for adapters
+    /// Memory on the device of each rank for adapters
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
     pub arena_mib: usize,
-    /// Host memory for further adapters, beside their files
+    /// Host memory of each rank for further adapters, beside their files
     #[arg(long, value_name = "MIB", default_value_t = 4096, value_parser = at_least_one)]
     pub host_mib: usize,
     /// The same as a number of adapters of the largest rank, at least --max-loras
@@ -67,7 +79,7 @@ pub struct Options {
     /// Tokens of a block of the cache
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
     pub block_size: usize,
-    /// Memory for keys and values
+    /// Memory on the device of each rank for keys and values
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
     pub kv_cache_mib: usize,
     /// Computes every prompt from its first token on

@@ -1,10 +1,11 @@
 //! The thread that owns the engine, and the handle through which the server talks to it.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
-        mpsc::{Receiver, Sender, channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -27,9 +28,13 @@ use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    engine::{Capture, Engine, Event, Failure, HostTime, Request, RequestId, Sizes, State},
-    error::{Context, Result, bail},
-    model::{Described, Model},
+    engine::{
+        Capture, Engine, Event, Failure, HostTime, Pool, Request, RequestId, Runner, Sizes, State,
+        ranks::{Order, Others, PoolOfRanks, RankPool, follow},
+    },
+    error::{Context, Error, Result, bail},
+    group::{Rank, errors_of_ranks},
+    model::{Described, Model, Split, describe},
     options::DeviceArg,
 };
 
@@ -39,9 +44,16 @@ const WAIT: Duration = Duration::from_millis(1);
 /// What an engine is made of.
 #[derive(Debug)]
 pub(crate) struct Setup {
+    /// That of the first rank. Those of the others follow.
     pub(crate) device: DeviceArg,
+    /// The first rank's.
+    pub(crate) split: Split,
+    /// How long ranks wait for each other.
+    pub(crate) tp_limit: Duration,
     pub(crate) dtype: DType,
+    pub(crate) checkpoint: Arc<Checkpoint>,
     pub(crate) config: Config,
+    /// The model as the first rank has it, which the sources of adapters name.
     pub(crate) described: Arc<Described>,
     pub(crate) sizes: Sizes,
     pub(crate) max_rank: usize,
@@ -160,15 +172,15 @@ impl Handle {
     }
 }
 
-/// Starts an engine on a checkpoint. Returns once its model is loaded.
-pub(crate) fn start(checkpoint: Arc<Checkpoint>, setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
+/// Starts an engine. Returns once its model is loaded.
+pub(crate) fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
     let (commands, received) = channel();
     let (ready, is_ready) = channel();
     let handle = Handle { commands };
-    let worker = Worker { handle: handle.clone(), received, start: Instant::now(), loading: Vec::new() };
+    let worker =
+        Worker { handle: handle.clone(), received, ready: ready.clone(), start: Instant::now(), loading: Vec::new() };
     let own = move || {
-        let result = worker.own(&checkpoint, setup, &ready);
-        if let Err(error) = result {
+        if let Err(error) = run(worker, setup) {
             tracing::error!(%error, "the engine has ended");
             // It may have been ready before.
             let _ = ready.send(Err(error));
@@ -179,74 +191,182 @@ pub(crate) fn start(checkpoint: Arc<Checkpoint>, setup: Setup) -> Result<(Handle
     Ok((handle, thread))
 }
 
+/// Runs all ranks: the first one, which has the engine, on this thread, and each of the others on one of its own.
+fn run(worker: Worker, setup: Setup) -> Result<()> {
+    let size = setup.split.tp.size();
+    if size == 1 {
+        return on_device(&setup, &Rank::default(), First { worker, others: Others::default() });
+    }
+    let setup = Arc::new(setup);
+    let mut ranks = Rank::threads(size, setup.tp_limit).context("--tp")?.into_iter();
+    let Some(first) = ranks.next() else { bail!("--tp: a group has at least one rank") };
+    let (others, orders) = Others::new(size - 1);
+    let (sender, ends) = channel();
+    for (rank, orders) in ranks.zip(orders) {
+        let (setup, sender) = (Arc::clone(&setup), sender.clone());
+        let index = rank.tp().rank();
+        let run = move || {
+            let run = AssertUnwindSafe(|| on_device(&setup, &rank, Follower { orders }));
+            let end = catch_unwind(run).unwrap_or_else(|_| Err(Error::new("it panicked")));
+            // Before the others learn of it by the end of `rank`. Without a receiver, nobody waits any more.
+            let _ = sender.send((index, end));
+            drop(rank);
+        };
+        thread::Builder::new().name(format!("rank {index}")).spawn(run)?;
+    }
+    drop(sender);
+    let mut errors = BTreeMap::new();
+    if let Err(error) = on_device(&setup, &first, First { worker, others }) {
+        errors.insert(0, error.to_string());
+    }
+    drop(first);
+    for _ in 1..size {
+        match ends.recv_timeout(setup.tp_limit) {
+            Ok((_, Ok(()))) => {}
+            Ok((rank, Err(error))) => drop(errors.insert(rank, error.to_string())),
+            Err(RecvTimeoutError::Timeout) => {
+                bail!("a rank has not ended within {:?}; {}", setup.tp_limit, errors_of_ranks(&errors, size))
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    if errors.is_empty() { Ok(()) } else { bail!("{}", errors_of_ranks(&errors, size)) }
+}
+
+/// What a rank does on its device.
+trait Task {
+    fn run<D: Capture>(self, device: &D, rank: &Rank, setup: &Setup) -> Result<()>;
+}
+
+/// Runs a task on the device of a rank, in the element type of the setup.
+fn on_device(setup: &Setup, rank: &Rank, task: impl Task) -> Result<()> {
+    match setup.device {
+        DeviceArg::Cpu => match setup.dtype {
+            DType::BF16 => task.run(&Cpu::<bf16>::new(rank), rank, setup),
+            DType::F16 => task.run(&Cpu::<f16>::new(rank), rank, setup),
+            DType::F32 => task.run(&Cpu::<f32>::new(rank), rank, setup),
+            dtype => bail!("{dtype} is not implemented"),
+        },
+        device @ DeviceArg::Cuda(first) => {
+            on_cuda(first + rank.local(), setup, rank, task).context(format_args!("--device {device}"))
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn on_cuda(ordinal: usize, setup: &Setup, rank: &Rank, task: impl Task) -> Result<()> {
+    match setup.dtype {
+        DType::BF16 => task.run(&Cuda::<bf16>::of_rank(ordinal, rank)?, rank, setup),
+        DType::F16 => task.run(&Cuda::<f16>::of_rank(ordinal, rank)?, rank, setup),
+        DType::F32 => task.run(&Cuda::<f32>::of_rank(ordinal, rank)?, rank, setup),
+        dtype => bail!("{dtype} is not implemented"),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_cuda(_: usize, _: &Setup, _: &Rank, _: impl Task) -> Result<()> {
+    bail!("this build has no CUDA; build it with `--features cuda`")
+}
+
+impl Setup {
+    fn capacity(&self) -> Capacity {
+        Capacity::tokens(self.sizes.limits.step_tokens).slots(self.slots).rank(self.max_rank)
+    }
+
+    /// A rank's part of the model, whose adapters are in `table`.
+    fn model<'d, D: Capture>(&self, device: &'d D, described: &Described, table: D::Adapters) -> Result<Model<'d, D>> {
+        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        Model::new(device, &self.config, described, weights, table, self.sizes.limits.step_tokens)
+    }
+
+    /// A rank's part of the group's pool, and the table whose slots it fills.
+    fn rank_pool<'d, D: Capture>(
+        &self,
+        device: &'d D,
+        described: &Described,
+        rank: &Rank,
+    ) -> Result<(RankPool<'d, D>, D::Adapters)> {
+        let table = device.adapters(&described.model, self.capacity(), self.pool.arena_bytes)?;
+        Ok((RankPool::new(device, rank, table.clone(), &self.pool)?, table))
+    }
+}
+
+/// The task of the first rank, or of the only one.
+struct First {
+    worker: Worker,
+    others: Others,
+}
+
+impl Task for First {
+    /// Loads the model and serves until it is told to stop.
+    fn run<D: Capture>(self, device: &D, rank: &Rank, setup: &Setup) -> Result<()> {
+        let Self { mut worker, others } = self;
+        let described = &setup.described;
+        let (pool, table): (Box<dyn Pool + '_>, _) = if others.is_empty() {
+            let (pool, table) = device.pool(&described.model, setup.capacity(), setup.pool)?;
+            (Box::new(pool), table)
+        } else {
+            let (pool, table) = setup.rank_pool(device, described, rank)?;
+            (Box::new(PoolOfRanks::new(pool, others.clone())), table)
+        };
+        let model = setup.model(device, described, table)?;
+        let mut engine = Engine::new(Runner::new(&model, &setup.sizes)?, pool, others, setup.sizes);
+        // All ranks have loaded theirs.
+        rank.gather(&[])?;
+        worker.ready.send(Ok(())).context("the server has ended")?;
+        let served = worker.serve(&mut engine);
+        if served.is_ok() {
+            engine.stop();
+        }
+        let ended = leave(device, rank, served.is_ok());
+        served.and(ended)
+    }
+}
+
+/// The task of another rank.
+struct Follower {
+    orders: Receiver<Order>,
+}
+
+impl Task for Follower {
+    fn run<D: Capture>(self, device: &D, rank: &Rank, setup: &Setup) -> Result<()> {
+        let described = describe(&setup.config, Split { tp: rank.tp(), ..setup.split })?;
+        let (mut pool, table) = setup.rank_pool(device, &described, rank)?;
+        let model = setup.model(device, &described, table)?;
+        let mut runner = Runner::new(&model, &setup.sizes)?;
+        rank.gather(&[])?;
+        let followed = follow(&mut runner, &mut pool, &self.orders);
+        let ended = leave(device, rank, followed.is_ok());
+        followed.and(ended)
+    }
+}
+
+/// Waits until the work of a rank's device has ended, or cannot, and then, unless it failed, until no other rank needs it any more.
+fn leave<D: Capture>(device: &D, rank: &Rank, is_whole: bool) -> Result<()> {
+    device.wait()?;
+    if is_whole { rank.finish() } else { Ok(()) }
+}
+
 /// The engine's thread.
 struct Worker {
     handle: Handle,
     received: Receiver<Command>,
+    /// Hears that the model is loaded.
+    ready: Sender<Result<()>>,
     start: Instant,
     /// Adapters whose first load has not ended.
     loading: Vec<(Version, oneshot::Sender<std::result::Result<Version, PoolError>>)>,
 }
 
 impl Worker {
-    /// Serves on the device and in the element type of the setup.
-    fn own(self, checkpoint: &Checkpoint, setup: Setup, ready: &Sender<Result<()>>) -> Result<()> {
-        match setup.device {
-            DeviceArg::Cpu => match setup.dtype {
-                DType::BF16 => self.own_on(&Cpu::<bf16>::default(), checkpoint, setup, ready),
-                DType::F16 => self.own_on(&Cpu::<f16>::default(), checkpoint, setup, ready),
-                DType::F32 => self.own_on(&Cpu::<f32>::default(), checkpoint, setup, ready),
-                dtype => bail!("{dtype} is not implemented"),
-            },
-            device @ DeviceArg::Cuda(ordinal) => {
-                self.own_on_cuda(ordinal, checkpoint, setup, ready).context(format_args!("--device {device}"))
-            }
-        }
-    }
-
-    #[cfg(feature = "cuda")]
-    fn own_on_cuda(
-        self,
-        ordinal: usize,
-        checkpoint: &Checkpoint,
-        setup: Setup,
-        ready: &Sender<Result<()>>,
-    ) -> Result<()> {
-        match setup.dtype {
-            DType::BF16 => self.own_on(&Cuda::<bf16>::new(ordinal)?, checkpoint, setup, ready),
-            DType::F16 => self.own_on(&Cuda::<f16>::new(ordinal)?, checkpoint, setup, ready),
-            DType::F32 => self.own_on(&Cuda::<f32>::new(ordinal)?, checkpoint, setup, ready),
-            dtype => bail!("{dtype} is not implemented"),
-        }
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn own_on_cuda(self, _: usize, _: &Checkpoint, _: Setup, _: &Sender<Result<()>>) -> Result<()> {
-        bail!("this build has no CUDA; build it with `--features cuda`")
-    }
-
-    /// Loads the model and serves until it is told to stop.
-    fn own_on<D: Capture>(
-        mut self,
-        device: &D,
-        checkpoint: &Checkpoint,
-        setup: Setup,
-        ready: &Sender<Result<()>>,
-    ) -> Result<()> {
-        let Setup { config, described, sizes, max_rank, slots, pool, .. } = setup;
-        let tokens = sizes.limits.step_tokens;
-        let capacity = Capacity::tokens(tokens).slots(slots).rank(max_rank);
-        let (pool, table) = device.pool(&described.model, capacity, pool)?;
-        let weights = Weights::new(checkpoint, config.int4_group);
-        let model = Model::new(device, &config, &described, weights, table, tokens)?;
-        let mut engine = Engine::new(&model, pool, sizes)?;
-        ready.send(Ok(())).context("the server has ended")?;
-        while self.take_commands(&mut engine)? {
+    /// Steps until it is told to stop.
+    fn serve<D: Capture>(&mut self, engine: &mut Engine<'_, D>) -> Result<()> {
+        while self.take_commands(engine)? {
             if !engine.step(self.start.elapsed())? && !engine.wait_for_adapters(WAIT) {
                 // Nothing is being read, and nothing can run: room for an adapter is on its way.
                 thread::sleep(WAIT);
             }
-            self.answer_loads(&mut engine);
+            self.answer_loads(engine);
         }
         Ok(())
     }

@@ -64,7 +64,7 @@ impl Directory {
     }
 
     /// The adapter of the files that were checked.
-    fn parsed(&self, whole: bool) -> Result<Arc<Parsed>, AdapterError> {
+    pub(crate) fn parsed(&self, whole: bool) -> Result<Arc<Parsed>, AdapterError> {
         let kept = lock(&self.kept).take().filter(|_| !whole);
         // What was changed gives the errors of any other damage.
         if let Some(parsed) = kept.filter(|parsed| parsed.files.iter().all(Opened::is_in_place)) {

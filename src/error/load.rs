@@ -1,5 +1,5 @@
 use super::SlotError;
-use crate::{adapter::AdapterError, plan::PlanError};
+use crate::{adapter::AdapterError, group::GroupError, plan::PlanError};
 
 /// A failed load. The slot and the table are unchanged.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +23,9 @@ pub enum LoadError {
         /// Size of the largest free block, in bytes.
         largest_gap: usize,
     },
+    /// The ranks of a group did not load the adapter.
+    #[error(transparent)]
+    Group(Box<GroupError>),
     /// The thread that read the adapter panicked.
     #[error("the thread that read the adapter panicked: {message}")]
     Panicked {

@@ -19,6 +19,12 @@ pub enum GroupError {
         /// What each rank does, by rank.
         ranks: Vec<String>,
     },
+    /// The adapter has a lease, so that it cannot be removed.
+    #[error("version {version} has a lease in the group's pool")]
+    Leased {
+        /// The adapter.
+        version: u64,
+    },
     /// No slot is empty on all ranks.
     #[error("no slot is empty on all ranks of the group")]
     NoFreeSlot,
@@ -63,6 +69,17 @@ pub enum GroupError {
         /// Why this rank could not empty the slot. It must not be used.
         not_emptied: Option<Box<LoadError>>,
     },
+}
+
+impl GroupError {
+    /// Whether the adapter may be loaded when others are released.
+    pub fn is_full(&self) -> bool {
+        match self {
+            Self::NoFreeSlot => true,
+            Self::Refused { failures, .. } => failures.iter().all(|failure| failure.is_full),
+            _ => false,
+        }
+    }
 }
 
 fn torn(

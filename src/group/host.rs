@@ -1,13 +1,23 @@
 //! The host tier of a group's pool on one rank: packed adapters, of which the least recently used ones leave first.
 
-use std::{borrow::Borrow, collections::HashMap, fmt, sync::Arc, time::Duration};
+use std::{
+    borrow::{Borrow, Cow},
+    collections::HashMap,
+    fmt,
+    sync::Arc,
+    time::Duration,
+};
 
-use super::{error::Phase, load::Progress, table::HostTable};
+use super::{
+    error::Phase,
+    load::Progress,
+    table::{HostTable, Table},
+};
 use crate::{
     Slot,
-    adapter::{Adapter, AdapterError},
+    adapter::{Adapter, AdapterError, SlotImage},
     error::{LoadError, SlotError},
-    pool::{Loaded, Loaders, PoolError, Source},
+    pool::{Counters, Loaded, Loaders, PoolError, Source},
     residency::Usage,
 };
 
@@ -15,6 +25,51 @@ use crate::{
 const LOADERS: usize = 2;
 /// How long this thread waits for a read before it looks again.
 const WAIT: Duration = Duration::from_secs(1);
+
+/// Where a rank reads an adapter from.
+pub(super) trait Origin {
+    /// Calls `pack` with the rank's image of the adapter.
+    fn read<T: Table, R>(
+        &self,
+        table: &T,
+        pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>,
+    ) -> Result<R, LoadError>;
+}
+
+/// An adapter that a function opens.
+pub(super) struct Opened<F>(pub(super) F);
+
+impl<A: Borrow<Adapter>, F: Fn() -> Result<A, AdapterError>> Origin for Opened<F> {
+    fn read<T: Table, R>(
+        &self,
+        table: &T,
+        pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>,
+    ) -> Result<R, LoadError> {
+        let adapter = (self.0)()?;
+        pack(&adapter.borrow().plan(table.model(), table.dtype())?)
+    }
+}
+
+impl Origin for Source {
+    fn read<T: Table, R>(
+        &self,
+        table: &T,
+        pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>,
+    ) -> Result<R, LoadError> {
+        shard(table, self)?.read(pack)
+    }
+}
+
+/// The source of a table's rank.
+fn shard<'s>(table: &impl Table, source: &'s Source) -> Result<Cow<'s, Source>, LoadError> {
+    if source.dtype() != table.dtype() {
+        return Err(SlotError::DType { got: source.dtype(), want: table.dtype() }.into());
+    }
+    if *source.model() == *table.model() {
+        return Ok(Cow::Borrowed(source));
+    }
+    Ok(Cow::Owned(source.shard(table.model())?))
+}
 
 /// The adapters of one rank in host memory. Other ranks may hold other ones: what a rank lacks, it reads.
 pub(super) struct HostTier<T: HostTable> {
@@ -24,12 +79,18 @@ pub(super) struct HostTier<T: HostTable> {
     loaders: Loaders<u64, Option<T::Packed>>,
     /// Number of the last use. It orders adapters by use.
     uses: u64,
+    /// Reads that have not ended.
+    reads: usize,
+    counters: Counters,
 }
 
 struct Entry<P> {
     last_use: u64,
     state: State<P>,
 }
+
+/// An adapter in its slot's memory, unless that has no room, and in host memory, if that has room.
+type Packed<T> = (Result<<T as Table>::Filled, LoadError>, Option<<T as HostTable>::Packed>);
 
 enum State<P> {
     Reading,
@@ -47,7 +108,14 @@ impl<T: HostTable> HostTier<T> {
     /// An empty tier of `bytes` bytes, whose adapters `packers` threads pack.
     pub(super) fn new(table: &T, bytes: usize, packers: usize) -> Result<Self, PoolError> {
         let loaders = Loaders::new(LOADERS, packers.max(1)).map_err(PoolError::Threads)?;
-        Ok(Self { memory: table.host(bytes)?, entries: HashMap::new(), loaders, uses: 0 })
+        Ok(Self {
+            memory: table.host(bytes)?,
+            entries: HashMap::new(),
+            loaders,
+            uses: 0,
+            reads: 0,
+            counters: Counters::default(),
+        })
     }
 
     pub(super) fn usage(&self) -> Usage {
@@ -59,14 +127,40 @@ impl<T: HostTable> HostTier<T> {
         self.entries.get(&version).is_some_and(|entry| matches!(entry.state, State::Ready(_)))
     }
 
+    /// Number of adapters in the tier.
+    pub(super) fn len(&self) -> usize {
+        self.entries.values().filter(|entry| matches!(entry.state, State::Ready(_))).count()
+    }
+
+    /// Reads that have not ended.
+    pub(super) fn reads(&self) -> usize {
+        self.reads
+    }
+
+    pub(super) fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Whether an adapter is being read.
+    pub(super) fn is_reading(&mut self, version: u64) -> bool {
+        self.notice();
+        self.entries.get(&version).is_some_and(|entry| matches!(entry.state, State::Reading))
+    }
+
+    /// Forgets an adapter. If it is being read, what has been read is dropped.
+    pub(super) fn remove(&mut self, version: u64) {
+        self.entries.remove(&version);
+    }
+
+    /// Blocks this thread until a read ends, or for `timeout`. Returns whether one has; `false` at once if none is under way.
+    pub(super) fn wait(&mut self, timeout: Duration) -> bool {
+        let loaded = if self.reads == 0 { None } else { self.loaders.wait(timeout) };
+        loaded.map(|loaded| self.take(loaded)).is_some()
+    }
+
     /// Starts to read an adapter, unless it is there, is being read or could not be read.
-    pub(super) fn prefetch(&mut self, table: &T, version: u64, source: Source) -> Result<(), LoadError> {
-        if *source.model() != *table.model() {
-            return Err(SlotError::Model.into());
-        }
-        if source.dtype() != table.dtype() {
-            return Err(SlotError::DType { got: source.dtype(), want: table.dtype() }.into());
-        }
+    pub(super) fn prefetch(&mut self, table: &T, version: u64, source: &Source) -> Result<(), LoadError> {
+        let source = shard(table, source)?;
         self.notice();
         self.uses += 1;
         if let Some(entry) = self.entries.get_mut(&version) {
@@ -76,17 +170,18 @@ impl<T: HostTable> HostTier<T> {
         self.make_room(source.bytes());
         self.entries.insert(version, Entry { last_use: self.uses, state: State::Reading });
         let memory = Arc::clone(&self.memory);
-        self.loaders.start(version, Arc::new(source), move |image| T::pack(&memory, image), Ok);
+        self.reads += 1;
+        self.loaders.start(version, Arc::new(source.into_owned()), move |image| T::pack(&memory, image), Ok);
         Ok(())
     }
 
-    /// Fills the memory of a slot with an adapter: from this tier, or from `open`, which leaves it in this tier if it fits. The error of
-    /// a failed prefetch is returned, and forgotten.
-    pub(super) fn fill<A: Borrow<Adapter>>(
+    /// Fills the memory of a slot with an adapter: from this tier, or from its origin, and leaves it in this tier if it fits. The error
+    /// of a failed prefetch is returned, and forgotten.
+    pub(super) fn fill(
         &mut self,
         table: &T,
         (slot, version): (Slot, u64),
-        open: impl FnOnce() -> Result<A, AdapterError>,
+        origin: &impl Origin,
         progress: &mut Progress,
     ) -> Result<T::Filled, LoadError> {
         self.wait_for(version);
@@ -103,30 +198,42 @@ impl<T: HostTable> HostTier<T> {
             progress.phase = Phase::Fill;
             return table.fill_packed(reservation, packed);
         }
-        let adapter = open()?;
-        let image = adapter.borrow().plan(table.model(), table.dtype())?;
-        *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(&image) };
-        let reservation = match table.reserve(slot, &image) {
+        let (filled, packed) = origin.read(table, |image| self.fill_from(table, slot, image, progress))?;
+        if let Some(packed) = packed {
+            self.entries.insert(version, Entry { last_use: self.uses, state: State::Ready(packed) });
+        }
+        filled
+    }
+
+    /// Fills the memory of a slot with an image. Returns it packed, too, if this tier has room: also if the slot's memory has none, so
+    /// that the next attempt finds it there.
+    fn fill_from(
+        &mut self,
+        table: &T,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        progress: &mut Progress,
+    ) -> Result<Packed<T>, LoadError> {
+        *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(image) };
+        let reservation = match table.reserve(slot, image) {
             Err(error) if !progress.can_hold || !matches!(error, LoadError::Full { .. }) => return Err(error),
-            // Of one that waits for room, the next attempt finds it packed.
             reservation => reservation,
         };
         progress.phase = Phase::Fill;
         self.make_room(image.bytes());
         let memory = &self.memory;
-        let packed = self.loaders.install(|| T::pack(memory, &image))?;
+        let packed = self.loaders.install(|| T::pack(memory, image))?;
+        self.counters.reads += 1;
+        self.counters.read_bytes += image.bytes() as u64;
         let filled = match (reservation, &packed) {
             (Err(error), _) => {
                 progress.phase = Phase::Reserve;
                 Err(error)
             }
-            (Ok(reservation), None) => table.fill(reservation, &image),
+            (Ok(reservation), None) => table.fill(reservation, image),
             (Ok(reservation), Some(packed)) => table.fill_packed(reservation, packed),
         };
-        if let Some(packed) = packed {
-            self.entries.insert(version, Entry { last_use: self.uses, state: State::Ready(packed) });
-        }
-        filled
+        Ok((filled, packed))
     }
 
     /// Evicts the least recently used adapters until one of `bytes` bytes fits, if it can fit at all.
@@ -137,6 +244,7 @@ impl<T: HostTable> HostTier<T> {
                 break;
             };
             self.entries.remove(&victim);
+            self.counters.host_evictions += 1;
         }
     }
 
@@ -156,7 +264,9 @@ impl<T: HostTable> HostTier<T> {
         }
     }
 
-    fn take(&mut self, Loaded { id, result, .. }: Loaded<u64, Option<T::Packed>>) {
+    fn take(&mut self, Loaded { id, result, time }: Loaded<u64, Option<T::Packed>>) {
+        self.reads -= 1;
+        self.counters.read_time += time;
         let state = match result {
             Ok(Some(packed)) => State::Ready(packed),
             Err(error) => State::Failed(error),
@@ -167,6 +277,10 @@ impl<T: HostTable> HostTier<T> {
             }
         };
         if let Some(entry) = self.entries.get_mut(&id) {
+            match &state {
+                State::Failed(_) => self.counters.failures += 1,
+                _ => self.counters.reads += 1,
+            }
             entry.state = state;
         }
     }

@@ -1,11 +1,17 @@
-use std::{borrow::Borrow, collections::HashMap};
+use std::{borrow::Borrow, collections::HashMap, time::Duration};
 
-use super::{channel::Ranks, error::GroupError, host::HostTier, load::Group, table::HostTable};
+use super::{
+    channel::Ranks,
+    error::{GroupError, Phase},
+    host::{HostTier, Opened, Origin},
+    load::{Group, Progress},
+    table::HostTable,
+};
 use crate::{
     Slot,
     adapter::{Adapter, AdapterError},
     error::LoadError,
-    pool::{PoolError, Source, Tier},
+    pool::{Counters, PoolError, Snapshot, Source, Tier},
     residency::Usage,
 };
 
@@ -26,6 +32,7 @@ pub struct GroupPool<R, T: HostTable> {
     loaded: HashMap<u64, Loaded>,
     /// Number of the last use. It orders adapters by use.
     uses: u64,
+    counters: Counters,
 }
 
 #[derive(Debug)]
@@ -38,7 +45,7 @@ struct Loaded {
 impl<R: Ranks, T: HostTable> GroupPool<R, T> {
     /// A pool of a group whose tables are empty, without a host tier.
     pub fn new(group: Group<R, T>) -> Self {
-        Self { group, host: None, loaded: HashMap::new(), uses: 0 }
+        Self { group, host: None, loaded: HashMap::new(), uses: 0, counters: Counters::default() }
     }
 
     /// Gives this rank a host tier of `host_bytes` bytes, all of which are allocated now on CUDA. Up to `packers` threads read and
@@ -57,13 +64,53 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
     }
 
     /// Starts to read this rank's part of an adapter into its host tier, and counts as a use there. Needs no other rank, and does nothing
-    /// without a host tier. If the read fails, the next [`acquire`](Self::acquire) fails on all ranks and says why; the one after it
+    /// without a host tier. The source may be one of another rank. If the read fails, the next [`acquire`](Self::acquire) fails on all ranks and says why; the one after it
     /// opens the adapter again.
     ///
     /// # Errors
-    /// [`LoadError::Slot`] if the source is of another model or element type.
+    /// [`LoadError::Slot`] if the source is of another element type, [`LoadError::Adapter`] if it is of another rank, and this rank's
+    /// part cannot be planned.
     pub fn prefetch(&mut self, version: u64, source: Source) -> Result<(), LoadError> {
-        self.host.as_mut().map_or(Ok(()), |host| host.prefetch(self.group.table(), version, source))
+        self.host.as_mut().map_or(Ok(()), |host| host.prefetch(self.group.table(), version, &source))
+    }
+
+    /// Whether a [`prefetch`](Self::prefetch) of an adapter is under way on this rank.
+    pub fn is_reading(&mut self, version: u64) -> bool {
+        self.host.as_mut().is_some_and(|host| host.is_reading(version))
+    }
+
+    /// Blocks this thread until a prefetch has ended on this rank, or for `timeout`. Returns whether one has; `false` at once if none is
+    /// under way.
+    pub fn wait(&mut self, timeout: Duration) -> bool {
+        self.host.as_mut().is_some_and(|host| host.wait(timeout))
+    }
+
+    /// The state of the pool on this rank. Its adapters are those that are on the device. `waits`, `loading`,
+    /// `moves` and `copied_bytes` are 0.
+    pub fn snapshot(&self) -> Snapshot {
+        let host = self.host.as_ref();
+        let of_host = host.map(HostTier::counters).unwrap_or_default();
+        Snapshot {
+            adapters: self.loaded.len(),
+            resident: self.loaded.len(),
+            copying: 0,
+            host: host.map_or(0, HostTier::len),
+            reading: host.map_or(0, HostTier::reads),
+            waiting: 0,
+            leased: self.loaded.values().filter(|loaded| loaded.leases > 0).count(),
+            leases: self.loaded.values().map(|loaded| loaded.leases).sum(),
+            pinned: 0,
+            device_memory: self.table().usage(),
+            host_memory: self.host_usage().unwrap_or(Usage { capacity: 0, used: 0, largest_gap: 0 }),
+            counters: Counters {
+                host_evictions: of_host.host_evictions,
+                reads: of_host.reads,
+                read_bytes: of_host.read_bytes,
+                read_time: of_host.read_time,
+                failures: self.counters.failures + of_host.failures,
+                ..self.counters
+            },
+        }
     }
 
     /// The fastest tier that an adapter is in on this rank.
@@ -101,35 +148,68 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         version: u64,
         open: impl Fn() -> Result<A, AdapterError>,
     ) -> Result<Slot, GroupError> {
+        self.acquire_by(version, &Opened(open))
+    }
+
+    /// As [`acquire`](Self::acquire), of a source, which may be one of another rank. Files that have changed since it was made are this
+    /// rank's error.
+    ///
+    /// # Errors
+    /// As for `acquire`.
+    ///
+    /// # Panics
+    /// If the table panics, as for [`Group::load`].
+    pub fn acquire_from(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError> {
+        self.acquire_by(version, source)
+    }
+
+    fn acquire_by(&mut self, version: u64, origin: &impl Origin) -> Result<Slot, GroupError> {
         self.uses += 1;
         if let Some(loaded) = self.loaded.get_mut(&version) {
             loaded.leases += 1;
             loaded.last_use = self.uses;
+            self.counters.hits += 1;
             return Ok(loaded.slot);
         }
+        let loaded = self.load(version, origin);
+        match &loaded {
+            Ok(_) => self.counters.misses += 1,
+            Err(error) if error.is_full() => self.counters.full += 1,
+            Err(_) => self.counters.failures += 1,
+        }
+        loaded
+    }
+
+    /// Loads an adapter, and leases it.
+    fn load(&mut self, version: u64, origin: &impl Origin) -> Result<Slot, GroupError> {
         let slot = match (self.group.free_slot(), self.victim()) {
             (Err(GroupError::NoFreeSlot), Some(victim)) => self.loaded[&victim].slot,
             (slot, _) => slot?,
         };
         let prepared = loop {
-            let prepared = match &mut self.host {
-                None => self.group.prepare(slot, version, &open),
-                Some(host) => self
-                    .group
-                    .prepare_by(slot, version, |table, progress| host.fill(table, (slot, version), &open, progress)),
-            };
+            let host = &mut self.host;
+            let prepared = self.group.prepare_by(slot, version, |table, progress| match host {
+                Some(host) => host.fill(table, (slot, version), origin, progress),
+                None => origin.read(table, |image| {
+                    *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(image) };
+                    let reservation = table.reserve(slot, image)?;
+                    progress.phase = Phase::Fill;
+                    table.fill(reservation, image)
+                }),
+            });
             match (prepared, self.victim()) {
-                (Err(GroupError::Refused { failures, .. }), Some(victim))
-                    if failures.iter().all(|failure| failure.is_full) =>
-                {
+                (Err(error @ GroupError::Refused { .. }), Some(victim)) if error.is_full() => {
                     self.evict(victim);
                 }
                 (prepared, _) => break prepared?,
             }
         };
         // The adapter in the slot is replaced, or lost.
+        let before = self.loaded.len();
         self.loaded.retain(|_, loaded| loaded.slot != slot);
+        self.counters.evictions += (before - self.loaded.len()) as u64;
         self.group.commit(prepared)?;
+        self.counters.copies += 1;
         self.loaded.insert(version, Loaded { slot, leases: 1, last_use: self.uses });
         Ok(slot)
     }
@@ -144,6 +224,21 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         Ok(())
     }
 
+    /// Forgets an adapter: unloads it, and frees its host memory. All ranks must, unless it has a lease.
+    ///
+    /// # Errors
+    /// [`GroupError::Leased`]. Nothing is changed then.
+    pub fn remove(&mut self, version: u64) -> Result<(), GroupError> {
+        if self.loaded.get(&version).is_some_and(|loaded| loaded.leases > 0) {
+            return Err(GroupError::Leased { version });
+        }
+        self.unload(version);
+        if let Some(host) = &mut self.host {
+            host.remove(version);
+        }
+        Ok(())
+    }
+
     /// The slot of an adapter; `None` if it is not loaded. For routers that place requests.
     pub fn slot(&self, version: u64) -> Option<Slot> {
         self.loaded.get(&version).map(|loaded| loaded.slot)
@@ -155,8 +250,13 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         idle.min_by_key(|(_, loaded)| loaded.last_use).map(|(&version, _)| version)
     }
 
-    /// Unloads an adapter. If this rank cannot, it keeps the memory, and no rank chooses the slot again.
     fn evict(&mut self, version: u64) {
+        self.counters.evictions += 1;
+        self.unload(version);
+    }
+
+    /// Unloads an adapter. If this rank cannot, it keeps the memory, and no rank chooses the slot again.
+    fn unload(&mut self, version: u64) {
         if let Some(loaded) = self.loaded.remove(&version) {
             // The ranks go on together, and the verdict of the next load tells them of it.
             let _ = self.group.table().unload(loaded.slot);

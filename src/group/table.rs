@@ -27,6 +27,9 @@ pub trait Table {
     /// The element type of factors.
     fn dtype(&self) -> DType;
 
+    /// Use of the memory.
+    fn usage(&self) -> Usage;
+
     /// The lowest empty slot from the index `first` on.
     fn free_slot(&self, first: u16) -> Option<Slot>;
 
@@ -110,6 +113,10 @@ macro_rules! table {
 
             fn dtype(&self) -> DType {
                 self.dtype()
+            }
+
+            fn usage(&self) -> Usage {
+                self.usage()
             }
 
             fn free_slot(&self, first: u16) -> Option<Slot> {

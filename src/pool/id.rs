@@ -18,8 +18,8 @@ pub struct AdapterId(NonZeroU64);
 pub struct CacheNamespace(u64);
 
 impl AdapterId {
-    /// An id that no earlier call has returned.
-    pub(crate) fn next() -> Self {
+    /// An id that no adapter of this process has, for engines whose adapters are in another pool than an `AdapterPool`.
+    pub fn unique() -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
         let id = LAST.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         Self(NonZeroU64::new(id).expect("a process does not count to 2^64"))

@@ -78,6 +78,21 @@ impl Source {
         Self::planned(Kind::Memory(Arc::clone(&adapter)), &adapter.plan(model, dtype)?)
     }
 
+    /// The same adapter, for another rank of the model.
+    pub(crate) fn shard(&self, model: &Model) -> Result<Self, AdapterError> {
+        let planned = |adapter: &Adapter| Self::planned(self.kind.clone(), &adapter.plan(model, self.dtype)?);
+        match &self.kind {
+            Kind::Memory(adapter) => planned(adapter),
+            Kind::Directory(directory) => {
+                let parsed = directory.parsed(false)?;
+                if !self.has_experts {
+                    directory.keep(&parsed);
+                }
+                planned(&parsed.adapter)
+            }
+        }
+    }
+
     fn planned(kind: Kind, image: &SlotImage<'_>) -> Result<Self, AdapterError> {
         let (model, dtype) = (image.model().clone(), image.dtype());
         Ok(Self {
@@ -120,7 +135,7 @@ impl Source {
     }
 
     /// Reads the adapter and plans its image.
-    pub(super) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
+    pub(crate) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
         let pack = |adapter: &Adapter| pack(&adapter.plan(&self.model, self.dtype)?);
         match &self.kind {
             Kind::Memory(adapter) => pack(adapter),

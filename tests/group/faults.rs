@@ -72,6 +72,10 @@ impl Table for Faulty {
         self.table.dtype()
     }
 
+    fn usage(&self) -> Usage {
+        self.table.usage()
+    }
+
     fn free_slot(&self, first: u16) -> Option<Slot> {
         Table::free_slot(&self.table, first)
     }

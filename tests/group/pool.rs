@@ -8,9 +8,10 @@ use std::{
 };
 
 use aril::{
-    Slot,
+    DType, Slot,
     adapter::{Adapter, AdapterError},
     cpu::WeightTable,
+    error::LoadError,
     group::{ChannelError, Group, GroupError, GroupPool, HostTable, InProcess, Message, Phase, Ranks},
     model::TpRank,
     pool::{Source, Tier},
@@ -228,10 +229,63 @@ fn a_prefetch_fills_the_host_tier() {
         assert_eq!(world.delta(pool.table(), slot), 1.0);
         assert_ne!(acquire(&world, &mut pool, 2).unwrap(), slot);
         assert_eq!(world.delta(pool.table(), slot), 1.0);
-        let other = World::new(2).table(rank, 1);
-        let other = Source::memory(Arc::new(version(&world, 3).unwrap()), other.model(), dtype).unwrap();
-        assert!(pool.prefetch(3, other).is_err());
+        let larger = World::new(3);
+        let other = Source::memory(Arc::new(larger.adapter(|_| 1.0)), larger.table(rank, 1).model(), dtype).unwrap();
+        assert!(matches!(pool.prefetch(3, other), Err(LoadError::Adapter(_))));
     });
+}
+
+/// All ranks load from the source of one of them, each its own part. Files that have changed since are an error of the rank that reads.
+#[test]
+fn ranks_read_from_one_source() {
+    let world = World::new(2);
+    let tables: Vec<_> = (0..2).map(|rank| world.table(rank, SLOTS)).collect();
+    #[expect(clippy::cast_precision_loss, reason = "a small number")]
+    let adapter = Arc::new(world.adapter(|rank| 1.0 + rank as f32));
+    let source = Source::memory(adapter, tables[0].model(), DType::F32).unwrap();
+    each_pool(&tables, |rank, pool| {
+        let mut pool = pool.with_host_tier(4 * world.adapter_bytes(rank), 1).unwrap();
+        assert!(!pool.is_reading(1) && !pool.wait(NEVER));
+        (1..3).for_each(|number_| pool.prefetch(number_, source.clone()).unwrap());
+        let end = Instant::now() + Duration::from_secs(30);
+        while pool.is_reading(1) || pool.is_reading(2) {
+            assert!(Instant::now() < end, "the reads end");
+            pool.wait(Duration::from_secs(1));
+        }
+        assert!(!pool.wait(NEVER));
+        // The third was not prefetched.
+        for number_ in [1, 2, 3] {
+            let slot = pool.acquire_from(number_, &source).unwrap();
+            assert_eq!(world.delta(pool.table(), slot), [1.0, 2.0][rank]);
+            pool.release(number_).unwrap();
+        }
+        let snapshot = pool.snapshot();
+        assert_eq!((snapshot.resident, snapshot.host, snapshot.leases), (SLOTS, 3, 0));
+        let counters = snapshot.counters;
+        assert_eq!((counters.misses, counters.copies, counters.evictions, counters.reads), (3, 3, 1, 3));
+    });
+}
+
+/// A removed adapter leaves its slot and the host memory of all ranks, unless it has a lease.
+#[test]
+fn a_removed_adapter_leaves_all_memory() {
+    let world = World::new(2);
+    let tables: Vec<_> = (0..2).map(|rank| world.table(rank, SLOTS)).collect();
+    let slots = each_pool(&tables, |rank, pool| {
+        let mut pool = pool.with_host_tier(2 * world.adapter_bytes(rank), 1).unwrap();
+        let slot = acquire(&world, &mut pool, 1).unwrap();
+        assert!(matches!(pool.remove(1), Err(GroupError::Leased { version: 1 })));
+        assert_eq!(world.delta(pool.table(), slot), 1.0);
+        pool.release(1).unwrap();
+        pool.remove(1).unwrap();
+        pool.remove(9).unwrap();
+        assert_eq!((pool.slot(1), pool.tier(1)), (None, Tier::Source));
+        let snapshot = pool.snapshot();
+        assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used, snapshot.resident), (0, 0, 0));
+        (slot, acquire(&world, &mut pool, 2).unwrap())
+    });
+    let (first, second) = same(slots);
+    assert_eq!(first, second);
 }
 
 /// A channel whose rank leaves the group instead of some exchange.

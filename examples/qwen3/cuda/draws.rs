@@ -4,10 +4,10 @@ use aril::{
     Element,
     cuda::{Buffer, PinnedBuffer, Queue},
 };
-use cudarc::driver::{DeviceRepr, PushKernelArg as _, ValidAsZeroBits};
+use cudarc::driver::{CudaEvent, DeviceRepr, PushKernelArg as _, ValidAsZeroBits};
 use qwen3_kernels::sampling::{BLOCKS, THREADS};
 
-use super::{Cuda, Matrix, MemoryFor as _, launch_blocks};
+use super::{Cuda, Matrix, MemoryFor as _, launch_blocks, nccl::Nccl};
 use crate::{
     device::Draw,
     error::{Result, bail},
@@ -27,6 +27,8 @@ pub(crate) struct Draws {
     drawn: Buffer<i32>,
     to_host: PinnedBuffer<i32>,
     rows: usize,
+    /// The end of the last step, if other ranks take part in it.
+    end: Option<CudaEvent>,
 }
 
 impl Draws {
@@ -38,6 +40,7 @@ impl Draws {
             drawn: Buffer::zeros(queue, 2 * rows).memory_for(what)?,
             to_host: PinnedBuffer::zeros(queue, 2 * rows).memory_for(what)?,
             rows: 0,
+            end: None,
         })
     }
 
@@ -53,9 +56,15 @@ impl Draws {
             bail!("{rows} draws from {} rows of logits, with room for {room}", logits.rows);
         }
         self.rows = rows;
-        if rows == 0 {
-            return Ok(());
+        if rows > 0 {
+            self.enqueue(device, logits, draws)?;
         }
+        self.end = device.nccl.as_ref().map(Nccl::mark).transpose()?;
+        Ok(())
+    }
+
+    fn enqueue<T: Element + DeviceRepr>(&mut self, device: &Cuda<T>, logits: &Matrix<T>, draws: &[Draw]) -> Result<()> {
+        let rows = draws.len();
         self.from_host.elements()?[..rows].copy_from_slice(draws);
         self.draws.enqueue_write(&mut self.from_host, rows)?;
         let (draws, tokens) = (self.draws.device_ptr(), self.address());
@@ -64,6 +73,11 @@ impl Draws {
         kernel.arg(&logits.address).arg(&draws).arg(&tokens).arg(&logprobs).arg(&logits.cols);
         launch_blocks(kernel, (BLOCKS, rows), THREADS, 0)?;
         Ok(self.drawn.enqueue_read(&mut self.to_host, 2 * rows)?)
+    }
+
+    /// Waits for the last step, for as long as the other ranks are there.
+    pub(super) fn wait(&self, nccl: &Nccl) -> Result<()> {
+        self.end.as_ref().map_or(Ok(()), |end| nccl.wait_for(end))
     }
 
     /// The device address of the tokens.

@@ -44,7 +44,7 @@ impl GroupedGemms {
     }
 
     /// The kernel for rows of `cols` elements: the one with the fewest rows of a tile that has room for the routes of an expert, if
-    /// they are spread evenly. Those of `tensor` have the same bits.
+    /// those to all ranks are spread evenly over `experts`. Those of `tensor` have the same bits.
     fn get(&self, cols: usize, routes: usize, experts: usize) -> &Tiled {
         let fits = |tiled: &&Tiled| routes <= tiled.tile.rows * experts;
         let tensor = self.tensor.iter().find(fits).or(self.tensor.last());
@@ -54,7 +54,9 @@ impl GroupedGemms {
 
 /// The experts that each token chose, and the routes to those of this rank, sorted by expert.
 pub(crate) struct Routes {
-    /// The experts on this rank.
+    /// The experts of all ranks.
+    experts: usize,
+    /// Those on this rank.
     held: Range<usize>,
     /// `[tokens, top_k]`: the expert's place among those of this rank, -1 if it is on another.
     ids: Matrix<i32>,
@@ -73,16 +75,16 @@ impl Routes {
     pub(super) fn new<T: Element + DeviceRepr>(
         device: &Cuda<T>,
         tokens: usize,
-        held: Range<usize>,
+        (experts, held): (usize, Range<usize>),
         top_k: usize,
     ) -> Result<Self> {
-        let experts = held.len();
         Ok(Self {
+            experts,
             ids: device.alloc(tokens, top_k)?,
             weights: device.alloc(tokens, top_k)?,
             row_of_route: device.alloc(tokens, top_k)?,
             tokens: device.alloc(tokens * top_k, 1)?,
-            bounds: device.alloc(experts + 1, 1)?,
+            bounds: device.alloc(held.len() + 1, 1)?,
             held,
         })
     }
@@ -93,12 +95,12 @@ impl Routes {
         scores: &Matrix<T>,
         normalized: bool,
     ) -> Result<()> {
-        let Self { held, ids, weights, row_of_route, tokens, bounds } = self;
-        let (experts, top_k, normalized) = (scores.cols, ids.cols, i32::from(normalized));
+        let Self { experts, held, ids, weights, row_of_route, tokens, bounds } = self;
+        let (top_k, normalized) = (ids.cols, i32::from(normalized));
         let (first_held, num_held) = (held.start, held.len());
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
-        kernel.arg(&experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
+        kernel.arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
         launch(kernel, scores.rows, 1)?;
 
         let mut kernel = device.kernel(&device.functions.sort_routes);
@@ -147,7 +149,7 @@ pub(super) struct Plain<T: 'static> {
 
 impl<T: Element + DeviceRepr> Plain<T> {
     pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
-        let tiled = device.functions.grouped_gemm.get(x.cols, x.rows, self.shape.experts);
+        let tiled = device.functions.grouped_gemm.get(x.cols, x.rows, routes.experts);
         let mut kernel = device.kernel(&tiled.function);
         kernel.arg(&x.address).arg(&self.weights.address);
         multiply(tiled, kernel, self.shape, routes, y)

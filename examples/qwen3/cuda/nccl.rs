@@ -16,7 +16,10 @@ use aril::{
     model::TpRank,
 };
 use cudarc::{
-    driver::sys::{CUDA_MEMCPY2D_st, CUmemorytype, cuMemcpy2DAsync_v2},
+    driver::{
+        CudaEvent,
+        sys::{CUDA_MEMCPY2D_st, CUmemorytype, cuMemcpy2DAsync_v2},
+    },
     nccl::{
         result::{self, NcclError},
         sys,
@@ -132,7 +135,16 @@ impl Nccl {
 
     /// Waits for all enqueued work, for as long as the other ranks are there. The communicator is of no use after an error.
     pub(super) fn wait(&self) -> Result<()> {
-        let end = self.queue.stream().record_event(None).map_err(LaunchError::from)?;
+        self.wait_for(&self.mark()?)
+    }
+
+    /// The end of the work that is enqueued now.
+    pub(super) fn mark(&self) -> Result<CudaEvent> {
+        Ok(self.queue.stream().record_event(None).map_err(LaunchError::from)?)
+    }
+
+    /// As [`wait`](Self::wait), for the work before a mark.
+    pub(super) fn wait_for(&self, end: &CudaEvent) -> Result<()> {
         let (start, mut next_look) = (Instant::now(), LOOK);
         while !end.try_is_complete().map_err(LaunchError::from)? {
             if start.elapsed() < next_look {

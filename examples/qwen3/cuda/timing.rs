@@ -129,7 +129,7 @@ impl Values {
         let routes = tokens * TOP_K;
         Ok(Self {
             scores: device.alloc(tokens, EXPERTS)?,
-            routes: Routes::new(device, tokens, 0..EXPERTS, TOP_K)?,
+            routes: Routes::new(device, tokens, (EXPERTS, 0..EXPERTS), TOP_K)?,
             rows: device.alloc(routes, HIDDEN)?,
             gate_up: device.alloc(routes, 2 * INTER)?,
             inter: device.alloc(routes, INTER)?,

@@ -45,6 +45,10 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
         Ok(graph.replay()?)
     }
 
+    fn wait(&self) -> Result<()> {
+        self.wait()
+    }
+
     type Staging = Staging;
 
     fn staging(&self, len: usize) -> Result<Staging> {

@@ -7,20 +7,21 @@ use std::{convert::Infallible, iter, time::Instant};
 
 use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
+use super::pool::Pool;
 use crate::{
     cpu::Cpu,
     device::{BlockTable, Device, Places},
     error::Result,
-    forward::{FUSED_TOKENS, Inputs, Lora, Session, Step},
+    forward::{FUSED_TOKENS, Fusion, Inputs, Lora, Session, Step},
     model::Model,
 };
 
-/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, as far
-/// as it can: 64 tokens of 8 adapters of rank 16 take 7.2 ms for 8.1, and without adapters 6.6 ms for 6.1 (Qwen3-8B on an H200).
+/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, but
+/// for gate and up: cuBLASLt's GEMM is faster for so many outputs (`benches/record/designs.md`, "A layer of the engine").
 const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
-pub(crate) trait Capture: Device {
+pub(crate) trait Capture: Device<Pool: Pool> {
     /// A captured step.
     type Graph;
 
@@ -36,6 +37,9 @@ pub(crate) trait Capture: Device {
 
     /// Enqueues a captured step whose first tokens have these slots. The others have no adapter.
     fn replay(&self, graph: &mut Self::Graph, buffers: &mut Self::Buffers, slots: &[Slot]) -> Result<()>;
+
+    /// Waits for all enqueued work that other ranks take part in, and fails if one of them has ended. Without other ranks, it does nothing.
+    fn wait(&self) -> Result<()>;
 
     /// Where the host leaves the inputs of a step.
     type Staging;
@@ -255,7 +259,7 @@ impl<D: Capture> Captured<D> {
     ) -> Result<Option<Self>> {
         let captured = model.device.capture(&model.adapters, buffers, batch.tokens, |step| {
             let mut lora = Lora { step, has_adapters };
-            let h = model.hidden(state, &batch.inputs, is_fused, &mut lora)?;
+            let h = model.hidden(state, &batch.inputs, Fusion::of(batch.tokens, is_fused), &mut lora)?;
             model.logits(&h, &mut lora)
         })?;
         Ok(captured.map(|(graph, logits)| Self { graph, logits }))
@@ -286,6 +290,10 @@ impl<T: Element> Capture for Cpu<T> {
 
     fn replay(&self, graph: &mut Infallible, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
         match *graph {}
+    }
+
+    fn wait(&self) -> Result<()> {
+        Ok(())
     }
 
     type Staging = ();

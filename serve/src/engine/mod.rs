@@ -3,6 +3,8 @@
 //! [`Engine::step`] does everything: it plans ([`scheduler`]), runs the plan in one pass of the model ([`plan`]), chooses tokens
 //! ([`sampling`]) and sends them to the requests' owners. One thread owns an engine; `worker` is that thread.
 //!
+//! On several ranks, [`ranks`] has the others do the same.
+//!
 //! An engine that runs ahead enqueues a step before it reads the tokens of the last one, which the device takes from where it has chosen
 //! them. So the device does not wait for the host. The tokens are the same.
 
@@ -11,7 +13,10 @@ mod cache;
 mod cuda_graph;
 pub(crate) mod graph;
 mod plan;
+mod pool;
+pub(crate) mod ranks;
 mod request;
+mod runner;
 mod sampling;
 mod scheduler;
 #[cfg(test)]
@@ -22,26 +27,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aril::pool::{AdapterId, PoolError, Residency, Snapshot, Source, Tier};
+use aril::pool::{AdapterId, PoolError, Snapshot, Source, Tier};
 
 use self::{
     cache::KvCache,
-    graph::{Decoder, Tables},
     plan::Enqueued,
+    ranks::{Order, Others},
     scheduler::{Scheduled, Scheduler},
 };
 pub(crate) use self::{
     graph::Capture,
+    pool::Pool,
     request::{Event, Events, Failure, Finish, Request, RequestId},
+    runner::Runner,
     sampling::{Chosen, Logprobs, Sampling},
     scheduler::{Limits, State},
 };
-use crate::{
-    adapter_pool::AdapterPool as _,
-    error::{Error, Result},
-    forward::Session,
-    model::Model,
-};
+use crate::error::{Error, Result};
 
 /// Sizes of an engine.
 #[derive(Clone, Copy, Debug)]
@@ -61,15 +63,14 @@ pub(crate) struct Sizes {
 
 /// A model, its adapters, and the requests that run on them.
 pub(crate) struct Engine<'m, D: Capture> {
-    model: &'m Model<'m, D>,
-    session: Session<'m, D>,
-    decoder: Decoder<D>,
-    pool: D::Pool,
+    runner: Runner<'m, D>,
+    pool: Box<dyn Pool + 'm>,
+    /// If this is the first rank of a group.
+    others: Others,
+    /// Why the group cannot go on.
+    broken: Option<Error>,
     scheduler: Scheduler,
-    block_rows: usize,
     runs_ahead: bool,
-    /// Of the last step, then those of the next one.
-    draws: [D::Draws; 2],
     /// The last step, if its results have not been read.
     in_flight: Option<InFlight>,
     /// When the results of the last step were on the host.
@@ -93,30 +94,20 @@ pub(crate) struct HostTime {
 }
 
 impl<'m, D: Capture> Engine<'m, D> {
-    /// An engine on a model whose adapters are those of `pool`.
-    pub(crate) fn new(model: &'m Model<'m, D>, pool: D::Pool, sizes: Sizes) -> Result<Self> {
-        let Sizes { limits, blocks, block_rows, max_positions, is_sharing, runs_ahead } = sizes;
-        // Graphs have a block of their own.
-        let rows = blocks as usize * block_rows;
-        let mut session = model.session(rows + block_rows, max_positions)?;
-        let tables = Tables {
-            columns: max_positions.div_ceil(block_rows),
-            block_rows: plan::index(block_rows)?,
-            spare_row: plan::index(rows)?,
-        };
-        Ok(Self {
-            model,
-            decoder: Decoder::new(model, &mut session, (limits.running, limits.adapters), tables)?,
-            session,
+    /// An engine on a model whose adapters are those of `pool`, and which the `others` of its group have parts of.
+    pub(crate) fn new(runner: Runner<'m, D>, pool: Box<dyn Pool + 'm>, others: Others, sizes: Sizes) -> Self {
+        let Sizes { limits, blocks, block_rows, is_sharing, runs_ahead, .. } = sizes;
+        Self {
+            runner,
             pool,
+            others,
+            broken: None,
             scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
-            block_rows,
             runs_ahead,
-            draws: [model.device.draws(limits.running)?, model.device.draws(limits.running)?],
             in_flight: None,
             read: None,
             host_time: HostTime::default(),
-        })
+        }
     }
 
     /// Makes an adapter known and starts to load it.
@@ -130,7 +121,7 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Refuses new requests for an adapter, and forgets it when the last of its requests has ended.
     pub(crate) fn remove_adapter(&mut self, id: AdapterId) {
-        self.scheduler.retire(id, &mut self.pool);
+        self.scheduler.retire(id, &mut *self.pool);
     }
 
     /// Adds a request that arrived at `now`, which counts from any moment, the same one in all calls.
@@ -140,22 +131,24 @@ impl<'m, D: Capture> Engine<'m, D> {
         events: Events,
         now: Duration,
     ) -> std::result::Result<RequestId, Failure> {
-        self.scheduler.submit(request, events, now, &mut self.pool)
+        self.scheduler.submit(request, events, now, &mut *self.pool)
     }
 
     /// Ends a request, if it has not ended.
     pub(crate) fn cancel(&mut self, id: RequestId) {
-        self.scheduler.end(id, &mut self.pool);
+        self.scheduler.end(id, &mut *self.pool);
     }
 
     /// Enqueues a step, and ends the last one or, unless the engine runs ahead, this one. Returns `false` if there was neither: all
     /// requests wait for their adapters.
-    pub(crate) fn step(&mut self, now: Duration) -> std::result::Result<bool, PoolError> {
+    ///
+    /// A step that fails ends its requests. On several ranks it ends the engine, with this error, because not all may have run it.
+    pub(crate) fn step(&mut self, now: Duration) -> Result<bool> {
         let mut last = self.in_flight.take();
         if let Some(chosen_on_the_host) = last.take_if(|last| !last.scheduled.plan.is_drawn()) {
             self.end(chosen_on_the_host);
         }
-        let scheduled = self.scheduler.plan(now, &mut self.pool);
+        let scheduled = self.scheduler.plan(now, &mut *self.pool);
         let has_tokens = scheduled.plan.num_tokens() > 0;
         let is_working = has_tokens || last.is_some();
         if has_tokens {
@@ -167,6 +160,9 @@ impl<'m, D: Capture> Engine<'m, D> {
         if let Some(this) = self.in_flight.take_if(|_| !self.runs_ahead) {
             self.end(this);
         }
+        if let Some(error) = self.broken.take() {
+            return Err(error);
+        }
         if !has_tokens || self.is_idle() {
             self.read = None;
         }
@@ -177,38 +173,35 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Enqueues a step behind the last one, whose tokens may be its own.
     fn enqueue(&mut self, scheduled: Scheduled, is_behind: bool) {
-        let Self { model, session, decoder, draws: [last, next], .. } = self;
-        let last = if is_behind { Some(&*last) } else { None };
-        let enqueued = scheduled.plan.enqueue(model, session, decoder, self.block_rows, last, next);
-        if let (Some(enqueued), Some(read)) = (decoder.take_enqueued(), self.read) {
+        self.others.tell(|| Order::Step(scheduled.plan.clone(), is_behind));
+        let enqueued = self.runner.enqueue(&scheduled.plan, is_behind);
+        if let (Some(enqueued), Some(read)) = (self.runner.take_enqueued(), self.read) {
             self.host_time.total += enqueued.duration_since(read);
             self.host_time.steps += 1;
         }
         match enqueued {
-            Ok(enqueued) => {
-                self.draws.swap(0, 1);
-                self.in_flight = Some(InFlight { scheduled, enqueued });
-            }
-            Err(error) => self.fail(&scheduled, &error),
+            Ok(enqueued) => self.in_flight = Some(InFlight { scheduled, enqueued }),
+            Err(error) => self.fail(&scheduled, error),
         }
     }
 
     /// Reads the results of a step.
     fn end(&mut self, InFlight { scheduled, enqueued }: InFlight) {
-        // A step that was enqueued since has the other draws.
-        let draws = &mut self.draws[usize::from(self.in_flight.is_some())];
-        let scores = scheduled.plan.scores(self.model, &enqueued, draws);
+        let scores = self.runner.scores(&scheduled.plan, &enqueued, self.in_flight.is_none());
         self.read = Some(Instant::now());
         match scores {
-            Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut self.pool),
-            Err(error) => self.fail(&scheduled, &error),
+            Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut *self.pool),
+            Err(error) => self.fail(&scheduled, error),
         }
     }
 
-    fn fail(&mut self, scheduled: &Scheduled, error: &Error) {
+    fn fail(&mut self, scheduled: &Scheduled, error: Error) {
         tracing::error!(%error, "a step failed");
         let failure = Failure::Step(error.to_string().into());
-        self.scheduler.fail_step(scheduled, &failure, &mut self.pool);
+        self.scheduler.fail_step(scheduled, &failure, &mut *self.pool);
+        if !self.others.is_empty() {
+            self.broken.get_or_insert(error);
+        }
     }
 
     /// Whether steps are enqueued while the last one runs, from the next step on.
@@ -218,7 +211,7 @@ impl<'m, D: Capture> Engine<'m, D> {
     }
 
     /// Takes note of requests that have ended since the last step, so that their adapters' slots can be used.
-    pub(crate) fn settle(&mut self) -> std::result::Result<(), PoolError> {
+    pub(crate) fn settle(&mut self) -> Result<()> {
         self.pool.commit()
     }
 
@@ -246,27 +239,17 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// The fastest memory that each adapter is in.
     pub(crate) fn tiers(&self) -> HashMap<AdapterId, Tier> {
-        let residency = |id| Some((id, self.pool.residency(id)?.tier));
-        self.scheduler.versions().filter_map(residency).collect()
+        let tier = |id| Some((id, self.pool.tier(id)?));
+        self.scheduler.versions().filter_map(tier).collect()
     }
 
     /// Whether an adapter has been read, or the error of its last load.
     pub(crate) fn is_loaded(&mut self, id: AdapterId) -> std::result::Result<bool, PoolError> {
-        match self.pool.residency(id) {
-            None => Err(PoolError::Unknown { id }),
-            Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
-            Some(residency) if residency.tier == Tier::Source => {
-                // Others may have taken its memory since it was read. A prefetch of one that is being read changes nothing.
-                self.pool.prefetch(id)?;
-                Ok(false)
-            }
-            Some(_) => Ok(true),
-        }
+        self.pool.is_loaded(id)
     }
 
-    /// Where an adapter is; `None` if it is not known.
-    #[cfg(test)]
-    pub(crate) fn residency(&self, id: AdapterId) -> Option<Residency> {
-        self.pool.residency(id)
+    /// Ends the other ranks of the group, after all that they have been told.
+    pub(crate) fn stop(&self) {
+        self.others.tell(|| Order::End);
     }
 }

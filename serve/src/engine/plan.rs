@@ -54,7 +54,7 @@ pub(crate) struct Enqueued {
 
 impl Plan {
     /// Enqueues all chunks in one pass. Tokens of `last` continue the sequences that have a source there; those that are chosen now
-    /// will be in `draws`. Only if a chunk wants its logits on the host, this waits for them.
+    /// will be in `draws`. Only if a chunk wants its logits on the host, and this is the first rank, this waits for them.
     pub(crate) fn enqueue<D: Capture>(
         &self,
         model: &Model<'_, D>,
@@ -80,7 +80,8 @@ impl Plan {
         let mut how: Vec<Draw> = self.sampled().map(|chunk| chunk.draw.unwrap_or(Draw::GREEDY)).collect();
         how.resize(rows, Draw::GREEDY);
         model.device.draw(logits, &how, draws)?;
-        let logits = if self.is_drawn() { None } else { Some(model.device.read(logits)?) };
+        let is_read = !self.is_drawn() && model.device.tp().rank() == 0;
+        let logits = if is_read { Some(model.device.read(logits)?) } else { None };
         Ok(Enqueued { logits })
     }
 

@@ -21,16 +21,16 @@ use std::{
 use aril::{
     Slot,
     admission::{self, Admission, Answer},
-    pool::{AdapterId, CacheNamespace, Lease, Outcome, PoolError},
+    pool::{AdapterId, CacheNamespace, PoolError},
 };
 
 use super::{
     cache::{Chain, Counters, KvCache},
     plan::{Chunk, Plan, Scores},
+    pool::{Lease, Pool},
     request::{Event, Events, Failure, Finish, Request, RequestId},
     sampling::Sampler,
 };
-use crate::adapter_pool::AdapterPool;
 
 /// Adapters of waiting requests that are brought to the device ahead of them.
 const PREFETCHED: usize = 2;
@@ -153,7 +153,7 @@ impl Scheduler {
     }
 
     /// Unregisters a version once its last request has ended. New requests for it are refused.
-    pub(crate) fn retire(&mut self, id: AdapterId, pool: &mut impl AdapterPool) {
+    pub(crate) fn retire(&mut self, id: AdapterId, pool: &mut dyn Pool) {
         if let Some(version) = self.versions.get_mut(&id) {
             version.is_retired = true;
             self.sweep(Some(id), pool);
@@ -166,7 +166,7 @@ impl Scheduler {
         request: Request,
         events: Events,
         now: Duration,
-        pool: &mut impl AdapterPool,
+        pool: &mut dyn Pool,
     ) -> Result<RequestId, Failure> {
         let waiting = self.admission.num_waiting();
         if waiting >= self.limits.waiting {
@@ -183,7 +183,7 @@ impl Scheduler {
             Some(adapter) => {
                 let version = self.versions.get_mut(&adapter).filter(|version| !version.is_retired);
                 let version = version.ok_or(Failure::Unloaded)?;
-                if pool.residency(adapter).is_some_and(|residency| residency.failure.is_some()) {
+                if pool.has_failed(adapter) {
                     // Its files may be whole again.
                     pool.retry(adapter).map_err(|error| failure(&error))?;
                 }
@@ -201,7 +201,7 @@ impl Scheduler {
     }
 
     /// Ends a request, if it has not ended, and frees what it holds.
-    pub(crate) fn end(&mut self, id: RequestId, pool: &mut impl AdapterPool) {
+    pub(crate) fn end(&mut self, id: RequestId, pool: &mut dyn Pool) {
         if self.sequences.contains_key(&id) {
             let known = self.admission.cancel(&id);
             debug_assert_eq!(known, Ok(()), "a sequence waits or runs");
@@ -210,7 +210,7 @@ impl Scheduler {
     }
 
     /// Frees what a request holds that admission does not know any more.
-    fn forget(&mut self, id: RequestId, pool: &mut impl AdapterPool) {
+    fn forget(&mut self, id: RequestId, pool: &mut dyn Pool) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         self.running.remove(&id);
         if let Some(held) = sequence.held {
@@ -224,7 +224,7 @@ impl Scheduler {
     }
 
     /// Ends a request without a result.
-    fn fail(&mut self, id: RequestId, failure: Failure, pool: &mut impl AdapterPool) {
+    fn fail(&mut self, id: RequestId, failure: Failure, pool: &mut dyn Pool) {
         self.tell(id, failure);
         self.end(id, pool);
     }
@@ -237,9 +237,8 @@ impl Scheduler {
     }
 
     /// Ends the waiting requests of adapters whose loads have failed.
-    fn fail_loads(&mut self, pool: &mut impl AdapterPool) {
-        while let Some(Outcome { id: adapter, result, .. }) = pool.next_outcome() {
-            let Err(error) = result else { continue };
+    fn fail_loads(&mut self, pool: &mut dyn Pool) {
+        while let Some((adapter, error)) = pool.next_failure() {
             let failure = failure(&PoolError::Failed { id: adapter, error });
             let waits = |sequence: &Sequence| sequence.request.adapter == Some(adapter) && sequence.held.is_none();
             let waiting = self.sequences.iter().filter(|(_, sequence)| waits(sequence));
@@ -250,14 +249,14 @@ impl Scheduler {
     }
 
     /// Ends all running requests, and those of a step that failed, without a result.
-    pub(crate) fn fail_step(&mut self, step: &Scheduled, failure: &Failure, pool: &mut impl AdapterPool) {
+    pub(crate) fn fail_step(&mut self, step: &Scheduled, failure: &Failure, pool: &mut dyn Pool) {
         for id in mem::take(&mut self.running).into_iter().chain(step.requests.iter().copied()) {
             self.fail(id, failure.clone(), pool);
         }
     }
 
     /// Plans the next step. The plan is empty if nothing runs.
-    pub(crate) fn plan(&mut self, now: Duration, pool: &mut impl AdapterPool) -> Scheduled {
+    pub(crate) fn plan(&mut self, now: Duration, pool: &mut dyn Pool) -> Scheduled {
         self.fail_loads(pool);
         self.last_step += 1;
         let mut scheduled = Scheduled { step: self.last_step, ..Scheduled::default() };
@@ -297,13 +296,7 @@ impl Scheduler {
     }
 
     /// Starts waiting requests.
-    fn plan_waiting(
-        &mut self,
-        scheduled: &mut Scheduled,
-        budget: &mut usize,
-        now: Duration,
-        pool: &mut impl AdapterPool,
-    ) {
+    fn plan_waiting(&mut self, scheduled: &mut Scheduled, budget: &mut usize, now: Duration, pool: &mut dyn Pool) {
         for adapter in self.admission.prefetch().take(PREFETCHED) {
             // If its last load failed, its requests fail when they are offered.
             let _ = pool.prefetch(adapter);
@@ -342,7 +335,7 @@ impl Scheduler {
     }
 
     /// Takes note of a step's results: those of each sampled chunk.
-    pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>, pool: &mut impl AdapterPool) {
+    pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>, pool: &mut dyn Pool) {
         let mut scores = scores.into_iter();
         for (&id, chunk) in scheduled.requests.iter().zip(&scheduled.plan.chunks) {
             let scores = chunk.is_sampled.then(|| scores.next().expect("a sampled chunk has a result"));
@@ -404,7 +397,7 @@ impl Scheduler {
     }
 
     /// Unregisters a retired version without requests, and withdraws its part of the cache.
-    fn sweep(&mut self, adapter: Option<AdapterId>, pool: &mut impl AdapterPool) {
+    fn sweep(&mut self, adapter: Option<AdapterId>, pool: &mut dyn Pool) {
         let Some(id) = adapter else { return };
         if self.versions.get(&id).is_some_and(|version| version.is_retired && version.requests == 0) {
             self.versions.remove(&id);

@@ -7,14 +7,16 @@ use std::{
     env, fs, iter,
     marker::PhantomData,
     path::{Path, PathBuf},
-    time::Duration,
+    sync::mpsc::{Receiver, channel},
+    thread,
+    time::{Duration, Instant},
 };
 
 use aril::{
     DType, Element, Slot,
     model::{self, TpRank},
     plan::Capacity,
-    pool::{AdapterId, CacheNamespace, PoolConfig, Source, StreamId},
+    pool::{AdapterId, CacheNamespace, PoolConfig, Source},
 };
 use half::{bf16, f16};
 use proptest::{prelude::*, test_runner::TestCaseError};
@@ -23,14 +25,17 @@ use serde::Deserialize;
 use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channel};
 
 use super::{
-    Capture, Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Sampling, Sizes,
+    Capture, Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Runner, Sampling, Sizes,
     plan::{Chunk, Plan, Scores},
+    ranks::{Order, Others, PoolOfRanks, RankPool, follow},
 };
 use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    model::{Described, Model, describe},
+    error::{Error, Result},
+    group::Rank,
+    model::{Described, Model, Split, describe},
     tokenizer::Tokenizer,
 };
 
@@ -52,6 +57,9 @@ trait Platform: Capture + 'static {
     const TOLERANCE: f32;
 
     fn with<R>(test: impl FnOnce(&Self) -> R) -> R;
+
+    /// The device of a rank of a group.
+    fn of_rank(rank: &Rank) -> Self;
 }
 
 impl<T: Element> Platform for Cpu<T> {
@@ -60,7 +68,14 @@ impl<T: Element> Platform for Cpu<T> {
     fn with<R>(test: impl FnOnce(&Self) -> R) -> R {
         test(&Self::default())
     }
+
+    fn of_rank(rank: &Rank) -> Self {
+        Self::new(rank)
+    }
 }
+
+/// How long the ranks of a test wait for each other.
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn fixtures() -> PathBuf {
     let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
@@ -71,18 +86,32 @@ fn fixtures() -> PathBuf {
 struct Files {
     config: Config,
     checkpoint: Checkpoint,
+    /// As the first rank has it.
     described: Described,
     tokenizer: Tokenizer,
+    /// The first rank's.
+    split: Split,
+    /// How long ranks wait for each other.
+    limit: Duration,
 }
 
 impl Files {
     fn open(name: &str) -> Self {
-        let dir = fixtures().join(name);
+        Self::on_ranks(name, 1)
+    }
+
+    fn on_ranks(name: &str, tp: usize) -> Self {
+        Self::split(name, TpRank::new(0, tp).expect("there is a first rank"))
+    }
+
+    /// The files of a model that the ranks of a group split in this way.
+    fn split(name: &str, first: impl Into<Split>) -> Self {
+        let (dir, split) = (fixtures().join(name), first.into());
         let config = Config::read(&dir).expect("the fixture is whole");
         let checkpoint = Checkpoint::open(&dir).expect("the fixture is whole");
-        let described = describe(&config, TpRank::SINGLE).expect("the model has no layer twice");
+        let described = describe(&config, split).expect("the model can be cut");
         let tokenizer = Tokenizer::read(&dir).expect("the fixture is whole").expect("the fixture has one");
-        Self { config, checkpoint, described, tokenizer }
+        Self { config, checkpoint, described, tokenizer, split, limit: LIMIT }
     }
 
     fn prompt(&self, text: &str) -> Vec<u32> {
@@ -107,17 +136,98 @@ impl Files {
 
     /// Runs `test` on a new engine, whose pool has room for `slots` adapters.
     fn run<D: Platform, R>(&self, sizes: Sizes, slots: usize, test: impl FnOnce(&mut World<'_, D>) -> R) -> R {
+        if self.split.tp.size() > 1 {
+            return self.run_ranks(sizes, slots, follow, test);
+        }
         D::with(|device| {
-            let capacity = Capacity::tokens(sizes.limits.step_tokens).slots(slots).rank(64);
-            let pool = device.pool(self.model(), capacity, PoolConfig::arena_bytes(64 << 20));
+            let pool = device.pool(self.model(), capacity(sizes, slots), pool_config());
             let (pool, table) = pool.expect("the capacity is valid");
-            let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-            let model = Model::new(device, &self.config, &self.described, weights, table, sizes.limits.step_tokens);
-            let model = model.expect("the checkpoint is whole");
-            let engine = Engine::new(&model, pool, sizes).expect("the sizes are valid");
+            let model = self.load(device, &self.described, table, sizes);
+            let runner = Runner::new(&model, &sizes).expect("the sizes are valid");
+            let engine = Engine::new(runner, Box::new(pool), Others::default(), sizes);
             test(&mut World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() })
         })
     }
+
+    /// Runs `test` on the first rank of a group. The others `follow`.
+    fn run_ranks<D: Platform, R>(
+        &self,
+        sizes: Sizes,
+        slots: usize,
+        follow: impl Fn(&mut Runner<'_, D>, &mut RankPool<'_, D>, &Receiver<Order>) -> Result<()> + Sync,
+        test: impl FnOnce(&mut World<'_, D>) -> R,
+    ) -> R {
+        let size = self.split.tp.size();
+        let described_of =
+            |rank: &Rank| describe(&self.config, Split { tp: rank.tp(), ..self.split }).expect("the model can be cut");
+        let mut ranks = Rank::threads(size, self.limit).expect("there are ranks").into_iter();
+        let first = ranks.next().expect("there is a first rank");
+        let (others, orders) = Others::new(size - 1);
+        thread::scope(|scope| {
+            for (rank, orders) in ranks.zip(orders) {
+                let follow = &follow;
+                scope.spawn(move || {
+                    let device = D::of_rank(&rank);
+                    let described = described_of(&rank);
+                    let (mut pool, table) = rank_pool(&device, &described, &rank, sizes, slots);
+                    let model = self.load(&device, &described, table, sizes);
+                    let mut runner = Runner::new(&model, &sizes).expect("the sizes are valid");
+                    if follow(&mut runner, &mut pool, &orders).is_ok() {
+                        device.wait().expect("all ranks have run all steps");
+                        rank.finish().expect("all ranks have ended");
+                    }
+                });
+            }
+            let device = D::of_rank(&first);
+            let described = described_of(&first);
+            let (pool, table) = rank_pool(&device, &described, &first, sizes, slots);
+            let model = self.load(&device, &described, table, sizes);
+            let runner = Runner::new(&model, &sizes).expect("the sizes are valid");
+            let engine = Engine::new(runner, Box::new(PoolOfRanks::new(pool, others.clone())), others, sizes);
+            let mut world = World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() };
+            let result = test(&mut world);
+            world.engine.stop();
+            if device.wait().is_ok() {
+                // A test may have broken the group.
+                let _ = first.finish();
+            }
+            result
+        })
+    }
+
+    fn load<'d, D: Platform>(
+        &self,
+        device: &'d D,
+        described: &Described,
+        table: D::Adapters,
+        sizes: Sizes,
+    ) -> Model<'d, D> {
+        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let model = Model::new(device, &self.config, described, weights, table, sizes.limits.step_tokens);
+        model.expect("the checkpoint is whole")
+    }
+}
+
+fn capacity(sizes: Sizes, slots: usize) -> Capacity {
+    Capacity::tokens(sizes.limits.step_tokens).slots(slots).rank(64)
+}
+
+fn pool_config() -> PoolConfig {
+    PoolConfig::arena_bytes(64 << 20)
+}
+
+/// A rank's part of a group's pool, and its table.
+fn rank_pool<'d, D: Platform>(
+    device: &'d D,
+    described: &Described,
+    rank: &Rank,
+    sizes: Sizes,
+    slots: usize,
+) -> (RankPool<'d, D>, D::Adapters) {
+    let config = pool_config();
+    let table = device.adapters(&described.model, capacity(sizes, slots), config.arena_bytes);
+    let table = table.expect("the capacity is valid");
+    (RankPool::new(device, rank, table.clone(), &config).expect("there is memory"), table)
 }
 
 /// An engine, its clock, and its adapters by name.
@@ -216,7 +326,7 @@ impl<D: Capture> World<'_, D> {
     }
 
     /// Fails if a request that has ended still holds something.
-    fn holds_nothing(&mut self) -> Result<(), TestCaseError> {
+    fn holds_nothing(&mut self) -> std::result::Result<(), TestCaseError> {
         self.engine.step(self.now).expect("the device does not fail");
         let (state, pool) = (self.engine.state(), self.engine.pool());
         prop_assert_eq!((state.running, state.waiting, state.free_blocks), (0, 0, state.blocks));
@@ -260,10 +370,22 @@ const BATCHES: [(&str, &str, &str, usize); 6] = [
     ("moe-int4", "qwen3-moe-int4", "adapters-moe", 8),
 ];
 
-/// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT, one at a time.
-fn tokens_are_those_of_the_goldens<D: Platform<Elem = f32>>() {
-    for (batch, model, adapters, count) in BATCHES {
-        let files = Files::open(model);
+/// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT, one at a time: of the
+/// models whose heads the ranks can share.
+fn tokens_are_those_of_the_goldens<D: Platform<Elem = f32>>(tp: usize) {
+    tokens_of_a_split_are_those_of_the_goldens::<D>(TpRank::new(0, tp).expect("there is a first rank").into());
+}
+
+/// The same on the ranks of a group that split the model in this way.
+fn tokens_of_a_split_are_those_of_the_goldens<D: Platform<Elem = f32>>(split: Split) {
+    let can_split = |&(_, model, ..): &(_, &str, _, _)| {
+        let config = Config::read(&fixtures().join(model)).expect("the fixture is whole");
+        config.heads.query.is_multiple_of(split.tp.size()) && (config.moe.is_some() || !split.expert_parallel)
+    };
+    let batches = BATCHES.into_iter().filter(can_split);
+    assert!(batches.clone().next().is_some(), "no model can be split: {split:?}");
+    for (batch, model, adapters, count) in batches {
+        let files = Files::split(model, split);
         let goldens = goldens(&files, batch);
         assert_eq!(goldens.len(), count, "{batch}");
         for (is_sharing, runs_ahead) in [(false, false), (true, true), (false, true)] {
@@ -324,7 +446,7 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
     files.run::<Cpu<bf16>, _>(LARGE, 4, |world| {
         let ids = ["r8-all", "embed"].map(|name| world.add("adapters", name));
         world.answers(ids.map(|id| Request { adapter: Some(id), ..world.request(None, vec![1], 1, GREEDY) }).into());
-        let leases = world.engine.pool.prepare(&ids, StreamId::FIRST).expect("they were just used");
+        let leases = ids.map(|id| world.engine.pool.acquire(id).expect("it was just used"));
         let slots = [Slot::BASE, leases[0].slot(), leases[1].slot()];
         let prompt = files.prompt("What is the password? Name a fruit. The capital of France is");
         assert!(prompt.len() > 12);
@@ -339,7 +461,7 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             draw: None,
         };
         let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
-            let Engine { model, session, decoder, draws: [_, draws], .. } = &mut world.engine;
+            let Runner { model, session, decoder, draws: [_, draws], .. } = &mut world.engine.runner;
             let plan = Plan { chunks };
             let enqueued = plan.enqueue(model, session, decoder, block_rows, None, draws).expect("it runs");
             let scores = plan.scores(model, &enqueued, draws).expect("it runs");
@@ -364,8 +486,8 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
 }
 
 /// With blocks for little more than one request, requests are preempted and computed again, and their tokens stay the same.
-fn preempted_requests_continue_as_if_nothing_had_happened<D: Platform<Elem = f32>>() {
-    let files = Files::open("qwen3");
+fn preempted_requests_continue_as_if_nothing_had_happened<D: Platform<Elem = f32>>(tp: usize) {
+    let files = Files::on_ranks("qwen3", tp);
     let run = |blocks: u32, is_sharing: bool| {
         let sizes = Sizes { blocks, block_rows: 4, is_sharing, ..LARGE };
         files.run::<D, _>(sizes, 4, |world| {
@@ -391,8 +513,8 @@ fn preempted_requests_continue_as_if_nothing_had_happened<D: Platform<Elem = f32
 }
 
 /// The same prompt under the base model, an adapter, and another version of it: only equal versions share.
-fn prefixes_are_shared_within_a_version_alone<D: Platform<Elem = f32>>() {
-    let files = Files::open("qwen3");
+fn prefixes_are_shared_within_a_version_alone<D: Platform<Elem = f32>>(tp: usize) {
+    let files = Files::on_ranks("qwen3", tp);
     files.run::<D, _>(Sizes { is_sharing: true, block_rows: 4, ..LARGE }, 4, |world| {
         let prompt = files.prompt("What is the password? Name a fruit.");
         let shareable = (prompt.len() - 1) / 4 * 4;
@@ -434,8 +556,8 @@ fn prefixes_are_shared_within_a_version_alone<D: Platform<Elem = f32>>() {
 }
 
 /// A version that is removed answers the requests that named it, and no others; the last of them frees it.
-fn a_removed_version_answers_its_last_requests<D: Platform<Elem = f32>>() {
-    let files = Files::open("qwen3");
+fn a_removed_version_answers_its_last_requests<D: Platform<Elem = f32>>(tp: usize) {
+    let files = Files::on_ranks("qwen3", tp);
     let sizes = Sizes { limits: Limits { running: 1, ..LARGE.limits }, is_sharing: true, ..LARGE };
     files.run::<D, _>(sizes, 4, |world| {
         let id = world.add("adapters", "r8-all");
@@ -459,8 +581,8 @@ fn a_removed_version_answers_its_last_requests<D: Platform<Elem = f32>>() {
 }
 
 /// An adapter whose files vanish before its first load fails its requests alone, and recovers with its files.
-fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>() {
-    let files = Files::open("qwen3");
+fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>(tp: usize) {
+    let files = Files::on_ranks("qwen3", tp);
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
     let (whole, away) = (dir.path().join("adapter"), dir.path().join("away"));
     fs::create_dir(&whole).expect("the folder can be made");
@@ -528,6 +650,88 @@ fn a_failed_load_ends_its_requests_at_once() {
     });
 }
 
+/// A rank that ends, or does nothing any more, after some orders: while an adapter is loaded, or in a step. The engine ends with an error
+/// that names it, and no request is answered from a part of the ranks.
+fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
+    for (hangs, orders_carried_out) in [(false, 0), (false, 1), (false, 3), (false, 4), (true, 1), (true, 3)] {
+        let limit = if hangs { Duration::from_secs(3) } else { LIMIT };
+        let files = Files { limit, ..Files::on_ranks("qwen3", 2) };
+        let fail = |runner: &mut Runner<'_, D>, pool: &mut RankPool<'_, D>, orders: &Receiver<Order>| {
+            for _ in 0..orders_carried_out {
+                let (relay, relayed) = channel();
+                relay.send(orders.recv()?)?;
+                drop(relay);
+                // Without the last order, it ends with an error.
+                let _ = follow(runner, pool, &relayed);
+            }
+            while hangs && orders.recv().is_ok() {}
+            Err(Error::new("it ends here"))
+        };
+        files.run_ranks::<D, _>(LARGE, 4, fail, |world| {
+            let start = Instant::now();
+            world.add("adapters", "r8-all");
+            let requests = [Some("r8-all"), None]
+                .map(|adapter| world.request(adapter, files.prompt("What is the password?"), 12, GREEDY));
+            let mut submitted = requests.map(|request| world.submit(request));
+            let error = loop {
+                assert!(!world.engine.is_idle(), "the requests were answered");
+                match world.engine.step(world.now) {
+                    Ok(_) => drop(world.engine.wait_for_adapters(Duration::from_millis(10))),
+                    Err(error) => break error.to_string(),
+                }
+            };
+            assert!(error.contains("rank 1: "), "{hangs} {orders_carried_out}: {error}");
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+            for submitted in &mut submitted {
+                submitted.receive();
+                assert!(submitted.finish.is_none());
+                let failure = submitted.failure.as_ref();
+                assert!(failure.is_none_or(|failure| failure.to_string().contains("rank 1: ")), "{failure:?}");
+            }
+        });
+    }
+}
+
+/// An adapter with a NaN in the rows of the second rank alone.
+fn an_adapter_that_one_rank_refuses_is_loaded_by_none<D: Platform<Elem = f32>>() {
+    let files = Files::on_ranks("qwen3", 2);
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        fs::copy(fixtures().join("adapters/r8-all").join(file), dir.path().join(file)).expect("the fixture is there");
+    }
+    let weights = dir.path().join("adapter_model.safetensors");
+    let mut bytes = fs::read(&weights).expect("the file is there");
+    let end = {
+        let file = SafeTensors::deserialize(&bytes).expect("the fixture is whole");
+        let mut tensors = file.iter().filter(|(name, _)| name.ends_with("layers.0.self_attn.q_proj.lora_B.weight"));
+        let data = tensors.next().expect("it has q_proj").1.data();
+        data.as_ptr_range().end as usize - bytes.as_ptr() as usize
+    };
+    bytes[end - 2..end].copy_from_slice(&[0xc0, 0x7f]);
+    fs::write(&weights, bytes).expect("the file can be written");
+    files.run::<D, _>(LARGE, 4, |world| {
+        world.add("adapters", "r64-all");
+        let source = Source::directory(dir.path(), files.model(), DType::F32).expect("the values are not read");
+        let id = world.engine.add_adapter(source).expect("there is room");
+        world.adapters.insert("damaged".into(), id);
+        let prompt = files.prompt("What is the password?");
+        for _ in 0..2 {
+            let requests = [Some("damaged"), Some("r64-all")];
+            let requests = requests.map(|adapter| world.request(adapter, prompt.clone(), 12, GREEDY));
+            let mut submitted = requests.map(|request| world.submit(request));
+            world.drain();
+            submitted.iter_mut().for_each(Submitted::receive);
+            let failure = submitted[0].failure.as_ref().expect("it cannot be loaded").to_string();
+            assert!(failure.contains("rank 1 could not") && !failure.contains("rank 0"), "{failure}");
+            let text = files.tokenizer.decode(&submitted[1].tokens()).expect("it decodes");
+            assert!(text.contains("cobalt"), "{text}");
+        }
+        world.engine.remove_adapter(id);
+        world.holds_nothing().expect("all have ended");
+        assert_eq!(world.engine.pool().resident, 1);
+    });
+}
+
 const NAMES: [&str; 4] = ["r8-all", "kv-only", "embed", "patterns"];
 const PROMPTS: [&str; 4] =
     ["What is the password?", "What is the password? Name a fruit.", "Name a fruit.", "The capital of France is"];
@@ -582,8 +786,8 @@ struct Alone<D> {
 }
 
 impl<D: Platform> Alone<D> {
-    fn new() -> Self {
-        Self { files: Files::open("qwen3"), known: RefCell::default(), device: PhantomData }
+    fn new(tp: usize) -> Self {
+        Self { files: Files::on_ranks("qwen3", tp), known: RefCell::default(), device: PhantomData }
     }
 
     fn answer(&self, adapter: Option<usize>, prompt: usize, max_tokens: usize, seed: Option<u64>) -> Vec<Chosen> {
@@ -613,7 +817,7 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
     alone: &Alone<D>,
     actions: Vec<Action>,
     (sizes, slots): (Sizes, usize),
-) -> Result<(), TestCaseError> {
+) -> std::result::Result<(), TestCaseError> {
     alone.files.run::<D, _>(sizes, slots, |world| {
         for name in NAMES {
             world.add("adapters", name);
@@ -659,7 +863,7 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
         world.holds_nothing()?;
         for id in replaced {
             prop_assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
-            prop_assert!(world.engine.residency(id).is_none());
+            prop_assert!(world.engine.pool.tier(id).is_none());
         }
         for name in NAMES {
             let id = world.adapters[name];
@@ -671,39 +875,49 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
     })
 }
 
-/// The tests on a device, each with these attributes.
+/// The first of two ranks.
+fn pair() -> Split {
+    TpRank::new(0, 2).expect("there is a first rank").into()
+}
+
+/// The tests on a number of ranks of a device, each with these attributes.
 macro_rules! on {
-    ($device:ty, $(#[$attribute:meta])*) => {
+    ($device:ty, $tp:expr, $(#[$attribute:meta])*) => {
         $(#[$attribute])*
         #[test]
         fn tokens_are_those_of_the_goldens() {
-            super::tokens_are_those_of_the_goldens::<$device>();
+            super::tokens_are_those_of_the_goldens::<$device>($tp);
         }
 
         $(#[$attribute])*
         #[test]
         fn preempted_requests_continue_as_if_nothing_had_happened() {
-            super::preempted_requests_continue_as_if_nothing_had_happened::<$device>();
+            super::preempted_requests_continue_as_if_nothing_had_happened::<$device>($tp);
         }
 
         $(#[$attribute])*
         #[test]
         fn prefixes_are_shared_within_a_version_alone() {
-            super::prefixes_are_shared_within_a_version_alone::<$device>();
+            super::prefixes_are_shared_within_a_version_alone::<$device>($tp);
         }
 
         $(#[$attribute])*
         #[test]
         fn a_removed_version_answers_its_last_requests() {
-            super::a_removed_version_answers_its_last_requests::<$device>();
+            super::a_removed_version_answers_its_last_requests::<$device>($tp);
         }
 
         $(#[$attribute])*
         #[test]
         fn an_adapter_that_vanishes_fails_its_requests_alone() {
-            super::an_adapter_that_vanishes_fails_its_requests_alone::<$device>();
+            super::an_adapter_that_vanishes_fails_its_requests_alone::<$device>($tp);
         }
+    };
+}
 
+/// Any schedule on a number of ranks of a device, with these attributes.
+macro_rules! schedules_on {
+    ($device:ty, $tp:expr, $(#[$attribute:meta])*) => {
         proptest! {
             #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
@@ -711,7 +925,7 @@ macro_rules! on {
             #[test]
             fn every_schedule_gives_every_request_its_own_tokens(actions in actions(), sizes in sizes()) {
                 thread_local! {
-                    static ALONE: Alone<$device> = Alone::new();
+                    static ALONE: Alone<$device> = Alone::new($tp);
                 }
                 ALONE.with(|alone| super::every_schedule_gives_every_request_its_own_tokens(alone, actions, sizes))?;
             }
@@ -722,7 +936,41 @@ macro_rules! on {
 mod on_cpu {
     use super::*;
 
-    on!(Cpu<f32>,);
+    on!(Cpu<f32>, 1,);
+    schedules_on!(Cpu<f32>, 1,);
+}
+
+mod on_ranks_of_the_cpu {
+    use super::*;
+
+    on!(Cpu<f32>, 2,);
+    schedules_on!(Cpu<f32>, 2,);
+
+    /// The heads of the untied model are 5.
+    #[test]
+    fn tokens_of_five_ranks_are_those_of_the_goldens() {
+        super::tokens_are_those_of_the_goldens::<Cpu<f32>>(5);
+    }
+
+    #[test]
+    fn tokens_of_ranks_with_experts_of_their_own_are_those_of_the_goldens() {
+        super::tokens_of_a_split_are_those_of_the_goldens::<Cpu<f32>>(Split { expert_parallel: true, ..pair() });
+    }
+
+    #[test]
+    fn tokens_of_fully_sharded_ranks_are_those_of_the_goldens() {
+        super::tokens_of_a_split_are_those_of_the_goldens::<Cpu<f32>>(Split { fully_sharded: true, ..pair() });
+    }
+
+    #[test]
+    fn a_rank_that_ends_or_hangs_ends_the_engine() {
+        super::a_rank_that_ends_or_hangs_ends_the_engine::<Cpu<f32>>();
+    }
+
+    #[test]
+    fn an_adapter_that_one_rank_refuses_is_loaded_by_none() {
+        super::an_adapter_that_one_rank_refuses_is_loaded_by_none::<Cpu<f32>>();
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -741,6 +989,10 @@ mod on_gpu {
                     }
                     DEVICE.with(test)
                 }
+
+                fn of_rank(rank: &Rank) -> Self {
+                    Self::of_rank(rank.local(), rank).expect("there is a GPU for each rank, and NCCL")
+                }
             }
         };
     }
@@ -749,7 +1001,8 @@ mod on_gpu {
     platform!(bf16, 0.25);
     platform!(f16, 0.03);
 
-    on!(Cuda<f32>, #[ignore = "needs a GPU"]);
+    on!(Cuda<f32>, 1, #[ignore = "needs a GPU"]);
+    schedules_on!(Cuda<f32>, 1, #[ignore = "needs a GPU"]);
 
     /// Schedules of greedy requests for passwords, which are certain enough for 16 bits.
     fn passwords() -> impl Strategy<Value = Vec<Action>> {
@@ -769,7 +1022,7 @@ mod on_gpu {
                 #[test]
                 fn $name(actions in passwords(), sizes in sizes()) {
                     thread_local! {
-                        static ALONE: Alone<Cuda<$elem>> = Alone::new();
+                        static ALONE: Alone<Cuda<$elem>> = Alone::new(1);
                     }
                     ALONE.with(|alone| super::every_schedule_gives_every_request_its_own_tokens(alone, actions, sizes))?;
                 }
@@ -780,32 +1033,37 @@ mod on_gpu {
     schedules!(every_schedule_gives_every_request_its_own_tokens_in_bf16, bf16);
     schedules!(every_schedule_gives_every_request_its_own_tokens_in_f16, f16);
 
-    /// A password for each adapter and none for the base model, in batches of all sizes up to 10, in graphs and without.
+    /// The answers of the base model and of all adapters in a folder, in batches of all sizes up to 10.
+    pub(super) fn ask_everyone<D: Platform>(world: &mut World<'_, D>, folder: &str) -> Vec<Vec<u32>> {
+        let mut names = vec![None];
+        for entry in fs::read_dir(fixtures().join(folder)).expect("the adapters are there") {
+            let name = entry.expect("the adapters can be listed").file_name();
+            let name = name.to_str().expect("it is UTF-8").to_owned();
+            if !world.adapters.contains_key(&name) {
+                world.add(folder, &name);
+            }
+            names.push(Some(name));
+        }
+        names.sort();
+        let prompt = world.files.prompt("What is the password?");
+        let counts = (1..=names.len()).chain([names.len()]);
+        let answers = counts.flat_map(|count| {
+            let request = |name: &Option<String>| world.request(name.as_deref(), prompt.clone(), 12, GREEDY);
+            let requests = names[..count].iter().map(request).collect();
+            world.answers(requests)
+        });
+        answers.map(|answer| answer.tokens()).collect()
+    }
+
+    /// A password for each adapter and none for the base model, in graphs and without.
     fn graphs_compute_what_eager_steps_do<D: Platform>(model: &str, folder: &str) {
         let files = Files::open(model);
         files.run::<D, _>(LARGE, 16, |world| {
-            let mut names = vec![None];
-            for entry in fs::read_dir(fixtures().join(folder)).expect("the adapters are there") {
-                let name = entry.expect("the adapters can be listed").file_name();
-                let name = name.to_str().expect("it is UTF-8").to_owned();
-                world.add(folder, &name);
-                names.push(Some(name));
-            }
-            let prompt = files.prompt("What is the password?");
-            let ask = |world: &mut World<'_, D>| -> Vec<Vec<u32>> {
-                let counts = (1..=names.len()).chain([names.len()]);
-                let answers = counts.flat_map(|count| {
-                    let request = |name: &Option<String>| world.request(name.as_deref(), prompt.clone(), 12, GREEDY);
-                    let requests = names[..count].iter().map(request).collect();
-                    world.answers(requests)
-                });
-                answers.map(|answer| answer.tokens()).collect()
-            };
-            let in_graphs = ask(world);
+            let in_graphs = ask_everyone(world, folder);
             let graph_steps = world.engine.host_time().steps;
             assert!(graph_steps > 0, "graphs were replayed");
-            world.engine.decoder.clear();
-            assert_eq!(ask(world), in_graphs);
+            world.engine.runner.decoder.clear();
+            assert_eq!(ask_everyone(world, folder), in_graphs);
             assert_eq!(world.engine.host_time().steps, graph_steps);
         });
     }
@@ -829,5 +1087,47 @@ mod on_gpu {
     #[ignore = "needs a GPU"]
     fn graphs_compute_what_eager_steps_do_in_f16() {
         graphs_compute_what_eager_steps_do::<Cuda<f16>>("qwen3", "adapters");
+    }
+}
+
+/// The first two GPUs.
+#[cfg(feature = "cuda")]
+mod on_ranks_of_gpus {
+    use super::*;
+    use crate::cuda::Cuda;
+
+    on!(Cuda<f32>, 2, #[ignore = "needs two GPUs and NCCL"]);
+
+    #[test]
+    #[ignore = "needs two GPUs and NCCL"]
+    fn a_rank_that_ends_or_hangs_ends_the_engine() {
+        super::a_rank_that_ends_or_hangs_ends_the_engine::<Cuda<f32>>();
+    }
+
+    #[test]
+    #[ignore = "needs two GPUs and NCCL"]
+    fn an_adapter_that_one_rank_refuses_is_loaded_by_none() {
+        super::an_adapter_that_one_rank_refuses_is_loaded_by_none::<Cuda<f32>>();
+    }
+
+    #[test]
+    #[ignore = "needs two GPUs and NCCL"]
+    fn graphs_of_ranks_give_the_tokens_of_one() {
+        for (model, folder) in
+            [("qwen3", "adapters"), ("qwen3-moe", "adapters-moe"), ("qwen3-moe-int4", "adapters-moe")]
+        {
+            let ask = |split: Split| {
+                Files::split(model, split).run::<Cuda<bf16>, _>(LARGE, 16, |world| {
+                    let answers = super::on_gpu::ask_everyone(world, folder);
+                    assert!(world.engine.host_time().steps > 0, "graphs were replayed");
+                    answers
+                })
+            };
+            let one = ask(TpRank::SINGLE.into());
+            let expert_parallel = folder == "adapters-moe";
+            for split in [pair(), Split { expert_parallel, fully_sharded: true, ..pair() }] {
+                assert_eq!(one, ask(split), "{model}: {split:?}");
+            }
+        }
     }
 }

@@ -41,11 +41,11 @@ use self::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    config::Config,
+    config::{Config, Heads},
     dummy,
     engine::{self, Sizes},
     error::{Context, Error, Result, bail},
-    model::{Described, describe},
+    model::{Described, Split, describe},
     options::{DeviceArg, LoadFormat, Options},
     tokenizer::{Tokenizer, guarded},
     worker::{self, Handle, Setup},
@@ -226,7 +226,15 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         false => options.served_model_name.clone(),
     };
     let max_loras = if options.enable_lora { options.max_loras } else { 0 };
-    let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config, TpRank::SINGLE)?));
+    if options.ep && config.moe.is_none() {
+        bail!("--ep: {} has no experts", options.model.display());
+    }
+    let split = Split {
+        tp: TpRank::new(0, options.tp).context("--tp")?,
+        expert_parallel: options.ep,
+        fully_sharded: options.fully_sharded_loras,
+    };
+    let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config, split).context("--tp")?));
     let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
     let host_bytes = match options.max_cpu_loras {
         None => options.host_mib << 20,
@@ -237,7 +245,10 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     };
     let setup = Setup {
         device: options.device,
+        split,
+        tp_limit: Duration::from_secs(options.tp_seconds),
         dtype,
+        checkpoint: Arc::clone(&checkpoint),
         config,
         described: Arc::clone(&described),
         sizes,
@@ -245,7 +256,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         slots: max_loras + SPARE_SLOTS,
         pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(host_bytes),
     };
-    let (engine, thread) = worker::start(Arc::clone(&checkpoint), setup)?;
+    let (engine, thread) = worker::start(setup)?;
     let server = Server {
         engine,
         registry: Registry::new(names.iter().map(String::as_str)),
@@ -281,7 +292,9 @@ fn sizes(options: &Options, config: &Config, dtype: DType, max_positions: usize)
         bail!("--max-num-batched-tokens {max_num_batched_tokens} is less than --max-num-seqs {max_num_seqs}");
     }
     let elem_bytes = if dtype == DType::F32 { 4 } else { 2 };
-    let block_bytes = 2 * config.layers * config.heads.kv_features() * elem_bytes * block_size;
+    // Ranks beyond the heads have copies of them.
+    let heads = Heads { kv: config.heads.kv.div_ceil(options.tp), ..config.heads };
+    let block_bytes = 2 * config.layers * heads.kv_features() * elem_bytes * block_size;
     let blocks = (kv_cache_mib << 20) / block_bytes;
     if blocks * block_size < max_positions {
         bail!(

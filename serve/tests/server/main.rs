@@ -4,4 +4,5 @@
 mod api;
 mod client;
 mod lora;
+mod ranks;
 mod stress;

@@ -15,6 +15,7 @@ use crate::client::{QUESTION, Server, WORDS, chunks, error, fixture, text};
 
 /// Requests of a run, unless `ARIL_STRESS_REQUESTS` has another number.
 const REQUESTS: usize = 10_000;
+const REQUESTS_OF_RANKS: usize = 1_500;
 const CLIENTS: usize = 16;
 /// Names that loaders load, replace and unload, one loader each.
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
@@ -160,6 +161,16 @@ impl Stress {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn every_answer_is_of_the_version_that_its_request_named() {
+    stress(REQUESTS, &[]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn every_answer_of_two_ranks_is_of_the_version_that_its_request_named() {
+    stress(REQUESTS_OF_RANKS, &["--tp", "2"]).await;
+}
+
+/// Runs as many requests, with these further arguments.
+async fn stress(requests: usize, arguments: &[&str]) {
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
     let root = dir.path().canonicalize().expect("the folder is there");
     for entry in fs::read_dir(fixture("adapters")).expect("the fixtures are there") {
@@ -179,7 +190,7 @@ async fn every_answer_is_of_the_version_that_its_request_named() {
     }
     // Fewer slots, and less memory, than adapters; a cache that some requests have to be preempted in.
     let root_arg = root.display().to_string();
-    let server = Server::start(&[
+    let mut all = vec![
         "--enable-lora",
         "--lora-root",
         &root_arg,
@@ -199,10 +210,11 @@ async fn every_answer_is_of_the_version_that_its_request_named() {
         "4",
         "--max-wait-ms",
         "20",
-    ])
-    .await;
+    ];
+    all.extend(arguments);
+    let server = Server::start(&all).await;
     let number = env::var("ARIL_STRESS_REQUESTS").map(|number| number.parse().expect("a number of requests"));
-    let requests = number.unwrap_or(REQUESTS);
+    let requests = number.unwrap_or(requests);
     let words = NAMES.map(|name| (name, Mutex::default())).into();
     let counts = Mutex::default();
     let stress = Arc::new(Stress { server, root, words, left: Mutex::new(requests), counts });

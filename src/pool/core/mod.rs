@@ -111,7 +111,7 @@ impl Core {
                 return Err(PoolError::TooLarge { adapters: 1, bytes, what, max });
             }
         }
-        let id = AdapterId::next();
+        let id = AdapterId::unique();
         self.adapters.insert(id, Entry { bytes, is_exact, ..Entry::default() });
         Ok(id)
     }

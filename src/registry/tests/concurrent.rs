@@ -50,7 +50,7 @@ fn any_call(caller: usize, is_held: bool) -> Call {
     let [name, target] = [(); 2].map(|()| NAMES[rng.gen_range(0..NAMES.len())]);
     let on_duplicate = if rng.r#gen() { Refuse } else { Replace };
     match rng.gen_range(0..10) {
-        0..3 if is_held => Call::Commit { caller, id: AdapterId::next() },
+        0..3 if is_held => Call::Commit { caller, id: AdapterId::unique() },
         3 if is_held => Call::Release { caller },
         0..4 => Call::Reserve { caller, name, on_duplicate },
         4 => Call::Unload { name },
@@ -65,7 +65,7 @@ fn any_call(caller: usize, is_held: bool) -> Call {
 fn served(registry: &Registry, model: &mut Model) {
     let load = |name| {
         let reserve = Call::Reserve { caller: 0, name, on_duplicate: Refuse };
-        [reserve, Call::Commit { caller: 0, id: AdapterId::next() }]
+        [reserve, Call::Commit { caller: 0, id: AdapterId::unique() }]
     };
     let alias = Call::Alias { alias: "c", target: "a", on_duplicate: Refuse };
     let mut held = None;
@@ -115,7 +115,7 @@ fn calls_of_several_threads_take_effect_in_one_order() {
 /// The check finds a history that is not linearizable: a name resolves after the call that unloaded it has returned.
 #[test]
 fn a_history_without_an_order_is_found() {
-    let id = AdapterId::next();
+    let id = AdapterId::unique();
     let event = |call, outcome, begin| Event { call, outcome, begin, end: begin + 1 };
     let unloaded = Ok(super::Unloaded { id: Some(id), aliases: vec![] });
     let mut events = vec![
@@ -164,7 +164,7 @@ fn one_of_two_loads_wins() {
         || {
             let registry = Registry::new([BASE]);
             let load = |registry: Registry| {
-                let id = AdapterId::next();
+                let id = AdapterId::unique();
                 registry.reserve("a", Refuse).and_then(|reservation| reservation.commit(id)).map(|old| (id, old))
             };
             let other = thread::spawn({

@@ -15,7 +15,7 @@ fn alone(test: impl Fn() + Send + Sync + 'static) {
 }
 
 fn load(registry: &Registry, name: &str) -> AdapterId {
-    let id = AdapterId::next();
+    let id = AdapterId::unique();
     registry.reserve(name, Replace).and_then(|reservation| reservation.commit(id)).expect("nothing else has the name");
     id
 }
@@ -48,7 +48,7 @@ fn a_name_stands_for_each_of_its_versions_in_turn() {
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)));
         assert_eq!(registry.name_of(first).as_deref(), Some("org/pirate"));
 
-        let (second, reservation) = (AdapterId::next(), registry.reserve("org/pirate", Replace).unwrap());
+        let (second, reservation) = (AdapterId::unique(), registry.reserve("org/pirate", Replace).unwrap());
         assert_eq!(reservation.name(), "org/pirate");
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)), "the old version until the commit");
         assert_eq!(reservation.commit(second), Ok(Some(first)), "the caller unregisters the old version");
@@ -106,7 +106,7 @@ fn a_failed_load_leaves_everything_as_it_was() {
 fn a_name_is_loaded_by_one_caller_at_a_time() {
     alone(|| {
         let registry = Registry::new(["base"]);
-        let (first, id) = (registry.reserve("a", Refuse).unwrap(), AdapterId::next());
+        let (first, id) = (registry.reserve("a", Refuse).unwrap(), AdapterId::unique());
         for on_duplicate in [Refuse, Replace] {
             assert_eq!(registry.reserve("a", on_duplicate).err(), Some(loading("a")));
         }
@@ -130,13 +130,13 @@ fn unloading_cancels_a_load() {
         assert_eq!(registry.resolve("a"), Err(of("a")));
         // A later load of the name is another load.
         let later = registry.reserve("a", Refuse).unwrap();
-        assert_eq!(cancelled.commit(AdapterId::next()), unloaded("a"));
-        let id = AdapterId::next();
+        assert_eq!(cancelled.commit(AdapterId::unique()), unloaded("a"));
+        let id = AdapterId::unique();
         assert_eq!(later.commit(id), Ok(None));
 
         let cancelled = registry.reserve("a", Replace).unwrap();
         assert_eq!(registry.unload("a"), Ok(Unloaded { id: Some(id), aliases: vec![] }));
-        assert_eq!(cancelled.commit(AdapterId::next()), unloaded("a"));
+        assert_eq!(cancelled.commit(AdapterId::unique()), unloaded("a"));
         let cancelled = registry.reserve("a", Replace).unwrap();
         assert_eq!(registry.unload("a"), Ok(Unloaded { id: None, aliases: vec![] }));
         let later = registry.reserve("a", Refuse).unwrap();
@@ -239,7 +239,7 @@ fn names_are_checked() {
 
 #[test]
 fn errors_name_what_they_are_about() {
-    let id = AdapterId::next();
+    let id = AdapterId::unique();
     let name = |name: &str| name.into();
     for (error, message) in [
         (

@@ -221,7 +221,7 @@ fn call() -> impl Strategy<Value = Call> {
     prop_oneof![
         4 => (caller.clone(), name(), on_duplicate())
             .prop_map(|(caller, name, on_duplicate)| Call::Reserve { caller, name, on_duplicate }),
-        4 => caller.clone().prop_map(|caller| Call::Commit { caller, id: AdapterId::next() }),
+        4 => caller.clone().prop_map(|caller| Call::Commit { caller, id: AdapterId::unique() }),
         1 => caller.prop_map(|caller| Call::Release { caller }),
         1 => name().prop_map(|name| Call::Unload { name }),
         2 => (name(), name(), on_duplicate())

@@ -1,0 +1,122 @@
+//! The adapters as the scheduler sees them: in the library's pool on one rank, or in that of a group (`ranks`).
+
+use std::{any::Any, sync::Arc, time::Duration};
+
+use aril::{
+    Slot, cpu,
+    error::LoadError,
+    pool::{self, AdapterId, Outcome, PoolError, Residency, Snapshot, Source, StreamId, Tier},
+};
+
+use crate::error;
+
+/// A pool of adapters. Its operations are those of `aril::{cpu, cuda}::AdapterPool`, on its first compute stream.
+pub(crate) trait Pool {
+    fn register(&mut self, source: Source) -> Result<AdapterId, PoolError>;
+    fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError>;
+    fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError>;
+    fn retry(&mut self, id: AdapterId) -> Result<(), PoolError>;
+    /// The next load that has failed.
+    fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)>;
+    /// Whether an adapter has been read, or the error of its last load. One whose memory others have taken since is read again.
+    fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError>;
+    /// Whether the last load of an adapter has failed.
+    fn has_failed(&self, id: AdapterId) -> bool;
+    /// The fastest tier that an adapter is in; `None` if it is not known.
+    fn tier(&self, id: AdapterId) -> Option<Tier>;
+    fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError>;
+    fn commit(&mut self) -> error::Result<()>;
+    fn wait(&mut self, timeout: Duration) -> bool;
+    fn snapshot(&self) -> Snapshot;
+}
+
+/// A running request's hold on its adapter's slot.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    slot: Slot,
+    /// Ends the hold when it is dropped.
+    _hold: Box<dyn Any>,
+}
+
+impl Lease {
+    pub(crate) fn new(slot: Slot, hold: impl Any) -> Self {
+        Self { slot, _hold: Box::new(hold) }
+    }
+
+    pub(crate) fn slot(&self) -> Slot {
+        self.slot
+    }
+}
+
+macro_rules! pool {
+    ($pool:ty) => {
+        impl Pool for $pool {
+            fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
+                <$pool>::register(self, source)
+            }
+
+            fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+                <$pool>::unregister(self, id)
+            }
+
+            fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
+                <$pool>::prefetch(self, id)
+            }
+
+            fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
+                <$pool>::retry(self, id)
+            }
+
+            fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)> {
+                loop {
+                    let Outcome { id, result, .. } = self.next_outcome()?;
+                    if let Err(error) = result {
+                        return Some((id, error));
+                    }
+                }
+            }
+
+            fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError> {
+                match self.residency(id) {
+                    None => Err(PoolError::Unknown { id }),
+                    Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
+                    Some(Residency { tier: Tier::Source, .. }) => {
+                        // A prefetch of one that is being read changes nothing.
+                        <$pool>::prefetch(self, id)?;
+                        Ok(false)
+                    }
+                    Some(_) => Ok(true),
+                }
+            }
+
+            fn has_failed(&self, id: AdapterId) -> bool {
+                self.residency(id).is_some_and(|residency| residency.failure.is_some())
+            }
+
+            fn tier(&self, id: AdapterId) -> Option<Tier> {
+                self.residency(id).map(|residency| residency.tier)
+            }
+
+            fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError> {
+                let lease: pool::Lease = <$pool>::acquire(self, id, StreamId::FIRST)?;
+                Ok(Lease::new(lease.slot(), lease))
+            }
+
+            fn commit(&mut self) -> error::Result<()> {
+                Ok(<$pool>::commit(self, StreamId::FIRST)?)
+            }
+
+            fn wait(&mut self, timeout: Duration) -> bool {
+                <$pool>::wait(self, timeout)
+            }
+
+            fn snapshot(&self) -> Snapshot {
+                <$pool>::snapshot(self)
+            }
+        }
+    };
+}
+
+pool!(cpu::AdapterPool);
+#[cfg(feature = "cuda")]
+pool!(aril::cuda::AdapterPool);

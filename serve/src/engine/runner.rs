@@ -1,0 +1,60 @@
+//! What runs steps: the model, its cache, and the tokens that are chosen. Each rank of a group has one.
+
+use std::time::Instant;
+
+use super::{
+    Sizes,
+    graph::{Capture, Decoder, Tables},
+    plan::{Enqueued, Plan, Scores, index},
+};
+use crate::{error::Result, forward::Session, model::Model};
+
+/// Runs the steps of an engine on a rank.
+pub(crate) struct Runner<'m, D: Capture> {
+    pub(super) model: &'m Model<'m, D>,
+    pub(super) session: Session<'m, D>,
+    pub(super) decoder: Decoder<D>,
+    block_rows: usize,
+    /// Of the last step, then those of the next one.
+    pub(super) draws: [D::Draws; 2],
+}
+
+impl<'m, D: Capture> Runner<'m, D> {
+    pub(crate) fn new(model: &'m Model<'m, D>, sizes: &Sizes) -> Result<Self> {
+        let Sizes { limits, blocks, block_rows, max_positions, .. } = *sizes;
+        // Graphs have a block of their own.
+        let rows = blocks as usize * block_rows;
+        let mut session = model.session(rows + block_rows, max_positions)?;
+        let tables = Tables {
+            columns: max_positions.div_ceil(block_rows),
+            block_rows: index(block_rows)?,
+            spare_row: index(rows)?,
+        };
+        Ok(Self {
+            model,
+            decoder: Decoder::new(model, &mut session, (limits.running, limits.adapters), tables)?,
+            session,
+            block_rows,
+            draws: [model.device.draws(limits.running)?, model.device.draws(limits.running)?],
+        })
+    }
+
+    /// Enqueues a step. If it is behind the last one, its tokens may be those that the last one chooses.
+    pub(crate) fn enqueue(&mut self, plan: &Plan, is_behind: bool) -> Result<Enqueued> {
+        let Self { model, session, decoder, draws: [last, next], .. } = self;
+        let last = if is_behind { Some(&*last) } else { None };
+        let enqueued = plan.enqueue(model, session, decoder, self.block_rows, last, next)?;
+        self.draws.swap(0, 1);
+        Ok(enqueued)
+    }
+
+    /// The results of the last step, or of the one before it.
+    pub(super) fn scores(&mut self, plan: &Plan, enqueued: &Enqueued, is_last: bool) -> Result<Vec<Scores>> {
+        plan.scores(self.model, enqueued, &mut self.draws[usize::from(!is_last)])
+    }
+
+    /// When the last graph was enqueued, if it was since the last call.
+    pub(super) fn take_enqueued(&mut self) -> Option<Instant> {
+        self.decoder.take_enqueued()
+    }
+}
