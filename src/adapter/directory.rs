@@ -6,6 +6,7 @@ use std::{
 
 use super::{
     error::AdapterError,
+    experts::Orientation,
     files::{Access, Opened, Stamp},
     open::Adapter,
 };
@@ -24,6 +25,7 @@ type Kept = Mutex<Option<Arc<Parsed>>>;
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
+    orientation: Option<Orientation>,
     files: Vec<Stamp>,
     kept: Arc<Kept>,
 }
@@ -38,10 +40,10 @@ pub(crate) struct Parsed {
 impl Directory {
     /// Reads the configuration and the headers of the weight files. Returns the adapter without its weights, to be planned. The
     /// size of its image is an upper bound, because equal factors of experts are not found.
-    pub(crate) fn open(path: &Path) -> Result<(Self, Arc<Parsed>), AdapterError> {
-        let parsed = Parsed::load(path, Access::InPlace)?;
+    pub(crate) fn open(path: &Path, orientation: Option<Orientation>) -> Result<(Self, Arc<Parsed>), AdapterError> {
+        let parsed = Parsed::load(path, orientation, Access::InPlace)?;
         let files = parsed.files.iter().map(|file| file.stamp.clone()).collect();
-        Ok((Self { path: path.to_owned(), files, kept: Arc::default() }, parsed))
+        Ok((Self { path: path.to_owned(), orientation, files, kept: Arc::default() }, parsed))
     }
 
     /// Calls `pack` with the adapter. Rejects files that are not those that were checked, or are modified meanwhile.
@@ -68,7 +70,8 @@ impl Directory {
         if let Some(parsed) = kept.filter(|parsed| parsed.files.iter().all(Opened::is_in_place)) {
             return Ok(parsed);
         }
-        let parsed = Parsed::load(&self.path, if whole { Access::Copy } else { Access::InPlace })?;
+        let access = if whole { Access::Copy } else { Access::InPlace };
+        let parsed = Parsed::load(&self.path, self.orientation, access)?;
         match parsed.files.iter().find(|file| !self.files.contains(&file.stamp)) {
             Some(file) => Err(AdapterError::Changed { path: file.stamp.path.clone() }),
             None => Ok(parsed),
@@ -90,12 +93,18 @@ impl Directory {
         drop(recent);
         oldest.and_then(|oldest| oldest.upgrade()).into_iter().for_each(|oldest| drop(lock(&oldest).take()));
     }
+
+    /// Whether the directory stays parsed.
+    #[cfg(test)]
+    pub(crate) fn is_kept(&self) -> bool {
+        lock(&self.kept).is_some()
+    }
 }
 
 impl Parsed {
-    fn load(path: &Path, access: Access) -> Result<Arc<Self>, AdapterError> {
+    fn load(path: &Path, orientation: Option<Orientation>, access: Access) -> Result<Arc<Self>, AdapterError> {
         let (adapter, files) = Adapter::load(path, access)?;
-        Ok(Arc::new(Self { adapter, files }))
+        Ok(Arc::new(Self { adapter: Adapter { orientation, ..adapter }, files }))
     }
 }
 
@@ -125,10 +134,6 @@ mod tests {
         safetensors::serialize_to_file(views, None, &dir.join(WEIGHTS)).unwrap();
     }
 
-    fn is_kept(directory: &Directory) -> bool {
-        lock(&directory.kept).is_some()
-    }
-
     /// A file that is changed, replaced or gone is an error of the next read, whether or not the directory is parsed anew for it.
     #[test]
     fn changes_between_reads_are_refused() {
@@ -148,13 +153,13 @@ mod tests {
         {
             let dir = tempfile::tempdir().unwrap();
             write(dir.path());
-            let (directory, parsed) = Directory::open(dir.path()).unwrap();
+            let (directory, parsed) = Directory::open(dir.path(), None).unwrap();
             if keeps {
                 directory.keep(&parsed);
             }
-            assert_eq!(is_kept(&directory), keeps);
+            assert_eq!(directory.is_kept(), keeps);
             directory.read(false, |_| Ok(())).unwrap();
-            assert!(is_kept(&directory));
+            assert!(directory.is_kept());
             if !keeps {
                 lock(&directory.kept).take();
             }
@@ -167,7 +172,7 @@ mod tests {
                 else {
                     unreachable!("{error}")
                 };
-                assert!(!is_kept(&directory));
+                assert!(!directory.is_kept());
             }
         }
     }
@@ -179,14 +184,14 @@ mod tests {
         write(dir.path());
         let directories: Vec<_> = (0..KEPT + 10)
             .map(|_| {
-                let (directory, parsed) = Directory::open(dir.path()).unwrap();
+                let (directory, parsed) = Directory::open(dir.path(), None).unwrap();
                 directory.keep(&parsed);
                 directory
             })
             .collect();
-        assert!(directories.iter().filter(|directory| is_kept(directory)).count() <= KEPT);
-        assert!(!is_kept(&directories[0]));
+        assert!(directories.iter().filter(|directory| directory.is_kept()).count() <= KEPT);
+        assert!(!directories[0].is_kept());
         directories[0].read(false, |_| Ok(())).unwrap();
-        assert!(directories.iter().filter(|directory| is_kept(directory)).count() <= KEPT);
+        assert!(directories.iter().filter(|directory| directory.is_kept()).count() <= KEPT);
     }
 }

@@ -2,7 +2,7 @@ use std::{path::Path, sync::Arc};
 
 use crate::{
     DType,
-    adapter::{Adapter, AdapterError, Directory, SlotImage},
+    adapter::{Adapter, AdapterError, Directory, Orientation, SlotImage},
     error::{LoadError, SlotError},
     model::Model,
     residency::Bounds,
@@ -30,13 +30,37 @@ impl Source {
     ///
     /// Each load reads the weights again, into memory, so that nothing done to the files can stop the process. Files that have been
     /// modified or replaced since are an error of the load. The last 64 directories of the process that were checked or loaded stay
-    /// parsed, each with its weight file open. Adapters with [base weights](Adapter::base_weights), or with a given
-    /// [orientation](Adapter::oriented), must come from [memory](Self::memory).
+    /// parsed, each with its weight file open. Adapters with [base weights](Adapter::base_weights) must come from
+    /// [memory](Self::memory).
     ///
     /// # Errors
     /// As for [`Adapter::open`] and [`Adapter::plan`], except for the values of weights.
     pub fn directory(dir: impl AsRef<Path>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        let (directory, parsed) = Directory::open(dir.as_ref())?;
+        Self::of_directory(dir.as_ref(), None, model, dtype)
+    }
+
+    /// Like [`directory`](Self::directory), for an adapter whose factors of PEFT's `target_parameters` have this orientation, as for
+    /// [`Adapter::oriented`].
+    ///
+    /// # Errors
+    /// As for [`directory`](Self::directory).
+    #[doc(alias = "is_3d_lora_weight")]
+    pub fn oriented_directory(
+        dir: impl AsRef<Path>,
+        orientation: Orientation,
+        model: &Model,
+        dtype: DType,
+    ) -> Result<Self, AdapterError> {
+        Self::of_directory(dir.as_ref(), Some(orientation), model, dtype)
+    }
+
+    fn of_directory(
+        dir: &Path,
+        orientation: Option<Orientation>,
+        model: &Model,
+        dtype: DType,
+    ) -> Result<Self, AdapterError> {
+        let (directory, parsed) = Directory::open(dir, orientation)?;
         let source = Self::planned(Kind::Directory(directory), &parsed.adapter.plan(model, dtype)?)?;
         if let Kind::Directory(directory) = &source.kind
             && !source.has_experts
@@ -136,7 +160,7 @@ mod tests {
     use safetensors::{Dtype, tensor::TensorView};
 
     use super::*;
-    use crate::model::{Linear, ModelSpec, Parallel, TpRank};
+    use crate::model::{Experts, Linear, ModelSpec, Parallel, TpRank};
 
     const WEIGHTS: &str = "adapter_model.safetensors";
     const HIDDEN: usize = 700;
@@ -180,12 +204,19 @@ mod tests {
         fs::write(dir.join("adapter_config.json"), r#"{"peft_type": "LORA", "lora_alpha": 1}"#).unwrap();
     }
 
+    fn is_kept(source: &Source) -> bool {
+        matches!(&source.kind, Kind::Directory(directory) if directory.is_kept())
+    }
+
     /// Whatever the number of threads, and whether the weights are in memory or read while they are packed.
     #[test]
     fn every_way_gives_the_same_bytes() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path());
         let adapter = Adapter::read(dir.path()).unwrap();
+        // Other tests keep directories, too, in place of this one.
+        let keeps = |_| is_kept(&Source::directory(dir.path(), &model(0, 1), DType::F32).unwrap());
+        assert!((0..100).any(keeps));
         for (rank, size) in [(0, 1), (0, 4), (3, 4)] {
             let model = model(rank, size);
             for dtype in [DType::BF16, DType::F16, DType::F32] {
@@ -198,6 +229,7 @@ mod tests {
                 }
                 assert!(whole == pieces);
                 let source = Source::directory(dir.path(), &model, dtype).unwrap();
+                assert!(source.is_exact());
                 for threads in [1, 5] {
                     let threads = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                     let packed = source.read(|image| {
@@ -232,6 +264,43 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The factors of square parameters could stand in two ways. Each load uses the one that was given.
+    #[test]
+    fn a_directory_may_be_given_an_orientation() {
+        let dir = tempfile::tempdir().unwrap();
+        let bytes: Vec<u8> = (0_u8..48).flat_map(|value| f32::from(value).to_le_bytes()).collect();
+        let view = |shape| TensorView::new(Dtype::F32, shape, &bytes).unwrap();
+        // Of three experts and rank 2.
+        let views = [("e.lora_A.weight", view(vec![6, 8])), ("e.lora_B.weight", view(vec![8, 6]))];
+        safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
+        fs::write(dir.path().join("adapter_config.json"), r#"{"peft_type": "LORA", "lora_alpha": 1}"#).unwrap();
+        let mut spec = ModelSpec::new();
+        spec.experts(Experts::new("e", 3, 8, 8).top_k(1)).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let refusal = Source::directory(dir.path(), &model, DType::F32).unwrap_err();
+        assert!(matches!(refusal, AdapterError::AmbiguousExperts { .. }), "{refusal}");
+        assert!(refusal.to_string().contains("Source::oriented_directory"), "{refusal}");
+        let pack = |image: &SlotImage<'_>| {
+            let mut block = vec![0xee; image.bytes()];
+            image.write_to(&mut block)?;
+            Ok(block)
+        };
+        let [forward, reversed] = [Orientation::Forward, Orientation::Reversed].map(|orientation| {
+            let adapter = Adapter::read(dir.path()).unwrap().oriented(orientation);
+            let whole = pack(&adapter.plan(&model, DType::F32).unwrap()).unwrap();
+            let source = Source::oriented_directory(dir.path(), orientation, &model, DType::F32).unwrap();
+            assert!(!is_kept(&source), "each load reads all of it again");
+            for _ in 0..2 {
+                assert!(source.read(pack).unwrap() == whole, "{orientation:?}");
+            }
+            // Equal factors are found in memory alone.
+            let memory = Source::memory(Arc::new(adapter), &model, DType::F32).unwrap();
+            assert!(!source.is_exact() && memory.is_exact());
+            whole
+        });
+        assert!(forward != reversed);
     }
 
     /// A file that changes while it is packed is an error, even if what was read of it fits together.

@@ -65,8 +65,11 @@ fn an_adapter_in_host_memory_is_copied() {
     drop(lease);
     pool.commit();
     assert!(matches!(pool.acquire(b), Err(PoolError::Full)), "the copy has not ended");
+    pool.prefetch(b).unwrap();
     pool.end(work, TIME);
-    assert_eq!(pool.snapshot().copying, 0);
+    assert_eq!((pool.snapshot().copying, pool.next_work()), (0, None));
+    pool.poll();
+    assert!(matches!(pool.next_work(), Some(Work::Copy { id, .. }) if id == b), "there is room for it now");
     let _lease = pool.acquire(b).unwrap();
     assert_eq!(pool.snapshot().counters.reads, 2);
 }

@@ -60,7 +60,7 @@ impl<'a> Layer<'a, '_> {
                 [] => source.misshapen(self.parameter_shapes(*source, orientations)),
                 _ => source.ambiguous(
                     "set `target_parameters` and the original `peft_version` in adapter_config.json, or call \
-                     `Adapter::oriented`",
+                     `Adapter::oriented` or `Source::oriented_directory`",
                 ),
             });
         };

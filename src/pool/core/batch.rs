@@ -107,7 +107,8 @@ impl Core {
             self.enqueue(id, VecDeque::push_front);
         }
         self.advance(transfer);
-        let is_stuck = |id: &AdapterId| self.adapters[id].slot.is_none() && self.adapters[id].host.is_ready();
+        // While nothing is being read or copied, an adapter without a slot means that one in host memory has no room.
+        let is_stuck = |id: &AdapterId| self.adapters[id].slot.is_none();
         if self.reads == 0 && self.device.is_idle_all() && ids.iter().any(is_stuck) && transfer.may_evict() {
             self.rearrange(transfer);
         }
