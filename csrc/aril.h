@@ -134,6 +134,12 @@ typedef struct aril_tiles {
   int32_t* count;  // [1]
 } aril_tiles;
 
+// A row of a token tile.
+typedef struct aril_row {
+  int32_t token;
+  float scale;  // of the token, as in aril_routing.scales
+} aril_row;
+
 // The first ARIL_FORWARD_TOKENS tokens of a batch in segments, up to ARIL_SEGMENT_TOKENS tokens of
 // one slot. Segments are in the order of their first tokens.
 typedef struct aril_segments {
@@ -154,6 +160,7 @@ typedef struct aril_routing {
   aril_tiles tiles;     // token tiles
   aril_tiles wide_tiles;
   aril_segments* segments;  // [1], aligned to 16 bytes
+  aril_row* rows;           // [token tiles][ARIL_TOKENS_PER_TILE], as many of a tile as it has tokens
 } aril_routing;
 
 typedef struct aril_route_args {
@@ -294,8 +301,8 @@ typedef struct aril_forward_args {
 // out[t] = silu(gate) * up, where gate and up are the two slices of y[t] + scales[t] * scaling * B
 // v, with v of the last aril_linear_shrink; for all routed tokens, in f32 with one rounding.
 typedef struct aril_silu_mul_args {
-  // Two slices of equal size. y is read, x is not. outs_per_block is of each slice, a multiple of
-  // ARIL_OUTS_LARGE_M; the choice does not change the bits.
+  // Two slices of equal size. y is read, x is not. outs_per_block and outs_per_block_of_few are of
+  // each slice, multiples of ARIL_OUTS_LARGE_M; the choice does not change the bits.
   aril_linear_args layer;
   void* out;  // [num_tokens, out_features of a slice]
   int64_t out_stride;

@@ -70,6 +70,39 @@ struct TokenTile {
   }
 };
 
+// The row of a token tile that is its thread's, threadIdx.x % ARIL_TOKENS_PER_TILE. It is loaded
+// beside the tile: behind a base layer, whose weights have pushed the routing out of L2, a block
+// that waits for its tile first, and for a token before its scale, asks memory three times in turn.
+class TileRow {
+ public:
+  // Rows beyond the tile's tokens are read and discarded.
+  template <typename Args>
+  __device__ __forceinline__ TileRow(const Args& p, int tile_index)
+      : row_(p.routing.rows[(tile_index < p.max_tiles ? tile_index : 0) * ARIL_TOKENS_PER_TILE +
+                            threadIdx.x % ARIL_TOKENS_PER_TILE]) {}
+
+  // The token; -1 if the tile has none there below `num_tokens`.
+  __device__ __forceinline__ int token(const TokenTile& tile, int num_tokens) const {
+    const bool live = static_cast<int>(threadIdx.x % ARIL_TOKENS_PER_TILE) < tile.count;
+    return live && row_.token < num_tokens ? row_.token : -1;
+  }
+
+  // Of a token.
+  __device__ __forceinline__ float scale() const { return row_.scale; }
+
+  // The row of an expand with `module`.
+  template <typename Args>
+  __device__ __forceinline__ ExpandRow expand_row(const TokenTile& tile,
+                                                  const aril_descriptor& module,
+                                                  const Args& p) const {
+    const int row = token(tile, p.num_tokens);
+    return {row, row, row < 0 ? 0.0f : module.scaling * row_.scale};
+  }
+
+ private:
+  aril_row row_;
+};
+
 // Outputs [first, first + count) of a slice.
 template <typename T>
 struct BlockOuts {

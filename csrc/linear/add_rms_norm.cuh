@@ -64,15 +64,19 @@ __device__ __forceinline__ void store_vec(T* to, const Vec<T>& vec, int valid, b
   }
 }
 
-// The sums of squares of a block's rows over all blocks of its cluster.
+// The sums of squares of a block's rows over all blocks of its cluster, in turns.
+//
+// Blocks of a cluster may be a turn apart: a block that has the sums of turn t has those of all
+// blocks, which have read the sums of turn t - 1. So two places for sums suffice.
+template <bool kTakesTurns>
 class RowSquares {
  public:
-  static constexpr int kRows = ARIL_TOKENS_PER_TILE;
+  static constexpr int kRows = ARIL_TOKENS_PER_TILE, kPlaces = kTakesTurns ? 2 : 1;
 
   struct Shared {
-    TransactionBarrier arrival;
+    TransactionBarrier arrivals[kPlaces];
     alignas(16) float of_warps[kSmallMWarps][kRows];
-    alignas(16) float of_blocks[kNormBlocks][kRows];
+    alignas(16) float of_blocks[kPlaces][kNormBlocks][kRows];
   };
 
   // All threads call it, at the beginning.
@@ -80,15 +84,18 @@ class RowSquares {
       : shared_(shared), block_(block), blocks_(blocks) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) {
-      shared.arrival.init();
-      shared.arrival.expect(sizeof(shared.of_blocks));
+#pragma unroll
+      for (TransactionBarrier& arrival : shared.arrivals) {
+        arrival.init();
+        arrival.expect(sizeof(shared.of_blocks[0]));
+      }
     }
     arrive_at_cluster();
 #endif
   }
 
-  // Adds up `squares` of the lane's rows g and g + 8. All threads call it once.
-  __device__ __forceinline__ void add(const float (&squares)[2]) {
+  // Adds up `squares` of the lane's rows g and g + 8. All threads call it once in each turn.
+  __device__ __forceinline__ void add(const float (&squares)[2], int turn) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -99,8 +106,9 @@ class RowSquares {
     }
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    wait_for_cluster();
+    if (turn == 0) wait_for_cluster();
 #endif
+    place_ = turn % kPlaces;
     // A thread gives four rows to one block.
     const int to = threadIdx.x / kQuads, row = threadIdx.x % kQuads * 4;
     if (to < blocks_) {
@@ -110,14 +118,18 @@ class RowSquares {
         sum = sum + *reinterpret_cast<const float4*>(&shared_.of_warps[w][row]);
       }
 #if __CUDA_ARCH__ >= 900
-      store_cluster(cluster_address(&shared_.of_blocks[block_][row], to), sum,
-                    cluster_address(&shared_.arrival, to));
+      store_cluster(cluster_address(&shared_.of_blocks[place_][block_][row], to), sum,
+                    cluster_address(&shared_.arrivals[place_], to));
 #else
-      *reinterpret_cast<float4*>(&shared_.of_blocks[block_][row]) = sum;
+      *reinterpret_cast<float4*>(&shared_.of_blocks[place_][block_][row]) = sum;
 #endif
     }
 #if __CUDA_ARCH__ >= 900
-    shared_.arrival.wait(0);
+    shared_.arrivals[place_].wait(turn / kPlaces % 2);
+    // For the turn after the next, for which no block stores before it has this one's next sums.
+    if (kTakesTurns && threadIdx.x == 0) {
+      shared_.arrivals[place_].expect(sizeof(shared_.of_blocks[0]));
+    }
 #else
     __syncthreads();
 #endif
@@ -125,7 +137,7 @@ class RowSquares {
 
   __device__ __forceinline__ float of_row(int row) const {
     float sum = 0.0f;
-    for (int block = 0; block < blocks_; ++block) sum += shared_.of_blocks[block][row];
+    for (int block = 0; block < blocks_; ++block) sum += shared_.of_blocks[place_][block][row];
     return sum;
   }
 
@@ -134,6 +146,7 @@ class RowSquares {
 
   Shared& shared_;
   int block_, blocks_;
+  int place_ = 0;
 };
 
 // Shared memory of a block: the norm's weight, then B if staged, then the terms of v.
@@ -142,178 +155,197 @@ inline int add_rms_norm_smem_bytes(const aril_linear_args& layer, int blocks, bo
   return features * 2 + small_m_expand_smem_bytes(layer.weights, features, staged);
 }
 
-// Grid: token tiles (kWide: wide tiles, 16 tokens at a time) x `blocks`, the size of a cluster.
-template <typename T, bool kStaged, bool kWide>
+// Grid: token tiles (kWide: wide tiles, 16 tokens at a time) x `blocks`, the size of a cluster. If
+// it takes turns, it has blocks for `tiles` of the token tiles alone.
+template <typename T, bool kStaged, bool kWide, bool kTakesTurns>
 __global__ void __launch_bounds__(kSmallMThreads, 2)
-    add_rms_norm_kernel(const __grid_constant__ aril_add_rms_norm_args p, int blocks, int slabs) {
+    add_rms_norm_kernel(const __grid_constant__ aril_add_rms_norm_args p, int blocks, int slabs,
+                        int tiles) {
+  static_assert(!(kWide && kTakesTurns));
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ TransactionBarrier b_arrival;
   __shared__ ExpandRow rows[ARIL_TOKENS_PER_TILE];
-  __shared__ RowSquares::Shared squares_shared;
+  __shared__ typename RowSquares<kTakesTurns>::Shared squares_shared;
   launch_dependents();
   constexpr int kHeld = kStaged ? 3 : 2;  // units of a warp whose sums stay in registers
   constexpr int kParts = kWide ? ARIL_WIDE_TILE / ARIL_TOKENS_PER_TILE : 1;
   const int block = blockIdx.x % blocks, part = blockIdx.x / blocks % kParts;
   const EarlyModule early(p.layer.weights, 0);
-  TokenTile tile(p.layer, blockIdx.x / blocks / kParts);
+  int tile_index = blockIdx.x / blocks / kParts;
+  TokenTile tile(p.layer, tile_index);
+  TileRow row_of_thread(p.layer, kWide ? 0 : tile_index);
   tile.tokens += part * ARIL_TOKENS_PER_TILE;
   tile.count = min(tile.count - part * ARIL_TOKENS_PER_TILE, ARIL_TOKENS_PER_TILE);
   if (tile.count <= 0) {
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int num_features = p.layer.out_features[0];
-  const int block_features = norm_features(num_features, blocks), first = block * block_features;
-  const int features = max(min(num_features - first, block_features), 0);
-  const aril_descriptor module = early.of(p.layer.weights, tile.slot);
-  const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const int steps = ceil_div(module.rank, kRanksPerStep);
-  const char* const b = static_cast<const char*>(module.b) +
-                        int64_t{first / ARIL_OUT_TILE} * rank_tiles * kBTileBytes;
-  const int b_bytes = kStaged ? ceil_div(features, ARIL_OUT_TILE) * rank_tiles * kBTileBytes : 0;
-  const T* const weights = reinterpret_cast<const T*>(shared);
-  unsigned char* const staged_b = shared + block_features * sizeof(T);
-  uint4* const operands = reinterpret_cast<uint4*>(staged_b + b_bytes);
-  if constexpr (kStaged) bulk_load(b_arrival, staged_b, b, b_bytes, threadIdx.x, kSmallMThreads);
-  if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
-    rows[threadIdx.x] = tile.expand_rows(module, p.layer)(threadIdx.x);
-  }
-  RowSquares squares(squares_shared, block, blocks);
-  __syncthreads();
-  wait_for_predecessors();
+  RowSquares<kTakesTurns> squares(squares_shared, block, blocks);
+  for (int turn = 0;; ++turn) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const int num_features = p.layer.out_features[0];
+    const int block_features = norm_features(num_features, blocks), first = block * block_features;
+    const int features = max(min(num_features - first, block_features), 0);
+    const aril_descriptor module = early.of(p.layer.weights, tile.slot);
+    const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
+    const int steps = ceil_div(module.rank, kRanksPerStep);
+    const char* const b = static_cast<const char*>(module.b) +
+                          int64_t{first / ARIL_OUT_TILE} * rank_tiles * kBTileBytes;
+    const int b_bytes = kStaged ? ceil_div(features, ARIL_OUT_TILE) * rank_tiles * kBTileBytes : 0;
+    const T* const weights = reinterpret_cast<const T*>(shared);
+    unsigned char* const staged_b = shared + block_features * sizeof(T);
+    uint4* const operands = reinterpret_cast<uint4*>(staged_b + b_bytes);
+    if (kTakesTurns && turn > 0) {
+      // The last turn's rows, B and v have been read.
+      fence_async_proxy();
+      __syncthreads();
+    }
+    if constexpr (kStaged) {
+      bulk_load(b_arrival, staged_b, b, b_bytes, threadIdx.x, kSmallMThreads, turn == 0);
+    }
+    if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
+      rows[threadIdx.x] = kWide ? tile.expand_rows(module, p.layer)(threadIdx.x)
+                                : row_of_thread.expand_row(tile, module, p.layer);
+    }
+    __syncthreads();
+    wait_for_predecessors();
 
-  const int units = ceil_div(features, ARIL_OUT_UNIT);
-  const T* const y = static_cast<const T*>(p.layer.y) + first;
-  T* const residual = static_cast<T*>(p.residual) + first;
-  T* const out = static_cast<T*>(p.out) + first;
-  const bool aligned = is_aligned(y, p.layer.y_stride) && is_aligned(residual, p.residual_stride) &&
-                       is_aligned(out, p.out_stride);
-  // The first units of a warp are held in registers, unless some elements move one by one.
-  const bool holds = aligned && features % ARIL_OUT_UNIT == 0;
-  const int first_unheld = warp + (holds ? kHeld * kSmallMWarps : 0);
-  // Calls f for the lane's rows g and g + 8 of a unit.
-  const auto for_rows = [&](int unit, auto f) {
-    const int feature = unit * ARIL_OUT_UNIT + 8 * q;
+    const int units = ceil_div(features, ARIL_OUT_UNIT);
+    const T* const y = static_cast<const T*>(p.layer.y) + first;
+    T* const residual = static_cast<T*>(p.residual) + first;
+    T* const out = static_cast<T*>(p.out) + first;
+    const bool aligned = is_aligned(y, p.layer.y_stride) &&
+                         is_aligned(residual, p.residual_stride) && is_aligned(out, p.out_stride);
+    // The first units of a warp are held in registers, unless some elements move one by one.
+    const bool holds = aligned && features % ARIL_OUT_UNIT == 0;
+    const int first_unheld = warp + (holds ? kHeld * kSmallMWarps : 0);
+    // Calls f for the lane's rows g and g + 8 of a unit.
+    const auto for_rows = [&](int unit, auto f) {
+      const int feature = unit * ARIL_OUT_UNIT + 8 * q;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = rows[g + 8 * half].y;
+        if (row >= 0) f(half, row, feature, features - feature);
+      }
+    };
+    struct Unit {
+      Vec<T> y[2], sums[2];
+    };
+    Unit held[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int unit = warp + i * kSmallMWarps;
+      if (!holds || unit >= units) continue;
+      for_rows(unit, [&](int half, int row, int feature, int) {
+        const T* const at = y + row * p.layer.y_stride + feature;
+        held[i].y[half].bits = *reinterpret_cast<const uint4*>(at);
+        const T* const sums_at = residual + row * p.residual_stride + feature;
+        held[i].sums[half].bits = *reinterpret_cast<const uint4*>(sums_at);
+      });
+    }
+    if (turn == 0) {
+      const T* const weight = static_cast<const T*>(p.weight) + first;
+      // A copy of fewer than 16 bytes counts as one of 16 for compute-sanitizer, beyond the weight.
+      const bool weight_aligned = is_aligned(weight, 0) && features % Vec<T>::kSize == 0;
+      for (int i = threadIdx.x * Vec<T>::kSize; i < features; i += kSmallMThreads * Vec<T>::kSize) {
+        copy_vec_async(shared + i * sizeof(T), weight, i, features, weight_aligned);
+      }
+      commit_copies();
+    }
+
+    if (steps > 0) {
+      const auto ranks_of = [&](int t, int step) {
+        const int rank = step * kRanksPerStep;
+        return StepRanks{rows[t].v, rank, rank_tiles * ARIL_RANK_TILE - rank, rows[t].factor};
+      };
+      if constexpr (kWide) {
+        gather_terms(operands, tile.count, steps, ranks_of, PartialSums(p.layer, 0), warp, lane);
+      } else {
+        const MailboxSums v(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
+        gather_terms(operands, tile.count, steps, ranks_of, v, warp, lane);
+      }
+      // Before sm_90, B.
+      wait_for_copies<0>();
+      __syncthreads();
+      if constexpr (kStaged) b_arrival.wait(turn % 2);
+    }
+
+    // Adds y and the delta to a unit's residual, stores it, and adds its squares.
+    float row_squares[2] = {};
+    const auto add = [&](Unit& unit_of, int unit, bool holds) {
+      float deltas[4][4];
+      const char* const block_b = kStaged ? reinterpret_cast<const char*>(staged_b) : b;
+      multiply_small_m<T, kStaged>(
+          deltas, operands, unit_at(block_b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
+      for_rows(unit, [&](int half, int row, int feature, int valid) {
+        T sums[Vec<T>::kSize];
+#pragma unroll
+        for (int e = 0; e < Vec<T>::kSize; ++e) {
+          const float delta = deltas[e / 2][2 * half + e % 2];
+          sums[e] = from_float<T>(unit_of.sums[half][e] + (unit_of.y[half][e] + delta));
+          // Elements that do not exist are zero, as B's padding is.
+          row_squares[half] = fmaf(to_float(sums[e]), to_float(sums[e]), row_squares[half]);
+        }
+        memcpy(&unit_of.sums[half].bits, sums, sizeof(sums));
+        store_vec(residual + row * p.residual_stride + feature, unit_of.sums[half], valid, holds);
+      });
+    };
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int unit = warp + i * kSmallMWarps;
+      if (holds && unit < units) add(held[i], unit, true);
+    }
+#pragma unroll 1
+    for (int unit = first_unheld; unit < units; unit += kSmallMWarps) {
+      Unit more;
+      for_rows(unit, [&](int half, int row, int feature, int valid) {
+        more.y[half] =
+            Vec<T>::load_from_anywhere(y + row * p.layer.y_stride + feature, valid, aligned);
+        more.sums[half] = Vec<T>::load_from_anywhere(residual + row * p.residual_stride + feature,
+                                                     valid, aligned);
+      });
+      add(more, unit, holds);
+    }
+    wait_for_copies<0>();
+    squares.add(row_squares, turn);
+
+    float scales[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = rows[g + 8 * half].y;
-      if (row >= 0) f(half, row, feature, features - feature);
+      scales[half] = norm_scale(squares.of_row(g + 8 * half), num_features, p.eps);
     }
-  };
-  struct Unit {
-    Vec<T> y[2], sums[2];
-  };
-  Unit held[kHeld];
+    const auto normalize = [&](const Unit& unit_of, int unit, bool holds) {
+      for_rows(unit, [&](int half, int row, int feature, int valid) {
+        const Vec<T> weight{*reinterpret_cast<const uint4*>(weights + feature)};
+        T values[Vec<T>::kSize];
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int unit = warp + i * kSmallMWarps;
-    if (!holds || unit >= units) continue;
-    for_rows(unit, [&](int half, int row, int feature, int) {
-      const T* const at = y + row * p.layer.y_stride + feature;
-      held[i].y[half].bits = *reinterpret_cast<const uint4*>(at);
-      const T* const sums_at = residual + row * p.residual_stride + feature;
-      held[i].sums[half].bits = *reinterpret_cast<const uint4*>(sums_at);
-    });
-  }
-  {
-    const T* const weight = static_cast<const T*>(p.weight) + first;
-    // A copy of fewer than 16 bytes counts as one of 16 for compute-sanitizer, beyond the weight.
-    const bool weight_aligned = is_aligned(weight, 0) && features % Vec<T>::kSize == 0;
-    for (int i = threadIdx.x * Vec<T>::kSize; i < features; i += kSmallMThreads * Vec<T>::kSize) {
-      copy_vec_async(shared + i * sizeof(T), weight, i, features, weight_aligned);
-    }
-    commit_copies();
-  }
-
-  if (steps > 0) {
-    const auto ranks_of = [&](int t, int step) {
-      const int rank = step * kRanksPerStep;
-      return StepRanks{rows[t].v, rank, rank_tiles * ARIL_RANK_TILE - rank, rows[t].factor};
+        for (int e = 0; e < Vec<T>::kSize; ++e) {
+          values[e] = normalized<T>(unit_of.sums[half][e], scales[half], weight[e]);
+        }
+        Vec<T> result;
+        memcpy(&result.bits, values, sizeof(values));
+        store_vec(out + row * p.out_stride + feature, result, valid, holds);
+      });
     };
-    if constexpr (kWide) {
-      gather_terms(operands, tile.count, steps, ranks_of, PartialSums(p.layer, 0), warp, lane);
-    } else {
-      const MailboxSums v(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
-      gather_terms(operands, tile.count, steps, ranks_of, v, warp, lane);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int unit = warp + i * kSmallMWarps;
+      if (holds && unit < units) normalize(held[i], unit, true);
     }
-    // Before sm_90, B.
-    wait_for_copies<0>();
-    __syncthreads();
-    if constexpr (kStaged) b_arrival.wait(0);
-  }
-
-  // Adds y and the delta to a unit's residual, stores it, and adds its squares.
-  float row_squares[2] = {};
-  const auto add = [&](Unit& unit_of, int unit, bool holds) {
-    float deltas[4][4];
-    const char* const block_b = kStaged ? reinterpret_cast<const char*>(staged_b) : b;
-    multiply_small_m<T, kStaged>(deltas, operands,
-                                 unit_at(block_b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
-    for_rows(unit, [&](int half, int row, int feature, int valid) {
-      T sums[Vec<T>::kSize];
-#pragma unroll
-      for (int e = 0; e < Vec<T>::kSize; ++e) {
-        const float delta = deltas[e / 2][2 * half + e % 2];
-        sums[e] = from_float<T>(unit_of.sums[half][e] + (unit_of.y[half][e] + delta));
-        // Elements that do not exist are zero, as B's padding is.
-        row_squares[half] = fmaf(to_float(sums[e]), to_float(sums[e]), row_squares[half]);
-      }
-      memcpy(&unit_of.sums[half].bits, sums, sizeof(sums));
-      store_vec(residual + row * p.residual_stride + feature, unit_of.sums[half], valid, holds);
-    });
-  };
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int unit = warp + i * kSmallMWarps;
-    if (holds && unit < units) add(held[i], unit, true);
-  }
 #pragma unroll 1
-  for (int unit = first_unheld; unit < units; unit += kSmallMWarps) {
-    Unit more;
-    for_rows(unit, [&](int half, int row, int feature, int valid) {
-      more.y[half] =
-          Vec<T>::load_from_anywhere(y + row * p.layer.y_stride + feature, valid, aligned);
-      more.sums[half] =
-          Vec<T>::load_from_anywhere(residual + row * p.residual_stride + feature, valid, aligned);
-    });
-    add(more, unit, holds);
-  }
-  wait_for_copies<0>();
-  squares.add(row_squares);
-
-  float scales[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    scales[half] = norm_scale(squares.of_row(g + 8 * half), num_features, p.eps);
-  }
-  const auto normalize = [&](const Unit& unit_of, int unit, bool holds) {
-    for_rows(unit, [&](int half, int row, int feature, int valid) {
-      const Vec<T> weight{*reinterpret_cast<const uint4*>(weights + feature)};
-      T values[Vec<T>::kSize];
-#pragma unroll
-      for (int e = 0; e < Vec<T>::kSize; ++e) {
-        values[e] = normalized<T>(unit_of.sums[half][e], scales[half], weight[e]);
-      }
-      Vec<T> result;
-      memcpy(&result.bits, values, sizeof(values));
-      store_vec(out + row * p.out_stride + feature, result, valid, holds);
-    });
-  };
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int unit = warp + i * kSmallMWarps;
-    if (holds && unit < units) normalize(held[i], unit, true);
-  }
-#pragma unroll 1
-  for (int unit = first_unheld; unit < units; unit += kSmallMWarps) {
-    Unit more;
-    for_rows(unit, [&](int half, int row, int feature, int valid) {
-      // What this thread has stored.
-      more.sums[half] =
-          Vec<T>::load_from_anywhere(residual + row * p.residual_stride + feature, valid, aligned);
-    });
-    normalize(more, unit, holds);
+    for (int unit = first_unheld; unit < units; unit += kSmallMWarps) {
+      Unit more;
+      for_rows(unit, [&](int half, int row, int feature, int valid) {
+        // What this thread has stored.
+        more.sums[half] = Vec<T>::load_from_anywhere(residual + row * p.residual_stride + feature,
+                                                     valid, aligned);
+      });
+      normalize(more, unit, holds);
+    }
+    tile_index += tiles;
+    if (!kTakesTurns || tile_index >= tile.num_tiles) return;
+    tile = TokenTile(p.layer, tile_index);
+    row_of_thread = TileRow(p.layer, tile_index);
   }
 }
 

@@ -84,18 +84,21 @@ inline int small_m_silu_mul_smem_bytes(const aril_linear_args& layer, bool stage
 }
 
 // Features [first, first + outs_per_block) of a token tile. make_v() is called after the wait for
-// predecessors; its load2(row, r) gives ranks r and r + 1 of the row's sums of both slices.
-template <typename T, bool kStaged, typename MakeV>
+// predecessors; its load2(row, r) gives ranks r and r + 1 of the row's sums of both slices. `turn`
+// counts the block's calls.
+template <typename T, bool kStaged, typename MakeRow, typename MakeV>
 __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, const TokenTile& tile,
                                                  const GateUp& gate_up, int first,
-                                                 unsigned char* shared, const MakeV& make_v) {
+                                                 int outs_per_block, const MakeRow& make_row,
+                                                 unsigned char* shared, const MakeV& make_v,
+                                                 int turn = 0) {
   constexpr int kAhead = kStaged ? 2 : 1;  // units of a warp whose y is in flight
   __shared__ TransactionBarrier barriers[2];
   __shared__ int rows[ARIL_TOKENS_PER_TILE];  // -1: none
   __shared__ float scales[ARIL_TOKENS_PER_TILE];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int features = p.layer.out_features[0];
-  const int outs = min(p.layer.outs_per_block, features - first);
+  const int outs = min(outs_per_block, features - first);
   const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
   int b_bytes[2];
 #pragma unroll
@@ -104,14 +107,14 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
         kStaged ? ceil_div(outs, ARIL_OUT_TILE) * gate_up.rank_tiles(slice) * kBTileBytes : 0;
     if constexpr (kStaged) {
       bulk_load(barriers[slice], shared + slice * b_bytes[0], gate_up.b(slice, first),
-                b_bytes[slice], threadIdx.x, kSmallMThreads);
+                b_bytes[slice], threadIdx.x, kSmallMThreads, turn == 0);
     }
   }
   uint4* const operands = reinterpret_cast<uint4*>(shared + b_bytes[0] + b_bytes[1]);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
-    const int row = tile.token(threadIdx.x, p.layer.num_tokens);
-    rows[threadIdx.x] = row;
-    scales[threadIdx.x] = row < 0 ? 0.0f : p.layer.routing.scales[row];
+    const aril_row row = make_row(threadIdx.x);
+    rows[threadIdx.x] = row.token;
+    scales[threadIdx.x] = row.scale;
   }
   __syncthreads();
   wait_for_predecessors();
@@ -152,8 +155,8 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
     if constexpr (kStaged) wait_for_copies<0>();
     __syncthreads();
     if constexpr (kStaged) {
-      barriers[0].wait(0);
-      barriers[1].wait(0);
+      barriers[0].wait(turn % 2);
+      barriers[1].wait(turn % 2);
     }
   }
   for (int begin = warp; begin < units; begin += kAhead * kSmallMWarps) {
@@ -199,24 +202,63 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
   }
 }
 
-// Grid: token tiles x blocks of features.
-template <typename T, bool kStaged>
+// A grid of small_m_silu_mul_kernel, whose blocks may take turns as those of small_m_kernel do.
+struct SiluMulGrid {
+  int few_tiles;
+  ExpandShares few, many;
+  int slabs;
+};
+
+template <typename T, bool kStaged, bool kTakesTurns>
 __global__ void __launch_bounds__(kSmallMThreads, 2)
-    small_m_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks,
-                            int slabs) {
+    small_m_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p,
+                            const __grid_constant__ SiluMulGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
   launch_dependents();
   const EarlyModule gate(p.layer.weights, 0), up(p.layer.weights, 1);
-  const TokenTile tile(p.layer, blockIdx.x / out_blocks);
+  const int index = blockIdx.x;
+  const ExpandShares* shares = &grid.few;
+  int tile_index = shares->out_blocks.quotient(index);
+  TokenTile tile(p.layer, tile_index);
+  TileRow row(p.layer, tile_index);
+  if constexpr (kTakesTurns) {
+    const int of_many = grid.many.out_blocks.quotient(index);
+    const TokenTile tile_of_many(p.layer, of_many);
+    const TileRow row_of_many(p.layer, of_many);
+    if (tile.num_tiles > grid.few_tiles) {
+      shares = &grid.many;
+      tile_index = of_many;
+      tile = tile_of_many;
+      row = row_of_many;
+    }
+    // The last blocks may be too few for another tile.
+    if (tile_index >= shares->tiles) return;
+  }
   if (tile.count == 0) {
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const GateUp gate_up(p.layer.weights, tile.slot, gate, up);
-  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
-  small_m_silu_mul<T, kStaged>(p, tile, gate_up, first, shared, [&] {
-    return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
-  });
+  const int outs_per_block = shares->outs_per_block;
+  const int first = (index - tile_index * shares->out_blocks) * outs_per_block;
+  for (int turn = 0;; ++turn) {
+    const GateUp gate_up(p.layer.weights, tile.slot, gate, up);
+    if (turn > 0) {
+      // The last turn's rows, B and v have been read.
+      fence_async_proxy();
+      __syncthreads();
+    }
+    small_m_silu_mul<T, kStaged>(
+        p, tile, gate_up, first, outs_per_block,
+        [&](int) { return aril_row{row.token(tile, p.layer.num_tokens), row.scale()}; }, shared,
+        [&] {
+          return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), grid.slabs, true, 0, 0);
+        },
+        turn);
+    tile_index += shares->tiles;
+    if (!kTakesTurns || tile_index >= tile.num_tiles) return;
+    tile = TokenTile(p.layer, tile_index);
+    row = TileRow(p.layer, tile_index);
+  }
 }
 
 // The same on wide tiles, 16 tokens at a time.
@@ -238,7 +280,11 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     if (done > 0) __syncthreads();
     tile.tokens = tokens + done;
     tile.count = min(count - done, ARIL_TOKENS_PER_TILE);
-    small_m_silu_mul<T, false>(p, tile, gate_up, first, shared,
+    const auto make_row = [&](int t) {
+      const int token = tile.token(t, p.layer.num_tokens);
+      return aril_row{token, token < 0 ? 0.0f : p.layer.routing.scales[token]};
+    };
+    small_m_silu_mul<T, false>(p, tile, gate_up, first, p.layer.outs_per_block, make_row, shared,
                                [&] { return PartialSums(p.layer, 0); });
   }
 }

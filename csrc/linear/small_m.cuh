@@ -67,13 +67,16 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   const ExpandShares* shares = &grid.few;
   int tile_index = shares->out_blocks.quotient(index);
   TokenTile tile(p, tile_index);
+  TileRow row(p, tile_index);
   if constexpr (kTakesTurns) {
     const int of_many = grid.many.out_blocks.quotient(index);
     const TokenTile tile_of_many(p, of_many);
+    const TileRow row_of_many(p, of_many);
     if (tile.num_tiles > grid.few_tiles) {
       shares = &grid.many;
       tile_index = of_many;
       tile = tile_of_many;
+      row = row_of_many;
     }
     // The last blocks may be too few for another tile.
     if (tile_index >= shares->tiles) return;
@@ -90,7 +93,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
         __syncthreads();
       }
       small_m_expand<T, kStaged>(
-          tile.count, tile.expand_rows(module, p), module, outs, shared,
+          tile.count, [&](int) { return row.expand_row(tile, module, p); }, module, outs, shared,
           [&] {
             return MailboxSums(p.mailbox, PartialLayout(p), grid.slabs, grid.apart, slice, epoch);
           },
@@ -100,6 +103,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     tile_index += shares->tiles;
     if (!kTakesTurns || tile_index >= tile.num_tiles) return;
     tile = TokenTile(p, tile_index);
+    row = TileRow(p, tile_index);
   }
 }
 

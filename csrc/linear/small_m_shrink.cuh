@@ -108,8 +108,15 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   const int first_rank_tile = (block - slabs_before * grid.rank_blocks) * kSmallMRankTiles;
   const int slab = slabs_before - tile_index * grid.slabs;
   unsigned char* const a = shared + warp * kATileBytes;
+  if constexpr (kTakesTurns) {
+    // racecheck follows a barrier that is used again only if a barrier of the block is behind its
+    // initialization.
+    if (lane == 0) team.barriers[warp].init();
+    __syncthreads();
+  }
   for (int turn = 0;; tile_index += grid.shrink_tiles) {
     const TokenTile tile(p, tile_index);
+    const TileRow row_of_thread(p, tile_index);
     const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                              first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
     const bool is_none = !kOneTeam && block >= grid.shrink;  // of the last thread block
@@ -128,7 +135,7 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
     const bool active = !is_none && rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
     bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
-              active ? kATileBytes : 0, lane, 32, turn == 0);
+              active ? kATileBytes : 0, lane, 32, !kTakesTurns);
     if (turn == 0 && threadIdx.x == 0) {
       epoch = epoch_of(p.mailbox, before);
       launch_dependents();
@@ -140,7 +147,9 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
       ++turn;
       continue;
     }
-    if (thread < ARIL_TOKENS_PER_TILE) team.tokens[thread] = tile.token(thread, p.num_tokens);
+    if (thread < ARIL_TOKENS_PER_TILE) {
+      team.tokens[thread] = row_of_thread.token(tile, p.num_tokens);
+    }
     if (kOneTeam || turn > 0) {
       sync_team();
     } else {

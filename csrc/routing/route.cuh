@@ -79,11 +79,12 @@ __global__ void __launch_bounds__(kRouteThreads)
     add_tiles(p.routing.wide_tiles.all, wide_tile, slot, row, end, ARIL_WIDE_TILE);
     row = end;
   }
+  const int num_all_tiles = num_tiles + ceil_div(p.num_tokens - num_rows, ARIL_TOKENS_PER_TILE);
   if (threadIdx.x == 0) {
     p.routing.indptr[p.num_slots] = num_rows;
     *p.routing.num_tokens = p.num_tokens;
     next[p.num_slots] = num_rows;
-    *p.routing.tiles.count = num_tiles + ceil_div(p.num_tokens - num_rows, ARIL_TOKENS_PER_TILE);
+    *p.routing.tiles.count = num_all_tiles;
     *p.routing.wide_tiles.count =
         num_wide_tiles + ceil_div(p.num_tokens - num_rows, ARIL_WIDE_TILE);
   }
@@ -109,6 +110,15 @@ __global__ void __launch_bounds__(kRouteThreads)
     if (live && lane == leader) begin = atomicAdd(&next[group], __popc(same));
     begin = __shfl_sync(kFullWarp, begin, leader);
     if (live) p.routing.tokens[begin + __popc(same & ((1u << lane) - 1))] = token;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x;; i += kRouteThreads) {
+    const int tile = i / ARIL_TOKENS_PER_TILE, row = i % ARIL_TOKENS_PER_TILE;
+    if (tile >= num_all_tiles) break;
+    const aril_tile of = p.routing.tiles.all[tile];
+    if (row >= of.count) continue;
+    const int token = p.routing.tokens[of.begin + row];
+    p.routing.rows[i] = {token, p.routing.scales[token]};
   }
   // Kernels of the step read this before their wait (ptx/pdl.cuh).
   __threadfence();

@@ -55,9 +55,28 @@ impl Step {
     }
 }
 
-/// Steps of up to this many tokens run base weights and adapters in one launch. With more, the GPU's own GEMM and a launch for the
-/// adapters are as fast or faster, depending on how many adapters there are.
+/// Steps of up to this many tokens run base weights and adapters in one launch, in all layers. With more, the GPU's own GEMM and a launch
+/// for the adapters are as fast or faster, depending on the layer and on how many adapters there are.
 pub(crate) const FUSED_TOKENS: usize = 32;
+
+/// Which linear layers of a step run base weights and adapters in one launch.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Fusion {
+    None,
+    /// All but gate and up. With more than [`FUSED_TOKENS`] tokens, the GPU's own GEMM is faster for so many outputs.
+    AllButGateUp,
+    All,
+}
+
+impl Fusion {
+    pub(crate) const fn of(tokens: usize, is_fused: bool) -> Self {
+        match (is_fused, tokens <= FUSED_TOKENS) {
+            (false, _) => Self::None,
+            (true, false) => Self::AllButGateUp,
+            (true, true) => Self::All,
+        }
+    }
+}
 
 /// The indices of a step on the device.
 pub(crate) struct Inputs<D: Device> {
@@ -134,8 +153,9 @@ impl<D: Device> Model<'_, D> {
         let Session { state, buffers } = session;
         let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
-        let h =
-            self.hidden(state, inputs, step.ids.len() <= FUSED_TOKENS, &mut Lora { step: &mut lora, has_adapters })?;
+        let tokens = step.ids.len();
+        let fusion = Fusion::of(tokens, tokens <= FUSED_TOKENS);
+        let h = self.hidden(state, inputs, fusion, &mut Lora { step: &mut lora, has_adapters })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
@@ -167,7 +187,7 @@ impl<D: Device> Model<'_, D> {
         &self,
         State { fused, caches, rope, grouping }: &mut State<'_, D>,
         Inputs { ids, places }: &Inputs<D>,
-        is_fused: bool,
+        fusion: Fusion,
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, heads, config: Config { eps, .. }, .. } = *self;
@@ -188,7 +208,8 @@ impl<D: Device> Model<'_, D> {
         // What the layer before adds to h.
         let mut added: Option<D::Tensor> = None;
         for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
-            let fused = is_fused.then_some(fused);
+            let fused_gate_up = fused.gate_up.as_ref().filter(|_| fusion == Fusion::All);
+            let fused = (fusion != Fusion::None).then_some(fused);
             let x = match &added {
                 None => device.rms_norm(&h, &layer.input_norm, eps)?,
                 Some(y) => device.add_rms_norm(&mut h, y, &layer.input_norm, eps)?,
@@ -203,7 +224,7 @@ impl<D: Device> Model<'_, D> {
             let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
             let mut y = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
-                    let gate_up = self.linear(&x, gate_up, fused.and_then(|fused| fused.gate_up.as_ref()), lora)?;
+                    let gate_up = self.linear(&x, gate_up, fused_gate_up, lora)?;
                     self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
                 }
                 Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,

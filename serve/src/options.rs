@@ -28,6 +28,12 @@ pub struct Options {
     /// The ranks of a tensor-parallel group, each on a device of its own, from that of --device on
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     pub tp: usize,
+    /// Each rank has some of the experts of a layer, with their adapters, instead of a part of each expert
+    #[arg(long, alias = "enable-expert-parallel", requires = "tp")]
+    pub ep: bool,
+    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the other
+    #[arg(long, requires = "tp")]
+    pub fully_sharded_loras: bool,
     /// How long a rank waits for another, which may be loading
     #[arg(long, value_name = "S", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     pub tp_seconds: u64,

@@ -34,7 +34,7 @@ use crate::{
     },
     error::{Context, Error, Result, bail},
     group::{Rank, errors_of_ranks},
-    model::{Described, Model, describe},
+    model::{Described, Model, Split, describe},
     options::DeviceArg,
 };
 
@@ -46,8 +46,9 @@ const WAIT: Duration = Duration::from_millis(1);
 pub(crate) struct Setup {
     /// That of the first rank. Those of the others follow.
     pub(crate) device: DeviceArg,
-    /// Ranks, and how long they wait for each other.
-    pub(crate) tp: usize,
+    /// The first rank's.
+    pub(crate) split: Split,
+    /// How long ranks wait for each other.
     pub(crate) tp_limit: Duration,
     pub(crate) dtype: DType,
     pub(crate) checkpoint: Arc<Checkpoint>,
@@ -192,13 +193,14 @@ pub(crate) fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
 
 /// Runs all ranks: the first one, which has the engine, on this thread, and each of the others on one of its own.
 fn run(worker: Worker, setup: Setup) -> Result<()> {
-    if setup.tp == 1 {
+    let size = setup.split.tp.size();
+    if size == 1 {
         return on_device(&setup, &Rank::default(), First { worker, others: Others::default() });
     }
     let setup = Arc::new(setup);
-    let mut ranks = Rank::threads(setup.tp, setup.tp_limit).context("--tp")?.into_iter();
+    let mut ranks = Rank::threads(size, setup.tp_limit).context("--tp")?.into_iter();
     let Some(first) = ranks.next() else { bail!("--tp: a group has at least one rank") };
-    let (others, orders) = Others::new(setup.tp - 1);
+    let (others, orders) = Others::new(size - 1);
     let (sender, ends) = channel();
     for (rank, orders) in ranks.zip(orders) {
         let (setup, sender) = (Arc::clone(&setup), sender.clone());
@@ -218,17 +220,17 @@ fn run(worker: Worker, setup: Setup) -> Result<()> {
         errors.insert(0, error.to_string());
     }
     drop(first);
-    for _ in 1..setup.tp {
+    for _ in 1..size {
         match ends.recv_timeout(setup.tp_limit) {
             Ok((_, Ok(()))) => {}
             Ok((rank, Err(error))) => drop(errors.insert(rank, error.to_string())),
             Err(RecvTimeoutError::Timeout) => {
-                bail!("a rank has not ended within {:?}; {}", setup.tp_limit, errors_of_ranks(&errors, setup.tp))
+                bail!("a rank has not ended within {:?}; {}", setup.tp_limit, errors_of_ranks(&errors, size))
             }
             Err(RecvTimeoutError::Disconnected) => break,
         }
     }
-    if errors.is_empty() { Ok(()) } else { bail!("{}", errors_of_ranks(&errors, setup.tp)) }
+    if errors.is_empty() { Ok(()) } else { bail!("{}", errors_of_ranks(&errors, size)) }
 }
 
 /// What a rank does on its device.
@@ -328,7 +330,7 @@ struct Follower {
 
 impl Task for Follower {
     fn run<D: Capture>(self, device: &D, rank: &Rank, setup: &Setup) -> Result<()> {
-        let described = describe(&setup.config, rank.tp())?;
+        let described = describe(&setup.config, Split { tp: rank.tp(), ..setup.split })?;
         let (mut pool, table) = setup.rank_pool(device, &described, rank)?;
         let model = setup.model(device, &described, table)?;
         let mut runner = Runner::new(&model, &setup.sizes)?;

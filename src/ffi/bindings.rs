@@ -113,6 +113,23 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_row {
+    pub token: i32,
+    pub scale: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_row"][::core::mem::size_of::<aril_row>() - 8usize];
+    ["Alignment of aril_row"][::core::mem::align_of::<aril_row>() - 4usize];
+    [
+        "Offset of field: aril_row::token",
+    ][::core::mem::offset_of!(aril_row, token) - 0usize];
+    [
+        "Offset of field: aril_row::scale",
+    ][::core::mem::offset_of!(aril_row, scale) - 4usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_segments {
     pub tokens: [[i8; 8usize]; 64usize],
     pub slots: [i32; 64usize],
@@ -147,10 +164,11 @@ pub struct aril_routing {
     pub tiles: aril_tiles,
     pub wide_tiles: aril_tiles,
     pub segments: *mut aril_segments,
+    pub rows: *mut aril_row,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 80usize];
+    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 88usize];
     ["Alignment of aril_routing"][::core::mem::align_of::<aril_routing>() - 8usize];
     [
         "Offset of field: aril_routing::tokens",
@@ -176,6 +194,9 @@ const _: () = {
     [
         "Offset of field: aril_routing::segments",
     ][::core::mem::offset_of!(aril_routing, segments) - 72usize];
+    [
+        "Offset of field: aril_routing::rows",
+    ][::core::mem::offset_of!(aril_routing, rows) - 80usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -188,7 +209,7 @@ pub struct aril_route_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 104usize];
+    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 112usize];
     [
         "Alignment of aril_route_args",
     ][::core::mem::align_of::<aril_route_args>() - 8usize];
@@ -260,7 +281,7 @@ pub struct aril_linear_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 240usize];
+    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 248usize];
     [
         "Alignment of aril_linear_args",
     ][::core::mem::align_of::<aril_linear_args>() - 8usize];
@@ -355,7 +376,7 @@ pub struct aril_sharded_args {
 const _: () = {
     [
         "Size of aril_sharded_args",
-    ][::core::mem::size_of::<aril_sharded_args>() - 280usize];
+    ][::core::mem::size_of::<aril_sharded_args>() - 288usize];
     [
         "Alignment of aril_sharded_args",
     ][::core::mem::align_of::<aril_sharded_args>() - 8usize];
@@ -519,7 +540,7 @@ pub struct aril_forward_args {
 const _: () = {
     [
         "Size of aril_forward_args",
-    ][::core::mem::size_of::<aril_forward_args>() - 232usize];
+    ][::core::mem::size_of::<aril_forward_args>() - 240usize];
     [
         "Alignment of aril_forward_args",
     ][::core::mem::align_of::<aril_forward_args>() - 8usize];
@@ -589,7 +610,7 @@ pub struct aril_silu_mul_args {
 const _: () = {
     [
         "Size of aril_silu_mul_args",
-    ][::core::mem::size_of::<aril_silu_mul_args>() - 256usize];
+    ][::core::mem::size_of::<aril_silu_mul_args>() - 264usize];
     [
         "Alignment of aril_silu_mul_args",
     ][::core::mem::align_of::<aril_silu_mul_args>() - 8usize];
@@ -598,10 +619,10 @@ const _: () = {
     ][::core::mem::offset_of!(aril_silu_mul_args, layer) - 0usize];
     [
         "Offset of field: aril_silu_mul_args::out",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 240usize];
+    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 248usize];
     [
         "Offset of field: aril_silu_mul_args::out_stride",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 248usize];
+    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 256usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -618,7 +639,7 @@ pub struct aril_add_rms_norm_args {
 const _: () = {
     [
         "Size of aril_add_rms_norm_args",
-    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 288usize];
+    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 296usize];
     [
         "Alignment of aril_add_rms_norm_args",
     ][::core::mem::align_of::<aril_add_rms_norm_args>() - 8usize];
@@ -627,22 +648,22 @@ const _: () = {
     ][::core::mem::offset_of!(aril_add_rms_norm_args, layer) - 0usize];
     [
         "Offset of field: aril_add_rms_norm_args::weight",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 240usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 248usize];
     [
         "Offset of field: aril_add_rms_norm_args::eps",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 248usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 256usize];
     [
         "Offset of field: aril_add_rms_norm_args::residual",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 256usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 264usize];
     [
         "Offset of field: aril_add_rms_norm_args::residual_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 264usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 272usize];
     [
         "Offset of field: aril_add_rms_norm_args::out",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 272usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 280usize];
     [
         "Offset of field: aril_add_rms_norm_args::out_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 280usize];
+    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 288usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -663,7 +684,7 @@ pub struct aril_embedding_args {
 const _: () = {
     [
         "Size of aril_embedding_args",
-    ][::core::mem::size_of::<aril_embedding_args>() - 152usize];
+    ][::core::mem::size_of::<aril_embedding_args>() - 160usize];
     [
         "Alignment of aril_embedding_args",
     ][::core::mem::align_of::<aril_embedding_args>() - 8usize];
@@ -827,7 +848,7 @@ pub struct aril_group_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 168usize];
+    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 176usize];
     [
         "Alignment of aril_group_args",
     ][::core::mem::align_of::<aril_group_args>() - 8usize];
@@ -842,7 +863,7 @@ const _: () = {
     ][::core::mem::offset_of!(aril_group_args, routing) - 40usize];
     [
         "Offset of field: aril_group_args::groups",
-    ][::core::mem::offset_of!(aril_group_args, groups) - 120usize];
+    ][::core::mem::offset_of!(aril_group_args, groups) - 128usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -862,7 +883,7 @@ pub struct aril_align_args {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 176usize];
+    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 184usize];
     [
         "Alignment of aril_align_args",
     ][::core::mem::align_of::<aril_align_args>() - 8usize];
@@ -886,22 +907,22 @@ const _: () = {
     ][::core::mem::offset_of!(aril_align_args, routing) - 48usize];
     [
         "Offset of field: aril_align_args::sorted_routes",
-    ][::core::mem::offset_of!(aril_align_args, sorted_routes) - 128usize];
+    ][::core::mem::offset_of!(aril_align_args, sorted_routes) - 136usize];
     [
         "Offset of field: aril_align_args::block_experts",
-    ][::core::mem::offset_of!(aril_align_args, block_experts) - 136usize];
+    ][::core::mem::offset_of!(aril_align_args, block_experts) - 144usize];
     [
         "Offset of field: aril_align_args::block_slots",
-    ][::core::mem::offset_of!(aril_align_args, block_slots) - 144usize];
+    ][::core::mem::offset_of!(aril_align_args, block_slots) - 152usize];
     [
         "Offset of field: aril_align_args::num_padded",
-    ][::core::mem::offset_of!(aril_align_args, num_padded) - 152usize];
+    ][::core::mem::offset_of!(aril_align_args, num_padded) - 160usize];
     [
         "Offset of field: aril_align_args::places",
-    ][::core::mem::offset_of!(aril_align_args, places) - 160usize];
+    ][::core::mem::offset_of!(aril_align_args, places) - 168usize];
     [
         "Offset of field: aril_align_args::mailbox",
-    ][::core::mem::offset_of!(aril_align_args, mailbox) - 168usize];
+    ][::core::mem::offset_of!(aril_align_args, mailbox) - 176usize];
 };
 impl aril_experts_form {
     pub const ARIL_ADD: aril_experts_form = aril_experts_form(0);
@@ -967,7 +988,7 @@ pub struct aril_experts_args {
 const _: () = {
     [
         "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 352usize];
+    ][::core::mem::size_of::<aril_experts_args>() - 360usize];
     [
         "Alignment of aril_experts_args",
     ][::core::mem::align_of::<aril_experts_args>() - 8usize];
@@ -1075,10 +1096,10 @@ const _: () = {
     ][::core::mem::offset_of!(aril_experts_args, routing) - 192usize];
     [
         "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 272usize];
+    ][::core::mem::offset_of!(aril_experts_args, top_k) - 280usize];
     [
         "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 304usize];
+    ][::core::mem::offset_of!(aril_experts_args, groups) - 312usize];
 };
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

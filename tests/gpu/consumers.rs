@@ -212,6 +212,36 @@ fn consumers_of_corners() {
     }
 }
 
+/// Where a table has many slots, a launch has blocks for some of the tiles that a routing may have, and they take turns.
+#[test]
+#[ignore = "needs a GPU"]
+fn consumers_of_tables_of_many_slots() {
+    let gpu = Gpu::new();
+    let adapters: Vec<[usize; 2]> = (0..130).map(|slot| [3 + slot % 11, slot % 5 * 4]).chain([[128, 128]]).collect();
+    let of = |slot: fn(i32) -> i32| (0..300).map(slot).collect::<Vec<_>>();
+    let batches = [
+        of(|token| token % 131),
+        of(|token| 130 - token % 8),
+        // The most tiles that count as few, and one more; base rows in between.
+        of(|token| token % 27 * 4),
+        of(|token| token % 28 * 4),
+        of(|token| if token % 3 == 0 { -1 } else { token * token % 131 }),
+        of(|_| 130),
+        of(|_| -1),
+    ];
+    for by in BOTH {
+        let raw = |padded_tokens, captured| Raw { gpu: &gpu, padded_tokens, captured };
+        for slots in &batches {
+            let case = Case::consumed(by, 72, 1400, &adapters, slots.clone());
+            case.check::<half::bf16>(&mut raw(0, false)).unwrap();
+            case.check::<half::f16>(&mut raw(20, true)).unwrap();
+        }
+        // B in place.
+        let case = Case::consumed(by, 72, 1400, &vec![[200, 130]; 60], of(|token| token % 60));
+        case.check::<half::bf16>(&mut raw(200, true)).unwrap();
+    }
+}
+
 /// Results have the same bits when repeated or captured, in any batch, on token tiles and on wide tiles. A base row has those of a
 /// batch without adapters.
 #[test]

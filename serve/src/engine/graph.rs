@@ -12,12 +12,12 @@ use crate::{
     cpu::Cpu,
     device::{BlockTable, Device, Places},
     error::Result,
-    forward::{FUSED_TOKENS, Inputs, Lora, Session, Step},
+    forward::{FUSED_TOKENS, Fusion, Inputs, Lora, Session, Step},
     model::Model,
 };
 
-/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, as far
-/// as it can: 64 tokens of 8 adapters of rank 16 take 7.2 ms for 8.1, and without adapters 6.6 ms for 6.1 (Qwen3-8B on an H200).
+/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, but
+/// for gate and up: cuBLASLt's GEMM is faster for so many outputs (`benches/record/designs.md`, "A layer of the engine").
 const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
@@ -268,7 +268,7 @@ impl<D: Capture> Captured<D> {
     ) -> Result<Option<Self>> {
         let captured = model.device.capture(&model.adapters, buffers, batch.tokens, |step| {
             let mut lora = Lora { step, has_adapters };
-            let h = model.hidden(state, &batch.inputs, is_fused, &mut lora)?;
+            let h = model.hidden(state, &batch.inputs, Fusion::of(batch.tokens, is_fused), &mut lora)?;
             model.logits(&h, &mut lora)
         })?;
         Ok(captured.map(|(graph, logits)| Self { graph, logits }))

@@ -35,7 +35,7 @@ use crate::{
     cpu::Cpu,
     error::{Error, Result},
     group::Rank,
-    model::{Described, Model, describe},
+    model::{Described, Model, Split, describe},
     tokenizer::Tokenizer,
 };
 
@@ -89,8 +89,9 @@ struct Files {
     /// As the first rank has it.
     described: Described,
     tokenizer: Tokenizer,
-    /// Ranks, and how long they wait for each other.
-    tp: usize,
+    /// The first rank's.
+    split: Split,
+    /// How long ranks wait for each other.
     limit: Duration,
 }
 
@@ -100,13 +101,17 @@ impl Files {
     }
 
     fn on_ranks(name: &str, tp: usize) -> Self {
-        let dir = fixtures().join(name);
+        Self::split(name, TpRank::new(0, tp).expect("there is a first rank"))
+    }
+
+    /// The files of a model that the ranks of a group split in this way.
+    fn split(name: &str, first: impl Into<Split>) -> Self {
+        let (dir, split) = (fixtures().join(name), first.into());
         let config = Config::read(&dir).expect("the fixture is whole");
         let checkpoint = Checkpoint::open(&dir).expect("the fixture is whole");
-        let first = TpRank::new(0, tp).expect("there is a first rank");
-        let described = describe(&config, first).expect("the model can be cut");
+        let described = describe(&config, split).expect("the model can be cut");
         let tokenizer = Tokenizer::read(&dir).expect("the fixture is whole").expect("the fixture has one");
-        Self { config, checkpoint, described, tokenizer, tp, limit: LIMIT }
+        Self { config, checkpoint, described, tokenizer, split, limit: LIMIT }
     }
 
     fn prompt(&self, text: &str) -> Vec<u32> {
@@ -131,7 +136,7 @@ impl Files {
 
     /// Runs `test` on a new engine, whose pool has room for `slots` adapters.
     fn run<D: Platform, R>(&self, sizes: Sizes, slots: usize, test: impl FnOnce(&mut World<'_, D>) -> R) -> R {
-        if self.tp > 1 {
+        if self.split.tp.size() > 1 {
             return self.run_ranks(sizes, slots, follow, test);
         }
         D::with(|device| {
@@ -152,15 +157,18 @@ impl Files {
         follow: impl Fn(&mut Runner<'_, D>, &mut RankPool<'_, D>, &Receiver<Order>) -> Result<()> + Sync,
         test: impl FnOnce(&mut World<'_, D>) -> R,
     ) -> R {
-        let mut ranks = Rank::threads(self.tp, self.limit).expect("there are ranks").into_iter();
+        let size = self.split.tp.size();
+        let described_of =
+            |rank: &Rank| describe(&self.config, Split { tp: rank.tp(), ..self.split }).expect("the model can be cut");
+        let mut ranks = Rank::threads(size, self.limit).expect("there are ranks").into_iter();
         let first = ranks.next().expect("there is a first rank");
-        let (others, orders) = Others::new(self.tp - 1);
+        let (others, orders) = Others::new(size - 1);
         thread::scope(|scope| {
             for (rank, orders) in ranks.zip(orders) {
                 let follow = &follow;
                 scope.spawn(move || {
                     let device = D::of_rank(&rank);
-                    let described = describe(&self.config, rank.tp()).expect("the model can be cut");
+                    let described = described_of(&rank);
                     let (mut pool, table) = rank_pool(&device, &described, &rank, sizes, slots);
                     let model = self.load(&device, &described, table, sizes);
                     let mut runner = Runner::new(&model, &sizes).expect("the sizes are valid");
@@ -171,7 +179,7 @@ impl Files {
                 });
             }
             let device = D::of_rank(&first);
-            let described = describe(&self.config, first.tp()).expect("the model can be cut");
+            let described = described_of(&first);
             let (pool, table) = rank_pool(&device, &described, &first, sizes, slots);
             let model = self.load(&device, &described, table, sizes);
             let runner = Runner::new(&model, &sizes).expect("the sizes are valid");
@@ -365,11 +373,19 @@ const BATCHES: [(&str, &str, &str, usize); 6] = [
 /// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT, one at a time: of the
 /// models whose heads the ranks can share.
 fn tokens_are_those_of_the_goldens<D: Platform<Elem = f32>>(tp: usize) {
-    let heads = |model| Config::read(&fixtures().join(model)).expect("the fixture is whole").heads.query;
-    let batches = BATCHES.into_iter().filter(|&(_, model, ..)| heads(model).is_multiple_of(tp));
-    assert!(batches.clone().next().is_some(), "no model has heads for {tp} ranks");
+    tokens_of_a_split_are_those_of_the_goldens::<D>(TpRank::new(0, tp).expect("there is a first rank").into());
+}
+
+/// The same on the ranks of a group that split the model in this way.
+fn tokens_of_a_split_are_those_of_the_goldens<D: Platform<Elem = f32>>(split: Split) {
+    let can_split = |&(_, model, ..): &(_, &str, _, _)| {
+        let config = Config::read(&fixtures().join(model)).expect("the fixture is whole");
+        config.heads.query.is_multiple_of(split.tp.size()) && (config.moe.is_some() || !split.expert_parallel)
+    };
+    let batches = BATCHES.into_iter().filter(can_split);
+    assert!(batches.clone().next().is_some(), "no model can be split: {split:?}");
     for (batch, model, adapters, count) in batches {
-        let files = Files::on_ranks(model, tp);
+        let files = Files::split(model, split);
         let goldens = goldens(&files, batch);
         assert_eq!(goldens.len(), count, "{batch}");
         for (is_sharing, runs_ahead) in [(false, false), (true, true), (false, true)] {
@@ -859,6 +875,11 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
     })
 }
 
+/// The first of two ranks.
+fn pair() -> Split {
+    TpRank::new(0, 2).expect("there is a first rank").into()
+}
+
 /// The tests on a number of ranks of a device, each with these attributes.
 macro_rules! on {
     ($device:ty, $tp:expr, $(#[$attribute:meta])*) => {
@@ -929,6 +950,16 @@ mod on_ranks_of_the_cpu {
     #[test]
     fn tokens_of_five_ranks_are_those_of_the_goldens() {
         super::tokens_are_those_of_the_goldens::<Cpu<f32>>(5);
+    }
+
+    #[test]
+    fn tokens_of_ranks_with_experts_of_their_own_are_those_of_the_goldens() {
+        super::tokens_of_a_split_are_those_of_the_goldens::<Cpu<f32>>(Split { expert_parallel: true, ..pair() });
+    }
+
+    #[test]
+    fn tokens_of_fully_sharded_ranks_are_those_of_the_goldens() {
+        super::tokens_of_a_split_are_those_of_the_goldens::<Cpu<f32>>(Split { fully_sharded: true, ..pair() });
     }
 
     #[test]
@@ -1085,14 +1116,18 @@ mod on_ranks_of_gpus {
         for (model, folder) in
             [("qwen3", "adapters"), ("qwen3-moe", "adapters-moe"), ("qwen3-moe-int4", "adapters-moe")]
         {
-            let [one, two] = [1, 2].map(|tp| {
-                Files::on_ranks(model, tp).run::<Cuda<bf16>, _>(LARGE, 16, |world| {
+            let ask = |split: Split| {
+                Files::split(model, split).run::<Cuda<bf16>, _>(LARGE, 16, |world| {
                     let answers = super::on_gpu::ask_everyone(world, folder);
                     assert!(world.engine.host_time().steps > 0, "graphs were replayed");
                     answers
                 })
-            });
-            assert_eq!(one, two, "{model}");
+            };
+            let one = ask(TpRank::SINGLE.into());
+            let expert_parallel = folder == "adapters-moe";
+            for split in [pair(), Split { expert_parallel, fully_sharded: true, ..pair() }] {
+                assert_eq!(one, ask(split), "{model}: {split:?}");
+            }
         }
     }
 }

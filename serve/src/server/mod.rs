@@ -45,7 +45,7 @@ use crate::{
     dummy,
     engine::{self, Sizes},
     error::{Context, Error, Result, bail},
-    model::{Described, describe},
+    model::{Described, Split, describe},
     options::{DeviceArg, LoadFormat, Options},
     tokenizer::{Tokenizer, guarded},
     worker::{self, Handle, Setup},
@@ -226,15 +226,15 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         false => options.served_model_name.clone(),
     };
     let max_loras = if options.enable_lora { options.max_loras } else { 0 };
-    let (checkpoint, described) = (
-        Arc::new(checkpoint),
-        Arc::new(
-            TpRank::new(0, options.tp)
-                .map_err(Error::from)
-                .and_then(|first| describe(&config, first))
-                .context("--tp")?,
-        ),
-    );
+    if options.ep && config.moe.is_none() {
+        bail!("--ep: {} has no experts", options.model.display());
+    }
+    let split = Split {
+        tp: TpRank::new(0, options.tp).context("--tp")?,
+        expert_parallel: options.ep,
+        fully_sharded: options.fully_sharded_loras,
+    };
+    let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config, split).context("--tp")?));
     let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
     let host_bytes = match options.max_cpu_loras {
         None => options.host_mib << 20,
@@ -245,7 +245,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     };
     let setup = Setup {
         device: options.device,
-        tp: options.tp,
+        split,
         tp_limit: Duration::from_secs(options.tp_seconds),
         dtype,
         checkpoint: Arc::clone(&checkpoint),

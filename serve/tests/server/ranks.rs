@@ -77,9 +77,10 @@ async fn adapters_come_change_and_go_on_all_ranks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn experts_are_served_on_ranks() {
     let mut answers = Vec::new();
-    for ranks in ["1", "2"] {
+    let groups = [&["--tp", "1"][..], &["--tp", "2"], &["--tp", "2", "--ep"], &["--tp", "2", "--fully-sharded-loras"]];
+    for group in groups {
         let root = fixture("adapters-moe").display().to_string();
-        let server = Server::start_on("qwen3-moe", &["--tp", ranks, "--enable-lora", "--lora-root", &root]).await;
+        let server = Server::start_on("qwen3-moe", &[group, &["--enable-lora", "--lora-root", &root]].concat()).await;
         let mut names = vec!["base".to_owned()];
         for entry in fs::read_dir(fixture("adapters-moe")).expect("the fixtures are there") {
             let name = entry.expect("the fixtures can be listed").file_name().display().to_string();
@@ -97,8 +98,9 @@ async fn experts_are_served_on_ranks() {
         }
         server.holds_nothing().await;
     }
-    let (one, two) = answers.split_at(answers.len() / 2);
-    assert_eq!(one, two);
+    let mut answers = answers.chunks_exact(answers.len() / groups.len());
+    let one = answers.next().expect("there are groups");
+    assert!(answers.all(|group| group == one));
     let distinct: std::collections::HashSet<&String> = one.iter().collect();
     assert!(distinct.len() > 3, "{one:?}");
 }
@@ -120,4 +122,7 @@ async fn what_ranks_cannot_share_is_refused() {
     let refused = start(Options::parse_from(arguments.into_iter().chain(["2", "--device", "cuda:1000"]))).await;
     let refused = refused.expect_err("there are fewer devices");
     assert_eq!(refused.matches("--device cuda:1000: ").count(), 1, "{refused}");
+    let refused = start(Options::parse_from(arguments.into_iter().chain(["2", "--ep"]))).await;
+    let refused = refused.expect_err("the model is dense");
+    assert!(refused.starts_with("--ep: ") && refused.ends_with("has no experts"), "{refused}");
 }

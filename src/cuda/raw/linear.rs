@@ -151,8 +151,12 @@ impl LoraLinear {
         let batch = &step.batch;
         let layer = self.args(step, None, Some(MatrixMut(y)))?;
         let (out, out_stride) = out.expect("out", self.plan.dtype(), batch.num_tokens, features)?;
-        let outs_per_block = int(self.plan.silu_mul_outs_per_block(batch.num_tokens, self.max_tiles(batch)))?;
-        Ok(ffi::aril_silu_mul_args { layer: ffi::aril_linear_args { outs_per_block, ..layer }, out, out_stride })
+        let (tokens, tiles) = (batch.num_tokens, self.max_tiles(batch));
+        let outs_per_block = int(self.plan.silu_mul_outs_per_block(tokens, tiles))?;
+        let few_tiles = self.plan.max_few_tiles(tokens, tiles);
+        let outs_per_block_of_few = int(self.plan.silu_mul_outs_per_block(tokens, few_tiles))?;
+        let layer = ffi::aril_linear_args { outs_per_block, outs_per_block_of_few, ..layer };
+        Ok(ffi::aril_silu_mul_args { layer, out, out_stride })
     }
 
     pub(in crate::cuda) unsafe fn launch_silu_mul(

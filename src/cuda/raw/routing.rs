@@ -32,6 +32,8 @@ unsafe impl Send for Routing {}
 // SAFETY: a shared reference changes nothing.
 unsafe impl Sync for Routing {}
 
+const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
+
 /// The staged batch and the arrays of a routing in memory at `start`, and the number of bytes they take.
 fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
     let Capacity { max_tokens, num_slots, .. } = capacity;
@@ -46,6 +48,7 @@ fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
         tiles: tiles(&mut arrays, capacity.max_small_tiles(max_tokens)),
         wide_tiles: tiles(&mut arrays, capacity.max_wide_tiles(max_tokens)),
         segments: arrays.push::<ffi::aril_segments>(1) as *mut _,
+        rows: arrays.push::<ffi::aril_row>(capacity.max_small_tiles(max_tokens) * TOKENS_PER_TILE) as *mut _,
     };
     (staged, routing, arrays.bytes())
 }
