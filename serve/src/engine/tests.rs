@@ -680,13 +680,16 @@ fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
                     Err(error) => break error.to_string(),
                 }
             };
-            assert!(error.contains("rank 1: "), "{hangs} {orders_carried_out}: {error}");
+            // NCCL does not tell which rank it waits for.
+            let names_it =
+                |error: &str| error.contains("rank 1: ") || (hangs && error.contains("another rank does nothing"));
+            assert!(names_it(&error), "{hangs} {orders_carried_out}: {error}");
             assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
             for submitted in &mut submitted {
                 submitted.receive();
                 assert!(submitted.finish.is_none());
                 let failure = submitted.failure.as_ref();
-                assert!(failure.is_none_or(|failure| failure.to_string().contains("rank 1: ")), "{failure:?}");
+                assert!(failure.is_none_or(|failure| names_it(&failure.to_string())), "{failure:?}");
             }
         });
     }
