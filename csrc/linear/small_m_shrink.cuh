@@ -109,8 +109,8 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   const int slab = slabs_before - tile_index * grid.slabs;
   unsigned char* const a = shared + warp * kATileBytes;
   if constexpr (kTakesTurns) {
-    // racecheck follows a barrier that is used again only if a barrier of the block is behind its
-    // initialization.
+    // racecheck reports copies that reuse memory unless the block synchronizes between the
+    // initialization of their mbarriers and the first copy.
     if (lane == 0) team.barriers[warp].init();
     __syncthreads();
   }

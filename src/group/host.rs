@@ -8,6 +8,8 @@ use std::{
     time::Duration,
 };
 
+use rayon::ThreadPool;
+
 use super::{
     error::Phase,
     load::Progress,
@@ -17,7 +19,7 @@ use crate::{
     Slot,
     adapter::{Adapter, AdapterError, SlotImage},
     error::{LoadError, SlotError},
-    pool::{Counters, Loaded, Loaders, PoolError, Source},
+    pool::{Counters, Loaded, Loaders, PoolError, Source, packers_of},
     residency::Usage,
 };
 
@@ -77,6 +79,8 @@ pub(super) struct HostTier<T: HostTable> {
     /// By version.
     entries: HashMap<u64, Entry<T::Packed>>,
     loaders: Loaders<u64, Option<T::Packed>>,
+    /// Of loads that were not prefetched, which wait for no loader.
+    packers: ThreadPool,
     /// Number of the last use. It orders adapters by use.
     uses: u64,
     /// Reads that have not ended.
@@ -105,13 +109,15 @@ impl<T: HostTable> fmt::Debug for HostTier<T> {
 }
 
 impl<T: HostTable> HostTier<T> {
-    /// An empty tier of `bytes` bytes, whose adapters `packers` threads pack.
+    /// An empty tier of `bytes` bytes. `packers` threads pack an adapter.
     pub(super) fn new(table: &T, bytes: usize, packers: usize) -> Result<Self, PoolError> {
         let loaders = Loaders::new(LOADERS, packers.max(1)).map_err(PoolError::Threads)?;
+        let packers = packers_of(LOADERS, packers.max(1)).map_err(PoolError::Threads)?;
         Ok(Self {
             memory: table.host(bytes)?,
             entries: HashMap::new(),
             loaders,
+            packers,
             uses: 0,
             reads: 0,
             counters: Counters::default(),
@@ -222,7 +228,7 @@ impl<T: HostTable> HostTier<T> {
         progress.phase = Phase::Fill;
         self.make_room(image.bytes());
         let memory = &self.memory;
-        let packed = self.loaders.install(|| T::pack(memory, image))?;
+        let packed = self.packers.install(|| T::pack(memory, image))?;
         self.counters.reads += 1;
         self.counters.read_bytes += image.bytes() as u64;
         let filled = match (reservation, &packed) {

@@ -48,8 +48,8 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         Self { group, host: None, loaded: HashMap::new(), uses: 0, counters: Counters::default() }
     }
 
-    /// Gives this rank a host tier of `host_bytes` bytes, all of which are allocated now on CUDA. Up to `packers` threads read and
-    /// convert weights.
+    /// Gives this rank a host tier of `host_bytes` bytes, all of which are allocated now on CUDA. Two prefetched adapters are read at a
+    /// time, beside one that [`acquire`](Self::acquire) reads. Up to `packers` threads read and convert the weights of each.
     ///
     /// # Errors
     /// [`PoolError`] if the bytes are beyond a limit, memory is exhausted, or threads cannot be started.
@@ -64,8 +64,8 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
     }
 
     /// Starts to read this rank's part of an adapter into its host tier, and counts as a use there. Needs no other rank, and does nothing
-    /// without a host tier. The source may be one of another rank. If the read fails, the next [`acquire`](Self::acquire) fails on all ranks and says why; the one after it
-    /// opens the adapter again.
+    /// without a host tier. The source may be one of another rank. If the read fails, the next [`acquire`](Self::acquire) fails on all
+    /// ranks and says why; the one after it opens the adapter again.
     ///
     /// # Errors
     /// [`LoadError::Slot`] if the source is of another element type, [`LoadError::Adapter`] if it is of another rank, and this rank's

@@ -20,11 +20,10 @@ use crate::{adapter::SlotImage, error::LoadError};
 type Read = Box<dyn FnOnce(&ThreadPool) + Send>;
 
 /// Loader threads, each of which reads one adapter at a time with threads of its own that pack, so that a slow read delays no other
-/// loader. Loaders are not threads of rayon, which would take up another read while they wait for their packers.
+/// loader. Loaders are not threads of rayon, which would take up another read while they wait for their packers. Packers are apart from
+/// rayon's other threads, which the engine may use.
 pub(crate) struct Loaders<K, P> {
     reads: Sender<Read>,
-    /// For each loader.
-    packers: Vec<Arc<ThreadPool>>,
     sender: Sender<Loaded<K, P>>,
     results: Receiver<Loaded<K, P>>,
 }
@@ -40,15 +39,8 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
     pub(crate) fn new(loaders: usize, packers: usize) -> io::Result<Self> {
         let (reads, queue) = channel::<Read>();
         let queue = Arc::new(Mutex::new(queue));
-        let packers: Vec<_> = (0..loaders)
-            .map(|loader| {
-                let name = move |packer| format!("aril-packer-{loader}-{packer}");
-                let threads = ThreadPoolBuilder::new().num_threads(packers).thread_name(name).build();
-                threads.map(Arc::new).map_err(io::Error::other)
-            })
-            .collect::<io::Result<_>>()?;
-        for (loader, packers) in packers.iter().enumerate() {
-            let (queue, packers) = (Arc::clone(&queue), Arc::clone(packers));
+        for loader in 0..loaders {
+            let (queue, packers) = (Arc::clone(&queue), packers_of(loader, packers)?);
             thread::Builder::new().name(format!("aril-loader-{loader}")).spawn(move || {
                 let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
                 // Ends when the pool is gone.
@@ -58,7 +50,7 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
             })?;
         }
         let (sender, results) = channel();
-        Ok(Self { reads, packers, sender, results })
+        Ok(Self { reads, sender, results })
     }
 
     /// Starts to read an adapter. `end` is called with what `pack` returned, once the source is known not to have changed meanwhile. A
@@ -82,11 +74,6 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
         self.reads.send(Box::new(read)).expect("loaders end after this");
     }
 
-    /// Calls `pack` on the packing threads of the first loader, and blocks this thread meanwhile.
-    pub(crate) fn install<R: Send>(&self, pack: impl FnOnce() -> R + Send) -> R {
-        self.packers[0].install(pack)
-    }
-
     /// A read that has ended.
     pub(crate) fn next(&self) -> Option<Loaded<K, P>> {
         self.results.try_recv().ok()
@@ -96,6 +83,12 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
     pub(crate) fn wait(&self, timeout: Duration) -> Option<Loaded<K, P>> {
         self.results.recv_timeout(timeout).ok()
     }
+}
+
+/// The threads that pack for an owner with this number.
+pub(crate) fn packers_of(owner: usize, threads: usize) -> io::Result<ThreadPool> {
+    let threads = ThreadPoolBuilder::new().num_threads(threads);
+    threads.thread_name(move |packer| format!("aril-packer-{owner}-{packer}")).build().map_err(io::Error::other)
 }
 
 fn message(panic: &(dyn Any + Send)) -> String {

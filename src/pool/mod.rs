@@ -23,7 +23,7 @@ pub(crate) use self::{
     api::adapter_pool,
     backend::Backend,
     core::Granted,
-    loaders::{Loaded, Loaders},
+    loaders::{Loaded, Loaders, packers_of},
     pooled::{Pool, arena_bytes, slot_at},
     transfer::Copy,
 };

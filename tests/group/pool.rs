@@ -2,14 +2,17 @@
 
 use std::{
     panic::{self, AssertUnwindSafe},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, AdapterError},
+    adapter::{Adapter, AdapterError, Tensor},
     cpu::WeightTable,
     error::LoadError,
     group::{ChannelError, Group, GroupError, GroupPool, HostTable, InProcess, Message, Phase, Ranks},
@@ -20,7 +23,7 @@ use proptest::prelude::*;
 
 use crate::{
     faults::{Fault, Faulty, silence},
-    world::{NEVER, World, each, refused},
+    world::{INPUTS, NEVER, OUTPUTS, World, each, refused},
 };
 
 /// Slots of the tables.
@@ -232,6 +235,49 @@ fn a_prefetch_fills_the_host_tier() {
         let larger = World::new(3);
         let other = Source::memory(Arc::new(larger.adapter(|_| 1.0)), larger.table(rank, 1).model(), dtype).unwrap();
         assert!(matches!(pool.prefetch(3, other), Err(LoadError::Adapter(_))));
+    });
+}
+
+/// Weights that packing threads have to wait for until the lock is free, and how many have come.
+struct Slow(Vec<u8>, Arc<(Mutex<()>, AtomicUsize)>);
+
+impl AsRef<[u8]> for Slow {
+    fn as_ref(&self) -> &[u8] {
+        if thread::current().name().is_some_and(|name| name.starts_with("aril-packer")) {
+            let (lock, come) = &*self.1;
+            come.fetch_add(1, Ordering::SeqCst);
+            drop(lock.lock().unwrap());
+        }
+        &self.0
+    }
+}
+
+/// Slow prefetches, as many as are read at a time, do not delay a load.
+#[test]
+fn a_load_does_not_wait_for_prefetches() {
+    let world = World::new(1);
+    each_pool(&[world.table(0, SLOTS)], |_, pool| {
+        let mut pool = pool.with_host_tier(4 * world.adapter_bytes(0), 1).unwrap();
+        let (model, dtype) = (pool.table().model().clone(), pool.table().dtype());
+        let gate = Arc::new((Mutex::new(()), AtomicUsize::new(0)));
+        let slow = [("A", [1, INPUTS]), ("B", [OUTPUTS, 1])].map(|(side, shape)| {
+            let ones = bytemuck::cast_slice(&vec![1.0_f32; shape[0] * shape[1]]).to_vec();
+            let tensor = Tensor::new(DType::F32, shape, Slow(ones, Arc::clone(&gate))).unwrap();
+            (format!("m.q.lora_{side}.weight"), tensor)
+        });
+        let slow = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, slow).unwrap();
+        let source = Source::memory(Arc::new(slow), &model, dtype).unwrap();
+        let held = gate.0.lock().unwrap();
+        (1..3).for_each(|number_| pool.prefetch(number_, source.clone()).unwrap());
+        let end = Instant::now() + Duration::from_secs(30);
+        while gate.1.load(Ordering::SeqCst) < 2 {
+            assert!(Instant::now() < end, "the prefetches are not packed");
+            thread::yield_now();
+        }
+        let slot = acquire(&world, &mut pool, 3).unwrap();
+        assert!(pool.is_reading(1) && pool.is_reading(2));
+        drop(held);
+        assert_ne!(pool.acquire_from(1, &source).unwrap(), slot);
     });
 }
 

@@ -14,7 +14,7 @@ use aril::{
 
 /// Long enough that no test reaches it.
 pub(crate) const NEVER: Duration = Duration::from_secs(3_600);
-const INPUTS: usize = 4;
+pub(crate) const INPUTS: usize = 4;
 /// Factors are padded to a multiple of 8 ranks.
 const MAX_RANK: usize = 16;
 /// Outputs of each rank.
