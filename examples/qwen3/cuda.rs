@@ -101,6 +101,10 @@ struct Functions {
     combine: CudaFunction,
 }
 
+/// With more tokens, SiLU and the deltas of gate and up are one operation: a pass over gate and up that adds deltas takes longer than
+/// SiLU itself. It does not depend on whether a token has an adapter, so that base tokens have the same bits beside any others.
+const APART_TOKENS: usize = 512;
+
 /// For the layers and for the head, after which values are copied to the host.
 const STEPS_IN_FLIGHT: usize = 2;
 
@@ -574,6 +578,31 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         let mut y = self.alloc(x.rows, fused.outputs)?;
         fused.layer.forward(step, x.operand()?, y.operand_mut()?)?;
         Ok(y)
+    }
+
+    fn activate_dense(
+        &self,
+        layer: &Linear,
+        step: &mut cuda::Step<'_>,
+        x: Option<&Matrix<T>>,
+        mut gate_up: Matrix<T>,
+    ) -> Result<Matrix<T>> {
+        match layer {
+            Linear::Whole(layer) if gate_up.rows > APART_TOKENS && T::DTYPE != DType::F32 => {
+                if let Some(x) = x {
+                    layer.shrink(step, x.operand()?)?;
+                }
+                let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
+                layer.silu_mul(step, gate_up.operand()?, out.operand_mut()?)?;
+                Ok(out)
+            }
+            _ => {
+                if let Some(x) = x {
+                    self.add_delta(layer, step, x, &mut gate_up)?;
+                }
+                self.silu_mul(&gate_up)
+            }
+        }
     }
 
     fn add_embedding_delta(

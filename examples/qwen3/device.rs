@@ -195,6 +195,16 @@ pub(crate) trait Device: Sized {
         step: &mut Self::LoraStep<'_>,
         x: &Self::Tensor,
     ) -> Result<Self::Tensor>;
+    /// [`silu_mul`](Self::silu_mul) of `gate_up`, the base model's part, plus the deltas of [`add_delta`](Self::add_delta) for `x`; without
+    /// `x`, no token has an adapter. With many tokens, one operation of the library does all of it on the GPU and rounds once, with or
+    /// without adapters.
+    fn activate_dense(
+        &self,
+        layer: &Self::LoraLinear,
+        step: &mut Self::LoraStep<'_>,
+        x: Option<&Self::Tensor>,
+        gate_up: Self::Tensor,
+    ) -> Result<Self::Tensor>;
     /// `y[t] += scale · scaling · B A[:, ids[t]]`, rounded once.
     fn add_embedding_delta(
         &self,

@@ -2,10 +2,10 @@
 //!
 //! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v fused; o;
 //! gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM and its deltas are one
-//! call. In a layer with experts, the calls replace the activation and the combine, after two grouped GEMMs of any base. With many
-//! routes on the GPU they come before the base's activation and combine instead. All calls of a step share one
-//! [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another step, because it sees only the sampled rows.
-//! The rest of the forward does not know about adapters.
+//! call. In steps of many, the deltas of gate and up and the activation are one. In a layer with experts, the calls replace the
+//! activation and the combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation
+//! and combine instead. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another
+//! step, because it sees only the sampled rows. The rest of the forward does not know about adapters.
 //!
 //! On several ranks, each has some of the heads, of the intermediate features and of the vocabulary. The layers in front of an
 //! all-reduce compute partial sums, to which each rank adds the delta of its part of A. With expert parallelism, each rank has some of
@@ -224,8 +224,14 @@ impl<D: Device> Model<'_, D> {
             let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
             let mut y = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
-                    let gate_up = self.linear(&x, gate_up, fused_gate_up, lora)?;
-                    self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
+                    let x = match fused_gate_up {
+                        Some(fused) => device.silu_mul(&device.forward(fused, lora.step, &x)?)?,
+                        None => {
+                            let adapted = lora.has_adapters.then_some(&x);
+                            device.activate_dense(&gate_up.lora, lora.step, adapted, device.gemm(&x, &gate_up.base)?)?
+                        }
+                    };
+                    self.linear(&x, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
                 }
                 Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,
             };

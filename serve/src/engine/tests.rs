@@ -485,6 +485,53 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
     });
 }
 
+/// In a step of many tokens, which takes other operations than one of few, a base sequence has the same bits beside adapters as
+/// without them, and every sequence about the logits of a step of its own.
+fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
+    let files = Files::open("qwen3");
+    let sizes = Sizes { limits: Limits { step_tokens: 1024, ..LARGE.limits }, ..LARGE };
+    files.run::<D, _>(sizes, 4, |world| {
+        let ids = ["r8-all", "embed"].map(|name| world.add("adapters", name));
+        world.answers(ids.map(|id| Request { adapter: Some(id), ..world.request(None, vec![1], 1, GREEDY) }).into());
+        let leases = ids.map(|id| world.engine.pool.acquire(id).expect("it was just used"));
+        let block_rows = sizes.block_rows;
+        let tokens: Vec<u32> = (0..200).map(|token| token * 7 % 500).collect();
+        let mut run = |slots: &[Slot]| -> Vec<Vec<f32>> {
+            let blocks = u32::try_from(tokens.len().div_ceil(block_rows)).expect("it is small");
+            let chunk = |(sequence, &slot): (u32, &Slot)| Chunk {
+                slot,
+                position: 0,
+                tokens: tokens.clone(),
+                blocks: (sequence * blocks..(sequence + 1) * blocks).collect(),
+                source: None,
+                is_sampled: true,
+                draw: None,
+            };
+            let Runner { model, session, decoder, draws: [_, draws], .. } = &mut world.engine.runner;
+            let plan = Plan { chunks: (0..).zip(slots).map(chunk).collect() };
+            let enqueued = plan.enqueue(model, session, decoder, block_rows, None, draws).expect("it runs");
+            let scores = plan.scores(model, &enqueued, draws).expect("it runs");
+            let logits = |scores: Scores| match scores {
+                Scores::Logits(logits) => logits,
+                Scores::Drawn(..) => unreachable!("logits were asked for"),
+            };
+            scores.into_iter().map(logits).collect()
+        };
+        let slots = [Slot::BASE, leases[0].slot(), leases[1].slot(), Slot::BASE];
+        let (mixed, without) = (run(&slots), run(&[Slot::BASE; 4]));
+        let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
+        for base in [0, 3] {
+            assert_eq!(bits(&mixed[base]), bits(&without[base]));
+        }
+        let distance = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        for (slot, logits) in slots.iter().zip(&mixed) {
+            let alone = distance(&run(&[*slot])[0], logits);
+            assert!(alone <= D::TOLERANCE, "{slot}: {alone}");
+        }
+        assert!(distance(&mixed[1], &mixed[0]) > D::TOLERANCE && distance(&mixed[2], &mixed[0]) > D::TOLERANCE);
+    });
+}
+
 /// With blocks for little more than one request, requests are preempted and computed again, and their tokens stay the same.
 fn preempted_requests_continue_as_if_nothing_had_happened<D: Platform<Elem = f32>>(tp: usize) {
     let files = Files::on_ranks("qwen3", tp);
@@ -941,6 +988,11 @@ mod on_cpu {
 
     on!(Cpu<f32>, 1,);
     schedules_on!(Cpu<f32>, 1,);
+
+    #[test]
+    fn prefills_have_the_logits_of_their_sequences() {
+        super::prefills_have_the_logits_of_their_sequences::<Cpu<bf16>>();
+    }
 }
 
 mod on_ranks_of_the_cpu {
@@ -1090,6 +1142,14 @@ mod on_gpu {
     #[ignore = "needs a GPU"]
     fn graphs_compute_what_eager_steps_do_in_f16() {
         graphs_compute_what_eager_steps_do::<Cuda<f16>>("qwen3", "adapters");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn prefills_have_the_logits_of_their_sequences() {
+        super::prefills_have_the_logits_of_their_sequences::<Cuda<f32>>();
+        super::prefills_have_the_logits_of_their_sequences::<Cuda<bf16>>();
+        super::prefills_have_the_logits_of_their_sequences::<Cuda<f16>>();
     }
 }
 
