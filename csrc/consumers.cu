@@ -103,11 +103,12 @@ int32_t silu_mul(const aril_silu_mul_args& args, void* stream) {
     if (!detail::is_large_m(layer)) return small_m_silu_mul<T>(args, staged, stream);
     const int blocks = ceil_div(layer.out_features[0], layer.outs_per_block);
     const dim3 grid(layer.max_tiles * blocks);
-    int max_bytes, ring_bytes, smem_bytes;
-    ARIL_TRY(max_smem_bytes(max_bytes));
-    if (staged && detail::large_m_silu_mul_smem(layer.weights, max_bytes, ring_bytes, smem_bytes)) {
+    int smem_bytes;
+    bool fits;
+    ARIL_TRY(detail::large_m_silu_mul_smem(layer.weights, smem_bytes, fits));
+    if (staged && fits) {
       return launch(kernels.large_m_silu_mul, grid, detail::kExpandThreads, smem_bytes, stream,
-                    args, blocks, ring_bytes);
+                    args, blocks, smem_bytes);
     }
     return launch(kernels.high_rank_silu_mul, grid, detail::kSmallMThreads,
                   detail::small_m_silu_mul_smem_bytes(layer, false), stream, args, blocks);

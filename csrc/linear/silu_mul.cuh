@@ -291,22 +291,37 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
 
 constexpr int kSiluMulRowBytes = 2 * kChunkOuts * 2 + 64;  // padded so that 2 rows hit all banks
 
-// Shared memory of a block with a wide tile, as large_m_expand_smem() has it, of both slices.
-// Returns false if not even one stage fits.
-inline bool large_m_silu_mul_smem(const aril_weights& weights, int max_bytes, int& ring_bytes,
-                                  int& smem_bytes) {
+// The most shared memory with which two blocks fit on a multiprocessor, beside up to a KB of static
+// variables each.
+inline int32_t half_smem_bytes(int& bytes) {
+  int device, reserved;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  ARIL_TRY(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
+  bytes = bytes / 2 - reserved - (1 << 10);
+  return 0;
+}
+
+// Shared memory of a block with a wide tile: the terms of v of both slices, and a ring of stages in
+// what these leave. Two blocks on a multiprocessor are faster than one with more stages, and lower
+// ranks than the table's have more stages in as many bytes. Sets `fits` to whether one stage does.
+inline int32_t large_m_silu_mul_smem(const aril_weights& weights, int& smem_bytes, bool& fits) {
+  int max_bytes, half_bytes;
+  ARIL_TRY(max_smem_bytes(max_bytes));
+  ARIL_TRY(half_smem_bytes(half_bytes));
   const int v = 2 * rank_steps(weights) * kTerms * kTermBytes;
   const int stage = ARIL_WIDE_TILE * kSiluMulRowBytes + 2 * kChunkOuts * rank_tiles(weights) * 16;
-  ring_bytes = v + 2 * stage <= max_bytes ? 2 * stage : stage;
-  smem_bytes = v + ring_bytes;
-  return smem_bytes <= max_bytes;
+  const int most_bytes = v + stage <= half_bytes ? half_bytes : max_bytes;
+  smem_bytes = min(v + 2 * stage, most_bytes);
+  fits = v + stage <= max_bytes;
+  return 0;
 }
 
 // Grid: wide tiles x blocks of features.
 template <typename T>
 __global__ void __launch_bounds__(kExpandThreads, 2)
     large_m_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks,
-                            int ring_bytes) {
+                            int smem_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
   __shared__ int rows[ARIL_WIDE_TILE];
@@ -335,10 +350,11 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   const int tile_bytes[2] = {gate_up.rank_tiles(0) * kBTileBytes,
                              gate_up.rank_tiles(1) * kBTileBytes};
   // The terms of v, then the stages: y of both slices, B of gate, B of up.
-  unsigned char* const ring = stages_shared + steps * kTerms * kTermBytes;
+  const int v_bytes = steps * kTerms * kTermBytes;
+  unsigned char* const ring = stages_shared + v_bytes;
   const int rows_bytes = ceil_div(tile.count, 16) * 16 * kSiluMulRowBytes;  // a warp has 16 rows
   const int stage_bytes = rows_bytes + 2 * (tile_bytes[0] + tile_bytes[1]);
-  const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
+  const int stages = min((smem_bytes - v_bytes) / stage_bytes, kMaxExpandStages);
   const int own_row = copied_row(lane);
   const bool whole = features % Vec<T>::kSize == 0 &&
                      is_aligned(static_cast<const T*>(p.layer.y), p.layer.y_stride) &&
