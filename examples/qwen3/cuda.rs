@@ -4,7 +4,7 @@
 //! (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
-//! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
+//! few tokens take the library's fused linear and the example's own router instead, and with many routes deltas are added before the activation and the combine
 //! instead of fused with them. Each of the library's operations is bit-identical in any batch, and so are the example's own kernels.
 //! But how a prompt is divided into steps may change its last bits: attention has a kernel for a sequence's only token in a step, and
 //! another for several (`attention.rs`).
@@ -19,7 +19,9 @@ mod gemm;
 mod nccl;
 pub(crate) mod timing;
 
-use std::{borrow::Cow, cell::Cell, fmt::Display, marker::PhantomData, ops::Range, result, sync::Arc};
+use std::{
+    borrow::Cow, cell::Cell, ffi::c_void, fmt::Display, marker::PhantomData, ops::Range, ptr, result, sync::Arc,
+};
 
 use aril::{
     DType, Element, Slot,
@@ -35,10 +37,13 @@ use aril::{
 };
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaModule, CudaSlice, DeviceRepr, DriverError, LaunchArgs, LaunchConfig,
-        PushKernelArg as _,
+        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, DriverError, LaunchArgs,
+        LaunchConfig, PushKernelArg as _,
         result::memset_d8_async,
-        sys::{CUdevice_attribute, CUfunction_attribute_enum},
+        sys::{
+            CUdevice_attribute, CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID,
+            CUlaunchAttributeValue, CUlaunchConfig, cuLaunchKernelEx,
+        },
     },
     nvrtc::Ptx,
 };
@@ -77,6 +82,8 @@ pub(crate) struct Cuda<T> {
     functions: Functions,
     attention: Attention,
     gemm: Gemm,
+    /// The blocks of `route_few` that have computed scores: 0 between launches.
+    route_arrivals: Buffer<i32>,
     arena: Arena,
     /// Whether new matrices are in the arena, as those of a step that is captured.
     pub(crate) is_on_arena: Cell<bool>,
@@ -96,6 +103,9 @@ struct Functions {
     set_inputs: CudaFunction,
     choose_experts: CudaFunction,
     sort_routes: CudaFunction,
+    route_tokens: CudaFunction,
+    /// Of 16 bits.
+    route_few: Option<CudaFunction>,
     grouped_gemm: GroupedGemms,
     grouped_gemm_int4: Tiled,
     combine: CudaFunction,
@@ -151,17 +161,19 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
         let module = context.load_module(Ptx::from_binary(qwen3_kernels::IMAGE.to_vec()));
         let module = module.memory_for("the example's kernels")?;
-        let functions = Functions::load(T::DTYPE, &module).memory_for("the example's kernels")?;
+        let functions = Functions::load(T::DTYPE, &module, &context).memory_for("the example's kernels")?;
         // The default stream cannot be captured.
         let queue = Queue::new(&kernels, &context.new_stream()?)?;
         let attention = Attention::new(T::DTYPE, &module, &queue)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
+        let route_arrivals = Buffer::zeros(&queue, 1).memory_for("a counter")?;
         Ok(Self {
             nccl: None,
             queue,
             functions,
             attention,
             gemm,
+            route_arrivals,
             arena: Arena::default(),
             is_on_arena: Cell::new(false),
             element: PhantomData,
@@ -301,10 +313,10 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     /// The sum of a token's rows, each times its route's weight.
     fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
         let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
-        let mut kernel = self.kernel(&self.functions.combine);
+        let mut kernel = Early::new(self, &self.functions.combine);
         kernel.arg(&down.address).arg(&routes.weights.address).arg(&routes.row_of_route.address).arg(&out.address);
         kernel.arg(&down.cols).arg(&top_k);
-        launch(kernel, tokens, 1)
+        kernel.launch((tokens, parts(down.cols * size_of::<T>())), THREADS, 0)
     }
 }
 
@@ -338,6 +350,61 @@ fn launch_blocks(mut kernel: LaunchArgs<'_>, grid: (usize, usize), threads: u32,
     Ok(())
 }
 
+/// A kernel that may start while the one before it drains (PDL), and waits for its results itself.
+struct Early<'a> {
+    stream: &'a CudaStream,
+    function: &'a CudaFunction,
+    arguments: Vec<*mut c_void>,
+    /// Of the arguments.
+    borrows: PhantomData<&'a ()>,
+}
+
+impl<'a> Early<'a> {
+    fn new<T>(device: &'a Cuda<T>, function: &'a CudaFunction) -> Self {
+        Self { stream: device.queue.stream(), function, arguments: Vec::new(), borrows: PhantomData }
+    }
+
+    fn arg<V: DeviceRepr>(&mut self, value: &'a V) -> &mut Self {
+        self.arguments.push(ptr::from_ref(value).cast_mut().cast());
+        self
+    }
+
+    /// Enqueues the kernel, as `launch_blocks`.
+    fn launch(mut self, grid: (usize, usize), threads: u32, shared_bytes: usize) -> Result<()> {
+        if grid.0 * grid.1 == 0 {
+            return Ok(());
+        }
+        self.stream.context().bind_to_thread().map_err(LaunchError::from)?;
+        let mut attribute = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: u32::try_from(grid.0)?,
+            gridDimY: u32::try_from(grid.1)?,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: u32::try_from(shared_bytes)?,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: as in `launch_blocks`. The arguments and the attribute live until the call returns, which has copied them.
+        let status = unsafe {
+            cuLaunchKernelEx(
+                &raw const config,
+                self.function.cu_function(),
+                self.arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        Ok(status.result().map_err(LaunchError::from)?)
+    }
+}
+
 /// Loads a kernel that uses this much dynamic shared memory.
 fn load_with_shared(module: &Arc<CudaModule>, name: &str, bytes: usize) -> result::Result<CudaFunction, DriverError> {
     let function = module.load_function(name)?;
@@ -347,7 +414,7 @@ fn load_with_shared(module: &Arc<CudaModule>, name: &str, bytes: usize) -> resul
 }
 
 impl Functions {
-    fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
+    fn load(dtype: DType, module: &Arc<CudaModule>, context: &CudaContext) -> result::Result<Self, DriverError> {
         let function = |name: &str| module.load_function(&format!("{name}_{dtype}"));
         Ok(Self {
             add_rms_norm: function("add_rms_norm")?,
@@ -361,7 +428,9 @@ impl Functions {
             set_inputs: module.load_function("set_inputs")?,
             choose_experts: function("choose_experts")?,
             sort_routes: function("sort_routes")?,
-            grouped_gemm: GroupedGemms::load(dtype, module)?,
+            route_tokens: function("route_tokens")?,
+            route_few: (dtype != DType::F32).then(|| function("route_few")).transpose()?,
+            grouped_gemm: GroupedGemms::load(dtype, module, context)?,
             grouped_gemm_int4: Tiled { function: function("grouped_gemm_int4")?, tile: grouped_gemm::SIMPLE },
             combine: function("combine")?,
         })
@@ -612,6 +681,26 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
+    fn experts_without_adapters(
+        &self,
+        layer: &LoraExperts,
+        x: &Matrix<T>,
+        routes: &Routes,
+        gate_up: &dyn GroupedGemm<Self>,
+        down: &dyn GroupedGemm<Self>,
+    ) -> Result<Option<Matrix<T>>> {
+        // Otherwise, steps with adapters round more often.
+        let rows = routes.tokens.rows;
+        if !layer.plan().gate_up().prefers_fused(rows) || !layer.plan().down().prefers_fused(rows) {
+            return Ok(None);
+        }
+        let Some(inter) = gate_up.run_activated(self, x, routes)? else { return Ok(None) };
+        let down = down.run(self, &inter, routes)?;
+        let mut out = self.alloc(x.rows, down.cols)?;
+        self.combine_into(&down, routes, &mut out)?;
+        Ok(Some(out))
+    }
+
     fn combine(
         &self,
         layer: &LoraExperts,
@@ -687,9 +776,17 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
-        let mut routes = Routes::new(self, scores.rows, (scores.cols, held), top_k)?;
-        routes.choose(self, scores, normalized)?;
+    fn choose_experts(
+        &self,
+        x: &Matrix<T>,
+        router: &Matrix<T>,
+        top_k: usize,
+        normalized: bool,
+        held: Range<usize>,
+    ) -> Result<Routes> {
+        let mut scores = self.alloc(x.rows, router.rows)?;
+        let mut routes = Routes::new(self, x.rows, (router.rows, held), top_k)?;
+        routes.choose(self, (x, router), &mut scores, normalized)?;
         Ok(routes)
     }
 

@@ -4,11 +4,17 @@
 use std::{ops::Range, result, sync::Arc};
 
 use aril::{DType, Element, cuda};
-use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _,
+    sys::CUdevice_attribute,
+};
 
-use qwen3_kernels::grouped_gemm::{SIMPLE, TENSOR, Tile, VECTOR};
+use qwen3_kernels::{
+    grouped_gemm::{SIMPLE, TENSOR, Tile, VECTOR, stream},
+    route,
+};
 
-use super::{Cuda, Matrix, launch, launch_blocks, load_with_shared};
+use super::{Cuda, Early, Matrix, launch, launch_blocks, load_with_shared};
 use crate::{
     device::Device as _,
     error::Result,
@@ -27,10 +33,41 @@ pub(super) struct GroupedGemms {
     any: Tiled,
     /// For 16 bits and rows of whole vectors, by the rows of a tile.
     tensor: Vec<Tiled>,
+    /// For few of these rows for an expert, if the device has the shared memory.
+    stream: Option<Stream>,
+}
+
+/// The kernels of `stream.cuh`.
+struct Stream {
+    gemm: CudaFunction,
+    /// With the activation.
+    silu: CudaFunction,
+    multiprocessors: usize,
+}
+
+impl Stream {
+    fn load(
+        dtype: DType,
+        module: &Arc<CudaModule>,
+        context: &CudaContext,
+    ) -> result::Result<Option<Self>, DriverError> {
+        let shared = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        if dtype == DType::F32 || usize::try_from(shared).is_ok_and(|bytes| bytes < stream::ALL_SHARED_BYTES) {
+            return Ok(None);
+        }
+        let load = |name: &str| load_with_shared(module, &format!("{name}_{dtype}"), stream::SHARED_BYTES);
+        let multiprocessors = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let multiprocessors = usize::try_from(multiprocessors).unwrap_or(1);
+        Ok(Some(Self { gemm: load("stream_gemm")?, silu: load("stream_gemm_silu")?, multiprocessors }))
+    }
 }
 
 impl GroupedGemms {
-    pub(super) fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
+    pub(super) fn load(
+        dtype: DType,
+        module: &Arc<CudaModule>,
+        context: &CudaContext,
+    ) -> result::Result<Self, DriverError> {
         let tiles = if dtype == DType::F32 { &[][..] } else { &TENSOR };
         let tensor = tiles.iter().map(|&tile| {
             let name = format!("grouped_gemm_{}_{dtype}", tile.rows);
@@ -40,15 +77,20 @@ impl GroupedGemms {
         Ok(Self {
             any: Tiled { function: any, tile: SIMPLE },
             tensor: tensor.collect::<result::Result<_, DriverError>>()?,
+            stream: Stream::load(dtype, module, context)?,
         })
     }
 
     /// The kernel for rows of `cols` elements: the one with the fewest rows of a tile that has room for the routes of an expert, if
-    /// those to all ranks are spread evenly over `experts`. Those of `tensor` have the same bits.
+    /// those to all ranks are spread evenly over `experts`. Those of `tensor` and `stream` have the same bits.
     fn get(&self, cols: usize, routes: usize, experts: usize) -> &Tiled {
         let fits = |tiled: &&Tiled| routes <= tiled.tile.rows * experts;
         let tensor = self.tensor.iter().find(fits).or(self.tensor.last());
         tensor.filter(|_| cols.is_multiple_of(VECTOR)).unwrap_or(&self.any)
+    }
+
+    fn get_stream(&self, cols: usize, routes: usize, experts: usize) -> Option<&Stream> {
+        self.stream.as_ref().filter(|_| cols.is_multiple_of(VECTOR) && stream::is_for(routes, experts))
     }
 }
 
@@ -92,12 +134,38 @@ impl Routes {
     pub(super) fn choose<T: Element + DeviceRepr>(
         &mut self,
         device: &Cuda<T>,
-        scores: &Matrix<T>,
+        (x, router): (&Matrix<T>, &Matrix<T>),
+        scores: &mut Matrix<T>,
         normalized: bool,
     ) -> Result<()> {
         let Self { experts, held, ids, weights, row_of_route, tokens, bounds } = self;
         let (top_k, normalized) = (ids.cols, i32::from(normalized));
         let (first_held, num_held) = (held.start, held.len());
+        if let Some(function) = &device.functions.route_few
+            && route::fits_few(x.rows, *experts, top_k, x.cols)
+        {
+            let arrivals = device.route_arrivals.device_ptr();
+            let mut kernel = Early::new(device, function);
+            kernel.arg(&x.address).arg(&router.address).arg(&scores.address).arg(&ids.address).arg(&weights.address);
+            kernel.arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address).arg(&arrivals);
+            kernel
+                .arg(&x.cols)
+                .arg(&x.rows)
+                .arg(&*experts)
+                .arg(&first_held)
+                .arg(&num_held)
+                .arg(&top_k)
+                .arg(&normalized);
+            return kernel.launch((route::few_blocks(*experts), 1), route::FEW_THREADS, 0);
+        }
+        device.gemm.run(x, router, scores)?;
+        if route::fits(scores.rows, *experts, top_k) {
+            let mut kernel = Early::new(device, &device.functions.route_tokens);
+            kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
+            kernel.arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address);
+            kernel.arg(&scores.rows).arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
+            return kernel.launch((1, 1), route::THREADS, 0);
+        }
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
         kernel.arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
@@ -149,11 +217,72 @@ pub(super) struct Plain<T: 'static> {
 
 impl<T: Element + DeviceRepr> Plain<T> {
     pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
+        if let Some(stream) = self.stream(device, routes) {
+            return self.multiply_few(device, (stream, &stream.gemm), (x, Rows::OfRoutes), routes, y);
+        }
         let tiled = device.functions.grouped_gemm.get(x.cols, x.rows, routes.experts);
         let mut kernel = device.kernel(&tiled.function);
         kernel.arg(&x.address).arg(&self.weights.address);
         multiply(tiled, kernel, self.shape, routes, y)
     }
+
+    /// The kernels for few rows of an expert, if the step has few.
+    fn stream<'a>(&self, device: &'a Cuda<T>, routes: &Routes) -> Option<&'a Stream> {
+        device.functions.grouped_gemm.get_stream(self.shape.in_features, routes.tokens.rows, routes.experts)
+    }
+
+    /// [`GroupedGemm::run_on_tokens`] into `y`; false if it needs a row of `x` for each route.
+    pub(super) fn run_on_tokens_into(
+        &self,
+        device: &Cuda<T>,
+        x: &Matrix<T>,
+        routes: &Routes,
+        y: &mut Matrix<T>,
+    ) -> Result<bool> {
+        let Some(stream) = self.stream(device, routes) else { return Ok(false) };
+        self.multiply_few(device, (stream, &stream.gemm), (x, Rows::OfTokens), routes, y)?;
+        Ok(true)
+    }
+
+    /// [`GroupedGemm::run_activated`] into `y`; false if there is no kernel.
+    pub(super) fn run_activated_into(
+        &self,
+        device: &Cuda<T>,
+        x: &Matrix<T>,
+        routes: &Routes,
+        y: &mut Matrix<T>,
+    ) -> Result<bool> {
+        let Some(stream) = self.stream(device, routes) else { return Ok(false) };
+        self.multiply_few(device, (stream, &stream.silu), (x, Rows::OfTokens), routes, y)?;
+        Ok(true)
+    }
+
+    fn multiply_few(
+        &self,
+        device: &Cuda<T>,
+        (stream, function): (&Stream, &CudaFunction),
+        (x, rows): (&Matrix<T>, Rows),
+        routes: &Routes,
+        y: &mut Matrix<T>,
+    ) -> Result<()> {
+        let ExpertsShape { experts, out_features, in_features } = self.shape;
+        // Rows of routes were computed by kernels that began when the bounds had been written.
+        let (tokens, bounds_are_old) = match rows {
+            Rows::OfTokens => (routes.tokens.address, 0_i32),
+            Rows::OfRoutes => (0, 1_i32),
+        };
+        let mut kernel = Early::new(device, function);
+        kernel.arg(&x.address).arg(&tokens).arg(&self.weights.address).arg(&routes.bounds.address).arg(&y.address);
+        kernel.arg(&experts).arg(&out_features).arg(&in_features).arg(&bounds_are_old);
+        kernel.launch((stream.multiprocessors, 1), stream::THREADS, stream::SHARED_BYTES)
+    }
+}
+
+/// What a row of a factor belongs to.
+#[derive(Clone, Copy)]
+enum Rows {
+    OfTokens,
+    OfRoutes,
 }
 
 struct Int4 {
@@ -168,6 +297,22 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
         let mut y = device.alloc(x.rows, self.shape.out_features)?;
         self.run_into(device, x, routes, &mut y)?;
         Ok(y)
+    }
+
+    fn run_on_tokens(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
+        let mut y = device.alloc(routes.tokens.rows, self.shape.out_features)?;
+        if !self.run_on_tokens_into(device, x, routes, &mut y)? {
+            self.run_into(device, &device.rows_of_routes(x, routes)?, routes, &mut y)?;
+        }
+        Ok(y)
+    }
+
+    fn run_activated(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Option<Matrix<T>>> {
+        if self.stream(device, routes).is_none() {
+            return Ok(None);
+        }
+        let mut y = device.alloc(routes.tokens.rows, self.shape.out_features / 2)?;
+        Ok(self.run_activated_into(device, x, routes, &mut y)?.then_some(y))
     }
 }
 

@@ -137,6 +137,237 @@ __device__ void sort_routes(const int32_t* ids,     // [routes]
   }
 }
 
+// choose_experts and sort_routes by one block, for few tokens and experts: up to kMaxRouteExperts
+// experts, 32 experts of a token, and as many routes as threads.
+constexpr int kMaxRouteExperts = 256;
+constexpr int kRouteThreads = 1024;
+
+// An element that another block of this kernel may have written.
+template <typename T>
+__device__ __forceinline__ T load_past_l1(const T* from) {
+  return __ldcg(from);
+}
+
+template <int kBlockThreads, typename T>
+__device__ void route_tokens(const T* scores,        // [tokens, experts]
+                             int32_t* ids,           // [tokens, top_k]
+                             float* weights,         // [tokens, top_k]
+                             int32_t* row_of_route,  // [tokens, top_k]
+                             int32_t* token_of_row,  // [tokens * top_k]
+                             int32_t* bounds,        // [num_held + 1]
+                             int64_t tokens, int64_t num_experts, int64_t first_held,
+                             int64_t num_held, int64_t num_chosen, int32_t normalized) {
+  constexpr int kEach = kMaxRouteExperts / 32;  // experts of a lane
+  constexpr int kGroups = kMaxRouteExperts + 1;
+  constexpr int kRouteWarps = kBlockThreads / 32;
+  static_assert(kGroups <= kBlockThreads, "each group has a thread");
+  __shared__ int32_t groups[kBlockThreads];
+  __shared__ uint16_t counts[kRouteWarps][kGroups];
+  __shared__ int32_t firsts[kGroups], sums_of_warps[kRouteWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int experts = static_cast<int>(num_experts), held = static_cast<int>(num_held);
+  const int top_k = static_cast<int>(num_chosen), routes = static_cast<int>(tokens) * top_k;
+  const int warps = (routes + 31) / 32;  // that have routes
+  for (int i = threadIdx.x; i < warps * kGroups; i += kBlockThreads) {
+    counts[i / kGroups][i % kGroups] = 0;
+  }
+  for (int token = warp; token < tokens; token += kRouteWarps) {
+    float values[kEach];
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int e = lane + 32 * i;
+      values[i] = e < experts ? static_cast<float>(load_past_l1(scores + token * num_experts + e))
+                              : -INFINITY;
+      if (values[i] > largest) largest = values[i];
+    }
+    largest = warp_first({largest, 0}).weight;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (lane + 32 * i >= experts) continue;
+      values[i] = expf(values[i] - largest);
+      sum += values[i];
+    }
+    sum = warp_sum(sum);
+    // The bits of numbers that are not negative are in their order. -1: chosen, or no expert.
+    int32_t keys[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      keys[i] = lane + 32 * i < experts ? __float_as_int(values[i] / sum) : -1;
+    }
+    const bool is_unknown = isnan(sum);
+    float chosen = 0.0f, weight = 0.0f;
+    for (int k = 0; k < top_k; ++k) {
+      int32_t best = -1, expert = INT_MAX;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (keys[i] > best) {
+          best = keys[i];
+          expert = lane + 32 * i;
+        }
+      }
+      const int32_t largest_key = __reduce_max_sync(0xffffffffu, best);
+      expert = __reduce_min_sync(0xffffffffu, best == largest_key ? expert : INT_MAX);
+      float own = __int_as_float(largest_key);
+      // With a NaN among the scores, no expert comes next. Any will do to make the output NaN, too.
+      if (is_unknown) {
+        expert = k;
+        own = NAN;
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (expert == lane + 32 * i) keys[i] = -1;
+      }
+      chosen += own;
+      if (lane != k) continue;
+      weight = own;
+      const int place = expert - static_cast<int>(first_held);
+      const bool is_here = 0 <= place && place < held;
+      ids[token * top_k + k] = is_here ? place : -1;
+      groups[token * top_k + k] = is_here ? place : held;
+    }
+    if (lane < top_k) {
+      weights[token * top_k + lane] = round_to<T>(normalized ? weight / chosen : weight);
+    }
+  }
+  __syncthreads();
+
+  // A route's place among those of its warp and group, and how many there are.
+  const int route = threadIdx.x;
+  const int group = route < routes ? groups[route] : -1;
+  const uint32_t same = __match_any_sync(0xffffffffu, group);
+  const int before = __popc(same & ((1u << lane) - 1));
+  if (group >= 0 && before == 0) counts[warp][group] = static_cast<uint16_t>(__popc(same));
+  __syncthreads();
+  // Those of the warps before, and those of the groups before.
+  int32_t own = 0;
+  if (threadIdx.x <= held) {
+    for (int w = 0; w < warps; ++w) {
+      const int32_t count = counts[w][threadIdx.x];
+      counts[w][threadIdx.x] = static_cast<uint16_t>(own);
+      own += count;
+    }
+  }
+  int32_t first = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int32_t others = __shfl_up_sync(0xffffffffu, first, distance);
+    if (lane >= distance) first += others;
+  }
+  if (lane == 31) sums_of_warps[warp] = first;
+  __syncthreads();
+  first -= own;
+  for (int w = 0; w < warp; ++w) first += sums_of_warps[w];
+  if (threadIdx.x <= held) {
+    firsts[threadIdx.x] = first;
+    bounds[threadIdx.x] = first;
+  }
+  __syncthreads();
+  if (group < 0) return;
+  const int place = firsts[group] + counts[warp][group] + before;
+  row_of_route[route] = group < held ? place : -1;
+  token_of_row[place] = group < held ? route / top_k : -1;
+}
+
+// The router's scores of few tokens, and route_tokens by the last block that has computed some. A
+// block has 16 experts, and a warp every kRouterWarps-th 16 columns. Sums are in an order that
+// depends on the number of columns alone.
+constexpr int kRouterThreads = 512;
+constexpr int kRouterWarps = kRouterThreads / 32;
+constexpr int kRouterExperts = 16;
+constexpr int kRouterTiles = 4;  // of eight tokens
+
+template <typename T>
+__device__ void route_few(const T* x,       // [tokens, cols]
+                          const T* router,  // [experts, cols]
+                          T* scores,        // [tokens, experts]
+                          int32_t* ids, float* weights, int32_t* row_of_route,
+                          int32_t* token_of_row, int32_t* bounds,
+                          int32_t* arrivals,  // 0 between launches
+                          int64_t cols, int64_t tokens, int64_t experts, int64_t first_held,
+                          int64_t num_held, int64_t top_k, int32_t normalized) {
+  constexpr int kSteps = 8;  // of 16 columns, loaded at once
+  __shared__ float sums_of_warps[kRouterWarps][kRouterExperts][8 + 1];
+  __shared__ bool is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int first_expert = blockIdx.x * kRouterExperts, steps = static_cast<int>(cols / 16);
+  const int tiles = static_cast<int>((tokens + 7) / 8);
+  const auto pair = [&](const T* row, int step, int half) {
+    return *reinterpret_cast<const uint32_t*>(row + step * 16 + half * 8 + q * 2);
+  };
+  float sums[kRouterTiles][4] = {};
+  for (int first = 0; first < steps; first += kSteps * kRouterWarps) {
+    uint4 a[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int step = first + i * kRouterWarps + warp;
+      a[i] = {};
+      if (step >= steps) continue;
+      const int64_t low = first_expert + g, high = low + 8;
+      if (low < experts) {
+        a[i].x = pair(router + low * cols, step, 0);
+        a[i].z = pair(router + low * cols, step, 1);
+      }
+      if (high < experts) {
+        a[i].y = pair(router + high * cols, step, 0);
+        a[i].w = pair(router + high * cols, step, 1);
+      }
+    }
+    // The router is a weight. All else is from the kernels before.
+    if (first == 0) aril::wait_for_predecessors();
+#pragma unroll
+    for (int tile = 0; tile < kRouterTiles; ++tile) {
+      if (tile >= tiles) break;
+      const int64_t token = tile * 8 + g;
+      uint2 b[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = first + i * kRouterWarps + warp;
+        b[i] = {};
+        if (step < steps && token < tokens) {
+          b[i] = {pair(x + token * cols, step, 0), pair(x + token * cols, step, 1)};
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        aril::mma_m16n8k16<T>(sums[tile], a[i], b[i].x, b[i].y);
+      }
+    }
+  }
+  aril::launch_dependents();
+
+#pragma unroll
+  for (int tile = 0; tile < kRouterTiles; ++tile) {
+    if (tile >= tiles) break;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums_of_warps[warp][g + i / 2 * 8][q * 2 + i % 2] = sums[tile][i];
+    }
+    __syncthreads();
+    const int expert = threadIdx.x % kRouterExperts, at = threadIdx.x / kRouterExperts;
+    const int token = tile * 8 + at;
+    if (at < 8 && token < tokens && first_expert + expert < experts) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kRouterWarps; ++w) sum += sums_of_warps[w][expert][at];
+      scores[token * experts + first_expert + expert] = static_cast<T>(sum);
+      __threadfence();
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(arrivals, 1) == static_cast<int>(gridDim.x) - 1;
+    __threadfence();
+    if (is_last) *arrivals = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  route_tokens<kRouterThreads>(scores, ids, weights, row_of_route, token_of_row, bounds, tokens,
+                               experts, first_held, num_held, top_k, normalized);
+}
+
 // The sum of the outputs of a token's experts that are here, each times its weight, rounded once.
 template <typename T>
 __device__ void combine(const T* x,                   // [routes, cols]
@@ -144,16 +375,43 @@ __device__ void combine(const T* x,                   // [routes, cols]
                         const int32_t* row_of_route,  // [tokens, top_k]; -1 for experts elsewhere
                         T* out,                       // [tokens, cols]
                         int64_t cols, int64_t top_k) {
+  aril::wait_for_predecessors();
+  aril::launch_dependents();
   weights += blockIdx.x * top_k;
   row_of_route += blockIdx.x * top_k;
-  for (int64_t i = threadIdx.x; i < cols; i += kThreads) {
-    float sum = 0.0f;
-    for (int64_t k = 0; k < top_k; ++k) {
-      const int64_t row = row_of_route[k];
-      if (row >= 0) sum += weights[k] * static_cast<float>(x[row * cols + i]);
+  for_part<T>(cols, [&](int64_t col, auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    using Vec = Vector<T, kWidth>;
+    constexpr int kAtOnce = 8;
+    float sums[kWidth] = {};
+    for (int64_t first = 0; first < top_k; first += kAtOnce) {
+      Vec values[kAtOnce];
+      float factors[kAtOnce];
+      int64_t rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        rows[i] = first + i < top_k ? row_of_route[first + i] : -1;
+        factors[i] = first + i < top_k ? weights[first + i] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        values[i] = Vec{};
+        if (rows[i] >= 0) values[i] = *reinterpret_cast<const Vec*>(x + rows[i] * cols + col);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (rows[i] < 0) continue;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          sums[e] = fmaf(factors[i], static_cast<float>(values[i].elements[e]), sums[e]);
+        }
+      }
     }
-    out[blockIdx.x * cols + i] = static_cast<T>(sum);
-  }
+    Vec result;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) result.elements[e] = static_cast<T>(sums[e]);
+    *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) = result;
+  });
 }
 
 // The tile of a block of the grouped GEMM, and the depth of a step.

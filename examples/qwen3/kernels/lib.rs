@@ -102,7 +102,38 @@ pub mod sampling {
     pub const BLOCKS: usize = 8;
 }
 
-/// Launches of the grouped GEMMs of `experts.cuh`.
+/// Launches of `route_tokens` of `experts.cuh`, which does what `choose_experts` and `sort_routes` do, and of `route_few`, which also
+/// computes the router's scores.
+pub mod route {
+    /// Threads of the block of `route_tokens`: `kRouteThreads`.
+    pub const THREADS: u32 = 1024;
+
+    /// Threads of a block of `route_few`: `kRouterThreads`.
+    pub const FEW_THREADS: u32 = 512;
+
+    /// Whether `route_tokens` has room for them: a thread for each route.
+    pub fn fits(tokens: usize, experts: usize, top_k: usize) -> bool {
+        tokens * top_k <= THREADS as usize && has_room(experts, top_k)
+    }
+
+    /// Whether `route_few` has room for them and takes rows of `cols` elements of 16 bits: `kRouterTiles`.
+    pub fn fits_few(tokens: usize, experts: usize, top_k: usize, cols: usize) -> bool {
+        let is_few = tokens <= 32 && tokens * top_k <= FEW_THREADS as usize;
+        is_few && has_room(experts, top_k) && cols > 0 && cols.is_multiple_of(16)
+    }
+
+    /// Blocks of `route_few`: each has `kRouterExperts`.
+    pub fn few_blocks(experts: usize) -> usize {
+        experts.div_ceil(16)
+    }
+
+    /// `kMaxRouteExperts`, and a lane for each expert of a token.
+    fn has_room(experts: usize, top_k: usize) -> bool {
+        experts <= 256 && top_k <= 32
+    }
+}
+
+/// Launches of the grouped GEMMs of `experts.cuh` and `stream.cuh`.
 pub mod grouped_gemm {
     /// What a block of a kernel has.
     #[derive(Clone, Copy, Debug)]
@@ -123,7 +154,30 @@ pub mod grouped_gemm {
     /// Of `grouped_gemm_16`, `_64` and `_128`: `NarrowGemm`, `MiddleGemm` and `WideGemm`.
     pub const TENSOR: [Tile; 3] = [tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
 
-    /// Elements of 16 bits that `TENSOR` copies at a time: rows must be whole multiples.
+    /// Launches of `stream_gemm` and `stream_gemm_silu`: `StreamGemm`. Each multiprocessor has one block.
+    pub mod stream {
+        /// Threads of a block: `kThreadsPerBlock`.
+        pub const THREADS: u32 = 128;
+
+        /// Bytes of dynamic shared memory of a block: `kSharedBytes`.
+        pub const SHARED_BYTES: usize = 4 * 8 * (16 + 32) * 128;
+
+        /// Bytes of all its shared memory, at most.
+        pub const ALL_SHARED_BYTES: usize = SHARED_BYTES + (10 << 10);
+
+        /// The most experts: `kMaxExperts`.
+        const MAX_EXPERTS: usize = 1024;
+
+        /// Rows of an expert, on average, up to which an expert rarely has more than a tile's 16.
+        const ROWS: usize = 8;
+
+        /// Whether it is for so many routes, if those to all ranks are spread evenly over `experts`.
+        pub fn is_for(routes: usize, experts: usize) -> bool {
+            experts <= MAX_EXPERTS && routes <= ROWS * experts
+        }
+    }
+
+    /// Elements of 16 bits that `TENSOR` and `stream` copy at a time: rows must be whole multiples.
     pub const VECTOR: usize = 8;
 
     /// Stages have 64 columns of 2 bytes.
