@@ -2,13 +2,14 @@
 //
 // The grouped GEMM of decode: few rows for an expert, so the time is that of its weights' bytes.
 //
-// A *unit* is kOuts outputs of a tile of up to kRows rows of an expert. All units, in the order of
-// experts, are divided evenly among the blocks, and those of a block among its warps. A warp keeps
-// a ring of stages full, across the ends of units, and waits for no other warp. It multiplies its
-// stages by mma.sync, weights as M and rows as N. All sums are in the order of the columns, as
-// those of GroupedGemm, and have the same bits.
+// A *unit* is kOuts outputs of a tile of up to kRows rows of an expert. Units are in the order of
+// experts, then of outputs, then of tiles, so that tiles with the same weights follow each other
+// and find them in L2. They are divided evenly among the blocks, and those of a block among its
+// warps. A warp keeps a ring of stages full, across the ends of units, and waits for no other warp.
+// It multiplies its stages by mma.sync, weights as M and rows as N. All sums are in the order of
+// the columns, as those of GroupedGemm, and have the same bits.
 //
-// Bound: the bytes of the weights of the experts that occur, once if they have up to kRows rows.
+// Bound: the bytes of the weights of the experts that occur.
 #pragma once
 
 #include "../../../csrc/ptx/pdl.cuh"
@@ -38,6 +39,10 @@ struct StreamGemm {
     int32_t units[kMaxExperts + 1];
   };
 
+  static __device__ __forceinline__ int tiles_of(int num_rows) {
+    return (num_rows + kRows - 1) / kRows;
+  }
+
   struct Unit {
     int expert, first_row, num_rows, part;
   };
@@ -45,8 +50,8 @@ struct StreamGemm {
   // What the block computes.
   struct Share {
     const Shared& shared;
-    int experts, parts;  // parts: units of a tile
-    int end;             // of the block's units
+    int experts;
+    int end;  // of the block's units
 
     // A unit of an expert from `expert` on.
     __device__ __forceinline__ Unit find(int unit, int expert) const {
@@ -59,40 +64,51 @@ struct StreamGemm {
         expert += 32;
       }
       expert += __ffs(beyond) - 1;
-      const int inside = unit - shared.units[expert], tile = inside / parts;
-      const int first = shared.rows[expert] + tile * kRows;
-      return {expert, first, min(shared.rows[expert + 1] - first, kRows), inside - tile * parts};
+      const int first = shared.rows[expert], num_rows = shared.rows[expert + 1] - first;
+      const int inside = unit - shared.units[expert], tiles = tiles_of(num_rows);
+      const int part = inside / tiles, skipped = (inside - part * tiles) * kRows;
+      return {expert, first + skipped, min(num_rows - skipped, kRows), part};
     }
   };
 
   // Fills `shared`, by all threads, and finds the block's units. Returns the first.
   static __device__ __forceinline__ int share_out(const int32_t* bounds, int experts, int parts,
                                                   Shared& shared, int& end) {
-    const int lane = threadIdx.x % 32;
-    int32_t before = 0;
-    // All warps compute the same, and the first one writes.
-    for (int base = 0; base < experts; base += 32) {
-      const int expert = min(base + lane, experts);
-      // Past the L1 cache, which may hold the bounds of an earlier layer.
-      const int32_t first = __ldcg(bounds + expert),
-                    next = __ldcg(bounds + min(expert + 1, experts));
-      const int32_t own = (next - first + kRows - 1) / kRows * parts;
+    // Several loads at once, past the L1 cache, which may hold the bounds of an earlier layer.
+    constexpr int kAtOnce = 4;
+    for (int base = threadIdx.x; base <= experts; base += kAtOnce * kThreadsPerBlock) {
+      int32_t loaded[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        loaded[i] = __ldcg(bounds + min(base + i * kThreadsPerBlock, experts));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int expert = base + i * kThreadsPerBlock;
+        if (expert <= experts) shared.rows[expert] = loaded[i];
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      // A lane has consecutive experts.
+      const int lane = threadIdx.x, each = (experts + 31) / 32;
+      const int begin = min(lane * each, experts), end = min(begin + each, experts);
+      int32_t own = 0;
+      for (int e = begin; e < end; ++e) {
+        own += tiles_of(shared.rows[e + 1] - shared.rows[e]) * parts;
+      }
       int32_t units = own;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int32_t others = __shfl_up_sync(0xffffffffu, units, distance);
         if (lane >= distance) units += others;
       }
-      units += before;
-      if (threadIdx.x < 32 && base + lane < experts) {
-        shared.rows[expert] = first;
-        shared.units[expert] = units - own;
-        if (expert + 1 == experts) {
-          shared.rows[experts] = next;
-          shared.units[experts] = units;
-        }
+      units -= own;
+      for (int e = begin; e < end; ++e) {
+        shared.units[e] = units;
+        units += tiles_of(shared.rows[e + 1] - shared.rows[e]) * parts;
       }
-      before = __shfl_sync(0xffffffffu, units, 31);
+      if (lane == 31) shared.units[experts] = units;
     }
     __syncthreads();
     const int64_t total = shared.units[experts];
@@ -118,9 +134,10 @@ struct StreamGemm {
     const int width = static_cast<int>(kGated ? outs / 2 : outs);  // of y
     const int num_cols = static_cast<int>(cols);
     constexpr int kPart = kGated ? kHalf : kOuts;  // outputs of y of a unit
-    Share share = {shared, static_cast<int>(experts), (width + kPart - 1) / kPart, 0};
+    Share share = {shared, static_cast<int>(experts), 0};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first = share_out(bounds, share.experts, share.parts, shared, share.end) + warp;
+    const int first =
+        share_out(bounds, share.experts, (width + kPart - 1) / kPart, shared, share.end) + warp;
     T* const ring = reinterpret_cast<T*>(dynamic) + warp * kStages * kStageElems;
     const int chunk = lane % Rows::kChunks, copied_row = lane / Rows::kChunks;
 
@@ -197,10 +214,12 @@ struct StreamGemm {
       }
       aril::commit_copies();
     };
+    // The first rows are found while weights are on their way.
+    constexpr int kLead = 3;
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) {
-      load_weights(stage);
-      if (!bounds_are_old) load_rows(stage);
+    for (int stage = 0; stage < kStages - 1 + kLead; ++stage) {
+      if (stage < kStages - 1) load_weights(stage);
+      if (stage >= kLead && !bounds_are_old) load_rows(stage - kLead);
     }
     if (bounds_are_old) {
       aril::wait_for_predecessors();
