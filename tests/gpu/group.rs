@@ -31,6 +31,15 @@ fn adapter(values: [f32; RANKS]) -> Adapter {
     Adapter::from_tensors(&config, tensors).unwrap()
 }
 
+/// Runs each rank on a thread of its own, and returns what they return.
+fn on_each_rank<R: Send>(run: impl Fn(InProcess) -> R + Sync) -> Vec<R> {
+    thread::scope(|scope| {
+        let ranks = InProcess::group(RANKS, Duration::from_secs(60));
+        let threads: Vec<_> = ranks.into_iter().map(|ranks| scope.spawn(|| run(ranks))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
 /// What the table adds to each output with the adapter of a slot.
 fn delta(gpu: &Gpu, weights: &WeightTable, id: LinearId, slot: Slot) -> f32 {
     let layer = LoraLinear::new(weights, id).unwrap();
@@ -79,11 +88,7 @@ fn two_ranks_load_on_both_or_on_neither() {
         table.check([resident]).unwrap();
         assert_eq!(delta(&gpu, &table, id, SLOT), [3.0, 4.0][rank]);
     };
-    thread::scope(|scope| {
-        for ranks in InProcess::group(RANKS, Duration::from_secs(60)) {
-            scope.spawn(|| run(ranks));
-        }
-    });
+    on_each_rank(run);
 }
 
 /// Five adapters in two slots. The second rank has room for one adapter at a time, so that both evict for it.
@@ -114,11 +119,7 @@ fn two_ranks_share_their_slots() {
         }
         slots
     };
-    let slots: Vec<Vec<Slot>> = thread::scope(|scope| {
-        let ranks = InProcess::group(RANKS, Duration::from_secs(60));
-        let threads: Vec<_> = ranks.into_iter().map(|ranks| scope.spawn(|| run(ranks))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    });
+    let slots = on_each_rank(run);
     assert_eq!(slots[0], slots[1]);
 }
 
@@ -190,10 +191,6 @@ fn two_ranks_bring_adapters_back_from_host_memory() {
         assert_eq!(delta(&gpu, &table, id, slot), values(10)[rank]);
         slots
     };
-    let slots: Vec<Vec<Slot>> = thread::scope(|scope| {
-        let ranks = InProcess::group(RANKS, Duration::from_secs(60));
-        let threads: Vec<_> = ranks.into_iter().map(|ranks| scope.spawn(|| run(ranks))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    });
+    let slots = on_each_rank(run);
     assert_eq!(slots[0], slots[1]);
 }

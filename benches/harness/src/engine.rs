@@ -169,9 +169,12 @@ impl Record {
 
     fn source(&self, path: &str) -> String {
         let gpu = self.runs.first().map_or("", |run| run.meta.gpu.as_str());
-        let mut commits: Vec<&str> =
-            self.runs.iter().map(|run| run.meta.commit.as_deref().unwrap_or("unknown")).collect();
-        commits.dedup();
+        let mut commits = Vec::new();
+        for commit in self.runs.iter().map(|run| run.meta.commit.as_deref().unwrap_or("unknown")) {
+            if !commits.contains(&commit) {
+                commits.push(commit);
+            }
+        }
         format!("One {gpu}, commit {} (`{path}/{FILE}`).\n", commits.join(", "))
     }
 
