@@ -1,7 +1,7 @@
 //! The experts of the base model on the GPU: the router's choice, and one launch for the products of all experts. The host does not
 //! know the number of rows of an expert.
 
-use std::{ops::Range, result, sync::Arc};
+use std::{cell::Cell, ops::Range, result, sync::Arc};
 
 use aril::{DType, Element, cuda};
 use cudarc::driver::{
@@ -110,6 +110,8 @@ pub(crate) struct Routes {
     pub(super) tokens: Matrix<i32>,
     /// The first row of each expert, and the end of the last one's.
     bounds: Matrix<i32>,
+    /// Whether kernels that start early from now on find the bounds written.
+    are_bounds_old: Cell<bool>,
 }
 
 impl Routes {
@@ -127,6 +129,7 @@ impl Routes {
             row_of_route: device.alloc(tokens, top_k)?,
             tokens: device.alloc(tokens * top_k, 1)?,
             bounds: device.alloc(held.len() + 1, 1)?,
+            are_bounds_old: Cell::new(false),
             held,
         })
     }
@@ -138,7 +141,8 @@ impl Routes {
         scores: &mut Matrix<T>,
         normalized: bool,
     ) -> Result<()> {
-        let Self { experts, held, ids, weights, row_of_route, tokens, bounds } = self;
+        let Self { experts, held, ids, weights, row_of_route, tokens, bounds, are_bounds_old } = self;
+        are_bounds_old.set(false);
         let (top_k, normalized) = (ids.cols, i32::from(normalized));
         let (first_held, num_held) = (held.start, held.len());
         if let Some(function) = &device.functions.route_few
@@ -266,11 +270,12 @@ impl<T: Element + DeviceRepr> Plain<T> {
         y: &mut Matrix<T>,
     ) -> Result<()> {
         let ExpertsShape { experts, out_features, in_features } = self.shape;
-        // Rows of routes were computed by kernels that began when the bounds had been written.
-        let (tokens, bounds_are_old) = match rows {
-            Rows::OfTokens => (routes.tokens.address, 0_i32),
-            Rows::OfRoutes => (0, 1_i32),
+        let tokens = match rows {
+            Rows::OfTokens => routes.tokens.address,
+            Rows::OfRoutes => 0,
         };
+        // The first of these kernels waits for the bounds before it lets the next kernel start.
+        let bounds_are_old = i32::from(routes.are_bounds_old.replace(true));
         let mut kernel = Early::new(device, function);
         kernel.arg(&x.address).arg(&tokens).arg(&self.weights.address).arg(&routes.bounds.address).arg(&y.address);
         kernel.arg(&experts).arg(&out_features).arg(&in_features).arg(&bounds_are_old);

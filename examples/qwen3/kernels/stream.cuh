@@ -123,7 +123,7 @@ struct StreamGemm {
       const int32_t* bounds,  // [experts + 1]
       T* y,                   // [routes, outs], or [routes, outs / 2] with kGated
       int64_t experts, int64_t outs, int64_t cols,
-      int32_t bounds_are_old  // all kernels that wrote them had ended before the last one began
+      int32_t bounds_are_old  // this kernel starts when those that write them have ended
   ) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Shared shared;
