@@ -103,7 +103,6 @@ struct Functions {
     set_inputs: CudaFunction,
     choose_experts: CudaFunction,
     sort_routes: CudaFunction,
-    route_tokens: CudaFunction,
     /// Of 16 bits.
     route_few: Option<CudaFunction>,
     grouped_gemm: GroupedGemms,
@@ -161,7 +160,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
         let module = context.load_module(Ptx::from_binary(qwen3_kernels::IMAGE.to_vec()));
         let module = module.memory_for("the example's kernels")?;
-        let functions = Functions::load(T::DTYPE, &module, &context).memory_for("the example's kernels")?;
+        let functions = Functions::load(T::DTYPE, &module).memory_for("the example's kernels")?;
         // The default stream cannot be captured.
         let queue = Queue::new(&kernels, &context.new_stream()?)?;
         let attention = Attention::new(T::DTYPE, &module, &queue)?;
@@ -414,7 +413,7 @@ fn load_with_shared(module: &Arc<CudaModule>, name: &str, bytes: usize) -> resul
 }
 
 impl Functions {
-    fn load(dtype: DType, module: &Arc<CudaModule>, context: &CudaContext) -> result::Result<Self, DriverError> {
+    fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
         let function = |name: &str| module.load_function(&format!("{name}_{dtype}"));
         Ok(Self {
             add_rms_norm: function("add_rms_norm")?,
@@ -428,9 +427,8 @@ impl Functions {
             set_inputs: module.load_function("set_inputs")?,
             choose_experts: function("choose_experts")?,
             sort_routes: function("sort_routes")?,
-            route_tokens: function("route_tokens")?,
             route_few: (dtype != DType::F32).then(|| function("route_few")).transpose()?,
-            grouped_gemm: GroupedGemms::load(dtype, module, context)?,
+            grouped_gemm: GroupedGemms::load(dtype, module)?,
             grouped_gemm_int4: Tiled { function: function("grouped_gemm_int4")?, tile: grouped_gemm::SIMPLE },
             combine: function("combine")?,
         })

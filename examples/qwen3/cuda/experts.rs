@@ -4,13 +4,10 @@
 use std::{cell::Cell, ops::Range, result, sync::Arc};
 
 use aril::{DType, Element, cuda};
-use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _,
-    sys::CUdevice_attribute,
-};
+use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _};
 
 use qwen3_kernels::{
-    grouped_gemm::{SIMPLE, TENSOR, Tile, VECTOR, stream},
+    grouped_gemm::{ACTIVATED, SIMPLE, TENSOR, Tile, VECTOR, tensor_for},
     route,
 };
 
@@ -31,66 +28,28 @@ pub(super) struct Tiled {
 pub(super) struct GroupedGemms {
     /// Of any sizes.
     any: Tiled,
-    /// For 16 bits and rows of whole vectors, by the rows of a tile.
+    /// Those of `TENSOR`: for 16 bits and rows of whole vectors.
     tensor: Vec<Tiled>,
-    /// For few of these rows for an expert, if the device has the shared memory.
-    stream: Option<Stream>,
-}
-
-/// The kernels of `stream.cuh`.
-struct Stream {
-    gemm: CudaFunction,
-    /// With the activation.
-    silu: CudaFunction,
-    multiprocessors: usize,
-}
-
-impl Stream {
-    fn load(
-        dtype: DType,
-        module: &Arc<CudaModule>,
-        context: &CudaContext,
-    ) -> result::Result<Option<Self>, DriverError> {
-        let shared = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        if dtype == DType::F32 || usize::try_from(shared).is_ok_and(|bytes| bytes < stream::ALL_SHARED_BYTES) {
-            return Ok(None);
-        }
-        let load = |name: &str| load_with_shared(module, &format!("{name}_{dtype}"), stream::SHARED_BYTES);
-        let multiprocessors = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let multiprocessors = usize::try_from(multiprocessors).unwrap_or(1);
-        Ok(Some(Self { gemm: load("stream_gemm")?, silu: load("stream_gemm_silu")?, multiprocessors }))
-    }
+    /// The first ones, with the activation.
+    activated: Vec<Tiled>,
 }
 
 impl GroupedGemms {
-    pub(super) fn load(
-        dtype: DType,
-        module: &Arc<CudaModule>,
-        context: &CudaContext,
-    ) -> result::Result<Self, DriverError> {
+    pub(super) fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
         let tiles = if dtype == DType::F32 { &[][..] } else { &TENSOR };
-        let tensor = tiles.iter().map(|&tile| {
-            let name = format!("grouped_gemm_{}_{dtype}", tile.rows);
-            Ok(Tiled { function: load_with_shared(module, &name, tile.shared_bytes)?, tile })
-        });
+        let load = |name: &str, tiles: &[Tile]| {
+            let tiled = tiles.iter().map(|&tile| {
+                let name = format!("{name}_{}x{}_{dtype}", tile.rows, tile.outs);
+                Ok(Tiled { function: load_with_shared(module, &name, tile.shared_bytes)?, tile })
+            });
+            tiled.collect::<result::Result<_, DriverError>>()
+        };
         let any = module.load_function(&format!("grouped_gemm_{dtype}"))?;
         Ok(Self {
             any: Tiled { function: any, tile: SIMPLE },
-            tensor: tensor.collect::<result::Result<_, DriverError>>()?,
-            stream: Stream::load(dtype, module, context)?,
+            tensor: load("grouped_gemm", tiles)?,
+            activated: load("grouped_gemm_silu", &tiles[..ACTIVATED.min(tiles.len())])?,
         })
-    }
-
-    /// The kernel for rows of `cols` elements: the one with the fewest rows of a tile that has room for the routes of an expert, if
-    /// those to all ranks are spread evenly over `experts`. Those of `tensor` and `stream` have the same bits.
-    fn get(&self, cols: usize, routes: usize, experts: usize) -> &Tiled {
-        let fits = |tiled: &&Tiled| routes <= tiled.tile.rows * experts;
-        let tensor = self.tensor.iter().find(fits).or(self.tensor.last());
-        tensor.filter(|_| cols.is_multiple_of(VECTOR)).unwrap_or(&self.any)
-    }
-
-    fn get_stream(&self, cols: usize, routes: usize, experts: usize) -> Option<&Stream> {
-        self.stream.as_ref().filter(|_| cols.is_multiple_of(VECTOR) && stream::is_for(routes, experts))
     }
 }
 
@@ -146,7 +105,7 @@ impl Routes {
         let (top_k, normalized) = (ids.cols, i32::from(normalized));
         let (first_held, num_held) = (held.start, held.len());
         if let Some(function) = &device.functions.route_few
-            && route::fits_few(x.rows, *experts, top_k, x.cols)
+            && route::fits(x.rows, *experts, top_k, x.cols)
         {
             let arrivals = device.route_arrivals.device_ptr();
             let mut kernel = Early::new(device, function);
@@ -160,16 +119,9 @@ impl Routes {
                 .arg(&num_held)
                 .arg(&top_k)
                 .arg(&normalized);
-            return kernel.launch((route::few_blocks(*experts), 1), route::FEW_THREADS, 0);
+            return kernel.launch((route::blocks(*experts), 1), route::THREADS, 0);
         }
         device.gemm.run(x, router, scores)?;
-        if route::fits(scores.rows, *experts, top_k) {
-            let mut kernel = Early::new(device, &device.functions.route_tokens);
-            kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
-            kernel.arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address);
-            kernel.arg(&scores.rows).arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
-            return kernel.launch((1, 1), route::THREADS, 0);
-        }
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
         kernel.arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
@@ -219,23 +171,25 @@ pub(super) struct Plain<T: 'static> {
     pub(super) weights: Matrix<T>,
 }
 
+/// What the rows of a factor belong to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum RowsOf {
+    Tokens,
+    Routes,
+}
+
 impl<T: Element + DeviceRepr> Plain<T> {
     pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
-        if let Some(stream) = self.stream(device, routes) {
-            return self.multiply_few(device, (stream, &stream.gemm), (x, Rows::OfRoutes), routes, y);
+        if let Some(tiled) = self.kernel(&device.functions.grouped_gemm.tensor, routes) {
+            return self.multiply(device, tiled, (x, RowsOf::Routes), routes, y);
         }
-        let tiled = device.functions.grouped_gemm.get(x.cols, x.rows, routes.experts);
+        let tiled = &device.functions.grouped_gemm.any;
         let mut kernel = device.kernel(&tiled.function);
         kernel.arg(&x.address).arg(&self.weights.address);
         multiply(tiled, kernel, self.shape, routes, y)
     }
 
-    /// The kernels for few rows of an expert, if the step has few.
-    fn stream<'a>(&self, device: &'a Cuda<T>, routes: &Routes) -> Option<&'a Stream> {
-        device.functions.grouped_gemm.get_stream(self.shape.in_features, routes.tokens.rows, routes.experts)
-    }
-
-    /// [`GroupedGemm::run_on_tokens`] into `y`; false if it needs a row of `x` for each route.
+    /// [`GroupedGemm::run_on_tokens`] into `y`; false if that needs a row of `x` for each route.
     pub(super) fn run_on_tokens_into(
         &self,
         device: &Cuda<T>,
@@ -243,8 +197,8 @@ impl<T: Element + DeviceRepr> Plain<T> {
         routes: &Routes,
         y: &mut Matrix<T>,
     ) -> Result<bool> {
-        let Some(stream) = self.stream(device, routes) else { return Ok(false) };
-        self.multiply_few(device, (stream, &stream.gemm), (x, Rows::OfTokens), routes, y)?;
+        let Some(tiled) = self.kernel(&device.functions.grouped_gemm.tensor, routes) else { return Ok(false) };
+        self.multiply(device, tiled, (x, RowsOf::Tokens), routes, y)?;
         Ok(true)
     }
 
@@ -256,38 +210,35 @@ impl<T: Element + DeviceRepr> Plain<T> {
         routes: &Routes,
         y: &mut Matrix<T>,
     ) -> Result<bool> {
-        let Some(stream) = self.stream(device, routes) else { return Ok(false) };
-        self.multiply_few(device, (stream, &stream.silu), (x, Rows::OfTokens), routes, y)?;
+        let Some(tiled) = self.kernel(&device.functions.grouped_gemm.activated, routes) else { return Ok(false) };
+        self.multiply(device, tiled, (x, RowsOf::Tokens), routes, y)?;
         Ok(true)
     }
 
-    fn multiply_few(
+    /// The kernel for these routes, if it is among these.
+    fn kernel<'a>(&self, tiled: &'a [Tiled], routes: &Routes) -> Option<&'a Tiled> {
+        let place = tensor_for(routes.tokens.rows, routes.experts);
+        tiled.get(place).filter(|_| self.shape.in_features.is_multiple_of(VECTOR))
+    }
+
+    /// Enqueues a kernel of `TENSOR`.
+    fn multiply(
         &self,
         device: &Cuda<T>,
-        (stream, function): (&Stream, &CudaFunction),
-        (x, rows): (&Matrix<T>, Rows),
+        Tiled { function, tile }: &Tiled,
+        (x, rows_of): (&Matrix<T>, RowsOf),
         routes: &Routes,
         y: &mut Matrix<T>,
     ) -> Result<()> {
         let ExpertsShape { experts, out_features, in_features } = self.shape;
-        let tokens = match rows {
-            Rows::OfTokens => routes.tokens.address,
-            Rows::OfRoutes => 0,
-        };
+        let tokens = if rows_of == RowsOf::Tokens { routes.tokens.address } else { 0 };
         // The first of these kernels waits for the bounds before it lets the next kernel start.
         let bounds_are_old = i32::from(routes.are_bounds_old.replace(true));
         let mut kernel = Early::new(device, function);
         kernel.arg(&x.address).arg(&tokens).arg(&self.weights.address).arg(&routes.bounds.address).arg(&y.address);
         kernel.arg(&experts).arg(&out_features).arg(&in_features).arg(&bounds_are_old);
-        kernel.launch((stream.multiprocessors, 1), stream::THREADS, stream::SHARED_BYTES)
+        kernel.launch(tile.grid(y.rows, experts, out_features), tile.threads, tile.shared_bytes)
     }
-}
-
-/// What a row of a factor belongs to.
-#[derive(Clone, Copy)]
-enum Rows {
-    OfTokens,
-    OfRoutes,
 }
 
 struct Int4 {
@@ -313,7 +264,7 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
     }
 
     fn run_activated(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Option<Matrix<T>>> {
-        if self.stream(device, routes).is_none() {
+        if self.kernel(&device.functions.grouped_gemm.activated, routes).is_none() {
             return Ok(None);
         }
         let mut y = device.alloc(routes.tokens.rows, self.shape.out_features / 2)?;

@@ -3,7 +3,7 @@
 use std::{env, error::Error, fs, path::Path, process::Command};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    for source in ["kernels.cu", "attention.cuh", "experts.cuh", "sampling.cuh", "stream.cuh", "../../../csrc/ptx"] {
+    for source in ["kernels.cu", "attention.cuh", "experts.cuh", "sampling.cuh", "../../../csrc/ptx"] {
         println!("cargo::rerun-if-changed={source}");
     }
     let image = Path::new(&env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?).join("kernels.fatbin");

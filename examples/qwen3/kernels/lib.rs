@@ -102,38 +102,28 @@ pub mod sampling {
     pub const BLOCKS: usize = 8;
 }
 
-/// Launches of `route_tokens` of `experts.cuh`, which does what `choose_experts` and `sort_routes` do, and of `route_few`, which also
-/// computes the router's scores.
+/// Launches of `route_few` of `experts.cuh`: the router, `choose_experts` and `sort_routes` in one.
 pub mod route {
-    /// Threads of the block of `route_tokens`: `kRouteThreads`.
-    pub const THREADS: u32 = 1024;
+    /// Threads of a block: `kRouterThreads`.
+    pub const THREADS: u32 = 512;
 
-    /// Threads of a block of `route_few`: `kRouterThreads`.
-    pub const FEW_THREADS: u32 = 512;
+    /// With more tokens, the separate kernels are faster.
+    const TOKENS: usize = 16;
 
-    /// Whether `route_tokens` has room for them: a thread for each route.
-    pub fn fits(tokens: usize, experts: usize, top_k: usize) -> bool {
-        tokens * top_k <= THREADS as usize && has_room(experts, top_k)
+    /// Whether it is for so many tokens, each with a row of `cols` elements of 16 bits: a thread for each route, `kFewExperts` and
+    /// `kFewTopK`.
+    pub fn fits(tokens: usize, experts: usize, top_k: usize, cols: usize) -> bool {
+        let is_few = tokens <= TOKENS && tokens * top_k <= THREADS as usize && experts <= 256 && top_k <= 32;
+        is_few && cols > 0 && cols.is_multiple_of(16)
     }
 
-    /// Whether `route_few` has room for them and takes rows of `cols` elements of 16 bits: `kRouterTiles`.
-    pub fn fits_few(tokens: usize, experts: usize, top_k: usize, cols: usize) -> bool {
-        let is_few = tokens <= 32 && tokens * top_k <= FEW_THREADS as usize;
-        is_few && has_room(experts, top_k) && cols > 0 && cols.is_multiple_of(16)
-    }
-
-    /// Blocks of `route_few`: each has `kRouterExperts`.
-    pub fn few_blocks(experts: usize) -> usize {
+    /// Blocks: each has `kRouterExperts`.
+    pub fn blocks(experts: usize) -> usize {
         experts.div_ceil(16)
-    }
-
-    /// `kMaxRouteExperts`, and a lane for each expert of a token.
-    fn has_room(experts: usize, top_k: usize) -> bool {
-        experts <= 256 && top_k <= 32
     }
 }
 
-/// Launches of the grouped GEMMs of `experts.cuh` and `stream.cuh`.
+/// Launches of the grouped GEMMs of `experts.cuh`.
 pub mod grouped_gemm {
     /// What a block of a kernel has.
     #[derive(Clone, Copy, Debug)]
@@ -151,34 +141,28 @@ pub mod grouped_gemm {
     /// Of `grouped_gemm` and `grouped_gemm_int4`: `kTileRows` and `kTileOuts`.
     pub const SIMPLE: Tile = Tile { rows: 32, outs: 64, threads: super::THREADS, shared_bytes: 0 };
 
-    /// Of `grouped_gemm_16`, `_64` and `_128`: `NarrowGemm`, `MiddleGemm` and `WideGemm`.
-    pub const TENSOR: [Tile; 3] = [tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
+    /// Of `grouped_gemm_16x32` and so on, by rows and outputs: `FewGemm`, `NarrowGemm`, `MiddleGemm` and `WideGemm`. All give the same
+    /// bits.
+    pub const TENSOR: [Tile; 4] =
+        [tile(16, 32, 64, 8), tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
 
-    /// Launches of `stream_gemm` and `stream_gemm_silu`: `StreamGemm`. Each multiprocessor has one block.
-    pub mod stream {
-        /// Threads of a block: `kThreadsPerBlock`.
-        pub const THREADS: u32 = 128;
+    /// The first tiles of `TENSOR`, which have kernels with the activation, `grouped_gemm_silu_16x32` and `_16x64`.
+    pub const ACTIVATED: usize = 2;
 
-        /// Bytes of dynamic shared memory of a block: `kSharedBytes`.
-        pub const SHARED_BYTES: usize = 4 * 8 * (16 + 32) * 128;
+    /// Elements of 16 bits that `TENSOR` copies at a time: rows must be whole multiples.
+    pub const VECTOR: usize = 8;
 
-        /// Bytes of all its shared memory, at most.
-        pub const ALL_SHARED_BYTES: usize = SHARED_BYTES + (10 << 10);
-
-        /// The most experts: `kMaxExperts`.
-        const MAX_EXPERTS: usize = 1024;
-
-        /// Rows of an expert, on average, up to which an expert rarely has more than a tile's 16.
-        const ROWS: usize = 8;
-
-        /// Whether it is for so many routes, if those to all ranks are spread evenly over `experts`.
-        pub fn is_for(routes: usize, experts: usize) -> bool {
-            experts <= MAX_EXPERTS && routes <= ROWS * experts
+    /// The place in `TENSOR` of the kernel for so many routes: the one with the fewest rows of a tile that has room for the routes of an
+    /// expert, if those to all ranks are spread evenly over `experts`.
+    pub fn tensor_for(routes: usize, experts: usize) -> usize {
+        // The blocks of the first one fill the device with few experts.
+        const FEW_ROUTES: usize = 32;
+        let fits = |tile: &Tile| routes <= tile.rows * experts;
+        match routes {
+            0..=FEW_ROUTES => 0,
+            _ => 1 + TENSOR[1..].iter().position(fits).unwrap_or(TENSOR.len() - 2),
         }
     }
-
-    /// Elements of 16 bits that `TENSOR` and `stream` copy at a time: rows must be whole multiples.
-    pub const VECTOR: usize = 8;
 
     /// Stages have 64 columns of 2 bytes.
     const fn tile(rows: usize, outs: usize, threads: u32, stages: usize) -> Tile {
