@@ -2,7 +2,8 @@
 # Runs what tests/bundle.sh gathered, on a machine with a GPU. Results and logs go to $OUT, or the current folder.
 #
 #   run.sh tests [FILTER...]        every GPU test
-#   run.sh ranks                    the tests that need two GPUs or more, with `libnccl.so` in LD_LIBRARY_PATH
+#   run.sh ranks                    the tests that need two GPUs or more, with `libnccl.so` in LD_LIBRARY_PATH. Each is a process of its own,
+#                                   that ends after TEST_SECONDS (120), because GPUs may wait for each other
 #   run.sh sanitize [TOOL...]       the same with small cases under compute-sanitizer: racecheck initcheck memcheck synccheck. A process
 #                                   on every core, up to 16, within SANITIZE_SECONDS (3600). It prints what has not passed.
 #   run.sh bench [ARGUMENTS...] [-- DIR [ARGUMENTS...]]
@@ -15,7 +16,7 @@
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
 #   run.sh serve [FILTER...]        the tests of aril-serve: the engine's that need a GPU, and those of the server with its engine on the GPU
-#   run.sh serve-ranks              those of aril-serve that need two GPUs, with `libnccl.so` in LD_LIBRARY_PATH
+#   run.sh serve-ranks              those of aril-serve that need two GPUs, likewise
 #   run.sh figures [ARGUMENTS...]   steps of Qwen3-8B, 32B and 30B-A3B, on random weights; adds to serve.json
 #   run.sh load ARGUMENTS...        the server under a trace of requests; adds to serve.json
 #   run.sh candle [FILTER...]       the tests of examples/candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
@@ -48,12 +49,27 @@ others() {
     (cd "$(dirname "$1")" && bash "$(basename "$1")/device.sh" --out "$OUT/peers.json" "${@:2}") 2>&1 | tee "$OUT/peers.log"
 }
 
+# Runs each test of the program $1 whose name has $2 as a process of its own.
+each() {
+    local tests name begin status failed=0
+    tests=$("$1" --list "$2" | sed -n 's/: test$//p')
+    # A filter without a test has failed.
+    [ -n "$tests" ] || failed=1
+    for name in $tests; do
+        begin=$SECONDS status=0
+        timeout -k 5 "${TEST_SECONDS:-120}" "$1" --include-ignored --nocapture --exact "$name" || status=$?
+        [ "$status" = 0 ] || failed=1
+        echo "$name: status $status after $((SECONDS - begin)) s"
+    done
+    return "$failed"
+}
+
 case $command in
 tests)
     ./gpu --include-ignored --test-threads=1 --skip ranks:: "$@" 2>&1 | tee "$OUT/tests.log"
     ;;
 ranks)
-    ./gpu --include-ignored --test-threads=1 --nocapture ranks:: 2>&1 | tee "$OUT/ranks.log"
+    each ./gpu ranks:: 2>&1 | tee "$OUT/ranks.log"
     ;;
 sanitize)
     [ $# -gt 0 ] || set -- racecheck initcheck memcheck synccheck
@@ -203,8 +219,10 @@ serve)
 serve-ranks)
     export ARIL_SERVE_DEVICE=cuda
     {
-        ./aril_serve on_ranks_of_gpus --include-ignored --test-threads=1
-        ./server --test-threads=1 ranks
+        status=0
+        each ./aril_serve on_ranks_of_gpus || status=1
+        each ./server ranks || status=1
+        exit "$status"
     } 2>&1 | tee "$OUT/serve-ranks.log"
     ;;
 figures)

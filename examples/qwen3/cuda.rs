@@ -37,8 +37,7 @@ use aril::{
 };
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, DriverError, LaunchArgs,
-        LaunchConfig, PushKernelArg as _,
+        CudaContext, CudaFunction, CudaModule, CudaSlice, DeviceRepr, DriverError,
         result::memset_d8_async,
         sys::{
             CUdevice_attribute, CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID,
@@ -87,6 +86,9 @@ pub(crate) struct Cuda<T> {
     arena: Arena,
     /// Whether new matrices are in the arena, as those of a step that is captured.
     pub(crate) is_on_arena: Cell<bool>,
+    /// Whether the last operation was one of the library's linear layers, which let the next kernel start before they end.
+    is_behind_linear: Cell<bool>,
+    knobs: u32,
     element: PhantomData<T>,
 }
 
@@ -175,6 +177,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             route_arrivals,
             arena: Arena::default(),
             is_on_arena: Cell::new(false),
+            is_behind_linear: Cell::new(false),
+            knobs: std::env::var("ARIL_EARLY").ok().and_then(|v| v.parse().ok()).unwrap_or(0),
             element: PhantomData,
         })
     }
@@ -233,8 +237,20 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(values)
     }
 
-    fn kernel<'a>(&'a self, function: &'a CudaFunction) -> LaunchArgs<'a> {
-        self.queue.stream().launch_builder(function)
+    fn kernel<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
+        self.is_behind_linear.set(false);
+        Launch { queue: &self.queue, function, arguments: Vec::new(), starts_early: false, lifetime: PhantomData }
+    }
+
+    /// A kernel that reads the result of a linear layer. Behind one of the library it starts early. Behind cuBLASLt and NCCL, which let no
+    /// kernel start before they end, early starts take 2 us longer (H200).
+    fn consumer<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
+        let starts_early = self.is_behind_linear.get();
+        Launch { starts_early, ..self.kernel(function) }
+    }
+
+    fn early<'a>(&'a self, function: &'a CudaFunction, knob: u32) -> Launch<'a> {
+        Launch { starts_early: self.knobs & knob != 0, ..self.kernel(function) }
     }
 
     /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the kernel has it.
@@ -259,7 +275,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     fn silu_mul_into(&self, gate_up: &Matrix<T>, out: &mut Matrix<T>) -> Result<()> {
-        let mut kernel = self.kernel(&self.functions.silu_mul);
+        let mut kernel = self.consumer(&self.functions.silu_mul);
         kernel.arg(&gate_up.address).arg(&out.address).arg(&out.cols);
         launch(kernel, gate_up.rows, parts(out.cols * size_of::<T>()))
     }
@@ -268,7 +284,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     fn normalize(&self, x: &Matrix<T>, y: Option<&Matrix<T>>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let out = self.alloc(x.rows, x.cols)?;
         let y = y.map_or(0, |y| y.address);
-        let mut kernel = self.kernel(&self.functions.add_rms_norm);
+        let mut kernel = self.consumer(&self.functions.add_rms_norm);
         kernel.arg(&x.address).arg(&y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&eps);
         launch(kernel, x.rows, 1)?;
         Ok(out)
@@ -306,16 +322,20 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
             return self.combine_into(down, routes, out);
         }
-        Ok(layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?)
+        layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?;
+        self.is_behind_linear.set(self.knobs & 16 != 0);
+        Ok(())
     }
 
     /// The sum of a token's rows, each times its route's weight.
     fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
         let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
-        let mut kernel = Early::new(self, &self.functions.combine);
+        let mut kernel = self.early(&self.functions.combine, 8);
         kernel.arg(&down.address).arg(&routes.weights.address).arg(&routes.row_of_route.address).arg(&out.address);
         kernel.arg(&down.cols).arg(&top_k);
-        kernel.launch((tokens, parts(down.cols * size_of::<T>())), THREADS, 0)
+        launch(kernel, tokens, parts(down.cols * size_of::<T>()))?;
+        self.is_behind_linear.set(self.knobs & 16 != 0);
+        Ok(())
     }
 }
 
@@ -331,77 +351,59 @@ fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
     CudaContext::new(ordinal).memory_for("a context")
 }
 
-/// Enqueues a kernel of `THREADS` threads, with a block for each row and part of a row.
-fn launch(kernel: LaunchArgs<'_>, rows: usize, parts: usize) -> Result<()> {
-    launch_blocks(kernel, (rows, parts), THREADS, 0)
-}
-
-/// Enqueues a kernel with a grid, the threads of a block and the bytes of its dynamic shared memory.
-fn launch_blocks(mut kernel: LaunchArgs<'_>, grid: (usize, usize), threads: u32, shared_bytes: usize) -> Result<()> {
-    if grid.0 * grid.1 == 0 {
-        return Ok(());
-    }
-    let grid_dim = (u32::try_from(grid.0)?, u32::try_from(grid.1)?, 1);
-    let config = LaunchConfig { grid_dim, block_dim: (threads, 1, 1), shared_mem_bytes: u32::try_from(shared_bytes)? };
-    // SAFETY: each kernel gets the arguments that it declares: matrices of its element type and documented shapes, and sizes of 8 bytes.
-    // The forward keeps shapes and indices in bounds.
-    unsafe { kernel.launch(config) }.map_err(LaunchError::from)?;
-    Ok(())
-}
-
-/// A kernel that may start while the one before it drains (PDL), and waits for its results itself.
-struct Early<'a> {
-    stream: &'a CudaStream,
+/// A launch of one of the example's kernels.
+struct Launch<'a> {
+    queue: &'a Queue,
     function: &'a CudaFunction,
     arguments: Vec<*mut c_void>,
-    /// Of the arguments.
-    borrows: PhantomData<&'a ()>,
+    /// Before its predecessors have ended. The kernel waits for them.
+    starts_early: bool,
+    lifetime: PhantomData<&'a c_void>,
 }
 
-impl<'a> Early<'a> {
-    fn new<T>(device: &'a Cuda<T>, function: &'a CudaFunction) -> Self {
-        Self { stream: device.queue.stream(), function, arguments: Vec::new(), borrows: PhantomData }
-    }
-
+impl<'a> Launch<'a> {
     fn arg<V: DeviceRepr>(&mut self, value: &'a V) -> &mut Self {
         self.arguments.push(ptr::from_ref(value).cast_mut().cast());
         self
     }
+}
 
-    /// Enqueues the kernel, as `launch_blocks`.
-    fn launch(mut self, grid: (usize, usize), threads: u32, shared_bytes: usize) -> Result<()> {
-        if grid.0 * grid.1 == 0 {
-            return Ok(());
-        }
-        self.stream.context().bind_to_thread().map_err(LaunchError::from)?;
-        let mut attribute = CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: Default::default(),
-            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        let config = CUlaunchConfig {
-            gridDimX: u32::try_from(grid.0)?,
-            gridDimY: u32::try_from(grid.1)?,
-            gridDimZ: 1,
-            blockDimX: threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: u32::try_from(shared_bytes)?,
-            hStream: self.stream.cu_stream(),
-            attrs: &raw mut attribute,
-            numAttrs: 1,
-        };
-        // SAFETY: as in `launch_blocks`. The arguments and the attribute live until the call returns, which has copied them.
-        let status = unsafe {
-            cuLaunchKernelEx(
-                &raw const config,
-                self.function.cu_function(),
-                self.arguments.as_mut_ptr(),
-                ptr::null_mut(),
-            )
-        };
-        Ok(status.result().map_err(LaunchError::from)?)
+/// Enqueues a kernel of `THREADS` threads, with a block for each row and part of a row.
+fn launch(kernel: Launch<'_>, rows: usize, parts: usize) -> Result<()> {
+    launch_blocks(kernel, (rows, parts), THREADS, 0)
+}
+
+/// Enqueues a kernel with a grid, the threads of a block and the bytes of its dynamic shared memory.
+fn launch_blocks(mut kernel: Launch<'_>, grid: (usize, usize), threads: u32, shared_bytes: usize) -> Result<()> {
+    if grid.0 * grid.1 == 0 {
+        return Ok(());
     }
+    let stream = kernel.queue.stream();
+    stream.context().bind_to_thread().map_err(LaunchError::from)?;
+    let mut attribute = CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = CUlaunchConfig {
+        gridDimX: u32::try_from(grid.0)?,
+        gridDimY: u32::try_from(grid.1)?,
+        gridDimZ: 1,
+        blockDimX: threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: u32::try_from(shared_bytes)?,
+        hStream: stream.cu_stream(),
+        attrs: &raw mut attribute,
+        numAttrs: kernel.starts_early.into(),
+    };
+    let (function, arguments) = (kernel.function.cu_function(), kernel.arguments.as_mut_ptr());
+    // SAFETY: each kernel gets the arguments that it declares: matrices of its element type and documented shapes, and sizes of 8 bytes.
+    // The forward keeps shapes and indices in bounds.
+    unsafe { cuLaunchKernelEx(&raw const config, function, arguments, ptr::null_mut()) }
+        .result()
+        .map_err(LaunchError::from)?;
+    Ok(())
 }
 
 /// Loads a kernel that uses this much dynamic shared memory.
@@ -615,7 +617,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn add_delta(&self, layer: &Linear, step: &mut cuda::Step<'_>, x: &Matrix<T>, y: &mut Matrix<T>) -> Result<()> {
         let (layer, exchange, max_rank) = match layer {
-            Linear::Whole(layer) => return Ok(layer.add_delta(step, x.operand()?, y.operand_mut()?)?),
+            Linear::Whole(layer) => {
+                layer.add_delta(step, x.operand()?, y.operand_mut()?)?;
+                self.is_behind_linear.set(true);
+                return Ok(());
+            }
             Linear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
         };
         let Some(nccl) = &self.nccl else { bail!("a fully sharded layer is for a group of ranks") };
@@ -640,6 +646,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn forward(&self, fused: &Fused<'_, T>, step: &mut cuda::Step<'_>, x: &Matrix<T>) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, fused.outputs)?;
         fused.layer.forward(step, x.operand()?, y.operand_mut()?)?;
+        self.is_behind_linear.set(true);
         Ok(y)
     }
 
@@ -728,6 +735,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn gemm(&self, x: &Matrix<T>, weight: &Matrix<T>) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, weight.rows)?;
         self.gemm.run(x, weight, &mut y)?;
+        self.is_behind_linear.set(false);
         Ok(y)
     }
 
@@ -748,7 +756,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         places: &Places<Self>,
         cache: &mut Cache<Self>,
     ) -> Result<()> {
-        let mut kernel = self.kernel(&self.functions.rotate_and_append);
+        let mut kernel = self.consumer(&self.functions.rotate_and_append);
         kernel.arg(&qkv.address).arg(&norms.q.address).arg(&norms.k.address);
         kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
         kernel.arg(&cache.keys.address).arg(&cache.values.address);
@@ -809,7 +817,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn all_reduce(&self, y: &mut Matrix<T>) -> Result<()> {
-        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_reduce(y))
+        let Some(nccl) = &self.nccl else { return Ok(()) };
+        self.is_behind_linear.set(false);
+        nccl.all_reduce(y)
     }
 
     fn all_gather(&self, x: Matrix<T>, cols: usize) -> Result<Matrix<T>> {

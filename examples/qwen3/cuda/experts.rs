@@ -4,14 +4,14 @@
 use std::{cell::Cell, ops::Range, result, sync::Arc};
 
 use aril::{DType, Element, cuda};
-use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _};
+use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError};
 
 use qwen3_kernels::{
     grouped_gemm::{ACTIVATED, SIMPLE, TENSOR, Tile, VECTOR, tensor_for},
     route,
 };
 
-use super::{Cuda, Early, Matrix, launch, launch_blocks, load_with_shared};
+use super::{Cuda, Launch, Matrix, launch, launch_blocks, load_with_shared};
 use crate::{
     device::Device as _,
     error::Result,
@@ -108,7 +108,7 @@ impl Routes {
             && route::fits(x.rows, *experts, top_k, x.cols)
         {
             let arrivals = device.route_arrivals.device_ptr();
-            let mut kernel = Early::new(device, function);
+            let mut kernel = device.early(function, 1);
             kernel.arg(&x.address).arg(&router.address).arg(&scores.address).arg(&ids.address).arg(&weights.address);
             kernel.arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address).arg(&arrivals);
             kernel
@@ -119,7 +119,7 @@ impl Routes {
                 .arg(&num_held)
                 .arg(&top_k)
                 .arg(&normalized);
-            return kernel.launch((route::blocks(*experts), 1), route::THREADS, 0);
+            return launch_blocks(kernel, (route::blocks(*experts), 1), route::THREADS, 0);
         }
         device.gemm.run(x, router, scores)?;
         let mut kernel = device.kernel(&device.functions.choose_experts);
@@ -234,10 +234,10 @@ impl<T: Element + DeviceRepr> Plain<T> {
         let tokens = if rows_of == RowsOf::Tokens { routes.tokens.address } else { 0 };
         // The first of these kernels waits for the bounds before it lets the next kernel start.
         let bounds_are_old = i32::from(routes.are_bounds_old.replace(true));
-        let mut kernel = Early::new(device, function);
+        let mut kernel = device.early(function, if rows_of == RowsOf::Tokens { 2 } else { 4 });
         kernel.arg(&x.address).arg(&tokens).arg(&self.weights.address).arg(&routes.bounds.address).arg(&y.address);
         kernel.arg(&experts).arg(&out_features).arg(&in_features).arg(&bounds_are_old);
-        kernel.launch(tile.grid(y.rows, experts, out_features), tile.threads, tile.shared_bytes)
+        launch_blocks(kernel, tile.grid(y.rows, experts, out_features), tile.threads, tile.shared_bytes)
     }
 }
 
@@ -286,7 +286,7 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
 /// Enqueues a grouped GEMM whose factors are already arguments.
 fn multiply<T: Element + DeviceRepr>(
     tiled: &Tiled,
-    kernel: LaunchArgs<'_>,
+    kernel: Launch<'_>,
     ExpertsShape { experts, out_features, in_features }: ExpertsShape,
     routes: &Routes,
     y: &mut Matrix<T>,
