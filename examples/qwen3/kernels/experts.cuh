@@ -373,11 +373,12 @@ __device__ void route_few(const T* x,       // [tokens, cols]
 #pragma unroll
       for (int w = 0; w < kRouterWarps; ++w) sum += sums_of_warps[w][expert][at];
       scores[token * experts + first_expert + expert] = static_cast<T>(sum);
-      __threadfence();
     }
   }
   __syncthreads();
   if (threadIdx.x == 0) {
+    // Of all threads' scores.
+    __threadfence();
     is_last = atomicAdd(arrivals, 1) == static_cast<int>(gridDim.x) - 1;
     __threadfence();
     if (is_last) *arrivals = 0;
