@@ -383,8 +383,15 @@ impl<T: Element> Device for Cpu<T> {
         }))
     }
 
-    fn choose_experts(&self, scores: &Tensor<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
-        Routes::new(scores, top_k, normalized, held)
+    fn choose_experts(
+        &self,
+        x: &Tensor<T>,
+        router: &Weight,
+        top_k: usize,
+        normalized: bool,
+        held: Range<usize>,
+    ) -> Result<Routes> {
+        Routes::new(&self.gemm(x, router)?, top_k, normalized, held)
     }
 
     fn rows_of_routes(&self, x: &Tensor<T>, routes: &Routes) -> Result<Tensor<T>> {

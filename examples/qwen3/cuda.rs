@@ -4,7 +4,7 @@
 //! (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
-//! few tokens take the library's fused linear instead, and with many routes deltas are added before the activation and the combine
+//! few tokens take the library's fused linear and the example's own router instead, and with many routes deltas are added before the activation and the combine
 //! instead of fused with them. Each of the library's operations is bit-identical in any batch, and so are the example's own kernels.
 //! But how a prompt is divided into steps may change its last bits: attention has a kernel for a sequence's only token in a step, and
 //! another for several (`attention.rs`).
@@ -81,11 +81,14 @@ pub(crate) struct Cuda<T> {
     functions: Functions,
     attention: Attention,
     gemm: Gemm,
+    /// The blocks of `route_few` that have computed scores: 0 between launches.
+    route_arrivals: Buffer<i32>,
     arena: Arena,
     /// Whether new matrices are in the arena, as those of a step that is captured.
     pub(crate) is_on_arena: Cell<bool>,
     /// Whether the last operation was one of the library's linear layers, which let the next kernel start before they end.
     is_behind_linear: Cell<bool>,
+    knobs: u32,
     element: PhantomData<T>,
 }
 
@@ -102,6 +105,8 @@ struct Functions {
     set_inputs: CudaFunction,
     choose_experts: CudaFunction,
     sort_routes: CudaFunction,
+    /// Of 16 bits.
+    route_few: Option<CudaFunction>,
     grouped_gemm: GroupedGemms,
     grouped_gemm_int4: Tiled,
     combine: CudaFunction,
@@ -166,15 +171,18 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let queue = Queue::new(&kernels, &context.new_stream()?)?;
         let attention = Attention::new(T::DTYPE, &module, &queue)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
+        let route_arrivals = Buffer::zeros(&queue, 1).memory_for("a counter")?;
         Ok(Self {
             nccl: None,
             queue,
             functions,
             attention,
             gemm,
+            route_arrivals,
             arena: Arena::default(),
             is_on_arena: Cell::new(false),
             is_behind_linear: Cell::new(false),
+            knobs: std::env::var("ARIL_EARLY").ok().and_then(|v| v.parse().ok()).unwrap_or(0),
             element: PhantomData,
         })
     }
@@ -243,6 +251,10 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     fn consumer<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
         let starts_early = self.is_behind_linear.get();
         Launch { starts_early, ..self.kernel(function) }
+    }
+
+    fn early<'a>(&'a self, function: &'a CudaFunction, knob: u32) -> Launch<'a> {
+        Launch { starts_early: self.knobs & knob != 0, ..self.kernel(function) }
     }
 
     /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the kernel has it.
@@ -314,16 +326,20 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
             return self.combine_into(down, routes, out);
         }
-        Ok(layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?)
+        layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?;
+        self.is_behind_linear.set(self.knobs & 16 != 0);
+        Ok(())
     }
 
     /// The sum of a token's rows, each times its route's weight.
     fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
         let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
-        let mut kernel = self.kernel(&self.functions.combine);
+        let mut kernel = self.early(&self.functions.combine, 8);
         kernel.arg(&down.address).arg(&routes.weights.address).arg(&routes.row_of_route.address).arg(&out.address);
         kernel.arg(&down.cols).arg(&top_k);
-        launch(kernel, tokens, 1)
+        launch(kernel, tokens, parts(down.cols * size_of::<T>()))?;
+        self.is_behind_linear.set(self.knobs & 16 != 0);
+        Ok(())
     }
 }
 
@@ -417,6 +433,7 @@ impl Functions {
             set_inputs: module.load_function("set_inputs")?,
             choose_experts: function("choose_experts")?,
             sort_routes: function("sort_routes")?,
+            route_few: (dtype != DType::F32).then(|| function("route_few")).transpose()?,
             grouped_gemm: GroupedGemms::load(dtype, module)?,
             grouped_gemm_int4: Tiled { function: function("grouped_gemm_int4")?, tile: grouped_gemm::SIMPLE },
             combine: function("combine")?,
@@ -698,6 +715,26 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
+    fn experts_without_adapters(
+        &self,
+        layer: &LoraExperts,
+        x: &Matrix<T>,
+        routes: &Routes,
+        gate_up: &dyn GroupedGemm<Self>,
+        down: &dyn GroupedGemm<Self>,
+    ) -> Result<Option<Matrix<T>>> {
+        // Otherwise, steps with adapters round more often.
+        let rows = routes.tokens.rows;
+        if !layer.plan().gate_up().prefers_fused(rows) || !layer.plan().down().prefers_fused(rows) {
+            return Ok(None);
+        }
+        let Some(inter) = gate_up.run_activated(self, x, routes)? else { return Ok(None) };
+        let down = down.run(self, &inter, routes)?;
+        let mut out = self.alloc(x.rows, down.cols)?;
+        self.combine_into(&down, routes, &mut out)?;
+        Ok(Some(out))
+    }
+
     fn combine(
         &self,
         layer: &LoraExperts,
@@ -774,9 +811,17 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(out)
     }
 
-    fn choose_experts(&self, scores: &Matrix<T>, top_k: usize, normalized: bool, held: Range<usize>) -> Result<Routes> {
-        let mut routes = Routes::new(self, scores.rows, (scores.cols, held), top_k)?;
-        routes.choose(self, scores, normalized)?;
+    fn choose_experts(
+        &self,
+        x: &Matrix<T>,
+        router: &Matrix<T>,
+        top_k: usize,
+        normalized: bool,
+        held: Range<usize>,
+    ) -> Result<Routes> {
+        let mut scores = self.alloc(x.rows, router.rows)?;
+        let mut routes = Routes::new(self, x.rows, (router.rows, held), top_k)?;
+        routes.choose(self, (x, router), &mut scores, normalized)?;
         Ok(routes)
     }
 

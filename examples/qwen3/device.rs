@@ -245,6 +245,19 @@ pub(crate) trait Device: Sized {
 
     // ---- The model: the example's own operations.
 
+    /// A layer's experts in a step without adapters, with the bits of [`activate`](Self::activate) and [`combine`](Self::combine), if
+    /// there are faster kernels. `x` has a row for each token.
+    fn experts_without_adapters(
+        &self,
+        _layer: &Self::LoraExperts,
+        _x: &Self::Tensor,
+        _routes: &Self::Routes,
+        _gate_up: &dyn GroupedGemm<Self>,
+        _down: &dyn GroupedGemm<Self>,
+    ) -> Result<Option<Self::Tensor>> {
+        Ok(None)
+    }
+
     /// Indices that are lower by `first`. They may be negative, in two's complement.
     fn subtract(&self, indices: &Self::Indices, first: u32) -> Result<Self::Indices>;
     /// Row `ids[t]` of the table for each token; zeros if it has no such row.
@@ -287,11 +300,13 @@ pub(crate) trait Device: Sized {
     ) -> Result<Self::Tensor>;
     /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
     fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
-    /// The `top_k` experts with the largest scores of each token, the first of equals, and their weights: the softmax (in `f32`, over
-    /// all experts), divided by its sum over the chosen experts if `normalized`, rounded. Only routes to experts in `held` have rows.
+    /// The `top_k` experts of each token whose scores `x routerᵀ`, rounded, are the largest, the first of equals, and their weights: the
+    /// softmax (in `f32`, over all experts), divided by its sum over the chosen experts if `normalized`, rounded. Only routes to experts
+    /// in `held` have rows.
     fn choose_experts(
         &self,
-        scores: &Self::Tensor,
+        x: &Self::Tensor,
+        router: &Self::Weight,
         top_k: usize,
         normalized: bool,
         held: Range<usize>,

@@ -12,6 +12,16 @@ pub(crate) trait GroupedGemm<D: Device> {
     /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert. Rows of the result
     /// that belong to no route have any value.
     fn run(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor>;
+
+    /// [`run`](Self::run), with a row of `x` for each token.
+    fn run_on_tokens(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor> {
+        self.run(device, &device.rows_of_routes(x, routes)?, routes)
+    }
+
+    /// [`Device::activate`] of [`run_on_tokens`](Self::run_on_tokens) without adapters, if one kernel does both.
+    fn run_activated(&self, _device: &D, _x: &D::Tensor, _routes: &D::Routes) -> Result<Option<D::Tensor>> {
+        Ok(None)
+    }
 }
 
 /// The number of experts on this rank, and the shape of each one's weight.

@@ -237,7 +237,7 @@ impl<D: Device> Model<'_, D> {
                     };
                     self.linear(&x, down.parts(), fused.and_then(|fused| fused.down.as_ref()), lora)?
                 }
-                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,
+                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora)?,
             };
             device.all_reduce(&mut y)?;
             added = Some(y);
@@ -283,19 +283,25 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter with the activation and with
-    /// the combine.
+    /// the combine. A step without adapters needs neither of the library's operations.
     fn experts(
         &self,
         x: &D::Tensor,
         layer: &Experts<D>,
         grouping: &mut D::Grouping,
-        step: &mut D::LoraStep<'_>,
+        Lora { step, has_adapters }: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
         let Experts { router, top_k, normalized, held, gate_up, down, lora } = layer;
-        let routes = device.choose_experts(&device.gemm(x, router)?, *top_k, *normalized, held.clone())?;
+        let routes = device.choose_experts(x, router, *top_k, *normalized, held.clone())?;
+        if !*has_adapters {
+            let out = device.experts_without_adapters(lora, x, &routes, &**gate_up, &**down)?;
+            if let Some(out) = out {
+                return Ok(out);
+            }
+        }
         let mut grouped = device.group(grouping, step, &routes)?;
-        let gate_up = gate_up.run(device, &device.rows_of_routes(x, &routes)?, &routes)?;
+        let gate_up = gate_up.run_on_tokens(device, x, &routes)?;
         let inter = device.activate(lora, step, &mut grouped, x, gate_up)?;
         let down = down.run(device, &inter, &routes)?;
         device.combine(lora, step, &mut grouped, &inter, down)

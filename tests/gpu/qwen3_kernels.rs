@@ -11,7 +11,7 @@ use cudarc::{
 use half::{bf16, f16};
 use qwen3_kernels::{
     attention::{self, Kernel},
-    grouped_gemm, sampling,
+    grouped_gemm, route, sampling,
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom as _};
 
@@ -720,25 +720,79 @@ fn grouped_gemms_hold<T: Float>(seed: u64) {
         (choose(vec![0, 200, 16, 17, 0, 129], vec![0, 17, 129]), choose(200, 136), choose(776, 136)),
         (vec![33, 64], 130, 264),
         (vec![0, 0, 1], choose(2048, 264), choose(768, 136)),
+        // All to one of many experts, and some to every fortieth.
+        ((0..200).map(|expert| if expert == 77 { choose(40, 17) } else { 0 }).collect(), 34, 72),
+        ((0..200).map(|expert| if expert % 40 == 3 { 8 + expert / 40 } else { 0 }).collect(), 62, 136),
+        // None here: with expert parallelism, all may be to other ranks.
+        (vec![0; 5], 32, 64),
     ] {
         let experts: usize = counts.len();
         let bounds: Vec<i32> = (0..=experts).map(|expert| counts[..expert].iter().sum()).collect();
         let routes = bounds[experts] as usize;
         let (x, weights) = (noise::<T>(&mut rng, routes * cols, 1.0), noise::<T>(&mut rng, experts * outs * cols, 1.0));
         let (x_buffer, w_buffer, b_buffer) = (gpu.upload(&x), gpu.upload(&weights), gpu.upload(&bounds));
-        let run = |name: &str, tile: grouped_gemm::Tile| {
-            let y = gpu.poisoned((routes + 1) * outs * size_of::<T>());
-            let addresses = [x_buffer.address(), w_buffer.address(), b_buffer.address(), y.address()];
+        // The rows of x in another order, as those of tokens.
+        let mut order: Vec<i32> = (0..routes as i32).collect();
+        order.shuffle(&mut rng);
+        let mut tokens = vec![T::from_f32(0.0); x.len()];
+        for (row, &token) in order.iter().enumerate() {
+            tokens[token as usize * cols..][..cols].copy_from_slice(&x[row * cols..][..cols]);
+        }
+        let (tokens_buffer, order_buffer) = (gpu.upload(&tokens), gpu.upload(&order));
+        let run = |name: &str, tile: grouped_gemm::Tile, of_tokens: Option<bool>, width: usize| {
+            let y = gpu.poisoned((routes + 1) * width * size_of::<T>());
+            let (x, rows) = match of_tokens {
+                Some(true) => (tokens_buffer.address(), order_buffer.address()),
+                _ => (x_buffer.address(), 0),
+            };
+            let (w_address, bounds_are_old) = (w_buffer.address(), i32::from(of_tokens == Some(false)));
+            let addresses = [b_buffer.address(), y.address()];
             let function = kernels.function(&format!("{name}_{dtype}"), tile.shared_bytes);
-            kernels.launch(&function, tile.grid(routes, experts, outs), tile.threads, tile.shared_bytes, |kernel| {
+            let grid = tile.grid(routes.max(1), experts, outs);
+            kernels.launch(&function, grid, tile.threads, tile.shared_bytes, |kernel| {
+                kernel.arg(&x);
+                if of_tokens.is_some() {
+                    kernel.arg(&rows);
+                }
+                kernel.arg(&w_address);
                 push_all(kernel, &addresses);
                 kernel.arg(&experts).arg(&outs).arg(&cols);
+                if of_tokens.is_some() {
+                    kernel.arg(&bounds_are_old);
+                }
             });
             y.read::<T>()
         };
-        let tensor = grouped_gemm::TENSOR.map(|tile| run(&format!("grouped_gemm_{}", tile.rows), tile));
+        let tensor = grouped_gemm::TENSOR.map(|tile| {
+            let name = format!("grouped_gemm_{}x{}", tile.rows, tile.outs);
+            let y = run(&name, tile, Some(false), outs);
+            assert_eq!(bytes(&y), bytes(&run(&name, tile, Some(true), outs)), "{counts:?}, {name}: rows of tokens");
+            y
+        });
         assert!(tensor.iter().all(|y| bytes(y) == bytes(&tensor[0])), "{counts:?}: all tiles have the same bits");
-        for (what, y) in [("simple", run("grouped_gemm", grouped_gemm::SIMPLE)), ("tensor", tensor[0].clone())] {
+        let width = outs / 2;
+        let activated = grouped_gemm::TENSOR[..grouped_gemm::ACTIVATED].iter().map(|&tile| {
+            let name = format!("grouped_gemm_silu_{}x{}", tile.rows, tile.outs);
+            run(&name, tile, Some(true), width)
+        });
+        let activated: Vec<_> = activated.collect();
+        assert!(activated.iter().all(|y| bytes(y) == bytes(&activated[0])), "{counts:?}: activated");
+        for (row, activated) in activated[0][..routes * width].chunks_exact(width).enumerate() {
+            for (out, got) in activated.iter().enumerate() {
+                let [gate, up] = [out, width + out].map(|out| f64::from(tensor[0][row * outs + out].to_f32()));
+                let expected = gate / (1.0 + (-gate).exp()) * up;
+                let bound = (T::UNIT + 1e-5) * expected.abs() + f64::from(f16::MIN_POSITIVE_SUBNORMAL);
+                let got = f64::from(got.to_f32());
+                assert!(
+                    (got - expected).abs() <= bound,
+                    "{counts:?}, row {row}, output {out}: {got}, not {expected}, activated"
+                );
+            }
+        }
+        assert!(activated[0][routes * width..].iter().all(|value| value.to_f32().is_nan()), "{counts:?}, activated");
+        for (what, y) in
+            [("simple", run("grouped_gemm", grouped_gemm::SIMPLE, None, outs)), ("tensor", tensor[0].clone())]
+        {
             assert!(
                 y[routes * outs..].iter().all(|value| value.to_f32().is_nan()),
                 "{what} writes behind the last row"
@@ -772,8 +826,7 @@ fn grouped_gemms_are_those_of_the_cpu() {
 }
 
 /// The routes to the experts of a rank: all of them, some in the middle, and the last one alone.
-fn routes_hold<T: Float>(seed: u64) {
-    const EXPERTS: usize = 11;
+fn routes_hold<T: Float>(seed: u64, experts: usize) {
     const TOP_K: usize = 4;
     const COLS: usize = 40;
     /// Its scores have a NaN.
@@ -784,14 +837,14 @@ fn routes_hold<T: Float>(seed: u64) {
     let mut scores: Vec<T> = (0..tokens)
         .flat_map(|_| {
             // A token's scores are distinct.
-            let mut scores: Vec<T> = (0..EXPERTS).map(|place| T::from_f32(0.5 * place as f32 - 2.0)).collect();
+            let mut scores: Vec<T> = (0..experts).map(|place| T::from_f32(0.5 * place as f32 - 2.0)).collect();
             scores.shuffle(&mut rng);
             scores
         })
         .collect();
-    scores[UNKNOWN * EXPERTS + 3] = T::from_f32(f32::NAN);
+    scores[UNKNOWN * experts + 3] = T::from_f32(f32::NAN);
     let chosen: Vec<(usize, f64)> = scores
-        .chunks_exact(EXPERTS)
+        .chunks_exact(experts)
         .flat_map(|scores| {
             let weights: Vec<f64> = scores.iter().map(|score| f64::from(score.to_f32()).exp()).collect();
             let mut chosen: Vec<(usize, f64)> = weights.into_iter().enumerate().collect();
@@ -805,7 +858,7 @@ fn routes_hold<T: Float>(seed: u64) {
         })
         .collect();
     let scores = gpu.upload(&scores);
-    for held in [0..EXPERTS, 3..7, EXPERTS - 1..EXPERTS] {
+    for held in [0..experts, 3..7, experts - 1..experts] {
         let (first, count, normalized) = (held.start, held.len(), 1_i32);
         let [ids, weights, rows, tokens_of_rows] = [(); 4].map(|()| gpu.poisoned(routes * 4));
         let bounds = gpu.poisoned((count + 1) * 4);
@@ -813,7 +866,7 @@ fn routes_hold<T: Float>(seed: u64) {
         let function = kernels.function(&format!("choose_experts_{dtype}"), 0);
         kernels.launch(&function, (tokens, 1), qwen3_kernels::THREADS, 0, |kernel| {
             push_all(kernel, &addresses);
-            kernel.arg(&EXPERTS).arg(&first).arg(&count).arg(&TOP_K).arg(&normalized);
+            kernel.arg(&experts).arg(&first).arg(&count).arg(&TOP_K).arg(&normalized);
         });
         let addresses = [ids.address(), rows.address(), tokens_of_rows.address(), bounds.address()];
         let function = kernels.function(&format!("sort_routes_{dtype}"), 0);
@@ -847,7 +900,8 @@ fn routes_hold<T: Float>(seed: u64) {
         let (from, out) = (gpu.upload(&x), gpu.poisoned(tokens * COLS * size_of::<T>()));
         let addresses = [from.address(), weights.address(), rows.address(), out.address()];
         let function = kernels.function(&format!("combine_{dtype}"), 0);
-        kernels.launch(&function, (tokens, 1), qwen3_kernels::THREADS, 0, |kernel| {
+        let parts = qwen3_kernels::parts(COLS * size_of::<T>());
+        kernels.launch(&function, (tokens, parts), qwen3_kernels::THREADS, 0, |kernel| {
             push_all(kernel, &addresses);
             kernel.arg(&COLS).arg(&TOP_K);
         });
@@ -871,10 +925,91 @@ fn routes_hold<T: Float>(seed: u64) {
     }
 }
 
+/// The router's scores of few tokens, and their routes: those of the kernels for any number of tokens by the same scores.
+fn few_routes_hold<T: Float>(seed: u64) {
+    let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
+    let (gpu, dtype) = (&kernels.gpu, T::DTYPE);
+    let arrivals = gpu.upload(&[0_i32]);
+    for (tokens, experts, top_k, cols, held) in [
+        (1, 128, 8, choose(2048, 272), 0..128),
+        (8, 128, 8, choose(2048, 272), 0..128),
+        (15, 256, 32, 4112, 100..256),
+        (9, 9, 3, 16, 0..9),
+        (16, 40, 16, 144, 39..40),
+    ] {
+        assert!(route::fits(tokens, experts, top_k, cols));
+        let (x, router) = (noise::<T>(&mut rng, tokens * cols, 1.0), noise::<T>(&mut rng, experts * cols, 0.1));
+        let (x_buffer, router_buffer) = (gpu.upload(&x), gpu.upload(&router));
+        let run = |first_token: usize, tokens: usize| {
+            let scores = gpu.poisoned(tokens * experts * size_of::<T>());
+            let routes = [(); 4].map(|()| gpu.poisoned(tokens * top_k * 4));
+            let bounds = gpu.poisoned((held.len() + 1) * 4);
+            let router_address = router_buffer.address();
+            let x_address = x_buffer.address() + (first_token * cols * size_of::<T>()) as u64;
+            let [ids, weights, rows, tokens_of_rows] = &routes;
+            let outputs = [&scores, ids, weights, rows, tokens_of_rows, &bounds, &arrivals].map(Buffer::address);
+            let (first, count, normalized) = (held.start, held.len(), 1_i32);
+            let function = kernels.function(&format!("route_few_{dtype}"), 0);
+            kernels.launch(&function, (route::blocks(experts), 1), route::THREADS, 0, |kernel| {
+                kernel.arg(&x_address).arg(&router_address);
+                push_all(kernel, &outputs);
+                kernel.arg(&cols).arg(&tokens).arg(&experts).arg(&first).arg(&count).arg(&top_k).arg(&normalized);
+            });
+            (scores, routes, bounds)
+        };
+        let what = format!("{tokens} tokens, {experts} experts, {cols} columns");
+        let (scores, few, few_bounds) = run(0, tokens);
+        assert_eq!(arrivals.read::<i32>(), [0], "{what}");
+        let values = scores.read::<T>();
+        for (token, values) in values.chunks_exact(experts).enumerate() {
+            for (expert, value) in values.iter().enumerate() {
+                let products = x[token * cols..][..cols].iter().zip(&router[expert * cols..][..cols]);
+                let products = products.map(|(x, w)| f64::from(x.to_f32()) * f64::from(w.to_f32()));
+                let (sum, size) = products.fold((0.0, 0.0), |(sum, size): (f64, f64), p| (sum + p, size + p.abs()));
+                let bound = T::UNIT * sum.abs() + size * cols as f64 * f64::from(f32::EPSILON);
+                let got = f64::from(value.to_f32());
+                assert!((got - sum).abs() <= bound, "{what}, token {token}, expert {expert}: {got}, not {sum}");
+            }
+        }
+        // A token's scores are the same alone.
+        let last = run(tokens - 1, 1).0.read::<T>();
+        assert_eq!(bytes(&last), bytes(&values[(tokens - 1) * experts..]), "{what}");
+
+        let separate = [(); 4].map(|()| gpu.poisoned(tokens * top_k * 4));
+        let bounds = gpu.poisoned((held.len() + 1) * 4);
+        let [ids, weights, rows, tokens_of_rows] = &separate;
+        let (first, count, normalized, routes) = (held.start, held.len(), 1_i32, tokens * top_k);
+        let addresses = [&scores, ids, weights].map(Buffer::address);
+        let function = kernels.function(&format!("choose_experts_{dtype}"), 0);
+        kernels.launch(&function, (tokens, 1), qwen3_kernels::THREADS, 0, |kernel| {
+            push_all(kernel, &addresses);
+            kernel.arg(&experts).arg(&first).arg(&count).arg(&top_k).arg(&normalized);
+        });
+        let addresses = [ids, rows, tokens_of_rows, &bounds].map(Buffer::address);
+        let function = kernels.function(&format!("sort_routes_{dtype}"), 0);
+        kernels.launch(&function, (count + 1, 1), qwen3_kernels::THREADS, 0, |kernel| {
+            push_all(kernel, &addresses);
+            kernel.arg(&routes).arg(&count).arg(&top_k);
+        });
+        for (few, separate) in few.iter().chain([&few_bounds]).zip(separate.iter().chain([&bounds])) {
+            assert_eq!(few.read::<u32>(), separate.read::<u32>(), "{what}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn routes_of_few_tokens_are_those_of_many() {
+    few_routes_hold::<bf16>(20);
+    few_routes_hold::<f16>(21);
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn routes_of_a_rank_are_those_of_the_cpu() {
-    routes_hold::<bf16>(17);
-    routes_hold::<f16>(18);
-    routes_hold::<f32>(19);
+    routes_hold::<bf16>(17, 11);
+    routes_hold::<f16>(18, 11);
+    routes_hold::<f32>(19, 11);
+    // More than a warp keeps in registers.
+    routes_hold::<f32>(22, 300);
 }

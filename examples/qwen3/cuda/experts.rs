@@ -1,12 +1,15 @@
 //! The experts of the base model on the GPU: the router's choice, and one launch for the products of all experts. The host does not
 //! know the number of rows of an expert.
 
-use std::{ops::Range, result, sync::Arc};
+use std::{cell::Cell, ops::Range, result, sync::Arc};
 
 use aril::{DType, Element, cuda};
 use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError};
 
-use qwen3_kernels::grouped_gemm::{SIMPLE, TENSOR, Tile, VECTOR};
+use qwen3_kernels::{
+    grouped_gemm::{ACTIVATED, SIMPLE, TENSOR, Tile, VECTOR, tensor_for},
+    route,
+};
 
 use super::{Cuda, Launch, Matrix, launch, launch_blocks, load_with_shared};
 use crate::{
@@ -25,30 +28,28 @@ pub(super) struct Tiled {
 pub(super) struct GroupedGemms {
     /// Of any sizes.
     any: Tiled,
-    /// For 16 bits and rows of whole vectors, by the rows of a tile.
+    /// Those of `TENSOR`: for 16 bits and rows of whole vectors.
     tensor: Vec<Tiled>,
+    /// The first ones, with the activation.
+    activated: Vec<Tiled>,
 }
 
 impl GroupedGemms {
     pub(super) fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
         let tiles = if dtype == DType::F32 { &[][..] } else { &TENSOR };
-        let tensor = tiles.iter().map(|&tile| {
-            let name = format!("grouped_gemm_{}_{dtype}", tile.rows);
-            Ok(Tiled { function: load_with_shared(module, &name, tile.shared_bytes)?, tile })
-        });
+        let load = |name: &str, tiles: &[Tile]| {
+            let tiled = tiles.iter().map(|&tile| {
+                let name = format!("{name}_{}x{}_{dtype}", tile.rows, tile.outs);
+                Ok(Tiled { function: load_with_shared(module, &name, tile.shared_bytes)?, tile })
+            });
+            tiled.collect::<result::Result<_, DriverError>>()
+        };
         let any = module.load_function(&format!("grouped_gemm_{dtype}"))?;
         Ok(Self {
             any: Tiled { function: any, tile: SIMPLE },
-            tensor: tensor.collect::<result::Result<_, DriverError>>()?,
+            tensor: load("grouped_gemm", tiles)?,
+            activated: load("grouped_gemm_silu", &tiles[..ACTIVATED.min(tiles.len())])?,
         })
-    }
-
-    /// The kernel for rows of `cols` elements: the one with the fewest rows of a tile that has room for the routes of an expert, if
-    /// those to all ranks are spread evenly over `experts`. Those of `tensor` have the same bits.
-    fn get(&self, cols: usize, routes: usize, experts: usize) -> &Tiled {
-        let fits = |tiled: &&Tiled| routes <= tiled.tile.rows * experts;
-        let tensor = self.tensor.iter().find(fits).or(self.tensor.last());
-        tensor.filter(|_| cols.is_multiple_of(VECTOR)).unwrap_or(&self.any)
     }
 }
 
@@ -68,6 +69,8 @@ pub(crate) struct Routes {
     pub(super) tokens: Matrix<i32>,
     /// The first row of each expert, and the end of the last one's.
     bounds: Matrix<i32>,
+    /// Whether kernels that start early from now on find the bounds written.
+    are_bounds_old: Cell<bool>,
 }
 
 impl Routes {
@@ -85,6 +88,7 @@ impl Routes {
             row_of_route: device.alloc(tokens, top_k)?,
             tokens: device.alloc(tokens * top_k, 1)?,
             bounds: device.alloc(held.len() + 1, 1)?,
+            are_bounds_old: Cell::new(false),
             held,
         })
     }
@@ -92,12 +96,32 @@ impl Routes {
     pub(super) fn choose<T: Element + DeviceRepr>(
         &mut self,
         device: &Cuda<T>,
-        scores: &Matrix<T>,
+        (x, router): (&Matrix<T>, &Matrix<T>),
+        scores: &mut Matrix<T>,
         normalized: bool,
     ) -> Result<()> {
-        let Self { experts, held, ids, weights, row_of_route, tokens, bounds } = self;
+        let Self { experts, held, ids, weights, row_of_route, tokens, bounds, are_bounds_old } = self;
+        are_bounds_old.set(false);
         let (top_k, normalized) = (ids.cols, i32::from(normalized));
         let (first_held, num_held) = (held.start, held.len());
+        if let Some(function) = &device.functions.route_few
+            && route::fits(x.rows, *experts, top_k, x.cols)
+        {
+            let arrivals = device.route_arrivals.device_ptr();
+            let mut kernel = device.early(function, 1);
+            kernel.arg(&x.address).arg(&router.address).arg(&scores.address).arg(&ids.address).arg(&weights.address);
+            kernel.arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address).arg(&arrivals);
+            kernel
+                .arg(&x.cols)
+                .arg(&x.rows)
+                .arg(&*experts)
+                .arg(&first_held)
+                .arg(&num_held)
+                .arg(&top_k)
+                .arg(&normalized);
+            return launch_blocks(kernel, (route::blocks(*experts), 1), route::THREADS, 0);
+        }
+        device.gemm.run(x, router, scores)?;
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
         kernel.arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);
@@ -147,12 +171,73 @@ pub(super) struct Plain<T: 'static> {
     pub(super) weights: Matrix<T>,
 }
 
+/// What the rows of a factor belong to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum RowsOf {
+    Tokens,
+    Routes,
+}
+
 impl<T: Element + DeviceRepr> Plain<T> {
     pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
-        let tiled = device.functions.grouped_gemm.get(x.cols, x.rows, routes.experts);
+        if let Some(tiled) = self.kernel(&device.functions.grouped_gemm.tensor, routes) {
+            return self.multiply(device, tiled, (x, RowsOf::Routes), routes, y);
+        }
+        let tiled = &device.functions.grouped_gemm.any;
         let mut kernel = device.kernel(&tiled.function);
         kernel.arg(&x.address).arg(&self.weights.address);
         multiply(tiled, kernel, self.shape, routes, y)
+    }
+
+    /// [`GroupedGemm::run_on_tokens`] into `y`; false if that needs a row of `x` for each route.
+    pub(super) fn run_on_tokens_into(
+        &self,
+        device: &Cuda<T>,
+        x: &Matrix<T>,
+        routes: &Routes,
+        y: &mut Matrix<T>,
+    ) -> Result<bool> {
+        let Some(tiled) = self.kernel(&device.functions.grouped_gemm.tensor, routes) else { return Ok(false) };
+        self.multiply(device, tiled, (x, RowsOf::Tokens), routes, y)?;
+        Ok(true)
+    }
+
+    /// [`GroupedGemm::run_activated`] into `y`; false if there is no kernel.
+    pub(super) fn run_activated_into(
+        &self,
+        device: &Cuda<T>,
+        x: &Matrix<T>,
+        routes: &Routes,
+        y: &mut Matrix<T>,
+    ) -> Result<bool> {
+        let Some(tiled) = self.kernel(&device.functions.grouped_gemm.activated, routes) else { return Ok(false) };
+        self.multiply(device, tiled, (x, RowsOf::Tokens), routes, y)?;
+        Ok(true)
+    }
+
+    /// The kernel for these routes, if it is among these.
+    fn kernel<'a>(&self, tiled: &'a [Tiled], routes: &Routes) -> Option<&'a Tiled> {
+        let place = tensor_for(routes.tokens.rows, routes.experts);
+        tiled.get(place).filter(|_| self.shape.in_features.is_multiple_of(VECTOR))
+    }
+
+    /// Enqueues a kernel of `TENSOR`.
+    fn multiply(
+        &self,
+        device: &Cuda<T>,
+        Tiled { function, tile }: &Tiled,
+        (x, rows_of): (&Matrix<T>, RowsOf),
+        routes: &Routes,
+        y: &mut Matrix<T>,
+    ) -> Result<()> {
+        let ExpertsShape { experts, out_features, in_features } = self.shape;
+        let tokens = if rows_of == RowsOf::Tokens { routes.tokens.address } else { 0 };
+        // The first of these kernels waits for the bounds before it lets the next kernel start.
+        let bounds_are_old = i32::from(routes.are_bounds_old.replace(true));
+        let mut kernel = device.early(function, if rows_of == RowsOf::Tokens { 2 } else { 4 });
+        kernel.arg(&x.address).arg(&tokens).arg(&self.weights.address).arg(&routes.bounds.address).arg(&y.address);
+        kernel.arg(&experts).arg(&out_features).arg(&in_features).arg(&bounds_are_old);
+        launch_blocks(kernel, tile.grid(y.rows, experts, out_features), tile.threads, tile.shared_bytes)
     }
 }
 
@@ -168,6 +253,22 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
         let mut y = device.alloc(x.rows, self.shape.out_features)?;
         self.run_into(device, x, routes, &mut y)?;
         Ok(y)
+    }
+
+    fn run_on_tokens(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
+        let mut y = device.alloc(routes.tokens.rows, self.shape.out_features)?;
+        if !self.run_on_tokens_into(device, x, routes, &mut y)? {
+            self.run_into(device, &device.rows_of_routes(x, routes)?, routes, &mut y)?;
+        }
+        Ok(y)
+    }
+
+    fn run_activated(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Option<Matrix<T>>> {
+        if self.kernel(&device.functions.grouped_gemm.activated, routes).is_none() {
+            return Ok(None);
+        }
+        let mut y = device.alloc(routes.tokens.rows, self.shape.out_features / 2)?;
+        Ok(self.run_activated_into(device, x, routes, &mut y)?.then_some(y))
     }
 }
 

@@ -41,7 +41,7 @@ const RANK: usize = 16;
 
 /// Tokens of a step. Up to 128 tokens take the adapters in turn, as in decoding. More tokens are divided among the adapters in order,
 /// as in a prefill.
-const TOKENS: [usize; 5] = [1, 8, 32, 128, 4096];
+const TOKENS: [usize; 7] = [1, 8, 32, 64, 128, 256, 4096];
 const MAX_TOKENS: usize = 4096;
 
 /// Layers in a graph.
@@ -151,16 +151,19 @@ impl Layer<'_> {
     ) -> Result<()> {
         let Self { device, router, gate_up, down, lora } = self;
         let Values { scores, routes, rows, gate_up: y, inter, down: z, out } = values;
-        device.gemm.run(x, router, scores)?;
-        routes.choose(device, scores, true)?;
+        routes.choose(device, (x, router), scores, true)?;
         let routes = &*routes;
         let mut grouped = if adapted { Some(device.group(grouping, step, routes)?) } else { None };
 
-        device.gather_into(x, &routes.tokens, rows)?;
-        gate_up.run_into(device, rows, routes, y)?;
-        match &mut grouped {
-            Some(grouped) => device.activate_into(lora, step, grouped, x, y, inter)?,
-            None => device.silu_mul_into(y, inter)?,
+        if adapted || !gate_up.run_activated_into(device, x, routes, inter)? {
+            if !gate_up.run_on_tokens_into(device, x, routes, y)? {
+                device.gather_into(x, &routes.tokens, rows)?;
+                gate_up.run_into(device, rows, routes, y)?;
+            }
+            match &mut grouped {
+                Some(grouped) => device.activate_into(lora, step, grouped, x, y, inter)?,
+                None => device.silu_mul_into(y, inter)?,
+            }
         }
         down.run_into(device, inter, routes, z)?;
         match &mut grouped {

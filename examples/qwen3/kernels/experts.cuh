@@ -38,20 +38,18 @@ __device__ __forceinline__ Choice warp_first(Choice first) {
   return first;
 }
 
-// The experts of the top_k largest scores of a token and what they weigh: their softmax over all
-// experts, divided by its sum over the chosen if normalized, rounded. An id is relative to the
-// first of the held experts, and -1 for all others. One warp of the block does it.
+// An element that another block of this kernel may have written.
 template <typename T>
-__device__ void choose_experts(const T* scores,  // [tokens, experts]
-                               int32_t* ids,     // [tokens, top_k]
-                               float* weights,   // [tokens, top_k]
-                               int64_t experts, int64_t first_held, int64_t num_held, int64_t top_k,
-                               int32_t normalized) {
-  if (threadIdx.x >= 32) return;
-  const int lane = threadIdx.x;
-  scores += blockIdx.x * experts;
-  ids += blockIdx.x * top_k;
-  weights += blockIdx.x * top_k;
+__device__ __forceinline__ T load_past_l1(const T* from) {
+  return __ldcg(from);
+}
+
+// Of choose_experts, for one token, by a warp. Calls `store` with each place among the chosen, from
+// the largest on, and its expert: in one lane.
+template <typename T, typename F>
+__device__ void choose_among_many(const T* scores, float* weights, int64_t experts, int64_t top_k,
+                                  int32_t normalized, F store) {
+  const int lane = threadIdx.x % 32;
   Choice first = {-INFINITY, INT_MAX};
   for (int64_t e = lane; e < experts; e += 32) {
     const Choice choice = {static_cast<float>(scores[e]), static_cast<int32_t>(e)};
@@ -79,14 +77,97 @@ __device__ void choose_experts(const T* scores,  // [tokens, experts]
     if (lane == 0) {
       // With a NaN among the scores, no expert comes next. Any will do to make the output NaN, too.
       const bool is_none = last.expert == INT_MAX;
-      const int64_t place = (is_none ? k : last.expert) - first_held;
-      ids[k] = 0 <= place && place < num_held ? static_cast<int32_t>(place) : -1;
+      store(static_cast<int>(k), is_none ? static_cast<int>(k) : last.expert);
       weights[k] = is_none ? NAN : last.weight;
     }
   }
   __syncwarp();
   for (int64_t k = lane; k < top_k; k += 32) {
     weights[k] = round_to<T>(normalized ? weights[k] / chosen : weights[k]);
+  }
+}
+
+// The same with the weights in registers: of up to kFewExperts, for up to kFewTopK.
+constexpr int kFewExperts = 256;
+constexpr int kFewTopK = 32;
+
+template <typename T, typename F>
+__device__ __forceinline__ void choose_among_few(const T* scores, float* weights, int experts,
+                                                 int top_k, int32_t normalized, F store) {
+  constexpr int kEach = kFewExperts / 32;  // experts of a lane
+  const int lane = threadIdx.x % 32;
+  float values[kEach];
+  float largest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int e = lane + 32 * i;
+    values[i] = e < experts ? static_cast<float>(load_past_l1(scores + e)) : -INFINITY;
+    if (values[i] > largest) largest = values[i];
+  }
+  largest = warp_first({largest, 0}).weight;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (lane + 32 * i >= experts) continue;
+    values[i] = expf(values[i] - largest);
+    sum += values[i];
+  }
+  sum = warp_sum(sum);
+  // The bits of numbers that are not negative are in their order. -1: chosen, or no expert.
+  int32_t keys[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    keys[i] = lane + 32 * i < experts ? __float_as_int(values[i] / sum) : -1;
+  }
+  const bool is_unknown = isnan(sum);
+  float chosen = 0.0f, weight = 0.0f;
+  for (int k = 0; k < top_k; ++k) {
+    int32_t best = -1, expert = INT_MAX;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (keys[i] > best) {
+        best = keys[i];
+        expert = lane + 32 * i;
+      }
+    }
+    const int32_t largest_key = __reduce_max_sync(0xffffffffu, best);
+    expert = __reduce_min_sync(0xffffffffu, best == largest_key ? expert : INT_MAX);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (expert == lane + 32 * i) keys[i] = -1;
+    }
+    const float own = is_unknown ? NAN : __int_as_float(largest_key);
+    chosen += own;
+    if (lane == k) {
+      weight = own;
+      store(k, is_unknown ? k : expert);
+    }
+  }
+  if (lane < top_k) weights[lane] = round_to<T>(normalized ? weight / chosen : weight);
+}
+
+// The experts of the top_k largest scores of a token and what they weigh: their softmax over all
+// experts, divided by its sum over the chosen if normalized, rounded. An id is relative to the
+// first of the held experts, and -1 for all others. One warp of the block does it.
+template <typename T>
+__device__ void choose_experts(const T* scores,  // [tokens, experts]
+                               int32_t* ids,     // [tokens, top_k]
+                               float* weights,   // [tokens, top_k]
+                               int64_t experts, int64_t first_held, int64_t num_held, int64_t top_k,
+                               int32_t normalized) {
+  if (threadIdx.x >= 32) return;
+  const auto store = [&](int k, int expert) {
+    const int64_t place = expert - first_held;
+    ids[k] = 0 <= place && place < num_held ? static_cast<int32_t>(place) : -1;
+  };
+  scores += blockIdx.x * experts;
+  ids += blockIdx.x * top_k;
+  weights += blockIdx.x * top_k;
+  if (experts <= kFewExperts && top_k <= kFewTopK) {
+    choose_among_few(scores, weights, static_cast<int>(experts), static_cast<int>(top_k),
+                     normalized, store);
+  } else {
+    choose_among_many(scores, weights, experts, top_k, normalized, store);
   }
 }
 
@@ -137,6 +218,177 @@ __device__ void sort_routes(const int32_t* ids,     // [routes]
   }
 }
 
+// choose_experts and sort_routes by one block, with a thread for each route and for each group of
+// routes.
+template <int kBlockThreads, typename T>
+__device__ void route_tokens(const T* scores,        // [tokens, experts]
+                             int32_t* ids,           // [tokens, top_k]
+                             float* weights,         // [tokens, top_k]
+                             int32_t* row_of_route,  // [tokens, top_k]
+                             int32_t* token_of_row,  // [tokens * top_k]
+                             int32_t* bounds,        // [num_held + 1]
+                             int64_t tokens, int64_t num_experts, int64_t first_held,
+                             int64_t num_held, int64_t num_chosen, int32_t normalized) {
+  constexpr int kGroups = kFewExperts + 1;  // the last one: of routes whose experts are not here
+  constexpr int kBlockWarps = kBlockThreads / 32;
+  static_assert(kGroups <= kBlockThreads, "each group has a thread");
+  __shared__ int32_t groups[kBlockThreads];
+  __shared__ uint16_t counts[kBlockWarps][kGroups];
+  __shared__ int32_t firsts[kGroups], sums_of_warps[kBlockWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int experts = static_cast<int>(num_experts), held = static_cast<int>(num_held);
+  const int top_k = static_cast<int>(num_chosen), routes = static_cast<int>(tokens) * top_k;
+  const int warps = (routes + 31) / 32;  // that have routes
+  for (int i = threadIdx.x; i < warps * kGroups; i += kBlockThreads) {
+    counts[i / kGroups][i % kGroups] = 0;
+  }
+  for (int token = warp; token < tokens; token += kBlockWarps) {
+    choose_among_few(scores + token * num_experts, weights + token * top_k, experts, top_k,
+                     normalized, [&](int k, int expert) {
+                       const int place = expert - static_cast<int>(first_held);
+                       const bool is_here = 0 <= place && place < held;
+                       ids[token * top_k + k] = is_here ? place : -1;
+                       groups[token * top_k + k] = is_here ? place : held;
+                     });
+  }
+  __syncthreads();
+
+  // A route's place among those of its warp and group, and how many there are.
+  const int route = threadIdx.x;
+  const int group = route < routes ? groups[route] : -1;
+  const uint32_t same = __match_any_sync(0xffffffffu, group);
+  const int before = __popc(same & ((1u << lane) - 1));
+  if (group >= 0 && before == 0) counts[warp][group] = static_cast<uint16_t>(__popc(same));
+  __syncthreads();
+  // Those of the warps before, and those of the groups before.
+  int32_t own = 0;
+  if (threadIdx.x <= held) {
+    for (int w = 0; w < warps; ++w) {
+      const int32_t count = counts[w][threadIdx.x];
+      counts[w][threadIdx.x] = static_cast<uint16_t>(own);
+      own += count;
+    }
+  }
+  int32_t first = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int32_t others = __shfl_up_sync(0xffffffffu, first, distance);
+    if (lane >= distance) first += others;
+  }
+  if (lane == 31) sums_of_warps[warp] = first;
+  __syncthreads();
+  if (threadIdx.x <= held) {
+    first -= own;
+    for (int w = 0; w < warp; ++w) first += sums_of_warps[w];
+    firsts[threadIdx.x] = first;
+    bounds[threadIdx.x] = first;
+  }
+  __syncthreads();
+  if (group < 0) return;
+  const int place = firsts[group] + counts[warp][group] + before;
+  row_of_route[route] = group < held ? place : -1;
+  token_of_row[place] = group < held ? route / top_k : -1;
+}
+
+// The router's scores of few tokens, and route_tokens by the last block that has computed some. A
+// block has 16 experts, and a warp every kRouterWarps-th 16 columns. Sums are in an order that
+// depends on the number of columns alone.
+constexpr int kRouterThreads = 512;
+constexpr int kRouterWarps = kRouterThreads / 32;
+constexpr int kRouterExperts = 16;
+constexpr int kRouterTiles = 4;  // of eight tokens
+
+template <typename T>
+__device__ void route_few(const T* x,       // [tokens, cols]
+                          const T* router,  // [experts, cols]
+                          T* scores,        // [tokens, experts]
+                          int32_t* ids, float* weights, int32_t* row_of_route,
+                          int32_t* token_of_row, int32_t* bounds,
+                          int32_t* arrivals,  // 0 between launches
+                          int64_t cols, int64_t tokens, int64_t experts, int64_t first_held,
+                          int64_t num_held, int64_t top_k, int32_t normalized) {
+  constexpr int kSteps = 8;  // of 16 columns, loaded at once
+  __shared__ float sums_of_warps[kRouterWarps][kRouterExperts][8 + 1];
+  __shared__ bool is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int first_expert = blockIdx.x * kRouterExperts, steps = static_cast<int>(cols / 16);
+  const int tiles = static_cast<int>((tokens + 7) / 8);
+  const auto pair = [&](const T* row, int step, int half) {
+    return *reinterpret_cast<const uint32_t*>(row + step * 16 + half * 8 + q * 2);
+  };
+  float sums[kRouterTiles][4] = {};
+  for (int first = 0; first < steps; first += kSteps * kRouterWarps) {
+    uint4 a[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int step = first + i * kRouterWarps + warp;
+      a[i] = {};
+      if (step >= steps) continue;
+      const int64_t low = first_expert + g, high = low + 8;
+      if (low < experts) {
+        a[i].x = pair(router + low * cols, step, 0);
+        a[i].z = pair(router + low * cols, step, 1);
+      }
+      if (high < experts) {
+        a[i].y = pair(router + high * cols, step, 0);
+        a[i].w = pair(router + high * cols, step, 1);
+      }
+    }
+    // The router is a weight. All else is from the kernels before.
+    if (first == 0) aril::wait_for_predecessors();
+#pragma unroll
+    for (int tile = 0; tile < kRouterTiles; ++tile) {
+      if (tile >= tiles) break;
+      const int64_t token = tile * 8 + g;
+      uint2 b[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = first + i * kRouterWarps + warp;
+        b[i] = {};
+        if (step < steps && token < tokens) {
+          b[i] = {pair(x + token * cols, step, 0), pair(x + token * cols, step, 1)};
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        aril::mma_m16n8k16<T>(sums[tile], a[i], b[i].x, b[i].y);
+      }
+    }
+  }
+  aril::launch_dependents();
+
+#pragma unroll
+  for (int tile = 0; tile < kRouterTiles; ++tile) {
+    if (tile >= tiles) break;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums_of_warps[warp][g + i / 2 * 8][q * 2 + i % 2] = sums[tile][i];
+    }
+    __syncthreads();
+    const int expert = threadIdx.x % kRouterExperts, at = threadIdx.x / kRouterExperts;
+    const int token = tile * 8 + at;
+    if (at < 8 && token < tokens && first_expert + expert < experts) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kRouterWarps; ++w) sum += sums_of_warps[w][expert][at];
+      scores[token * experts + first_expert + expert] = static_cast<T>(sum);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // Of all threads' scores.
+    __threadfence();
+    is_last = atomicAdd(arrivals, 1) == static_cast<int>(gridDim.x) - 1;
+    __threadfence();
+    if (is_last) *arrivals = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  route_tokens<kRouterThreads>(scores, ids, weights, row_of_route, token_of_row, bounds, tokens,
+                               experts, first_held, num_held, top_k, normalized);
+}
+
 // The sum of the outputs of a token's experts that are here, each times its weight, rounded once.
 template <typename T>
 __device__ void combine(const T* x,                   // [routes, cols]
@@ -144,16 +396,43 @@ __device__ void combine(const T* x,                   // [routes, cols]
                         const int32_t* row_of_route,  // [tokens, top_k]; -1 for experts elsewhere
                         T* out,                       // [tokens, cols]
                         int64_t cols, int64_t top_k) {
+  aril::wait_for_predecessors();
+  aril::launch_dependents();
   weights += blockIdx.x * top_k;
   row_of_route += blockIdx.x * top_k;
-  for (int64_t i = threadIdx.x; i < cols; i += kThreads) {
-    float sum = 0.0f;
-    for (int64_t k = 0; k < top_k; ++k) {
-      const int64_t row = row_of_route[k];
-      if (row >= 0) sum += weights[k] * static_cast<float>(x[row * cols + i]);
+  for_part<T>(cols, [&](int64_t col, auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    using Vec = Vector<T, kWidth>;
+    constexpr int kAtOnce = 8;
+    float sums[kWidth] = {};
+    for (int64_t first = 0; first < top_k; first += kAtOnce) {
+      Vec values[kAtOnce];
+      float factors[kAtOnce];
+      int64_t rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        rows[i] = first + i < top_k ? row_of_route[first + i] : -1;
+        factors[i] = first + i < top_k ? weights[first + i] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        values[i] = Vec{};
+        if (rows[i] >= 0) values[i] = *reinterpret_cast<const Vec*>(x + rows[i] * cols + col);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (rows[i] < 0) continue;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          sums[e] = fmaf(factors[i], static_cast<float>(values[i].elements[e]), sums[e]);
+        }
+      }
     }
-    out[blockIdx.x * cols + i] = static_cast<T>(sum);
-  }
+    Vec result;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) result.elements[e] = static_cast<T>(sums[e]);
+    *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) = result;
+  });
 }
 
 // The tile of a block of the grouped GEMM, and the depth of a step.
@@ -243,7 +522,10 @@ __device__ __forceinline__ TileRows find_tile(const int32_t* bounds, int64_t exp
   for (int64_t base = 0; base < experts; base += 32 * kEach) {
     int32_t firsts[kEach + 1];
 #pragma unroll
-    for (int i = 0; i <= kEach; ++i) firsts[i] = bounds[min(base + lane * kEach + i, experts)];
+    for (int i = 0; i <= kEach; ++i) {
+      // Past the L1 cache, which may hold the bounds of an earlier layer.
+      firsts[i] = __ldcg(bounds + min(base + lane * kEach + i, experts));
+    }
     // The tiles of the lane's experts, and of all before.
     int32_t own = 0;
 #pragma unroll
@@ -403,6 +685,10 @@ __device__ void grouped_gemm(const T* x,  // [routes, cols]
 // multiples of 16 bytes. A block has kRows rows and kOuts outputs, a warp kWarpRows and kWarpOuts
 // of them. All sums are in the order of the columns, so that the shape of a block changes no bit.
 //
+// With kGated, y = silu(gate) * up of the rounded products, rounded once, as the library's
+// activation of experts without adapters. Of each 16 rows of a block's weights, 8 are gates and 8
+// their ups, so that a thread has both sums.
+//
 // Bound with few rows for an expert: the bytes of the weights.
 template <typename T, int kRows, int kOuts, int kWarpRows, int kWarpOuts, int kStages>
 struct GroupedGemm {
@@ -412,17 +698,30 @@ struct GroupedGemm {
   static constexpr int kStageElems = (kRows + kOuts) * kColsPerStage;
   static constexpr int kSharedBytes = kStages * kStageElems * static_cast<int>(sizeof(T));
 
-  static __device__ __forceinline__ void run(const T* x,             // [routes, cols]
-                                             const T* weights,       // [experts, outs, cols]
-                                             const int32_t* bounds,  // [experts + 1]
-                                             T* y,                   // [routes, outs]
-                                             int64_t experts, int64_t outs, int64_t cols) {
+  template <bool kGated>
+  static __device__ __forceinline__ void run(
+      const T* x,             // [tokens or routes, cols]
+      const int32_t* tokens,  // [routes]: the row of x of each row; null if it is the same
+      const T* weights,       // [experts, outs, cols]
+      const int32_t* bounds,  // [experts + 1]
+      T* y,                   // [routes, outs], or [routes, outs / 2] with kGated
+      int64_t experts, int64_t outs, int64_t cols,
+      int32_t bounds_are_old  // this kernel starts when those that write them have ended
+  ) {
     extern __shared__ __align__(128) unsigned char shared[];
+    if (!bounds_are_old) {
+      aril::wait_for_predecessors();
+      aril::launch_dependents();
+    }
     const TileRows tile = find_tile(bounds, experts, kRows, static_cast<int32_t>(blockIdx.x));
-    if (tile.expert < 0) return;
-    const int64_t first_out = int64_t{blockIdx.y} * kOuts;
-    const int num_outs = static_cast<int>(min(outs - first_out, int64_t{kOuts}));
-    x += tile.first * cols;
+    if (tile.expert < 0) {
+      aril::wait_for_predecessors();
+      return;
+    }
+    constexpr int kWidth = kGated ? kOuts / 2 : kOuts;  // outputs of y of a block
+    const int64_t width = kGated ? outs / 2 : outs;     // of y
+    const int64_t first_out = int64_t{blockIdx.y} * kWidth;
+    const int num_outs = static_cast<int>(min(width - first_out, int64_t{kWidth}));
     weights += (tile.expert * outs + first_out) * cols;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_row = warp % (kRows / kWarpRows) * kWarpRows;
@@ -432,24 +731,57 @@ struct GroupedGemm {
     constexpr int kRowsAtOnce = kThreadsPerBlock / Rows::kChunks;
     static_assert(kRows % kRowsAtOnce == 0 && kOuts % kRowsAtOnce == 0, "all threads copy");
     const int chunk = threadIdx.x % Rows::kChunks, copied_row = threadIdx.x / Rows::kChunks;
-    const auto copy_rows = [&](const Rows& to, const T* from, int rows, int count, int64_t col) {
-      const bool has_col = col < cols;
-      for (int row = copied_row; row < rows; row += kRowsAtOnce) {
-        const int64_t offset = min(row, count - 1) * cols + (has_col ? col : 0);
-        aril::copy_async(to.chunk(row, chunk), from + offset, has_col && row < count ? 16 : 0);
+    int64_t copied_rows[kRows / kRowsAtOnce];  // of x
+#pragma unroll
+    for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+      const int64_t row = tile.first + min(i * kRowsAtOnce + copied_row, tile.count - 1);
+      copied_rows[i] = tokens == nullptr ? row : tokens[row];
+    }
+    T* const stages = reinterpret_cast<T*>(shared);
+    const auto load_weights = [&](int64_t first_col, int stage) {
+      const Rows to{stages + stage * kStageElems + kRows * kColsPerStage};
+      const int64_t col = first_col + chunk * 8;
+      if (first_col >= cols) return;
+#pragma unroll
+      for (int i = 0; i < kOuts / kRowsAtOnce; ++i) {
+        const int row = i * kRowsAtOnce + copied_row;
+        const int out = kGated ? row / 16 * 8 + row % 8 : row;
+        const int64_t skipped = kGated ? row / 8 % 2 * width : 0;
+        const bool is_there = out < num_outs && col < cols;
+        const T* const from = weights + (skipped + min(out, num_outs - 1)) * cols;
+        aril::copy_async(to.chunk(row, chunk), from + (col < cols ? col : 0), is_there ? 16 : 0);
       }
     };
-    T* const stages = reinterpret_cast<T*>(shared);
-    const auto load = [&](int64_t col, int stage) {
-      if (col < cols) {
-        const Rows x_rows{stages + stage * kStageElems};
-        copy_rows(x_rows, x, kRows, tile.count, col + chunk * 8);
-        copy_rows({x_rows.data + kRows * kColsPerStage}, weights, kOuts, num_outs, col + chunk * 8);
+    // Ends the stage's group of copies.
+    const auto load_rows = [&](int64_t first_col, int stage) {
+      const Rows to{stages + stage * kStageElems};
+      const int64_t col = first_col + chunk * 8;
+      if (first_col < cols) {
+#pragma unroll
+        for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+          const int row = i * kRowsAtOnce + copied_row;
+          const bool is_there = row < tile.count && col < cols;
+          aril::copy_async(to.chunk(row, chunk), x + copied_rows[i] * cols + (col < cols ? col : 0),
+                           is_there ? 16 : 0);
+        }
       }
       aril::commit_copies();
     };
+    // The rows of x are found while the first weights are on their way.
+    constexpr int kLead = 2;
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) load(stage * kColsPerStage, stage);
+    for (int stage = 0; stage < kStages - 1 + kLead; ++stage) {
+      if (stage < kStages - 1) load_weights(stage * kColsPerStage, stage);
+      if (stage >= kLead && !bounds_are_old) {
+        load_rows((stage - kLead) * kColsPerStage, stage - kLead);
+      }
+    }
+    if (bounds_are_old) {
+      aril::wait_for_predecessors();
+      aril::launch_dependents();
+#pragma unroll
+      for (int stage = 0; stage < kStages - 1; ++stage) load_rows(stage * kColsPerStage, stage);
+    }
 
     float sums[kWarpRows / 16][kWarpOuts / 8][4] = {};
     int stage = 0;
@@ -457,7 +789,9 @@ struct GroupedGemm {
       aril::wait_for_copies<kStages - 2>();
       // What is copied next takes the place of what all have multiplied.
       __syncthreads();
-      load(col + (kStages - 1) * kColsPerStage, stage == 0 ? kStages - 1 : stage - 1);
+      const int free = stage == 0 ? kStages - 1 : stage - 1;
+      load_weights(col + (kStages - 1) * kColsPerStage, free);
+      load_rows(col + (kStages - 1) * kColsPerStage, free);
       const Rows x_rows{stages + stage * kStageElems};
       const Rows w_rows{x_rows.data + kRows * kColsPerStage};
 #pragma unroll
@@ -485,18 +819,30 @@ struct GroupedGemm {
       for (int half = 0; half < 2; ++half) {
         const int row = warp_row + i * 16 + half * 8 + lane / 4;
         if (row >= tile.count) continue;
-        T* const to = y + (tile.first + row) * outs + first_out;
+        T* const to = y + (tile.first + row) * width + first_out;
 #pragma unroll
         for (int n = 0; n < kWarpOuts / 8; ++n) {
-          const int out = warp_out + n * 8 + lane % 4 * 2;
-          if (out < num_outs) to[out] = static_cast<T>(sums[i][n][2 * half]);
-          if (out + 1 < num_outs) to[out + 1] = static_cast<T>(sums[i][n][2 * half + 1]);
+          if (kGated && n % 2 != 0) continue;
+          const int out = (kGated ? warp_out / 2 + n * 4 : warp_out + n * 8) + lane % 4 * 2;
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float value = sums[i][n][2 * half + e];
+            if constexpr (kGated) {
+              const float gate = round_to<T>(value);
+              value =
+                  gate * aril::detail::sigmoid(gate) * round_to<T>(sums[i][n + 1][2 * half + e]);
+            }
+            if (out + e < num_outs) to[out + e] = static_cast<T>(value);
+          }
         }
       }
     }
   }
 };
 
+// Of few routes: small blocks, with more of the weights in flight.
+template <typename T>
+using FewGemm = GroupedGemm<T, 16, 32, 16, 16, 8>;
 template <typename T>
 using NarrowGemm = GroupedGemm<T, 16, 64, 16, 16, 5>;
 template <typename T>

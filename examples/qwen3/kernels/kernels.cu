@@ -567,13 +567,20 @@ KERNELS(float, f32)
                            tokens);                                                               \
   }
 
-// Grouped GEMMs of weights of 16 bits, by the rows of a block.
-#define GROUPED_GEMM(T, suffix, rows, Gemm)                                                     \
-  extern "C" __global__ void __launch_bounds__(Gemm<T>::kThreadsPerBlock)                       \
-      grouped_gemm_##rows##_##suffix(const T* x, const T* weights, const int32_t* bounds, T* y, \
-                                     int64_t experts, int64_t outs, int64_t cols) {             \
-    Gemm<T>::run(x, weights, bounds, y, experts, outs, cols);                                   \
+// Grouped GEMMs of weights of 16 bits, by the rows and outputs of a block.
+#define GROUPED_GEMM(T, name, Gemm, gated)                                                   \
+  extern "C" __global__ void __launch_bounds__(Gemm<T>::kThreadsPerBlock)                    \
+      name(const T* x, const int32_t* tokens, const T* weights, const int32_t* bounds, T* y, \
+           int64_t experts, int64_t outs, int64_t cols, int32_t bounds_are_old) {            \
+    Gemm<T>::run<gated>(x, tokens, weights, bounds, y, experts, outs, cols, bounds_are_old); \
   }
+#define GROUPED_GEMMS(T, suffix)                                   \
+  GROUPED_GEMM(T, grouped_gemm_16x32_##suffix, FewGemm, false)     \
+  GROUPED_GEMM(T, grouped_gemm_16x64_##suffix, NarrowGemm, false)  \
+  GROUPED_GEMM(T, grouped_gemm_64x128_##suffix, MiddleGemm, false) \
+  GROUPED_GEMM(T, grouped_gemm_128x128_##suffix, WideGemm, false)  \
+  GROUPED_GEMM(T, grouped_gemm_silu_16x32_##suffix, FewGemm, true) \
+  GROUPED_GEMM(T, grouped_gemm_silu_16x64_##suffix, NarrowGemm, true)
 
 ATTENTION(__nv_bfloat16, bf16, 32)
 ATTENTION(__nv_bfloat16, bf16, 64)
@@ -582,9 +589,18 @@ ATTENTION(__half, f16, 32)
 ATTENTION(__half, f16, 64)
 ATTENTION(__half, f16, 128)
 
-GROUPED_GEMM(__nv_bfloat16, bf16, 16, NarrowGemm)
-GROUPED_GEMM(__nv_bfloat16, bf16, 64, MiddleGemm)
-GROUPED_GEMM(__nv_bfloat16, bf16, 128, WideGemm)
-GROUPED_GEMM(__half, f16, 16, NarrowGemm)
-GROUPED_GEMM(__half, f16, 64, MiddleGemm)
-GROUPED_GEMM(__half, f16, 128, WideGemm)
+GROUPED_GEMMS(__nv_bfloat16, bf16)
+GROUPED_GEMMS(__half, f16)
+
+// The router and the routes of few tokens.
+#define ROUTE_FEW(T, suffix)                                                                       \
+  extern "C" __global__ void __launch_bounds__(kRouterThreads) route_few_##suffix(                 \
+      const T* x, const T* router, T* scores, int32_t* ids, float* weights, int32_t* row_of_route, \
+      int32_t* token_of_row, int32_t* bounds, int32_t* arrivals, int64_t cols, int64_t tokens,     \
+      int64_t experts, int64_t first_held, int64_t num_held, int64_t top_k, int32_t normalized) {  \
+    route_few(x, router, scores, ids, weights, row_of_route, token_of_row, bounds, arrivals, cols, \
+              tokens, experts, first_held, num_held, top_k, normalized);                           \
+  }
+
+ROUTE_FEW(__nv_bfloat16, bf16)
+ROUTE_FEW(__half, f16)

@@ -102,6 +102,27 @@ pub mod sampling {
     pub const BLOCKS: usize = 8;
 }
 
+/// Launches of `route_few` of `experts.cuh`: the router, `choose_experts` and `sort_routes` in one.
+pub mod route {
+    /// Threads of a block: `kRouterThreads`.
+    pub const THREADS: u32 = 512;
+
+    /// With more tokens, the separate kernels are faster.
+    const TOKENS: usize = 16;
+
+    /// Whether it is for so many tokens, each with a row of `cols` elements of 16 bits: a thread for each route, `kFewExperts` and
+    /// `kFewTopK`.
+    pub fn fits(tokens: usize, experts: usize, top_k: usize, cols: usize) -> bool {
+        let is_few = tokens <= TOKENS && tokens * top_k <= THREADS as usize && experts <= 256 && top_k <= 32;
+        is_few && cols > 0 && cols.is_multiple_of(16)
+    }
+
+    /// Blocks: each has `kRouterExperts`.
+    pub fn blocks(experts: usize) -> usize {
+        experts.div_ceil(16)
+    }
+}
+
 /// Launches of the grouped GEMMs of `experts.cuh`.
 pub mod grouped_gemm {
     /// What a block of a kernel has.
@@ -120,11 +141,28 @@ pub mod grouped_gemm {
     /// Of `grouped_gemm` and `grouped_gemm_int4`: `kTileRows` and `kTileOuts`.
     pub const SIMPLE: Tile = Tile { rows: 32, outs: 64, threads: super::THREADS, shared_bytes: 0 };
 
-    /// Of `grouped_gemm_16`, `_64` and `_128`: `NarrowGemm`, `MiddleGemm` and `WideGemm`.
-    pub const TENSOR: [Tile; 3] = [tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
+    /// Of `grouped_gemm_16x32` and so on, by rows and outputs: `FewGemm`, `NarrowGemm`, `MiddleGemm` and `WideGemm`. All give the same
+    /// bits.
+    pub const TENSOR: [Tile; 4] =
+        [tile(16, 32, 64, 8), tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
+
+    /// The first tiles of `TENSOR`, which have kernels with the activation, `grouped_gemm_silu_16x32` and `_16x64`.
+    pub const ACTIVATED: usize = 2;
 
     /// Elements of 16 bits that `TENSOR` copies at a time: rows must be whole multiples.
     pub const VECTOR: usize = 8;
+
+    /// The place in `TENSOR` of the kernel for so many routes: the one with the fewest rows of a tile that has room for the routes of an
+    /// expert, if those to all ranks are spread evenly over `experts`.
+    pub fn tensor_for(routes: usize, experts: usize) -> usize {
+        // The blocks of the first one fill the device with few experts.
+        const FEW_ROUTES: usize = 32;
+        let fits = |tile: &Tile| routes <= tile.rows * experts;
+        match routes {
+            0..=FEW_ROUTES => 0,
+            _ => 1 + TENSOR[1..].iter().position(fits).unwrap_or(TENSOR.len() - 2),
+        }
+    }
 
     /// Stages have 64 columns of 2 bytes.
     const fn tile(rows: usize, outs: usize, threads: u32, stages: usize) -> Tile {
