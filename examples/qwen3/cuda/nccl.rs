@@ -13,7 +13,6 @@ use std::{
 use aril::{
     DType, Element,
     cuda::{LaunchError, Queue},
-    model::TpRank,
 };
 use cudarc::{
     driver::{
@@ -67,10 +66,6 @@ impl Nccl {
         // SAFETY: it was written.
         let communicator = unsafe { communicator.assume_init() };
         Ok(Self { communicator, is_aborted: Cell::new(false), rank: rank.clone(), queue: queue.clone() })
-    }
-
-    pub(super) fn tp(&self) -> TpRank {
-        self.rank.tp()
     }
 
     /// Waits until all ranks have come this far.
