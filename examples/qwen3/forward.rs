@@ -109,6 +109,7 @@ pub(crate) struct Session<'m, D: Device + 'm> {
 /// What the layers keep.
 pub(crate) struct State<'m, D: Device + 'm> {
     fused: Vec<FusedLayer<'m, D>>,
+    fused_head: Option<D::FusedLinear<'m>>,
     pub(crate) caches: Vec<Cache<D>>,
     rope: Rope<D>,
     grouping: D::Grouping,
@@ -121,6 +122,7 @@ impl<D: Device> Model<'_, D> {
         let features = heads.kv_features();
         let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
         let fused = |layer: &'m Linear<D>| device.fused_linear(adapters, layer.id, &layer.base);
+        let head = self.head.as_ref().unwrap_or(&self.embed);
         let fused_layer = |layer: &'m Layer<D>| {
             let (gate_up, down) = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => (fused(gate_up)?, fused(down)?),
@@ -130,6 +132,7 @@ impl<D: Device> Model<'_, D> {
         };
         let state = State {
             fused: layers.iter().map(fused_layer).collect::<Result<_>>()?,
+            fused_head: device.fused_linear(adapters, self.head_id, head)?,
             caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
             rope: self.rope(positions)?,
             grouping: device.grouping(*routes)?,
@@ -163,7 +166,8 @@ impl<D: Device> Model<'_, D> {
         let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
         let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
-        self.logits(&h, &mut Lora { step: &mut lora, has_adapters })
+        let fusion = Fusion::of(step.sampled.len(), step.sampled.len() <= FUSED_TOKENS);
+        self.logits(state, &h, fusion, &mut Lora { step: &mut lora, has_adapters })
     }
 
     /// Uploads the indices of a step.
@@ -185,7 +189,7 @@ impl<D: Device> Model<'_, D> {
     /// Runs the layers, and returns the hidden states of all tokens: `[tokens, hidden]`.
     pub(crate) fn hidden(
         &self,
-        State { fused, caches, rope, grouping }: &mut State<'_, D>,
+        State { fused, caches, rope, grouping, .. }: &mut State<'_, D>,
         Inputs { ids, places }: &Inputs<D>,
         fusion: Fusion,
         lora: &mut Lora<'_, '_, D>,
@@ -214,18 +218,23 @@ impl<D: Device> Model<'_, D> {
                 None => device.rms_norm(&h, &layer.input_norm, eps)?,
                 Some(y) => device.add_rms_norm(&mut h, y, &layer.input_norm, eps)?,
             };
-            let mut qkv = self.linear(&x, &layer.qkv, fused.and_then(|fused| fused.qkv.as_ref()), lora)?;
+            let mut qkv = self.linear(&x, layer.qkv.parts(), fused.and_then(|fused| fused.qkv.as_ref()), lora)?;
             let norms = HeadNorms { q: &layer.q_norm, k: &layer.k_norm, eps };
             device.rotate_and_append(&mut qkv, heads, norms, rope, places, cache)?;
             let x = device.attention(&qkv, heads, places, cache)?;
-            let mut y = self.linear(&x, &layer.o, fused.and_then(|fused| fused.o.as_ref()), lora)?;
+            let mut y = self.linear(&x, layer.o.parts(), fused.and_then(|fused| fused.o.as_ref()), lora)?;
             device.all_reduce(&mut y)?;
 
             let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
             let mut y = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
-                    let gate_up = self.linear(&x, gate_up, fused_gate_up, lora)?;
-                    self.linear(&device.silu_mul(&gate_up)?, down, fused.and_then(|fused| fused.down.as_ref()), lora)?
+                    let gate_up = self.linear(&x, gate_up.parts(), fused_gate_up, lora)?;
+                    self.linear(
+                        &device.silu_mul(&gate_up)?,
+                        down.parts(),
+                        fused.and_then(|fused| fused.down.as_ref()),
+                        lora,
+                    )?
                 }
                 Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora.step)?,
             };
@@ -239,30 +248,35 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// The logits of hidden states: `[tokens, vocab]`.
-    pub(crate) fn logits(&self, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
+    pub(crate) fn logits(
+        &self,
+        state: &State<'_, D>,
+        h: &D::Tensor,
+        fusion: Fusion,
+        lora: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
         let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
-        let mut logits = self.device.gemm(&x, self.head.as_ref().unwrap_or(&self.embed))?;
-        if lora.has_adapters {
-            self.device.add_delta(&self.head_lora, lora.step, &x, &mut logits)?;
-        }
+        let base = self.head.as_ref().unwrap_or(&self.embed);
+        let fused = state.fused_head.as_ref().filter(|_| fusion == Fusion::All);
+        let logits = self.linear(&x, (base, &self.head_lora), fused, lora)?;
         self.device.all_gather(logits, self.config.vocab)
     }
 
-    /// On the rank's part of a layer, the base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a linear layer. With few tokens,
-    /// one operation of the library does both.
+    /// On the rank's part of a layer, the base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a
+    /// linear layer. With few tokens, one operation of the library does both.
     fn linear(
         &self,
         x: &D::Tensor,
-        layer: &Linear<D>,
+        (base, layer): (&D::Weight, &D::LoraLinear),
         fused: Option<&D::FusedLinear<'_>>,
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         if let Some(fused) = fused {
             return self.device.forward(fused, lora.step, x);
         }
-        let mut y = self.device.gemm(x, &layer.base)?;
+        let mut y = self.device.gemm(x, base)?;
         if lora.has_adapters {
-            self.device.add_delta(&layer.lora, lora.step, x, &mut y)?;
+            self.device.add_delta(layer, lora.step, x, &mut y)?;
         }
         Ok(y)
     }

@@ -35,6 +35,7 @@ pub(crate) struct Model<'d, D: Device> {
     pub(crate) norm: D::Tensor,
     /// Absent if it is tied to the embedding. Its adapters and those of the embedding are separate in either case.
     pub(crate) head: Option<D::Weight>,
+    pub(crate) head_id: LinearId,
     pub(crate) head_lora: D::LoraLinear,
     pub(crate) adapters: D::Adapters,
 }
@@ -55,6 +56,12 @@ pub(crate) struct Linear<D: Device> {
     pub(crate) id: LinearId,
     pub(crate) base: D::Weight,
     pub(crate) lora: D::LoraLinear,
+}
+
+impl<D: Device> Linear<D> {
+    pub(crate) fn parts(&self) -> (&D::Weight, &D::LoraLinear) {
+        (&self.base, &self.lora)
+    }
 }
 
 pub(crate) enum Mlp<D: Device> {
@@ -132,6 +139,7 @@ impl<'d, D: Device> Model<'d, D> {
             layers,
             norm,
             head,
+            head_id: sites.head,
             head_lora: device.lora_linear(&table, sites.head)?,
             adapters: table,
         })

@@ -51,9 +51,9 @@ impl Routing {
         self.queue().enter()?;
         let stream = self.queue().raw();
         // SAFETY: the memory belongs to this stream.
-        let raw = unsafe { self.raw.update(batch, stream) }?;
+        unsafe { self.raw.update(batch, stream) }?;
         self.set_slots(batch.slots());
-        Ok(RoutedBatch { raw, routing: self })
+        Ok(RoutedBatch { raw: self.raw.batch_of(batch.slots()), routing: self })
     }
 
     /// Whether [`update`](Self::update) has a free staging buffer.

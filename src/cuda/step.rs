@@ -33,7 +33,8 @@ impl<'a> Step<'a> {
         &self.queue
     }
 
-    /// The step in the raw API, for further operations there. A captured step does not keep their operands alive.
+    /// The step in the raw API, for further operations there. A captured step does not keep their operands alive. Those of another step
+    /// are enqueued before the next update of the routing, and not captured: its launches are sized for the slots of its batch.
     pub fn raw(&self) -> raw::Step {
         self.raw
     }

@@ -5,6 +5,8 @@ use super::{
     thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, is_small_m},
 };
 use crate::model::MAX_RANK;
+#[cfg(any(feature = "cuda", test))]
+use crate::slot::Slot;
 
 /// Upper bounds on batches and adapters. They size every buffer, so that no step allocates.
 ///
@@ -56,6 +58,25 @@ impl Capacity {
         limit("num_slots", self.num_slots, MAX_SLOTS)?;
         limit("max_rank", self.max_rank, MAX_RANK)?;
         Ok(self)
+    }
+
+    /// This capacity with as many slots as the tokens of a batch have.
+    #[cfg(any(feature = "cuda", test))]
+    pub(crate) fn of_batch(self, slots: &[Slot]) -> Self {
+        let (mut seen, mut num_slots, mut last) = ([0_u64; MAX_SLOTS.div_ceil(64)], 0, Slot::BASE);
+        for &slot in slots {
+            // In a prefill, neighbours mostly have the same slot.
+            if slot == last {
+                continue;
+            }
+            last = slot;
+            if let Some(index) = slot.index().filter(|&index| index < self.num_slots) {
+                let (word, bit) = (&mut seen[index / 64], 1 << (index % 64));
+                num_slots += usize::from(*word & bit == 0);
+                *word |= bit;
+            }
+        }
+        self.slots(num_slots)
     }
 
     /// The largest number of tiles in an operation on `num_tokens` tokens. A tile holds tokens of one slot, so each slot can leave
@@ -183,4 +204,38 @@ impl AlignCapacity {
 /// Rejects a value outside `1..=max`.
 pub(super) fn limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
     if (1..=max).contains(&value) { Ok(()) } else { Err(PlanError::Limit { what, value, max }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::routing::Segments;
+
+    proptest! {
+        /// A batch has as many slots as segments, and its tiles are within the bounds: with base tokens, slots outside the table, and
+        /// tokens of a slot that follow each other or do not.
+        #[test]
+        fn a_batch_has_the_slots_of_its_tokens(
+            num_slots in 1..=MAX_SLOTS,
+            runs in prop::collection::vec((-3..=8200_i32, 0..10_i32, 1..=100_usize), 0..=40),
+        ) {
+            // Slots anywhere, or a few over and over.
+            let slots = runs.iter().flat_map(|&(slot, few, len)| vec![if few < 7 { few - 1 } else { slot }; len]);
+            let slots: Vec<Slot> = slots.map(bytemuck::cast).collect();
+            let capacity = Capacity::tokens(slots.len().max(1)).slots(num_slots).rank(8);
+            let (of_batch, segments) = (capacity.of_batch(&slots), Segments::new(&slots, num_slots));
+            prop_assert_eq!(of_batch, capacity.slots(segments.len()));
+            let base = slots.len() - segments.iter().map(|(_, tokens)| tokens.len()).sum::<usize>();
+            let groups = || segments.iter().map(|(_, tokens)| tokens.len()).chain([base]);
+            for (size, bound) in [
+                (TOKENS_PER_TILE, of_batch.max_small_tiles(slots.len())),
+                (WIDE_TILE, of_batch.max_wide_tiles(slots.len())),
+            ] {
+                let tiles = groups().map(|tokens| tokens.div_ceil(size)).sum::<usize>();
+                prop_assert!(tiles <= bound && bound <= tiles + segments.len() + 1, "{tiles} tiles, {bound}");
+            }
+        }
+    }
 }

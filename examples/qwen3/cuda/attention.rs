@@ -10,10 +10,10 @@ use aril::{
     DType, Element,
     cuda::{Buffer, Queue},
 };
-use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, LaunchArgs, PushKernelArg as _};
+use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr};
 use qwen3_kernels::attention::{DIMS, Kernel, MAX_GROUP, THREADS, decode_grid, max_splits, prefill_grid};
 
-use super::{Cuda, Matrix, MemoryFor as _, launch, launch_blocks, load_with_shared};
+use super::{Cuda, Launch, Matrix, MemoryFor as _, launch, launch_blocks, load_with_shared};
 use crate::{
     config::Heads,
     device::{Cache, Places},
@@ -131,7 +131,7 @@ struct Call<'a, T: Element + DeviceRepr> {
 }
 
 impl<T: Element + DeviceRepr> Call<'_, T> {
-    fn push<'a>(&'a self, kernel: &mut LaunchArgs<'a>) {
+    fn push<'a>(&'a self, kernel: &mut Launch<'a>) {
         let Self { qkv, heads, places, cache, out, block_rows, scale } = self;
         kernel.arg(&qkv.address).arg(&cache.keys.address).arg(&cache.values.address);
         kernel.arg(&places.positions.address).arg(&places.sequences.address).arg(&places.table.first_rows.address);

@@ -4,7 +4,7 @@ use aril::{
     Element,
     cuda::{Buffer, PinnedBuffer, Queue},
 };
-use cudarc::driver::{CudaEvent, DeviceRepr, PushKernelArg as _, ValidAsZeroBits};
+use cudarc::driver::{CudaEvent, DeviceRepr, ValidAsZeroBits};
 use qwen3_kernels::sampling::{BLOCKS, THREADS};
 
 use super::{Cuda, Matrix, MemoryFor as _, launch_blocks, nccl::Nccl};

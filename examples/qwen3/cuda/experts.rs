@@ -4,11 +4,11 @@
 use std::{ops::Range, result, sync::Arc};
 
 use aril::{DType, Element, cuda};
-use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError, LaunchArgs, PushKernelArg as _};
+use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError};
 
 use qwen3_kernels::grouped_gemm::{SIMPLE, TENSOR, Tile, VECTOR};
 
-use super::{Cuda, Matrix, launch, launch_blocks, load_with_shared};
+use super::{Cuda, Launch, Matrix, launch, launch_blocks, load_with_shared};
 use crate::{
     device::Device as _,
     error::Result,
@@ -185,7 +185,7 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
 /// Enqueues a grouped GEMM whose factors are already arguments.
 fn multiply<T: Element + DeviceRepr>(
     tiled: &Tiled,
-    kernel: LaunchArgs<'_>,
+    kernel: Launch<'_>,
     ExpertsShape { experts, out_features, in_features }: ExpertsShape,
     routes: &Routes,
     y: &mut Matrix<T>,

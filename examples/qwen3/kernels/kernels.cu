@@ -9,7 +9,8 @@
 // bounds.
 //
 // A kernel whose result a linear layer of the library reads lets it start early: until the kernel
-// has completed, the layer loads weights.
+// has completed, the layer loads weights. A kernel that reads the result of such a layer may start
+// early too, and waits for it before it accesses memory.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -144,6 +145,7 @@ __device__ void add_rms_norm_of(T* x,             // [rows, cols]
 template <typename T>
 __device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) {
   aril::launch_dependents();
+  aril::wait_for_predecessors();
   if (cols % kWide<T> == 0) {
     add_rms_norm_of<T, kWide<T>>(x, y, weight, out, cols, eps);
   } else {
@@ -242,6 +244,7 @@ __device__ void rotate_and_append(T* qkv,           // [tokens, (query_heads + 2
                                   T* keys,                   // [cache rows, kv_heads * dim]
                                   T* values,                 // [cache rows, kv_heads * dim]
                                   int64_t query_heads, int64_t kv_heads, int64_t dim, float eps) {
+  aril::wait_for_predecessors();
   const int64_t token = blockIdx.x, heads = query_heads + 2 * kv_heads;
   const int64_t head = int64_t{blockIdx.y} * (kThreads / kHeadLanes) + threadIdx.x / kHeadLanes;
   T* const x = qkv + (token * heads + min(head, heads - 1)) * dim;
@@ -373,6 +376,7 @@ __device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
                          T* out,            // [rows, cols]
                          int64_t cols) {
   aril::launch_dependents();
+  aril::wait_for_predecessors();
   const T* const gates = gate_up + blockIdx.x * 2 * cols;
   for_part<T>(cols, [&](int64_t col, auto width) {
     using Vec = Vector<T, decltype(width)::value>;

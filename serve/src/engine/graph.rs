@@ -268,8 +268,9 @@ impl<D: Capture> Captured<D> {
     ) -> Result<Option<Self>> {
         let captured = model.device.capture(&model.adapters, buffers, batch.tokens, |step| {
             let mut lora = Lora { step, has_adapters };
-            let h = model.hidden(state, &batch.inputs, Fusion::of(batch.tokens, is_fused), &mut lora)?;
-            model.logits(&h, &mut lora)
+            let fusion = Fusion::of(batch.tokens, is_fused);
+            let h = model.hidden(state, &batch.inputs, fusion, &mut lora)?;
+            model.logits(state, &h, fusion, &mut lora)
         })?;
         Ok(captured.map(|(graph, logits)| Self { graph, logits }))
     }

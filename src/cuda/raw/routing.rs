@@ -178,10 +178,23 @@ impl Routing {
     /// [`LaunchError::Capacity`] if `num_tokens` exceeds the capacity.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<RoutedBatch, LaunchError> {
         LaunchError::within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
-        let max_tiles = self.capacity.max_tiles(num_tokens);
-        let max_small_tiles = self.capacity.max_small_tiles(num_tokens);
-        let max_wide_tiles = self.capacity.max_wide_tiles(num_tokens);
-        Ok(RoutedBatch { routing: self.routing, num_tokens, max_tiles, max_small_tiles, max_wide_tiles })
+        Ok(self.bounded(num_tokens, self.capacity))
+    }
+
+    /// The batch of the last update, whose tokens had these slots. Its bounds are for these alone: its operations are enqueued before
+    /// the next update, and not captured.
+    pub(in crate::cuda) fn batch_of(&self, slots: &[Slot]) -> RoutedBatch {
+        self.bounded(slots.len(), self.capacity.of_batch(slots))
+    }
+
+    fn bounded(&self, num_tokens: usize, capacity: Capacity) -> RoutedBatch {
+        RoutedBatch {
+            routing: self.routing,
+            num_tokens,
+            max_tiles: capacity.max_tiles(num_tokens),
+            max_small_tiles: capacity.max_small_tiles(num_tokens),
+            max_wide_tiles: capacity.max_wide_tiles(num_tokens),
+        }
     }
 
     unsafe fn route(
