@@ -75,7 +75,8 @@ pub(crate) fn device_count() -> usize {
 
 /// A GPU, computing on `T`.
 pub(crate) struct Cuda<T> {
-    /// Of several ranks.
+    tp: TpRank,
+    /// Of several ranks. Without it, nothing is exchanged with others.
     nccl: Option<Nccl>,
     pub(crate) queue: Queue,
     functions: Functions,
@@ -154,7 +155,7 @@ pub(crate) struct Buffers {
 impl<T: Element + DeviceRepr> Cuda<T> {
     /// A GPU for one rank of a group. Waits for those of the others.
     pub(crate) fn of_rank(ordinal: usize, rank: &Rank) -> Result<Self> {
-        let mut device = Self::new(ordinal)?;
+        let mut device = Self::without_collectives(ordinal, rank.tp())?;
         if rank.tp().size() > 1 {
             device.nccl = Some(Nccl::new(&device.queue, rank)?);
         }
@@ -162,6 +163,11 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
+        Self::without_collectives(ordinal, TpRank::SINGLE)
+    }
+
+    /// A GPU that computes the part of one rank, without the others: what would be exchanged is left out, for times alone.
+    pub(crate) fn without_collectives(ordinal: usize, tp: TpRank) -> Result<Self> {
         let context = context(ordinal)?;
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
         let module = context.load_module(Ptx::from_binary(qwen3_kernels::IMAGE.to_vec()));
@@ -173,6 +179,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let gemm = Gemm::new(T::DTYPE, &queue)?;
         let route_arrivals = Buffer::zeros(&queue, 1).memory_for("a counter")?;
         Ok(Self {
+            tp,
             nccl: None,
             queue,
             functions,
@@ -628,7 +635,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
             }
             Linear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
         };
-        let Some(nccl) = &self.nccl else { bail!("a fully sharded layer is for a group of ranks") };
+        let Some(nccl) = &self.nccl else { bail!("a fully sharded layer needs the other ranks") };
         let [rows, cols] = exchange.sent(x.rows, max_rank);
         let mut v = self.alloc::<f32>(rows, cols)?;
         layer.shrink(step, x.operand()?, v.operand_mut()?)?;
@@ -842,7 +849,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn tp(&self) -> TpRank {
-        self.nccl.as_ref().map_or(TpRank::SINGLE, Nccl::tp)
+        self.tp
     }
 
     fn all_reduce(&self, y: &mut Matrix<T>) -> Result<()> {
@@ -853,7 +860,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn all_gather(&self, x: Matrix<T>, cols: usize) -> Result<Matrix<T>> {
         let Some(nccl) = &self.nccl else { return Ok(x) };
-        let mut parts = self.alloc(nccl.tp().size() * x.rows, x.cols)?;
+        let mut parts = self.alloc(self.tp.size() * x.rows, x.cols)?;
         let mut out = self.alloc(x.rows, cols)?;
         nccl.all_gather(&x, &mut parts, &mut out)?;
         Ok(out)

@@ -25,6 +25,7 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
+    model::TpRank,
     plan::{Capacity, MAX_FORWARD_TOKENS},
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source},
 };
@@ -112,6 +113,10 @@ pub struct Arguments {
     /// Each GPU of the group has a part of both factors of linear layers. Such figures are printed alone
     #[arg(long, requires = "tp", conflicts_with = "out")]
     pub fully_sharded_loras: bool,
+    /// What the first GPU of the group computes, on this GPU alone, without what the GPUs exchange: the difference to the figures of the
+    /// group is the time of its collectives. Such figures are printed alone
+    #[arg(long, requires = "tp", conflicts_with_all = ["out", "fully_sharded_loras"])]
+    pub without_collectives: bool,
     /// Sequences of a step
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 32, 64, 128, 256])]
     pub batches: Vec<usize>,
@@ -242,9 +247,10 @@ pub fn run(arguments: &Arguments) -> std::result::Result<(), String> {
 }
 
 fn measure(arguments: &Arguments) -> Result<()> {
-    let (record, measured) = match arguments.tp {
-        0 | 1 => measure_rank(arguments, &Rank::default())?,
-        size => (measure_ranks(arguments, &Rank::threads(size, RANK_LIMIT)?)?, Ok(())),
+    let (record, measured) = if arguments.tp < 2 || arguments.without_collectives {
+        measure_rank(arguments, &Rank::default())?
+    } else {
+        (measure_ranks(arguments, &Rank::threads(arguments.tp, RANK_LIMIT)?)?, Ok(()))
     };
     if let Some(path) = &arguments.out {
         let mut records = match fs::read(path) {
@@ -278,7 +284,11 @@ fn measure_ranks(arguments: &Arguments, ranks: &[Rank]) -> Result<Record> {
 /// Measures on one rank. Returns what was measured before an error, too.
 fn measure_rank(arguments: &Arguments, rank: &Rank) -> Result<(Record, Result<()>)> {
     let start = Instant::now();
-    let device = Cuda::<bf16>::of_rank(arguments.device + rank.local(), rank)?;
+    let device = if arguments.without_collectives {
+        Cuda::<bf16>::without_collectives(arguments.device, TpRank::new(0, arguments.tp)?)?
+    } else {
+        Cuda::<bf16>::of_rank(arguments.device + rank.local(), rank)?
+    };
     let gpu = device.queue.stream().context().name()?;
     let read_gb_per_s = read_rate(&device)?;
     let (commit, tp) = (option_env!("ARIL_COMMIT"), rank.tp().size());
@@ -291,7 +301,11 @@ fn measure_rank(arguments: &Arguments, rank: &Rank) -> Result<(Record, Result<()
         failures: Vec::new(),
         is_printed: rank.tp().rank() == 0,
     };
-    record.print(&format!("{} x {}: a kernel reads {read_gb_per_s:.0} GB/s", record.meta.tp, record.meta.gpu));
+    let part = match device.tp().size() {
+        size if size == tp => String::new(),
+        size => format!(", which computes the part of one of {size}, without collectives"),
+    };
+    record.print(&format!("{tp} x {}{part}: a kernel reads {read_gb_per_s:.0} GB/s", record.meta.gpu));
     let models = arguments.models.iter();
     let measured =
         models.map(|model| measure_model(&device, rank, arguments, model, &mut record).context(model.display()));
@@ -383,7 +397,7 @@ fn measure_model(
     if expert_parallel && config.moe.is_none() {
         bail!("--ep: the model has no experts");
     }
-    let described = describe(&config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
+    let described = describe(&config, Split { tp: device.tp(), expert_parallel, fully_sharded })?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
     let max_tokens = max_batch.max(largest(&arguments.prefills));
@@ -444,8 +458,8 @@ fn measure_model(
         measure_prefill(&model, &mut session, &mut adapters, (&name, context), record)?;
     }
     record.print(&format!(
-        "{:>7} {:>5} {:>8} {:>4} {:>6} {:>10} {:>10} {:>10} {:>10}",
-        "context", "batch", "adapters", "rank", "base", "p50 us", "p90 us", "on gemm", "on own"
+        "{:>7} {:>5} {:>8} {:>4} {:>6} {:>10} {:>10} {:>10} {:>10} {:>11}",
+        "context", "batch", "adapters", "rank", "base", "p50 us", "p90 us", "on gemm", "on own", "a layer"
     ));
     for (batch, context) in steps {
         // All ranks measure the same steps.
@@ -454,13 +468,13 @@ fn measure_model(
             record.failures.push(format!("{name}, {batch} sequences of {context} tokens: no time was left"));
             continue;
         }
-        let bytes = step_bytes(&config, batch, context) / rank.tp().size() as u64;
+        let bytes = step_bytes(&config, batch, context) / device.tp().size() as u64;
         let mut timer =
             Timer { device, arguments, model: &model, session: &mut session, name: &name, batch, context, bytes };
         timer.measure(&mut adapters, record)?;
     }
     drop(session);
-    if rank.tp().size() > 1 {
+    if device.tp().size() > 1 {
         return Ok(());
     }
     let Adapters { pool, sources, .. } = adapters;
@@ -833,7 +847,11 @@ impl Timer<'_, '_> {
         let floor_us = bytes as f64 / record.meta.read_gb_per_s / 1e3;
         let added: Vec<String> = match adapters {
             0 => vec![format!("{:.2} of the floor", floor_us / p50_us)],
-            _ => others.iter().map(|other| format!("{:>+8.1} %", (p50_us / other - 1.0) * 100.0)).collect(),
+            _ => {
+                let a_layer = |other: &f64| format!("{:>+8.2} us", (p50_us - other) / self.model.layers.len() as f64);
+                let shares = others.iter().map(|other| format!("{:>+8.1} %", (p50_us / other - 1.0) * 100.0));
+                shares.chain(others.last().map(a_layer)).collect()
+            }
         };
         record.print(&format!(
             "{context:>7} {batch:>5} {adapters:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {}",

@@ -1,19 +1,21 @@
 //! The collectives of a tensor-parallel group, by NCCL. They are enqueued on the device's stream and can be captured.
 //!
-//! A rank that ends leaves the others in a kernel that waits for it. So the host waits for its results only in [`Nccl::wait`], which
-//! aborts the communicator then.
+//! A rank that ends leaves the others in a kernel that waits for it, or in a call that connects to it. So the communicator does not block,
+//! and the host waits for calls and results only where it looks after the other ranks; then it aborts the communicator.
+//!
+//! NCCL ends the kernels and the calls at once, but its abort returns after the last graph with its collectives is dropped, of all ranks
+//! of the process. So the abort is on a thread of its own: what holds the graphs hears of the end by the error of its wait.
 
 use std::{
-    cell::Cell,
+    cell::RefCell,
     ffi::{CStr, c_char, c_void},
-    mem::MaybeUninit,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use aril::{
     DType, Element,
     cuda::{LaunchError, Queue},
-    model::TpRank,
 };
 use cudarc::{
     driver::{
@@ -21,7 +23,7 @@ use cudarc::{
         sys::{CUDA_MEMCPY2D_st, CUmemorytype, cuMemcpy2DAsync_v2},
     },
     nccl::{
-        result::{self, NcclError},
+        result::{self, NcclError, NcclStatus},
         sys,
     },
 };
@@ -35,10 +37,45 @@ use crate::{
 /// Between two looks at the other ranks.
 const LOOK: Duration = Duration::from_millis(5);
 
+/// A wait that looks after the other ranks.
+struct Look {
+    start: Instant,
+    next: Duration,
+}
+
+impl Look {
+    fn new() -> Self {
+        Self { start: Instant::now(), next: LOOK }
+    }
+}
+
+/// The configuration of a communicator whose calls do not block. All else is NCCL's choice.
+fn config() -> sys::ncclConfig_t {
+    const UNDEFINED: i32 = i32::MIN;
+    // SAFETY: all of its fields are integers and pointers, for which zero is valid.
+    let zero: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
+    sys::ncclConfig_t {
+        // The fields of NCCL 2.17, which every later version takes.
+        size: std::mem::offset_of!(sys::ncclConfig_t, trafficClass),
+        magic: 0xcafe_beef,
+        version: 21_700,
+        blocking: 0,
+        cgaClusterSize: UNDEFINED,
+        minCTAs: UNDEFINED,
+        maxCTAs: UNDEFINED,
+        splitShare: UNDEFINED,
+        ..zero
+    }
+}
+
+/// How long the end of a rank waits for an abort, which may wait for the graphs of other ranks.
+const ABORT_LIMIT: Duration = Duration::from_secs(2);
+
 /// A communicator of a group of several ranks.
 pub(super) struct Nccl {
     communicator: sys::ncclComm_t,
-    is_aborted: Cell<bool>,
+    /// The thread that aborts the communicator, which is not used again.
+    abort: RefCell<Option<JoinHandle<()>>>,
     rank: Rank,
     queue: Queue,
 }
@@ -60,17 +97,36 @@ impl Nccl {
         let of_ranks = rank.gather(bytemuck::cast_slice::<c_char, u8>(&id.internal))?;
         id.internal.copy_from_slice(bytemuck::cast_slice(&of_ranks[0]));
         queue.stream().context().bind_to_thread().map_err(LaunchError::from)?;
-        let mut communicator = MaybeUninit::uninit();
+        let mut communicator = std::ptr::null_mut();
         let (size, index) = (i32::try_from(tp.size())?, i32::try_from(tp.rank())?);
-        // SAFETY: the pointer is valid for the call, which writes the communicator. The context is current.
-        unsafe { result::comm_init_rank(communicator.as_mut_ptr(), size, id, index) }.map_err(failed)?;
-        // SAFETY: it was written.
-        let communicator = unsafe { communicator.assume_init() };
-        Ok(Self { communicator, is_aborted: Cell::new(false), rank: rank.clone(), queue: queue.clone() })
+        let mut config = config();
+        // SAFETY: the pointers are valid for the call, which writes the communicator. The context is current.
+        unsafe { result::comm_init_rank_config(&raw mut communicator, size, id, index, &raw mut config) }
+            .map_err(failed)?;
+        let nccl = Self { communicator, abort: RefCell::new(None), rank: rank.clone(), queue: queue.clone() };
+        nccl.settle()?;
+        Ok(nccl)
     }
 
-    pub(super) fn tp(&self) -> TpRank {
-        self.rank.tp()
+    /// Waits until the last call has been carried out, which may be to connect to other ranks, for as long as they are there.
+    fn settle(&self) -> Result<()> {
+        let mut look = Look::new();
+        loop {
+            let mut state = sys::ncclResult_t::ncclSuccess;
+            // SAFETY: the communicator is alive, and the pointer is valid for the call.
+            unsafe { sys::ncclCommGetAsyncError(self.communicator, &raw mut state) }.result().map_err(failed)?;
+            match state.result() {
+                Ok(NcclStatus::InProgress) => self.look_after(&mut look, "NCCL has not connected the ranks")?,
+                Ok(_) => return Ok(()),
+                Err(error) => {
+                    // A rank that has ended may be why.
+                    self.rank.check()?;
+                    return Err(failed(error));
+                }
+            }
+            // To NCCL's own thread.
+            thread::yield_now();
+        }
     }
 
     /// Waits until all ranks have come this far.
@@ -87,7 +143,8 @@ impl Nccl {
             let sum = sys::ncclRedOp_t::ncclSum;
             result::all_reduce(at, at, y.len(), element, sum, self.communicator, stream)
         };
-        enqueued.map(drop).map_err(failed)
+        enqueued.map_err(failed)?;
+        self.settle()
     }
 
     /// Enqueues the copy of the matrices of all ranks to `parts`, one below the other.
@@ -98,7 +155,7 @@ impl Nccl {
         // SAFETY: the matrices have as many elements of this type (asserted), and the stream orders their uses. The communicator is
         // alive.
         unsafe { result::all_gather(from, to, x.len(), element, self.communicator, stream) }.map_err(failed)?;
-        Ok(())
+        self.settle()
     }
 
     /// [`gather`](Self::gather), and then the copy of the first columns of all ranks to `out`, side by side.
@@ -151,28 +208,34 @@ impl Nccl {
 
     /// As [`wait`](Self::wait), for the work before a mark.
     pub(super) fn wait_for(&self, end: &CudaEvent) -> Result<()> {
-        let (start, mut next_look) = (Instant::now(), LOOK);
+        let mut look = Look::new();
         while !end.try_is_complete().map_err(LaunchError::from)? {
-            if start.elapsed() < next_look {
-                std::hint::spin_loop();
-                continue;
-            }
-            next_look += LOOK;
-            if let Err(error) = self.rank.check() {
-                self.abort();
-                return Err(error.into());
-            }
-            if start.elapsed() > self.rank.limit() {
-                self.abort();
-                bail!("a step has not ended within {:?}: another rank does nothing", self.rank.limit());
-            }
+            self.look_after(&mut look, "a step has not ended")?;
+        }
+        Ok(())
+    }
+
+    /// Aborts the communicator if another rank has ended, or if this one has waited for too long: `what` says for what.
+    fn look_after(&self, look: &mut Look, what: &str) -> Result<()> {
+        if look.start.elapsed() < look.next {
+            std::hint::spin_loop();
+            return Ok(());
+        }
+        look.next += LOOK;
+        if let Err(error) = self.rank.check() {
+            self.abort();
+            return Err(error.into());
+        }
+        if look.start.elapsed() > self.rank.limit() {
+            self.abort();
+            bail!("{what} within {:?}: another rank does nothing", self.rank.limit());
         }
         Ok(())
     }
 
     /// Makes the context current, and returns the stream.
     fn enter(&self) -> Result<sys::cudaStream_t> {
-        if self.is_aborted.get() {
+        if self.abort.borrow().is_some() {
             bail!("the group has ended");
         }
         let stream = self.queue.stream();
@@ -180,12 +243,15 @@ impl Nccl {
         Ok(stream.cu_stream().cast())
     }
 
-    /// Ends all collectives that are enqueued.
+    /// Ends all collectives that are enqueued, and the call that has not returned.
     fn abort(&self) {
-        if !self.is_aborted.replace(true) {
-            // SAFETY: the communicator is alive, and not used again.
-            let _ = unsafe { result::comm_abort(self.communicator) };
-        }
+        self.abort.borrow_mut().get_or_insert_with(|| {
+            let communicator = self.communicator.expose_provenance();
+            thread::spawn(move || {
+                // SAFETY: the communicator is alive, and not used again.
+                let _ = unsafe { result::comm_abort(std::ptr::with_exposed_provenance_mut(communicator)) };
+            })
+        });
     }
 }
 
@@ -195,9 +261,14 @@ impl Drop for Nccl {
             // Enqueued collectives may wait for a rank that has ended, or that waits for this one.
             self.abort();
         }
-        if !self.is_aborted.get() {
+        let Some(abort) = self.abort.take() else {
             // SAFETY: the communicator is alive, and not used again. Graphs with its collectives are dropped before the device.
             let _ = unsafe { result::comm_destroy(self.communicator) };
+            return;
+        };
+        let start = Instant::now();
+        while !abort.is_finished() && start.elapsed() < ABORT_LIMIT {
+            thread::sleep(LOOK);
         }
     }
 }
