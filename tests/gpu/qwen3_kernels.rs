@@ -931,7 +931,7 @@ fn few_routes_hold<T: Float>(seed: u64) {
     let (gpu, dtype) = (&kernels.gpu, T::DTYPE);
     let arrivals = gpu.upload(&[0_i32]);
     for (tokens, experts, top_k, cols, held) in [
-        (1, 128, 8, choose(2048, 272), 0..128),
+        (1, 128, 8, choose(2048, 272), 0_usize..128),
         (8, 128, 8, choose(2048, 272), 0..128),
         (15, 256, 32, 4112, 100..256),
         (9, 9, 3, 16, 0..9),
