@@ -452,11 +452,12 @@ fn measure_model(
     let most_rows = sizes().map(|(batch, context)| rows(batch, context)).max().unwrap_or(BLOCK_ROWS);
     let longest = sizes().map(|(_, context)| context).max().unwrap_or(1);
     let mut session = model.session(most_rows, longest)?;
-    fill_caches(device, &model, &mut session)?;
     let mut adapters = Adapters { pool, arena_bytes, sources, ids: BTreeMap::new() };
     for (_, context) in prefills {
         measure_prefill(&model, &mut session, &mut adapters, (&name, context), record)?;
     }
+    // What the prefills left there, alike for all sequences, would make tokens choose the same experts.
+    fill_caches(device, &model, &mut session)?;
     record.print(&format!(
         "{:>7} {:>5} {:>8} {:>4} {:>6} {:>10} {:>10} {:>10} {:>10} {:>11}",
         "context", "batch", "adapters", "rank", "base", "p50 us", "p90 us", "on gemm", "on own", "a layer"
