@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
       // Before sm_90, B.
       wait_for_copies<0>();
       __syncthreads();
-      if constexpr (kStaged) b_arrival.wait(turn % 2);
     }
+    if constexpr (kStaged) b_arrival.wait(turn % 2);
 
     // Adds y and the delta to a unit's residual, stores it, and adds its squares.
     float row_squares[2] = {};

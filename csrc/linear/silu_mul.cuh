@@ -154,10 +154,10 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
     gather_terms(operands, tile.count, steps, ranks_of, make_v(), warp, lane);
     if constexpr (kStaged) wait_for_copies<0>();
     __syncthreads();
-    if constexpr (kStaged) {
-      barriers[0].wait(turn % 2);
-      barriers[1].wait(turn % 2);
-    }
+  }
+  if constexpr (kStaged) {
+    barriers[0].wait(turn % 2);
+    barriers[1].wait(turn % 2);
   }
   for (int begin = warp; begin < units; begin += kAhead * kSmallMWarps) {
 #pragma unroll

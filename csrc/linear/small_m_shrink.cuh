@@ -144,6 +144,7 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     if (kOneTeam && is_idle) {
       if (waits) wait_for_predecessors();
       if (is_last) return;
+      team.barriers[warp].wait(turn % 2);
       ++turn;
       continue;
     }
@@ -158,6 +159,7 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     if (!is_idle || waits) wait_for_predecessors();
     if (is_idle) {
       if (is_last) return;
+      team.barriers[warp].wait(turn % 2);
       ++turn;
       continue;
     }
@@ -182,13 +184,14 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     }
     sync_team();
     float sums[4][4] = {};
+    // A phase without bytes has completed, but synccheck wants every phase to be waited for.
+    if (kTakesTurns || active) team.barriers[warp].wait(turn % 2);
     if (active) {
       // Rows of x without a token are uninitialised. Their sums are dropped.
       const int row = min(lane % 16, min(p.num_tokens, ARIL_TOKENS_PER_TILE) - 1);
       const unsigned char* const x_row =
           x + row * kSlabRowBytes + warp % ARIL_K_TILES_PER_SLAB * ARIL_K_TILE * 2 + lane / 16 * 16;
       const unsigned char* const a_row = a + lane * 16;
-      team.barriers[warp].wait(turn % 2);
       multiply_k_tile<T>(sums, x_row, a_row);
     }
     // In place of its A, which the warp has read.

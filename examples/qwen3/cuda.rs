@@ -87,9 +87,8 @@ pub(crate) struct Cuda<T> {
     arena: Arena,
     /// Whether new matrices are in the arena, as those of a step that is captured.
     pub(crate) is_on_arena: Cell<bool>,
-    /// Whether the last operation was one of the library's linear layers, which let the next kernel start before they end.
-    is_behind_linear: Cell<bool>,
-    knobs: u32,
+    /// Whether the last operation lets the next kernel start before it ends: a linear layer of the library, or a combine.
+    lets_next_start: Cell<bool>,
     element: PhantomData<T>,
 }
 
@@ -188,8 +187,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             route_arrivals,
             arena: Arena::default(),
             is_on_arena: Cell::new(false),
-            is_behind_linear: Cell::new(false),
-            knobs: std::env::var("ARIL_EARLY").ok().and_then(|v| v.parse().ok()).unwrap_or(0),
+            lets_next_start: Cell::new(false),
             element: PhantomData,
         })
     }
@@ -249,19 +247,20 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     fn kernel<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
-        self.is_behind_linear.set(false);
+        self.lets_next_start.set(false);
         Launch { queue: &self.queue, function, arguments: Vec::new(), starts_early: false, lifetime: PhantomData }
     }
 
-    /// A kernel that reads the result of a linear layer. Behind one of the library it starts early. Behind cuBLASLt and NCCL, which let no
-    /// kernel start before they end, an early start takes 1.5 us longer (H200).
-    fn consumer<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
-        let starts_early = self.is_behind_linear.get();
-        Launch { starts_early, ..self.kernel(function) }
+    /// A kernel that starts before the kernel in front of it ends, and waits for that one's results itself.
+    fn early<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
+        Launch { starts_early: true, ..self.kernel(function) }
     }
 
-    fn early<'a>(&'a self, function: &'a CudaFunction, knob: u32) -> Launch<'a> {
-        Launch { starts_early: self.knobs & knob != 0, ..self.kernel(function) }
+    /// A kernel that reads the result of a layer, and starts early behind operations that let it. Behind cuBLASLt and NCCL, which let no
+    /// kernel start before they end, an early start takes 1.5 us longer (H200).
+    fn consumer<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
+        let starts_early = self.lets_next_start.get();
+        Launch { starts_early, ..self.kernel(function) }
     }
 
     /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the kernel has it.
@@ -334,18 +333,18 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             return self.combine_into(down, routes, out);
         }
         layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?;
-        self.is_behind_linear.set(self.knobs & 16 != 0);
+        self.lets_next_start.set(true);
         Ok(())
     }
 
     /// The sum of a token's rows, each times its route's weight.
     fn combine_into(&self, down: &Matrix<T>, routes: &Routes, out: &mut Matrix<T>) -> Result<()> {
         let (tokens, top_k) = (routes.weights.rows, routes.weights.cols);
-        let mut kernel = self.early(&self.functions.combine, 8);
+        let mut kernel = self.early(&self.functions.combine);
         kernel.arg(&down.address).arg(&routes.weights.address).arg(&routes.row_of_route.address).arg(&out.address);
         kernel.arg(&down.cols).arg(&top_k);
         launch(kernel, tokens, parts(down.cols * size_of::<T>()))?;
-        self.is_behind_linear.set(self.knobs & 16 != 0);
+        self.lets_next_start.set(true);
         Ok(())
     }
 }
@@ -630,7 +629,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         let (layer, exchange, max_rank) = match layer {
             Linear::Whole(layer) => {
                 layer.add_delta(step, x.operand()?, y.operand_mut()?)?;
-                self.is_behind_linear.set(true);
+                self.lets_next_start.set(true);
                 return Ok(());
             }
             Linear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
@@ -657,7 +656,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn forward(&self, fused: &Fused<'_, T>, step: &mut cuda::Step<'_>, x: &Matrix<T>) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, fused.outputs)?;
         fused.layer.forward(step, x.operand()?, y.operand_mut()?)?;
-        self.is_behind_linear.set(true);
+        self.lets_next_start.set(true);
         Ok(y)
     }
 
@@ -771,7 +770,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn gemm(&self, x: &Matrix<T>, weight: &Matrix<T>) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, weight.rows)?;
         self.gemm.run(x, weight, &mut y)?;
-        self.is_behind_linear.set(false);
+        self.lets_next_start.set(false);
         Ok(y)
     }
 
@@ -854,7 +853,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn all_reduce(&self, y: &mut Matrix<T>) -> Result<()> {
         let Some(nccl) = &self.nccl else { return Ok(()) };
-        self.is_behind_linear.set(false);
+        self.lets_next_start.set(false);
         nccl.all_reduce(y)
     }
 

@@ -19,6 +19,7 @@ pub(crate) trait GroupedGemm<D: Device> {
     }
 
     /// [`Device::activate`] of [`run_on_tokens`](Self::run_on_tokens) without adapters, if one kernel does both.
+    #[cfg(feature = "cuda")]
     fn run_activated(&self, _device: &D, _x: &D::Tensor, _routes: &D::Routes) -> Result<Option<D::Tensor>> {
         Ok(None)
     }

@@ -108,7 +108,7 @@ impl Routes {
             && route::fits(x.rows, *experts, top_k, x.cols)
         {
             let arrivals = device.route_arrivals.device_ptr();
-            let mut kernel = device.early(function, 1);
+            let mut kernel = device.early(function);
             kernel.arg(&x.address).arg(&router.address).arg(&scores.address).arg(&ids.address).arg(&weights.address);
             kernel.arg(&row_of_route.address).arg(&tokens.address).arg(&bounds.address).arg(&arrivals);
             kernel
@@ -234,7 +234,7 @@ impl<T: Element + DeviceRepr> Plain<T> {
         let tokens = if rows_of == RowsOf::Tokens { routes.tokens.address } else { 0 };
         // The first of these kernels waits for the bounds before it lets the next kernel start.
         let bounds_are_old = i32::from(routes.are_bounds_old.replace(true));
-        let mut kernel = device.early(function, if rows_of == RowsOf::Tokens { 2 } else { 4 });
+        let mut kernel = device.early(function);
         kernel.arg(&x.address).arg(&tokens).arg(&self.weights.address).arg(&routes.bounds.address).arg(&y.address);
         kernel.arg(&experts).arg(&out_features).arg(&in_features).arg(&bounds_are_old);
         launch_blocks(kernel, tile.grid(y.rows, experts, out_features), tile.threads, tile.shared_bytes)
