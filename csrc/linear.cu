@@ -140,17 +140,17 @@ int32_t large_m_shrink_with(const Kernel<aril_linear_args, int>& kernel,
                 warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args, blocks);
 }
 
-// With up to so many rank tiles of all slices, blocks with few of them are faster, though each reads
-// x, than large ones, which leave a multiprocessor room for few. Adapters of lower ranks than the
-// table's need few of these blocks. Measured on an H200 (benches/record/designs.md).
-constexpr int kMostTilesOfSmallBlocks = 24;
+// Where a slice has up to so many rank tiles (rank 64), blocks with few of them are faster, though
+// each reads x, than large ones, which leave a multiprocessor room for few. Adapters of lower ranks
+// than the table's need few of these blocks. Measured on an H200 (benches/record/designs.md).
+constexpr int kMostTilesOfSmallBlocks = 8;
 
 template <typename T>
 int32_t large_m_shrink(const aril_linear_args& args, void* stream) {
   const Kernels<T> kernels;
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
   if (rank_tiles <= 2) return large_m_shrink_with<2>(kernels.shrink2, args, rank_tiles, stream);
-  if (rank_tiles <= kMostTilesOfSmallBlocks) {
+  if (rank_tiles <= 4 || detail::rank_tiles(args.weights) <= kMostTilesOfSmallBlocks) {
     return large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream);
   }
   return large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, rank_tiles, stream);

@@ -842,7 +842,7 @@ struct GroupedGemm {
 
 // Of few routes: small blocks, with more of the weights in flight.
 template <typename T>
-using FewGemm = GroupedGemm<T, 16, 32, 16, 16, 8>;
+using FewGemm = GroupedGemm<T, 16, 32, 16, 16, 6>;
 template <typename T>
 using NarrowGemm = GroupedGemm<T, 16, 64, 16, 16, 5>;
 template <typename T>

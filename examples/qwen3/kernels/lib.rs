@@ -144,7 +144,7 @@ pub mod grouped_gemm {
     /// Of `grouped_gemm_16x32` and so on, by rows and outputs: `FewGemm`, `NarrowGemm`, `MiddleGemm` and `WideGemm`. All give the same
     /// bits.
     pub const TENSOR: [Tile; 4] =
-        [tile(16, 32, 64, 8), tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
+        [tile(16, 32, 64, 6), tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
 
     /// The first tiles of `TENSOR`, which have kernels with the activation, `grouped_gemm_silu_16x32` and `_16x64`.
     pub const ACTIVATED: usize = 2;
