@@ -134,25 +134,24 @@ template <int kRankTiles>
 int32_t large_m_shrink_with(const Kernel<aril_linear_args, int>& kernel,
                             const aril_linear_args& args, int rank_tiles, void* stream) {
   int warpgroups, smem_bytes;
-  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, warpgroups, smem_bytes));
+  // Where a warpgroup has room for a slice, blocks of one warpgroup are faster, though each reads
+  // x, than large ones, which have a multiprocessor for themselves. Adapters of lower ranks than
+  // the table's need few of these blocks. Measured on an H200 (benches/record/designs.md).
+  const bool fits_slice = detail::rank_tiles(args.weights) <= kRankTiles;
+  const int most_warpgroups = fits_slice ? 1 : detail::kMaxWarpgroups;
+  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, most_warpgroups, warpgroups,
+                                                     smem_bytes));
   const int blocks = ceil_div(rank_tiles, kRankTiles * warpgroups);
   return launch(kernel, dim3(args.max_tiles * blocks, detail::num_splits(args)),
                 warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args, blocks);
 }
-
-// Where a slice has up to so many rank tiles (rank 64), blocks with few of them are faster, though
-// each reads x, than large ones, which leave a multiprocessor room for few. Adapters of lower ranks
-// than the table's need few of these blocks. Measured on an H200 (benches/record/designs.md).
-constexpr int kMostTilesOfSmallBlocks = 8;
 
 template <typename T>
 int32_t large_m_shrink(const aril_linear_args& args, void* stream) {
   const Kernels<T> kernels;
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
   if (rank_tiles <= 2) return large_m_shrink_with<2>(kernels.shrink2, args, rank_tiles, stream);
-  if (rank_tiles <= 4 || detail::rank_tiles(args.weights) <= kMostTilesOfSmallBlocks) {
-    return large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream);
-  }
+  if (rank_tiles <= 4) return large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream);
   return large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, rank_tiles, stream);
 }
 

@@ -119,7 +119,8 @@ template <int kRankTiles>
 int32_t large_m_shrink_with(const Kernel<aril_experts_args, int>& kernel,
                             const aril_experts_args& args, int rank_tiles, void* stream) {
   int warpgroups, smem_bytes;
-  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, warpgroups, smem_bytes));
+  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, detail::kMaxWarpgroups, warpgroups,
+                                                     smem_bytes));
   return launch(kernel, dim3(args.wide_shrink_blocks), warpgroups * detail::kWarpgroupThreads,
                 smem_bytes, stream, args, ceil_div(rank_tiles, kRankTiles * warpgroups));
 }

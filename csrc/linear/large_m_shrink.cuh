@@ -41,17 +41,18 @@ constexpr int shrink_threads =
 template <int kRankTiles>
 constexpr int shrink_blocks = kRankTiles == kMaxRankTiles ? 1 : 4;
 
-// The shape of a block of shrink for `rank_tiles` in all: a warpgroup for every kRankTiles, as far
-// as shared memory goes.
+// The shape of a block of shrink for `rank_tiles` in all: a warpgroup for every kRankTiles, up to
+// `most_warpgroups` and as far as shared memory goes.
 template <int kRankTiles>
-int32_t large_m_shrink_blocks(int rank_tiles, int& warpgroups, int& smem_bytes) {
+int32_t large_m_shrink_blocks(int rank_tiles, int most_warpgroups, int& warpgroups,
+                              int& smem_bytes) {
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
   const auto bytes = [](int warpgroups) {
     return kStages * (kInputBytes + warpgroups * kRankTiles * kStageATileBytes);
   };
   warpgroups = 1;
-  while (kRankTiles == kMaxRankTiles && warpgroups < kMaxWarpgroups &&
+  while (kRankTiles == kMaxRankTiles && warpgroups < most_warpgroups &&
          warpgroups * kRankTiles < rank_tiles && bytes(warpgroups + 1) <= max_bytes) {
     ++warpgroups;
   }
