@@ -44,8 +44,8 @@ __device__ __forceinline__ T load_past_l1(const T* from) {
   return __ldcg(from);
 }
 
-// Of choose_experts, for one token, by a warp. Calls `store` with each place among the chosen, from
-// the largest on, and its expert: in one lane.
+// choose_experts of one token, by a warp. One lane calls `store` with each place among the chosen,
+// from the largest on, and its expert.
 template <typename T, typename F>
 __device__ void choose_among_many(const T* scores, float* weights, int64_t experts, int64_t top_k,
                                   int32_t normalized, F store) {
@@ -87,7 +87,8 @@ __device__ void choose_among_many(const T* scores, float* weights, int64_t exper
   }
 }
 
-// The same with the weights in registers: of up to kFewExperts, for up to kFewTopK.
+// The same for up to kFewExperts experts, whose weights are in registers, and up to kFewTopK
+// chosen.
 constexpr int kFewExperts = 256;
 constexpr int kFewTopK = 32;
 
