@@ -22,11 +22,11 @@ use half::{bf16, f16};
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 use crate::{
-    DeviceArg,
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
     device::Device,
+    device_arg::DeviceArg,
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
     group::{Rank, errors_of_ranks},

@@ -14,6 +14,8 @@ mod cpu;
 mod cuda;
 #[expect(dead_code, reason = "aril-serve also enqueues a step before the last one's tokens are read")]
 mod device;
+#[expect(unreachable_pub, reason = "aril-serve exports it")]
+mod device_arg;
 mod error;
 mod experts;
 mod files;
@@ -31,7 +33,7 @@ mod verdict;
 mod verify;
 
 use std::{
-    env, fmt, fs,
+    env, fs,
     io::{self, Write as _},
     iter,
     path::{Path, PathBuf},
@@ -52,6 +54,7 @@ use half::{bf16, f16};
 use self::{
     checkpoint::Checkpoint,
     config::Config,
+    device_arg::DeviceArg,
     error::{Context, Error, Result, bail},
     job::Job,
     report::Row,
@@ -147,34 +150,6 @@ impl FromStr for AdapterArg {
         match arg.split_once('=') {
             Some((name, dir)) if !name.is_empty() && !dir.is_empty() => Ok(Self { name: name.into(), dir: dir.into() }),
             _ => Err("an adapter is given as NAME=DIR".into()),
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-enum DeviceArg {
-    Cpu,
-    Cuda(usize),
-}
-
-impl FromStr for DeviceArg {
-    type Err = String;
-
-    fn from_str(arg: &str) -> std::result::Result<Self, String> {
-        let cuda = || arg.strip_prefix("cuda:")?.parse().ok();
-        match arg {
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
-            _ => cuda().map(Self::Cuda).ok_or_else(|| "a device is cpu, cuda or cuda:N".into()),
-        }
-    }
-}
-
-impl fmt::Display for DeviceArg {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
         }
     }
 }

@@ -23,6 +23,7 @@ mod qwen3 {
     #[cfg(feature = "cuda")]
     pub(crate) mod cuda;
     pub(crate) mod device;
+    pub(crate) mod device_arg;
     pub(crate) mod error;
     pub(crate) mod experts;
     pub(crate) mod files;
@@ -42,6 +43,7 @@ use qwen3::{
 };
 
 pub use self::{
-    options::{DeviceArg, Dtype, LoadFormat, LoraModule, Options},
+    options::{Dtype, LoadFormat, LoraModule, Options},
+    qwen3::device_arg::DeviceArg,
     server::{Running, start},
 };

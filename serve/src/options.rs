@@ -1,9 +1,11 @@
 //! The command line.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{path::PathBuf, str::FromStr};
 
 use aril::DType;
 use clap::{Parser, ValueEnum};
+
+use crate::DeviceArg;
 
 /// Serves a Qwen3 and its LoRA adapters with the OpenAI API.
 #[derive(Clone, Debug, Parser)]
@@ -106,38 +108,6 @@ pub struct Options {
     /// The chat template [default: the checkpoint's]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
-}
-
-/// Where the engine runs.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub enum DeviceArg {
-    /// The CPU.
-    Cpu,
-    /// A GPU, by the driver's number.
-    Cuda(usize),
-}
-
-impl FromStr for DeviceArg {
-    type Err = String;
-
-    fn from_str(arg: &str) -> Result<Self, String> {
-        let cuda = || arg.strip_prefix("cuda:")?.parse().ok();
-        match arg {
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
-            _ => cuda().map(Self::Cuda).ok_or_else(|| "a device is cpu, cuda or cuda:N".into()),
-        }
-    }
-}
-
-impl fmt::Display for DeviceArg {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
-        }
-    }
 }
 
 /// An adapter to load at the start.

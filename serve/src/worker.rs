@@ -25,6 +25,7 @@ use tokio::sync::{
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 use crate::{
+    DeviceArg,
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
@@ -35,7 +36,6 @@ use crate::{
     error::{Context, Error, Result, bail},
     group::{Rank, errors_of_ranks},
     model::{Described, Model, Split, describe},
-    options::DeviceArg,
 };
 
 /// How long the engine waits for adapters before it looks for commands.

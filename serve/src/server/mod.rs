@@ -40,13 +40,14 @@ use self::{
     metrics::Metrics,
 };
 use crate::{
+    DeviceArg,
     checkpoint::Checkpoint,
     config::{Config, Heads},
     dummy,
     engine::{self, Sizes},
     error::{Context, Error, Result, bail},
     model::{Described, Split, describe},
-    options::{DeviceArg, LoadFormat, Options},
+    options::{LoadFormat, Options},
     tokenizer::{Tokenizer, guarded},
     worker::{self, Handle, Setup},
 };

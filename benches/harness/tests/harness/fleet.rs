@@ -11,30 +11,13 @@ use aril_bench::{
     },
     pool,
     record::repository,
-    serving::{Adapter, Engine, Hardware, Request, Time, Times, Trace},
+    serving::{Engine, Hardware, Request, Time, Times, Trace},
 };
 
-/// A step takes 100 µs, 1 µs for each token and 10 µs for each adapter; a copy takes 50 µs and a read 1000 µs.
-const SETTINGS: Settings = Settings {
-    hardware: Hardware {
-        slots: 3,
-        host_adapters: 5,
-        copy_us: 50,
-        read_us: 1000,
-        step_us: 100,
-        adapter_us: 10,
-        thousand_tokens_us: 1000,
-        thousand_decodes_us: 1000,
-        max_requests: 8,
-        max_tokens: 100,
-    },
-    ahead: 1,
-    ..Settings::ALL
-};
+use crate::serving::{HARDWARE, request};
 
-fn request(arrival: Time, adapter: Adapter, prompt: usize, output: usize) -> Request {
-    Request { arrival, adapter, prompt, output }
-}
+const SETTINGS: Settings =
+    Settings { hardware: Hardware { slots: 3, host_adapters: 5, ..HARDWARE }, ahead: 1, ..Settings::ALL };
 
 fn scenario(replicas: u32, event: Option<Event>) -> Scenario {
     let trace = Trace { seed: 7, requests: 900, adapters: 1000, zipf: 1.0, rate: Some(f64::from(replicas) * 20.0) };

@@ -12,7 +12,7 @@ use aril_bench::{
 };
 
 /// A step takes 100 µs, 1 µs for each token and 10 µs for each adapter; a copy takes 50 µs and a read 1000 µs.
-const HARDWARE: Hardware = Hardware {
+pub(crate) const HARDWARE: Hardware = Hardware {
     slots: 2,
     host_adapters: 3,
     copy_us: 50,
@@ -27,7 +27,7 @@ const HARDWARE: Hardware = Hardware {
 const TRACE: Trace = Trace { seed: 7, requests: 3000, adapters: 1000, zipf: 1.0, rate: Some(10.0) };
 const FOREVER: Duration = Duration::MAX;
 
-fn request(arrival: Time, adapter: Adapter, prompt: usize, output: usize) -> Request {
+pub(crate) fn request(arrival: Time, adapter: Adapter, prompt: usize, output: usize) -> Request {
     Request { arrival, adapter, prompt, output }
 }
 
