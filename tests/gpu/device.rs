@@ -2,7 +2,11 @@
 
 use std::sync::Arc;
 
-use aril::cuda::{Kernels, Queue, raw::DeviceRegion, raw::Stream};
+use aril::{
+    Slot,
+    adapter::Adapter,
+    cuda::{Kernels, Queue, WeightTable, raw::DeviceRegion, raw::Stream},
+};
 use bytemuck::Pod;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, sys};
 
@@ -141,5 +145,16 @@ impl Drop for Graph {
         self.stream.synchronize().unwrap();
         // SAFETY: no replay is running.
         unsafe { sys::cuGraphExecDestroy(self.executable).result() }.unwrap();
+    }
+}
+
+/// Loads adapters into the first slots, and empties the others.
+pub fn load_slots(weights: &WeightTable, adapters: &[Adapter]) {
+    for slot in 0..weights.capacity().num_slots {
+        let at = Slot::new(slot as u16);
+        match adapters.get(slot) {
+            Some(adapter) => drop(weights.load(at, &adapter.plan(weights.model(), weights.dtype()).unwrap()).unwrap()),
+            None => weights.unload(at).unwrap(),
+        }
     }
 }

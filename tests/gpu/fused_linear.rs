@@ -26,7 +26,7 @@ use crate::{
         small::choose,
         values::{Dtype, Values},
     },
-    device::Gpu,
+    device::{Gpu, load_slots},
     for_dtype,
     operations::{PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
     safe_api::{near, take_or_refuse},
@@ -444,13 +444,7 @@ fn a_replay_sees_what_changed() {
         });
         for case in &steps {
             let world = case.world::<T>();
-            for slot in 0..capacity.num_slots {
-                let at = Slot::new(slot as u16);
-                match world.adapters.get(slot) {
-                    Some(adapter) => drop(weights.load(at, &adapter.plan(model, T::DTYPE).unwrap()).unwrap()),
-                    None => weights.unload(at).unwrap(),
-                }
-            }
+            load_slots(&weights, &world.adapters);
             // Rows without a token are rows of the base model: NaN gives NaN.
             let live = case.num_tokens();
             let mut padded = vec![T::from_f32(f32::NAN); tokens * IN];

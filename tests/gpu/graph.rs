@@ -16,7 +16,7 @@ use crate::{
         small::choose,
         values::Dtype,
     },
-    device::Gpu,
+    device::{Gpu, load_slots},
 };
 
 const FEATURES: usize = 64;
@@ -147,13 +147,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
         });
         for case in &steps {
             let world = case.world::<T>();
-            for slot in 0..capacity.num_slots {
-                let at = Slot::new(slot as u16);
-                match world.adapters.get(slot) {
-                    Some(adapter) => drop(weights.load(at, &adapter.plan(model, T::DTYPE).unwrap()).unwrap()),
-                    None => weights.unload(at).unwrap(),
-                }
-            }
+            load_slots(&weights, &world.adapters);
             // Rows without a token hold NaN and do not change.
             let padded = |values: &[T], cols: usize| {
                 let mut padded = vec![T::from_f32(f32::NAN); tokens * cols];
