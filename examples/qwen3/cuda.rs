@@ -3,11 +3,12 @@
 //! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt
 //! (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
 //!
-//! A request's last bits may depend on the number of tokens in its batch, for three reasons: cuBLASLt chooses kernels by shape, steps of
-//! few tokens take the library's fused linear and the example's own router instead, and with many routes deltas are added before the activation and the combine
-//! instead of fused with them. Each of the library's operations is bit-identical in any batch, and so are the example's own kernels.
-//! But how a prompt is divided into steps may change its last bits: attention has a kernel for a sequence's only token in a step, and
-//! another for several (`attention.rs`).
+//! A request's last bits may depend on the number of tokens in its batch, for four reasons: cuBLASLt chooses kernels by shape; steps of
+//! few tokens take the library's fused linear and the example's own router instead; steps of many tokens have the deltas of gate and up
+//! within SiLU·mul, which then rounds once; and with many routes deltas are added before the activation and the combine instead of
+//! fused with them. Each of the library's operations is bit-identical in any batch, and so are the example's own kernels. But how a
+//! prompt is divided into steps may change its last bits: attention has a kernel for a sequence's only token in a step, and another for
+//! several (`attention.rs`).
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 

@@ -109,8 +109,8 @@ struct Cli {
     /// The most tokens, prompts and answers of all requests together, that the cache has room for
     #[arg(long, value_name = "N", default_value_t = 65_536)]
     max_batch_total_tokens: usize,
-    /// Holds the adapters in a pool with an arena of this size on the device of each rank. Requests whose adapters do not fit in it together run
-    /// in several batches [default: all adapters on the device]
+    /// Holds the adapters in a pool with an arena of this size on the device of each rank. Requests whose adapters do not fit in it
+    /// together run in several batches [default: all adapters on the device]
     #[arg(long, value_name = "N")]
     arena_mib: Option<usize>,
     /// Host memory of each rank for adapters [default: that of the arena]

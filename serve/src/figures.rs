@@ -8,7 +8,8 @@
 //! the device waits, or has the step in flight if the engine runs ahead.
 //!
 //! The floor of a decode step is the time to read its weights and its keys and values at the rate at which a kernel reads memory, which
-//! is measured before; with several ranks, a rank reads its share of them. Of experts, it counts those that the step's tokens choose if all choices are equally likely.
+//! is measured before; with several ranks, a rank reads its share of them. Of experts, it counts those that the step's tokens choose if
+//! all choices are equally likely.
 
 #![expect(clippy::disallowed_methods, reason = "a benchmark allocates and waits as it goes")]
 

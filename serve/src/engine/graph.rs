@@ -161,7 +161,8 @@ impl<D: Capture> Decoder<D> {
     }
 
     /// Enqueues a step, and returns its logits and the number of their rows, which may be more than the tokens. The next step overwrites
-    /// them. Its last tokens may be those of the step before, `drawn`. Returns `None` if the step is not one of one sampled token of each sequence, or has too many.
+    /// them. Its last tokens may be those of the step before, `drawn`. Returns `None` if the step is not one of one sampled token of each
+    /// sequence, or has too many.
     pub(crate) fn run(
         &mut self,
         model: &Model<'_, D>,
