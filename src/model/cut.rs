@@ -34,6 +34,17 @@ impl TpRank {
     }
 }
 
+/// How tensor parallelism shards a linear layer.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Parallel {
+    /// Each rank holds a range of the output features: qkv, gate-up, `lm_head`.
+    Column,
+    /// Each rank holds the whole layer.
+    Replicated,
+    /// Each rank holds a range of the input features and computes a partial sum: o, down.
+    Row,
+}
+
 /// The range `start..start + len` of a dimension of length `whole`, held by one rank.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Cut {

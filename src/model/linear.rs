@@ -4,22 +4,11 @@ use std::ops::Range;
 
 use super::{
     MAX_SLICES,
-    cut::{Cut, Rows, TpRank, check_size, cut},
+    cut::{Cut, Parallel, Rows, TpRank, check_size, cut},
     error::SpecError,
     exchange::{Collective, Exchange},
     part::Part,
 };
-
-/// How tensor parallelism shards a linear layer.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Parallel {
-    /// Each rank holds a range of the output features: qkv, gate-up, `lm_head`.
-    Column,
-    /// Each rank holds the whole layer.
-    Replicated,
-    /// Each rank holds a range of the input features and computes a partial sum: o, down.
-    Row,
-}
 
 /// Describes one linear layer to [`ModelSpec::linear`](super::ModelSpec::linear): its path, its input features and the modules
 /// fused into its output.

@@ -37,12 +37,12 @@ pub(crate) use self::{
     shard::{ModelId, Target},
 };
 pub use self::{
-    cut::TpRank,
+    cut::{Parallel, TpRank},
     embedding::EmbeddingSite,
     error::SpecError,
     exchange::{Collective, Exchange},
     experts::{Activation, Experts, ExpertsSite, Halves, ProjectionSite},
-    linear::{Linear, LinearSite, Parallel, SliceSite},
+    linear::{Linear, LinearSite, SliceSite},
     part::Part,
     shard::{EmbeddingId, ExpertsId, LinearId, Model, Shard},
     spec::ModelSpec,

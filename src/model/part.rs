@@ -1,9 +1,8 @@
 //! Output features of a module that are sharded alike.
 
 use super::{
-    cut::{Rows, TpRank, check_padding, check_size, cut, cut_padded},
+    cut::{Parallel, Rows, TpRank, check_padding, check_size, cut, cut_padded},
     error::SpecError,
-    linear::Parallel,
 };
 
 /// Consecutive output features of one module that tensor parallelism splits by one rule. [`Linear::merged`](super::Linear::merged)

@@ -6,7 +6,8 @@ use std::{
 };
 
 use crate::{
-    Result, engine, fleet, plots,
+    Result, engine, fleet,
+    plots::{self, MODEL},
     record::{self, Record},
     report::{self, Table, geometric_mean},
     results::{Added, Results},
@@ -15,8 +16,7 @@ use crate::{
     workload::{Suite, Workload},
 };
 
-/// The model whose layers are shown, and the numbers of tokens that tables of layers have.
-pub const MODEL: &str = "qwen3-8b";
+/// The numbers of tokens that tables of layers have.
 const LAYER_TOKENS: [usize; 6] = [1, 8, 64, 256, 512, 4096];
 /// The largest of these that counts as decode.
 const MAX_DECODE_TOKENS: usize = 256;

@@ -14,13 +14,15 @@ use plotters::{
 
 use crate::{
     Result,
-    documents::MODEL,
     record::Record,
     report::{Figures, geometric_mean},
     results::{Added, Results},
     selection::{Chosen, Subject},
     workload::{Suite, Workload},
 };
+
+/// The model whose layers are shown.
+pub const MODEL: &str = "qwen3-8b";
 
 const PANEL: (u32, u32) = (560, 420);
 const TITLE_HEIGHT: u32 = 56;
