@@ -29,9 +29,9 @@ pub(super) struct GroupedGemms {
     /// Of any sizes.
     any: Tiled,
     /// Those of `TENSOR`: for 16 bits and rows of whole vectors.
-    tensor: Vec<Tiled>,
+    pub(super) tensor: Vec<Tiled>,
     /// The first ones, with the activation.
-    activated: Vec<Tiled>,
+    pub(super) activated: Vec<Tiled>,
 }
 
 impl GroupedGemms {
@@ -189,28 +189,16 @@ impl<T: Element + DeviceRepr> Plain<T> {
         multiply(tiled, kernel, self.shape, routes, y)
     }
 
-    /// [`GroupedGemm::run_on_tokens`] into `y`; false if that needs a row of `x` for each route.
+    /// Products of the rows of tokens into `y`, by one of these kernels; false if there is none for these routes.
     pub(super) fn run_on_tokens_into(
         &self,
         device: &Cuda<T>,
+        kernels: &[Tiled],
         x: &Matrix<T>,
         routes: &Routes,
         y: &mut Matrix<T>,
     ) -> Result<bool> {
-        let Some(tiled) = self.kernel(&device.functions.grouped_gemm.tensor, routes) else { return Ok(false) };
-        self.multiply(device, tiled, (x, RowsOf::Tokens), routes, y)?;
-        Ok(true)
-    }
-
-    /// [`GroupedGemm::run_activated`] into `y`; false if there is no kernel.
-    pub(super) fn run_activated_into(
-        &self,
-        device: &Cuda<T>,
-        x: &Matrix<T>,
-        routes: &Routes,
-        y: &mut Matrix<T>,
-    ) -> Result<bool> {
-        let Some(tiled) = self.kernel(&device.functions.grouped_gemm.activated, routes) else { return Ok(false) };
+        let Some(tiled) = self.kernel(kernels, routes) else { return Ok(false) };
         self.multiply(device, tiled, (x, RowsOf::Tokens), routes, y)?;
         Ok(true)
     }
@@ -257,18 +245,19 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
 
     fn run_on_tokens(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
         let mut y = device.alloc(routes.tokens.rows, self.shape.out_features)?;
-        if !self.run_on_tokens_into(device, x, routes, &mut y)? {
+        if !self.run_on_tokens_into(device, &device.functions.grouped_gemm.tensor, x, routes, &mut y)? {
             self.run_into(device, &device.rows_of_routes(x, routes)?, routes, &mut y)?;
         }
         Ok(y)
     }
 
     fn run_activated(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Option<Matrix<T>>> {
-        if self.kernel(&device.functions.grouped_gemm.activated, routes).is_none() {
+        let kernels = &device.functions.grouped_gemm.activated;
+        if self.kernel(kernels, routes).is_none() {
             return Ok(None);
         }
         let mut y = device.alloc(routes.tokens.rows, self.shape.out_features / 2)?;
-        Ok(self.run_activated_into(device, x, routes, &mut y)?.then_some(y))
+        Ok(self.run_on_tokens_into(device, kernels, x, routes, &mut y)?.then_some(y))
     }
 }
 

@@ -23,7 +23,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::{
     Buffers, Cuda, Matrix,
-    experts::{Plain, Routes},
+    experts::{GroupedGemms, Plain, Routes},
 };
 use crate::{
     device::Device,
@@ -155,8 +155,9 @@ impl Layer<'_> {
         let routes = &*routes;
         let mut grouped = if adapted { Some(device.group(grouping, step, routes)?) } else { None };
 
-        if adapted || !gate_up.run_activated_into(device, x, routes, inter)? {
-            if !gate_up.run_on_tokens_into(device, x, routes, y)? {
+        let GroupedGemms { tensor, activated, .. } = &device.functions.grouped_gemm;
+        if adapted || !gate_up.run_on_tokens_into(device, activated, x, routes, inter)? {
+            if !gate_up.run_on_tokens_into(device, tensor, x, routes, y)? {
                 device.gather_into(x, &routes.tokens, rows)?;
                 gate_up.run_into(device, rows, routes, y)?;
             }
