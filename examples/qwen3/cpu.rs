@@ -222,19 +222,6 @@ impl<T: Element> Device for Cpu<T> {
         match *layer {}
     }
 
-    fn activate_dense(
-        &self,
-        layer: &LoraLinear,
-        step: &mut cpu::Step<'_>,
-        x: Option<&Tensor<T>>,
-        mut gate_up: Tensor<T>,
-    ) -> Result<Tensor<T>> {
-        if let Some(x) = x {
-            self.add_delta(layer, step, x, &mut gate_up)?;
-        }
-        self.silu_mul(&gate_up)
-    }
-
     fn add_embedding_delta(
         &self,
         layer: &cpu::LoraEmbedding,

@@ -661,29 +661,23 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(y)
     }
 
-    fn activate_dense(
+    fn silu_mul_adapted(
         &self,
         layer: &Linear,
         step: &mut cuda::Step<'_>,
         x: Option<&Matrix<T>>,
-        mut gate_up: Matrix<T>,
-    ) -> Result<Matrix<T>> {
-        match layer {
-            Linear::Whole(layer) if gate_up.rows > APART_TOKENS && T::DTYPE != DType::F32 => {
-                if let Some(x) = x {
-                    layer.shrink(step, x.operand()?)?;
-                }
-                let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-                layer.silu_mul(step, gate_up.operand()?, out.operand_mut()?)?;
-                Ok(out)
-            }
-            _ => {
-                if let Some(x) = x {
-                    self.add_delta(layer, step, x, &mut gate_up)?;
-                }
-                self.silu_mul(&gate_up)
-            }
+        gate_up: &Matrix<T>,
+    ) -> Result<Option<Matrix<T>>> {
+        let Linear::Whole(layer) = layer else { return Ok(None) };
+        if gate_up.rows <= APART_TOKENS || T::DTYPE == DType::F32 {
+            return Ok(None);
         }
+        if let Some(x) = x {
+            layer.shrink(step, x.operand()?)?;
+        }
+        let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
+        layer.silu_mul(step, gate_up.operand()?, out.operand_mut()?)?;
+        Ok(Some(out))
     }
 
     fn add_embedding_delta(

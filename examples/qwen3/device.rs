@@ -195,16 +195,17 @@ pub(crate) trait Device: Sized {
         step: &mut Self::LoraStep<'_>,
         x: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// [`silu_mul`](Self::silu_mul) of `gate_up`, the base model's part, plus the deltas of [`add_delta`](Self::add_delta) for `x`; without
-    /// `x`, no token has an adapter. With many tokens, one operation of the library does all of it on the GPU and rounds once, with or
-    /// without adapters.
-    fn activate_dense(
+    /// [`silu_mul`](Self::silu_mul) of the base model's `gate_up` plus the deltas for `x`, rounded once, where one operation of the library
+    /// is faster than two. Without `x`, no token has an adapter. Whether there is such an operation does not depend on `x`.
+    fn silu_mul_adapted(
         &self,
-        layer: &Self::LoraLinear,
-        step: &mut Self::LoraStep<'_>,
-        x: Option<&Self::Tensor>,
-        gate_up: Self::Tensor,
-    ) -> Result<Self::Tensor>;
+        _layer: &Self::LoraLinear,
+        _step: &mut Self::LoraStep<'_>,
+        _x: Option<&Self::Tensor>,
+        _gate_up: &Self::Tensor,
+    ) -> Result<Option<Self::Tensor>> {
+        Ok(None)
+    }
     /// `y[t] += scale · scaling · B A[:, ids[t]]`, rounded once.
     fn add_embedding_delta(
         &self,

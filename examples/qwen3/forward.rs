@@ -230,10 +230,7 @@ impl<D: Device> Model<'_, D> {
                 Mlp::Dense { gate_up, down } => {
                     let x = match fused_gate_up {
                         Some(fused) => device.silu_mul(&device.forward(fused, lora.step, &x)?)?,
-                        None => {
-                            let adapted = lora.has_adapters.then_some(&x);
-                            device.activate_dense(&gate_up.lora, lora.step, adapted, device.gemm(&x, &gate_up.base)?)?
-                        }
+                        None => self.gate_up(&x, gate_up, lora)?,
                     };
                     self.linear(&x, down.parts(), fused.and_then(|fused| fused.down.as_ref()), lora)?
                 }
@@ -280,6 +277,20 @@ impl<D: Device> Model<'_, D> {
             self.device.add_delta(layer, lora.step, x, &mut y)?;
         }
         Ok(y)
+    }
+
+    /// Gate and up of a dense layer, their deltas, and `silu(gate) · up`.
+    fn gate_up(&self, x: &D::Tensor, layer: &Linear<D>, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
+        let Self { device, .. } = self;
+        let mut y = device.gemm(x, &layer.base)?;
+        let adapted = lora.has_adapters.then_some(x);
+        if let Some(out) = device.silu_mul_adapted(&layer.lora, lora.step, adapted, &y)? {
+            return Ok(out);
+        }
+        if let Some(x) = adapted {
+            device.add_delta(&layer.lora, lora.step, x, &mut y)?;
+        }
+        device.silu_mul(&y)
     }
 
     /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter with the activation and with
