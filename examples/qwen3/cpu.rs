@@ -179,6 +179,10 @@ impl<T: Element> Device for Cpu<T> {
         Ok(None)
     }
 
+    fn is_fastest_fused(&self, _: &LoraLinear, fused: &Infallible, _: usize) -> bool {
+        match *fused {}
+    }
+
     fn lora_embedding(&self, adapters: &cpu::WeightTable, id: EmbeddingId) -> Result<cpu::LoraEmbedding> {
         Ok(cpu::LoraEmbedding::new(adapters, id)?)
     }

@@ -32,7 +32,7 @@ use aril::{
         LoraExperts, LoraLinear, Queue, Routing, WeightTable, Workspace,
     },
     model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, TpRank},
-    plan::{Capacity, ForwardPlan, RouteCapacity},
+    plan::{Capacity, ForwardPlan, Mode, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
 };
@@ -116,6 +116,9 @@ struct Functions {
 /// With more tokens, SiLU and the deltas of gate and up are one operation: a pass over gate and up that adds deltas takes longer than
 /// SiLU itself. It does not depend on whether a token has an adapter, so that base tokens have the same bits beside any others.
 const APART_TOKENS: usize = 512;
+
+/// The ranks of few adapters: eight of rank 16.
+const FEW_RANKS: usize = 128;
 
 /// For the layers and for the head, after which values are copied to the host.
 const STEPS_IN_FLIGHT: usize = 2;
@@ -598,6 +601,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         });
         let slices = slices.collect::<result::Result<Vec<_>, _>>()?;
         Ok(Some(Fused { layer: FusedLinear::new(adapters, id, slices)?, outputs: base.rows }))
+    }
+
+    fn is_fastest_fused(&self, layer: &Linear, fused: &Fused<'_, T>, tokens: usize) -> bool {
+        let Linear::Whole(layer) = layer else { return false };
+        layer.plan().fastest_mode(tokens, FEW_RANKS, Some(fused.layer.plan())) == Mode::Fused
     }
 
     fn lora_embedding(&self, adapters: &WeightTable, id: EmbeddingId) -> Result<LoraEmbedding> {

@@ -168,6 +168,8 @@ pub(crate) trait Device: Sized {
         id: LinearId,
         base: &'a Self::Weight,
     ) -> Result<Option<Self::FusedLinear<'a>>>;
+    /// Whether one launch of base weights and adapters is faster than a GEMM and a delta, with so many tokens of few adapters.
+    fn is_fastest_fused(&self, layer: &Self::LoraLinear, fused: &Self::FusedLinear<'_>, tokens: usize) -> bool;
     fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
     fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
     /// Buffers for any step on these adapters.

@@ -63,18 +63,14 @@ pub(crate) const FUSED_TOKENS: usize = 32;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Fusion {
     None,
-    /// All but gate and up. With more than [`FUSED_TOKENS`] tokens, the GPU's own GEMM is faster for so many outputs.
-    AllButGateUp,
-    All,
+    /// Those that are fastest so with this many tokens of few adapters.
+    Fastest(usize),
 }
 
 impl Fusion {
-    pub(crate) const fn of(tokens: usize, is_fused: bool) -> Self {
-        match (is_fused, tokens <= FUSED_TOKENS) {
-            (false, _) => Self::None,
-            (true, false) => Self::AllButGateUp,
-            (true, true) => Self::All,
-        }
+    /// Of a step of any adapters.
+    const fn of(tokens: usize) -> Self {
+        if tokens <= FUSED_TOKENS { Self::Fastest(tokens) } else { Self::None }
     }
 }
 
@@ -89,6 +85,17 @@ pub(crate) struct Lora<'a, 's, D: Device> {
     pub(crate) step: &'a mut D::LoraStep<'s>,
     /// Whether a token has one. If not, no operation runs that only adds deltas.
     pub(crate) has_adapters: bool,
+    pub(crate) fusion: Fusion,
+}
+
+impl<D: Device> Lora<'_, '_, D> {
+    /// Whether a layer runs as its fused linear.
+    fn is_fused(&self, device: &D, layer: &D::LoraLinear, fused: &D::FusedLinear<'_>) -> bool {
+        match self.fusion {
+            Fusion::None => false,
+            Fusion::Fastest(tokens) => device.is_fastest_fused(layer, fused, tokens),
+        }
+    }
 }
 
 /// The linear layers of a layer with their base weights, for steps of few tokens.
@@ -156,9 +163,8 @@ impl<D: Device> Model<'_, D> {
         let Session { state, buffers } = session;
         let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
-        let tokens = step.ids.len();
-        let fusion = Fusion::of(tokens, tokens <= FUSED_TOKENS);
-        let h = self.hidden(state, inputs, fusion, &mut Lora { step: &mut lora, has_adapters })?;
+        let fusion = Fusion::of(step.ids.len());
+        let h = self.hidden(state, inputs, &mut Lora { step: &mut lora, has_adapters, fusion })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
@@ -166,8 +172,8 @@ impl<D: Device> Model<'_, D> {
         let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
         let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
-        let fusion = Fusion::of(step.sampled.len(), step.sampled.len() <= FUSED_TOKENS);
-        self.logits(state, &h, fusion, &mut Lora { step: &mut lora, has_adapters })
+        let fusion = Fusion::of(step.sampled.len());
+        self.logits(state, &h, &mut Lora { step: &mut lora, has_adapters, fusion })
     }
 
     /// Uploads the indices of a step.
@@ -191,7 +197,6 @@ impl<D: Device> Model<'_, D> {
         &self,
         State { fused, caches, rope, grouping, .. }: &mut State<'_, D>,
         Inputs { ids, places }: &Inputs<D>,
-        fusion: Fusion,
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, heads, config: Config { eps, .. }, .. } = *self;
@@ -212,27 +217,22 @@ impl<D: Device> Model<'_, D> {
         // What the layer before adds to h.
         let mut added: Option<D::Tensor> = None;
         for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
-            let fused_gate_up = fused.gate_up.as_ref().filter(|_| fusion == Fusion::All);
-            let fused = (fusion != Fusion::None).then_some(fused);
             let x = match &added {
                 None => device.rms_norm(&h, &layer.input_norm, eps)?,
                 Some(y) => device.add_rms_norm(&mut h, y, &layer.input_norm, eps)?,
             };
-            let mut qkv = self.linear(&x, layer.qkv.parts(), fused.and_then(|fused| fused.qkv.as_ref()), lora)?;
+            let mut qkv = self.linear(&x, layer.qkv.parts(), fused.qkv.as_ref(), lora)?;
             let norms = HeadNorms { q: &layer.q_norm, k: &layer.k_norm, eps };
             device.rotate_and_append(&mut qkv, heads, norms, rope, places, cache)?;
             let x = device.attention(&qkv, heads, places, cache)?;
-            let mut y = self.linear(&x, layer.o.parts(), fused.and_then(|fused| fused.o.as_ref()), lora)?;
+            let mut y = self.linear(&x, layer.o.parts(), fused.o.as_ref(), lora)?;
             device.all_reduce(&mut y)?;
 
             let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
             let mut y = match &layer.mlp {
                 Mlp::Dense { gate_up, down } => {
-                    let x = match fused_gate_up {
-                        Some(fused) => device.silu_mul(&device.forward(fused, lora.step, &x)?)?,
-                        None => self.gate_up(&x, gate_up, lora)?,
-                    };
-                    self.linear(&x, down.parts(), fused.and_then(|fused| fused.down.as_ref()), lora)?
+                    let x = self.gate_up(&x, gate_up, fused.gate_up.as_ref(), lora)?;
+                    self.linear(&x, down.parts(), fused.down.as_ref(), lora)?
                 }
                 Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora)?,
             };
@@ -246,22 +246,15 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// The logits of hidden states: `[tokens, vocab]`.
-    pub(crate) fn logits(
-        &self,
-        state: &State<'_, D>,
-        h: &D::Tensor,
-        fusion: Fusion,
-        lora: &mut Lora<'_, '_, D>,
-    ) -> Result<D::Tensor> {
+    pub(crate) fn logits(&self, state: &State<'_, D>, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
         let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
         let base = self.head.as_ref().unwrap_or(&self.embed);
-        let fused = state.fused_head.as_ref().filter(|_| fusion == Fusion::All);
-        let logits = self.linear(&x, (base, &self.head_lora), fused, lora)?;
+        let logits = self.linear(&x, (base, &self.head_lora), state.fused_head.as_ref(), lora)?;
         self.device.all_gather(logits, self.config.vocab)
     }
 
     /// On the rank's part of a layer, the base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a
-    /// linear layer. With few tokens, one operation of the library does both.
+    /// linear layer. Where it is faster, one operation of the library does both.
     fn linear(
         &self,
         x: &D::Tensor,
@@ -269,7 +262,7 @@ impl<D: Device> Model<'_, D> {
         fused: Option<&D::FusedLinear<'_>>,
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
-        if let Some(fused) = fused {
+        if let Some(fused) = fused.filter(|fused| lora.is_fused(self.device, layer, fused)) {
             return self.device.forward(fused, lora.step, x);
         }
         let mut y = self.device.gemm(x, base)?;
@@ -280,8 +273,17 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// Gate and up of a dense layer, their deltas, and `silu(gate) · up`.
-    fn gate_up(&self, x: &D::Tensor, layer: &Linear<D>, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
+    fn gate_up(
+        &self,
+        x: &D::Tensor,
+        layer: &Linear<D>,
+        fused: Option<&D::FusedLinear<'_>>,
+        lora: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
+        if let Some(fused) = fused.filter(|fused| lora.is_fused(device, &layer.lora, fused)) {
+            return device.silu_mul(&device.forward(fused, lora.step, x)?);
+        }
         let mut y = device.gemm(x, &layer.base)?;
         let adapted = lora.has_adapters.then_some(x);
         if let Some(out) = device.silu_mul_adapted(&layer.lora, lora.step, adapted, &y)? {
@@ -300,7 +302,7 @@ impl<D: Device> Model<'_, D> {
         x: &D::Tensor,
         layer: &Experts<D>,
         grouping: &mut D::Grouping,
-        Lora { step, has_adapters }: &mut Lora<'_, '_, D>,
+        Lora { step, has_adapters, .. }: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
         let Experts { router, top_k, normalized, held, gate_up, down, lora } = layer;

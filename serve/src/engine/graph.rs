@@ -16,8 +16,8 @@ use crate::{
     model::Model,
 };
 
-/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, but
-/// for gate and up: cuBLASLt's GEMM is faster for so many outputs (`benches/record/designs.md`, "A layer of the engine").
+/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, in the
+/// layers where that is faster than cuBLASLt's GEMM (`benches/record/designs.md`, "A layer of the engine").
 const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
@@ -120,7 +120,7 @@ pub(crate) struct Tables {
 pub(crate) struct Variant {
     /// Whether a token may have an adapter.
     pub(crate) has_adapters: bool,
-    /// Whether layers run base weights and adapters in one launch where the device can.
+    /// Whether layers run base weights and adapters in one launch where the device can and that is fastest.
     pub(crate) is_fused: bool,
 }
 
@@ -268,10 +268,10 @@ impl<D: Capture> Captured<D> {
         Variant { has_adapters, is_fused }: Variant,
     ) -> Result<Option<Self>> {
         let captured = model.device.capture(&model.adapters, buffers, batch.tokens, |step| {
-            let mut lora = Lora { step, has_adapters };
-            let fusion = Fusion::of(batch.tokens, is_fused);
-            let h = model.hidden(state, &batch.inputs, fusion, &mut lora)?;
-            model.logits(state, &h, fusion, &mut lora)
+            let fusion = if is_fused { Fusion::Fastest(batch.tokens) } else { Fusion::None };
+            let mut lora = Lora { step, has_adapters, fusion };
+            let h = model.hidden(state, &batch.inputs, &mut lora)?;
+            model.logits(state, &h, &mut lora)
         })?;
         Ok(captured.map(|(graph, logits)| Self { graph, logits }))
     }
