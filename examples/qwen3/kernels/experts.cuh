@@ -297,7 +297,7 @@ __device__ void route_tokens(const T* scores,        // [tokens, experts]
 constexpr int kRouterThreads = 512;
 constexpr int kRouterWarps = kRouterThreads / 32;
 constexpr int kRouterExperts = 16;
-constexpr int kRouterTiles = 4;  // of eight tokens
+constexpr int kRouterTiles = 2;  // of eight tokens
 
 template <typename T>
 __device__ void route_few(const T* x,       // [tokens, cols]
