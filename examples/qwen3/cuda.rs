@@ -669,22 +669,23 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(y)
     }
 
-    fn silu_mul_adapted(
+    fn gate_up_of_many(
         &self,
-        layer: &Linear,
+        x: &Matrix<T>,
+        (base, layer): (&Matrix<T>, &Linear),
         step: &mut cuda::Step<'_>,
-        x: Option<&Matrix<T>>,
-        gate_up: &Matrix<T>,
+        has_adapters: bool,
     ) -> Result<Option<Matrix<T>>> {
         let Linear::Whole(layer) = layer else { return Ok(None) };
-        if gate_up.rows <= APART_TOKENS || T::DTYPE == DType::F32 {
+        if x.rows <= APART_TOKENS || T::DTYPE == DType::F32 {
             return Ok(None);
         }
-        if let Some(x) = x {
+        let y = self.gemm(x, base)?;
+        if has_adapters {
             layer.shrink(step, x.operand()?)?;
         }
-        let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-        layer.silu_mul(step, gate_up.operand()?, out.operand_mut()?)?;
+        let mut out = self.alloc(y.rows, y.cols / 2)?;
+        layer.silu_mul(step, y.operand()?, out.operand_mut()?)?;
         Ok(Some(out))
     }
 

@@ -197,14 +197,14 @@ pub(crate) trait Device: Sized {
         step: &mut Self::LoraStep<'_>,
         x: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// [`silu_mul`](Self::silu_mul) of the base model's `gate_up` plus the deltas for `x`, rounded once, where one operation of the library
-    /// is faster than two. Without `x`, no token has an adapter. Whether there is such an operation does not depend on `x`.
-    fn silu_mul_adapted(
+    /// [`silu_mul`](Self::silu_mul) of [`gemm`](Self::gemm) plus the deltas of a layer of gate and up, rounded once, if `x` has so many rows
+    /// that one operation of the library is faster than two. Whether there is such an operation does not depend on `has_adapters`.
+    fn gate_up_of_many(
         &self,
-        _layer: &Self::LoraLinear,
+        _x: &Self::Tensor,
+        _layer: (&Self::Weight, &Self::LoraLinear),
         _step: &mut Self::LoraStep<'_>,
-        _x: Option<&Self::Tensor>,
-        _gate_up: &Self::Tensor,
+        _has_adapters: bool,
     ) -> Result<Option<Self::Tensor>> {
         Ok(None)
     }

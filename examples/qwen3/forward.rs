@@ -281,18 +281,10 @@ impl<D: Device> Model<'_, D> {
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
-        if let Some(fused) = fused.filter(|fused| lora.is_fused(device, &layer.lora, fused)) {
-            return device.silu_mul(&device.forward(fused, lora.step, x)?);
-        }
-        let mut y = device.gemm(x, &layer.base)?;
-        let adapted = lora.has_adapters.then_some(x);
-        if let Some(out) = device.silu_mul_adapted(&layer.lora, lora.step, adapted, &y)? {
+        if let Some(out) = device.gate_up_of_many(x, layer.parts(), lora.step, lora.has_adapters)? {
             return Ok(out);
         }
-        if let Some(x) = adapted {
-            device.add_delta(&layer.lora, lora.step, x, &mut y)?;
-        }
-        device.silu_mul(&y)
+        device.silu_mul(&self.linear(x, layer.parts(), fused, lora)?)
     }
 
     /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter with the activation and with

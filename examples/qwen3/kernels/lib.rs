@@ -107,7 +107,7 @@ pub mod route {
     /// Threads of a block: `kRouterThreads`.
     pub const THREADS: u32 = 512;
 
-    /// With more tokens, the separate kernels are faster.
+    /// Eight for each of `kRouterTiles`. With more, the separate kernels are faster.
     const TOKENS: usize = 16;
 
     /// Whether it is for so many tokens, each with a row of `cols` elements of 16 bits: a thread for each route, `kFewExperts` and
