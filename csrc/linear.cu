@@ -75,7 +75,7 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
 
 // A grid of more blocks than the first takes turns: it has blocks of shrink, and of expand, for
 // as many tiles as make the second. Measured on an H200 (benches/record/designs.md).
-constexpr int kMostBlocks = 3000;
+constexpr int kMostBlocks = 1500;
 constexpr int kTurnsBlocks = 594;
 
 template <typename T>

@@ -92,6 +92,20 @@ __device__ __forceinline__ void multiply_unit(float (&deltas)[4][4], const uint4
   multiply_terms<T>(deltas[3], v, b0.w, b1.w);
 }
 
+// The same with B in shared memory: `row` is the lane's row of ldmatrix, which reads two cores of
+// either rank tile, so that those of a product are in adjacent registers.
+template <typename T, int kOperands>
+__device__ __forceinline__ void multiply_unit_of_tiles(float (&deltas)[4][4],
+                                                       const uint4 (&v)[kOperands], const char* row,
+                                                       bool has_second) {
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const uint4 cores = ldmatrix_x4(row + j * (kCoreElems * 2));
+    multiply_terms<T>(deltas[j], v, cores.x, has_second ? cores.y : 0);
+    multiply_terms<T>(deltas[j + 1], v, cores.z, has_second ? cores.w : 0);
+  }
+}
+
 // The same for at most 8 rows, with B in shared memory: b is the unit's first rank tile of the
 // step, and the second follows `second_bytes` later. Without a second rank tile v is zero there,
 // and `second_bytes` may be 0.
@@ -235,11 +249,16 @@ struct OutVec {
       *reinterpret_cast<uint4*>(y) = result;
       return;
     }
+    // All loads before the first store, which the compiler may not move them across.
+    T bases[Vec<T>::kSize];
 #pragma unroll
     for (int i = 0; i < Vec<T>::kSize; ++i) {
-      if (i >= valid) continue;
-      T& out = y[i * step];
-      out = from_float<T>((overwrites ? 0.0f : to_float(out)) + delta(i));
+      bases[i] = T(0.0f);
+      if (!overwrites && i < valid) bases[i] = y[i * step];
+    }
+#pragma unroll
+    for (int i = 0; i < Vec<T>::kSize; ++i) {
+      if (i < valid) y[i * step] = from_float<T>(to_float(bases[i]) + delta(i));
     }
   }
 };

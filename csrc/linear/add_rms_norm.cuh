@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     const auto add = [&](Unit& unit_of, int unit, bool holds) {
       float deltas[4][4];
       const char* const block_b = kStaged ? reinterpret_cast<const char*>(staged_b) : b;
-      multiply_small_m<T, kStaged>(
+      multiply_or_none<T, kStaged>(
           deltas, operands, unit_at(block_b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
       for_rows(unit, [&](int half, int row, int feature, int valid) {
         T sums[Vec<T>::kSize];

@@ -170,7 +170,7 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
         const int rank_tiles = gate_up.rank_tiles(slice);
         const char* const b = kStaged ? reinterpret_cast<const char*>(shared) + slice * b_bytes[0]
                                       : gate_up.b(slice, first);
-        multiply_small_m<T, kStaged>(deltas[slice], operands + slice * gate_steps * kTerms * 32,
+        multiply_or_none<T, kStaged>(deltas[slice], operands + slice * gate_steps * kTerms * 32,
                                      unit_at(b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
       }
       for_rows(unit, [&](int half, const T* y, T* out, int valid) {

@@ -30,38 +30,52 @@ __host__ __device__ __forceinline__ int small_m_expand_smem_bytes(const aril_wei
   return (staged ? b : 0) + rank_steps(weights) * kTerms * 32 * 16;
 }
 
-// The cores of a unit's rank tile, in shared memory if kStaged, otherwise in place.
-template <bool kStaged>
+// The cores of a unit's rank tile, in global memory.
 __device__ __forceinline__ uint4 unit_cores(const char* rank_tile) {
+  const auto* words = reinterpret_cast<const uint32_t*>(rank_tile) + threadIdx.x % 32;
+  return make_uint4(words[0], words[32], words[64], words[96]);
+}
+
+// deltas = B v of a unit, whose first rank tile is at `b`: in shared memory if kStaged, otherwise
+// in place. `operands` are the terms of v. There is at least one rank tile.
+template <typename T, bool kStaged>
+__device__ __forceinline__ void multiply_small_m(float (&deltas)[4][4], const uint4* operands,
+                                                 const char* b, int rank_tiles) {
   const int lane = threadIdx.x % 32;
-  if constexpr (kStaged) {
-    return ldmatrix_x4(rank_tile + lane * 16);
-  } else {
-    const auto* words = reinterpret_cast<const uint32_t*>(rank_tile) + lane;
-    return make_uint4(words[0], words[32], words[64], words[96]);
+  set_zero(deltas);
+  const uint4* of_lane = operands + lane;
+  if constexpr (kStaged) b += lane / 16 * (kCoreElems * 2) + lane % 8 * 16;
+#pragma unroll 1
+  for (int left = rank_tiles; left > 0; left -= 2) {
+    uint4 terms[kTerms];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) terms[term] = of_lane[term * 32];
+    const bool has_second = left > 1;
+    if constexpr (kStaged) {
+      multiply_unit_of_tiles<T>(deltas, terms, b + (has_second ? lane / 8 % 2 * kBTileBytes : 0),
+                                has_second);
+    } else {
+      const uint4 b0 = unit_cores(b);
+      uint4 b1 = make_uint4(0, 0, 0, 0);
+      if (has_second) b1 = unit_cores(b + kBTileBytes);
+      multiply_unit<T>(deltas, terms, b0, b1);
+    }
+    of_lane += kTerms * 32;
+    b += 2 * kBTileBytes;
   }
 }
 
 // The delta of a row without a module: added to a zero, it keeps its sign.
 constexpr float kNoDelta = -0.0f;
 
-// deltas = B v of a unit, whose first rank tile is at `b`. `operands` are the terms of v.
+// The same, or no delta without a rank tile.
 template <typename T, bool kStaged>
-__device__ __forceinline__ void multiply_small_m(float (&deltas)[4][4], const uint4* operands,
+__device__ __forceinline__ void multiply_or_none(float (&deltas)[4][4], const uint4* operands,
                                                  const char* b, int rank_tiles) {
-  const int lane = threadIdx.x % 32;
-  fill(deltas, rank_tiles == 0 ? kNoDelta : 0.0f);
-#pragma unroll 1
-  for (int step = 0; 2 * step < rank_tiles; ++step) {
-    uint4 terms[kTerms];
-#pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
-      terms[term] = operands[(step * kTerms + term) * 32 + lane];
-    }
-    const uint4 b0 = unit_cores<kStaged>(b + 2 * step * kBTileBytes);
-    uint4 b1 = make_uint4(0, 0, 0, 0);
-    if (2 * step + 1 < rank_tiles) b1 = unit_cores<kStaged>(b + (2 * step + 1) * kBTileBytes);
-    multiply_unit<T>(deltas, terms, b0, b1);
+  if (rank_tiles > 0) {
+    multiply_small_m<T, kStaged>(deltas, operands, b, rank_tiles);
+  } else {
+    fill(deltas, kNoDelta);
   }
 }
 
