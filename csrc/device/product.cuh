@@ -96,11 +96,11 @@ __device__ __forceinline__ void multiply_unit(float (&deltas)[4][4], const uint4
 // either rank tile, so that those of a product are in adjacent registers.
 template <typename T, int kOperands>
 __device__ __forceinline__ void multiply_unit_of_tiles(float (&deltas)[4][4],
-                                                       const uint4 (&v)[kOperands], const char* row,
+                                                       const uint4 (&v)[kOperands], const void* row,
                                                        bool has_second) {
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
-    const uint4 cores = ldmatrix_x4(row + j * (kCoreElems * 2));
+    const uint4 cores = ldmatrix_x4(static_cast<const char*>(row) + j * (kCoreElems * 2));
     multiply_terms<T>(deltas[j], v, cores.x, has_second ? cores.y : 0);
     multiply_terms<T>(deltas[j + 1], v, cores.z, has_second ? cores.w : 0);
   }
@@ -115,14 +115,9 @@ __device__ __forceinline__ void multiply_unit_staged(float (&deltas)[4][4], cons
   const int lane = threadIdx.x % 32;
   // Rows 8 to 15 of the operands are not needed: each operand has the other term there.
   const uint4 operands[kTerms] = {stacked, make_uint4(stacked.y, stacked.x, stacked.w, stacked.z)};
-  // ldmatrix reads two cores of either rank tile.
-  b += lane / 16 * (kCoreElems * 2) + lane % 8 * 16 + (lane / 8 % 2 != 0 ? second_bytes : 0);
-#pragma unroll
-  for (int j = 0; j < 4; j += 2) {
-    const uint4 cores = ldmatrix_x4(b + j * (kCoreElems * 2));
-    multiply_terms<T>(deltas[j], operands, cores.x, cores.y);
-    multiply_terms<T>(deltas[j + 1], operands, cores.z, cores.w);
-  }
+  const unsigned char* const row =
+      b + lane / 16 * (kCoreElems * 2) + lane % 8 * 16 + (lane / 8 % 2 != 0 ? second_bytes : 0);
+  multiply_unit_of_tiles<T>(deltas, operands, row, true);
 }
 
 // A unit's B of one step, held in registers: [rank tiles][cores].
