@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply_small_m(float (&deltas)[4][4], const ui
 // The delta of a row without a module: added to a zero, it keeps its sign.
 constexpr float kNoDelta = -0.0f;
 
-// The same, or no delta without a rank tile.
+// multiply_small_m(), or no delta without a rank tile.
 template <typename T, bool kStaged>
 __device__ __forceinline__ void multiply_or_none(float (&deltas)[4][4], const uint4* operands,
                                                  const char* b, int rank_tiles) {
