@@ -104,9 +104,8 @@ int32_t silu_mul(const aril_silu_mul_args& args, void* stream) {
     const int blocks = ceil_div(layer.out_features[0], layer.outs_per_block);
     const dim3 grid(layer.max_tiles * blocks);
     int smem_bytes;
-    bool fits;
-    ARIL_TRY(detail::large_m_silu_mul_smem(layer.weights, smem_bytes, fits));
-    if (staged && fits) {
+    ARIL_TRY(detail::large_m_silu_mul_smem(layer.weights, smem_bytes));
+    if (staged && smem_bytes > 0) {
       return launch(kernels.large_m_silu_mul, grid, detail::kExpandThreads, smem_bytes, stream,
                     args, blocks, smem_bytes);
     }

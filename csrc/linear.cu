@@ -164,10 +164,10 @@ int32_t large_m_expand(const aril_linear_args& args, void* stream) {
                   detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, false),
                   stream, args, blocks);
   }
-  int ring_bytes, smem_bytes;
-  ARIL_TRY(detail::large_m_expand_smem(args.weights, ring_bytes, smem_bytes));
+  int smem_bytes;
+  ARIL_TRY(detail::large_m_expand_smem<T>(args.weights, smem_bytes));
   return launch(Kernels<T>().large_m_expand, grid, detail::kExpandThreads, smem_bytes, stream, args,
-                blocks, ring_bytes);
+                blocks, smem_bytes);
 }
 
 int32_t f32(const aril_linear_args& args, int parts, void* stream) {
@@ -207,13 +207,12 @@ int32_t embedding(const aril_embedding_args& args, void* stream) {
     const bool is_large_m = detail::is_large_m(args);
     const int path = (is_large_m ? static_cast<int>(EmbeddingPath::kLargeM) : 0) + !staged;
     const int blocks = ceil_div(args.hidden, args.outs_per_block);
-    int ring_bytes = 0;
     int smem_bytes = detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged);
     if (is_large_m && staged) {
-      ARIL_TRY(detail::large_m_expand_smem(args.weights, ring_bytes, smem_bytes));
+      ARIL_TRY(detail::large_m_expand_smem<T>(args.weights, smem_bytes));
     }
     return launch(Kernels<T>().embedding[path], dim3(args.max_tiles * blocks),
-                  detail::kExpandThreads, smem_bytes, stream, args, blocks, ring_bytes);
+                  detail::kExpandThreads, smem_bytes, stream, args, blocks, smem_bytes);
   }
 }
 

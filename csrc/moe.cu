@@ -135,10 +135,10 @@ int32_t on_wide_or_route_tiles(const aril_experts_args& args, void* stream) {
                ? large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream)
                : large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, rank_tiles, stream));
   ARIL_TRY(on_route_tiles<T>(args, stream));
-  int ring_bytes, smem_bytes;
-  ARIL_TRY(detail::large_m_expand_smem(args.weights, ring_bytes, smem_bytes));
+  int smem_bytes;
+  ARIL_TRY(detail::large_m_expand_smem<T>(args.weights, smem_bytes));
   return launch(kernels.large_m_expand[args.from_tokens == 0], dim3(args.wide_expand_blocks),
-                detail::kExpandThreads, smem_bytes, stream, args, ring_bytes);
+                detail::kExpandThreads, smem_bytes, stream, args, smem_bytes);
 }
 
 int32_t experts_f32(const aril_experts_args& args, void* stream) {

@@ -54,6 +54,13 @@ struct PartialLayout {
       : PartialLayout(p.num_tokens, p.num_slices, p.weights.max_rank) {}
 };
 
+// What a step of an expand multiplies: `factor` times `count` ranks of v of a row, from `first` on.
+struct StepRanks {
+  int row;  // -1: none
+  int first, count;
+  float factor;
+};
+
 // v from the partials of an earlier launch.
 class PartialSums {
  public:
@@ -73,39 +80,52 @@ class PartialSums {
   // Whether a row has no v, and y must stay as it is.
   __device__ __forceinline__ bool lacks(int) const { return false; }
 
-  // Ranks [r, r + 4) of a row.
-  __device__ __forceinline__ float4 load4(int row, int r) const {
-    const float* source = first_partial_ + row * layout_.row_stride + r;
+  // sums[i] = ranks [ranks[i], ranks[i] + 4) of rows[i]; zero for row -1.
+  template <int kCount>
+  __device__ __forceinline__ void load4(float4 (&sums)[kCount], const int (&rows)[kCount],
+                                        const int (&ranks)[kCount]) const {
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float4 total = zero, span = zero;
-    // Expand waits for these loads: many are in flight before the first use.
-    constexpr int kAtOnce = 2 * ARIL_K_SLABS_PER_SPAN;
-    for (int first = 0; first < splits_; first += kAtOnce) {
-      float4 sums[kAtOnce];
+    const float* sources[kCount];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        sums[i] = zero;
-        if (first + i < splits_) {
-          sums[i] = *reinterpret_cast<const float4*>(source + (first + i) * layout_.partial_stride);
+    for (int i = 0; i < kCount; ++i) {
+      sources[i] = first_partial_ + rows[i] * layout_.row_stride + ranks[i];
+      sums[i] = zero;
+    }
+    // Expand waits for these loads: many are in flight before the first use.
+    constexpr int kAtOnce = ARIL_K_SLABS_PER_SPAN;
+    for (int first = 0; first < splits_; first += kAtOnce) {
+      float4 partials[kAtOnce][kCount];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          partials[k][i] = zero;
+          if (first + k < splits_ && rows[i] >= 0) {
+            partials[k][i] =
+                *reinterpret_cast<const float4*>(sources[i] + (first + k) * layout_.partial_stride);
+          }
         }
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        span = span + sums[i];
-        if (splits_are_slabs_ && (i + 1) % ARIL_K_SLABS_PER_SPAN != 0) continue;
-        total = total + span;
-        span = zero;
+      for (int i = 0; i < kCount; ++i) {
+        float4 span = zero;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          span = span + partials[k][i];
+          if (splits_are_slabs_ && k + 1 < kAtOnce) continue;
+          sums[i] = sums[i] + span;
+          span = zero;
+        }
       }
     }
-    return total;
   }
 
   // Ranks r and r + 1 of a row; zero for row -1.
   template <int kTeam = 1>
   __device__ __forceinline__ float2 load2(int row, int r) const {
-    if (row < 0) return make_float2(0.0f, 0.0f);
-    const float4 sums = load4(row, r / 4 * 4);
-    return r % 4 == 0 ? make_float2(sums.x, sums.y) : make_float2(sums.z, sums.w);
+    float4 sums[1];
+    load4(sums, {row}, {r / 4 * 4});
+    return r % 4 == 0 ? make_float2(sums[0].x, sums[0].y) : make_float2(sums[0].z, sums[0].w);
   }
 
  private:

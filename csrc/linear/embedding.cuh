@@ -36,9 +36,14 @@ class EmbeddingRows {
     return make_float2(to_float(row[0]), to_float(row[1]));
   }
 
-  __device__ __forceinline__ float4 load4(int token, int r) const {
-    const float2 first = load2(token, r), second = load2(token, r + 2);
-    return make_float4(first.x, first.y, second.x, second.y);
+  template <int kCount>
+  __device__ __forceinline__ void load4(float4 (&sums)[kCount], const int (&tokens)[kCount],
+                                        const int (&ranks)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float2 first = load2(tokens[i], ranks[i]), second = load2(tokens[i], ranks[i] + 2);
+      sums[i] = make_float4(first.x, first.y, second.x, second.y);
+    }
   }
 
  private:
@@ -55,7 +60,7 @@ static_assert(kExpandThreads == kSmallMThreads);
 template <typename T, EmbeddingPath kPath>
 __global__ void __launch_bounds__(kSmallMThreads, kPath == EmbeddingPath::kLargeM ? 1 : 2)
     embedding_kernel(const __grid_constant__ aril_embedding_args p, int out_blocks,
-                     int ring_bytes) {
+                     int smem_bytes) {
   extern __shared__ __align__(128) unsigned char shared[];
   launch_dependents();
   const TokenTile tile(p, blockIdx.x / out_blocks);
@@ -70,7 +75,7 @@ __global__ void __launch_bounds__(kSmallMThreads, kPath == EmbeddingPath::kLarge
       tile_rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);
     }
     ExpandBarriers barriers(barriers_shared);
-    large_m_expand<T>(tile.count, tile_rows, module, outs, shared, ring_bytes, barriers, rows);
+    large_m_expand<T>(tile.count, tile_rows, module, outs, shared, smem_bytes, barriers, rows);
   } else if constexpr (kPath == EmbeddingPath::kLargeMHighRank) {
     high_rank_expand<T>(tile, module, outs, p, shared, rows);
   } else {

@@ -10,8 +10,7 @@
 //
 // Bound: the bytes of y in and out; B comes from L2 for all wide tiles of a slot but the first.
 //
-// large_m_expand() is one long body: moving the gather of v or the addition to y out of it changes
-// the machine code.
+// large_m_expand() is one long body: moving the addition to y out of it changes the machine code.
 #pragma once
 
 #include "../device/descriptor.cuh"
@@ -39,16 +38,36 @@ constexpr int kExpandThreads = 2 * kWarpgroupThreads;
 template <typename T>
 constexpr int kLargeMExpandBlocks = std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
 
-// Shared memory of a block: the terms of v, and a ring of two stages for 64 rows, or one if two do
-// not fit. With an odd number of rank tiles the last operand reads one tile beyond the stage.
-inline int32_t large_m_expand_smem(const aril_weights& weights, int& ring_bytes, int& smem_bytes) {
-  int max_bytes;
+// The most shared memory with which so many blocks fit on a multiprocessor, beside up to a KB of
+// static variables each.
+inline int32_t smem_share(int blocks, int& bytes) {
+  int device, reserved, max_bytes;
+  ARIL_TRY(cudaGetDevice(&device));
+  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  ARIL_TRY(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
   ARIL_TRY(max_smem_bytes(max_bytes));
-  const int v = rank_steps(weights) * kTerms * kTermBytes;
-  const int stage = ARIL_WIDE_TILE * kChunkRowBytes + kChunkOuts * rank_tiles(weights) * 16;
-  ring_bytes = v + 2 * stage <= max_bytes ? 2 * stage : stage;
-  smem_bytes = v + ring_bytes + rank_tiles(weights) % 2 * ARIL_OUT_TILE * 16;
+  bytes = min(bytes / blocks - reserved - (1 << 10), max_bytes);
   return 0;
+}
+
+// The shared memory of a block: the terms of v, and a ring of two stages, of which three blocks are
+// to fit on a multiprocessor, otherwise two. Two blocks with room for one stage are faster than one
+// with two, and lower ranks than the table's have more stages in as many bytes. 0 if a block has no
+// room for one stage.
+inline int32_t wide_smem(int v_bytes, int stage_bytes, int blocks, int& smem_bytes) {
+  int most;
+  do {
+    ARIL_TRY(smem_share(blocks, most));
+  } while (v_bytes + (blocks > 2 ? 2 : 1) * stage_bytes > most && --blocks > 0);
+  smem_bytes = v_bytes + stage_bytes <= most ? min(v_bytes + 2 * stage_bytes, most) : 0;
+  return 0;
+}
+
+template <typename T>
+int32_t large_m_expand_smem(const aril_weights& weights, int& smem_bytes) {
+  return wide_smem(rank_steps(weights) * kTerms * kTermBytes,
+                   ARIL_WIDE_TILE * kChunkRowBytes + kChunkOuts * rank_tiles(weights) * 16,
+                   kLargeMExpandBlocks<T>, smem_bytes);
 }
 
 // Copies `count` adjacent outputs, 16 bytes at a time if they are `whole`.
@@ -104,14 +123,55 @@ __device__ __forceinline__ uint2* wide_terms_at(unsigned char* terms, int step, 
                                   quad % 8 * 2);
 }
 
-// Adds B v to the outputs `outs` of `rows`; those from `count` on are -1. v.load4(row, r) gives
-// ranks [r, r + 4), unscaled; v.lacks(row) says that y of a row must stay as it is. As many stages
-// as fit in `ring_bytes` are in flight.
+// Gathers v of the first `count` rows, scales it, and stores its terms. ranks_of(t, step) gives
+// what v.load4() is asked for. A thread gathers four ranks of a step, of kAtOnce rows at once.
+template <int kAtOnce, typename V, typename RanksOf>
+__device__ __forceinline__ void gather_wide_terms(unsigned char* terms, int count, int steps,
+                                                  const RanksOf& ranks_of, const V& v) {
+  if (steps == 0) return;
+  constexpr int kQuads = kRanksPerStep / 4;
+  const int threads_of_row = steps * kQuads;
+  const int rows_at_once = kExpandThreads / threads_of_row;
+  const int first_row = static_cast<int>(threadIdx.x) / threads_of_row;
+  const int thread = static_cast<int>(threadIdx.x) - first_row * threads_of_row;
+  const int step = thread / kQuads, rank = thread % kQuads * 4;
+  if (first_row >= rows_at_once) return;
+  for (int first = first_row; first < count; first += kAtOnce * rows_at_once) {
+    int rows[kAtOnce], ranks[kAtOnce];
+    float factors[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int t = first + i * rows_at_once;
+      const StepRanks of_step = ranks_of(min(t, count - 1), step);
+      rows[i] = t < count && rank < of_step.count ? of_step.row : -1;
+      ranks[i] = of_step.first + rank;
+      factors[i] = of_step.factor;
+    }
+    float4 sums[kAtOnce];
+    v.load4(sums, rows, ranks);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int t = first + i * rows_at_once;
+      if (t >= count) break;
+      const float4 scaled = sums[i] * factors[i];
+      uint2* const words = wide_terms_at(terms, step, t, rank);
+      uint2 high, low;
+      to_bf16_terms(scaled.x, scaled.y, high.x, low.x);
+      to_bf16_terms(scaled.z, scaled.w, high.y, low.y);
+      words[0] = high;
+      words[kTermBytes / 8] = low;
+    }
+  }
+}
+
+// Adds B v to the outputs `outs` of `rows`; those from `count` on are -1. v.load4() gives four
+// ranks of some rows, unscaled; v.lacks(row) says that y of a row must stay as it is. As many
+// stages as fit in `smem_bytes` are in flight.
 template <typename T, typename V>
 __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows)[ARIL_WIDE_TILE],
                                                const aril_descriptor& module,
                                                const BlockOuts<T>& outs, unsigned char* shared,
-                                               int ring_bytes, ExpandBarriers& barriers,
+                                               int smem_bytes, ExpandBarriers& barriers,
                                                const V& v) {
   const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -120,10 +180,11 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
   const int out_tile_bytes = rank_tiles * kBTileBytes;
   const int chunks = ceil_div(outs.count, kChunkOuts);
   // The terms of v, then the stages: y, B.
-  unsigned char* const ring = shared + steps * kTerms * kTermBytes;
+  const int v_bytes = steps * kTerms * kTermBytes;
+  unsigned char* const ring = shared + v_bytes;
   const int outs_bytes = ceil_div(count, 16) * 16 * kChunkRowBytes;  // a warp has 16 rows
   const int stage_bytes = outs_bytes + 2 * out_tile_bytes;
-  const int stages = min(ring_bytes / stage_bytes, kMaxExpandStages);
+  const int stages = min((smem_bytes - v_bytes) / stage_bytes, kMaxExpandStages);
   const char* b =
       static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
   const int own_row = copied_row(lane);
@@ -175,22 +236,11 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
   if (row != nullptr && v.lacks(own.v)) row = nullptr;
   for (int i = 0; i < stages - 1; ++i) fetch_outs(i, i);
 
-  // A thread gathers four ranks of a row, scales them, and stores their terms.
-  constexpr int kQuads = kRanksPerStep / 4;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < count * steps * kQuads; i += kExpandThreads) {
-    const int quad = i % kQuads * 4, t = i / kQuads / steps, step = i / kQuads - t * steps;
-    const int r = step * kRanksPerStep + quad;
-    const ExpandRow row = rows[t];
-    float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (row.v >= 0 && r < rank_tiles * ARIL_RANK_TILE) sums = v.load4(row.v, r) * row.factor;
-    uint2* const words = wide_terms_at(shared, step, t, quad);
-    uint2 high, low;
-    to_bf16_terms(sums.x, sums.y, high.x, low.x);
-    to_bf16_terms(sums.z, sums.w, high.y, low.y);
-    words[0] = high;
-    words[kTermBytes / 8] = low;
-  }
+  const auto ranks_of = [&](int t, int step) {
+    const int first = step * kRanksPerStep;
+    return StepRanks{rows[t].v, first, rank_tiles * ARIL_RANK_TILE - first, rows[t].factor};
+  };
+  gather_wide_terms<2>(shared, count, steps, ranks_of, v);
   fence_async_proxy();
   __syncthreads();
 
@@ -238,7 +288,7 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
 template <typename T>
 __global__ void __launch_bounds__(kExpandThreads, kLargeMExpandBlocks<T>)
     large_m_expand_kernel(const __grid_constant__ aril_linear_args p, int out_blocks,
-                          int ring_bytes) {
+                          int smem_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
   __shared__ ExpandRow rows[ARIL_WIDE_TILE];
@@ -250,7 +300,7 @@ __global__ void __launch_bounds__(kExpandThreads, kLargeMExpandBlocks<T>)
   if (!outs.begin(tile, module, p.num_tokens)) return;
   if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);
   ExpandBarriers barriers(barriers_shared);
-  large_m_expand<T>(tile.count, rows, module, outs, stages_shared, ring_bytes, barriers,
+  large_m_expand<T>(tile.count, rows, module, outs, stages_shared, smem_bytes, barriers,
                     PartialSums(p, slice));
 }
 

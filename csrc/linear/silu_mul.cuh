@@ -291,30 +291,10 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
 
 constexpr int kSiluMulRowBytes = 2 * kChunkOuts * 2 + 64;  // padded so that 2 rows hit all banks
 
-// The most shared memory with which two blocks fit on a multiprocessor, beside up to a KB of static
-// variables each.
-inline int32_t half_smem_bytes(int& bytes) {
-  int device, reserved;
-  ARIL_TRY(cudaGetDevice(&device));
-  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  ARIL_TRY(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
-  bytes = bytes / 2 - reserved - (1 << 10);
-  return 0;
-}
-
-// Shared memory of a block with a wide tile: the terms of v of both slices, and a ring of stages in
-// what these leave. Two blocks on a multiprocessor are faster than one with more stages, and lower
-// ranks than the table's have more stages in as many bytes. Sets `fits` to whether one stage does.
-inline int32_t large_m_silu_mul_smem(const aril_weights& weights, int& smem_bytes, bool& fits) {
-  int max_bytes, half_bytes;
-  ARIL_TRY(max_smem_bytes(max_bytes));
-  ARIL_TRY(half_smem_bytes(half_bytes));
-  const int v = 2 * rank_steps(weights) * kTerms * kTermBytes;
-  const int stage = ARIL_WIDE_TILE * kSiluMulRowBytes + 2 * kChunkOuts * rank_tiles(weights) * 16;
-  const int most_bytes = v + stage <= half_bytes ? half_bytes : max_bytes;
-  smem_bytes = min(v + 2 * stage, most_bytes);
-  fits = v + stage <= max_bytes;
-  return 0;
+inline int32_t large_m_silu_mul_smem(const aril_weights& weights, int& smem_bytes) {
+  return wide_smem(2 * rank_steps(weights) * kTerms * kTermBytes,
+                   ARIL_WIDE_TILE * kSiluMulRowBytes + 2 * kChunkOuts * rank_tiles(weights) * 16, 2,
+                   smem_bytes);
 }
 
 // Grid: wide tiles x blocks of features.
@@ -418,24 +398,11 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   for (int i = 0; i < stages - 1; ++i) fetch_rows(i, i);
 
   const PartialLayout layout(p.layer);
-  const PartialSums v(p.layer, 0);
-  // A thread gathers four ranks of a row, scales them, and stores their terms.
-  constexpr int kQuads = kRanksPerStep / 4;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < tile.count * steps * kQuads; i += kExpandThreads) {
-    const int quad = i % kQuads * 4, t = i / kQuads / steps, step = i / kQuads - t * steps;
+  const auto ranks_of = [&](int t, int step) {
     const int row = rows[t];
-    const StepRanks ranks =
-        gate_up.ranks(row, row < 0 ? 0.0f : p.layer.routing.scales[row], step, layout);
-    float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (row >= 0 && quad < ranks.count) sums = v.load4(row, ranks.first + quad) * ranks.factor;
-    uint2* const words = wide_terms_at(stages_shared, step, t, quad);
-    uint2 high, low;
-    to_bf16_terms(sums.x, sums.y, high.x, low.x);
-    to_bf16_terms(sums.z, sums.w, high.y, low.y);
-    words[0] = high;
-    words[kTermBytes / 8] = low;
-  }
+    return gate_up.ranks(row, row < 0 ? 0.0f : p.layer.routing.scales[row], step, layout);
+  };
+  gather_wide_terms<4>(stages_shared, tile.count, steps, ranks_of, PartialSums(p.layer, 0));
   fence_async_proxy();
   __syncthreads();
 

@@ -79,13 +79,6 @@ __device__ __forceinline__ void multiply_or_none(float (&deltas)[4][4], const ui
   }
 }
 
-// What a step of a row multiplies: ranks [first, first + count) of a row of v, up to kRanksPerStep.
-struct StepRanks {
-  int row;  // -1: none
-  int first, count;
-  float factor;
-};
-
 // Gathers v of `count` rows, scales it, and stores its terms as operands [steps][kTerms][32 lanes].
 // ranks_of(t, step) gives what v.load2() is asked for. Eight pairs of ranks make a step; four
 // threads gather a pair if there are enough, otherwise one.

@@ -198,7 +198,7 @@ constexpr int experts_large_m_blocks() {
 // expert, 42 and 50 us.)
 template <typename T, bool kMayShare>
 __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
-    experts_large_m_expand_kernel(const __grid_constant__ aril_experts_args p, int ring_bytes) {
+    experts_large_m_expand_kernel(const __grid_constant__ aril_experts_args p, int smem_bytes) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   __shared__ TransactionBarrier barriers_shared[kMaxExpandStages];
   __shared__ ExpandRow rows[ARIL_WIDE_TILE];
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
     __syncthreads();
     if (threadIdx.x == 0) next += gridDim.x;
     if (module.rank > 0) {
-      large_m_expand<T>(count, rows, module, outs, stages_shared, ring_bytes, barriers,
+      large_m_expand<T>(count, rows, module, outs, stages_shared, smem_bytes, barriers,
                         PartialSums(p.partials, partial_layout(p),
                                     ceil_div(p.in_features, kSlabFeatures), true, slice));
     } else if (outs.overwrites) {

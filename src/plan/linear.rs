@@ -8,11 +8,12 @@ use super::{
     capacity::Capacity,
     error::PlanError,
     thresholds::{
-        K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, RANK_TILE, SMALL_M,
-        WIDE_TILE, WORD_BYTES, is_staged,
+        K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, MULTIPROCESSORS, RANK_TILE,
+        SMALL_M, WIDE_TILE, WORD_BYTES, is_staged,
         linear::{
-            LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES, MAX_LARGE_M_UNITS,
-            MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES,
+            LARGE_M_CHUNK, LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_START, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES,
+            MAX_LARGE_M_UNITS, MAX_THREE_BLOCKS_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS,
+            SMALL_M_RANK_TILES, THREE_BLOCKS_RANK,
         },
     },
     workspace::WorkspaceBytes,
@@ -80,8 +81,8 @@ impl LinearPlan {
 
     /// Outputs of one slice per expand block.
     pub(crate) fn outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
-        let large_m = self.is_large_m(num_tokens);
-        outs_per_block(&self.out_features, self.capacity.max_rank, large_m, max_tiles)
+        let wide_tokens = self.is_large_m(num_tokens).then_some(num_tokens);
+        outs_per_block(&self.out_features, self.capacity.max_rank, wide_tokens, max_tiles)
     }
 
     /// The most small tiles of a batch of few slots, of at most `max_tiles`.
@@ -94,7 +95,7 @@ impl LinearPlan {
     #[cfg(feature = "cuda")]
     pub(crate) fn outs_per_block_of_few(&self, num_tokens: usize, max_tiles: usize) -> usize {
         let tiles = self.max_few_tiles(num_tokens, max_tiles);
-        outs_per_block(&self.out_features, self.capacity.max_rank, self.is_large_m(num_tokens), tiles)
+        self.outs_per_block(num_tokens, tiles)
     }
 
     /// Features of both slices per block that expands a layer of gate and up within its activation. All choices are bit-identical.
@@ -103,6 +104,9 @@ impl LinearPlan {
         let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
         let wide = self.is_large_m(num_tokens) && is_staged(max_rank);
         let unit_bytes = b_bytes(2 * LARGE_M_OUTS, max_rank);
+        if wide && max_rank > THREE_BLOCKS_RANK {
+            return wide_outs(features, max_rank, num_tokens, max_tiles);
+        }
         LARGE_M_OUTS * units_per_block(features, LARGE_M_OUTS, wide, unit_bytes, max_tiles)
     }
 
@@ -198,18 +202,50 @@ impl fmt::Display for LinearPlan {
     }
 }
 
-/// Outputs of one slice per expand block, in a batch in up to `tiles` tiles. All choices are bit-identical.
+/// Outputs of one slice per expand block, in a batch in up to `tiles` tiles; wide ones if there are `wide_tokens`. All choices are
+/// bit-identical.
 ///
 /// Large blocks amortise the start of a block; small blocks fill the device.
-pub(crate) fn outs_per_block(out_features: &[usize], max_rank: usize, large_m: bool, tiles: usize) -> usize {
-    let wide = large_m && is_staged(max_rank);
+pub(crate) fn outs_per_block(
+    out_features: &[usize],
+    max_rank: usize,
+    wide_tokens: Option<usize>,
+    tiles: usize,
+) -> usize {
+    let wide_tokens = wide_tokens.filter(|_| is_staged(max_rank));
+    if let Some(tokens) = wide_tokens.filter(|_| max_rank > THREE_BLOCKS_RANK) {
+        return wide_outs(out_features, max_rank, tokens, tiles);
+    }
+    let wide = wide_tokens.is_some();
     let unit = if wide { LARGE_M_OUTS } else { SMALL_M_OUTS };
     unit * units_per_block(out_features, unit, wide, b_bytes(unit, max_rank), tiles)
 }
 
+/// The outputs per block that take least time on wide tiles, if two blocks share a multiprocessor.
+///
+/// Blocks run in turns of as many as the device holds. Each has a start, then chunks of [`LARGE_M_OUTS`], as long as blocks that share
+/// a multiprocessor. A slot's last tile is partly full, so a batch has fewer tiles than the most: the outputs are the best for the mean
+/// of three numbers around half of the difference.
+fn wide_outs(out_features: &[usize], max_rank: usize, tokens: usize, max_tiles: usize) -> usize {
+    let full_tiles = tokens.div_ceil(WIDE_TILE);
+    let slots = max_tiles.saturating_sub(full_tiles);
+    let tiles = [3, 4, 5].map(|eighths| (full_tiles + slots * eighths / 8).max(slots));
+    let time = |units: usize| -> usize {
+        let turn = |resident: usize| LARGE_M_START + max_rank + LARGE_M_CHUNK * units * resident;
+        let blocks_of_tile = out_blocks(out_features, units * LARGE_M_OUTS);
+        let time = |tiles: usize| {
+            let (turns, rest) =
+                (tiles * blocks_of_tile / (2 * MULTIPROCESSORS), tiles * blocks_of_tile % (2 * MULTIPROCESSORS));
+            turns * turn(2) + if rest > 0 { turn(rest.div_ceil(MULTIPROCESSORS)) } else { 0 }
+        };
+        tiles.map(time).iter().sum()
+    };
+    LARGE_M_OUTS * (1..=MAX_LARGE_M_UNITS).min_by_key(|&units| time(units)).expect("there are units")
+}
+
 /// Units of `unit` outputs, with `unit_bytes` of B each, per expand block.
 fn units_per_block(out_features: &[usize], unit: usize, wide: bool, unit_bytes: usize, tiles: usize) -> usize {
-    let mut units = if wide { MAX_LARGE_M_UNITS } else { (MAX_B_BYTES / unit_bytes).max(1) };
+    let mut units = if wide { MAX_THREE_BLOCKS_UNITS } else { (MAX_B_BYTES / unit_bytes).max(1) };
     while units > 1 && out_blocks(out_features, units * unit) * tiles < MIN_EXPAND_BLOCKS {
         units /= 2;
     }

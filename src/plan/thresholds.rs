@@ -31,8 +31,8 @@ pub(super) const WORD_BYTES: usize = ffi::ARIL_WORD_BYTES as usize;
 /// Warps in a block of the small-tile kernels.
 const WARPS: usize = ffi::ARIL_WARPS as usize;
 
-/// Multiprocessors of the H100 SXM.
-const MULTIPROCESSORS: usize = 132;
+/// Multiprocessors of the H100 SXM, and of the H200.
+pub(super) const MULTIPROCESSORS: usize = 132;
 
 /// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles. Layers with
 /// much work have wide tiles from fewer tokens on ([`linear::LARGE_M_TOKENS`]).
@@ -89,8 +89,15 @@ pub(super) mod linear {
     /// An expand block computes a multiple of this many outputs of one slice.
     pub(in crate::plan) const SMALL_M_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
     pub(in crate::plan) const LARGE_M_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
-    /// The largest multiple of [`LARGE_M_OUTS`]. Up to 1024 outputs are 2 % faster than up to 2048.
-    pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 8;
+    /// Up to this rank a multiprocessor of an H200 has room for three blocks on wide tiles, with two stages each.
+    pub(in crate::plan) const THREE_BLOCKS_RANK: usize = 40;
+    /// The largest multiple of [`LARGE_M_OUTS`] up to that rank. Up to 1024 outputs are 2 % faster than up to 2048.
+    pub(in crate::plan) const MAX_THREE_BLOCKS_UNITS: usize = 8;
+    /// The same for higher ranks, how long [`LARGE_M_OUTS`] outputs of a wide tile take, and how long the start of a block takes, less
+    /// its rank: a model of an H200 (`benches/record/designs.md`, "Turns of expand").
+    pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 32;
+    pub(in crate::plan) const LARGE_M_CHUNK: usize = 32;
+    pub(in crate::plan) const LARGE_M_START: usize = 64;
     /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many slots has thread
     /// blocks for a batch of few, which take turns on more tiles.
     #[cfg(feature = "cuda")]

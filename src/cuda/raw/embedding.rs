@@ -78,8 +78,9 @@ impl LoraEmbedding {
     ) -> Result<ffi::aril_embedding_args, LaunchError> {
         let Step { table, batch, .. } = step;
         let (y, y_stride) = y.0.expect("y", self.dtype, batch.num_tokens, self.site.hidden())?;
-        let (hidden, large_m) = (self.site.hidden(), !plan::is_small_m(batch.num_tokens));
-        let outs = plan::outs_per_block(&[hidden], self.capacity.max_rank, large_m, batch.max_tiles);
+        let hidden = self.site.hidden();
+        let wide_tokens = (!plan::is_small_m(batch.num_tokens)).then_some(batch.num_tokens);
+        let outs = plan::outs_per_block(&[hidden], self.capacity.max_rank, wide_tokens, batch.max_tiles);
         Ok(ffi::aril_embedding_args {
             dtype: dtype_code(self.dtype),
             num_tokens: int(batch.num_tokens)?,
