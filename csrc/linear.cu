@@ -23,7 +23,7 @@ enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand, kBeside = 4 };
 // All kernels for elements of T.
 template <typename T>
 struct Kernels {
-  using LargeM = Kernel<aril_linear_args, int>;
+  using LargeM = Kernel<aril_linear_args, int, int>;
   using Embedding = Kernel<aril_embedding_args, int, int>;
 
   // By whether the grid takes turns, and by is_staged().
@@ -38,8 +38,8 @@ struct Kernels {
   LargeM shrink2 = {detail::large_m_shrink_kernel<T, 2>, kMaxSmem};
   LargeM shrink4 = {detail::large_m_shrink_kernel<T, 4>, kMaxSmem};
   LargeM shrink8 = {detail::large_m_shrink_kernel<T, kMaxRankTiles>, kMaxSmem};
-  Kernel<aril_linear_args, int, int> large_m_expand = {detail::large_m_expand_kernel<T>, kMaxSmem};
-  LargeM high_rank_expand = {detail::high_rank_expand_kernel<T>, kMaxSmem};
+  LargeM large_m_expand = {detail::large_m_expand_kernel<T>, kMaxSmem};
+  Kernel<aril_linear_args, int> high_rank_expand = {detail::high_rank_expand_kernel<T>, kMaxSmem};
   // By EmbeddingPath.
   Embedding embedding[4] = {
       {detail::embedding_kernel<T, EmbeddingPath::kSmallM>, kMaxSmem},
@@ -131,7 +131,7 @@ int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
 }
 
 template <int kRankTiles>
-int32_t large_m_shrink_with(const Kernel<aril_linear_args, int>& kernel,
+int32_t large_m_shrink_with(const Kernel<aril_linear_args, int, int>& kernel,
                             const aril_linear_args& args, int rank_tiles, void* stream) {
   int warpgroups, smem_bytes;
   // Where a warpgroup has room for a slice, blocks of one warpgroup are faster, though each reads
@@ -142,8 +142,10 @@ int32_t large_m_shrink_with(const Kernel<aril_linear_args, int>& kernel,
   ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, most_warpgroups, warpgroups,
                                                      smem_bytes));
   const int blocks = ceil_div(rank_tiles, kRankTiles * warpgroups);
-  return launch(kernel, dim3(args.max_tiles * blocks, detail::num_splits(args)),
-                warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args, blocks);
+  const dim3 grid(args.max_tiles * blocks,
+                  ceil_div(detail::num_splits(args), args.splits_per_block));
+  return launch(kernel, grid, warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args,
+                blocks, args.splits_per_block);
 }
 
 template <typename T>

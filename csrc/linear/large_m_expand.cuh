@@ -53,7 +53,7 @@ inline int32_t smem_share(int blocks, int& bytes) {
 // The shared memory of a block: the terms of v, and a ring of two stages, of which three blocks are
 // to fit on a multiprocessor, otherwise two. Two blocks with room for one stage are faster than one
 // with two, and lower ranks than the table's have more stages in as many bytes. 0 if a block has no
-// room for one stage.
+// room for one stage; one of a single slice fits on all devices.
 inline int32_t wide_smem(int v_bytes, int stage_bytes, int blocks, int& smem_bytes) {
   int most;
   do {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void gather_wide_terms(unsigned char* terms, int coun
     for (int i = 0; i < kAtOnce; ++i) {
       const int t = first + i * rows_at_once;
       if (t >= count) break;
-      const float4 scaled = sums[i] * factors[i];
+      const float4 scaled = rows[i] < 0 ? sums[i] : sums[i] * factors[i];
       uint2* const words = wide_terms_at(terms, step, t, rank);
       uint2 high, low;
       to_bf16_terms(scaled.x, scaled.y, high.x, low.x);

@@ -151,15 +151,13 @@ struct BlockRankTiles {
   }
 };
 
-// A warpgroup's sums of a slab, to its rows of the block's partial: the first slab is stored, later
-// ones are added.
+// A warpgroup's sums of a slab, to its rows of a partial: stored, or added.
 template <int kRankTiles>
 __device__ __forceinline__ void store_slab(const Sums<kRankTiles>& slab_sums,
                                            const int2 (&ranks_at)[kRankTiles * kMaxWarpgroups],
                                            int warpgroup, int q, int count, int upper_row,
                                            int lower_row, float* partial,
-                                           const PartialLayout& layout, int stage) {
-  const bool add = stage >= kStagesPerSlab;
+                                           const PartialLayout& layout, bool adds) {
 #pragma unroll
   for (int c = 0; c < kRankTiles; ++c) {
     const int i = warpgroup * kRankTiles + c;
@@ -173,21 +171,22 @@ __device__ __forceinline__ void store_slab(const Sums<kRankTiles>& slab_sums,
           reinterpret_cast<float2*>(partial + v_row * layout.row_stride + ranks_at[i].x) + q;
       float2 sum = make_float2(ranks > 0 ? slab_sums.all[c][2 * half] : 0.0f,
                                ranks > 1 ? slab_sums.all[c][2 * half + 1] : 0.0f);
-      if (add) sum = *v + sum;
+      if (adds) sum = *v + sum;
       *v = sum;
     }
   }
 }
 
 // Shrinks the rows that make_row(t) gives, t below ARIL_WIDE_TILE, by the block's rank tiles from
-// `first_rank_tile` on, over `k_tiles`, to `partial`. Lane i of each warp passes the module of
+// `first_rank_tile` on, over `k_tiles`, to a partial for each split of `slabs_per_split`, the first
+// of which is `partial`. Lane i of each warp passes the module of
 // slice i. The block has a warpgroup for every kRankTiles rank tiles.
 template <typename T, int kRankTiles, typename MakeRow>
 __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int in_features,
                                                const aril_descriptor& module, int first_rank_tile,
-                                               const KTiles& k_tiles, const MakeRow& make_row,
-                                               float* partial, const PartialLayout& layout,
-                                               unsigned char* shared) {
+                                               const KTiles& k_tiles, int slabs_per_split,
+                                               const MakeRow& make_row, float* partial,
+                                               const PartialLayout& layout, unsigned char* shared) {
   constexpr int kMostTiles = kRankTiles * kMaxWarpgroups;
   __shared__ const char* tile_a[kMostTiles];
   __shared__ int tile_bytes[kMostTiles];
@@ -275,6 +274,7 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
   }
 
   Sums<kRankTiles> chain, k_tile_sums, slab_sums;
+  int slab = 0;  // of the split
   for (int stage = 0; stage < stages; ++stage) {
     wait_for_copies<kStages - 2>();
     fence_async_proxy();
@@ -295,15 +295,20 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
     k_tile_sums.clear();
     if ((stage + 1) % kStagesPerSlab != 0 && !is_last) continue;
     store_slab(slab_sums, tile_ranks, warpgroup, q, count, upper_row, lower_row, partial, layout,
-               stage);
+               slab > 0);
     slab_sums.clear();
+    if (++slab == slabs_per_split) {
+      slab = 0;
+      partial += layout.partial_stride;
+    }
   }
 }
 
-// Grid (wide tiles x blocks of rank tiles, splits).
+// Grid (wide tiles x blocks of rank tiles, splits / splits_per_block).
 template <typename T, int kRankTiles>
 __global__ void __launch_bounds__(shrink_threads<kRankTiles>, shrink_blocks<kRankTiles>)
-    large_m_shrink_kernel(const __grid_constant__ aril_linear_args p, int rank_blocks) {
+    large_m_shrink_kernel(const __grid_constant__ aril_linear_args p, int rank_blocks,
+                          int splits_per_block) {
   extern __shared__ __align__(1024) unsigned char stages_shared[];
   launch_dependents();
   const TokenTile tile(p, blockIdx.x / rank_blocks);
@@ -316,8 +321,9 @@ __global__ void __launch_bounds__(shrink_threads<kRankTiles>, shrink_blocks<kRan
   large_m_shrink<T, kRankTiles>(
       static_cast<const T*>(p.x), p.x_stride, p.in_features,
       module_of_lane(p.weights, tile.slot, p.num_slices), blockIdx.x % rank_blocks * rank_tiles,
-      KTiles(p.in_features, p.k_tiles_per_split, blockIdx.y), make_row,
-      p.partials + blockIdx.y * layout.partial_stride, layout, stages_shared);
+      KTiles(p.in_features, p.k_tiles_per_split * splits_per_block, blockIdx.y),
+      p.k_tiles_per_split / ARIL_K_TILES_PER_SLAB, make_row,
+      p.partials + blockIdx.y * splits_per_block * layout.partial_stride, layout, stages_shared);
 }
 
 }  // namespace aril::detail

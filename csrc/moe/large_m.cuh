@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(shrink_threads<kRankTiles>, shrink_blocks<kRan
     const auto run = [&](const aril_descriptor& module, const auto& make_row) {
       large_m_shrink<T, kRankTiles>(
           static_cast<const T*>(p.x), p.x_stride, p.in_features, module, first_rank_tile,
-          KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, slab), make_row,
+          KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, slab), 1, make_row,
           p.partials + slab * layout.partial_stride, layout, stages_shared);
     };
     if (tile_index < route_tiles) {

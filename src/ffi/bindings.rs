@@ -262,6 +262,7 @@ pub struct aril_linear_args {
     pub max_tiles: i32,
     pub large_m: i32,
     pub k_tiles_per_split: i32,
+    pub splits_per_block: i32,
     pub outs_per_block: i32,
     pub max_few_tiles: i32,
     pub outs_per_block_of_few: i32,
@@ -301,26 +302,29 @@ const _: () = {
         "Offset of field: aril_linear_args::k_tiles_per_split",
     ][::core::mem::offset_of!(aril_linear_args, k_tiles_per_split) - 16usize];
     [
+        "Offset of field: aril_linear_args::splits_per_block",
+    ][::core::mem::offset_of!(aril_linear_args, splits_per_block) - 20usize];
+    [
         "Offset of field: aril_linear_args::outs_per_block",
-    ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 20usize];
+    ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 24usize];
     [
         "Offset of field: aril_linear_args::max_few_tiles",
-    ][::core::mem::offset_of!(aril_linear_args, max_few_tiles) - 24usize];
+    ][::core::mem::offset_of!(aril_linear_args, max_few_tiles) - 28usize];
     [
         "Offset of field: aril_linear_args::outs_per_block_of_few",
-    ][::core::mem::offset_of!(aril_linear_args, outs_per_block_of_few) - 28usize];
+    ][::core::mem::offset_of!(aril_linear_args, outs_per_block_of_few) - 32usize];
     [
         "Offset of field: aril_linear_args::overwrites",
-    ][::core::mem::offset_of!(aril_linear_args, overwrites) - 32usize];
+    ][::core::mem::offset_of!(aril_linear_args, overwrites) - 36usize];
     [
         "Offset of field: aril_linear_args::in_features",
-    ][::core::mem::offset_of!(aril_linear_args, in_features) - 36usize];
+    ][::core::mem::offset_of!(aril_linear_args, in_features) - 40usize];
     [
         "Offset of field: aril_linear_args::num_slices",
-    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 40usize];
+    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 44usize];
     [
         "Offset of field: aril_linear_args::out_features",
-    ][::core::mem::offset_of!(aril_linear_args, out_features) - 44usize];
+    ][::core::mem::offset_of!(aril_linear_args, out_features) - 48usize];
     [
         "Offset of field: aril_linear_args::x",
     ][::core::mem::offset_of!(aril_linear_args, x) - 80usize];

@@ -3,7 +3,10 @@
 use std::fmt;
 
 #[cfg(feature = "cuda")]
-use super::thresholds::{TOKENS_PER_TILE, linear::FEW_TILES};
+use super::thresholds::{
+    TOKENS_PER_TILE,
+    linear::{FEW_TILES, LARGE_M_WARPGROUPS, SHRINK_START, STAGES_PER_K_TILE},
+};
 use super::{
     capacity::Capacity,
     error::PlanError,
@@ -73,10 +76,34 @@ impl LinearPlan {
         self.dtype != DType::F32 && !self.is_large_m(num_tokens)
     }
 
-    /// K tiles of [`K_TILE`] input features that one shrink block reduces: a slab or a span. Both are bit-identical.
+    /// K tiles of [`K_TILE`] input features of a split: a slab or a span. Both are bit-identical.
     pub(crate) fn k_tiles_per_split(&self, num_tokens: usize) -> usize {
         let blocks = num_tokens.div_ceil(WIDE_TILE) * self.rank_tiles().div_ceil(LARGE_M_RANK_TILES) * self.num_spans();
         if self.is_one_launch(num_tokens) || blocks < MIN_SPAN_BLOCKS { K_TILES_PER_SLAB } else { K_TILES_PER_SPAN }
+    }
+
+    /// Splits that one shrink block of wide tiles reduces, one after the other. All choices are bit-identical.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn splits_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
+        if !self.is_large_m(num_tokens) || self.dtype == DType::F32 {
+            return 1;
+        }
+        let (rank_tiles, most) = (self.rank_tiles(), LARGE_M_RANK_TILES);
+        let (rank_blocks, per_multiprocessor) = match rank_tiles {
+            0..=2 => (1, 5),
+            3..=4 => (1, 4),
+            _ if rank_tiles <= most * self.out_features.len() => (rank_tiles.div_ceil(most), 3),
+            _ => (rank_tiles.div_ceil(most * LARGE_M_WARPGROUPS), 1),
+        };
+        let splits = self.num_splits(num_tokens);
+        let tiles = likely_tiles(num_tokens, max_tiles);
+        let time = |splits_per_block: usize| -> usize {
+            let k_tiles = splits_per_block * self.k_tiles_per_split(num_tokens);
+            let blocks_of_tile = rank_blocks * splits.div_ceil(splits_per_block);
+            let turn = |resident: usize| SHRINK_START + k_tiles * STAGES_PER_K_TILE * (resident + 1);
+            tiles.map(|tiles| time_of_turns(tiles * blocks_of_tile, per_multiprocessor, turn)).iter().sum()
+        };
+        (1..=splits).min_by_key(|&splits_per_block| time(splits_per_block)).expect("there is a split")
     }
 
     /// Outputs of one slice per expand block.
@@ -91,13 +118,6 @@ impl LinearPlan {
         max_tiles.min(num_tokens.div_ceil(TOKENS_PER_TILE) + FEW_TILES)
     }
 
-    /// [`outs_per_block`](Self::outs_per_block) for that many tiles.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn outs_per_block_of_few(&self, num_tokens: usize, max_tiles: usize) -> usize {
-        let tiles = self.max_few_tiles(num_tokens, max_tiles);
-        self.outs_per_block(num_tokens, tiles)
-    }
-
     /// Features of both slices per block that expands a layer of gate and up within its activation. All choices are bit-identical.
     #[cfg(feature = "cuda")]
     pub(crate) fn silu_mul_outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
@@ -110,7 +130,7 @@ impl LinearPlan {
         LARGE_M_OUTS * units_per_block(features, LARGE_M_OUTS, wide, unit_bytes, max_tiles)
     }
 
-    /// Shrink blocks that a token's input features are split over.
+    /// Splits of a token's input features, whose sums expand adds up.
     pub fn num_splits(&self, num_tokens: usize) -> usize {
         self.num_k_tiles().div_ceil(self.k_tiles_per_split(num_tokens))
     }
@@ -221,26 +241,31 @@ pub(crate) fn outs_per_block(
     unit * units_per_block(out_features, unit, wide, b_bytes(unit, max_rank), tiles)
 }
 
-/// The outputs per block that take least time on wide tiles, if two blocks share a multiprocessor.
-///
-/// Blocks run in turns of as many as the device holds. Each has a start, then chunks of [`LARGE_M_OUTS`], as long as blocks that share
-/// a multiprocessor. A slot's last tile is partly full, so a batch has fewer tiles than the most: the outputs are the best for the mean
-/// of three numbers around half of the difference.
+/// The outputs per block that take least time on wide tiles, if two blocks share a multiprocessor. A block has a start, then chunks of
+/// [`LARGE_M_OUTS`], which take the longer the more blocks are resident.
 fn wide_outs(out_features: &[usize], max_rank: usize, tokens: usize, max_tiles: usize) -> usize {
-    let full_tiles = tokens.div_ceil(WIDE_TILE);
-    let slots = max_tiles.saturating_sub(full_tiles);
-    let tiles = [3, 4, 5].map(|eighths| (full_tiles + slots * eighths / 8).max(slots));
+    let tiles = likely_tiles(tokens, max_tiles);
     let time = |units: usize| -> usize {
-        let turn = |resident: usize| LARGE_M_START + max_rank + LARGE_M_CHUNK * units * resident;
         let blocks_of_tile = out_blocks(out_features, units * LARGE_M_OUTS);
-        let time = |tiles: usize| {
-            let (turns, rest) =
-                (tiles * blocks_of_tile / (2 * MULTIPROCESSORS), tiles * blocks_of_tile % (2 * MULTIPROCESSORS));
-            turns * turn(2) + if rest > 0 { turn(rest.div_ceil(MULTIPROCESSORS)) } else { 0 }
-        };
-        tiles.map(time).iter().sum()
+        let turn = |resident: usize| LARGE_M_START + max_rank + LARGE_M_CHUNK * units * resident;
+        tiles.map(|tiles| time_of_turns(tiles * blocks_of_tile, 2, turn)).iter().sum()
     };
     LARGE_M_OUTS * (1..=MAX_LARGE_M_UNITS).min_by_key(|&units| time(units)).expect("there are units")
+}
+
+/// Three likely numbers of wide tiles of a batch in up to `max_tiles`. A slot's last tile is partly full, half on average.
+fn likely_tiles(tokens: usize, max_tiles: usize) -> [usize; 3] {
+    let full_tiles = tokens.div_ceil(WIDE_TILE);
+    let slots = max_tiles.saturating_sub(full_tiles);
+    [3, 4, 5].map(|eighths| (full_tiles + slots * eighths / 8).max(slots))
+}
+
+/// The time of blocks that run in turns of as many as the device holds. `turn` is the time of a turn with so many blocks on a
+/// multiprocessor.
+fn time_of_turns(blocks: usize, per_multiprocessor: usize, turn: impl Fn(usize) -> usize) -> usize {
+    let places = per_multiprocessor * MULTIPROCESSORS;
+    let (full, rest) = (blocks / places, blocks % places);
+    full * turn(per_multiprocessor) + if rest > 0 { turn(rest.div_ceil(MULTIPROCESSORS)) } else { 0 }
 }
 
 /// Units of `unit` outputs, with `unit_bytes` of B each, per expand block.
@@ -272,4 +297,41 @@ pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_b
         return Err(PlanError::Limit { what: "out_features", value, max: max * LARGE_M_OUTS });
     }
     Ok(())
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+
+    fn plan(
+        in_features: usize,
+        out_features: &[usize],
+        max_tokens: usize,
+        num_slots: usize,
+        max_rank: usize,
+    ) -> LinearPlan {
+        let capacity = Capacity { max_tokens, num_slots, max_rank };
+        LinearPlan { dtype: DType::BF16, in_features, out_features: out_features.to_vec(), capacity }
+    }
+
+    /// The batches of the GPU test `several_splits_of_a_block`.
+    #[test]
+    fn blocks_of_few_turns_reduce_several_splits() {
+        let of = |plan: LinearPlan| {
+            let Capacity { max_tokens, .. } = plan.capacity;
+            let tiles = plan.capacity.max_wide_tiles(max_tokens);
+            (plan.k_tiles_per_split(max_tokens), plan.splits_per_block(max_tokens, tiles))
+        };
+        assert_eq!(of(plan(9000, &[100], 1400, 3, 72)), (K_TILES_PER_SLAB, 2));
+        assert_eq!(of(plan(13_000, &[64, 8, 8, 8, 8, 8, 8, 8], 900, 2, 72)), (K_TILES_PER_SPAN, 2));
+        // One slot's tile has all of its splits at once.
+        assert_eq!(of(plan(4096, &[4096], 600, 1, 64)), (K_TILES_PER_SLAB, 1));
+    }
+
+    /// 37 tiles have seven blocks each on 264 places; 131 have two, of half as many outputs as the layer.
+    #[test]
+    fn outputs_of_a_block_fill_whole_turns() {
+        let outs = |tokens: usize| plan(4096, &[4096], tokens, 8, 64).outs_per_block(tokens, tokens / 64 + 8);
+        assert_eq!((outs(2048), outs(8192)), (640, 2048));
+    }
 }

@@ -83,6 +83,15 @@ pub(super) mod linear {
     /// Rank tiles, over all slices, of a shrink block (small_m) and of a warpgroup (large_m).
     pub(in crate::plan) const SMALL_M_RANK_TILES: usize = WARPS / K_TILES_PER_SLAB;
     pub(in crate::plan) const LARGE_M_RANK_TILES: usize = ffi::ARIL_MAX_RANK_TILES as usize;
+    /// The most warpgroups of a shrink block (large_m).
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const LARGE_M_WARPGROUPS: usize = 3;
+    /// The stages of a K tile in shrink (large_m), and as how many of them the start of a block takes: a model of an H200
+    /// (`benches/record/designs.md`, "Turns of blocks").
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const STAGES_PER_K_TILE: usize = 4;
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const SHRINK_START: usize = 10;
     /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the largest layers.
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
 
@@ -94,7 +103,7 @@ pub(super) mod linear {
     /// The largest multiple of [`LARGE_M_OUTS`] up to that rank. Up to 1024 outputs are 2 % faster than up to 2048.
     pub(in crate::plan) const MAX_THREE_BLOCKS_UNITS: usize = 8;
     /// The same for higher ranks, how long [`LARGE_M_OUTS`] outputs of a wide tile take, and how long the start of a block takes, less
-    /// its rank: a model of an H200 (`benches/record/designs.md`, "Turns of expand").
+    /// its rank: a model of an H200 (`benches/record/designs.md`, "Turns of blocks").
     pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 32;
     pub(in crate::plan) const LARGE_M_CHUNK: usize = 32;
     pub(in crate::plan) const LARGE_M_START: usize = 64;

@@ -491,6 +491,23 @@ fn wide_tiles_of_few_tokens() {
     }
 }
 
+/// Blocks of shrink that reduce several splits (as `src/plan/linear.rs` plans them), slabs and spans.
+#[test]
+#[ignore = "needs a GPU"]
+fn several_splits_of_a_block() {
+    let gpu = Gpu::new();
+    let cases = [(1400, 9000, &[100][..], &[&[72][..], &[9], &[0]][..]), {
+        let ranks: &[&[usize]] = &[&[72, 1, 0, 2, 1, 1, 8, 3], &[1, 3, 72, 1, 0, 0, 1, 1]];
+        (900, 13_000, &[64, 8, 8, 8, 8, 8, 8, 8], ranks)
+    }];
+    for (tokens, in_features, out_features, ranks) in cases {
+        let slots = (0..tokens).map(|token| (token * ranks.len() / tokens) as i32).collect();
+        let case = Case::linear(in_features, out_features, ranks, slots);
+        case.check::<half::bf16>(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }).unwrap();
+        case.check::<half::f16>(&mut Raw { gpu: &gpu, padded_tokens: 7, captured: true }).unwrap();
+    }
+}
+
 /// Exact sums over all of a layer's input, whose last features fill no block or begin another one.
 #[test]
 #[ignore = "needs a GPU"]

@@ -153,8 +153,11 @@ impl LoraLinear {
         let (out, out_stride) = out.expect("out", self.plan.dtype(), batch.num_tokens, features)?;
         let (tokens, tiles) = (batch.num_tokens, self.max_tiles(batch));
         let outs_per_block = int(self.plan.silu_mul_outs_per_block(tokens, tiles))?;
-        let few_tiles = self.plan.max_few_tiles(tokens, tiles);
-        let outs_per_block_of_few = int(self.plan.silu_mul_outs_per_block(tokens, few_tiles))?;
+        let outs_per_block_of_few = if self.plan.is_large_m(tokens) {
+            outs_per_block
+        } else {
+            int(self.plan.silu_mul_outs_per_block(tokens, self.plan.max_few_tiles(tokens, tiles)))?
+        };
         let layer = ffi::aril_linear_args { outs_per_block, outs_per_block_of_few, ..layer };
         Ok(ffi::aril_silu_mul_args { layer, out, out_stride })
     }
@@ -249,6 +252,13 @@ impl LoraLinear {
         workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
         LaunchError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
         let max_tiles = self.max_tiles(batch);
+        let outs_per_block = self.plan.outs_per_block(num_tokens, max_tiles);
+        let max_few_tiles = self.plan.max_few_tiles(num_tokens, max_tiles);
+        let outs_per_block_of_few = if self.plan.is_large_m(num_tokens) {
+            outs_per_block
+        } else {
+            self.plan.outs_per_block(num_tokens, max_few_tiles)
+        };
         let mut out_features = [0; MAX_SLICES];
         for (out, slice) in out_features.iter_mut().zip(self.site.slices()) {
             *out = int(slice.out_features())?;
@@ -259,9 +269,10 @@ impl LoraLinear {
             max_tiles: int(max_tiles)?,
             large_m: self.plan.is_large_m(num_tokens).into(),
             k_tiles_per_split: int(self.plan.k_tiles_per_split(num_tokens))?,
-            outs_per_block: int(self.plan.outs_per_block(num_tokens, max_tiles))?,
-            max_few_tiles: int(self.plan.max_few_tiles(num_tokens, max_tiles))?,
-            outs_per_block_of_few: int(self.plan.outs_per_block_of_few(num_tokens, max_tiles))?,
+            splits_per_block: int(self.plan.splits_per_block(num_tokens, max_tiles))?,
+            outs_per_block: int(outs_per_block)?,
+            max_few_tiles: int(max_few_tiles)?,
+            outs_per_block_of_few: int(outs_per_block_of_few)?,
             overwrites: 0,
             in_features: int(self.site.in_features())?,
             num_slices: int(self.site.slices().len())?,
