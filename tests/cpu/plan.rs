@@ -325,7 +325,7 @@ fn plans_are_those_that_were_measured() {
         ),
         (
             shown(513, 4, 128, 12_288, &[4096]),
-            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 32 blocks of 128 outputs, 6291584 + 3151872",
+            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 11 blocks of 384 outputs, 6291584 + 3151872",
         ),
         (
             shown(513, 4, 129, 12_288, &[4096]),
@@ -345,19 +345,19 @@ fn plans_are_those_that_were_measured() {
         ),
         (
             shown(7936, 1, 64, 14_336, &[4096]),
-            "125 tiles, two launches, shrink 14 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+            "125 tiles, two launches, shrink 14 splits of 56 K tiles, expand 2 blocks of 2048 outputs, 3670144 + 28442624",
         ),
         (
             shown(7937, 1, 64, 14_336, &[4096]),
-            "125 tiles, two launches, shrink 4 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 3670144 + 28442624",
+            "125 tiles, two launches, shrink 4 splits of 56 K tiles, expand 2 blocks of 2048 outputs, 3670144 + 28442624",
         ),
         (
             shown(3968, 1, 64, 14_336, &[2048, 2048]),
-            "63 tiles, two launches, shrink 14 splits of 56 K tiles, expand 8 blocks of 512 outputs, 7340160 + 28442624",
+            "63 tiles, two launches, shrink 14 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 7340160 + 28442624",
         ),
         (
             shown(3969, 1, 64, 14_336, &[2048, 2048]),
-            "63 tiles, two launches, shrink 4 splits of 56 K tiles, expand 8 blocks of 512 outputs, 7340160 + 28449792",
+            "63 tiles, two launches, shrink 4 splits of 56 K tiles, expand 4 blocks of 1024 outputs, 7340160 + 28449792",
         ),
         (
             shown(1024, 1, 16, 1025, &[33_792]),
