@@ -27,9 +27,7 @@ namespace aril::detail {
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kStageFeatures = 64;
-constexpr int kStages = 4;
-constexpr int kStagesPerKTile = ARIL_K_TILE / kStageFeatures;
-constexpr int kStagesPerSlab = kStagesPerKTile * ARIL_K_TILES_PER_SLAB;
+constexpr int kStages = ARIL_K_TILE / kStageFeatures;  // so the stages of all K tiles are alike
 constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;       // of x in a stage
 constexpr int kStageATileBytes = ARIL_RANK_TILE * kStageFeatures * 2;  // of a rank tile in a stage
 constexpr int kMaxRankTiles = ARIL_MAX_RANK_TILES;                     // of a warpgroup
@@ -194,17 +192,23 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
   const BlockRankTiles<kMostTiles> tiles = {tile_a, tile_bytes, tile_ranks};
   const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4,
             lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int threads = blockDim.x, most = threads / kWarpgroupThreads * kRankTiles;
+  constexpr bool kOneWarpgroup = shrink_threads<kRankTiles> == kWarpgroupThreads;
+  const int threads = kOneWarpgroup ? kWarpgroupThreads : blockDim.x;
+  const int most = threads / kWarpgroupThreads * kRankTiles;
   // The rows are loaded while the rank tiles are.
   constexpr int kRowVecs = kStageFeatures / Vec<T>::kSize;
   constexpr int kMostRows = ARIL_WIDE_TILE / (kWarpgroupThreads / kRowVecs);
   const int vec = threadIdx.x % kRowVecs, first_row = threadIdx.x / kRowVecs;
   const int rows_at_once = threads / kRowVecs;
-  int x_rows[kMostRows];
+  const int first_feature = k_tiles.begin * ARIL_K_TILE;
+  const T* rows[kMostRows];  // from the K tile on that is fetched
+  unsigned present = 0;      // a bit for each
 #pragma unroll
   for (int i = 0; i < kMostRows; ++i) {
-    const int row = first_row + i * rows_at_once;
-    x_rows[i] = row < ARIL_WIDE_TILE ? make_row(row).x : -1;
+    const int t = first_row + i * rows_at_once;
+    const int row = t < ARIL_WIDE_TILE ? make_row(t).x : -1;
+    rows[i] = x + max(row, 0) * x_stride + first_feature + vec * Vec<T>::kSize;
+    present |= (row < 0 ? 0u : 1u) << i;
   }
   const int upper_row = make_row(warp * 16 + g).v, lower_row = make_row(warp * 16 + g + 8).v;
   const int count = tiles.load(module, first_rank_tile, most, layout);
@@ -212,14 +216,15 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
     if (is_first_block()) wait_for_predecessors();
     return;
   }
-  const int stages = (k_tiles.end - k_tiles.begin) * kStagesPerKTile;
+  const int num_k_tiles = k_tiles.end - k_tiles.begin;
   const int stage_bytes = kInputBytes + most * kStageATileBytes;
 
   // A: a thread copies 16 bytes of each of kCopied rank tiles in a stage. Stages come in order.
   constexpr int kTileVecs = kStageATileBytes / 16;
   constexpr int kCopied = kRankTiles * kTileVecs / kWarpgroupThreads;
   const int copied = threadIdx.x / kTileVecs, copied_stride = threads / kTileVecs;
-  const char* weights[kCopied];
+  unsigned char* const to_a = shared + kInputBytes + static_cast<int>(threadIdx.x) * 16;
+  const char* weights[kCopied];  // of the K tile that is fetched
 #pragma unroll
   for (int c = 0; c < kCopied; ++c) {
     const int i = min(copied + c * copied_stride, count - 1);
@@ -227,73 +232,69 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
         tiles.a[i] + int64_t{k_tiles.begin} * tiles.k_tile_bytes[i] + threadIdx.x % kTileVecs * 16;
   }
   const auto fetch_weights = [&](int stage) {
-    unsigned char* a =
-        shared + stage % kStages * stage_bytes + kInputBytes + static_cast<int>(threadIdx.x) * 16;
-    const bool ends_k_tile = (stage + 1) % kStagesPerKTile == 0;
 #pragma unroll
     for (int c = 0; c < kCopied; ++c) {
       const int i = copied + c * copied_stride;
-      if (i < count) copy_async(a + c * threads * 16, weights[c]);
-      weights[c] += kStageATileBytes;
-      if (ends_k_tile) weights[c] += tiles.k_tile_bytes[min(i, count - 1)] - kATileBytes;
-    }
-  };
-  const int first_feature = k_tiles.begin * ARIL_K_TILE;
-  const bool aligned = is_aligned(x, x_stride);
-  const T* rows[kMostRows];
-#pragma unroll
-  for (int i = 0; i < kMostRows; ++i) {
-    rows[i] =
-        x_rows[i] < 0 ? nullptr : x + x_rows[i] * x_stride + first_feature + vec * Vec<T>::kSize;
-  }
-  const auto fetch_input = [&](int stage) {
-    // A thread's rows are a multiple of 8 apart, so all have the same swizzle.
-    unsigned char* to =
-        shared + stage % kStages * stage_bytes + first_row * 128 + (vec ^ (first_row % 8)) * 16;
-    const int k = stage * kStageFeatures;
-    const bool whole = aligned && first_feature + k + kStageFeatures <= in_features;
-#pragma unroll
-    for (int i = 0; i < kMostRows; ++i, to += rows_at_once * 128) {
-      if (rows[i] == nullptr) continue;
-      if (whole) {
-        copy_async(to, rows[i] + k);
-      } else {
-        copy_vec_async(to, rows[i], k, in_features - first_feature - vec * Vec<T>::kSize, aligned);
+      if (i < count) {
+        copy_async(to_a + stage * stage_bytes + c * threads * 16,
+                   weights[c] + stage * kStageATileBytes);
       }
+      if (stage == kStages - 1) weights[c] += tiles.k_tile_bytes[min(i, count - 1)];
     }
   };
-#pragma unroll 1
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < stages) fetch_weights(stage);
-  }
+  const bool aligned = is_aligned(x, x_stride);
+  int features = in_features - first_feature;  // from that K tile on
+  // A thread's rows are a multiple of 8 apart, so all have the same swizzle.
+  unsigned char* const to_x = shared + first_row * 128 + (vec ^ (first_row % 8)) * 16;
+  const auto fetch_input = [&](int stage) {
+    const bool whole = aligned && features >= ARIL_K_TILE;
+#pragma unroll
+    for (int i = 0; i < kMostRows; ++i) {
+      unsigned char* const to = to_x + stage * stage_bytes + i * rows_at_once * 128;
+      const int k = stage * kStageFeatures;
+      if (present >> i & 1) {
+        if (whole) {
+          copy_async(to, rows[i] + k);
+        } else {
+          copy_vec_async(to, rows[i], k, features - vec * Vec<T>::kSize, aligned);
+        }
+      }
+      if (stage == kStages - 1) rows[i] += ARIL_K_TILE;
+    }
+    if (stage == kStages - 1) features -= ARIL_K_TILE;
+  };
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch_weights(stage);
   wait_for_predecessors();
-#pragma unroll 1
+#pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < stages) fetch_input(stage);
+    fetch_input(stage);
     commit_copies();
   }
 
   Sums<kRankTiles> chain, k_tile_sums, slab_sums;
   int slab = 0;  // of the split
-  for (int stage = 0; stage < stages; ++stage) {
-    wait_for_copies<kStages - 2>();
-    fence_async_proxy();
-    __syncthreads();
-    const unsigned char* inputs = shared + stage % kStages * stage_bytes;
-    const unsigned char* a = inputs + kInputBytes + warpgroup * kRankTiles * kStageATileBytes;
-    multiply_chain<T, kRankTiles>(chain.all, inputs, a);
-    if (stage + kStages - 1 < stages) {
-      fetch_weights(stage + kStages - 1);
-      fetch_input(stage + kStages - 1);
+  for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile) {
+    const bool is_last = k_tile + 1 == num_k_tiles;
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      wait_for_copies<kStages - 2>();
+      fence_async_proxy();
+      __syncthreads();
+      const unsigned char* inputs = shared + stage * stage_bytes;
+      const unsigned char* a = inputs + kInputBytes + warpgroup * kRankTiles * kStageATileBytes;
+      multiply_chain<T, kRankTiles>(chain.all, inputs, a);
+      if (stage == 0 || !is_last) {
+        fetch_weights((stage + kStages - 1) % kStages);
+        fetch_input((stage + kStages - 1) % kStages);
+      }
+      commit_copies();
+      wait_for_chain(chain.all);
+      k_tile_sums.add(chain);
     }
-    commit_copies();
-    wait_for_chain(chain.all);
-    k_tile_sums.add(chain);
-    const bool is_last = stage + 1 == stages;
-    if ((stage + 1) % kStagesPerKTile != 0) continue;
     slab_sums.add(k_tile_sums);
     k_tile_sums.clear();
-    if ((stage + 1) % kStagesPerSlab != 0 && !is_last) continue;
+    if ((k_tile + 1) % ARIL_K_TILES_PER_SLAB != 0 && !is_last) continue;
     store_slab(slab_sums, tile_ranks, warpgroup, q, count, upper_row, lower_row, partial, layout,
                slab > 0);
     slab_sums.clear();

@@ -5,7 +5,7 @@ use std::fmt;
 #[cfg(feature = "cuda")]
 use super::thresholds::{
     TOKENS_PER_TILE,
-    linear::{FEW_TILES, LARGE_M_WARPGROUPS, SHRINK_START, STAGES_PER_K_TILE},
+    linear::{FEW_TILES, LARGE_M_WARPGROUPS, RESIDENT_SILU_MUL, SHRINK_START, resident_shrink, shrink_k_tile},
 };
 use super::{
     capacity::Capacity,
@@ -14,9 +14,9 @@ use super::{
         K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, MULTIPROCESSORS, RANK_TILE,
         SMALL_M, WIDE_TILE, WORD_BYTES, is_staged,
         linear::{
-            LARGE_M_CHUNK, LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_START, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES,
-            MAX_LARGE_M_UNITS, MAX_THREE_BLOCKS_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS,
-            SMALL_M_RANK_TILES, THREE_BLOCKS_RANK,
+            LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_START, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES,
+            MAX_LARGE_M_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_chunk,
+            resident_expand,
         },
     },
     workspace::WorkspaceBytes,
@@ -89,18 +89,17 @@ impl LinearPlan {
             return 1;
         }
         let (rank_tiles, most) = (self.rank_tiles(), LARGE_M_RANK_TILES);
-        let (rank_blocks, per_multiprocessor) = match rank_tiles {
-            0..=2 => (1, 5),
-            3..=4 => (1, 4),
-            _ if rank_tiles <= most * self.out_features.len() => (rank_tiles.div_ceil(most), 3),
-            _ => (rank_tiles.div_ceil(most * LARGE_M_WARPGROUPS), 1),
+        let (rank_blocks, per_multiprocessor) = if rank_tiles <= most * self.out_features.len() {
+            (rank_tiles.div_ceil(most), resident_shrink(rank_tiles))
+        } else {
+            (rank_tiles.div_ceil(most * LARGE_M_WARPGROUPS), 1)
         };
         let splits = self.num_splits(num_tokens);
         let tiles = likely_tiles(num_tokens, max_tiles);
         let time = |splits_per_block: usize| -> usize {
             let k_tiles = splits_per_block * self.k_tiles_per_split(num_tokens);
             let blocks_of_tile = rank_blocks * splits.div_ceil(splits_per_block);
-            let turn = |resident: usize| SHRINK_START + k_tiles * STAGES_PER_K_TILE * (resident + 1);
+            let turn = |resident: usize| SHRINK_START + k_tiles * shrink_k_tile(resident);
             tiles.map(|tiles| time_of_turns(tiles * blocks_of_tile, per_multiprocessor, turn)).iter().sum()
         };
         (1..=splits).min_by_key(|&splits_per_block| time(splits_per_block)).expect("there is a split")
@@ -122,12 +121,11 @@ impl LinearPlan {
     #[cfg(feature = "cuda")]
     pub(crate) fn silu_mul_outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
         let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
-        let wide = self.is_large_m(num_tokens) && is_staged(max_rank);
-        let unit_bytes = b_bytes(2 * LARGE_M_OUTS, max_rank);
-        if wide && max_rank > THREE_BLOCKS_RANK {
-            return wide_outs(features, max_rank, num_tokens, max_tiles);
+        if self.is_large_m(num_tokens) && is_staged(max_rank) {
+            return wide_outs(features, RESIDENT_SILU_MUL, max_rank, num_tokens, max_tiles);
         }
-        LARGE_M_OUTS * units_per_block(features, LARGE_M_OUTS, wide, unit_bytes, max_tiles)
+        let unit_bytes = b_bytes(2 * LARGE_M_OUTS, max_rank);
+        LARGE_M_OUTS * units_per_block(features, LARGE_M_OUTS, unit_bytes, max_tiles)
     }
 
     /// Splits of a token's input features, whose sums expand adds up.
@@ -232,23 +230,25 @@ pub(crate) fn outs_per_block(
     wide_tokens: Option<usize>,
     tiles: usize,
 ) -> usize {
-    let wide_tokens = wide_tokens.filter(|_| is_staged(max_rank));
-    if let Some(tokens) = wide_tokens.filter(|_| max_rank > THREE_BLOCKS_RANK) {
-        return wide_outs(out_features, max_rank, tokens, tiles);
+    if let Some(tokens) = wide_tokens.filter(|_| is_staged(max_rank)) {
+        return wide_outs(out_features, resident_expand(max_rank), max_rank, tokens, tiles);
     }
-    let wide = wide_tokens.is_some();
-    let unit = if wide { LARGE_M_OUTS } else { SMALL_M_OUTS };
-    unit * units_per_block(out_features, unit, wide, b_bytes(unit, max_rank), tiles)
+    SMALL_M_OUTS * units_per_block(out_features, SMALL_M_OUTS, b_bytes(SMALL_M_OUTS, max_rank), tiles)
 }
 
-/// The outputs per block that take least time on wide tiles, if two blocks share a multiprocessor. A block has a start, then chunks of
-/// [`LARGE_M_OUTS`], which take the longer the more blocks are resident.
-fn wide_outs(out_features: &[usize], max_rank: usize, tokens: usize, max_tiles: usize) -> usize {
+/// The outputs per block that take least time on wide tiles, with up to `per_multiprocessor` blocks on a multiprocessor.
+fn wide_outs(
+    out_features: &[usize],
+    per_multiprocessor: usize,
+    max_rank: usize,
+    tokens: usize,
+    max_tiles: usize,
+) -> usize {
     let tiles = likely_tiles(tokens, max_tiles);
     let time = |units: usize| -> usize {
         let blocks_of_tile = out_blocks(out_features, units * LARGE_M_OUTS);
-        let turn = |resident: usize| LARGE_M_START + max_rank + LARGE_M_CHUNK * units * resident;
-        tiles.map(|tiles| time_of_turns(tiles * blocks_of_tile, 2, turn)).iter().sum()
+        let turn = |resident: usize| LARGE_M_START + max_rank + units * large_m_chunk(resident);
+        tiles.map(|tiles| time_of_turns(tiles * blocks_of_tile, per_multiprocessor, turn)).iter().sum()
     };
     LARGE_M_OUTS * (1..=MAX_LARGE_M_UNITS).min_by_key(|&units| time(units)).expect("there are units")
 }
@@ -268,9 +268,9 @@ fn time_of_turns(blocks: usize, per_multiprocessor: usize, turn: impl Fn(usize) 
     full * turn(per_multiprocessor) + if rest > 0 { turn(rest.div_ceil(MULTIPROCESSORS)) } else { 0 }
 }
 
-/// Units of `unit` outputs, with `unit_bytes` of B each, per expand block.
-fn units_per_block(out_features: &[usize], unit: usize, wide: bool, unit_bytes: usize, tiles: usize) -> usize {
-    let mut units = if wide { MAX_THREE_BLOCKS_UNITS } else { (MAX_B_BYTES / unit_bytes).max(1) };
+/// Units of `unit` outputs, with `unit_bytes` of B each, per expand block on small tiles.
+fn units_per_block(out_features: &[usize], unit: usize, unit_bytes: usize, tiles: usize) -> usize {
+    let mut units = (MAX_B_BYTES / unit_bytes).max(1);
     while units > 1 && out_blocks(out_features, units * unit) * tiles < MIN_EXPAND_BLOCKS {
         units /= 2;
     }
@@ -328,10 +328,14 @@ mod tests {
         assert_eq!(of(plan(4096, &[4096], 600, 1, 64)), (K_TILES_PER_SLAB, 1));
     }
 
-    /// 37 tiles have seven blocks each on 264 places; 131 have two, of half as many outputs as the layer.
+    /// In batches of 2,048 tokens of 8 slots, three blocks share a multiprocessor at rank 16, two at rank 64.
     #[test]
     fn outputs_of_a_block_fill_whole_turns() {
-        let outs = |tokens: usize| plan(4096, &[4096], tokens, 8, 64).outs_per_block(tokens, tokens / 64 + 8);
-        assert_eq!((outs(2048), outs(8192)), (640, 2048));
+        let outs = |features: &[usize], tokens: usize, max_rank: usize| {
+            let plan = plan(4096, features, tokens, 8, max_rank);
+            plan.outs_per_block(tokens, plan.capacity.max_wide_tiles(tokens))
+        };
+        assert_eq!((outs(&[4096], 2048, 16), outs(&[4096, 1024, 1024], 2048, 16)), (512, 768));
+        assert_eq!((outs(&[4096], 2048, 64), outs(&[4096], 8192, 64)), (640, 2048));
     }
 }

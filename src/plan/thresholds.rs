@@ -86,10 +86,22 @@ pub(super) mod linear {
     /// The most warpgroups of a shrink block (large_m).
     #[cfg(feature = "cuda")]
     pub(in crate::plan) const LARGE_M_WARPGROUPS: usize = 3;
-    /// The stages of a K tile in shrink (large_m), and as how many of them the start of a block takes: a model of an H200
+    /// Blocks of shrink (large_m) of one warpgroup that share a multiprocessor of an H200, by the warpgroup's rank tiles. A block of
+    /// more warpgroups has it to itself.
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const fn resident_shrink(rank_tiles: usize) -> usize {
+        match rank_tiles {
+            0..=2 => 5,
+            3..=4 => 4,
+            _ => 3,
+        }
+    }
+    /// The time of a K tile beside so many resident blocks, and of the start of a block: a model of an H200
     /// (`benches/record/designs.md`, "Turns of blocks").
     #[cfg(feature = "cuda")]
-    pub(in crate::plan) const STAGES_PER_K_TILE: usize = 4;
+    pub(in crate::plan) const fn shrink_k_tile(resident: usize) -> usize {
+        4 * (resident + 1)
+    }
     #[cfg(feature = "cuda")]
     pub(in crate::plan) const SHRINK_START: usize = 10;
     /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the largest layers.
@@ -98,15 +110,20 @@ pub(super) mod linear {
     /// An expand block computes a multiple of this many outputs of one slice.
     pub(in crate::plan) const SMALL_M_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
     pub(in crate::plan) const LARGE_M_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
-    /// Up to this rank a multiprocessor of an H200 has room for three blocks on wide tiles, with two stages each.
-    pub(in crate::plan) const THREE_BLOCKS_RANK: usize = 40;
-    /// The largest multiple of [`LARGE_M_OUTS`] up to that rank. Up to 1024 outputs are 2 % faster than up to 2048.
-    pub(in crate::plan) const MAX_THREE_BLOCKS_UNITS: usize = 8;
-    /// The same for higher ranks, how long [`LARGE_M_OUTS`] outputs of a wide tile take, and how long the start of a block takes, less
-    /// its rank: a model of an H200 (`benches/record/designs.md`, "Turns of blocks").
-    pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 32;
-    pub(in crate::plan) const LARGE_M_CHUNK: usize = 32;
-    pub(in crate::plan) const LARGE_M_START: usize = 64;
+    /// The largest multiple of [`LARGE_M_OUTS`]. Up to 3072 outputs are 1 % faster than up to 2048 at ranks above 40.
+    pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 24;
+    /// Blocks of expand on wide tiles that share a multiprocessor of an H200, with two stages each, and of SiLU·mul.
+    pub(in crate::plan) const fn resident_expand(max_rank: usize) -> usize {
+        if max_rank <= 40 { 3 } else { 2 }
+    }
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const RESIDENT_SILU_MUL: usize = 2;
+    /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take beside so many
+    /// resident blocks: a model of an H200 (`benches/record/designs.md`, "Turns of blocks").
+    pub(in crate::plan) const LARGE_M_START: usize = 112;
+    pub(in crate::plan) const fn large_m_chunk(resident: usize) -> usize {
+        16 * (resident + 3)
+    }
     /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many slots has thread
     /// blocks for a batch of few, which take turns on more tiles.
     #[cfg(feature = "cuda")]

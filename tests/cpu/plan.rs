@@ -325,7 +325,7 @@ fn plans_are_those_that_were_measured() {
         ),
         (
             shown(513, 4, 128, 12_288, &[4096]),
-            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 11 blocks of 384 outputs, 6291584 + 3151872",
+            "12 tiles, two launches, shrink 12 splits of 48 K tiles, expand 16 blocks of 256 outputs, 6291584 + 3151872",
         ),
         (
             shown(513, 4, 129, 12_288, &[4096]),
@@ -361,11 +361,11 @@ fn plans_are_those_that_were_measured() {
         ),
         (
             shown(1024, 1, 16, 1025, &[33_792]),
-            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 33 blocks of 1024 outputs, 131200 + 131072",
+            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 24 blocks of 1408 outputs, 131200 + 131072",
         ),
         (
             shown(1024, 1, 16, 1025, &[33_793]),
-            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 34 blocks of 1024 outputs, 131200 + 131072",
+            "17 tiles, two launches, shrink 2 splits of 5 K tiles, expand 23 blocks of 1536 outputs, 131200 + 131072",
         ),
         (
             shown(256, 1, 16, 1024, &[8192]),
