@@ -28,10 +28,12 @@ struct ExpandRow {
 };
 
 struct TokenTile {
-  int slot;  // -1: the base model alone, or a slot outside the table, as in all later tiles
-  int count;
-  const int32_t* tokens;
-  int num_tiles;  // of the routing
+  int slot = -1;  // the base model alone, or a slot outside the table, as in all later tiles
+  int count = 0;
+  const int32_t* tokens = nullptr;
+  int num_tiles = 0;  // of the routing
+
+  TokenTile() = default;
 
   // Empty beyond the routing's tiles. Count and tile are loaded independently, so an entry beyond
   // the count is read and discarded.

@@ -37,7 +37,7 @@ template <int kRankTiles>
 constexpr int shrink_threads =
     kRankTiles == kMaxRankTiles ? kMaxWarpgroups * kWarpgroupThreads : kWarpgroupThreads;
 template <int kRankTiles>
-constexpr int shrink_blocks = kRankTiles == kMaxRankTiles ? 1 : 4;
+constexpr int shrink_blocks = kRankTiles == kMaxRankTiles ? 1 : kRankTiles == 2 ? 5 : 4;
 
 // The shape of a block of shrink for `rank_tiles` in all: a warpgroup for every kRankTiles, up to
 // `most_warpgroups` and as far as shared memory goes.
@@ -247,21 +247,26 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
   // A thread's rows are a multiple of 8 apart, so all have the same swizzle.
   unsigned char* const to_x = shared + first_row * 128 + (vec ^ (first_row % 8)) * 16;
   const auto fetch_input = [&](int stage) {
-    const bool whole = aligned && features >= ARIL_K_TILE;
-#pragma unroll
-    for (int i = 0; i < kMostRows; ++i) {
-      unsigned char* const to = to_x + stage * stage_bytes + i * rows_at_once * 128;
-      const int k = stage * kStageFeatures;
-      if (present >> i & 1) {
-        if (whole) {
-          copy_async(to, rows[i] + k);
-        } else {
-          copy_vec_async(to, rows[i], k, features - vec * Vec<T>::kSize, aligned);
-        }
+    unsigned char* to = to_x + stage * stage_bytes;
+    const int k = stage * kStageFeatures, left = features - k - vec * Vec<T>::kSize;
+    if (!aligned) {
+#pragma unroll 1
+      for (int i = 0; i < kMostRows; ++i, to += rows_at_once * 128) {
+        if ((present >> i & 1) == 0) continue;
+        const T* const row = x + make_row(first_row + i * rows_at_once).x * x_stride;
+        copy_vec_async(to, row, in_features - left, in_features, false);
       }
-      if (stage == kStages - 1) rows[i] += ARIL_K_TILE;
+    } else {
+      const int bytes = max(0, min(left, Vec<T>::kSize)) * static_cast<int>(sizeof(T));
+#pragma unroll
+      for (int i = 0; i < kMostRows; ++i, to += rows_at_once * 128) {
+        if (present >> i & 1) copy_async(to, bytes > 0 ? rows[i] + k : rows[i], bytes);
+      }
     }
-    if (stage == kStages - 1) features -= ARIL_K_TILE;
+    if (stage != kStages - 1) return;
+    features -= ARIL_K_TILE;
+#pragma unroll
+    for (int i = 0; i < kMostRows; ++i) rows[i] += ARIL_K_TILE;
   };
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) fetch_weights(stage);

@@ -152,31 +152,31 @@ __global__ void __launch_bounds__(shrink_threads<kRankTiles>, shrink_blocks<kRan
   for (unsigned i = blockIdx.x; i < last; i += gridDim.x) {
     const int tile_index = i / items, item = i % items;
     const int first_rank_tile = item % rank_blocks * rank_tiles, slab = item / rank_blocks;
-    const auto run = [&](const aril_descriptor& module, const auto& make_row) {
-      large_m_shrink<T, kRankTiles>(
-          static_cast<const T*>(p.x), p.x_stride, p.in_features, module, first_rank_tile,
-          KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, slab), 1, make_row,
-          p.partials + slab * layout.partial_stride, layout, stages_shared);
-    };
+    const WideRouteTile routes(p, route_tile);
+    TokenTile tokens;
+    aril_descriptor module = {};
     if (tile_index < route_tiles) {
-      const WideRouteTile tile(p, route_tile);
-      aril_descriptor module = {}, shared = {};
+      aril_descriptor shared = {};
       if (lane < p.num_slices) {
-        module = tile.module(lane);
-        shared = tile.shared(lane);
+        module = routes.module(lane);
+        shared = routes.shared(lane);
       }
-      if (tile.shares_a(shared)) module.rank = 0;
-      run(module, [&](int t) { return tile.shrink_row(t); });
+      if (routes.shares_a(shared)) module.rank = 0;
     } else {
-      const TokenTile tile(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
-                           tile_index - route_tiles);
-      aril_descriptor module = module_of_lane(p.weights, tile.slot, p.num_slices);
+      tokens = TokenTile(p.routing, p.routing.wide_tiles, token_tiles, p.weights.num_slots,
+                         tile_index - route_tiles);
+      module = module_of_lane(p.weights, tokens.slot, p.num_slices);
       if (module.a == nullptr) module.rank = 0;
-      run(module, [&](int t) {
-        const int token = tile.token(t, p.num_tokens);
-        return ShrinkRow{token, token < 0 ? -1 : num_routes + token};
-      });
     }
+    const auto make_row = [&](int t) {
+      if (tile_index < route_tiles) return routes.shrink_row(t);
+      const int token = tokens.token(t, p.num_tokens);
+      return ShrinkRow{token, token < 0 ? -1 : num_routes + token};
+    };
+    large_m_shrink<T, kRankTiles>(static_cast<const T*>(p.x), p.x_stride, p.in_features, module,
+                                  first_rank_tile,
+                                  KTiles(p.in_features, ARIL_K_TILES_PER_SLAB, slab), 1, make_row,
+                                  p.partials + slab * layout.partial_stride, layout, stages_shared);
     route_tile = WideRouteTile::load(p, (i + gridDim.x) / items);
     __syncthreads();
   }

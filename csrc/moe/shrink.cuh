@@ -119,14 +119,20 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
     }
   };
   unsigned char* const inputs = shared + warp * 2 * kInputStageBytes;
+  const int k = k_tile * ARIL_K_TILE + lane * Vec<T>::kSize;
+  const bool whole = aligned && (k_tile + 1) * ARIL_K_TILE <= p.in_features;
   const auto fetch_inputs = [&](const ShrinkSource& source, int stage) {
     unsigned char* to = inputs + stage * kInputStageBytes + lane * 16;
-    const int k = k_tile * ARIL_K_TILE + lane * Vec<T>::kSize;
 #pragma unroll 1
     for (int t = 0; t < source.count; ++t, to += kInputRowBytes) {
       const int row = __shfl_sync(0xffffffffu, source.x_row, t * 4);
-      if (row < 0 || !has_k_tile) continue;
-      copy_vec_async(to, input + row * p.x_stride, k, p.in_features, aligned);
+      if (row < 0) continue;
+      const T* const from = input + row * p.x_stride;
+      if (whole) {
+        copy_async(to, from + k);
+      } else if (has_k_tile) {
+        copy_vec_async(to, from, k, p.in_features, aligned);
+      }
     }
     commit_copies();
   };
