@@ -188,8 +188,8 @@ typedef struct aril_linear_args {
   int32_t large_m;     // 0 or 1; 1 above ARIL_SMALL_M tokens. The choice does not change the bits.
   // Of shrink in large_m and f32: a slab or a span. The choice does not change the bits.
   int32_t k_tiles_per_split;
-  // Of shrink in large_m: the splits that a block reduces, one after the other. The choice does not
-  // change the bits.
+  // Of shrink in large_m: the splits that a block reduces, one after the other; at least 1. The
+  // choice does not change the bits.
   int32_t splits_per_block;
   // Of expand: a multiple of ARIL_OUTS_SMALL_M or ARIL_OUTS_LARGE_M. The choice does not change the
   // bits.

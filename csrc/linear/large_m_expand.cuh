@@ -11,6 +11,7 @@
 // Bound: the bytes of y in and out; B comes from L2 for all wide tiles of a slot but the first.
 //
 // large_m_expand() is one long body: moving the addition to y out of it changes the machine code.
+// Loops outside the products are not unrolled: short code starts sooner.
 #pragma once
 
 #include "../device/descriptor.cuh"
@@ -79,8 +80,17 @@ __device__ __forceinline__ void copy_outs(T* to, const T* from, int count, bool 
       *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
     }
   } else {
+#pragma unroll 1
     for (int i = 0; i < count; ++i) to[i] = from[i];
   }
+}
+
+// How many stages fit in so many bytes, one at least. Comparing takes less time than dividing.
+__device__ __forceinline__ int stages_in(int bytes, int stage_bytes) {
+  int stages = 1;
+#pragma unroll
+  for (int i = 2; i <= kMaxExpandStages; ++i) stages += i * stage_bytes <= bytes;
+  return stages;
 }
 
 // The barriers of a block's stages, and the phase that each is in.
@@ -184,7 +194,7 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
   unsigned char* const ring = shared + v_bytes;
   const int outs_bytes = ceil_div(count, 16) * 16 * kChunkRowBytes;  // a warp has 16 rows
   const int stage_bytes = outs_bytes + 2 * out_tile_bytes;
-  const int stages = min((smem_bytes - v_bytes) / stage_bytes, kMaxExpandStages);
+  const int stages = stages_in(smem_bytes - v_bytes, stage_bytes);
   const char* b =
       static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
   const int own_row = copied_row(lane);
@@ -231,9 +241,11 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
       copy_outs(row + chunk * kChunkOuts, from, outs_of(chunk), whole);
     }
   };
+#pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) fetch_weights(i, i);
   wait_for_predecessors();
   if (row != nullptr && v.lacks(own.v)) row = nullptr;
+#pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) fetch_outs(i, i);
 
   const auto ranks_of = [&](int t, int step) {

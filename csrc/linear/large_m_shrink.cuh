@@ -8,6 +8,9 @@
 // kStages stages of 64 features, one chain each, filled by cp.async. Slabs, or spans, are added to
 // the block's partial in global memory, so only the sums of one slab stay in registers.
 //
+// The loop over a K tile's stages is unrolled, which halves the instructions of a stage. Code for
+// rows that are not aligned is short, for the sake of the instruction cache.
+//
 // Bound: x through L2, once for each block of rank tiles, and A once for each wide tile. A's first
 // stages are requested before the wait for predecessors.
 #pragma once
@@ -36,8 +39,13 @@ constexpr int kMaxWarpgroups = 3;
 template <int kRankTiles>
 constexpr int shrink_threads =
     kRankTiles == kMaxRankTiles ? kMaxWarpgroups * kWarpgroupThreads : kWarpgroupThreads;
+// Blocks on a multiprocessor, as far as registers allow.
 template <int kRankTiles>
-constexpr int shrink_blocks = kRankTiles == kMaxRankTiles ? 1 : kRankTiles == 2 ? 5 : 4;
+constexpr int shrink_blocks = 4;
+template <>
+inline constexpr int shrink_blocks<2> = 5;
+template <>
+inline constexpr int shrink_blocks<kMaxRankTiles> = 1;
 
 // The shape of a block of shrink for `rank_tiles` in all: a warpgroup for every kRankTiles, up to
 // `most_warpgroups` and as far as shared memory goes.
@@ -250,6 +258,7 @@ __device__ __forceinline__ void large_m_shrink(const T* x, int64_t x_stride, int
     unsigned char* to = to_x + stage * stage_bytes;
     const int k = stage * kStageFeatures, left = features - k - vec * Vec<T>::kSize;
     if (!aligned) {
+      // Rows are named again: indexed by a loop, those in registers would move to memory.
 #pragma unroll 1
       for (int i = 0; i < kMostRows; ++i, to += rows_at_once * 128) {
         if ((present >> i & 1) == 0) continue;

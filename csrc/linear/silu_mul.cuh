@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   unsigned char* const ring = stages_shared + v_bytes;
   const int rows_bytes = ceil_div(tile.count, 16) * 16 * kSiluMulRowBytes;  // a warp has 16 rows
   const int stage_bytes = rows_bytes + 2 * (tile_bytes[0] + tile_bytes[1]);
-  const int stages = min((smem_bytes - v_bytes) / stage_bytes, kMaxExpandStages);
+  const int stages = stages_in(smem_bytes - v_bytes, stage_bytes);
   const int own_row = copied_row(lane);
   const bool whole = features % Vec<T>::kSize == 0 &&
                      is_aligned(static_cast<const T*>(p.layer.y), p.layer.y_stride) &&
@@ -393,8 +393,10 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
       copy_outs(out, from, outs_of(chunk), whole);
     }
   };
+#pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) fetch_weights(i, i);
   wait_for_predecessors();
+#pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) fetch_rows(i, i);
 
   const PartialLayout layout(p.layer);

@@ -90,12 +90,12 @@ fn figures<'a>(
 ) -> Vec<(Subject<'a>, Figures)> {
     let by_id: HashMap<&str, Subject<'a>> = chosen.subjects().map(|subject| (subject.id(), subject)).collect();
     let Ok(rate) = results.rate() else { return Vec::new() };
-    let figures = |Entry { id, cold_us, fused_us, .. }: &Entry| {
+    let figures = |Entry { id, cold_us, fused_us, write_us, .. }: &Entry| {
         let (us, subject) = ((*cold_us)?, *by_id.get(id.as_str())?);
         let (fastest, deltas) = (others.fastest(id), others.fastest_of_deltas(id));
         let bytes = results.info.get(id).map_or_else(|| subject.bytes(), |info| info.bytes);
-        let (id, floor_us, fused_us) = (id.clone(), bytes.floor_us(rate), *fused_us);
-        Some((subject, Figures { id, us, floor_us, fused_us, fastest, deltas }))
+        let (id, floor_us) = (id.clone(), bytes.floor_us(rate));
+        Some((subject, Figures { id, us, floor_us, fused_us: *fused_us, write_us: *write_us, fastest, deltas }))
     };
     entries.iter().filter_map(figures).collect()
 }

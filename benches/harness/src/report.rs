@@ -58,17 +58,27 @@ pub struct Figures {
     pub floor_us: f64,
     /// With fused activation and combine, if measured.
     pub fused_us: Option<f64>,
+    /// Of deltas that are written instead of added, if measured.
+    pub write_us: Option<f64>,
     /// The fastest other library, if measured.
     pub fastest: Option<(String, f64)>,
     /// The fastest other library that only writes deltas, if measured.
     pub deltas: Option<(String, f64)>,
 }
 
-/// A kind of other library.
-type Other = fn(&Figures) -> Option<&(String, f64)>;
+/// A kind of other library, and our time for the same work.
+type Other = fn(&Figures) -> Option<(&(String, f64), f64)>;
 
-const FASTEST: Other = |figures| figures.fastest.as_ref();
-const DELTAS: Other = |figures| figures.deltas.as_ref();
+const FASTEST: Other = |figures| Some((figures.fastest.as_ref()?, figures.us));
+const DELTAS: Other = |figures| Some((figures.deltas.as_ref()?, figures.write_us.unwrap_or(figures.us)));
+
+/// A time that some workloads have besides, and its column.
+type Part = fn(&Figures) -> Option<f64>;
+
+const PARTS: [(&str, Part); 2] = [
+    ("with activation and combine, µs", |figures| figures.fused_us),
+    ("writing deltas, µs", |figures| figures.write_us),
+];
 
 impl Classes {
     pub fn add(&mut self, suite: Suite, class: String, figures: Figures) {
@@ -82,11 +92,10 @@ impl Classes {
     pub fn table(&self) -> Table {
         let any = |of: Other| self.0.iter().any(|class| class.figures.iter().any(|figures| of(figures).is_some()));
         let (compared, deltas) = (any(FASTEST), any(DELTAS));
-        let is_fused = self.0.iter().any(|class| class.figures.iter().any(|figures| figures.fused_us.is_some()));
+        let has = |of: Part| self.0.iter().any(|class| class.figures.iter().any(|figures| of(figures).is_some()));
+        let parts = PARTS.into_iter().filter(|part| has(part.1));
         let mut header = vec!["class", "n", "µs", "floor, µs", "times the floor"];
-        if is_fused {
-            header.push("with activation and combine, µs");
-        }
+        header.extend(parts.clone().map(|part| part.0));
         if compared {
             header.extend(["fastest other, µs", "other/ours", "worst", "at", "fastest others"]);
         }
@@ -102,9 +111,9 @@ impl Classes {
             let (us, floor_us) = (mean(|figures| figures.us), mean(|figures| figures.floor_us));
             let mut row = vec![class.to_owned(), figures.len().to_string()];
             row.extend([us, floor_us, us / floor_us].map(|value| format!("{value:.2}")));
-            if is_fused {
-                let fused: Vec<f64> = figures.iter().filter_map(|figures| figures.fused_us).collect();
-                row.push(if fused.is_empty() { String::new() } else { format!("{:.2}", geometric_mean(fused)) });
+            for (_, of) in parts.clone() {
+                let us: Vec<f64> = figures.iter().filter_map(of).collect();
+                row.push(if us.is_empty() { String::new() } else { format!("{:.2}", geometric_mean(us)) });
             }
             if compared {
                 row.extend(against(figures, FASTEST));
@@ -120,9 +129,10 @@ impl Classes {
 
 /// A class's cells about other libraries.
 fn against(figures: &[Figures], other: Other) -> [String; 5] {
-    let ratios = || figures.iter().filter_map(|figures| Some((other(figures)?.1 / figures.us, figures.id.as_str())));
+    let ratio = |figures: &Figures| other(figures).map(|((_, us), ours)| us / ours);
+    let ratios = || figures.iter().filter_map(|figures| Some((ratio(figures)?, figures.id.as_str())));
     let Some((worst, id)) = ratios().min_by(|a, b| a.0.total_cmp(&b.0)) else { return Default::default() };
-    let fastest = || figures.iter().filter_map(other);
+    let fastest = || figures.iter().filter_map(|figures| Some(other(figures)?.0));
     let us = geometric_mean(fastest().map(|(_, us)| *us));
     let ratio = geometric_mean(ratios().map(|(ratio, _)| ratio));
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();

@@ -77,6 +77,9 @@ pub struct Entry {
     /// For experts, the time with fused activation and combine, which replace the base's kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fused_us: Option<f64>,
+    /// For experts, the time of writing deltas instead of adding them, which is what some libraries do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub write_us: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }

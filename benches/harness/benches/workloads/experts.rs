@@ -62,6 +62,9 @@ pub(crate) fn measure(stage: &Stage, workload: &ExpertsWorkload, wanted: Wanted,
         entry.reps = Some(reps);
         (entry.cold_us, entry.cold_min, entry.cold_max) = (Some(cold.median), Some(cold.min), Some(cold.max));
         entry.gate_up_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_gate_up(i))?.median);
+        if workload.suite == Suite::Moe {
+            entry.write_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_write(i))?.median);
+        }
         if workload.suite == Suite::MoeOwn {
             let [inter, tokens] = [workload.num_routes() * workload.shape.inter, workload.num_tokens()];
             let out = stage.gpu.alloc(elem_bytes(inter.max(tokens * workload.shape.hidden)))?;
@@ -163,6 +166,16 @@ impl<'a> ExpertsLayer<'a> {
         self.add_down_delta(i, &mut routes)
     }
 
+    /// Enqueues the `i`th operation, which writes the deltas over `y`. Its results are checked by the GPU tests.
+    fn run_write(&self, i: usize) -> Result<()> {
+        let mut routes = self.group(i)?;
+        let (step, [gate_up, down]) = (self.step(i), self.operands(&routes));
+        // SAFETY: as below.
+        unsafe { self.experts.write_gate_up_delta(&step, &mut routes, gate_up.0, gate_up.1) }?;
+        // SAFETY: as below.
+        Ok(unsafe { self.experts.write_down_delta(&step, &mut routes, down.0, down.1) }?)
+    }
+
     /// Enqueues the grouping and gate_up of the `i`th operation.
     fn run_gate_up(&self, i: usize) -> Result<()> {
         self.add_gate_up_delta(i, &mut self.group(i)?)
@@ -196,20 +209,28 @@ impl<'a> ExpertsLayer<'a> {
     }
 
     fn add_gate_up_delta(&self, i: usize, routes: &mut raw::GroupedRoutes) -> Result<()> {
-        let (Shape { hidden, inter, .. }, tokens) = (self.workload.shape, self.workload.num_tokens());
-        let x = raw::MatrixRef::new::<bf16>(self.stage.inputs.address, tokens, hidden);
-        let y = raw::MatrixMut::new::<bf16>(self.stage.y.address, routes.num_routes(), 2 * inter);
+        let [(x, y), _] = self.operands(routes);
         // SAFETY: as above, and of the stage; each route has a row of its own.
         Ok(unsafe { self.experts.add_gate_up_delta(&self.step(i), routes, x, y) }?)
     }
 
     fn add_down_delta(&self, i: usize, routes: &mut raw::GroupedRoutes) -> Result<()> {
-        let Shape { hidden, inter, .. } = self.workload.shape;
-        let [x, y] = self.workload.of_down().map(|elems| elem_bytes(elems) as u64);
-        let x = raw::MatrixRef::new::<bf16>(self.stage.inputs.address + x, routes.num_routes(), inter);
-        let y = raw::MatrixMut::new::<bf16>(self.stage.y.address + y, routes.num_routes(), hidden);
+        let [_, (x, y)] = self.operands(routes);
         // SAFETY: as above.
         Ok(unsafe { self.experts.add_down_delta(&self.step(i), routes, x, y) }?)
+    }
+
+    /// `x` and `y` of gate_up, and of down.
+    fn operands(&self, routes: &raw::GroupedRoutes) -> [(raw::MatrixRef, raw::MatrixMut); 2] {
+        let (Shape { hidden, inter, .. }, tokens) = (self.workload.shape, self.workload.num_tokens());
+        let [down_x, down_y] = self.workload.of_down().map(|elems| elem_bytes(elems) as u64);
+        let [inputs, y] = [self.stage.inputs.address, self.stage.y.address];
+        let matrix = |x: u64, rows: usize, cols: usize| raw::MatrixRef::new::<bf16>(inputs + x, rows, cols);
+        let matrix_mut = |at: u64, cols: usize| raw::MatrixMut::new::<bf16>(y + at, routes.num_routes(), cols);
+        [
+            (matrix(0, tokens, hidden), matrix_mut(0, 2 * inter)),
+            (matrix(down_x, routes.num_routes(), inter), matrix_mut(down_y, hidden)),
+        ]
     }
 
     fn step(&self, i: usize) -> raw::Step {

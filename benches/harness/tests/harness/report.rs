@@ -23,6 +23,7 @@ fn the_table_has_a_row_per_class_and_one_for_all() {
         us,
         floor_us: 1.0,
         fused_us: None,
+        write_us: None,
         fastest: fastest.map(|(name, us)| (name.to_owned(), us)),
         deltas: None,
     };
@@ -48,13 +49,14 @@ fn those_that_only_write_deltas_have_columns_of_their_own() {
         us,
         floor_us: 2.0,
         fused_us: None,
+        write_us: Some(us / 2.0),
         fastest: Some(("x".to_owned(), fastest)),
         deltas: Some(("sglang_v2_moe".to_owned(), deltas)),
     };
     let mut classes = Classes::default();
     classes.add(Suite::Moe, "per_expert T<=32".to_owned(), of("a", 4.0, 16.0, 8.0));
     classes.add(Suite::Moe, "per_expert T<=32".to_owned(), of("b", 16.0, 16.0, 8.0));
-    let own = Figures { fastest: None, deltas: None, ..of("c", 5.0, 0.0, 0.0) };
+    let own = Figures { write_us: None, fastest: None, deltas: None, ..of("c", 5.0, 0.0, 0.0) };
     classes.add(Suite::MoeOwn, "ours".to_owned(), own);
     let text = classes.table().markdown();
     let rows: Vec<&str> = text.lines().collect();
@@ -63,9 +65,9 @@ fn those_that_only_write_deltas_have_columns_of_their_own() {
         "{}",
         rows[0]
     );
-    let figures = "2 | 8.00 | 2.00 | 4.00 | 16.00 | 2.00 | 1.00 | b | x 2 | 8.00 | 1.00 | 0.50 | b |";
+    let figures = "2 | 8.00 | 2.00 | 4.00 | 4.00 | 16.00 | 2.00 | 1.00 | b | x 2 | 8.00 | 2.00 | 1.00 | b |";
     assert_eq!(rows[2], format!("| per_expert T<=32 | {figures}"));
-    assert_eq!(rows[3], "| ours | 1 | 5.00 | 2.00 | 2.50 |  |  |  |  |  |  |  |  |  |");
+    assert_eq!(rows[3], "| ours | 1 | 5.00 | 2.00 | 2.50 |  |  |  |  |  |  |  |  |  |  |");
     assert_eq!(rows[4], format!("| all of workloads.json | {figures}"));
 }
 
@@ -76,6 +78,7 @@ fn what_was_timed_with_activation_and_combine_has_a_column() {
         us,
         floor_us: 2.0,
         fused_us,
+        write_us: None,
         fastest: None,
         deltas: None,
     };
