@@ -35,8 +35,24 @@ pub fn own() -> Result<Vec<Workload>> {
     Ok(workloads)
 }
 
-/// The layers of two models with the GEMM of their base layer. Up to 8 adapters, each with about as many tokens: scattered up to 256
-/// tokens, as in decode, and contiguous above, as in prefill.
+/// Tokens and adapters of the layers with their GEMM.
+const WITH_BASE: [(u16, u16); 12] = [
+    (1, 1),
+    (8, 8),
+    (16, 16),
+    (32, 8),
+    (64, 8),
+    (64, 64),
+    (128, 8),
+    (256, 8),
+    (512, 8),
+    (2048, 8),
+    (4096, 8),
+    (8192, 8),
+];
+
+/// The layers of two models with the GEMM of their base layer. Each adapter has about as many tokens: scattered up to 256 tokens, as in
+/// decode, and contiguous above, as in prefill.
 pub fn with_base() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
     let mut workloads = Vec::new();
@@ -44,8 +60,7 @@ pub fn with_base() -> Result<Vec<Workload>> {
         for name in ["qkv", "o", "gate_up", "down"] {
             let layer = find(&list, model, name)?;
             for rank in [16, 64] {
-                for tokens in [1, 8, 32, 64, 128, 256, 512, 2048, 4096, 8192_u16] {
-                    let num_slots = tokens.min(8);
+                for (tokens, num_slots) in WITH_BASE {
                     let mut slots = scattered(tokens, 0..num_slots);
                     if tokens > 256 {
                         slots.sort();
