@@ -179,13 +179,15 @@ pub(super) mod experts {
 /// The largest number of tokens of a fused linear.
 pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
 
-/// Which mode adds least to a layer on an H200 (`benches/record/h200/layer.json`, layers of Qwen3-8B and 32B with up to 8 adapters).
+/// Which mode adds least to a layer on an H200 (`benches/record/h200/layer.json`, layers of Qwen3-8B and 32B with up to 8 adapters, and with 16 and 64).
 pub(super) mod mode {
-    /// Up to this many tokens fused adds least in 47 of 48 layers.
+    /// Up to this many tokens fused adds least in 62 of 64 layers.
     pub(in crate::plan) const FUSED_TOKENS: usize = 32;
-    /// With more, it adds least where two thread blocks share the features of a row and read x once, if there are more input than output
-    /// features (down), or the base weights have this many times the bytes of the adapters' factors (rank 16 of 8 adapters).
+    /// With more, it adds least where two thread blocks share the features of a row and read x once, if the base weights have this many
+    /// times the bytes of the adapters' factors (rank 16 of 8 adapters), or so many where there are more input than output features
+    /// (down; rank 16 of 64 adapters).
     pub(in crate::plan) const BASE_TO_FACTORS: usize = 8;
+    pub(in crate::plan) const BASE_TO_FACTORS_DOWN: usize = 4;
 }
 
 /// How a fused linear is launched.

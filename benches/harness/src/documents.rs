@@ -7,7 +7,7 @@ use std::{
 
 use crate::{
     Result, engine, fleet,
-    plots::{self, MODEL},
+    plots::{self, ADAPTERS, MODEL},
     record::{self, Record},
     report::{self, Table, geometric_mean},
     results::{Added, Results},
@@ -121,9 +121,11 @@ fn row(name: &str, rows: &[[Option<f64>; 3]]) -> Result<Vec<String>> {
     Ok(cells)
 }
 
-/// The layers that documents show.
+/// The layers that documents show: those of up to as many adapters as the other libraries' have.
 fn in_layer<'a>(record: &'a Record, chosen: &'a Chosen) -> Vec<(&'a Workload, &'a Added)> {
-    let is_shown = |workload: &Workload| workload.model == MODEL && LAYER_TOKENS.contains(&workload.num_tokens());
+    let is_shown = |workload: &Workload| {
+        workload.model == MODEL && LAYER_TOKENS.contains(&workload.num_tokens()) && workload.num_slots() <= ADAPTERS
+    };
     record.added(chosen).into_iter().filter(|(workload, _)| is_shown(workload)).collect()
 }
 

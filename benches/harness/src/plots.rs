@@ -31,7 +31,7 @@ const FONT: &str = "sans-serif";
 /// The layers of a decoder layer that adapters adapt, and the rank and adapters of plots.
 const LAYERS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
 const RANK: usize = 16;
-const ADAPTERS: usize = 8;
+pub(crate) const ADAPTERS: usize = 8;
 
 /// A plot of one or more panels, each of figures over numbers of tokens or rates of requests.
 #[derive(Debug)]
@@ -188,7 +188,8 @@ fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
     let rate = results.rate()?;
     let added = record.added(chosen);
     let panel = |rank: usize| -> Result<Panel> {
-        let plotted: Vec<_> = added.iter().filter(|(workload, _)| is_plotted(workload, rank)).collect();
+        let is_plotted = |workload| is_plotted(workload, rank) && workload.num_slots() <= ADAPTERS;
+        let plotted: Vec<_> = added.iter().filter(|(workload, _)| is_plotted(workload)).collect();
         let percent = |of: &dyn Fn(&Workload, &Added) -> Option<f64>| {
             percentages(plotted.iter().map(|(workload, added)| (*workload, of(workload, added), added.gemm_us)))
         };
