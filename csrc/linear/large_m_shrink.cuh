@@ -8,7 +8,7 @@
 // kStages stages of 64 features, one chain each, filled by cp.async. Slabs, or spans, are added to
 // the block's partial in global memory, so only the sums of one slab stay in registers.
 //
-// The loop over a K tile's stages is unrolled, which halves the instructions of a stage. Code for
+// The loop over a K tile's stages is unrolled, so that places in the ring are constants. Code for
 // rows that are not aligned is short, for the sake of the instruction cache.
 //
 // Bound: x through L2, once for each block of rank tiles, and A once for each wide tile. A's first

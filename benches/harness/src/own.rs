@@ -36,11 +36,13 @@ pub fn own() -> Result<Vec<Workload>> {
 }
 
 /// Tokens and adapters of the layers with their GEMM.
-const WITH_BASE: [(u16, u16); 12] = [
+const WITH_BASE: [(u16, u16); 14] = [
     (1, 1),
     (8, 8),
+    (16, 8),
     (16, 16),
     (32, 8),
+    (32, 32),
     (64, 8),
     (64, 64),
     (128, 8),

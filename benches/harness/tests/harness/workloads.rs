@@ -85,7 +85,7 @@ fn our_own_workloads_are_of_many_kinds() {
 #[test]
 fn layers_with_their_base_are_of_two_models_and_all_batch_sizes() {
     let workloads = with_base().unwrap();
-    assert_eq!(workloads.len(), 2 * 4 * 12 * 2);
+    assert_eq!(workloads.len(), 2 * 4 * 14 * 2);
     let of = |id: &str| workloads.iter().find(|workload| workload.id == id).unwrap();
     let (decode, prefill) = (of("layer/qwen3-32b/o/r16/t32/uniform8"), of("layer/qwen3-8b/down/r64/t8192/uniform8"));
     assert_eq!((decode.in_features, decode.out_features()), (8192, 5120));
