@@ -179,10 +179,14 @@ pub(super) mod experts {
 /// The largest number of tokens of a fused linear.
 pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
 
-/// Which mode adds least to a layer on an H200 (`benches/record/h200/layer.json`, layers of Qwen3-8B and 32B with up to 8 adapters, and with 16 and 64).
+/// Which mode adds least to a layer on an H200 (`benches/record/h200/layer.json`, layers of Qwen3-8B and 32B with up to 8 adapters, with
+/// 16 and with 64).
 pub(super) mod mode {
     /// Up to this many tokens fused adds least in 62 of 64 layers.
     pub(in crate::plan) const FUSED_TOKENS: usize = 32;
+    /// Unless thread blocks share rows, as below, the base weights must have this many times the bytes of the adapters' factors. With
+    /// 2 times (`qkv` of 32B, 16 adapters of rank 64), fused takes 6 % longer than the best mode.
+    pub(in crate::plan) const LEAST_BASE_TO_FACTORS: usize = 3;
     /// With more, it adds least where two thread blocks share the features of a row and read x once, if the base weights have this many
     /// times the bytes of the adapters' factors (rank 16 of 8 adapters), or so many where there are more input than output features
     /// (down; rank 16 of 64 adapters).

@@ -172,7 +172,7 @@ fn the_plot_of_tokens_has_the_means_of_the_record() {
     is_drawn(&plot);
 }
 
-/// No measured mode of a layer is more than 6 % faster than the one that the library names.
+/// No measured mode of a layer is more than 5 % faster than the one that the library names.
 #[test]
 fn the_mode_that_is_called_fastest_is_near_the_best() {
     let (record, chosen) = (Record::load(&repository(), "h200").unwrap(), Chosen::all().unwrap());
@@ -188,7 +188,7 @@ fn the_mode_that_is_called_fastest_is_near_the_best() {
         let beside_gemm = added.added_us.iter().filter(|(name, _)| !name.starts_with("within"));
         let least = beside_gemm.map(|(_, us)| *us).fold(f64::INFINITY, f64::min);
         let share = (added.gemm_us + added.added_us[&name]) / (added.gemm_us + least);
-        assert!(share <= 1.06, "{}: {name} takes {share:.3} of the time of the best, {:?}", added.id, added.added_us);
+        assert!(share <= 1.05, "{}: {name} takes {share:.3} of the time of the best, {:?}", added.id, added.added_us);
         modes.insert(name);
     }
     assert_eq!(modes.len(), 3, "{modes:?}");
