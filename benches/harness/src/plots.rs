@@ -188,8 +188,7 @@ fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
     let rate = results.rate()?;
     let added = record.added(chosen);
     let panel = |rank: usize| -> Result<Panel> {
-        let is_plotted = |workload| is_plotted(workload, rank) && workload.num_slots() <= ADAPTERS;
-        let plotted: Vec<_> = added.iter().filter(|(workload, _)| is_plotted(workload)).collect();
+        let plotted: Vec<_> = added.iter().filter(|(workload, _)| is_plotted(workload, rank)).collect();
         let percent = |of: &dyn Fn(&Workload, &Added) -> Option<f64>| {
             percentages(plotted.iter().map(|(workload, added)| (*workload, of(workload, added), added.gemm_us)))
         };
@@ -260,9 +259,12 @@ fn experts(record: &Record, chosen: &Chosen) -> Result<Plot> {
     })
 }
 
-/// Whether a workload is a layer of the model that is plotted.
+/// Whether a workload is a layer of the model that is plotted, with no more adapters than plots have.
 fn is_plotted(workload: &Workload, rank: usize) -> bool {
-    workload.model == MODEL && LAYERS.contains(&workload.layer.as_str()) && workload.max_rank() == rank
+    workload.model == MODEL
+        && LAYERS.contains(&workload.layer.as_str())
+        && workload.max_rank() == rank
+        && workload.num_slots() <= ADAPTERS
 }
 
 /// Whether its tokens have as many adapters as they may, each about as often.
