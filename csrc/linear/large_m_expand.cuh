@@ -71,11 +71,12 @@ int32_t large_m_expand_smem(const aril_weights& weights, int& smem_bytes) {
                    kLargeMExpandBlocks<T>, smem_bytes);
 }
 
-// Copies `count` adjacent outputs, 16 bytes at a time if they are `whole`.
+// Copies `count` adjacent outputs. Those that are `whole` move 16 bytes at a time, or in bulk
+// copies and not here.
 template <typename T>
 __device__ __forceinline__ void copy_outs(T* to, const T* from, int count, bool whole) {
   constexpr int kSize = Vec<T>::kSize;
-  if (whole) {
+  if (!kBulk && whole) {
     for (int i = 0; i < count; i += kSize) {
       *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
     }
