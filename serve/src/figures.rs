@@ -114,6 +114,9 @@ pub struct Arguments {
     /// Each GPU of the group has a part of both factors of linear layers. Such figures are printed alone
     #[arg(long, requires = "tp", conflicts_with = "out")]
     pub fully_sharded_loras: bool,
+    /// Adapters whose experts share the outer factors, A of gate and up and B of down. Such figures are printed alone
+    #[arg(long, conflicts_with = "out")]
+    pub shared_outer: bool,
     /// What the first GPU of the group computes, on this GPU alone, without what the GPUs exchange: the difference to the figures of the
     /// group is the time of its collectives. Such figures are printed alone
     #[arg(long, requires = "tp", conflicts_with_all = ["out", "fully_sharded_loras"])]
@@ -398,6 +401,9 @@ fn measure_model(
     if expert_parallel && config.moe.is_none() {
         bail!("--ep: the model has no experts");
     }
+    if arguments.shared_outer && config.moe.is_none() {
+        bail!("--shared-outer: the model has no experts");
+    }
     let described = describe(&config, Split { tp: device.tp(), expert_parallel, fully_sharded })?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
@@ -405,7 +411,7 @@ fn measure_model(
     let slots = max_batch.max(PREFILL_SEQUENCES);
     let capacity = Capacity::tokens(max_tokens).slots(slots).rank(max_rank);
     let source = |&rank: &usize| {
-        let adapter = random_adapter(&config, rank)?;
+        let adapter = random_adapter(&config, rank, arguments.shared_outer)?;
         Ok((rank, Source::memory(adapter, &described.model, DType::BF16)?))
     };
     let sources = arguments.ranks.iter().map(source).collect::<Result<Vec<_>>>()?;
@@ -866,13 +872,15 @@ impl Timer<'_, '_> {
 }
 
 /// An adapter of random factors for all linear layers of every layer, experts included.
-fn random_adapter(config: &Config, rank: usize) -> Result<Arc<Adapter>> {
+fn random_adapter(config: &Config, rank: usize, shared_outer: bool) -> Result<Arc<Adapter>> {
     let Config { hidden, intermediate, heads, .. } = *config;
     let (query, kv) = (heads.query_features(), heads.kv_features());
     let mut factors = Vec::new();
     for layer in 0..config.layers {
         let mut add = |module: &str, count: Option<usize>, in_features: usize, out_features: usize| {
             for (factor, rows, cols) in [("A", rank, in_features), ("B", out_features, rank)] {
+                let is_outer = (factor == "A") != (module == "down_proj");
+                let count = count.map(|count| if shared_outer && is_outer { 1 } else { count });
                 let shape: Vec<usize> = count.into_iter().chain([rows, cols]).collect();
                 factors.push((format!("model.layers.{layer}.{module}.lora_{factor}.weight"), shape));
             }
