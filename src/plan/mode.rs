@@ -23,9 +23,10 @@ impl LinearPlan {
     /// each adapter of the batch counts once. `fused` is the layer's fused linear, if it has one.
     ///
     /// The choice comes from measurements on an H200 in bf16, behind cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
-    /// them, the layer takes at most 5 % longer than with the best mode. Shrink on a second stream adds least in few of them, and never
-    /// by more than 2.2 % of the layer, so it is not chosen; nor is an expand within the operation behind the layer, which depends on that
-    /// operation. An engine whose GEMM cannot accumulate takes [`Mode::After`] for [`Mode::First`].
+    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 9 %. Shrink
+    /// on a second stream adds least in few of them, and never by more than 2.2 % of the layer, so it is not chosen; nor is an expand
+    /// within the operation behind the layer, which depends on that operation. An engine whose GEMM cannot accumulate takes
+    /// [`Mode::After`] for [`Mode::First`].
     pub fn fastest_mode(&self, num_tokens: usize, ranks: usize, fused: Option<&ForwardPlan>) -> Mode {
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());
         let factors = ranks * (self.out_features().len() * in_features + out_features);

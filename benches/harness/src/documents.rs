@@ -1,4 +1,5 @@
-//! The documents that show a record: README.md, benches/README.md and the plots.
+//! The documents that show records: README.md, benches/README.md and the plots that of one GPU, and the engine's figures of another in
+//! the README of its own folder.
 
 use std::{
     fs,
@@ -8,7 +9,7 @@ use std::{
 use crate::{
     Result, engine, fleet,
     plots::{self, ADAPTERS, MODEL},
-    record::{self, Record},
+    record::{self, FOLDERS, Record},
     report::{self, Table, geometric_mean},
     results::{Added, Results},
     selection::{Chosen, Subject},
@@ -40,6 +41,13 @@ pub fn of(root: &Path, record: &Record) -> Result<Vec<(PathBuf, String)>> {
     let shown = engine.as_ref().map_or_else(|| "Not measured.\n".to_owned(), |engine| engine.shown(&record.path));
     benches = fill(&benches, "engine", &shown)?;
     let mut files = vec![("README.md".into(), readme), ("benches/README.md".into(), benches)];
+    for path in FOLDERS[1..].iter().map(|folder| record::path(folder)).filter(|path| *path != record.path) {
+        if let Some(engine) = engine::Record::load(&root.join(&path))? {
+            let readme = format!("{path}/README.md");
+            let shown = fill(&read(&readme)?, "engine", &engine.shown(&path))?;
+            files.push((readme.into(), shown));
+        }
+    }
     let engine = engine.map(|engine| engine.plot(&record.path));
     let simulated = [serving::plot(&serving), fleet::plot(&fleet)];
     for plot in plots::of(record, &chosen)?.into_iter().chain(simulated).chain(engine) {
@@ -79,7 +87,7 @@ fn summary(record: &Record, chosen: &Chosen) -> Result<String> {
             rows.map(|(_, of)| [Some(of.us), Some(of.floor_us), of.fastest.as_ref().map(|other| other.1)]).collect();
         table.row(row(name, &rows)?);
     }
-    let rate = record.layer().rate()?;
+    let rate = record.layer.rate()?;
     let in_layer =
         in_layer(record, chosen).into_iter().filter(|(workload, _)| workload.num_tokens() <= MAX_DECODE_TOKENS);
     let rows: Vec<_> = in_layer
@@ -138,7 +146,7 @@ fn blocks(record: &Record, chosen: &Chosen) -> [(&'static str, String); 6] {
     };
     let linear = source(record, &[("", &record.linear)]);
     let moe = source(record, &[("", &record.moe)]);
-    let layer = source(record, &[("", record.layer())]);
+    let layer = source(record, &[("", &record.layer)]);
     let block = |table: Table, source: &str| format!("{}\n{source}", table.markdown());
     [
         ("linear", block(classes(&[Suite::Decode, Suite::Prefill]), &linear)),

@@ -184,7 +184,7 @@ fn tokens(record: &Record, chosen: &Chosen) -> Result<Plot> {
 
 /// What LoRA adds to the base GEMMs of a decoder layer, in percent of their time.
 fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
-    let results = record.layer();
+    let results = &record.layer;
     let rate = results.rate()?;
     let added = record.added(chosen);
     let panel = |rank: usize| -> Result<Panel> {

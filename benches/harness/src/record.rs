@@ -14,8 +14,8 @@ use crate::{
 };
 
 /// Folders of records, the one that documents show first.
-const FOLDERS: [&str; 2] = ["h200", "h100"];
-/// Our figures in a folder. One file may hold those of several.
+pub const FOLDERS: [&str; 2] = ["h200", "h100"];
+/// Our figures in a folder.
 const OURS: [&str; 3] = ["linear.json", "moe.json", "layer.json"];
 /// The figures of other libraries in it.
 const OTHERS: &str = "others.json";
@@ -26,8 +26,8 @@ pub struct Record {
     pub path: String,
     pub linear: Results,
     pub moe: Results,
-    /// If it has a file of its own.
-    layer: Option<Results>,
+    /// Layers with their base GEMM.
+    pub layer: Results,
     pub others: Others,
 }
 
@@ -40,20 +40,15 @@ impl Record {
 
     /// The record in a folder of `benches/record`.
     pub fn load(root: &Path, folder: &str) -> Result<Self> {
-        let path = format!("benches/record/{folder}");
+        let path = path(folder);
         let [linear, moe, layer] = OURS.map(|file| root.join(&path).join(file));
         Ok(Self {
             linear: Results::load(&linear)?,
             moe: Results::load(&moe)?,
-            layer: layer.exists().then(|| Results::load(&layer)).transpose()?,
+            layer: Results::load(&layer)?,
             others: Others::load(&[root.join(&path).join(OTHERS)])?,
             path,
         })
-    }
-
-    /// The figures of layers with their base GEMM.
-    pub fn layer(&self) -> &Results {
-        self.layer.as_ref().unwrap_or(&self.linear)
     }
 
     /// The figures of linear layers and embeddings, then of experts.
@@ -64,8 +59,13 @@ impl Record {
 
     /// What LoRA adds to layers.
     pub fn added<'a>(&'a self, chosen: &'a Chosen) -> Vec<(&'a Workload, &'a Added)> {
-        added(self.layer(), chosen)
+        added(&self.layer, chosen)
     }
+}
+
+/// The path of a folder in the repository.
+pub fn path(folder: &str) -> String {
+    format!("benches/record/{folder}")
 }
 
 /// The repository that this was built in.

@@ -11,7 +11,7 @@ use aril_bench::{
     plots::{self, Axis, Line, Plot},
     record::{Record, repository},
     report::geometric_mean,
-    results::WithBase,
+    results::{Others, OthersFile, WithBase},
     selection::Chosen,
     serving,
     workload::BUILT_IN,
@@ -49,7 +49,7 @@ fn the_newest_gpu_is_shown_once_it_has_a_record() {
     for file in ["README.md", "benches/README.md", "benches/record/serving.json", "benches/record/fleet.json"] {
         copied(file, file, &|text| text);
     }
-    for file in ["linear.json", "moe.json", "others.json"] {
+    for file in ["linear.json", "moe.json", "layer.json", "others.json"] {
         copied(&format!("benches/record/h100/{file}"), &format!("benches/record/h100/{file}"), &|text| text);
     }
     let text_of = |file: &str| {
@@ -58,15 +58,12 @@ fn the_newest_gpu_is_shown_once_it_has_a_record() {
     };
     assert!(text_of("README.md").contains("One NVIDIA H100 80GB HBM3, linear layers at commit 7fddccc"));
 
-    // The other record has a file of its own for layers, and one commit.
-    for file in ["linear.json", "moe.json", "others.json"] {
+    // The other record has one commit for linear layers and experts.
+    for file in ["linear.json", "moe.json", "layer.json", "others.json"] {
         copied(&format!("benches/record/h100/{file}"), &format!("benches/record/h200/{file}"), &|text| {
-            text.replace("H100 80GB HBM3", "H200").replace("644c058", "7fddccc").replace("\"layer\":", "\"unknown\":")
+            text.replace("H100 80GB HBM3", "H200").replace("644c058", "7fddccc").replace("371c7cf", "abcdef0")
         });
     }
-    copied("benches/record/h100/linear.json", "benches/record/h200/layer.json", &|text| {
-        text.replace("7fddccc", "abcdef0")
-    });
     assert!(text_of("README.md").contains("One NVIDIA H200, commit 7fddccc (`benches/record/h200`)."));
     assert!(text_of("benches/plots/tokens.svg").contains("NVIDIA H200, commit 7fddccc, benches/record/h200"));
     assert!(text_of("benches/plots/layer.svg").contains("commit abcdef0"));
@@ -78,18 +75,13 @@ fn raw(record: &str, file: &str) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// The file that has the layers with their GEMM.
-fn raw_layer(record: &str) -> Value {
-    raw(record, if record == "h100" { "linear.json" } else { "layer.json" })
-}
-
 fn entry<'a>(list: &'a Value, id: &str) -> Option<&'a Value> {
     list.as_array()?.iter().find(|entry| entry["id"] == id)
 }
 
 /// A layer of Qwen3-8B with its GEMM.
-fn with_gemm<'a>(layer: &'a Value, group: &str, rank: usize, tokens: usize) -> &'a Value {
-    entry(&layer["layer"], &format!("layer/qwen3-8b/{group}/r{rank}/t{tokens}/uniform{}", tokens.min(8))).unwrap()
+fn with_gemm<'a>(layer: &'a Value, group: &str, rank: usize, tokens: usize) -> Option<&'a Value> {
+    entry(&layer["layer"], &format!("layer/qwen3-8b/{group}/r{rank}/t{tokens}/uniform{}", tokens.min(8)))
 }
 
 /// The least that another library adds to a layer of Qwen3-8B with as many adapters.
@@ -172,12 +164,15 @@ fn the_plot_of_tokens_has_the_means_of_the_record() {
     is_drawn(&plot);
 }
 
-/// No measured mode of a layer is more than 5 % faster than the one that the library names.
+/// No measured mode of a layer is much faster than the one that the library names: 5 % on the H200, 9 % on the H100.
 #[test]
 fn the_mode_that_is_called_fastest_is_near_the_best() {
-    let (record, chosen) = (Record::load(&repository(), "h200").unwrap(), Chosen::all().unwrap());
+    let chosen = Chosen::all().unwrap();
+    let records =
+        [("h200", 1.05), ("h100", 1.09)].map(|(folder, most)| (Record::load(&repository(), folder).unwrap(), most));
     let mut modes = BTreeSet::new();
-    for (workload, added) in record.added(&chosen) {
+    let layers = records.iter().flat_map(|(record, most)| record.added(&chosen).into_iter().map(move |of| (of, most)));
+    for ((workload, added), most) in layers {
         let (model, id) = workload.linear_model().unwrap();
         let (site, capacity) = (&model[id], workload.capacity());
         let fused = ForwardPlan::new(site, DType::BF16, capacity).unwrap();
@@ -188,7 +183,7 @@ fn the_mode_that_is_called_fastest_is_near_the_best() {
         let beside_gemm = added.added_us.iter().filter(|(name, _)| !name.starts_with("within"));
         let least = beside_gemm.map(|(_, us)| *us).fold(f64::INFINITY, f64::min);
         let share = (added.gemm_us + added.added_us[&name]) / (added.gemm_us + least);
-        assert!(share <= 1.05, "{}: {name} takes {share:.3} of the time of the best, {:?}", added.id, added.added_us);
+        assert!(share <= *most, "{}: {name} takes {share:.3} of the time of the best, {:?}", added.id, added.added_us);
         modes.insert(name);
     }
     assert_eq!(modes.len(), 3, "{modes:?}");
@@ -198,12 +193,12 @@ fn the_mode_that_is_called_fastest_is_near_the_best() {
 #[test]
 fn the_summary_has_base_gemms_with_lora() {
     for record in RECORDS {
-        let (layer, others) = (raw_layer(record), raw(record, "others.json"));
+        let (layer, others) = (raw(record, "layer.json"), raw(record, "others.json"));
         let (mut ours, mut floors, mut of_others) = (Vec::new(), Vec::new(), Vec::new());
         for (group, rank, tokens) in GROUPS.into_iter().flat_map(|group| {
             [16, 64].into_iter().flat_map(move |rank| [1, 8, 64, 256].map(|tokens| (group, rank, tokens)))
         }) {
-            let entry = with_gemm(&layer, group, rank, tokens);
+            let entry = with_gemm(&layer, group, rank, tokens).unwrap();
             let (gemm_us, added_us) = (entry["gemm_us"].as_f64().unwrap(), entry["added_us"].as_object().unwrap());
             ours.push(gemm_us + added_us.values().map(|us| us.as_f64().unwrap()).fold(f64::INFINITY, f64::min));
             of_others.push(least_of_others(&others, group, rank, tokens).map(|us| gemm_us + us));
@@ -214,17 +209,11 @@ fn the_summary_has_base_gemms_with_lora() {
             floors.push((2.0 * elems as f64 / rate(&layer) / 1e3).max(0.9));
         }
         let (us, floor_us) = (geometric_mean(ours.iter().copied()), geometric_mean(floors));
-        let of_others: Option<Vec<f64>> = of_others.into_iter().collect();
-        assert_eq!(of_others.is_some(), record == "h200");
-        let of_others = of_others.map_or_else(
-            || "not measured |  |  |".to_owned(),
-            |of_others| {
-                let faster = ours.iter().zip(&of_others).filter(|(ours, other)| other < ours).count();
-                let mean = geometric_mean(of_others);
-                format!("{mean:.1} | {:.2} | {faster} |", mean / us)
-            },
-        );
-        let row = format!("| base GEMM with LoRA, 1 to 256 tokens | 32 | {us:.1} | {floor_us:.1} | {of_others}\n");
+        let of_others: Vec<f64> = of_others.into_iter().map(Option::unwrap).collect();
+        let faster = ours.iter().zip(&of_others).filter(|(ours, other)| other < ours).count();
+        let (other_us, name) = (geometric_mean(of_others), "base GEMM with LoRA, 1 to 256 tokens");
+        let row =
+            format!("| {name} | 32 | {us:.1} | {floor_us:.1} | {other_us:.1} | {:.2} | {faster} |\n", other_us / us);
         let root = repository();
         let files = documents::of(&root, &Record::load(&root, record).unwrap()).unwrap();
         let (_, readme) = files.iter().find(|(path, _)| path == Path::new("README.md")).unwrap();
@@ -235,17 +224,18 @@ fn the_summary_has_base_gemms_with_lora() {
 #[test]
 fn the_plot_of_layers_has_the_percentages_of_the_record() {
     for record in RECORDS {
-        let ([_, plot, _], layer, others) = (plots_of(record, |_| ()), raw_layer(record), raw(record, "others.json"));
+        let ([_, plot, _], layer, others) =
+            (plots_of(record, |_| ()), raw(record, "layer.json"), raw(record, "others.json"));
         assert_eq!(plot.axis, Axis::Percent);
         for (panel, rank) in [16, 64].into_iter().enumerate() {
             // Sums over the groups, where all have a figure.
             let percentages = |of: &dyn Fn(&str, usize) -> Option<f64>| -> Vec<(f64, f64)> {
                 let percent = |tokens: usize| {
                     let added_us: f64 = GROUPS.iter().map(|group| of(group, tokens)).sum::<Option<f64>>()?;
-                    let gemm_us = |group: &&str| with_gemm(&layer, group, rank, tokens)["gemm_us"].as_f64().unwrap();
-                    Some((tokens as f64, 100.0 * added_us / GROUPS.iter().map(gemm_us).sum::<f64>()))
+                    let gemm_us = |group: &&str| with_gemm(&layer, group, rank, tokens)?["gemm_us"].as_f64();
+                    Some((tokens as f64, 100.0 * added_us / GROUPS.iter().map(gemm_us).sum::<Option<f64>>()?))
                 };
-                [1, 8, 32, 64, 128, 256, 512, 2048, 4096, 8192].into_iter().filter_map(percent).collect()
+                [1, 8, 16, 32, 64, 128, 256, 512, 2048, 4096, 8192].into_iter().filter_map(percent).collect()
             };
             let floor_us = |group: &str, tokens: usize| {
                 let (inputs, slices) = shape(group);
@@ -254,17 +244,17 @@ fn the_plot_of_layers_has_the_percentages_of_the_record() {
                 Some((2.0 * (factors + tokens * (inputs + 2 * outputs)) as f64 / rate(&layer) / 1e3).max(0.9))
             };
             let mode = |mode: &str| {
-                percentages(&|group, tokens| with_gemm(&layer, group, rank, tokens)["added_us"].get(mode)?.as_f64())
+                percentages(&|group, tokens| with_gemm(&layer, group, rank, tokens)?["added_us"].get(mode)?.as_f64())
             };
-            let is_at = |points: &[(f64, f64)], tokens: [f64; 4]| points.iter().map(|point| point.0).eq(tokens);
+            // The record of the H200 lacks 16 tokens.
+            let is_at = |points: &[(f64, f64)], tokens: [f64; 5]| {
+                let tokens = tokens.into_iter().filter(|&tokens| tokens != 16.0 || record == "h100");
+                points.iter().map(|point| point.0).eq(tokens)
+            };
             let (fused, other) =
                 (mode("fused"), percentages(&|group, tokens| least_of_others(&others, group, rank, tokens)));
-            if record == "h200" {
-                assert!(is_at(&fused, [1.0, 8.0, 32.0, 64.0]) && is_at(&other, [1.0, 8.0, 64.0, 256.0]));
-                assert!(fused[0].1 < 0.0 && fused[3].1 > fused[2].1, "{fused:?}");
-            } else {
-                assert!(fused.is_empty() && other.is_empty());
-            }
+            assert!(is_at(&fused, [1.0, 8.0, 16.0, 32.0, 64.0]) && is_at(&other, [1.0, 8.0, 16.0, 64.0, 256.0]));
+            assert!(fused[0].1 < 0.0 && fused[fused.len() - 1].1 > fused[fused.len() - 2].1, "{fused:?}");
             let expected = [
                 ("aril, behind the GEMM", mode("after")),
                 ("aril, shrink beside the GEMM", mode("side")),
@@ -297,10 +287,16 @@ fn the_plot_of_layers_has_the_percentages_of_the_record() {
         .collect();
     let one =
         [serde_json::from_str(r#"{"id": "dec/qwen3-8b/o/r16/t64/uniform8", "base_us": 10.0, "x_us": 12.0}"#).unwrap()];
-    let [_, plot, _] =
-        plots_of("h100", |record| [&overlap[..], &one].iter().for_each(|of| record.others.add_overlap(of).unwrap()));
-    let layer = raw_layer("h100");
-    let gemm_us: f64 = GROUPS.iter().map(|group| with_gemm(&layer, group, 16, 8)["gemm_us"].as_f64().unwrap()).sum();
+    let [_, plot, _] = plots_of("h100", |record| {
+        let measured: OthersFile = serde_json::from_value(raw("h100", "others.json")).unwrap();
+        record.others = Others::default();
+        record.others.add(measured.dense);
+        record.others.add(measured.moe);
+        [&overlap[..], &one].iter().for_each(|of| record.others.add_overlap(of).unwrap());
+    });
+    let layer = raw("h100", "layer.json");
+    let gemm_us = |group: &&str| with_gemm(&layer, group, 16, 8).unwrap()["gemm_us"].as_f64().unwrap();
+    let gemm_us: f64 = GROUPS.iter().map(gemm_us).sum();
     assert!(is_near(&line(&plot, 0, "fastest other library").points, &[(8.0, 100.0 * 10.0 / gemm_us)]));
     assert!(plot.panels[1].lines.iter().all(|line| line.name != "fastest other library"));
     is_drawn(&plot);
