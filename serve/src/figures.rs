@@ -398,11 +398,10 @@ fn measure_model(
     let start = Instant::now();
     let config = Config::read(dir)?;
     let (expert_parallel, fully_sharded) = (arguments.ep, arguments.fully_sharded_loras);
-    if expert_parallel && config.moe.is_none() {
-        bail!("--ep: the model has no experts");
-    }
-    if arguments.shared_outer && config.moe.is_none() {
-        bail!("--shared-outer: the model has no experts");
+    for (name, is_given) in [("--ep", expert_parallel), ("--shared-outer", arguments.shared_outer)] {
+        if is_given && config.moe.is_none() {
+            bail!("{name}: the model has no experts");
+        }
     }
     let described = describe(&config, Split { tp: device.tp(), expert_parallel, fully_sharded })?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
