@@ -89,7 +89,7 @@ impl Shard {
     /// Shards both factors of every column-parallel and row-parallel linear layer, as in S-LoRA. Each rank then holds and reads only its
     /// share of A and B, but must [exchange](super::LinearSite::exchange) `v = A x` between shrink and expand
     /// (`FullyShardedLinear` in [`cpu`](crate::cpu::FullyShardedLinear) and `cuda`). Experts, embeddings and replicated
-    /// layers are sharded as without it. It is for adapters that do not fit otherwise: steps take longer.
+    /// layers are sharded as without it. It is for adapters that do not fit otherwise, as the exchange takes time.
     #[doc(alias = "fully_sharded_loras")]
     pub fn fully_sharded(mut self) -> Self {
         self.is_fully_sharded = true;

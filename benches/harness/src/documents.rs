@@ -1,5 +1,5 @@
-//! The documents that show records: README.md, benches/README.md and the plots that of one GPU, and the engine's figures of another in
-//! the README of its own folder.
+//! The documents that show records. README.md, benches/README.md and the plots show that of one GPU. The engine's figures of other GPUs are
+//! in the READMEs of their records.
 
 use std::{
     fs,
@@ -41,7 +41,7 @@ pub fn of(root: &Path, record: &Record) -> Result<Vec<(PathBuf, String)>> {
     let shown = engine.as_ref().map_or_else(|| "Not measured.\n".to_owned(), |engine| engine.shown(&record.path));
     benches = fill(&benches, "engine", &shown)?;
     let mut files = vec![("README.md".into(), readme), ("benches/README.md".into(), benches)];
-    for path in FOLDERS[1..].iter().map(|folder| record::path(folder)).filter(|path| *path != record.path) {
+    for path in FOLDERS[1..].iter().map(|folder| record::path(folder)) {
         if let Some(engine) = engine::Record::load(&root.join(&path))? {
             let readme = format!("{path}/README.md");
             let shown = fill(&read(&readme)?, "engine", &engine.shown(&path))?;

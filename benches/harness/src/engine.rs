@@ -175,7 +175,8 @@ impl Record {
                 commits.push(commit);
             }
         }
-        format!("One {gpu}, commit {} (`{path}/{FILE}`).\n", commits.join(", "))
+        let of_ranks = if self.runs.iter().any(|run| run.meta.tp > 1) { " for each rank" } else { "" };
+        format!("One {gpu}{of_ranks}, commit {} (`{path}/{FILE}`).\n", commits.join(", "))
     }
 
     /// The last figure of each key, in the order of the first ones.
