@@ -248,12 +248,13 @@ impl Event {
     }
 
     /// Blocks this thread until the recorded work has run.
-    fn wait(&self) -> Result<()> {
+    pub fn wait(&self) -> Result<()> {
         // SAFETY: it is alive.
         Ok(unsafe { result::event::synchronize(self.0) }?)
     }
 
-    fn us_until(&self, end: &Self) -> Result<f64> {
+    /// The time until another event of the same stream, in µs.
+    pub fn us_until(&self, end: &Self) -> Result<f64> {
         // SAFETY: both are alive, and of one stream.
         let milliseconds = unsafe { result::event::elapsed(self.0, end.0) }?;
         Ok(f64::from(milliseconds) * 1e3)

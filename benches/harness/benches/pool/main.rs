@@ -1,7 +1,7 @@
 //! Measures the adapter pool on a GPU.
 //!
 //! Writes the figures as JSON and prints them as tables. Each measurement has a pool of its own, and one that fails leaves the others'
-//! figures. All of them take less than a minute.
+//! figures. All of them take less than a minute. With `--stalls`, measures [`stalls`] alone, in a minute and a half.
 //!
 //! | module | measures |
 //! |---|---|
@@ -9,12 +9,14 @@
 //! | [`steps`] | the time on the host of a step's leases and commit, by the number of resident adapters |
 //! | [`reading`] | the limits of a load from files: opening, planning, reading from the page cache, packing |
 //! | [`neighbours`] | replays of a decode step, alone and beside loads |
+//! | [`stalls`] | replays of a decode step beside each part of a load, and where the slowest one was |
 //!
 //! The memory of adapters of many ranks against padded slots ([`Memory`]) is computed.
 
 mod load;
 mod neighbours;
 mod reading;
+mod stalls;
 mod steps;
 
 use std::{
@@ -42,6 +44,12 @@ struct Cli {
     /// Where the figures go
     #[arg(long, default_value = "pool.json")]
     out: PathBuf,
+    /// Measures which part of a load delays a step, and prints it
+    #[arg(long)]
+    stalls: bool,
+    /// Replays beside each part of a load
+    #[arg(long, default_value_t = 10_000)]
+    replays: usize,
     /// What cargo passes
     #[arg(long, hide = true)]
     bench: bool,
@@ -67,6 +75,11 @@ fn main() -> Result<ExitCode> {
     figures.meta.aril = env!("CARGO_PKG_VERSION").to_owned();
     figures.meta.commit = option_env!("ARIL_COMMIT").map(str::to_owned);
     println!("{}\n", figures.meta.gpu);
+    if cli.stalls {
+        stalls::measure(&gpu, cli.replays)?;
+        println!("{:.0} s", start.elapsed().as_secs_f64());
+        return Ok(ExitCode::SUCCESS);
+    }
     for (name, measure) in MEASUREMENTS {
         if let Err(error) = measure(&gpu, &mut figures) {
             figures.fail(name, error.to_string());

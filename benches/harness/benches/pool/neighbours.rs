@@ -92,7 +92,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
 }
 
 /// Captures a decode step of tokens in these slots.
-fn capture(gpu: &Gpu, weights: &WeightTable, linears: &[LinearId], slots: &[Slot]) -> Result<Graph> {
+pub(crate) fn capture(gpu: &Gpu, weights: &WeightTable, linears: &[LinearId], slots: &[Slot]) -> Result<Graph> {
     let (queue, model) = (gpu.queue()?, weights.model());
     let layers = linears.iter().map(|&id| LoraLinear::new(weights, id)).collect::<std::result::Result<Vec<_>, _>>()?;
     let shapes: Vec<[usize; 2]> =
