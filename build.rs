@@ -1,7 +1,12 @@
 //! Compiles `csrc` with nvcc for the feature `cuda`, and regenerates the bindings for the feature `bindgen`.
 
+#[cfg(feature = "cuda")]
+#[path = "build/archs.rs"]
+mod archs;
+
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-changed=csrc");
     println!("cargo:rerun-if-env-changed=DOCS_RS");
     #[cfg(feature = "bindgen")]
@@ -54,7 +59,10 @@ mod kernels {
             println!("cargo::error=or `pip install {WHEELS}`; or set NVCC.");
             return;
         };
-        let gencodes = gencodes();
+        let flags = match flags() {
+            Ok(flags) => flags,
+            Err(error) => return println!("cargo::error={error}"),
+        };
         let sources: Vec<PathBuf> = fs::read_dir("csrc")
             .expect("csrc is part of the package")
             .map(|entry| entry.expect("csrc is readable").path())
@@ -68,7 +76,7 @@ mod kernels {
             .warnings(false)
             .files(sources)
             .flags(["-O3", "-lineinfo"])
-            .flags(&gencodes);
+            .flags(&flags);
         // The last one spares users libstdc++: only the launches that nvcc writes for `<<<>>>`, of which there are none, have statics.
         for flag in ["-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"] {
             build.flag("-Xcompiler").flag(flag);
@@ -92,24 +100,17 @@ mod kernels {
         // For build scripts of dependants that have kernels of their own: DEP_ARIL_KERNELS_NVCC and DEP_ARIL_KERNELS_NVCC_FLAGS.
         let nvcc = std::path::absolute(nvcc).expect("the current directory exists");
         println!("cargo::metadata=nvcc={}", nvcc.display());
-        println!("cargo::metadata=nvcc_flags={}", gencodes.join(" "));
+        println!("cargo::metadata=nvcc_flags={}", flags.join(" "));
     }
 
-    /// Code for each architecture of `ARIL_CUDA_ARCHS`, and PTX of the newest for those to come.
-    fn gencodes() -> Vec<String> {
+    /// nvcc's flags for the architectures of `ARIL_CUDA_ARCHS`, and those that the headers need.
+    fn flags() -> Result<Vec<String>, String> {
         let archs = env::var("ARIL_CUDA_ARCHS").unwrap_or_else(|_| "80;90a".to_owned());
-        let archs: Vec<&str> = archs.split([';', ',']).map(str::trim).filter(|arch| !arch.is_empty()).collect();
-        let newest = archs.iter().filter_map(|arch| arch.trim_end_matches('a').parse::<u32>().ok()).max();
-        let Some(newest) = newest else {
-            println!("cargo::error=ARIL_CUDA_ARCHS names no architecture; write it like `80;90a`");
-            return Vec::new();
-        };
         let mut flags = vec!["-std=c++17".to_owned()];
-        flags.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
-        flags.push(format!("-gencode=arch=compute_{newest},code=compute_{newest}"));
+        flags.extend(super::archs::gencodes(&archs)?);
         // A tenth of the bytes.
         flags.push("-Xfatbin=-compress-all".to_owned());
-        flags
+        Ok(flags)
     }
 
     fn find_nvcc() -> Option<PathBuf> {

@@ -11,6 +11,7 @@
 mod admission;
 mod align;
 mod api;
+mod archs;
 #[path = "../common/mod.rs"]
 mod common;
 mod consumers;
