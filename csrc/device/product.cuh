@@ -3,9 +3,10 @@
 // The product B v on tensor cores, in bf16 and f16, and its addition to y.
 //
 // v enters as kTerms bf16 terms: v rounded to bf16, and the rounded remainder, which together lose
-// less than 2^-17 of v. B enters as it is in bf16, and as two exact bf16 terms in f16. Sums are
-// f32; y is rounded once, when it is stored. All kernels multiply in the same order (steps of 16
-// ranks, the terms of a step one after the other), so they give the same bits.
+// less than 2^-17 of v. B, whose elements are finite, enters as it is in bf16, and as two exact bf16
+// terms in f16. v may be infinite; a delta is then infinite or NaN as B v is. Sums are f32; y is
+// rounded once, when it is stored. All kernels multiply in the same order (steps of 16 ranks, the
+// terms of a step one after the other), so they give the same bits.
 //
 // Shapes: a unit is 32 outputs (mma.sync, one warp), an output tile is two units (wgmma, one
 // warpgroup). The rows of the product are tokens or routes.
@@ -29,17 +30,33 @@ __host__ __device__ __forceinline__ int rank_steps(const aril_weights& weights) 
   return ceil_div(weights.max_rank, kRanksPerStep);
 }
 
-// The two terms of v0 and of v1: high = bf16(v), low = bf16(v - high).
-__device__ __forceinline__ void to_bf16_terms(float v0, float v1, uint32_t& high, uint32_t& low) {
-  const __nv_bfloat162 rounded = __floats2bfloat162_rn(v0, v1);
+// The two terms of each of two finite numbers: high = bf16(b), low = bf16(b - high).
+__device__ __forceinline__ void split_finite(float b0, float b1, uint32_t& high, uint32_t& low) {
+  const __nv_bfloat162 rounded = __floats2bfloat162_rn(b0, b1);
   const float2 back = __bfloat1622float2(rounded);
-  const __nv_bfloat162 rest = __floats2bfloat162_rn(v0 - back.x, v1 - back.y);
+  const __nv_bfloat162 rest = __floats2bfloat162_rn(b0 - back.x, b1 - back.y);
   // Copies to variables, not to memory whose alignment memcpy would not know.
   uint32_t bits[2];
   memcpy(&bits[0], &rounded, sizeof(rounded));
   memcpy(&bits[1], &rest, sizeof(rest));
   high = bits[0];
   low = bits[1];
+}
+
+// All bits of those of two bf16 numbers that are finite.
+__device__ __forceinline__ uint32_t finite_mask(uint32_t pair) {
+  constexpr uint32_t kInfinities = 0x7f807f80u;
+  __nv_bfloat162 values, infinities;
+  memcpy(&values, &pair, sizeof(pair));
+  memcpy(&infinities, &kInfinities, sizeof(kInfinities));
+  return __hlt2_mask(__habs2(values), infinities);
+}
+
+// The two terms of v0 and of v1, which may be infinite, or too large for bf16: then high is infinite
+// and low is zero, so that their sum is infinite. (Infinity minus itself is NaN.)
+__device__ __forceinline__ void to_bf16_terms(float v0, float v1, uint32_t& high, uint32_t& low) {
+  split_finite(v0, v1, high, low);
+  low &= finite_mask(high);
 }
 
 // Both terms of up to 8 rows of v as one operand of mma_m16n8k16: rows 0 to 7 hold the high terms,
@@ -58,6 +75,14 @@ __device__ __forceinline__ void store_terms(uint4* operands, int t, int r, float
   to_bf16_terms(v.x, v.y, word[0], word[32 * 4]);
 }
 
+// The two terms of two elements of B in f16.
+__device__ __forceinline__ void split_half2(uint32_t b, uint32_t& high, uint32_t& low) {
+  __half2 values;
+  memcpy(&values, &b, sizeof(b));
+  const float2 wide = __half22float2(values);
+  split_finite(wide.x, wide.y, high, low);
+}
+
 // c += v b, summed over the operands, which hold the terms of v.
 template <typename T, int kOperands>
 __device__ __forceinline__ void multiply_terms(float (&c)[4], const uint4 (&v)[kOperands],
@@ -69,16 +94,17 @@ __device__ __forceinline__ void multiply_terms(float (&c)[4], const uint4 (&v)[k
     }
   } else {
     uint32_t high[2], low[2];
-    const auto half2_to_terms = [](uint32_t b, uint32_t& high, uint32_t& low) {
-      __half2 values;
-      memcpy(&values, &b, sizeof(b));
-      const float2 wide = __half22float2(values);
-      to_bf16_terms(wide.x, wide.y, high, low);
-    };
-    half2_to_terms(b0, high[0], low[0]);
-    half2_to_terms(b1, high[1], low[1]);
+    split_half2(b0, high[0], low[0]);
+    split_half2(b1, high[1], low[1]);
     multiply_terms<__nv_bfloat16>(c, v, high[0], high[1]);
-    multiply_terms<__nv_bfloat16>(c, v, low[0], low[1]);
+    // An infinite v is in the first product. B's low terms may be zero, and zero times infinity NaN.
+    uint4 finite[kOperands];
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) {
+      finite[i] = make_uint4(v[i].x & finite_mask(v[i].x), v[i].y & finite_mask(v[i].y),
+                             v[i].z & finite_mask(v[i].z), v[i].w & finite_mask(v[i].w));
+    }
+    multiply_terms<__nv_bfloat16>(c, finite, low[0], low[1]);
   }
 }
 

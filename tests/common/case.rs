@@ -268,6 +268,32 @@ impl<L: Layer> Case<L> {
         let world = self.world::<T>();
         compare(self.target(), &subject.run(self, &world), &world.expected(self), &self.replay())
     }
+
+    /// Runs the case with an infinity in every row of `x` that is read, so that each `A x` is infinite. What is written must be infinite or
+    /// NaN where the reference is, and nowhere else.
+    pub fn check_infinities<T: Element>(&self, subject: &mut impl Subject<L>) -> Result<(), TestCaseError> {
+        let mut world = self.world::<T>();
+        for row in 0..self.x().rows {
+            let first = &mut world.x[self.x().at(row, 0)];
+            if first.to_f32().is_finite() {
+                *first = T::from_f32(f32::INFINITY);
+            }
+        }
+        let mut infinities = 0;
+        for (at, (got, expected)) in subject.run(self, &world).iter().zip(world.expected(self)).enumerate() {
+            let Expected::Within(expected, _) = expected else { continue };
+            let got = f64::from(got.to_f32());
+            let good = if expected.is_finite() {
+                got.is_finite()
+            } else {
+                got == expected || got.is_nan() && expected.is_nan()
+            };
+            prop_assert!(good, "element {at} is {got}, not {expected}\n{}", self.replay());
+            infinities += usize::from(expected.is_infinite());
+        }
+        prop_assert!(infinities > 0, "the case has no infinite sum\n{}", self.replay());
+        Ok(())
+    }
 }
 
 impl<T: Element, L: Layer> World<T, L> {

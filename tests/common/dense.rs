@@ -180,6 +180,15 @@ impl Case {
         cases
     }
 
+    /// Layers in bf16 and f16 for `check_infinities`, of ranks up to `most`. A sum over one rank is infinite, over several mostly NaN.
+    pub fn of_infinities(tokens: i32, most: usize) -> [Self; 2] {
+        let slots: Vec<i32> = (0..tokens).map(|token| token % 4 - 1).collect();
+        [Dtype::BF16, Dtype::F16].map(|dtype| {
+            let case = Self::linear(264, &[72, 40], &[&[1, 1], &[2, most], &[most, 3]], slots.clone());
+            Self { dtype, values: Values::Rounded, ..case }
+        })
+    }
+
     /// By token, for an embedding: ids of its rows, and some below and above them.
     pub fn token_ids(&self) -> Vec<i32> {
         let (mut rng, vocab) = (StdRng::seed_from_u64(!self.seed), self.in_features() as i32);

@@ -18,7 +18,7 @@ use super::{
     compare::{Expected, expect_activation, expect_sum},
     factors::{Modules, Pair, fill, scaling},
     small,
-    values::Values,
+    values::{Dtype, Values},
 };
 
 /// A layer of experts, its adapters, and the router's choices.
@@ -427,6 +427,19 @@ impl Case {
         let mut case = Self::of(layer, Values::Rounded, 11);
         case.choose(num_tokens, |_| 0, |_, _| 0);
         case
+    }
+
+    /// Sums of deltas in bf16 and f16 for `check_infinities`. A delta of rank 1 is infinite, a sum of several is mostly NaN.
+    pub fn of_infinities(num_tokens: usize) -> Vec<Self> {
+        let adapters = vec![Lora::of_own_ranks(4, 1), Lora::shared_outer(4, 1), Lora::of_own_ranks(4, 18)];
+        let mut case = Self::new([4, 72, 40], adapters, [num_tokens, 4]);
+        case.choose(num_tokens, |token| token % 4 - 1, |token, k| (token + k) % 4);
+        let ops = [Op::AddGateUp, Op::AddDown, Op::AddCombined, Op::Combine];
+        let cases = ops.map(|op| case.with(|layer| layer.op = op));
+        cases
+            .into_iter()
+            .flat_map(|case| [Dtype::BF16, Dtype::F16].map(|dtype| Self { dtype, ..case.clone() }))
+            .collect()
     }
 
     /// Has tokens of other slots, and experts for them.

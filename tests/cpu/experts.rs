@@ -43,6 +43,13 @@ impl Subject<Moe> for Cpu {
     }
 }
 
+#[test]
+fn infinite_sums_stay_infinite() {
+    for case in Case::of_infinities(8) {
+        for_dtype!(case.check_infinities(&mut Cpu)).unwrap();
+    }
+}
+
 proptest! {
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {

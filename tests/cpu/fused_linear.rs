@@ -6,7 +6,7 @@ use crate::{
         case::Subject,
         compare::Place,
         cpu::{matrix, matrix_mut, table},
-        dense::Sizes,
+        dense::{self, Sizes},
         fused_linear::{Case, Fused, World, cases},
         values::Values,
     },
@@ -45,6 +45,14 @@ impl Subject<Fused> for Cpu {
             layer.forward(&mut step, x, y).unwrap();
         }
         buffer
+    }
+}
+
+#[test]
+fn infinite_sums_stay_infinite() {
+    for dense in dense::Case::of_infinities(8, 16) {
+        let case = Case::fused(dense, false);
+        for_dtype!(case.check_infinities(&mut Cpu)).unwrap();
     }
 }
 

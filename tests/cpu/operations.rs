@@ -54,6 +54,13 @@ impl Subject<Dense> for Cpu {
     }
 }
 
+#[test]
+fn infinite_sums_stay_infinite() {
+    for case in Case::of_infinities(8, 16) {
+        for_dtype!(case.check_infinities(&mut Cpu::default())).unwrap();
+    }
+}
+
 proptest! {
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL), apart: bool) {

@@ -70,7 +70,7 @@ const GUARD: [u8; 256] = [0xa5; 256];
 
 impl<'a> Raw<'a> {
     fn new(gpu: &'a Gpu, capacity: AlignCapacity) -> Self {
-        let routing_memory = gpu.poisoned(raw::Routing::device_bytes(batches(capacity)).unwrap());
+        let routing_memory = gpu.without_indices(raw::Routing::device_bytes(batches(capacity)).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
         let routing = unsafe { raw::Routing::new(&gpu.kernels, batches(capacity), 2, routing_memory.region()) };
         let bytes = raw::Alignment::device_bytes(capacity).unwrap();

@@ -89,7 +89,7 @@ impl Stack {
 
     /// A routing and its memory.
     pub fn routing(&self) -> (raw::Routing, Buffer) {
-        let memory = self.gpu.poisoned(raw::Routing::device_bytes(self.capacity).unwrap());
+        let memory = self.gpu.without_indices(raw::Routing::device_bytes(self.capacity).unwrap());
         // SAFETY: the caller keeps the memory as long as the routing, and uses both on one stream.
         let routing = unsafe { raw::Routing::new(&self.gpu.kernels, self.capacity, 1, memory.region()) }.unwrap();
         (routing, memory)

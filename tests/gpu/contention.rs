@@ -113,7 +113,7 @@ impl<'a> Steps<'a> {
         let (x, rows) = (values(most * in_features), values(most * out_features));
         let initial_y: Vec<bf16> =
             tokens.iter().flat_map(|&tokens| rows[..tokens * out_features].repeat(LAUNCHES)).collect();
-        let routing_memory = gpu.poisoned(raw::Routing::device_bytes(CAPACITY).unwrap());
+        let routing_memory = gpu.without_indices(raw::Routing::device_bytes(CAPACITY).unwrap());
         let steps = Self {
             gpu,
             layer: raw::LoraLinear::new(&gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap(),

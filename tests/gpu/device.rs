@@ -57,6 +57,11 @@ impl Gpu {
         self.upload(&vec![0xff_u8; bytes])
     }
 
+    /// Memory that holds no index of anything: what it names is outside every allocation.
+    pub fn without_indices(&self, bytes: usize) -> Buffer {
+        self.upload(&vec![0x7f_u8; bytes])
+    }
+
     /// Bytes allocated in stream order.
     pub fn used_bytes(&self) -> u64 {
         let (mut pool, mut bytes) = (std::ptr::null_mut(), 0_u64);

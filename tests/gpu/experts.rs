@@ -73,7 +73,7 @@ struct Raw<'a> {
     /// Tokens of the operation beyond the routed ones, as in a captured graph. They belong to an earlier step and have adapters. None
     /// if the case gives its rows.
     padded_tokens: usize,
-    /// Launch from a graph that was captured for another step and replayed once.
+    /// Launch from a graph that was captured for another step and replayed once. Otherwise no step comes before the case's.
     captured: bool,
 }
 
@@ -200,7 +200,8 @@ impl Subject<Moe> for Raw<'_> {
         let tokens = case.num_tokens() + padded;
         let capacity = world.capacity(tokens);
         let route_capacity = RouteCapacity::tokens(tokens.max(1)).top_k(case.top_k).experts(case.shape.held.len());
-        let mut routed = PoisonedRouting::new(gpu, capacity, &Batch::new(&vec![Slot::new(0); tokens]));
+        let before = vec![Slot::new(0); if self.captured { tokens } else { 0 }];
+        let mut routed = PoisonedRouting::new(gpu, capacity, &Batch::new(&before));
         let batch = routed.routing.capture_batch(tokens).unwrap();
         let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity).unwrap()]);
         // SAFETY: the memory is zero, outlives the grouping and is used on one stream.
@@ -283,6 +284,32 @@ fn experts_through_the_raw_door_agree_with_the_reference() {
         let captured = case.seed % 2 == 0;
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: (case.seed % 3) as usize * 7, captured }))
     });
+}
+
+/// A batch without tokens, before which there was none: the routing has no token that could be looked up. However routes are grouped.
+#[test]
+#[ignore = "needs a GPU"]
+fn an_empty_batch_looks_up_no_token() {
+    let gpu = Gpu::new();
+    for padded_tokens in [1, 8, 16, 128, 129, 400] {
+        for op in OPERATIONS {
+            let adapters = vec![Lora::of_own_ranks(4, 5), Lora::shared_outer(4, 3)];
+            let case = Case::new([4, 40, 24], adapters, [0, 8]).with(|layer| layer.op = op);
+            for dtype in [Dtype::BF16, Dtype::F32] {
+                let case = Case { dtype, ..case.clone() };
+                for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured: false })).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn infinite_sums_of_experts_stay_infinite() {
+    let gpu = Gpu::new();
+    for case in [4, 100, 400].into_iter().flat_map(Case::of_infinities) {
+        for_dtype!(case.check_infinities(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false })).unwrap();
+    }
 }
 
 /// More routes than one block groups.

@@ -107,7 +107,7 @@ impl Subject<Fused> for Raw<'_> {
         let tokens = live + padded;
         let capacity = world.capacity(tokens);
         let routed = capacity.slots(capacity.num_slots + padded);
-        let memory = gpu.poisoned(raw::Routing::device_bytes(routed).unwrap());
+        let memory = gpu.without_indices(raw::Routing::device_bytes(routed).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, routed, 1, memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
@@ -303,6 +303,16 @@ fn a_tokens_bits_depend_on_nothing_else() {
             let case = Case::fused(dense::Case { dtype, values: Values::Rounded, ..dense }, false);
             for_dtype!(case, run(&gpu, &case)).unwrap();
         }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn infinite_sums_stay_infinite() {
+    let gpu = Gpu::new();
+    for dense in [8, 16, 32, 64].into_iter().flat_map(|tokens| dense::Case::of_infinities(tokens, 64)) {
+        let case = Case::fused(dense, false);
+        for_dtype!(case.check_infinities(&mut Raw::eager(&gpu))).unwrap();
     }
 }
 
@@ -539,7 +549,7 @@ fn the_raw_door_refuses_by_name() {
     assert_eq!(layer.plan().max_tokens(), MAX_FORWARD_TOKENS);
     let tables = [(&model, DType::BF16), (&other_model, DType::BF16), (&model, DType::F16)]
         .map(|(model, dtype)| table(&gpu.queue, model, dtype, 100));
-    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
     // SAFETY: the stream is alive and not capturing.
@@ -1041,7 +1051,7 @@ impl Launches {
     pub fn new(gpu: &Gpu, case: &Case, launches: usize) -> Self {
         let world: World<bf16> = case.world();
         let (capacity, stream) = (world.capacity(case.num_tokens()), gpu.raw_stream());
-        let routing_memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        let routing_memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
         // SAFETY: the memory is kept with the routing, and used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.

@@ -190,7 +190,7 @@ fn routing_on_the_device_is_captured() {
     }
     let linear = raw::LoraLinear::new(kernels, &model, id, DType::F32, capacity).unwrap();
     let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
-    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(kernels, capacity, 1, memory.region()) }.unwrap();
     let mut slots = gpu.upload(&[-1_i32; 4]);

@@ -162,7 +162,7 @@ fn the_engines_context_is_left_as_it_was() {
 fn another_context_is_refused() {
     let gpu = Gpu::new();
     let capacity = Capacity::tokens(4).slots(1).rank(1);
-    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
     std::thread::scope(|scope| {

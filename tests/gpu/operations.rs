@@ -108,7 +108,7 @@ impl PoisonedTable {
     }
 }
 
-/// A routing of a batch, in memory that was NaN before.
+/// A routing of a batch, in memory that held no index before.
 pub struct PoisonedRouting {
     pub routing: raw::Routing,
     _memory: Buffer,
@@ -116,7 +116,7 @@ pub struct PoisonedRouting {
 
 impl PoisonedRouting {
     pub fn new(gpu: &Gpu, capacity: Capacity, batch: &Batch<'_>) -> Self {
-        let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
@@ -394,6 +394,19 @@ fn a_tokens_nan_is_its_own() {
     let sizes = Sizes { max_tokens: 80, ..Sizes::large() };
     for padded_tokens in [0, choose(1100, 520)] {
         property(80, cases(sizes), |case| for_dtype!(case, run(&gpu, &case, padded_tokens)));
+    }
+}
+
+/// In all kernels that split `A x` in two terms: those of few tokens and of many, of ranks up to 128 and of more.
+#[test]
+#[ignore = "needs a GPU"]
+fn infinite_sums_stay_infinite() {
+    let gpu = Gpu::new();
+    for case in [16, 64, 200].into_iter().flat_map(|most| Case::of_infinities(40, most)) {
+        for padded_tokens in [0, choose(600, 520)] {
+            let mut subject = Raw { gpu: &gpu, padded_tokens, captured: false };
+            for_dtype!(case.check_infinities(&mut subject)).unwrap();
+        }
     }
 }
 

@@ -38,7 +38,7 @@ fn the_device_groups_as_the_host_does() {
     let run = proptest::test_runner::TestRunner::new(config(60)).run(&strategy, |(slots, num_slots, on_device)| {
         let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
         let capacity = Capacity::tokens(slots.len() + 3).slots(num_slots).rank(1);
-        let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+        let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
         let (indptr, tokens) = update(&gpu, &memory, capacity, &slots, on_device);
         let segments = Segments::new(&slots, num_slots);
         let expected: Vec<i32> = segments.iter().flat_map(|(_, tokens)| tokens).map(|&token| token as i32).collect();
@@ -60,7 +60,7 @@ fn the_most_slots_and_many_tokens() {
     let capacity = Capacity::tokens(70_000).slots(aril::plan::MAX_SLOTS).rank(1);
     let slots: Vec<Slot> =
         (0..70_000_u32).map(|token| Slot::new((token.wrapping_mul(2_654_435_761) >> 19) as u16)).collect();
-    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     let (_, tokens) = update(&gpu, &memory, capacity, &slots, false);
     let segments = Segments::new(&slots, capacity.num_slots);
     let expected: Vec<i32> = segments.iter().flat_map(|(_, tokens)| tokens).map(|&token| token as i32).collect();
@@ -73,7 +73,7 @@ fn the_most_slots_and_many_tokens() {
 fn a_host_that_runs_ahead_is_told() {
     let gpu = Gpu::new();
     let capacity = Capacity::tokens(8).slots(2).rank(1);
-    let memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
+    let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
     let slots = [Slot::new(1); 8];

@@ -642,19 +642,15 @@ struct Delta {
       mma_m16n8k16<T>(sums, b, low0, low1);
     } else {
       uint4 b_high, b_low;
-      const auto split_half2 = [](uint32_t bits, uint32_t& high, uint32_t& low) {
-        __half2 values;
-        memcpy(&values, &bits, sizeof(bits));
-        const float2 wide = __half22float2(values);
-        to_bf16_terms(wide.x, wide.y, high, low);
-      };
       split_half2(b.x, b_high.x, b_low.x);
       split_half2(b.y, b_high.y, b_low.y);
       split_half2(b.z, b_high.z, b_low.z);
       split_half2(b.w, b_high.w, b_low.w);
       mma_m16n8k16<__nv_bfloat16>(sums, b_high, high0, high1);
       mma_m16n8k16<__nv_bfloat16>(sums, b_high, low0, low1);
-      mma_m16n8k16<__nv_bfloat16>(sums, b_low, high0, high1);
+      // As in product.cuh, zero times infinity would be NaN.
+      mma_m16n8k16<__nv_bfloat16>(sums, b_low, high0 & finite_mask(high0),
+                                  high1 & finite_mask(high1));
       mma_m16n8k16<__nv_bfloat16>(sums, b_low, low0, low1);
     }
   }

@@ -53,9 +53,9 @@ class OneBlockSort {
     uint16_t* const begins_of_tiles = reinterpret_cast<uint16_t*>(routes + ARIL_ONE_BLOCK_ROUTES);
 
     // If the batch has more tokens than the operation, the operation's tokens may be anywhere in
-    // the batch's order.
+    // the batch's order. If it has none, the order was never written.
     const int live_tokens = *routing.num_tokens;
-    const bool by_slot = live_tokens <= num_tokens;
+    const bool by_slot = live_tokens > 0 && live_tokens <= num_tokens;
     const int num_routes = min(live_tokens, num_tokens) * top_k.top_k;
     // The loads of all parts are issued before the first use.
     int route[kParts], slot[kParts], group[kParts], at[kParts];

@@ -173,7 +173,7 @@ impl<'a> Steps<'a> {
             let (rows, of_token) = (values(place.rows * place.stride), place.rows / most * place.stride);
             tokens.iter().flat_map(|tokens| rows[..tokens * of_token].to_vec()).collect::<Vec<_>>()
         });
-        let routing_memory = gpu.poisoned(raw::Routing::device_bytes(CAPACITY).unwrap());
+        let routing_memory = gpu.without_indices(raw::Routing::device_bytes(CAPACITY).unwrap());
         let steps = Self {
             gpu,
             number: layer,
