@@ -59,10 +59,10 @@ fn main() -> Result<(), Error> {
         let (mut steps, mut last) = (0, Vec::new());
         loop {
             let is_last = loader.is_finished();
-            routing.update(&Batch::new(&[kept, Slot::BASE, replaced]))?;
+            let batch = routing.update(&Batch::new(&[kept, Slot::BASE, replaced]))?;
             x.write(&[1.0; ROWS * HIDDEN])?;
             y.write(&[100.0; ROWS * HIDDEN])?;
-            graph.replay()?;
+            graph.replay(&mut weights.step(&batch, &mut workspace)?)?;
 
             let mut rows = [0.0; ROWS * HIDDEN];
             y.read(&mut rows)?;

@@ -840,19 +840,20 @@ impl Timer<'_, '_> {
         &mut self,
         captured: &mut Captured<Cuda<bf16>>,
         slots: &[Slot],
-        (adapters, rank, fused): (usize, usize, bool),
+        (count, rank, fused): (usize, usize, bool),
         others: &[f64],
         record: &mut Record,
     ) -> Result<f64> {
-        let (device, buffers) = (self.device, &mut self.session.buffers);
+        let (device, adapters, buffers) = (self.device, &self.model.adapters, &mut self.session.buffers);
         let limit = Duration::from_millis(self.arguments.figure_ms);
-        let mut us =
-            measure_runs(device, self.arguments.replays, limit, || device.replay(&mut captured.graph, buffers, slots))?;
+        let mut us = measure_runs(device, self.arguments.replays, limit, || {
+            device.replay(&mut captured.graph, adapters, buffers, slots)
+        })?;
         let [p50_us, p90_us] = [50, 90].map(|percent| percentile(&mut us, percent));
         let Self { name, batch, context, bytes, .. } = *self;
         let base = if fused { "fused" } else { "gemm" };
         let floor_us = bytes as f64 / record.meta.read_gb_per_s / 1e3;
-        let added: Vec<String> = match adapters {
+        let added: Vec<String> = match count {
             0 => vec![format!("{:.2} of the floor", floor_us / p50_us)],
             _ => {
                 let a_layer = |other: &f64| format!("{:>+8.2} us", (p50_us - other) / self.model.layers.len() as f64);
@@ -861,11 +862,22 @@ impl Timer<'_, '_> {
             }
         };
         record.print(&format!(
-            "{context:>7} {batch:>5} {adapters:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {}",
+            "{context:>7} {batch:>5} {count:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {}",
             added.join(" ")
         ));
         let (model, replays) = (name.to_owned(), us.len());
-        record.steps.push(Figure { model, batch, context, adapters, rank, fused, bytes, replays, p50_us, p90_us });
+        record.steps.push(Figure {
+            model,
+            batch,
+            context,
+            adapters: count,
+            rank,
+            fused,
+            bytes,
+            replays,
+            p50_us,
+            p90_us,
+        });
         Ok(p50_us)
     }
 }

@@ -83,6 +83,35 @@ struct Stale;
 /// ```
 struct SharedWorkspace;
 
+/// A routing cannot be updated between the start of a step and a replay in it.
+///
+/// ```no_run
+/// # use aril::{cuda::*, routing::Batch};
+/// # fn replay(
+/// #     graph: &mut Graph, weights: &WeightTable, routing: &mut Routing, workspace: &mut Workspace, next: &Batch<'_>,
+/// # ) -> Result<(), LaunchError> {
+/// let batch = routing.update(&Batch::new(&[]))?;
+/// let mut step = weights.step(&batch, workspace)?;
+/// graph.replay(&mut step)?;
+/// routing.update(next)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// ```compile_fail,E0499
+/// # use aril::{cuda::*, routing::Batch};
+/// # fn replay(
+/// #     graph: &mut Graph, weights: &WeightTable, routing: &mut Routing, workspace: &mut Workspace, next: &Batch<'_>,
+/// # ) -> Result<(), LaunchError> {
+/// let batch = routing.update(&Batch::new(&[]))?;
+/// let mut step = weights.step(&batch, workspace)?;
+/// routing.update(next)?;
+/// graph.replay(&mut step)?;
+/// # Ok(())
+/// # }
+/// ```
+struct UpdatedUnderReplay;
+
 /// A captured step cannot outlive its capture.
 ///
 /// ```no_run

@@ -10,19 +10,18 @@ use cudarc::driver::{
     sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
-use super::{LaunchError, Queue, WeightTable, capturing, region::Kept, routing::HostSlots};
+use super::{LaunchError, Queue, Step, capturing, raw, region::Kept};
 
-/// A captured step, to replay on its queue. It keeps the memory of its operands alive.
+/// A captured step, to replay as an operation of other steps. It keeps the memory of its operands alive.
 ///
-/// Adapters, their ranks and the routing may change between replays. Rows beyond the batch of the last
-/// [`Routing::update`](super::Routing::update) are unchanged by a replay.
+/// Adapters, their ranks and the routing may change between replays. Rows beyond the batch of the step are unchanged by a replay.
 pub struct Graph {
     // Dropped before the memory it uses.
     graph: CudaGraph,
     queue: Queue,
     kept: Vec<Kept>,
-    /// The table, and the batch of a replay.
-    batch: (WeightTable, HostSlots),
+    /// The step that was captured. The graph keeps its memory, so that no other object has these addresses.
+    captured: raw::Step,
 }
 
 // SAFETY: the driver's graphs belong to no thread, but are not synchronized: `replay` borrows the graph exclusively.
@@ -35,25 +34,30 @@ impl fmt::Debug for Graph {
 }
 
 impl Graph {
-    /// Enqueues the captured step. Neither allocates nor waits.
+    /// Enqueues the captured operations for the batch of `step`, which may have fewer tokens than the captured one. Neither allocates
+    /// nor waits.
     ///
     /// # Errors
-    /// [`LaunchError`] if the stream is being captured, or the driver returns an error.
-    /// [`OperandError::NotLeased`](crate::error::OperandError::NotLeased) if the table belongs to a pool, and no
-    /// [lease](crate::pool::Lease) of its stream holds a slot of the routing's batch.
-    pub fn replay(&mut self) -> Result<(), LaunchError> {
-        let (weights, slots) = &self.batch;
-        weights.check_batch(slots)?;
-        self.queue.enter()?;
+    /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the step.
+    /// [`LaunchError::Capacity`] if the batch has more tokens than the graph, [`LaunchError::WrongStream`] if the graph belongs to
+    /// another queue, [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError`] if something else captures the
+    /// stream, or the driver returns an error.
+    pub fn replay(&mut self, step: &mut Step<'_>) -> Result<(), LaunchError> {
+        if step.is_captured() {
+            return Err(LaunchError::CapturedReplay);
+        }
+        step.queue().check("the graph", &self.queue)?;
+        self.captured.check_replay(&step.raw())?;
+        step.enter()?;
         Ok(self.graph.launch()?)
     }
 }
 
-/// Captures what `record` enqueues on the queue. The graph keeps `kept`, to which `record` may add.
+/// Captures what `record` enqueues on the queue for a step. The graph keeps `kept`, to which `record` may add.
 pub(super) fn capture<E: From<LaunchError>>(
     queue: &Queue,
     kept: Vec<Kept>,
-    batch: (WeightTable, HostSlots),
+    captured: raw::Step,
     record: impl FnOnce(&Mutex<Vec<Kept>>) -> Result<(), E>,
 ) -> Result<Graph, E> {
     queue.enter()?;
@@ -69,7 +73,7 @@ pub(super) fn capture<E: From<LaunchError>>(
         return Err(LaunchError::NothingCaptured.into());
     }
     let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok(Graph { graph, queue: queue.clone(), kept, batch })
+    Ok(Graph { graph, queue: queue.clone(), kept, captured })
 }
 
 fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {

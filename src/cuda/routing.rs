@@ -1,6 +1,6 @@
 #![expect(unsafe_code, reason = "calls the raw API")]
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::{
     LaunchError, Queue, View, raw,
@@ -14,11 +14,9 @@ pub struct Routing {
     // Dropped before the memory it writes.
     raw: raw::Routing,
     memory: Arc<Region>,
-    slots: HostSlots,
+    /// The slots of the last update; empty if they were in device memory.
+    slots: Vec<Slot>,
 }
-
-/// The slots of a routing's last update; empty if they were in device memory.
-pub(super) type HostSlots = Arc<Mutex<Vec<Slot>>>;
 
 /// The batch of the last update of a [`Routing`]. Borrows the routing, so that it cannot be updated meanwhile.
 #[derive(Debug)]
@@ -38,8 +36,7 @@ impl Routing {
         // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs that read it keep
         // it alive.
         let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
-        let slots = Arc::new(Mutex::new(Vec::with_capacity(capacity.max_tokens)));
-        Ok(Self { raw, memory, slots })
+        Ok(Self { raw, memory, slots: Vec::with_capacity(capacity.max_tokens) })
     }
 
     /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
@@ -52,7 +49,8 @@ impl Routing {
         let stream = self.queue().raw();
         // SAFETY: the memory belongs to this stream.
         unsafe { self.raw.update(batch, stream) }?;
-        self.set_slots(batch.slots());
+        self.slots.clear();
+        self.slots.extend_from_slice(batch.slots());
         Ok(RoutedBatch { raw: self.raw.batch_of(batch.slots()), routing: self })
     }
 
@@ -106,7 +104,7 @@ impl Routing {
         let (scales, _scales_guard) = token_scales.as_ref().map(|scales| scales.on(&queue)).unzip();
         // SAFETY: both have `num_tokens` elements, and guards order their uses. The memory belongs to this stream.
         let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
-        self.set_slots(&[]);
+        self.slots.clear();
         Ok(RoutedBatch { raw, routing: self })
     }
 
@@ -126,16 +124,6 @@ impl Routing {
     pub(super) fn kept(&self) -> Kept {
         self.memory.clone()
     }
-
-    pub(super) fn slots(&self) -> &HostSlots {
-        &self.slots
-    }
-
-    fn set_slots(&self, slots: &[Slot]) {
-        let mut last = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        last.clear();
-        last.extend_from_slice(slots);
-    }
 }
 
 impl RoutedBatch<'_> {
@@ -148,7 +136,8 @@ impl RoutedBatch<'_> {
         self.routing.queue()
     }
 
-    pub(super) fn slots(&self) -> &HostSlots {
+    /// The slots of the tokens, if the host has them; otherwise none.
+    pub(super) fn slots(&self) -> &[Slot] {
         &self.routing.slots
     }
 }

@@ -1,8 +1,8 @@
 //! Starts steps, and captures them as graphs.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
-use super::{Graph, LaunchError, RoutedBatch, Routing, Step, WeightTable, Workspace, graph, raw, routing::HostSlots};
+use super::{Graph, LaunchError, RoutedBatch, Routing, Step, WeightTable, Workspace, graph, raw, region::Kept};
 
 impl WeightTable {
     /// Starts a step.
@@ -15,7 +15,7 @@ impl WeightTable {
         let queue = self.queue();
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;
-        self.check_batch(batch.slots())?;
+        self.check_leased(batch.slots())?;
         queue.enter()?;
         Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
     }
@@ -24,7 +24,7 @@ impl WeightTable {
     /// the routing, the workspace and all operands alive. Operands must be [`Buffer`](super::Buffer)s. Other work that `record`
     /// enqueues is captured, too, but its memory is not kept.
     ///
-    /// Replays use the adapters and the [routing](Routing::update) at the time of the replay.
+    /// A [replay](Graph::replay) is an operation of a step of this table, routing and workspace, and uses its adapters and its batch.
     ///
     /// # Errors
     /// [`LaunchError`] if `num_tokens` exceeds the routing's capacity, the table, routing and workspace belong to different queues,
@@ -41,15 +41,13 @@ impl WeightTable {
         queue.check("the workspace", workspace.queue())?;
         let batch = routing.capture_batch(num_tokens)?;
         let [mailbox, partials] = workspace.kept();
-        let kept = vec![routing.kept(), mailbox, partials];
+        let kept = vec![self.kept(), routing.kept(), mailbox, partials];
         let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-        let batch = (self.clone(), Arc::clone(routing.slots()));
-        graph::capture(queue, kept, batch, |kept| record(&mut Step::new(queue, raw, Some(kept))))
+        graph::capture(queue, kept, raw, |kept| record(&mut Step::new(queue, raw, Some(kept))))
     }
 
-    /// Rejects a batch with a slot of a pool that no lease holds.
-    pub(super) fn check_batch(&self, slots: &HostSlots) -> Result<(), LaunchError> {
-        let slots = slots.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(self.check_leased(&slots)?)
+    /// What a graph keeps alive: the descriptors, and the arena that they point into.
+    fn kept(&self) -> Kept {
+        Arc::clone(&self.shared) as Kept
     }
 }

@@ -23,6 +23,9 @@ pub enum LaunchError {
         /// The largest allowed size.
         max: usize,
     },
+    /// The step is being captured, and graphs are replayed in other steps.
+    #[error("a graph cannot be replayed in a step that is being captured")]
+    CapturedReplay,
     /// The stream is being captured. A graph captured outside [`WeightTable::capture`](crate::cuda::WeightTable::capture) could be
     /// replayed after the operands are freed.
     #[error("the stream is being captured; capture with `WeightTable::capture` or the raw API instead")]
@@ -89,6 +92,12 @@ pub enum LaunchError {
     OtherBatch {
         /// Name of the operand.
         operand: &'static str,
+    },
+    /// The graph was captured with another object than the step has.
+    #[error("the graph was captured with another {what} than the step's")]
+    OtherGraph {
+        /// `table`, `routing` or `workspace`.
+        what: &'static str,
     },
     /// The stream is `CU_STREAM_PER_THREAD`, which names another stream on each thread. Its order would not cover the uses of an
     /// object on two threads.

@@ -86,10 +86,10 @@ fn a_graph_keeps_what_it_works_on() {
         )
     };
     let mut graph = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
-    routing.update(&Batch::new(&[Slot::new(1); TOKENS])).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::new(1); TOKENS])).unwrap();
     gpu.synchronize();
-    // If the graph did not keep them, the arena would now hold factors of NaN, and the table descriptors of these.
-    drop((weights, layers, routing, workspace, x, between));
+    // If the graph did not keep them, they would now hold NaN.
+    drop((layers, x, between));
     gpu.synchronize();
     let sizes = [[LEN; 32].to_vec(), vec![1 << 20; 8], vec![64; 256]].concat();
     let fill = |len: usize| {
@@ -100,8 +100,9 @@ fn a_graph_keeps_what_it_works_on() {
     let others: Vec<_> = sizes.into_iter().map(fill).collect();
     let mut got = vec![0.0; LEN];
     // Between the layers x is 3, then 6. Each replay adds 3 times that.
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
     for expected in [9.0, 27.0] {
-        graph.replay().unwrap();
+        graph.replay(&mut step).unwrap();
         result.read(&mut got).unwrap();
         assert_eq!(got, vec![expected; LEN]);
     }
@@ -288,6 +289,67 @@ fn a_captured_step_goes_on_behind_a_refusal() {
     assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
 }
 
+/// A replay is refused in a step that has other objects or more tokens than the captured one, or is being captured itself. Nothing is
+/// enqueued then.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_graph_is_replayed_in_steps_like_its_own_alone() {
+    const ROWS: usize = TOKENS / 2;
+    let mut setup = Setup::new(2, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let (queue, capacity) = (&gpu.queue, weights.capacity());
+    let mut graph = weights.capture(routing, ROWS, workspace, |step| add_deltas(layers, 64, step, x, y)).unwrap();
+    y.write(&vec![7.0; y.len()]).unwrap();
+
+    let mut other_weights = WeightTable::new(queue, weights.model(), DType::F32, capacity, 1 << 16).unwrap();
+    let mut other_routing = Routing::new(queue, capacity, 1).unwrap();
+    let mut other_workspace = Workspace::new(weights).unwrap();
+    let slots = [Slot::new(0); TOKENS];
+    let mut replay = |weights: &WeightTable, routing: &mut Routing, workspace: &mut Workspace, tokens: usize| {
+        let batch = routing.update(&Batch::new(&slots[..tokens])).unwrap();
+        graph.replay(&mut weights.step(&batch, workspace).unwrap())
+    };
+    let is_other = |error: LaunchError, other: &str| {
+        assert!(matches!(error, LaunchError::OtherGraph { what } if what == other), "{other}: {error}");
+    };
+    is_other(replay(&other_weights, routing, workspace, ROWS).unwrap_err(), "table");
+    is_other(replay(weights, &mut other_routing, workspace, ROWS).unwrap_err(), "routing");
+    is_other(replay(weights, routing, &mut other_workspace, ROWS).unwrap_err(), "workspace");
+    let error = replay(weights, routing, workspace, ROWS + 1).unwrap_err();
+    assert!(matches!(error, LaunchError::Capacity { got, max: ROWS, .. } if got == ROWS + 1), "{error}");
+
+    let ids = Buffer::from_slice(queue, gpu.stream.clone_htod(&[0_i32; TOKENS]).unwrap()).unwrap();
+    let batch = routing.update_on_device(ids.slice(0..ROWS + 1), None).unwrap();
+    let error = graph.replay(&mut weights.step(&batch, workspace).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::Capacity { got, max: ROWS, .. } if got == ROWS + 1), "{error}");
+
+    let within = other_weights.capture::<LaunchError>(&other_routing, ROWS, &mut other_workspace, |step| {
+        let error = graph.replay(step).unwrap_err();
+        assert!(matches!(error, LaunchError::CapturedReplay), "{error}");
+        Ok(())
+    });
+    assert!(matches!(within, Err(LaunchError::NothingCaptured)), "{within:?}");
+
+    let elsewhere = Gpu::in_context(gpu.context.clone()).queue;
+    other_weights = WeightTable::new(&elsewhere, weights.model(), DType::F32, capacity, 1 << 16).unwrap();
+    other_routing = Routing::new(&elsewhere, capacity, 1).unwrap();
+    other_workspace = Workspace::new(&other_weights).unwrap();
+    let batch = other_routing.update(&Batch::new(&slots[..ROWS])).unwrap();
+    let error = graph.replay(&mut other_weights.step(&batch, &mut other_workspace).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "the graph" }), "{error}");
+
+    let mut got = vec![0.0; y.len()];
+    y.read(&mut got).unwrap();
+    assert!(got.iter().all(|&y| y == 7.0));
+    let batch = routing.update_on_device(ids.slice(0..ROWS), None).unwrap();
+    graph.replay(&mut weights.step(&batch, workspace).unwrap()).unwrap();
+    y.read(&mut got).unwrap();
+    // The rows of the graph alone, in both layers.
+    let expected = |row: usize| if row % TOKENS < ROWS { 11.0 } else { 7.0 };
+    assert!(got.chunks(64).enumerate().all(|(row, values)| values.iter().all(|&y| y == expected(row))));
+}
+
 /// Borrowed memory is refused by the operand's name, because a graph could not keep it alive.
 #[test]
 #[ignore = "needs a GPU"]
@@ -391,8 +453,9 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     let experts = LoraExperts::new(&weights, experts).unwrap();
     let routes = RouteCapacity::tokens(1).top_k(2).experts(2);
     let of_blocks = AlignCapacity::new(routes, 2, 4);
-    let [mut workspace, mut of_step] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
-    let [mut routing, mut of_batch] = [queue; 2].map(|queue| Routing::new(queue, capacity, 2).unwrap());
+    let [mut workspace, mut of_step, mut captured_workspace] =
+        [&weights; 3].map(|weights| Workspace::new(weights).unwrap());
+    let [mut routing, mut of_batch, mut captured] = [queue; 3].map(|queue| Routing::new(queue, capacity, 2).unwrap());
     let [mut grouping, mut of_routes] = [queue; 2].map(|queue| Grouping::new(queue, routes).unwrap());
     let mut alignment = Alignment::new(queue, of_blocks).unwrap();
     let ids = Buffer::<i32>::zeros(queue, 2).unwrap();
@@ -407,10 +470,12 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     }
     let x = || Matrix::<f32>::new(&values, 1, 64).unwrap();
     let record = |step: &mut Step<'_>| linear.add_delta(step, x(), y(&mut target));
-    let mut graph = weights.capture(&routing, 1, &mut workspace, record).unwrap();
+    let mut graph = weights.capture(&captured, 1, &mut captured_workspace, record).unwrap();
     let batch = of_batch.update(&Batch::new(&slots)).unwrap();
     let mut step = weights.step(&batch, &mut of_step).unwrap();
     let mut grouped = of_routes.update(&mut step, top_k()).unwrap();
+    let replayed = captured.update(&Batch::new(&slots)).unwrap();
+    let mut of_graph = weights.step(&replayed, &mut captured_workspace).unwrap();
     gpu.synchronize();
 
     stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
@@ -423,7 +488,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         ("WeightTable::new", WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).map(drop)),
         ("WeightTable::step", weights.step(&batch, &mut workspace).map(drop)),
         ("WeightTable::capture", weights.capture(&routing, 1, &mut workspace, |_| Ok(())).map(drop)),
-        ("Graph::replay", graph.replay()),
+        ("Graph::replay", graph.replay(&mut of_graph)),
         ("Grouping::new", Grouping::new(queue, routes).map(drop)),
         ("Grouping::update", grouping.update(&mut step, top_k()).map(drop)),
         ("Alignment::new", Alignment::new(queue, of_blocks).map(drop)),
@@ -474,8 +539,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     let mut got = [0.0; 64];
     target.read(&mut got).unwrap();
     assert_eq!(got, [5.0; 64]);
-    routing.update(&Batch::new(&slots)).unwrap();
-    graph.replay().unwrap();
+    graph.replay(&mut of_graph).unwrap();
     target.read(&mut got).unwrap();
     assert_eq!(got, [10.0; 64]);
     weights.load(Slot::new(1), &image).unwrap();
@@ -658,7 +722,7 @@ fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {
         on.take();
         let mut graph: Graph =
             weights.capture(&routing, tokens, &mut workspace, |step| on.record(step, &mut grouping)).unwrap();
-        drop((workspace, grouping));
+        drop(grouping);
         let mut results: Vec<Vec<bf16>> = Vec::new();
         for number in 0..6 {
             if number > 0 {
@@ -672,7 +736,7 @@ fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {
             on.router.write(&router).unwrap();
             let slots: Vec<Slot> = (0..tokens).map(|_| bytemuck::cast(rng.random_range(-1..=3_i32))).collect();
             let batch = routing.update(&Batch::new(&slots)).unwrap();
-            graph.replay().unwrap();
+            graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
             let replayed = on.take();
             let mut step = weights.step(&batch, &mut eager_workspace).unwrap();
             on.record(&mut step, &mut eager_grouping).unwrap();

@@ -403,8 +403,8 @@ fn a_consumers_replay_sees_what_changed() {
             weight.write(&case.weight()).unwrap();
             residual.write(&padded(&world.out, features)).unwrap();
             out.write(&vec![T::from_f32(f32::NAN); tokens * features]).unwrap();
-            routing.update(&Batch::new(&world.slots)).unwrap();
-            graph.replay().unwrap();
+            let batch = routing.update(&Batch::new(&world.slots)).unwrap();
+            graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
             let mut expected = world.expected(case);
             let mut got = Vec::new();
             for output in [&residual, &out].into_iter().skip(2 - case.outputs()) {

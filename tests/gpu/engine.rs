@@ -155,8 +155,9 @@ impl Stepper {
     fn decode(&mut self, engine: &Engine, tokens: &Tokens) -> Result<Answer> {
         self.decode.put(&tokens.x)?;
         self.routing.wait()?;
-        self.routing.update(&Batch::new(&tokens.slots()))?;
-        self.graph.replay()?;
+        let slots = tokens.slots();
+        let batch = self.routing.update(&Batch::new(&slots))?;
+        self.graph.replay(&mut engine.weights.step(&batch, &mut self.workspace)?)?;
         tokens.answer(engine, &self.decode)
     }
 }

@@ -430,7 +430,6 @@ fn a_token_gets_in_any_batch_and_in_a_graph_what_it_gets_alone() {
         let mut rank = Rank::new(&gpu, &world, 1, &batch);
         rank.received.write(&v).unwrap();
         rank.y.write(&y[1]).unwrap();
-        rank.routing.update(&Batch::new(&batch.slots)).unwrap();
         let Rank { weights, layer, routing, workspace, x, sent, received, y, shape } = &mut rank;
         let mut graph = weights
             .capture(routing, tokens, workspace, |step| -> Result<(), LaunchError> {
@@ -441,7 +440,8 @@ fn a_token_gets_in_any_batch_and_in_a_graph_what_it_gets_alone() {
                 layer.expand(step, v, MatrixMut::new(&mut *y, tokens, shape.outputs)?)
             })
             .unwrap();
-        graph.replay().unwrap();
+        let update = routing.update(&Batch::new(&batch.slots)).unwrap();
+        graph.replay(&mut weights.step(&update, workspace).unwrap()).unwrap();
         assert_eq!(bits(&read(sent)), bits(&parts[1]));
         assert_eq!(bits(&read(y)), bits(&added[1]));
     }

@@ -741,10 +741,10 @@ fn a_graph_keeps_w_and_the_bias() {
         layer.accumulate(step, input(), target(&mut y))
     };
     let mut graph = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
-    routing.update(&Batch::new(&[Slot::BASE; TOKENS])).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE; TOKENS])).unwrap();
     gpu.synchronize();
     drop((layer, borrowed));
-    drop((weights, workspace, x, w, bias));
+    drop((x, w, bias));
     gpu.synchronize();
     // If the graph did not keep them, their memory would now hold other values.
     let others: Vec<_> = [OUT[0] * IN, OUT[1] * IN, OUTS, TOKENS * IN, 1 << 16]
@@ -752,8 +752,9 @@ fn a_graph_keeps_w_and_the_bias() {
         .flat_map(|len| (0..32).map(move |_| len))
         .map(|len| buffer(queue, len, f32::NAN))
         .collect();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
     for _ in 0..2 {
-        graph.replay().unwrap();
+        graph.replay(&mut step).unwrap();
         // Twice 64 / 2 and the bias.
         assert_eq!(contents(&y), [2.0 * (32.0 + 3.0); TOKENS * OUTS]);
     }
@@ -1009,14 +1010,15 @@ fn a_workspace_remembers_nothing() {
                     }
                 };
                 let slots: Vec<Slot> = worlds[layer].slots[..tokens].to_vec();
-                let batch = routing.update(&Batch::new(&slots)).unwrap();
                 let enqueue = |step: &mut Step<'_>| record(layer, fuses, step, &mut y[number]);
                 if captured {
                     if round == 0 {
                         graphs.push(tables[layer].capture(&routing, tokens, workspace, enqueue).unwrap());
                     }
-                    graphs[number].replay().unwrap();
+                    let batch = routing.update(&Batch::new(&slots)).unwrap();
+                    graphs[number].replay(&mut tables[layer].step(&batch, workspace).unwrap()).unwrap();
                 } else {
+                    let batch = routing.update(&Batch::new(&slots)).unwrap();
                     let mut step = tables[layer].step(&batch, workspace).unwrap();
                     let mut enqueue = enqueue;
                     enqueue(&mut step).unwrap();

@@ -10,7 +10,7 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, AdapterError, Tensor},
-    cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
+    cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, Step, WeightTable, Workspace},
     error::LoadError,
     model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
     plan::Capacity,
@@ -261,11 +261,11 @@ fn qwen3_8b_adapter(rank: usize) -> Adapter {
 }
 
 /// The median and the 99th percentile of the microseconds from enqueuing a replay to its end.
-fn percentiles(gpu: &Gpu, graph: &mut Graph, replays: usize) -> [f64; 2] {
+fn percentiles(gpu: &Gpu, graph: &mut Graph, step: &mut Step<'_>, replays: usize) -> [f64; 2] {
     let mut times: Vec<f64> = (0..replays)
         .map(|_| {
             let start = Instant::now();
-            graph.replay().unwrap();
+            graph.replay(step).unwrap();
             gpu.synchronize();
             start.elapsed().as_secs_f64() * 1e6
         })
@@ -306,8 +306,7 @@ fn a_loader_thread_does_not_delay_a_decode_graph() {
     let layers: Vec<_> = ids.iter().map(|&(id, ..)| LoraLinear::new(&weights, id).unwrap()).collect();
     let [x, mut y] = [12288, 2 * 12288].map(|features| Buffer::<bf16>::zeros(queue, ROWS * features).unwrap());
     let slots: Vec<Slot> = (0..ROWS).map(|token| Slot::new((token % 4) as u16)).collect();
-    routing.update(&Batch::new(&slots)).unwrap();
-    let record = |step: &mut aril::cuda::Step<'_>| -> Result<(), LaunchError> {
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
         for (layer, &(_, input, output)) in layers.iter().zip(&ids) {
             let x = Matrix::new(x.slice(0..ROWS * input), ROWS, input)?;
             layer.add_delta(step, x, MatrixMut::new(y.slice_mut(0..ROWS * output), ROWS, output)?)?;
@@ -315,11 +314,13 @@ fn a_loader_thread_does_not_delay_a_decode_graph() {
         Ok(())
     };
     let mut graph = weights.capture(&routing, ROWS, &mut workspace, record).unwrap();
-    percentiles(&gpu, &mut graph, 200);
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    percentiles(&gpu, &mut graph, &mut step, 200);
 
     let mut shown = String::new();
     let is_undelayed = (0..TRIES).any(|_| {
-        let alone = percentiles(&gpu, &mut graph, REPLAYS);
+        let alone = percentiles(&gpu, &mut graph, &mut step, REPLAYS);
         let (is_done, loads) = (AtomicBool::new(false), AtomicUsize::new(0));
         let beside = thread::scope(|threads| {
             let loader = threads.spawn(|| {
@@ -331,7 +332,7 @@ fn a_loader_thread_does_not_delay_a_decode_graph() {
             while loads.load(Ordering::Relaxed) == 0 && !loader.is_finished() {
                 thread::yield_now();
             }
-            let beside = percentiles(&gpu, &mut graph, REPLAYS);
+            let beside = percentiles(&gpu, &mut graph, &mut step, REPLAYS);
             is_done.store(true, Ordering::Relaxed);
             beside
         });

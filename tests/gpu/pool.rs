@@ -91,6 +91,12 @@ impl Lane {
         weights.capture(routing, TOKENS, workspace, |step| add_deltas(layers, FEATURES, step, x, &mut y[0])).unwrap()
     }
 
+    /// Replays a graph for a step whose tokens have these slots.
+    fn replay(&mut self, graph: &mut Graph, slots: &[Slot]) -> Result<(), LaunchError> {
+        let batch = self.routing.update(&Batch::new(slots))?;
+        graph.replay(&mut self.weights.step(&batch, &mut self.workspace)?)
+    }
+
     /// What a step added for each of `values`, after a check that it is the same in all layers. Zeroes its output.
     fn check(&mut self, at: usize, values: &[f32], what: &str) {
         let mut y = vec![f32::NAN; self.y[at].len()];
@@ -268,8 +274,7 @@ fn graphs_follow_the_pool() {
         let batch = [ids[(round * 5) % 12], ids[(round * 7 + 3) % 12]];
         let leases = setup.prepare(&batch.map(|(id, _)| id), lane);
         let slots: Vec<_> = leases.iter().map(Lease::slot).cycle().take(TOKENS).collect();
-        setup.lanes[lane].routing.update(&Batch::new(&slots)).unwrap();
-        graphs[lane].replay().unwrap();
+        setup.lanes[lane].replay(&mut graphs[lane], &slots).unwrap();
         drop(leases);
         setup.pool.commit(setup.lanes[lane].stream).unwrap();
         setup.lanes[lane].check(0, &batch.map(|(_, value)| value), &format!("round {round}"));
@@ -330,8 +335,7 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     let lease = setup.lease(id, 0);
     let slots = [lease.slot(); TOKENS];
     let mut graph = setup.lanes[0].capture();
-    setup.lanes[0].routing.update(&Batch::new(&slots)).unwrap();
-    graph.replay().unwrap();
+    setup.lanes[0].replay(&mut graph, &slots).unwrap();
     setup.lanes[0].check(0, &[1.0], "with a lease");
     let is_refused = |error: LaunchError| {
         assert!(matches!(error, LaunchError::Operand(OperandError::NotLeased { slot }) if slot == slots[0]), "{error}");
@@ -346,11 +350,10 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     step(&mut setup.lanes[0]).unwrap();
     setup.pool.commit(StreamId::FIRST).unwrap();
     is_refused(step(&mut setup.lanes[0]).unwrap_err());
-    is_refused(graph.replay().unwrap_err());
+    is_refused(setup.lanes[0].replay(&mut graph, &slots).unwrap_err());
     setup.lanes[0].check(0, &[0.0], "after a refusal");
     let _lease = setup.lease(id, 0);
-    setup.lanes[0].routing.update(&Batch::new(&slots)).unwrap();
-    graph.replay().unwrap();
+    setup.lanes[0].replay(&mut graph, &slots).unwrap();
     setup.lanes[0].check(0, &[1.0], "with a lease again");
 }
 

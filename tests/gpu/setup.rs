@@ -122,8 +122,8 @@ impl Setup {
     /// What a replay of the graph adds.
     pub fn replay(&mut self, graph: &mut Graph, slots: &[Slot]) -> [f32; TOKENS] {
         self.y.write(&vec![0.0; self.y.len()]).unwrap();
-        self.routing.update(&Batch::new(slots)).unwrap();
-        graph.replay().unwrap();
+        let batch = self.routing.update(&Batch::new(slots)).unwrap();
+        graph.replay(&mut self.weights.step(&batch, &mut self.workspace).unwrap()).unwrap();
         self.added()
     }
 }

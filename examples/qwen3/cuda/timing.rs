@@ -12,7 +12,7 @@ use std::fmt::Write as _;
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{self, Graph, Grouping, LoraExperts, WeightTable},
+    cuda::{self, Graph, Grouping, LoraExperts, RoutedBatch, WeightTable, Workspace},
     model::{Experts, Model, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
     routing::Batch,
@@ -88,9 +88,10 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
             let mut step = adapters.step(&batch, &mut workspace)?;
             layer.enqueue(&mut step, &mut grouping, &inputs[0], &mut values, adapted)?;
             outputs.push(device.read(&values.out)?);
-            graphs.push(adapters.capture(&routing, tokens, &mut workspace, |step| {
+            let graph = adapters.capture(&routing, tokens, &mut workspace, |step| {
                 inputs.iter().try_for_each(|x| layer.enqueue(step, &mut grouping, x, &mut values, adapted))
-            })?);
+            })?;
+            graphs.push((adapters, graph));
         }
         for with in &outputs[1..] {
             let moved = difference(with, &outputs[0]);
@@ -98,7 +99,10 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
                 bail!("{tokens} tokens: adapters move the layer's output by {moved:e} of its size");
             }
         }
-        let [without, per_expert, shared_outer] = device.time(&mut graphs)?[..] else { unreachable!("three graphs") };
+        let batch = routing.update(&Batch::new(&slots))?;
+        let [without, per_expert, shared_outer] = device.time(&mut graphs, &batch, &mut workspace)?[..] else {
+            unreachable!("three graphs")
+        };
         let added = |us: f64| format!("{us:.1} (+{:.1})", us - without);
         writeln!(table, "{tokens:>6} {without:>10.1} {:>20} {:>20}", added(per_expert), added(shared_outer))?;
     }
@@ -231,15 +235,21 @@ impl Cuda<bf16> {
     }
 
     /// How long a layer of each graph takes, in µs. The graphs take turns, so that each meets the same clocks.
-    fn time(&self, graphs: &mut [Graph]) -> Result<Vec<f64>> {
+    fn time(
+        &self,
+        graphs: &mut [(&WeightTable, Graph)],
+        batch: &RoutedBatch<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<Vec<f64>> {
         let stream = self.queue.stream();
         let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let mut times = vec![Vec::new(); graphs.len()];
         for replay in 0..WARM_UPS + REPLAYS {
-            for (graph, times) in graphs.iter_mut().zip(&mut times) {
+            for ((adapters, graph), times) in graphs.iter_mut().zip(&mut times) {
                 let (start, end) = (event()?, event()?);
+                let mut step = adapters.step(batch, workspace)?;
                 start.record(stream)?;
-                graph.replay()?;
+                graph.replay(&mut step)?;
                 end.record(stream)?;
                 let us = f64::from(start.elapsed_ms(&end)?) * 1e3;
                 if replay >= WARM_UPS {

@@ -39,10 +39,16 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
         })
     }
 
-    fn replay(&self, graph: &mut Graph, Buffers { routing, .. }: &mut Buffers, slots: &[Slot]) -> Result<()> {
+    fn replay(
+        &self,
+        graph: &mut Graph,
+        adapters: &Self::Adapters,
+        Buffers { routing, workspace }: &mut Buffers,
+        slots: &[Slot],
+    ) -> Result<()> {
         routing.wait()?;
-        routing.update(&Batch::new(slots))?;
-        Ok(graph.replay()?)
+        let batch = routing.update(&Batch::new(slots))?;
+        Ok(graph.replay(&mut adapters.step(&batch, workspace)?)?)
     }
 
     fn meet(&self) -> Result<()> {

@@ -36,7 +36,13 @@ pub(crate) trait Capture: Device<Pool: Pool> {
     ) -> Result<Option<(Self::Graph, R)>>;
 
     /// Enqueues a captured step whose first tokens have these slots. The others have no adapter.
-    fn replay(&self, graph: &mut Self::Graph, buffers: &mut Self::Buffers, slots: &[Slot]) -> Result<()>;
+    fn replay(
+        &self,
+        graph: &mut Self::Graph,
+        adapters: &Self::Adapters,
+        buffers: &mut Self::Buffers,
+        slots: &[Slot],
+    ) -> Result<()>;
 
     /// Waits until all ranks have come this far.
     fn meet(&self) -> Result<()>;
@@ -178,7 +184,7 @@ impl<D: Capture> Decoder<D> {
         graphs.batch.set(model.device, step, drawn)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
         let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
-        model.device.replay(&mut captured.graph, &mut session.buffers, &step.slots)?;
+        model.device.replay(&mut captured.graph, &model.adapters, &mut session.buffers, &step.slots)?;
         self.enqueued = Some(Instant::now());
         Ok(Some((&captured.logits, graphs.batch.tokens)))
     }
@@ -299,7 +305,7 @@ impl<T: Element> Capture for Cpu<T> {
         Ok(None)
     }
 
-    fn replay(&self, graph: &mut Infallible, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
+    fn replay(&self, graph: &mut Infallible, _: &Self::Adapters, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
         match *graph {}
     }
 

@@ -53,6 +53,20 @@ impl Step {
         Self { workspace, stream, is_beside: true, ..self }
     }
 
+    /// Rejects a replay of this captured step for a step with another table, routing or workspace, or with more tokens.
+    pub(in crate::cuda) fn check_replay(&self, step: &Self) -> Result<(), LaunchError> {
+        for (is_other, what) in [
+            (self.table.address() != step.table.address(), "table"),
+            (self.batch.tokens() != step.batch.tokens(), "routing"),
+            (self.workspace != step.workspace, "workspace"),
+        ] {
+            if is_other {
+                return Err(LaunchError::OtherGraph { what });
+            }
+        }
+        LaunchError::within("the number of tokens of a replay", step.batch.num_tokens, self.batch.num_tokens)
+    }
+
     /// The batch.
     pub const fn batch(&self) -> RoutedBatch {
         self.batch

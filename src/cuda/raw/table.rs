@@ -99,6 +99,11 @@ impl Table {
         Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
     }
 
+    /// Where the descriptors are.
+    pub(super) fn address(&self) -> u64 {
+        self.ptr
+    }
+
     pub(super) fn max_rank(&self) -> usize {
         self.max_rank
     }

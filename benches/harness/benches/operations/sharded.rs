@@ -65,17 +65,16 @@ impl Layers {
     }
 
     /// A graph of all layers: the plain delta, or shrink and expand.
-    fn capture(&self, gpu: &Gpu, weights: &WeightTable, tokens: usize, noise: &Noise) -> Result<Graph> {
+    fn capture<'w>(&self, gpu: &Gpu, weights: &'w WeightTable, tokens: usize, noise: &Noise) -> Result<Captured<'w>> {
         let (queue, model): (_, &Model) = (gpu.queue()?, weights.model());
         let site = &model[self.ids[0]];
         let [input, output] = [site.in_features(), site.out_features()];
         let mut x = Buffer::<bf16>::zeros(&queue, tokens * input)?;
         x.write(&noise.range(0, tokens * input).collect::<Vec<_>>())?;
         let mut y = Buffer::<bf16>::zeros(&queue, tokens * output)?;
-        let mut routing = Routing::new(&queue, weights.capacity(), 1)?;
+        let routing = Routing::new(&queue, weights.capacity(), 1)?;
         let mut workspace = Workspace::new(weights)?;
         let slots: Vec<Slot> = (0..tokens).map(|token| Slot::new((token % ADAPTERS) as u16)).collect();
-        routing.update(&Batch::new(&slots))?;
         let graph = match site.exchange() {
             None => {
                 let layers = self.ids.iter().map(|&id| LoraLinear::new(weights, id));
@@ -107,7 +106,26 @@ impl Layers {
             }
         };
         gpu.synchronize()?;
-        Ok(graph)
+        Ok(Captured { graph, weights, routing, workspace, slots })
+    }
+}
+
+/// A graph, and what its steps share.
+struct Captured<'w> {
+    graph: Graph,
+    weights: &'w WeightTable,
+    routing: Routing,
+    workspace: Workspace,
+    slots: Vec<Slot>,
+}
+
+impl Captured<'_> {
+    /// Enqueues this many replays.
+    fn replay(&mut self, replays: u64) -> Result<()> {
+        self.routing.wait()?;
+        let batch = self.routing.update(&Batch::new(&self.slots))?;
+        let mut step = self.weights.step(&batch, &mut self.workspace)?;
+        (0..replays).try_for_each(|_| Ok(self.graph.replay(&mut step)?))
     }
 }
 
@@ -128,8 +146,7 @@ fn sharded(criterion: &mut Criterion) {
                         group.bench_function(format!("{module}/r{rank}/tp{tp}/t{tokens}/{form}"), |bencher| {
                             bencher.iter_custom(|iterations| {
                                 let replays = iterations.div_ceil(count);
-                                let replay = || (0..replays).try_for_each(|_| Ok(graph.replay()?));
-                                let us = gpu.time_eager(replay).expect("it runs");
+                                let us = gpu.time_eager(|| graph.replay(replays)).expect("it runs");
                                 Duration::from_secs_f64(us / 1e6 * iterations as f64 / (replays * count) as f64)
                             });
                         });

@@ -12,7 +12,10 @@ use std::{
 
 use aril::{
     DType, Slot,
-    cuda::{AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
+    cuda::{
+        AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, RoutedBatch, Routing, WeightTable,
+        Workspace,
+    },
     model::LinearId,
     plan::Capacity,
     pool::{AdapterId, Lease, PoolConfig, Source, StreamId, Tier},
@@ -66,13 +69,15 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     let leases = lease(&mut pool, &served)?;
     let weights = pool.weights(StreamId::FIRST).ok_or("the pool has no stream")?.clone();
     let slots: Vec<Slot> = leases.iter().map(Lease::slot).collect();
-    let mut graph = capture(gpu, &weights, &linears, &slots)?;
+    let mut graph = Captured::new(gpu, &weights, &linears, slots)?;
     pool.commit(StreamId::FIRST)?;
     for &id in &ring {
         drop(lease(&mut pool, &[id])?);
         pool.commit(StreamId::FIRST)?;
     }
-    gpu.time_each(WARM_UP, || Ok(graph.replay()?))?;
+    let (replayed, batch, workspace) = graph.start()?;
+    let mut step = weights.step(&batch, workspace)?;
+    gpu.time_each(WARM_UP, || Ok(replayed.replay(&mut step)?))?;
 
     let mut measured = Neighbours::ALL.map(|beside| (beside, Measured::default()));
     for _ in 0..ROUNDS {
@@ -82,7 +87,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
                 Neighbours::Host => Some(Brought::Ring(&ring)),
                 Neighbours::Disk => Some(Brought::New(&disk)),
             };
-            measured.round(gpu, &mut graph, &mut pool, brought)?;
+            measured.round(gpu, (&weights, &mut graph), &mut pool, brought)?;
         }
     }
     drop(leases);
@@ -91,29 +96,47 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     Ok(())
 }
 
-/// Captures a decode step of tokens in these slots.
-pub(crate) fn capture(gpu: &Gpu, weights: &WeightTable, linears: &[LinearId], slots: &[Slot]) -> Result<Graph> {
-    let (queue, model) = (gpu.queue()?, weights.model());
-    let layers = linears.iter().map(|&id| LoraLinear::new(weights, id)).collect::<std::result::Result<Vec<_>, _>>()?;
-    let shapes: Vec<[usize; 2]> =
-        linears.iter().map(|&id| [model[id].in_features(), model[id].out_features()]).collect();
-    let most = |side: usize| slots.len() * shapes.iter().map(|shape| shape[side]).max().unwrap_or(0);
-    let mut x = Buffer::<bf16>::zeros(&queue, most(0))?;
-    x.write(&Noise::new(2, SMALL, 1.0).range(0, most(0)).collect::<Vec<_>>())?;
-    let mut y = Buffer::<bf16>::zeros(&queue, most(1))?;
-    let mut routing = Routing::new(&queue, weights.capacity(), 1)?;
-    let mut workspace = Workspace::new(weights)?;
-    routing.update(&Batch::new(slots))?;
-    let tokens = slots.len();
-    let graph = weights.capture(&routing, tokens, &mut workspace, |step| -> std::result::Result<(), LaunchError> {
-        for (layer, &[input, output]) in layers.iter().zip(&shapes) {
-            let x = Matrix::new(x.slice(0..tokens * input), tokens, input)?;
-            layer.add_delta(step, x, MatrixMut::new(y.slice_mut(0..tokens * output), tokens, output)?)?;
-        }
-        Ok(())
-    })?;
-    gpu.synchronize()?;
-    Ok(graph)
+/// A graph of a decode step, and what its steps share.
+pub(crate) struct Captured {
+    graph: Graph,
+    routing: Routing,
+    workspace: Workspace,
+    slots: Vec<Slot>,
+}
+
+impl Captured {
+    /// Captures a decode step of tokens in these slots.
+    pub(crate) fn new(gpu: &Gpu, weights: &WeightTable, linears: &[LinearId], slots: Vec<Slot>) -> Result<Self> {
+        let (queue, model) = (gpu.queue()?, weights.model());
+        let layers = linears.iter().map(|&id| LoraLinear::new(weights, id));
+        let layers = layers.collect::<std::result::Result<Vec<_>, _>>()?;
+        let shapes: Vec<[usize; 2]> =
+            linears.iter().map(|&id| [model[id].in_features(), model[id].out_features()]).collect();
+        let most = |side: usize| slots.len() * shapes.iter().map(|shape| shape[side]).max().unwrap_or(0);
+        let mut x = Buffer::<bf16>::zeros(&queue, most(0))?;
+        x.write(&Noise::new(2, SMALL, 1.0).range(0, most(0)).collect::<Vec<_>>())?;
+        let mut y = Buffer::<bf16>::zeros(&queue, most(1))?;
+        let routing = Routing::new(&queue, weights.capacity(), 1)?;
+        let mut workspace = Workspace::new(weights)?;
+        let tokens = slots.len();
+        let graph =
+            weights.capture(&routing, tokens, &mut workspace, |step| -> std::result::Result<(), LaunchError> {
+                for (layer, &[input, output]) in layers.iter().zip(&shapes) {
+                    let x = Matrix::new(x.slice(0..tokens * input), tokens, input)?;
+                    layer.add_delta(step, x, MatrixMut::new(y.slice_mut(0..tokens * output), tokens, output)?)?;
+                }
+                Ok(())
+            })?;
+        gpu.synchronize()?;
+        Ok(Self { graph, routing, workspace, slots })
+    }
+
+    /// The graph, and what its steps are started with.
+    pub(crate) fn start(&mut self) -> Result<(&mut Graph, RoutedBatch<'_>, &mut Workspace)> {
+        let Self { graph, routing, workspace, slots } = self;
+        routing.wait()?;
+        Ok((graph, routing.update(&Batch::new(slots))?, workspace))
+    }
 }
 
 /// What is brought to the device beside replays.
@@ -140,14 +163,14 @@ impl Measured {
     fn round(
         &mut self,
         gpu: &Gpu,
-        graph: &mut Graph,
+        (weights, graph): (&WeightTable, &mut Captured),
         pool: &mut AdapterPool,
         brought: Option<Brought<'_>>,
     ) -> Result<()> {
         let before = pool.snapshot().counters;
         let start = Instant::now();
         match brought {
-            None => self.replay(gpu, graph)?,
+            None => self.replay(gpu, weights, graph)?,
             Some(brought) => {
                 let (is_done, context) = (AtomicBool::new(false), Arc::clone(&gpu.context));
                 let (replayed, loaded) = thread::scope(|threads| {
@@ -155,7 +178,7 @@ impl Measured {
                         context.bind_to_thread()?;
                         bring(pool, brought, &is_done)
                     });
-                    let replayed = self.replay(gpu, graph);
+                    let replayed = self.replay(gpu, weights, graph);
                     is_done.store(true, Ordering::Relaxed);
                     (replayed, loader.join())
                 });
@@ -174,11 +197,13 @@ impl Measured {
         Ok(())
     }
 
-    fn replay(&mut self, gpu: &Gpu, graph: &mut Graph) -> Result<()> {
-        self.device.extend(gpu.time_each(REPLAYS_PER_ROUND, || Ok(graph.replay()?))?);
+    fn replay(&mut self, gpu: &Gpu, weights: &WeightTable, graph: &mut Captured) -> Result<()> {
+        let (graph, batch, workspace) = graph.start()?;
+        let mut step = weights.step(&batch, workspace)?;
+        self.device.extend(gpu.time_each(REPLAYS_PER_ROUND, || Ok(graph.replay(&mut step)?))?);
         for _ in 0..REPLAYS_PER_ROUND {
             let start = Instant::now();
-            graph.replay()?;
+            graph.replay(&mut step)?;
             gpu.synchronize()?;
             self.host.push(start.elapsed().as_secs_f64() * 1e6);
         }

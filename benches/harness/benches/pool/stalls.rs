@@ -21,7 +21,7 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::SlotImage,
-    cuda::{AdapterPool, Buffer, Graph, PinnedBuffer, Queue, Staging, WeightTable},
+    cuda::{AdapterPool, Buffer, Graph, PinnedBuffer, Queue, Staging, Step, WeightTable},
     plan::Capacity,
     pool::{AdapterId, PoolConfig, Source, Tier},
 };
@@ -36,7 +36,7 @@ use aril_bench::{
 use cudarc::driver::result as driver;
 use rayon::ThreadPoolBuilder;
 
-use crate::{LIMIT, neighbours, packers, room};
+use crate::{LIMIT, neighbours::Captured, packers, room};
 
 const RANK: usize = 16;
 /// Tokens of the step, each with an adapter of its own.
@@ -128,8 +128,10 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize) -> Result<()> {
         weights.commit(slot, weights.reserve(&image)?.fill(&image, &mut staging)?)?;
     }
     drop(staging);
-    let mut graph = neighbours::capture(gpu, &weights, &linears, &slots)?;
-    gpu.time_each(WARM_UP, || Ok(graph.replay()?))?;
+    let mut captured = Captured::new(gpu, &weights, &linears, slots)?;
+    let (graph, batch, workspace) = captured.start()?;
+    let mut step = weights.step(&batch, workspace)?;
+    gpu.time_each(WARM_UP, || Ok(graph.replay(&mut step)?))?;
 
     println!("{replays} replays beside each work; an adapter has {} MB; µs\n", image.bytes() / 1_000_000);
     println!(
@@ -140,7 +142,7 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize) -> Result<()> {
     let setup = Setup { weights: &weights, image: &image, memory: &memory, disk: &disk, queue };
     for (name, make) in WORKS {
         let beside = make(&setup)?;
-        println!("{}", measure_beside(gpu, &mut graph, replays, beside)?.row(name));
+        println!("{}", measure_beside(gpu, (graph, &mut step), replays, beside)?.row(name));
     }
     println!();
     Ok(())
@@ -235,8 +237,13 @@ struct Measured {
     runs: Vec<[Instant; 2]>,
 }
 
-fn measure_beside(gpu: &Gpu, graph: &mut Graph, replays: usize, work: Option<Work<'_>>) -> Result<Measured> {
-    let Some(mut work) = work else { return replay(gpu, graph, replays) };
+fn measure_beside(
+    gpu: &Gpu,
+    (graph, step): (&mut Graph, &mut Step<'_>),
+    replays: usize,
+    work: Option<Work<'_>>,
+) -> Result<Measured> {
+    let Some(mut work) = work else { return replay(gpu, graph, step, replays) };
     let is_done = AtomicBool::new(false);
     let (measured, runs) = thread::scope(|threads| {
         let beside = threads.spawn(|| {
@@ -249,7 +256,7 @@ fn measure_beside(gpu: &Gpu, graph: &mut Graph, replays: usize, work: Option<Wor
             }
             Sent::Ok(runs)
         });
-        let measured = replay(gpu, graph, replays);
+        let measured = replay(gpu, graph, step, replays);
         is_done.store(true, Ordering::Relaxed);
         (measured, beside.join())
     });
@@ -257,7 +264,7 @@ fn measure_beside(gpu: &Gpu, graph: &mut Graph, replays: usize, work: Option<Wor
     Ok(Measured { runs, ..measured? })
 }
 
-fn replay(gpu: &Gpu, graph: &mut Graph, replays: usize) -> Result<Measured> {
+fn replay(gpu: &Gpu, graph: &mut Graph, step: &mut Step<'_>, replays: usize) -> Result<Measured> {
     let events = (0..replays).map(|_| Ok([Event::new()?, Event::new()?])).collect::<Result<Vec<_>>>()?;
     let (mut call, mut enqueued) = (Vec::with_capacity(replays), Vec::with_capacity(replays));
     for (run, [start, end]) in events.iter().enumerate() {
@@ -266,7 +273,7 @@ fn replay(gpu: &Gpu, graph: &mut Graph, replays: usize) -> Result<Measured> {
         }
         let now = Instant::now();
         start.record(&gpu.stream)?;
-        graph.replay()?;
+        graph.replay(step)?;
         end.record(&gpu.stream)?;
         call.push(now.elapsed().as_secs_f64() * 1e6);
         enqueued.push(now);
