@@ -61,7 +61,7 @@ const LAYERS_PATTERN: &str = "layers_pattern";
 
 impl Config {
     pub(super) fn parse(text: &str) -> Result<Self, AdapterError> {
-        let json = |source: serde_json::Error| AdapterError::json(FILE, &source);
+        let json = |error: serde_json::Error| AdapterError::json(FILE, &error);
         let fields: Map<String, Value> = serde_json::from_str(text).map_err(json)?;
         let required = |field| fields.get(field).ok_or(AdapterError::MissingField { field });
         lora(required("peft_type")?)?;
@@ -167,12 +167,12 @@ impl Config {
 
 /// Compiles a pattern of this field.
 fn pattern(field: &'static str, text: &str, anchor: Anchor) -> Result<Pattern, AdapterError> {
-    Pattern::new(text, anchor).map_err(|source| AdapterError::Pattern { field, key: text.to_owned(), source })
+    Pattern::new(text, anchor).map_err(|reason| AdapterError::Pattern { field, key: text.to_owned(), reason })
 }
 
 /// Whether a path matches a pattern of this field.
 fn matches(field: &'static str, pattern: &Pattern, path: &str) -> Result<bool, AdapterError> {
-    let unusable = |source| AdapterError::Pattern { field, key: pattern.text().to_owned(), source };
+    let unusable = |reason| AdapterError::Pattern { field, key: pattern.text().to_owned(), reason };
     pattern.matches(path).map_err(unusable)
 }
 

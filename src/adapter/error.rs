@@ -4,7 +4,7 @@ use std::{fmt, io, path::PathBuf};
 
 use super::{
     pattern::{MAX_REGEXES, MAX_WORK},
-    shown::{Cause, Shown, cause},
+    shown::Shown,
 };
 use crate::{DType, model::MAX_RANK};
 
@@ -17,12 +17,12 @@ use crate::{DType, model::MAX_RANK};
 pub enum AdapterError {
     // The files.
     /// A file cannot be read.
-    #[error("cannot read {path}: {source}", path = Shown(path.display()))]
+    #[error("cannot read {path}: {error}", path = Shown(path.display()))]
     Read {
         /// The file or directory.
         path: PathBuf,
         /// The system's error.
-        source: io::Error,
+        error: io::Error,
     },
     /// A file is not the one that was checked before: it was replaced, or modified.
     #[error("{path} has changed since it was checked", path = Shown(path.display()))]
@@ -43,20 +43,20 @@ pub enum AdapterError {
         path: PathBuf,
     },
     /// A file is not valid JSON, or not of the expected form.
-    #[error("{path} is not valid JSON of the expected form: {source}", path = Shown(path.display()))]
+    #[error("{path} is not valid JSON of the expected form: {reason}", path = Shown(path.display()))]
     Json {
         /// The file.
         path: PathBuf,
-        /// The parser's error.
-        source: Cause,
+        /// The parser's message, escaped and shortened.
+        reason: String,
     },
     /// A file is not a complete safetensors file.
-    #[error("{path} is not a complete safetensors file: {source}", path = Shown(path.display()))]
+    #[error("{path} is not a complete safetensors file: {reason}", path = Shown(path.display()))]
     Safetensors {
         /// The file.
         path: PathBuf,
-        /// The parser's error.
-        source: Cause,
+        /// The parser's message, escaped and shortened.
+        reason: String,
     },
     /// The index names a shard that is not a plain file name.
     #[error("{index} names the shard `{shard}`, which must be a plain file name", index = Shown(index.display()), shard = Shown(shard))]
@@ -109,14 +109,14 @@ pub enum AdapterError {
         reason: &'static str,
     },
     /// A pattern is not a regular expression that Python and this crate interpret alike, is too large, or takes too long to match.
-    #[error("adapter_config.json: the pattern `{key}` in `{field}` is not supported: {source}", key = Shown(key))]
+    #[error("adapter_config.json: the pattern `{key}` in `{field}` is not supported: {reason}", key = Shown(key))]
     Pattern {
         /// The field of the pattern.
         field: &'static str,
         /// The pattern.
         key: String,
         /// The reason.
-        source: Cause,
+        reason: String,
     },
     /// The configuration has more regular expressions than allowed.
     #[error(
@@ -376,12 +376,12 @@ pub enum AdapterError {
 }
 
 impl AdapterError {
-    pub(super) fn json(path: impl Into<PathBuf>, source: &serde_json::Error) -> Self {
-        Self::Json { path: path.into(), source: cause(source) }
+    pub(super) fn json(path: impl Into<PathBuf>, error: &serde_json::Error) -> Self {
+        Self::Json { path: path.into(), reason: Shown(error).to_string() }
     }
 
-    pub(super) fn safetensors(path: impl Into<PathBuf>, source: &safetensors::SafeTensorError) -> Self {
-        Self::Safetensors { path: path.into(), source: cause(source) }
+    pub(super) fn safetensors(path: impl Into<PathBuf>, error: &safetensors::SafeTensorError) -> Self {
+        Self::Safetensors { path: path.into(), reason: Shown(error).to_string() }
     }
 }
 

@@ -91,7 +91,7 @@ impl Opened {
     /// Rejects a file that has been modified since it was opened.
     pub(super) fn check(&self) -> Result<(), AdapterError> {
         let Some(WeightFile { path, file }) = self.file.as_deref() else { return Ok(()) };
-        let metadata = file.metadata().map_err(|source| AdapterError::Read { path: path.clone(), source })?;
+        let metadata = file.metadata().map_err(|error| AdapterError::Read { path: path.clone(), error })?;
         if Stamp::new(path, &metadata) == self.stamp {
             Ok(())
         } else {
@@ -127,7 +127,7 @@ impl<'a> Files<'a> {
         if index.exists() {
             return self.sharded(index);
         }
-        let entries = fs::read_dir(dir).map_err(|source| AdapterError::Read { path: dir.to_owned(), source })?;
+        let entries = fs::read_dir(dir).map_err(|error| AdapterError::Read { path: dir.to_owned(), error })?;
         match entries.flatten().map(|entry| entry.path()).filter(|path| is_pickle(path)).min() {
             Some(path) => Err(AdapterError::Pickle { path }),
             None => Err(AdapterError::NoWeights { dir: dir.to_owned() }),
@@ -135,7 +135,7 @@ impl<'a> Files<'a> {
     }
     fn sharded(&mut self, index: PathBuf) -> Result<Vec<Stored>, AdapterError> {
         let Index { mut weight_map } = serde_json::from_str(&self.text(&index, MAX_INDEX_BYTES)?)
-            .map_err(|source| AdapterError::json(index.clone(), &source))?;
+            .map_err(|error| AdapterError::json(index.clone(), &error))?;
         let mut tensors = Vec::new();
         for shard in weight_map.values().cloned().collect::<BTreeSet<_>>() {
             if Path::new(&shard).file_name() != Some(shard.as_ref()) {
@@ -167,7 +167,7 @@ impl<'a> Files<'a> {
         } else {
             file.take(max_bytes).read_to_string(&mut text)
         };
-        read.map_err(|source| AdapterError::Read { path: path.to_owned(), source })?;
+        read.map_err(|error| AdapterError::Read { path: path.to_owned(), error })?;
         Ok(text)
     }
 
@@ -183,14 +183,14 @@ impl<'a> Files<'a> {
             let metadata = file.metadata().and_then(regular)?;
             Ok((file, metadata))
         });
-        let (file, metadata) = opened.map_err(|source| AdapterError::Read { path: path.to_owned(), source })?;
+        let (file, metadata) = opened.map_err(|error| AdapterError::Read { path: path.to_owned(), error })?;
         self.opened.push(Opened { stamp: Stamp::new(path, &metadata), file: None });
         Ok((file, metadata.len()))
     }
 
     fn file(&mut self, path: &Path) -> Result<Vec<Stored>, AdapterError> {
         let (mut file, len) = self.open(path)?;
-        let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
+        let unreadable = |error| AdapterError::Read { path: path.to_owned(), error };
         match self.access {
             Access::Map => parse(path, &(Arc::new(map(&file).map_err(unreadable)?) as Storage)),
             Access::InPlace => {
@@ -240,7 +240,7 @@ fn map(file: &File) -> io::Result<Mmap> {
 
 /// Reads a safetensors file after checking its length against its header.
 fn copy(path: &Path, file: &mut File, len: u64) -> Result<Vec<u8>, AdapterError> {
-    let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
+    let unreadable = |error| AdapterError::Read { path: path.to_owned(), error };
     let (mut bytes, metadata) = header(path, file, len)?;
     let data_len = metadata.data_len();
     bytes.try_reserve_exact(data_len).map_err(|error| unreadable(io::Error::other(error)))?;
@@ -250,8 +250,8 @@ fn copy(path: &Path, file: &mut File, len: u64) -> Result<Vec<u8>, AdapterError>
 
 /// Reads the header of a safetensors file of `len` bytes, with its length before it, and checks `len` against it.
 fn header(path: &Path, file: &mut File, len: u64) -> Result<(Vec<u8>, Metadata), AdapterError> {
-    let unreadable = |source| AdapterError::Read { path: path.to_owned(), source };
-    let malformed = |source| AdapterError::safetensors(path, &source);
+    let unreadable = |error| AdapterError::Read { path: path.to_owned(), error };
+    let malformed = |error| AdapterError::safetensors(path, &error);
     let mut bytes = Vec::new();
     let prefix = size_of::<u64>() as u64;
     file.take(prefix).read_to_end(&mut bytes).map_err(unreadable)?;
@@ -267,7 +267,7 @@ fn header(path: &Path, file: &mut File, len: u64) -> Result<(Vec<u8>, Metadata),
         return Err(malformed(SafeTensorError::InvalidHeaderLength));
     }
     let metadata: Metadata = serde_json::from_slice(header)
-        .map_err(|source| malformed(SafeTensorError::InvalidHeaderDeserialization(source)))?;
+        .map_err(|error| malformed(SafeTensorError::InvalidHeaderDeserialization(error)))?;
     if (bytes.len() as u64).checked_add(metadata.data_len() as u64) != Some(len) {
         return Err(malformed(SafeTensorError::MetadataIncompleteBuffer));
     }
@@ -277,7 +277,7 @@ fn header(path: &Path, file: &mut File, len: u64) -> Result<(Vec<u8>, Metadata),
 /// The tensors of a complete safetensors file. Errors name it `path`.
 pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, AdapterError> {
     let (header, metadata) =
-        SafeTensors::read_metadata((**storage).as_ref()).map_err(|source| AdapterError::safetensors(path, &source))?;
+        SafeTensors::read_metadata((**storage).as_ref()).map_err(|error| AdapterError::safetensors(path, &error))?;
     let data = size_of::<u64>() + header;
     let part = |dtype, shape, bytes: Range<usize>| {
         Tensor::part(dtype, shape, Arc::clone(storage), data + bytes.start..data + bytes.end)

@@ -5,7 +5,7 @@
 
 use fancy_regex::{BytesMode, Regex, RegexBuilder};
 
-use super::shown::{Cause, cause};
+use super::shown::Shown;
 
 /// The largest number of regular expressions in one configuration. Plain paths do not count.
 pub(super) const MAX_REGEXES: usize = 64;
@@ -53,7 +53,7 @@ pub(super) enum Anchor {
 
 impl Pattern {
     /// Compiles a pattern. The error is the reason why it is not supported.
-    pub(super) fn new(text: &str, anchor: Anchor) -> Result<Self, Cause> {
+    pub(super) fn new(text: &str, anchor: Anchor) -> Result<Self, String> {
         if let Some(bytes) = plain(text) {
             let whole = anchor == Anchor::Whole || text.starts_with('^');
             return Ok(Self { text: text.to_owned(), matcher: Matcher::Plain { bytes, whole } });
@@ -62,7 +62,7 @@ impl Pattern {
             Anchor::End => (2, format!(r"\A(?:(.*\.)?({text})$)")),
             Anchor::Whole => (0, format!(r"\A(?:{text})$")),
         };
-        let backtracks = check(text, outer_groups).map_err(cause)?;
+        let backtracks = check(text, outer_groups).map_err(|error| Shown(error).to_string())?;
         let compile = |&size: &usize| {
             let mut builder = RegexBuilder::new(&regex);
             builder.bytes_mode(BytesMode::Ascii).backtrack_limit(MAX_BACKTRACKS).max_prog_size(SIZES[3] / STATE_BYTES);
@@ -72,8 +72,8 @@ impl Pattern {
         let compiled = SIZES.iter().map(compile).reduce(|smaller, larger| smaller.or(larger));
         let (regex, size) = match compiled {
             Some(Ok(compiled)) => compiled,
-            Some(Err(error)) => return Err(cause(error)),
-            None => return Err(cause("it is too large")),
+            Some(Err(error)) => return Err(Shown(error).to_string()),
+            None => return Err("it is too large".to_owned()),
         };
         let states = if backtracks { MAX_BACKTRACKS } else { size / STATE_BYTES };
         Ok(Self { text: text.to_owned(), matcher: Matcher::Regex { regex: Box::new(regex), states } })
@@ -85,7 +85,7 @@ impl Pattern {
     }
 
     /// Whether a path matches. The error is that matching takes too long.
-    pub(super) fn matches(&self, path: &str) -> Result<bool, Cause> {
+    pub(super) fn matches(&self, path: &str) -> Result<bool, String> {
         match &self.matcher {
             Matcher::Plain { bytes, whole } => {
                 let Some(start) = path.len().checked_sub(bytes.len()) else { return Ok(false) };
@@ -94,7 +94,7 @@ impl Pattern {
                 let mut pairs = end.iter().zip(bytes);
                 Ok(begins && pairs.all(|(byte, want)| want.is_none_or(|want| want == *byte)))
             }
-            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(cause),
+            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(|error| Shown(error).to_string()),
         }
     }
 

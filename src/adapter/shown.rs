@@ -28,11 +28,3 @@ fn write_escaped(f: &mut fmt::Formatter<'_>, mut chars: impl Iterator<Item = cha
         _ => write!(f, "{}", char.escape_debug()),
     })
 }
-
-/// An error of another library.
-pub(super) type Cause = Box<dyn std::error::Error + Send + Sync>;
-
-/// Displays an error of another library, which may quote a whole file.
-pub(super) fn cause(source: impl fmt::Display) -> Cause {
-    Shown(source).to_string().into()
-}

@@ -101,7 +101,7 @@ impl Tensor {
                 buffer.resize(range.len().max(buffer.len()), 0);
                 let bytes = &mut buffer[..range.len()];
                 let read = file.read_exact_at(bytes, (self.bytes.start + range.start) as u64);
-                read.map_err(|source| AdapterError::Read { path: path.clone(), source })?;
+                read.map_err(|error| AdapterError::Read { path: path.clone(), error })?;
                 Ok(bytes)
             }
         }

@@ -303,7 +303,7 @@ impl Backend for Device {
         self.lanes[stream.0].weights.set_leased(slot, false);
     }
 
-    /// Not while a stream is being captured, which could not empty its row.
+    /// False during a capture: the row could not be cleared.
     fn may_evict(&self) -> bool {
         self.lanes.iter().all(|lane| lane.weights.queue().enter().is_ok())
     }

@@ -1,3 +1,5 @@
+use std::fmt;
+
 use cudarc::driver::{DriverError, sys};
 
 use super::OperandError;
@@ -40,7 +42,7 @@ pub enum LaunchError {
     },
     /// The CUDA driver returned an error.
     #[error("the CUDA driver returned an error: {0}")]
-    Driver(#[from] DriverError),
+    Driver(DriverError),
     /// The CUDA runtime or the kernel's launcher returned an error.
     ///
     /// A linear layer in `f32` or on more than 319 tokens, and experts with more than 1024 routes, may take several launches. The
@@ -53,7 +55,7 @@ pub enum LaunchError {
         message: String,
     },
     /// The address of an operand is not sufficiently aligned.
-    #[error("`{operand}` must be aligned to {alignment} bytes")]
+    #[error("{operand} must be aligned to {alignment} bytes", operand = Named(operand))]
     Misaligned {
         /// Name of the operand.
         operand: &'static str,
@@ -109,23 +111,47 @@ pub enum LaunchError {
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// The thread's current context, or that of an operand, is not the one that the kernels were loaded into.
-    #[error("`{operand}` belongs to another CUDA context than the kernels")]
+    #[error("{operand} belongs to another CUDA context than the kernels", operand = Named(operand))]
     WrongContext {
-        /// Name of the operand, or `the thread`.
+        /// Name of the operand, or "the thread".
         operand: &'static str,
     },
-    /// The operand belongs to another stream, so the order of the launch stream does not cover it.
-    #[error("`{operand}` belongs to another stream than the launch")]
+    /// Memory has fewer bytes than its user needs: a workspace fewer than a layer, or the memory of a routing, a grouping or an
+    /// alignment fewer than its capacity.
+    #[error("{memory} has {got} bytes; {user} needs {want}")]
+    TooSmall {
+        /// The memory.
+        memory: &'static str,
+        /// Its size in bytes.
+        got: usize,
+        /// What uses it.
+        user: &'static str,
+        /// The bytes that it needs.
+        want: usize,
+    },
+    /// The operand was created on another stream than the step or the table. The order of that stream does not cover it.
+    #[error("{operand} was created on a different stream", operand = Named(operand))]
     WrongStream {
         /// Name of the operand.
         operand: &'static str,
     },
 }
 
+impl From<DriverError> for LaunchError {
+    fn from(error: DriverError) -> Self {
+        Self::Driver(error)
+    }
+}
+
 impl LaunchError {
     /// Rejects a size above `max`.
     pub(crate) fn within(what: &'static str, got: usize, max: usize) -> Result<(), Self> {
         if got > max { Err(Self::Capacity { what, got, max }) } else { Ok(()) }
+    }
+
+    /// Rejects memory of fewer bytes than `user` needs.
+    pub(crate) fn room(memory: &'static str, got: usize, user: &'static str, want: usize) -> Result<(), Self> {
+        if want > got { Err(Self::TooSmall { memory, got, user, want }) } else { Ok(()) }
     }
 
     /// Whether the cause is exhausted device memory.
@@ -137,5 +163,44 @@ impl LaunchError {
             Self::Kernel { status, .. } => *status == RUNTIME,
             _ => false,
         }
+    }
+}
+
+/// Displays what an error is about: an operand such as `x`, or a thing such as "the routing".
+struct Named<'a>(&'a str);
+
+impl fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.starts_with("the ") { f.write_str(self.0) } else { write!(f, "`{}`", self.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cudarc::driver::{DriverError, sys};
+
+    use super::LaunchError;
+
+    #[test]
+    fn messages_name_what_is_wrong() {
+        let too_small =
+            LaunchError::room("the workspace", 65536, "this layer", 131_200).expect_err("the layer needs more");
+        for (error, message) in [
+            (too_small, "the workspace has 65536 bytes; this layer needs 131200"),
+            (LaunchError::WrongStream { operand: "the routing" }, "the routing was created on a different stream"),
+            (LaunchError::WrongStream { operand: "x" }, "`x` was created on a different stream"),
+            (LaunchError::Misaligned { operand: "x", alignment: 16 }, "`x` must be aligned to 16 bytes"),
+        ] {
+            assert_eq!(error.to_string(), message);
+        }
+        assert!(LaunchError::room("the workspace", 2, "this layer", 2).is_ok());
+    }
+
+    /// As `tests/cpu/errors.rs` has it for the errors of both backends.
+    #[test]
+    fn the_message_has_the_drivers() {
+        let driver = LaunchError::from(DriverError(sys::CUresult::CUDA_ERROR_NOT_INITIALIZED));
+        assert!(driver.to_string().contains("CUDA_ERROR_NOT_INITIALIZED"), "{driver}");
+        assert!(std::error::Error::source(&driver).is_none());
     }
 }

@@ -2,6 +2,9 @@
 //!
 //! [`AdapterError`](crate::adapter::AdapterError), [`PlanError`](crate::plan::PlanError) and [`SpecError`](crate::model::SpecError)
 //! are in the modules that return them.
+//!
+//! A message is whole: it has the text of its cause, which the fields of the variant hold. So [`source`](std::error::Error::source)
+//! returns `None`, and a report of the chain shows no text twice.
 
 #[cfg(feature = "cuda")]
 mod launch;

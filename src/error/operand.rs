@@ -86,8 +86,12 @@ pub enum OperandError {
         /// Number of slices.
         slices: usize,
     },
-    /// The layer and the weights belong to different models.
-    #[error("the layer and the weights belong to different models or tensor-parallel ranks")]
+    /// The layer and the weights belong to different models, or to different tensor-parallel ranks. Ids belong to the one
+    /// [`ModelSpec`](crate::model::ModelSpec) object that they were added to, even if another one describes equal layers.
+    #[error(
+        "the layer and the weights belong to different models or tensor-parallel ranks: a layer belongs to the one \
+         `ModelSpec` object that it was added to"
+    )]
     Model,
     /// The rows of the matrix overlap.
     #[error("`{operand}` has row stride {row_stride}, but must have at least its {cols} columns")]

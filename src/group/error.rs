@@ -12,9 +12,9 @@ pub enum GroupError {
     /// The ranks cannot exchange verdicts. This rank's table is unchanged, and so is that of each rank which returns an error from
     /// [`prepare`](super::Group::prepare). The group cannot be used again: make one with a new channel.
     #[error("the ranks of the group are not connected: {0}")]
-    Channel(#[from] ChannelError),
+    Channel(ChannelError),
     /// The ranks called different operations, or gave different slots or versions. This rank's table is unchanged.
-    #[error("the ranks of the group do different things: {}", List(.ranks))]
+    #[error("the ranks disagree: {}", List(.ranks))]
     Disagreement {
         /// What each rank does, by rank.
         ranks: Vec<String>,
@@ -69,6 +69,12 @@ pub enum GroupError {
         /// Why this rank could not empty the slot. It must not be used.
         not_emptied: Option<Box<LoadError>>,
     },
+}
+
+impl From<ChannelError> for GroupError {
+    fn from(error: ChannelError) -> Self {
+        Self::Channel(error)
+    }
 }
 
 impl GroupError {

@@ -4,8 +4,12 @@ use crate::DType;
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The layer id belongs to another model than the weights.
-    #[error("the layer and the weights belong to different models")]
+    /// The layer id belongs to another model than the weights. Ids belong to the one [`ModelSpec`](crate::model::ModelSpec) object
+    /// that they were added to, even if another one describes equal layers.
+    #[error(
+        "the layer id and the weights belong to different models: an id belongs to the one `ModelSpec` object that it was \
+         added to"
+    )]
     Foreign,
     /// The layer is fully sharded, and the operations do not exchange `v` between the ranks.
     #[error("the layer is fully sharded over the ranks, which only `FullyShardedLinear` supports")]
@@ -16,6 +20,9 @@ pub enum PlanError {
         /// The element type given.
         got: DType,
     },
+    /// The experts were described without [`Experts::top_k`](crate::model::Experts::top_k).
+    #[error("the number of experts per token is not set: call `Experts::top_k`")]
+    NoTopK,
     /// The layer is not fully sharded, so that its ranks have nothing to exchange between shrink and expand.
     #[error("the layer is not fully sharded")]
     NotFullySharded,

@@ -77,10 +77,14 @@ impl ExpertsPlan {
     /// Plans the experts of a layer for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token.
     ///
     /// # Errors
-    /// [`PlanError::Limit`] if the kernels do not support a size or a bound.
+    /// [`PlanError::NoTopK`] if the site has no number of experts per token, [`PlanError::Limit`] if the kernels do not support a size
+    /// or a bound.
     pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let (num_experts, top_k) = (site.held().len(), site.top_k());
+        if top_k == 0 {
+            return Err(PlanError::NoTopK);
+        }
         RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts }.checked()?;
         let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {
             capacity,

@@ -19,8 +19,8 @@ pub enum Mode {
 }
 
 impl LinearPlan {
-    /// The mode with which the layer takes least time, in a batch of `num_tokens` tokens whose adapters have `ranks` ranks between them:
-    /// each adapter of the batch counts once. `fused` is the layer's fused linear, if it has one.
+    /// The mode with which the layer takes least time in a batch of `num_tokens` tokens. `ranks` is the sum of the ranks of the distinct
+    /// adapters in the batch. `fused` is the layer's fused linear, if it has one.
     ///
     /// The choice comes from measurements on an H200 in bf16, behind cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
     /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 9 %. Shrink

@@ -187,9 +187,13 @@ pub(super) mod mode {
     /// Unless thread blocks share rows, as below, the base weights must have this many times the bytes of the adapters' factors. With
     /// 2 times (`qkv` of 32B, 16 adapters of rank 64), fused takes 6 % longer than the best mode.
     pub(in crate::plan) const LEAST_BASE_TO_FACTORS: usize = 3;
-    /// With more, it adds least where two thread blocks share the features of a row and read x once, if the base weights have this many
-    /// times the bytes of the adapters' factors (rank 16 of 8 adapters), or so many where there are more input than output features
-    /// (down; rank 16 of 64 adapters).
+    /// Where two thread blocks share the features of a row and read x once, fused adds least with more tokens, too, if the base weights
+    /// have this many times the bytes of the adapters' factors:
+    ///
+    /// | layer | factor | measured with |
+    /// |---|---|---|
+    /// | as many input as output features, or fewer | `BASE_TO_FACTORS` | rank 16 of 8 adapters |
+    /// | more input than output features (down) | `BASE_TO_FACTORS_DOWN` | rank 16 of 64 adapters |
     pub(in crate::plan) const BASE_TO_FACTORS: usize = 8;
     pub(in crate::plan) const BASE_TO_FACTORS_DOWN: usize = 4;
 }

@@ -64,7 +64,7 @@ macro_rules! adapter_pool {
             }
 
             /// How a load ended, once for each: of registered adapters, in the order in which they ended. If an adapter is loaded again
-            /// meanwhile, only its last load is reported. Nobody has to ask.
+            /// meanwhile, only its last load is reported. Calling this is optional.
             pub fn next_outcome(&mut self) -> Option<Outcome> {
                 self.pool.next_outcome()
             }

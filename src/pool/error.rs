@@ -21,7 +21,6 @@ pub enum PoolError {
         /// The adapter.
         id: AdapterId,
         /// Why it could not be loaded.
-        #[source]
         error: Arc<LoadError>,
     },
     /// There is no room until leases end or are committed: every other adapter on the device is in use or pinned. Retry after a
@@ -54,7 +53,7 @@ pub enum PoolError {
     Slot(#[from] SlotError),
     /// The loader threads could not be started.
     #[error("the loader threads could not be started: {0}")]
-    Threads(#[source] std::io::Error),
+    Threads(std::io::Error),
     /// The adapters never fit together, whatever else is released.
     #[error("{adapters} adapters of {bytes} bytes do not fit beside the pinned ones: the {what} is {max}")]
     TooLarge {

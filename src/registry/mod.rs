@@ -59,45 +59,76 @@ use crate::pool::{AdapterId, CacheNamespace};
 
 /// The names of the base model and of the loaded adapters. Clones are the same registry.
 ///
-/// ```
-/// use std::{error::Error, path::Path};
+/// The load of an adapter, over the registry and a pool. A failure at any point leaves the old version served, the name free for another
+/// load and nothing of the new version in the pool:
 ///
-/// use aril::{cpu::AdapterPool, pool::Source, registry::{OnDuplicate, Registry, RegistryError, Served}};
+/// ```
+/// use std::{error::Error, time::Duration};
+///
+/// use aril::{cpu::AdapterPool, pool::{AdapterId, PoolError, Source}, registry::{OnDuplicate, Registry, RegistryError, Served}};
+/// # use aril::{DType, adapter::{Adapter, Tensor}, model::{Linear, ModelSpec, Parallel, TpRank}, plan::Capacity, pool::PoolConfig};
 ///
 /// /// Serves an adapter under a name, or another version of it.
-/// fn load(registry: &Registry, pool: &mut AdapterPool, name: &str, dir: &Path) -> Result<(), Box<dyn Error>> {
+/// fn load(registry: &Registry, pool: &mut AdapterPool, name: &str, source: Source) -> Result<(), Box<dyn Error>> {
+///     // Until the commit, the old version is served. An error drops the reservation, which gives the name back.
 ///     let reservation = registry.reserve(name, OnDuplicate::Replace)?;
-///     // Meanwhile the old version is served. An error drops the reservation, and the old version stays.
-///     let source = Source::directory(dir, pool.weights().model(), pool.weights().dtype())?;
 ///     let id = pool.register(source)?;
-///     match reservation.commit(id) {
-///         Ok(Some(old)) => pool.unregister(old)?,
-///         Ok(None) => {}
-///         Err(error) => {
-///             pool.unregister(id)?;
-///             return Err(error.into());
+///     let committed = read(pool, id).and_then(|()| Ok(reservation.commit(id)?));
+///     let unserved = match &committed {
+///         // Requests that lease the old version finish on it.
+///         Ok(replaced) => replaced.id,
+///         // The read failed, or the name was unloaded meanwhile: nobody can ask for the new version.
+///         Err(_) => Some(id),
+///     };
+///     if let Some(id) = unserved {
+///         pool.unregister(id)?;
+///     }
+///     committed.map(drop)
+/// }
+///
+/// /// Reads an adapter, so that its first request does not find a file that cannot be read.
+/// fn read(pool: &mut AdapterPool, id: AdapterId) -> Result<(), Box<dyn Error>> {
+///     pool.prefetch(id)?;
+///     loop {
+///         match pool.next_outcome() {
+///             Some(outcome) if outcome.id == id => return Ok(outcome.result?),
+///             Some(_another_load) => {}
+///             None => drop(pool.wait(Duration::from_millis(10))),
 ///         }
 ///     }
-///     Ok(())
 /// }
 ///
 /// let registry = Registry::new(["qwen3-8b"]);
 /// assert_eq!(registry.resolve("qwen3-8b"), Ok(Served::Base));
 /// assert!(matches!(registry.resolve("pirate"), Err(RegistryError::Unknown { .. })));
+/// # let mut spec = ModelSpec::new();
+/// # spec.linear(Linear::new("m", Parallel::Replicated, 1).slice("q", 1))?;
+/// # let model = spec.shard(TpRank::SINGLE)?;
+/// # let capacity = Capacity::tokens(1).slots(1).rank(8);
+/// # let mut pool = AdapterPool::new(&model, DType::F32, capacity, PoolConfig::arena_bytes(1 << 16).host_bytes(1 << 16))?;
+/// # let source = |weight: f32| -> Result<Source, Box<dyn Error>> {
+/// #     let tensor = || Tensor::new(DType::F32, [1, 1], bytemuck::cast_slice(&[weight]).to_vec());
+/// #     let factors = [("m.q.lora_A.weight".to_owned(), tensor()?), ("m.q.lora_B.weight".to_owned(), tensor()?)];
+/// #     let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, factors)?;
+/// #     Ok(Source::memory(adapter.into(), &model, DType::F32)?)
+/// # };
+/// # let (first, broken, second) = (source(1.0)?, source(f32::NAN)?, source(2.0)?);
 ///
-/// let reservation = registry.reserve("pirate", OnDuplicate::Refuse)?;
-/// assert!(matches!(registry.resolve("pirate"), Err(RegistryError::Loading { .. })));
-/// drop(reservation); // the load failed
-/// assert!(matches!(registry.resolve("pirate"), Err(RegistryError::Unknown { .. })));
-/// # let _ = load;
-/// # Ok::<(), RegistryError>(())
+/// load(&registry, &mut pool, "pirate", first)?;
+/// let old = registry.resolve("pirate")?;
+/// // Weights that are not numbers: the first version is served as before, and alone in the pool.
+/// assert!(load(&registry, &mut pool, "pirate", broken).is_err());
+/// assert_eq!((registry.resolve("pirate"), pool.snapshot().adapters), (Ok(old), 1));
+/// load(&registry, &mut pool, "pirate", second)?;
+/// assert!(registry.resolve("pirate") != Ok(old) && pool.snapshot().adapters == 1);
+/// # Ok::<(), Box<dyn Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Registry {
     names: Arc<RwLock<Names>>,
 }
 
-/// What requests for a name run on.
+/// What a model name resolves to.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Served {
     /// The base model, without an adapter.
@@ -155,6 +186,15 @@ pub struct Unloaded {
     pub id: Option<AdapterId>,
     /// The aliases that went with the name, sorted.
     pub aliases: Vec<Arc<str>>,
+}
+
+/// What [`Reservation::commit`] replaced.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+#[must_use = "the pool holds the replaced adapter until it is unregistered"]
+pub struct Replaced {
+    /// The version that was served, for the pool to unregister; `None` if the name had none.
+    pub id: Option<AdapterId>,
 }
 
 impl Registry {
@@ -257,13 +297,13 @@ impl Reservation {
         &self.name
     }
 
-    /// Lets the name stand for `id` from now on, and returns the version that it replaced, for the pool to unregister.
+    /// Lets the name stand for `id` from now on, and returns the version that it replaced.
     ///
     /// # Errors
     /// Nothing has changed, and the caller unregisters `id`, if the name was unloaded meanwhile ([`RegistryError::Unloaded`]) or `id` is
     /// served under a name already ([`RegistryError::Id`]).
-    pub fn commit(self, id: AdapterId) -> Result<Option<AdapterId>, RegistryError> {
-        self.registry.write().commit(&self.name, self.ticket, id)
+    pub fn commit(self, id: AdapterId) -> Result<Replaced, RegistryError> {
+        Ok(Replaced { id: self.registry.write().commit(&self.name, self.ticket, id)? })
     }
 }
 

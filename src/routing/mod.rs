@@ -99,8 +99,11 @@ impl<'a> Batch<'a> {
         self.slots.len()
     }
 
-    /// Whether any token has a slot. If none has, every operation leaves `y` unchanged. All may be skipped, except replacements for
-    /// base kernels (`activate` and `combine` of experts).
+    /// Whether any token has a slot. A batch without may skip the operations that add to `y`: `add_delta`, `shrink` and `expand`,
+    /// `add_gate_up_delta`, `add_down_delta` and `add_combined_delta`.
+    ///
+    /// All others write their output in every batch. `write_delta`, `write_gate_up_delta` and `write_down_delta` write zeros;
+    /// `FusedLinear`, `silu_mul`, `add_rms_norm`, `activate` and `combine` compute what the base model needs.
     ///
     /// A slot counts whether or not an adapter is loaded into it.
     ///

@@ -235,14 +235,8 @@ fn errors_are_short_lines() {
     let long = "x".repeat(100 << 10);
     let hostile = ["\u{1b}]0;title\u{7}", "two\nlines", "\u{202e}backwards", &long];
     let show = |error: AdapterError| {
-        let mut texts = vec![error.to_string()];
-        texts.extend(std::error::Error::source(&error).map(ToString::to_string));
-        for text in texts {
-            assert!(
-                text.len() < 1000 && !text.contains(|char: char| char.is_control() || char == '\u{202e}'),
-                "{text:?}"
-            );
-        }
+        let text = error.to_string();
+        assert!(text.len() < 1000 && !text.contains(|char: char| char.is_control() || char == '\u{202e}'), "{text:?}");
     };
     for text in hostile {
         let config = |field: &str, value: serde_json::Value| {

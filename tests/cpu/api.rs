@@ -21,7 +21,7 @@ use aril::{
         AdapterId, CacheNamespace, Counters, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId, Tier,
     },
     reference,
-    registry::{Listed, Registry, RegistryError, Reservation, Served, Unloaded},
+    registry::{Listed, Registry, RegistryError, Replaced, Reservation, Served, Unloaded},
     residency::{Resident, SlotInfo, Usage},
     routing::{AlignedRoutes, Batch, Segments, TopK},
 };
@@ -53,7 +53,7 @@ fn types_may_be_shared_between_threads() {
     shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
     shared::<(Resident, SlotInfo, Usage)>();
     shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
-    shared::<(Registry, Reservation, Listed, Served, Unloaded)>();
+    shared::<(Registry, Reservation, Listed, Replaced, Served, Unloaded)>();
     shared::<(AdapterId, CacheNamespace, Counters, Lease, PoolConfig, Residency, Snapshot, Source, StreamId, Tier)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();

@@ -15,6 +15,7 @@ mod archs;
 #[path = "../common/mod.rs"]
 mod common;
 mod consumers;
+mod errors;
 mod experts;
 mod fused_linear;
 mod layout;

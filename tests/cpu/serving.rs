@@ -106,7 +106,7 @@ impl Engine {
         let value = (self.values.len() + 1) as f32;
         let id = self.pool.register(Source::memory(adapter(value), &self.model, DType::F32).unwrap()).unwrap();
         self.values.insert(id, value);
-        if let Some(old) = reservation.commit(id).unwrap() {
+        if let Some(old) = reservation.commit(id).unwrap().id {
             self.pool.unregister(old).unwrap();
         }
     }

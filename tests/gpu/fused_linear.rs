@@ -587,14 +587,14 @@ fn the_raw_door_refuses_by_name() {
     let mut short = workspace;
     short.mailbox.bytes -= 1;
     let error = run(&tables[0], 64, x_at(0, 64), y_of(64), short);
-    let is_of_room = matches!(error, LaunchError::Capacity { what: "the workspace's use", got, max }
-        if got == bytes.mailbox && max + 1 == got);
+    let is_of_room = matches!(error, LaunchError::TooSmall { memory: "the workspace", got, want, .. }
+        if want == bytes.mailbox && got + 1 == want);
     assert!(is_of_room, "{error}");
     let mut misaligned = workspace;
     misaligned.mailbox.ptr += 8;
     misaligned.mailbox.bytes -= 8;
     let error = run(&tables[0], 3, x_at(0, 3), y_of(3), misaligned);
-    assert!(matches!(error, LaunchError::Misaligned { operand: "workspace", alignment: 16 }), "{error}");
+    assert!(matches!(error, LaunchError::Misaligned { operand: "the workspace", alignment: 16 }), "{error}");
     assert!(y.read::<bf16>().iter().all(|&y| y == bf16::ONE));
 }
 

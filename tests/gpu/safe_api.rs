@@ -650,8 +650,8 @@ fn routes_past_what_there_is_room_for_are_refused() {
             ([needed.mailbox, needed.partials - 1], needed.partials),
         ] {
             let error = run(&fitting_layer, &mut routes, workspace_bytes(bytes)).unwrap_err();
-            let is_of_workspace = matches!(error, LaunchError::Capacity { what: "the workspace's use", got, max }
-                if got == part && max + 1 == part);
+            let is_of_workspace = matches!(error, LaunchError::TooSmall { memory: "the workspace", got, want, .. }
+                if want == part && got + 1 == part);
             assert!(is_of_workspace, "{op:?}: {error}");
         }
     }
@@ -679,8 +679,8 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
         unsafe { raw::Grouping::new(kernels, capacity, region) }
     };
     let error = within(0, bytes - 1).unwrap_err();
-    let is_of_bytes = matches!(error, LaunchError::Capacity { what: "the grouping's memory", got, max }
-        if got == bytes && max + 1 == bytes);
+    let is_of_bytes = matches!(error, LaunchError::TooSmall { memory: "the grouping's memory", got, want, .. }
+        if want == bytes && got + 1 == bytes);
     assert!(is_of_bytes, "{error}");
     let error = within(128, bytes).unwrap_err();
     assert!(matches!(error, LaunchError::Misaligned { operand: "the grouping's memory", alignment: 256 }), "{error}");
@@ -729,6 +729,6 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
     let mut misaligned = workspace;
     misaligned.mailbox.ptr += 8;
     let error = add(DType::F32, misaligned).unwrap_err();
-    assert!(matches!(error, LaunchError::Misaligned { operand: "workspace", alignment: 16 }), "{error}");
+    assert!(matches!(error, LaunchError::Misaligned { operand: "the workspace", alignment: 16 }), "{error}");
     assert_eq!(target.read::<f32>(), [7.0; 64]);
 }

@@ -137,7 +137,7 @@ impl Server {
         match reservation.commit(id) {
             Ok(replaced) => {
                 version.keep();
-                replaced.into_iter().for_each(|old| self.forget(old));
+                replaced.id.into_iter().for_each(|old| self.forget(old));
             }
             Err(error) => {
                 self.paths().remove(&id);
@@ -148,7 +148,7 @@ impl Server {
         Ok(())
     }
 
-    /// What requests for a name run on. `lora_path` names an adapter, too, as SGLang has it.
+    /// What a model name resolves to. `lora_path` names an adapter, too, as SGLang has it.
     pub(crate) fn resolve(&self, model: &str, lora_path: Option<&str>) -> ApiResult<Served> {
         let served = |name: &str| {
             self.registry.resolve(name).map_err(|error| match error {

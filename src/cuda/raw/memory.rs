@@ -44,7 +44,7 @@ pub struct DeviceRegion {
 impl DeviceRegion {
     /// Rejects memory that is smaller than `bytes` or not aligned for [`Arrays`].
     pub(super) fn check_room(&self, operand: &'static str, bytes: usize) -> Result<(), LaunchError> {
-        LaunchError::within(operand, bytes, self.bytes)?;
+        LaunchError::room(operand, self.bytes, "this capacity", bytes)?;
         let alignment = Arrays::ALIGNMENT_BYTES;
         if self.ptr.is_multiple_of(alignment as u64) {
             Ok(())

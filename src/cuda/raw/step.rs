@@ -21,9 +21,9 @@ impl Workspace {
     /// Rejects a workspace that is too small or misaligned.
     pub(super) fn check(&self, needed: WorkspaceBytes) -> Result<(), LaunchError> {
         for (needed, part) in [(needed.mailbox, self.mailbox), (needed.partials, self.partials)] {
-            LaunchError::within("the workspace's use", needed, part.bytes)?;
+            LaunchError::room("the workspace", part.bytes, "this layer", needed)?;
             if needed > 0 && !part.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
-                return Err(LaunchError::Misaligned { operand: "workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
+                return Err(LaunchError::Misaligned { operand: "the workspace", alignment: WORKSPACE_ALIGNMENT_BYTES });
             }
         }
         Ok(())

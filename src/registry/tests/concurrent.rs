@@ -165,7 +165,10 @@ fn one_of_two_loads_wins() {
             let registry = Registry::new([BASE]);
             let load = |registry: Registry| {
                 let id = AdapterId::unique();
-                registry.reserve("a", Refuse).and_then(|reservation| reservation.commit(id)).map(|old| (id, old))
+                registry
+                    .reserve("a", Refuse)
+                    .and_then(|reservation| reservation.commit(id))
+                    .map(|replaced| (id, replaced.id))
             };
             let other = thread::spawn({
                 let registry = registry.clone();

@@ -4,7 +4,7 @@
 mod concurrent;
 mod model;
 
-use super::{Listed, MAX_NAME_BYTES, NameError, OnDuplicate, Registry, RegistryError, Served, Unloaded};
+use super::{Listed, MAX_NAME_BYTES, NameError, OnDuplicate, Registry, RegistryError, Replaced, Served, Unloaded};
 use crate::pool::{AdapterId, CacheNamespace};
 
 use OnDuplicate::{Refuse, Replace};
@@ -16,7 +16,8 @@ fn alone(test: impl Fn() + Send + Sync + 'static) {
 
 fn load(registry: &Registry, name: &str) -> AdapterId {
     let id = AdapterId::unique();
-    registry.reserve(name, Replace).and_then(|reservation| reservation.commit(id)).expect("nothing else has the name");
+    let reservation = registry.reserve(name, Replace).expect("nobody else loads it");
+    let Replaced { id: _old } = reservation.commit(id).expect("nothing else has the name");
     id
 }
 
@@ -51,7 +52,11 @@ fn a_name_stands_for_each_of_its_versions_in_turn() {
         let (second, reservation) = (AdapterId::unique(), registry.reserve("org/pirate", Replace).unwrap());
         assert_eq!(reservation.name(), "org/pirate");
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)), "the old version until the commit");
-        assert_eq!(reservation.commit(second), Ok(Some(first)), "the caller unregisters the old version");
+        assert_eq!(
+            reservation.commit(second),
+            Ok(Replaced { id: Some(first) }),
+            "the caller unregisters the old version"
+        );
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(second)));
         assert_eq!((registry.name_of(first), registry.name_of(second).as_deref()), (None, Some("org/pirate")));
 
@@ -112,7 +117,7 @@ fn a_name_is_loaded_by_one_caller_at_a_time() {
         }
         assert_eq!(registry.alias("a", "a", Replace), Err(loading("a")));
         assert_eq!(registry.alias("b", "a", Replace), Err(loading("a")));
-        assert_eq!(first.commit(id), Ok(None));
+        assert_eq!(first.commit(id), Ok(Replaced { id: None }));
         let replacement = registry.reserve("a", Replace).unwrap();
         assert_eq!(registry.reserve("a", Replace).err(), Some(loading("a")));
         assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
@@ -132,7 +137,7 @@ fn unloading_cancels_a_load() {
         let later = registry.reserve("a", Refuse).unwrap();
         assert_eq!(cancelled.commit(AdapterId::unique()), unloaded("a"));
         let id = AdapterId::unique();
-        assert_eq!(later.commit(id), Ok(None));
+        assert_eq!(later.commit(id), Ok(Replaced { id: None }));
 
         let cancelled = registry.reserve("a", Replace).unwrap();
         assert_eq!(registry.unload("a"), Ok(Unloaded { id: Some(id), aliases: vec![] }));

@@ -198,7 +198,7 @@ pub(super) fn run(registry: &Registry, held: &mut Option<Reservation>, call: &Ca
             Outcome::Done(registry.reserve(name, on_duplicate).map(|reservation| *held = Some(reservation)))
         }
         Call::Commit { id, .. } => {
-            Outcome::Committed(held.take().map_or(Ok(None), |reservation| reservation.commit(id)))
+            Outcome::Committed(held.take().map_or(Ok(None), |reservation| Ok(reservation.commit(id)?.id)))
         }
         Call::Release { .. } => {
             *held = None;
