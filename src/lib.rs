@@ -13,7 +13,8 @@
 //! - [`registry`]: the names that requests use for adapters. Depends on `pool`.
 //! - [`admission`]: which waiting requests join the running batch. Depends on nothing.
 //! - [`error`]: errors that both backends share.
-//! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends. They depend on everything above.
+//! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends, which refuse the same operands
+//!   by the same errors. They depend on everything above.
 //! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none. Depends on both backends.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
 //!
@@ -83,6 +84,7 @@
 pub mod adapter;
 pub mod admission;
 mod blocks;
+mod contract;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]

@@ -1,17 +1,14 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
-use crate::{
-    Element,
-    error::OperandError,
-    model::{LinearId, LinearSite, ModelId},
-};
+use crate::{Element, contract, error::OperandError, model::LinearId, plan::ForwardPlan};
 
 /// A linear layer with its base weight and its adapters: `y = x Wᵀ + bias + scaling · B (A x)`.
 ///
-/// The CPU counterpart of `cuda::FusedLinear`, for tests of engines. It accepts any element type, shape and number of tokens.
+/// The CPU counterpart of `cuda::FusedLinear`, for tests of engines. It refuses what that refuses, by the same errors: `f32`, numbers of
+/// input features and row strides of W and `x` that are not multiples of 8, and batches of more than
+/// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. Only addresses may be anywhere.
 #[derive(Clone, Debug)]
 pub struct FusedLinear<'a, T> {
-    model: ModelId,
-    site: LinearSite,
+    contract: contract::FusedLinear,
     slices: Vec<Matrix<'a, T>>,
     bias: Option<&'a [T]>,
 }
@@ -20,28 +17,18 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// The layer `id` of the table's model, with a base weight W `[out_features, in_features]` for each of its slices.
     ///
     /// # Errors
-    /// [`PlanError::Foreign`](crate::plan::PlanError::Foreign) if the id belongs to another model, or an [`OperandError`] if the
-    /// table has another element type, the layer is fully sharded or there is not one W of the right shape per slice.
+    /// [`OperandError::Plan`] if the id belongs to another model ([`PlanError::Foreign`](crate::plan::PlanError::Foreign)), or
+    /// [`ForwardPlan::new`] refuses the layer, the table's element type or its capacity. Another [`OperandError`] if there is not one W
+    /// per slice, of the right shape and type and with rows that begin at multiples of 16 bytes.
     pub fn new(
         weights: &WeightTable,
         id: LinearId,
         slices: impl IntoIterator<Item = Matrix<'a, T>>,
     ) -> Result<Self, OperandError> {
-        let site = weights.model().linear(id).ok_or(OperandError::Model)?.clone();
-        if site.exchange().is_some() {
-            return Err(OperandError::FullySharded);
-        }
-        if T::DTYPE != weights.dtype() {
-            return Err(OperandError::DType { operand: "W", got: T::DTYPE, want: weights.dtype() });
-        }
         let slices: Vec<_> = slices.into_iter().collect();
-        if slices.len() != site.slices().len() {
-            return Err(OperandError::Slices { got: slices.len(), want: site.slices().len() });
-        }
-        for (w, slice) in slices.iter().zip(site.slices()) {
-            w.check_as("W", slice.out_features(), site.in_features())?;
-        }
-        Ok(Self { model: weights.model().id(), site, slices, bias: None })
+        let shapes: Vec<_> = slices.iter().map(Matrix::shape).collect();
+        let contract = contract::FusedLinear::new(weights.model(), id, weights.dtype(), weights.capacity(), &shapes)?;
+        Ok(Self { contract, slices, bias: None })
     }
 
     /// Adds `bias` `[out_features]` to every row.
@@ -49,17 +36,20 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// # Errors
     /// [`OperandError`] if it has another length.
     pub fn with_bias(self, bias: &'a [T]) -> Result<Self, OperandError> {
-        let (got, want) = (bias.len(), self.site.out_features());
-        if got != want {
-            return Err(OperandError::Bias { got, want });
-        }
+        self.contract.check_bias(bias.len())?;
         Ok(Self { bias: Some(bias), ..self })
+    }
+
+    /// The launch configuration on a GPU. It also gives the largest batch.
+    pub fn plan(&self) -> &ForwardPlan {
+        &self.contract.plan
     }
 
     #[doc = include_str!("../docs/operations/fused_linear_forward.md")]
     ///
     /// # Errors
-    /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
+    /// [`OperandError`] if an operand does not match the layer and the step, or the step has more than
+    /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. `y` is then unchanged.
     pub fn forward(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), OperandError> {
         self.run(step, x, y, |_, sum| sum)
     }
@@ -80,9 +70,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         mut y: MatrixMut<'_, T>,
         put: impl Fn(T, f32) -> f32 + Sync,
     ) -> Result<(), OperandError> {
-        x.check(step.num_tokens(), self.site.in_features())?;
-        y.check(step.num_tokens(), self.site.out_features())?;
-        step.check::<T>("x", self.model)?;
+        self.contract.check(step.shape(), x.shape(), y.shape())?;
         y.for_rows(&|token, y| {
             for (y, sum) in y.iter_mut().zip(self.sums(step, token, x.row(token))) {
                 *y = T::from_f32(put(*y, sum));
@@ -93,21 +81,21 @@ impl<'a, T: Element> FusedLinear<'a, T> {
 
     /// The outputs of a token.
     fn sums(&self, step: &Step<'_>, token: usize, x: &[T]) -> Vec<f32> {
+        let site = &self.contract.site;
         let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
-        let mut sums = self
-            .bias
-            .map_or(vec![0.0; self.site.out_features()], |bias| bias.iter().map(|bias| bias.to_f32()).collect());
+        let mut sums =
+            self.bias.map_or(vec![0.0; site.out_features()], |bias| bias.iter().map(|bias| bias.to_f32()).collect());
         let mut rest = &mut sums[..];
-        for (slice, (w, site)) in self.slices.iter().zip(self.site.slices()).enumerate() {
-            let (sums, behind) = rest.split_at_mut(site.out_features());
+        for (slice, (w, of_slice)) in self.slices.iter().zip(site.slices()).enumerate() {
+            let (sums, behind) = rest.split_at_mut(of_slice.out_features());
             rest = behind;
             for (row, sum) in sums.iter_mut().enumerate() {
                 *sum += w.row(row).iter().zip(&wide).map(|(w, x)| w.to_f32() * x).sum::<f32>();
             }
-            if let Some(factors) = step.factors::<T>(step.batch.slots()[token], self.site.first_entry() + slice) {
+            if let Some(factors) = step.factors::<T>(step.batch.slots()[token], site.first_entry() + slice) {
                 let mut v = vec![0.0; factors.rank()];
                 factors.shrink(x, &mut v);
-                factors.delta(&v, step.batch.scale(token), site.out_features(), |out, delta| sums[out] += delta);
+                factors.delta(&v, step.batch.scale(token), of_slice.out_features(), |out, delta| sums[out] += delta);
             }
         }
         sums

@@ -1,6 +1,6 @@
 use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::ParallelSliceMut};
 
-use crate::{Element, error::OperandError, extent::Extent};
+use crate::{Element, contract::Shape, error::OperandError, extent::Extent};
 
 /// A row-major input matrix.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +24,10 @@ impl<'a, T: Element> Matrix<'a, T> {
     /// [`OperandError::Extent`] if `data` is too short, or [`OperandError::Overlap`] if `row_stride < cols`.
     pub fn strided(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Result<Self, OperandError> {
         Ok(Self { data, extent: Extent::new("x", data.len(), rows, cols, row_stride)? })
+    }
+
+    pub(super) fn shape(&self) -> Shape {
+        Shape { dtype: T::DTYPE, extent: self.extent }
     }
 
     pub(super) fn row(&self, row: usize) -> &'a [T] {
@@ -63,6 +67,10 @@ impl<'a, T: Element> MatrixMut<'a, T> {
     pub fn strided(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Result<Self, OperandError> {
         let extent = Extent::new("y", data.len(), rows, cols, row_stride)?;
         Ok(Self { data, extent })
+    }
+
+    pub(super) fn shape(&self) -> Shape {
+        Shape { dtype: T::DTYPE, extent: self.extent }
     }
 
     /// The rows, as disjoint slices.

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use super::{WeightTable, Workspace, factors::Factors, upload::Adapter};
-use crate::{DType, Element, Slot, error::OperandError, model::ModelId, routing::Batch};
+use crate::{DType, Element, Slot, contract::StepShape, error::OperandError, model::ModelId, routing::Batch};
 
 /// The operations of one batch, and the table, batch and workspace that they share.
 ///
@@ -10,6 +10,7 @@ use crate::{DType, Element, Slot, error::OperandError, model::ModelId, routing::
 pub struct Step<'a> {
     pub(super) model: ModelId,
     pub(super) dtype: DType,
+    pub(super) num_slots: usize,
     pub(super) max_rank: usize,
     /// Adapters of the batch, by slot.
     pub(super) adapters: Vec<Option<Arc<Adapter>>>,
@@ -21,6 +22,12 @@ impl Step<'_> {
     /// Tokens in the batch.
     pub fn num_tokens(&self) -> usize {
         self.batch.num_tokens()
+    }
+
+    /// What the operations are checked against.
+    pub(super) fn shape(&self) -> StepShape {
+        let &Self { model, dtype, num_slots, max_rank, .. } = self;
+        StepShape { model, dtype, num_slots, max_rank, num_tokens: self.num_tokens() }
     }
 
     /// Rejects a layer of another model, and an operand of another element type.
@@ -51,6 +58,7 @@ impl WeightTable {
         Ok(Step {
             model: self.model().id(),
             dtype: self.dtype(),
+            num_slots: self.capacity().num_slots,
             max_rank: self.capacity().max_rank,
             adapters: self.adapters(batch),
             batch: *batch,

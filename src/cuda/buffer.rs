@@ -201,7 +201,7 @@ impl Queue {
 }
 
 fn check_len(len: usize, max: usize) -> Result<(), LaunchError> {
-    LaunchError::within("the copy's elements", len, max)
+    Ok(crate::error::OperandError::within("the copy's elements", len, max)?)
 }
 
 /// An input in device memory: a cudarc slice or view, or a [`Buffer`].

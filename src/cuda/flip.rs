@@ -24,7 +24,7 @@ impl WeightTable {
             Ok::<_, LaunchError>(())
         })?;
         let replaced = slots.replace(&mut blocks, slot, flip.bytes, flip.max_rank, None);
-        replaced.map(drop).map_err(|_| LaunchError::Capacity { what: "the slot", got: index, max: slots.len() })
+        replaced.map(drop).map_err(|_| OperandError::Capacity { what: "the slot", got: index, max: slots.len() }.into())
     }
 
     /// Makes the rows of slots empty, in stream order. The event is recorded after it.

@@ -4,9 +4,7 @@ use std::ffi::c_void;
 
 use super::{LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable, raw};
 use crate::{
-    Element,
-    error::OperandError,
-    ffi,
+    Element, ffi,
     model::{LinearId, MAX_SLICES},
     plan::ForwardPlan,
 };
@@ -79,10 +77,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// [`LaunchError`] if it has another length or queue, or the stream is being captured.
     pub fn with_bias(self, bias: impl Into<View<'a, T>>) -> Result<Self, LaunchError> {
         let bias = bias.into();
-        let (got, want) = (bias.len(), self.raw.num_outputs());
-        if got != want {
-            return Err(OperandError::Bias { got, want }.into());
-        }
+        self.raw.check_bias(bias.len())?;
         bias.check_queue("bias", &self.queue)?;
         self.queue.enter()?;
         let address = bias.on(&self.queue).0;

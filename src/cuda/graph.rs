@@ -39,9 +39,9 @@ impl Graph {
     ///
     /// # Errors
     /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the step.
-    /// [`LaunchError::Capacity`] if the batch has more tokens than the graph, [`LaunchError::WrongStream`] if the graph belongs to
-    /// another queue, [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError`] if something else captures the
-    /// stream, or the driver returns an error.
+    /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the graph,
+    /// [`LaunchError::WrongStream`] if the graph belongs to another queue, [`LaunchError::CapturedReplay`] if the step is being captured.
+    /// [`LaunchError`] if something else captures the stream, or the driver returns an error.
     pub fn replay(&mut self, step: &mut Step<'_>) -> Result<(), LaunchError> {
         if step.is_captured() {
             return Err(LaunchError::CapturedReplay);

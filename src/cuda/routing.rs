@@ -42,7 +42,7 @@ impl Routing {
     /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
     ///
     /// # Errors
-    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending; see [`wait`](Self::wait). [`LaunchError::Capacity`] if the
+    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending; see [`wait`](Self::wait). [`OperandError::Capacity`] if the
     /// batch is too large. [`LaunchError::Capturing`]. Nothing was enqueued.
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
         self.queue().enter()?;
@@ -80,7 +80,7 @@ impl Routing {
     /// for which the slot was leased since then.
     ///
     /// # Errors
-    /// [`LaunchError::Capacity`] if the batch is too large, [`LaunchError::Operand`] if there is not one scale per slot,
+    /// [`OperandError::Capacity`] if the batch is too large, [`LaunchError::Operand`] if there is not one scale per slot,
     /// [`LaunchError::Capturing`]. Nothing was enqueued.
     pub fn update_on_device<'a>(
         &mut self,
@@ -111,7 +111,7 @@ impl Routing {
     /// A batch of up to `num_tokens` tokens to capture a CUDA graph with, in the raw API. See [`raw::Routing::capture_batch`].
     ///
     /// # Errors
-    /// [`LaunchError::Capacity`] if `num_tokens` exceeds the capacity.
+    /// [`OperandError::Capacity`] if `num_tokens` exceeds the capacity.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<raw::RoutedBatch, LaunchError> {
         self.raw.capture_batch(num_tokens)
     }

@@ -15,16 +15,6 @@ pub enum LaunchError {
         /// Number of staging buffers.
         steps_in_flight: usize,
     },
-    /// A batch or a buffer exceeds the size that memory was allocated for.
-    #[error("{what} is {got}, but must be at most {max}")]
-    Capacity {
-        /// What is too large.
-        what: &'static str,
-        /// Its size.
-        got: usize,
-        /// The largest allowed size.
-        max: usize,
-    },
     /// The step is being captured, and graphs are replayed in other steps.
     #[error("a graph cannot be replayed in a step that is being captured")]
     CapturedReplay,
@@ -62,16 +52,6 @@ pub enum LaunchError {
         /// The required alignment in bytes.
         alignment: usize,
     },
-    /// The rows of an operand are not sufficiently aligned.
-    #[error("each row of `{operand}` must begin at a multiple of {alignment} bytes, but rows are {stride_bytes} apart")]
-    MisalignedRows {
-        /// Name of the operand.
-        operand: &'static str,
-        /// The required alignment in bytes.
-        alignment: usize,
-        /// Distance between the beginnings of two rows, in bytes.
-        stride_bytes: usize,
-    },
     /// No CUDA driver is installed.
     #[error("no CUDA driver was found on this machine")]
     NoDriver,
@@ -88,7 +68,7 @@ pub enum LaunchError {
     },
     /// An operand does not match the layer or the step.
     #[error(transparent)]
-    Operand(#[from] OperandError),
+    Operand(OperandError),
     /// The operand belongs to a step of another batch.
     #[error("`{operand}` belong to a step of another batch")]
     OtherBatch {
@@ -143,12 +123,16 @@ impl From<DriverError> for LaunchError {
     }
 }
 
-impl LaunchError {
-    /// Rejects a size above `max`.
-    pub(crate) fn within(what: &'static str, got: usize, max: usize) -> Result<(), Self> {
-        if got > max { Err(Self::Capacity { what, got, max }) } else { Ok(()) }
+impl From<OperandError> for LaunchError {
+    fn from(error: OperandError) -> Self {
+        match error {
+            OperandError::Plan(error) => Self::Plan(error),
+            error => Self::Operand(error),
+        }
     }
+}
 
+impl LaunchError {
     /// Rejects memory of fewer bytes than `user` needs.
     pub(crate) fn room(memory: &'static str, got: usize, user: &'static str, want: usize) -> Result<(), Self> {
         if want > got { Err(Self::TooSmall { memory, got, user, want }) } else { Ok(()) }

@@ -1,6 +1,7 @@
 use crate::{
     DType, Slot,
     model::{Activation, LinearSite, SliceSite},
+    plan::PlanError,
 };
 
 /// An operand that does not match the layer or the step. Nothing was computed or enqueued.
@@ -20,6 +21,16 @@ pub enum OperandError {
         got: usize,
         /// Outputs of all slices of the layer.
         want: usize,
+    },
+    /// A batch, its routes or a buffer exceeds the size that the layer was planned or memory was allocated for.
+    #[error("{what} is {got}, but must be at most {max}")]
+    Capacity {
+        /// What is too large.
+        what: &'static str,
+        /// Its size.
+        got: usize,
+        /// The largest allowed size.
+        max: usize,
     },
     /// The element type of an operand is not that of the table.
     #[error("`{operand}` is {got}, but must be {want}")]
@@ -53,9 +64,6 @@ pub enum OperandError {
         /// Outputs of each slice.
         outputs: Vec<usize>,
     },
-    /// The layer is fully sharded, and the operation does not exchange `v` between the ranks.
-    #[error("the layer is fully sharded over the ranks, which only `FullyShardedLinear` supports")]
-    FullySharded,
     /// An operand does not have one element per token.
     #[error("`{operand}` has {got} elements, but the batch has {want} tokens")]
     Length {
@@ -65,6 +73,16 @@ pub enum OperandError {
         got: usize,
         /// Tokens in the batch.
         want: usize,
+    },
+    /// The rows of an operand are not sufficiently aligned.
+    #[error("each row of `{operand}` must begin at a multiple of {alignment} bytes, but rows are {stride_bytes} apart")]
+    MisalignedRows {
+        /// Name of the operand.
+        operand: &'static str,
+        /// The required alignment in bytes.
+        alignment: usize,
+        /// Distance between the beginnings of two rows, in bytes.
+        stride_bytes: usize,
     },
     /// The table belongs to an adapter pool, and the batch names a slot that no lease holds. Another adapter may be in it by now.
     #[error("the batch names {slot} of an adapter pool, which no lease holds")]
@@ -103,6 +121,9 @@ pub enum OperandError {
         /// Distance between rows, in elements.
         row_stride: usize,
     },
+    /// The kernels do not support the layer or the capacity.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
     /// An operand does not have one element per route.
     #[error("`{operand}` has {got} elements, but there are {want} routes")]
     Routes {
@@ -154,6 +175,11 @@ pub enum OperandError {
 }
 
 impl OperandError {
+    /// Rejects a size above `max`.
+    pub(crate) fn within(what: &'static str, got: usize, max: usize) -> Result<(), Self> {
+        if got > max { Err(Self::Capacity { what, got, max }) } else { Ok(()) }
+    }
+
     /// Features of gate and of up, if these are the layer's slices.
     pub(crate) fn gate_up(site: &LinearSite) -> Result<usize, Self> {
         match site.slices() {

@@ -15,7 +15,7 @@ use super::{
     case::{self, Layer, poison_rows},
     compare::{Expected, Place, expect_sum},
     dense::{self, Dense, Op, Site, Sizes},
-    values::Values,
+    values::{Dtype, Values},
 };
 
 /// A linear layer, its base weights, and the ranks of its adapters.
@@ -157,7 +157,7 @@ impl Case {
     }
 }
 
-/// Any case that the copy engine can read: features and row strides of x and W are multiples of 8 elements.
+/// Any case that the fused linear takes: in 16 bits, and features and row strides of x and W are multiples of 8 elements.
 pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
     let layers = move |_, num_adapters| {
         let base = (any::<bool>(), 0..=2_usize, any::<u64>(), any::<bool>());
@@ -172,6 +172,7 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
         for elements in [&mut case.offsets[0], &mut case.gaps[0]] {
             *elements = elements.next_multiple_of(8);
         }
-        case
+        let dtype = if matches!(case.dtype, Dtype::F32) { Dtype::BF16 } else { case.dtype };
+        Case { dtype, ..case }
     })
 }

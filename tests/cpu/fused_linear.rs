@@ -18,9 +18,10 @@ use aril::{
     cpu::{FusedLinear, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     error::OperandError,
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
-    plan::Capacity,
+    plan::{Capacity, MAX_FORWARD_TOKENS, PlanError},
     routing::Batch,
 };
+use half::f16;
 use proptest::prelude::*;
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -84,17 +85,17 @@ proptest! {
     }
 }
 
-/// The layer `m` in f32, on a rank, and the adapter of slot 0.
+/// The layer `m` in f16, on a rank, and the adapter of slot 0.
 fn rank_of(spec: &ModelSpec, adapter: &Adapter, tp: TpRank) -> WeightTable {
     let model = spec.shard(tp).unwrap();
-    table(&model, DType::F32, Capacity::tokens(4).slots(1).rank(4), std::slice::from_ref(adapter))
+    table(&model, DType::F16, Capacity::tokens(4).slots(1).rank(4), std::slice::from_ref(adapter))
 }
 
 /// Outputs of a column-parallel layer's ranks, side by side, and sums over a row-parallel layer's ranks equal the output of a single
 /// rank. All values are integers, so they are bit-identical.
 #[test]
 fn tensor_parallel_ranks_are_parts_of_the_whole() {
-    const IN: usize = 24;
+    const IN: usize = 32;
     const Q: usize = 16;
     const V: usize = 8;
     const TOKENS: usize = 3;
@@ -109,13 +110,14 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
     });
     let (config, tensors) = parts(3.0, &modules);
     let adapter = Adapter::from_tensors(&config, tensors).unwrap();
-    let (w, bias, x) = ([values(Q, IN), values(V, IN)], values(1, Q + V), values(TOKENS, IN));
+    let mut halves = |rows, cols| values(rows, cols).into_iter().map(f16::from_f32).collect::<Vec<_>>();
+    let (w, bias, x) = ([halves(Q, IN), halves(V, IN)], halves(1, Q + V), halves(TOKENS, IN));
     let slots = [Slot::new(0), Slot::BASE, Slot::new(0)];
     for parallel in [Parallel::Column, Parallel::Row] {
         let mut spec = ModelSpec::new();
         let id = spec.linear(Linear::new("m", parallel, IN).slice("q", Q).slice("v", V)).unwrap();
         // By rank and token.
-        let run = |tp: TpRank| -> Vec<Vec<f32>> {
+        let run = |tp: TpRank| -> Vec<Vec<f16>> {
             let weights = rank_of(&spec, &adapter, tp);
             let site = &weights.model()[id];
             let (columns, outs) = (site.in_range(), site.out_features());
@@ -124,7 +126,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
                 Matrix::strided(&w[first..], slice.out_features(), columns.len(), IN).unwrap()
             });
             let layer = FusedLinear::new(&weights, id, slices).unwrap();
-            let own_bias: Vec<f32> = [0, Q]
+            let own_bias: Vec<f16> = [0, Q]
                 .into_iter()
                 .zip(site.slices())
                 .flat_map(|(first, slice)| bias[first..][slice.ranges()[0].clone()].to_vec())
@@ -134,18 +136,18 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             } else {
                 layer
             };
-            let mut y = vec![f32::NAN; TOKENS * outs];
+            let mut y = vec![f16::NAN; TOKENS * outs];
             let mut workspace = Workspace::default();
             let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
             let x = Matrix::strided(&x[columns.start..], TOKENS, columns.len(), IN).unwrap();
             layer.forward(&mut step, x, MatrixMut::new(&mut y, TOKENS, outs).unwrap()).unwrap();
-            y.chunks(outs).map(<[f32]>::to_vec).collect()
+            y.chunks(outs).map(<[f16]>::to_vec).collect()
         };
         let whole = run(TpRank::SINGLE);
         let [first, second] = [0, 1].map(|rank| run(TpRank::new(rank, 2).unwrap()));
         for token in 0..TOKENS {
             let (first, second) = (&first[token], &second[token]);
-            let joined: Vec<f32> = match parallel {
+            let joined: Vec<f16> = match parallel {
                 Parallel::Row => first.iter().zip(second).map(|(a, b)| a + b).collect(),
                 _ => [&first[..Q / 2], &second[..Q / 2], &first[Q / 2..], &second[Q / 2..]].concat(),
             };
@@ -159,17 +161,18 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
 fn it_is_the_base_layer_and_its_delta() {
     let dense = crate::common::dense::Case::linear(24, &[5, 8], &[&[3, 2], &[0, 4]], vec![0, 1, -1, 0]);
     let case = Case::fused(dense, false);
-    let world = case.world::<f32>();
+    let world = case.world::<f16>();
     let written = Cpu.run(&case, &world);
-    let base = case.base::<f32>(case.values);
-    let weights = table(&world.model, DType::F32, world.capacity(4), &world.adapters);
+    let base = case.base::<f16>(case.values);
+    let weights = table(&world.model, DType::F16, world.capacity(4), &world.adapters);
     let mut y = written.clone();
     for token in 0..case.num_tokens() {
         let row = case.x().row(&world.x, token);
         let rows = base.slices.iter().flat_map(|(place, w)| (0..place.rows).map(|row| place.row(w, row)));
         let (place, bias) = base.bias.as_ref().unwrap();
         for ((out, w), bias) in rows.enumerate().zip(place.row(bias, 0)) {
-            y[case.y().at(token, out)] = (w.iter().zip(&row).map(|(w, x)| w * x).sum::<f64>() + bias) as f32;
+            let sum = w.iter().zip(&row).map(|(w, x)| w * x).sum::<f64>() + bias;
+            y[case.y().at(token, out)] = f16::from_f64(sum);
         }
     }
     let mut workspace = Workspace::default();
@@ -188,12 +191,13 @@ fn layer(spec: &mut ModelSpec) -> (Model, LinearId) {
 /// Operands that do not fit are refused by name, and leave `y` as it was.
 #[test]
 fn operands_that_do_not_fit_are_refused_by_name() {
+    const SEVEN: f16 = f16::from_f32_const(7.0);
     let ((model, id), (other_model, other_id)) = (layer(&mut ModelSpec::new()), layer(&mut ModelSpec::new()));
     let capacity = Capacity::tokens(2).slots(1).rank(4);
-    let [weights, other_weights] = [&model, &other_model].map(|model| table(model, DType::F32, capacity, &[]));
-    let data = [1.0_f32; 32];
+    let [weights, other_weights] = [&model, &other_model].map(|model| table(model, DType::F16, capacity, &[]));
+    let data = [f16::ONE; 32];
     let w = |rows, cols| Matrix::new(&data, rows, cols).unwrap();
-    let new = |slices: &[Matrix<'_, f32>]| FusedLinear::new(&weights, id, slices.iter().copied()).map(|_| ());
+    let new = |slices: &[Matrix<'_, f16>]| FusedLinear::new(&weights, id, slices.iter().copied()).map(|_| ());
     let shape = |operand, [rows, cols]: [usize; 2], [want_rows, want_cols]: [usize; 2]| {
         Err(OperandError::Shape { operand, rows, cols, want_rows, want_cols })
     };
@@ -202,10 +206,10 @@ fn operands_that_do_not_fit_are_refused_by_name() {
     assert_eq!(new(&[w(2, 8), w(1, 8), w(1, 8)]), Err(OperandError::Slices { got: 3, want: 2 }));
     assert_eq!(new(&[w(2, 8), w(2, 8)]), shape("W", [2, 8], [1, 8]));
     assert_eq!(new(&[w(2, 7), w(1, 8)]), shape("W", [2, 7], [2, 8]));
-    assert_eq!(FusedLinear::new(&weights, other_id, [w(2, 8), w(1, 8)]).unwrap_err(), OperandError::Model);
+    assert_eq!(FusedLinear::new(&weights, other_id, [w(2, 8), w(1, 8)]).unwrap_err(), PlanError::Foreign.into());
     let of_bf16 = table(&model, DType::BF16, capacity, &[]);
     let error = FusedLinear::new(&of_bf16, id, [w(2, 8), w(1, 8)]).unwrap_err();
-    assert_eq!(error, OperandError::DType { operand: "W", got: DType::F32, want: DType::BF16 });
+    assert_eq!(error, OperandError::DType { operand: "W", got: DType::F16, want: DType::BF16 });
 
     let layer = FusedLinear::new(&weights, id, [w(2, 8), w(1, 8)]).unwrap();
     for got in [0, 2, 4] {
@@ -215,11 +219,11 @@ fn operands_that_do_not_fit_are_refused_by_name() {
     let slots = [Slot::BASE; 2];
     let run = |weights: &WeightTable, [x_rows, x_cols]: [usize; 2], [y_rows, y_cols]: [usize; 2]| {
         let results = [false, true].map(|accumulates| {
-            let (mut buffer, mut workspace) = ([7.0_f32; 12], Workspace::default());
+            let (mut buffer, mut workspace) = ([SEVEN; 12], Workspace::default());
             let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
             let (x, y) = (w(x_rows, x_cols), MatrixMut::new(&mut buffer, y_rows, y_cols).unwrap());
             let result = if accumulates { layer.accumulate(&mut step, x, y) } else { layer.forward(&mut step, x, y) };
-            assert_eq!(result.is_err(), buffer == [7.0; 12], "{result:?}");
+            assert_eq!(result.is_err(), buffer == [SEVEN; 12], "{result:?}");
             result
         });
         assert_eq!(results[0], results[1]);
@@ -231,6 +235,45 @@ fn operands_that_do_not_fit_are_refused_by_name() {
     assert_eq!(run(&weights, [2, 8], [2, 4]), shape("y", [2, 4], [2, 3]));
     assert_eq!(run(&weights, [2, 8], [3, 3]), shape("y", [3, 3], [2, 3]));
     assert_eq!(run(&other_weights, [2, 8], [2, 3]), Err(OperandError::Model));
-    let refused = Err(OperandError::DType { operand: "x", got: DType::F32, want: DType::BF16 });
+    let refused = Err(OperandError::DType { operand: "weights", got: DType::BF16, want: DType::F16 });
     assert_eq!(run(&of_bf16, [2, 8], [2, 3]), refused);
+}
+
+/// What no kernel takes is refused on the CPU, too, so that an engine that runs there runs on a GPU.
+#[test]
+fn what_a_gpu_refuses_is_refused() {
+    let mut spec = ModelSpec::new();
+    let mut linear = |name: &str, in_features| {
+        spec.linear(Linear::new(name, Parallel::Replicated, in_features).slice("q", 2)).unwrap()
+    };
+    let (id, odd) = (linear("even", 8), linear("odd", 12));
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(2 * MAX_FORWARD_TOKENS).slots(1).rank(4);
+    let of_f32 = table(&model, DType::F32, capacity, &[]);
+    let w = [0.0_f32; 16];
+    let refused = FusedLinear::new(&of_f32, id, [Matrix::new(&w, 2, 8).unwrap()]).unwrap_err();
+    assert_eq!(refused, PlanError::FusedDType { got: DType::F32 }.into());
+
+    let weights = table(&model, DType::F16, capacity, &[]);
+    let data = vec![f16::ONE; (MAX_FORWARD_TOKENS + 1) * 12];
+    let matrix = |rows, stride| Matrix::strided(&data, rows, 8, stride).unwrap();
+    let refused = FusedLinear::new(&weights, odd, [Matrix::new(&data, 2, 12).unwrap()]).unwrap_err();
+    assert_eq!(refused, PlanError::Multiple { what: "in_features", value: 12, of: 8 }.into());
+    let rows = |operand| OperandError::MisalignedRows { operand, alignment: 16, stride_bytes: 24 };
+    assert_eq!(FusedLinear::new(&weights, id, [matrix(2, 12)]).unwrap_err(), rows("W"));
+
+    let layer = FusedLinear::new(&weights, id, [matrix(2, 8)]).unwrap();
+    assert_eq!(layer.plan().max_tokens(), MAX_FORWARD_TOKENS);
+    let run = |tokens, stride| {
+        let (slots, mut workspace) = (vec![Slot::BASE; tokens], Workspace::default());
+        let mut y = vec![f16::ZERO; 2 * tokens];
+        let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
+        layer.forward(&mut step, matrix(tokens, stride), MatrixMut::new(&mut y, tokens, 2).unwrap())
+    };
+    assert_eq!(run(MAX_FORWARD_TOKENS, 8), Ok(()));
+    let (got, max) = (MAX_FORWARD_TOKENS + 1, MAX_FORWARD_TOKENS);
+    assert_eq!(run(got, 8), Err(OperandError::Capacity { what: "the batch's tokens", got, max }));
+    assert_eq!(run(2, 12), Err(rows("x")));
+    // The stride of a single row is not used.
+    assert_eq!(run(1, 12), Ok(()));
 }

@@ -265,8 +265,8 @@ fn what_there_is_no_room_for_is_refused() {
     assert_eq!(update(4, 8, 2).unwrap(), 8);
     let error = update(4, 6, 2).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::Tokens { got: 3, want: 4 })), "{error}");
-    assert!(matches!(update(5, 10, 2), Err(LaunchError::Capacity { got: 5, max: 4, .. })));
-    assert!(matches!(update(4, 12, 3), Err(LaunchError::Capacity { got: 3, max: 2, .. })));
+    assert!(matches!(update(5, 10, 2), Err(LaunchError::Operand(OperandError::Capacity { got: 5, max: 4, .. }))));
+    assert!(matches!(update(4, 12, 3), Err(LaunchError::Operand(OperandError::Capacity { got: 3, max: 2, .. }))));
 
     let bytes = raw::Alignment::device_bytes(capacity).unwrap();
     let memory = gpu.upload(&vec![0_u8; bytes + 256]);

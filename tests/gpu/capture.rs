@@ -12,7 +12,7 @@ use aril::{
         Alignment, Buffer, Graph, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
         PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
     },
-    error::LoadError,
+    error::{LoadError, OperandError},
     model::{Activation, Experts, Linear, ModelSpec, Parallel, TpRank},
     plan::{AlignCapacity, Capacity, RouteCapacity, WorkspaceBytes},
     routing::Batch,
@@ -134,7 +134,7 @@ fn buffers_are_written_and_read_within_their_ends() {
     let mut got = [9.0; 4];
     buffer.read(&mut got).unwrap();
     assert_eq!(got, [1.0, 2.0, 0.0, 0.0]);
-    let is_too_many = |error| matches!(error, LaunchError::Capacity { got: 5, max: 4, .. });
+    let is_too_many = |error| matches!(error, LaunchError::Operand(OperandError::Capacity { got: 5, max: 4, .. }));
     assert!(is_too_many(buffer.write(&[3.0; 5]).unwrap_err()));
     assert!(is_too_many(buffer.read(&mut [3.0; 5]).unwrap_err()));
     buffer.read(&mut got[..1]).unwrap();
@@ -182,8 +182,12 @@ fn copies_are_in_the_order_of_the_queue() {
         assert_eq!(gpu.stream.clone_dtoh(&taken).unwrap(), expected);
     }
     let error = queue.copy(&inserted, second.slice_mut(2..LEN)).unwrap_err();
-    assert!(matches!(error, LaunchError::Capacity { got: LEN, max, .. } if max == LEN - 2), "{error}");
-    let is_too_many = |error| matches!(error, LaunchError::Capacity { got, .. } if got == LEN + 1);
+    assert!(
+        matches!(error, LaunchError::Operand(OperandError::Capacity { got: LEN, max, .. }) if max == LEN - 2),
+        "{error}"
+    );
+    let is_too_many =
+        |error| matches!(error, LaunchError::Operand(OperandError::Capacity { got, .. }) if got == LEN + 1);
     assert!(is_too_many(first.enqueue_write(&mut output, LEN + 1).unwrap_err()));
     assert!(is_too_many(first.enqueue_read(&mut output, LEN + 1).unwrap_err()));
     let other = Gpu::in_context(gpu.context.clone());
@@ -264,7 +268,8 @@ fn captures_that_fail_leave_the_queue_as_it_was() {
     }
     let Setup { weights, routing, workspace, .. } = &mut setup;
     let error = weights.capture::<LaunchError>(routing, TOKENS + 1, workspace, |_| Ok(())).unwrap_err();
-    let is_of_tokens = matches!(error, LaunchError::Capacity { got, max: TOKENS, .. } if got == TOKENS + 1);
+    let is_of_tokens =
+        matches!(error, LaunchError::Operand(OperandError::Capacity { got, max: TOKENS, .. }) if got == TOKENS + 1);
     assert!(is_of_tokens, "{error}");
     assert_usable(&mut setup);
 }
@@ -317,12 +322,18 @@ fn a_graph_is_replayed_in_steps_like_its_own_alone() {
     is_other(replay(weights, &mut other_routing, workspace, ROWS).unwrap_err(), "routing");
     is_other(replay(weights, routing, &mut other_workspace, ROWS).unwrap_err(), "workspace");
     let error = replay(weights, routing, workspace, ROWS + 1).unwrap_err();
-    assert!(matches!(error, LaunchError::Capacity { got, max: ROWS, .. } if got == ROWS + 1), "{error}");
+    assert!(
+        matches!(error, LaunchError::Operand(OperandError::Capacity { got, max: ROWS, .. }) if got == ROWS + 1),
+        "{error}"
+    );
 
     let ids = Buffer::from_slice(queue, gpu.stream.clone_htod(&[0_i32; TOKENS]).unwrap()).unwrap();
     let batch = routing.update_on_device(ids.slice(0..ROWS + 1), None).unwrap();
     let error = graph.replay(&mut weights.step(&batch, workspace).unwrap()).unwrap_err();
-    assert!(matches!(error, LaunchError::Capacity { got, max: ROWS, .. } if got == ROWS + 1), "{error}");
+    assert!(
+        matches!(error, LaunchError::Operand(OperandError::Capacity { got, max: ROWS, .. }) if got == ROWS + 1),
+        "{error}"
+    );
 
     let within = other_weights.capture::<LaunchError>(&other_routing, ROWS, &mut other_workspace, |step| {
         let error = graph.replay(step).unwrap_err();

@@ -36,14 +36,6 @@ fn sizes() -> Sizes {
     Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::large() }
 }
 
-/// Any case in 16 bits.
-fn cases_of_16_bits(sizes: Sizes) -> impl Strategy<Value = Case> {
-    cases(sizes).prop_map(|case| {
-        let dtype = if matches!(case.dtype, Dtype::F32) { Dtype::BF16 } else { case.dtype };
-        Case { dtype, ..case }
-    })
-}
-
 /// The safe API, on borrowed slices.
 struct Safe<'a> {
     gpu: &'a Gpu,
@@ -165,7 +157,7 @@ impl Subject<Fused> for Raw<'_> {
 #[ignore = "needs a GPU"]
 fn the_raw_door_agrees_with_the_reference() {
     let gpu = Gpu::new();
-    property(200, cases_of_16_bits(sizes()), |case| {
+    property(200, cases(sizes()), |case| {
         let padded_tokens = ((case.seed % 5) as usize * 7).min(MAX_FORWARD_TOKENS - case.num_tokens());
         let [captured, withholds] = [2, 3].map(|divisor| case.seed.is_multiple_of(divisor));
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured, withholds }))
@@ -176,7 +168,7 @@ fn the_raw_door_agrees_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn the_safe_api_agrees_with_the_reference() {
     let gpu = Gpu::new();
-    property(100, cases_of_16_bits(sizes()), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
+    property(100, cases(sizes()), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
 }
 
 /// Boundaries of a tile of W, of a cluster's K and of a slice: exact sums of integers.
@@ -293,7 +285,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(50, cases_of_16_bits(sizes()), |case| for_dtype!(case, run(&gpu, &case)));
+    property(50, cases(sizes()), |case| for_dtype!(case, run(&gpu, &case)));
     for dtype in [Dtype::BF16, Dtype::F16] {
         let all = [(1304, [4096, 40]), (4104, [264, 72]), (200, [13_000, 24])];
         for &(in_features, slices) in choose(&all[..], &[(1032, [264, 40])]) {
@@ -338,7 +330,7 @@ fn a_tokens_nan_is_its_own() {
         Ok(())
     }
     let gpu = Gpu::new();
-    property(100, cases_of_16_bits(sizes()), |case| for_dtype!(case, run(&gpu, &case)));
+    property(100, cases(sizes()), |case| for_dtype!(case, run(&gpu, &case)));
 }
 
 /// On integers, the ranks of a column-parallel layer compute its parts, and those of a row-parallel layer add up to it.
@@ -519,7 +511,7 @@ fn the_raw_door_refuses_by_name() {
         assert!(matches!(error, LaunchError::Misaligned { operand: "W", alignment: 16 }), "{error}");
     }
     let error = refused(&[w[0], w[1].row_stride(IN + 1)]);
-    let is_of_rows = matches!(error, LaunchError::MisalignedRows { operand: "W", alignment: 16, stride_bytes }
+    let is_of_rows = matches!(error, LaunchError::Operand(OperandError::MisalignedRows { operand: "W", alignment: 16, stride_bytes })
         if stride_bytes == 2 * (IN + 1));
     assert!(is_of_rows, "{error}");
     let error = refused(&w[..1]);
@@ -568,11 +560,14 @@ fn the_raw_door_refuses_by_name() {
     let x_at = |offset: u64, tokens| raw::MatrixRef::new::<bf16>(x.address() + offset, tokens, IN);
     let y_of = |tokens| raw::MatrixMut::new::<bf16>(y.address(), tokens, OUTS);
     let error = run(&tables[0], 65, x_at(0, 65), y_of(65), workspace);
-    assert!(matches!(error, LaunchError::Capacity { what: "the batch's tokens", got: 65, max: 64 }), "{error}");
+    assert!(
+        matches!(error, LaunchError::Operand(OperandError::Capacity { what: "the batch's tokens", got: 65, max: 64 })),
+        "{error}"
+    );
     let error = run(&tables[0], 3, x_at(8, 3), y_of(3), workspace);
     assert!(matches!(error, LaunchError::Misaligned { operand: "x", alignment: 16 }), "{error}");
     let error = run(&tables[0], 3, x_at(0, 3).row_stride(IN + 4), y_of(3), workspace);
-    assert!(matches!(error, LaunchError::MisalignedRows { operand: "x", .. }), "{error}");
+    assert!(matches!(error, LaunchError::Operand(OperandError::MisalignedRows { operand: "x", .. })), "{error}");
     let error = run(&tables[0], 3, x_at(0, 2), y_of(3), workspace);
     assert!(is_of_shape(&error, "x"), "{error}");
     let error = run(&tables[0], 3, x_at(0, 3), y_of(2), workspace);
@@ -624,7 +619,7 @@ fn the_safe_api_refuses_by_name() {
     assert!(matches!(error, LaunchError::Misaligned { operand: "W", alignment: 16 }), "{error}");
     let odd = Matrix::strided(view.slice(..), OUT[0], IN, IN + 4).unwrap();
     let error = new([odd, w(0, OUT[1])]).unwrap_err();
-    assert!(matches!(error, LaunchError::MisalignedRows { operand: "W", .. }), "{error}");
+    assert!(matches!(error, LaunchError::Operand(OperandError::MisalignedRows { operand: "W", .. })), "{error}");
     let error = new([w(0, OUT[1]), w(0, OUT[1])]).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::Shape { operand: "W", .. })), "{error}");
     let error = FusedLinear::new(&weights, id, [w(0, OUT[0])]).unwrap_err();
@@ -662,7 +657,10 @@ fn the_safe_api_refuses_by_name() {
         layer.forward(&mut step, x, MatrixMut::new(y.view_mut(), tokens, OUTS).unwrap())
     };
     let error = run(65, w(0, 65)).unwrap_err();
-    assert!(matches!(error, LaunchError::Capacity { what: "the batch's tokens", got: 65, max: 64 }), "{error}");
+    assert!(
+        matches!(error, LaunchError::Operand(OperandError::Capacity { what: "the batch's tokens", got: 65, max: 64 })),
+        "{error}"
+    );
     let error = run(3, w(1, 3)).unwrap_err();
     assert!(matches!(error, LaunchError::Misaligned { operand: "x", alignment: 16 }), "{error}");
     let error = run(3, Matrix::new(&foreign_values, 3, IN).unwrap()).unwrap_err();

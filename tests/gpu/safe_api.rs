@@ -586,13 +586,18 @@ fn routes_past_what_there_is_room_for_are_refused() {
     let mut fewer_tokens = grouping(RouteCapacity::tokens(TOKENS - 1).top_k(2).experts(2));
     let error = fewer_tokens.update(&mut step, top_k()).unwrap_err();
     let is_of_tokens = |error: &LaunchError| match *error {
-        LaunchError::Capacity { what, got, max } => (what, got, max) == ("the batch's tokens", TOKENS, TOKENS - 1),
+        LaunchError::Operand(OperandError::Capacity { what, got, max }) => {
+            (what, got, max) == ("the batch's tokens", TOKENS, TOKENS - 1)
+        }
         _ => false,
     };
     assert!(is_of_tokens(&error), "{error}");
     let mut fewer_routes = grouping(route_capacity.top_k(1));
     let error = fewer_routes.update(&mut step, top_k()).unwrap_err();
-    assert!(matches!(error, LaunchError::Capacity { what: "the routes of a token", got: 2, max: 1 }), "{error}");
+    assert!(
+        matches!(error, LaunchError::Operand(OperandError::Capacity { what: "the routes of a token", got: 2, max: 1 })),
+        "{error}"
+    );
     let too_many = TopK::new(ids.view(), 1).unwrap();
     let error = fewer_routes.update(&mut step, too_many).unwrap_err();
     let is_of_others =
@@ -627,17 +632,26 @@ fn routes_past_what_there_is_room_for_are_refused() {
         assert!(is_of_tokens(&error), "{op:?}: {error}");
         let error = run(&layer(capacity, of_one_route), &mut routes, all).unwrap_err();
         assert!(
-            matches!(error, LaunchError::Capacity { what: "the routes of a token", got: 2, max: 1 }),
+            matches!(
+                error,
+                LaunchError::Operand(OperandError::Capacity { what: "the routes of a token", got: 2, max: 1 })
+            ),
             "{op:?}: {error}"
         );
         let error = run(&layer(capacity.slots(1), id), &mut routes, all).unwrap_err();
         assert!(
-            matches!(error, LaunchError::Capacity { what: "the weights' num_slots", got: 2, max: 1 }),
+            matches!(
+                error,
+                LaunchError::Operand(OperandError::Capacity { what: "the weights' num_slots", got: 2, max: 1 })
+            ),
             "{op:?}: {error}"
         );
         let error = run(&layer(capacity.rank(3), id), &mut routes, all).unwrap_err();
         assert!(
-            matches!(error, LaunchError::Capacity { what: "the weights' max_rank", got: 4, max: 3 }),
+            matches!(
+                error,
+                LaunchError::Operand(OperandError::Capacity { what: "the weights' max_rank", got: 4, max: 3 })
+            ),
             "{op:?}: {error}"
         );
         let error = run(&fitting_layer, &mut of_three, all).unwrap_err();
@@ -703,7 +717,10 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
     let error = group(0).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::TopK { top_k: 0, .. })), "{error}");
     let error = group(3).unwrap_err();
-    assert!(matches!(error, LaunchError::Capacity { what: "the routes of a token", got: 3, max: 2 }), "{error}");
+    assert!(
+        matches!(error, LaunchError::Operand(OperandError::Capacity { what: "the routes of a token", got: 3, max: 2 })),
+        "{error}"
+    );
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             let error = group(2).unwrap_err();

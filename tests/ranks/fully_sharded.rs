@@ -201,7 +201,7 @@ fn other_operations_refuse_fully_sharded_layers() {
         assert_eq!(LoraLinear::new(&weights, id).unwrap_err(), PlanError::FullySharded);
         let (w, site) = ([0.0_f32; 64], &model[id]);
         let w = Matrix::new(&w, site.out_features(), site.in_features()).unwrap();
-        assert_eq!(FusedLinear::new(&weights, id, [w]).unwrap_err(), OperandError::FullySharded);
+        assert_eq!(FusedLinear::new(&weights, id, [w]).unwrap_err(), PlanError::FullySharded.into());
         let capacity = Capacity::tokens(1).slots(1).rank(8);
         assert_eq!(LinearPlan::new(site, DType::BF16, capacity).unwrap_err(), PlanError::FullySharded);
         assert_eq!(ForwardPlan::new(site, DType::BF16, capacity).unwrap_err(), PlanError::FullySharded);

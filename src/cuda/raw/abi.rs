@@ -1,10 +1,15 @@
 //! Conversions to the types of the C ABI (`csrc/aril.h`).
 
-use crate::{DType, error::LaunchError, ffi};
+use crate::{
+    DType,
+    error::{LaunchError, OperandError},
+    ffi,
+};
 
 /// Converts a count.
 pub(super) fn int(value: usize) -> Result<i32, LaunchError> {
-    i32::try_from(value).map_err(|_| LaunchError::Capacity { what: "a count", got: value, max: i32::MAX as usize })
+    let max = i32::MAX as usize;
+    i32::try_from(value).map_err(|_| OperandError::Capacity { what: "a count", got: value, max }.into())
 }
 
 /// Converts an element type.

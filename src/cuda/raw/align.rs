@@ -76,7 +76,7 @@ impl Alignment {
     /// May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// [`LaunchError::Capacity`] if the batch or `top_k` exceeds the capacity. Nothing was enqueued.
+    /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch or `top_k` exceeds the capacity. Nothing was enqueued.
     ///
     /// # Safety
     /// - **Validity.** The addresses of `top_k` have one element per route of the batch. `stream` belongs to the kernels' context.

@@ -273,8 +273,8 @@ impl LoraExperts {
             }
             _ => (0, 0.0, 0.0),
         };
-        LaunchError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
-        LaunchError::within("the routes of a token", top_k, self.plan.top_k())?;
+        OperandError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        OperandError::within("the routes of a token", top_k, self.plan.top_k())?;
         if routes.top_k.num_experts != int(self.site.held().len())? {
             return Err(OperandError::Model.into());
         }

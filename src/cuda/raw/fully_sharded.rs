@@ -6,7 +6,7 @@ use super::{
 use crate::{
     DType,
     cuda::{Kernels, kernels::Operation},
-    error::LaunchError,
+    error::{LaunchError, OperandError},
     ffi,
     model::{Collective, Exchange, LinearId, LinearSite, MAX_SLICES, Model, ModelId, SliceSite},
     plan::{Capacity, PlanError, check_outputs},
@@ -117,7 +117,7 @@ impl FullyShardedLinear {
     /// The arguments without operands.
     fn args(&self, step: &Step) -> Result<ffi::aril_sharded_args, LaunchError> {
         let Step { table, batch, .. } = step;
-        LaunchError::within("the batch's tokens", batch.num_tokens, self.capacity.max_tokens)?;
+        OperandError::within("the batch's tokens", batch.num_tokens, self.capacity.max_tokens)?;
         let (mut out_features, mut first_outs, mut num_outs) = ([0; MAX_SLICES], [0; MAX_SLICES], [0; MAX_SLICES]);
         for (i, slice) in self.site.slices().iter().enumerate() {
             let outs = slice.delta_range();

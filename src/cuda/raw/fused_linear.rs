@@ -9,16 +9,14 @@ use super::{
     step::Step,
 };
 use crate::{
-    DType,
+    DType, contract,
     cuda::{Kernels, kernels::check},
     error::{LaunchError, OperandError},
     ffi,
-    model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
-    plan::{Capacity, ForwardPlan, PlanError},
+    model::{LinearId, MAX_SLICES, Model},
+    plan::{Capacity, ForwardPlan},
 };
 
-/// Alignment of the rows of W and `x`, in bytes.
-const ALIGNMENT_BYTES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize;
 /// How often a block polls for another block's sum before it computes the sum itself. Takes about a millisecond.
 const POLLS: i32 = 1024;
 
@@ -32,9 +30,7 @@ const POLLS: i32 = 1024;
 #[derive(Clone, Debug)]
 pub struct FusedLinear {
     kernels: Kernels,
-    model: ModelId,
-    site: LinearSite,
-    plan: ForwardPlan,
+    contract: contract::FusedLinear,
     out_features: [i32; MAX_SLICES],
     map: ffi::aril_forward_map,
     bias: u64,
@@ -62,16 +58,14 @@ impl FusedLinear {
     ) -> Result<Self, LaunchError> {
         kernels.check_thread()?;
         check_capability(compute_capability()?)?;
-        let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
-        let plan = ForwardPlan::new(&site, dtype, capacity)?;
-        if slices.len() != site.slices().len() {
-            return Err(OperandError::Slices { got: slices.len(), want: site.slices().len() }.into());
-        }
+        let shapes = slices.iter().map(|MatrixRef(w)| w.shape("W")).collect::<Result<Vec<_>, _>>()?;
+        let contract = contract::FusedLinear::new(model, id, dtype, capacity, &shapes)?;
+        let contract::FusedLinear { site, plan, .. } = &contract;
         let mut out_features = [0; MAX_SLICES];
         let (mut ptrs, mut strides) = ([std::ptr::null(); MAX_SLICES], [0; MAX_SLICES]);
         for (i, (MatrixRef(w), slice)) in slices.iter().zip(site.slices()).enumerate() {
-            let (ptr, stride) =
-                w.expect_aligned("W", dtype, slice.out_features(), site.in_features(), ALIGNMENT_BYTES)?;
+            w.check_alignment("W", contract::FusedLinear::ALIGNMENT_BYTES)?;
+            let (ptr, stride) = w.place();
             (ptrs[i], strides[i], out_features[i]) = (ptr.cast_const(), stride, int(slice.out_features())?);
         }
         let weights = ffi::aril_base_weights {
@@ -89,8 +83,7 @@ impl FusedLinear {
         let mut map = ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0 };
         // SAFETY: both pointers are valid for the call. The call does not dereference the addresses of W.
         check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
-        let (kernels, model) = (kernels.clone(), model.id());
-        Ok(Self { kernels, model, site, plan, out_features, map, bias: 0, withholds: false })
+        Ok(Self { kernels: kernels.clone(), contract, out_features, map, bias: 0, withholds: false })
     }
 
     /// Adds the `[out_features]` elements at this address to every row.
@@ -108,7 +101,7 @@ impl FusedLinear {
 
     /// The launch configuration. It also gives the largest batch.
     pub fn plan(&self) -> &ForwardPlan {
-        &self.plan
+        &self.contract.plan
     }
 
     #[doc = include_str!("../../docs/operations/fused_linear_forward.md")]
@@ -143,14 +136,14 @@ impl FusedLinear {
         unsafe { self.launch(&args, step.stream) }
     }
 
-    /// Outputs of all slices.
-    pub(in crate::cuda) fn num_outputs(&self) -> usize {
-        self.site.out_features()
+    /// Rejects a bias of another length.
+    pub(in crate::cuda) fn check_bias(&self, len: usize) -> Result<(), OperandError> {
+        self.contract.check_bias(len)
     }
 
     /// Rejects an `x` whose address is not aligned.
     pub(in crate::cuda) fn check_x(address: u64) -> Result<(), LaunchError> {
-        check_alignment("x", address, ALIGNMENT_BYTES)
+        check_alignment("x", address, contract::FusedLinear::ALIGNMENT_BYTES)
     }
 
     pub(in crate::cuda) fn args(
@@ -160,19 +153,19 @@ impl FusedLinear {
         MatrixMut(y): MatrixMut,
     ) -> Result<ffi::aril_forward_args, LaunchError> {
         let Step { table, batch, workspace, .. } = step;
-        let (dtype, num_tokens) = (self.plan.dtype(), batch.num_tokens);
-        LaunchError::within("the batch's tokens", num_tokens, self.plan.max_tokens())?;
-        let (x, x_stride) = x.expect_aligned("x", dtype, num_tokens, self.site.in_features(), ALIGNMENT_BYTES)?;
-        let (y, y_stride) = y.expect("y", dtype, num_tokens, self.site.out_features())?;
-        workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
+        let contract::FusedLinear { site, plan, .. } = &self.contract;
+        self.contract.check(step.shape(), x.shape("x")?, y.shape("y")?)?;
+        x.check_alignment("x", contract::FusedLinear::ALIGNMENT_BYTES)?;
+        let (num_tokens, (x, x_stride), (y, y_stride)) = (batch.num_tokens, x.place(), y.place());
+        workspace.check(plan.workspace_bytes_for(num_tokens))?;
         Ok(ffi::aril_forward_args {
-            dtype: dtype_code(dtype),
+            dtype: dtype_code(plan.dtype()),
             num_tokens: int(num_tokens)?,
             accumulates: 0,
             polls: if self.withholds { 0 } else { POLLS },
             withholds: self.withholds.into(),
-            in_features: int(self.site.in_features())?,
-            num_slices: int(self.site.slices().len())?,
+            in_features: int(site.in_features())?,
+            num_slices: int(site.slices().len())?,
             out_features: self.out_features,
             map: &raw const self.map,
             x,
@@ -182,7 +175,7 @@ impl FusedLinear {
             y_stride,
             mailbox: workspace.mailbox.ptr as *mut c_void,
             mailbox_bytes: workspace.mailbox.bytes as u64,
-            weights: table.expect(self.model, dtype, &self.plan.capacity(), self.site.first_entry())?,
+            weights: table.at(site.first_entry())?,
             routing: batch.routing,
         })
     }

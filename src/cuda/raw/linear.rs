@@ -212,7 +212,7 @@ impl LoraLinear {
         let layer = self.args(step, None, Some(MatrixMut(y)))?;
         let (residual, residual_stride) = residual.expect("residual", dtype, num_tokens, features)?;
         let (out, out_stride) = out.expect("out", dtype, num_tokens, features)?;
-        LaunchError::within("the batch's tiles", self.max_tiles(&step.batch), MAX_NORM_TILES)?;
+        OperandError::within("the batch's tiles", self.max_tiles(&step.batch), MAX_NORM_TILES)?;
         let weight = std::ptr::null();
         Ok(ffi::aril_add_rms_norm_args { layer, weight, eps, residual, residual_stride, out, out_stride })
     }
@@ -250,7 +250,7 @@ impl LoraLinear {
             None => null,
         };
         workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
-        LaunchError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        OperandError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
         let max_tiles = self.max_tiles(batch);
         let outs_per_block = self.plan.outs_per_block(num_tokens, max_tiles);
         let max_few_tiles = self.plan.max_few_tiles(num_tokens, max_tiles);

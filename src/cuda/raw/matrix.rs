@@ -2,6 +2,7 @@ use std::ffi::c_void;
 
 use crate::{
     DType, Element,
+    contract::Shape,
     error::{LaunchError, OperandError},
     extent::Extent,
 };
@@ -60,34 +61,27 @@ impl RawMatrix {
         if self.dtype != dtype {
             return Err(OperandError::DType { operand, got: self.dtype, want: dtype });
         }
-        let addressable = isize::MAX as usize / dtype.bytes();
-        Extent::new(operand, addressable, self.rows, self.cols, self.row_stride)?.expect(operand, rows, cols)?;
-        // With fewer than two rows, the stride is unused and may have any value.
-        let row_stride = i64::try_from(self.row_stride).unwrap_or(i64::MAX);
-        Ok((self.ptr as *mut c_void, row_stride))
+        self.shape(operand)?.extent.expect(operand, rows, cols)?;
+        Ok(self.place())
     }
 
-    /// As [`expect`](Self::expect), of a matrix whose rows begin at multiples of so many bytes.
-    pub(super) fn expect_aligned(
-        &self,
-        operand: &'static str,
-        dtype: DType,
-        rows: usize,
-        cols: usize,
-        alignment: usize,
-    ) -> Result<(*mut c_void, i64), LaunchError> {
-        let (ptr, row_stride) = self.expect(operand, dtype, rows, cols)?;
-        check_alignment(operand, self.ptr, alignment)?;
-        if rows < 2 {
-            // The stride is unused and may have any value.
-            return Ok((ptr, i64::try_from(cols).unwrap_or(i64::MAX)));
-        }
-        // Cannot overflow: the rows fit in memory.
-        let stride_bytes = self.row_stride * dtype.bytes();
-        if !stride_bytes.is_multiple_of(alignment) {
-            return Err(LaunchError::MisalignedRows { operand, alignment, stride_bytes });
-        }
-        Ok((ptr, row_stride))
+    /// Rejects rows that overlap, or that no memory could hold.
+    pub(super) fn shape(&self, operand: &'static str) -> Result<Shape, OperandError> {
+        let addressable = isize::MAX as usize / self.dtype.bytes();
+        let extent = Extent::new(operand, addressable, self.rows, self.cols, self.row_stride)?;
+        Ok(Shape { dtype: self.dtype, extent })
+    }
+
+    /// Address and row stride.
+    pub(super) fn place(&self) -> (*mut c_void, i64) {
+        // The stride of a single row is unused and may have any value, which need not be aligned.
+        let row_stride = if self.rows < 2 { self.cols } else { self.row_stride };
+        (self.ptr as *mut c_void, i64::try_from(row_stride).unwrap_or(i64::MAX))
+    }
+
+    /// Rejects an address that kernels cannot read.
+    pub(super) fn check_alignment(&self, operand: &'static str, alignment: usize) -> Result<(), LaunchError> {
+        check_alignment(operand, self.ptr, alignment)
     }
 }
 

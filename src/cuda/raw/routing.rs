@@ -7,7 +7,7 @@ use super::{
 use crate::{
     Slot,
     cuda::{Kernels, kernels::check, pinned::Pinned},
-    error::LaunchError,
+    error::{LaunchError, OperandError},
     ffi,
     plan::Capacity,
     routing::Batch,
@@ -99,7 +99,7 @@ impl Routing {
     /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
     ///
     /// # Errors
-    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending. [`LaunchError::Capacity`] if the batch is too large. Nothing
+    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending. [`OperandError::Capacity`] if the batch is too large. Nothing
     /// was enqueued.
     ///
     /// # Safety
@@ -148,7 +148,7 @@ impl Routing {
     /// device memory. May be captured in a CUDA graph.
     ///
     /// # Errors
-    /// [`LaunchError::Capacity`] if the batch is too large. Nothing was enqueued.
+    /// [`OperandError::Capacity`] if the batch is too large. Nothing was enqueued.
     ///
     /// # Safety
     /// - **Validity.** `token_slots` and `token_scales` are the addresses of `num_tokens` elements each. `stream` belongs to the
@@ -175,9 +175,9 @@ impl Routing {
     /// bounds for its counts. A replay leaves rows unchanged that are beyond the last update, or base tokens in it.
     ///
     /// # Errors
-    /// [`LaunchError::Capacity`] if `num_tokens` exceeds the capacity.
+    /// [`OperandError::Capacity`] if `num_tokens` exceeds the capacity.
     pub fn capture_batch(&self, num_tokens: usize) -> Result<RoutedBatch, LaunchError> {
-        LaunchError::within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
+        OperandError::within("the batch's tokens", num_tokens, self.capacity.max_tokens)?;
         Ok(self.bounded(num_tokens, self.capacity))
     }
 

@@ -3,7 +3,11 @@ use super::{
     routing::RoutedBatch,
     table::Table,
 };
-use crate::{error::LaunchError, plan::WorkspaceBytes};
+use crate::{
+    contract::StepShape,
+    error::{LaunchError, OperandError},
+    plan::WorkspaceBytes,
+};
 
 /// Scratch memory of the engine, of the sizes in [`WorkspaceBytes`], aligned to 16 bytes. The layers on one stream may share it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -64,7 +68,12 @@ impl Step {
                 return Err(LaunchError::OtherGraph { what });
             }
         }
-        LaunchError::within("the number of tokens of a replay", step.batch.num_tokens, self.batch.num_tokens)
+        Ok(OperandError::within("the number of tokens of a replay", step.batch.num_tokens, self.batch.num_tokens)?)
+    }
+
+    /// What the operations are checked against.
+    pub(super) fn shape(&self) -> StepShape {
+        self.table.step_shape(self.batch.num_tokens)
     }
 
     /// The batch.

@@ -4,6 +4,7 @@ use super::abi::int;
 use crate::{
     DType,
     adapter::SlotImage,
+    contract::StepShape,
     error::{LaunchError, OperandError},
     ffi,
     model::{Model, ModelId},
@@ -122,8 +123,19 @@ impl Table {
         if self.dtype != dtype {
             return Err(OperandError::DType { operand: "weights", got: self.dtype, want: dtype }.into());
         }
-        LaunchError::within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
-        LaunchError::within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
+        OperandError::within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
+        OperandError::within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
+        self.at(first_entry)
+    }
+
+    /// What steps of `num_tokens` tokens are checked against.
+    pub(super) fn step_shape(&self, num_tokens: usize) -> StepShape {
+        let &Self { model, dtype, num_slots, max_rank, .. } = self;
+        StepShape { model, dtype, num_slots, max_rank, num_tokens }
+    }
+
+    /// The descriptors from `first_entry` on.
+    pub(super) fn at(&self, first_entry: usize) -> Result<ffi::aril_weights, LaunchError> {
         let offset = first_entry * size_of::<Descriptor>();
         Ok(ffi::aril_weights {
             table: (self.ptr + offset as u64) as *const ffi::aril_descriptor,

@@ -54,8 +54,8 @@ impl TopK {
     /// Converts the choice to the C ABI, within the capacity.
     pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
         let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
-        LaunchError::within("the batch's tokens", batch.num_tokens, max_tokens)?;
-        LaunchError::within("the routes of a token", self.top_k, max_top_k)?;
+        OperandError::within("the batch's tokens", batch.num_tokens, max_tokens)?;
+        OperandError::within("the routes of a token", self.top_k, max_top_k)?;
         if self.top_k == 0 {
             return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());
         }

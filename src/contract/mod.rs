@@ -1,0 +1,63 @@
+//! What the operations demand of their layer, their step and their operands: once, for both backends.
+//!
+//! Each type here is a layer of a model, planned for an element type and a capacity. `new` refuses layers that no kernel supports,
+//! `check` refuses operands. The checks have one order: the layer against the step, the batch's size, then the operands from input to
+//! output; of an operand its element type, its shape, and the alignment of its rows.
+
+mod fused_linear;
+
+pub(crate) use self::fused_linear::FusedLinear;
+use crate::{DType, error::OperandError, extent::Extent, model::ModelId, plan::Capacity};
+
+/// The table and the batch of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepShape {
+    pub(crate) model: ModelId,
+    pub(crate) dtype: DType,
+    pub(crate) num_slots: usize,
+    pub(crate) max_rank: usize,
+    pub(crate) num_tokens: usize,
+}
+
+impl StepShape {
+    /// Rejects a layer of another model, element type or capacity, and a batch of more than `max_tokens` tokens.
+    fn check(&self, model: ModelId, dtype: DType, capacity: Capacity, max_tokens: usize) -> Result<(), OperandError> {
+        if self.model != model {
+            return Err(OperandError::Model);
+        }
+        if self.dtype != dtype {
+            return Err(OperandError::DType { operand: "weights", got: self.dtype, want: dtype });
+        }
+        OperandError::within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
+        OperandError::within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
+        OperandError::within("the batch's tokens", self.num_tokens, max_tokens)
+    }
+}
+
+/// The element type and the extent of an operand.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) dtype: DType,
+    pub(crate) extent: Extent,
+}
+
+impl Shape {
+    /// Rejects another element type or shape.
+    fn expect(&self, operand: &'static str, dtype: DType, rows: usize, cols: usize) -> Result<(), OperandError> {
+        if self.dtype != dtype {
+            return Err(OperandError::DType { operand, got: self.dtype, want: dtype });
+        }
+        self.extent.expect(operand, rows, cols)
+    }
+
+    /// Rejects rows that do not all begin at multiples of `alignment` bytes, if the first one does.
+    fn expect_aligned_rows(&self, operand: &'static str, alignment: usize) -> Result<(), OperandError> {
+        // Cannot overflow: the rows fit in memory. The stride of a single row is unused and may have any value.
+        let stride_bytes = self.extent.row_stride * self.dtype.bytes();
+        if self.extent.rows < 2 || stride_bytes.is_multiple_of(alignment) {
+            Ok(())
+        } else {
+            Err(OperandError::MisalignedRows { operand, alignment, stride_bytes })
+        }
+    }
+}
