@@ -50,9 +50,11 @@
 // A mailbox is zeroed before its first use, and written by the kernels alone. One launch uses it at
 // a time: launches that share it are on one stream, or ordered by events. Between launches the
 // first 32 bits of its header are zero; another value shows that two launches used it at once, and
-// later launches may wait forever or read wrong sums. To reset a mailbox, zero it while no launch
-// on it is enqueued or running. Builds with ARIL_DEBUG (build.rs defines it in cargo's profile
-// `dev`) detect both two launches at once and endless waits, and fail with cudaErrorAssert.
+// later launches may read wrong sums, or wait for sums that never come. To reset a mailbox, zero it
+// while no launch on it is enqueued or running. A launch that waits for several seconds traps: the
+// context is lost, and later calls in it return cudaErrorLaunchFailure. Builds with ARIL_DEBUG
+// (build.rs defines it in cargo's profile `dev`) detect two launches at once, too, and fail with
+// cudaErrorAssert.
 #pragma once
 
 #include <stdint.h>
@@ -95,6 +97,14 @@ extern "C" {
 #define ARIL_FORWARD_SPLIT_UNITS 12  // that a cluster of two thread blocks has at most
 #define ARIL_FORWARD_PARTS 4         // of the input features, whose sums of A x are handed over
 #define ARIL_FORWARD_ALIGNMENT 16    // bytes, of the rows of W and x
+#define ARIL_FORWARD_RINGS 4         // for up to 8, 16, 32 and 64 tokens
+#define ARIL_FORWARD_BOX_FEATURES 64  // input features of a box
+#define ARIL_FORWARD_STAGES 24        // of a ring, at most
+#define ARIL_FORWARD_DELTA_WARPS 8    // of a thread block, which compute deltas
+#define ARIL_FORWARD_BATCH_BYTES 2208  // what they know of the batch (DeltaShared)
+// Shared memory of a thread block beside its ring: static variables, and what alignment takes.
+#define ARIL_FORWARD_STATIC_BYTES 1024
+#define ARIL_FORWARD_ALIGNMENT_BYTES 1024
 #define ARIL_SEGMENT_TOKENS 8        // of a segment
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
@@ -249,12 +259,33 @@ typedef struct aril_sharded_args {
   aril_routing routing;
 } aril_sharded_args;
 
+// How a thread block of a fused linear divides its shared memory, for batches of some size. Offsets
+// in bytes from a boundary of ARIL_FORWARD_ALIGNMENT_BYTES, behind the ring.
+typedef struct aril_forward_ring {
+  int32_t stage_boxes;  // of a stage, along the input features: 1 or 2
+  int32_t stages;       // 0: the device has too little shared memory
+  int32_t stage_bytes;
+  int32_t inbox;        // sums of the other block of a cluster
+  int32_t deltas;       // [rows of the block][delta_pitch] f32
+  int32_t handover;     // sums of the other team of multipliers, in the memory of v and what follows
+  int32_t v;            // two terms of [tokens], v_pitch bytes apart, in the memory of sums
+  int32_t sums;         // of units of v
+  int32_t a;            // buffers of A and B
+  int32_t batch;        // ARIL_FORWARD_BATCH_BYTES
+  int32_t modules;      // [tokens][num_slices], and a count of each
+  int32_t total;        // bytes
+  int32_t delta_pitch;  // elements
+  int32_t v_pitch;      // bytes
+  int32_t v_ranks;      // of v, that there is room for at once
+} aril_forward_ring;
+
 // Where W's slices are, as the copy engine reads them, and how thread blocks share them out.
 // Written by aril_forward_maps.
 typedef struct aril_forward_map {
   uint64_t tensor_maps[ARIL_MAX_SLICES][16];
   int32_t splits;
   int32_t units;
+  aril_forward_ring rings[ARIL_FORWARD_RINGS];
 } aril_forward_map;
 
 // The weights of a base layer, in slices of any addresses. Addresses and strides in bytes are
@@ -266,8 +297,8 @@ typedef struct aril_base_weights {
                    // the order of sums, so it must be a function of the layer's shape alone.
   int32_t units;   // of ARIL_FORWARD_UNIT_ROWS rows of a slice, that a cluster has; of two blocks
                    // up to ARIL_FORWARD_SPLIT_UNITS. Any choice gives the same bits.
-  int32_t max_tokens;  // of a batch, up to ARIL_FORWARD_TOKENS
-  int32_t max_rank;    // of a table
+  // For up to 8, 16, 32 and 64 tokens, and tables of up to some rank. Any choice gives the same bits.
+  aril_forward_ring rings[ARIL_FORWARD_RINGS];
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
   const void* slices[ARIL_MAX_SLICES];  // [out_features, in_features], row-major
@@ -502,7 +533,7 @@ int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream);
 int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream);
 int32_t aril_add_rms_norm(const aril_add_rms_norm_args* args, void* stream);
 // Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.
-// ARIL_ERR_SHARED_MEMORY if the device has too little for the layer.
+// ARIL_ERR_SHARED_MEMORY if the device has too little for a ring.
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);
 int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_forward_maps and aril_linear_forward: how a fused linear is divided into thread blocks, and
-// a block's shared memory into a ring of stages and the rest.
+// aril_forward_maps and aril_linear_forward: how a fused linear is divided into thread blocks. The
+// plan divides a block's shared memory (aril_forward_ring).
 #include <algorithm>
 #include <type_traits>
 
@@ -53,25 +53,15 @@ int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* m
 // layers: 6 to 9 % slower with 8, 3 to 5 % with 32.)
 constexpr int kTriggerBoxes = 16;
 
-// Stages that a ring needs to load ahead of the multipliers, and the fewest.
-constexpr int kGoodStages = 4;
-constexpr int kMinStages = 2;
-
-// With adapters, a ring holds at most this part of a block's stream: its loads in flight delay
-// loads of A and B.
-constexpr int kMaxRingShare = 4;
-
-// A larger ring delays the last loads of the launch before. (H200, chain of layers without
-// adapters: 1 % slower with all of shared memory.)
-constexpr int kMaxRingBytes = 176 << 10;
-
 // Dynamic shared memory that a block may have.
 int32_t smem_budget(int& bytes) {
-  constexpr int kOwnBytes = 1 << 10;
-  static_assert(sizeof(detail::FusedShared) <= kOwnBytes);
   ARIL_TRY(max_smem_bytes(bytes));
-  bytes += kStaticBytes - kOwnBytes;
+  bytes += kStaticBytes - ARIL_FORWARD_STATIC_BYTES;
   return 0;
+}
+
+int32_t smem_bytes_of(const aril_forward_ring& ring) {
+  return ring.total + ARIL_FORWARD_ALIGNMENT_BYTES;
 }
 
 int passes_of(int units) { return ceil_div(units, detail::kMaxUnits); }
@@ -98,37 +88,6 @@ int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
   params.num_k_tiles = ceil_div(args.in_features, ARIL_K_TILE);
   params.part_k_tiles = ceil_div(params.num_k_tiles, detail::kParts);
   params.num_parts = ceil_div(params.num_k_tiles, params.part_k_tiles);
-  return 0;
-}
-
-// Divides a block's shared memory: as many stages as fit, of two boxes or, if these are too few, of
-// one. `smem_bytes` is 0 if the device has too little.
-int32_t make_ring(const aril_forward_args& args, int token_tiles, detail::FusedParams& params,
-                  int& smem_bytes) {
-  constexpr int kAlignmentBytes = 1024;
-  detail::FusedGrid& grid = params.grid;
-  const int max_rank = args.weights.table == nullptr ? 0 : args.weights.max_rank;
-  int budget;
-  ARIL_TRY(smem_budget(budget));
-  smem_bytes = 0;
-  for (grid.stage_boxes = detail::kStepBoxes; grid.stage_boxes > 0; --grid.stage_boxes) {
-    const auto smem = [&] {
-      return detail::FusedSmem(token_tiles, grid, params.splits, args.num_slices, max_rank);
-    };
-    grid.stages = 0;
-    const int room = (budget - smem().total - kAlignmentBytes) / smem().stage_bytes;
-    const int items = grid.passes * ceil_div(grid.split_boxes, grid.stage_boxes);
-    const bool is_short = items < kMaxRingShare * kGoodStages;
-    const int wanted = max_rank == 0 || is_short ? items : items / kMaxRingShare;
-    const int most = kMaxRingBytes / smem().stage_bytes;
-    grid.stages = std::min({detail::kMaxStages, wanted, most, room});
-    const int fewest = grid.stage_boxes == 1 ? kMinStages : kGoodStages;
-    if (grid.stages < fewest && grid.stages < items) continue;
-    grid.trigger = kTriggerBoxes / grid.stage_boxes;
-    params.smem = smem();
-    smem_bytes = params.smem.total + kAlignmentBytes;
-    break;
-  }
   return 0;
 }
 
@@ -176,31 +135,41 @@ int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* st
 
 template <typename T, int kTokenTiles>
 int32_t forward(const aril_forward_args& args, void* stream) {
+  constexpr int kRing = kTokenTiles == 1 ? 0 : kTokenTiles == 2 ? 1 : kTokenTiles == 4 ? 2 : 3;
+  const aril_forward_ring& ring = args.map->rings[kRing];
+  if (ring.stages == 0) return ARIL_ERR_SHARED_MEMORY;
   detail::FusedParams params;
   ARIL_TRY(fill_params(args, kTokenTiles, params));
-  int smem_bytes;
-  ARIL_TRY(make_ring(args, kTokenTiles, params, smem_bytes));
-  if (smem_bytes == 0) return ARIL_ERR_SHARED_MEMORY;
-  return launch_fused<T, kTokenTiles>(params, smem_bytes, stream);
+  params.smem = ring;
+  params.grid.stage_boxes = ring.stage_boxes;
+  params.grid.stages = ring.stages;
+  params.grid.trigger = kTriggerBoxes / ring.stage_boxes;
+  return launch_fused<T, kTokenTiles>(params, smem_bytes_of(ring), stream);
 }
 
-// ARIL_ERR_SHARED_MEMORY if the device has too little for some batch within the bounds.
-int32_t check_fit(const aril_base_weights& weights, const aril_forward_map& map) {
-  const aril_descriptor table = {};
-  aril_forward_args args = {};
-  args.in_features = weights.in_features;
-  args.num_slices = weights.num_slices;
-  memcpy(args.out_features, weights.out_features, sizeof(args.out_features));
-  args.map = &map;
-  args.weights.table = &table;
-  args.weights.max_rank = weights.max_rank;
-  detail::FusedParams params = {};
-  params.splits = map.splits;
-  ARIL_TRY(share_out(args, params));
-  for (int tiles = 1; tiles * detail::kTokenTile < 2 * weights.max_tokens; tiles *= 2) {
-    int smem_bytes;
-    ARIL_TRY(make_ring(args, tiles, params, smem_bytes));
-    if (smem_bytes == 0) return ARIL_ERR_SHARED_MEMORY;
+// Whether a ring is one of this kernel's: its stages are those of the grid, and what follows them is
+// in order.
+bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_units) {
+  const int box_bytes = pass_units * detail::kUnitBoxBytes + token_tiles * detail::kTokenBoxBytes;
+  return ring.stage_boxes >= 1 && ring.stage_boxes <= detail::kStepBoxes && ring.stages >= 1 &&
+         ring.stages <= detail::kMaxStages && ring.stage_bytes == ring.stage_boxes * box_bytes &&
+         ring.inbox == ring.stages * ring.stage_bytes && ring.inbox <= ring.deltas &&
+         ring.deltas < ring.v && ring.v == ring.sums && ring.v == ring.handover &&
+         ring.v < ring.a && ring.a < ring.batch && ring.batch < ring.modules &&
+         ring.modules < ring.total && ring.v_ranks >= detail::kChunkRanks;
+}
+
+// Rejects rings that are none, or larger than the device's shared memory.
+int32_t check_rings(const aril_base_weights& weights) {
+  int budget;
+  ARIL_TRY(smem_budget(budget));
+  int token_tiles = 1;
+  for (const aril_forward_ring& ring : weights.rings) {
+    if (ring.stages != 0) {
+      if (!is_ring(ring, token_tiles, pass_units_of(weights.units))) return ARIL_ERR_ARGUMENT;
+      if (smem_bytes_of(ring) > budget) return ARIL_ERR_SHARED_MEMORY;
+    }
+    token_tiles *= 2;
   }
   return 0;
 }
@@ -243,11 +212,11 @@ extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forw
   ARIL_TRY(aril::encoder(encode));
   const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
                     (weights->splits == 1 || weights->splits == 2) && weights->units >= 1 &&
-                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits) &&
-                    weights->max_tokens >= 1 && weights->max_tokens <= ARIL_FORWARD_TOKENS &&
-                    weights->max_rank >= 1 && weights->max_rank <= ARIL_MAX_RANK;
+                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits);
   if (!fits) return ARIL_ERR_ARGUMENT;
+  ARIL_TRY(aril::check_rings(*weights));
   *map = {};
+  memcpy(map->rings, weights->rings, sizeof(map->rings));
   map->splits = weights->splits;
   map->units = weights->units;
   for (int slice = 0; slice < weights->num_slices; ++slice) {
@@ -259,7 +228,7 @@ extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forw
                               CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
     memcpy(map->tensor_maps[slice], &encoded, sizeof(encoded));
   }
-  return aril::check_fit(*weights, *map);
+  return 0;
 }
 
 extern "C" int32_t aril_linear_forward(const aril_forward_args* args, void* stream) {

@@ -22,8 +22,12 @@
 //
 // One launch at a time. If two launches use one mailbox without an order between them, blocks of
 // one are counted for the other: the epoch changes within a launch, the count in the header never
-// returns to zero, and expand polls forever. Builds with ARIL_DEBUG assert that blocks of one
-// launch begin an epoch, and that no poll takes longer than seconds.
+// returns to zero, and expand polls for words that never come. Builds with ARIL_DEBUG assert that
+// blocks of one launch begin an epoch.
+//
+// Limits. A launch that polls longer than seconds for a word, because blocks started in another
+// order or two launches used the mailbox, traps: an error instead of a wait without end. A whole
+// warp polls together, so that lanes that have their word do not delay the others.
 #pragma once
 
 #include <stdint.h>
@@ -148,20 +152,33 @@ __device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes,
   if (epoch == kLastEpoch && thread == 0) header->has_wrapped = 1;
 }
 
-// Counts the polls of one wait, and asserts in builds with ARIL_DEBUG that it ends.
+// Counts the polls of a warp's wait that have found nothing, and ends the launch, and its context,
+// with an error if they are more than a launch in order can need. The count is in shared memory:
+// kernels poll where registers are shortest.
 class PollLimit {
  public:
+  __device__ __forceinline__ PollLimit() { *count_of_warp(threadIdx.x) = 0; }
+
   __device__ __forceinline__ void count() {
-#ifdef ARIL_DEBUG
     constexpr uint32_t kMost = 1u << 24;  // several seconds
-    assert(++polls_ < kMost && "what is polled for never comes");
+    unsigned thread;
+    // Volatile: read again for each poll, rather than kept in a register.
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    volatile uint32_t* const count = count_of_warp(thread);
+    const uint32_t polls = *count + 1;
+    *count = polls;
+    if (__builtin_expect(polls < kMost, true)) return;
+#ifdef ARIL_DEBUG
+    assert(false && "what is polled for never comes");
 #endif
+    __trap();
   }
 
-#ifdef ARIL_DEBUG
  private:
-  uint32_t polls_ = 0;
-#endif
+  __device__ __forceinline__ static volatile uint32_t* count_of_warp(unsigned thread) {
+    __shared__ uint32_t counts[32];
+    return counts + thread / 32;
+  }
 };
 
 }  // namespace aril::detail

@@ -160,10 +160,8 @@ struct MailboxSums {
     constexpr int kAtOnce = 2 * ARIL_K_SLABS_PER_SPAN;
     TaggedPair sums[kAtOnce];
     PollLimit polls;
-    bool all;
-    do {
-      polls.count();
-      all = true;
+    for (;;) {
+      bool all = true;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         sums[i] = {0.0f, epoch, 0.0f, epoch};
@@ -175,7 +173,9 @@ struct MailboxSums {
       for (int i = 0; i < kAtOnce; ++i) {
         all = all && sums[i].epoch0 == epoch && sums[i].epoch1 == epoch;
       }
-    } while (!apart && !__all_sync(0xffffffffu, all));
+      if (apart || __all_sync(0xffffffffu, all)) break;
+      polls.count();
+    }
 #pragma unroll
     for (int span = 0; span < 2; ++span) {
       spans[span] = make_float2(0.0f, 0.0f);
@@ -223,10 +223,8 @@ __device__ __forceinline__ float4 poll_v(const uint64_t* partials, const Partial
   for (int first = 0; first < slabs; first += kAtOnce) {
     TaggedPair sums[kAtOnce][2];
     PollLimit polls;
-    bool all;
-    do {
-      polls.count();
-      all = true;
+    for (;;) {
+      bool all = true;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
@@ -239,7 +237,9 @@ __device__ __forceinline__ float4 poll_v(const uint64_t* partials, const Partial
           all = all && sums[i][half].epoch0 == epoch && sums[i][half].epoch1 == epoch;
         }
       }
-    } while (!__all_sync(0xffffffffu, all));
+      if (__all_sync(0xffffffffu, all)) break;
+      polls.count();
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       span = span + make_float4(sums[i][0].value0, sums[i][0].value1, sums[i][1].value0,

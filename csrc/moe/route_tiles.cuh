@@ -98,10 +98,7 @@ class RouteTiles {
     if (threadIdx.x == 0) {
       TaggedPair words;
       PollLimit polls;
-      do {
-        polls.count();
-        words = load_tagged(announcement(p));
-      } while (words.epoch0 != epoch);
+      while ((words = load_tagged(announcement(p))).epoch0 != epoch) polls.count();
       // Orders the loads of tiles and routes after the announcement.
       __threadfence();
       const uint32_t both = __float_as_uint(words.value0);

@@ -14,8 +14,11 @@
 // Visibility. CUDA guarantees that a predecessor's writes are visible after the wait, and nothing
 // earlier. The early reads rely on this: copies and the routing kernel write routing and weights;
 // the routing kernel ends with a fence and does not launch its dependents early; so a reader starts
-// when the data is in L2, and its L1 holds no stale line. Loads that bypass L1 would need only the
-// fence, and cost up to 13 % (benches/record/designs.md).
+// when the data is in L2, and its L1 holds no stale line: the lines of the last step were dropped
+// when a kernel behind the routing started, and that kernel and all later ones of the step load the
+// new data. PTX does not specify when lines are dropped; tests/gpu/early_loads.rs checks it, with
+// steps that each rewrite the routing or the descriptors right before two launches. Loads that
+// bypass L1 would need only the fence, and cost up to 13 % (benches/record/designs.md).
 #pragma once
 
 namespace aril {

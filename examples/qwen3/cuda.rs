@@ -41,8 +41,8 @@ use cudarc::{
         CudaContext, CudaFunction, CudaModule, CudaSlice, DeviceRepr, DriverError,
         result::memset_d8_async,
         sys::{
-            CUdevice_attribute, CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID,
-            CUlaunchAttributeValue, CUlaunchConfig, cuLaunchKernelEx,
+            CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig,
+            cuLaunchKernelEx,
         },
     },
     nvrtc::Ptx,
@@ -583,13 +583,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         id: LinearId,
         base: &'a Matrix<T>,
     ) -> Result<Option<Fused<'a, T>>> {
-        let attribute = |attribute| self.queue.stream().context().attribute(attribute);
-        let capability = (
-            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-        );
-        let site = &adapters.model()[id];
-        if !ForwardPlan::is_for(capability) || ForwardPlan::new(site, T::DTYPE, adapters.capacity()).is_err() {
+        let (site, device) = (&adapters.model()[id], self.queue.kernels().device());
+        // Then the layer has its GEMM alone, and `add_delta` behind it.
+        if ForwardPlan::new(site, T::DTYPE, adapters.capacity()).and_then(|plan| plan.on(device)).is_err() {
             return Ok(None);
         }
         let mut first = 0;

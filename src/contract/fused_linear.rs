@@ -4,7 +4,7 @@ use crate::{
     error::OperandError,
     ffi,
     model::{LinearId, LinearSite, Model, ModelId},
-    plan::{Capacity, ForwardPlan, PlanError},
+    plan::{Capacity, Device, ForwardPlan, PlanError},
 };
 
 /// A linear layer with its base weight.
@@ -19,16 +19,17 @@ impl FusedLinear {
     /// Alignment of W and `x`, and of their rows, in bytes. On the CPU, the addresses may have any.
     pub(crate) const ALIGNMENT_BYTES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize;
 
-    /// The layer `id` with a W for each of its slices.
+    /// The layer `id` on a device, with a W for each of its slices.
     pub(crate) fn new(
         model: &Model,
         id: LinearId,
         dtype: DType,
         capacity: Capacity,
+        device: Device,
         slices: &[Shape],
     ) -> Result<Self, OperandError> {
         let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
-        let plan = ForwardPlan::new(&site, dtype, capacity)?;
+        let plan = ForwardPlan::new(&site, dtype, capacity)?.on(device)?;
         if slices.len() != site.slices().len() {
             return Err(OperandError::Slices { got: slices.len(), want: site.slices().len() });
         }

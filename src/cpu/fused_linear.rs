@@ -1,5 +1,10 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
-use crate::{Element, contract, error::OperandError, model::LinearId, plan::ForwardPlan};
+use crate::{
+    Element, contract,
+    error::OperandError,
+    model::LinearId,
+    plan::{Device, ForwardPlan},
+};
 
 /// A linear layer with its base weight and its adapters: `y = x Wᵀ + bias + scaling · B (A x)`.
 ///
@@ -27,7 +32,8 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     ) -> Result<Self, OperandError> {
         let slices: Vec<_> = slices.into_iter().collect();
         let shapes: Vec<_> = slices.iter().map(Matrix::shape).collect();
-        let contract = contract::FusedLinear::new(weights.model(), id, weights.dtype(), weights.capacity(), &shapes)?;
+        let (model, dtype, capacity) = (weights.model(), weights.dtype(), weights.capacity());
+        let contract = contract::FusedLinear::new(model, id, dtype, capacity, Device::H100, &shapes)?;
         Ok(Self { contract, slices, bias: None })
     }
 

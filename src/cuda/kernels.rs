@@ -1,10 +1,10 @@
 use std::ffi::{CStr, c_void};
 
-use cudarc::driver::{CudaContext, result};
+use cudarc::driver::{CudaContext, result, sys};
 use libloading::Library;
 
 use super::LaunchError;
-use crate::ffi;
+use crate::{ffi, plan::Device};
 
 /// Whether a CUDA driver is installed. Without one, everything else in this module fails with an error.
 pub fn driver_is_present() -> bool {
@@ -22,6 +22,7 @@ pub(super) type Operation<Args> = unsafe extern "C" fn(*const Args, *mut c_void)
 pub struct Kernels {
     /// The `CUcontext`, for comparison only.
     context: usize,
+    device: Device,
 }
 
 impl Kernels {
@@ -39,7 +40,7 @@ impl Kernels {
         #[expect(unsafe_code, reason = "FFI")]
         let status = unsafe { ffi::aril_load() };
         check(status)?;
-        Ok(Self { context: context as usize })
+        Ok(Self { context: context as usize, device: current_device()? })
     }
 
     /// Like [`load`](Self::load), into a cudarc context, which becomes current on this thread.
@@ -49,6 +50,11 @@ impl Kernels {
     pub fn load_into(context: &CudaContext) -> Result<Self, LaunchError> {
         context.bind_to_thread()?;
         Self::load()
+    }
+
+    /// The context's device, for plans.
+    pub fn device(&self) -> Device {
+        self.device
     }
 
     /// Rejects a thread with another current context, which the CUDA runtime would launch into.
@@ -83,6 +89,26 @@ impl Kernels {
     pub(super) fn check_context(&self, operand: &'static str, context: &CudaContext) -> Result<(), LaunchError> {
         if context.cu_ctx() as usize == self.context { Ok(()) } else { Err(LaunchError::WrongContext { operand }) }
     }
+}
+
+/// The device of the current context.
+fn current_device() -> Result<Device, LaunchError> {
+    use sys::CUdevice_attribute as Attribute;
+    let mut device = 0;
+    // SAFETY: a context is current, and the pointer is valid for the call.
+    #[expect(unsafe_code, reason = "FFI")]
+    unsafe { sys::cuCtxGetDevice(&raw mut device) }.result()?;
+    let attribute = |attribute| {
+        // SAFETY: the device is that of the current context.
+        #[expect(unsafe_code, reason = "FFI")]
+        unsafe {
+            result::device::get_attribute(device, attribute)
+        }
+    };
+    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let shared_bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    Ok(Device { compute_capability: (major, minor), shared_bytes: usize::try_from(shared_bytes).unwrap_or(0) })
 }
 
 /// Converts a status of the C ABI.

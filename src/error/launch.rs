@@ -22,15 +22,8 @@ pub enum LaunchError {
     /// replayed after the operands are freed.
     #[error("the stream is being captured; capture with `WeightTable::capture` or the raw API instead")]
     Capturing,
-    /// The device is too old for the operation.
-    #[error("the fused linear needs a device of compute capability 9.0 or newer; this one has {major}.{minor}")]
-    ComputeCapability {
-        /// Major compute capability of the device.
-        major: i32,
-        /// Minor compute capability of the device.
-        minor: i32,
-    },
-    /// The CUDA driver returned an error.
+    /// The CUDA driver returned an error. That of a kernel that failed earlier, such as `CUDA_ERROR_LAUNCH_FAILED`, is returned by every
+    /// later call in the context.
     #[error("the CUDA driver returned an error: {0}")]
     Driver(DriverError),
     /// The CUDA runtime or the kernel's launcher returned an error.

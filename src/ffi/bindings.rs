@@ -33,6 +33,13 @@ pub const ARIL_FORWARD_UNITS: i32 = 6;
 pub const ARIL_FORWARD_SPLIT_UNITS: i32 = 12;
 pub const ARIL_FORWARD_PARTS: i32 = 4;
 pub const ARIL_FORWARD_ALIGNMENT: i32 = 16;
+pub const ARIL_FORWARD_RINGS: i32 = 4;
+pub const ARIL_FORWARD_BOX_FEATURES: i32 = 64;
+pub const ARIL_FORWARD_STAGES: i32 = 24;
+pub const ARIL_FORWARD_DELTA_WARPS: i32 = 8;
+pub const ARIL_FORWARD_BATCH_BYTES: i32 = 2208;
+pub const ARIL_FORWARD_STATIC_BYTES: i32 = 1024;
+pub const ARIL_FORWARD_ALIGNMENT_BYTES: i32 = 1024;
 pub const ARIL_SEGMENT_TOKENS: i32 = 8;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
@@ -444,14 +451,86 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_forward_ring {
+    pub stage_boxes: i32,
+    pub stages: i32,
+    pub stage_bytes: i32,
+    pub inbox: i32,
+    pub deltas: i32,
+    pub handover: i32,
+    pub v: i32,
+    pub sums: i32,
+    pub a: i32,
+    pub batch: i32,
+    pub modules: i32,
+    pub total: i32,
+    pub delta_pitch: i32,
+    pub v_pitch: i32,
+    pub v_ranks: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of aril_forward_ring"][::core::mem::size_of::<aril_forward_ring>() - 60usize];
+    [
+        "Alignment of aril_forward_ring",
+    ][::core::mem::align_of::<aril_forward_ring>() - 4usize];
+    [
+        "Offset of field: aril_forward_ring::stage_boxes",
+    ][::core::mem::offset_of!(aril_forward_ring, stage_boxes) - 0usize];
+    [
+        "Offset of field: aril_forward_ring::stages",
+    ][::core::mem::offset_of!(aril_forward_ring, stages) - 4usize];
+    [
+        "Offset of field: aril_forward_ring::stage_bytes",
+    ][::core::mem::offset_of!(aril_forward_ring, stage_bytes) - 8usize];
+    [
+        "Offset of field: aril_forward_ring::inbox",
+    ][::core::mem::offset_of!(aril_forward_ring, inbox) - 12usize];
+    [
+        "Offset of field: aril_forward_ring::deltas",
+    ][::core::mem::offset_of!(aril_forward_ring, deltas) - 16usize];
+    [
+        "Offset of field: aril_forward_ring::handover",
+    ][::core::mem::offset_of!(aril_forward_ring, handover) - 20usize];
+    [
+        "Offset of field: aril_forward_ring::v",
+    ][::core::mem::offset_of!(aril_forward_ring, v) - 24usize];
+    [
+        "Offset of field: aril_forward_ring::sums",
+    ][::core::mem::offset_of!(aril_forward_ring, sums) - 28usize];
+    [
+        "Offset of field: aril_forward_ring::a",
+    ][::core::mem::offset_of!(aril_forward_ring, a) - 32usize];
+    [
+        "Offset of field: aril_forward_ring::batch",
+    ][::core::mem::offset_of!(aril_forward_ring, batch) - 36usize];
+    [
+        "Offset of field: aril_forward_ring::modules",
+    ][::core::mem::offset_of!(aril_forward_ring, modules) - 40usize];
+    [
+        "Offset of field: aril_forward_ring::total",
+    ][::core::mem::offset_of!(aril_forward_ring, total) - 44usize];
+    [
+        "Offset of field: aril_forward_ring::delta_pitch",
+    ][::core::mem::offset_of!(aril_forward_ring, delta_pitch) - 48usize];
+    [
+        "Offset of field: aril_forward_ring::v_pitch",
+    ][::core::mem::offset_of!(aril_forward_ring, v_pitch) - 52usize];
+    [
+        "Offset of field: aril_forward_ring::v_ranks",
+    ][::core::mem::offset_of!(aril_forward_ring, v_ranks) - 56usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_forward_map {
     pub tensor_maps: [[u64; 16usize]; 8usize],
     pub splits: i32,
     pub units: i32,
+    pub rings: [aril_forward_ring; 4usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of aril_forward_map"][::core::mem::size_of::<aril_forward_map>() - 1032usize];
+    ["Size of aril_forward_map"][::core::mem::size_of::<aril_forward_map>() - 1272usize];
     [
         "Alignment of aril_forward_map",
     ][::core::mem::align_of::<aril_forward_map>() - 8usize];
@@ -464,6 +543,9 @@ const _: () = {
     [
         "Offset of field: aril_forward_map::units",
     ][::core::mem::offset_of!(aril_forward_map, units) - 1028usize];
+    [
+        "Offset of field: aril_forward_map::rings",
+    ][::core::mem::offset_of!(aril_forward_map, rings) - 1032usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -472,8 +554,7 @@ pub struct aril_base_weights {
     pub in_features: i32,
     pub splits: i32,
     pub units: i32,
-    pub max_tokens: i32,
-    pub max_rank: i32,
+    pub rings: [aril_forward_ring; 4usize],
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
     pub slices: [*const ::core::ffi::c_void; 8usize],
@@ -483,7 +564,7 @@ pub struct aril_base_weights {
 const _: () = {
     [
         "Size of aril_base_weights",
-    ][::core::mem::size_of::<aril_base_weights>() - 192usize];
+    ][::core::mem::size_of::<aril_base_weights>() - 424usize];
     [
         "Alignment of aril_base_weights",
     ][::core::mem::align_of::<aril_base_weights>() - 8usize];
@@ -500,23 +581,20 @@ const _: () = {
         "Offset of field: aril_base_weights::units",
     ][::core::mem::offset_of!(aril_base_weights, units) - 12usize];
     [
-        "Offset of field: aril_base_weights::max_tokens",
-    ][::core::mem::offset_of!(aril_base_weights, max_tokens) - 16usize];
-    [
-        "Offset of field: aril_base_weights::max_rank",
-    ][::core::mem::offset_of!(aril_base_weights, max_rank) - 20usize];
+        "Offset of field: aril_base_weights::rings",
+    ][::core::mem::offset_of!(aril_base_weights, rings) - 16usize];
     [
         "Offset of field: aril_base_weights::num_slices",
-    ][::core::mem::offset_of!(aril_base_weights, num_slices) - 24usize];
+    ][::core::mem::offset_of!(aril_base_weights, num_slices) - 256usize];
     [
         "Offset of field: aril_base_weights::out_features",
-    ][::core::mem::offset_of!(aril_base_weights, out_features) - 28usize];
+    ][::core::mem::offset_of!(aril_base_weights, out_features) - 260usize];
     [
         "Offset of field: aril_base_weights::slices",
-    ][::core::mem::offset_of!(aril_base_weights, slices) - 64usize];
+    ][::core::mem::offset_of!(aril_base_weights, slices) - 296usize];
     [
         "Offset of field: aril_base_weights::strides",
-    ][::core::mem::offset_of!(aril_base_weights, strides) - 128usize];
+    ][::core::mem::offset_of!(aril_base_weights, strides) - 360usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

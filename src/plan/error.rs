@@ -4,6 +4,14 @@ use crate::DType;
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
+    /// The device is too old for the operation.
+    #[error("the fused linear needs a device of compute capability 9.0 or newer; this one has {major}.{minor}")]
+    ComputeCapability {
+        /// Major compute capability of the device.
+        major: i32,
+        /// Minor compute capability of the device.
+        minor: i32,
+    },
     /// The layer id belongs to another model than the weights. Ids belong to the one [`ModelSpec`](crate::model::ModelSpec) object
     /// that they were added to, even if another one describes equal layers.
     #[error(
@@ -45,5 +53,13 @@ pub enum PlanError {
         value: usize,
         /// The required divisor.
         of: usize,
+    },
+    /// The device has too little shared memory for a fused linear of this shape and rank.
+    #[error("the fused linear of this layer needs {needed} bytes of shared memory, and the device has {available}")]
+    SharedMemory {
+        /// Bytes that a thread block needs for the smallest batch.
+        needed: usize,
+        /// Bytes that it may have.
+        available: usize,
     },
 }

@@ -4,7 +4,9 @@ use std::fmt;
 
 use super::{
     capacity::{Capacity, limit},
+    device::Device,
     error::PlanError,
+    ring::{Grid, Ring},
     thresholds::{
         MAILBOX_HEADER, MAX_FORWARD_TOKENS, WORD_BYTES,
         forward::{
@@ -23,13 +25,20 @@ use crate::{
 pub struct ForwardPlan {
     dtype: DType,
     out_features: Vec<usize>,
+    in_features: usize,
     capacity: Capacity,
     splits: usize,
     units: usize,
+    /// For batches of up to 8, 16, 32 and 64 tokens, as far as the capacity and the device go.
+    rings: Vec<Ring>,
 }
 
+/// Tokens of the smallest batches with a ring of their own.
+const FIRST_RING_TOKENS: usize = 8;
+
 impl ForwardPlan {
-    /// Plans a layer for batches within `capacity`, of up to [`max_tokens`](Self::max_tokens) tokens.
+    /// Plans a layer for batches within `capacity`, of up to [`max_tokens`](Self::max_tokens) tokens, on an H100 or H200. [`on`](Self::on)
+    /// plans it for another device.
     ///
     /// # Errors
     /// If no kernel takes the element type, the shape or the bounds: `f32`, `in_features` that are not a multiple of 8, or a fully
@@ -50,7 +59,40 @@ impl ForwardPlan {
         let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
         limit("out_features", out_features.iter().sum(), MAX_FEATURES)?;
         let (splits, units) = share_out(&out_features);
-        Ok(Self { dtype, out_features, capacity, splits, units })
+        Self { dtype, out_features, in_features, capacity, splits, units, rings: Vec::new() }.on(Device::H100)
+    }
+
+    /// The same layer on another device. Where shared memory is short, batches have fewer tokens; on a device with 99 KB (compute
+    /// capability 12.0), most layers of the capacity of large models do not fit at all.
+    ///
+    /// # Errors
+    /// [`PlanError::ComputeCapability`] and [`PlanError::SharedMemory`] if the device has no fused linear of the layer. Use a GEMM and
+    /// `add_delta`.
+    pub fn on(self, device: Device) -> Result<Self, PlanError> {
+        let Device { compute_capability: (major, minor), shared_bytes } = device;
+        if !Self::is_for((major, minor)) {
+            return Err(PlanError::ComputeCapability { major, minor });
+        }
+        let grid = Grid {
+            in_features: self.in_features,
+            num_slices: self.out_features.len(),
+            splits: self.splits,
+            units: self.units,
+            max_rank: self.capacity.max_rank,
+        };
+        let most = self.capacity.max_tokens.min(MAX_FORWARD_TOKENS);
+        let sizes = (0..).map(|size| 1 << size).take_while(|tiles| tiles * FIRST_RING_TOKENS < 2 * most);
+        let mut rings = Vec::new();
+        for token_tiles in sizes {
+            match Ring::new(&grid, token_tiles, shared_bytes) {
+                Ok(ring) => rings.push(ring),
+                Err(needed) if rings.is_empty() => {
+                    return Err(PlanError::SharedMemory { needed, available: shared_bytes });
+                }
+                Err(_) => break,
+            }
+        }
+        Ok(Self { rings, ..self })
     }
 
     /// Whether a device of that compute capability has the fused linear: from 9.0 on.
@@ -58,10 +100,22 @@ impl ForwardPlan {
         major >= 9
     }
 
-    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`]. A larger batch is for a GEMM of the engine's and
-    /// `add_delta`, which sum up in another order.
+    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`] and to what the device has shared memory for. A larger
+    /// batch is for a GEMM of the engine's and `add_delta`, which sum up in another order.
     pub fn max_tokens(&self) -> usize {
-        self.capacity.max_tokens.min(MAX_FORWARD_TOKENS)
+        let with_rings = (FIRST_RING_TOKENS << self.rings.len()) / 2;
+        self.capacity.max_tokens.min(MAX_FORWARD_TOKENS).min(with_rings)
+    }
+
+    /// How blocks divide their shared memory: for batches of up to 8, 16, 32 and 64 tokens, as far as there are such.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn rings(&self) -> &[Ring] {
+        &self.rings
+    }
+
+    /// The most shared memory of a thread block, in bytes.
+    pub fn shared_bytes(&self) -> usize {
+        self.rings.iter().map(Ring::bytes).fold(0, usize::max)
     }
 
     /// The workspace that a batch of `num_tokens` needs.
@@ -141,5 +195,114 @@ impl fmt::Display for ForwardPlan {
             self.units * UNIT_ROWS,
             self.workspace_bytes().mailbox,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Capacity, Device, ForwardPlan, PlanError};
+    use crate::{
+        DType,
+        model::{Linear, ModelSpec, Parallel, TpRank},
+    };
+
+    fn plan(in_features: usize, out_features: &[usize], max_rank: usize) -> ForwardPlan {
+        let layer = Linear::new("layer", Parallel::Replicated, in_features);
+        let slices = out_features.iter().enumerate();
+        let layer = slices.fold(layer, |layer, (slice, &out)| layer.slice(format!("m{slice}"), out));
+        let mut spec = ModelSpec::new();
+        let id = spec.linear(layer).expect("the layer is described once");
+        let model = spec.shard(TpRank::SINGLE).expect("one rank has all of it");
+        let capacity = Capacity::tokens(512).slots(8).rank(max_rank);
+        ForwardPlan::new(&model[id], DType::BF16, capacity).expect("an H100 has room for it")
+    }
+
+    fn device(kilobytes: usize) -> Device {
+        Device { compute_capability: (12, 0), shared_bytes: kilobytes << 10 }
+    }
+
+    /// qkv, o, gate_up and down of Qwen3-0.6B, 8B and 32B, at ranks 16 and 64: the most tokens with 99, 163 and 227 KB (0: no fused
+    /// linear), and, with 227 KB, stages and their boxes with 64 tokens, and the most shared memory.
+    #[test]
+    fn batches_have_as_many_tokens_as_fit() {
+        type Layer = (usize, &'static [usize], usize, [usize; 3], [usize; 2], usize);
+        let layers: [Layer; 24] = [
+            (1024, &[2048, 1024, 1024], 16, [8, 64, 64], [4, 2], 201_128),
+            (1024, &[2048, 1024, 1024], 64, [8, 64, 64], [4, 2], 209_320),
+            (2048, &[1024], 16, [16, 64, 64], [8, 2], 230_312),
+            (2048, &[1024], 64, [16, 64, 64], [7, 2], 218_024),
+            (1024, &[3072, 3072], 16, [0, 64, 64], [3, 2], 231_336),
+            (1024, &[3072, 3072], 64, [0, 64, 64], [3, 2], 231_336),
+            (3072, &[1024], 16, [16, 64, 64], [8, 2], 230_312),
+            (3072, &[1024], 64, [16, 64, 64], [7, 2], 225_320),
+            (4096, &[4096, 1024, 1024], 16, [0, 64, 64], [3, 2], 232_232),
+            (4096, &[4096, 1024, 1024], 64, [0, 64, 64], [3, 2], 232_232),
+            (4096, &[4096], 16, [8, 64, 64], [4, 2], 197_544),
+            (4096, &[4096], 64, [8, 64, 64], [4, 2], 205_736),
+            (4096, &[12_288, 12_288], 16, [0, 64, 64], [3, 2], 228_264),
+            (4096, &[12_288, 12_288], 64, [0, 64, 64], [3, 2], 228_264),
+            (12_288, &[4096], 16, [8, 64, 64], [5, 2], 230_312),
+            (12_288, &[4096], 64, [8, 64, 64], [4, 2], 229_768),
+            (5120, &[8192, 1024, 1024], 16, [0, 64, 64], [3, 2], 221_000),
+            (5120, &[8192, 1024, 1024], 64, [0, 64, 64], [3, 2], 221_000),
+            (8192, &[5120], 16, [0, 64, 64], [4, 2], 231_336),
+            (8192, &[5120], 64, [0, 64, 64], [3, 2], 219_528),
+            (5120, &[25_600, 25_600], 16, [0, 64, 64], [4, 2], 225_960),
+            (5120, &[25_600, 25_600], 64, [0, 64, 64], [3, 2], 218_728),
+            (25_600, &[5120], 16, [0, 64, 64], [4, 2], 231_336),
+            (25_600, &[5120], 64, [0, 64, 64], [3, 2], 219_528),
+        ];
+        for (in_features, out_features, rank, most_tokens, ring, bytes) in layers {
+            let what = format!("{in_features} to {out_features:?} at rank {rank}");
+            let plan = plan(in_features, out_features, rank);
+            assert_eq!(plan.shared_bytes(), bytes, "{what}");
+            let last = plan.rings.last().map(|ring| [ring.stages, ring.stage_boxes]);
+            assert_eq!(last, Some(ring), "{what}");
+            for (kilobytes, most) in [99, 163, 227].into_iter().zip(most_tokens) {
+                let on = plan.clone().on(device(kilobytes));
+                match (&on, most) {
+                    (Err(PlanError::SharedMemory { needed, available }), 0) => assert!(needed > available, "{what}"),
+                    (Ok(on), most) => {
+                        assert_eq!(on.max_tokens(), most, "{what}, {kilobytes} KB");
+                        assert!(on.shared_bytes() <= kilobytes << 10, "{what}, {kilobytes} KB");
+                        assert_eq!(on.rings.len(), most.ilog2() as usize - 2, "{what}, {kilobytes} KB");
+                    }
+                    (Err(error), _) => panic!("{what}, {kilobytes} KB: {error}"),
+                }
+            }
+        }
+    }
+
+    /// The rings of a capacity of fewer tokens are those that its batches need.
+    #[test]
+    fn every_batch_has_a_ring() {
+        for max_rank in [1, 16, 17, 64, 200, 512] {
+            let plan = plan(4096, &[4096, 1024, 1024], max_rank);
+            for max_tokens in [1, 8, 9, 16, 17, 32, 33, 64, 65] {
+                let plan =
+                    ForwardPlan { capacity: Capacity::tokens(max_tokens).slots(8).rank(max_rank), ..plan.clone() };
+                let plan = plan.on(Device::H100).expect("an H100 has room for it");
+                assert_eq!(plan.max_tokens(), max_tokens.min(64));
+                assert!(8 << plan.rings.len() >= 2 * plan.max_tokens());
+            }
+        }
+    }
+
+    #[test]
+    fn devices_without_a_fused_linear_are_refused() {
+        let plan = plan(4096, &[4096], 16);
+        for (major, minor) in [(8, 0), (8, 6), (8, 9)] {
+            let old = Device { compute_capability: (major, minor), ..Device::H100 };
+            assert_eq!(plan.clone().on(old), Err(PlanError::ComputeCapability { major, minor }));
+        }
+        let refused = plan.clone().on(device(64)).expect_err("the first batch does not fit");
+        assert_eq!(
+            refused.to_string(),
+            "the fused linear of this layer needs 100744 bytes of shared memory, and the device has 65536"
+        );
+        for capability in [(9, 0), (10, 0), (10, 3), (12, 0)] {
+            let new = Device { compute_capability: capability, ..Device::H100 };
+            assert_eq!(plan.clone().on(new), Ok(plan.clone()), "{capability:?}");
+        }
     }
 }

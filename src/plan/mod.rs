@@ -4,16 +4,19 @@
 //! matches the kernels that it is for.
 
 mod capacity;
+mod device;
 mod error;
 mod experts;
 mod forward;
 mod linear;
 mod mode;
+mod ring;
 mod thresholds;
 mod workspace;
 
 pub use self::{
     capacity::{AlignCapacity, Capacity, RouteCapacity},
+    device::Device,
     error::PlanError,
     experts::{ExpertsPlan, ProjectionPlan},
     forward::ForwardPlan,
@@ -26,5 +29,6 @@ pub use self::{
 pub(crate) use self::{
     experts::ExpandBy,
     linear::{check_outputs, outs_per_block},
+    ring::Ring,
     thresholds::{GroupedBy, is_small_m},
 };

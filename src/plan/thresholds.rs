@@ -213,6 +213,16 @@ pub(super) mod forward {
     /// Parts of the input features, whose sums of `A x` are handed over; and ranks that are handed over together.
     pub(in crate::plan) const PARTS: usize = ffi::ARIL_FORWARD_PARTS as usize;
     pub(in crate::plan) const RANK_TILE: usize = 16;
+    /// Input features of a box of W or x, and boxes of a stage of the ring; its stages; warps that compute deltas, and what they know of
+    /// the batch; tokens of a segment.
+    pub(in crate::plan) const BOX_FEATURES: usize = ffi::ARIL_FORWARD_BOX_FEATURES as usize;
+    pub(in crate::plan) const MAX_STAGES: usize = ffi::ARIL_FORWARD_STAGES as usize;
+    pub(in crate::plan) const DELTA_WARPS: usize = ffi::ARIL_FORWARD_DELTA_WARPS as usize;
+    pub(in crate::plan) const BATCH_BYTES: usize = ffi::ARIL_FORWARD_BATCH_BYTES as usize;
+    pub(in crate::plan) const SEGMENT_TOKENS: usize = ffi::ARIL_SEGMENT_TOKENS as usize;
+    /// Shared memory of a block for static variables, and for the alignment of the rest.
+    pub(in crate::plan) const STATIC_BYTES: usize = ffi::ARIL_FORWARD_STATIC_BYTES as usize;
+    pub(in crate::plan) const ALIGNMENT_BYTES: usize = ffi::ARIL_FORWARD_ALIGNMENT_BYTES as usize;
     /// Rows of W and x are a multiple of so many 16-bit elements.
     pub(in crate::plan) const ALIGNED_FEATURES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize / DType::BF16.bytes();
     /// The kernel counts features, and bytes of rows, in `i32`.

@@ -1,6 +1,9 @@
 //! The fused linear against the reference, through the safe and the raw API, in memory that is NaN outside the operands.
 
-use std::error::Error;
+use std::{
+    error::Error,
+    time::{Duration, Instant},
+};
 
 use aril::{
     DType, Element, Slot,
@@ -1083,6 +1086,11 @@ impl Launches {
         }
     }
 
+    /// Every block computes all sums itself.
+    fn withholding(self) -> Self {
+        Self { layer: self.layer.withholding(), ..self }
+    }
+
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
         self.layer.plan().workspace_bytes()
     }
@@ -1102,6 +1110,42 @@ impl Launches {
             bits
         };
         self.y.iter_mut().map(take).collect()
+    }
+}
+
+/// Where no block hands over its sums, and each of 64 tokens has an adapter of its own, the blocks of a slice compute the sums of its
+/// adapters themselves: four parts of 16 ranks of each, one after the other. A block alone would take less than 10 us for each.
+#[test]
+#[ignore = "needs a GPU"]
+fn missing_sums_are_computed_in_a_bounded_time() {
+    const PARTS: u32 = 4;
+    const OF_A_SUM: Duration = Duration::from_micros(10);
+    let gpu = Gpu::new();
+    for rank in [16, 64] {
+        let ranks = [rank; 3];
+        let adapters = vec![&ranks[..]; choose(64, 4)];
+        let slots = (0..64).map(|token| token % adapters.len() as i32).collect();
+        let dense =
+            dense::Case::linear(choose(4096, 1024), choose(&[4096, 1024, 1024], &[96, 32, 32]), &adapters, slots);
+        let case = Case::fused(dense::Case { values: Values::Rounded, ..dense }, false);
+        let mut expected = Launches::new(&gpu, &case, 1);
+        let workspace = Workspace::with_bytes(&gpu.queue, expected.workspace_bytes()).unwrap();
+        expected.launch(0, workspace.raw());
+        let expected = expected.take().concat();
+        let mut launches = Launches::new(&gpu, &case, 6).withholding();
+        let mut longest = Duration::ZERO;
+        for number in 0..6 {
+            gpu.synchronize();
+            let start = Instant::now();
+            launches.launch(number, workspace.raw());
+            gpu.synchronize();
+            // The first one is slower.
+            longest = longest.max(if number == 0 { Duration::ZERO } else { start.elapsed() });
+        }
+        assert!(launches.take().iter().all(|y| *y == expected), "rank {rank}: the results differ");
+        let most = OF_A_SUM * PARTS * (64 * rank as u32 / 16);
+        println!("rank {rank}: {longest:?} of {most:?}");
+        assert!(longest < most, "rank {rank}: {longest:?}, and at most {most:?} are expected");
     }
 }
 

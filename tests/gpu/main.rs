@@ -20,6 +20,7 @@ mod common;
 mod consumers;
 mod contention;
 mod device;
+mod early_loads;
 mod engine;
 mod experts;
 mod fully_sharded;

@@ -106,6 +106,10 @@ impl PoisonedTable {
     pub fn address(&self) -> u64 {
         self.table.address()
     }
+
+    pub fn descriptors(&self) -> Vec<raw::Descriptor> {
+        self.table.read()
+    }
 }
 
 /// A routing of a batch, in memory that held no index before.

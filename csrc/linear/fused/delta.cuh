@@ -517,8 +517,9 @@ struct Delta {
         const Pair& pair = pairs[i];
         if (pair.token < 0) continue;
         if (missing[i] >= 0) {
-          atomicMax(&batch.missing,
-                    missing[i] * all_pairs() + pairs_before(pair.entry) + pair.rank / kPairRanks);
+          const int unit =
+              missing[i] * all_pairs() + pairs_before(pair.entry) + pair.rank / kPairRanks;
+          atomicMax(&batch.missing, unit ^ missing_key());
           continue;
         }
         float2 sum = make_float2(0.0f, 0.0f);
@@ -538,8 +539,12 @@ struct Delta {
       if (!came) break;
     }
     sync_warps();
-    return batch.missing;
+    return batch.missing < 0 ? -1 : batch.missing ^ missing_key();
   }
+
+  // Of several units that are missing, blocks compute different ones, so that each is computed once
+  // or so: the order is by unit ^ key, with a key for each block.
+  __device__ __forceinline__ int missing_key() const { return batch.turn & 0xffff; }
 
   // What a call of expand() computes: `count` blocks of 32 outputs from `first` on, for ranks
   // [begin, end).

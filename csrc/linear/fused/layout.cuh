@@ -37,7 +37,7 @@ constexpr int kUnitRows = ARIL_FORWARD_UNIT_ROWS;
 constexpr int kBlockRows = ARIL_FORWARD_BLOCK_ROWS;  // of a block of B: four cores
 constexpr int kMaxUnits = ARIL_FORWARD_UNITS;
 constexpr int kMaxSplitUnits = ARIL_FORWARD_SPLIT_UNITS;
-constexpr int kBoxFeatures = 64;
+constexpr int kBoxFeatures = ARIL_FORWARD_BOX_FEATURES;
 constexpr int kStepBoxes = 2;  // splits share the features in steps of two boxes
 constexpr int kUnitBoxBytes = kUnitRows * kBoxFeatures * 2;
 constexpr int kTokenTile = 8;  // mma.sync's N
@@ -46,7 +46,7 @@ constexpr int kUnitSumsBytes = kUnitRows * kTokenTile * 4;
 constexpr int kMaxTeams = 2;  // of multipliers
 constexpr int kProducers = 2;
 constexpr int kMaxTokenGroups = 2;
-constexpr int kDeltaWarps = 8;
+constexpr int kDeltaWarps = ARIL_FORWARD_DELTA_WARPS;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
 constexpr int kPairBytes = kATileBytes;  // of 128 features of a pair
@@ -56,7 +56,7 @@ constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
 constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
 constexpr int kMaxChunkPlaces = 8;  // buffers of B of a warp, in the memory of A
 constexpr int kSumRanks = 64;       // ranks whose products are added up before others join them
-constexpr int kMaxStages = 24;
+constexpr int kMaxStages = ARIL_FORWARD_STAGES;
 
 // How the launch divides the work.
 struct FusedGrid {
@@ -123,7 +123,7 @@ struct DeltaShared {
   int32_t num_units;     // of all blocks
   int32_t slice_rank;    // the largest of this block's slice
   int32_t place_bits;    // of the number of a buffer of B
-  int32_t missing;       // a unit that did not arrive in time, or -1
+  int32_t missing;       // a unit that did not arrive in time, by its order for this block, or -1
   int32_t polls;         // left for the next one
   uint32_t epoch;
   uint32_t turn;                                   // of this block among those that have started
@@ -132,62 +132,14 @@ struct DeltaShared {
   DeltaUnit units[kUnits];
 };
 
-// Offsets of the dynamic shared memory's parts, in bytes from a boundary of 1024.
-struct FusedSmem {
-  int stage_bytes, handover, inbox, deltas, v, a, sums, batch, modules, total;
-  int delta_pitch;  // floats from one row of deltas to the next
-  int v_pitch;      // bytes from one token of v to the next
-  int v_ranks;      // that fit at once
-
-  FusedSmem() = default;
-
-  FusedSmem(int token_tiles, const FusedGrid& grid, int splits, int num_slices, int max_rank) {
-    const int tokens = token_tiles * kTokenTile, unit_sums = token_tiles * kUnitSumsBytes;
-    stage_bytes =
-        grid.stage_boxes * (grid.pass_units * kUnitBoxBytes + token_tiles * kTokenBoxBytes);
-    inbox = grid.stages * stage_bytes;
-    deltas = inbox + (splits > 1 ? own_blocks(grid, grid.units, splits) * 2 * unit_sums : 0);
-    const int handover_bytes =
-        teams(token_tiles) > 1 ? ceil_div(grid.pass_units, 2) * 2 * unit_sums : 0;
-    // An odd number of token tiles spreads a warp's rows over all banks.
-    delta_pitch = kTokenTile * (token_tiles | 1);
-    v_ranks = v_pitch = 0;
-    if (max_rank == 0) {
-      v = a = sums = batch = modules = handover = deltas;
-      total = handover + handover_bytes;
-      return;
-    }
-    // Sums of units, v, and the sums that the teams hand over follow each other.
-    const int blocks = own_blocks(grid, grid.pass_units, splits);
-    v = sums = handover = deltas + blocks * kBlockRows * delta_pitch * 4;
-    constexpr int kMaxV = 16 << 10;
-    const int padded = ceil_div(max_rank, kChunkRanks) * kChunkRanks;
-    const int most = kMaxV / (tokens * 2 * 2) / kSumRanks * kSumRanks;
-    v_ranks = padded < most ? padded : most;
-    v_pitch = v_ranks * 2 + 16;
-    a = v + greater(2 * tokens * v_pitch, 2 * DeltaShared::kSums * 4);
-    batch =
-        greater(a + kDeltaWarps * a_places(token_tiles) * kPairBytes, handover + handover_bytes);
-    modules = batch + static_cast<int>(sizeof(DeltaShared));
-    total = modules + tokens * num_slices * (static_cast<int>(sizeof(aril_descriptor)) + 4) + 8;
-  }
-
- private:
-  __host__ __device__ static int greater(int a, int b) { return a > b ? a : b; }
-
-  // The most blocks of 32 rows that a thread block stores, of `units` units.
-  __host__ __device__ static int own_blocks(const FusedGrid& grid, int units, int splits) {
-    const bool begins_even = grid.units % 2 == 0 && grid.pass_units % 2 == 0;
-    return ceil_div(begins_even ? ceil_div(units, 2) : units / 2 + 1, splits);
-  }
-};
+static_assert(sizeof(DeltaShared) == ARIL_FORWARD_BATCH_BYTES);
 
 struct FusedParams {
   CUtensorMap w[ARIL_MAX_SLICES];
   CUtensorMap x;
   aril_forward_args args;
   FusedGrid grid;
-  FusedSmem smem;
+  aril_forward_ring smem;
   int splits;
   int num_k_tiles, part_k_tiles, num_parts;  // of A
 };
@@ -255,5 +207,6 @@ struct FusedShared {
   TransactionBarrier deltas_full, deltas_empty;
   Share share;
 };
+static_assert(sizeof(FusedShared) <= ARIL_FORWARD_STATIC_BYTES);
 
 }  // namespace aril::detail

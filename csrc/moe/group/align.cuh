@@ -164,14 +164,17 @@ __global__ void __launch_bounds__(kAlignThreads, 2)
 
   load_ids(0);
   int before = 0, all_before;
-  if (2 * thread < mine) {
-    const bool has_second = 2 * thread + 1 < mine;
-    TaggedPair sums;
+  if (2 * (thread - lane) < mine) {
+    const bool has_first = 2 * thread < mine, has_second = 2 * thread + 1 < mine;
+    TaggedPair sums = {};
     PollLimit polls;
-    do {
+    for (;;) {
+      if (has_first) sums = load_tagged(counts + 2 * thread);
+      const bool came =
+          (!has_first || sums.epoch0 == epoch) && (!has_second || sums.epoch1 == epoch);
+      if (__all_sync(kAll, came)) break;
       polls.count();
-      sums = load_tagged(counts + 2 * thread);
-    } while (sums.epoch0 != epoch || (has_second && sums.epoch1 != epoch));
+    }
     before = __float_as_int(sums.value0) + (has_second ? __float_as_int(sums.value1) : 0);
   }
   Scan(scan).ExclusiveSum(before, before, all_before);

@@ -182,14 +182,20 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     store_tagged(words + ARIL_GROUP_WORDS * mine + 2, __int_as_float(all.wide), epoch);
   }
   GroupCounts others = {0, 0, 0};
-  for (int other = threadIdx.x; other < mine; other += kGroupThreads) {
-    TaggedPair first, second;
+  for (int begin = threadIdx.x / 32 * 32; begin < mine; begin += kGroupThreads) {
+    const int other = begin + static_cast<int>(threadIdx.x) % 32;
+    TaggedPair first = {}, second = {};
     PollLimit polls;
-    do {
+    for (;;) {
+      if (other < mine) {
+        first = load_tagged(words + ARIL_GROUP_WORDS * other);
+        second = load_tagged(words + ARIL_GROUP_WORDS * other + 2);
+      }
+      const bool came = other >= mine || (first.epoch0 == epoch && first.epoch1 == epoch &&
+                                          second.epoch0 == epoch);
+      if (__all_sync(0xffffffffu, came)) break;
       polls.count();
-      first = load_tagged(words + ARIL_GROUP_WORDS * other);
-      second = load_tagged(words + ARIL_GROUP_WORDS * other + 2);
-    } while (first.epoch0 != epoch || first.epoch1 != epoch || second.epoch0 != epoch);
+    }
     others = others + GroupCounts{__float_as_int(first.value0), __float_as_int(first.value1),
                                   __float_as_int(second.value0)};
   }

@@ -1,7 +1,5 @@
 use std::ffi::c_void;
 
-use cudarc::driver::{result, sys};
-
 use super::{
     abi::{dtype_code, int},
     matrix::{MatrixMut, MatrixRef, check_alignment},
@@ -14,9 +12,10 @@ use crate::{
     error::{LaunchError, OperandError},
     ffi,
     model::{LinearId, MAX_SLICES, Model},
-    plan::{Capacity, ForwardPlan},
+    plan::{Capacity, ForwardPlan, Ring},
 };
 
+const RINGS: usize = ffi::ARIL_FORWARD_RINGS as usize;
 /// How often a block polls for another block's sum before it computes the sum itself. Takes about a millisecond.
 const POLLS: i32 = 1024;
 
@@ -46,8 +45,8 @@ impl FusedLinear {
     ///
     /// # Errors
     /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is not one W per
-    /// slice of the right shape, type and alignment, or the kernels or the
-    /// device's shared memory do not support the element type, a size or the capacity.
+    /// slice of the right shape, type and alignment, or the kernels or the device's shared memory do not support the element type, a
+    /// size or the capacity. Where shared memory is short, [`plan().max_tokens()`](ForwardPlan::max_tokens) is lower.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -57,9 +56,8 @@ impl FusedLinear {
         slices: &[MatrixRef],
     ) -> Result<Self, LaunchError> {
         kernels.check_thread()?;
-        check_capability(compute_capability()?)?;
         let shapes = slices.iter().map(|MatrixRef(w)| w.shape("W")).collect::<Result<Vec<_>, _>>()?;
-        let contract = contract::FusedLinear::new(model, id, dtype, capacity, &shapes)?;
+        let contract = contract::FusedLinear::new(model, id, dtype, capacity, kernels.device(), &shapes)?;
         let contract::FusedLinear { site, plan, .. } = &contract;
         let mut out_features = [0; MAX_SLICES];
         let (mut ptrs, mut strides) = ([std::ptr::null(); MAX_SLICES], [0; MAX_SLICES]);
@@ -68,19 +66,22 @@ impl FusedLinear {
             let (ptr, stride) = w.place();
             (ptrs[i], strides[i], out_features[i]) = (ptr.cast_const(), stride, int(slice.out_features())?);
         }
+        let mut rings = [ring_of(None)?; RINGS];
+        for (to, ring) in rings.iter_mut().zip(plan.rings()) {
+            *to = ring_of(Some(ring))?;
+        }
         let weights = ffi::aril_base_weights {
             dtype: dtype_code(dtype),
             in_features: int(site.in_features())?,
             splits: int(plan.splits())?,
             units: int(plan.units())?,
-            max_tokens: int(plan.max_tokens())?,
-            max_rank: int(plan.capacity().max_rank)?,
+            rings,
             num_slices: int(slices.len())?,
             out_features,
             slices: ptrs,
             strides,
         };
-        let mut map = ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0 };
+        let mut map = ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0, rings };
         // SAFETY: both pointers are valid for the call. The call does not dereference the addresses of W.
         check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
         Ok(Self { kernels: kernels.clone(), contract, out_features, map, bias: 0, withholds: false })
@@ -190,40 +191,24 @@ impl FusedLinear {
     }
 }
 
-/// The compute capability of the current context's device.
-fn compute_capability() -> Result<(i32, i32), LaunchError> {
-    use sys::CUdevice_attribute as Attribute;
-    let mut device = 0;
-    // SAFETY: a context is current.
-    unsafe { sys::cuCtxGetDevice(&raw mut device) }.result()?;
-    let attribute = |attribute| {
-        // SAFETY: the device is that of the current context.
-        unsafe { result::device::get_attribute(device, attribute) }
-    };
-    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    Ok((major, minor))
-}
-
-/// Rejects devices without the tensor memory accelerator.
-fn check_capability((major, minor): (i32, i32)) -> Result<(), LaunchError> {
-    if ForwardPlan::is_for((major, minor)) { Ok(()) } else { Err(LaunchError::ComputeCapability { major, minor }) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{LaunchError, check_capability};
-
-    #[test]
-    fn older_devices_are_refused_by_their_compute_capability() {
-        for (major, minor) in [(8, 0), (8, 6), (8, 9)] {
-            let refused = check_capability((major, minor));
-            assert!(
-                matches!(refused, Err(LaunchError::ComputeCapability { major: m, minor: n }) if (m, n) == (major, minor))
-            );
-        }
-        for capability in [(9, 0), (10, 0), (10, 3), (12, 0)] {
-            assert!(check_capability(capability).is_ok(), "{capability:?}");
-        }
-    }
+/// A ring as the C ABI has it; none for batches that the plan has no ring for.
+fn ring_of(ring: Option<&Ring>) -> Result<ffi::aril_forward_ring, LaunchError> {
+    let of = |value: fn(&Ring) -> usize| int(ring.map_or(0, value));
+    Ok(ffi::aril_forward_ring {
+        stage_boxes: of(|ring| ring.stage_boxes)?,
+        stages: of(|ring| ring.stages)?,
+        stage_bytes: of(|ring| ring.stage_bytes)?,
+        inbox: of(|ring| ring.inbox)?,
+        deltas: of(|ring| ring.deltas)?,
+        handover: of(|ring| ring.v)?,
+        v: of(|ring| ring.v)?,
+        sums: of(|ring| ring.v)?,
+        a: of(|ring| ring.a)?,
+        batch: of(|ring| ring.batch)?,
+        modules: of(|ring| ring.modules)?,
+        total: of(|ring| ring.total)?,
+        delta_pitch: of(|ring| ring.delta_pitch)?,
+        v_pitch: of(|ring| ring.v_pitch)?,
+        v_ranks: of(|ring| ring.v_ranks)?,
+    })
 }

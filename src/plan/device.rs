@@ -1,0 +1,13 @@
+/// What plans ask of a device.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Device {
+    /// Major and minor compute capability.
+    pub compute_capability: (i32, i32),
+    /// The most shared memory that a thread block may have, in bytes: `CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`.
+    pub shared_bytes: usize,
+}
+
+impl Device {
+    /// NVIDIA H100 and H200.
+    pub const H100: Self = Self { compute_capability: (9, 0), shared_bytes: 227 << 10 };
+}

@@ -1,0 +1,163 @@
+//! How a thread block of a fused linear divides its shared memory: a ring of stages, which copies of W and `x` fill ahead, and behind
+//! it what else the block needs. No result depends on it.
+
+use super::thresholds::{
+    K_TILE, RANK_TILE,
+    forward::{
+        ALIGNMENT_BYTES, BATCH_BYTES, BLOCK_ROWS, BOX_FEATURES, DELTA_WARPS, MAX_STAGES, SEGMENT_TOKENS, STATIC_BYTES,
+        UNIT_ROWS, UNITS,
+    },
+};
+use crate::ffi;
+
+/// Tokens of `mma.sync`'s N.
+const TOKEN_TILE: usize = 8;
+/// Boxes of features that two splits share the features by, and the most of a stage.
+const STEP_BOXES: usize = 2;
+/// Bytes of a box of features of a unit of W, of a token tile of x, and of the sums of a unit and a token tile.
+const UNIT_BOX_BYTES: usize = UNIT_ROWS * BOX_FEATURES * 2;
+const TOKEN_BOX_BYTES: usize = TOKEN_TILE * BOX_FEATURES * 2;
+const UNIT_SUMS_BYTES: usize = UNIT_ROWS * TOKEN_TILE * size_of::<f32>();
+/// Bytes of a warp's buffer of A, which is one of B, too.
+const A_BYTES: usize = RANK_TILE * K_TILE * 2;
+/// Bytes of the sums of two units of v, whose rows have 20 elements.
+const SUMS_BYTES: usize = 2 * DELTA_WARPS * SEGMENT_TOKENS * 20 * size_of::<f32>();
+/// Ranks of a chunk of B, and ranks whose products are added up before others join them.
+const CHUNK_RANKS: usize = 32;
+const SUM_RANKS: usize = 64;
+/// The most bytes of v at once.
+const MAX_V_BYTES: usize = 16 << 10;
+
+/// A ring holds at most this part of a block's stream: its loads in flight delay loads of A and B.
+const MAX_SHARE: usize = 4;
+/// A larger ring delays the last loads of the launch before. (H200, chain of layers without adapters: 1 % slower with all of shared
+/// memory.)
+const MAX_RING_BYTES: usize = 176 << 10;
+/// Stages that a ring needs to load ahead of the multipliers, and the fewest.
+const GOOD_STAGES: usize = 4;
+const MIN_STAGES: usize = 2;
+
+/// The fewest stages of two boxes that are better than stages of one. (H100, layers of Qwen3-8B with 64 tokens: three of two take 0.96 to
+/// 0.99 of the time of seven of one.)
+const fn fewest_stages(token_tiles: usize) -> usize {
+    if token_tiles == 8 { 3 } else { GOOD_STAGES }
+}
+
+/// How the blocks of a launch share the work.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Grid {
+    pub(super) in_features: usize,
+    pub(super) num_slices: usize,
+    pub(super) splits: usize,
+    /// Units of a cluster.
+    pub(super) units: usize,
+    pub(super) max_rank: usize,
+}
+
+impl Grid {
+    fn passes(&self) -> usize {
+        self.units.div_ceil(UNITS)
+    }
+
+    fn pass_units(&self) -> usize {
+        self.units.div_ceil(self.passes())
+    }
+
+    /// Boxes of the features of a block.
+    fn split_boxes(&self) -> usize {
+        let steps = self.in_features.div_ceil(BOX_FEATURES).div_ceil(STEP_BOXES);
+        steps.div_ceil(self.splits) * STEP_BOXES
+    }
+
+    /// The most blocks of rows that a thread block stores, of `units` units.
+    fn own_blocks(&self, units: usize) -> usize {
+        let begins_even = self.units.is_multiple_of(2) && self.pass_units().is_multiple_of(2);
+        (if begins_even { units.div_ceil(2) } else { units / 2 + 1 }).div_ceil(self.splits)
+    }
+}
+
+/// The parts of a thread block's shared memory, as `aril_forward_ring` (`csrc/aril.h`) describes them.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Ring {
+    pub(crate) stage_boxes: usize,
+    pub(crate) stages: usize,
+    pub(crate) stage_bytes: usize,
+    pub(crate) inbox: usize,
+    pub(crate) deltas: usize,
+    pub(crate) v: usize,
+    pub(crate) a: usize,
+    pub(crate) batch: usize,
+    pub(crate) modules: usize,
+    pub(crate) total: usize,
+    pub(crate) delta_pitch: usize,
+    pub(crate) v_pitch: usize,
+    pub(crate) v_ranks: usize,
+}
+
+impl Ring {
+    /// As many stages as fit in the shared memory of a block, of two boxes or, if these are too few, of one: for batches of up to 8
+    /// `token_tiles` tokens. Otherwise how many bytes the block would need.
+    pub(super) fn new(grid: &Grid, token_tiles: usize, shared_bytes: usize) -> Result<Self, usize> {
+        for stage_boxes in (1..=STEP_BOXES).rev() {
+            let without = Self::of(grid, token_tiles, stage_boxes, 0);
+            let room = shared_bytes.saturating_sub(without.bytes()) / without.stage_bytes;
+            let items = grid.passes() * grid.split_boxes().div_ceil(stage_boxes);
+            let is_short = items < MAX_SHARE * GOOD_STAGES;
+            let wanted = if is_short { items } else { items / MAX_SHARE };
+            let stages = [MAX_STAGES, wanted, MAX_RING_BYTES / without.stage_bytes, room]
+                .into_iter()
+                .fold(usize::MAX, usize::min);
+            let fewest = if stage_boxes == 1 { MIN_STAGES } else { fewest_stages(token_tiles) };
+            if stages >= fewest.min(items) {
+                return Ok(Self::of(grid, token_tiles, stage_boxes, stages));
+            }
+        }
+        Err(Self::of(grid, token_tiles, 1, MIN_STAGES).bytes())
+    }
+
+    /// The division with so many stages.
+    fn of(grid: &Grid, token_tiles: usize, stage_boxes: usize, stages: usize) -> Self {
+        let (pass_units, tokens) = (grid.pass_units(), token_tiles * TOKEN_TILE);
+        let unit_sums = token_tiles * UNIT_SUMS_BYTES;
+        // Two teams of multipliers halve the features of a box, and hand sums over. One place of A where the ring needs the memory more.
+        let has_teams = token_tiles > 2;
+        let a_places = if token_tiles > 4 { 1 } else { 2 };
+
+        let stage_bytes = stage_boxes * (pass_units * UNIT_BOX_BYTES + token_tiles * TOKEN_BOX_BYTES);
+        let inbox = stages * stage_bytes;
+        let has_inbox = grid.splits > 1;
+        let deltas = inbox + if has_inbox { grid.own_blocks(grid.units) * 2 * unit_sums } else { 0 };
+        // An odd number of token tiles spreads a warp's rows over all banks.
+        let delta_pitch = TOKEN_TILE * (token_tiles | 1);
+        let v = deltas + grid.own_blocks(pass_units) * BLOCK_ROWS * delta_pitch * size_of::<f32>();
+        let handed_over = if has_teams { pass_units.div_ceil(2) * 2 * unit_sums } else { 0 };
+        let most_ranks = MAX_V_BYTES / (tokens * 2 * 2) / SUM_RANKS * SUM_RANKS;
+        let v_ranks = most_ranks.min(grid.max_rank.next_multiple_of(CHUNK_RANKS));
+        let v_pitch = v_ranks * 2 + 16;
+        let a = v + SUMS_BYTES.max(2 * tokens * v_pitch);
+        let batch = (a + DELTA_WARPS * a_places * A_BYTES).max(v + handed_over);
+        let modules = batch + BATCH_BYTES;
+        let module_bytes = size_of::<ffi::aril_descriptor>() + size_of::<i32>();
+        let total = modules + tokens * grid.num_slices * module_bytes + 8;
+        Self {
+            stage_boxes,
+            stages,
+            stage_bytes,
+            inbox,
+            deltas,
+            v,
+            a,
+            batch,
+            modules,
+            total,
+            delta_pitch,
+            v_pitch,
+            v_ranks,
+        }
+    }
+
+    /// Shared memory of a block.
+    pub(super) fn bytes(&self) -> usize {
+        self.total + ALIGNMENT_BYTES + STATIC_BYTES
+    }
+}
