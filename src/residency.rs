@@ -5,13 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use crate::{
-    DType, Slot,
-    adapter::SlotImage,
-    error::{OperandError, SlotError},
-    model::Model,
-    plan::Capacity,
-};
+use crate::{DType, Slot, adapter::SlotImage, error::SlotError, model::Model, plan::Capacity};
 
 /// A loaded adapter: its slot and the generation of the slot's content.
 ///
@@ -80,20 +74,12 @@ pub(crate) struct Bounds {
     pub(crate) model: Model,
     pub(crate) dtype: DType,
     pub(crate) capacity: Capacity,
-    /// Whether a pool decides what is in the slots.
-    pub(crate) is_pooled: bool,
 }
 
 impl Bounds {
-    /// Rejects an image for another model or element type, or of too large a rank. Rejects every image if a pool has the slots.
+    /// Rejects an image for another model or element type, or of too large a rank.
     pub(crate) fn check_image(&self, image: &SlotImage<'_>) -> Result<(), SlotError> {
-        self.check_owner()?;
         self.check(image.model(), image.dtype(), image.max_rank())
-    }
-
-    /// Rejects changes of slots that belong to a pool.
-    pub(crate) fn check_owner(&self) -> Result<(), SlotError> {
-        if self.is_pooled { Err(SlotError::Pooled) } else { Ok(()) }
     }
 
     /// Rejects another model or element type, or too large a rank.
@@ -115,8 +101,8 @@ pub(crate) struct Slots<B> {
     blocks: Mutex<Blocks<B>>,
     /// The generation of each slot; 0 if it is empty.
     generations: Box<[AtomicU64]>,
-    /// Of a pool's table: whether a step may use each slot.
-    leased: Option<Box<[AtomicBool]>>,
+    /// Whether a pool has the slots. It is set once, under the lock.
+    is_claimed: AtomicBool,
 }
 
 /// The content of the slots.
@@ -127,12 +113,31 @@ pub(crate) struct Blocks<B> {
 }
 
 impl<B> Slots<B> {
-    pub(crate) fn new(num_slots: usize, is_pooled: bool) -> Self {
+    pub(crate) fn new(num_slots: usize) -> Self {
         Self {
             blocks: Mutex::new(Blocks { all: (0..num_slots).map(|_| None).collect(), last_generation: 0 }),
             generations: (0..num_slots).map(|_| AtomicU64::new(0)).collect(),
-            leased: is_pooled.then(|| (0..num_slots).map(|_| AtomicBool::new(false)).collect()),
+            is_claimed: AtomicBool::new(false),
         }
+    }
+
+    /// Gives the slots to a pool, for good. They must be empty.
+    pub(crate) fn claim(&self) -> Result<(), SlotError> {
+        let blocks = self.lock();
+        if self.is_claimed() {
+            return Err(SlotError::Pooled);
+        }
+        let adapters = blocks.infos().len();
+        if adapters > 0 {
+            return Err(SlotError::Loaded { adapters });
+        }
+        self.is_claimed.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Whether a pool has the slots. Under the lock, they are not given to one meanwhile.
+    pub(crate) fn is_claimed(&self) -> bool {
+        self.is_claimed.load(Ordering::SeqCst)
     }
 
     /// Locks the blocks. A panic of another thread cannot leave them inconsistent, because each change is the last step of its
@@ -186,21 +191,6 @@ impl<B> Slots<B> {
         let index = self.index(slot)?;
         self.generations[index].store(0, Ordering::SeqCst);
         Ok(blocks.all[index].take().map(|(_, block)| block))
-    }
-
-    /// Sets whether a step may use a slot of a pool's table.
-    pub(crate) fn set_leased(&self, index: usize, is_leased: bool) {
-        if let Some(leased) = &self.leased {
-            leased[index].store(is_leased, Ordering::SeqCst);
-        }
-    }
-
-    /// Rejects slots of a pool's table that a step may not use. Accepts all slots of other tables.
-    pub(crate) fn check_leased(&self, slots: &[Slot]) -> Result<(), OperandError> {
-        let Some(leased) = &self.leased else { return Ok(()) };
-        let is_leased = |index: usize| leased.get(index).is_some_and(|leased| leased.load(Ordering::SeqCst));
-        let stale = slots.iter().find(|slot| slot.index().is_some_and(|index| !is_leased(index)));
-        stale.map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
     }
 
     /// Rejects adapters that are no longer in their slots.

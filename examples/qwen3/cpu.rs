@@ -14,7 +14,7 @@ use aril::{
     cpu,
     model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
-    pool::PoolConfig,
+    pool::{PoolConfig, StreamId},
     routing::{Batch, TopK},
 };
 use rayon::prelude::*;
@@ -22,7 +22,7 @@ use rayon::prelude::*;
 use self::experts::Routes;
 use crate::{
     config::Heads,
-    device::{Cache, Device, Draw, HeadNorms, Places, Rope},
+    device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
     group::Rank,
@@ -197,12 +197,17 @@ impl<T: Element> Device for Cpu<T> {
 
     fn lora_step<'a>(
         &self,
-        adapters: &'a cpu::WeightTable,
+        adapters: Slots<'a, Self>,
         workspace: &'a mut cpu::Workspace,
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<cpu::Step<'a>> {
-        Ok(adapters.step(&Batch::new(slots).with_scales(scales)?, workspace)?)
+        let batch = Batch::new(slots).with_scales(scales)?;
+        Ok(match adapters {
+            Slots::Table(table) => table.step(&batch, workspace)?,
+            Slots::Pool(pool) => pool.step(StreamId::FIRST, &batch, workspace)?,
+            Slots::Ranks(pool) => pool.step(&batch, workspace)?,
+        })
     }
 
     fn add_delta(&self, layer: &LoraLinear, step: &mut cpu::Step<'_>, x: &Tensor<T>, y: &mut Tensor<T>) -> Result<()> {

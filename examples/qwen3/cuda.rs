@@ -59,7 +59,7 @@ use self::{
 };
 use crate::{
     config::Heads,
-    device::{Cache, Device, Draw, HeadNorms, Places, Rope},
+    device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
     forward::Inputs,
@@ -197,6 +197,22 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     /// An uninitialized matrix, which must be written before it is read.
+    /// Starts a step of a batch.
+    pub(crate) fn start<'a>(
+        adapters: Slots<'a, Self>,
+        Buffers { routing, workspace }: &'a mut Buffers,
+        batch: &Batch<'_>,
+    ) -> Result<cuda::Step<'a>> {
+        // An engine may enqueue a step before the last one has run.
+        routing.wait()?;
+        let batch = routing.update(batch)?;
+        Ok(match adapters {
+            Slots::Table(table) => table.step(&batch, workspace)?,
+            Slots::Pool(pool) => pool.step(StreamId::FIRST, &batch, workspace)?,
+            Slots::Ranks(pool) => pool.step(&batch, workspace)?,
+        })
+    }
+
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
         if !self.is_on_arena.get() {
             return self.matrix(rows, cols, self.slice(rows, cols)?);
@@ -619,15 +635,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn lora_step<'a>(
         &self,
-        adapters: &'a WeightTable,
-        Buffers { routing, workspace }: &'a mut Buffers,
+        adapters: Slots<'a, Self>,
+        buffers: &'a mut Buffers,
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<cuda::Step<'a>> {
-        // An engine may enqueue a step before the last one has run.
-        routing.wait()?;
-        let batch = routing.update(&Batch::new(slots).with_scales(scales)?)?;
-        Ok(adapters.step(&batch, workspace)?)
+        Self::start(adapters, buffers, &Batch::new(slots).with_scales(scales)?)
     }
 
     fn add_delta(&self, layer: &Linear, step: &mut cuda::Step<'_>, x: &Matrix<T>, y: &mut Matrix<T>) -> Result<()> {

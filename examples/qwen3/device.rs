@@ -11,7 +11,7 @@ use std::{borrow::Cow, ops::Range};
 use aril::{
     Element, Slot,
     adapter::SlotImage,
-    group::HostTable,
+    group::{GroupPool, HostTable},
     model::{EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::PoolConfig,
@@ -22,6 +22,7 @@ use crate::{
     config::Heads,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    group::Rank,
 };
 
 /// The keys and values of one layer: `[rows, kv_features]` each, in blocks of rows that a [`BlockTable`] assigns to sequences.
@@ -93,6 +94,21 @@ pub(crate) struct Rope<D: Device> {
     pub(crate) cos: D::Tensor,
     pub(crate) sin: D::Tensor,
 }
+
+/// What has the slots that a step's tokens name: a table, or the pool that fills its slots.
+pub(crate) enum Slots<'a, D: Device> {
+    Table(&'a D::Adapters),
+    Pool(&'a D::Pool),
+    Ranks(&'a GroupPool<Rank, D::Adapters>),
+}
+
+impl<D: Device> Clone for Slots<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<D: Device> Copy for Slots<'_, D> {}
 
 /// A device that the forward runs on, computing on one element type.
 pub(crate) trait Device: Sized {
@@ -174,10 +190,10 @@ pub(crate) trait Device: Sized {
     fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
     /// Buffers for any step on these adapters.
     fn buffers(&self, adapters: &Self::Adapters) -> Result<Self::Buffers>;
-    /// Takes one slot, and one factor on its adapter's scaling, per token.
+    /// Takes one slot, and one factor on its adapter's scaling, per token. A pool's slots have leases, and change after the step.
     fn lora_step<'a>(
         &self,
-        adapters: &'a Self::Adapters,
+        adapters: Slots<'a, Self>,
         buffers: &'a mut Self::Buffers,
         slots: &'a [Slot],
         scales: &'a [f32],

@@ -15,7 +15,7 @@ use aril::{Element, Slot};
 
 use crate::{
     config::{Config, Heads},
-    device::{BlockTable, Cache, Device, HeadNorms, Places, Rope},
+    device::{BlockTable, Cache, Device, HeadNorms, Places, Rope, Slots},
     error::Result,
     model::{Experts, Layer, Linear, Mlp, Model},
 };
@@ -148,18 +148,24 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
-    pub(crate) fn forward(&self, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
-        self.forward_on(session, step, &self.inputs(step)?)
+    pub(crate) fn forward(
+        &self,
+        adapters: Slots<'_, D>,
+        session: &mut Session<'_, D>,
+        step: &Step,
+    ) -> Result<D::Tensor> {
+        self.forward_on(adapters, session, step, &self.inputs(step)?)
     }
 
     /// [`forward`](Self::forward), of indices on the device.
     pub(crate) fn forward_on(
         &self,
+        adapters: Slots<'_, D>,
         session: &mut Session<'_, D>,
         step: &Step,
         inputs: &Inputs<D>,
     ) -> Result<D::Tensor> {
-        let Self { device, adapters, .. } = self;
+        let Self { device, .. } = self;
         let Session { state, buffers } = session;
         let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);

@@ -3,7 +3,7 @@
 use aril::{Element, Slot};
 
 use crate::{
-    device::{BlockTable, Device, Draw},
+    device::{BlockTable, Device, Draw, Slots},
     error::{Error, Result, bail},
     forward::Step,
     model::Model,
@@ -41,10 +41,11 @@ pub(crate) struct Limits<'a> {
 /// Runs all sequences together with greedy sampling.
 pub(crate) fn generate<D: Device>(
     model: &Model<'_, D>,
+    adapters: Slots<'_, D>,
     sequences: &[Sequence<'_>],
     limits: Limits<'_>,
 ) -> Result<Vec<Generation>> {
-    run(model, sequences, limits.max_new_tokens, limits.keep_logits, |index, _, largest| {
+    run(model, adapters, sequences, limits.max_new_tokens, limits.keep_logits, |index, _, largest| {
         let Some(token) = largest else {
             let request = sequences[index].request;
             bail!("request {request}: the logits are not numbers; activations overflow {}", D::Elem::DTYPE)
@@ -53,14 +54,14 @@ pub(crate) fn generate<D: Device>(
     })
 }
 
-/// Repeats the steps of an earlier run with its tokens, and keeps the logits of each step.
+/// Repeats the steps of an earlier run with its tokens and no adapter in a pool, and keeps the logits of each step.
 pub(crate) fn replay<D: Device>(
     model: &Model<'_, D>,
     sequences: &[Sequence<'_>],
     tokens: &[&[u32]],
 ) -> Result<Vec<Generation>> {
     let longest = tokens.iter().map(|tokens| tokens.len()).max().unwrap_or(0);
-    run(model, sequences, longest, true, |request, step, _| {
+    run(model, Slots::Table(&model.adapters), sequences, longest, true, |request, step, _| {
         let tokens = tokens[request];
         Ok((tokens[step], step + 1 == tokens.len()))
     })
@@ -69,6 +70,7 @@ pub(crate) fn replay<D: Device>(
 /// Runs all sequences. `next` returns the next token of a request at a step, and whether it is the last.
 fn run<D: Device>(
     model: &Model<'_, D>,
+    adapters: Slots<'_, D>,
     sequences: &[Sequence<'_>],
     max_new_tokens: usize,
     keep_logits: bool,
@@ -95,7 +97,7 @@ fn run<D: Device>(
     let mut generations: Vec<Generation> = sequences.iter().map(|_| Generation::default()).collect();
     let mut running: Vec<usize> = (0..sequences.len()).collect();
     while !running.is_empty() {
-        let logits = model.forward(&mut session, &step)?;
+        let logits = model.forward(adapters, &mut session, &step)?;
         model.device.draw(&logits, &vec![Draw::GREEDY; running.len()], &mut drawn)?;
         if keep_logits {
             let logits = model.device.read(&logits)?;

@@ -25,7 +25,7 @@ use crate::{
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    device::Device,
+    device::{Device, Slots},
     device_arg::DeviceArg,
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
@@ -188,7 +188,7 @@ impl Job {
         rank.agree(&[("--ep", expert_parallel), ("--fully-sharded-loras", fully_sharded)])?;
         let described = describe(&self.config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let (mut pool, table): (Option<Box<dyn Batches>>, _) = match self.pool {
+        let (mut pool, table): (Option<Box<dyn Batches<D>>>, _) = match self.pool {
             None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),
             Some(config) if self.tp == 1 => {
                 let (pool, table) = Pooled::new(device, &described.model, &self.adapters, tokens, config)?;
@@ -248,7 +248,7 @@ impl Job {
     fn serve<D: Device>(
         &self,
         model: &Model<'_, D>,
-        mut pool: Option<&mut Box<dyn Batches>>,
+        mut pool: Option<&mut Box<dyn Batches<D>>>,
         limits: Limits<'_>,
     ) -> Result<(Vec<Generation>, Vec<Vec<usize>>)> {
         let mut generations: Vec<Generation> = self.requests.iter().map(|_| Generation::default()).collect();
@@ -260,7 +260,8 @@ impl Job {
                 Some(pool) => pool.next_batch(&self.requests, &mut waiting)?,
             };
             let sequences: Vec<_> = batch.requests.iter().map(|&(index, slot)| self.sequence(index, slot)).collect();
-            for (sequence, generation) in sequences.iter().zip(generate(model, &sequences, limits)?) {
+            let adapters = pool.as_ref().map_or(Slots::Table(&model.adapters), |pool| pool.slots());
+            for (sequence, generation) in sequences.iter().zip(generate(model, adapters, &sequences, limits)?) {
                 generations[sequence.request] = generation;
             }
             batches.push(sequences.iter().map(|sequence| sequence.request).collect());

@@ -13,7 +13,7 @@ use aril::{
 
 use crate::{
     adapter_pool::AdapterPool,
-    device::Device,
+    device::{Device, Slots},
     error::{Context, Result},
     group::Rank,
     model::capacity,
@@ -24,11 +24,13 @@ use crate::{
 const WAIT: Duration = Duration::from_millis(10);
 
 /// Forms batches of requests.
-pub(crate) trait Batches {
+pub(crate) trait Batches<D: Device> {
     /// Takes the first of the waiting requests, and all behind it whose adapters fit beside those taken.
     fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch>;
     /// Ends a batch. Its adapters may be evicted from now on.
     fn finish(&mut self, batch: Batch) -> Result<()>;
+    /// What has the slots of a batch.
+    fn slots(&self) -> Slots<'_, D>;
     /// The state of the pool; `None` if there are several.
     fn snapshot(&self) -> Option<Snapshot>;
 }
@@ -111,7 +113,7 @@ impl<P: AdapterPool> Pooled<P> {
     }
 }
 
-impl<P: AdapterPool> Batches for Pooled<P> {
+impl<D: Device> Batches<D> for Pooled<D::Pool> {
     fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
         let (mut ids, mut taken) = (Vec::new(), Vec::new());
         for request in mem::take(waiting) {
@@ -136,6 +138,10 @@ impl<P: AdapterPool> Batches for Pooled<P> {
     fn finish(&mut self, batch: Batch) -> Result<()> {
         drop(batch.leases);
         Ok(self.pool.commit()?)
+    }
+
+    fn slots(&self) -> Slots<'_, D> {
+        Slots::Pool(&self.pool)
     }
 
     fn snapshot(&self) -> Option<Snapshot> {
@@ -169,13 +175,13 @@ impl<T: HostTable + Clone> PooledOnRanks<T> {
         let ranks = adapters.iter().map(max_rank).collect::<Result<Vec<_>>>()?;
         let capacity = capacity(tokens, ranks.into_iter(), rank)?;
         let table = device.adapters(model, capacity, config.arena_bytes)?;
-        let pool = GroupPool::new(Group::new(rank.clone(), table.clone())?);
+        let pool = GroupPool::new(Group::new(rank.clone(), table.clone())?)?;
         let pool = pool.with_host_tier(config.host_bytes, config.packers)?;
         Ok((Self { pool, adapters: adapters.to_vec(), leased: Vec::new() }, table))
     }
 }
 
-impl<T: HostTable> Batches for PooledOnRanks<T> {
+impl<D: Device> Batches<D> for PooledOnRanks<D::Adapters> {
     fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
         let mut taken = Vec::new();
         for request in mem::take(waiting) {
@@ -198,6 +204,10 @@ impl<T: HostTable> Batches for PooledOnRanks<T> {
 
     fn finish(&mut self, _: Batch) -> Result<()> {
         Ok(self.leased.drain(..).try_for_each(|version| self.pool.release(version))?)
+    }
+
+    fn slots(&self) -> Slots<'_, D> {
+        Slots::Ranks(&self.pool)
     }
 
     fn snapshot(&self) -> Option<Snapshot> {

@@ -100,10 +100,9 @@ impl Cpu {
         Ok(Self { model, ids, pool })
     }
 
-    fn step_on(&self, weights: &cpu::WeightTable, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
-        let tokens = slots.len();
-        let (batch, mut workspace) = (Batch::new(slots), cpu::Workspace::default());
-        let mut step = weights.step(&batch, &mut workspace)?;
+    /// The deltas of a step on this table.
+    fn run(&self, weights: &cpu::WeightTable, mut step: cpu::Step<'_>, x: &[bf16]) -> Result<Vec<bf16>> {
+        let tokens = step.num_tokens();
         let x = cpu::Matrix::new(x, tokens, HIDDEN)?;
         let mut y = vec![bf16::ZERO; LAYERS * tokens * WIDTH];
         for (&id, y) in self.ids.iter().zip(y.chunks_mut(tokens * WIDTH)) {
@@ -122,14 +121,16 @@ impl Device for Cpu {
     }
 
     fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
-        self.step_on(self.pool.weights(), slots, x)
+        let (batch, mut workspace) = (Batch::new(slots), cpu::Workspace::default());
+        self.run(self.pool.weights(), self.pool.step(StreamId::FIRST, &batch, &mut workspace)?, x)
     }
 
     fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>> {
         let capacity = Capacity::tokens(1).slots(1).rank(MAX_RANK);
         let weights = cpu::WeightTable::new(&self.model, DType::BF16, capacity, ALONE_BYTES)?;
         weights.load(Slot::new(0), &adapter.plan(&self.model, DType::BF16)?)?;
-        self.step_on(&weights, &[Slot::new(0)], x)
+        let (slots, mut workspace) = ([Slot::new(0)], cpu::Workspace::default());
+        self.run(&weights, weights.step(&Batch::new(&slots), &mut workspace)?, x)
     }
 }
 
@@ -195,14 +196,18 @@ mod gpu {
             Ok(Self { layers, operands: operands.into(), weights })
         }
 
-        fn run(&self, slots: &[Slot], inputs: &[bf16]) -> Result<Vec<bf16>> {
+        /// The deltas of a step of the pool that the table belongs to, if it belongs to one.
+        fn run(&self, pool: Option<&AdapterPool>, slots: &[Slot], inputs: &[bf16]) -> Result<Vec<bf16>> {
             let Operands { routing, workspace, x, y } = &mut *self.operands.borrow_mut();
             let tokens = slots.len();
             x.write(inputs)?;
             let mut outputs = vec![bf16::ZERO; tokens * OUTPUTS];
             y.write(&outputs)?;
             let batch = routing.update(&Batch::new(slots))?;
-            let mut step = self.weights.step(&batch, workspace)?;
+            let mut step = match pool {
+                Some(pool) => pool.step(StreamId::FIRST, &batch, workspace)?,
+                None => self.weights.step(&batch, workspace)?,
+            };
             for (i, layer) in self.layers.iter().enumerate() {
                 let x = Matrix::new(x.slice(0..tokens * HIDDEN), tokens, HIDDEN)?;
                 let range = i * tokens * WIDTH..(i + 1) * tokens * WIDTH;
@@ -222,12 +227,12 @@ mod gpu {
         }
 
         fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
-            self.steps.run(slots, x)
+            self.steps.run(Some(&self.pool), slots, x)
         }
 
         fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>> {
             self.alone.weights.load(Slot::new(0), &adapter.plan(&self.model, DType::BF16)?)?;
-            self.alone.run(&[Slot::new(0)], x)
+            self.alone.run(None, &[Slot::new(0)], x)
         }
     }
 }

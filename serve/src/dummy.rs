@@ -116,7 +116,7 @@ mod tests {
     use crate::{
         checkpoint::Weights,
         cpu::Cpu,
-        device::Device as _,
+        device::{Device as _, Slots},
         forward::Step,
         group::Rank,
         model::{Model, describe, load},
@@ -142,7 +142,9 @@ mod tests {
             step.slots = vec![aril::Slot::BASE; 3];
             step.scales = vec![1.0; 3];
             step.sampled = vec![2];
-            let logits = device.read(&model.forward(&mut session, &step).expect("it runs")).expect("it runs");
+            let logits = device
+                .read(&model.forward(Slots::Table(&model.adapters), &mut session, &step).expect("it runs"))
+                .expect("it runs");
             assert_eq!(logits.len(), config.vocab);
             assert!(logits.iter().all(|logit| logit.is_finite()) && logits.iter().any(|logit| logit.abs() > 1e-3));
         }

@@ -50,7 +50,7 @@ use crate::{
     checkpoint::Weights,
     config::Config,
     cuda::Cuda,
-    device::{BlockTable, Device as _},
+    device::{BlockTable, Device as _, Slots},
     dummy,
     engine::{
         Capture as _, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
@@ -620,7 +620,7 @@ fn measure_prefill(
         let step = prefill(&model.config, &slots, len)?;
         let mut times = Vec::new();
         for run in 0..=PREFILLS {
-            let us = measure_forward(model, session, &step)?;
+            let us = measure_forward(model, Slots::Pool(&adapters.pool), session, &step)?;
             // The first run loads what is loaded lazily.
             if run > 0 {
                 times.push(us);
@@ -647,13 +647,18 @@ fn measure_prefill(
 }
 
 /// The time of a step that is enqueued operation by operation, in µs.
-fn measure_forward(model: &Model<'_, Cuda<bf16>>, session: &mut Session<'_, Cuda<bf16>>, step: &Step) -> Result<f64> {
+fn measure_forward(
+    model: &Model<'_, Cuda<bf16>>,
+    adapters: Slots<'_, Cuda<bf16>>,
+    session: &mut Session<'_, Cuda<bf16>>,
+    step: &Step,
+) -> Result<f64> {
     let stream = model.device.queue.stream();
     let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
     stream.synchronize()?;
     let [before, after] = [event()?, event()?];
     before.record(stream)?;
-    drop(model.forward(session, step)?);
+    drop(model.forward(adapters, session, step)?);
     after.record(stream)?;
     Ok(f64::from(before.elapsed_ms(&after)?) * 1e3)
 }
@@ -699,7 +704,8 @@ fn measure_host(
     let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
     let max_positions = HOST_POSITIONS.min(model.config.max_positions);
     let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
-    let mut engine = Engine::new(Runner::new(model, &sizes)?, Box::new(pool), Others::default(), sizes);
+    let runner = Runner::new(model, Slots::Pool(&pool), &sizes)?;
+    let mut engine = Engine::new(runner, Box::new(pool), Others::default(), sizes);
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
     let start = Instant::now();
@@ -784,7 +790,12 @@ impl Timer<'_, '_> {
         };
         let mut operands = Batch::new(self.device, batch, tables)?;
         let mut capture = |has_adapters, is_fused| {
-            let captured = Captured::new(self.model, self.session, &operands, Variant { has_adapters, is_fused })?;
+            let captured = Captured::new(
+                (self.model, Slots::Pool(&adapters.pool)),
+                self.session,
+                &operands,
+                Variant { has_adapters, is_fused },
+            )?;
             captured.ok_or_else(|| Error::new("the device has no graphs"))
         };
         let mut kinds = Vec::new();
@@ -798,7 +809,7 @@ impl Timer<'_, '_> {
         let base = vec![Slot::BASE; batch];
         let mut without = Vec::new();
         for (is_fused, graph, _) in &mut kinds {
-            without.push(self.time(graph, &base, (0, 0, *is_fused), &without, record)?);
+            without.push(self.time((graph, &adapters.pool), &base, (0, 0, *is_fused), &without, record)?);
         }
         for &rank in &self.arguments.ranks {
             let mut counts: Vec<usize> = [1, 8, batch].into_iter().filter(|&count| count <= batch).collect();
@@ -814,7 +825,7 @@ impl Timer<'_, '_> {
                 };
                 let slots: Vec<Slot> = leases.iter().map(Lease::slot).cycle().take(batch).collect();
                 for ((is_fused, _, graph), own) in kinds.iter_mut().zip(&without) {
-                    self.time(graph, &slots, (count, rank, *is_fused), &[without[0], *own], record)?;
+                    self.time((graph, &adapters.pool), &slots, (count, rank, *is_fused), &[without[0], *own], record)?;
                 }
                 adapters.give_back(leases)?;
             }
@@ -838,16 +849,16 @@ impl Timer<'_, '_> {
     /// Times the replays of a graph, prints the figure beside the medians of others, and returns its own, in µs.
     fn time(
         &mut self,
-        captured: &mut Captured<Cuda<bf16>>,
+        (captured, pool): (&mut Captured<Cuda<bf16>>, &aril::cuda::AdapterPool),
         slots: &[Slot],
         (count, rank, fused): (usize, usize, bool),
         others: &[f64],
         record: &mut Record,
     ) -> Result<f64> {
-        let (device, adapters, buffers) = (self.device, &self.model.adapters, &mut self.session.buffers);
+        let (device, buffers) = (self.device, &mut self.session.buffers);
         let limit = Duration::from_millis(self.arguments.figure_ms);
         let mut us = measure_runs(device, self.arguments.replays, limit, || {
-            device.replay(&mut captured.graph, adapters, buffers, slots)
+            device.replay(&mut captured.graph, Slots::Pool(pool), buffers, slots)
         })?;
         let [p50_us, p90_us] = [50, 90].map(|percent| percentile(&mut us, percent));
         let Self { name, batch, context, bytes, .. } = *self;

@@ -30,7 +30,7 @@ use crate::{
     config::Config,
     cpu::Cpu,
     engine::{
-        Capture, Engine, Event, Failure, HostTime, Pool, Request, RequestId, Runner, Sizes, State,
+        Capture, Engine, Event, Failure, HostTime, Request, RequestId, Runner, Sizes, State, Steps,
         ranks::{Order, Others, PoolOfRanks, RankPool, follow},
     },
     error::{Context, Error, Result, bail},
@@ -302,7 +302,7 @@ impl Task for First {
     fn run<D: Capture>(self, device: &D, rank: &Rank, setup: &Setup) -> Result<()> {
         let Self { mut worker, others } = self;
         let described = &setup.described;
-        let (pool, table): (Box<dyn Pool + '_>, _) = if others.is_empty() {
+        let (pool, table): (Box<dyn Steps<D> + '_>, _) = if others.is_empty() {
             let (pool, table) = device.pool(&described.model, setup.capacity(), setup.pool)?;
             (Box::new(pool), table)
         } else {
@@ -310,7 +310,8 @@ impl Task for First {
             (Box::new(PoolOfRanks::new(pool, others.clone())), table)
         };
         let model = setup.model(device, described, table)?;
-        let mut engine = Engine::new(Runner::new(&model, &setup.sizes)?, pool, others, setup.sizes);
+        let runner = Runner::new(&model, pool.slots(), &setup.sizes)?;
+        let mut engine = Engine::new(runner, pool, others, setup.sizes);
         // All ranks have loaded theirs.
         rank.gather(&[])?;
         worker.ready.send(Ok(())).context("the server has ended")?;
@@ -333,7 +334,7 @@ impl Task for Follower {
         let described = describe(&setup.config, Split { tp: rank.tp(), ..setup.split })?;
         let (mut pool, table) = setup.rank_pool(device, &described, rank)?;
         let model = setup.model(device, &described, table)?;
-        let mut runner = Runner::new(&model, &setup.sizes)?;
+        let mut runner = Runner::new(&model, pool.slots(), &setup.sizes)?;
         rank.gather(&[])?;
         let followed = follow(&mut runner, &mut pool, &self.orders);
         let ended = leave(device, rank, followed.is_ok());

@@ -65,9 +65,8 @@ impl WeightTable {
 
     /// As [`reserve`](Self::reserve).
     pub(crate) fn reserve_packed(&self, packed: &HostAdapter) -> Result<Reservation, LoadError> {
-        let bounds = self.bounds();
-        bounds.check_owner()?;
-        bounds.check(&packed.model, packed.dtype, packed.packed.max_rank())?;
+        self.check_owner()?;
+        self.bounds().check(&packed.model, packed.dtype, packed.packed.max_rank())?;
         Reservation::of(self.shared(), packed.packed.bytes())
     }
 

@@ -1,26 +1,22 @@
 //! The adapter pool of the CPU, whose device is host memory.
 
-use std::{
-    collections::{HashSet, VecDeque},
-    ops::Range,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 
 use super::{
-    WeightTable,
+    Step, WeightTable, Workspace,
     upload::{Adapter, Packed, Reservation},
 };
 use crate::{
     DType,
     adapter::SlotImage,
-    error::LoadError,
+    error::{LoadError, OperandError},
     model::Model,
     plan::Capacity,
     pool::{
         AdapterId, Backend, Copy, Granted, Lease, Outcome, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
         StreamId, adapter_pool, arena_bytes, slot_at,
     },
+    routing::Batch,
 };
 
 adapter_pool! {
@@ -33,10 +29,11 @@ adapter_pool! {
 /// The slots, and the copies that have ended.
 #[derive(Debug)]
 pub(crate) struct Host {
+    /// The pool's own handle of the table.
+    owner: WeightTable,
+    /// That of everybody else.
     weights: WeightTable,
     copied: VecDeque<u64>,
-    /// Slots that steps of each stream may use.
-    leased: HashSet<(usize, StreamId)>,
 }
 
 impl AdapterPool {
@@ -45,12 +42,49 @@ impl AdapterPool {
     /// # Errors
     /// [`PoolError`] if a bound is invalid, or threads cannot be started.
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, config: PoolConfig) -> Result<Self, PoolError> {
-        let weights = WeightTable::pooled(model, dtype, capacity, config.arena_bytes)?;
+        let weights = WeightTable::new(model, dtype, capacity, config.arena_bytes)?;
         let bounds = weights.bounds().clone();
-        Ok(Self { pool: Pool::new(Host { weights, copied: VecDeque::new(), leased: HashSet::new() }, bounds, config)? })
+        let host = Host { owner: weights.claim()?, weights, copied: VecDeque::new() };
+        Ok(Self { pool: Pool::new(host, bounds, config)? })
     }
 
-    /// The slots, to make layers of and to step with. The pool alone loads and unloads.
+    /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation.
+    ///
+    /// ```
+    /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
+    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
+    /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
+    /// println!("{}", step.num_tokens());
+    /// pool.commit(StreamId::FIRST)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// ```compile_fail,E0502
+    /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
+    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
+    /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
+    /// pool.commit(StreamId::FIRST)?;
+    /// println!("{}", step.num_tokens());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
+    /// as for [`WeightTable::step`].
+    pub fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &Batch<'a>,
+        workspace: &'a mut Workspace,
+    ) -> Result<Step<'a>, OperandError> {
+        let step = self.pool.backend().owner.step(batch, workspace)?;
+        self.pool.check_leased(stream, batch.slots())?;
+        Ok(step)
+    }
+
+    /// The table, to make layers of. The pool alone loads, unloads and [steps](Self::step).
     pub fn weights(&self) -> &WeightTable {
         &self.pool.backend().weights
     }
@@ -93,8 +127,8 @@ impl Backend for Host {
     fn finish(&mut self, _packed: &Arc<Packed>, _copy: &Copy) {}
 
     fn copy(&mut self, packed: &mut Arc<Packed>, copy: &Copy) -> Result<(), LoadError> {
-        let room = Reservation::uncounted(self.weights.shared(), packed.bytes());
-        self.weights.put(slot_at(copy.slot), Adapter { packed: Arc::clone(packed), room })?;
+        let room = Reservation::uncounted(self.owner.shared(), packed.bytes());
+        self.owner.put(slot_at(copy.slot), Adapter { packed: Arc::clone(packed), room })?;
         self.copied.push_back(copy.number);
         Ok(())
     }
@@ -103,16 +137,9 @@ impl Backend for Host {
         self.copied.pop_front()
     }
 
-    fn lease(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError> {
-        if self.leased.insert((granted.slot, stream)) {
-            self.weights.set_leased(granted.slot, true);
-        }
+    /// A step takes the adapters that are in the slots.
+    fn point(&mut self, _: Granted, _: StreamId) -> Result<(), PoolError> {
         Ok(())
-    }
-
-    fn close(&mut self, slot: usize, stream: StreamId) {
-        self.leased.remove(&(slot, stream));
-        self.weights.set_leased(slot, self.leased.iter().any(|&(leased, _)| leased == slot));
     }
 
     fn may_evict(&self) -> bool {
@@ -120,6 +147,6 @@ impl Backend for Host {
     }
 
     fn evict(&mut self, slot: usize) {
-        self.weights.empty(slot_at(slot)).expect("the pool's slots are those of its table");
+        self.owner.unload(slot_at(slot)).expect("the pool's slots are those of its table");
     }
 }

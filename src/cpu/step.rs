@@ -51,9 +51,11 @@ impl WeightTable {
     /// Starts a step of `batch` with the adapters that are loaded now.
     ///
     /// # Errors
-    /// [`OperandError::NotLeased`] if the table belongs to a pool, and no [lease](crate::pool::Lease) holds a slot of the batch.
+    /// [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps.
     pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
-        self.check_leased(batch)?;
+        if self.is_pooled() {
+            return Err(OperandError::Pooled);
+        }
         workspace.clear();
         Ok(Step {
             model: self.model().id(),

@@ -4,7 +4,7 @@ use super::upload::{Adapter, Arena, Filled, Reservation, Shared};
 use crate::{
     DType, Slot,
     adapter::SlotImage,
-    error::{LoadError, OperandError, SlotError},
+    error::{LoadError, SlotError},
     model::Model,
     plan::{Capacity, PlanError},
     residency::{Bounds, Resident, SlotInfo, Slots, Usage},
@@ -20,6 +20,8 @@ use crate::{
 pub struct WeightTable {
     shared: Arc<Shared>,
     slots: Arc<Slots<Arc<Adapter>>>,
+    /// Whether this handle is that of a pool.
+    is_owner: bool,
 }
 
 impl WeightTable {
@@ -30,25 +32,26 @@ impl WeightTable {
     /// [`PlanError::Limit`] if a bound of the capacity is invalid.
     #[doc(alias = "max_lora_rank")]
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, arena_bytes: usize) -> Result<Self, PlanError> {
-        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()?, is_pooled: false };
-        Ok(Self::with(bounds, arena_bytes))
+        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()? };
+        let slots = Arc::new(Slots::new(bounds.capacity.num_slots));
+        let shared = Arc::new(Shared { bounds, arena: Arena::new(arena_bytes) });
+        Ok(Self { shared, slots, is_owner: false })
     }
 
-    /// A table whose slots a pool fills and empties.
-    pub(super) fn pooled(
-        model: &Model,
-        dtype: DType,
-        capacity: Capacity,
-        arena_bytes: usize,
-    ) -> Result<Self, PlanError> {
-        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()?, is_pooled: true };
-        Ok(Self::with(bounds, arena_bytes))
+    /// Gives the table to a pool: only the handle that this returns, and its clones, load, unload and step from now on.
+    pub(crate) fn claim(&self) -> Result<Self, SlotError> {
+        self.slots.claim()?;
+        Ok(Self { is_owner: true, ..self.clone() })
     }
 
-    fn with(bounds: Bounds, arena_bytes: usize) -> Self {
-        let arena = Arena::new(arena_bytes);
-        let slots = Arc::new(Slots::new(bounds.capacity.num_slots, bounds.is_pooled));
-        Self { shared: Arc::new(Shared { bounds, arena }), slots }
+    /// Whether another handle, that of a pool, has the slots.
+    pub(super) fn is_pooled(&self) -> bool {
+        !self.is_owner && self.slots.is_claimed()
+    }
+
+    /// Rejects changes of slots that belong to a pool.
+    pub(super) fn check_owner(&self) -> Result<(), SlotError> {
+        if self.is_pooled() { Err(SlotError::Pooled) } else { Ok(()) }
     }
 
     /// Size of an arena in bytes that has room for all these adapters.
@@ -87,13 +90,14 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError`] if the image does not match the table or the arena is full.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
+        self.check_owner()?;
         Reservation::new(&self.shared, image)
     }
 
     /// Puts an adapter into a slot and replaces the previous one, for steps that start from now on.
     ///
     /// # Errors
-    /// [`LoadError::Slot`] if the slot does not exist, or the room was reserved in another table.
+    /// [`LoadError::Slot`] if the slot does not exist, the room was reserved in another table, or the table belongs to a pool.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
         let Filled { adapter } = filled;
         if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
@@ -105,7 +109,9 @@ impl WeightTable {
     /// Puts an adapter into a slot.
     pub(super) fn put(&self, slot: Slot, adapter: Adapter) -> Result<Resident, SlotError> {
         let (bytes, max_rank) = (adapter.packed.bytes(), adapter.packed.max_rank());
-        let (resident, _old) = self.slots.replace(&mut self.slots.lock(), slot, bytes, max_rank, Arc::new(adapter))?;
+        let mut blocks = self.slots.lock();
+        self.check_owner()?;
+        let (resident, _old) = self.slots.replace(&mut blocks, slot, bytes, max_rank, Arc::new(adapter))?;
         Ok(resident)
     }
 
@@ -114,24 +120,9 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError::Slot`] if the slot does not exist, or belongs to a pool.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
-        self.shared.bounds.check_owner()?;
-        Ok(self.empty(slot)?)
-    }
-
-    /// Sets whether a step may use a slot of a pool.
-    pub(super) fn set_leased(&self, index: usize, is_leased: bool) {
-        self.slots.set_leased(index, is_leased);
-    }
-
-    /// Rejects slots of a pool that no lease holds.
-    pub(super) fn check_leased(&self, batch: &Batch<'_>) -> Result<(), OperandError> {
-        self.slots.check_leased(batch.slots())
-    }
-
-    /// Empties a slot.
-    pub(super) fn empty(&self, slot: Slot) -> Result<(), SlotError> {
-        let old = self.slots.take(&mut self.slots.lock(), slot);
-        old.map(drop)
+        let mut blocks = self.slots.lock();
+        self.check_owner()?;
+        Ok(self.slots.take(&mut blocks, slot).map(drop)?)
     }
 
     /// Rejects adapters that have been unloaded or replaced.
@@ -161,7 +152,7 @@ impl WeightTable {
 
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        !self.shared.bounds.is_pooled && image.bytes() <= self.usage().largest_gap
+        !self.is_pooled() && image.bytes() <= self.usage().largest_gap
     }
 
     pub(super) fn bounds(&self) -> &Bounds {

@@ -112,6 +112,32 @@ struct SharedWorkspace;
 /// ```
 struct UpdatedUnderReplay;
 
+/// While a step of a pool lives, the pool cannot commit or lease.
+///
+/// ```no_run
+/// # use aril::{cuda::*, pool::{PoolError, StreamId}};
+/// # fn step<'a>(
+/// #     pool: &'a mut AdapterPool, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace,
+/// # ) -> Result<(), PoolError> {
+/// let step = pool.step(StreamId::FIRST, batch, workspace)?;
+/// println!("{}", step.num_tokens());
+/// pool.commit(StreamId::FIRST)
+/// # }
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use aril::{cuda::*, pool::{PoolError, StreamId}};
+/// # fn step<'a>(
+/// #     pool: &'a mut AdapterPool, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace,
+/// # ) -> Result<(), PoolError> {
+/// let step = pool.step(StreamId::FIRST, batch, workspace)?;
+/// pool.commit(StreamId::FIRST)?;
+/// println!("{}", step.num_tokens());
+/// # Ok(())
+/// # }
+/// ```
+struct CommittedUnderStep;
+
 /// A captured step cannot outlive its capture.
 ///
 /// ```no_run

@@ -41,16 +41,6 @@ impl WeightTable {
         Ok(cleared)
     }
 
-    /// Sets whether a step may use a slot of a pool.
-    pub(super) fn set_leased(&self, slot: usize, is_leased: bool) {
-        self.shared.slots.set_leased(slot, is_leased);
-    }
-
-    /// Rejects slots of a pool that no lease holds.
-    pub(super) fn check_leased(&self, slots: &[Slot]) -> Result<(), OperandError> {
-        self.shared.slots.check_leased(slots)
-    }
-
     /// Takes note that a slot has no adapter. Its row is as it was.
     pub(super) fn forget(&self, slot: Slot) {
         let Shared { slots, .. } = &*self.shared;

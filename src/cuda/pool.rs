@@ -7,7 +7,7 @@ use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    LaunchError, Queue, WeightTable,
+    LaunchError, Queue, RoutedBatch, Step, WeightTable, Workspace,
     arena::Arena,
     capturing::Relaxed,
     flip::Flip,
@@ -21,7 +21,7 @@ use super::{
 use crate::{
     DType,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
-    error::LoadError,
+    error::{LoadError, OperandError},
     model::Model,
     plan::Capacity,
     pool::{
@@ -68,6 +68,9 @@ const PART_BYTES: usize = 1 << 20;
 /// A compute stream.
 #[derive(Debug)]
 struct Lane {
+    /// The pool's own handle of the table.
+    owner: WeightTable,
+    /// That of everybody else.
     weights: WeightTable,
     /// The copy that each slot of the table was pointed to last; 0 if the slot has no adapter.
     flipped: Vec<u64>,
@@ -117,7 +120,7 @@ impl AdapterPool {
         capacity: Capacity,
         config: PoolConfig,
     ) -> Result<Self, PoolError> {
-        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()?, is_pooled: true };
+        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()? };
         let device = Device::new(queue, bounds.clone(), config)?;
         Ok(Self { pool: Pool::new(device, bounds, config)? })
     }
@@ -131,15 +134,34 @@ impl AdapterPool {
         Ok(self.pool.add_stream())
     }
 
-    /// The table of a compute stream, to make layers of and to step with; `None` if the stream belongs to another pool. The pool
-    /// alone loads and unloads.
+    /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation is enqueued.
+    ///
+    /// Slots in device memory cannot be checked: see [`Routing::update_on_device`](super::Routing::update_on_device).
+    ///
+    /// # Errors
+    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
+    /// as for [`WeightTable::step`].
+    pub fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &RoutedBatch<'a>,
+        workspace: &'a mut Workspace,
+    ) -> Result<Step<'a>, LaunchError> {
+        let lane = self.pool.backend().lanes.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
+        let step = lane.owner.step(batch, workspace)?;
+        self.pool.check_leased(stream, batch.slots())?;
+        Ok(step)
+    }
+
+    /// The table of a compute stream, to make layers of and to [capture](WeightTable::capture); `None` if the stream belongs to another
+    /// pool. The pool alone loads, unloads and [steps](Self::step).
     pub fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
         self.pool.backend().lanes.get(stream.0).map(|lane| &lane.weights)
     }
 }
 
 impl Device {
-    fn new(queue: &Queue, bounds: Bounds, config: PoolConfig) -> Result<Self, LaunchError> {
+    fn new(queue: &Queue, bounds: Bounds, config: PoolConfig) -> Result<Self, PoolError> {
         let num_slots = bounds.capacity.num_slots;
         let arena = Arc::new(Arena::new(queue, config.arena_bytes)?);
         let stream = Arc::new(OwnStream::new(queue)?);
@@ -159,10 +181,11 @@ impl Device {
         Ok(device)
     }
 
-    fn add_lane(&mut self, queue: &Queue) -> Result<(), LaunchError> {
+    fn add_lane(&mut self, queue: &Queue) -> Result<(), PoolError> {
         queue.kernels().check_context("the pool", self.arena.queue().stream().context())?;
-        let weights = WeightTable::with(queue, self.bounds.clone(), Arc::clone(&self.arena))?;
-        self.lanes.push(Lane { weights, flipped: vec![0; self.contents.len()], stale: vec![] });
+        let weights = WeightTable::sharing(queue, self.bounds.clone(), Arc::clone(&self.arena))?;
+        let owner = weights.claim()?;
+        self.lanes.push(Lane { owner, weights, flipped: vec![0; self.contents.len()], stale: vec![] });
         Ok(())
     }
 
@@ -286,21 +309,16 @@ impl Backend for Device {
         if is_copied { self.copying.pop_front().map(|(number, _)| number) } else { None }
     }
 
-    fn lease(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError> {
+    fn point(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError> {
         let Granted { slot, number, .. } = granted;
         let lane = &mut self.lanes[stream.0];
         if lane.flipped[slot] != number {
             let content = self.contents[slot].as_ref().expect("a leased slot has a block");
             let &Content { ref copied, row, bytes, max_rank } = content;
-            lane.weights.flip(slot_at(slot), &Flip { copied, row, bytes, max_rank })?;
+            lane.owner.flip(slot_at(slot), &Flip { copied, row, bytes, max_rank })?;
             lane.flipped[slot] = number;
         }
-        lane.weights.set_leased(slot, true);
         Ok(())
-    }
-
-    fn close(&mut self, slot: usize, stream: StreamId) {
-        self.lanes[stream.0].weights.set_leased(slot, false);
     }
 
     /// False during a capture: the row could not be cleared.

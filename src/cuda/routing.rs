@@ -137,7 +137,7 @@ impl RoutedBatch<'_> {
     }
 
     /// The slots of the tokens, if the host has them; otherwise none.
-    pub(super) fn slots(&self) -> &[Slot] {
+    pub(crate) fn slots(&self) -> &[Slot] {
         &self.routing.slots
     }
 }

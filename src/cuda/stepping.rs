@@ -3,19 +3,21 @@
 use std::sync::Arc;
 
 use super::{Graph, LaunchError, RoutedBatch, Routing, Step, WeightTable, Workspace, graph, raw, region::Kept};
+use crate::error::OperandError;
 
 impl WeightTable {
     /// Starts a step.
     ///
     /// # Errors
-    /// [`LaunchError`] if the table, batch and workspace belong to different queues, or the stream is being captured.
-    /// [`OperandError::NotLeased`](crate::error::OperandError::NotLeased) if the table belongs to a pool, and no
-    /// [lease](crate::pool::Lease) of its stream holds a slot of the batch.
+    /// [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps. [`LaunchError`] if the table, batch
+    /// and workspace belong to different queues, or the stream is being captured.
     pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
+        if self.is_pooled() {
+            return Err(OperandError::Pooled.into());
+        }
         let queue = self.queue();
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;
-        self.check_leased(batch.slots())?;
         queue.enter()?;
         Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
     }

@@ -34,12 +34,16 @@ use crate::{
 #[doc(alias = "lora_a_stacked")]
 pub struct WeightTable {
     pub(super) shared: Arc<Shared>,
+    /// Whether this handle is that of a pool.
+    is_owner: bool,
 }
 
 pub(super) struct Shared {
     pub(super) queue: Queue,
     bounds: Bounds,
     pub(super) arena: Arc<Arena>,
+    /// Whether a pool has adapters in the arena beside those in the slots.
+    shares_arena: bool,
     table: Region,
     /// `None` for blocks that belong to a pool.
     pub(super) slots: Slots<Option<Block>>,
@@ -71,17 +75,38 @@ impl WeightTable {
         capacity: Capacity,
         arena_bytes: usize,
     ) -> Result<Self, LaunchError> {
-        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()?, is_pooled: false };
-        Self::with(queue, bounds, Arc::new(Arena::new(queue, arena_bytes)?))
+        let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()? };
+        Self::with(queue, bounds, Arc::new(Arena::new(queue, arena_bytes)?), false)
     }
 
-    /// A table with its factors in `arena`, which may belong to another queue of the same context.
-    pub(super) fn with(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
+    /// A table with its factors in an arena that a pool shares among tables, and that may belong to another queue of the same context.
+    pub(super) fn sharing(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
+        Self::with(queue, bounds, arena, true)
+    }
+
+    fn with(queue: &Queue, bounds: Bounds, arena: Arc<Arena>, shares_arena: bool) -> Result<Self, LaunchError> {
         let num_slots = bounds.capacity.num_slots;
         let table = Region::new(queue, num_slots * row_bytes(bounds.model.num_entries()))?;
-        let slots = Slots::new(num_slots, bounds.is_pooled);
-        let shared = Shared { queue: queue.clone(), bounds, arena, table, slots, staging: Mutex::new(None) };
-        Ok(Self { shared: Arc::new(shared) })
+        let slots = Slots::new(num_slots);
+        let shared =
+            Shared { queue: queue.clone(), bounds, arena, shares_arena, table, slots, staging: Mutex::new(None) };
+        Ok(Self { shared: Arc::new(shared), is_owner: false })
+    }
+
+    /// Gives the table to a pool: only the handle that this returns, and its clones, load, unload and step from now on.
+    pub(crate) fn claim(&self) -> Result<Self, SlotError> {
+        self.shared.slots.claim()?;
+        Ok(Self { is_owner: true, ..self.clone() })
+    }
+
+    /// Whether another handle, that of a pool, has the slots.
+    pub(super) fn is_pooled(&self) -> bool {
+        !self.is_owner && self.shared.slots.is_claimed()
+    }
+
+    /// Rejects changes of slots that belong to a pool.
+    fn check_owner(&self) -> Result<(), SlotError> {
+        if self.is_pooled() { Err(SlotError::Pooled) } else { Ok(()) }
     }
 
     /// Size of an arena in bytes that has room for all these adapters, loaded one at a time in any order.
@@ -166,9 +191,8 @@ impl WeightTable {
 
     /// As [`reserve`](Self::reserve).
     pub(crate) fn reserve_packed(&self, packed: &HostAdapter) -> Result<Reservation, LoadError> {
-        let bounds = &self.shared.bounds;
-        bounds.check_owner()?;
-        bounds.check(&packed.model, packed.dtype, packed.max_rank)?;
+        self.check_owner()?;
+        self.shared.bounds.check(&packed.model, packed.dtype, packed.max_rank)?;
         self.reserve_bytes(packed.bytes)
     }
 
@@ -182,6 +206,7 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError`] if the image does not match the table or the arena is full.
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
+        self.check_owner()?;
         self.shared.bounds.check_image(image)?;
         self.reserve_bytes(image.bytes())
     }
@@ -204,8 +229,8 @@ impl WeightTable {
     /// the adapter's copies. The host neither copies nor waits.
     ///
     /// # Errors
-    /// [`LoadError`] if the slot does not exist, the room was reserved in another table, or the stream is being captured. The slot
-    /// is then unchanged.
+    /// [`LoadError`] if the slot does not exist, the room was reserved in another table, the table belongs to a pool, or the stream is
+    /// being captured. The slot is then unchanged.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
         let Filled { mut reservation, max_rank } = filled;
         if !Arc::ptr_eq(&self.shared.arena, &reservation.arena) {
@@ -216,6 +241,7 @@ impl WeightTable {
         queue.enter()?;
         // Updates are enqueued under the lock, so that the stream has them in the lock's order.
         let mut blocks = slots.lock();
+        self.check_owner()?;
         let [block, staged] = reservation.rooms();
         let (staged, bytes) = (arena.address(staged), block.bytes());
         let done = Arc::new(queue.new_event()?);
@@ -237,13 +263,14 @@ impl WeightTable {
     /// Empties a slot in stream order. Its tokens are base tokens in work enqueued after it.
     ///
     /// # Errors
-    /// [`LoadError`] if the slot does not exist, or the stream is being captured.
+    /// [`LoadError`] if the slot does not exist, the table belongs to a pool, or the stream is being captured.
     pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
-        let Shared { queue, bounds, slots, arena, .. } = &*self.shared;
-        bounds.check_owner()?;
+        let Shared { queue, slots, arena, .. } = &*self.shared;
+        self.check_owner()?;
         let index = slots.index(slot)?;
         queue.enter()?;
         let mut blocks = slots.lock();
+        self.check_owner()?;
         let done = Arc::new(queue.new_event()?);
         slots.changing(&mut blocks, index, || {
             let row = self.shared.row(index);
@@ -284,7 +311,7 @@ impl WeightTable {
     /// Of a pool's table, the factors in its slots. The pool has all other memory.
     pub fn usage(&self) -> Usage {
         let usage = self.shared.arena.usage();
-        if self.shared.bounds.is_pooled {
+        if self.shared.shares_arena {
             let used = self.loaded().iter().map(|info| info.bytes).sum();
             Usage { used, largest_gap: 0, ..usage }
         } else {
@@ -294,7 +321,7 @@ impl WeightTable {
 
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
-        !self.shared.bounds.is_pooled && self.shared.arena.fits(self.shared.rooms_of(image.bytes()))
+        !self.is_pooled() && self.shared.arena.fits(self.shared.rooms_of(image.bytes()))
     }
 
     /// The model of the adapters.

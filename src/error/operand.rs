@@ -2,6 +2,7 @@ use crate::{
     DType, Slot,
     model::{Activation, LinearSite, SliceSite},
     plan::PlanError,
+    pool::StreamId,
 };
 
 /// An operand that does not match the layer or the step. Nothing was computed or enqueued.
@@ -84,7 +85,13 @@ pub enum OperandError {
         /// Distance between the beginnings of two rows, in bytes.
         stride_bytes: usize,
     },
-    /// The table belongs to an adapter pool, and the batch names a slot that no lease holds. Another adapter may be in it by now.
+    /// The stream belongs to another pool.
+    #[error("the pool has no stream {stream:?}")]
+    NoSuchStream {
+        /// The stream given.
+        stream: StreamId,
+    },
+    /// The batch of a pool's step names a slot that no lease holds. Another adapter may be in it by now.
     #[error("the batch names {slot} of an adapter pool, which no lease holds")]
     NotLeased {
         /// The slot.
@@ -124,6 +131,9 @@ pub enum OperandError {
     /// The kernels do not support the layer or the capacity.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// The table belongs to a pool, whose steps keep its adapters in their slots.
+    #[error("the table belongs to an adapter pool, which alone starts steps: call `step` of the pool")]
+    Pooled,
     /// An operand does not have one element per route.
     #[error("`{operand}` has {got} elements, but there are {want} routes")]
     Routes {

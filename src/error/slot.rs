@@ -12,6 +12,12 @@ pub enum SlotError {
         /// The generation of the slot's content that was expected.
         generation: u64,
     },
+    /// A pool takes only a table without adapters.
+    #[error("the table has {adapters} adapters, but that of a pool must be empty when the pool is made")]
+    Loaded {
+        /// Number of loaded slots.
+        adapters: usize,
+    },
     /// The slot is [`Slot::BASE`] or not below the number of slots.
     #[error("{slot} is not one of the table's {num_slots} slots")]
     NoSuchSlot {

@@ -7,13 +7,13 @@ use std::{
 use super::{
     channel::{ChannelError, Ranks},
     error::{GroupError, Phase, RankFailure},
-    table::Table,
+    table::{HostTable, Table},
     verdict::Verdict,
 };
 use crate::{
     Slot,
     adapter::{Adapter, AdapterError},
-    error::LoadError,
+    error::{LoadError, SlotError},
     residency::Resident,
 };
 
@@ -66,6 +66,15 @@ impl<R: Ranks, T: Table> Group<R, T> {
             return Err(GroupError::OtherRank { channel, table: own });
         }
         Ok(Self { ranks, table, broken: None })
+    }
+
+    /// Gives the table of this rank to a pool. Also returns the handle of everybody else.
+    pub(super) fn claim(self) -> Result<(Self, T), SlotError>
+    where
+        T: HostTable,
+    {
+        let Self { ranks, table, broken } = self;
+        Ok((Self { ranks, table: table.claim()?, broken }, table))
     }
 
     /// The table of this rank.

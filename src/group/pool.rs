@@ -7,18 +7,22 @@ use super::{
     load::{Group, Progress},
     table::HostTable,
 };
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::{
     Slot,
     adapter::{Adapter, AdapterError},
-    error::LoadError,
+    cpu,
+    error::{LoadError, OperandError},
     pool::{Counters, PoolError, Snapshot, Source, Tier},
     residency::Usage,
+    routing::Batch,
 };
 
 /// The slots of a group's tables, shared by more adapters than fit: an adapter is loaded into the same slot on all ranks, or on none.
 ///
 /// All ranks make the same calls in the same order. What they decide depends on these calls and on the verdicts that they exchange
-/// alone, so all evict the same adapters. The pool alone loads into the tables and unloads.
+/// alone, so all evict the same adapters. The pool alone loads into the tables, unloads, and starts steps.
 ///
 /// A load blocks until all ranks have made it. Requests for adapters that are loaded exchange nothing.
 ///
@@ -26,10 +30,15 @@ use crate::{
 /// [`prefetch`](Self::prefetch) brings them there beside steps. A rank reads what its tier lacks, so the ranks' tiers may differ.
 #[derive(Debug)]
 pub struct GroupPool<R, T: HostTable> {
+    /// With the pool's own handle of the table.
     group: Group<R, T>,
+    /// That of everybody else.
+    table: T,
     host: Option<HostTier<T>>,
     /// By version.
     loaded: HashMap<u64, Loaded>,
+    /// Of the adapter in each slot, up to the last that had one.
+    leases: Vec<usize>,
     /// Number of the last use. It orders adapters by use.
     uses: u64,
     counters: Counters,
@@ -38,14 +47,19 @@ pub struct GroupPool<R, T: HostTable> {
 #[derive(Debug)]
 struct Loaded {
     slot: Slot,
-    leases: usize,
     last_use: u64,
 }
 
 impl<R: Ranks, T: HostTable> GroupPool<R, T> {
-    /// A pool of a group whose tables are empty, without a host tier.
-    pub fn new(group: Group<R, T>) -> Self {
-        Self { group, host: None, loaded: HashMap::new(), uses: 0, counters: Counters::default() }
+    /// A pool of a group whose tables are empty, without a host tier. It takes this rank's table for good: other handles refuse loads,
+    /// unloads and steps.
+    ///
+    /// # Errors
+    /// [`PoolError::Slot`] if the table has adapters, or belongs to another pool.
+    pub fn new(group: Group<R, T>) -> Result<Self, PoolError> {
+        let (group, table) = group.claim()?;
+        let (loaded, leases, counters) = (HashMap::new(), Vec::new(), Counters::default());
+        Ok(Self { group, table, host: None, loaded, leases, uses: 0, counters })
     }
 
     /// Gives this rank a host tier of `host_bytes` bytes, all of which are allocated now on CUDA. Two prefetched adapters are read at a
@@ -58,9 +72,9 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         Ok(Self { host: Some(host), ..self })
     }
 
-    /// The table of this rank.
+    /// The table of this rank, to make layers of, and to capture. The pool alone loads, unloads and steps.
     pub fn table(&self) -> &T {
-        self.group.table()
+        &self.table
     }
 
     /// Starts to read this rank's part of an adapter into its host tier, and counts as a use there. Needs no other rank, and does nothing
@@ -97,8 +111,8 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
             host: host.map_or(0, HostTier::len),
             reading: host.map_or(0, HostTier::reads),
             waiting: 0,
-            leased: self.loaded.values().filter(|loaded| loaded.leases > 0).count(),
-            leases: self.loaded.values().map(|loaded| loaded.leases).sum(),
+            leased: self.leases.iter().filter(|&&leases| leases > 0).count(),
+            leases: self.leases.iter().sum(),
             pinned: 0,
             device_memory: self.table().usage(),
             host_memory: self.host_usage().unwrap_or(Usage { capacity: 0, used: 0, largest_gap: 0 }),
@@ -166,10 +180,11 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
     fn acquire_by(&mut self, version: u64, origin: &impl Origin) -> Result<Slot, GroupError> {
         self.uses += 1;
         if let Some(loaded) = self.loaded.get_mut(&version) {
-            loaded.leases += 1;
             loaded.last_use = self.uses;
             self.counters.hits += 1;
-            return Ok(loaded.slot);
+            let slot = loaded.slot;
+            self.lease(slot);
+            return Ok(slot);
         }
         let loaded = self.load(version, origin);
         match &loaded {
@@ -210,7 +225,8 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         self.counters.evictions += (before - self.loaded.len()) as u64;
         self.group.commit(prepared)?;
         self.counters.copies += 1;
-        self.loaded.insert(version, Loaded { slot, leases: 1, last_use: self.uses });
+        self.loaded.insert(version, Loaded { slot, last_use: self.uses });
+        self.lease(slot);
         Ok(slot)
     }
 
@@ -219,8 +235,9 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
     /// # Errors
     /// [`GroupError::NotLeased`].
     pub fn release(&mut self, version: u64) -> Result<(), GroupError> {
-        let loaded = self.loaded.get_mut(&version).filter(|loaded| loaded.leases > 0);
-        loaded.ok_or(GroupError::NotLeased { version })?.leases -= 1;
+        let index = self.slot(version).and_then(Slot::index);
+        let leases = index.and_then(|index| self.leases.get_mut(index)).filter(|leases| **leases > 0);
+        *leases.ok_or(GroupError::NotLeased { version })? -= 1;
         Ok(())
     }
 
@@ -229,7 +246,7 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
     /// # Errors
     /// [`GroupError::Leased`]. Nothing is changed then.
     pub fn remove(&mut self, version: u64) -> Result<(), GroupError> {
-        if self.loaded.get(&version).is_some_and(|loaded| loaded.leases > 0) {
+        if self.slot(version).is_some_and(|slot| self.is_leased(slot)) {
             return Err(GroupError::Leased { version });
         }
         self.unload(version);
@@ -244,9 +261,28 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         self.loaded.get(&version).map(|loaded| loaded.slot)
     }
 
+    /// Takes note of a lease of the adapter in a slot.
+    fn lease(&mut self, slot: Slot) {
+        if let Some(index) = slot.index() {
+            self.leases.resize(self.leases.len().max(index + 1), 0);
+            self.leases[index] += 1;
+        }
+    }
+
+    /// Whether the adapter in a slot has a lease.
+    fn is_leased(&self, slot: Slot) -> bool {
+        slot.index().is_some_and(|index| self.leases.get(index).is_some_and(|&leases| leases > 0))
+    }
+
+    /// Rejects slots of adapters without a lease.
+    fn check_leased(&self, slots: &[Slot]) -> Result<(), OperandError> {
+        let stale = slots.iter().find(|&&slot| slot != Slot::BASE && !self.is_leased(slot));
+        stale.map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
+    }
+
     /// The least recently used adapter without a lease.
     fn victim(&self) -> Option<u64> {
-        let idle = self.loaded.iter().filter(|(_, loaded)| loaded.leases == 0);
+        let idle = self.loaded.iter().filter(|(_, loaded)| !self.is_leased(loaded.slot));
         idle.min_by_key(|(_, loaded)| loaded.last_use).map(|(&version, _)| version)
     }
 
@@ -263,3 +299,34 @@ impl<R: Ranks, T: HostTable> GroupPool<R, T> {
         }
     }
 }
+
+/// Starts the steps of a pool on one backend. The batch is the argument of the backend's own `step`.
+macro_rules! step {
+    ($(#[$attribute:meta])* $backend:ident, $batch:ty, $error:ty) => {
+        $(#[$attribute])*
+        impl<R: Ranks> GroupPool<R, $backend::WeightTable> {
+            /// Starts a step of `batch` on this rank. The step borrows the pool, so that no slot changes before its last operation.
+            ///
+            /// # Errors
+            /// [`OperandError::NotLeased`] if the batch names a slot whose adapter was not [acquired](Self::acquire), or has been
+            /// [released](Self::release); or as for the table's own `step`.
+            pub fn step<'a>(
+                &'a self,
+                batch: &$batch,
+                workspace: &'a mut $backend::Workspace,
+            ) -> Result<$backend::Step<'a>, $error> {
+                let step = self.group.table().step(batch, workspace)?;
+                self.check_leased(batch.slots())?;
+                Ok(step)
+            }
+        }
+    };
+}
+
+step!(cpu, Batch<'a>, OperandError);
+step!(
+    #[cfg(feature = "cuda")]
+    cuda,
+    cuda::RoutedBatch<'a>,
+    cuda::LaunchError
+);

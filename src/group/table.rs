@@ -6,7 +6,7 @@ use crate::{
     DType, Slot,
     adapter::SlotImage,
     cpu,
-    error::LoadError,
+    error::{LoadError, SlotError},
     model::Model,
     pool::PoolError,
     residency::{Resident, Usage},
@@ -63,11 +63,18 @@ pub trait Table {
 }
 
 /// A weight table whose adapters can be kept in host memory, packed as the device needs them.
-pub trait HostTable: Table + 'static {
+pub trait HostTable: Table + Sized + 'static {
     /// The memory for them.
     type Host: Send + Sync;
     /// An adapter in it. Dropping it frees its memory.
     type Packed: Send;
+
+    /// Gives the table to a pool, for good: this handle and all others refuse loads, unloads and steps from now on, except the one that
+    /// this returns.
+    ///
+    /// # Errors
+    /// [`SlotError::Pooled`] if a pool has the table, [`SlotError::Loaded`] if it has adapters.
+    fn claim(&self) -> Result<Self, SlotError>;
 
     /// Allocates host memory.
     ///
@@ -150,6 +157,10 @@ macro_rules! table {
         impl HostTable for $backend::WeightTable {
             type Host = $backend::HostMemory;
             type Packed = $backend::HostAdapter;
+
+            fn claim(&self) -> Result<Self, SlotError> {
+                self.claim()
+            }
 
             fn host(&self, bytes: usize) -> Result<Arc<Self::Host>, PoolError> {
                 Ok(Arc::new(self.host_memory(bytes)?))

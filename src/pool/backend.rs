@@ -39,12 +39,8 @@ pub(crate) trait Backend {
     /// The number of a copy that has ended since the last call.
     fn next_copied(&mut self) -> Option<u64>;
 
-    /// Makes the adapter of a slot visible to later launches on a stream. Steps of the stream may use the slot until it is
-    /// [closed](Self::close).
-    fn lease(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError>;
-
-    /// As [`Transfer::close`](super::transfer::Transfer::close).
-    fn close(&mut self, slot: usize, stream: StreamId);
+    /// Makes the adapter of a slot visible to later launches on a stream.
+    fn point(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError>;
 
     /// As [`Transfer::may_evict`](super::transfer::Transfer::may_evict).
     fn may_evict(&self) -> bool;

@@ -21,7 +21,7 @@ use crate::{
     DType, Slot,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
     blocks,
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     model::Model,
     residency::Bounds,
 };
@@ -41,6 +41,8 @@ struct Tiers<B: Backend> {
     sources: HashMap<AdapterId, Arc<Source>>,
     /// The adapters in the host tier.
     packed: HashMap<AdapterId, B::Packed>,
+    /// Whether a step may use a slot, by stream and slot.
+    leased: Vec<Vec<bool>>,
     loaders: Loaders<AdapterId, (B::Packed, usize)>,
 }
 
@@ -54,7 +56,8 @@ impl<B: Backend> Pool<B> {
         };
         let (releaser, releases) = channel();
         let loaders = Loaders::new(limits.max_reads, config.packers.max(1)).map_err(PoolError::Threads)?;
-        let tiers = Tiers { backend, sources: HashMap::new(), packed: HashMap::new(), loaders };
+        let leased = vec![vec![false; limits.num_slots]];
+        let tiers = Tiers { backend, sources: HashMap::new(), packed: HashMap::new(), leased, loaders };
         Ok(Self { core: Core::new(limits)?, tiers, bounds, releases, releaser })
     }
 
@@ -67,7 +70,15 @@ impl<B: Backend> Pool<B> {
         &mut self.tiers.backend
     }
 
+    /// Rejects slots that no lease of the stream holds.
+    pub(crate) fn check_leased(&self, stream: StreamId, slots: &[Slot]) -> Result<(), OperandError> {
+        let leased = self.tiers.leased.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
+        let is_leased = |slot: &Slot| slot.index().is_none_or(|index| leased.get(index) == Some(&true));
+        slots.iter().find(|slot| !is_leased(slot)).map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
+    }
+
     pub(crate) fn add_stream(&mut self) -> StreamId {
+        self.tiers.leased.push(vec![false; self.bounds.capacity.num_slots]);
         self.core.add_stream()
     }
 
@@ -111,7 +122,11 @@ impl<B: Backend> Pool<B> {
         // All leases exist before the first is enqueued, so that an error ends them all.
         let lease = |(&id, slot): (&AdapterId, Slot)| Lease { id, slot, stream, releases: self.releaser.clone() };
         let leases = ids.iter().zip(granted.iter().map(|granted| slot_at(granted.slot))).map(lease).collect();
-        granted.into_iter().try_for_each(|granted| self.tiers.backend.lease(granted, stream))?;
+        for granted in granted {
+            let slot = granted.slot;
+            self.tiers.backend.point(granted, stream)?;
+            self.tiers.leased[stream.0][slot] = true;
+        }
         Ok(leases)
     }
 
@@ -206,7 +221,7 @@ impl<B: Backend> Transfer for Tiers<B> {
     }
 
     fn close(&mut self, slot: usize, stream: StreamId) {
-        self.backend.close(slot, stream);
+        self.leased[stream.0][slot] = false;
     }
 
     fn may_evict(&self) -> bool {

@@ -181,7 +181,7 @@ impl Engine {
         if rows > 0 {
             let (x, mut y) = (vec![1.0_f32; rows * FEATURES], vec![0.0_f32; rows * FEATURES]);
             let batch = Batch::new(&slots);
-            let mut step = self.pool.weights().step(&batch, &mut workspace).unwrap();
+            let mut step = self.pool.step(StreamId::FIRST, &batch, &mut workspace).unwrap();
             let y_matrix = MatrixMut::new(&mut y, rows, FEATURES).unwrap();
             self.layer.add_delta(&mut step, Matrix::new(&x, rows, FEATURES).unwrap(), y_matrix).unwrap();
             for (row, id) in y.chunks(FEATURES).zip(&running) {

@@ -5,7 +5,8 @@ use std::{cell::RefCell, sync::Arc, thread, time::Duration};
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{Buffer, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
+    cuda::{Buffer, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
+    error::OperandError,
     group::{Group, GroupError, GroupPool, InProcess, Phase, Ranks},
     model::{Linear, LinearId, ModelSpec, Parallel},
     plan::Capacity,
@@ -42,19 +43,37 @@ fn on_each_rank<R: Send>(run: impl Fn(InProcess) -> R + Sync) -> Vec<R> {
 
 /// What the table adds to each output with the adapter of a slot.
 fn delta(gpu: &Gpu, weights: &WeightTable, id: LinearId, slot: Slot) -> f32 {
+    added(gpu, weights, id, slot, None).unwrap()
+}
+
+/// The same of a pool's table.
+fn delta_of(gpu: &Gpu, pool: &GroupPool<InProcess, WeightTable>, id: LinearId, slot: Slot) -> f32 {
+    added(gpu, pool.table(), id, slot, Some(pool)).unwrap()
+}
+
+fn added(
+    gpu: &Gpu,
+    weights: &WeightTable,
+    id: LinearId,
+    slot: Slot,
+    pool: Option<&GroupPool<InProcess, WeightTable>>,
+) -> Result<f32, LaunchError> {
     let layer = LoraLinear::new(weights, id).unwrap();
     let mut routing = Routing::new(&gpu.queue, weights.capacity(), 1).unwrap();
     let mut workspace = Workspace::new(weights).unwrap();
     let [mut x, mut y] = [(); 2].map(|()| Buffer::zeros(&gpu.queue, FEATURES).unwrap());
     x.write(&[1.0_f32; FEATURES]).unwrap();
     let batch = routing.update(&Batch::new(&[slot])).unwrap();
-    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let mut step = match pool {
+        Some(pool) => pool.step(&batch, &mut workspace)?,
+        None => weights.step(&batch, &mut workspace)?,
+    };
     let x = Matrix::new(&x, 1, FEATURES).unwrap();
     layer.add_delta(&mut step, x, MatrixMut::new(&mut y, 1, FEATURES).unwrap()).unwrap();
     let mut added = [f32::NAN; FEATURES];
     y.read(&mut added).unwrap();
     assert_eq!(added, [added[0]; FEATURES]);
-    added[0]
+    Ok(added[0])
 }
 
 #[test]
@@ -107,13 +126,13 @@ fn two_ranks_share_their_slots() {
         let capacity = Capacity::tokens(1).slots(2).rank(1);
         let arena_bytes = WeightTable::arena_bytes([&image]) * [4, 1][rank];
         let table = WeightTable::new(&gpu.queue, &model, DType::F32, capacity, arena_bytes).unwrap();
-        let mut pool = GroupPool::new(Group::new(ranks, table.clone()).unwrap());
+        let mut pool = GroupPool::new(Group::new(ranks, table.clone()).unwrap()).unwrap();
         let mut slots = Vec::new();
         for version in (1..=5).chain([5, 4, 1]) {
             let slot = pool.acquire(version, || Ok(adapter(values(version)))).unwrap();
-            assert_eq!(delta(&gpu, &table, id, slot), values(version)[rank]);
+            assert_eq!(delta_of(&gpu, &pool, id, slot), values(version)[rank]);
             assert!(pool.acquire(9, || Ok(adapter(values(9)))).is_err(), "the second rank has no room beside a lease");
-            assert_eq!(delta(&gpu, &table, id, slot), values(version)[rank]);
+            assert_eq!(delta_of(&gpu, &pool, id, slot), values(version)[rank]);
             pool.release(version).unwrap();
             slots.push(slot);
         }
@@ -141,7 +160,7 @@ fn two_ranks_bring_adapters_back_from_host_memory() {
         let arena_bytes = WeightTable::arena_bytes([&image; 3]);
         let table = WeightTable::new(&gpu.queue, &model, DType::F32, capacity, arena_bytes).unwrap();
         let host_bytes = WeightTable::arena_bytes([&image]) * [8, 2][rank];
-        let pool = GroupPool::new(Group::new(ranks, table.clone()).unwrap());
+        let pool = GroupPool::new(Group::new(ranks, table.clone()).unwrap()).unwrap();
         let mut pool = pool.with_host_tier(host_bytes, 2).unwrap();
         let opened = RefCell::new(Vec::new());
         let open = |version| {
@@ -152,8 +171,8 @@ fn two_ranks_bring_adapters_back_from_host_memory() {
         let mut slots = vec![kept];
         for version in (2..=5).chain(2..=5).chain(2..=5) {
             let slot = pool.acquire(version, || open(version)).unwrap();
-            assert_eq!(delta(&gpu, &table, id, slot), values(version)[rank], "version {version}");
-            assert_eq!(delta(&gpu, &table, id, kept), values(1)[rank], "beside version {version}");
+            assert_eq!(delta_of(&gpu, &pool, id, slot), values(version)[rank], "version {version}");
+            assert_eq!(delta_of(&gpu, &pool, id, kept), values(1)[rank], "beside version {version}");
             pool.release(version).unwrap();
             slots.push(slot);
         }
@@ -166,8 +185,15 @@ fn two_ranks_bring_adapters_back_from_host_memory() {
         let source = |adapter| Source::memory(Arc::new(adapter), &model, DType::F32).unwrap();
         pool.prefetch(6, source(adapter(values(6)))).unwrap();
         let slot = pool.acquire(6, || -> Result<Adapter, _> { unreachable!("it was prefetched") }).unwrap();
-        assert_eq!(delta(&gpu, &table, id, slot), values(6)[rank]);
+        assert_eq!(delta_of(&gpu, &pool, id, slot), values(6)[rank]);
         pool.release(6).unwrap();
+        let error = added(&gpu, pool.table(), id, slot, Some(&pool)).unwrap_err();
+        assert!(
+            matches!(error, LaunchError::Operand(OperandError::NotLeased { slot: stale }) if stale == slot),
+            "{error}"
+        );
+        let error = added(&gpu, pool.table(), id, slot, None).unwrap_err();
+        assert!(matches!(error, LaunchError::Operand(OperandError::Pooled)), "{error}");
 
         // The second rank cannot pack it: while it is loaded, and in a prefetch of this rank alone.
         let (used, bad) = (table.usage().used, |version| adapter([values(version)[0], f32::NAN]));
@@ -182,13 +208,15 @@ fn two_ranks_bring_adapters_back_from_host_memory() {
             assert_eq!((failures, own.is_some()), (vec![(1, phase)], rank == 1));
             assert_eq!(table.usage().used, used);
             assert_eq!([1, 6, version].map(|version| pool.slot(version)), [Some(kept), Some(slot), None]);
+            assert_eq!(pool.acquire(6, || open(6)).unwrap(), slot);
             assert_eq!(
-                [kept, slot].map(|slot| delta(&gpu, &table, id, slot)),
+                [kept, slot].map(|slot| delta_of(&gpu, &pool, id, slot)),
                 [1, 6].map(|version| values(version)[rank])
             );
+            pool.release(6).unwrap();
         }
         slots.push(pool.acquire(10, || open(10)).unwrap());
-        assert_eq!(delta(&gpu, &table, id, slot), values(10)[rank]);
+        assert_eq!(delta_of(&gpu, &pool, id, slot), values(10)[rank]);
         slots
     };
     let slots = on_each_rank(run);

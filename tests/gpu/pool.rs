@@ -72,17 +72,17 @@ impl Lane {
     }
 
     /// Enqueues a step whose tokens have these slots in turn.
-    fn enqueue(&mut self, at: usize, slots: &[Slot]) {
+    fn enqueue(&mut self, pool: &AdapterPool, at: usize, slots: &[Slot]) {
         let slots: Vec<_> = slots.iter().copied().cycle().take(TOKENS).collect();
         let batch = self.routing.update(&Batch::new(&slots)).unwrap();
-        let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
+        let mut step = pool.step(self.stream, &batch, &mut self.workspace).unwrap();
         add_deltas(&self.layers, FEATURES, &mut step, &self.x, &mut self.y[at]).unwrap();
     }
 
     /// Enqueues a step with slots in device memory.
-    fn enqueue_on_device(&mut self, at: usize, slots: &Buffer<i32>) {
+    fn enqueue_on_device(&mut self, pool: &AdapterPool, at: usize, slots: &Buffer<i32>) {
         let batch = self.routing.update_on_device(slots.slice(0..TOKENS), None).unwrap();
-        let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
+        let mut step = pool.step(self.stream, &batch, &mut self.workspace).unwrap();
         add_deltas(&self.layers, FEATURES, &mut step, &self.x, &mut self.y[at]).unwrap();
     }
 
@@ -92,9 +92,9 @@ impl Lane {
     }
 
     /// Replays a graph for a step whose tokens have these slots.
-    fn replay(&mut self, graph: &mut Graph, slots: &[Slot]) -> Result<(), LaunchError> {
+    fn replay(&mut self, pool: &AdapterPool, graph: &mut Graph, slots: &[Slot]) -> Result<(), LaunchError> {
         let batch = self.routing.update(&Batch::new(slots))?;
-        graph.replay(&mut self.weights.step(&batch, &mut self.workspace)?)
+        graph.replay(&mut pool.step(self.stream, &batch, &mut self.workspace)?)
     }
 
     /// What a step added for each of `values`, after a check that it is the same in all layers. Zeroes its output.
@@ -195,7 +195,7 @@ fn many_adapters_share_few_slots_on_two_streams() {
                 setup.lanes[lane].spin.run(rng.random_range(0..4));
             }
             let slots: Vec<_> = leases.iter().map(Lease::slot).collect();
-            setup.lanes[lane].enqueue(at, &slots);
+            setup.lanes[lane].enqueue(&setup.pool, at, &slots);
             if rng.random_ratio(1, 2) {
                 // Kept over the commit.
                 running.extend(leases);
@@ -246,11 +246,11 @@ fn a_slot_is_overwritten_after_the_last_step_that_reads_it() {
         let old = setup.lease(ids[0], 0);
         setup.lanes[0].gpu.synchronize();
         let spun = setup.lanes[0].spin.run(200);
-        setup.lanes[0].enqueue(0, &[old.slot()]);
+        setup.lanes[0].enqueue(&setup.pool, 0, &[old.slot()]);
         drop(old);
         setup.pool.commit(StreamId::FIRST).unwrap();
         let new = setup.pool.acquire(ids[1], setup.lanes[1].stream).unwrap();
-        setup.lanes[1].enqueue(1, &[new.slot()]);
+        setup.lanes[1].enqueue(&setup.pool, 1, &[new.slot()]);
         setup.pool.commit(setup.lanes[1].stream).unwrap();
         assert!(!spun.is_complete(), "round {round}: the host waited");
         assert_eq!(setup.pool.snapshot().copying, 1, "round {round}: the copy waited for nothing");
@@ -274,7 +274,7 @@ fn graphs_follow_the_pool() {
         let batch = [ids[(round * 5) % 12], ids[(round * 7 + 3) % 12]];
         let leases = setup.prepare(&batch.map(|(id, _)| id), lane);
         let slots: Vec<_> = leases.iter().map(Lease::slot).cycle().take(TOKENS).collect();
-        setup.lanes[lane].replay(&mut graphs[lane], &slots).unwrap();
+        setup.lanes[lane].replay(&setup.pool, &mut graphs[lane], &slots).unwrap();
         drop(leases);
         setup.pool.commit(setup.lanes[lane].stream).unwrap();
         setup.lanes[lane].check(0, &batch.map(|(_, value)| value), &format!("round {round}"));
@@ -315,7 +315,7 @@ fn what_cannot_be_enqueued_is_refused() {
     });
     assert_eq!(setup.pool.snapshot().leases, 0);
     let lease = setup.lease(ids[1], 0);
-    setup.lanes[0].enqueue(0, &[lease.slot()]);
+    setup.lanes[0].enqueue(&setup.pool, 0, &[lease.slot()]);
     setup.lanes[0].check(0, &[2.0], "after a capture");
     assert_eq!(setup.pool.residency(ids[1]).unwrap().tier, Tier::Device);
     let weights = &setup.lanes[0].weights;
@@ -335,25 +335,28 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     let lease = setup.lease(id, 0);
     let slots = [lease.slot(); TOKENS];
     let mut graph = setup.lanes[0].capture();
-    setup.lanes[0].replay(&mut graph, &slots).unwrap();
+    setup.lanes[0].replay(&setup.pool, &mut graph, &slots).unwrap();
     setup.lanes[0].check(0, &[1.0], "with a lease");
     let is_refused = |error: LaunchError| {
         assert!(matches!(error, LaunchError::Operand(OperandError::NotLeased { slot }) if slot == slots[0]), "{error}");
     };
-    let step = |lane: &mut Lane| {
+    let step = |setup: &mut Setup, lane: usize| {
+        let (lane, pool) = (&mut setup.lanes[lane], &setup.pool);
         let batch = lane.routing.update(&Batch::new(&slots)).unwrap();
-        lane.weights.step(&batch, &mut lane.workspace).map(drop)
+        let pooled = lane.weights.step(&batch, &mut lane.workspace).unwrap_err();
+        assert!(matches!(pooled, LaunchError::Operand(OperandError::Pooled)), "{pooled}");
+        pool.step(lane.stream, &batch, &mut lane.workspace).map(drop)
     };
-    is_refused(step(&mut setup.lanes[1]).unwrap_err());
-    step(&mut setup.lanes[0]).unwrap();
+    is_refused(step(&mut setup, 1).unwrap_err());
+    step(&mut setup, 0).unwrap();
     drop(lease);
-    step(&mut setup.lanes[0]).unwrap();
+    step(&mut setup, 0).unwrap();
     setup.pool.commit(StreamId::FIRST).unwrap();
-    is_refused(step(&mut setup.lanes[0]).unwrap_err());
-    is_refused(setup.lanes[0].replay(&mut graph, &slots).unwrap_err());
+    is_refused(step(&mut setup, 0).unwrap_err());
+    is_refused(setup.lanes[0].replay(&setup.pool, &mut graph, &slots).unwrap_err());
     setup.lanes[0].check(0, &[0.0], "after a refusal");
     let _lease = setup.lease(id, 0);
-    setup.lanes[0].replay(&mut graph, &slots).unwrap();
+    setup.lanes[0].replay(&setup.pool, &mut graph, &slots).unwrap();
     setup.lanes[0].check(0, &[1.0], "with a lease again");
 }
 
@@ -376,11 +379,11 @@ fn a_slot_without_a_lease_never_reads_another_adapter() {
         if late {
             setup.lanes[0].spin.run(20);
         }
-        setup.lanes[0].enqueue_on_device(0, &slots);
+        setup.lanes[0].enqueue_on_device(&setup.pool, 0, &slots);
         // Its copy overwrites the block, after the step above.
         let new = setup.lease(ids[1], 1);
-        setup.lanes[0].enqueue_on_device(1, &slots);
-        setup.lanes[1].enqueue(2, &[new.slot()]);
+        setup.lanes[0].enqueue_on_device(&setup.pool, 1, &slots);
+        setup.lanes[1].enqueue(&setup.pool, 2, &[new.slot()]);
         setup.lanes[0].check(0, &[1.0], &format!("round {round}, before the eviction"));
         setup.lanes[0].check(1, &[0.0], &format!("round {round}, after the eviction"));
         setup.lanes[1].check(2, &[2.0], &format!("round {round}, the new adapter"));
@@ -401,7 +404,7 @@ fn a_pool_may_be_dropped_at_any_time() {
         let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(16, value));
         let leases = setup.prepare(&ids[..2], 1);
         setup.lanes[1].spin.run(20);
-        setup.lanes[1].enqueue(0, &[leases[0].slot(), leases[1].slot()]);
+        setup.lanes[1].enqueue(&setup.pool, 0, &[leases[0].slot(), leases[1].slot()]);
         setup.pool.prefetch(ids[2]).unwrap();
         let Setup { pool, mut lanes, .. } = setup;
         drop(pool);
@@ -477,7 +480,7 @@ impl Setup {
         let (ids, values): (Vec<_>, Vec<_>) = adapters.iter().copied().unzip();
         let leases = self.prepare(&ids, 0);
         let slots: Vec<_> = leases.iter().map(Lease::slot).collect();
-        self.lanes[0].enqueue(0, &slots);
+        self.lanes[0].enqueue(&self.pool, 0, &slots);
         drop(leases);
         self.commit_all();
         self.lanes[0].check(0, &values, what);

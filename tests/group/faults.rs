@@ -2,7 +2,7 @@
 
 use std::{
     panic::{self, AssertUnwindSafe},
-    sync::{Arc, Mutex, Once},
+    sync::{Arc, Mutex, Once, OnceLock},
 };
 
 use aril::{
@@ -40,9 +40,15 @@ const ERROR: SlotError = SlotError::OtherImage { bytes: 1, reserved: 2 };
 pub(crate) struct Faulty {
     pub(crate) table: WeightTable,
     pub(crate) fault: Arc<Mutex<Option<Fault>>>,
+    /// The handle of the pool that has the table.
+    pub(crate) owner: Arc<OnceLock<WeightTable>>,
 }
 
 impl Faulty {
+    pub(crate) fn new(table: WeightTable, fault: Arc<Mutex<Option<Fault>>>) -> Self {
+        Self { table, fault, owner: Arc::default() }
+    }
+
     pub(crate) fn enter(&self, phase: Phase) -> Result<(), SlotError> {
         if phase == Phase::Commit && *self.fault.lock().unwrap() == Some(Fault::Stuck) {
             return Err(ERROR);
@@ -108,6 +114,12 @@ impl Table for Faulty {
 impl HostTable for Faulty {
     type Host = HostMemory;
     type Packed = HostAdapter;
+
+    fn claim(&self) -> Result<Self, SlotError> {
+        let table = HostTable::claim(&self.table)?;
+        self.owner.set(table.clone()).unwrap();
+        Ok(Self { table, ..self.clone() })
+    }
 
     fn host(&self, bytes: usize) -> Result<Arc<HostMemory>, PoolError> {
         HostTable::host(&self.table, bytes)
@@ -188,7 +200,7 @@ fn load(
     expected: &Expected,
 ) -> Option<Group<InProcess, Faulty>> {
     let rank = ranks.tp().rank();
-    let faulty = Faulty { table: table.clone(), fault: Arc::new(Mutex::new(fault)) };
+    let faulty = Faulty::new(table.clone(), Arc::new(Mutex::new(fault)));
     let mut group = Group::new(ranks, faulty.clone()).unwrap();
     if fault == Some(Fault::Gone(Phase::Plan)) {
         return None;
@@ -297,7 +309,7 @@ fn a_slot_that_cannot_be_emptied() {
     let tables = world.serving();
     each(InProcess::group(2, NEVER), |rank, ranks| {
         let fault = Arc::new(Mutex::new((rank == 0).then_some(Fault::Stuck)));
-        let mut group = Group::new(ranks, Faulty { table: tables[rank].clone(), fault }).unwrap();
+        let mut group = Group::new(ranks, Faulty::new(tables[rank].clone(), fault)).unwrap();
         let error = group.load(SLOT, 1, || Ok(world.adapter(|_| 9.0))).unwrap_err();
         assert_eq!(error.to_string().contains("slot 1, which must not be used"), rank == 0, "{error}");
         let GroupError::Torn { failures, channel: None, not_emptied, .. } = error else { panic!("{error}") };

@@ -13,11 +13,12 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, AdapterError, Tensor},
-    cpu::WeightTable,
-    error::LoadError,
+    cpu::{WeightTable, Workspace},
+    error::{LoadError, OperandError, SlotError},
     group::{ChannelError, Group, GroupError, GroupPool, HostTable, InProcess, Message, Phase, Ranks},
     model::TpRank,
-    pool::{Source, Tier},
+    pool::{PoolError, Source, Tier},
+    routing::Batch,
 };
 use proptest::prelude::*;
 
@@ -35,7 +36,7 @@ fn each_pool<T: HostTable + Clone + Sync + Send, O: Send>(
     run: impl Fn(usize, GroupPool<InProcess, T>) -> O + Sync,
 ) -> Vec<O> {
     each(InProcess::group(tables.len(), NEVER), |rank, ranks| {
-        run(rank, GroupPool::new(Group::new(ranks, tables[rank].clone()).unwrap()))
+        run(rank, GroupPool::new(Group::new(ranks, tables[rank].clone()).unwrap()).unwrap())
     })
 }
 
@@ -52,7 +53,7 @@ fn number(version: u64) -> f32 {
 /// Leases a version, and checks that its slot adds its number.
 fn acquire(world: &World, pool: &mut GroupPool<InProcess, WeightTable>, number_: u64) -> Result<Slot, GroupError> {
     let slot = pool.acquire(number_, || version(world, number_))?;
-    assert_eq!(world.delta(pool.table(), slot), number(number_));
+    assert_eq!(world.delta_of(pool, slot), Ok(number(number_)));
     Ok(slot)
 }
 
@@ -102,7 +103,7 @@ fn a_rank_whose_arena_is_fuller_decides_for_all() {
         let first = acquire(&world, &mut pool, 1).unwrap();
         let error = acquire(&world, &mut pool, 2).unwrap_err();
         assert_eq!(refused(&error), [(1, Phase::Reserve)]);
-        assert_eq!(world.delta(pool.table(), first), 1.0);
+        assert_eq!(world.delta_of(&pool, first), Ok(1.0));
         pool.release(1).unwrap();
         let second = acquire(&world, &mut pool, 2).unwrap();
         assert_eq!((pool.slot(1), pool.table().loaded().len()), (None, 1));
@@ -125,7 +126,7 @@ fn an_adapter_too_large_for_one_rank_evicts_nothing() {
         pool.release(1).unwrap();
         let error = pool.acquire(2, || Ok(world.twice_as_large())).unwrap_err();
         assert_eq!(refused(&error), [(1, Phase::Reserve)]);
-        assert_eq!((pool.slot(1), world.delta(pool.table(), first)), (Some(first), 1.0));
+        assert_eq!(acquire(&world, &mut pool, 1).unwrap(), first);
     });
 }
 
@@ -144,7 +145,7 @@ fn an_adapter_in_host_memory_is_not_opened_again() {
                 version(&world, number_)
             };
             let slot = pool.acquire(number_, open).unwrap();
-            assert_eq!(world.delta(pool.table(), slot), number(number_));
+            assert_eq!(world.delta_of(pool, slot), Ok(number(number_)));
             pool.release(number_).unwrap();
         };
         for number_ in [1, 2, 1, 2, 3, 1] {
@@ -222,16 +223,15 @@ fn a_prefetch_fills_the_host_tier() {
             thread::yield_now();
         }
         let slot = pool.acquire(1, || -> Result<Adapter, AdapterError> { unreachable!("it was prefetched") }).unwrap();
-        assert_eq!(world.delta(pool.table(), slot), 1.0);
-        pool.release(1).unwrap();
+        assert_eq!(world.delta_of(&pool, slot), Ok(1.0));
         // Of the second rank alone.
         if rank == 1 {
             pool.prefetch(2, source(world.adapter(|_| f32::NAN))).unwrap();
         }
         assert_eq!(refused(&acquire(&world, &mut pool, 2).unwrap_err()), [(1, Phase::Plan)]);
-        assert_eq!(world.delta(pool.table(), slot), 1.0);
+        assert_eq!(world.delta_of(&pool, slot), Ok(1.0));
         assert_ne!(acquire(&world, &mut pool, 2).unwrap(), slot);
-        assert_eq!(world.delta(pool.table(), slot), 1.0);
+        assert_eq!(world.delta_of(&pool, slot), Ok(1.0));
         let larger = World::new(3);
         let other = Source::memory(Arc::new(larger.adapter(|_| 1.0)), larger.table(rank, 1).model(), dtype).unwrap();
         assert!(matches!(pool.prefetch(3, other), Err(LoadError::Adapter(_))));
@@ -302,7 +302,7 @@ fn ranks_read_from_one_source() {
         // The third was not prefetched.
         for number_ in [1, 2, 3] {
             let slot = pool.acquire_from(number_, &source).unwrap();
-            assert_eq!(world.delta(pool.table(), slot), [1.0, 2.0][rank]);
+            assert_eq!(world.delta_of(&pool, slot), Ok([1.0, 2.0][rank]));
             pool.release(number_).unwrap();
         }
         let snapshot = pool.snapshot();
@@ -321,7 +321,7 @@ fn a_removed_adapter_leaves_all_memory() {
         let mut pool = pool.with_host_tier(2 * world.adapter_bytes(rank), 1).unwrap();
         let slot = acquire(&world, &mut pool, 1).unwrap();
         assert!(matches!(pool.remove(1), Err(GroupError::Leased { version: 1 })));
-        assert_eq!(world.delta(pool.table(), slot), 1.0);
+        assert_eq!(world.delta_of(&pool, slot), Ok(1.0));
         pool.release(1).unwrap();
         pool.remove(1).unwrap();
         pool.remove(9).unwrap();
@@ -371,7 +371,7 @@ fn a_rank_that_vanishes_leaves_nobody_with_half_an_adapter() {
             channel: Some(channel),
         });
         each(ranks.collect(), |rank, ranks| {
-            let mut pool = GroupPool::new(Group::new(ranks, tables[rank].clone()).unwrap());
+            let mut pool = GroupPool::new(Group::new(ranks, tables[rank].clone()).unwrap()).unwrap();
             if has_host {
                 pool = pool.with_host_tier(4 * world.adapter_bytes(rank), 2).unwrap();
             }
@@ -383,7 +383,8 @@ fn a_rank_that_vanishes_leaves_nobody_with_half_an_adapter() {
             };
             assert!(is_expected, "{error}");
             let other = Slot::new(u16::from(first == Slot::new(0)));
-            assert_eq!([first, other].map(|slot| world.delta(pool.table(), slot)), [1.0, 0.0]);
+            assert_eq!(world.delta_of(&pool, first), Ok(1.0));
+            assert!(pool.table().get(other).is_none());
             assert_eq!((pool.slot(1), pool.slot(2)), (Some(first), None));
             assert!(matches!(pool.acquire(2, || version(&world, 2)), Err(GroupError::Channel(_))));
             // What is loaded needs no exchange.
@@ -408,8 +409,9 @@ fn each_fault_fails_all(has_host: bool) {
         let tables: Vec<_> = (0..3).map(|rank| (world.table(rank, SLOTS + 1), later(rank))).collect();
         each(InProcess::group(3, NEVER), |rank, ranks| {
             let (table, (now, later)) = &tables[rank];
-            let faulty = Faulty { table: table.clone(), fault: Arc::clone(now) };
-            let mut pool = GroupPool::new(Group::new(ranks, faulty.clone()).unwrap());
+            let faulty = Faulty::new(table.clone(), Arc::clone(now));
+            let mut pool = GroupPool::new(Group::new(ranks, faulty.clone()).unwrap()).unwrap();
+            let table = faulty.owner.get().unwrap();
             if has_host {
                 pool = pool.with_host_tier(3 * world.adapter_bytes(rank), 2).unwrap();
             }
@@ -511,13 +513,72 @@ proptest! {
                 }
                 let loaded = (1..6).filter(|&number| pool.slot(number).is_some()).count();
                 assert_eq!(loaded, expected.len());
-                for &(number_, _) in &expected {
+                for &(number_, leases) in &expected {
                     let slot = pool.slot(number_).unwrap();
-                    assert_eq!(world.delta(pool.table(), slot), number(number_));
+                    let added = if leases > 0 { Ok(number(number_)) } else { Err(OperandError::NotLeased { slot }) };
+                    assert_eq!(world.delta_of(&pool, slot), added);
                 }
             }
             slots
         });
         same(slots);
     }
+}
+
+/// A step of a pool names leased slots alone, on every rank.
+#[test]
+fn a_step_refuses_slots_that_were_not_acquired_or_are_released() {
+    let world = World::new(2);
+    let tables: Vec<_> = (0..2).map(|rank| world.table(rank, SLOTS)).collect();
+    each_pool(&tables, |_, mut pool| {
+        let is_refused = |pool: &GroupPool<InProcess, WeightTable>, slot| {
+            assert_eq!(world.delta_of(pool, slot), Err(OperandError::NotLeased { slot }));
+        };
+        is_refused(&pool, Slot::new(0));
+        let slot = acquire(&world, &mut pool, 1).unwrap();
+        is_refused(&pool, Slot::new(1));
+        assert_eq!(acquire(&world, &mut pool, 1).unwrap(), slot);
+        pool.release(1).unwrap();
+        assert_eq!(world.delta_of(&pool, slot), Ok(1.0));
+        pool.release(1).unwrap();
+        // It is still there.
+        assert_eq!(pool.slot(1), Some(slot));
+        is_refused(&pool, slot);
+        assert_eq!(world.delta_of(&pool, Slot::BASE), Ok(0.0));
+    });
+}
+
+/// A pool's table is its own, whichever handle is used and whenever it was made. A table with adapters or of another pool is refused.
+#[test]
+fn the_pool_alone_changes_its_table() {
+    let world = World::new(1);
+    let alone = || InProcess::group(1, NEVER).pop().unwrap();
+    let table = world.table(0, SLOTS + 1);
+    let adapter = version(&world, 7).unwrap();
+    let image = adapter.plan(table.model(), DType::F32).unwrap();
+    let written = table.reserve(&image).unwrap().fill(&image).unwrap();
+    let mut beside = Group::new(alone(), table.clone()).unwrap();
+    let mut pool = GroupPool::new(Group::new(alone(), table.clone()).unwrap()).unwrap();
+    let slot = acquire(&world, &mut pool, 1).unwrap();
+    let is_pooled = |error: LoadError| assert!(matches!(error, LoadError::Slot(SlotError::Pooled)), "{error}");
+    for handle in [&table, pool.table()] {
+        is_pooled(handle.load(slot, &image).map(drop).unwrap_err());
+        is_pooled(handle.reserve(&image).map(drop).unwrap_err());
+        is_pooled(handle.unload(slot).unwrap_err());
+        assert!(!handle.fits(&image));
+        let (slots, mut workspace) = ([Slot::BASE], Workspace::default());
+        assert_eq!(handle.step(&Batch::new(&slots), &mut workspace).unwrap_err(), OperandError::Pooled);
+    }
+    is_pooled(table.commit(slot, written).map(drop).unwrap_err());
+    assert_eq!(refused(&beside.load(slot, 7, || Ok(&adapter)).unwrap_err()), [(0, Phase::Reserve)]);
+    assert_eq!(world.delta_of(&pool, slot), Ok(1.0));
+
+    let made = |table: &WeightTable| GroupPool::new(Group::new(alone(), table.clone()).unwrap());
+    assert!(matches!(made(&table), Err(PoolError::Slot(SlotError::Pooled))));
+    let loaded = world.table(0, SLOTS);
+    loaded.load(Slot::new(1), &image).unwrap();
+    assert!(matches!(made(&loaded), Err(PoolError::Slot(SlotError::Loaded { adapters: 1 }))));
+    assert_eq!(world.delta(&loaded, Slot::new(1)), 7.0);
+    loaded.unload(Slot::new(1)).unwrap();
+    made(&loaded).unwrap();
 }

@@ -5,8 +5,9 @@ use std::{panic, thread, time::Duration};
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    group::{Group, GroupError, InProcess, Phase, Ranks, Table},
+    cpu::{LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
+    error::OperandError,
+    group::{Group, GroupError, GroupPool, InProcess, Phase, Ranks, Table},
     model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
@@ -85,10 +86,19 @@ impl World {
     /// What a rank's table adds to each output with the adapter of a slot.
     pub(crate) fn delta(&self, table: &WeightTable, slot: Slot) -> f32 {
         let (slots, mut workspace) = ([slot], Workspace::default());
-        let mut step = table.step(&Batch::new(&slots), &mut workspace).unwrap();
+        self.added(table, &mut table.step(&Batch::new(&slots), &mut workspace).unwrap())
+    }
+
+    /// What a rank's pool adds to each output with the adapter of a slot, or why it refuses the step.
+    pub(crate) fn delta_of<R: Ranks>(&self, pool: &GroupPool<R, WeightTable>, slot: Slot) -> Result<f32, OperandError> {
+        let (slots, mut workspace) = ([slot], Workspace::default());
+        Ok(self.added(pool.table(), &mut pool.step(&Batch::new(&slots), &mut workspace)?))
+    }
+
+    fn added(&self, table: &WeightTable, step: &mut Step<'_>) -> f32 {
         let (x, mut y) = ([1.0_f32; INPUTS], [0.0; OUTPUTS]);
         let (x, y_matrix) = (Matrix::new(&x, 1, INPUTS).unwrap(), MatrixMut::new(&mut y, 1, OUTPUTS).unwrap());
-        LoraLinear::new(table, self.id).unwrap().add_delta(&mut step, x, y_matrix).unwrap();
+        LoraLinear::new(table, self.id).unwrap().add_delta(step, x, y_matrix).unwrap();
         assert_eq!(y, [y[0]; OUTPUTS]);
         y[0]
     }

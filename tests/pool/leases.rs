@@ -100,8 +100,13 @@ fn a_slot_waits_for_a_commit_of_every_stream_that_it_was_leased_for() {
 
 /// Whether a step with this slot is refused, by its name.
 fn is_refused(setup: &Setup, slot: Slot) -> bool {
+    is_refused_on(setup, STREAM, slot)
+}
+
+/// The same, for a step of this stream.
+fn is_refused_on(setup: &Setup, stream: StreamId, slot: Slot) -> bool {
     let (slots, mut workspace) = ([Slot::BASE, slot], Workspace::default());
-    match setup.pool.weights().step(&Batch::new(&slots), &mut workspace) {
+    match setup.pool.step(stream, &Batch::new(&slots), &mut workspace) {
         Ok(_) => false,
         Err(error) => {
             assert_eq!(error, OperandError::NotLeased { slot });
@@ -139,13 +144,17 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     setup.pool.commit(STREAM).unwrap();
     assert!(is_refused(&setup, slot));
 
-    // A lease of any stream will do, because streams share the CPU's table.
+    // A lease is of one stream.
     let lease = setup.pool.acquire(ids[0], other).unwrap();
     setup.pool.commit(STREAM).unwrap();
-    assert!(!is_refused(&setup, slot));
+    assert!(!is_refused_on(&setup, other, slot) && is_refused(&setup, slot));
     drop(lease);
     setup.pool.commit(other).unwrap();
-    assert!(is_refused(&setup, slot));
+    assert!(is_refused_on(&setup, other, slot));
+    let (mut elsewhere, mut workspace) = (Setup::new(1, 1).pool, Workspace::default());
+    let [_, elsewhere] = [(); 2].map(|()| elsewhere.add_stream());
+    let error = setup.pool.step(elsewhere, &Batch::new(&[]), &mut workspace).unwrap_err();
+    assert_eq!(error, OperandError::NoSuchStream { stream: elsewhere });
 
     // A request that kept its slot across an eviction is refused, and not served by the base model.
     setup.pool.unregister(ids[0]).unwrap();

@@ -7,11 +7,12 @@ use std::{
 
 use aril::{
     DType, Slot,
-    cpu::AdapterPool,
-    error::{LoadError, SlotError},
+    cpu::{AdapterPool, Workspace},
+    error::{LoadError, OperandError, SlotError},
     model::{Experts, ModelSpec, TpRank},
     plan::Capacity,
     pool::{PoolConfig, PoolError, Source, StreamId, Tier},
+    routing::Batch,
 };
 
 use crate::{
@@ -371,6 +372,8 @@ fn the_pool_alone_changes_its_table() {
     assert!(is_refused(weights.load(Slot::new(1), &image).unwrap_err()));
     assert!(is_refused(weights.reserve(&image).unwrap_err()));
     assert!(is_refused(weights.unload(lease.slot()).unwrap_err()));
+    let (slots, mut workspace) = ([lease.slot()], Workspace::default());
+    assert_eq!(weights.step(&Batch::new(&slots), &mut workspace).unwrap_err(), OperandError::Pooled);
     assert_eq!(setup.step(&[&lease]), [1.0]);
     drop(lease);
     setup.pool.commit(StreamId::FIRST).unwrap();

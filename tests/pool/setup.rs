@@ -119,7 +119,7 @@ impl Setup {
         let rows = slots.len();
         let (x, mut y) = (vec![1.0_f32; rows * FEATURES], vec![0.0; rows * FEATURES]);
         let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
-        let mut step = self.pool.weights().step(&batch, &mut workspace).unwrap();
+        let mut step = self.pool.step(STREAM, &batch, &mut workspace).unwrap();
         let y_matrix = MatrixMut::new(&mut y, rows, FEATURES).unwrap();
         self.layer.add_delta(&mut step, Matrix::new(&x, rows, FEATURES).unwrap(), y_matrix).unwrap();
         let rows = y.chunks(FEATURES);

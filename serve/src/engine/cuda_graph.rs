@@ -10,6 +10,7 @@ use cudarc::driver::DeviceRepr;
 use super::graph::{Capture, InputValues};
 use crate::{
     cuda::{Buffers, Cuda, Draws},
+    device::Slots,
     error::Result,
     forward::Inputs,
 };
@@ -19,19 +20,19 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
 
     fn capture<R>(
         &self,
-        adapters: &Self::Adapters,
-        Buffers { routing, workspace }: &mut Buffers,
+        table: &Self::Adapters,
+        adapters: Slots<'_, Self>,
+        buffers: &mut Buffers,
         tokens: usize,
         mut record: impl FnMut(&mut Step<'_>) -> Result<R>,
     ) -> Result<Option<(Graph, R)>> {
         on_arena(self, || {
             // The first run loads what is loaded lazily, and leaves in the arena all memory that the second one needs.
             let slots = vec![Slot::BASE; tokens];
-            routing.wait()?;
-            let batch = routing.update(&Batch::new(&slots))?;
-            drop(record(&mut adapters.step(&batch, workspace)?)?);
+            drop(record(&mut Self::start(adapters, buffers, &Batch::new(&slots))?)?);
+            let Buffers { routing, workspace } = buffers;
             let mut result = None;
-            let graph = adapters.capture(routing, tokens, workspace, |step| {
+            let graph = table.capture(routing, tokens, workspace, |step| {
                 result = Some(record(step)?);
                 Ok::<_, crate::error::Error>(())
             })?;
@@ -42,13 +43,11 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
     fn replay(
         &self,
         graph: &mut Graph,
-        adapters: &Self::Adapters,
-        Buffers { routing, workspace }: &mut Buffers,
+        adapters: Slots<'_, Self>,
+        buffers: &mut Buffers,
         slots: &[Slot],
     ) -> Result<()> {
-        routing.wait()?;
-        let batch = routing.update(&Batch::new(slots))?;
-        Ok(graph.replay(&mut adapters.step(&batch, workspace)?)?)
+        Ok(graph.replay(&mut Self::start(adapters, buffers, &Batch::new(slots))?)?)
     }
 
     fn meet(&self) -> Result<()> {

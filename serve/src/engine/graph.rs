@@ -7,10 +7,10 @@ use std::{convert::Infallible, iter, time::Instant};
 
 use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
-use super::pool::Pool;
+use super::pool::Steps;
 use crate::{
     cpu::Cpu,
-    device::{BlockTable, Device, Places},
+    device::{BlockTable, Device, Places, Slots},
     error::Result,
     forward::{FUSED_TOKENS, Fusion, Inputs, Lora, Session, Step},
     model::Model,
@@ -21,7 +21,7 @@ use crate::{
 const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
-pub(crate) trait Capture: Device<Pool: Pool> {
+pub(crate) trait Capture: Device<Pool: Steps<Self>> {
     /// A captured step.
     type Graph;
 
@@ -29,7 +29,8 @@ pub(crate) trait Capture: Device<Pool: Pool> {
     /// `record` is also run once before.
     fn capture<R>(
         &self,
-        adapters: &Self::Adapters,
+        table: &Self::Adapters,
+        adapters: Slots<'_, Self>,
         buffers: &mut Self::Buffers,
         tokens: usize,
         record: impl FnMut(&mut Self::LoraStep<'_>) -> Result<R>,
@@ -39,7 +40,7 @@ pub(crate) trait Capture: Device<Pool: Pool> {
     fn replay(
         &self,
         graph: &mut Self::Graph,
-        adapters: &Self::Adapters,
+        adapters: Slots<'_, Self>,
         buffers: &mut Self::Buffers,
         slots: &[Slot],
     ) -> Result<()>;
@@ -144,6 +145,7 @@ impl<D: Capture> Decoder<D> {
     /// the others.
     pub(crate) fn new(
         model: &Model<'_, D>,
+        adapters: Slots<'_, D>,
         session: &mut Session<'_, D>,
         (max_tokens, max_adapters): (usize, usize),
         tables: Tables,
@@ -158,7 +160,7 @@ impl<D: Capture> Decoder<D> {
                 let are_few = has_adapters && max_adapters <= FEW_ADAPTERS;
                 let is_fused = tokens <= if are_few { MAX_FORWARD_TOKENS } else { FUSED_TOKENS };
                 let variant = Variant { has_adapters, is_fused };
-                Captured::new(model, session, &batch, variant)
+                Captured::new((model, adapters), session, &batch, variant)
             };
             let (Some(with_adapters), Some(without)) = (capture(true)?, capture(false)?) else { break };
             batches.push(Graphs { batch, with_adapters, without });
@@ -171,7 +173,7 @@ impl<D: Capture> Decoder<D> {
     /// sequence, or has too many.
     pub(crate) fn run(
         &mut self,
-        model: &Model<'_, D>,
+        (model, adapters): (&Model<'_, D>, Slots<'_, D>),
         session: &mut Session<'_, D>,
         step: &Step,
         drawn: &Drawn<'_, D>,
@@ -184,7 +186,7 @@ impl<D: Capture> Decoder<D> {
         graphs.batch.set(model.device, step, drawn)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
         let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
-        model.device.replay(&mut captured.graph, &model.adapters, &mut session.buffers, &step.slots)?;
+        model.device.replay(&mut captured.graph, adapters, &mut session.buffers, &step.slots)?;
         self.enqueued = Some(Instant::now());
         Ok(Some((&captured.logits, graphs.batch.tokens)))
     }
@@ -268,12 +270,12 @@ pub(crate) struct Drawn<'a, D: Device> {
 impl<D: Capture> Captured<D> {
     /// Captures a step on these operands; `None` on a device without graphs.
     pub(crate) fn new(
-        model: &Model<'_, D>,
+        (model, adapters): (&Model<'_, D>, Slots<'_, D>),
         Session { state, buffers }: &mut Session<'_, D>,
         batch: &Batch<D>,
         Variant { has_adapters, is_fused }: Variant,
     ) -> Result<Option<Self>> {
-        let captured = model.device.capture(&model.adapters, buffers, batch.tokens, |step| {
+        let captured = model.device.capture(&model.adapters, adapters, buffers, batch.tokens, |step| {
             let fusion = if is_fused { Fusion::Fastest(batch.tokens) } else { Fusion::None };
             let mut lora = Lora { step, has_adapters, fusion };
             let h = model.hidden(state, &batch.inputs, &mut lora)?;
@@ -298,6 +300,7 @@ impl<T: Element> Capture for Cpu<T> {
     fn capture<R>(
         &self,
         _: &Self::Adapters,
+        _: Slots<'_, Self>,
         _: &mut Self::Buffers,
         _: usize,
         _: impl FnMut(&mut Self::LoraStep<'_>) -> Result<R>,
@@ -305,7 +308,7 @@ impl<T: Element> Capture for Cpu<T> {
         Ok(None)
     }
 
-    fn replay(&self, graph: &mut Infallible, _: &Self::Adapters, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
+    fn replay(&self, graph: &mut Infallible, _: Slots<'_, Self>, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
         match *graph {}
     }
 

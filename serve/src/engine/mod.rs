@@ -37,7 +37,7 @@ use self::{
 };
 pub(crate) use self::{
     graph::Capture,
-    pool::Pool,
+    pool::Steps,
     request::{Event, Events, Failure, Finish, Request, RequestId},
     runner::Runner,
     sampling::{Chosen, Logprobs, Sampling},
@@ -64,7 +64,7 @@ pub(crate) struct Sizes {
 /// A model, its adapters, and the requests that run on them.
 pub(crate) struct Engine<'m, D: Capture> {
     runner: Runner<'m, D>,
-    pool: Box<dyn Pool + 'm>,
+    pool: Box<dyn Steps<D> + 'm>,
     /// If this is the first rank of a group.
     others: Others,
     /// Why the group cannot go on.
@@ -95,7 +95,7 @@ pub(crate) struct HostTime {
 
 impl<'m, D: Capture> Engine<'m, D> {
     /// An engine on a model whose adapters are those of `pool`, and which the `others` of its group have parts of.
-    pub(crate) fn new(runner: Runner<'m, D>, pool: Box<dyn Pool + 'm>, others: Others, sizes: Sizes) -> Self {
+    pub(crate) fn new(runner: Runner<'m, D>, pool: Box<dyn Steps<D> + 'm>, others: Others, sizes: Sizes) -> Self {
         let Sizes { limits, blocks, block_rows, is_sharing, runs_ahead, .. } = sizes;
         Self {
             runner,
@@ -174,7 +174,7 @@ impl<'m, D: Capture> Engine<'m, D> {
     /// Enqueues a step behind the last one, whose tokens may be its own.
     fn enqueue(&mut self, scheduled: Scheduled, is_behind: bool) {
         self.others.tell(|| Order::Step(scheduled.plan.clone(), is_behind));
-        let enqueued = self.runner.enqueue(&scheduled.plan, is_behind);
+        let enqueued = self.runner.enqueue(self.pool.slots(), &scheduled.plan, is_behind);
         if let (Some(enqueued), Some(read)) = (self.runner.take_enqueued(), self.read) {
             self.host_time.total += enqueued.duration_since(read);
             self.host_time.steps += 1;

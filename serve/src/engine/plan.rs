@@ -7,7 +7,7 @@ use aril::Slot;
 
 use super::graph::{Capture, Decoder, Drawn};
 use crate::{
-    device::{BlockTable, Draw},
+    device::{BlockTable, Draw, Slots},
     error::{Error, Result},
     forward::{Session, Step},
     model::Model,
@@ -57,7 +57,7 @@ impl Plan {
     /// will be in `draws`. Only if a chunk wants its logits on the host, and this is the first rank, this waits for them.
     pub(crate) fn enqueue<D: Capture>(
         &self,
-        model: &Model<'_, D>,
+        (model, adapters): (&Model<'_, D>, Slots<'_, D>),
         session: &mut Session<'_, D>,
         decoder: &mut Decoder<D>,
         block_rows: usize,
@@ -66,7 +66,7 @@ impl Plan {
     ) -> Result<Enqueued> {
         let (step, sources) = self.step(block_rows)?;
         let eager;
-        let (logits, rows) = match decoder.run(model, session, &step, &Drawn { last, sources: &sources })? {
+        let (logits, rows) = match decoder.run((model, adapters), session, &step, &Drawn { last, sources: &sources })? {
             Some(of_graph) => of_graph,
             None => {
                 // Copies from the host may wait for the last step, which waits for the other ranks.
@@ -75,7 +75,7 @@ impl Plan {
                 if let Some(last) = last.filter(|_| sources.iter().any(|&source| source >= 0)) {
                     model.device.take_drawn(&mut inputs.ids, &sources, last)?;
                 }
-                eager = model.forward_on(session, &step, &inputs)?;
+                eager = model.forward_on(adapters, session, &step, &inputs)?;
                 (&eager, step.sampled.len())
             }
         };

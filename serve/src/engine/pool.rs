@@ -8,7 +8,10 @@ use aril::{
     pool::{self, AdapterId, Outcome, PoolError, Residency, Snapshot, Source, StreamId, Tier},
 };
 
-use crate::error;
+use crate::{
+    device::{Device, Slots},
+    error,
+};
 
 /// A pool of adapters. Its operations are those of `aril::{cpu, cuda}::AdapterPool`, on its first compute stream.
 pub(crate) trait Pool {
@@ -28,6 +31,12 @@ pub(crate) trait Pool {
     fn commit(&mut self) -> error::Result<()>;
     fn wait(&mut self, timeout: Duration) -> bool;
     fn snapshot(&self) -> Snapshot;
+}
+
+/// A pool whose steps run on a device.
+pub(crate) trait Steps<D: Device>: Pool {
+    /// What has the slots of its leases.
+    fn slots(&self) -> Slots<'_, D>;
 }
 
 /// A running request's hold on its adapter's slot.
@@ -50,6 +59,12 @@ impl Lease {
 
 macro_rules! pool {
     ($pool:ty) => {
+        impl<D: Device<Pool = $pool>> Steps<D> for $pool {
+            fn slots(&self) -> Slots<'_, D> {
+                Slots::Pool(self)
+            }
+        }
+
         impl Pool for $pool {
             fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
                 <$pool>::register(self, source)

@@ -27,10 +27,11 @@ use aril::{
 use super::{
     graph::Capture,
     plan::Plan,
-    pool::{Lease, Pool},
+    pool::{Lease, Pool, Steps},
     runner::Runner,
 };
 use crate::{
+    device::Slots,
     error::{Context as _, Error, Result, bail},
     group::Rank,
 };
@@ -86,7 +87,7 @@ pub(crate) fn follow<D: Capture>(
 ) -> Result<()> {
     loop {
         match orders.recv() {
-            Ok(Order::Step(plan, is_behind)) => drop(runner.enqueue(&plan, is_behind)?),
+            Ok(Order::Step(plan, is_behind)) => drop(runner.enqueue(adapters.slots(), &plan, is_behind)?),
             Ok(Order::Adapter(change)) => adapters.carry_out(change)?,
             Ok(Order::End) => return Ok(()),
             Err(_) => bail!("rank 0 has ended"),
@@ -104,9 +105,14 @@ pub(crate) struct RankPool<'d, D: Capture> {
 impl<'d, D: Capture> RankPool<'d, D> {
     /// The part of a rank's table in the pool of its group.
     pub(crate) fn new(device: &'d D, rank: &Rank, table: D::Adapters, config: &PoolConfig) -> Result<Self> {
-        let pool = GroupPool::new(Group::new(rank.clone(), table)?);
+        let pool = GroupPool::new(Group::new(rank.clone(), table)?)?;
         let pool = pool.with_host_tier(config.host_bytes, config.packers)?;
         Ok(Self { device, pool, sources: HashMap::new() })
+    }
+
+    /// What has the slots of the adapters.
+    pub(crate) fn slots(&self) -> Slots<'_, D> {
+        Slots::Ranks(&self.pool)
     }
 
     /// Does to an adapter what all ranks do.
@@ -299,6 +305,12 @@ impl<'d, D: Capture> PoolOfRanks<'d, D> {
                 Err(_) => {}
             }
         }
+    }
+}
+
+impl<D: Capture> Steps<D> for PoolOfRanks<'_, D> {
+    fn slots(&self) -> Slots<'_, D> {
+        self.own.slots()
     }
 }
 

@@ -7,7 +7,7 @@ use super::{
     graph::{Capture, Decoder, Tables},
     plan::{Enqueued, Plan, Scores, index},
 };
-use crate::{error::Result, forward::Session, model::Model};
+use crate::{device::Slots, error::Result, forward::Session, model::Model};
 
 /// Runs the steps of an engine on a rank.
 pub(crate) struct Runner<'m, D: Capture> {
@@ -20,7 +20,8 @@ pub(crate) struct Runner<'m, D: Capture> {
 }
 
 impl<'m, D: Capture> Runner<'m, D> {
-    pub(crate) fn new(model: &'m Model<'m, D>, sizes: &Sizes) -> Result<Self> {
+    /// Runs the model on the adapters of a pool.
+    pub(crate) fn new(model: &'m Model<'m, D>, adapters: Slots<'_, D>, sizes: &Sizes) -> Result<Self> {
         let Sizes { limits, blocks, block_rows, max_positions, .. } = *sizes;
         // Graphs have a block of their own.
         let rows = blocks as usize * block_rows;
@@ -32,15 +33,15 @@ impl<'m, D: Capture> Runner<'m, D> {
         };
         // What is allocated comes before the first step, as `Decoder` says.
         let draws = [model.device.draws(limits.running)?, model.device.draws(limits.running)?];
-        let decoder = Decoder::new(model, &mut session, (limits.running, limits.adapters), tables)?;
+        let decoder = Decoder::new(model, adapters, &mut session, (limits.running, limits.adapters), tables)?;
         Ok(Self { model, decoder, session, block_rows, draws })
     }
 
     /// Enqueues a step. If it is behind the last one, its tokens may be those that the last one chooses.
-    pub(crate) fn enqueue(&mut self, plan: &Plan, is_behind: bool) -> Result<Enqueued> {
+    pub(crate) fn enqueue(&mut self, adapters: Slots<'_, D>, plan: &Plan, is_behind: bool) -> Result<Enqueued> {
         let Self { model, session, decoder, draws: [last, next], .. } = self;
         let last = if is_behind { Some(&*last) } else { None };
-        let enqueued = plan.enqueue(model, session, decoder, self.block_rows, last, next)?;
+        let enqueued = plan.enqueue((model, adapters), session, decoder, self.block_rows, last, next)?;
         self.draws.swap(0, 1);
         Ok(enqueued)
     }

@@ -25,7 +25,7 @@ use serde::Deserialize;
 use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channel};
 
 use super::{
-    Capture, Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Runner, Sampling, Sizes,
+    Capture, Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Runner, Sampling, Sizes, Steps,
     plan::{Chunk, Plan, Scores},
     ranks::{Order, Others, PoolOfRanks, RankPool, follow},
 };
@@ -143,7 +143,7 @@ impl Files {
             let pool = device.pool(self.model(), capacity(sizes, slots), pool_config());
             let (pool, table) = pool.expect("the capacity is valid");
             let model = self.load(device, &self.described, table, sizes);
-            let runner = Runner::new(&model, &sizes).expect("the sizes are valid");
+            let runner = Runner::new(&model, Steps::<D>::slots(&pool), &sizes).expect("the sizes are valid");
             let engine = Engine::new(runner, Box::new(pool), Others::default(), sizes);
             test(&mut World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() })
         })
@@ -171,7 +171,7 @@ impl Files {
                     let described = described_of(&rank);
                     let (mut pool, table) = rank_pool(&device, &described, &rank, sizes, slots);
                     let model = self.load(&device, &described, table, sizes);
-                    let mut runner = Runner::new(&model, &sizes).expect("the sizes are valid");
+                    let mut runner = Runner::new(&model, pool.slots(), &sizes).expect("the sizes are valid");
                     if follow(&mut runner, &mut pool, &orders).is_ok() {
                         device.wait().expect("all ranks have run all steps");
                         rank.finish().expect("all ranks have ended");
@@ -182,7 +182,7 @@ impl Files {
             let described = described_of(&first);
             let (pool, table) = rank_pool(&device, &described, &first, sizes, slots);
             let model = self.load(&device, &described, table, sizes);
-            let runner = Runner::new(&model, &sizes).expect("the sizes are valid");
+            let runner = Runner::new(&model, pool.slots(), &sizes).expect("the sizes are valid");
             let engine = Engine::new(runner, Box::new(PoolOfRanks::new(pool, others.clone())), others, sizes);
             let mut world = World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() };
             let result = test(&mut world);
@@ -461,9 +461,10 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             draw: None,
         };
         let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
+            let adapters = world.engine.pool.slots();
             let Runner { model, session, decoder, draws: [_, draws], .. } = &mut world.engine.runner;
             let plan = Plan { chunks };
-            let enqueued = plan.enqueue(model, session, decoder, block_rows, None, draws).expect("it runs");
+            let enqueued = plan.enqueue((model, adapters), session, decoder, block_rows, None, draws).expect("it runs");
             let scores = plan.scores(model, &enqueued, draws).expect("it runs");
             let bits = |scores: Scores| match scores {
                 Scores::Logits(logits) => logits.into_iter().map(f32::to_bits).collect(),
@@ -507,9 +508,10 @@ fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
                 is_sampled: true,
                 draw: None,
             };
+            let adapters = world.engine.pool.slots();
             let Runner { model, session, decoder, draws: [_, draws], .. } = &mut world.engine.runner;
             let plan = Plan { chunks: (0..).zip(slots).map(chunk).collect() };
-            let enqueued = plan.enqueue(model, session, decoder, block_rows, None, draws).expect("it runs");
+            let enqueued = plan.enqueue((model, adapters), session, decoder, block_rows, None, draws).expect("it runs");
             let scores = plan.scores(model, &enqueued, draws).expect("it runs");
             let logits = |scores: Scores| match scores {
                 Scores::Logits(logits) => logits,

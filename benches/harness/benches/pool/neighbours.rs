@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -75,9 +75,9 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
         drop(lease(&mut pool, &[id])?);
         pool.commit(StreamId::FIRST)?;
     }
+    let pool = Mutex::new(pool);
     let (replayed, batch, workspace) = graph.start()?;
-    let mut step = weights.step(&batch, workspace)?;
-    gpu.time_each(WARM_UP, || Ok(replayed.replay(&mut step)?))?;
+    gpu.time_each(WARM_UP, || replay(&pool, replayed, &batch, workspace))?;
 
     let mut measured = Neighbours::ALL.map(|beside| (beside, Measured::default()));
     for _ in 0..ROUNDS {
@@ -87,11 +87,11 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
                 Neighbours::Host => Some(Brought::Ring(&ring)),
                 Neighbours::Disk => Some(Brought::New(&disk)),
             };
-            measured.round(gpu, (&weights, &mut graph), &mut pool, brought)?;
+            measured.round(gpu, &mut graph, &pool, brought)?;
         }
     }
     drop(leases);
-    pool.commit(StreamId::FIRST)?;
+    locked(&pool).commit(StreamId::FIRST)?;
     figures.replays.extend(measured.map(|(beside, measured)| measured.figures(beside)));
     Ok(())
 }
@@ -159,18 +159,18 @@ struct Measured {
 }
 
 impl Measured {
-    /// Replays the graph while another thread owns the pool.
+    /// Replays the graph while another thread brings adapters to the pool. Each locks the pool for one call at a time.
     fn round(
         &mut self,
         gpu: &Gpu,
-        (weights, graph): (&WeightTable, &mut Captured),
-        pool: &mut AdapterPool,
+        graph: &mut Captured,
+        pool: &Mutex<AdapterPool>,
         brought: Option<Brought<'_>>,
     ) -> Result<()> {
-        let before = pool.snapshot().counters;
+        let before = locked(pool).snapshot().counters;
         let start = Instant::now();
         match brought {
-            None => self.replay(gpu, weights, graph)?,
+            None => self.replay(gpu, graph, pool)?,
             Some(brought) => {
                 let (is_done, context) = (AtomicBool::new(false), Arc::clone(&gpu.context));
                 let (replayed, loaded) = thread::scope(|threads| {
@@ -178,7 +178,7 @@ impl Measured {
                         context.bind_to_thread()?;
                         bring(pool, brought, &is_done)
                     });
-                    let replayed = self.replay(gpu, weights, graph);
+                    let replayed = self.replay(gpu, graph, pool);
                     is_done.store(true, Ordering::Relaxed);
                     (replayed, loader.join())
                 });
@@ -187,7 +187,7 @@ impl Measured {
             }
         }
         self.seconds += start.elapsed().as_secs_f64();
-        let after = pool.snapshot().counters;
+        let after = locked(pool).snapshot().counters;
         let copies = after.copies - before.copies;
         if brought.is_some() && copies == 0 {
             return Err("nothing was brought to the device beside the replays".into());
@@ -197,13 +197,12 @@ impl Measured {
         Ok(())
     }
 
-    fn replay(&mut self, gpu: &Gpu, weights: &WeightTable, graph: &mut Captured) -> Result<()> {
+    fn replay(&mut self, gpu: &Gpu, graph: &mut Captured, pool: &Mutex<AdapterPool>) -> Result<()> {
         let (graph, batch, workspace) = graph.start()?;
-        let mut step = weights.step(&batch, workspace)?;
-        self.device.extend(gpu.time_each(REPLAYS_PER_ROUND, || Ok(graph.replay(&mut step)?))?);
+        self.device.extend(gpu.time_each(REPLAYS_PER_ROUND, || replay(pool, graph, &batch, workspace))?);
         for _ in 0..REPLAYS_PER_ROUND {
             let start = Instant::now();
-            graph.replay(&mut step)?;
+            replay(pool, graph, &batch, workspace)?;
             gpu.synchronize()?;
             self.host.push(start.elapsed().as_secs_f64() * 1e6);
         }
@@ -218,12 +217,27 @@ impl Measured {
     }
 }
 
+/// The pool, for a short time.
+fn locked(pool: &Mutex<AdapterPool>) -> MutexGuard<'_, AdapterPool> {
+    pool.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Replays the graph in a step of the pool.
+fn replay(
+    pool: &Mutex<AdapterPool>,
+    graph: &mut Graph,
+    batch: &RoutedBatch<'_>,
+    workspace: &mut Workspace,
+) -> Result<()> {
+    Ok(graph.replay(&mut locked(pool).step(StreamId::FIRST, batch, workspace)?)?)
+}
+
 /// A result that another thread may have.
 type Sent<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 /// Prefetches adapters one behind the other, and ends with no copy under way. An error says where the adapter is that did not arrive,
 /// and the state of the pool.
-fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> Sent<()> {
+fn bring(pool: &Mutex<AdapterPool>, brought: Brought<'_>, is_done: &AtomicBool) -> Sent<()> {
     let mut turn = match brought {
         Brought::Ring(ids) => ids,
         Brought::New(_) => &[],
@@ -235,13 +249,14 @@ fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> 
     loop {
         while !is_done.load(Ordering::Relaxed) && on_way.len() < SPARE {
             let id = match brought {
-                Brought::New(source) => Some(pool.register(source.clone())?),
+                Brought::New(source) => Some(locked(pool).register(source.clone())?),
                 Brought::Ring(_) => turn.next(),
             };
             let Some(id) = id else { return Ok(()) };
-            pool.prefetch(id)?;
+            locked(pool).prefetch(id)?;
             on_way.push_back(id);
         }
+        let mut pool = locked(pool);
         pool.poll();
         while let Some(residency) = on_way.front().and_then(|&id| pool.residency(id)) {
             if residency.tier != Tier::Device {
@@ -263,6 +278,7 @@ fn bring(pool: &mut AdapterPool, brought: Brought<'_>, is_done: &AtomicBool) -> 
                 return Err(format!("not on the device after {LIMIT:?}: {places:?}; {:?}", pool.snapshot()).into());
             }
         }
+        drop(pool);
         thread::sleep(POLL);
     }
 }
