@@ -132,7 +132,7 @@ impl<T: Element> Device for Cpu<T> {
     type Buffers = cpu::Workspace;
     type LoraStep<'a> = cpu::Step<'a>;
     type Grouping = ();
-    type Grouped<'a> = TopK<'a>;
+    type Grouped<'a, 's> = TopK<'a>;
 
     fn arena_bytes(images: &[SlotImage<'_>]) -> usize {
         cpu::WeightTable::arena_bytes(images)
@@ -245,7 +245,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(())
     }
 
-    fn group<'a>(&self, (): &'a mut (), _: &mut cpu::Step<'_>, routes: &'a Routes) -> Result<TopK<'a>> {
+    fn group<'a, 's: 'a>(&self, (): &'a mut (), _: &mut cpu::Step<'s>, routes: &'a Routes) -> Result<TopK<'a>> {
         routes.top_k()
     }
 

@@ -325,7 +325,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         &self,
         layer: &LoraExperts,
         step: &mut cuda::Step<'_>,
-        Grouped { grouped, .. }: &mut Grouped<'_>,
+        Grouped { grouped, .. }: &mut Grouped<'_, '_>,
         x: &Matrix<T>,
         gate_up: &mut Matrix<T>,
         out: &mut Matrix<T>,
@@ -343,7 +343,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         &self,
         layer: &LoraExperts,
         step: &mut cuda::Step<'_>,
-        Grouped { routes, grouped }: &mut Grouped<'_>,
+        Grouped { routes, grouped }: &mut Grouped<'_, '_>,
         x: &Matrix<T>,
         down: &mut Matrix<T>,
         out: &mut Matrix<T>,
@@ -554,7 +554,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Buffers = Buffers;
     type LoraStep<'a> = cuda::Step<'a>;
     type Grouping = Grouping;
-    type Grouped<'a> = Grouped<'a>;
+    type Grouped<'a, 's> = Grouped<'a, 's>;
 
     fn arena_bytes(images: &[SlotImage<'_>]) -> usize {
         WeightTable::arena_bytes(images)
@@ -712,12 +712,12 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Grouping::new(&self.queue, capacity).memory_for("the grouping of routes")
     }
 
-    fn group<'a>(
+    fn group<'a, 's: 'a>(
         &self,
         grouping: &'a mut Grouping,
-        step: &mut cuda::Step<'_>,
+        step: &mut cuda::Step<'s>,
         routes: &'a Routes,
-    ) -> Result<Grouped<'a>> {
+    ) -> Result<Grouped<'a, 's>> {
         Ok(Grouped { routes, grouped: grouping.update(step, routes.top_k()?)? })
     }
 
@@ -725,7 +725,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         &self,
         layer: &LoraExperts,
         step: &mut cuda::Step<'_>,
-        grouped: &mut Grouped<'_>,
+        grouped: &mut Grouped<'_, '_>,
         x: &Matrix<T>,
         mut gate_up: Matrix<T>,
     ) -> Result<Matrix<T>> {
@@ -758,7 +758,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         &self,
         layer: &LoraExperts,
         step: &mut cuda::Step<'_>,
-        grouped: &mut Grouped<'_>,
+        grouped: &mut Grouped<'_, '_>,
         x: &Matrix<T>,
         mut down: Matrix<T>,
     ) -> Result<Matrix<T>> {

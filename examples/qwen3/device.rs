@@ -160,7 +160,7 @@ pub(crate) trait Device: Sized {
     /// The memory of a layer's routes on the device, grouped by expert and adapter.
     type Grouping;
     /// The routes of a layer and the adapters of their tokens.
-    type Grouped<'a>;
+    type Grouped<'a, 's>;
 
     /// The bytes of an arena with room for these adapters.
     fn arena_bytes(images: &[SlotImage<'_>]) -> usize;
@@ -234,12 +234,12 @@ pub(crate) trait Device: Sized {
     ) -> Result<()>;
     fn grouping(&self, capacity: RouteCapacity) -> Result<Self::Grouping>;
     /// Sets the choices of a layer's router.
-    fn group<'a>(
+    fn group<'a, 's: 'a>(
         &self,
         grouping: &'a mut Self::Grouping,
-        step: &mut Self::LoraStep<'_>,
+        step: &mut Self::LoraStep<'s>,
         routes: &'a Self::Routes,
-    ) -> Result<Self::Grouped<'a>>;
+    ) -> Result<Self::Grouped<'a, 's>>;
     /// `silu(gate) · up` of every route. Gate and up are the base model's `gate_up` plus the adapter's delta for the expert,
     /// `scale · scaling · B (A x[t])`. One operation of the library does all of it and rounds once. With many routes, the GPU adds the
     /// delta first and then runs [`silu_mul`](Self::silu_mul).
@@ -247,7 +247,7 @@ pub(crate) trait Device: Sized {
         &self,
         layer: &Self::LoraExperts,
         step: &mut Self::LoraStep<'_>,
-        routes: &mut Self::Grouped<'_>,
+        routes: &mut Self::Grouped<'_, '_>,
         x: &Self::Tensor,
         gate_up: Self::Tensor,
     ) -> Result<Self::Tensor>;
@@ -257,7 +257,7 @@ pub(crate) trait Device: Sized {
         &self,
         layer: &Self::LoraExperts,
         step: &mut Self::LoraStep<'_>,
-        routes: &mut Self::Grouped<'_>,
+        routes: &mut Self::Grouped<'_, '_>,
         x: &Self::Tensor,
         down: Self::Tensor,
     ) -> Result<Self::Tensor>;

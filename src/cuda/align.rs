@@ -1,5 +1,7 @@
 #![expect(unsafe_code, reason = "calls the raw API")]
 
+use std::marker::PhantomData;
+
 use cudarc::driver::CudaView;
 
 use super::{LaunchError, Queue, RoutedBatch, TopK, raw, region::Region};
@@ -15,11 +17,12 @@ pub struct Alignment {
 }
 
 /// The result of the last update of an [`Alignment`], for the engine's own kernels on any stream. Borrows the alignment, so that it
-/// cannot be updated meanwhile.
+/// cannot be updated meanwhile, and the routing, so that no other batch takes the place of the aligned one.
 #[derive(Debug)]
-pub struct AlignedRoutes<'a> {
+pub struct AlignedRoutes<'g, 's> {
     raw: raw::AlignedRoutes,
-    memory: &'a Region<i32>,
+    memory: &'g Region<i32>,
+    batch: PhantomData<RoutedBatch<'s>>,
 }
 
 impl Alignment {
@@ -40,7 +43,11 @@ impl Alignment {
     /// # Errors
     /// [`LaunchError`] if `top_k` and `batch` differ in their number of tokens or exceed the capacity, an operand belongs to
     /// another context or stream, or the stream is being captured. Nothing was enqueued.
-    pub fn update(&mut self, batch: &RoutedBatch<'_>, top_k: &TopK<'_>) -> Result<AlignedRoutes<'_>, LaunchError> {
+    pub fn update<'g, 's>(
+        &'g mut self,
+        batch: &RoutedBatch<'s>,
+        top_k: &TopK<'_>,
+    ) -> Result<AlignedRoutes<'g, 's>, LaunchError> {
         let queue = self.memory.queue().clone();
         queue.check("the batch", batch.queue())?;
         top_k.check_tokens(batch.num_tokens())?;
@@ -53,11 +60,11 @@ impl Alignment {
             // streams. The memory and the batch belong to this stream.
             unsafe { self.raw.align(batch.raw, top_k, queue.raw()) }?
         };
-        Ok(AlignedRoutes { raw, memory: &self.memory })
+        Ok(AlignedRoutes { raw, memory: &self.memory, batch: PhantomData })
     }
 }
 
-impl AlignedRoutes<'_> {
+impl AlignedRoutes<'_, '_> {
     /// Route numbers of all blocks, `[max_padded]`. The first [`num_padded`](Self::num_padded) are set; padding is `tokens *
     /// top_k`.
     #[doc(alias = "sorted_token_ids")]

@@ -112,6 +112,63 @@ struct SharedWorkspace;
 /// ```
 struct UpdatedUnderReplay;
 
+/// Routes of a step cannot outlive the next update of its routing.
+///
+/// ```no_run
+/// # use aril::{cuda::*, routing::Batch};
+/// # fn run(
+/// #     weights: &WeightTable, routing: &mut Routing, grouping: &mut Grouping, workspace: &mut Workspace, ids: &Buffer<i32>,
+/// # ) -> Result<(), LaunchError> {
+/// let batch = routing.update(&Batch::new(&[]))?;
+/// let mut step = weights.step(&batch, workspace)?;
+/// let routes = grouping.update(&mut step, TopK::new(ids, 8)?)?;
+/// println!("{}", routes.num_routes());
+/// routing.update(&Batch::new(&[]))?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// ```compile_fail,E0499
+/// # use aril::{cuda::*, routing::Batch};
+/// # fn run(
+/// #     weights: &WeightTable, routing: &mut Routing, grouping: &mut Grouping, workspace: &mut Workspace, ids: &Buffer<i32>,
+/// # ) -> Result<(), LaunchError> {
+/// let batch = routing.update(&Batch::new(&[]))?;
+/// let mut step = weights.step(&batch, workspace)?;
+/// let routes = grouping.update(&mut step, TopK::new(ids, 8)?)?;
+/// drop(step);
+/// routing.update(&Batch::new(&[]))?;
+/// println!("{}", routes.num_routes());
+/// # Ok(())
+/// # }
+/// ```
+struct StaleRoutes;
+
+/// Nor can those of an alignment.
+///
+/// ```no_run
+/// # use aril::{cuda::*, routing::Batch};
+/// # fn run(routing: &mut Routing, alignment: &mut Alignment, top_k: &TopK<'_>) -> Result<(), LaunchError> {
+/// let batch = routing.update(&Batch::new(&[]))?;
+/// let routes = alignment.update(&batch, top_k)?;
+/// println!("{}", routes.num_padded().len());
+/// routing.update(&Batch::new(&[]))?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// ```compile_fail,E0499
+/// # use aril::{cuda::*, routing::Batch};
+/// # fn run(routing: &mut Routing, alignment: &mut Alignment, top_k: &TopK<'_>) -> Result<(), LaunchError> {
+/// let batch = routing.update(&Batch::new(&[]))?;
+/// let routes = alignment.update(&batch, top_k)?;
+/// routing.update(&Batch::new(&[]))?;
+/// println!("{}", routes.num_padded().len());
+/// # Ok(())
+/// # }
+/// ```
+struct StaleAlignment;
+
 /// While a step of a pool lives, the pool cannot commit or lease.
 ///
 /// ```no_run

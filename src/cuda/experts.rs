@@ -28,7 +28,7 @@ macro_rules! operation {
         pub fn $name<T: Element>(
             &self,
             step: &mut Step<'_>,
-            routes: &mut GroupedRoutes<'_>,
+            routes: &mut GroupedRoutes<'_, '_>,
             x: Matrix<'_, T>,
             y: MatrixMut<'_, T>,
         ) -> Result<(), LaunchError> {
@@ -120,7 +120,7 @@ impl LoraExperts {
     pub fn activate<T: Element>(
         &self,
         step: &mut Step<'_>,
-        routes: &mut GroupedRoutes<'_>,
+        routes: &mut GroupedRoutes<'_, '_>,
         x: Matrix<'_, T>,
         y: Matrix<'_, T>,
         out: MatrixMut<'_, T>,
@@ -141,7 +141,7 @@ impl LoraExperts {
     pub fn combine<T: Element>(
         &self,
         step: &mut Step<'_>,
-        routes: &mut GroupedRoutes<'_>,
+        routes: &mut GroupedRoutes<'_, '_>,
         x: Matrix<'_, T>,
         y: Matrix<'_, T>,
         out: MatrixMut<'_, T>,
@@ -153,16 +153,13 @@ impl LoraExperts {
     fn enqueue<T: Element>(
         &self,
         step: &mut Step<'_>,
-        routes: &mut GroupedRoutes<'_>,
+        routes: &mut GroupedRoutes<'_, '_>,
         x: &Matrix<'_, T>,
         form: Form,
         mut written: Written<'_, T>,
     ) -> Result<(), LaunchError> {
         let mut args = self.raw.args(&step.raw(), &routes.raw, x.shape(), form)?;
-        step.queue().check("the routes", routes.memory.queue())?;
-        if !routes.raw.is_of(step.batch()) {
-            return Err(LaunchError::OtherBatch { operand: "the routes" });
-        }
+        routes.check(step)?;
         x.check(step)?;
         let kept = match &written {
             Written::Y(y) => {

@@ -1,16 +1,17 @@
 #![expect(unsafe_code, reason = "queries the driver about a graph, and is Send")]
 
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fmt, sync::Arc};
 
 use cudarc::driver::{
     CudaGraph,
     sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
-use super::{LaunchError, Queue, Step, capturing, raw, region::Kept};
+use super::{
+    LaunchError, Queue, Step, capturing, raw,
+    region::Kept,
+    step::{Parts, Recorded},
+};
 
 /// A captured step, to replay as an operation of other steps. It keeps the memory of its operands alive.
 ///
@@ -19,7 +20,7 @@ pub struct Graph {
     // Dropped before the memory it uses.
     graph: CudaGraph,
     queue: Queue,
-    kept: Vec<Kept>,
+    parts: Parts,
     /// The step that was captured. The graph keeps its memory, so that no other object has these addresses.
     captured: raw::Step,
 }
@@ -29,7 +30,10 @@ unsafe impl Send for Graph {}
 
 impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Graph").field("queue", &self.queue).field("kept", &self.kept.len()).finish_non_exhaustive()
+        f.debug_struct("Graph")
+            .field("queue", &self.queue)
+            .field("kept", &self.parts.kept.len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -49,6 +53,7 @@ impl Graph {
         step.queue().check("the graph", &self.queue)?;
         self.captured.check_replay(&step.raw())?;
         step.enter()?;
+        self.parts.groups.iter().for_each(|groups| groups.replay());
         Ok(self.graph.launch()?)
     }
 }
@@ -58,22 +63,21 @@ pub(super) fn capture<E: From<LaunchError>>(
     queue: &Queue,
     kept: Vec<Kept>,
     captured: raw::Step,
-    record: impl FnOnce(&Mutex<Vec<Kept>>) -> Result<(), E>,
+    record: impl FnOnce(&Recorded) -> Result<(), E>,
 ) -> Result<Graph, E> {
     queue.enter()?;
-    let kept = Mutex::new(kept);
+    let recorded = Recorded::new(kept);
     let mut capture = Capture { queue, open: false };
     // Other threads may allocate and copy meanwhile.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     queue.stream().begin_capture(mode).map_err(LaunchError::from)?;
     capture.open = true;
-    record(&kept)?;
+    record(&recorded)?;
     let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
     if num_nodes(&graph)? == 0 {
         return Err(LaunchError::NothingCaptured.into());
     }
-    let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok(Graph { graph, queue: queue.clone(), kept, captured })
+    Ok(Graph { graph, queue: queue.clone(), parts: recorded.into_parts(), captured })
 }
 
 fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {

@@ -1,6 +1,12 @@
 #![expect(unsafe_code, reason = "calls the raw API")]
 
-use std::sync::Arc;
+use std::{
+    marker::PhantomData,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use super::{
     LaunchError, Queue, Step, TopK, raw,
@@ -12,15 +18,27 @@ use crate::plan::RouteCapacity;
 #[derive(Debug)]
 pub struct Grouping {
     raw: raw::Grouping,
-    memory: Arc<Region>,
+    memory: Arc<Groups>,
 }
 
-/// The routes of the last update of a [`Grouping`]. Borrows the grouping, so that it cannot be updated meanwhile.
+/// The memory of a grouping.
 #[derive(Debug)]
-pub struct GroupedRoutes<'a> {
+pub(super) struct Groups {
+    region: Region,
+    /// How often graphs have grouped other routes there.
+    replays: AtomicU64,
+}
+
+/// The routes of the last update of a [`Grouping`] in a step. Borrows the grouping, so that it cannot be updated meanwhile, and the
+/// step's routing, so that no other batch takes the place of the step's.
+#[derive(Debug)]
+pub struct GroupedRoutes<'g, 's> {
     pub(super) raw: raw::GroupedRoutes,
-    pub(super) top_k: TopK<'a>,
-    pub(super) memory: &'a Region,
+    pub(super) top_k: TopK<'g>,
+    groups: &'g Groups,
+    /// The value of `Groups::replays` at the update.
+    replays: u64,
+    step: PhantomData<&'s ()>,
 }
 
 impl Grouping {
@@ -30,11 +48,11 @@ impl Grouping {
     /// # Errors
     /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(queue: &Queue, capacity: RouteCapacity) -> Result<Self, LaunchError> {
-        let memory = Arc::new(Region::new(queue, raw::Grouping::device_bytes(capacity)?)?);
+        let region = Region::new(queue, raw::Grouping::device_bytes(capacity)?)?;
         // SAFETY: the memory is zero. This type owns it, uses it on one stream only, and frees it in that stream's order. Graphs that
         // read it keep it alive.
-        let raw = unsafe { raw::Grouping::new(queue.kernels(), capacity, memory.region()) }?;
-        Ok(Self { raw, memory })
+        let raw = unsafe { raw::Grouping::new(queue.kernels(), capacity, region.region()) }?;
+        Ok(Self { raw, memory: Arc::new(Groups { region, replays: AtomicU64::new(0) }) })
     }
 
     /// Sets the router's choice for the tokens of a step. Many routes are grouped by a kernel that this enqueues, few by the
@@ -43,23 +61,49 @@ impl Grouping {
     /// # Errors
     /// [`LaunchError`] if `top_k` and the step differ in their number of tokens or exceed the capacity, or an operand belongs to
     /// another context or stream. Nothing was enqueued.
-    pub fn update<'a>(&'a mut self, step: &mut Step<'_>, top_k: TopK<'a>) -> Result<GroupedRoutes<'a>, LaunchError> {
-        step.queue().check("the grouping", self.memory.queue())?;
+    pub fn update<'g, 's>(
+        &'g mut self,
+        step: &mut Step<'s>,
+        top_k: TopK<'g>,
+    ) -> Result<GroupedRoutes<'g, 's>, LaunchError> {
+        step.queue().check("the grouping", self.memory.region.queue())?;
         top_k.check_tokens(step.num_tokens())?;
         top_k.check_step(step)?;
         step.enter()?;
         step.keep(top_k.kept().into_iter().chain([Some(self.memory.clone() as Kept)]));
+        step.keep_groups(&self.memory);
         let raw = {
             let (top_k, _guards) = top_k.on(step.queue());
             // SAFETY: the operands have a value for each route, and guards order their uses. The memory and the batch belong to the
             // queue. Graphs keep their operands alive.
             unsafe { self.raw.group(step.batch(), top_k, step.queue().raw()) }?
         };
-        Ok(GroupedRoutes { raw, top_k, memory: &self.memory })
+        let groups = &*self.memory;
+        Ok(GroupedRoutes { raw, top_k, groups, replays: groups.replays(), step: PhantomData })
     }
 }
 
-impl GroupedRoutes<'_> {
+impl Groups {
+    fn replays(&self) -> u64 {
+        self.replays.load(Ordering::Relaxed)
+    }
+
+    /// Takes note that a graph groups other routes here.
+    pub(super) fn replay(&self) {
+        self.replays.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl GroupedRoutes<'_, '_> {
+    /// Rejects a step of another batch, and routes that a replay has overwritten.
+    pub(super) fn check(&self, step: &Step<'_>) -> Result<(), LaunchError> {
+        step.queue().check("the routes", self.groups.region.queue())?;
+        if self.raw.is_of(step.batch()) && self.replays == self.groups.replays() {
+            return Ok(());
+        }
+        Err(LaunchError::OtherBatch { operand: "the routes" })
+    }
+
     /// Routes in the step, which is also the number of rows of `[routes, ..]` matrices.
     pub fn num_routes(&self) -> usize {
         self.raw.num_routes()

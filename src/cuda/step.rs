@@ -1,9 +1,9 @@
 use std::{
     marker::PhantomData,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
-use super::{LaunchError, Queue, raw, region::Kept};
+use super::{LaunchError, Queue, grouping::Groups, raw, region::Kept};
 
 /// The operations of one batch. The step checks once what they share: table, batch, workspace and stream.
 ///
@@ -13,14 +13,40 @@ use super::{LaunchError, Queue, raw, region::Kept};
 pub struct Step<'a> {
     queue: Queue,
     raw: raw::Step,
-    /// The operands of a captured step. They belong to the capture, so that moving the step cannot lose them.
-    kept: Option<&'a Mutex<Vec<Kept>>>,
+    /// Of a captured step. It belongs to the capture, so that moving the step cannot lose it.
+    recorded: Option<&'a Recorded>,
     operands: PhantomData<&'a mut ()>,
 }
 
+/// What a graph has of its captured step.
+#[derive(Debug, Default)]
+pub(super) struct Recorded(Mutex<Parts>);
+
+#[derive(Debug, Default)]
+pub(super) struct Parts {
+    /// The memory of operands.
+    pub(super) kept: Vec<Kept>,
+    /// Where replays group routes.
+    pub(super) groups: Vec<Arc<Groups>>,
+}
+
+impl Recorded {
+    pub(super) fn new(kept: Vec<Kept>) -> Self {
+        Self(Mutex::new(Parts { kept, groups: Vec::new() }))
+    }
+
+    pub(super) fn into_parts(self) -> Parts {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, add: impl FnOnce(&mut Parts)) {
+        add(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
 impl<'a> Step<'a> {
-    pub(super) fn new(queue: &Queue, raw: raw::Step, kept: Option<&'a Mutex<Vec<Kept>>>) -> Self {
-        Self { queue: queue.clone(), raw, kept, operands: PhantomData }
+    pub(super) fn new(queue: &Queue, raw: raw::Step, recorded: Option<&'a Recorded>) -> Self {
+        Self { queue: queue.clone(), raw, recorded, operands: PhantomData }
     }
 
     /// Tokens in the batch, which is the number of rows of `[tokens, ..]` matrices.
@@ -41,7 +67,7 @@ impl<'a> Step<'a> {
 
     /// Whether the step is being captured.
     pub fn is_captured(&self) -> bool {
-        self.kept.is_some()
+        self.recorded.is_some()
     }
 
     /// Makes the context current on this thread. Rejects a stream that is captured by anything but this step.
@@ -51,8 +77,19 @@ impl<'a> Step<'a> {
 
     /// Keeps the memory of operands alive for the graph.
     pub(super) fn keep(&self, operands: impl IntoIterator<Item = Option<Kept>>) {
-        if let Some(kept) = self.kept {
-            kept.lock().unwrap_or_else(PoisonError::into_inner).extend(operands.into_iter().flatten());
+        if let Some(recorded) = self.recorded {
+            recorded.add(|parts| parts.kept.extend(operands.into_iter().flatten()));
+        }
+    }
+
+    /// Makes replays take note that they group routes there.
+    pub(super) fn keep_groups(&self, groups: &Arc<Groups>) {
+        if let Some(recorded) = self.recorded {
+            recorded.add(|parts| {
+                if !parts.groups.iter().any(|other| Arc::ptr_eq(other, groups)) {
+                    parts.groups.push(Arc::clone(groups));
+                }
+            });
         }
     }
 

@@ -45,7 +45,7 @@ impl WeightTable {
         let [mailbox, partials] = workspace.kept();
         let kept = vec![self.kept(), routing.kept(), mailbox, partials];
         let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-        graph::capture(queue, kept, raw, |kept| record(&mut Step::new(queue, raw, Some(kept))))
+        graph::capture(queue, kept, raw, |recorded| record(&mut Step::new(queue, raw, Some(recorded))))
     }
 
     /// What a graph keeps alive: the descriptors, and the arena that they point into.

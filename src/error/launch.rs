@@ -62,8 +62,8 @@ pub enum LaunchError {
     /// An operand does not match the layer or the step.
     #[error(transparent)]
     Operand(OperandError),
-    /// The operand belongs to a step of another batch.
-    #[error("`{operand}` belong to a step of another batch")]
+    /// The operand belongs to a step of another batch, or a replay in the step has overwritten it.
+    #[error("{operand} belong to a step of another batch, or a graph was replayed since", operand = Named(operand))]
     OtherBatch {
         /// Name of the operand.
         operand: &'static str,

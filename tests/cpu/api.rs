@@ -110,7 +110,7 @@ mod cuda {
         super::shared::<(FullyShardedLinear, raw::FullyShardedLinear)>();
         super::shared::<(WeightTable, Reservation, Filled, Staging)>();
         super::shared::<(Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
-        super::shared::<(Grouping, Alignment, AlignedRoutes<'_>, GroupedRoutes<'_>, TopK<'_>)>();
+        super::shared::<(Grouping, Alignment, AlignedRoutes<'_, '_>, GroupedRoutes<'_, '_>, TopK<'_>)>();
         super::shared::<(
             Buffer<f32>,
             PinnedBuffer<f32>,

@@ -9,11 +9,11 @@ use std::{
 use aril::{
     DType, Slot,
     cuda::{
-        Alignment, Buffer, Graph, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
-        PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
+        Alignment, Buffer, Graph, GroupedRoutes, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
+        MatrixMut, PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
     },
     error::{LoadError, OperandError},
-    model::{Activation, Experts, Linear, ModelSpec, Parallel, TpRank},
+    model::{Activation, Experts, ExpertsId, Linear, ModelSpec, Parallel, TpRank},
     plan::{AlignCapacity, Capacity, RouteCapacity, WorkspaceBytes},
     routing::Batch,
 };
@@ -674,6 +674,28 @@ const INTER: usize = 72;
 const TOP_K: usize = 2;
 
 impl ExpertsStep {
+    fn new(weights: &WeightTable, id: ExpertsId, tokens: usize, rng: &mut StdRng) -> Self {
+        let queue = weights.queue();
+        let mut filled = |len: usize| {
+            let values: Vec<bf16> = (0..len).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect();
+            let mut buffer = Buffer::zeros(queue, len).unwrap();
+            buffer.write(&values).unwrap();
+            buffer
+        };
+        Self {
+            layer: LoraExperts::new(weights, id).unwrap(),
+            activation: Activation::Silu,
+            tokens,
+            x: filled(tokens * HIDDEN),
+            gate_up: filled(tokens * TOP_K * 2 * INTER),
+            inner: filled(tokens * TOP_K * INTER),
+            down: filled(tokens * TOP_K * HIDDEN),
+            out: filled(tokens * HIDDEN),
+            ids: Buffer::zeros(queue, tokens * TOP_K).unwrap(),
+            router: Buffer::zeros(queue, tokens * TOP_K).unwrap(),
+        }
+    }
+
     fn record(&mut self, step: &mut Step<'_>, grouping: &mut Grouping) -> Result<(), LaunchError> {
         let (tokens, routes) = (self.tokens, self.tokens * TOP_K);
         let top_k = TopK::new(&self.ids, TOP_K)?.with_weights(&self.router)?;
@@ -712,24 +734,7 @@ fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {
         let [mut workspace, mut eager_workspace] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
         let routes = RouteCapacity::tokens(tokens).top_k(TOP_K).experts(EXPERTS);
         let [mut grouping, mut eager_grouping] = [queue; 2].map(|queue| Grouping::new(queue, routes).unwrap());
-        let mut filled = |len: usize| {
-            let values: Vec<bf16> = (0..len).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect();
-            let mut buffer = Buffer::zeros(queue, len).unwrap();
-            buffer.write(&values).unwrap();
-            buffer
-        };
-        let mut on = ExpertsStep {
-            layer: LoraExperts::new(&weights, id).unwrap(),
-            activation: Activation::Silu,
-            tokens,
-            x: filled(tokens * HIDDEN),
-            gate_up: filled(tokens * TOP_K * 2 * INTER),
-            inner: filled(tokens * TOP_K * INTER),
-            down: filled(tokens * TOP_K * HIDDEN),
-            out: filled(tokens * HIDDEN),
-            ids: Buffer::zeros(queue, tokens * TOP_K).unwrap(),
-            router: Buffer::zeros(queue, tokens * TOP_K).unwrap(),
-        };
+        let mut on = ExpertsStep::new(&weights, id, tokens, &mut rng);
         on.take();
         let mut graph: Graph =
             weights.capture(&routing, tokens, &mut workspace, |step| on.record(step, &mut grouping)).unwrap();
@@ -759,6 +764,54 @@ fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {
             results.push(replayed);
         }
     }
+}
+
+/// Routes are refused after a replay that has grouped others in their place.
+#[test]
+#[ignore = "needs a GPU"]
+fn routes_are_refused_where_others_may_have_been_grouped() {
+    const ROWS: usize = 16;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let id = spec.experts(Experts::new("m", EXPERTS, HIDDEN, INTER).top_k(TOP_K)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(ROWS).slots(2).rank(16);
+    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 20).unwrap();
+    let mut routing = Routing::new(queue, capacity, 1).unwrap();
+    let [mut workspace, mut other_workspace] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
+    let routes = RouteCapacity::tokens(ROWS).top_k(TOP_K).experts(EXPERTS);
+    let [mut grouping, mut other_grouping] = [queue; 2].map(|queue| Grouping::new(queue, routes).unwrap());
+    let mut on = ExpertsStep::new(&weights, id, ROWS, &mut StdRng::seed_from_u64(3));
+    let mut capture = |grouping: &mut Grouping, workspace: &mut Workspace| {
+        weights.capture(&routing, ROWS, workspace, |step| on.record(step, grouping)).unwrap()
+    };
+    let mut own = capture(&mut grouping, &mut workspace);
+    let mut other = capture(&mut other_grouping, &mut workspace);
+
+    let layer = LoraExperts::new(&weights, id).unwrap();
+    let ids = Buffer::<i32>::zeros(queue, ROWS * TOP_K).unwrap();
+    let x = Buffer::<bf16>::zeros(queue, ROWS * HIDDEN).unwrap();
+    let mut y = Buffer::<bf16>::zeros(queue, ROWS * TOP_K * 2 * INTER).unwrap();
+    let mut add = |step: &mut Step<'_>, routes: &mut GroupedRoutes<'_, '_>| {
+        let y = MatrixMut::new(&mut y, ROWS * TOP_K, 2 * INTER)?;
+        layer.add_gate_up_delta(step, routes, Matrix::new(&x, ROWS, HIDDEN)?, y)
+    };
+    let is_refused = |result: Result<(), LaunchError>| {
+        assert!(matches!(result, Err(LaunchError::OtherBatch { operand: "the routes" })), "{result:?}");
+    };
+    let batch = routing.update(&Batch::new(&[Slot::new(1); ROWS])).unwrap();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let mut routes = grouping.update(&mut step, TopK::new(&ids, TOP_K).unwrap()).unwrap();
+    add(&mut step, &mut routes).unwrap();
+    other.replay(&mut step).unwrap();
+    add(&mut step, &mut routes).unwrap();
+    own.replay(&mut step).unwrap();
+    is_refused(add(&mut step, &mut routes));
+    let mut routes = grouping.update(&mut step, TopK::new(&ids, TOP_K).unwrap()).unwrap();
+    add(&mut step, &mut routes).unwrap();
+    let mut step = weights.step(&batch, &mut other_workspace).unwrap();
+    add(&mut step, &mut routes).unwrap();
 }
 
 fn experts_adapter(rank: usize, rng: &mut StdRng) -> aril::adapter::Adapter {

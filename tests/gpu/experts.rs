@@ -127,7 +127,7 @@ pub fn launch<T: Element>(
     layer: &LoraExperts,
     op: Op,
     step: &mut Step<'_>,
-    routes: &mut GroupedRoutes<'_>,
+    routes: &mut GroupedRoutes<'_, '_>,
     [x, y]: [Matrix<'_, T>; 2],
     target: MatrixMut<'_, T>,
 ) -> Result<(), LaunchError> {
@@ -498,14 +498,14 @@ fn operands_that_do_not_fit_are_refused() {
     let (weights, other) = (table(&model, DType::F32), table(&other_model, DType::F32));
     let of_other_type = table(&model, DType::BF16);
     let layer = LoraExperts::new(&weights, id).unwrap();
-    let mut workspace = Workspace::new(&weights).unwrap();
+    let [mut workspace, mut of_routes] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
     let mut routing = Routing::new(queue, capacity, 1).unwrap();
     let batch = routing.update(&Batch::new(&[Slot::BASE; 3])).unwrap();
     let (ids, ones) = (gpu.upload(&[0_i32; 6]), gpu.upload(&[1.0_f32; 64]));
     let capacity = RouteCapacity::tokens(3).top_k(2).experts(2);
     let mut grouping = Grouping::new(queue, capacity).unwrap();
     let too_few = TopK::new(ids.view::<i32>().slice(..4), 2).unwrap();
-    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let mut step = weights.step(&batch, &mut of_routes).unwrap();
     let error = grouping.update(&mut step, too_few).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::Tokens { got: 2, want: 3 })), "{error}");
     let mut routes = grouping.update(&mut step, TopK::new(ids.view(), 2).unwrap()).unwrap();

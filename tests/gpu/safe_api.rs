@@ -528,7 +528,7 @@ fn foreign_operands_of_experts_are_refused() {
         let [x, y, target] = shapes(op, [4, 4], [1, 2]);
         let local = |[rows, cols]: [usize; 2]| Matrix::new(values.view(), rows, cols).unwrap();
         let from = |[rows, cols]: [usize; 2]| Matrix::new(&foreign_values, rows, cols).unwrap();
-        let mut run = |inputs: [Matrix<'_, f32>; 2], step: &mut Step<'_>, routes: &mut GroupedRoutes<'_>| {
+        let mut run = |inputs: [Matrix<'_, f32>; 2], step: &mut Step<'_>, routes: &mut GroupedRoutes<'_, '_>| {
             let target = MatrixMut::new(written.view_mut(), target[0], target[1]).unwrap();
             launch(&layer, op, step, routes, inputs, target)
         };
@@ -619,7 +619,7 @@ fn routes_past_what_there_is_room_for_are_refused() {
     let (values, mut written) = (gpu.upload(&[1.0_f32; 16 * TOKENS]), gpu.upload(&[7.0_f32; 16 * TOKENS]));
     for op in OPERATIONS {
         let [x, y, target] = shapes(op, [4, 4], [TOKENS, 2 * TOKENS]);
-        let mut run = |layer: &LoraExperts, routes: &mut GroupedRoutes<'_>, bytes: WorkspaceBytes| {
+        let mut run = |layer: &LoraExperts, routes: &mut GroupedRoutes<'_, '_>, bytes: WorkspaceBytes| {
             let mut workspace = Workspace::with_bytes(queue, bytes).unwrap();
             let mut step = weights.step(&batch, &mut workspace).unwrap();
             let inputs = [x, y].map(|[rows, cols]| Matrix::new(values.view::<f32>(), rows, cols).unwrap());

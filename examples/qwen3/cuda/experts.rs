@@ -141,9 +141,9 @@ impl Routes {
 }
 
 /// The routes, and the library's grouping of them.
-pub(crate) struct Grouped<'a> {
+pub(crate) struct Grouped<'a, 's> {
     pub(super) routes: &'a Routes,
-    pub(super) grouped: cuda::GroupedRoutes<'a>,
+    pub(super) grouped: cuda::GroupedRoutes<'a, 's>,
 }
 
 pub(super) fn new<T: Element + DeviceRepr>(
