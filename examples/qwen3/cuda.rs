@@ -683,18 +683,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         x: &Matrix<T>,
         (base, layer): (&Matrix<T>, &Linear),
         step: &mut cuda::Step<'_>,
-        has_adapters: bool,
     ) -> Result<Option<Matrix<T>>> {
         let Linear::Whole(layer) = layer else { return Ok(None) };
         if x.rows <= APART_TOKENS || T::DTYPE == DType::F32 {
             return Ok(None);
         }
         let y = self.gemm(x, base)?;
-        if has_adapters {
-            layer.shrink(step, x.operand()?)?;
-        }
         let mut out = self.alloc(y.rows, y.cols / 2)?;
-        layer.silu_mul(step, y.operand()?, out.operand_mut()?)?;
+        layer.shrink(step, x.operand()?)?.silu_mul(y.operand()?, out.operand_mut()?)?;
         Ok(Some(out))
     }
 

@@ -214,13 +214,12 @@ pub(crate) trait Device: Sized {
         x: &Self::Tensor,
     ) -> Result<Self::Tensor>;
     /// [`silu_mul`](Self::silu_mul) of [`gemm`](Self::gemm) plus the deltas of a layer of gate and up, rounded once, if `x` has so many rows
-    /// that one operation of the library is faster than two. Whether there is such an operation does not depend on `has_adapters`.
+    /// that one operation of the library is faster than two. Whether there is such an operation does not depend on the step's adapters.
     fn gate_up_of_many(
         &self,
         _x: &Self::Tensor,
         _layer: (&Self::Weight, &Self::LoraLinear),
         _step: &mut Self::LoraStep<'_>,
-        _has_adapters: bool,
     ) -> Result<Option<Self::Tensor>> {
         Ok(None)
     }

@@ -287,7 +287,7 @@ impl<D: Device> Model<'_, D> {
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
-        if let Some(out) = device.gate_up_of_many(x, layer.parts(), lora.step, lora.has_adapters)? {
+        if let Some(out) = device.gate_up_of_many(x, layer.parts(), lora.step)? {
             return Ok(out);
         }
         device.silu_mul(&self.linear(x, layer.parts(), fused, lora)?)

@@ -40,8 +40,7 @@ impl LoraLinear {
         y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
         y.check(step.num_tokens(), self.site.out_features())?;
-        self.shrink(step, x)?;
-        self.expand(step, y)
+        self.shrink(step, x)?.expand(y)
     }
 
     #[doc = include_str!("../docs/operations/linear_write_delta.md")]
@@ -55,16 +54,40 @@ impl LoraLinear {
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
         y.check(step.num_tokens(), self.site.out_features())?;
-        self.shrink(step, x)?;
+        let shrunk = self.shrink(step, x)?;
         y.clear();
-        self.expand(step, y)
+        shrunk.expand(y)
     }
 
-    /// The first half of [`add_delta`](Self::add_delta): computes `A x[t]` into the workspace.
+    /// The first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. What this returns expands `v`. It
+    /// borrows the step, so that no other operation uses the workspace between the halves.
+    ///
+    /// ```
+    /// # use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
+    /// # fn run(layers: &[LoraLinear; 2], step: &mut Step<'_>, x: Matrix<'_, f32>, y: [MatrixMut<'_, f32>; 2]) -> Result<(), OperandError> {
+    /// let [first, second] = y;
+    /// layers[0].shrink(step, x)?.expand(first)?;
+    /// layers[1].shrink(step, x)?.expand(second)
+    /// # }
+    /// ```
+    ///
+    /// ```compile_fail,E0499
+    /// # use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
+    /// # fn run(layers: &[LoraLinear; 2], step: &mut Step<'_>, x: Matrix<'_, f32>, y: [MatrixMut<'_, f32>; 2]) -> Result<(), OperandError> {
+    /// let [first, second] = y;
+    /// let shrunk = layers[0].shrink(step, x)?;
+    /// layers[1].shrink(step, x)?.expand(second)?;
+    /// shrunk.expand(first)
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step.
-    pub fn shrink<T: Element>(&self, step: &mut Step<'_>, x: Matrix<'_, T>) -> Result<(), OperandError> {
+    pub fn shrink<'b, 's, T: Element>(
+        &'b self,
+        step: &'b mut Step<'s>,
+        x: Matrix<'_, T>,
+    ) -> Result<Shrunk<'b, 's>, OperandError> {
         x.check(step.num_tokens(), self.site.in_features())?;
         step.check::<T>("x", self.model)?;
         let v_stride = self.v_stride(step);
@@ -79,102 +102,7 @@ impl LoraLinear {
             }
         });
         step.workspace.v = sums;
-        Ok(())
-    }
-
-    /// The second half of [`add_delta`](Self::add_delta): `y[t] += scaling · B v`, with `v` from the step's last
-    /// [`shrink`](Self::shrink).
-    ///
-    /// # Errors
-    /// [`OperandError`] if an operand does not match the layer and the step, or the step has no shrink. `y` is then unchanged.
-    pub fn expand<T: Element>(&self, step: &mut Step<'_>, mut y: MatrixMut<'_, T>) -> Result<(), OperandError> {
-        y.check(step.num_tokens(), self.site.out_features())?;
-        step.check::<T>("y", self.model)?;
-        self.check_shrink(step)?;
-        y.for_rows(&|token, y| {
-            self.deltas::<T>(step, token, |out, delta| y[out] = T::from_f32(y[out].to_f32() + delta));
-        });
-        Ok(())
-    }
-
-    #[doc = include_str!("../docs/operations/linear_silu_mul.md")]
-    ///
-    /// # Errors
-    /// [`OperandError`] if an operand does not match the layer and the step, the slices are not gate and up, or the step has no
-    /// shrink. `out` is then unchanged.
-    #[doc(alias = "silu_and_mul")]
-    pub fn silu_mul<T: Element>(
-        &self,
-        step: &mut Step<'_>,
-        y: Matrix<'_, T>,
-        mut out: MatrixMut<'_, T>,
-    ) -> Result<(), OperandError> {
-        let features = OperandError::gate_up(&self.site)?;
-        y.check_as("y", step.num_tokens(), 2 * features)?;
-        out.check_as("out", step.num_tokens(), features)?;
-        step.check::<T>("y", self.model)?;
-        if step.batch.has_adapters() {
-            self.check_shrink(step)?;
-        }
-        out.for_rows(&|token, out| {
-            let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
-            self.deltas::<T>(step, token, |column, delta| sums[column] += delta);
-            let (gate, up) = sums.split_at(features);
-            for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
-                *out = T::from_f32(activation::apply(Activation::Silu, Some(gate), up));
-            }
-        });
-        Ok(())
-    }
-
-    #[doc = include_str!("../docs/operations/linear_add_rms_norm.md")]
-    ///
-    /// # Errors
-    /// [`OperandError`] if an operand does not match the layer and the step, the layer has several slices, or the step has no
-    /// shrink. `residual` and `out` are then unchanged.
-    #[doc(alias = "fused_add_rms_norm")]
-    pub fn add_rms_norm<T: Element>(
-        &self,
-        step: &mut Step<'_>,
-        y: Matrix<'_, T>,
-        mut residual: MatrixMut<'_, T>,
-        weight: &[T],
-        eps: f32,
-        mut out: MatrixMut<'_, T>,
-    ) -> Result<(), OperandError> {
-        let features = OperandError::norm(&self.site, weight.len())?;
-        y.check_as("y", step.num_tokens(), features)?;
-        residual.check_as("residual", step.num_tokens(), features)?;
-        out.check_as("out", step.num_tokens(), features)?;
-        step.check::<T>("y", self.model)?;
-        if step.batch.has_adapters() {
-            self.check_shrink(step)?;
-        }
-        let round = |value: f32| T::from_f32(value).to_f32();
-        residual.rows_mut().zip(out.rows_mut()).enumerate().for_each(|(token, (residual, out))| {
-            let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
-            self.deltas::<T>(step, token, |column, delta| sums[column] += delta);
-            let mut squares = 0.0;
-            for (residual, sum) in residual.iter_mut().zip(&sums) {
-                *residual = T::from_f32(residual.to_f32() + sum);
-                squares += residual.to_f32().powi(2);
-            }
-            #[expect(clippy::cast_precision_loss, reason = "rounded like any f32")]
-            let scale = 1.0 / (squares / features as f32 + eps).sqrt();
-            for ((out, residual), weight) in out.iter_mut().zip(&*residual).zip(weight) {
-                *out = T::from_f32(weight.to_f32() * round(residual.to_f32() * scale));
-            }
-        });
-        Ok(())
-    }
-
-    /// Rejects a step without a shrink of as many sums as this layer has.
-    fn check_shrink(&self, step: &Step<'_>) -> Result<(), OperandError> {
-        let (v_stride, len) = (self.v_stride(step), step.workspace.v.len());
-        if len == step.num_tokens() * v_stride {
-            return Ok(());
-        }
-        Err(OperandError::Length { operand: "workspace", got: len / v_stride, want: step.num_tokens() })
+        Ok(Shrunk { layer: self, step })
     }
 
     /// Calls `put` with each column of a token's delta and its value, if the token has an adapter.
@@ -192,5 +120,89 @@ impl LoraLinear {
 
     fn v_stride(&self, step: &Step<'_>) -> usize {
         self.site.slices().len() * step.max_rank
+    }
+}
+
+/// `v = A x[t]` of a step's tokens in its workspace, from [`LoraLinear::shrink`]. One operation expands it.
+#[derive(Debug)]
+#[must_use = "the delta is added by the operation that expands it"]
+pub struct Shrunk<'b, 's> {
+    layer: &'b LoraLinear,
+    step: &'b mut Step<'s>,
+}
+
+impl Shrunk<'_, '_> {
+    /// The second half of [`add_delta`](LoraLinear::add_delta): `y[t] += scaling · B v`.
+    ///
+    /// # Errors
+    /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
+    pub fn expand<T: Element>(self, mut y: MatrixMut<'_, T>) -> Result<(), OperandError> {
+        let Self { layer, step } = self;
+        y.check(step.num_tokens(), layer.site.out_features())?;
+        step.check::<T>("y", layer.model)?;
+        y.for_rows(&|token, y| {
+            layer.deltas::<T>(step, token, |out, delta| y[out] = T::from_f32(y[out].to_f32() + delta));
+        });
+        Ok(())
+    }
+
+    #[doc = include_str!("../docs/operations/linear_silu_mul.md")]
+    ///
+    /// # Errors
+    /// [`OperandError`] if an operand does not match the layer and the step, or the slices are not gate and up. `out` is then unchanged.
+    #[doc(alias = "silu_and_mul")]
+    pub fn silu_mul<T: Element>(self, y: Matrix<'_, T>, mut out: MatrixMut<'_, T>) -> Result<(), OperandError> {
+        let Self { layer, step } = self;
+        let features = OperandError::gate_up(&layer.site)?;
+        y.check_as("y", step.num_tokens(), 2 * features)?;
+        out.check_as("out", step.num_tokens(), features)?;
+        step.check::<T>("y", layer.model)?;
+        out.for_rows(&|token, out| {
+            let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
+            layer.deltas::<T>(step, token, |column, delta| sums[column] += delta);
+            let (gate, up) = sums.split_at(features);
+            for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+                *out = T::from_f32(activation::apply(Activation::Silu, Some(gate), up));
+            }
+        });
+        Ok(())
+    }
+
+    #[doc = include_str!("../docs/operations/linear_add_rms_norm.md")]
+    ///
+    /// # Errors
+    /// [`OperandError`] if an operand does not match the layer and the step, or the layer has several slices. `residual` and `out` are
+    /// then unchanged.
+    #[doc(alias = "fused_add_rms_norm")]
+    pub fn add_rms_norm<T: Element>(
+        self,
+        y: Matrix<'_, T>,
+        mut residual: MatrixMut<'_, T>,
+        weight: &[T],
+        eps: f32,
+        mut out: MatrixMut<'_, T>,
+    ) -> Result<(), OperandError> {
+        let Self { layer, step } = self;
+        let features = OperandError::norm(&layer.site, weight.len())?;
+        y.check_as("y", step.num_tokens(), features)?;
+        residual.check_as("residual", step.num_tokens(), features)?;
+        out.check_as("out", step.num_tokens(), features)?;
+        step.check::<T>("y", layer.model)?;
+        let round = |value: f32| T::from_f32(value).to_f32();
+        residual.rows_mut().zip(out.rows_mut()).enumerate().for_each(|(token, (residual, out))| {
+            let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
+            layer.deltas::<T>(step, token, |column, delta| sums[column] += delta);
+            let mut squares = 0.0;
+            for (residual, sum) in residual.iter_mut().zip(&sums) {
+                *residual = T::from_f32(residual.to_f32() + sum);
+                squares += residual.to_f32().powi(2);
+            }
+            #[expect(clippy::cast_precision_loss, reason = "rounded like any f32")]
+            let scale = 1.0 / (squares / features as f32 + eps).sqrt();
+            for ((out, residual), weight) in out.iter_mut().zip(&*residual).zip(weight) {
+                *out = T::from_f32(weight.to_f32() * round(residual.to_f32() * scale));
+            }
+        });
+        Ok(())
     }
 }

@@ -24,7 +24,7 @@ pub use self::{
     fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
     host::{HostAdapter, HostMemory},
-    linear::LoraLinear,
+    linear::{LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
     pool::AdapterPool,
     step::Step,

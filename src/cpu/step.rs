@@ -30,6 +30,11 @@ impl Step<'_> {
         StepShape { model, dtype, num_slots, max_rank, num_tokens: self.num_tokens() }
     }
 
+    /// Whether a token has a slot. If none has, an engine may skip what [`Batch::has_adapters`] says.
+    pub fn has_adapters(&self) -> bool {
+        self.batch.has_adapters()
+    }
+
     /// Rejects a layer of another model, and an operand of another element type.
     pub(super) fn check<T: Element>(&self, operand: &'static str, model: ModelId) -> Result<(), OperandError> {
         if self.model != model {
@@ -56,7 +61,6 @@ impl WeightTable {
         if self.is_pooled() {
             return Err(OperandError::Pooled);
         }
-        workspace.clear();
         Ok(Step {
             model: self.model().id(),
             dtype: self.dtype(),

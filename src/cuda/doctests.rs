@@ -169,6 +169,41 @@ struct StaleRoutes;
 /// ```
 struct StaleAlignment;
 
+/// Nothing comes between a shrink and the operation that expands it, and no operation expands another step's.
+///
+/// ```no_run
+/// # use aril::cuda::*;
+/// # fn run(
+/// #     layers: &[LoraLinear; 2], step: &mut Step<'_>, x: &Buffer<f32>, [first, second]: [&mut Buffer<f32>; 2],
+/// # ) -> Result<(), LaunchError> {
+/// layers[0].shrink(step, Matrix::<f32>::new(x, 1, 8)?)?.expand(MatrixMut::<f32>::new(first, 1, 8)?)?;
+/// layers[1].shrink(step, Matrix::<f32>::new(x, 1, 8)?)?.expand(MatrixMut::<f32>::new(second, 1, 8)?)
+/// # }
+/// ```
+///
+/// ```compile_fail,E0499
+/// # use aril::cuda::*;
+/// # fn run(
+/// #     layers: &[LoraLinear; 2], step: &mut Step<'_>, x: &Buffer<f32>, [first, second]: [&mut Buffer<f32>; 2],
+/// # ) -> Result<(), LaunchError> {
+/// let shrunk = layers[0].shrink(step, Matrix::<f32>::new(x, 1, 8)?)?;
+/// layers[1].shrink(step, Matrix::<f32>::new(x, 1, 8)?)?.expand(MatrixMut::<f32>::new(second, 1, 8)?)?;
+/// shrunk.expand(MatrixMut::<f32>::new(first, 1, 8)?)
+/// # }
+/// ```
+///
+/// ```compile_fail,E0382
+/// # use aril::cuda::*;
+/// # fn run(
+/// #     layers: &[LoraLinear; 2], step: &mut Step<'_>, x: &Buffer<f32>, [first, second]: [&mut Buffer<f32>; 2],
+/// # ) -> Result<(), LaunchError> {
+/// let shrunk = layers[0].shrink(step, Matrix::<f32>::new(x, 1, 8)?)?;
+/// shrunk.expand(MatrixMut::<f32>::new(first, 1, 8)?)?;
+/// shrunk.expand(MatrixMut::<f32>::new(second, 1, 8)?)
+/// # }
+/// ```
+struct ExpandedAfterOthers;
+
 /// While a step of a pool lives, the pool cannot commit or lease.
 ///
 /// ```no_run

@@ -23,6 +23,8 @@ pub struct Graph {
     parts: Parts,
     /// The step that was captured. The graph keeps its memory, so that no other object has these addresses.
     captured: raw::Step,
+    /// Whether the captured operations serve tokens with adapters.
+    has_adapters: bool,
 }
 
 // SAFETY: the driver's graphs belong to no thread, but are not synchronized: `replay` borrows the graph exclusively.
@@ -44,14 +46,19 @@ impl Graph {
     /// # Errors
     /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the step.
     /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the graph,
-    /// [`LaunchError::WrongStream`] if the graph belongs to another queue, [`LaunchError::CapturedReplay`] if the step is being captured.
-    /// [`LaunchError`] if something else captures the stream, or the driver returns an error.
+    /// [`LaunchError::WithoutAdapters`] if it has an adapter and the graph was captured
+    /// [without](super::WeightTable::capture_without_adapters), [`LaunchError::WrongStream`] if the graph belongs to another queue,
+    /// [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError`] if something else captures the stream, or the
+    /// driver returns an error.
     pub fn replay(&mut self, step: &mut Step<'_>) -> Result<(), LaunchError> {
         if step.is_captured() {
             return Err(LaunchError::CapturedReplay);
         }
         step.queue().check("the graph", &self.queue)?;
         self.captured.check_replay(&step.raw())?;
+        if step.has_adapters() && !self.has_adapters {
+            return Err(LaunchError::WithoutAdapters);
+        }
         step.enter()?;
         self.parts.groups.iter().for_each(|groups| groups.replay());
         Ok(self.graph.launch()?)
@@ -62,7 +69,7 @@ impl Graph {
 pub(super) fn capture<E: From<LaunchError>>(
     queue: &Queue,
     kept: Vec<Kept>,
-    captured: raw::Step,
+    (captured, has_adapters): (raw::Step, bool),
     record: impl FnOnce(&Recorded) -> Result<(), E>,
 ) -> Result<Graph, E> {
     queue.enter()?;
@@ -77,7 +84,7 @@ pub(super) fn capture<E: From<LaunchError>>(
     if num_nodes(&graph)? == 0 {
         return Err(LaunchError::NothingCaptured.into());
     }
-    Ok(Graph { graph, queue: queue.clone(), parts: recorded.into_parts(), captured })
+    Ok(Graph { graph, queue: queue.clone(), parts: recorded.into_parts(), captured, has_adapters })
 }
 
 fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {

@@ -15,6 +15,17 @@ pub struct LoraLinear {
     raw: raw::LoraLinear,
 }
 
+/// What an operation is beside its operands.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Kind {
+    /// Adds the delta to `y`.
+    Adds,
+    /// Writes the delta to `y`.
+    Writes,
+    /// A half of `Adds`. A batch without adapters needs none.
+    Half,
+}
+
 impl LoraLinear {
     /// Plans the layer `id` of the table's model, for the table's element type and capacity.
     ///
@@ -47,7 +58,7 @@ impl LoraLinear {
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear, false, step, Some(x), Some(y))
+        self.enqueue(ffi::aril_linear, Kind::Adds, step, Some(x), Some(y))
     }
 
     #[doc = include_str!("../docs/operations/linear_write_delta.md")]
@@ -62,42 +73,82 @@ impl LoraLinear {
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear, true, step, Some(x), Some(y))
+        self.enqueue(ffi::aril_linear, Kind::Writes, step, Some(x), Some(y))
     }
 
-    /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `A x[t]` into the workspace. Does not need `y`.
+    /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. Does not need `y`. What this
+    /// returns expands `v`. It borrows the step, so that no other operation uses the workspace between the halves.
+    ///
+    /// Enqueues nothing if no token of the step [has an adapter](Step::has_adapters).
     ///
     /// # Errors
     /// As for `add_delta`.
-    pub fn shrink<T: Element>(&self, step: &mut Step<'_>, x: Matrix<'_, T>) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear_shrink, false, step, Some(x), None)
+    pub fn shrink<'b, 's, T: Element>(
+        &'b self,
+        step: &'b mut Step<'s>,
+        x: Matrix<'_, T>,
+    ) -> Result<Shrunk<'b, 's>, LaunchError> {
+        self.enqueue(ffi::aril_linear_shrink, Kind::Half, step, Some(x), None)?;
+        Ok(Shrunk { layer: self, step })
     }
 
-    /// Enqueues the second half of [`add_delta`](Self::add_delta): `y[t] += scaling · B v`, with `v` from the last
-    /// [`shrink`](Self::shrink) of this layer in the step. Without a shrink, the result is unspecified.
+    fn enqueue<T: Element>(
+        &self,
+        operation: Operation<ffi::aril_linear_args>,
+        kind: Kind,
+        step: &mut Step<'_>,
+        x: Option<Matrix<'_, T>>,
+        mut y: Option<MatrixMut<'_, T>>,
+    ) -> Result<(), LaunchError> {
+        let shapes = (x.as_ref().map(Matrix::shape), y.as_ref().map(MatrixMut::shape));
+        let mut args = self.raw.args(&step.raw(), shapes.0, shapes.1)?;
+        x.as_ref().map_or(Ok(()), |x| x.check(step))?;
+        y.as_ref().map_or(Ok(()), |y| y.check(step))?;
+        step.enter()?;
+        if kind == Kind::Half && !step.has_adapters() {
+            return Ok(());
+        }
+        step.keep([x.as_ref().and_then(Matrix::kept), y.as_ref().and_then(MatrixMut::kept)]);
+        let queue = step.queue();
+        let (x, _x_guard) = x.as_ref().map(|x| x.on(queue)).unzip();
+        let (y, _y_guard) = y.as_mut().map(|y| y.on(queue)).unzip();
+        args.x = x.unwrap_or(0) as *const c_void;
+        args.y = y.unwrap_or(0) as *mut c_void;
+        args.overwrites = (kind == Kind::Writes).into();
+        // SAFETY: every operand is large enough and in the queue's context (checked). The step's table, routing and workspace, and
+        // buffers, belong to the queue; guards order the other operands. Graphs keep their operands alive.
+        unsafe { self.raw.launch(operation, &args, queue.raw()) }
+    }
+}
+
+/// `v = A x[t]` of a step's tokens in its workspace, from [`LoraLinear::shrink`]. One operation expands it.
+#[derive(Debug)]
+#[must_use = "the delta is added by the operation that expands it"]
+pub struct Shrunk<'b, 's> {
+    layer: &'b LoraLinear,
+    step: &'b mut Step<'s>,
+}
+
+impl Shrunk<'_, '_> {
+    /// Enqueues the second half of [`add_delta`](LoraLinear::add_delta): `y[t] += scaling · B v`. Enqueues nothing if `shrink` has not.
     ///
     /// # Errors
     /// As for `add_delta`.
-    pub fn expand<T: Element>(&self, step: &mut Step<'_>, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear_expand, false, step, None, Some(y))
+    pub fn expand<T: Element>(self, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
+        self.layer.enqueue(ffi::aril_linear_expand, Kind::Half, self.step, None, Some(y))
     }
 
     #[doc = include_str!("../docs/operations/linear_silu_mul.md")]
     ///
-    /// In a captured step, rows beyond the batch of the last update are unchanged. With adapters and without a `shrink`, the
-    /// result is unspecified.
+    /// In a captured step, rows beyond the batch of the last update are unchanged.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
     /// enqueued.
     #[doc(alias = "silu_and_mul")]
-    pub fn silu_mul<T: Element>(
-        &self,
-        step: &mut Step<'_>,
-        y: Matrix<'_, T>,
-        mut out: MatrixMut<'_, T>,
-    ) -> Result<(), LaunchError> {
-        let mut args = self.raw.silu_mul_args(&step.raw(), y.shape(), out.shape())?;
+    pub fn silu_mul<T: Element>(self, y: Matrix<'_, T>, mut out: MatrixMut<'_, T>) -> Result<(), LaunchError> {
+        let Self { layer: LoraLinear { raw }, step } = self;
+        let mut args = raw.silu_mul_args(&step.raw(), y.shape(), out.shape())?;
         y.check_as("y", step)?;
         out.check_as("out", step)?;
         step.enter()?;
@@ -105,30 +156,29 @@ impl LoraLinear {
         let queue = step.queue();
         let ((y, _y_guard), (out, _out_guard)) = (y.on(queue), out.on(queue));
         (args.layer.y, args.out) = (y as *mut c_void, out as *mut c_void);
-        // SAFETY: as in `enqueue`.
-        unsafe { self.raw.launch_silu_mul(&args, queue.raw()) }
+        // SAFETY: as in `enqueue`. The shrink is the last operation on the workspace, or the batch has no adapter.
+        unsafe { raw.launch_silu_mul(&args, queue.raw()) }
     }
 
     #[doc = include_str!("../docs/operations/linear_add_rms_norm.md")]
     ///
-    /// In a captured step, rows beyond the batch of the last update are unchanged. With adapters and without a `shrink`, the
-    /// result is unspecified.
+    /// In a captured step, rows beyond the batch of the last update are unchanged.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the layer has several slices. Nothing was enqueued.
     #[doc(alias = "fused_add_rms_norm")]
     pub fn add_rms_norm<'a, T: Element>(
-        &self,
-        step: &mut Step<'_>,
+        self,
         y: Matrix<'_, T>,
         mut residual: MatrixMut<'_, T>,
         weight: impl Into<View<'a, T>>,
         eps: f32,
         mut out: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
+        let Self { layer: LoraLinear { raw }, step } = self;
         let weight = weight.into();
         let shapes = (y.shape(), residual.shape(), out.shape());
-        let mut args = self.raw.add_rms_norm_args(&step.raw(), shapes.0, shapes.1, weight.len(), eps, shapes.2)?;
+        let mut args = raw.add_rms_norm_args(&step.raw(), shapes.0, shapes.1, weight.len(), eps, shapes.2)?;
         y.check_as("y", step)?;
         residual.check_as("residual", step)?;
         weight.check("weight", step)?;
@@ -140,32 +190,7 @@ impl LoraLinear {
         let ((residual, _residual_guard), (out, _out_guard)) = (residual.on(queue), out.on(queue));
         (args.layer.y, args.weight) = (y as *mut c_void, weight as *const c_void);
         (args.residual, args.out) = (residual as *mut c_void, out as *mut c_void);
-        // SAFETY: as in `enqueue`.
-        unsafe { self.raw.launch_add_rms_norm(&args, queue.raw()) }
-    }
-
-    fn enqueue<T: Element>(
-        &self,
-        operation: Operation<ffi::aril_linear_args>,
-        overwrites: bool,
-        step: &mut Step<'_>,
-        x: Option<Matrix<'_, T>>,
-        mut y: Option<MatrixMut<'_, T>>,
-    ) -> Result<(), LaunchError> {
-        let shapes = (x.as_ref().map(Matrix::shape), y.as_ref().map(MatrixMut::shape));
-        let mut args = self.raw.args(&step.raw(), shapes.0, shapes.1)?;
-        x.as_ref().map_or(Ok(()), |x| x.check(step))?;
-        y.as_ref().map_or(Ok(()), |y| y.check(step))?;
-        step.enter()?;
-        step.keep([x.as_ref().and_then(Matrix::kept), y.as_ref().and_then(MatrixMut::kept)]);
-        let queue = step.queue();
-        let (x, _x_guard) = x.as_ref().map(|x| x.on(queue)).unzip();
-        let (y, _y_guard) = y.as_mut().map(|y| y.on(queue)).unzip();
-        args.x = x.unwrap_or(0) as *const c_void;
-        args.y = y.unwrap_or(0) as *mut c_void;
-        args.overwrites = overwrites.into();
-        // SAFETY: every operand is large enough and in the queue's context (checked). The step's table, routing and workspace, and
-        // buffers, belong to the queue; guards order the other operands. Graphs keep their operands alive.
-        unsafe { self.raw.launch(operation, &args, queue.raw()) }
+        // SAFETY: as in `silu_mul`.
+        unsafe { raw.launch_add_rms_norm(&args, queue.raw()) }
     }
 }

@@ -71,7 +71,7 @@ pub use self::{
     grouping::{GroupedRoutes, Grouping},
     host::{HostAdapter, HostMemory},
     kernels::{Kernels, driver_is_present},
-    linear::LoraLinear,
+    linear::{LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
     pool::AdapterPool,
     queue::Queue,

@@ -16,6 +16,8 @@ pub struct Routing {
     memory: Arc<Region>,
     /// The slots of the last update; empty if they were in device memory.
     slots: Vec<Slot>,
+    /// Whether a token may have an adapter.
+    has_adapters: bool,
 }
 
 /// The batch of the last update of a [`Routing`]. Borrows the routing, so that it cannot be updated meanwhile.
@@ -36,7 +38,7 @@ impl Routing {
         // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs that read it keep
         // it alive.
         let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
-        Ok(Self { raw, memory, slots: Vec::with_capacity(capacity.max_tokens) })
+        Ok(Self { raw, memory, slots: Vec::with_capacity(capacity.max_tokens), has_adapters: false })
     }
 
     /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
@@ -51,6 +53,7 @@ impl Routing {
         unsafe { self.raw.update(batch, stream) }?;
         self.slots.clear();
         self.slots.extend_from_slice(batch.slots());
+        self.has_adapters = batch.has_adapters();
         Ok(RoutedBatch { raw: self.raw.batch_of(batch.slots()), routing: self })
     }
 
@@ -105,6 +108,7 @@ impl Routing {
         // SAFETY: both have `num_tokens` elements, and guards order their uses. The memory belongs to this stream.
         let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
         self.slots.clear();
+        self.has_adapters = true;
         Ok(RoutedBatch { raw, routing: self })
     }
 
@@ -130,6 +134,11 @@ impl RoutedBatch<'_> {
     /// Tokens in the batch.
     pub fn num_tokens(&self) -> usize {
         self.raw.num_tokens()
+    }
+
+    /// Whether a token has a slot, or may have one in device memory.
+    pub fn has_adapters(&self) -> bool {
+        self.routing.has_adapters
     }
 
     pub(super) fn queue(&self) -> &Queue {

@@ -13,6 +13,7 @@ use super::{LaunchError, Queue, grouping::Groups, raw, region::Kept};
 pub struct Step<'a> {
     queue: Queue,
     raw: raw::Step,
+    has_adapters: bool,
     /// Of a captured step. It belongs to the capture, so that moving the step cannot lose it.
     recorded: Option<&'a Recorded>,
     operands: PhantomData<&'a mut ()>,
@@ -45,13 +46,19 @@ impl Recorded {
 }
 
 impl<'a> Step<'a> {
-    pub(super) fn new(queue: &Queue, raw: raw::Step, recorded: Option<&'a Recorded>) -> Self {
-        Self { queue: queue.clone(), raw, recorded, operands: PhantomData }
+    pub(super) fn new(queue: &Queue, raw: raw::Step, has_adapters: bool, recorded: Option<&'a Recorded>) -> Self {
+        Self { queue: queue.clone(), raw, has_adapters, recorded, operands: PhantomData }
     }
 
     /// Tokens in the batch, which is the number of rows of `[tokens, ..]` matrices.
     pub fn num_tokens(&self) -> usize {
         self.raw.batch.num_tokens()
+    }
+
+    /// Whether a token may have an adapter: its slot is known and not [`Slot::BASE`](crate::Slot::BASE), or is in device memory. If none
+    /// has, an engine may skip what [`Batch::has_adapters`](crate::routing::Batch::has_adapters) says.
+    pub fn has_adapters(&self) -> bool {
+        self.has_adapters
     }
 
     /// The queue of the operations.

@@ -19,7 +19,12 @@ impl WeightTable {
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;
         queue.enter()?;
-        Ok(Step::new(queue, raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()), None))
+        Ok(Step::new(
+            queue,
+            raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()),
+            batch.has_adapters(),
+            None,
+        ))
     }
 
     /// Captures a step of up to `num_tokens` tokens as a graph of the operations that `record` enqueues. The graph keeps the table,
@@ -38,6 +43,33 @@ impl WeightTable {
         workspace: &mut Workspace,
         record: impl FnOnce(&mut Step<'_>) -> Result<(), E>,
     ) -> Result<Graph, E> {
+        self.capture_for(true, routing, num_tokens, workspace, record)
+    }
+
+    /// Like [`capture`](Self::capture), for batches in which no token has an adapter. `record` may skip what only adds deltas, and
+    /// [`shrink`](super::LoraLinear::shrink) records nothing. A replay for any other batch is refused
+    /// ([`LaunchError::WithoutAdapters`]).
+    ///
+    /// # Errors
+    /// As for `capture`.
+    pub fn capture_without_adapters<E: From<LaunchError>>(
+        &self,
+        routing: &Routing,
+        num_tokens: usize,
+        workspace: &mut Workspace,
+        record: impl FnOnce(&mut Step<'_>) -> Result<(), E>,
+    ) -> Result<Graph, E> {
+        self.capture_for(false, routing, num_tokens, workspace, record)
+    }
+
+    fn capture_for<E: From<LaunchError>>(
+        &self,
+        has_adapters: bool,
+        routing: &Routing,
+        num_tokens: usize,
+        workspace: &mut Workspace,
+        record: impl FnOnce(&mut Step<'_>) -> Result<(), E>,
+    ) -> Result<Graph, E> {
         let queue = self.queue();
         queue.check("the routing", routing.queue())?;
         queue.check("the workspace", workspace.queue())?;
@@ -45,7 +77,9 @@ impl WeightTable {
         let [mailbox, partials] = workspace.kept();
         let kept = vec![self.kept(), routing.kept(), mailbox, partials];
         let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-        graph::capture(queue, kept, raw, |recorded| record(&mut Step::new(queue, raw, Some(recorded))))
+        graph::capture(queue, kept, (raw, has_adapters), |recorded| {
+            record(&mut Step::new(queue, raw, has_adapters, Some(recorded)))
+        })
     }
 
     /// What a graph keeps alive: the descriptors, and the arena that they point into.

@@ -63,7 +63,7 @@ pub enum LaunchError {
     #[error(transparent)]
     Operand(OperandError),
     /// The operand belongs to a step of another batch, or a replay in the step has overwritten it.
-    #[error("{operand} belong to a step of another batch, or a graph was replayed since", operand = Named(operand))]
+    #[error("`{operand}` belong to a step of another batch, or a graph was replayed since")]
     OtherBatch {
         /// Name of the operand.
         operand: &'static str,
@@ -83,6 +83,9 @@ pub enum LaunchError {
     /// The kernels do not support the layer or the capacity.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// The graph was captured for batches without adapters, and the batch has one, or its slots are in device memory.
+    #[error("the graph was captured without adapters, and the batch has one")]
+    WithoutAdapters,
     /// The thread's current context, or that of an operand, is not the one that the kernels were loaded into.
     #[error("{operand} belongs to another CUDA context than the kernels", operand = Named(operand))]
     WrongContext {

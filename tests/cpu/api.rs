@@ -97,7 +97,7 @@ mod cuda {
     use aril::cuda::{
         AdapterPool, AlignedRoutes, Alignment, Buffer, Filled, FullyShardedLinear, FusedLinear, Graph, GroupedRoutes,
         Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue,
-        Reservation, RoutedBatch, Routing, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace,
+        Reservation, RoutedBatch, Routing, Shrunk, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace,
         driver_is_present, raw,
     };
 
@@ -109,7 +109,7 @@ mod cuda {
         super::shared::<(Kernels, Queue, LoraLinear, LoraEmbedding, LoraExperts, FusedLinear<'_, f32>)>();
         super::shared::<(FullyShardedLinear, raw::FullyShardedLinear)>();
         super::shared::<(WeightTable, Reservation, Filled, Staging)>();
-        super::shared::<(Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
+        super::shared::<(Shrunk<'_, '_>, Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
         super::shared::<(Grouping, Alignment, AlignedRoutes<'_, '_>, GroupedRoutes<'_, '_>, TopK<'_>)>();
         super::shared::<(
             Buffer<f32>,

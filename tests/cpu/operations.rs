@@ -41,8 +41,7 @@ impl Subject<Dense> for Cpu {
             Site::Linear(id) => {
                 let layer = LoraLinear::new(&weights, id).unwrap();
                 if self.apart {
-                    layer.shrink(&mut step, x).unwrap();
-                    layer.expand(&mut step, y).unwrap();
+                    layer.shrink(&mut step, x).unwrap().expand(y).unwrap();
                 } else if self.overwrites {
                     layer.write_delta(&mut step, x, y).unwrap();
                 } else {
@@ -228,7 +227,7 @@ fn an_error_leaves_y_as_it_was() {
                 0 => sites.linear.add_delta(&mut step, x(), y),
                 1 => sites.linear.write_delta(&mut step, x(), y),
                 // After a refused shrink there is nothing to expand.
-                _ => sites.linear.shrink(&mut step, x()).and_then(|()| sites.linear.expand(&mut step, y)),
+                _ => sites.linear.shrink(&mut step, x()).and_then(|shrunk| shrunk.expand(y)),
             };
             errors.push(result.err());
             assert!(errors[way].is_none() || buffer == [7.0; 32], "way {way}: {:?}", errors[way]);
@@ -374,7 +373,7 @@ fn weights_of_another_model_are_refused() {
         let (layer, mut y) = (LoraLinear::new(&table(of, DType::F32, capacity(), &[]), id).unwrap(), [7.0; 2]);
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y_matrix) = (Matrix::new(&[1.0; 2], 1, 2).unwrap(), MatrixMut::new(&mut y, 1, 2).unwrap());
-        let results = [layer.add_delta(&mut step, x, y_matrix), layer.shrink(&mut step, x)];
+        let results = [layer.add_delta(&mut step, x, y_matrix), layer.shrink(&mut step, x).map(drop)];
         assert_eq!((&results[0], y), (&results[1], [7.0; 2]));
         results[0].clone()
     };
@@ -401,26 +400,11 @@ fn operands_of_another_type_are_refused() {
     let (x, y_matrix) = (Matrix::new(&[1.0_f32; 2], 1, 2).unwrap(), MatrixMut::new(&mut y, 1, 4).unwrap());
     let refused = |operand| Err(OperandError::DType { operand, got: DType::F32, want: DType::BF16 });
     assert_eq!(layer.write_delta(&mut step, x, y_matrix), refused("x"));
-    assert_eq!(layer.expand(&mut step, MatrixMut::new(&mut y, 1, 4).unwrap()), refused("y"));
+    assert_eq!(layer.shrink(&mut step, x).map(drop), refused("x"));
+    let half = [half::bf16::ONE; 2];
+    let shrunk = layer.shrink(&mut step, Matrix::new(&half, 1, 2).unwrap()).unwrap();
+    assert_eq!(shrunk.expand(MatrixMut::new(&mut y, 1, 4).unwrap()), refused("y"));
     assert_eq!(y, [7.0; 4]);
-}
-
-/// Sums of an earlier step are refused, even of the right size: they belong to other tokens.
-#[test]
-fn nothing_is_expanded_that_was_not_shrunk_in_the_step() {
-    let (model, id) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
-    let weights = table(&model, DType::F32, capacity(), &[]);
-    let (layer, batch, mut workspace) =
-        (LoraLinear::new(&weights, id).unwrap(), Batch::new(&[Slot::BASE; 3]), Workspace::default());
-    let mut y = [7.0; 3 * 4];
-    for _ in 0..2 {
-        let mut step = weights.step(&batch, &mut workspace).unwrap();
-        let refused = layer.expand(&mut step, MatrixMut::new(&mut y, 3, 4).unwrap());
-        assert_eq!(refused, Err(OperandError::Length { operand: "workspace", got: 0, want: 3 }));
-        layer.shrink(&mut step, Matrix::new(&[1.0; 6], 3, 2).unwrap()).unwrap();
-        layer.expand(&mut step, MatrixMut::new(&mut y, 3, 4).unwrap()).unwrap();
-    }
-    assert_eq!(y, [7.0; 3 * 4]);
 }
 
 /// The same shapes, but another rank's part of the whole.

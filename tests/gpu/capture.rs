@@ -361,6 +361,65 @@ fn a_graph_is_replayed_in_steps_like_its_own_alone() {
     assert!(got.chunks(64).enumerate().all(|(row, values)| values.iter().all(|&y| y == expected(row))));
 }
 
+/// A graph without adapters has no shrink, serves base rows alone, and is refused for other batches.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_graph_without_adapters_serves_no_other_batch() {
+    const FEATURES: usize = 8;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    let gate_up = Linear::new("m", Parallel::Replicated, 8).slice("gate", FEATURES).slice("up", FEATURES);
+    let id = spec.linear(gate_up).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(TOKENS).slots(2).rank(8);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
+    let layer = LoraLinear::new(&weights, id).unwrap();
+    let (mut routing, mut workspace) = (Routing::new(queue, capacity, 2).unwrap(), Workspace::new(&weights).unwrap());
+    let (x, mut y) =
+        (Buffer::<f32>::zeros(queue, TOKENS * 8).unwrap(), Buffer::<f32>::zeros(queue, TOKENS * 2 * FEATURES).unwrap());
+    let mut out = Buffer::<f32>::zeros(queue, TOKENS * FEATURES).unwrap();
+    y.write(&vec![1.0; y.len()]).unwrap();
+    let x = || Matrix::<f32>::new(&x, TOKENS, 8).unwrap();
+    // Only the activation is recorded.
+    let nothing = weights.capture_without_adapters::<LaunchError>(&routing, TOKENS, &mut workspace, |step| {
+        assert!(!step.has_adapters());
+        layer.shrink(step, x()).map(drop)
+    });
+    assert!(matches!(nothing, Err(LaunchError::NothingCaptured)), "{nothing:?}");
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        let (y, out) = (Matrix::new(&y, TOKENS, 2 * FEATURES)?, MatrixMut::new(&mut out, TOKENS, FEATURES)?);
+        layer.shrink(step, x())?.silu_mul(y, out)
+    };
+    let mut graph = weights.capture_without_adapters(&routing, TOKENS, &mut workspace, record).unwrap();
+    let read = |out: &Buffer<f32>| {
+        let mut values = vec![0.0; out.len()];
+        out.read(&mut values).unwrap();
+        values
+    };
+
+    let mut slots = [Slot::BASE; TOKENS];
+    slots[3] = Slot::new(1);
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
+    let error = graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::WithoutAdapters), "{error}");
+    let ids = Buffer::<i32>::zeros(queue, TOKENS).unwrap();
+    let batch = routing.update_on_device(&ids, None).unwrap();
+    let error = graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap_err();
+    assert!(matches!(error, LaunchError::WithoutAdapters), "{error}");
+    assert_eq!(read(&out), [0.0; TOKENS * FEATURES]);
+
+    let batch = routing.update(&Batch::new(&[Slot::BASE; TOKENS])).unwrap();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    graph.replay(&mut step).unwrap();
+    let captured = read(&out);
+    assert!(captured.iter().all(|value| (value - 0.731_058_6).abs() < 1e-6), "{captured:?}");
+    let target = MatrixMut::new(&mut out, TOKENS, FEATURES).unwrap();
+    let y = Matrix::new(&y, TOKENS, 2 * FEATURES).unwrap();
+    layer.shrink(&mut step, x()).unwrap().silu_mul(y, target).unwrap();
+    assert_eq!(read(&out), captured);
+}
+
 /// Borrowed memory is refused by the operand's name, because a graph could not keep it alive.
 #[test]
 #[ignore = "needs a GPU"]
@@ -379,7 +438,7 @@ fn borrowed_operands_are_not_captured() {
         layer.add_delta(step, Matrix::new(&buffer, TOKENS, 64)?, MatrixMut::new(&mut target, TOKENS, 64)?)
     });
     assert!(matches!(error, LaunchError::NotKept { operand: "y" }), "{error}");
-    let error = refused(&mut setup, &mut |step| layer.shrink(step, Matrix::new(&slice, TOKENS, 64)?));
+    let error = refused(&mut setup, &mut |step| layer.shrink(step, Matrix::new(&slice, TOKENS, 64)?).map(drop));
     assert!(matches!(error, LaunchError::NotKept { operand: "x" }), "{error}");
     let error = refused(&mut setup, &mut |step| {
         layer.write_delta(step, Matrix::new(&buffer, TOKENS, 64)?, MatrixMut::new(target.as_view_mut(), TOKENS, 64)?)
@@ -512,8 +571,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         ("Queue::copy", queue.copy(&values, &mut target)),
         ("LoraLinear::add_delta", linear.add_delta(&mut step, x(), y(&mut target))),
         ("LoraLinear::write_delta", linear.write_delta(&mut step, x(), y(&mut target))),
-        ("LoraLinear::shrink", linear.shrink(&mut step, x())),
-        ("LoraLinear::expand", linear.expand(&mut step, y(&mut target))),
+        ("LoraLinear::shrink", linear.shrink(&mut step, x()).map(drop)),
         ("LoraEmbedding::add_delta", embedding.add_delta(&mut step, ids.slice(0..1), y(&mut target))),
     ];
     for op in OPERATIONS {

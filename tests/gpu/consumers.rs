@@ -50,17 +50,15 @@ impl Subject<Consumed> for Safe<'_> {
         let mut workspace = Workspace::new(&weights).unwrap();
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let layer = LoraLinear::new(&weights, world.id).unwrap();
-        if world.batch().has_adapters() {
-            layer.shrink(&mut step, matrix(&x_view, case.x())).unwrap();
-        }
+        let shrunk = layer.shrink(&mut step, matrix(&x_view, case.x())).unwrap();
         let [(residual_place, residual), (out_place, out)] = &mut outputs;
         let (mut residual_view, mut out_view) = (residual.view_mut::<T>(), out.view_mut::<T>());
         let (y, out_matrix) = (matrix(&y_view, case.y()), matrix_mut(&mut out_view, *out_place));
         match case.by {
-            By::SiluMul => layer.silu_mul(&mut step, y, out_matrix).unwrap(),
+            By::SiluMul => shrunk.silu_mul(y, out_matrix).unwrap(),
             By::AddRmsNorm => {
                 let residual = matrix_mut(&mut residual_view, *residual_place);
-                layer.add_rms_norm(&mut step, y, residual, weight_view, EPS, out_matrix).unwrap();
+                shrunk.add_rms_norm(y, residual, weight_view, EPS, out_matrix).unwrap();
             }
         }
         outputs.iter().flat_map(|(_, buffer)| buffer.read::<T>()).collect()
@@ -378,13 +376,13 @@ fn a_consumers_replay_sees_what_changed() {
         let mut weight = cuda::Buffer::<T>::zeros(queue, features).unwrap();
         let mut graph = weights
             .capture(&routing, tokens, &mut workspace, |step| {
-                layer.shrink(step, cuda::Matrix::new(&x, tokens, inputs)?)?;
+                let shrunk = layer.shrink(step, cuda::Matrix::new(&x, tokens, inputs)?)?;
                 let y = cuda::Matrix::new(&y, tokens, y_cols)?;
                 let residual = cuda::MatrixMut::new(&mut residual, tokens, features)?;
                 let out = cuda::MatrixMut::new(&mut out, tokens, features)?;
                 match by {
-                    By::SiluMul => layer.silu_mul(step, y, out),
-                    By::AddRmsNorm => layer.add_rms_norm(step, y, residual, &weight, EPS, out),
+                    By::SiluMul => shrunk.silu_mul(y, out),
+                    By::AddRmsNorm => shrunk.add_rms_norm(y, residual, &weight, EPS, out),
                 }
             })
             .unwrap();
@@ -461,13 +459,16 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
         cuda::MatrixMut::new(view, TOKENS, FEATURES).unwrap()
     }
 
+    let x = zeros(TOKENS * 8);
+    let narrow_x = || cuda::Matrix::<Bf16>::new(&x, TOKENS, 8).unwrap();
     let slots = [Slot::new(0); TOKENS];
     let mut step = |routing: &mut Routing| {
         let batch = routing.update(&Batch::new(&slots)).unwrap();
         let mut step = weights.step(&batch, &mut workspace).unwrap();
-        gate_up.silu_mul(&mut step, input((&wide).into(), 2 * FEATURES), output(&mut out)).unwrap();
+        let shrunk = gate_up.shrink(&mut step, narrow_x()).unwrap();
+        shrunk.silu_mul(input((&wide).into(), 2 * FEATURES), output(&mut out)).unwrap();
         let (y, residual, out) = (input((&y).into(), FEATURES), output(&mut residual), output(&mut out));
-        o.add_rms_norm(&mut step, y, residual, &weight, EPS, out).unwrap();
+        o.shrink(&mut step, narrow_x()).unwrap().add_rms_norm(y, residual, &weight, EPS, out).unwrap();
     };
     step(&mut routing);
     assert_eq!(allocations(|| (0..10).for_each(|_| step(&mut routing))), 0);
@@ -478,26 +479,36 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
     let is_not_kept = |error: LaunchError, name: &str| {
         assert!(matches!(error, LaunchError::NotKept { operand } if operand == name), "{name}: {error}");
     };
-    let error = refused(&mut |step| gate_up.silu_mul(step, input((&slice).into(), 2 * FEATURES), output(&mut out)));
+    let error = refused(&mut |step| {
+        gate_up.shrink(step, narrow_x())?.silu_mul(input((&slice).into(), 2 * FEATURES), output(&mut out))
+    });
     is_not_kept(error, "y");
-    let error =
-        refused(&mut |step| gate_up.silu_mul(step, input((&wide).into(), 2 * FEATURES), output(&mut slice_mut)));
+    let error = refused(&mut |step| {
+        gate_up.shrink(step, narrow_x())?.silu_mul(input((&wide).into(), 2 * FEATURES), output(&mut slice_mut))
+    });
     is_not_kept(error, "out");
     let narrow = || input((&y).into(), FEATURES);
     let error = refused(&mut |step| {
         let y = input(slice.slice(0..TOKENS * FEATURES).into(), FEATURES);
-        o.add_rms_norm(step, y, output(&mut residual), &weight, EPS, output(&mut out))
+        o.shrink(step, narrow_x())?.add_rms_norm(y, output(&mut residual), &weight, EPS, output(&mut out))
     });
     is_not_kept(error, "y");
-    let error =
-        refused(&mut |step| o.add_rms_norm(step, narrow(), output(&mut slice_mut), &weight, EPS, output(&mut out)));
+    let error = refused(&mut |step| {
+        o.shrink(step, narrow_x())?.add_rms_norm(narrow(), output(&mut slice_mut), &weight, EPS, output(&mut out))
+    });
     is_not_kept(error, "residual");
     let error = refused(&mut |step| {
-        o.add_rms_norm(step, narrow(), output(&mut residual), slice.slice(0..FEATURES), EPS, output(&mut out))
+        o.shrink(step, narrow_x())?.add_rms_norm(
+            narrow(),
+            output(&mut residual),
+            slice.slice(0..FEATURES),
+            EPS,
+            output(&mut out),
+        )
     });
     is_not_kept(error, "weight");
     let error = refused(&mut |step| {
-        o.add_rms_norm(step, narrow(), output(&mut residual), &weight, EPS, output(&mut slice_mut))
+        o.shrink(step, narrow_x())?.add_rms_norm(narrow(), output(&mut residual), &weight, EPS, output(&mut slice_mut))
     });
     is_not_kept(error, "out");
     // Layers of other slices, a weight of another length, and an output of another type.
@@ -505,21 +516,27 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
         LaunchError::Operand(error) => error,
         error => panic!("{error}"),
     };
-    let error = operand(refused(&mut |step| o.silu_mul(step, narrow(), output(&mut out))));
+    let error = operand(refused(&mut |step| o.shrink(step, narrow_x())?.silu_mul(narrow(), output(&mut out))));
     assert_eq!(error, OperandError::GateUp { outputs: vec![FEATURES] });
     let error = operand(refused(&mut |step| {
-        gate_up.add_rms_norm(step, narrow(), output(&mut residual), &weight, EPS, output(&mut out))
+        gate_up.shrink(step, narrow_x())?.add_rms_norm(narrow(), output(&mut residual), &weight, EPS, output(&mut out))
     }));
     assert_eq!(error, OperandError::NormSlices { slices: 2 });
     let error = operand(refused(&mut |step| {
-        o.add_rms_norm(step, narrow(), output(&mut residual), weight.slice(0..8), EPS, output(&mut out))
+        o.shrink(step, narrow_x())?.add_rms_norm(
+            narrow(),
+            output(&mut residual),
+            weight.slice(0..8),
+            EPS,
+            output(&mut out),
+        )
     }));
     assert_eq!(error, OperandError::NormWeight { got: 8, want: FEATURES });
     let mut halves = cuda::Buffer::<half::f16>::zeros(queue, TOKENS * FEATURES).unwrap();
     let inputs = cuda::Buffer::<half::f16>::zeros(queue, TOKENS * 2 * FEATURES).unwrap();
     let error = operand(refused(&mut |step| {
         let y = cuda::Matrix::new(&inputs, TOKENS, 2 * FEATURES)?;
-        gate_up.silu_mul(step, y, cuda::MatrixMut::new(&mut halves, TOKENS, FEATURES)?)
+        gate_up.shrink(step, narrow_x())?.silu_mul(y, cuda::MatrixMut::new(&mut halves, TOKENS, FEATURES)?)
     }));
     assert_eq!(error, OperandError::DType { operand: "y", got: DType::F16, want: DType::BF16 });
 }
@@ -584,18 +601,18 @@ fn a_chain_of_consumers_reads_what_was_written_before() {
                 }
             };
             for _ in 0..layers {
-                gate_up.shrink(&mut step, cuda::Matrix::new(&normed, tokens, hidden).unwrap()).unwrap();
+                let shrunk = gate_up.shrink(&mut step, cuda::Matrix::new(&normed, tokens, hidden).unwrap()).unwrap();
                 wait();
                 let y = cuda::Matrix::new(&wide, tokens, 2 * inter).unwrap();
                 let out = cuda::MatrixMut::new(&mut active, tokens, inter).unwrap();
-                gate_up.silu_mul(&mut step, y, out).unwrap();
+                shrunk.silu_mul(y, out).unwrap();
                 wait();
-                down.shrink(&mut step, cuda::Matrix::new(&active, tokens, inter).unwrap()).unwrap();
+                let shrunk = down.shrink(&mut step, cuda::Matrix::new(&active, tokens, inter).unwrap()).unwrap();
                 wait();
                 let y = cuda::Matrix::new(&narrow, tokens, hidden).unwrap();
                 let [residual, out] =
                     [&mut residual, &mut normed].map(|buffer| cuda::MatrixMut::new(buffer, tokens, hidden).unwrap());
-                down.add_rms_norm(&mut step, y, residual, &weight, EPS, out).unwrap();
+                shrunk.add_rms_norm(y, residual, &weight, EPS, out).unwrap();
                 wait();
             }
             let mut got = vec![half::bf16::ZERO; 2 * tokens * hidden];

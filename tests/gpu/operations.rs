@@ -61,8 +61,7 @@ impl Subject<Dense> for Safe<'_> {
             Site::Linear(id) => {
                 let layer = LoraLinear::new(&weights, id).unwrap();
                 if self.apart {
-                    layer.shrink(&mut step, x_matrix).unwrap();
-                    layer.expand(&mut step, y_matrix).unwrap();
+                    layer.shrink(&mut step, x_matrix).unwrap().expand(y_matrix).unwrap();
                 } else {
                     layer.add_delta(&mut step, x_matrix, y_matrix).unwrap();
                 }

@@ -158,8 +158,7 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
             let (model, id) = if call.another_model { (&other_model, other_id) } else { (&world.model, id) };
             let layer = LoraLinear::new(&planned_for(model)?, id)?;
             if call.apart {
-                layer.shrink(&mut step, x)?;
-                layer.expand(&mut step, y)?;
+                layer.shrink(&mut step, x)?.expand(y)?;
             } else {
                 layer.add_delta(&mut step, x, y)?;
             }

@@ -23,7 +23,7 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
         table: &Self::Adapters,
         adapters: Slots<'_, Self>,
         buffers: &mut Buffers,
-        tokens: usize,
+        (tokens, has_adapters): (usize, bool),
         mut record: impl FnMut(&mut Step<'_>) -> Result<R>,
     ) -> Result<Option<(Graph, R)>> {
         on_arena(self, || {
@@ -32,10 +32,14 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
             drop(record(&mut Self::start(adapters, buffers, &Batch::new(&slots))?)?);
             let Buffers { routing, workspace } = buffers;
             let mut result = None;
-            let graph = table.capture(routing, tokens, workspace, |step| {
+            let record = |step: &mut Step<'_>| {
                 result = Some(record(step)?);
                 Ok::<_, crate::error::Error>(())
-            })?;
+            };
+            let graph = match has_adapters {
+                true => table.capture(routing, tokens, workspace, record)?,
+                false => table.capture_without_adapters(routing, tokens, workspace, record)?,
+            };
             Ok(result.map(|result| (graph, result)))
         })
     }

@@ -25,14 +25,14 @@ pub(crate) trait Capture: Device<Pool: Steps<Self>> {
     /// A captured step.
     type Graph;
 
-    /// Captures a step of `tokens` tokens as a graph of what `record` enqueues, and returns both; `None` on a device without graphs.
+    /// Captures a step of so many tokens, which may have adapters or have none, as a graph of what `record` enqueues, and returns both; `None` on a device without graphs.
     /// `record` is also run once before.
     fn capture<R>(
         &self,
         table: &Self::Adapters,
         adapters: Slots<'_, Self>,
         buffers: &mut Self::Buffers,
-        tokens: usize,
+        batch: (usize, bool),
         record: impl FnMut(&mut Self::LoraStep<'_>) -> Result<R>,
     ) -> Result<Option<(Self::Graph, R)>>;
 
@@ -275,12 +275,13 @@ impl<D: Capture> Captured<D> {
         batch: &Batch<D>,
         Variant { has_adapters, is_fused }: Variant,
     ) -> Result<Option<Self>> {
-        let captured = model.device.capture(&model.adapters, adapters, buffers, batch.tokens, |step| {
-            let fusion = if is_fused { Fusion::Fastest(batch.tokens) } else { Fusion::None };
-            let mut lora = Lora { step, has_adapters, fusion };
-            let h = model.hidden(state, &batch.inputs, &mut lora)?;
-            model.logits(state, &h, &mut lora)
-        })?;
+        let captured =
+            model.device.capture(&model.adapters, adapters, buffers, (batch.tokens, has_adapters), |step| {
+                let fusion = if is_fused { Fusion::Fastest(batch.tokens) } else { Fusion::None };
+                let mut lora = Lora { step, has_adapters, fusion };
+                let h = model.hidden(state, &batch.inputs, &mut lora)?;
+                model.logits(state, &h, &mut lora)
+            })?;
         Ok(captured.map(|(graph, logits)| Self { graph, logits }))
     }
 }
@@ -302,7 +303,7 @@ impl<T: Element> Capture for Cpu<T> {
         _: &Self::Adapters,
         _: Slots<'_, Self>,
         _: &mut Self::Buffers,
-        _: usize,
+        _: (usize, bool),
         _: impl FnMut(&mut Self::LoraStep<'_>) -> Result<R>,
     ) -> Result<Option<(Infallible, R)>> {
         Ok(None)

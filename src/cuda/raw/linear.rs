@@ -132,7 +132,7 @@ impl LoraLinear {
     /// enqueued.
     ///
     /// # Safety
-    /// As for `expand`, with `out` in the place of `y`, and `y` as an input like `x`.
+    /// As for `expand`, with `out` in the place of `y`, and `y` as an input like `x`. A batch without adapters needs no `shrink`.
     #[doc(alias = "silu_and_mul")]
     pub unsafe fn silu_mul(&self, step: &Step, y: MatrixRef, out: MatrixMut) -> Result<(), LaunchError> {
         let args = self.silu_mul_args(step, y, out)?;
@@ -180,7 +180,7 @@ impl LoraLinear {
     ///
     /// # Safety
     /// As for `expand`, with `residual` and `out` in the place of `y`, and `y` and `weight` as inputs like `x`. `weight` is the
-    /// address of `out_features` elements.
+    /// address of `out_features` elements. A batch without adapters needs no `shrink`.
     #[doc(alias = "fused_add_rms_norm")]
     pub unsafe fn add_rms_norm(
         &self,

@@ -74,11 +74,11 @@ fn a_norm_beside_a_kernel_that_takes_most_multiprocessors() {
             let mut step = weights.step(&batch, &mut workspace).unwrap();
             around(&mut || {
                 for _ in 0..LAUNCHES {
-                    layer.shrink(&mut step, Matrix::new(&x, tokens, IN).unwrap()).unwrap();
+                    let shrunk = layer.shrink(&mut step, Matrix::new(&x, tokens, IN).unwrap()).unwrap();
                     let y = Matrix::new(&y, tokens, FEATURES).unwrap();
                     let [sums, out] =
                         [&mut residual, &mut out].map(|buffer| MatrixMut::new(buffer, tokens, FEATURES).unwrap());
-                    layer.add_rms_norm(&mut step, y, sums, &weight, EPS, out).unwrap();
+                    shrunk.add_rms_norm(y, sums, &weight, EPS, out).unwrap();
                 }
             });
             let mut got = vec![bf16::ZERO; 2 * tokens * FEATURES];
