@@ -29,6 +29,7 @@ mod goldens;
 mod graph;
 mod group;
 mod hot_path;
+#[path = "../common/limit.rs"]
 mod limit;
 mod loading;
 mod mailbox;

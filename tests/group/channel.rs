@@ -16,7 +16,10 @@ use aril::{
 };
 use proptest::prelude::*;
 
-use crate::world::{NEVER, World, each};
+use crate::{
+    limit::Limit,
+    world::{NEVER, World, each},
+};
 
 fn message(text: &str) -> Message {
     let mut bytes = [0; Message::BYTES];
@@ -92,6 +95,7 @@ fn a_silent_rank_stops_a_load() {
 /// A rank whose thread panics outside the group leaves it, long before the time limit.
 #[test]
 fn a_rank_that_unwinds_leaves() {
+    let _limit = Limit::new();
     let [first, second] = <[_; 2]>::try_from(InProcess::group(2, NEVER)).unwrap();
     let waiting = thread::spawn(move || {
         let mut first = first;

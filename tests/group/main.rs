@@ -18,6 +18,8 @@
 
 mod channel;
 mod faults;
+#[path = "../common/limit.rs"]
+mod limit;
 mod pool;
 mod refusals;
 mod slots;

@@ -13,6 +13,8 @@ use aril::{
     routing::Batch,
 };
 
+use crate::limit::Limit;
+
 /// Long enough that no test reaches it.
 pub(crate) const NEVER: Duration = Duration::from_secs(3_600);
 pub(crate) const INPUTS: usize = 4;
@@ -108,8 +110,9 @@ pub(crate) fn load(table: &WeightTable, slot: Slot, adapter: &Adapter) {
     table.load(slot, &adapter.plan(table.model(), DType::F32).unwrap()).unwrap();
 }
 
-/// Runs each rank on a thread of its own. A panic of one is passed on.
+/// Runs each rank on a thread of its own. A panic of one is passed on. Ranks that wait for one another for ever end the tests.
 pub(crate) fn each<R: Ranks + Send, O: Send>(ranks: Vec<R>, run: impl Fn(usize, R) -> O + Sync) -> Vec<O> {
+    let _limit = Limit::new();
     thread::scope(|scope| {
         let run = &run;
         let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || run(rank.tp().rank(), rank))).collect();

@@ -5,6 +5,8 @@ mod cpu;
 mod files;
 mod forms;
 mod goldens;
+#[path = "../common/limit.rs"]
+mod limit;
 mod moe;
 mod mutations;
 mod process;

@@ -11,15 +11,18 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::limit::Limit;
+
 /// A path in `tests/fixtures`, or in the copy of it that `ARIL_FIXTURES` names.
 pub(crate) fn fixture(path: &str) -> PathBuf {
     let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
     copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")).join(path)
 }
 
-/// The example with these arguments, on the CPU unless they say otherwise.
+/// The example with these arguments, on the CPU unless they say otherwise. One that never ends ends the tests.
 pub(crate) fn qwen3<A: Into<OsString>>(args: impl IntoIterator<Item = A>) -> Output {
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let _limit = Limit::new();
     let device: &[&str] = if args.iter().any(|arg| arg == "--device") { &[] } else { &["--device", "cpu"] };
     Command::new(&*EXAMPLE).args(device).args(args).output().expect("the example starts")
 }
