@@ -40,6 +40,9 @@ fn main() -> Result<()> {
 
     let on_cpu = run(&mut Cpu::new(&model, o_proj, capacity)?, &model)?;
     print("CPU", &on_cpu);
+    if on_cpu != expected() {
+        return Err("The CPU adds something else than the adapters.".into());
+    }
     let Some(mut gpu) = gpu(&model, o_proj, capacity)? else {
         println!("There is no GPU, or the feature `cuda` is off.");
         return Ok(());
@@ -183,6 +186,23 @@ fn adapter(rank: usize) -> Result<Adapter> {
 /// different orders.
 fn eighths(len: usize, stride: u8) -> Vec<f32> {
     (0..17_u8).cycle().step_by(stride.into()).map(|value| f32::from(value) / 8.0 - 1.0).take(len).collect()
+}
+
+/// What the program's steps give, by the formula: `y + scaling · B (A x)` with the factors as they are stored.
+fn expected() -> [Vec<f32>; 3] {
+    let row = |token: usize, rank: usize| {
+        let [x, mut y] = [7, 5].map(|stride| eighths((token + 1) * HIDDEN, stride).split_off(token * HIDDEN));
+        let (a, b) = (eighths(rank * HIDDEN, 3), eighths(HIDDEN * rank, 11));
+        let dot = |row: &[f32], other: &[f32]| row.iter().zip(other).map(|(a, b)| a * b).sum::<f32>();
+        let v: Vec<f32> = a.chunks(HIDDEN).map(|row| dot(row, &x)).collect();
+        for (y, b) in y.iter_mut().zip(b.chunks(rank.max(1))) {
+            *y += 2.0 * dot(b, &v);
+        }
+        y
+    };
+    // The rank of each token's adapter; 0 without one.
+    let step = |ranks: &[usize]| ranks.iter().enumerate().flat_map(|(token, &rank)| row(token, rank)).collect();
+    [step(&[8, 0, 3]), step(&[3]), step(&[0, 16, 16, 3])]
 }
 
 fn print(device: &str, outputs: &[Vec<f32>]) {

@@ -118,6 +118,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use std::{
         fs::{self, File},
+        io::Write as _,
         time::Duration,
     };
 
@@ -145,8 +146,20 @@ mod tests {
             fs::copy(path, path.with_extension("new")).unwrap();
             fs::rename(path.with_extension("new"), path).unwrap();
         };
+        // As `rsync -t` does.
+        let replace_with_time = |path: &Path| {
+            let modified = fs::metadata(path).unwrap().modified().unwrap();
+            replace(path);
+            File::options().write(true).open(path).unwrap().set_modified(modified).unwrap();
+        };
+        let lengthen = |path: &Path| {
+            let modified = fs::metadata(path).unwrap().modified().unwrap();
+            let mut file = File::options().append(true).open(path).unwrap();
+            file.write_all(b" ").unwrap();
+            file.set_modified(modified).unwrap();
+        };
         let remove = |path: &Path| fs::remove_file(path).unwrap();
-        let changes: [&dyn Fn(&Path); 3] = [&touch, &replace, &remove];
+        let changes: [&dyn Fn(&Path); 5] = [&touch, &replace, &replace_with_time, &lengthen, &remove];
         for (file, change, keeps) in [CONFIG, WEIGHTS]
             .iter()
             .flat_map(|file| changes.iter().flat_map(move |change| [true, false].map(|keeps| (file, change, keeps))))
@@ -167,13 +180,38 @@ mod tests {
             for _ in 0..2 {
                 let error = directory.read(false, |_| Ok(())).unwrap_err();
                 let LoadError::Adapter(
-                    AdapterError::Changed { .. } | AdapterError::Read { .. } | AdapterError::NoWeights { .. },
+                    AdapterError::Changed { .. }
+                    | AdapterError::Read { .. }
+                    | AdapterError::NoWeights { .. }
+                    | AdapterError::Safetensors { .. },
                 ) = error
                 else {
                     unreachable!("{error}")
                 };
                 assert!(!directory.is_kept());
             }
+        }
+    }
+
+    /// A single file would be read instead of the index, so that one put beside it is a change of the directory.
+    #[test]
+    fn a_file_beside_an_index_is_noticed() {
+        for keeps in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            write(dir.path());
+            let shard = "adapter_model-00001-of-00001.safetensors";
+            fs::rename(dir.path().join(WEIGHTS), dir.path().join(shard)).unwrap();
+            let map = ["m.lora_A.weight", "m.lora_B.weight"].map(|key| format!(r#""{key}": "{shard}""#)).join(", ");
+            let index = format!(r#"{{"weight_map": {{{map}}}}}"#);
+            fs::write(dir.path().join(format!("{WEIGHTS}.index.json")), index).unwrap();
+            let (directory, parsed) = Directory::open(dir.path(), None).unwrap();
+            if keeps {
+                directory.keep(&parsed);
+            }
+            directory.read(false, |_| Ok(())).unwrap();
+            fs::copy(dir.path().join(shard), dir.path().join(WEIGHTS)).unwrap();
+            let error = directory.read(false, |_| Ok(())).unwrap_err();
+            assert!(matches!(error, LoadError::Adapter(AdapterError::Changed { .. })), "{error}");
         }
     }
 

@@ -336,6 +336,48 @@ fn the_first_weight_that_is_not_finite_is_named() {
     refused!(b, Unrepresentable, "column.lora_B", "[16000, 1]");
 }
 
+/// Wherever it is: a factor is packed in tasks of 2,048 to 4,096 features, and copied in pieces.
+#[test]
+fn no_weight_that_is_not_finite_is_missed() {
+    const FEATURES: usize = 9_000;
+    const OTHERS: usize = 8;
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("", Parallel::Replicated, FEATURES).slice("in", OTHERS)).unwrap();
+    spec.linear(Linear::new("", Parallel::Replicated, OTHERS).slice("out", FEATURES)).unwrap();
+    spec.embedding("embed", FEATURES, OTHERS).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    // The first, a middle and the last feature of each task of at least 1,024, and of each piece.
+    let features: Vec<_> = (0..FEATURES).step_by(1_024).flat_map(|at| [at, at + 500, at + 1_023]).collect();
+    let features = features.into_iter().filter(|&at| at < FEATURES).chain([FEATURES - 1]);
+    let places: Vec<_> = features.flat_map(|feature| [(feature, 0), (feature, 1)]).collect();
+    for (from, to, rank) in [(DType::BF16, DType::BF16, 2), (DType::F32, DType::F16, 2), (DType::F32, DType::F32, 9)] {
+        let modules = [
+            Lora::linear("in", FEATURES, OTHERS, rank),
+            Lora::linear("out", OTHERS, FEATURES, rank),
+            Lora::embedding("embed", FEATURES, OTHERS, rank),
+        ];
+        for (module, &(feature, of_rank)) in modules.iter().flat_map(|module| places.iter().map(move |at| (module, at)))
+        {
+            let (mut module, of_rank) = (module.clone().dtype(from), of_rank * (rank - 1));
+            let shown = if module.path == "out" {
+                module.b[feature * rank + of_rank] = f32::NAN;
+                format!("[{feature}, {of_rank}]")
+            } else {
+                module.a[of_rank * FEATURES + feature] = f32::NAN;
+                format!("[{of_rank}, {feature}]")
+            };
+            let name = format!("{}.lora", module.path);
+            let adapter = adapter(&[module]);
+            let image = adapter.plan(&model, to).unwrap();
+            refused!(image.write_to(&mut vec![0; image.bytes()]), Unrepresentable, name, shown);
+            let mut bytes = vec![0; MIN_STAGING_BYTES];
+            let mut pieces = image.pieces(MIN_STAGING_BYTES);
+            let result = pieces.try_for_each(|piece| piece.write_to(&mut bytes[..piece.range().len()]));
+            refused!(result, Unrepresentable, name, shown);
+        }
+    }
+}
+
 #[test]
 fn weights_are_rounded_once_to_the_nearest() {
     let model = model(&["x"]);

@@ -164,14 +164,22 @@ fn a_drain_ends_when_its_request_is_cancelled() {
 
 #[test]
 fn the_room_of_an_overdue_adapter_that_is_loading_is_kept() {
-    let mut admission = waiting(Limits::new(1, ms(100)), &[Some(1), Some(2)]);
-    let mut offered = Vec::new();
-    admission.admit(ms(100), |request| {
-        offered.push(request.id);
-        Answer::Skip
-    });
-    assert_eq!((offered, admission.batch()), (vec![0], &[][..]));
-    assert_eq!(admit(&mut admission, 101), [0]);
+    // One adapter, or 80 bytes, of which the first one takes all and the others have 80, 10 and 80.
+    for limits in [Limits::new(1, ms(100)), Limits::new(4, ms(100)).bytes(80), Limits::new(4, ms(0)).bytes(80)] {
+        let mut admission = waiting(limits, &[Some(3), Some(7), Some(0), Some(11)]);
+        // All of them overdue, and the first alone.
+        for now in [200, 100] {
+            let mut offered = Vec::new();
+            admission.admit(ms(now), |request| {
+                offered.push(request.id);
+                Answer::Skip
+            });
+            assert_eq!((offered, admission.batch()), (vec![0], &[][..]), "{limits:?} at {now} ms");
+        }
+        assert_eq!(admit(&mut admission, 101), [0], "{limits:?}");
+        admission.finish(&0).unwrap();
+        assert_eq!(admit(&mut admission, 300), [1], "{limits:?}");
+    }
 }
 
 #[test]

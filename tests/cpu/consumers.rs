@@ -137,6 +137,30 @@ fn a_norm_rounds_twice() {
     assert!(differ > 20, "one rounding gives the same in all but {differ} of 192");
 }
 
+/// The mean square is that of the residual as it is stored: 256 + 1 is 256 in bf16, and 2048 + 1 is 2048 in f16.
+#[test]
+fn a_norm_is_of_the_rounded_residual() {
+    fn check<T: Element>(residual: f32) {
+        for features in [1, 3, 8, 40] {
+            let case = Case::consumed(By::AddRmsNorm, 8, features, &[], vec![-1]);
+            let mut world = case.world::<T>();
+            for feature in 0..features {
+                world.y[case.y().at(0, feature)] = T::from_f32(1.0);
+                world.out[case.out().at(0, feature)] = T::from_f32(residual);
+            }
+            let out = Cpu.run(&case, &world);
+            for (feature, weight) in case.weight::<T>().into_iter().enumerate() {
+                assert_eq!(out[case.out().at(0, feature)].to_f32(), residual);
+                // The root is a power of two, so that the quotient is 1.
+                let (got, want) = (out[case.out().at(1, feature)].to_f32(), weight.to_f32());
+                assert_eq!(got, want, "{residual} and {features} features");
+            }
+        }
+    }
+    check::<half::bf16>(256.0);
+    check::<half::f16>(2048.0);
+}
+
 #[test]
 fn silu_mul_refuses_other_layers_and_operands() {
     let mut spec = ModelSpec::new();

@@ -358,7 +358,7 @@ fn adapters_come_and_go_while_steps_run() {
             let slots = [slot(1), slot(0), Slot::BASE, slot(0)];
             let layers: Vec<_> = ids.iter().map(|&id| LoraLinear::new(&weights, id).unwrap()).collect();
             let (batch, mut workspace, mut last) = (Batch::new(&slots), Workspace::default(), Vec::new());
-            let mut changes = 0;
+            let (mut changes, mut checked) = (0, 0);
             while changes < CHANGES {
                 assert!(is_loading.strong_count() > 0, "the other thread failed");
                 let known = weights.loaded();
@@ -370,10 +370,15 @@ fn adapters_come_and_go_while_steps_run() {
                     let generation = usize::try_from(info.resident.generation()).unwrap();
                     let token = slots.iter().position(|&slot| slot == info.resident.slot()).unwrap();
                     assert_eq!(got[token], loaded.lock().unwrap()[generation]);
+                    checked += 1;
                 }
                 changes += usize::from(got != last);
                 last = got;
             }
+            assert!(
+                checked > CHANGES / 10,
+                "only {checked} residents were valid in steps that changed {changes} times"
+            );
         });
         let mut next = 0_usize;
         while !steps.is_finished() {

@@ -191,6 +191,23 @@ fn what_was_prefetched_last_leaves_host_memory_last() {
     });
 }
 
+/// A load from host memory is a use of it.
+#[test]
+fn what_was_loaded_last_leaves_host_memory_last() {
+    let world = World::new(1);
+    each_pool(&[world.table(0, SLOTS)], |rank, pool| {
+        let mut pool = pool.with_host_tier(4 * world.adapter_bytes(rank), 1).unwrap();
+        // All of the first four fit. The first two leave their slots, and are loaded again.
+        for number_ in [1, 2, 3, 4, 1, 2, 5, 6] {
+            acquire(&world, &mut pool, number_).unwrap();
+            pool.release(number_).unwrap();
+        }
+        let tiers = [1, 2, 3, 4, 5, 6].map(|number_| pool.tier(number_));
+        assert_eq!(tiers, [Tier::Host, Tier::Host, Tier::Source, Tier::Source, Tier::Device, Tier::Device]);
+        assert_eq!(pool.snapshot().host, 4);
+    });
+}
+
 /// An adapter that waits for room in the arena is kept in host memory, and one that never has room is not.
 #[test]
 fn a_refused_adapter_is_packed_if_it_may_fit_later() {

@@ -1,16 +1,20 @@
 //! Leases, batches, and adapters that are forgotten or replaced while requests use them.
 
-use std::time::Duration;
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use aril::{
     Slot,
     cpu::Workspace,
     error::OperandError,
-    pool::{CacheNamespace, PoolError, StreamId, Tier},
+    pool::{CacheNamespace, PoolConfig, PoolError, StreamId, Tier},
     routing::Batch,
 };
 
-use crate::setup::{BYTES, Setup};
+use crate::setup::{BYTES, Setup, adapter};
 
 const STREAM: StreamId = StreamId::FIRST;
 
@@ -220,5 +224,84 @@ fn what_is_being_read_can_be_forgotten() {
         setup.pool.unregister(id).unwrap();
     }
     assert!(!setup.pool.wait(Duration::ZERO) || setup.pool.snapshot().reading < 2);
+    setup.finish();
+}
+
+/// Of a stream that used what was in the slot before, no commit is needed for what is in it now.
+#[test]
+fn a_slot_forgets_the_streams_of_an_adapter_that_has_left() {
+    let mut setup = Setup::new(1, 3);
+    let other = setup.pool.add_stream();
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    for id in ids {
+        setup.use_once(id);
+    }
+    drop(setup.pool.acquire(ids[0], other).unwrap());
+    setup.pool.commit(other).unwrap();
+    let waits = setup.pool.snapshot().counters.waits;
+    assert_eq!(setup.use_once(ids[1]), 2.0);
+    assert_eq!(setup.pool.snapshot().counters.waits, waits + 1, "it was not leased while it was copied");
+    let lease = setup.pool.acquire(ids[2], STREAM).expect("every stream that used the second adapter has committed");
+    drop(lease);
+    setup.pool.commit(STREAM).unwrap();
+    setup.finish();
+}
+
+/// It is on the device, so that it needs no room beside itself.
+#[test]
+fn a_pinned_adapter_of_a_batch_counts_once() {
+    let mut setup = Setup::new(3, 4);
+    let ids = [1.0, 2.0, 3.0, 4.0].map(|value| setup.adding(value));
+    setup.use_once(ids[0]);
+    setup.pool.pin(ids[0]).unwrap();
+    let leases = setup.prepare(&[ids[1], ids[0], ids[2]]).unwrap();
+    assert_eq!(setup.step(&leases.iter().collect::<Vec<_>>()), [2.0, 1.0, 3.0]);
+    drop(leases);
+    setup.pool.commit(STREAM).unwrap();
+    let refused = setup.pool.prepare(&ids[1..], STREAM).unwrap_err();
+    assert!(matches!(refused, PoolError::TooLarge { adapters: 3, max: 3, .. }), "{refused}");
+    setup.finish();
+}
+
+/// Neither against the bytes that pins leave to the others, nor against the slots.
+#[test]
+fn what_is_unregistered_does_not_count_against_pins() {
+    let mut setup = Setup::with(3, PoolConfig::arena_bytes(4 * BYTES).host_bytes(8 * BYTES));
+    // As large as the arena.
+    let large = setup.memory(adapter(32, 9.0));
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    assert!(matches!(setup.pool.pin(ids[0]), Err(PoolError::Pinned { .. })), "the large one would have no room");
+    let lease = setup.lease(large);
+    setup.pool.unregister(large).unwrap();
+    ids[..2].iter().for_each(|&id| setup.pool.pin(id).unwrap());
+    assert!(matches!(setup.pool.pin(ids[2]), Err(PoolError::Pinned { .. })), "no slot would be left");
+    // An adapter that was pinned gives up its pin.
+    setup.pool.unregister(ids[0]).unwrap();
+    assert_eq!(setup.pool.snapshot().pinned, 1);
+    setup.pool.pin(ids[2]).unwrap();
+    assert_eq!(setup.step(&[&lease]), [9.0]);
+    drop(lease);
+    setup.pool.commit(STREAM).unwrap();
+    setup.finish();
+}
+
+/// Also the weights that an engine holds in memory, of an adapter that was read and of one that was not.
+#[test]
+fn a_forgotten_adapter_is_dropped() {
+    let mut setup = Setup::new(1, 1);
+    let adapters = [1.0, 2.0].map(|value| adapter(8, value));
+    let weak = adapters.each_ref().map(Arc::downgrade);
+    let ids = adapters.map(|adapter| setup.memory(adapter));
+    let lease = setup.lease(ids[0]);
+    ids.iter().for_each(|&id| setup.pool.unregister(id).unwrap());
+    assert_eq!(setup.step(&[&lease]), [1.0]);
+    drop(lease);
+    setup.pool.commit(STREAM).unwrap();
+    // A loader may still be about to end its read.
+    let end = Instant::now() + Duration::from_secs(30);
+    while weak.iter().any(|adapter| adapter.strong_count() > 0) {
+        assert!(Instant::now() < end, "an unregistered adapter is kept");
+        thread::yield_now();
+    }
     setup.finish();
 }

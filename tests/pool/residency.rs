@@ -136,6 +136,41 @@ fn an_older_prefetch_evicts_no_newer_adapter() {
     setup.finish();
 }
 
+/// It goes up first, and is read once.
+#[test]
+fn an_adapter_that_waits_for_the_device_keeps_its_host_memory() {
+    let mut setup = Setup::with(1, PoolConfig::arena_bytes(BYTES).host_bytes(BYTES).loaders(1));
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    let lease = setup.lease(ids[0]);
+    ids[1..].iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    setup.settle();
+    let tiers = |setup: &Setup| ids.map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers(&setup), [Tier::Device, Tier::Host, Tier::Source]);
+    drop(lease);
+    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.poll();
+    setup.settle();
+    assert_eq!(tiers(&setup), [Tier::Source, Tier::Source, Tier::Device]);
+    assert_eq!(setup.pool.snapshot().counters.reads, 3);
+    setup.finish();
+}
+
+/// It no longer waits for the device, so that others may take its place in host memory.
+#[test]
+fn an_older_prefetch_that_evicted_nothing_leaves_host_memory() {
+    let mut setup = Setup::with(1, PoolConfig::arena_bytes(BYTES).host_bytes(BYTES).loaders(1));
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    ids[..2].iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    setup.pool.prefetch(ids[0]).unwrap();
+    setup.settle();
+    let tiers = |setup: &Setup| ids.map(|id| setup.pool.residency(id).unwrap().tier);
+    assert_eq!(tiers(&setup), [Tier::Device, Tier::Host, Tier::Source]);
+    setup.pool.prefetch(ids[2]).unwrap();
+    setup.settle();
+    assert_eq!(tiers(&setup), [Tier::Source, Tier::Source, Tier::Device]);
+    setup.finish();
+}
+
 #[test]
 fn not_everything_can_be_pinned() {
     let mut setup = Setup::new(3, 4);

@@ -1,4 +1,4 @@
-//! Adapters that are copied to the device while they are read.
+//! Adapters on their way to the device: copied while they are read, or waiting for room.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -159,4 +159,37 @@ fn a_read_takes_room_in_turn() {
     run(&mut core, &mut world);
     assert_eq!([tier(&core, bound), tier(&core, exact)], [Tier::Host, Tier::Device]);
     launch(&mut core, &mut world, bound);
+}
+
+/// While a capture keeps the device from being rearranged, the host tier has room for one of two adapters. Neither evicts the other.
+#[test]
+fn a_batch_keeps_what_it_has_in_host_memory() {
+    let bytes = 2 * GRANULE_BYTES;
+    let limits = Limits { num_slots: 2, arena_bytes: 2 * bytes, host_bytes: bytes, max_reads: 2 };
+    let (mut core, mut world) = (Core::new(limits).unwrap(), World::new(1, 2, [4, 2], false));
+    let others = [(); 2].map(|()| register(&mut core));
+    others.iter().for_each(|&id| load(&mut core, &mut world, id));
+    let granted = core.prepare(&others, StreamId::FIRST, &mut world).unwrap();
+    let batch = [(); 2].map(|()| register(&mut core));
+    core.prefetch(batch[0], &mut world).unwrap();
+    end_read(&mut core, &mut world, true);
+    assert_eq!(tier(&core, batch[0]), Tier::Host, "the slots are leased");
+    granted.into_iter().for_each(|granted| core.release(granted.slot, StreamId::FIRST));
+    world.is_capturing = true;
+    core.commit(StreamId::FIRST, &mut world).unwrap();
+    for _ in 0..2 {
+        let refused = core.prepare(&batch, StreamId::FIRST, &mut world);
+        assert!(matches!(refused, Err(PoolError::Loading { id }) if id == batch[1]), "{refused:?}");
+        assert_eq!((tier(&core, batch[0]), world.num_reads()), (Tier::Host, 0));
+    }
+    world.is_capturing = false;
+    let mut calls = 0;
+    while core.prepare(&batch, StreamId::FIRST, &mut world).is_err() {
+        calls += 1;
+        assert!(calls < 4, "{:?}", core.snapshot());
+        while world.num_reads() > 0 {
+            end_read(&mut core, &mut world, true);
+        }
+        run(&mut core, &mut world);
+    }
 }

@@ -1,19 +1,22 @@
 //! No kernel reads a wrong adapter, whatever the host does and in whatever legal order the device runs: random hosts and devices,
-//! and the same with each rule broken.
+//! and the same with each rule broken. What nothing uses has room for others.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IteratorRandom};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::{
-    Core, Limits, Rule,
+    Core, Entry, Granted, Limits, Rule,
     world::{Obligation, World},
 };
 use crate::{
-    blocks::GRANULE_BYTES,
+    blocks::{self, GRANULE_BYTES},
     error::SlotError,
     pool::{AdapterId, PoolError, StreamId},
 };
@@ -32,6 +35,17 @@ struct Held {
     stream: StreamId,
 }
 
+/// The use of an adapter's copy on the device, as the rule for overwriting it counts it.
+#[derive(Debug, Default)]
+struct Uses {
+    /// Number of the copy.
+    number: u64,
+    /// Streams that it was leased for since it was idle.
+    streams: BTreeSet<StreamId>,
+    /// Those that have not committed since its last lease ended.
+    waits_for: BTreeSet<StreamId>,
+}
+
 /// A host with a pool and a device.
 struct Schedule {
     rng: StdRng,
@@ -42,6 +56,10 @@ struct Schedule {
     held: Vec<Held>,
     /// Leases that ended since the last commit of their stream: launches may follow.
     ended: Vec<Held>,
+    /// Of adapters that have been leased.
+    uses: BTreeMap<AdapterId, Uses>,
+    /// Leases so far.
+    granted: u64,
     limits: Limits,
 }
 
@@ -63,8 +81,9 @@ impl Schedule {
         }
         let mut world = World::new(streams, slots, [device, host], rng.random_ratio(3, 4));
         world.broken = obligation;
+        let (adapters, uses) = (BTreeMap::new(), BTreeMap::new());
         let mut schedule =
-            Self { rng, core, world, adapters: BTreeMap::new(), held: Vec::new(), ended: Vec::new(), limits };
+            Self { rng, core, world, adapters, held: Vec::new(), ended: Vec::new(), uses, granted: 0, limits };
         (0..6).for_each(|_| schedule.register());
         schedule
     }
@@ -131,17 +150,57 @@ impl Schedule {
         let stream = self.any_stream();
         let size = self.rng.random_range(1..4);
         let ids: Vec<_> = (0..size).filter_map(|_| self.any_adapter()).collect();
-        match self.core.prepare(&ids, stream, &mut self.world) {
-            Ok(granted) => {
-                assert_eq!(granted.len(), ids.len());
-                for (&id, granted) in ids.iter().zip(granted) {
-                    self.world.lease(stream, granted);
-                    self.held.push(Held { id, slot: granted.slot, stream });
-                }
-            }
+        let is_too_large = self.is_too_large(&ids);
+        let is_in_host_alone =
+            |core: &Core, id| core.residency_of(id).is_some_and(|at| at.in_host && at.slot.is_none());
+        let in_host: Vec<_> = ids.iter().copied().filter(|&id| is_in_host_alone(&self.core, id)).collect();
+        let result = self.core.prepare(&ids, stream, &mut self.world);
+        let was_too_large = matches!(result, Err(PoolError::TooLarge { .. }));
+        if was_too_large != is_too_large && !matches!(result, Err(PoolError::Failed { .. })) {
+            self.is_wrong(format!("{ids:?} never fit: {is_too_large}, but {result:?}"));
+        }
+        // One that cannot be copied need not stay.
+        let is_lost = |&id: &AdapterId| {
+            let at = self.core.residency_of(id);
+            at.is_none_or(|at| !at.in_host && at.slot.is_none() && at.failure.is_none())
+        };
+        if let Some(id) = in_host.into_iter().find(is_lost) {
+            self.is_wrong(format!("{id} of the batch {ids:?} left host memory for another one of it"));
+        }
+        match result {
+            Ok(granted) => self.lease(&ids, &granted, stream),
             Err(PoolError::Failed { id, .. }) => self.core.retry(id, &mut self.world).unwrap(),
             Err(PoolError::Full | PoolError::Loading { .. } | PoolError::TooLarge { .. }) => {}
             Err(error) => unreachable!("{error}"),
+        }
+    }
+
+    /// Whether a batch never fits beside the pinned adapters that are on the device. Nobody asks this of one that is there.
+    fn is_too_large(&self, ids: &[AdapterId]) -> bool {
+        let mut together: BTreeSet<_> = ids.iter().copied().collect();
+        let is_there = together.iter().all(|id| self.core.adapters[id].slot.is_some());
+        let on_device = self.core.device.occupied().map(|place| place.id);
+        together.extend(on_device.filter(|id| self.adapters.get(id) == Some(&true)));
+        let bytes = blocks::bytes_for(together.iter().map(|id| self.core.adapters[id].bytes), 0);
+        !is_there && (together.len() > self.limits.num_slots || bytes > self.limits.arena_bytes)
+    }
+
+    /// Takes note of the leases of a batch.
+    fn lease(&mut self, ids: &[AdapterId], granted: &[Granted], stream: StreamId) {
+        assert_eq!(granted.len(), ids.len());
+        for (&id, &granted) in ids.iter().zip(granted) {
+            self.world.lease(stream, granted);
+            let uses = self.uses.entry(id).or_default();
+            if uses.number != granted.number {
+                *uses = Uses { number: granted.number, ..Uses::default() };
+            }
+            let is_leased = self.held.iter().any(|held| held.slot == granted.slot);
+            if !granted.is_copying && !is_leased && uses.waits_for.is_empty() {
+                uses.streams.clear();
+            }
+            uses.streams.insert(stream);
+            self.held.push(Held { id, slot: granted.slot, stream });
+            self.granted += 1;
         }
     }
 
@@ -165,6 +224,11 @@ impl Schedule {
         if let Some(index) = (0..self.held.len()).choose(&mut self.rng) {
             let held = self.held.swap_remove(index);
             self.core.release(held.slot, held.stream);
+            if let Some(uses) =
+                self.uses.get_mut(&held.id).filter(|_| self.held.iter().all(|other| other.id != held.id))
+            {
+                uses.waits_for = uses.streams.clone();
+            }
             self.ended.push(held);
         }
     }
@@ -172,6 +236,7 @@ impl Schedule {
     fn commit(&mut self, stream: StreamId) {
         self.core.commit(stream, &mut self.world).unwrap();
         self.ended.retain(|held| held.stream != stream);
+        self.uses.values_mut().for_each(|uses| uses.waits_for.retain(|&other| other != stream));
     }
 
     /// Continues a read: packs some of it, ends it, or ends it and tells the pool.
@@ -224,11 +289,16 @@ impl Schedule {
                 return Err(format!("stream {stream} may use slot {slot}: {}", open[slot]));
             }
         }
+        if self.core.device.rules.broken.is_none() {
+            self.check_room()?;
+        }
         let snapshot = self.core.snapshot();
         let pins = self.adapters.values().filter(|is_pinned| **is_pinned).count();
         let is_right = snapshot.adapters == self.adapters.len()
             && snapshot.leases == self.held.len()
             && snapshot.reading <= self.limits.max_reads
+            && snapshot.reading == self.world.num_reads()
+            && snapshot.counters.hits + snapshot.counters.misses == self.granted
             && snapshot.pinned == pins
             && pins < self.limits.num_slots;
         if !is_right {
@@ -237,12 +307,46 @@ impl Schedule {
         Ok(())
     }
 
+    /// What nothing uses can be evicted, and what waits is known to.
+    fn check_room(&self) -> Result<(), String> {
+        let Core { device, host, adapters, queue, outcomes, gone, .. } = &self.core;
+        for (id, entry) in adapters {
+            let Some(slot) = entry.slot else { continue };
+            let waits = self.uses.get(id).is_some_and(|uses| !uses.waits_for.is_empty());
+            let is_used = waits || device.is_copying(slot) || self.held.iter().any(|held| held.slot == slot);
+            if device.is_idle(slot) == is_used {
+                return Err(format!("{id} may be evicted: {}, but {:?}", !is_used, self.uses.get(id)));
+            }
+        }
+        // Each list, and how many adapters believe that they are in it.
+        let count = |is_in: fn(&Entry) -> bool| adapters.values().filter(|entry| is_in(entry)).count();
+        let lists = [
+            ("waiting", queue.len(), count(|entry| entry.is_waiting)),
+            ("reported", outcomes.len(), count(|entry| entry.outcome.is_some())),
+            ("gone", gone.len(), count(|entry| entry.is_gone)),
+            ("in host memory", host.len(), count(|entry| entry.host.is_ready())),
+        ];
+        let wrong = lists.into_iter().find(|(_, listed, believe)| listed != believe);
+        wrong.map_or(Ok(()), |(what, listed, believe)| Err(format!("{listed} adapters are {what}, of {believe}")))
+    }
+
+    fn is_wrong(&mut self, what: String) {
+        self.world.wrong.get_or_insert(what);
+    }
+
     fn pin(&mut self) {
         let Some(id) = self.any_adapter() else { return };
         let is_pinned = !self.adapters[&id];
+        let others = self.adapters.iter().filter(|(other, _)| **other != id);
+        let bytes = |id: &AdapterId| self.core.adapters[id].bytes;
+        let (pinned, free): (Vec<_>, Vec<_>) = others.partition(|(_, is_pinned)| **is_pinned);
+        let largest = free.into_iter().map(|(id, _)| bytes(id)).max().unwrap_or(0);
+        let needed = pinned.iter().map(|(id, _)| bytes(id)).sum::<usize>() + bytes(&id) + largest;
+        let fits = pinned.len() + 1 < self.limits.num_slots && needed <= self.limits.arena_bytes;
         match self.core.set_pinned(id, is_pinned) {
-            Ok(()) => drop(self.adapters.insert(id, is_pinned)),
-            Err(error) => assert!(is_pinned && matches!(error, PoolError::Pinned { .. })),
+            Ok(()) if !is_pinned || fits => drop(self.adapters.insert(id, is_pinned)),
+            Err(PoolError::Pinned { .. }) if is_pinned && !fits => {}
+            result => self.is_wrong(format!("pinning {id} to {is_pinned}: {result:?}, with room: {fits}")),
         }
     }
 
@@ -264,7 +368,10 @@ impl Schedule {
         for _ in 0..16 {
             refusal = match self.core.prepare(&batch, StreamId::FIRST, &mut self.world) {
                 Ok(granted) => {
-                    granted.into_iter().for_each(|granted| self.core.release(granted.slot, StreamId::FIRST));
+                    self.lease(&batch, &granted, StreamId::FIRST);
+                    while !self.held.is_empty() {
+                        self.end_lease();
+                    }
                     None
                 }
                 Err(PoolError::TooLarge { .. }) => None,
@@ -275,8 +382,7 @@ impl Schedule {
         if let Some(refusal) = refusal {
             return Err(refusal);
         }
-        let ids: Vec<_> = self.adapters.keys().copied().collect();
-        for id in ids {
+        while let Some((id, _)) = self.adapters.pop_first() {
             self.core.unregister(id, &mut self.world).unwrap();
         }
         self.settle()?;
@@ -307,7 +413,8 @@ impl Schedule {
                 break;
             }
         }
-        self.world.wrong.take().map_or(Ok(()), Err)
+        self.world.wrong.take().map_or(Ok(()), Err)?;
+        self.check()
     }
 }
 
